@@ -1,0 +1,1 @@
+"""RPG: regularized policy gradients (arXiv:2505.17508) for Qwen models on TPU, in JAX."""
