@@ -1,0 +1,152 @@
+"""Makes .venv complete: `python launch/install.py`; with --check only says (by its exit code) whether it is.
+
+Runs before anything is installed, so it uses the standard library alone. `.venv/.installed` names the state: absent
+(not ours, or never finished), "installing" (interrupted) or a digest of everything that was asked for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+VENV = ROOT / ".venv"
+STAMP = VENV / ".installed"
+REQUIREMENTS = ("requirements.txt", "requirements-dev.txt")
+JETSTREAM = "google-jetstream==0.2.2"
+FREE_GB = 2.5  # 1.1 GB installed, about as much again while wheels are unpacked
+
+NETWORK_DOWN = re.compile(
+    r"name resolution|NewConnectionError|NameResolutionError|Max retries|Network is unreachable|"
+    r"Connection refused|ConnectTimeout|ReadTimeout|ProxyError|connection broken",
+    re.IGNORECASE,
+)
+
+
+class InstallError(Exception):
+    """One line for the user: what is wrong and what to do."""
+
+
+def digest() -> str:
+    """Changes whenever the environment must be installed again."""
+    asked_for = [(ROOT / name).read_bytes() for name in REQUIREMENTS]
+    return hashlib.sha256(b"\0".join([*asked_for, JETSTREAM.encode()])).hexdigest()
+
+
+def state() -> str:
+    return STAMP.read_text().strip() if STAMP.exists() else ""
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds an exclusive lock that the system drops when the process ends, however it ends."""
+    with path.open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("waiting for another installation in this folder to finish ...", file=sys.stderr, flush=True)
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+
+
+def check_disk() -> None:
+    free = shutil.disk_usage(ROOT).free / 1e9
+    if free < FREE_GB:
+        raise InstallError(f"no room for the environment: {free:.1f} GB free in {ROOT}, {FREE_GB} GB needed")
+
+
+def works() -> bool:
+    """Whether .venv has an interpreter that starts and has pip (a venv dies with the Python that made it)."""
+    probe = "import pip, sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))"
+    try:
+        return subprocess.run([str(VENV / "bin" / "python"), "-c", probe], capture_output=True).returncode == 0
+    except OSError:
+        return False
+
+
+def make_venv() -> None:
+    if VENV.is_symlink() or (VENV.exists() and not VENV.is_dir()):
+        raise InstallError(f"{VENV} is in the way: remove it")
+    made = subprocess.run([sys.executable, "-m", "venv", "--clear", str(VENV)], capture_output=True, text=True)
+    if made.returncode:
+        raise InstallError(explain(made.stdout + made.stderr))
+
+
+def explain(output: str) -> str:
+    """The one line behind a failed installation."""
+    if "No space left on device" in output or "Disk quota exceeded" in output:
+        return f"the disk filled up while installing: {FREE_GB} GB are needed here, and room in TMPDIR"
+    if NETWORK_DOWN.search(output):
+        return "no network: the package index cannot be reached (behind a proxy, set HTTPS_PROXY or PIP_INDEX_URL)"
+    lines = [line for line in output.splitlines() if line.startswith("ERROR:")] or output.strip().splitlines()
+    return f"installation failed: {lines[-1].removeprefix('ERROR:').strip() if lines else 'pip said nothing'}"
+
+
+def pip_install(*arguments: str) -> None:
+    """Runs pip, showing one line that moves; raises InstallError with the reason of a failure."""
+    command = [str(VENV / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
+    command += ["--progress-bar=off", "--retries=2", "--prefer-binary"]
+    command += ["--no-compile", *arguments]  # a quarter of the time; Python compiles what is imported at first use
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    seen, packages = [], 0
+    for line in process.stdout:
+        seen.append(line)
+        packages += line.startswith("Collecting ")
+        if line.startswith("Collecting "):
+            show(f"resolving {packages} packages: {line.split()[1]}")
+        elif line.lstrip().startswith("Downloading"):
+            show(f"downloading {Path(line.split()[1]).name}")
+        elif line.startswith("Installing collected packages"):
+            show(f"unpacking {line.count(',') + 1} packages")
+    if process.wait():
+        raise InstallError(explain("".join(seen)))
+
+
+def show(text: str) -> None:
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns - 1
+        print(f"\r\033[K{text[:width]}", end="", file=sys.stderr, flush=True)
+
+
+def install() -> None:
+    started = time.monotonic()
+    check_disk()
+    print(f"installing into .venv with Python {sys.version.split()[0]} (about a minute, once) ...", file=sys.stderr)
+    if state() == "installing" or not works():
+        make_venv()
+    STAMP.write_text("installing")
+    pip_install(*(f"--requirement={name}" for name in REQUIREMENTS))
+    pip_install("--no-deps", JETSTREAM)
+    STAMP.write_text(digest())
+    show("")
+    print(f"installed in {time.monotonic() - started:.0f} s", file=sys.stderr)
+
+
+def main() -> int:
+    if "--check" in sys.argv[1:]:
+        return int(state() != digest())
+    try:
+        with locked(ROOT / ".venv.lock"):
+            if state() != digest() or not works():
+                install()
+    except (InstallError, OSError) as error:
+        show("")
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        show("")
+        print("interrupted; the next start repairs the environment", file=sys.stderr)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

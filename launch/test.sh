@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Lint, types and tests in the environment of launch/local.sh:  bash launch/test.sh [pytest arguments]
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+. launch/environment.sh
+
+.venv/bin/python -m ruff check .
+.venv/bin/python -m ruff format --check .
+.venv/bin/python -m mypy
+exec .venv/bin/python -m pytest "$@"

@@ -1,0 +1,143 @@
+"""launch/install.py against fake interpreters: what is installed when, and the one line behind each failure."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import textwrap
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parents[2] / "launch" / "install.py"
+
+FAKE_PIP = """\
+#!/bin/sh
+case "$1" in -c) exit 0 ;; esac  # the probe that asks whether pip is there
+echo "pip $*" >> "$0.log"
+"""
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """The installer of a repository in a path with a space, whose new venvs hold a fake pip that logs its calls."""
+    root = tmp_path / "a repository"
+    (root / "launch").mkdir(parents=True)
+    (root / "launch" / "install.py").write_text(SOURCE.read_text())
+    (root / "requirements.txt").write_text("a\n")
+    (root / "requirements-dev.txt").write_text("b\n")
+    spec = importlib.util.spec_from_file_location("install", root / "launch" / "install.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    monkeypatch.setattr(module, "make_venv", lambda: fake_venv(module))
+    monkeypatch.setattr(sys, "argv", ["install.py"])
+    return module
+
+
+def fake_venv(module, pip=FAKE_PIP):
+    python = module.VENV / "bin" / "python"
+    python.parent.mkdir(parents=True, exist_ok=True)
+    python.write_text(pip)
+    python.chmod(0o755)
+    (module.VENV / "bin" / "python.log").unlink(missing_ok=True)
+
+
+def calls(module):
+    log = module.VENV / "bin" / "python.log"
+    return log.read_text().splitlines() if log.exists() else []
+
+
+def fails(module, capsys):
+    """The single line on stderr after the announcement of a failing installation."""
+    assert module.main() == 1
+    lines = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("installing into")]
+    assert len(lines) == 1 and lines[0].startswith("error: ")
+    return lines[0]
+
+
+def test_jetstream_comes_without_its_requirements(install):
+    assert install.main() == 0
+    ours, jetstream = calls(install)
+    assert "requirements.txt" in ours and "requirements-dev.txt" in ours and "--no-deps" not in ours
+    assert jetstream.endswith("--no-deps google-jetstream==0.2.2")
+
+
+def test_second_start_installs_nothing(install):
+    install.main()
+    before = calls(install)
+    assert install.main() == 0
+    assert calls(install) == before
+
+
+def test_changed_requirements_are_installed_into_the_same_venv(install):
+    install.main()
+    (install.ROOT / "requirements.txt").write_text("a>2\n")
+    kept = install.VENV / "kept"
+    kept.touch()
+    assert install.main() == 0
+    assert len(calls(install)) == 4 and kept.exists()
+
+
+def test_interrupted_installation_is_made_anew(install):
+    install.main()
+    install.STAMP.write_text("installing")
+    assert install.main() == 0
+    assert len(calls(install)) == 2  # the log went with the old venv
+    assert install.state() == install.digest()
+
+
+def test_venv_whose_interpreter_is_gone_is_made_anew(install):
+    install.main()
+    (install.VENV / "bin" / "python").unlink()
+    assert install.main() == 0
+    assert install.works()
+
+
+def test_check_answers_without_installing(install, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["install.py", "--check"])
+    assert install.main() == 1
+    assert not install.VENV.exists()
+
+
+def test_full_disk_stops_before_anything_is_made(install, monkeypatch, capsys):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(install.shutil, "disk_usage", lambda path: usage(10e9, 9.5e9, 0.5e9))
+    assert "0.5 GB free" in fails(install, capsys)
+    assert not install.VENV.exists()
+
+
+@pytest.mark.parametrize(
+    "said, means",
+    [
+        ("WARNING: Retrying: NewConnectionError('Temporary failure in name resolution')", "no network"),
+        (
+            "ERROR: Could not install packages: [Errno 28] No space left on device",
+            "the disk filled up",
+        ),
+        ("Collecting a\nERROR: No matching distribution found for a==9", "No matching distribution found for a==9"),
+    ],
+)
+def test_a_failing_pip_is_one_clear_line_and_leaves_no_stamp(install, monkeypatch, capsys, said, means):
+    pip = FAKE_PIP + textwrap.dedent(f"""\
+        cat <<'END'
+        {said.splitlines()[0]}
+        {said.splitlines()[-1]}
+        END
+        exit 1
+    """)
+    monkeypatch.setattr(install, "make_venv", lambda: fake_venv(install, pip))
+    assert means in fails(install, capsys)
+    assert install.state() == "installing"
+
+
+def test_two_at_once_install_once(install):
+    slow = FAKE_PIP + "sleep 0.4\n"
+    fake_venv(install, slow)
+    command = [sys.executable, str(install.ROOT / "launch" / "install.py")]
+    both = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [process.communicate()[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    assert len(calls(install)) == 2
+    assert sum("waiting for another installation" in text for text in said) == 1
