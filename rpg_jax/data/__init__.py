@@ -1,0 +1,12 @@
+"""Problems, tokenizers and the rows that the trainer reads."""
+
+from rpg_jax.data.arithmetic import Arithmetic as Arithmetic
+from rpg_jax.data.batching import bucket_length as bucket_length
+from rpg_jax.data.batching import pack_completions as pack_completions
+from rpg_jax.data.batching import pad_completions as pad_completions
+from rpg_jax.data.batching import pad_supervised as pad_supervised
+from rpg_jax.data.prompts import Problem as Problem
+from rpg_jax.data.prompts import PromptStream as PromptStream
+from rpg_jax.data.tokenizer import Tokenizer as Tokenizer
+from rpg_jax.data.tokenizer import load_tokenizer as load_tokenizer
+from rpg_jax.data.tokenizer import train_sentencepiece as train_sentencepiece

@@ -1,0 +1,166 @@
+"""Procedural arithmetic: sums, differences and products of whole numbers, with operands held out for evaluation."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Literal
+
+import numpy as np
+
+from rpg_jax.data.prompts import Problem
+
+OPERATORS = "+-*"
+ANSWER_MARK = "#"
+_ENUMERABLE = 4_000_000
+
+
+@dataclasses.dataclass(frozen=True)
+class Arithmetic:
+    """The task a<op>b=, e.g. prompt "12+34=" with answer "46".
+
+    Attributes:
+      operators: any of "+-*".
+      digits: operands are whole numbers below 10**digits.
+      zero_pad: write operands with all their digits ("07+34="), which makes every prompt equally long.
+      reverse: write the answer's last digit first ("64" for 46, "5-" for -5): the order in which carries are known,
+        which a small transformer learns much faster.
+      chain_of_thought: let the completion write its digit-by-digit working, then `ANSWER_MARK`, then the answer.
+      held_out: fraction of operand pairs kept for evaluation. The split hashes the unordered pair, so neither a+b
+        nor b+a nor any other operation on a held-out pair is ever trained.
+      seed: of that split.
+    """
+
+    operators: str = "+"
+    digits: int = 2
+    zero_pad: bool = False
+    reverse: bool = False
+    chain_of_thought: bool = False
+    held_out: float = 0.1
+    seed: int = 0
+
+    def __post_init__(self):
+        if not self.operators or set(self.operators) - set(OPERATORS):
+            raise ValueError(f"operators must be one or more of {OPERATORS!r}, got {self.operators!r}")
+        if not 1 <= self.digits <= 9:
+            raise ValueError(f"digits must be in [1, 9], got {self.digits}")
+        if not 0 <= self.held_out < 1:
+            raise ValueError(f"held_out must be in [0, 1), got {self.held_out}")
+
+    def problems(
+        self, split: Literal["train", "held_out"], count: int | None = None, *, seed: int = 0
+    ) -> list[Problem]:
+        """Distinct problems of a split in an order drawn from `seed`; all of them where `count` is None.
+
+        Raises:
+          ValueError: unknown split, or more problems asked for than the split has (or than can be listed).
+        """
+        if split not in ("train", "held_out"):
+            raise ValueError(f"split must be 'train' or 'held_out', got {split!r}")
+        space = len(self.operators) * 10 ** (2 * self.digits)
+        if count is None and space > _ENUMERABLE:
+            raise ValueError(f"{self.digits} digits make {space} problems: pass count= to draw some of them")
+        codes = self._all_codes(space, seed) if space <= _ENUMERABLE else self._drawn_codes(space, 4 * count, seed)
+        chosen = codes[self._is_held_out(codes) == (split == "held_out")][:count]
+        if len(chosen) < (count or 1):
+            raise ValueError(f"split {split!r} of {self} has only {len(chosen)} of the {count} problems asked for")
+        return [self._problem(int(code)) for code in chosen]
+
+    def target(self, problem: Problem) -> str:
+        """The completion that a supervised warm start imitates, without the stop token."""
+        if not self.chain_of_thought:
+            return problem.answer
+        a, operator, b = _parse(problem.prompt)
+        return f"{';'.join(_working(a, operator, b))}{ANSWER_MARK}{problem.answer}"
+
+    def examples(self, problems: Iterable[Problem]) -> list[tuple[str, str]]:
+        """(prompt, target completion) pairs for the supervised warm start."""
+        return [(problem.prompt, self.target(problem)) for problem in problems]
+
+    def texts(self) -> Iterator[str]:
+        """A small corpus with every character that the task can write, for training a tokenizer."""
+        yield "0123456789=" + self.operators + "-" + (ANSWER_MARK + ";+*" if self.chain_of_thought else "")
+
+    def _all_codes(self, space: int, seed: int) -> np.ndarray:
+        return np.random.default_rng(seed).permutation(space)
+
+    def _drawn_codes(self, space: int, draws: int, seed: int) -> np.ndarray:
+        """Distinct codes in the order drawn; enough for `count` of the rarer split."""
+        rarer = min(self.held_out, 1 - self.held_out) or 1.0
+        codes = np.random.default_rng(seed).integers(space, size=int(draws / rarer) + 100)
+        return codes[np.sort(np.unique(codes, return_index=True)[1])]
+
+    def _operands(self, code):
+        operator, pair = np.divmod(code, 10 ** (2 * self.digits))
+        return operator, *np.divmod(pair, 10**self.digits)
+
+    def _is_held_out(self, codes: np.ndarray) -> np.ndarray:
+        _, a, b = self._operands(codes)
+        pairs = (np.minimum(a, b) * 10**self.digits + np.maximum(a, b)).astype(np.uint64)
+        return _uniform(pairs, self.seed) < self.held_out
+
+    def _problem(self, code: int) -> Problem:
+        index, a, b = (int(x) for x in self._operands(code))
+        operator = self.operators[index]
+        width = self.digits if self.zero_pad else 1
+        answer = str(_value(a, operator, b))
+        return Problem(
+            prompt_id=self._prompt_id(operator, a, b),
+            prompt=f"{a:0{width}d}{operator}{b:0{width}d}=",
+            answer=answer[::-1] if self.reverse else answer,
+            source="arithmetic",
+        )
+
+    def _prompt_id(self, operator: str, a: int, b: int) -> int:
+        """Distinct up to four digits; beyond, two problems share an id with probability 2**-31."""
+        base = 10**self.digits
+        return ((OPERATORS.index(operator) * base + a) * base + b) % (2**31 - 1)
+
+
+def _parse(prompt: str) -> tuple[int, str, int]:
+    match = re.fullmatch(r"(\d+)([-+*])(\d+)=", prompt)
+    if match is None:
+        raise ValueError(f"not an arithmetic prompt: {prompt!r}; expected e.g. '12+34='")
+    return int(match[1]), match[2], int(match[3])
+
+
+def _value(a: int, operator: str, b: int) -> int:
+    return {"+": a + b, "-": a - b, "*": a * b}[operator]
+
+
+def _working(a: int, operator: str, b: int) -> Sequence[str]:
+    """Steps from the last digit on: digit+digit+carry, digit-digit-borrow (larger first), or partial products."""
+    if operator == "*":
+        steps, total = [], 0
+        for place, digit in enumerate(reversed(str(b))):
+            partial = int(digit) * 10**place
+            steps.append(f"{a}*{partial}={a * partial}")
+            if place:
+                steps.append(f"{total}+{a * partial}={total + a * partial}")
+            total += a * partial
+        return steps
+    if operator == "-" and a < b:
+        a, b = b, a
+    steps, carry = [], 0
+    for place in range(max(len(str(a)), len(str(b)))):
+        x, y = a // 10**place % 10, b // 10**place % 10
+        if operator == "+":
+            steps.append(f"{x}+{y}+{carry}={x + y + carry}")
+            carry = (x + y + carry) // 10
+        else:
+            borrow = int(x - y - carry < 0)
+            steps.append(f"{x + 10 * borrow}-{y}-{carry}={x + 10 * borrow - y - carry}")
+            carry = borrow
+    return steps
+
+
+def _uniform(keys: np.ndarray, seed: int) -> np.ndarray:
+    """f64 in [0, 1) per u64 key, by the splitmix64 finaliser (Steele, Lea, Flood 2014): the same on every machine."""
+    offset = (seed + 1) * 0x9E3779B97F4A7C15 % 2**64
+    with np.errstate(over="ignore"):
+        x = keys * np.uint64(0x9E3779B97F4A7C15) + np.uint64(offset)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        x ^= x >> np.uint64(31)
+    return (x >> np.uint64(11)).astype(np.float64) / 2.0**53

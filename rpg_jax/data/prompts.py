@@ -1,0 +1,119 @@
+"""Problems, and the order in which training sees them."""
+
+from __future__ import annotations
+
+import dataclasses
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import grain
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """One prompt with its reference answer.
+
+    Attributes:
+      prompt_id: stable index, below 2**31; the noise of a completion is folded from it, so it must not depend on
+        the order, the host or the number of problems asked for.
+      prompt: text of the user's turn, or the bare text to continue where no chat template is used.
+      answer: reference answer as its verifier reads it.
+      source: task or data set name.
+      samples: completions that the evaluation data asks for (how often the problem's row was repeated).
+    """
+
+    prompt_id: int
+    prompt: str
+    answer: str
+    source: str
+    samples: int = 1
+
+
+class PromptStream:
+    """Endless batches of problems: every epoch is another permutation, the remainder of one epoch starts the next.
+
+    `batch_size` counts prompts over all hosts. The global order depends on (problems, seed) only; host h of H gets
+    the h-th contiguous block of every batch, so the hosts' lists put one after the other are the one-host batch,
+    for any H that divides `batch_size`. The position is counted in problems: a state may be restored on another
+    number of hosts or with another batch size, in the middle of an epoch, and continues with the next unseen one.
+
+    Args:
+      problems: N problems held in memory, or anything with `__len__` and `__getitem__`.
+      batch_size: prompts a step, over all hosts.
+      seed: of the shuffle, in [0, 2**32).
+      prefetch: problems read ahead by a background thread; 0 reads in the caller.
+
+    Raises:
+      ValueError: no problems, or a batch size that the hosts cannot share equally.
+    """
+
+    def __init__(
+        self,
+        problems: Sequence[Problem],
+        *,
+        batch_size: int,
+        seed: int,
+        host_index: int = 0,
+        host_count: int = 1,
+        prefetch: int = 0,
+    ):
+        if len(problems) == 0:
+            raise ValueError("no problems to stream: the source is empty or every row was dropped")
+        if not 0 <= host_index < host_count:
+            raise ValueError(f"host_index must be in [0, {host_count}), got {host_index}")
+        if batch_size < 1 or batch_size % host_count:
+            raise ValueError(f"batch_size={batch_size} must be a positive multiple of host_count={host_count}")
+        self._batch_size = batch_size
+        self._host = slice(*(batch_size // host_count * i for i in (host_index, host_index + 1)))
+        self._identity = {"problems": len(problems), "seed": seed, "fingerprint": _fingerprint(problems)}
+        self._dataset = (
+            grain.MapDataset.source(problems)
+            .seed(seed)
+            .shuffle()
+            .repeat(None)
+            .to_iter_dataset(grain.ReadOptions(num_threads=min(prefetch, 1), prefetch_buffer_size=prefetch))
+        )
+        self._iterator = iter(self._dataset)
+        self._consumed = 0
+
+    def __iter__(self) -> PromptStream:
+        return self
+
+    def __next__(self) -> list[Problem]:
+        """This host's share of the next global batch."""
+        batch = [next(self._iterator) for _ in range(self._batch_size)]
+        self._consumed += self._batch_size
+        return batch[self._host]
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the problems so far, e.g. 1.5 in the middle of the second."""
+        return self._consumed / self._identity["problems"]
+
+    def state(self) -> dict[str, Any]:
+        """JSON-able position; the same on every host."""
+        return {"consumed": self._consumed, "iterator": self._iterator.get_state(), **self._identity}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continues exactly where `state` was taken.
+
+        Raises:
+          ValueError: the state was taken over other problems or with another seed.
+        """
+        differing = {k: (state.get(k), v) for k, v in self._identity.items() if state.get(k) != v}
+        if differing:
+            raise ValueError(
+                f"this data position belongs to another stream (saved, current): {differing}; "
+                "resume with the problems and seed of the saved run, or start a new run folder"
+            )
+        self._iterator = iter(self._dataset)
+        self._iterator.set_state(state["iterator"])
+        self._consumed = state["consumed"]
+
+
+def _fingerprint(problems: Sequence[Problem]) -> int:
+    checksum = 0
+    for problem in problems:
+        checksum = zlib.crc32(repr((problem.prompt_id, problem.prompt, problem.answer)).encode(), checksum)
+    return checksum

@@ -1,0 +1,209 @@
+"""Text to token ids and back: SentencePiece for procedural tasks, Hugging Face `tokenizer.json` for Qwen."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import sentencepiece
+import tokenizers
+
+from rpg_jax.data.chat import ChatTemplate
+
+_REPLACEMENT = "\ufffd"
+
+
+class Tokenizer(Protocol):
+    """What the rest of the system knows about a tokenizer.
+
+    `encode` adds no special tokens; `decode` leaves them out. `stop_token_ids` end a completion and are kept in it;
+    `eos_id` is the first of them. `chat` is None where the tokenizer brings no chat template.
+    """
+
+    vocab_size: int
+    pad_id: int
+    eos_id: int
+    bos_id: int | None
+    stop_token_ids: tuple[int, ...]
+    chat: ChatTemplate | None
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int]) -> str: ...
+
+
+def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
+    """The tokenizer in a folder, or in one file: `tokenizer.json` if there is one, else a SentencePiece `*.model`.
+
+    Raises:
+      ValueError: neither is there, with what is.
+    """
+    path = Path(path)
+    if path.is_dir():
+        candidates = [path / "tokenizer.json", path / "tokenizer.model", *sorted(path.glob("*.model"))]
+    else:
+        candidates = [path]
+    for file in candidates:
+        if file.is_file() and file.name.endswith(".json"):
+            return HuggingFaceTokenizer(file)
+        if file.is_file() and file.name.endswith(".model"):
+            return SentencePieceTokenizer(file)
+    found = sorted(p.name for p in path.iterdir())[:20] if path.is_dir() else "no such folder or file"
+    raise ValueError(f"no tokenizer at {path}: expected tokenizer.json or a SentencePiece *.model, found {found}")
+
+
+def train_sentencepiece(
+    texts: Iterable[str], path: str | os.PathLike[str], vocab_size: int | None = None
+) -> SentencePieceTokenizer:
+    """Trains a character-level SentencePiece model on `texts`, writes it to `path` and loads it.
+
+    Ids 0 to 3 are padding, end of text, beginning of text and unknown; the characters follow by frequency. The same
+    texts give the same bytes on every machine. Without `vocab_size` there is a piece for each character seen.
+
+    Raises:
+      ValueError: `vocab_size` leaves no room for some character of the texts.
+    """
+    texts = list(texts)
+    characters = set("".join(texts)) - {"\n"}
+    needed = len(characters) + 4 + 1  # four special pieces, and the line break, which SentencePiece reserves
+    if not characters:
+        raise ValueError("no text to train a tokenizer on")
+    if vocab_size is not None and vocab_size < needed:
+        raise ValueError(f"vocab_size={vocab_size} is too small: the texts need {needed} pieces")
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter([line for text in texts for line in text.split("\n") if line]),
+        model_writer=model,
+        model_type="char",
+        vocab_size=needed,
+        hard_vocab_limit=False,
+        character_coverage=1.0,
+        normalization_rule_name="identity",
+        add_dummy_prefix=False,
+        remove_extra_whitespaces=False,
+        user_defined_symbols=["\n"],
+        pad_id=0,
+        eos_id=1,
+        bos_id=2,
+        unk_id=3,
+        num_threads=1,
+        minloglevel=2,
+    )
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    partial.write_bytes(model.getvalue())
+    partial.replace(path)  # another process of the run never reads half a model
+    return SentencePieceTokenizer(path)
+
+
+class SentencePieceTokenizer:
+    """A SentencePiece model that has padding and end-of-text pieces."""
+
+    chat = None
+
+    def __init__(self, file: str | os.PathLike[str]):
+        self._model = sentencepiece.SentencePieceProcessor(model_file=str(file))
+        self.vocab_size = self._model.get_piece_size()
+        self.pad_id, self.eos_id = self._model.pad_id(), self._model.eos_id()
+        if min(self.pad_id, self.eos_id) < 0:
+            raise ValueError(f"{file} has no padding or end-of-text piece: train it with pad_id and eos_id set")
+        self.bos_id = self._model.bos_id() if self._model.bos_id() >= 0 else None
+        self.stop_token_ids = (self.eos_id,)
+
+    def encode(self, text: str) -> list[int]:
+        return self._model.encode(text)
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._model.decode([int(i) for i in ids])
+
+
+class HuggingFaceTokenizer:
+    """A `tokenizer.json` with the special tokens and chat template of the files beside it.
+
+    Reads `tokenizer_config.json` (eos and pad token, chat template), `chat_template.jinja` and
+    `generation_config.json` (stop tokens: Qwen's chat models name two), each where it exists.
+    """
+
+    def __init__(self, file: str | os.PathLike[str]):
+        file = Path(file)
+        self._model = tokenizers.Tokenizer.from_file(str(file))
+        config = _read_json(file.with_name("tokenizer_config.json"))
+        generation = _read_json(file.with_name("generation_config.json"))
+        self.vocab_size = self._model.get_vocab_size(with_added_tokens=True)
+        eos = self._special_id(config, "eos_token")
+        stops = generation.get("eos_token_id", [])
+        stops = [stops] if isinstance(stops, int) else stops
+        self.stop_token_ids = tuple(dict.fromkeys(([] if eos is None else [eos]) + stops))
+        if not self.stop_token_ids:
+            raise ValueError(
+                f"{file.parent} names no end-of-text token in tokenizer_config.json, generation_config.json"
+            )
+        self.eos_id = self.stop_token_ids[0]
+        pad = self._special_id(config, "pad_token")
+        self.pad_id = self.eos_id if pad is None else pad
+        self.bos_id = self._special_id(config, "bos_token")
+        separate = file.with_name("chat_template.jinja")
+        template = separate.read_text(encoding="utf-8") if separate.is_file() else config.get("chat_template")
+        specials = {k: _content(config.get(k)) for k in ("bos_token", "eos_token", "pad_token") if config.get(k)}
+        self.chat = ChatTemplate(template, specials) if template else None
+
+    def encode(self, text: str) -> list[int]:
+        return self._model.encode(text, add_special_tokens=False).ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return self._model.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def _special_id(self, config: dict[str, Any], name: str) -> int | None:
+        token = _content(config.get(name))
+        if token is None:
+            return None
+        token_id = self._model.token_to_id(token)
+        if token_id is None:
+            raise ValueError(f"tokenizer_config.json names {name} {token!r}, which tokenizer.json does not have")
+        return token_id
+
+
+class IncrementalDecoder:
+    """Decodes a growing completion piece by piece without ever emitting part of a character.
+
+    The pieces, and what `flush` returns, put together are `tokenizer.decode` of all the ids. Only the ids since the
+    last complete piece are decoded again, so the cost of a token does not grow with the completion.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        self._ids: list[int] = []
+        self._emitted = 0  # ids[:emitted] are out; they stay as context, since some decoders look at the token before
+
+    def push(self, ids: Iterable[int]) -> str:
+        """The text that `ids` complete; empty while a character is unfinished."""
+        self._ids += ids
+        text = self._new_text()
+        if text.endswith(_REPLACEMENT):
+            return ""
+        if text:
+            self._ids, self._emitted = self._ids[self._emitted :], len(self._ids) - self._emitted
+        return text
+
+    def flush(self) -> str:
+        """What is left at the end, replacement characters included."""
+        text = self._new_text()
+        self._ids, self._emitted = [], 0
+        return text
+
+    def _new_text(self) -> str:
+        before = self._tokenizer.decode(self._ids[: self._emitted])
+        return self._tokenizer.decode(self._ids)[len(before) :]
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def _content(token: Any) -> str | None:
+    return token["content"] if isinstance(token, dict) else token

@@ -1,0 +1,5 @@
+"""What a completion is worth. This package never imports JAX: its workers start fast and cannot touch a device."""
+
+from rpg_jax.rewards.scorer import Scorer as Scorer
+from rpg_jax.rewards.scorer import Scores as Scores
+from rpg_jax.rewards.scorer import build as build

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rpg_jax.data.arithmetic import Arithmetic
+from rpg_jax.data.tokenizer import IncrementalDecoder, load_tokenizer, train_sentencepiece
+
+TEMPLATE = """
+{%- for m in messages %}
+<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if not enable_thinking %}<think>
+
+</think>
+
+{% endif %}
+{%- endif %}"""
+
+
+@pytest.fixture(scope="module")
+def qwen_like(tmp_path_factory):
+    """A byte-level tokenizer.json with Qwen's special tokens and files, without merges."""
+    folder = tmp_path_factory.mktemp("qwen")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    model = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    model.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    model.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": {"content": "<|im_end|>"}, "pad_token": "<|endoftext|>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [258, 256]}))
+    return load_tokenizer(folder)
+
+
+@pytest.fixture(scope="module")
+def characters(tmp_path_factory):
+    path = tmp_path_factory.mktemp("run") / "tokenizer.model"
+    return train_sentencepiece(["a b  c\nd é中😀", " x\ufffd"], path)
+
+
+def test_sentencepiece_gives_each_character_of_the_task_its_own_piece(tmp_path):
+    task = Arithmetic(operators="+-*", chain_of_thought=True)
+    tokenizer = train_sentencepiece(task.texts(), tmp_path / "tokenizer.model")
+    for prompt, target in task.examples(task.problems("train", 50)):
+        ids = tokenizer.encode(prompt + target)
+        assert len(ids) == len(prompt + target) and max(ids) < tokenizer.vocab_size
+        assert tokenizer.decode([*ids, tokenizer.eos_id, tokenizer.pad_id]) == prompt + target
+    assert (tokenizer.pad_id, tokenizer.eos_id, tokenizer.bos_id) == (0, 1, 2)
+
+
+def test_sentencepiece_training_is_deterministic_and_reloads(tmp_path):
+    for name in ("a", "b"):
+        train_sentencepiece(Arithmetic().texts(), tmp_path / name / "tokenizer.model")
+    assert (tmp_path / "a/tokenizer.model").read_bytes() == (tmp_path / "b/tokenizer.model").read_bytes()
+    assert load_tokenizer(tmp_path / "a").encode("12+34=") == load_tokenizer(tmp_path / "b").encode("12+34=")
+    with pytest.raises(ValueError, match="vocab_size=8 is too small: the texts need 18 pieces"):
+        train_sentencepiece(Arithmetic().texts(), tmp_path / "c.model", vocab_size=8)
+
+
+def test_white_space_survives(characters, qwen_like):
+    text = " a  b\n\nx é😀 "
+    assert characters.decode(characters.encode(text)) == text
+    assert qwen_like.decode(qwen_like.encode(text)) == text
+
+
+def test_special_tokens_are_found_and_left_out_of_the_text(qwen_like):
+    assert (qwen_like.eos_id, qwen_like.pad_id, qwen_like.stop_token_ids) == (258, 256, (258, 256))
+    assert qwen_like.vocab_size == 259
+    ids = qwen_like.encode("hi<|im_end|>")
+    assert ids[-1] == 258 and qwen_like.decode(ids) == "hi"
+
+
+def test_the_chat_template_renders_with_and_without_thinking(qwen_like):
+    messages = [{"role": "user", "content": "1+1?"}]
+    prompt = "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+    assert qwen_like.chat(messages) == prompt
+    assert qwen_like.chat(messages, thinking=False) == prompt + "<think>\n\n</think>\n\n"
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_incremental_decoding_equals_decoding_at_once(characters, qwen_like, data):
+    tokenizer = data.draw(st.sampled_from([characters, qwen_like]))
+    ids = data.draw(st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=30))
+    ids += tokenizer.encode(data.draw(st.text("aé中😀\ufffd ", max_size=8)))
+    decoder, pieces = IncrementalDecoder(tokenizer), []
+    while ids_left := ids[sum(len(chunk) for chunk, _ in pieces) :]:
+        chunk = ids_left[: data.draw(st.integers(1, 4))]
+        pieces.append((chunk, decoder.push(chunk)))
+    assert not any(text.endswith("\ufffd") for _, text in pieces)
+    assert "".join(text for _, text in pieces) + decoder.flush() == tokenizer.decode(ids)
+
+
+def test_incremental_decoding_waits_for_the_whole_character(qwen_like):
+    decoder = IncrementalDecoder(qwen_like)
+    assert [decoder.push([i]) for i in qwen_like.encode("a😀b")] == ["a", "", "", "", "😀", "b"]
+
+
+def test_a_folder_without_a_tokenizer_says_what_is_there(tmp_path):
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(ValueError, match="notes.txt"):
+        load_tokenizer(tmp_path)
