@@ -1,0 +1,133 @@
+"""The live display of a run: a bar and the latest numbers on a terminal, one plain line every few seconds elsewhere."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from statistics import median
+from typing import TextIO
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+SHOWN = (  # metric key, its name on the screen, format
+    ("reward", "reward", "{:+.2f}"),
+    ("accuracy", "accuracy", "{:.2f}"),
+    ("eval/accuracy", "held out", "{:.2f}"),
+    ("kl", "KL", "{:.1e}"),
+    ("entropy", "entropy", "{:.2f}"),
+    ("tokens_per_second", "tokens/s", "{:,.0f}"),
+)
+
+
+def duration(seconds: float) -> str:
+    """12 s, 3 min 05 s, 2 h 07 min."""
+    seconds = round(seconds)
+    if seconds < 60:
+        return f"{seconds} s"
+    if seconds < 3600:
+        return f"{seconds // 60} min {seconds % 60:02d} s"
+    return f"{seconds // 3600} h {seconds % 3600 // 60:02d} min"
+
+
+class Progress:
+    """Shows how far a run is; use as a context manager.
+
+    `Progress(120)` counts steps to 120. `Progress(goal=0.55, key="accuracy", title="warm start")` has no known number
+    of steps: it ends where a metric reaches its goal. Absent metrics keep the last value they had (evaluations
+    come every few steps only).
+    """
+
+    def __init__(
+        self,
+        total: int | None = None,
+        *,
+        first: int = 0,
+        goal: float | None = None,
+        key: str = "accuracy",
+        title: str = "training",
+        every: float = 5.0,
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        """`first` steps were done by an earlier process; `every`: seconds between plain lines."""
+        if (total is None) == (goal is None):
+            raise ValueError(f"give either total (steps) or goal (a value of {key!r}), got {total=} and {goal=}")
+        self.total, self.goal, self.key, self.title, self.every = total, goal, key, title, every
+        self.step, self.latest = first, {}
+        self._clock, self._printed_at, self._stepped_at = clock, -math.inf, None
+        self._step_seconds: deque[float] = deque(maxlen=20)
+        self._unprinted = False
+        self._console = Console(file=stream or sys.stderr, highlight=False)
+        self._live: Live | None = None
+
+    def __enter__(self) -> Progress:
+        if self._console.is_terminal:
+            self._live = Live(self, console=self._console, refresh_per_second=4, transient=False)
+            self._live.__enter__()
+        return self
+
+    def __exit__(self, *exception) -> None:
+        if self._live:
+            self._live.__exit__(*exception)
+        elif self._unprinted:
+            self._print_line()
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows step `step` (1 is the first) as done, with its metrics."""
+        now = self._clock()
+        if self._stepped_at is not None and step > self.step:
+            self._step_seconds.append((now - self._stepped_at) / (step - self.step))
+        self.step, self._stepped_at, self._unprinted = step, now, True
+        self.latest.update(metrics)
+        if not self._live and (now - self._printed_at >= self.every or step == self.total):
+            self._print_line()
+
+    def note(self, text: str) -> None:
+        """A line that stays: a checkpoint written, a skipped step, a warning."""
+        self._console.print(text, markup=False, soft_wrap=True)
+
+    def seconds_left(self) -> float | None:
+        """Steps left times the median of the last step times; the first step, which compiles, never counts."""
+        if self.total is None or not self._step_seconds:
+            return None
+        return max(self.total - self.step, 0) * median(self._step_seconds)
+
+    def headline(self) -> str:
+        if self.goal is not None:
+            value = self.latest.get(self.key)
+            return f"{self.title}: {self.key} {'…' if value is None else f'{value:.2f}'} / {self.goal:.2f}"
+        return f"{self.title}: step {self.step}/{self.total}"
+
+    def numbers(self) -> list[str]:
+        shown = [(key, name, form) for key, name, form in SHOWN if key in self.latest]
+        return [
+            f"{name} {form.format(self.latest[key])}"
+            for key, name, form in shown
+            if self.goal is None or key != self.key
+        ]
+
+    def time_left(self) -> str:
+        seconds = self.seconds_left()
+        return "" if seconds is None or self.step == self.total else f"{duration(seconds)} left"
+
+    def _fraction(self) -> float:
+        done = self.step / self.total if self.total else self.latest.get(self.key, 0.0) / (self.goal or 1.0)
+        return min(max(done, 0.0), 1.0) if math.isfinite(done) else 0.0
+
+    def _print_line(self) -> None:
+        parts = [self.headline(), *self.numbers(), self.time_left()]
+        self._console.print(" | ".join(part for part in parts if part), markup=False, soft_wrap=True)
+        self._printed_at, self._unprinted = self._clock(), False
+
+    def __rich__(self) -> Group:
+        bar = ProgressBar(total=1.0, completed=self._fraction(), width=30, complete_style="blue", finished_style="blue")
+        head = Table.grid(padding=(0, 1))
+        head.add_row(Text(self.headline(), style="bold"), bar, Text(self.time_left(), style="dim"))
+        return Group(head, Text("   ".join(self.numbers()), style="dim"))

@@ -1,0 +1,145 @@
+"""The page that a finished run leaves: scores, what was run, where everything is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rpg_jax.report.progress import duration
+from rpg_jax.report.runs import read_config, read_jsonl, read_metrics, series, write_atomically
+
+HIGHLIGHTS = (  # path in the resolved config, name in the table
+    ("method", "method"),
+    ("task.name", "task"),
+    ("model.size", "model"),
+    ("model.path", "weights"),
+    ("seed", "seed"),
+    ("train.steps", "steps"),
+    ("rollout.prompts_per_step", "prompts a step"),
+    ("rollout.group_size", "completions a prompt"),
+    ("train.updates_per_step", "updates a step"),
+    ("rollout.max_tokens", "tokens a completion, at most"),
+    ("loss.kl_coef", "KL coefficient β"),
+    ("reference.rule", "reference"),
+    ("optimizer.name", "optimizer"),
+    ("optimizer.learning_rate", "learning rate"),
+)
+FILES = (
+    ("curves.png", "the training dynamics"),
+    ("metrics.jsonl", "every metric of every step"),
+    ("evals.jsonl", "every evaluation"),
+    ("samples.jsonl", "prompts, completions and their rewards"),
+    ("config.json", "the resolved configuration"),
+    ("versions.json", "package versions and commit"),
+    ("checkpoints", "weights and training state; the same command continues from here"),
+)
+
+
+def evaluations(run_dir: Path) -> dict[str, list[dict[str, Any]]]:
+    """Evaluations of each held-out set in order of steps: {set: [{step, k, mean_at_k, pass_at_k}]}.
+
+    Read from `evals.jsonl` and from the steps of `metrics.jsonl` that carry `eval/mean_at_k`; `set` names the held-out
+    set where there are several.
+    """
+    found: dict[str, dict[int, dict[str, Any]]] = {}
+    for record in [*read_metrics(run_dir), *read_jsonl(run_dir / "evals.jsonl")]:
+        if "step" in record and "eval/mean_at_k" in record:
+            scores = {key: record.get(f"eval/{key}", record.get(key)) for key in ("mean_at_k", "pass_at_k", "k")}
+            found.setdefault(record.get("set", "held out"), {})[record["step"]] = {"step": record["step"], **scores}
+    return {name: [by_step[step] for step in sorted(by_step)] for name, by_step in found.items()}
+
+
+def write_summary(run_dir: str | Path) -> Path:
+    """Writes `summary.md` of a run folder and returns its path; reads finished and interrupted runs alike."""
+    run_dir = Path(run_dir)
+    records = read_metrics(run_dir)
+    sections = [
+        f"# {run_dir.resolve().name}",
+        _scores(evaluations(run_dir)),
+        _work(records),
+        _settings(read_config(run_dir)),
+    ]
+    sections.append(_files(run_dir))
+    path = run_dir / "summary.md"
+    write_atomically(path, "\n\n".join(section for section in sections if section) + "\n")
+    return path
+
+
+def closing_message(run_dir: str | Path) -> str:
+    """What the terminal says last: the score, and where to look."""
+    run_dir = Path(run_dir)
+    lines = []
+    for name, scores in evaluations(run_dir).items():
+        first, last = scores[0], scores[-1]
+        start = f"{first['mean_at_k']:.3f} (step {first['step']}) → " if first is not last else ""
+        lines.append(f"{name} accuracy: {start}{last['mean_at_k']:.3f} (step {last['step']})")
+    lines += [f"{note}: {run_dir / name}" for name, note in FILES[:1] if (run_dir / name).exists()]
+    if (run_dir / "summary.md").exists():
+        lines.append(f"summary: {run_dir / 'summary.md'}")
+    return "\n".join(lines)
+
+
+def _scores(by_set: dict[str, list[dict[str, Any]]]) -> str:
+    if not by_set:
+        return "No evaluation yet."
+    rows = []
+    for name, scores in by_set.items():
+        best = max(scores, key=lambda score: score["mean_at_k"])
+        for label, score in (("last", scores[-1]), ("best", best)):
+            rows.append(
+                (name, label, score["step"], _mark(score["k"]), _score(score["mean_at_k"]), _score(score["pass_at_k"]))
+            )
+    return "## Scores\n\n" + _table(("set", "", "step", "k", "Mean@k", "pass@k"), rows)
+
+
+def _work(records: list[dict[str, Any]]) -> str:
+    if not records:
+        return "No step was finished."
+    rows: list[tuple[str, str]] = [("steps", f"{records[-1]['step']}")]
+    if seconds := series(records, "seconds")[1]:
+        rows.append(("time in steps", duration(sum(seconds))))
+    if tokens := series(records, "completion_tokens")[1]:
+        rows.append(("completion tokens", f"{sum(tokens):,.0f}"))
+    for key, name, form in (
+        ("tokens_per_second", "tokens per second, last step", "{:,.0f}"),
+        ("sampler_gap_max", "largest sampler–trainer gap, nats", "{:.1e}"),
+    ):
+        if values := series(records, key)[1]:
+            rows.append((name, form.format(max(values) if key.endswith("_max") else values[-1])))
+    skipped = sum(series(records, "nonfinite_updates")[1])
+    if skipped:
+        rows.append(("updates skipped as not finite", f"{skipped:.0f}"))
+    return "## Work\n\n" + _table(("", ""), rows)
+
+
+def _settings(config: dict[str, Any]) -> str:
+    rows = [(name, f"`{value}`") for path, name in HIGHLIGHTS if (value := _lookup(config, path)) is not None]
+    return "## Settings\n\n" + _table(("", ""), rows) if rows else ""
+
+
+def _files(run_dir: Path) -> str:
+    present = [(f"[{name}]({name})", note) for name, note in FILES if (run_dir / name).exists()]
+    return "## Files\n\n" + _table(("", ""), present) if present else ""
+
+
+def _lookup(config: dict[str, Any], path: str) -> Any:
+    value: Any = config
+    for key in path.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    return value
+
+
+def _score(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"
+
+
+def _mark(value: Any) -> str:
+    return "–" if value is None else str(value)
+
+
+def _table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    lines = [list(head), ["---"] * len(list(head)), *rows]
+    return "\n".join(
+        "| " + " | ".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in line) + " |" for line in lines
+    )

@@ -1,0 +1,58 @@
+"""curves.png: drawn from whatever a run has logged so far, and showing it."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from rpg_jax.report.curves import HELD_OUT, LINE, PANELS, draw_curves, smooth
+
+FULL = {panel.key: 0.01 for panel in PANELS}
+
+
+def log(run_dir, records, tail=""):
+    run_dir.mkdir(exist_ok=True)
+    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + tail)
+    return run_dir
+
+
+def pixels(path, color):
+    """How many pixels of a picture have a colour, to a level of antialiasing."""
+    wanted = np.array([int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)])
+    return int((np.abs(imread(path)[..., :3] - wanted).max(-1) < 0.02).sum())
+
+
+def test_every_panel_draws_its_metric(tmp_path):
+    complete = pixels(draw_curves(log(tmp_path / "all", [{"step": s, **FULL} for s in (1, 2, 3)])), LINE)
+    for panel in PANELS:
+        fewer = {key: value for key, value in FULL.items() if key != panel.key}
+        without = draw_curves(log(tmp_path / panel.key, [{"step": s, **fewer} for s in (1, 2, 3)]))
+        assert pixels(without, LINE) < complete, panel.key
+
+
+def test_held_out_accuracy_appears_once_there_is_an_evaluation(tmp_path):
+    run_dir = log(tmp_path / "run", [{"step": 1, **FULL}])
+    assert pixels(draw_curves(run_dir), HELD_OUT) == 0
+    log(run_dir, [{"step": 1, **FULL, "eval/accuracy": 0.6}])
+    assert pixels(draw_curves(run_dir), HELD_OUT) > 0
+
+
+def test_killed_and_odd_runs_are_drawn_too(tmp_path):
+    log(tmp_path, [{"step": 1, "reward": float("nan")}, {"step": 2, "reward": None}], tail='{"step": 3, "rew')
+    assert draw_curves(tmp_path) == tmp_path / "curves.png"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["curves.png", "metrics.jsonl"]
+
+
+def test_a_run_without_steps_says_so(tmp_path):
+    with pytest.raises(ValueError, match="no steps to draw"):
+        draw_curves(tmp_path)
+
+
+def test_smoothing_keeps_length_level_and_ends():
+    np.testing.assert_allclose(smooth(np.full(50, 3.0), 7), 3.0)
+    np.testing.assert_allclose(smooth(np.array([0.0, 3.0, 6.0]), 3), [1.5, 3.0, 4.5])
+    assert smooth(np.array([1.0]), 9).tolist() == [1.0]
+    assert smooth(np.arange(4.0), 9).shape == (4,)

@@ -1,0 +1,73 @@
+"""summary.md and the closing words of a run, for finished, unfinished and unevaluated runs."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rpg_jax.report.summary import closing_message, evaluations, write_summary
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """Three steps, evaluated at 1, 2 and 3; the second is the best."""
+    records = [
+        {"step": step, "seconds": 50.0, "completion_tokens": 1500, "eval/mean_at_k": mean, "eval/pass_at_k": mean + 0.1}
+        | {"eval/k": 4, "sampler_gap_max": gap}
+        for step, mean, gap in ((1, 0.5, 1e-6), (2, 0.75, 3e-5), (3, 0.625, 2e-6))
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "config.json").write_text(json.dumps({"method": "RPG-UFKL", "loss": {"kl_coef": 1e-4}}))
+    return tmp_path
+
+
+def row(text, *cells):
+    return any([cell.strip() for cell in line.strip("|").split("|")] == list(cells) for line in text.splitlines())
+
+
+def test_last_and_best_carry_their_own_step_and_pass_at_k(run_dir):
+    text = write_summary(run_dir).read_text()
+    assert row(text, "held out", "last", "3", "4", "0.6250", "0.7250")
+    assert row(text, "held out", "best", "2", "4", "0.7500", "0.8500")
+
+
+def test_work_adds_up_over_steps_and_takes_the_largest_gap(run_dir):
+    text = write_summary(run_dir).read_text()
+    assert row(text, "time in steps", "2 min 30 s")
+    assert row(text, "completion tokens", "4,500")
+    assert row(text, "largest sampler–trainer gap, nats", "3.0e-05")
+
+
+def test_settings_come_from_the_resolved_config(run_dir):
+    text = write_summary(run_dir).read_text()
+    assert row(text, "method", "`RPG-UFKL`") and row(text, "KL coefficient β", "`0.0001`")
+
+
+def test_only_files_that_exist_are_listed(run_dir):
+    text = write_summary(run_dir).read_text()
+    assert "(metrics.jsonl)" in text and "curves.png" not in text
+
+
+def test_each_held_out_set_is_scored_by_itself(run_dir):
+    records = [
+        {"step": 3, "set": name, "k": 32, "eval/mean_at_k": mean} for name, mean in (("easy", 0.9), ("hard", 0.2))
+    ]
+    (run_dir / "evals.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = evaluations(run_dir)
+    assert list(found) == ["held out", "easy", "hard"]
+    assert found["hard"] == [{"step": 3, "k": 32, "mean_at_k": 0.2, "pass_at_k": None}]
+    assert row(write_summary(run_dir).read_text(), "hard", "best", "3", "32", "0.2000", "–")
+
+
+def test_a_run_that_did_nothing_still_has_a_summary(tmp_path):
+    text = write_summary(tmp_path).read_text()
+    assert "No evaluation yet." in text and "No step was finished." in text
+
+
+def test_closing_words_name_the_score_and_the_picture(run_dir):
+    (run_dir / "curves.png").touch()
+    write_summary(run_dir)
+    text = closing_message(run_dir)
+    assert "0.500 (step 1) → 0.625 (step 3)" in text
+    assert str(run_dir / "curves.png") in text and str(run_dir / "summary.md") in text
