@@ -1,0 +1,112 @@
+"""The parts of a Qwen block. Every weight declares shape, logical axes and initial scale together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from rpg_jax.models import rope
+from rpg_jax.models.config import QwenConfig
+from rpg_jax.models.logical import constrain
+
+_TRUNCATED_STD = 0.87962566103423978  # of a standard normal truncated to [-2, 2]
+
+
+class Declare:
+    """Creates parameters of one dtype, with `stack` in front of every shape (the layers of a scanned stack).
+
+    Matrices are drawn from a normal truncated at two standard deviations, of standard deviation 1/√fan_in: the 0.02
+    of Qwen's own config at its widths, and unit gain at any other.
+    """
+
+    def __init__(self, rngs: nnx.Rngs, dtype, stack: int | None = None):
+        self.rngs, self.dtype = rngs, dtype
+        self.lead = ((), ()) if stack is None else ((stack,), ("layers",))
+
+    def matrix(self, shape: tuple[int, ...], axes: tuple[str, ...], *, fan_in: float) -> nnx.Param:
+        shape, axes = self.lead[0] + shape, self.lead[1] + axes
+        normal = jax.random.truncated_normal(self.rngs.params(), -2, 2, shape, self.dtype)
+        return nnx.Param(normal * (fan_in**-0.5 / _TRUNCATED_STD), axes=axes)
+
+    def constant(self, value: float, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
+        shape, axes = self.lead[0] + shape, self.lead[1] + axes
+        return nnx.Param(jnp.full(shape, value, self.dtype), axes=axes)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """x / √(mean(x²) + eps) · weight over the last axis, in f32, returned in x's dtype."""
+    x32 = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
+    return (x32 * scale * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+class Attention(nnx.Module):
+    """Projections of grouped-query attention, with q/k norm or q/k/v bias, and rotary positions."""
+
+    def __init__(self, config: QwenConfig, declare: Declare):
+        D, N, K, H = config.embed_dim, config.num_heads, config.num_kv_heads, config.head_dim
+        self.eps = config.rms_norm_eps
+        self.q = declare.matrix((D, N, H), ("embed", "heads", "head_dim"), fan_in=D)
+        self.k = declare.matrix((D, K, H), ("embed", "kv_heads", "head_dim"), fan_in=D)
+        self.v = declare.matrix((D, K, H), ("embed", "kv_heads", "head_dim"), fan_in=D)
+        self.o = declare.matrix((N, H, D), ("heads", "head_dim", "embed"), fan_in=N * H * 2 * config.num_layers)
+        self.bias = config.attention_bias
+        if self.bias:
+            self.q_bias = declare.constant(0.0, (N, H), ("heads", "head_dim"))
+            self.k_bias = declare.constant(0.0, (K, H), ("kv_heads", "head_dim"))
+            self.v_bias = declare.constant(0.0, (K, H), ("kv_heads", "head_dim"))
+        self.qk_norm = config.qk_norm
+        if self.qk_norm:
+            self.q_norm = declare.constant(1.0, (H,), ("norm",))
+            self.k_norm = declare.constant(1.0, (H,), ("norm",))
+
+    def project(self, x: jax.Array, table, axes) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """q [B, T, N, H], k and v [B, T, K, H] of x [B, T, D], q and k normed and rotated."""
+        q, k, v = (jnp.einsum("btd,dnh->btnh", x, w[...].astype(x.dtype)) for w in (self.q, self.k, self.v))
+        if self.bias:
+            q, k, v = (y + b[...].astype(x.dtype) for y, b in ((q, self.q_bias), (k, self.k_bias), (v, self.v_bias)))
+        if self.qk_norm:
+            q, k = rms_norm(q, self.q_norm[...], self.eps), rms_norm(k, self.k_norm[...], self.eps)
+        q = constrain(rope.rotate(q, table), *axes, "act_heads", None)
+        k = constrain(rope.rotate(k, table), *axes, "act_kv_heads", None)
+        return q, k, constrain(v, *axes, "act_kv_heads", None)
+
+    def output(self, x: jax.Array) -> jax.Array:
+        """[B, T, D] of the attended values x [B, T, N, H]."""
+        return jnp.einsum("btnh,nhd->btd", x, self.o[...].astype(x.dtype))
+
+
+class MLP(nnx.Module):
+    """SwiGLU: down(silu(gate(x)) · up(x))."""
+
+    def __init__(self, config: QwenConfig, declare: Declare):
+        D, F = config.embed_dim, config.hidden_dim
+        self.gate = declare.matrix((D, F), ("embed", "hidden"), fan_in=D)
+        self.up = declare.matrix((D, F), ("embed", "hidden"), fan_in=D)
+        self.down = declare.matrix((F, D), ("hidden", "embed"), fan_in=F * 2 * config.num_layers)
+
+    def __call__(self, x: jax.Array, axes) -> jax.Array:
+        gate, up = (x @ w[...].astype(x.dtype) for w in (self.gate, self.up))
+        hidden = constrain(jax.nn.silu(gate) * up, *axes, "act_hidden")
+        return hidden @ self.down[...].astype(x.dtype)
+
+
+class Block(nnx.Module):
+    """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x))."""
+
+    def __init__(self, config: QwenConfig, declare: Declare):
+        self.eps = config.rms_norm_eps
+        self.attention_norm = declare.constant(1.0, (config.embed_dim,), ("norm",))
+        self.attention = Attention(config, declare)
+        self.mlp_norm = declare.constant(1.0, (config.embed_dim,), ("norm",))
+        self.mlp = MLP(config, declare)
+
+    def __call__(self, x: jax.Array, table, attend: Callable, axes) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Next x [B, T, D] and this layer's k and v [B, T, K, H]; `attend(q, k, v)` mixes tokens."""
+        q, k, v = self.attention.project(rms_norm(x, self.attention_norm[...], self.eps), table, axes)
+        x = constrain(x + self.attention.output(attend(q, k, v)), *axes, "act_embed")
+        x = constrain(x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), axes), *axes, "act_embed")
+        return x, k, v

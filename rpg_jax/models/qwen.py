@@ -1,0 +1,176 @@
+"""The Qwen decoder: full forward for training, prefill and decode for sampling, one set of weights for both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from rpg_jax.models import rope
+from rpg_jax.models.attention import IMPLEMENTATIONS, attention, decode_attention
+from rpg_jax.models.config import QwenConfig
+from rpg_jax.models.kv_cache import KVCache
+from rpg_jax.models.layers import Block, Declare, rms_norm
+from rpg_jax.models.logical import constrain
+
+Params = dict[str, Any]
+
+REMAT: dict[str, Callable | None] = {
+    "none": None,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
+"""What the backward pass finds stored of each layer: everything, its matrix products, or its input alone."""
+
+
+class Qwen(nnx.Module):
+    """Token ids to final-normed hidden states; layers are stacked [L, ...] and scanned, so compile time is flat in L.
+
+    Compute is in `compute_dtype` (weights are cast where they are used); norms, softmax and rotations are f32.
+    """
+
+    def __init__(self, config: QwenConfig, rngs: nnx.Rngs, param_dtype, compute_dtype, remat: str, attention: str):
+        if remat not in REMAT:
+            raise ValueError(f"unknown remat policy {remat!r}; known: {', '.join(REMAT)}")
+        if attention not in IMPLEMENTATIONS:
+            raise ValueError(f"unknown attention {attention!r}; known: {', '.join(IMPLEMENTATIONS)}")
+        self.config, self.compute_dtype = config, jnp.dtype(compute_dtype)
+        self.remat, self.attention = remat, attention
+        V, D = config.vocab_size, config.embed_dim
+        declare = Declare(rngs, param_dtype)
+        self.embed = declare.matrix((V, D), ("vocab", "embed"), fan_in=D)
+        self.layers = Block(config, Declare(rngs, param_dtype, stack=config.num_layers))
+        self.final_norm = declare.constant(1.0, (D,), ("norm",))
+        if not config.tie_embeddings:
+            self.lm_head = declare.matrix((V, D), ("vocab", "embed"), fan_in=D)
+
+    def __call__(self, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
+        """Hidden states [B, T, D] of tokens i32[B, T], each attending to its own segment up to itself.
+
+        positions: i32[B, T], restarting in every segment. segment_ids: i32[B, T], 0 for padding.
+        """
+        hidden, _ = self._forward(tokens, positions, segment_ids, ("batch", "length"), keep_kv=False)
+        return hidden
+
+    def prefill(self, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, KVCache]:
+        """Hidden states [B, D] at the last token of right-padded prompts i32[B, T], and their cache (S = B, C = T)."""
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        segment_ids = (positions < lengths[:, None]).astype(jnp.int32)
+        hidden, (k, v) = self._forward(tokens, positions, segment_ids, ("prompts", None), keep_kv=True)
+        last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+        return last, KVCache(k.transpose(0, 1, 3, 4, 2), v.transpose(0, 1, 3, 2, 4), lengths.astype(jnp.int32))
+
+    def decode(
+        self, tokens: jax.Array, cache: KVCache, *, attend_length: int | None = None
+    ) -> tuple[jax.Array, KVCache]:
+        """Hidden states [S, D] of one new token per slot, i32[S], and the cache that holds it.
+
+        Token s is written at cache.lengths[s] and attends to everything up to itself; slots are independent.
+        `attend_length` (static) promises that no length exceeds it, so that only that much of the cache is read.
+        """
+        limit = cache.capacity if attend_length is None else attend_length
+        if not 0 < limit <= cache.capacity:
+            raise ValueError(f"attend_length {limit} must be in 1..{cache.capacity}, the cache's capacity")
+        axes = ("slots", None)
+        table = rope.tables(self.config, cache.lengths[:, None])
+        graphdef, weights = nnx.split(self.layers)
+
+        def layer(x, inputs):
+            weights, index = inputs
+            keys = jax.lax.dynamic_index_in_dim(cache.keys, index, keepdims=False)[..., :limit]
+            values = jax.lax.dynamic_index_in_dim(cache.values, index, keepdims=False)[..., :limit, :]
+
+            def attend(q, k, v):
+                return decode_attention(q[:, 0], k[:, 0], v[:, 0], keys, values, cache.lengths)[:, None]
+
+            x, k, v = nnx.merge(graphdef, weights)(x, table, attend, axes)
+            return x, (k[:, 0], v[:, 0])
+
+        # The cache is only read inside the scan; carrying it would copy it at every layer.
+        inputs = (weights, jnp.arange(self.config.num_layers))
+        x, (k, v) = jax.lax.scan(layer, self._embed(tokens[:, None], axes), inputs)
+        return self._final(x)[:, 0], cache.append(k, v)
+
+    def head(self) -> jax.Array:
+        """Output embedding [V, D] in the compute dtype; logits are hidden · headᵀ."""
+        weight = self.embed if self.config.tie_embeddings else self.lm_head
+        return weight[...].astype(self.compute_dtype)
+
+    def logits(self, hidden: jax.Array) -> jax.Array:
+        """f32[..., V] of hidden [..., D]."""
+        return jnp.einsum("...d,vd->...v", hidden, self.head(), preferred_element_type=jnp.float32)
+
+    def _embed(self, tokens: jax.Array, axes) -> jax.Array:
+        return constrain(self.embed[...][tokens].astype(self.compute_dtype), *axes, "act_embed")
+
+    def _final(self, x: jax.Array) -> jax.Array:
+        return rms_norm(x, self.final_norm[...], self.config.rms_norm_eps)
+
+    def _forward(self, tokens, positions, segment_ids, axes, *, keep_kv: bool):
+        table = rope.tables(self.config, positions)
+        graphdef, weights = nnx.split(self.layers)
+
+        def attend(q, k, v):
+            return attention(q, k, v, segment_ids, implementation=self.attention)
+
+        def layer(x, weights):
+            x, k, v = nnx.merge(graphdef, weights)(x, table, attend, axes)
+            return x, (k, v) if keep_kv else None
+
+        if REMAT[self.remat] is not None and not keep_kv:
+            layer = jax.checkpoint(layer, policy=REMAT[self.remat], prevent_cse=False)
+        x, kv = jax.lax.scan(layer, self._embed(tokens, axes), weights)
+        return self._final(x), kv
+
+
+def abstract(
+    config: QwenConfig, param_dtype=jnp.float32, *, compute_dtype=jnp.float32, remat="none", attention="auto"
+) -> tuple[nnx.GraphDef, Params]:
+    """(graphdef, params as ShapeDtypeStructs) of `build`, without making an array."""
+    module = nnx.eval_shape(lambda: Qwen(config, _rngs(0), param_dtype, compute_dtype, remat, attention))
+    graphdef, state = nnx.split(module)
+    return graphdef, nnx.to_pure_dict(state)
+
+
+def logical_axes(config: QwenConfig) -> Params:
+    """The params tree with each array replaced by the tuple of its logical axis names."""
+    module = nnx.eval_shape(lambda: Qwen(config, _rngs(0), jnp.float32, jnp.float32, "none", "auto"))
+    state = nnx.state(module, nnx.Param)
+    axes = jax.tree.map(lambda p: p.get_metadata("axes"), state, is_leaf=lambda x: isinstance(x, nnx.Param))
+    return nnx.to_pure_dict(axes)
+
+
+def build(
+    config: QwenConfig,
+    *,
+    seed: int = 0,
+    param_dtype=jnp.float32,
+    compute_dtype=jnp.float32,
+    remat: str = "none",
+    attention: str = "auto",
+    shardings: Params | None = None,
+) -> tuple[nnx.GraphDef, Params]:
+    """A model with random weights: `nnx.merge(graphdef, params)` is the module, `params` a plain dict of arrays.
+
+    Weights depend on `seed` and the config only, not on `shardings` (a tree of shardings like `params`), into which
+    they are drawn directly.
+
+    Args:
+      compute_dtype: dtype of activations and of the weights where they are used, bfloat16 or float32.
+      remat: a name in `REMAT`.
+      attention: a name in `attention.IMPLEMENTATIONS`.
+    """
+    graphdef, _ = abstract(config, param_dtype, compute_dtype=compute_dtype, remat=remat, attention=attention)
+    return graphdef, jax.jit(_draw, static_argnums=(1, 2), out_shardings=shardings)(seed, config, param_dtype)
+
+
+def _draw(seed: jax.Array, config: QwenConfig, param_dtype) -> Params:
+    module = Qwen(config, _rngs(seed), param_dtype, jnp.float32, "none", "auto")
+    return nnx.to_pure_dict(nnx.state(module, nnx.Param))
+
+
+def _rngs(seed: jax.Array | int) -> nnx.Rngs:
+    return nnx.Rngs(params=jax.random.key(seed))

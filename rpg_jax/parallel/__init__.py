@@ -1,0 +1,6 @@
+"""The mesh, and the table from logical to mesh axes."""
+
+from rpg_jax.parallel.mesh import MESH_AXES, make_mesh
+from rpg_jax.parallel.rules import RULES, Rules, activate, override, shardings
+
+__all__ = ["MESH_AXES", "RULES", "Rules", "activate", "make_mesh", "override", "shardings"]

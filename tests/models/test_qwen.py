@@ -1,0 +1,293 @@
+"""One set of weights, several ways to run it: all agree."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from rpg_jax import models, parallel
+from rpg_jax.models import KVCache, QwenConfig
+
+QWEN3 = QwenConfig(
+    vocab_size=64,
+    num_layers=3,
+    embed_dim=32,
+    num_heads=8,
+    num_kv_heads=4,
+    head_dim=8,
+    hidden_dim=48,
+    rope_theta=10_000.0,
+    tie_embeddings=False,
+)
+QWEN2 = dataclasses.replace(QWEN3, tie_embeddings=True, qk_norm=False, attention_bias=True, num_kv_heads=8)
+FAMILIES = {"qwen3": QWEN3, "qwen2": QWEN2}
+
+# f32: the orders of summation differ between the ways of computing the same hidden state of magnitude about 1.
+ROUNDING = dict(atol=1e-5, rtol=1e-5)
+
+
+def build(config, **kinds):
+    """A model whose norms and biases are random as well, so that ignoring one shows."""
+    graphdef, params = models.build(config, **kinds)
+    leaves, treedef = jax.tree.flatten(params)
+    keys = jax.random.split(jax.random.key(7), len(leaves))
+    noisy = [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
+    return graphdef, jax.tree.unflatten(treedef, noisy)
+
+
+def random_tokens(shape, seed=0):
+    return jax.random.randint(jax.random.key(seed), shape, 0, QWEN3.vocab_size)
+
+
+def rows(tokens):
+    """Positions and segment ids of unpacked, unpadded rows."""
+    return jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), jnp.ones_like(tokens)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_prefill_and_decode_equal_the_full_forward(family):
+    config = FAMILIES[family]
+    graphdef, params = build(config)
+    tokens = random_tokens((4, 12))
+    full = nnx.merge(graphdef, params)(tokens, *rows(tokens))
+    lengths = np.array([7, 3, 1, 6])
+
+    hidden, prefix = nnx.merge(graphdef, params).prefill(tokens[:, :8], jnp.asarray(lengths))
+    np.testing.assert_allclose(hidden, full[np.arange(4), lengths - 1], **ROUNDING)
+
+    cache = KVCache.empty(config, slots=4, capacity=16)
+    cache = jax.tree.map(lambda x: x if x.ndim == 1 else jnp.full_like(x, 1e3), cache)  # garbage is never read
+    for row in range(4):
+        cache = cache.insert(prefix, slots=3 - row, row=row)
+    decode = jax.jit(lambda params, tokens, cache: nnx.merge(graphdef, params).decode(tokens, cache))
+    for _ in range(5):
+        hidden, cache = decode(params, tokens[np.arange(4), lengths][::-1], cache)
+        np.testing.assert_allclose(hidden[::-1], full[np.arange(4), lengths], **ROUNDING)
+        lengths += 1
+    np.testing.assert_array_equal(cache.lengths, lengths[::-1])
+
+
+def test_one_prefix_fills_many_slots():
+    graphdef, params = build(QWEN3)
+    _, prefix = nnx.merge(graphdef, params).prefill(random_tokens((2, 4)), jnp.array([4, 2]))
+    cache = KVCache.empty(QWEN3, slots=3, capacity=8).insert(prefix, slots=jnp.array([0, 2]), row=1)
+    np.testing.assert_array_equal(cache.lengths, [2, 0, 2])
+    np.testing.assert_array_equal(cache.keys[:, 0, ..., :4], prefix.keys[:, 1])
+    np.testing.assert_array_equal(cache.values[:, 2, :, :4], prefix.values[:, 1])
+    assert not cache.keys[:, 1].any()
+    with pytest.raises(ValueError, match="capacity 4 does not fit a cache of capacity 2"):
+        KVCache.empty(QWEN3, slots=1, capacity=2).insert(prefix, slots=0)
+
+
+def test_attend_length_reads_less_and_changes_nothing():
+    graphdef, params = build(QWEN3)
+    module = nnx.merge(graphdef, params)
+    tokens = random_tokens((2, 5))
+    _, prefix = module.prefill(tokens, jnp.array([5, 3]))
+    cache = KVCache.empty(QWEN3, slots=2, capacity=32)
+    for row in range(2):
+        cache = cache.insert(prefix, slots=row, row=row)
+    whole, grown = module.decode(tokens[:, 0], cache)
+    part, grown_part = module.decode(tokens[:, 0], cache, attend_length=8)
+    np.testing.assert_allclose(part, whole, **ROUNDING)
+    np.testing.assert_allclose(grown_part.keys, grown.keys, **ROUNDING)
+    with pytest.raises(ValueError, match=r"attend_length 33 must be in 1\.\.32"):
+        module.decode(tokens[:, 0], cache, attend_length=33)
+
+
+def test_packed_segments_equal_separate_rows():
+    graphdef, params = build(QWEN3)
+    module = nnx.merge(graphdef, params)
+    tokens = random_tokens((1, 11))
+    segments = [slice(0, 4), slice(4, 9), slice(9, 11)]
+    positions = jnp.concatenate([jnp.arange(s.stop - s.start) for s in segments])[None]
+    segment_ids = jnp.concatenate([jnp.full(s.stop - s.start, i + 1) for i, s in enumerate(segments)])[None]
+    packed = module(tokens, positions, segment_ids)
+    for s in segments:
+        np.testing.assert_allclose(packed[:, s], module(tokens[:, s], *rows(tokens[:, s])), **ROUNDING)
+
+
+def test_padding_contents_never_change_a_hidden_state_or_gradient():
+    graphdef, params = build(QWEN3)
+    segment_ids = jnp.array([[0, 0, 1, 1, 1, 1], [1, 1, 1, 2, 2, 0]])
+    positions = jnp.array([[0, 0, 0, 1, 2, 3], [0, 1, 2, 0, 1, 0]])
+
+    def loss(params, tokens, positions):
+        hidden = nnx.merge(graphdef, params)(tokens, positions, segment_ids)
+        return jnp.where(segment_ids[..., None] > 0, hidden**2, 0).sum()
+
+    tokens = random_tokens((2, 6))
+    rubbish = jnp.where(segment_ids > 0, tokens, 63 - tokens)
+    far = jnp.where(segment_ids > 0, positions, 1000)
+    value, gradient = jax.value_and_grad(loss)(params, tokens, positions)
+    other, other_gradient = jax.value_and_grad(loss)(params, rubbish, far)
+    assert value == other
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5, rtol=1e-5), gradient, other_gradient)
+
+
+def reference(params, config, tokens):
+    """The decoder of one row in float64 NumPy: a Python loop over layers, heads repeated, rotation as complex numbers."""
+    weight = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
+    N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
+    turns = np.exp(1j * np.arange(len(tokens))[:, None] * config.rope_theta ** (-np.arange(0, H, 2) / H))
+
+    def norm(x, w):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.rms_norm_eps) * w
+
+    def rotate(x):
+        turned = (x[..., : H // 2] + 1j * x[..., H // 2 :]) * turns[:, None]
+        return np.concatenate([turned.real, turned.imag], -1)
+
+    x = weight["embed"][tokens]
+    for i in range(config.num_layers):
+        layer = jax.tree.map(lambda w, i=i: w[i], weight["layers"])
+        heads, mlp = layer["attention"], layer["mlp"]
+        h = norm(x, layer["attention_norm"])
+        q, k, v = (np.einsum("td,dnh->tnh", h, heads[n]) + heads.get(f"{n}_bias", 0) for n in "qkv")
+        if config.qk_norm:
+            q, k = norm(q, heads["q_norm"]), norm(k, heads["k_norm"])
+        q, k, v = rotate(q), np.repeat(rotate(k), N // K, 1), np.repeat(v, N // K, 1)
+        scores = np.exp(np.einsum("tnh,snh->nts", q, k) / np.sqrt(H)) * np.tri(len(tokens))
+        mixed = np.einsum("nts,snh->tnh", scores / scores.sum(-1, keepdims=True), v)
+        x = x + np.einsum("tnh,nhd->td", mixed, heads["o"])
+        h = norm(x, layer["mlp_norm"])
+        gate = h @ mlp["gate"]
+        x = x + (gate / (1 + np.exp(-gate)) * (h @ mlp["up"])) @ mlp["down"]
+    return norm(x, weight["final_norm"])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_scanned_model_equals_a_loop_over_layers_in_float64(family):
+    graphdef, params = build(FAMILIES[family])
+    module = nnx.merge(graphdef, params)
+    tokens = random_tokens((2, 9))
+    hidden = module(tokens, *rows(tokens))
+    for row in range(2):
+        np.testing.assert_allclose(hidden[row], reference(params, FAMILIES[family], tokens[row]), **ROUNDING)
+    head = params["embed"] if FAMILIES[family].tie_embeddings else params["lm_head"]
+    np.testing.assert_allclose(module.logits(hidden), hidden @ head.T, **ROUNDING)
+
+
+def test_every_weight_takes_part_and_none_starts_dead():
+    config = dataclasses.replace(QWEN2, qk_norm=True, tie_embeddings=False)
+    graphdef, params = models.build(config)
+    tokens = random_tokens((2, 9))
+
+    def loss(params):
+        module = nnx.merge(graphdef, params)
+        return jnp.square(module.logits(module(tokens, *rows(tokens))) - 1).sum()
+
+    gradient = jax.grad(loss)(params)
+    for path, g in jax.tree_util.tree_leaves_with_path(gradient):
+        assert jnp.abs(g).max() > 1e-6, f"{jax.tree_util.keystr(path)} gets no gradient"
+
+
+def test_weights_depend_on_the_seed_and_have_unit_gain():
+    _, a = models.build(QWEN3, seed=1)
+    _, b = models.build(QWEN3, seed=1)
+    _, c = models.build(QWEN3, seed=2)
+    jax.tree.map(np.testing.assert_array_equal, a, b)
+    assert not np.array_equal(a["layers"]["mlp"]["gate"], c["layers"]["mlp"]["gate"])
+    gain = np.std(a["layers"]["mlp"]["gate"]) * np.sqrt(QWEN3.embed_dim)
+    assert abs(gain - 1) < 0.05  # 3 * 32 * 48 draws: a standard error of 1 %
+
+
+def test_logical_axes_name_every_dimension():
+    _, shapes = models.abstract(QWEN2)
+    axes = models.logical_axes(QWEN2)
+    jax.tree.map(lambda x, names: len(x.shape) == len(names) or pytest.fail(f"{x} {names}"), shapes, axes)
+
+
+@pytest.mark.parametrize("remat", models.REMAT)
+def test_remat_changes_no_gradient(remat):
+    tokens = random_tokens((2, 6))
+
+    def gradient(remat):
+        graphdef, params = models.build(QWEN3, remat=remat)
+        return jax.jit(jax.grad(lambda p: jnp.square(nnx.merge(graphdef, p)(tokens, *rows(tokens))).sum()))(params)
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-5), gradient(remat), gradient("none"))
+
+
+def test_bf16_compute_keeps_f32_parameters_and_stays_near():
+    graphdef, params = build(QWEN3)
+    half, same = models.build(QWEN3, compute_dtype=jnp.bfloat16)
+    assert {x.dtype for x in jax.tree.leaves(same)} == {jnp.dtype(jnp.float32)}
+    tokens = random_tokens((2, 6))
+    exact = nnx.merge(graphdef, params)(tokens, *rows(tokens))
+    hidden = nnx.merge(half, params)(tokens, *rows(tokens))
+    assert hidden.dtype == jnp.bfloat16
+    # bf16 keeps 8 bits: 0.4 % a rounding, through three layers
+    np.testing.assert_allclose(hidden.astype(jnp.float32), exact, atol=0.1)
+
+
+def test_unknown_names_list_the_known_ones():
+    with pytest.raises(ValueError, match="unknown remat policy 'some'; known: none"):
+        models.build(QWEN3, remat="some")
+    with pytest.raises(ValueError, match="unknown attention 'flash'; known: auto"):
+        models.build(QWEN3, attention="flash")
+    with pytest.raises(ValueError, match="num_heads 8 must be a multiple of num_kv_heads 3"):
+        dataclasses.replace(QWEN3, num_kv_heads=3)
+
+
+MESHES = [
+    {"fsdp": 8},
+    {"replica": 8},
+    {"tensor": 4, "fsdp": 2},
+    {"context": 4, "fsdp": 2},
+    {"replica": 2, "tensor": 2, "context": 2},
+    {"fsdp": 2, "expert": 2, "tensor": 2},
+]
+
+
+@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
+def test_hidden_and_gradient_are_the_same_on_every_mesh(mesh_shape):
+    graphdef, params = build(QWEN3)
+    tokens = random_tokens((8, 8))
+    segment_ids = jnp.where(jnp.arange(8) < 5, 1, 2) * jnp.ones((8, 1), jnp.int32)
+    positions = jnp.broadcast_to(jnp.array([0, 1, 2, 3, 4, 0, 1, 2]), (8, 8))
+
+    def loss(params, *batch):
+        hidden = nnx.merge(graphdef, params)(*batch)
+        return (hidden**2 * jnp.arange(QWEN3.embed_dim)).mean(), hidden
+
+    step = jax.value_and_grad(loss, has_aux=True)
+    expected = jax.jit(step)(params, tokens, positions, segment_ids)
+    mesh = parallel.make_mesh(mesh_shape)
+    placed = parallel.shardings(models.logical_axes(QWEN3), params, mesh)
+    row = parallel.shardings(("batch", "length"), tokens, mesh)
+    with parallel.activate(mesh):
+        got = jax.jit(step, in_shardings=(placed, row, row, row))(params, tokens, positions, segment_ids)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **ROUNDING), got, expected)
+
+
+def test_weights_drawn_into_shardings_are_the_same_weights():
+    mesh = parallel.make_mesh({"fsdp": 2, "tensor": 4})
+    _, shapes = models.abstract(QWEN3)
+    placed = parallel.shardings(models.logical_axes(QWEN3), shapes, mesh)
+    _, params = models.build(QWEN3, shardings=placed)
+    jax.tree.map(np.testing.assert_array_equal, params, models.build(QWEN3)[1])
+    assert params["layers"]["mlp"]["gate"].sharding.spec == jax.sharding.PartitionSpec(None, "fsdp", "tensor")
+
+
+def test_decode_runs_sharded_over_slots_and_heads():
+    graphdef, params = build(QWEN3)
+    tokens = random_tokens((8, 4))
+    _, cache = nnx.merge(graphdef, params).prefill(tokens, jnp.full(8, 4))
+
+    def decode(params, tokens, cache):
+        return nnx.merge(graphdef, params).decode(tokens, cache)
+
+    mesh = parallel.make_mesh({"fsdp": 2, "tensor": 4})
+    placed = parallel.shardings(models.logical_axes(QWEN3), params, mesh)
+    caches = parallel.shardings(KVCache.logical_axes(), cache, mesh)
+    cache = KVCache.empty(QWEN3, 8, 16).insert(cache, slots=jnp.arange(8), row=0)
+    expected = decode(params, tokens[:, 0], cache)
+    with parallel.activate(mesh):
+        got = jax.jit(decode, in_shardings=(placed, None, caches), out_shardings=(None, caches))(
+            params, tokens[:, 0], cache
+        )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **ROUNDING), got, expected)
