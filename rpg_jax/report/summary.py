@@ -96,20 +96,18 @@ def _scores(by_set: dict[str, list[dict[str, Any]]]) -> str:
 def _work(records: list[dict[str, Any]]) -> str:
     if not records:
         return "No step was finished."
-    rows: list[tuple[str, str]] = [("steps", f"{records[-1]['step']}")]
-    if seconds := series(records, "seconds")[1]:
-        rows.append(("time in steps", duration(sum(seconds))))
-    if tokens := series(records, "completion_tokens")[1]:
-        rows.append(("completion tokens", f"{sum(tokens):,.0f}"))
-    for key, name, form in (
-        ("tokens_per_second", "tokens per second, last step", "{:,.0f}"),
-        ("sampler_gap_max", "largest sampler–trainer gap, nats", "{:.1e}"),
-    ):
-        if values := series(records, key)[1]:
-            rows.append((name, form.format(max(values) if key.endswith("_max") else values[-1])))
-    skipped = sum(series(records, "nonfinite_updates")[1])
-    if skipped:
-        rows.append(("updates skipped as not finite", f"{skipped:.0f}"))
+    rows = [("steps", f"{records[-1]['step']}")]
+    timed = [r for r in records if "time/step" in r and "time/tokens_per_second" in r]
+    if timed:
+        seconds = sum(r["time/step"] for r in timed)
+        tokens = sum(r["time/step"] * r["time/tokens_per_second"] for r in timed)
+        rows.append(("time in steps", duration(seconds)))
+        rows.append(("completion tokens", f"{tokens:,.0f}"))
+        rows.append(("completion tokens per second", f"{tokens / seconds:,.0f}"))
+    if gaps := series(records, "sampler_gap_max")[1]:
+        rows.append(("largest sampler–trainer gap", f"{max(gaps):.1e} nats"))
+    if skipped := series(records, "skipped_updates")[1]:
+        rows.append(("updates skipped as not finite", f"{skipped[-1]:.0f}"))
     return "## Work\n\n" + _table(("", ""), rows)
 
 

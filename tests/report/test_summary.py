@@ -13,7 +13,13 @@ from rpg_jax.report.summary import closing_message, evaluations, write_summary
 def run_dir(tmp_path):
     """Three steps, evaluated at 1, 2 and 3; the second is the best."""
     records = [
-        {"step": step, "seconds": 50.0, "completion_tokens": 1500, "eval/mean_at_k": mean, "eval/pass_at_k": mean + 0.1}
+        {
+            "step": step,
+            "time/step": 50.0,
+            "time/tokens_per_second": 30.0,
+            "eval/mean_at_k": mean,
+            "eval/pass_at_k": mean + 0.1,
+        }
         | {"eval/k": 4, "sampler_gap_max": gap}
         for step, mean, gap in ((1, 0.5, 1e-6), (2, 0.75, 3e-5), (3, 0.625, 2e-6))
     ]
@@ -36,7 +42,8 @@ def test_work_adds_up_over_steps_and_takes_the_largest_gap(run_dir):
     text = write_summary(run_dir).read_text()
     assert row(text, "time in steps", "2 min 30 s")
     assert row(text, "completion tokens", "4,500")
-    assert row(text, "largest sampler–trainer gap, nats", "3.0e-05")
+    assert row(text, "completion tokens per second", "30")
+    assert row(text, "largest sampler–trainer gap", "3.0e-05 nats")
 
 
 def test_settings_come_from_the_resolved_config(run_dir):
