@@ -1,0 +1,115 @@
+"""Completions from the current policy: one engine, several ways to drive it, the same tokens from each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+from flax import nnx
+
+from rpg_jax.rollout.engine import QwenEngine
+from rpg_jax.rollout.lockstep import LockstepRollout
+from rpg_jax.rollout.oracle import SimpleSampler
+from rpg_jax.rollout.orchestrator import JetStreamRollout
+from rpg_jax.rollout.weights import Params, RolloutError, Weights, checksum
+from rpg_jax.types import Completion, Sampling
+
+DRIVERS = ("orchestrator", "lockstep", "simple")
+
+
+class Rollout(Protocol):
+    """What the trainer samples with. A completion depends on (seed, step, prompt_id, index), its prompt, the sampling
+    parameters and the weights; not on slots, batching, order or driver."""
+
+    def sync_weights(self, params: Params, version: int) -> None:
+        """Makes `params` the sampler's weights, `version` what completions carry. No copy where dtype and layout are
+        the trainer's: whoever then donates those arrays syncs again before the next `generate`."""
+
+    def verify_weights(self, params: Params) -> None:
+        """Raises RolloutError where the sampler's weights are not, bit for bit, `params` in its dtype."""
+
+    def weights_checksum(self) -> int:
+        """`checksum` of the sampler's weights, in its dtype."""
+
+    def generate(
+        self,
+        prompts: Sequence[np.ndarray],
+        *,
+        prompt_ids: Sequence[int],
+        group_size: int,
+        sampling: Sampling,
+        seed: int,
+        step: int,
+    ) -> list[list[Completion]]:
+        """`group_size` completions of each prompt, in the order of the prompts.
+
+        Args:
+          prompts: i32[n] token ids each, n >= 1.
+          prompt_ids: stable ids, one per prompt. Two prompts with the same id share their random numbers.
+          sampling: for all of them.
+          seed, step: counters of the random keys, used modulo 2^32.
+
+        Raises:
+          ValueError: a prompt that is empty or does not fit, or sampling parameters out of range.
+          RolloutError: sampling failed; its cause is the fault. The next call starts afresh.
+        """
+
+    def close(self) -> None:
+        """Ends threads and frees device memory."""
+
+
+def build(
+    driver: str,
+    graphdef: nnx.GraphDef,
+    params: Params,
+    *,
+    slots: int,
+    capacity: int,
+    version: int = 0,
+    steps_per_dispatch: int = 16,
+    prefill_tokens: int = 2048,
+    refill: float = 1 / 16,
+    dtype=None,
+    shardings: Params | None = None,
+    mesh=None,
+) -> Rollout:
+    """The rollout that `driver` names.
+
+    Args:
+      driver: "orchestrator" (JetStream's threads), "lockstep" (one thread, any mesh) or "simple" (the plain jitted
+        sampler, which takes all completions of a call as one batch).
+      graphdef, params: of the model.
+      slots: completions decoded together.
+      capacity: tokens per slot; a prompt and its `max_tokens` must fit.
+      steps_per_dispatch: most decode steps between two looks by the host.
+      prefill_tokens: tokens, padding included, of one prefill.
+      refill: fraction of the slots that may stand idle before a dispatch ends early to refill them.
+      dtype, shardings: of the decoding weights where they are not the trainer's.
+      mesh: of the devices that decode.
+
+    Raises:
+      ValueError: an unknown driver.
+    """
+    if driver not in DRIVERS:
+        raise ValueError(f"unknown rollout driver {driver!r}; known: {', '.join(DRIVERS)}")
+    weights = Weights(params, version, dtype=dtype, shardings=shardings)
+    if driver == "simple":
+        return SimpleSampler(graphdef, weights, capacity=capacity)
+    engine = QwenEngine(graphdef, weights, slots=slots, capacity=capacity, steps=steps_per_dispatch, mesh=mesh)
+    kind = {"orchestrator": JetStreamRollout, "lockstep": LockstepRollout}[driver]
+    return kind(engine, prefill_tokens=prefill_tokens, refill=refill)
+
+
+__all__ = [
+    "DRIVERS",
+    "JetStreamRollout",
+    "LockstepRollout",
+    "QwenEngine",
+    "Rollout",
+    "RolloutError",
+    "SimpleSampler",
+    "Weights",
+    "build",
+    "checksum",
+]

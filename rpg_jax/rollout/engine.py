@@ -1,0 +1,343 @@
+"""JetStream's Engine over our Qwen: what every way of driving a rollout calls.
+
+A completion's life on the device: `prefill` computes its prompt's cache once, `insert` copies that into a slot
+together with the completion's key and sampling parameters, `generate` draws tokens until the slot's own stop rule
+holds. Slots never see each other, and keys never see slots.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from rpg_jax.models import KVCache
+from rpg_jax.rollout.jetstream_compat import engine_api, tokenizer_pb2
+from rpg_jax.rollout.sampling import completion_keys, sample, token_keys
+from rpg_jax.rollout.weights import Weights
+
+MAX_STOP_TOKENS = 8
+_SMALLEST_BUCKET = 16
+_SMALLEST_ATTENTION = 128
+
+
+@flax.struct.dataclass
+class Prefix:
+    """Prefilled prompts: the hidden states [P, D] that predict their first completion tokens, and their cache."""
+
+    hidden: jax.Array
+    cache: KVCache
+
+
+@flax.struct.dataclass
+class Requests:
+    """What to sample, one entry per slot to fill; entries past `count` are ignored.
+
+    Attributes:
+      count: i32, how many.
+      slots, rows: i32[S], the decode slot and the prefix row of each.
+      seed, step, prompt_id, index: u32[S], the counters of its random key.
+      limit: i32[S], tokens it may have.
+      temperature, top_p: f32[S]. top_k: i32[S].
+      stop_tokens: i32[S, MAX_STOP_TOKENS], -1 where unused.
+    """
+
+    count: Any
+    slots: Any
+    rows: Any
+    seed: Any
+    step: Any
+    prompt_id: Any
+    index: Any
+    limit: Any
+    temperature: Any
+    top_p: Any
+    top_k: Any
+    stop_tokens: Any
+
+    @classmethod
+    def empty(cls, slots: int) -> Requests:
+        """Numpy arrays to fill in; slot numbers start out of range, so that unused entries are dropped."""
+        i32, u32, f32 = (functools.partial(np.zeros, slots, dtype) for dtype in (np.int32, np.uint32, np.float32))
+        return cls(
+            count=np.int32(0),
+            slots=np.full(slots, slots, np.int32),
+            rows=i32(),
+            seed=u32(),
+            step=u32(),
+            prompt_id=u32(),
+            index=u32(),
+            limit=i32(),
+            temperature=f32(),
+            top_p=f32(),
+            top_k=i32(),
+            stop_tokens=np.full((slots, MAX_STOP_TOKENS), -1, np.int32),
+        )
+
+
+@flax.struct.dataclass
+class DecodeState:
+    """All slots between two dispatches.
+
+    Attributes:
+      cache: KVCache of S slots.
+      hidden: [S, D], predicting each slot's next token.
+      keys: u32[S, 2], raw completion keys.
+      emitted, limit: i32[S], tokens drawn so far and at most.
+      temperature, top_p: f32[S]. top_k: i32[S].
+      stop_tokens: i32[S, MAX_STOP_TOKENS].
+      active: bool[S].
+    """
+
+    cache: KVCache
+    hidden: jax.Array
+    keys: jax.Array
+    emitted: jax.Array
+    limit: jax.Array
+    temperature: jax.Array
+    top_p: jax.Array
+    top_k: jax.Array
+    stop_tokens: jax.Array
+    active: jax.Array
+
+
+class QwenEngine(engine_api.Engine):
+    """Prefill, insert and generate over a fixed set of slots.
+
+    Args:
+      graphdef: of the model; `nnx.merge(graphdef, params)` is it.
+      weights: where the current params are read at every dispatch.
+      slots: completions decoded together (S).
+      capacity: tokens per slot, prompt and completion together (C).
+      steps: most decode steps per dispatch (K).
+      mesh: of the devices that hold the params; None for jax's default device.
+    """
+
+    def __init__(
+        self, graphdef: nnx.GraphDef, weights: Weights, *, slots: int, capacity: int, steps: int = 16, mesh=None
+    ):
+        for name, value in (("slots", slots), ("capacity", capacity), ("steps", steps)):
+            if value < 1:
+                raise ValueError(f"{name} must be >= 1, got {value}")
+        self.graphdef, self.weights = graphdef, weights
+        self.slots, self.capacity, self.steps, self._mesh = slots, capacity, steps, mesh
+        self._prefill = jax.jit(self._prefill_prompts)
+        self._insert = jax.jit(_insert, donate_argnums=0)
+        self._release = jax.jit(lambda state, mask: state.replace(active=state.active & ~mask), donate_argnums=0)
+        self._generate = jax.jit(self._generate_tokens, donate_argnums=1, static_argnums=4)
+        with weights.pinned() as params:
+            prompt = jax.ShapeDtypeStruct((1, _SMALLEST_BUCKET), jnp.int32)
+            lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
+            self._prefix = jax.eval_shape(self._prefill_prompts, params, prompt, lengths)
+        self._init = jax.jit(functools.partial(_empty_state, self._prefix, slots, capacity))
+
+    # Compiled programs
+
+    def _prefill_prompts(self, params, tokens: jax.Array, lengths: jax.Array) -> Prefix:
+        hidden, cache = nnx.merge(self.graphdef, params).prefill(tokens, lengths)
+        return Prefix(hidden, cache)
+
+    def _generate_tokens(self, params, state: DecodeState, steps: jax.Array, floor: jax.Array, attend_length: int):
+        """Up to `steps` decode steps, ending early when no more than `floor` slots are active."""
+        module = nnx.merge(self.graphdef, params)
+
+        def step(carry):
+            i, state, tokens, logprobs, counts = carry
+            drawn, logprob = sample(
+                module.logits(state.hidden),
+                token_keys(state.keys, state.emitted),
+                state.temperature,
+                state.top_p,
+                state.top_k,
+            )
+            emitted = state.emitted + state.active
+            stopped = (drawn[:, None] == state.stop_tokens).any(-1) | (emitted >= state.limit)
+            hidden, cache = module.decode(drawn, state.cache, attend_length=attend_length)
+            lengths = jnp.where(state.active, cache.lengths, state.cache.lengths)
+            following = state.replace(
+                cache=cache.replace(lengths=lengths), hidden=hidden, emitted=emitted, active=state.active & ~stopped
+            )
+            bits = jax.lax.bitcast_convert_type(-jnp.abs(logprob), jnp.int32)
+            return i + 1, following, tokens.at[:, i].set(drawn), logprobs.at[:, i].set(bits), counts + state.active
+
+        def unfinished(carry):
+            i, state, *_ = carry
+            return (i < steps) & (state.active.sum() > floor)
+
+        blank = jnp.zeros((self.slots, self.steps), jnp.int32)
+        start = (jnp.int32(0), state, blank, blank, jnp.zeros(self.slots, jnp.int32))
+        _, state, tokens, logprobs, counts = jax.lax.while_loop(unfinished, step, start)
+        return state, _lanes(tokens, logprobs, counts, state)
+
+    # JetStream's Engine API
+
+    def load_params(self, *args, **kwargs) -> Weights:
+        del args, kwargs
+        return self.weights
+
+    def init_decode_state(self, *args, **kwargs) -> DecodeState:
+        del args, kwargs
+        return self._init()
+
+    def prefill(self, *, params: Weights, existing_prefix=None, padded_tokens, true_length) -> Prefix:
+        """Prefills right-padded prompts i32[P, T] of lengths i32[P] (or one prompt i32[T]) in one forward pass."""
+        if existing_prefix is not None:
+            raise ValueError("a prompt is prefilled in one piece: existing_prefix must be None")
+        tokens = np.atleast_2d(np.asarray(padded_tokens, np.int32))
+        lengths = np.atleast_1d(np.asarray(true_length, np.int32))
+        with params.pinned() as tree:
+            return self._prefill(tree, tokens, lengths)
+
+    def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int | Requests) -> DecodeState:
+        """Copies prefix rows into the slots that `slot`, a `Requests`, names; the state is donated.
+
+        A plain slot number inserts row 0, decoded greedily until the slot is full.
+        """
+        if not isinstance(slot, Requests):
+            request = Requests.empty(self.slots)
+            request.slots[0], request.limit[0] = slot, self.capacity - prefix.cache.capacity
+            slot = request.replace(count=np.int32(1))
+        return self._insert(decode_state, prefix, slot)
+
+    def generate(
+        self, params: Weights, decode_state: DecodeState, *, floor: int = 0, attend_length: int | None = None
+    ) -> tuple[DecodeState, engine_api.ResultTokens]:
+        """Up to K tokens per slot in one dispatch; the state is donated.
+
+        The lanes of a result row are (log-prob bits, token) for each of the K steps, then one lane that is valid
+        while the slot goes on: a consumer of the Engine API sees the end of a completion in the result that brings
+        its last token. `parse` reads them. Log-probs travel as the f32 bits of -|logprob|: negative integers.
+
+        Args:
+          floor: return as soon as no more than this many slots are active, so that the others can be refilled.
+          attend_length: promise on the longest slot, prompt and completion, at the end of the dispatch.
+        """
+        attend = self.attention_bucket(self.capacity if attend_length is None else attend_length)
+        with params.pinned() as tree:
+            state, data = self._generate(tree, decode_state, np.int32(self.steps), np.int32(floor), attend)
+        lanes = 2 * self.steps + 1
+        return state, engine_api.ResultTokens(
+            data=data,
+            tokens_idx=(0, lanes),
+            valid_idx=(lanes, 2 * lanes),
+            length_idx=(2 * lanes, 2 * lanes + 1),
+            samples_per_slot=1,
+        )
+
+    def release(self, decode_state: DecodeState, slots: list[int]) -> DecodeState:
+        """Ends the completions in `slots`, cancelled by whoever asked for them; the state is donated."""
+        mask = np.zeros(self.slots, bool)
+        mask[slots] = True
+        return self._release(decode_state, mask)
+
+    def parse(self, data: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens i32[S, K], logprobs f32[S, K] and how many of them each slot drew, i32[S], from result lanes."""
+        k = self.steps
+        pairs = np.ascontiguousarray(data[:, : 2 * k])
+        return pairs[:, 1::2], pairs.view(np.float32)[:, ::2], data[:, 2 * k + 1 : 4 * k + 1 : 2].sum(1)
+
+    def progress(self, data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens drawn since insertion, i32[S], and whether the slot goes on, bool[S], from result lanes."""
+        return data[:, -1], data[:, -2] > 0
+
+    def prompt_bucket(self, length: int) -> int:
+        """Power of two that a prompt is padded to, or the capacity where that is smaller."""
+        return min(max(_SMALLEST_BUCKET, 1 << (length - 1).bit_length()), self.capacity)
+
+    def attention_bucket(self, length: int) -> int:
+        """How much of the cache is read when no slot is longer than `length`: a power of two, or all of it."""
+        return min(max(_SMALLEST_ATTENTION, 1 << (length - 1).bit_length()), self.capacity)
+
+    def get_prefix_destination_sharding(self) -> Any:
+        return None if self._mesh is None else jax.sharding.NamedSharding(self._mesh, jax.sharding.PartitionSpec())
+
+    def get_tokenizer(self) -> tokenizer_pb2.TokenizerParameters:
+        return tokenizer_pb2.TokenizerParameters(path="", extra_ids=0)
+
+    def build_tokenizer(self, metadata: tokenizer_pb2.TokenizerParameters) -> TokenIds:
+        del metadata
+        return TokenIds()
+
+    @property
+    def max_concurrent_decodes(self) -> int:
+        return self.slots
+
+    @property
+    def samples_per_slot(self) -> int:
+        return 1
+
+    @property
+    def max_prefill_length(self) -> int:
+        return self.prompt_bucket(self.capacity)
+
+    @property
+    def mesh(self) -> jax.sharding.Mesh | None:
+        return self._mesh
+
+    @property
+    def colocated_cpus(self) -> None:
+        return None
+
+
+class TokenIds:
+    """The tokenizer of an engine that takes and returns token ids: stop rules live on the device, per slot."""
+
+    stop_tokens: frozenset[int] = frozenset()
+    bos_id, eos_id, pad_id = None, None, 0
+
+
+def _empty_state(prefix: Prefix, slots: int, capacity: int) -> DecodeState:
+    def zeros(shape, dtype):
+        return jnp.zeros(shape, dtype)
+
+    layers, _, heads, size, _ = prefix.cache.keys.shape
+    return DecodeState(
+        cache=KVCache(
+            keys=zeros((layers, slots, heads, size, capacity), prefix.cache.keys.dtype),
+            values=zeros((layers, slots, heads, capacity, size), prefix.cache.values.dtype),
+            lengths=zeros(slots, jnp.int32),
+        ),
+        hidden=zeros((slots, prefix.hidden.shape[-1]), prefix.hidden.dtype),
+        keys=zeros((slots, 2), jnp.uint32),
+        emitted=zeros(slots, jnp.int32),
+        limit=zeros(slots, jnp.int32),
+        temperature=zeros(slots, jnp.float32),
+        top_p=zeros(slots, jnp.float32),
+        top_k=zeros(slots, jnp.int32),
+        stop_tokens=zeros((slots, MAX_STOP_TOKENS), jnp.int32),
+        active=zeros(slots, bool),
+    )
+
+
+def _insert(state: DecodeState, prefix: Prefix, requests: Requests) -> DecodeState:
+    def copy(i, cache):
+        return cache.insert(prefix.cache, requests.slots[i], requests.rows[i])
+
+    def put(into, values):
+        return into.at[requests.slots].set(values, mode="drop")
+
+    return DecodeState(
+        cache=jax.lax.fori_loop(0, requests.count, copy, state.cache),
+        hidden=put(state.hidden, prefix.hidden[requests.rows]),
+        keys=put(state.keys, completion_keys(requests.seed, requests.step, requests.prompt_id, requests.index)),
+        emitted=put(state.emitted, 0),
+        limit=put(state.limit, requests.limit),
+        temperature=put(state.temperature, requests.temperature),
+        top_p=put(state.top_p, requests.top_p),
+        top_k=put(state.top_k, requests.top_k),
+        stop_tokens=put(state.stop_tokens, requests.stop_tokens),
+        active=put(state.active, True),
+    )
+
+
+def _lanes(tokens: jax.Array, logprobs: jax.Array, counts: jax.Array, state: DecodeState) -> jax.Array:
+    slots, steps = tokens.shape
+    going_on = state.active[:, None].astype(jnp.int32)
+    pairs = jnp.stack([logprobs, tokens], -1).reshape(slots, 2 * steps)
+    drawn = jnp.repeat((jnp.arange(steps) < counts[:, None]).astype(jnp.int32), 2, axis=1)
+    return jnp.concatenate([pairs, 0 * going_on, drawn, going_on, state.emitted[:, None]], axis=1)

@@ -1,0 +1,89 @@
+"""Imports JetStream 0.2.2 without TensorFlow, and undoes what importing it does to the process.
+
+The wheel is installed without its dependencies (its tokenizers pull in TensorFlow), so `seqio` and `tiktoken` are
+stubbed where absent: token ids go in and out of our engine, and neither tokenizer is ever constructed. This is the
+only file that patches JetStream; import `orchestrator`, `engine_api` and the rest from here.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import sys
+import threading
+import types
+
+
+def _stub(package: str, submodule: str, **attributes) -> None:
+    if importlib.util.find_spec(package) is not None:
+        return
+    for name in (package, f"{package}.{submodule}"):
+        sys.modules[name] = types.ModuleType(name)
+    for name, value in attributes.items():
+        setattr(sys.modules[f"{package}.{submodule}"], name, value)
+
+
+def _tokenizer_absent(*_args, **_kwargs):
+    raise ImportError("this tokenizer needs seqio or tiktoken; the rollout engine brings its own tokenizer")
+
+
+_stub(
+    "seqio",
+    "vocabularies",
+    Vocabulary=type("Vocabulary", (), {}),
+    SentencePieceVocabulary=type("SentencePieceVocabulary", (), {"__init__": _tokenizer_absent}),
+)
+_stub("tiktoken", "load", load_tiktoken_bpe=_tokenizer_absent)
+
+_root = logging.getLogger()
+_level, _handlers = _root.level, list(_root.handlers)
+
+from jetstream.core import orchestrator  # noqa: E402
+from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc  # noqa: E402
+from jetstream.core.utils import async_multifuture, return_sample  # noqa: E402
+from jetstream.engine import engine_api, token_utils, tokenizer_api, tokenizer_pb2  # noqa: E402
+
+_root.handlers[:] = _handlers
+_root.setLevel(_level)
+
+# One record per request and decode step, at INFO on the root logger: give it a name that can be silenced.
+logger = logging.getLogger("jetstream")
+logger.setLevel(logging.WARNING)
+orchestrator.logging = logger
+token_utils.logging = logger
+
+
+class GuardedThread(threading.Thread):
+    """A driver thread whose failure reaches `driver.on_fault` instead of killing the process.
+
+    JetStream's own sends SIGKILL to the process on any exception, and its detokenize thread, being no daemon, keeps
+    an interpreter alive that forgot to stop its driver.
+    """
+
+    def __init__(self, *, target, name: str, daemon: bool = True):
+        super().__init__(target=target, name=name, daemon=True)
+        self._driver = target.func.__self__
+
+    def run(self):
+        try:
+            super().run()
+        except BaseException as fault:
+            self._driver.on_fault(self.name, fault)
+
+
+# The original deletes arrays that completions of one prompt share (and calls the removed `jax.tree_map`); reference
+# counts free them as well.
+orchestrator.delete_pytree = lambda tree: None
+orchestrator.JetThread = GuardedThread
+
+__all__ = [
+    "async_multifuture",
+    "engine_api",
+    "jetstream_pb2",
+    "jetstream_pb2_grpc",
+    "orchestrator",
+    "return_sample",
+    "token_utils",
+    "tokenizer_api",
+    "tokenizer_pb2",
+]

@@ -1,0 +1,87 @@
+"""The engine driven by one thread: prefill, fill free slots, dispatch, read, repeat.
+
+Every decision is taken from values that all hosts hold alike, so the same scheduler runs over a mesh that spans hosts,
+for models larger than one; and with no thread in between it is the fastest driver.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from rpg_jax.rollout.engine import QwenEngine
+from rpg_jax.rollout.requests import Chunk, check, plan
+from rpg_jax.rollout.schedule import Schedule
+from rpg_jax.rollout.weights import Params, RolloutError
+from rpg_jax.types import Completion, Sampling
+
+
+class LockstepRollout:
+    """See `rpg_jax.rollout.Rollout`; calls from several threads run one after the other.
+
+    Args:
+      engine: the engine to drive.
+      prefill_tokens: tokens, padding included, of one prefill.
+      refill: fraction of the slots that may stand idle before a dispatch ends early to refill them.
+    """
+
+    def __init__(self, engine: QwenEngine, *, prefill_tokens: int = 2048, refill: float = 1 / 16):
+        self.engine, self.weights = engine, engine.weights
+        self._prefill_tokens = prefill_tokens
+        self._idle = max(1, int(engine.slots * refill))
+        self._busy = threading.Lock()
+
+    def sync_weights(self, params: Params, version: int) -> None:
+        with self._busy:
+            self.weights.sync(params, version)
+
+    def verify_weights(self, params: Params) -> None:
+        self.weights.verify(params)
+
+    def weights_checksum(self) -> int:
+        return self.weights.checksum()
+
+    def generate(
+        self,
+        prompts: Sequence[np.ndarray],
+        *,
+        prompt_ids: Sequence[int],
+        group_size: int,
+        sampling: Sampling,
+        seed: int,
+        step: int,
+    ) -> list[list[Completion]]:
+        check(prompts, prompt_ids, group_size, sampling, self.engine.capacity)
+        counters = {"seed": seed, "step": step}
+        groups, chunks = plan(
+            self.engine, prompts, prompt_ids, group_size, sampling, **counters, prefill_tokens=self._prefill_tokens
+        )
+        with self._busy:
+            version = self.weights.version
+            try:
+                self._run(deque(chunks))
+            except Exception as fault:
+                raise RolloutError(f"the rollout of step {step} failed: {type(fault).__name__}: {fault}") from fault
+        return [[row.completion(version) for row in group] for group in groups]
+
+    def close(self) -> None:
+        pass
+
+    def _run(self, chunks: deque[Chunk]) -> None:
+        engine = self.engine
+        schedule = Schedule(engine, range(engine.slots), self._idle)
+        while chunks or not schedule.empty:
+            while schedule.hungry and chunks:
+                chunk = chunks.popleft()
+                prefix = engine.prefill(params=self.weights, padded_tokens=chunk.tokens, true_length=chunk.lengths)
+                schedule.add(prefix, chunk.rows)
+            schedule.fill()
+            live = dict(schedule.live)
+            result = schedule.advance(more=bool(chunks))
+            tokens, logprobs, counts = engine.parse(result.data)
+            for slot, row in live.items():
+                row.extend(tokens[slot, : counts[slot]].copy(), logprobs[slot, : counts[slot]].copy())
+            schedule.free += [slot for slot, _ in schedule.settle(result)]

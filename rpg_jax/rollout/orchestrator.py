@@ -1,0 +1,297 @@
+"""JetStream's orchestrator in process: its Driver's queues and threads around our engine.
+
+One JetStream request is a chunk of prompts; the generate thread splits it into one request per completion, so that
+each completion takes and frees a slot of its own. Every fault, race or stop ends as an exception at the call that it
+concerns, and the next call finds a fresh driver.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from rpg_jax.rollout.engine import QwenEngine
+from rpg_jax.rollout.jetstream_compat import orchestrator
+from rpg_jax.rollout.requests import Chunk, Row, check, plan
+from rpg_jax.rollout.schedule import Schedule
+from rpg_jax.rollout.weights import Params, RolloutError
+from rpg_jax.types import Completion, Sampling
+
+_POLL = 0.2  # seconds between two looks at whether a wait has become pointless
+
+
+class Channel(Protocol):
+    """Where the driver's threads report the rows of a request."""
+
+    def add_result(self, result: tuple[np.ndarray, np.ndarray]) -> None:
+        """Tokens and log-probabilities that one row gained."""
+
+    def close(self) -> None:
+        """One row is complete."""
+
+    def set_exception(self, exception: BaseException) -> None:
+        """No more will come."""
+
+
+class Ticket:
+    """The channel of a blocking call: counts its completions down, or takes the fault that ends the wait."""
+
+    def __init__(self, rows: int):
+        self._left = rows
+        self._ended = threading.Event()
+        self._fault: BaseException | None = None
+
+    def add_result(self, result: tuple[np.ndarray, np.ndarray]) -> None:
+        """The rows keep their tokens themselves."""
+
+    def close(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._ended.set()
+
+    def set_exception(self, exception: BaseException) -> None:
+        if not self._ended.is_set():
+            self._fault = exception
+            self._ended.set()
+
+    def wait(self, driver: GuardedDriver) -> None:
+        while not self._ended.wait(_POLL):
+            driver.check_alive()
+        if self._fault is not None:
+            raise self._fault
+
+
+class RowRequest(orchestrator.ActiveRequest):
+    """One completion in a slot, as JetStream's detokenize thread sees it."""
+
+    def __init__(self, row: Row, channel: Channel):
+        super().__init__(
+            max_tokens=row.sampling.max_tokens,
+            return_channel=channel,
+            complete=np.zeros(1, bool),
+            is_client_side_tokenization=True,
+        )
+        self._row = row
+
+    def enqueue_samples(self, generated_samples) -> None:
+        """Splits the lanes (see `QwenEngine.generate`); an odd one at the end only says that the slot goes on."""
+        lanes = np.array(generated_samples[0].token_ids, np.int32)
+        pairs = lanes[: len(lanes) // 2 * 2].reshape(-1, 2)
+        tokens, logprobs = pairs[:, 1], np.ascontiguousarray(pairs[:, 0]).view(np.float32)
+        self._row.extend(tokens, logprobs)
+        self.return_channel.add_result((tokens, logprobs))
+
+
+class GuardedDriver(orchestrator.Driver):
+    """JetStream's Driver with its ways of killing the process, or of leaving a caller waiting, taken out.
+
+    Args:
+      engine: prefills and generates.
+      idle: free slots, while others wait, that end a dispatch early.
+      keep_state: keep the decode state allocated while there is nothing to decode.
+      metrics_collector: JetStream's, for Prometheus.
+    """
+
+    def __init__(self, engine: QwenEngine, *, idle: int, keep_state: bool, metrics_collector=None):
+        self._guard = threading.Lock()
+        self._channels: set[Channel] = set()
+        self._fault: BaseException | None = None
+        self._placed = 0
+        self._idle, self._keep_state = idle, keep_state
+        super().__init__(
+            prefill_engines=[engine],
+            generate_engines=[engine],
+            prefill_params=[engine.weights],
+            generate_params=[engine.weights],
+            interleaved_mode=True,
+            jax_padding=False,
+            metrics_collector=metrics_collector,
+        )
+
+    def submit(self, chunks: Sequence[Chunk], channel: Channel) -> None:
+        """Queues chunks whose rows report to `channel`. Raises RolloutError where the driver has ended."""
+        with self._guard:
+            if not self.live:
+                raise self._error()
+            self._channels.add(channel)
+            for chunk in chunks:
+                self._placed += 1
+                self.place_request_on_prefill_queue(
+                    orchestrator.ActiveRequest(max_tokens=0, return_channel=channel, prefill_content=chunk)
+                )
+
+    def retire(self, channel: Channel) -> None:
+        """Nobody waits on this channel any more."""
+        with self._guard:
+            self._channels.discard(channel)
+
+    def check_alive(self) -> None:
+        """Raises RolloutError where a thread is missing that must bring what the caller waits for."""
+        if not self.live or not all(thread.is_alive() for thread in self._all_threads):
+            raise self._error()
+
+    def on_fault(self, thread: str, fault: BaseException) -> None:
+        """The first fault of a thread ends the driver and every wait; later ones follow from it."""
+        with self._guard:
+            if self.live and not isinstance(fault, _Stopped):
+                self._fault = fault
+            self._end(thread)
+
+    def stop(self) -> None:
+        with self._guard:
+            self._end("driver")
+        super().stop()
+
+    def _end(self, thread: str) -> None:
+        self.live = False
+        for channel in self._channels:
+            channel.set_exception(self._error(thread))
+        self._channels.clear()
+
+    def _error(self, thread: str = "driver") -> RolloutError:
+        if self._fault is None:
+            return RolloutError("the rollout driver was stopped before this request was complete")
+        error = RolloutError(f"the rollout's {thread} thread failed: {type(self._fault).__name__}: {self._fault}")
+        error.__cause__ = self._fault
+        return error
+
+    def _process_prefill_content(self, request, tokenizer, is_bos, max_prefill_length):
+        """Chunks are padded already, and no BOS goes in front of token ids."""
+        del tokenizer, is_bos, max_prefill_length
+        return request.prefill_content.tokens, request.prefill_content.lengths
+
+    def _take(self, source: queue.Queue) -> Any:
+        """`source.get()` that ends with the driver."""
+        while self.live:
+            try:
+                item = source.get(timeout=_POLL)
+            except queue.Empty:
+                continue
+            if item is None:
+                break
+            return item
+        raise _Stopped
+
+    def _generate_thread(self, idx: int) -> None:
+        """Replaces JetStream's loop, which inserts one request per call, asserts that a slot is taken while another
+        thread frees it (a race), and decodes up to eight dispatches beyond what anyone has looked at."""
+        engine: QwenEngine = self._generate_engines[idx]
+        slots, detokenize = self._generate_slots[idx], self._detokenize_backlogs[idx]
+        schedule = Schedule(engine, [self._take(slots) for _ in range(engine.slots)], self._idle)
+        received = 0
+        if self._metrics_collector:
+            gauge = self._metrics_collector.get_slots_available_percentage_metric(idx)
+            gauge.set_function(lambda: len(schedule.free) / engine.slots)
+        while self.live:
+            if schedule.empty and not self._keep_state and self._placed == received:
+                schedule.release_state()
+            while schedule.hungry and (self._placed > received or schedule.empty):
+                request, received = self._take(self._generate_backlogs[idx]), received + 1
+                schedule.add(request.prefill_result, request.prefill_content.rows)
+            for slot, row in schedule.fill():
+                detokenize.put((slot, RowRequest(row, row.channel)))
+            if not schedule.live:
+                continue
+            result = schedule.advance(more=self._placed > received)
+            detokenize.put((0, result))
+            # The detokenize thread puts a slot back once it has delivered the completion.
+            schedule.free += [self._take(slots) for _ in schedule.settle(result)]
+
+
+class _Stopped(Exception):
+    """The driver was stopped while a thread waited."""
+
+
+class JetStreamRollout:
+    """See `rpg_jax.rollout.Rollout`. `generate` may be called from several threads at once.
+
+    Args:
+      engine: the engine to drive.
+      prefill_tokens: tokens, padding included, of one prefill.
+      refill: fraction of the slots that may stand idle before a dispatch ends early to refill them.
+      keep_state: keep the decode state allocated between calls; by default a rollout phase leaves no cache behind.
+    """
+
+    def __init__(
+        self, engine: QwenEngine, *, prefill_tokens: int = 2048, refill: float = 1 / 16, keep_state: bool = False
+    ):
+        self.engine, self.weights = engine, engine.weights
+        self._prefill_tokens = prefill_tokens
+        self._options = {"idle": max(1, int(engine.slots * refill)), "keep_state": keep_state}
+        self._lock = threading.Lock()
+        self._drivers: list[GuardedDriver] = []
+        # Threads hold the driver, never this object: one that is dropped, or open at exit, stops its threads.
+        self._finalizer = weakref.finalize(self, _stop, self._drivers)
+
+    def sync_weights(self, params: Params, version: int) -> None:
+        self.weights.sync(params, version)
+
+    def verify_weights(self, params: Params) -> None:
+        self.weights.verify(params)
+
+    def weights_checksum(self) -> int:
+        return self.weights.checksum()
+
+    def generate(
+        self,
+        prompts: Sequence[np.ndarray],
+        *,
+        prompt_ids: Sequence[int],
+        group_size: int,
+        sampling: Sampling,
+        seed: int,
+        step: int,
+    ) -> list[list[Completion]]:
+        check(prompts, prompt_ids, group_size, sampling, self.engine.capacity)
+        counters = {"seed": seed, "step": step}
+        groups, chunks = plan(
+            self.engine, prompts, prompt_ids, group_size, sampling, **counters, prefill_tokens=self._prefill_tokens
+        )
+        version = self.weights.version
+        self._run(chunks)
+        if self.weights.version != version:
+            raise RolloutError(
+                f"weights changed from version {version} to {self.weights.version} during the rollout of step {step}: "
+                "its completions mix two policies; sync weights between rollouts"
+            )
+        return [[row.completion(version) for row in group] for group in groups]
+
+    def close(self) -> None:
+        """Stops the threads and frees the cache; a later `generate` starts them again."""
+        with self._lock:
+            _stop(self._drivers)
+
+    def driver(self) -> GuardedDriver:
+        """The running driver, a fresh one where the last has failed or been closed."""
+        with self._lock:
+            if not self._drivers or not self._drivers[0].live:
+                _stop(self._drivers)
+                self._drivers.append(GuardedDriver(self.engine, **self._options))
+            return self._drivers[0]
+
+    def _run(self, chunks: Sequence[Chunk]) -> None:
+        rows = [row for chunk in chunks for row in chunk.rows]
+        if not rows:
+            return
+        driver, ticket = self.driver(), Ticket(len(rows))
+        for row in rows:
+            row.channel = ticket
+        try:
+            driver.submit(chunks, ticket)
+            ticket.wait(driver)
+        except BaseException:
+            for row in rows:
+                row.cancelled = True
+            raise
+        finally:
+            driver.retire(ticket)
+
+
+def _stop(drivers: list[GuardedDriver]) -> None:
+    while drivers:
+        drivers.pop().stop()

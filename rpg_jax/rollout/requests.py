@@ -1,0 +1,147 @@
+"""The host's side of a rollout: which prompts are prefilled together, and what becomes of each completion."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rpg_jax.rollout.engine import MAX_STOP_TOKENS, QwenEngine, Requests
+from rpg_jax.rollout.weights import RolloutError
+from rpg_jax.types import Completion, Sampling
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Row:
+    """One completion in the making.
+
+    Attributes:
+      prompt_row: its prompt's row in the chunk's prefill.
+      prompt_length: tokens.
+      counters: (seed, step, prompt_id, index), the origin of its random key.
+      sampling: how it is drawn.
+      tokens, logprobs: pieces in order, one per dispatch.
+      emitted: tokens drawn so far, as the scheduling thread knows it.
+      channel: where a driver with threads reports this row; None where there are none.
+      cancelled: whoever asked for it no longer wants it; its slot is freed at the next dispatch.
+    """
+
+    prompt_row: int
+    prompt_length: int
+    counters: tuple[int, int, int, int]
+    sampling: Sampling
+    tokens: list[np.ndarray] = dataclasses.field(default_factory=list)
+    logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)
+    emitted: int = 0
+    channel: Any = None
+    cancelled: bool = False
+
+    def extend(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        self.tokens.append(tokens)
+        self.logprobs.append(logprobs)
+
+    def completion(self, weight_version: int) -> Completion:
+        """Raises RolloutError where a log-probability is not finite: the weights are broken."""
+        tokens, logprobs = np.concatenate(self.tokens), np.concatenate(self.logprobs)
+        if not np.isfinite(logprobs).all():
+            _, step, prompt_id, index = self.counters
+            raise RolloutError(
+                f"completion {index} of prompt {prompt_id} at step {step} has non-finite log-probabilities: the "
+                f"weights (version {weight_version}) give non-finite logits"
+            )
+        stopped = int(tokens[-1]) in self.sampling.stop_token_ids
+        return Completion(tokens, logprobs, "stop" if stopped else "length", weight_version)
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Chunk:
+    """Prompts prefilled in one forward pass and the completions that start from them.
+
+    Attributes:
+      tokens: i32[P, T], right-padded. lengths: i32[P].
+      rows: completions, each naming its prompt's row.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    rows: list[Row]
+
+
+def check(
+    prompts: Sequence[np.ndarray], prompt_ids: Sequence[int], group_size: int, sampling: Sampling, capacity: int
+) -> None:
+    """Raises ValueError for a request that the engine cannot serve exactly as asked."""
+    if len(prompt_ids) != len(prompts):
+        raise ValueError(f"{len(prompts)} prompts but {len(prompt_ids)} prompt_ids; give one id per prompt")
+    if group_size < 1:
+        raise ValueError(f"group_size must be >= 1, got {group_size}")
+    if len(sampling.stop_token_ids) > MAX_STOP_TOKENS:
+        raise ValueError(f"at most {MAX_STOP_TOKENS} stop tokens are supported, got {sampling.stop_token_ids}")
+    if any(token < 0 for token in sampling.stop_token_ids):
+        raise ValueError(f"stop tokens must be >= 0, got {sampling.stop_token_ids}")
+    for i, prompt in enumerate(prompts):
+        if np.ndim(prompt) != 1 or len(prompt) == 0:
+            raise ValueError(
+                f"prompt {i} (id {prompt_ids[i]}) has shape {np.shape(prompt)}; a prompt is a 1-D array of at least "
+                "one token id (encode an empty text as the BOS or another separator token)"
+            )
+        if len(prompt) + sampling.max_tokens > capacity:
+            raise ValueError(
+                f"prompt {i} (id {prompt_ids[i]}) has {len(prompt)} tokens, and with max_tokens {sampling.max_tokens} "
+                f"does not fit a slot of {capacity} tokens; raise the rollout's capacity, or filter long prompts"
+            )
+
+
+def plan(
+    engine: QwenEngine,
+    prompts: Sequence[np.ndarray],
+    prompt_ids: Sequence[int],
+    group_size: int,
+    sampling: Sampling,
+    *,
+    seed: int,
+    step: int,
+    prefill_tokens: int,
+) -> tuple[list[list[Row]], list[Chunk]]:
+    """Rows [P][G] in the caller's order, and chunks in the order to run them: longest prompts first.
+
+    A chunk holds prompts of one length bucket, as many as `prefill_tokens` allows but a power of two (the unused rows
+    are padding), so that prompts of any number and length reach few compiled shapes.
+    """
+    groups = [
+        [Row(0, len(prompt), (seed, step, prompt_id, index), sampling) for index in range(group_size)]
+        for prompt, prompt_id in zip(prompts, prompt_ids, strict=True)
+    ]
+    chunks: list[Chunk] = []
+    pending = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    while pending:
+        width = engine.prompt_bucket(len(prompts[pending[0]]))
+        fitting = sum(engine.prompt_bucket(len(prompts[i])) == width for i in pending)
+        taken, pending = _split(pending, min(fitting, max(1, prefill_tokens // width)))
+        height = 1 << (len(taken) - 1).bit_length()
+        tokens, lengths = np.zeros((height, width), np.int32), np.ones(height, np.int32)
+        for row, i in enumerate(taken):
+            tokens[row, : len(prompts[i])], lengths[row] = prompts[i], len(prompts[i])
+            for completion in groups[i]:
+                completion.prompt_row = row
+        chunks.append(Chunk(tokens, lengths, [row for i in taken for row in groups[i]]))
+    return groups, chunks
+
+
+def requests(engine: QwenEngine, placed: Sequence[tuple[int, Row]]) -> Requests:
+    """The argument of the `insert` that puts rows, all of one chunk, into the slots they are paired with."""
+    r = Requests.empty(engine.slots)
+    for i, (slot, row) in enumerate(placed):
+        sampling = row.sampling
+        r.slots[i] = slot
+        r.seed[i], r.step[i], r.prompt_id[i], r.index[i] = (counter & 0xFFFFFFFF for counter in row.counters)
+        r.rows[i], r.limit[i] = row.prompt_row, sampling.max_tokens
+        r.temperature[i], r.top_p[i], r.top_k[i] = sampling.temperature, sampling.top_p, sampling.top_k
+        r.stop_tokens[i, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
+    return r.replace(count=np.int32(len(placed)))
+
+
+def _split(items: list[int], n: int) -> tuple[list[int], list[int]]:
+    return items[:n], items[n:]

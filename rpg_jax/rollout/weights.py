@@ -1,0 +1,118 @@
+"""The sampler's weights: a locked reference that is swapped between decode steps, and a checksum that proves a sync."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+Params = Any
+
+
+class RolloutError(RuntimeError):
+    """A rollout failed; `__cause__` holds the fault that made it fail, where there is one."""
+
+
+class Weights:
+    """The weights that the rollout engine reads, dereferenced outside jit, so that a swap never recompiles.
+
+    With neither `dtype` nor `shardings` the trainer's own arrays are used, without a copy. A trainer that donates them
+    while completions are being decoded does so under `lock`; `pinned` holds it from dereference to dispatch.
+
+    Args:
+      params: pytree of arrays.
+      version: what completions carry as their `weight_version`.
+      dtype: cast floating-point weights to this once per sync (decoding reads every weight at every step).
+      shardings: pytree of shardings like `params`: the decoding layout, reached by one jitted reshard per sync.
+    """
+
+    def __init__(self, params: Params, version: int = 0, *, dtype=None, shardings: Params | None = None):
+        self.lock = threading.RLock()
+        self._layout = None
+        if dtype is not None or shardings is not None:
+            self._layout = jax.jit(lambda tree: _cast(tree, dtype), out_shardings=shardings)
+        self.sync(params, version)
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    def sync(self, params: Params, version: int) -> None:
+        """Swaps the weights in; takes effect at the next dispatch."""
+        with self.lock:
+            self._params = params if self._layout is None else self._layout(params)
+            self._version = version
+
+    @contextlib.contextmanager
+    def pinned(self) -> Iterator[Params]:
+        """The current weights, which no sync replaces until the block ends."""
+        with self.lock:
+            yield self._params
+
+    def checksum(self) -> int:
+        """Checksum of the weights as the engine reads them."""
+        with self.pinned() as params:
+            return checksum(params)
+
+    def verify(self, params: Params) -> None:
+        """Compares the engine's weights with `params` brought into the engine's dtype and layout.
+
+        Raises:
+          RolloutError: they differ in any bit.
+        """
+        with self.pinned() as mine:
+            theirs = params if self._layout is None else self._layout(params)
+            if (sampler := checksum(mine)) != (trainer := checksum(theirs)):
+                raise RolloutError(
+                    f"the sampler's weights (version {self._version}, checksum {sampler:016x}) are not the trainer's "
+                    f"(checksum {trainer:016x}): completions would come from another policy than the one trained; "
+                    "call sync_weights after every update"
+                )
+
+
+def checksum(params: Params) -> int:
+    """64-bit checksum of the bit patterns, places and names of all weights; the same under every sharding.
+
+    A change of one element always changes it; any other change does, except with probability about 2^-64.
+    """
+    high, low = jax.device_get(_checksum(params))
+    return int(high) << 32 | int(low)
+
+
+@jax.jit
+def _checksum(params: Params) -> tuple[jax.Array, jax.Array]:
+    sums = [_folded(x, zlib.crc32(jax.tree_util.keystr(path).encode())) for path, x in _leaves(params)]
+    return sum(high for high, _ in sums), sum(low for _, low in sums)
+
+
+def _folded(x: jax.Array, salt: int) -> tuple[jax.Array, jax.Array]:
+    """Two sums modulo 2^32 over the elements, each mixed with its place: addition, hence free of reduction order."""
+    words = jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[x.itemsize])
+    place, stride = jnp.uint32(salt), 1
+    for axis in reversed(range(words.ndim)):
+        place += jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis) * jnp.uint32(stride % 2**32)
+        stride *= words.shape[axis]
+    mixed = _mix(words.astype(jnp.uint32) ^ _mix(place))
+    return mixed.sum(dtype=jnp.uint32), _mix(mixed + jnp.uint32(0x9E3779B9)).sum(dtype=jnp.uint32)
+
+
+def _mix(h: jax.Array) -> jax.Array:
+    """The finaliser of MurmurHash3, a bijection of u32."""
+    h = (h ^ h >> 16) * jnp.uint32(0x85EBCA6B)
+    h = (h ^ h >> 13) * jnp.uint32(0xC2B2AE35)
+    return h ^ h >> 16
+
+
+def _leaves(params: Params) -> list[tuple[Any, jax.Array]]:
+    return jax.tree_util.tree_flatten_with_path(params)[0]
+
+
+def _cast(params: Params, dtype) -> Params:
+    if dtype is None:
+        return params
+    return jax.tree.map(lambda x: x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x, params)
