@@ -8,11 +8,12 @@ from typing import Protocol
 import numpy as np
 from flax import nnx
 
+from rpg_jax.models import QwenConfig
 from rpg_jax.rollout.engine import QwenEngine
 from rpg_jax.rollout.lockstep import LockstepRollout
 from rpg_jax.rollout.oracle import SimpleSampler
 from rpg_jax.rollout.orchestrator import JetStreamRollout
-from rpg_jax.rollout.weights import Params, RolloutError, Weights, checksum
+from rpg_jax.rollout.weights import Params, RolloutError, Weights, weights_checksum
 from rpg_jax.types import Completion, Sampling
 
 DRIVERS = ("orchestrator", "lockstep", "simple")
@@ -30,7 +31,7 @@ class Rollout(Protocol):
         """Raises RolloutError where the sampler's weights are not, bit for bit, `params` in its dtype."""
 
     def weights_checksum(self) -> int:
-        """`checksum` of the sampler's weights, in its dtype."""
+        """`weights_checksum` of the sampler's weights, in its dtype."""
 
     def generate(
         self,
@@ -64,8 +65,10 @@ def build(
     graphdef: nnx.GraphDef,
     params: Params,
     *,
+    config: QwenConfig,
     slots: int,
-    capacity: int,
+    max_prompt_tokens: int,
+    max_tokens: int,
     version: int = 0,
     steps_per_dispatch: int = 16,
     prefill_tokens: int = 2048,
@@ -79,9 +82,10 @@ def build(
     Args:
       driver: "orchestrator" (JetStream's threads), "lockstep" (one thread, any mesh) or "simple" (the plain jitted
         sampler, which takes all completions of a call as one batch).
-      graphdef, params: of the model.
+      graphdef, params, config: of the model.
       slots: completions decoded together.
-      capacity: tokens per slot; a prompt and its `max_tokens` must fit.
+      max_prompt_tokens, max_tokens: together the capacity of a slot, rounded up to a multiple of 16; a prompt and the
+        `max_tokens` of its sampling must fit into that.
       steps_per_dispatch: most decode steps between two looks by the host.
       prefill_tokens: tokens, padding included, of one prefill.
       refill: fraction of the slots that may stand idle before a dispatch ends early to refill them.
@@ -93,10 +97,11 @@ def build(
     """
     if driver not in DRIVERS:
         raise ValueError(f"unknown rollout driver {driver!r}; known: {', '.join(DRIVERS)}")
+    capacity = -(-(max_prompt_tokens + max_tokens) // 16) * 16
     weights = Weights(params, version, dtype=dtype, shardings=shardings)
     if driver == "simple":
-        return SimpleSampler(graphdef, weights, capacity=capacity)
-    engine = QwenEngine(graphdef, weights, slots=slots, capacity=capacity, steps=steps_per_dispatch, mesh=mesh)
+        return SimpleSampler(config, graphdef, weights, capacity=capacity)
+    engine = QwenEngine(config, graphdef, weights, slots=slots, capacity=capacity, steps=steps_per_dispatch, mesh=mesh)
     kind = {"orchestrator": JetStreamRollout, "lockstep": LockstepRollout}[driver]
     return kind(engine, prefill_tokens=prefill_tokens, refill=refill)
 
@@ -111,5 +116,5 @@ __all__ = [
     "SimpleSampler",
     "Weights",
     "build",
-    "checksum",
+    "weights_checksum",
 ]

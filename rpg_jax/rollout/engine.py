@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from rpg_jax.models import KVCache
+from rpg_jax.models import KVCache, QwenConfig
 from rpg_jax.rollout.jetstream_compat import engine_api, tokenizer_pb2
 from rpg_jax.rollout.sampling import completion_keys, sample, token_keys
 from rpg_jax.rollout.weights import Weights
@@ -110,6 +110,7 @@ class QwenEngine(engine_api.Engine):
     """Prefill, insert and generate over a fixed set of slots.
 
     Args:
+      config: of the model.
       graphdef: of the model; `nnx.merge(graphdef, params)` is it.
       weights: where the current params are read at every dispatch.
       slots: completions decoded together (S).
@@ -119,22 +120,28 @@ class QwenEngine(engine_api.Engine):
     """
 
     def __init__(
-        self, graphdef: nnx.GraphDef, weights: Weights, *, slots: int, capacity: int, steps: int = 16, mesh=None
+        self,
+        config: QwenConfig,
+        graphdef: nnx.GraphDef,
+        weights: Weights,
+        *,
+        slots: int,
+        capacity: int,
+        steps: int = 16,
+        mesh: jax.sharding.Mesh | None = None,
     ):
         for name, value in (("slots", slots), ("capacity", capacity), ("steps", steps)):
             if value < 1:
                 raise ValueError(f"{name} must be >= 1, got {value}")
-        self.graphdef, self.weights = graphdef, weights
+        self.config, self.graphdef, self.weights = config, graphdef, weights
         self.slots, self.capacity, self.steps, self._mesh = slots, capacity, steps, mesh
         self._prefill = jax.jit(self._prefill_prompts)
         self._insert = jax.jit(_insert, donate_argnums=0)
         self._release = jax.jit(lambda state, mask: state.replace(active=state.active & ~mask), donate_argnums=0)
         self._generate = jax.jit(self._generate_tokens, donate_argnums=1, static_argnums=4)
         with weights.pinned() as params:
-            prompt = jax.ShapeDtypeStruct((1, _SMALLEST_BUCKET), jnp.int32)
-            lengths = jax.ShapeDtypeStruct((1,), jnp.int32)
-            self._prefix = jax.eval_shape(self._prefill_prompts, params, prompt, lengths)
-        self._init = jax.jit(functools.partial(_empty_state, self._prefix, slots, capacity))
+            dtype = nnx.merge(graphdef, params).compute_dtype
+        self._init = jax.jit(functools.partial(_empty_state, config, slots, capacity, dtype))
 
     # Compiled programs
 
@@ -291,18 +298,13 @@ class TokenIds:
     bos_id, eos_id, pad_id = None, None, 0
 
 
-def _empty_state(prefix: Prefix, slots: int, capacity: int) -> DecodeState:
+def _empty_state(config: QwenConfig, slots: int, capacity: int, dtype) -> DecodeState:
     def zeros(shape, dtype):
         return jnp.zeros(shape, dtype)
 
-    layers, _, heads, size, _ = prefix.cache.keys.shape
     return DecodeState(
-        cache=KVCache(
-            keys=zeros((layers, slots, heads, size, capacity), prefix.cache.keys.dtype),
-            values=zeros((layers, slots, heads, capacity, size), prefix.cache.values.dtype),
-            lengths=zeros(slots, jnp.int32),
-        ),
-        hidden=zeros((slots, prefix.hidden.shape[-1]), prefix.hidden.dtype),
+        cache=KVCache.empty(config, slots, capacity, dtype),
+        hidden=zeros((slots, config.embed_dim), dtype),
         keys=zeros((slots, 2), jnp.uint32),
         emitted=zeros(slots, jnp.int32),
         limit=zeros(slots, jnp.int32),

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from rpg_jax.models import KVCache
+from rpg_jax.models import KVCache, QwenConfig
 from rpg_jax.rollout.engine import MAX_STOP_TOKENS
 from rpg_jax.rollout.requests import check
 from rpg_jax.rollout.sampling import completion_keys, sample, token_keys
@@ -23,13 +23,13 @@ class SimpleSampler:
     """See `rpg_jax.rollout.Rollout`. All completions of a call are one batch, decoded until the last one stops.
 
     Args:
-      graphdef: of the model.
+      config, graphdef: of the model.
       weights: where the params are read at every call.
       capacity: most tokens of a prompt and its completion together.
     """
 
-    def __init__(self, graphdef: nnx.GraphDef, weights: Weights, *, capacity: int):
-        self.weights, self.capacity = weights, capacity
+    def __init__(self, config: QwenConfig, graphdef: nnx.GraphDef, weights: Weights, *, capacity: int):
+        self.weights, self._limits = weights, {"capacity": capacity, "vocab_size": config.vocab_size}
         self._busy = threading.Lock()
         self._sample = jax.jit(functools.partial(_sample, graphdef), static_argnames=("group_size", "max_tokens"))
 
@@ -53,7 +53,7 @@ class SimpleSampler:
         seed: int,
         step: int,
     ) -> list[list[Completion]]:
-        check(prompts, prompt_ids, group_size, sampling, self.capacity)
+        check(prompts, prompt_ids, group_size, sampling, **self._limits)
         if not prompts:
             return []
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)

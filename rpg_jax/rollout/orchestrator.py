@@ -247,7 +247,8 @@ class JetStreamRollout:
         seed: int,
         step: int,
     ) -> list[list[Completion]]:
-        check(prompts, prompt_ids, group_size, sampling, self.engine.capacity)
+        limits = {"capacity": self.engine.capacity, "vocab_size": self.engine.config.vocab_size}
+        check(prompts, prompt_ids, group_size, sampling, **limits)
         counters = {"seed": seed, "step": step}
         groups, chunks = plan(
             self.engine, prompts, prompt_ids, group_size, sampling, **counters, prefill_tokens=self._prefill_tokens

@@ -70,7 +70,13 @@ class Chunk:
 
 
 def check(
-    prompts: Sequence[np.ndarray], prompt_ids: Sequence[int], group_size: int, sampling: Sampling, capacity: int
+    prompts: Sequence[np.ndarray],
+    prompt_ids: Sequence[int],
+    group_size: int,
+    sampling: Sampling,
+    *,
+    capacity: int,
+    vocab_size: int,
 ) -> None:
     """Raises ValueError for a request that the engine cannot serve exactly as asked."""
     if len(prompt_ids) != len(prompts):
@@ -86,6 +92,11 @@ def check(
             raise ValueError(
                 f"prompt {i} (id {prompt_ids[i]}) has shape {np.shape(prompt)}; a prompt is a 1-D array of at least "
                 "one token id (encode an empty text as the BOS or another separator token)"
+            )
+        if np.min(prompt) < 0 or np.max(prompt) >= vocab_size:
+            raise ValueError(
+                f"prompt {i} (id {prompt_ids[i]}) has token ids from {np.min(prompt)} to {np.max(prompt)}; the model's "
+                f"vocabulary is 0..{vocab_size - 1}"
             )
         if len(prompt) + sampling.max_tokens > capacity:
             raise ValueError(

@@ -57,7 +57,7 @@ class Weights:
     def checksum(self) -> int:
         """Checksum of the weights as the engine reads them."""
         with self.pinned() as params:
-            return checksum(params)
+            return weights_checksum(params)
 
     def verify(self, params: Params) -> None:
         """Compares the engine's weights with `params` brought into the engine's dtype and layout.
@@ -67,7 +67,7 @@ class Weights:
         """
         with self.pinned() as mine:
             theirs = params if self._layout is None else self._layout(params)
-            if (sampler := checksum(mine)) != (trainer := checksum(theirs)):
+            if (sampler := weights_checksum(mine)) != (trainer := weights_checksum(theirs)):
                 raise RolloutError(
                     f"the sampler's weights (version {self._version}, checksum {sampler:016x}) are not the trainer's "
                     f"(checksum {trainer:016x}): completions would come from another policy than the one trained; "
@@ -75,7 +75,7 @@ class Weights:
                 )
 
 
-def checksum(params: Params) -> int:
+def weights_checksum(params: Params) -> int:
     """64-bit checksum of the bit patterns, places and names of all weights; the same under every sharding.
 
     A change of one element always changes it; any other change does, except with probability about 2^-64.
