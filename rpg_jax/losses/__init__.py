@@ -1,0 +1,137 @@
+"""Losses as functions of arrays: no model, no config, no device.
+
+loss_sum, weight, metrics = policy_loss("rpg", logprobs=…, behaviour_logprobs=…, advantages=…, mask=…)
+loss = loss_sum / weight            after summing both over micro-batches and devices
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rpg_jax.losses import baselines
+from rpg_jax.losses import tokens as tokens_
+from rpg_jax.losses.advantages import ADVANTAGES, advantages
+from rpg_jax.losses.aggregate import AGGREGATES, aggregate
+from rpg_jax.losses.divergences import DIVERGENCES
+from rpg_jax.losses.hyperparameters import check, lookup, options
+from rpg_jax.losses.logprobs import token_logprobs
+from rpg_jax.losses.methods import COMPLETION_BUDGET, METHODS, Method, get_method
+from rpg_jax.losses.metrics import Metrics, merge, token_metrics
+from rpg_jax.losses.regularized_pg import rpg
+from rpg_jax.losses.tokens import TokenLoss
+
+__all__ = [
+    "ADVANTAGES",
+    "AGGREGATES",
+    "DIVERGENCES",
+    "LOSSES",
+    "METHODS",
+    "Method",
+    "Metrics",
+    "advantages",
+    "aggregate",
+    "get_method",
+    "merge",
+    "policy_loss",
+    "token_logprobs",
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """A per-token loss and how it is aggregated unless the caller says otherwise."""
+
+    per_token: Callable[..., TokenLoss]
+    aggregate: str = "token_mean"
+    constant_length: float | None = None
+
+
+LOSSES: Mapping[str, Loss] = MappingProxyType(
+    {
+        "rpg": Loss(rpg),
+        "ppo": Loss(baselines.ppo),
+        "grpo": Loss(baselines.grpo, "sequence_mean_token_mean"),
+        "dapo": Loss(baselines.dapo),
+        "reinforce_pp": Loss(baselines.reinforce_pp),
+        # The baseline variant of REINFORCE++ differs in its advantages alone.
+        "reinforce_pp_baseline": Loss(baselines.reinforce_pp),
+        "dr_grpo": Loss(baselines.dr_grpo, "constant", COMPLETION_BUDGET),
+        "gspo": Loss(baselines.gspo, "sequence_mean_token_mean"),
+        "cispo": Loss(baselines.cispo),
+    }
+)
+
+
+def policy_loss(
+    name: str,
+    *,
+    logprobs: jax.Array,
+    behaviour_logprobs: jax.Array,
+    advantages: jax.Array,
+    mask: jax.Array,
+    ref_logprobs: jax.Array | None = None,
+    sampler_logprobs: jax.Array | None = None,
+    completion_ids: jax.Array | None = None,
+    **hyperparameters: Any,
+) -> tuple[jax.Array, jax.Array, Metrics]:
+    """A policy-gradient loss as (sum, weight), to be minimised as sum / weight.
+
+    Args:
+      name: a name of `LOSSES`.
+      logprobs: f[B, T], log π_θ of the sampled tokens, nats; the only argument that a gradient reaches.
+      behaviour_logprobs: f[B, T], log π_old, as the trainer recomputes it.
+      advantages: f[B, T] or f[B].
+      mask: [B, T], nonzero where a token is trained. Elsewhere every input may hold anything, NaN included.
+      ref_logprobs: f[B, T], log π_ref; None where the reference is the behaviour policy.
+      sampler_logprobs: f[B, T], log π_s as the rollout engine reported it.
+      completion_ids: i32[B, T] in 0 … T, tells the completions of a packed row apart (0 is padding); None is one
+        completion a row.
+      **hyperparameters: of the loss (the keyword arguments of its function in `regularized_pg` or `baselines`), and
+        `aggregate`, a name of `AGGREGATES`; `constant_length` in tokens, for aggregate `constant`;
+        `truncated_importance_sampling`, C: each token's loss is weighted by SG(min(π_old/π_s, C)).
+
+    Returns:
+      loss_sum and weight, f32 scalars (f64 for f64 inputs); metrics, name -> pair, see `metrics.token_metrics`.
+
+    Raises:
+      ValueError: an unknown name or hyperparameter, a value out of its range, shapes that do not match, or a missing
+        reference or sampler log-probability.
+    """
+    loss = lookup(LOSSES, "loss", name)
+    defaults = {
+        "aggregate": loss.aggregate,
+        "constant_length": loss.constant_length,
+        "truncated_importance_sampling": None,
+    }
+    own = options(loss.per_token)
+    check(name, [*own, *defaults], hyperparameters)
+    common = {key: hyperparameters.pop(key, default) for key, default in defaults.items()}
+
+    tokens = tokens_.checked(
+        logprobs=logprobs,
+        behaviour_logprobs=behaviour_logprobs,
+        advantages=advantages,
+        mask=mask,
+        ref_logprobs=ref_logprobs,
+        sampler_logprobs=sampler_logprobs,
+        completion_ids=completion_ids,
+    )
+    result = loss.per_token(tokens, **hyperparameters)
+    values, events = result.values, dict(result.events)
+    ceiling = common["truncated_importance_sampling"]
+    if ceiling is not None:
+        if sampler_logprobs is None:
+            raise ValueError(
+                "truncated_importance_sampling needs sampler_logprobs; pass them or switch it off with None"
+            )
+        ratio = jnp.exp(tokens.log_sampler_ratio)
+        values = values * jnp.minimum(ratio, ceiling)
+        events["sampler_ratio_truncated"] = ratio > ceiling
+    loss_sum, weight = aggregate(values, tokens, common["aggregate"], common["constant_length"])
+    return loss_sum, weight, token_metrics(tokens, events)

@@ -1,0 +1,118 @@
+"""The losses that RPG is compared with: PPO, GRPO, DAPO, REINFORCE++, Dr. GRPO, GSPO and CISPO.
+
+Each takes `Tokens` and returns f[B, T] to be minimised. They differ in the ratio, the clip range and the KL term; their
+advantages and aggregations are in `methods`. Gradients reach `logprobs` only.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from rpg_jax import masking
+from rpg_jax.losses import clipping, divergences
+from rpg_jax.losses.clipping import Bounds
+from rpg_jax.losses.tokens import TokenLoss, Tokens
+
+
+def ppo(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, clip_dual: float | None = 10.0) -> TokenLoss:
+    """PPO with a dual clip: max(−wA, −clip(w, 1 − ε₁, 1 + ε₂)A), and where A < 0 at most −cA (arXiv:1912.09729)."""
+    loss, region = clipping.ppo_dual_clip(tokens.w, tokens.advantages, Bounds(clip_low, clip_high, clip_dual))
+    return TokenLoss(loss, region.events())
+
+
+def dapo(
+    tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.28, clip_dual: float | None = 10.0
+) -> TokenLoss:
+    """PPO with the clip raised above ("clip-higher") and no KL term (DAPO, arXiv:2503.14476 eq. 10)."""
+    return ppo(tokens, clip_low=clip_low, clip_high=clip_high, clip_dual=clip_dual)
+
+
+def dr_grpo(
+    tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, clip_dual: float | None = 10.0
+) -> TokenLoss:
+    """PPO clip without KL term; its mark is the constant length normaliser (Dr. GRPO, arXiv:2503.20783)."""
+    return ppo(tokens, clip_low=clip_low, clip_high=clip_high, clip_dual=clip_dual)
+
+
+def grpo(
+    tokens: Tokens,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    clip_dual: float | None = 10.0,
+    kl_coef: float = 1e-3,
+    kl_weighting: str = "none",
+    kl_clamp: float | None = 10.0,
+) -> TokenLoss:
+    """PPO clip + β·k3 against a fixed reference (GRPO, arXiv:2402.03300 eq. 3 and 4).
+
+    Args:
+      kl_coef: β; above 0 it needs `ref_logprobs`.
+      kl_weighting: `none` is GRPO as published, which averages k3 over tokens of π_old as if they came from π_θ.
+        `importance` is the correction, β·w·k3 with the gradient through w: exactly ∇UKL(π_θ‖π_ref)
+        (arXiv:2505.17508, section 3).
+      kl_clamp: bound of the published k3, without gradient beyond, as in the public code; None for no bound. Counted by
+        the metric `kl_clamp_fraction`. The corrected term is never clamped.
+
+    Raises:
+      ValueError: β > 0 without `ref_logprobs`.
+    """
+    require_reference(tokens, "grpo", kl_coef)
+    result = ppo(tokens, clip_low=clip_low, clip_high=clip_high, clip_dual=clip_dual)
+    if kl_weighting == "importance":
+        penalty = divergences.unnormalized_reverse_kl(tokens.log_w, tokens.log_rho)
+        return TokenLoss(result.values + kl_coef * penalty, result.events)
+    if kl_clamp is None:
+        return TokenLoss(result.values + kl_coef * divergences.k3(-tokens.log_r), result.events)
+    # At log y = 40, k3 is above any sensible clamp; stopping there keeps 0 · inf out of the gradient.
+    penalty = divergences.k3(jnp.where(-tokens.log_r < 40, -tokens.log_r, 40.0))
+    values = result.values + kl_coef * clipping.clamp(penalty, -kl_clamp, kl_clamp)
+    return TokenLoss(values, {**result.events, "kl_clamp": penalty > kl_clamp})
+
+
+def reinforce_pp(
+    tokens: Tokens,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.28,
+    clip_dual: float | None = 10.0,
+    kl_coef: float = 1e-4,
+) -> TokenLoss:
+    """PPO clip + β·k1, k1 = log π_θ − log π_ref as a loss (REINFORCE++, arXiv:2501.03262).
+
+    The gradient of that term is β ∇log π_θ, whatever the reference: on-policy its expectation is zero.
+
+    Raises:
+      ValueError: β > 0 without `ref_logprobs`.
+    """
+    require_reference(tokens, "reinforce_pp", kl_coef)
+    result = ppo(tokens, clip_low=clip_low, clip_high=clip_high, clip_dual=clip_dual)
+    return TokenLoss(result.values + kl_coef * divergences.k1(-tokens.log_r), result.events)
+
+
+def gspo(tokens: Tokens, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> TokenLoss:
+    """PPO clip of the sequence ratio s = exp(mean over the completion of log w) (GSPO, arXiv:2507.18071 eq. 5 to 7).
+
+    Every token of a completion carries its completion's loss, so `sequence_mean_token_mean` is the paper's mean over
+    completions. The gradient flows through s. The clip range is much narrower than for tokens: s averages the logs.
+    """
+    log_s = masking.completion_mean(tokens.log_w, tokens.mask, tokens.completion_ids)
+    loss, region = clipping.ppo_dual_clip(jnp.exp(log_s), tokens.advantages, Bounds(clip_low, clip_high, None))
+    return TokenLoss(loss, region.events())
+
+
+def cispo(tokens: Tokens, *, clip_high: float = 0.28) -> TokenLoss:
+    """−SG(min(w, 1 + ε₂)) · A · log π_θ: no token loses its gradient (CISPO, arXiv:2506.13585 eq. 4 and 5)."""
+    upper = 1 + clip_high
+    weight = jnp.minimum(tokens.w, upper) * tokens.advantages
+    return TokenLoss(clipping.weighted(weight, tokens, "reinforce"), {"clip": tokens.w > upper})
+
+
+def require_reference(tokens: Tokens, name: str, kl_coef: float | jax.Array) -> None:
+    """Raises a ValueError where a KL term against a fixed reference has no reference."""
+    off = not isinstance(kl_coef, jax.Array) and kl_coef == 0
+    if tokens.ref_logprobs is None and not off:
+        raise ValueError(
+            f"{name} with kl_coef={kl_coef} needs ref_logprobs of a fixed reference; pass them or kl_coef=0"
+        )

@@ -1,0 +1,132 @@
+"""Where a policy gradient is clipped, and with what: RPG-style clip, PPO's dual clip, and a clamp.
+
+Regions and weights are constants in θ; what happens to the gradient there is the caller's decision (`weighted`).
+JAX splits the gradient of `min`, `max` and `clip` evenly at ties, so nothing here that must vanish relies on it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.lax import stop_gradient
+from jax.typing import ArrayLike
+
+from rpg_jax.losses.tokens import Tokens
+
+# A ratio within this many units of rounding of a bound is at it: log w is a difference of two rounded numbers.
+TIE_ULPS = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Bounds:
+    """The clip range [1 − low, 1 + high] of the importance ratio, and the dual bound c (None: no dual clip)."""
+
+    low: float
+    high: float
+    dual: float | None
+
+    @property
+    def lower(self) -> float:
+        return 1 - self.low
+
+    @property
+    def upper(self) -> float:
+        return 1 + self.high
+
+    @property
+    def dual_upper(self) -> float:
+        return math.inf if self.dual is None else self.dual
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """Tokens whose ratio is clipped, bool[B, T] each: above 1 + ε₂, below 1 − ε₁, above c. Disjoint."""
+
+    high: jax.Array
+    low: jax.Array
+    dual: jax.Array
+
+    @property
+    def clipped(self) -> jax.Array:
+        return self.high | self.low | self.dual
+
+    def events(self) -> dict[str, jax.Array]:
+        return {"clip": self.clipped, "clip_high": self.high, "clip_low": self.low, "clip_dual": self.dual}
+
+    def select(self, high: ArrayLike, low: ArrayLike, dual: ArrayLike, otherwise: jax.Array) -> jax.Array:
+        """One of the four per token."""
+        regions = ((self.high, high), (self.low, low), (self.dual, dual))
+        for where, value in regions:
+            otherwise = jnp.where(where, value, otherwise)
+        return otherwise
+
+
+def rpg_region(advantage: jax.Array, w: jax.Array, bounds: Bounds) -> Region:
+    """RPG-style clip (arXiv:2505.17508 Algorithms 1 and 2), bounds included.
+
+    Clipped are: advantage >= 0 and w >= 1 + ε₂; advantage < 0 and w <= 1 − ε₁; advantage < 0 and w >= c. The advantage
+    is the regularized one, or the plain one where only the reward is clipped.
+    """
+    slack = TIE_ULPS * float(jnp.finfo(w.dtype).eps)
+    gain = advantage >= 0
+    return Region(
+        high=gain & (w >= bounds.upper * (1 - slack)),
+        low=~gain & (w <= bounds.lower * (1 + slack)),
+        dual=~gain & (w >= bounds.dual_upper * (1 - slack)),
+    )
+
+
+def verl_region(advantages: jax.Array, w: jax.Array, bounds: Bounds) -> Region:
+    """The public code's regions: by the sign of A (not of A_reg), A = 0 counting as a loss, the lower bound open."""
+    gain = advantages > 0
+    return Region(
+        high=gain & ~(w < bounds.upper),
+        low=~gain & (w < bounds.lower),
+        dual=~gain & ~(w < bounds.dual_upper),
+    )
+
+
+def weighted(weight: jax.Array, tokens: Tokens, estimator: str, stopped: jax.Array | None = None) -> jax.Array:
+    """A loss whose gradient is −weight · ∇log π_θ; f[B, T], to be minimised.
+
+    `reinforce`:       −SG(weight) · log π_θ
+    `differentiable`:  −SG(weight) · π_θ/SG(π_θ), whose value is −weight
+
+    The gradient is zero, and the value kept, where `stopped`. `weight` carries no gradient.
+    """
+    x = tokens.logprobs
+    if estimator == "differentiable":
+        x = jnp.exp(x - stop_gradient(x))
+    if stopped is not None:
+        x = jnp.where(stopped, stop_gradient(x), x)
+    return -stop_gradient(weight) * x
+
+
+def clamp(x: jax.Array, low: float, high: float) -> jax.Array:
+    """x clipped to [low, high]; gradient 1 inside, bounds included, and 0 outside."""
+    return jnp.where((x >= low) & (x <= high), x, stop_gradient(jnp.clip(x, low, high)))
+
+
+def ppo_dual_clip(w: jax.Array, advantages: jax.Array, bounds: Bounds) -> tuple[jax.Array, Region]:
+    """PPO's clip with the dual bound: max(−wA, −clip(w, 1 − ε₁, 1 + ε₂) A), and where A < 0 at most −cA.
+
+    Args:
+      w: f[B, T], importance ratio; the gradient flows through it, whatever it is a ratio of.
+      advantages: f[B, T].
+      bounds: ε₁, ε₂ and c; `dual=None` leaves the last minimum out.
+
+    Returns:
+      f[B, T], to be minimised, and the clipped tokens. At exact ties the gradient is that of the public PyTorch code.
+
+    Source: arXiv:1707.06347 eq. 7 and arXiv:1912.09729 eq. 5.
+    """
+    unclipped = -advantages * w
+    loss = jnp.maximum(unclipped, -advantages * clamp(w, bounds.lower, bounds.upper))
+    if bounds.dual is not None:
+        loss = jnp.where(advantages < 0, jnp.minimum(-advantages * bounds.dual, loss), loss)
+    loses = advantages < 0
+    dual = loses & (w > bounds.dual_upper)
+    return loss, Region(high=(advantages > 0) & (w > bounds.upper), low=loses & (w < bounds.lower), dual=dual)

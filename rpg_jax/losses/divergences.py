@@ -1,0 +1,94 @@
+"""The divergences of RPG, each as one function of two log-ratios, and Schulman's estimators k1, k2, k3.
+
+Samples come from the behaviour policy π_old. With w = π_θ/π_old, ρ = π_ref/π_old and r = w/ρ, a divergence is written
+as the function d(log w, log ρ) whose mean under π_old is the divergence itself, so it is at once the value and the
+differentiable surrogate. Its derivative in log w is the gradient weight K, ∇D = E_{π_old}[K ∇log π_θ]:
+
+    name   divergence         d(w, ρ)                 K
+    fkl    KL(π_ref‖π_θ)      ρ log(ρ/w)              −ρ
+    ufkl   UKL(π_ref‖π_θ)     ρ log(ρ/w) − ρ + w      w − ρ
+    rkl    KL(π_θ‖π_ref)      w log r                 w (log r + 1)
+    urkl   UKL(π_θ‖π_ref)     w log r − w + ρ         w log r
+    js     ½ (rkl + fkl)      ½ (w − ρ) log r         ½ (w (log r + 1) − ρ)
+    ujs    ½ (urkl + ufkl)    the same                the same
+
+With ρ = 1 and up to constants in θ these are Tables 1, 2 and 4 of arXiv:2505.17508. `js` and `ujs` are the means that
+the paper's public code calls by these names; neither is the Jensen–Shannon divergence. A new divergence is a function
+here and its name in `DIVERGENCES`. Everything is per token, in nats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+Divergence = Callable[[jax.Array, jax.Array], jax.Array]
+
+
+def forward_kl(log_w: jax.Array, log_rho: jax.Array) -> jax.Array:
+    """ρ log(ρ/w)."""
+    return jnp.exp(log_rho) * (log_rho - log_w)
+
+
+def unnormalized_forward_kl(log_w: jax.Array, log_rho: jax.Array) -> jax.Array:
+    """ρ log(ρ/w) − ρ + w."""
+    return forward_kl(log_w, log_rho) - jnp.exp(log_rho) + jnp.exp(log_w)
+
+
+def reverse_kl(log_w: jax.Array, log_rho: jax.Array) -> jax.Array:
+    """w log(w/ρ)."""
+    return jnp.exp(log_w) * (log_w - log_rho)
+
+
+def unnormalized_reverse_kl(log_w: jax.Array, log_rho: jax.Array) -> jax.Array:
+    """w log(w/ρ) − w + ρ; equal to w·k3 at y = ρ/w."""
+    return reverse_kl(log_w, log_rho) - jnp.exp(log_w) + jnp.exp(log_rho)
+
+
+def mean_kl(log_w: jax.Array, log_rho: jax.Array) -> jax.Array:
+    """½ (w log(w/ρ) + ρ log(ρ/w)): the mean of the two divergences, normalized or not, for their mass terms cancel."""
+    return 0.5 * (reverse_kl(log_w, log_rho) + forward_kl(log_w, log_rho))
+
+
+DIVERGENCES: dict[str, Divergence] = {
+    "fkl": forward_kl,
+    "ufkl": unnormalized_forward_kl,
+    "rkl": reverse_kl,
+    "urkl": unnormalized_reverse_kl,
+    "js": mean_kl,
+    "ujs": mean_kl,
+}
+
+
+def difference_kl(log_w: jax.Array, log_rho: jax.Array) -> jax.Array:
+    """½ (w log(w/ρ) − ρ log(ρ/w)): what the public code computes for `js`, against its own comment."""
+    return 0.5 * (reverse_kl(log_w, log_rho) - forward_kl(log_w, log_rho))
+
+
+VERL_DIVERGENCES: dict[str, Divergence] = {**DIVERGENCES, "js": difference_kl}
+
+
+def gradient_weight(divergence: Divergence, log_w: jax.Array, log_rho: jax.Array) -> jax.Array:
+    """K = ∂d/∂log w, the weight of ∇log π_θ in ∇D; f[B, T].
+
+    K is homogeneous in (w, ρ), so K/w is the same function at w = 1 and ρ/w = 1/r.
+    """
+    _, weight = jax.jvp(lambda x: divergence(x, log_rho), (log_w,), (jnp.ones_like(log_w),))
+    return weight
+
+
+def k1(log_y: jax.Array) -> jax.Array:
+    """−log y at y = π_ref/π_θ: unbiased for KL(π_θ‖π_ref) under π_θ, of either sign (Schulman 2020)."""
+    return -log_y
+
+
+def k2(log_y: jax.Array) -> jax.Array:
+    """½ (log y)² at y = π_ref/π_θ: biased, never negative (Schulman 2020)."""
+    return 0.5 * jnp.square(log_y)
+
+
+def k3(log_y: jax.Array) -> jax.Array:
+    """y − 1 − log y at y = π_ref/π_θ: unbiased under π_θ for UKL(π_θ‖π_ref), never negative (Schulman 2020)."""
+    return jnp.exp(log_y) - 1 - log_y

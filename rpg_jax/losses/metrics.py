@@ -1,0 +1,74 @@
+"""What a loss reports besides its value: ratios, clip fractions, KL estimates, the gap between sampler and trainer.
+
+Every metric is a pair of f32 scalars (f64 in f64): (sum, weight) over unmasked tokens, divided once after summing over
+micro-batches and devices; under keys ending in `_max`, (value, 1), combined by the maximum. No gradient.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from rpg_jax import masking
+from rpg_jax.losses.divergences import k1, k2, k3
+from rpg_jax.losses.tokens import Tokens
+
+Metrics = dict[str, tuple[jax.Array, jax.Array]]
+
+# Log-ratios are shown up to here, so that exp and its square stay finite in f32; nothing but metrics sees the limit.
+LARGEST_LOG_RATIO = 40.0
+
+
+def token_metrics(tokens: Tokens, events: dict[str, jax.Array]) -> Metrics:
+    """Metrics of a batch.
+
+    importance_ratio: mean w. log_ratio_max: max |log w|.
+    kl_k1, kl_k2, kl_k3: estimates of KL(π_θ‖π_ref) in nats per token, unweighted; the reference is the behaviour policy
+      where none was given. behaviour_kl_k1, behaviour_kl_k3: the same against π_old.
+    sampler_gap, sampler_gap_max: mean and maximum of |log π_s − log π_old|.
+    sampler_ratio, sampler_ratio_squared: u = π_old/π_s and u²; mean(u)² / mean(u²) is the effective sample size, as a
+      fraction of the tokens.
+    <event>_fraction: fraction of tokens with an event of the loss: clip, clip_high, clip_low, clip_dual, ….
+    """
+    tokens_counted = jnp.sum(tokens.mask, dtype=tokens.logprobs.dtype)
+
+    def mean(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return masking.masked_sum(x.astype(tokens.logprobs.dtype), tokens.mask), tokens_counted
+
+    def largest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return masking.masked_max(jnp.abs(x), tokens.mask), jnp.ones((), tokens.logprobs.dtype)
+
+    log_w, log_y, log_behaviour_y, log_u = (
+        jnp.clip(x, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
+        for x in (tokens.log_w, -tokens.log_r, -tokens.log_w, tokens.log_sampler_ratio)
+    )
+    pairs = {
+        "importance_ratio": mean(jnp.exp(log_w)),
+        "log_ratio_max": largest(tokens.log_w),
+        "kl_k1": mean(k1(log_y)),
+        "kl_k2": mean(k2(log_y)),
+        "kl_k3": mean(k3(log_y)),
+        "behaviour_kl_k1": mean(k1(log_behaviour_y)),
+        "behaviour_kl_k3": mean(k3(log_behaviour_y)),
+        **{f"{name}_fraction": mean(event) for name, event in events.items()},
+    }
+    if tokens.sampler_logprobs is not None:
+        pairs |= {
+            "sampler_gap": mean(jnp.abs(tokens.log_sampler_ratio)),
+            "sampler_gap_max": largest(tokens.log_sampler_ratio),
+            "sampler_ratio": mean(jnp.exp(log_u)),
+            "sampler_ratio_squared": mean(jnp.exp(2 * log_u)),
+        }
+    return jax.tree.map(jax.lax.stop_gradient, pairs)
+
+
+def merge(parts: list[Metrics]) -> Metrics:
+    """Pairs of several micro-batches as one: sums and weights added, maxima under `_max` keys."""
+    merged = {}
+    for name in parts[0]:
+        values, weights = zip(*(part[name] for part in parts), strict=True)
+        if name.endswith("_max"):
+            merged[name] = (jnp.max(jnp.stack(values)), weights[0])
+        else:
+            merged[name] = (sum(values[1:], values[0]), sum(weights[1:], weights[0]))
+    return merged

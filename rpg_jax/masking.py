@@ -1,0 +1,67 @@
+"""The only masked reductions: sums over trained tokens, per completion and over the batch.
+
+A mask is any array that is nonzero where a token counts. Values under a zero mask are replaced before they are used, so
+they may be NaN or infinite without reaching a result or a gradient.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def masked_fill(x: jax.Array, mask: jax.Array, value: float = 0.0) -> jax.Array:
+    """`x` where `mask` is nonzero, `value` elsewhere; no gradient reaches a replaced entry."""
+    return jnp.where(mask != 0, x, jnp.asarray(value, x.dtype))
+
+
+def masked_sum(x: jax.Array, mask: jax.Array, axis: int | tuple[int, ...] | None = None) -> jax.Array:
+    """Σ x over the entries where `mask` is nonzero."""
+    return jnp.sum(masked_fill(x, mask), axis=axis)
+
+
+def masked_mean(x: jax.Array, mask: jax.Array, axis: int | tuple[int, ...] | None = None) -> jax.Array:
+    """Mean of x over the entries where `mask` is nonzero; 0 where there are none."""
+    count = jnp.sum(mask != 0, axis=axis, dtype=x.dtype)
+    return masked_sum(x, mask, axis) / jnp.maximum(count, 1)
+
+
+def masked_max(x: jax.Array, mask: jax.Array) -> jax.Array:
+    """Largest x where `mask` is nonzero, for x >= 0; 0 where there are none."""
+    return jnp.max(masked_fill(x, mask), initial=0)
+
+
+def completion_sum(x: jax.Array, mask: jax.Array, completion_ids: jax.Array | None = None) -> jax.Array:
+    """Each token's own completion, summed: y[b, t] = Σ_u x[b, u] · mask[b, u] · [id(b, u) = id(b, t)].
+
+    Args:
+      x: f[B, T].
+      mask: [B, T], nonzero where a token counts.
+      completion_ids: i32[B, T] in 0 … T, the completions packed in a row; None is one completion a row.
+
+    Returns:
+      f[B, T], constant over the tokens of a completion.
+    """
+    x = masked_fill(x, mask)
+    if completion_ids is None:
+        return jnp.broadcast_to(jnp.sum(x, axis=1, keepdims=True), x.shape)
+    segments = x.shape[1] + 1
+    return jax.vmap(lambda row, ids: jax.ops.segment_sum(row, ids, segments)[ids])(x, completion_ids)
+
+
+def completion_mean(x: jax.Array, mask: jax.Array, completion_ids: jax.Array | None = None) -> jax.Array:
+    """Each token's own completion, averaged over its unmasked tokens; f[B, T]. 0 where it has none."""
+    lengths = completion_sum(jnp.ones_like(x), mask, completion_ids)
+    return completion_sum(x, mask, completion_ids) / jnp.maximum(lengths, 1)
+
+
+def completion_count(mask: jax.Array, completion_ids: jax.Array | None = None) -> jax.Array:
+    """Number of completions with at least one unmasked token, i32 scalar; empty rows do not count."""
+    present = mask != 0
+    if completion_ids is None:
+        return jnp.sum(jnp.any(present, axis=1), dtype=jnp.int32)
+    segments = mask.shape[1] + 1
+    tokens = jax.vmap(lambda row, ids: jax.ops.segment_sum(row, ids, segments))(
+        present.astype(jnp.int32), completion_ids
+    )
+    return jnp.sum(tokens > 0, dtype=jnp.int32)
