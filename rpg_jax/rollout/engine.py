@@ -218,7 +218,8 @@ class QwenEngine(engine_api.Engine):
 
         The lanes of a result row are (log-prob bits, token) for each of the K steps, then one lane that is valid
         while the slot goes on: a consumer of the Engine API sees the end of a completion in the result that brings
-        its last token. `parse` reads them. Log-probs travel as the f32 bits of -|logprob|: negative integers.
+        its last token. Log-probs travel as the f32 bits of -|logprob|, negative integers. `fetch`, `parse` and
+        `progress` read all this.
 
         Args:
           floor: return as soon as no more than this many slots are active, so that the others can be refilled.
@@ -227,14 +228,7 @@ class QwenEngine(engine_api.Engine):
         attend = self.attention_bucket(self.capacity if attend_length is None else attend_length)
         with params.pinned() as tree:
             state, data = self._generate(tree, decode_state, np.int32(self.steps), np.int32(floor), attend)
-        lanes = 2 * self.steps + 1
-        return state, engine_api.ResultTokens(
-            data=data,
-            tokens_idx=(0, lanes),
-            valid_idx=(lanes, 2 * lanes),
-            length_idx=(2 * lanes, 2 * lanes + 1),
-            samples_per_slot=1,
-        )
+        return state, _result(data, self.steps)
 
     def release(self, decode_state: DecodeState, slots: list[int]) -> DecodeState:
         """Ends the completions in `slots`, cancelled by whoever asked for them; the state is donated."""
@@ -242,15 +236,27 @@ class QwenEngine(engine_api.Engine):
         mask[slots] = True
         return self._release(decode_state, mask)
 
-    def parse(self, data: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Tokens i32[S, K], logprobs f32[S, K] and how many of them each slot drew, i32[S], from result lanes."""
-        k = self.steps
-        pairs = np.ascontiguousarray(data[:, : 2 * k])
-        return pairs[:, 1::2], pairs.view(np.float32)[:, ::2], data[:, 2 * k + 1 : 4 * k + 1 : 2].sum(1)
+    def fetch(self, result: engine_api.ResultTokens) -> engine_api.ResultTokens:
+        """The result on the host, with the lanes of the steps that were taken only.
 
-    def progress(self, data: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens drawn since insertion, i32[S], and whether the slot goes on, bool[S], from result lanes."""
-        return data[:, -1], data[:, -2] > 0
+        A slot that goes on drew a token in each of them, so no invalid lane, which would end its completion, is left
+        before the last.
+        """
+        data, k = np.asarray(jax.device_get(result.data)), self.steps
+        n = int(data[:, 2 * k + 1 : 4 * k + 1 : 2].sum(1).max())
+        kept = np.r_[: 2 * n, 2 * k, 2 * k + 1 : 2 * k + 1 + 2 * n, 4 * k + 1 : 4 * k + 3]
+        return _result(data[:, kept], n)
+
+    def parse(self, result: engine_api.ResultTokens) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Tokens i32[S, n], logprobs f32[S, n] and how many of them each slot drew, i32[S], of a fetched result."""
+        n = result.tokens_idx[1] // 2
+        pairs = np.ascontiguousarray(result.data[:, : 2 * n])
+        counts = result.data[:, 2 * n + 1 : 4 * n + 1 : 2].sum(1)
+        return pairs[:, 1::2], pairs.view(np.float32)[:, ::2], counts
+
+    def progress(self, result: engine_api.ResultTokens) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens drawn since insertion, i32[S], and whether the slot goes on, bool[S], of a fetched result."""
+        return result.data[:, -1], result.data[:, -2] > 0
 
     def prompt_bucket(self, length: int) -> int:
         """Power of two that a prompt is padded to, or the capacity where that is smaller."""
@@ -289,6 +295,17 @@ class QwenEngine(engine_api.Engine):
     @property
     def colocated_cpus(self) -> None:
         return None
+
+
+def _result(data, steps: int) -> engine_api.ResultTokens:
+    lanes = 2 * steps + 1
+    return engine_api.ResultTokens(
+        data=data,
+        tokens_idx=(0, lanes),
+        valid_idx=(lanes, 2 * lanes),
+        length_idx=(2 * lanes, 2 * lanes + 1),
+        samples_per_slot=1,
+    )
 
 
 class TokenIds:

@@ -82,7 +82,7 @@ class LockstepRollout:
             schedule.fill()
             live = dict(schedule.live)
             result = schedule.advance(more=bool(chunks))
-            tokens, logprobs, counts = engine.parse(result.data)
+            tokens, logprobs, counts = engine.parse(result)
             for slot, row in live.items():
                 row.extend(tokens[slot, : counts[slot]].copy(), logprobs[slot, : counts[slot]].copy())
             schedule.free += [slot for slot, _ in schedule.settle(result)]

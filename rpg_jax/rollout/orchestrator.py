@@ -7,6 +7,7 @@ concerns, and the next call finds a fresh driver.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import weakref
@@ -152,6 +153,9 @@ class GuardedDriver(orchestrator.Driver):
         for channel in self._channels:
             channel.set_exception(self._error(thread))
         self._channels.clear()
+        for slots in self._generate_slots:  # the one queue on which a thread waits and that `stop` does not wake
+            with contextlib.suppress(queue.Full):
+                slots.put_nowait(None)
 
     def _error(self, thread: str = "driver") -> RolloutError:
         if self._fault is None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-import jax
-import numpy as np
-
 from rpg_jax.rollout.engine import DecodeState, Prefix, QwenEngine
 from rpg_jax.rollout.jetstream_compat import engine_api
 from rpg_jax.rollout.requests import Row, requests
@@ -74,11 +71,11 @@ class Schedule:
         self._state, result = self.engine.generate(
             self.engine.weights, self._state, floor=floor, attend_length=max(ends)
         )
-        return result.replace(data=np.asarray(jax.device_get(result.data)))
+        return self.engine.fetch(result)
 
     def settle(self, result: engine_api.ResultTokens) -> list[tuple[int, Row]]:
         """Takes the rows that are complete out of `live` and returns them with the slots they leave."""
-        emitted, going_on = self.engine.progress(result.data)
+        emitted, going_on = self.engine.progress(result)
         for slot, row in self.live.items():
             row.emitted = int(emitted[slot])
         finished = [(slot, row) for slot, row in self.live.items() if not going_on[slot]]

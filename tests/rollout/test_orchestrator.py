@@ -1,0 +1,185 @@
+"""Faults, races and stops of JetStream's driver: each ends at the call it concerns, and none ends the process."""
+
+from __future__ import annotations
+
+import logging
+import random
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from rpg_jax.rollout import JetStreamRollout, RolloutError, jetstream_compat
+
+
+@pytest.fixture
+def sampler(build):
+    """A rollout of its own around the shared, compiled engine."""
+    made = JetStreamRollout(build("orchestrator").engine)
+    yield made
+    made.close()
+
+
+def failing(times: list[int], original):
+    """Calls counted down in `times`; the one that reaches 0 raises."""
+
+    def call(*args, **kwargs):
+        times[0] -= 1
+        if times[0] == 0:
+            raise OSError("device fell off the bus")
+        return original(*args, **kwargs)
+
+    return call
+
+
+@pytest.mark.parametrize("stage", ["prefill", "insert", "generate", "init_decode_state"])
+@pytest.mark.parametrize("call", [1, 2])
+def test_a_fault_in_the_engine_is_raised_at_the_call_and_the_next_call_is_right(
+    sampler, work, expected, is_same, monkeypatch, stage, call
+):
+    if stage == "init_decode_state" and call == 2:
+        sampler.generate(**work)
+        call = 1
+    with monkeypatch.context() as patch:
+        patch.setattr(sampler.engine, stage, failing([call], getattr(sampler.engine, stage)))
+        with pytest.raises(RolloutError, match="device fell off the bus") as caught:
+            sampler.generate(**work)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert is_same(sampler.generate(**work), expected)
+
+
+def test_a_fault_in_delivery_is_raised_at_the_call(sampler, work, expected, is_same, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(jetstream_compat.token_utils, "process_result_tokens", failing([3], None))
+        with pytest.raises(RolloutError, match="detokenize-0 thread failed"):
+            sampler.generate(**work)
+    assert is_same(sampler.generate(**work), expected)
+
+
+@pytest.mark.parametrize("how", ["driver", "close"])
+def test_a_stop_under_load_leaves_no_caller_waiting(sampler, work, expected, is_same, monkeypatch, how):
+    caught, original = [], sampler.engine.generate
+
+    def slow(*args, **kwargs):
+        time.sleep(0.05)
+        return original(*args, **kwargs)
+
+    def call():
+        try:
+            sampler.generate(**work)
+        except RolloutError as error:
+            caught.append(error)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sampler.engine, "generate", slow)
+        callers = [threading.Thread(target=call) for _ in range(3)]
+        for caller in callers:
+            caller.start()
+        time.sleep(0.1)
+        sampler.driver().stop() if how == "driver" else sampler.close()
+        for caller in callers:
+            caller.join(timeout=20)
+    assert not any(caller.is_alive() for caller in callers)
+    assert len(caught) == 3 and all("stopped before" in str(error) for error in caught)
+    assert is_same(sampler.generate(**work), expected)
+
+
+def test_an_interrupted_call_frees_its_slots(sampler, work, expected, is_same, monkeypatch):
+    from rpg_jax.rollout import orchestrator
+
+    def interrupted(self, driver):
+        time.sleep(0.05)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(orchestrator.Ticket, "wait", interrupted)
+        for _ in range(3):
+            with pytest.raises(KeyboardInterrupt):
+                sampler.generate(**work)
+    assert is_same(sampler.generate(**work), expected)
+
+
+def test_weights_changed_under_a_running_rollout_are_an_error(sampler, model, work, monkeypatch):
+    _, params = model
+    original = sampler.engine.generate
+
+    def swapped(*args, **kwargs):
+        sampler.sync_weights(params, sampler.weights.version + 1)
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(sampler.engine, "generate", swapped)
+        with pytest.raises(RolloutError, match="mix two policies"):
+            sampler.generate(**work)
+    sampler.sync_weights(params, 0)
+
+
+@pytest.mark.parametrize("calls_each", [12, pytest.param(3334, marks=pytest.mark.slow)])
+def test_many_threads_and_faults_give_only_right_tokens(sampler, work, expected, is_same, monkeypatch, calls_each):
+    """A switch interval of a microsecond makes the interpreter change threads at nearly every step."""
+    original, rng, wrong, faults = sampler.engine.generate, random.Random(0), [], []
+
+    def sometimes(*args, **kwargs):
+        if rng.random() < 0.05:
+            raise OSError("injected")
+        return original(*args, **kwargs)
+
+    def calls():
+        for _ in range(calls_each):
+            i = rng.randrange(len(work["prompts"]) - 1)
+            part = {**work, "prompts": work["prompts"][i : i + 2], "prompt_ids": work["prompt_ids"][i : i + 2]}
+            try:
+                if not is_same(sampler.generate(**part), expected[i : i + 2]):
+                    wrong.append(i)
+            except RolloutError as error:
+                faults.append(error)
+
+    sampler.generate(**work)
+    interval = sys.getswitchinterval()
+    with monkeypatch.context() as patch:
+        patch.setattr(sampler.engine, "generate", sometimes)
+        sys.setswitchinterval(1e-6)
+        try:
+            callers = [threading.Thread(target=calls, daemon=True) for _ in range(3)]
+            for caller in callers:
+                caller.start()
+            for caller in callers:
+                caller.join(timeout=30 + calls_each)
+        finally:
+            sys.setswitchinterval(interval)
+    assert not any(caller.is_alive() for caller in callers)
+    assert not wrong and 0 < len(faults) < 3 * calls_each
+    assert is_same(sampler.generate(**work), expected)
+
+
+def test_a_dropped_rollout_stops_its_threads(build, work):
+    made = JetStreamRollout(build("orchestrator").engine)
+    made.generate(**work)
+    threads = made.driver()._all_threads
+    del made
+    for thread in threads:
+        thread.join(timeout=10)
+    assert not any(thread.is_alive() for thread in threads)
+
+
+def test_the_cache_is_freed_between_rollouts(sampler, work, monkeypatch):
+    allocated = []
+    original = sampler.engine.init_decode_state
+    monkeypatch.setattr(sampler.engine, "init_decode_state", lambda: allocated.append(original()) or allocated[-1])
+    sampler.generate(**work)
+    sampler.generate(**work)
+    assert len(allocated) == 2
+
+
+def test_importing_jetstream_leaves_the_root_logger_and_the_process_alone():
+    program = (
+        "import logging, sys; before = (logging.getLogger().level, list(logging.getLogger().handlers))\n"
+        "from rpg_jax.rollout.jetstream_compat import orchestrator\n"
+        "assert (logging.getLogger().level, list(logging.getLogger().handlers)) == before\n"
+        "assert 'tensorflow' not in sys.modules\n"
+        "d = orchestrator.Driver()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    assert logging.getLogger("jetstream").getEffectiveLevel() == logging.WARNING

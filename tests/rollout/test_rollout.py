@@ -1,0 +1,173 @@
+"""What every driver promises: the same completions, whatever is decoded beside them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from rpg_jax import losses
+from rpg_jax.rollout import RolloutError
+from rpg_jax.types import Sampling
+
+ENGINES = [("orchestrator", 8), ("orchestrator", 32), ("lockstep", 8), ("lockstep", 32)]
+
+
+@pytest.mark.parametrize(("driver", "slots"), ENGINES)
+def test_every_driver_and_slot_count_gives_the_oracle_s_completions(build, work, expected, is_same, driver, slots):
+    assert is_same(build(driver, slots).generate(**work), expected)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(0.0, max_tokens=24), Sampling(1.2, 0.7, 12, 24, (5,)), Sampling(max_tokens=1)],
+    ids=["greedy", "cut", "one-token"],
+)
+def test_sampling_parameters_mean_the_same_to_engine_and_oracle(build, work, is_same, sampling):
+    asked = {**work, "sampling": sampling}
+    oracle = build("simple").generate(**asked)
+    assert is_same(build("orchestrator").generate(**asked), oracle)
+    assert is_same(build("lockstep").generate(**asked), oracle)
+
+
+def test_a_completion_depends_on_its_own_counters_and_prompt_only(build, work, expected, is_same):
+    sampler = build("orchestrator")
+    order = [7, 0, 4]
+    part = sampler.generate(
+        **{**work, "prompts": [work["prompts"][i] for i in order], "prompt_ids": [work["prompt_ids"][i] for i in order]}
+        | {"group_size": 3}
+    )
+    assert is_same(part, [expected[i][:3] for i in order])
+
+
+@pytest.mark.parametrize("change", [{"seed": 12}, {"step": 4}, {"prompt_ids": list(range(10))}])
+def test_other_counters_give_other_completions(build, work, expected, change):
+    other = build("orchestrator").generate(**(work | change))
+    differing = [
+        a.tokens.tolist() != b.tokens.tolist()
+        for x, y in zip(other, expected, strict=True)
+        for a, b in zip(x, y, strict=True)
+    ]
+    assert np.mean(differing) > 0.8
+    first = expected[0]
+    assert len({tuple(c.tokens) for c in first}) > 1
+
+
+def test_the_stop_token_is_kept_and_nothing_follows_it(expected, work):
+    completions = [c for group in expected for c in group]
+    stops = set(work["sampling"].stop_token_ids)
+    assert {c.finish_reason for c in completions} == {"stop", "length"}
+    for c in completions:
+        assert len(c.tokens) == len(c.logprobs) <= work["sampling"].max_tokens
+        assert not stops & set(c.tokens[:-1].tolist())
+        assert (c.finish_reason == "stop") == (int(c.tokens[-1]) in stops)
+        assert c.finish_reason == "stop" or len(c.tokens) == work["sampling"].max_tokens
+
+
+def test_logprobs_are_those_of_the_trainer_s_forward(build, model, work):
+    graphdef, params = model
+    module = nnx.merge(graphdef, params)
+    groups = build("orchestrator").generate(**work)
+    rows = [(prompt, c) for prompt, group in zip(work["prompts"], groups, strict=True) for c in group]
+    width = 44
+    tokens, segments = np.zeros((len(rows), width), np.int32), np.zeros((len(rows), width), np.int32)
+    for row, (prompt, c) in enumerate(rows):
+        n = len(prompt) + len(c.tokens)
+        tokens[row, :n], segments[row, :n] = np.concatenate([prompt, c.tokens]), 1
+    hidden = module(tokens, np.tile(np.arange(width, dtype=np.int32), (len(rows), 1)), segments)
+    logprobs, _ = losses.token_logprobs(
+        hidden[:, :-1], module.head(), jnp.asarray(tokens[:, 1:]), temperature=work["sampling"].temperature
+    )
+    for row, (prompt, c) in enumerate(rows):
+        start = len(prompt) - 1
+        np.testing.assert_allclose(c.logprobs, logprobs[row, start : start + len(c.tokens)], atol=1e-5)
+
+
+def test_completions_carry_the_version_of_the_weights_that_sampled_them(build, model, work):
+    _, params = model
+    sampler = build("orchestrator")
+    moved = jax.tree.map(lambda x: x * 1.5, params)
+    sampler.sync_weights(moved, 17)
+    try:
+        other = sampler.generate(**work)
+    finally:
+        sampler.sync_weights(params, 0)
+    assert {c.weight_version for group in other for c in group} == {17}
+    assert {c.weight_version for group in sampler.generate(**work) for c in group} == {0}
+
+
+def test_nothing_is_compiled_after_warm_up(build, model, work, is_same, expected):
+    _, params = model
+    samplers = [build(driver) for driver in ("orchestrator", "lockstep")]
+    newer = jax.block_until_ready(jax.tree.map(lambda x: x + 0, params))
+    for sampler in samplers:
+        sampler.generate(**work)
+    compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, _, **__: compiled.append(name) if name.endswith("backend_compile_duration") else None
+    )
+    jax.block_until_ready(jax.jit(lambda x: x * 3)(1.0))
+    assert compiled, "the listener does not see compilations"
+    compiled.clear()
+    for sampler in samplers:
+        sampler.sync_weights(newer, 1)
+        changed = {**work, "seed": 99, "step": 8, "sampling": dataclasses.replace(work["sampling"], temperature=1.1)}
+        sampler.generate(**changed)
+        sampler.generate(**(changed | {"sampling": Sampling(0.5, 0.9, 3, 6, (1, 2, 3))}))
+        sampler.sync_weights(params, 0)
+        assert is_same(sampler.generate(**work), expected)
+    assert compiled == []
+
+
+@pytest.mark.parametrize("driver", ["orchestrator", "lockstep", "simple"])
+def test_requests_that_cannot_be_served_are_clear_errors(build, work, driver):
+    sampler = build(driver)
+
+    def ask(**change):
+        return sampler.generate(**{**work, "prompts": work["prompts"][:1], "prompt_ids": [0]} | change)
+
+    for change, message in [
+        ({"prompts": [np.zeros(0, np.int32)]}, "at least one token"),
+        ({"prompts": [np.ones(30, np.int32)]}, "does not fit a slot of 48"),
+        ({"prompts": [np.array([50])]}, r"vocabulary is 0\.\.49"),
+        ({"prompt_ids": [1, 2]}, "one id per prompt"),
+        ({"group_size": 0}, "group_size must be >= 1"),
+        ({"sampling": Sampling(stop_token_ids=tuple(range(9)))}, "at most 8 stop tokens"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            ask(**change)
+    assert ask(prompts=[], prompt_ids=[]) == []
+
+
+@pytest.mark.parametrize("driver", ["orchestrator", "lockstep", "simple"])
+def test_weights_that_give_no_numbers_are_an_error_and_the_next_call_is_right(
+    build, model, work, expected, is_same, driver
+):
+    _, params = model
+    sampler = build(driver)
+    sampler.sync_weights({**params, "final_norm": params["final_norm"] * jnp.nan}, 1)
+    with pytest.raises(RolloutError, match="non-finite"):
+        sampler.generate(**work)
+    sampler.sync_weights(params, 0)
+    assert is_same(sampler.generate(**work), expected)
+
+
+def test_donated_weights_are_an_error_at_the_call_that_needs_them(build, model, work, expected, is_same):
+    _, params = model
+    sampler = build("orchestrator")
+    gone = jax.tree.map(lambda x: x + 0, params)
+    sampler.sync_weights(gone, 1)
+    jax.tree.map(lambda x: x.delete(), gone)
+    with pytest.raises(RolloutError, match="deleted"):
+        sampler.generate(**work)
+    sampler.sync_weights(params, 0)
+    assert is_same(sampler.generate(**work), expected)
+
+
+def test_an_unknown_driver_names_the_known_ones(build):
+    with pytest.raises(ValueError, match="orchestrator, lockstep, simple"):
+        build("vllm")

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rpg_jax.rollout import RolloutError, Weights, weights_checksum
+
+
+def tree(dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    return {"a": jnp.asarray(rng.normal(size=(16, 3)), dtype), "b": {"c": jnp.asarray(rng.normal(size=(16, 3)), dtype)}}
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_any_flipped_bit_changes_the_checksum(dtype):
+    params = tree(dtype)
+    clean = weights_checksum(params)
+    bits = params["a"].dtype.itemsize * 8
+    rng = np.random.default_rng(1)
+    for _ in range(60):
+        raw = np.array(params["a"]).view(f"u{bits // 8}")
+        i, j = rng.integers(16), rng.integers(3)
+        raw[i, j] ^= raw.dtype.type(1 << int(rng.integers(bits)))
+        assert weights_checksum({**params, "a": jnp.asarray(raw.view(params["a"].dtype))}) != clean
+
+
+def test_values_at_another_place_or_name_change_the_checksum():
+    params = tree()
+    clean = weights_checksum(params)
+    moved = {"a": params["a"][::-1], "b": params["b"]}
+    swapped = {"a": params["b"]["c"], "b": {"c": params["a"]}}
+    reshaped = {"a": params["a"].T, "b": params["b"]}
+    assert len({clean, *(weights_checksum(p) for p in (moved, swapped, reshaped))}) == 4
+
+
+def test_equal_weights_have_equal_checksums_under_every_sharding():
+    params = tree()
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharded = jax.device_put(params, jax.NamedSharding(mesh, jax.P("x")))
+    assert weights_checksum(sharded) == weights_checksum(jax.tree.map(jnp.array, params)) == weights_checksum(params)
+
+
+def test_a_sync_without_cast_shares_the_arrays_and_carries_the_version():
+    params, newer = tree(), jax.tree.map(lambda x: x + 1, tree())
+    weights = Weights(params, 4)
+    with weights.pinned() as held:
+        assert held["a"] is params["a"]
+    weights.sync(newer, 5)
+    assert (weights.version, weights.checksum()) == (5, weights_checksum(newer))
+
+
+def test_a_cast_sync_is_verified_in_the_sampler_dtype():
+    weights = Weights(tree(), dtype=jnp.bfloat16)
+    weights.verify(tree())
+    assert weights.checksum() == weights_checksum(tree(jnp.bfloat16)) != weights_checksum(tree())
+
+
+def test_corrupted_sampler_weights_raise_the_alarm(build, model):
+    _, params = model
+    sampler = build("lockstep")
+    sampler.verify_weights(params)
+    corrupted = {**params, "final_norm": params["final_norm"].at[2].add(1e-7)}
+    sampler.sync_weights(corrupted, 1)
+    try:
+        with pytest.raises(RolloutError, match="not the trainer's"):
+            sampler.verify_weights(params)
+        assert sampler.weights_checksum() != weights_checksum(params)
+    finally:
+        sampler.sync_weights(params, 0)
