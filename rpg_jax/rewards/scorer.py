@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -9,16 +10,25 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rpg_jax.rewards.exact import exact
+from rpg_jax.rewards.pool import Task, Verdict, WorkerPool
 from rpg_jax.rewards.shaping import format_match, length_penalty, overlong_penalty
+from rpg_jax.rewards.verifiers import BY_SOURCE, VERIFIERS, Verifier, for_source, resolve
+
+# completion -> score.
+FORMS: dict[str, Callable[..., float]] = {"format": format_match}
+# lengths i32[N] -> scores f32[N].
+LENGTHS: dict[str, Callable[..., np.ndarray]] = {"length": length_penalty, "overlong": overlong_penalty}
 
 
 class Scorable(Protocol):
     """What a scorer reads of a problem."""
 
-    prompt: str
-    answer: str
-    source: str
+    @property
+    def prompt(self) -> str: ...
+    @property
+    def answer(self) -> str: ...
+    @property
+    def source(self) -> str: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,32 +39,62 @@ class Scores:
       rewards: f32[N], Σ weight · part: what advantages are computed from.
       accuracy: f32[N], 1 where the verifier found the answer right, else 0: what dynamic sampling and evaluation read.
       parts: f32[N] by part name, unweighted.
+      errors: how many verdicts failed, by kind (timeout, crash, memory, error, forbidden); those count as wrong.
     """
 
     rewards: np.ndarray
     accuracy: np.ndarray
     parts: dict[str, np.ndarray]
+    errors: dict[str, int]
 
 
-# (completion, answer) -> score, above 0 where the answer is right.
-VERIFIERS: dict[str, Callable[..., float]] = {"exact": exact}
-# completion -> score.
-FORMS: dict[str, Callable[..., float]] = {"format": format_match}
-# lengths i32[N] -> scores f32[N].
-LENGTHS: dict[str, Callable[..., np.ndarray]] = {"length": length_penalty, "overlong": overlong_penalty}
+def build(
+    reward: str | Mapping[str, float],
+    *,
+    options: Mapping[str, Mapping[str, Any]] | None = None,
+    workers: int | None = None,
+    deadline_s: float = 10.0,
+) -> Scorer:
+    """The scorer for one part name, or for {part name: weight}.
+
+    Parts are the verifiers, "by_source" (each problem's own), "module:function" (a user's own), "format", "length"
+    and "overlong". The first verifier named decides accuracy.
+
+    Args:
+      reward: the part or parts.
+      options: keyword arguments by part, e.g. {"overlong": {"limit": 2048, "buffer": 512}}.
+      workers: processes for the verifiers that need them; default one for each CPU, at most 8.
+      deadline_s: seconds such a verifier may take for one completion.
+
+    Raises:
+      ValueError: unknown part or option, with the known ones; a missing option; no verifier; a function that cannot
+        be imported.
+    """
+    weights = {reward: 1.0} if isinstance(reward, str) else dict(reward)
+    options = options or {}
+    for name in {**weights, **options}:
+        if name not in weights:
+            raise ValueError(f"options for {name!r}, which is not among the rewards {list(weights)}")
+        _check_options(name, _function(name), options.get(name, {}))
+    return Scorer(weights, options, workers=workers, deadline_s=deadline_s)
 
 
 class Scorer:
-    """Scores completions; made by `build`."""
+    """Scores completions; made by `build`. Close it, or use it as a context, to end its worker processes."""
 
-    def __init__(self, weights: Mapping[str, float], options: Mapping[str, Mapping[str, Any]]):
+    def __init__(self, weights: Mapping[str, float], options: Mapping[str, Mapping[str, Any]], *, workers, deadline_s):
         self._weights = dict(weights)
         self._options = {name: dict(options.get(name, {})) for name in weights}
-        self._accuracy = next((name for name in weights if name in VERIFIERS), None)
-        if self._accuracy is None:
+        verifiers = [name for name in weights if name == BY_SOURCE or resolve(name)]
+        if not verifiers:
             raise ValueError(
-                f"no verifier among {list(weights)}, so nothing measures accuracy: add one of {list(VERIFIERS)}"
+                f"no verifier among {list(weights)}, so nothing measures accuracy: add one of {[*VERIFIERS]}"
             )
+        self._accuracy = verifiers[0]
+        self._pool_arguments = {"size": workers, "deadline_s": deadline_s}
+        self._pool: WorkerPool | None = None
+        if any(v.pooled for v in map(resolve, weights) if v):
+            self._start_pool().wait_ready()
 
     def __call__(
         self,
@@ -72,56 +112,87 @@ class Scorer:
           lengths: i32[N] completion tokens, stop token included.
 
         Raises:
-          ValueError: the four do not have the same length.
+          ValueError: the four do not have the same length, or "by_source" meets a source it does not know.
         """
         sizes = [len(x) for x in (problems, texts, finish_reasons, lengths)]
         if len(set(sizes)) > 1:
             raise ValueError(f"problems, texts, finish reasons and lengths must be as many, got {sizes}")
-        parts = {name: self._part(name, problems, texts, np.asarray(lengths)) for name in self._weights}
-        rewards = sum(
-            (np.float32(w) * parts[name] for name, w in self._weights.items()), np.zeros(len(texts), np.float32)
-        )
-        return Scores(rewards, (parts[self._accuracy] > 0).astype(np.float32), parts)
+        errors: collections.Counter[str] = collections.Counter()
+        parts = {name: self._part(name, problems, texts, np.asarray(lengths), errors) for name in self._weights}
+        rewards = np.zeros(len(texts), np.float32)
+        for name, weight in self._weights.items():
+            rewards += np.float32(weight) * parts[name]
+        accuracy = (parts[self._accuracy] > 0).astype(np.float32)
+        return Scores(rewards, accuracy, parts, dict(errors))
 
-    def _part(self, name: str, problems, texts, lengths: np.ndarray) -> np.ndarray:
+    def close(self) -> None:
+        """Ends the worker processes, where there are any."""
+        if self._pool is not None:
+            self._pool.close()
+
+    def __enter__(self) -> Scorer:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def _part(self, name: str, problems, texts, lengths: np.ndarray, errors) -> np.ndarray:
         options = self._options[name]
         if name in LENGTHS:
             return LENGTHS[name](lengths, **options)
         if name in FORMS:
             return np.array([FORMS[name](text, **options) for text in texts], np.float32)
-        verify = VERIFIERS[name]
-        return np.array([verify(t, p.answer, **options) for p, t in zip(problems, texts, strict=True)], np.float32)
+        verifiers = [for_source(p.source) if name == BY_SOURCE else resolve(name) for p in problems]
+        verdicts = self._verdicts(verifiers, problems, texts, options)
+        errors.update(v.error for v in verdicts if v.error)
+        scores = [f.wrong if v.score is None else v.score for f, v in zip(verifiers, verdicts, strict=True)]
+        return np.array(scores, np.float32)
 
-    def close(self) -> None:
-        """Ends the worker processes, where there are any."""
+    def _verdicts(self, verifiers: Sequence[Verifier], problems, texts, options) -> list[Verdict]:
+        tasks = [
+            Task(f.path, (text, p.answer, p.prompt) if f.sees_prompt else (text, p.answer), options)
+            for f, p, text in zip(verifiers, problems, texts, strict=True)
+        ]
+        pooled = [i for i, f in enumerate(verifiers) if f.pooled]
+        verdicts = dict(zip(pooled, self._start_pool().run([tasks[i] for i in pooled]), strict=True)) if pooled else {}
+        functions = {f.path: f.load() for f in set(verifiers) if not f.pooled}
+        for i, task in enumerate(tasks):
+            if i not in verdicts:
+                verdicts[i] = _inline(functions[task.function], task)
+        return [verdicts[i] for i in range(len(tasks))]
+
+    def _start_pool(self) -> WorkerPool:
+        if self._pool is None:
+            named = {f.path for f in map(resolve, self._weights) if f and f.pooled}
+            by_source = {f.path for f in VERIFIERS.values() if f.pooled} if BY_SOURCE in self._weights else set()
+            self._pool = WorkerPool(sorted(named | by_source), **self._pool_arguments)
+        return self._pool
 
 
-def build(reward: str | Mapping[str, float], *, options: Mapping[str, Mapping[str, Any]] | None = None) -> Scorer:
-    """The scorer for one part name, or for {part name: weight}.
-
-    The first verifier named decides accuracy. `options` holds keyword arguments by part, e.g.
-    {"overlong": {"limit": 2048, "buffer": 512}}.
-
-    Raises:
-      ValueError: unknown part or option, with the known ones; a missing option; no verifier.
-    """
-    weights = {reward: 1.0} if isinstance(reward, str) else dict(reward)
-    options = options or {}
-    known = {**VERIFIERS, **FORMS, **LENGTHS}
-    for name in [*weights, *options]:
-        if name not in known:
-            raise ValueError(f"unknown reward {name!r}; known: {', '.join(known)}")
-    for name in weights:
-        _check_options(name, known[name], options.get(name, {}))
-    return Scorer(weights, options)
+def _inline(function: Callable[..., float], task: Task) -> Verdict:
+    try:
+        return Verdict(float(function(*task.arguments, **task.options)))
+    except Exception as error:  # a reference answer that the verifier cannot read
+        return Verdict(None, "error", f"{type(error).__name__}: {error}")
 
 
-def _check_options(name: str, function: Callable[..., Any], given: Mapping[str, Any]) -> None:
-    accepted = {
-        p.name: p.default is p.empty
-        for p in inspect.signature(function).parameters.values()
-        if p.kind is p.KEYWORD_ONLY
-    }
+def _function(name: str) -> Callable[..., Any] | None:
+    """What takes the options of a part; None where they cannot be looked up without importing foreign code."""
+    known = {**FORMS, **LENGTHS, BY_SOURCE: lambda: None}
+    verifier = resolve(name)
+    if name not in known and verifier is None:
+        names = ", ".join([*VERIFIERS, *known, "module:function"])
+        raise ValueError(f"unknown reward {name!r}; known: {names}")
+    if verifier is None:
+        return known[name]
+    return None if verifier.pooled else verifier.load()
+
+
+def _check_options(name: str, function: Callable[..., Any] | None, given: Mapping[str, Any]) -> None:
+    if function is None:
+        return
+    parameters = inspect.signature(function).parameters.values()
+    accepted = {p.name: p.default is p.empty for p in parameters if p.kind is p.KEYWORD_ONLY}
     unknown = sorted(set(given) - set(accepted))
     missing = sorted(k for k, required in accepted.items() if required and k not in given)
     if unknown or missing:

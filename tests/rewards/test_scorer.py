@@ -54,3 +54,29 @@ def test_lists_of_different_lengths_are_refused():
 def test_rewards_never_import_jax():
     code = "import sys, rpg_jax.rewards; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_by_source_asks_each_problem_for_its_verifier():
+    problems = [problem("46"), problem("7", "aime2025"), problem("7", "amc_23"), problem("18", "gsm8k")]
+    scores = rewards.build("by_source")(problems, ["46", "Answer: 7", "7", "#### 18"], ["stop"] * 4, [1] * 4)
+    assert scores.rewards.tolist() == [1, 1, -1, 1]
+    assert scores.accuracy.tolist() == [1, 1, 0, 1]
+    with pytest.raises(ValueError, match="'poetry'"):
+        rewards.build("by_source")([problem("1", "poetry")], ["1"], ["stop"], [1])
+
+
+def test_a_reference_that_the_verifier_cannot_read_is_wrong_and_counted():
+    scores = rewards.build("gsm8k")([problem("many"), problem("3")], ["#### 3"] * 2, ["stop"] * 2, [1] * 2)
+    assert scores.rewards.tolist() == [0, 1] and scores.errors == {"error": 1}
+
+
+def test_a_users_own_function_is_called_by_its_import_path(tmp_path, monkeypatch):
+    source = "def score(completion, answer, prompt, *, bonus=0):\n    return (completion == prompt + answer) + bonus\n"
+    (tmp_path / "my_rewards.py").write_text(source)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    options = {"my_rewards:score": {"bonus": 0.5}}
+    with rewards.build({"my_rewards:score": 2.0}, options=options, workers=1) as scorer:
+        scores = scorer([SimpleNamespace(prompt="a", answer="b", source="s")], ["ab"], ["stop"], [2])
+    assert scores.rewards.tolist() == [3.0] and scores.accuracy.tolist() == [1.0]
+    with pytest.raises(ValueError, match="no function 'scored'"):
+        rewards.build("my_rewards:scored", workers=1)

@@ -1,0 +1,81 @@
+"""The numbers game: reach a target with given numbers, each used exactly once, by + - * / and parentheses."""
+
+from __future__ import annotations
+
+import json
+import re
+from fractions import Fraction
+
+MAX_CHARACTERS = 500
+_ANSWER = re.compile(r"<answer>([^<]*)</answer>|^answer:([^\n]*)", re.IGNORECASE | re.MULTILINE)
+_TOKEN = re.compile(r"\s*(\d{1,18}|[-+*/()])\s*", re.ASCII)
+
+
+def countdown(completion: str, answer: str) -> float:
+    """1 where the last <answer>…</answer> (or "Answer:" line) reaches the target, else 0.
+
+    Args:
+      completion: its answer must be an expression of the grammar below and nothing else.
+      answer: JSON {"numbers": [whole numbers], "target": whole number}.
+
+    The grammar, read by hand and calculated in exact fractions; nothing of the completion is ever executed:
+      sum = product (("+" | "-") product)*
+      product = atom (("*" | "/") atom)*
+      atom = whole number | "(" sum ")"
+    """
+    game = json.loads(answer)
+    found = _ANSWER.findall(completion)
+    if not found:
+        return 0.0
+    try:
+        tokens = _tokens("".join(found[-1]))
+        # Checked before anything is calculated, so the fractions stay as small as the game's own numbers allow.
+        if sorted(int(t) for t in tokens if t.isdigit()) != sorted(game["numbers"]):
+            return 0.0
+        value, end = _sum(tokens, 0)
+    except (_NotAnExpression, ZeroDivisionError):
+        return 0.0
+    return float(end == len(tokens) and value == game["target"])
+
+
+class _NotAnExpression(Exception):
+    pass
+
+
+def _tokens(text: str) -> list[str]:
+    if len(text) > MAX_CHARACTERS:
+        raise _NotAnExpression
+    tokens, position = [], 0
+    while position < len(text):
+        match = _TOKEN.match(text, position)
+        if match is None:
+            raise _NotAnExpression
+        tokens.append(match[1])
+        position = match.end()
+    return tokens
+
+
+def _sum(tokens: list[str], at: int) -> tuple[Fraction, int]:
+    value, at = _product(tokens, at)
+    while at < len(tokens) and tokens[at] in "+-":
+        operand, end = _product(tokens, at + 1)
+        value, at = (value + operand if tokens[at] == "+" else value - operand), end
+    return value, at
+
+
+def _product(tokens: list[str], at: int) -> tuple[Fraction, int]:
+    value, at = _atom(tokens, at)
+    while at < len(tokens) and tokens[at] in "*/":
+        operand, end = _atom(tokens, at + 1)
+        value, at = (value * operand if tokens[at] == "*" else value / operand), end
+    return value, at
+
+
+def _atom(tokens: list[str], at: int) -> tuple[Fraction, int]:
+    if at < len(tokens) and tokens[at].isdigit():
+        return Fraction(int(tokens[at])), at + 1
+    if at < len(tokens) and tokens[at] == "(":
+        value, end = _sum(tokens, at + 1)
+        if end < len(tokens) and tokens[end] == ")":
+            return value, end + 1
+    raise _NotAnExpression

@@ -1,0 +1,35 @@
+"""Grade-school arithmetic: one number, marked with "####" as in the data set's own solutions."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal
+
+TAIL_CHARACTERS = 300
+_MARKED = re.compile(r"####\s*\$?\s*(-?[\d.,]+)", re.ASCII)
+_NUMBER = re.compile(r"-?\$?\d[\d.,]*|-?\$?\.\d+", re.ASCII)
+_DECIMAL = re.compile(r"-?(\d+(\.\d*)?|\.\d+)", re.ASCII)
+
+
+def gsm8k(completion: str, answer: str, *, flexible: bool = False) -> float:
+    """1 where the number after the last "####" equals the reference, as decimals ("1,000.0" is 1000); else 0.
+
+    Args:
+      completion: only its last 300 characters are read.
+      answer: the number, or the data set's whole solution ending in "#### number".
+      flexible: accept the last number of the completion where none is marked.
+
+    Raises:
+      ValueError: the reference holds no number.
+    """
+    reference = _number(answer.rpartition("####")[2])
+    if reference is None:
+        raise ValueError(f"reference answer without a number: {answer!r}")
+    tail = completion[-TAIL_CHARACTERS:]
+    found = _MARKED.findall(tail) or (_NUMBER.findall(tail) if flexible else [])
+    return float(bool(found) and _number(found[-1]) == reference)
+
+
+def _number(text: str) -> Decimal | None:
+    text = text.strip().replace(",", "").replace("$", "").rstrip(".")
+    return Decimal(text) if _DECIMAL.fullmatch(text) else None

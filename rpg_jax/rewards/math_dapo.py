@@ -1,0 +1,78 @@
+"""The verdict of the paper's training and AIME/AMC evaluation: the last "Answer:" line against the reference answer.
+
+The rules are those of `math_dapo` as public RL code ships it, quirks included, since rewards and the published numbers
+depend on them: words are removed wherever they occur ("square" from "squared"), articles are removed as the letters
+"a " and "an ", and nothing is evaluated, so 1/2 and 0.5 differ. No rule takes more than linear time per pass, so
+this runs in the trainer's own process.
+"""
+
+from __future__ import annotations
+
+import re
+
+TAIL_CHARACTERS = 300
+INVALID = "[INVALID]"
+
+_ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
+
+# Applied one after the other, in this order: a later rule sees what an earlier one left.
+_REWRITES = [
+    *[("an ", ""), ("a ", ""), (".$", "$"), (r"\$", ""), ("\\ ", ""), (" ", ""), ("mbox", "text")],
+    *[(r",\text{and}", ","), (r"\text{and}", ","), (r"\text{m}", r"\text{}")],
+]
+_UNITS = "square ways integers dollars mph inches hours km units"
+_MORE_UNITS = (
+    "sue points feet minutes digits cents degrees cm gm pounds meters meals edges students childrentickets multiples"
+)
+_REMOVED = [
+    *_UNITS.split(),
+    r"\ldots",
+    *_MORE_UNITS.split(),
+    *[r"\text{" + content for content in ("s}", ".}", "\ns}", "}^2", "}^3", "\n}", "}")],
+    *[r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots"],
+]
+
+_FIRST_MATH = re.compile(r"[^\n$]*\$([^\n$]*)\$[^\n]*")
+_WRAPPERS = [re.compile(rf"\\{command}\{{([^\n}}]*)\}}") for command in ("text", "textbf", "overline")]
+_BOXED = re.compile(r"\\boxed\{([^\n]*)\}")
+_BARE_FRACTION = re.compile(r"frac([^{])([^\n])")
+_BARE_ROOT = re.compile(r"sqrt([^{])")
+
+
+def normalise(answer: str) -> str:
+    """The canonical spelling of a final answer.
+
+    In order: what follows the last "="; articles, escaped dollars and all blanks dropped; unit words and LaTeX spacing
+    dropped; the first $…$ of a line stands for the line; \\text, \\textbf, \\overline and \\boxed unwrapped;
+    \\frac12 and \\sqrt2 given their braces; dollars dropped; thousands separators of a whole number dropped.
+    """
+    answer = answer.rpartition("=")[2]
+    for before, after in _REWRITES:
+        answer = answer.replace(before, after)
+    for expression in _REMOVED:
+        answer = answer.replace(expression, "")
+    answer = _FIRST_MATH.sub(r"$\1$", answer)
+    for wrapper in _WRAPPERS:
+        answer = wrapper.sub(r"\1", answer)
+    answer = _BOXED.sub(r"\1", answer)
+    answer = _BARE_FRACTION.sub(r"frac{\1}{\2}", answer)
+    answer = _BARE_ROOT.sub(r"sqrt{\1}", answer)
+    answer = answer.replace("$", "")
+    without_commas = answer.replace(",", "")
+    return (without_commas if without_commas.isdigit() else answer).strip()
+
+
+def extract(completion: str) -> str:
+    """What the last "Answer:" of the final 300 characters is followed by, normalised; "[INVALID]" without one."""
+    found = INVALID
+    for match in _ANSWER.finditer(completion[-TAIL_CHARACTERS:]):
+        found = match[1]
+    return normalise(found)
+
+
+def math_dapo(completion: str, answer: str) -> float:
+    """+1 where the completion's answer and the reference have the same normal form, else -1.
+
+    Source: arXiv:2503.14476 (DAPO), used in arXiv:2505.17508.
+    """
+    return 1.0 if extract(completion) == normalise(answer) else -1.0

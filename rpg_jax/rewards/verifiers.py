@@ -1,0 +1,80 @@
+"""The verifiers by name, and which one a data set's answers call for. A new task is one file here and one line."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+
+
+@dataclasses.dataclass(frozen=True)
+class Verifier:
+    """A function (completion, answer) -> score, above 0 where the answer is right.
+
+    Attributes:
+      path: "module:function".
+      pooled: runs in killable processes, because what it calls may hang, exhaust memory or execute its input. The
+        others only compare strings, in time that their input's length bounds.
+      wrong: score of a wrong answer, also given where the verifier failed on it.
+      sees_prompt: is called with (completion, answer, prompt).
+    """
+
+    path: str
+    pooled: bool = False
+    wrong: float = 0.0
+    sees_prompt: bool = False
+
+    def load(self) -> Callable[..., float]:
+        module, _, name = self.path.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+
+VERIFIERS = {
+    "exact": Verifier("rpg_jax.rewards.exact:exact"),
+    "math_dapo": Verifier("rpg_jax.rewards.math_dapo:math_dapo", wrong=-1.0),
+    "boxed": Verifier("rpg_jax.rewards.boxed:boxed"),
+    "math_verify": Verifier("rpg_jax.rewards.math_verify:math_verify", pooled=True),
+    "gsm8k": Verifier("rpg_jax.rewards.gsm8k:gsm8k"),
+    "countdown": Verifier("rpg_jax.rewards.countdown:countdown"),
+}
+
+# The reward that takes each problem's verifier from this table, by `Problem.source`.
+BY_SOURCE = "by_source"
+SOURCES = {
+    "arithmetic": "exact",
+    "math_dapo": "math_dapo",
+    "math-dapo": "math_dapo",
+    "aime2024": "math_dapo",
+    "aime2025": "math_dapo",
+    "amc_23": "math_dapo",
+    "math500": "math_verify",
+    "minerva": "math_verify",
+    "olympiadbench": "math_verify",
+    "gsm8k": "gsm8k",
+    "openai/gsm8k": "gsm8k",
+    "countdown": "countdown",
+}
+
+
+def resolve(name: str) -> Verifier | None:
+    """The verifier called `name`, or a user's own function "module:function"; None if it is neither.
+
+    A user's function gets (completion, answer, prompt) as strings and its options as keywords, and returns a number
+    above 0 where the answer is right. It runs in the worker pool: no files written, no processes, no network.
+    """
+    if ":" in name:
+        return Verifier(name, pooled=True, sees_prompt=True)
+    return VERIFIERS.get(name)
+
+
+def for_source(source: str) -> Verifier:
+    """The verifier for problems of `source`; reasoning-gym's tasks ("reasoning_gym/…") compare exactly.
+
+    Raises:
+      ValueError: unknown source.
+    """
+    if source.startswith("reasoning_gym/"):
+        return VERIFIERS["exact"]
+    if source not in SOURCES:
+        raise ValueError(f"no verifier is known for source {source!r}; name one instead of 'by_source': {[*VERIFIERS]}")
+    return VERIFIERS[SOURCES[source]]

@@ -1,0 +1,118 @@
+"""One verifier process: reads tasks from standard input, writes verdicts to standard output, one JSON line each.
+
+It expects to be attacked by what it reads. After the verifiers are imported it gives up what they do not need
+(memory, files, processes, sockets, signals), and an alarm that needs no running Python ends it when a task overruns
+by far, even if the parent is gone. What this cannot stop, the parent's deadline and kill do.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import math
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+_DENIED = (
+    *("os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.startfile", "os.fork", "os.forkpty", "pty.spawn"),
+    *("subprocess.Popen", "os.kill", "os.killpg", "signal.pthread_kill", "os.putenv", "os.chdir", "os.chmod"),
+    *("os.chown", "os.remove", "os.rename", "os.rmdir", "os.mkdir", "os.link", "os.symlink", "os.truncate"),
+    *("socket.connect", "socket.bind", "socket.sendto", "socket.sendmsg", "socket.getaddrinfo", "shutil.rmtree"),
+)
+_denied: list[str] = []
+
+
+def main() -> None:
+    """Arguments: JSON {"functions": [module:function, …], "memory_bytes": …, "deadline_s": …}."""
+    setup = json.loads(sys.argv[1])
+    tasks = os.fdopen(os.dup(0), "r", encoding="utf-8")
+    verdicts = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    _silence()
+    try:
+        functions = {path: load_function(path) for path in setup["functions"]}
+    except Exception as error:
+        _write(verdicts, {"failed": f"{type(error).__name__}: {error}"})
+        return
+    _confine(setup["memory_bytes"])
+    own_pid = os.getpid()
+    _write(verdicts, {"ready": own_pid})
+    for line in tasks:
+        task = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, 2 * setup["deadline_s"] + 1)
+        verdict = _judge(functions[task["function"]], task)
+        if os.getpid() != own_pid:  # a child that the verifier forked by foul means and that got out of it
+            os._exit(1)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        _write(verdicts, {"id": task["id"], **verdict})
+
+
+def load_function(path: str) -> Callable[..., float]:
+    """The function at "module:function".
+
+    Raises:
+      ValueError: not such a path, or no such module or function.
+    """
+    module_name, _, name = path.partition(":")
+    if not module_name or not name:
+        raise ValueError(f"{path!r} is not of the form module:function")
+    try:
+        function = getattr(importlib.import_module(module_name), name, None)
+    except ImportError as error:
+        raise ValueError(f"cannot import {module_name!r} for the reward {path!r}: {error}") from error
+    if not callable(function):
+        raise ValueError(f"module {module_name!r} has no function {name!r}")
+    return function
+
+
+def _judge(function: Callable[..., float], task: dict[str, Any]) -> dict[str, Any]:
+    _denied.clear()
+    try:
+        score = float(function(*task["arguments"], **task["options"]))
+        verdict = {"score": score} if math.isfinite(score) else {"error": "error", "detail": f"score {score}"}
+    except MemoryError:
+        verdict = {"error": "memory", "detail": "memory limit"}
+    except BaseException as error:  # SystemExit and KeyboardInterrupt too: an answer must not end the process
+        verdict = {"error": "error", "detail": f"{type(error).__name__}: {error}"[:200]}
+    # Even if the verifier swallowed the exception and returned something.
+    return {"error": "forbidden", "detail": _denied[0]} if _denied else verdict
+
+
+def _write(file, message: dict[str, Any]) -> None:
+    file.write(json.dumps(message) + "\n")
+    file.flush()
+
+
+def _silence() -> None:
+    """Whatever verifiers print goes nowhere; the pipes of the protocol keep numbers of their own."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(nowhere, fd)
+    logging.disable(logging.CRITICAL)
+
+
+def _confine(memory_bytes: int) -> None:
+    limits = {"CORE": 0, "FSIZE": 0, "NOFILE": 64}
+    if sys.platform == "linux":  # elsewhere these two are not enforced or not there
+        with open("/proc/self/statm") as statm:
+            virtual = int(statm.read().split()[0]) * resource.getpagesize()
+        limits |= {"AS": virtual + memory_bytes, "NPROC": 0}
+    for name, value in limits.items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    sys.addaudithook(_deny)
+
+
+def _deny(event: str, arguments: tuple[Any, ...]) -> None:
+    writes = event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR)
+    if event in _DENIED or writes:
+        _denied.append(event)
+        raise PermissionError(f"a verifier may not do this: {event}")
+
+
+if __name__ == "__main__":
+    main()

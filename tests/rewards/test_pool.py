@@ -1,0 +1,121 @@
+"""The worst that a verifier can be made to do. `attacked:run` stands for one that executes its completion."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from rpg_jax.rewards.pool import Task, Verdict, WorkerPool
+
+ATTACKED = "attacked:run"
+SOURCE = "def run(completion, answer):\n    return float(eval(completion) or 0)\n"
+OS = "__import__('os')"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("verifier")
+    (folder / "attacked.py").write_text(SOURCE)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def pool(folder):
+    with WorkerPool([ATTACKED], size=2, deadline_s=0.8) as pool:
+        yield pool
+
+
+def run(pool, completions):
+    return pool.run([Task(ATTACKED, (text, "")) for text in completions])
+
+
+ATTACKS = {
+    "__import__('time').sleep(1000)": "timeout",
+    "10**10**10": "timeout",  # holds the interpreter lock: no Python timeout inside the process could fire
+    "__import__('signal').pause()": "timeout",
+    f"{OS}._exit(0)": "crash",
+    "__import__('ctypes').string_at(0)": "crash",
+    f"{OS}.write(4, b'x' * 9000)": "crash",  # into the pipe of verdicts
+    "'x' * 10**9": "memory",
+    "[0] * 10**15": "memory",
+    f"[{OS}.fork() for _ in range(10**6)]": "forbidden",
+    f"{OS}.system('sleep 1000 &')": "forbidden",
+    f"{OS}.kill({OS}.getppid(), 9)": "forbidden",
+    "__import__('socket').create_connection(('127.0.0.1', 1))": "forbidden",
+    "open('/tmp/attacked', 'w')": "forbidden",
+    "exit()": "error",
+    "(lambda f: f(f))(lambda f: f(f))": "error",
+    "float('nan')": "error",
+    "syntax error": "error",
+    "'\\ud800'": "error",
+}
+
+
+def test_an_attack_costs_its_own_verdict_only(pool):
+    pool.counts.clear()
+    completions = [text for i, attack in enumerate(ATTACKS) for text in (attack, str(i))]
+    verdicts = run(pool, completions)
+    assert {attack: v.error for attack, v in zip(ATTACKS, verdicts[::2], strict=True)} == ATTACKS
+    assert verdicts[1::2] == [Verdict(float(i)) for i in range(len(ATTACKS))]
+    kinds = list(ATTACKS.values())
+    assert {kind: pool.counts[kind] for kind in kinds} == {kind: kinds.count(kind) for kind in kinds}
+    assert pool.counts["done"] == 2 * len(ATTACKS)
+    assert pool.counts["rebuilt"] == len(ATTACKS) - kinds.count("error")
+    assert run(pool, ["1"] * 20) == [Verdict(1.0)] * 20
+
+
+def test_a_child_made_behind_the_interpreter_is_gone_with_its_parent(pool, folder):
+    """ctypes reaches fork() without Python noticing; the child must neither answer for its parent nor outlive it."""
+    fork = "__import__('ctypes').CDLL(None).fork()"
+    verdicts = run(pool, [f"({fork} or __import__('time').sleep(0.1)) and 1", "2", fork + " and 10**10**10", "3"])
+    assert [v.score for v in verdicts] == [1.0, 2.0, None, 3.0]
+    groups = [member._process.pid for member in pool._members]
+    pool.close()
+    assert not [stat for stat in map(_process_group, Path("/proc").glob("[0-9]*")) if stat in groups]
+
+
+def _process_group(process: Path) -> int | None:
+    try:
+        state, _, group = (process / "stat").read_text().rpartition(")")[2].split()[:3]
+    except OSError:
+        return None
+    return None if state == "Z" else int(group)
+
+
+def test_members_are_recycled_by_age_and_results_stay_in_order(folder):
+    with WorkerPool([ATTACKED], size=2, deadline_s=5, recycle_after=7) as pool:
+        assert [v.score for v in run(pool, map(str, range(30)))] == list(range(30))
+        assert pool.counts["recycled"] >= 2 and pool.counts["rebuilt"] == 0
+
+
+def test_a_member_that_died_while_idle_costs_no_verdict(folder):
+    with WorkerPool([ATTACKED], size=1, deadline_s=5) as pool:
+        run(pool, ["1"])
+        process = pool._members[0]._process
+        process.kill()
+        process.wait()
+        assert run(pool, ["2", "3"]) == [Verdict(2.0), Verdict(3.0)]
+        assert pool.counts["rebuilt"] == 1
+
+
+def test_secrets_of_the_parent_are_not_in_the_workers(folder, monkeypatch):
+    monkeypatch.setenv("SECRET_TOKEN", "x")
+    with WorkerPool([ATTACKED], size=1, deadline_s=5) as pool:
+        assert run(pool, [f"'SECRET_TOKEN' in {OS}.environ", "1"])[0] == Verdict(0.0)
+    assert "SECRET_TOKEN" in os.environ
+
+
+def test_a_function_that_cannot_be_imported_is_named(folder):
+    for path, message in {
+        "nowhere:f": "cannot import 'nowhere'",
+        "attacked:walk": "no function 'walk'",
+        "attacked": "not of the form module:function",
+    }.items():
+        with WorkerPool([path], size=1) as pool, pytest.raises(ValueError, match=message):
+            pool.wait_ready()
+    with WorkerPool([ATTACKED], size=1) as pool, pytest.raises(ValueError, match="does not have \\['other:f'\\]"):
+        pool.run([Task("other:f", ("", ""))])
