@@ -1,0 +1,141 @@
+"""Every field of a run, once: default, meaning, unit. Experiments import this and state only what differs.
+
+A field whose default is `from_method(...)` takes its value from the row of `rpg_jax.losses.METHODS` that
+`config.method` names; set it, in a file or on the command line, and it wins over the row.
+"""
+
+from ml_collections import ConfigDict
+from ml_collections.config_dict import placeholder
+
+from_method = placeholder  # an unset, typed field that the method's row fills in
+optional = placeholder  # an unset, typed field that means "off" or "derived"
+
+
+def get_config() -> ConfigDict:
+    c = ConfigDict()
+    c.method = "RPG-REINFORCE-URKL"  # a row of the paper's tables; an unknown name lists the known ones
+    c.seed = 0  # every random number of the run is folded from it
+
+    run = c.run = ConfigDict()
+    run.dir = "runs"  # folder of all runs
+    run.name = optional(str)  # default: config file, method, seed, and a hash of other overrides; same name = resume
+    run.overwrite = False  # start anew where a run of this name exists
+
+    model = c.model = ConfigDict()
+    model.path = optional(str)  # folder in Hugging Face layout to load weights and tokenizer from
+    model.size = optional(str)  # a published size (rpg_jax.models.SIZES), or unset: the dimensions below
+    model.num_layers = optional(int)
+    model.embed_dim = optional(int)
+    model.num_heads = optional(int)
+    model.num_kv_heads = optional(int)
+    model.head_dim = optional(int)
+    model.hidden_dim = optional(int)  # of the SwiGLU block
+    model.rope_theta = optional(float)
+    model.tie_embeddings = optional(bool)
+    model.compute_dtype = "bfloat16"  # of activations; log-probabilities and reductions are always float32
+    model.param_dtype = "float32"  # of the master weights
+    model.remat = "full"  # what the backward pass recomputes: none, dots, full
+
+    mesh = c.mesh = ConfigDict()  # devices along each axis; -1 once: all that are left
+    mesh.replica = 1
+    mesh.fsdp = -1
+    mesh.tensor = 1
+    mesh.context = 1
+    mesh.expert = 1
+
+    task = c.task = ConfigDict()
+    task.name = "arithmetic"
+    task.operations = "+"  # any of + - *
+    task.digits = 2  # of each operand, at most
+    task.reverse = True  # write the answer's digits from the lowest, as one carries
+    task.chain_of_thought = False  # write the column sums before the answer
+    task.held_out = 0.2  # share of operand pairs kept for evaluation
+    task.max_prompt_tokens = 16
+
+    rewards = c.rewards = ConfigDict()
+    rewards.parts = "exact"  # a name, or several with weights: "exact:1,format:0.1"
+    rewards.format = "number"  # what "format" asks for: answer_line, boxed, number, think
+    rewards.overlong_shaping = from_method(bool)  # punish completions that come close to the limit (MATH section 8)
+    rewards.overlong_buffer = 512  # tokens before the limit over which the punishment grows
+    rewards.overlong_factor = 1.0  # the punishment at the limit
+
+    rollout = c.rollout = ConfigDict()
+    rollout.driver = "orchestrator"  # JetStream in process; lockstep: one thread, any mesh; simple: the plain oracle
+    rollout.slots = 64  # completions decoded together
+    rollout.prompts_per_step = 64
+    rollout.group_size = 8  # completions per prompt
+    rollout.max_tokens = 16  # of a completion, stop token included
+    rollout.temperature = 1.0
+    rollout.top_p = 1.0  # 1 is off
+    rollout.top_k = 0  # 0 is off
+    rollout.max_sampler_gap = 1e-2  # mean |log pi_s - log pi_old| in nats above which the run stops
+
+    dynamic = c.dynamic_sampling = ConfigDict()
+    dynamic.enabled = from_method(bool)  # keep only groups whose raw accuracy is neither 0 nor 1
+    dynamic.oversample = 1  # prompts generated at once, in units of prompts_per_step (the paper: 3)
+    dynamic.max_batches = 20  # generation batches per step before giving up
+    dynamic.on_shortage = "smaller"  # "smaller": train on what was kept; "error": stop
+
+    loss = c.loss = ConfigDict()
+    loss.name = from_method(str)  # rpg ppo grpo dapo reinforce_pp reinforce_pp_baseline dr_grpo gspo cispo
+    loss.divergence = from_method(str)  # fkl ufkl rkl urkl js ujs
+    loss.estimator = from_method(str)  # differentiable reinforce
+    loss.clip = from_method(str)  # none dual truncate reward
+    loss.form = from_method(str)  # paper verl
+    loss.kl_coef = from_method(float)  # beta
+    loss.clip_low = from_method(float)  # epsilon_1
+    loss.clip_high = from_method(float)  # epsilon_2
+    loss.clip_dual = from_method(float)  # c
+    loss.aggregate = from_method(str)  # token_mean sequence_mean_token_sum sequence_mean_token_mean constant
+    loss.constant_length = from_method(int)  # tokens, for aggregate = constant; default: rollout.max_tokens
+    loss.truncated_importance_sampling = optional(float)  # cap C on pi_old/pi_s; unset: off
+    loss.advantage = from_method(str)  # a name of rpg_jax.losses.ADVANTAGES
+
+    reference = c.reference = ConfigDict()
+    reference.rule = from_method(str)  # behaviour: every step; fixed: never; every: K updates; kl: at a threshold
+    reference.every = 16  # K, in updates
+    reference.kl_threshold = 0.01  # kappa, nats per token
+    reference.kl_decay = 0.9  # of the moving average of the token KL, per update
+    reference.resident = False  # keep the restored snapshot in device memory between steps
+
+    train = c.train = ConfigDict()
+    train.steps = 100  # rollout batches
+    train.updates_per_step = 2  # mini-batches of one rollout batch
+    train.epochs = 1  # passes over one rollout batch
+    train.microbatch_size = optional(int)  # rows per forward and backward pass; unset: a whole mini-batch
+
+    optimizer = c.optimizer = ConfigDict()
+    optimizer.name = "adamw"  # adamw, schedule_free_adamw
+    optimizer.learning_rate = 1e-6
+    optimizer.warmup_updates = 10  # linear, then constant
+    optimizer.b1 = 0.9
+    optimizer.b2 = 0.999
+    optimizer.eps = 1e-8
+    optimizer.weight_decay = 0.1
+    optimizer.max_grad_norm = 1.0  # global norm
+
+    warm = c.warm_start = ConfigDict()
+    warm.enabled = False  # supervised training from scratch before RL; cached and shared between runs
+    warm.dir = "runs/warm_starts"
+    warm.seed = 0  # its own, so that runs of several seeds share one warm start
+    warm.min_accuracy = 0.4  # stop inside [min_accuracy, max_accuracy] on held-out problems
+    warm.max_accuracy = 0.6
+    warm.learning_rate = 2e-3
+    warm.batch_size = 512
+    warm.check_every = 50  # updates between accuracy checks; halved after an overshoot
+    warm.max_updates = 5000
+
+    evaluation = c.evaluation = ConfigDict()
+    evaluation.every = 10  # steps
+    evaluation.problems = 256  # held-out problems
+    evaluation.k = 4  # completions per problem
+    evaluation.temperature = 1.0
+
+    checkpoint = c.checkpoint = ConfigDict()
+    checkpoint.every = 10  # steps
+    checkpoint.keep = 2
+
+    log = c.log = ConfigDict()
+    log.samples_per_step = 2  # prompts whose completions go to samples.jsonl
+    log.max_nonfinite_updates = 10  # in a row, before the run stops
+    return c

@@ -1,0 +1,285 @@
+"""From a resolved config to the objects of a run. Config ends here: everything below takes arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+from ml_collections import ConfigDict
+
+from rpg_jax import data, losses, models, parallel, rewards, rollout
+from rpg_jax.training import optimizer as optimizer_lib
+from rpg_jax.training import state as state_lib
+from rpg_jax.training import step as step_lib
+from rpg_jax.training.checkpoints import Snapshots, abstract
+from rpg_jax.training.experience import DynamicSampling, Group, GroupSampler
+from rpg_jax.training.loop import Trainer
+from rpg_jax.training.optimizer import Optimizer
+from rpg_jax.training.reference import Reference
+from rpg_jax.training.state import TrainState
+from rpg_jax.types import Batch, Sampling
+
+
+def resolve(config: ConfigDict) -> ConfigDict:
+    """Fills every field that was left to the method from its row of `losses.METHODS`.
+
+    Raises:
+      ValueError: the method is unknown; the message lists the known ones.
+    """
+    method = losses.get_method(config.method)
+    row = {
+        "loss.name": method.loss,
+        "loss.advantage": method.advantage,
+        "loss.aggregate": method.aggregate,
+        "reference.rule": method.reference,
+        "dynamic_sampling.enabled": method.dynamic_sampling,
+        "rewards.overlong_shaping": method.overlong_shaping,
+        **{f"loss.{name}": value for name, value in method.hyperparameters.items()},
+    }
+    resolved = config.copy_and_resolve_references()
+    with resolved.unlocked():
+        if resolved.loss.constant_length is None:
+            row["loss.constant_length"] = resolved.rollout.max_tokens if method.aggregate == "constant" else None
+        for path, value in row.items():
+            section, name = path.split(".")
+            if resolved[section][name] is None:
+                resolved[section][name] = value
+    return resolved.lock()
+
+
+@dataclasses.dataclass
+class Experiment:
+    """What train and evaluate share: tokenizer, problems, model and mesh of one config."""
+
+    config: ConfigDict
+    tokenizer: data.Tokenizer
+    task: data.Arithmetic
+    mesh: jax.sharding.Mesh
+    model: models.QwenConfig
+    graphdef: Any
+    param_shapes: Any
+    param_shardings: Any
+
+    @classmethod
+    def open(cls, config: ConfigDict, run_dir: Path) -> Experiment:
+        """Builds everything but weights; the tokenizer is kept in `run_dir`."""
+        c = config
+        task = make_task(c)
+        tokenizer = _tokenizer(c, task, run_dir)
+        model = _model_config(c, tokenizer.vocab_size)
+        mesh = parallel.make_mesh(c.mesh.to_dict())
+        graphdef, shapes = models.abstract(
+            model, jnp.dtype(c.model.param_dtype), compute_dtype=jnp.dtype(c.model.compute_dtype), remat=c.model.remat
+        )
+        shardings = parallel.shardings(models.logical_axes(model), shapes, mesh)
+        return cls(c, tokenizer, task, mesh, model, graphdef, shapes, shardings)
+
+    @property
+    def abstract_params(self) -> Any:
+        """The weights' shapes, dtypes and shardings."""
+        return abstract(self.param_shapes, self.param_shardings)
+
+    @property
+    def replicated(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def row_sharding(self) -> NamedSharding:
+        """Rows of a batch are spread over the data axes."""
+        return NamedSharding(self.mesh, PartitionSpec(parallel.RULES["batch"]))
+
+    def init_params(self) -> Any:
+        """Random weights, drawn straight into their shards."""
+        return models.build(
+            self.model,
+            seed=self.config.warm_start.seed,
+            param_dtype=jnp.dtype(self.config.model.param_dtype),
+            shardings=self.param_shardings,
+        )[1]
+
+    def sampling(self, temperature: float) -> Sampling:
+        c = self.config.rollout
+        return Sampling(temperature, c.top_p, c.top_k, c.max_tokens, tuple(self.tokenizer.stop_token_ids))
+
+    def make_rollout(self, params: Any) -> rollout.Rollout:
+        c = self.config
+        return rollout.build(
+            c.rollout.driver,
+            self.graphdef,
+            params,
+            config=self.model,
+            slots=c.rollout.slots,
+            max_prompt_tokens=c.task.max_prompt_tokens,
+            max_tokens=c.rollout.max_tokens,
+            mesh=self.mesh,
+        )
+
+    def make_scorer(self) -> rewards.Scorer:
+        c = self.config.rewards
+        options: dict[str, dict[str, Any]] = {"format": {"pattern": c.format}}
+        weights = _weights(c.parts)
+        if c.overlong_shaping:
+            weights["overlong"] = 1.0
+            limit = self.config.rollout.max_tokens
+            options["overlong"] = {"limit": limit, "buffer": c.overlong_buffer, "factor": c.overlong_factor}
+        return rewards.build(weights, options={k: v for k, v in options.items() if k in weights})
+
+    def make_sampler(self, sampler: rollout.Rollout, *, temperature: float, group_size: int, seed: int) -> GroupSampler:
+        return GroupSampler(
+            sampler,
+            self.tokenizer,
+            self.make_scorer(),
+            group_size=group_size,
+            sampling=self.sampling(temperature),
+            seed=seed,
+        )
+
+    def held_out_problems(self) -> list[data.Problem]:
+        return self.task.problems("held_out", self.config.evaluation.problems)
+
+    def evaluation_sampler(self, sampler: rollout.Rollout) -> GroupSampler:
+        """Draws with noise of its own, so that evaluating more or less never changes training."""
+        c = self.config.evaluation
+        seed = (self.config.seed + 0x5EED) % 2**31
+        return self.make_sampler(sampler, temperature=c.temperature, group_size=c.k, seed=seed)
+
+    def make_optimizer(self, **changes: Any) -> Optimizer:
+        return optimizer_lib.build(**{**self.config.optimizer.to_dict(), **changes})
+
+    def state_sharding(self, optimizer: Optimizer) -> TrainState:
+        return state_lib.shardings(self.param_shapes, self.param_shardings, optimizer, self.replicated)
+
+    def make_batch(self, groups: Sequence[Group], advantages: np.ndarray) -> Batch:
+        """Rows of one fixed shape: missing groups are rows without tokens."""
+        c = self.config
+        return data.pad_completions(
+            [g.prompt for g in groups],
+            [g.completions for g in groups],
+            advantages,
+            pad_id=self.tokenizer.pad_id,
+            rows=-(-c.rollout.prompts_per_step // c.train.updates_per_step) * c.rollout.group_size,
+            row_length=data.bucket_length(c.task.max_prompt_tokens + c.rollout.max_tokens),
+            completion_length=c.rollout.max_tokens,
+        )
+
+    def make_programs(self, optimizer: Optimizer, loss: step_lib.LossFn, rows: int, temperature: float):
+        return step_lib.build(
+            self.graphdef,
+            optimizer,
+            loss,
+            temperature=temperature,
+            microbatch_size=self.config.train.microbatch_size or rows,
+            state_sharding=self.state_sharding(optimizer),
+            batch_sharding=self.row_sharding,
+        )
+
+    def supervised_batches(self, batch_size: int) -> Iterator[Batch]:
+        """Endless rows of (prompt, target) pairs of the training split."""
+        stream = data.PromptStream(self.task.problems("train"), batch_size=batch_size, seed=self.config.warm_start.seed)
+        c = self.config
+        for problems in stream:
+            pairs = [
+                (self.tokenizer.encode(prompt), [*self.tokenizer.encode(target), self.tokenizer.eos_id])
+                for prompt, target in self.task.examples(problems)
+            ]
+            batch = data.pad_supervised(
+                pairs,
+                pad_id=self.tokenizer.pad_id,
+                row_length=data.bucket_length(c.task.max_prompt_tokens + c.rollout.max_tokens),
+                completion_length=c.rollout.max_tokens,
+            )
+            yield jax.device_put(batch, self.row_sharding)
+
+    def make_trainer(self, params: Any, sampler: rollout.Rollout, run_dir: Path) -> Trainer:
+        """The trainer before its first step; `params` are taken over (donated)."""
+        c = self.config
+        if c.rollout.prompts_per_step % c.train.updates_per_step:
+            raise ValueError(
+                f"rollout.prompts_per_step={c.rollout.prompts_per_step} must be a multiple of "
+                f"train.updates_per_step={c.train.updates_per_step}"
+            )
+        optimizer = self.make_optimizer()
+        loss = c.loss.to_dict()
+        name, advantage = loss.pop("name"), loss.pop("advantage")
+        hyperparameters = {k: v for k, v in loss.items() if v is not None}
+        rows = c.rollout.prompts_per_step // c.train.updates_per_step * c.rollout.group_size
+        dynamic = c.dynamic_sampling
+        return Trainer(
+            state=state_lib.create(params, optimizer, self.state_sharding(optimizer)),
+            programs=self.make_programs(
+                optimizer, step_lib.loss_fn(name, **hyperparameters), rows, c.rollout.temperature
+            ),
+            stream=data.PromptStream(
+                self.task.problems("train"),
+                batch_size=c.rollout.prompts_per_step * (dynamic.oversample if dynamic.enabled else 1),
+                seed=c.seed,
+            ),
+            sample=self.make_sampler(
+                sampler, temperature=c.rollout.temperature, group_size=c.rollout.group_size, seed=c.seed
+            ),
+            advantages=lambda rewards, lengths: np.asarray(losses.advantages(advantage, rewards, lengths=lengths)),
+            batcher=self.make_batch,
+            rollout=sampler,
+            reference=Reference(
+                c.reference.rule,
+                snapshots=Snapshots(run_dir / "reference"),
+                like=self.abstract_params,
+                **{k: c.reference[k] for k in ("every", "kl_threshold", "kl_decay", "resident")},
+            ),
+            dynamic=DynamicSampling(dynamic.max_batches, dynamic.on_shortage) if dynamic.enabled else None,
+            prompts_per_step=c.rollout.prompts_per_step,
+            updates_per_step=c.train.updates_per_step,
+            epochs=c.train.epochs,
+            batch_sharding=self.row_sharding,
+            max_sampler_gap=c.rollout.max_sampler_gap,
+            max_nonfinite_updates=c.log.max_nonfinite_updates,
+        )
+
+
+def make_task(config: ConfigDict) -> data.Arithmetic:
+    """The procedural task that `task.name` names."""
+    t = config.task
+    if t.name != "arithmetic":
+        raise ValueError(f"unknown task.name {t.name!r}; known: arithmetic")
+    return data.Arithmetic(
+        operators=t.operations,
+        digits=t.digits,
+        reverse=t.reverse,
+        chain_of_thought=t.chain_of_thought,
+        held_out=t.held_out,
+    )
+
+
+def _tokenizer(config: ConfigDict, task: data.Arithmetic, run_dir: Path) -> data.Tokenizer:
+    if config.model.path:
+        return data.load_tokenizer(config.model.path)
+    file = run_dir / "tokenizer.model"
+    return data.load_tokenizer(file) if file.exists() else data.train_sentencepiece(task.texts(), file)
+
+
+def _model_config(config: ConfigDict, vocab_size: int) -> models.QwenConfig:
+    m = config.model
+    dimensions = ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "hidden_dim")
+    unset = [name for name in dimensions if m[name] is None]
+    if unset:
+        raise ValueError(f"model.{unset[0]} is not set: give all of model.{{{', '.join(dimensions)}}}")
+    optional = {k: m[k] for k in ("rope_theta", "tie_embeddings") if m[k] is not None}
+    return models.QwenConfig(vocab_size=vocab_size, **{name: m[name] for name in dimensions}, **optional)
+
+
+def _weights(parts: str) -> dict[str, float]:
+    """ "exact:1,format:0.1" as {"exact": 1.0, "format": 0.1}; a weight left out is 1."""
+    weights = {}
+    for part in parts.split(","):
+        name, _, weight = part.strip().partition(":")
+        try:
+            weights[name] = float(weight) if weight else 1.0
+        except ValueError:
+            raise ValueError(f"rewards.parts: {part!r} is not name or name:weight") from None
+    return weights

@@ -1,0 +1,123 @@
+"""The folder of a run: its name, its config, what it was made with, and whether it may be resumed."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import json
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from ml_collections import ConfigDict
+
+from rpg_jax.command_line import ROOT
+
+# Fields that may differ when a run is resumed: they do not change what has been computed so far.
+_MAY_CHANGE = ("run.", "train.steps", "checkpoint.", "log.", "rollout.max_sampler_gap")
+_PACKAGES = (
+    "jax",
+    "jaxlib",
+    "flax",
+    "optax",
+    "orbax-checkpoint",
+    "grain",
+    "google-jetstream",
+    "numpy",
+    "ml-collections",
+)
+
+
+def default_name(config_file: str, config: ConfigDict, overrides: Mapping[str, Any]) -> str:
+    """Config file, method and seed, and a hash of any other override: the same command is the same run."""
+    named = ("method", "seed", "run.dir", "run.name", "run.overwrite", "train.steps")
+    other = {k: v for k, v in overrides.items() if k not in named and not k.startswith(("checkpoint.", "log."))}
+    parts = [Path(config_file).stem, config.method.lower(), f"seed{config.seed}"]
+    if other:
+        parts.append(hashlib.sha256(json.dumps(other, sort_keys=True, default=str).encode()).hexdigest()[:6])
+    return "-".join(parts)
+
+
+def open_run(config: ConfigDict) -> Path:
+    """Makes or reopens `run.dir/run.name` and writes `config.json` and `versions.json` into it.
+
+    Raises:
+      ValueError: a run of this name has another config; the message names the fields that differ.
+    """
+    path = Path(config.run.dir) / config.run.name
+    if config.run.overwrite and path.exists():
+        shutil.rmtree(path)
+    path.mkdir(parents=True, exist_ok=True)
+    resolved, file = json.loads(config.to_json_best_effort()), path / "config.json"
+    if file.exists():
+        differing = _differences(json.loads(file.read_text()), resolved)
+        if differing:
+            raise ValueError(
+                f"{path} holds a run with another config: "
+                + "; ".join(f"{k} was {old!r}, now {new!r}" for k, (old, new) in differing.items())
+                + ". Give this one another --config.run.name, or start over with --config.run.overwrite=True"
+            )
+    _write(file, resolved)
+    _write(path / "versions.json", made_with())
+    return path
+
+
+def read_config(path: Path) -> ConfigDict:
+    """The resolved config of a run.
+
+    Raises:
+      ValueError: the folder is not a run's.
+    """
+    file = path / "config.json"
+    if not file.exists():
+        runs = sorted(str(p.parent) for p in path.parent.glob("*/config.json")) if path.parent.is_dir() else []
+        raise ValueError(f"{path} is not a run folder (it has no config.json); there are: {', '.join(runs) or 'none'}")
+    return ConfigDict(json.loads(file.read_text()))
+
+
+def made_with() -> dict[str, Any]:
+    """Commit, package versions, Python, devices and the command line."""
+    return {
+        "commit": _git("rev-parse", "HEAD"),
+        "uncommitted_changes": bool(_git("status", "--porcelain")),
+        "python": platform.python_version(),
+        "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},
+        "platform": jax.default_backend(),
+        "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
+        "command": sys.argv,
+    }
+
+
+def _differences(old: dict, new: dict) -> dict[str, tuple[Any, Any]]:
+    before, after = _flat(old), _flat(new)
+    return {
+        k: (before.get(k), after.get(k))
+        for k in sorted({*before, *after})
+        if before.get(k) != after.get(k) and not k.startswith(_MAY_CHANGE)
+    }
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return flat
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout.strip() if done.returncode == 0 else ""
+
+
+def _write(path: Path, value: Any) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n")
+    partial.replace(path)

@@ -1,0 +1,223 @@
+"""Trains a policy by regularized policy gradients.
+
+  python -m rpg_jax.train --config=configs/tiny.py --config.method=RPG-REINFORCE-URKL --config.seed=1
+
+The same command continues an interrupted run from its last checkpoint. A run leaves in runs/NAME: config.json,
+versions.json, metrics.jsonl, samples.jsonl, curves.png, summary.md, checkpoints.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+from rpg_jax import command_line, run_folder
+from rpg_jax.experiment import Experiment, resolve
+from rpg_jax.report import curves, summary
+from rpg_jax.report.progress import Progress
+from rpg_jax.training import state as state_lib
+from rpg_jax.training import step as step_lib
+from rpg_jax.training.checkpoints import Checkpoints, Snapshots, abstract, bit_checksum
+from rpg_jax.training.experience import Group
+from rpg_jax.training.metrics import JsonLines
+from rpg_jax.training.warm_start import Target, warm_start
+
+_CONFIG = command_line.define_config("configs/tiny.py")
+
+
+def main() -> int:
+    """Names the run, resolves its config and trains."""
+    config = _CONFIG.value
+    if config.run.name is None:
+        holder = flags.FLAGS["config"]
+        file, overrides = config_flags.get_config_filename(holder), config_flags.get_override_values(holder)
+        config.run.name = run_folder.default_name(file, config, overrides)
+    return train(resolve(config))
+
+
+def train(config: ConfigDict) -> int:
+    """Runs or resumes `config` to its last step; returns the exit code."""
+    run_dir = run_folder.open_run(config)
+    experiment = Experiment.open(config, run_dir)
+    run = Run(experiment, run_dir)
+    try:
+        return run.to_the_end()
+    finally:
+        run.close()
+
+
+class Run:
+    """One training run: the trainer, its files and its display."""
+
+    def __init__(self, experiment: Experiment, run_dir: Path):
+        self.experiment, self.config, self.run_dir = experiment, experiment.config, run_dir
+        self.metrics, self.samples = JsonLines(run_dir / "metrics.jsonl"), JsonLines(run_dir / "samples.jsonl")
+        self.checkpoints = Checkpoints(run_dir / "checkpoints", keep=self.config.checkpoint.keep)
+        self.signal: int | None = None
+        resumed = self.checkpoints.latest_step()
+        params = experiment.init_params()
+        self.rollout = experiment.make_rollout(params)
+        self.evaluation_sampler = experiment.evaluation_sampler(self.rollout)
+        self.problems = experiment.held_out_problems()
+        if resumed is None and self.config.warm_start.enabled:
+            params = self._warm_start(params)
+        self.trainer = experiment.make_trainer(params, self.rollout, run_dir)
+        if resumed is None:
+            self.trainer.reference.start(self.trainer.state.params)
+        else:
+            self._resume(resumed)
+
+    def to_the_end(self) -> int:
+        """Steps until `train.steps`, or until a signal asks to stop; returns the exit code."""
+        trainer, steps = self.trainer, self.config.train.steps
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._stop)
+        trainer.sync_rollout()
+        with Progress(steps, first=trainer.step) as progress:
+            if trainer.step == 0:
+                self.samples.rewind(-1)
+                self.metrics.rewind(-1)
+                self._log({"step": 0, **self.evaluate()}, progress)
+            while trainer.step < steps and self.signal is None:
+                values, groups = trainer.run_step()
+                if trainer.step % self.config.evaluation.every == 0 or trainer.step == steps:
+                    values |= self.evaluate()
+                self._write_samples(groups)
+                self._log({"step": trainer.step, **values}, progress)
+                if trainer.step % self.config.checkpoint.every == 0 or trainer.step == steps or self.signal:
+                    self.save()
+        if self.signal:
+            print(f"stopped after step {trainer.step} and saved; the same command continues")
+            return 128 + self.signal
+        return self._finish()
+
+    def evaluate(self) -> dict[str, float]:
+        """Mean@k and pass@k on the held-out problems, with the optimizer's evaluation weights."""
+        groups = self.evaluation_sampler(self.problems, step=self.trainer.step)
+        return evaluation_metrics(groups)
+
+    def save(self) -> None:
+        """Starts a checkpoint of everything that a resume needs."""
+        record = self.trainer.record()
+        self.checkpoints.save(self.trainer.step, self.trainer.state, record)
+        self.trainer.reference.prune(
+            self.checkpoints.record(step)["reference"]["number"] for step in self.checkpoints.steps()[:-1]
+        )
+
+    def close(self) -> None:
+        self.checkpoints.close()
+        self.rollout.close()
+
+    def _resume(self, step: int) -> None:
+        trainer = self.trainer
+        like = abstract(trainer.state, self.experiment.state_sharding(self.experiment.make_optimizer()))
+        trainer.restore(self.checkpoints.restore(step, like), self.checkpoints.record(step))
+        self.metrics.rewind(step)
+        self.samples.rewind(step)
+        print(f"continuing {self.run_dir} after step {step}")
+
+    def _log(self, record: dict[str, Any], progress: Progress) -> None:
+        self.metrics.append(record)
+        progress.update(record["step"], record)
+
+    def _write_samples(self, groups: list[Group]) -> None:
+        for group in groups[: self.config.log.samples_per_step]:
+            for text, completion, reward, accuracy in zip(
+                group.texts, group.completions, group.rewards, group.accuracy, strict=True
+            ):
+                self.samples.append(
+                    {
+                        "step": self.trainer.step,
+                        "prompt": group.problem.prompt,
+                        "completion": text,
+                        "answer": group.problem.answer,
+                        "reward": reward,
+                        "accuracy": accuracy,
+                        "tokens": len(completion.tokens),
+                        "finish_reason": completion.finish_reason,
+                    }
+                )
+
+    def _finish(self) -> int:
+        self.checkpoints.wait()
+        if not (self.run_dir / "summary.md").exists() or self.trainer.step:
+            curves.draw_curves(self.run_dir)
+            summary.write_summary(self.run_dir)
+        print(summary.closing_message(self.run_dir))
+        print(f"weights checksum: {bit_checksum(self.trainer.state.params)[:16]}")
+        return 0
+
+    def _stop(self, number: int, _: Any) -> None:
+        if self.signal is not None:
+            raise SystemExit(128 + number)
+        self.signal = number
+
+    def _warm_start(self, params: Any) -> Any:
+        """Weights at the configured accuracy: from the shared cache, or trained now and put there."""
+        c, e = self.config.warm_start, self.experiment
+        folder = Path(c.dir) / warm_start_key(self.config)
+        cache = Snapshots(folder)
+        if cache.exists(0):
+            print(f"warm start from {folder}")
+            return cache.restore(0, e.abstract_params)
+        optimizer = e.make_optimizer(
+            name="adamw", learning_rate=c.learning_rate, warmup_updates=20, weight_decay=0.0, max_grad_norm=1.0
+        )
+        update = e.make_programs(optimizer, step_lib.supervised_loss, c.batch_size, 1.0).update
+        sampler = e.make_sampler(
+            self.rollout, temperature=self.config.evaluation.temperature, group_size=1, seed=c.seed
+        )
+
+        def accuracy(params: Any) -> float:
+            self.rollout.sync_weights(params, 0)
+            return float(np.mean([g.accuracy.mean() for g in sampler(self.problems, step=0)]))
+
+        target = Target(c.min_accuracy, c.max_accuracy, c.check_every, c.max_updates)
+        with Progress(goal=c.min_accuracy, title="warm start") as progress:
+            state, reached = warm_start(
+                state_lib.create(params, optimizer, e.state_sharding(optimizer)),
+                update,
+                e.supervised_batches(c.batch_size),
+                accuracy,
+                target,
+                on_check=lambda updates, value: progress.update(updates, {"accuracy": value}),
+            )
+        cache.save(0, state.params)
+        cache.wait()
+        shutil.copy(self.run_dir / "tokenizer.model", folder)
+        return state.params
+
+
+def evaluation_metrics(groups: list[Group]) -> dict[str, float]:
+    """Mean@k and unbiased pass@k of completions in [P, k] groups."""
+    correct = np.stack([g.accuracy for g in groups]) > 0.5
+    k = correct.shape[1]
+    return {
+        "eval/accuracy": float(correct.mean()),
+        "eval/mean_at_k": float(correct.mean()),
+        "eval/pass_at_k": float(correct.any(axis=1).mean()),
+        "eval/k": k,
+        "eval/completion_length": float(np.mean([len(c.tokens) for g in groups for c in g.completions])),
+    }
+
+
+def warm_start_key(config: ConfigDict) -> str:
+    """Names a warm start by what it depends on: model, task, tokenizer text, seed and its own settings."""
+    parts = {"model": config.model.to_dict(), "task": config.task.to_dict(), "warm_start": config.warm_start.to_dict()}
+    parts |= {"max_tokens": config.rollout.max_tokens, "evaluation": config.evaluation.to_dict()}
+    parts["warm_start"].pop("dir")
+    parts["model"].pop("remat")
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
+
+
+if __name__ == "__main__":
+    command_line.run(main, __doc__)

@@ -1,0 +1,1 @@
+"""The step, the loop around it, and what survives a kill."""

@@ -1,0 +1,118 @@
+"""The reference policy: the anchor of the KL term, and when it moves.
+
+Four rules (arXiv:2505.17508, section 4; MATH: the official code is `behaviour`):
+
+  behaviour   the policy that sampled the batch: ρ = π_ref/π_old = 1, and there is nothing to store;
+  fixed       the policy that the run started from;
+  every       the policy after every K-th optimizer update;
+  kl          the policy at the end of a step in which the moving average of the token KL passed κ.
+
+A snapshot lives on disk, through Orbax. It is restored for the log-prob pass only where it differs from the
+behaviour policy; where the two coincide, the behaviour log-probs serve for both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from rpg_jax.training.checkpoints import Snapshots
+
+RULES = ("behaviour", "fixed", "every", "kl")
+
+
+class Reference:
+    """Decides when the reference moves and brings its weights back.
+
+    Args:
+      rule: one of `RULES`.
+      snapshots: where weights are kept.
+      like: `ShapeDtypeStruct`s, with shardings, of the weights.
+      every: K, in updates, for rule "every".
+      kl_threshold: κ, nats per token, for rule "kl".
+      kl_decay: d of the moving average, a ← d·a + (1 − d)·KL per update, bias-corrected by 1 − dⁿ; it starts
+        anew with each reference.
+      resident: keep the restored weights in device memory between steps.
+
+    Raises:
+      ValueError: the rule is unknown or a number is out of its range.
+    """
+
+    def __init__(
+        self,
+        rule: str,
+        *,
+        snapshots: Snapshots,
+        like: Any,
+        every: int,
+        kl_threshold: float,
+        kl_decay: float,
+        resident: bool,
+    ):
+        if rule not in RULES:
+            raise ValueError(f"unknown reference rule {rule!r}; known: {', '.join(RULES)}")
+        if every < 1 or kl_threshold <= 0 or not 0 <= kl_decay < 1:
+            raise ValueError(
+                "a reference needs every >= 1, kl_threshold > 0 and 0 <= kl_decay < 1, got "
+                f"{every=}, {kl_threshold=}, {kl_decay=}"
+            )
+        self._rule, self._snapshots, self._like = rule, snapshots, like
+        self._every, self._kl_threshold, self._kl_decay, self._resident = every, kl_threshold, kl_decay, resident
+        self._restored: tuple[int, Any] | None = None
+        self.number = 0  # updates that the reference has behind it
+        self.kl_average = 0.0  # not bias-corrected
+        self._kl_count = 0
+
+    def start(self, params: Any) -> None:
+        """Takes the first snapshot, of the policy before its first update."""
+        if self._rule != "behaviour":
+            self._snapshots.save(0, params)
+
+    def coincides(self, updates: int) -> bool:
+        """Whether the policy after `updates` updates, the next behaviour policy, is the reference itself."""
+        return self._rule == "behaviour" or self.number == updates
+
+    def after_update(self, params: Any, updates: int) -> None:
+        """Rule "every": moves to `params` after each K-th update."""
+        if self._rule == "every" and updates > self.number and updates % self._every == 0:
+            self._move(params, updates)
+
+    def after_step(self, params: Any, updates: int, token_kls: Sequence[float]) -> None:
+        """Rule "kl": adds each update's mean token KL to the average; moves to `params` if it passed κ."""
+        if self._rule != "kl":
+            return
+        passed = False
+        for kl in token_kls:
+            self.kl_average = self._kl_decay * self.kl_average + (1 - self._kl_decay) * float(kl)
+            self._kl_count += 1
+            passed |= self.kl_average / (1 - self._kl_decay**self._kl_count) > self._kl_threshold
+        if passed and updates > self.number:
+            self._move(params, updates)
+
+    def params(self) -> Any:
+        """The reference's weights, restored from the snapshot."""
+        if self._restored and self._restored[0] == self.number:
+            return self._restored[1]
+        params = self._snapshots.restore(self.number, self._like)
+        if self._resident:
+            self._restored = (self.number, params)
+        return params
+
+    def _move(self, params: Any, updates: int) -> None:
+        self._snapshots.save(updates, params)
+        self.number, self.kl_average, self._kl_count = updates, 0.0, 0
+
+    def commit(self) -> dict[str, Any]:
+        """Waits for the snapshot to be on disk; returns the JSON-able state to store in a checkpoint."""
+        self._snapshots.wait()
+        return {"number": self.number, "kl_average": self.kl_average, "kl_count": self._kl_count}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Goes back to a state that `commit` returned."""
+        self.number, self.kl_average = int(state["number"]), float(state["kl_average"])
+        self._kl_count = int(state["kl_count"])
+
+    def prune(self, numbers: Iterable[int]) -> None:
+        """Deletes the snapshots that neither the present state nor a kept checkpoint (`numbers`) needs."""
+        if self._rule != "behaviour":
+            self._snapshots.keep_only({self.number, *numbers})

@@ -1,0 +1,193 @@
+"""The update does not depend on how its batch is split or where it runs, and survives numbers that are not finite."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from rpg_jax import data, losses, models, parallel
+from rpg_jax.training import optimizer as optimizer_lib
+from rpg_jax.training import state as state_lib
+from rpg_jax.training import step as step_lib
+from rpg_jax.types import Completion
+
+MODEL = models.QwenConfig(
+    vocab_size=16, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=8, hidden_dim=32
+)
+ROWS = 16
+
+
+def make_batch(seed=0, rows=ROWS):
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(4, 16, rng.integers(2, 6)).astype(np.int32) for _ in range(rows // 2)]
+    completions = [
+        [
+            Completion(rng.integers(4, 16, n).astype(np.int32), rng.normal(-2, 0.1, n).astype(np.float32), "stop", 0)
+            for n in rng.integers(1, 7, 2)
+        ]
+        for _ in prompts
+    ]
+    batch = data.pad_completions(
+        prompts, completions, rng.normal(size=(len(prompts), 2)), row_length=12, completion_length=6
+    )
+    logprobs = rng.normal(-2.5, 0.3, batch.mask.shape).astype(np.float32)
+    return dataclasses.replace(
+        batch, behaviour_logprobs=logprobs, ref_logprobs=logprobs - 0.1 * rng.random(logprobs.shape, np.float32)
+    )
+
+
+def make(mesh_shape=None, *, microbatch_size=ROWS, loss=None, devices=1, **settings):
+    mesh = parallel.make_mesh(mesh_shape or {}, jax.devices()[:devices])
+    graphdef, shapes = models.abstract(MODEL)
+    param_shardings = parallel.shardings(models.logical_axes(MODEL), shapes, mesh)
+    settings = (
+        dict(learning_rate=1e-2, warmup_updates=2, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.1, max_grad_norm=1.0)
+        | {"name": "adamw"}
+        | settings
+    )
+    optimizer = optimizer_lib.build(**settings)
+    where = state_lib.shardings(shapes, param_shardings, optimizer, NamedSharding(mesh, PartitionSpec()))
+    rows = NamedSharding(mesh, PartitionSpec(parallel.RULES["batch"]))
+    loss = loss or step_lib.loss_fn("rpg", divergence="urkl", estimator="reinforce", kl_coef=0.1)
+    programs = step_lib.build(
+        graphdef,
+        optimizer,
+        loss,
+        temperature=0.8,
+        microbatch_size=microbatch_size,
+        state_sharding=where,
+        batch_sharding=rows,
+    )
+    params = models.build(MODEL, seed=3, shardings=param_shardings)[1]
+    return programs, state_lib.create(params, optimizer, where), mesh
+
+
+def two_updates(**settings):
+    programs, state, mesh = make(**settings)
+    with parallel.activate(mesh):
+        for seed in (0, 1):
+            state, metrics = programs.update(state, make_batch(seed))
+    return jax.device_get(state), jax.device_get(metrics)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return two_updates()
+
+
+def assert_same(result, expected):
+    state, metrics = result
+    # f32 sums in another order; two AdamW updates move weights by up to 2e-2
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), state.params, expected[0].params)
+    for name, (total, weight) in expected[1].items():
+        np.testing.assert_allclose(metrics[name][0], total, rtol=1e-4, atol=1e-4, err_msg=name)
+        if not name.endswith("_max") and not name.startswith("grad_norm"):
+            np.testing.assert_allclose(metrics[name][1], weight, err_msg=name)
+
+
+@pytest.mark.parametrize("size", [8, 2])
+def test_micro_batches_change_nothing(size, plain):
+    assert_same(two_updates(microbatch_size=size), plain)
+
+
+@pytest.mark.parametrize(
+    "shape", [{"fsdp": 8}, {"replica": 2, "fsdp": 2, "tensor": 2}, {"tensor": 2, "fsdp": 4}], ids=str
+)
+def test_eight_devices_change_nothing(shape, plain):
+    assert_same(two_updates(mesh_shape=shape, devices=8), plain)
+
+
+def test_micro_batches_on_eight_devices_change_nothing(plain):
+    assert_same(two_updates(mesh_shape={"fsdp": 4, "tensor": 2}, devices=8, microbatch_size=4), plain)
+
+
+def test_the_logprob_pass_is_what_the_update_sees():
+    """Behaviour log-probs from the pass give w = 1 in the update, whatever the micro-batches of either."""
+    programs, state, _ = make(microbatch_size=4)
+    batch = make_batch()
+    logprobs, entropy = programs.logprobs(state.params, batch)
+    assert logprobs.shape == entropy.shape == batch.mask.shape
+    assert np.all(np.asarray(entropy)[batch.mask > 0] > 0)
+    _, metrics = make(microbatch_size=8)[0].update(state, dataclasses.replace(batch, behaviour_logprobs=logprobs))
+    total, weight = metrics["importance_ratio"]
+    np.testing.assert_allclose(total / weight, 1.0, atol=1e-5)
+    assert metrics["log_ratio_max"][0] < 1e-5
+
+
+def test_logprobs_are_taken_at_the_sampling_temperature():
+    programs, state, _ = make()
+    batch = make_batch()
+    import flax.nnx as nnx
+
+    model = nnx.merge(models.abstract(MODEL)[0], state.params)
+    hidden = model(batch.tokens, batch.positions, batch.segment_ids)
+    full = jax.nn.log_softmax(model.logits(hidden) / 0.8)
+    logprobs = programs.logprobs(state.params, batch)[0]
+    for row, column in zip(*np.nonzero(batch.mask), strict=True):
+        expected = full[row, batch.predictors[row, column], batch.targets[row, column]]
+        np.testing.assert_allclose(logprobs[row, column], expected, atol=1e-5)
+
+
+def test_a_nonfinite_loss_or_gradient_is_skipped_and_counted():
+    def poisoned(logprobs, batch):
+        total, weight, metrics = losses.policy_loss(
+            "ppo",
+            logprobs=logprobs,
+            behaviour_logprobs=batch.behaviour_logprobs,
+            advantages=batch.advantages,
+            mask=batch.mask,
+        )
+        return total * jnp.where(batch.tokens[0, 0] == 15, jnp.nan, 1.0), weight, metrics
+
+    programs, state, _ = make(loss=poisoned)
+    before = jax.device_get(state)
+    bad = make_batch()
+    bad.tokens[0, 0] = 15
+    state, metrics = programs.update(state, bad)
+    assert metrics["nonfinite_updates"][0] == 1 and state.skipped == 1 and state.updates == 0
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        jax.device_get((state.params, state.opt_state)),
+        (before.params, before.opt_state),
+    )
+    good = make_batch()
+    good.tokens[0, 0] = 14
+    state, metrics = programs.update(state, good)
+    assert metrics["nonfinite_updates"][0] == 0 and state.updates == 1
+    assert any(
+        np.any(a != b) for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(before.params), strict=True)
+    )
+
+
+def test_empty_rows_change_nothing(plain):
+    programs, state, _ = make(microbatch_size=8)
+    for seed in (0, 1):
+        batch = make_batch(seed)
+        longer = jax.tree.map(lambda x: np.concatenate([x, np.zeros_like(x)]), batch)
+        state, metrics = programs.update(state, longer)
+    assert_same((jax.device_get(state), jax.device_get(metrics)), plain)
+
+
+def test_schedule_free_trains_and_evaluates_at_its_average():
+    programs, state, _ = make(name="schedule_free_adamw", learning_rate=1e-3)
+    optimizer = optimizer_lib.build(
+        "schedule_free_adamw",
+        learning_rate=1e-3, warmup_updates=2, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.1, max_grad_norm=1.0,
+    )  # fmt: skip
+    for seed in range(4):
+        state, _ = programs.update(state, make_batch(seed))
+    averaged = optimizer.evaluation_params(state.opt_state, state.params)
+    gap = max(
+        float(jnp.max(jnp.abs(a - b)))
+        for a, b in zip(jax.tree.leaves(averaged), jax.tree.leaves(state.params), strict=True)
+    )
+    assert 0 < gap < 1e-2
+
+
+def test_a_microbatch_size_that_does_not_divide_is_an_error_with_both_numbers():
+    programs, state, _ = make(microbatch_size=5)
+    with pytest.raises(ValueError, match="5 does not divide the 16 rows"):
+        programs.update(state, make_batch())
