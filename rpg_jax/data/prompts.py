@@ -21,6 +21,8 @@ class Problem:
       answer: reference answer as its verifier reads it.
       source: task or data set name.
       samples: completions that the evaluation data asks for (how often the problem's row was repeated).
+      system: text of the system turn; empty for none.
+      question: the problem without any template around it, where it is known; else the prompt.
     """
 
     prompt_id: int
@@ -28,6 +30,12 @@ class Problem:
     answer: str
     source: str
     samples: int = 1
+    system: str = ""
+    question: str = ""
+
+    def __post_init__(self):
+        if not self.question:
+            object.__setattr__(self, "question", self.prompt)
 
 
 class PromptStream:
@@ -115,5 +123,7 @@ class PromptStream:
 def _fingerprint(problems: Sequence[Problem]) -> int:
     checksum = 0
     for problem in problems:
-        checksum = zlib.crc32(repr((problem.prompt_id, problem.prompt, problem.answer)).encode(), checksum)
+        checksum = zlib.crc32(
+            repr((problem.prompt_id, problem.system, problem.prompt, problem.answer)).encode(), checksum
+        )
     return checksum

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+# What a completion may write before its answer: our arithmetic's working ends in "#", the paper's prompt asks for the other.
+MARKS = ("#", "Answer:")
 
-def exact(completion: str, answer: str, *, mark: str = "#") -> float:
-    """1 where the completion, or what follows its last `mark`, is the answer up to surrounding white space; else 0."""
+
+def exact(completion: str, answer: str) -> float:
+    """1 where the completion, or what follows its last mark, is the answer up to surrounding white space; else 0."""
     answer = answer.strip()
-    return float(answer in (completion.strip(), completion.rpartition(mark)[2].strip()))
+    found = [completion, *(completion.rpartition(mark)[2] for mark in MARKS)]
+    return float(any(text.strip() == answer for text in found))

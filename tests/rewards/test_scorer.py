@@ -20,9 +20,10 @@ def score(scorer, pairs, lengths=None):
 
 
 def test_exact_match_ignores_the_working_and_white_space():
-    pairs = [("46", "46"), ("46", " 46\n"), ("46", "6+0=6#46"), ("46", "#46#47"), ("46", "460"), ("5-", "5-")]
-    scores = score(rewards.build("exact"), pairs)
-    assert scores.rewards.tolist() == scores.accuracy.tolist() == [1, 1, 1, 0, 0, 1]
+    right = [("46", "46"), ("46", " 46\n"), ("46", "6+0=6#46"), ("5-", "5-"), ("C#", "Answer: C\nAnswer: C#")]
+    wrong = [("46", "#46#47"), ("46", "460"), ("46", ""), ("46", "46 or 47")]
+    scores = score(rewards.build("exact"), right + wrong)
+    assert scores.rewards.tolist() == scores.accuracy.tolist() == [1] * len(right) + [0] * len(wrong)
     assert scores.rewards.dtype == scores.accuracy.dtype == np.float32
 
 

@@ -1,0 +1,86 @@
+"""From loaded problems to a training file: nothing of the evaluation sets in it, nothing too long."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+
+from rpg_jax.data.prompts import Problem
+from rpg_jax.data.rows import official_row
+from rpg_jax.data.templates import encode_prompt
+from rpg_jax.data.tokenizer import Tokenizer
+
+_MESSAGE = pyarrow.struct([("content", pyarrow.string()), ("role", pyarrow.string())])
+_EXTRA = [("index", pyarrow.int64()), ("raw_problem", pyarrow.string()), ("split", pyarrow.string())]
+SCHEMA = pyarrow.schema(
+    [
+        ("data_source", pyarrow.string()),
+        ("prompt", pyarrow.list_(_MESSAGE)),
+        ("ability", pyarrow.string()),
+        ("reward_model", pyarrow.struct([("ground_truth", pyarrow.string()), ("style", pyarrow.string())])),
+        ("extra_info", pyarrow.struct([*_EXTRA, ("samples", pyarrow.int64())])),
+    ]
+)
+
+
+def decontaminate(
+    problems: Iterable[Problem], evaluation: Iterable[Problem], *, ngram: int = 13
+) -> tuple[list[Problem], list[Problem]]:
+    """(kept, removed): removed are those that share `ngram` words in a row with a question of the evaluation sets.
+
+    Questions are compared without their prompt templates, as lower-case words and numbers; one that is shorter than
+    `ngram` words must be equal as a whole.
+
+    Raises:
+      ValueError: ngram below 1.
+    """
+    if ngram < 1:
+        raise ValueError(f"ngram must be >= 1 word, got {ngram}")
+    known = {gram for problem in evaluation for gram in _grams(problem.question, ngram)}
+    kept, removed = [], []
+    for problem in problems:
+        found = any(gram in known for gram in _grams(problem.question, ngram))
+        (removed if found else kept).append(problem)
+    return kept, removed
+
+
+def filter_length(
+    problems: Iterable[Problem], tokenizer: Tokenizer, max_tokens: int
+) -> tuple[list[Problem], list[Problem]]:
+    """(kept, removed): removed are those whose prompt, in the model's chat template, is above `max_tokens`."""
+    kept, removed = [], []
+    for problem in problems:
+        (kept if len(encode_prompt(problem, tokenizer)) <= max_tokens else removed).append(problem)
+    return kept, removed
+
+
+def write_parquet(problems: Sequence[Problem], path: str | os.PathLike[str]) -> None:
+    """Writes the official schema, one row a problem, `extra_info.samples` saying how many completions it asks for.
+
+    The file appears at once, complete; a crash leaves none.
+
+    Raises:
+      ValueError: nothing to write.
+    """
+    if not problems:
+        raise ValueError(f"nothing to write to {path}: every problem was removed")
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [official_row(dataclasses.replace(p, prompt_id=i), i) for i, p in enumerate(problems)]
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows, SCHEMA), partial)
+    partial.replace(path)
+
+
+def _grams(question: str, n: int) -> Iterator[tuple[str, ...]]:
+    words = re.findall(r"\w+", question.lower())
+    if len(words) < n:
+        yield tuple(words)
+    for i in range(len(words) - n + 1):
+        yield tuple(words[i : i + n])

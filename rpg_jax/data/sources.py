@@ -1,0 +1,253 @@
+"""Where problems come from: parquet and JSONL files, the Hugging Face hub, procedural generators."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import difflib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import pyarrow
+import pyarrow.parquet
+
+from rpg_jax.data.prompts import Problem
+from rpg_jax.data.rows import BadRow, Reading, countdown_shape, gsm8k_shape, olympiad_shape, read_row
+
+_SHOWN = 5
+
+
+@dataclasses.dataclass(frozen=True)
+class HubDataset:
+    """A data set on the Hugging Face hub and how its rows are read."""
+
+    repository: str
+    config: str
+    split: str
+    source: str | None = None
+    template: str | None = None
+    shape: Callable[[Mapping[str, Any]], tuple[str, str]] | None = None
+
+
+HUB = {
+    "dapo-math-17k": HubDataset("BytedTsinghua-SIA/DAPO-Math-17k", "default", "train"),
+    "dapo-math-17k-eng": HubDataset("math-dataset/DAPO-17k-Eng", "default", "train"),
+    "math-500": HubDataset("HuggingFaceH4/MATH-500", "default", "test", "math500"),
+    "minerva": HubDataset("math-ai/minervamath", "default", "test", "minerva"),
+    "olympiadbench": HubDataset(
+        "Hothan/OlympiadBench", "OE_TO_maths_en_COMP", "train", "olympiadbench", shape=olympiad_shape
+    ),
+    "gsm8k": HubDataset("openai/gsm8k", "main", "train", "gsm8k", "gsm8k", gsm8k_shape),
+    "gsm8k-test": HubDataset("openai/gsm8k", "main", "test", "gsm8k", "gsm8k", gsm8k_shape),
+    "countdown": HubDataset(
+        "Jiayi-Pan/Countdown-Tasks-3to4", "default", "train", "countdown", "countdown", countdown_shape
+    ),
+}
+
+
+@dataclasses.dataclass
+class Report:
+    """What became of the rows of a source.
+
+    Attributes:
+      rows: rows read.
+      repeated: rows that repeated a problem seen before; each adds one to that problem's samples.
+      bad: "file, row n: reason" of the rows that could not be used.
+    """
+
+    rows: int = 0
+    repeated: int = 0
+    bad: list[str] = dataclasses.field(default_factory=list)
+
+
+def load(
+    sources: str | Iterable[str],
+    *,
+    bad_rows: Literal["fatal", "skip"] = "fatal",
+    template: str | None = None,
+    source: str | None = None,
+    count: int = 1000,
+    seed: int = 0,
+) -> tuple[list[Problem], Report]:
+    """The distinct problems of one or several sources, numbered in the order read, and what happened to the rows.
+
+    A source is the path of a .parquet, .jsonl or .json file, or of a folder of the first two; a name in `HUB`; any hub
+    data set as "hf:owner/name/config/split"; or "reasoning_gym:task". Rows that repeat a problem become samples of it.
+
+    Args:
+      sources: one or more of these.
+      bad_rows: "fatal" raises if there is any, "skip" leaves them out; the report names them either way.
+      template: prompt template; None keeps the data's own prompts and puts bare questions into the paper's.
+      source: overrides the rows' `data_source`, which decides the verifier under the reward "by_source".
+      count: problems that a procedural generator makes.
+      seed: of the generator.
+
+    Raises:
+      ValueError: unknown source, unreadable or empty file, no network, no usable row, or, if fatal, a bad row.
+    """
+    if bad_rows not in ("fatal", "skip"):
+        raise ValueError(f"bad_rows must be 'fatal' or 'skip', got {bad_rows!r}")
+    report = Report()
+    merged: dict[tuple[str, str], Problem] = {}
+    for name in [sources] if isinstance(sources, str) else sources:
+        reading, rows = open_source(name, count=count, seed=seed)
+        reading = Reading(template or reading.template, source or reading.source, reading.shape)
+        for where, row in rows:
+            report.rows += 1
+            try:
+                if isinstance(row, BadRow):
+                    raise row
+                _merge(merged, read_row(row, reading, len(merged)), report)
+            except BadRow as reason:
+                report.bad.append(f"{where}: {reason}")
+    if report.bad and bad_rows == "fatal":
+        raise ValueError(
+            f"{len(report.bad)} of {report.rows} rows are bad (bad_rows='skip' would leave them out):\n  "
+            + "\n  ".join(report.bad[:_SHOWN] + ["…"] * (len(report.bad) > _SHOWN))
+        )
+    if not merged:
+        first = "\n  ".join(["", *report.bad[:_SHOWN]])
+        raise ValueError(f"no usable problem in {sources}: {report.rows} rows read, {len(report.bad)} bad{first}")
+    return list(merged.values()), report
+
+
+def _merge(merged: dict[tuple[str, str], Problem], problem: Problem, report: Report) -> None:
+    key = (problem.system, problem.prompt)
+    known = merged.get(key)
+    if known is None:
+        merged[key] = problem
+    elif known.answer != problem.answer:
+        raise BadRow(f"the same prompt had the answer {known.answer!r} before, now {problem.answer!r}")
+    else:
+        report.repeated += 1
+        merged[key] = dataclasses.replace(known, samples=known.samples + problem.samples)
+
+
+Rows = Iterator[tuple[str, Any]]
+
+
+def open_source(name: str, *, count: int = 1000, seed: int = 0) -> tuple[Reading, Rows]:
+    """How to read a source, and its rows as (where, row), where a row that does not even parse is a `BadRow`."""
+    path = Path(name)
+    if path.exists():
+        return Reading(source=None), _files(path)
+    if name.startswith("reasoning_gym:"):
+        task = name.partition(":")[2]
+        return Reading(source=f"reasoning_gym/{task}"), _reasoning_gym(task, count, seed)
+    if name in HUB or name.startswith("hf:"):
+        data = HUB[name] if name in HUB else _named_on_hub(name)
+        return Reading(data.template, data.source, data.shape), _hub(data)
+    near = difflib.get_close_matches(name, HUB, 1)
+    raise ValueError(
+        f"no file or folder {name!r}, and no data set of that name{f' (did you mean {near[0]!r}?)' if near else ''}; "
+        f"known: {', '.join(HUB)}, hf:owner/name/config/split, reasoning_gym:task"
+    )
+
+
+def _files(path: Path) -> Rows:
+    readers = {".parquet": _parquet, ".jsonl": _jsonl, ".json": _jsonl}
+    files = sorted(f for f in path.iterdir() if f.suffix in (".parquet", ".jsonl")) if path.is_dir() else [path]
+    if not files:
+        raise ValueError(f"no .parquet or .jsonl file in the folder {path}")
+    for file in files:
+        if file.suffix not in readers:
+            raise ValueError(
+                f"{file}: cannot read {file.suffix or 'a file without suffix'}; known: {', '.join(readers)}"
+            )
+        if file.stat().st_size == 0:
+            raise ValueError(f"{file} is empty (0 bytes)")
+        yield from readers[file.suffix](file)
+
+
+def _parquet(file: Path) -> Rows:
+    number = 0
+    try:
+        with pyarrow.parquet.ParquetFile(file) as table:
+            if table.metadata.num_rows == 0:
+                raise ValueError(f"{file} has no rows")
+            for batch in table.iter_batches(1024):
+                for row in batch.to_pylist():
+                    yield f"{file}, row {number}", row
+                    number += 1
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{file} is not a readable parquet file (after {number} rows): {error}") from error
+
+
+def _jsonl(file: Path) -> Rows:
+    """One JSON object a line, lines counted from 1; a file that is one JSON array is read too."""
+    with file.open("rb") as lines:
+        if file.suffix == ".json" and lines.read(1) == b"[":
+            yield from _json_array(file)
+            return
+        lines.seek(0)
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line)
+            except (ValueError, RecursionError) as error:
+                row = BadRow(f"not JSON: {error}")
+            yield f"{file}, line {number}", row
+
+
+def _json_array(file: Path) -> Rows:
+    try:
+        rows = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not a readable JSON array: {error}") from error
+    for number, row in enumerate(rows):
+        yield f"{file}, entry {number}", row
+
+
+def _named_on_hub(name: str) -> HubDataset:
+    parts = name.removeprefix("hf:").split("/")
+    if len(parts) != 4:
+        raise ValueError(f"{name!r} is not of the form hf:owner/name/config/split, e.g. hf:openai/gsm8k/main/train")
+    return HubDataset("/".join(parts[:2]), parts[2], parts[3])
+
+
+def _hub(data: HubDataset) -> Rows:
+    """Reads the parquet files that the hub makes of every public data set (its branch refs/convert/parquet)."""
+    import huggingface_hub
+
+    huggingface_hub.logging.set_verbosity(huggingface_hub.logging.CRITICAL)  # its retries; the error is raised below
+    what = f"{data.repository} ({data.config}, {data.split})"
+    branch = {"repo_id": data.repository, "repo_type": "dataset", "revision": "refs/convert/parquet"}
+    try:
+        listed = huggingface_hub.HfApi().list_repo_files(**branch)
+        folders = (f"{data.config}/{data.split}/", f"{data.config}/partial-{data.split}/")
+        names = sorted(n for n in listed if n.startswith(folders) and n.endswith(".parquet"))
+        files = [huggingface_hub.hf_hub_download(filename=n, **branch) for n in names]
+    except Exception as error:  # whichever of the hub client's and its transport's many errors
+        raise ValueError(
+            f"cannot download {what} from the Hugging Face hub: {type(error).__name__}: {error}. "
+            "Without a network, copy the data set's parquet files here and give their path"
+        ) from error
+    if not files:
+        splits = sorted({n.rpartition("/")[0] for n in listed if n.endswith(".parquet")})
+        raise ValueError(f"{what} has no such config and split; it has {splits}")
+    for file in files:
+        yield from _parquet(Path(file))
+
+
+def _reasoning_gym(task: str, count: int, seed: int) -> Rows:
+    """The generator's questions and answers only: some of its scorers execute what the model wrote."""
+    try:
+        import reasoning_gym
+        from reasoning_gym.factory import DATASETS
+    except ImportError as error:
+        raise ValueError("reasoning_gym:… needs `pip install reasoning-gym`, which is not installed") from error
+    if task not in DATASETS:
+        near = difflib.get_close_matches(task, DATASETS, 3)
+        raise ValueError(f"reasoning-gym has no task {task!r}; near: {near}; all: {', '.join(sorted(DATASETS))}")
+    for number, entry in enumerate(reasoning_gym.create_dataset(task, size=count, seed=seed)):
+        row = {"question": entry["question"], "answer": entry["answer"]}
+        no_answer = entry["answer"] is None
+        yield f"{task}, example {number}", BadRow("no single right answer, only a scorer") if no_answer else row
+
+
+def sources_of(problems: Iterable[Problem]) -> dict[str, int]:
+    """Number of problems by source."""
+    return dict(collections.Counter(problem.source for problem in problems))

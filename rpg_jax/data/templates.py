@@ -1,0 +1,105 @@
+"""What surrounds a question: the paper's instruction, the model's chat template, and the limit on prompt length."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Literal
+
+import numpy as np
+
+from rpg_jax.data.prompts import Problem
+from rpg_jax.data.tokenizer import Tokenizer
+
+# The prompt of arXiv:2505.17508, as the README of its official code gives it.
+_PAPER_BEFORE = (
+    "Solve the following math problem step by step. The last line of your response should be of the form "
+    "Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
+)
+_PAPER_AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
+
+# Each holds {question} once.
+TEMPLATES = {
+    "paper": _PAPER_BEFORE + "{question}" + _PAPER_AFTER,
+    "none": "{question}",
+    "gsm8k": '{question} Let\'s think step by step and output the final answer after "####".',
+    "countdown": "{question} Show your work, and give the final expression in <answer> </answer> tags.",
+}
+
+
+def apply_template(template: str, question: str) -> str:
+    """The question inside the template of that name, or inside a text of the user's own that holds {question}.
+
+    Raises:
+      ValueError: neither a known name nor a text with {question}.
+    """
+    text = TEMPLATES.get(template, template)
+    if text.count("{question}") != 1:
+        raise ValueError(
+            f"unknown prompt template {template!r}; known: {', '.join(TEMPLATES)}, or a text with {{question}}"
+        )
+    before, after = text.split("{question}")  # not str.format: questions and templates are full of LaTeX braces
+    return before + question + after
+
+
+def strip_template(prompt: str) -> str:
+    """The question of a prompt made with the paper's template; other prompts unchanged."""
+    if prompt.startswith(_PAPER_BEFORE) and prompt.endswith(_PAPER_AFTER):
+        return prompt[len(_PAPER_BEFORE) : -len(_PAPER_AFTER)]
+    return prompt
+
+
+@dataclasses.dataclass(frozen=True)
+class EncodedPrompts:
+    """Problems whose prompts fit, with their token ids.
+
+    Attributes:
+      problems: those kept, in order.
+      tokens: i32[n] by `prompt_id`.
+      dropped: problems left out because their prompt is too long.
+      truncated: prompts that lost tokens on their left.
+    """
+
+    problems: list[Problem]
+    tokens: dict[int, np.ndarray]
+    dropped: int
+    truncated: int
+
+
+def encode_prompt(problem: Problem, tokenizer: Tokenizer, *, thinking: bool = True) -> np.ndarray:
+    """i32[n] ids of the prompt: in the model's chat template where the tokenizer has one, else the bare text."""
+    if tokenizer.chat is None:
+        text = f"{problem.system}\n\n{problem.prompt}" if problem.system else problem.prompt
+    else:
+        system = [{"role": "system", "content": problem.system}] if problem.system else []
+        text = tokenizer.chat([*system, {"role": "user", "content": problem.prompt}], thinking=thinking)
+    return np.asarray(tokenizer.encode(text), np.int32)
+
+
+def encode_prompts(
+    problems: Iterable[Problem],
+    tokenizer: Tokenizer,
+    *,
+    max_tokens: int,
+    too_long: Literal["drop", "truncate"] = "drop",
+    thinking: bool = True,
+) -> EncodedPrompts:
+    """Encodes all prompts; those above `max_tokens` are dropped, or keep their last `max_tokens` tokens; both counted.
+
+    Raises:
+      ValueError: unknown `too_long`, or two problems that share a `prompt_id`.
+    """
+    if too_long not in ("drop", "truncate"):
+        raise ValueError(f"too_long must be 'drop' or 'truncate', got {too_long!r}")
+    kept, tokens, dropped, truncated = [], {}, 0, 0
+    for problem in problems:
+        ids = encode_prompt(problem, tokenizer, thinking=thinking)
+        if len(ids) > max_tokens and too_long == "drop":
+            dropped += 1
+            continue
+        truncated += len(ids) > max_tokens
+        if problem.prompt_id in tokens:
+            raise ValueError(f"two problems have prompt_id {problem.prompt_id}; the second is {problem.prompt[:80]!r}")
+        kept.append(problem)
+        tokens[problem.prompt_id] = ids[-max_tokens:]
+    return EncodedPrompts(kept, tokens, dropped, truncated)

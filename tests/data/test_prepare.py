@@ -1,0 +1,94 @@
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import pytest
+
+from rpg_jax.data.__main__ import main
+from rpg_jax.data.prepare import decontaminate, write_parquet
+from rpg_jax.data.prompts import Problem
+from rpg_jax.data.sources import load
+from rpg_jax.data.tokenizer import train_sentencepiece
+
+WORDS = [f"word{n}" for n in range(15)]
+
+
+def problem(question, prompt_id=0, **changes) -> Problem:
+    return Problem(prompt_id, f"<{question}>", "1", "test", question=question, **changes)
+
+
+def test_thirteen_shared_words_are_contamination_whatever_the_template_case_and_punctuation():
+    evaluation = [problem(" ".join(WORDS)), problem("How many?")]
+    dirty = [problem(f"So: {', '.join(WORDS[1:14]).upper()}?"), problem("how MANY")]
+    clean = [problem(" ".join(WORDS[:12])), problem(" ".join(reversed(WORDS))), problem("How many are there?")]
+    assert decontaminate([*dirty, *clean], evaluation) == (clean, dirty)
+    assert decontaminate(clean, evaluation, ngram=12)[1] == clean[:1]
+
+
+def test_what_is_written_loads_as_the_same_problems(tmp_path):
+    problems = [problem(f"q{n}", n, samples=n + 1, system="be brief" * (n % 2)) for n in range(5)]
+    write_parquet(problems, tmp_path / "out" / "a.parquet")
+    loaded, report = load(str(tmp_path / "out" / "a.parquet"))
+    assert loaded == problems and not report.bad
+    assert [f.name for f in (tmp_path / "out").iterdir()] == ["a.parquet"]
+    with pytest.raises(ValueError, match="nothing to write"):
+        write_parquet([], tmp_path / "b.parquet")
+
+
+@pytest.fixture
+def files(tmp_path):
+    rows = [{"question": f"number {n} " + "long " * n, "answer": str(n)} for n in (1, 2, 3, 3, 50)]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows) + "broken\n")
+    (tmp_path / "test.jsonl").write_text(json.dumps(rows[1]) + "\n")
+    train_sentencepiece([json.dumps(rows)], tmp_path / "tokenizer.model")
+    return tmp_path
+
+
+def run(*arguments):
+    return main([str(a) for a in arguments])
+
+
+def test_prepare_writes_the_clean_set_and_counts_what_went(files, capsys):
+    common = ("prepare", files / "train.jsonl", "--output", files / "out.parquet", "--template", "none")
+    assert run(*common) == 1
+    assert "train.jsonl, line 6: not JSON" in capsys.readouterr().err
+    filters = ("--against", files / "test.jsonl", "--tokenizer", files / "tokenizer.model", "--max_prompt_tokens", 60)
+    assert run(*common, "--bad_rows", "skip", *filters) == 0
+    out, err = capsys.readouterr()
+    assert "skipped: " in err and "line 6" in err
+    for line in ("6 rows read: 4 problems, 1 repetitions", "1 bad rows", "1 removed: they share", "1 removed: prompt"):
+        assert line in out
+    kept, _ = load(str(files / "out.parquet"))
+    assert [(p.answer, p.samples) for p in kept] == [("1", 1), ("3", 2)]
+
+
+def test_inspect_prints_counts_lengths_examples_and_problems(files, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "150")
+    tokenizer = files / "tokenizer.model"
+    assert (
+        run("inspect", files / "train.jsonl", "--source", "[red]mine", "--tokenizer", tokenizer, "--examples", 1) == 0
+    )
+    out = capsys.readouterr().out
+    for text in (
+        "6 rows: 4 problems, 1 repetitions, 1 bad",
+        "[red]mine",
+        "prompt, tokens",
+        "line 6: not JSON",
+        "number 1",
+    ):
+        assert text in out
+
+
+def test_a_missing_file_or_option_is_one_line(files, capsys):
+    assert run("inspect", files / "nowhere.jsonl") == 1
+    assert capsys.readouterr().err.startswith("error: no file or folder")
+    assert run("prepare", files / "test.jsonl", "--output", files / "o.parquet", "--max_prompt_tokens", 5) == 1
+    assert "needs --tokenizer" in capsys.readouterr().err
+    assert not (files / "o.parquet").exists()
+
+
+def test_samples_are_not_lost_by_preparing_twice(tmp_path):
+    write_parquet([problem("q", samples=32)], tmp_path / "a.parquet")
+    write_parquet(load(str(tmp_path / "a.parquet"))[0], tmp_path / "b.parquet")
+    assert load(str(tmp_path / "b.parquet"))[0] == [dataclasses.replace(problem("q"), samples=32)]

@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import huggingface_hub
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from rpg_jax.data.sources import load
+from rpg_jax.data.templates import apply_template
+
+
+def official(question="What is 1+1?", answer="2", index=0, **changes):
+    row = {
+        "data_source": "math_dapo",
+        "prompt": [{"content": apply_template("paper", question), "role": "user"}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": answer, "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": index, "raw_problem": question, "split": None},
+    }
+    return {**row, **changes}
+
+
+def parquet(path: Path, rows) -> str:
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    return str(path)
+
+
+def jsonl(path: Path, rows) -> str:
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return str(path)
+
+
+def test_repeated_rows_become_samples_of_one_problem(tmp_path):
+    rows = [official(f"What is {n}?", str(n), index=i) for i in range(32) for n in range(3)]
+    problems, report = load(parquet(tmp_path / "a.parquet", rows))
+    assert [(p.prompt_id, p.question, p.answer, p.samples) for p in problems] == [
+        (n, f"What is {n}?", str(n), 32) for n in range(3)
+    ]
+    assert problems[0].prompt == rows[0]["prompt"][0]["content"] and problems[0].source == "math_dapo"
+    assert (report.rows, report.repeated, report.bad) == (96, 93, [])
+
+
+@pytest.mark.parametrize(
+    ("name", "problems", "source"),
+    [("aime-2024", 30, "math_dapo"), ("aime25", 30, "aime2025"), ("amc-23", 40, "amc_23")],
+)
+def test_the_official_evaluation_files(name, problems, source):
+    if "RPG_DATA_DIR" not in os.environ:
+        pytest.skip("set RPG_DATA_DIR to the folder with aime-2024.parquet, aime25.parquet and amc-23.parquet")
+    loaded, report = load(str(Path(os.environ["RPG_DATA_DIR"]) / f"{name}.parquet"))
+    assert len(loaded) == problems and report.rows == 32 * problems and not report.bad
+    assert {p.samples for p in loaded} == {32} and {p.source for p in loaded} == {source}
+    assert all(p.prompt == apply_template("paper", p.question) for p in loaded)
+
+
+def test_flat_rows_get_the_papers_prompt_unless_told_otherwise(tmp_path):
+    path = jsonl(tmp_path / "a.jsonl", [{"question": "1+1?", "answer": 2}, {"problem": "2+2?", "solution": "4"}])
+    problems, _ = load(path, source="mine")
+    assert [p.prompt for p in problems] == [apply_template("paper", q) for q in ("1+1?", "2+2?")]
+    assert [(p.answer, p.source) for p in problems] == [("2", "mine"), ("4", "mine")]
+    assert load(path, template="Q: {question}\n")[0][0].prompt == "Q: 1+1?\n"
+
+
+BAD = {
+    "not json {": "not JSON",
+    '"text"': "expected an object, got str",
+    '{"question": "x"}': "none of ['answer'",
+    '{"question": "  ", "answer": "1"}': "empty prompt",
+    '{"question": "x", "answer": ""}': "empty answer",
+    '{"question": "x", "answer": ["1"]}': "'answer' must be text, got list",
+    '{"question": "x", "answer": true}': "'answer' must be text, got bool",
+    json.dumps(official(prompt=[])): "got roles []",
+    json.dumps(official(prompt="text")): "must be a list",
+    json.dumps(official(prompt=[{"role": "assistant", "content": "x"}])): "got roles ['assistant']",
+    json.dumps(official(prompt=[{"role": "user"}])): "missing key 'content'",
+    json.dumps(official(reward_model={"style": "rule"})): "missing key 'ground_truth'",
+    json.dumps(official(reward_model=None)): "'reward_model' must be",
+    json.dumps(official(data_source=None)): "missing key 'data_source'",
+    json.dumps(official("good 7?", "8")): "had the answer '7' before, now '8'",
+    json.dumps({"question": "x", "answer": "1", "samples": -1}): "'samples' must be",
+}
+
+
+def test_bad_rows_are_named_with_file_and_line_and_counted(tmp_path):
+    good = [official(f"good {n}?", str(n)) for n in range(100)]
+    path = jsonl(tmp_path / "a.jsonl", [*good, *BAD])
+    problems, report = load(path, bad_rows="skip")
+    assert len(problems) == 100 and len(report.bad) == len(BAD) and report.rows == 100 + len(BAD)
+    for number, (reported, reason) in enumerate(zip(report.bad, BAD.values(), strict=True), start=101):
+        assert reported.startswith(f"{path}, line {number}: ") and reason in reported
+    with pytest.raises(ValueError, match=f"{len(BAD)} of {100 + len(BAD)} rows are bad(.|\n)*line 101: not JSON"):
+        load(path)
+
+
+def test_bytes_that_are_not_text_are_a_bad_row(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"question": "\xff", "answer": "1"}\n{"question": "x", "answer": "1"}\n')
+    problems, report = load(str(tmp_path / "a.jsonl"), bad_rows="skip")
+    assert len(problems) == 1 and "line 1: not JSON" in report.bad[0]
+
+
+def test_broken_files_are_named(tmp_path):
+    whole = Path(parquet(tmp_path / "a.parquet", [official(f"q{n}") for n in range(5000)])).read_bytes()
+    middle = len(whole) // 3
+    damaged = {
+        "cut.parquet": whole[:-100],
+        "text.parquet": b"hello",
+        "hole.parquet": whole[:middle] + bytes(2000) + whole[middle + 2000 :],
+    }
+    for name, content in damaged.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(ValueError, match=f"{name} is not a readable parquet file"):
+            load(str(tmp_path / name))
+    (tmp_path / "empty.jsonl").touch()
+    with pytest.raises(ValueError, match="empty.jsonl is empty"):
+        load(str(tmp_path / "empty.jsonl"))
+    with pytest.raises(ValueError, match="no rows"):
+        load(parquet(tmp_path / "rows.parquet", []))
+    with pytest.raises(ValueError, match="no usable problem.*1 rows read, 1 bad"):
+        load(jsonl(tmp_path / "b.jsonl", ["{}"]), bad_rows="skip")
+
+
+def test_an_unknown_source_says_what_is_known(tmp_path):
+    with pytest.raises(ValueError, match="did you mean 'gsm8k'.*reasoning_gym:task"):
+        load("gsm8")
+    with pytest.raises(ValueError, match="cannot read .csv"):
+        (tmp_path / "a.csv").write_text("x")
+        load(str(tmp_path / "a.csv"))
+    with pytest.raises(ValueError, match="hf:owner/name/config/split"):
+        load("hf:openai/gsm8k")
+
+
+def test_hub_data_sets_are_read_from_their_parquet_branch(tmp_path, monkeypatch):
+    rows = [{"question": "2*600?", "answer": "It is <<2*600=1200>>.\n#### 1,200"}, {"question": "?", "answer": "5"}]
+    parquet(tmp_path / "0000.parquet", rows)
+    asked = []
+
+    def download(**arguments):
+        asked.append(arguments)
+        return str(tmp_path / "0000.parquet")
+
+    files = ["main/train/0000.parquet", "main/test/0000.parquet", "socratic/train/0000.parquet", "README.md"]
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", lambda *_, **__: files)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    problems, report = load("gsm8k", bad_rows="skip")
+    assert [(p.answer, p.source) for p in problems] == [("1200", "gsm8k")]
+    assert "row 1: answer without '####'" in report.bad[0]
+    assert [a["filename"] for a in asked] == ["main/train/0000.parquet"]
+    with pytest.raises(ValueError, match="no such config and split; it has .*main/test"):
+        load("hf:openai/gsm8k/main/validation")
+
+
+def test_without_a_network_the_hub_error_says_what_to_do(monkeypatch):
+    def unreachable(*_, **__):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "list_repo_files", unreachable)
+    with pytest.raises(ValueError, match="openai/gsm8k.*no route.*copy the data set's parquet files"):
+        load("gsm8k")
+
+
+def test_reasoning_gym_is_asked_for_questions_and_never_to_score(monkeypatch):
+    class Entries(list):
+        def score_answer(self, *_):
+            raise AssertionError("reasoning-gym's scorers may execute the answer")
+
+    entries = Entries([{"question": "1 + 2 =", "answer": "3"}, {"question": "any?", "answer": None}])
+    gym = ModuleType("reasoning_gym")
+    gym.create_dataset = lambda name, size, seed: entries
+    monkeypatch.setitem(sys.modules, "reasoning_gym", gym)
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", SimpleNamespace(DATASETS={"chain_sum": None}))
+    problems, report = load("reasoning_gym:chain_sum", bad_rows="skip", count=2)
+    assert [(p.question, p.answer, p.source) for p in problems] == [("1 + 2 =", "3", "reasoning_gym/chain_sum")]
+    assert "only a scorer" in report.bad[0]
+    with pytest.raises(ValueError, match="no task 'chain_sums'; near: \\['chain_sum'\\]"):
+        load("reasoning_gym:chain_sums")
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ValueError, match="pip install reasoning-gym"):
+        load("reasoning_gym:chain_sum")
