@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-# What a completion may write before its answer: our arithmetic's working ends in "#", the paper's prompt asks for the other.
+# What a completion may write before its answer: our arithmetic ends its working in "#", the paper asks for the other.
 MARKS = ("#", "Answer:")
 
 
