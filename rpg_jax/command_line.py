@@ -19,9 +19,7 @@ _SECTION = re.compile(r"^    \w+ = c\.(?P<name>\w+) = ConfigDict\(\)(?:  # (?P<m
 
 def define_config(default: str | None = None) -> flags.FlagHolder[ConfigDict]:
     """The --config flag of a command."""
-    return config_flags.DEFINE_config_file(
-        "config", default, "the experiment's file, e.g. configs/tiny.py", lock_config=True
-    )
+    return config_flags.DEFINE_config_file("config", default, "the experiment's file", lock_config=True)
 
 
 def run(main: Callable[[], int | None], usage: str) -> None:

@@ -30,7 +30,8 @@ def resolve(config: ConfigDict) -> ConfigDict:
     """Fills every field that was left to the method from its row of `losses.METHODS`.
 
     Raises:
-      ValueError: the method is unknown; the message lists the known ones.
+      ValueError: the method is unknown, or its loss does not take a hyperparameter that was set; the message lists the
+        known ones.
     """
     method = losses.get_method(config.method)
     row = {
@@ -50,7 +51,17 @@ def resolve(config: ConfigDict) -> ConfigDict:
             section, name = path.split(".")
             if resolved[section][name] is None:
                 resolved[section][name] = value
+    name, hyperparameters = loss_arguments(resolved)
+    one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    tokens = ("logprobs", "behaviour_logprobs", "advantages", "mask", "ref_logprobs", "sampler_logprobs")
+    jax.eval_shape(lambda **arrays: losses.policy_loss(name, **arrays, **hyperparameters), **dict.fromkeys(tokens, one))
     return resolved.lock()
+
+
+def loss_arguments(config: ConfigDict) -> tuple[str, dict[str, Any]]:
+    """The name and the hyperparameters of `losses.policy_loss`."""
+    fields = {k: v for k, v in config.loss.to_dict().items() if v is not None and k != "advantage"}
+    return fields.pop("name"), fields
 
 
 @dataclasses.dataclass
@@ -164,7 +175,7 @@ class Experiment:
             advantages,
             pad_id=self.tokenizer.pad_id,
             rows=-(-c.rollout.prompts_per_step // c.train.updates_per_step) * c.rollout.group_size,
-            row_length=data.bucket_length(c.task.max_prompt_tokens + c.rollout.max_tokens),
+            row_length=c.task.max_prompt_tokens + c.rollout.max_tokens,
             completion_length=c.rollout.max_tokens,
         )
 
@@ -191,12 +202,12 @@ class Experiment:
             batch = data.pad_supervised(
                 pairs,
                 pad_id=self.tokenizer.pad_id,
-                row_length=data.bucket_length(c.task.max_prompt_tokens + c.rollout.max_tokens),
+                row_length=c.task.max_prompt_tokens + c.rollout.max_tokens,
                 completion_length=c.rollout.max_tokens,
             )
             yield jax.device_put(batch, self.row_sharding)
 
-    def make_trainer(self, params: Any, sampler: rollout.Rollout, run_dir: Path) -> Trainer:
+    def make_trainer(self, params: Any, optimizer: Optimizer, sampler: rollout.Rollout, run_dir: Path) -> Trainer:
         """The trainer before its first step; `params` are taken over (donated)."""
         c = self.config
         if c.rollout.prompts_per_step % c.train.updates_per_step:
@@ -204,10 +215,7 @@ class Experiment:
                 f"rollout.prompts_per_step={c.rollout.prompts_per_step} must be a multiple of "
                 f"train.updates_per_step={c.train.updates_per_step}"
             )
-        optimizer = self.make_optimizer()
-        loss = c.loss.to_dict()
-        name, advantage = loss.pop("name"), loss.pop("advantage")
-        hyperparameters = {k: v for k, v in loss.items() if v is not None}
+        name, hyperparameters = loss_arguments(c)
         rows = c.rollout.prompts_per_step // c.train.updates_per_step * c.rollout.group_size
         dynamic = c.dynamic_sampling
         return Trainer(
@@ -223,7 +231,7 @@ class Experiment:
             sample=self.make_sampler(
                 sampler, temperature=c.rollout.temperature, group_size=c.rollout.group_size, seed=c.seed
             ),
-            advantages=lambda rewards, lengths: np.asarray(losses.advantages(advantage, rewards, lengths=lengths)),
+            advantages=lambda rewards, lengths: np.asarray(losses.advantages(c.loss.advantage, rewards, lengths=lengths)),
             batcher=self.make_batch,
             rollout=sampler,
             reference=Reference(

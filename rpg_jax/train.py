@@ -8,14 +8,15 @@ versions.json, metrics.jsonl, samples.jsonl, curves.png, summary.md, checkpoints
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -63,6 +64,8 @@ class Run:
         self.metrics, self.samples = JsonLines(run_dir / "metrics.jsonl"), JsonLines(run_dir / "samples.jsonl")
         self.checkpoints = Checkpoints(run_dir / "checkpoints", keep=self.config.checkpoint.keep)
         self.signal: int | None = None
+        self.references = {step: self.checkpoints.record(step)["reference"]["number"] for step in self.checkpoints.steps()}
+        self.optimizer = experiment.make_optimizer()
         resumed = self.checkpoints.latest_step()
         params = experiment.init_params()
         self.rollout = experiment.make_rollout(params)
@@ -70,7 +73,7 @@ class Run:
         self.problems = experiment.held_out_problems()
         if resumed is None and self.config.warm_start.enabled:
             params = self._warm_start(params)
-        self.trainer = experiment.make_trainer(params, self.rollout, run_dir)
+        self.trainer = experiment.make_trainer(params, self.optimizer, self.rollout, run_dir)
         if resumed is None:
             self.trainer.reference.start(self.trainer.state.params)
         else:
@@ -79,20 +82,20 @@ class Run:
     def to_the_end(self) -> int:
         """Steps until `train.steps`, or until a signal asks to stop; returns the exit code."""
         trainer, steps = self.trainer, self.config.train.steps
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._stop)
         trainer.sync_rollout()
-        with Progress(steps, first=trainer.step) as progress:
+        with self._stop_on_signals(), Progress(steps, first=trainer.step) as progress:
             if trainer.step == 0:
                 self.samples.rewind(-1)
                 self.metrics.rewind(-1)
-                self._log({"step": 0, **self.evaluate()}, progress)
+                self.metrics.append({"step": 0, **(start := self.evaluate())})
+                progress.note(f"held-out accuracy before the first step: {start['eval/accuracy']:.3f}")
             while trainer.step < steps and self.signal is None:
                 values, groups = trainer.run_step()
                 if trainer.step % self.config.evaluation.every == 0 or trainer.step == steps:
                     values |= self.evaluate()
                 self._write_samples(groups)
-                self._log({"step": trainer.step, **values}, progress)
+                self.metrics.append({"step": trainer.step, **values})
+                progress.update(trainer.step, values)
                 if trainer.step % self.config.checkpoint.every == 0 or trainer.step == steps or self.signal:
                     self.save()
         if self.signal:
@@ -102,16 +105,22 @@ class Run:
 
     def evaluate(self) -> dict[str, float]:
         """Mean@k and pass@k on the held-out problems, with the optimizer's evaluation weights."""
-        groups = self.evaluation_sampler(self.problems, step=self.trainer.step)
+        trainer = self.trainer
+        params = self.optimizer.evaluation_params(trainer.state.opt_state, trainer.state.params)
+        if params is not trainer.state.params:
+            self.rollout.sync_weights(params, int(trainer.state.updates))
+        groups = self.evaluation_sampler(self.problems, step=trainer.step)
+        trainer.sync_rollout()
         return evaluation_metrics(groups)
 
     def save(self) -> None:
         """Starts a checkpoint of everything that a resume needs."""
         record = self.trainer.record()
+        self.references[self.trainer.step] = record["reference"]["number"]
         self.checkpoints.save(self.trainer.step, self.trainer.state, record)
-        self.trainer.reference.prune(
-            self.checkpoints.record(step)["reference"]["number"] for step in self.checkpoints.steps()[:-1]
-        )
+        # The save that `keep` makes room for may still be under way: one more reference than checkpoints survives.
+        recent = sorted(self.references)[-self.config.checkpoint.keep - 1 :]
+        self.trainer.reference.prune(self.references[step] for step in recent)
 
     def close(self) -> None:
         self.checkpoints.close()
@@ -119,15 +128,11 @@ class Run:
 
     def _resume(self, step: int) -> None:
         trainer = self.trainer
-        like = abstract(trainer.state, self.experiment.state_sharding(self.experiment.make_optimizer()))
+        like = abstract(trainer.state, self.experiment.state_sharding(self.optimizer))
         trainer.restore(self.checkpoints.restore(step, like), self.checkpoints.record(step))
         self.metrics.rewind(step)
         self.samples.rewind(step)
         print(f"continuing {self.run_dir} after step {step}")
-
-    def _log(self, record: dict[str, Any], progress: Progress) -> None:
-        self.metrics.append(record)
-        progress.update(record["step"], record)
 
     def _write_samples(self, groups: list[Group]) -> None:
         for group in groups[: self.config.log.samples_per_step]:
@@ -156,10 +161,21 @@ class Run:
         print(f"weights checksum: {bit_checksum(self.trainer.state.params)[:16]}")
         return 0
 
-    def _stop(self, number: int, _: Any) -> None:
-        if self.signal is not None:
-            raise SystemExit(128 + number)
-        self.signal = number
+    @contextlib.contextmanager
+    def _stop_on_signals(self) -> Iterator[None]:
+        """SIGTERM and SIGINT end the run after the step in progress, with a checkpoint; the second one at once."""
+
+        def stop(number: int, _: Any) -> None:
+            if self.signal is not None:
+                raise SystemExit(128 + number)
+            self.signal = number
+
+        previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
     def _warm_start(self, params: Any) -> Any:
         """Weights at the configured accuracy: from the shared cache, or trained now and put there."""

@@ -14,7 +14,6 @@ import jax
 import numpy as np
 
 FinishReason = Literal["stop", "length"]
-Array = jax.Array | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,14 +81,14 @@ class Batch:
       ref_logprobs: f32[B, C], under the reference policy; equal to `behaviour_logprobs` where the two coincide.
     """
 
-    tokens: Array
-    positions: Array
-    segment_ids: Array
-    predictors: Array
-    targets: Array
-    completion_ids: Array
-    mask: Array
-    advantages: Array
-    sampler_logprobs: Array
-    behaviour_logprobs: Array
-    ref_logprobs: Array
+    tokens: jax.Array
+    positions: jax.Array
+    segment_ids: jax.Array
+    predictors: jax.Array
+    targets: jax.Array
+    completion_ids: jax.Array
+    mask: jax.Array
+    advantages: jax.Array
+    sampler_logprobs: jax.Array
+    behaviour_logprobs: jax.Array
+    ref_logprobs: jax.Array

@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rpg_jax.data import PromptStream
 from rpg_jax import losses
+from rpg_jax.data import PromptStream
 from rpg_jax.losses import Metrics
 from rpg_jax.rollout import Rollout
 from rpg_jax.training import metrics as metrics_lib

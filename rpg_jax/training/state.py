@@ -25,8 +25,8 @@ class TrainState:
 
     params: Any
     opt_state: Any
-    updates: jax.Array
-    skipped: jax.Array
+    updates: Any
+    skipped: Any
 
 
 def create(params: Any, optimizer: Optimizer, where: TrainState) -> TrainState:

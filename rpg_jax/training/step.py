@@ -123,7 +123,7 @@ def build(
 
         weight = metrics["loss"][1]
         grads = jax.tree.map(lambda g: g / jnp.maximum(weight, 1e-9), grads)
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         finite = jnp.isfinite(grad_norm) & jnp.isfinite(metrics["loss"][0])
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)

@@ -68,8 +68,8 @@ def warm_start(
         if reached > target.max_accuracy:
             if interval == 1:
                 raise ValueError(
-                    f"one supervised update leads past warm_start.max_accuracy={target.max_accuracy} (to {reached:.3f}): "
-                    "widen the range or lower warm_start.learning_rate"
+                    f"one supervised update leads past warm_start.max_accuracy={target.max_accuracy}, "
+                    f"to {reached:.3f}: widen the range or lower warm_start.learning_rate"
                 )
             state, interval = before, max(interval // 2, 1)
         elif reached >= target.min_accuracy:

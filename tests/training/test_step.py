@@ -88,6 +88,10 @@ def assert_same(result, expected):
             np.testing.assert_allclose(metrics[name][1], weight, err_msg=name)
 
 
+def largest_difference(a, b):
+    return max(jax.tree.leaves(jax.tree.map(lambda x, y: float(np.max(np.abs(x - y))), a, b)))
+
+
 @pytest.mark.parametrize("size", [8, 2])
 def test_micro_batches_change_nothing(size, plain):
     assert_same(two_updates(microbatch_size=size), plain)

@@ -1,0 +1,21 @@
+"""Trains every method for two steps in one process; run by test_train.py, which reads the folders it leaves."""
+
+import sys
+
+from absl import logging
+
+from rpg_jax import losses, run_folder
+from rpg_jax.experiment import resolve
+from rpg_jax.train import train
+from tests.end_to_end import micro
+
+logging.set_verbosity(logging.WARNING)
+runs = sys.argv[1]
+for method in losses.METHODS:
+    config = micro.get_config()
+    config.method = method
+    config.run.dir, config.run.name = runs, run_folder.default_name("micro.py", config, {})
+    config.warm_start.dir = f"{runs}/warm_starts"
+    code = train(resolve(config))
+    if code:
+        raise SystemExit(f"{method} ended with {code}")

@@ -1,0 +1,176 @@
+"""Whole runs through the command line: every method, misspelt fields, kills at any moment."""
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from rpg_jax import losses
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = "tests/end_to_end/micro.py"
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """One compilation cache and one warm start for all runs of this file."""
+    return tmp_path_factory.mktemp("shared")
+
+
+def environment(shared):
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    return env | {
+        "JAX_COMPILATION_CACHE_DIR": str(shared / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "PYTHONPATH": str(ROOT),
+    }
+
+
+def command(shared, runs, *overrides):
+    return [
+        sys.executable,
+        "-m",
+        "rpg_jax.train",
+        f"--config={CONFIG}",
+        f"--config.run.dir={runs}",
+        f"--config.warm_start.dir={shared}/warm_starts",
+        *overrides,
+    ]
+
+
+def run(shared, runs, *overrides, check=True):
+    done = subprocess.run(
+        command(shared, runs, *overrides), cwd=ROOT, env=environment(shared), capture_output=True, text=True
+    )
+    assert not check or done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def checksum(done):
+    return next(line.split()[-1] for line in done.stdout.splitlines() if line.startswith("weights checksum"))
+
+
+def metrics(folder, times=False):
+    """The lines of metrics.jsonl without what a clock measured."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    clocked = ("seconds", "tokens_per_second")
+    return lines if times else [{k: v for k, v in r.items() if k not in clocked and "time/" not in k} for r in lines]
+
+
+def test_every_method_trains_and_leaves_a_complete_run_folder(shared, tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.end_to_end.every_method", str(tmp_path)],
+        cwd=ROOT,
+        env=environment(shared),
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    losses_seen = {}
+    for name, method in losses.METHODS.items():
+        folder = tmp_path / f"micro-{name.lower()}-seed0"
+        config = json.loads((folder / "config.json").read_text())
+        assert config["loss"]["name"] == method.loss and config["reference"]["rule"] == method.reference
+        records = metrics(folder)
+        assert [r["step"] for r in records] == [0, 1, 2]
+        assert all(r["updates"] == 2 * r["step"] and r["skipped_updates"] == 0 for r in records[1:])
+        assert all(r["sampler_gap"] <= 1e-4 for r in records[1:]), name
+        assert all(math.isfinite(r["grad_norm"]) and r["grad_norm"] > 0 for r in records[1:]), name
+        for file in ("curves.png", "summary.md", "samples.jsonl", "versions.json", "tokenizer.model"):
+            assert (folder / file).stat().st_size > 0, f"{name}: {file}"
+        losses_seen[name] = records[1]["loss"]
+    assert len(set(losses_seen.values())) > 10, losses_seen  # the same completions, many different losses
+
+
+def test_a_run_killed_at_any_moment_ends_with_the_weights_and_metrics_of_one_that_was_not(shared, tmp_path):
+    settings = ("--config.train.steps=12", "--config.reference.every=3", "--config.run.name=r")
+    straight = run(shared, tmp_path / "straight", *settings)
+    killed_at, attempts = [], 0
+    while len(killed_at) < 3:
+        attempts += 1
+        assert attempts < 12, "the run ended before it could be killed three times"
+        folder = tmp_path / "killed" / "r"
+        process = subprocess.Popen(
+            command(shared, tmp_path / "killed", *settings),
+            cwd=ROOT,
+            env=environment(shared),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        wanted = (killed_at[-1] if killed_at else 0) + 2
+        while process.poll() is None:
+            done = len(metrics_or_nothing(folder))
+            if done > wanted:
+                time.sleep(0.013 * attempts)  # not always at the same place within a step
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+                killed_at.append(done)
+            time.sleep(0.005)
+        if process.returncode == 0:
+            break
+    resumed = run(shared, tmp_path / "killed", *settings)
+    assert killed_at, "no kill landed"
+    assert checksum(resumed) == checksum(straight)
+    assert metrics(tmp_path / "killed" / "r") == metrics(tmp_path / "straight" / "r")
+
+
+def metrics_or_nothing(folder):
+    file = folder / "metrics.jsonl"
+    return file.read_text().splitlines() if file.exists() else []
+
+
+def test_sigterm_saves_and_the_same_command_continues(shared, tmp_path):
+    settings = ("--config.train.steps=2000", "--config.run.name=r", "--config.evaluation.every=1000")
+    process = subprocess.Popen(
+        command(shared, tmp_path, *settings), cwd=ROOT, env=environment(shared), stdout=subprocess.PIPE, text=True
+    )
+    while len(metrics_or_nothing(tmp_path / "r")) < 4:
+        assert process.poll() is None
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM and "the same command continues" in output
+    stopped_at = metrics(tmp_path / "r")[-1]["step"]
+    shorter = [s.replace("2000", str(stopped_at + 1)) for s in settings]
+    assert f"after step {stopped_at}" in run(shared, tmp_path, *shorter).stdout
+
+
+def test_a_misspelt_field_is_one_line_that_names_the_right_one(shared, tmp_path):
+    done = run(shared, tmp_path, "--config.los.kl_coef=1", check=False)
+    assert done.returncode == 2 and done.stderr.strip().count("\n") == 0
+    assert "'los.kl_coef'" in done.stderr and "'loss.kl_coef'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("--config.method=RPG-REINFORCE-URLK", "RPG-REINFORCE-URKL"),
+        ("--config.loss.kl_coef=much", "much"),
+        ("--config.method=GRPO --config.loss.divergence=urkl", "divergence"),
+        ("--config.rollout.driver=vllm", "orchestrator"),
+        ("--config.train.updates_per_step=3", "multiple"),
+        ("kl_coef=3", "--config."),
+    ],
+)
+def test_bad_values_are_one_line_with_the_fix(shared, tmp_path, override, expected):
+    done = run(shared, tmp_path, *override.split(), check=False)
+    assert done.returncode == 2 and done.stderr.strip().count("\n") == 0, done.stderr
+    assert expected in done.stderr
+
+
+def test_a_named_run_with_another_config_is_refused_naming_the_field(shared, tmp_path):
+    run(shared, tmp_path, "--config.run.name=r", "--config.train.steps=1")
+    done = run(shared, tmp_path, "--config.run.name=r", "--config.loss.kl_coef=0.5", check=False)
+    assert done.returncode == 2 and "loss.kl_coef was 0.0001, now 0.5" in done.stderr
+
+
+def test_help_lists_every_field_with_its_meaning(shared, tmp_path):
+    done = run(shared, tmp_path, "--help")
+    assert "loss.divergence" in done.stdout and "configs/tiny.py" in done.stdout
+    assert "tokens before the limit over which the punishment grows" in done.stdout
