@@ -1,4 +1,4 @@
-"""The parts of a Qwen block. Every weight declares shape, logical axes and initial scale together."""
+"""The parts of a Qwen block."""
 
 from __future__ import annotations
 
@@ -10,30 +10,9 @@ from flax import nnx
 
 from rpg_jax.models import rope
 from rpg_jax.models.config import QwenConfig
+from rpg_jax.models.declare import Declare
 from rpg_jax.models.logical import constrain
-
-_TRUNCATED_STD = 0.87962566103423978  # of a standard normal truncated to [-2, 2]
-
-
-class Declare:
-    """Creates parameters of one dtype, with `stack` in front of every shape (the layers of a scanned stack).
-
-    Matrices are drawn from a normal truncated at two standard deviations, of standard deviation 1/√fan_in: the 0.02
-    of Qwen's own config at its widths, and unit gain at any other.
-    """
-
-    def __init__(self, rngs: nnx.Rngs, dtype, stack: int | None = None):
-        self.rngs, self.dtype = rngs, dtype
-        self.lead = ((), ()) if stack is None else ((stack,), ("layers",))
-
-    def matrix(self, shape: tuple[int, ...], axes: tuple[str, ...], *, fan_in: float) -> nnx.Param:
-        shape, axes = self.lead[0] + shape, self.lead[1] + axes
-        normal = jax.random.truncated_normal(self.rngs.params(), -2, 2, shape, self.dtype)
-        return nnx.Param(normal * (fan_in**-0.5 / _TRUNCATED_STD), axes=axes)
-
-    def constant(self, value: float, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
-        shape, axes = self.lead[0] + shape, self.lead[1] + axes
-        return nnx.Param(jnp.full(shape, value, self.dtype), axes=axes)
+from rpg_jax.models.moe import MoE
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -102,7 +81,7 @@ class Block(nnx.Module):
         self.attention_norm = declare.constant(1.0, (config.embed_dim,), ("norm",))
         self.attention = Attention(config, declare)
         self.mlp_norm = declare.constant(1.0, (config.embed_dim,), ("norm",))
-        self.mlp = MLP(config, declare)
+        self.mlp = MoE(config, declare) if config.num_experts else MLP(config, declare)
 
     def __call__(self, x: jax.Array, table, attend: Callable, axes) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Next x [B, T, D] and this layer's k and v [B, T, K, H]; `attend(q, k, v)` mixes tokens."""

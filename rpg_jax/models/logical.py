@@ -32,6 +32,12 @@ def partition_spec(*names: str | None) -> PartitionSpec | None:
     return PartitionSpec(*entries)
 
 
+def mesh_axes(name: str) -> tuple[str, ...]:
+    """Mesh axes that the rules in force give one logical axis; none where there are no rules."""
+    spec = partition_spec(name)
+    return () if spec is None else tuple(jax.tree.leaves(tuple(spec)))
+
+
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     """`x` with the sharding that the rules in force give its dimensions; `x` itself where there are no rules."""
     if len(names) != x.ndim:

@@ -12,8 +12,9 @@ from flax import nnx
 from rpg_jax.models import rope
 from rpg_jax.models.attention import IMPLEMENTATIONS, attention, decode_attention
 from rpg_jax.models.config import QwenConfig
+from rpg_jax.models.declare import Declare
 from rpg_jax.models.kv_cache import KVCache
-from rpg_jax.models.layers import Block, Declare, rms_norm
+from rpg_jax.models.layers import Block, rms_norm
 from rpg_jax.models.logical import constrain
 
 Params = dict[str, Any]

@@ -11,7 +11,8 @@ MESH_AXES = ("replica", "fsdp", "expert", "context", "tensor")
 """Slowest-varying first, so that `tensor`, which communicates in every layer, spans the nearest devices.
 
 `replica`: copies of the parameters, rows of the batch. `fsdp`: shards of the parameters, rows of the batch.
-`expert`: experts of a mixture, rows of the batch. `context`: positions of a row. `tensor`: heads, hidden units, vocabulary.
+`expert`: experts of a mixture, rows of the batch. `context`: positions of a row. `tensor`: heads, hidden units and
+vocabulary entries.
 """
 
 

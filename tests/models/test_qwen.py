@@ -23,6 +23,7 @@ QWEN3 = QwenConfig(
     tie_embeddings=False,
 )
 QWEN2 = dataclasses.replace(QWEN3, tie_embeddings=True, qk_norm=False, attention_bias=True, num_kv_heads=8)
+MOE = dataclasses.replace(QWEN3, num_layers=2, num_experts=8, experts_per_token=3, moe_hidden_dim=16)
 FAMILIES = {"qwen3": QWEN3, "qwen2": QWEN2}
 
 # f32: the orders of summation differ between the ways of computing the same hidden state of magnitude about 1.
@@ -129,7 +130,7 @@ def test_padding_contents_never_change_a_hidden_state_or_gradient():
 
 
 def reference(params, config, tokens):
-    """The decoder of one row in float64 NumPy: a Python loop over layers, heads repeated, rotation as complex numbers."""
+    """One row in float64 NumPy: a Python loop over layers, heads repeated, rotation as complex numbers."""
     weight = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
     N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
     turns = np.exp(1j * np.arange(len(tokens))[:, None] * config.rope_theta ** (-np.arange(0, H, 2) / H))
@@ -234,33 +235,60 @@ def test_unknown_names_list_the_known_ones():
 
 
 MESHES = [
-    {"fsdp": 8},
-    {"replica": 8},
-    {"tensor": 4, "fsdp": 2},
-    {"context": 4, "fsdp": 2},
-    {"replica": 2, "tensor": 2, "context": 2},
-    {"fsdp": 2, "expert": 2, "tensor": 2},
+    (QWEN3, {"fsdp": 8}),
+    (QWEN3, {"replica": 8}),
+    (QWEN3, {"tensor": 4, "fsdp": 2}),
+    (QWEN3, {"context": 4, "fsdp": 2}),
+    (QWEN3, {"replica": 2, "tensor": 2, "context": 2}),
+    (QWEN2, {"fsdp": 2, "context": 2, "tensor": 2}),
+    (MOE, {"expert": 8}),
+    (MOE, {"expert": 2, "fsdp": 2, "tensor": 2}),
+    (MOE, {"expert": 4, "context": 2}),
+    (MOE, {"fsdp": 4, "tensor": 2}),
 ]
 
 
-@pytest.mark.parametrize("mesh_shape", MESHES, ids=str)
-def test_hidden_and_gradient_are_the_same_on_every_mesh(mesh_shape):
-    graphdef, params = build(QWEN3)
-    tokens = random_tokens((8, 8))
-    segment_ids = jnp.where(jnp.arange(8) < 5, 1, 2) * jnp.ones((8, 1), jnp.int32)
-    positions = jnp.broadcast_to(jnp.array([0, 1, 2, 3, 4, 0, 1, 2]), (8, 8))
+def one_step(graphdef):
+    """Loss, hidden states and gradient of a batch."""
 
     def loss(params, *batch):
         hidden = nnx.merge(graphdef, params)(*batch)
-        return (hidden**2 * jnp.arange(QWEN3.embed_dim)).mean(), hidden
+        return (hidden**2 * jnp.arange(hidden.shape[-1])).mean(), hidden
 
-    step = jax.value_and_grad(loss, has_aux=True)
-    expected = jax.jit(step)(params, tokens, positions, segment_ids)
+    return jax.value_and_grad(loss, has_aux=True)
+
+
+@pytest.fixture(scope="module")
+def packed_batch():
+    """Eight rows of two segments each."""
+    segment_ids = jnp.where(jnp.arange(8) < 5, 1, 2) * jnp.ones((8, 1), jnp.int32)
+    return random_tokens((8, 8)), jnp.tile(jnp.array([0, 1, 2, 3, 4, 0, 1, 2]), (8, 1)), segment_ids
+
+
+@pytest.fixture(scope="module")
+def on_one_device(packed_batch):
+    """What one device computes, by config."""
+    results = {}
+
+    def compute(config):
+        if config not in results:
+            graphdef, params = build(config)
+            results[config] = graphdef, params, jax.jit(one_step(graphdef))(params, *packed_batch)
+        return results[config]
+
+    return compute
+
+
+@pytest.mark.parametrize(
+    ("config", "mesh_shape"), MESHES, ids=lambda x: "moe" if x is MOE else str(x) if isinstance(x, dict) else "dense"
+)
+def test_hidden_and_gradient_are_the_same_on_every_mesh(on_one_device, packed_batch, config, mesh_shape):
+    graphdef, params, expected = on_one_device(config)
     mesh = parallel.make_mesh(mesh_shape)
-    placed = parallel.shardings(models.logical_axes(QWEN3), params, mesh)
-    row = parallel.shardings(("batch", "length"), tokens, mesh)
+    placed = parallel.shardings(models.logical_axes(config), params, mesh)
+    row = parallel.shardings(("batch", "length"), packed_batch[0], mesh)
     with parallel.activate(mesh):
-        got = jax.jit(step, in_shardings=(placed, row, row, row))(params, tokens, positions, segment_ids)
+        got = jax.jit(one_step(graphdef), in_shardings=(placed, row, row, row))(params, *packed_batch)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **ROUNDING), got, expected)
 
 

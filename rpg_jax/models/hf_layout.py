@@ -1,0 +1,127 @@
+"""Where each parameter lies in a folder of Hugging Face safetensors: names, shapes and the permutation between."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+
+import jax
+import numpy as np
+
+from rpg_jax.models.config import QwenConfig
+from rpg_jax.models.qwen import Params, abstract
+
+Index = tuple[slice, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """How one parameter is stored: one tensor for each index of its stacked axes (layer, expert).
+
+    Attributes:
+      path: keys into the params tree.
+      shape: of the parameter, stacked axes first.
+      stacked: number of stacked axes.
+      name: of the stored tensor, with a `{}` for each stacked index.
+      groups: shape of one stored tensor as groups of parameter dimensions that it flattens into one.
+      order: parameter dimension i (after the stacked ones) is dimension order[i] of the ungrouped tensor.
+    """
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    stacked: int
+    name: str
+    groups: tuple[tuple[int, ...], ...]
+    order: tuple[int, ...]
+
+    @property
+    def tensor_shape(self) -> tuple[int, ...]:
+        return tuple(math.prod(group) for group in self.groups)
+
+    def tensors(self) -> Iterator[tuple[tuple[int, ...], str]]:
+        """(stacked index, name) of every stored tensor."""
+        for index in np.ndindex(*self.shape[: self.stacked]):
+            yield index, self.name.format(*index)
+
+    def read(self, index: Index, dtype, fetch: Callable[[str, Index], np.ndarray]) -> np.ndarray:
+        """The shard `index` of the parameter; `fetch(name, index)` returns a slice of a stored tensor."""
+        bounds = [range(*s.indices(size)) for s, size in zip(index, self.shape, strict=True)]
+        out = np.empty([len(b) for b in bounds], dtype)
+        inner = [bounds[self.stacked :][self.order.index(i)] for i in range(len(self.order))]  # in stored order
+        outer, rest = [], []
+        for group in self.groups:
+            # A slice of the group's first dimension is one of the stored dimension; slices of the others come after.
+            mine, inner = inner[: len(group)], inner[len(group) :]
+            block = math.prod(group[1:])
+            outer.append(slice(mine[0].start * block, mine[0].stop * block))
+            rest += [(len(mine[0]), slice(None))] + [
+                (size, slice(b.start, b.stop)) for size, b in zip(group[1:], mine[1:], strict=True)
+            ]
+        for at in np.ndindex(*out.shape[: self.stacked]):
+            name = self.name.format(*(b[i] for b, i in zip(bounds, at, strict=False)))
+            tensor = fetch(name, tuple(outer)).reshape([size for size, _ in rest])
+            out[at] = tensor[tuple(s for _, s in rest)].transpose(self.order)
+        return out
+
+    def write(self, value: np.ndarray) -> np.ndarray:
+        """The stored tensor of one slice of the parameter, stacked axes indexed away."""
+        return np.ascontiguousarray(value.transpose(np.argsort(self.order))).reshape(self.tensor_shape)
+
+
+def layout(config: QwenConfig) -> list[Stored]:
+    """How every parameter of a model is stored, in the order of the params tree."""
+    D, N, K, H = config.embed_dim, config.num_heads, config.num_kv_heads, config.head_dim
+    V, F, E, M = config.vocab_size, config.hidden_dim, config.num_experts, config.moe_hidden_dim
+    attention, mlp = "model.layers.{}.self_attn.", "model.layers.{}.mlp."
+    plain, transposed, heads = (0,), (1, 0), (2, 0, 1)
+    table = {
+        "embed": ("model.embed_tokens.weight", ((V,), (D,)), (0, 1)),
+        "final_norm": ("model.norm.weight", ((D,),), plain),
+        "lm_head": ("lm_head.weight", ((V,), (D,)), (0, 1)),
+        "layers/attention_norm": ("model.layers.{}.input_layernorm.weight", ((D,),), plain),
+        "layers/mlp_norm": ("model.layers.{}.post_attention_layernorm.weight", ((D,),), plain),
+        "layers/attention/q": (attention + "q_proj.weight", ((N, H), (D,)), heads),
+        "layers/attention/k": (attention + "k_proj.weight", ((K, H), (D,)), heads),
+        "layers/attention/v": (attention + "v_proj.weight", ((K, H), (D,)), heads),
+        "layers/attention/o": (attention + "o_proj.weight", ((D,), (N, H)), (1, 2, 0)),
+        "layers/attention/q_bias": (attention + "q_proj.bias", ((N, H),), (0, 1)),
+        "layers/attention/k_bias": (attention + "k_proj.bias", ((K, H),), (0, 1)),
+        "layers/attention/v_bias": (attention + "v_proj.bias", ((K, H),), (0, 1)),
+        "layers/attention/q_norm": (attention + "q_norm.weight", ((H,),), plain),
+        "layers/attention/k_norm": (attention + "k_norm.weight", ((H,),), plain),
+    }
+    if E:
+        expert = mlp + "experts.{}."
+        table |= {
+            "layers/mlp/router": (mlp + "gate.weight", ((E,), (D,)), transposed),
+            "layers/mlp/gate": (expert + "gate_proj.weight", ((M,), (D,)), transposed),
+            "layers/mlp/up": (expert + "up_proj.weight", ((M,), (D,)), transposed),
+            "layers/mlp/down": (expert + "down_proj.weight", ((D,), (M,)), transposed),
+        }
+    else:
+        table |= {
+            "layers/mlp/gate": (mlp + "gate_proj.weight", ((F,), (D,)), transposed),
+            "layers/mlp/up": (mlp + "up_proj.weight", ((F,), (D,)), transposed),
+            "layers/mlp/down": (mlp + "down_proj.weight", ((D,), (F,)), transposed),
+        }
+    stored = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(abstract(config)[1]):
+        keys = tuple(entry.key for entry in path)
+        name, groups, order = table["/".join(keys)]
+        stored.append(Stored(keys, leaf.shape, name.count("{}"), name, groups, order))
+    return stored
+
+
+def set_leaf(tree: Params, path: tuple[str, ...], value) -> None:
+    """Puts `value` at `path` of nested dicts, making those on the way."""
+    for key in path[:-1]:
+        tree = tree.setdefault(key, {})
+    tree[path[-1]] = value
+
+
+def get_leaf(tree: Params, path: tuple[str, ...]):
+    """What lies at `path` of nested dicts."""
+    for key in path:
+        tree = tree[key]
+    return tree

@@ -1,0 +1,92 @@
+"""A mixture of SwiGLU experts: every token goes to its k most probable experts, none is dropped."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from rpg_jax.models.config import QwenConfig
+from rpg_jax.models.declare import Declare
+from rpg_jax.models.logical import mesh_axes, partition_spec
+
+
+class MoE(nnx.Module):
+    """Σ_e p_e · expert_e(x) over the chosen experts; p is the router's f32 softmax, renormalised if configured.
+
+    The (token, expert) pairs are sorted by expert and multiplied group by group (`ragged_dot`), so shapes are static
+    and the work is that of the chosen experts. On a mesh, each device applies its own experts to the tokens of the
+    devices that hold the other experts, which it gathers, and the sums are scattered back: exact at any imbalance.
+    """
+
+    def __init__(self, config: QwenConfig, declare: Declare):
+        D, E, F = config.embed_dim, config.num_experts, config.moe_hidden_dim
+        self.k, self.renormalise = config.experts_per_token, config.norm_topk_prob
+        self.router = declare.matrix((D, E), ("embed", "router"), fan_in=D)
+        self.gate = declare.matrix((E, D, F), ("experts", "embed", "hidden"), fan_in=D)
+        self.up = declare.matrix((E, D, F), ("experts", "embed", "hidden"), fan_in=D)
+        self.down = declare.matrix((E, F, D), ("experts", "hidden", "embed"), fan_in=F * 2 * config.num_layers)
+
+    def __call__(self, x: jax.Array, axes) -> jax.Array:
+        """[B, T, D] of x [B, T, D], whose first two dimensions are the logical `axes`."""
+        weights, experts = self.route(x)
+        matrices = tuple(w[...].astype(x.dtype) for w in (self.gate, self.up, self.down))
+        tokens = partition_spec(*axes, None)
+        if tokens is None:
+            return _mix(x, weights, experts, *matrices).astype(x.dtype)
+        mix = functools.partial(
+            _mix_sharded,
+            expert_axes=mesh_axes("experts"),
+            hidden_axes=mesh_axes("hidden"),
+            token_axes=tuple(jax.tree.leaves(tuple(tokens))),
+            num_experts=self.gate.shape[-3],
+        )
+        weight_specs = (partition_spec("experts", None, "hidden"),) * 2 + (partition_spec("experts", "hidden", None),)
+        # check_vma: the sum over all expert and hidden axes is the same on each of them, which ragged_dot cannot tell.
+        sharded = jax.shard_map(
+            mix, in_specs=(tokens, tokens, tokens, *weight_specs), out_specs=tokens, check_vma=False
+        )
+        return sharded(x, weights, experts, *matrices).astype(x.dtype)
+
+    def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Mixture weights f32[B, T, k] and expert indices i32[B, T, k] of x [B, T, D]."""
+        logits = jnp.einsum("btd,de->bte", x, self.router[...].astype(x.dtype), preferred_element_type=jnp.float32)
+        weights, experts = jax.lax.top_k(jax.nn.softmax(logits, axis=-1), self.k)
+        if self.renormalise:
+            weights = weights / weights.sum(-1, keepdims=True)
+        return weights, experts
+
+
+def _mix(x, weights, experts, gate, up, down, first=0) -> jax.Array:
+    """f32[B, T, D]: what the experts of gate [E, D, F], `first` and those after it, contribute to the mixture."""
+    held, k = gate.shape[0], experts.shape[-1]
+    local = experts.reshape(-1) - first
+    local = jnp.where((local >= 0) & (local < held), local, held)  # experts held elsewhere sort to the end
+    order = jnp.argsort(local, stable=True)
+    sizes = jnp.bincount(local, length=held + 1)[:held]
+    rows = x.reshape(-1, x.shape[-1])[order // k]
+    hidden = jax.nn.silu(jax.lax.ragged_dot(rows, gate, sizes)) * jax.lax.ragged_dot(rows, up, sizes)
+    out = jax.lax.ragged_dot(hidden, down, sizes, preferred_element_type=jnp.float32)
+    out = jnp.where((jnp.arange(len(order)) < sizes.sum())[:, None], out, 0)  # rows past the groups are unspecified
+    back = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
+    return jnp.einsum("btkd,btk->btd", out[back].reshape(*experts.shape, -1), weights)
+
+
+def _mix_sharded(
+    x, weights, experts, gate, up, down, *, expert_axes, hidden_axes, token_axes, num_experts
+) -> jax.Array:
+    """`_mix` on one device's tokens, experts and hidden units, summed over all of them."""
+    shared = tuple(axis for axis in expert_axes if axis in token_axes)
+    first = 0
+    for axis in expert_axes:
+        first = first * jax.lax.axis_size(axis) + jax.lax.axis_index(axis)
+    first = first * gate.shape[0]
+    if shared:
+        x, weights, experts = (jax.lax.all_gather(y, shared, axis=0, tiled=True) for y in (x, weights, experts))
+    out = _mix(x, weights, experts, gate, up, down, first)
+    rest = tuple(axis for axis in (*expert_axes, *hidden_axes) if axis not in shared)
+    if shared:
+        out = jax.lax.psum_scatter(out, shared, scatter_dimension=0, tiled=True)
+    return jax.lax.psum(out, rest) if rest else out

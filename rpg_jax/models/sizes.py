@@ -1,0 +1,128 @@
+"""Every published size of the supported families, as the base model's own config has it.
+
+Loading a folder reads that folder's config and never this table; the table is for models drawn at random and for
+planning. Instruct models share the shapes; where their norm epsilon or context differ, their folder says so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from rpg_jax.models.config import QwenConfig
+
+
+def _qwen2(layers, width, heads, kv_heads, hidden, *, eps=1e-6, context=131_072, theta=1e6) -> QwenConfig:
+    """Qwen2 and 2.5: q/k/v bias; heads of width / heads; tied up to 3B; two paddings of one vocabulary."""
+    small = width <= 2048
+    return QwenConfig(
+        vocab_size=151_936 if small else 152_064,
+        num_layers=layers,
+        embed_dim=width,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=width // heads,
+        hidden_dim=hidden,
+        rope_theta=theta,
+        rms_norm_eps=eps,
+        tie_embeddings=small,
+        qk_norm=False,
+        attention_bias=True,
+        max_position_embeddings=context,
+    )
+
+
+def _qwen3(layers, width, heads, kv_heads, hidden, *, tied=False, experts=0, moe_hidden=0) -> QwenConfig:
+    """Qwen3: q/k norm, heads of 128 whatever the width; 8 of 128 experts where there are any."""
+    return QwenConfig(
+        vocab_size=151_936,
+        num_layers=layers,
+        embed_dim=width,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=128,
+        hidden_dim=hidden,
+        tie_embeddings=tied,
+        max_position_embeddings=40_960,
+        num_experts=experts,
+        experts_per_token=8 if experts else 0,
+        moe_hidden_dim=moe_hidden,
+    )
+
+
+def _long(config: QwenConfig, theta: float) -> QwenConfig:
+    """A 2507 release: the same shapes trained at 256K positions."""
+    return dataclasses.replace(config, rope_theta=theta, max_position_embeddings=262_144)
+
+
+_SMALL_CONTEXT = dict(context=32_768)
+_MATH = dict(context=4096, theta=1e4)
+_4B = _qwen3(36, 2560, 32, 8, 9728, tied=True)
+_30B = _qwen3(48, 2048, 32, 4, 6144, experts=128, moe_hidden=768)
+_235B = _qwen3(94, 4096, 64, 4, 12_288, experts=128, moe_hidden=1536)
+
+SIZES: Mapping[str, QwenConfig] = MappingProxyType(
+    {
+        "Qwen2-0.5B": _qwen2(24, 896, 14, 2, 4864),
+        "Qwen2-1.5B": _qwen2(28, 1536, 12, 2, 8960),
+        "Qwen2-7B": _qwen2(28, 3584, 28, 4, 18_944),
+        "Qwen2-72B": _qwen2(80, 8192, 64, 8, 29_568, eps=1e-5),
+        "Qwen2-Math-1.5B": _qwen2(28, 1536, 12, 2, 8960, **_MATH),
+        "Qwen2-Math-7B": _qwen2(28, 3584, 28, 4, 18_944, **_MATH),
+        "Qwen2-Math-72B": _qwen2(80, 8192, 64, 8, 29_568, eps=1e-5, **_MATH),
+        "Qwen2.5-0.5B": _qwen2(24, 896, 14, 2, 4864, **_SMALL_CONTEXT),
+        "Qwen2.5-1.5B": _qwen2(28, 1536, 12, 2, 8960),
+        "Qwen2.5-3B": _qwen2(36, 2048, 16, 2, 11_008, **_SMALL_CONTEXT),
+        "Qwen2.5-7B": _qwen2(28, 3584, 28, 4, 18_944),
+        "Qwen2.5-14B": _qwen2(48, 5120, 40, 8, 13_824, eps=1e-5),
+        "Qwen2.5-32B": _qwen2(64, 5120, 40, 8, 27_648, eps=1e-5),
+        "Qwen2.5-72B": _qwen2(80, 8192, 64, 8, 29_568, eps=1e-5),
+        "Qwen2.5-Math-1.5B": _qwen2(28, 1536, 12, 2, 8960, **_MATH),
+        "Qwen2.5-Math-7B": _qwen2(28, 3584, 28, 4, 18_944, **_MATH),
+        "Qwen2.5-Math-72B": _qwen2(80, 8192, 64, 8, 29_568, eps=1e-5, **_MATH),
+        "Qwen3-0.6B": _qwen3(28, 1024, 16, 8, 3072, tied=True),
+        "Qwen3-1.7B": _qwen3(28, 2048, 16, 8, 6144, tied=True),
+        "Qwen3-4B": _4B,
+        "Qwen3-8B": _qwen3(36, 4096, 32, 8, 12_288),
+        "Qwen3-14B": _qwen3(40, 5120, 40, 8, 17_408),
+        "Qwen3-32B": _qwen3(64, 5120, 64, 8, 25_600),
+        "Qwen3-30B-A3B": _30B,
+        "Qwen3-235B-A22B": _235B,
+        "Qwen3-4B-2507": _long(_4B, 5e6),
+        "Qwen3-30B-A3B-2507": _long(_30B, 1e7),
+        "Qwen3-235B-A22B-2507": _long(_235B, 5e6),
+    }
+)
+
+
+def size(name: str) -> QwenConfig:
+    """The config of a published size, by name in any case ("qwen3-4b").
+
+    Raises:
+      ValueError: no such size; the message names the nearest.
+    """
+    known = {key.lower(): config for key, config in SIZES.items()}
+    if name.lower() not in known:
+        near = difflib.get_close_matches(name.lower(), known, n=3)
+        hint = f"did you mean {', '.join(near)}? " if near else ""
+        raise ValueError(f"no published size {name!r}; {hint}The sizes are {', '.join(SIZES)}")
+    return known[name.lower()]
+
+
+def parameter_count(config: QwenConfig, *, active: bool = False) -> int:
+    """Number of weights; with `active`, of those that take part in one token's forward pass (k of E experts)."""
+    D, H = config.embed_dim, config.head_dim
+    attention = 2 * D * config.num_heads * H + 2 * D * config.num_kv_heads * H
+    if config.attention_bias:
+        attention += (config.num_heads + 2 * config.num_kv_heads) * H
+    if config.qk_norm:
+        attention += 2 * H
+    if config.num_experts:
+        experts = config.experts_per_token if active else config.num_experts
+        mlp = D * config.num_experts + experts * 3 * D * config.moe_hidden_dim
+    else:
+        mlp = 3 * D * config.hidden_dim
+    embeddings = config.vocab_size * D * (1 if config.tie_embeddings else 2)
+    return embeddings + D + config.num_layers * (attention + mlp + 2 * D)

@@ -1,0 +1,206 @@
+"""Weights in and out of folders in Hugging Face layout, shard by shard: no pickle, no conversion step."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes  # noqa: F401  numpy learns the name "bfloat16", which safetensors asks it for
+import numpy as np
+from jax.experimental import multihost_utils
+from safetensors import safe_open
+from safetensors.numpy import save_file
+
+from rpg_jax.models.config import QwenConfig
+from rpg_jax.models.hf_config import write_config
+from rpg_jax.models.hf_layout import Index, Stored, get_leaf, layout, set_leaf
+from rpg_jax.models.qwen import Params
+
+_INDEX = "model.safetensors.index.json"
+_ROWS = 4096  # rows compared at a time
+_TOKENIZER_FILES = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+    "tokenizer.model",
+]
+
+
+class Folder:
+    """The safetensors of a folder, one file or many, read slice by slice."""
+
+    def __init__(self, path: Path | str):
+        self.path = Path(path)
+        index = self.path / _INDEX
+        if index.is_file():
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        else:
+            names = ["model.safetensors"]
+        absent = [name for name in names if not (self.path / name).is_file()]
+        if absent:
+            raise ValueError(f"{self.path} lacks the weight files {_some(absent)} (only safetensors are read)")
+        self._open = contextlib.ExitStack()
+        self._files = {}
+        for name in names:
+            file = self._open.enter_context(safe_open(self.path / name, framework="numpy"))
+            self._files |= dict.fromkeys(file.keys(), file)
+
+    def __enter__(self) -> Folder:
+        return self
+
+    def __exit__(self, *error) -> None:
+        self._open.close()
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor, by name."""
+        return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
+
+    def fetch(self, name: str, index: Index) -> np.ndarray:
+        """A slice of a tensor; nothing else of it is read."""
+        return self._files[name].get_slice(name)[index]
+
+
+def load(folder: Path | str, config: QwenConfig, *, param_dtype=jnp.float32, shardings: Params | None = None) -> Params:
+    """Parameters of `config` from a folder of (sharded) safetensors, each device's shard read by itself.
+
+    Host memory holds one shard of one (stacked) parameter at a time.
+
+    Args:
+      param_dtype: floats are cast to it as they are read.
+      shardings: tree of shardings like the params; None puts everything on the default device.
+
+    Raises:
+      ValueError: tensors that the model needs and the folder lacks, or has besides, or has in another shape: by name.
+    """
+    params: Params = {}
+    with Folder(folder) as files:
+        stored = layout(config)
+        _check(files, stored, config)
+        for entry in stored:
+            sharding = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+            if shardings is not None:
+                sharding = get_leaf(shardings, entry.path)
+            set_leaf(params, entry.path, _place(entry, sharding, jnp.dtype(param_dtype), files))
+    return params
+
+
+def save(
+    folder: Path | str,
+    config: QwenConfig,
+    params: Params,
+    *,
+    dtype=None,
+    base: Path | str | None = None,
+    max_file_bytes: int = 2 * 2**30,
+) -> None:
+    """Writes a folder that transformers loads: safetensors in files of at most `max_file_bytes`, index, config.json.
+
+    Host memory holds one file at a time. With several processes, all must call; the first one writes.
+
+    Args:
+      dtype: of the weights; None keeps that of the params.
+      base: folder whose tokenizer, generation config and remaining config fields are taken over.
+    """
+    folder, dtype = Path(folder), jnp.dtype(dtype or jax.tree.leaves(params)[0].dtype)
+    writes = jax.process_index() == 0
+    if writes:
+        folder.mkdir(parents=True, exist_ok=True)
+    names = [name for entry in layout(config) for _, name in entry.tensors()]
+    sizes = [np.prod(e.tensor_shape, dtype=np.int64) * dtype.itemsize for e in layout(config) for _ in e.tensors()]
+    file_of = _assign(sizes, max_file_bytes)
+    total = max(file_of) + 1
+    files = (
+        [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)] if total > 1 else ["model.safetensors"]
+    )
+    held: dict[str, np.ndarray] = {}
+    for i, (name, tensor) in enumerate(_stored_tensors(config, params, dtype)):
+        held[name] = tensor
+        if i + 1 == len(names) or file_of[i + 1] != file_of[i]:
+            if writes:
+                save_file(held, folder / files[file_of[i]], {"format": "pt"})
+            held = {}
+    if not writes:
+        return
+    if total > 1:
+        weight_map = {name: files[i] for name, i in zip(names, file_of, strict=True)}
+        record = {"metadata": {"total_size": int(sum(sizes))}, "weight_map": weight_map}
+        (folder / _INDEX).write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
+    fields = json.loads((Path(base) / "config.json").read_text()) if base is not None else None
+    (folder / "config.json").write_text(json.dumps(write_config(config, dtype.name, fields), indent=2) + "\n")
+    for name in _TOKENIZER_FILES if base is not None else ():
+        if (Path(base) / name).is_file():
+            shutil.copyfile(Path(base) / name, folder / name)
+
+
+def _check(files: Folder, stored: list[Stored], config: QwenConfig) -> None:
+    found = files.shapes()
+    needed = {name: entry.tensor_shape for entry in stored for _, name in entry.tensors()}
+    if config.tie_embeddings and "lm_head.weight" in found:
+        _check_tied(files, found)
+        del found["lm_head.weight"]
+    missing, extra = sorted(needed.keys() - found.keys()), sorted(found.keys() - needed.keys())
+    misshapen = [f"{n} is {found[n]}, not {needed[n]}" for n in sorted(needed.keys() & found) if found[n] != needed[n]]
+    faults = [("missing", missing), ("extra", extra), ("misshapen", misshapen)]
+    if any(names for _, names in faults):
+        told = "; ".join(f"{len(names)} {kind}: {_some(names)}" for kind, names in faults if names)
+        raise ValueError(f"the tensors of {files.path} are not those of its config: {told}")
+
+
+def _check_tied(files: Folder, found: dict[str, tuple[int, ...]]) -> None:
+    """A tied model may store its head as well, if it is the embedding."""
+    head, embed = "lm_head.weight", "model.embed_tokens.weight"
+    same = found[head] == found.get(embed)
+    for start in range(0, found[head][0] if same else 0, _ROWS):
+        rows = (slice(start, min(start + _ROWS, found[head][0])), slice(None))
+        same = same and np.array_equal(files.fetch(head, rows), files.fetch(embed, rows))
+    if not same:
+        raise ValueError(f"config.json of {files.path} ties the embeddings, but {head} differs from {embed}")
+
+
+def _place(entry: Stored, sharding: jax.sharding.Sharding, dtype, files: Folder) -> jax.Array:
+    """The parameter under `sharding`; each distinct shard is read once and dropped before the next."""
+    devices: dict[tuple, list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(entry.shape).items():
+        spans = tuple(s.indices(size) for s, size in zip(index, entry.shape, strict=True))
+        devices.setdefault(spans, []).append(device)
+    shards = []
+    for spans, owners in devices.items():
+        block = entry.read(tuple(slice(*span) for span in spans), dtype, files.fetch)
+        shards += jax.block_until_ready([jax.device_put(block, device) for device in owners])
+    return jax.make_array_from_single_device_arrays(entry.shape, sharding, shards)
+
+
+def _stored_tensors(config: QwenConfig, params: Params, dtype) -> Iterator[tuple[str, np.ndarray]]:
+    for entry in layout(config):
+        value = get_leaf(params, entry.path)
+        for index, name in entry.tensors():
+            part = value[index] if index else value
+            host = (
+                np.asarray(part) if part.is_fully_addressable else multihost_utils.process_allgather(part, tiled=True)
+            )
+            yield name, entry.write(host.astype(dtype))
+
+
+def _assign(sizes: list[int], limit: int) -> list[int]:
+    """File number of each tensor: consecutive, none above `limit` bytes unless one tensor is."""
+    numbers, used, number = [], 0, 0
+    for size in sizes:
+        if used and used + size > limit:
+            used, number = 0, number + 1
+        used += size
+        numbers.append(number)
+    return numbers
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -1,0 +1,52 @@
+"""The table of published sizes has the published numbers of parameters."""
+
+import jax
+import pytest
+
+from rpg_jax import models
+
+# Billions of weights, as the model cards state them.
+PUBLISHED = {
+    "Qwen2-0.5B": 0.49,
+    "Qwen2-1.5B": 1.54,
+    "Qwen2-7B": 7.61,
+    "Qwen2-72B": 72.7,
+    "Qwen2.5-0.5B": 0.49,
+    "Qwen2.5-1.5B": 1.54,
+    "Qwen2.5-3B": 3.09,
+    "Qwen2.5-7B": 7.61,
+    "Qwen2.5-14B": 14.7,
+    "Qwen2.5-32B": 32.5,
+    "Qwen2.5-72B": 72.7,
+    "Qwen3-0.6B": 0.6,
+    "Qwen3-1.7B": 1.7,
+    "Qwen3-4B": 4.0,
+    "Qwen3-8B": 8.2,
+    "Qwen3-14B": 14.8,
+    "Qwen3-32B": 32.8,
+    "Qwen3-30B-A3B": 30.5,
+    "Qwen3-235B-A22B": 235,
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_parameter_counts_are_those_of_the_model_cards(name):
+    count = models.parameter_count(models.size(name)) / 1e9
+    assert count == pytest.approx(PUBLISHED[name], rel=0.03)  # the cards round to two or three digits
+
+
+@pytest.mark.parametrize("name", models.SIZES)
+def test_parameter_count_is_that_of_the_weights(name):
+    _, shapes = models.abstract(models.size(name))
+    assert sum(x.size for x in jax.tree.leaves(shapes)) == models.parameter_count(models.size(name))
+
+
+def test_active_parameters_of_a_mixture():
+    assert models.parameter_count(models.size("Qwen3-30B-A3B"), active=True) / 1e9 == pytest.approx(3.3, rel=0.03)
+    assert models.parameter_count(models.size("Qwen3-235B-A22B"), active=True) / 1e9 == pytest.approx(22, rel=0.03)
+
+
+def test_names_are_found_in_any_case_and_typos_name_the_nearest():
+    assert models.size("qwen3-4b") is models.SIZES["Qwen3-4B"]
+    with pytest.raises(ValueError, match=r"no published size 'Qwen3-4'; did you mean .*qwen3-4b"):
+        models.size("Qwen3-4")
