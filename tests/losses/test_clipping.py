@@ -1,0 +1,192 @@
+"""Every row of the clip tables: who is clipped, with what value, and exactly no gradient; ties included."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rpg_jax.losses import DIVERGENCES, clipping, policy_loss
+
+KL_COEF, LOW, HIGH, DUAL = 0.3, 0.2, 0.28, 3.0
+LOG_RHO = 0.25
+BOUNDS = dict(clip_low=LOW, clip_high=HIGH, clip_dual=DUAL)
+
+# Ratios on both sides of each bound, and each bound itself.
+RATIOS = np.array([0.05, 0.79, 1 - LOW, 0.81, 1.0, 1.27, 1 + HIGH, 1.29, 2.9, DUAL, 3.1, 20.0])
+ADVANTAGES = np.array([-2.0, -0.4, 0.0, 0.35, 2.0])
+
+# Regularized advantage A − βK/w at r = w/ρ.
+REGULARIZED = {
+    "fkl": lambda a, r: a + KL_COEF / r,
+    "ufkl": lambda a, r: a - KL_COEF * (1 - 1 / r),
+    "rkl": lambda a, r: a - KL_COEF * (np.log(r) + 1),
+    "urkl": lambda a, r: a - KL_COEF * np.log(r),
+}
+REGULARIZED["js"] = lambda a, r: (REGULARIZED["rkl"](a, r) + REGULARIZED["fkl"](a, r)) / 2
+REGULARIZED["ujs"] = REGULARIZED["js"]
+WEIGHT = {name: lambda a, w, f=f: w * f(a, w / np.exp(LOG_RHO)) for name, f in REGULARIZED.items()}
+
+
+def grid():
+    w, a = (x.ravel() for x in np.meshgrid(RATIOS, ADVANTAGES))
+    logprobs = np.linspace(-3.0, -0.1, len(w))
+    return w, a, logprobs
+
+
+def bounded(advantage, w):
+    """C: the ratio, or the bound that takes its place."""
+    gain = np.minimum(w, 1 + HIGH)
+    loss = np.clip(w, 1 - LOW, DUAL)
+    return np.where(advantage >= 0, gain, loss)
+
+
+def clipped(advantage, w):
+    """The table's region, with a hair's breadth of slack for the rounding of the bounds."""
+    hair = 1e-12
+    above, below, far = w >= 1 + HIGH - hair, w <= 1 - LOW + hair, w >= DUAL - hair
+    return np.where(advantage >= 0, above, below | far)
+
+
+def value_and_gradient(name="rpg", ref=True, **hyperparameters):
+    """Per-token loss and −∂loss/∂log π of the grid."""
+    w, a, logprobs = grid()
+    old = logprobs - np.log(w)
+
+    def losses(logprobs):
+        def one(logprob, old, advantage):
+            return policy_loss(
+                name,
+                logprobs=logprob[None, None],
+                behaviour_logprobs=old[None, None],
+                ref_logprobs=old[None, None] + LOG_RHO if ref else None,
+                advantages=advantage[None],
+                mask=jnp.ones((1, 1)),
+                **hyperparameters,
+            )[0]
+
+        return jax.vmap(one)(logprobs, jnp.asarray(old), jnp.asarray(a))
+
+    values, pullback = jax.jit(lambda x: (losses(x), jax.grad(lambda y: losses(y).sum())(x)))(jnp.asarray(logprobs))
+    return np.asarray(values), -np.asarray(pullback)
+
+
+pytestmark = pytest.mark.usefixtures("x64")
+close = dict(rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("estimator", ["differentiable", "reinforce"])
+def test_dual_stops_the_gradient_and_keeps_the_value_where_the_regularized_advantage_says(estimator, divergence):
+    value, gradient = value_and_gradient(
+        divergence=divergence, estimator=estimator, clip="dual", kl_coef=KL_COEF, **BOUNDS
+    )
+    w, a, logprobs = grid()
+    regularized = REGULARIZED[divergence](a, w / np.exp(LOG_RHO))
+    stopped = clipped(regularized, w)
+    assert stopped.any() and not stopped.all()
+    assert np.all(gradient[stopped] == 0)
+    np.testing.assert_allclose(gradient[~stopped], WEIGHT[divergence](a, w)[~stopped], **close)
+    x = logprobs if estimator == "reinforce" else 1.0
+    np.testing.assert_allclose(value, -bounded(regularized, w) * regularized * x, **close)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("estimator", ["differentiable", "reinforce"])
+def test_truncate_bounds_the_ratio_and_never_loses_the_gradient(estimator, divergence):
+    _, gradient = value_and_gradient(
+        divergence=divergence, estimator=estimator, clip="truncate", kl_coef=KL_COEF, **BOUNDS
+    )
+    w, a, _ = grid()
+    regularized = REGULARIZED[divergence](a, w / np.exp(LOG_RHO))
+    np.testing.assert_allclose(gradient, bounded(regularized, w) * regularized, **close)
+
+
+@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("estimator", ["differentiable", "reinforce"])
+def test_reward_clips_the_reward_term_by_the_plain_advantage_and_never_the_divergence(estimator, divergence):
+    _, gradient = value_and_gradient(
+        divergence=divergence, estimator=estimator, clip="reward", kl_coef=KL_COEF, **BOUNDS
+    )
+    w, a, _ = grid()
+    kl_part = WEIGHT[divergence](a, w) - w * a
+    np.testing.assert_allclose(gradient, np.where(clipped(a, w), 0, w * a) + kl_part, **close)
+
+
+def test_no_clip_has_the_whole_gradient_everywhere():
+    w, a, _ = grid()
+    _, gradient = value_and_gradient(divergence="rkl", clip="none", kl_coef=KL_COEF)
+    np.testing.assert_allclose(gradient, WEIGHT["rkl"](a, w), **close)
+
+
+def test_clips_of_the_paper_and_of_the_public_code_differ_where_the_signs_of_the_advantages_do():
+    w, a, _ = grid()
+    common = dict(divergence="urkl", estimator="reinforce", clip="dual", kl_coef=KL_COEF, **BOUNDS)
+    _, paper = value_and_gradient(form="paper", **common)
+    _, verl = value_and_gradient(form="verl", **common)
+    regularized = REGULARIZED["urkl"](a, w / np.exp(LOG_RHO))
+    signs = (a > 0) != (regularized >= 0)
+    assert ((paper == 0) != (verl == 0))[signs].any()
+
+
+@pytest.mark.parametrize("estimator", ["differentiable", "reinforce"])
+@pytest.mark.parametrize("clip", ["none", "reward"])
+def test_the_public_codes_kl_is_clamped_and_the_papers_is_not(clip, estimator):
+    w, a, _ = grid()
+    common = dict(divergence="rkl", estimator=estimator, clip=clip, kl_coef=KL_COEF, **BOUNDS)
+    _, paper = value_and_gradient(form="paper", **common)
+    _, verl = value_and_gradient(form="verl", **common)
+    r = w / np.exp(LOG_RHO)
+    beyond = r * np.log(r) > 10
+    weight = r * (np.log(r) + 1)
+    reward = np.where(clipped(a, w) if clip == "reward" else False, 0, w * a)
+    kept = np.where(beyond, 0, weight) if estimator == "differentiable" else np.minimum(weight, 10)
+    off_ties = ~np.isclose(w[:, None], [1 - LOW, 1 + HIGH, DUAL]).any(axis=1)  # there the public code is PyTorch's
+    np.testing.assert_allclose(verl[off_ties], (reward - KL_COEF * kept)[off_ties], **close)
+    assert beyond.any()
+    np.testing.assert_allclose(paper, reward - KL_COEF * w * (np.log(r) + 1), **close)
+
+
+@pytest.mark.parametrize("bound", ["low", "high"])
+def test_a_ratio_of_one_is_a_tie_where_the_range_is_empty(bound):
+    advantage = 1.0 if bound == "high" else -1.0
+    gradient = jax.grad(
+        lambda x: policy_loss(
+            "rpg",
+            logprobs=x,
+            behaviour_logprobs=jnp.full((1, 1), -0.7),
+            advantages=jnp.full(1, advantage),
+            mask=jnp.ones((1, 1)),
+            kl_coef=0.0,
+            **{f"clip_{bound}": 0.0},
+        )[0]
+    )(jnp.full((1, 1), -0.7))
+    assert gradient == 0
+
+
+def test_ppo_dual_clip_follows_its_formula():
+    w, a, _ = grid()
+    value, gradient = value_and_gradient("ppo", ref=False, **BOUNDS)
+    expected = np.maximum(-w * a, -np.clip(w, 1 - LOW, 1 + HIGH) * a)
+    expected = np.where(a < 0, np.minimum(expected, -DUAL * a), expected)
+    np.testing.assert_allclose(value, expected, **close)
+    stopped = np.where(a > 0, w > 1 + HIGH, (w < 1 - LOW) | (w > DUAL))
+    off_ties = ~np.isclose(w[:, None], [1 - LOW, 1 + HIGH, DUAL]).any(axis=1)
+    np.testing.assert_allclose(gradient[off_ties], np.where(stopped, 0, w * a)[off_ties], **close)
+
+
+def test_a_missing_dual_bound_is_an_infinite_one():
+    without = value_and_gradient("ppo", ref=False, clip_low=LOW, clip_high=HIGH, clip_dual=None)
+    infinite = value_and_gradient("ppo", ref=False, clip_low=LOW, clip_high=HIGH, clip_dual=1e9)
+    np.testing.assert_array_equal(without, infinite)
+    for form in ("paper", "verl"):
+        value, gradient = value_and_gradient(form=form, clip_dual=None)
+        assert np.isfinite(value).all() and np.isfinite(gradient).all()
+
+
+def test_clamp_has_gradient_one_at_its_bounds_and_none_beyond():
+    x = jnp.array([-1.5, -1.0, 0.0, 1.0, 1.5])
+    value, gradient = clipping.clamp(x, -1, 1), jax.grad(lambda x: clipping.clamp(x, -1, 1).sum())(x)
+    np.testing.assert_array_equal(value, [-1, -1, 0, 1, 1])
+    np.testing.assert_array_equal(gradient, [0, 1, 1, 1, 0])

@@ -1,0 +1,235 @@
+"""The public face: what never changes a loss, what is refused, and what is reported."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rpg_jax.losses import AGGREGATES, LOSSES, merge, policy_loss
+
+NAMES = tuple(LOSSES)
+# Sums of f32 in another order: a few units of rounding of numbers of order one.
+ROUNDING = dict(rtol=2e-6, atol=2e-7)
+
+
+def value_and_gradient(name, batch, **hyperparameters):
+    """loss_sum with (weight, metrics) beside it, and its gradient in logprobs."""
+
+    def loss(logprobs):
+        total, weight, metrics = policy_loss(name, **batch | {"logprobs": logprobs}, **hyperparameters)
+        return total, (weight, metrics)
+
+    return jax.value_and_grad(loss, has_aux=True)(batch["logprobs"])
+
+
+def run(name, batch, *, evaluate=value_and_gradient, **hyperparameters):
+    """loss_sum, weight, metrics, gradient. Not jitted: on a handful of numbers compiling costs more than it saves."""
+    (total, (weight, metrics)), gradient = evaluate(name, batch, **hyperparameters)
+    return total, weight, metrics, gradient
+
+
+def assert_same(first, second, **tolerance):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **tolerance), first, second)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_masked_tokens_never_change_anything(batch, name):
+    options = dict(truncated_importance_sampling=2.0)
+    options["evaluate"] = jax.jit(value_and_gradient, static_argnames=("name", "truncated_importance_sampling"))
+    clean = run(name, batch, **options)
+    kept = batch["mask"]
+    for junk in (np.nan, np.inf, -np.inf, 1e30):
+        dirty = {key: jnp.where(kept, x, junk) if key != "mask" else x for key, x in batch.items()}
+        assert_same(run(name, dirty, **options), clean, rtol=0)
+    assert np.all(clean[3][~np.asarray(kept)] == 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [*(("rpg", kind) for kind in AGGREGATES), ("gspo", "sequence_mean_token_mean")]
+)
+def test_padding_micro_batches_and_packing_leave_loss_and_gradient_unchanged(batch, name, kind):
+    options = dict(aggregate=kind, constant_length=10.0)
+    whole = run(name, batch, **options)
+
+    padded = {k: jnp.pad(x, ((0, 3), (0, 5)), constant_values=x.dtype.type(0)) for k, x in batch.items()}
+    total, weight, metrics, gradient = run(name, padded, **options)
+    assert_same((total, weight, metrics, gradient[:4, :6]), whole, **ROUNDING)
+
+    halves = [run(name, {k: x[rows] for k, x in batch.items()}, **options) for rows in (slice(0, 1), slice(1, 4))]
+    together = (
+        halves[0][0] + halves[1][0],
+        halves[0][1] + halves[1][1],
+        merge([half[2] for half in halves]),
+        np.concatenate([half[3] for half in halves]),
+    )
+    assert_same(together, whole, **ROUNDING)
+
+    # Rows 0 and 1 share one row of 12, rows 2 and 3 another; the ragged ends lie inside the row.
+    packed = {k: x.reshape(2, 12) for k, x in batch.items()}
+    ids = jnp.where(batch["mask"], jnp.array([1, 2, 1, 2])[:, None], 0).reshape(2, 12)
+    total, weight, metrics, gradient = run(name, packed | {"completion_ids": ids}, **options)
+    assert_same((total, weight, metrics, gradient.reshape(4, 6)), whole, **ROUNDING)
+
+
+@pytest.mark.parametrize("name", ["rpg", "grpo", "gspo"])
+def test_the_number_of_devices_leaves_loss_and_gradient_unchanged(batch, name):
+    eight = {key: jnp.concatenate([x, x[::-1]]) for key, x in batch.items()}
+    eight["completion_ids"] = jnp.ones((8, 6), jnp.int32)
+    rows = NamedSharding(Mesh(np.array(jax.devices()[:8]), ("data",)), PartitionSpec("data"))
+    evaluate = jax.jit(value_and_gradient, static_argnames="name")
+    sharded = run(name, jax.device_put(eight, rows), evaluate=evaluate)
+    assert len(sharded[3].sharding.device_set) == 8
+    assert_same(sharded, run(name, eight), **ROUNDING)
+
+
+@pytest.mark.parametrize("estimator", ["differentiable", "reinforce"])
+@pytest.mark.parametrize("form", ["paper", "verl"])
+@pytest.mark.parametrize("clip", ["none", "dual", "truncate", "reward"])
+def test_log_ratios_of_sixty_have_finite_values_and_gradients_in_f32(form, estimator, clip):
+    for divergence in ("fkl", "ufkl", "rkl", "urkl"):
+        options = dict(divergence=divergence, estimator=estimator, clip=clip, form=form)
+        assert_finite_at_sixty("rpg", **options)
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name != "rpg"])
+def test_log_ratios_of_sixty_are_finite_for_every_baseline_in_f32(name):
+    assert_finite_at_sixty(name)
+
+
+def assert_finite_at_sixty(name, **options):
+    signs = np.array(np.meshgrid([-60.0, 0.0, 60.0], [-60.0, 0.0, 60.0], [-1.0, 1.0], [-60.0, 60.0])).reshape(4, -1)
+    w, rho, advantage, sampler = jnp.asarray(signs, jnp.float32)[:, :, None]
+    old = jnp.full_like(w, -61.0)
+    batch = dict(
+        logprobs=old + w,
+        behaviour_logprobs=old,
+        ref_logprobs=old + rho,
+        sampler_logprobs=old + sampler,
+        advantages=advantage,
+        mask=jnp.ones_like(w),
+    )
+    assert jax.tree.all(jax.tree.map(lambda x: bool(jnp.isfinite(x).all()), run(name, batch, **options)))
+
+
+def test_no_reference_means_the_behaviour_policy(batch):
+    same = batch | {"ref_logprobs": batch["behaviour_logprobs"]}
+    for clip in ("none", "dual", "truncate", "reward"):
+        options = dict(divergence="ufkl", clip=clip, kl_coef=0.3)
+        assert_same(run("rpg", batch | {"ref_logprobs": None}, **options), run("rpg", same, **options), **ROUNDING)
+
+
+def test_behaviour_mass_scales_loss_and_gradient(batch):
+    single, double = run("rpg", batch), run("rpg", batch, behaviour_mass=2.0)
+    assert_same((double[0], double[3]), (2 * single[0], 2 * single[3]), rtol=1e-6)
+
+
+def test_advantages_of_completions_are_repeated_over_their_tokens(batch):
+    assert_same(run("rpg", batch | {"advantages": batch["advantages"][:, 0]}), run("rpg", batch), rtol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_only_logprobs_carry_a_gradient(batch, name):
+    others = {k: x for k, x in batch.items() if k not in ("logprobs", "mask")}
+    gradients = jax.grad(lambda x: policy_loss(name, logprobs=batch["logprobs"], mask=batch["mask"], **x)[0])(others)
+    assert all(np.all(g == 0) for g in gradients.values())
+
+
+def test_bf16_logprobs_are_computed_in_f32(batch):
+    half = {k: x.astype(jnp.bfloat16) if k != "mask" else x for k, x in batch.items()}
+    total, weight, metrics, _ = run("rpg", half)
+    assert {x.dtype for x in jax.tree.leaves((total, weight, metrics))} == {jnp.dtype("float32")}
+    exact = run("rpg", {k: x.astype(jnp.float32) if k != "mask" else x for k, x in half.items()})
+    assert_same((total, weight, metrics), exact[:3], rtol=0)
+
+
+def test_truncated_importance_sampling_weights_the_gradient_by_the_bounded_ratio(batch):
+    plain, weighted = run("rpg", batch), run("rpg", batch, truncated_importance_sampling=1.05)
+    ratio = np.exp(batch["behaviour_logprobs"] - batch["sampler_logprobs"])
+    np.testing.assert_allclose(weighted[3], plain[3] * np.minimum(ratio, 1.05), **ROUNDING)
+    total, weight = weighted[2]["sampler_ratio_truncated_fraction"]
+    kept = np.asarray(batch["mask"])
+    assert total == (ratio > 1.05)[kept].sum() and weight == kept.sum() and 0 < total < weight
+
+
+def test_metrics_report_ratios_kl_and_the_sampler_gap(batch):
+    metrics = run("rpg", batch)[2]
+    mean = {name: float(total / weight) for name, (total, weight) in metrics.items()}
+    kept = np.asarray(batch["mask"])
+    x = {k: np.asarray(v, np.float64)[kept] for k, v in batch.items()}
+    log_w, log_y = x["logprobs"] - x["behaviour_logprobs"], x["ref_logprobs"] - x["logprobs"]
+    gap = x["behaviour_logprobs"] - x["sampler_logprobs"]
+    expected = {
+        "importance_ratio": np.exp(log_w).mean(),
+        "log_ratio_max": np.abs(log_w).max(),
+        "kl_k1": -log_y.mean(),
+        "kl_k2": (log_y**2 / 2).mean(),
+        "kl_k3": (np.exp(log_y) - 1 - log_y).mean(),
+        "behaviour_kl_k1": log_w.mean(),
+        "behaviour_kl_k3": (np.exp(-log_w) - 1 + log_w).mean(),
+        "sampler_gap": np.abs(gap).mean(),
+        "sampler_gap_max": np.abs(gap).max(),
+        "sampler_ratio": np.exp(gap).mean(),
+        "sampler_ratio_squared": np.exp(2 * gap).mean(),
+    }
+    for name, value in expected.items():
+        np.testing.assert_allclose(mean[name], value, rtol=1e-4, err_msg=name)
+    assert mean["clip_fraction"] == pytest.approx(
+        mean["clip_high_fraction"] + mean["clip_low_fraction"] + mean["clip_dual_fraction"]
+    )
+
+
+def test_a_batch_without_tokens_has_weight_zero_and_no_nan(batch):
+    empty = batch | {"mask": jnp.zeros_like(batch["mask"])}
+    for kind in AGGREGATES:
+        total, weight, _, gradient = run("gspo", empty, aggregate=kind, constant_length=3.0)
+        assert total == 0 and weight == 0 and np.all(gradient == 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("rgp", {}, "Did you mean 'rpg'.*Known: rpg, ppo"),
+        ("rpg", {"kl_coeff": 1.0}, "Did you mean 'kl_coef'"),
+        ("ppo", {"kl_coef": 1.0}, "Known: clip_low, clip_high"),
+        ("rpg", {"divergence": "kl"}, "Known: fkl, ufkl"),
+        ("rpg", {"estimator": "reinforced"}, "Did you mean 'reinforce'"),
+        ("rpg", {"clip": None}, "Known: none, dual"),
+        ("rpg", {"form": "verl "}, "Known: paper, verl"),
+        ("rpg", {"aggregate": "mean"}, "token_mean"),
+        ("rpg", {"aggregate": "constant"}, "constant_length"),
+        ("grpo", {"kl_weighting": "k3"}, "Known: none, importance"),
+        ("rpg", {"kl_coef": -1e-4}, "kl_coef.*>= 0.*-0.0001"),
+        ("rpg", {"kl_coef": float("nan")}, "kl_coef"),
+        ("rpg", {"clip_low": 1.0}, "clip_low"),
+        ("rpg", {"clip_high": "0.28"}, "clip_high"),
+        ("rpg", {"clip_dual": 1.0}, "clip_dual.*> 1"),
+        ("rpg", {"behaviour_mass": 0.0}, "behaviour_mass"),
+        ("rpg", {"truncated_importance_sampling": 0.0}, "truncated_importance_sampling"),
+    ],
+)
+def test_what_is_unknown_or_out_of_range_is_refused(batch, name, options, message):
+    with pytest.raises(ValueError, match=message):
+        policy_loss(name, **batch, **options)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mask": jnp.ones((4, 5))}, r"mask must be \[B, T\].*\(4, 6\).*\(4, 5\)"),
+        ({"advantages": jnp.ones(6)}, r"advantages must be \[B, T\] or \[B\]"),
+        ({"ref_logprobs": jnp.ones((1, 6))}, "ref_logprobs"),
+        ({"completion_ids": jnp.ones(4, jnp.int32)}, "completion_ids"),
+        ({"logprobs": jnp.ones(6)}, "logprobs must be"),
+    ],
+)
+def test_shapes_that_do_not_match_are_refused(batch, change, message):
+    with pytest.raises(ValueError, match=message):
+        policy_loss("rpg", **batch | change)
+
+
+def test_truncated_importance_sampling_needs_the_samplers_logprobs(batch):
+    with pytest.raises(ValueError, match="sampler_logprobs"):
+        policy_loss("rpg", **batch | {"sampler_logprobs": None}, truncated_importance_sampling=2.0)
