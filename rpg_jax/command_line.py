@@ -72,11 +72,17 @@ def help_text(usage: str) -> str:
     """The usage, this command's flags and every config field with default and meaning."""
     own = flags.FLAGS.flags_by_module_dict().get(sys.argv[0], [])
     lines = [usage.strip(), "", "Flags:"]
-    lines += [f"  --{f.name:<24} {f.help or ''} (default: {f.default})" for f in own if f.name != "config"]
-    lines += [f"  --{'config=FILE':<24} the experiment: " + ", ".join(_configs())]
-    lines += [f"  --{'debug':<24} show the traceback of user errors too", "", "Fields, set with --config.NAME=VALUE:"]
-    lines += [f"  {name:<42} {_shown(value):<20} {meaning}" for name, value, meaning in fields()]
+    lines += [f"  --{f.name:<24} {f.help or ''}{_default(f.default)}" for f in own if f.name != "config"]
+    lines += [f"  --{'debug':<24} show the traceback of user errors too"]
+    if "config" in flags.FLAGS:
+        lines += [f"  --{'config=FILE':<24} the experiment: " + ", ".join(_configs())]
+        lines += ["", "Fields, set with --config.NAME=VALUE:"]
+        lines += [f"  {name:<38} {_shown(value):<20} {meaning}" for name, value, meaning in fields()]
     return "\n".join(lines)
+
+
+def _default(value: Any) -> str:
+    return "" if value is None else f" (default: {value})"
 
 
 def _configs() -> list[str]:

@@ -51,6 +51,10 @@ def resolve(config: ConfigDict) -> ConfigDict:
             section, name = path.split(".")
             if resolved[section][name] is None:
                 resolved[section][name] = value
+    prompts, updates = resolved.rollout.prompts_per_step, resolved.train.updates_per_step
+    if prompts % updates:
+        raise ValueError(f"rollout.prompts_per_step={prompts} must be a multiple of train.updates_per_step={updates}")
+    losses.advantages(resolved.loss.advantage, np.zeros((2, 2)), lengths=np.ones((2, 2), np.int32))
     name, hyperparameters = loss_arguments(resolved)
     one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     tokens = ("logprobs", "behaviour_logprobs", "advantages", "mask", "ref_logprobs", "sampler_logprobs")
@@ -174,7 +178,7 @@ class Experiment:
             [g.completions for g in groups],
             advantages,
             pad_id=self.tokenizer.pad_id,
-            rows=-(-c.rollout.prompts_per_step // c.train.updates_per_step) * c.rollout.group_size,
+            rows=c.rollout.prompts_per_step // c.train.updates_per_step * c.rollout.group_size,
             row_length=c.task.max_prompt_tokens + c.rollout.max_tokens,
             completion_length=c.rollout.max_tokens,
         )
@@ -210,11 +214,6 @@ class Experiment:
     def make_trainer(self, params: Any, optimizer: Optimizer, sampler: rollout.Rollout, run_dir: Path) -> Trainer:
         """The trainer before its first step; `params` are taken over (donated)."""
         c = self.config
-        if c.rollout.prompts_per_step % c.train.updates_per_step:
-            raise ValueError(
-                f"rollout.prompts_per_step={c.rollout.prompts_per_step} must be a multiple of "
-                f"train.updates_per_step={c.train.updates_per_step}"
-            )
         name, hyperparameters = loss_arguments(c)
         rows = c.rollout.prompts_per_step // c.train.updates_per_step * c.rollout.group_size
         dynamic = c.dynamic_sampling
@@ -231,7 +230,9 @@ class Experiment:
             sample=self.make_sampler(
                 sampler, temperature=c.rollout.temperature, group_size=c.rollout.group_size, seed=c.seed
             ),
-            advantages=lambda rewards, lengths: np.asarray(losses.advantages(c.loss.advantage, rewards, lengths=lengths)),
+            advantages=lambda rewards, lengths: np.asarray(
+                losses.advantages(c.loss.advantage, rewards, lengths=lengths)
+            ),
             batcher=self.make_batch,
             rollout=sampler,
             reference=Reference(

@@ -21,9 +21,9 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from rpg_jax import command_line, run_folder
+from rpg_jax import command_line, parallel, run_folder
 from rpg_jax.experiment import Experiment, resolve
-from rpg_jax.report import curves, summary
+from rpg_jax.report import curves, statistics, summary
 from rpg_jax.report.progress import Progress
 from rpg_jax.training import state as state_lib
 from rpg_jax.training import step as step_lib
@@ -49,11 +49,12 @@ def train(config: ConfigDict) -> int:
     """Runs or resumes `config` to its last step; returns the exit code."""
     run_dir = run_folder.open_run(config)
     experiment = Experiment.open(config, run_dir)
-    run = Run(experiment, run_dir)
-    try:
-        return run.to_the_end()
-    finally:
-        run.close()
+    with parallel.activate(experiment.mesh):
+        run = Run(experiment, run_dir)
+        try:
+            return run.to_the_end()
+        finally:
+            run.close()
 
 
 class Run:
@@ -64,7 +65,9 @@ class Run:
         self.metrics, self.samples = JsonLines(run_dir / "metrics.jsonl"), JsonLines(run_dir / "samples.jsonl")
         self.checkpoints = Checkpoints(run_dir / "checkpoints", keep=self.config.checkpoint.keep)
         self.signal: int | None = None
-        self.references = {step: self.checkpoints.record(step)["reference"]["number"] for step in self.checkpoints.steps()}
+        self.references = {
+            step: self.checkpoints.record(step)["reference"]["number"] for step in self.checkpoints.steps()
+        }
         self.optimizer = experiment.make_optimizer()
         resumed = self.checkpoints.latest_step()
         params = experiment.init_params()
@@ -220,7 +223,7 @@ def evaluation_metrics(groups: list[Group]) -> dict[str, float]:
     return {
         "eval/accuracy": float(correct.mean()),
         "eval/mean_at_k": float(correct.mean()),
-        "eval/pass_at_k": float(correct.any(axis=1).mean()),
+        "eval/pass_at_k": float(statistics.pass_at_k(correct, k).mean()),
         "eval/k": k,
         "eval/completion_length": float(np.mean([len(c.tokens) for g in groups for c in g.completions])),
     }

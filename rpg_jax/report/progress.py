@@ -52,6 +52,7 @@ class Progress:
         goal: float | None = None,
         key: str = "accuracy",
         title: str = "training",
+        unit: str = "step",
         every: float = 5.0,
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
@@ -59,7 +60,7 @@ class Progress:
         """`first` steps were done by an earlier process; `every`: seconds between plain lines."""
         if (total is None) == (goal is None):
             raise ValueError(f"give either total (steps) or goal (a value of {key!r}), got {total=} and {goal=}")
-        self.total, self.goal, self.key, self.title, self.every = total, goal, key, title, every
+        self.total, self.goal, self.key, self.title, self.unit, self.every = total, goal, key, title, unit, every
         self.step, self.latest = first, {}
         self._clock, self._printed_at, self._stepped_at = clock, -math.inf, None
         self._step_seconds: deque[float] = deque(maxlen=20)
@@ -103,7 +104,7 @@ class Progress:
         if self.goal is not None:
             value = self.latest.get(self.key)
             return f"{self.title}: {self.key} {'…' if value is None else f'{value:.2f}'} / {self.goal:.2f}"
-        return f"{self.title}: step {self.step}/{self.total}"
+        return f"{self.title}: {self.unit} {self.step}/{self.total}"
 
     def numbers(self) -> list[str]:
         shown = [(key, name, form) for key, name, form in SHOWN if key in self.latest]

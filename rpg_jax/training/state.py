@@ -59,3 +59,9 @@ def shardings(params: Any, param_shardings: Any, optimizer: Optimizer, replicate
         transform_non_params=lambda _: replicated,
     )
     return TrainState(params=param_shardings, opt_state=slots, updates=replicated, skipped=replicated)
+
+
+def shapes(params: Any, optimizer: Optimizer) -> TrainState:
+    """Returns the state for weights of these `ShapeDtypeStruct`s, without making an array."""
+    count = jax.ShapeDtypeStruct((), jnp.int32)
+    return TrainState(params=params, opt_state=jax.eval_shape(optimizer.init, params), updates=count, skipped=count)
