@@ -43,7 +43,8 @@ def decontaminate(
     if ngram < 1:
         raise ValueError(f"ngram must be >= 1 word, got {ngram}")
     known = {gram for problem in evaluation for gram in _grams(problem.question, ngram)}
-    kept, removed = [], []
+    kept: list[Problem] = []
+    removed: list[Problem] = []
     for problem in problems:
         found = any(gram in known for gram in _grams(problem.question, ngram))
         (removed if found else kept).append(problem)
@@ -54,7 +55,8 @@ def filter_length(
     problems: Iterable[Problem], tokenizer: Tokenizer, max_tokens: int
 ) -> tuple[list[Problem], list[Problem]]:
     """(kept, removed): removed are those whose prompt, in the model's chat template, is above `max_tokens`."""
-    kept, removed = [], []
+    kept: list[Problem] = []
+    removed: list[Problem] = []
     for problem in problems:
         (kept if len(encode_prompt(problem, tokenizer)) <= max_tokens else removed).append(problem)
     return kept, removed

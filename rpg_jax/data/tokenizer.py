@@ -104,7 +104,7 @@ def train_sentencepiece(
 class SentencePieceTokenizer:
     """A SentencePiece model that has padding and end-of-text pieces."""
 
-    chat = None
+    chat: ChatTemplate | None = None
 
     def __init__(self, file: str | os.PathLike[str]):
         self._model = sentencepiece.SentencePieceProcessor(model_file=str(file))
@@ -113,7 +113,7 @@ class SentencePieceTokenizer:
         if min(self.pad_id, self.eos_id) < 0:
             raise ValueError(f"{file} has no padding or end-of-text piece: train it with pad_id and eos_id set")
         self.bos_id = self._model.bos_id() if self._model.bos_id() >= 0 else None
-        self.stop_token_ids = (self.eos_id,)
+        self.stop_token_ids: tuple[int, ...] = (self.eos_id,)
 
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text)

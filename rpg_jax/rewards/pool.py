@@ -3,39 +3,15 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
+import itertools
 import json
 import os
 import selectors
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
 
-_STARTUP_S = 120.0
-_MAX_VERDICT_BYTES = 4096
-KINDS = ("timeout", "crash", "memory", "error", "forbidden")
-
-
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """One call of a verifier: strings and plain JSON options only."""
-
-    function: str
-    arguments: tuple[str, ...]
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-    """What became of a task: a finite `score`, or None with the kind of error (one of `KINDS`) and its detail."""
-
-    score: float | None
-    error: str | None = None
-    detail: str = ""
+from rpg_jax.rewards.member import Member, Task, Verdict
 
 
 class WorkerPool:
@@ -111,16 +87,16 @@ class WorkerPool:
         self.close()
 
     def _run(self, tasks: Sequence[Task]) -> list[Verdict]:
-        waiting = collections.deque(range(len(tasks)))
+        waiting = _Waiting(tasks, len(self._members))
         verdicts: list[Verdict | None] = [None] * len(tasks)
         unfinished = len(tasks)
         while unfinished:
             for i, member in enumerate(self._members):
                 if member.ready and member.task_id is None and waiting:
-                    if member.died():  # while idle: no task is to blame
+                    if member.unusable():  # while idle: the next task is not to blame
                         self._replace(i, "rebuilt")
                         continue
-                    task_id = waiting.popleft()
+                    task_id = waiting.pop(i)
                     member.send(task_id, tasks[task_id], self._deadline_s)
                 finished = member.task_id
                 verdict = member.poll()
@@ -162,109 +138,27 @@ class WorkerPool:
                 nearest = min(m.deadline for m in self._members if not m.ready or m.task_id is not None)
                 selector.select(max(0.0, nearest - time.monotonic()))
 
-    def _spawn(self) -> _Member:
+    def _spawn(self) -> Member:
         setup = {"functions": self._functions, "memory_bytes": self._memory_bytes, "deadline_s": self._deadline_s}
-        return _Member(json.dumps(setup))
+        return Member(json.dumps(setup))
 
 
-class _Member:
-    """One process and the task it works on."""
+class _Waiting:
+    """Tasks not yet sent. Neighbours with the same reference go to the same process, which parses it once."""
 
-    def __init__(self, setup: str):
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "rpg_jax.rewards.worker", setup],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=_environment(),
-            start_new_session=True,  # its own process group: children that it leaves behind are killed with it
-        )
-        self.tasks_fd = self._process.stdin.fileno()
-        self.verdicts_fd = self._process.stdout.fileno()
-        os.set_blocking(self.tasks_fd, False)
-        os.set_blocking(self.verdicts_fd, False)
-        self.ready = False
-        self.task_id: int | None = None
-        self.tasks_done = 0
-        self.unsent = b""
-        self.deadline = time.monotonic() + _STARTUP_S
-        self._received = b""
+    def __init__(self, tasks: Sequence[Task], members: int):
+        runs = itertools.groupby(range(len(tasks)), lambda i: tasks[i].arguments[1:])
+        self._runs = collections.deque(collections.deque(run) for _, run in runs)
+        self._own: list[collections.deque[int]] = [collections.deque() for _ in range(members)]
+        self._left = len(tasks)
 
-    def send(self, task_id: int, task: Task, deadline_s: float) -> None:
-        self.task_id = task_id
-        self.deadline = time.monotonic() + deadline_s
-        message = {"id": task_id, "function": task.function, "arguments": task.arguments, "options": task.options}
-        self.unsent = json.dumps(message).encode() + b"\n"
+    def __bool__(self) -> bool:
+        return self._left > 0
 
-    def died(self) -> bool:
-        return self._process.poll() is not None
-
-    def poll(self) -> Verdict | None:
-        """Moves bytes without blocking; the verdict if the task has ended, in whatever way."""
-        try:
-            if self.unsent:
-                self.unsent = self.unsent[os.write(self.tasks_fd, self.unsent) :]
-        except BlockingIOError:
-            pass
-        except BrokenPipeError:
-            return self._failed("crash")
-        try:
-            data = os.read(self.verdicts_fd, 65536)
-            if not data:
-                return self._failed("crash")
-            self._received += data
-        except BlockingIOError:
-            pass
-        if b"\n" in self._received:
-            line, _, self._received = self._received.partition(b"\n")
-            return self._interpret(line)
-        if len(self._received) > _MAX_VERDICT_BYTES:
-            return self._failed("crash")
-        return self._failed("timeout") if time.monotonic() > self.deadline else None
-
-    def _interpret(self, line: bytes) -> Verdict | None:
-        """A hostile completion may have written the line: whatever is not a plain verdict counts as a crash."""
-        try:
-            message = json.loads(line)
-            if not self.ready:
-                if "failed" in message:
-                    raise ValueError(message["failed"])
-                self.ready = message["ready"] == self._process.pid
-                return None if self.ready else self._failed("crash")
-            if message["id"] != self.task_id or message.get("error") not in (None, *KINDS):
-                return self._failed("crash")
-            score = None if "error" in message else float(message["score"])
-            verdict = Verdict(score, message.get("error"), str(message.get("detail", "")))
-        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError, KeyError, TypeError, AttributeError):
-            return self._failed("crash")
-        self.task_id = None
-        self.tasks_done += 1
-        return verdict
-
-    def _failed(self, kind: str) -> Verdict:
-        if not self.ready:
-            raise RuntimeError(f"a verifier process did not start ({kind}): try `python -m rpg_jax.rewards.worker`")
-        self.task_id = None
-        code = self._process.poll()
-        return Verdict(None, kind, "" if code is None else f"exit code {code}")
-
-    def kill(self) -> None:
-        """Terminates the process group, then kills it, and waits for the process."""
-        for sign, patience_s in ((signal.SIGTERM, 0.2), (signal.SIGKILL, 5.0)):
-            try:
-                os.killpg(self._process.pid, sign)
-            except ProcessLookupError:
-                break
-            try:
-                self._process.wait(patience_s)
-            except subprocess.TimeoutExpired:
-                continue
-        self._process.stdin.close()
-        self._process.stdout.close()
-
-
-def _environment() -> dict[str, str]:
-    """No secrets, no accelerator, one thread; the parent's module search path, for verifiers given by import path."""
-    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR") if name in os.environ}
-    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
-    return {**kept, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
+    def pop(self, member: int) -> int:
+        self._left -= 1
+        if not self._own[member] and self._runs:
+            self._own[member] = self._runs.popleft()
+        if self._own[member]:
+            return self._own[member].popleft()
+        return max(self._own, key=len).pop()  # helps the member with most to do

@@ -10,7 +10,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rpg_jax.rewards.pool import Task, Verdict, WorkerPool
+from rpg_jax.rewards.member import Task, Verdict
+from rpg_jax.rewards.pool import WorkerPool
 from rpg_jax.rewards.shaping import format_match, length_penalty, overlong_penalty
 from rpg_jax.rewards.verifiers import BY_SOURCE, VERIFIERS, Verifier, for_source, resolve
 
@@ -142,7 +143,8 @@ class Scorer:
             return LENGTHS[name](lengths, **options)
         if name in FORMS:
             return np.array([FORMS[name](text, **options) for text in texts], np.float32)
-        verifiers = [for_source(p.source) if name == BY_SOURCE else resolve(name) for p in problems]
+        named = resolve(name)
+        verifiers = [named or for_source(p.source) for p in problems]
         verdicts = self._verdicts(verifiers, problems, texts, options)
         errors.update(v.error for v in verdicts if v.error)
         scores = [f.wrong if v.score is None else v.score for f, v in zip(verifiers, verdicts, strict=True)]

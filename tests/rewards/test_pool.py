@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rpg_jax.rewards.pool import Task, Verdict, WorkerPool
+from rpg_jax.rewards.member import Task, Verdict
+from rpg_jax.rewards.pool import WorkerPool
 
 ATTACKED = "attacked:run"
 SOURCE = "def run(completion, answer):\n    return float(eval(completion) or 0)\n"
@@ -25,7 +26,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pool(folder):
-    with WorkerPool([ATTACKED], size=2, deadline_s=0.8) as pool:
+    with WorkerPool([ATTACKED], size=2, deadline_s=2.0) as pool:
         yield pool
 
 
@@ -40,6 +41,9 @@ ATTACKS = {
     f"{OS}._exit(0)": "crash",
     "__import__('ctypes').string_at(0)": "crash",
     f"{OS}.write(4, b'x' * 9000)": "crash",  # into the pipe of verdicts
+    f"{OS}.write(4, b'1\\n')": "crash",
+    f'{OS}.write(4, b\'{{"id": 0, "score": 1e999}}\\n\')': "crash",
+    f"{OS}.write(4, b'[' * 4000 + b'\\n')": "crash",
     "'x' * 10**9": "memory",
     "[0] * 10**15": "memory",
     f"[{OS}.fork() for _ in range(10**6)]": "forbidden",

@@ -1,0 +1,145 @@
+"""One verifier process as its parent sees it: tasks in, verdicts out, and the ways it can fail."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+_STARTUP_S = 120.0
+_MAX_VERDICT_BYTES = 4096
+KINDS = ("timeout", "crash", "memory", "error", "forbidden")
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """One call of a verifier: strings and plain JSON options only."""
+
+    function: str
+    arguments: tuple[str, ...]
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict:
+    """What became of a task: a finite `score`, or None with the kind of error (one of `KINDS`) and its detail."""
+
+    score: float | None
+    error: str | None = None
+    detail: str = ""
+
+
+class Member:
+    """One process and the task it works on."""
+
+    def __init__(self, setup: str):
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "rpg_jax.rewards.worker", setup],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=_environment(),
+            start_new_session=True,  # its own process group: children that it leaves behind are killed with it
+        )
+        self.tasks_fd = self._process.stdin.fileno()
+        self.verdicts_fd = self._process.stdout.fileno()
+        os.set_blocking(self.tasks_fd, False)
+        os.set_blocking(self.verdicts_fd, False)
+        self.ready = False
+        self.task_id: int | None = None
+        self.tasks_done = 0
+        self.unsent = b""
+        self.deadline = time.monotonic() + _STARTUP_S
+        self._received = b""
+
+    def send(self, task_id: int, task: Task, deadline_s: float) -> None:
+        self.task_id = task_id
+        self.deadline = time.monotonic() + deadline_s
+        message = {"id": task_id, "function": task.function, "arguments": task.arguments, "options": task.options}
+        self.unsent = json.dumps(message).encode() + b"\n"
+
+    def unusable(self) -> bool:
+        """Whether it died while idle, or wrote something that nobody asked for."""
+        return self._process.poll() is not None or self._read() or bool(self._received)
+
+    def poll(self) -> Verdict | None:
+        """Moves bytes without blocking; the verdict if the task has ended, in whatever way."""
+        try:
+            if self.unsent:
+                self.unsent = self.unsent[os.write(self.tasks_fd, self.unsent) :]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            return self._failed("crash")
+        if self._read():
+            return self._failed("crash")
+        if b"\n" in self._received:
+            line, _, self._received = self._received.partition(b"\n")
+            return self._interpret(line)
+        if len(self._received) > _MAX_VERDICT_BYTES:
+            return self._failed("crash")
+        return self._failed("timeout") if time.monotonic() > self.deadline else None
+
+    def _read(self) -> bool:
+        """Takes what is in the pipe; true at its end."""
+        try:
+            data = os.read(self.verdicts_fd, 65536)
+        except BlockingIOError:
+            return False
+        self._received += data
+        return not data
+
+    def _interpret(self, line: bytes) -> Verdict | None:
+        """A hostile completion may have written the line: whatever is not a plain verdict counts as a crash."""
+        try:
+            message = dict(json.loads(line))
+            if self.ready:
+                if message["id"] != self.task_id or message.get("error") not in (None, *KINDS):
+                    raise ValueError
+                verdict = Verdict(None, message["error"], str(message["detail"])) if "error" in message else None
+                verdict = verdict or Verdict(float(message["score"]))
+                if verdict.score is not None and not math.isfinite(verdict.score):
+                    raise ValueError
+                self.task_id = None
+                self.tasks_done += 1
+                return verdict
+        except (ValueError, RecursionError, KeyError, TypeError, OverflowError):
+            return self._failed("crash")
+        if "failed" in message:
+            raise ValueError(message["failed"])
+        self.ready = True
+        return None
+
+    def _failed(self, kind: str) -> Verdict:
+        if not self.ready:
+            raise RuntimeError(f"a verifier process did not start ({kind}): try `python -m rpg_jax.rewards.worker`")
+        self.task_id = None
+        code = self._process.poll()
+        return Verdict(None, kind, "" if code is None else f"exit code {code}")
+
+    def kill(self) -> None:
+        """Terminates the process group, then kills it, and waits for the process."""
+        for sign, patience_s in ((signal.SIGTERM, 0.2), (signal.SIGKILL, 5.0)):
+            try:
+                os.killpg(self._process.pid, sign)
+            except ProcessLookupError:
+                break
+            try:
+                self._process.wait(patience_s)
+            except subprocess.TimeoutExpired:
+                continue
+        self._process.stdin.close()
+        self._process.stdout.close()
+
+
+def _environment() -> dict[str, str]:
+    """No secrets, no accelerator, one thread; the parent's module search path, for verifiers given by import path."""
+    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR") if name in os.environ}
+    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+    return {**kept, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}
