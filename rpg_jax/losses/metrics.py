@@ -6,6 +6,8 @@ micro-batches and devices; under keys ending in `_max`, (value, 1), combined by 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 
@@ -62,7 +64,7 @@ def token_metrics(tokens: Tokens, events: dict[str, jax.Array]) -> Metrics:
     return jax.tree.map(jax.lax.stop_gradient, pairs)
 
 
-def merge(parts: list[Metrics]) -> Metrics:
+def merge(parts: Sequence[Metrics]) -> Metrics:
     """Pairs of several micro-batches as one: sums and weights added, maxima under `_max` keys."""
     merged = {}
     for name in parts[0]:

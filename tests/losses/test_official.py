@@ -71,3 +71,25 @@ def test_advantages_agree_with_the_public_code(name, group):
     case = GOLDEN["advantages"][group]
     ours = advantages(name, jnp.asarray(case["rewards"]), lengths=jnp.asarray(case["lengths"]))
     np.testing.assert_allclose(ours, case["advantages"][name], rtol=TOLERANCE, atol=TOLERANCE)
+
+
+@pytest.mark.usefixtures("x64")
+def test_the_published_reinforce_recipes_are_dapo_without_a_kl_term():
+    """The public trainer calls `compute_policy_loss` for every recipe; without its KL loss nothing of RPG is left."""
+    inputs = {name: jnp.asarray(x) for name, x in GOLDEN["inputs"].items()}
+    recipe = dict(form="verl", estimator="differentiable", clip="reward", kl_coef=0.0)
+    as_run = policy_loss("rpg", **inputs, **recipe, divergence="urkl")[0]
+    np.testing.assert_array_equal(as_run, policy_loss("dapo", **inputs)[0])
+    meant = policy_loss("rpg", **inputs, divergence="urkl", estimator="reinforce", clip="dual")[0]
+    assert abs(as_run - meant) > 1e-2
+
+
+@pytest.mark.usefixtures("x64")
+def test_in_the_public_reinforce_loss_a_reference_changes_nothing():
+    inputs = {name: jnp.asarray(x) for name, x in GOLDEN["inputs"].items()}
+    options = dict(divergence="rkl", estimator="reinforce", clip="dual", kl_coef=0.5)
+    without = inputs | {"ref_logprobs": None}
+    verl, paper = (
+        [policy_loss("rpg", **x, form=form, **options)[0] for x in (inputs, without)] for form in ("verl", "paper")
+    )
+    assert verl[0] == verl[1] and abs(paper[0] - paper[1]) > 1e-2

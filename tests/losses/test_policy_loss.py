@@ -47,31 +47,36 @@ def test_masked_tokens_never_change_anything(batch, name):
     assert np.all(clean[3][~np.asarray(kept)] == 0)
 
 
-@pytest.mark.parametrize(
-    ("name", "kind"), [*(("rpg", kind) for kind in AGGREGATES), ("gspo", "sequence_mean_token_mean")]
-)
-def test_padding_micro_batches_and_packing_leave_loss_and_gradient_unchanged(batch, name, kind):
-    options = dict(aggregate=kind, constant_length=10.0)
-    whole = run(name, batch, **options)
+@jax.jit
+def every_aggregate(batch):
+    """(loss_sum, weight, metrics, gradient) of RPG with each aggregate, and of GSPO."""
+    cases = [*(("rpg", kind) for kind in AGGREGATES), ("gspo", "sequence_mean_token_mean")]
+    return [run(name, batch, aggregate=kind, constant_length=10.0) for name, kind in cases]
 
-    padded = {k: jnp.pad(x, ((0, 3), (0, 5)), constant_values=x.dtype.type(0)) for k, x in batch.items()}
-    total, weight, metrics, gradient = run(name, padded, **options)
-    assert_same((total, weight, metrics, gradient[:4, :6]), whole, **ROUNDING)
 
-    halves = [run(name, {k: x[rows] for k, x in batch.items()}, **options) for rows in (slice(0, 1), slice(1, 4))]
-    together = (
-        halves[0][0] + halves[1][0],
-        halves[0][1] + halves[1][1],
-        merge([half[2] for half in halves]),
-        np.concatenate([half[3] for half in halves]),
-    )
-    assert_same(together, whole, **ROUNDING)
+def with_gradients(results, change):
+    return [(*scalars, change(gradient)) for *scalars, gradient in results]
 
-    # Rows 0 and 1 share one row of 12, rows 2 and 3 another; the ragged ends lie inside the row.
-    packed = {k: x.reshape(2, 12) for k, x in batch.items()}
-    ids = jnp.where(batch["mask"], jnp.array([1, 2, 1, 2])[:, None], 0).reshape(2, 12)
-    total, weight, metrics, gradient = run(name, packed | {"completion_ids": ids}, **options)
-    assert_same((total, weight, metrics, gradient.reshape(4, 6)), whole, **ROUNDING)
+
+def test_padding_leaves_loss_and_gradient_unchanged(batch):
+    padded = {key: jnp.pad(x, ((0, 3), (0, 5))) for key, x in batch.items()}
+    found = with_gradients(every_aggregate(padded), lambda gradient: gradient[:4, :6])
+    assert_same(found, with_gradients(every_aggregate(batch), lambda gradient: gradient), **ROUNDING)
+
+
+def test_micro_batches_leave_loss_and_gradient_unchanged(batch):
+    halves = [every_aggregate({key: x[rows] for key, x in batch.items()}) for rows in (slice(0, 1), slice(1, 4))]
+    for whole, *parts in zip(every_aggregate(batch), *halves, strict=True):
+        sums, weights, metrics, gradients = zip(*parts, strict=True)
+        assert_same((sum(sums), sum(weights), merge(metrics), jnp.concatenate(gradients)), whole, **ROUNDING)
+
+
+def test_packing_leaves_loss_and_gradient_unchanged(batch):
+    """Rows 0 and 1 share one row of 12, rows 2 and 3 another; the ragged ends lie inside the row."""
+    packed = {key: x.reshape(2, 12) for key, x in batch.items()}
+    packed["completion_ids"] = jnp.where(batch["mask"], jnp.array([1, 2, 1, 2])[:, None], 0).reshape(2, 12)
+    found = with_gradients(every_aggregate(packed), lambda gradient: gradient.reshape(4, 6))
+    assert_same(found, with_gradients(every_aggregate(batch), lambda gradient: gradient), **ROUNDING)
 
 
 @pytest.mark.parametrize("name", ["rpg", "grpo", "gspo"])
@@ -233,3 +238,14 @@ def test_shapes_that_do_not_match_are_refused(batch, change, message):
 def test_truncated_importance_sampling_needs_the_samplers_logprobs(batch):
     with pytest.raises(ValueError, match="sampler_logprobs"):
         policy_loss("rpg", **batch | {"sampler_logprobs": None}, truncated_importance_sampling=2.0)
+
+
+def test_a_mean_of_micro_batch_means_would_depend_on_the_split(batch):
+    """What the sum and the weight are for: token means of halves, weighted by their number of rows, are another loss."""
+    total, weight, _ = policy_loss("rpg", **batch)
+    for rows in (1, 2, 3):
+        parts = [{key: x[s] for key, x in batch.items()} for s in (slice(rows), slice(rows, 4))]
+        losses = [policy_loss("rpg", **part) for part in parts]
+        means = [part_sum / part_weight for part_sum, part_weight, _ in losses]
+        assert abs((rows * means[0] + (4 - rows) * means[1]) / 4 - total / weight) > 1e-3
+        np.testing.assert_allclose(sum(x[0] for x in losses) / sum(x[1] for x in losses), total / weight, rtol=1e-5)

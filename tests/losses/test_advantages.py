@@ -1,0 +1,63 @@
+"""Advantages against their definitions (their agreement with the public code is in test_official)."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rpg_jax.losses import ADVANTAGES, advantages
+
+REWARDS = np.array([[1.0, -1.0, 0.5], [0.0, 0.0, 0.0], [2.0, 2.0, -1.0]], np.float32)
+LENGTHS = np.array([[2, 1, 3], [4, 1, 1], [1, 0, 2]])
+MASK = np.arange(5) < LENGTHS[..., None]
+
+
+def test_leave_one_out_subtracts_the_mean_of_the_others():
+    found = advantages("leave_one_out", REWARDS)
+    others = [[np.mean(np.delete(group, i)) for i in range(3)] for group in REWARDS]
+    np.testing.assert_allclose(found, REWARDS - np.array(others), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["group_mean", "group_standardised", "leave_one_out"])
+def test_a_group_of_equal_rewards_has_no_advantage(name):
+    np.testing.assert_array_equal(advantages(name, REWARDS)[1], 0)
+
+
+@pytest.mark.parametrize("name", ["group_mean", "group_standardised", "leave_one_out"])
+def test_a_group_of_one_has_baseline_zero(name):
+    np.testing.assert_allclose(advantages(name, REWARDS[:, :1]), REWARDS[:, :1], rtol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["whitened_returns", "whitened_group_mean"])
+def test_whitened_advantages_have_mean_zero_and_variance_one_over_tokens(name):
+    tokens = np.repeat(np.asarray(advantages(name, REWARDS, lengths=LENGTHS)).ravel(), LENGTHS.ravel())
+    np.testing.assert_allclose([tokens.mean(), tokens.var(ddof=1)], [0, 1], atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_a_mask_is_another_way_to_give_lengths(name):
+    np.testing.assert_array_equal(
+        advantages(name, REWARDS, mask=jnp.asarray(MASK)), advantages(name, REWARDS, lengths=LENGTHS)
+    )
+
+
+@pytest.mark.parametrize("name", ["whitened_returns", "whitened_group_mean"])
+def test_whitening_needs_lengths_and_survives_a_single_token(name):
+    with pytest.raises(ValueError, match="lengths"):
+        advantages(name, REWARDS)
+    assert np.isfinite(advantages(name, np.ones((1, 1)), lengths=np.ones((1, 1), int))).all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("group_means", REWARDS), "Did you mean 'group_mean'"),
+        (("group_mean", REWARDS[0]), "prompts"),
+        (("whitened_returns", REWARDS, LENGTHS[:2]), r"\(3, 3\).*\(2, 3\)"),
+    ],
+)
+def test_what_cannot_be_an_advantage_is_refused(arguments, message):
+    name, rewards, *lengths = arguments
+    with pytest.raises(ValueError, match=message):
+        advantages(name, rewards, lengths=lengths[0] if lengths else None)

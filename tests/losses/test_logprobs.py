@@ -1,0 +1,131 @@
+"""Chunked log-probabilities: the plain version's numbers and gradients, without its memory."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from rpg_jax.losses import token_logprobs
+
+V, D = 37, 8
+
+
+def inputs(shape=(2, 7), dtype=jnp.float32, seed=0):
+    rng = np.random.default_rng(seed)
+    hidden = jnp.asarray(rng.normal(0, 1, (*shape, D)), dtype)
+    head = jnp.asarray(rng.normal(0, 1, (V, D)), dtype)
+    return hidden, head, jnp.asarray(rng.integers(0, V, shape), jnp.int32)
+
+
+def plain(hidden, head, targets, temperature):
+    accumulate = jnp.promote_types(hidden.dtype, jnp.float32)
+    logits = jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=accumulate) / temperature
+    logprobs = jax.nn.log_softmax(logits)
+    chosen = jnp.take_along_axis(logprobs, targets[..., None], axis=-1)[..., 0]
+    return chosen, -jnp.sum(jnp.exp(logprobs) * logprobs, axis=-1)
+
+
+def scalar(function, targets, with_entropy, **options):
+    """A loss that weighs every output differently, with its outputs beside it."""
+
+    def loss(hidden, head):
+        outputs = function(hidden, head, targets, **options)
+        weights = jnp.cos(jnp.arange(targets.size, dtype=outputs[0].dtype)).reshape(targets.shape)
+        total = jnp.sum(weights * outputs[0]) + (jnp.sum(weights**2 * outputs[1]) if with_entropy else 0)
+        return total, outputs[0]
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("chunk_size", [1, 3, 7, 100])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_values_and_gradients_are_those_of_the_plain_version(chunk_size, entropy):
+    hidden, head, targets = inputs(dtype=jnp.float64)
+    options = dict(temperature=0.7)
+    found = scalar(token_logprobs, targets, entropy, chunk_size=chunk_size, entropy=entropy, **options)(hidden, head)
+    expected = scalar(plain, targets, entropy, **options)(hidden, head)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12), found, expected)
+
+
+def test_f32_is_exact_to_rounding():
+    hidden, head, targets = inputs()
+    found = scalar(token_logprobs, targets, True, temperature=1.0, chunk_size=3, entropy=True)(hidden, head)
+    expected = scalar(plain, targets, True, temperature=1.0)(hidden, head)
+    # log-probabilities of order ten, gradients that are sums of fourteen terms
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=5e-6), found, expected)
+
+
+def test_bf16_inputs_are_accumulated_in_f32():
+    hidden, head, targets = inputs(dtype=jnp.bfloat16)
+    logprobs, entropies = token_logprobs(hidden, head, targets, chunk_size=3, entropy=True)
+    assert logprobs.dtype == entropies.dtype == jnp.float32
+    expected = plain(hidden.astype(jnp.float32), head.astype(jnp.float32), targets, 1.0)
+    # products of bf16 numbers are exact in f32, so only the order of summation differs
+    np.testing.assert_allclose(logprobs, expected[0], atol=1e-5)
+    np.testing.assert_allclose(entropies, expected[1], atol=1e-5)
+
+    _, gradients = scalar(token_logprobs, targets, False, chunk_size=1)(hidden, head)
+    assert [g.dtype for g in gradients] == [jnp.bfloat16, jnp.bfloat16]
+    _, exact = scalar(plain, targets, False, temperature=1.0)(hidden.astype(jnp.float32), head.astype(jnp.float32))
+    for found, reference in zip(gradients, exact, strict=True):
+        # one rounding to bf16 at the end; adding the seven chunks in bf16 would lose several times that
+        np.testing.assert_allclose(found.astype(jnp.float32), reference, rtol=2**-8, atol=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 1, 4)])
+def test_any_leading_axes_will_do(shape):
+    hidden, head, targets = inputs(shape)
+    logprobs, entropies = token_logprobs(hidden, head, targets, chunk_size=2)
+    assert entropies is None
+    np.testing.assert_allclose(logprobs, plain(hidden, head, targets, 1.0)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_no_array_of_the_program_holds_the_logits_of_more_than_a_chunk():
+    hidden, head, targets = inputs((4, 64))
+
+    def loss(hidden, head):
+        logprobs, entropies = token_logprobs(hidden, head, targets, chunk_size=2, entropy=True)
+        return logprobs.sum() + entropies.sum()
+
+    text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(hidden, head).as_text()
+    shapes = {tuple(map(int, dims[:-1].split("x"))) for dims in re.findall(r"tensor<((?:\d+x)+)", text)}
+    assert (4, 2, V) in shapes
+    assert max(math.prod(shape) for shape in shapes) == hidden.size < 4 * 64 * V
+
+
+@pytest.mark.parametrize("spec", [PartitionSpec("x", None), PartitionSpec(None, "x")], ids=["rows", "vocabulary"])
+def test_sharded_inputs_give_the_same_numbers(spec):
+    mesh = Mesh(np.array(jax.devices()[:8]), ("x",))
+    rng = np.random.default_rng(1)
+    hidden, head = (jnp.asarray(rng.normal(0, 1, s), jnp.float32) for s in ((8, 5, D), (40, D)))
+    targets = jnp.asarray(rng.integers(0, 40, (8, 5)), jnp.int32)
+    rows, vocabulary = spec
+    step = scalar(token_logprobs, targets, True, chunk_size=2, entropy=True)
+    found = step(
+        jax.device_put(hidden, NamedSharding(mesh, PartitionSpec(rows))),
+        jax.device_put(head, NamedSharding(mesh, PartitionSpec(vocabulary))),
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=5e-6), found, step(hidden, head))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(temperature=0.0), "temperature must be > 0"),
+        (dict(chunk_size=0), "chunk_size"),
+        (dict(head=jnp.ones((V, D + 1))), "do not match"),
+        (dict(targets=jnp.zeros((2, 6), jnp.int32)), "do not match"),
+    ],
+)
+def test_what_cannot_be_computed_is_refused(change, message):
+    hidden, head, targets = inputs()
+    arguments = dict(hidden=hidden, head=head, targets=targets) | change
+    with pytest.raises(ValueError, match=message):
+        token_logprobs(**arguments)
