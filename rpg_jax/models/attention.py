@@ -8,49 +8,86 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from rpg_jax.models.logical import constrain
+from rpg_jax.models.logical import constrain, mesh_axes
+from rpg_jax.models.splash import splash_attention
 
 _MASKED = -1e30  # finite: a padding row may then be all masked without becoming NaN
+
+_BLOCK = 512  # queries at a time on the plain path
 
 IMPLEMENTATIONS = ("auto", "xla", "cudnn", "splash")
 
 
 def attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, *, implementation: str = "auto"
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    segment_ids: jax.Array,
+    *,
+    axes: tuple[str | None, str | None] = ("batch", "length"),
+    implementation: str = "auto",
 ) -> jax.Array:
     """softmax(q kᵀ / √H) v over the earlier tokens (and itself) of each token's own segment.
+
+    Where `length` falls on mesh axes (context parallelism), each device keeps its stretch of the queries and gathers
+    the keys and values of the whole row.
 
     Args:
       q: [B, T, N, H].
       k, v: [B, T, K, H]; query head n reads key-value head n // (N / K).
       segment_ids: i32[B, T]; tokens of one segment are contiguous and in order; 0 is padding.
-      implementation: "xla", "cudnn" (GPU), "splash" (TPU), or "auto", which follows the platform that the program is
-        compiled for: the mesh in force, else jax's default backend.
+      axes: logical names of the first two dimensions.
+      implementation: "xla"; "cudnn" (GPU; bf16 and f16); "splash" (TPU); or "auto", which follows the platform that the
+        program is compiled for: the mesh in force, else jax's default backend.
 
     Returns:
       [B, T, N, H] in q's dtype; rows of padding are finite and mean nothing.
     """
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"unknown attention implementation {implementation!r}; known: {', '.join(IMPLEMENTATIONS)}")
-    return _xla(q, k, v, segment_ids)
+    if implementation == "auto":
+        half = q.dtype in (jnp.bfloat16, jnp.float16)
+        implementation = {"tpu": "splash", "gpu": "cudnn" if half else "xla"}.get(platform(), "xla")
+    if implementation == "splash":
+        return splash_attention(q, k, v, segment_ids, axes)
+    k, v = (constrain(x, axes[0], None, "act_kv_heads", None) for x in (k, v))
+    if implementation == "cudnn":
+        same = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+        return jax.nn.dot_product_attention(q, k, v, mask=same, is_causal=True, implementation="cudnn")
+    return _xla(q, k, v, segment_ids, axes)
 
 
 def platform() -> str:
-    """ "cpu", "gpu" or "tpu": of the mesh in force (which may be a described topology), else the default backend."""
+    """Of the mesh in force (which may be a described topology), else of the default backend: "cpu", "gpu" or "tpu"."""
     device = jax.sharding.get_abstract_mesh().abstract_device
-    return device.platform if device is not None else jax.default_backend()
+    name = device.platform if device is not None else jax.default_backend()
+    return "gpu" if name in ("cuda", "rocm") else name
 
 
-def _xla(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array) -> jax.Array:
+def _xla(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, axes) -> jax.Array:
+    """Plain attention; long rows in blocks of queries, recomputed in the backward pass: scores stay [..., 512, T]."""
     B, T, N, H = q.shape
     K = k.shape[2]
     grouped = q.reshape(B, T, K, N // K, H) * (H**-0.5)
-    scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32)
-    scores = constrain(scores, "batch", "act_kv_heads", None, "length", None)
-    causal = jnp.arange(T)[:, None] >= jnp.arange(T)
-    mask = causal & (segment_ids[:, :, None] == segment_ids[:, None, :])
-    weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, _MASKED), axis=-1).astype(v.dtype)
-    return jnp.einsum("bkgts,bskh->btkgh", weights, v).reshape(B, T, N, H)
+    index = jnp.arange(T)
+
+    def block(grouped, segments, index_q):
+        scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32)
+        scores = constrain(scores, axes[0], "act_kv_heads", None, axes[1], None)
+        mask = (index_q[:, None] >= index) & (segments[:, :, None] == segment_ids[:, None, :])
+        weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, _MASKED), axis=-1).astype(v.dtype)
+        return jnp.einsum("bkgts,bskh->btkgh", weights, v)
+
+    whole = T <= 2 * _BLOCK or T % _BLOCK or (axes[1] is not None and mesh_axes(axes[1]))
+    if whole:
+        return block(grouped, segment_ids, index).reshape(B, T, N, H)
+
+    def split(x):
+        return jnp.moveaxis(x.reshape(B, T // _BLOCK, _BLOCK, *x.shape[2:]), 1, 0)
+
+    blocks = (split(grouped), split(segment_ids), index.reshape(-1, _BLOCK))
+    out = jax.lax.map(lambda args: jax.checkpoint(block)(*args), blocks)
+    return jnp.moveaxis(out, 0, 1).reshape(B, T, N, H)
 
 
 def decode_attention(

@@ -115,7 +115,7 @@ class Qwen(nnx.Module):
         graphdef, weights = nnx.split(self.layers)
 
         def attend(q, k, v):
-            return attention(q, k, v, segment_ids, implementation=self.attention)
+            return attention(q, k, v, segment_ids, axes=axes, implementation=self.attention)
 
         def layer(x, weights):
             x, k, v = nnx.merge(graphdef, weights)(x, table, attend, axes)

@@ -1,0 +1,80 @@
+"""Causal segment attention by the Pallas TPU splash kernel, on one device or under a mesh."""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
+from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+from jax.sharding import NamedSharding, PartitionSpec
+
+from rpg_jax.models.logical import mesh_axes, partition_spec
+
+_LANES = 128
+_BLOCK = 512
+
+
+def splash_attention(
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, axes: tuple[str | None, str | None]
+) -> jax.Array:
+    """As `attention.attention`. Scores are never in memory; blocks above the diagonal are never computed.
+
+    On a mesh each device takes its rows, its heads and its stretch of the queries, against all keys of the row.
+    Off a TPU the kernel is interpreted, slowly.
+    """
+    T, H = q.shape[1], q.shape[3]
+    length_shards, head_shards = _shards(axes[1]), _shards("act_heads")
+    block = min(_BLOCK, _ceil(-(-T // length_shards), _LANES))
+    padded = _ceil(T, block * length_shards)
+    q, k, v = (jnp.pad(x, ((0, 0), (0, padded - T), (0, 0), (0, 0))) for x in (q * H**-0.5, k, v))
+    segment_ids = jnp.pad(segment_ids, ((0, 0), (0, padded - T)))
+
+    names = ("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute")
+    sizes = dict.fromkeys((*names, "block_q_dq", "block_kv_dq"), block)
+    platform = jax.sharding.get_abstract_mesh().abstract_device
+    on_tpu = (jax.default_backend() if platform is None else platform.platform) == "tpu"
+    kernel = kernels.make_splash_mha(
+        masks.MultiHeadMask([masks.CausalMask((padded, padded), shard_count=length_shards)] * q.shape[2]),
+        block_sizes=kernels.BlockSizes(**sizes),
+        head_shards=head_shards,
+        q_seq_shards=length_shards,
+        interpret=not on_tpu,
+    )
+    rows = partition_spec(axes[0], axes[1])
+    if rows is None:
+        return _rows(kernel, q, k, v, segment_ids, segment_ids)[:, :T]
+    k, v = (_cover(x, head_shards) for x in (k, v))
+    q_spec = partition_spec(axes[0], axes[1], "act_heads", None)
+    kv_spec = partition_spec(axes[0], None, "act_heads", None)
+    mesh = jax.sharding.get_abstract_mesh()
+    kernel_spec = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(q_spec[2], q_spec[1])))
+    specs = (kernel_spec, q_spec, kv_spec, kv_spec, rows, partition_spec(axes[0], None))
+    # check_vma: the kernel's outputs do not declare over which axes they vary.
+    sharded = jax.shard_map(_rows, in_specs=specs, out_specs=q_spec, check_vma=False)
+    return sharded(kernel, q, k, v, segment_ids, segment_ids)[:, :T]
+
+
+def _rows(kernel, q, k, v, q_segments, kv_segments) -> jax.Array:
+    """The kernel, which takes [N, T, H], over rows [B, T, N, H]."""
+
+    def row(q, k, v, q_segments, kv_segments):
+        return kernel(q, k, v, segment_ids=kernels.SegmentIds(q_segments, kv_segments))
+
+    by_head = (x.swapaxes(1, 2) for x in (q, k, v))
+    return jax.vmap(row)(*by_head, q_segments, kv_segments).swapaxes(1, 2)
+
+
+def _cover(x: jax.Array, shards: int) -> jax.Array:
+    """Key-value heads of x [B, T, K, H] repeated so often that `shards` devices each hold those of their queries."""
+    return jnp.repeat(x, shards // math.gcd(x.shape[2], shards), axis=2)
+
+
+def _shards(name: str | None) -> int:
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(mesh.shape[axis] for axis in mesh_axes(name)) if name is not None else 1
+
+
+def _ceil(x: int, multiple: int) -> int:
+    return -(-x // multiple) * multiple
