@@ -102,7 +102,8 @@ def get_config() -> ConfigDict:
     train.steps = 100  # rollout batches
     train.updates_per_step = 2  # mini-batches of one rollout batch
     train.epochs = 1  # passes over one rollout batch
-    train.microbatch_size = optional(int)  # rows per forward and backward pass; unset: a whole mini-batch
+    train.microbatch_size = optional(int)  # rows per forward and backward pass; unset: completions of a mini-batch
+    train.packed_length = optional(int)  # tokens of a row that several completions share; unset: one a row, padded
 
     optimizer = c.optimizer = ConfigDict()
     optimizer.name = "adamw"  # adamw, schedule_free_adamw

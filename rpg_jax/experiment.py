@@ -170,26 +170,33 @@ class Experiment:
     def state_sharding(self, optimizer: Optimizer) -> TrainState:
         return state_lib.shardings(self.param_shapes, self.param_shardings, optimizer, self.replicated)
 
-    def make_batch(self, groups: Sequence[Group], advantages: np.ndarray) -> Batch:
-        """Rows of one fixed shape: missing groups are rows without tokens."""
+    def make_batches(self, groups: Sequence[Group], advantages: np.ndarray) -> list[Batch]:
+        """Micro-batches of one fixed shape: rows beyond the completions have no tokens."""
         c = self.config
-        return data.pad_completions(
-            [g.prompt for g in groups],
-            [g.completions for g in groups],
-            advantages,
-            pad_id=self.tokenizer.pad_id,
-            rows=c.rollout.prompts_per_step // c.train.updates_per_step * c.rollout.group_size,
-            row_length=c.task.max_prompt_tokens + c.rollout.max_tokens,
-            completion_length=c.rollout.max_tokens,
+        prompts, completions = [g.prompt for g in groups], [g.completions for g in groups]
+        limit = c.task.max_prompt_tokens + c.rollout.max_tokens
+        if c.train.packed_length:
+            packed = {"row_length": c.train.packed_length, "completion_length": c.train.packed_length}
+            rows = data.pack_completions(prompts, completions, advantages, pad_id=self.tokenizer.pad_id, **packed)
+        else:
+            padded = {"row_length": limit, "completion_length": c.rollout.max_tokens}
+            rows = data.pad_completions(prompts, completions, advantages, pad_id=self.tokenizer.pad_id, **padded)
+        return data.micro_batches(rows, self.microbatch_size)
+
+    @property
+    def microbatch_size(self) -> int:
+        """Rows of every batch that the trainer sees."""
+        c = self.config
+        return c.train.microbatch_size or (
+            c.rollout.prompts_per_step // c.train.updates_per_step * c.rollout.group_size
         )
 
-    def make_programs(self, optimizer: Optimizer, loss: step_lib.LossFn, rows: int, temperature: float):
+    def make_programs(self, optimizer: Optimizer, loss: step_lib.LossFn, temperature: float) -> step_lib.Programs:
         return step_lib.build(
             self.graphdef,
             optimizer,
             loss,
             temperature=temperature,
-            microbatch_size=self.config.train.microbatch_size or rows,
             state_sharding=self.state_sharding(optimizer),
             batch_sharding=self.row_sharding,
         )
@@ -215,13 +222,10 @@ class Experiment:
         """The trainer before its first step; `params` are taken over (donated)."""
         c = self.config
         name, hyperparameters = loss_arguments(c)
-        rows = c.rollout.prompts_per_step // c.train.updates_per_step * c.rollout.group_size
         dynamic = c.dynamic_sampling
         return Trainer(
             state=state_lib.create(params, optimizer, self.state_sharding(optimizer)),
-            programs=self.make_programs(
-                optimizer, step_lib.loss_fn(name, **hyperparameters), rows, c.rollout.temperature
-            ),
+            programs=self.make_programs(optimizer, step_lib.loss_fn(name, **hyperparameters), c.rollout.temperature),
             stream=data.PromptStream(
                 self.task.problems("train"),
                 batch_size=c.rollout.prompts_per_step * (dynamic.oversample if dynamic.enabled else 1),
@@ -233,7 +237,7 @@ class Experiment:
             advantages=lambda rewards, lengths: np.asarray(
                 losses.advantages(c.loss.advantage, rewards, lengths=lengths)
             ),
-            batcher=self.make_batch,
+            batcher=self.make_batches,
             rollout=sampler,
             reference=Reference(
                 c.reference.rule,

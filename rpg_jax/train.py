@@ -191,7 +191,7 @@ class Run:
         optimizer = e.make_optimizer(
             name="adamw", learning_rate=c.learning_rate, warmup_updates=20, weight_decay=0.0, max_grad_norm=1.0
         )
-        update = e.make_programs(optimizer, step_lib.supervised_loss, c.batch_size, 1.0).update
+        update = e.make_programs(optimizer, step_lib.supervised_loss, 1.0).fused
         sampler = e.make_sampler(
             self.rollout, temperature=self.config.evaluation.temperature, group_size=1, seed=c.seed
         )

@@ -2,6 +2,7 @@
 
 from rpg_jax.data.arithmetic import Arithmetic as Arithmetic
 from rpg_jax.data.batching import bucket_length as bucket_length
+from rpg_jax.data.batching import micro_batches as micro_batches
 from rpg_jax.data.batching import pack_completions as pack_completions
 from rpg_jax.data.batching import pad_completions as pad_completions
 from rpg_jax.data.batching import pad_supervised as pad_supervised

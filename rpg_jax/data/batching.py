@@ -7,6 +7,7 @@ compiles once per bucket, not once per batch.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -128,6 +129,27 @@ def pad_supervised(
         completions.append([Completion(tokens, np.zeros(len(tokens), np.float32), "stop", 0)])
     lengths = {"rows": rows, "row_length": row_length, "completion_length": completion_length}
     return pad_completions(prompts, completions, np.ones((len(prompts), 1)), pad_id=pad_id, **lengths)
+
+
+def micro_batches(batch: Batch, rows: int) -> list[Batch]:
+    """The rows of `batch` in micro-batches of exactly `rows`; the last one is filled up with rows without tokens.
+
+    Micro-batch m of M takes every M-th row, so that long and short rows, which neighbour each other when packed, are
+    spread over all of them.
+
+    Raises:
+      ValueError: `rows` is below 1.
+    """
+    if rows < 1:
+        raise ValueError(f"a micro-batch needs at least one row, got {rows}")
+    count = max(-(-len(batch.tokens) // rows), 1)
+
+    def split(x: np.ndarray) -> np.ndarray:
+        missing = np.zeros((count * rows - len(x), *x.shape[1:]), x.dtype)
+        return np.concatenate([x, missing]).reshape(rows, count, *x.shape[1:]).swapaxes(0, 1)
+
+    parts = {field.name: split(getattr(batch, field.name)) for field in dataclasses.fields(batch)}
+    return [Batch(**{name: x[m] for name, x in parts.items()}) for m in range(count)]
 
 
 def _segments(prompts, completions, advantages, mask_truncated: bool) -> list[Segment]:

@@ -22,8 +22,8 @@ from rpg_jax.training.state import TrainState
 from rpg_jax.training.step import Programs
 from rpg_jax.types import Batch
 
-AdvantageFn = Callable[[np.ndarray, np.ndarray], np.ndarray]
-Batcher = Callable[[Sequence[Group], np.ndarray], Batch]
+AdvantageFn = Callable[[np.ndarray, np.ndarray], jax.Array]
+Batcher = Callable[[Sequence[Group], np.ndarray], list[Batch]]
 
 
 @dataclasses.dataclass
@@ -36,7 +36,7 @@ class Trainer:
       stream: of problems.
       sample: completions and scores for problems.
       advantages: f32[P, G] of rewards f32[P, G] and completion lengths i32[P, G].
-      batcher: rows for groups and their advantages; always the same shape for one run.
+      batcher: micro-batches, all of one shape, for groups and their advantages.
       rollout: the sampler whose weights follow the policy.
       reference: the KL anchor.
       dynamic: dynamic sampling, or None.
@@ -99,36 +99,40 @@ class Trainer:
         self._check(values)
         return values, generated
 
-    def _minibatches(self, groups: list[Group]) -> list[Batch]:
+    def _minibatches(self, groups: list[Group]) -> list[list[Batch]]:
         """Every U-th group makes a mini-batch, so that a shortage of groups is spread over all of them."""
         rewards = np.stack([g.rewards for g in groups])
         lengths = np.array([[len(c.tokens) for c in g.completions] for g in groups], np.int32)
-        advantages = self.advantages(rewards, lengths)
+        advantages = np.asarray(self.advantages(rewards, lengths))
         chosen = [slice(u, None, self.updates_per_step) for u in range(self.updates_per_step)]
         return [jax.device_put(self.batcher(groups[rows], advantages[rows]), self.batch_sharding) for rows in chosen]
 
-    def _with_logprobs(self, minibatches: list[Batch]) -> tuple[list[Batch], tuple[jax.Array, jax.Array]]:
-        """Behaviour log-probs by the trainer itself, and the reference's where it is another policy."""
-        passes = [self.programs.logprobs(self.state.params, b) for b in minibatches]
-        behaviour = [logprobs for logprobs, _ in passes]
-        entropies = [jnp.sum(jnp.where(b.mask > 0, e, 0)) for b, (_, e) in zip(minibatches, passes, strict=True)]
-        entropy = (jnp.sum(jnp.stack(entropies)), jnp.sum(jnp.stack([jnp.sum(b.mask) for b in minibatches])))
+    def _with_logprobs(self, minibatches: list[list[Batch]]) -> tuple[list[list[Batch]], tuple[jax.Array, jax.Array]]:
+        """Behaviour log-probs by the trainer itself, the reference's where it is another policy, and Σ entropy."""
+        behaviour, entropies = [], []
+        for batch in (b for micro_batches in minibatches for b in micro_batches):
+            logprobs, entropy = self.programs.logprobs(self.state.params, batch)
+            behaviour.append(logprobs)
+            entropies.append((jnp.sum(jnp.where(batch.mask > 0, entropy, 0)), jnp.sum(batch.mask)))
         ref = behaviour
         if not self.reference.coincides(int(self.state.updates)):
             params = self.reference.params()
-            ref = [self.programs.logprobs(params, b)[0] for b in minibatches]
-        completed = [
-            dataclasses.replace(b, behaviour_logprobs=old, ref_logprobs=anchor)
-            for b, old, anchor in zip(minibatches, behaviour, ref, strict=True)
-        ]
-        return completed, entropy
+            ref = [self.programs.logprobs(params, b)[0] for micro_batches in minibatches for b in micro_batches]
+        pairs = iter(zip(behaviour, ref, strict=True))
 
-    def _update(self, minibatches: list[Batch]) -> Metrics:
+        def complete(batch: Batch) -> Batch:
+            old, anchor = next(pairs)
+            return dataclasses.replace(batch, behaviour_logprobs=old, ref_logprobs=anchor)
+
+        completed = [[complete(b) for b in micro_batches] for micro_batches in minibatches]
+        return completed, losses.merge([{"entropy": pair} for pair in entropies])["entropy"]
+
+    def _update(self, minibatches: list[list[Batch]]) -> Metrics:
         """`epochs` passes of one update per mini-batch; returns the summed metrics."""
         per_update = []
         for _ in range(self.epochs):
-            for batch in minibatches:
-                self.state, update_metrics = self.programs.update(self.state, batch)
+            for micro_batches in minibatches:
+                self.state, update_metrics = self.programs.update(self.state, micro_batches)
                 per_update.append(update_metrics)
                 self.reference.after_update(self.state.params, int(self.state.updates))
         values = [metrics_lib.mean(m) for m in per_update]

@@ -1,15 +1,16 @@
-"""The two jitted programs of training: the log-prob pass and the update.
+"""The jitted programs of training: the log-prob pass and the update.
 
-Both read a `types.Batch` of rows [B, ...] and split it into micro-batches; sums and weights are accumulated and
-divided once, so the result does not depend on the split, the packing or the number of devices.
+An update reads micro-batches of one shape, however many: sums and weights are accumulated and divided once, so the
+result does not depend on the split, the packing or the number of devices, and nothing is compiled twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import flax.nnx as nnx
+import flax.struct
 import jax
 import jax.numpy as jnp
 import optax
@@ -64,11 +65,44 @@ def supervised_loss(logprobs: jax.Array, batch: Batch) -> tuple[jax.Array, jax.A
     return loss, weight, {"loss": (loss, weight)}
 
 
+@flax.struct.dataclass
+class Sums:
+    """What micro-batches add up to before the one division.
+
+    Attributes:
+      grads: of Σ loss, f32, shaped and laid out like the weights.
+      metrics: pairs (sum, weight); "loss" is among them, and its weight is the weight of `grads`.
+    """
+
+    grads: Any
+    metrics: Any
+
+
 class Programs(NamedTuple):
-    """`logprobs(params, batch) -> (f32[B, C], f32[B, C])` and `update(state, batch) -> (state, Metrics)`, jitted."""
+    """The jitted programs of training, one compilation each: every micro-batch has the same shape.
+
+    Attributes:
+      logprobs: (params, batch) -> (log-probs f32[B, C], entropy f32[B, C]).
+      fused: (state, batch) -> (state, metrics): an update from one micro-batch.
+      start: (params, batch) -> Sums of the first micro-batch.
+      add: (params, sums, batch) -> Sums with one more; `sums` is donated.
+      apply: (state, sums) -> (state, metrics): an update from several; `state` is donated.
+    """
 
     logprobs: Callable[[Any, Batch], tuple[jax.Array, jax.Array]]
-    update: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+    fused: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+    start: Callable[[Any, Batch], Sums]
+    add: Callable[[Any, Sums, Batch], Sums]
+    apply: Callable[[TrainState, Sums], tuple[TrainState, Metrics]]
+
+    def update(self, state: TrainState, micro_batches: Sequence[Batch]) -> tuple[TrainState, Metrics]:
+        """One optimizer update from all rows of `micro_batches`; `state` is donated."""
+        if len(micro_batches) == 1:
+            return self.fused(state, micro_batches[0])
+        sums = self.start(state.params, micro_batches[0])
+        for batch in micro_batches[1:]:
+            sums = self.add(state.params, sums, batch)
+        return self.apply(state, sums)
 
 
 def build(
@@ -77,95 +111,87 @@ def build(
     loss: LossFn,
     *,
     temperature: float,
-    microbatch_size: int,
     state_sharding: TrainState,
     batch_sharding: jax.sharding.NamedSharding,
 ) -> Programs:
-    """Compiles nothing yet; returns the programs with their shardings, the state donated to `update`.
+    """Compiles nothing yet; returns the programs with explicit shardings.
 
     Args:
       graphdef: of the Flax NNX policy.
       optimizer: from `training.optimizer.build`.
       loss: maps f32[B, C] log-probs and the batch to (sum, weight, metrics).
       temperature: of the distribution that log-probs are taken of; the one completions are sampled at.
-      microbatch_size: rows per forward and backward pass, all devices together; must divide the rows of a batch.
       state_sharding: a `TrainState` of shardings.
       batch_sharding: of the rows of every batch array.
     """
     replicated = jax.sharding.NamedSharding(batch_sharding.mesh, jax.sharding.PartitionSpec())
+    sums_sharding = Sums(grads=state_sharding.params, metrics=replicated)
 
-    def logprob_pass(params, batch):
-        def one(micro):
-            return policy_logprobs(graphdef, params, micro, temperature=temperature, entropy=True)
+    def logprobs(params, batch):
+        return policy_logprobs(graphdef, params, batch, temperature=temperature, entropy=True)
 
-        return _join(jax.lax.map(one, _split(batch, microbatch_size)))
+    def gradients(params, batch):
+        def loss_sum(params):
+            logprobs, _ = policy_logprobs(graphdef, params, batch, temperature=temperature)
+            total, weight, metrics = loss(logprobs, batch)
+            return total, {**metrics, "loss": (total, weight)}
 
-    def update(state, batch):
-        def loss_sum(params, micro):
-            logprobs, _ = policy_logprobs(graphdef, params, micro, temperature=temperature)
-            total, weight, metrics = loss(logprobs, micro)
-            return total, (weight, metrics)
+        (_, metrics), grads = jax.value_and_grad(loss_sum, has_aux=True)(params)
+        return Sums(jax.tree.map(lambda g: g.astype(jnp.float32), grads), metrics)
 
-        def accumulate(carry, micro):
-            grads, metrics = carry
-            (total, (weight, more)), more_grads = jax.value_and_grad(loss_sum, has_aux=True)(state.params, micro)
-            more = {**more, "loss": (total, weight)}
-            return (jax.tree.map(jnp.add, grads, more_grads), losses.merge([metrics, more])), None
+    def add(params, sums, batch):
+        more = gradients(params, batch)
+        return Sums(jax.tree.map(jnp.add, sums.grads, more.grads), losses.merge([sums.metrics, more.metrics]))
 
-        scalar = jax.ShapeDtypeStruct((), jnp.float32)
-        micros = _split(batch, microbatch_size)
-        first = jax.tree.map(lambda x: x[0], micros)
-        shapes = jax.eval_shape(lambda m: loss_sum(state.params, m)[1][1], first)
-        shapes |= {"loss": (scalar, scalar)}
-        zero_grads = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), state.params)
-        zero_metrics = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-        (grads, metrics), _ = jax.lax.scan(accumulate, (zero_grads, zero_metrics), micros)
+    def apply(state, sums):
+        return apply_gradients(optimizer, state, sums)
 
-        weight = metrics["loss"][1]
-        grads = jax.tree.map(lambda g: g / jnp.maximum(weight, 1e-9), grads)
-        grad_norm = optax.tree.norm(grads)
-        finite = jnp.isfinite(grad_norm) & jnp.isfinite(metrics["loss"][0])
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
+    def fused(state, batch):
+        return apply(state, gradients(state.params, batch))
 
-        def keep(new, old):
-            return jnp.where(finite, new, old)
-
-        one = jnp.ones(())
-        metrics = {
-            **metrics,
-            "grad_norm": (grad_norm, one),
-            "grad_norm_max": (grad_norm, one),
-            "nonfinite_updates": (1.0 - finite, one),
-        }
-        state = TrainState(
-            params=jax.tree.map(keep, params, state.params),
-            opt_state=jax.tree.map(keep, opt_state, state.opt_state),
-            updates=state.updates + finite,
-            skipped=state.skipped + ~finite,
-        )
-        return state, metrics
-
+    params_batch = (state_sharding.params, batch_sharding)
+    state_metrics = (state_sharding, replicated)
     return Programs(
-        logprobs=jax.jit(
-            logprob_pass, in_shardings=(state_sharding.params, batch_sharding), out_shardings=batch_sharding
+        logprobs=jax.jit(logprobs, in_shardings=params_batch, out_shardings=batch_sharding),
+        fused=jax.jit(
+            fused, in_shardings=(state_sharding, batch_sharding), out_shardings=state_metrics, donate_argnums=0
         ),
-        update=jax.jit(
-            update,
-            in_shardings=(state_sharding, batch_sharding),
-            out_shardings=(state_sharding, replicated),
-            donate_argnums=0,
+        start=jax.jit(gradients, in_shardings=params_batch, out_shardings=sums_sharding),
+        add=jax.jit(
+            add,
+            in_shardings=(state_sharding.params, sums_sharding, batch_sharding),
+            out_shardings=sums_sharding,
+            donate_argnums=1,
+        ),
+        apply=jax.jit(
+            apply, in_shardings=(state_sharding, sums_sharding), out_shardings=state_metrics, donate_argnums=0
         ),
     )
 
 
-def _split(batch: Batch, size: int) -> Batch:
-    """[B, ...] to [B / size, size, ...], each micro-batch strided over the rows so that every device keeps its own."""
-    rows = batch.tokens.shape[0]
-    if rows % size:
-        raise ValueError(f"microbatch_size {size} does not divide the {rows} rows of a batch")
-    return jax.tree.map(lambda x: x.reshape(size, rows // size, *x.shape[1:]).swapaxes(0, 1), batch)
+def apply_gradients(optimizer: Optimizer, state: TrainState, sums: Sums) -> tuple[TrainState, Metrics]:
+    """The optimizer's update with gradient Σ grads / Σ weight; left out and counted where it is not finite."""
+    total, weight = sums.metrics["loss"]
+    grads = jax.tree.map(lambda g: g / jnp.maximum(weight, 1e-9), sums.grads)
+    grad_norm = optax.tree.norm(grads)
+    finite = jnp.isfinite(grad_norm) & jnp.isfinite(total)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
 
+    def keep(new, old):
+        return jnp.where(finite, new, old)
 
-def _join(tree: Any) -> Any:
-    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), tree)
+    one = jnp.ones(())
+    metrics = {
+        **sums.metrics,
+        "grad_norm": (grad_norm, one),
+        "grad_norm_max": (grad_norm, one),
+        "nonfinite_updates": (1.0 - finite, one),
+    }
+    state = TrainState(
+        params=jax.tree.map(keep, params, state.params),
+        opt_state=jax.tree.map(keep, opt_state, state.opt_state),
+        updates=state.updates + finite,
+        skipped=state.skipped + ~finite,
+    )
+    return state, metrics

@@ -24,7 +24,7 @@ def shared(tmp_path_factory):
 
 
 def environment(shared):
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    env = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")}
     return env | {
         "JAX_COMPILATION_CACHE_DIR": str(shared / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",

@@ -20,9 +20,11 @@ MODEL = models.QwenConfig(
 ROWS = 16
 
 
-def make_batch(seed=0, rows=ROWS):
+def make_batch(seed=0, packed=False):
+    """16 completions of 8 prompts. Behaviour and reference log-probs are functions of the token, so that they follow
+    it wherever packing puts it."""
     rng = np.random.default_rng(seed)
-    prompts = [rng.integers(4, 16, rng.integers(2, 6)).astype(np.int32) for _ in range(rows // 2)]
+    prompts = [rng.integers(4, 16, rng.integers(2, 6)).astype(np.int32) for _ in range(ROWS // 2)]
     completions = [
         [
             Completion(rng.integers(4, 16, n).astype(np.int32), rng.normal(-2, 0.1, n).astype(np.float32), "stop", 0)
@@ -30,16 +32,17 @@ def make_batch(seed=0, rows=ROWS):
         ]
         for _ in prompts
     ]
-    batch = data.pad_completions(
-        prompts, completions, rng.normal(size=(len(prompts), 2)), row_length=12, completion_length=6
-    )
-    logprobs = rng.normal(-2.5, 0.3, batch.mask.shape).astype(np.float32)
-    return dataclasses.replace(
-        batch, behaviour_logprobs=logprobs, ref_logprobs=logprobs - 0.1 * rng.random(logprobs.shape, np.float32)
-    )
+    advantages = rng.normal(size=(len(prompts), 2))
+    if packed:
+        batch = data.pack_completions(prompts, completions, advantages, row_length=24, completion_length=24)
+    else:
+        batch = data.pad_completions(prompts, completions, advantages, row_length=12, completion_length=6)
+    logprobs = np.float32(-2.5) + np.float32(0.3) * np.sin(batch.targets, dtype=np.float32)
+    anchor = logprobs - np.float32(0.1) * np.cos(batch.targets, dtype=np.float32)
+    return dataclasses.replace(batch, behaviour_logprobs=logprobs, ref_logprobs=anchor)
 
 
-def make(mesh_shape=None, *, microbatch_size=ROWS, loss=None, devices=1, **settings):
+def make(mesh_shape=None, *, loss=None, devices=1, **settings):
     mesh = parallel.make_mesh(mesh_shape or {}, jax.devices()[:devices])
     graphdef, shapes = models.abstract(MODEL)
     param_shardings = parallel.shardings(models.logical_axes(MODEL), shapes, mesh)
@@ -57,7 +60,6 @@ def make(mesh_shape=None, *, microbatch_size=ROWS, loss=None, devices=1, **setti
         optimizer,
         loss,
         temperature=0.8,
-        microbatch_size=microbatch_size,
         state_sharding=where,
         batch_sharding=rows,
     )
@@ -65,11 +67,11 @@ def make(mesh_shape=None, *, microbatch_size=ROWS, loss=None, devices=1, **setti
     return programs, state_lib.create(params, optimizer, where), mesh
 
 
-def two_updates(**settings):
+def two_updates(*, rows=ROWS, **settings):
     programs, state, mesh = make(**settings)
     with parallel.activate(mesh):
         for seed in (0, 1):
-            state, metrics = programs.update(state, make_batch(seed))
+            state, metrics = programs.update(state, data.micro_batches(make_batch(seed), rows))
     return jax.device_get(state), jax.device_get(metrics)
 
 
@@ -92,9 +94,10 @@ def largest_difference(a, b):
     return max(jax.tree.leaves(jax.tree.map(lambda x, y: float(np.max(np.abs(x - y))), a, b)))
 
 
-@pytest.mark.parametrize("size", [8, 2])
-def test_micro_batches_change_nothing(size, plain):
-    assert_same(two_updates(microbatch_size=size), plain)
+@pytest.mark.parametrize("rows", [8, 3, 32])
+def test_micro_batches_change_nothing(rows, plain):
+    """32 rows and three do not fit 16: the rest is filled up with rows that have no tokens."""
+    assert_same(two_updates(rows=rows), plain)
 
 
 @pytest.mark.parametrize(
@@ -105,17 +108,17 @@ def test_eight_devices_change_nothing(shape, plain):
 
 
 def test_micro_batches_on_eight_devices_change_nothing(plain):
-    assert_same(two_updates(mesh_shape={"fsdp": 4, "tensor": 2}, devices=8, microbatch_size=4), plain)
+    assert_same(two_updates(mesh_shape={"fsdp": 4, "tensor": 2}, devices=8, rows=4), plain)
 
 
 def test_the_logprob_pass_is_what_the_update_sees():
-    """Behaviour log-probs from the pass give w = 1 in the update, whatever the micro-batches of either."""
-    programs, state, _ = make(microbatch_size=4)
+    """Behaviour log-probs from the pass give w = 1 in the update."""
+    programs, state, _ = make()
     batch = make_batch()
     logprobs, entropy = programs.logprobs(state.params, batch)
     assert logprobs.shape == entropy.shape == batch.mask.shape
     assert np.all(np.asarray(entropy)[batch.mask > 0] > 0)
-    _, metrics = make(microbatch_size=8)[0].update(state, dataclasses.replace(batch, behaviour_logprobs=logprobs))
+    _, metrics = programs.update(state, [dataclasses.replace(batch, behaviour_logprobs=logprobs)])
     total, weight = metrics["importance_ratio"]
     np.testing.assert_allclose(total / weight, 1.0, atol=1e-5)
     assert metrics["log_ratio_max"][0] < 1e-5
@@ -150,7 +153,7 @@ def test_a_nonfinite_loss_or_gradient_is_skipped_and_counted():
     before = jax.device_get(state)
     bad = make_batch()
     bad.tokens[0, 0] = 15
-    state, metrics = programs.update(state, bad)
+    state, metrics = programs.update(state, [bad])
     assert metrics["nonfinite_updates"][0] == 1 and state.skipped == 1 and state.updates == 0
     jax.tree.map(
         np.testing.assert_array_equal,
@@ -159,19 +162,17 @@ def test_a_nonfinite_loss_or_gradient_is_skipped_and_counted():
     )
     good = make_batch()
     good.tokens[0, 0] = 14
-    state, metrics = programs.update(state, good)
+    state, metrics = programs.update(state, [good])
     assert metrics["nonfinite_updates"][0] == 0 and state.updates == 1
     assert any(
         np.any(a != b) for a, b in zip(jax.tree.leaves(state.params), jax.tree.leaves(before.params), strict=True)
     )
 
 
-def test_empty_rows_change_nothing(plain):
-    programs, state, _ = make(microbatch_size=8)
+def test_packed_rows_change_nothing(plain):
+    programs, state, _ = make()
     for seed in (0, 1):
-        batch = make_batch(seed)
-        longer = jax.tree.map(lambda x: np.concatenate([x, np.zeros_like(x)]), batch)
-        state, metrics = programs.update(state, longer)
+        state, metrics = programs.update(state, data.micro_batches(make_batch(seed, packed=True), 4))
     assert_same((jax.device_get(state), jax.device_get(metrics)), plain)
 
 
@@ -182,16 +183,10 @@ def test_schedule_free_trains_and_evaluates_at_its_average():
         learning_rate=1e-3, warmup_updates=2, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.1, max_grad_norm=1.0,
     )  # fmt: skip
     for seed in range(4):
-        state, _ = programs.update(state, make_batch(seed))
+        state, _ = programs.update(state, [make_batch(seed)])
     averaged = optimizer.evaluation_params(state.opt_state, state.params)
     gap = max(
         float(jnp.max(jnp.abs(a - b)))
         for a, b in zip(jax.tree.leaves(averaged), jax.tree.leaves(state.params), strict=True)
     )
     assert 0 < gap < 1e-2
-
-
-def test_a_microbatch_size_that_does_not_divide_is_an_error_with_both_numbers():
-    programs, state, _ = make(microbatch_size=5)
-    with pytest.raises(ValueError, match="5 does not divide the 16 rows"):
-        programs.update(state, make_batch())
