@@ -6,6 +6,7 @@ micro-batches and devices; under keys ending in `_max`, (value, 1), combined by 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -32,6 +33,7 @@ def token_metrics(tokens: Tokens, events: dict[str, jax.Array]) -> Metrics:
       fraction of the tokens.
     <event>_fraction: fraction of tokens with an event of the loss: clip, clip_high, clip_low, clip_dual, ….
     """
+    tokens = dataclasses.replace(tokens, logprobs=jax.lax.stop_gradient(tokens.logprobs))
     tokens_counted = jnp.sum(tokens.mask, dtype=tokens.logprobs.dtype)
 
     def mean(x: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -61,7 +63,7 @@ def token_metrics(tokens: Tokens, events: dict[str, jax.Array]) -> Metrics:
             "sampler_ratio": mean(jnp.exp(log_u)),
             "sampler_ratio_squared": mean(jnp.exp(2 * log_u)),
         }
-    return jax.tree.map(jax.lax.stop_gradient, pairs)
+    return pairs
 
 
 def merge(parts: Sequence[Metrics]) -> Metrics:

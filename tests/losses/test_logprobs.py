@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import re
 
@@ -43,14 +44,19 @@ def scalar(function, targets, with_entropy, **options):
     return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
 
 
+@functools.cache
+def expected_in_f64(entropy):
+    hidden, head, targets = inputs(dtype=jnp.float64)
+    return scalar(plain, targets, entropy, temperature=0.7)(hidden, head)
+
+
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("chunk_size", [1, 3, 7, 100])
+@pytest.mark.parametrize("chunk_size", [1, 3, 100])
 @pytest.mark.parametrize("entropy", [False, True])
 def test_values_and_gradients_are_those_of_the_plain_version(chunk_size, entropy):
     hidden, head, targets = inputs(dtype=jnp.float64)
-    options = dict(temperature=0.7)
-    found = scalar(token_logprobs, targets, entropy, chunk_size=chunk_size, entropy=entropy, **options)(hidden, head)
-    expected = scalar(plain, targets, entropy, **options)(hidden, head)
+    step = scalar(token_logprobs, targets, entropy, temperature=0.7, chunk_size=chunk_size, entropy=entropy)
+    found, expected = step(hidden, head), expected_in_f64(entropy)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12), found, expected)
 
 
