@@ -1,4 +1,4 @@
-"""Makes .venv complete: `python launch/install.py`; with --check only says (by its exit code) whether it is.
+"""Makes .venv complete: `python launch/install.py [--requirements=FILE]`; with --check only says whether it is.
 
 Runs before anything is installed, so it uses the standard library alone. `.venv/.installed` names the state: absent
 (not ours, or never finished), "installing" (interrupted) or a digest of everything that was asked for.
@@ -6,6 +6,7 @@ Runs before anything is installed, so it uses the standard library alone. `.venv
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import fcntl
 import hashlib
@@ -20,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STAMP = VENV / ".installed"
-REQUIREMENTS = ("requirements.txt", "requirements-dev.txt")
+BASE = "requirements.txt"  # which the other requirements files include
 JETSTREAM = "google-jetstream==0.2.2"
 FREE_GB = 2.5  # 1.1 GB installed, about as much again while wheels are unpacked
 
@@ -35,9 +36,9 @@ class InstallError(Exception):
     """One line for the user: what is wrong and what to do."""
 
 
-def digest() -> str:
+def digest(requirements: str) -> str:
     """Changes whenever the environment must be installed again."""
-    asked_for = [(ROOT / name).read_bytes() for name in REQUIREMENTS]
+    asked_for = [requirements.encode(), *((ROOT / name).read_bytes() for name in (BASE, requirements))]
     return hashlib.sha256(b"\0".join([*asked_for, JETSTREAM.encode()])).hexdigest()
 
 
@@ -116,27 +117,32 @@ def show(text: str) -> None:
         print(f"\r\033[K{text[:width]}", end="", file=sys.stderr, flush=True)
 
 
-def install() -> None:
+def install(requirements: str) -> None:
     started = time.monotonic()
     check_disk()
     print(f"installing into .venv with Python {sys.version.split()[0]} (about a minute, once) ...", file=sys.stderr)
     if state() == "installing" or not works():
         make_venv()
     STAMP.write_text("installing")
-    pip_install(*(f"--requirement={name}" for name in REQUIREMENTS))
+    pip_install(f"--requirement={requirements}")
     pip_install("--no-deps", JETSTREAM)
-    STAMP.write_text(digest())
+    STAMP.write_text(digest(requirements))
     show("")
     print(f"installed in {time.monotonic() - started:.0f} s", file=sys.stderr)
 
 
 def main() -> int:
-    if "--check" in sys.argv[1:]:
-        return int(state() != digest())
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--requirements", default="requirements-dev.txt", help="a file at the repository's root")
+    parser.add_argument("--check", action="store_true", help="install nothing; exit 0 where nothing is missing")
+    options = parser.parse_args()
+    wanted = digest(options.requirements)
+    if options.check:
+        return int(state() != wanted)
     try:
         with locked(ROOT / ".venv.lock"):
-            if state() != digest() or not works():
-                install()
+            if state() != wanted or not works():
+                install(options.requirements)
     except (InstallError, OSError) as error:
         show("")
         print(f"error: {error}", file=sys.stderr)

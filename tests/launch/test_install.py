@@ -60,7 +60,7 @@ def fails(module, capsys):
 def test_jetstream_comes_without_its_requirements(install):
     assert install.main() == 0
     ours, jetstream = calls(install)
-    assert "requirements.txt" in ours and "requirements-dev.txt" in ours and "--no-deps" not in ours
+    assert "--requirement=requirements-dev.txt" in ours and "--no-deps" not in ours
     assert jetstream.endswith("--no-deps google-jetstream==0.2.2")
 
 
@@ -85,7 +85,7 @@ def test_interrupted_installation_is_made_anew(install):
     install.STAMP.write_text("installing")
     assert install.main() == 0
     assert len(calls(install)) == 2  # the log went with the old venv
-    assert install.state() == install.digest()
+    assert install.state() == install.digest("requirements-dev.txt")
 
 
 def test_venv_whose_interpreter_is_gone_is_made_anew(install):
@@ -93,6 +93,14 @@ def test_venv_whose_interpreter_is_gone_is_made_anew(install):
     (install.VENV / "bin" / "python").unlink()
     assert install.main() == 0
     assert install.works()
+
+
+def test_other_requirements_are_another_environment(install, monkeypatch):
+    (install.ROOT / "requirements-tpu.txt").write_text("b\n")
+    install.main()
+    monkeypatch.setattr(sys, "argv", ["install.py", "--requirements=requirements-tpu.txt"])
+    install.main()
+    assert "--requirement=requirements-tpu.txt" in calls(install)[2]
 
 
 def test_check_answers_without_installing(install, monkeypatch):

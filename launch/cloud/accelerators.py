@@ -1,0 +1,130 @@
+"""What Google Cloud rents out: TPU generations, their slices, and what those cost.
+
+Sources: cloud.google.com/tpu/docs on v4, v5e, v5p and v6e (chips, HBM, topologies), runtime versions, regions and zones;
+XPK 1.16 for GKE's names, as of November 2026.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from cloud.errors import LaunchError
+
+PRICES_AS_OF = "US list price of 2025"
+
+
+@dataclasses.dataclass(frozen=True)
+class Generation:
+    """One TPU generation; an accelerator type is `prefix` and its number of chips or cores.
+
+    Attributes:
+      cores_per_chip: what the number in the type counts: 2 on v4 and v5p (TensorCores), 1 elsewhere (chips).
+      hbm_gb: memory of a chip.
+      one_host: largest slice, in chips, that is a single VM; larger ones have 4 chips per VM.
+      list_price: on demand, US dollars per chip and hour, approximate and dated by PRICES_AS_OF.
+    """
+
+    name: str
+    prefix: str
+    cores_per_chip: int
+    hbm_gb: int
+    one_host: int
+    runtime: str
+    zones: tuple[str, ...]
+    topologies: tuple[str, ...]
+    gke_accelerator: str
+    list_price: float
+
+
+_TORUS_2D = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
+_TORUS_3D = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16")
+
+GENERATIONS = (
+    Generation(
+        "v4", "v4", 2, 32, 4, "tpu-ubuntu2204-base", ("us-central2-b",), _TORUS_3D, "tpu-v4-podslice", 3.22
+    ),
+    Generation(
+        "v5e", "v5litepod", 1, 16, 8, "v2-alpha-tpuv5-lite",
+        ("us-central1-a", "us-south1-a", "us-west1-c", "us-west4-a", "europe-west4-b"),
+        ("1x1", *_TORUS_2D), "tpu-v5-lite-podslice", 1.20,
+    ),
+    Generation(
+        "v5p", "v5p", 2, 95, 4, "v2-alpha-tpuv5", ("us-central1-a", "us-east5-a", "europe-west4-b"),
+        _TORUS_3D, "tpu-v5p-slice", 4.20,
+    ),
+    Generation(
+        "v6e", "v6e", 1, 32, 8, "v2-alpha-tpuv6e",
+        ("us-central1-b", "us-east1-d", "us-east5-a", "us-east5-b", "europe-west4-a", "asia-northeast1-b"),
+        ("1x1", *_TORUS_2D), "tpu-v6e-slice", 2.70,
+    ),
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Slice:
+    """One accelerator type: `v5p-16` is 8 chips of v5p on 2 hosts, wired 2x2x2."""
+
+    generation: Generation
+    chips: int
+    topology: str
+
+    @property
+    def type(self) -> str:
+        return f"{self.generation.prefix}-{self.chips * self.generation.cores_per_chip}"
+
+    @property
+    def hosts(self) -> int:
+        return 1 if self.chips <= self.generation.one_host else self.chips // 4
+
+    @property
+    def plan_topology(self) -> str:
+        """The spelling of `python -m rpg_jax.plan --topology`."""
+        return f"{self.generation.name}:{self.topology}"
+
+    def __str__(self) -> str:
+        hosts = f"{self.hosts} host{'s' * (self.hosts > 1)}"
+        return f"{self.type} ({self.chips} chips {self.topology}, {hosts}, {self.generation.hbm_gb} GB HBM a chip)"
+
+
+SLICES = {
+    s.type: s
+    for generation in GENERATIONS
+    for topology in generation.topologies
+    if (s := Slice(generation, math.prod(map(int, topology.split("x"))), topology))
+}
+
+
+def find(accelerator_type: str) -> Slice:
+    """The slice that a type names; raises LaunchError with the types of that generation otherwise."""
+    if accelerator_type in SLICES:
+        return SLICES[accelerator_type]
+    prefix = accelerator_type.rpartition("-")[0]
+    prefix = "v5litepod" if prefix == "v5e" else prefix
+    known = [name for name in SLICES if name.rpartition("-")[0] == prefix] or list(SLICES)
+    raise LaunchError(f"no accelerator type {accelerator_type!r}", f"use --type={'|'.join(known)}")
+
+
+def table() -> str:
+    """Every type with its chips, hosts, memory, image and price, for `launch/tpu types`."""
+    head = ("type", "chips", "topology", "hosts", "HBM GB", "runtime image", "$/h")
+    rows = [
+        (s.type, s.chips, s.topology, s.hosts, s.chips * s.generation.hbm_gb, s.generation.runtime,
+         f"{s.chips * s.generation.list_price:.2f}")
+        for s in SLICES.values()
+    ]  # fmt: skip
+    widths = [max(len(str(row[column])) for row in (head, *rows)) for column in range(len(head))]
+    lines = [
+        "  ".join(str(cell).rjust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *rows)
+    ]
+    return "\n".join([*lines, f"$/h: on demand, {PRICES_AS_OF}, for orientation only; --chip-price overrides it."])
+
+
+def cost(slice_: Slice, slices: int, capacity: str, chip_price: float | None) -> tuple[float, str]:
+    """(dollars an hour, how that was reckoned) of a number of slices while they are up."""
+    chips = slice_.chips * slices
+    price = slice_.generation.list_price if chip_price is None else chip_price
+    source = "--chip-price" if chip_price is not None else f"{PRICES_AS_OF}, on demand"
+    if chip_price is None and capacity != "on-demand":
+        source += f"; {capacity} is billed otherwise, name yours with --chip-price"
+    return chips * price, f"{chips} chips × ${price:.2f} ({source})"

@@ -1,0 +1,102 @@
+"""The files of a launch: the source, the startup script and the script that trains."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import shlex
+import subprocess
+import tarfile
+from pathlib import Path
+
+from cloud.job import ROOT, Job
+from cloud.shell import Shell
+
+NOT_SENT = {".git", ".venv", "runs", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis"}
+COORDINATOR_PORT = 8476  # jax's default moved to 8482, which Google's automatic firewall rule does not open (jax#35905)
+
+
+def startup_script(job: Job) -> str:
+    """What every worker runs at each boot."""
+    head = f"#!/bin/bash\n# Startup script of {job.name}.\nFILES={shlex.quote(job.files)}\n\n"
+    return head + (Path(__file__).parent / "worker.sh").read_text()
+
+
+def run_script(job: Job) -> str:
+    """What every worker runs as its service: the trainer, with secrets fetched by name."""
+    train = [".venv/bin/python", "-m", "rpg_jax.train", *job.trainer_arguments]
+    if job.secrets:
+        pairs = [f"{variable}={name}" for variable, name in job.secrets]
+        train = [".venv/bin/python", "launch/cloud/with_secrets.py", f"--project={job.project}", *pairs, "--", *train]
+    command = " \\\n  ".join(map(shlex.quote, train))
+    return f"""#!/bin/bash
+# Trains {job.name}; the same name resumes from its last checkpoint.
+attribute() {{
+  curl -sf -H 'Metadata-Flavor: Google' "http://metadata.google.internal/computeMetadata/v1/instance/attributes/$1"
+}}
+coordinator="$(attribute tpu-env | sed -n "s/^MEGASCALE_COORDINATOR_ADDRESS: *'\\([^:']*\\).*/\\1/p")"
+if [ -z "$coordinator" ]; then
+  coordinator="$(attribute worker-network-endpoints | cut -d, -f1 | cut -d: -f3)"
+fi
+export JAX_COORDINATOR_ADDRESS="$coordinator:{COORDINATOR_PORT}"
+export JAX_COMPILATION_CACHE_DIR={shlex.quote(job.bucket)}/jax-cache
+export JAX_PLATFORMS=tpu
+export RPG_COMMIT={shlex.quote(commit())}
+
+trap : TERM  # the trainer gets the signal too; wait for it to save
+{command} &
+trainer=$!
+wait "$trainer"
+status=$?
+while kill -0 "$trainer" 2>/dev/null; do
+  wait "$trainer"
+  status=$?
+done
+if [ "$status" = 0 ] && [ "$(attribute agent-worker-number)" = 0 ]; then
+  date --utc +%FT%TZ | gcloud storage cp - {shlex.quote(job.files)}/finished
+fi
+exit "$status"
+"""
+
+
+def commit() -> str:
+    """The commit that is sent, marked when files differ from it."""
+    described = _git("describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    return described.strip() or "unknown"
+
+
+def source_archive(root: Path = ROOT) -> bytes:
+    """The files git tracks (all but build products without git), as they are now; equal files give equal bytes."""
+    listed = [name for name in _git("ls-files", "-z").split("\0") if name]
+    paths = [Path(name) for name in listed] or [path.relative_to(root) for path in root.rglob("*")]
+    buffer = io.BytesIO()
+    with gzip.GzipFile(fileobj=buffer, mode="wb", mtime=0) as packed, tarfile.open(fileobj=packed, mode="w") as archive:
+        for path in sorted(paths):
+            if (root / path).is_file() and not NOT_SENT & set(path.parts):
+                archive.add(root / path, str(path), filter=_without_owner)
+    return buffer.getvalue()
+
+
+def _without_owner(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    member.uid = member.gid = member.mtime = 0
+    member.uname = member.gname = ""
+    return member
+
+
+def _git(*arguments: str) -> str:
+    try:
+        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
+    except OSError:
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def write(shell: Shell, job: Job, folder: Path) -> list[Path]:
+    """Writes source.tar.gz, startup.sh and run.sh into `folder` and returns their paths."""
+    shell.write(folder / "startup.sh", startup_script(job), executable=True)
+    shell.write(folder / "run.sh", run_script(job), executable=True)
+    archive = folder / "source.tar.gz"
+    archive.write_bytes(source_archive())
+    if shell.dry_run:
+        print(f"# writes {archive}")
+    return [archive, folder / "startup.sh", folder / "run.sh"]

@@ -1,0 +1,209 @@
+"""Everything that can be known to be wrong before it costs money: each check is one line with its fix."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from cloud.errors import CommandError, Kind, LaunchError
+from cloud.job import CAPACITIES, ROOT, Job
+from cloud.shell import Shell
+
+PYTHON = ROOT / ".venv" / "bin" / "python"
+MULTI_REGIONS = {"US": "us-", "EU": "europe-", "ASIA": "asia-"}
+NAME = re.compile(r"[a-z]([-a-z0-9]{0,37}[a-z0-9])?")
+SECRETIVE = re.compile(r"(?i)(token|secret|password|api_?key)[\w.]*=.")
+
+
+def check(job: Job, shell: Shell, *, plan: bool = True, trainer: bool = True) -> list[str]:
+    """Runs all checks and returns what they found to report.
+
+    The ones that need no cloud run first, all of them, so that one start shows every mistake; raises LaunchError with
+    one line for each.
+    """
+    notes, problems = [], []
+    offline = [name_is_a_label, type_and_zone, capacity_is_one, bucket_is_an_address, no_secret_values]
+    fits = [config_fits, plan_says_it_fits][: 1 + plan] if trainer else []
+    for checker in [*offline, *fits]:
+        try:
+            notes += checker(job)
+        except LaunchError as error:
+            problems.append(str(error))
+    if problems:
+        raise LaunchError("\n".join(dict.fromkeys(problems)))
+    for cloud_checker in (type_is_offered, bucket_is_near, secrets_exist):
+        notes += cloud_checker(job, shell)
+    return [*notes, *quota_and_cost(job)]
+
+
+def name_is_a_label(job: Job) -> Iterator[str]:
+    if not NAME.fullmatch(job.name):
+        raise LaunchError(
+            f"--name={job.name!r} is no DNS label", "use up to 39 of a-z, 0-9 and -, a letter first, no - at the end"
+        )
+    yield f"name {job.name}"
+
+
+def type_and_zone(job: Job) -> Iterator[str]:
+    zones = job.slice.generation.zones
+    if not re.fullmatch(r"[a-z]+-[a-z]+\d+-(ai\d+)?[a-z]", job.zone):
+        raise LaunchError(f"--zone={job.zone!r} is no zone", f"{job.type} is in {', '.join(zones)}")
+    if job.zone not in zones:
+        raise LaunchError(f"no {job.slice.generation.name} in zone {job.zone}", f"use --zone={'|'.join(zones)}")
+    if job.slices < 1:
+        raise LaunchError(f"--slices={job.slices}", "use 1 or more")
+    if job.slices > 1 and job.direct:
+        raise LaunchError(f"--direct cannot create {job.slices} slices", "leave it out: multislice needs the queue")
+    yield f"{job.slices} × {job.slice}" if job.slices > 1 else str(job.slice)
+
+
+def capacity_is_one(job: Job) -> Iterator[str]:
+    if job.capacity not in CAPACITIES:
+        raise LaunchError(f"--capacity={job.capacity!r}", f"use one of {', '.join(CAPACITIES)}")
+    yield f"capacity {job.capacity}"
+
+
+def bucket_is_an_address(job: Job) -> Iterator[str]:
+    if not re.fullmatch(r"gs://[a-z0-9][-_.a-z0-9]{1,61}[a-z0-9](/[-_.A-Za-z0-9]+)*", job.bucket):
+        raise LaunchError(
+            f"--bucket={job.bucket!r} is no bucket", "use gs://NAME or gs://NAME/folder, without / at the end"
+        )
+    yield from ()
+
+
+def no_secret_values(job: Job) -> Iterator[str]:
+    for argument in job.trainer:
+        if SECRETIVE.search(argument):
+            raise LaunchError(
+                f"{argument.partition('=')[0]} looks like a secret on the command line",
+                "store it: gcloud secrets create NAME --data-file=-, then pass --secret=VARIABLE=NAME",
+            )
+    for variable, name in job.secrets:
+        if not re.fullmatch(r"[A-Z][A-Z0-9_]*", variable) or not re.fullmatch(r"[-\w]{1,255}", name):
+            raise LaunchError(f"--secret={variable}=…", "write --secret=VARIABLE=name-in-secret-manager, never a value")
+    yield from ()
+
+
+def config_fits(job: Job) -> Iterator[str]:
+    """The config resolves, its mesh covers the chips and its batches divide."""
+    for argument in job.trainer:
+        if argument.startswith(("--config.run.name=", "--config.run.dir=")):
+            raise LaunchError(f"{argument} is the launch's to set", "use --name and --bucket")
+    files = [a.partition("=")[2] for a in job.trainer if a.startswith("--config=")]
+    if not files or not (ROOT / files[-1]).is_file():
+        raise LaunchError(
+            f"no config {files[-1]!r}" if files else "no --config", "pass -- --config=configs/NAME.py after --"
+        )
+    if not PYTHON.exists():
+        yield "config not checked: there is no .venv here (bash launch/test.sh makes one)"
+        return
+    done = subprocess.run([str(PYTHON), str(Path(__file__).parent / "resolve.py"), *job.trainer],
+                          cwd=ROOT, capture_output=True, text=True)  # fmt: skip
+    if done.returncode:
+        raise LaunchError(
+            f"the config does not resolve: {done.stderr.strip().splitlines()[-1]}", "see --help of the trainer"
+        )
+    config = json.loads(done.stdout)
+    yield f"mesh {mesh_covers_chips(config['mesh'], job.slice.chips * job.slices)}"
+    yield batches_divide(config, job.slice.chips * job.slices)
+
+
+def mesh_covers_chips(mesh: dict[str, int], chips: int) -> str:
+    """The mesh with its -1 filled in; its product must be the number of chips."""
+    known = math.prod(size for size in mesh.values() if size != -1)
+    free = [axis for axis, size in mesh.items() if size == -1]
+    if len(free) > 1 or (free and chips % known) or (not free and known != chips):
+        shown = " × ".join(f"{axis} {size}" for axis, size in mesh.items())
+        raise LaunchError(
+            f"the mesh {shown} does not make {chips} chips", "set --config.mesh.fsdp=-1 to take what is left"
+        )
+    sizes = {axis: chips // known if size == -1 else size for axis, size in mesh.items()}
+    return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "of one chip"
+
+
+def batches_divide(config: dict, chips: int) -> str:
+    mesh, rollout, train = config["mesh"], config["rollout"], config["train"]
+    known = math.prod(size for size in mesh.values() if size != -1)
+    shards = math.prod(chips // known if mesh[axis] == -1 else mesh[axis] for axis in ("replica", "fsdp"))
+    prompts, updates = rollout["prompts_per_step"], train["updates_per_step"]
+    if prompts % updates:
+        raise LaunchError(
+            f"rollout.prompts_per_step={prompts} does not split into train.updates_per_step={updates}",
+            "make it a multiple",
+        )
+    rows = train["microbatch_size"] or prompts // updates * rollout["group_size"]
+    if rows % shards:
+        field = "train.microbatch_size" if train["microbatch_size"] else "rows of an update"
+        raise LaunchError(
+            f"{field} = {rows} does not divide over replica × fsdp = {shards}",
+            f"make it a multiple of {shards}, or give chips to --config.mesh.tensor",
+        )
+    return f"{rows} rows over {shards} shards"
+
+
+def plan_says_it_fits(job: Job) -> Iterator[str]:
+    """`python -m rpg_jax.plan` compiles the programs for this slice and compares their memory with its HBM."""
+    if not PYTHON.exists() or not (ROOT / "rpg_jax" / "plan.py").exists():
+        return
+    command = [str(PYTHON), "-m", "rpg_jax.plan", *job.trainer, f"--topology={job.slice.plan_topology}"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        said = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
+        raise LaunchError(f"plan: {said}", "take a larger --type or smaller batches; --no-plan skips this")
+    yield f"plan: fits {job.slice.plan_topology}"
+
+
+def type_is_offered(job: Job, shell: Shell) -> Iterator[str]:
+    """Login, project, API, zone and type in one harmless question."""
+    command = ["gcloud", "compute", "tpus", "accelerator-types", "list", *job.place]
+    found = shell.ask([*command, f"--filter=type={job.type}", "--format=value(type)"], dry_answer=job.type)
+    if job.type not in found.split():
+        raise LaunchError(f"{job.type} is not offered to project {job.project} in {job.zone}", "try another zone")
+    yield f"project {job.project}, zone {job.zone}"
+
+
+def bucket_is_near(job: Job, shell: Shell) -> Iterator[str]:
+    root = "/".join(job.bucket.split("/")[:3])
+    command = ["gcloud", "storage", "buckets", "describe", root, "--format=value(location)"]
+    try:
+        location = shell.ask(command, dry_answer=job.region.upper()).strip()
+    except CommandError as error:
+        if error.kind is Kind.NOT_FOUND:
+            fix = f"gcloud storage buckets create {root} --location={job.region} --project={job.project}"
+            raise LaunchError(f"bucket {root} does not exist", f"make it: {fix}") from None
+        raise
+    near = location.lower() == job.region or job.region.startswith(MULTI_REGIONS.get(location, "none"))
+    if not near:
+        raise LaunchError(
+            f"bucket {root} is in {location.lower()}, the TPU in {job.region}: slow checkpoints, paid traffic",
+            f"use a bucket in {job.region}",
+        )
+    yield f"bucket {job.bucket} in {location.lower()}"
+
+
+def secrets_exist(job: Job, shell: Shell) -> Iterator[str]:
+    for _, name in job.secrets:
+        command = ["gcloud", "secrets", "describe", name, f"--project={job.project}", "--format=value(name)"]
+        try:
+            shell.ask(command)
+        except CommandError as error:
+            if error.kind is Kind.NOT_FOUND:
+                fix = f'printf %s "$VALUE" | gcloud secrets create {name} --data-file=- --project={job.project}'
+                raise LaunchError(f"no secret {name!r} in project {job.project}", f"store it: {fix}") from None
+            raise
+        yield f"secret {name}"
+
+
+def quota_and_cost(job: Job) -> Iterator[str]:
+    """What the request draws on. v4 and v5p quotas count TensorCores, the others chips."""
+    generation = job.slice.generation
+    unit = "TensorCores" if generation.cores_per_chip == 2 else "chips"
+    kind = {"on-demand": "on-demand", "spot": "preemptible", "reserved": "reserved"}[job.capacity]
+    need = job.slice.chips * job.slices * generation.cores_per_chip
+    yield f"needs quota: {need} {kind} {generation.name} {unit} in {job.zone}"
+    dollars, source = job.cost()
+    yield f"costs about ${dollars:.2f} an hour: {source}"

@@ -1,0 +1,83 @@
+# Runs on every worker: at each boot as its startup script (no argument: like `run`), and by launch/tpu (setup, run, stop,
+# status). Every part may run again at any time. launch/tpu writes a header above that sets FILES (gs://.../launch/NAME).
+set -euo pipefail
+root=/opt/rpg log=/var/log/rpg.log
+export HOME=/root
+
+metadata() {
+  curl -sf -H 'Metadata-Flavor: Google' "http://metadata.google.internal/computeMetadata/v1/instance/attributes/$1"
+}
+active() { systemctl is-active --quiet rpg; }
+
+suitable_python() { # images come with Python 3.10; 3.11 is needed
+  if python3 -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+    command -v python3
+  else
+    python3 -m pip install --quiet uv >&2
+    python3 -m uv python install --quiet 3.12 >&2
+    python3 -m uv python find 3.12
+  fi
+}
+
+fetch() { # fetch NAME: copies it from the bucket to new/NAME; false where it does not exist there
+  gcloud storage cp --quiet "$FILES/$1" "$root/new/$1" >/dev/null 2>&1
+}
+
+install() {
+  if ! cmp -s "$root/new/source.tar.gz" "$root/source.tar.gz"; then
+    rm -rf "$root/unpacked"
+    mkdir "$root/unpacked"
+    tar -xzf "$root/new/source.tar.gz" -C "$root/unpacked"
+    if [ -d "$root/repository/.venv" ]; then mv "$root/repository/.venv" "$root/unpacked/.venv"; fi
+    rm -rf "$root/repository"
+    mv "$root/unpacked" "$root/repository"
+    cp "$root/new/source.tar.gz" "$root/source.tar.gz"
+  fi
+  (cd "$root/repository" && "$(suitable_python)" launch/install.py --requirements=requirements-tpu.txt)
+}
+
+start() { # a crash is restarted up to five times an hour; a stop has a minute to save
+  cp "$root/new/run.sh" "$root/run.sh"
+  systemctl reset-failed rpg 2>/dev/null || true
+  systemd-run --quiet --unit=rpg --working-directory="$root/repository" \
+    --property=Restart=on-failure --property=RestartSec=15 \
+    --property=StartLimitIntervalSec=3600 --property=StartLimitBurst=5 --property=TimeoutStopSec=60 \
+    --property="StandardOutput=append:$log" --property="StandardError=append:$log" \
+    /bin/bash "$root/run.sh"
+}
+
+run() {
+  if ! fetch run.sh; then
+    echo "nothing to run: $FILES/run.sh does not exist"
+  elif gcloud storage ls "$FILES/finished" >/dev/null 2>&1; then
+    echo "already finished"
+  elif active && cmp -s "$root/new/run.sh" "$root/run.sh" && cmp -s "$root/new/source.tar.gz" "$root/source.tar.gz"; then
+    echo "already running"
+  else
+    if active; then systemctl stop rpg; fi
+    install
+    start
+    echo "started"
+  fi
+}
+
+worker="$(metadata agent-worker-number || echo 0)"
+if [ "${1:-}" = status ]; then
+  echo "worker $worker: $(systemctl is-active rpg || true): $(tail -n 1 "$log" 2>/dev/null || true)"
+  exit
+fi
+mkdir -p "$root/new"
+exec 9>"$root/lock"
+flock 9
+case "${1:-run}" in
+  setup)
+    fetch source.tar.gz
+    if active; then echo "running; left as it is"; else install; fi
+    ;;
+  run)
+    fetch source.tar.gz
+    run
+    ;;
+  stop) if active; then systemctl stop rpg; fi ;;
+esac
+echo "worker $worker done"

@@ -1,0 +1,213 @@
+"""launch/xpk: the same on Google Kubernetes Engine, through XPK 1.16 (clusters, queues, JobSets)."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+
+from cloud import files, jobset, options, preflight
+from cloud.errors import CommandError, Kind, LaunchError
+from cloud.job import ROOT
+from cloud.options import Launch, confirm
+from cloud.shell import Shell
+
+DESCRIPTION = """Runs a config on Cloud TPU under GKE, through XPK.
+
+  launch/xpk up --cluster=mine --type=v5p-16 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b -- --config=configs/x.py
+"""
+COMMANDS = {
+    "up": "all of it: create, setup, run, wait; what exists is kept",
+    "create": "checks everything and makes the cluster, unless it is there",
+    "setup": "builds the image and pushes it",
+    "run": "submits the workload; restarts after a failure continue where the run of this name was",
+    "wait": "until the workload has ended",
+    "logs": "follows the logs of all pods",
+    "status": "of the workload, and what the cluster costs",
+    "ssh": "a shell in the first pod, or what follows -- as a command",
+    "stop": "saves and removes the workload; the cluster stays, and costs",
+    "delete": "the cluster, after asking; runs and checkpoints stay in the bucket",
+}
+
+
+def main(argv: list[str], shell: Shell | None = None) -> int:
+    """Runs one command; user errors are one line each and exit code 1."""
+    parser = options.parser("launch/xpk", DESCRIPTION, COMMANDS)
+    parser.add_argument("--cluster", help="GKE cluster (default: the run's name)")
+    parser.add_argument("--image", help="default: an image of this commit in the region's Artifact Registry")
+    parser.add_argument("--reservation", help="its name, for --capacity=reserved")
+    parser.add_argument("--max-restarts", type=int, default=50, help="of the workload after failures and preemptions")
+    parser.add_argument("--kubectl", action="store_true", help="run: apply the JobSet manifest instead of asking xpk")
+    try:
+        launch = options.parse(parser, argv, shell)
+        HANDLERS[launch.options.command](launch)
+    except LaunchError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("\ninterrupted here; in the cloud everything goes on (launch/xpk status, stop, delete)", file=sys.stderr)
+        return 130
+    return 0
+
+
+def up(launch: Launch) -> None:
+    create(launch)
+    setup(launch)
+    run(launch)
+    wait(launch)
+
+
+def create(launch: Launch) -> None:
+    job, shell = launch.job, launch.shell
+    capacity = _capacity(launch)
+    for note in preflight.check(job, shell, plan=not launch.options.no_plan, trainer=bool(job.trainer)):
+        shell.say(f"  {note}")
+    if not shell.dry_run:
+        job.save(launch.staging / "job.json")
+    # `xpk cluster create` adds node pools to a cluster that exists, and leaves a complete one alone
+    command = ["xpk", "cluster", "create", *_cluster(launch), f"--tpu-type={job.type}", f"--num-slices={job.slices}"]
+    command += [capacity, "--enable-workload-identity"]
+    command += [f"--custom-cluster-arguments=--network={job.network}"] if job.network else []
+    shell.do(command)
+
+
+def setup(launch: Launch) -> None:
+    job, shell, image = launch.job, launch.shell, _image(launch)
+    if not launch.options.image:
+        registry = ["rpg", f"--location={job.region}", f"--project={job.project}"]
+        try:
+            shell.ask(["gcloud", "artifacts", "repositories", "describe", *registry, "--format=value(name)"])
+        except CommandError as error:
+            if error.kind is not Kind.NOT_FOUND:
+                raise
+            create_registry = ["gcloud", "artifacts", "repositories", "create", *registry]
+            shell.do([*create_registry, "--repository-format=docker", "--quiet"])
+    shell.do(["gcloud", "auth", "configure-docker", image.partition("/")[0], "--quiet"])
+    build = ["docker", "build", f"--file={ROOT / 'launch' / 'gke' / 'Dockerfile'}", "--platform=linux/amd64"]
+    shell.do([*build, f"--build-arg=COMMIT={files.commit()}", f"--tag={image}", str(ROOT)])
+    shell.do(["docker", "push", image])
+
+
+def run(launch: Launch) -> None:
+    job, shell, image = launch.job, launch.shell, _image(launch)
+    manifest = launch.staging / "jobset.yaml"
+    shell.write(manifest, jobset.manifest(job, image, launch.options.max_restarts))
+    if _exists(launch):
+        shell.report(f"{job.name} is submitted already (launch/xpk stop removes it)")
+        return
+    if launch.options.kubectl:
+        _credentials(launch)
+        shell.do(["kubectl", "apply", f"--filename={manifest}"])
+    else:
+        shell.do(workload_command(launch))
+    shell.report(f"submitted; follow it: launch/xpk logs --name={job.name}")
+
+
+def workload_command(launch: Launch) -> list[str]:
+    """`xpk workload create`: XPK replaces the image's entry point by its own, so the command names ours."""
+    job = launch.job
+    command = shlex.join(["bash", "/rpg/launch/gke/entrypoint.sh", *jobset.entrypoint(job)])
+    restart_on = ",".join(str(code) for code in jobset.RESTART_ON if code < 127)  # XPK adds 127 to 255 itself
+    create = ["xpk", "workload", "create", *_cluster(launch), f"--workload={job.name}", f"--tpu-type={job.type}"]
+    create += [f"--num-slices={job.slices}", f"--docker-image={_image(launch)}", f"--command={command}"]
+    create += [f"--max-restarts={launch.options.max_restarts}", f"--restart-on-exit-codes={restart_on}"]
+    create += [f"--termination-grace-period-seconds={jobset.GRACE_SECONDS}"]
+    return [*create, f"--env=GOOGLE_CLOUD_PROJECT={job.project}"]
+
+
+def wait(launch: Launch) -> None:
+    timeout = f"--timeout={launch.options.timeout:.0f}"
+    launch.shell.do(
+        ["xpk", "workload", "list", *_cluster(launch), f"--wait-for-job-completion={launch.job.name}", timeout]
+    )
+    dollars, _ = launch.job.cost()
+    launch.shell.report(f"ended; the cluster still costs about ${dollars:.2f} an hour until launch/xpk delete")
+
+
+def logs(launch: Launch) -> None:
+    _credentials(launch)
+    pods = f"--selector=jobset.sigs.k8s.io/jobset-name={launch.job.name}"
+    count = jobset.pods_per_slice(launch.job) * launch.job.slices
+    launch.shell.follow(
+        ["kubectl", "logs", "--follow", "--prefix", "--tail=200", pods, f"--max-log-requests={max(count, 5)}"]
+    )
+
+
+def status(launch: Launch) -> None:
+    print(
+        launch.shell.ask(["xpk", "workload", "list", *_cluster(launch), f"--filter-by-job={launch.job.name}"]), end=""
+    )
+    dollars, source = launch.job.cost()
+    print(f"while its nodes are up the cluster costs about ${dollars:.2f} an hour: {source}")
+    print(f"run folder: {launch.job.runs}/{launch.job.name}")
+
+
+def ssh(launch: Launch) -> None:
+    _credentials(launch)
+    target = f"job/{launch.job.name}-slice-job-0"
+    launch.shell.follow(["kubectl", "exec", "--stdin", "--tty", target, "--", *(launch.options.after or ("bash",))])
+
+
+def stop(launch: Launch) -> None:
+    launch.shell.do(["xpk", "workload", "delete", *_cluster(launch), f"--workload={launch.job.name}", "--force"])
+    dollars, _ = launch.job.cost()
+    launch.shell.report(
+        f"stopped; the cluster is still up and costs about ${dollars:.2f} an hour until launch/xpk delete"
+    )
+
+
+def delete(launch: Launch) -> None:
+    job, (dollars, _) = launch.job, launch.job.cost()
+    confirm(f"delete cluster {_name(launch)}: {job.slices} × {job.slice}, about ${dollars:.2f} an hour?", launch)
+    try:
+        launch.shell.do(["xpk", "cluster", "delete", *_cluster(launch), "--force"])
+    except CommandError as error:
+        if error.kind is not Kind.NOT_FOUND:
+            raise LaunchError(f"{error}\nthe cluster is still there and costs about ${dollars:.2f} an hour") from None
+    launch.shell.report(
+        f"deleted; the run stays. Storage still costs: {job.runs}/{job.name} (gcloud storage rm --recursive ADDRESS), "
+        f"{job.bucket}/jax-cache, and the image {_image(launch)}"
+    )
+
+
+def _exists(launch: Launch) -> bool:
+    """Whether a workload of this name is queued or running; XPK itself refuses a name that is in use."""
+    if launch.shell.dry_run:
+        return False
+    _credentials(launch)
+    found = launch.shell.ask(["kubectl", "get", "jobsets", "--output=json"])
+    for item in json.loads(found or "{}").get("items", []):
+        if item["metadata"]["name"] == launch.job.name:
+            ended = {c["type"] for c in item.get("status", {}).get("conditions", []) if c.get("status") == "True"}
+            return not ended & {"Completed", "Failed"}
+    return False
+
+
+def _credentials(launch: Launch) -> None:
+    region = [f"--region={launch.job.region}", f"--project={launch.job.project}"]
+    launch.shell.ask(["gcloud", "container", "clusters", "get-credentials", _name(launch), *region])
+
+
+def _capacity(launch: Launch) -> str:
+    if launch.job.capacity == "reserved":
+        if not launch.options.reservation:
+            raise LaunchError("--capacity=reserved needs the reservation's name", "pass --reservation=NAME")
+        return f"--reservation={launch.options.reservation}"
+    return f"--{launch.job.capacity}"
+
+
+def _name(launch: Launch) -> str:
+    return launch.options.cluster or launch.job.name
+
+
+def _cluster(launch: Launch) -> list[str]:
+    return [f"--cluster={_name(launch)}", *launch.job.place]
+
+
+def _image(launch: Launch) -> str:
+    tag = files.commit()[:12]
+    return launch.options.image or f"{launch.job.region}-docker.pkg.dev/{launch.job.project}/rpg/rpg:{tag}"
+
+
+HANDLERS = {f.__name__: f for f in (up, create, setup, run, wait, logs, status, ssh, stop, delete)}

@@ -1,0 +1,24 @@
+#!/bin/bash
+# Runs in every pod: entrypoint.sh BUCKET [VARIABLE=secret-name ...] -- trainer arguments
+# GKE names the hosts of a slice in TPU_WORKER_HOSTNAMES, and slice 0 of several in MEGASCALE_COORDINATOR_ADDRESS.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+bucket="$1"
+shift
+secrets=()
+while [ "$1" != -- ]; do
+  secrets+=("$1")
+  shift
+done
+shift
+
+coordinator="${MEGASCALE_COORDINATOR_ADDRESS:-${TPU_WORKER_HOSTNAMES%%,*}}"
+export JAX_COORDINATOR_ADDRESS="${coordinator%%:*}:8476" # jax's default 8482 is not opened by Google's firewall rule
+export JAX_COMPILATION_CACHE_DIR="$bucket/jax-cache"
+
+python="${PYTHON:-.venv/bin/python}"
+command=("$python" -m rpg_jax.train "$@")
+if [ "${#secrets[@]}" -gt 0 ]; then
+  command=("$python" launch/cloud/with_secrets.py "--project=${GOOGLE_CLOUD_PROJECT:?}" "${secrets[@]}" -- "${command[@]}")
+fi
+exec "${command[@]}" # signals reach the trainer, which saves
