@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -101,6 +102,7 @@ def save(
     *,
     dtype=None,
     base: Path | str | None = None,
+    fields: Mapping[str, Any] | None = None,
     max_file_bytes: int = 2 * 2**30,
 ) -> None:
     """Writes a folder that transformers loads: safetensors in files of at most `max_file_bytes`, index, config.json.
@@ -110,6 +112,7 @@ def save(
     Args:
       dtype: of the weights; None keeps that of the params.
       base: folder whose tokenizer, generation config and remaining config fields are taken over.
+      fields: further fields of config.json, such as token ids.
     """
     folder, dtype = Path(folder), jnp.dtype(dtype or jax.tree.leaves(params)[0].dtype)
     writes = jax.process_index() == 0
@@ -135,8 +138,9 @@ def save(
         weight_map = {name: files[i] for name, i in zip(names, file_of, strict=True)}
         record = {"metadata": {"total_size": int(sum(sizes))}, "weight_map": weight_map}
         (folder / _INDEX).write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
-    fields = json.loads((Path(base) / "config.json").read_text()) if base is not None else None
-    (folder / "config.json").write_text(json.dumps(write_config(config, dtype.name, fields), indent=2) + "\n")
+    kept = json.loads((Path(base) / "config.json").read_text()) if base is not None else {}
+    written = write_config(config, dtype.name, kept | dict(fields or {}))
+    (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n")
     for name in _TOKENIZER_FILES if base is not None else ():
         if (Path(base) / name).is_file():
             shutil.copyfile(Path(base) / name, folder / name)

@@ -1,0 +1,81 @@
+"""Exports a run's policy as a folder in Hugging Face layout, which transformers loads as it is.
+
+  python -m rpg_jax.export --run=runs/tiny-rpg-reinforce-urkl-seed0 --out=exported
+
+The folder holds model*.safetensors, config.json and the tokenizer's files. It loads back by --config.model.path=FOLDER.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+from absl import flags
+
+from rpg_jax import command_line, models, parallel, run_folder
+from rpg_jax.experiment import Experiment
+from rpg_jax.training import state as state_lib
+from rpg_jax.training.checkpoints import Checkpoints, abstract
+
+_RUN = flags.DEFINE_string("run", None, "folder of the run")
+_OUT = flags.DEFINE_string("out", None, "folder to write; must not hold a model already")
+_STEP = flags.DEFINE_integer("step", None, "checkpoint to export; default: the last")
+_DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16"], "of the weights; default: that of the run's")
+
+
+def main() -> int:
+    """Checks the flags and exports."""
+    if _RUN.value is None or _OUT.value is None:
+        raise ValueError("give the run and where to write it: --run=runs/NAME --out=FOLDER")
+    step = export(Path(_RUN.value), Path(_OUT.value), step=_STEP.value, dtype=_DTYPE.value)
+    print(f"step {step} of {_RUN.value} is in {_OUT.value}")
+    return 0
+
+
+def export(run_dir: Path, out: Path, *, step: int | None = None, dtype: str | None = None) -> int:
+    """Writes the policy of a checkpoint (default: the last) to `out` and returns its step.
+
+    Raises:
+      ValueError: `out` holds a model, or the run has no such checkpoint; the message lists those that it keeps.
+    """
+    if (out / "config.json").exists():
+        raise ValueError(f"{out} already holds a model; choose another --out")
+    config = run_folder.read_config(run_dir)
+    experiment = Experiment.open(config, run_dir)
+    with parallel.activate(experiment.mesh):
+        step, params = _restore(experiment, run_dir, step)
+        tokenizer = experiment.tokenizer
+        ids = {"eos_token_id": tokenizer.eos_id, "bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
+        models.save(
+            out,
+            experiment.model,
+            params,
+            dtype=dtype and jnp.dtype(dtype),
+            base=config.model.path,
+            fields=None if config.model.path else ids,
+        )
+    if not config.model.path:
+        shutil.copyfile(run_dir / "tokenizer.model", out / "tokenizer.model")
+    return step
+
+
+def _restore(experiment: Experiment, run_dir: Path, step: int | None) -> tuple[int, Any]:
+    checkpoints = Checkpoints(run_dir / "checkpoints", keep=experiment.config.checkpoint.keep)
+    try:
+        kept = checkpoints.steps()
+        if not kept or step not in (None, *kept):
+            wanted = "a checkpoint" if step is None else f"the checkpoint of step {step}"
+            raise ValueError(f"{run_dir} does not have {wanted}; it keeps steps {kept or 'none'}")
+        step = kept[-1] if step is None else step
+        optimizer = experiment.make_optimizer()
+        state = abstract(state_lib.shapes(experiment.param_shapes, optimizer), experiment.state_sharding(optimizer))
+        restored = checkpoints.restore(step, state)
+    finally:
+        checkpoints.close()
+    return step, optimizer.evaluation_params(restored.opt_state, restored.params)
+
+
+if __name__ == "__main__":
+    command_line.run(main, __doc__)

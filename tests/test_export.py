@@ -1,0 +1,55 @@
+"""A run's policy leaves as a folder that loads back bit for bit."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from configs import tiny
+from rpg_jax import experiment, models, run_folder
+from rpg_jax.experiment import Experiment
+from rpg_jax.export import export
+from rpg_jax.training import state
+from rpg_jax.training.checkpoints import Checkpoints
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run folder with one checkpoint, of step 3, and its weights."""
+    config = tiny.get_config()
+    config.run.dir, config.run.name = str(tmp_path_factory.mktemp("runs")), "exported"
+    for name, value in dict(num_layers=2, embed_dim=64, num_heads=4, num_kv_heads=2, head_dim=8, hidden_dim=32).items():
+        config.model[name] = value
+    config = experiment.resolve(config)
+    run_dir = run_folder.open_run(config)
+    made = Experiment.open(config, run_dir)
+    params = made.init_params()
+    weights = jax.tree.map(np.asarray, params)
+    optimizer = made.make_optimizer()
+    checkpoints = Checkpoints(run_dir / "checkpoints", keep=1)
+    checkpoints.save(3, state.create(params, optimizer, made.state_sharding(optimizer)), {})
+    checkpoints.close()
+    return run_dir, made.model, weights
+
+
+def test_what_was_trained_is_what_loads(run, tmp_path):
+    run_dir, model, weights = run
+    assert export(run_dir, tmp_path / "out") == 3
+    assert models.read_config(tmp_path / "out") == model
+    jax.tree.map(np.testing.assert_array_equal, models.load(tmp_path / "out", model), weights)
+    assert (tmp_path / "out" / "tokenizer.model").read_bytes() == (run_dir / "tokenizer.model").read_bytes()
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] is not None
+
+
+def test_half_the_bytes_on_request(run, tmp_path):
+    export(run[0], tmp_path / "out", dtype="bfloat16")
+    assert models.stored_dtype(tmp_path / "out") == "bfloat16"
+
+
+def test_a_missing_checkpoint_and_a_full_folder_are_refused(run, tmp_path):
+    with pytest.raises(ValueError, match=r"does not have the checkpoint of step 7; it keeps steps \[3\]"):
+        export(run[0], tmp_path / "out", step=7)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match="already holds a model"):
+        export(run[0], tmp_path)
