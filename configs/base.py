@@ -23,7 +23,8 @@ def get_config() -> ConfigDict:
 
     model = c.model = ConfigDict()
     model.path = optional(str)  # folder in Hugging Face layout to load weights and tokenizer from
-    model.size = optional(str)  # a published size (rpg_jax.models.SIZES), or unset: the dimensions below
+    model.size = optional(str)  # random weights of a published size, e.g. qwen3-0.6b; unset: the dimensions below
+    model.tokenizer = optional(str)  # folder with tokenizer.json; unset: model.path, or one trained on the task's text
     model.num_layers = optional(int)
     model.embed_dim = optional(int)
     model.num_heads = optional(int)
@@ -44,16 +45,26 @@ def get_config() -> ConfigDict:
     mesh.expert = 1
 
     task = c.task = ConfigDict()
-    task.name = "arithmetic"
-    task.operations = "+"  # any of + - *
-    task.digits = 2  # of each operand, at most
-    task.reverse = True  # write the answer's digits from the lowest, as one carries
-    task.chain_of_thought = False  # write the column sums before the answer
-    task.held_out = 0.2  # share of operand pairs kept for evaluation
+    task.name = "arithmetic"  # arithmetic, or files: problems from data sources
     task.max_prompt_tokens = 16
+    task.too_long = "drop"  # a longer prompt: drop it, or truncate it on the left
+    task.thinking = False  # of the model's chat template, where it has that switch
+    task.generated = optional(int)  # problems of a procedural source; unset: all (arithmetic) or 1000 (reasoning_gym)
+    task.operations = "+"  # arithmetic: any of + - *
+    task.digits = 2  # arithmetic: of each operand, at most
+    task.reverse = True  # arithmetic: write the answer's digits from the lowest, as one carries
+    task.chain_of_thought = False  # arithmetic: write the column sums before the answer
+    task.held_out = 0.2  # arithmetic: share of operand pairs kept for evaluation
+    task.train = optional(str)  # files: parquet or JSONL files, hub names or reasoning_gym:NAME, separated by commas
+    task.held_out_sets = optional(str)  # files: NAME=SOURCE, separated by commas
+    task.template = optional(str)  # files: paper, none, gsm8k, countdown, or a text with {question}; unset: the data's
+    task.bad_rows = "fatal"  # files: fatal, or skip them; they are named either way
 
     rewards = c.rewards = ConfigDict()
-    rewards.parts = "exact"  # a name, or several with weights: "exact:1,format:0.1"
+    rewards.parts = "exact"  # exact math_dapo boxed math_verify gsm8k countdown by_source format length, or the user's
+    # own module:function; several with weights: "math_dapo:1,format:0.1"; the first verifier decides accuracy
+    rewards.deadline_seconds = 10.0  # for one verdict of math_verify or a user's function
+    rewards.workers = optional(int)  # processes for those verdicts; unset: one per CPU, at most 8
     rewards.format = "number"  # what "format" asks for: answer_line, boxed, number, think
     rewards.overlong_shaping = from_method(bool)  # punish completions that come close to the limit (MATH section 8)
     rewards.overlong_buffer = 512  # tokens before the limit over which the punishment grows
@@ -128,7 +139,7 @@ def get_config() -> ConfigDict:
 
     evaluation = c.evaluation = ConfigDict()
     evaluation.every = 10  # steps
-    evaluation.problems = 256  # held-out problems
+    evaluation.problems = 256  # per held-out set, at most
     evaluation.k = 4  # completions per problem
     evaluation.temperature = 1.0
 

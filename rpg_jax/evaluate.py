@@ -45,10 +45,11 @@ def main() -> int:
     experiment = Experiment.open(config, run_dir)
     with parallel.activate(experiment.mesh):
         step, params = restore_policy(experiment, run_dir, _STEP.value)
-        groups = sample_groups(experiment, params, step)
+        by_set = sample_groups(experiment, params, step)
+    for name, groups in by_set.items():
+        Console().print(scores_table(groups, f"{run_dir.name}, step {step}: {name}"))
     file = run_dir / "evaluations" / f"step-{step}-k-{_K.value}-temperature-{_TEMPERATURE.value:g}.jsonl"
-    write_completions(file, groups)
-    Console().print(scores_table(groups, f"{run_dir.name}, step {step}"))
+    write_completions(file, by_set)
     print(f"every completion with its verdict: {file}")
     return 0
 
@@ -72,30 +73,37 @@ def restore_policy(experiment: Experiment, run_dir: Path, step: int | None) -> t
     return step, optimizer.evaluation_params(restored.opt_state, restored.params)
 
 
-def sample_groups(experiment: Experiment, params: Any, step: int) -> list[Group]:
-    """k scored completions for each held-out problem."""
-    rollout = experiment.make_rollout(params)
-    sampler, problems = experiment.evaluation_sampler(rollout), experiment.held_out_problems()
-    groups: list[Group] = []
+def sample_groups(experiment: Experiment, params: Any, step: int) -> dict[str, list[Group]]:
+    """k scored completions for each problem of each held-out set."""
+    rollout, held_out = experiment.make_rollout(params), experiment.task.held_out
+    by_set: dict[str, list[Group]] = {name: [] for name in held_out}
+    done = 0
     try:
-        with Progress(len(problems), title="evaluation", unit="problem") as progress:
-            for start in range(0, len(problems), _PER_CALL):
-                groups += sampler(problems[start : start + _PER_CALL], step=step)
-                accuracy = float(np.mean([g.accuracy.mean() for g in groups]))
-                progress.update(len(groups), {"accuracy": accuracy})
+        with (
+            experiment.make_scorer() as scorer,
+            Progress(sum(map(len, held_out.values())), title="evaluation", unit="problem") as progress,
+        ):
+            sampler = experiment.evaluation_sampler(rollout, scorer)
+            for name, problems in held_out.items():
+                for start in range(0, len(problems), _PER_CALL):
+                    by_set[name] += sampler(problems[start : start + _PER_CALL], step=step)
+                    done += len(problems[start : start + _PER_CALL])
+                    accuracy = float(np.mean([g.accuracy.mean() for g in by_set[name]]))
+                    progress.update(done, {"accuracy": accuracy})
     finally:
         rollout.close()
-    return groups
+    return by_set
 
 
-def write_completions(file: Path, groups: list[Group]) -> None:
+def write_completions(file: Path, by_set: dict[str, list[Group]]) -> None:
     """One JSON object per completion."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f".{file.name}.partial")
     with partial.open("w", encoding="utf-8") as out:
-        for group in groups:
+        for name, group in ((name, group) for name, groups in by_set.items() for group in groups):
             for i, completion in enumerate(group.completions):
                 record = {
+                    "set": name,
                     "prompt_id": group.problem.prompt_id,
                     "index": i,
                     "prompt": group.problem.prompt,

@@ -14,6 +14,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from rpg_jax import data, losses, models, parallel, rewards, rollout
+from rpg_jax.methods import loss_arguments
+from rpg_jax.tasks import Task, encoder
 from rpg_jax.training import optimizer as optimizer_lib
 from rpg_jax.training import state as state_lib
 from rpg_jax.training import step as step_lib
@@ -26,55 +28,14 @@ from rpg_jax.training.state import TrainState
 from rpg_jax.types import Batch, Sampling
 
 
-def resolve(config: ConfigDict) -> ConfigDict:
-    """Fills every field that was left to the method from its row of `losses.METHODS`.
-
-    Raises:
-      ValueError: the method is unknown, or its loss does not take a hyperparameter that was set; the message lists the
-        known ones.
-    """
-    method = losses.get_method(config.method)
-    row = {
-        "loss.name": method.loss,
-        "loss.advantage": method.advantage,
-        "loss.aggregate": method.aggregate,
-        "reference.rule": method.reference,
-        "dynamic_sampling.enabled": method.dynamic_sampling,
-        "rewards.overlong_shaping": method.overlong_shaping,
-        **{f"loss.{name}": value for name, value in method.hyperparameters.items()},
-    }
-    resolved = config.copy_and_resolve_references()
-    with resolved.unlocked():
-        if resolved.loss.constant_length is None:
-            row["loss.constant_length"] = resolved.rollout.max_tokens if method.aggregate == "constant" else None
-        for path, value in row.items():
-            section, name = path.split(".")
-            if resolved[section][name] is None:
-                resolved[section][name] = value
-    prompts, updates = resolved.rollout.prompts_per_step, resolved.train.updates_per_step
-    if prompts % updates:
-        raise ValueError(f"rollout.prompts_per_step={prompts} must be a multiple of train.updates_per_step={updates}")
-    losses.advantages(resolved.loss.advantage, np.zeros((2, 2)), lengths=np.ones((2, 2), np.int32))
-    name, hyperparameters = loss_arguments(resolved)
-    one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
-    tokens = ("logprobs", "behaviour_logprobs", "advantages", "mask", "ref_logprobs", "sampler_logprobs")
-    jax.eval_shape(lambda **arrays: losses.policy_loss(name, **arrays, **hyperparameters), **dict.fromkeys(tokens, one))
-    return resolved.lock()
-
-
-def loss_arguments(config: ConfigDict) -> tuple[str, dict[str, Any]]:
-    """The name and the hyperparameters of `losses.policy_loss`."""
-    fields = {k: v for k, v in config.loss.to_dict().items() if v is not None and k != "advantage"}
-    return fields.pop("name"), fields
-
-
 @dataclasses.dataclass
 class Experiment:
     """What train and evaluate share: tokenizer, problems, model and mesh of one config."""
 
     config: ConfigDict
     tokenizer: data.Tokenizer
-    task: data.Arithmetic
+    task: Task
+    notes: list[str]
     mesh: jax.sharding.Mesh
     model: models.QwenConfig
     graphdef: Any
@@ -85,15 +46,16 @@ class Experiment:
     def open(cls, config: ConfigDict, run_dir: Path) -> Experiment:
         """Builds everything but weights; the tokenizer is kept in `run_dir`."""
         c = config
-        task = make_task(c)
+        task = Task.from_config(c)
         tokenizer = _tokenizer(c, task, run_dir)
+        task, notes = task.encoded(tokenizer, c)
         model = _model_config(c, tokenizer.vocab_size)
         mesh = parallel.make_mesh(c.mesh.to_dict())
         graphdef, shapes = models.abstract(
             model, jnp.dtype(c.model.param_dtype), compute_dtype=jnp.dtype(c.model.compute_dtype), remat=c.model.remat
         )
         shardings = parallel.shardings(models.logical_axes(model), shapes, mesh)
-        return cls(c, tokenizer, task, mesh, model, graphdef, shapes, shardings)
+        return cls(c, tokenizer, task, notes, mesh, model, graphdef, shapes, shardings)
 
     @property
     def abstract_params(self) -> Any:
@@ -110,13 +72,12 @@ class Experiment:
         return NamedSharding(self.mesh, PartitionSpec(parallel.RULES["batch"]))
 
     def init_params(self) -> Any:
-        """Random weights, drawn straight into their shards."""
-        return models.build(
-            self.model,
-            seed=self.config.warm_start.seed,
-            param_dtype=jnp.dtype(self.config.model.param_dtype),
-            shardings=self.param_shardings,
-        )[1]
+        """The weights of `model.path`, or random ones; straight into their shards."""
+        m, dtype = self.config.model, jnp.dtype(self.config.model.param_dtype)
+        if m.path:
+            return models.load(m.path, self.model, param_dtype=dtype, shardings=self.param_shardings)
+        seed = self.config.warm_start.seed
+        return models.build(self.model, seed=seed, param_dtype=dtype, shardings=self.param_shardings)[1]
 
     def sampling(self, temperature: float) -> Sampling:
         c = self.config.rollout
@@ -143,26 +104,33 @@ class Experiment:
             weights["overlong"] = 1.0
             limit = self.config.rollout.max_tokens
             options["overlong"] = {"limit": limit, "buffer": c.overlong_buffer, "factor": c.overlong_factor}
-        return rewards.build(weights, options={k: v for k, v in options.items() if k in weights})
+        options = {k: v for k, v in options.items() if k in weights}
+        return rewards.build(weights, options=options, workers=c.workers, deadline_s=c.deadline_seconds)
 
-    def make_sampler(self, sampler: rollout.Rollout, *, temperature: float, group_size: int, seed: int) -> GroupSampler:
+    def make_sampler(
+        self,
+        sampler: rollout.Rollout,
+        scorer: rewards.Scorer,
+        *,
+        temperature: float,
+        group_size: int,
+        seed: int,
+    ) -> GroupSampler:
         return GroupSampler(
             sampler,
-            self.tokenizer,
-            self.make_scorer(),
+            encoder(self.tokenizer, self.config),
+            self.tokenizer.decode,
+            scorer,
             group_size=group_size,
             sampling=self.sampling(temperature),
             seed=seed,
         )
 
-    def held_out_problems(self) -> list[data.Problem]:
-        return self.task.problems("held_out", self.config.evaluation.problems)
-
-    def evaluation_sampler(self, sampler: rollout.Rollout) -> GroupSampler:
+    def evaluation_sampler(self, sampler: rollout.Rollout, scorer: rewards.Scorer) -> GroupSampler:
         """Draws with noise of its own, so that evaluating more or less never changes training."""
         c = self.config.evaluation
         seed = (self.config.seed + 0x5EED) % 2**31
-        return self.make_sampler(sampler, temperature=c.temperature, group_size=c.k, seed=seed)
+        return self.make_sampler(sampler, scorer, temperature=c.temperature, group_size=c.k, seed=seed)
 
     def make_optimizer(self, **changes: Any) -> Optimizer:
         return optimizer_lib.build(**{**self.config.optimizer.to_dict(), **changes})
@@ -203,7 +171,7 @@ class Experiment:
 
     def supervised_batches(self, batch_size: int) -> Iterator[Batch]:
         """Endless rows of (prompt, target) pairs of the training split."""
-        stream = data.PromptStream(self.task.problems("train"), batch_size=batch_size, seed=self.config.warm_start.seed)
+        stream = data.PromptStream(self.task.train, batch_size=batch_size, seed=self.config.warm_start.seed)
         c = self.config
         for problems in stream:
             pairs = [
@@ -218,7 +186,9 @@ class Experiment:
             )
             yield jax.device_put(batch, self.row_sharding)
 
-    def make_trainer(self, params: Any, optimizer: Optimizer, sampler: rollout.Rollout, run_dir: Path) -> Trainer:
+    def make_trainer(
+        self, params: Any, optimizer: Optimizer, sampler: rollout.Rollout, scorer: rewards.Scorer, run_dir: Path
+    ) -> Trainer:
         """The trainer before its first step; `params` are taken over (donated)."""
         c = self.config
         name, hyperparameters = loss_arguments(c)
@@ -227,12 +197,12 @@ class Experiment:
             state=state_lib.create(params, optimizer, self.state_sharding(optimizer)),
             programs=self.make_programs(optimizer, step_lib.loss_fn(name, **hyperparameters), c.rollout.temperature),
             stream=data.PromptStream(
-                self.task.problems("train"),
+                self.task.train,
                 batch_size=c.rollout.prompts_per_step * (dynamic.oversample if dynamic.enabled else 1),
                 seed=c.seed,
             ),
             sample=self.make_sampler(
-                sampler, temperature=c.rollout.temperature, group_size=c.rollout.group_size, seed=c.seed
+                sampler, scorer, temperature=c.rollout.temperature, group_size=c.rollout.group_size, seed=c.seed
             ),
             advantages=lambda rewards, lengths: np.asarray(
                 losses.advantages(c.loss.advantage, rewards, lengths=lengths)
@@ -255,44 +225,38 @@ class Experiment:
         )
 
 
-def make_task(config: ConfigDict) -> data.Arithmetic:
-    """The procedural task that `task.name` names."""
-    t = config.task
-    if t.name != "arithmetic":
-        raise ValueError(f"unknown task.name {t.name!r}; known: arithmetic")
-    return data.Arithmetic(
-        operators=t.operations,
-        digits=t.digits,
-        reverse=t.reverse,
-        chain_of_thought=t.chain_of_thought,
-        held_out=t.held_out,
-    )
-
-
-def _tokenizer(config: ConfigDict, task: data.Arithmetic, run_dir: Path) -> data.Tokenizer:
-    if config.model.path:
-        return data.load_tokenizer(config.model.path)
+def _tokenizer(config: ConfigDict, task: Task, run_dir: Path) -> data.Tokenizer:
+    folder = config.model.tokenizer or config.model.path
+    if folder:
+        return data.load_tokenizer(folder)
     file = run_dir / "tokenizer.model"
-    return data.load_tokenizer(file) if file.exists() else data.train_sentencepiece(task.texts(), file)
+    return data.load_tokenizer(file) if file.exists() else data.train_sentencepiece(task.texts, file)
 
 
 def _model_config(config: ConfigDict, vocab_size: int) -> models.QwenConfig:
     m = config.model
+    if m.path:
+        return models.read_config(m.path)
+    if m.size:
+        return models.size(m.size)
     dimensions = ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "hidden_dim")
     unset = [name for name in dimensions if m[name] is None]
     if unset:
-        raise ValueError(f"model.{unset[0]} is not set: give all of model.{{{', '.join(dimensions)}}}")
+        raise ValueError(
+            f"which model? Set model.path, model.size, or all dimensions (model.{unset[0]} is not set among "
+            f"{', '.join(dimensions)})"
+        )
     optional = {k: m[k] for k in ("rope_theta", "tie_embeddings") if m[k] is not None}
     return models.QwenConfig(vocab_size=vocab_size, **{name: m[name] for name in dimensions}, **optional)
 
 
 def _weights(parts: str) -> dict[str, float]:
-    """ "exact:1,format:0.1" as {"exact": 1.0, "format": 0.1}; a weight left out is 1."""
+    """ "exact:1,format:0.1,package.module:function" by part; a weight left out is 1."""
     weights = {}
-    for part in parts.split(","):
-        name, _, weight = part.strip().partition(":")
+    for part in (p.strip() for p in parts.split(",")):
+        name, _, weight = part.rpartition(":")
         try:
-            weights[name] = float(weight) if weight else 1.0
+            weights[name or part] = float(weight) if name else 1.0
         except ValueError:
-            raise ValueError(f"rewards.parts: {part!r} is not name or name:weight") from None
+            weights[part] = 1.0  # the colon belongs to module:function
     return weights

@@ -22,7 +22,8 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from rpg_jax import command_line, parallel, run_folder
-from rpg_jax.experiment import Experiment, resolve
+from rpg_jax.experiment import Experiment
+from rpg_jax.methods import resolve
 from rpg_jax.report import curves, statistics, summary
 from rpg_jax.report.progress import Progress
 from rpg_jax.training import state as state_lib
@@ -49,6 +50,7 @@ def train(config: ConfigDict) -> int:
     """Runs or resumes `config` to its last step; returns the exit code."""
     run_dir = run_folder.open_run(config)
     experiment = Experiment.open(config, run_dir)
+    print("".join(f"{note}\n" for note in experiment.notes), end="")
     with parallel.activate(experiment.mesh):
         run = Run(experiment, run_dir)
         try:
@@ -63,6 +65,7 @@ class Run:
     def __init__(self, experiment: Experiment, run_dir: Path):
         self.experiment, self.config, self.run_dir = experiment, experiment.config, run_dir
         self.metrics, self.samples = JsonLines(run_dir / "metrics.jsonl"), JsonLines(run_dir / "samples.jsonl")
+        self.evaluations = JsonLines(run_dir / "evals.jsonl")
         self.checkpoints = Checkpoints(run_dir / "checkpoints", keep=self.config.checkpoint.keep)
         self.signal: int | None = None
         self.references = {
@@ -71,12 +74,11 @@ class Run:
         self.optimizer = experiment.make_optimizer()
         resumed = self.checkpoints.latest_step()
         params = experiment.init_params()
-        self.rollout = experiment.make_rollout(params)
-        self.evaluation_sampler = experiment.evaluation_sampler(self.rollout)
-        self.problems = experiment.held_out_problems()
+        self.rollout, self.scorer = experiment.make_rollout(params), experiment.make_scorer()
+        self.evaluation_sampler = experiment.evaluation_sampler(self.rollout, self.scorer)
         if resumed is None and self.config.warm_start.enabled:
             params = self._warm_start(params)
-        self.trainer = experiment.make_trainer(params, self.optimizer, self.rollout, run_dir)
+        self.trainer = experiment.make_trainer(params, self.optimizer, self.rollout, self.scorer, run_dir)
         if resumed is None:
             self.trainer.reference.start(self.trainer.state.params)
         else:
@@ -88,8 +90,7 @@ class Run:
         trainer.sync_rollout()
         with self._stop_on_signals(), Progress(steps, first=trainer.step) as progress:
             if trainer.step == 0:
-                self.samples.rewind(-1)
-                self.metrics.rewind(-1)
+                self._rewind(-1)
                 self.metrics.append({"step": 0, **(start := self.evaluate())})
                 progress.note(f"held-out accuracy before the first step: {start['eval/accuracy']:.3f}")
             while trainer.step < steps and self.signal is None:
@@ -112,9 +113,12 @@ class Run:
         params = self.optimizer.evaluation_params(trainer.state.opt_state, trainer.state.params)
         if params is not trainer.state.params:
             self.rollout.sync_weights(params, int(trainer.state.updates))
-        groups = self.evaluation_sampler(self.problems, step=trainer.step)
+        scores = {}
+        for name, problems in self.experiment.task.held_out.items():
+            scores[name] = held_out_scores(self.evaluation_sampler(problems, step=trainer.step))
+            self.evaluations.append({"step": trainer.step, "set": name, **scores[name]})
         trainer.sync_rollout()
-        return evaluation_metrics(groups)
+        return {"eval/accuracy": float(np.mean([s["eval/mean_at_k"] for s in scores.values()]))}
 
     def save(self) -> None:
         """Starts a checkpoint of everything that a resume needs."""
@@ -128,14 +132,18 @@ class Run:
     def close(self) -> None:
         self.checkpoints.close()
         self.rollout.close()
+        self.scorer.close()
 
     def _resume(self, step: int) -> None:
         trainer = self.trainer
         like = abstract(trainer.state, self.experiment.state_sharding(self.optimizer))
         trainer.restore(self.checkpoints.restore(step, like), self.checkpoints.record(step))
-        self.metrics.rewind(step)
-        self.samples.rewind(step)
+        self._rewind(step)
         print(f"continuing {self.run_dir} after step {step}")
+
+    def _rewind(self, step: int) -> None:
+        for log in (self.metrics, self.samples, self.evaluations):
+            log.rewind(step)
 
     def _write_samples(self, groups: list[Group]) -> None:
         for group in groups[: self.config.log.samples_per_step]:
@@ -193,12 +201,14 @@ class Run:
         )
         update = e.make_programs(optimizer, step_lib.supervised_loss, 1.0).fused
         sampler = e.make_sampler(
-            self.rollout, temperature=self.config.evaluation.temperature, group_size=1, seed=c.seed
+            self.rollout, self.scorer, temperature=self.config.evaluation.temperature, group_size=1, seed=c.seed
         )
+
+        problems = [p for held_out in e.task.held_out.values() for p in held_out]
 
         def accuracy(params: Any) -> float:
             self.rollout.sync_weights(params, 0)
-            return float(np.mean([g.accuracy.mean() for g in sampler(self.problems, step=0)]))
+            return float(np.mean([g.accuracy.mean() for g in sampler(problems, step=0)]))
 
         target = Target(c.min_accuracy, c.max_accuracy, c.check_every, c.max_updates)
         with Progress(goal=c.min_accuracy, title="warm start") as progress:
@@ -216,13 +226,12 @@ class Run:
         return state.params
 
 
-def evaluation_metrics(groups: list[Group]) -> dict[str, float]:
-    """Mean@k and unbiased pass@k of completions in [P, k] groups."""
-    correct = np.stack([g.accuracy for g in groups]) > 0.5
-    k = correct.shape[1]
+def held_out_scores(groups: list[Group]) -> dict[str, float]:
+    """Mean@k and unbiased pass@k of a held-out set, and the tokens of its completions."""
+    correct = [g.accuracy > 0.5 for g in groups]
+    k = len(correct[0])
     return {
-        "eval/accuracy": float(correct.mean()),
-        "eval/mean_at_k": float(correct.mean()),
+        "eval/mean_at_k": float(statistics.mean_at_k(correct).mean()),
         "eval/pass_at_k": float(statistics.pass_at_k(correct, k).mean()),
         "eval/k": k,
         "eval/completion_length": float(np.mean([len(c.tokens) for g in groups for c in g.completions])),

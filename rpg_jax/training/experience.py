@@ -8,7 +8,7 @@ from typing import Protocol
 
 import numpy as np
 
-from rpg_jax.data import Problem, PromptStream, Tokenizer
+from rpg_jax.data import Problem, PromptStream
 from rpg_jax.rewards import Scorer
 from rpg_jax.rollout import Rollout
 from rpg_jax.types import Completion, Sampling
@@ -72,18 +72,19 @@ class GroupSampler:
     def __init__(
         self,
         rollout: Rollout,
-        tokenizer: Tokenizer,
+        encode: Callable[[Problem], np.ndarray],
+        decode: Callable[[Sequence[int]], str],
         scorer: Scorer,
         *,
         group_size: int,
         sampling: Sampling,
         seed: int,
     ):
-        self._rollout, self._tokenizer, self._scorer = rollout, tokenizer, scorer
+        self._rollout, self._encode, self._decode, self._scorer = rollout, encode, decode, scorer
         self._group_size, self._sampling, self._seed = group_size, sampling, seed
 
     def __call__(self, problems: Sequence[Problem], *, step: int) -> list[Group]:
-        prompts = [np.asarray(self._tokenizer.encode(p.prompt), np.int32) for p in problems]
+        prompts = [self._encode(p) for p in problems]
         groups = self._rollout.generate(
             prompts,
             prompt_ids=[p.prompt_id for p in problems],
@@ -93,7 +94,7 @@ class GroupSampler:
             step=step,
         )
         flat = [c for group in groups for c in group]
-        texts = [self._tokenizer.decode(_without_stop(c)) for c in flat]
+        texts = [self._decode(_without_stop(c)) for c in flat]
         scores = self._scorer(
             [p for p in problems for _ in range(self._group_size)],
             texts,

@@ -5,7 +5,7 @@ import sys
 from absl import logging
 
 from rpg_jax import losses, run_folder
-from rpg_jax.experiment import resolve
+from rpg_jax.methods import resolve
 from rpg_jax.train import train
 from tests.end_to_end import micro
 

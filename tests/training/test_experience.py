@@ -79,12 +79,12 @@ def test_no_informative_group_at_all_is_an_error_even_where_smaller_batches_are_
         collect(stream(4), hopeless, prompts_per_step=4, step=0, dynamic=DynamicSampling(max_batches=2))
 
 
-class FakeTokenizer:
-    def encode(self, text):
-        return [ord(c) for c in text]
+def encode(problem):
+    return np.array([ord(c) for c in problem.prompt])
 
-    def decode(self, ids):
-        return "".join(chr(i) for i in ids)
+
+def decode(ids):
+    return "".join(chr(i) for i in ids)
 
 
 class FakeRollout:
@@ -106,7 +106,7 @@ def test_the_stop_token_is_not_scored_but_counts_as_length():
         calls.update(problems=[p.prompt_id for p in problems], texts=texts, reasons=reasons, lengths=lengths)
         return Scores(np.arange(len(texts), dtype=np.float32), np.ones(len(texts), np.float32), {}, {})
 
-    sampler = GroupSampler(FakeRollout(), FakeTokenizer(), scorer, group_size=2, sampling=Sampling(), seed=0)
+    sampler = GroupSampler(FakeRollout(), encode, decode, scorer, group_size=2, sampling=Sampling(), seed=0)
     groups = sampler([Problem(7, "a", "", "t"), Problem(9, "bc", "", "t")], step=0)
     assert calls["problems"] == [7, 7, 9, 9]
     assert calls["texts"] == ["a0", "a1", "bc0", "bc1"]
