@@ -20,6 +20,7 @@ def get_config() -> ConfigDict:
     run.dir = "runs"  # folder of all runs
     run.name = optional(str)  # default: config file, method, seed, and a hash of other overrides; same name = resume
     run.overwrite = False  # start anew where a run of this name exists
+    run.compilation_cache = "runs/compilation_cache"  # compiled programs, kept between runs; "" switches it off
 
     model = c.model = ConfigDict()
     model.path = optional(str)  # folder in Hugging Face layout to load weights and tokenizer from

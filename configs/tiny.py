@@ -33,5 +33,5 @@ def get_config():
     c.warm_start.enabled = True
 
     c.reference.resident = True  # three megabytes
-    c.train.steps = 120
+    c.train.steps = 150
     return c

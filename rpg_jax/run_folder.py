@@ -19,7 +19,7 @@ from ml_collections import ConfigDict
 from rpg_jax.command_line import ROOT
 
 # Fields that may differ when a run is resumed: they do not change what has been computed so far.
-_MAY_CHANGE = ("run.", "train.steps", "checkpoint.", "log.", "rollout.max_sampler_gap")
+_MAY_CHANGE = ("run.", "train.steps", "warm_start.dir", "checkpoint.", "log.", "rollout.max_sampler_gap")
 _PACKAGES = (
     "jax",
     "jaxlib",
@@ -35,8 +35,8 @@ _PACKAGES = (
 
 def default_name(config_file: str, config: ConfigDict, overrides: Mapping[str, Any]) -> str:
     """Config file, method and seed, and a hash of any other override: the same command is the same run."""
-    named = ("method", "seed", "run.dir", "run.name", "run.overwrite", "train.steps")
-    other = {k: v for k, v in overrides.items() if k not in named and not k.startswith(("checkpoint.", "log."))}
+    named = ("method", "seed", "train.steps", "warm_start.dir")
+    other = {k: v for k, v in overrides.items() if k not in named and not k.startswith(("run.", "checkpoint.", "log."))}
     parts = [Path(config_file).stem, config.method.lower(), f"seed{config.seed}"]
     if other:
         parts.append(hashlib.sha256(json.dumps(other, sort_keys=True, default=str).encode()).hexdigest()[:6])

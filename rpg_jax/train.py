@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -49,6 +50,8 @@ def main() -> int:
 def train(config: ConfigDict) -> int:
     """Runs or resumes `config` to its last step; returns the exit code."""
     run_dir = run_folder.open_run(config)
+    if config.run.compilation_cache:
+        jax.config.update("jax_compilation_cache_dir", config.run.compilation_cache)
     experiment = Experiment.open(config, run_dir)
     print("".join(f"{note}\n" for note in experiment.notes), end="")
     with parallel.activate(experiment.mesh):
