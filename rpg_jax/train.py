@@ -30,6 +30,7 @@ from rpg_jax.report.progress import Progress
 from rpg_jax.training import state as state_lib
 from rpg_jax.training import step as step_lib
 from rpg_jax.training.checkpoints import Checkpoints, Snapshots, abstract, bit_checksum
+from rpg_jax.training.compilations import CompilationCounter
 from rpg_jax.training.experience import Group
 from rpg_jax.training.metrics import JsonLines
 from rpg_jax.training.warm_start import Target, warm_start
@@ -71,6 +72,7 @@ class Run:
         self.evaluations = JsonLines(run_dir / "evals.jsonl")
         self.checkpoints = Checkpoints(run_dir / "checkpoints", keep=self.config.checkpoint.keep)
         self.signal: int | None = None
+        self.compilations = CompilationCounter()
         self.references = {
             step: self.checkpoints.record(step)["reference"]["number"] for step in self.checkpoints.steps()
         }
@@ -100,6 +102,8 @@ class Run:
                 values, groups = trainer.run_step()
                 if trainer.step % self.config.evaluation.every == 0 or trainer.step == steps:
                     values |= self.evaluate()
+                programs, seconds = self.compilations.take()
+                values |= {"time/compilations": len(programs), "time/compiling": seconds}
                 self._write_samples(groups)
                 self.metrics.append({"step": trainer.step, **values})
                 progress.update(trainer.step, values)

@@ -91,6 +91,8 @@ def test_every_method_trains_and_leaves_a_complete_run_folder(shared, tmp_path):
 def test_a_run_killed_at_any_moment_ends_with_the_weights_and_metrics_of_one_that_was_not(shared, tmp_path):
     settings = ("--config.train.steps=12", "--config.reference.every=3", "--config.run.name=r")
     straight = run(shared, tmp_path / "straight", *settings)
+    compilations = [r.get("time/compilations", 0) for r in metrics(tmp_path / "straight" / "r", times=True)]
+    assert compilations[1] > 0 and sum(compilations[4:]) == 0, "steps after the first few compile nothing"
     killed_at, attempts = [], 0
     while len(killed_at) < 3:
         attempts += 1

@@ -1,0 +1,27 @@
+"""Counts what XLA compiles, so that a step that recompiles is seen in the log and not only felt."""
+
+from __future__ import annotations
+
+import jax.monitoring
+
+_EVENT = "/jax/core/compile/backend_compile_duration"
+
+
+class CompilationCounter:
+    """Programs compiled, or fetched from the compilation cache, by this process from here on."""
+
+    def __init__(self) -> None:
+        self._programs: list[str] = []
+        self._seconds = 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, event: str, seconds: float, *, fun_name: str = "", **_: object) -> None:
+        if event == _EVENT:
+            self._programs.append(fun_name)
+            self._seconds += seconds
+
+    def take(self) -> tuple[list[str], float]:
+        """(names of the programs, seconds) since the last call."""
+        taken = self._programs, self._seconds
+        self._programs, self._seconds = [], 0.0
+        return taken
