@@ -1,6 +1,6 @@
 """What Google Cloud rents out: TPU generations, their slices, and what those cost.
 
-Sources: cloud.google.com/tpu/docs on v4, v5e, v5p and v6e (chips, HBM, topologies), runtime versions, regions and zones;
+Sources: cloud.google.com/tpu/docs on v4, v5e, v5p, v6e (chips, HBM, topologies), runtime versions, regions and zones;
 XPK 1.16 for GKE's names, as of November 2026.
 """
 

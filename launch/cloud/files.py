@@ -28,7 +28,9 @@ def run_script(job: Job) -> str:
     if job.secrets:
         pairs = [f"{variable}={name}" for variable, name in job.secrets]
         train = [".venv/bin/python", "launch/cloud/with_secrets.py", f"--project={job.project}", *pairs, "--", *train]
-    command = " \\\n  ".join(map(shlex.quote, train))
+    words = [shlex.quote(word) for word in train]
+    options = train.index("rpg_jax.train") + 1
+    command = " \\\n  ".join([" ".join(words[:options]), *words[options:]])
     return f"""#!/bin/bash
 # Trains {job.name}; the same name resumes from its last checkpoint.
 attribute() {{

@@ -21,13 +21,13 @@ def pods_per_slice(job: Job) -> int:
     return max(1, job.slice.chips // CHIPS_PER_POD)
 
 
-def manifest(job: Job, image: str, max_restarts: int) -> str:
+def manifest(job: Job, image: str, max_restarts: int, reservation: str | None = None) -> str:
     """The JobSet in YAML. Quotes are JSON's, which YAML reads."""
     pods = pods_per_slice(job)
     arguments = "\n".join(f"                    - {json.dumps(argument)}" for argument in entrypoint(job))
     capacity = {
         "spot": '\n                cloud.google.com/gke-spot: "true"',
-        "reserved": "",
+        "reserved": f"\n                cloud.google.com/reservation-name: {reservation}",
         "on-demand": "",
     }[job.capacity]
     account = f"\n              serviceAccountName: {job.service_account}" if job.service_account else ""

@@ -98,11 +98,12 @@ def config_fits(job: Job) -> Iterator[str]:
         raise LaunchError(
             f"no config {files[-1]!r}" if files else "no --config", "pass -- --config=configs/NAME.py after --"
         )
+    if job.slices < 1:
+        return
     if not PYTHON.exists():
         yield "config not checked: there is no .venv here (bash launch/test.sh makes one)"
         return
-    done = subprocess.run([str(PYTHON), str(Path(__file__).parent / "resolve.py"), *job.trainer],
-                          cwd=ROOT, capture_output=True, text=True)  # fmt: skip
+    done = resolve(job.trainer)
     if done.returncode:
         raise LaunchError(
             f"the config does not resolve: {done.stderr.strip().splitlines()[-1]}", "see --help of the trainer"
@@ -110,6 +111,12 @@ def config_fits(job: Job) -> Iterator[str]:
     config = json.loads(done.stdout)
     yield f"mesh {mesh_covers_chips(config['mesh'], job.slice.chips * job.slices)}"
     yield batches_divide(config, job.slice.chips * job.slices)
+
+
+def resolve(trainer: tuple[str, ...]) -> subprocess.CompletedProcess:
+    """Has the repository's Python print the config as JSON; here there is only the standard library."""
+    command = [str(PYTHON), str(Path(__file__).parent / "resolve.py"), *trainer]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
 def mesh_covers_chips(mesh: dict[str, int], chips: int) -> str:

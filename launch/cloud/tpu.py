@@ -218,7 +218,9 @@ def _remove(launch: Launch, name: str) -> None:
 
 
 def _on_worker(launch: Launch, what: str) -> str:
-    return f"gcloud storage cat {launch.job.files}/startup.sh | sudo bash -s -- {what}"
+    """A file first: a script piped into bash is eaten by the first of its commands that reads its input."""
+    script = "rpg-startup.sh"
+    return f"gcloud storage cp --quiet {launch.job.files}/startup.sh {script} && sudo bash {script} {what}"
 
 
 def _node(launch: Launch) -> str:

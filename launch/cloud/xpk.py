@@ -67,7 +67,7 @@ def create(launch: Launch) -> None:
         job.save(launch.staging / "job.json")
     # `xpk cluster create` adds node pools to a cluster that exists, and leaves a complete one alone
     command = ["xpk", "cluster", "create", *_cluster(launch), f"--tpu-type={job.type}", f"--num-slices={job.slices}"]
-    command += [capacity, "--enable-workload-identity"]
+    command += [capacity, "--enable-workload-identity", "--quiet"]
     command += [f"--custom-cluster-arguments=--network={job.network}"] if job.network else []
     shell.do(command)
 
@@ -91,8 +91,9 @@ def setup(launch: Launch) -> None:
 
 def run(launch: Launch) -> None:
     job, shell, image = launch.job, launch.shell, _image(launch)
+    _capacity(launch)
     manifest = launch.staging / "jobset.yaml"
-    shell.write(manifest, jobset.manifest(job, image, launch.options.max_restarts))
+    shell.write(manifest, jobset.manifest(job, image, launch.options.max_restarts, launch.options.reservation))
     if _exists(launch):
         shell.report(f"{job.name} is submitted already (launch/xpk stop removes it)")
         return

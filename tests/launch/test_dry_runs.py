@@ -1,0 +1,64 @@
+"""Every recipe as a golden file: the commands a Cloud TPU user would expect, and the files they use.
+
+After a wanted change: `REGENERATE=1 pytest tests/launch/test_dry_runs.py`, then read the difference.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+GOLDEN = Path(__file__).parent / "golden"
+REPOSITORY = str(Path(__file__).parents[2])
+TINY = "-- --config=configs/tiny.py --config.mesh.fsdp=-1 --config.method=RPG-REINFORCE-URKL"
+V5P = "--type=v5p-16 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b"
+V6E = "--type=v6e-16 --zone=us-east5-b --bucket=gs://mine/team --name=rpg-4b --project=p --slices=2"
+
+RECIPES = {
+    "tpu-up": ("tpu", f"up --dry-run {V5P} {TINY}"),
+    "tpu-up-spot-multislice": ("tpu", f"up --dry-run {V6E} --capacity=spot --secret=WANDB_API_KEY=wandb-key {TINY}"),
+    "tpu-create-reserved": (
+        "tpu",
+        f"create --dry-run {V5P} --capacity=reserved --service-account=a@b --network=n {TINY}",
+    ),
+    "tpu-create-direct": ("tpu", f"create --dry-run {V5P} --direct --internal-ips {TINY}"),
+    "tpu-stop": ("tpu", f"stop --dry-run {V5P}"),
+    "tpu-delete": ("tpu", f"delete --dry-run {V6E}"),
+    "tpu-logs": ("tpu", f"logs --dry-run {V6E} --slice=1 --worker=3"),
+    "tpu-status": ("tpu", f"status --dry-run {V5P}"),
+    "xpk-up": ("xpk", f"up --dry-run {V5P} --cluster=c --capacity=spot {TINY}"),
+    "xpk-run-kubectl": ("xpk", f"run --dry-run {V6E} --cluster=c --kubectl --image=i:1 --secret=KEY=my-key {TINY}"),
+    "xpk-run-reserved": ("xpk", f"run --dry-run {V5P} --image=i:1 --capacity=reserved --reservation=r {TINY}"),
+    "xpk-delete": ("xpk", f"delete --dry-run {V5P} --cluster=c"),
+}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_dry_run_prints_what_would_run(cloud, name):
+    program, line = RECIPES[name]
+    assert cloud.run(line, program) == 0
+    assert cloud.calls == [], "a dry run ran something"
+    text = cloud.out
+    for written in ("run.sh", "jobset.yaml"):
+        path = cloud.home / "staging" / written
+        if path.exists():
+            text += f"\n=== {written}\n{path.read_text()}"
+    text = text.replace(str(cloud.home / "staging"), "STAGING").replace(REPOSITORY, "REPOSITORY")
+    golden = GOLDEN / f"{name}.txt"
+    if os.environ.get("REGENERATE"):
+        golden.parent.mkdir(exist_ok=True)
+        golden.write_text(text)
+    assert text == golden.read_text()
+
+
+def test_every_dry_run_command_is_one_the_real_programs_take(cloud):
+    """The fake refuses flags that gcloud and xpk do not have; here their answers are the scripted successes."""
+    cloud.script({"match": "storage ls .*finished", "code": 0})
+    assert cloud.run(f"up {V5P} {TINY}") == 0
+    assert cloud.run(f"up {V5P} --cluster=c {TINY}", "xpk") == 0
+    for command in ("status", "stop", "delete --yes"):
+        assert cloud.run(f"{command} --name=rpg-4b") == 0, cloud.err
+    for command in ("run --kubectl", "status", "stop", "delete --yes"):
+        assert cloud.run(f"{command} --name=rpg-4b", "xpk") == 0, cloud.err

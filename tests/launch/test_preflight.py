@@ -1,0 +1,134 @@
+"""Preflight: each mistake is one line with its fix, and nothing that costs money has been asked for."""
+
+from __future__ import annotations
+
+import pytest
+from cloud import accelerators, preflight
+from cloud.errors import LaunchError
+
+TPU = "--type=v5p-16 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b"
+TRAINER = "-- --config=configs/tiny.py --config.mesh.fsdp=-1"
+CONFIG = {
+    "mesh": {"replica": 1, "fsdp": -1, "tensor": 2},
+    "rollout": {"prompts_per_step": 64, "group_size": 8},
+    "train": {"updates_per_step": 2, "microbatch_size": None},
+}
+
+
+def replaced(option, value):
+    return " ".join(f"{option}={value}" if word.startswith(option) else word for word in TPU.split())
+
+
+@pytest.mark.parametrize(
+    "options, line",
+    [
+        (replaced("--name", "Rpg_4B"), "--name='Rpg_4B' is no DNS label; use up to 39 of a-z"),
+        (replaced("--type", "v5p-15"), "no accelerator type 'v5p-15'; use --type=v5p-8|v5p-16"),
+        (replaced("--type", "h100-8"), "no accelerator type 'h100-8'; use --type=v4-8"),
+        (replaced("--zone", "us-east5-b"), "no v5p in zone us-east5-b; use --zone=us-central1-a|us-east5-a"),
+        (replaced("--zone", "us-east5"), "--zone='us-east5' is no zone"),
+        (replaced("--bucket", "mine"), "--bucket='mine' is no bucket; use gs://NAME"),
+        (f"{TPU} --slices=2 --direct", "--direct cannot create 2 slices; leave it out"),
+        (f"{TPU} --slices=0", "--slices=0; use 1 or more"),
+        (f"{TPU} --secret=wandb=x", "--secret=wandb=…; write --secret=VARIABLE=name-in-secret-manager"),
+    ],
+)
+def test_mistakes_in_the_options(cloud, options, line):
+    assert cloud.run(f"create {options} {TRAINER}") == 1
+    assert line in "\n".join(cloud.errors())
+    assert not cloud.called("create") and not cloud.called("storage")
+
+
+@pytest.mark.parametrize(
+    "trainer, line",
+    [
+        ("--config=configs/none.py", "no config 'configs/none.py'; pass -- --config=configs/NAME.py"),
+        ("--config.seed=1", "no --config"),
+        ("--config=configs/tiny.py --config.los.kl_coef=1", "the config does not resolve: "),
+        (
+            "--config=configs/tiny.py",
+            "the mesh replica 1 × fsdp 1 × tensor 1 × context 1 × expert 1 does not make 8 chips",
+        ),
+        ("--config=configs/tiny.py --config.mesh.fsdp=-1 --config.rollout.prompts_per_step=63", "does not split into"),
+        (
+            "--config=configs/tiny.py --config.run.name=other",
+            "--config.run.name=other is the launch's to set; use --name",
+        ),
+        ("--config=configs/tiny.py --config.wandb_api_key=abc", "--config.wandb_api_key looks like a secret"),
+    ],
+)
+def test_mistakes_in_the_trainers_arguments(cloud, trainer, line):
+    assert cloud.run(f"create {TPU} -- {trainer}") == 1
+    assert line in "\n".join(cloud.errors())
+    assert "abc" not in cloud.err and not cloud.called("storage")
+
+
+def test_all_mistakes_are_shown_at_once(cloud):
+    assert cloud.run(f"create {replaced('--name', 'X')} --slices=0 -- --config=none.py") == 1
+    assert len(cloud.errors()) == 3
+
+
+@pytest.mark.parametrize(
+    "rule, line",
+    [
+        ({"match": "accelerator-types", "code": 0, "stdout": ""}, "v5p-16 is not offered to project my-project"),
+        (
+            {"match": "buckets describe", "stderr": "ERROR: gs://mine not found: 404."},
+            "gcloud storage buckets create gs://mine",
+        ),
+        ({"match": "buckets describe", "code": 0, "stdout": "EUROPE-WEST4"}, "is in europe-west4, the TPU in us-east5"),
+        (
+            {"match": "storage cp", "stderr": "ERROR: HTTPError 403: no storage.objects.create"},
+            "roles/storage.objectAdmin",
+        ),
+        ({"match": "secrets describe", "stderr": "ERROR: NOT_FOUND: Secret"}, "no secret 'wandb-key'"),
+        ({"match": "get-value", "code": 0, "stdout": "(unset)"}, "no project; pass --project=ID"),
+    ],
+)
+def test_mistakes_that_the_cloud_knows(cloud, rule, line):
+    cloud.script(rule)
+    assert cloud.run(f"create {TPU} --secret=WANDB_API_KEY=wandb-key {TRAINER}") == 1
+    assert line in cloud.errors()[0]
+    assert not cloud.called("queued-resources create")
+
+
+def test_a_multi_region_that_holds_the_zone_is_near_enough(cloud):
+    cloud.script({"match": "buckets describe", "code": 0, "stdout": "US"})
+    assert cloud.run(f"create {TPU} {TRAINER}") == 0
+
+
+def test_the_plan_is_asked_and_its_answer_shown(cloud, monkeypatch, tmp_path):
+    (tmp_path / "rpg_jax").mkdir()
+    (tmp_path / "rpg_jax" / "plan.py").write_text("import sys; sys.exit('98 GiB needed, 95 there ' + sys.argv[-1])")
+    monkeypatch.setattr(preflight, "ROOT", tmp_path)
+    job = type("Job", (), {"slice": accelerators.find("v5p-16"), "trainer": ()})()
+    with pytest.raises(LaunchError, match=r"98 GiB needed, 95 there --topology=v5p:2x2x2"):
+        list(preflight.plan_says_it_fits(job))
+
+
+def test_what_is_free_in_the_mesh_takes_the_chips_left():
+    assert preflight.mesh_covers_chips({"replica": 2, "fsdp": -1, "tensor": 2}, 16) == "replica 2 × fsdp 4 × tensor 2"
+    with pytest.raises(LaunchError, match="does not make 6 chips"):
+        preflight.mesh_covers_chips({"replica": 1, "fsdp": -1, "tensor": 4}, 6)
+
+
+def test_rows_divide_over_the_data_axes():
+    assert preflight.batches_divide(CONFIG, 16) == "256 rows over 8 shards"
+    train = {"updates_per_step": 2, "microbatch_size": 12}
+    with pytest.raises(LaunchError, match=r"train.microbatch_size = 12 does not divide over replica × fsdp = 8"):
+        preflight.batches_divide(CONFIG | {"train": train}, 16)
+
+
+def test_types_count_cores_or_chips_as_google_does():
+    counted = {name: (accelerators.find(name).chips, accelerators.find(name).hosts) for name in (
+        "v4-8", "v5p-16", "v5p-128", "v5litepod-8", "v5litepod-16", "v6e-1", "v6e-8", "v6e-256"
+    )}  # fmt: skip
+    assert counted == {
+        "v4-8": (4, 1), "v5p-16": (8, 2), "v5p-128": (64, 16), "v5litepod-8": (8, 1), "v5litepod-16": (16, 4),
+        "v6e-1": (1, 1), "v6e-8": (8, 1), "v6e-256": (256, 64),
+    }  # fmt: skip
+
+
+def test_own_prices_replace_the_table(cloud):
+    cloud.run(f"create {TPU} --chip-price=2 {TRAINER}")
+    assert "costs about $16.00 an hour: 8 chips × $2.00 (--chip-price)" in cloud.err

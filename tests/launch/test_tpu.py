@@ -1,0 +1,221 @@
+"""launch/tpu against a scripted cloud: each state and each error ends in the right action."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+TPU = "--type=v5p-16 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b"
+TRAINER = "-- --config=configs/tiny.py --config.mesh.fsdp=-1"
+UP = f"up {TPU} --no-watch {TRAINER}"
+NOT_FOUND = {"stderr": "ERROR: (gcloud.x) NOT_FOUND: Resource was not found"}
+DESCRIBE = "queued-resources describe"
+
+
+def queue(state, times=1, **more):
+    return {"match": DESCRIBE, "code": 0, "times": times, "stdout": json.dumps({"state": {"state": state, **more}})}
+
+
+def failed(message):
+    return queue("FAILED", failedData={"error": {"message": message}})
+
+
+def absent():
+    return {"match": DESCRIBE, **NOT_FOUND}
+
+
+def test_a_new_request_is_created_awaited_set_up_and_run(cloud):
+    cloud.script(absent(), queue("WAITING_FOR_RESOURCES", 2), queue("PROVISIONING"))
+    assert cloud.run(UP) == 0
+    assert len(cloud.called("queued-resources create")) == 1
+    assert len(cloud.waits) == 3
+    ran = [call.rpartition(" ")[2] for call in cloud.called("tpu-vm ssh")]
+    assert ran == ["setup", "run"]
+    assert all("--worker=all" in call for call in cloud.called("tpu-vm ssh"))
+
+
+def test_what_is_up_already_is_not_requested_again(cloud):
+    assert cloud.run(UP) == 0
+    assert not cloud.called("queued-resources create")
+
+
+def test_another_type_under_the_same_name_is_refused(cloud):
+    spec = {"state": {"state": "ACTIVE"}, "tpu": {"nodeSpec": [{"node": {"acceleratorType": "v5p-32"}}]}}
+    cloud.script({"match": DESCRIBE, "code": 0, "times": 9, "stdout": json.dumps(spec)})
+    assert cloud.run(UP) == 1
+    assert "exists as v5p-32, not v5p-16" in cloud.errors()[0]
+
+
+@pytest.mark.parametrize("state", ["SUSPENDED", "FAILED"])
+def test_a_dead_request_makes_room_for_a_new_one(cloud, state):
+    cloud.script(queue(state))
+    assert cloud.run(UP) == 0
+    order = [call.split()[4] for call in cloud.called("queued-resources") if "describe" not in call]
+    assert order == ["delete", "create"]
+
+
+def test_a_preempted_tpu_comes_back_and_the_run_goes_on_until_it_has_finished(cloud):
+    cloud.script(
+        *[{"match": "storage ls .*finished", **NOT_FOUND, "times": 2}],
+        *[queue("ACTIVE", 2), {"match": "tpu-vm describe", "code": 0, "times": 2, "stdout": '{"state": "READY"}'}],
+        *[queue("SUSPENDED", 2), {"match": "storage ls .*finished", "code": 0}],
+    )
+    assert cloud.run(f"up {TPU} --capacity=spot {TRAINER}") == 0
+    assert len(cloud.called("queued-resources delete")) == len(cloud.called("queued-resources create")) == 1
+    assert "finished: gs://mine/runs/rpg-4b" in cloud.err and "still costs" in cloud.err
+
+
+def test_a_vm_that_was_preempted_under_an_active_request_counts_as_lost(cloud):
+    cloud.script({"match": "tpu-vm describe", "code": 0, "stdout": '{"state": "PREEMPTED"}'})
+    assert cloud.run(f"wait {TPU}") == 1
+    assert "PREEMPTED" in cloud.errors()[0] and "resumes" in cloud.errors()[0]
+
+
+def test_no_capacity_is_asked_for_again_with_growing_pauses_up_to_the_cap(cloud):
+    out_of_stock = failed("There is no more capacity in the zone us-east5-a")
+    cloud.script(absent(), *[out_of_stock] * 9)
+    assert cloud.run(f"up {TPU} --max-recreations=2 {TRAINER}") == 1
+    assert len(cloud.called("queued-resources create")) == 3
+    assert cloud.waits == [30.0, 60.0]
+    assert "no more capacity" in cloud.errors()[0] and "another zone" in cloud.errors()[0]
+
+
+def test_no_capacity_at_once_advises_the_queue(cloud):
+    cloud.script(
+        {"match": "tpu-vm describe", **NOT_FOUND},
+        {
+            "match": "tpu-vm create",
+            "stderr": "ERROR: (gcloud) RESOURCE_EXHAUSTED: There is no more capacity in the zone",
+        },
+    )
+    assert cloud.run(f"create {TPU} --direct {TRAINER}") == 1
+    assert "leave out --direct" in cloud.errors()[0]
+
+
+@pytest.mark.parametrize(
+    "stderr, said, fix",
+    [
+        ("Quota limit 'TPUV5PPerProject' has been exceeded. Limit: 0", "quota exceeded", "iam-admin/quotas"),
+        ("PERMISSION_DENIED: Permission 'tpu.nodes.create' denied", "permission denied", "roles/tpu.admin"),
+        ("Cloud TPU API has not been used in project 1 before or it is disabled", "API not enabled", "services enable"),
+        ("You do not currently have an active account selected.", "not logged in", "gcloud auth login"),
+    ],
+)
+def test_what_does_not_go_away_is_asked_once_and_explained(cloud, stderr, said, fix):
+    cloud.script(absent(), {"match": "queued-resources create", "times": 9, "stderr": f"ERROR: (gcloud.x) {stderr}"})
+    assert cloud.run(UP) == 1
+    assert len(cloud.called("queued-resources create")) == 1 and cloud.waits == []
+    (line,) = cloud.errors()
+    assert said in line and fix in line
+
+
+def test_quota_that_the_queue_reports_later_is_not_asked_for_again(cloud):
+    cloud.script(absent(), failed("Quota limit 'TPUV5P' has been exceeded"))
+    assert cloud.run(UP) == 1
+    assert len(cloud.called("queued-resources create")) == 1
+    assert "iam-admin/quotas" in cloud.errors()[0]
+
+
+def test_temporary_failures_are_tried_again_with_growing_waits_and_a_cap(cloud):
+    cloud.script(absent(), {"match": "queued-resources create", "times": 3, "stderr": "ERROR: UNAVAILABLE: try later"})
+    assert cloud.run(UP) == 0
+    assert len(cloud.called("queued-resources create")) == 4
+    assert cloud.waits[0] < cloud.waits[1] < cloud.waits[2] < 10
+    cloud.script(absent(), {"match": "queued-resources create", "times": 99, "stderr": "ERROR: HTTPError 503"})
+    before = len(cloud.called("queued-resources create"))
+    assert cloud.run(UP) == 1
+    assert len(cloud.called("queued-resources create")) - before == 5
+
+
+def test_a_second_start_of_the_same_command_is_no_error(cloud):
+    cloud.script(absent(), {"match": "queued-resources create", "stderr": "ERROR: ALREADY_EXISTS: requested already"})
+    assert cloud.run(UP) == 0
+
+
+def test_workers_that_do_not_answer_are_tried_again_by_number(cloud):
+    cloud.script(
+        {"match": "worker=all.*setup", "stdout": "worker 0 done", "stderr": "ssh: connect: Connection refused"}
+    )
+    assert cloud.run(f"setup {TPU}") == 0
+    assert ["--worker=1" in call for call in cloud.called("tpu-vm ssh")] == [False, True]
+
+
+def test_workers_that_stay_silent_are_named_and_the_others_stopped(cloud):
+    cloud.script(
+        {"match": "worker=all.* run$", "stdout": "worker 0 done", "stderr": "Connection timed out"},
+        {"match": "worker=1.* run$", "times": 9, "stderr": "ssh: Connection timed out"},
+    )
+    assert cloud.run(UP) == 1
+    assert "worker 1 of 2 failed 3 times: ssh: Connection timed out" in cloud.errors()[0]
+    assert cloud.called("tpu-vm ssh")[-1].endswith("stop")
+
+
+def test_a_request_that_stays_in_the_queue_too_long_is_left_there(cloud):
+    cloud.script(queue("WAITING_FOR_RESOURCES", 99))
+    assert cloud.run(f"wait {TPU} --timeout=-1") == 1
+    assert "still WAITING_FOR_RESOURCES" in cloud.errors()[0] and not cloud.called("delete")
+
+
+def test_waiting_for_what_was_never_requested_says_so(cloud):
+    cloud.script(absent())
+    assert cloud.run(f"wait {TPU}") == 1
+    assert "does not exist in us-east5-a; create it" in cloud.errors()[0]
+
+
+def test_stop_takes_away_what_the_next_boot_would_run(cloud):
+    assert cloud.run(f"stop {TPU}") == 0
+    assert cloud.called("storage rm")[0].endswith("gs://mine/launch/rpg-4b/run.sh")
+    assert "costs about $33.60 an hour" in cloud.err
+
+
+def test_delete_asks_and_says_what_still_costs(cloud, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda question: cloud.questions.append(question) or "n")
+    cloud.questions = []
+    assert cloud.run(f"delete {TPU}") == 1
+    assert "v5p-16" in cloud.questions[0] and "$33.60" in cloud.questions[0] and not cloud.called("delete")
+    cloud.script({"match": DESCRIBE, **NOT_FOUND})
+    assert cloud.run(f"delete {TPU} --yes") == 0
+    assert "Storage still costs: gs://mine/runs/rpg-4b" in cloud.err
+
+
+def test_delete_without_a_terminal_needs_yes(cloud, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda question: (_ for _ in ()).throw(EOFError))
+    assert cloud.run(f"delete {TPU}") == 1
+    assert "--yes" in cloud.errors()[0]
+
+
+def test_deleting_what_is_gone_is_fine_and_what_cannot_be_deleted_still_costs(cloud):
+    cloud.script({"match": "queued-resources delete", **NOT_FOUND}, absent())
+    assert cloud.run(f"delete {TPU} --yes") == 0
+    cloud.script({"match": "queued-resources delete", "stderr": "ERROR: PERMISSION_DENIED: no"})
+    assert cloud.run(f"delete {TPU} --yes") == 1
+    assert "still there and costs about $33.60 an hour" in cloud.errors()[1]
+
+
+def test_status_shows_each_worker_and_the_cost(cloud):
+    cloud.script({"match": "ssh.* status$", "code": 0, "stdout": "worker 0: active: step 3\nworker 1: failed: boom"})
+    assert cloud.run(f"status {TPU}") == 0
+    assert "rpg-4b: ACTIVE" in cloud.out and "worker 1: failed: boom" in cloud.out and "$33.60 an hour" in cloud.out
+
+
+def test_later_commands_remember_what_was_launched(cloud):
+    cloud.run(UP)
+    assert cloud.run("status --name=rpg-4b") == 0
+    assert "--zone=us-east5-a" in cloud.called("queued-resources describe")[-1]
+    assert cloud.run("run --name=rpg-4b") == 0
+    assert "--config.mesh.fsdp=-1" in (cloud.home / "staging" / "run.sh").read_text()
+
+
+def test_no_secret_value_reaches_a_command_or_a_file(cloud, monkeypatch):
+    monkeypatch.setenv("WANDB_API_KEY", "s3cr3t-value")
+    cloud.run(f"up {TPU} --no-watch --secret=WANDB_API_KEY=wandb-key {TRAINER}")
+    written = [path.read_bytes() for path in cloud.home.rglob("*") if path.is_file()]
+    assert not any(b"s3cr3t-value" in content for content in written)
+    assert "WANDB_API_KEY=wandb-key" in (cloud.home / "staging" / "run.sh").read_text()
+
+
+def test_a_missing_gcloud_is_one_line(cloud, monkeypatch):
+    monkeypatch.setenv("PATH", str(cloud.home))
+    assert cloud.run(UP) == 1
+    assert cloud.errors() == ["error: gcloud is not on PATH; install it: https://cloud.google.com/sdk/docs/install"]
