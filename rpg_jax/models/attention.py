@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from rpg_jax.models.logical import constrain, mesh_axes
+from rpg_jax.models.logical import constrain, shards
 from rpg_jax.models.splash import splash_attention
 
 _MASKED = -1e30  # finite: a padding row may then be all masked without becoming NaN
@@ -78,7 +78,7 @@ def _xla(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, axes)
         weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, _MASKED), axis=-1).astype(v.dtype)
         return jnp.einsum("bkgts,bskh->btkgh", weights, v)
 
-    whole = T <= 2 * _BLOCK or T % _BLOCK or (axes[1] is not None and mesh_axes(axes[1]))
+    whole = T <= 2 * _BLOCK or T % _BLOCK or shards(axes[1]) > 1
     if whole:
         return block(grouped, segment_ids, index).reshape(B, T, N, H)
 

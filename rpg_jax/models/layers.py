@@ -11,8 +11,10 @@ from flax import nnx
 from rpg_jax.models import rope
 from rpg_jax.models.config import QwenConfig
 from rpg_jax.models.declare import Declare
-from rpg_jax.models.logical import constrain
+from rpg_jax.models.logical import constrain, shards
 from rpg_jax.models.moe import MoE
+
+_STRETCH = 2560  # positions of a row that pass a feed-forward layer together
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -59,7 +61,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """SwiGLU: down(silu(gate(x)) · up(x))."""
+    """SwiGLU: down(silu(gate(x)) · up(x)); long rows in stretches, so that hidden units take [B, T / n, F]."""
 
     def __init__(self, config: QwenConfig, declare: Declare):
         D, F = config.embed_dim, config.hidden_dim
@@ -68,9 +70,28 @@ class MLP(nnx.Module):
         self.down = declare.matrix((F, D), ("hidden", "embed"), fan_in=F * 2 * config.num_layers)
 
     def __call__(self, x: jax.Array, axes) -> jax.Array:
-        gate, up = (x @ w[...].astype(x.dtype) for w in (self.gate, self.up))
-        hidden = constrain(jax.nn.silu(gate) * up, *axes, "act_hidden")
-        return hidden @ self.down[...].astype(x.dtype)
+        gate, up, down = (w[...].astype(x.dtype) for w in (self.gate, self.up, self.down))
+
+        def apply(x):
+            hidden = constrain(jax.nn.silu(x @ gate) * (x @ up), *axes, "act_hidden")
+            return hidden @ down
+
+        B, T, D = x.shape
+        stretches = _stretches(T) if shards(axes[1]) == 1 else 1
+        if stretches == 1:
+            return apply(x)
+        # Gathered here, the weights cross the network once and not once a stretch.
+        gate, up = (constrain(w, None, "act_hidden") for w in (gate, up))
+        down = constrain(down, "act_hidden", None)
+        parts = jnp.moveaxis(x.reshape(B, stretches, T // stretches, D), 1, 0)
+        out = jax.lax.map(jax.checkpoint(apply), parts)
+        return jnp.moveaxis(out, 0, 1).reshape(B, T, D)
+
+
+def _stretches(length: int) -> int:
+    """Into how many equal parts of at most `_STRETCH` positions a row divides; 1 where it does not."""
+    fewest = -(-length // _STRETCH)
+    return next((n for n in range(fewest, 4 * fewest) if length % n == 0), 1)
 
 
 class Block(nnx.Module):

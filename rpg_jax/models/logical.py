@@ -8,6 +8,8 @@ decided by the rule table in force (`flax.linen.logical_axis_rules`), outside th
 
 from __future__ import annotations
 
+import math
+
 import jax
 from flax import linen
 from jax.sharding import PartitionSpec
@@ -36,6 +38,12 @@ def mesh_axes(name: str) -> tuple[str, ...]:
     """Mesh axes that the rules in force give one logical axis; none where there are no rules."""
     spec = partition_spec(name)
     return () if spec is None else tuple(jax.tree.leaves(tuple(spec)))
+
+
+def shards(name: str | None) -> int:
+    """Into how many parts the rules and mesh in force cut dimensions of one logical axis."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return 1 if name is None else math.prod(mesh.shape[axis] for axis in mesh_axes(name))
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:

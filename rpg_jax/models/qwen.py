@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from rpg_jax.models import rope
 from rpg_jax.models.attention import IMPLEMENTATIONS, attention, decode_attention
@@ -23,8 +24,15 @@ REMAT: dict[str, Callable | None] = {
     "none": None,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
     "full": jax.checkpoint_policies.nothing_saveable,
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=["layer_input"],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
 }
-"""What the backward pass finds stored of each layer: everything, its matrix products, or its input alone."""
+"""What the backward pass finds stored of each layer: everything, its matrix products, its input alone, or that input
+in the host's memory (GPU and TPU)."""
 
 
 class Qwen(nnx.Module):
@@ -118,6 +126,7 @@ class Qwen(nnx.Module):
             return attention(q, k, v, segment_ids, axes=axes, implementation=self.attention)
 
         def layer(x, weights):
+            x = checkpoint_name(x, "layer_input")
             x, k, v = nnx.merge(graphdef, weights)(x, table, attend, axes)
             return x, (k, v) if keep_kv else None
 

@@ -10,7 +10,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rpg_jax.models.logical import mesh_axes, partition_spec
+from rpg_jax.models.logical import partition_spec, shards
 
 _LANES = 128
 _BLOCK = 512
@@ -25,7 +25,7 @@ def splash_attention(
     Off a TPU the kernel is interpreted, slowly.
     """
     T, H = q.shape[1], q.shape[3]
-    length_shards, head_shards = _shards(axes[1]), _shards("act_heads")
+    length_shards, head_shards = shards(axes[1]), shards("act_heads")
     block = min(_BLOCK, _ceil(-(-T // length_shards), _LANES))
     padded = _ceil(T, block * length_shards)
     q, k, v = (jnp.pad(x, ((0, 0), (0, padded - T), (0, 0), (0, 0))) for x in (q * H**-0.5, k, v))
@@ -66,14 +66,9 @@ def _rows(kernel, q, k, v, q_segments, kv_segments) -> jax.Array:
     return jax.vmap(row)(*by_head, q_segments, kv_segments).swapaxes(1, 2)
 
 
-def _cover(x: jax.Array, shards: int) -> jax.Array:
-    """Key-value heads of x [B, T, K, H] repeated so often that `shards` devices each hold those of their queries."""
-    return jnp.repeat(x, shards // math.gcd(x.shape[2], shards), axis=2)
-
-
-def _shards(name: str | None) -> int:
-    mesh = jax.sharding.get_abstract_mesh()
-    return math.prod(mesh.shape[axis] for axis in mesh_axes(name)) if name is not None else 1
+def _cover(x: jax.Array, parts: int) -> jax.Array:
+    """Key-value heads of x [B, T, K, H] repeated so often that `parts` devices each hold those of their queries."""
+    return jnp.repeat(x, parts // math.gcd(x.shape[2], parts), axis=2)
 
 
 def _ceil(x: int, multiple: int) -> int:
