@@ -46,8 +46,8 @@ def test_mistakes_in_the_options(cloud, options, line):
         ("--config.seed=1", "no --config"),
         ("--config=configs/tiny.py --config.los.kl_coef=1", "the config does not resolve: "),
         (
-            "--config=configs/tiny.py",
-            "the mesh replica 1 × fsdp 1 × tensor 1 × context 1 × expert 1 does not make 8 chips",
+            "--config=configs/tiny.py --config.mesh.fsdp=3",
+            "the mesh replica 1 × fsdp 3 × tensor 1 × context 1 × expert 1 does not make 8 chips",
         ),
         ("--config=configs/tiny.py --config.mesh.fsdp=-1 --config.rollout.prompts_per_step=63", "does not split into"),
         (

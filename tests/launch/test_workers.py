@@ -1,0 +1,259 @@
+"""What runs on the machines: the startup script, the run script, the pod's entry point and the secrets, with fakes."""
+
+from __future__ import annotations
+
+import base64
+import http.server
+import io
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import threading
+
+import pytest
+from cloud import files
+from cloud.job import Job
+
+LAUNCH = files.ROOT / "launch"
+JOB = Job(name="rpg-4b", type="v5p-16", zone="us-east5-a", project="p", bucket="gs://mine", trainer=("--config=x.py",))
+
+GCLOUD = """\
+#!/bin/sh
+echo "gcloud $*" >> "$LOG"
+eval last=\\${$#}
+case "$*" in
+  "storage cp --quiet gs://"*) cp "$BUCKET/$(basename "$4")" "$last" ;;
+  "storage cp - "*) cat > "$BUCKET/$(basename "$last")" ;;
+  "storage ls "*) ls "$BUCKET/$(basename "$last")" ;;
+esac
+"""
+CURL = """\
+#!/bin/sh
+for last; do :; done
+case "$last" in
+  */agent-worker-number) echo "${WORKER:-0}" ;;
+  */worker-network-endpoints) echo "unknown:unknown:10.0.0.5,unknown:unknown:10.0.0.6" ;;
+  */tpu-env) printf '%b' "$TPU_ENV" ;;
+esac
+"""
+SYSTEMCTL = """\
+#!/bin/sh
+echo "systemctl $*" >> "$LOG"
+case "$1" in
+  is-active) [ -e "$ACTIVE" ] && { [ "$2" = --quiet ] || echo active; } ;;
+  stop) rm -f "$ACTIVE" ;;
+esac
+"""
+SYSTEMD_RUN = '#!/bin/sh\necho "systemd-run $*" >> "$LOG"; touch "$ACTIVE"\n'
+PYTHON = '#!/bin/sh\ncase "$1" in -c) exit 0 ;; *) echo "python3 $*" >> "$LOG" ;; esac\n'
+
+
+class Worker:
+    """A machine whose /opt/rpg, bucket and system programs lie in a temporary folder."""
+
+    def __init__(self, home):
+        self.home, self.bucket, self.log = home, home / "bucket", home / "log"
+        (home / "bin").mkdir()
+        self.bucket.mkdir()
+        for name, text in {
+            "gcloud": GCLOUD, "curl": CURL, "systemctl": SYSTEMCTL, "systemd-run": SYSTEMD_RUN, "python3": PYTHON
+        }.items():  # fmt: skip
+            (home / "bin" / name).write_text(text)
+            (home / "bin" / name).chmod(0o755)
+        self.upload("one")
+        (self.bucket / "run.sh").write_text(files.run_script(JOB))
+        script = files.startup_script(JOB).replace("/opt/rpg", str(home / "opt")).replace("/var/log", str(home))
+        (home / "startup.sh").write_text(script)
+
+    def upload(self, content):
+        (self.home / "file").write_text(content)
+        with tarfile.open(self.bucket / "source.tar.gz", "w:gz") as archive:
+            archive.add(self.home / "file", "launch/install.py")
+
+    def boot(self, *arguments, **environment):
+        """What was called while the startup script ran, and what it printed."""
+        self.log.write_text("")
+        self.environment = {"PATH": f"{self.home / 'bin'}:{os.environ['PATH']}", "LOG": str(self.log)}
+        self.environment |= {"BUCKET": str(self.bucket), "ACTIVE": str(self.home / "active"), **environment}
+        done = subprocess.run(
+            ["bash", str(self.home / "startup.sh"), *arguments], env=self.environment, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        return self.log.read_text(), done.stdout
+
+
+@pytest.fixture
+def worker(tmp_path):
+    return Worker(tmp_path)
+
+
+def test_a_fresh_machine_installs_and_starts_by_itself(worker):
+    log, said = worker.boot()
+    assert "install.py --requirements=requirements-tpu.txt" in log
+    assert "systemd-run" in log and "Restart=on-failure" in log and "StartLimitBurst=5" in log
+    assert said == "started\nworker 0 done\n"
+
+
+def test_what_runs_is_left_alone_when_asked_again(worker):
+    worker.boot()
+    log, said = worker.boot("run")
+    assert "already running" in said and "systemd-run" not in log and "systemctl stop" not in log
+
+
+def test_another_command_or_other_code_replaces_what_runs(worker):
+    worker.boot()
+    for change in (lambda: (worker.bucket / "run.sh").write_text("# other"), lambda: worker.upload("two")):
+        change()
+        log, _ = worker.boot("run")
+        assert log.index("systemctl stop rpg") < log.index("install.py") < log.index("systemd-run")
+    assert (worker.home / "opt" / "repository" / "launch" / "install.py").read_text() == "two"
+
+
+def test_new_code_keeps_the_environment(worker):
+    worker.boot()
+    venv = worker.home / "opt" / "repository" / ".venv"
+    venv.mkdir()
+    worker.upload("two")
+    worker.boot("setup")
+    worker.boot("stop")
+    worker.boot("run")
+    assert venv.exists()
+
+
+def test_a_finished_or_stopped_run_is_not_started_by_a_boot(worker):
+    (worker.bucket / "finished").touch()
+    assert "already finished" in worker.boot()[1]
+    (worker.bucket / "finished").unlink()
+    (worker.bucket / "run.sh").unlink()
+    log, said = worker.boot()
+    assert "nothing to run" in said and "systemd-run" not in log
+
+
+def test_stop_and_status(worker):
+    worker.boot()
+    (worker.home / "rpg.log").write_text("step 1\nstep 2\n")
+    assert worker.boot("status", WORKER="1")[1] == "worker 1: active: step 2\n"
+    log, said = worker.boot("stop")
+    assert "systemctl stop rpg" in log and said == "worker 0 done\n"
+
+
+TRAINER = """\
+#!/bin/sh
+echo "$JAX_COORDINATOR_ADDRESS $JAX_COMPILATION_CACHE_DIR $*"
+trap 'sleep 0.2; echo saved; exit 143' TERM
+[ -z "$HANG" ] || { touch "$HANG"; while :; do sleep 0.05; done; }
+exit "${STATUS:-0}"
+"""
+
+
+def train(worker, **environment):
+    """Starts the run script in a repository whose Python is a fake trainer."""
+    worker.boot()
+    python = worker.home / "opt" / "repository" / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(TRAINER)
+    python.chmod(0o755)
+    command = ["bash", str(worker.bucket / "run.sh")]
+    environment = {**worker.environment, "TPU_ENV": "", **environment}
+    where = worker.home / "opt" / "repository"
+    return subprocess.Popen(
+        command, cwd=where, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+
+
+def test_the_trainer_gets_coordinator_cache_and_the_name_that_resumes(worker):
+    said = train(worker).communicate()[0].split()
+    assert said[:2] == ["10.0.0.5:8476", "gs://mine/jax-cache"]
+    assert said[2:] == [
+        "-m", "rpg_jax.train", "--config=x.py", "--config.run.dir=gs://mine/runs", "--config.run.name=rpg-4b"
+    ]  # fmt: skip
+
+
+def test_several_slices_meet_at_slice_zero(worker):
+    env = "MEGASCALE_COORDINATOR_ADDRESS: '10.9.9.9:8080'\\nMEGASCALE_NUM_SLICES: '2'\\n"
+    assert train(worker, TPU_ENV=env).communicate()[0].startswith("10.9.9.9:8476 ")
+
+
+@pytest.mark.parametrize("status, number, finished", [("0", "0", True), ("0", "1", False), ("1", "0", False)])
+def test_only_the_first_worker_of_a_successful_run_marks_it_finished(worker, status, number, finished):
+    run = train(worker, STATUS=status, WORKER=number)
+    run.communicate()
+    assert run.returncode == int(status)
+    assert (worker.bucket / "finished").exists() == finished
+
+
+def test_a_stop_waits_for_the_trainer_to_save(worker):
+    started = worker.home / "started"
+    run = train(worker, HANG=str(started))
+    while not started.exists() and run.poll() is None:
+        pass
+    os.killpg(run.pid, 15)  # as systemd does: to every process of the service
+    said = run.communicate()[0]
+    assert said.splitlines()[-1] == "saved" and run.returncode == 143
+    assert not (worker.bucket / "finished").exists()
+
+
+def test_pods_meet_at_the_first_host_of_the_first_slice(tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "$JAX_COORDINATOR_ADDRESS $JAX_COMPILATION_CACHE_DIR $*"\n')
+    python.chmod(0o755)
+    command = ["bash", str(LAUNCH / "gke" / "entrypoint.sh"), "gs://b", "K=name", "--", "--config=x.py"]
+    pod = {"PATH": os.environ["PATH"], "PYTHON": str(python), "TPU_WORKER_HOSTNAMES": "host-0,host-1"}
+    pod |= {"GOOGLE_CLOUD_PROJECT": "p"}
+    for more, meets in (({}, "host-0:8476"), ({"MEGASCALE_COORDINATOR_ADDRESS": "slice-0:8080"}, "slice-0:8476")):
+        said = subprocess.run(command, env=pod | more, capture_output=True, text=True).stdout
+        secrets = f"launch/cloud/with_secrets.py --project=p K=name -- {python}"
+        assert said == f"{meets} gs://b/jax-cache {secrets} -m rpg_jax.train --config=x.py\n"
+
+
+@pytest.fixture
+def google():
+    """Metadata server and Secret Manager in one, holding the secret wandb-key."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            if self.path.endswith("/token") and self.headers["Metadata-Flavor"] == "Google":
+                return self.reply({"access_token": "t0ken"})
+            if (
+                "/secrets/wandb-key/versions/latest:access" in self.path
+                and self.headers["Authorization"] == "Bearer t0ken"
+            ):
+                return self.reply({"payload": {"data": base64.b64encode(b"s3cr3t\n").decode()}})
+            self.send_error(403)
+
+        def reply(self, body):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(body).encode())
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+
+
+@pytest.mark.parametrize("name, status", [("wandb-key", 0), ("other-key", 1)])
+def test_secrets_go_from_their_name_into_the_environment_alone(google, name, status):
+    show = [sys.executable, "-c", "import os, sys; print(os.environ['KEY'], sys.argv)", "argument"]
+    command = [sys.executable, str(LAUNCH / "cloud" / "with_secrets.py"), "--project=p", f"KEY={name}", "--", *show]
+    urls = {"GCE_METADATA_URL": google, "SECRET_MANAGER_URL": google}
+    done = subprocess.run(command, env={"PATH": os.environ["PATH"], **urls}, capture_output=True, text=True)
+    assert done.returncode == status
+    if status == 0:
+        assert done.stdout == "s3cr3t ['-c', 'argument']\n"
+    else:
+        assert "'other-key'" in done.stderr and "secretAccessor" in done.stderr and len(done.stderr.splitlines()) == 1
+
+
+def test_the_source_archive_holds_tracked_files_and_depends_on_their_content_alone():
+    archive = files.source_archive()
+    assert archive == files.source_archive()
+    with tarfile.open(fileobj=io.BytesIO(archive)) as unpacked:
+        names = unpacked.getnames()
+    assert {"launch/install.py", "requirements.txt", "configs/base.py"} <= set(names)
+    assert not any(name.startswith((".venv", "runs/", ".git/")) for name in names)
