@@ -1,0 +1,85 @@
+"""launch/xpk against a scripted cloud, and the manifest as Kubernetes reads it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import yaml
+from cloud import jobset
+from cloud.job import Job
+
+TPU = "--type=v5p-16 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b --cluster=c"
+TRAINER = "-- --config=configs/tiny.py --config.mesh.fsdp=-1"
+
+
+def jobsets(*conditions):
+    status = {"conditions": [{"type": condition, "status": "True"} for condition in conditions]}
+    item = {"metadata": {"name": "rpg-4b"}, "status": status}
+    return {"match": "get jobsets", "code": 0, "stdout": json.dumps({"items": [item]})}
+
+
+def test_what_is_submitted_already_is_not_submitted_again(cloud):
+    cloud.script(jobsets())
+    assert cloud.run(f"run {TPU} {TRAINER}", "xpk") == 0
+    assert not cloud.called("workload create") and "submitted already" in cloud.err
+
+
+@pytest.mark.parametrize("ended", ["Completed", "Failed"])
+def test_a_run_that_ended_is_submitted_anew_and_resumes(cloud, ended):
+    cloud.script(jobsets(ended))
+    assert cloud.run(f"run {TPU} {TRAINER}", "xpk") == 0
+    (call,) = cloud.called("workload create")
+    assert "--config.run.name=rpg-4b" in call and "--max-restarts=50" in call
+
+
+def test_the_registry_is_made_where_it_is_missing(cloud):
+    cloud.script({"match": "repositories describe", "stderr": "ERROR: NOT_FOUND: Requested entity was not found."})
+    assert cloud.run(f"setup {TPU}", "xpk") == 0
+    order = [call.split()[:4] for call in cloud.calls if "describe" not in call and "config" not in call]
+    assert [words[0] for words in order] == ["gcloud", "docker", "docker"]
+
+
+@pytest.mark.parametrize(
+    "command, rule, line",
+    [
+        ("create", {"match": "cluster create", "stderr": "ERROR: Quota exceeded for TPU_V5P"}, "iam-admin/quotas"),
+        ("create", {"match": "cluster create", "stderr": "PERMISSION_DENIED: container.clusters.create"}, "roles/"),
+        ("create", {"match": "cluster create", "stderr": "ZONE_RESOURCE_POOL_EXHAUSTED"}, "another zone"),
+        (
+            "setup",
+            {"match": "docker push", "stderr": "denied: Permission 'upload' denied on x"},
+            "roles/",
+        ),
+        ("create --capacity=reserved", {"match": "none"}, "pass --reservation=NAME"),
+        ("delete --yes", {"match": "cluster delete", "stderr": "PERMISSION_DENIED: no"}, "permission denied"),
+    ],
+)
+def test_each_error_is_one_explained_line(cloud, command, rule, line):
+    cloud.script(rule)
+    assert cloud.run(f"{command} {TPU} {TRAINER}", "xpk") == 1
+    assert line in cloud.errors()[0]
+
+
+def test_delete_asks_first(cloud, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda question: "")
+    assert cloud.run(f"delete {TPU}", "xpk") == 1
+    assert not cloud.called("cluster delete")
+
+
+@pytest.mark.parametrize("type_, pods, chips", [("v6e-1", 1, 1), ("v6e-8", 2, 4), ("v5p-128", 16, 4)])
+def test_the_manifest_asks_for_every_chip_of_every_slice(type_, pods, chips):
+    job = Job(name="n", type=type_, zone="z", project="p", bucket="gs://b", slices=3, trainer=('--config.x="a: b"',))
+    spec = yaml.safe_load(jobset.manifest(job, "image", 7))["spec"]
+    (replicated,) = spec["replicatedJobs"]
+    pod = replicated["template"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert (replicated["replicas"], replicated["template"]["spec"]["parallelism"]) == (3, pods)
+    assert container["resources"]["limits"]["google.com/tpu"] == chips and pods * chips == job.slice.chips
+    assert container["args"][:3] == ["gs://b", "--", '--config.x="a: b"']
+    assert spec["failurePolicy"]["maxRestarts"] == 7
+
+
+def test_capacity_selects_its_nodes():
+    job = Job(name="n", type="v5p-8", zone="z", project="p", bucket="gs://b", capacity="reserved")
+    assert "cloud.google.com/reservation-name: r" in jobset.manifest(job, "image", 1, "r")
