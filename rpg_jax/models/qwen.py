@@ -14,6 +14,7 @@ from rpg_jax.models import rope
 from rpg_jax.models.attention import IMPLEMENTATIONS, attention, decode_attention
 from rpg_jax.models.config import QwenConfig
 from rpg_jax.models.declare import Declare
+from rpg_jax.models.embedding import lookup
 from rpg_jax.models.kv_cache import KVCache
 from rpg_jax.models.layers import Block, rms_norm
 from rpg_jax.models.logical import constrain
@@ -113,7 +114,7 @@ class Qwen(nnx.Module):
         return jnp.einsum("...d,vd->...v", hidden, self.head(), preferred_element_type=jnp.float32)
 
     def _embed(self, tokens: jax.Array, axes) -> jax.Array:
-        return constrain(self.embed[...][tokens].astype(self.compute_dtype), *axes, "act_embed")
+        return constrain(lookup(self.embed[...], tokens, axes, self.compute_dtype), *axes, "act_embed")
 
     def _final(self, x: jax.Array) -> jax.Array:
         return rms_norm(x, self.final_norm[...], self.config.rms_norm_eps)
