@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from cloud import accelerators, preflight
 from cloud.errors import LaunchError
 

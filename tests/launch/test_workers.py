@@ -13,6 +13,7 @@ import tarfile
 import threading
 
 import pytest
+
 from cloud import files
 from cloud.job import Job
 

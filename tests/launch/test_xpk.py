@@ -6,6 +6,7 @@ import json
 
 import pytest
 import yaml
+
 from cloud import jobset
 from cloud.job import Job
 
