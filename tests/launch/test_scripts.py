@@ -98,7 +98,8 @@ def test_second_start_finds_the_environment_complete(repository):
 
 def test_test_command_lints_checks_types_and_passes_pytest_its_arguments(repository):
     result = run(repository, "launch/test.sh", "-k", "two words")
-    assert result.stdout == "<-m><ruff><check><.><-m><ruff><format><--check><.><-m><mypy><-m><pytest><-k><two words>"
+    assert result.stdout.startswith("<-m><ruff><check><.><-m><ruff><format><--check><.><-m><mypy><-m><pytest>")
+    assert result.stdout.endswith("<-k><two words>")
 
 
 @pytest.mark.parametrize("status", [0, 1, 5])
