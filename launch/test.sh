@@ -7,4 +7,5 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 .venv/bin/python -m ruff check .
 .venv/bin/python -m ruff format --check .
 .venv/bin/python -m mypy
-exec .venv/bin/python -m pytest "$@"
+# One worker per CPU, a file to a worker: fixtures are shared within a file.
+exec .venv/bin/python -m pytest -n auto --dist loadfile "$@"

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from configs import tiny
-from rpg_jax import experiment, models, run_folder
+from rpg_jax import methods, models, run_folder
 from rpg_jax.experiment import Experiment
 from rpg_jax.export import export
 from rpg_jax.training import state
@@ -21,7 +21,7 @@ def run(tmp_path_factory):
     config.run.dir, config.run.name = str(tmp_path_factory.mktemp("runs")), "exported"
     for name, value in dict(num_layers=2, embed_dim=64, num_heads=4, num_kv_heads=2, head_dim=8, hidden_dim=32).items():
         config.model[name] = value
-    config = experiment.resolve(config)
+    config = methods.resolve(config)
     run_dir = run_folder.open_run(config)
     made = Experiment.open(config, run_dir)
     params = made.init_params()
