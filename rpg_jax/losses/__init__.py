@@ -20,7 +20,7 @@ from rpg_jax.losses.advantages import ADVANTAGES, advantages
 from rpg_jax.losses.aggregate import AGGREGATES, aggregate
 from rpg_jax.losses.divergences import DIVERGENCES
 from rpg_jax.losses.hyperparameters import check, lookup, options
-from rpg_jax.losses.logprobs import token_logprobs
+from rpg_jax.losses.logprobs import Cut, token_logprobs
 from rpg_jax.losses.methods import COMPLETION_BUDGET, METHODS, Method, get_method
 from rpg_jax.losses.metrics import Metrics, merge, token_metrics
 from rpg_jax.losses.regularized_pg import rpg
@@ -29,6 +29,7 @@ from rpg_jax.losses.tokens import TokenLoss
 __all__ = [
     "ADVANTAGES",
     "AGGREGATES",
+    "Cut",
     "DIVERGENCES",
     "LOSSES",
     "METHODS",

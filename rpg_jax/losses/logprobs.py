@@ -2,15 +2,37 @@
 
 The vocabulary is the largest axis of the program: logits of 4096 tokens over 152k words are 2.5 GB in f32. So tokens
 are taken in chunks, forward and backward; the backward pass computes a chunk's logits again.
+
+On a mesh the vocabulary is cut over the devices that shard the head, and the tokens of a chunk go to all of them
+(`Cut`): no device ever holds the whole head or its gradient, and neither crosses the network more than once.
 """
 
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh, PartitionSpec
+
+Axes = tuple[str, ...]
+
+_ABSENT = -1e30  # the logit of an entry that pads the vocabulary: finite, so that no difference of two is NaN
+
+
+class Cut(NamedTuple):
+    """How hidden [B, T, D], targets [B, T] and head [V, D] lie on a mesh: the axes that shard each dimension.
+
+    The axes of `width` must be among those of `rows`.
+    """
+
+    mesh: Mesh
+    rows: Axes = ()
+    positions: Axes = ()
+    vocab: Axes = ()
+    width: Axes = ()
 
 
 def token_logprobs(
@@ -21,6 +43,7 @@ def token_logprobs(
     temperature: float = 1.0,
     chunk_size: int = 256,
     entropy: bool = False,
+    cut: Cut | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """log softmax(hidden @ headᵀ / temperature)[targets], and the entropy of that distribution.
 
@@ -32,6 +55,7 @@ def token_logprobs(
       chunk_size: positions of the T axis taken at once; the largest temporary is f32[..., chunk_size, V]. The leading
         axes stay whole, so that a batch axis keeps its sharding.
       entropy: also return the entropy, nats; it costs nothing where it is not asked for.
+      cut: where the arrays lie; hidden is then [B, T, D].
 
     Returns:
       log-probabilities f32[..., T], nats (f64 for f64 inputs), and entropy f32[..., T] or None.
@@ -40,7 +64,7 @@ def token_logprobs(
     are cast to the dtype of their input. Gradients reach `hidden` and `head`, through both outputs.
 
     Raises:
-      ValueError: shapes that do not match, temperature <= 0, chunk_size < 1.
+      ValueError: shapes that do not match, temperature <= 0, chunk_size < 1, a cut that does not fit them.
     """
     if hidden.ndim < 2 or head.ndim != 2 or hidden.shape[-1] != head.shape[1] or targets.shape != hidden.shape[:-1]:
         raise ValueError(
@@ -51,56 +75,79 @@ def token_logprobs(
         raise ValueError(f"temperature must be > 0 (at 0 the distribution has no log-probabilities), got {temperature}")
     if chunk_size < 1:
         raise ValueError(f"chunk_size must be >= 1 position, got {chunk_size}")
-    length = hidden.shape[-2]
-    chunks = max(1, -(-length // chunk_size))
-    logprobs, entropies = _token_logprobs(hidden, head, targets, float(temperature), chunks, entropy)
+    if cut is not None and (hidden.ndim != 3 or not set(cut.width) <= set(cut.rows)):
+        raise ValueError(f"a cut needs hidden [B, T, D] and its width axes among its rows: got {hidden.shape}, {cut}")
+    logprobs, entropies = _token_logprobs(hidden, head, targets, float(temperature), chunk_size, entropy, cut)
     return logprobs, entropies if entropy else None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5))
-def _token_logprobs(hidden, head, targets, temperature, chunks, entropy):
-    return _forward(hidden, head, targets, temperature, chunks, entropy)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
+def _token_logprobs(hidden, head, targets, temperature, chunk_size, entropy, cut):
+    return _forward(hidden, head, targets, temperature, chunk_size, entropy, cut)[0]
 
 
-def _forward(hidden, head, targets, temperature, chunks, entropy):
-    def chunk(_, xs):
-        logits = _logits(xs[0], head, temperature)
-        normalizer = jax.nn.logsumexp(logits, axis=-1)
-        logprobs = jnp.take_along_axis(logits, xs[1][..., None], axis=-1)[..., 0] - normalizer
-        if not entropy:
-            return None, (logprobs, normalizer, None)
-        probabilities = jnp.exp(logits - normalizer[..., None])
-        return None, (logprobs, normalizer, normalizer - jnp.sum(probabilities * logits, axis=-1))
+def _forward(hidden, head, targets, temperature, chunk_size, entropy, cut):
+    def local(hidden, head, targets):
+        words, first, entries = _own_words(head, cut)
+        chunks = _chunks(targets, chunk_size)
 
-    _, outputs = lax.scan(chunk, None, (_split(hidden, chunks, -2), _split(targets, chunks, -1)))
-    logprobs, normalizer, entropies = jax.tree.map(lambda x: _join(x, targets.shape), outputs)
+        def chunk(_, xs):
+            logits = _logits(_everyones(xs[0], cut), words, temperature, entries)
+            peak = _most(logits.max(-1), cut)
+            normalizer = peak + jnp.log(_total(jnp.exp(logits - peak[..., None]).sum(-1), cut))
+            index = _everyones(xs[1], cut)[..., None] - first
+            held = (index >= 0) & (index < entries)
+            chosen = jnp.take_along_axis(logits, jnp.where(held, index, 0), axis=-1)
+            logprobs = _total(jnp.where(held, chosen, 0)[..., 0], cut) - normalizer
+            if not entropy:
+                return None, (_own(logprobs, cut), _own(normalizer, cut), None)
+            mean = _total((jnp.exp(logits - normalizer[..., None]) * logits).sum(-1), cut)
+            return None, (_own(logprobs, cut), _own(normalizer, cut), _own(normalizer - mean, cut))
+
+        _, outputs = lax.scan(chunk, None, (_split(hidden, chunks, -2), _split(targets, chunks, -1)))
+        return jax.tree.map(lambda x: _join(x, targets.shape), outputs)
+
+    tokens = _Specs.of(cut)
+    outputs = (tokens.ids, tokens.ids, tokens.ids if entropy else None)
+    logprobs, normalizer, entropies = _on_mesh(local, cut, (tokens.hidden, tokens.head, tokens.ids), outputs)(
+        hidden, head, targets
+    )
     return (logprobs, entropies), (hidden, head, targets, normalizer, entropies)
 
 
-def _backward(temperature, chunks, entropy, residuals, cotangents):
+def _backward(temperature, chunk_size, entropy, cut, residuals, cotangents):
     hidden, head, targets, normalizer, entropies = residuals
     accumulate = _accumulator(hidden, head)
 
-    def chunk(head_gradient, xs):
-        h, target, z, h_entropy, g_logprob, g_entropy = xs
-        logits = _logits(h, head, temperature)
-        probabilities = jnp.exp(logits - z[..., None])
-        chosen = lax.broadcasted_iota(target.dtype, logits.shape, logits.ndim - 1) == target[..., None]
-        # ∂ log p_target / ∂ logits = 1[target] − p;  ∂ H / ∂ logits = −p (log p + H)
-        g_logits = jnp.where(chosen, g_logprob[..., None], 0) - probabilities * g_logprob[..., None]
-        if entropy:
-            surprise = logits - z[..., None] + h_entropy[..., None]
-            g_logits -= g_entropy[..., None] * probabilities * surprise
-        g_logits /= temperature
-        g_hidden = jnp.einsum("...v,vd->...d", g_logits, head, preferred_element_type=accumulate)
-        g_head = jnp.einsum("...v,...d->vd", g_logits, h, preferred_element_type=accumulate)
-        return head_gradient + g_head, g_hidden.astype(hidden.dtype)
+    def local(hidden, head, *per_token):
+        words, first, entries = _own_words(head, cut)
+        chunks = _chunks(hidden[..., 0], chunk_size)
+
+        def chunk(words_gradient, xs):
+            h, target, z, h_entropy, g_logprob, g_entropy = jax.tree.map(lambda x: _everyones(x, cut), xs)
+            logits = _logits(h, words, temperature, entries)
+            probabilities = jnp.exp(logits - z[..., None])
+            chosen = lax.broadcasted_iota(target.dtype, logits.shape, logits.ndim - 1) == target[..., None] - first
+            # ∂ log p_target / ∂ logits = 1[target] − p;  ∂ H / ∂ logits = −p (log p + H)
+            g_logits = jnp.where(chosen, g_logprob[..., None], 0) - probabilities * g_logprob[..., None]
+            if entropy:
+                surprise = logits - z[..., None] + h_entropy[..., None]
+                g_logits -= g_entropy[..., None] * probabilities * surprise
+            g_logits /= temperature
+            g_hidden = jnp.einsum("...v,vd->...d", g_logits, words, preferred_element_type=accumulate)
+            g_words = jnp.einsum("...v,...d->vd", g_logits, h, preferred_element_type=accumulate)
+            return words_gradient + g_words, _own_sum(g_hidden, cut).astype(hidden.dtype)
+
+        xs = (_split(hidden, chunks, -2), *jax.tree.map(lambda x: _split(x, chunks, -1), per_token))
+        g_words, g_hidden = lax.scan(chunk, jnp.zeros(words.shape, accumulate), xs)
+        return _join(g_hidden, hidden.shape, axis=-2), _head_gradient(g_words, head, cut)
 
     g_logprobs, g_entropies = cotangents
     per_token = (targets, normalizer, entropies, g_logprobs, g_entropies if entropy else None)
-    xs = (_split(hidden, chunks, -2), *jax.tree.map(lambda x: _split(x, chunks, -1), per_token))
-    g_head, g_hidden = lax.scan(chunk, jnp.zeros(head.shape, accumulate), xs)
-    return _join(g_hidden, hidden.shape, axis=-2), g_head.astype(head.dtype), None
+    specs = _Specs.of(cut)
+    inputs = (specs.hidden, specs.head, *jax.tree.map(lambda _: specs.ids, per_token))
+    gradients = _on_mesh(local, cut, inputs, (specs.hidden, specs.head))(hidden, head, *per_token)
+    return *gradients, None
 
 
 _token_logprobs.defvjp(_forward, _backward)
@@ -110,9 +157,102 @@ def _accumulator(hidden, head):
     return jnp.promote_types(jnp.promote_types(hidden.dtype, head.dtype), jnp.float32)
 
 
-def _logits(hidden, head, temperature):
-    logits = jnp.einsum("...d,vd->...v", hidden, head, preferred_element_type=_accumulator(hidden, head))
-    return logits / temperature
+def _logits(hidden, words, temperature, entries):
+    logits = jnp.einsum("...d,vd->...v", hidden, words, preferred_element_type=_accumulator(hidden, words))
+    logits /= temperature
+    if isinstance(entries, int) and entries == words.shape[0]:
+        return logits
+    return jnp.where(lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) < entries, logits, _ABSENT)
+
+
+# Where the arrays are on a mesh. Tokens are [rows, chunk, ...] on one device and [devices, rows, chunk, ...] after
+# `_everyones`; without a cut every function here is the identity.
+
+
+class _Specs(NamedTuple):
+    hidden: PartitionSpec | None = None
+    head: PartitionSpec | None = None
+    ids: PartitionSpec | None = None
+
+    @classmethod
+    def of(cls, cut: Cut | None) -> _Specs:
+        if cut is None:
+            return cls()
+        rows, positions, vocab, width = (axes or None for axes in cut[1:])
+        return cls(PartitionSpec(rows, positions, None), PartitionSpec(vocab, width), PartitionSpec(rows, positions))
+
+
+def _on_mesh(function, cut, in_specs, out_specs):
+    if cut is None:
+        return function
+    # check_vma: what `_total` and `_own` make equal on all devices is, which the type system cannot follow.
+    return jax.shard_map(function, mesh=cut.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def _own_words(head, cut):
+    """This device's vocabulary entries [v, D], the first of them, and how many of the v are not padding."""
+    if cut is None:
+        return head, 0, head.shape[0]
+    entries, parts = head.shape[0], _size(cut.width, cut)
+    each = -(-entries // parts)
+    first = _index(cut.vocab, cut) * entries
+    if cut.width:
+        head = jnp.pad(head, ((0, each * parts - entries), (0, 0)))
+        head = lax.all_to_all(head, cut.width, split_axis=0, concat_axis=1, tiled=True)
+    own = _index(cut.width, cut) * each
+    held = each if each * parts == entries else jnp.clip(entries - own, 0, each)
+    return head, first + own, held
+
+
+def _head_gradient(gradient, head, cut):
+    """The gradient of all tokens for this device's piece of `head`; the way of `_own_words` back."""
+    if cut is None:
+        return gradient.astype(head.dtype)
+    others = tuple(axis for axis in (*cut.rows, *cut.positions) if axis not in cut.width)
+    gradient = (lax.psum(gradient, others) if others else gradient).astype(head.dtype)
+    if cut.width:
+        gradient = lax.all_to_all(gradient, cut.width, split_axis=1, concat_axis=0, tiled=True)
+    return gradient[: head.shape[0]]
+
+
+def _everyones(x, cut):
+    return x if cut is None or not cut.width else lax.all_gather(x, cut.width)
+
+
+def _own(x, cut):
+    return x if cut is None or not cut.width else x[_index(cut.width, cut)]
+
+
+def _own_sum(x, cut):
+    if cut is not None and cut.width:
+        x = lax.psum_scatter(x, cut.width)
+    return x if cut is None or not cut.vocab else lax.psum(x, cut.vocab)
+
+
+def _total(x, cut):
+    return x if cut is None else lax.psum(x, (*cut.vocab, *cut.width))
+
+
+def _most(x, cut):
+    return x if cut is None else lax.pmax(x, (*cut.vocab, *cut.width))
+
+
+def _size(axes, cut):
+    size = 1
+    for axis in axes:
+        size *= cut.mesh.shape[axis]
+    return size
+
+
+def _index(axes, cut):
+    index = 0
+    for axis in axes:
+        index = index * cut.mesh.shape[axis] + lax.axis_index(axis)
+    return index
+
+
+def _chunks(tokens, chunk_size):
+    return max(1, -(-tokens.shape[-1] // chunk_size))
 
 
 def _split(x, chunks, axis):

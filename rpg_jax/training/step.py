@@ -6,6 +6,7 @@ result does not depend on the split, the packing or the number of devices, and n
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -17,9 +18,12 @@ import optax
 
 from rpg_jax import losses
 from rpg_jax.losses import Metrics
+from rpg_jax.models.logical import constrain, mesh_axes
 from rpg_jax.training.optimizer import Optimizer
 from rpg_jax.training.state import TrainState
 from rpg_jax.types import Batch
+
+_CHUNK = 256  # completion tokens whose logits a device holds at once
 
 LossFn = Callable[[jax.Array, Batch], tuple[jax.Array, jax.Array, Metrics]]
 
@@ -36,7 +40,26 @@ def policy_logprobs(
     model = nnx.merge(graphdef, params)
     hidden = model(batch.tokens, batch.positions, batch.segment_ids)
     hidden = jnp.take_along_axis(hidden, batch.predictors[..., None], axis=1)
-    return losses.token_logprobs(hidden, model.head(), batch.targets, temperature=temperature, entropy=entropy)
+    options: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
+    if cut := _cut(*batch.targets.shape):
+        hidden = constrain(hidden, "batch", None, "act_embed")
+        rows = batch.targets.shape[0] // math.prod(cut.mesh.shape[axis] for axis in cut.rows)
+        options |= {"cut": cut, "chunk_size": max(1, _CHUNK // rows)}
+    return losses.token_logprobs(hidden, model.head(), batch.targets, **options)
+
+
+def _cut(rows: int, positions: int) -> losses.Cut | None:
+    """Where rows, completion positions and the head lie under the mesh and rules in force; None on one device."""
+    mesh = jax.sharding.get_abstract_mesh()
+
+    def axes(name: str, size: int) -> tuple[str, ...]:
+        wide = tuple(axis for axis in mesh_axes(name) if mesh.shape[axis] > 1)
+        return () if size % math.prod(mesh.shape[axis] for axis in wide) else wide
+
+    cut = losses.Cut(mesh, axes("batch", rows), axes("length", positions), axes("vocab", 0), axes("embed", 0))
+    if not set(cut.width) <= set(cut.rows):
+        cut = cut._replace(width=())
+    return cut if any(cut[1:]) else None
 
 
 def loss_fn(name: str, **hyperparameters: Any) -> LossFn:

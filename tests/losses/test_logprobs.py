@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rpg_jax.losses import token_logprobs
+from rpg_jax.losses import Cut, token_logprobs
 
 V, D = 37, 8
 
@@ -121,6 +121,43 @@ def test_sharded_inputs_give_the_same_numbers(spec):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=5e-6), found, step(hidden, head))
 
 
+CUTS = {
+    "rows hold a part of the width": dict(rows=("x", "y"), width=("x", "y")),
+    "a copy of the head on some rows": dict(rows=("x", "y"), width=("y",)),
+    "vocabulary and width": dict(rows=("x",), width=("x",), vocab=("y",)),
+    "positions": dict(rows=("x",), width=("x",), positions=("y",)),
+    "vocabulary alone": dict(rows=("x",), vocab=("y",)),
+}
+
+
+def cut_inputs(dtype=jnp.float32):
+    rng = np.random.default_rng(2)
+    hidden, head = (jnp.asarray(rng.normal(0, 1, s), dtype) for s in ((8, 6, D), (38, D)))
+    return hidden, head, jnp.asarray(rng.integers(0, 38, (8, 6)), jnp.int32)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("axes", CUTS.values(), ids=CUTS)
+def test_a_cut_gives_the_numbers_of_one_device(axes):
+    cut = Cut(Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("x", "y")), **axes)
+    hidden, head, targets = cut_inputs(jnp.float64)  # 38 words: four devices hold 10, 10, 10 and 8
+    options = dict(temperature=0.7, chunk_size=2, entropy=True)
+    found = scalar(token_logprobs, targets, True, cut=cut, **options)(hidden, head)
+    expected = scalar(token_logprobs, targets, True, **options)(hidden, head)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12), found, expected)
+
+
+def test_a_cut_never_gathers_the_head_nor_exchanges_its_gradient_twice():
+    cut = Cut(Mesh(np.array(jax.devices()[:8]), ("x",)), rows=("x",), width=("x",))
+    hidden, head, targets = cut_inputs()
+    placed = NamedSharding(cut.mesh, PartitionSpec("x")), NamedSharding(cut.mesh, PartitionSpec(None, "x"))
+    step = scalar(token_logprobs, targets, False, cut=cut, chunk_size=2)
+    text = step.lower(jax.device_put(hidden, placed[0]), jax.device_put(head, placed[1])).compile().as_text()
+    largest = max(math.prod(map(int, dims.split(","))) for dims in re.findall(r"= f32\[([\d,]+)\]", text))
+    assert largest <= 8 * 2 * D  # a chunk of everyone's hidden states; the head has 38 D, a device's eighth 5 D
+    assert len(re.findall(r" all-to-all\(", text)) <= 3  # the head forward, the head backward, its gradient
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -128,6 +165,7 @@ def test_sharded_inputs_give_the_same_numbers(spec):
         (dict(chunk_size=0), "chunk_size"),
         (dict(head=jnp.ones((V, D + 1))), "do not match"),
         (dict(targets=jnp.zeros((2, 6), jnp.int32)), "do not match"),
+        (dict(cut=Cut(Mesh(np.array(jax.devices()[:1]), ("x",)), width=("x",))), "among its rows"),
     ],
 )
 def test_what_cannot_be_computed_is_refused(change, message):
