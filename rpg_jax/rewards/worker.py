@@ -104,6 +104,7 @@ def _confine(memory_bytes: int) -> None:
     for name, value in limits.items():
         resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (value, value))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    sys.dont_write_bytecode = True  # else the first import of a module not compiled yet is a forbidden write
     sys.addaudithook(_deny)
 
 
