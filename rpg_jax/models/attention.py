@@ -68,26 +68,29 @@ def _xla(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, axes)
     """Plain attention; long rows in blocks of queries, recomputed in the backward pass: scores stay [..., 512, T]."""
     B, T, N, H = q.shape
     K = k.shape[2]
-    grouped = q.reshape(B, T, K, N // K, H) * (H**-0.5)
+    # Heads first and keys as [H, T]: both products then read rows as stored, and XLA:CPU does not transpose scores.
+    queries = (q * H**-0.5).reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
+    keys, values = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
     index = jnp.arange(T)
 
-    def block(grouped, segments, index_q):
-        scores = jnp.einsum("btkgh,bskh->bkgts", grouped, k, preferred_element_type=jnp.float32)
+    def block(queries, segments, index_q):
+        scores = jnp.einsum("bkgth,bkhs->bkgts", queries, keys, preferred_element_type=jnp.float32)
         scores = constrain(scores, axes[0], "act_kv_heads", None, axes[1], None)
         mask = (index_q[:, None] >= index) & (segments[:, :, None] == segment_ids[:, None, :])
-        weights = jax.nn.softmax(jnp.where(mask[:, None, None], scores, _MASKED), axis=-1).astype(v.dtype)
-        return jnp.einsum("bkgts,bskh->btkgh", weights, v)
+        scores = jnp.where(mask[:, None, None], scores, _MASKED)
+        weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
+        total = weights.sum(-1, keepdims=True)
+        mixed = jnp.einsum("bkgts,bksh->bkgth", weights.astype(v.dtype), values, preferred_element_type=jnp.float32)
+        return (mixed / total).astype(q.dtype)
 
-    whole = T <= 2 * _BLOCK or T % _BLOCK or shards(axes[1]) > 1
-    if whole:
-        return block(grouped, segment_ids, index).reshape(B, T, N, H)
-
-    def split(x):
-        return jnp.moveaxis(x.reshape(B, T // _BLOCK, _BLOCK, *x.shape[2:]), 1, 0)
-
-    blocks = (split(grouped), split(segment_ids), index.reshape(-1, _BLOCK))
-    out = jax.lax.map(lambda args: jax.checkpoint(block)(*args), blocks)
-    return jnp.moveaxis(out, 0, 1).reshape(B, T, N, H)
+    if T <= 2 * _BLOCK or T % _BLOCK or shards(axes[1]) > 1:
+        out = block(queries, segment_ids, index)
+    else:
+        blocks = queries.reshape(B, K, N // K, T // _BLOCK, _BLOCK, H).transpose(3, 0, 1, 2, 4, 5)
+        segments = segment_ids.reshape(B, T // _BLOCK, _BLOCK).swapaxes(0, 1)
+        out = jax.lax.map(lambda args: jax.checkpoint(block)(*args), (blocks, segments, index.reshape(-1, _BLOCK)))
+        out = out.transpose(1, 2, 3, 0, 4, 5).reshape(B, K, N // K, T, H)
+    return out.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
 def decode_attention(

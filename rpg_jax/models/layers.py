@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import jax
@@ -13,8 +14,7 @@ from rpg_jax.models.config import QwenConfig
 from rpg_jax.models.declare import Declare
 from rpg_jax.models.logical import constrain, shards
 from rpg_jax.models.moe import MoE
-
-_STRETCH = 2560  # positions of a row that pass a feed-forward layer together
+from rpg_jax.models.swiglu import swiglu
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -22,6 +22,19 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     return (x32 * scale * weight.astype(jnp.float32)).astype(x.dtype)
+
+
+def project(x: jax.Array, weight: jax.Array, axes, inputs: int = 1) -> jax.Array:
+    """x [B, T, *in] times weight [*in, *out], of `inputs` input dimensions: [B, T, *out].
+
+    Rows and positions are multiplied as one dimension unless positions are sharded: with two, XLA:CPU transposes both
+    operands of every weight gradient in memory, half of the time of a backward pass.
+    """
+    rows, out = x.shape[:2], weight.shape[inputs:]
+    lead = (math.prod(rows),) if shards(axes[1]) == 1 else rows
+    width = math.prod(weight.shape[:inputs])
+    y = x.reshape(*lead, width) @ weight.astype(x.dtype).reshape(width, -1)
+    return y.reshape(*rows, *out)
 
 
 class Attention(nnx.Module):
@@ -46,7 +59,7 @@ class Attention(nnx.Module):
 
     def project(self, x: jax.Array, table, axes) -> tuple[jax.Array, jax.Array, jax.Array]:
         """q [B, T, N, H], k and v [B, T, K, H] of x [B, T, D], q and k normed and rotated."""
-        q, k, v = (jnp.einsum("btd,dnh->btnh", x, w[...].astype(x.dtype)) for w in (self.q, self.k, self.v))
+        q, k, v = (project(x, w[...], axes) for w in (self.q, self.k, self.v))
         if self.bias:
             q, k, v = (y + b[...].astype(x.dtype) for y, b in ((q, self.q_bias), (k, self.k_bias), (v, self.v_bias)))
         if self.qk_norm:
@@ -55,13 +68,13 @@ class Attention(nnx.Module):
         k = constrain(rope.rotate(k, table), *axes, "act_kv_heads", None)
         return q, k, constrain(v, *axes, "act_kv_heads", None)
 
-    def output(self, x: jax.Array) -> jax.Array:
+    def output(self, x: jax.Array, axes) -> jax.Array:
         """[B, T, D] of the attended values x [B, T, N, H]."""
-        return jnp.einsum("btnh,nhd->btd", x, self.o[...].astype(x.dtype))
+        return project(x, self.o[...], axes, inputs=2)
 
 
 class MLP(nnx.Module):
-    """SwiGLU: down(silu(gate(x)) · up(x)); long rows in stretches, so that hidden units take [B, T / n, F]."""
+    """SwiGLU: down(silu(gate(x)) · up(x))."""
 
     def __init__(self, config: QwenConfig, declare: Declare):
         D, F = config.embed_dim, config.hidden_dim
@@ -70,28 +83,7 @@ class MLP(nnx.Module):
         self.down = declare.matrix((F, D), ("hidden", "embed"), fan_in=F * 2 * config.num_layers)
 
     def __call__(self, x: jax.Array, axes) -> jax.Array:
-        gate, up, down = (w[...].astype(x.dtype) for w in (self.gate, self.up, self.down))
-
-        def apply(x):
-            hidden = constrain(jax.nn.silu(x @ gate) * (x @ up), *axes, "act_hidden")
-            return hidden @ down
-
-        B, T, D = x.shape
-        stretches = _stretches(T) if shards(axes[1]) == 1 else 1
-        if stretches == 1:
-            return apply(x)
-        # Gathered here, the weights cross the network once and not once a stretch.
-        gate, up = (constrain(w, None, "act_hidden") for w in (gate, up))
-        down = constrain(down, "act_hidden", None)
-        parts = jnp.moveaxis(x.reshape(B, stretches, T // stretches, D), 1, 0)
-        out = jax.lax.map(jax.checkpoint(apply), parts)
-        return jnp.moveaxis(out, 0, 1).reshape(B, T, D)
-
-
-def _stretches(length: int) -> int:
-    """Into how many equal parts of at most `_STRETCH` positions a row divides; 1 where it does not."""
-    fewest = -(-length // _STRETCH)
-    return next((n for n in range(fewest, 4 * fewest) if length % n == 0), 1)
+        return swiglu(x, self.gate[...], self.up[...], self.down[...], axes)
 
 
 class Block(nnx.Module):
@@ -107,6 +99,6 @@ class Block(nnx.Module):
     def __call__(self, x: jax.Array, table, attend: Callable, axes) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Next x [B, T, D] and this layer's k and v [B, T, K, H]; `attend(q, k, v)` mixes tokens."""
         q, k, v = self.attention.project(rms_norm(x, self.attention_norm[...], self.eps), table, axes)
-        x = constrain(x + self.attention.output(attend(q, k, v)), *axes, "act_embed")
+        x = constrain(x + self.attention.output(attend(q, k, v), axes), *axes, "act_embed")
         x = constrain(x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), axes), *axes, "act_embed")
         return x, k, v

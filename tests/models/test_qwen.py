@@ -238,7 +238,7 @@ def test_feed_forward_in_stretches_changes_no_gradient(monkeypatch):
         return jax.jit(jax.grad(loss))(params)
 
     whole = gradient()
-    monkeypatch.setattr("rpg_jax.models.layers._STRETCH", 5)
+    monkeypatch.setattr("rpg_jax.models.swiglu._STRETCH", 5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-5), gradient(), whole)
 
 

@@ -1,0 +1,78 @@
+"""The SwiGLU feed-forward on long rows and on a mesh: hidden units of a stretch at a time, weights gathered once."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from rpg_jax.models.logical import mesh_axes, partition_spec
+
+_STRETCH = 2560  # positions of a row that are multiplied together
+
+
+def swiglu(
+    x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, axes: tuple[str | None, str | None]
+) -> jax.Array:
+    """down(silu(gate(x)) · up(x)) of x [B, T, D], whose first two dimensions `axes` names, in x's dtype.
+
+    Long rows pass in stretches that the backward pass computes again, so that hidden units take [B, T / n, F]. On a
+    mesh each device gathers its weights once, adds up their gradient over all stretches, and only then sums that over
+    the devices, in the dtype of the weights: left to the partitioner, every stretch would be summed over the network.
+
+    Args:
+      gate, up: [D, F]. down: [F, D].
+    """
+    tokens = partition_spec(*axes, None)
+    if tokens is None:
+        return _in_stretches(x, *(w.astype(x.dtype) for w in (gate, up, down)))
+    local = functools.partial(_local, embed=mesh_axes("embed"), hidden=mesh_axes("hidden"))
+    wide, narrow = partition_spec("embed", "hidden"), partition_spec("hidden", "embed")
+    # check_vma: gathered weights are equal on all devices, which the type system cannot see.
+    specs = (tokens, wide, wide, narrow)
+    return jax.shard_map(local, in_specs=specs, out_specs=tokens, check_vma=False)(x, gate, up, down)
+
+
+def _local(x, gate, up, down, *, embed, hidden):
+    gate, up = (_gathered(w, embed, 0, x.dtype) for w in (gate, up))
+    out = _in_stretches(x, gate, up, _gathered(down, embed, 1, x.dtype))
+    return jax.lax.psum(out, hidden) if hidden else out
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gathered(weight, axes, dimension, dtype):
+    """The whole of a weight in the compute dtype; its gradient is summed in the weight's own."""
+    weight = weight.astype(dtype)
+    return jax.lax.all_gather(weight, axes, axis=dimension, tiled=True) if axes else weight
+
+
+def _gathered_forward(weight, axes, dimension, dtype):
+    return _gathered(weight, axes, dimension, dtype), jnp.zeros((), weight.dtype)
+
+
+def _gathered_backward(axes, dimension, dtype, own, gradient):
+    gradient = gradient.astype(own.dtype)
+    return (jax.lax.psum_scatter(gradient, axes, scatter_dimension=dimension, tiled=True) if axes else gradient,)
+
+
+_gathered.defvjp(_gathered_forward, _gathered_backward)
+
+
+def _in_stretches(x, gate, up, down):
+    def apply(x):
+        return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+    B, T, D = x.shape
+    stretches = _stretches(T)
+    if stretches == 1:
+        return apply(x.reshape(B * T, D)).reshape(B, T, D)
+    parts = jnp.moveaxis(x.reshape(B, stretches, T // stretches, D), 1, 0).reshape(stretches, -1, D)
+    out = jax.lax.map(jax.checkpoint(apply), parts)
+    return jnp.moveaxis(out.reshape(stretches, B, T // stretches, D), 0, 1).reshape(B, T, D)
+
+
+def _stretches(length: int) -> int:
+    """Into how many equal parts of at most `_STRETCH` positions a row divides; 1 where it does not."""
+    fewest = -(-length // _STRETCH)
+    return next((n for n in range(fewest, 4 * fewest) if length % n == 0), 1)
