@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 
 import jax
@@ -12,7 +11,7 @@ from flax import nnx
 from rpg_jax.models import rope
 from rpg_jax.models.config import QwenConfig
 from rpg_jax.models.declare import Declare
-from rpg_jax.models.logical import constrain, shards
+from rpg_jax.models.logical import constrain
 from rpg_jax.models.moe import MoE
 from rpg_jax.models.swiglu import swiglu
 
@@ -22,19 +21,6 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + eps)
     return (x32 * scale * weight.astype(jnp.float32)).astype(x.dtype)
-
-
-def project(x: jax.Array, weight: jax.Array, axes, inputs: int = 1) -> jax.Array:
-    """x [B, T, *in] times weight [*in, *out], of `inputs` input dimensions: [B, T, *out].
-
-    Rows and positions are multiplied as one dimension unless positions are sharded: with two, XLA:CPU transposes both
-    operands of every weight gradient in memory, half of the time of a backward pass.
-    """
-    rows, out = x.shape[:2], weight.shape[inputs:]
-    lead = (math.prod(rows),) if shards(axes[1]) == 1 else rows
-    width = math.prod(weight.shape[:inputs])
-    y = x.reshape(*lead, width) @ weight.astype(x.dtype).reshape(width, -1)
-    return y.reshape(*rows, *out)
 
 
 class Attention(nnx.Module):
@@ -59,7 +45,7 @@ class Attention(nnx.Module):
 
     def project(self, x: jax.Array, table, axes) -> tuple[jax.Array, jax.Array, jax.Array]:
         """q [B, T, N, H], k and v [B, T, K, H] of x [B, T, D], q and k normed and rotated."""
-        q, k, v = (project(x, w[...], axes) for w in (self.q, self.k, self.v))
+        q, k, v = (jnp.einsum("btd,dnh->btnh", x, w[...].astype(x.dtype)) for w in (self.q, self.k, self.v))
         if self.bias:
             q, k, v = (y + b[...].astype(x.dtype) for y, b in ((q, self.q_bias), (k, self.k_bias), (v, self.v_bias)))
         if self.qk_norm:
@@ -68,9 +54,9 @@ class Attention(nnx.Module):
         k = constrain(rope.rotate(k, table), *axes, "act_kv_heads", None)
         return q, k, constrain(v, *axes, "act_kv_heads", None)
 
-    def output(self, x: jax.Array, axes) -> jax.Array:
+    def output(self, x: jax.Array) -> jax.Array:
         """[B, T, D] of the attended values x [B, T, N, H]."""
-        return project(x, self.o[...], axes, inputs=2)
+        return jnp.einsum("btnh,nhd->btd", x, self.o[...].astype(x.dtype))
 
 
 class MLP(nnx.Module):
@@ -99,6 +85,6 @@ class Block(nnx.Module):
     def __call__(self, x: jax.Array, table, attend: Callable, axes) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Next x [B, T, D] and this layer's k and v [B, T, K, H]; `attend(q, k, v)` mixes tokens."""
         q, k, v = self.attention.project(rms_norm(x, self.attention_norm[...], self.eps), table, axes)
-        x = constrain(x + self.attention.output(attend(q, k, v), axes), *axes, "act_embed")
+        x = constrain(x + self.attention.output(attend(q, k, v)), *axes, "act_embed")
         x = constrain(x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), axes), *axes, "act_embed")
         return x, k, v
