@@ -70,6 +70,7 @@ def get_config() -> ConfigDict:
     rewards.overlong_shaping = from_method(bool)  # punish completions that come close to the limit (MATH section 8)
     rewards.overlong_buffer = 512  # tokens before the limit over which the punishment grows
     rewards.overlong_factor = 1.0  # the punishment at the limit
+    rewards.overlong_masking = False  # completions cut off by the limit are not trained
 
     rollout = c.rollout = ConfigDict()
     rollout.driver = "orchestrator"  # JetStream in process; lockstep: one thread, any mesh; simple: the plain oracle
@@ -87,6 +88,7 @@ def get_config() -> ConfigDict:
     dynamic.oversample = 1  # prompts generated at once, in units of prompts_per_step (the paper: 3)
     dynamic.max_batches = 20  # generation batches per step before giving up
     dynamic.on_shortage = "smaller"  # "smaller": train on what was kept; "error": stop
+    dynamic.surplus = "drop"  # groups kept beyond a step's need: drop them, or carry them to the next step
 
     loss = c.loss = ConfigDict()
     loss.name = from_method(str)  # rpg ppo grpo dapo reinforce_pp reinforce_pp_baseline dr_grpo gspo cispo

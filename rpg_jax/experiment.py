@@ -25,7 +25,7 @@ from rpg_jax.training.loop import Trainer
 from rpg_jax.training.optimizer import Optimizer
 from rpg_jax.training.reference import Reference
 from rpg_jax.training.state import TrainState
-from rpg_jax.types import Batch, Sampling
+from rpg_jax.types import Batch, Completion, Sampling
 
 
 @dataclasses.dataclass
@@ -142,14 +142,24 @@ class Experiment:
         """Micro-batches of one fixed shape: rows beyond the completions have no tokens."""
         c = self.config
         prompts, completions = [g.prompt for g in groups], [g.completions for g in groups]
-        limit = c.task.max_prompt_tokens + c.rollout.max_tokens
+        common = {"pad_id": self.tokenizer.pad_id, "mask_truncated": c.rewards.overlong_masking}
         if c.train.packed_length:
             packed = {"row_length": c.train.packed_length, "completion_length": c.train.packed_length}
-            rows = data.pack_completions(prompts, completions, advantages, pad_id=self.tokenizer.pad_id, **packed)
+            rows = data.pack_completions(prompts, completions, advantages, **packed, **common)
         else:
+            limit = c.task.max_prompt_tokens + c.rollout.max_tokens
             padded = {"row_length": limit, "completion_length": c.rollout.max_tokens}
-            rows = data.pad_completions(prompts, completions, advantages, pad_id=self.tokenizer.pad_id, **padded)
+            rows = data.pad_completions(prompts, completions, advantages, **padded, **common)
         return data.micro_batches(rows, self.microbatch_size)
+
+    def advantages(self, groups: Sequence[Group]) -> np.ndarray:
+        """f32[P, G]; whitened ones average over the tokens that are trained."""
+        rewards = np.stack([g.rewards for g in groups])
+        lengths = np.array([[len(c.tokens) * self._is_trained(c) for c in g.completions] for g in groups], np.int32)
+        return np.asarray(losses.advantages(self.config.loss.advantage, rewards, lengths=lengths))
+
+    def _is_trained(self, completion: Completion) -> bool:
+        return not (self.config.rewards.overlong_masking and completion.finish_reason == "length")
 
     @property
     def microbatch_size(self) -> int:
@@ -204,9 +214,7 @@ class Experiment:
             sample=self.make_sampler(
                 sampler, scorer, temperature=c.rollout.temperature, group_size=c.rollout.group_size, seed=c.seed
             ),
-            advantages=lambda rewards, lengths: np.asarray(
-                losses.advantages(c.loss.advantage, rewards, lengths=lengths)
-            ),
+            advantages=self.advantages,
             batcher=self.make_batches,
             rollout=sampler,
             reference=Reference(
@@ -215,7 +223,9 @@ class Experiment:
                 like=self.abstract_params,
                 **{k: c.reference[k] for k in ("every", "kl_threshold", "kl_decay", "resident")},
             ),
-            dynamic=DynamicSampling(dynamic.max_batches, dynamic.on_shortage) if dynamic.enabled else None,
+            dynamic=DynamicSampling(dynamic.max_batches, dynamic.on_shortage, dynamic.surplus)
+            if dynamic.enabled
+            else None,
             prompts_per_step=c.rollout.prompts_per_step,
             updates_per_step=c.train.updates_per_step,
             epochs=c.train.epochs,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
 
-from rpg_jax.data import Problem, PromptStream
+from rpg_jax.data import Problem
 from rpg_jax.rewards import Scorer
 from rpg_jax.rollout import Rollout
 from rpg_jax.types import Completion, Sampling
@@ -25,6 +26,8 @@ class Group:
       texts: decoded, for scoring and for people.
       rewards: f32[G], shaped.
       accuracy: f32[G], raw, in [0, 1].
+      behaviour_logprobs: of a group carried over from the step before, G arrays f32[n]: the trainer's log π_old under
+        the weights that sampled it. None: those are the present weights, and the trainer computes them.
     """
 
     problem: Problem
@@ -33,6 +36,7 @@ class Group:
     texts: list[str]
     rewards: np.ndarray
     accuracy: np.ndarray
+    behaviour_logprobs: list[np.ndarray] | None = None
 
     @property
     def informative(self) -> bool:
@@ -47,27 +51,71 @@ class DynamicSampling:
     Attributes:
       max_batches: generation batches per step.
       on_shortage: "smaller" trains on what was kept, "error" stops the run.
+      surplus: informative groups beyond a step's need: "drop" them, or "carry" as many as one step needs over to the
+        next step, which trains on them first. So nothing trained is older than one step.
     """
 
     max_batches: int = 20
     on_shortage: str = "smaller"
+    surplus: str = "drop"
 
     def __post_init__(self):
-        if self.max_batches < 1 or self.on_shortage not in ("smaller", "error"):
+        if (
+            self.max_batches < 1
+            or self.on_shortage not in ("smaller", "error")
+            or self.surplus not in ("drop", "carry")
+        ):
             raise ValueError(
-                "dynamic sampling needs max_batches >= 1 and on_shortage 'smaller' or 'error', got "
-                f"{self.max_batches} and {self.on_shortage!r}"
+                "dynamic sampling needs max_batches >= 1, on_shortage 'smaller' or 'error' and surplus 'drop' or "
+                f"'carry', got {self.max_batches}, {self.on_shortage!r} and {self.surplus!r}"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class Collected:
+    """The groups of a step, each of which ends in exactly one of `trained`, `carried`, `dropped` and `uninformative`.
+
+    Attributes:
+      generated: by this step, in order.
+      pending: carried over from the step before.
+      trained: to train on now.
+      carried: to train on in the next step.
+      dropped: informative, and not needed.
+    """
+
+    generated: list[Group]
+    pending: list[Group]
+    trained: list[Group]
+    carried: list[Group] = dataclasses.field(default_factory=list)
+    dropped: list[Group] = dataclasses.field(default_factory=list)
+
+    def accounting(self) -> dict[str, float]:
+        """Counts of groups: generated = kept + uninformative; kept + carried_in = trained + carried_out + dropped."""
+        kept = len(self.trained) + len(self.carried) + len(self.dropped) - len(self.pending)
+        return {
+            "groups_generated": len(self.generated),
+            "groups_uninformative": len(self.generated) - kept,
+            "groups_kept": kept,
+            "groups_carried_in": len(self.pending),
+            "groups_carried_out": len(self.carried),
+            "groups_dropped": len(self.dropped),
+            "groups_trained": len(self.trained),
+            "staleness": len(self.pending) / max(len(self.trained), 1),
+        }
 
 
 class Sampler(Protocol):
     """Prompts in, scored groups out; see `GroupSampler`."""
 
-    def __call__(self, problems: Sequence[Problem], *, step: int) -> list[Group]: ...
+    def __call__(self, problems: Sequence[Problem], *, step: int, draw: int = 0) -> list[Group]: ...
 
 
 class GroupSampler:
-    """Samples and scores one group per problem; the completions depend on (seed, step, prompt, index) only."""
+    """Samples and scores one group per problem.
+
+    The completions depend on (seed, step, draw, prompt, index) only, so a prompt that occurs twice in a step needs two
+    draws. `errors` counts failed verdicts by kind since `take_errors` was called last.
+    """
 
     def __init__(
         self,
@@ -82,76 +130,104 @@ class GroupSampler:
     ):
         self._rollout, self._encode, self._decode, self._scorer = rollout, encode, decode, scorer
         self._group_size, self._sampling, self._seed = group_size, sampling, seed
+        self._errors: collections.Counter[str] = collections.Counter()
 
-    def __call__(self, problems: Sequence[Problem], *, step: int) -> list[Group]:
+    def __call__(
+        self, problems: Sequence[Problem], *, step: int, draw: int = 0, group_size: int | None = None
+    ) -> list[Group]:
+        g = group_size or self._group_size
         prompts = [self._encode(p) for p in problems]
         groups = self._rollout.generate(
             prompts,
             prompt_ids=[p.prompt_id for p in problems],
-            group_size=self._group_size,
+            group_size=g,
             sampling=self._sampling,
-            seed=self._seed,
+            seed=(self._seed + draw * _BETWEEN_DRAWS) % 2**32,
             step=step,
         )
         flat = [c for group in groups for c in group]
         texts = [self._decode(_without_stop(c)) for c in flat]
         scores = self._scorer(
-            [p for p in problems for _ in range(self._group_size)],
+            [p for p in problems for _ in range(g)],
             texts,
             [c.finish_reason for c in flat],
             [len(c.tokens) for c in flat],
         )
+        self._errors.update(scores.errors)
         rewards = np.asarray(scores.rewards, np.float32).reshape(len(problems), -1)
         accuracy = np.asarray(scores.accuracy, np.float32).reshape(len(problems), -1)
-        g = self._group_size
         return [
             Group(p, prompts[i], groups[i], texts[i * g : (i + 1) * g], rewards[i], accuracy[i])
             for i, p in enumerate(problems)
         ]
 
+    def take_errors(self) -> dict[str, int]:
+        """Failed verdicts by kind (see `rewards.Scores.errors`) since the last call."""
+        taken, self._errors = dict(self._errors), collections.Counter()
+        return taken
+
 
 def collect(
-    stream: PromptStream,
+    stream: Iterable[list[Problem]],
     sample: Sampler,
     *,
     prompts_per_step: int,
     step: int,
     dynamic: DynamicSampling | None,
-    on_batch: Callable[[int], None] = lambda kept: None,
-) -> tuple[list[Group], list[Group]]:
-    """Returns (the groups to train on, every group generated).
+    pending: Sequence[Group] = (),
+) -> Collected:
+    """The groups of a step.
 
-    Without dynamic sampling both are the groups of the stream's next batch. With it, batches are
-    generated until that many groups are informative; the surplus of the last batch is dropped. A prompt that the
-    stream repeats within the step is generated once: its completions would be the same again.
+    Without dynamic sampling they are those of the stream's next batch. With it, batches are generated until, together
+    with the `pending` ones, as many groups as a step trains on are informative.
+
+    A prompt that the stream repeats within the step, as at the border of two epochs, would get the same completions
+    again: without dynamic sampling it gets other random numbers, with it the repetition is left out.
 
     Raises:
       ValueError: no group was informative after `max_batches`, or too few with on_shortage = "error".
     """
+    batches = iter(stream)
     if dynamic is None:
-        groups = sample(next(stream), step=step)
-        return groups, groups
-    kept: list[Group] = []
-    generated: list[Group] = []
+        groups = _sample_repetitions_apart(next(batches), sample, step)
+        return Collected(groups, [], groups)
+    kept, generated = list(pending), []
     seen: set[int] = set()
     for _ in range(dynamic.max_batches):
-        fresh = [p for p in next(stream) if p.prompt_id not in seen]
+        if len(kept) >= prompts_per_step:
+            break
+        fresh = list({p.prompt_id: p for p in next(batches) if p.prompt_id not in seen}.values())
         seen.update(p.prompt_id for p in fresh)
         if fresh:
             groups = sample(fresh, step=step)
             generated += groups
             kept += [g for g in groups if g.informative]
-            on_batch(len(kept))
-        if len(kept) >= prompts_per_step:
-            return kept[:prompts_per_step], generated
-    if not kept or dynamic.on_shortage == "error":
+    if not kept or (len(kept) < prompts_per_step and dynamic.on_shortage == "error"):
         accuracy = float(np.mean([g.accuracy.mean() for g in generated]))
         raise ValueError(
             f"step {step}: dynamic sampling kept {len(kept)} of {prompts_per_step} groups after {dynamic.max_batches} "
             f"batches ({len(generated)} groups, mean accuracy {accuracy:.3f}): the problems are too easy or too hard. "
             "Change the task, raise dynamic_sampling.max_batches, or set dynamic_sampling.enabled=False"
         )
-    return kept, generated
+    surplus = kept[prompts_per_step:]
+    carried = surplus[:prompts_per_step] if dynamic.surplus == "carry" else []
+    return Collected(generated, list(pending), kept[:prompts_per_step], carried, surplus[len(carried) :])
+
+
+def _sample_repetitions_apart(problems: Sequence[Problem], sample: Sampler, step: int) -> list[Group]:
+    """One group per problem, in order; the n-th occurrence of a prompt is the n-th draw."""
+    occurrences: collections.Counter[int] = collections.Counter()
+    by_draw: dict[int, list[int]] = {}
+    for i, problem in enumerate(problems):
+        by_draw.setdefault(occurrences[problem.prompt_id], []).append(i)
+        occurrences[problem.prompt_id] += 1
+    groups = {}
+    for draw, chosen in by_draw.items():
+        groups |= zip(chosen, sample([problems[i] for i in chosen], step=step, draw=draw), strict=True)
+    return [groups[i] for i in range(len(problems))]
+
+
+_BETWEEN_DRAWS = 0x9E3779B1  # far from the small numbers that people choose as seeds
 
 
 def _without_stop(completion: Completion) -> list[int]:

@@ -10,20 +10,22 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 
 from rpg_jax import losses
 from rpg_jax.data import PromptStream
 from rpg_jax.losses import Metrics
 from rpg_jax.rollout import Rollout
 from rpg_jax.training import metrics as metrics_lib
-from rpg_jax.training.experience import DynamicSampling, Group, Sampler, collect
+from rpg_jax.training import pending
+from rpg_jax.training.experience import Collected, DynamicSampling, Group, GroupSampler, collect
 from rpg_jax.training.reference import Reference
+from rpg_jax.training.rows import Batcher, gather, spread
 from rpg_jax.training.state import TrainState
 from rpg_jax.training.step import Programs
 from rpg_jax.types import Batch
 
-AdvantageFn = Callable[[np.ndarray, np.ndarray], jax.Array]
-Batcher = Callable[[Sequence[Group], np.ndarray], list[Batch]]
+AdvantageFn = Callable[[Sequence[Group]], np.ndarray]
 
 
 @dataclasses.dataclass
@@ -35,7 +37,7 @@ class Trainer:
       programs: the jitted log-prob pass and update.
       stream: of problems.
       sample: completions and scores for problems.
-      advantages: f32[P, G] of rewards f32[P, G] and completion lengths i32[P, G].
+      advantages: f32[P, G] of P groups.
       batcher: micro-batches, all of one shape, for groups and their advantages.
       rollout: the sampler whose weights follow the policy.
       reference: the KL anchor.
@@ -47,12 +49,13 @@ class Trainer:
       max_sampler_gap: mean |log π_s − log π_old| in nats above which the run stops.
       max_nonfinite_updates: skipped updates in a row that stop the run.
       step: steps done.
+      pending: groups carried over to the next step.
     """
 
     state: TrainState
     programs: Programs
     stream: PromptStream
-    sample: Sampler
+    sample: GroupSampler
     advantages: AdvantageFn
     batcher: Batcher
     rollout: Rollout
@@ -66,21 +69,23 @@ class Trainer:
     max_nonfinite_updates: int
     step: int = 0
     nonfinite_in_a_row: int = 0
+    pending: list[Group] = dataclasses.field(default_factory=list)
 
     def run_step(self) -> tuple[dict[str, float], list[Group]]:
         """One rollout batch and its updates. Returns the step's metrics and the groups that were generated."""
         clock = _Clock()
-        groups, generated = collect(
+        collected = collect(
             self.stream,
             self.sample,
             prompts_per_step=self.prompts_per_step,
             step=self.step,
             dynamic=self.dynamic,
+            pending=self.pending,
         )
         clock.lap("rollout")
 
-        minibatches = self._minibatches(groups)
-        minibatches, entropy = self._with_logprobs(minibatches)
+        minibatches, entropy = self._minibatches(collected.trained)
+        self.pending = self._with_behaviour_logprobs(collected.carried)
         clock.lap("logprobs")
 
         totals = self._update(minibatches)
@@ -91,41 +96,68 @@ class Trainer:
 
         self.step += 1
         values = metrics_lib.mean({**totals, "entropy": entropy})
-        values |= sampling_metrics(groups, generated)
+        values |= sampling_metrics(collected)
+        values |= {f"verifier_errors/{kind}": count for kind, count in self.sample.take_errors().items()}
         values |= {"updates": int(self.state.updates), "skipped_updates": int(self.state.skipped)}
         values["kl"], values["sampler_ess"] = values["kl_k3"], _effective_share(values)
         values |= {"reference_update": self.reference.number, "reference_kl_average": self.reference.kl_average}
         values |= clock.metrics(tokens=values["completion_tokens"])
         self._check(values)
-        return values, generated
+        return values, collected.generated
 
-    def _minibatches(self, groups: list[Group]) -> list[list[Batch]]:
-        """Every U-th group makes a mini-batch, so that a shortage of groups is spread over all of them."""
-        rewards = np.stack([g.rewards for g in groups])
-        lengths = np.array([[len(c.tokens) for c in g.completions] for g in groups], np.int32)
-        advantages = np.asarray(self.advantages(rewards, lengths))
-        chosen = [slice(u, None, self.updates_per_step) for u in range(self.updates_per_step)]
-        return [jax.device_put(self.batcher(groups[rows], advantages[rows]), self.batch_sharding) for rows in chosen]
+    def _minibatches(self, groups: list[Group]) -> tuple[list[list[Batch]], tuple[jax.Array, jax.Array]]:
+        """Mini-batches with all log-probs, and Σ entropy with its weight.
 
-    def _with_logprobs(self, minibatches: list[list[Batch]]) -> tuple[list[list[Batch]], tuple[jax.Array, jax.Array]]:
-        """Behaviour log-probs by the trainer itself, the reference's where it is another policy, and Σ entropy."""
-        behaviour, entropies = [], []
-        for batch in (b for micro_batches in minibatches for b in micro_batches):
+        Every U-th group makes a mini-batch, so that a shortage of groups is spread over all of them.
+        """
+        advantages = self.advantages(groups)
+        chosen = [slice(u, None, self.updates_per_step) for u in range(self.updates_per_step) if groups[u:]]
+        minibatches, entropies = [], []
+        for rows in chosen:
+            batches = self._placed(self.batcher(groups[rows], advantages[rows]))
+            batches, entropy = self._with_logprobs(batches, groups[rows])
+            minibatches.append(batches)
+            entropies += entropy
+        return minibatches, losses.merge([{"entropy": pair} for pair in entropies])["entropy"]
+
+    def _with_logprobs(self, batches: list[Batch], groups: list[Group]) -> tuple[list[Batch], list[Any]]:
+        """Behaviour log-probs by the trainer itself, the reference's where it is another policy, and Σ entropy.
+
+        Carried groups keep the behaviour log-probs of the weights that sampled them.
+        """
+        present, entropies = [], []
+        for batch in batches:
             logprobs, entropy = self.programs.logprobs(self.state.params, batch)
-            behaviour.append(logprobs)
+            present.append(logprobs)
             entropies.append((jnp.sum(jnp.where(batch.mask > 0, entropy, 0)), jnp.sum(batch.mask)))
-        ref = behaviour
-        if not self.reference.coincides(int(self.state.updates)):
+        behaviour = present
+        if any(g.behaviour_logprobs for g in groups):
+            unknown = [[np.full(len(c.tokens), np.nan) for c in g.completions] for g in groups]
+            stored = [g.behaviour_logprobs or nan for g, nan in zip(groups, unknown, strict=True)]
+            rows = self._placed(spread(self.batcher, groups, stored))
+            behaviour = [jnp.where(jnp.isnan(s), x, s) for s, x in zip(rows, present, strict=True)]
+        if self.reference.is_behaviour:
+            ref = behaviour
+        elif self.reference.coincides(int(self.state.updates)):
+            ref = present
+        else:
             params = self.reference.params()
-            ref = [self.programs.logprobs(params, b)[0] for micro_batches in minibatches for b in micro_batches]
-        pairs = iter(zip(behaviour, ref, strict=True))
+            ref = [self.programs.logprobs(params, batch)[0] for batch in batches]
+        parts = zip(batches, behaviour, ref, strict=True)
+        return [dataclasses.replace(b, behaviour_logprobs=old, ref_logprobs=r) for b, old, r in parts], entropies
 
-        def complete(batch: Batch) -> Batch:
-            old, anchor = next(pairs)
-            return dataclasses.replace(batch, behaviour_logprobs=old, ref_logprobs=anchor)
+    def _with_behaviour_logprobs(self, groups: list[Group]) -> list[Group]:
+        """`groups` with their log-probs under the present weights, which sampled them and are about to change."""
+        if not groups:
+            return []
+        batches = self._placed(self.batcher(groups, np.zeros((len(groups), len(groups[0].completions)))))
+        rows = [self.programs.logprobs(self.state.params, batch)[0] for batch in batches]
+        rows = [multihost_utils.process_allgather(x, tiled=True) for x in rows]
+        by_group = gather(self.batcher, groups, rows)
+        return [dataclasses.replace(g, behaviour_logprobs=x) for g, x in zip(groups, by_group, strict=True)]
 
-        completed = [[complete(b) for b in micro_batches] for micro_batches in minibatches]
-        return completed, losses.merge([{"entropy": pair} for pair in entropies])["entropy"]
+    def _placed(self, rows: Any) -> Any:
+        return jax.device_put(rows, self.batch_sharding)
 
     def _update(self, minibatches: list[list[Batch]]) -> Metrics:
         """`epochs` passes of one update per mini-batch; returns the summed metrics."""
@@ -172,6 +204,7 @@ class Trainer:
             "stream": self.stream.state(),
             "reference": self.reference.commit(),
             "nonfinite_in_a_row": self.nonfinite_in_a_row,
+            "pending": pending.encode(self.pending),
         }
 
     def restore(self, state: TrainState, record: dict[str, Any]) -> None:
@@ -180,21 +213,22 @@ class Trainer:
         self.stream.restore(record["stream"])
         self.reference.restore(record["reference"])
         self.nonfinite_in_a_row = int(record["nonfinite_in_a_row"])
+        self.pending = pending.decode(record["pending"])
 
 
-def sampling_metrics(groups: Sequence[Group], generated: Sequence[Group]) -> dict[str, float]:
-    """What was generated, and what of it is trained on; lengths in tokens."""
+def sampling_metrics(collected: Collected) -> dict[str, float]:
+    """What was generated, in means over its completions (none where all groups were carried over), and the accounting
+    of what became of it; lengths in tokens."""
+    generated = collected.generated
     completions = [c for g in generated for c in g.completions]
-    return {
-        "reward": float(np.mean([g.rewards.mean() for g in generated])),
-        "accuracy": float(np.mean([g.accuracy.mean() for g in generated])),
-        "completion_length": float(np.mean([len(c.tokens) for c in completions])),
-        "completion_tokens": sum(len(c.tokens) for c in completions),
-        "truncated": float(np.mean([c.finish_reason == "length" for c in completions])),
-        "groups_generated": len(generated),
-        "groups_trained": len(groups),
-        "groups_informative": sum(g.informative for g in generated),
+    means = {
+        "reward": lambda: np.mean([g.rewards.mean() for g in generated]),
+        "accuracy": lambda: np.mean([g.accuracy.mean() for g in generated]),
+        "completion_length": lambda: np.mean([len(c.tokens) for c in completions]),
+        "truncated": lambda: np.mean([c.finish_reason == "length" for c in completions]),
     }
+    values = {name: float(mean()) for name, mean in means.items()} if generated else {}
+    return values | {"completion_tokens": sum(len(c.tokens) for c in completions)} | collected.accounting()
 
 
 def _effective_share(values: dict[str, float]) -> float:

@@ -68,6 +68,11 @@ class Reference:
         if self._rule != "behaviour":
             self._snapshots.save(0, params)
 
+    @property
+    def is_behaviour(self) -> bool:
+        """Whether the reference of every completion is the policy that sampled it."""
+        return self._rule == "behaviour"
+
     def coincides(self, updates: int) -> bool:
         """Whether the policy after `updates` updates, the next behaviour policy, is the reference itself."""
         return self._rule == "behaviour" or self.number == updates

@@ -89,10 +89,18 @@ def test_every_method_trains_and_leaves_a_complete_run_folder(shared, tmp_path):
 
 
 def test_a_run_killed_at_any_moment_ends_with_the_weights_and_metrics_of_one_that_was_not(shared, tmp_path):
-    settings = ("--config.train.steps=12", "--config.reference.every=3", "--config.run.name=r")
+    """Groups are carried over from step to step, and the reference moves in the middle of steps."""
+    settings = (
+        "--config.train.steps=12",
+        "--config.reference.every=3",
+        "--config.dynamic_sampling.oversample=2",
+        "--config.dynamic_sampling.surplus=carry",
+        "--config.run.name=r",
+    )
     straight = run(shared, tmp_path / "straight", *settings)
     compilations = [r.get("time/compilations", 0) for r in metrics(tmp_path / "straight" / "r", times=True)]
     assert compilations[1] > 0 and sum(compilations[4:]) == 0, "steps after the first few compile nothing"
+    assert sum(r.get("groups_carried_in", 0) for r in metrics(tmp_path / "straight" / "r")) > 0
     killed_at, attempts = [], 0
     while len(killed_at) < 3:
         attempts += 1

@@ -1,9 +1,12 @@
 """Dynamic sampling keeps exactly the informative groups, judged by raw accuracy, and accounts for all of them."""
 
+import collections
 import itertools
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rpg_jax.data import Problem
 from rpg_jax.rewards import Scores
@@ -26,21 +29,29 @@ def stream(batch_size, count=10**6):
         yield [Problem(next(ids), "p", "a", "t") for _ in range(batch_size)]
 
 
-def every_third_is_informative(problems, *, step):
+def every_third_is_informative(problems, *, step, draw=0):
     return [group(p.prompt_id, [0, 1] if p.prompt_id % 3 == 0 else [1, 1]) for p in problems]
 
 
+def run(dynamic, sample=every_third_is_informative, *, problems=None, prompts_per_step=4, pending=()):
+    problems = stream(4) if problems is None else problems
+    return collect(problems, sample, prompts_per_step=prompts_per_step, step=0, dynamic=dynamic, pending=pending)
+
+
+def ids(groups):
+    return [g.problem.prompt_id for g in groups]
+
+
 def test_generation_goes_on_until_enough_groups_are_informative():
-    kept, generated = collect(
-        stream(4), every_third_is_informative, prompts_per_step=4, step=0, dynamic=DynamicSampling()
-    )
-    assert [g.problem.prompt_id for g in kept] == [0, 3, 6, 9]
-    assert len(generated) == 12 and sum(g.informative for g in generated) == 4
+    step = run(DynamicSampling())
+    assert ids(step.trained) == [0, 3, 6, 9]
+    assert len(step.generated) == 12 and sum(g.informative for g in step.generated) == 4
 
 
 def test_without_dynamic_sampling_the_batch_is_taken_as_it_comes():
-    kept, generated = collect(stream(4), every_third_is_informative, prompts_per_step=4, step=0, dynamic=None)
-    assert [g.problem.prompt_id for g in kept] == [0, 1, 2, 3] and generated == kept
+    step = run(None)
+    assert ids(step.trained) == [0, 1, 2, 3] and step.generated == step.trained
+    assert step.accounting()["groups_kept"] == step.accounting()["groups_generated"] == 4
 
 
 def test_groups_are_judged_by_raw_accuracy_not_by_the_shaped_reward():
@@ -55,8 +66,76 @@ def test_a_prompt_that_comes_round_again_within_a_step_is_generated_once():
         seen.extend(p.prompt_id for p in problems)
         return every_third_is_informative(problems, step=step)
 
-    kept, _ = collect(stream(4, count=6), sample, prompts_per_step=4, step=0, dynamic=DynamicSampling(max_batches=5))
-    assert sorted(seen) == [0, 1, 2, 3, 4, 5] and [g.problem.prompt_id for g in kept] == [0, 3]
+    for batch_size in (4, 7):
+        seen.clear()
+        step = run(DynamicSampling(max_batches=5), sample, problems=stream(batch_size, count=6))
+        assert sorted(seen) == [0, 1, 2, 3, 4, 5] and ids(step.trained) == [0, 3]
+
+
+def test_without_dynamic_sampling_a_prompt_that_comes_round_again_gets_other_random_numbers():
+    calls = []
+
+    def sample(problems, *, step, draw):
+        calls.append((draw, [p.prompt_id for p in problems]))
+        return [group(p.prompt_id, [draw, 1]) for p in problems]
+
+    step = run(None, sample, problems=stream(7, count=3))
+    assert calls == [(0, [0, 1, 2]), (1, [0, 1, 2]), (2, [0])]
+    assert ids(step.trained) == [0, 1, 2, 0, 1, 2, 0]
+    assert [g.accuracy[0] for g in step.trained] == [0, 0, 0, 1, 1, 1, 2]
+
+
+def all_informative(problems, *, step):
+    return [group(p.prompt_id, [0, 1]) for p in problems]
+
+
+def test_surplus_is_dropped_or_carried_up_to_the_need_of_one_step():
+    dropping = run(DynamicSampling(), all_informative, problems=stream(10))
+    assert ids(dropping.dropped) == [4, 5, 6, 7, 8, 9] and dropping.carried == []
+    carrying = run(DynamicSampling(surplus="carry"), all_informative, problems=stream(10))
+    assert ids(carrying.trained) == [0, 1, 2, 3]
+    assert ids(carrying.carried) == [4, 5, 6, 7] and ids(carrying.dropped) == [8, 9]
+
+
+def test_carried_groups_are_trained_first_and_never_carried_again():
+    problems, dynamic = stream(6), DynamicSampling(surplus="carry")
+    first = run(dynamic, all_informative, problems=problems)
+    second = run(dynamic, all_informative, problems=problems, pending=first.carried)
+    assert ids(first.carried) == [4, 5]
+    assert ids(second.trained) == [4, 5, 6, 7] and ids(second.carried) == [8, 9, 10, 11]
+    third = run(dynamic, all_informative, problems=problems, pending=second.carried)
+    assert ids(third.trained) == [8, 9, 10, 11] and third.generated == [], "nothing is generated where nothing lacks"
+    assert [s.accounting()["staleness"] for s in (first, second, third)] == [0.0, 0.5, 1.0]
+
+
+@given(
+    need=st.integers(1, 6),
+    batch=st.integers(1, 12),
+    share=st.floats(0.2, 1.0),
+    surplus=st.sampled_from(["drop", "carry"]),
+    seed=st.integers(0, 99),
+)
+def test_every_group_is_trained_carried_dropped_or_uninformative(need, batch, share, surplus, seed):
+    rng = np.random.default_rng(seed)
+
+    def sample(problems, *, step):
+        return [group(p.prompt_id, [0, 1] if rng.random() < share else [1, 1]) for p in problems]
+
+    problems, dynamic = stream(batch), DynamicSampling(surplus=surplus, max_batches=200)
+    pending, total = [], collections.Counter()
+    for _ in range(5):
+        step = run(dynamic, sample, problems=problems, prompts_per_step=need, pending=pending)
+        a = step.accounting()
+        assert a["groups_generated"] == a["groups_kept"] + a["groups_uninformative"]
+        assert a["groups_uninformative"] == sum(not g.informative for g in step.generated)
+        assert a["groups_kept"] + a["groups_carried_in"] == (
+            a["groups_trained"] + a["groups_carried_out"] + a["groups_dropped"]
+        )
+        assert a["groups_trained"] == need and a["groups_carried_in"] == len(pending) <= need
+        total.update(a)
+        pending = step.carried
+    fates = total["groups_trained"] + total["groups_dropped"] + total["groups_uninformative"] + len(pending)
+    assert total["groups_generated"] == fates
 
 
 def test_a_shortage_is_a_smaller_batch_or_an_error_as_configured():
@@ -64,11 +143,11 @@ def test_a_shortage_is_a_smaller_batch_or_an_error_as_configured():
         return [group(p.prompt_id, [0, 1] if p.prompt_id == 0 else [0, 0]) for p in problems]
 
     smaller = DynamicSampling(max_batches=3, on_shortage="smaller")
-    kept, generated = collect(stream(4), never, prompts_per_step=4, step=0, dynamic=smaller)
-    assert len(kept) == 1 and len(generated) == 12
+    step = run(smaller, never)
+    assert len(step.trained) == 1 and len(step.generated) == 12
     strict = DynamicSampling(max_batches=3, on_shortage="error")
     with pytest.raises(ValueError, match="kept 1 of 4 groups after 3 batches"):
-        collect(stream(4), never, prompts_per_step=4, step=0, dynamic=strict)
+        run(strict, never)
 
 
 def test_no_informative_group_at_all_is_an_error_even_where_smaller_batches_are_welcome():
@@ -76,7 +155,7 @@ def test_no_informative_group_at_all_is_an_error_even_where_smaller_batches_are_
         return [group(p.prompt_id, [0, 0]) for p in problems]
 
     with pytest.raises(ValueError, match="mean accuracy 0.000"):
-        collect(stream(4), hopeless, prompts_per_step=4, step=0, dynamic=DynamicSampling(max_batches=2))
+        run(DynamicSampling(max_batches=2), hopeless)
 
 
 def encode(problem):
@@ -104,7 +183,7 @@ def test_the_stop_token_is_not_scored_but_counts_as_length():
 
     def scorer(problems, texts, reasons, lengths):
         calls.update(problems=[p.prompt_id for p in problems], texts=texts, reasons=reasons, lengths=lengths)
-        return Scores(np.arange(len(texts), dtype=np.float32), np.ones(len(texts), np.float32), {}, {})
+        return Scores(np.arange(len(texts), dtype=np.float32), np.ones(len(texts), np.float32), {}, {"timeout": 2})
 
     sampler = GroupSampler(FakeRollout(), encode, decode, scorer, group_size=2, sampling=Sampling(), seed=0)
     groups = sampler([Problem(7, "a", "", "t"), Problem(9, "bc", "", "t")], step=0)
@@ -113,3 +192,22 @@ def test_the_stop_token_is_not_scored_but_counts_as_length():
     assert calls["reasons"] == ["stop", "length"] * 2 and calls["lengths"] == [3, 2, 4, 3]
     np.testing.assert_array_equal(groups[1].rewards, [2, 3])
     assert groups[1].texts == ["bc0", "bc1"] and groups[1].problem.prompt_id == 9
+    sampler([Problem(7, "a", "", "t")], step=0)
+    assert sampler.take_errors() == {"timeout": 4} and sampler.take_errors() == {}
+
+
+def test_another_draw_is_another_seed_for_the_same_step():
+    seeds = []
+
+    class Rollout(FakeRollout):
+        def generate(self, prompts, **arguments):
+            seeds.append((arguments["seed"], arguments["step"]))
+            return super().generate(prompts, **arguments)
+
+    def scorer(problems, texts, reasons, lengths):
+        return Scores(np.zeros(len(texts)), np.zeros(len(texts)), {}, {})
+
+    sampler = GroupSampler(Rollout(), encode, decode, scorer, group_size=2, sampling=Sampling(), seed=3)
+    for draw in (0, 1, 2):
+        sampler([Problem(7, "a", "", "t")], step=5, draw=draw)
+    assert seeds[0] == (3, 5) and len(set(seeds)) == 3 and {step for _, step in seeds} == {5}
