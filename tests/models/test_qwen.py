@@ -14,7 +14,7 @@ from rpg_jax.models import KVCache, QwenConfig
 
 QWEN3 = QwenConfig(
     vocab_size=64,
-    num_layers=3,
+    num_layers=2,
     embed_dim=32,
     num_heads=8,
     num_kv_heads=4,
@@ -24,7 +24,7 @@ QWEN3 = QwenConfig(
     tie_embeddings=False,
 )
 QWEN2 = dataclasses.replace(QWEN3, tie_embeddings=True, qk_norm=False, attention_bias=True, num_kv_heads=8)
-MOE = dataclasses.replace(QWEN3, num_layers=2, num_experts=8, experts_per_token=3, moe_hidden_dim=16)
+MOE = dataclasses.replace(QWEN3, num_experts=8, experts_per_token=3, moe_hidden_dim=16)
 FAMILIES = {"qwen3": QWEN3, "qwen2": QWEN2}
 
 # f32: the orders of summation differ between the ways of computing the same hidden state of magnitude about 1.
@@ -209,7 +209,7 @@ def test_weights_depend_on_the_seed_and_have_unit_gain():
     jax.tree.map(np.testing.assert_array_equal, a, b)
     assert not np.array_equal(a["layers"]["mlp"]["gate"], c["layers"]["mlp"]["gate"])
     gain = np.std(a["layers"]["mlp"]["gate"]) * np.sqrt(QWEN3.embed_dim)
-    assert abs(gain - 1) < 0.05  # 3 * 32 * 48 draws: a standard error of 1 %
+    assert abs(gain - 1) < 0.05  # 2 * 32 * 48 draws: a standard error of 1.3 %
 
 
 def test_logical_axes_name_every_dimension():
@@ -218,28 +218,29 @@ def test_logical_axes_name_every_dimension():
     jax.tree.map(lambda x, names: len(x.shape) == len(names) or pytest.fail(f"{x} {names}"), shapes, axes)
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
-def test_remat_changes_no_gradient(remat):
-    tokens = random_tokens((2, 6))
-
-    def gradient(remat):
-        graphdef, params = models.build(QWEN3, remat=remat)
-        return jax.jit(jax.grad(lambda p: jnp.square(nnx.merge(graphdef, p)(tokens, *rows(tokens))).sum()))(params)
-
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-5), gradient(remat), gradient("none"))
-
-
-def test_feed_forward_in_stretches_changes_no_gradient(monkeypatch):
+@pytest.fixture(scope="module")
+def gradient():
+    """Gradient of a plain model, or of one built otherwise."""
     tokens = random_tokens((2, 12))
 
-    def gradient():
-        graphdef, params = models.build(QWEN3)
-        loss = lambda p: jnp.square(nnx.merge(graphdef, p)(tokens, *rows(tokens))).sum()  # noqa: E731
-        return jax.jit(jax.grad(loss))(params)
+    def compute(**kinds):
+        graphdef, params = models.build(QWEN3, **kinds)
+        return jax.jit(jax.grad(lambda p: jnp.square(nnx.merge(graphdef, p)(tokens, *rows(tokens))).sum()))(params)
 
-    whole = gradient()
+    plain = compute()
+    return lambda **kinds: compute(**kinds) if kinds else plain
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_remat_changes_no_gradient(gradient, remat):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-5), gradient(remat=remat), gradient())
+
+
+def test_feed_forward_in_stretches_changes_no_gradient(gradient, monkeypatch):
+    plain = gradient()
     monkeypatch.setattr("rpg_jax.models.swiglu._STRETCH", 5)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-5), gradient(), whole)
+    stretched = gradient(attention="xla")  # named, so that it is traced anew
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-5), stretched, plain)
 
 
 def test_bf16_compute_keeps_f32_parameters_and_stays_near():
@@ -250,7 +251,7 @@ def test_bf16_compute_keeps_f32_parameters_and_stays_near():
     exact = forward(graphdef, params, tokens, *rows(tokens))
     hidden = forward(half, params, tokens, *rows(tokens))
     assert hidden.dtype == jnp.bfloat16
-    # bf16 keeps 8 bits: 0.4 % a rounding, through three layers
+    # bf16 keeps 8 bits: 0.4 % a rounding, through two layers
     np.testing.assert_allclose(hidden.astype(jnp.float32), exact, atol=0.1)
 
 
@@ -265,15 +266,20 @@ def test_unknown_names_list_the_known_ones():
 
 MESHES = [
     (QWEN3, {"fsdp": 8}),
-    (QWEN3, {"replica": 8}),
     (QWEN3, {"tensor": 4, "fsdp": 2}),
-    (QWEN3, {"context": 4, "fsdp": 2}),
-    (QWEN3, {"replica": 2, "tensor": 2, "context": 2}),
     (QWEN2, {"fsdp": 2, "context": 2, "tensor": 2}),
-    (MOE, {"expert": 8}),
     (MOE, {"expert": 2, "fsdp": 2, "tensor": 2}),
-    (MOE, {"expert": 4, "context": 2}),
-    (MOE, {"fsdp": 4, "tensor": 2}),
+    *(
+        pytest.param(config, mesh_shape, marks=pytest.mark.slow)
+        for config, mesh_shape in [
+            (QWEN3, {"replica": 8}),
+            (QWEN3, {"context": 8}),
+            (QWEN3, {"replica": 2, "tensor": 2, "context": 2}),
+            (MOE, {"expert": 8}),
+            (MOE, {"expert": 4, "context": 2}),
+            (MOE, {"fsdp": 4, "tensor": 2}),
+        ]
+    ),
 ]
 
 
