@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import jax
 import numpy as np
 from flax import nnx
 
+from rpg_jax import parallel
 from rpg_jax.models import QwenConfig
 from rpg_jax.rollout.engine import QwenEngine
 from rpg_jax.rollout.lockstep import LockstepRollout
@@ -75,7 +77,8 @@ def build(
     refill: float = 1 / 16,
     dtype=None,
     shardings: Params | None = None,
-    mesh=None,
+    mesh: jax.sharding.Mesh | None = None,
+    rules: parallel.Rules = parallel.RULES,
 ) -> Rollout:
     """The rollout that `driver` names.
 
@@ -90,7 +93,7 @@ def build(
       prefill_tokens: tokens, padding included, of one prefill.
       refill: fraction of the slots that may stand idle before a dispatch ends early to refill them.
       dtype, shardings: of the decoding weights where they are not the trainer's.
-      mesh: of the devices that decode.
+      mesh, rules: the devices that decode and how logical axes fall on them; None decodes on one device.
 
     Raises:
       ValueError: an unknown driver.
@@ -101,7 +104,9 @@ def build(
     weights = Weights(params, version, dtype=dtype, shardings=shardings)
     if driver == "simple":
         return SimpleSampler(config, graphdef, weights, capacity=capacity)
-    engine = QwenEngine(config, graphdef, weights, slots=slots, capacity=capacity, steps=steps_per_dispatch, mesh=mesh)
+    engine = QwenEngine(
+        config, graphdef, weights, slots=slots, capacity=capacity, steps=steps_per_dispatch, mesh=mesh, rules=rules
+    )
     kind = {"orchestrator": JetStreamRollout, "lockstep": LockstepRollout}[driver]
     return kind(engine, prefill_tokens=prefill_tokens, refill=refill)
 

@@ -7,103 +7,24 @@ holds. Slots never see each other, and keys never see slots.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any
 
-import flax.struct
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from rpg_jax.models import KVCache, QwenConfig
+from rpg_jax import parallel
+from rpg_jax.models import QwenConfig
+from rpg_jax.rollout.decode_state import DecodeState, Prefix, Requests
 from rpg_jax.rollout.jetstream_compat import engine_api, tokenizer_pb2
-from rpg_jax.rollout.sampling import completion_keys, sample, token_keys
+from rpg_jax.rollout.sampling import sample, token_keys
 from rpg_jax.rollout.weights import Weights
 
-MAX_STOP_TOKENS = 8
 _SMALLEST_BUCKET = 16
 _SMALLEST_ATTENTION = 128
-
-
-@flax.struct.dataclass
-class Prefix:
-    """Prefilled prompts: the hidden states [P, D] that predict their first completion tokens, and their cache."""
-
-    hidden: jax.Array
-    cache: KVCache
-
-
-@flax.struct.dataclass
-class Requests:
-    """What to sample, one entry per slot to fill; entries past `count` are ignored.
-
-    Attributes:
-      count: i32, how many.
-      slots, rows: i32[S], the decode slot and the prefix row of each.
-      seed, step, prompt_id, index: u32[S], the counters of its random key.
-      limit: i32[S], tokens it may have.
-      temperature, top_p: f32[S]. top_k: i32[S].
-      stop_tokens: i32[S, MAX_STOP_TOKENS], -1 where unused.
-    """
-
-    count: Any
-    slots: Any
-    rows: Any
-    seed: Any
-    step: Any
-    prompt_id: Any
-    index: Any
-    limit: Any
-    temperature: Any
-    top_p: Any
-    top_k: Any
-    stop_tokens: Any
-
-    @classmethod
-    def empty(cls, slots: int) -> Requests:
-        """Numpy arrays to fill in; slot numbers start out of range, so that unused entries are dropped."""
-        i32, u32, f32 = (functools.partial(np.zeros, slots, dtype) for dtype in (np.int32, np.uint32, np.float32))
-        return cls(
-            count=np.int32(0),
-            slots=np.full(slots, slots, np.int32),
-            rows=i32(),
-            seed=u32(),
-            step=u32(),
-            prompt_id=u32(),
-            index=u32(),
-            limit=i32(),
-            temperature=f32(),
-            top_p=f32(),
-            top_k=i32(),
-            stop_tokens=np.full((slots, MAX_STOP_TOKENS), -1, np.int32),
-        )
-
-
-@flax.struct.dataclass
-class DecodeState:
-    """All slots between two dispatches.
-
-    Attributes:
-      cache: KVCache of S slots.
-      hidden: [S, D], predicting each slot's next token.
-      keys: u32[S, 2], raw completion keys.
-      emitted, limit: i32[S], tokens drawn so far and at most.
-      temperature, top_p: f32[S]. top_k: i32[S].
-      stop_tokens: i32[S, MAX_STOP_TOKENS].
-      active: bool[S].
-    """
-
-    cache: KVCache
-    hidden: jax.Array
-    keys: jax.Array
-    emitted: jax.Array
-    limit: jax.Array
-    temperature: jax.Array
-    top_p: jax.Array
-    top_k: jax.Array
-    stop_tokens: jax.Array
-    active: jax.Array
 
 
 class QwenEngine(engine_api.Engine):
@@ -116,7 +37,12 @@ class QwenEngine(engine_api.Engine):
       slots: completions decoded together (S).
       capacity: tokens per slot, prompt and completion together (C).
       steps: most decode steps per dispatch (K).
-      mesh: of the devices that hold the params; None for jax's default device.
+      mesh: of the devices that decode; None for jax's default device. Slots and key-value heads are spread over it,
+        results are replicated.
+      rules: from logical axes to mesh axes.
+
+    Raises:
+      ValueError: a size below 1, or slots or heads that the mesh does not divide.
     """
 
     def __init__(
@@ -129,19 +55,34 @@ class QwenEngine(engine_api.Engine):
         capacity: int,
         steps: int = 16,
         mesh: jax.sharding.Mesh | None = None,
+        rules: parallel.Rules = parallel.RULES,
     ):
         for name, value in (("slots", slots), ("capacity", capacity), ("steps", steps)):
             if value < 1:
                 raise ValueError(f"{name} must be >= 1, got {value}")
         self.config, self.graphdef, self.weights = config, graphdef, weights
-        self.slots, self.capacity, self.steps, self._mesh = slots, capacity, steps, mesh
-        self._prefill = jax.jit(self._prefill_prompts)
-        self._insert = jax.jit(_insert, donate_argnums=0)
-        self._release = jax.jit(lambda state, mask: state.replace(active=state.active & ~mask), donate_argnums=0)
-        self._generate = jax.jit(self._generate_tokens, donate_argnums=1, static_argnums=4)
+        self.slots, self.capacity, self.steps, self._mesh, self._rules = slots, capacity, steps, mesh, rules
         with weights.pinned() as params:
             dtype = nnx.merge(graphdef, params).compute_dtype
-        self._init = jax.jit(functools.partial(_empty_state, config, slots, capacity, dtype))
+        empty = functools.partial(DecodeState.empty, config, slots, capacity, dtype)
+        state, lanes = None, None
+        if mesh is not None:
+            state = parallel.shardings(DecodeState.logical_axes(), jax.eval_shape(empty), mesh, rules)
+            lanes = jax.NamedSharding(mesh, jax.P())
+        self._init = jax.jit(empty, out_shardings=state)
+        self._prefill = jax.jit(self._prefill_prompts)
+        self._insert = jax.jit(DecodeState.insert, donate_argnums=0, out_shardings=state)
+        self._release = jax.jit(_release, donate_argnums=0, out_shardings=state)
+        self._generate = jax.jit(
+            self._generate_tokens,
+            donate_argnums=1,
+            static_argnums=4,
+            out_shardings=(state, lanes),
+        )
+
+    def _scope(self) -> contextlib.AbstractContextManager:
+        """The mesh and its rules, which belong to the thread that dispatches."""
+        return contextlib.nullcontext() if self._mesh is None else parallel.activate(self._mesh, self._rules)
 
     # Compiled programs
 
@@ -189,7 +130,8 @@ class QwenEngine(engine_api.Engine):
 
     def init_decode_state(self, *args, **kwargs) -> DecodeState:
         del args, kwargs
-        return self._init()
+        with self._scope():
+            return self._init()
 
     def prefill(self, *, params: Weights, existing_prefix=None, padded_tokens, true_length) -> Prefix:
         """Prefills right-padded prompts i32[P, T] of lengths i32[P] (or one prompt i32[T]) in one forward pass."""
@@ -197,7 +139,7 @@ class QwenEngine(engine_api.Engine):
             raise ValueError("a prompt is prefilled in one piece: existing_prefix must be None")
         tokens = np.atleast_2d(np.asarray(padded_tokens, np.int32))
         lengths = np.atleast_1d(np.asarray(true_length, np.int32))
-        with params.pinned() as tree:
+        with params.pinned() as tree, self._scope():
             return self._prefill(tree, tokens, lengths)
 
     def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int | Requests) -> DecodeState:
@@ -209,7 +151,8 @@ class QwenEngine(engine_api.Engine):
             request = Requests.empty(self.slots)
             request.slots[0], request.limit[0] = slot, self.capacity - prefix.cache.capacity
             slot = request.replace(count=np.int32(1))
-        return self._insert(decode_state, prefix, slot)
+        with self._scope():
+            return self._insert(decode_state, prefix, slot)
 
     def generate(
         self, params: Weights, decode_state: DecodeState, *, floor: int = 0, attend_length: int | None = None
@@ -226,7 +169,7 @@ class QwenEngine(engine_api.Engine):
           attend_length: promise on the longest slot, prompt and completion, at the end of the dispatch.
         """
         attend = self.attention_bucket(self.capacity if attend_length is None else attend_length)
-        with params.pinned() as tree:
+        with params.pinned() as tree, self._scope():
             state, data = self._generate(tree, decode_state, np.int32(self.steps), np.int32(floor), attend)
         return state, _result(data, self.steps)
 
@@ -234,7 +177,8 @@ class QwenEngine(engine_api.Engine):
         """Ends the completions in `slots`, cancelled by whoever asked for them; the state is donated."""
         mask = np.zeros(self.slots, bool)
         mask[slots] = True
-        return self._release(decode_state, mask)
+        with self._scope():
+            return self._release(decode_state, mask)
 
     def fetch(self, result: engine_api.ResultTokens) -> engine_api.ResultTokens:
         """The result on the host, with the lanes of the steps that were taken only.
@@ -308,50 +252,15 @@ def _result(data, steps: int) -> engine_api.ResultTokens:
     )
 
 
+def _release(state: DecodeState, mask: jax.Array) -> DecodeState:
+    return state.replace(active=state.active & ~mask)
+
+
 class TokenIds:
     """The tokenizer of an engine that takes and returns token ids: stop rules live on the device, per slot."""
 
     stop_tokens: frozenset[int] = frozenset()
     bos_id, eos_id, pad_id = None, None, 0
-
-
-def _empty_state(config: QwenConfig, slots: int, capacity: int, dtype) -> DecodeState:
-    def zeros(shape, dtype):
-        return jnp.zeros(shape, dtype)
-
-    return DecodeState(
-        cache=KVCache.empty(config, slots, capacity, dtype),
-        hidden=zeros((slots, config.embed_dim), dtype),
-        keys=zeros((slots, 2), jnp.uint32),
-        emitted=zeros(slots, jnp.int32),
-        limit=zeros(slots, jnp.int32),
-        temperature=zeros(slots, jnp.float32),
-        top_p=zeros(slots, jnp.float32),
-        top_k=zeros(slots, jnp.int32),
-        stop_tokens=zeros((slots, MAX_STOP_TOKENS), jnp.int32),
-        active=zeros(slots, bool),
-    )
-
-
-def _insert(state: DecodeState, prefix: Prefix, requests: Requests) -> DecodeState:
-    def copy(i, cache):
-        return cache.insert(prefix.cache, requests.slots[i], requests.rows[i])
-
-    def put(into, values):
-        return into.at[requests.slots].set(values, mode="drop")
-
-    return DecodeState(
-        cache=jax.lax.fori_loop(0, requests.count, copy, state.cache),
-        hidden=put(state.hidden, prefix.hidden[requests.rows]),
-        keys=put(state.keys, completion_keys(requests.seed, requests.step, requests.prompt_id, requests.index)),
-        emitted=put(state.emitted, 0),
-        limit=put(state.limit, requests.limit),
-        temperature=put(state.temperature, requests.temperature),
-        top_p=put(state.top_p, requests.top_p),
-        top_k=put(state.top_k, requests.top_k),
-        stop_tokens=put(state.stop_tokens, requests.stop_tokens),
-        active=put(state.active, True),
-    )
 
 
 def _lanes(tokens: jax.Array, logprobs: jax.Array, counts: jax.Array, state: DecodeState) -> jax.Array:

@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 
 from rpg_jax.models import KVCache, QwenConfig
-from rpg_jax.rollout.engine import MAX_STOP_TOKENS
+from rpg_jax.rollout.decode_state import MAX_STOP_TOKENS
 from rpg_jax.rollout.requests import check
 from rpg_jax.rollout.sampling import completion_keys, sample, token_keys
 from rpg_jax.rollout.weights import Params, RolloutError, Weights

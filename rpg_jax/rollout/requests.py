@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from rpg_jax.rollout.engine import MAX_STOP_TOKENS, QwenEngine, Requests
+from rpg_jax.rollout.decode_state import MAX_STOP_TOKENS, Requests
+from rpg_jax.rollout.engine import QwenEngine
 from rpg_jax.rollout.weights import RolloutError
 from rpg_jax.types import Completion, Sampling
 

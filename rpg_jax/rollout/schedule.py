@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from rpg_jax.rollout.engine import DecodeState, Prefix, QwenEngine
+from rpg_jax.rollout.decode_state import DecodeState, Prefix
+from rpg_jax.rollout.engine import QwenEngine
 from rpg_jax.rollout.jetstream_compat import engine_api
 from rpg_jax.rollout.requests import Row, requests
 

@@ -20,14 +20,20 @@ def model():
 
 
 @pytest.fixture(scope="session")
-def build(model):
+def model_config():
+    """What `rollout.build` is told about the model and its work."""
+    return {"config": CONFIG} | LIMITS
+
+
+@pytest.fixture(scope="session")
+def build(model, model_config):
     """A rollout over the model, by driver name; engines of the same size are compiled once."""
     built = {}
 
     def make(driver: str, slots: int = 8, **options):
         key = (driver, slots, *sorted(options.items()))
         if key not in built:
-            built[key] = rollout.build(driver, *model, config=CONFIG, slots=slots, **(LIMITS | options))
+            built[key] = rollout.build(driver, *model, slots=slots, **(model_config | options))
         return built[key]
 
     yield make

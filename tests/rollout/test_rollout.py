@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rpg_jax import losses
+from rpg_jax import losses, models, parallel, rollout
 from rpg_jax.rollout import RolloutError
 from rpg_jax.types import Sampling
 
@@ -171,3 +171,15 @@ def test_donated_weights_are_an_error_at_the_call_that_needs_them(build, model, 
 def test_an_unknown_driver_names_the_known_ones(build):
     with pytest.raises(ValueError, match="orchestrator, lockstep, simple"):
         build("vllm")
+
+
+@pytest.mark.parametrize("shape", [{"fsdp": 4, "tensor": 2}, {"replica": 8}], ids=["fsdp-tensor", "replica"])
+def test_decoding_spread_over_a_mesh_gives_the_same_completions(model_config, model, work, expected, is_same, shape):
+    """Lockstep over the mesh; weights in the decoding layout, split over `tensor` alone."""
+    _, params = model
+    mesh = parallel.make_mesh(shape)
+    rules = parallel.override({"embed": None})
+    layout = parallel.shardings(models.logical_axes(model_config["config"]), params, mesh, rules)
+    made = rollout.build("lockstep", *model, **model_config, slots=8, mesh=mesh, rules=rules, shardings=layout)
+    assert is_same(made.generate(**work), expected)
+    made.verify_weights(params)
