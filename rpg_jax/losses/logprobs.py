@@ -15,7 +15,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 Axes = tuple[str, ...]
 
@@ -28,7 +28,7 @@ class Cut(NamedTuple):
     The axes of `width` must be among those of `rows`.
     """
 
-    mesh: Mesh
+    mesh: Mesh | AbstractMesh
     rows: Axes = ()
     positions: Axes = ()
     vocab: Axes = ()

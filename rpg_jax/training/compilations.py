@@ -15,10 +15,10 @@ class CompilationCounter:
         self._seconds = 0.0
         jax.monitoring.register_event_duration_secs_listener(self._listen)
 
-    def _listen(self, event: str, seconds: float, *, fun_name: str = "", **_: object) -> None:
+    def _listen(self, event: str, duration_secs: float, **details: str | int) -> None:
         if event == _EVENT:
-            self._programs.append(fun_name)
-            self._seconds += seconds
+            self._programs.append(str(details.get("fun_name", "")))
+            self._seconds += duration_secs
 
     def take(self) -> tuple[list[str], float]:
         """(names of the programs, seconds) since the last call."""

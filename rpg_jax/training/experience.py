@@ -221,7 +221,7 @@ def _sample_repetitions_apart(problems: Sequence[Problem], sample: Sampler, step
     for i, problem in enumerate(problems):
         by_draw.setdefault(occurrences[problem.prompt_id], []).append(i)
         occurrences[problem.prompt_id] += 1
-    groups = {}
+    groups: dict[int, Group] = {}
     for draw, chosen in by_draw.items():
         groups |= zip(chosen, sample([problems[i] for i in chosen], step=step, draw=draw), strict=True)
     return [groups[i] for i in range(len(problems))]

@@ -42,7 +42,7 @@ def encode(groups: Sequence[Group]) -> str:
         "accuracy": np.concatenate([g.accuracy for g in groups]),
     }
     packed = io.BytesIO()
-    np.savez_compressed(packed, **arrays)
+    np.savez_compressed(packed, allow_pickle=False, **arrays)
     return base64.b64encode(packed.getvalue()).decode()
 
 
