@@ -21,8 +21,6 @@ from rpg_jax import command_line, parallel, run_folder
 from rpg_jax.experiment import Experiment
 from rpg_jax.report import statistics
 from rpg_jax.report.progress import Progress
-from rpg_jax.training import state as state_lib
-from rpg_jax.training.checkpoints import Checkpoints, abstract
 from rpg_jax.training.experience import Group
 
 _RUN = flags.DEFINE_string("run", None, "folder of the run")
@@ -44,7 +42,7 @@ def main() -> int:
         config.evaluation.problems = _PROBLEMS.value
     experiment = Experiment.open(config, run_dir)
     with parallel.activate(experiment.mesh):
-        step, params = restore_policy(experiment, run_dir, _STEP.value)
+        step, params = experiment.restore_policy(run_dir, _STEP.value)
         by_set = sample_groups(experiment, params, step)
     for name, groups in by_set.items():
         Console().print(scores_table(groups, f"{run_dir.name}, step {step}: {name}"))
@@ -52,25 +50,6 @@ def main() -> int:
     write_completions(file, by_set)
     print(f"every completion with its verdict: {file}")
     return 0
-
-
-def restore_policy(experiment: Experiment, run_dir: Path, step: int | None) -> tuple[int, Any]:
-    """(step, evaluation weights) of a checkpoint.
-
-    Raises:
-      ValueError: there is no such checkpoint; the message lists those that are kept.
-    """
-    checkpoints = Checkpoints(run_dir / "checkpoints", keep=experiment.config.checkpoint.keep)
-    kept = checkpoints.steps()
-    if not kept or (step is not None and step not in kept):
-        wanted = "a checkpoint" if step is None else f"the checkpoint of step {step}"
-        raise ValueError(f"{run_dir} does not have {wanted}; it keeps steps {kept or 'none'}")
-    step = kept[-1] if step is None else step
-    optimizer = experiment.make_optimizer()
-    state = state_lib.shapes(experiment.param_shapes, optimizer)
-    restored = checkpoints.restore(step, abstract(state, experiment.state_sharding(optimizer)))
-    checkpoints.close()
-    return step, optimizer.evaluation_params(restored.opt_state, restored.params)
 
 
 def sample_groups(experiment: Experiment, params: Any, step: int) -> dict[str, list[Group]]:

@@ -19,7 +19,7 @@ from rpg_jax.tasks import Task, encoder
 from rpg_jax.training import optimizer as optimizer_lib
 from rpg_jax.training import state as state_lib
 from rpg_jax.training import step as step_lib
-from rpg_jax.training.checkpoints import Snapshots, abstract
+from rpg_jax.training.checkpoints import Checkpoints, Snapshots, abstract
 from rpg_jax.training.experience import DynamicSampling, Group, GroupSampler
 from rpg_jax.training.loop import Trainer
 from rpg_jax.training.optimizer import Optimizer
@@ -78,6 +78,26 @@ class Experiment:
             return models.load(m.path, self.model, param_dtype=dtype, shardings=self.param_shardings)
         seed = self.config.warm_start.seed
         return models.build(self.model, seed=seed, param_dtype=dtype, shardings=self.param_shardings)[1]
+
+    def restore_policy(self, run_dir: Path, step: int | None) -> tuple[int, Any]:
+        """(step, evaluation weights) of a run's checkpoint, the last one where `step` is None.
+
+        Raises:
+          ValueError: there is no such checkpoint; the message lists those that are kept.
+        """
+        checkpoints = Checkpoints(run_dir / "checkpoints", keep=self.config.checkpoint.keep)
+        try:
+            kept = checkpoints.steps()
+            if not kept or step not in (None, *kept):
+                wanted = "a checkpoint" if step is None else f"the checkpoint of step {step}"
+                raise ValueError(f"{run_dir} does not have {wanted}; it keeps steps {kept or 'none'}")
+            step = kept[-1] if step is None else step
+            optimizer = self.make_optimizer()
+            like = abstract(state_lib.shapes(self.param_shapes, optimizer), self.state_sharding(optimizer))
+            restored = checkpoints.restore(step, like)
+        finally:
+            checkpoints.close()
+        return step, optimizer.evaluation_params(restored.opt_state, restored.params)
 
     def sampling(self, temperature: float) -> Sampling:
         c = self.config.rollout

@@ -9,15 +9,12 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import jax.numpy as jnp
 from absl import flags
 
 from rpg_jax import command_line, models, parallel, run_folder
 from rpg_jax.experiment import Experiment
-from rpg_jax.training import state as state_lib
-from rpg_jax.training.checkpoints import Checkpoints, abstract
 
 _RUN = flags.DEFINE_string("run", None, "folder of the run")
 _OUT = flags.DEFINE_string("out", None, "folder to write; must not hold a model already")
@@ -45,7 +42,7 @@ def export(run_dir: Path, out: Path, *, step: int | None = None, dtype: str | No
     config = run_folder.read_config(run_dir)
     experiment = Experiment.open(config, run_dir)
     with parallel.activate(experiment.mesh):
-        step, params = _restore(experiment, run_dir, step)
+        step, params = experiment.restore_policy(run_dir, step)
         tokenizer = experiment.tokenizer
         ids = {"eos_token_id": tokenizer.eos_id, "bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
         models.save(
@@ -59,22 +56,6 @@ def export(run_dir: Path, out: Path, *, step: int | None = None, dtype: str | No
     if not config.model.path:
         shutil.copyfile(run_dir / "tokenizer.model", out / "tokenizer.model")
     return step
-
-
-def _restore(experiment: Experiment, run_dir: Path, step: int | None) -> tuple[int, Any]:
-    checkpoints = Checkpoints(run_dir / "checkpoints", keep=experiment.config.checkpoint.keep)
-    try:
-        kept = checkpoints.steps()
-        if not kept or step not in (None, *kept):
-            wanted = "a checkpoint" if step is None else f"the checkpoint of step {step}"
-            raise ValueError(f"{run_dir} does not have {wanted}; it keeps steps {kept or 'none'}")
-        step = kept[-1] if step is None else step
-        optimizer = experiment.make_optimizer()
-        state = abstract(state_lib.shapes(experiment.param_shapes, optimizer), experiment.state_sharding(optimizer))
-        restored = checkpoints.restore(step, state)
-    finally:
-        checkpoints.close()
-    return step, optimizer.evaluation_params(restored.opt_state, restored.params)
 
 
 if __name__ == "__main__":
