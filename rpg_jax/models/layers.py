@@ -13,6 +13,7 @@ from rpg_jax.models.config import QwenConfig
 from rpg_jax.models.declare import Declare
 from rpg_jax.models.logical import constrain
 from rpg_jax.models.moe import MoE
+from rpg_jax.models.project import project
 from rpg_jax.models.swiglu import swiglu
 
 
@@ -45,7 +46,10 @@ class Attention(nnx.Module):
 
     def project(self, x: jax.Array, table, axes) -> tuple[jax.Array, jax.Array, jax.Array]:
         """q [B, T, N, H], k and v [B, T, K, H] of x [B, T, D], q and k normed and rotated."""
-        q, k, v = (jnp.einsum("btd,dnh->btnh", x, w[...].astype(x.dtype)) for w in (self.q, self.k, self.v))
+        q, k, v = (
+            project(x, weight[...], axes, ("embed",), (heads, "head_dim"))
+            for weight, heads in ((self.q, "heads"), (self.k, "kv_heads"), (self.v, "kv_heads"))
+        )
         if self.bias:
             q, k, v = (y + b[...].astype(x.dtype) for y, b in ((q, self.q_bias), (k, self.k_bias), (v, self.v_bias)))
         if self.qk_norm:
@@ -54,9 +58,9 @@ class Attention(nnx.Module):
         k = constrain(rope.rotate(k, table), *axes, "act_kv_heads", None)
         return q, k, constrain(v, *axes, "act_kv_heads", None)
 
-    def output(self, x: jax.Array) -> jax.Array:
+    def output(self, x: jax.Array, axes) -> jax.Array:
         """[B, T, D] of the attended values x [B, T, N, H]."""
-        return jnp.einsum("btnh,nhd->btd", x, self.o[...].astype(x.dtype))
+        return project(x, self.o[...], axes, ("heads", "head_dim"), ("embed",))
 
 
 class MLP(nnx.Module):
@@ -85,6 +89,6 @@ class Block(nnx.Module):
     def __call__(self, x: jax.Array, table, attend: Callable, axes) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Next x [B, T, D] and this layer's k and v [B, T, K, H]; `attend(q, k, v)` mixes tokens."""
         q, k, v = self.attention.project(rms_norm(x, self.attention_norm[...], self.eps), table, axes)
-        x = constrain(x + self.attention.output(attend(q, k, v)), *axes, "act_embed")
+        x = constrain(x + self.attention.output(attend(q, k, v), axes), *axes, "act_embed")
         x = constrain(x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), axes), *axes, "act_embed")
         return x, k, v

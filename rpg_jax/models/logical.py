@@ -40,6 +40,12 @@ def mesh_axes(name: str) -> tuple[str, ...]:
     return () if spec is None else tuple(jax.tree.leaves(tuple(spec)))
 
 
+def wide_axes(name: str | None) -> tuple[str, ...]:
+    """Those of `mesh_axes` that have more than one device."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return () if name is None else tuple(axis for axis in mesh_axes(name) if mesh.shape[axis] > 1)
+
+
 def shards(name: str | None) -> int:
     """Into how many parts the rules and mesh in force cut dimensions of one logical axis."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -7,7 +7,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from rpg_jax.models.logical import mesh_axes, partition_spec
+from rpg_jax.models.logical import partition_spec, wide_axes
+from rpg_jax.models.project import gathered
 
 _STRETCH = 2560  # positions of a row that are multiplied together
 
@@ -25,9 +26,9 @@ def swiglu(
       gate, up: [D, F]. down: [F, D].
     """
     tokens = partition_spec(*axes, None)
-    if tokens is None:
+    if tokens is None or jax.sharding.get_abstract_mesh().size == 1:
         return _in_stretches(x, *(w.astype(x.dtype) for w in (gate, up, down)))
-    local = functools.partial(_local, embed=mesh_axes("embed"), hidden=mesh_axes("hidden"))
+    local = functools.partial(_local, embed=wide_axes("embed"), hidden=wide_axes("hidden"))
     wide, narrow = partition_spec("embed", "hidden"), partition_spec("hidden", "embed")
     # check_vma: gathered weights are equal on all devices, which the type system cannot see.
     specs = (tokens, wide, wide, narrow)
@@ -35,28 +36,9 @@ def swiglu(
 
 
 def _local(x, gate, up, down, *, embed, hidden):
-    gate, up = (_gathered(w, embed, 0, x.dtype) for w in (gate, up))
-    out = _in_stretches(x, gate, up, _gathered(down, embed, 1, x.dtype))
+    gate, up = (gathered(w, embed, 0, x.dtype) for w in (gate, up))
+    out = _in_stretches(x, gate, up, gathered(down, embed, 1, x.dtype))
     return jax.lax.psum(out, hidden) if hidden else out
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def _gathered(weight, axes, dimension, dtype):
-    """The whole of a weight in the compute dtype; its gradient is summed in the weight's own."""
-    weight = weight.astype(dtype)
-    return jax.lax.all_gather(weight, axes, axis=dimension, tiled=True) if axes else weight
-
-
-def _gathered_forward(weight, axes, dimension, dtype):
-    return _gathered(weight, axes, dimension, dtype), jnp.zeros((), weight.dtype)
-
-
-def _gathered_backward(axes, dimension, dtype, own, gradient):
-    gradient = gradient.astype(own.dtype)
-    return (jax.lax.psum_scatter(gradient, axes, scatter_dimension=dimension, tiled=True) if axes else gradient,)
-
-
-_gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 def _in_stretches(x, gate, up, down):
