@@ -1,4 +1,4 @@
-"""The optimizers of the paper's runs: AdamW and Schedule-Free AdamW, warm-up then constant, global-norm clip."""
+"""The optimizers of the paper's runs: AdamW and Schedule-Free AdamW, warm-up then constant."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ NAMES = ("adamw", "schedule_free_adamw")
 
 
 class Optimizer(NamedTuple):
-    """An optax transformation and the parameters that evaluation uses.
+    """An optax transformation, the global norm to clip gradients to before it, and the weights that evaluation uses.
 
+    `update` treats every element by itself (`training.layerwise` runs it layer by layer), so the clip is the caller's.
     `evaluation_params(opt_state, params)` is the identity for AdamW. Schedule-Free takes gradients at the
     interpolation y, which is what training, its rollouts included, runs on, and is evaluated at the average x.
     """
@@ -20,6 +21,7 @@ class Optimizer(NamedTuple):
     init: Callable[[Any], Any]
     update: Callable[..., tuple[Any, Any]]
     evaluation_params: Callable[[Any, Any], Any]
+    max_grad_norm: float
 
 
 def build(
@@ -33,7 +35,7 @@ def build(
     weight_decay: float,
     max_grad_norm: float,
 ) -> Optimizer:
-    """Returns the optimizer `name` after a clip of the global gradient norm to `max_grad_norm`.
+    """Returns the optimizer `name`.
 
     The learning rate rises linearly over `warmup_updates` and then stays. Schedule-Free: Defazio et al.,
     arXiv:2405.15682, as in optax.
@@ -48,19 +50,12 @@ def build(
             "an optimizer needs learning_rate >= 0, warmup_updates >= 0 and max_grad_norm > 0, got "
             f"{learning_rate=}, {warmup_updates=}, {max_grad_norm=}"
         )
-    clip = optax.clip_by_global_norm(max_grad_norm)
     adam = dict(b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
     if name == "adamw":
         # The first update already moves: rate/warmup, 2 rate/warmup, ..., rate.
         first = learning_rate / max(warmup_updates, 1)
         schedule = optax.linear_schedule(first, learning_rate, max(warmup_updates - 1, 0))
-        chain = optax.chain(clip, optax.adamw(schedule if warmup_updates > 1 else learning_rate, **adam))
-        return Optimizer(chain.init, chain.update, lambda opt_state, params: params)
-    chain = optax.chain(
-        clip, optax.contrib.schedule_free_adamw(learning_rate, warmup_steps=warmup_updates or None, **adam)
-    )
-    return Optimizer(
-        chain.init,
-        chain.update,
-        lambda opt_state, params: optax.contrib.schedule_free_eval_params(opt_state[1], params),
-    )
+        adamw = optax.adamw(schedule if warmup_updates > 1 else learning_rate, **adam)
+        return Optimizer(adamw.init, adamw.update, lambda opt_state, params: params, max_grad_norm)
+    free = optax.contrib.schedule_free_adamw(learning_rate, warmup_steps=warmup_updates or None, **adam)
+    return Optimizer(free.init, free.update, optax.contrib.schedule_free_eval_params, max_grad_norm)

@@ -18,7 +18,8 @@ import optax
 
 from rpg_jax import losses
 from rpg_jax.losses import Metrics
-from rpg_jax.models.logical import constrain, mesh_axes
+from rpg_jax.models.logical import constrain, wide_axes
+from rpg_jax.training import layerwise
 from rpg_jax.training.optimizer import Optimizer
 from rpg_jax.training.state import TrainState
 from rpg_jax.types import Batch
@@ -53,7 +54,7 @@ def _cut(rows: int, positions: int) -> losses.Cut | None:
     mesh = jax.sharding.get_abstract_mesh()
 
     def axes(name: str, size: int) -> tuple[str, ...]:
-        wide = tuple(axis for axis in mesh_axes(name) if mesh.shape[axis] > 1)
+        wide = wide_axes(name)
         return () if size % math.prod(mesh.shape[axis] for axis in wide) else wide
 
     cut = losses.Cut(mesh, axes("batch", rows), axes("length", positions), axes("vocab", 0), axes("embed", 0))
@@ -93,7 +94,7 @@ class Sums:
     """What micro-batches add up to before the one division.
 
     Attributes:
-      grads: of Σ loss, f32, shaped and laid out like the weights.
+      grads: of Σ loss, shaped and laid out like the weights; f32 where they are of several micro-batches.
       metrics: pairs (sum, weight); "loss" is among them, and its weight is the weight of `grads`.
     """
 
@@ -160,7 +161,11 @@ def build(
             return total, {**metrics, "loss": (total, weight)}
 
         (_, metrics), grads = jax.value_and_grad(loss_sum, has_aux=True)(params)
-        return Sums(jax.tree.map(lambda g: g.astype(jnp.float32), grads), metrics)
+        return Sums(grads, metrics)
+
+    def start(params, batch):
+        first = gradients(params, batch)
+        return Sums(jax.tree.map(lambda g: g.astype(jnp.float32), first.grads), first.metrics)
 
     def add(params, sums, batch):
         more = gradients(params, batch)
@@ -179,7 +184,7 @@ def build(
         fused=jax.jit(
             fused, in_shardings=(state_sharding, batch_sharding), out_shardings=state_metrics, donate_argnums=0
         ),
-        start=jax.jit(gradients, in_shardings=params_batch, out_shardings=sums_sharding),
+        start=jax.jit(start, in_shardings=params_batch, out_shardings=sums_sharding),
         add=jax.jit(
             add,
             in_shardings=(state_sharding.params, sums_sharding, batch_sharding),
@@ -193,17 +198,16 @@ def build(
 
 
 def apply_gradients(optimizer: Optimizer, state: TrainState, sums: Sums) -> tuple[TrainState, Metrics]:
-    """The optimizer's update with gradient Σ grads / Σ weight; left out and counted where it is not finite."""
+    """The update with gradient Σ grads / Σ weight, clipped by its global norm; left out and counted where that is not
+    finite."""
     total, weight = sums.metrics["loss"]
-    grads = jax.tree.map(lambda g: g / jnp.maximum(weight, 1e-9), sums.grads)
-    grad_norm = optax.tree.norm(grads)
+    weight = jnp.maximum(weight, 1e-9)
+    grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), sums.grads)) / weight
     finite = jnp.isfinite(grad_norm) & jnp.isfinite(total)
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
-
-    def keep(new, old):
-        return jnp.where(finite, new, old)
-
+    clip = jnp.minimum(1.0, optimizer.max_grad_norm / jnp.maximum(grad_norm, 1e-30))
+    params, opt_state = layerwise.apply(
+        optimizer.update, sums.grads, state.opt_state, state.params, scale=clip / weight, where=finite
+    )
     one = jnp.ones(())
     metrics = {
         **sums.metrics,
@@ -211,10 +215,4 @@ def apply_gradients(optimizer: Optimizer, state: TrainState, sums: Sums) -> tupl
         "grad_norm_max": (grad_norm, one),
         "nonfinite_updates": (1.0 - finite, one),
     }
-    state = TrainState(
-        params=jax.tree.map(keep, params, state.params),
-        opt_state=jax.tree.map(keep, opt_state, state.opt_state),
-        updates=state.updates + finite,
-        skipped=state.skipped + ~finite,
-    )
-    return state, metrics
+    return TrainState(params, opt_state, state.updates + finite, state.skipped + ~finite), metrics
