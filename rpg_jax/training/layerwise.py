@@ -81,4 +81,5 @@ def _at(tree: Any, i: jax.Array) -> Any:
 
 
 def _put(tree: Any, new: Any, i: jax.Array) -> Any:
+    new = lax.optimization_barrier(new)  # fused with what computes them, XLA:TPU writes several stacks out of place
     return jax.tree.map(lambda x, y: lax.dynamic_update_index_in_dim(x, y, i, 0), tree, new)
