@@ -14,7 +14,7 @@ import numpy as np
 
 from rpg_jax.rollout.engine import QwenEngine
 from rpg_jax.rollout.requests import Chunk, check, plan
-from rpg_jax.rollout.schedule import Schedule
+from rpg_jax.rollout.schedule import Schedule, Usage
 from rpg_jax.rollout.weights import Params, RolloutError
 from rpg_jax.types import Completion, Sampling
 
@@ -33,6 +33,7 @@ class LockstepRollout:
         self._prefill_tokens = prefill_tokens
         self._idle = max(1, int(engine.slots * refill))
         self._busy = threading.Lock()
+        self.usage = Usage()
 
     def sync_weights(self, params: Params, version: int) -> None:
         with self._busy:
@@ -73,7 +74,7 @@ class LockstepRollout:
 
     def _run(self, chunks: deque[Chunk]) -> None:
         engine = self.engine
-        schedule = Schedule(engine, range(engine.slots), self._idle)
+        schedule = Schedule(engine, range(engine.slots), self._idle, self.usage)
         while chunks or not schedule.empty:
             while schedule.hungry and chunks:
                 chunk = chunks.popleft()

@@ -19,7 +19,7 @@ import numpy as np
 from rpg_jax.rollout.engine import QwenEngine
 from rpg_jax.rollout.jetstream_compat import orchestrator
 from rpg_jax.rollout.requests import Chunk, Row, check, plan
-from rpg_jax.rollout.schedule import Schedule
+from rpg_jax.rollout.schedule import Schedule, Usage
 from rpg_jax.rollout.weights import Params, RolloutError
 from rpg_jax.types import Completion, Sampling
 
@@ -95,15 +95,16 @@ class GuardedDriver(orchestrator.Driver):
       engine: prefills and generates.
       idle: free slots, while others wait, that end a dispatch early.
       keep_state: keep the decode state allocated while there is nothing to decode.
+      usage: where dispatches are counted.
       metrics_collector: JetStream's, for Prometheus.
     """
 
-    def __init__(self, engine: QwenEngine, *, idle: int, keep_state: bool, metrics_collector=None):
+    def __init__(self, engine: QwenEngine, *, idle: int, keep_state: bool, usage: Usage, metrics_collector=None):
         self._guard = threading.Lock()
         self._channels: set[Channel] = set()
         self._fault: BaseException | None = None
         self._placed = 0
-        self._idle, self._keep_state = idle, keep_state
+        self._idle, self._keep_state, self._usage = idle, keep_state, usage
         super().__init__(
             prefill_engines=[engine],
             generate_engines=[engine],
@@ -186,7 +187,7 @@ class GuardedDriver(orchestrator.Driver):
         thread frees it (a race), and decodes up to eight dispatches beyond what anyone has looked at."""
         engine: QwenEngine = self._generate_engines[idx]
         slots, detokenize = self._generate_slots[idx], self._detokenize_backlogs[idx]
-        schedule = Schedule(engine, [self._take(slots) for _ in range(engine.slots)], self._idle)
+        schedule = Schedule(engine, [self._take(slots) for _ in range(engine.slots)], self._idle, self._usage)
         received = 0
         if self._metrics_collector:
             gauge = self._metrics_collector.get_slots_available_percentage_metric(idx)
@@ -226,7 +227,8 @@ class JetStreamRollout:
     ):
         self.engine, self.weights = engine, engine.weights
         self._prefill_tokens = prefill_tokens
-        self._options = {"idle": max(1, int(engine.slots * refill)), "keep_state": keep_state}
+        self.usage = Usage()
+        self._options = {"idle": max(1, int(engine.slots * refill)), "keep_state": keep_state, "usage": self.usage}
         self._lock = threading.Lock()
         self._drivers: list[GuardedDriver] = []
         # Threads hold the driver, never this object: one that is dropped, or open at exit, stops its threads.

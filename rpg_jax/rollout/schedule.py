@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -11,6 +13,25 @@ from rpg_jax.rollout.jetstream_compat import engine_api
 from rpg_jax.rollout.requests import Row, requests
 
 
+@dataclasses.dataclass
+class Usage:
+    """What the slots did, summed over dispatches.
+
+    Attributes:
+      decode_s: seconds between a dispatch and its result on the host.
+      dispatches, steps: how many, and the decode steps in them.
+      tokens: drawn by rows in slots.
+      queued_steps, queued_tokens: those of the dispatches that began with rows waiting for a slot.
+    """
+
+    decode_s: float = 0.0
+    dispatches: int = 0
+    steps: int = 0
+    tokens: int = 0
+    queued_steps: int = 0
+    queued_tokens: int = 0
+
+
 class Schedule:
     """Slots, the rows in them, and the rows that wait for one; owns the decode state. Used by one thread.
 
@@ -18,12 +39,13 @@ class Schedule:
       engine: the engine to drive.
       free: slots to fill.
       idle: how many slots may stand free, while rows wait, before a dispatch ends early.
+      usage: where dispatches are counted.
     """
 
-    def __init__(self, engine: QwenEngine, free: Sequence[int], idle: int):
+    def __init__(self, engine: QwenEngine, free: Sequence[int], idle: int, usage: Usage):
         self.engine, self.free, self.live = engine, list(free), dict[int, Row]()
         self._waiting: deque[tuple[Prefix, Row]] = deque()
-        self._idle = idle
+        self._idle, self._usage = idle, usage
         self._state: DecodeState | None = None
 
     @property
@@ -66,13 +88,26 @@ class Schedule:
 
         It ends early once enough slots are free for the rows that wait, here or (`more`) upstream.
         """
-        k = self.engine.steps
+        k, queued = self.engine.steps, more or bool(self._waiting)
         ends = (row.prompt_length + min(row.emitted + k, row.sampling.max_tokens) for row in self.live.values())
-        floor = max(0, len(self.live) - self._idle) if more or self._waiting else 0
+        floor = max(0, len(self.live) - self._idle) if queued else 0
+        began = time.perf_counter()
         self._state, result = self.engine.generate(
             self.engine.weights, self._state, floor=floor, attend_length=max(ends)
         )
-        return self.engine.fetch(result)
+        result = self.engine.fetch(result)
+        self._count(result, queued, time.perf_counter() - began)
+        return result
+
+    def _count(self, result: engine_api.ResultTokens, queued: bool, seconds: float) -> None:
+        _, _, counts = self.engine.parse(result)
+        steps, tokens, usage = int(counts.max()), int(counts.sum()), self._usage
+        usage.decode_s += seconds
+        usage.dispatches += 1
+        usage.steps += steps
+        usage.tokens += tokens
+        usage.queued_steps += steps * queued
+        usage.queued_tokens += tokens * queued
 
     def settle(self, result: engine_api.ResultTokens) -> list[tuple[int, Row]]:
         """Takes the rows that are complete out of `live` and returns them with the slots they leave."""
