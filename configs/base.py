@@ -36,7 +36,9 @@ def get_config() -> ConfigDict:
     model.tie_embeddings = optional(bool)
     model.compute_dtype = "bfloat16"  # of activations; log-probabilities and reductions are always float32
     model.param_dtype = "float32"  # of the master weights
-    model.remat = "full"  # what the backward pass recomputes: none, dots, full
+    model.remat = "full"  # what the backward pass recomputes: none, dots, full, offload (layer inputs wait on the host)
+
+    c.sharding = optional(str)  # changes to parallel.RULES, as "vocab=tensor+context,kv_heads="; no axis replicates
 
     mesh = c.mesh = ConfigDict()  # devices along each axis; -1 once: all that are left
     mesh.replica = 1
@@ -75,6 +77,8 @@ def get_config() -> ConfigDict:
     rollout = c.rollout = ConfigDict()
     rollout.driver = "orchestrator"  # JetStream in process; lockstep: one thread, any mesh; simple: the plain oracle
     rollout.slots = 64  # completions decoded together
+    rollout.tensor = optional(int)  # devices that share one copy of the decoding weights; unset: the trainer's mesh
+    rollout.expert = optional(int)  # of a mixture: groups of experts in a copy, each on `tensor` devices
     rollout.prompts_per_step = 64
     rollout.group_size = 8  # completions per prompt
     rollout.max_tokens = 16  # of a completion, stop token included

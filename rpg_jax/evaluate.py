@@ -17,7 +17,7 @@ from absl import flags
 from rich.console import Console
 from rich.table import Table
 
-from rpg_jax import command_line, parallel, run_folder
+from rpg_jax import command_line, run_folder
 from rpg_jax.experiment import Experiment
 from rpg_jax.report import statistics
 from rpg_jax.report.progress import Progress
@@ -41,7 +41,7 @@ def main() -> int:
     if _PROBLEMS.value is not None:
         config.evaluation.problems = _PROBLEMS.value
     experiment = Experiment.open(config, run_dir)
-    with parallel.activate(experiment.mesh):
+    with experiment.activate():
         step, params = experiment.restore_policy(run_dir, _STEP.value)
         by_set = sample_groups(experiment, params, step)
     for name, groups in by_set.items():

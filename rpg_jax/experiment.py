@@ -10,13 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
-from rpg_jax import data, losses, models, parallel, rewards, rollout
+from rpg_jax import data, losses, models, rewards, rollout
+from rpg_jax.layout import Layout
 from rpg_jax.methods import loss_arguments
 from rpg_jax.tasks import Task, encoder
-from rpg_jax.training import optimizer as optimizer_lib
 from rpg_jax.training import state as state_lib
 from rpg_jax.training import step as step_lib
 from rpg_jax.training.checkpoints import Checkpoints, Snapshots, abstract
@@ -24,23 +23,16 @@ from rpg_jax.training.experience import DynamicSampling, Group, GroupSampler
 from rpg_jax.training.loop import Trainer
 from rpg_jax.training.optimizer import Optimizer
 from rpg_jax.training.reference import Reference
-from rpg_jax.training.state import TrainState
 from rpg_jax.types import Batch, Completion, Sampling
 
 
 @dataclasses.dataclass
-class Experiment:
+class Experiment(Layout):
     """What train and evaluate share: tokenizer, problems, model and mesh of one config."""
 
-    config: ConfigDict
     tokenizer: data.Tokenizer
     task: Task
     notes: list[str]
-    mesh: jax.sharding.Mesh
-    model: models.QwenConfig
-    graphdef: Any
-    param_shapes: Any
-    param_shardings: Any
 
     @classmethod
     def open(cls, config: ConfigDict, run_dir: Path) -> Experiment:
@@ -49,27 +41,7 @@ class Experiment:
         task = Task.from_config(c)
         tokenizer = _tokenizer(c, task, run_dir)
         task, notes = task.encoded(tokenizer, c)
-        model = _model_config(c, tokenizer.vocab_size)
-        mesh = parallel.make_mesh(c.mesh.to_dict())
-        graphdef, shapes = models.abstract(
-            model, jnp.dtype(c.model.param_dtype), compute_dtype=jnp.dtype(c.model.compute_dtype), remat=c.model.remat
-        )
-        shardings = parallel.shardings(models.logical_axes(model), shapes, mesh)
-        return cls(c, tokenizer, task, notes, mesh, model, graphdef, shapes, shardings)
-
-    @property
-    def abstract_params(self) -> Any:
-        """The weights' shapes, dtypes and shardings."""
-        return abstract(self.param_shapes, self.param_shardings)
-
-    @property
-    def replicated(self) -> NamedSharding:
-        return NamedSharding(self.mesh, PartitionSpec())
-
-    @property
-    def row_sharding(self) -> NamedSharding:
-        """Rows of a batch are spread over the data axes."""
-        return NamedSharding(self.mesh, PartitionSpec(parallel.RULES["batch"]))
+        return cls(**vars(Layout.of(c, tokenizer.vocab_size)), tokenizer=tokenizer, task=task, notes=notes)
 
     def init_params(self) -> Any:
         """The weights of `model.path`, or random ones; straight into their shards."""
@@ -113,7 +85,7 @@ class Experiment:
             slots=c.rollout.slots,
             max_prompt_tokens=c.task.max_prompt_tokens,
             max_tokens=c.rollout.max_tokens,
-            mesh=self.mesh,
+            **self.decoding(),
         )
 
     def make_scorer(self) -> rewards.Scorer:
@@ -152,12 +124,6 @@ class Experiment:
         seed = (self.config.seed + 0x5EED) % 2**31
         return self.make_sampler(sampler, scorer, temperature=c.temperature, group_size=c.k, seed=seed)
 
-    def make_optimizer(self, **changes: Any) -> Optimizer:
-        return optimizer_lib.build(**{**self.config.optimizer.to_dict(), **changes})
-
-    def state_sharding(self, optimizer: Optimizer) -> TrainState:
-        return state_lib.shardings(self.param_shapes, self.param_shardings, optimizer, self.replicated)
-
     def make_batches(self, groups: Sequence[Group], advantages: np.ndarray) -> list[Batch]:
         """Micro-batches of one fixed shape: rows beyond the completions have no tokens."""
         c = self.config
@@ -180,24 +146,6 @@ class Experiment:
 
     def _is_trained(self, completion: Completion) -> bool:
         return not (self.config.rewards.overlong_masking and completion.finish_reason == "length")
-
-    @property
-    def microbatch_size(self) -> int:
-        """Rows of every batch that the trainer sees."""
-        c = self.config
-        return c.train.microbatch_size or (
-            c.rollout.prompts_per_step // c.train.updates_per_step * c.rollout.group_size
-        )
-
-    def make_programs(self, optimizer: Optimizer, loss: step_lib.LossFn, temperature: float) -> step_lib.Programs:
-        return step_lib.build(
-            self.graphdef,
-            optimizer,
-            loss,
-            temperature=temperature,
-            state_sharding=self.state_sharding(optimizer),
-            batch_sharding=self.row_sharding,
-        )
 
     def supervised_batches(self, batch_size: int) -> Iterator[Batch]:
         """Endless rows of (prompt, target) pairs of the training split."""
@@ -261,23 +209,6 @@ def _tokenizer(config: ConfigDict, task: Task, run_dir: Path) -> data.Tokenizer:
         return data.load_tokenizer(folder)
     file = run_dir / "tokenizer.model"
     return data.load_tokenizer(file) if file.exists() else data.train_sentencepiece(task.texts, file)
-
-
-def _model_config(config: ConfigDict, vocab_size: int) -> models.QwenConfig:
-    m = config.model
-    if m.path:
-        return models.read_config(m.path)
-    if m.size:
-        return models.size(m.size)
-    dimensions = ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "hidden_dim")
-    unset = [name for name in dimensions if m[name] is None]
-    if unset:
-        raise ValueError(
-            f"which model? Set model.path, model.size, or all dimensions (model.{unset[0]} is not set among "
-            f"{', '.join(dimensions)})"
-        )
-    optional = {k: m[k] for k in ("rope_theta", "tie_embeddings") if m[k] is not None}
-    return models.QwenConfig(vocab_size=vocab_size, **{name: m[name] for name in dimensions}, **optional)
 
 
 def _weights(parts: str) -> dict[str, float]:

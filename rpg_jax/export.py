@@ -13,7 +13,7 @@ from pathlib import Path
 import jax.numpy as jnp
 from absl import flags
 
-from rpg_jax import command_line, models, parallel, run_folder
+from rpg_jax import command_line, models, run_folder
 from rpg_jax.experiment import Experiment
 
 _RUN = flags.DEFINE_string("run", None, "folder of the run")
@@ -41,7 +41,7 @@ def export(run_dir: Path, out: Path, *, step: int | None = None, dtype: str | No
         raise ValueError(f"{out} already holds a model; choose another --out")
     config = run_folder.read_config(run_dir)
     experiment = Experiment.open(config, run_dir)
-    with parallel.activate(experiment.mesh):
+    with experiment.activate():
         step, params = experiment.restore_policy(run_dir, step)
         tokenizer = experiment.tokenizer
         ids = {"eos_token_id": tokenizer.eos_id, "bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}

@@ -22,7 +22,7 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from rpg_jax import command_line, parallel, run_folder
+from rpg_jax import command_line, run_folder
 from rpg_jax.experiment import Experiment
 from rpg_jax.methods import resolve
 from rpg_jax.report import curves, statistics, summary
@@ -55,7 +55,7 @@ def train(config: ConfigDict) -> int:
         jax.config.update("jax_compilation_cache_dir", config.run.compilation_cache)
     experiment = Experiment.open(config, run_dir)
     print("".join(f"{note}\n" for note in experiment.notes), end="")
-    with parallel.activate(experiment.mesh):
+    with experiment.activate():
         run = Run(experiment, run_dir)
         try:
             return run.to_the_end()

@@ -1,0 +1,151 @@
+"""How a config's model and programs lie on devices: everything of a run that needs neither data nor weights."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from ml_collections import ConfigDict
+
+from rpg_jax import models, parallel
+from rpg_jax.training import optimizer as optimizer_lib
+from rpg_jax.training import state as state_lib
+from rpg_jax.training import step as step_lib
+from rpg_jax.training.checkpoints import abstract
+from rpg_jax.training.optimizer import Optimizer
+from rpg_jax.training.state import TrainState
+
+
+@dataclasses.dataclass
+class Layout:
+    """Model, mesh and sharding rules of one config, and the programs of training on them."""
+
+    config: ConfigDict
+    mesh: Mesh
+    rules: parallel.Rules
+    model: models.QwenConfig
+    graphdef: Any
+    param_shapes: Any
+    param_shardings: Any
+
+    @classmethod
+    def of(cls, config: ConfigDict, vocab_size: int | None, devices: Sequence[jax.Device] | None = None) -> Layout:
+        """On `devices`, by default all; `vocab_size` matters where the config gives the model's dimensions."""
+        c = config
+        model = model_config(c, vocab_size)
+        mesh = parallel.make_mesh(c.mesh.to_dict(), devices)
+        rules = parallel.override(_rules(c.sharding))
+        graphdef, shapes = models.abstract(
+            model, jnp.dtype(c.model.param_dtype), compute_dtype=jnp.dtype(c.model.compute_dtype), remat=c.model.remat
+        )
+        shardings = parallel.shardings(models.logical_axes(model), shapes, mesh, rules)
+        return cls(c, mesh, rules, model, graphdef, shapes, shardings)
+
+    def activate(self):
+        """While entered, programs are traced for this mesh and these rules."""
+        return parallel.activate(self.mesh, self.rules)
+
+    @property
+    def abstract_params(self) -> Any:
+        """The weights' shapes, dtypes and shardings."""
+        return abstract(self.param_shapes, self.param_shardings)
+
+    @property
+    def replicated(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
+
+    @property
+    def row_sharding(self) -> NamedSharding:
+        """Rows of a batch are spread over the data axes."""
+        return NamedSharding(self.mesh, PartitionSpec(self.rules["batch"]))
+
+    @property
+    def row_length(self) -> int:
+        """Tokens of a row of a batch."""
+        c = self.config
+        return c.train.packed_length or c.task.max_prompt_tokens + c.rollout.max_tokens
+
+    @property
+    def completion_length(self) -> int:
+        """Completion tokens of a row of a batch, at most."""
+        return self.config.train.packed_length or self.config.rollout.max_tokens
+
+    @property
+    def microbatch_size(self) -> int:
+        """Rows of every batch that the trainer sees."""
+        c = self.config
+        return c.train.microbatch_size or (
+            c.rollout.prompts_per_step // c.train.updates_per_step * c.rollout.group_size
+        )
+
+    def make_optimizer(self, **changes: Any) -> Optimizer:
+        return optimizer_lib.build(**{**self.config.optimizer.to_dict(), **changes})
+
+    def state_sharding(self, optimizer: Optimizer) -> TrainState:
+        return state_lib.shardings(self.param_shapes, self.param_shardings, optimizer, self.replicated)
+
+    def make_programs(self, optimizer: Optimizer, loss: step_lib.LossFn, temperature: float) -> step_lib.Programs:
+        return step_lib.build(
+            self.graphdef,
+            optimizer,
+            loss,
+            temperature=temperature,
+            state_sharding=self.state_sharding(optimizer),
+            batch_sharding=self.row_sharding,
+        )
+
+    def decoding(self) -> dict[str, Any]:
+        """Where and in which dtype completions are decoded, as arguments of `rollout.build`.
+
+        With `rollout.tensor` (and `rollout.expert`) unset on the trainer's mesh; else on the same devices in copies of
+        that many, each of which holds all weights, so that a decode step gathers none.
+        """
+        c = self.config
+        dtype = None if c.model.compute_dtype == c.model.param_dtype else jnp.dtype(c.model.compute_dtype)
+        if c.rollout.tensor is None and c.rollout.expert is None:
+            return {"mesh": self.mesh, "rules": self.rules, "dtype": dtype, "shardings": None}
+        mesh = _decoding_mesh(self.mesh, c.rollout.tensor or 1, c.rollout.expert or 1)
+        shardings = parallel.shardings(models.logical_axes(self.model), self.param_shapes, mesh)
+        return {"mesh": mesh, "rules": parallel.RULES, "dtype": dtype, "shardings": shardings}
+
+
+def _decoding_mesh(mesh: Mesh, tensor: int, expert: int) -> Mesh:
+    """The devices of `mesh`, in its order (one program reshards the weights), in copies of tensor x expert."""
+    if mesh.size % (tensor * expert):
+        raise ValueError(f"rollout.tensor={tensor} times rollout.expert={expert} does not divide {mesh.size} devices")
+    sizes = {"replica": mesh.size // (tensor * expert), "expert": expert, "tensor": tensor}
+    shape = [sizes.get(axis, 1) for axis in parallel.MESH_AXES]
+    return Mesh(mesh.devices.reshape(shape), parallel.MESH_AXES, axis_types=(AxisType.Auto,) * len(shape))
+
+
+def model_config(config: ConfigDict, vocab_size: int | None) -> models.QwenConfig:
+    """The model of `model.path`, `model.size`, or the dimensions that the config gives."""
+    m = config.model
+    if m.path:
+        return models.read_config(m.path)
+    if m.size:
+        return models.size(m.size)
+    dimensions = ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "hidden_dim")
+    unset = [name for name in dimensions if m[name] is None]
+    if unset or vocab_size is None:
+        raise ValueError(
+            f"which model? Set model.path, model.size, or all dimensions (model.{(unset or ['tokenizer'])[0]} is not "
+            f"set among {', '.join(dimensions)})"
+        )
+    optional = {k: m[k] for k in ("rope_theta", "tie_embeddings") if m[k] is not None}
+    return models.QwenConfig(vocab_size=vocab_size, **{name: m[name] for name in dimensions}, **optional)
+
+
+def _rules(text: str | None) -> dict[str, parallel.MeshAxes]:
+    """ "embed=fsdp+context,vocab=" by logical axis; nothing behind the sign replicates."""
+    rules: dict[str, parallel.MeshAxes] = {}
+    for entry in (part.strip() for part in (text or "").split(",") if part.strip()):
+        name, sign, axes = entry.partition("=")
+        if not sign:
+            raise ValueError(f"sharding: {entry!r} is not of the form LOGICAL=MESH_AXIS[+MESH_AXIS]")
+        rules[name] = tuple(axes.split("+")) if axes else None
+    return rules
