@@ -39,6 +39,7 @@ _root = logging.getLogger()
 _level, _handlers = _root.level, list(_root.handlers)
 
 from jetstream.core import orchestrator  # noqa: E402
+from jetstream.core.metrics.prometheus import JetstreamMetricsCollector  # noqa: E402
 from jetstream.core.proto import jetstream_pb2, jetstream_pb2_grpc  # noqa: E402
 from jetstream.core.utils import async_multifuture, return_sample  # noqa: E402
 from jetstream.engine import engine_api, token_utils, tokenizer_api, tokenizer_pb2  # noqa: E402
@@ -77,6 +78,7 @@ orchestrator.delete_pytree = lambda tree: None
 orchestrator.JetThread = GuardedThread
 
 __all__ = [
+    "JetstreamMetricsCollector",
     "async_multifuture",
     "engine_api",
     "jetstream_pb2",

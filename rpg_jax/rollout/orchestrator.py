@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rpg_jax.rollout.engine import QwenEngine
-from rpg_jax.rollout.jetstream_compat import orchestrator
+from rpg_jax.rollout.jetstream_compat import JetstreamMetricsCollector, orchestrator
 from rpg_jax.rollout.requests import Chunk, Row, check, plan
 from rpg_jax.rollout.schedule import Schedule, Usage
 from rpg_jax.rollout.weights import Params, RolloutError
@@ -99,7 +99,7 @@ class GuardedDriver(orchestrator.Driver):
       metrics_collector: JetStream's, for Prometheus.
     """
 
-    def __init__(self, engine: QwenEngine, *, idle: int, keep_state: bool, usage: Usage, metrics_collector=None):
+    def __init__(self, engine: QwenEngine, *, idle: int, keep_state: bool, usage: Usage, metrics_collector):
         self._guard = threading.Lock()
         self._channels: set[Channel] = set()
         self._fault: BaseException | None = None
@@ -220,15 +220,23 @@ class JetStreamRollout:
       prefill_tokens: tokens, padding included, of one prefill.
       refill: fraction of the slots that may stand idle before a dispatch ends early to refill them.
       keep_state: keep the decode state allocated between calls; by default a rollout phase leaves no cache behind.
+      metrics_collector: JetStream's gauges, for a server.
     """
 
     def __init__(
-        self, engine: QwenEngine, *, prefill_tokens: int = 2048, refill: float = 1 / 16, keep_state: bool = False
+        self,
+        engine: QwenEngine,
+        *,
+        prefill_tokens: int = 2048,
+        refill: float = 1 / 16,
+        keep_state: bool = False,
+        metrics_collector: JetstreamMetricsCollector | None = None,
     ):
         self.engine, self.weights = engine, engine.weights
         self._prefill_tokens = prefill_tokens
         self.usage = Usage()
         self._options = {"idle": max(1, int(engine.slots * refill)), "keep_state": keep_state, "usage": self.usage}
+        self._options["metrics_collector"] = metrics_collector
         self._lock = threading.Lock()
         self._drivers: list[GuardedDriver] = []
         # Threads hold the driver, never this object: one that is dropped, or open at exit, stops its threads.

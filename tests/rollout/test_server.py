@@ -1,0 +1,167 @@
+"""The gRPC server on loopback: JetStream's protocol, the in-process tokens, and a clear status for what it refuses."""
+
+from __future__ import annotations
+
+import threading
+import time
+import urllib.request
+
+import grpc
+import numpy as np
+import pytest
+
+from rpg_jax.rollout import JetStreamRollout, RolloutError
+from rpg_jax.rollout.client import GrpcRollout
+from rpg_jax.rollout.jetstream_compat import JetstreamMetricsCollector, jetstream_pb2, jetstream_pb2_grpc
+from rpg_jax.rollout.server import Server
+from rpg_jax.types import Sampling
+
+
+class Letters:
+    """Token i is the character 48 + i."""
+
+    def encode(self, text):
+        return [ord(c) - 48 for c in text]
+
+    def decode(self, ids):
+        return "".join(chr(48 + i) for i in ids)
+
+
+@pytest.fixture(scope="module")
+def server(build):
+    made = Server(
+        JetStreamRollout(build("orchestrator").engine, keep_state=True, metrics_collector=JetstreamMetricsCollector()),
+        Letters(),
+        Sampling(stop_token_ids=(5, 9)),
+        max_active=60,
+        metrics_port=0,
+    )
+    yield made
+    made.stop(grace=5)
+
+
+@pytest.fixture
+def stub(server):
+    with grpc.insecure_channel(f"127.0.0.1:{server.port}") as channel:
+        yield jetstream_pb2_grpc.OrchestratorStub(channel)
+
+
+def ask(tokens=(1, 2, 3), max_tokens=4, text=None):
+    if text is not None:
+        content = {"text_content": jetstream_pb2.DecodeRequest.TextContent(text=text)}
+    else:
+        content = {"token_content": jetstream_pb2.DecodeRequest.TokenContent(token_ids=tokens)}
+    return jetstream_pb2.DecodeRequest(max_tokens=max_tokens, **content)
+
+
+def test_completions_from_the_server_are_those_in_process(server, work, expected, is_same):
+    client = GrpcRollout(f"127.0.0.1:{server.port}", parallel=40)
+    assert is_same(client.generate(**work), expected)
+    with pytest.raises(ValueError, match="does not fit"):
+        client.generate(**(work | {"prompts": [np.ones(40, np.int32)], "prompt_ids": [0]}))
+    client.close()
+
+
+def test_plain_jetstream_requests_get_text_or_token_ids_without_the_stop_token(stub):
+    greedy = (("rpg-temperature", "0"),)
+    ids = [t for r in stub.Decode(ask(max_tokens=20), metadata=greedy) for t in r.stream_content.samples[0].token_ids]
+    replies = stub.Decode(ask(text="123", max_tokens=20), metadata=greedy)
+    words = [r.stream_content.samples[0].text for r in replies]
+    assert 0 < len(ids) <= 20 and not {5, 9} & set(ids)
+    assert "".join(words) == Letters().decode(ids)
+    assert stub.HealthCheck(jetstream_pb2.HealthCheckRequest()).is_live
+
+
+@pytest.mark.parametrize(
+    ("request_", "metadata", "message"),
+    [
+        (jetstream_pb2.DecodeRequest(max_tokens=3), (), "neither text_content nor token_content"),
+        (ask(tokens=()), (), "at least one token"),
+        (ask(text=""), (), "at least one token"),
+        (ask(tokens=[1] * 60), (), "does not fit"),
+        (ask(tokens=[1, 999]), (), "vocabulary"),
+        (ask(tokens=[-5]), (), "vocabulary"),
+        (ask(max_tokens=0), (), "max_tokens"),
+        (ask(), (("rpg-temperature", "hot"),), "must be a float"),
+        (ask(), (("rpg-temperature", "nan"),), "finite"),
+        (ask(), (("rpg-top-p", "2"),), "top_p"),
+        (ask(), (("rpg-stop", "1,x"),), "token ids"),
+        (ask(), (("rpg-beam", "4"),), "unknown metadata"),
+    ],
+)
+def test_requests_that_cannot_be_served_are_invalid_arguments(stub, request_, metadata, message):
+    with pytest.raises(grpc.RpcError, match=message) as caught:
+        list(stub.Decode(request_, metadata=metadata))
+    assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_a_flood_is_refused_beyond_capacity_and_the_rest_is_served(server, stub):
+    calls = [stub.Decode(ask(max_tokens=24)) for _ in range(150)]
+    codes = []
+    for call in calls:
+        try:
+            list(call)
+            codes.append(grpc.StatusCode.OK)
+        except grpc.RpcError as error:
+            codes.append(error.code())
+    assert set(codes) == {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}
+    assert codes.count(grpc.StatusCode.OK) >= 60
+
+
+def test_abandoned_requests_give_their_slots_back(server, stub, work, expected, is_same):
+    for _ in range(40):
+        stub.Decode(ask(max_tokens=24)).cancel()
+    client = GrpcRollout(f"127.0.0.1:{server.port}", parallel=8)
+    assert is_same(client.generate(**work), expected)
+    client.close()
+
+
+def test_a_fault_is_an_internal_error_and_the_next_request_is_served(server, stub, monkeypatch):
+    def broken(*args, **kwargs):
+        raise OSError("device fell off the bus")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server._rollout.engine, "prefill", broken)
+        with pytest.raises(grpc.RpcError, match="fell off the bus") as caught:
+            list(stub.Decode(ask()))
+    assert caught.value.code() == grpc.StatusCode.INTERNAL
+    assert list(stub.Decode(ask()))
+
+
+def test_metrics_count_requests_and_tokens(server, stub):
+    list(stub.Decode(ask()))
+    page = urllib.request.urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics", timeout=10).read().decode()
+    assert 'rpg_requests_total{code="OK"}' in page and "rpg_tokens_total" in page
+    assert "jetstream_slots_available_percentage" in page
+
+
+def test_a_shutdown_ends_what_runs_and_refuses_what_comes(build):
+    made = Server(JetStreamRollout(build("orchestrator").engine), Letters(), Sampling())
+    done = []
+    with grpc.insecure_channel(f"127.0.0.1:{made.port}") as channel:
+        stub = jetstream_pb2_grpc.OrchestratorStub(channel)
+        list(stub.Decode(ask()))
+        running = threading.Thread(target=lambda: done.append(len(list(stub.Decode(ask(max_tokens=24))))))
+        running.start()
+        time.sleep(0.05)
+        made.stop()
+        running.join(timeout=20)
+        assert done and done[0] > 0
+        with pytest.raises(grpc.RpcError) as caught:
+            list(stub.Decode(ask(), timeout=5))
+    assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
+
+
+def test_other_hosts_need_tls_and_a_taken_port_is_a_clear_error(build, server):
+    sampler = JetStreamRollout(build("orchestrator").engine)
+    with pytest.raises(ValueError, match="needs TLS"):
+        Server(sampler, Letters(), Sampling(), host="0.0.0.0")
+    with pytest.raises(ValueError, match="cannot serve on"):
+        Server(sampler, Letters(), Sampling(), port=server.port)
+
+
+def test_a_server_that_is_not_there_is_a_rollout_error(work):
+    client = GrpcRollout("127.0.0.1:1", parallel=2)
+    with pytest.raises(RolloutError, match="UNAVAILABLE"):
+        client.generate(**work)
+    client.close()
