@@ -1,0 +1,97 @@
+"""Serves a policy over gRPC with JetStream's protocol.
+
+  python -m rpg_jax.serve --run=runs/tiny-rpg-reinforce-urkl-seed0 --port=9000
+  python -m rpg_jax.serve --config=configs/x.py --config.model.path=/models/Qwen3-0.6B
+
+JetStream's clients work against it; `rpg_jax.rollout.client.GrpcRollout` also chooses seed, temperature and cuts per
+request and gets log-probabilities back. Loopback only, unless a certificate and its key are given. SIGTERM or Ctrl-C
+lets running requests end.
+"""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+import threading
+from pathlib import Path
+
+import grpc
+from absl import flags
+
+from rpg_jax import command_line, run_folder
+from rpg_jax.experiment import Experiment
+from rpg_jax.methods import resolve
+from rpg_jax.rollout import JetStreamRollout
+from rpg_jax.rollout.jetstream_compat import JetstreamMetricsCollector
+from rpg_jax.rollout.server import Server
+
+_CONFIG = command_line.define_config()
+_RUN = flags.DEFINE_string("run", None, "folder of the run whose checkpoint is served")
+_STEP = flags.DEFINE_integer("step", None, "checkpoint to serve; default: the last")
+_HOST = flags.DEFINE_string("host", "127.0.0.1", "address to listen on; others than loopback need a certificate")
+_PORT = flags.DEFINE_integer("port", 9000, "port; 0 takes a free one", lower_bound=0, upper_bound=65535)
+_METRICS = flags.DEFINE_integer(
+    "metrics_port", None, "port of the Prometheus endpoint", lower_bound=0, upper_bound=65535
+)
+_CERTIFICATE = flags.DEFINE_string("certificate", None, "PEM file of the TLS certificate chain")
+_KEY = flags.DEFINE_string("key", None, "PEM file of its private key")
+_ACTIVE = flags.DEFINE_integer("max_active", 1024, "requests served or queued at once", lower_bound=1)
+_TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "of requests that do not say; 0 is greedy", lower_bound=0)
+_GRACE = flags.DEFINE_float("grace", 30.0, "seconds that running requests get at shutdown", lower_bound=0)
+
+
+def main() -> int:
+    """Loads the weights, serves until told to stop, drains."""
+    if (_RUN.value is None) == (_CONFIG.value is None):
+        raise ValueError("which policy? Give either --run=runs/NAME or --config=FILE with --config.model.path=FOLDER")
+    if (_CERTIFICATE.value is None) != (_KEY.value is None):
+        raise ValueError("TLS needs both --certificate and --key")
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+    with tempfile.TemporaryDirectory() as scratch:
+        experiment, params, name = _policy(Path(scratch))
+        with experiment.activate():
+            server = _server(experiment, params)
+    print(f"serving {name} on {_HOST.value}:{server.port}", flush=True)
+    stop.wait()
+    print("draining", flush=True)
+    server.stop(_GRACE.value)
+    return 0
+
+
+def _policy(scratch: Path):
+    """(experiment, weights, what to call them)."""
+    if _RUN.value is None:
+        experiment = Experiment.open(resolve(_CONFIG.value), scratch)
+        with experiment.activate():
+            return experiment, experiment.init_params(), experiment.config.model.path or "random weights"
+    run_dir = Path(_RUN.value)
+    experiment = Experiment.open(run_folder.read_config(run_dir), run_dir)
+    with experiment.activate():
+        step, params = experiment.restore_policy(run_dir, _STEP.value)
+    return experiment, params, f"{run_dir}, step {step},"
+
+
+def _server(experiment: Experiment, params) -> Server:
+    experiment.config.rollout.driver = "orchestrator"
+    inner = experiment.make_rollout(params)
+    sampler = JetStreamRollout(inner.engine, keep_state=True, metrics_collector=JetstreamMetricsCollector())
+    credentials = None
+    if _CERTIFICATE.value is not None:
+        pair = (Path(_KEY.value).read_bytes(), Path(_CERTIFICATE.value).read_bytes())
+        credentials = grpc.ssl_server_credentials([pair])
+    return Server(
+        sampler,
+        experiment.tokenizer,
+        experiment.sampling(_TEMPERATURE.value),
+        host=_HOST.value,
+        port=_PORT.value,
+        credentials=credentials,
+        max_active=_ACTIVE.value,
+        metrics_port=_METRICS.value,
+    )
+
+
+if __name__ == "__main__":
+    command_line.run(main, __doc__)
