@@ -63,6 +63,7 @@ def metrics(folder, times=False):
     return lines if times else [{k: v for k, v in r.items() if k not in clocked and "time/" not in k} for r in lines]
 
 
+@pytest.mark.slow  # sixteen compilations
 def test_every_method_trains_and_leaves_a_complete_run_folder(shared, tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "tests.end_to_end.every_method", str(tmp_path)],
