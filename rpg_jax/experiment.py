@@ -39,7 +39,7 @@ class Experiment(Layout):
         """Builds everything but weights; the tokenizer is kept in `run_dir`."""
         c = config
         task = Task.from_config(c)
-        tokenizer = _tokenizer(c, task, run_dir)
+        tokenizer = open_tokenizer(c, task, run_dir)
         task, notes = task.encoded(tokenizer, c)
         return cls(**vars(Layout.of(c, tokenizer.vocab_size)), tokenizer=tokenizer, task=task, notes=notes)
 
@@ -203,7 +203,7 @@ class Experiment(Layout):
         )
 
 
-def _tokenizer(config: ConfigDict, task: Task, run_dir: Path) -> data.Tokenizer:
+def open_tokenizer(config: ConfigDict, task: Task, run_dir: Path) -> data.Tokenizer:
     folder = config.model.tokenizer or config.model.path
     if folder:
         return data.load_tokenizer(folder)

@@ -65,10 +65,12 @@ class QwenEngine(engine_api.Engine):
         with weights.pinned() as params:
             dtype = nnx.merge(graphdef, params).compute_dtype
         empty = functools.partial(DecodeState.empty, config, slots, capacity, dtype)
-        state, lanes = None, None
+        state, lanes, shapes = None, None, jax.eval_shape(empty)
         if mesh is not None:
-            state = parallel.shardings(DecodeState.logical_axes(), jax.eval_shape(empty), mesh, rules)
+            state = parallel.shardings(DecodeState.logical_axes(), shapes, mesh, rules)
             lanes = jax.NamedSharding(mesh, jax.P())
+            shapes = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, state)
+        self._state_shapes = shapes
         self._init = jax.jit(empty, out_shardings=state)
         self._prefill = jax.jit(self._prefill_prompts)
         self._insert = jax.jit(DecodeState.insert, donate_argnums=0, out_shardings=state)
@@ -121,6 +123,20 @@ class QwenEngine(engine_api.Engine):
         start = (jnp.int32(0), state, blank, blank, jnp.zeros(self.slots, jnp.int32))
         _, state, tokens, logprobs, counts = jax.lax.while_loop(unfinished, step, start)
         return state, _lanes(tokens, logprobs, counts, state)
+
+    def lower(self, prompts: int, length: int) -> dict[str, jax.stages.Lowered]:
+        """The prefill of `prompts` prompts of `length` tokens, and the decode program over a full cache, for a compiler
+        to look at; the engine's weights may be ShapeDtypeStructs."""
+        sharding = None if self._mesh is None else jax.NamedSharding(self._mesh, jax.P())
+        tokens = jax.ShapeDtypeStruct((prompts, length), jnp.int32, sharding=sharding)
+        lengths = jax.ShapeDtypeStruct((prompts,), jnp.int32, sharding=sharding)
+        with self.weights.pinned() as params, self._scope():
+            return {
+                "prefill": self._prefill.lower(params, tokens, lengths),
+                "decode": self._generate.lower(
+                    params, self._state_shapes, np.int32(self.steps), np.int32(0), self.capacity
+                ),
+            }
 
     # JetStream's Engine API
 

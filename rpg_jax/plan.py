@@ -1,0 +1,228 @@
+"""Whether a run fits a TPU slice, and how long its steps take at best, before anyone pays for one.
+
+  python -m rpg_jax.plan --config=configs/qwen3_4b_8k.py --topology=v5p:2x2x2
+  python -m rpg_jax.plan --config=configs/qwen3_4b_8k.py --topology=v6e:4x4 --json
+
+Compiles the run's own programs with the compiler for TPUs, on any CPU machine (pip install -r requirements-tpu.txt),
+and prints what each needs on a chip. Seconds are what the binding limit allows at its peak: no run is faster. Exit code
+1 where a program does not fit; the smallest change that would fit is then found by trying (--notry leaves that out).
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from absl import flags
+from ml_collections import ConfigDict
+from rich.console import Console
+
+from rpg_jax import command_line, planning
+from rpg_jax.experiment import open_tokenizer
+from rpg_jax.layout import Layout
+from rpg_jax.methods import loss_arguments, resolve
+from rpg_jax.planning import lowering, tables
+from rpg_jax.planning.estimate import Recipe, summary
+from rpg_jax.tasks import Task
+from rpg_jax.training import state as state_lib
+from rpg_jax.training import step as step_lib
+from rpg_jax.training.state import TrainState
+
+_CONFIG = command_line.define_config("configs/qwen3_4b_2k.py")
+_TOPOLOGY = flags.DEFINE_string("topology", "v5p:2x2x2", "KIND:SHAPE, as v6e:4x4; a wrong one lists the known")
+_JSON = flags.DEFINE_bool("json", False, "print one JSON object instead of tables")
+_TRY = flags.DEFINE_bool("try", True, "look for the smallest change that fits where the config does not")
+_MEAN = flags.DEFINE_integer("mean_tokens", 0, "tokens of a mean completion; 0: half of rollout.max_tokens")
+_ONLY = flags.DEFINE_list("programs", [], "compile these only: log-probs, update, start, add, apply, prefill, decode")
+
+_PREFILL_TOKENS = 2048  # of one prefill, the default of rollout.build
+_STATUS = Console(stderr=True)
+
+
+def main() -> int:
+    """Compiles, prints, and returns 1 where something does not fit."""
+    topology, config = planning.parse(_TOPOLOGY.value), resolve(_CONFIG.value)
+    programs = plan(config, topology, only=_ONLY.value)
+    fits = all(p.fits(topology.chip) for p in programs.values())
+    whole = not _ONLY.value and not any(p.refused for p in programs.values())
+    figures = summary(recipe(config, _MEAN.value), programs, topology) if whole else {}
+    change = None if fits or not _TRY.value else smallest_change(config, topology, programs)
+    if _JSON.value:
+        print(json.dumps(tables.as_json(topology, programs, figures, change)))
+    else:
+        tables.show(topology, programs, figures, change)
+    return 0 if fits else 1
+
+
+def plan(config: ConfigDict, topology: planning.Topology, only: list[str] | None = None) -> dict[str, planning.Program]:
+    """Every program of the run on `topology`, compiled; those named in `only`, if any.
+
+    Raises:
+      ValueError: no compiler for TPUs here, or a config whose mesh or sizes do not go together.
+    """
+    layout = Layout.of(config, _vocabulary(config), topology.devices())
+    held, programs = resident(layout), {}
+    for name, lowered, flops in lowered_programs(layout):
+        if not only or name in only:
+            with _STATUS.status(f"compiling {name} for {topology.name}"):
+                programs[name] = planning.compile_program(name, lowered, model_flops=flops, resident=held[name])
+    return programs
+
+
+def lowered_programs(layout: Layout) -> Iterator[lowering.Lowered]:
+    """The programs of a training step and of its rollout, one at a time."""
+    c, optimizer = layout.config, layout.make_optimizer()
+    name, hyperparameters = loss_arguments(c)
+    programs = layout.make_programs(optimizer, step_lib.loss_fn(name, **hyperparameters), c.rollout.temperature)
+    sizes = layout.microbatch_size, layout.row_length, layout.completion_length
+    micro_batches = _rows_per_update(c) // layout.microbatch_size
+    batch, state = lowering.batch_of(*sizes, layout.row_sharding), _state(layout)
+    with layout.activate():
+        yield from lowering.training(
+            programs, state, batch, layout.model, micro_batches=micro_batches, remat=c.model.remat
+        )
+    decoding = layout.decoding()
+    yield from lowering.sampling(
+        layout.model,
+        layout.graphdef,
+        lowering.decoding_params(layout.abstract_params, decoding["dtype"], decoding["shardings"]),
+        mesh=decoding["mesh"],
+        rules=decoding["rules"],
+        slots=c.rollout.slots,
+        capacity=_capacity(c),
+        prefill_shape=_prefill_shape(c),
+    )
+
+
+def resident(layout: Layout) -> dict[str, float]:
+    """Bytes on a chip that lie there while a program runs without being its arguments, by program.
+
+    The optimizer's state always stays; the decoding weights, where they are a copy, do so while training, and the cache
+    while prompts are prefilled. Where the reference is another policy, its weights are there for its log-probs.
+    """
+    c, decoding = layout.config, layout.decoding()
+    weights = lowering.bytes_on_a_chip(layout.abstract_params)
+    slots = lowering.bytes_on_a_chip(_state(layout)) - weights
+    copy = decoding["dtype"] is not None or decoding["shardings"] is not None
+    decoded = lowering.decoding_params(layout.abstract_params, decoding["dtype"], decoding["shardings"])
+    sampler = lowering.bytes_on_a_chip(decoded) if copy else 0
+    cache = lowering.cache_bytes(layout.model, decoding, c.rollout.slots, _capacity(c))
+    rows = c.rollout.prompts_per_step * c.rollout.group_size
+    row = 4 * (3 * layout.row_length + 8 * layout.completion_length)
+    training = sampler + rows * row / layout.mesh.size
+    other = 0 if c.reference.rule == "behaviour" and not c.reference.resident else weights
+    sampling = slots + (weights if copy else 0) + (other if c.reference.resident else 0)
+    return {
+        "log-probs": training + slots + other,
+        "start": training + slots,
+        "add": training + slots,
+        "apply": training,
+        "update": training,
+        "prefill": sampling + cache,
+        "decode": sampling,
+    }
+
+
+def recipe(config: ConfigDict, mean_tokens: int) -> Recipe:
+    """What a step of the run does; completions of `mean_tokens`, 0 for half of the limit."""
+    c = config
+    mean = mean_tokens or c.rollout.max_tokens / 2
+    prompts = c.rollout.prompts_per_step
+    rows = prompts * c.rollout.group_size
+    if c.train.packed_length:
+        rows = rows * (c.task.max_prompt_tokens / 2 + mean) / c.train.packed_length
+    return Recipe(
+        prompts=prompts * (c.dynamic_sampling.oversample if c.dynamic_sampling.enabled else 1),
+        group_size=c.rollout.group_size,
+        mean_tokens=mean,
+        slots=c.rollout.slots,
+        prefill_rows=_prefill_shape(c)[0],
+        rows=c.train.microbatch_size or _rows_per_update(c),
+        rows_per_step=rows,
+        updates=c.train.updates_per_step,
+        logprob_passes=1 if c.reference.rule == "behaviour" else 2,
+        epochs=c.train.epochs,
+        steps=c.train.steps,
+    )
+
+
+def smallest_change(
+    config: ConfigDict, topology: planning.Topology, programs: dict[str, planning.Program]
+) -> dict[str, object] | None:
+    """The first of the cheapest changes that makes every program fit, by compiling what did not; None where none does.
+
+    In this order: smaller micro-batches, fewer decode slots, layer inputs on the host, rows over several chips, a
+    larger slice.
+    """
+    failing = [name for name, p in programs.items() if not p.fits(topology.chip)]
+    for change, larger in candidates(config, topology, failing):
+        tried = config.copy_and_resolve_references()
+        with tried.unlocked():
+            tried.update_from_flattened_dict(change)
+        if larger is not None and larger.chips > 1:
+            try:
+                found = plan(tried, larger, only=_also(failing))
+            except ValueError:  # a mesh or batch that does not divide
+                continue
+            if all(p.fits(larger.chip) for p in found.values()):
+                return change if larger == topology else {**change, "topology": larger.name}
+    return None
+
+
+def candidates(
+    config: ConfigDict, topology: planning.Topology, failing: list[str]
+) -> Iterator[tuple[dict[str, object], planning.Topology | None]]:
+    """(changed fields, slice) to try, cheapest first."""
+    rows = config.train.microbatch_size or _rows_per_update(config)
+    if set(failing) & {"log-probs", "update", "start", "add"}:
+        smallest = min(rows, topology.chips)
+        for size in sorted({rows // 2, rows // 4, smallest} - {0, rows}, reverse=True):
+            if size >= smallest:
+                yield {"train.microbatch_size": size}, topology
+        yield {"train.microbatch_size": smallest, "model.remat": "offload"}, topology
+        for context in (2, 4):
+            yield {"train.microbatch_size": max(1, smallest // context), "mesh.context": context}, topology
+    if set(failing) & {"prefill", "decode"}:
+        slots = config.rollout.slots
+        for size in (slots // 2, slots // 4):
+            if size:
+                yield {"rollout.slots": size}, topology
+        yield {"rollout.tensor": min(4, topology.chips)}, topology
+    yield {}, topology.larger()
+
+
+def _state(layout: Layout) -> TrainState:
+    optimizer = layout.make_optimizer()
+    return lowering.placed(state_lib.shapes(layout.param_shapes, optimizer), layout.state_sharding(optimizer))
+
+
+def _also(failing: list[str]) -> list[str]:
+    """The programs to look at: a smaller micro-batch turns one update into three programs."""
+    return [*failing, "start", "add", "apply"] if "update" in failing else failing
+
+
+def _rows_per_update(config: ConfigDict) -> int:
+    return config.rollout.prompts_per_step // config.train.updates_per_step * config.rollout.group_size
+
+
+def _capacity(config: ConfigDict) -> int:
+    return -(-(config.task.max_prompt_tokens + config.rollout.max_tokens) // 16) * 16
+
+
+def _prefill_shape(config: ConfigDict) -> tuple[int, int]:
+    length = 1 << (config.task.max_prompt_tokens - 1).bit_length()
+    return max(1, _PREFILL_TOKENS // length), min(length, _capacity(config))
+
+
+def _vocabulary(config: ConfigDict) -> int | None:
+    """Of the tokenizer, for a model that has no published size; nothing is kept."""
+    if config.model.path or config.model.size:
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        return open_tokenizer(config, Task.from_config(config), Path(folder)).vocab_size
+
+
+if __name__ == "__main__":
+    command_line.run(main, __doc__)

@@ -1,0 +1,21 @@
+"""What a program will need on TPUs that are not there: compiled for them, counted, and held against their limits."""
+
+from rpg_jax.planning.compiling import Program, compile_program
+from rpg_jax.planning.flops import decode_flops, forward_flops, training_flops
+from rpg_jax.planning.hlo import Costs, count
+from rpg_jax.planning.topologies import CHIPS, Chip, Topology, known, parse
+
+__all__ = [
+    "CHIPS",
+    "Chip",
+    "Costs",
+    "Program",
+    "Topology",
+    "compile_program",
+    "count",
+    "decode_flops",
+    "forward_flops",
+    "known",
+    "parse",
+    "training_flops",
+]

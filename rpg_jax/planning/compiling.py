@@ -1,0 +1,97 @@
+"""One program compiled for devices that are not there, and what the compiler says of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import time
+from typing import Any
+
+import jax
+
+from rpg_jax.planning import hlo
+from rpg_jax.planning.topologies import Chip
+
+_NEEDED = re.compile(r"[Uu]sed ([\d.]+)([KMGT]?)i?B? of ([\d.]+)([KMGT]?)i?B? hbm")
+_UNIT = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """What one program needs on each chip. Bytes; an `argument` that is also an `alias` is given back in place.
+
+    Attributes:
+      name: of the program.
+      arguments, temporaries, outputs, alias: HBM, as the compiler's memory analysis has it.
+      resident: HBM that others hold meanwhile.
+      costs: operations and traffic; see `hlo.Costs`.
+      model_flops: of the mathematics, on one chip's share of it.
+      seconds: of compilation.
+      refused: the compiler's reason, where it found no room; the other numbers are then its estimate, or 0.
+    """
+
+    name: str
+    arguments: float
+    temporaries: float
+    outputs: float
+    alias: float
+    resident: float
+    costs: hlo.Costs
+    model_flops: float
+    seconds: float
+    refused: str = ""
+
+    @property
+    def hbm(self) -> float:
+        """Bytes at the peak."""
+        return self.arguments + self.temporaries + self.outputs - self.alias + self.resident
+
+    def fits(self, chip: Chip) -> bool:
+        return not self.refused and self.hbm <= chip.hbm
+
+    def limits(self, chip: Chip) -> dict[str, float]:
+        """Seconds that each resource alone would take at its peak."""
+        return {
+            "compute": max(self.costs.flops, self.model_flops) / chip.flops,
+            "HBM": self.costs.bytes / chip.hbm_bandwidth,
+            "ICI": sum(self.costs.collectives.values()) / chip.ici_bandwidth,
+        }
+
+    def bound(self, chip: Chip) -> tuple[str, float]:
+        """The resource that limits the program, and the seconds that it takes: no run is faster."""
+        limits = self.limits(chip)
+        name = max(limits, key=limits.__getitem__)
+        return name, limits[name]
+
+
+def compile_program(name: str, lowered: Any, *, model_flops: float = 0.0, resident: float = 0.0) -> Program:
+    """Compiles what `jax.jit(...).lower(...)` returned; a program without room on its chip is a result, no error."""
+    start = time.perf_counter()
+    try:
+        compiled = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        needed = needed_bytes(str(error))
+        seconds = time.perf_counter() - start
+        reason = next(line for line in str(error).splitlines() if line.strip())
+        return Program(name, 0, needed, 0, 0, resident, hlo.Costs(), model_flops, seconds, reason[:300])
+    seconds = time.perf_counter() - start
+    memory = compiled.memory_analysis()
+    return Program(
+        name,
+        memory.argument_size_in_bytes,
+        memory.temp_size_in_bytes,
+        memory.output_size_in_bytes,
+        memory.alias_size_in_bytes,
+        resident,
+        hlo.count(compiled.as_text()),
+        model_flops,
+        seconds,
+    )
+
+
+def needed_bytes(message: str) -> float:
+    """HBM that a program wanted, from the compiler's refusal; 0 where it does not say."""
+    match = _NEEDED.search(message)
+    return float(match[1]) * _UNIT[match[2]] if match else 0.0

@@ -1,0 +1,76 @@
+"""An RL step in seconds, from its programs at the speed that the hardware allows at most."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from rpg_jax.planning.compiling import Program
+from rpg_jax.planning.topologies import Topology
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What a step does.
+
+    Attributes:
+      prompts: that completions are generated for, dynamic sampling's oversampling included.
+      group_size: completions of each.
+      mean_tokens: of a completion.
+      slots: completions decoded together.
+      prefill_rows: prompts of one run of the prefill program.
+      rows: of a micro-batch.
+      rows_per_step: of all micro-batches.
+      updates: of the weights, per epoch.
+      logprob_passes: 1, or 2 where the reference is another policy.
+      epochs: passes over the rows.
+      steps: of the run.
+    """
+
+    prompts: int
+    group_size: int
+    mean_tokens: float
+    slots: int
+    prefill_rows: int
+    rows: int
+    rows_per_step: float
+    updates: int
+    logprob_passes: int
+    epochs: int
+    steps: int
+
+
+def step_seconds(recipe: Recipe, programs: Mapping[str, Program], topology: Topology) -> dict[str, float]:
+    """Seconds of a step by phase, with every program as fast as its binding limit lets it be."""
+    seconds = {name: program.bound(topology.chip)[1] for name, program in programs.items()}
+    batches = recipe.rows_per_step / recipe.rows
+    if "update" in seconds:
+        update = batches * seconds["update"]
+    else:
+        firsts = min(recipe.updates, batches)
+        update = firsts * (seconds["start"] + seconds["apply"]) + (batches - firsts) * seconds["add"]
+    completions = recipe.prompts * recipe.group_size
+    return {
+        "prefill": recipe.prompts / recipe.prefill_rows * seconds["prefill"],
+        "decode": completions * recipe.mean_tokens / recipe.slots * seconds["decode"],
+        "log-probs": recipe.logprob_passes * batches * seconds["log-probs"],
+        "update": recipe.epochs * update,
+    }
+
+
+def summary(recipe: Recipe, programs: Mapping[str, Program], topology: Topology) -> dict[str, float]:
+    """Prompts, tokens, seconds and chip-hours of a step, and chip-hours of the run."""
+    phases = step_seconds(recipe, programs, topology)
+    total = sum(phases.values())
+    completions = recipe.prompts * recipe.group_size
+    return {
+        "prompts": recipe.prompts,
+        "completions": completions,
+        "mean_tokens": recipe.mean_tokens,
+        "completion_tokens": completions * recipe.mean_tokens,
+        **{f"seconds/{name}": value for name, value in phases.items()},
+        "seconds": total,
+        "chip_hours": total * topology.chips / 3600,
+        "steps": recipe.steps,
+        "chip_hours_of_the_run": recipe.steps * total * topology.chips / 3600,
+    }

@@ -1,0 +1,43 @@
+"""Floating-point operations that a model's mathematics needs, whatever program computes it."""
+
+from __future__ import annotations
+
+from rpg_jax.models import QwenConfig
+
+
+def forward_flops(config: QwenConfig, *, rows: int, length: int, predicted: int) -> float:
+    """Of a forward pass over `rows` sequences of `length` tokens, with logits at `predicted` positions of each.
+
+    Two per multiply-add of every matrix product; attention over the earlier half of a causal row; norms, rotations and
+    softmax are left out.
+    """
+    tokens = rows * length
+    scores_and_values = 2 * 2 * config.num_heads * config.head_dim * length / 2
+    head = 2 * config.embed_dim * config.vocab_size
+    return tokens * config.num_layers * (_layer(config) + scores_and_values) + rows * predicted * head
+
+
+def training_flops(config: QwenConfig, *, rows: int, length: int, predicted: int, remat: str = "none") -> float:
+    """Of a forward and a backward pass: three forwards, and with a remat policy that keeps nothing but layer inputs one
+    more of the layers; the logits of a chunk are always computed again."""
+    forward = forward_flops(config, rows=rows, length=length, predicted=predicted)
+    layers = forward_flops(config, rows=rows, length=length, predicted=0)
+    again = layers if remat in ("full", "offload") else 0.0
+    return 3 * forward + (forward - layers) + again
+
+
+def decode_flops(config: QwenConfig, *, slots: int, attended: int) -> float:
+    """Of one token for each of `slots` completions that attend to `attended` cached tokens each."""
+    attention = 2 * 2 * config.num_heads * config.head_dim * attended
+    return slots * (config.num_layers * (_layer(config) + attention) + 2 * config.embed_dim * config.vocab_size)
+
+
+def _layer(config: QwenConfig) -> float:
+    """Matrix products of one layer for one token, attention's own apart."""
+    D, H = config.embed_dim, config.head_dim
+    weights = 2 * D * config.num_heads * H + 2 * D * config.num_kv_heads * H
+    if config.num_experts:
+        weights += D * config.num_experts + config.experts_per_token * 3 * D * config.moe_hidden_dim
+    else:
+        weights += 3 * D * config.hidden_dim
+    return 2.0 * weights

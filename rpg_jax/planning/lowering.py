@@ -1,0 +1,102 @@
+"""The programs of a run, lowered on shapes alone: no array is made."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+
+from rpg_jax import parallel
+from rpg_jax.models import QwenConfig
+from rpg_jax.planning.flops import decode_flops, forward_flops, training_flops
+from rpg_jax.rollout.decode_state import DecodeState
+from rpg_jax.rollout.engine import QwenEngine
+from rpg_jax.rollout.weights import Weights
+from rpg_jax.training.state import TrainState
+from rpg_jax.training.step import Programs, Sums
+from rpg_jax.types import Batch
+
+Lowered = tuple[str, jax.stages.Lowered, float]
+"""Name, lowered program, and the model's own operations on one chip."""
+
+
+def placed(shapes: Any, shardings: Any) -> Any:
+    """ShapeDtypeStructs with shardings; `shardings` is a tree like `shapes`, or one for all."""
+    if isinstance(shardings, jax.sharding.Sharding):
+        shardings = jax.tree.map(lambda _: shardings, shapes)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+
+
+def batch_of(rows: int, length: int, completion_length: int, sharding: NamedSharding) -> Batch:
+    """A micro-batch of these sizes."""
+
+    def arrays(count: int, width: int, dtype) -> list[jax.ShapeDtypeStruct]:
+        return [jax.ShapeDtypeStruct((rows, width), dtype, sharding=sharding)] * count
+
+    i32, f32 = jnp.int32, jnp.float32
+    return Batch(*arrays(3, length, i32), *arrays(3, completion_length, i32), *arrays(5, completion_length, f32))
+
+
+def decoding_params(params: Any, dtype, shardings: Any) -> Any:
+    """The weights as the sampler holds them: in `dtype` and under `shardings` where these are not None."""
+    if dtype is not None:
+        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), params)
+    return params if shardings is None else placed(params, shardings)
+
+
+def bytes_on_a_chip(tree: Any) -> float:
+    """Of ShapeDtypeStructs with shardings."""
+    leaves = jax.tree.leaves(tree)
+    return float(sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves))
+
+
+def cache_bytes(model: QwenConfig, decoding: Mapping[str, Any], slots: int, capacity: int) -> float:
+    """Of the decode state, on a chip."""
+    dtype = decoding["dtype"] or jnp.float32
+    shapes = jax.eval_shape(functools.partial(DecodeState.empty, model, slots, capacity, dtype))
+    where = parallel.shardings(DecodeState.logical_axes(), shapes, decoding["mesh"], decoding["rules"])
+    return bytes_on_a_chip(placed(shapes, where))
+
+
+def training(
+    programs: Programs, state: TrainState, batch: Batch, model: QwenConfig, *, micro_batches: int, remat: str
+) -> Iterator[Lowered]:
+    """The log-prob pass, then the update: in one program, or in three where it takes several micro-batches."""
+    rows, length = batch.tokens.shape
+    mesh = batch.tokens.sharding.mesh
+    sizes = {"rows": rows, "length": length, "predicted": batch.targets.shape[1]}
+    step = training_flops(model, **sizes, remat=remat) / mesh.size
+    yield "log-probs", programs.logprobs.lower(state.params, batch), forward_flops(model, **sizes) / mesh.size
+    if micro_batches == 1:
+        yield "update", programs.fused.lower(state, batch), step
+        return
+    shapes = jax.eval_shape(programs.start, state.params, batch)
+    where = jax.tree.map(lambda p: p.sharding, state.params)
+    sums = Sums(placed(shapes.grads, where), placed(shapes.metrics, NamedSharding(mesh, PartitionSpec())))
+    yield "start", programs.start.lower(state.params, batch), step
+    yield "add", programs.add.lower(state.params, sums, batch), step
+    yield "apply", programs.apply.lower(state, sums), 0.0
+
+
+def sampling(
+    model: QwenConfig,
+    graphdef: Any,
+    params: Any,
+    *,
+    mesh: jax.sharding.Mesh,
+    rules: parallel.Rules,
+    slots: int,
+    capacity: int,
+    prefill_shape: tuple[int, int],
+) -> Iterator[Lowered]:
+    """One prefill of `prefill_shape` prompts and tokens, and one decode step of all slots over a full cache."""
+    engine = QwenEngine(model, graphdef, Weights(params), slots=slots, capacity=capacity, mesh=mesh, rules=rules)
+    rows, length = prefill_shape
+    lowered = engine.lower(rows, length)
+    yield "prefill", lowered["prefill"], forward_flops(model, rows=rows, length=length, predicted=0) / mesh.size
+    yield "decode", lowered["decode"], decode_flops(model, slots=slots, attended=capacity) / mesh.size
