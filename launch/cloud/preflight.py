@@ -156,12 +156,21 @@ def plan_says_it_fits(job: Job) -> Iterator[str]:
     """`python -m rpg_jax.plan` compiles the programs for this slice and compares their memory with its HBM."""
     if not PYTHON.exists() or not (ROOT / "rpg_jax" / "plan.py").exists():
         return
+    if not tpu_compiler_is_installed():
+        yield "plan: not asked; for that, .venv/bin/pip install -r requirements-tpu.txt"
+        return
     command = [str(PYTHON), "-m", "rpg_jax.plan", *job.trainer, f"--topology={job.slice.plan_topology}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         said = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
         raise LaunchError(f"plan: {said}", "take a larger --type or smaller batches; --no-plan skips this")
     yield f"plan: fits {job.slice.plan_topology}"
+
+
+def tpu_compiler_is_installed() -> bool:
+    """Whether .venv has libtpu, which compiles for TPUs on any machine."""
+    probe = "import importlib.util, sys; sys.exit(importlib.util.find_spec('libtpu') is None)"
+    return subprocess.run([str(PYTHON), "-c", probe], capture_output=True).returncode == 0
 
 
 def type_is_offered(job: Job, shell: Shell) -> Iterator[str]:

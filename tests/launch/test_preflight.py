@@ -102,6 +102,7 @@ def test_the_plan_is_asked_and_its_answer_shown(cloud, monkeypatch, tmp_path):
     (tmp_path / "rpg_jax").mkdir()
     (tmp_path / "rpg_jax" / "plan.py").write_text("import sys; sys.exit('98 GiB needed, 95 there ' + sys.argv[-1])")
     monkeypatch.setattr(preflight, "ROOT", tmp_path)
+    monkeypatch.setattr(preflight, "tpu_compiler_is_installed", lambda: True)
     job = type("Job", (), {"slice": accelerators.find("v5p-16"), "trainer": ()})()
     with pytest.raises(LaunchError, match=r"98 GiB needed, 95 there --topology=v5p:2x2x2"):
         list(preflight.plan_says_it_fits(job))
