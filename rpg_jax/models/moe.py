@@ -10,7 +10,8 @@ from flax import nnx
 
 from rpg_jax.models.config import QwenConfig
 from rpg_jax.models.declare import Declare
-from rpg_jax.models.logical import mesh_axes, partition_spec
+from rpg_jax.models.logical import mesh_axes, partition_spec, wide_axes
+from rpg_jax.models.project import gathered
 
 
 class MoE(nnx.Module):
@@ -32,21 +33,21 @@ class MoE(nnx.Module):
     def __call__(self, x: jax.Array, axes) -> jax.Array:
         """[B, T, D] of x [B, T, D], whose first two dimensions are the logical `axes`."""
         weights, experts = self.route(x)
-        matrices = tuple(w[...].astype(x.dtype) for w in (self.gate, self.up, self.down))
+        matrices = self.gate[...], self.up[...], self.down[...]
         tokens = partition_spec(*axes, None)
         if tokens is None:
-            return _mix(x, weights, experts, *matrices).astype(x.dtype)
+            return _mix(x, weights, experts, *(w.astype(x.dtype) for w in matrices)).astype(x.dtype)
         mix = functools.partial(
             _mix_sharded,
             expert_axes=mesh_axes("experts"),
             hidden_axes=mesh_axes("hidden"),
             token_axes=tuple(jax.tree.leaves(tuple(tokens))),
-            num_experts=self.gate.shape[-3],
+            embed_axes=wide_axes("embed"),
         )
-        weight_specs = (partition_spec("experts", None, "hidden"),) * 2 + (partition_spec("experts", "hidden", None),)
+        wide, narrow = partition_spec("experts", "embed", "hidden"), partition_spec("experts", "hidden", "embed")
         # check_vma: the sum over all expert and hidden axes is the same on each of them, which ragged_dot cannot tell.
         sharded = jax.shard_map(
-            mix, in_specs=(tokens, tokens, tokens, *weight_specs), out_specs=tokens, check_vma=False
+            mix, in_specs=(tokens, tokens, tokens, wide, wide, narrow), out_specs=tokens, check_vma=False
         )
         return sharded(x, weights, experts, *matrices).astype(x.dtype)
 
@@ -75,9 +76,11 @@ def _mix(x, weights, experts, gate, up, down, first=0) -> jax.Array:
 
 
 def _mix_sharded(
-    x, weights, experts, gate, up, down, *, expert_axes, hidden_axes, token_axes, num_experts
+    x, weights, experts, gate, up, down, *, expert_axes, hidden_axes, token_axes, embed_axes
 ) -> jax.Array:
     """`_mix` on one device's tokens, experts and hidden units, summed over all of them."""
+    gate, up = (gathered(w, embed_axes, 1, x.dtype) for w in (gate, up))
+    down = gathered(down, embed_axes, 2, x.dtype)
     shared = tuple(axis for axis in expert_axes if axis in token_axes)
     first = 0
     for axis in expert_axes:
