@@ -75,9 +75,7 @@ def _mix(x, weights, experts, gate, up, down, first=0) -> jax.Array:
     return jnp.einsum("btkd,btk->btd", out[back].reshape(*experts.shape, -1), weights)
 
 
-def _mix_sharded(
-    x, weights, experts, gate, up, down, *, expert_axes, hidden_axes, token_axes, embed_axes
-) -> jax.Array:
+def _mix_sharded(x, weights, experts, gate, up, down, *, expert_axes, hidden_axes, token_axes, embed_axes) -> jax.Array:
     """`_mix` on one device's tokens, experts and hidden units, summed over all of them."""
     gate, up = (gathered(w, embed_axes, 1, x.dtype) for w in (gate, up))
     down = gathered(down, embed_axes, 2, x.dtype)

@@ -25,7 +25,7 @@ def show(
 ) -> None:
     """Prints tables of memory, speed, network and the step, and the verdict.
 
-    "others" is what lies in HBM without belonging to the program; "model's" are the operations of the mathematics, which
+    "others" is what lies in HBM beside the program; "model's" are the operations of the mathematics, which
     "of peak" puts over the time that the limit allows.
     """
     console = console or Console()
