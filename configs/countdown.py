@@ -1,0 +1,33 @@
+"""Qwen2.5-3B learns Countdown: an expression of given numbers that makes a target. Models of 0.5B do not.
+
+Command:   python -m rpg_jax.train --config=configs/countdown.py --config.model.path=FOLDER \
+             --config.method=RPG-REINFORCE-URKL
+           FOLDER holds Qwen2.5-3B as the Hugging Face hub has it.
+Hardware:  v5p:2x2x1; memory and seconds in docs/plan.md.
+"""
+
+from configs import base
+
+
+def get_config():
+    c = base.get_config()
+    c.model.size = "qwen2.5-3b"
+
+    c.task.name = "files"
+    c.task.train = "countdown"
+    c.task.held_out_sets = "Countdown=reasoning_gym:countdown"
+    c.task.max_prompt_tokens = 256
+    c.rewards.parts = "countdown"
+
+    c.rollout.prompts_per_step = 256
+    c.rollout.group_size = 8
+    c.rollout.max_tokens = 1024
+    c.rollout.slots = 256
+    c.rollout.tensor = 1  # 6.2 GB of the 95 of a chip
+    c.rewards.overlong_buffer = 256  # of 1,024
+
+    c.train.steps = 200
+    c.train.updates_per_step = 4
+    c.train.packed_length = 8192
+    c.train.microbatch_size = 8
+    return c

@@ -1,0 +1,14 @@
+"""Qwen2.5-0.5B-Instruct learns GSM8K; else as in configs/qwen3_0p6b_gsm8k.py.
+
+Command:   python -m rpg_jax.train --config=configs/qwen2p5_0p5b_gsm8k.py --config.model.path=FOLDER \
+             --config.method=RPG-REINFORCE-URKL
+Hardware:  v5e:2x4; memory and seconds in docs/plan.md.
+"""
+
+from configs import qwen3_0p6b_gsm8k
+
+
+def get_config():
+    c = qwen3_0p6b_gsm8k.get_config()
+    c.model.size = "qwen2.5-0.5b"
+    return c

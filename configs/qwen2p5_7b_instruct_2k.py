@@ -1,0 +1,19 @@
+"""Qwen2.5-7B-Instruct with completions of 2,048 tokens, on AdamW or Schedule-Free AdamW.
+
+Command:   python -m rpg_jax.train --config=configs/qwen2p5_7b_instruct_2k.py --config.model.path=FOLDER \
+             --config.method=RPG-REINFORCE-URKL --config.optimizer.learning_rate=5e-7
+           with --config.optimizer.name=schedule_free_adamw for the paper's second table
+Hardware:  v5e:8x8; memory and seconds in docs/plan.md.
+"""
+
+from configs import qwen3_4b_2k
+
+
+def get_config():
+    c = qwen3_4b_2k.get_config()
+    c.model.size = "qwen2.5-7b"
+    c.rollout.tensor = 4  # 3.8 GB of the 16 of a chip; four key-value heads allow no more
+    c.rollout.slots = 1024  # 180 GB of cache on 64 chips
+    c.train.packed_length = 4096  # what fits a chip of 16 GB
+    c.train.microbatch_size = 64  # one row a chip on 64 chips
+    return c

@@ -1,0 +1,15 @@
+"""Qwen2.5-Math-7B, whose context of 4,096 tokens holds 1,024 of prompt and 3,072 of completion.
+
+Command:   python -m rpg_jax.train --config=configs/qwen2p5_math_7b.py --config.model.path=FOLDER \
+             --config.method=RPG-REINFORCE-URKL --config.optimizer.learning_rate=5e-7
+Hardware:  v5e:8x8; memory and seconds in docs/plan.md.
+"""
+
+from configs import qwen2p5_7b_instruct_2k
+
+
+def get_config():
+    c = qwen2p5_7b_instruct_2k.get_config()
+    c.model.size = "qwen2.5-math-7b"
+    c.rollout.max_tokens = 3072
+    return c

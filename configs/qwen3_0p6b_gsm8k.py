@@ -1,0 +1,36 @@
+"""Qwen3-0.6B learns GSM8K: the smallest run on published weights and data.
+
+Command:   python -m rpg_jax.train --config=configs/qwen3_0p6b_gsm8k.py --config.model.path=FOLDER \
+             --config.method=RPG-REINFORCE-URKL
+           FOLDER holds Qwen3-0.6B as the Hugging Face hub has it.
+Hardware:  v5e:2x4; memory and seconds in docs/plan.md.
+"""
+
+from configs import base
+
+
+def get_config():
+    c = base.get_config()
+    c.model.size = "qwen3-0.6b"
+
+    c.task.name = "files"
+    c.task.train = "gsm8k"
+    c.task.held_out_sets = "GSM8K=gsm8k-test"
+    c.task.max_prompt_tokens = 512
+    c.rewards.parts = "gsm8k"
+    c.rewards.overlong_buffer = 128  # of 1,024
+
+    c.rollout.prompts_per_step = 128
+    c.rollout.group_size = 8
+    c.rollout.max_tokens = 1024
+    c.rollout.slots = 256
+    c.rollout.tensor = 1  # 1.2 GB: every chip decodes with a copy of its own
+
+    c.train.steps = 200
+    c.train.updates_per_step = 4
+    c.train.packed_length = 4096
+    c.train.microbatch_size = 8
+
+    c.evaluation.k = 1  # 1,319 problems, of which evaluation.problems are taken
+    c.evaluation.problems = 1319
+    return c

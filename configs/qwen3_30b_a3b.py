@@ -1,0 +1,19 @@
+"""Qwen3-30B-A3B, a mixture of 128 experts of which eight see a token, with completions of 8,192 tokens.
+
+Command:   python -m rpg_jax.train --config=configs/qwen3_30b_a3b.py --config.model.path=FOLDER \
+             --config.method=RPG-REINFORCE-URKL --config.optimizer.learning_rate=5e-7
+Hardware:  v5p:4x4x4; memory and seconds in docs/plan.md.
+"""
+
+from configs import qwen3_4b_8k
+
+
+def get_config():
+    c = qwen3_4b_8k.get_config()
+    c.model.size = "qwen3-30b-a3b"
+    # Every chip gathers a layer's experts, 1.2 GB, for its own tokens. Over an expert axis the tokens would travel
+    # instead, each to eight experts: more bytes, and rows for the worst imbalance.
+    c.rollout.tensor = 4  # 15 GB of weights a chip
+    c.rollout.slots = 512  # 514 GB of cache on 64 chips
+    c.train.microbatch_size = 64
+    return c

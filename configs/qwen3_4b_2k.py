@@ -1,0 +1,38 @@
+"""Qwen3-4B learns mathematics with completions of 2,048 tokens: the paper's recipe (arXiv:2505.17508, section 5).
+
+Data:      DAPO-Math-17k from the Hugging Face hub; held out AIME24. AIME25, AMC23 and others are one more
+           NAME=file.parquet in --config.task.held_out_sets.
+Command:   python -m rpg_jax.train --config=configs/qwen3_4b_2k.py --config.model.path=FOLDER \
+             --config.method=RPG-REINFORCE-URKL --config.optimizer.learning_rate=5e-7
+           FOLDER holds Qwen3-4B as the hub has it; model.size only lets `plan` do without. Rows of the differentiable
+           estimators and the baselines keep the learning rate of 1e-6, the REINFORCE ones take 5e-7.
+Hardware:  v5p:2x2x2 or v6e:4x4; docs/plan.md has memory and seconds, `python -m rpg_jax.plan --config=…` any other.
+"""
+
+from configs import base
+
+
+def get_config():
+    c = base.get_config()
+    c.model.size = "qwen3-4b"
+
+    c.task.name = "files"
+    c.task.train = "dapo-math-17k"
+    c.task.held_out_sets = "AIME24=hf:BytedTsinghua-SIA/AIME-2024/default/train"
+    c.task.max_prompt_tokens = 1024
+    c.rewards.parts = "math_dapo"
+
+    c.rollout.prompts_per_step = 512
+    c.rollout.group_size = 16
+    c.rollout.max_tokens = 2048
+    c.rollout.slots = 512  # 232 GB of cache, 15 GB on each of 16 chips
+    c.rollout.tensor = 4  # a copy of the bf16 weights on every four chips; eight key-value heads allow up to eight
+    c.dynamic_sampling.oversample = 3
+
+    c.train.steps = 400
+    c.train.updates_per_step = 16  # of 32 prompts each, all from one behaviour policy
+    c.train.packed_length = 8192  # three to ten completions a row
+    c.train.microbatch_size = 16  # one row a chip on 16 chips, two on 8
+
+    c.evaluation.k = 32
+    return c

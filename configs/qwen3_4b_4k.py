@@ -1,0 +1,16 @@
+"""Qwen3-4B with completions of 4,096 tokens; everything else as in configs/qwen3_4b_2k.py.
+
+Command:   python -m rpg_jax.train --config=configs/qwen3_4b_4k.py --config.model.path=FOLDER \
+             --config.method=RPG-REINFORCE-URKL --config.optimizer.learning_rate=5e-7
+Hardware:  v5p:2x2x2 or v6e:4x4; memory and seconds in docs/plan.md.
+"""
+
+from configs import qwen3_4b_2k
+
+
+def get_config():
+    c = qwen3_4b_2k.get_config()
+    c.rollout.max_tokens = 4096
+    c.rollout.slots = 256  # 193 GB of cache
+    c.train.packed_length = 10_240
+    return c

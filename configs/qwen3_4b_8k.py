@@ -1,0 +1,17 @@
+"""Qwen3-4B with prompts of 2,048 and completions of 8,192 tokens; else as in configs/qwen3_4b_2k.py.
+
+Command:   python -m rpg_jax.train --config=configs/qwen3_4b_8k.py --config.model.path=FOLDER \
+             --config.method=RPG-REINFORCE-URKL --config.optimizer.learning_rate=5e-7
+Hardware:  v5p:2x2x2 or v6e:4x4; memory and seconds in docs/plan.md.
+"""
+
+from configs import qwen3_4b_2k
+
+
+def get_config():
+    c = qwen3_4b_2k.get_config()
+    c.task.max_prompt_tokens = 2048
+    c.rollout.max_tokens = 8192
+    c.rollout.slots = 128  # 193 GB of cache
+    c.train.packed_length = 10_240  # the longest completion with its prompt; shorter ones share a row
+    return c

@@ -1,0 +1,88 @@
+"""Every shipped config loads, resolves for every method, states a model that exists and says how to run it."""
+
+import importlib
+import re
+from pathlib import Path
+
+import pytest
+
+from rpg_jax import losses, parallel
+from rpg_jax.layout import Layout, model_config
+from rpg_jax.methods import resolve
+
+ROOT = Path(__file__).parents[1]
+NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem not in ("base", "__init__"))
+
+
+def load(name):
+    return importlib.import_module(f"configs.{name}")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_docstring_says_command_and_hardware(name):
+    text = load(name).__doc__
+    assert re.search(r"^Command: ", text, re.M)
+    assert re.search(r"^Hardware: ", text, re.M)
+    assert f"configs/{name}.py" in text or "launch/local.sh" in text
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_it_resolves_for_every_method(name):
+    config = load(name).get_config()
+    for method in losses.METHODS:
+        config.method = method
+        resolve(config)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_model_decodes_in_the_layout_it_asks_for(name):
+    config = load(name).get_config()
+    model = model_config(config, vocab_size=512)
+    tensor = config.rollout.tensor or 1
+    for heads in (model.num_kv_heads, model.num_heads, model.vocab_size, model.hidden_dim, model.moe_hidden_dim):
+        assert heads % tensor == 0
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_updates_split_into_whole_micro_batches_and_its_rows_hold_a_completion(name):
+    c = load(name).get_config()
+    rows = c.rollout.prompts_per_step // c.train.updates_per_step * c.rollout.group_size
+    assert rows % (c.train.microbatch_size or rows) == 0
+    assert (c.train.packed_length or 10**9) >= c.task.max_prompt_tokens + c.rollout.max_tokens
+    assert c.rewards.overlong_buffer < c.rollout.max_tokens
+
+
+def test_the_papers_recipe_is_the_papers():
+    c = resolve(load("qwen3_4b_2k").get_config())
+    assert (c.rollout.prompts_per_step, c.rollout.group_size, c.train.updates_per_step) == (512, 16, 16)
+    assert (c.rollout.max_tokens, c.rewards.overlong_buffer, c.rollout.temperature) == (2048, 512, 1.0)
+    assert (c.dynamic_sampling.enabled, c.dynamic_sampling.oversample, c.dynamic_sampling.max_batches) == (True, 3, 20)
+    o = c.optimizer
+    assert (o.learning_rate, o.weight_decay, o.max_grad_norm, o.warmup_updates) == (1e-6, 0.1, 1.0, 10)
+    assert (c.train.steps, c.evaluation.every, c.evaluation.k) == (400, 10, 32)
+
+
+def test_sharding_rules_come_from_the_config():
+    config = load("qwen3_0p6b_gsm8k").get_config()
+    config.sharding = "vocab=tensor+context, kv_heads="
+    rules = Layout.of(config, None).rules
+    assert rules["vocab"] == ("tensor", "context")
+    assert rules["kv_heads"] is None
+    assert rules["embed"] == parallel.RULES["embed"]
+    config.sharding = "vocab"
+    with pytest.raises(ValueError, match="LOGICAL=MESH_AXIS"):
+        Layout.of(config, None)
+
+
+def test_decoding_weights_are_cast_and_copied_only_where_the_config_asks():
+    config = load("qwen3_0p6b_gsm8k").get_config()
+    config.rollout.tensor = 4
+    decoding = Layout.of(config, None).decoding()
+    assert dict(decoding["mesh"].shape) == {"replica": 2, "fsdp": 1, "expert": 1, "context": 1, "tensor": 4}
+    assert decoding["dtype"] == "bfloat16"
+    config.rollout.tensor, config.model.param_dtype = None, "bfloat16"
+    decoding = Layout.of(config, None).decoding()
+    assert (decoding["dtype"], decoding["shardings"]) == (None, None)
+    config.rollout.tensor = 3
+    with pytest.raises(ValueError, match="does not divide 8 devices"):
+        Layout.of(config, None).decoding()
