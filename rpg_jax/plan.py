@@ -112,7 +112,7 @@ def resident(layout: Layout) -> dict[str, float]:
     rows = c.rollout.prompts_per_step * c.rollout.group_size
     row = 4 * (3 * layout.row_length + 8 * layout.completion_length)
     training = sampler + rows * row / layout.mesh.size
-    other = 0 if c.reference.rule == "behaviour" and not c.reference.resident else weights
+    other = weights if c.reference.resident or _reference_differs(c) else 0
     sampling = slots + (weights if copy else 0) + (other if c.reference.resident else 0)
     return {
         "log-probs": training + slots + other,
@@ -142,7 +142,7 @@ def recipe(config: ConfigDict, mean_tokens: int) -> Recipe:
         rows=c.train.microbatch_size or _rows_per_update(c),
         rows_per_step=rows,
         updates=c.train.updates_per_step,
-        logprob_passes=1 if c.reference.rule == "behaviour" else 2,
+        logprob_passes=2 if _reference_differs(c) else 1,
         epochs=c.train.epochs,
         steps=c.train.steps,
     )
@@ -201,6 +201,13 @@ def _state(layout: Layout) -> TrainState:
 def _also(failing: list[str]) -> list[str]:
     """The programs to look at: a smaller micro-batch turns one update into three programs."""
     return [*failing, "start", "add", "apply"] if "update" in failing else failing
+
+
+def _reference_differs(config: ConfigDict) -> bool:
+    """Whether the reference may be another policy than the one that samples a step."""
+    c = config.reference
+    refreshed = c.rule == "every" and config.train.updates_per_step * config.train.epochs % c.every == 0
+    return c.rule != "behaviour" and not refreshed
 
 
 def _rows_per_update(config: ConfigDict) -> int:

@@ -1,6 +1,6 @@
 """What a program will need on TPUs that are not there: compiled for them, counted, and held against their limits."""
 
-from rpg_jax.planning.compiling import Program, compile_program
+from rpg_jax.planning.compiling import Program, compile_program, needed_bytes
 from rpg_jax.planning.flops import decode_flops, forward_flops, training_flops
 from rpg_jax.planning.hlo import Costs, count
 from rpg_jax.planning.topologies import CHIPS, Chip, Topology, known, parse
@@ -16,6 +16,7 @@ __all__ = [
     "decode_flops",
     "forward_flops",
     "known",
+    "needed_bytes",
     "parse",
     "training_flops",
 ]

@@ -146,8 +146,8 @@ class _Counter:
             if x.op == "parameter":
                 number = int(re.match(r"parameter\((\d+)\)", x.attributes)[1])
                 uses = list(_uses(x.name, body))
-                if uses and all(_touches_a_slice(u, x.name) for u in uses):
-                    total += sum(_size(u.type) for u in uses if u.op in ("dynamic-slice", "gather"))
+                if uses and all(sliced for _, sliced in uses):
+                    total += sum(_size(u.type) for u, _ in uses if u.op != "dynamic-update-slice")
                 else:
                     total += _size(types.get(i.operands[number], x.type))
         root = next(x for x in body if x.root)
@@ -161,17 +161,14 @@ class _Counter:
         return total
 
 
-def _uses(name: str, body: list[_Instruction]) -> Iterator[_Instruction]:
+def _uses(name: str, body: list[_Instruction]) -> Iterator[tuple[_Instruction, bool]]:
+    """What reads a value, through bitcasts, and whether it takes or updates a slice of it."""
     for x in body:
         if name in x.operands:
             if x.op == "bitcast":
                 yield from _uses(x.name, body)
             else:
-                yield x
-
-
-def _touches_a_slice(use: _Instruction, name: str) -> bool:
-    return use.op in ("dynamic-slice", "gather") or (use.op == "dynamic-update-slice" and name == use.operands[0])
+                yield x, x.op in ("dynamic-slice", "gather", "dynamic-update-slice") and x.operands[0] == name
 
 
 def _parse(name: str, rest: str, root: bool) -> _Instruction:

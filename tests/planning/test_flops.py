@@ -1,0 +1,71 @@
+"""FLOPs from the model's shapes equal those of its matrix products, one by one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+
+from rpg_jax import losses, models, planning
+
+DENSE = models.QwenConfig(
+    vocab_size=40, num_layers=3, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=6, hidden_dim=20
+)
+ROWS, LENGTH, PREDICTED = 2, 8, 5
+
+
+def products(jaxpr):
+    """FLOPs of every dot_general, as often as its scan runs."""
+    total = 0
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            shape = equation.invars[0].aval.shape
+            depth = functools.reduce(lambda n, d: n * shape[d], contracted, 1)
+            total += 2 * equation.outvars[0].aval.size * depth
+        times = equation.params.get("length", 1) if equation.primitive.name == "scan" else 1
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                total += times * products(inner)
+    return total
+
+
+def loss(graphdef, params, tokens):
+    model = nnx.merge(graphdef, params)
+    positions = jnp.broadcast_to(jnp.arange(LENGTH), tokens.shape)
+    hidden = model(tokens, positions, jnp.ones_like(tokens))[:, :PREDICTED]
+    return losses.token_logprobs(hidden, model.head(), tokens[:, :PREDICTED], chunk_size=PREDICTED)[0].sum()
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_model_flops_are_those_of_its_matrix_products(remat):
+    graphdef, params = models.abstract(DENSE, jnp.float32, remat=remat)
+    tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
+    sizes = {"rows": ROWS, "length": LENGTH, "predicted": PREDICTED}
+    # the plain attention of this backend computes all scores where the count takes the causal half
+    half = ROWS * LENGTH * DENSE.num_layers * 2 * 2 * DENSE.num_heads * DENSE.head_dim * LENGTH / 2
+    forward = products(jax.make_jaxpr(functools.partial(loss, graphdef))(params, tokens).jaxpr)
+    assert planning.forward_flops(DENSE, **sizes) + half == forward
+    both = products(jax.make_jaxpr(jax.grad(functools.partial(loss, graphdef)))(params, tokens).jaxpr)
+    passes = 4 if remat == "full" else 3
+    expected = planning.training_flops(DENSE, **sizes, remat=remat) + passes * half
+    # remat leaves out the last product of a layer, whose result nothing in the backward pass reads
+    last = ROWS * LENGTH * DENSE.num_layers * 2 * DENSE.hidden_dim * DENSE.embed_dim if remat == "full" else 0
+    assert both in (expected, expected - last)
+
+
+def test_a_mixture_counts_the_experts_that_a_token_sees():
+    moe = models.size("Qwen3-30B-A3B")
+    per_token = planning.forward_flops(moe, rows=1, length=1, predicted=1)
+    attention = moe.num_layers * 2 * moe.num_heads * moe.head_dim
+    embedding, norms = moe.vocab_size * moe.embed_dim, moe.embed_dim * (2 * moe.num_layers + 1)
+    norms += moe.num_layers * 2 * moe.head_dim
+    active = models.parameter_count(moe, active=True)
+    assert per_token - attention == 2 * (active - embedding - norms)
+
+
+def test_decoding_reads_the_whole_cache_for_every_slot():
+    few, many = (planning.decode_flops(DENSE, slots=3, attended=n) for n in (0, 10))
+    assert many - few == 3 * DENSE.num_layers * 2 * 2 * DENSE.num_heads * DENSE.head_dim * 10

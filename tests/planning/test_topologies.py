@@ -1,0 +1,41 @@
+"""Slices by name: the known ones, their sizes, and what is said of the others."""
+
+import pytest
+
+from rpg_jax import planning
+from rpg_jax.planning import topologies
+
+
+@pytest.mark.parametrize("name", planning.known())
+def test_every_known_slice_parses_to_its_name(name):
+    topology = planning.parse(name)
+    assert topology.name == name
+    assert 1 <= topology.chips <= topology.chip.pod
+
+
+def test_every_kind_goes_from_one_chip_to_hundreds():
+    for kind in planning.CHIPS:
+        chips = [planning.parse(name).chips for name in planning.known(kind)]
+        assert chips[0] == 1
+        assert chips[-1] >= 256
+        assert chips == sorted(chips)
+
+
+@pytest.mark.parametrize("name", ["v5p", "v5p:3x3x3", "v7:2x2", "v6e:2x2x2", "v5p:2x2", ""])
+def test_a_wrong_name_lists_the_known(name):
+    with pytest.raises(ValueError, match=r"unknown topology.*v5e: 1x1 2x2 .*v5p: 1x1x1 2x2x1"):
+        planning.parse(name)
+
+
+def test_the_next_larger_slice():
+    assert planning.parse("v5p:2x2x2").larger().name == "v5p:2x2x4"
+    assert planning.parse("v6e:16x16").larger() is None
+
+
+def test_without_the_compiler_one_line_says_how_to_install_it(monkeypatch):
+    monkeypatch.setattr(topologies.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(
+        ValueError, match="libtpu, which is not installed: pip install -r requirements-tpu.txt"
+    ) as error:
+        planning.parse("v5e:2x2").devices()
+    assert "\n" not in str(error.value)

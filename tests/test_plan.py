@@ -1,0 +1,144 @@
+"""What `plan` counts beside the programs, what it tries when something does not fit, and a plan made in earnest."""
+
+import importlib.util
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from configs import qwen3_0p6b_gsm8k, qwen3_4b_2k, tiny
+from rpg_jax import plan, planning
+from rpg_jax.layout import Layout
+from rpg_jax.methods import resolve
+from rpg_jax.planning import estimate, tables
+
+V5E = planning.parse("v5e:2x4")
+GIB = 2**30
+
+
+def program(name="update", hbm=1 * GIB, flops=1e12, refused=""):
+    costs = planning.Costs(flops=flops, bytes=8.19e9)
+    costs.collectives["all-gather"] = 1.8e9
+    return planning.Program(name, hbm, 0.0, 0.0, 0.0, 0.0, costs, flops, 1.0, refused)
+
+
+def test_the_slowest_resource_limits_a_program():
+    chip = V5E.chip
+    assert program().bound(chip) == ("HBM", pytest.approx(0.01)) or program().bound(chip)[0] == "ICI"
+    assert program(flops=197e12).bound(chip) == ("compute", pytest.approx(1.0))
+    assert program().limits(chip)["ICI"] == pytest.approx(0.01)
+
+
+def test_bytes_given_back_in_place_count_once():
+    given_back = planning.Program("apply", 3.0, 1.0, 2.0, 2.0, 5.0, planning.Costs(), 0.0, 1.0)
+    assert given_back.hbm == 3 + 1 + 2 - 2 + 5
+
+
+def test_a_refusal_says_how_much_was_wanted():
+    message = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 17.50G of 15.75G hbm. Exceeded by 1.75G."
+    assert planning.needed_bytes(message) == 17.5 * GIB
+    assert planning.needed_bytes("RESOURCE_EXHAUSTED: something else") == 0
+
+
+def test_others_hold_the_optimizer_state_the_decoding_weights_and_the_cache():
+    config = resolve(qwen3_0p6b_gsm8k.get_config())
+    held = plan.resident(Layout.of(config, None))
+    weights = 596_049_920  # of Qwen3-0.6B
+    copy = 2 * weights  # bf16, whole on every device, since rollout.tensor is 1
+    sharded = 4 * weights / 8
+    assert held["decode"] == pytest.approx(3 * sharded, rel=1e-3)  # master weights and two slots
+    cache = 28 * 2 * 8 * 128 * 2 * (512 + 1024) * 256 / 8
+    assert held["prefill"] - held["decode"] == pytest.approx(cache, rel=1e-2)
+    batches = 4 * 11 * 4096 * 128 * 8 / 8
+    assert held["update"] == pytest.approx(copy + batches, rel=1e-3)
+    assert config.reference.rule == "every"  # 16 updates, of which a step has four: the reference is another policy
+    assert held["log-probs"] - held["update"] == pytest.approx((2 + 1) * sharded, rel=1e-3)
+    config = config.copy_and_resolve_references()
+    with config.unlocked():
+        config.reference.every = 4
+    assert plan.resident(Layout.of(config, None))["log-probs"] == pytest.approx(held["log-probs"] - sharded, rel=1e-3)
+
+
+def test_a_step_adds_up_from_its_programs():
+    recipe = plan.recipe(resolve(qwen3_4b_2k.get_config()), mean_tokens=1000)
+    assert (recipe.prompts, recipe.group_size, recipe.updates) == (1536, 16, 16)
+    assert recipe.rows_per_step == 512 * 16 * (512 + 1000) / 8192
+    names = ("log-probs", "start", "add", "apply", "prefill", "decode")
+    programs = {name: program(name, flops=197e12) for name in names}  # a second each
+    phases = estimate.step_seconds(recipe, programs, V5E)
+    batches = recipe.rows_per_step / 16
+    assert phases["prefill"] == pytest.approx(1536 / 2)
+    assert phases["decode"] == pytest.approx(1536 * 16 * 1000 / 512)
+    assert phases["log-probs"] == pytest.approx(batches)
+    assert phases["update"] == pytest.approx(batches + 16)
+    figures = estimate.summary(recipe, programs, V5E)
+    assert figures["chip_hours_of_the_run"] == pytest.approx(400 * 8 * sum(phases.values()) / 3600)
+
+
+def test_the_smallest_change_is_the_first_that_fits(monkeypatch):
+    config = resolve(qwen3_4b_2k.get_config())
+    tried = []
+
+    def needs(config, topology, only=None):
+        tried.append((config.train.microbatch_size, config.model.remat, topology.name))
+        fits = config.train.microbatch_size <= 4 or topology.chips > 8
+        return {name: program(name, 1 * GIB if fits else 20 * GIB) for name in only}
+
+    monkeypatch.setattr(plan, "plan", needs)
+    failing = {"start": program("start", 20 * GIB), "decode": program("decode")}
+    topology = planning.parse("v5e:2x2")
+    assert plan.smallest_change(config, topology, failing) == {"train.microbatch_size": 4}
+    assert tried == [(8, "full", "v5e:2x2"), (4, "full", "v5e:2x2")]
+
+
+def test_more_chips_are_the_last_resort(monkeypatch):
+    def needs(config, topology, only=None):
+        return {name: program(name, 1 * GIB if topology.chips > 8 else 20 * GIB) for name in only}
+
+    monkeypatch.setattr(plan, "plan", needs)
+    config = resolve(qwen3_4b_2k.get_config())
+    change = plan.smallest_change(config, V5E, {"start": program("start", 20 * GIB)})
+    assert change == {"topology": "v5e:4x4"}
+
+
+def test_tables_and_json_say_the_same():
+    programs = {"update": program(), "decode": program("decode", refused="Used 17.50G of 15.75G hbm")}
+    console = Console(record=True, width=100, file=io.StringIO())
+    tables.show(V5E, programs, {}, {"train.microbatch_size": 4, "topology": "v5e:4x4"}, console)
+    text = console.export_text()
+    assert "does not fit v5e:2x4: decode" in text
+    assert "this would: --config.train.microbatch_size=4 --topology=v5e:4x4" in text
+    found = json.loads(json.dumps(tables.as_json(V5E, programs, {}, None)))
+    assert (found["fits"], found["programs"]["update"]["fits"]) == (False, True)
+    assert found["programs"]["update"]["collective_bytes"] == {"all-gather": 1.8e9}
+
+
+def test_a_wrong_topology_ends_in_one_line():
+    command = [sys.executable, "-m", "rpg_jax.plan", "--config=configs/tiny.py", "--topology=v9:2x2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: unknown topology 'v9:2x2'")
+    assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="the compiler for TPUs is installed")
+def test_without_the_compiler_a_plan_says_how_to_get_it():
+    with pytest.raises(ValueError, match="pip install -r requirements-tpu.txt"):
+        plan.plan(resolve(tiny.get_config()), V5E)
+
+
+@pytest.mark.tpu_compile
+def test_a_plan_for_a_slice_that_is_not_there():
+    pytest.importorskip("libtpu", reason="needs libtpu, the compiler for TPUs: pip install -r requirements-tpu.txt")
+    topology = planning.parse("v5e:2x2")
+    config = resolve(tiny.get_config())
+    programs = plan.plan(config, topology)
+    assert list(programs) == ["log-probs", "update", "prefill", "decode"]
+    assert all(p.fits(topology.chip) for p in programs.values())
+    update = programs["update"]
+    assert update.model_flops < update.costs.flops
+    assert update.alias > 0.9 * update.outputs, "the state is donated"
+    assert update.costs.collectives["reduce-scatter"] > 0
