@@ -16,7 +16,8 @@ LAYERS = (
     {"losses", "parallel"},
     {"models", "data", "rewards"},
     {"rollout"},
-    {"training", "report", "planning"},
+    {"training", "report"},
+    {"planning"},
 )
 ENTRY_POINTS = len(LAYERS)  # every other module directly under rpg_jax/
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
