@@ -5,6 +5,7 @@ import json
 from rpg_jax import bench
 
 
+@pytest.mark.slow  # a benchmark
 def test_bench_rollout_reports_every_driver_as_one_json_object(capsys):
     assert bench.main(["rollout", "--preset=tiny", "--repeats=1", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)

@@ -136,6 +136,7 @@ def metrics_or_nothing(folder):
     return file.read_text().splitlines() if file.exists() else []
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_the_same_command_continues(shared, tmp_path):
     settings = ("--config.train.steps=2000", "--config.run.name=r", "--config.evaluation.every=1000")
     process = subprocess.Popen(
