@@ -137,19 +137,29 @@ class _Counter:
             return 2 * sum(sizes) if i.op == "copy-start" else sum(sizes)
         return sum(sizes) + _size(i.type)
 
+    def _sliced(self, name: str, number: int) -> float | None:
+        """Bytes that a fused computation reads of a parameter that it only slices or updates; None: all of it."""
+        body = self.computations[name]
+        (parameter,) = (x for x in body if x.op == "parameter" and x.attributes.startswith(f"parameter({number})"))
+        total = 0.0
+        for use, operand in _uses(parameter.name, body):
+            if use.op in ("dynamic-slice", "gather") and operand == 0:
+                total += _size(use.type, everywhere=True)
+            elif use.op == "fusion" and (part := self._sliced(use.called("calls"), operand)) is not None:
+                total += part
+            elif use.op != "dynamic-update-slice" or operand != 0:
+                return None
+        return total
+
     def _fusion_bytes(self, i: _Instruction, types: dict[str, str]) -> float:
         """Operands and results; of an array that is only sliced or updated in place, the slice."""
-        body = self.computations[i.called("calls")]
+        name = i.called("calls")
+        body = self.computations[name]
         by_name = {x.name: x for x in body}
-        total = 0.0
-        for x in body:
-            if x.op == "parameter":
-                number = int(re.match(r"parameter\((\d+)\)", x.attributes)[1])
-                uses = list(_uses(x.name, body))
-                if uses and all(sliced for _, sliced in uses):
-                    total += sum(_size(u.type) for u, _ in uses if u.op != "dynamic-update-slice")
-                else:
-                    total += _size(types.get(i.operands[number], x.type))
+        total = sum(
+            _size(types.get(operand, "")) if (part := self._sliced(name, n)) is None else part
+            for n, operand in enumerate(i.operands)
+        )
         root = next(x for x in body if x.root)
         for part in [by_name[o] for o in root.operands] if root.op == "tuple" else [root]:
             written = part.type
@@ -161,14 +171,14 @@ class _Counter:
         return total
 
 
-def _uses(name: str, body: list[_Instruction]) -> Iterator[tuple[_Instruction, bool]]:
-    """What reads a value, through bitcasts, and whether it takes or updates a slice of it."""
+def _uses(name: str, body: list[_Instruction]) -> Iterator[tuple[_Instruction, int]]:
+    """What reads a value, through bitcasts, and as which operand."""
     for x in body:
-        if name in x.operands:
-            if x.op == "bitcast":
+        for n, operand in enumerate(x.operands):
+            if operand == name and x.op == "bitcast":
                 yield from _uses(x.name, body)
-            else:
-                yield x, x.op in ("dynamic-slice", "gather", "dynamic-update-slice") and x.operands[0] == name
+            elif operand == name:
+                yield x, n
 
 
 def _parse(name: str, rest: str, root: bool) -> _Instruction:
