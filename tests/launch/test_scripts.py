@@ -106,4 +106,4 @@ def test_test_command_lints_checks_types_and_passes_pytest_its_arguments(reposit
 def test_ci_ends_as_pytest_ends(repository, status):
     result = run(repository, ".ci/run", PYTEST_STATUS=str(status))
     assert result.returncode == status
-    assert "<-m><not tpu_compile and not gpu>" in result.stdout
+    assert "<-m><pytest>" in result.stdout
