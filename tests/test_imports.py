@@ -17,7 +17,7 @@ LAYERS = (
     {"models", "data", "rewards"},
     {"rollout"},
     {"training", "report"},
-    {"planning"},
+    {"planning", "reproduction"},
 )
 ENTRY_POINTS = len(LAYERS)  # every other module directly under rpg_jax/
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}

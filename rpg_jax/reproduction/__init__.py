@@ -1,0 +1,1 @@
+"""The paper's comparisons at a scale where they can be checked."""

@@ -1,0 +1,186 @@
+"""The estimators that the laboratory compares, and their exact means and variances.
+
+A loss of one sampled token x has the gradient g(x) ∇log π_θ(x), with g = ∂L/∂log π_θ(x). Over V tokens its mean and
+variance under the sampler are finite sums, so bias is measured to rounding: no sampling, no seeds but the scenes'.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rpg_jax.losses import divergences, policy_loss
+from rpg_jax.reproduction.scenes import Scene, kl
+
+# (log π_θ(x) f[V], scene, advantages f[V], β) -> Σ_x L(x), the losses of all V tokens added up; f[]
+Losses = Callable[[jax.Array, Scene, jax.Array, float], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimator:
+    """One row of the laboratory.
+
+    Attributes:
+      name: in tables.
+      formula: the loss of a token, as one would write it.
+      losses: Σ_x of it.
+      meant: the divergence that the loss is meant to descend, `forward` or `reverse`; None for no KL term.
+    """
+
+    name: str
+    formula: str
+    losses: Losses
+    meant: str | None
+
+
+def library(loss: str, **hyperparameters: Any) -> Losses:
+    """A loss of `rpg_jax.losses` with one token a completion; β is passed to the losses that have one."""
+    regularized = loss in ("rpg", "grpo", "reinforce_pp")
+
+    def losses(logprobs: jax.Array, scene: Scene, advantages: jax.Array, kl_coef: float) -> jax.Array:
+        loss_sum, _, _ = policy_loss(
+            loss,
+            logprobs=logprobs[:, None],
+            behaviour_logprobs=scene.behaviour[:, None],
+            ref_logprobs=scene.reference[:, None],
+            sampler_logprobs=scene.sampler[:, None],
+            advantages=advantages,
+            mask=jnp.ones((len(logprobs), 1)),
+            aggregate="token_mean",
+            **({"kl_coef": kl_coef} if regularized else {}),
+            **hyperparameters,
+        )
+        return loss_sum
+
+    return losses
+
+
+def added(penalty: Callable[[jax.Array], jax.Array]) -> Losses:
+    """−wA + β·penalty(log y), y = π_ref/π_θ: a KL estimate added to the loss and differentiated."""
+
+    def losses(logprobs: jax.Array, scene: Scene, advantages: jax.Array, kl_coef: float) -> jax.Array:
+        w = jnp.exp(logprobs - scene.behaviour)
+        return jnp.sum(-w * advantages + kl_coef * penalty(scene.reference - logprobs))
+
+    return losses
+
+
+def k1_in_reward(logprobs: jax.Array, scene: Scene, advantages: jax.Array, kl_coef: float) -> jax.Array:
+    """−w (A − β log(π_old/π_ref)): the penalty is computed when the tokens are sampled and counts as reward."""
+    penalty = scene.behaviour - scene.reference
+    return jnp.sum(-jnp.exp(logprobs - scene.behaviour) * (advantages - kl_coef * penalty))
+
+
+def rpg(divergence: str, **options: Any) -> Losses:
+    return library("rpg", divergence=divergence, **{"estimator": "differentiable", "clip": "none"} | options)
+
+
+KL_TERMS = (
+    Estimator("RPG-FKL", "−wA − βρ log π_θ", rpg("fkl"), "forward"),
+    Estimator("RPG-UFKL", "−wA + β(w − ρ log w)", rpg("ufkl"), "forward"),
+    Estimator("RPG-RKL", "−wA + βw log r", rpg("rkl"), "reverse"),
+    Estimator("RPG-URKL", "−wA + β(w log r − w)", rpg("urkl"), "reverse"),
+    Estimator(
+        "w·k₃ in the loss (corrected GRPO)",
+        "−wA + βw·k₃",
+        library("grpo", kl_weighting="importance", clip_low=1 - 1e-9, clip_high=1e9, clip_dual=None),
+        "reverse",
+    ),
+    Estimator("k₁ in the loss (REINFORCE++)", "−wA + βk₁", added(divergences.k1), "reverse"),
+    Estimator("k₂ in the loss", "−wA + βk₂", added(divergences.k2), "reverse"),
+    Estimator("k₃ in the loss (GRPO)", "−wA + βk₃", added(divergences.k3), "reverse"),
+    Estimator("k₁ in the reward", "−w(A − β log(π_old/π_ref))", k1_in_reward, "reverse"),
+)
+
+CLIPS = (
+    Estimator("RPG-URKL, no clip", "−wA + β(w log r − w)", rpg("urkl"), "reverse"),
+    Estimator("RPG-URKL, clip dual", "Algorithm 2", rpg("urkl", clip="dual"), "reverse"),
+    Estimator("RPG-URKL, clip truncate", "eq. 4.1", rpg("urkl", clip="truncate"), "reverse"),
+    Estimator("RPG-URKL, clip reward", "dual clip of −wA alone", rpg("urkl", clip="reward"), "reverse"),
+    Estimator("RPG-URKL, clip dual, form verl", "public code", rpg("urkl", clip="dual", form="verl"), "reverse"),
+    Estimator("GRPO", "PPO clip + βk₃", library("grpo"), "reverse"),
+    Estimator("REINFORCE++", "PPO clip + βk₁", library("reinforce_pp"), "reverse"),
+    Estimator("DAPO", "PPO clip, no KL", library("dapo"), None),
+    Estimator("CISPO", "−SG(min(w, 1 + ε₂))A log π_θ", library("cispo"), None),
+    Estimator("GSPO", "PPO clip of the sequence ratio", library("gspo"), None),
+)
+
+
+SAMPLERS = (
+    Estimator("RPG-URKL, clip dual", "π_old recomputed by the trainer", rpg("urkl", clip="dual"), "reverse"),
+    *(
+        Estimator(
+            f"RPG-URKL, clip dual, TIS {ceiling}",
+            f"times min(π_old/π_s, {ceiling})",
+            rpg("urkl", clip="dual", truncated_importance_sampling=ceiling),
+            "reverse",
+        )
+        for ceiling in (1.2, 2.0)
+    ),
+    Estimator("DAPO", "PPO clip, no KL", library("dapo"), None),
+    Estimator("DAPO, TIS 2.0", "times min(π_old/π_s, 2.0)", library("dapo", truncated_importance_sampling=2.0), None),
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Moments:
+    """Of a loss's gradient in the logits, over tokens from the sampler: mean f[V], and total variance f[] = tr Cov."""
+
+    mean: jax.Array
+    variance: jax.Array
+
+
+def moments(losses: Losses, scene: Scene, kl_coef: float, *, rewarded: bool = True) -> Moments:
+    """E_{π_s}[∇L] and tr Cov_{π_s}[∇L] of one scene.
+
+    With the advantage A = R − E_{π_old}[R], or A = 0 where not `rewarded`, which leaves the KL term alone.
+    """
+    policy, sampled = jax.nn.log_softmax(scene.logits), jnp.exp(scene.sampler)
+    advantages = (scene.rewards - jnp.exp(scene.behaviour) @ scene.rewards) * rewarded
+    # A token's loss depends on its own log-probability alone, so the gradient of the sum is g of each.
+    g = jax.grad(losses)(policy, scene, advantages, kl_coef)
+    probabilities = jnp.exp(policy)
+    mean = sampled * g - (sampled @ g) * probabilities
+    score_norms = 1 - 2 * probabilities + probabilities @ probabilities  # |e_x − π|²
+    return Moments(mean, sampled @ (g**2 * score_norms) - mean @ mean)
+
+
+def exact_gradient(scene: Scene, kl_coef: float, divergence: str | None, *, rewarded: bool = True) -> jax.Array:
+    """−∇J in the logits by differentiating the sums themselves: J = E_{π_θ}[R] − β D; f[V]."""
+
+    def objective(logits: jax.Array) -> jax.Array:
+        policy = jax.nn.log_softmax(logits)
+        value = jnp.exp(policy) @ scene.rewards * rewarded
+        return value - kl_coef * (divergence_to(divergence, policy, scene.reference) if divergence else 0.0)
+
+    return -jax.grad(objective)(scene.logits)
+
+
+def divergence_to(divergence: str, policy: jax.Array, reference: jax.Array) -> jax.Array:
+    """`reverse`: KL(π_θ‖π_ref); `forward`: KL(π_ref‖π_θ), nats."""
+    return kl(policy, reference) if divergence == "reverse" else kl(reference, policy)
+
+
+def converge(
+    losses: Losses, scene: Scene, kl_coef: float, *, refresh: int, steps: int = 40_000, learning_rate: float = 0.2
+) -> jax.Array:
+    """log π_θ where descending the mean gradient ends, from π_old; f[V].
+
+    Args:
+      refresh: updates after which the behaviour policy and the sampler become π_θ; 0 keeps them for good.
+    """
+
+    def step(carry: tuple[jax.Array, jax.Array], number: jax.Array) -> tuple[tuple[jax.Array, jax.Array], None]:
+        logits, behaviour = carry
+        policy = jax.nn.log_softmax(logits)
+        behaviour = jnp.where(number % refresh == 0, policy, behaviour) if refresh else behaviour
+        now = dataclasses.replace(scene, logits=logits, behaviour=behaviour, sampler=behaviour)
+        return (logits - learning_rate * moments(losses, now, kl_coef).mean, behaviour), None
+
+    (logits, _), _ = jax.lax.scan(step, (scene.behaviour, scene.behaviour), jnp.arange(steps))
+    return jax.nn.log_softmax(logits)

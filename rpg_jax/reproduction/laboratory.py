@@ -1,0 +1,196 @@
+"""Bias, variance and destination of every estimator, over random scenes, by exact sums."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from rpg_jax.reproduction.estimators import (
+    CLIPS,
+    KL_TERMS,
+    SAMPLERS,
+    Estimator,
+    Moments,
+    converge,
+    exact_gradient,
+    moments,
+    rpg,
+)
+from rpg_jax.reproduction.scenes import Scene, forward_kl_optimum, kl, make_scenes, reverse_kl_optimum
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Of a laboratory run; distances are KL divergences from the behaviour policy in nats.
+
+    Attributes:
+      tokens: V.
+      scenes: random prompts, of which medians are reported.
+      kl_coef: β where reward and KL act together.
+      reference_kl: of π_ref.
+      drifts: of π_θ.
+      sampler_kls: of π_s.
+      sampler_drift: of π_θ while the sampler is varied.
+      fixed_point_kl_coef: β on the way to a fixed point.
+      refresh: updates on one behaviour policy on the way to a fixed point.
+      steps: updates to a fixed point.
+      fixed_point_scenes: of which the worst is reported.
+      seed: of the scenes.
+    """
+
+    tokens: int = 16
+    scenes: int = 256
+    kl_coef: float = 0.1
+    reference_kl: float = 0.1
+    drifts: tuple[float, ...] = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
+    sampler_kls: tuple[float, ...] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+    sampler_drift: float = 1e-2
+    fixed_point_kl_coef: float = 0.5
+    refresh: int = 16
+    steps: int = 40_000
+    fixed_point_scenes: int = 32
+    seed: int = 0
+
+
+# JSON-able: {experiment: {estimator: {quantity: [value per drift or sampler distance]}}}
+Results = dict[str, dict[str, dict[str, Any]]]
+
+
+def run(settings: Settings, *, on_row: Callable[[str, str], None] = lambda experiment, row: None) -> Results:
+    """All four experiments in float64. `on_row` hears of every row before it is computed."""
+    experiments = {
+        "kl_terms": (KL_TERMS, kl_term),
+        "clips": (CLIPS, clipped),
+        "sampler": (SAMPLERS, sampler_noise),
+        "fixed_points": (KL_TERMS, fixed_point),
+    }
+    results: Results = {}
+    with jax.enable_x64(True):
+        for name, (estimators, measure) in experiments.items():
+            results[name] = {}
+            for estimator in estimators:
+                on_row(name, estimator.name)
+                results[name][estimator.name] = measure(estimator, settings)
+        on_row("forms", "differentiable against reinforce")
+        results["forms"] = {"largest difference": difference_of_forms(settings)}
+    return results
+
+
+def kl_term(estimator: Estimator, s: Settings) -> dict[str, list[float]]:
+    """The KL term alone (A = 0) against both divergences: relative error of its mean, cosine, and noise per token.
+
+    error_D  = |E g − β∇D| / |β∇D|        D = KL(π_θ‖π_ref) (reverse), KL(π_ref‖π_θ) (forward)
+    noise    = sqrt(tr Cov g) / |E g|
+    """
+
+    @_batched
+    def measure(scene: Scene) -> dict[str, jax.Array]:
+        got = moments(estimator.losses, scene, s.kl_coef, rewarded=False)
+        row = {"noise": _noise(got)}
+        for divergence in ("reverse", "forward"):
+            exact = exact_gradient(scene, s.kl_coef, divergence, rewarded=False)
+            row[f"error_{divergence}"] = _error(got.mean, exact)
+            row[f"cosine_{divergence}"] = _cosine(got.mean, exact)
+        return row
+
+    return _columns([measure(scenes) for scenes in drifting(s)])
+
+
+def whole_loss(estimator: Estimator, s: Settings, scenes: Iterator[Scene]) -> dict[str, list[float]]:
+    """The whole loss, clips included, against −∇J of the objective that it is meant for: error, cosine, noise."""
+
+    @_batched
+    def measure(scene: Scene) -> dict[str, jax.Array]:
+        got = moments(estimator.losses, scene, s.kl_coef)
+        exact = exact_gradient(scene, s.kl_coef, estimator.meant)
+        return {"error": _error(got.mean, exact), "cosine": _cosine(got.mean, exact), "noise": _noise(got)}
+
+    return _columns([measure(at_distance) for at_distance in scenes])
+
+
+def clipped(estimator: Estimator, s: Settings) -> dict[str, list[float]]:
+    """`whole_loss` as the policy drifts from the behaviour policy."""
+    return whole_loss(estimator, s, drifting(s))
+
+
+def sampler_noise(estimator: Estimator, s: Settings) -> dict[str, list[float]]:
+    """`whole_loss` at one drift, with tokens from a sampler that is not quite the behaviour policy."""
+    return whole_loss(
+        estimator, s, (_scenes(s, drift=s.sampler_drift, sampler_kl=distance) for distance in s.sampler_kls)
+    )
+
+
+def fixed_point(estimator: Estimator, s: Settings) -> dict[str, float]:
+    """KL from where the mean gradient leads to the optimum of either objective, nats; the largest over scenes.
+
+    `refreshed`: the behaviour policy follows every `refresh` updates. `offline`: it never does.
+    """
+    beta = s.fixed_point_kl_coef
+
+    @_batched
+    def measure(scene: Scene) -> dict[str, jax.Array]:
+        row = {}
+        for name, refresh in (("refreshed", s.refresh), ("offline", 0)):
+            end = converge(estimator.losses, scene, beta, refresh=refresh, steps=s.steps)
+            for divergence, optimum in (("reverse", reverse_kl_optimum), ("forward", forward_kl_optimum)):
+                row[f"{name}_to_{divergence}"] = kl(end, optimum(scene.reference, scene.rewards, beta))
+        return row
+
+    start = _scenes(dataclasses.replace(s, scenes=s.fixed_point_scenes), drift=0.0)
+    return {name: float(np.max(values)) for name, values in measure(start).items()}
+
+
+def difference_of_forms(s: Settings) -> dict[str, float]:
+    """max |differentiable − reinforce| of mean and variance over clips, drifts and scenes, relative; per divergence."""
+    largest = {}
+    for divergence in ("fkl", "ufkl", "rkl", "urkl"):
+
+        @_batched
+        def measure(scene: Scene, divergence: str = divergence) -> list[jax.Array]:
+            found = []
+            for clip in ("none", "dual", "truncate", "reward"):
+                a, b = (
+                    moments(rpg(divergence, clip=clip, estimator=form), scene, s.kl_coef)
+                    for form in ("differentiable", "reinforce")
+                )
+                found += [_error(a.mean, b.mean), jnp.abs(a.variance / b.variance - 1)]
+            return found
+
+        largest[divergence] = max(float(np.max(measure(scenes))) for scenes in drifting(s))
+    return largest
+
+
+def drifting(s: Settings) -> Iterator[Scene]:
+    """The scenes at each of `drifts`; the same prompts and directions, further out."""
+    for drift in s.drifts:
+        yield _scenes(s, drift=drift)
+
+
+def _scenes(s: Settings, **distances: float) -> Scene:
+    return make_scenes(s.scenes, tokens=s.tokens, reference_kl=s.reference_kl, seed=s.seed, **distances)
+
+
+def _batched(function: Callable[[Scene], Any]) -> Callable[[Scene], Any]:
+    return jax.jit(jax.vmap(function))
+
+
+def _error(got: jax.Array, exact: jax.Array) -> jax.Array:
+    return jnp.linalg.norm(got - exact) / jnp.linalg.norm(exact)
+
+
+def _cosine(x: jax.Array, y: jax.Array) -> jax.Array:
+    return x @ y / (jnp.linalg.norm(x) * jnp.linalg.norm(y))
+
+
+def _noise(got: Moments) -> jax.Array:
+    return jnp.sqrt(got.variance) / jnp.linalg.norm(got.mean)
+
+
+def _columns(rows: list[dict[str, jax.Array]]) -> dict[str, list[float]]:
+    """The median over scenes of every quantity, at every distance."""
+    return {name: [float(np.median(row[name])) for row in rows] for name in rows[0]}

@@ -1,0 +1,110 @@
+"""Policies over a handful of tokens, at chosen distances from each other, whose expectations are finite sums."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Scene:
+    """One prompt with V possible tokens, or a batch of them with a leading axis; f64[V] each.
+
+    Attributes:
+      logits: of π_θ.
+      behaviour: log π_old.
+      reference: log π_ref.
+      sampler: log π_s, the distribution that tokens are really drawn from.
+      rewards: R(x), +1 or -1.
+    """
+
+    logits: jax.Array
+    behaviour: jax.Array
+    reference: jax.Array
+    sampler: jax.Array
+    rewards: jax.Array
+
+
+def make_scenes(
+    count: int, *, tokens: int, drift: float, reference_kl: float, sampler_kl: float = 0.0, seed: int = 0
+) -> Scene:
+    """`count` random prompts, stacked: f64[count, V] each.
+
+    π_old = softmax(N(0, 1)); each other policy lies on a random exponential-family line through it.
+
+    Args:
+      tokens: V.
+      drift: KL(π_θ‖π_old), nats.
+      reference_kl: KL(π_ref‖π_old), nats.
+      sampler_kl: KL(π_s‖π_old), nats; 0 samples from π_old itself.
+    """
+    rng = np.random.default_rng(seed)
+    rows = []
+    for _ in range(count):
+        behaviour = _log_softmax(rng.normal(size=tokens))
+        policy = at_distance(behaviour, drift, rng)
+        reference = at_distance(behaviour, reference_kl, rng)
+        sampler = at_distance(behaviour, sampler_kl, rng)
+        rewards = np.where(np.arange(tokens) < tokens // 3, 1.0, -1.0)
+        rows.append((policy, behaviour, reference, sampler, rng.permutation(rewards)))
+    return Scene(*(jnp.asarray(np.stack(column)) for column in zip(*rows, strict=True)))
+
+
+def at_distance(base: np.ndarray, kl: float, rng: np.random.Generator) -> np.ndarray:
+    """log π_t, π_t ∝ π_base exp(t u) for a random direction u and the t >= 0 with KL(π_t‖π_base) = `kl`; f64[V].
+
+    The distance grows along the line up to -log π_base(argmax u); directions on which it stays below `kl` are drawn
+    again.
+    """
+    if kl == 0:
+        return base
+    direction = rng.normal(size=base.shape)
+    while -base[np.argmax(direction)] < 1.2 * kl:
+        direction = rng.normal(size=base.shape)
+    low, high = 0.0, 1.0
+    while _kl(_log_softmax(base + high * direction), base) < kl:
+        high *= 2
+    for _ in range(100):
+        middle = (low + high) / 2
+        low, high = (middle, high) if _kl(_log_softmax(base + middle * direction), base) < kl else (low, middle)
+    return _log_softmax(base + high * direction)
+
+
+def reverse_kl_optimum(reference: jax.Array, rewards: jax.Array, kl_coef: float) -> jax.Array:
+    """argmax_π E_π[R] − β KL(π‖π_ref): log π ∝ log π_ref + R/β; f[V]."""
+    return jax.nn.log_softmax(reference + rewards / kl_coef)
+
+
+def forward_kl_optimum(reference: jax.Array, rewards: jax.Array, kl_coef: float) -> jax.Array:
+    """argmax_π E_π[R] − β KL(π_ref‖π): π = β π_ref / (λ − R), λ > max R such that it sums to 1; log π, f[V]."""
+    scaled = kl_coef * jnp.exp(reference)
+    # Σ β π_ref / (λ − R) falls in λ: above 1 at max R + β π_ref of that token, at most 1 at max R + β.
+    low = jnp.max(rewards) + jnp.min(scaled) * 1e-6
+    high = jnp.max(rewards) + kl_coef
+
+    def halve(_: int, ends: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        low, high = ends
+        middle = (low + high) / 2
+        above = jnp.sum(scaled / (middle - rewards)) > 1
+        return jnp.where(above, middle, low), jnp.where(above, high, middle)
+
+    _, multiplier = jax.lax.fori_loop(0, 200, halve, (low, high))
+    return jax.nn.log_softmax(jnp.log(scaled) - jnp.log(multiplier - rewards))
+
+
+def kl(p: jax.Array, q: jax.Array) -> jax.Array:
+    """KL(p‖q) of log-probabilities f[V], nats."""
+    return jnp.sum(jnp.exp(p) * (p - q))
+
+
+def _kl(p: np.ndarray, q: np.ndarray) -> float:
+    return float(np.sum(np.exp(p) * (p - q)))
+
+
+def _log_softmax(x: np.ndarray) -> np.ndarray:
+    shifted = x - x.max()
+    return shifted - np.log(np.exp(shifted).sum())
