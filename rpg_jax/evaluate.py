@@ -1,123 +1,196 @@
-"""Evaluates a run on its held-out problems: Mean@k, pass@k, maj@k with errors clustered by problem.
+"""Evaluates a policy on held-out problems: Mean@k, pass@k, maj@k, with errors over problems.
 
   python -m rpg_jax.evaluate --run=runs/tiny-rpg-reinforce-urkl-seed0 --k=32
+  python -m rpg_jax.evaluate --folder=Qwen3-4B --config=configs/qwen3_4b_2k.py --sets=AIME25=aime25.parquet
+  python -m rpg_jax.evaluate --run=runs/NAME --server=localhost:9000
 
-Writes into the run folder evaluations/step-S-k-K.jsonl, one object per completion with its verdict, and prints the
-table. The same command gives the same completions, whatever the batching.
+The policy is a run's checkpoint, a folder in Hugging Face layout, or what `python -m rpg_jax.serve` serves of either.
+Writes completions.jsonl, one object per completion with its verdict, scores.md and scores.json. The same command
+continues an evaluation that was killed, and gives the same bytes whatever the batching.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 from absl import flags
+from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Table
 
-from rpg_jax import command_line, run_folder
+from rpg_jax import command_line, data, run_folder
 from rpg_jax.experiment import Experiment
-from rpg_jax.report import statistics
+from rpg_jax.methods import resolve
+from rpg_jax.report import scores
 from rpg_jax.report.progress import Progress
-from rpg_jax.training.experience import Group
+from rpg_jax.report.runs import write_atomically
+from rpg_jax.rollout import Rollout
+from rpg_jax.rollout.client import GrpcRollout
+from rpg_jax.training import evaluation
 
-_RUN = flags.DEFINE_string("run", None, "folder of the run")
+_CONFIG = command_line.define_config()
+_RUN = flags.DEFINE_string("run", None, "folder of the run whose checkpoint is evaluated")
 _STEP = flags.DEFINE_integer("step", None, "checkpoint to evaluate; default: the last")
-_K = flags.DEFINE_integer("k", 32, "completions per problem", lower_bound=1)
-_PROBLEMS = flags.DEFINE_integer("problems", None, "held-out problems; default: as many as in training", lower_bound=1)
+_FOLDER = flags.DEFINE_string("folder", None, "model in Hugging Face layout; --config says problems, limits, verifier")
+_SERVER = flags.DEFINE_string("server", None, "host:port to sample from; --run or --folder says with which tokenizer")
+_SETS = flags.DEFINE_string("sets", None, "NAME=SOURCE, separated by commas; default: the config's held-out sets")
+_REWARDS = flags.DEFINE_string("rewards", None, "as rewards.parts, e.g. by_source; default: the config's")
+_K = flags.DEFINE_integer(
+    "k", None, "completions per problem; default: as often as its source repeats it, else evaluation.k", lower_bound=1
+)
+_PROBLEMS = flags.DEFINE_integer("problems", None, "of each set; default: evaluation.problems", lower_bound=1)
 _TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "0 is greedy", lower_bound=0)
-_PER_CALL = 32  # problems sampled between two looks at the progress bar
+_MAX_TOKENS = flags.DEFINE_integer("max_tokens", None, "of a completion; default: rollout.max_tokens", lower_bound=1)
+_SEED = flags.DEFINE_integer("seed", None, "of the completions; default: the config's")
+_OUT = flags.DEFINE_string("out", None, "folder to write; default: one of this evaluation's own beside the run")
+
+_COMPLETIONS_PER_SLOT = 4  # in one call: enough that the slots rarely idle at its end
+
+
+class Policy(NamedTuple):
+    """What is evaluated: its weights (None where a server has them), its name, step and folder for evaluations."""
+
+    experiment: Experiment
+    params: Any
+    name: str
+    step: int
+    home: Path
 
 
 def main() -> int:
-    """Loads the checkpoint, samples, scores, prints and writes."""
-    if _RUN.value is None:
-        raise ValueError("which run? Give --run=runs/NAME")
-    run_dir = Path(_RUN.value)
-    config = run_folder.read_config(run_dir)
-    config.evaluation.update(k=_K.value, temperature=_TEMPERATURE.value)
-    if _PROBLEMS.value is not None:
-        config.evaluation.problems = _PROBLEMS.value
-    experiment = Experiment.open(config, run_dir)
+    """Opens the policy, samples what is missing, prints and writes the tables."""
+    with tempfile.TemporaryDirectory() as scratch:
+        policy = open_policy(Path(scratch))
+    experiment, title = policy.experiment, f"{policy.name}, step {policy.step}" if policy.step else policy.name
+    print("".join(f"{note}\n" for note in experiment.notes), end="")
     with experiment.activate():
-        step, params = experiment.restore_policy(run_dir, _STEP.value)
-        by_set = sample_groups(experiment, params, step)
-    for name, groups in by_set.items():
-        Console().print(scores_table(groups, f"{run_dir.name}, step {step}: {name}"))
-    file = run_dir / "evaluations" / f"step-{step}-k-{_K.value}-temperature-{_TEMPERATURE.value:g}.jsonl"
-    write_completions(file, by_set)
-    print(f"every completion with its verdict: {file}")
+        rollout = make_rollout(policy)
+        try:
+            settings = settings_of(policy, rollout)
+            out = open_folder(policy, settings)
+            records = sample(experiment, rollout, out / "completions.jsonl", policy.step)
+        finally:
+            rollout.close()
+    by_set = {name: scores.summarise(own) for name, own in records.items()}
+    write_atomically(out / "scores.json", json.dumps({"settings": settings, "sets": by_set}, indent=1) + "\n")
+    write_atomically(out / "scores.md", scores.markdown(title, settings, by_set))
+    head, *rows = scores.overview(by_set)
+    table = Table(*head, title=title)
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+    print(f"every problem: {out / 'scores.md'}\nevery completion with its verdict: {out / 'completions.jsonl'}")
     return 0
 
 
-def sample_groups(experiment: Experiment, params: Any, step: int) -> dict[str, list[Group]]:
-    """k scored completions for each problem of each held-out set."""
-    rollout, held_out = experiment.make_rollout(params), experiment.task.held_out
-    by_set: dict[str, list[Group]] = {name: [] for name in held_out}
-    done = 0
-    try:
-        with (
-            experiment.make_scorer() as scorer,
-            Progress(sum(map(len, held_out.values())), title="evaluation", unit="problem") as progress,
-        ):
-            sampler = experiment.evaluation_sampler(rollout, scorer)
-            for name, problems in held_out.items():
-                for start in range(0, len(problems), _PER_CALL):
-                    by_set[name] += sampler(problems[start : start + _PER_CALL], step=step)
-                    done += len(problems[start : start + _PER_CALL])
-                    accuracy = float(np.mean([g.accuracy.mean() for g in by_set[name]]))
-                    progress.update(done, {"accuracy": accuracy})
-    finally:
-        rollout.close()
-    return by_set
+def open_policy(scratch: Path) -> Policy:
+    """The run's or the folder's, with the config changed as the flags say; weights are loaded unless a server has them.
+
+    Raises:
+      ValueError: neither or both were named, a folder without a config, or what the run lacks.
+    """
+    if (_RUN.value is None) == (_FOLDER.value is None):
+        raise ValueError("which policy? Give either --run=runs/NAME or --folder=MODEL with --config=FILE")
+    if _RUN.value is not None:
+        run_dir = Path(_RUN.value)
+        if _CONFIG.value is not None:
+            raise ValueError("a run has its own config: leave --config out, and set --sets, --k, --max_tokens, …")
+        experiment = Experiment.open(_changed(run_folder.read_config(run_dir)), run_dir, train=False)
+        with experiment.activate():
+            if _SERVER.value is None:
+                step, params = experiment.restore_policy(run_dir, _STEP.value)
+            else:
+                step, params = _STEP.value or 0, None
+        return Policy(experiment, params, run_dir.name, step, run_dir)
+    if _CONFIG.value is None:
+        raise ValueError("--folder needs --config=FILE for problems, limits and verifier: configs/qwen3_4b_2k.py")
+    config = _CONFIG.value
+    config.model.path = _FOLDER.value
+    config.model.param_dtype = config.model.compute_dtype  # nothing is trained: no master weights
+    experiment = Experiment.open(resolve(_changed(config)), scratch, train=False)
+    with experiment.activate():
+        params = experiment.init_params() if _SERVER.value is None else None
+    return Policy(experiment, params, Path(_FOLDER.value).name, 0, Path(config.run.dir))
 
 
-def write_completions(file: Path, by_set: dict[str, list[Group]]) -> None:
-    """One JSON object per completion."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f".{file.name}.partial")
-    with partial.open("w", encoding="utf-8") as out:
-        for name, group in ((name, group) for name, groups in by_set.items() for group in groups):
-            for i, completion in enumerate(group.completions):
-                record = {
-                    "set": name,
-                    "prompt_id": group.problem.prompt_id,
-                    "index": i,
-                    "prompt": group.problem.prompt,
-                    "completion": group.texts[i],
-                    "answer": group.problem.answer,
-                    "correct": bool(group.accuracy[i] > 0.5),
-                    "reward": float(group.rewards[i]),
-                    "tokens": len(completion.tokens),
-                    "finish_reason": completion.finish_reason,
-                }
-                out.write(json.dumps(record, ensure_ascii=False) + "\n")
-    partial.replace(file)
+def make_rollout(policy: Policy) -> Rollout:
+    """The server's, or one of our own with the policy's weights."""
+    if _SERVER.value is not None:
+        return GrpcRollout(_SERVER.value, parallel=policy.experiment.config.rollout.slots)
+    return policy.experiment.make_rollout(policy.params)
 
 
-def scores_table(groups: list[Group], title: str) -> Table:
-    """Mean@k, pass@1, 2, 4, … k and maj@k with standard errors and 95 % intervals."""
-    correct = [g.accuracy > 0.5 for g in groups]
-    k = len(correct[0])
-    scores = {f"Mean@{k}": statistics.mean_at_k(correct)}
-    scores |= {f"pass@{n}": statistics.pass_at_k(correct, n) for n in _powers_of_two(k)}
-    scores[f"maj@{k}"] = statistics.maj_at_k([g.texts for g in groups], correct)
-    table = Table("", "score", "standard error", "95 % interval", title=title)
-    for name, by_problem in scores.items():
-        e = statistics.estimate(by_problem)
-        table.add_row(name, f"{e.value:.4f}", f"{e.standard_error:.4f}", f"{e.low:.4f} – {e.high:.4f}")
-    lengths = [len(c.tokens) for g in groups for c in g.completions]
-    reasons = [c.finish_reason for g in groups for c in g.completions]
-    for name, value in statistics.length_statistics(lengths, reasons).items():
-        table.add_row(name, f"{value:.4g}", "", "")
-    return table
+def settings_of(policy: Policy, rollout: Rollout) -> dict[str, Any]:
+    """Everything that the completions and their verdicts depend on."""
+    c, held_out = policy.experiment.config, policy.experiment.task.held_out
+    return {
+        "policy": policy.name,
+        "step": policy.step,
+        "weights": _SERVER.value or f"{rollout.weights_checksum():08x}",
+        "sets": {
+            name: f"{len(problems)} problems, {data.fingerprint(problems):08x}" for name, problems in held_out.items()
+        },
+        "k": _K.value or f"as often as the source has a problem, else {c.evaluation.k}",
+        "rewards": c.rewards.parts,
+        "seed": c.seed,
+        "temperature": c.evaluation.temperature,
+        **{name: c.rollout[name] for name in ("top_p", "top_k", "max_tokens")},
+        "thinking": c.task.thinking,
+    }
 
 
-def _powers_of_two(k: int) -> list[int]:
-    powers = [2**i for i in range(k.bit_length()) if 2**i < k]
-    return [*powers, k]
+def open_folder(policy: Policy, settings: dict[str, Any]) -> Path:
+    """The folder of this evaluation, with its settings.json.
+
+    Raises:
+      ValueError: --out holds another evaluation; the message names what differs.
+    """
+    text = json.dumps(settings, indent=1, ensure_ascii=False) + "\n"
+    own = f"{policy.name}-step-{policy.step}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+    out = Path(_OUT.value) if _OUT.value else policy.home / "evaluations" / own
+    file = out / "settings.json"
+    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else settings
+    differing = [f"{k} was {known.get(k)!r}, now {v!r}" for k, v in settings.items() if known.get(k) != v]
+    if differing:
+        raise ValueError(f"{out} holds another evaluation: {'; '.join(differing)}. Choose another --out")
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(file, text)
+    return out
+
+
+def sample(experiment: Experiment, rollout: Rollout, file: Path, step: int) -> dict[str, list[evaluation.Record]]:
+    """The records of every set; those that `file` does not have yet are sampled and added to it."""
+    c = experiment.config
+    chunks = evaluation.plan(
+        experiment.task.held_out,
+        lambda problem: _K.value or (problem.samples if problem.samples > 1 else c.evaluation.k),
+        completions=_COMPLETIONS_PER_SLOT * c.rollout.slots,
+    )
+    records: dict[str, list[evaluation.Record]] = {chunk.set: [] for chunk in chunks}
+    total, done, right = sum(len(chunk.keys) for chunk in chunks), 0, 0
+    with experiment.make_scorer() as scorer, Progress(total, title="evaluation", unit="completion") as progress:
+        sampler = experiment.evaluation_sampler(rollout, scorer)
+        for chunk, own in evaluation.complete(file, chunks, sampler, scorer, step=step):
+            records[chunk.set] += own
+            done, right = done + len(own), right + sum(r["verdict"] == "right" for r in own)
+            progress.update(done, {"accuracy": right / done})
+    return records
+
+
+def _changed(config: ConfigDict) -> ConfigDict:
+    config.evaluation.temperature = _TEMPERATURE.value
+    changes = {"evaluation.problems": _PROBLEMS, "rollout.max_tokens": _MAX_TOKENS, "rewards.parts": _REWARDS}
+    changes |= {"seed": _SEED, "task.held_out_sets": _SETS}
+    for field, flag in changes.items():
+        if flag.value is not None:
+            config.update_from_flattened_dict({field: flag.value})
+    if _SETS.value is not None:
+        config.task.name = "files"
+    return config
 
 
 if __name__ == "__main__":

@@ -35,10 +35,10 @@ class Experiment(Layout):
     notes: list[str]
 
     @classmethod
-    def open(cls, config: ConfigDict, run_dir: Path) -> Experiment:
-        """Builds everything but weights; the tokenizer is kept in `run_dir`."""
+    def open(cls, config: ConfigDict, run_dir: Path, *, train: bool = True) -> Experiment:
+        """Builds everything but weights; the tokenizer is kept in `run_dir`. `train`: with the training problems."""
         c = config
-        task = Task.from_config(c)
+        task = Task.from_config(c, train=train)
         tokenizer = open_tokenizer(c, task, run_dir)
         task, notes = task.encoded(tokenizer, c)
         return cls(**vars(Layout.of(c, tokenizer.vocab_size)), tokenizer=tokenizer, task=task, notes=notes)

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from rpg_jax.command_line import ROOT
+from rpg_jax.command_line import ROOT, fields
 
 # Fields that may differ when a run is resumed: they do not change what has been computed so far.
 _MAY_CHANGE = ("run.", "train.steps", "warm_start.dir", "checkpoint.", "log.", "rollout.max_sampler_gap")
@@ -71,13 +71,20 @@ def read_config(path: Path) -> ConfigDict:
     """The resolved config of a run.
 
     Raises:
-      ValueError: the folder is not a run's.
+      ValueError: the folder is not a run's, or the run is older than a field of `configs/base.py`.
     """
     file = path / "config.json"
     if not file.exists():
         runs = sorted(str(p.parent) for p in path.parent.glob("*/config.json")) if path.parent.is_dir() else []
         raise ValueError(f"{path} is not a run folder (it has no config.json); there are: {', '.join(runs) or 'none'}")
-    return ConfigDict(json.loads(file.read_text()))
+    config = json.loads(file.read_text())
+    known = _flat(config)
+    if missing := [name for name, _, _ in fields() if name not in known]:
+        raise ValueError(
+            f"{file} was written by an older version, which did not have {', '.join(missing)}. Add what that version "
+            "did by these names (configs/base.py has their defaults), or check out the commit in versions.json"
+        )
+    return ConfigDict(config)
 
 
 def made_with() -> dict[str, Any]:

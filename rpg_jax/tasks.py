@@ -31,8 +31,8 @@ class Task:
     examples: Callable[[Sequence[data.Problem]], list[tuple[str, str]]] | None = None
 
     @classmethod
-    def from_config(cls, config: ConfigDict) -> Task:
-        """The task that `task.name` names.
+    def from_config(cls, config: ConfigDict, *, train: bool = True) -> Task:
+        """The task that `task.name` names; without its training problems where nobody will train.
 
         Raises:
           ValueError: an unknown name, missing sources, or bad rows in them.
@@ -40,7 +40,7 @@ class Task:
         name = config.task.name
         if name not in NAMES:
             raise ValueError(f"unknown task.name {name!r}; known: {', '.join(NAMES)}")
-        return _arithmetic(config) if name == "arithmetic" else _files(config)
+        return _arithmetic(config) if name == "arithmetic" else _files(config, train)
 
     def encoded(self, tokenizer: data.Tokenizer, config: ConfigDict) -> tuple[Task, list[str]]:
         """The task without the problems whose prompts are too long, and a line on each split that lost some."""
@@ -59,7 +59,8 @@ class Task:
             return kept.problems
 
         held_out = {name: fitting(name, problems) for name, problems in self.held_out.items()}
-        return dataclasses.replace(self, train=fitting("train", self.train), held_out=held_out), notes
+        train = fitting("train", self.train) if self.train else []
+        return dataclasses.replace(self, train=train, held_out=held_out), notes
 
 
 def encoder(tokenizer: data.Tokenizer, config: ConfigDict) -> Callable[[data.Problem], np.ndarray]:
@@ -85,22 +86,22 @@ def _arithmetic(config: ConfigDict) -> Task:
     )
 
 
-def _files(config: ConfigDict) -> Task:
+def _files(config: ConfigDict, train: bool) -> Task:
     t = config.task
-    if not t.train or not t.held_out_sets:
+    if (train and not t.train) or not t.held_out_sets:
         raise ValueError('task.name="files" needs task.train=SOURCE[,SOURCE] and task.held_out_sets=NAME=SOURCE[,...]')
     options: dict[str, Any] = {"bad_rows": t.bad_rows, "template": t.template, "seed": config.seed}
     if t.generated:
         options["count"] = t.generated
-    train, _ = data.load(_listed(t.train), **options)
+    problems = data.load(_listed(t.train), **options)[0] if train else []
     held_out = {}
     for entry in _listed(t.held_out_sets):
         name, separator, source = entry.partition("=")
         if not separator:
             raise ValueError(f"task.held_out_sets: {entry!r} is not of the form NAME=SOURCE")
         held_out[name] = data.load(source, **options)[0][: config.evaluation.problems]
-    everything = [*train, *(p for problems in held_out.values() for p in problems)]
-    return Task(train, held_out, [f"{p.system}{p.prompt}{p.answer}" for p in everything])
+    everything = [*problems, *(p for each in held_out.values() for p in each)]
+    return Task(problems, held_out, [f"{p.system}{p.prompt}{p.answer}" for p in everything])
 
 
 def _listed(text: str) -> list[str]:

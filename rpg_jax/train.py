@@ -25,8 +25,9 @@ from ml_collections import ConfigDict, config_flags
 from rpg_jax import command_line, run_folder
 from rpg_jax.experiment import Experiment
 from rpg_jax.methods import resolve
-from rpg_jax.report import curves, statistics, summary
+from rpg_jax.report import curves, scores, summary
 from rpg_jax.report.progress import Progress
+from rpg_jax.training import evaluation
 from rpg_jax.training import state as state_lib
 from rpg_jax.training import step as step_lib
 from rpg_jax.training.checkpoints import Checkpoints, Snapshots, abstract, bit_checksum
@@ -69,7 +70,6 @@ class Run:
     def __init__(self, experiment: Experiment, run_dir: Path):
         self.experiment, self.config, self.run_dir = experiment, experiment.config, run_dir
         self.metrics, self.samples = JsonLines(run_dir / "metrics.jsonl"), JsonLines(run_dir / "samples.jsonl")
-        self.evaluations = JsonLines(run_dir / "evals.jsonl")
         self.checkpoints = Checkpoints(run_dir / "checkpoints", keep=self.config.checkpoint.keep)
         self.signal: int | None = None
         self.compilations = CompilationCounter()
@@ -115,17 +115,19 @@ class Run:
         return self._finish()
 
     def evaluate(self) -> dict[str, float]:
-        """Mean@k and pass@k on the held-out problems, with the optimizer's evaluation weights."""
+        """Scores of every held-out set, with the optimizer's evaluation weights; "eval/accuracy" is their mean."""
         trainer = self.trainer
         params = self.optimizer.evaluation_params(trainer.state.opt_state, trainer.state.params)
         if params is not trainer.state.params:
             self.rollout.sync_weights(params, int(trainer.state.updates))
-        scores = {}
+        values = {}
         for name, problems in self.experiment.task.held_out.items():
-            scores[name] = held_out_scores(self.evaluation_sampler(problems, step=trainer.step))
-            self.evaluations.append({"step": trainer.step, "set": name, **scores[name]})
+            groups = self.evaluation_sampler(problems, step=trainer.step)
+            found = scores.metrics(evaluation.records(name, groups, self.scorer))
+            values |= {f"eval/{name}/{key}": value for key, value in found.items()}
         trainer.sync_rollout()
-        return {"eval/accuracy": float(np.mean([s["eval/mean_at_k"] for s in scores.values()]))}
+        means = [value for key, value in values.items() if key.endswith("/mean_at_k")]
+        return {"eval/accuracy": float(np.mean(means)), **values}
 
     def save(self) -> None:
         """Starts a checkpoint of everything that a resume needs."""
@@ -149,7 +151,7 @@ class Run:
         print(f"continuing {self.run_dir} after step {step}")
 
     def _rewind(self, step: int) -> None:
-        for log in (self.metrics, self.samples, self.evaluations):
+        for log in (self.metrics, self.samples):
             log.rewind(step)
 
     def _write_samples(self, groups: list[Group]) -> None:
@@ -231,18 +233,6 @@ class Run:
         cache.wait()
         shutil.copy(self.run_dir / "tokenizer.model", folder)
         return state.params
-
-
-def held_out_scores(groups: list[Group]) -> dict[str, float]:
-    """Mean@k and unbiased pass@k of a held-out set, and the tokens of its completions."""
-    correct = [g.accuracy > 0.5 for g in groups]
-    k = len(correct[0])
-    return {
-        "eval/mean_at_k": float(statistics.mean_at_k(correct).mean()),
-        "eval/pass_at_k": float(statistics.pass_at_k(correct, k).mean()),
-        "eval/k": k,
-        "eval/completion_length": float(np.mean([len(c.tokens) for g in groups for c in g.completions])),
-    }
 
 
 def warm_start_key(config: ConfigDict) -> str:

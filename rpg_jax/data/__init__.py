@@ -8,6 +8,7 @@ from rpg_jax.data.batching import pad_completions as pad_completions
 from rpg_jax.data.batching import pad_supervised as pad_supervised
 from rpg_jax.data.prompts import Problem as Problem
 from rpg_jax.data.prompts import PromptStream as PromptStream
+from rpg_jax.data.prompts import fingerprint as fingerprint
 from rpg_jax.data.sources import Report as Report
 from rpg_jax.data.sources import load as load
 from rpg_jax.data.templates import EncodedPrompts as EncodedPrompts

@@ -74,7 +74,7 @@ class PromptStream:
             raise ValueError(f"batch_size={batch_size} must be a positive multiple of host_count={host_count}")
         self._batch_size = batch_size
         self._host = slice(*(batch_size // host_count * i for i in (host_index, host_index + 1)))
-        self._identity = {"problems": len(problems), "seed": seed, "fingerprint": _fingerprint(problems)}
+        self._identity = {"problems": len(problems), "seed": seed, "fingerprint": fingerprint(problems)}
         self._dataset = (
             grain.MapDataset.source(problems)
             .seed(seed)
@@ -120,7 +120,8 @@ class PromptStream:
         self._consumed = state["consumed"]
 
 
-def _fingerprint(problems: Sequence[Problem]) -> int:
+def fingerprint(problems: Sequence[Problem]) -> int:
+    """CRC-32 of everything that a completion and its verdict depend on, in order."""
     checksum = 0
     for problem in problems:
         checksum = zlib.crc32(

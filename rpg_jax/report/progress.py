@@ -22,7 +22,7 @@ SHOWN = (  # metric key, its name on the screen, format
     ("eval/accuracy", "held out", "{:.2f}"),
     ("kl_k3", "KL", "{:.1e}"),
     ("entropy", "entropy", "{:.2f}"),
-    ("time/tokens_per_second", "tokens/s", "{:,.0f}"),
+    ("tokens_per_second", "tokens/s", "{:,.0f}"),
 )
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rpg_jax.report.progress import duration
-from rpg_jax.report.runs import read_config, read_jsonl, read_metrics, series, write_atomically
+from rpg_jax.report.runs import read_config, read_metrics, series, write_atomically
 
 HIGHLIGHTS = (  # path in the resolved config, name in the table
     ("method", "method"),
@@ -27,8 +27,7 @@ HIGHLIGHTS = (  # path in the resolved config, name in the table
 )
 FILES = (
     ("curves.png", "the training dynamics"),
-    ("metrics.jsonl", "every metric of every step"),
-    ("evals.jsonl", "every evaluation"),
+    ("metrics.jsonl", "every metric of every step, evaluations included"),
     ("samples.jsonl", "prompts, completions and their rewards"),
     ("config.json", "the resolved configuration"),
     ("versions.json", "package versions and commit"),
@@ -37,17 +36,19 @@ FILES = (
 
 
 def evaluations(run_dir: Path) -> dict[str, list[dict[str, Any]]]:
-    """Evaluations of each held-out set in order of steps: {set: [{step, k, mean_at_k, pass_at_k}]}.
-
-    Read from `evals.jsonl` and from the steps of `metrics.jsonl` that carry `eval/mean_at_k`; `set` names the held-out
-    set where there are several.
-    """
-    found: dict[str, dict[int, dict[str, Any]]] = {}
-    for record in [*read_metrics(run_dir), *read_jsonl(run_dir / "evals.jsonl")]:
-        if "step" in record and "eval/mean_at_k" in record:
-            scores = {key: record.get(f"eval/{key}", record.get(key)) for key in ("mean_at_k", "pass_at_k", "k")}
-            found.setdefault(record.get("set", "held out"), {})[record["step"]] = {"step": record["step"], **scores}
-    return {name: [by_step[step] for step in sorted(by_step)] for name, by_step in found.items()}
+    """Evaluations of each held-out set in order of steps: {set: [{step, k, mean_at_k, pass_at_k, maj_at_k, …}]}, from
+    the metrics `eval/<set>/<score>`."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for record in read_metrics(run_dir):
+        by_set: dict[str, dict[str, Any]] = {}
+        for key, value in record.items():
+            prefix, _, rest = key.partition("/")
+            name, _, score = rest.rpartition("/")
+            if prefix == "eval" and name:
+                by_set.setdefault(name, {"step": record["step"]})[score] = value
+        for name, scores in by_set.items():
+            found.setdefault(name, []).append(scores)
+    return found
 
 
 def write_summary(run_dir: str | Path) -> Path:
@@ -81,26 +82,27 @@ def closing_message(run_dir: str | Path) -> str:
 
 
 def _scores(by_set: dict[str, list[dict[str, Any]]]) -> str:
+    """Last is the score after the last step, Best the largest of all evaluations, each with its own step."""
     if not by_set:
         return "No evaluation yet."
     rows = []
     for name, scores in by_set.items():
         best = max(scores, key=lambda score: score["mean_at_k"])
-        for label, score in (("last", scores[-1]), ("best", best)):
-            rows.append(
-                (name, label, score["step"], _mark(score["k"]), _score(score["mean_at_k"]), _score(score["pass_at_k"]))
-            )
-    return "## Scores\n\n" + _table(("set", "", "step", "k", "Mean@k", "pass@k"), rows)
+        for label, score in (("Last", scores[-1]), ("Best", best)):
+            shown = [_score(score.get(key)) for key in ("mean_at_k", "standard_error", "pass_at_k", "maj_at_k")]
+            rows.append((name, label, score["step"], _mark(score.get("k")), *shown))
+    head = ("set", "", "step", "k", "Mean@k", "standard error", "pass@k", "maj@k")
+    return "## Scores\n\n" + _table(head, rows)
 
 
 def _work(records: list[dict[str, Any]]) -> str:
     if not records:
         return "No step was finished."
     rows = [("steps", f"{records[-1]['step']}")]
-    timed = [r for r in records if "time/step" in r and "time/tokens_per_second" in r]
+    timed = [r for r in records if "seconds" in r and "tokens_per_second" in r]
     if timed:
-        seconds = sum(r["time/step"] for r in timed)
-        tokens = sum(r["time/step"] * r["time/tokens_per_second"] for r in timed)
+        seconds = sum(r["seconds"] for r in timed)
+        tokens = sum(r["seconds"] * r["tokens_per_second"] for r in timed)
         rows.append(("time in steps", duration(seconds)))
         rows.append(("completion tokens", f"{tokens:,.0f}"))
         rows.append(("completion tokens per second", f"{tokens / seconds:,.0f}"))

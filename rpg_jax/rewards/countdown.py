@@ -38,6 +38,15 @@ def countdown(completion: str, answer: str) -> float:
     return float(end == len(tokens) and value == game["target"])
 
 
+def expression(completion: str) -> str | None:
+    """The expression that a completion answers, without blanks; None where it answers none."""
+    found = _ANSWER.findall(completion)
+    try:
+        return "".join(_tokens("".join(found[-1]))) or None if found else None
+    except _NotAnExpression:
+        return None
+
+
 class _NotAnExpression(Exception):
     pass
 

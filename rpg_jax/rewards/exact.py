@@ -11,3 +11,10 @@ def exact(completion: str, answer: str) -> float:
     answer = answer.strip()
     found = [completion, *(completion.rpartition(mark)[2] for mark in MARKS)]
     return float(any(text.strip() == answer for text in found))
+
+
+def final(completion: str) -> str:
+    """What follows the last of the marks that the completion has, or all of it."""
+    for mark in MARKS:
+        completion = completion.rpartition(mark)[2]
+    return completion.strip()

@@ -25,9 +25,14 @@ def gsm8k(completion: str, answer: str, *, flexible: bool = False) -> float:
     reference = _number(answer.rpartition("####")[2])
     if reference is None:
         raise ValueError(f"reference answer without a number: {answer!r}")
+    return float(marked_number(completion, flexible=flexible) == reference)
+
+
+def marked_number(completion: str, *, flexible: bool = False) -> Decimal | None:
+    """The number after the last "####" of the final 300 characters; if flexible and none is marked, their last one."""
     tail = completion[-TAIL_CHARACTERS:]
     found = _MARKED.findall(tail) or (_NUMBER.findall(tail) if flexible else [])
-    return float(bool(found) and _number(found[-1]) == reference)
+    return _number(found[-1]) if found else None
 
 
 def _number(text: str) -> Decimal | None:

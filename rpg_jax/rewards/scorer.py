@@ -10,10 +10,12 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rpg_jax.rewards.extraction import extract_answer
+from rpg_jax.rewards.math_dapo import normalise
 from rpg_jax.rewards.member import Task, Verdict
 from rpg_jax.rewards.pool import WorkerPool
 from rpg_jax.rewards.shaping import format_match, length_penalty, overlong_penalty
-from rpg_jax.rewards.verifiers import BY_SOURCE, VERIFIERS, Verifier, for_source, resolve
+from rpg_jax.rewards.verifiers import BY_SOURCE, VERIFIERS, Verifier, for_source, name_for_source, resolve
 
 # completion -> score.
 FORMS: dict[str, Callable[..., float]] = {"format": format_match}
@@ -41,12 +43,14 @@ class Scores:
       accuracy: f32[N], 1 where the verifier found the answer right, else 0: what dynamic sampling and evaluation read.
       parts: f32[N] by part name, unweighted.
       errors: how many verdicts failed, by kind (timeout, crash, memory, error, forbidden); those count as wrong.
+      failures: N, the kind of failure of the verdict that decides accuracy, or None.
     """
 
     rewards: np.ndarray
     accuracy: np.ndarray
     parts: dict[str, np.ndarray]
     errors: dict[str, int]
+    failures: Sequence[str | None] = ()
 
 
 def build(
@@ -118,13 +122,29 @@ class Scorer:
         sizes = [len(x) for x in (problems, texts, finish_reasons, lengths)]
         if len(set(sizes)) > 1:
             raise ValueError(f"problems, texts, finish reasons and lengths must be as many, got {sizes}")
-        errors: collections.Counter[str] = collections.Counter()
-        parts = {name: self._part(name, problems, texts, np.asarray(lengths), errors) for name in self._weights}
+        failures: dict[str, list[str | None]] = {}
+        parts = {
+            name: self._part(name, problems, texts, np.asarray(lengths), failures.setdefault(name, []))
+            for name in self._weights
+        }
+        errors = collections.Counter(kind for kinds in failures.values() for kind in kinds if kind)
         rewards = np.zeros(len(texts), np.float32)
         for name, weight in self._weights.items():
             rewards += np.float32(weight) * parts[name]
         accuracy = (parts[self._accuracy] > 0).astype(np.float32)
-        return Scores(rewards, accuracy, parts, dict(errors))
+        return Scores(rewards, accuracy, parts, dict(errors), failures[self._accuracy])
+
+    def answers(self, problems: Sequence[Scorable], texts: Sequence[str], right: Sequence[bool]) -> list[str | None]:
+        """What N completions answer, as the verifier that decides accuracy compares it; None where it finds nothing.
+
+        Right answers to a problem under `math_verify` are one answer, however they are written.
+        """
+        found = []
+        for problem, text, is_right in zip(problems, texts, right, strict=True):
+            name = name_for_source(problem.source) if self._accuracy == BY_SOURCE else self._accuracy
+            same = is_right and name == "math_verify"
+            found.append(normalise(problem.answer) if same else extract_answer(text, name))
+        return found
 
     def close(self) -> None:
         """Ends the worker processes, where there are any."""
@@ -137,7 +157,7 @@ class Scorer:
     def __exit__(self, *_) -> None:
         self.close()
 
-    def _part(self, name: str, problems, texts, lengths: np.ndarray, errors) -> np.ndarray:
+    def _part(self, name: str, problems, texts, lengths: np.ndarray, failures: list) -> np.ndarray:
         options = self._options[name]
         if name in LENGTHS:
             return LENGTHS[name](lengths, **options)
@@ -146,7 +166,7 @@ class Scorer:
         named = resolve(name)
         verifiers = [named or for_source(p.source) for p in problems]
         verdicts = self._verdicts(verifiers, problems, texts, options)
-        errors.update(v.error for v in verdicts if v.error)
+        failures += [v.error for v in verdicts]
         scores = [f.wrong if v.score is None else v.score for f, v in zip(verifiers, verdicts, strict=True)]
         return np.array(scores, np.float32)
 

@@ -68,13 +68,18 @@ def resolve(name: str) -> Verifier | None:
 
 
 def for_source(source: str) -> Verifier:
-    """The verifier for problems of `source`; reasoning-gym's tasks ("reasoning_gym/…") compare exactly.
+    """The verifier for problems of `source`."""
+    return VERIFIERS[name_for_source(source)]
+
+
+def name_for_source(source: str) -> str:
+    """Its name; reasoning-gym's tasks ("reasoning_gym/…") compare exactly.
 
     Raises:
       ValueError: unknown source.
     """
     if source.startswith("reasoning_gym/"):
-        return VERIFIERS["exact"]
+        return "exact"
     if source not in SOURCES:
         raise ValueError(f"no verifier is known for source {source!r}; name one instead of 'by_source': {[*VERIFIERS]}")
-    return VERIFIERS[SOURCES[source]]
+    return SOURCES[source]

@@ -28,6 +28,8 @@ class Group:
       accuracy: f32[G], raw, in [0, 1].
       behaviour_logprobs: of a group carried over from the step before, G arrays f32[n]: the trainer's log π_old under
         the weights that sampled it. None: those are the present weights, and the trainer computes them.
+      failures: G kinds of failure of the verdict (see `rewards.Scores`), or None where it is a verdict; empty where
+        nobody will ask.
     """
 
     problem: Problem
@@ -37,6 +39,7 @@ class Group:
     rewards: np.ndarray
     accuracy: np.ndarray
     behaviour_logprobs: list[np.ndarray] | None = None
+    failures: Sequence[str | None] = ()
 
     @property
     def informative(self) -> bool:
@@ -156,9 +159,10 @@ class GroupSampler:
         self._errors.update(scores.errors)
         rewards = np.asarray(scores.rewards, np.float32).reshape(len(problems), -1)
         accuracy = np.asarray(scores.accuracy, np.float32).reshape(len(problems), -1)
+        mine = [slice(i * g, (i + 1) * g) for i in range(len(problems))]
         return [
-            Group(p, prompts[i], groups[i], texts[i * g : (i + 1) * g], rewards[i], accuracy[i])
-            for i, p in enumerate(problems)
+            Group(p, prompts[i], groups[i], texts[own], rewards[i], accuracy[i], failures=scores.failures[own])
+            for i, (p, own) in enumerate(zip(problems, mine, strict=True))
         ]
 
     def take_errors(self) -> dict[str, int]:

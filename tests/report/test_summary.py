@@ -15,12 +15,14 @@ def run_dir(tmp_path):
     records = [
         {
             "step": step,
-            "time/step": 50.0,
-            "time/tokens_per_second": 30.0,
-            "eval/mean_at_k": mean,
-            "eval/pass_at_k": mean + 0.1,
+            "seconds": 50.0,
+            "tokens_per_second": 30.0,
+            "eval/accuracy": mean,
+            "eval/held out/mean_at_k": mean,
+            "eval/held out/pass_at_k": mean + 0.1,
+            "eval/held out/k": 4,
+            "sampler_gap_max": gap,
         }
-        | {"eval/k": 4, "sampler_gap_max": gap}
         for step, mean, gap in ((1, 0.5, 1e-6), (2, 0.75, 3e-5), (3, 0.625, 2e-6))
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -34,8 +36,8 @@ def row(text, *cells):
 
 def test_last_and_best_carry_their_own_step_and_pass_at_k(run_dir):
     text = write_summary(run_dir).read_text()
-    assert row(text, "held out", "last", "3", "4", "0.6250", "0.7250")
-    assert row(text, "held out", "best", "2", "4", "0.7500", "0.8500")
+    assert row(text, "held out", "Last", "3", "4", "0.6250", "–", "0.7250", "–")
+    assert row(text, "held out", "Best", "2", "4", "0.7500", "–", "0.8500", "–")
 
 
 def test_work_adds_up_over_steps_and_takes_the_largest_gap(run_dir):
@@ -57,14 +59,15 @@ def test_only_files_that_exist_are_listed(run_dir):
 
 
 def test_each_held_out_set_is_scored_by_itself(run_dir):
-    records = [
-        {"step": 3, "set": name, "k": 32, "eval/mean_at_k": mean} for name, mean in (("easy", 0.9), ("hard", 0.2))
-    ]
-    (run_dir / "evals.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    later = {"step": 4}
+    for name, mean in (("easy", 0.9), ("hard/er", 0.2)):
+        later |= {f"eval/{name}/mean_at_k": mean, f"eval/{name}/standard_error": 0.05, f"eval/{name}/k": 32}
+    with (run_dir / "metrics.jsonl").open("a") as log:
+        log.write(json.dumps(later) + "\n")
     found = evaluations(run_dir)
-    assert list(found) == ["held out", "easy", "hard"]
-    assert found["hard"] == [{"step": 3, "k": 32, "mean_at_k": 0.2, "pass_at_k": None}]
-    assert row(write_summary(run_dir).read_text(), "hard", "best", "3", "32", "0.2000", "–")
+    assert list(found) == ["held out", "easy", "hard/er"]
+    assert found["hard/er"] == [{"step": 4, "mean_at_k": 0.2, "standard_error": 0.05, "k": 32}]
+    assert row(write_summary(run_dir).read_text(), "hard/er", "Best", "4", "32", "0.2000", "0.0500", "–", "–")
 
 
 def test_a_run_that_did_nothing_still_has_a_summary(tmp_path):

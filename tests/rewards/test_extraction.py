@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import pytest
 
+from rpg_jax import rewards
+from rpg_jax.data import Problem
 from rpg_jax.rewards.extraction import extract_answer
 
 
@@ -21,3 +23,37 @@ from rpg_jax.rewards.extraction import extract_answer
 )
 def test_the_answer_of_a_completion(completion, answer):
     assert extract_answer(completion) == answer
+
+
+@pytest.mark.parametrize(
+    ("verifier", "completion", "answer"),
+    [
+        ("math_dapo", "Answer: \\boxed{3}", "3"),
+        ("math_dapo", "so \\boxed{3}", None),
+        ("math_verify", "Answer: 4, that is \\boxed{3}", "3"),
+        ("math_verify", "Answer: 4", "4"),
+        ("boxed", "Answer: 4", None),
+        ("gsm8k", "#### 1,000.00", "1000"),
+        ("gsm8k", "about 7", None),
+        ("exact", "6+0=6#46", "46"),
+        ("countdown", "<answer> (1 + 2)*3 </answer>", "(1+2)*3"),
+        ("countdown", "<answer>import os</answer>", None),
+        ("my_module:check", "so \\boxed{3}", "3"),
+    ],
+)
+def test_the_answer_is_what_the_verifier_compares(verifier, completion, answer):
+    assert extract_answer(completion, verifier) == answer
+
+
+def test_answers_follow_each_problems_own_verifier():
+    problems = [Problem(0, "p", "9", "gsm8k"), Problem(1, "p", "9", "math_dapo")]
+    with rewards.build("by_source") as scorer:
+        assert scorer.answers(problems, ["#### 9.0", "Answer: 9.0"], [True, False]) == ["9", "9.0"]
+
+
+def test_right_answers_are_one_answer_where_equality_is_not_a_spelling():
+    scorer = rewards.Scorer({"math_verify": 1.0}, {}, workers=1, deadline_s=10.0)
+    problems = [Problem(0, "p", "1/2", "math500")] * 3
+    texts = ["\\boxed{0.5}", "\\boxed{\\frac{2}{4}}", "\\boxed{0.6}"]
+    assert scorer.answers(problems, texts, [True, True, False]) == ["1/2", "1/2", "0.6"]
+    scorer.close()

@@ -1,0 +1,130 @@
+"""From the records of an evaluation, one a completion, to its tables."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rpg_jax.report import statistics
+
+
+def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Scores of the records of one set, JSON-able; the order of completions within a problem is that of the records.
+
+    Mean@k, unbiased pass@1, 2, 4, … k and maj@k, each with its standard error clustered by problem and a bootstrap
+    interval of 95 % over problems; lengths in tokens; verdicts by kind; one row a problem. Where problems have
+    different numbers of completions, pass@k goes up to the smallest, and Mean and maj take all of each.
+    """
+    correct, answers, problems = _columns(records)
+    counts = sorted({len(rows) for rows in problems})
+    label = str(counts[0]) if len(counts) == 1 else f"{counts[0]}–{counts[-1]}"
+    mean, majority = statistics.mean_at_k(correct), statistics.maj_at_k(answers, correct)
+    by_problem = {f"Mean@{label}": mean}
+    by_problem |= {f"pass@{n}": statistics.pass_at_k(correct, n) for n in _powers_of_two(counts[0])}
+    by_problem[f"maj@{label}"] = majority
+    lengths = [r["tokens"] for r in records]
+    return {
+        "problems": len(problems),
+        "completions": len(records),
+        "k": counts[0] if len(counts) == 1 else counts,
+        "scores": {name: _estimate(values) for name, values in by_problem.items()},
+        "lengths": statistics.length_statistics(lengths, [r["finish_reason"] for r in records]),
+        "verdicts": dict(sorted(Counter(r["verdict"] for r in records).items())),
+        "without_answer": sum(a is None for given in answers for a in given),
+        "by_problem": [
+            {
+                "prompt_id": rows[0]["prompt_id"],
+                "reference": rows[0]["reference"],
+                "completions": len(rows),
+                "right": sum(verdicts),
+                "most_frequent": _most_frequent(given),
+                "majority": float(vote),
+                "mean_tokens": float(np.mean([r["tokens"] for r in rows])),
+                "truncated": sum(r["finish_reason"] == "length" for r in rows),
+            }
+            for rows, verdicts, given, vote in zip(problems, correct, answers, majority, strict=True)
+        ],
+    }
+
+
+def metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """What training notes of a set, whose problems have k completions each: Mean@k with its standard error over
+    problems, pass@k, maj@k, k, mean tokens, the share cut off by the limit."""
+    correct, answers, _ = _columns(records)
+    mean, k = statistics.mean_at_k(correct), len(correct[0])
+    return {
+        "mean_at_k": float(mean.mean()),
+        "standard_error": statistics.clustered_standard_error(mean),
+        "pass_at_k": float(statistics.pass_at_k(correct, k).mean()),
+        "maj_at_k": float(statistics.maj_at_k(answers, correct).mean()),
+        "k": k,
+        "completion_length": float(np.mean([r["tokens"] for r in records])),
+        "truncated": float(np.mean([r["finish_reason"] == "length" for r in records])),
+    }
+
+
+def overview(by_set: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """The table of all sets, its header first: a row for each score."""
+    table = [["set", "problems", "score", "value", "standard error", "95 % interval"]]
+    for name, summary in by_set.items():
+        for score, e in summary["scores"].items():
+            interval = f"{e['low']:.4f} – {e['high']:.4f}"
+            error = "–" if e["standard_error"] is None else f"{e['standard_error']:.4f}"
+            table.append([name, str(summary["problems"]), score, f"{e['value']:.4f}", error, interval])
+    return table
+
+
+def markdown(title: str, settings: Mapping[str, Any], by_set: Mapping[str, Mapping[str, Any]]) -> str:
+    """The page of an evaluation: all scores, then lengths, verdicts and every problem of each set."""
+    parts = [f"# {title}", _table(overview(by_set))]
+    for name, summary in by_set.items():
+        lengths, verdicts = summary["lengths"], summary["verdicts"]
+        parts.append(f"## {name}")
+        parts.append(
+            f"{summary['completions']} completions; tokens: mean {lengths['length_mean']:.1f}, median "
+            f"{lengths['length_median']:.0f}, 95 % quantile {lengths['length_q95']:.0f}, longest "
+            f"{lengths['length_max']:.0f}; {100 * lengths['truncated']:.1f} % cut off by the limit. Verdicts: "
+            + ", ".join(f"{count} {kind}" for kind, count in verdicts.items())
+            + f"; {summary['without_answer']} without an answer."
+        )
+        head = ["problem", "reference", "right", "most frequent answer", "maj", "mean tokens", "cut off"]
+        rows = [
+            [p["prompt_id"], p["reference"], f"{p['right']}/{p['completions']}", p["most_frequent"] or "–"]
+            + [f"{p['majority']:.2f}", f"{p['mean_tokens']:.1f}", p["truncated"]]
+            for p in summary["by_problem"]
+        ]
+        parts.append(_table([head, *rows]))
+    parts += ["## Settings", _table([["", ""], *([k, f"`{v}`"] for k, v in settings.items())])]
+    return "\n\n".join(parts) + "\n"
+
+
+def _columns(records: Sequence[Mapping[str, Any]]) -> tuple[list, list, list]:
+    """Verdicts, answers and records by problem."""
+    problems = [list(rows) for _, rows in itertools.groupby(records, key=lambda r: r["prompt_id"])]
+    correct = [[r["verdict"] == "right" for r in rows] for rows in problems]
+    return correct, [[r["answer"] for r in rows] for rows in problems], problems
+
+
+def _estimate(by_problem: np.ndarray) -> dict[str, float | None]:
+    e = statistics.estimate(by_problem)
+    error = None if np.isnan(e.standard_error) else e.standard_error
+    return {"value": e.value, "standard_error": error, "low": e.low, "high": e.high}
+
+
+def _most_frequent(answers: Sequence[str | None]) -> str | None:
+    votes = Counter(a for a in answers if a is not None)
+    return min(votes, key=lambda a: (-votes[a], a)) if votes else None
+
+
+def _powers_of_two(k: int) -> list[int]:
+    return [*(2**i for i in range(k.bit_length()) if 2**i < k), k]
+
+
+def _table(lines: Sequence[Sequence[Any]]) -> str:
+    head, *rows = lines
+    escaped = [[str(cell).replace("|", "\\|").replace("\n", " ") for cell in line] for line in rows]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in [head, ["---"] * len(head), *escaped])

@@ -1,0 +1,70 @@
+"""From records to scores: what counts, and what the page says."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rpg_jax.report import scores
+
+
+def record(prompt_id, index, answer, verdict, tokens=4, finish="stop"):
+    return {
+        "prompt_id": prompt_id, "index": index, "reference": "7", "answer": answer, "verdict": verdict,
+        "tokens": tokens, "finish_reason": finish,
+    }  # fmt: skip
+
+
+RECORDS = [
+    record(0, 0, "7", "right"),
+    record(0, 1, "7", "right"),
+    record(0, 2, "8", "wrong"),
+    record(0, 3, "8", "timeout"),
+    record(1, 0, None, "wrong", tokens=9, finish="length"),
+    record(1, 1, "5|6", "wrong"),
+    record(1, 2, "5|6", "wrong"),
+    record(1, 3, "7", "right"),
+]
+
+
+def test_every_score_has_an_error_over_problems_and_an_interval():
+    summary = scores.summarise(RECORDS)
+    values = {name: e["value"] for name, e in summary["scores"].items()}
+    assert list(values) == ["Mean@4", "pass@1", "pass@2", "pass@4", "maj@4"]
+    assert values["Mean@4"] == values["pass@1"] == pytest.approx((2 / 4 + 1 / 4) / 2)
+    assert values["pass@2"] == pytest.approx((5 / 6 + 3 / 6) / 2) and values["pass@4"] == 1
+    assert values["maj@4"] == 0.25  # a tie of right and wrong, and a wrong majority
+    mean = summary["scores"]["Mean@4"]
+    assert mean["standard_error"] == pytest.approx(0.125) and mean["low"] <= values["Mean@4"] <= mean["high"]
+    assert summary["verdicts"] == {"right": 3, "timeout": 1, "wrong": 4} and summary["without_answer"] == 1
+    assert summary["lengths"]["truncated"] == pytest.approx(1 / 8)
+    json.dumps(summary)
+
+
+def test_training_notes_the_same_scores():
+    noted, summary = scores.metrics(RECORDS), scores.summarise(RECORDS)["scores"]
+    for name, score in (("mean_at_k", "Mean@4"), ("pass_at_k", "pass@4"), ("maj_at_k", "maj@4")):
+        assert noted[name] == summary[score]["value"]
+    assert noted["standard_error"] == summary["Mean@4"]["standard_error"]
+    assert noted["k"] == 4 and noted["completion_length"] == 37 / 8 and noted["truncated"] == 1 / 8
+
+
+def test_problems_with_different_numbers_of_completions_are_weighed_equally():
+    summary = scores.summarise(RECORDS[:6])
+    assert list(summary["scores"]) == ["Mean@2–4", "pass@1", "pass@2", "maj@2–4"]
+    assert summary["scores"]["Mean@2–4"]["value"] == pytest.approx((2 / 4 + 0) / 2) and summary["k"] == [2, 4]
+
+
+def test_the_page_has_a_row_for_every_problem_and_states_the_settings():
+    page = scores.markdown("run, step 3", {"temperature": 1.0}, {"AIME": scores.summarise(RECORDS)})
+    assert "| AIME | 2 | Mean@4 | 0.3750 |" in page
+    assert "| 0 | 7 | 2/4 | 7 | 0.50 | 4.0 | 0 |" in page
+    assert "| 1 | 7 | 1/4 | 5\\|6 | 0.00 | 5.2 | 1 |" in page
+    assert "12.5 % cut off" in page and "1 timeout" in page and "| temperature | `1.0` |" in page
+
+
+def test_one_problem_has_no_standard_error():
+    summary = scores.summarise(RECORDS[:4])
+    assert summary["scores"]["Mean@4"]["standard_error"] is None
+    assert scores.overview({"one": summary})[1][4] == "–"
