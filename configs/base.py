@@ -158,3 +158,29 @@ def get_config() -> ConfigDict:
     log.samples_per_step = 2  # prompts whose completions go to samples.jsonl
     log.max_nonfinite_updates = 10  # in a row, before the run stops
     return c
+
+
+def variant(c: ConfigDict, name: str) -> ConfigDict:
+    """`c` itself, or for "tiny" (`--config=configs/x.py:tiny`) the same experiment in seconds on a CPU.
+
+    Data, template, verifier, loss, packing and micro-batches stay. The weights are random and few, the tokens are
+    characters, and no group can be informative, so dynamic sampling is off.
+    """
+    if name not in ("", "tiny"):
+        raise ValueError(f"unknown variant {name!r} of a config; known: tiny")
+    if not name:
+        return c
+    c.run.dir = "runs/tiny"
+    c.model.path = c.model.size = None
+    c.model.num_layers, c.model.embed_dim, c.model.hidden_dim = 2, 64, 128
+    c.model.num_heads, c.model.num_kv_heads, c.model.head_dim = 4, 2, 16
+    c.model.compute_dtype = "float32"
+    c.rollout.prompts_per_step, c.rollout.group_size, c.rollout.max_tokens = 4, 4, 16
+    c.rollout.slots, c.rollout.tensor, c.rollout.expert = 32, None, None
+    c.rewards.overlong_buffer = 8
+    c.dynamic_sampling.enabled = False
+    c.train.steps, c.train.updates_per_step, c.train.microbatch_size = 2, 2, 2
+    c.train.packed_length = 2 * (c.task.max_prompt_tokens + c.rollout.max_tokens)
+    c.evaluation.every, c.evaluation.problems, c.evaluation.k = 2, 4, 4
+    c.checkpoint.every = 2
+    return c

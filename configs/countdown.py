@@ -9,7 +9,7 @@ Hardware:  v5p:2x2x1; memory and seconds in docs/plan.md.
 from configs import base
 
 
-def get_config():
+def get_config(variant: str = ""):
     c = base.get_config()
     c.model.size = "qwen2.5-3b"
 
@@ -30,4 +30,4 @@ def get_config():
     c.train.updates_per_step = 4
     c.train.packed_length = 8192
     c.train.microbatch_size = 8
-    return c
+    return base.variant(c, variant)

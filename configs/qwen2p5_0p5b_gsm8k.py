@@ -5,10 +5,10 @@ Command:   python -m rpg_jax.train --config=configs/qwen2p5_0p5b_gsm8k.py --conf
 Hardware:  v5e:2x4; memory and seconds in docs/plan.md.
 """
 
-from configs import qwen3_0p6b_gsm8k
+from configs import base, qwen3_0p6b_gsm8k
 
 
-def get_config():
+def get_config(variant: str = ""):
     c = qwen3_0p6b_gsm8k.get_config()
     c.model.size = "qwen2.5-0.5b"
-    return c
+    return base.variant(c, variant)

@@ -6,14 +6,14 @@ Command:   python -m rpg_jax.train --config=configs/qwen2p5_7b_instruct_2k.py --
 Hardware:  v5e:8x8; memory and seconds in docs/plan.md.
 """
 
-from configs import qwen3_4b_2k
+from configs import base, qwen3_4b_2k
 
 
-def get_config():
+def get_config(variant: str = ""):
     c = qwen3_4b_2k.get_config()
     c.model.size = "qwen2.5-7b"
     c.rollout.tensor = 4  # 3.8 GB of the 16 of a chip; four key-value heads allow no more
     c.rollout.slots = 1024  # 180 GB of cache on 64 chips
     c.train.packed_length = 4096  # what fits a chip of 16 GB
     c.train.microbatch_size = 64  # one row a chip on 64 chips
-    return c
+    return base.variant(c, variant)

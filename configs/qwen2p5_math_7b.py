@@ -5,11 +5,11 @@ Command:   python -m rpg_jax.train --config=configs/qwen2p5_math_7b.py --config.
 Hardware:  v5e:8x8; memory and seconds in docs/plan.md.
 """
 
-from configs import qwen2p5_7b_instruct_2k
+from configs import base, qwen2p5_7b_instruct_2k
 
 
-def get_config():
+def get_config(variant: str = ""):
     c = qwen2p5_7b_instruct_2k.get_config()
     c.model.size = "qwen2.5-math-7b"
     c.rollout.max_tokens = 3072
-    return c
+    return base.variant(c, variant)

@@ -9,7 +9,7 @@ Hardware:  v5e:2x4; memory and seconds in docs/plan.md.
 from configs import base
 
 
-def get_config():
+def get_config(variant: str = ""):
     c = base.get_config()
     c.model.size = "qwen3-0.6b"
 
@@ -33,4 +33,4 @@ def get_config():
 
     c.evaluation.k = 1  # 1,319 problems, of which evaluation.problems are taken
     c.evaluation.problems = 1319
-    return c
+    return base.variant(c, variant)

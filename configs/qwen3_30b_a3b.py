@@ -5,10 +5,10 @@ Command:   python -m rpg_jax.train --config=configs/qwen3_30b_a3b.py --config.mo
 Hardware:  v5p:4x4x4; memory and seconds in docs/plan.md.
 """
 
-from configs import qwen3_4b_8k
+from configs import base, qwen3_4b_8k
 
 
-def get_config():
+def get_config(variant: str = ""):
     c = qwen3_4b_8k.get_config()
     c.model.size = "qwen3-30b-a3b"
     # Every chip gathers a layer's experts, 1.2 GB, for its own tokens. Over an expert axis the tokens would travel
@@ -16,4 +16,4 @@ def get_config():
     c.rollout.tensor = 4  # 15 GB of weights a chip
     c.rollout.slots = 512  # 514 GB of cache on 64 chips
     c.train.microbatch_size = 64
-    return c
+    return base.variant(c, variant)

@@ -12,7 +12,7 @@ Hardware:  v5p:2x2x2 or v6e:4x4; docs/plan.md has memory and seconds, `python -m
 from configs import base
 
 
-def get_config():
+def get_config(variant: str = ""):
     c = base.get_config()
     c.model.size = "qwen3-4b"
 
@@ -35,4 +35,4 @@ def get_config():
     c.train.microbatch_size = 16  # one row a chip on 16 chips, two on 8
 
     c.evaluation.k = 32
-    return c
+    return base.variant(c, variant)

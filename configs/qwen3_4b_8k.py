@@ -5,13 +5,13 @@ Command:   python -m rpg_jax.train --config=configs/qwen3_4b_8k.py --config.mode
 Hardware:  v5p:2x2x2 or v6e:4x4; memory and seconds in docs/plan.md.
 """
 
-from configs import qwen3_4b_2k
+from configs import base, qwen3_4b_2k
 
 
-def get_config():
+def get_config(variant: str = ""):
     c = qwen3_4b_2k.get_config()
     c.task.max_prompt_tokens = 2048
     c.rollout.max_tokens = 8192
     c.rollout.slots = 128  # 193 GB of cache
     c.train.packed_length = 10_240  # the longest completion with its prompt; shorter ones share a row
-    return c
+    return base.variant(c, variant)

@@ -52,6 +52,16 @@ def test_its_updates_split_into_whole_micro_batches_and_its_rows_hold_a_completi
     assert c.rewards.overlong_buffer < c.rollout.max_tokens
 
 
+@pytest.mark.parametrize("name", [n for n in NAMES if load(n).get_config().model.size])
+def test_its_tiny_variant_is_the_same_experiment_on_a_small_model(name):
+    c, tiny = load(name).get_config(), load(name).get_config("tiny")
+    resolve(tiny)
+    assert (tiny.task, tiny.rewards.parts, tiny.method) == (c.task, c.rewards.parts, c.method)
+    assert tiny.run.dir != c.run.dir and tiny.train.packed_length >= tiny.task.max_prompt_tokens + 16
+    with pytest.raises(ValueError, match="unknown variant 'small'"):
+        load(name).get_config("small")
+
+
 def test_the_papers_recipe_is_the_papers():
     c = resolve(load("qwen3_4b_2k").get_config())
     assert (c.rollout.prompts_per_step, c.rollout.group_size, c.train.updates_per_step) == (512, 16, 16)
