@@ -59,7 +59,7 @@ def get_config() -> ConfigDict:
     task.chain_of_thought = False  # arithmetic: write the column sums before the answer
     task.held_out = 0.2  # arithmetic: share of operand pairs kept for evaluation
     task.train = optional(str)  # files: parquet or JSONL files, hub names or reasoning_gym:NAME, separated by commas
-    task.held_out_sets = optional(str)  # files: NAME=SOURCE, separated by commas
+    task.held_out_sets = optional(str)  # files: NAME=SOURCE,...; arithmetic: of held out, carry, negative
     task.template = optional(str)  # files: paper, none, gsm8k, countdown, or a text with {question}; unset: the data's
     task.bad_rows = "fatal"  # files: fatal, or skip them; they are named either way
 

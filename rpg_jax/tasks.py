@@ -78,9 +78,11 @@ def _arithmetic(config: ConfigDict) -> Task:
         chain_of_thought=t.chain_of_thought,
         held_out=t.held_out,
     )
+    held_out = task.problems("held_out")
+    sets = {name: [p for p in held_out if task.belongs(p, name)] for name in _listed(t.held_out_sets or "held out")}
     return Task(
         train=task.problems("train", t.generated),
-        held_out={"held out": task.problems("held_out", config.evaluation.problems)},
+        held_out={name: problems[: config.evaluation.problems] for name, problems in sets.items()},
         texts=task.texts(),
         examples=task.examples,
     )

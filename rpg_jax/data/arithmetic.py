@@ -12,6 +12,7 @@ import numpy as np
 from rpg_jax.data.prompts import Problem
 
 OPERATORS = "+-*"
+SETS = ("held out", "carry", "negative")
 ANSWER_MARK = "#"
 _ENUMERABLE = 4_000_000
 
@@ -66,6 +67,20 @@ class Arithmetic:
         if len(chosen) < (count or 1):
             raise ValueError(f"split {split!r} of {self} has only {len(chosen)} of the {count} problems asked for")
         return [self._problem(int(code)) for code in chosen]
+
+    def belongs(self, problem: Problem, name: str) -> bool:
+        """Whether a problem is one of a named set: `held out` is all of them, `carry` those of + and - that carry or
+        borrow at least `digits` - 1 times, `negative` those of - with a result below zero.
+
+        Raises:
+          ValueError: an unknown name.
+        """
+        if name not in SETS:
+            raise ValueError(f"arithmetic has the sets {', '.join(SETS)}; got {name!r}")
+        a, operator, b = _parse(problem.prompt)
+        if name == "negative":
+            return operator == "-" and a < b
+        return name == "held out" or (operator != "*" and _carries(a, operator, b) >= self.digits - 1)
 
     def target(self, problem: Problem) -> str:
         """The completion that a supervised warm start imitates, without the stop token."""
@@ -127,6 +142,18 @@ def _parse(prompt: str) -> tuple[int, str, int]:
 
 def _value(a: int, operator: str, b: int) -> int:
     return {"+": a + b, "-": a - b, "*": a * b}[operator]
+
+
+def _carries(a: int, operator: str, b: int) -> int:
+    """Columns, from the lowest, that carry in a + b or borrow in |a − b|."""
+    if operator == "-" and a < b:
+        a, b = b, a
+    count = carry = 0
+    while a or b:
+        column = a % 10 + b % 10 + carry if operator == "+" else a % 10 - b % 10 - carry
+        carry = int(column > 9 or column < 0)
+        count, a, b = count + carry, a // 10, b // 10
+    return count
 
 
 def _working(a: int, operator: str, b: int) -> Sequence[str]:

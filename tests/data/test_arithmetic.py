@@ -4,7 +4,8 @@ import re
 
 import pytest
 
-from rpg_jax.data.arithmetic import ANSWER_MARK, Arithmetic
+from rpg_jax.data.arithmetic import ANSWER_MARK, SETS, Arithmetic
+from rpg_jax.data.prompts import Problem
 
 
 def value(prompt: str) -> int:
@@ -80,3 +81,24 @@ def test_impossible_tasks_are_refused():
         Arithmetic().problems("train", 20_000)
     with pytest.raises(ValueError, match="pass count="):
         Arithmetic(digits=5).problems("train")
+
+
+def test_sets_are_by_carries_and_sign():
+    task = Arithmetic(operators="+-", digits=2)
+    expected = {
+        "12+34=": {"held out"},
+        "19+34=": {"held out", "carry"},
+        "90+34=": {"held out", "carry"},
+        "52-34=": {"held out", "carry"},
+        "34-12=": {"held out"},
+        "12-34=": {"held out", "negative"},
+        "34-52=": {"held out", "carry", "negative"},
+    }
+    for prompt, sets in expected.items():
+        problem = Problem(prompt_id=0, prompt=prompt, answer="", source="arithmetic")
+        assert {name for name in SETS if task.belongs(problem, name)} == sets
+
+
+def test_an_unknown_set_is_named_with_the_known_ones():
+    with pytest.raises(ValueError, match="held out, carry, negative; got 'hard'"):
+        Arithmetic().belongs(Arithmetic().problems("train", 1)[0], "hard")

@@ -1,0 +1,33 @@
+"""One cell of the small table: the paper's recipe at a scale of two CPU cores, on sums and differences of two digits.
+
+Command:   python -m rpg_jax.reproduce --table=small   (every cell)
+           python -m rpg_jax.train --config=configs/small.py --config.method=DAPO   (one)
+Hardware:  two CPU cores
+Rows:      every name of --config.method
+
+What stands for what: held-out problems for AMC23, those that carry or borrow for AIME24, differences below zero for
+AIME25; eight updates a step, as the paper has sixteen, so that most are off-policy.
+"""
+
+from configs import tiny
+
+
+def get_config():
+    c = tiny.get_config()
+    c.model.num_layers = 3
+
+    c.task.operations = "+-"
+    c.task.held_out_sets = "held out,carry,negative"
+    c.rollout.max_tokens = 6  # "-5", "198", the stop token, and some to spare
+    c.rollout.slots = 256
+
+    c.train.steps = 60
+    c.train.updates_per_step = 8
+    c.optimizer.learning_rate = 2e-4
+    c.dynamic_sampling.max_batches = 6  # as the policy approaches 100 %, few groups are mixed
+
+    c.evaluation.every = 10
+    c.evaluation.problems = 32  # per set
+    c.evaluation.k = 32
+    c.checkpoint.every = 30
+    return c
