@@ -12,6 +12,8 @@ from typing import Any
 from absl import app, flags, logging
 from ml_collections import ConfigDict, config_flags
 
+from rpg_jax import host_memory
+
 ROOT = Path(__file__).resolve().parent.parent
 _FIELD = re.compile(r"^    (?:c|\w+)\.(?P<name>\w+) = (?P<value>.*?)(?:  # (?P<meaning>.*))?$")
 _SECTION = re.compile(r"^    \w+ = c\.(?P<name>\w+) = ConfigDict\(\)(?:  # (?P<meaning>.*))?$")
@@ -28,6 +30,7 @@ def run(main: Callable[[], int | None], usage: str) -> None:
     A user error is a `ValueError`, or an override of a field that does not exist. Everything else is a bug and keeps
     its traceback.
     """
+    host_memory.keep_pages()
     if str(ROOT) not in sys.path:
         sys.path.insert(0, str(ROOT))  # configs/*.py import each other as `configs.x`
 
