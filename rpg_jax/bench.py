@@ -2,144 +2,51 @@
 
   python -m rpg_jax.bench rollout --preset=w1 --json
 
-`rollout` times completions of exactly `max_tokens` tokens from random weights, by each driver and by a bare jitted
-decode loop in the same run, interleaved so that a busy machine slows all alike.
+Every measurement is one object with `seconds`, `tokens_per_s` and `peak_bytes` among its fields: a table, or with
+--json one line. Progress goes to stderr. `python -m rpg_jax.bench COMMAND --help` says what a command measures and how.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
+import importlib
 import json
-import resource
-import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import jax
-import numpy as np
-
-from rpg_jax import models, rollout
-from rpg_jax.rollout import Rollout
-from rpg_jax.types import Sampling
-
-
-@dataclasses.dataclass(frozen=True)
-class Work:
-    """One rollout: `prompts` x `group_size` completions of `new_tokens` after prompts of `prompt_tokens`."""
-
-    model: models.QwenConfig
-    prompts: int
-    group_size: int
-    prompt_tokens: int
-    new_tokens: int
-    slots: int
-
-
-_SMALL = {"vocab_size": 4096, "num_kv_heads": 2, "num_heads": 4, "head_dim": 64}
-PRESETS = {
-    # The work unit on which Tunix and Hugging Face reach about 2,150 tokens/s on two cores.
-    "w1": Work(models.QwenConfig(num_layers=4, embed_dim=256, hidden_dim=768, **_SMALL), 4, 8, 64, 128, 32),
-    "w1-wide": Work(models.QwenConfig(num_layers=4, embed_dim=512, hidden_dim=1536, **_SMALL), 8, 8, 64, 128, 64),
-    "tiny": Work(
-        models.QwenConfig(
-            vocab_size=64, num_layers=3, embed_dim=128, num_heads=4, num_kv_heads=2, head_dim=32, hidden_dim=320
-        ),
-        *(64, 8, 12, 5, 128),
-    ),
+COMMANDS = {
+    "rollout": "tokens per second of every rollout driver",
 }
+"""Name and one line of help; `rpg_jax.benchmarks.NAME` holds `arguments(parser)` and `run(arguments)`, which yields
+measurements and raises `ValueError` at arguments that do not go together."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m rpg_jax.bench", description=__doc__.partition("\n")[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    command = commands.add_parser("rollout", help="tokens per second of every rollout driver")
-    command.add_argument("--preset", choices=PRESETS, default="w1")
-    command.add_argument("--repeats", type=int, default=5, help="timed rollouts per driver (default 5)")
-    command.add_argument("--steps-per-dispatch", type=int, default=16)
-    command.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(
+        prog="python -m rpg_jax.bench", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, line in COMMANDS.items():
+        command = commands.add_parser(name, help=line, formatter_class=argparse.RawDescriptionHelpFormatter)
+        if name in argv[:1]:  # the others' imports take seconds
+            module = importlib.import_module(f"rpg_jax.benchmarks.{name}")
+            command.description = module.__doc__
+            command.add_argument("--json", action="store_true", help="one JSON object a line on stdout")
+            module.arguments(command)
     arguments = parser.parse_args(argv)
-    if arguments.repeats < 1:
-        parser.error("--repeats must be >= 1")
-    result = bench_rollout(arguments.preset, arguments.repeats, arguments.steps_per_dispatch)
-    print(json.dumps(result) if arguments.json else _table(result))
+    try:
+        for result in module.run(arguments):
+            print(json.dumps(result) if arguments.json else _table(result), flush=True)
+    except ValueError as error:
+        parser.error(str(error))
     return 0
 
 
-def bench_rollout(preset: str, repeats: int, steps_per_dispatch: int) -> dict[str, Any]:
-    """Medians over `repeats`: seconds, tokens/s, prefill and decode seconds, slot occupancy; per driver.
-
-    The fields without a prefix are those of `orchestrator`, the default driver; `peak_bytes` is the process's.
-    """
-    work = PRESETS[preset]
-    graphdef, params = models.build(work.model)
-    size = {"max_prompt_tokens": work.prompt_tokens, "max_tokens": work.new_tokens, "config": work.model}
-    drivers = {
-        name: rollout.build(name, graphdef, params, slots=work.slots, steps_per_dispatch=steps_per_dispatch, **size)
-        for name in ("simple", "lockstep", "orchestrator")
-    }
-    first = {name: _seconds(_call(driver, work, 0)) for name, driver in drivers.items()}
-    usage = {name: dataclasses.replace(d.usage) for name, d in drivers.items() if name != "simple"}
-    seconds: dict[str, list[float]] = {name: [] for name in drivers}
-    for repeat in range(repeats):
-        for name, driver in drivers.items():
-            seconds[name].append(_seconds(_call(driver, work, repeat + 1)))
-    tokens = work.prompts * work.group_size * work.new_tokens
-    bare = statistics.median(seconds["simple"])
-    parameters = sum(x.size for x in jax.tree.leaves(params))
-    result: dict[str, Any] = {
-        "preset": preset,
-        "device": jax.devices()[0].device_kind,
-        "parameters": parameters,
-        "tokens": tokens,
-        "bare_loop_seconds": bare,
-        "bare_loop_tokens_per_s": tokens / bare,
-        "bare_loop_first_seconds": first["simple"],
-    }
-    for name in ("orchestrator", "lockstep"):
-        median, used, before = statistics.median(seconds[name]), drivers[name].usage, usage[name]
-        prefix = "" if name == "orchestrator" else f"{name}_"
-        decode = (used.decode_s - before.decode_s) / repeats
-        result |= {
-            f"{prefix}seconds": median,
-            f"{prefix}tokens_per_s": tokens / median,
-            f"{prefix}first_seconds": first[name],
-            f"{prefix}of_bare_loop": bare / median,
-            f"{prefix}decode_seconds": decode,
-            f"{prefix}prefill_and_host_seconds": statistics.mean(seconds[name]) - decode,
-            f"{prefix}occupancy": (used.tokens - before.tokens) / ((used.steps - before.steps) * work.slots),
-        }
-    step = result["decode_seconds"] * work.slots / tokens
-    result |= {
-        "decode_step_seconds": step,
-        "decode_gflop_per_s": 2 * parameters * work.slots / step / 1e9,
-        "peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
-    }
-    for driver in drivers.values():
-        driver.close()
-    return result
-
-
-def _call(driver: Rollout, work: Work, step: int) -> Callable[[], Any]:
-    prompts = [
-        np.random.default_rng(i).integers(0, work.model.vocab_size, work.prompt_tokens).astype(np.int32)
-        for i in range(work.prompts)
-    ]
-    asked = {"prompt_ids": range(work.prompts), "group_size": work.group_size, "seed": 0, "step": step}
-    return lambda: driver.generate(prompts, sampling=Sampling(max_tokens=work.new_tokens), **asked)
-
-
-def _seconds(call: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    call()
-    return time.perf_counter() - began
-
-
-def _table(result: dict[str, Any]) -> str:
+def _table(result: Mapping[str, Any]) -> str:
     return "\n".join(
-        f"{name:<34}{value:>16,.4f}" if isinstance(value, float) else f"{name:<34}{value:>16}"
+        f"{name:<34}{value:>16,.4f}" if isinstance(value, float) else f"{name:<34}{value!s:>16}"
         for name, value in result.items()
     )
 

@@ -20,6 +20,7 @@ LAYERS = (
     {"planning", "reproduction"},
 )
 ENTRY_POINTS = len(LAYERS)  # every other module directly under rpg_jax/
+ENTRY_PACKAGES = {"benchmarks"}  # an entry point in several files
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
 
 FILES = sorted(path.relative_to(ROOT) for path in (ROOT / PACKAGE).rglob("*.py"))
@@ -117,4 +118,5 @@ def importers(library: str) -> set[str]:
 
 def test_every_package_has_a_layer():
     packages = {path.parts[1] for path in FILES if len(path.parts) > 2}
-    assert packages <= set(LAYER), f"give {sorted(packages - set(LAYER))} a layer in tests/test_imports.py"
+    missing = packages - set(LAYER) - ENTRY_PACKAGES
+    assert not missing, f"give {sorted(missing)} a layer in tests/test_imports.py"

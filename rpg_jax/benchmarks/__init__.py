@@ -1,0 +1,1 @@
+"""What `python -m rpg_jax.bench` measures, one command a module."""
