@@ -135,7 +135,10 @@ def open_source(name: str, *, count: int = 1000, seed: int = 0) -> tuple[Reading
         return Reading(source=None), _files(path)
     if name.startswith("reasoning_gym:"):
         task = name.partition(":")[2]
-        return Reading(source=f"reasoning_gym/{task}"), _reasoning_gym(task, count, seed)
+        known = HUB["countdown"]  # the same game, so the same prompt and an answer that its verifier reads
+        game = Reading(known.template, known.source, known.shape)
+        reading = game if task == "countdown" else Reading(source=f"reasoning_gym/{task}")
+        return reading, _reasoning_gym(task, count, seed)
     if name in HUB or name.startswith("hf:"):
         data = HUB[name] if name in HUB else _named_on_hub(name)
         return Reading(data.template, data.source, data.shape), _hub(data)
@@ -244,6 +247,8 @@ def _reasoning_gym(task: str, count: int, seed: int) -> Rows:
         raise ValueError(f"reasoning-gym has no task {task!r}; near: {near}; all: {', '.join(sorted(DATASETS))}")
     for number, entry in enumerate(reasoning_gym.create_dataset(task, size=count, seed=seed)):
         row = {"question": entry["question"], "answer": entry["answer"]}
+        if task == "countdown":
+            row = {"nums": list(entry["metadata"]["numbers"]), "target": entry["metadata"]["target"]}
         no_answer = entry["answer"] is None
         yield f"{task}, example {number}", BadRow("no single right answer, only a scorer") if no_answer else row
 

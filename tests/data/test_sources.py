@@ -13,6 +13,7 @@ import pytest
 
 from rpg_jax.data.sources import load
 from rpg_jax.data.templates import apply_template
+from rpg_jax.rewards.countdown import countdown
 
 
 def official(question="What is 1+1?", answer="2", index=0, **changes):
@@ -173,12 +174,17 @@ def test_reasoning_gym_is_asked_for_questions_and_never_to_score(monkeypatch):
     gym = ModuleType("reasoning_gym")
     gym.create_dataset = lambda name, size, seed: entries
     monkeypatch.setitem(sys.modules, "reasoning_gym", gym)
-    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", SimpleNamespace(DATASETS={"chain_sum": None}))
+    known = SimpleNamespace(DATASETS={"chain_sum": None, "countdown": None})
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", known)
     problems, report = load("reasoning_gym:chain_sum", bad_rows="skip", count=2)
     assert [(p.question, p.answer, p.source) for p in problems] == [("1 + 2 =", "3", "reasoning_gym/chain_sum")]
     assert "only a scorer" in report.bad[0]
     with pytest.raises(ValueError, match="no task 'chain_sums'; near: \\['chain_sum'\\]"):
         load("reasoning_gym:chain_sums")
+    game = {"question": "Reach 3", "answer": "1 + 2", "metadata": {"numbers": [1, 2], "target": 3}}
+    gym.create_dataset = lambda name, size, seed: [game]
+    [problem] = load("reasoning_gym:countdown")[0]
+    assert countdown("<answer>2 + 1</answer>", problem.answer) == 1 and "[1, 2]" in problem.question
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ValueError, match="pip install reasoning-gym"):
         load("reasoning_gym:chain_sum")

@@ -1,0 +1,55 @@
+"""Trains the tiny variant of every experiment for two steps in one process; run by test_configs.py.
+
+What would come from a network is a few rows of the same schema instead.
+"""
+
+import importlib
+import json
+import sys
+from pathlib import Path
+
+from absl import logging
+
+from rpg_jax.data import sources
+from rpg_jax.data.templates import apply_template
+from rpg_jax.methods import resolve
+from rpg_jax.train import train
+
+
+def official(n):
+    return {
+        "data_source": "math_dapo",
+        "prompt": [{"role": "user", "content": apply_template("paper", f"What is {n} + {n}?")}],
+        "ability": "MATH",
+        "reward_model": {"ground_truth": str(2 * n), "style": "rule-lighteval/MATH_v2"},
+        "extra_info": {"index": n, "raw_problem": f"What is {n} + {n}?", "split": None},
+    }
+
+
+ROWS = {
+    "BytedTsinghua-SIA/DAPO-Math-17k": official,
+    "BytedTsinghua-SIA/AIME-2024": lambda n: official(n + 100),
+    "openai/gsm8k": lambda n: {"question": f"{n} apples?", "answer": f"All of them. <<{n}={n}>>\n#### {n:,}"},
+    "Jiayi-Pan/Countdown-Tasks-3to4": lambda n: {"nums": [n, 1, 2], "target": n + 3},
+}
+
+
+def hub(data):
+    return ((f"{data.repository}, row {n}", ROWS[data.repository](n)) for n in range(8))
+
+
+def generated(task, count, seed):
+    return ((f"{task}, example {n}", {"nums": [n, 3, 4], "target": n + 7}) for n in range(8))
+
+
+logging.set_verbosity(logging.WARNING)
+sources._hub, sources._reasoning_gym = hub, generated
+runs, *names = sys.argv[1:]
+for name in names:
+    config = importlib.import_module(f"configs.{name}").get_config("tiny")
+    config.run.dir, config.run.name, config.run.compilation_cache = runs, name, ""
+    code = train(resolve(config))
+    if code:
+        raise SystemExit(f"{name} ended with {code}")
+    log = (Path(runs) / name / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in log] == [0, 1, 2], name

@@ -1,0 +1,60 @@
+"""The published recipes from data to table, at a size for a CPU."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = sorted(
+    path.stem for path in (ROOT / "configs").glob("*.py") if "variant(c, variant)" in path.read_text(encoding="utf-8")
+)
+
+
+def run(*arguments, cwd=ROOT, **environment):
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "PYTHONPATH": str(ROOT), **environment}
+    done = subprocess.run([sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+@pytest.mark.slow  # nine compilations
+def test_every_tiny_variant_trains_on_rows_of_its_own_schema_to_a_table(tmp_path):
+    assert len(NAMES) >= 9
+    run("-m", "tests.end_to_end.every_config", str(tmp_path), *NAMES, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "cache"))
+    for name in NAMES:
+        records = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        assert all(r["sampler_gap"] < 1e-4 and r["completion_tokens"] > 0 for r in records[1:]), name
+        assert not any(key.startswith("verifier_errors") for r in records for key in r), name
+        sets = {key.split("/")[1] for key in records[-1] if key.startswith("eval/") and key.count("/") == 2}
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert sets == {entry.split("=")[0] for entry in config["task"]["held_out_sets"].split(",")}, name
+        table = (tmp_path / name / "summary.md").read_text()
+        assert all(re.search(rf"\| {s} \| Last \| 2 \| \d+ \| 0\.\d{{4}}", table) for s in sets), table
+
+
+@pytest.mark.slow  # prompts of hundreds of characters
+def test_aime24_from_the_parquet_file_to_the_table(tmp_path):
+    if "RPG_DATA_DIR" not in os.environ:
+        pytest.skip("set RPG_DATA_DIR to the folder with aime-2024.parquet")
+    file = Path(os.environ["RPG_DATA_DIR"]) / "aime-2024.parquet"
+    cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
+    run(
+        "-m", "rpg_jax.train", "--config=configs/qwen3_4b_2k.py:tiny", f"--config.run.dir={tmp_path}",
+        "--config.run.name=aime", f"--config.task.train={file}", f"--config.task.held_out_sets=AIME24={file}",
+        "--config.evaluation.problems=30", **cache,
+    )  # fmt: skip
+    records = [json.loads(line) for line in (tmp_path / "aime" / "metrics.jsonl").read_text().splitlines()]
+    assert [r["step"] for r in records] == [0, 1, 2] and records[-1]["eval/AIME24/k"] == 4
+    done = run("-m", "rpg_jax.evaluate", f"--run={tmp_path / 'aime'}", "--k=4", **cache)
+    assert re.search(r"AIME24\s+│ 30\s+│ Mean@4 │ 0\.0000", done.stdout), done.stdout
+    [out] = (tmp_path / "aime" / "evaluations").iterdir()
+    completions = [json.loads(line) for line in (out / "completions.jsonl").read_text().splitlines()]
+    assert len(completions) == 30 * 4 and completions[0]["reference"] == "540"
+    assert all(c["verdict"] == "wrong" and 1 <= c["tokens"] <= 16 for c in completions)
+    assert "| AIME24 | 30 | maj@4 |" in (out / "scores.md").read_text()
