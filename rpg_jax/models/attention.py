@@ -5,10 +5,14 @@ Softmax is f32 whatever the compute dtype; keys and values are never repeated ov
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
-from rpg_jax.models.logical import constrain, shards
+from rpg_jax.models.kv_cache import KVCache, decode_implementation
+from rpg_jax.models.logical import constrain, platform, shards
+from rpg_jax.models.ragged import ragged_attention
 from rpg_jax.models.splash import splash_attention
 
 _MASKED = -1e30  # finite: a padding row may then be all masked without becoming NaN
@@ -57,13 +61,6 @@ def attention(
     return _xla(q, k, v, segment_ids, axes)
 
 
-def platform() -> str:
-    """Of the mesh in force (which may be a described topology), else of the default backend: "cpu", "gpu" or "tpu"."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    name = device.platform if device is not None else jax.default_backend()
-    return "gpu" if name in ("cuda", "rocm") else name
-
-
 def _xla(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, axes) -> jax.Array:
     """Plain attention; long rows in blocks of queries, recomputed in the backward pass: scores stay [..., 512, T]."""
     B, T, N, H = q.shape
@@ -94,17 +91,30 @@ def _xla(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, axes)
 
 
 def decode_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.Array
-) -> jax.Array:
-    """Attention of one new token per slot over its cached predecessors and itself.
+    cache: KVCache, *, attend_length: int | None = None, implementation: str = "auto"
+) -> Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]:
+    """Attention of one new token per slot over its cached predecessors and itself, as a function of (q, k, v, layer).
+
+    That function takes q [S, N, H], the new token's k and v [S, K, H] and the layer i32[] whose cache is read, and
+    returns [S, N, H] in q's dtype. Entries at or past `cache.lengths` are ignored.
 
     Args:
-      q: [S, N, H]; k, v: [S, K, H], the new token.
-      keys: [S, K, H, C]; values: [S, K, C, H]; entries at or past `lengths` i32[S] are ignored.
-
-    Returns:
-      [S, N, H] in q's dtype.
+      attend_length: promise that no length exceeds it; "xla" then reads only that much of every slot.
+      implementation: "xla"; "ragged" (TPU): a kernel that reads what each slot has filled; or "auto".
     """
+    if decode_implementation(implementation) == "ragged":
+        return ragged_attention(cache.keys, cache.values, cache.lengths)
+    limit = cache.capacity if attend_length is None else attend_length
+
+    def attend(q, k, v, layer):
+        keys = jax.lax.dynamic_index_in_dim(cache.keys, layer, keepdims=False)[..., :limit]
+        values = jax.lax.dynamic_index_in_dim(cache.values, layer, keepdims=False)[..., :limit, :]
+        return _xla_decode(q, k, v, keys, values, cache.lengths)
+
+    return attend
+
+
+def _xla_decode(q, k, v, keys, values, lengths) -> jax.Array:
     S, N, H = q.shape
     K = k.shape[1]
     grouped = q.reshape(S, K, N // K, H) * (H**-0.5)

@@ -7,6 +7,21 @@ import jax
 import jax.numpy as jnp
 
 from rpg_jax.models.config import QwenConfig
+from rpg_jax.models.logical import platform
+from rpg_jax.models.ragged import ragged_append
+
+DECODE_IMPLEMENTATIONS = ("auto", "xla", "ragged")
+
+
+def decode_implementation(name: str) -> str:
+    """What "auto" stands for on the platform that the program is compiled for.
+
+    Raises:
+      ValueError: an unknown name.
+    """
+    if name not in DECODE_IMPLEMENTATIONS:
+        raise ValueError(f"unknown decode attention {name!r}; known: {', '.join(DECODE_IMPLEMENTATIONS)}")
+    return {"tpu": "ragged"}.get(platform(), "xla") if name == "auto" else name
 
 
 @flax.struct.dataclass
@@ -67,16 +82,19 @@ class KVCache:
             lengths = lengths.at[slots[i]].set(prefix.lengths[row])
         return KVCache(keys, values, lengths)
 
-    def append(self, keys: jax.Array, values: jax.Array) -> KVCache:
+    def append(self, keys: jax.Array, values: jax.Array, *, implementation: str = "auto") -> KVCache:
         """This cache with one token [L, S, K, H] written at each slot's length, lengths + 1.
 
         Traceable; in place when this cache is donated. A slot already at capacity keeps its entries.
         """
+        keys, values = keys.astype(self.keys.dtype), values.astype(self.values.dtype)
+        if decode_implementation(implementation) == "ragged":
+            return KVCache(*ragged_append(self.keys, self.values, self.lengths, keys, values), self.lengths + 1)
         slots = jnp.arange(self.slots)
         # Scatter windows come first in the update, hence the slot axis in front.
         return KVCache(
-            self.keys.at[:, slots, :, :, self.lengths].set(keys.swapaxes(0, 1).astype(self.keys.dtype), mode="drop"),
-            self.values.at[:, slots, :, self.lengths].set(values.swapaxes(0, 1).astype(self.values.dtype), mode="drop"),
+            self.keys.at[:, slots, :, :, self.lengths].set(keys.swapaxes(0, 1), mode="drop"),
+            self.values.at[:, slots, :, self.lengths].set(values.swapaxes(0, 1), mode="drop"),
             self.lengths + 1,
         )
 

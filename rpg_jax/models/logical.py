@@ -58,3 +58,10 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
         raise ValueError(f"{len(names)} logical axes {names} for an array of shape {x.shape}")
     spec = partition_spec(*names)
     return x if spec is None else jax.lax.with_sharding_constraint(x, spec)
+
+
+def platform() -> str:
+    """Of the mesh in force (which may be a described topology), else of the default backend: "cpu", "gpu" or "tpu"."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    name = device.platform if device is not None else jax.default_backend()
+    return "gpu" if name in ("cuda", "rocm") else name

@@ -15,7 +15,7 @@ from rpg_jax.models.attention import IMPLEMENTATIONS, attention, decode_attentio
 from rpg_jax.models.config import QwenConfig
 from rpg_jax.models.declare import Declare
 from rpg_jax.models.embedding import lookup
-from rpg_jax.models.kv_cache import KVCache
+from rpg_jax.models.kv_cache import KVCache, decode_implementation
 from rpg_jax.models.layers import Block, rms_norm
 from rpg_jax.models.logical import constrain
 
@@ -87,14 +87,14 @@ class Qwen(nnx.Module):
         axes = ("slots", None)
         table = rope.tables(self.config, cache.lengths[:, None])
         graphdef, weights = nnx.split(self.layers)
+        implementation = self.decode_attention
+        over_cache = decode_attention(cache, attend_length=limit, implementation=implementation)
 
         def layer(x, inputs):
             weights, index = inputs
-            keys = jax.lax.dynamic_index_in_dim(cache.keys, index, keepdims=False)[..., :limit]
-            values = jax.lax.dynamic_index_in_dim(cache.values, index, keepdims=False)[..., :limit, :]
 
             def attend(q, k, v):
-                return decode_attention(q[:, 0], k[:, 0], v[:, 0], keys, values, cache.lengths)[:, None]
+                return over_cache(q[:, 0], k[:, 0], v[:, 0], index)[:, None]
 
             x, k, v = nnx.merge(graphdef, weights)(x, table, attend, axes)
             return x, (k[:, 0], v[:, 0])
@@ -102,7 +102,12 @@ class Qwen(nnx.Module):
         # The cache is only read inside the scan; carrying it would copy it at every layer.
         inputs = (weights, jnp.arange(self.config.num_layers))
         x, (k, v) = jax.lax.scan(layer, self._embed(tokens[:, None], axes), inputs)
-        return self._final(x)[:, 0], cache.append(k, v)
+        return self._final(x)[:, 0], cache.append(k, v, implementation=implementation)
+
+    @property
+    def decode_attention(self) -> str:
+        """The one of `kv_cache.DECODE_IMPLEMENTATIONS` that goes with `attention` where the program is compiled for."""
+        return decode_implementation({"auto": "auto", "splash": "ragged"}.get(self.attention, "xla"))
 
     def head(self) -> jax.Array:
         """Output embedding [V, D] in the compute dtype; logits are hidden · headᵀ."""

@@ -10,7 +10,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ke
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rpg_jax.models.logical import partition_spec, shards
+from rpg_jax.models.logical import partition_spec, platform, shards
 
 _LANES = 128
 _BLOCK = 512
@@ -33,14 +33,12 @@ def splash_attention(
 
     names = ("block_q", "block_kv", "block_kv_compute", "block_q_dkv", "block_kv_dkv", "block_kv_dkv_compute")
     sizes = dict.fromkeys((*names, "block_q_dq", "block_kv_dq"), block)
-    platform = jax.sharding.get_abstract_mesh().abstract_device
-    on_tpu = (jax.default_backend() if platform is None else platform.platform) == "tpu"
     kernel = kernels.make_splash_mha(
         masks.MultiHeadMask([masks.CausalMask((padded, padded), shard_count=length_shards)] * q.shape[2]),
         block_sizes=kernels.BlockSizes(**sizes),
         head_shards=head_shards,
         q_seq_shards=length_shards,
-        interpret=not on_tpu,
+        interpret=platform() != "tpu",
     )
     rows = partition_spec(axes[0], axes[1])
     if rows is None:

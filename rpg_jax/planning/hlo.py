@@ -96,7 +96,7 @@ class _Counter:
             names = branches[1].replace("%", "").split(", ") if branches else []
             names += filter(None, (i.called("true_computation"), i.called("false_computation")))
             costs.add(max((self.of(n) for n in names), key=lambda c: c.bytes + c.flops, default=Costs()))
-        elif i.op == "call":
+        elif i.op in ("call", "call-start") and i.called("to_apply"):
             costs.add(self.of(i.called("to_apply")))
         elif i.op in ("fusion", "async-start", "call-start"):
             inner = self.of(i.called("calls"))
@@ -129,6 +129,8 @@ class _Counter:
         if i.op in _FREE or i.op.endswith("-done") or 'custom_call_target="AllocateBuffer"' in i.attributes:
             return 0
         sizes = [_size(types.get(o, "")) for o in i.operands]
+        if i.op == "custom-call" and i.name.startswith("ragged_"):
+            return _ragged_bytes(i, types)
         if i.op in ("dynamic-slice", "gather"):
             return 2 * _size(i.type)
         if i.op in ("dynamic-update-slice", "scatter"):
@@ -229,6 +231,20 @@ def _received(kind: str, group: int) -> float:
     """Bytes that reach a device per byte that it puts in."""
     share = (group - 1) / group
     return {"all-gather": group - 1, "all-reduce": 2 * share, "collective-permute": 1}.get(kind, share)
+
+
+def _ragged_bytes(i: _Instruction, types: dict[str, str]) -> float:
+    """The decode kernels are given the cache of all layers: attention reads one of them, taken as full, and the write
+    of a token moves tiles too small to count."""
+    total = _size(i.type) if i.name.startswith("ragged_attention") else 0.0
+    for operand in i.operands:
+        kind = types.get(operand, "")
+        dims = next(_arrays(kind))[1] if kind else ()
+        if len(dims) < 5:
+            total += _size(kind)
+        elif i.name.startswith("ragged_attention"):
+            total += _size(kind) / dims[0]
+    return total
 
 
 def _flops(i: _Instruction, types: dict[str, str]) -> float:

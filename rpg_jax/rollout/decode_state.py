@@ -117,11 +117,7 @@ class DecodeState:
         """The names of every array's dimensions."""
         per_slot = ("slots",)
         return cls(
-            cache=KVCache(
-                keys=("layers", "slots", "kv_heads", "head_dim", "cache_length"),
-                values=("layers", "slots", "kv_heads", "cache_length", "head_dim"),
-                lengths=per_slot,
-            ),
+            cache=KVCache.logical_axes(),
             hidden=("slots", "act_embed"),
             keys=("slots", None),
             emitted=per_slot,

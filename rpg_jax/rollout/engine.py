@@ -62,8 +62,9 @@ class QwenEngine(engine_api.Engine):
                 raise ValueError(f"{name} must be >= 1, got {value}")
         self.config, self.graphdef, self.weights = config, graphdef, weights
         self.slots, self.capacity, self.steps, self._mesh, self._rules = slots, capacity, steps, mesh, rules
-        with weights.pinned() as params:
-            dtype = nnx.merge(graphdef, params).compute_dtype
+        with weights.pinned() as params, self._scope():
+            module = nnx.merge(graphdef, params)
+            dtype, self._ragged = module.compute_dtype, module.decode_attention == "ragged"
         empty = functools.partial(DecodeState.empty, config, slots, capacity, dtype)
         state, lanes, shapes = None, None, jax.eval_shape(empty)
         if mesh is not None:
@@ -108,10 +109,10 @@ class QwenEngine(engine_api.Engine):
             emitted = state.emitted + state.active
             stopped = (drawn[:, None] == state.stop_tokens).any(-1) | (emitted >= state.limit)
             hidden, cache = module.decode(drawn, state.cache, attend_length=attend_length)
-            lengths = jnp.where(state.active, cache.lengths, state.cache.lengths)
-            following = state.replace(
-                cache=cache.replace(lengths=lengths), hidden=hidden, emitted=emitted, active=state.active & ~stopped
-            )
+            active = state.active & ~stopped
+            # A slot that is done has nothing to attend to.
+            cache = cache.replace(lengths=jnp.where(active, cache.lengths, 0))
+            following = state.replace(cache=cache, hidden=hidden, emitted=emitted, active=active)
             bits = jax.lax.bitcast_convert_type(-jnp.abs(logprob), jnp.int32)
             return i + 1, following, tokens.at[:, i].set(drawn), logprobs.at[:, i].set(bits), counts + state.active
 
@@ -223,7 +224,10 @@ class QwenEngine(engine_api.Engine):
         return min(max(_SMALLEST_BUCKET, 1 << (length - 1).bit_length()), self.capacity)
 
     def attention_bucket(self, length: int) -> int:
-        """How much of the cache is read when no slot is longer than `length`: a power of two, or all of it."""
+        """How much of the cache is read when no slot is longer than `length`: a power of two, or all of it; a kernel
+        that reads what each slot has filled needs no promise, and one program."""
+        if self._ragged:
+            return self.capacity
         return min(max(_SMALLEST_ATTENTION, 1 << (length - 1).bit_length()), self.capacity)
 
     def get_prefix_destination_sharding(self) -> Any:
@@ -269,7 +273,8 @@ def _result(data, steps: int) -> engine_api.ResultTokens:
 
 
 def _release(state: DecodeState, mask: jax.Array) -> DecodeState:
-    return state.replace(active=state.active & ~mask)
+    active = state.active & ~mask
+    return state.replace(active=active, cache=state.cache.replace(lengths=jnp.where(active, state.cache.lengths, 0)))
 
 
 class TokenIds:

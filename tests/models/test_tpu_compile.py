@@ -1,6 +1,7 @@
 """The model compiles for TPUs that are not there, with the kernel and the shardings meant for them."""
 
 import dataclasses
+import math
 import re
 
 import jax
@@ -10,6 +11,7 @@ from flax import nnx
 from jax.experimental import topologies
 
 from rpg_jax import models, parallel
+from rpg_jax.planning import lowering
 
 pytestmark = pytest.mark.tpu_compile
 
@@ -68,3 +70,78 @@ def test_a_mixture_compiles_over_the_expert_axis(topology):
     compiled = compile_gradient(config, mesh, 4, 1024)
     assert "reduce-scatter" in compiled.as_text()
     assert compiled.memory_analysis().temp_size_in_bytes < 8 * 2**30
+
+
+def compile_decode(config, mesh, slots, capacity):
+    """One decode step that gives its cache back, as the rollout engine's loop does."""
+    graphdef, params = models.abstract(config, jnp.bfloat16, compute_dtype=jnp.bfloat16)
+    cache = jax.eval_shape(lambda: models.KVCache.empty(config, slots, capacity, jnp.bfloat16))
+    tokens = jax.ShapeDtypeStruct((slots,), jnp.int32)
+    axes = models.logical_axes(config), models.KVCache.logical_axes(), ("slots",)
+    layout = [parallel.shardings(a, x, mesh) for a, x in zip(axes, (params, cache, tokens), strict=True)]
+    arguments = [
+        jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), x, s)
+        for x, s in zip((params, cache, tokens), layout, strict=True)
+    ]
+
+    def steps(params, cache, tokens):
+        def step(_, carry):
+            cache, tokens = carry
+            hidden, cache = nnx.merge(graphdef, params).decode(tokens, cache)
+            return cache, tokens + jnp.sum(hidden, -1).astype(jnp.int32)
+
+        return jax.lax.fori_loop(0, 16, step, (cache, tokens))
+
+    with parallel.activate(mesh):
+        return jax.jit(steps, donate_argnums=1, out_shardings=(layout[1], None)).lower(*arguments).compile()
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "mesh_shape"),
+    [
+        ("v5e:2x2", "Qwen3-4B", {"tensor": 4}),
+        ("v5p:2x2x1", "Qwen3-4B", {"tensor": 4}),
+        ("v6e:2x2", "Qwen3-4B", {"tensor": 2, "replica": 2}),
+        ("v5p:2x2x1", "Qwen2.5-7B", {"fsdp": 4}),
+        ("v5p:2x2x1", "Qwen3-30B-A3B", {"tensor": 2, "expert": 2}),
+    ],
+    ids=str,
+)
+def test_a_decode_step_reads_by_the_kernel_and_updates_the_cache_in_place(topology, name, size, mesh_shape):
+    config = dataclasses.replace(models.size(size), num_layers=4)
+    mesh = parallel.make_mesh(mesh_shape, topology(name).devices)
+    compiled = compile_decode(config, mesh, slots=64, capacity=4096)
+    text, memory = compiled.as_text(), compiled.memory_analysis()
+    assert "ragged_attention" in text and "ragged_append" in text
+    held = memory.alias_size_in_bytes // 2**20 * 2**19  # keys, or values, on a chip; the lengths are less than a MiB
+    assert not moving(text, {held, held // config.num_layers})
+    assert memory.temp_size_in_bytes < 2**29
+
+
+def moving(text, sizes):
+    """Instructions with a bf16 result of so many bytes that do more than hand a buffer on."""
+    instruction = r"^\s+(?:ROOT )?%?[\w.\-]+ = (.*?) ([a-z][a-z0-9\-]*)\("
+    handing_on = {"parameter", "get-tuple-element", "tuple", "while", "bitcast", "custom-call"}
+    return [
+        (op, dims)
+        for kind, op in re.findall(instruction, text, re.MULTILINE)
+        for dims in re.findall(r"bf16\[([\d,]+)\]", kind)
+        if op not in handing_on and 2 * math.prod(map(int, dims.split(","))) in sizes
+    ]
+
+
+def test_qwen3_4b_decodes_64_slots_of_4096_within_a_gibibyte_of_temporaries(topology):
+    """The engine's own program, sampling included, beyond weights and cache."""
+    config, chips = models.size("Qwen3-4B"), topology("v5p:2x2x1").devices
+    mesh = parallel.make_mesh({"tensor": 4}, chips)
+    graphdef, shapes = models.abstract(config, jnp.bfloat16, compute_dtype=jnp.bfloat16)
+    params = lowering.placed(shapes, parallel.shardings(models.logical_axes(config), shapes, mesh))
+    size = {"slots": 64, "capacity": 4096, "prefill_shape": (8, 256)}
+    programs = {
+        name: lowered
+        for name, lowered, _ in lowering.sampling(config, graphdef, params, mesh=mesh, rules=parallel.RULES, **size)
+    }
+    compiled = programs["decode"].compile()
+    memory = compiled.memory_analysis()
+    assert memory.temp_size_in_bytes < 2**30 < memory.alias_size_in_bytes / 8
+    assert not moving(compiled.as_text(), {memory.alias_size_in_bytes // 2**20 * 2**19})

@@ -106,6 +106,15 @@ def test_attention_kernels_count_half_of_the_scores():
     assert dkv.flops == 2 * forward.flops
 
 
+def test_decode_kernels_read_one_layer_of_the_cache_and_write_tiles():
+    cache = "%c = bf16[36,64,2,128,4096] parameter(0)\n%q = bf16[64,2,4,128] parameter(1)"
+    attend = '%ragged_attention.1 = bf16[64,2,4,128] custom-call(%q, %c, %c), custom_call_target="tpu_custom_call"'
+    append = '%ragged_append.1 = bf16[36,64,2,128,4096] custom-call(%q, %c), custom_call_target="tpu_custom_call"'
+    layer, token = 64 * 2 * 128 * 4096 * 2, 64 * 2 * 4 * 128 * 2
+    assert planning.count(computation(f"{cache}\n{attend}")).bytes == 2 * layer + 2 * token
+    assert planning.count(computation(f"{cache}\n{append}")).bytes == token
+
+
 def test_a_loop_without_a_constant_bound_counts_once():
     text = PROGRAM.replace("constant(36)", "get-tuple-element(%state.1), index=0")
     assert planning.count(text).flops == 2 * 16 * 64 * 256

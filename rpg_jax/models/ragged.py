@@ -1,0 +1,219 @@
+"""One-token attention over the filled part of a cache, and the write of a token into it, by Pallas TPU kernels.
+
+Both take the cache of all layers as it lies in memory: a slice of one layer would be a copy, and so would be a scatter,
+for which XLA:TPU wants another layout. Off a TPU the kernels are interpreted, slowly.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import PartitionSpec
+
+from rpg_jax.models.logical import partition_spec, platform, shards, wide_axes
+
+_MASKED = -1e30
+_LANES = 128
+_BLOCK_BYTES = 2**19  # of keys, at a time: a block then takes longer to arrive than a grid step to start
+
+_CACHE = (None, "slots", "act_kv_heads", None, None)
+
+
+def ragged_attention(
+    keys: jax.Array, values: jax.Array, lengths: jax.Array
+) -> Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]:
+    """As `attention.decode_attention`, of a cache [L, S, K, H, C], [L, S, K, C, H] with `lengths` i32[S].
+
+    Each slot costs the blocks that it has filled: the grid runs over a list of (slot, block), made once for all layers.
+    On a mesh each device takes its slots and heads; where key-value heads are on all devices, those of its queries.
+
+    Raises:
+      ValueError: devices that share the query heads while none holds whole groups of them.
+    """
+    _, _, K, H, capacity = keys.shape
+    cuts = shards("act_heads")
+    groups = K // shards("act_kv_heads")  # on a device
+    heads, first = groups, jnp.zeros(1, jnp.int32)
+    if shards("act_kv_heads") == 1 and cuts > 1:
+        if K % cuts and cuts % K:
+            raise ValueError(f"{cuts} devices share the query heads of {K} key-value heads; one must divide the other")
+        heads = max(1, K // cuts)
+    block = _block(heads * H * keys.dtype.itemsize, capacity)
+
+    def plan(lengths):
+        return _walk(jnp.minimum(lengths, capacity), capacity, block)
+
+    slots, kv = partition_spec("slots"), partition_spec("slots", "act_kv_heads", None)
+    if slots is not None:
+        plan = jax.shard_map(plan, in_specs=slots, out_specs=slots, check_vma=False)
+    walk = plan(lengths)
+
+    def local(q, k, v, keys, values, layer, *walk):
+        start = first
+        if heads < groups:
+            index = jax.lax.axis_index(wide_axes("act_heads"))
+            start = (index * K // cuts // heads).astype(jnp.int32)[None]
+            k, v = (jax.lax.dynamic_slice_in_dim(x, start[0] * heads, heads, axis=1) for x in (k, v))
+        return _attend(q, k, v, keys, values, layer, start, walk, heads, block)
+
+    if slots is not None:
+        queries, cache = partition_spec("slots", "act_heads", None), partition_spec(*_CACHE)
+        specs = (queries, kv, kv, cache, cache, PartitionSpec(), *[slots] * len(walk))
+        # check_vma: the kernel's outputs do not declare over which axes they vary.
+        local = jax.shard_map(local, in_specs=specs, out_specs=queries, check_vma=False)
+    return lambda q, k, v, layer: local(q, k, v, keys, values, jnp.reshape(layer, 1), *walk)
+
+
+def ragged_append(
+    keys: jax.Array, values: jax.Array, lengths: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The cache with one token k, v [L, S, K, H] written at each slot's length, in place; a full slot stays as it is.
+
+    Moves the one tile that holds the place, where a scatter would move the cache.
+    """
+    specs = partition_spec("slots"), partition_spec(*_CACHE), partition_spec(*_CACHE[:4])
+    if specs[0] is None:
+        return _append(keys, values, lengths, k, v)
+    slots, cache, token = specs
+    sharded = jax.shard_map(
+        _append, in_specs=(cache, cache, slots, token, token), out_specs=(cache, cache), check_vma=False
+    )
+    return sharded(keys, values, lengths, k, v)
+
+
+def _block(row_bytes: int, capacity: int) -> int:
+    """Positions of a block: a power of two, at least a tile, or the whole cache where that is smaller."""
+    fitting = max(_LANES, 1 << (_BLOCK_BYTES // row_bytes).bit_length() - 1)
+    return min(fitting, capacity)
+
+
+def _walk(lengths: jax.Array, capacity: int, block: int) -> tuple[jax.Array, ...]:
+    """Steps i32[1], their slots and blocks i32[S · C/block], and lengths i32[S]; an empty slot has one step too."""
+    per_slot = jnp.maximum(1, -(-lengths // block))
+    ends = jnp.cumsum(per_slot)
+    step = jnp.arange(lengths.shape[0] * -(-capacity // block), dtype=jnp.int32)
+    slots = jnp.minimum(jnp.sum(step[:, None] >= ends, -1, dtype=jnp.int32), lengths.shape[0] - 1)
+    return ends[-1:], slots, step - (ends - per_slot)[slots], lengths
+
+
+def _attend(q, k, v, keys, values, layer, first, walk, heads: int, block: int) -> jax.Array:
+    S, N, H = q.shape
+    queries = (q * H**-0.5).reshape(S, heads, N // heads, H)
+
+    def of_slot(step, layer, first, slots, blocks, lengths):
+        return slots[step], 0, 0, 0
+
+    def of_keys(step, layer, first, slots, blocks, lengths):
+        return layer[0], slots[step], first[0], 0, blocks[step]
+
+    def of_values(step, layer, first, slots, blocks, lengths):
+        return layer[0], slots[step], first[0], blocks[step], 0
+
+    token = pl.BlockSpec((None, heads, 1, H), of_slot)
+    whole = pl.BlockSpec((None, heads, N // heads, H), of_slot)
+    out = pl.pallas_call(
+        _attend_kernel,
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=5,
+            grid=(walk[0][0],),
+            in_specs=[
+                whole,
+                token,
+                token,
+                pl.BlockSpec((None, None, heads, H, block), of_keys),
+                pl.BlockSpec((None, None, heads, block, H), of_values),
+            ],
+            out_specs=whole,
+            scratch_shapes=[pltpu.VMEM((heads, N // heads, width), jnp.float32) for width in (1, 1, H)],
+        ),
+        out_shape=jax.ShapeDtypeStruct(queries.shape, q.dtype),
+        interpret=platform() != "tpu",
+        name="ragged_attention",
+    )(layer, first, *walk[1:], queries, k[:, :, None], v[:, :, None], keys, values)
+    return out.reshape(S, N, H)
+
+
+def _attend_kernel(layer, first, slots, blocks, lengths, q, k, v, keys, values, out, peak, total, mixed):
+    """One block of one slot: the running softmax starts from the new token itself."""
+    del layer, first
+    step = pl.program_id(0)
+    block, width = blocks[step], keys.shape[-1]
+    filled = lengths[slots[step]] - block * width
+
+    @pl.when(block == 0)
+    def _():
+        peak[...] = jnp.sum(q[...].astype(jnp.float32) * k[...].astype(jnp.float32), -1, keepdims=True)
+        total[...] = jnp.ones_like(total)
+        mixed[...] = jnp.broadcast_to(v[...].astype(jnp.float32), mixed.shape)
+
+    scores = jnp.einsum("kgh,khc->kgc", q[...], keys[...], preferred_element_type=jnp.float32)
+    scores = jnp.where(jax.lax.broadcasted_iota(jnp.int32, scores.shape, 2) < filled, scores, _MASKED)
+    higher = jnp.maximum(peak[...], scores.max(-1, keepdims=True))
+    weights, decay = jnp.exp(scores - higher), jnp.exp(peak[...] - higher)
+    seen = jnp.where(jax.lax.broadcasted_iota(jnp.int32, values.shape, 1) < filled, values[...], 0)
+    peak[...] = higher
+    total[...] = total[...] * decay + weights.sum(-1, keepdims=True)
+    mixed[...] = mixed[...] * decay + jnp.einsum(
+        "kgc,kch->kgh", weights.astype(values.dtype), seen, preferred_element_type=jnp.float32
+    )
+
+    @pl.when(filled <= width)
+    def _():
+        out[...] = (mixed[...] / total[...]).astype(out.dtype)
+
+
+def _append(keys, values, lengths, k, v) -> tuple[jax.Array, jax.Array]:
+    L, S, K, H, capacity = keys.shape
+    lanes, rows = min(_LANES, capacity), min(32 // values.dtype.itemsize, capacity)
+    layers = math.gcd(L, 1 << (_BLOCK_BYTES // (K * H * lanes * keys.dtype.itemsize)).bit_length() - 1)
+
+    def tile(place, width):
+        return jnp.minimum(place, capacity - 1) // width
+
+    def of_keys(layer, slot, lengths):
+        return layer, slot, 0, 0, tile(lengths[slot], lanes)
+
+    def of_values(layer, slot, lengths):
+        return layer, slot, 0, tile(lengths[slot], rows), 0
+
+    held = [
+        pl.BlockSpec((layers, None, K, H, lanes), of_keys),
+        pl.BlockSpec((layers, None, K, rows, H), of_values),
+    ]
+    return pl.pallas_call(
+        functools.partial(_append_kernel, tile),
+        grid_spec=pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=1,
+            grid=(L // layers, S),
+            in_specs=[
+                pl.BlockSpec((layers, K, H, S), lambda layer, slot, lengths: (layer, 0, 0, 0)),
+                pl.BlockSpec((layers, None, K, 1, H), lambda layer, slot, lengths: (layer, slot, 0, 0, 0)),
+                *held,
+            ],
+            out_specs=held,
+        ),
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values)],
+        input_output_aliases={3: 0, 4: 1},
+        interpret=platform() != "tpu",
+        name="ragged_append",
+    )(lengths, k.transpose(0, 2, 3, 1), v[:, :, :, None], keys, values)
+
+
+def _append_kernel(tile, lengths, k, v, keys, values, new_keys, new_values):
+    slot = pl.program_id(1)
+    lane = lengths[slot] - tile(lengths[slot], keys.shape[-1]) * keys.shape[-1]
+    row = lengths[slot] - tile(lengths[slot], values.shape[-2]) * values.shape[-2]
+    # The slots lie along the lanes of `k`: a sum over all but one puts its key along the sublanes, where keys lie.
+    mine = jax.lax.broadcasted_iota(jnp.int32, k.shape, 3) == slot
+    key = jnp.sum(jnp.where(mine, k[...].astype(jnp.float32), 0), -1, keepdims=True)
+    here = jax.lax.broadcasted_iota(jnp.int32, keys.shape, 3) == lane
+    new_keys[...] = jnp.where(here, key, keys[...].astype(jnp.float32)).astype(keys.dtype)
+    here = jax.lax.broadcasted_iota(jnp.int32, values.shape, 2) == row
+    value, old = v[...].astype(jnp.float32), values[...].astype(jnp.float32)
+    new_values[...] = jnp.where(here, value, old).astype(values.dtype)

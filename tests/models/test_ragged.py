@@ -1,0 +1,114 @@
+"""The TPU decode kernels, interpreted, are the plain attention over a cache and the plain write into it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rpg_jax import parallel
+from rpg_jax.models.attention import decode_attention
+from rpg_jax.models.kv_cache import KVCache
+
+LAYERS, HEAD = 2, 16
+
+
+def random_cache(lengths, kv_heads=2, capacity=96, dtype=jnp.float32):
+    """What lies past a slot's length is not a number."""
+    lead, lengths = (LAYERS, len(lengths), kv_heads), jnp.array(lengths, jnp.int32)
+    keys = jax.random.normal(jax.random.key(1), (*lead, HEAD, capacity), dtype)
+    values = jax.random.normal(jax.random.key(2), (*lead, capacity, HEAD), dtype)
+    past = (jnp.arange(capacity) >= lengths[:, None])[None, :, None, None]
+    return KVCache(jnp.where(past, jnp.nan, keys), jnp.where(past.swapaxes(-1, -2), jnp.nan, values), lengths)
+
+
+def random_token(slots, heads, kv_heads, dtype=jnp.float32):
+    keys = jax.random.split(jax.random.key(3), 3)
+    return tuple(
+        jax.random.normal(key, (slots, n, HEAD), dtype)
+        for key, n in zip(keys, (heads, kv_heads, kv_heads), strict=True)
+    )
+
+
+def oracle(token, cache, layer):
+    """float64, one slot and query head at a time."""
+    q, k, v = (np.asarray(x, np.float64) for x in token)
+    keys, values = (np.asarray(x[layer], np.float64) for x in (cache.keys, cache.values))
+    out = np.zeros_like(q)
+    for s, length in enumerate(cache.lengths.tolist()):
+        for n in range(q.shape[1]):
+            kv = n * k.shape[1] // q.shape[1]
+            scores = np.append(q[s, n] @ keys[s, kv, :, :length], q[s, n] @ k[s, kv]) / np.sqrt(HEAD)
+            weights = np.exp(scores - scores.max())
+            out[s, n] = weights / weights.sum() @ np.concatenate([values[s, kv, :length], v[s, kv][None]])
+    return out
+
+
+def attend(implementation, token, cache):
+    def both(token, cache):
+        function = decode_attention(cache, implementation=implementation)
+        return jnp.stack([function(*token, jnp.int32(layer)) for layer in range(LAYERS)])
+
+    return jax.jit(both)(token, cache)
+
+
+@pytest.fixture
+def blocks_of_32(monkeypatch):
+    monkeypatch.setattr("rpg_jax.models.ragged._block", lambda row_bytes, capacity: 32)
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "capacity"), [(6, 2, 96), (3, 1, 80)], ids=["whole", "partial block"])
+def test_the_kernel_reads_what_each_slot_has_filled_and_nothing_else(blocks_of_32, heads, kv_heads, capacity):
+    cache = random_cache([0, 1, 31, 32, 33, 64, capacity], kv_heads, capacity)
+    token = random_token(7, heads, kv_heads)
+    expected = np.stack([oracle(token, cache, layer) for layer in range(LAYERS)])
+    np.testing.assert_allclose(attend("ragged", token, cache), expected, atol=2e-6)  # f32 rounding of values of order 1
+
+
+@pytest.mark.slow
+def test_bfloat16_rounds_the_weights_as_the_plain_path_does(blocks_of_32):
+    cache = random_cache([5, 90], dtype=jnp.bfloat16)
+    filled = jax.tree.map(lambda x: jnp.nan_to_num(x) if x.ndim > 1 else x, cache)
+    token = random_token(2, 4, 2, jnp.bfloat16)
+    got, expected = attend("ragged", token, cache), attend("xla", token, filled)
+    assert got.dtype == jnp.bfloat16
+    # 8 bits of the weights and of the result; the running softmax rounds weights at another peak
+    np.testing.assert_allclose(np.asarray(got, np.float32), np.asarray(expected, np.float32), atol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.float32, marks=pytest.mark.slow), jnp.bfloat16])
+def test_appending_by_the_kernel_writes_the_same_bits(dtype):
+    lengths = [0, 15, 16, 127, 128, 207, 208]
+    cache = random_cache(lengths, capacity=208, dtype=dtype)
+    k, v = (jax.random.normal(jax.random.key(i), (LAYERS, len(lengths), 2, HEAD), dtype) for i in (4, 5))
+    plain, kernel = (
+        jax.jit(KVCache.append, static_argnames="implementation")(cache, k, v, implementation=name)
+        for name in ("xla", "ragged")
+    )
+    for got, expected in zip(jax.tree.leaves(kernel), jax.tree.leaves(plain), strict=True):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(expected, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("mesh_shape", "overrides"),
+    [
+        ({"fsdp": 4, "tensor": 2}, {}),
+        pytest.param({"replica": 2, "tensor": 4}, {"act_kv_heads": None}, marks=pytest.mark.slow),
+    ],
+    ids=["slots and heads", "fewer key-value heads than devices"],
+)
+def test_the_kernels_spread_over_a_mesh_give_the_same(blocks_of_32, mesh_shape, overrides):
+    cache, token = random_cache([0, 96, 40, 31, 32, 33, 7, 64]), random_token(8, 4, 2)
+    expected = attend("ragged", token, cache)
+    rules = parallel.override(overrides)
+    with parallel.activate(mesh := parallel.make_mesh(mesh_shape), rules):
+        where = parallel.shardings(KVCache.logical_axes(), cache, mesh, rules)
+        spread = jax.device_put(cache, where)
+        np.testing.assert_allclose(attend("ragged", token, spread), expected, atol=1e-6)  # the same sums, compiled anew
+        k, v = (jnp.stack([x, x + 1]) for x in token[1:])
+        grown = jax.jit(lambda cache: cache.append(k, v, implementation="ragged"))(spread)
+    jax.tree.map(np.testing.assert_array_equal, grown, cache.append(k, v, implementation="xla"))
+
+
+def test_an_unknown_decode_attention_names_the_known_ones():
+    with pytest.raises(ValueError, match="unknown decode attention 'paged'; known: auto, xla, ragged"):
+        decode_attention(random_cache([1]), implementation="paged")
