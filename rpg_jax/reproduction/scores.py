@@ -1,0 +1,65 @@
+"""Last and Best of every cell, and what several seeds of a row say: means, intervals, paired differences."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from rpg_jax.report.summary import evaluations
+
+# {set: {quantity: value}} of one run, quantities `last`, `best`, `pass` (pass@k of the last evaluation)
+CellScores = dict[str, dict[str, float]]
+QUANTITIES = ("last", "best", "pass")
+
+
+@dataclasses.dataclass(frozen=True)
+class Mean:
+    """A mean over seeds with its 95 % confidence interval, value ± half; half is nan for one seed."""
+
+    value: float
+    half: float
+    seeds: int
+
+
+def cell_scores(run_dir: Path) -> CellScores:
+    """Last: after the last step. Best: the largest of all evaluations, as the paper defines them; Mean@k each."""
+    scores = {}
+    for name, records in evaluations(run_dir).items():
+        values = [record["mean_at_k"] for record in records]
+        scores[name] = {"last": values[-1], "best": max(values), "pass": records[-1]["pass_at_k"]}
+    return scores
+
+
+def mean(values: Sequence[float]) -> Mean:
+    """Mean and 95 % interval from Student's t with n - 1 degrees of freedom."""
+    from scipy import stats
+
+    x = np.asarray(values, np.float64)
+    if len(x) < 2:
+        return Mean(float(x.mean()), math.nan, len(x))
+    half = stats.t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / math.sqrt(len(x))
+    return Mean(float(x.mean()), float(half), len(x))
+
+
+def paired_difference(
+    row: Mapping[int, CellScores], baseline: Mapping[int, CellScores], name: str, quantity: str
+) -> Mean:
+    """Mean over the seeds that both have of (row − baseline), with the interval of the differences.
+
+    Raises:
+      ValueError: no seed in common.
+    """
+    seeds = sorted(set(row) & set(baseline))
+    if not seeds:
+        raise ValueError(f"no seed in common: {sorted(row)} and {sorted(baseline)}")
+    return mean([row[seed][name][quantity] - baseline[seed][name][quantity] for seed in seeds])
+
+
+def ranks(values: Sequence[float]) -> list[int]:
+    """1 for the largest, 2 for the second largest value; equal values (to 1e-9) share a rank."""
+    distinct = sorted({round(v, 9) for v in values}, reverse=True)
+    return [distinct.index(round(v, 9)) + 1 for v in values]

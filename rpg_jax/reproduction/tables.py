@@ -1,0 +1,131 @@
+"""The tables that can be reproduced: which runs make a row, and what a row is compared with."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+
+from rpg_jax.losses import METHODS
+
+SMALL_CONFIG = "configs/small.py"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One run of a table: a row and a seed."""
+
+    row: str
+    seed: int
+    overrides: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Of the run's folder."""
+        word = "".join(c if c.isalnum() or c in "-+." else "_" for c in self.row)
+        return f"{word}-seed{self.seed}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """Rows that differ in a few config fields, over the same seeds.
+
+    Attributes:
+      title: of the page.
+      rows: name -> overrides of `config`.
+      baseline: the row that differences are taken to.
+      paper: where the paper has the same comparison, and what is different here.
+      config: of every run.
+    """
+
+    title: str
+    rows: Mapping[str, Sequence[str]]
+    baseline: str
+    paper: str
+    config: str = SMALL_CONFIG
+
+    def cells(self, seeds: Sequence[int], rows: Sequence[str] | None = None) -> list[Cell]:
+        """Every run, all rows of one seed before the next seed, so that an interrupted table is balanced.
+
+        Raises:
+          ValueError: an unknown row; the message lists the known ones.
+        """
+        chosen = list(self.rows) if rows is None else list(rows)
+        for row in chosen:
+            if row not in self.rows:
+                raise ValueError(f"no row {row!r} in this table; there are {', '.join(self.rows)}")
+        return [Cell(row, seed, tuple(self.rows[row])) for seed in seeds for row in chosen]
+
+
+def _method(name: str, *overrides: str) -> tuple[str, ...]:
+    return (f"--config.method={name}", *overrides)
+
+
+_RPG, _DIFFERENTIABLE = "RPG-REINFORCE-URKL", "RPG-URKL"
+
+TABLES: Mapping[str, Table] = MappingProxyType(
+    {
+        "small": Table(
+            "Every method on sums and differences",
+            {name: _method(name) for name in METHODS},
+            baseline="DAPO",
+            paper="Table 8 (Qwen2.5-7B-Instruct); the rows after RPG's are ours",
+        ),
+        "clips": Table(
+            "The four clips, and the public code's form",
+            {
+                f"{method}, {clip}": _method(method, f"--config.loss.clip={clip}")
+                for method in (_DIFFERENTIABLE, _RPG)
+                for clip in ("dual", "truncate", "reward", "none")
+            }
+            | {f"{_RPG}, dual, verl": _method(_RPG, "--config.loss.form=verl")},
+            baseline=f"{_RPG}, dual",
+            paper="ours: the paper's section 4 has two of the four",
+        ),
+        "clip-ratios": Table(
+            "Clip ratios ε₁, ε₂",
+            {
+                f"{_RPG}, ({low}, {high})": _method(
+                    _RPG, f"--config.loss.clip_low={low}", f"--config.loss.clip_high={high}"
+                )
+                for low, high in ((0.1, 0.1), (0.2, 0.2), (0.2, 0.28), (0.3, 0.4))
+            },
+            baseline=f"{_RPG}, (0.2, 0.28)",
+            paper="Figure 8",
+        ),
+        "kl": Table(
+            "KL coefficient and reference",
+            {f"β = {beta}": _method(_RPG, f"--config.loss.kl_coef={beta}") for beta in (0, 1e-4, 1e-3, 1e-2, 1e-1)}
+            | {"β = 0.001, fixed": _method(_RPG, "--config.loss.kl_coef=1e-3", "--config.reference.rule=fixed")}
+            | {
+                f"β = 0.001, every {k}": _method(
+                    _RPG, "--config.loss.kl_coef=1e-3", "--config.reference.rule=every", f"--config.reference.every={k}"
+                )
+                for k in (8, 64)
+            }
+            | {"β = 0.001, κ": _method(_RPG, "--config.loss.kl_coef=1e-3", "--config.reference.rule=kl")},
+            baseline="β = 0.0001",
+            paper="Figure 9 (β, and no iterative reference); the rule κ is section 4's",
+        ),
+        "optimizers": Table(
+            "AdamW against Schedule-Free AdamW",
+            {
+                f"{method}, {optimizer}": _method(method, f"--config.optimizer.name={optimizer}")
+                for method in ("DAPO", _RPG)
+                for optimizer in ("adamw", "schedule_free_adamw")
+            },
+            baseline="DAPO, adamw",
+            paper="the paper says AdamW; half of the public recipes use Schedule-Free",
+        ),
+        "staleness": Table(
+            "Updates from one behaviour policy",
+            {
+                f"{method}, {updates}": _method(method, f"--config.train.updates_per_step={updates}")
+                for method in ("DAPO", _RPG)
+                for updates in (1, 4, 16)
+            },
+            baseline="DAPO, 4",
+            paper="ours; the paper has 16",
+        ),
+    }
+)
