@@ -1,0 +1,98 @@
+"""The same policy evaluated as a run, as an exported folder and behind a server; and an evaluation that is killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.slow  # every evaluation is a process that starts JAX
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG = "--config=tests/end_to_end/micro.py"
+FILES = ("completions.jsonl", "scores.json", "scores.md")
+
+
+def start(cache, module, *arguments):
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "PYTHONPATH": str(ROOT),
+    }
+    command = [sys.executable, "-m", f"rpg_jax.{module}", *arguments]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
+    )
+
+
+def run(cache, module, *arguments):
+    process = start(cache, module, *arguments)
+    output, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, output
+    return output
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """(cache, run folder) of a run of two steps."""
+    folder = tmp_path_factory.mktemp("evaluated")
+    settings = (f"--config.run.dir={folder}", "--config.run.name=r", f"--config.warm_start.dir={folder}/warm_starts")
+    run(folder / "cache", "train", CONFIG, *settings)
+    return folder / "cache", folder / "r"
+
+
+@pytest.fixture(scope="module")
+def evaluated(trained, tmp_path_factory):
+    cache, run_dir = trained
+    out = tmp_path_factory.mktemp("out")
+    printed = run(cache, "evaluate", f"--run={run_dir}", "--k=8", f"--out={out}")
+    assert "Mean@8" in printed and "maj@8" in printed
+    return out
+
+
+def test_an_evaluation_killed_in_the_middle_ends_with_the_same_bytes(trained, evaluated, tmp_path):
+    cache, run_dir = trained
+    file = tmp_path / "completions.jsonl"
+    process = start(cache, "evaluate", f"--run={run_dir}", "--k=8", f"--out={tmp_path}")
+    while process.poll() is None and not (file.exists() and file.stat().st_size):
+        time.sleep(0.002)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    at_the_kill = file.read_bytes()
+    assert 0 < len(at_the_kill) < (evaluated / "completions.jsonl").stat().st_size
+    run(cache, "evaluate", f"--run={run_dir}", "--k=8", f"--out={tmp_path}")
+    for name in FILES:
+        assert (tmp_path / name).read_bytes() == (evaluated / name).read_bytes(), name
+
+
+def test_another_evaluation_is_not_mixed_in(trained, evaluated):
+    process = start(trained[0], "evaluate", f"--run={trained[1]}", "--k=4", f"--out={evaluated}")
+    output, _ = process.communicate()
+    assert process.returncode == 2 and "k was 8, now 4" in output
+
+
+def test_a_server_gives_the_bytes_that_the_run_gives(trained, evaluated, tmp_path):
+    cache, run_dir = trained
+    server = start(cache, "serve", f"--run={run_dir}", "--port=0")
+    try:
+        port = next(line for line in server.stdout if line.startswith("serving")).strip().rpartition(":")[2]
+        where = (f"--run={run_dir}", f"--server=127.0.0.1:{port}", "--step=2", f"--out={tmp_path}")
+        run(cache, "evaluate", *where, "--k=8")
+    finally:
+        server.send_signal(signal.SIGTERM)
+        server.communicate(timeout=60)
+    for name in FILES[:1]:
+        assert (tmp_path / name).read_bytes() == (evaluated / name).read_bytes(), name
+
+
+def test_the_exported_folder_gives_the_greedy_bytes_that_the_run_gives(trained, tmp_path):
+    """Greedy: the noise of a run's checkpoint depends on its step, which a folder does not have."""
+    cache, run_dir = trained
+    run(cache, "export", f"--run={run_dir}", f"--out={tmp_path / 'model'}")
+    greedy = ("--k=1", "--temperature=0")
+    run(cache, "evaluate", f"--run={run_dir}", f"--out={tmp_path / 'a'}", *greedy)
+    run(cache, "evaluate", f"--folder={tmp_path / 'model'}", CONFIG, f"--out={tmp_path / 'b'}", *greedy)
+    a, b = ((tmp_path / name / "completions.jsonl").read_bytes() for name in "ab")
+    assert a == b and a.count(b"\n") == 32
