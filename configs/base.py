@@ -85,6 +85,8 @@ def get_config() -> ConfigDict:
     rollout.temperature = 1.0
     rollout.top_p = 1.0  # 1 is off
     rollout.top_k = 0  # 0 is off
+    rollout.max_staleness = 0  # steps that sampling may be ahead of training; 0: one after the other
+    rollout.swap = "between"  # ahead: when new weights sample; between batches (reproducible), or midway in completions
     rollout.max_sampler_gap = 1e-2  # mean |log pi_s - log pi_old| in nats above which the run stops
 
     dynamic = c.dynamic_sampling = ConfigDict()
@@ -107,7 +109,16 @@ def get_config() -> ConfigDict:
     loss.aggregate = from_method(str)  # token_mean sequence_mean_token_sum sequence_mean_token_mean constant
     loss.constant_length = from_method(int)  # tokens, for aggregate = constant; default: rollout.max_tokens
     loss.truncated_importance_sampling = optional(float)  # cap C on pi_old/pi_s; unset: off
-    loss.advantage = from_method(str)  # a name of rpg_jax.losses.ADVANTAGES
+    loss.entropy_coef = 0.0  # weight of the entropy bonus, nats per token; at 0 it is not computed
+    loss.advantage = from_method(str)  # a name of rpg_jax.losses.ADVANTAGES, or gae: from a critic
+
+    critic = c.critic = ConfigDict()  # the learned baseline of loss.advantage = gae
+    critic.trunk = "separate"  # a decoder of its own; frozen, shared: a head on the policy's, which trains it or not
+    critic.gamma = 1.0  # discount, per token
+    critic.gae_lambda = 1.0  # 1: returns minus value; 0: one-step errors
+    critic.clip = 0.2  # a value counts as moved at most this far from the one before the update; 0 is off
+    critic.coef = 0.5  # weight of the value loss; with Adam it matters where the trunk is shared
+    critic.learning_rate = 1e-5  # of the critic's own weights; the rest as in optimizer
 
     reference = c.reference = ConfigDict()
     reference.rule = from_method(str)  # behaviour: every step; fixed: never; every: K updates; kl: at a threshold
@@ -180,7 +191,7 @@ def variant(c: ConfigDict, name: str) -> ConfigDict:
     c.rewards.overlong_buffer = 8
     c.dynamic_sampling.enabled = False
     c.train.steps, c.train.updates_per_step, c.train.microbatch_size = 2, 2, 2
-    c.train.packed_length = 2 * (c.task.max_prompt_tokens + c.rollout.max_tokens)
+    c.train.packed_length = c.task.max_prompt_tokens + c.rollout.max_tokens  # of which short prompts fill a part
     c.evaluation.every, c.evaluation.problems, c.evaluation.k = 2, 4, 4
     c.checkpoint.every = 2
     return c

@@ -14,10 +14,8 @@ from ml_collections import ConfigDict
 
 from rpg_jax import data, losses, models, rewards, rollout
 from rpg_jax.layout import Layout
-from rpg_jax.methods import loss_arguments
 from rpg_jax.tasks import Task, encoder
 from rpg_jax.training import state as state_lib
-from rpg_jax.training import step as step_lib
 from rpg_jax.training.checkpoints import Checkpoints, Snapshots, abstract
 from rpg_jax.training.experience import DynamicSampling, Group, GroupSampler
 from rpg_jax.training.loop import Trainer
@@ -64,8 +62,8 @@ class Experiment(Layout):
                 wanted = "a checkpoint" if step is None else f"the checkpoint of step {step}"
                 raise ValueError(f"{run_dir} does not have {wanted}; it keeps steps {kept or 'none'}")
             step = kept[-1] if step is None else step
-            optimizer = self.make_optimizer()
-            like = abstract(state_lib.shapes(self.param_shapes, optimizer), self.state_sharding(optimizer))
+            optimizer, critic = self.make_optimizer(), self.make_critic()
+            like = abstract(self.state_shapes(optimizer, critic), self.state_sharding(optimizer, critic))
             restored = checkpoints.restore(step, like)
         finally:
             checkpoints.close()
@@ -85,6 +83,7 @@ class Experiment(Layout):
             slots=c.rollout.slots,
             max_prompt_tokens=c.task.max_prompt_tokens,
             max_tokens=c.rollout.max_tokens,
+            mixed=c.rollout.max_staleness > 0 and c.rollout.swap == "midway",
             **self.decoding(),
         )
 
@@ -139,7 +138,7 @@ class Experiment(Layout):
         return data.micro_batches(rows, self.microbatch_size)
 
     def advantages(self, groups: Sequence[Group]) -> np.ndarray:
-        """f32[P, G]; whitened ones average over the tokens that are trained."""
+        """f32[P, G], the rewards where a critic is to come; whitened ones average over the tokens that are trained."""
         rewards = np.stack([g.rewards for g in groups])
         lengths = np.array([[len(c.tokens) * self._is_trained(c) for c in g.completions] for g in groups], np.int32)
         return np.asarray(losses.advantages(self.config.loss.advantage, rewards, lengths=lengths))
@@ -168,12 +167,11 @@ class Experiment(Layout):
         self, params: Any, optimizer: Optimizer, sampler: rollout.Rollout, scorer: rewards.Scorer, run_dir: Path
     ) -> Trainer:
         """The trainer before its first step; `params` are taken over (donated)."""
-        c = self.config
-        name, hyperparameters = loss_arguments(c)
+        c, critic = self.config, self.make_critic()
         dynamic = c.dynamic_sampling
-        return Trainer(
-            state=state_lib.create(params, optimizer, self.state_sharding(optimizer)),
-            programs=self.make_programs(optimizer, step_lib.loss_fn(name, **hyperparameters), c.rollout.temperature),
+        trainer = Trainer(
+            state=state_lib.create(params, optimizer, self.state_sharding(optimizer, critic), critic),
+            programs=self.make_rl_programs(optimizer, critic),
             stream=data.PromptStream(
                 self.task.train,
                 batch_size=c.rollout.prompts_per_step * (dynamic.oversample if dynamic.enabled else 1),
@@ -201,6 +199,9 @@ class Experiment(Layout):
             max_sampler_gap=c.rollout.max_sampler_gap,
             max_nonfinite_updates=c.log.max_nonfinite_updates,
         )
+        if c.rollout.max_staleness:
+            trainer.sample_ahead(c.rollout.max_staleness, steps=c.train.steps, swap=c.rollout.swap)
+        return trainer
 
 
 def open_tokenizer(config: ConfigDict, task: Task, run_dir: Path) -> data.Tokenizer:

@@ -11,11 +11,13 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
-from rpg_jax import models, parallel
+from rpg_jax import losses, models, parallel
+from rpg_jax.methods import loss_arguments
 from rpg_jax.training import optimizer as optimizer_lib
 from rpg_jax.training import state as state_lib
 from rpg_jax.training import step as step_lib
 from rpg_jax.training.checkpoints import abstract
+from rpg_jax.training.critic import Critic
 from rpg_jax.training.optimizer import Optimizer
 from rpg_jax.training.state import TrainState
 
@@ -85,17 +87,54 @@ class Layout:
     def make_optimizer(self, **changes: Any) -> Optimizer:
         return optimizer_lib.build(**{**self.config.optimizer.to_dict(), **changes})
 
-    def state_sharding(self, optimizer: Optimizer) -> TrainState:
-        return state_lib.shardings(self.param_shapes, self.param_shardings, optimizer, self.replicated)
+    def make_critic(self) -> Critic | None:
+        """The learned baseline, where the advantages need one."""
+        c = self.config.critic
+        if self.config.loss.advantage not in losses.LEARNED_ADVANTAGES:
+            return None
+        trunk = dataclasses.replace(self.model, tie_embeddings=True)  # no output embedding
+        m = self.config.model
+        return Critic(
+            trunk=c.trunk,
+            graphdef=models.abstract(
+                trunk, jnp.dtype(m.param_dtype), compute_dtype=jnp.dtype(m.compute_dtype), remat=m.remat
+            )[0],
+            optimizer=self.make_optimizer(learning_rate=c.learning_rate),
+            clip=c.clip or None,
+            **{name: c[name] for name in ("gamma", "gae_lambda", "coef")},
+        )
 
-    def make_programs(self, optimizer: Optimizer, loss: step_lib.LossFn, temperature: float) -> step_lib.Programs:
+    def state_shapes(self, optimizer: Optimizer, critic: Critic | None = None) -> TrainState:
+        return state_lib.shapes(self.param_shapes, optimizer, critic)
+
+    def state_sharding(self, optimizer: Optimizer, critic: Critic | None = None) -> TrainState:
+        return state_lib.shardings(self.param_shapes, self.param_shardings, optimizer, self.replicated, critic)
+
+    def make_rl_programs(self, optimizer: Optimizer, critic: Critic | None) -> step_lib.Programs:
+        """Those of the config's loss, entropy bonus and critic, at the sampling temperature."""
+        c = self.config.loss
+        name, hyperparameters = loss_arguments(self.config)
+        return self.make_programs(
+            optimizer,
+            step_lib.loss_fn(name, **hyperparameters),
+            self.config.rollout.temperature,
+            mean=lambda values, batch: losses.aggregate(values, batch, c.aggregate, c.constant_length),
+            entropy_coef=c.entropy_coef,
+            critic=critic,
+        )
+
+    def make_programs(
+        self, optimizer: Optimizer, loss: step_lib.LossFn, temperature: float, **added: Any
+    ) -> step_lib.Programs:
+        """Those of `loss`; `added` to it as `step.build` says."""
         return step_lib.build(
             self.graphdef,
             optimizer,
             loss,
             temperature=temperature,
-            state_sharding=self.state_sharding(optimizer),
+            state_sharding=self.state_sharding(optimizer, added.get("critic")),
             batch_sharding=self.row_sharding,
+            **added,
         )
 
     def decoding(self) -> dict[str, Any]:

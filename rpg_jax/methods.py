@@ -41,6 +41,8 @@ def resolve(config: ConfigDict) -> ConfigDict:
     if prompts % updates:
         raise ValueError(f"rollout.prompts_per_step={prompts} must be a multiple of train.updates_per_step={updates}")
     losses.advantages(resolved.loss.advantage, np.zeros((2, 2)), lengths=np.ones((2, 2), np.int32))
+    if not 0 <= resolved.loss.entropy_coef < float("inf"):
+        raise ValueError(f"loss.entropy_coef must be finite and >= 0, got {resolved.loss.entropy_coef}")
     name, hyperparameters = loss_arguments(resolved)
     one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     tokens = ("logprobs", "behaviour_logprobs", "advantages", "mask", "ref_logprobs", "sampler_logprobs")
@@ -50,5 +52,6 @@ def resolve(config: ConfigDict) -> ConfigDict:
 
 def loss_arguments(config: ConfigDict) -> tuple[str, dict[str, Any]]:
     """The name and the hyperparameters of `losses.policy_loss`."""
-    fields = {k: v for k, v in config.loss.to_dict().items() if v is not None and k != "advantage"}
+    others = ("advantage", "entropy_coef")
+    fields = {k: v for k, v in config.loss.to_dict().items() if v is not None and k not in others}
     return fields.pop("name"), fields

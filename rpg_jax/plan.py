@@ -22,12 +22,10 @@ from rich.console import Console
 from rpg_jax import command_line, planning
 from rpg_jax.experiment import open_tokenizer
 from rpg_jax.layout import Layout
-from rpg_jax.methods import loss_arguments, resolve
+from rpg_jax.methods import resolve
 from rpg_jax.planning import lowering, tables
 from rpg_jax.planning.estimate import Recipe, summary
 from rpg_jax.tasks import Task
-from rpg_jax.training import state as state_lib
-from rpg_jax.training import step as step_lib
 from rpg_jax.training.state import TrainState
 
 _CONFIG = command_line.define_config("configs/qwen3_4b_2k.py")
@@ -73,12 +71,11 @@ def plan(config: ConfigDict, topology: planning.Topology, only: list[str] | None
 
 def lowered_programs(layout: Layout) -> Iterator[lowering.Lowered]:
     """The programs of a training step and of its rollout, one at a time."""
-    c, optimizer = layout.config, layout.make_optimizer()
-    name, hyperparameters = loss_arguments(c)
-    programs = layout.make_programs(optimizer, step_lib.loss_fn(name, **hyperparameters), c.rollout.temperature)
+    c, critic = layout.config, layout.make_critic()
+    programs = layout.make_rl_programs(layout.make_optimizer(), critic)
     sizes = layout.microbatch_size, layout.row_length, layout.completion_length
     micro_batches = _rows_per_update(c) // layout.microbatch_size
-    batch, state = lowering.batch_of(*sizes, layout.row_sharding), _state(layout)
+    batch, state = lowering.batch_of(*sizes, layout.row_sharding, critic=critic is not None), _state(layout)
     with layout.activate():
         yield from lowering.training(
             programs, state, batch, layout.model, micro_batches=micro_batches, remat=c.model.remat
@@ -194,8 +191,8 @@ def candidates(
 
 
 def _state(layout: Layout) -> TrainState:
-    optimizer = layout.make_optimizer()
-    return lowering.placed(state_lib.shapes(layout.param_shapes, optimizer), layout.state_sharding(optimizer))
+    optimizer, critic = layout.make_optimizer(), layout.make_critic()
+    return lowering.placed(layout.state_shapes(optimizer, critic), layout.state_sharding(optimizer, critic))
 
 
 def _also(failing: list[str]) -> list[str]:

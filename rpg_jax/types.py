@@ -49,13 +49,22 @@ class Completion:
       tokens: i32[n], the stop token included where one was drawn.
       logprobs: f32[n], of the distribution actually sampled from, as the rollout engine computed it.
       finish_reason: "stop" when the last token is a stop token, else "length".
-      weight_version: version of the weights that sampled it.
+      weight_version: version of the weights that sampled it, or began to.
+      token_versions: i32[n], where the weights changed on the way: the version that sampled each token.
     """
 
     tokens: np.ndarray
     logprobs: np.ndarray
     finish_reason: FinishReason
     weight_version: int
+    token_versions: np.ndarray | None = None
+
+    @property
+    def versions(self) -> np.ndarray:
+        """i32[n], the version of the weights that sampled each token."""
+        if self.token_versions is not None:
+            return self.token_versions
+        return np.full(len(self.tokens), self.weight_version, np.int32)
 
 
 @flax.struct.dataclass
@@ -79,6 +88,8 @@ class Batch:
       sampler_logprobs: f32[B, C], as the rollout engine reported them.
       behaviour_logprobs: f32[B, C], recomputed by the trainer before the first update.
       ref_logprobs: f32[B, C], under the reference policy; equal to `behaviour_logprobs` where the two coincide.
+      values: f32[B, C], of a learned baseline before the first update; None without one.
+      returns: f32[B, C], what it is to predict; None without one.
     """
 
     tokens: jax.Array
@@ -92,3 +103,5 @@ class Batch:
     sampler_logprobs: jax.Array
     behaviour_logprobs: jax.Array
     ref_logprobs: jax.Array
+    values: jax.Array | None = None
+    returns: jax.Array | None = None

@@ -148,7 +148,8 @@ def micro_batches(batch: Batch, rows: int) -> list[Batch]:
         missing = np.zeros((count * rows - len(x), *x.shape[1:]), x.dtype)
         return np.concatenate([x, missing]).reshape(rows, count, *x.shape[1:]).swapaxes(0, 1)
 
-    parts = {field.name: split(getattr(batch, field.name)) for field in dataclasses.fields(batch)}
+    arrays = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    parts = {name: split(x) for name, x in arrays.items() if x is not None}
     return [Batch(**{name: x[m] for name, x in parts.items()}) for m in range(count)]
 
 

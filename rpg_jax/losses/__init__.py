@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from rpg_jax.losses import baselines
 from rpg_jax.losses import tokens as tokens_
-from rpg_jax.losses.advantages import ADVANTAGES, advantages
+from rpg_jax.losses.advantages import ADVANTAGES, LEARNED_ADVANTAGES, advantages
 from rpg_jax.losses.aggregate import AGGREGATES, aggregate
 from rpg_jax.losses.divergences import DIVERGENCES
 from rpg_jax.losses.hyperparameters import check, lookup, options
@@ -25,23 +25,32 @@ from rpg_jax.losses.methods import COMPLETION_BUDGET, METHODS, Method, get_metho
 from rpg_jax.losses.metrics import Metrics, merge, token_metrics
 from rpg_jax.losses.regularized_pg import rpg
 from rpg_jax.losses.tokens import TokenLoss
+from rpg_jax.losses.values import explained_variance, gae, value_loss
 
 __all__ = [
     "ADVANTAGES",
     "AGGREGATES",
     "Cut",
     "DIVERGENCES",
+    "LEARNED_ADVANTAGES",
     "LOSSES",
     "METHODS",
+    "Mean",
     "Method",
     "Metrics",
     "advantages",
     "aggregate",
+    "explained_variance",
+    "gae",
     "get_method",
     "merge",
     "policy_loss",
     "token_logprobs",
+    "value_loss",
 ]
+
+# Σ of a per-token quantity f[B, T] of a batch and its weight: `aggregate` with its kind bound.
+Mean = Callable[[jax.Array, Any], tuple[jax.Array, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)

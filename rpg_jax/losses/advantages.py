@@ -66,6 +66,8 @@ ADVANTAGES: dict[str, Callable[..., jax.Array]] = {
     "whitened_group_mean": whitened_group_mean,
 }
 WHITENED = frozenset({"whitened_returns", "whitened_group_mean"})
+# Not functions of the rewards alone: from the values of a critic, one number a token (`losses.gae`).
+LEARNED_ADVANTAGES = ("gae",)
 
 
 def advantages(
@@ -74,7 +76,7 @@ def advantages(
     """Advantages of a batch of groups.
 
     Args:
-      name: a name of `ADVANTAGES`.
+      name: a name of `ADVANTAGES`, or of `LEARNED_ADVANTAGES`, for which these are the rewards themselves.
       rewards: f[P, G], one a completion.
       lengths: i32[P, G], trained tokens of each completion; only the whitened ones, which average over tokens, read it.
       mask: [P, G, T], nonzero where a token is trained; another way to give `lengths`.
@@ -85,7 +87,8 @@ def advantages(
     Raises:
       ValueError: an unknown name, a wrong shape, or a whitened advantage without `lengths` or `mask`.
     """
-    function = lookup(ADVANTAGES, "advantage", name)
+    learned: dict[str, Callable[..., jax.Array]] = dict.fromkeys(LEARNED_ADVANTAGES, lambda rewards: rewards)
+    function = lookup({**ADVANTAGES, **learned}, "advantage", name)
     rewards = jnp.asarray(rewards)
     rewards = jax.lax.stop_gradient(rewards.astype(jnp.promote_types(rewards.dtype, jnp.float32)))
     if rewards.ndim != 2:

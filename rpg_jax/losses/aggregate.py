@@ -5,12 +5,13 @@ So the loss does not depend on how the batch is split into micro-batches, packed
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import jax
 import jax.numpy as jnp
 
 from rpg_jax import masking
 from rpg_jax.losses.hyperparameters import lookup
-from rpg_jax.losses.tokens import Tokens
 
 AGGREGATES = {
     "token_mean": "Σ loss / number of tokens: the paper and DAPO",
@@ -20,8 +21,17 @@ AGGREGATES = {
 }
 
 
+class Trained(Protocol):
+    """Which tokens are trained, and whose they are: `Tokens`, or a batch."""
+
+    @property
+    def mask(self) -> jax.Array: ...
+    @property
+    def completion_ids(self) -> jax.Array | None: ...
+
+
 def aggregate(
-    values: jax.Array, tokens: Tokens, kind: str, constant_length: float | None = None
+    values: jax.Array, tokens: Trained, kind: str, constant_length: float | None = None
 ) -> tuple[jax.Array, jax.Array]:
     """Sum and weight of a per-token quantity; the aggregate is sum / weight.
 
@@ -37,7 +47,7 @@ def aggregate(
     """
     lookup(AGGREGATES, "aggregate", kind)
     if kind == "token_mean":
-        return masking.masked_sum(values, tokens.mask), jnp.sum(tokens.mask, dtype=values.dtype)
+        return masking.masked_sum(values, tokens.mask), jnp.sum(tokens.mask != 0, dtype=values.dtype)
     completions = masking.completion_count(tokens.mask, tokens.completion_ids).astype(values.dtype)
     if kind == "sequence_mean_token_mean":
         lengths = masking.completion_sum(jnp.ones_like(values), tokens.mask, tokens.completion_ids)

@@ -22,7 +22,7 @@ class Method:
 
     Attributes:
       loss: name for `policy_loss`.
-      advantage: name for `advantages`.
+      advantage: name for `advantages`; "gae" needs a critic.
       aggregate: name for `aggregate`.
       reference: the KL anchor. `behaviour`: the policy that sampled the step (costs nothing); `fixed`: the initial
         policy; `every`: a snapshot refreshed every K updates; `kl`: refreshed when the running token KL passes κ.
@@ -114,6 +114,9 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             reference="fixed",
         ),
         **REGULARIZED,
+        "PPO": baseline(
+            "ppo", "gae", SYMMETRIC_CLIP, "arXiv:1707.06347, with the dual clip of arXiv:1912.09729; a learned baseline"
+        ),
         "RLOO": baseline(
             "ppo", "leave_one_out", SYMMETRIC_CLIP, "arXiv:2402.14740, with PPO's clip since batches are reused"
         ),

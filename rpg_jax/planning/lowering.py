@@ -32,14 +32,15 @@ def placed(shapes: Any, shardings: Any) -> Any:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
-def batch_of(rows: int, length: int, completion_length: int, sharding: NamedSharding) -> Batch:
-    """A micro-batch of these sizes."""
+def batch_of(rows: int, length: int, completion_length: int, sharding: NamedSharding, *, critic: bool = False) -> Batch:
+    """A micro-batch of these sizes, with values and returns where there is a critic."""
 
     def arrays(count: int, width: int, dtype) -> list[jax.ShapeDtypeStruct]:
         return [jax.ShapeDtypeStruct((rows, width), dtype, sharding=sharding)] * count
 
-    i32, f32 = jnp.int32, jnp.float32
-    return Batch(*arrays(3, length, i32), *arrays(3, completion_length, i32), *arrays(5, completion_length, f32))
+    i32, f32, floats = jnp.int32, jnp.float32, 7 if critic else 5
+    ids = [*arrays(3, length, i32), *arrays(3, completion_length, i32)]
+    return Batch(*ids, *arrays(floats, completion_length, f32))
 
 
 def decoding_params(params: Any, dtype, shardings: Any) -> Any:
@@ -71,15 +72,16 @@ def training(
     mesh = batch.tokens.sharding.mesh
     sizes = {"rows": rows, "length": length, "predicted": batch.targets.shape[1]}
     step = training_flops(model, **sizes, remat=remat) / mesh.size
-    yield "log-probs", programs.logprobs.lower(state.params, batch), forward_flops(model, **sizes) / mesh.size
+    without = batch.replace(values=None, returns=None)
+    yield "log-probs", programs.logprobs.lower(state.params, without), forward_flops(model, **sizes) / mesh.size
     if micro_batches == 1:
         yield "update", programs.fused.lower(state, batch), step
         return
-    shapes = jax.eval_shape(programs.start, state.params, batch)
-    where = jax.tree.map(lambda p: p.sharding, state.params)
+    shapes = jax.eval_shape(programs.start, state.weights, batch)
+    where = jax.tree.map(lambda p: p.sharding, state.weights)
     sums = Sums(placed(shapes.grads, where), placed(shapes.metrics, NamedSharding(mesh, PartitionSpec())))
-    yield "start", programs.start.lower(state.params, batch), step
-    yield "add", programs.add.lower(state.params, sums, batch), step
+    yield "start", programs.start.lower(state.weights, batch), step
+    yield "add", programs.add.lower(state.weights, sums, batch), step
     yield "apply", programs.apply.lower(state, sums), 0.0
 
 

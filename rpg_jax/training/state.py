@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from rpg_jax.training.critic import Critic, CriticState
 from rpg_jax.training.optimizer import Optimizer
 
 
@@ -21,15 +22,22 @@ class TrainState:
       opt_state: of the optimizer.
       updates: i32[], updates applied.
       skipped: i32[], updates left out because the loss or the gradient was not finite.
+      critic: of a learned baseline, or None.
     """
 
     params: Any
     opt_state: Any
     updates: Any
     skipped: Any
+    critic: CriticState | None = None
+
+    @property
+    def weights(self) -> tuple[Any, Any]:
+        """Everything that has a gradient: the policy's and the critic's parameters (or None)."""
+        return self.params, None if self.critic is None else self.critic.params
 
 
-def create(params: Any, optimizer: Optimizer, where: TrainState) -> TrainState:
+def create(params: Any, optimizer: Optimizer, where: TrainState, critic: Critic | None = None) -> TrainState:
     """Returns the state before the first update, laid out as `where` (see `shardings`) says.
 
     Every leaf is a fresh buffer: slots that start as a copy of a parameter would otherwise alias it, and an aliased
@@ -43,25 +51,43 @@ def create(params: Any, optimizer: Optimizer, where: TrainState) -> TrainState:
             opt_state=optimizer.init(copies),
             updates=jnp.zeros((), jnp.int32),
             skipped=jnp.zeros((), jnp.int32),
+            critic=None if critic is None else _critic_state(critic, params),
         )
 
     return jax.jit(init, out_shardings=where)(params)
 
 
-def shardings(params: Any, param_shardings: Any, optimizer: Optimizer, replicated: jax.sharding.Sharding) -> TrainState:
+def shardings(
+    params: Any,
+    param_shardings: Any,
+    optimizer: Optimizer,
+    replicated: jax.sharding.Sharding,
+    critic: Critic | None = None,
+) -> TrainState:
     """Returns the sharding of every leaf of the state: slots shaped like a parameter lie where it lies."""
-    opt_state = jax.eval_shape(optimizer.init, params)
-    slots = optax.tree.map_params(
-        optimizer.init,
-        lambda _, sharding: sharding,
-        opt_state,
-        param_shardings,
-        transform_non_params=lambda _: replicated,
-    )
-    return TrainState(params=param_shardings, opt_state=slots, updates=replicated, skipped=replicated)
+
+    def slots(optimizer: Optimizer, params: Any, param_shardings: Any) -> Any:
+        return optax.tree.map_params(
+            optimizer.init,
+            lambda _, sharding: sharding,
+            jax.eval_shape(optimizer.init, params),
+            param_shardings,
+            transform_non_params=lambda _: replicated,
+        )
+
+    own = None
+    if critic is not None:
+        where, own_shapes = critic.like(param_shardings, replicated), jax.eval_shape(critic.init, params)
+        own = CriticState(where, slots(critic.optimizer, own_shapes, where))
+    return TrainState(param_shardings, slots(optimizer, params, param_shardings), replicated, replicated, own)
 
 
-def shapes(params: Any, optimizer: Optimizer) -> TrainState:
+def shapes(params: Any, optimizer: Optimizer, critic: Critic | None = None) -> TrainState:
     """Returns the state for weights of these `ShapeDtypeStruct`s, without making an array."""
     count = jax.ShapeDtypeStruct((), jnp.int32)
-    return TrainState(params=params, opt_state=jax.eval_shape(optimizer.init, params), updates=count, skipped=count)
+    own = None if critic is None else jax.eval_shape(lambda params: _critic_state(critic, params), params)
+    return TrainState(params, jax.eval_shape(optimizer.init, params), count, count, own)
+
+
+def _critic_state(critic: Critic, policy: Any) -> CriticState:
+    return CriticState(critic.init(policy), critic.optimizer.init(critic.init(policy)))

@@ -20,6 +20,7 @@ from rpg_jax import losses
 from rpg_jax.losses import Metrics
 from rpg_jax.models.logical import constrain, wide_axes
 from rpg_jax.training import layerwise
+from rpg_jax.training.critic import Critic, CriticState
 from rpg_jax.training.optimizer import Optimizer
 from rpg_jax.training.state import TrainState
 from rpg_jax.types import Batch
@@ -39,8 +40,16 @@ def policy_logprobs(
       entropy: f32[B, C] of the full next-token distribution, in nats, or None.
     """
     model = nnx.merge(graphdef, params)
+    return _logprobs(model, completion_hidden(model, batch), batch, temperature, entropy)
+
+
+def completion_hidden(model: Any, batch: Batch) -> jax.Array:
+    """Hidden states [B, C, D] that predict the completion tokens."""
     hidden = model(batch.tokens, batch.positions, batch.segment_ids)
-    hidden = jnp.take_along_axis(hidden, batch.predictors[..., None], axis=1)
+    return jnp.take_along_axis(hidden, batch.predictors[..., None], axis=1)
+
+
+def _logprobs(model: Any, hidden: jax.Array, batch: Batch, temperature: float, entropy: bool):
     options: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
     if cut := _cut(*batch.targets.shape):
         hidden = constrain(hidden, "batch", None, "act_embed")
@@ -94,7 +103,7 @@ class Sums:
     """What micro-batches add up to before the one division.
 
     Attributes:
-      grads: of Σ loss, shaped and laid out like the weights; f32 where they are of several micro-batches.
+      grads: of Σ loss, shaped and laid out like `TrainState.weights`; f32 where they are of several micro-batches.
       metrics: pairs (sum, weight); "loss" is among them, and its weight is the weight of `grads`.
     """
 
@@ -108,9 +117,11 @@ class Programs(NamedTuple):
     Attributes:
       logprobs: (params, batch) -> (log-probs f32[B, C], entropy f32[B, C]).
       fused: (state, batch) -> (state, metrics): an update from one micro-batch.
-      start: (params, batch) -> Sums of the first micro-batch.
-      add: (params, sums, batch) -> Sums with one more; `sums` is donated.
+      start: (weights, batch) -> Sums of the first micro-batch.
+      add: (weights, sums, batch) -> Sums with one more; `sums` is donated.
       apply: (state, sums) -> (state, metrics): an update from several; `state` is donated.
+      baseline: (weights, batch) -> advantages, returns and values f32[B, C] of a batch whose advantages are rewards;
+        None without a critic.
     """
 
     logprobs: Callable[[Any, Batch], tuple[jax.Array, jax.Array]]
@@ -118,14 +129,15 @@ class Programs(NamedTuple):
     start: Callable[[Any, Batch], Sums]
     add: Callable[[Any, Sums, Batch], Sums]
     apply: Callable[[TrainState, Sums], tuple[TrainState, Metrics]]
+    baseline: Callable[[Any, Batch], tuple[jax.Array, jax.Array, jax.Array]] | None = None
 
     def update(self, state: TrainState, micro_batches: Sequence[Batch]) -> tuple[TrainState, Metrics]:
         """One optimizer update from all rows of `micro_batches`; `state` is donated."""
         if len(micro_batches) == 1:
             return self.fused(state, micro_batches[0])
-        sums = self.start(state.params, micro_batches[0])
+        sums = self.start(state.weights, micro_batches[0])
         for batch in micro_batches[1:]:
-            sums = self.add(state.params, sums, batch)
+            sums = self.add(state.weights, sums, batch)
         return self.apply(state, sums)
 
 
@@ -137,6 +149,9 @@ def build(
     temperature: float,
     state_sharding: TrainState,
     batch_sharding: jax.sharding.NamedSharding,
+    mean: losses.Mean | None = None,
+    entropy_coef: float = 0.0,
+    critic: Critic | None = None,
 ) -> Programs:
     """Compiles nothing yet; returns the programs with explicit shardings.
 
@@ -147,72 +162,111 @@ def build(
       temperature: of the distribution that log-probs are taken of; the one completions are sampled at.
       state_sharding: a `TrainState` of shardings.
       batch_sharding: of the rows of every batch array.
+      mean: aggregates what is added to the loss (entropy, value loss) as the loss aggregates its tokens.
+      entropy_coef: weight of the entropy bonus; at 0 no entropy is computed.
+      critic: the learned baseline, whose loss is added.
+
+    Raises:
+      ValueError: an entropy bonus or a critic without `mean`.
     """
+    if mean is None and (entropy_coef or critic):
+        raise ValueError(f"{entropy_coef=} and {critic=} are added to the loss: give mean, how they are aggregated")
     replicated = jax.sharding.NamedSharding(batch_sharding.mesh, jax.sharding.PartitionSpec())
-    sums_sharding = Sums(grads=state_sharding.params, metrics=replicated)
+    sums_sharding = Sums(grads=state_sharding.weights, metrics=replicated)
 
     def logprobs(params, batch):
         return policy_logprobs(graphdef, params, batch, temperature=temperature, entropy=True)
 
-    def gradients(params, batch):
-        def loss_sum(params):
-            logprobs, _ = policy_logprobs(graphdef, params, batch, temperature=temperature)
+    def gradients(weights, batch):
+        def loss_sum(weights):
+            params, critic_params = weights
+            model = nnx.merge(graphdef, params)
+            hidden = completion_hidden(model, batch)
+            logprobs, entropy = _logprobs(model, hidden, batch, temperature, entropy_coef > 0)
             total, weight, metrics = loss(logprobs, batch)
-            return total, {**metrics, "loss": (total, weight)}
+            if entropy_coef:
+                total -= entropy_coef * mean(entropy, batch)[0]
+            metrics = {**metrics, "loss": (total, weight)}
+            if critic is not None:
+                value_total, value_metrics = critic.loss(critic.values(critic_params, hidden, batch), batch, mean)
+                total, metrics = total + value_total, metrics | value_metrics
+            return total, metrics
 
-        (_, metrics), grads = jax.value_and_grad(loss_sum, has_aux=True)(params)
+        (_, metrics), grads = jax.value_and_grad(loss_sum, has_aux=True)(weights)
         return Sums(grads, metrics)
 
-    def start(params, batch):
-        first = gradients(params, batch)
+    def baseline(weights, batch):
+        params, critic_params = weights
+        hidden = None
+        if critic.trunk != "separate":
+            hidden = completion_hidden(nnx.merge(graphdef, params), batch)
+        values = critic.values(critic_params, hidden, batch)
+        return *critic.advantages(values, batch), values
+
+    def start(weights, batch):
+        first = gradients(weights, batch)
         return Sums(jax.tree.map(lambda g: g.astype(jnp.float32), first.grads), first.metrics)
 
-    def add(params, sums, batch):
-        more = gradients(params, batch)
+    def add(weights, sums, batch):
+        more = gradients(weights, batch)
         return Sums(jax.tree.map(jnp.add, sums.grads, more.grads), losses.merge([sums.metrics, more.metrics]))
 
     def apply(state, sums):
-        return apply_gradients(optimizer, state, sums)
+        return apply_gradients(optimizer, state, sums, critic)
 
     def fused(state, batch):
-        return apply(state, gradients(state.params, batch))
+        return apply(state, gradients(state.weights, batch))
 
     params_batch = (state_sharding.params, batch_sharding)
+    weights_batch = (state_sharding.weights, batch_sharding)
     state_metrics = (state_sharding, replicated)
     return Programs(
         logprobs=jax.jit(logprobs, in_shardings=params_batch, out_shardings=batch_sharding),
         fused=jax.jit(
             fused, in_shardings=(state_sharding, batch_sharding), out_shardings=state_metrics, donate_argnums=0
         ),
-        start=jax.jit(start, in_shardings=params_batch, out_shardings=sums_sharding),
+        start=jax.jit(start, in_shardings=weights_batch, out_shardings=sums_sharding),
         add=jax.jit(
             add,
-            in_shardings=(state_sharding.params, sums_sharding, batch_sharding),
+            in_shardings=(state_sharding.weights, sums_sharding, batch_sharding),
             out_shardings=sums_sharding,
             donate_argnums=1,
         ),
         apply=jax.jit(
             apply, in_shardings=(state_sharding, sums_sharding), out_shardings=state_metrics, donate_argnums=0
         ),
+        baseline=jax.jit(baseline, in_shardings=weights_batch, out_shardings=batch_sharding) if critic else None,
     )
 
 
-def apply_gradients(optimizer: Optimizer, state: TrainState, sums: Sums) -> tuple[TrainState, Metrics]:
-    """The update with gradient Σ grads / Σ weight, clipped by its global norm; left out and counted where that is not
-    finite."""
+def apply_gradients(
+    optimizer: Optimizer, state: TrainState, sums: Sums, critic: Critic | None = None
+) -> tuple[TrainState, Metrics]:
+    """The update with gradient Σ grads / Σ weight, policy and critic each clipped by their own global norm; left out
+    and counted where any of them is not finite."""
     total, weight = sums.metrics["loss"]
     weight = jnp.maximum(weight, 1e-9)
-    grad_norm = optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), sums.grads)) / weight
-    finite = jnp.isfinite(grad_norm) & jnp.isfinite(total)
-    clip = jnp.minimum(1.0, optimizer.max_grad_norm / jnp.maximum(grad_norm, 1e-30))
-    params, opt_state = layerwise.apply(
-        optimizer.update, sums.grads, state.opt_state, state.params, scale=clip / weight, where=finite
-    )
+    norms = [_norm(grads) / weight for grads in sums.grads if grads is not None]
+    finite = jnp.isfinite(total) & jnp.all(jnp.isfinite(jnp.stack(norms)))
+
+    def stepped(optimizer, grads, norm, opt_state, params):
+        clip = jnp.minimum(1.0, optimizer.max_grad_norm / jnp.maximum(norm, 1e-30))
+        return layerwise.apply(optimizer.update, grads, opt_state, params, scale=clip / weight, where=finite)
+
     one = jnp.ones(())
     metrics = {
         **sums.metrics,
-        "grad_norm": (grad_norm, one),
-        "grad_norm_max": (grad_norm, one),
+        "grad_norm": (norms[0], one),
+        "grad_norm_max": (norms[0], one),
         "nonfinite_updates": (1.0 - finite, one),
     }
-    return TrainState(params, opt_state, state.updates + finite, state.skipped + ~finite), metrics
+    own = state.critic
+    if critic is not None and own is not None:
+        own = CriticState(*stepped(critic.optimizer, sums.grads[1], norms[1], own.opt_state, own.params))
+        metrics["critic_grad_norm"] = (norms[1], one)
+    params, opt_state = stepped(optimizer, sums.grads[0], norms[0], state.opt_state, state.params)
+    return TrainState(params, opt_state, state.updates + finite, state.skipped + ~finite, own), metrics
+
+
+def _norm(grads: Any) -> jax.Array:
+    return optax.tree.norm(jax.tree.map(lambda g: g.astype(jnp.float32), grads))

@@ -6,10 +6,10 @@ import itertools
 
 import pytest
 
-from rpg_jax.losses import ADVANTAGES, AGGREGATES, METHODS, advantages, get_method, policy_loss
+from rpg_jax.losses import ADVANTAGES, AGGREGATES, LEARNED_ADVANTAGES, METHODS, advantages, get_method, policy_loss
 
 ROWS = (
-    ["GRPO", "DAPO", "REINFORCE++", "REINFORCE++-Baseline", "RLOO", "Dr.GRPO", "GSPO", "CISPO"]
+    ["GRPO", "DAPO", "REINFORCE++", "REINFORCE++-Baseline", "PPO", "RLOO", "Dr.GRPO", "GSPO", "CISPO"]
     + [f"RPG-{d}" for d in ("FKL", "UFKL", "RKL", "URKL")]
     + [f"RPG-REINFORCE-{d}" for d in ("FKL", "UFKL", "RKL", "URKL")]
 )
@@ -28,7 +28,7 @@ def test_no_two_rows_are_the_same_method():
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_is_a_loss_that_can_be_computed(name, batch):
     method = METHODS[name]
-    assert method.advantage in ADVANTAGES and method.aggregate in AGGREGATES
+    assert method.advantage in (*ADVANTAGES, *LEARNED_ADVANTAGES) and method.aggregate in AGGREGATES
     rewards = batch["advantages"][:, 0].reshape(2, 2)
     lengths = batch["mask"].sum(axis=1).reshape(2, 2)
     batch["advantages"] = advantages(method.advantage, rewards, lengths=lengths).reshape(4)

@@ -112,7 +112,7 @@ class Recorder:
     """Programs that note the micro-batches of every update."""
 
     def __init__(self, programs):
-        self.programs, self.logprobs, self.seen = programs, programs.logprobs, []
+        self.programs, self.logprobs, self.baseline, self.seen = programs, programs.logprobs, programs.baseline, []
 
     def update(self, state, micro_batches):
         self.seen += micro_batches

@@ -1,0 +1,122 @@
+"""A learned baseline: advantages per token from the values of the states before them, and the loss of those values.
+
+V_t is the value of the prefix that token t continues, so the end of a completion has value 0. Arrays are f32[B, T]
+(f64 for f64 inputs), with the completions packed in a row told apart by `completion_ids`.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from rpg_jax import masking
+from rpg_jax.losses.metrics import Metrics
+from rpg_jax.losses.tokens import TokenLoss
+
+
+def rewards_at_the_end(rewards: jax.Array, mask: jax.Array, completion_ids: jax.Array | None = None) -> jax.Array:
+    """r_t: a completion's reward at its last token, 0 elsewhere.
+
+    Args:
+      rewards: f[B, T], at every token that of its completion.
+      mask: [B, T], nonzero where a token counts.
+      completion_ids: i32[B, T]; None is one completion a row.
+    """
+    last = (mask != 0) & (_follows(mask, completion_ids) == 0)
+    return jnp.where(last, rewards, 0)
+
+
+def gae(
+    rewards: jax.Array,
+    values: jax.Array,
+    mask: jax.Array,
+    completion_ids: jax.Array | None = None,
+    *,
+    gamma: float = 1.0,
+    gae_lambda: float = 1.0,
+) -> tuple[jax.Array, jax.Array]:
+    """Generalised advantage estimates and the returns that they imply (arXiv:1506.02438 eq. 16).
+
+    δ_t = r_t + γ V_{t+1} − V_t,  A_t = δ_t + γλ A_{t+1},  returns_t = A_t + V_t; V and A are 0 behind the last token.
+    λ = 0 is the one-step error δ, λ = 1 the discounted sum of rewards minus V.
+
+    Args:
+      rewards: f[B, T], of each token (see `rewards_at_the_end`).
+      values: f[B, T], V_t.
+      mask: [B, T], nonzero where a token counts; the tokens of a completion that count are consecutive.
+      completion_ids: i32[B, T]; None is one completion a row.
+      gamma, gae_lambda: in [0, 1].
+
+    Returns:
+      advantages and returns, 0 under the mask. No gradient.
+
+    Raises:
+      ValueError: gamma or gae_lambda out of range.
+    """
+    if not (0 <= gamma <= 1 and 0 <= gae_lambda <= 1):
+        raise ValueError(f"gamma and gae_lambda must be in [0, 1], got {gamma=} and {gae_lambda=}")
+    dtype = jnp.promote_types(values.dtype, jnp.float32)
+    values = lax.stop_gradient(masking.masked_fill(values.astype(dtype), mask))
+    rewards = lax.stop_gradient(masking.masked_fill(rewards.astype(dtype), mask))
+    follows = _follows(mask, completion_ids).astype(dtype)
+    errors = rewards + gamma * follows * _next(values) - values
+
+    def compose(later, earlier):
+        """Of two stretches A ↦ δ + c·A."""
+        return later[0] * earlier[0], earlier[1] + earlier[0] * later[1]
+
+    _, advantages = lax.associative_scan(compose, (gamma * gae_lambda * follows, errors), reverse=True, axis=1)
+    advantages = masking.masked_fill(advantages, mask)
+    return advantages, advantages + values
+
+
+def value_loss(values: jax.Array, old_values: jax.Array, returns: jax.Array, *, clip: float | None) -> TokenLoss:
+    """½ max((V − R)², (V_old + clip(V − V_old, −ε, ε) − R)²) (minimise), as in PPO's public implementations.
+
+    Args:
+      values: f[B, T], of the critic being trained; the only one with a gradient.
+      old_values: f[B, T], of the critic before the first update on these tokens.
+      returns: f[B, T].
+      clip: ε > 0, in units of reward; None for the plain squared error.
+
+    Raises:
+      ValueError: clip is not above 0.
+    """
+    if clip is not None and not clip > 0:
+        raise ValueError(f"the clip of values must be > 0, or None for no clip; got {clip}")
+    old_values, returns = lax.stop_gradient((old_values, returns))
+    plain = jnp.square(values - returns)
+    if clip is None:
+        return TokenLoss(plain / 2)
+    clipped = jnp.square(old_values + jnp.clip(values - old_values, -clip, clip) - returns)
+    return TokenLoss(jnp.maximum(plain, clipped) / 2, {"value_clip": clipped > plain})
+
+
+def value_metrics(old_values: jax.Array, returns: jax.Array, mask: jax.Array) -> Metrics:
+    """Means over tokens of V, R, R², the error R − V and its square: what `explained_variance` needs."""
+    count = jnp.sum(mask != 0, dtype=old_values.dtype)
+    error = returns - old_values
+    means = {"value": old_values, "return": returns, "return_squared": jnp.square(returns)}
+    means |= {"value_error": error, "value_error_squared": jnp.square(error)}
+    return {name: (masking.masked_sum(x, mask), count) for name, x in means.items()}
+
+
+def explained_variance(
+    *, mean_return: float, mean_return_squared: float, mean_error: float, mean_error_squared: float
+) -> float:
+    """1 − Var(R − V) / Var(R): 1 for perfect values, 0 for constant ones, negative for harmful ones; 0 where all R are
+    the same."""
+    variance = mean_return_squared - mean_return**2
+    return 1 - (mean_error_squared - mean_error**2) / variance if variance > 1e-12 else 0.0
+
+
+def _follows(mask: jax.Array, completion_ids: jax.Array | None) -> jax.Array:
+    """bool[B, T]: the next token counts, and belongs to the same completion."""
+    present = mask != 0
+    follows = present & _next(present)
+    return follows if completion_ids is None else follows & (_next(completion_ids) == completion_ids)
+
+
+def _next(x: jax.Array) -> jax.Array:
+    return jnp.concatenate([x[:, 1:], jnp.zeros_like(x[:, :1])], axis=1)

@@ -1,0 +1,105 @@
+"""The learned baseline V_φ: a head on hidden states, over a trunk of its own or the policy's."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import flax.nnx as nnx
+import flax.struct
+import jax
+import jax.numpy as jnp
+
+from rpg_jax import losses
+from rpg_jax.losses import Metrics
+from rpg_jax.losses import values as values_lib
+from rpg_jax.training.optimizer import Optimizer
+from rpg_jax.types import Batch
+
+TRUNKS = ("separate", "frozen", "shared")
+_HEAD, _OUTPUT = "value", "lm_head"  # entries of the parameter trees: ours, and the one that a critic does without
+
+
+@flax.struct.dataclass
+class CriticState:
+    """Parameters of the critic and their optimizer slots."""
+
+    params: Any
+    opt_state: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Critic:
+    """How values are computed and trained.
+
+    Attributes:
+      trunk: "separate": a decoder of its own that starts from the policy's weights; "frozen": the policy's last hidden
+        states, whose gradient stops there; "shared": the same, and the value loss trains the policy's trunk too.
+      graphdef: of the separate trunk, a Qwen without output embedding.
+      optimizer: of the critic's own parameters.
+      gamma, gae_lambda: of `losses.gae`.
+      clip: of `losses.value_loss`; None is off.
+      coef: weight of the value loss; with Adam it matters for a shared trunk only.
+    """
+
+    trunk: str
+    graphdef: Any
+    optimizer: Optimizer
+    gamma: float = 1.0
+    gae_lambda: float = 1.0
+    clip: float | None = 0.2
+    coef: float = 0.5
+
+    def __post_init__(self):
+        if self.trunk not in TRUNKS:
+            raise ValueError(f"unknown critic.trunk {self.trunk!r}; known: {', '.join(TRUNKS)}")
+        if not (0 <= self.gamma <= 1 and 0 <= self.gae_lambda <= 1) or self.coef <= 0 or (self.clip or 1) <= 0:
+            raise ValueError(
+                "a critic needs gamma and gae_lambda in [0, 1], coef > 0 and a clip above 0, got "
+                f"{self.gamma=}, {self.gae_lambda=}, {self.coef=}, {self.clip=}"
+            )
+
+    def init(self, policy: Any) -> Any:
+        """Parameters whose values are 0 everywhere; a separate trunk is a copy of the policy's."""
+        trunk = {k: jax.tree.map(jnp.copy, v) for k, v in policy.items() if k != _OUTPUT}
+        head = {"weight": jnp.zeros(policy["final_norm"].shape, jnp.float32), "bias": jnp.zeros((), jnp.float32)}
+        return {**(trunk if self.trunk == "separate" else {}), _HEAD: head}
+
+    def like(self, policy: Any, head: Any) -> Any:
+        """The tree of `init` with `policy`'s leaves (shapes or shardings) for the trunk and `head` for the rest."""
+        trunk = {k: v for k, v in policy.items() if k != _OUTPUT} if self.trunk == "separate" else {}
+        return {**trunk, _HEAD: {"weight": head, "bias": head}}
+
+    def values(self, params: Any, policy_hidden: jax.Array, batch: Batch) -> jax.Array:
+        """V f32[B, C] of the states before the completion tokens.
+
+        Args:
+          params: of the critic.
+          policy_hidden: f[B, C, D], the policy's hidden states at `batch.predictors`; a separate trunk ignores them.
+        """
+        hidden = policy_hidden
+        if self.trunk == "separate":
+            model = nnx.merge(self.graphdef, {k: v for k, v in params.items() if k != _HEAD})
+            hidden = model(batch.tokens, batch.positions, batch.segment_ids)
+            hidden = jnp.take_along_axis(hidden, batch.predictors[..., None], axis=1)
+        elif self.trunk == "frozen":
+            hidden = jax.lax.stop_gradient(hidden)
+        head = params[_HEAD]
+        return jnp.einsum("bcd,d->bc", hidden.astype(jnp.float32), head["weight"]) + head["bias"]
+
+    def advantages(self, values: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        """Advantages and returns f32[B, C], of a batch whose `advantages` are the rewards of the completions."""
+        where = batch.mask, batch.completion_ids
+        rewards = values_lib.rewards_at_the_end(batch.advantages, *where)
+        return losses.gae(rewards, values, *where, gamma=self.gamma, gae_lambda=self.gae_lambda)
+
+    def loss(self, values: jax.Array, batch: Batch, mean: losses.Mean) -> tuple[jax.Array, Metrics]:
+        """Σ of the weighted value loss, aggregated as the policy's, and its metrics."""
+        if batch.values is None or batch.returns is None:
+            raise ValueError("the batch has no values and returns; `Programs.baseline` makes them")
+        token_loss = losses.value_loss(values, batch.values, batch.returns, clip=self.clip)
+        total, weight = mean(token_loss.values, batch)
+        metrics = {"value_loss": (total, weight)}
+        for name, event in token_loss.events.items():
+            metrics[f"{name}_fraction"] = mean(event.astype(jnp.float32), batch)
+        return self.coef * total, metrics | values_lib.value_metrics(batch.values, batch.returns, batch.mask)

@@ -1,0 +1,188 @@
+"""The learned baseline in the update: whose weights it touches, that it learns, and that splits change nothing."""
+
+import dataclasses
+
+import flax.nnx as nnx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from rpg_jax import data, losses, models, parallel
+from rpg_jax.training import optimizer as optimizer_lib
+from rpg_jax.training import state as state_lib
+from rpg_jax.training import step as step_lib
+from rpg_jax.training.critic import TRUNKS, Critic
+from rpg_jax.types import Completion
+
+MODEL = models.QwenConfig(
+    vocab_size=23, num_layers=1, embed_dim=16, num_heads=2, num_kv_heads=1, head_dim=8, hidden_dim=32,
+    tie_embeddings=False,
+)  # fmt: skip
+ADAM = dict(warmup_updates=0, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0)
+
+
+def mean(values, batch):
+    return losses.aggregate(values, batch, "token_mean")
+
+
+def make(trunk, *, critic=True, entropy_coef=0.0, learning_rate=1e-2, loss=None):
+    """Programs and state of a critic whose head is not zero, so that values depend on the trunk."""
+    mesh = parallel.make_mesh({}, jax.devices()[:1])
+    graphdef, shapes = models.abstract(MODEL)
+    where = parallel.shardings(models.logical_axes(MODEL), shapes, mesh)
+    optimizer = optimizer_lib.build("adamw", learning_rate=learning_rate, **ADAM)
+    own = models.abstract(dataclasses.replace(MODEL, tie_embeddings=True))[0]
+    made = Critic(trunk, own, optimizer, gae_lambda=0.9, clip=None) if critic else None
+    state_where = state_lib.shardings(shapes, where, optimizer, NamedSharding(mesh, PartitionSpec()), made)
+    programs = step_lib.build(
+        graphdef,
+        optimizer,
+        loss or step_lib.loss_fn("ppo"),
+        temperature=1.0,
+        state_sharding=state_where,
+        batch_sharding=NamedSharding(mesh, PartitionSpec(parallel.RULES["batch"])),
+        mean=mean,
+        entropy_coef=entropy_coef,
+        critic=made,
+    )
+    params = models.build(MODEL, seed=3, shardings=where)[1]
+    state = state_lib.create(params, optimizer, state_where, made)
+    if critic:
+        weight = jnp.sin(jnp.arange(16.0))
+        own_params = {**state.critic.params, "value": {"weight": weight, "bias": jnp.float32(0.1)}}
+        state = dataclasses.replace(state, critic=dataclasses.replace(state.critic, params=own_params))
+    return programs, state
+
+
+def make_batch(packed=False, rewards=None):
+    """Eight completions of four prompts; the "advantages" are their rewards."""
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(4, 23, rng.integers(2, 5)).astype(np.int32) for _ in range(4)]
+    completions = [
+        [Completion(rng.integers(4, 23, n).astype(np.int32), np.full(n, -2, np.float32), "stop", 0) for n in pair]
+        for pair in rng.integers(1, 6, (4, 2))
+    ]
+    rewards = rng.normal(size=(4, 2)) if rewards is None else rewards
+    if packed:
+        return data.pack_completions(prompts, completions, rewards, row_length=20, completion_length=20)
+    return data.pad_completions(prompts, completions, rewards, row_length=10, completion_length=5)
+
+
+def with_baseline(programs, state, batch):
+    logprobs, _ = programs.logprobs(state.params, batch)
+    advantages, returns, values = programs.baseline(state.weights, batch)
+    new = dict(behaviour_logprobs=logprobs, ref_logprobs=logprobs, advantages=advantages)
+    return dataclasses.replace(batch, **new, returns=returns, values=values)
+
+
+def moved(before, after):
+    return any(jax.tree.leaves(jax.tree.map(lambda a, b: bool(np.any(a != b)), before, after)))
+
+
+@pytest.mark.parametrize("trunk", TRUNKS)
+def test_the_value_loss_touches_the_policy_only_where_its_trunk_is_shared_and_trained(trunk):
+    """The policy's own loss is switched off."""
+
+    def nothing(logprobs, batch):
+        weight = jnp.sum(batch.mask)
+        return 0.0 * jnp.sum(logprobs), weight, {}
+
+    programs, state = make(trunk, loss=nothing)
+    before, batch = jax.device_get(state), make_batch()
+    _, returns, values = programs.baseline(state.weights, batch)
+    batch = dataclasses.replace(batch, returns=returns, values=values)
+    state, metrics = programs.update(state, [batch])
+    assert moved(before.params, state.params) == (trunk == "shared")
+    assert moved(before.critic.params, state.critic.params) and metrics["nonfinite_updates"][0] == 0
+    assert ("layers" in state.critic.params) == (trunk == "separate") and "lm_head" not in state.critic.params
+
+
+@pytest.mark.slow  # compilations
+@pytest.mark.parametrize("trunk", TRUNKS)
+def test_micro_batches_and_packing_change_nothing(trunk):
+    results = []
+    for packed, rows in ((False, 8), (False, 3), (True, 2)):
+        programs, state = make(trunk)
+        batches = [with_baseline(programs, state, b) for b in data.micro_batches(make_batch(packed), rows)]
+        state, metrics = programs.update(state, batches)
+        results.append((jax.device_get(state.weights), jax.device_get(metrics)))
+    for weights, metrics in results[1:]:
+        # f32 sums in another order; Adam's first step turns tiny gradients into steps of 1e-2
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4), weights, results[0][0])
+        for name in ("value_loss", "return", "value_error_squared", "loss"):
+            np.testing.assert_allclose(metrics[name][0], results[0][1][name][0], rtol=1e-4, err_msg=name)
+
+
+def test_values_belong_to_the_state_before_each_token():
+    programs, state = make("frozen")
+    batch = make_batch()
+    _, returns, values = programs.baseline(state.weights, batch)
+    model = nnx.merge(models.abstract(MODEL)[0], state.params)
+    hidden = model(batch.tokens, batch.positions, batch.segment_ids)
+    head = state.critic.params["value"]
+    for row, column in zip(*np.nonzero(batch.mask), strict=True):
+        expected = hidden[row, batch.predictors[row, column]] @ head["weight"] + head["bias"]
+        np.testing.assert_allclose(values[row, column], expected, rtol=1e-5)
+    assert returns.shape == values.shape == batch.mask.shape
+
+
+@pytest.mark.slow  # compilations
+def test_a_critic_learns_the_value_function_of_a_task_whose_tokens_decide_the_reward():
+    """Every sequence of two tokens of {4, 5} once; the reward is (first − 4) + 2·(second − 4)."""
+    pairs = [(a, b) for a in (4, 5) for b in (4, 5)]
+    prompts = [np.array([7, 8], np.int32)] * 4
+    completions = [[Completion(np.array(p, np.int32), np.zeros(2, np.float32), "length", 0)] for p in pairs]
+    rewards = np.array([[(a - 4) + 2.0 * (b - 4)] for a, b in pairs])
+    batch = data.pad_completions(prompts, completions, rewards, row_length=4, completion_length=2)
+    programs, state = make("separate", learning_rate=3e-3)
+    for _ in range(300):
+        state, _ = programs.update(state, [with_baseline(programs, state, batch)])
+    values = np.asarray(programs.baseline(state.weights, batch)[2])
+    # V before any token is the mean of all rewards, 1.5; before the second it is (first − 4) + 1.
+    expected = np.array([[1.5, (a - 4) + 1.0] for a, _ in pairs])
+    np.testing.assert_allclose(values, expected, atol=0.05)  # bootstrapped with λ = 0.9, 300 steps of Adam
+
+
+def test_no_array_of_the_baseline_has_the_size_of_the_vocabulary():
+    programs, state = make("separate")
+    text = str(jax.make_jaxpr(programs.baseline)(state.weights, make_batch()))
+    assert "f32[8,10,16]" in text and "f32[8,10,23]" not in text and "f32[8,5,23]" not in text
+
+
+@pytest.mark.slow  # compilations
+def test_the_entropy_bonus_has_the_gradient_of_plain_autodiff():
+    coef, batch = 0.3, make_batch()
+    programs, state = make("separate", critic=False, entropy_coef=coef)
+    plain, _ = make("separate", critic=False)
+    batch = dataclasses.replace(batch, behaviour_logprobs=programs.logprobs(state.params, batch)[0])
+
+    def bonus(params):
+        model = nnx.merge(models.abstract(MODEL)[0], params)
+        hidden = model(batch.tokens, batch.positions, batch.segment_ids)
+        logits = model.logits(jnp.take_along_axis(hidden, batch.predictors[..., None], axis=1))
+        log_p = jax.nn.log_softmax(logits)
+        return jnp.sum(-jnp.sum(jnp.exp(log_p) * log_p, -1) * batch.mask)
+
+    with_bonus, without = (p.start(state.weights, batch).grads[0] for p in (programs, plain))
+    expected = jax.tree.map(lambda g, h: g - coef * h, without, jax.grad(bonus)(state.params))
+    largest = max(float(jnp.max(jnp.abs(g))) for g in jax.tree.leaves(expected))
+    # f32: the chunked gradient sums in another order
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5 * largest), with_bonus, expected)
+
+
+def test_no_entropy_is_computed_for_a_bonus_of_zero():
+    operations = []
+    for coef in (0.0, 0.1):
+        programs, state = make("separate", critic=False, entropy_coef=coef)
+        operations.append(programs.start.lower(state.weights, make_batch()).cost_analysis()["flops"])
+    plain, state = make("separate", critic=False)
+    assert operations[0] == plain.start.lower(state.weights, make_batch()).cost_analysis()["flops"] < operations[1]
+
+
+def test_what_is_added_to_a_loss_needs_to_know_how_it_is_aggregated():
+    with pytest.raises(ValueError, match="entropy_coef=0.1.*give mean"):
+        step_lib.build(None, None, None, temperature=1.0, state_sharding=None, batch_sharding=None, entropy_coef=0.1)
+    with pytest.raises(ValueError, match="unknown critic.trunk 'own'"):
+        Critic("own", None, None)
