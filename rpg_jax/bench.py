@@ -16,10 +16,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 COMMANDS = {
+    "step": "the update: seconds, tokens per second, model FLOP/s; against PyTorch",
     "rollout": "tokens per second of every rollout driver",
 }
 """Name and one line of help; `rpg_jax.benchmarks.NAME` holds `arguments(parser)` and `run(arguments)`, which yields
-measurements and raises `ValueError` at arguments that do not go together."""
+measurements and raises `ValueError` at arguments that do not go together. Overrides of a command that takes --config
+are in `arguments.overrides`."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             command.description = module.__doc__
             command.add_argument("--json", action="store_true", help="one JSON object a line on stdout")
             module.arguments(command)
-    arguments = parser.parse_args(argv)
+    arguments, rest = parser.parse_known_args(argv)
+    arguments.overrides = [x for x in rest if hasattr(arguments, "config") and x.startswith("--config.")]
+    if unknown := [x for x in rest if x not in arguments.overrides]:
+        parser.error(f"unknown argument {unknown[0]!r}; --help lists the known ones")
     try:
         for result in module.run(arguments):
             print(json.dumps(result) if arguments.json else _table(result), flush=True)

@@ -1,0 +1,76 @@
+"""A PyTorch process that takes the same steps, one when asked."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from rpg_jax.benchmarks.subject import Subject, progress
+
+_FIELDS = ("vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "hidden_dim")
+_FIELDS += ("attention_bias", "qk_norm", "tie_embeddings", "rope_theta", "rms_norm_eps")
+
+
+class Opponent:
+    """Model, batch sizes and optimizer of `subject`, in the interpreter `python` (or this one, for "torch").
+
+    Raises:
+      ValueError: it cannot be run, has no torch, or the model is a mixture.
+    """
+
+    def __init__(self, python: str, subject: Subject):
+        layout = subject.layout
+        if layout.model.num_experts:
+            raise ValueError("--against knows dense models only")
+        model = dataclasses.asdict(layout.model)
+        asked = {
+            "model": {name: model[name] for name in _FIELDS},
+            "rows": subject.rows,
+            "length": layout.row_length,
+            "completion": min(layout.completion_length, layout.row_length - 1),
+            "dtype": layout.config.model.compute_dtype,
+            "learning_rate": layout.config.optimizer.learning_rate,
+            "threads": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0,
+        }
+        script = Path(__file__).with_name("torch_step.py")
+        command = [sys.executable if python == "torch" else python, str(script)]
+        try:
+            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        except OSError as error:
+            raise ValueError(f"--against={python}: {error}") from None
+        progress(f"PyTorch in {command[0]}: first step")
+        self._send(json.dumps(asked))
+        self._first = self._ask()
+
+    def step(self) -> float:
+        """Seconds of one more step."""
+        self._last = self._ask()
+        return self._last["seconds"]
+
+    def close(self, seconds: list[float]) -> dict[str, Any]:
+        """Ends the process; its median over `seconds`, its start and its memory."""
+        self._process.stdin.close()
+        self._process.wait()
+        return {
+            "seconds": statistics.median(seconds),
+            "seconds_min": min(seconds),
+            "first_step_seconds": self._first["first_step_seconds"],
+            "peak_bytes": self._last["peak_bytes"],
+        }
+
+    def _send(self, line: str) -> None:
+        self._process.stdin.write(line + "\n")
+        self._process.stdin.flush()
+
+    def _ask(self) -> dict[str, Any]:
+        self._send("step")
+        answer = self._process.stdout.readline()
+        if not answer:
+            raise ValueError(f"{self._process.args[0]} took no step: see its message above; does it have torch?")
+        return json.loads(answer)

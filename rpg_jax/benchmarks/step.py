@@ -1,0 +1,85 @@
+"""Times the update: forward, backward, clip and optimizer of one micro-batch, from random weights.
+
+`seconds` is the median of --repeats updates after the first, `seconds_min` the least; `first_step_seconds` counts from
+the start of the process to the end of the first update, imports and compilation included. `model_flops_per_s` counts
+the mathematics, not what is computed twice; `share_of_peak` is its share of what GPUs and TPUs can do in bf16.
+
+--against=PYTHON runs the same model and update in PyTorch between ours, in a process of that interpreter, which needs
+torch: both see the same noise of a busy machine. `ratio` is our median over theirs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from rpg_jax.benchmarks import subject
+from rpg_jax.benchmarks.opponent import Opponent
+from rpg_jax.benchmarks.presets import peak_bytes
+from rpg_jax.benchmarks.subject import Subject, progress
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    subject.arguments(parser)
+    parser.add_argument("--repeats", type=int, default=7, help="timed updates (default 7)")
+    parser.add_argument("--against", metavar="PYTHON", help="an interpreter that has torch, or `torch` for this one")
+
+
+def run(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    if arguments.repeats < 1:
+        raise ValueError(f"--repeats must be >= 1, got {arguments.repeats}")
+    one = Subject.of(*subject.chosen(arguments))
+    yield bench_step(one, arguments.repeats, Opponent(arguments.against, one) if arguments.against else None)
+
+
+def bench_step(one: Subject, repeats: int, opponent: Opponent | None = None) -> dict[str, Any]:
+    with one.layout.activate():
+        progress(f"{one.name}: weights of {one.layout.model.num_layers} layers, {one.tokens} tokens a step")
+        state, batch = one.state(), one.batch()
+        progress("compiling, first step")
+        state, _ = jax.block_until_ready(one.programs.fused(state, batch))
+        first = subject.since_start()
+        ours: list[float] = []
+        theirs: list[float] = []
+        own_peak = _device_peak() or peak_bytes()
+        for repeat in range(repeats):
+            began = time.perf_counter()
+            state, metrics = jax.block_until_ready(one.programs.fused(state, batch))
+            ours.append(time.perf_counter() - began)
+            if opponent:
+                theirs.append(opponent.step())
+            versus = f", torch {theirs[-1]:.3f} s" if theirs else ""
+            progress(f"step {repeat + 1} of {repeats}: {ours[-1]:.3f} s{versus}")
+    seconds, peak = statistics.median(ours), subject.peak_flops()
+    result = {
+        "bench": "step",
+        "subject": one.name,
+        "device": jax.devices()[0].device_kind,
+        "devices": jax.device_count(),
+        "parameters": sum(x.size for x in jax.tree.leaves(state.params)),
+        "tokens": one.tokens,
+        "seconds": seconds,
+        "seconds_min": min(ours),
+        "tokens_per_s": one.tokens / seconds,
+        "first_step_seconds": first,
+        "model_flops": one.step_flops,
+        "model_flops_per_s": one.step_flops / seconds,
+        "peak_bytes": max(own_peak, _device_peak() or peak_bytes()),
+        "loss": float(metrics["loss"][0] / metrics["loss"][1]),
+    }
+    if peak:
+        result["share_of_peak"] = one.step_flops / seconds / peak
+    if opponent:
+        result |= {f"torch_{name}": value for name, value in opponent.close(theirs).items()}
+        result["ratio"] = seconds / result["torch_seconds"]
+    return result
+
+
+def _device_peak() -> int | None:
+    """Bytes of a device's memory at the peak; None on CPU, which is the process's memory."""
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

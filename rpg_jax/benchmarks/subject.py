@@ -1,0 +1,176 @@
+"""What is measured: the training programs of a preset or a config, weights drawn at random and a batch of full rows."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+from rpg_jax import command_line, host_memory, models
+from rpg_jax.benchmarks.presets import PRESETS
+from rpg_jax.layout import Layout
+from rpg_jax.methods import loss_arguments, resolve
+from rpg_jax.planning import training_flops
+from rpg_jax.planning.topologies import CHIPS
+from rpg_jax.training import state as state_lib
+from rpg_jax.training import step as step_lib
+from rpg_jax.training.state import TrainState
+from rpg_jax.types import Batch
+
+_GPU_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L4": 121e12, "V100": 125e12, "T4": 65e12}
+"""Of bf16 (V100 and T4: f16) without sparsity, a second; nvidia.com's data sheets of the SXM boards."""
+_TPU_KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p"}
+_TPU_KINDS |= {"TPU v6 lite": "v6e", "TPU v6e": "v6e"}
+
+
+@dataclasses.dataclass
+class Subject:
+    """The programs of one config on its mesh, and what they run on."""
+
+    name: str
+    layout: Layout
+    programs: step_lib.Programs
+
+    @classmethod
+    def of(cls, name: str, config: ConfigDict, vocab_size: int | None, devices: Sequence[Any] | None = None) -> Subject:
+        """On `devices`, by default all of this machine."""
+        layout = Layout.of(config, vocab_size, devices)
+        loss, hyperparameters = loss_arguments(config)
+        programs = layout.make_programs(
+            layout.make_optimizer(), step_lib.loss_fn(loss, **hyperparameters), config.rollout.temperature
+        )
+        return cls(name, layout, programs)
+
+    @property
+    def rows(self) -> int:
+        return self.layout.microbatch_size
+
+    @property
+    def tokens(self) -> int:
+        """That pass through the model in a step, prompts included."""
+        return self.rows * self.layout.row_length
+
+    def state(self) -> TrainState:
+        """Random weights, and the optimizer's first state."""
+        layout, m = self.layout, self.layout.config.model
+        _, params = models.build(
+            layout.model,
+            param_dtype=m.param_dtype,
+            compute_dtype=m.compute_dtype,
+            remat=m.remat,
+            shardings=layout.param_shardings,
+        )
+        optimizer = layout.make_optimizer()
+        return state_lib.create(params, optimizer, layout.state_sharding(optimizer))
+
+    def batch(self) -> Batch:
+        """Random tokens in rows without padding, the completion last; policies a little apart."""
+        rows, length, completion = self.rows, self.layout.row_length, self.layout.completion_length
+        completion = min(completion, length - 1)
+        rng = np.random.default_rng(0)
+        tokens = rng.integers(0, self.layout.model.vocab_size, (rows, length), dtype=np.int32)
+        prompt, shape = length - completion, (rows, completion)
+        near = np.full(shape, -np.log(self.layout.model.vocab_size), np.float32)
+        batch = Batch(
+            tokens=tokens,
+            positions=np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape),
+            segment_ids=np.ones_like(tokens),
+            predictors=np.broadcast_to(np.arange(prompt - 1, length - 1, dtype=np.int32), shape),
+            targets=tokens[:, prompt:],
+            completion_ids=np.ones(shape, np.int32),
+            mask=np.ones(shape, np.float32),
+            advantages=np.broadcast_to(rng.choice([-1, 1], (rows, 1)).astype(np.float32), shape),
+            sampler_logprobs=near,
+            behaviour_logprobs=near,
+            ref_logprobs=near + rng.normal(0, 0.01, shape).astype(np.float32),
+        )
+        return jax.device_put(batch, self.layout.row_sharding)
+
+    @property
+    def step_flops(self) -> float:
+        """Of the model in one step, on all devices, without what is computed twice."""
+        size = {"rows": self.rows, "length": self.layout.row_length, "predicted": self.layout.completion_length}
+        return training_flops(self.layout.model, **size)
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Options that choose what is measured; anything further is an override like --config.model.remat=dots."""
+    parser.add_argument("--preset", choices=PRESETS, help="a work unit (default w1, where no --config is given)")
+    parser.add_argument("--config", metavar="FILE", help="an experiment, as configs/qwen3_4b_2k.py, at its micro-batch")
+    parser.add_argument("--config.FIELD", metavar="VALUE", help="a changed field, as --config.model.remat=dots")
+
+
+def chosen(arguments: argparse.Namespace) -> tuple[str, ConfigDict, int | None]:
+    """Name, config, and the vocabulary of a model without a published one.
+
+    Raises:
+      ValueError: an unknown field or file, or a config whose model has no published vocabulary.
+    """
+    host_memory.keep_pages()
+    if arguments.config and arguments.preset:
+        raise ValueError("--preset or --config, not both")
+    sys.path.insert(0, str(command_line.ROOT))
+    preset = "" if arguments.config else arguments.preset or "w1"
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_file("config", flag_values=values)
+    file = arguments.config or str(command_line.ROOT / "configs" / "base.py")
+    own = [f"--config.{field}={value}" for field, value in (_fields(preset) if preset else {}).items()]
+    given, sys.argv = sys.argv, ["bench", f"--config={file}", *own, *arguments.overrides]  # config_flags reads it there
+    try:
+        values(sys.argv)
+        config = resolve(values.config)
+    except (flags.Error, KeyError, AttributeError, OSError, TypeError) as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    finally:
+        sys.argv = given
+    if not preset and not (config.model.size or config.model.path):
+        raise ValueError(f"{file} names no published model: set --config.model.size, or take a --preset")
+    return preset or Path(file).stem, config, PRESETS[preset].model.vocab_size if preset else None
+
+
+def _fields(preset: str) -> Mapping[str, Any]:
+    """The config's fields that make up a work unit: one update of AdamW, in f32."""
+    work, model = PRESETS[preset], PRESETS[preset].model
+    dimensions = ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "hidden_dim")
+    return {
+        **{f"model.{name}": getattr(model, name) for name in dimensions},
+        "model.compute_dtype": "float32",
+        "model.remat": "none",
+        "task.max_prompt_tokens": work.prompt_tokens,
+        "rollout.max_tokens": work.new_tokens,
+        "rollout.prompts_per_step": work.prompts,
+        "rollout.group_size": work.group_size,
+        "train.updates_per_step": 1,
+    }
+
+
+def peak_flops() -> float | None:
+    """bf16 operations a second of this machine's devices together, where that is known."""
+    device = jax.devices()[0]
+    if device.platform == "tpu":
+        kind = _TPU_KINDS.get(device.device_kind)
+        return CHIPS[kind].flops * jax.device_count() if kind else None
+    known = (flops for name, flops in _GPU_FLOPS.items() if name in device.device_kind)
+    return next(known, 0.0) * jax.device_count() or None
+
+
+def progress(message: str) -> None:
+    print(message, file=sys.stderr, flush=True)
+
+
+def since_start() -> float:
+    """Seconds since this process began."""
+    stat = Path("/proc/self/stat")
+    if not stat.exists():
+        return time.process_time()
+    ticks = int(stat.read_text().rpartition(")")[2].split()[19])
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / 100
