@@ -1,0 +1,42 @@
+"""The two logs of a run, one line a step and one a sampled completion, kept in step with each other and the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rpg_jax.training.experience import Group
+from rpg_jax.training.metrics import JsonLines
+
+
+class RunLog:
+    """metrics.jsonl and samples.jsonl of a run folder; `samples` prompts a step have their completions written."""
+
+    def __init__(self, run_dir: Path, *, samples: int):
+        self._metrics, self._samples = JsonLines(run_dir / "metrics.jsonl"), JsonLines(run_dir / "samples.jsonl")
+        self._samples_per_step = samples
+
+    def append(self, step: int, values: Mapping[str, float], groups: Sequence[Group] = ()) -> None:
+        """Writes a step: the samples first, so that a step with metrics has them."""
+        for group in groups[: self._samples_per_step]:
+            for text, completion, reward, accuracy in zip(
+                group.texts, group.completions, group.rewards, group.accuracy, strict=True
+            ):
+                self._samples.append(
+                    {
+                        "step": step,
+                        "prompt": group.problem.prompt,
+                        "completion": text,
+                        "answer": group.problem.answer,
+                        "reward": reward,
+                        "accuracy": accuracy,
+                        "tokens": len(completion.tokens),
+                        "finish_reason": completion.finish_reason,
+                    }
+                )
+        self._metrics.append({"step": step, **values})
+
+    def rewind(self, step: int) -> None:
+        """Drops what was written after `step`, which a resumed run does again."""
+        for log in (self._metrics, self._samples):
+            log.rewind(step)

@@ -1,0 +1,66 @@
+"""Warm starts that runs share: trained once per model, task and settings, then read from a folder named by them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ml_collections import ConfigDict
+
+from rpg_jax.experiment import Experiment
+from rpg_jax.report.progress import Progress
+from rpg_jax.rewards import Scorer
+from rpg_jax.rollout import Rollout
+from rpg_jax.training import state as state_lib
+from rpg_jax.training import step as step_lib
+from rpg_jax.training.checkpoints import Snapshots
+from rpg_jax.training.warm_start import Target, warm_start
+
+
+def warm_started(experiment: Experiment, params: Any, rollout: Rollout, scorer: Scorer, run_dir: Path) -> Any:
+    """Weights at the configured accuracy: from the shared cache, or trained now, from `params`, and put there."""
+    c, e = experiment.config.warm_start, experiment
+    folder = Path(c.dir) / cache_key(experiment.config)
+    cache = Snapshots(folder)
+    if cache.exists(0):
+        print(f"warm start from {folder}")
+        return cache.restore(0, e.abstract_params)
+    optimizer = e.make_optimizer(
+        name="adamw", learning_rate=c.learning_rate, warmup_updates=20, weight_decay=0.0, max_grad_norm=1.0
+    )
+    update = e.make_programs(optimizer, step_lib.supervised_loss, 1.0).fused
+    temperature = experiment.config.evaluation.temperature
+    sampler = e.make_sampler(rollout, scorer, temperature=temperature, group_size=1, seed=c.seed)
+    problems = [p for held_out in e.task.held_out.values() for p in held_out]
+
+    def accuracy(params: Any) -> float:
+        rollout.sync_weights(params, 0)
+        return float(np.mean([g.accuracy.mean() for g in sampler(problems, step=0)]))
+
+    target = Target(c.min_accuracy, c.max_accuracy, c.check_every, c.max_updates)
+    with Progress(goal=c.min_accuracy, title="warm start") as progress:
+        state, _ = warm_start(
+            state_lib.create(params, optimizer, e.state_sharding(optimizer)),
+            update,
+            e.supervised_batches(c.batch_size),
+            accuracy,
+            target,
+            on_check=lambda updates, value: progress.update(updates, {"accuracy": value}),
+        )
+    cache.save(0, state.params)
+    cache.wait()
+    shutil.copy(run_dir / "tokenizer.model", folder)
+    return state.params
+
+
+def cache_key(config: ConfigDict) -> str:
+    """Names a warm start by what it depends on: model, task, tokenizer text, seed and its own settings."""
+    parts = {"model": config.model.to_dict(), "task": config.task.to_dict(), "warm_start": config.warm_start.to_dict()}
+    parts |= {"max_tokens": config.rollout.max_tokens, "evaluation": config.evaluation.to_dict()}
+    parts["warm_start"].pop("dir")
+    parts["model"].pop("remat")
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
