@@ -1,0 +1,45 @@
+"""Trains what needs more than weights and AdamW's slots to resume, straight and interrupted; run by test_resume.py."""
+
+import shutil
+import sys
+from pathlib import Path
+
+from absl import logging
+
+from rpg_jax.methods import resolve
+from rpg_jax.train import train
+from tests.end_to_end import micro
+
+PACKED = {"train.packed_length": 33, "train.microbatch_size": 4}
+VARIANTS = {
+    "schedule_free": {"optimizer.name": "schedule_free_adamw"},
+    "every": {"reference.rule": "every", "reference.every": 3},
+    "kl": {"reference.rule": "kl", "reference.kl_threshold": 1e-5},
+    "ppo": {"method": "PPO", "dynamic_sampling.enabled": True, "dynamic_sampling.surplus": "carry", **PACKED},
+    "ppo_shared": {"method": "PPO", "critic.trunk": "shared", "critic.gae_lambda": 0.9},
+    "entropy": {"loss.entropy_coef": 0.01, **PACKED},
+}
+
+
+def run(runs, name, changes):
+    """Three steps, to the end or on from the checkpoints that are there."""
+    config = micro.get_config()
+    config.run.dir, config.run.name, config.run.compilation_cache = str(runs), name, ""
+    config.warm_start.dir = f"{runs}/warm_starts"
+    config.checkpoint.every, config.checkpoint.keep = 1, 3
+    config.update_from_flattened_dict({**changes, "train.steps": 3})
+    print(name, flush=True)
+    code = train(resolve(config))
+    if code:
+        raise SystemExit(f"{name} ended with {code}")
+
+
+if __name__ == "__main__":
+    logging.set_verbosity(logging.WARNING)
+    runs = Path(sys.argv[1])
+    for name, changes in VARIANTS.items():
+        run(runs, f"{name}-straight", changes)
+        shutil.copytree(runs / f"{name}-straight", runs / f"{name}-resumed")
+        for step in (2, 3):
+            shutil.rmtree(runs / f"{name}-resumed" / "checkpoints" / str(step))
+        run(runs, f"{name}-resumed", changes)

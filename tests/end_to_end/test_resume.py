@@ -1,0 +1,48 @@
+"""Interrupted after a step and continued, every part of a run that has a state of its own is bit for bit the same."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.end_to_end.every_variant import VARIANTS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def metrics(folder):
+    """The lines of steps without what a clock measured or an evaluation added."""
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    clocked = ("time/", "seconds", "tokens_per_second", "eval/")
+    return [{k: v for k, v in r.items() if not k.startswith(clocked)} for r in records]
+
+
+@pytest.mark.slow  # every variant twice
+def test_every_optimizer_reference_and_critic_resumes_to_the_same_bits(tmp_path):
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    command = [sys.executable, "-m", "tests.end_to_end.every_variant", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in VARIANTS:
+        checksums = re.findall(rf"^{name}-\w+\n(?:.*\n)*?weights checksum: (\w+)", done.stdout, re.M)
+        assert f"{name}-resumed after step 1" in done.stdout
+        assert len(checksums) == 2 and len(set(checksums)) == 1, (name, checksums)
+        straight, resumed = (metrics(tmp_path / f"{name}-{how}") for how in ("straight", "resumed"))
+        assert straight == resumed and [r["step"] for r in straight] == [0, 1, 2, 3], name
+        assert all(r["skipped_updates"] == 0 and r["grad_norm"] > 0 for r in straight[1:]), name
+        assert all(r["sampler_gap"] < 1e-4 for r in straight[1:]), name
+    references = {
+        name: [r["reference_update"] for r in metrics(tmp_path / f"{name}-straight")[1:]] for name in VARIANTS
+    }
+    assert references["every"] == [0, 3, 6] and references["kl"] == [2, 4, 6]
+    for name in ("ppo", "ppo_shared"):
+        records = metrics(tmp_path / f"{name}-straight")[1:]
+        assert abs(records[0]["explained_variance"]) < 1e-3, "values start at 0 everywhere"
+        assert records[-1]["critic_grad_norm"] > 0 and records[-1]["value"] != 0, name
