@@ -83,6 +83,7 @@ class Experiment(Layout):
             slots=c.rollout.slots,
             max_prompt_tokens=c.task.max_prompt_tokens,
             max_tokens=c.rollout.max_tokens,
+            mixed=c.rollout.max_staleness > 0 and c.rollout.swap == "midway",
             **self.decoding(),
         )
 
@@ -168,7 +169,7 @@ class Experiment(Layout):
         """The trainer before its first step; `params` are taken over (donated)."""
         c, critic = self.config, self.make_critic()
         dynamic = c.dynamic_sampling
-        return Trainer(
+        trainer = Trainer(
             state=state_lib.create(params, optimizer, self.state_sharding(optimizer, critic), critic),
             programs=self.make_rl_programs(optimizer, critic),
             stream=data.PromptStream(
@@ -198,6 +199,9 @@ class Experiment(Layout):
             max_sampler_gap=c.rollout.max_sampler_gap,
             max_nonfinite_updates=c.log.max_nonfinite_updates,
         )
+        if c.rollout.max_staleness:
+            trainer.sample_ahead(c.rollout.max_staleness, steps=c.train.steps, swap=c.rollout.swap)
+        return trainer
 
 
 def open_tokenizer(config: ConfigDict, task: Task, run_dir: Path) -> data.Tokenizer:

@@ -106,9 +106,13 @@ class Run:
 
     def evaluate(self) -> dict[str, float]:
         """Scores of every held-out set, with the optimizer's evaluation weights; "eval/accuracy" is their mean."""
+        with self.trainer.exclusive():
+            return self._evaluate()
+
+    def _evaluate(self) -> dict[str, float]:
         trainer = self.trainer
         params = self.optimizer.evaluation_params(trainer.state.opt_state, trainer.state.params)
-        if params is not trainer.state.params:
+        if params is not trainer.state.params or trainer.ahead is not None:
             self.rollout.sync_weights(params, int(trainer.state.updates))
         values = {}
         for name, problems in self.experiment.task.held_out.items():
@@ -130,6 +134,8 @@ class Run:
 
     def close(self) -> None:
         self.checkpoints.close()
+        if self.trainer.ahead is not None:
+            self.trainer.ahead.close()
         self.rollout.close()
         self.scorer.close()
 

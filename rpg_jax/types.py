@@ -49,13 +49,22 @@ class Completion:
       tokens: i32[n], the stop token included where one was drawn.
       logprobs: f32[n], of the distribution actually sampled from, as the rollout engine computed it.
       finish_reason: "stop" when the last token is a stop token, else "length".
-      weight_version: version of the weights that sampled it.
+      weight_version: version of the weights that sampled it, or began to.
+      token_versions: i32[n], where the weights changed on the way: the version that sampled each token.
     """
 
     tokens: np.ndarray
     logprobs: np.ndarray
     finish_reason: FinishReason
     weight_version: int
+    token_versions: np.ndarray | None = None
+
+    @property
+    def versions(self) -> np.ndarray:
+        """i32[n], the version of the weights that sampled each token."""
+        if self.token_versions is not None:
+            return self.token_versions
+        return np.full(len(self.tokens), self.weight_version, np.int32)
 
 
 @flax.struct.dataclass

@@ -75,6 +75,7 @@ def build(
     steps_per_dispatch: int = 16,
     prefill_tokens: int = 2048,
     refill: float = 1 / 16,
+    mixed: bool = False,
     dtype=None,
     shardings: Params | None = None,
     mesh: jax.sharding.Mesh | None = None,
@@ -92,6 +93,8 @@ def build(
       steps_per_dispatch: most decode steps between two looks by the host.
       prefill_tokens: tokens, padding included, of one prefill.
       refill: fraction of the slots that may stand idle before a dispatch ends early to refill them.
+      mixed: weights may be synced while completions are decoded; each token then carries its version. Else that is an
+        error ("simple", which cannot, makes the sync wait).
       dtype, shardings: of the decoding weights where they are not the trainer's.
       mesh, rules: the devices that decode and how logical axes fall on them; None decodes on one device.
 
@@ -108,7 +111,7 @@ def build(
         config, graphdef, weights, slots=slots, capacity=capacity, steps=steps_per_dispatch, mesh=mesh, rules=rules
     )
     kind = {"orchestrator": JetStreamRollout, "lockstep": LockstepRollout}[driver]
-    return kind(engine, prefill_tokens=prefill_tokens, refill=refill)
+    return kind(engine, prefill_tokens=prefill_tokens, refill=refill, mixed=mixed)
 
 
 __all__ = [

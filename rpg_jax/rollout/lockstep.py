@@ -6,6 +6,7 @@ for models larger than one; and with no thread in between it is the fastest driv
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rpg_jax.rollout.engine import QwenEngine
-from rpg_jax.rollout.requests import Chunk, check, plan
+from rpg_jax.rollout.requests import Chunk, check, completions, plan
 from rpg_jax.rollout.schedule import Schedule, Usage
 from rpg_jax.rollout.weights import Params, RolloutError
 from rpg_jax.types import Completion, Sampling
@@ -26,17 +27,18 @@ class LockstepRollout:
       engine: the engine to drive.
       prefill_tokens: tokens, padding included, of one prefill.
       refill: fraction of the slots that may stand idle before a dispatch ends early to refill them.
+      mixed: let weights be synced between two dispatches of a rollout; on one process.
     """
 
-    def __init__(self, engine: QwenEngine, *, prefill_tokens: int = 2048, refill: float = 1 / 16):
+    def __init__(self, engine: QwenEngine, *, prefill_tokens: int = 2048, refill: float = 1 / 16, mixed: bool = False):
         self.engine, self.weights = engine, engine.weights
         self._prefill_tokens = prefill_tokens
         self._idle = max(1, int(engine.slots * refill))
-        self._busy = threading.Lock()
+        self._busy, self._mixed = threading.Lock(), mixed
         self.usage = Usage()
 
     def sync_weights(self, params: Params, version: int) -> None:
-        with self._busy:
+        with contextlib.nullcontext() if self._mixed else self._busy:
             self.weights.sync(params, version)
 
     def verify_weights(self, params: Params) -> None:
@@ -67,7 +69,7 @@ class LockstepRollout:
                 self._run(deque(chunks))
             except Exception as fault:
                 raise RolloutError(f"the rollout of step {step} failed: {type(fault).__name__}: {fault}") from fault
-        return [[row.completion(version) for row in group] for group in groups]
+        return completions(groups, version, mixed=self._mixed)
 
     def close(self) -> None:
         pass

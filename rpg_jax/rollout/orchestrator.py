@@ -18,7 +18,7 @@ import numpy as np
 
 from rpg_jax.rollout.engine import QwenEngine
 from rpg_jax.rollout.jetstream_compat import JetstreamMetricsCollector, orchestrator
-from rpg_jax.rollout.requests import Chunk, Row, check, plan
+from rpg_jax.rollout.requests import Chunk, Row, check, completions, plan
 from rpg_jax.rollout.schedule import Schedule, Usage
 from rpg_jax.rollout.weights import Params, RolloutError
 from rpg_jax.types import Completion, Sampling
@@ -221,6 +221,7 @@ class JetStreamRollout:
       refill: fraction of the slots that may stand idle before a dispatch ends early to refill them.
       keep_state: keep the decode state allocated between calls; by default a rollout phase leaves no cache behind.
       metrics_collector: JetStream's gauges, for a server.
+      mixed: let weights be synced while completions are decoded; each token then carries its version.
     """
 
     def __init__(
@@ -231,8 +232,9 @@ class JetStreamRollout:
         refill: float = 1 / 16,
         keep_state: bool = False,
         metrics_collector: JetstreamMetricsCollector | None = None,
+        mixed: bool = False,
     ):
-        self.engine, self.weights = engine, engine.weights
+        self.engine, self.weights, self._mixed = engine, engine.weights, mixed
         self._prefill_tokens = prefill_tokens
         self.usage = Usage()
         self._options = {"idle": max(1, int(engine.slots * refill)), "keep_state": keep_state, "usage": self.usage}
@@ -269,12 +271,7 @@ class JetStreamRollout:
         )
         version = self.weights.version
         self._run(chunks)
-        if self.weights.version != version:
-            raise RolloutError(
-                f"weights changed from version {version} to {self.weights.version} during the rollout of step {step}: "
-                "its completions mix two policies; sync weights between rollouts"
-            )
-        return [[row.completion(version) for row in group] for group in groups]
+        return completions(groups, version, mixed=self._mixed)
 
     def close(self) -> None:
         """Stops the threads and frees the cache; a later `generate` starts them again."""

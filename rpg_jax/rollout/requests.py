@@ -24,6 +24,7 @@ class Row:
       counters: (seed, step, prompt_id, index), the origin of its random key.
       sampling: how it is drawn.
       tokens, logprobs: pieces in order, one per dispatch.
+      spans: version of the weights of each dispatch, and the tokens that it drew.
       emitted: tokens drawn so far, as the scheduling thread knows it.
       channel: where a driver with threads reports this row; None where there are none.
       cancelled: whoever asked for it no longer wants it; its slot is freed at the next dispatch.
@@ -35,6 +36,7 @@ class Row:
     sampling: Sampling
     tokens: list[np.ndarray] = dataclasses.field(default_factory=list)
     logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)
+    spans: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     emitted: int = 0
     channel: Any = None
     cancelled: bool = False
@@ -43,17 +45,19 @@ class Row:
         self.tokens.append(tokens)
         self.logprobs.append(logprobs)
 
-    def completion(self, weight_version: int) -> Completion:
+    def completion(self) -> Completion:
         """Raises RolloutError where a log-probability is not finite: the weights are broken."""
+        versions = np.repeat(*np.array(self.spans, np.int32).T)
         tokens, logprobs = np.concatenate(self.tokens), np.concatenate(self.logprobs)
         if not np.isfinite(logprobs).all():
             _, step, prompt_id, index = self.counters
             raise RolloutError(
                 f"completion {index} of prompt {prompt_id} at step {step} has non-finite log-probabilities: the "
-                f"weights (version {weight_version}) give non-finite logits"
+                f"weights (version {versions[-1]}) give non-finite logits"
             )
         stopped = int(tokens[-1]) in self.sampling.stop_token_ids
-        return Completion(tokens, logprobs, "stop" if stopped else "length", weight_version)
+        mixed = versions if (versions != versions[0]).any() else None
+        return Completion(tokens, logprobs, "stop" if stopped else "length", int(versions[0]), mixed)
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -104,6 +108,22 @@ def check(
                 f"prompt {i} (id {prompt_ids[i]}) has {len(prompt)} tokens, and with max_tokens {sampling.max_tokens} "
                 f"does not fit a slot of {capacity} tokens; raise the rollout's capacity, or filter long prompts"
             )
+
+
+def completions(groups: Sequence[Sequence[Row]], version: int, *, mixed: bool) -> list[list[Completion]]:
+    """What has become of complete rows that were asked for under weights of `version`.
+
+    Raises:
+      RolloutError: non-finite log-probs, or other weights have sampled and `mixed` does not allow that.
+    """
+    others = {v for group in groups for row in group for v, _ in row.spans} - {version}
+    if others and not mixed:
+        step = groups[0][0].counters[1]
+        raise RolloutError(
+            f"weights changed from version {version} to {max(others)} during the rollout of step {step}: its "
+            "completions mix two policies; sync weights between rollouts"
+        )
+    return [[row.completion() for row in group] for group in groups]
 
 
 def plan(

@@ -91,16 +91,18 @@ class Schedule:
         k, queued = self.engine.steps, more or bool(self._waiting)
         ends = (row.prompt_length + min(row.emitted + k, row.sampling.max_tokens) for row in self.live.values())
         floor = max(0, len(self.live) - self._idle) if queued else 0
-        began = time.perf_counter()
-        self._state, result = self.engine.generate(
-            self.engine.weights, self._state, floor=floor, attend_length=max(ends)
-        )
+        began, weights = time.perf_counter(), self.engine.weights
+        with weights.lock:
+            version = weights.version
+            self._state, result = self.engine.generate(weights, self._state, floor=floor, attend_length=max(ends))
         result = self.engine.fetch(result)
-        self._count(result, queued, time.perf_counter() - began)
+        self._count(result, version, queued, time.perf_counter() - began)
         return result
 
-    def _count(self, result: engine_api.ResultTokens, queued: bool, seconds: float) -> None:
+    def _count(self, result: engine_api.ResultTokens, version: int, queued: bool, seconds: float) -> None:
         _, _, counts = self.engine.parse(result)
+        for slot, row in self.live.items():
+            row.spans.append((version, int(counts[slot])))
         steps, tokens, usage = int(counts.max()), int(counts.sum()), self._usage
         usage.decode_s += seconds
         usage.dispatches += 1

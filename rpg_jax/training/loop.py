@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from rpg_jax.losses import Metrics
 from rpg_jax.rollout import Rollout
 from rpg_jax.training import metrics as metrics_lib
 from rpg_jax.training import pending
+from rpg_jax.training.ahead import Ahead, Sampled, snapshot, staleness, with_behaviour
 from rpg_jax.training.experience import Collected, DynamicSampling, Group, GroupSampler, collect
 from rpg_jax.training.reference import Reference
 from rpg_jax.training.rows import Batcher, gather, spread
@@ -50,6 +52,7 @@ class Trainer:
       max_nonfinite_updates: skipped updates in a row that stop the run.
       step: steps done.
       pending: groups carried over to the next step.
+      ahead: samples later steps while this one trains; None where sampling and training take turns.
     """
 
     state: TrainState
@@ -70,34 +73,45 @@ class Trainer:
     step: int = 0
     nonfinite_in_a_row: int = 0
     pending: list[Group] = dataclasses.field(default_factory=list)
+    ahead: Ahead | None = None
+
+    def sample_ahead(self, max_staleness: int, *, steps: int, swap: str) -> None:
+        """From now on rollouts run ahead of training; see `ahead.Ahead`."""
+        take_errors = self.sample.take_errors
+        self.ahead = Ahead(
+            self._collect, take_errors, self.rollout, max_staleness=max_staleness, steps=steps, swap=swap
+        )
 
     def run_step(self) -> tuple[dict[str, float], list[Group]]:
         """One rollout batch and its updates. Returns the step's metrics and the groups that were generated."""
         clock = _Clock()
-        collected = collect(
-            self.stream,
-            self.sample,
-            prompts_per_step=self.prompts_per_step,
-            step=self.step,
-            dynamic=self.dynamic,
-            pending=self.pending,
-        )
+        version = int(self.state.updates)
+        if self.ahead is None:
+            sampled = Sampled(self._collect(self.step, self.pending), self.sample.take_errors())
+            trained = sampled.collected.trained
+        else:
+            sampled = self.ahead.take(self.step, self.state.params, version)
+            trained = with_behaviour(sampled.collected.trained, version)
+        collected = sampled.collected
         clock.lap("rollout")
 
-        minibatches, entropy = self._minibatches(collected.trained)
-        self.pending = self._with_behaviour_logprobs(collected.carried)
+        minibatches, entropy = self._minibatches(trained)
+        if self.ahead is None:
+            self.pending = self._with_behaviour_logprobs(collected.carried)
         clock.lap("logprobs")
 
         totals = self._update(minibatches)
         clock.lap("update")
 
-        self.sync_rollout()
+        if self.ahead is None or self.ahead.midway:
+            self.sync_rollout()
         clock.lap("sync")
 
         self.step += 1
         values = metrics_lib.mean({**totals, "entropy": entropy})
         values |= sampling_metrics(collected)
-        values |= {f"verifier_errors/{kind}": count for kind, count in self.sample.take_errors().items()}
+        values |= {f"verifier_errors/{kind}": count for kind, count in sampled.errors.items()}
+        values |= staleness(trained, version) if self.ahead is not None else {}
         values |= {"updates": int(self.state.updates), "skipped_updates": int(self.state.skipped)}
         values["kl"], values["sampler_ess"] = values["kl_k3"], _effective_share(values)
         if "value_error" in values:
@@ -106,6 +120,10 @@ class Trainer:
         values |= clock.metrics(tokens=values["completion_tokens"])
         self._check(values)
         return values, collected.generated
+
+    def _collect(self, step: int, carried: Sequence[Group]) -> Collected:
+        n = self.prompts_per_step
+        return collect(self.stream, self.sample, prompts_per_step=n, step=step, dynamic=self.dynamic, pending=carried)
 
     def _minibatches(self, groups: list[Group]) -> tuple[list[list[Batch]], tuple[jax.Array, jax.Array]]:
         """Mini-batches with all log-probs, and Σ entropy with its weight.
@@ -184,13 +202,19 @@ class Trainer:
         return losses.merge(per_update)
 
     def sync_rollout(self) -> None:
-        """Hands the weights to the sampler and verifies that it holds the same bits.
+        """Hands the weights, a copy of them where it samples on while they train, to the sampler, and verifies that it
+        holds the same bits.
 
         Raises:
           RolloutError: the checksums differ, so completions would come from another policy than the one trained.
         """
-        self.rollout.sync_weights(self.state.params, int(self.state.updates))
-        self.rollout.verify_weights(self.state.params)
+        policy = self.state.params if self.ahead is None else snapshot(self.state.params)
+        self.rollout.sync_weights(policy, int(self.state.updates))
+        self.rollout.verify_weights(policy)
+
+    def exclusive(self) -> contextlib.AbstractContextManager:
+        """While entered, the sampler is the caller's alone."""
+        return contextlib.nullcontext() if self.ahead is None else self.ahead.exclusive()
 
     def _check(self, values: dict[str, float]) -> None:
         gap = values["sampler_gap"]
@@ -210,6 +234,7 @@ class Trainer:
         """Everything besides `state` that a resume needs, JSON-able."""
         return {
             "step": self.step,
+            "ahead": None if self.ahead is None else self.ahead.state(),  # first: it waits for what moves the stream
             "stream": self.stream.state(),
             "reference": self.reference.commit(),
             "nonfinite_in_a_row": self.nonfinite_in_a_row,
@@ -219,6 +244,10 @@ class Trainer:
     def restore(self, state: TrainState, record: dict[str, Any]) -> None:
         """Goes back to a state and the record that was taken with it."""
         self.state, self.step = state, int(record["step"])
+        if (self.ahead is None) != (record["ahead"] is None):
+            raise ValueError("the checkpoint has rollout.max_staleness 0 and the run has not, or the reverse")
+        if self.ahead is not None:
+            self.ahead.restore(record["ahead"])
         self.stream.restore(record["stream"])
         self.reference.restore(record["reference"])
         self.nonfinite_in_a_row = int(record["nonfinite_in_a_row"])

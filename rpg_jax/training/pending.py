@@ -27,7 +27,6 @@ def encode(groups: Sequence[Group]) -> str:
         "problems": [dataclasses.asdict(g.problem) for g in groups],
         "texts": [g.texts for g in groups],
         "finish_reasons": [c.finish_reason for c in completions],
-        "weight_versions": [int(c.weight_version) for c in completions],
     }
     arrays = {
         "texts": np.frombuffer(json.dumps(texts).encode(), np.uint8),
@@ -36,6 +35,7 @@ def encode(groups: Sequence[Group]) -> str:
         "prompt_lengths": np.array([len(g.prompt) for g in groups]),
         "prompts": np.concatenate([g.prompt for g in groups]),
         "tokens": np.concatenate([c.tokens for c in completions]),
+        "versions": np.concatenate([c.versions for c in completions]),
         "sampler_logprobs": np.concatenate([c.logprobs for c in completions]),
         "behaviour_logprobs": np.concatenate([x for g in groups for x in g.behaviour_logprobs or ()]),
         "rewards": np.concatenate([g.rewards for g in groups]),
@@ -58,12 +58,12 @@ def decode(text: str) -> list[Group]:
         return np.split(a[name], np.cumsum(a[lengths])[:-1])
 
     completions = [
-        Completion(*fields)
-        for fields in zip(
+        Completion(tokens, logprobs, reason, int(versions[0]), versions if (versions != versions[0]).any() else None)
+        for tokens, logprobs, reason, versions in zip(
             split("tokens", "lengths"),
             split("sampler_logprobs", "lengths"),
             texts["finish_reasons"],
-            texts["weight_versions"],
+            split("versions", "lengths"),
             strict=True,
         )
     ]

@@ -24,13 +24,21 @@ PROBLEMS = [data.Problem(i, f"p{i}", "a", "t") for i in range(7)]
 class FakeSampler:
     """Completions that depend on (step, draw, prompt) alone; three quarters of the groups are informative."""
 
+    def __init__(self, rollout):
+        self.rollout = rollout
+
     def __call__(self, problems, *, step, draw=0):
         return [self._group(problem, step, draw) for problem in problems]
 
     def _group(self, problem, step, draw):
         rng = np.random.default_rng((step, draw, problem.prompt_id))
         completions = [
-            Completion(rng.integers(4, 16, n).astype(np.int32), rng.normal(-2, 0.1, n).astype(np.float32), "stop", 0)
+            Completion(
+                rng.integers(4, 16, n).astype(np.int32),
+                rng.normal(-2, 0.1, n).astype(np.float32),
+                "stop",
+                self.rollout.version,
+            )
             for n in rng.integers(1, 6, 2)
         ]
         accuracy = np.array([0, rng.random() < 0.75], np.float32)
@@ -42,8 +50,10 @@ class FakeSampler:
 
 
 class FakeRollout:
+    version = 0
+
     def sync_weights(self, params, version):
-        pass
+        self.version = version
 
     def verify_weights(self, params):
         pass
@@ -87,14 +97,15 @@ def make_trainer(parts, folder, *, dynamic, rule="every", batch_size=8, programs
         like=abstract(parts["shapes"], parts["params"]),
         every=2, kl_threshold=0.1, kl_decay=0.9, resident=False,
     )  # fmt: skip
+    rollout = FakeRollout()
     trainer = Trainer(
         state=state_lib.create(params, parts["optimizer"], parts["where"]),
         programs=programs or parts["programs"],
         stream=data.PromptStream(PROBLEMS, batch_size=batch_size, seed=0),
-        sample=FakeSampler(),
+        sample=FakeSampler(rollout),
         advantages=lambda groups: np.asarray(losses.advantages("group_mean", np.stack([g.rewards for g in groups]))),
         batcher=batcher,
-        rollout=FakeRollout(),
+        rollout=rollout,
         reference=reference,
         dynamic=dynamic,
         prompts_per_step=2,
@@ -145,18 +156,24 @@ def test_carried_groups_are_trained_with_the_logprobs_of_the_weights_that_sample
         assert sorted(len(c.tokens) for c in group.completions) == sorted(chosen.sum(axis=1))
 
 
-@pytest.mark.parametrize("surplus", ["carry", "drop"])
-def test_a_resumed_loop_is_the_same_loop_in_the_middle_of_an_epoch(parts, tmp_path, surplus):
+@pytest.mark.parametrize(
+    ("surplus", "max_staleness"),
+    [("carry", 0), ("drop", 0), ("carry", 2), pytest.param("drop", 1, marks=pytest.mark.slow)],
+)
+def test_a_resumed_loop_is_the_same_loop_in_the_middle_of_an_epoch(parts, tmp_path, surplus, max_staleness):
     """Seven problems in batches of three: no step ends where an epoch does, and groups are pending."""
 
     def make(folder):
-        return make_trainer(parts, folder, dynamic=DynamicSampling(surplus=surplus), batch_size=3)
+        made = make_trainer(parts, folder, dynamic=DynamicSampling(surplus=surplus), batch_size=3)
+        if max_staleness:
+            made.sample_ahead(max_staleness, steps=6, swap="between")
+        return made
 
     straight, pending_seen = make(tmp_path), 0
     history = []
     for _ in range(6):
         record, state = straight.record(), jax.tree.map(np.array, straight.state)
-        pending_seen += len(straight.pending)
+        pending_seen += len((record["ahead"] or {"carried": straight.pending})["carried"])
         history.append((record, state, straight.run_step()[0]))
     assert (pending_seen > 0) == (surplus == "carry")
     for record, state, expected in history[2:5:2]:
@@ -164,6 +181,7 @@ def test_a_resumed_loop_is_the_same_loop_in_the_middle_of_an_epoch(parts, tmp_pa
         resumed.restore(jax.device_put(state, parts["where"]), record)
         values, _ = resumed.run_step()
         assert untimed(values) == untimed(expected)
+        assert values.get("staleness_updates_max", 0) <= 2 * (max_staleness + (surplus == "carry"))
         while resumed.step < straight.step:
             resumed.run_step()
         assert bit_checksum(resumed.state) == bit_checksum(straight.state)
