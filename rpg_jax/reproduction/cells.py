@@ -53,7 +53,8 @@ def run_cells(
 ) -> dict[str, Path]:
     """Runs what has not ended; returns name -> log of the cells that failed.
 
-    The first cell runs alone where none has: it makes the warm start and the compiled programs that all share. Each
+    The first cell runs alone where none has: it makes the warm start and the compiled programs that all share, and if
+    it fails nothing else is started. Each
     process keeps to one core where the platform can say so, so that `jobs` runs do not get into each other's way.
     Ctrl-C stops the runs after their steps in progress; the same call continues.
     """
@@ -72,9 +73,11 @@ def run_cells(
             for place, (cell, process) in list(running.items()):
                 if process.poll() is not None:
                     del running[place]
-                    alone = False
                     if process.returncode != 0:
                         failed[cell.name] = _log(cell, out)
+                        if alone:
+                            waiting.clear()
+                    alone = False
             done = [progress_of(cell, out) for cell in cells]
             on_progress(sum(s for s, _ in done), sum(e for _, e in done), [c.name for c, _ in running.values()])
     finally:

@@ -146,8 +146,10 @@ def draw_scores(table: Table, scores: Scores) -> bytes:
             if row == table.baseline:
                 ax.axvline(m.value, color=colour, linewidth=0.8, alpha=0.5)
         ax.set_yticks(range(len(rows)), rows)
-        ax.invert_yaxis()
-        _plain(ax, f"{name}", "Mean@32 after the last step, %")
+        ax.set_ylim(len(rows) - 0.5, -0.5)
+        low, high = ax.get_xlim()
+        ax.set_xlim(max(low, -2), min(high, 102))
+        _plain(ax, name, "Mean@32 after the last step, %")
     return _png(canvas)
 
 
@@ -174,6 +176,7 @@ def draw_dynamics(scores: Scores, cells: Sequence[Cell], out: Path) -> bytes:
             ax.plot(steps, values.mean(0), color=colour, linewidth=1.6, label=row)
             ax.fill_between(steps, values.min(0), values.max(0), color=colour, alpha=0.12, linewidth=0)
         _plain(ax, title, "step")
+        ax.locator_params(axis="x", integer=True)
         if key == "kl_k3":
             ax.set_yscale("symlog", linthresh=10)
     handles, labels = figure.axes[0].get_legend_handles_labels()

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+
+from rpg_jax import losses, reproduce
+from rpg_jax.reproduction import cells as cells_lib
+from rpg_jax.reproduction import scores as scores_lib
+from rpg_jax.reproduction import table_page
+from rpg_jax.reproduction.tables import TABLES, Cell
+
+SETS = ("held out", "carry")
+
+
+def test_the_small_table_has_every_method():
+    assert list(TABLES["small"].rows) == list(losses.METHODS)
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_table_has_its_baseline_and_distinct_runs(name):
+    table = TABLES[name]
+    assert table.baseline in table.rows
+    cells = table.cells(range(2))
+    assert len({cell.name for cell in cells}) == len(cells) == 2 * len(table.rows)
+    assert len(set(map(tuple, table.rows.values()))) == len(table.rows)
+
+
+def test_an_unknown_row_is_an_error_with_the_known_ones(capsys):
+    assert reproduce.main(["--table=small", "--methods=DAP0"]) == 2
+    assert "no row 'DAP0' in this table; there are GRPO, DAPO" in capsys.readouterr().err
+
+
+def test_intervals_are_students():
+    m = scores_lib.mean([0.1, 0.2, 0.3])
+    assert m.value == pytest.approx(0.2)
+    assert m.half == pytest.approx(4.302652730 * 0.1 / math.sqrt(3), rel=1e-6)
+    assert math.isnan(scores_lib.mean([0.1]).half)
+
+
+def test_differences_are_paired_by_seed():
+    def cell(last):
+        return {"held out": {"last": last, "best": last, "pass": last}}
+
+    baseline = {0: cell(0.2), 1: cell(0.8), 2: cell(0.5)}
+    row = {0: cell(0.3), 1: cell(0.9), 7: cell(0.0)}
+    d = scores_lib.paired_difference(row, baseline, "held out", "last")
+    assert (d.value, d.half, d.seeds) == (pytest.approx(0.1), pytest.approx(0, abs=1e-12), 2)
+    with pytest.raises(ValueError, match="no seed in common"):
+        scores_lib.paired_difference({9: cell(0)}, baseline, "held out", "last")
+
+
+def test_ranks_share_ties():
+    assert scores_lib.ranks([0.5, 0.9, 0.9, 0.1]) == [2, 1, 1, 3]
+
+
+def leave_a_run(folder: Path, accuracy: float, steps: int = 3) -> None:
+    """A run folder as training leaves it, in miniature."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"train": {"steps": steps}}))
+    with (folder / "metrics.jsonl").open("w") as file:
+        for step in range(steps + 1):
+            scores = {"mean_at_k": accuracy + 0.01 * (step == 1), "pass_at_k": 1.0}
+            evals = {f"eval/{name}/{key}": value for name in SETS for key, value in scores.items()}
+            file.write(json.dumps({"step": step, "entropy": 0.1, "seconds": 1.0, "accuracy": 0.5, **evals}) + "\n")
+    (folder / "summary.md").write_text("done")
+
+
+def test_the_page_marks_best_and_second_and_flags_the_impossible(tmp_path):
+    cells = TABLES["small"].cells(range(2), ["DAPO", "GRPO", "RPG-URKL"])
+    for cell, accuracy in zip(cells, (0.5, 0.4, 0.7, 0.6, 0.5, 0.8), strict=True):
+        leave_a_run(tmp_path / "runs" / cell.name, accuracy)
+    page = table_page.write_page("small", TABLES["small"], cells, tmp_path, hardware="test")
+    text = page.read_text()
+    assert "| RPG-URKL | **75.0** ± 63.5 | **76.0** ± 63.5" in text
+    assert "| DAPO | <u>55.0</u> ± 63.5" in text
+    assert "| RPG-URKL | *+20.0 ± 0.0* | *+20.0 ± 0.0* |" in text
+    assert all((tmp_path / f"small{suffix}").stat().st_size > 1000 for suffix in (".png", "-dynamics.png"))
+    assert "52.61 (!)" in "\n".join(table_page.paper_table("table3_qwen3_4b_8k"))
+
+
+FAKE_RUN = """
+import json, os, sys, pathlib
+folder = pathlib.Path(sys.argv[1]); folder.mkdir(parents=True, exist_ok=True)
+with open(folder.parent.parent / "started", "a") as f: f.write(folder.name + "\\n")
+(folder.parent.parent / "warm_starts" / "x").mkdir(parents=True, exist_ok=True)
+if "GRPO" in folder.name: print("out of cheese"); sys.exit(3)
+(folder / "config.json").write_text(json.dumps({"train": {"steps": 1}}))
+(folder / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\\n")
+(folder / "summary.md").write_text("")
+"""
+
+
+def test_failed_cells_are_reported_and_ended_ones_not_run_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        cells_lib,
+        "command",
+        lambda cell, config, out, extra: [sys.executable, "-c", FAKE_RUN, out / "runs" / cell.name],
+    )
+    monkeypatch.setattr(cells_lib, "POLL_SECONDS", 0.02)
+    cells = TABLES["small"].cells([0], ["DAPO", "GRPO", "CISPO"])
+    heard = []
+    for _ in range(2):
+        failed = cells_lib.run_cells(
+            cells, "configs/small.py", tmp_path, jobs=2, on_progress=lambda *progress: heard.append(progress)
+        )
+        assert list(failed) == ["GRPO-seed0"]
+    assert "out of cheese" in failed["GRPO-seed0"].read_text()
+    started = (tmp_path / "started").read_text().split()
+    assert sorted(started) == ["CISPO-seed0", "DAPO-seed0", "GRPO-seed0", "GRPO-seed0"]
+    assert heard[-1] == (2, 2, [])
+
+
+def test_a_cells_command_names_run_method_and_shared_folders(tmp_path):
+    cell = Cell("RPG-URKL, dual", 3, ("--config.method=RPG-URKL",))
+    command = cells_lib.command(cell, "configs/small.py", tmp_path, ["--config.train.steps=9"])
+    assert command[1:3] == ["-m", "rpg_jax.train"] and command[-1] == "--config.train.steps=9"
+    assert f"--config.run.name={cell.name}" in command and "," not in cell.name and " " not in cell.name
+
+
+@pytest.mark.slow
+def test_a_table_of_real_runs_from_command_to_page(tmp_path, capsys):
+    arguments = ["--table=small", "--methods=DAPO,GRPO", "--seeds=1", f"--out={tmp_path}", "--"]
+    short = ["--config.train.steps=2", "--config.evaluation.k=2", "--config.warm_start.min_accuracy=0.0"]
+    assert reproduce.main([*arguments, *short]) == 0
+    text = (tmp_path / "small" / "small.md").read_text()
+    assert "| DAPO |" in text and "| GRPO |" in text
