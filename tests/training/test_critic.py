@@ -27,9 +27,9 @@ def mean(values, batch):
     return losses.aggregate(values, batch, "token_mean")
 
 
-def make(trunk, *, critic=True, entropy_coef=0.0, learning_rate=1e-2, loss=None):
+def make(trunk, *, critic=True, entropy_coef=0.0, learning_rate=1e-2, loss=None, devices=1):
     """Programs and state of a critic whose head is not zero, so that values depend on the trunk."""
-    mesh = parallel.make_mesh({}, jax.devices()[:1])
+    mesh = parallel.make_mesh({"fsdp": devices}, jax.devices()[:devices])
     graphdef, shapes = models.abstract(MODEL)
     where = parallel.shardings(models.logical_axes(MODEL), shapes, mesh)
     optimizer = optimizer_lib.build("adamw", learning_rate=learning_rate, **ADAM)
@@ -101,10 +101,10 @@ def test_the_value_loss_touches_the_policy_only_where_its_trunk_is_shared_and_tr
 
 @pytest.mark.slow  # compilations
 @pytest.mark.parametrize("trunk", TRUNKS)
-def test_micro_batches_and_packing_change_nothing(trunk):
+def test_micro_batches_packing_and_devices_change_nothing(trunk):
     results = []
-    for packed, rows in ((False, 8), (False, 3), (True, 2)):
-        programs, state = make(trunk)
+    for packed, rows, devices in ((False, 8, 1), (False, 3, 1), (True, 2, 1), (False, 8, 8)):
+        programs, state = make(trunk, devices=devices)
         batches = [with_baseline(programs, state, b) for b in data.micro_batches(make_batch(packed), rows)]
         state, metrics = programs.update(state, batches)
         results.append((jax.device_get(state.weights), jax.device_get(metrics)))
