@@ -17,7 +17,8 @@ from typing import Any
 
 COMMANDS = {
     "step": "the update: seconds, tokens per second, model FLOP/s; against PyTorch",
-    "rollout": "tokens per second of every rollout driver",
+    "rollout": "tokens per second of every rollout driver; against Hugging Face",
+    "serve": "the gRPC server under closed and open load: throughput, time to first token, latency, errors",
 }
 """Name and one line of help; `rpg_jax.benchmarks.NAME` holds `arguments(parser)` and `run(arguments)`, which yields
 measurements and raises `ValueError` at arguments that do not go together. Overrides of a command that takes --config

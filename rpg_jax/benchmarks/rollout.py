@@ -1,14 +1,20 @@
 """Times completions of exactly `max_tokens` tokens from random weights, by each driver and by a bare jitted decode loop
 in the same run, interleaved so that a busy machine slows all alike.
+
+--against=PYTHON adds Hugging Face's `generate` on the same work, by an interpreter that has torch and transformers.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
+import os
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,15 +30,19 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", choices=PRESETS, default="w1")
     parser.add_argument("--repeats", type=int, default=5, help="timed rollouts per driver (default 5)")
     parser.add_argument("--steps-per-dispatch", type=int, default=16)
+    parser.add_argument("--against", metavar="PYTHON", help="an interpreter that has torch and transformers")
 
 
 def run(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if arguments.repeats < 1:
         raise ValueError(f"--repeats must be >= 1, got {arguments.repeats}")
-    yield bench_rollout(arguments.preset, arguments.repeats, arguments.steps_per_dispatch)
+    opponent = HuggingFace(arguments.against, PRESETS[arguments.preset]) if arguments.against else None
+    yield bench_rollout(arguments.preset, arguments.repeats, arguments.steps_per_dispatch, opponent)
 
 
-def bench_rollout(preset: str, repeats: int, steps_per_dispatch: int) -> dict[str, Any]:
+def bench_rollout(
+    preset: str, repeats: int, steps_per_dispatch: int, opponent: HuggingFace | None = None
+) -> dict[str, Any]:
     """Medians over `repeats`: seconds, tokens/s, prefill and decode seconds, slot occupancy; per driver.
 
     The fields without a prefix are those of `orchestrator`, the default driver; `peak_bytes` is the process's.
@@ -47,9 +57,12 @@ def bench_rollout(preset: str, repeats: int, steps_per_dispatch: int) -> dict[st
     first = {name: _seconds(_call(driver, work, 0)) for name, driver in drivers.items()}
     usage = {name: dataclasses.replace(d.usage) for name, d in drivers.items() if name != "simple"}
     seconds: dict[str, list[float]] = {name: [] for name in drivers}
+    theirs: list[float] = []
     for repeat in range(repeats):
         for name, driver in drivers.items():
             seconds[name].append(_seconds(_call(driver, work, repeat + 1)))
+        if opponent:
+            theirs.append(opponent.generate())
     tokens = work.prompts * work.group_size * work.new_tokens
     bare = statistics.median(seconds["simple"])
     parameters = sum(x.size for x in jax.tree.leaves(params))
@@ -81,9 +94,60 @@ def bench_rollout(preset: str, repeats: int, steps_per_dispatch: int) -> dict[st
         "decode_gflop_per_s": 2 * parameters * work.slots / step / 1e9,
         "peak_bytes": peak_bytes(),
     }
+    if opponent:
+        other = statistics.median(theirs)
+        result |= {"hf_seconds": other, "hf_tokens_per_s": tokens / other}
+        result |= {f"{prefix}of_hf": other / result[f"{prefix}seconds"] for prefix in ("", "lockstep_")}
+        opponent.close()
     for driver in drivers.values():
         driver.close()
     return result
+
+
+class HuggingFace:
+    """A process that generates the same work, once when asked.
+
+    Raises:
+      ValueError: `python` cannot be run, lacks a package, or the model is none that it knows.
+    """
+
+    def __init__(self, python: str, work: Work):
+        if work.model.num_experts or work.model.attention_bias or not work.model.qk_norm:
+            raise ValueError("--against knows dense Qwen3 models only")
+        sizes = {name: getattr(work, name) for name in ("prompts", "group_size", "prompt_tokens", "new_tokens")}
+        threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+        script = Path(__file__).with_name("hf_generate.py")
+        try:
+            self._process = subprocess.Popen(
+                [python, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            )
+        except OSError as error:
+            raise ValueError(f"--against={python}: {error}") from None
+        self._send(json.dumps({"model": dataclasses.asdict(work.model), "threads": threads, **sizes}))
+        self._tokens = work.prompts * work.group_size * work.new_tokens
+        self.generate()
+
+    def generate(self) -> float:
+        """Seconds of one more rollout."""
+        self._send("again")
+        line = self._process.stdout.readline()
+        if not line:
+            raise ValueError(f"{self._process.args[0]} generated nothing: see its message above")
+        answer = json.loads(line)
+        if answer["tokens"] != self._tokens:
+            raise ValueError(f"generate made {answer['tokens']} tokens instead of {self._tokens}")
+        return answer["seconds"]
+
+    def close(self) -> None:
+        self._process.stdin.close()
+        self._process.wait()
+
+    def _send(self, line: str) -> None:
+        try:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            raise ValueError(f"{self._process.args[0]} has ended: see its message above") from None
 
 
 def _call(driver: Rollout, work: Work, step: int) -> Callable[[], Any]:

@@ -1,0 +1,56 @@
+"""Completions of the same work by Hugging Face's `generate`, run by an interpreter that has torch and transformers and
+nothing of ours.
+
+Reads one JSON object (sizes) on the first line of stdin; then, for every further line, generates once and answers one
+JSON object: `seconds` and `tokens`. Weights are random, f32; key-value cache on; sampled at temperature 1, no cut.
+"""
+
+import json
+import sys
+import time
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+
+def main():
+    asked = json.loads(sys.stdin.readline())
+    if asked["threads"]:
+        torch.set_num_threads(asked["threads"])
+    torch.manual_seed(0)
+    m = asked["model"]
+    config = Qwen3Config(
+        vocab_size=m["vocab_size"],
+        hidden_size=m["embed_dim"],
+        intermediate_size=m["hidden_dim"],
+        num_hidden_layers=m["num_layers"],
+        num_attention_heads=m["num_heads"],
+        num_key_value_heads=m["num_kv_heads"],
+        head_dim=m["head_dim"],
+        tie_word_embeddings=m["tie_embeddings"],
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    model = Qwen3ForCausalLM(config).eval()
+    prompts = torch.randint(1, m["vocab_size"], (asked["prompts"], asked["prompt_tokens"]))
+    rows = prompts.repeat_interleave(asked["group_size"], 0)
+    new = asked["new_tokens"]
+    for _ in sys.stdin:
+        began = time.perf_counter()
+        with torch.inference_mode():
+            out = model.generate(
+                rows,
+                attention_mask=torch.ones_like(rows),
+                do_sample=True,
+                temperature=1.0,
+                top_k=0,
+                top_p=1.0,
+                min_new_tokens=new,
+                max_new_tokens=new,
+            )
+        seconds, tokens = time.perf_counter() - began, (out.shape[1] - rows.shape[1]) * rows.shape[0]
+        print(json.dumps({"seconds": seconds, "tokens": tokens}), flush=True)
+
+
+main()
