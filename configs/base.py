@@ -186,6 +186,7 @@ def variant(c: ConfigDict, name: str) -> ConfigDict:
     c.model.num_layers, c.model.embed_dim, c.model.hidden_dim = 2, 64, 128
     c.model.num_heads, c.model.num_kv_heads, c.model.head_dim = 4, 2, 16
     c.model.compute_dtype = "float32"
+    c.task.max_prompt_tokens = min(c.task.max_prompt_tokens, 512)
     c.rollout.prompts_per_step, c.rollout.group_size, c.rollout.max_tokens = 4, 4, 16
     c.rollout.slots, c.rollout.tensor, c.rollout.expert = 32, None, None
     c.rewards.overlong_buffer = 8

@@ -33,7 +33,9 @@ _TOPOLOGY = flags.DEFINE_string("topology", "v5p:2x2x2", "KIND:SHAPE, as v6e:4x4
 _JSON = flags.DEFINE_bool("json", False, "print one JSON object instead of tables")
 _TRY = flags.DEFINE_bool("try", True, "look for the smallest change that fits where the config does not")
 _MEAN = flags.DEFINE_integer("mean_tokens", 0, "tokens of a mean completion; 0: half of rollout.max_tokens")
-_ONLY = flags.DEFINE_list("programs", [], "compile these only: log-probs, update, start, add, apply, prefill, decode")
+_ONLY = flags.DEFINE_list(
+    "programs", [], "compile these only: log-probs, baseline, update, start, add, apply, prefill, decode"
+)
 
 _PREFILL_TOKENS = 2048  # of one prefill, the default of rollout.build
 _STATUS = Console(stderr=True)
@@ -113,6 +115,7 @@ def resident(layout: Layout) -> dict[str, float]:
     sampling = slots + (weights if copy else 0) + (other if c.reference.resident else 0)
     return {
         "log-probs": training + slots + other,
+        "baseline": training + slots,
         "start": training + slots,
         "add": training + slots,
         "apply": training,
@@ -173,7 +176,7 @@ def candidates(
 ) -> Iterator[tuple[dict[str, object], planning.Topology | None]]:
     """(changed fields, slice) to try, cheapest first."""
     rows = config.train.microbatch_size or _rows_per_update(config)
-    if set(failing) & {"log-probs", "update", "start", "add"}:
+    if set(failing) & {"log-probs", "baseline", "update", "start", "add"}:
         smallest = min(rows, topology.chips)
         for size in sorted({rows // 2, rows // 4, smallest} - {0, rows}, reverse=True):
             if size >= smallest:

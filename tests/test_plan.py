@@ -43,6 +43,19 @@ def test_a_refusal_says_how_much_was_wanted():
     assert planning.needed_bytes("RESOURCE_EXHAUSTED: something else") == 0
 
 
+def test_a_critic_of_its_own_is_planned_too():
+    names, held = {}, {}
+    for method in ("PPO", "RLOO"):
+        config = qwen3_0p6b_gsm8k.get_config("tiny")
+        config.method = method
+        config.train.microbatch_size = 8
+        layout = Layout.of(resolve(config), 32)
+        lowered = [next(programs) for programs in [plan.lowered_programs(layout)] for _ in range(2)]
+        names[method], held[method] = [name for name, _, _ in lowered], plan.resident(layout)["decode"]
+    assert names == {"PPO": ["log-probs", "baseline"], "RLOO": ["log-probs", "update"]}
+    assert held["PPO"] > 1.9 * held["RLOO"]
+
+
 def test_others_hold_the_optimizer_state_the_decoding_weights_and_the_cache():
     config = resolve(qwen3_0p6b_gsm8k.get_config())
     held = plan.resident(Layout.of(config, None))

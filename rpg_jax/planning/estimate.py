@@ -54,6 +54,7 @@ def step_seconds(recipe: Recipe, programs: Mapping[str, Program], topology: Topo
         "prefill": recipe.prompts / recipe.prefill_rows * seconds["prefill"],
         "decode": completions * recipe.mean_tokens / recipe.slots * seconds["decode"],
         "log-probs": recipe.logprob_passes * batches * seconds["log-probs"],
+        **({"baseline": batches * seconds["baseline"]} if "baseline" in seconds else {}),
         "update": recipe.epochs * update,
     }
 

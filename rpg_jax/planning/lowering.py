@@ -67,13 +67,18 @@ def cache_bytes(model: QwenConfig, decoding: Mapping[str, Any], slots: int, capa
 def training(
     programs: Programs, state: TrainState, batch: Batch, model: QwenConfig, *, micro_batches: int, remat: str
 ) -> Iterator[Lowered]:
-    """The log-prob pass, then the update: in one program, or in three where it takes several micro-batches."""
+    """The log-prob pass, a critic's values, then the update: in one program, or in three for several micro-batches."""
     rows, length = batch.tokens.shape
     mesh = batch.tokens.sharding.mesh
     sizes = {"rows": rows, "length": length, "predicted": batch.targets.shape[1]}
     step = training_flops(model, **sizes, remat=remat) / mesh.size
+    if state.critic is not None and "layers" in state.critic.params:  # a trunk of its own
+        step += training_flops(model, **{**sizes, "predicted": 0}, remat=remat) / mesh.size
     without = batch.replace(values=None, returns=None)
     yield "log-probs", programs.logprobs.lower(state.params, without), forward_flops(model, **sizes) / mesh.size
+    if programs.baseline is not None:
+        values = forward_flops(model, **{**sizes, "predicted": 0}) / mesh.size
+        yield "baseline", programs.baseline.lower(state.weights, without), values
     if micro_batches == 1:
         yield "update", programs.fused.lower(state, batch), step
         return

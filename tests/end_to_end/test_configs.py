@@ -47,11 +47,11 @@ def test_aime24_from_the_parquet_file_to_the_table(tmp_path):
     run(
         "-m", "rpg_jax.train", "--config=configs/qwen3_4b_2k.py:tiny", f"--config.run.dir={tmp_path}",
         "--config.run.name=aime", f"--config.task.train={file}", f"--config.task.held_out_sets=AIME24={file}",
-        "--config.evaluation.problems=30", **cache,
+        "--config.task.max_prompt_tokens=1024", "--config.train.packed_length=1040", **cache,
     )  # fmt: skip
     records = [json.loads(line) for line in (tmp_path / "aime" / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records] == [0, 1, 2] and records[-1]["eval/AIME24/k"] == 4
-    done = run("-m", "rpg_jax.evaluate", f"--run={tmp_path / 'aime'}", "--k=4", **cache)
+    done = run("-m", "rpg_jax.evaluate", f"--run={tmp_path / 'aime'}", "--k=4", "--problems=30", **cache)
     assert re.search(r"AIME24\s+│ 30\s+│ Mean@4 │ 0\.0000", done.stdout), done.stdout
     [out] = (tmp_path / "aime" / "evaluations").iterdir()
     completions = [json.loads(line) for line in (out / "completions.jsonl").read_text().splitlines()]
