@@ -138,7 +138,7 @@ def settings_of(policy: Policy, rollout: Rollout) -> dict[str, Any]:
         "rewards": c.rewards.parts,
         "seed": c.seed,
         "temperature": c.evaluation.temperature,
-        **{name: c.rollout[name] for name in ("top_p", "top_k", "max_tokens")},
+        **{name: c.rollout[name] for name in ("top_p", "top_k", "min_p", "max_tokens")},
         "thinking": c.task.thinking,
     }
 

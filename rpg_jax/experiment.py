@@ -71,7 +71,7 @@ class Experiment(Layout):
 
     def sampling(self, temperature: float) -> Sampling:
         c = self.config.rollout
-        return Sampling(temperature, c.top_p, c.top_k, c.max_tokens, tuple(self.tokenizer.stop_token_ids))
+        return Sampling(temperature, c.top_p, c.top_k, c.max_tokens, tuple(self.tokenizer.stop_token_ids), c.min_p)
 
     def make_rollout(self, params: Any) -> rollout.Rollout:
         c = self.config
@@ -84,6 +84,7 @@ class Experiment(Layout):
             max_prompt_tokens=c.task.max_prompt_tokens,
             max_tokens=c.rollout.max_tokens,
             mixed=c.rollout.max_staleness > 0 and c.rollout.swap == "midway",
+            int8=c.rollout.int8,
             **self.decoding(),
         )
 

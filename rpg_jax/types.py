@@ -20,7 +20,7 @@ FinishReason = Literal["stop", "length"]
 class Sampling:
     """How completions are drawn.
 
-    `temperature` 0 means greedy; `top_p` 1 and `top_k` 0 switch the truncations off; `max_tokens` counts the
+    `temperature` 0 means greedy; `top_p` 1, `top_k` 0 and `min_p` 0 switch the truncations off; `max_tokens` counts the
     stop token, which is kept in the completion.
     """
 
@@ -29,12 +29,15 @@ class Sampling:
     top_k: int = 0
     max_tokens: int = 16
     stop_token_ids: tuple[int, ...] = ()
+    min_p: float = 0.0
 
     def __post_init__(self):
         if self.temperature < 0:
             raise ValueError(f"temperature must be >= 0 (0 is greedy), got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1] (1 switches it off), got {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be in [0, 1] (0 switches it off), got {self.min_p}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be >= 0 (0 switches it off), got {self.top_k}")
         if self.max_tokens < 1:

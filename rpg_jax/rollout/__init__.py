@@ -77,6 +77,7 @@ def build(
     refill: float = 1 / 16,
     mixed: bool = False,
     dtype=None,
+    int8: bool = False,
     shardings: Params | None = None,
     mesh: jax.sharding.Mesh | None = None,
     rules: parallel.Rules = parallel.RULES,
@@ -96,6 +97,7 @@ def build(
       mixed: weights may be synced while completions are decoded; each token then carries its version. Else that is an
         error ("simple", which cannot, makes the sync wait).
       dtype, shardings: of the decoding weights where they are not the trainer's.
+      int8: round the matrices of the decoding weights' layers to eight bits; see `models.quantized`.
       mesh, rules: the devices that decode and how logical axes fall on them; None decodes on one device.
 
     Raises:
@@ -104,7 +106,7 @@ def build(
     if driver not in DRIVERS:
         raise ValueError(f"unknown rollout driver {driver!r}; known: {', '.join(DRIVERS)}")
     capacity = -(-(max_prompt_tokens + max_tokens) // 16) * 16
-    weights = Weights(params, version, dtype=dtype, shardings=shardings)
+    weights = Weights(params, version, dtype=dtype, shardings=shardings, int8=int8)
     if driver == "simple":
         return SimpleSampler(config, graphdef, weights, capacity=capacity)
     engine = QwenEngine(

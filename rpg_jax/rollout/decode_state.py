@@ -33,7 +33,7 @@ class Requests:
       slots, rows: i32[S], the decode slot and the prefix row of each.
       seed, step, prompt_id, index: u32[S], the counters of its random key.
       limit: i32[S], tokens it may have.
-      temperature, top_p: f32[S]. top_k: i32[S].
+      temperature, top_p, min_p: f32[S]. top_k: i32[S].
       stop_tokens: i32[S, MAX_STOP_TOKENS], -1 where unused.
     """
 
@@ -48,6 +48,7 @@ class Requests:
     temperature: Any
     top_p: Any
     top_k: Any
+    min_p: Any
     stop_tokens: Any
 
     @classmethod
@@ -66,6 +67,7 @@ class Requests:
             temperature=f32(),
             top_p=f32(),
             top_k=i32(),
+            min_p=f32(),
             stop_tokens=np.full((slots, MAX_STOP_TOKENS), -1, np.int32),
         )
 
@@ -79,7 +81,7 @@ class DecodeState:
       hidden: [S, D], predicting each slot's next token.
       keys: u32[S, 2], raw completion keys.
       emitted, limit: i32[S], tokens drawn so far and at most.
-      temperature, top_p: f32[S]. top_k: i32[S].
+      temperature, top_p, min_p: f32[S]. top_k: i32[S].
       stop_tokens: i32[S, MAX_STOP_TOKENS].
       active: bool[S].
     """
@@ -92,6 +94,7 @@ class DecodeState:
     temperature: jax.Array
     top_p: jax.Array
     top_k: jax.Array
+    min_p: jax.Array
     stop_tokens: jax.Array
     active: jax.Array
 
@@ -108,6 +111,7 @@ class DecodeState:
             temperature=zeros(jnp.float32),
             top_p=zeros(jnp.float32),
             top_k=zeros(jnp.int32),
+            min_p=zeros(jnp.float32),
             stop_tokens=jnp.zeros((slots, MAX_STOP_TOKENS), jnp.int32),
             active=zeros(bool),
         )
@@ -125,6 +129,7 @@ class DecodeState:
             temperature=per_slot,
             top_p=per_slot,
             top_k=per_slot,
+            min_p=per_slot,
             stop_tokens=("slots", None),
             active=per_slot,
         )
@@ -147,6 +152,7 @@ class DecodeState:
             temperature=put(self.temperature, requests.temperature),
             top_p=put(self.top_p, requests.top_p),
             top_k=put(self.top_k, requests.top_k),
+            min_p=put(self.min_p, requests.min_p),
             stop_tokens=put(self.stop_tokens, requests.stop_tokens),
             active=put(self.active, True),
         )

@@ -105,6 +105,7 @@ class QwenEngine(engine_api.Engine):
                 state.temperature,
                 state.top_p,
                 state.top_k,
+                state.min_p,
             )
             emitted = state.emitted + state.active
             stopped = (drawn[:, None] == state.stop_tokens).any(-1) | (emitted >= state.limit)

@@ -64,6 +64,7 @@ class SimpleSampler:
         stop[: len(sampling.stop_token_ids)] = sampling.stop_token_ids
         counters = (np.uint32(seed & 0xFFFFFFFF), np.uint32(step), np.asarray(prompt_ids, np.uint32))
         cuts = (np.float32(sampling.temperature), np.float32(sampling.top_p), np.int32(sampling.top_k))
+        cuts += (np.float32(sampling.min_p),)
         with self._busy, self.weights.pinned() as params:
             version = self.weights.version
             try:
@@ -94,7 +95,7 @@ def _sample(graphdef, params, tokens, lengths, counters, cuts, stop, *, group_si
     keys = completion_keys(
         jnp.full(rows, seed), jnp.full(rows, step), jnp.repeat(prompt_id.astype(jnp.uint32), group_size), index
     )
-    temperature, top_p, top_k = (jnp.full(rows, cut) for cut in cuts)
+    cuts = [jnp.full(rows, cut) for cut in cuts]
     hidden, prefix = module.prefill(tokens, lengths)
     hidden, cache = jnp.repeat(hidden, group_size, axis=0), _grown(prefix, group_size, max_tokens)
 
@@ -103,7 +104,7 @@ def _sample(graphdef, params, tokens, lengths, counters, cuts, stop, *, group_si
 
     def body(carry):
         i, hidden, cache, drawn, logprobs, counts, active = carry
-        token, logprob = sample(module.logits(hidden), token_keys(keys, jnp.full(rows, i)), temperature, top_p, top_k)
+        token, logprob = sample(module.logits(hidden), token_keys(keys, jnp.full(rows, i)), *cuts)
         hidden, cache = module.decode(token, cache)
         following = active & ~(token[:, None] == stop).any(-1)
         drawn, logprobs = drawn.at[:, i].set(token), logprobs.at[:, i].set(logprob)

@@ -171,6 +171,7 @@ def requests(engine: QwenEngine, placed: Sequence[tuple[int, Row]]) -> Requests:
         r.seed[i], r.step[i], r.prompt_id[i], r.index[i] = (counter & 0xFFFFFFFF for counter in row.counters)
         r.rows[i], r.limit[i] = row.prompt_row, sampling.max_tokens
         r.temperature[i], r.top_p[i], r.top_k[i] = sampling.temperature, sampling.top_p, sampling.top_k
+        r.min_p[i] = sampling.min_p
         r.stop_tokens[i, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
     return r.replace(count=np.int32(len(placed)))
 

@@ -34,13 +34,19 @@ def token_keys(keys: jax.Array, position: jax.Array) -> jax.Array:
 
 
 def sample(
-    logits: jax.Array, keys: jax.Array, temperature: jax.Array, top_p: jax.Array, top_k: jax.Array
+    logits: jax.Array,
+    keys: jax.Array,
+    temperature: jax.Array,
+    top_p: jax.Array,
+    top_k: jax.Array,
+    min_p: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Draws a token per slot from softmax(logits / temperature), cut to top-k, then to the nucleus, renormalised.
+    """Draws a token per slot from softmax(logits / temperature), cut to top-k, nucleus and min-p, renormalised.
 
     The nucleus is the smallest set of most probable tokens, under the distribution that top-k left, whose mass
-    reaches `top_p`; tokens tied with the last one kept are kept too. Temperature 0 takes the most probable token
-    (the first of equals) and ignores both cuts.
+    reaches `top_p`; tokens tied with the last one kept are kept too. Min-p keeps tokens of at least `min_p` times the
+    probability of the most probable one (arXiv:2407.01082). Temperature 0 takes the most probable token (the first of
+    equals) and ignores all cuts.
 
     Args:
       logits: f32[S, V].
@@ -48,6 +54,7 @@ def sample(
       temperature: f32[S], 0 for greedy.
       top_p: f32[S] in (0, 1]; 1 is off.
       top_k: i32[S]; 0 is off.
+      min_p: f32[S] in [0, 1]; 0 is off.
 
     Returns:
       tokens i32[S]; logprobs f32[S] in nats, of the renormalised distribution: 0 where greedy, a point mass.
@@ -56,10 +63,10 @@ def sample(
     """
     greedy = temperature == 0
     scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
-    cut = ((top_p < 1) | (top_k > 0)) & ~greedy
+    cut = ((top_p < 1) | (top_k > 0) | (min_p > 0)) & ~greedy
     floor = jax.lax.cond(
         cut.any(),
-        lambda: jnp.where(cut, _smallest_kept(scaled, top_p, top_k), -jnp.inf),
+        lambda: jnp.where(cut, _smallest_kept(scaled, top_p, top_k, min_p), -jnp.inf),
         lambda: jnp.full(cut.shape, -jnp.inf),
     )
     kept = jnp.where(scaled >= floor[:, None], scaled, -jnp.inf)
@@ -93,13 +100,13 @@ def _draw(logits: jax.Array, keys: jax.Array, greedy: jax.Array) -> tuple[jax.Ar
     return block * width + offset, jnp.where(greedy, 0.0, jnp.minimum(logprob, 0.0))
 
 
-def _smallest_kept(logits: jax.Array, top_p: jax.Array, top_k: jax.Array) -> jax.Array:
-    """The smallest logit f32[S] that top-k followed by top-p keeps."""
+def _smallest_kept(logits: jax.Array, top_p: jax.Array, top_k: jax.Array, min_p: jax.Array) -> jax.Array:
+    """The smallest logit f32[S] that top-k followed by top-p and min-p keeps."""
     order = _ordered(logits)
     kth = _largest_reaching(order, jnp.ones_like(logits), jnp.where(top_k > 0, top_k, logits.shape[-1]))
     probs = jax.nn.softmax(jnp.where(order >= kth[:, None], logits, -jnp.inf), axis=-1)
     nucleus = jnp.where(top_p < 1, _largest_reaching(order, probs, top_p), 0)
-    return _unordered(jnp.maximum(kth, nucleus))
+    return jnp.maximum(_unordered(jnp.maximum(kth, nucleus)), logits.max(-1) + jnp.log(min_p))
 
 
 def _largest_reaching(order: jax.Array, weights: jax.Array, target: jax.Array) -> jax.Array:

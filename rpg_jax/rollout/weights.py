@@ -11,6 +11,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rpg_jax.models.quantized import quantized, quantized_shardings
+
 Params = Any
 
 
@@ -29,12 +31,18 @@ class Weights:
       version: what completions carry as their `weight_version`.
       dtype: cast floating-point weights to this once per sync (decoding reads every weight at every step).
       shardings: pytree of shardings like `params`: the decoding layout, reached by one jitted reshard per sync.
+      int8: round the layers' matrices to eight bits; see `models.quantized`.
     """
 
-    def __init__(self, params: Params, version: int = 0, *, dtype=None, shardings: Params | None = None):
+    def __init__(
+        self, params: Params, version: int = 0, *, dtype=None, shardings: Params | None = None, int8: bool = False
+    ):
         self.lock = threading.RLock()
         self._layout = None
-        if dtype is not None or shardings is not None:
+        if int8:
+            shardings = None if shardings is None else quantized_shardings(shardings, params)
+            self._layout = jax.jit(lambda tree: quantized(_cast(tree, dtype)), out_shardings=shardings)
+        elif dtype is not None or shardings is not None:
             self._layout = jax.jit(lambda tree: _cast(tree, dtype), out_shardings=shardings)
         self.sync(params, version)
 

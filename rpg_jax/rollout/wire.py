@@ -38,6 +38,7 @@ def encode(terms: Terms) -> tuple[tuple[str, str], ...]:
         "temperature": repr(s.temperature),
         "top-p": repr(s.top_p),
         "top-k": s.top_k,
+        "min-p": repr(s.min_p),
         "stop": ",".join(map(str, s.stop_token_ids)),
         "lanes": int(terms.lanes),
     }
@@ -61,6 +62,7 @@ def decode(metadata: Iterable[tuple[str, str]], max_tokens: int, defaults: Terms
         top_p=_number(given, "top-p", float, s.top_p),
         top_k=_number(given, "top-k", int, s.top_k),
         max_tokens=max_tokens,
+        min_p=_number(given, "min-p", float, s.min_p),
         stop_token_ids=s.stop_token_ids if stop is None else tuple(int(part) for part in stop.split(",") if part),
     )
     lanes = bool(_number(given, "lanes", int, int(defaults.lanes)))

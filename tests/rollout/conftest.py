@@ -56,7 +56,7 @@ def work():
     }
 
 
-def same(a, b) -> bool:
+def same(a, b, atol=5e-6) -> bool:
     """Whether two results of `generate` hold the same tokens, and the same log-probs up to f32 rounding."""
     assert [len(group) for group in a] == [len(group) for group in b]
     pairs = [(x, y) for left, right in zip(a, b, strict=True) for x, y in zip(left, right, strict=True)]
@@ -64,7 +64,7 @@ def same(a, b) -> bool:
         np.array_equal(x.tokens, y.tokens)
         and x.finish_reason == y.finish_reason
         # Sums of f32 in another order: a few units in the last place of log-probs of order one.
-        and np.allclose(x.logprobs, y.logprobs, rtol=0, atol=5e-6)
+        and np.allclose(x.logprobs, y.logprobs, rtol=0, atol=atol)
         for x, y in pairs
     )
 

@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from rpg_jax import losses, models, parallel, rollout
+from rpg_jax.models.quantized import Int8, quantized
 from rpg_jax.rollout import RolloutError
 from rpg_jax.types import Sampling
 
@@ -24,7 +25,7 @@ def test_every_driver_and_slot_count_gives_the_oracle_s_completions(build, work,
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(0.0, max_tokens=24), Sampling(1.2, 0.7, 12, 24, (5,)), Sampling(max_tokens=1)],
+    [Sampling(0.0, max_tokens=24), Sampling(1.2, 0.7, 12, 24, (5,), 0.1), Sampling(max_tokens=1)],
     ids=["greedy", "cut", "one-token"],
 )
 def test_sampling_parameters_mean_the_same_to_engine_and_oracle(build, work, is_same, sampling):
@@ -246,3 +247,13 @@ def test_across_a_swap_of_weights_every_token_has_the_logprob_and_version_that_d
         for token, logprob, under in zip(c.tokens, c.logprobs, weights, strict=True):
             expected, hidden, cache = follow(under, hidden, cache, np.array([token], np.int32))
             np.testing.assert_allclose(logprob, expected, atol=1e-5)  # f32 sums in another order
+
+
+def test_decoding_in_eight_bits_is_decoding_of_the_rounded_weights(model_config, model, work, is_same):
+    graphdef, params = model
+    made = rollout.build("lockstep", *model, **model_config, slots=8, int8=True)
+    expand = {"is_leaf": lambda x: isinstance(x, Int8)}
+    rounded = jax.tree.map(lambda x: x[...] if isinstance(x, Int8) else x, quantized(params), **expand)
+    plain = rollout.build("simple", graphdef, rounded, **model_config, slots=8)
+    assert is_same(made.generate(**work), plain.generate(**work))
+    made.verify_weights(params)

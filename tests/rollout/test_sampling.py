@@ -15,15 +15,16 @@ def keys(n: int, seed: int = 0) -> jax.Array:
     return token_keys(completion_keys(zeros + seed, zeros, zeros, jnp.arange(n, dtype=jnp.uint32)), zeros)
 
 
-def parameters(n: int, temperature=1.0, top_p=1.0, top_k=0):
-    return jnp.full(n, temperature, jnp.float32), jnp.full(n, top_p, jnp.float32), jnp.full(n, top_k, jnp.int32)
+def parameters(n: int, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0):
+    f32 = [jnp.full(n, x, jnp.float32) for x in (temperature, top_p, min_p)]
+    return f32[0], f32[1], jnp.full(n, top_k, jnp.int32), f32[2]
 
 
 def random_logits(shape, seed=0, scale=2.0):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32) * scale
 
 
-def reference_distribution(logits, temperature, top_p, top_k):
+def reference_distribution(logits, temperature, top_p, top_k, min_p=0.0):
     """f64 probabilities by sorting: top-k, then the smallest head of the sorted list with mass >= top_p."""
     scaled = logits.astype(np.float64) / temperature
     order = np.argsort(-scaled, kind="stable")
@@ -35,6 +36,7 @@ def reference_distribution(logits, temperature, top_p, top_k):
         before = np.cumsum(p[order]) - p[order]
         keep[order[before >= top_p]] = False
         p = np.where(keep, p, 0)
+    p = np.where(p >= min_p * p.max(), p, 0)
     return p / p.sum()
 
 
@@ -49,13 +51,17 @@ def test_frequencies_are_the_softmax(vocabulary):
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_p", "top_k"), [(1, 1, 0), (0.6, 0.9, 0), (1.4, 1, 7), (1, 0.5, 20), (1, 0.999, 0), (1, 0.1, 1)]
+    ("temperature", "top_p", "top_k", "min_p"),
+    [
+        *((1, 1, 0, 0), (0.6, 0.9, 0, 0), (1.4, 1, 7, 0), (1, 0.5, 20, 0), (1, 0.999, 0, 0), (1, 0.1, 1, 0)),
+        *((1, 1, 0, 0.05), (1.4, 0.9, 9, 0.3), (1, 1, 0, 1)),
+    ],
 )
-def test_logprobs_are_those_of_the_renormalised_distribution(temperature, top_p, top_k):
+def test_logprobs_are_those_of_the_renormalised_distribution(temperature, top_p, top_k, min_p):
     n = 300
     logits = random_logits((n, 97))
-    tokens, logprobs = draw(jnp.asarray(logits), keys(n), *parameters(n, temperature, top_p, top_k))
-    expected = np.stack([reference_distribution(row, temperature, top_p, top_k) for row in logits])
+    tokens, logprobs = draw(jnp.asarray(logits), keys(n), *parameters(n, temperature, top_p, top_k, min_p))
+    expected = np.stack([reference_distribution(row, temperature, top_p, top_k, min_p) for row in logits])
     chosen = expected[np.arange(n), tokens]
     assert (chosen > 0).all()
     # f32 logits divided by the temperature and one f32 log-sum-exp.
@@ -83,6 +89,7 @@ def test_slots_with_different_parameters_do_not_touch_each_other():
         jnp.array([0, 1, 0.5, 1, 2, 1], jnp.float32),
         jnp.array([1, 1, 0.7, 0.4, 1, 0.9], jnp.float32),
         jnp.array([0, 0, 0, 3, 5, 0]),
+        jnp.array([0, 0.2, 0, 0, 0.1, 0], jnp.float32),
     )
     tokens, logprobs = draw(logits, keys(n), *mixed)
     for s in range(n):

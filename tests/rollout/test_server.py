@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 import urllib.request
+from pathlib import Path
 
 import grpc
 import numpy as np
@@ -62,6 +64,30 @@ def test_completions_from_the_server_are_those_in_process(server, work, expected
     client.close()
 
 
+@pytest.fixture(scope="module")
+def long_tail(work, build):
+    """64 prompts x 16 completions of 1 to 24 tokens, and the oracle's answer."""
+    prompts = [work["prompts"][i % 10] for i in range(64)]
+    asked = work | {"prompts": prompts, "prompt_ids": range(64), "group_size": 16}
+    return asked, build("simple").generate(**asked)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slots", [8, 32, 128])
+def test_a_thousand_completions_are_the_same_from_every_driver_and_number_of_slots(build, long_tail, is_same, slots):
+    asked, expected = long_tail
+    for driver in ("orchestrator", "lockstep"):
+        assert is_same(build(driver, slots).generate(**asked), expected, atol=2e-5)  # the largest of 20,000
+    engine = build("orchestrator", slots).engine
+    made = Server(JetStreamRollout(engine, keep_state=True), Letters(), Sampling(), max_active=2000)
+    client = GrpcRollout(f"127.0.0.1:{made.port}", parallel=2 * slots)
+    try:
+        assert is_same(client.generate(**asked), expected, atol=2e-5)
+    finally:
+        client.close()
+        made.stop(grace=5)
+
+
 def test_plain_jetstream_requests_get_text_or_token_ids_without_the_stop_token(stub):
     greedy = (("rpg-temperature", "0"),)
     ids = [t for r in stub.Decode(ask(max_tokens=20), metadata=greedy) for t in r.stream_content.samples[0].token_ids]
@@ -85,6 +111,7 @@ def test_plain_jetstream_requests_get_text_or_token_ids_without_the_stop_token(s
         (ask(), (("rpg-temperature", "hot"),), "must be a float"),
         (ask(), (("rpg-temperature", "nan"),), "finite"),
         (ask(), (("rpg-top-p", "2"),), "top_p"),
+        (ask(), (("rpg-min-p", "-1"),), "min_p"),
         (ask(), (("rpg-stop", "1,x"),), "token ids"),
         (ask(), (("rpg-beam", "4"),), "unknown metadata"),
     ],
@@ -95,17 +122,54 @@ def test_requests_that_cannot_be_served_are_invalid_arguments(stub, request_, me
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
-def test_a_flood_is_refused_beyond_capacity_and_the_rest_is_served(server, stub):
-    calls = [stub.Decode(ask(max_tokens=24)) for _ in range(150)]
-    codes = []
-    for call in calls:
-        try:
-            list(call)
-            codes.append(grpc.StatusCode.OK)
-        except grpc.RpcError as error:
-            codes.append(error.code())
-    assert set(codes) == {grpc.StatusCode.OK, grpc.StatusCode.RESOURCE_EXHAUSTED}
-    assert codes.count(grpc.StatusCode.OK) >= 60
+def test_a_flood_is_refused_beyond_capacity_and_the_rest_is_served(server, stub, monkeypatch):
+    """150 requests while the engine stands still, to a server of 60."""
+    go, original = threading.Event(), server._rollout.engine.prefill
+
+    def held(**arguments):
+        assert go.wait(30)
+        return original(**arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server._rollout.engine, "prefill", held)
+        calls = [stub.Decode(ask(max_tokens=24)) for _ in range(150)]
+        deadline = time.monotonic() + 20
+        while sum(call.done() for call in calls) < 90:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        go.set()
+        codes = []
+        for call in calls:
+            try:
+                assert list(call)
+                codes.append(grpc.StatusCode.OK)
+            except grpc.RpcError as error:
+                codes.append(error.code())
+    assert codes.count(grpc.StatusCode.OK) == 60
+    assert codes.count(grpc.StatusCode.RESOURCE_EXHAUSTED) == 90
+
+
+@pytest.mark.slow
+def test_memory_stays_flat_under_requests_of_every_kind(server, stub):
+    def resident():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def load(rounds):
+        for number in range(rounds):
+            stub.Decode(ask(max_tokens=24)).cancel()
+            for bad in (ask(tokens=()), ask(tokens=[1] * 60), ask(tokens=[1, 999])):
+                with pytest.raises(grpc.RpcError):
+                    list(stub.Decode(bad))
+            assert list(stub.Decode(ask(tokens=(1 + number % 40, 2), max_tokens=8)))
+
+    load(100)
+    before = resident()
+    load(400)
+    assert resident() - before < 8 * 2**20  # 2,000 requests: 4 KiB each would be a leak
+    deadline = time.monotonic() + 20
+    while server._service._active or server._rollout.driver()._channels:
+        assert time.monotonic() < deadline, "a request outlives its caller"
+        time.sleep(0.01)
 
 
 def test_abandoned_requests_give_their_slots_back(server, stub, work, expected, is_same):
