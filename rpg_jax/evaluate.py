@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import signal
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 from absl import flags
 from ml_collections import ConfigDict
 from rich.console import Console
@@ -66,6 +68,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         policy = open_policy(Path(scratch))
     experiment, title = policy.experiment, f"{policy.name}, step {policy.step}" if policy.step else policy.name
+    if experiment.config.run.compilation_cache:
+        jax.config.update("jax_compilation_cache_dir", experiment.config.run.compilation_cache)
     print("".join(f"{note}\n" for note in experiment.notes), end="")
     with experiment.activate():
         rollout = make_rollout(policy)
@@ -73,6 +77,9 @@ def main() -> int:
             settings = settings_of(policy, rollout)
             out = open_folder(policy, settings)
             records = sample(experiment, rollout, out / "completions.jsonl", policy.step)
+        except KeyboardInterrupt:
+            print("stopped; what was sampled is kept, and the same command continues")
+            return 128 + signal.SIGINT
         finally:
             rollout.close()
     by_set = {name: scores.summarise(own) for name, own in records.items()}

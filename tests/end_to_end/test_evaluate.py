@@ -1,5 +1,6 @@
 """The same policy evaluated as a run, as an exported folder and behind a server; and an evaluation that is killed."""
 
+import json
 import os
 import signal
 import subprocess
@@ -65,6 +66,28 @@ def test_an_evaluation_killed_in_the_middle_ends_with_the_same_bytes(trained, ev
     run(cache, "evaluate", f"--run={run_dir}", "--k=8", f"--out={tmp_path}")
     for name in FILES:
         assert (tmp_path / name).read_bytes() == (evaluated / name).read_bytes(), name
+
+
+def test_problems_that_a_file_repeats_are_sampled_as_often(trained, tmp_path):
+    cache, run_dir = trained
+    rows = [
+        {
+            "data_source": "arithmetic",
+            "prompt": [{"role": "user", "content": prompt}],
+            "ability": "MATH",
+            "reward_model": {"ground_truth": answer, "style": "rule"},
+        }
+        for prompt, answer in [("1+2=", "3"), ("12+9=", "12"), ("1+2=", "3"), ("1+2=", "3"), ("12+9=", "12")]
+    ]
+    file = tmp_path / "sums.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sets = (f"--sets=sums={file},again={file}", "--rewards=by_source", f"--out={tmp_path / 'out'}")
+    printed = run(cache, "evaluate", f"--run={run_dir}", *sets)
+    assert "Mean@2–3" in printed
+    records = [json.loads(line) for line in (tmp_path / "out" / "completions.jsonl").read_text().splitlines()]
+    assert [(r["set"], r["prompt"], r["index"]) for r in records] == [
+        (name, prompt, i) for name in ("sums", "again") for prompt, k in (("1+2=", 3), ("12+9=", 2)) for i in range(k)
+    ]
 
 
 def test_another_evaluation_is_not_mixed_in(trained, evaluated):
