@@ -17,6 +17,8 @@ from typing import Any
 
 COMMANDS = {
     "step": "the update: seconds, tokens per second, model FLOP/s; against PyTorch",
+    "memory": "a step's peak, measured, and what its programs ask for",
+    "compile": "seconds to trace, lower and compile the update, by depth; for TPUs that are not there too",
     "rollout": "tokens per second of every rollout driver; against Hugging Face",
     "serve": "the gRPC server under closed and open load: throughput, time to first token, latency, errors",
 }

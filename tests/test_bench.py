@@ -29,3 +29,31 @@ def test_bench_rollout_reports_every_driver_as_one_json_object(capsys):
     assert 0 < result["decode_seconds"] < result["seconds"] * 1.01
     assert result["occupancy"] == result["lockstep_occupancy"] == 1.0
     assert result["peak_bytes"] > 1e7
+
+
+@pytest.mark.slow  # a benchmark
+def test_bench_step_memory_and_compile_report_the_update(capsys):
+    small = ["--preset=tiny", "--config.rollout.prompts_per_step=2"]
+    assert bench.main(["step", *small, "--repeats=1", "--json"]) == 0
+    assert bench.main(["memory", *small, "--json"]) == 0
+    assert bench.main(["compile", *small, "--layers=1,3", "--json"]) == 0
+    step, memory, *compiled = map(json.loads, capsys.readouterr().out.splitlines())
+    assert step["tokens"] == memory["tokens"] == 2 * 8 * (12 + 5)
+    assert abs(step["tokens_per_s"] * step["seconds"] - step["tokens"]) < 1
+    assert memory["update_in_place_bytes"] == pytest.approx(memory["state_bytes"], rel=1e-3), "the state is donated"
+    assert memory["peak_bytes"] > memory["state_bytes"]
+    assert [c["layers"] for c in compiled] == [1, 3]
+    assert compiled[0]["of_first"] == 1.0
+    assert all(c["compile_seconds"] < c["seconds"] for c in compiled)
+
+
+def test_bench_refuses_what_it_does_not_know(capsys):
+    for wrong, message in (
+        (["step", "--repeats=0"], "--repeats must be >= 1"),
+        (["step", "--preset=w1", "--config=configs/tiny.py"], "not both"),
+        (["step", "--config.model.remta=full"], "remta"),
+        (["rollout", "--config.model.remat=full"], "unknown argument"),
+    ):
+        with pytest.raises(SystemExit, match="2"):
+            bench.main(wrong)
+        assert message in capsys.readouterr().err

@@ -20,7 +20,6 @@ import jax
 
 from rpg_jax.benchmarks import subject
 from rpg_jax.benchmarks.opponent import Opponent
-from rpg_jax.benchmarks.presets import peak_bytes
 from rpg_jax.benchmarks.subject import Subject, progress
 
 
@@ -46,7 +45,6 @@ def bench_step(one: Subject, repeats: int, opponent: Opponent | None = None) -> 
         first = subject.since_start()
         ours: list[float] = []
         theirs: list[float] = []
-        own_peak = _device_peak() or peak_bytes()
         for repeat in range(repeats):
             began = time.perf_counter()
             state, metrics = jax.block_until_ready(one.programs.fused(state, batch))
@@ -69,7 +67,7 @@ def bench_step(one: Subject, repeats: int, opponent: Opponent | None = None) -> 
         "first_step_seconds": first,
         "model_flops": one.step_flops,
         "model_flops_per_s": one.step_flops / seconds,
-        "peak_bytes": max(own_peak, _device_peak() or peak_bytes()),
+        "peak_bytes": subject.measured_peak(),
         "loss": float(metrics["loss"][0] / metrics["loss"][1]),
     }
     if peak:
@@ -78,8 +76,3 @@ def bench_step(one: Subject, repeats: int, opponent: Opponent | None = None) -> 
         result |= {f"torch_{name}": value for name, value in opponent.close(theirs).items()}
         result["ratio"] = seconds / result["torch_seconds"]
     return result
-
-
-def _device_peak() -> int | None:
-    """Bytes of a device's memory at the peak; None on CPU, which is the process's memory."""
-    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

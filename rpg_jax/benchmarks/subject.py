@@ -16,7 +16,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from rpg_jax import command_line, host_memory, models
-from rpg_jax.benchmarks.presets import PRESETS
+from rpg_jax.benchmarks.presets import PRESETS, peak_bytes
 from rpg_jax.layout import Layout
 from rpg_jax.methods import loss_arguments, resolve
 from rpg_jax.planning import training_flops
@@ -43,12 +43,14 @@ class Subject:
     @classmethod
     def of(cls, name: str, config: ConfigDict, vocab_size: int | None, devices: Sequence[Any] | None = None) -> Subject:
         """On `devices`, by default all of this machine."""
-        layout = Layout.of(config, vocab_size, devices)
-        loss, hyperparameters = loss_arguments(config)
-        programs = layout.make_programs(
-            layout.make_optimizer(), step_lib.loss_fn(loss, **hyperparameters), config.rollout.temperature
-        )
-        return cls(name, layout, programs)
+        return cls.on(name, Layout.of(config, vocab_size, devices))
+
+    @classmethod
+    def on(cls, name: str, layout: Layout) -> Subject:
+        loss, hyperparameters = loss_arguments(layout.config)
+        temperature = layout.config.rollout.temperature
+        loss_fn = step_lib.loss_fn(loss, **hyperparameters)
+        return cls(name, layout, layout.make_programs(layout.make_optimizer(), loss_fn, temperature))
 
     @property
     def rows(self) -> int:
@@ -161,6 +163,11 @@ def peak_flops() -> float | None:
         return CHIPS[kind].flops * jax.device_count() if kind else None
     known = (flops for name, flops in _GPU_FLOPS.items() if name in device.device_kind)
     return next(known, 0.0) * jax.device_count() or None
+
+
+def measured_peak() -> int:
+    """Bytes of a device's memory at the peak so far; on CPU of this process."""
+    return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use") or peak_bytes()
 
 
 def progress(message: str) -> None:

@@ -1,0 +1,54 @@
+"""Memory of a step: what the process, or on GPU and TPU a device, needed at its peak, and what the programs ask for.
+
+Takes the log-prob pass and one update. `peak_bytes` is measured. `update_…` and `logprobs_…` are the compiler's: bytes
+of arguments, temporaries, outputs, and of arguments given back in place. `state_bytes` are weights and optimizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+from rpg_jax.benchmarks import subject
+from rpg_jax.benchmarks.subject import Subject, progress
+
+arguments = subject.arguments
+
+
+def run(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    yield bench_memory(Subject.of(*subject.chosen(arguments)))
+
+
+def bench_memory(one: Subject) -> dict[str, Any]:
+    with one.layout.activate():
+        progress(f"{one.name}: weights, compiling")
+        state, batch = one.state(), one.batch()
+        logprobs = one.programs.logprobs.lower(state.params, batch).compile()
+        update = one.programs.fused.lower(state, batch).compile()
+        began = time.perf_counter()
+        jax.block_until_ready(logprobs(state.params, batch))
+        state, _ = jax.block_until_ready(update(state, batch))
+        seconds = time.perf_counter() - began
+    result = {
+        "bench": "memory",
+        "subject": one.name,
+        "device": jax.devices()[0].device_kind,
+        "tokens": one.tokens,
+        "seconds": seconds,
+        "tokens_per_s": one.tokens / seconds,
+        "peak_bytes": subject.measured_peak(),
+        "state_bytes": sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state)),
+    }
+    for name, program in (("update", update), ("logprobs", logprobs)):
+        asked = program.memory_analysis()
+        result |= {
+            f"{name}_arguments_bytes": asked.argument_size_in_bytes,
+            f"{name}_temporaries_bytes": asked.temp_size_in_bytes,
+            f"{name}_outputs_bytes": asked.output_size_in_bytes,
+            f"{name}_in_place_bytes": asked.alias_size_in_bytes,
+        }
+    return result
