@@ -22,12 +22,14 @@ class Program:
 
     Attributes:
       name: of the program.
-      arguments, temporaries, outputs, alias: HBM, as the compiler's memory analysis has it.
+      arguments, temporaries, outputs, alias: HBM, as the compiler's memory analysis has it; where a
+        program updates arguments in place, its temporaries count some of them again.
       resident: HBM that others hold meanwhile.
       costs: operations and traffic; see `hlo.Costs`.
       model_flops: of the mathematics, on one chip's share of it.
       seconds: of compilation.
       refused: the compiler's reason, where it found no room; the other numbers are then its estimate, or 0.
+      peak: HBM of the buffers that the compiler assigned, arguments included; 0 where it does not say.
     """
 
     name: str
@@ -40,11 +42,13 @@ class Program:
     model_flops: float
     seconds: float
     refused: str = ""
+    peak: float = 0.0
 
     @property
     def hbm(self) -> float:
         """Bytes at the peak."""
-        return self.arguments + self.temporaries + self.outputs - self.alias + self.resident
+        own = self.arguments + self.temporaries + self.outputs - self.alias
+        return (self.peak or own) + self.resident
 
     def fits(self, chip: Chip) -> bool:
         return not self.refused and self.hbm <= chip.hbm
@@ -88,6 +92,7 @@ def compile_program(name: str, lowered: Any, *, model_flops: float = 0.0, reside
         hlo.count(compiled.as_text()),
         model_flops,
         seconds,
+        peak=memory.peak_memory_in_bytes,
     )
 
 

@@ -68,6 +68,7 @@ def as_json(
                 "temporaries": p.temporaries,
                 "outputs": p.outputs,
                 "alias": p.alias,
+                "peak": p.peak,
                 "resident": p.resident,
                 "flops": p.costs.flops,
                 "model_flops": p.model_flops,
@@ -87,7 +88,7 @@ def as_json(
 
 def _memory(topology: Topology, programs: Mapping[str, Program]) -> Table:
     table = Table(title=f"{topology.name}: GiB on each of {topology.chips} chips, of {topology.chip.hbm / _GIB:.2f}")
-    for column in ("program", "args", "temp", "out", "alias", "others", "sum", "compile"):
+    for column in ("program", "args", "temp", "out", "alias", "others", "peak", "compile"):
         table.add_column(column, justify="left" if column == "program" else "right")
     for name, p in programs.items():
         parts = (p.arguments, p.temporaries, p.outputs, p.alias, p.resident)
