@@ -165,7 +165,8 @@ def get_config() -> ConfigDict:
 
     checkpoint = c.checkpoint = ConfigDict()
     checkpoint.every = 10  # steps
-    checkpoint.keep = 2
+    checkpoint.keep = 2  # of the newest
+    checkpoint.permanent_every = optional(int)  # steps; checkpoints of its multiples stay for ever; unset: none does
 
     log = c.log = ConfigDict()
     log.samples_per_step = 2  # prompts whose completions go to samples.jsonl

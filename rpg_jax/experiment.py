@@ -16,11 +16,12 @@ from rpg_jax import data, losses, models, rewards, rollout
 from rpg_jax.layout import Layout
 from rpg_jax.tasks import Task, encoder
 from rpg_jax.training import state as state_lib
-from rpg_jax.training.checkpoints import Checkpoints, Snapshots, abstract
+from rpg_jax.training.checkpoints import Checkpoints, abstract
 from rpg_jax.training.experience import DynamicSampling, Group, GroupSampler
 from rpg_jax.training.loop import Trainer
 from rpg_jax.training.optimizer import Optimizer
 from rpg_jax.training.reference import Reference
+from rpg_jax.training.snapshots import Snapshots
 from rpg_jax.types import Batch, Completion, Sampling
 
 
@@ -55,7 +56,7 @@ class Experiment(Layout):
         Raises:
           ValueError: there is no such checkpoint; the message lists those that are kept.
         """
-        checkpoints = Checkpoints(run_dir / "checkpoints", keep=self.config.checkpoint.keep)
+        checkpoints = Checkpoints(run_dir / "checkpoints", keep=self.config.checkpoint.keep, read_only=True)
         try:
             kept = checkpoints.steps()
             if not kept or step not in (None, *kept):

@@ -19,7 +19,21 @@ from ml_collections import ConfigDict
 from rpg_jax.command_line import ROOT, fields
 
 # Fields that may differ when a run is resumed: they do not change what has been computed so far.
-_MAY_CHANGE = ("run.", "train.steps", "warm_start.dir", "checkpoint.", "log.", "rollout.max_sampler_gap")
+_MAY_CHANGE = (
+    "run.",
+    "train.steps",
+    "warm_start.dir",
+    "checkpoint.",
+    "log.",
+    "profile.",
+    "rollout.max_sampler_gap",
+    # where things are computed: bit for bit only on the same mesh, step for step on any
+    "mesh.",
+    "sharding",
+    "rollout.tensor",
+    "rollout.expert",
+    "model.remat",
+)
 _PACKAGES = (
     "jax",
     "jaxlib",
@@ -36,7 +50,8 @@ _PACKAGES = (
 def default_name(config_file: str, config: ConfigDict, overrides: Mapping[str, Any]) -> str:
     """Config file, method and seed, and a hash of any other override: the same command is the same run."""
     named = ("method", "seed", "train.steps", "warm_start.dir")
-    other = {k: v for k, v in overrides.items() if k not in named and not k.startswith(("run.", "checkpoint.", "log."))}
+    aside = ("run.", "checkpoint.", "log.", "profile.")
+    other = {k: v for k, v in overrides.items() if k not in named and not k.startswith(aside)}
     parts = [Path(config_file).stem, config.method.lower(), f"seed{config.seed}"]
     if other:
         parts.append(hashlib.sha256(json.dumps(other, sort_keys=True, default=str).encode()).hexdigest()[:6])
@@ -85,6 +100,12 @@ def read_config(path: Path) -> ConfigDict:
             "did by these names (configs/base.py has their defaults), or check out the commit in versions.json"
         )
     return ConfigDict(config)
+
+
+def identity(config: ConfigDict) -> dict[str, Any]:
+    """The fields that decide what a run computes: those that a resumed run must have in common with its checkpoints."""
+    fields = _flat(json.loads(config.to_json_best_effort()))
+    return {name: value for name, value in fields.items() if not name.startswith(_MAY_CHANGE)}
 
 
 def made_with() -> dict[str, Any]:

@@ -23,6 +23,7 @@ from rpg_jax.report.progress import Progress
 from rpg_jax.training import evaluation
 from rpg_jax.training.checkpoints import Checkpoints, abstract, bit_checksum
 from rpg_jax.training.compilations import CompilationCounter
+from rpg_jax.training.integrity import Refused
 from rpg_jax.training.logs import RunLog
 from rpg_jax.training.stopping import StopRequest
 from rpg_jax.warm_starts import warm_started
@@ -61,24 +62,28 @@ class Run:
     def __init__(self, experiment: Experiment, run_dir: Path):
         self.experiment, self.config, self.run_dir = experiment, experiment.config, run_dir
         self.log = RunLog(run_dir, samples=self.config.log.samples_per_step)
-        self.checkpoints = Checkpoints(run_dir / "checkpoints", keep=self.config.checkpoint.keep)
+        c = self.config.checkpoint
+        self.checkpoints = Checkpoints(
+            run_dir / "checkpoints",
+            keep=c.keep,
+            permanent_every=c.permanent_every,
+            identity=run_folder.identity(self.config),
+        )
         self.stop = StopRequest()
         self.compilations = CompilationCounter()
-        self.references = {
-            step: self.checkpoints.record(step)["reference"]["number"] for step in self.checkpoints.steps()
-        }
         self.optimizer = experiment.make_optimizer()
-        resumed = self.checkpoints.latest_step()
+        new = self.checkpoints.latest_step() is None
         params = experiment.init_params()
         self.rollout, self.scorer = experiment.make_rollout(params), experiment.make_scorer()
         self.evaluation_sampler = experiment.evaluation_sampler(self.rollout, self.scorer)
-        if resumed is None and self.config.warm_start.enabled:
+        if new and self.config.warm_start.enabled:
             params = warm_started(experiment, params, self.rollout, self.scorer, run_dir)
         self.trainer = experiment.make_trainer(params, self.optimizer, self.rollout, self.scorer, run_dir)
-        if resumed is None:
+        if new:
             self.trainer.reference.start(self.trainer.state.params)
         else:
-            self._resume(resumed)
+            self._resume()
+        self.references = {step: self._reference_of(step) for step in self.checkpoints.steps()}
 
     def to_the_end(self) -> int:
         """Steps until `train.steps`, or until a signal asks to stop; returns the exit code."""
@@ -125,12 +130,13 @@ class Run:
 
     def save(self) -> None:
         """Starts a checkpoint of everything that a resume needs."""
-        record = self.trainer.record()
-        self.references[self.trainer.step] = record["reference"]["number"]
-        self.checkpoints.save(self.trainer.step, self.trainer.state, record)
-        # The save that `keep` makes room for may still be under way: one more reference than checkpoints survives.
-        recent = sorted(self.references)[-self.config.checkpoint.keep - 1 :]
-        self.trainer.reference.prune(self.references[step] for step in recent)
+        step, record, earlier = self.trainer.step, self.trainer.record(), self.checkpoints.steps()
+        self.checkpoints.save(step, self.trainer.state, record)
+        self.references[step] = record["reference"]["number"]
+        # Until this save is complete, a checkpoint that makes room for it is still the last good one.
+        needed = [self.references[s] for s in (*earlier, step)]
+        if None not in needed:
+            self.trainer.reference.prune(needed)
 
     def close(self) -> None:
         self.checkpoints.close()
@@ -139,13 +145,24 @@ class Run:
         self.rollout.close()
         self.scorer.close()
 
-    def _resume(self, step: int) -> None:
+    def _resume(self) -> None:
         trainer = self.trainer
         where = self.experiment.state_sharding(self.optimizer, self.experiment.make_critic())
-        like = abstract(trainer.state, where)
-        trainer.restore(self.checkpoints.restore(step, like), self.checkpoints.record(step))
+        last = self.checkpoints.restore_last(
+            abstract(trainer.state, where), lambda record: trainer.reference.check(record["reference"])
+        )
+        assert last is not None, "there was a checkpoint a moment ago"
+        step, state, record = last
+        trainer.restore(state, record)
         self.log.rewind(step)
         print(f"continuing {self.run_dir} after step {step}")
+
+    def _reference_of(self, step: int) -> int | None:
+        """The reference snapshot that a checkpoint needs; None where its record cannot be read."""
+        try:
+            return self.checkpoints.record(step)["reference"]["number"]
+        except Refused:
+            return None
 
     def _finish(self) -> int:
         self.checkpoints.wait()

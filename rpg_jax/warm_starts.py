@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from rpg_jax.rewards import Scorer
 from rpg_jax.rollout import Rollout
 from rpg_jax.training import state as state_lib
 from rpg_jax.training import step as step_lib
-from rpg_jax.training.checkpoints import Snapshots
+from rpg_jax.training.integrity import Refused
+from rpg_jax.training.snapshots import Snapshots
 from rpg_jax.training.warm_start import Target, warm_start
 
 
@@ -27,8 +29,12 @@ def warm_started(experiment: Experiment, params: Any, rollout: Rollout, scorer: 
     folder = Path(c.dir) / cache_key(experiment.config)
     cache = Snapshots(folder)
     if cache.exists(0):
-        print(f"warm start from {folder}")
-        return cache.restore(0, e.abstract_params)
+        try:
+            params = cache.restore(0, e.abstract_params)
+            print(f"warm start from {folder}")
+            return params
+        except Refused as error:
+            print(f"warm start refused: {error}; kept as {cache.move_aside(0)}, trained again", file=sys.stderr)
     optimizer = e.make_optimizer(
         name="adamw", learning_rate=c.learning_rate, warmup_updates=20, weight_decay=0.0, max_grad_norm=1.0
     )

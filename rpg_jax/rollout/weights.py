@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import zlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from rpg_jax.models.quantized import quantized, quantized_shardings
+from rpg_jax.parallel import checksums
 
 Params = Any
 
@@ -84,40 +84,10 @@ class Weights:
 
 
 def weights_checksum(params: Params) -> int:
-    """64-bit checksum of the bit patterns, places and names of all weights; the same under every sharding.
-
-    A change of one element always changes it; any other change does, except with probability about 2^-64.
-    """
-    high, low = jax.device_get(_checksum(params))
+    """64-bit checksum of the bit patterns, places and names of all weights; the same under every sharding (see
+    `parallel.checksums`)."""
+    high, low = jax.device_get(checksums.of_tree(params))
     return int(high) << 32 | int(low)
-
-
-@jax.jit
-def _checksum(params: Params) -> tuple[jax.Array, jax.Array]:
-    sums = [_folded(x, zlib.crc32(jax.tree_util.keystr(path).encode())) for path, x in _leaves(params)]
-    return sum(high for high, _ in sums), sum(low for _, low in sums)
-
-
-def _folded(x: jax.Array, salt: int) -> tuple[jax.Array, jax.Array]:
-    """Two sums modulo 2^32 over the elements, each mixed with its place: addition, hence free of reduction order."""
-    words = jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[x.itemsize])
-    place, stride = jnp.uint32(salt), 1
-    for axis in reversed(range(words.ndim)):
-        place += jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis) * jnp.uint32(stride % 2**32)
-        stride *= words.shape[axis]
-    mixed = _mix(words.astype(jnp.uint32) ^ _mix(place))
-    return mixed.sum(dtype=jnp.uint32), _mix(mixed + jnp.uint32(0x9E3779B9)).sum(dtype=jnp.uint32)
-
-
-def _mix(h: jax.Array) -> jax.Array:
-    """The finaliser of MurmurHash3, a bijection of u32."""
-    h = (h ^ h >> 16) * jnp.uint32(0x85EBCA6B)
-    h = (h ^ h >> 13) * jnp.uint32(0xC2B2AE35)
-    return h ^ h >> 16
-
-
-def _leaves(params: Params) -> list[tuple[Any, jax.Array]]:
-    return jax.tree_util.tree_flatten_with_path(params)[0]
 
 
 def _cast(params: Params, dtype) -> Params:

@@ -1,9 +1,16 @@
-"""Checkpoints and weight snapshots through Orbax: asynchronous, atomic, verified on the way back in."""
+"""Checkpoints of a run through Orbax: asynchronous, atomic, and verified on the way back in.
+
+On disk: checkpoints/STEP/state holds the arrays and a checksum of each, checkpoints/STEP/record everything else under a
+digest, and commit_success.txt is written last. What cannot be trusted is refused by name and moved to
+checkpoints/refused, never deleted; the checkpoint before it is used.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+import json
+import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +18,13 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
+from jax.experimental import multihost_utils
+
+from rpg_jax.training import integrity
+from rpg_jax.training.integrity import Refused
 
 Tree = Any
+FORMAT = 2  # of the record and of what lies beside the state
 
 
 def abstract(tree: Tree, shardings: Tree) -> Tree:
@@ -23,48 +35,123 @@ def abstract(tree: Tree, shardings: Tree) -> Tree:
 class Checkpoints:
     """The last few training states of a run, each with a JSON record of everything else a resume needs.
 
-    A save returns once the arrays have left the devices and is committed by an atomic rename, so that a process
-    killed at any moment leaves the previous checkpoint in place.
+    A save returns once the arrays have left the devices and is committed by an atomic rename (on object stores by a
+    marker), so that a process killed at any moment leaves the previous checkpoint in place.
+
+    Args:
+      directory: of all checkpoints; a local path or gs://.
+      keep: how many of the newest stay.
+      permanent_every: checkpoints of multiples of this step stay for ever; None: none does.
+      identity: what the run computes, by field; a checkpoint with another one is foreign. None: any is read.
+      read_only: never writes, so that a reader does not disturb the run.
     """
 
-    def __init__(self, directory: Path, *, keep: int):
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        keep: int,
+        permanent_every: int | None = None,
+        identity: Mapping[str, Any] | None = None,
+        read_only: bool = False,
+    ):
+        self._directory = epath.Path(directory).resolve()
+        self._identity = None if identity is None else json.loads(json.dumps(identity))
+        options = {"max_to_keep": keep, "keep_period": permanent_every, "enable_async_checkpointing": True}
         self._manager = ocp.CheckpointManager(
-            epath.Path(Path(directory).resolve()),
-            options=ocp.CheckpointManagerOptions(max_to_keep=keep, cleanup_tmp_directories=True),
+            self._directory,
+            options=ocp.CheckpointManagerOptions(**({"read_only": True} if read_only else options)),
         )
+        self._half_written = [] if read_only else _half_written(self._directory)
+        for path in self._half_written:
+            _say(f"{path} is half-written: not used, and deleted once there is a newer checkpoint")
 
     def latest_step(self) -> int | None:
-        """The newest committed step, or None."""
+        """The newest step on disk, trusted or not, or None."""
         return self._manager.latest_step()
 
     def steps(self) -> list[int]:
-        """Every committed step that is still kept, oldest first."""
+        """Every step that is still kept, oldest first."""
         return sorted(self._manager.all_steps())
 
-    def save(self, step: int, state: Tree, record: dict[str, Any]) -> None:
+    def save(self, step: int, state: Tree, record: Mapping[str, Any]) -> None:
         """Starts writing `state` and the JSON-able `record` under `step`; waits for the previous save first."""
+        self.wait()
+        self._clean_up()
         self._manager.save(
-            step, args=ocp.args.Composite(state=ocp.args.StandardSave(state), record=ocp.args.JsonSave(record))
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(integrity.signed(state)),
+                record=ocp.args.JsonSave(integrity.sealed(self._envelope(record))),
+            ),
         )
 
     def record(self, step: int) -> dict[str, Any]:
-        """The JSON record of `step` alone."""
-        return dict(self._manager.restore(step, args=ocp.args.Composite(record=ocp.args.JsonRestore()))["record"])
-
-    def restore(self, step: int, like: Tree) -> Tree:
-        """The state of `step`, laid out as the `ShapeDtypeStruct`s of `like`.
+        """The JSON record of `step` alone.
 
         Raises:
-          ValueError: the checkpoint holds other arrays than `like`: it names them.
+          Refused: it is damaged, incomplete, or of another run or format; the message says which.
         """
-        try:
-            args = ocp.args.Composite(state=ocp.args.StandardRestore(like))
-            return self._manager.restore(step, args=args)["state"]
-        except (ValueError, KeyError, TypeError) as error:
+        path = self._directory / str(step)
+        if not (path / "commit_success.txt").exists():
+            raise Refused(path, "it is half-written: commit_success.txt is missing")
+        with integrity.named(path / "record"):
+            args = ocp.args.Composite(record=ocp.args.JsonRestore())
+            envelope = integrity.unsealed(self._manager.restore(step, args=args)["record"])
+            if envelope["format"] != FORMAT:
+                raise ValueError(f"it has format {envelope['format']}, this version reads {FORMAT}")
+        if self._identity is not None and envelope["identity"] != self._identity:
+            theirs = envelope["identity"] or {}
+            differing = sorted(
+                k for k in {*theirs, *self._identity} if theirs.get(k, ...) != self._identity.get(k, ...)
+            )
+            named = "; ".join(f"{k} {theirs.get(k)!r}, here {self._identity.get(k)!r}" for k in differing)
+            raise Refused(path, f"it is foreign, of a run with {named}")
+        return dict(envelope["record"])
+
+    def restore(self, step: int, like: Tree) -> Tree:
+        """The state of `step`, laid out as the `ShapeDtypeStruct`s of `like`, on any mesh.
+
+        Raises:
+          Refused: it is damaged, or holds other arrays than `like`; the message names them.
+        """
+        path = self._directory / str(step) / "state"
+        with integrity.named(path):
+            args = ocp.args.Composite(state=ocp.args.StandardRestore(integrity.signed_like(like)))
+            return integrity.verified(self._manager.restore(step, args=args)["state"])
+
+    def restore_last(
+        self, like: Tree, accept: Callable[[dict[str, Any]], None] = lambda record: None
+    ) -> tuple[int, Tree, dict[str, Any]] | None:
+        """(step, state, record) of the newest checkpoint that can be trusted; None where there is none at all.
+
+        Newer ones that cannot are named on stderr and moved to `refused`. `accept` raises ValueError at a record that
+        needs what is not there.
+
+        Raises:
+          ValueError: none of those that are there can be trusted; all stay where they are.
+        """
+        refused: list[tuple[int, str]] = []
+        for step in reversed(self.steps()):
+            try:
+                record = self.record(step)
+                accept(record)
+                state = self.restore(step, like)
+            except ValueError as error:
+                refused.append((step, str(error)))
+                _say(f"refused: {error}")
+                continue
+            for newer, _ in refused:
+                self._move_aside(newer)
+            if refused:
+                _say(f"using the checkpoint of step {step} instead; the refused are in {self._directory / 'refused'}")
+            return step, state, record
+        if refused:
             raise ValueError(
-                f"checkpoint {self._manager.directory / str(step)} does not fit this config: {_first_line(error)}; "
-                "was it written with another model or optimizer? Choose another --config.run.name"
-            ) from error
+                f"no checkpoint in {self._directory} can be trusted: {'; '.join(reason for _, reason in refused)}. "
+                "Nothing was deleted; copy a good one there, or start over with another --config.run.name"
+            )
+        return None
 
     def wait(self) -> None:
         """Returns once the last save is on disk."""
@@ -74,55 +161,26 @@ class Checkpoints:
         """Finishes the last save and releases the background threads."""
         self._manager.close()
 
+    def _envelope(self, record: Mapping[str, Any]) -> dict[str, Any]:
+        return {"format": FORMAT, "identity": self._identity, "record": record}
 
-class Snapshots:
-    """Weights alone, under a number: what the reference policy and the warm start are kept in."""
-
-    def __init__(self, directory: Path):
-        self._directory = epath.Path(Path(directory).resolve())
-        self._directory.mkdir(parents=True, exist_ok=True)
-        self._checkpointer = ocp.StandardCheckpointer()
-
-    def _path(self, number: int) -> epath.Path:
-        return self._directory / f"{number:08d}"
-
-    def exists(self, number: int) -> bool:
-        """Whether snapshot `number` is complete on disk."""
-        return self._path(number).exists()
-
-    def save(self, number: int, params: Tree) -> None:
-        """Starts writing `params`; replaces a snapshot of the same number."""
-        self._checkpointer.save(self._path(number), params, force=True)
-
-    def restore(self, number: int, like: Tree) -> Tree:
-        """The weights of snapshot `number`, laid out as the `ShapeDtypeStruct`s of `like`.
-
-        Raises:
-          ValueError: it is missing, or holds other arrays than `like`.
-        """
-        self.wait()
-        path = self._path(number)
-        if not path.exists():
-            raise ValueError(f"snapshot {path} is missing; it was deleted or the run folder is incomplete")
-        try:
-            return self._checkpointer.restore(path, like)
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"snapshot {path} does not fit this model: {_first_line(error)}") from error
-
-    def keep_only(self, numbers: Iterable[int]) -> None:
-        """Deletes every snapshot but these."""
-        kept = {self._path(n).name for n in numbers}
-        for path in self._directory.iterdir():
-            if path.name.isdigit() and path.name not in kept:
+    def _clean_up(self) -> None:
+        """Deletes what a kill left of a write, once a checkpoint of that step or a later one is complete."""
+        latest = self.latest_step()
+        superseded = [p for p in self._half_written if latest is not None and _step_of(p) <= latest]
+        self._half_written = [p for p in self._half_written if p not in superseded]
+        for path in superseded:
+            if jax.process_index() == 0 and path.exists():
                 path.rmtree()
 
-    def wait(self) -> None:
-        """Returns once the last save is on disk."""
-        self._checkpointer.wait_until_finished()
-
-    def close(self) -> None:
-        """Finishes the last save and releases the background threads."""
-        self._checkpointer.close()
+    def _move_aside(self, step: int) -> None:
+        if jax.process_index() == 0:
+            aside = self._directory / "refused"
+            aside.mkdir(exist_ok=True)
+            earlier = sum(path.name.partition("-")[0] == str(step) for path in aside.iterdir())
+            (self._directory / str(step)).rename(aside / (f"{step}-{earlier}" if earlier else f"{step}"))
+        multihost_utils.sync_global_devices(f"refused checkpoint {step}")
+        self._manager.reload()
 
 
 def bit_checksum(tree: Tree) -> str:
@@ -135,5 +193,16 @@ def bit_checksum(tree: Tree) -> str:
     return digest.hexdigest()
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+def _half_written(directory: epath.Path) -> list[epath.Path]:
+    found = directory.iterdir() if directory.exists() else []
+    return sorted(path for path in found if _step_of(path) >= 0 and ".orbax-checkpoint-tmp" in path.name)
+
+
+def _step_of(half_written: epath.Path) -> int:
+    step = half_written.name.partition(".")[0]
+    return int(step) if step.isdigit() else -1
+
+
+def _say(message: str) -> None:
+    if jax.process_index() == 0:
+        print(f"checkpoints: {message}", file=sys.stderr, flush=True)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from rpg_jax.training.checkpoints import Snapshots
+from rpg_jax.training.snapshots import Snapshots
 
 RULES = ("behaviour", "fixed", "every", "kl")
 
@@ -111,6 +111,12 @@ class Reference:
         """Waits for the snapshot to be on disk; returns the JSON-able state to store in a checkpoint."""
         self._snapshots.wait()
         return {"number": self.number, "kl_average": self.kl_average, "kl_count": self._kl_count}
+
+    def check(self, state: dict[str, Any]) -> None:
+        """Raises ValueError where the weights that a state of `commit` needs are missing or damaged."""
+        if self._rule != "behaviour":
+            params = self._snapshots.restore(int(state["number"]), self._like)
+            self._restored = (int(state["number"]), params) if self._resident else None
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes back to a state that `commit` returned."""

@@ -9,10 +9,11 @@ from rpg_jax import data, losses, models, parallel
 from rpg_jax.training import optimizer as optimizer_lib
 from rpg_jax.training import state as state_lib
 from rpg_jax.training import step as step_lib
-from rpg_jax.training.checkpoints import Snapshots, abstract, bit_checksum
+from rpg_jax.training.checkpoints import abstract, bit_checksum
 from rpg_jax.training.experience import DynamicSampling, Group
 from rpg_jax.training.loop import Trainer
 from rpg_jax.training.reference import Reference
+from rpg_jax.training.snapshots import Snapshots
 from rpg_jax.types import Completion
 
 MODEL = models.QwenConfig(

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rpg_jax.training.checkpoints import Snapshots
 from rpg_jax.training.reference import Reference
+from rpg_jax.training.snapshots import Snapshots
 
 SHARDING = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
@@ -98,5 +98,5 @@ def test_bad_settings_are_named(tmp_path, change):
 
 def test_a_missing_snapshot_is_named(tmp_path):
     reference = make(tmp_path, "fixed")
-    with pytest.raises(ValueError, match="00000000 is missing"):
+    with pytest.raises(ValueError, match="00000000: this snapshot is missing"):
         reference.params()

@@ -1,0 +1,82 @@
+"""Whether what comes back from disk is what was written: checksums of arrays, digests of records, errors with names."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from rpg_jax.parallel import checksums
+
+Tree = Any
+
+
+class Refused(ValueError):
+    """Something on disk that must not be used: its path and what is wrong with it."""
+
+    def __init__(self, path: Any, reason: str):
+        super().__init__(f"{path}: {reason}")
+
+
+def signed(tree: Tree) -> dict[str, Tree]:
+    """`tree` with u32[L, 2] `checksums` of its leaves, made on the devices that hold them."""
+    return {"tree": tree, "checksums": checksums.of_leaves(tree)}
+
+
+def signed_like(like: Tree) -> dict[str, Tree]:
+    """The `ShapeDtypeStruct`s of what `signed` returns for a tree of `like`."""
+    leaves = jax.tree.leaves(like)
+    where = leaves[0].sharding
+    everywhere = NamedSharding(where.mesh, PartitionSpec()) if isinstance(where, NamedSharding) else where
+    return {"tree": like, "checksums": jax.ShapeDtypeStruct((len(leaves), 2), jnp.uint32, sharding=everywhere)}
+
+
+def verified(restored: Mapping[str, Tree]) -> Tree:
+    """The tree of what `signed` returned.
+
+    Raises:
+      ValueError: leaves differ from what was written; the message names them.
+    """
+    tree = restored["tree"]
+    expected, found = jax.device_get((restored["checksums"], checksums.of_leaves(tree)))
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    wrong = [name for name, differs in zip(names, np.any(expected != found, axis=1), strict=True) if differs]
+    if wrong:
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise ValueError(f"{', '.join(wrong[:3])}{more} came back with other bits than were written")
+    return tree
+
+
+def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
+    """A JSON-able object with the digest of its text."""
+    return {"sha256": _digest(value), "value": value}
+
+
+def unsealed(value: Any) -> dict[str, Any]:
+    """What `sealed` was given. Raises ValueError where its text is another."""
+    if not isinstance(value, Mapping) or set(value) != {"sha256", "value"}:
+        raise ValueError("it was not written by this version of the program")
+    if _digest(value["value"]) != value["sha256"]:
+        raise ValueError("its text is not the one that was written")
+    return dict(value["value"])
+
+
+@contextlib.contextmanager
+def named(path: Any) -> Iterator[None]:
+    """Turns every failure to read `path` into `Refused`: readers raise what their formats' libraries happen to."""
+    try:
+        yield
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise Refused(path, lines[0][:300]) from error
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, ensure_ascii=False).encode()).hexdigest()
