@@ -9,7 +9,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from configs import qwen3_0p6b_gsm8k, qwen3_4b_2k, tiny
+from configs import qwen3_0p6b_gsm8k, qwen3_4b_2k, qwen3_4b_8k, tiny
 from rpg_jax import plan, planning
 from rpg_jax.layout import Layout
 from rpg_jax.methods import resolve
@@ -155,3 +155,14 @@ def test_a_plan_for_a_slice_that_is_not_there():
     assert update.model_flops < update.costs.flops
     assert update.alias > 0.9 * update.outputs, "the state is donated"
     assert update.costs.collectives["reduce-scatter"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.tpu_compile
+def test_qwen3_4b_at_8k_fits_the_slice_that_its_config_names():
+    pytest.importorskip("libtpu", reason="needs libtpu, the compiler for TPUs: pip install -r requirements-tpu.txt")
+    topology = planning.parse("v5p:2x2x2")
+    programs = plan.plan(resolve(qwen3_4b_8k.get_config()), topology)
+    assert {name: p.refused for name, p in programs.items() if not p.fits(topology.chip)} == {}
+    start = programs["start"]
+    assert start.costs.flops < 1.1 * start.model_flops, "nothing but rematerialisation is computed twice"
