@@ -21,6 +21,9 @@ def get_config() -> ConfigDict:
     run.name = optional(str)  # default: config file, method, seed, and a hash of other overrides; same name = resume
     run.overwrite = False  # start anew where a run of this name exists
     run.compilation_cache = "runs/compilation_cache"  # compiled programs, kept between runs; "" switches it off
+    run.stop_seconds = 25.0  # from SIGTERM or a preemption notice to the end of the process, at most
+    run.preemption_url = "http://metadata.google.internal/computeMetadata/v1/instance/preempted"  # on TPUs; "": off
+    run.stall_seconds = 3600.0  # without a heartbeat (a step, an evaluation), before all stacks are dumped and it ends
 
     model = c.model = ConfigDict()
     model.path = optional(str)  # folder in Hugging Face layout to load weights and tokenizer from
@@ -170,6 +173,9 @@ def get_config() -> ConfigDict:
 
     log = c.log = ConfigDict()
     log.samples_per_step = 2  # prompts whose completions go to samples.jsonl
+    log.tensorboard = False  # event files in the run folder; needs tensorboardX
+    log.wandb = optional(str)  # project of Weights & Biases; needs wandb
+    log.wandb_mode = "online"  # online, offline (files in the run folder, to be synced later), disabled
     log.max_nonfinite_updates = 10  # in a row, before the run stops
     return c
 

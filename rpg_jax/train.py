@@ -8,6 +8,8 @@ versions.json, metrics.jsonl, samples.jsonl, curves.png, summary.md, checkpoints
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 import jax
@@ -15,17 +17,20 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from rpg_jax import command_line, run_folder
+from rpg_jax import command_line, distributed, run_folder
 from rpg_jax.experiment import Experiment
 from rpg_jax.methods import resolve
+from rpg_jax.parallel import hosts
 from rpg_jax.report import curves, scores, summary
 from rpg_jax.report.progress import Progress
-from rpg_jax.training import evaluation
+from rpg_jax.training import evaluation, metrics
 from rpg_jax.training.checkpoints import Checkpoints, abstract, bit_checksum
 from rpg_jax.training.compilations import CompilationCounter
 from rpg_jax.training.integrity import Refused
 from rpg_jax.training.logs import RunLog
-from rpg_jax.training.stopping import StopRequest
+from rpg_jax.training.stopping import StopRequest, watch_preemption
+from rpg_jax.training.watchdog import Watchdog
+from rpg_jax.training.writers import TensorBoard, WandB, Writer
 from rpg_jax.warm_starts import warm_started
 
 _CONFIG = command_line.define_config("configs/tiny.py")
@@ -43,7 +48,9 @@ def main() -> int:
 
 def train(config: ConfigDict) -> int:
     """Runs or resumes `config` to its last step; returns the exit code."""
-    run_dir = run_folder.open_run(config)
+    distributed.initialize(config)
+    with hosts.first_alone("run folder"):
+        run_dir = run_folder.open_run(config) if hosts.is_first() else run_folder.path_of(config)
     if config.run.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", config.run.compilation_cache)
     experiment = Experiment.open(config, run_dir)
@@ -69,7 +76,7 @@ class Run:
             permanent_every=c.permanent_every,
             identity=run_folder.identity(self.config),
         )
-        self.stop = StopRequest()
+        self.stop = StopRequest(self.config.run.stop_seconds, self._out_of_time)
         self.compilations = CompilationCounter()
         self.optimizer = experiment.make_optimizer()
         new = self.checkpoints.latest_step() is None
@@ -83,30 +90,41 @@ class Run:
             self.trainer.reference.start(self.trainer.state.params)
         else:
             self._resume()
+        self.log.writers = self._writers()
         self.references = {step: self._reference_of(step) for step in self.checkpoints.steps()}
 
     def to_the_end(self) -> int:
         """Steps until `train.steps`, or until a signal asks to stop; returns the exit code."""
         trainer, steps = self.trainer, self.config.train.steps
         trainer.sync_rollout()
-        with self.stop.listening(), Progress(steps, first=trainer.step) as progress:
+        run, stall = self.config.run, Watchdog(self.run_dir, self.config.run.stall_seconds)
+        if run.preemption_url and jax.default_backend() == "tpu":
+            watch_preemption(run.preemption_url, self.stop)
+        stopped = None
+        with self.stop.listening(), stall, Progress(steps, first=trainer.step) as progress:
             if trainer.step == 0:
                 self.log.rewind(-1)
                 self.log.append(0, start := self.evaluate())
                 progress.note(f"held-out accuracy before the first step: {start['eval/accuracy']:.3f}")
-            while trainer.step < steps and self.stop.signal is None:
+            while trainer.step < steps and stopped is None:
+                stall.beat(f"step {trainer.step + 1}")
                 values, groups = trainer.run_step()
                 if trainer.step % self.config.evaluation.every == 0 or trainer.step == steps:
+                    stall.beat(f"the evaluation after step {trainer.step}")
                     values |= self.evaluate()
                 programs, seconds = self.compilations.take()
-                values |= {"time/compilations": len(programs), "time/compiling": seconds}
+                values |= {"time/compilations": len(programs), "time/compiling": seconds, **metrics.host()}
                 self.log.append(trainer.step, values, groups)
                 progress.update(trainer.step, values)
-                if trainer.step % self.config.checkpoint.every == 0 or trainer.step == steps or self.stop.signal:
+                stopped = self.stop.agreed()
+                if trainer.step % self.config.checkpoint.every == 0 or trainer.step == steps or stopped:
                     self.save()
-        if self.stop.signal:
+            if stopped:
+                self.checkpoints.wait()
+                self.stop.saved()
+        if stopped and trainer.step < steps:
             print(f"stopped after step {trainer.step} and saved; the same command continues")
-            return 128 + self.stop.signal
+            return 128 + stopped
         return self._finish()
 
     def evaluate(self) -> dict[str, float]:
@@ -140,6 +158,7 @@ class Run:
 
     def close(self) -> None:
         self.checkpoints.close()
+        self.log.close()
         if self.trainer.ahead is not None:
             self.trainer.ahead.close()
         self.rollout.close()
@@ -157,6 +176,24 @@ class Run:
         self.log.rewind(step)
         print(f"continuing {self.run_dir} after step {step}")
 
+    def _out_of_time(self) -> None:
+        print(
+            f"error: step {self.trainer.step + 1} did not end within "
+            f"run.stop_seconds={self.config.run.stop_seconds:g} s; the checkpoint of step "
+            f"{self.checkpoints.latest_step()} stands, and the same command continues from it",
+            file=sys.stderr,
+        )
+
+    def _writers(self) -> list[Writer]:
+        """Those that the config asks for, from the present step on."""
+        c, writers = self.config.log, []
+        if c.tensorboard:
+            writers.append(TensorBoard(self.run_dir / "tensorboard", after=self.trainer.step))
+        if c.wandb:
+            name, config = self.config.run.name, json.loads(self.config.to_json_best_effort())
+            writers.append(WandB(self.run_dir, name=name, project=c.wandb, mode=c.wandb_mode, config=config))
+        return writers
+
     def _reference_of(self, step: int) -> int | None:
         """The reference snapshot that a checkpoint needs; None where its record cannot be read."""
         try:
@@ -166,11 +203,14 @@ class Run:
 
     def _finish(self) -> int:
         self.checkpoints.wait()
+        checksum = bit_checksum(self.trainer.state.params)[:16]
+        if not hosts.is_first():
+            return 0
         if not (self.run_dir / "summary.md").exists() or self.trainer.step:
             curves.draw_curves(self.run_dir)
             summary.write_summary(self.run_dir)
         print(summary.closing_message(self.run_dir))
-        print(f"weights checksum: {bit_checksum(self.trainer.state.params)[:16]}")
+        print(f"weights checksum: {checksum}")
         return 0
 
 

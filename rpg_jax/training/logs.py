@@ -7,12 +7,17 @@ from pathlib import Path
 
 from rpg_jax.training.experience import Group
 from rpg_jax.training.metrics import JsonLines
+from rpg_jax.training.writers import Writer
 
 
 class RunLog:
-    """metrics.jsonl and samples.jsonl of a run folder; `samples` prompts a step have their completions written."""
+    """metrics.jsonl and samples.jsonl of a run folder; `samples` prompts a step have their completions written.
+
+    Metrics go to `writers` as well.
+    """
 
     def __init__(self, run_dir: Path, *, samples: int):
+        self.writers: list[Writer] = []
         self._metrics, self._samples = JsonLines(run_dir / "metrics.jsonl"), JsonLines(run_dir / "samples.jsonl")
         self._samples_per_step = samples
 
@@ -35,6 +40,12 @@ class RunLog:
                     }
                 )
         self._metrics.append({"step": step, **values})
+        for writer in self.writers:
+            writer.append(step, values)
+
+    def close(self) -> None:
+        for writer in self.writers:
+            writer.close()
 
     def rewind(self, step: int) -> None:
         """Drops what was written after `step`, which a resumed run does again."""

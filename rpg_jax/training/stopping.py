@@ -1,31 +1,111 @@
-"""Stopping early: a signal ends a run after the step in progress, the second one at once."""
+"""Stopping early: the first signal or a preemption notice ends a run within seconds, the second signal at once.
+
+The step in progress is finished and saved where time allows. Where it does not, the process ends at its deadline and
+the last complete checkpoint stands: what was done since is done again, to the same bits.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
-from collections.abc import Iterator
-from typing import Any
+import socket
+import sys
+import threading
+import urllib.request
+from collections.abc import Callable, Iterator
+
+import numpy as np
+from jax.experimental import multihost_utils
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopRequest:
-    """Whether SIGTERM or SIGINT has asked the run to end; `signal` is its number, or None."""
+    """Whether the run has been asked to end.
 
-    def __init__(self) -> None:
+    A thread of its own hears the signals, so that a main thread that is deep in a compiled program does not delay the
+    deadline or the second signal.
+
+    Args:
+      seconds: from the request to the end of the process, at most.
+      give_up: called at the deadline, before the process ends; says what stands.
+    """
+
+    def __init__(self, seconds: float, give_up: Callable[[], None]):
         self.signal: int | None = None
+        self._seconds, self._give_up = seconds, give_up
+        self._deadline: threading.Timer | None = None
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
-        """While entered, the first signal is a request; the second raises SystemExit wherever the run is."""
-
-        def stop(number: int, _: Any) -> None:
-            if self.signal is not None:
-                raise SystemExit(128 + number)
-            self.signal = number
-
-        previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+        """While entered, SIGTERM and SIGINT are requests."""
+        ours, theirs = socket.socketpair()
+        theirs.setblocking(False)
+        previous = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
+        before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self._hear, args=(ours,), name="signals", daemon=True).start()
         try:
             yield self
         finally:
+            signal.set_wakeup_fd(before)
             for number, handler in previous.items():
                 signal.signal(number, handler)
+            theirs.close()
+
+    def request(self, number: int = signal.SIGTERM) -> None:
+        """Asks the run to end, as the signal would; a second request ends the process at once."""
+        if self.signal is not None:
+            os._exit(128 + number)
+        self.signal = number
+        self._deadline = threading.Timer(self._seconds, self._out_of_time)
+        self._deadline.daemon = True
+        self._deadline.start()
+
+    def agreed(self) -> int | None:
+        """The signal that any process of the run has received; all must ask after the same steps."""
+        signals = multihost_utils.process_allgather(np.int32(self.signal or 0))
+        return int(np.max(signals)) or None
+
+    def saved(self) -> None:
+        """The run is safe on disk: the deadline no longer counts."""
+        if self._deadline is not None:
+            self._deadline.cancel()
+
+    def _hear(self, ours: socket.socket) -> None:
+        while received := ours.recv(64):
+            for number in received:
+                if number in SIGNALS:
+                    self.request(number)
+        ours.close()
+
+    def _out_of_time(self) -> None:
+        self._give_up()
+        sys.stderr.flush()
+        os._exit(128 + (self.signal or 0))
+
+
+def watch_preemption(url: str, stop: StopRequest, *, retry_seconds: float = 5.0) -> None:
+    """Requests a stop once the machine's metadata server answers TRUE at `url`; returns at once.
+
+    The server answers when its value changes, so that the notice arrives within a second of being given.
+    """
+
+    def watch() -> None:
+        state = "?last_etag=0"
+        while stop.signal is None:
+            request = urllib.request.Request(
+                f"{url}{state}&wait_for_change=true&timeout_sec=60", headers={"Metadata-Flavor": "Google"}
+            )
+            try:
+                with urllib.request.urlopen(request, timeout=90) as answer:
+                    state = f"?last_etag={answer.headers.get('ETag', '0')}"
+                    preempted = answer.read().strip().upper() == b"TRUE"
+            except OSError:
+                threading.Event().wait(retry_seconds)
+                continue
+            if preempted and stop.signal is None:
+                print("preemption notice: saving and stopping", file=sys.stderr, flush=True)
+                stop.request()
+
+    threading.Thread(target=watch, name="preemption", daemon=True).start()

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def metrics(folder):
     """The lines of steps without what a clock measured or an evaluation added."""
     records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    clocked = ("time/", "seconds", "tokens_per_second", "eval/")
+    clocked = ("time/", "host/", "seconds", "tokens_per_second", "eval/")
     return [{k: v for k, v in r.items() if not k.startswith(clocked)} for r in records]
 
 

@@ -101,12 +101,12 @@ def test_a_checkpoint_of_another_run_is_refused_naming_the_fields(tmp_path, caps
 
 
 def test_where_none_can_be_trusted_the_run_stops_and_all_stay(tmp_path):
-    write(tmp_path / "c", {"seed": 0})
+    write(tmp_path / "c", {"seed": 0}, width=3000)
     for step in ("2", "3"):
         flip_a_bit(tmp_path / "c" / step)
     checkpoints = Checkpoints(tmp_path / "c", keep=2, identity={"seed": 0})
     with pytest.raises(ValueError, match=r"no checkpoint in .*c/3/state: .*c/2/state: .*Nothing was deleted"):
-        checkpoints.restore_last(like(tree(0)))
+        checkpoints.restore_last(like(tree(0, 3000)))
     assert checkpoints.steps() == [2, 3]
     checkpoints.close()
 

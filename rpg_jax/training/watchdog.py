@@ -1,0 +1,56 @@
+"""Ends a run that no longer moves, and leaves the stacks of all threads behind."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import sys
+import threading
+import time
+from pathlib import Path
+
+STALLED = 75
+"""Exit code of a stalled run: a supervisor may start it again."""
+
+
+class Watchdog:
+    """Without a heartbeat for `seconds`, writes all stacks to stall.txt in `folder` and exits with `STALLED`.
+
+    If the interpreter itself is held, where no Python thread runs, the stacks are written from C a little later and the
+    exit code is 1.
+    """
+
+    def __init__(self, folder: Path, seconds: float):
+        if seconds <= 0:
+            raise ValueError(f"run.stall_seconds must be above 0, got {seconds}")
+        self._path, self._seconds = folder / "stall.txt", seconds
+        self._beat, self._doing = time.monotonic(), "starting"
+        self._done = threading.Event()
+
+    def __enter__(self) -> Watchdog:
+        self._file = self._path.open("a")
+        self.beat("starting")
+        threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._done.set()
+        faulthandler.cancel_dump_traceback_later()
+        self._file.close()
+        if self._path.stat().st_size == 0:
+            self._path.unlink()
+
+    def beat(self, doing: str) -> None:
+        """The run is alive and begins with `doing`."""
+        self._beat, self._doing = time.monotonic(), doing
+        faulthandler.dump_traceback_later(1.25 * self._seconds + 5, exit=True, file=self._file)
+
+    def _watch(self) -> None:
+        while not self._done.wait(min(1.0, self._seconds / 4)):
+            silent = time.monotonic() - self._beat
+            if silent > self._seconds:
+                message = f"stalled: no heartbeat for {silent:.0f} s, since {self._doing}; all stacks: {self._path}"
+                print(f"{message}\n", file=self._file, flush=True)
+                faulthandler.dump_traceback(file=self._file, all_threads=True)
+                print(f"error: {message}", file=sys.stderr, flush=True)
+                os._exit(STALLED)

@@ -1,0 +1,63 @@
+"""Where metrics go besides metrics.jsonl: TensorBoard and Weights & Biases, both optional packages."""
+
+from __future__ import annotations
+
+import importlib
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class Writer(Protocol):
+    """Receives the numbers of each step."""
+
+    def append(self, step: int, values: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Event files in `folder`; what an earlier process wrote after step `after` is hidden."""
+
+    def __init__(self, folder: Path, *, after: int):
+        self._writer = _needed("tensorboardX", "log.tensorboard").SummaryWriter(str(folder), purge_step=after + 1)
+
+    def append(self, step: int, values: Mapping[str, Any]) -> None:
+        for name, value in _numbers(values).items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandB:
+    """A run of Weights & Biases, continued under its name; `mode` is online, offline or disabled."""
+
+    def __init__(self, folder: Path, *, name: str, project: str, mode: str, config: Mapping[str, Any]):
+        wandb = _needed("wandb", "log.wandb")
+        self._run = wandb.init(
+            dir=str(folder), id=name, name=name, project=project, mode=mode, config=dict(config), resume="allow"
+        )
+        self._run.define_metric("*", step_metric="step")  # a resumed run repeats steps, which wandb's own may not
+
+    def append(self, step: int, values: Mapping[str, Any]) -> None:
+        self._run.log({"step": step, **_numbers(values)})
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
+    found = {k: v.item() if hasattr(v, "item") else v for k, v in values.items()}
+    return {k: float(v) for k, v in found.items() if isinstance(v, int | float) and math.isfinite(v)}
+
+
+def _needed(package: str, field: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ValueError(
+            f"{field} needs the package {package}: pip install {package}, or leave {field} unset"
+        ) from error

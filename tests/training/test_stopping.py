@@ -1,0 +1,75 @@
+"""The first signal is a request, the second the end; a step that takes too long is cut off at the deadline."""
+
+import http.server
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+from rpg_jax.training.stopping import StopRequest, watch_preemption
+
+SCRIPT = """
+import sys, time
+from rpg_jax.training.stopping import StopRequest
+stop = StopRequest(float(sys.argv[1]), lambda: print("the checkpoint of step 4 stands", flush=True))
+with stop.listening():
+    print("listening", flush=True)
+    while stop.agreed() is None or sys.argv[2] == "deaf":
+        time.sleep(0.02)
+    stop.saved()
+    print(f"asked by {stop.agreed()}", flush=True)
+"""
+
+
+def start(seconds, how):
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT, seconds, how], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "listening\n"
+    process.send_signal(signal.SIGTERM)
+    return process
+
+
+def test_a_signal_is_a_request():
+    process = start("30", "listens")
+    assert process.communicate(timeout=60)[0] == f"asked by {int(signal.SIGTERM)}\n" and process.returncode == 0
+
+
+def test_the_second_signal_and_the_deadline_end_the_process():
+    process = start("60", "deaf")
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=30) == 128 + signal.SIGINT
+    process = start("0.2", "deaf")
+    assert process.communicate(timeout=30)[0] == "the checkpoint of step 4 stands\n"
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+def test_a_preemption_notice_is_a_request():
+    asked = []
+
+    class Metadata(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            asked.append((self.path, self.headers["Metadata-Flavor"]))
+            if len(asked) == 1:
+                self.send_error(503)
+                return
+            self.send_response(200)
+            self.send_header("ETag", f"e{len(asked)}")
+            self.end_headers()
+            self.wfile.write(b"FALSE" if len(asked) == 2 else b"TRUE")
+
+        def log_message(self, *arguments):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    stop = StopRequest(60, lambda: None)
+    watch_preemption(f"http://127.0.0.1:{server.server_port}/preempted", stop, retry_seconds=0.01)
+    for _ in range(500):
+        if stop.signal:
+            break
+        time.sleep(0.02)
+    server.shutdown()
+    stop.saved()
+    assert stop.signal == signal.SIGTERM
+    assert asked[2] == ("/preempted?last_etag=e2&wait_for_change=true&timeout_sec=60", "Google")
