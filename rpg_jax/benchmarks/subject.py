@@ -146,7 +146,7 @@ def _fields(preset: str) -> Mapping[str, Any]:
     return {
         **{f"model.{name}": getattr(model, name) for name in dimensions},
         "model.compute_dtype": "float32",
-        "model.remat": "none",
+        "model.remat": "dots",
         "task.max_prompt_tokens": work.prompt_tokens,
         "rollout.max_tokens": work.new_tokens,
         "rollout.prompts_per_step": work.prompts,
