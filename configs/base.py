@@ -171,6 +171,9 @@ def get_config() -> ConfigDict:
     checkpoint.keep = 2  # of the newest
     checkpoint.permanent_every = optional(int)  # steps; checkpoints of its multiples stay for ever; unset: none does
 
+    profile = c.profile = ConfigDict()
+    profile.steps = optional(str)  # traced into the run folder: one, as 12, or a range, as 12-14
+
     log = c.log = ConfigDict()
     log.samples_per_step = 2  # prompts whose completions go to samples.jsonl
     log.tensorboard = False  # event files in the run folder; needs tensorboardX

@@ -22,7 +22,7 @@ from rpg_jax.experiment import Experiment
 from rpg_jax.methods import resolve
 from rpg_jax.report import curves, scores, summary
 from rpg_jax.report.progress import Progress
-from rpg_jax.training import evaluation, metrics
+from rpg_jax.training import evaluation, metrics, profiling
 from rpg_jax.training.checkpoints import Checkpoints, abstract, bit_checksum
 from rpg_jax.training.compilations import CompilationCounter
 from rpg_jax.training.integrity import Refused
@@ -97,7 +97,7 @@ class Run:
         run, stall = self.config.run, Watchdog(self.run_dir, self.config.run.stall_seconds)
         if run.preemption_url and jax.default_backend() == "tpu":
             watch_preemption(run.preemption_url, self.stop)
-        stopped = None
+        stopped, traced = None, profiling.chosen_steps(self.config.profile.steps)
         with self.stop.listening(), stall, Progress(steps, first=trainer.step) as progress:
             if trainer.step == 0:
                 self.log.rewind(-1)
@@ -105,7 +105,8 @@ class Run:
                 progress.note(f"held-out accuracy before the first step: {start['eval/accuracy']:.3f}")
             while trainer.step < steps and stopped is None:
                 stall.beat(f"step {trainer.step + 1}")
-                values, groups = trainer.run_step()
+                with profiling.watched(trainer.step + 1, traced, self.run_dir):
+                    values, groups = trainer.run_step()
                 if trainer.step % self.config.evaluation.every == 0 or trainer.step == steps:
                     stall.beat(f"the evaluation after step {trainer.step}")
                     values |= self.evaluate()

@@ -1,0 +1,43 @@
+"""Where time and memory go: a trace of chosen steps, and what filled the devices when they ran out."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+
+def chosen_steps(text: str | None) -> range:
+    """The steps that "12" or "12-14" names, both ends included; none for None. Raises ValueError at any other text."""
+    if text is None:
+        return range(0)
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if not match or int(match[2] or match[1]) < int(match[1]):
+        raise ValueError(f"profile.steps is one step or a range of steps, as 12 or 12-14, not {text!r}")
+    return range(int(match[1]), int(match[2] or match[1]) + 1)
+
+
+@contextlib.contextmanager
+def watched(step: int, traced: range, folder: Path) -> Iterator[None]:
+    """Traces a step of `traced` into `folder`/profile, for TensorBoard or Perfetto.
+
+    Raises:
+      RuntimeError: the devices ran out of memory; `folder`/memory.prof says what filled them, the message what helps.
+    """
+    trace = jax.profiler.trace(str(folder / "profile")) if step in traced else contextlib.nullcontext()
+    try:
+        with trace, jax.profiler.StepTraceAnnotation("step", step_num=step):
+            yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        profile = folder / "memory.prof"
+        jax.profiler.save_device_memory_profile(str(profile))
+        raise RuntimeError(
+            f"step {step}: the devices are out of memory ({str(error).splitlines()[0][:200]}). In this order: a "
+            "smaller train.microbatch_size, model.remat=full or offload, fewer rollout.slots, a larger mesh.fsdp; "
+            f"python -m rpg_jax.plan tells what fits before it is run. What filled them: pprof {profile}"
+        ) from error
