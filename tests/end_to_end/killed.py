@@ -1,0 +1,47 @@
+"""`python -m rpg_jax.train` that is sent a signal within a named part of a run; started by test_kills.py.
+
+  python -m tests.end_to_end.killed POINT CALL DELAY SIGNAL [flags of train]
+
+The signal arrives DELAY seconds after the CALL-th entry of POINT.
+"""
+
+import functools
+import os
+import sys
+import threading
+
+from rpg_jax import command_line, train
+from rpg_jax.training import evaluation
+from rpg_jax.training.checkpoints import Checkpoints
+from rpg_jax.training.experience import GroupSampler
+from rpg_jax.training.loop import Trainer
+from rpg_jax.training.reference import Reference
+
+POINTS = {
+    "rollout": (GroupSampler, "__call__"),
+    "update": (Reference, "after_update"),
+    "checkpoint": (Checkpoints, "save"),
+    "evaluation": (evaluation, "records"),
+    "reference": (Reference, "_move"),
+    "sync": (Trainer, "sync_rollout"),
+}
+
+
+def arm(point, call, delay, number):
+    owner, name = POINTS[point]
+    original, left = getattr(owner, name), [call]
+
+    @functools.wraps(original)
+    def entered(*arguments, **keywords):
+        left[0] -= 1
+        if left[0] == 0:
+            threading.Timer(delay, os.kill, (os.getpid(), number)).start()
+        return original(*arguments, **keywords)
+
+    setattr(owner, name, entered)
+
+
+if __name__ == "__main__":
+    arm(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]))
+    sys.argv = sys.argv[:1] + sys.argv[5:]
+    command_line.run(train.main, train.__doc__)
