@@ -25,7 +25,8 @@ from rpg_jax.training.optimizer import Optimizer
 from rpg_jax.training.state import TrainState
 from rpg_jax.types import Batch
 
-_CHUNK = 256  # completion tokens whose logits a device holds at once
+_CHUNK = 256  # completion tokens whose logits a device holds at once, and more of a small vocabulary:
+_LOGITS = 1 << 22  # entries, 16 MB in f32
 
 LossFn = Callable[[jax.Array, Batch], tuple[jax.Array, jax.Array, Metrics]]
 
@@ -50,12 +51,13 @@ def completion_hidden(model: Any, batch: Batch) -> jax.Array:
 
 
 def _logprobs(model: Any, hidden: jax.Array, batch: Batch, temperature: float, entropy: bool):
-    options: dict[str, Any] = {"temperature": temperature, "entropy": entropy}
+    head, rows = model.head(), batch.targets.shape[0]
     if cut := _cut(*batch.targets.shape):
         hidden = constrain(hidden, "batch", None, "act_embed")
-        rows = batch.targets.shape[0] // math.prod(cut.mesh.shape[axis] for axis in cut.rows)
-        options |= {"cut": cut, "chunk_size": max(1, _CHUNK // rows)}
-    return losses.token_logprobs(hidden, model.head(), batch.targets, **options)
+        rows //= math.prod(cut.mesh.shape[axis] for axis in cut.rows)
+    chunk = max(1, max(_CHUNK, _LOGITS // head.shape[0]) // rows)
+    options: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "cut": cut, "chunk_size": chunk}
+    return losses.token_logprobs(hidden, head, batch.targets, **options)
 
 
 def _cut(rows: int, positions: int) -> losses.Cut | None:
