@@ -89,7 +89,7 @@ def get_config() -> ConfigDict:
     rollout.top_p = 1.0  # 1 is off
     rollout.top_k = 0  # 0 is off
     rollout.min_p = 0.0  # least probability of a token, as a share of the most probable one's; 0 is off
-    rollout.max_staleness = 0  # steps that sampling may be ahead of training; 0: one after the other
+    rollout.max_staleness = 0  # steps that sampling may be ahead of training, on one device; 0: by turns
     rollout.swap = "between"  # ahead: when new weights sample; between batches (reproducible), or midway in completions
     rollout.int8 = False  # decode with matrices of 8 bits; widen max_sampler_gap, set truncated_importance_sampling
     rollout.max_sampler_gap = 1e-2  # mean |log pi_s - log pi_old| in nats above which the run stops

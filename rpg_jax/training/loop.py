@@ -76,7 +76,13 @@ class Trainer:
     ahead: Ahead | None = None
 
     def sample_ahead(self, max_staleness: int, *, steps: int, swap: str) -> None:
-        """From now on rollouts run ahead of training; see `ahead.Ahead`."""
+        """From now on rollouts run ahead of training; see `ahead.Ahead`.
+
+        Raises:
+          ValueError: several devices: two threads may enqueue programs with collectives in another order on each.
+        """
+        if (devices := self.batch_sharding.mesh.size) > 1:
+            raise ValueError(f"rollout.max_staleness > 0 needs a single device, not {devices}; set it to 0")
         take_errors = self.sample.take_errors
         self.ahead = Ahead(
             self._collect, take_errors, self.rollout, max_staleness=max_staleness, steps=steps, swap=swap
