@@ -21,9 +21,17 @@ def get_config() -> ConfigDict:
     run.name = optional(str)  # default: config file, method, seed, and a hash of other overrides; same name = resume
     run.overwrite = False  # start anew where a run of this name exists
     run.compilation_cache = "runs/compilation_cache"  # compiled programs, kept between runs; "" switches it off
+    run.platform = optional(str)  # tpu, cuda or cpu: stop where there is none, never fall back; unset: what JAX finds
     run.stop_seconds = 25.0  # from SIGTERM or a preemption notice to the end of the process, at most
     run.preemption_url = "http://metadata.google.internal/computeMetadata/v1/instance/preempted"  # on TPUs; "": off
     run.stall_seconds = 3600.0  # without a heartbeat (a step, an evaluation), before all stacks are dumped and it ends
+
+    distributed = c.distributed = ConfigDict()  # several processes; on TPU pods the launcher and JAX set all of it
+    distributed.coordinator = optional(str)  # HOST[:PORT] of the first; unset: JAX_COORDINATOR_ADDRESS, or one process
+    distributed.processes = optional(int)  # unset: JAX_NUM_PROCESSES, or what JAX finds
+    distributed.process_id = optional(int)  # from 0; unset: JAX_PROCESS_ID, or what JAX finds
+    distributed.initialization_timeout = 1800  # seconds to wait for the others to start
+    distributed.heartbeat_timeout = 30  # seconds without a sign of life after which a process counts as lost
 
     model = c.model = ConfigDict()
     model.path = optional(str)  # folder in Hugging Face layout to load weights and tokenizer from

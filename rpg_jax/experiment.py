@@ -7,13 +7,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
 from rpg_jax import data, losses, models, rewards, rollout
 from rpg_jax.layout import Layout
+from rpg_jax.parallel import hosts
 from rpg_jax.tasks import Task, encoder
 from rpg_jax.training import state as state_lib
 from rpg_jax.training.checkpoints import Checkpoints, abstract
@@ -38,7 +38,8 @@ class Experiment(Layout):
         """Builds everything but weights; the tokenizer is kept in `run_dir`. `train`: with the training problems."""
         c = config
         task = Task.from_config(c, train=train)
-        tokenizer = open_tokenizer(c, task, run_dir)
+        with hosts.first_alone("tokenizer"):
+            tokenizer = open_tokenizer(c, task, run_dir)
         task, notes = task.encoded(tokenizer, c)
         return cls(**vars(Layout.of(c, tokenizer.vocab_size)), tokenizer=tokenizer, task=task, notes=notes)
 
@@ -117,6 +118,7 @@ class Experiment(Layout):
             group_size=group_size,
             sampling=self.sampling(temperature),
             seed=seed,
+            spans_hosts=self.config.rollout.driver == "lockstep",
         )
 
     def evaluation_sampler(self, sampler: rollout.Rollout, scorer: rewards.Scorer) -> GroupSampler:
@@ -163,7 +165,7 @@ class Experiment(Layout):
                 row_length=c.task.max_prompt_tokens + c.rollout.max_tokens,
                 completion_length=c.rollout.max_tokens,
             )
-            yield jax.device_put(batch, self.row_sharding)
+            yield hosts.placed(batch, self.row_sharding)
 
     def make_trainer(
         self, params: Any, optimizer: Optimizer, sampler: rollout.Rollout, scorer: rewards.Scorer, run_dir: Path

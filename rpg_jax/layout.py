@@ -13,6 +13,7 @@ from ml_collections import ConfigDict
 
 from rpg_jax import losses, models, parallel
 from rpg_jax.methods import loss_arguments
+from rpg_jax.parallel import hosts
 from rpg_jax.training import optimizer as optimizer_lib
 from rpg_jax.training import state as state_lib
 from rpg_jax.training import step as step_lib
@@ -140,16 +141,33 @@ class Layout:
     def decoding(self) -> dict[str, Any]:
         """Where and in which dtype completions are decoded, as arguments of `rollout.build`.
 
-        With `rollout.tensor` (and `rollout.expert`) unset on the trainer's mesh; else on the same devices in copies of
+        Of several processes each decodes on its own devices, unless `lockstep` spans all of them. Else, with
+        `rollout.tensor` (and `rollout.expert`) unset, on the trainer's mesh; else on the same devices in copies of
         that many, each of which holds all weights, so that a decode step gathers none.
         """
         c = self.config
         dtype = None if c.model.compute_dtype == c.model.param_dtype else jnp.dtype(c.model.compute_dtype)
+        if jax.process_count() > 1 and c.rollout.driver != "lockstep":
+            if c.rollout.driver == "simple":
+                raise ValueError("rollout.driver=simple decodes in one process; choose orchestrator or lockstep")
+            mesh = _host_mesh(c.rollout.tensor, c.rollout.expert)
+            shardings = parallel.shardings(models.logical_axes(self.model), self.param_shapes, mesh)
+            return {"mesh": mesh, "rules": parallel.RULES, "dtype": dtype, "shardings": shardings}
         if c.rollout.tensor is None and c.rollout.expert is None:
             return {"mesh": self.mesh, "rules": self.rules, "dtype": dtype, "shardings": None}
         mesh = _decoding_mesh(self.mesh, c.rollout.tensor or 1, c.rollout.expert or 1)
         shardings = parallel.shardings(models.logical_axes(self.model), self.param_shapes, mesh)
         return {"mesh": mesh, "rules": parallel.RULES, "dtype": dtype, "shardings": shardings}
+
+
+def _host_mesh(tensor: int | None, expert: int | None) -> Mesh:
+    """This host's devices: all share one copy of the weights (fsdp), or as many as `tensor` and `expert` say."""
+    count, copy = jax.local_device_count(), (tensor or 1) * (expert or 1)
+    if count % copy:
+        raise ValueError(f"rollout.tensor={tensor} times rollout.expert={expert} does not divide {count} local devices")
+    rest = "fsdp" if tensor is None and expert is None else "replica"
+    sizes = {rest: count // copy, "expert": expert or 1, "tensor": tensor or 1}
+    return hosts.local_mesh([sizes.get(axis, 1) for axis in parallel.MESH_AXES], parallel.MESH_AXES)
 
 
 def _decoding_mesh(mesh: Mesh, tensor: int, expert: int) -> Mesh:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import json
+import os
 import platform
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ from rpg_jax.command_line import ROOT, fields
 # Fields that may differ when a run is resumed: they do not change what has been computed so far.
 _MAY_CHANGE = (
     "run.",
+    "distributed.",
     "train.steps",
     "warm_start.dir",
     "checkpoint.",
@@ -50,12 +52,17 @@ _PACKAGES = (
 def default_name(config_file: str, config: ConfigDict, overrides: Mapping[str, Any]) -> str:
     """Config file, method and seed, and a hash of any other override: the same command is the same run."""
     named = ("method", "seed", "train.steps", "warm_start.dir")
-    aside = ("run.", "checkpoint.", "log.", "profile.")
+    aside = ("run.", "distributed.", "checkpoint.", "log.", "profile.")
     other = {k: v for k, v in overrides.items() if k not in named and not k.startswith(aside)}
     parts = [Path(config_file).stem, config.method.lower(), f"seed{config.seed}"]
     if other:
         parts.append(hashlib.sha256(json.dumps(other, sort_keys=True, default=str).encode()).hexdigest()[:6])
     return "-".join(parts)
+
+
+def path_of(config: ConfigDict) -> Path:
+    """The folder of the run that a config names."""
+    return Path(config.run.dir) / config.run.name
 
 
 def open_run(config: ConfigDict) -> Path:
@@ -64,7 +71,7 @@ def open_run(config: ConfigDict) -> Path:
     Raises:
       ValueError: a run of this name has another config; the message names the fields that differ.
     """
-    path = Path(config.run.dir) / config.run.name
+    path = path_of(config)
     if config.run.overwrite and path.exists():
         shutil.rmtree(path)
     path.mkdir(parents=True, exist_ok=True)
@@ -108,10 +115,15 @@ def identity(config: ConfigDict) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if not name.startswith(_MAY_CHANGE)}
 
 
+def flat_fields(config: ConfigDict) -> dict[str, Any]:
+    """Every field of a config by its dotted name."""
+    return _flat(json.loads(config.to_json_best_effort()))
+
+
 def made_with() -> dict[str, Any]:
     """Commit, package versions, Python, devices and the command line."""
     return {
-        "commit": _git("rev-parse", "HEAD"),
+        "commit": _git("rev-parse", "HEAD") or os.environ.get("RPG_COMMIT", ""),
         "uncommitted_changes": bool(_git("status", "--porcelain")),
         "python": platform.python_version(),
         "packages": {name: importlib.metadata.version(name) for name in _PACKAGES},

@@ -17,9 +17,10 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from rpg_jax import command_line, run_folder
+from rpg_jax import command_line, distributed, run_folder
 from rpg_jax.experiment import Experiment
 from rpg_jax.methods import resolve
+from rpg_jax.parallel import hosts
 from rpg_jax.report import curves, scores, summary
 from rpg_jax.report.progress import Progress
 from rpg_jax.training import evaluation, metrics, profiling
@@ -42,12 +43,15 @@ def main() -> int:
         holder = flags.FLAGS["config"]
         file, overrides = config_flags.get_config_filename(holder), config_flags.get_override_values(holder)
         config.run.name = run_folder.default_name(file, config, overrides)
+    distributed.join(config)
     return train(resolve(config))
 
 
 def train(config: ConfigDict) -> int:
     """Runs or resumes `config` to its last step; returns the exit code."""
-    run_dir = run_folder.open_run(config)
+    distributed.check(config)
+    with hosts.first_alone("run folder"):
+        run_dir = run_folder.open_run(config) if hosts.is_first() else run_folder.path_of(config)
     if config.run.compilation_cache:
         jax.config.update("jax_compilation_cache_dir", config.run.compilation_cache)
     experiment = Experiment.open(config, run_dir)
@@ -202,6 +206,8 @@ class Run:
     def _finish(self) -> int:
         self.checkpoints.wait()
         checksum = bit_checksum(self.trainer.state.params)[:16]
+        if not hosts.is_first():
+            return 0
         if not (self.run_dir / "summary.md").exists() or self.trainer.step:
             curves.draw_curves(self.run_dir)
             summary.write_summary(self.run_dir)

@@ -13,6 +13,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from rpg_jax.experiment import Experiment
+from rpg_jax.parallel import hosts
 from rpg_jax.report.progress import Progress
 from rpg_jax.rewards import Scorer
 from rpg_jax.rollout import Rollout
@@ -59,7 +60,8 @@ def warm_started(experiment: Experiment, params: Any, rollout: Rollout, scorer: 
         )
     cache.save(0, state.params)
     cache.wait()
-    shutil.copy(run_dir / "tokenizer.model", folder)
+    if hosts.is_first():
+        shutil.copy(run_dir / "tokenizer.model", folder)
     return state.params
 
 

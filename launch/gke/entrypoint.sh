@@ -14,6 +14,7 @@ shift
 
 coordinator="${MEGASCALE_COORDINATOR_ADDRESS:-${TPU_WORKER_HOSTNAMES%%,*}}"
 export JAX_COORDINATOR_ADDRESS="${coordinator%%:*}:8476" # jax's default 8482 is not opened by Google's firewall rule
+export JAX_PLATFORMS="${JAX_PLATFORMS:-tpu}" # no silent run on the CPU
 export JAX_COMPILATION_CACHE_DIR="$bucket/jax-cache"
 
 python="${PYTHON:-.venv/bin/python}"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from rpg_jax.models.quantized import quantized, quantized_shardings
-from rpg_jax.parallel import checksums
+from rpg_jax.parallel import checksums, hosts
 
 Params = Any
 
@@ -41,9 +41,9 @@ class Weights:
         self._layout = None
         if int8:
             shardings = None if shardings is None else quantized_shardings(shardings, params)
-            self._layout = jax.jit(lambda tree: quantized(_cast(tree, dtype)), out_shardings=shardings)
+            self._layout = _layout(lambda tree: quantized(_cast(tree, dtype)), params, shardings)
         elif dtype is not None or shardings is not None:
-            self._layout = jax.jit(lambda tree: _cast(tree, dtype), out_shardings=shardings)
+            self._layout = _layout(lambda tree: _cast(tree, dtype), params, shardings)
         self.sync(params, version)
 
     @property
@@ -86,8 +86,26 @@ class Weights:
 def weights_checksum(params: Params) -> int:
     """64-bit checksum of the bit patterns, places and names of all weights; the same under every sharding (see
     `parallel.checksums`)."""
-    high, low = jax.device_get(checksums.of_tree(params))
+    with _where(params):
+        high, low = jax.device_get(checksums.of_tree(params))
     return int(high) << 32 | int(low)
+
+
+def _where(params: Params) -> contextlib.AbstractContextManager:
+    """While entered, programs run on the mesh of `params`, which may be this host's alone."""
+    sharding = jax.tree.leaves(params)[0].sharding
+    return jax.set_mesh(sharding.mesh) if isinstance(sharding, jax.NamedSharding) else contextlib.nullcontext()
+
+
+def _layout(change: Callable[[Params], Params], params: Params, shardings: Params | None) -> Callable[[Params], Params]:
+    """Weights into the decoding dtype and layout; each host's own copy where `shardings` are of its devices alone."""
+    leaf = jax.tree.leaves(params)[0]
+    if shardings is None or not isinstance(leaf, jax.Array) or leaf.is_fully_addressable:
+        return jax.jit(change, out_shardings=shardings)
+    if not jax.tree.leaves(shardings)[0].is_fully_addressable:
+        return jax.jit(change, out_shardings=shardings)
+    changed = jax.jit(change)
+    return lambda tree: hosts.local_copies(changed(tree), shardings)
 
 
 def _cast(params: Params, dtype) -> Params:

@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
+from rpg_jax.parallel import hosts
 from rpg_jax.training import integrity
 from rpg_jax.training.integrity import Refused
 
@@ -187,7 +187,7 @@ def bit_checksum(tree: Tree) -> str:
     """Hexadecimal digest of the exact bits, shapes and dtypes of `tree`."""
     digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        array = np.asarray(jax.device_get(leaf))
+        array = hosts.on_host(leaf)
         digest.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode())
         digest.update(array.tobytes())
     return digest.hexdigest()

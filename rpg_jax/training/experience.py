@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 
 from rpg_jax.data import Problem
+from rpg_jax.parallel import hosts
 from rpg_jax.rewards import Scorer
 from rpg_jax.rollout import Rollout
 from rpg_jax.types import Completion, Sampling
@@ -118,6 +119,9 @@ class GroupSampler:
 
     The completions depend on (seed, step, draw, prompt, index) only, so a prompt that occurs twice in a step needs two
     draws. `errors` counts failed verdicts by kind since `take_errors` was called last.
+
+    Of several processes each samples every n-th prompt, or with `spans_hosts` all sample all of them together; each
+    scores every n-th, and all end with all groups, in order.
     """
 
     def __init__(
@@ -130,7 +134,9 @@ class GroupSampler:
         group_size: int,
         sampling: Sampling,
         seed: int,
+        spans_hosts: bool = False,
     ):
+        self._spans_hosts = spans_hosts
         self._rollout, self._encode, self._decode, self._scorer = rollout, encode, decode, scorer
         self._group_size, self._sampling, self._seed = group_size, sampling, seed
         self._errors: collections.Counter[str] = collections.Counter()
@@ -138,16 +144,32 @@ class GroupSampler:
     def __call__(
         self, problems: Sequence[Problem], *, step: int, draw: int = 0, group_size: int | None = None
     ) -> list[Group]:
-        g = group_size or self._group_size
-        prompts = [self._encode(p) for p in problems]
-        groups = self._rollout.generate(
+        g, own = group_size or self._group_size, hosts.share(problems)
+        together = problems if self._spans_hosts else own
+        prompts = [self._encode(p) for p in together]
+        completions = self._rollout.generate(
             prompts,
-            prompt_ids=[p.prompt_id for p in problems],
+            prompt_ids=[p.prompt_id for p in together],
             group_size=g,
             sampling=self._sampling,
             seed=(self._seed + draw * _BETWEEN_DRAWS) % 2**32,
             step=step,
         )
+        if self._spans_hosts:
+            prompts, completions = hosts.share(prompts), hosts.share(completions)
+        shares = hosts.exchange(self._scored(own, prompts, completions, g) if own else ([], {}))
+        for _, errors in shares:
+            self._errors.update(errors)
+        return hosts.joined([groups for groups, _ in shares])
+
+    def _scored(
+        self,
+        problems: Sequence[Problem],
+        prompts: Sequence[np.ndarray],
+        groups: Sequence[list[Completion]],
+        g: int,
+    ) -> tuple[list[Group], dict[str, int]]:
+        """The groups with their scores, and failed verdicts by kind."""
         flat = [c for group in groups for c in group]
         texts = [self._decode(_without_stop(c)) for c in flat]
         scores = self._scorer(
@@ -156,14 +178,14 @@ class GroupSampler:
             [c.finish_reason for c in flat],
             [len(c.tokens) for c in flat],
         )
-        self._errors.update(scores.errors)
         rewards = np.asarray(scores.rewards, np.float32).reshape(len(problems), -1)
         accuracy = np.asarray(scores.accuracy, np.float32).reshape(len(problems), -1)
         mine = [slice(i * g, (i + 1) * g) for i in range(len(problems))]
-        return [
+        scored = [
             Group(p, prompts[i], groups[i], texts[own], rewards[i], accuracy[i], failures=scores.failures[own])
             for i, (p, own) in enumerate(zip(problems, mine, strict=True))
         ]
+        return scored, dict(scores.errors)
 
     def take_errors(self) -> dict[str, int]:
         """Failed verdicts by kind (see `rewards.Scores.errors`) since the last call."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from rpg_jax.parallel import hosts
 from rpg_jax.training.experience import Group
 from rpg_jax.training.metrics import JsonLines
 from rpg_jax.training.writers import Writer
@@ -22,7 +23,9 @@ class RunLog:
         self._samples_per_step = samples
 
     def append(self, step: int, values: Mapping[str, float], groups: Sequence[Group] = ()) -> None:
-        """Writes a step: the samples first, so that a step with metrics has them."""
+        """Writes a step: the samples first, so that a step with metrics has them. One process of several writes."""
+        if not hosts.is_first():
+            return
         for group in groups[: self._samples_per_step]:
             for text, completion, reward, accuracy in zip(
                 group.texts, group.completions, group.rewards, group.accuracy, strict=True
@@ -49,5 +52,5 @@ class RunLog:
 
     def rewind(self, step: int) -> None:
         """Drops what was written after `step`, which a resumed run does again."""
-        for log in (self._metrics, self._samples):
+        for log in (self._metrics, self._samples) if hosts.is_first() else ():
             log.rewind(step)

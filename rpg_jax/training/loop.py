@@ -16,6 +16,7 @@ from jax.experimental import multihost_utils
 from rpg_jax import losses
 from rpg_jax.data import PromptStream
 from rpg_jax.losses import Metrics
+from rpg_jax.parallel import hosts
 from rpg_jax.rollout import Rollout
 from rpg_jax.training import metrics as metrics_lib
 from rpg_jax.training import pending
@@ -190,7 +191,7 @@ class Trainer:
         return [dataclasses.replace(g, behaviour_logprobs=x) for g, x in zip(groups, by_group, strict=True)]
 
     def _placed(self, rows: Any) -> Any:
-        return jax.device_put(rows, self.batch_sharding)
+        return hosts.placed(rows, self.batch_sharding)
 
     def _update(self, minibatches: list[list[Batch]]) -> Metrics:
         """`epochs` passes of one update per mini-batch; returns the summed metrics."""

@@ -9,6 +9,8 @@ import threading
 import time
 from pathlib import Path
 
+import jax
+
 STALLED = 75
 """Exit code of a stalled run: a supervisor may start it again."""
 
@@ -23,7 +25,8 @@ class Watchdog:
     def __init__(self, folder: Path, seconds: float):
         if seconds <= 0:
             raise ValueError(f"run.stall_seconds must be above 0, got {seconds}")
-        self._path, self._seconds = folder / "stall.txt", seconds
+        name = f"stall-{jax.process_index()}.txt" if jax.process_count() > 1 else "stall.txt"
+        self._path, self._seconds = folder / name, seconds
         self._beat, self._doing = time.monotonic(), "starting"
         self._done = threading.Event()
 

@@ -1,0 +1,107 @@
+"""What several processes of one run say to each other. With one process every function is the identity.
+
+All of them are collective: every process calls them, in the same order and from its main thread.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+Tree = Any
+T = TypeVar("T")
+
+
+def is_first() -> bool:
+    """Whether this is the process that writes files and talks to people."""
+    return jax.process_index() == 0
+
+
+@contextlib.contextmanager
+def first_alone(name: str) -> Iterator[None]:
+    """The block is run by the first process, and by the others once that is done with it."""
+    if jax.process_count() > 1 and not is_first():
+        multihost_utils.sync_global_devices(name)
+    yield
+    if jax.process_count() > 1 and is_first():
+        multihost_utils.sync_global_devices(name)
+
+
+def exchange(value: T) -> list[T]:
+    """Every process's `value` (whatever pickles), in the order of the processes."""
+    if jax.process_count() == 1:
+        return [value]
+    mine = np.frombuffer(pickle.dumps(value), np.uint8)
+    sizes = multihost_utils.process_allgather(np.array([len(mine)], np.int32)).reshape(-1)
+    padded = np.zeros(1 << int(sizes.max() - 1).bit_length(), np.uint8)  # few shapes, few compilations
+    padded[: len(mine)] = mine
+    rows = multihost_utils.process_allgather(padded)
+    return [pickle.loads(row[:size].tobytes()) for row, size in zip(rows, sizes, strict=True)]
+
+
+def share(items: Sequence[T]) -> list[T]:
+    """This process's part of `items`: every n-th of them, so that neighbours, often alike, are spread."""
+    return list(items[jax.process_index() :: jax.process_count()])
+
+
+def joined(shares: Sequence[Sequence[T]]) -> list[T]:
+    """The inverse of `share`, from every process's part."""
+    items: list[Any] = [None] * sum(map(len, shares))
+    for process, own in enumerate(shares):
+        items[process :: len(shares)] = own
+    return items
+
+
+def placed(rows: Tree, sharding: jax.sharding.Sharding) -> Tree:
+    """Arrays that every process holds whole on its host, each uploading only what lies on its own devices."""
+    if jax.process_count() == 1:
+        return jax.device_put(rows, sharding)
+
+    def place(x: Any) -> jax.Array:
+        x = np.asarray(x)
+        return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+    return jax.tree.map(place, rows)
+
+
+def local_copies(tree: Tree, shardings: Tree) -> Tree:
+    """`tree`, spread over all hosts, as one whole copy on each host, laid out as host-local `shardings` say.
+
+    One reshard to "replicated over hosts, sharded within", whose addressable shards then are the local arrays.
+    """
+
+    def wide(sharding: NamedSharding) -> NamedSharding:
+        local = sharding.mesh
+        devices = np.array(sorted(jax.devices(), key=lambda d: (d.process_index, d.id)))
+        names = ("hosts", *local.axis_names)
+        mesh = Mesh(
+            devices.reshape(jax.process_count(), *local.devices.shape), names, axis_types=(AxisType.Auto,) * len(names)
+        )
+        return NamedSharding(mesh, sharding.spec)
+
+    def rebuilt(x: jax.Array, sharding: NamedSharding) -> jax.Array:
+        pieces = [shard.data for shard in x.addressable_shards]
+        return jax.make_array_from_single_device_arrays(x.shape, sharding, pieces)
+
+    return jax.tree.map(rebuilt, jax.device_put(tree, jax.tree.map(wide, shardings)), shardings)
+
+
+def local_mesh(shape: Sequence[int], axis_names: Sequence[str]) -> Mesh:
+    """This host's devices, arranged alike on every host."""
+    devices = np.array(sorted(jax.local_devices(), key=lambda d: d.id)).reshape(shape)
+    return Mesh(devices, tuple(axis_names), axis_types=(AxisType.Auto,) * len(axis_names))
+
+
+def on_host(x: Any) -> np.ndarray:
+    """The whole array on every host."""
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
+        replicated = NamedSharding(x.sharding.mesh, PartitionSpec())  # type: ignore[attr-defined]
+        x = jax.device_put(x, replicated).addressable_data(0)
+    return np.asarray(jax.device_get(x))

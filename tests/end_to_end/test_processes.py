@@ -1,0 +1,106 @@
+"""Several processes on loopback are one run: the same completions, weights and checkpoints as one process has."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DEVICES = 8
+
+
+def start(folder, processes, *overrides, devices=DEVICES, each=lambda i: []):
+    """All processes of one run with `devices` virtual devices between them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    env = {k: v for k, v in os.environ.items() if k != "JAX_DISABLE_MOST_OPTIMIZATIONS"} | {
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices // processes}",
+        "JAX_COMPILATION_CACHE_DIR": str(folder / f"cache{processes}"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "PYTHONPATH": str(ROOT),
+    }
+    command = [sys.executable, "-m", "rpg_jax.train", "--config=tests/end_to_end/micro.py"]
+    command += [f"--config.run.dir={folder}", f"--config.warm_start.dir={folder}/warm_starts"]
+    command += ["--config.mesh.fsdp=4", "--config.mesh.replica=2", *overrides]
+    found = [
+        [f"--config.distributed.coordinator=127.0.0.1:{port}", f"--config.distributed.processes={processes}"]
+        + [f"--config.distributed.process_id={i}", *each(i)]
+        for i in range(processes)
+    ]
+    options = {"cwd": ROOT, "env": env, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return [subprocess.Popen([*command, *(f if processes > 1 else [])], **options) for f in found]
+
+
+def run(folder, processes, *overrides, **options):
+    running = start(folder, processes, *overrides, **options)
+    outputs = [process.communicate(timeout=900)[0] for process in running]
+    for process, output in zip(running, outputs, strict=True):
+        assert process.returncode == 0, output
+    return outputs
+
+
+def records(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def samples(folder):
+    lines = (json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines())
+    return [(r["step"], r["prompt"], r["completion"], r["tokens"], r["reward"]) for r in lines]
+
+
+def assert_same_run(a, b):
+    """Every sampled completion, and metrics to 1e-5: sums of gradients are taken in another order."""
+    assert samples(a) == samples(b)
+    for x, y in zip(records(a), records(b), strict=True):
+        for name in ("step", "reward", "accuracy", "loss", "kl", "grad_norm", "eval/accuracy", "completion_tokens"):
+            if name in x:
+                np.testing.assert_allclose(x[name], y[name], rtol=1e-5, atol=1e-5, err_msg=f"{name} {x['step']}")
+
+
+LOGGED = ("--config.log.samples_per_step=1000", "--config.train.steps=4", "--config.loss.kl_coef=1e-3")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("processes", "driver"), [(2, "orchestrator"), (4, "orchestrator"), (2, "lockstep")])
+def test_processes_train_checkpoint_and_resume_as_one(tmp_path, processes, driver):
+    settings = (*LOGGED, f"--config.rollout.driver={driver}")
+    run(tmp_path, 1, *settings, "--config.run.name=one")
+    run(tmp_path, processes, *settings, "--config.run.name=several")
+    assert_same_run(tmp_path / "one", tmp_path / "several")
+    halved = [s.replace("steps=4", "steps=2") for s in settings]
+    run(tmp_path, processes, *halved, "--config.run.name=changed")
+    assert "after step 2" in run(tmp_path, 1, *settings, "--config.run.name=changed")[0]
+    assert_same_run(tmp_path / "one", tmp_path / "changed")
+    run(tmp_path, 1, *halved, "--config.run.name=joined")
+    assert "after step 2" in run(tmp_path, processes, *settings, "--config.run.name=joined")[0]
+    assert_same_run(tmp_path / "one", tmp_path / "joined")
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_the_others_with_an_error_within_a_minute(tmp_path):
+    running = start(tmp_path, 2, "--config.train.steps=10000", "--config.run.name=r")
+    metrics = tmp_path / "r" / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("\n") < 3:
+        assert all(process.poll() is None for process in running)
+        time.sleep(0.2)
+    running[1].send_signal(signal.SIGKILL)
+    killed = time.monotonic()
+    running[0].communicate(timeout=120)
+    assert running[0].returncode != 0 and time.monotonic() - killed < 60
+
+
+@pytest.mark.slow
+def test_processes_with_different_configs_stop_naming_the_field(tmp_path):
+    running = start(tmp_path, 2, "--config.run.name=r", each=lambda i: [f"--config.loss.kl_coef={i}e-3"])
+    outputs = [process.communicate(timeout=300)[0] for process in running]
+    for process, output in zip(running, outputs, strict=True):
+        assert process.returncode == 2 and "process 1 on " in output and "config.loss.kl_coef 0.001" in output, output
