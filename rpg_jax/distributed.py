@@ -49,7 +49,7 @@ def check(config: ConfigDict) -> None:
         raise ValueError(_no_device(error)) from error
     if config.run.platform and platform != config.run.platform:
         raise ValueError(f"run.platform={config.run.platform!r}, but JAX found {platform!r} on {socket.gethostname()}")
-    if difference := differences(hosts.exchange(facts(config))):
+    if difference := differences([json.loads(text) for text in hosts.exchange(json.dumps(facts(config)).encode())]):
         raise ValueError(f"the hosts of this run are not alike: {difference}")
 
 

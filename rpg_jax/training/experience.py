@@ -4,48 +4,20 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import json
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
+import jax
 import numpy as np
 
 from rpg_jax.data import Problem
 from rpg_jax.parallel import hosts
 from rpg_jax.rewards import Scorer
 from rpg_jax.rollout import Rollout
+from rpg_jax.training.groups import Group
+from rpg_jax.training.pending import pack, unpack
 from rpg_jax.types import Completion, Sampling
-
-
-@dataclasses.dataclass(frozen=True)
-class Group:
-    """A prompt, its G completions and what they earned.
-
-    Attributes:
-      problem: the prompt as text, with its answer.
-      prompt: i32[n] token ids.
-      completions: G of them.
-      texts: decoded, for scoring and for people.
-      rewards: f32[G], shaped.
-      accuracy: f32[G], raw, in [0, 1].
-      behaviour_logprobs: of a group carried over from the step before, G arrays f32[n]: the trainer's log π_old under
-        the weights that sampled it. None: those are the present weights, and the trainer computes them.
-      failures: G kinds of failure of the verdict (see `rewards.Scores`), or None where it is a verdict; empty where
-        nobody will ask.
-    """
-
-    problem: Problem
-    prompt: np.ndarray
-    completions: list[Completion]
-    texts: list[str]
-    rewards: np.ndarray
-    accuracy: np.ndarray
-    behaviour_logprobs: list[np.ndarray] | None = None
-    failures: Sequence[str | None] = ()
-
-    @property
-    def informative(self) -> bool:
-        """Whether raw accuracy is not the same for all completions."""
-        return bool(self.accuracy.min() < self.accuracy.max())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,10 +129,13 @@ class GroupSampler:
         )
         if self._spans_hosts:
             prompts, completions = hosts.share(prompts), hosts.share(completions)
-        shares = hosts.exchange(self._scored(own, prompts, completions, g) if own else ([], {}))
-        for _, errors in shares:
-            self._errors.update(errors)
-        return hosts.joined([groups for groups, _ in shares])
+        groups, errors = self._scored(own, prompts, completions, g) if own else ([], {})
+        if jax.process_count() > 1:
+            for text in hosts.exchange(json.dumps(errors).encode()):
+                self._errors.update(json.loads(text))
+            return hosts.joined([unpack(packed) for packed in hosts.exchange(pack(groups))])
+        self._errors.update(errors)
+        return groups
 
     def _scored(
         self,

@@ -1,5 +1,7 @@
 """Numbers of completions find their tokens' places in rows and come back, padded, packed or split."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
@@ -84,3 +86,14 @@ def test_pending_groups_are_the_same_bits_after_a_checkpoint():
         for x, y in zip(*arrays, strict=True):
             assert x.dtype == y.dtype and x.tobytes() == y.tobytes()
     assert pending.decode(pending.encode([])) == []
+
+
+def test_groups_on_their_way_to_another_process_keep_their_failures_and_have_no_behaviour_yet():
+    groups = [dataclasses.replace(g, failures=["timeout", *[None] * (len(g.completions) - 1)]) for g in make_groups()]
+    back = pending.unpack(pending.pack(groups))
+    assert [list(g.failures) for g in back] == [list(g.failures) for g in groups]
+    assert all(g.behaviour_logprobs is None for g in back)
+    assert [c.tokens.tolist() for g in back for c in g.completions] == [
+        c.tokens.tolist() for g in groups for c in g.completions
+    ]
+    assert pending.unpack(pending.pack([])) == []
