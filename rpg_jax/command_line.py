@@ -20,7 +20,9 @@ _SECTION = re.compile(r"^    \w+ = c\.(?P<name>\w+) = ConfigDict\(\)(?:  # (?P<m
 
 
 def define_config(default: str | None = None) -> flags.FlagHolder[ConfigDict]:
-    """The --config flag of a command."""
+    """The --config flag of a command; where several commands are imported, the first one's."""
+    if "config" in flags.FLAGS:
+        return flags.FlagHolder(flags.FLAGS, flags.FLAGS["config"])
     return config_flags.DEFINE_config_file("config", default, "the experiment's file", lock_config=True)
 
 

@@ -89,6 +89,7 @@ def test_every_method_trains_and_leaves_a_complete_run_folder(shared, tmp_path):
     assert len(set(losses_seen.values())) > 10, losses_seen  # the same completions, many different losses
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_any_moment_ends_with_the_weights_and_metrics_of_one_that_was_not(shared, tmp_path):
     """Groups are carried over from step to step, and the reference moves in the middle of steps."""
     settings = (
