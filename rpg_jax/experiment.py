@@ -16,7 +16,7 @@ from rpg_jax.layout import Layout
 from rpg_jax.parallel import hosts
 from rpg_jax.tasks import Task, encoder
 from rpg_jax.training import state as state_lib
-from rpg_jax.training.checkpoints import Checkpoints, abstract
+from rpg_jax.training.checkpoints import Checkpoints
 from rpg_jax.training.experience import DynamicSampling, Group, GroupSampler
 from rpg_jax.training.loop import Trainer
 from rpg_jax.training.optimizer import Optimizer
@@ -65,7 +65,7 @@ class Experiment(Layout):
                 raise ValueError(f"{run_dir} does not have {wanted}; it keeps steps {kept or 'none'}")
             step = kept[-1] if step is None else step
             optimizer, critic = self.make_optimizer(), self.make_critic()
-            like = abstract(self.state_shapes(optimizer, critic), self.state_sharding(optimizer, critic))
+            like = state_lib.abstract(self.state_shapes(optimizer, critic), self.state_sharding(optimizer, critic))
             restored = checkpoints.restore(step, like)
         finally:
             checkpoints.close()

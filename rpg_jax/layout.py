@@ -17,7 +17,6 @@ from rpg_jax.parallel import hosts
 from rpg_jax.training import optimizer as optimizer_lib
 from rpg_jax.training import state as state_lib
 from rpg_jax.training import step as step_lib
-from rpg_jax.training.checkpoints import abstract
 from rpg_jax.training.critic import Critic
 from rpg_jax.training.optimizer import Optimizer
 from rpg_jax.training.state import TrainState
@@ -55,7 +54,7 @@ class Layout:
     @property
     def abstract_params(self) -> Any:
         """The weights' shapes, dtypes and shardings."""
-        return abstract(self.param_shapes, self.param_shardings)
+        return state_lib.abstract(self.param_shapes, self.param_shardings)
 
     @property
     def replicated(self) -> NamedSharding:

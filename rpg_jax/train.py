@@ -24,7 +24,8 @@ from rpg_jax.parallel import hosts
 from rpg_jax.report import curves, scores, summary
 from rpg_jax.report.progress import Progress
 from rpg_jax.training import evaluation, metrics, profiling
-from rpg_jax.training.checkpoints import Checkpoints, abstract, bit_checksum
+from rpg_jax.training import state as state_lib
+from rpg_jax.training.checkpoints import Checkpoints, bit_checksum
 from rpg_jax.training.compilations import CompilationCounter
 from rpg_jax.training.integrity import Refused
 from rpg_jax.training.logs import RunLog
@@ -170,7 +171,7 @@ class Run:
         trainer = self.trainer
         where = self.experiment.state_sharding(self.optimizer, self.experiment.make_critic())
         last = self.checkpoints.restore_last(
-            abstract(trainer.state, where), lambda record: trainer.reference.check(record["reference"])
+            state_lib.abstract(trainer.state, where), lambda record: trainer.reference.check(record["reference"])
         )
         assert last is not None, "there was a checkpoint a moment ago"
         step, state, record = last

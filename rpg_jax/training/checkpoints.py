@@ -27,11 +27,6 @@ Tree = Any
 FORMAT = 2  # of the record and of what lies beside the state
 
 
-def abstract(tree: Tree, shardings: Tree) -> Tree:
-    """Shapes, dtypes and shardings of `tree`, which is what Orbax restores into."""
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
-
-
 class Checkpoints:
     """The last few training states of a run, each with a JSON record of everything else a resume needs.
 

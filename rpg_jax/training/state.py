@@ -37,6 +37,11 @@ class TrainState:
         return self.params, None if self.critic is None else self.critic.params
 
 
+def abstract(tree: Any, shardings: Any) -> Any:
+    """Shapes, dtypes and shardings of `tree`, which is what a checkpoint is restored into."""
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
+
+
 def create(params: Any, optimizer: Optimizer, where: TrainState, critic: Critic | None = None) -> TrainState:
     """Returns the state before the first update, laid out as `where` (see `shardings`) says.
 

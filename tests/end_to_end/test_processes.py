@@ -69,20 +69,30 @@ def assert_same_run(a, b):
 LOGGED = ("--config.log.samples_per_step=1000", "--config.train.steps=4", "--config.loss.kl_coef=1e-3")
 
 
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The run of one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    run(folder, 1, *LOGGED, "--config.run.name=one")
+    return folder
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(("processes", "driver"), [(2, "orchestrator"), (4, "orchestrator"), (2, "lockstep")])
-def test_processes_train_checkpoint_and_resume_as_one(tmp_path, processes, driver):
-    settings = (*LOGGED, f"--config.rollout.driver={driver}")
-    run(tmp_path, 1, *settings, "--config.run.name=one")
-    run(tmp_path, processes, *settings, "--config.run.name=several")
-    assert_same_run(tmp_path / "one", tmp_path / "several")
-    halved = [s.replace("steps=4", "steps=2") for s in settings]
-    run(tmp_path, processes, *halved, "--config.run.name=changed")
-    assert "after step 2" in run(tmp_path, 1, *settings, "--config.run.name=changed")[0]
-    assert_same_run(tmp_path / "one", tmp_path / "changed")
-    run(tmp_path, 1, *halved, "--config.run.name=joined")
-    assert "after step 2" in run(tmp_path, processes, *settings, "--config.run.name=joined")[0]
-    assert_same_run(tmp_path / "one", tmp_path / "joined")
+@pytest.mark.parametrize(("processes", "driver"), [(4, "orchestrator"), (2, "lockstep")])
+def test_processes_train_as_one(alone, processes, driver):
+    run(alone, processes, *LOGGED, f"--config.rollout.driver={driver}", f"--config.run.name={processes}-{driver}")
+    assert_same_run(alone / "one", alone / f"{processes}-{driver}")
+
+
+@pytest.mark.slow
+def test_a_run_resumes_with_another_number_of_processes(alone):
+    halved = [s.replace("steps=4", "steps=2") for s in LOGGED]
+    run(alone, 2, *halved, "--config.run.name=changed")
+    assert "after step 2" in run(alone, 4, *LOGGED, "--config.run.name=changed")[0]
+    assert_same_run(alone / "one", alone / "changed")
+    run(alone, 1, *halved, "--config.run.name=joined")
+    assert "after step 2" in run(alone, 2, *LOGGED, "--config.run.name=joined")[0]
+    assert_same_run(alone / "one", alone / "joined")
 
 
 @pytest.mark.slow

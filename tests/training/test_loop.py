@@ -9,7 +9,7 @@ from rpg_jax import data, losses, models, parallel
 from rpg_jax.training import optimizer as optimizer_lib
 from rpg_jax.training import state as state_lib
 from rpg_jax.training import step as step_lib
-from rpg_jax.training.checkpoints import abstract, bit_checksum
+from rpg_jax.training.checkpoints import bit_checksum
 from rpg_jax.training.experience import DynamicSampling, Group
 from rpg_jax.training.loop import Trainer
 from rpg_jax.training.reference import Reference
@@ -95,7 +95,7 @@ def make_trainer(parts, folder, *, dynamic, rule="every", batch_size=8, programs
     reference = Reference(
         rule,
         snapshots=Snapshots(folder / "reference"),
-        like=abstract(parts["shapes"], parts["params"]),
+        like=state_lib.abstract(parts["shapes"], parts["params"]),
         every=2, kl_threshold=0.1, kl_decay=0.9, resident=False,
     )  # fmt: skip
     rollout = FakeRollout()
