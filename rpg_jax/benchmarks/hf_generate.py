@@ -32,7 +32,7 @@ def main():
         eos_token_id=None,
         pad_token_id=0,
     )
-    model = Qwen3ForCausalLM(config).eval()
+    model = Qwen3ForCausalLM(config).train(False)
     prompts = torch.randint(1, m["vocab_size"], (asked["prompts"], asked["prompt_tokens"]))
     rows = prompts.repeat_interleave(asked["group_size"], 0)
     new = asked["new_tokens"]
