@@ -97,6 +97,8 @@ def get_config() -> ConfigDict:
     rollout.top_p = 1.0  # 1 is off
     rollout.top_k = 0  # 0 is off
     rollout.min_p = 0.0  # least probability of a token, as a share of the most probable one's; 0 is off
+    rollout.overprovision = 0.0  # share of groups begun beyond those needed, of which the last to finish are cancelled:
+    # no wait for the longest completions, at the price of a bias towards prompts with short ones
     rollout.max_staleness = 0  # steps that sampling may be ahead of training, on one device; 0: by turns
     rollout.swap = "between"  # ahead: when new weights sample; between batches (reproducible), or midway in completions
     rollout.int8 = False  # decode with matrices of 8 bits; widen max_sampler_gap, set truncated_importance_sampling

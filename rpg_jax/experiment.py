@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -173,12 +174,16 @@ class Experiment(Layout):
         """The trainer before its first step; `params` are taken over (donated)."""
         c, critic = self.config, self.make_critic()
         dynamic = c.dynamic_sampling
+        wanted = c.rollout.prompts_per_step * (dynamic.oversample if dynamic.enabled else 1)
+        surplus = c.rollout.overprovision
+        if surplus < 0:
+            raise ValueError(f"rollout.overprovision must be >= 0 (0 switches it off), got {surplus}")
         trainer = Trainer(
             state=state_lib.create(params, optimizer, self.state_sharding(optimizer, critic), critic),
             programs=self.make_rl_programs(optimizer, critic),
             stream=data.PromptStream(
                 self.task.train,
-                batch_size=c.rollout.prompts_per_step * (dynamic.oversample if dynamic.enabled else 1),
+                batch_size=math.ceil(wanted * (1 + surplus)),
                 seed=c.seed,
             ),
             sample=self.make_sampler(
@@ -197,6 +202,7 @@ class Experiment(Layout):
             if dynamic.enabled
             else None,
             prompts_per_step=c.rollout.prompts_per_step,
+            enough=wanted if surplus else None,
             updates_per_step=c.train.updates_per_step,
             epochs=c.train.epochs,
             batch_sharding=self.row_sharding,

@@ -44,6 +44,7 @@ class Rollout(Protocol):
         sampling: Sampling,
         seed: int,
         step: int,
+        enough: int | None = None,
     ) -> list[list[Completion]]:
         """`group_size` completions of each prompt, in the order of the prompts.
 
@@ -52,6 +53,9 @@ class Rollout(Protocol):
           prompt_ids: stable ids, one per prompt. Two prompts with the same id share their random numbers.
           sampling: for all of them.
           seed, step: counters of the random keys, used modulo 2^32.
+          enough: groups that are wanted: the first so many to be complete, which favours short completions. The others
+            are cancelled and come back empty. Which are first depends on the driver and its slots, with "orchestrator"
+            on timing too. None: all.
 
         Raises:
           ValueError: a prompt that is empty or does not fit, or sampling parameters out of range.

@@ -57,7 +57,10 @@ class GrpcRollout:
         sampling: Sampling,
         seed: int,
         step: int,
+        enough: int | None = None,
     ) -> list[list[Completion]]:
+        if enough is not None:
+            raise ValueError(f"a server completes all groups: enough must be None, got {enough}")
         if len(prompt_ids) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(prompt_ids)} prompt_ids; give one id per prompt")
         groups = [

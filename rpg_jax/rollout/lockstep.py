@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rpg_jax.rollout.engine import QwenEngine
-from rpg_jax.rollout.requests import Chunk, check, completions, plan
+from rpg_jax.rollout.requests import Chunk, Finish, check, completions, mean_lengths, plan
 from rpg_jax.rollout.schedule import Schedule, Usage
 from rpg_jax.rollout.weights import Params, RolloutError
 from rpg_jax.types import Completion, Sampling
@@ -35,6 +35,7 @@ class LockstepRollout:
         self._prefill_tokens = prefill_tokens
         self._idle = max(1, int(engine.slots * refill))
         self._busy, self._mixed = threading.Lock(), mixed
+        self._expected: dict[int, float] = {}
         self.usage = Usage()
 
     def sync_weights(self, params: Params, version: int) -> None:
@@ -56,28 +57,29 @@ class LockstepRollout:
         sampling: Sampling,
         seed: int,
         step: int,
+        enough: int | None = None,
     ) -> list[list[Completion]]:
         limits = {"capacity": self.engine.capacity, "vocab_size": self.engine.config.vocab_size}
-        check(prompts, prompt_ids, group_size, sampling, **limits)
-        counters = {"seed": seed, "step": step}
-        groups, chunks = plan(
-            self.engine, prompts, prompt_ids, group_size, sampling, **counters, prefill_tokens=self._prefill_tokens
-        )
+        check(prompts, prompt_ids, group_size, sampling, enough, **limits)
+        order = {"prefill_tokens": self._prefill_tokens, "expected": self._expected if enough is None else {}}
+        groups, chunks = plan(self.engine, prompts, prompt_ids, group_size, sampling, seed=seed, step=step, **order)
         with self._busy:
             version = self.weights.version
             try:
-                self._run(deque(chunks))
+                self._run(deque(chunks), Finish(groups, enough))
             except Exception as fault:
                 raise RolloutError(f"the rollout of step {step} failed: {type(fault).__name__}: {fault}") from fault
-        return completions(groups, version, mixed=self._mixed)
+        made = completions(groups, version, mixed=self._mixed)
+        self._expected |= mean_lengths(prompt_ids, made)
+        return made
 
     def close(self) -> None:
         pass
 
-    def _run(self, chunks: deque[Chunk]) -> None:
+    def _run(self, chunks: deque[Chunk], finish: Finish) -> None:
         engine = self.engine
         schedule = Schedule(engine, range(engine.slots), self._idle, self.usage)
-        while chunks or not schedule.empty:
+        while not finish.over:
             while schedule.hungry and chunks:
                 chunk = chunks.popleft()
                 prefix = engine.prefill(params=self.weights, padded_tokens=chunk.tokens, true_length=chunk.lengths)
@@ -88,4 +90,6 @@ class LockstepRollout:
             tokens, logprobs, counts = engine.parse(result)
             for slot, row in live.items():
                 row.extend(tokens[slot, : counts[slot]].copy(), logprobs[slot, : counts[slot]].copy())
-            schedule.free += [slot for slot, _ in schedule.settle(result)]
+            for slot, row in schedule.settle(result):
+                schedule.free.append(slot)
+                finish.completed(row)

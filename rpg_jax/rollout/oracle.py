@@ -52,8 +52,9 @@ class SimpleSampler:
         sampling: Sampling,
         seed: int,
         step: int,
+        enough: int | None = None,
     ) -> list[list[Completion]]:
-        check(prompts, prompt_ids, group_size, sampling, **self._limits)
+        check(prompts, prompt_ids, group_size, sampling, enough, **self._limits)
         if not prompts:
             return []
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
@@ -80,7 +81,9 @@ class SimpleSampler:
             Completion(t[:n], p[:n], "stop" if t[n - 1] in sampling.stop_token_ids else "length", version)
             for t, p, n in zip(drawn, logprobs, counts, strict=True)
         ]
-        return [completions[i : i + group_size] for i in range(0, len(completions), group_size)]
+        groups = [completions[i : i + group_size] for i in range(0, len(completions), group_size)]
+        first = np.argsort(counts.reshape(-1, group_size).max(1), kind="stable")[:enough]
+        return [group if i in first else [] for i, group in enumerate(groups)]
 
     def close(self) -> None:
         pass

@@ -8,8 +8,10 @@ concerns, and the next call finds a fresh driver.
 from __future__ import annotations
 
 import contextlib
+import functools
 import queue
 import threading
+import types
 import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -18,7 +20,7 @@ import numpy as np
 
 from rpg_jax.rollout.engine import QwenEngine
 from rpg_jax.rollout.jetstream_compat import JetstreamMetricsCollector, orchestrator
-from rpg_jax.rollout.requests import Chunk, Row, check, completions, plan
+from rpg_jax.rollout.requests import Chunk, Finish, Row, check, completions, mean_lengths, plan
 from rpg_jax.rollout.schedule import Schedule, Usage
 from rpg_jax.rollout.weights import Params, RolloutError
 from rpg_jax.types import Completion, Sampling
@@ -32,28 +34,34 @@ class Channel(Protocol):
     def add_result(self, result: tuple[np.ndarray, np.ndarray]) -> None:
         """Tokens and log-probabilities that one row gained."""
 
-    def close(self) -> None:
-        """One row is complete."""
+    def close(self, row: Row) -> None:
+        """That row is complete, or was cancelled."""
 
     def set_exception(self, exception: BaseException) -> None:
         """No more will come."""
 
 
 class Ticket:
-    """The channel of a blocking call: counts its completions down, or takes the fault that ends the wait."""
+    """The channel of a blocking call: counts its rows down, or takes the fault that ends the wait."""
 
-    def __init__(self, rows: int):
-        self._left = rows
+    def __init__(self, groups: Sequence[Sequence[Row]], enough: int | None = None):
+        self._left, self._finish = sum(map(len, groups)), Finish(groups, enough)
+        self._counting = threading.Lock()
         self._ended = threading.Event()
         self._fault: BaseException | None = None
+        for row in (row for rows in groups for row in rows):
+            row.channel = self
 
     def add_result(self, result: tuple[np.ndarray, np.ndarray]) -> None:
         """The rows keep their tokens themselves."""
 
-    def close(self) -> None:
-        self._left -= 1
-        if self._left == 0:
-            self._ended.set()
+    def close(self, row: Row) -> None:
+        with self._counting:
+            if not row.cancelled:
+                self._finish.completed(row)
+            self._left -= 1
+            if self._left == 0:
+                self._ended.set()
 
     def set_exception(self, exception: BaseException) -> None:
         if not self._ended.is_set():
@@ -73,11 +81,11 @@ class RowRequest(orchestrator.ActiveRequest):
     def __init__(self, row: Row, channel: Channel):
         super().__init__(
             max_tokens=row.sampling.max_tokens,
-            return_channel=channel,
+            return_channel=types.SimpleNamespace(close=functools.partial(channel.close, row)),
             complete=np.zeros(1, bool),
             is_client_side_tokenization=True,
         )
-        self._row = row
+        self._row, self._channel = row, channel
 
     def enqueue_samples(self, generated_samples) -> None:
         """Splits the lanes (see `QwenEngine.generate`); an odd one at the end only says that the slot goes on."""
@@ -85,7 +93,7 @@ class RowRequest(orchestrator.ActiveRequest):
         pairs = lanes[: len(lanes) // 2 * 2].reshape(-1, 2)
         tokens, logprobs = pairs[:, 1], np.ascontiguousarray(pairs[:, 0]).view(np.float32)
         self._row.extend(tokens, logprobs)
-        self.return_channel.add_result((tokens, logprobs))
+        self._channel.add_result((tokens, logprobs))
 
 
 class GuardedDriver(orchestrator.Driver):
@@ -239,6 +247,7 @@ class JetStreamRollout:
         self.usage = Usage()
         self._options = {"idle": max(1, int(engine.slots * refill)), "keep_state": keep_state, "usage": self.usage}
         self._options["metrics_collector"] = metrics_collector
+        self._expected: dict[int, float] = {}
         self._lock = threading.Lock()
         self._drivers: list[GuardedDriver] = []
         # Threads hold the driver, never this object: one that is dropped, or open at exit, stops its threads.
@@ -262,16 +271,18 @@ class JetStreamRollout:
         sampling: Sampling,
         seed: int,
         step: int,
+        enough: int | None = None,
     ) -> list[list[Completion]]:
         limits = {"capacity": self.engine.capacity, "vocab_size": self.engine.config.vocab_size}
-        check(prompts, prompt_ids, group_size, sampling, **limits)
-        counters = {"seed": seed, "step": step}
-        groups, chunks = plan(
-            self.engine, prompts, prompt_ids, group_size, sampling, **counters, prefill_tokens=self._prefill_tokens
-        )
+        check(prompts, prompt_ids, group_size, sampling, enough, **limits)
+        order = {"prefill_tokens": self._prefill_tokens, "expected": self._expected if enough is None else {}}
+        groups, chunks = plan(self.engine, prompts, prompt_ids, group_size, sampling, seed=seed, step=step, **order)
         version = self.weights.version
-        self._run(chunks)
-        return completions(groups, version, mixed=self._mixed)
+        if groups:
+            self._run(chunks, groups, enough)
+        made = completions(groups, version, mixed=self._mixed)
+        self._expected |= mean_lengths(prompt_ids, made)
+        return made
 
     def close(self) -> None:
         """Stops the threads and frees the cache; a later `generate` starts them again."""
@@ -286,18 +297,13 @@ class JetStreamRollout:
                 self._drivers.append(GuardedDriver(self.engine, **self._options))
             return self._drivers[0]
 
-    def _run(self, chunks: Sequence[Chunk]) -> None:
-        rows = [row for chunk in chunks for row in chunk.rows]
-        if not rows:
-            return
-        driver, ticket = self.driver(), Ticket(len(rows))
-        for row in rows:
-            row.channel = ticket
+    def _run(self, chunks: Sequence[Chunk], groups: Sequence[Sequence[Row]], enough: int | None) -> None:
+        driver, ticket = self.driver(), Ticket(groups, enough)
         try:
             driver.submit(chunks, ticket)
             ticket.wait(driver)
         except BaseException:
-            for row in rows:
+            for row in (row for rows in groups for row in rows):
                 row.cancelled = True
             raise
         finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ class Row:
       sampling: how it is drawn.
       tokens, logprobs: pieces in order, one per dispatch.
       spans: version of the weights of each dispatch, and the tokens that it drew.
+      group: its prompt's place in the call.
       emitted: tokens drawn so far, as the scheduling thread knows it.
       channel: where a driver with threads reports this row; None where there are none.
       cancelled: whoever asked for it no longer wants it; its slot is freed at the next dispatch.
@@ -37,6 +38,7 @@ class Row:
     tokens: list[np.ndarray] = dataclasses.field(default_factory=list)
     logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)
     spans: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    group: int = 0
     emitted: int = 0
     channel: Any = None
     cancelled: bool = False
@@ -79,11 +81,14 @@ def check(
     prompt_ids: Sequence[int],
     group_size: int,
     sampling: Sampling,
+    enough: int | None = None,
     *,
     capacity: int,
     vocab_size: int,
 ) -> None:
     """Raises ValueError for a request that the engine cannot serve exactly as asked."""
+    if enough is not None and not 0 < enough <= len(prompts):
+        raise ValueError(f"enough must be from 1 to {len(prompts)}, the number of prompts, got {enough}")
     if len(prompt_ids) != len(prompts):
         raise ValueError(f"{len(prompts)} prompts but {len(prompt_ids)} prompt_ids; give one id per prompt")
     if group_size < 1:
@@ -110,20 +115,54 @@ def check(
             )
 
 
+class Finish:
+    """Which groups of a call are complete: the first `enough` of them are kept, then all others are cancelled.
+
+    Args:
+      groups: their rows.
+      enough: None for all.
+    """
+
+    def __init__(self, groups: Sequence[Sequence[Row]], enough: int | None):
+        self._groups, self._left = groups, [len(rows) for rows in groups]
+        self._wanted = len(groups) if enough is None else enough
+
+    @property
+    def over(self) -> bool:
+        return self._wanted == 0
+
+    def completed(self, row: Row) -> None:
+        """To be told of rows one at a time, in the order in which they end."""
+        self._left[row.group] -= 1
+        if self.over or self._left[row.group]:
+            return
+        self._wanted -= 1
+        if self.over:
+            for rows, left in zip(self._groups, self._left, strict=True):
+                for other in rows if left else ():
+                    other.cancelled = True
+
+
 def completions(groups: Sequence[Sequence[Row]], version: int, *, mixed: bool) -> list[list[Completion]]:
-    """What has become of complete rows that were asked for under weights of `version`.
+    """What has become of complete rows that were asked for under weights of `version`; nothing for cancelled ones.
 
     Raises:
       RolloutError: non-finite log-probs, or other weights have sampled and `mixed` does not allow that.
     """
+    groups = [[] if group[0].cancelled else group for group in groups]
     others = {v for group in groups for row in group for v, _ in row.spans} - {version}
     if others and not mixed:
-        step = groups[0][0].counters[1]
+        step = next(row.counters[1] for group in groups for row in group)
         raise RolloutError(
             f"weights changed from version {version} to {max(others)} during the rollout of step {step}: its "
             "completions mix two policies; sync weights between rollouts"
         )
     return [[row.completion() for row in group] for group in groups]
+
+
+def mean_lengths(prompt_ids: Sequence[int], groups: Sequence[Sequence[Completion]]) -> dict[int, float]:
+    """Tokens of a prompt's completions on average, by its id; cancelled groups are left out."""
+    return {i: sum(len(c.tokens) for c in g) / len(g) for i, g in zip(prompt_ids, groups, strict=True) if g}
 
 
 def plan(
@@ -136,22 +175,29 @@ def plan(
     seed: int,
     step: int,
     prefill_tokens: int,
+    expected: Mapping[int, float],
 ) -> tuple[list[list[Row]], list[Chunk]]:
-    """Rows [P][G] in the caller's order, and chunks in the order to run them: longest prompts first.
+    """Rows [P][G] in the caller's order, and chunks in the order to run them: those that will take longest first, by
+    the `expected` tokens of a prompt's completions (by its id; prompts that are not there count as the mean of those
+    that are), then by the prompt's own.
 
     A chunk holds prompts of one length bucket, as many as `prefill_tokens` allows but a power of two (the unused rows
     are padding), so that prompts of any number and length reach few compiled shapes.
     """
     groups = [
-        [Row(0, len(prompt), (seed, step, prompt_id, index), sampling) for index in range(group_size)]
-        for prompt, prompt_id in zip(prompts, prompt_ids, strict=True)
+        [Row(0, len(prompt), (seed, step, prompt_id, index), sampling, group=place) for index in range(group_size)]
+        for place, (prompt, prompt_id) in enumerate(zip(prompts, prompt_ids, strict=True))
     ]
     chunks: list[Chunk] = []
-    pending = sorted(range(len(prompts)), key=lambda i: -len(prompts[i]))
+    known = [expected.get(prompt_id) for prompt_id in prompt_ids]
+    usual = float(np.mean([n for n in known if n is not None] or [0]))
+    lengths_to_come = [usual if n is None else n for n in known]
+    pending = sorted(range(len(prompts)), key=lambda i: (-lengths_to_come[i], -len(prompts[i])))
     while pending:
         width = engine.prompt_bucket(len(prompts[pending[0]]))
-        fitting = sum(engine.prompt_bucket(len(prompts[i])) == width for i in pending)
-        taken, pending = _split(pending, min(fitting, max(1, prefill_tokens // width)))
+        fitting = [i for i in pending if engine.prompt_bucket(len(prompts[i])) == width]
+        taken = fitting[: max(1, prefill_tokens // width)]
+        pending = [i for i in pending if i not in taken]
         height = 1 << (len(taken) - 1).bit_length()
         tokens, lengths = np.zeros((height, width), np.int32), np.ones(height, np.int32)
         for row, i in enumerate(taken):
@@ -174,7 +220,3 @@ def requests(engine: QwenEngine, placed: Sequence[tuple[int, Row]]) -> Requests:
         r.min_p[i] = sampling.min_p
         r.stop_tokens[i, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
     return r.replace(count=np.int32(len(placed)))
-
-
-def _split(items: list[int], n: int) -> tuple[list[int], list[int]]:
-    return items[:n], items[n:]

@@ -77,6 +77,8 @@ class Schedule:
                 row = self._waiting.popleft()[1]
                 if not row.cancelled:
                     batch.append((self.free.pop(), row))
+                elif row.channel is not None:
+                    row.channel.close(row)
             if batch:
                 self._state = self.engine.insert(prefix, self._state, requests(self.engine, batch))
             filled += batch

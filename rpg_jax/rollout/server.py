@@ -47,7 +47,7 @@ class _Stream:
     def add_result(self, result: tuple[np.ndarray, np.ndarray]) -> None:
         self._put(result)
 
-    def close(self) -> None:
+    def close(self, row: Row) -> None:
         self._put(None)
 
     def set_exception(self, exception: BaseException) -> None:

@@ -180,7 +180,8 @@ def _marked(collected: Collected) -> Collected:
         for name in _LISTS
         for g in getattr(collected, name)
     }
-    return Collected(**{name: [groups[id(g)] for g in getattr(collected, name)] for name in _LISTS})
+    lists = {name: [groups[id(g)] for g in getattr(collected, name)] for name in _LISTS}
+    return Collected(**lists, cancelled=collected.cancelled)
 
 
 def _encode(sampled: Sampled) -> dict[str, Any]:
@@ -188,13 +189,14 @@ def _encode(sampled: Sampled) -> dict[str, Any]:
     groups = list({id(g): g for members in lists.values() for g in members}.values())
     number = {id(g): i for i, g in enumerate(groups)}
     places = {name: [number[id(g)] for g in members] for name, members in lists.items()}
-    return {"groups": pending.encode(groups), "places": places, "errors": dict(sampled.errors)}
+    counts = {"cancelled": sampled.collected.cancelled, "errors": dict(sampled.errors)}
+    return {"groups": pending.encode(groups), "places": places, **counts}
 
 
 def _decode(state: Mapping[str, Any]) -> Sampled:
     groups = pending.decode(state["groups"])
     lists = {name: [groups[i] for i in places] for name, places in state["places"].items()}
-    return Sampled(Collected(**lists), state["errors"])
+    return Sampled(Collected(**lists, cancelled=state["cancelled"]), state["errors"])
 
 
 def _finished(sampled: Sampled) -> Future[Sampled]:

@@ -57,6 +57,7 @@ class Collected:
       trained: to train on now.
       carried: to train on in the next step.
       dropped: informative, and not needed.
+      cancelled: number of groups that were begun beyond what a step needs, and not among the first to be complete.
     """
 
     generated: list[Group]
@@ -64,6 +65,7 @@ class Collected:
     trained: list[Group]
     carried: list[Group] = dataclasses.field(default_factory=list)
     dropped: list[Group] = dataclasses.field(default_factory=list)
+    cancelled: int = 0
 
     def accounting(self) -> dict[str, float]:
         """Counts of groups: generated = kept + uninformative; kept + carried_in = trained + carried_out + dropped."""
@@ -76,6 +78,7 @@ class Collected:
             "groups_carried_out": len(self.carried),
             "groups_dropped": len(self.dropped),
             "groups_trained": len(self.trained),
+            "groups_cancelled": self.cancelled,
             "staleness": len(self.pending) / max(len(self.trained), 1),
         }
 
@@ -83,11 +86,13 @@ class Collected:
 class Sampler(Protocol):
     """Prompts in, scored groups out; see `GroupSampler`."""
 
-    def __call__(self, problems: Sequence[Problem], *, step: int, draw: int = 0) -> list[Group]: ...
+    def __call__(
+        self, problems: Sequence[Problem], *, step: int, draw: int = 0, enough: int | None = None
+    ) -> list[Group]: ...
 
 
 class GroupSampler:
-    """Samples and scores one group per problem.
+    """Samples and scores one group per problem, or those of the first `enough` problems whose groups are complete.
 
     The completions depend on (seed, step, draw, prompt, index) only, so a prompt that occurs twice in a step needs two
     draws. `errors` counts failed verdicts by kind since `take_errors` was called last.
@@ -114,10 +119,18 @@ class GroupSampler:
         self._errors: collections.Counter[str] = collections.Counter()
 
     def __call__(
-        self, problems: Sequence[Problem], *, step: int, draw: int = 0, group_size: int | None = None
+        self,
+        problems: Sequence[Problem],
+        *,
+        step: int,
+        draw: int = 0,
+        group_size: int | None = None,
+        enough: int | None = None,
     ) -> list[Group]:
-        g, own = group_size or self._group_size, hosts.share(problems)
-        together = problems if self._spans_hosts else own
+        g = group_size or self._group_size
+        together = problems if self._spans_hosts else hosts.share(problems)
+        if enough is not None and not self._spans_hosts:
+            enough = len(hosts.share(range(enough)))
         prompts = [self._encode(p) for p in together]
         completions = self._rollout.generate(
             prompts,
@@ -126,10 +139,12 @@ class GroupSampler:
             sampling=self._sampling,
             seed=(self._seed + draw * _BETWEEN_DRAWS) % 2**32,
             step=step,
+            enough=enough,
         )
-        if self._spans_hosts:
-            prompts, completions = hosts.share(prompts), hosts.share(completions)
-        groups, errors = self._scored(own, prompts, completions, g) if own else ([], {})
+        made = [i for i, group in enumerate(completions) if group]
+        made = hosts.share(made) if self._spans_hosts else made
+        own = [together[i] for i in made], [prompts[i] for i in made], [completions[i] for i in made]
+        groups, errors = self._scored(*own, g) if made else ([], {})
         if jax.process_count() > 1:
             for text in hosts.exchange(json.dumps(errors).encode()):
                 self._errors.update(json.loads(text))
@@ -176,32 +191,40 @@ def collect(
     step: int,
     dynamic: DynamicSampling | None,
     pending: Sequence[Group] = (),
+    enough: int | None = None,
 ) -> Collected:
     """The groups of a step.
 
     Without dynamic sampling they are those of the stream's next batch. With it, batches are generated until, together
     with the `pending` ones, as many groups as a step trains on are informative.
 
+    Of every batch the first `enough` groups to be complete are taken, and the others cancelled; None takes all.
+
     A prompt that the stream repeats within the step, as at the border of two epochs, would get the same completions
-    again: without dynamic sampling it gets other random numbers, with it the repetition is left out.
+    again: it gets other random numbers, or, with dynamic sampling or `enough`, the repetition is left out.
 
     Raises:
       ValueError: no group was informative after `max_batches`, or too few with on_shortage = "error".
     """
     batches = iter(stream)
     if dynamic is None:
-        groups = _sample_repetitions_apart(next(batches), sample, step)
-        return Collected(groups, [], groups)
-    kept, generated = list(pending), []
+        problems = next(batches)
+        if enough is None:
+            groups = _sample_repetitions_apart(problems, sample, step)
+        else:
+            problems = _unseen(problems, set())
+            groups = sample(problems, step=step, enough=min(enough, len(problems)))
+        return Collected(groups, [], groups, cancelled=len(problems) - len(groups))
+    kept, begun = list(pending), 0
+    generated: list[Group] = []
     seen: set[int] = set()
     for _ in range(dynamic.max_batches):
         if len(kept) >= prompts_per_step:
             break
-        fresh = list({p.prompt_id: p for p in next(batches) if p.prompt_id not in seen}.values())
-        seen.update(p.prompt_id for p in fresh)
-        if fresh:
-            groups = sample(fresh, step=step)
+        if fresh := _unseen(next(batches), seen):
+            groups = sample(fresh, step=step, enough=enough and min(enough, len(fresh)))
             generated += groups
+            begun += len(fresh)
             kept += [g for g in groups if g.informative]
     if not kept or (len(kept) < prompts_per_step and dynamic.on_shortage == "error"):
         accuracy = float(np.mean([g.accuracy.mean() for g in generated]))
@@ -212,7 +235,15 @@ def collect(
         )
     surplus = kept[prompts_per_step:]
     carried = surplus[:prompts_per_step] if dynamic.surplus == "carry" else []
-    return Collected(generated, list(pending), kept[:prompts_per_step], carried, surplus[len(carried) :])
+    dropped = surplus[len(carried) :]
+    return Collected(generated, list(pending), kept[:prompts_per_step], carried, dropped, begun - len(generated))
+
+
+def _unseen(problems: Sequence[Problem], seen: set[int]) -> list[Problem]:
+    """Those whose prompts are not in `seen`, each once; they are, afterwards."""
+    fresh = list({p.prompt_id: p for p in problems if p.prompt_id not in seen}.values())
+    seen.update(p.prompt_id for p in fresh)
+    return fresh
 
 
 def _sample_repetitions_apart(problems: Sequence[Problem], sample: Sampler, step: int) -> list[Group]:

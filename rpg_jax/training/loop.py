@@ -51,6 +51,7 @@ class Trainer:
       batch_sharding: of rows.
       max_sampler_gap: mean |log π_s − log π_old| in nats above which the run stops.
       max_nonfinite_updates: skipped updates in a row that stop the run.
+      enough: groups wanted of every batch of the stream, which may bring more; None for all.
       step: steps done.
       pending: groups carried over to the next step.
       ahead: samples later steps while this one trains; None where sampling and training take turns.
@@ -71,6 +72,7 @@ class Trainer:
     batch_sharding: jax.sharding.NamedSharding
     max_sampler_gap: float
     max_nonfinite_updates: int
+    enough: int | None = None
     step: int = 0
     nonfinite_in_a_row: int = 0
     pending: list[Group] = dataclasses.field(default_factory=list)
@@ -129,8 +131,15 @@ class Trainer:
         return values, collected.generated
 
     def _collect(self, step: int, carried: Sequence[Group]) -> Collected:
-        n = self.prompts_per_step
-        return collect(self.stream, self.sample, prompts_per_step=n, step=step, dynamic=self.dynamic, pending=carried)
+        return collect(
+            self.stream,
+            self.sample,
+            prompts_per_step=self.prompts_per_step,
+            step=step,
+            dynamic=self.dynamic,
+            pending=carried,
+            enough=self.enough,
+        )
 
     def _minibatches(self, groups: list[Group]) -> tuple[list[list[Batch]], tuple[jax.Array, jax.Array]]:
         """Mini-batches with all log-probs, and Σ entropy with its weight.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 
 import jax
 import jax.numpy as jnp
@@ -257,3 +258,51 @@ def test_decoding_in_eight_bits_is_decoding_of_the_rounded_weights(model_config,
     plain = rollout.build("simple", graphdef, rounded, **model_config, slots=8)
     assert is_same(made.generate(**work), plain.generate(**work))
     made.verify_weights(params)
+
+
+@pytest.mark.parametrize(("driver", "slots"), [("simple", 8), *ENGINES])
+def test_of_more_groups_than_needed_the_first_are_kept_and_the_others_cancelled(
+    build, work, expected, is_same, driver, slots
+):
+    sampler = build(driver, slots)
+    groups = sampler.generate(**work, enough=6)
+    kept = [i for i, group in enumerate(groups) if group]
+    assert len(kept) == 6
+    assert is_same([groups[i] for i in kept], [expected[i] for i in kept])
+    if driver != "orchestrator":
+        assert is_same(sampler.generate(**work, enough=6), groups)
+    if driver == "simple":  # where all groups begin at once, the last token of a group decides
+        ends = [max(len(c.tokens) for c in group) for group in expected]
+        assert kept == sorted(sorted(range(10), key=lambda i: ends[i])[:6])
+    assert is_same(sampler.generate(**work), expected)
+
+
+def test_cancelled_groups_leave_their_slots_before_the_call_returns(build, work, monkeypatch):
+    """Whoever changes or donates the weights next finds no dispatch under way."""
+    sampler = build("orchestrator")
+    calls, original = [], sampler.engine.generate
+    monkeypatch.setattr(sampler.engine, "generate", lambda *a, **k: calls.append(None) or original(*a, **k))
+    for _ in range(5):
+        sampler.generate(**work, enough=1)
+        done = len(calls)
+        time.sleep(0.1)
+        assert len(calls) == done
+
+
+def test_prompts_whose_completions_were_long_are_begun_first(build, work, monkeypatch):
+    sampler = rollout.LockstepRollout(build("lockstep").engine)
+    order, original = [], sampler.engine.prefill
+
+    def prefill(**asked):
+        order.append(asked["true_length"].tolist())
+        return original(**asked)
+
+    monkeypatch.setattr(sampler.engine, "prefill", prefill)
+    one_a_time = work | {"prompts": [np.full(n, n, np.int32) for n in (9, 10, 11)], "prompt_ids": [9, 10, 11]}
+    sampler._prefill_tokens = 16
+    groups = sampler.generate(**one_a_time)
+    assert order == [[11], [10], [9]]  # nothing is known but the prompts' own length
+    order.clear()
+    sampler.generate(**one_a_time)
+    lengths = {n: sum(len(c.tokens) for c in group) for n, group in zip((9, 10, 11), groups, strict=True)}
+    assert order == [[n] for n in sorted(lengths, key=lambda n: (-lengths[n], -n))] != [[11], [10], [9]]

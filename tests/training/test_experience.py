@@ -29,7 +29,7 @@ def stream(batch_size, count=10**6):
         yield [Problem(next(ids), "p", "a", "t") for _ in range(batch_size)]
 
 
-def every_third_is_informative(problems, *, step, draw=0):
+def every_third_is_informative(problems, *, step, draw=0, enough=None):
     return [group(p.prompt_id, [0, 1] if p.prompt_id % 3 == 0 else [1, 1]) for p in problems]
 
 
@@ -62,7 +62,7 @@ def test_groups_are_judged_by_raw_accuracy_not_by_the_shaped_reward():
 def test_a_prompt_that_comes_round_again_within_a_step_is_generated_once():
     seen = []
 
-    def sample(problems, *, step):
+    def sample(problems, *, step, enough=None):
         seen.extend(p.prompt_id for p in problems)
         return every_third_is_informative(problems, step=step)
 
@@ -85,7 +85,7 @@ def test_without_dynamic_sampling_a_prompt_that_comes_round_again_gets_other_ran
     assert [g.accuracy[0] for g in step.trained] == [0, 0, 0, 1, 1, 1, 2]
 
 
-def all_informative(problems, *, step):
+def all_informative(problems, *, step, enough=None):
     return [group(p.prompt_id, [0, 1]) for p in problems]
 
 
@@ -118,7 +118,7 @@ def test_carried_groups_are_trained_first_and_never_carried_again():
 def test_every_group_is_trained_carried_dropped_or_uninformative(need, batch, share, surplus, seed):
     rng = np.random.default_rng(seed)
 
-    def sample(problems, *, step):
+    def sample(problems, *, step, enough=None):
         return [group(p.prompt_id, [0, 1] if rng.random() < share else [1, 1]) for p in problems]
 
     problems, dynamic = stream(batch), DynamicSampling(surplus=surplus, max_batches=200)
@@ -139,7 +139,7 @@ def test_every_group_is_trained_carried_dropped_or_uninformative(need, batch, sh
 
 
 def test_a_shortage_is_a_smaller_batch_or_an_error_as_configured():
-    def never(problems, *, step):
+    def never(problems, *, step, enough=None):
         return [group(p.prompt_id, [0, 1] if p.prompt_id == 0 else [0, 0]) for p in problems]
 
     smaller = DynamicSampling(max_batches=3, on_shortage="smaller")
@@ -151,7 +151,7 @@ def test_a_shortage_is_a_smaller_batch_or_an_error_as_configured():
 
 
 def test_no_informative_group_at_all_is_an_error_even_where_smaller_batches_are_welcome():
-    def hopeless(problems, *, step):
+    def hopeless(problems, *, step, enough=None):
         return [group(p.prompt_id, [0, 0]) for p in problems]
 
     with pytest.raises(ValueError, match="mean accuracy 0.000"):
@@ -169,7 +169,7 @@ def decode(ids):
 class FakeRollout:
     """Completes "ab" with "ab0.", "ab1.", … where "." is the stop token; the last completion runs out of length."""
 
-    def generate(self, prompts, *, prompt_ids, group_size, sampling, seed, step):
+    def generate(self, prompts, *, prompt_ids, group_size, sampling, seed, step, enough=None):
         def one(prompt, index):
             stopped = index < group_size - 1
             tokens = [*prompt, ord(str(index)), *([ord(".")] if stopped else [])]
@@ -211,3 +211,23 @@ def test_another_draw_is_another_seed_for_the_same_step():
     for draw in (0, 1, 2):
         sampler([Problem(7, "a", "", "t")], step=5, draw=draw)
     assert seeds[0] == (3, 5) and len(set(seeds)) == 3 and {step for _, step in seeds} == {5}
+
+
+@pytest.mark.parametrize("dynamic", [None, DynamicSampling()])
+def test_of_every_batch_the_first_groups_are_taken_and_the_others_counted(dynamic):
+    def sample(problems, *, step, enough):
+        return every_third_is_informative(problems[:enough], step=step)
+
+    step = collect(stream(6), sample, prompts_per_step=4, step=0, dynamic=dynamic, enough=4)
+    batches = 1 if dynamic is None else 2
+    assert len(step.trained) == 4 and len(step.generated) == 4 * batches
+    assert step.accounting()["groups_cancelled"] == 2 * batches
+
+
+def test_a_batch_of_fewer_prompts_than_are_wanted_is_taken_whole():
+    def sample(problems, *, step, enough):
+        assert enough == len(problems) == 3
+        return every_third_is_informative(problems, step=step)
+
+    step = collect(stream(6, count=3), sample, prompts_per_step=4, step=0, dynamic=None, enough=4)
+    assert ids(step.trained) == [0, 1, 2] and step.accounting()["groups_cancelled"] == 0
