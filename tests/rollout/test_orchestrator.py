@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import subprocess
 import sys
 import threading
@@ -122,44 +121,6 @@ def test_weights_changed_under_a_running_rollout_are_an_error(sampler, model, wo
         with pytest.raises(RolloutError, match="mix two policies"):
             sampler.generate(**work)
     sampler.sync_weights(params, 0)
-
-
-@pytest.mark.parametrize("calls_each", [12, pytest.param(3334, marks=pytest.mark.slow)])
-def test_many_threads_and_faults_give_only_right_tokens(sampler, work, expected, is_same, monkeypatch, calls_each):
-    """A switch interval of a microsecond makes the interpreter change threads at nearly every step."""
-    original, rng, wrong, faults = sampler.engine.generate, random.Random(0), [], []
-
-    def sometimes(*args, **kwargs):
-        if rng.random() < 0.05:
-            raise OSError("injected")
-        return original(*args, **kwargs)
-
-    def calls():
-        for _ in range(calls_each):
-            i = rng.randrange(len(work["prompts"]) - 1)
-            part = {**work, "prompts": work["prompts"][i : i + 2], "prompt_ids": work["prompt_ids"][i : i + 2]}
-            try:
-                if not is_same(sampler.generate(**part), expected[i : i + 2]):
-                    wrong.append(i)
-            except RolloutError as error:
-                faults.append(error)
-
-    sampler.generate(**work)
-    interval = sys.getswitchinterval()
-    with monkeypatch.context() as patch:
-        patch.setattr(sampler.engine, "generate", sometimes)
-        sys.setswitchinterval(1e-6)
-        try:
-            callers = [threading.Thread(target=calls, daemon=True) for _ in range(3)]
-            for caller in callers:
-                caller.start()
-            for caller in callers:
-                caller.join(timeout=30 + calls_each)
-        finally:
-            sys.setswitchinterval(interval)
-    assert not any(caller.is_alive() for caller in callers)
-    assert not wrong and 0 < len(faults) < 3 * calls_each
-    assert is_same(sampler.generate(**work), expected)
 
 
 def test_a_dropped_rollout_stops_its_threads(build, work):
