@@ -50,6 +50,7 @@ def get_config() -> ConfigDict:
     model.remat = "full"  # what the backward pass recomputes: none, dots, full, offload (layer inputs wait on the host)
 
     c.sharding = optional(str)  # changes to parallel.RULES, as "vocab=tensor+context,kv_heads="; no axis replicates
+    c.offload = ""  # what waits in the host's memory until it is needed: optimizer, reference, or optimizer+reference
 
     mesh = c.mesh = ConfigDict()  # devices along each axis; -1 once: all that are left
     mesh.replica = 1

@@ -197,6 +197,7 @@ class Experiment(Layout):
                 snapshots=Snapshots(run_dir / "reference"),
                 like=self.abstract_params,
                 **{k: c.reference[k] for k in ("every", "kl_threshold", "kl_decay", "resident")},
+                offload="reference" in self.offloaded,
             ),
             dynamic=DynamicSampling(dynamic.max_batches, dynamic.on_shortage, dynamic.surplus)
             if dynamic.enabled

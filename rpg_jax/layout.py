@@ -108,7 +108,16 @@ class Layout:
         return state_lib.shapes(self.param_shapes, optimizer, critic)
 
     def state_sharding(self, optimizer: Optimizer, critic: Critic | None = None) -> TrainState:
-        return state_lib.shardings(self.param_shapes, self.param_shardings, optimizer, self.replicated, critic)
+        where = self.param_shapes, self.param_shardings
+        return state_lib.shardings(*where, optimizer, self.replicated, critic, offload="optimizer" in self.offloaded)
+
+    @property
+    def offloaded(self) -> frozenset[str]:
+        """What waits in host memory; of "optimizer" and "reference"."""
+        names = frozenset(filter(None, self.config.offload.split("+")))
+        if unknown := sorted(names - {"optimizer", "reference"}):
+            raise ValueError(f"offload names {unknown}; known: optimizer, reference, optimizer+reference")
+        return names
 
     def make_rl_programs(self, optimizer: Optimizer, critic: Critic | None) -> step_lib.Programs:
         """Those of the config's loss, entropy bonus and critic, at the sampling temperature."""

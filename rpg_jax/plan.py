@@ -103,7 +103,7 @@ def resident(layout: Layout) -> dict[str, float]:
     """
     c, decoding = layout.config, layout.decoding()
     weights = lowering.bytes_on_a_chip(layout.abstract_params)
-    slots = lowering.bytes_on_a_chip(_state(layout)) - weights
+    slots = lowering.bytes_on_a_chip(_state(layout)) - weights  # without what waits on the host
     copy = decoding["dtype"] is not None or decoding["shardings"] is not None
     decoded = lowering.decoding_params(layout.abstract_params, decoding["dtype"], decoding["shardings"])
     sampler = lowering.bytes_on_a_chip(decoded) if copy else 0
@@ -111,8 +111,9 @@ def resident(layout: Layout) -> dict[str, float]:
     rows = c.rollout.prompts_per_step * c.rollout.group_size
     row = 4 * (3 * layout.row_length + 8 * layout.completion_length)
     training = sampler + rows * row / layout.mesh.size
-    other = weights if c.reference.resident or _reference_differs(c) else 0
-    sampling = slots + (weights if copy else 0) + (other if c.reference.resident else 0)
+    stays = c.reference.resident and "reference" not in layout.offloaded
+    other = weights if stays or _reference_differs(c) else 0
+    sampling = slots + (weights if copy else 0) + (other if stays else 0)
     return {
         "log-probs": training + slots + other,
         "baseline": training + slots,

@@ -75,6 +75,20 @@ def test_others_hold_the_optimizer_state_the_decoding_weights_and_the_cache():
     assert plan.resident(Layout.of(config, None))["log-probs"] == pytest.approx(held["log-probs"] - sharded, rel=1e-3)
 
 
+def test_what_is_offloaded_leaves_the_chips():
+    config = resolve(qwen3_0p6b_gsm8k.get_config())
+    before = plan.resident(Layout.of(config, None))
+    config.offload = "optimizer+reference"
+    config.reference.resident = True
+    after = plan.resident(Layout.of(config, None))
+    sharded = 4 * 596_049_920 / 8
+    assert before["decode"] - after["decode"] == pytest.approx(2 * sharded, rel=1e-3)
+    assert before["log-probs"] - after["log-probs"] == pytest.approx(2 * sharded, rel=1e-3), "there for its own pass"
+    config.offload = "optimiser"
+    with pytest.raises(ValueError, match=r"offload names \['optimiser'\]; known: optimizer, reference"):
+        plan.resident(Layout.of(config, None))
+
+
 def test_a_step_adds_up_from_its_programs():
     recipe = plan.recipe(resolve(qwen3_4b_2k.get_config()), mean_tokens=1000)
     assert (recipe.prompts, recipe.group_size, recipe.updates) == (1536, 16, 16)

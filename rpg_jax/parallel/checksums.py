@@ -23,6 +23,7 @@ def of_tree(tree: Tree) -> jax.Array:
 @jax.jit
 def of_leaves(tree: Tree) -> jax.Array:
     """u32[L, 2]: the same of each of the L leaves, in the order of `jax.tree.leaves`."""
+    tree = jax.device_put(tree, jax.memory.Space.Device)  # of what waits in host memory
     leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
     return jnp.stack([_folded(x, zlib.crc32(jax.tree_util.keystr(path).encode())) for path, x in leaves])
 

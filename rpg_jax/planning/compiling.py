@@ -29,6 +29,7 @@ class Program:
       model_flops: of the mathematics, on one chip's share of it.
       seconds: of compilation.
       refused: the compiler's reason, where it found no room; the other numbers are then its estimate, or 0.
+      host: bytes in host memory for each chip: of remat=offload and of what `offload` names.
       peak: HBM of the buffers that the compiler assigned, arguments included; 0 where it does not say.
     """
 
@@ -43,6 +44,7 @@ class Program:
     seconds: float
     refused: str = ""
     peak: float = 0.0
+    host: float = 0.0
 
     @property
     def hbm(self) -> float:
@@ -93,6 +95,7 @@ def compile_program(name: str, lowered: Any, *, model_flops: float = 0.0, reside
         model_flops,
         seconds,
         peak=memory.peak_memory_in_bytes,
+        host=memory.host_argument_size_in_bytes + memory.host_temp_size_in_bytes,
     )
 
 

@@ -51,8 +51,8 @@ def decoding_params(params: Any, dtype, shardings: Any) -> Any:
 
 
 def bytes_on_a_chip(tree: Any) -> float:
-    """Of ShapeDtypeStructs with shardings."""
-    leaves = jax.tree.leaves(tree)
+    """Of ShapeDtypeStructs with shardings, those in host memory left out."""
+    leaves = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind in (None, "device")]
     return float(sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves))
 
 

@@ -70,6 +70,7 @@ def as_json(
                 "alias": p.alias,
                 "peak": p.peak,
                 "resident": p.resident,
+                "host": p.host,
                 "flops": p.costs.flops,
                 "model_flops": p.model_flops,
                 "bytes": p.costs.bytes,
@@ -88,13 +89,14 @@ def as_json(
 
 def _memory(topology: Topology, programs: Mapping[str, Program]) -> Table:
     table = Table(title=f"{topology.name}: GiB on each of {topology.chips} chips, of {topology.chip.hbm / _GIB:.2f}")
-    for column in ("program", "args", "temp", "out", "alias", "others", "peak", "compile"):
+    for column in ("program", "args", "temp", "out", "alias", "others", "peak", "host", "compile"):
         table.add_column(column, justify="left" if column == "program" else "right")
     for name, p in programs.items():
         parts = (p.arguments, p.temporaries, p.outputs, p.alias, p.resident)
         style = "green" if p.fits(topology.chip) else "red"
         total = f"[{style}]{p.hbm / _GIB:.2f}[/{style}]"
-        table.add_row(name, *(f"{part / _GIB:.2f}" for part in parts), total, f"{p.seconds:.0f} s")
+        parts = [f"{part / _GIB:.2f}" for part in parts]
+        table.add_row(name, *parts, total, f"{p.host / _GIB:.2f}", f"{p.seconds:.0f} s")
     return table
 
 

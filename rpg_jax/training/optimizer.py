@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import optax
 
 NAMES = ("adamw", "schedule_free_adamw")
@@ -58,4 +59,8 @@ def build(
         adamw = optax.adamw(schedule if warmup_updates > 1 else learning_rate, **adam)
         return Optimizer(adamw.init, adamw.update, lambda opt_state, params: params, max_grad_norm)
     free = optax.contrib.schedule_free_adamw(learning_rate, warmup_steps=warmup_updates or None, **adam)
-    return Optimizer(free.init, free.update, optax.contrib.schedule_free_eval_params, max_grad_norm)
+
+    def average(opt_state, params):
+        return optax.contrib.schedule_free_eval_params(jax.device_put(opt_state, jax.memory.Space.Device), params)
+
+    return Optimizer(free.init, free.update, average, max_grad_norm)

@@ -16,7 +16,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import jax
+
 from rpg_jax.training.snapshots import Snapshots
+from rpg_jax.training.state import in_device_memory, in_host_memory
 
 RULES = ("behaviour", "fixed", "every", "kl")
 
@@ -33,6 +36,7 @@ class Reference:
       kl_decay: d of the moving average, a ← d·a + (1 − d)·KL per update, bias-corrected by 1 − dⁿ; it starts
         anew with each reference.
       resident: keep the restored weights in device memory between steps.
+      offload: keep them in the memory of the devices' hosts instead.
 
     Raises:
       ValueError: the rule is unknown or a number is out of its range.
@@ -48,6 +52,7 @@ class Reference:
         kl_threshold: float,
         kl_decay: float,
         resident: bool,
+        offload: bool = False,
     ):
         if rule not in RULES:
             raise ValueError(f"unknown reference rule {rule!r}; known: {', '.join(RULES)}")
@@ -57,7 +62,8 @@ class Reference:
                 f"{every=}, {kl_threshold=}, {kl_decay=}"
             )
         self._rule, self._snapshots, self._like = rule, snapshots, like
-        self._every, self._kl_threshold, self._kl_decay, self._resident = every, kl_threshold, kl_decay, resident
+        self._every, self._kl_threshold, self._kl_decay = every, kl_threshold, kl_decay
+        self._resident, self._offload = resident, offload
         self._restored: tuple[int, Any] | None = None
         self.number = 0  # updates that the reference has behind it
         self.kl_average = 0.0  # not bias-corrected
@@ -97,10 +103,16 @@ class Reference:
     def params(self) -> Any:
         """The reference's weights, restored from the snapshot."""
         if self._restored and self._restored[0] == self.number:
-            return self._restored[1]
-        params = self._snapshots.restore(self.number, self._like)
-        if self._resident:
-            self._restored = (self.number, params)
+            return in_device_memory(self._restored[1])
+        return self._kept(self.number)
+
+    def _kept(self, number: int) -> Any:
+        """The weights of a snapshot, from now on at hand where they are to stay."""
+        params, self._restored = self._snapshots.restore(number, self._like), None
+        if self._offload:
+            self._restored = number, jax.device_put(params, jax.tree.map(lambda x: in_host_memory(x.sharding), params))
+        elif self._resident:
+            self._restored = number, params
         return params
 
     def _move(self, params: Any, updates: int) -> None:
@@ -115,8 +127,7 @@ class Reference:
     def check(self, state: dict[str, Any]) -> None:
         """Raises ValueError where the weights that a state of `commit` needs are missing or damaged."""
         if self._rule != "behaviour":
-            params = self._snapshots.restore(int(state["number"]), self._like)
-            self._restored = (int(state["number"]), params) if self._resident else None
+            self._kept(int(state["number"]))
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes back to a state that `commit` returned."""

@@ -37,6 +37,16 @@ class TrainState:
         return self.params, None if self.critic is None else self.critic.params
 
 
+def in_host_memory(sharding: jax.sharding.Sharding) -> jax.sharding.Sharding:
+    """The same shards, each in the memory of its device's host."""
+    return sharding.with_memory_kind("pinned_host")
+
+
+def in_device_memory(tree: Any) -> Any:
+    """`tree` with the leaves that wait in host memory moved to their devices; inside a program or outside."""
+    return jax.device_put(tree, jax.memory.Space.Device)
+
+
 def abstract(tree: Any, shardings: Any) -> Any:
     """Shapes, dtypes and shardings of `tree`, which is what a checkpoint is restored into."""
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
@@ -68,13 +78,16 @@ def shardings(
     optimizer: Optimizer,
     replicated: jax.sharding.Sharding,
     critic: Critic | None = None,
+    *,
+    offload: bool = False,
 ) -> TrainState:
-    """Returns the sharding of every leaf of the state: slots shaped like a parameter lie where it lies."""
+    """Returns the sharding of every leaf of the state: slots shaped like a parameter lie where it lies, or with
+    `offload` as it lies but in its host's memory."""
 
     def slots(optimizer: Optimizer, params: Any, param_shardings: Any) -> Any:
         return optax.tree.map_params(
             optimizer.init,
-            lambda _, sharding: sharding,
+            lambda _, sharding: in_host_memory(sharding) if offload else sharding,
             jax.eval_shape(optimizer.init, params),
             param_shardings,
             transform_non_params=lambda _: replicated,

@@ -22,7 +22,7 @@ from rpg_jax.models.logical import constrain, wide_axes
 from rpg_jax.training import layerwise
 from rpg_jax.training.critic import Critic, CriticState
 from rpg_jax.training.optimizer import Optimizer
-from rpg_jax.training.state import TrainState
+from rpg_jax.training.state import TrainState, in_device_memory
 from rpg_jax.types import Batch
 
 _CHUNK = 256  # completion tokens whose logits a device holds at once, and more of a small vocabulary:
@@ -253,6 +253,7 @@ def apply_gradients(
 
     def stepped(optimizer, grads, norm, opt_state, params):
         clip = jnp.minimum(1.0, optimizer.max_grad_norm / jnp.maximum(norm, 1e-30))
+        opt_state = in_device_memory(opt_state)
         return layerwise.apply(optimizer.update, grads, opt_state, params, scale=clip / weight, where=finite)
 
     one = jnp.ones(())

@@ -29,6 +29,19 @@ def largest(folder):
     return max((p for p in folder.resolve().rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
 
 
+def test_state_comes_back_into_host_memory(tmp_path):
+    wanted = tree(3)
+    host = SHARDING.with_memory_kind("pinned_host")
+    waiting = {**wanted, "params": jax.device_put(wanted["params"], host)}
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    checkpoints.save(3, waiting, {})
+    where = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), waiting)
+    restored = checkpoints.restore(3, where)
+    assert restored["params"]["w"].sharding.memory_kind == "pinned_host"
+    assert bit_checksum(restored) == bit_checksum(wanted)
+    checkpoints.close()
+
+
 def truncate(step):
     file = largest(step / "state")
     file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])

@@ -40,6 +40,19 @@ def test_fixed_rule_keeps_the_policy_before_the_first_update(tmp_path):
     np.testing.assert_array_equal(reference.params()["w"], weights(7)["w"])
 
 
+def test_an_offloaded_reference_waits_in_host_memory(tmp_path, monkeypatch):
+    reference = make(tmp_path, "fixed", offload=True)
+    reference.start(weights(7))
+    first = reference.params()
+    restored = []
+    monkeypatch.setattr(Snapshots, "restore", lambda *args: restored.append(args))
+    again = reference.params()
+    assert restored == [], "read from disk again"
+    assert again["w"].sharding.memory_kind == "device"
+    assert reference._restored[1]["w"].sharding.memory_kind == "pinned_host"
+    np.testing.assert_array_equal(again["w"], first["w"])
+
+
 def test_every_rule_moves_after_each_kth_update(tmp_path):
     reference = make(tmp_path, "every", every=4)
     reference.start(weights(0))

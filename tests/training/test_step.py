@@ -42,7 +42,7 @@ def make_batch(seed=0, packed=False):
     return dataclasses.replace(batch, behaviour_logprobs=logprobs, ref_logprobs=anchor)
 
 
-def make(mesh_shape=None, *, loss=None, devices=1, **settings):
+def make(mesh_shape=None, *, loss=None, devices=1, offload=False, **settings):
     mesh = parallel.make_mesh(mesh_shape or {}, jax.devices()[:devices])
     graphdef, shapes = models.abstract(MODEL)
     param_shardings = parallel.shardings(models.logical_axes(MODEL), shapes, mesh)
@@ -52,7 +52,8 @@ def make(mesh_shape=None, *, loss=None, devices=1, **settings):
         | settings
     )
     optimizer = optimizer_lib.build(**settings)
-    where = state_lib.shardings(shapes, param_shardings, optimizer, NamedSharding(mesh, PartitionSpec()))
+    replicated = NamedSharding(mesh, PartitionSpec())
+    where = state_lib.shardings(shapes, param_shardings, optimizer, replicated, offload=offload)
     rows = NamedSharding(mesh, PartitionSpec(parallel.RULES["batch"]))
     loss = loss or step_lib.loss_fn("rpg", divergence="urkl", estimator="reinforce", kl_coef=0.1)
     programs = step_lib.build(
@@ -105,6 +106,19 @@ def test_micro_batches_change_nothing(rows, plain):
 )
 def test_eight_devices_change_nothing(shape, plain):
     assert_same(two_updates(mesh_shape=shape, devices=8), plain)
+
+
+def test_optimizer_state_in_host_memory_changes_nothing(plain):
+    programs, state, mesh = make(offload=True)
+    kinds = [{x.sharding.memory_kind for x in jax.tree.leaves(part)} for part in (state.params, state.opt_state)]
+    assert kinds == [{"device"}, {"device", "pinned_host"}]  # the optimizer's count stays
+    with parallel.activate(mesh):
+        for seed in (0, 1):
+            state, _ = programs.update(state, data.micro_batches(make_batch(seed), ROWS))
+    slots = state.opt_state[0].mu, state.opt_state[0].nu
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(slots)} == {"pinned_host"}
+    assert largest_difference(jax.device_get(state.params), plain[0].params) == 0
+    assert largest_difference(jax.device_get(slots), (plain[0].opt_state[0].mu, plain[0].opt_state[0].nu)) == 0
 
 
 def test_micro_batches_on_eight_devices_change_nothing(plain):
