@@ -103,6 +103,7 @@ def get_config() -> ConfigDict:
     rollout.max_staleness = 0  # steps that sampling may be ahead of training, on one device; 0: by turns
     rollout.swap = "between"  # ahead: when new weights sample; between batches (reproducible), or midway in completions
     rollout.int8 = False  # decode with matrices of 8 bits; widen max_sampler_gap, set truncated_importance_sampling
+    rollout.int8_kv = False  # keep keys and values in 8 bits while decoding; the same advice
     rollout.max_sampler_gap = 1e-2  # mean |log pi_s - log pi_old| in nats above which the run stops
 
     dynamic = c.dynamic_sampling = ConfigDict()

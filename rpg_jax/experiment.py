@@ -91,6 +91,7 @@ class Experiment(Layout):
             **self.decoding(),
         )
 
+            int8_kv=c.rollout.int8_kv,
     def make_scorer(self) -> rewards.Scorer:
         c = self.config.rewards
         options: dict[str, dict[str, Any]] = {"format": {"pattern": c.format}}

@@ -91,6 +91,7 @@ def lowered_programs(layout: Layout) -> Iterator[lowering.Lowered]:
         rules=decoding["rules"],
         slots=c.rollout.slots,
         capacity=_capacity(c),
+        int8_kv=c.rollout.int8_kv,
         prefill_shape=_prefill_shape(c),
     )
 
@@ -107,7 +108,7 @@ def resident(layout: Layout) -> dict[str, float]:
     copy = decoding["dtype"] is not None or decoding["shardings"] is not None
     decoded = lowering.decoding_params(layout.abstract_params, decoding["dtype"], decoding["shardings"])
     sampler = lowering.bytes_on_a_chip(decoded) if copy else 0
-    cache = lowering.cache_bytes(layout.model, decoding, c.rollout.slots, _capacity(c))
+    cache = lowering.cache_bytes(layout.model, decoding, c.rollout.slots, _capacity(c), int8_kv=c.rollout.int8_kv)
     rows = c.rollout.prompts_per_step * c.rollout.group_size
     row = 4 * (3 * layout.row_length + 8 * layout.completion_length)
     training = sampler + rows * row / layout.mesh.size

@@ -103,27 +103,31 @@ def decode_attention(
       implementation: "xla"; "ragged" (TPU): a kernel that reads what each slot has filled; or "auto".
     """
     if decode_implementation(implementation) == "ragged":
-        return ragged_attention(cache.keys, cache.values, cache.lengths)
+        return ragged_attention(cache.keys, cache.values, cache.lengths, cache.scales)
     limit = cache.capacity if attend_length is None else attend_length
 
     def attend(q, k, v, layer):
         keys = jax.lax.dynamic_index_in_dim(cache.keys, layer, keepdims=False)[..., :limit]
         values = jax.lax.dynamic_index_in_dim(cache.values, layer, keepdims=False)[..., :limit, :]
-        return _xla_decode(q, k, v, keys, values, cache.lengths)
+        scales = [jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)[..., :limit] for x in cache.scales]
+        return _xla_decode(q, k, v, keys, values, cache.lengths, scales)
 
     return attend
 
 
-def _xla_decode(q, k, v, keys, values, lengths) -> jax.Array:
+def _xla_decode(q, k, v, keys, values, lengths, scales) -> jax.Array:
     S, N, H = q.shape
     K = k.shape[1]
     grouped = q.reshape(S, K, N // K, H) * (H**-0.5)
-    past = jnp.einsum("skgh,skhc->skgc", grouped, keys, preferred_element_type=jnp.float32)
+    past = jnp.einsum("skgh,skhc->skgc", grouped, keys.astype(q.dtype), preferred_element_type=jnp.float32)
+    past = past * scales[0] if scales else past
     filled = jnp.arange(keys.shape[-1]) < lengths[:, None]
     past = jnp.where(filled[:, None, None], past, _MASKED)
     own = jnp.einsum("skgh,skh->skg", grouped, k, preferred_element_type=jnp.float32)[..., None]
     peak = jnp.maximum(past.max(-1, keepdims=True), own)
     past, own = jnp.exp(past - peak), jnp.exp(own - peak)
     total = past.sum(-1, keepdims=True) + own
-    out = jnp.einsum("skgc,skch->skgh", past.astype(v.dtype), values, preferred_element_type=jnp.float32)
+    past = past * scales[1] if scales else past
+    mixed = past.astype(v.dtype), values.astype(v.dtype)
+    out = jnp.einsum("skgc,skch->skgh", *mixed, preferred_element_type=jnp.float32)
     return ((out + own * v[:, :, None]) / total).astype(q.dtype).reshape(S, N, H)

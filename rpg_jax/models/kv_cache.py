@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -36,27 +38,32 @@ class KVCache:
       keys: [L, S, K, H, C].
       values: [L, S, K, C, H].
       lengths: i32[S], tokens held per slot; the next token is written there.
+      scales: of keys and values i8, what their entries are multiples of: twice f32[L, S, K, 1, C]; else empty.
     """
 
     keys: jax.Array
     values: jax.Array
     lengths: jax.Array
+    scales: tuple[jax.Array, ...] = ()
 
     @classmethod
-    def empty(cls, config: QwenConfig, slots: int, capacity: int, dtype=jnp.float32) -> KVCache:
-        """A cache of zeros and lengths 0."""
+    def empty(cls, config: QwenConfig, slots: int, capacity: int, dtype=jnp.float32, *, int8: bool = False) -> KVCache:
+        """A cache of zeros and lengths 0, in `dtype` or in eight bits."""
         lead = (config.num_layers, slots, config.num_kv_heads)
+        dtype = jnp.int8 if int8 else dtype
         return cls(
             keys=jnp.zeros((*lead, config.head_dim, capacity), dtype),
             values=jnp.zeros((*lead, capacity, config.head_dim), dtype),
             lengths=jnp.zeros(slots, jnp.int32),
+            scales=tuple(jnp.zeros((*lead, 1, capacity)) for _ in range(2 * int8)),
         )
 
     @classmethod
-    def logical_axes(cls) -> KVCache:
+    def logical_axes(cls, *, int8: bool = False) -> KVCache:
         """Tuples of logical axis names in place of the arrays."""
         lead = ("layers", "slots", "act_kv_heads")
-        return cls((*lead, None, "cache_length"), (*lead, "cache_length", None), ("slots",))
+        along = (*lead, None, "cache_length")
+        return cls(along, (*lead, "cache_length", None), ("slots",), (along, along) if int8 else ())
 
     @property
     def slots(self) -> int:
@@ -75,30 +82,55 @@ class KVCache:
         if width > self.capacity:
             raise ValueError(f"a prefix of capacity {width} does not fit a cache of capacity {self.capacity}")
         slots = jnp.atleast_1d(jnp.asarray(slots, jnp.int32))
-        keys, values, lengths = self.keys, self.values, self.lengths
+        cut = [jax.lax.dynamic_slice_in_dim(x, row, 1, axis=1) for x in (prefix.keys, prefix.values)]
+        one = KVCache(*cut, prefix.lengths[row])
+        one = one.rounded() if self.scales else one
+        cache = self
         for i in range(slots.shape[0]):
-            keys = _put(keys, prefix.keys, slots[i], row)
-            values = _put(values, prefix.values, slots[i], row)
-            lengths = lengths.at[slots[i]].set(prefix.lengths[row])
-        return KVCache(keys, values, lengths)
+            cache = jax.tree.map(functools.partial(_put, slots[i]), cache, one)
+        return cache
+
+    def rounded(self) -> KVCache:
+        """In eight bits: 255 steps between ± the largest entry of a token's key, or value, in each head."""
+        (keys, key_scales), (values, value_scales) = _steps(self.keys, -2), _steps(self.values, -1)
+        scales = key_scales, value_scales.swapaxes(-1, -2)
+        return KVCache(keys.astype(jnp.int8), values.astype(jnp.int8), self.lengths, scales)
 
     def append(self, keys: jax.Array, values: jax.Array, *, implementation: str = "auto") -> KVCache:
         """This cache with one token [L, S, K, H] written at each slot's length, lengths + 1.
 
         Traceable; in place when this cache is donated. A slot already at capacity keeps its entries.
         """
+        scales: tuple[jax.Array, ...] = ()
+        if self.scales:
+            (keys, *key_scale), (values, *value_scale) = _steps(keys, -1), _steps(values, -1)
+            scales = (*key_scale, *value_scale)
         keys, values = keys.astype(self.keys.dtype), values.astype(self.values.dtype)
         if decode_implementation(implementation) == "ragged":
-            return KVCache(*ragged_append(self.keys, self.values, self.lengths, keys, values), self.lengths + 1)
+            written = ragged_append(self.keys, self.values, self.lengths, keys, values, self.scales, scales)
+            return KVCache(written[0], written[1], self.lengths + 1, tuple(written[2:]))
         slots = jnp.arange(self.slots)
-        # Scatter windows come first in the update, hence the slot axis in front.
+
+        def last(into, token):
+            # Scatter windows come first in the update, hence the slot axis in front.
+            return into.at[:, slots, :, :, self.lengths].set(token.swapaxes(0, 1), mode="drop")
+
         return KVCache(
-            self.keys.at[:, slots, :, :, self.lengths].set(keys.swapaxes(0, 1), mode="drop"),
+            last(self.keys, keys),
             self.values.at[:, slots, :, self.lengths].set(values.swapaxes(0, 1), mode="drop"),
             self.lengths + 1,
+            tuple(map(last, self.scales, scales)),
         )
 
 
-def _put(into: jax.Array, prefix: jax.Array, slot: jax.Array, row: jax.Array | int) -> jax.Array:
-    block = jax.lax.dynamic_slice_in_dim(prefix, row, 1, axis=1).astype(into.dtype)
-    return jax.lax.dynamic_update_slice(into, block, (0, slot, 0, 0, 0))
+def _put(slot: jax.Array, into: jax.Array, one: jax.Array) -> jax.Array:
+    if one.ndim == 0:
+        return into.at[slot].set(one)
+    return jax.lax.dynamic_update_slice(into, one.astype(into.dtype), (0, slot, 0, 0, 0))
+
+
+def _steps(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+    """x as whole numbers from -127 to 127, and what they are multiples of, f32 and 1 along `axis`."""
+    x = x.astype(jnp.float32)
+    scale = jnp.maximum(jnp.max(jnp.abs(x), axis, keepdims=True), 1e-30) / 127
+    return jnp.clip(jnp.round(x / scale), -127, 127), scale

@@ -26,9 +26,10 @@ _CACHE = (None, "slots", "act_kv_heads", None, None)
 
 
 def ragged_attention(
-    keys: jax.Array, values: jax.Array, lengths: jax.Array
+    keys: jax.Array, values: jax.Array, lengths: jax.Array, scales: tuple[jax.Array, ...] = ()
 ) -> Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]:
-    """As `attention.decode_attention`, of a cache [L, S, K, H, C], [L, S, K, C, H] with `lengths` i32[S].
+    """As `attention.decode_attention`, of a cache [L, S, K, H, C], [L, S, K, C, H] with `lengths` i32[S], and `scales`
+    twice f32[L, S, K, 1, C] where it is in eight bits.
 
     Each slot costs the blocks that it has filled: the grid runs over a list of (slot, block), made once for all layers.
     On a mesh each device takes its slots and heads; where key-value heads are on all devices, those of its queries.
@@ -54,37 +55,42 @@ def ragged_attention(
         plan = jax.shard_map(plan, in_specs=slots, out_specs=slots, check_vma=False)
     walk = plan(lengths)
 
-    def local(q, k, v, keys, values, layer, *walk):
+    def local(q, k, v, cache, layer, *walk):
         start = first
         if heads < groups:
             index = jax.lax.axis_index(wide_axes("act_heads"))
             start = (index * K // cuts // heads).astype(jnp.int32)[None]
             k, v = (jax.lax.dynamic_slice_in_dim(x, start[0] * heads, heads, axis=1) for x in (k, v))
-        return _attend(q, k, v, keys, values, layer, start, walk, heads, block)
+        return _attend(q, k, v, cache, layer, start, walk, heads, block)
 
     if slots is not None:
         queries, cache = partition_spec("slots", "act_heads", None), partition_spec(*_CACHE)
-        specs = (queries, kv, kv, cache, cache, PartitionSpec(), *[slots] * len(walk))
+        specs = (queries, kv, kv, cache, PartitionSpec(), *[slots] * len(walk))
         # check_vma: the kernel's outputs do not declare over which axes they vary.
         local = jax.shard_map(local, in_specs=specs, out_specs=queries, check_vma=False)
-    return lambda q, k, v, layer: local(q, k, v, keys, values, jnp.reshape(layer, 1), *walk)
+    return lambda q, k, v, layer: local(q, k, v, (keys, values, *scales), jnp.reshape(layer, 1), *walk)
 
 
 def ragged_append(
-    keys: jax.Array, values: jax.Array, lengths: jax.Array, k: jax.Array, v: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    keys: jax.Array,
+    values: jax.Array,
+    lengths: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    scales: tuple[jax.Array, ...] = (),
+    token_scales: tuple[jax.Array, ...] = (),
+) -> tuple[jax.Array, ...]:
     """The cache with one token k, v [L, S, K, H] written at each slot's length, in place; a full slot stays as it is.
+    In eight bits so are its scales, twice [L, S, K, 1].
 
     Moves the one tile that holds the place, where a scatter would move the cache.
     """
-    specs = partition_spec("slots"), partition_spec(*_CACHE), partition_spec(*_CACHE[:4])
-    if specs[0] is None:
-        return _append(keys, values, lengths, k, v)
-    slots, cache, token = specs
-    sharded = jax.shard_map(
-        _append, in_specs=(cache, cache, slots, token, token), out_specs=(cache, cache), check_vma=False
-    )
-    return sharded(keys, values, lengths, k, v)
+    held, token = (keys, values, *scales), (k, v, *token_scales)
+    slots = partition_spec("slots")
+    if slots is None:
+        return _append(held, lengths, token)
+    specs = partition_spec(*_CACHE), slots, partition_spec(*_CACHE[:4])
+    return jax.shard_map(_append, in_specs=specs, out_specs=specs[0], check_vma=False)(held, lengths, token)
 
 
 def _block(row_bytes: int, capacity: int) -> int:
@@ -102,7 +108,7 @@ def _walk(lengths: jax.Array, capacity: int, block: int) -> tuple[jax.Array, ...
     return ends[-1:], slots, step - (ends - per_slot)[slots], lengths
 
 
-def _attend(q, k, v, keys, values, layer, first, walk, heads: int, block: int) -> jax.Array:
+def _attend(q, k, v, cache, layer, first, walk, heads: int, block: int) -> jax.Array:
     S, N, H = q.shape
     queries = (q * H**-0.5).reshape(S, heads, N // heads, H)
 
@@ -128,6 +134,7 @@ def _attend(q, k, v, keys, values, layer, first, walk, heads: int, block: int) -
                 token,
                 pl.BlockSpec((None, None, heads, H, block), of_keys),
                 pl.BlockSpec((None, None, heads, block, H), of_values),
+                *[pl.BlockSpec((None, None, heads, 1, block), of_keys)] * (len(cache) - 2),
             ],
             out_specs=whole,
             scratch_shapes=[pltpu.VMEM((heads, N // heads, width), jnp.float32) for width in (1, 1, H)],
@@ -135,13 +142,14 @@ def _attend(q, k, v, keys, values, layer, first, walk, heads: int, block: int) -
         out_shape=jax.ShapeDtypeStruct(queries.shape, q.dtype),
         interpret=platform() != "tpu",
         name="ragged_attention",
-    )(layer, first, *walk[1:], queries, k[:, :, None], v[:, :, None], keys, values)
+    )(layer, first, *walk[1:], queries, k[:, :, None], v[:, :, None], *cache)
     return out.reshape(S, N, H)
 
 
-def _attend_kernel(layer, first, slots, blocks, lengths, q, k, v, keys, values, out, peak, total, mixed):
+def _attend_kernel(layer, first, slots, blocks, lengths, q, k, v, keys, values, *rest):
     """One block of one slot: the running softmax starts from the new token itself."""
     del layer, first
+    *scales, out, peak, total, mixed = rest
     step = pl.program_id(0)
     block, width = blocks[step], keys.shape[-1]
     filled = lengths[slots[step]] - block * width
@@ -152,15 +160,19 @@ def _attend_kernel(layer, first, slots, blocks, lengths, q, k, v, keys, values, 
         total[...] = jnp.ones_like(total)
         mixed[...] = jnp.broadcast_to(v[...].astype(jnp.float32), mixed.shape)
 
-    scores = jnp.einsum("kgh,khc->kgc", q[...], keys[...], preferred_element_type=jnp.float32)
+    scores = jnp.einsum("kgh,khc->kgc", q[...], keys[...].astype(q.dtype), preferred_element_type=jnp.float32)
+    scores = scores * scales[0][...] if scales else scores
     scores = jnp.where(jax.lax.broadcasted_iota(jnp.int32, scores.shape, 2) < filled, scores, _MASKED)
     higher = jnp.maximum(peak[...], scores.max(-1, keepdims=True))
     weights, decay = jnp.exp(scores - higher), jnp.exp(peak[...] - higher)
-    seen = jnp.where(jax.lax.broadcasted_iota(jnp.int32, values.shape, 1) < filled, values[...], 0)
+    seen = jnp.where(jax.lax.broadcasted_iota(jnp.int32, values.shape, 1) < filled, values[...].astype(v.dtype), 0)
     peak[...] = higher
     total[...] = total[...] * decay + weights.sum(-1, keepdims=True)
+    if scales:
+        known = jax.lax.broadcasted_iota(jnp.int32, scales[1].shape, 2) < filled
+        weights = weights * jnp.where(known, scales[1][...], 0)
     mixed[...] = mixed[...] * decay + jnp.einsum(
-        "kgc,kch->kgh", weights.astype(values.dtype), seen, preferred_element_type=jnp.float32
+        "kgc,kch->kgh", weights.astype(v.dtype), seen, preferred_element_type=jnp.float32
     )
 
     @pl.when(filled <= width)
@@ -168,7 +180,8 @@ def _attend_kernel(layer, first, slots, blocks, lengths, q, k, v, keys, values, 
         out[...] = (mixed[...] / total[...]).astype(out.dtype)
 
 
-def _append(keys, values, lengths, k, v) -> tuple[jax.Array, jax.Array]:
+def _append(cache, lengths, token) -> tuple[jax.Array, ...]:
+    keys, values, k, v = *cache[:2], *token[:2]
     L, S, K, H, capacity = keys.shape
     lanes, rows = min(_LANES, capacity), min(32 // values.dtype.itemsize, capacity)
     layers = math.gcd(L, 1 << (_BLOCK_BYTES // (K * H * lanes * keys.dtype.itemsize)).bit_length() - 1)
@@ -182,9 +195,13 @@ def _append(keys, values, lengths, k, v) -> tuple[jax.Array, jax.Array]:
     def of_values(layer, slot, lengths):
         return layer, slot, 0, tile(lengths[slot], rows), 0
 
+    def of_token(layer, slot, lengths):
+        return layer, slot, 0, 0, 0
+
     held = [
         pl.BlockSpec((layers, None, K, H, lanes), of_keys),
         pl.BlockSpec((layers, None, K, rows, H), of_values),
+        *[pl.BlockSpec((layers, None, K, 1, lanes), of_keys)] * (len(cache) - 2),
     ]
     return pl.pallas_call(
         functools.partial(_append_kernel, tile),
@@ -193,19 +210,23 @@ def _append(keys, values, lengths, k, v) -> tuple[jax.Array, jax.Array]:
             grid=(L // layers, S),
             in_specs=[
                 pl.BlockSpec((layers, K, H, S), lambda layer, slot, lengths: (layer, 0, 0, 0)),
-                pl.BlockSpec((layers, None, K, 1, H), lambda layer, slot, lengths: (layer, slot, 0, 0, 0)),
+                pl.BlockSpec((layers, None, K, 1, H), of_token),
+                *[pl.BlockSpec((layers, None, K, 1, 1), of_token)] * (len(cache) - 2),
                 *held,
             ],
             out_specs=held,
         ),
-        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (keys, values)],
-        input_output_aliases={3: 0, 4: 1},
+        out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cache],
+        input_output_aliases={1 + len(token) + i: i for i in range(len(cache))},
         interpret=platform() != "tpu",
         name="ragged_append",
-    )(lengths, k.transpose(0, 2, 3, 1), v[:, :, :, None], keys, values)
+    )(lengths, k.transpose(0, 2, 3, 1), v[:, :, :, None], *[x[..., None] for x in token[2:]], *cache)
 
 
-def _append_kernel(tile, lengths, k, v, keys, values, new_keys, new_values):
+def _append_kernel(tile, lengths, *refs):
+    n = len(refs) // 3
+    token, held, new = refs[:n], refs[n : 2 * n], refs[2 * n :]
+    (k, v, *token_scales), (keys, values, *scales), (new_keys, new_values, *new_scales) = token, held, new
     slot = pl.program_id(1)
     lane = lengths[slot] - tile(lengths[slot], keys.shape[-1]) * keys.shape[-1]
     row = lengths[slot] - tile(lengths[slot], values.shape[-2]) * values.shape[-2]
@@ -217,3 +238,6 @@ def _append_kernel(tile, lengths, k, v, keys, values, new_keys, new_values):
     here = jax.lax.broadcasted_iota(jnp.int32, values.shape, 2) == row
     value, old = v[...].astype(jnp.float32), values[...].astype(jnp.float32)
     new_values[...] = jnp.where(here, value, old).astype(values.dtype)
+    for scale, old_scales, into in zip(token_scales, scales, new_scales, strict=True):
+        here = jax.lax.broadcasted_iota(jnp.int32, into.shape, 3) == lane
+        into[...] = jnp.where(here, scale[...], old_scales[...])

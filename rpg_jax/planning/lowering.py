@@ -56,11 +56,13 @@ def bytes_on_a_chip(tree: Any) -> float:
     return float(sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves))
 
 
-def cache_bytes(model: QwenConfig, decoding: Mapping[str, Any], slots: int, capacity: int) -> float:
+def cache_bytes(
+    model: QwenConfig, decoding: Mapping[str, Any], slots: int, capacity: int, *, int8_kv: bool = False
+) -> float:
     """Of the decode state, on a chip."""
     dtype = decoding["dtype"] or jnp.float32
-    shapes = jax.eval_shape(functools.partial(DecodeState.empty, model, slots, capacity, dtype))
-    where = parallel.shardings(DecodeState.logical_axes(), shapes, decoding["mesh"], decoding["rules"])
+    shapes = jax.eval_shape(functools.partial(DecodeState.empty, model, slots, capacity, dtype, int8_kv=int8_kv))
+    where = parallel.shardings(DecodeState.logical_axes(int8_kv=int8_kv), shapes, decoding["mesh"], decoding["rules"])
     return bytes_on_a_chip(placed(shapes, where))
 
 
@@ -100,9 +102,11 @@ def sampling(
     slots: int,
     capacity: int,
     prefill_shape: tuple[int, int],
+    int8_kv: bool = False,
 ) -> Iterator[Lowered]:
     """One prefill of `prefill_shape` prompts and tokens, and one decode step of all slots over a full cache."""
-    engine = QwenEngine(model, graphdef, Weights(params), slots=slots, capacity=capacity, mesh=mesh, rules=rules)
+    size = {"slots": slots, "capacity": capacity, "int8_kv": int8_kv}
+    engine = QwenEngine(model, graphdef, Weights(params), mesh=mesh, rules=rules, **size)
     rows, length = prefill_shape
     lowered = engine.lower(rows, length)
     yield "prefill", lowered["prefill"], forward_flops(model, rows=rows, length=length, predicted=0) / mesh.size

@@ -82,6 +82,7 @@ def build(
     mixed: bool = False,
     dtype=None,
     int8: bool = False,
+    int8_kv: bool = False,
     shardings: Params | None = None,
     mesh: jax.sharding.Mesh | None = None,
     rules: parallel.Rules = parallel.RULES,
@@ -102,6 +103,7 @@ def build(
         error ("simple", which cannot, makes the sync wait).
       dtype, shardings: of the decoding weights where they are not the trainer's.
       int8: round the matrices of the decoding weights' layers to eight bits; see `models.quantized`.
+      int8_kv: keep keys and values in eight bits, one scale per token and head.
       mesh, rules: the devices that decode and how logical axes fall on them; None decodes on one device.
 
     Raises:
@@ -112,9 +114,17 @@ def build(
     capacity = -(-(max_prompt_tokens + max_tokens) // 16) * 16
     weights = Weights(params, version, dtype=dtype, shardings=shardings, int8=int8)
     if driver == "simple":
-        return SimpleSampler(config, graphdef, weights, capacity=capacity)
+        return SimpleSampler(config, graphdef, weights, capacity=capacity, int8_kv=int8_kv)
     engine = QwenEngine(
-        config, graphdef, weights, slots=slots, capacity=capacity, steps=steps_per_dispatch, mesh=mesh, rules=rules
+        config,
+        graphdef,
+        weights,
+        slots=slots,
+        capacity=capacity,
+        steps=steps_per_dispatch,
+        mesh=mesh,
+        rules=rules,
+        int8_kv=int8_kv,
     )
     kind = {"orchestrator": JetStreamRollout, "lockstep": LockstepRollout}[driver]
     return kind(engine, prefill_tokens=prefill_tokens, refill=refill, mixed=mixed)

@@ -99,11 +99,11 @@ class DecodeState:
     active: jax.Array
 
     @classmethod
-    def empty(cls, config: QwenConfig, slots: int, capacity: int, dtype) -> DecodeState:
+    def empty(cls, config: QwenConfig, slots: int, capacity: int, dtype, *, int8_kv: bool = False) -> DecodeState:
         """All slots free."""
         zeros = functools.partial(jnp.zeros, slots)
         return cls(
-            cache=KVCache.empty(config, slots, capacity, dtype),
+            cache=KVCache.empty(config, slots, capacity, dtype, int8=int8_kv),
             hidden=jnp.zeros((slots, config.embed_dim), dtype),
             keys=jnp.zeros((slots, 2), jnp.uint32),
             emitted=zeros(jnp.int32),
@@ -117,11 +117,11 @@ class DecodeState:
         )
 
     @classmethod
-    def logical_axes(cls) -> DecodeState:
+    def logical_axes(cls, *, int8_kv: bool = False) -> DecodeState:
         """The names of every array's dimensions."""
         per_slot = ("slots",)
         return cls(
-            cache=KVCache.logical_axes(),
+            cache=KVCache.logical_axes(int8=int8_kv),
             hidden=("slots", "act_embed"),
             keys=("slots", None),
             emitted=per_slot,

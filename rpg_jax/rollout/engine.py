@@ -40,6 +40,7 @@ class QwenEngine(engine_api.Engine):
       mesh: of the devices that decode; None for jax's default device. Slots and key-value heads are spread over it,
         results are replicated.
       rules: from logical axes to mesh axes.
+      int8_kv: keep keys and values in eight bits.
 
     Raises:
       ValueError: a size below 1, or slots or heads that the mesh does not divide.
@@ -56,6 +57,7 @@ class QwenEngine(engine_api.Engine):
         steps: int = 16,
         mesh: jax.sharding.Mesh | None = None,
         rules: parallel.Rules = parallel.RULES,
+        int8_kv: bool = False,
     ):
         for name, value in (("slots", slots), ("capacity", capacity), ("steps", steps)):
             if value < 1:
@@ -65,10 +67,10 @@ class QwenEngine(engine_api.Engine):
         with weights.pinned() as params, self._scope():
             module = nnx.merge(graphdef, params)
             dtype, self._ragged = module.compute_dtype, module.decode_attention == "ragged"
-        empty = functools.partial(DecodeState.empty, config, slots, capacity, dtype)
+        empty = functools.partial(DecodeState.empty, config, slots, capacity, dtype, int8_kv=int8_kv)
         state, lanes, shapes = None, None, jax.eval_shape(empty)
         if mesh is not None:
-            state = parallel.shardings(DecodeState.logical_axes(), shapes, mesh, rules)
+            state = parallel.shardings(DecodeState.logical_axes(int8_kv=int8_kv), shapes, mesh, rules)
             lanes = jax.NamedSharding(mesh, jax.P())
             shapes = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, state)
         self._state_shapes = shapes

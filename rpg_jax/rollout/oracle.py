@@ -26,12 +26,16 @@ class SimpleSampler:
       config, graphdef: of the model.
       weights: where the params are read at every call.
       capacity: most tokens of a prompt and its completion together.
+      int8_kv: keep keys and values in eight bits.
     """
 
-    def __init__(self, config: QwenConfig, graphdef: nnx.GraphDef, weights: Weights, *, capacity: int):
+    def __init__(
+        self, config: QwenConfig, graphdef: nnx.GraphDef, weights: Weights, *, capacity: int, int8_kv: bool = False
+    ):
         self.weights, self._limits = weights, {"capacity": capacity, "vocab_size": config.vocab_size}
         self._busy = threading.Lock()
-        self._sample = jax.jit(functools.partial(_sample, graphdef), static_argnames=("group_size", "max_tokens"))
+        sampling = functools.partial(_sample, graphdef, int8_kv)
+        self._sample = jax.jit(sampling, static_argnames=("group_size", "max_tokens"))
 
     def sync_weights(self, params: Params, version: int) -> None:
         with self._busy:
@@ -89,7 +93,7 @@ class SimpleSampler:
         pass
 
 
-def _sample(graphdef, params, tokens, lengths, counters, cuts, stop, *, group_size: int, max_tokens: int):
+def _sample(graphdef, int8_kv, params, tokens, lengths, counters, cuts, stop, *, group_size: int, max_tokens: int):
     """Tokens i32[B, max_tokens], logprobs f32[B, max_tokens], counts i32[B], B = P · G with groups together."""
     module = nnx.merge(graphdef, params)
     rows = tokens.shape[0] * group_size
@@ -101,6 +105,7 @@ def _sample(graphdef, params, tokens, lengths, counters, cuts, stop, *, group_si
     cuts = [jnp.full(rows, cut) for cut in cuts]
     hidden, prefix = module.prefill(tokens, lengths)
     hidden, cache = jnp.repeat(hidden, group_size, axis=0), _grown(prefix, group_size, max_tokens)
+    cache = cache.rounded() if int8_kv else cache
 
     def unfinished(carry):
         return (carry[0] < max_tokens) & carry[-1].any()

@@ -21,6 +21,23 @@ def random_cache(lengths, kv_heads=2, capacity=96, dtype=jnp.float32):
     return KVCache(jnp.where(past, jnp.nan, keys), jnp.where(past.swapaxes(-1, -2), jnp.nan, values), lengths)
 
 
+def in_eight_bits(cache):
+    """What lies past a slot's length is not a number, or the largest."""
+    past = jnp.arange(cache.capacity) >= cache.lengths[:, None]
+    past = past[None, :, None, None]
+    filled = jax.tree.map(jnp.nan_to_num, cache).rounded()
+    return filled.replace(
+        keys=jnp.where(past, jnp.int8(127), filled.keys),
+        values=jnp.where(past.swapaxes(-1, -2), jnp.int8(127), filled.values),
+        scales=tuple(jnp.where(past, jnp.nan, x) for x in filled.scales),
+    )
+
+
+def expanded(cache):
+    keys, values = cache.keys * cache.scales[0], cache.values * cache.scales[1].swapaxes(-1, -2)
+    return KVCache(keys, values, cache.lengths)
+
+
 def random_token(slots, heads, kv_heads, dtype=jnp.float32):
     keys = jax.random.split(jax.random.key(3), 3)
     return tuple(
@@ -64,6 +81,22 @@ def test_the_kernel_reads_what_each_slot_has_filled_and_nothing_else(blocks_of_3
     np.testing.assert_allclose(attend("ragged", token, cache), expected, atol=2e-6)  # f32 rounding of values of order 1
 
 
+@pytest.mark.parametrize("implementation", ["xla", "ragged"])
+def test_a_cache_in_eight_bits_is_read_as_what_its_entries_stand_for(blocks_of_32, implementation):
+    cache, token = in_eight_bits(random_cache([0, 1, 33, 96])), random_token(4, 6, 2)
+    cache = cache if implementation == "ragged" else jax.tree.map(jnp.nan_to_num, cache)
+    expected = np.stack([oracle(token, expanded(cache), layer) for layer in range(LAYERS)])
+    np.testing.assert_allclose(attend(implementation, token, cache), expected, atol=2e-6)  # f32 rounding
+
+
+def test_rounding_to_eight_bits_moves_no_entry_by_more_than_half_a_step():
+    cache = random_cache([96, 96])
+    rounded = expanded(cache.rounded())
+    for exact, near, axis in ((cache.keys, rounded.keys, -2), (cache.values, rounded.values, -1)):
+        step = jnp.abs(exact).max(axis, keepdims=True) / 127
+        assert float((jnp.abs(near - exact) / step).max()) <= 0.5 + 1e-4  # f32 division
+
+
 @pytest.mark.slow
 def test_bfloat16_rounds_the_weights_as_the_plain_path_does(blocks_of_32):
     cache = random_cache([5, 90], dtype=jnp.bfloat16)
@@ -86,6 +119,20 @@ def test_appending_by_the_kernel_writes_the_same_bits(dtype):
     )
     for got, expected in zip(jax.tree.leaves(kernel), jax.tree.leaves(plain), strict=True):
         np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(expected, np.float32))
+
+
+@pytest.mark.slow
+def test_tokens_appended_in_eight_bits_are_those_of_a_cache_rounded_at_once():
+    cache = random_cache([0, 15, 127, 207], capacity=208)
+    k, v = (jax.random.normal(jax.random.key(i), (LAYERS, 4, 2, HEAD)) for i in (4, 5))
+    dense = jax.tree.map(jnp.nan_to_num, cache.append(k, v)).rounded()
+    for implementation in ("xla", "ragged"):
+        grown = jax.jit(lambda c, name=implementation: c.append(k, v, implementation=name))(in_eight_bits(cache))
+        assert grown.keys.dtype == grown.values.dtype == jnp.int8
+        for slot, n in enumerate(dense.lengths.tolist()):
+            for got, expected in zip((grown.keys, *grown.scales), (dense.keys, *dense.scales), strict=True):
+                np.testing.assert_array_equal(got[:, slot, ..., :n], expected[:, slot, ..., :n])
+            np.testing.assert_array_equal(grown.values[:, slot, :, :n], dense.values[:, slot, :, :n])
 
 
 @pytest.mark.parametrize(

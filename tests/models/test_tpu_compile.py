@@ -72,12 +72,12 @@ def test_a_mixture_compiles_over_the_expert_axis(topology):
     assert compiled.memory_analysis().temp_size_in_bytes < 8 * 2**30
 
 
-def compile_decode(config, mesh, slots, capacity):
+def compile_decode(config, mesh, slots, capacity, int8_kv=False):
     """One decode step that gives its cache back, as the rollout engine's loop does."""
     graphdef, params = models.abstract(config, jnp.bfloat16, compute_dtype=jnp.bfloat16)
-    cache = jax.eval_shape(lambda: models.KVCache.empty(config, slots, capacity, jnp.bfloat16))
+    cache = jax.eval_shape(lambda: models.KVCache.empty(config, slots, capacity, jnp.bfloat16, int8=int8_kv))
     tokens = jax.ShapeDtypeStruct((slots,), jnp.int32)
-    axes = models.logical_axes(config), models.KVCache.logical_axes(), ("slots",)
+    axes = models.logical_axes(config), models.KVCache.logical_axes(int8=int8_kv), ("slots",)
     layout = [parallel.shardings(a, x, mesh) for a, x in zip(axes, (params, cache, tokens), strict=True)]
     arguments = [
         jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), x, s)
@@ -115,6 +115,17 @@ def test_a_decode_step_reads_by_the_kernel_and_updates_the_cache_in_place(topolo
     assert "ragged_attention" in text and "ragged_append" in text
     held = memory.alias_size_in_bytes // 2**20 * 2**19  # keys, or values, on a chip; the lengths are less than a MiB
     assert not moving(text, {held, held // config.num_layers})
+    assert memory.temp_size_in_bytes < 2**29
+
+
+@pytest.mark.parametrize("name", ["v5e:2x2", "v5p:2x2x1", "v6e:2x2"])
+def test_keys_and_values_in_eight_bits_take_little_more_than_half_the_memory(topology, name):
+    config = dataclasses.replace(models.size("Qwen3-4B"), num_layers=4)
+    mesh = parallel.make_mesh({"tensor": 4}, topology(name).devices)
+    wide, narrow = (compile_decode(config, mesh, slots=64, capacity=4096, int8_kv=x) for x in (False, True))
+    text, memory = narrow.as_text(), narrow.memory_analysis()
+    assert "ragged_attention" in text and "ragged_append" in text
+    assert memory.alias_size_in_bytes < 0.6 * wide.memory_analysis().alias_size_in_bytes
     assert memory.temp_size_in_bytes < 2**29
 
 

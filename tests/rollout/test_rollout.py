@@ -260,6 +260,21 @@ def test_decoding_in_eight_bits_is_decoding_of_the_rounded_weights(model_config,
     made.verify_weights(params)
 
 
+@pytest.mark.slow  # programs of its own
+@pytest.mark.parametrize("driver", ["orchestrator", "lockstep"])
+def test_with_keys_and_values_in_eight_bits_engine_and_oracle_agree(build, work, expected, is_same, driver):
+    few = work | {"prompts": work["prompts"][:4], "prompt_ids": work["prompt_ids"][:4]}
+    oracle = build("simple", int8_kv=True).generate(**few)
+    assert is_same(build(driver, int8_kv=True).generate(**few), oracle)
+    assert not is_same(oracle, expected[:4])
+    first = [
+        (x.logprobs[0], y.logprobs[0])
+        for a, b in zip(oracle, expected, strict=False)
+        for x, y in zip(a, b, strict=True)
+    ]
+    np.testing.assert_allclose(*zip(*first, strict=True), atol=5e-6)  # the first token's cache is not yet read
+
+
 @pytest.mark.parametrize(("driver", "slots"), [("simple", 8), *ENGINES])
 def test_of_more_groups_than_needed_the_first_are_kept_and_the_others_cancelled(
     build, work, expected, is_same, driver, slots
