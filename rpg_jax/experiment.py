@@ -18,10 +18,12 @@ from rpg_jax.parallel import hosts
 from rpg_jax.tasks import Task, encoder
 from rpg_jax.training import state as state_lib
 from rpg_jax.training.checkpoints import Checkpoints
-from rpg_jax.training.experience import DynamicSampling, Group, GroupSampler
+from rpg_jax.training.experience import DynamicSampling
+from rpg_jax.training.groups import Group
 from rpg_jax.training.loop import Trainer
 from rpg_jax.training.optimizer import Optimizer
 from rpg_jax.training.reference import Reference
+from rpg_jax.training.sampler import GroupSampler
 from rpg_jax.training.snapshots import Snapshots
 from rpg_jax.types import Batch, Completion, Sampling
 
@@ -88,10 +90,10 @@ class Experiment(Layout):
             max_tokens=c.rollout.max_tokens,
             mixed=c.rollout.max_staleness > 0 and c.rollout.swap == "midway",
             int8=c.rollout.int8,
+            int8_kv=c.rollout.int8_kv,
             **self.decoding(),
         )
 
-            int8_kv=c.rollout.int8_kv,
     def make_scorer(self) -> rewards.Scorer:
         c = self.config.rewards
         options: dict[str, dict[str, Any]] = {"format": {"pattern": c.format}}

@@ -15,6 +15,7 @@ from rpg_jax.rollout.engine import QwenEngine
 from rpg_jax.rollout.lockstep import LockstepRollout
 from rpg_jax.rollout.oracle import SimpleSampler
 from rpg_jax.rollout.orchestrator import JetStreamRollout
+from rpg_jax.rollout.requests import OnGroup
 from rpg_jax.rollout.weights import Params, RolloutError, Weights, weights_checksum
 from rpg_jax.types import Completion, Sampling
 
@@ -45,6 +46,7 @@ class Rollout(Protocol):
         seed: int,
         step: int,
         enough: int | None = None,
+        on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
         """`group_size` completions of each prompt, in the order of the prompts.
 
@@ -56,6 +58,8 @@ class Rollout(Protocol):
           enough: groups that are wanted: the first so many to be complete, which favours short completions. The others
             are cancelled and come back empty. Which are first depends on the driver and its slots, with "orchestrator"
             on timing too. None: all.
+          on_group: is called with a group's place in `prompts` and its completions as soon as these are complete, once
+            for each group that is returned, from a thread that others wait for: it should only note them down.
 
         Raises:
           ValueError: a prompt that is empty or does not fit, or sampling parameters out of range.

@@ -10,6 +10,7 @@ import numpy as np
 
 from rpg_jax.rollout import wire
 from rpg_jax.rollout.jetstream_compat import jetstream_pb2, jetstream_pb2_grpc
+from rpg_jax.rollout.requests import OnGroup
 from rpg_jax.rollout.weights import Params, RolloutError
 from rpg_jax.types import Completion, Sampling
 
@@ -58,6 +59,7 @@ class GrpcRollout:
         seed: int,
         step: int,
         enough: int | None = None,
+        on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
         if enough is not None:
             raise ValueError(f"a server completes all groups: enough must be None, got {enough}")
@@ -71,7 +73,12 @@ class GrpcRollout:
             for prompt, prompt_id in zip(prompts, prompt_ids, strict=True)
         ]
         try:
-            return [[future.result() for future in group] for group in groups]
+            made = []
+            for place, group in enumerate(groups):
+                made.append([future.result() for future in group])
+                if on_group is not None:
+                    on_group(place, made[-1])
+            return made
         except BaseException:
             for future in (f for group in groups for f in group):
                 future.cancel()

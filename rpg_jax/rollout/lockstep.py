@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rpg_jax.rollout.engine import QwenEngine
-from rpg_jax.rollout.requests import Chunk, Finish, check, completions, mean_lengths, plan
+from rpg_jax.rollout.requests import Chunk, Finish, OnGroup, check, completions, mean_lengths, plan
 from rpg_jax.rollout.schedule import Schedule, Usage
 from rpg_jax.rollout.weights import Params, RolloutError
 from rpg_jax.types import Completion, Sampling
@@ -58,6 +58,7 @@ class LockstepRollout:
         seed: int,
         step: int,
         enough: int | None = None,
+        on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
         limits = {"capacity": self.engine.capacity, "vocab_size": self.engine.config.vocab_size}
         check(prompts, prompt_ids, group_size, sampling, enough, **limits)
@@ -66,7 +67,7 @@ class LockstepRollout:
         with self._busy:
             version = self.weights.version
             try:
-                self._run(deque(chunks), Finish(groups, enough))
+                self._run(deque(chunks), Finish(groups, enough, on_group))
             except Exception as fault:
                 raise RolloutError(f"the rollout of step {step} failed: {type(fault).__name__}: {fault}") from fault
         made = completions(groups, version, mixed=self._mixed)

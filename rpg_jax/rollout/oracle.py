@@ -13,7 +13,7 @@ from flax import nnx
 
 from rpg_jax.models import KVCache, QwenConfig
 from rpg_jax.rollout.decode_state import MAX_STOP_TOKENS
-from rpg_jax.rollout.requests import check
+from rpg_jax.rollout.requests import OnGroup, check
 from rpg_jax.rollout.sampling import completion_keys, sample, token_keys
 from rpg_jax.rollout.weights import Params, RolloutError, Weights
 from rpg_jax.types import Completion, Sampling
@@ -57,6 +57,7 @@ class SimpleSampler:
         seed: int,
         step: int,
         enough: int | None = None,
+        on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
         check(prompts, prompt_ids, group_size, sampling, enough, **self._limits)
         if not prompts:
@@ -87,6 +88,8 @@ class SimpleSampler:
         ]
         groups = [completions[i : i + group_size] for i in range(0, len(completions), group_size)]
         first = np.argsort(counts.reshape(-1, group_size).max(1), kind="stable")[:enough]
+        for i in first if on_group is not None else ():
+            on_group(int(i), groups[i])
         return [group if i in first else [] for i, group in enumerate(groups)]
 
     def close(self) -> None:

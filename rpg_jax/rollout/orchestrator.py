@@ -20,7 +20,7 @@ import numpy as np
 
 from rpg_jax.rollout.engine import QwenEngine
 from rpg_jax.rollout.jetstream_compat import JetstreamMetricsCollector, orchestrator
-from rpg_jax.rollout.requests import Chunk, Finish, Row, check, completions, mean_lengths, plan
+from rpg_jax.rollout.requests import Chunk, Finish, OnGroup, Row, check, completions, mean_lengths, plan
 from rpg_jax.rollout.schedule import Schedule, Usage
 from rpg_jax.rollout.weights import Params, RolloutError
 from rpg_jax.types import Completion, Sampling
@@ -44,12 +44,13 @@ class Channel(Protocol):
 class Ticket:
     """The channel of a blocking call: counts its rows down, or takes the fault that ends the wait."""
 
-    def __init__(self, groups: Sequence[Sequence[Row]], enough: int | None = None):
-        self._left, self._finish = sum(map(len, groups)), Finish(groups, enough)
+    def __init__(self, groups: Sequence[Sequence[Row]], enough: int | None, on_group: OnGroup | None):
+        self._left, self._finish = sum(map(len, groups)), Finish(groups, enough, on_group)
         self._counting = threading.Lock()
         self._ended = threading.Event()
         self._fault: BaseException | None = None
-        for row in (row for rows in groups for row in rows):
+        self._rows = [row for rows in groups for row in rows]
+        for row in self._rows:
             row.channel = self
 
     def add_result(self, result: tuple[np.ndarray, np.ndarray]) -> None:
@@ -67,6 +68,12 @@ class Ticket:
         if not self._ended.is_set():
             self._fault = exception
             self._ended.set()
+
+    def abandon(self) -> None:
+        """Cancels the rows; nobody is told of a group any more."""
+        with self._counting:
+            for row in self._rows:
+                row.cancelled = True
 
     def wait(self, driver: GuardedDriver) -> None:
         while not self._ended.wait(_POLL):
@@ -272,6 +279,7 @@ class JetStreamRollout:
         seed: int,
         step: int,
         enough: int | None = None,
+        on_group: OnGroup | None = None,
     ) -> list[list[Completion]]:
         limits = {"capacity": self.engine.capacity, "vocab_size": self.engine.config.vocab_size}
         check(prompts, prompt_ids, group_size, sampling, enough, **limits)
@@ -279,7 +287,7 @@ class JetStreamRollout:
         groups, chunks = plan(self.engine, prompts, prompt_ids, group_size, sampling, seed=seed, step=step, **order)
         version = self.weights.version
         if groups:
-            self._run(chunks, groups, enough)
+            self._run(chunks, Ticket(groups, enough, on_group))
         made = completions(groups, version, mixed=self._mixed)
         self._expected |= mean_lengths(prompt_ids, made)
         return made
@@ -297,14 +305,13 @@ class JetStreamRollout:
                 self._drivers.append(GuardedDriver(self.engine, **self._options))
             return self._drivers[0]
 
-    def _run(self, chunks: Sequence[Chunk], groups: Sequence[Sequence[Row]], enough: int | None) -> None:
-        driver, ticket = self.driver(), Ticket(groups, enough)
+    def _run(self, chunks: Sequence[Chunk], ticket: Ticket) -> None:
+        driver = self.driver()
         try:
             driver.submit(chunks, ticket)
             ticket.wait(driver)
         except BaseException:
-            for row in (row for rows in groups for row in rows):
-                row.cancelled = True
+            ticket.abandon()
             raise
         finally:
             driver.retire(ticket)

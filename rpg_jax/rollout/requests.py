@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,9 @@ from rpg_jax.rollout.decode_state import MAX_STOP_TOKENS, Requests
 from rpg_jax.rollout.engine import QwenEngine
 from rpg_jax.rollout.weights import RolloutError
 from rpg_jax.types import Completion, Sampling
+
+# A group's place in the call, and its completions.
+OnGroup = Callable[[int, list[Completion]], None]
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -48,15 +51,9 @@ class Row:
         self.logprobs.append(logprobs)
 
     def completion(self) -> Completion:
-        """Raises RolloutError where a log-probability is not finite: the weights are broken."""
+        """Of a row that has ended."""
         versions = np.repeat(*np.array(self.spans, np.int32).T)
         tokens, logprobs = np.concatenate(self.tokens), np.concatenate(self.logprobs)
-        if not np.isfinite(logprobs).all():
-            _, step, prompt_id, index = self.counters
-            raise RolloutError(
-                f"completion {index} of prompt {prompt_id} at step {step} has non-finite log-probabilities: the "
-                f"weights (version {versions[-1]}) give non-finite logits"
-            )
         stopped = int(tokens[-1]) in self.sampling.stop_token_ids
         mixed = versions if (versions != versions[0]).any() else None
         return Completion(tokens, logprobs, "stop" if stopped else "length", int(versions[0]), mixed)
@@ -121,10 +118,11 @@ class Finish:
     Args:
       groups: their rows.
       enough: None for all.
+      on_group: is told of each that is kept; see `rpg_jax.rollout.Rollout`.
     """
 
-    def __init__(self, groups: Sequence[Sequence[Row]], enough: int | None):
-        self._groups, self._left = groups, [len(rows) for rows in groups]
+    def __init__(self, groups: Sequence[Sequence[Row]], enough: int | None, on_group: OnGroup | None):
+        self._groups, self._left, self._on_group = groups, [len(rows) for rows in groups], on_group
         self._wanted = len(groups) if enough is None else enough
 
     @property
@@ -137,6 +135,8 @@ class Finish:
         if self.over or self._left[row.group]:
             return
         self._wanted -= 1
+        if self._on_group is not None:
+            self._on_group(row.group, [one.completion() for one in self._groups[row.group]])
         if self.over:
             for rows, left in zip(self._groups, self._left, strict=True):
                 for other in rows if left else ():
@@ -157,7 +157,16 @@ def completions(groups: Sequence[Sequence[Row]], version: int, *, mixed: bool) -
             f"weights changed from version {version} to {max(others)} during the rollout of step {step}: its "
             "completions mix two policies; sync weights between rollouts"
         )
-    return [[row.completion() for row in group] for group in groups]
+    made = [[row.completion() for row in group] for group in groups]
+    for rows, group in zip(groups, made, strict=True):
+        for row, one in zip(rows, group, strict=True):
+            if not np.isfinite(one.logprobs).all():
+                _, step, prompt_id, index = row.counters
+                raise RolloutError(
+                    f"completion {index} of prompt {prompt_id} at step {step} has non-finite log-probabilities: the "
+                    f"weights (version {row.spans[-1][0]}) give non-finite logits"
+                )
+    return made
 
 
 def mean_lengths(prompt_ids: Sequence[int], groups: Sequence[Sequence[Completion]]) -> dict[int, float]:

@@ -31,7 +31,8 @@ import numpy as np
 
 from rpg_jax.rollout import Rollout, RolloutError
 from rpg_jax.training import pending
-from rpg_jax.training.experience import Collected, Group
+from rpg_jax.training.experience import Collected
+from rpg_jax.training.groups import Group
 
 SWAPS = ("between", "midway")
 

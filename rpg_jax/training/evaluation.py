@@ -10,7 +10,8 @@ from typing import Any
 
 from rpg_jax.data import Problem
 from rpg_jax.rewards import Scorer
-from rpg_jax.training.experience import Group, GroupSampler
+from rpg_jax.training.groups import Group
+from rpg_jax.training.sampler import GroupSampler
 
 Record = dict[str, Any]
 

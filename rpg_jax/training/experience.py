@@ -1,23 +1,16 @@
-"""From prompts to scored groups: the sampling half of a step."""
+"""Which groups a step trains on: the sampling half of a step, dynamic sampling included."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
-import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-import jax
 import numpy as np
 
 from rpg_jax.data import Problem
-from rpg_jax.parallel import hosts
-from rpg_jax.rewards import Scorer
-from rpg_jax.rollout import Rollout
 from rpg_jax.training.groups import Group
-from rpg_jax.training.pending import pack, unpack
-from rpg_jax.types import Completion, Sampling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,103 +77,11 @@ class Collected:
 
 
 class Sampler(Protocol):
-    """Prompts in, scored groups out; see `GroupSampler`."""
+    """Prompts in, scored groups out; see `training.sampler.GroupSampler`."""
 
     def __call__(
         self, problems: Sequence[Problem], *, step: int, draw: int = 0, enough: int | None = None
     ) -> list[Group]: ...
-
-
-class GroupSampler:
-    """Samples and scores one group per problem, or those of the first `enough` problems whose groups are complete.
-
-    The completions depend on (seed, step, draw, prompt, index) only, so a prompt that occurs twice in a step needs two
-    draws. `errors` counts failed verdicts by kind since `take_errors` was called last.
-
-    Of several processes each samples every n-th prompt, or with `spans_hosts` all sample all of them together; each
-    scores every n-th, and all end with all groups, in order.
-    """
-
-    def __init__(
-        self,
-        rollout: Rollout,
-        encode: Callable[[Problem], np.ndarray],
-        decode: Callable[[Sequence[int]], str],
-        scorer: Scorer,
-        *,
-        group_size: int,
-        sampling: Sampling,
-        seed: int,
-        spans_hosts: bool = False,
-    ):
-        self._spans_hosts = spans_hosts
-        self._rollout, self._encode, self._decode, self._scorer = rollout, encode, decode, scorer
-        self._group_size, self._sampling, self._seed = group_size, sampling, seed
-        self._errors: collections.Counter[str] = collections.Counter()
-
-    def __call__(
-        self,
-        problems: Sequence[Problem],
-        *,
-        step: int,
-        draw: int = 0,
-        group_size: int | None = None,
-        enough: int | None = None,
-    ) -> list[Group]:
-        g = group_size or self._group_size
-        together = problems if self._spans_hosts else hosts.share(problems)
-        if enough is not None and not self._spans_hosts:
-            enough = len(hosts.share(range(enough)))
-        prompts = [self._encode(p) for p in together]
-        completions = self._rollout.generate(
-            prompts,
-            prompt_ids=[p.prompt_id for p in together],
-            group_size=g,
-            sampling=self._sampling,
-            seed=(self._seed + draw * _BETWEEN_DRAWS) % 2**32,
-            step=step,
-            enough=enough,
-        )
-        made = [i for i, group in enumerate(completions) if group]
-        made = hosts.share(made) if self._spans_hosts else made
-        own = [together[i] for i in made], [prompts[i] for i in made], [completions[i] for i in made]
-        groups, errors = self._scored(*own, g) if made else ([], {})
-        if jax.process_count() > 1:
-            for text in hosts.exchange(json.dumps(errors).encode()):
-                self._errors.update(json.loads(text))
-            return hosts.joined([unpack(packed) for packed in hosts.exchange(pack(groups))])
-        self._errors.update(errors)
-        return groups
-
-    def _scored(
-        self,
-        problems: Sequence[Problem],
-        prompts: Sequence[np.ndarray],
-        groups: Sequence[list[Completion]],
-        g: int,
-    ) -> tuple[list[Group], dict[str, int]]:
-        """The groups with their scores, and failed verdicts by kind."""
-        flat = [c for group in groups for c in group]
-        texts = [self._decode(_without_stop(c)) for c in flat]
-        scores = self._scorer(
-            [p for p in problems for _ in range(g)],
-            texts,
-            [c.finish_reason for c in flat],
-            [len(c.tokens) for c in flat],
-        )
-        rewards = np.asarray(scores.rewards, np.float32).reshape(len(problems), -1)
-        accuracy = np.asarray(scores.accuracy, np.float32).reshape(len(problems), -1)
-        mine = [slice(i * g, (i + 1) * g) for i in range(len(problems))]
-        scored = [
-            Group(p, prompts[i], groups[i], texts[own], rewards[i], accuracy[i], failures=scores.failures[own])
-            for i, (p, own) in enumerate(zip(problems, mine, strict=True))
-        ]
-        return scored, dict(scores.errors)
-
-    def take_errors(self) -> dict[str, int]:
-        """Failed verdicts by kind (see `rewards.Scores.errors`) since the last call."""
-        taken, self._errors = dict(self._errors), collections.Counter()
-        return taken
 
 
 def collect(
@@ -257,11 +158,3 @@ def _sample_repetitions_apart(problems: Sequence[Problem], sample: Sampler, step
     for draw, chosen in by_draw.items():
         groups |= zip(chosen, sample([problems[i] for i in chosen], step=step, draw=draw), strict=True)
     return [groups[i] for i in range(len(problems))]
-
-
-_BETWEEN_DRAWS = 0x9E3779B1  # far from the small numbers that people choose as seeds
-
-
-def _without_stop(completion: Completion) -> list[int]:
-    tokens = completion.tokens.tolist()
-    return tokens[:-1] if completion.finish_reason == "stop" else tokens

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rpg_jax.parallel import hosts
-from rpg_jax.training.experience import Group
+from rpg_jax.training.groups import Group
 from rpg_jax.training.metrics import JsonLines
 from rpg_jax.training.writers import Writer
 

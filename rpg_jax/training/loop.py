@@ -21,9 +21,11 @@ from rpg_jax.rollout import Rollout
 from rpg_jax.training import metrics as metrics_lib
 from rpg_jax.training import pending
 from rpg_jax.training.ahead import Ahead, Sampled, snapshot, staleness, with_behaviour
-from rpg_jax.training.experience import Collected, DynamicSampling, Group, GroupSampler, collect
+from rpg_jax.training.experience import Collected, DynamicSampling, collect
+from rpg_jax.training.groups import Group
 from rpg_jax.training.reference import Reference
 from rpg_jax.training.rows import Batcher, gather, spread
+from rpg_jax.training.sampler import GroupSampler
 from rpg_jax.training.state import TrainState
 from rpg_jax.training.step import Programs
 from rpg_jax.types import Batch

@@ -13,9 +13,9 @@ import threading
 from rpg_jax import command_line, train
 from rpg_jax.training import evaluation
 from rpg_jax.training.checkpoints import Checkpoints
-from rpg_jax.training.experience import GroupSampler
 from rpg_jax.training.loop import Trainer
 from rpg_jax.training.reference import Reference
+from rpg_jax.training.sampler import GroupSampler
 
 POINTS = {
     "rollout": (GroupSampler, "__call__"),

@@ -19,9 +19,11 @@ from rpg_jax.types import Sampling
 ENGINES = [("orchestrator", 8), ("orchestrator", 32), ("lockstep", 8), ("lockstep", 32)]
 
 
-@pytest.mark.parametrize(("driver", "slots"), ENGINES)
+@pytest.mark.parametrize(("driver", "slots"), [*ENGINES, ("simple", 8)])
 def test_every_driver_and_slot_count_gives_the_oracle_s_completions(build, work, expected, is_same, driver, slots):
-    assert is_same(build(driver, slots).generate(**work), expected)
+    told = []
+    assert is_same(build(driver, slots).generate(**work, on_group=lambda *group: told.append(group)), expected)
+    assert is_same([group for _, group in sorted(told, key=lambda place_and_group: place_and_group[0])], expected)
 
 
 @pytest.mark.parametrize(

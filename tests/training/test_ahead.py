@@ -8,7 +8,8 @@ import pytest
 from rpg_jax import data
 from rpg_jax.rollout import RolloutError
 from rpg_jax.training.ahead import Ahead, with_behaviour
-from rpg_jax.training.experience import Collected, Group
+from rpg_jax.training.experience import Collected
+from rpg_jax.training.groups import Group
 from rpg_jax.types import Completion
 
 PROBLEM = data.Problem(0, "p", "a", "t")

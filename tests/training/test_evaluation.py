@@ -6,7 +6,7 @@ import pytest
 from rpg_jax import rewards
 from rpg_jax.data import Problem
 from rpg_jax.training import evaluation
-from rpg_jax.training.experience import Group
+from rpg_jax.training.groups import Group
 from rpg_jax.types import Completion
 
 SETS = {

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rpg_jax.data import Problem
-from rpg_jax.rewards import Scores
-from rpg_jax.training.experience import DynamicSampling, Group, GroupSampler, collect
-from rpg_jax.types import Completion, Sampling
+from rpg_jax.training.experience import DynamicSampling, collect
+from rpg_jax.training.groups import Group
+from rpg_jax.types import Completion
 
 
 def group(prompt_id, accuracy, rewards=None):
@@ -156,61 +156,6 @@ def test_no_informative_group_at_all_is_an_error_even_where_smaller_batches_are_
 
     with pytest.raises(ValueError, match="mean accuracy 0.000"):
         run(DynamicSampling(max_batches=2), hopeless)
-
-
-def encode(problem):
-    return np.array([ord(c) for c in problem.prompt])
-
-
-def decode(ids):
-    return "".join(chr(i) for i in ids)
-
-
-class FakeRollout:
-    """Completes "ab" with "ab0.", "ab1.", … where "." is the stop token; the last completion runs out of length."""
-
-    def generate(self, prompts, *, prompt_ids, group_size, sampling, seed, step, enough=None):
-        def one(prompt, index):
-            stopped = index < group_size - 1
-            tokens = [*prompt, ord(str(index)), *([ord(".")] if stopped else [])]
-            return Completion(np.array(tokens), np.zeros(len(tokens)), "stop" if stopped else "length", 0)
-
-        return [[one(prompt, g) for g in range(group_size)] for prompt in prompts]
-
-
-def test_the_stop_token_is_not_scored_but_counts_as_length():
-    calls = {}
-
-    def scorer(problems, texts, reasons, lengths):
-        calls.update(problems=[p.prompt_id for p in problems], texts=texts, reasons=reasons, lengths=lengths)
-        return Scores(np.arange(len(texts), dtype=np.float32), np.ones(len(texts), np.float32), {}, {"timeout": 2})
-
-    sampler = GroupSampler(FakeRollout(), encode, decode, scorer, group_size=2, sampling=Sampling(), seed=0)
-    groups = sampler([Problem(7, "a", "", "t"), Problem(9, "bc", "", "t")], step=0)
-    assert calls["problems"] == [7, 7, 9, 9]
-    assert calls["texts"] == ["a0", "a1", "bc0", "bc1"]
-    assert calls["reasons"] == ["stop", "length"] * 2 and calls["lengths"] == [3, 2, 4, 3]
-    np.testing.assert_array_equal(groups[1].rewards, [2, 3])
-    assert groups[1].texts == ["bc0", "bc1"] and groups[1].problem.prompt_id == 9
-    sampler([Problem(7, "a", "", "t")], step=0)
-    assert sampler.take_errors() == {"timeout": 4} and sampler.take_errors() == {}
-
-
-def test_another_draw_is_another_seed_for_the_same_step():
-    seeds = []
-
-    class Rollout(FakeRollout):
-        def generate(self, prompts, **arguments):
-            seeds.append((arguments["seed"], arguments["step"]))
-            return super().generate(prompts, **arguments)
-
-    def scorer(problems, texts, reasons, lengths):
-        return Scores(np.zeros(len(texts)), np.zeros(len(texts)), {}, {})
-
-    sampler = GroupSampler(Rollout(), encode, decode, scorer, group_size=2, sampling=Sampling(), seed=3)
-    for draw in (0, 1, 2):
-        sampler([Problem(7, "a", "", "t")], step=5, draw=draw)
-    assert seeds[0] == (3, 5) and len(set(seeds)) == 3 and {step for _, step in seeds} == {5}
 
 
 @pytest.mark.parametrize("dynamic", [None, DynamicSampling()])

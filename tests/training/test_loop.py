@@ -10,7 +10,8 @@ from rpg_jax.training import optimizer as optimizer_lib
 from rpg_jax.training import state as state_lib
 from rpg_jax.training import step as step_lib
 from rpg_jax.training.checkpoints import bit_checksum
-from rpg_jax.training.experience import DynamicSampling, Group
+from rpg_jax.training.experience import DynamicSampling
+from rpg_jax.training.groups import Group
 from rpg_jax.training.loop import Trainer
 from rpg_jax.training.reference import Reference
 from rpg_jax.training.snapshots import Snapshots
@@ -28,7 +29,7 @@ class FakeSampler:
     def __init__(self, rollout):
         self.rollout = rollout
 
-    def __call__(self, problems, *, step, draw=0):
+    def __call__(self, problems, *, step, draw=0, enough=None):
         return [self._group(problem, step, draw) for problem in problems]
 
     def _group(self, problem, step, draw):

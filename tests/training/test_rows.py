@@ -7,7 +7,7 @@ import pytest
 
 from rpg_jax import data
 from rpg_jax.training import pending
-from rpg_jax.training.experience import Group
+from rpg_jax.training.groups import Group
 from rpg_jax.training.rows import gather, spread
 from rpg_jax.types import Completion
 
