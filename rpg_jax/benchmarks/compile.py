@@ -20,7 +20,6 @@ from rpg_jax.benchmarks import subject
 from rpg_jax.benchmarks.subject import Subject, progress
 from rpg_jax.layout import Layout
 from rpg_jax.planning import lowering
-from rpg_jax.training import state as state_lib
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -48,9 +47,9 @@ def run(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 
 def bench_compile(one: Subject, depth: int) -> dict[str, Any]:
     deep = Subject.on(one.name, _with_layers(one.layout, depth))
-    layout, optimizer = deep.layout, deep.layout.make_optimizer()
+    layout = deep.layout
     sizes = layout.microbatch_size, layout.row_length, layout.completion_length
-    state = lowering.placed(state_lib.shapes(layout.param_shapes, optimizer), layout.state_sharding(optimizer))
+    state = deep.state_shapes()
     batch = lowering.batch_of(*sizes, layout.row_sharding)
     with layout.activate():
         times = [time.perf_counter()]

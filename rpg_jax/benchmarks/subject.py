@@ -61,6 +61,11 @@ class Subject:
         """That pass through the model in a step, prompts included."""
         return self.rows * self.layout.row_length
 
+    def state_shapes(self) -> TrainState:
+        """Shapes, dtypes and shardings of `state`."""
+        layout, optimizer = self.layout, self.layout.make_optimizer()
+        return state_lib.abstract(layout.state_shapes(optimizer), layout.state_sharding(optimizer))
+
     def state(self) -> TrainState:
         """Random weights, and the optimizer's first state."""
         layout, m = self.layout, self.layout.config.model
