@@ -18,11 +18,19 @@ def forward_flops(config: QwenConfig, *, rows: int, length: int, predicted: int)
 
 
 def training_flops(config: QwenConfig, *, rows: int, length: int, predicted: int, remat: str = "none") -> float:
-    """Of a forward and a backward pass: three forwards, and with a remat policy that keeps nothing but layer inputs one
-    more of the layers; the logits of a chunk are always computed again."""
+    """Of a forward and a backward pass: three forwards, and what is computed again.
+
+    That is the logits of every chunk, and with a remat policy that keeps nothing but layer inputs the layers, without
+    the last product of each, whose result no gradient needs, and with attention's scores once more in its own backward
+    pass.
+    """
     forward = forward_flops(config, rows=rows, length=length, predicted=predicted)
     layers = forward_flops(config, rows=rows, length=length, predicted=0)
-    again = layers if remat in ("full", "offload") else 0.0
+    again = 0.0
+    if remat in ("full", "offload"):
+        last = 2 * _hidden_units(config) * config.embed_dim
+        scores = 2 * config.num_heads * config.head_dim * length / 2
+        again = layers + rows * length * config.num_layers * (scores - last)
     return 3 * forward + (forward - layers) + again
 
 
@@ -37,7 +45,10 @@ def _layer(config: QwenConfig) -> float:
     D, H = config.embed_dim, config.head_dim
     weights = 2 * D * config.num_heads * H + 2 * D * config.num_kv_heads * H
     if config.num_experts:
-        weights += D * config.num_experts + config.experts_per_token * 3 * D * config.moe_hidden_dim
-    else:
-        weights += 3 * D * config.hidden_dim
-    return 2.0 * weights
+        weights += D * config.num_experts
+    return 2.0 * (weights + 3 * D * _hidden_units(config))
+
+
+def _hidden_units(config: QwenConfig) -> int:
+    """Of the feed-forward layer, those of all experts that a token sees."""
+    return config.experts_per_token * config.moe_hidden_dim if config.num_experts else config.hidden_dim

@@ -288,7 +288,12 @@ def _convolution(i: _Instruction, types: dict[str, str]) -> float:
 
 
 def _kernel(i: _Instruction, types: dict[str, str]) -> float:
-    """Causal splash attention: two products forward, three for dq and four for dk and dv, over half of the scores."""
+    """Causal splash attention: two products forward, three for dq and four for dk and dv, over half of the scores.
+    Grouped products: every row once, with one matrix (`gmm`), or with a row of the other operand (`tgmm`)."""
+    if i.name.startswith(("gmm", "tgmm")):
+        rows = [dims for o in i.operands for _, dims, _ in _arrays(types[o]) if len(dims) == 2]
+        width = rows[1][-1] if i.name.startswith("tgmm") else next(_arrays(i.type))[1][-1]
+        return 2.0 * math.prod(rows[0]) * width
     products = next((n for name, n in _KERNEL_PRODUCTS.items() if i.name.startswith(name)), 0)
     arrays = [
         dims for o in i.operands for dtype, dims, _ in _arrays(types.get(o, "")) if len(dims) >= 3 and dtype != "s8"

@@ -106,6 +106,15 @@ def test_attention_kernels_count_half_of_the_scores():
     assert dkv.flops == 2 * forward.flops
 
 
+def test_grouped_products_count_every_row_once():
+    given = "%n = s32[9] parameter(0)\n%x = bf16[80,24] parameter(1)\n%w = bf16[8,24,40] parameter(2)"
+    given += "\n%y = bf16[80,40] parameter(3)"
+    product = '%gmm.3 = bf16[80,40] custom-call(%n, %x, %w), custom_call_target="tpu_custom_call"'
+    gradient = '%tgmm.1 = bf16[8,24,40] custom-call(%n, %x, %y), custom_call_target="tpu_custom_call"'
+    assert planning.count(computation(f"{given}\n{product}")).flops == 2 * 80 * 24 * 40
+    assert planning.count(computation(f"{given}\n{gradient}")).flops == 2 * 80 * 24 * 40
+
+
 def test_decode_kernels_read_one_layer_of_the_cache_and_write_tiles():
     cache = "%c = bf16[36,64,2,128,4096] parameter(0)\n%q = bf16[64,2,4,128] parameter(1)"
     attend = '%ragged_attention.1 = bf16[64,2,4,128] custom-call(%q, %c, %c), custom_call_target="tpu_custom_call"'
