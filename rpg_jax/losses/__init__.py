@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 
 from rpg_jax.losses import baselines
-from rpg_jax.losses import tokens as tokens_
 from rpg_jax.losses.advantages import ADVANTAGES, LEARNED_ADVANTAGES, advantages
 from rpg_jax.losses.aggregate import AGGREGATES, aggregate
 from rpg_jax.losses.divergences import DIVERGENCES
@@ -24,7 +23,7 @@ from rpg_jax.losses.logprobs import Cut, token_logprobs
 from rpg_jax.losses.methods import COMPLETION_BUDGET, METHODS, Method, get_method
 from rpg_jax.losses.metrics import Metrics, merge, token_metrics
 from rpg_jax.losses.regularized_pg import rpg
-from rpg_jax.losses.tokens import TokenLoss
+from rpg_jax.losses.tokens import TokenLoss, Tokens, checked
 from rpg_jax.losses.values import explained_variance, gae, value_loss
 
 __all__ = [
@@ -46,6 +45,7 @@ __all__ = [
     "merge",
     "policy_loss",
     "token_logprobs",
+    "token_loss",
     "value_loss",
 ]
 
@@ -114,16 +114,7 @@ def policy_loss(
         reference or sampler log-probability.
     """
     loss = lookup(LOSSES, "loss", name)
-    defaults = {
-        "aggregate": loss.aggregate,
-        "constant_length": loss.constant_length,
-        "truncated_importance_sampling": None,
-    }
-    own = options(loss.per_token)
-    check(name, [*own, *defaults], hyperparameters)
-    common = {key: hyperparameters.pop(key, default) for key, default in defaults.items()}
-
-    tokens = tokens_.checked(
+    tokens = checked(
         logprobs=logprobs,
         behaviour_logprobs=behaviour_logprobs,
         advantages=advantages,
@@ -132,16 +123,35 @@ def policy_loss(
         sampler_logprobs=sampler_logprobs,
         completion_ids=completion_ids,
     )
-    result = loss.per_token(tokens, **hyperparameters)
-    values, events = result.values, dict(result.events)
-    ceiling = common["truncated_importance_sampling"]
-    if ceiling is not None:
-        if sampler_logprobs is None:
-            raise ValueError(
-                "truncated_importance_sampling needs sampler_logprobs; pass them or switch it off with None"
-            )
-        ratio = jnp.exp(tokens.log_sampler_ratio)
-        values = values * jnp.minimum(ratio, ceiling)
-        events["sampler_ratio_truncated"] = ratio > ceiling
-    loss_sum, weight = aggregate(values, tokens, common["aggregate"], common["constant_length"])
-    return loss_sum, weight, token_metrics(tokens, events)
+    result = token_loss(name, tokens, **hyperparameters)
+    kind = hyperparameters.get("aggregate", loss.aggregate)
+    constant_length = hyperparameters.get("constant_length", loss.constant_length)
+    loss_sum, weight = aggregate(result.values, tokens, kind, constant_length)
+    return loss_sum, weight, token_metrics(tokens, result.events)
+
+
+def token_loss(name: str, tokens: Tokens, **hyperparameters: Any) -> TokenLoss:
+    """`policy_loss` before it is aggregated: every token's loss, and what happened to which token.
+
+    Args:
+      name: a name of `LOSSES`.
+      tokens: from `tokens.checked`.
+      **hyperparameters: those of `policy_loss`; how to aggregate makes no difference here.
+
+    Raises:
+      ValueError: as `policy_loss`.
+    """
+    loss = lookup(LOSSES, "loss", name)
+    check(name, [*options(loss.per_token), *_OF_EVERY_LOSS], hyperparameters)
+    result = loss.per_token(tokens, **{k: v for k, v in hyperparameters.items() if k not in _OF_EVERY_LOSS})
+    ceiling = hyperparameters.get("truncated_importance_sampling")
+    if ceiling is None:
+        return result
+    if tokens.sampler_logprobs is None:
+        raise ValueError("truncated_importance_sampling needs sampler_logprobs; pass them or switch it off with None")
+    ratio = jnp.exp(tokens.log_sampler_ratio)
+    events = {**result.events, "sampler_ratio_truncated": ratio > ceiling}
+    return TokenLoss(result.values * jnp.minimum(ratio, ceiling), events)
+
+
+_OF_EVERY_LOSS = ("aggregate", "constant_length", "truncated_importance_sampling")
