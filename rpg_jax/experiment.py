@@ -14,6 +14,7 @@ from ml_collections import ConfigDict
 
 from rpg_jax import data, losses, models, rewards, rollout
 from rpg_jax.layout import Layout
+from rpg_jax.methods import loss_arguments
 from rpg_jax.parallel import hosts
 from rpg_jax.tasks import Task, encoder
 from rpg_jax.training import state as state_lib
@@ -23,8 +24,10 @@ from rpg_jax.training.groups import Group
 from rpg_jax.training.loop import Trainer
 from rpg_jax.training.optimizer import Optimizer
 from rpg_jax.training.reference import Reference
+from rpg_jax.training.rollout_files import RolloutFiles, token_numbers
 from rpg_jax.training.sampler import GroupSampler
 from rpg_jax.training.snapshots import Snapshots
+from rpg_jax.training.step import Programs
 from rpg_jax.types import Batch, Completion, Sampling
 
 
@@ -181,9 +184,10 @@ class Experiment(Layout):
         surplus = c.rollout.overprovision
         if surplus < 0:
             raise ValueError(f"rollout.overprovision must be >= 0 (0 switches it off), got {surplus}")
+        programs = self.make_rl_programs(optimizer, critic)
         trainer = Trainer(
             state=state_lib.create(params, optimizer, self.state_sharding(optimizer, critic), critic),
-            programs=self.make_rl_programs(optimizer, critic),
+            programs=programs,
             stream=data.PromptStream(
                 self.task.train,
                 batch_size=math.ceil(wanted * (1 + surplus)),
@@ -212,10 +216,25 @@ class Experiment(Layout):
             batch_sharding=self.row_sharding,
             max_sampler_gap=c.rollout.max_sampler_gap,
             max_nonfinite_updates=c.log.max_nonfinite_updates,
+            rollout_files=self.make_rollout_files(programs, run_dir) if c.log.rollouts_every else None,
         )
         if c.rollout.max_staleness:
             trainer.sample_ahead(c.rollout.max_staleness, steps=c.train.steps, swap=c.rollout.swap)
         return trainer
+
+    def make_rollout_files(self, programs: Programs, run_dir: Path) -> RolloutFiles:
+        """What the report's browser shows of the run."""
+        name, hyperparameters = loss_arguments(self.config)
+        c = self.config.log
+        return RolloutFiles(
+            run_dir,
+            self.tokenizer,
+            programs.logprobs,
+            token_numbers(name, **hyperparameters),
+            self.make_batches,
+            every=c.rollouts_every,
+            groups=c.rollouts_groups,
+        )
 
 
 def open_tokenizer(config: ConfigDict, task: Task, run_dir: Path) -> data.Tokenizer:

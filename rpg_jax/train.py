@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -80,6 +81,7 @@ class Run:
         )
         self.stop = StopRequest(self.config.run.stop_seconds, self._out_of_time)
         self.compilations = CompilationCounter()
+        self.saving = 0.0  # seconds that starting the last checkpoint took
         self.optimizer = experiment.make_optimizer()
         new = self.checkpoints.latest_step() is None
         params = experiment.init_params()
@@ -114,9 +116,12 @@ class Run:
                     values, groups = trainer.run_step()
                 if trainer.step % self.config.evaluation.every == 0 or trainer.step == steps:
                     stall.beat(f"the evaluation after step {trainer.step}")
+                    started = time.perf_counter()
                     values |= self.evaluate()
+                    values["time/evaluation"] = time.perf_counter() - started
                 programs, seconds = self.compilations.take()
                 values |= {"time/compilations": len(programs), "time/compiling": seconds, **metrics.host()}
+                values["time/checkpoint"], self.saving = self.saving, 0.0  # of the one before this step
                 self.log.append(trainer.step, values, groups)
                 progress.update(trainer.step, values)
                 stopped = self.stop.agreed()
@@ -151,6 +156,7 @@ class Run:
 
     def save(self) -> None:
         """Starts a checkpoint of everything that a resume needs."""
+        started = time.perf_counter()
         step, record, earlier = self.trainer.step, self.trainer.record(), self.checkpoints.steps()
         self.checkpoints.save(step, self.trainer.state, record)
         self.references[step] = record["reference"]["number"]
@@ -158,6 +164,7 @@ class Run:
         needed = [self.references[s] for s in (*earlier, step)]
         if None not in needed:
             self.trainer.reference.prune(needed)
+        self.saving = time.perf_counter() - started
 
     def close(self) -> None:
         self.checkpoints.close()

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rpg_jax.parallel import hosts
+from rpg_jax.training import rollout_files
 from rpg_jax.training.groups import Group
 from rpg_jax.training.metrics import JsonLines
 from rpg_jax.training.writers import Writer
@@ -19,6 +20,7 @@ class RunLog:
 
     def __init__(self, run_dir: Path, *, samples: int):
         self.writers: list[Writer] = []
+        self._run_dir = run_dir
         self._metrics, self._samples = JsonLines(run_dir / "metrics.jsonl"), JsonLines(run_dir / "samples.jsonl")
         self._samples_per_step = samples
 
@@ -51,6 +53,8 @@ class RunLog:
             writer.close()
 
     def rewind(self, step: int) -> None:
-        """Drops what was written after `step`, which a resumed run does again."""
+        """Drops what was written after `step`, rollout files too, which a resumed run does again."""
         for log in (self._metrics, self._samples) if hosts.is_first() else ():
             log.rewind(step)
+        if hosts.is_first():
+            rollout_files.rewind(self._run_dir, step)

@@ -24,6 +24,7 @@ from rpg_jax.training.ahead import Ahead, Sampled, snapshot, staleness, with_beh
 from rpg_jax.training.experience import Collected, DynamicSampling, collect
 from rpg_jax.training.groups import Group
 from rpg_jax.training.reference import Reference
+from rpg_jax.training.rollout_files import RolloutFiles
 from rpg_jax.training.rows import Batcher, gather, spread
 from rpg_jax.training.sampler import GroupSampler
 from rpg_jax.training.state import TrainState
@@ -57,6 +58,7 @@ class Trainer:
       step: steps done.
       pending: groups carried over to the next step.
       ahead: samples later steps while this one trains; None where sampling and training take turns.
+      rollout_files: keep some steps' groups for people to look at; None where nobody will.
     """
 
     state: TrainState
@@ -79,6 +81,7 @@ class Trainer:
     nonfinite_in_a_row: int = 0
     pending: list[Group] = dataclasses.field(default_factory=list)
     ahead: Ahead | None = None
+    rollout_files: RolloutFiles | None = None
 
     def sample_ahead(self, max_staleness: int, *, steps: int, swap: str) -> None:
         """From now on rollouts run ahead of training; see `ahead.Ahead`.
@@ -113,6 +116,9 @@ class Trainer:
 
         totals = self._update(minibatches)
         clock.lap("update")
+        if self.rollout_files is not None:
+            self.rollout_files.after_updates(self.step + 1, trained, minibatches, self.state)
+            clock.lap("rollout_files")
 
         if self.ahead is None or self.ahead.midway:
             self.sync_rollout()

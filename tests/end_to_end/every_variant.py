@@ -27,6 +27,7 @@ def run(runs, name, changes):
     config.run.dir, config.run.name, config.run.compilation_cache = str(runs), name, ""
     config.warm_start.dir = f"{runs}/warm_starts"
     config.checkpoint.every, config.checkpoint.keep = 1, 3
+    config.log.rollouts_every = 2
     config.update_from_flattened_dict({**changes, "train.steps": 3})
     print(name, flush=True)
     code = train(resolve(config))

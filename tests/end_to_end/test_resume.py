@@ -21,6 +21,13 @@ def metrics(folder):
     return [{k: v for k, v in r.items() if not k.startswith(clocked)} for r in records]
 
 
+def rollouts(folder):
+    """The bytes of every rollout file; the resumed run starts with those of a step that it does again."""
+    found = {path.stem: path.read_bytes() for path in (folder / "rollouts").iterdir()}
+    assert sorted(found) == ["000001", "000002"]
+    return found
+
+
 @pytest.mark.slow  # every variant twice
 def test_every_optimizer_reference_and_critic_resumes_to_the_same_bits(tmp_path):
     env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {
@@ -36,6 +43,7 @@ def test_every_optimizer_reference_and_critic_resumes_to_the_same_bits(tmp_path)
         assert len(checksums) == 2 and len(set(checksums)) == 1, (name, checksums)
         straight, resumed = (metrics(tmp_path / f"{name}-{how}") for how in ("straight", "resumed"))
         assert straight == resumed and [r["step"] for r in straight] == [0, 1, 2, 3], name
+        assert rollouts(tmp_path / f"{name}-straight") == rollouts(tmp_path / f"{name}-resumed"), name
         assert all(r["skipped_updates"] == 0 and r["grad_norm"] > 0 for r in straight[1:]), name
         assert all(r["sampler_gap"] < 1e-4 for r in straight[1:]), name
     references = {

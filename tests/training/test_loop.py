@@ -14,6 +14,7 @@ from rpg_jax.training.experience import DynamicSampling
 from rpg_jax.training.groups import Group
 from rpg_jax.training.loop import Trainer
 from rpg_jax.training.reference import Reference
+from rpg_jax.training.rollout_files import RolloutFiles, token_numbers
 from rpg_jax.training.snapshots import Snapshots
 from rpg_jax.types import Completion
 
@@ -192,6 +193,21 @@ def test_a_resumed_loop_is_the_same_loop_in_the_middle_of_an_epoch(parts, tmp_pa
 
 def untimed(values):
     return {k: v for k, v in values.items() if not k.startswith("time/") and k not in ("seconds", "tokens_per_second")}
+
+
+def test_keeping_rollouts_changes_no_bit_of_the_run(parts, tmp_path):
+    def trained(folder, keep):
+        trainer = make_trainer(parts, folder, dynamic=DynamicSampling(surplus="carry"), batch_size=3)
+        if keep:
+            letters = type("Letters", (), {"decode": lambda self, ids: "".join(map(str, ids))})()
+            numbers = token_numbers("rpg", divergence="urkl", estimator="reinforce", kl_coef=0.1)
+            files = RolloutFiles(folder, letters, trainer.programs.logprobs, numbers, batcher, every=1, groups=9)
+            trainer.rollout_files = files
+        return trainer, [untimed(trainer.run_step()[0]) for _ in range(3)]
+
+    (plain, values), (kept, same) = trained(tmp_path / "plain", False), trained(tmp_path / "kept", True)
+    assert values == same and bit_checksum(plain.state) == bit_checksum(kept.state)
+    assert plain.record() == kept.record() and len(list((tmp_path / "kept/rollouts").iterdir())) == 3
 
 
 def test_failed_verdicts_are_metrics_by_kind(parts, tmp_path):
