@@ -13,7 +13,7 @@ import numpy as np
 from rpg_jax.report.curves import GRID, INK, MUTED
 from rpg_jax.report.progress import duration
 from rpg_jax.report.runs import read_metrics, series, write_atomically
-from rpg_jax.reproduction.scores import QUANTITIES, CellScores, Mean, cell_scores, mean, paired_difference, ranks
+from rpg_jax.report.seeds import QUANTITIES, CellScores, Mean, cell_scores, mean, paired_difference, ranks
 from rpg_jax.reproduction.tables import Cell, Table
 
 PAPER = Path(__file__).with_name("paper_tables.json")

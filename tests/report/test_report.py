@@ -9,12 +9,23 @@ from rpg_jax.report import __main__ as report
 
 
 def test_curves_and_summary_are_made_again_from_the_logs(tmp_path, monkeypatch, capsys):
-    records = [{"step": s, "reward": 0.1 * s, "eval/held_out/mean_at_k": 0.5 + 0.1 * s} for s in (0, 1, 2)]
+    scores = [{"eval/held_out/mean_at_k": 0.5 + 0.1 * s, "eval/held_out/pass_at_k": 1.0} for s in (0, 1, 2)]
+    records = [{"step": s, "reward": 0.1 * s, **own} for s, own in enumerate(scores)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
     report.main()
     assert "held_out accuracy: 0.500 (step 0) → 0.700 (step 2)" in capsys.readouterr().out
+    assert "<table" in (tmp_path / "report.html").read_text()
     assert (tmp_path / "curves.png").stat().st_size > 0 and "0.7000" in (tmp_path / "summary.md").read_text()
+
+
+def test_several_runs_share_a_page_where_it_is_asked_for(leave_run, tmp_path, monkeypatch, capsys):
+    runs = [leave_run(tmp_path / name, seed=seed) for seed, name in enumerate("ab")]
+    out = tmp_path / "pages" / "both.html"
+    monkeypatch.setattr(sys, "argv", ["report", *map(str, runs), f"--out={out}", "--rollout-steps=1"])
+    report.main()
+    assert f"page: {out}" in capsys.readouterr().out and out.read_text().count('id="chunk-') == 2
+    assert all((run / "summary.md").exists() for run in runs)
 
 
 def test_a_folder_without_steps_is_one_line(tmp_path, monkeypatch, capsys):

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from rpg_jax import losses, reproduce
+from rpg_jax.report import seeds as seeds_lib
 from rpg_jax.reproduction import cells as cells_lib
-from rpg_jax.reproduction import scores as scores_lib
 from rpg_jax.reproduction import table_page
 from rpg_jax.reproduction.tables import TABLES, Cell
 
@@ -35,10 +35,10 @@ def test_an_unknown_row_is_an_error_with_the_known_ones(capsys):
 
 
 def test_intervals_are_students():
-    m = scores_lib.mean([0.1, 0.2, 0.3])
+    m = seeds_lib.mean([0.1, 0.2, 0.3])
     assert m.value == pytest.approx(0.2)
     assert m.half == pytest.approx(4.302652730 * 0.1 / math.sqrt(3), rel=1e-6)
-    assert math.isnan(scores_lib.mean([0.1]).half)
+    assert math.isnan(seeds_lib.mean([0.1]).half)
 
 
 def test_differences_are_paired_by_seed():
@@ -47,14 +47,14 @@ def test_differences_are_paired_by_seed():
 
     baseline = {0: cell(0.2), 1: cell(0.8), 2: cell(0.5)}
     row = {0: cell(0.3), 1: cell(0.9), 7: cell(0.0)}
-    d = scores_lib.paired_difference(row, baseline, "held out", "last")
+    d = seeds_lib.paired_difference(row, baseline, "held out", "last")
     assert (d.value, d.half, d.seeds) == (pytest.approx(0.1), pytest.approx(0, abs=1e-12), 2)
     with pytest.raises(ValueError, match="no seed in common"):
-        scores_lib.paired_difference({9: cell(0)}, baseline, "held out", "last")
+        seeds_lib.paired_difference({9: cell(0)}, baseline, "held out", "last")
 
 
 def test_ranks_share_ties():
-    assert scores_lib.ranks([0.5, 0.9, 0.9, 0.1]) == [2, 1, 1, 3]
+    assert seeds_lib.ranks([0.5, 0.9, 0.9, 0.1]) == [2, 1, 1, 3]
 
 
 def leave_a_run(folder: Path, accuracy: float, steps: int = 3) -> None:

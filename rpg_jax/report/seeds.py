@@ -1,4 +1,4 @@
-"""Last and Best of every cell, and what several seeds of a row say: means, intervals, paired differences."""
+"""Last and Best of a run, and what several seeds of a config say: means, intervals, paired differences."""
 
 from __future__ import annotations
 

@@ -1,0 +1,193 @@
+"""What several runs have in common and how they differ: configs, scores, dynamics, time. Plain data for the page."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rpg_jax.report.curves import PANELS, Panel, smooth
+from rpg_jax.report.runs import read_config, read_metrics, series
+from rpg_jax.report.seeds import QUANTITIES, cell_scores, mean, ranks
+from rpg_jax.report.summary import evaluations
+
+DYNAMICS = (
+    *PANELS,
+    Panel("Sampler–trainer gap", "nats per token, mean of absolute values", "sampler_gap"),
+    Panel("Speed", "completion tokens per second", "tokens_per_second"),
+)
+# Fields in which runs of one config may differ: where it ran, what it wrote down, and its noise.
+ASIDE = ("seed", "run.", "distributed.", "log.", "checkpoint.", "profile.")
+COMPILING = ("time/compilations", "time/compiling")  # a part of the other times
+BETWEEN_STEPS = ("time/evaluation", "time/checkpoint")  # not in a step's "seconds"
+POINTS = 400  # of a curve, at most
+SHOWN_FIELDS = 2  # of a label
+
+Json = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A run folder as it was read: config by dotted names, one record of metrics a step."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    records: Sequence[Mapping[str, Any]]
+
+    @classmethod
+    def read(cls, folder: Path) -> Run:
+        return cls(folder, flat(read_config(folder)), read_metrics(folder))
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Runs that differ in their seeds alone, under a name that tells them from the others."""
+
+    label: str
+    runs: Sequence[Run]
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        return self.runs[0].config
+
+
+def configs_of(runs: Sequence[Run]) -> list[Config]:
+    """Runs by config, in the order given; a run without config.json is a config of its own."""
+    by_fields: dict[str, list[Run]] = {}
+    for run in runs:
+        counted = {k: v for k, v in run.config.items() if not k.startswith(ASIDE)}
+        by_fields.setdefault(json.dumps(counted or run.name, sort_keys=True), []).append(run)
+    groups = list(by_fields.values())
+    return [Config(_label(own[0], [g[0] for g in groups]), own) for own in groups]
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> Json:
+    """Nested dicts as one, by dotted names."""
+    found: Json = {}
+    for key, value in tree.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return found
+
+
+def differences(configs: Sequence[Config]) -> list[Json]:
+    """The fields in which configs differ, each with every config's value as text."""
+    names = dict.fromkeys(name for c in configs for name in c.fields if not name.startswith(ASIDE))
+    rows = [{"field": name, "values": [_text(c.fields.get(name)) for c in configs]} for name in sorted(names)]
+    return [row for row in rows if len(set(row["values"])) > 1]
+
+
+def results(configs: Sequence[Config]) -> Json:
+    """Last, Best and pass@k of each held-out set in %: mean over seeds, half of its 95 % interval (Student's t), rank.
+
+    Returns:
+      columns: [{set, quantity, k}]; rows: one a config, of {value, half, rank}, or None where it has no evaluation;
+      seeds: evaluated, one number a config.
+    """
+    scores = [[s for run in c.runs if (s := cell_scores(run.folder))] for c in configs]
+    sets = list(dict.fromkeys(name for own in scores for s in own for name in s))
+    ks = {name: r[-1].get("k") for c in configs for run in c.runs for name, r in evaluations(run.folder).items()}
+    columns = [{"set": s, "quantity": q, "k": ks[s]} for s in sets for q in QUANTITIES]
+    rows: list[list[Json | None]] = [[] for _ in configs]
+    for column in columns:
+        name, quantity = column["set"], column["quantity"]
+        values = [[s[name][quantity] for s in own if name in s] for own in scores]
+        means = {i: mean(v) for i, v in enumerate(values) if v}
+        rank = dict(zip(means, ranks([m.value for m in means.values()]), strict=True))
+        for i, row in enumerate(rows):
+            m = means.get(i)
+            row.append(m and {"value": 100 * m.value, "half": _finite(100 * m.half), "rank": rank[i]})
+    return {"columns": columns, "rows": rows, "seeds": [len(own) for own in scores]}
+
+
+def dynamics(configs: Sequence[Config]) -> list[Json]:
+    """For each of `DYNAMICS` and each config: steps, and mean, least and largest of the seeds' moving averages; `raw`
+    is the mean before averaging, `held_out` its marked points, where the panel has them."""
+    panels = []
+    for panel in DYNAMICS:
+        curves = [_curve(c, panel) for c in configs]
+        if any(curves):
+            kept = {"title": panel.title, "unit": panel.unit, "limits": panel.limits, "curves": curves}
+            panels.append(kept)
+    return panels
+
+
+def timing(configs: Sequence[Config]) -> Json:
+    """Where a step's time goes: mean seconds of each part over all steps but each run's first, which compiles; with
+    what lies between steps, evaluations and checkpoints, spread over all of them.
+
+    Returns:
+      parts: names in order; rows: one a config, {seconds: [of each part], total, tokens_per_second, compiling}, the
+      last in seconds a run; None without steps.
+    """
+    timed = [[r for run in c.runs for r in [r for r in run.records if "seconds" in r][1:]] for c in configs]
+    keys = dict.fromkeys(k for own in timed for r in own for k in r if k.startswith("time/") and k not in COMPILING)
+    rows = [_times(c, own, list(keys)) if own else None for c, own in zip(configs, timed, strict=True)]
+    return {"parts": [k.removeprefix("time/").replace("_", " ") for k in keys], "rows": rows}
+
+
+def _label(run: Run, all_runs: Sequence[Run]) -> str:
+    """The method, and where others have it too, the fields that tell them apart."""
+    method = run.config.get("method")
+    if method is None:
+        return run.name
+    rivals = [r.config for r in all_runs if r.config.get("method") == method]
+    names = sorted({k for r in rivals for k in r if not k.startswith(ASIDE)})
+    told = [k for k in names if any(r.get(k) != run.config.get(k) for r in rivals)]
+    parts = [f"{k.rpartition('.')[2]} {_text(run.config.get(k))}" for k in told[:SHOWN_FIELDS]]
+    return ", ".join([str(method), *parts, *(["…"] if len(told) > SHOWN_FIELDS else [])])
+
+
+def _times(config: Config, records: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> Json:
+    def mean_of(key: str) -> float:
+        return sum(r.get(key) or 0.0 for r in records) / len(records)
+
+    seconds = {key: mean_of(key) for key in keys}
+    step = mean_of("seconds")
+    tokens = sum(r["seconds"] * (r.get("tokens_per_second") or 0.0) for r in records) / len(records)
+    compiling = [sum(r.get("time/compiling") or 0.0 for r in run.records) for run in config.runs]
+    return {
+        "seconds": list(seconds.values()),
+        "total": step + sum(seconds.get(key, 0.0) for key in BETWEEN_STEPS),
+        "tokens_per_second": tokens / step if step else 0.0,
+        "compiling": sum(compiling) / len(compiling),
+    }
+
+
+def _curve(config: Config, panel: Panel) -> Json | None:
+    seeds = [dict(zip(*series(run.records, panel.key), strict=True)) for run in config.runs]
+    seeds = [s for s in seeds if s]
+    if not seeds:
+        return None
+    steps = sorted(set.intersection(*map(set, seeds)))
+    raw = panel.scale * np.array([[s[step] for step in steps] for s in seeds])
+    averaged = np.array([smooth(row, len(steps) // 20 | 1) for row in raw])
+    kept = np.unique(np.linspace(0, len(steps) - 1, POINTS).round().astype(int)) if steps else []
+    found: Json = {"steps": [steps[i] for i in kept], "raw": _rounded(raw.mean(0)[kept])}
+    for name, values in (("mean", averaged.mean(0)), ("low", averaged.min(0)), ("high", averaged.max(0))):
+        found[name] = _rounded(values[kept])
+    if panel.held_out:
+        marked = [dict(zip(*series(run.records, panel.held_out), strict=True)) for run in config.runs]
+        common = sorted(set.intersection(*map(set, marked)))
+        found["held_out"] = [[step, panel.scale * float(np.mean([m[step] for m in marked]))] for step in common]
+    return found
+
+
+def _rounded(values: np.ndarray) -> list[float]:
+    return [float(f"{v:.5g}") for v in values]
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _text(value: Any) -> str:
+    return "–" if value is None else value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,94 @@
+"""`report.html`: any number of runs on one page that needs no server and no network, and a browser for their rollouts.
+
+The page is `web/`: HTML, CSS and JavaScript as they are, and the data as text that no browser executes. Prompts and
+completions are not trusted: they reach the document as text nodes only, and a content security policy allows no script
+but ours, by its hash, and no request at all.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rpg_jax.report import compare, rollouts
+from rpg_jax.report.runs import write_atomically
+
+WEB = Path(__file__).with_name("web")
+SCRIPTS = ("core.js", "tables.js", "figures.js", "rollouts.js", "tokens.js", "browser.js")
+ROLLOUT_STEPS = 8  # of each run, unless told otherwise
+
+
+def write_page(run_dirs: Sequence[Path], out: Path, *, rollout_steps: int = ROLLOUT_STEPS) -> Path:
+    """Writes the page of some run folders and returns its path.
+
+    Args:
+      run_dirs: folders of runs, finished or not.
+      out: the file to write.
+      rollout_steps: steps of each run whose rollouts are on the page, at most; evenly over those that were kept.
+
+    Raises:
+      ValueError: a run without steps, or a broken file in its folder.
+    """
+    runs = [compare.Run.read(folder) for folder in run_dirs]
+    if empty := [str(run.folder) for run in runs if not run.records]:
+        raise ValueError(f"no steps in {', '.join(empty)}: metrics.jsonl is missing or empty; run at least one step")
+    data, chunks = page_data(runs, rollout_steps=rollout_steps)
+    style = (WEB / "page.css").read_text(encoding="utf-8")
+    script = "\n".join((WEB / name).read_text(encoding="utf-8") for name in SCRIPTS)
+    page = (WEB / "page.html").read_text(encoding="utf-8")
+    for mark, content in {
+        "STYLE-HASH": _hash(style),
+        "SCRIPT-HASH": _hash(script),
+        "STYLE": style,
+        "SCRIPT": script,
+        "CHUNKS": "\n".join(f'<script type="text/plain" id="chunk-{i}">{c}</script>' for i, c in enumerate(chunks)),
+        "DATA": embedded(data),  # last: what runs say may look like a mark
+    }.items():
+        page = page.replace(f"%{mark}%", content)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(out, page)
+    return out
+
+
+def page_data(runs: Sequence[compare.Run], *, rollout_steps: int) -> tuple[dict[str, Any], list[str]]:
+    """Everything that the page shows, JSON-able, and its chunks: packed rollouts, named by their numbers."""
+    configs = compare.configs_of(runs)
+    chunks: list[str] = []
+    numbers = []
+    shown = []
+    for c, config in enumerate(configs):
+        for run in config.runs:
+            read = [rollouts.Rollouts.read(file) for file in rollouts.files(run.folder, steps=rollout_steps)]
+            worst = sorted((g for r in read for g in r.worst_gaps()), key=lambda g: -abs(g["gap"]))[: rollouts.WORST]
+            first = len(chunks)
+            chunks += [r.packed() for r in read]
+            numbers += [r.numbers for r in read]
+            kept = [{"chunk": first + i, "step": r.step, "completions": len(r.lengths)} for i, r in enumerate(read)]
+            seed, steps = run.config.get("seed"), run.records[-1]["step"]
+            shown.append({"name": run.name, "config": c, "seed": seed, "steps": steps, "kept": kept, "worst": worst})
+    data = {
+        "configs": [c.label for c in configs],
+        "runs": shown,
+        "results": compare.results(configs),
+        "dynamics": compare.dynamics(configs),
+        "timing": compare.timing(configs),
+        "differences": compare.differences(configs),
+        "numbers": rollouts.NUMBERS,
+        "scales": rollouts.scales(numbers),
+    }
+    return data, chunks
+
+
+def embedded(data: Any) -> str:
+    """JSON that ends no script element and breaks no line, whatever text is in it."""
+    text = json.dumps(data, allow_nan=False, separators=(",", ":"))  # ASCII: U+2028 and U+2029 are escaped
+    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+
+
+def _hash(text: str) -> str:
+    """As a content security policy names an inline script or style."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -1,0 +1,151 @@
+"""Rollout files, whose content `training.rollout_files` states, as the browser on the page reads them.
+
+Numbers are rounded to 12 bits and laid out by byte, so that they compress to about two bytes each.
+"""
+
+from __future__ import annotations
+
+import base64
+import dataclasses
+import gzip
+import json
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# For each token, nats; log-ratios from the log-probs of the file, the sign as in "trainer minus sampler".
+NUMBERS = ("behaviour", "gap", "ratio", "reference", "kl", "entropy", "advantage")
+WORST = 24  # sampler–trainer gaps listed of a run
+AROUND = 12  # tokens shown on each side of one
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollouts:
+    """One file.
+
+    Attributes:
+      text: its JSON part.
+      sizes: i32[P], completions of each group.
+      lengths: i32[N], tokens of each completion.
+      rewards: f32[N].
+      pieces: i32[n], numbers into text["pieces"].
+      versions: i32[n].
+      numbers: name of `NUMBERS` -> f32[n].
+      clip: u8[n], numbers into text["clip_states"].
+    """
+
+    text: dict[str, Any]
+    sizes: np.ndarray
+    lengths: np.ndarray
+    rewards: np.ndarray
+    pieces: np.ndarray
+    versions: np.ndarray
+    numbers: dict[str, np.ndarray]
+    clip: np.ndarray
+
+    @property
+    def step(self) -> int:
+        return self.text["step"]
+
+    @property
+    def starts(self) -> np.ndarray:
+        """i64[N], the first token of each completion."""
+        return np.cumsum(self.lengths) - self.lengths
+
+    @classmethod
+    def read(cls, file: Path) -> Rollouts:
+        """Raises ValueError, naming the file, where it is not one."""
+        try:
+            with np.load(file, allow_pickle=False) as arrays:
+                a = dict(arrays)
+            text = json.loads(a["text"].tobytes())
+            column = dict(zip(text["columns"], a["tokens"].T, strict=True))
+            numbers = {
+                "behaviour": column["behaviour_logprobs"],
+                "gap": column["behaviour_logprobs"] - column["sampler_logprobs"],
+                "ratio": column["logprobs"] - column["behaviour_logprobs"],
+                "reference": column["logprobs"] - column["ref_logprobs"],
+                "kl": column["kl"],
+                "entropy": column["entropy"],
+                "advantage": column["advantages"],
+            }
+            clip, versions = column["clip"].astype(np.uint8), a["weight_versions"]
+            return cls(text, a["group_sizes"], a["lengths"], a["rewards"], a["pieces"], versions, numbers, clip)
+        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+            raise ValueError(f"{file} is not a whole rollout file ({error}); remove it") from error
+
+    def packed(self) -> str:
+        """Base64 of the gzipped bytes: u32 length of a JSON header, the header filled up to a multiple of 4, the 4 byte
+        planes of each of `NUMBERS`, i32 pieces, u8 clip states; all little-endian."""
+        t, first = self.text, self.starts
+        header = {
+            "step": t["step"],
+            "weights": t["weights"],
+            "pieces": t["pieces"],
+            "clip_states": t["clip_states"],
+            "groups": t["groups"],
+            "sizes": self.sizes.tolist(),
+            "lengths": self.lengths.tolist(),
+            "rewards": [float(f"{r:.4g}") for r in self.rewards],
+            "verdicts": [c["verdict"] for c in t["completions"]],
+            "finish": [c["finish_reason"] for c in t["completions"]],
+            "versions": [
+                [int(v.min()), int(v.max())] if len(v) else [0, 0] for v in np.split(self.versions, first[1:])
+            ],
+        }
+        head = json.dumps(header, separators=(",", ":")).encode()
+        head += b" " * (-len(head) % 4)
+        planes = [_planes(self.numbers[name]) for name in NUMBERS]
+        size, pieces = np.array([len(head)], "<u4").tobytes(), self.pieces.astype("<i4").tobytes()
+        content = b"".join((size, head, *planes, pieces, self.clip.tobytes()))
+        return base64.b64encode(gzip.compress(content, 6, mtime=0)).decode()
+
+    def worst_gaps(self) -> list[dict[str, Any]]:
+        """Its `WORST` tokens with the largest |log π_old − log π_s|: where they are, and the text around them."""
+        gap = self.numbers["gap"]
+        found = []
+        for token in np.argsort(-np.abs(gap), kind="stable")[:WORST].tolist():
+            completion = int(np.searchsorted(self.starts, token, side="right")) - 1
+            first = int(self.starts[completion])
+            last = first + int(self.lengths[completion])
+            before = max(first, token - AROUND)
+            text = [self.text["pieces"][p] for p in self.pieces[before : min(last, token + AROUND + 1)]]
+            middle = token - before
+            found.append(
+                {
+                    "step": self.step,
+                    "completion": completion,
+                    "token": token - first,
+                    "gap": float(f"{gap[token]:.4g}"),
+                    "around": ["".join(text[:middle]), text[middle], "".join(text[middle + 1 :])],
+                }
+            )
+        return found
+
+
+def files(run_dir: Path, *, steps: int) -> list[Path]:
+    """At most `steps` rollout files of a run, the first and the last and others evenly between."""
+    found = sorted((run_dir / "rollouts").glob("*.npz"), key=lambda file: int(file.stem))
+    kept = np.unique(np.linspace(0, len(found) - 1, min(steps, len(found))).round().astype(int)) if found else []
+    return [found[i] for i in kept]
+
+
+def scales(numbers: list[dict[str, np.ndarray]]) -> dict[str, float]:
+    """Where the colours of each of `NUMBERS` end: 1, 2 or 5 times a power of ten, above 99.5 % of absolute values."""
+    found = {}
+    for name in NUMBERS:
+        values = np.abs(np.concatenate([n[name] for n in numbers])) if numbers else np.zeros(0)
+        values = values[np.isfinite(values)]
+        top = float(np.quantile(values, 0.995)) if len(values) else 0.0
+        magnitude = 10.0 ** np.floor(np.log10(top)) if top > 0 else 1.0
+        found[name] = float(f"{magnitude * next(m for m in (1, 2, 5, 10) if m * magnitude >= top * 0.999):.1g}")
+    return found
+
+
+def _planes(values: np.ndarray) -> bytes:
+    """f32[n] as 4 rows of n bytes, the lowest bits rounded away."""
+    bits = np.ascontiguousarray(values, "<f4").view("<u4")
+    rounded = np.where(np.isfinite(values), (bits + np.uint32(0x800)) & np.uint32(0xFFFFF000), bits).astype("<u4")
+    return rounded.view(np.uint8).reshape(-1, 4).T.tobytes()

@@ -1,0 +1,272 @@
+// The rollout browser: what is chosen, the list (only its visible rows exist), the chosen completion's group.
+
+const OVERSCAN = 12; // rows made beyond the visible ones
+
+const state = {run: 0, step: "", group: "", sort: "sampled", colour: "ratio", contains: "", filters: new Set(),
+  all: [], list: [], at: 0};
+
+const MARKS = {right: "✓", wrong: "✗"};
+
+function browser() {
+  const withRollouts = DATA.runs.map((run, i) => [run, i]).filter(([run]) => run.kept.length);
+  if (!withRollouts.length) {
+    byId("rollouts-note").textContent = "No run has rollout files; log.rollouts_every says when they are written.";
+    return Promise.resolve();
+  }
+  byId("browser").hidden = false;
+  fill("run", withRollouts.map(([run, i]) => [i, run.name]));
+  fill("sort", Object.entries(ORDERS).map(([name, {label}]) => [name, label]));
+  fill("colour", Object.entries(COLOURS).map(([name, {label}]) => [name, label]));
+  byId("list-head").append(...["", "reward", "adv.", "tokens", "clip %", "KL", "text"].map((name) => el("span", {}, name)));
+  byId("filters").append(...Object.entries(FILTERS).map(([name, {label}]) => {
+    const button = el("button", {type: "button", "aria-pressed": "false", "data-filter": name}, label);
+    button.addEventListener("click", () => toggle(name));
+    return button;
+  }));
+  byId("run").addEventListener("change", (event) => chooseRun(+event.target.value));
+  byId("step").addEventListener("change", (event) => chooseStep(event.target.value));
+  byId("group").addEventListener("change", (event) => { state.group = event.target.value; refresh(); });
+  byId("sort").addEventListener("change", (event) => { state.sort = event.target.value; refresh(); });
+  byId("contains").addEventListener("input", (event) => { state.contains = event.target.value; refresh(); });
+  byId("colour").addEventListener("change", (event) => { state.colour = event.target.value; recolour(); });
+  byId("list").addEventListener("scroll", () => requestAnimationFrame(rows), {passive: true});
+  byId("list").addEventListener("click", (event) => {
+    const row = event.target.closest("[data-row]");
+    if (row) choose(+row.dataset.row);
+  });
+  addEventListener("keydown", keys);
+  addEventListener("resize", () => requestAnimationFrame(rows));
+  watchTokens();
+  legend(state.colour);
+  return chooseRun(withRollouts[0][1]);
+}
+
+function fill(id, options) {
+  byId(id).replaceChildren(...options.map(([value, text]) => el("option", {value: String(value)}, text)));
+}
+
+async function chooseRun(run) {
+  state.run = run;
+  byId("run").value = String(run);
+  const {kept} = DATA.runs[run];
+  fill("step", [...kept.map((k) => [k.step, `${k.step}`]), ...(kept.length > 1 ? [["every", "every step kept"]] : [])]);
+  worst();
+  const same = kept.some((k) => String(k.step) === state.step) || (state.step === "every" && kept.length > 1);
+  await chooseStep(same ? state.step : String(kept.at(-1).step));
+}
+
+async function chooseStep(step) {
+  state.step = String(step);
+  byId("step").value = state.step;
+  const {kept} = DATA.runs[state.run];
+  const wanted = kept.filter((k) => state.step === "every" || String(k.step) === state.step);
+  const run = state.run, read = await Promise.all(wanted.map((k) => chunk(k.chunk)));
+  if (run !== state.run || state.step !== String(step)) return;
+  state.all = read.flatMap((own) => own.completions);
+  state.group = "";
+  const groups = read.flatMap((own) => own.groups.map((group, g) => [`${own.step}/${g}`, group]));
+  fill("group", [["", "every group"], ...groups.map(([value, group]) => [value, `${value.split("/")[1]}: ${shorten(group.prompt, 36)}`])]);
+  refresh();
+}
+
+const shorten = (text, most) => {
+  const line = text.replace(/\s+/g, " ").trim();
+  return line.length > most ? `${line.slice(0, most)}…` : line;
+};
+
+function toggle(name, on = !state.filters.has(name)) {
+  on ? state.filters.add(name) : state.filters.delete(name);
+  document.querySelector(`[data-filter="${name}"]`).setAttribute("aria-pressed", String(on));
+  refresh();
+}
+
+// The list after a change of what belongs to it; the chosen completion stays chosen where it still does.
+function refresh() {
+  const before = state.list[state.at];
+  const tests = [...state.filters].map((name) => FILTERS[name].keep(state.all));
+  if (state.group) tests.push((c) => `${c.step}/${c.group}` === state.group);
+  const sought = state.contains.toLowerCase();
+  if (sought) {
+    tests.push((c) => textOf(c).toLowerCase().includes(sought) || c.own.groups[c.group].prompt.toLowerCase().includes(sought));
+  }
+  const {value} = ORDERS[state.sort];
+  const list = state.all.filter((c) => tests.every((test) => test(c)));
+  if (state.sort !== "sampled") list.sort((a, b) => value(a) - value(b));
+  state.list = list;
+  byId("spacer").style.height = `${list.length * rowHeight()}px`;
+  const right = list.filter((c) => c.verdict === "right").length;
+  byId("count").textContent = `${list.length.toLocaleString("en-US")} of ${state.all.length.toLocaleString("en-US")} completions` +
+    (list.length ? `, ${fixed((100 * right) / list.length, 1)} % right` : "");
+  choose(Math.max(list.indexOf(before), 0));
+}
+
+const rowHeight = () => parseFloat(getComputedStyle(byId("list")).getPropertyValue("--row"));
+
+// Makes the rows that can be seen.
+function rows() {
+  const list = byId("list"), height = rowHeight();
+  const first = Math.max(Math.floor(list.scrollTop / height) - OVERSCAN, 0);
+  const last = Math.min(Math.ceil((list.scrollTop + list.clientHeight) / height) + OVERSCAN, state.list.length);
+  const made = [];
+  for (let i = first; i < last; i++) made.push(row(state.list[i], i, height));
+  byId("spacer").replaceChildren(...made);
+}
+
+function row(c, i, height) {
+  const made = el("div", {class: "row", role: "option", id: `row-${i}`, "data-row": String(i),
+    "aria-selected": String(i === state.at), "aria-posinset": String(i + 1), "aria-setsize": String(state.list.length)},
+    el("span", {class: `verdict ${c.verdict === "right" ? "right" : "wrong"}`, title: c.verdict, "aria-label": c.verdict},
+      MARKS[c.verdict] || "!"),
+    el("span", {}, fixed(c.reward, 2)), el("span", {}, signed(c.advantage, 2)),
+    el("span", {}, c.length.toLocaleString("en-US"), c.finish === "length" ? el("abbr", {title: "cut off by the limit"}, "…") : null),
+    el("span", {}, c.clipped ? fixed(100 * c.clipped, 0) : "·"), el("span", {}, number(c.kl, 2)),
+    el("span", {class: "text"}, el("span", {class: "muted"}, shorten(c.own.groups[c.group].prompt, 60)), " ",
+      shorten(textOf(c).slice(0, 160), 120)));
+  made.style.transform = `translateY(${i * height}px)`;
+  return made;
+}
+
+function choose(i, token = null) {
+  state.at = Math.min(Math.max(i, 0), Math.max(state.list.length - 1, 0));
+  const list = byId("list"), height = rowHeight(), top = state.at * height;
+  if (top < list.scrollTop) list.scrollTop = top;
+  else if (top + height > list.scrollTop + list.clientHeight) list.scrollTop = top + height - list.clientHeight;
+  rows();
+  if (state.list.length) list.setAttribute("aria-activedescendant", `row-${state.at}`);
+  else list.removeAttribute("aria-activedescendant");
+  detail(token);
+}
+
+// The group of the chosen completion: the prompt, then all its completions.
+function detail(token = null) {
+  const place = byId("detail"), chosen = state.list[state.at];
+  if (!chosen) {
+    place.replaceChildren(el("p", {class: "muted"}, "No completion passes the filters."));
+    return;
+  }
+  const {own, group} = chosen, problem = own.groups[group];
+  const members = own.completions.filter((c) => c.group === group);
+  const right = members.filter((c) => c.verdict === "right").length;
+  const strip = el("dl", {class: "strip", "aria-live": "polite"});
+  place.replaceChildren(
+    el("h3", {}, `Problem ${problem.prompt_id}`,
+      el("small", {}, ` step ${own.step} · ${right} of ${members.length} right · reference answer `, el("code", {}, problem.answer))),
+    el("pre", {class: "prompt", tabindex: "0", "aria-label": "Prompt"}, problem.prompt), strip,
+    ...members.map((c) => member(c, c === chosen)));
+  readout(strip, chosen, token ?? 0);
+  if (token !== null) place.querySelector(`.chosen [data-token="${token}"]`)?.focus();
+}
+
+function member(c, chosen) {
+  const versions = c.versions[0] === c.versions[1] ? c.versions[0] : `${c.versions[0]} to ${c.versions[1]}`;
+  const facts = [
+    `reward ${fixed(c.reward, 2)}`, `advantage ${signed(c.advantage, 3)}`, `${c.length.toLocaleString("en-US")} tokens`,
+    c.finish === "length" ? "cut off by the limit" : c.finish, `weights ${versions}`,
+  ];
+  const made = el("article", {class: chosen ? "member chosen" : "member", "aria-current": chosen ? "true" : undefined},
+    el("div", {class: "facts"},
+      el("span", {class: `verdict ${c.verdict === "right" ? "right" : "wrong"}`}, `${MARKS[c.verdict] || "!"} ${c.verdict}`),
+      ...facts.map((fact) => el("span", {}, fact))),
+    tokenSpans(c, state.colour, chosen));
+  made.completion = c;
+  return made;
+}
+
+function recolour() {
+  legend(state.colour);
+  for (const made of byId("detail").querySelectorAll(".member")) {
+    const {own, start} = made.completion;
+    for (const span of made.querySelectorAll("[data-token]")) {
+      const silent = span.classList.contains("silent");
+      paint(span, own, start + +span.dataset.token, state.colour);
+      span.classList.toggle("silent", silent);
+    }
+  }
+}
+
+function watchTokens() {
+  const place = byId("detail");
+  const show = (event) => {
+    const span = event.target.closest?.("[data-token]");
+    if (span) readout(place.querySelector(".strip"), span.closest(".member").completion, +span.dataset.token);
+  };
+  place.addEventListener("pointerover", show);
+  place.addEventListener("focusin", show);
+  place.addEventListener("click", (event) => {
+    const made = event.target.closest(".member:not(.chosen)");
+    if (!made) return;
+    const token = event.target.closest("[data-token]");
+    find(made.completion, token ? +token.dataset.token : null);
+  });
+}
+
+// Chooses a completion that the filters may hide.
+function find(completion, token) {
+  if (!state.list.includes(completion)) clear();
+  choose(state.list.indexOf(completion), token);
+}
+
+function clear() {
+  state.group = state.contains = "";
+  byId("group").value = byId("contains").value = "";
+  state.filters.clear();
+  for (const button of document.querySelectorAll("[data-filter]")) button.setAttribute("aria-pressed", "false");
+  refresh();
+}
+
+function worst() {
+  const {worst} = DATA.runs[state.run];
+  byId("worst").replaceChildren(...worst.map((w) => {
+    const [before, token, after] = w.around;
+    const button = el("button", {type: "button", class: "jump"}, el("span", {class: "number"}, number(w.gap)),
+      el("span", {class: "muted"}, `step ${w.step}`),
+      el("span", {class: "around"}, shorten(before, 40), el("mark", {}, token || "end"), shorten(after, 40)));
+    button.addEventListener("click", () => jump(w));
+    return el("li", {}, button);
+  }));
+}
+
+async function jump({step, completion, token}) {
+  if (state.step !== "every") await chooseStep(step);
+  state.colour = byId("colour").value = "gap";
+  legend(state.colour);
+  find(state.all.find((c) => c.step === step && c.number === completion), token);
+  byId("detail").scrollIntoView({block: "nearest"});
+}
+
+function keys(event) {
+  const {key, target} = event;
+  if (event.ctrlKey || event.metaKey || event.altKey || target.closest("input, select, svg")) return;
+  const inTokens = target.closest("[data-token]"), inList = target.id === "list";
+  const page = Math.max(Math.floor(byId("list").clientHeight / rowHeight()) - 1, 1);
+  const moves = {j: 1, k: -1};
+  const listMoves = {ArrowDown: 1, ArrowUp: -1, PageDown: page, PageUp: -page, Home: -Infinity, End: Infinity};
+  const by = moves[key] ?? (inList ? listMoves[key] : undefined);
+  if (by !== undefined) {
+    event.preventDefault();
+    choose(state.at + by);
+    if (inTokens) byId("list").focus();
+  } else if (inTokens && (key === "ArrowRight" || key === "ArrowLeft")) {
+    event.preventDefault();
+    const next = key === "ArrowRight" ? inTokens.nextElementSibling : inTokens.previousElementSibling;
+    if (next?.dataset.token !== undefined) {
+      inTokens.tabIndex = -1;
+      next.tabIndex = 0;
+      next.focus();
+    }
+  } else if (inList && key === "Enter") {
+    byId("detail").querySelector(".chosen [data-token]")?.focus();
+  } else if (inTokens && key === "Escape") {
+    byId("list").focus();
+  }
+}
+
+byId("runs").textContent = DATA.runs.map((run) => `${run.name} (${run.steps} steps)`).join("  ·  ");
+results();
+timing();
+differences();
+dynamics();
+browser().then(() => {
+  document.documentElement.dataset.ready = "";
+  performance.mark("ready");
+});

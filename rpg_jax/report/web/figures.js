@@ -1,0 +1,144 @@
+// Small multiples of the training dynamics: one crosshair for all of them, by pointer or arrow keys.
+
+const HEIGHT = 168, LEFT = 46, RIGHT = 8, TOP = 8, BOTTOM = 20;
+const MOST_AT_FIRST = 6;
+
+const shown = new Set(DATA.configs.map((_, i) => i).filter((i) => i < MOST_AT_FIRST));
+const panels = [];
+
+function dynamics() {
+  byId("legend").append(...DATA.configs.map((name, i) => {
+    const button = el("button", {type: "button", "aria-pressed": String(shown.has(i))}, key(i), name);
+    button.addEventListener("click", () => {
+      shown.has(i) ? shown.delete(i) : shown.add(i);
+      button.setAttribute("aria-pressed", String(shown.has(i)));
+      panels.forEach(draw);
+    });
+    return button;
+  }));
+  for (const data of DATA.dynamics) {
+    const readout = el("div", {class: "readout", hidden: true});
+    const canvas = el("div", {class: "canvas"}, readout);
+    const figure = el("figure", {}, el("figcaption", {}, data.title, el("small", {}, data.unit)), canvas);
+    byId("figures").append(figure);
+    panels.push({data, canvas, readout});
+  }
+  panels.forEach(draw);
+  let width = innerWidth;
+  addEventListener("resize", () => {
+    if (innerWidth === width) return;
+    width = innerWidth;
+    panels.forEach(draw);
+  });
+}
+
+// Round numbers, `count` or so, that lie in [low, high].
+function ticks(low, high, count) {
+  const rough = (high - low) / count || 1;
+  const magnitude = 10 ** Math.floor(Math.log10(rough));
+  const step = [1, 2, 5, 10].map((m) => m * magnitude).find((s) => s >= rough * 0.999);
+  const first = Math.ceil(low / step - 1e-9);
+  const found = [];
+  for (let i = first; i * step <= high + step * 1e-9; i++) found.push(i * step);
+  return found;
+}
+
+function extent({limits, curves}) {
+  if (limits) return limits;
+  const values = [...shown].flatMap((i) => (curves[i] ? [...curves[i].low, ...curves[i].high] : []));
+  const low = Math.min(...values), high = Math.max(...values);
+  const nearZero = low >= 0 && low < 0.5 * high;
+  const pad = 0.06 * (high - low || Math.abs(high) || 1);
+  return [nearZero ? 0 : low - pad, high + pad];
+}
+
+const path = (xs, ys) => xs.map((x, i) => `${i ? "L" : "M"}${x.toFixed(1)} ${ys[i].toFixed(1)}`).join("");
+
+function draw(panel) {
+  const {data, canvas, readout} = panel;
+  const width = canvas.clientWidth;
+  const visible = [...shown].filter((i) => data.curves[i] && data.curves[i].steps.length);
+  const steps = visible.flatMap((i) => data.curves[i].steps);
+  const last = Math.max(...steps, 1), first = Math.min(...steps, last - 1);
+  const [low, high] = visible.length ? extent(data) : [0, 1];
+  const x = (step) => LEFT + ((step - first) / (last - first)) * (width - LEFT - RIGHT);
+  const y = (value) => TOP + (1 - (value - low) / (high - low || 1)) * (HEIGHT - TOP - BOTTOM);
+  const root = svg("svg", {width, height: HEIGHT, tabindex: "0", role: "img", "aria-label": described(data, visible)});
+  for (const value of ticks(low, high, 4)) {
+    root.append(svg("line", {class: "grid", x1: LEFT, x2: width - RIGHT, y1: y(value), y2: y(value)}),
+      svg("text", {x: LEFT - 6, y: y(value) + 3.5, "text-anchor": "end"}, tick(value)));
+  }
+  for (const step of ticks(first, last, width > 300 ? 5 : 3).filter(Number.isInteger)) {
+    root.append(svg("text", {x: x(step), y: HEIGHT - 5, "text-anchor": "middle"}, String(step)));
+  }
+  for (const i of visible) {
+    const c = data.curves[i], xs = c.steps.map(x), single = DATA.results.seeds[i] < 2 && seedsOf(i) < 2;
+    if (single) root.append(svg("path", {class: `raw ${hue(i)}`, d: path(xs, c.raw.map((v) => y(clamp(v, low, high))))}));
+    else {
+      root.append(svg("path", {class: `band ${hue(i)}`,
+        d: `${path(xs, c.high.map(y))}L${path([...xs].reverse(), [...c.low].reverse().map(y)).slice(1)}Z`}));
+    }
+    root.append(svg("path", {class: `line ${hue(i)}`, d: path(xs, c.mean.map(y))}));
+    for (const [step, value] of c.held_out || []) {
+      if (step >= first) root.append(svg("circle", {class: `mark ${hue(i)}`, cx: x(step), cy: y(value), r: 2.6}));
+    }
+  }
+  const hair = svg("line", {class: "hair", y1: TOP, y2: HEIGHT - BOTTOM, visibility: "hidden"});
+  root.append(hair);
+  Object.assign(panel, {visible, hair, x, width});
+  root.addEventListener("pointermove", (event) => {
+    const share = (event.clientX - root.getBoundingClientRect().left - LEFT) / (width - LEFT - RIGHT);
+    point(first + Math.min(Math.max(share, 0), 1) * (last - first), panel);
+  });
+  root.addEventListener("pointerleave", () => point(null));
+  root.addEventListener("blur", () => point(null));
+  root.addEventListener("keydown", (event) => {
+    const by = {ArrowLeft: -1, ArrowRight: 1}[event.key];
+    if (!by || !visible.length) return;
+    event.preventDefault();
+    const own = data.curves[visible[0]].steps;
+    const next = panel.at === undefined ? own.length - 1 : nearest(own, panel.at) + by;
+    point(own[Math.min(Math.max(next, 0), own.length - 1)], panel);
+  });
+  canvas.replaceChildren(root, readout);
+}
+
+const clamp = (value, low, high) => Math.min(Math.max(value, low), high);
+
+const tick = (value) => (value !== 0 && Math.abs(value) < 1e-3 ? number(value) : minus(String(+value.toPrecision(4))));
+
+const seedsOf = (config) => DATA.runs.filter((run) => run.config === config).length;
+
+function described(data, visible) {
+  const ends = visible.map((i) => `${DATA.configs[i]} ${number(data.curves[i].mean.at(-1))}`);
+  return `${data.title}, ${data.unit}; at the end: ${ends.join("; ")}`;
+}
+
+function nearest(steps, step) {
+  let best = 0;
+  steps.forEach((s, i) => { if (Math.abs(s - step) < Math.abs(steps[best] - step)) best = i; });
+  return best;
+}
+
+// Moves every panel's crosshair to a step; the values stand in the panel that is pointed at.
+function point(step, at) {
+  for (const panel of panels) {
+    panel.readout.hidden = panel !== at || step === null;
+    panel.at = step === null ? undefined : step;
+    if (step === null || !panel.visible.length) {
+      panel.hair?.setAttribute("visibility", "hidden");
+      continue;
+    }
+    const own = panel.data.curves[panel.visible[0]].steps, exact = own[nearest(own, step)];
+    panel.hair.setAttribute("visibility", "visible");
+    panel.hair.setAttribute("x1", panel.x(exact));
+    panel.hair.setAttribute("x2", panel.x(exact));
+    if (panel !== at) continue;
+    panel.readout.replaceChildren(el("b", {}, `step ${exact}`), ...panel.visible.map((i) => {
+      const c = panel.data.curves[i], n = nearest(c.steps, exact);
+      const range = c.low[n] === c.high[n] ? "" : ` (${number(c.low[n])} to ${number(c.high[n])})`;
+      return el("span", {}, key(i), number(c.mean[n]), el("small", {}, range));
+    }));
+    panel.readout.classList.toggle("left", panel.x(exact) > panel.width / 2);
+  }
+}

@@ -1,0 +1,97 @@
+// Tokens in colour: what a colour means, and the numbers of the token that is pointed at or focused.
+
+// Diverging scales have a colour for each sign, the others one; `clip` has one for each state.
+const COLOURS = {
+  ratio: {label: "log-ratio, policy − behaviour", diverging: true},
+  gap: {label: "gap, trainer − sampler", diverging: true},
+  advantage: {label: "advantage", diverging: true},
+  kl: {label: "KL to the reference, k₃"},
+  entropy: {label: "entropy"},
+  clip: {label: "clip state"},
+};
+const CLIP_CLASSES = {
+  free: "", clipped: "clip-high", high: "clip-high", low: "clip-low", dual: "clip-dual", "not trained": "clip-off",
+};
+const CLIP_NOTES = {
+  clipped: "ratio clipped", high: "A ≥ 0, ratio above 1 + ε₂", low: "A < 0, ratio below 1 − ε₁",
+  dual: "A < 0, ratio above c", "not trained": "not trained",
+};
+const PREVIEW = 240; // tokens shown of a completion that is not the chosen one
+const STRONGEST = 72; // % of the colour at the end of its scale
+
+const values = {
+  ratio: (own, t) => own.numbers.ratio[t],
+  gap: (own, t) => own.numbers.gap[t],
+  advantage: (own, t) => own.numbers.advantage[t],
+  kl: (own, t) => own.numbers.kl[t],
+  entropy: (own, t) => own.numbers.entropy[t],
+};
+
+function paint(span, own, token, colour) {
+  span.className = "token";
+  if (colour === "clip") {
+    const state = CLIP_CLASSES[own.clip_states[own.clip[token]]];
+    if (state) span.classList.add(state);
+    return;
+  }
+  const value = values[colour](own, token);
+  const strength = Math.min(Math.abs(value) / DATA.scales[colour], 1);
+  if (!(strength > 0.005)) return;
+  span.classList.add(COLOURS[colour].diverging && value < 0 ? "below" : COLOURS[colour].diverging ? "above" : "amount");
+  span.style.setProperty("--strength", `${(STRONGEST * strength).toFixed(1)}%`);
+}
+
+// The tokens of a completion; only those of the chosen one can be focused.
+function tokenSpans(completion, colour, focusable) {
+  const {own, start, length, finish} = completion;
+  const count = focusable ? length : Math.min(length, PREVIEW);
+  const line = el("div", {class: "tokens"});
+  for (let i = 0; i < count; i++) {
+    const token = start + i, text = piece(own, token);
+    const ends = i === length - 1 && finish === "stop";
+    const span = el("span", focusable ? {tabindex: i ? "-1" : "0", "data-token": String(i)} : {"data-token": String(i)},
+      text || (ends ? "end" : "·"));
+    paint(span, own, token, colour);
+    if (!text) span.classList.add("silent");
+    line.append(span);
+  }
+  if (count < length) line.append(el("span", {class: "muted"}, ` … ${(length - count).toLocaleString("en-US")} more`));
+  return line;
+}
+
+function legend(colour) {
+  const place = byId("scale");
+  if (colour === "clip") {
+    place.replaceChildren(...Object.entries(CLIP_NOTES).filter(([state]) => state !== "clipped").map(([state, note]) =>
+      el("span", {class: "swatch"}, el("i", {class: `token ${CLIP_CLASSES[state]}`}, state), el("small", {}, state === note ? "" : note))));
+    return;
+  }
+  const top = DATA.scales[colour], {diverging} = COLOURS[colour];
+  place.replaceChildren(
+    el("small", {}, diverging ? `≤ ${number(-top, 2)}` : "0"),
+    el("i", {class: `ramp ${diverging ? "diverging" : "sequential"}`, "aria-hidden": "true"}),
+    el("small", {}, `≥ ${number(top, 2)}${colour === "advantage" ? "" : " nats"}`));
+}
+
+// Every number of a token, in a strip of fixed height.
+function readout(strip, completion, i) {
+  const {own, start, length} = completion;
+  const token = start + i, numbers = own.numbers;
+  const old = numbers.behaviour[token];
+  const policy = old + numbers.ratio[token];
+  const cells = [
+    [`token ${i + 1} of ${length}`, JSON.stringify(piece(own, token))],
+    ["log π sampler", number(old - numbers.gap[token])],
+    ["log π behaviour", number(old)],
+    ["log π policy", number(policy)],
+    ["log π reference", number(policy - numbers.reference[token])],
+    ["ratio w", number(Math.exp(numbers.ratio[token]))],
+    ["log w", number(numbers.ratio[token])],
+    ["gap", number(numbers.gap[token])],
+    ["KL", number(numbers.kl[token])],
+    ["entropy", number(numbers.entropy[token])],
+    ["advantage", number(numbers.advantage[token])],
+    ["clip", own.clip_states[own.clip[token]]],
+  ];
+  strip.replaceChildren(...cells.map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))));
+}
