@@ -10,6 +10,7 @@ from flax import nnx
 
 from rpg_jax.models.config import QwenConfig
 from rpg_jax.models.declare import Declare
+from rpg_jax.models.grouped import grouped_product
 from rpg_jax.models.logical import mesh_axes, partition_spec, wide_axes
 from rpg_jax.models.project import gathered
 
@@ -17,7 +18,7 @@ from rpg_jax.models.project import gathered
 class MoE(nnx.Module):
     """Σ_e p_e · expert_e(x) over the chosen experts; p is the router's f32 softmax, renormalised if configured.
 
-    The (token, expert) pairs are sorted by expert and multiplied group by group (`ragged_dot`), so shapes are static
+    Pairs (token, expert) are sorted by expert and multiplied group by group (`grouped_product`): shapes are static
     and the work is that of the chosen experts. On a mesh, each device applies its own experts to the tokens of the
     devices that hold the other experts, which it gathers, and the sums are scattered back: exact at any imbalance.
     """
@@ -45,7 +46,7 @@ class MoE(nnx.Module):
             embed_axes=wide_axes("embed"),
         )
         wide, narrow = partition_spec("experts", "embed", "hidden"), partition_spec("experts", "hidden", "embed")
-        # check_vma: the sum over all expert and hidden axes is the same on each of them, which ragged_dot cannot tell.
+        # check_vma: the sum over expert and hidden axes is the same on each of them, which products cannot tell.
         sharded = jax.shard_map(
             mix, in_specs=(tokens, tokens, tokens, wide, wide, narrow), out_specs=tokens, check_vma=False
         )
@@ -68,9 +69,8 @@ def _mix(x, weights, experts, gate, up, down, first=0) -> jax.Array:
     order = jnp.argsort(local, stable=True)
     sizes = jnp.bincount(local, length=held + 1)[:held]
     rows = x.reshape(-1, x.shape[-1])[order // k]
-    hidden = jax.nn.silu(jax.lax.ragged_dot(rows, gate, sizes)) * jax.lax.ragged_dot(rows, up, sizes)
-    out = jax.lax.ragged_dot(hidden, down, sizes, preferred_element_type=jnp.float32)
-    out = jnp.where((jnp.arange(len(order)) < sizes.sum())[:, None], out, 0)  # rows past the groups are unspecified
+    hidden = jax.nn.silu(grouped_product(rows, gate, sizes)) * grouped_product(rows, up, sizes)
+    out = grouped_product(hidden, down, sizes, dtype=jnp.float32)
     back = jnp.zeros_like(order).at[order].set(jnp.arange(len(order)), unique_indices=True)
     return jnp.einsum("btkd,btk->btd", out[back].reshape(*experts.shape, -1), weights)
 
