@@ -41,8 +41,9 @@ def attention(
       k, v: [B, T, K, H]; query head n reads key-value head n // (N / K).
       segment_ids: i32[B, T]; tokens of one segment are contiguous and in order; 0 is padding.
       axes: logical names of the first two dimensions.
-      implementation: "xla"; "cudnn" (GPU; bf16 and f16); "splash" (TPU); or "auto", which follows the platform that the
-        program is compiled for: the mesh in force, else jax's default backend.
+      implementation: "xla"; "cudnn" (GPU; bf16 and f16; segments as a mask of [B, 1, T, T], in memory); "splash" (TPU);
+        or "auto", which follows the platform that the program is compiled for: the mesh in force, else jax's default
+        backend. A GPU takes "cudnn" where the compute dtype is bf16 or f16, as by default.
 
     Returns:
       [B, T, N, H] in q's dtype; rows of padding are finite and mean nothing.
