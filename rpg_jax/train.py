@@ -3,7 +3,7 @@
   python -m rpg_jax.train --config=configs/tiny.py --config.method=RPG-REINFORCE-URKL --config.seed=1
 
 The same command continues an interrupted run from its last checkpoint. A run leaves in runs/NAME: config.json,
-versions.json, metrics.jsonl, samples.jsonl, curves.png, summary.md, checkpoints.
+versions.json, metrics.jsonl, samples.jsonl, rollouts, curves.png, summary.md, checkpoints.
 """
 
 from __future__ import annotations

@@ -115,8 +115,7 @@ def dynamics(configs: Sequence[Config]) -> list[Json]:
     for panel in DYNAMICS:
         curves = [_curve(c, panel) for c in configs]
         if any(curves):
-            kept = {"title": panel.title, "unit": panel.unit, "limits": panel.limits, "curves": curves}
-            panels.append(kept)
+            panels.append({"title": panel.title, "unit": panel.unit, "curves": curves})
     return panels
 
 
@@ -131,7 +130,10 @@ def timing(configs: Sequence[Config]) -> Json:
     timed = [[r for run in c.runs for r in [r for r in run.records if "seconds" in r][1:]] for c in configs]
     keys = dict.fromkeys(k for own in timed for r in own for k in r if k.startswith("time/") and k not in COMPILING)
     rows = [_times(c, own, list(keys)) if own else None for c, own in zip(configs, timed, strict=True)]
-    return {"parts": [k.removeprefix("time/").replace("_", " ") for k in keys], "rows": rows}
+    return {
+        "parts": [k.removeprefix("time/").replace("_", " ").replace("logprobs", "log-probs") for k in keys],
+        "rows": rows,
+    }
 
 
 def _label(run: Run, all_runs: Sequence[Run]) -> str:

@@ -133,12 +133,12 @@ def files(run_dir: Path, *, steps: int) -> list[Path]:
 
 
 def scales(numbers: list[dict[str, np.ndarray]]) -> dict[str, float]:
-    """Where the colours of each of `NUMBERS` end: 1, 2 or 5 times a power of ten, above 99.5 % of absolute values."""
+    """Where the colours of each of `NUMBERS` end: 1, 2 or 5 times a power of ten, above 95 % of absolute values."""
     found = {}
     for name in NUMBERS:
         values = np.abs(np.concatenate([n[name] for n in numbers])) if numbers else np.zeros(0)
         values = values[np.isfinite(values)]
-        top = float(np.quantile(values, 0.995)) if len(values) else 0.0
+        top = float(np.quantile(values, 0.95)) if len(values) else 0.0
         magnitude = 10.0 ** np.floor(np.log10(top)) if top > 0 else 1.0
         found[name] = float(f"{magnitude * next(m for m in (1, 2, 5, 10) if m * magnitude >= top * 0.999):.1g}")
     return found

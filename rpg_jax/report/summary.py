@@ -29,6 +29,8 @@ FILES = (
     ("curves.png", "the training dynamics"),
     ("metrics.jsonl", "every metric of every step, evaluations included"),
     ("samples.jsonl", "prompts, completions and their rewards"),
+    ("rollouts", "every token's numbers in some steps; `python -m rpg_jax.report` shows them"),
+    ("report.html", "the page that shows them, and compares runs"),
     ("config.json", "the resolved configuration"),
     ("versions.json", "package versions and commit"),
     ("checkpoints", "weights and training state; the same command continues from here"),

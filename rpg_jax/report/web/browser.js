@@ -7,6 +7,8 @@ const state = {run: 0, step: "", group: "", sort: "sampled", colour: "ratio", co
 
 const MARKS = {right: "✓", wrong: "✗"};
 
+const good = (c) => (c.verdict === "right" ? "right" : "wrong");
+
 function browser() {
   const withRollouts = DATA.runs.map((run, i) => [run, i]).filter(([run]) => run.kept.length);
   if (!withRollouts.length) {
@@ -17,7 +19,8 @@ function browser() {
   fill("run", withRollouts.map(([run, i]) => [i, run.name]));
   fill("sort", Object.entries(ORDERS).map(([name, {label}]) => [name, label]));
   fill("colour", Object.entries(COLOURS).map(([name, {label}]) => [name, label]));
-  byId("list-head").append(...["", "reward", "adv.", "tokens", "clip %", "KL", "text"].map((name) => el("span", {}, name)));
+  byId("list-head").append(
+    ...["", "reward", "adv.", "tokens", "clip %", "KL", "text"].map((name) => el("span", {}, name)));
   byId("filters").append(...Object.entries(FILTERS).map(([name, {label}]) => {
     const button = el("button", {type: "button", "aria-pressed": "false", "data-filter": name}, label);
     button.addEventListener("click", () => toggle(name));
@@ -26,7 +29,7 @@ function browser() {
   byId("run").addEventListener("change", (event) => chooseRun(+event.target.value));
   byId("step").addEventListener("change", (event) => chooseStep(event.target.value));
   byId("group").addEventListener("change", (event) => { state.group = event.target.value; refresh(); });
-  byId("sort").addEventListener("change", (event) => { state.sort = event.target.value; refresh(); });
+  byId("sort").addEventListener("change", (event) => { state.sort = event.target.value; refresh(); choose(0); });
   byId("contains").addEventListener("input", (event) => { state.contains = event.target.value; refresh(); });
   byId("colour").addEventListener("change", (event) => { state.colour = event.target.value; recolour(); });
   byId("list").addEventListener("scroll", () => requestAnimationFrame(rows), {passive: true});
@@ -65,7 +68,8 @@ async function chooseStep(step) {
   state.all = read.flatMap((own) => own.completions);
   state.group = "";
   const groups = read.flatMap((own) => own.groups.map((group, g) => [`${own.step}/${g}`, group]));
-  fill("group", [["", "every group"], ...groups.map(([value, group]) => [value, `${value.split("/")[1]}: ${shorten(group.prompt, 36)}`])]);
+  const named = groups.map(([value, group]) => [value, `${value.split("/")[1]}: ${shorten(group.prompt, 36)}`]);
+  fill("group", [["", "every group"], ...named]);
   refresh();
 }
 
@@ -87,7 +91,8 @@ function refresh() {
   if (state.group) tests.push((c) => `${c.step}/${c.group}` === state.group);
   const sought = state.contains.toLowerCase();
   if (sought) {
-    tests.push((c) => textOf(c).toLowerCase().includes(sought) || c.own.groups[c.group].prompt.toLowerCase().includes(sought));
+    const has = (text) => text.toLowerCase().includes(sought);
+    tests.push((c) => has(textOf(c)) || has(c.own.groups[c.group].prompt));
   }
   const {value} = ORDERS[state.sort];
   const list = state.all.filter((c) => tests.every((test) => test(c)));
@@ -95,7 +100,7 @@ function refresh() {
   state.list = list;
   byId("spacer").style.height = `${list.length * rowHeight()}px`;
   const right = list.filter((c) => c.verdict === "right").length;
-  byId("count").textContent = `${list.length.toLocaleString("en-US")} of ${state.all.length.toLocaleString("en-US")} completions` +
+  byId("count").textContent = `${count(list.length)} of ${count(state.all.length)} completions` +
     (list.length ? `, ${fixed((100 * right) / list.length, 1)} % right` : "");
   choose(Math.max(list.indexOf(before), 0));
 }
@@ -115,12 +120,12 @@ function rows() {
 function row(c, i, height) {
   const made = el("div", {class: "row", role: "option", id: `row-${i}`, "data-row": String(i),
     "aria-selected": String(i === state.at), "aria-posinset": String(i + 1), "aria-setsize": String(state.list.length)},
-    el("span", {class: `verdict ${c.verdict === "right" ? "right" : "wrong"}`, title: c.verdict, "aria-label": c.verdict},
+    el("span", {class: `verdict ${good(c)}`, title: c.verdict, "aria-label": c.verdict},
       MARKS[c.verdict] || "!"),
     el("span", {}, fixed(c.reward, 2)), el("span", {}, signed(c.advantage, 2)),
-    el("span", {}, c.length.toLocaleString("en-US"), c.finish === "length" ? el("abbr", {title: "cut off by the limit"}, "…") : null),
+    el("span", {}, count(c.length), c.finish === "length" ? el("abbr", {title: "cut off by the limit"}, "…") : null),
     el("span", {}, c.clipped ? fixed(100 * c.clipped, 0) : "·"), el("span", {}, number(c.kl, 2)),
-    el("span", {class: "text"}, el("span", {class: "muted"}, shorten(c.own.groups[c.group].prompt, 60)), " ",
+    el("span", {class: "text"}, el("span", {class: "muted"}, shorten(c.own.groups[c.group].prompt, 16)), " ",
       shorten(textOf(c).slice(0, 160), 120)));
   made.style.transform = `translateY(${i * height}px)`;
   return made;
@@ -137,7 +142,7 @@ function choose(i, token = null) {
   detail(token);
 }
 
-// The group of the chosen completion: the prompt, then all its completions.
+// The chosen completion under its prompt, then the others of its group.
 function detail(token = null) {
   const place = byId("detail"), chosen = state.list[state.at];
   if (!chosen) {
@@ -149,23 +154,24 @@ function detail(token = null) {
   const right = members.filter((c) => c.verdict === "right").length;
   const strip = el("dl", {class: "strip", "aria-live": "polite"});
   place.replaceChildren(
-    el("h3", {}, `Problem ${problem.prompt_id}`,
-      el("small", {}, ` step ${own.step} · ${right} of ${members.length} right · reference answer `, el("code", {}, problem.answer))),
+    el("h3", {}, `Problem ${problem.prompt_id}`, el("small", {},
+      ` step ${own.step} · ${right} of ${members.length} right · reference answer `, el("code", {}, problem.answer))),
     el("pre", {class: "prompt", tabindex: "0", "aria-label": "Prompt"}, problem.prompt), strip,
-    ...members.map((c) => member(c, c === chosen)));
+    member(chosen, true), ...members.filter((c) => c !== chosen).map((c) => member(c, false)));
   readout(strip, chosen, token ?? 0);
+  place.scrollTop = 0;
   if (token !== null) place.querySelector(`.chosen [data-token="${token}"]`)?.focus();
 }
 
 function member(c, chosen) {
   const versions = c.versions[0] === c.versions[1] ? c.versions[0] : `${c.versions[0]} to ${c.versions[1]}`;
   const facts = [
-    `reward ${fixed(c.reward, 2)}`, `advantage ${signed(c.advantage, 3)}`, `${c.length.toLocaleString("en-US")} tokens`,
+    `reward ${fixed(c.reward, 2)}`, `advantage ${signed(c.advantage, 3)}`, `${count(c.length)} tokens`,
     c.finish === "length" ? "cut off by the limit" : c.finish, `weights ${versions}`,
   ];
   const made = el("article", {class: chosen ? "member chosen" : "member", "aria-current": chosen ? "true" : undefined},
-    el("div", {class: "facts"},
-      el("span", {class: `verdict ${c.verdict === "right" ? "right" : "wrong"}`}, `${MARKS[c.verdict] || "!"} ${c.verdict}`),
+    el("div", chosen ? {class: "facts"} : {class: "facts", role: "button", tabindex: "0"},
+      el("span", {class: `verdict ${good(c)}`}, `${MARKS[c.verdict] || "!"} ${c.verdict}`),
       ...facts.map((fact) => el("span", {}, fact))),
     tokenSpans(c, state.colour, chosen));
   made.completion = c;
@@ -256,6 +262,8 @@ function keys(event) {
     }
   } else if (inList && key === "Enter") {
     byId("detail").querySelector(".chosen [data-token]")?.focus();
+  } else if (key === "Enter" && target.closest(".member:not(.chosen)")) {
+    find(target.closest(".member").completion, 0);
   } else if (inTokens && key === "Escape") {
     byId("list").focus();
   }

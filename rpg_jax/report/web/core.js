@@ -28,12 +28,14 @@ const minus = (text) => text.replaceAll("-", "−");
 function number(x, digits = 3) {
   if (x === null || x === undefined || Number.isNaN(x)) return "–";
   if (x === 0) return "0";
-  const size = Math.abs(x);
+  const size = Number(Math.abs(x).toPrecision(digits));
   if (!Number.isFinite(x)) return x > 0 ? "∞" : "−∞";
   if (size >= 10 ** digits) return minus(Math.round(x).toLocaleString("en-US"));
   if (size < 1e-3) return minus(x.toExponential(Math.max(digits - 2, 0)));
   return minus(x.toFixed(Math.min(Math.max(digits - 1 - Math.floor(Math.log10(size)), 0), digits + 1)));
 }
+
+const count = (n) => n.toLocaleString("en-US");
 
 const fixed = (x, places) => minus(x.toFixed(places));
 

@@ -36,16 +36,16 @@ function dynamics() {
 function ticks(low, high, count) {
   const rough = (high - low) / count || 1;
   const magnitude = 10 ** Math.floor(Math.log10(rough));
-  const step = [1, 2, 5, 10].map((m) => m * magnitude).find((s) => s >= rough * 0.999);
+  const step = [1, 2, 5, 10].map((m) => m * magnitude).find((s) => s >= rough * 0.7);
   const first = Math.ceil(low / step - 1e-9);
   const found = [];
   for (let i = first; i * step <= high + step * 1e-9; i++) found.push(i * step);
   return found;
 }
 
-function extent({limits, curves}) {
-  if (limits) return limits;
-  const values = [...shown].flatMap((i) => (curves[i] ? [...curves[i].low, ...curves[i].high] : []));
+function extent({curves}) {
+  const own = [...shown].map((i) => curves[i]).filter((c) => c);
+  const values = own.flatMap((c) => [...c.low, ...c.high, ...(c.held_out || []).map(([, value]) => value)]);
   const low = Math.min(...values), high = Math.max(...values);
   const nearZero = low >= 0 && low < 0.5 * high;
   const pad = 0.06 * (high - low || Math.abs(high) || 1);
@@ -72,7 +72,7 @@ function draw(panel) {
     root.append(svg("text", {x: x(step), y: HEIGHT - 5, "text-anchor": "middle"}, String(step)));
   }
   for (const i of visible) {
-    const c = data.curves[i], xs = c.steps.map(x), single = DATA.results.seeds[i] < 2 && seedsOf(i) < 2;
+    const c = data.curves[i], xs = c.steps.map(x), single = seedsOf(i) < 2;
     if (single) root.append(svg("path", {class: `raw ${hue(i)}`, d: path(xs, c.raw.map((v) => y(clamp(v, low, high))))}));
     else {
       root.append(svg("path", {class: `band ${hue(i)}`,

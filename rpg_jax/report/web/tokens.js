@@ -16,7 +16,7 @@ const CLIP_NOTES = {
   clipped: "ratio clipped", high: "A ≥ 0, ratio above 1 + ε₂", low: "A < 0, ratio below 1 − ε₁",
   dual: "A < 0, ratio above c", "not trained": "not trained",
 };
-const PREVIEW = 240; // tokens shown of a completion that is not the chosen one
+const PREVIEW = 120; // tokens made of a completion that is not the chosen one, of which three lines are seen
 const STRONGEST = 72; // % of the colour at the end of its scale
 
 const values = {
@@ -44,9 +44,9 @@ function paint(span, own, token, colour) {
 // The tokens of a completion; only those of the chosen one can be focused.
 function tokenSpans(completion, colour, focusable) {
   const {own, start, length, finish} = completion;
-  const count = focusable ? length : Math.min(length, PREVIEW);
+  const made = focusable ? length : Math.min(length, PREVIEW);
   const line = el("div", {class: "tokens"});
-  for (let i = 0; i < count; i++) {
+  for (let i = 0; i < made; i++) {
     const token = start + i, text = piece(own, token);
     const ends = i === length - 1 && finish === "stop";
     const span = el("span", focusable ? {tabindex: i ? "-1" : "0", "data-token": String(i)} : {"data-token": String(i)},
@@ -55,15 +55,16 @@ function tokenSpans(completion, colour, focusable) {
     if (!text) span.classList.add("silent");
     line.append(span);
   }
-  if (count < length) line.append(el("span", {class: "muted"}, ` … ${(length - count).toLocaleString("en-US")} more`));
+  if (made < length) line.append(el("span", {class: "muted"}, ` … ${count(length - made)} more`));
   return line;
 }
 
 function legend(colour) {
   const place = byId("scale");
   if (colour === "clip") {
-    place.replaceChildren(...Object.entries(CLIP_NOTES).filter(([state]) => state !== "clipped").map(([state, note]) =>
-      el("span", {class: "swatch"}, el("i", {class: `token ${CLIP_CLASSES[state]}`}, state), el("small", {}, state === note ? "" : note))));
+    const states = Object.entries(CLIP_NOTES).filter(([state]) => state !== "clipped");
+    place.replaceChildren(...states.map(([state, note]) => el("span", {class: "swatch"},
+      el("i", {class: `token ${CLIP_CLASSES[state]}`}, state), el("small", {}, state === note ? "" : note))));
     return;
   }
   const top = DATA.scales[colour], {diverging} = COLOURS[colour];
