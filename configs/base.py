@@ -190,7 +190,7 @@ def get_config() -> ConfigDict:
     log.samples_per_step = 2  # prompts whose completions go to samples.jsonl
     log.rollouts_every = 10  # steps, and the first: groups with every token's numbers go to rollouts/, for the report's
     # browser, after one more pass of log-probs over the mini-batches that they are in; 0 is off
-    log.rollouts_groups = 8  # of those steps, at most; about 25 bytes a token on disk
+    log.rollouts_groups = 8  # of those steps, at most; up to 25 bytes a token on disk
     log.tensorboard = False  # event files in the run folder; needs tensorboardX
     log.wandb = optional(str)  # project of Weights & Biases; needs wandb
     log.wandb_mode = "online"  # online, offline (files in the run folder, to be synced later), disabled
