@@ -32,6 +32,7 @@ _MAY_CHANGE = (
     # where things are computed: bit for bit only on the same mesh, step for step on any
     "mesh.",
     "sharding",
+    "offload",
     "rollout.tensor",
     "rollout.expert",
     "model.remat",
