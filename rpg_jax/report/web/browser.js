@@ -269,7 +269,10 @@ function keys(event) {
   }
 }
 
-byId("runs").textContent = DATA.runs.map((run) => `${run.name} (${run.steps} steps)`).join("  ·  ");
+const FEW = 8; // runs that are named under the title
+byId("runs").textContent = DATA.runs.length > FEW
+  ? `${DATA.runs.length} runs of ${DATA.configs.length} configs`
+  : DATA.runs.map((run) => `${run.name} (${run.steps} steps)`).join("  ·  ");
 results();
 timing();
 differences();

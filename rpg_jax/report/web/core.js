@@ -41,4 +41,5 @@ const fixed = (x, places) => minus(x.toFixed(places));
 
 const signed = (x, places) => (x > 0 ? "+" : "") + fixed(x, places);
 
-const hue = (i) => `hue-${i % 6}`;
+// Six colours that colour-blind people tell apart; the next six are dashed, with a round key.
+const hue = (i) => `hue-${i % 6} dash-${Math.floor(i / 6) % 3}`;

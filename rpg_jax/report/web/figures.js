@@ -73,8 +73,9 @@ function draw(panel) {
   }
   for (const i of visible) {
     const c = data.curves[i], xs = c.steps.map(x), single = seedsOf(i) < 2;
-    if (single) root.append(svg("path", {class: `raw ${hue(i)}`, d: path(xs, c.raw.map((v) => y(clamp(v, low, high))))}));
-    else {
+    if (single && visible.length < 3) {
+      root.append(svg("path", {class: `raw ${hue(i)}`, d: path(xs, c.raw.map((v) => y(clamp(v, low, high))))}));
+    } else if (!single) {
       root.append(svg("path", {class: `band ${hue(i)}`,
         d: `${path(xs, c.high.map(y))}L${path([...xs].reverse(), [...c.low].reverse().map(y)).slice(1)}Z`}));
     }
