@@ -108,6 +108,7 @@ def test_eight_devices_change_nothing(shape, plain):
     assert_same(two_updates(mesh_shape=shape, devices=8), plain)
 
 
+@pytest.mark.slow
 def test_optimizer_state_in_host_memory_changes_nothing(plain):
     programs, state, mesh = make(offload=True)
     kinds = [{x.sharding.memory_kind for x in jax.tree.leaves(part)} for part in (state.params, state.opt_state)]
