@@ -9,8 +9,10 @@ completions that are under way is `swap`:
 - "midway": they replace the sampler's at once, also in the middle of completions. Tokens are fresher, and which weights
   sample a token depends on timing: such a run is not reproducible.
 
-Every token is weighted by the log-probability that it was drawn with. Where its weights are still the trainer's, that
-is recomputed by the trainer as without this module; where they are gone, it is the sampler's own.
+Every token is weighted by the log-probability that it was drawn with. With "between", completions of weights that are
+still the trainer's have it recomputed by the trainer, as without this module. Where those are gone it is the sampler's
+own, and with "midway" always: what earlier weights wrote into the cache stays there, so no forward pass of one policy
+gives the same number.
 
 A checkpoint waits for the batches under way and holds them, as it holds groups carried over: a resumed run trains on
 them, and with "between" it is the same run.
@@ -159,11 +161,11 @@ def snapshot(params: Any) -> Any:
 
 
 def with_behaviour(groups: Sequence[Group], version: int) -> list[Group]:
-    """`groups` with the sampler's log-probs of all tokens but those that weights of `version`, the trainer's, drew:
-    these are NaN, for the trainer to compute."""
+    """`groups` with the sampler's log-probs of all completions but those of weights of `version`, the trainer's: these
+    are NaN, for the trainer to compute."""
 
     def known(completion):
-        return np.where(completion.versions == version, np.float32(np.nan), completion.logprobs)
+        return np.where((completion.versions == version).all(), np.float32(np.nan), completion.logprobs)
 
     return [dataclasses.replace(g, behaviour_logprobs=[known(c) for c in g.completions]) for g in groups]
 

@@ -105,7 +105,8 @@ class Trainer:
             trained = sampled.collected.trained
         else:
             sampled = self.ahead.take(self.step, self.state.params, version)
-            trained = with_behaviour(sampled.collected.trained, version)
+            trained = sampled.collected.trained
+            trained = trained if self.ahead.midway else with_behaviour(trained, version)
         collected = sampled.collected
         clock.lap("rollout")
 

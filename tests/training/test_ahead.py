@@ -106,9 +106,11 @@ def test_a_fault_in_sampling_is_raised_at_the_step_that_needs_the_batch():
         ahead.take(1, {}, 1)
 
 
-def test_stale_tokens_keep_the_sampler_s_logprobs_and_fresh_ones_are_left_to_the_trainer():
-    (mixed,) = with_behaviour([group(3, 3, 4, 4)], version=4)
-    np.testing.assert_array_equal(mixed.behaviour_logprobs[0], [-2, -2, np.nan, np.nan])
+def test_stale_completions_keep_the_sampler_s_logprobs_and_fresh_ones_are_left_to_the_trainer():
+    stale, mixed, fresh = with_behaviour([group(3, 3), group(3, 4), group(4, 4)], version=4)
+    np.testing.assert_array_equal(stale.behaviour_logprobs[0], [-2, -2])
+    np.testing.assert_array_equal(mixed.behaviour_logprobs[0], [-2, -2])
+    np.testing.assert_array_equal(fresh.behaviour_logprobs[0], [np.nan, np.nan])
 
 
 def test_a_state_holds_the_batches_to_come_and_what_is_carried():
