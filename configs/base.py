@@ -17,10 +17,10 @@ def get_config() -> ConfigDict:
     c.seed = 0  # every random number of the run is folded from it
 
     run = c.run = ConfigDict()
-    run.dir = "runs"  # folder of all runs
+    run.dir = "runs"  # folder of all runs, local or gs://BUCKET/FOLDER
     run.name = optional(str)  # default: config file, method, seed, and a hash of other overrides; same name = resume
     run.overwrite = False  # start anew where a run of this name exists
-    run.compilation_cache = "runs/compilation_cache"  # compiled programs, kept between runs; "" switches it off
+    run.compilation_cache = "runs/compilation_cache"  # JAX_COMPILATION_CACHE_DIR goes before it; "" switches it off
     run.platform = optional(str)  # tpu, cuda or cpu: stop where there is none, never fall back; unset: what JAX finds
     run.stop_seconds = 25.0  # from SIGTERM or a preemption notice to the end of the process, at most
     run.preemption_url = "http://metadata.google.internal/computeMetadata/v1/instance/preempted"  # on TPUs; "": off
@@ -37,14 +37,14 @@ def get_config() -> ConfigDict:
     model.path = optional(str)  # folder in Hugging Face layout to load weights and tokenizer from
     model.size = optional(str)  # random weights of a published size, e.g. qwen3-0.6b; unset: the dimensions below
     model.tokenizer = optional(str)  # folder with tokenizer.json; unset: model.path, or one trained on the task's text
-    model.num_layers = optional(int)
-    model.embed_dim = optional(int)
-    model.num_heads = optional(int)
-    model.num_kv_heads = optional(int)
-    model.head_dim = optional(int)
+    model.num_layers = optional(int)  # decoder blocks
+    model.embed_dim = optional(int)  # width of the residual stream
+    model.num_heads = optional(int)  # of queries
+    model.num_kv_heads = optional(int)  # of keys and values, each shared by num_heads / num_kv_heads queries
+    model.head_dim = optional(int)  # of each head
     model.hidden_dim = optional(int)  # of the SwiGLU block
-    model.rope_theta = optional(float)
-    model.tie_embeddings = optional(bool)
+    model.rope_theta = optional(float)  # base of the rotary positions' wavelengths; unset: 1e6
+    model.tie_embeddings = optional(bool)  # one matrix for input and output; unset: yes
     model.compute_dtype = "bfloat16"  # of activations; log-probabilities and reductions are always float32
     model.param_dtype = "float32"  # of the master weights
     model.remat = "full"  # what the backward pass recomputes: none, dots, full, offload (layer inputs wait on the host)
@@ -53,15 +53,15 @@ def get_config() -> ConfigDict:
     c.offload = ""  # what waits in the host's memory until it is needed: optimizer, reference, or optimizer+reference
 
     mesh = c.mesh = ConfigDict()  # devices along each axis; -1 once: all that are left
-    mesh.replica = 1
-    mesh.fsdp = -1
-    mesh.tensor = 1
-    mesh.context = 1
-    mesh.expert = 1
+    mesh.replica = 1  # copies of the weights
+    mesh.fsdp = -1  # batch and weights are cut alike; weights are gathered layer by layer
+    mesh.tensor = 1  # heads, hidden units and vocabulary are cut
+    mesh.context = 1  # sequences are cut along their length
+    mesh.expert = 1  # experts of a mixture are spread, and rows with them
 
     task = c.task = ConfigDict()
     task.name = "arithmetic"  # arithmetic, or files: problems from data sources
-    task.max_prompt_tokens = 16
+    task.max_prompt_tokens = 16  # of a prompt, its chat template included
     task.too_long = "drop"  # a longer prompt: drop it, or truncate it on the left
     task.thinking = False  # of the model's chat template, where it has that switch
     task.generated = optional(int)  # problems of a procedural source; unset: all (arithmetic) or 1000 (reasoning_gym)
@@ -91,10 +91,10 @@ def get_config() -> ConfigDict:
     rollout.slots = 64  # completions decoded together
     rollout.tensor = optional(int)  # devices that share one copy of the decoding weights; unset: the trainer's mesh
     rollout.expert = optional(int)  # of a mixture: groups of experts in a copy, each on `tensor` devices
-    rollout.prompts_per_step = 64
+    rollout.prompts_per_step = 64  # groups that a step trains
     rollout.group_size = 8  # completions per prompt
     rollout.max_tokens = 16  # of a completion, stop token included
-    rollout.temperature = 1.0
+    rollout.temperature = 1.0  # of sampling, and of the log-probs in the loss
     rollout.top_p = 1.0  # 1 is off
     rollout.top_k = 0  # 0 is off
     rollout.min_p = 0.0  # least probability of a token, as a share of the most probable one's; 0 is off
@@ -153,30 +153,30 @@ def get_config() -> ConfigDict:
 
     optimizer = c.optimizer = ConfigDict()
     optimizer.name = "adamw"  # adamw, schedule_free_adamw
-    optimizer.learning_rate = 1e-6
+    optimizer.learning_rate = 1e-6  # after the warm-up
     optimizer.warmup_updates = 10  # linear, then constant
-    optimizer.b1 = 0.9
-    optimizer.b2 = 0.999
-    optimizer.eps = 1e-8
-    optimizer.weight_decay = 0.1
+    optimizer.b1 = 0.9  # decay of the gradient's mean; for schedule_free_adamw its interpolation
+    optimizer.b2 = 0.999  # decay of the squared gradient's mean
+    optimizer.eps = 1e-8  # added to the root of the squared gradient's mean
+    optimizer.weight_decay = 0.1  # decoupled, times the learning rate
     optimizer.max_grad_norm = 1.0  # global norm
 
     warm = c.warm_start = ConfigDict()
     warm.enabled = False  # supervised training from scratch before RL; cached and shared between runs
-    warm.dir = "runs/warm_starts"
+    warm.dir = "runs/warm_starts"  # where warm starts are cached
     warm.seed = 0  # its own, so that runs of several seeds share one warm start
     warm.min_accuracy = 0.4  # stop inside [min_accuracy, max_accuracy] on held-out problems
-    warm.max_accuracy = 0.6
-    warm.learning_rate = 2e-3
-    warm.batch_size = 512
+    warm.max_accuracy = 0.6  # upper end of that range
+    warm.learning_rate = 2e-3  # of AdamW
+    warm.batch_size = 512  # pairs of prompt and answer an update
     warm.check_every = 50  # updates between accuracy checks; halved after an overshoot
-    warm.max_updates = 5000
+    warm.max_updates = 5000  # before giving up
 
     evaluation = c.evaluation = ConfigDict()
     evaluation.every = 10  # steps
     evaluation.problems = 256  # per held-out set, at most
     evaluation.k = 4  # completions per problem
-    evaluation.temperature = 1.0
+    evaluation.temperature = 1.0  # 0 is greedy
 
     checkpoint = c.checkpoint = ConfigDict()
     checkpoint.every = 10  # steps

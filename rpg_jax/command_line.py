@@ -16,6 +16,7 @@ from rpg_jax import host_memory
 
 ROOT = Path(__file__).resolve().parent.parent
 _FIELD = re.compile(r"^    (?:c|\w+)\.(?P<name>\w+) = (?P<value>.*?)(?:  # (?P<meaning>.*))?$")
+_CONTINUATION = re.compile(r"^    # (?P<meaning>.*)$")
 _SECTION = re.compile(r"^    \w+ = c\.(?P<name>\w+) = ConfigDict\(\)(?:  # (?P<meaning>.*))?$")
 
 
@@ -65,12 +66,16 @@ def run(main: Callable[[], int | None], usage: str) -> None:
 
 def fields() -> Iterator[tuple[str, str, str]]:
     """(dotted name, default as written, meaning) of every field of `configs/base.py`, in its order."""
-    section = ""
+    section, found = "", []
     for line in (ROOT / "configs" / "base.py").read_text(encoding="utf-8").splitlines():
         if match := _SECTION.match(line):
             section = match["name"] + "."
         elif match := _FIELD.match(line):
-            yield ("" if line.startswith("    c.") else section) + match["name"], match["value"], match["meaning"] or ""
+            name = ("" if line.startswith("    c.") else section) + match["name"]
+            found.append([name, match["value"], match["meaning"] or ""])
+        elif (match := _CONTINUATION.match(line)) and found:
+            found[-1][2] += f" {match['meaning']}"
+    yield from map(tuple, found)
 
 
 def help_text(usage: str) -> str:

@@ -1,0 +1,169 @@
+"""Writes the pages of docs/ that are made from the code: methods.md and configuration.md.
+
+python -m rpg_jax.docs
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rpg_jax import command_line, losses
+from rpg_jax.losses import equations
+from rpg_jax.report.runs import write_atomically
+
+_NOTE = "<!-- written by python -m rpg_jax.docs from {}; change it there -->"
+
+_SYMBOLS = r"""
+A completion's tokens come from the behaviour policy $\pi_\mathrm{old}$; $\pi_\theta$ is trained and
+$\pi_\mathrm{ref}$ anchors the KL term. Per token, given its prefix: $w = \pi_\theta/\pi_\mathrm{old}$,
+$\rho = \pi_\mathrm{ref}/\pi_\mathrm{old}$ (1 where the reference is the behaviour policy), $r = w/\rho$; $A$ is the
+advantage, $\beta$ the KL coefficient, $\mathrm{sg}$ stops the gradient. Losses are minimised.
+"""
+
+_CLIP = r"""
+With $K$ from the table of divergences, the regularized advantage is $A_\mathrm{reg} = A - \beta K/w$: what a token is
+worth once its share of the KL gradient is subtracted. $C$ is $w$ inside the clip range, and outside a bound:
+$1+\varepsilon_2$ where $A_\mathrm{reg} \ge 0$ and $w \ge 1+\varepsilon_2$; $1-\varepsilon_1$ where
+$A_\mathrm{reg} < 0$ and $w \le 1-\varepsilon_1$; $c$ where $A_\mathrm{reg} < 0$ and $w \ge c$. With clip `dual` such
+a token has no gradient; with `truncate` it keeps one, weighted by the bound. PPO's clip is
+$\mathrm{clip}_\mathrm{PPO}(w, A) = \max(-wA, -\mathrm{clip}(w, 1-\varepsilon_1, 1+\varepsilon_2) A)$, and where
+$A < 0$ at most $-cA$.
+"""
+
+_REFERENCE = """
+References: `behaviour`, the policy that sampled the step; `fixed`, the initial policy; `every`, a snapshot renewed
+every `reference.every` updates; `kl`, renewed when a moving average of the token KL passes `reference.kl_threshold`.
+A column's value is what `config.method` sets; any field set by hand wins over it.
+"""
+
+_FIELDS = """
+Every field, its default and its meaning. Set one with `--config.NAME=VALUE` on any command that takes `--config`; an
+experiment's file in `configs/` states only what differs. *Method* means that the row of [methods.md](methods.md) that
+`config.method` names sets it. *Unset* means off, or derived as its text says.
+"""
+
+
+def methods() -> str:
+    """docs/methods.md: every row of `losses.METHODS`, and the equations that its names stand for."""
+    rows = [
+        (
+            f"`{name}`",
+            _math(_equation(method)),
+            f"`{method.advantage}`",
+            f"`{method.aggregate}`",
+            _clip(method),
+            _number(method.hyperparameters.get("kl_coef")),
+            f"`{method.reference}`",
+            _yes(method.dynamic_sampling),
+            _yes(method.overlong_shaping),
+            method.source,
+        )
+        for name, method in losses.METHODS.items()
+    ]
+    head = ("method", "loss of a token", "advantage", "aggregate", "clip", "β", "reference", "dynamic sampling")
+    divergences = [(f"`{k}`", *map(_math, v)) for k, v in equations.DIVERGENCES.items()]
+    return _page(
+        "Methods",
+        "rpg_jax/losses",
+        _SYMBOLS,
+        _table((*head, "overlong shaping", "source"), rows),
+        _REFERENCE,
+        "## Divergences",
+        r"The mean of $d$ under $\pi_\mathrm{old}$ is $D$, that of $K \nabla\log\pi_\theta$ is $\nabla D$.",
+        _table(("name", "divergence", "$d$", "$K = \\partial d / \\partial \\log w$"), divergences),
+        "## Clips",
+        _CLIP,
+        "## Advantages",
+        "One number a completion from the rewards $R_i$ of $G$ completions of one prompt; `gae` is one a token.",
+        _named(equations.ADVANTAGES),
+        "## Aggregates",
+        r"Of the losses $\ell_{i,t}$ of $N$ completions with $T_i$ trained tokens; $L$ is `loss.constant_length`.",
+        _named(equations.AGGREGATES),
+    )
+
+
+def configuration() -> str:
+    """docs/configuration.md: every field of `configs/base.py`."""
+    sections: dict[str, list[tuple[str, str, str]]] = {}
+    for name, value, meaning in command_line.fields():
+        sections.setdefault(name.rpartition(".")[0], []).append(
+            (f"`{name}`", _default(value), meaning.replace("|", "\\|"))
+        )
+    parts = [part for name, rows in sections.items() for part in _section(name, rows)]
+    return _page(
+        "Configuration",
+        "configs/base.py",
+        _FIELDS,
+        *parts,
+    )
+
+
+PAGES: dict[str, Callable[[], str]] = {"methods.md": methods, "configuration.md": configuration}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m rpg_jax.docs", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    folder = command_line.ROOT / "docs"
+    parser.add_argument("--out", type=Path, default=folder, help="folder to write (default: docs)")
+    arguments = parser.parse_args(argv)
+    for name, page in PAGES.items():
+        write_atomically(arguments.out / name, page())
+
+
+def _equation(method: losses.Method) -> str:
+    if method.loss != "rpg":
+        return equations.BASELINES[method.loss]
+    options = method.hyperparameters
+    weight = equations.DIVERGENCES[options["divergence"]][2]
+    loss = equations.REGULARIZED[options["estimator"]]
+    return rf"{loss}, \quad K = {weight}"
+
+
+def _clip(method: losses.Method) -> str:
+    """ "dual, ε₁ 0.2, ε₂ 0.28, c 10" """
+    values = method.hyperparameters
+    symbols = {"clip": "", "clip_low": "ε₁ ", "clip_high": "ε₂ ", "clip_dual": "c "}
+    return ", ".join(f"{symbol}{_number(values[k])}" for k, symbol in symbols.items() if k in values)
+
+
+def _section(name: str, rows: Sequence[Sequence[str]]) -> list[str]:
+    return [f"## `{name}`" if name else "## The run", _table(("field", "default", "meaning"), rows)]
+
+
+def _default(value: str) -> str:
+    kind = value.partition("(")[2].rstrip(")")
+    if value.startswith("from_method"):
+        return f"*method* ({kind})"
+    return f"*unset* ({kind})" if value.startswith("optional") else f"`{value}`"
+
+
+def _named(table) -> str:
+    return _table(("name", "formula"), [(f"`{name}`", _math(formula)) for name, formula in table.items()])
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows))
+
+
+def _math(latex: str) -> str:
+    return f"${latex}$"
+
+
+def _number(value: object) -> str:
+    return "–" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _page(title: str, source: str, *parts: str) -> str:
+    return "\n\n".join([f"# {title}", _NOTE.format(source), *(part.strip() for part in parts)]) + "\n"
+
+
+if __name__ == "__main__":
+    main()

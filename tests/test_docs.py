@@ -1,0 +1,59 @@
+"""The pages made from the code are up to date, and their equations are the code's."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rpg_jax import command_line, docs, losses
+from rpg_jax.losses import equations
+from rpg_jax.losses.divergences import DIVERGENCES, gradient_weight
+
+
+@pytest.mark.parametrize("name", docs.PAGES)
+def test_the_committed_page_is_what_the_code_says(name):
+    committed = (command_line.ROOT / "docs" / name).read_text(encoding="utf-8")
+    assert committed == docs.PAGES[name](), "run python -m rpg_jax.docs"
+
+
+def test_every_name_of_a_table_has_its_equation():
+    assert set(equations.DIVERGENCES) == set(losses.DIVERGENCES)
+    assert set(equations.BASELINES) | {"rpg"} == set(losses.LOSSES)
+    assert set(equations.ADVANTAGES) == {*losses.ADVANTAGES, *losses.LEARNED_ADVANTAGES}
+    assert set(equations.AGGREGATES) == set(losses.AGGREGATES)
+
+
+def value(latex: str, **symbols: np.ndarray) -> np.ndarray:
+    """A formula of w, rho and r: what stands side by side is multiplied."""
+    text = latex.replace(r"\tfrac12", " 0.5 ").replace(r"\rho", " rho ")
+    tokens = re.findall(r"\\log|\w+(?:\.\d+)?|[-+/()]", re.sub(r"\\log r", r"\\log(r)", text))
+    product = ""
+    for before, token in zip(["", *tokens], tokens, strict=False):
+        ends = before != r"\log" and (before == ")" or before[-1:].isalnum())
+        product += "*" * (ends and token not in ("+", "-", "/", ")")) + token.replace(r"\log", "np.log")
+    return eval(product, {"np": np, **symbols})
+
+
+@pytest.mark.parametrize("name", equations.DIVERGENCES)
+def test_the_equations_of_a_divergence_are_its_function_and_its_gradient(name):
+    log_w, log_rho = np.random.default_rng(0).normal(0, 1, (2, 50))
+    symbols = {"w": np.exp(log_w), "rho": np.exp(log_rho), "r": np.exp(log_w - log_rho)}
+    _, d, weight = equations.DIVERGENCES[name]
+    with jax.enable_x64(True):
+        x = jnp.asarray(log_w), jnp.asarray(log_rho)
+        expected = DIVERGENCES[name](*x), gradient_weight(DIVERGENCES[name], *x)
+    np.testing.assert_allclose(value(d, **symbols), expected[0], rtol=0, atol=1e-12)  # float64, values below 50
+    np.testing.assert_allclose(value(weight, **symbols), expected[1], rtol=0, atol=1e-12)
+
+
+def test_every_field_has_a_meaning():
+    assert [name for name, _, meaning in command_line.fields() if not meaning] == []
+
+
+def test_a_meaning_may_go_on_in_the_next_line():
+    meanings = {name: meaning for name, _, meaning in command_line.fields()}
+    assert meanings["rewards.parts"].endswith("the first verifier decides accuracy")
