@@ -163,7 +163,7 @@ def get_config() -> ConfigDict:
 
     warm = c.warm_start = ConfigDict()
     warm.enabled = False  # supervised training from scratch before RL; cached and shared between runs
-    warm.dir = "runs/warm_starts"  # where warm starts are cached
+    warm.dir = "runs/warm_starts"  # where warm starts are cached; if local, runs in a bucket use run.dir/warm_starts
     warm.seed = 0  # its own, so that runs of several seeds share one warm start
     warm.min_accuracy = 0.4  # stop inside [min_accuracy, max_accuracy] on held-out problems
     warm.max_accuracy = 0.6  # upper end of that range

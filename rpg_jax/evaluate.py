@@ -11,6 +11,7 @@ continues an evaluation that was killed, and gives the same bytes whatever the b
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import signal
@@ -18,13 +19,12 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 from absl import flags
 from ml_collections import ConfigDict
 from rich.console import Console
 from rich.table import Table
 
-from rpg_jax import command_line, data, run_folder
+from rpg_jax import command_line, data, run_folder, storage
 from rpg_jax.experiment import Experiment
 from rpg_jax.methods import resolve
 from rpg_jax.report import scores
@@ -60,16 +60,19 @@ class Policy(NamedTuple):
     params: Any
     name: str
     step: int
-    home: Path
+    home: storage.Folder
 
 
 def main() -> int:
-    """Opens the policy, samples what is missing, prints and writes the tables."""
-    with tempfile.TemporaryDirectory() as scratch:
-        policy = open_policy(Path(scratch))
+    """Opens the policy and evaluates it."""
+    with contextlib.ExitStack() as folders:
+        return evaluate(open_policy(folders))
+
+
+def evaluate(policy: Policy) -> int:
+    """Samples what is missing, prints and writes the tables."""
     experiment, title = policy.experiment, f"{policy.name}, step {policy.step}" if policy.step else policy.name
-    if experiment.config.run.compilation_cache:
-        jax.config.update("jax_compilation_cache_dir", experiment.config.run.compilation_cache)
+    run_folder.use_compilation_cache(experiment.config)
     print("".join(f"{note}\n" for note in experiment.notes), end="")
     with experiment.activate():
         rollout = make_rollout(policy)
@@ -90,12 +93,15 @@ def main() -> int:
     for row in rows:
         table.add_row(*row)
     Console().print(table)
-    print(f"every problem: {out / 'scores.md'}\nevery completion with its verdict: {out / 'completions.jsonl'}")
+    found = f"every problem: {out / 'scores.md'}\nevery completion with its verdict: {out / 'completions.jsonl'}"
+    print(policy.home.shown(found))
     return 0
 
 
-def open_policy(scratch: Path) -> Policy:
+def open_policy(folders: contextlib.ExitStack) -> Policy:
     """The run's or the folder's, with the config changed as the flags say; weights are loaded unless a server has them.
+
+    `folders` keeps open what it needs.
 
     Raises:
       ValueError: neither or both were named, a folder without a config, or what the run lacks.
@@ -103,25 +109,27 @@ def open_policy(scratch: Path) -> Policy:
     if (_RUN.value is None) == (_FOLDER.value is None):
         raise ValueError("which policy? Give either --run=runs/NAME or --folder=MODEL with --config=FILE")
     if _RUN.value is not None:
-        run_dir = Path(_RUN.value)
         if _CONFIG.value is not None:
             raise ValueError("a run has its own config: leave --config out, and set --sets, --k, --max_tokens, …")
-        experiment = Experiment.open(_changed(run_folder.read_config(run_dir)), run_dir, train=False)
+        folder = folders.enter_context(run_folder.opened(_RUN.value))
+        experiment = Experiment.open(_changed(run_folder.read_config(folder.files)), folder.files, train=False)
         with experiment.activate():
             if _SERVER.value is None:
-                step, params = experiment.restore_policy(run_dir, _STEP.value)
+                step, params = experiment.restore_policy(folder.home, _STEP.value)
             else:
                 step, params = _STEP.value or 0, None
-        return Policy(experiment, params, run_dir.name, step, run_dir)
+        return Policy(experiment, params, folder.home.name, step, folder)
     if _CONFIG.value is None:
         raise ValueError("--folder needs --config=FILE for problems, limits and verifier: configs/qwen3_4b_2k.py")
     config = _CONFIG.value
     config.model.path = _FOLDER.value
     config.model.param_dtype = config.model.compute_dtype  # nothing is trained: no master weights
+    home = folders.enter_context(storage.Folder(config.run.dir))
+    scratch = Path(folders.enter_context(tempfile.TemporaryDirectory()))
     experiment = Experiment.open(resolve(_changed(config)), scratch, train=False)
     with experiment.activate():
         params = experiment.init_params() if _SERVER.value is None else None
-    return Policy(experiment, params, Path(_FOLDER.value).name, 0, Path(config.run.dir))
+    return Policy(experiment, params, Path(_FOLDER.value).name, 0, home)
 
 
 def make_rollout(policy: Policy) -> Rollout:
@@ -158,7 +166,7 @@ def open_folder(policy: Policy, settings: dict[str, Any]) -> Path:
     """
     text = json.dumps(settings, indent=1, ensure_ascii=False) + "\n"
     own = f"{policy.name}-step-{policy.step}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
-    out = Path(_OUT.value) if _OUT.value else policy.home / "evaluations" / own
+    out = Path(_OUT.value) if _OUT.value else policy.home.files / "evaluations" / own
     file = out / "settings.json"
     known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else settings
     differing = [f"{k} was {known.get(k)!r}, now {v!r}" for k, v in settings.items() if known.get(k) != v]

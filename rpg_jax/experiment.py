@@ -10,9 +10,10 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from etils import epath
 from ml_collections import ConfigDict
 
-from rpg_jax import data, losses, models, rewards, rollout
+from rpg_jax import data, losses, models, rewards, rollout, storage
 from rpg_jax.layout import Layout
 from rpg_jax.methods import loss_arguments
 from rpg_jax.parallel import hosts
@@ -44,8 +45,7 @@ class Experiment(Layout):
         """Builds everything but weights; the tokenizer is kept in `run_dir`. `train`: with the training problems."""
         c = config
         task = Task.from_config(c, train=train)
-        with hosts.first_alone("tokenizer"):
-            tokenizer = open_tokenizer(c, task, run_dir)
+        tokenizer = open_tokenizer(c, task, run_dir)
         task, notes = task.encoded(tokenizer, c)
         return cls(**vars(Layout.of(c, tokenizer.vocab_size)), tokenizer=tokenizer, task=task, notes=notes)
 
@@ -57,18 +57,18 @@ class Experiment(Layout):
         seed = self.config.warm_start.seed
         return models.build(self.model, seed=seed, param_dtype=dtype, shardings=self.param_shardings)[1]
 
-    def restore_policy(self, run_dir: Path, step: int | None) -> tuple[int, Any]:
-        """(step, evaluation weights) of a run's checkpoint, the last one where `step` is None.
+    def restore_policy(self, home: Path | epath.Path, step: int | None) -> tuple[int, Any]:
+        """(step, evaluation weights) of a checkpoint of the run in `home`, the last one where `step` is None.
 
         Raises:
           ValueError: there is no such checkpoint; the message lists those that are kept.
         """
-        checkpoints = Checkpoints(run_dir / "checkpoints", keep=self.config.checkpoint.keep, read_only=True)
+        checkpoints = Checkpoints(home / "checkpoints", keep=self.config.checkpoint.keep, read_only=True)
         try:
             kept = checkpoints.steps()
             if not kept or step not in (None, *kept):
                 wanted = "a checkpoint" if step is None else f"the checkpoint of step {step}"
-                raise ValueError(f"{run_dir} does not have {wanted}; it keeps steps {kept or 'none'}")
+                raise ValueError(f"{home} does not have {wanted}; it keeps steps {kept or 'none'}")
             step = kept[-1] if step is None else step
             optimizer, critic = self.make_optimizer(), self.make_critic()
             like = state_lib.abstract(self.state_shapes(optimizer, critic), self.state_sharding(optimizer, critic))
@@ -175,7 +175,12 @@ class Experiment(Layout):
             yield hosts.placed(batch, self.row_sharding)
 
     def make_trainer(
-        self, params: Any, optimizer: Optimizer, sampler: rollout.Rollout, scorer: rewards.Scorer, run_dir: Path
+        self,
+        params: Any,
+        optimizer: Optimizer,
+        sampler: rollout.Rollout,
+        scorer: rewards.Scorer,
+        folder: storage.Folder,
     ) -> Trainer:
         """The trainer before its first step; `params` are taken over (donated)."""
         c, critic = self.config, self.make_critic()
@@ -201,7 +206,7 @@ class Experiment(Layout):
             rollout=sampler,
             reference=Reference(
                 c.reference.rule,
-                snapshots=Snapshots(run_dir / "reference"),
+                snapshots=Snapshots(folder.home / "reference"),
                 like=self.abstract_params,
                 **{k: c.reference[k] for k in ("every", "kl_threshold", "kl_decay", "resident")},
                 offload="reference" in self.offloaded,
@@ -216,7 +221,7 @@ class Experiment(Layout):
             batch_sharding=self.row_sharding,
             max_sampler_gap=c.rollout.max_sampler_gap,
             max_nonfinite_updates=c.log.max_nonfinite_updates,
-            rollout_files=self.make_rollout_files(programs, run_dir) if c.log.rollouts_every else None,
+            rollout_files=self.make_rollout_files(programs, folder.files) if c.log.rollouts_every else None,
         )
         if c.rollout.max_staleness:
             trainer.sample_ahead(c.rollout.max_staleness, steps=c.train.steps, swap=c.rollout.swap)
@@ -242,7 +247,12 @@ def open_tokenizer(config: ConfigDict, task: Task, run_dir: Path) -> data.Tokeni
     if folder:
         return data.load_tokenizer(folder)
     file = run_dir / "tokenizer.model"
-    return data.load_tokenizer(file) if file.exists() else data.train_sentencepiece(task.texts, file)
+    if hosts.is_first() and not file.exists():
+        data.train_sentencepiece(task.texts, file)
+    content = hosts.exchange(file.read_bytes() if hosts.is_first() else b"")[0]
+    if not file.exists():  # a local copy of a folder in a bucket
+        file.write_bytes(content)
+    return data.load_tokenizer(file)
 
 
 def _weights(parts: str) -> dict[str, float]:

@@ -26,12 +26,12 @@ def main() -> int:
     """Checks the flags and exports."""
     if _RUN.value is None or _OUT.value is None:
         raise ValueError("give the run and where to write it: --run=runs/NAME --out=FOLDER")
-    step = export(Path(_RUN.value), Path(_OUT.value), step=_STEP.value, dtype=_DTYPE.value)
+    step = export(_RUN.value, Path(_OUT.value), step=_STEP.value, dtype=_DTYPE.value)
     print(f"step {step} of {_RUN.value} is in {_OUT.value}")
     return 0
 
 
-def export(run_dir: Path, out: Path, *, step: int | None = None, dtype: str | None = None) -> int:
+def export(run: str | Path, out: Path, *, step: int | None = None, dtype: str | None = None) -> int:
     """Writes the policy of a checkpoint (default: the last) to `out` and returns its step.
 
     Raises:
@@ -39,22 +39,23 @@ def export(run_dir: Path, out: Path, *, step: int | None = None, dtype: str | No
     """
     if (out / "config.json").exists():
         raise ValueError(f"{out} already holds a model; choose another --out")
-    config = run_folder.read_config(run_dir)
-    experiment = Experiment.open(config, run_dir)
-    with experiment.activate():
-        step, params = experiment.restore_policy(run_dir, step)
-        tokenizer = experiment.tokenizer
-        ids = {"eos_token_id": tokenizer.eos_id, "bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
-        models.save(
-            out,
-            experiment.model,
-            params,
-            dtype=dtype and jnp.dtype(dtype),
-            base=config.model.path,
-            fields=None if config.model.path else ids,
-        )
-    if not config.model.path:
-        shutil.copyfile(run_dir / "tokenizer.model", out / "tokenizer.model")
+    with run_folder.opened(run) as folder:
+        config = run_folder.read_config(folder.files)
+        experiment = Experiment.open(config, folder.files)
+        with experiment.activate():
+            step, params = experiment.restore_policy(folder.home, step)
+            tokenizer = experiment.tokenizer
+            ids = {"eos_token_id": tokenizer.eos_id, "bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
+            models.save(
+                out,
+                experiment.model,
+                params,
+                dtype=dtype and jnp.dtype(dtype),
+                base=config.model.path,
+                fields=None if config.model.path else ids,
+            )
+        if not config.model.path:
+            shutil.copyfile(folder.files / "tokenizer.model", out / "tokenizer.model")
     return step
 
 

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 from ml_collections import ConfigDict
 
+from rpg_jax import storage
 from rpg_jax.command_line import ROOT, fields
 
 # Fields that may differ when a run is resumed: they do not change what has been computed so far.
@@ -61,33 +62,65 @@ def default_name(config_file: str, config: ConfigDict, overrides: Mapping[str, A
     return "-".join(parts)
 
 
-def path_of(config: ConfigDict) -> Path:
-    """The folder of the run that a config names."""
-    return Path(config.run.dir) / config.run.name
+def of(config: ConfigDict) -> storage.Folder:
+    """The folder `run.dir/run.name`, before it is opened.
+
+    Raises:
+      ValueError: `run.dir` is neither a local path nor gs://BUCKET/FOLDER.
+    """
+    return storage.Folder(f"{config.run.dir.rstrip('/')}/{config.run.name}")
 
 
-def open_run(config: ConfigDict) -> Path:
-    """Makes or reopens `run.dir/run.name` and writes `config.json` and `versions.json` into it.
+@contextlib.contextmanager
+def opened(address: str) -> Iterator[storage.Folder]:
+    """The folder of a run that is there, local or in a bucket, to be read and added to.
+
+    Raises:
+      ValueError: it is not a run's folder.
+    """
+    with storage.Folder(address) as folder:
+        folder.fetch()
+        try:
+            yield folder
+        except ValueError as error:
+            raise ValueError(folder.shown(str(error))) from error
+
+
+def use_compilation_cache(config: ConfigDict) -> None:
+    """Keeps compiled programs between runs: where JAX_COMPILATION_CACHE_DIR says, else in `run.compilation_cache`.
+
+    Raises:
+      ValueError: it is neither a local path nor gs://BUCKET/FOLDER.
+    """
+    if config.run.compilation_cache and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        jax.config.update("jax_compilation_cache_dir", config.run.compilation_cache)
+    if jax.config.jax_compilation_cache_dir:
+        storage.absolute(jax.config.jax_compilation_cache_dir)
+
+
+def open_run(config: ConfigDict, folder: storage.Folder) -> None:
+    """Makes or reopens the folder of a run and writes `config.json` and `versions.json` into it.
 
     Raises:
       ValueError: a run of this name has another config; the message names the fields that differ.
     """
-    path = path_of(config)
-    if config.run.overwrite and path.exists():
-        shutil.rmtree(path)
+    if config.run.overwrite:
+        folder.clear()
+    folder.fetch()
+    path = folder.files
     path.mkdir(parents=True, exist_ok=True)
     resolved, file = json.loads(config.to_json_best_effort()), path / "config.json"
     if file.exists():
         differing = _differences(json.loads(file.read_text()), resolved)
         if differing:
             raise ValueError(
-                f"{path} holds a run with another config: "
+                f"{folder.home} holds a run with another config: "
                 + "; ".join(f"{k} was {old!r}, now {new!r}" for k, (old, new) in differing.items())
                 + ". Give this one another --config.run.name, or start over with --config.run.overwrite=True"
             )
     _write(file, resolved)
     _write(path / "versions.json", made_with())
-    return path
+    folder.push()
 
 
 def read_config(path: Path) -> ConfigDict:

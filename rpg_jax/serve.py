@@ -66,11 +66,11 @@ def _policy(scratch: Path):
         experiment = Experiment.open(resolve(_CONFIG.value), scratch)
         with experiment.activate():
             return experiment, experiment.init_params(), experiment.config.model.path or "random weights"
-    run_dir = Path(_RUN.value)
-    experiment = Experiment.open(run_folder.read_config(run_dir), run_dir)
-    with experiment.activate():
-        step, params = experiment.restore_policy(run_dir, _STEP.value)
-    return experiment, params, f"{run_dir}, step {step},"
+    with run_folder.opened(_RUN.value) as folder:
+        experiment = Experiment.open(run_folder.read_config(folder.files), folder.files)
+        with experiment.activate():
+            step, params = experiment.restore_policy(folder.home, _STEP.value)
+    return experiment, params, f"{_RUN.value}, step {step},"
 
 
 def _server(experiment: Experiment, params) -> Server:

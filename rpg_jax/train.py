@@ -11,14 +11,13 @@ from __future__ import annotations
 import json
 import sys
 import time
-from pathlib import Path
 
 import jax
 import numpy as np
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from rpg_jax import command_line, distributed, run_folder
+from rpg_jax import command_line, distributed, run_folder, storage
 from rpg_jax.experiment import Experiment
 from rpg_jax.methods import resolve
 from rpg_jax.parallel import hosts
@@ -52,29 +51,30 @@ def main() -> int:
 def train(config: ConfigDict) -> int:
     """Runs or resumes `config` to its last step; returns the exit code."""
     distributed.check(config)
-    with hosts.first_alone("run folder"):
-        run_dir = run_folder.open_run(config) if hosts.is_first() else run_folder.path_of(config)
-    if config.run.compilation_cache:
-        jax.config.update("jax_compilation_cache_dir", config.run.compilation_cache)
-    experiment = Experiment.open(config, run_dir)
-    print("".join(f"{note}\n" for note in experiment.notes), end="")
-    with experiment.activate():
-        run = Run(experiment, run_dir)
-        try:
-            return run.to_the_end()
-        finally:
-            run.close()
+    run_folder.use_compilation_cache(config)
+    with run_folder.of(config) as folder:
+        with hosts.first_alone("run folder"):
+            if hosts.is_first():
+                run_folder.open_run(config, folder)
+        experiment = Experiment.open(config, folder.files)
+        print("".join(f"{note}\n" for note in experiment.notes), end="")
+        with experiment.activate():
+            run = Run(experiment, folder)
+            try:
+                return run.to_the_end()
+            finally:
+                run.close()
 
 
 class Run:
     """One training run: the trainer, its files and its display."""
 
-    def __init__(self, experiment: Experiment, run_dir: Path):
-        self.experiment, self.config, self.run_dir = experiment, experiment.config, run_dir
-        self.log = RunLog(run_dir, samples=self.config.log.samples_per_step)
+    def __init__(self, experiment: Experiment, folder: storage.Folder):
+        self.experiment, self.config, self.folder, self.run_dir = experiment, experiment.config, folder, folder.files
+        self.log = RunLog(self.run_dir, samples=self.config.log.samples_per_step)
         c = self.config.checkpoint
         self.checkpoints = Checkpoints(
-            run_dir / "checkpoints",
+            folder.home / "checkpoints",
             keep=c.keep,
             permanent_every=c.permanent_every,
             identity=run_folder.identity(self.config),
@@ -88,8 +88,8 @@ class Run:
         self.rollout, self.scorer = experiment.make_rollout(params), experiment.make_scorer()
         self.evaluation_sampler = experiment.evaluation_sampler(self.rollout, self.scorer)
         if new and self.config.warm_start.enabled:
-            params = warm_started(experiment, params, self.rollout, self.scorer, run_dir)
-        self.trainer = experiment.make_trainer(params, self.optimizer, self.rollout, self.scorer, run_dir)
+            params = warm_started(experiment, params, self.rollout, self.scorer, self.run_dir)
+        self.trainer = experiment.make_trainer(params, self.optimizer, self.rollout, self.scorer, folder)
         if new:
             self.trainer.reference.start(self.trainer.state.params)
         else:
@@ -101,7 +101,7 @@ class Run:
         """Steps until `train.steps`, or until a signal asks to stop; returns the exit code."""
         trainer, steps = self.trainer, self.config.train.steps
         trainer.sync_rollout()
-        run, stall = self.config.run, Watchdog(self.run_dir, self.config.run.stall_seconds)
+        run, stall = self.config.run, Watchdog(self.run_dir, self.config.run.stall_seconds, last_words=self.folder.push)
         if run.preemption_url and jax.default_backend() == "tpu":
             watch_preemption(run.preemption_url, self.stop)
         stopped, traced = None, profiling.chosen_steps(self.config.profile.steps)
@@ -158,6 +158,7 @@ class Run:
         """Starts a checkpoint of everything that a resume needs."""
         started = time.perf_counter()
         step, record, earlier = self.trainer.step, self.trainer.record(), self.checkpoints.steps()
+        self.folder.push()  # whoever resumes from this checkpoint finds the logs up to it
         self.checkpoints.save(step, self.trainer.state, record)
         self.references[step] = record["reference"]["number"]
         # Until this save is complete, a checkpoint that makes room for it is still the last good one.
@@ -184,7 +185,7 @@ class Run:
         step, state, record = last
         trainer.restore(state, record)
         self.log.rewind(step)
-        print(f"continuing {self.run_dir} after step {step}")
+        print(f"continuing {self.folder.home} after step {step}")
 
     def _out_of_time(self) -> None:
         print(
@@ -219,7 +220,7 @@ class Run:
         if not (self.run_dir / "summary.md").exists() or self.trainer.step:
             curves.draw_curves(self.run_dir)
             summary.write_summary(self.run_dir)
-        print(summary.closing_message(self.run_dir))
+        print(self.folder.shown(summary.closing_message(self.run_dir)))
         print(f"weights checksum: {checksum}")
         return 0
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from etils import epath
 from ml_collections import ConfigDict
 
+from rpg_jax import storage
 from rpg_jax.experiment import Experiment
 from rpg_jax.parallel import hosts
 from rpg_jax.report.progress import Progress
@@ -27,7 +28,7 @@ from rpg_jax.training.warm_start import Target, warm_start
 def warm_started(experiment: Experiment, params: Any, rollout: Rollout, scorer: Scorer, run_dir: Path) -> Any:
     """Weights at the configured accuracy: from the shared cache, or trained now, from `params`, and put there."""
     c, e = experiment.config.warm_start, experiment
-    folder = Path(c.dir) / cache_key(experiment.config)
+    folder = home(experiment.config) / cache_key(experiment.config)
     cache = Snapshots(folder)
     if cache.exists(0):
         try:
@@ -61,8 +62,18 @@ def warm_started(experiment: Experiment, params: Any, rollout: Rollout, scorer: 
     cache.save(0, state.params)
     cache.wait()
     if hosts.is_first():
-        shutil.copy(run_dir / "tokenizer.model", folder)
+        (folder / "tokenizer.model").write_bytes((run_dir / "tokenizer.model").read_bytes())
     return state.params
+
+
+def home(config: ConfigDict) -> epath.Path:
+    """Where warm starts are shared: `warm_start.dir`, or in the bucket of the runs, which every host reaches.
+
+    Raises:
+      ValueError: it is neither a local path nor gs://BUCKET/FOLDER.
+    """
+    chosen, runs = storage.absolute(config.warm_start.dir), storage.absolute(config.run.dir)
+    return runs / "warm_starts" if storage.in_bucket(runs) and not storage.in_bucket(chosen) else chosen
 
 
 def cache_key(config: ConfigDict) -> str:

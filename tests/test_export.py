@@ -22,7 +22,8 @@ def run(tmp_path_factory):
     for name, value in dict(num_layers=2, embed_dim=64, num_heads=4, num_kv_heads=2, head_dim=8, hidden_dim=32).items():
         config.model[name] = value
     config = methods.resolve(config)
-    run_dir = run_folder.open_run(config)
+    run_folder.open_run(config, folder := run_folder.of(config))
+    run_dir = folder.files
     made = Experiment.open(config, run_dir)
     params = made.init_params()
     weights = jax.tree.map(np.asarray, params)

@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = "rpg_jax"
 
 LAYERS = (
-    {"types", "masking"},
+    {"types", "masking", "storage"},
     {"losses", "parallel"},
     {"models", "data", "rewards"},
     {"rollout"},

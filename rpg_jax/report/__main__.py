@@ -6,8 +6,10 @@ python -m rpg_jax.report runs/tiny-rpg-reinforce-urkl-seed0 runs/tiny-grpo-seed0
 from __future__ import annotations
 
 import argparse
+import contextlib
 from pathlib import Path
 
+from rpg_jax import storage
 from rpg_jax.report import curves, page, summary
 
 
@@ -15,22 +17,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m rpg_jax.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("run", type=Path, nargs="+", help="folder of a run, finished or not")
+    parser.add_argument("run", nargs="+", help="folder of a run, finished or not, local or gs://BUCKET/FOLDER")
     parser.add_argument("--out", type=Path, help="of the page; default: report.html in the first run's folder")
     parser.add_argument(
         "--rollout-steps", type=int, default=page.ROLLOUT_STEPS, help="of each run, with rollouts on the page, at most"
     )
     arguments = parser.parse_args()
     try:
-        for run_dir in arguments.run:
-            curves.draw_curves(run_dir)
-            summary.write_summary(run_dir)
-            print(summary.closing_message(run_dir))
-        out = arguments.out or arguments.run[0] / "report.html"
-        page.write_page(arguments.run, out, rollout_steps=arguments.rollout_steps)
+        with contextlib.ExitStack() as stack:
+            folders = [stack.enter_context(storage.Folder(address)) for address in arguments.run]
+            for folder in folders:
+                folder.fetch()
+                curves.draw_curves(folder.files)
+                summary.write_summary(folder.files)
+                print(folder.shown(summary.closing_message(folder.files)))
+            out = arguments.out or folders[0].files / "report.html"
+            page.write_page([folder.files for folder in folders], out, rollout_steps=arguments.rollout_steps)
+            print(folders[0].shown(f"page: {out}, {out.stat().st_size / 1e6:.1f} MB"))
     except ValueError as error:
         parser.error(str(error))
-    print(f"page: {out}, {out.stat().st_size / 1e6:.1f} MB")
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
+from rpg_jax import storage
 from rpg_jax.parallel import hosts
 from rpg_jax.training import integrity
 from rpg_jax.training.integrity import Refused
@@ -34,7 +35,7 @@ class Checkpoints:
     marker), so that a process killed at any moment leaves the previous checkpoint in place.
 
     Args:
-      directory: of all checkpoints; a local path or gs://.
+      directory: of all checkpoints; a local path or gs://BUCKET/FOLDER.
       keep: how many of the newest stay.
       permanent_every: checkpoints of multiples of this step stay for ever; None: none does.
       identity: what the run computes, by field; a checkpoint with another one is foreign. None: any is read.
@@ -43,14 +44,14 @@ class Checkpoints:
 
     def __init__(
         self,
-        directory: Path,
+        directory: Path | epath.Path,
         *,
         keep: int,
         permanent_every: int | None = None,
         identity: Mapping[str, Any] | None = None,
         read_only: bool = False,
     ):
-        self._directory = epath.Path(directory).resolve()
+        self._directory = storage.absolute(directory)
         self._identity = None if identity is None else json.loads(json.dumps(identity))
         options = {"max_to_keep": keep, "keep_period": permanent_every, "enable_async_checkpointing": True}
         self._manager = ocp.CheckpointManager(
@@ -82,17 +83,19 @@ class Checkpoints:
         )
 
     def record(self, step: int) -> dict[str, Any]:
-        """The JSON record of `step` alone.
+        """The JSON record of `step` alone. Collective, as `restore` is.
 
         Raises:
           Refused: it is damaged, incomplete, or of another run or format; the message says which.
         """
-        path = self._directory / str(step)
-        if not (path / "commit_success.txt").exists():
+        self.wait()
+        return integrity.by_all(lambda: self._record(self._directory / str(step)))
+
+    def _record(self, path: epath.Path) -> dict[str, Any]:
+        if not _is_committed(path):
             raise Refused(path, "it is half-written: commit_success.txt is missing")
         with integrity.named(path / "record"):
-            args = ocp.args.Composite(record=ocp.args.JsonRestore())
-            envelope = integrity.unsealed(self._manager.restore(step, args=args)["record"])
+            envelope = integrity.unsealed(ocp.JsonCheckpointHandler().restore(path / "record"))
             if envelope["format"] != FORMAT:
                 raise ValueError(f"it has format {envelope['format']}, this version reads {FORMAT}")
         if self._identity is not None and envelope["identity"] != self._identity:
@@ -110,10 +113,8 @@ class Checkpoints:
         Raises:
           Refused: it is damaged, or holds other arrays than `like`; the message names them.
         """
-        path = self._directory / str(step) / "state"
-        with integrity.named(path):
-            args = ocp.args.Composite(state=ocp.args.StandardRestore(integrity.signed_like(like)))
-            return integrity.verified(self._manager.restore(step, args=args)["state"])
+        self.wait()
+        return integrity.restored(self._directory / str(step) / "state", like)
 
     def restore_last(
         self, like: Tree, accept: Callable[[dict[str, Any]], None] = lambda record: None
@@ -127,7 +128,7 @@ class Checkpoints:
           ValueError: none of those that are there can be trusted; all stay where they are.
         """
         refused: list[tuple[int, str]] = []
-        for step in reversed(self.steps()):
+        for step in json.loads(hosts.exchange(json.dumps(self.steps()[::-1]).encode())[0]):
             try:
                 record = self.record(step)
                 accept(record)
@@ -165,15 +166,16 @@ class Checkpoints:
         superseded = [p for p in self._half_written if latest is not None and _step_of(p) <= latest]
         self._half_written = [p for p in self._half_written if p not in superseded]
         for path in superseded:
-            if jax.process_index() == 0 and path.exists():
+            rewritten = path.name.isdigit() and _is_committed(path)
+            if jax.process_index() == 0 and path.exists() and not rewritten:
                 path.rmtree()
 
     def _move_aside(self, step: int) -> None:
         if jax.process_index() == 0:
             aside = self._directory / "refused"
-            aside.mkdir(exist_ok=True)
-            earlier = sum(path.name.partition("-")[0] == str(step) for path in aside.iterdir())
-            (self._directory / str(step)).rename(aside / (f"{step}-{earlier}" if earlier else f"{step}"))
+            there = aside.iterdir() if aside.exists() else ()
+            earlier = sum(path.name.partition("-")[0] == str(step) for path in there)
+            storage.move(self._directory / str(step), aside / (f"{step}-{earlier}" if earlier else f"{step}"))
         multihost_utils.sync_global_devices(f"refused checkpoint {step}")
         self._manager.reload()
 
@@ -189,8 +191,17 @@ def bit_checksum(tree: Tree) -> str:
 
 
 def _half_written(directory: epath.Path) -> list[epath.Path]:
-    found = directory.iterdir() if directory.exists() else []
-    return sorted(path for path in found if _step_of(path) >= 0 and ".orbax-checkpoint-tmp" in path.name)
+    """Writes that were not finished: on disk they have a name of their own, in a bucket they lack the marker."""
+    steps = [path for path in (directory.iterdir() if directory.exists() else ()) if _step_of(path) >= 0]
+    return sorted(
+        p
+        for p in steps
+        if (not _is_committed(p) if storage.in_bucket(directory) else ".orbax-checkpoint-tmp" in p.name)
+    )
+
+
+def _is_committed(path: epath.Path) -> bool:
+    return (path / "commit_success.txt").exists()
 
 
 def _step_of(half_written: epath.Path) -> int:

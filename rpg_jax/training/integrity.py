@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rpg_jax.parallel import checksums
+from rpg_jax.parallel import checksums, hosts
 
 Tree = Any
+T = TypeVar("T")
 
 
 class Refused(ValueError):
@@ -23,6 +25,7 @@ class Refused(ValueError):
 
     def __init__(self, path: Any, reason: str):
         super().__init__(f"{path}: {reason}")
+        self.path, self.reason = str(path), reason
 
 
 def signed(tree: Tree) -> dict[str, Tree]:
@@ -36,6 +39,25 @@ def signed_like(like: Tree) -> dict[str, Tree]:
     where = leaves[0].sharding
     everywhere = NamedSharding(where.mesh, PartitionSpec()) if isinstance(where, NamedSharding) else where
     return {"tree": like, "checksums": jax.ShapeDtypeStruct((len(leaves), 2), jnp.uint32, sharding=everywhere)}
+
+
+def restored(path: Any, like: Tree) -> Tree:
+    """What was saved as `signed(tree)` at `path`, laid out as `like`. Collective.
+
+    Orbax's handler is called directly: its checkpointers end in a barrier, at which the hosts that read their shards
+    would wait for the one that could not.
+
+    Raises:
+      Refused: it is missing, damaged or of another shape, for any of the hosts.
+    """
+
+    def read() -> Any:
+        with named(path):
+            return ocp.StandardCheckpointHandler().restore(path, args=ocp.args.StandardRestore(signed_like(like)))
+
+    arrays = by_all(read)
+    with named(path):
+        return verified(arrays)
 
 
 def verified(restored: Mapping[str, Tree]) -> Tree:
@@ -66,6 +88,25 @@ def unsealed(value: Any) -> dict[str, Any]:
     if _digest(value["value"]) != value["sha256"]:
         raise ValueError("its text is not the one that was written")
     return dict(value["value"])
+
+
+def by_all(read: Callable[[], T]) -> T:
+    """What `read()` returns, in every process or in none: a host may find damaged what the others do not even read.
+
+    `read` must not wait for other processes. Collective.
+
+    Raises:
+      Refused: by at least one of them; all raise what the first of these did.
+    """
+    value, own = None, None
+    try:
+        value = read()
+    except Refused as error:
+        own = error
+    for said in hosts.exchange(json.dumps([own.path, own.reason]).encode() if own else b""):
+        if said:
+            raise Refused(*json.loads(said)) from own
+    return value  # type: ignore[return-value]
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
+from rpg_jax import storage
 from rpg_jax.training import integrity
 from rpg_jax.training.integrity import Refused
 
@@ -19,8 +20,8 @@ Tree = Any
 class Snapshots:
     """A folder of weights, one snapshot a number, written asynchronously and atomically, verified when read."""
 
-    def __init__(self, directory: Path):
-        self._directory = epath.Path(directory).resolve()
+    def __init__(self, directory: Path | epath.Path):
+        self._directory = storage.absolute(directory)
         self._directory.mkdir(parents=True, exist_ok=True)
         self._checkpointer = ocp.StandardCheckpointer()
 
@@ -43,25 +44,23 @@ class Snapshots:
         """
         self.wait()
         path = self._path(number)
-        if not path.exists():
-            raise Refused(path, "this snapshot is missing; it was deleted or the folder is incomplete")
-        if not (path / "commit_success.txt").exists():
-            raise Refused(path, "this snapshot is half-written: commit_success.txt is missing")
-        with integrity.named(path):
-            return integrity.verified(self._checkpointer.restore(path, integrity.signed_like(like)))
+        integrity.by_all(lambda: _check_committed(path))
+        return integrity.restored(path, like)
 
     def move_aside(self, number: int) -> epath.Path:
         """Renames a refused snapshot, so that its number is free; returns where it lies now."""
         path = self._path(number)
         taken = sum(other.name.startswith(f"refused-{path.name}") for other in self._directory.iterdir())
-        return path.rename(self._directory / (f"refused-{path.name}" + (f"-{taken}" if taken else "")))
+        aside = self._directory / (f"refused-{path.name}" + (f"-{taken}" if taken else ""))
+        storage.move(path, aside)
+        return aside
 
     def keep_only(self, numbers: Iterable[int]) -> None:
         """Deletes every snapshot but these."""
         kept = {self._path(n).name for n in numbers}
         if jax.process_index() != 0:
             return
-        for path in self._directory.iterdir():
+        for path in self._directory.iterdir() if self._directory.exists() else ():
             if path.name.isdigit() and path.name not in kept:
                 path.rmtree()
 
@@ -72,3 +71,10 @@ class Snapshots:
     def close(self) -> None:
         """Finishes the last save and releases the background threads."""
         self._checkpointer.close()
+
+
+def _check_committed(path: epath.Path) -> None:
+    if not path.exists():
+        raise Refused(path, "this snapshot is missing; it was deleted or the folder is incomplete")
+    if not (path / "commit_success.txt").exists():
+        raise Refused(path, "this snapshot is half-written: commit_success.txt is missing")

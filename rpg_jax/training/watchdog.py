@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -19,14 +20,14 @@ class Watchdog:
     """Without a heartbeat for `seconds`, writes all stacks to stall.txt in `folder` and exits with `STALLED`.
 
     If the interpreter itself is held, where no Python thread runs, the stacks are written from C a little later and the
-    exit code is 1.
+    exit code is 1. `last_words` is called between the two, when stall.txt is complete.
     """
 
-    def __init__(self, folder: Path, seconds: float):
+    def __init__(self, folder: Path, seconds: float, last_words: Callable[[], None] = lambda: None):
         if seconds <= 0:
             raise ValueError(f"run.stall_seconds must be above 0, got {seconds}")
         name = f"stall-{jax.process_index()}.txt" if jax.process_count() > 1 else "stall.txt"
-        self._path, self._seconds = folder / name, seconds
+        self._path, self._seconds, self._last_words = folder / name, seconds, last_words
         self._beat, self._doing = time.monotonic(), "starting"
         self._done = threading.Event()
 
@@ -56,4 +57,7 @@ class Watchdog:
                 print(f"{message}\n", file=self._file, flush=True)
                 faulthandler.dump_traceback(file=self._file, all_threads=True)
                 print(f"error: {message}", file=sys.stderr, flush=True)
-                os._exit(STALLED)
+                try:
+                    self._last_words()  # where it hangs too, the other way out is still open
+                finally:
+                    os._exit(STALLED)

@@ -182,7 +182,7 @@ def test_bad_values_are_one_line_with_the_fix(shared, tmp_path, override, expect
 def test_a_named_run_with_another_config_is_refused_naming_the_field(shared, tmp_path):
     config = micro.get_config()
     config.run.dir, config.run.name, config.warm_start.dir = str(tmp_path), "r", f"{shared}/warm_starts"
-    run_folder.open_run(resolve(config))
+    run_folder.open_run(resolve(config), run_folder.of(config))
     done = run(shared, tmp_path, "--config.run.name=r", "--config.loss.kl_coef=0.5", check=False)
     assert done.returncode == 2 and "loss.kl_coef was 0.0001, now 0.5" in done.stderr
 

@@ -1,0 +1,162 @@
+"""Where runs lie: on local disk or in a Google Cloud Storage bucket.
+
+Weights go to a bucket directly. Everything else is small, and much of it is written by libraries that know only local
+files: it has a local folder, fetched from the bucket at the start and copied to it from then on.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from etils import epath
+
+_WEIGHTS = ("checkpoints", "reference")  # subfolders of a run that are written in place
+_COPY_SECONDS = 30.0
+
+
+def absolute(address: str | Path | epath.Path) -> epath.Path:
+    """A local path, made absolute, or gs://BUCKET/FOLDER.
+
+    Raises:
+      ValueError: it is neither of the two, or a package that buckets need is missing.
+    """
+    text = str(address)
+    if not re.match(r"[A-Za-z][\w+.-]*:/", text):
+        return epath.Path(address).resolve()
+    if not re.match(r"gs://[a-z0-9][-_.a-z0-9]+[a-z0-9](/|$)", text):
+        raise ValueError(f"{text!r} is neither a local path nor gs://BUCKET/FOLDER")
+    for module, package in (("gcsfs", "gcsfs"), ("google.cloud.storage", "google-cloud-storage")):
+        if not _installed(module):
+            raise ValueError(f"{text} needs the package {package}: pip install -r requirements-tpu.txt")
+    _see_what_others_write()
+    return epath.Path(text.rstrip("/"))
+
+
+def in_bucket(path: epath.Path) -> bool:
+    """Whether it is an address in a bucket."""
+    return str(path).startswith("gs://")
+
+
+class Folder:
+    """A run's folder, local or in a bucket; a context that keeps the bucket up to date until it ends.
+
+    Attributes:
+      home: where weights are, and what lasts.
+      files: the local folder of everything else: `home` itself, or a temporary copy whose changes are copied to the
+        bucket every half minute, at `push`, and at the end. Without `fetch` it starts empty.
+    """
+
+    def __init__(self, address: str | Path):
+        self.home = absolute(address)
+        self._remote = in_bucket(self.home)
+        # A new one each time: what a killed process left there is no part of the run, and may be worth a look.
+        self.files = Path(tempfile.mkdtemp(prefix="rpg-jax-")) / self.home.name if self._remote else Path(address)
+        self._copied: dict[str, tuple[int, int]] = {}
+        self._lock, self._done = threading.Lock(), threading.Event()
+
+    def __enter__(self) -> Folder:
+        if self._remote:
+            self.files.mkdir(parents=True)
+            threading.Thread(target=self._copy_now_and_then, name="bucket", daemon=True).start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._done.set()
+        self.push()
+        if self._remote:
+            shutil.rmtree(self.files.parent)
+
+    def exists(self) -> bool:
+        """Whether anything is there already."""
+        return self.home.exists()
+
+    def clear(self) -> None:
+        """Deletes the run, weights and all."""
+        if self.home.exists():
+            self.home.rmtree()
+        if self._remote:
+            shutil.rmtree(self.files)
+            self.files.mkdir()
+            self._copied.clear()
+
+    def fetch(self) -> None:
+        """Brings everything but weights here from the bucket."""
+        for name, path in _files(self.home, skipped=_WEIGHTS) if self._remote else ():
+            file = self.files / name
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(path.read_bytes())
+            self._copied[name] = _version(file)
+
+    def push(self) -> None:
+        """Returns once the bucket has what the local folder has now, and no more."""
+        if not self._remote:
+            return
+        with self._lock:
+            found = {str(p.relative_to(self.files)): p for p in self.files.rglob("[!.]*") if p.is_file()}
+            for name, file in found.items():
+                version = _version(file)  # before it is read: what is added meanwhile is copied next time
+                if self._copied.get(name) != version:
+                    (self.home / name).write_bytes(file.read_bytes())
+                    self._copied[name] = version
+            for name in self._copied.keys() - found.keys():
+                (self.home / name).unlink(missing_ok=True)
+                del self._copied[name]
+
+    def shown(self, text: str) -> str:
+        """`text`, which may name local files, with the names that last."""
+        return text.replace(str(self.files), str(self.home)) if self._remote else text
+
+    def _copy_now_and_then(self) -> None:
+        while not self._done.wait(_COPY_SECONDS):
+            try:
+                self.push()
+            except Exception as error:  # the next half minute, or the next checkpoint, may be luckier
+                print(f"{self.home}: not copied, {error}", file=sys.stderr, flush=True)
+
+
+def move(source: epath.Path, target: epath.Path) -> None:
+    """Renames a folder; in a bucket object by object, so that one killed meanwhile leaves each in either or both."""
+    if not in_bucket(source):
+        target.parent.mkdir(exist_ok=True)
+        source.rename(target)
+        return
+    for name, path in _files(source):
+        (target / name).write_bytes(path.read_bytes())
+    source.rmtree()
+
+
+def _files(folder: epath.Path, prefix: str = "", skipped: tuple[str, ...] = ()) -> Iterator[tuple[str, epath.Path]]:
+    """(name relative to the outermost folder, path) of all files below, but for subfolders `skipped`."""
+    for path in sorted(folder.iterdir()) if folder.exists() else ():
+        if path.name in skipped:
+            continue
+        if path.is_dir():
+            yield from _files(path, f"{prefix}{path.name}/")
+        else:
+            yield prefix + path.name, path
+
+
+def _version(file: Path) -> tuple[int, int]:
+    return file.stat().st_size, file.stat().st_mtime_ns
+
+
+def _installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # a parent package is missing
+        return False
+
+
+def _see_what_others_write() -> None:
+    """Listings are not cached: tensorstore and other hosts write to the bucket too."""
+    import fsspec
+
+    for name in ("gs", "gcs"):
+        fsspec.config.conf.setdefault(name, {})["use_listings_cache"] = False

@@ -1,0 +1,199 @@
+"""As much of Google Cloud Storage's JSON API as gcsfs, tensorstore and google-cloud-storage use, on loopback.
+
+Objects are in memory, appear whole and at once, carry generations, and know no folders, as in a bucket.
+"""
+
+from __future__ import annotations
+
+import base64
+import email
+import itertools
+import json
+import re
+import sys
+import threading
+import urllib.parse
+import zlib
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+_OBJECT = re.compile(r"(?:/download)?/storage/v1/b/([^/]+)/o/([^/]+)(?:/rewriteTo/b/([^/]+)/o/([^/]+))?")
+
+
+class FakeGcs:
+    """`with FakeGcs("bucket") as gcs:` serves one bucket; `objects` is {name: bytes}, `environment` finds it."""
+
+    def __init__(self, bucket: str):
+        self.bucket, self.objects, self.generations, self.uploads = bucket, {}, {}, {}
+        self.lock, self.numbers = threading.RLock(), itertools.count(1)
+        self._server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"gcs": self}))
+        self.url = f"http://127.0.0.1:{self._server.server_port}"
+        self.environment = {
+            "STORAGE_EMULATOR_HOST": self.url,  # gcsfs and google-cloud-storage
+            "TENSORSTORE_GCS_HTTP_URL": self.url,
+            "GOOGLE_AUTH_TOKEN_FOR_TESTING": "nobody",  # tensorstore asks no metadata server
+            "GOOGLE_CLOUD_PROJECT": "nowhere",
+            "GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false",  # asks for the kind of bucket by gRPC
+        }
+
+    def __enter__(self) -> FakeGcs:
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def put(self, name: str, content: bytes) -> dict:
+        with self.lock:
+            self.objects[name], self.generations[name] = content, next(self.numbers)
+            return self.resource(name)
+
+    def resource(self, name: str) -> dict:
+        content, generation = self.objects[name], str(self.generations[name])
+        crc = base64.b64encode(zlib.crc32(content).to_bytes(4)).decode()
+        return {
+            "kind": "storage#object",
+            **{"id": f"{self.bucket}/{name}/{generation}", "name": name, "bucket": self.bucket},
+            **{"generation": generation, "metageneration": "1", "size": str(len(content)), "etag": crc},
+            **{"updated": "2026-01-01T00:00:00.000Z", "timeCreated": "2026-01-01T00:00:00.000Z"},
+        }
+
+    def listing(self, query: dict[str, str]) -> dict:
+        prefix, delimiter, page = query.get("prefix", ""), query.get("delimiter"), int(query.get("maxResults", 1000))
+        items, prefixes = [], []
+        with self.lock:
+            names = sorted(n for n in self.objects if n.startswith(prefix) and n > query.get("pageToken", ""))
+            names = [n for n in names if query.get("startOffset", "") <= n < query.get("endOffset", "\U0010ffff")]
+            for name in names[:page]:
+                head, cut, _ = name[len(prefix) :].partition(delimiter or "\0")
+                if not cut:
+                    items.append(self.resource(name))
+                elif prefix + head + delimiter not in prefixes:
+                    prefixes.append(prefix + head + delimiter)
+        more = {"nextPageToken": names[page - 1]} if len(names) > page else {}
+        return {"kind": "storage#objects", "items": items, "prefixes": prefixes, **more}
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads, request_queue_size = True, 64
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        if not isinstance(sys.exc_info()[1], ConnectionError):  # clients hang up on what they no longer wait for
+            super().handle_error(request, client_address)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    gcs: FakeGcs
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+    def do_GET(self) -> None:
+        path, query = self._asked()
+        if path == f"/storage/v1/b/{self.gcs.bucket}":
+            return self._json({"kind": "storage#bucket", "name": self.gcs.bucket, "location": "US"})
+        if path.rstrip("/") == f"/storage/v1/b/{self.gcs.bucket}/o":
+            return self._json(self.gcs.listing(query))
+        name = self._object(path)
+        with self.gcs.lock:
+            if name not in self.gcs.objects:
+                return self._error(404, f"no such object: {name}")
+            content, generation = self.gcs.objects[name], str(self.gcs.generations[name])
+            resource = self.gcs.resource(name)
+        if query.get("ifGenerationNotMatch") == generation:
+            return self._reply(304, b"")
+        if query.get("alt") != "media":
+            return self._json(resource)
+        headers = {"x-goog-generation": generation, "etag": generation}
+        if match := re.fullmatch(r"bytes=(\d*)-(\d*)", self.headers.get("Range", "")):
+            begin, end = int(match[1] or 0), min(int(match[2] or len(content) - 1) + 1, len(content))
+            if begin >= len(content):
+                return self._error(416, "beyond the end")
+            headers["Content-Range"] = f"bytes {begin}-{end - 1}/{len(content)}"
+            return self._reply(206, content[begin:end], headers)
+        return self._reply(200, content, headers)
+
+    def do_POST(self) -> None:
+        path, query = self._asked()
+        body = self._body()
+        if match := _OBJECT.fullmatch(path):
+            source, target = (urllib.parse.unquote(part) for part in (match[2], match[4]))
+            with self.gcs.lock:
+                if source not in self.gcs.objects:
+                    return self._error(404, f"no such object: {source}")
+                resource = self.gcs.put(target, self.gcs.objects[source])
+            return self._json({"kind": "storage#rewriteResponse", "done": True, "resource": resource})
+        if "upload_id" in query:
+            return self._chunk(query, body)
+        kind, name = query["uploadType"], query.get("name")
+        if kind == "multipart":
+            message = email.message_from_bytes(
+                b"Content-Type: " + self.headers["Content-Type"].encode() + b"\n\n" + body
+            )
+            described, content = (part.get_payload(decode=True) for part in message.get_payload())
+            return self._store(json.loads(described).get("name", name), content, query)
+        if kind == "resumable":
+            name = name or json.loads(body)["name"]
+            upload = str(next(self.gcs.numbers))
+            self.gcs.uploads[upload] = (name, b"")
+            location = f"{self.gcs.url}{path}?uploadType=resumable&upload_id={upload}"
+            return self._reply(200, b"", {"Location": location})
+        return self._store(name, body, query)
+
+    def do_PUT(self) -> None:
+        self._chunk(self._asked()[1], self._body())
+
+    def _chunk(self, query: dict[str, str], body: bytes) -> None:
+        name, before = self.gcs.uploads[query["upload_id"]]
+        content, chunk = before + body, self.headers.get("Content-Range", "")
+        self.gcs.uploads[query["upload_id"]] = name, content
+        if chunk.endswith("/*"):
+            return self._reply(308, b"", {"Range": f"bytes=0-{len(content) - 1}"})
+        return self._store(name, content, query)
+
+    def do_DELETE(self) -> None:
+        path, _ = self._asked()
+        with self.gcs.lock:
+            found = self.gcs.objects.pop(self._object(path), None)
+        return self._error(404, "no such object") if found is None else self._reply(204, b"")
+
+    def _store(self, name: str, content: bytes, query: dict[str, str]) -> None:
+        with self.gcs.lock:
+            present = str(self.gcs.generations[name]) if name in self.gcs.objects else "0"
+            if query.get("ifGenerationMatch", present) != present:
+                return self._error(412, "another generation")
+            return self._json(self.gcs.put(name, content))
+
+    def _asked(self) -> tuple[str, dict[str, str]]:
+        url = urllib.parse.urlsplit(self.path)
+        return url.path, dict(urllib.parse.parse_qsl(url.query, keep_blank_values=True))
+
+    def _object(self, path: str) -> str | None:
+        match = _OBJECT.fullmatch(path)
+        return urllib.parse.unquote(match[2]) if match else None
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        body = b""
+        while size := int(self.rfile.readline(), 16):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return body
+
+    def _json(self, value: dict) -> None:
+        self._reply(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
+
+    def _error(self, code: int, message: str) -> None:
+        content = json.dumps({"error": {"code": code, "message": message}}).encode()
+        self._reply(code, content, {"Content-Type": "application/json"})
+
+    def _reply(self, code: int, content: bytes, headers: dict[str, str] | None = None) -> None:
+        self.send_response(code)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
