@@ -1,0 +1,77 @@
+"""docs/extending.md, carried out: its blocks change a copy of the repository, its commands run there at tiny sizes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SECTIONS = dict(part.split("\n", 1) for part in (ROOT / "docs" / "extending.md").read_text().split("\n## ")[1:])
+
+SMALL = {  # a run of seconds, whatever the example: sizes and times, nothing that an example is about
+    "train.steps": 2,
+    "rollout.prompts_per_step": 8,
+    "rollout.group_size": 4,
+    "rollout.slots": 16,
+    "model.num_layers": 1,
+    "warm_start.enabled": False,
+    "dynamic_sampling.enabled": False,
+    "evaluation.problems": 8,
+    "evaluation.k": 2,
+    "checkpoint.every": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("repository")
+    for name in ("rpg_jax", "configs", "pyproject.toml", "tests/conftest.py", "tests/losses/conftest.py"):
+        source, target = ROOT / name, folder / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copytree(source, target) if source.is_dir() else shutil.copyfile(source, target)
+    return folder
+
+
+def carry_out(folder: Path, kind: str, text: str) -> None:
+    """Adds a block of Python to the file that it names, or runs the lines of a block of commands."""
+    if kind == "python":
+        comment, text = text.split("\n", 1)
+        with (folder / comment.removeprefix("# ")).open("a") as file:
+            file.write(("\n\n" if file.tell() else "") + text)
+        return
+    environment = dict(os.environ, JAX_PLATFORMS="cpu", XLA_FLAGS="", PYTHONPATH=str(folder))
+    for line in text.splitlines():
+        if line.startswith("export "):
+            name, value = line.removeprefix("export ").split("=", 1)
+            environment[name] = value
+            continue
+        program, *arguments = line.split()
+        assert program == "python"
+        if "rpg_jax.train" in arguments:
+            arguments += [f"--config.{field}={value}" for field, value in SMALL.items()]
+        done = subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("section", SECTIONS)  # in the page's order: the last uses the third's config
+def test_the_worked_example_works(copy, section):
+    before = set(copy.glob("runs/*/metrics.jsonl"))
+    for kind, text in BLOCK.findall(SECTIONS[section]):
+        carry_out(copy, kind, text)
+    runs = set(copy.glob("runs/*/metrics.jsonl")) - before
+    assert len(runs) == SECTIONS[section].count("\npython -m rpg_jax.train")
+    for run in runs:
+        assert json.loads(run.read_text().splitlines()[-1])["step"] == SMALL["train.steps"]
+
+
+def test_the_page_has_four_examples():
+    assert list(SECTIONS) == ["A new divergence", "A new task", "A new model size", "A new chip layout"]
