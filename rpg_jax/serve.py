@@ -1,16 +1,17 @@
-"""Serves a policy over gRPC with JetStream's protocol.
+"""Serves a policy over gRPC with JetStream's protocol, and over HTTP in the form of OpenAI's completions.
 
   python -m rpg_jax.serve --run=runs/tiny-rpg-reinforce-urkl-seed0 --port=9000
   python -m rpg_jax.serve --config=configs/x.py --config.model.path=/models/Qwen3-0.6B
 
 JetStream's clients work against it; `rpg_jax.rollout.client.GrpcRollout` also chooses seed, temperature and cuts per
-request and gets log-probabilities back. Loopback only, unless a certificate and its key are given. SIGTERM or Ctrl-C
-lets running requests end.
+request and gets log-probabilities back. --http_port=8000 adds /v1/completions and /v1/models, which need aiohttp.
+Loopback only, unless a certificate and its key are given. SIGTERM or Ctrl-C lets running requests end.
 """
 
 from __future__ import annotations
 
 import signal
+import ssl
 import tempfile
 import threading
 from pathlib import Path
@@ -33,6 +34,7 @@ _PORT = flags.DEFINE_integer("port", 9000, "port; 0 takes a free one", lower_bou
 _METRICS = flags.DEFINE_integer(
     "metrics_port", None, "port of the Prometheus endpoint", lower_bound=0, upper_bound=65535
 )
+_HTTP = flags.DEFINE_integer("http_port", None, "port of the HTTP endpoint", lower_bound=0, upper_bound=65535)
 _CERTIFICATE = flags.DEFINE_string("certificate", None, "PEM file of the TLS certificate chain")
 _KEY = flags.DEFINE_string("key", None, "PEM file of its private key")
 _ACTIVE = flags.DEFINE_integer("max_active", 1024, "requests served or queued at once", lower_bound=1)
@@ -53,7 +55,8 @@ def main() -> int:
         experiment, params, name = _policy(Path(scratch))
         with experiment.activate():
             server = _server(experiment, params)
-    print(f"serving {name} on {_HOST.value}:{server.port}", flush=True)
+    also = "" if _HTTP.value is None else f", over HTTP on port {server.http_port}"
+    print(f"serving {name} on {_HOST.value}:{server.port}{also}", flush=True)
     stop.wait()
     print("draining", flush=True)
     server.stop(_GRACE.value)
@@ -77,10 +80,12 @@ def _server(experiment: Experiment, params) -> Server:
     experiment.config.rollout.driver = "orchestrator"
     inner = experiment.make_rollout(params)
     sampler = JetStreamRollout(inner.engine, keep_state=True, metrics_collector=JetstreamMetricsCollector())
-    credentials = None
+    credentials = tls = None
     if _CERTIFICATE.value is not None:
         pair = (Path(_KEY.value).read_bytes(), Path(_CERTIFICATE.value).read_bytes())
         credentials = grpc.ssl_server_credentials([pair])
+        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        tls.load_cert_chain(_CERTIFICATE.value, _KEY.value)
     return Server(
         sampler,
         experiment.tokenizer,
@@ -90,6 +95,9 @@ def _server(experiment: Experiment, params) -> Server:
         credentials=credentials,
         max_active=_ACTIVE.value,
         metrics_port=_METRICS.value,
+        http_port=_HTTP.value,
+        http_tls=tls,
+        name=Path(_RUN.value or experiment.config.model.path or "policy").name,
     )
 
 

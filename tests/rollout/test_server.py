@@ -167,7 +167,7 @@ def test_memory_stays_flat_under_requests_of_every_kind(server, stub):
     load(400)
     assert resident() - before < 8 * 2**20  # 2,000 requests: 4 KiB each would be a leak
     deadline = time.monotonic() + 20
-    while server._service._active or server._rollout.driver()._channels:
+    while server._admission.active or server._rollout.driver()._channels:
         assert time.monotonic() < deadline, "a request outlives its caller"
         time.sleep(0.01)
 
