@@ -73,10 +73,6 @@ class Folder:
         if self._remote:
             shutil.rmtree(self.files.parent)
 
-    def exists(self) -> bool:
-        """Whether anything is there already."""
-        return self.home.exists()
-
     def clear(self) -> None:
         """Deletes the run, weights and all."""
         if self.home.exists():
