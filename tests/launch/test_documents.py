@@ -1,28 +1,160 @@
-"""Every launch/tpu and launch/xpk command in the documents runs dry."""
+"""Every command in README.md and docs/ can be given: its program, flags and config fields exist. Each is executed by a
+test, or a table says why not.
+
+docs/log.md is left out: its commands are what was run on their dates.
+"""
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 
+from rpg_jax import command_line, losses
+from rpg_jax.methods import resolve
+
 ROOT = Path(__file__).parents[2]
-COMMAND = re.compile(r"^launch/(tpu|xpk) (.+?)(?:  +#.*)?$", re.MULTILINE)
-COMMANDS = [
-    match.groups() for name in ("README.md", "docs/cloud.md") for match in COMMAND.finditer((ROOT / name).read_text())
-]
+PAGES = sorted(p for p in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")) if p.name != "log.md")
+FENCE = re.compile(r"^```(?:sh)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+INLINE = re.compile(r"`((?:\.venv/bin/)?python -m rpg_jax\.\w+[^`]*)`")
+PROGRAMS = ("python", ".venv/bin/python", "bash", "launch/tpu", "launch/xpk")
+
+# What runs a command, by how it begins: the first that fits. A file of tests, or why no test runs it.
+EXECUTED = {
+    "launch/": "tests/launch/test_documents.py",
+    "bash launch/local.sh --help": "tests/end_to_end/test_train.py",
+    "bash launch/": "not run: installs an environment, then what tests/end_to_end and every test do",
+    "python words.py": "tests/test_extending.py",
+    "python -m pytest -q tests/losses/test_hellinger.py": "tests/test_extending.py",
+    "python -m rpg_jax.train": "tests/end_to_end/test_train.py",
+    "python -m rpg_jax.evaluate --folder": "not run: needs the weights of Qwen3-4B",
+    "python -m rpg_jax.evaluate": "tests/end_to_end/test_evaluate.py",
+    "python -m rpg_jax.export": "tests/test_export.py",
+    "python -m rpg_jax.serve": "tests/test_serve.py",
+    "python -m rpg_jax.sample": "tests/launch/test_notebook.py",
+    "python -m rpg_jax.report": "tests/report/test_report.py",
+    "python -m rpg_jax.docs": "tests/test_docs.py",
+    "python -m rpg_jax.reproduce --table=estimators": "tests/reproduction/test_estimators.py",
+    "python -m rpg_jax.reproduce": "tests/reproduction/test_tables.py",
+    "python -m rpg_jax.bench": "tests/test_bench.py",
+    "python -m rpg_jax.plan --config=configs/qwen": "not run: compiles for minutes; docs/plan.md has what it printed",
+    "python -m rpg_jax.plan": "tests/test_plan.py",
+}
 
 
-@pytest.mark.parametrize("program, line", COMMANDS, ids=lambda value: value[:40])
+def commands(page: Path) -> list[str]:
+    """The commands of a page's fenced blocks and those in its sentences, without what is said about them."""
+    text = page.read_text()
+    lines = [line for block in FENCE.findall(text) for line in block.replace("\\\n", " ").splitlines()]
+    fenced = [re.sub(r"\s+# .*", "", line) for line in lines if line.split(" ")[0] in PROGRAMS]
+    return fenced + [" ".join(found.split()) for found in INLINE.findall(FENCE.sub("", text))]
+
+
+COMMANDS = [(page.name, line) for page in PAGES for line in commands(page)]
+LAUNCHERS = [(line.split(" ", 1)[0], line.split(" ", 1)[1]) for _, line in COMMANDS if line.startswith("launch/")]
+
+
+def flags_of(module: str, command: str = "") -> set[str]:
+    """The flags that a command's source declares."""
+    files = [ROOT / "rpg_jax" / f"{module}.py", ROOT / "rpg_jax" / module / "__main__.py"]
+    files += [
+        ROOT / "rpg_jax" / "benchmarks" / f"{name}.py" for name in (command, "presets", "subject") if module == "bench"
+    ]
+    found = {"help", "debug"}
+    for file in filter(Path.exists, files):
+        for call in (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)):
+            name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
+            if name.startswith("DEFINE_") or name == "add_argument":
+                found |= {a.removeprefix("--") for a in map(_text, call.args) if a}
+            found |= {"config"} if name == "define_config" else set()
+    return found
+
+
+def _text(node: ast.expr) -> str:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def check_overrides(arguments: list[str]) -> None:
+    """The config of a command resolves with the command's overrides in it."""
+    file = next((a.partition("=")[2] for a in arguments if a.startswith("--config=")), "configs/tiny.py")
+    path, _, variant = file.partition(":")
+    if (ROOT / "docs" / "extending.md").read_text().count(f"# {path}\n"):
+        path = "configs/tiny.py"  # a file that the page makes
+    assert (ROOT / path).exists(), path
+    module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
+    config = module.get_config(*[variant] * bool(variant))
+    known = {name: value for name, value, _ in command_line.fields()}
+    for argument in (a for a in arguments if a.startswith("--config.")):
+        name, value = argument.removeprefix("--config.").split("=", 1)
+        assert name in known, f"no config field {name}"
+        if name == "method":
+            config.method = value
+    assert config.method in losses.METHODS
+    resolve(config)
+
+
+@pytest.mark.parametrize("page, line", COMMANDS, ids=lambda value: value[:60])
+def test_what_a_documented_command_names_exists(page, line):
+    words = shlex.split(line)
+    if words[0] == "bash" or words[0].startswith("launch/"):
+        assert (ROOT / words[words[0] == "bash"]).exists()
+        if "local.sh" in line:
+            check_overrides(words[2:])
+        return
+    if words[1:3] == ["-m", "pytest"] or words[1] != "-m":
+        assert page == "extending.md", "only that page makes files"
+        return
+    module, arguments = words[2].removeprefix("rpg_jax."), words[3:]
+    separator = arguments.index("--") if "--" in arguments else len(arguments)
+    known = flags_of(module, next((a for a in arguments if not a.startswith("-")), ""))
+    for argument in arguments[:separator]:
+        name = argument.partition("=")[0].removeprefix("--")
+        if argument.startswith("--") and not name.startswith("config."):
+            assert name in known, f"rpg_jax.{module} has no flag --{name}; it has {sorted(known)}"
+    check_overrides(arguments)
+
+
+@pytest.mark.parametrize("page, line", COMMANDS, ids=lambda value: value[:60])
+def test_a_documented_command_is_executed_by_a_test_or_says_why_not(page, line):
+    line = line.removeprefix(".venv/bin/")
+    how = next((how for start, how in EXECUTED.items() if line.startswith(start)), None)
+    assert how, f"{page}: say in EXECUTED which test runs {line!r}, or why none does"
+    if page == "extending.md":
+        how = "tests/test_extending.py"
+    assert how.startswith("not run: ") or (ROOT / how).exists()
+    if (found := re.search(r"-m rpg_jax\.(\w+)", line)) and not how.startswith("not run: "):
+        assert found[1] in (ROOT / how).read_text(), f"{how} does not run {found[1]}"
+
+
+@pytest.mark.parametrize("program, line", LAUNCHERS, ids=lambda value: value[:40])
 def test_documented_commands_run_dry(cloud, program, line):
     needs = "--type=v5p-16 --zone=us-east5-a --bucket=gs://mine"
     first = line.replace("--name", f"{needs} --name", 1) if "--type" not in line else line
-    if "types" not in line:
+    if "types" not in line and "--dry-run" not in line:
         first = first.replace(" ", " --dry-run ", 1)
-    assert cloud.run(first, program) == 0, cloud.err
+    assert cloud.run(first, program.removeprefix("launch/")) == 0, cloud.err
     assert cloud.out and not cloud.calls
 
 
 def test_the_documents_show_commands():
-    assert len(COMMANDS) >= 8
+    assert len(LAUNCHERS) >= 8 and len(COMMANDS) >= 30
+
+
+def test_every_difference_in_errata_names_tests_that_exist():
+    text = (ROOT / "docs" / "errata.md").read_text()
+    rows = re.findall(r"^\| (\d+) \|.*\| ([^|]+) \|$", text, re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, len(rows) + 1))
+    for number, shown in rows:
+        assert shown in ("–", "configuration, no test here") or "`test_" in shown, number
+        for file, names in re.findall(r"`(test_\w+)`(?:: ((?:`[^`]+`(?:, )?)+))?", shown):
+            source = "".join(path.read_text() for path in (ROOT / "tests").rglob(f"{file}.py"))
+            if not source:  # a test named without its file belongs to the file before it
+                source = "".join(path.read_text() for path in (ROOT / "tests" / "losses").glob("test_*.py"))
+                names = f"`{file}`"
+            for name in re.findall(r"`([^`]+)`", names):
+                for part in filter(None, re.split("…", name)):
+                    assert part.strip("_ ") in source, f"row {number}: no {name} in {file}"

@@ -1,0 +1,51 @@
+"""A run's curves while it runs, in a notebook."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rpg_jax.report.curves import draw_curves
+from rpg_jax.report.runs import read_metrics
+from rpg_jax.report.summary import closing_message
+
+
+def follow(command: Sequence[str], run_dir: str | Path, *, every: float = 5.0) -> str:
+    """Runs `command`, which trains in `run_dir`, and shows its curves, drawn again every `every` seconds.
+
+    A process of its own: an accelerator is free again when it ends. Returns the closing message with the scores.
+
+    Raises:
+      ValueError: the command failed; the message has the end of its output.
+    """
+    from IPython.display import Image, display
+
+    run_dir, shown, drawn = Path(run_dir), None, 0
+    run_dir.mkdir(parents=True, exist_ok=True)
+    log = run_dir / "output.txt"
+    plain = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "CLICOLOR_FORCE")}
+    with (
+        log.open("w") as output,
+        subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=plain) as process,
+    ):
+        try:
+            while True:
+                ended = process.poll() is not None
+                if (steps := len(read_metrics(run_dir))) > drawn:
+                    image, drawn = Image(draw_curves(run_dir).read_bytes(), width=900), steps
+                    if shown is None:
+                        shown = display(image, display_id=True)
+                    else:
+                        shown.update(image)
+                if ended:
+                    break
+                time.sleep(every)
+        except BaseException:
+            process.terminate()  # training saves and ends; the same command continues
+            raise
+    if process.returncode:
+        raise ValueError(f"{' '.join(command)} ended with {process.returncode}:\n{log.read_text()[-2000:]}")
+    return closing_message(run_dir)
