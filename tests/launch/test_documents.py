@@ -149,7 +149,7 @@ def test_every_difference_in_errata_names_tests_that_exist():
     rows = re.findall(r"^\| (\d+) \|.*\| ([^|]+) \|$", text, re.MULTILINE)
     assert [int(number) for number, _ in rows] == list(range(1, len(rows) + 1))
     for number, shown in rows:
-        assert shown in ("–", "configuration, no test here") or "`test_" in shown, number
+        assert "`test_" in shown, f"row {number} names no test"
         for file, names in re.findall(r"`(test_\w+)`(?:: ((?:`[^`]+`(?:, )?)+))?", shown):
             source = "".join(path.read_text() for path in (ROOT / "tests").rglob(f"{file}.py"))
             if not source:  # a test named without its file belongs to the file before it
