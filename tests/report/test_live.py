@@ -1,0 +1,27 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from rpg_jax.report import live
+
+STEP = """
+import json, pathlib
+line = json.dumps({"step": 1, "reward": 0.5, "accuracy": 0.5})
+(pathlib.Path("RUN") / "metrics.jsonl").write_text(line + chr(10))
+"""
+
+
+def test_the_curves_of_a_run_are_shown_once_it_has_a_step(tmp_path, monkeypatch):
+    display = pytest.importorskip("IPython.display")
+    shown = []
+    monkeypatch.setattr(display, "display", lambda image, display_id: shown.append(image))
+    live.follow([sys.executable, "-c", STEP.replace("RUN", str(tmp_path))], tmp_path, every=0.05)
+    assert [image.data[:4] for image in shown] == [b"\x89PNG"]
+
+
+def test_a_failed_run_says_why(tmp_path):
+    pytest.importorskip("IPython.display")
+    with pytest.raises(ValueError, match="ended with 3:\nno such config"):
+        live.follow([sys.executable, "-c", "print('no such config'); raise SystemExit(3)"], tmp_path, every=0.05)
