@@ -15,7 +15,7 @@ from rpg_jax.experiment import Experiment
 
 
 def sample(
-    run_dir: str | Path,
+    run: str | Path,
     prompts: Sequence[str],
     *,
     k: int = 4,
@@ -30,8 +30,10 @@ def sample(
     Raises:
       ValueError: no such run or checkpoint, or a prompt with more tokens than the run's `task.max_prompt_tokens`.
     """
-    run_dir = Path(run_dir)
-    experiment = Experiment.open(run_folder.read_config(run_dir), run_dir, train=False)
+    with run_folder.opened(str(run)) as folder:
+        experiment = Experiment.open(run_folder.read_config(folder.files), folder.files, train=False)
+        with experiment.activate():
+            step, params = experiment.restore_policy(folder.home, step)
     tokenizer, limit = experiment.tokenizer, experiment.config.task.max_prompt_tokens
     problems = [data.Problem(i, text, answer="", source="prompt") for i, text in enumerate(prompts)]
     tokens = [data.encode_prompt(p, tokenizer, thinking=experiment.config.task.thinking) for p in problems]
@@ -39,7 +41,6 @@ def sample(
         if len(ids) > limit:
             raise ValueError(f"{text!r} has {len(ids)} tokens, more than task.max_prompt_tokens={limit}")
     with experiment.activate():
-        step, params = experiment.restore_policy(run_dir, step)
         rollout = experiment.make_rollout(params)
         try:
             groups = rollout.generate(
@@ -60,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m rpg_jax.sample", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--run", required=True, help="folder of the run")
+    parser.add_argument("--run", required=True, help="folder of the run, local or gs://BUCKET/…")
     parser.add_argument("--prompt", action="append", required=True, help="text to complete; may be given again")
     parser.add_argument("--k", type=int, default=4, help="completions of each (default: %(default)s)")
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: %(default)s)")

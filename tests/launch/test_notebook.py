@@ -53,6 +53,7 @@ def test_it_runs_from_top_to_bottom(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
     notebook = nbformat.read(NOTEBOOK, 4)
     nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}}).execute()
+    assert "rpg_jax.sample" in "".join(CODE)
     printed = "".join(o.get("text", "") for cell in notebook.cells for o in cell.get("outputs", []))
     assert "no accelerator" in printed or "held out accuracy" in printed
     assert "17+25=" in printed and (tmp_path / "runs" / "exported" / "config.json").exists()
