@@ -59,7 +59,8 @@ def run_cells(
     Ctrl-C stops the runs after their steps in progress; the same call continues.
     """
     (out / "logs").mkdir(parents=True, exist_ok=True)
-    waiting = collections.deque(cell for cell in cells if not progress_of(cell, out)[1])
+    progress = {cell.name: progress_of(cell, out) for cell in cells}
+    waiting = collections.deque(cell for cell in cells if not progress[cell.name][1])
     alone = not any((out / "warm_starts").glob("*"))
     running: dict[int, tuple[Cell, subprocess.Popen]] = {}  # by place, 0 ... jobs - 1
     failed: dict[str, Path] = {}
@@ -71,15 +72,17 @@ def run_cells(
                     running[place] = cell, _start(command(cell, config, out, extra), _log(cell, out), place, jobs)
             time.sleep(POLL_SECONDS)
             for place, (cell, process) in list(running.items()):
-                if process.poll() is not None:
+                ended = process.poll() is not None
+                progress[cell.name] = progress_of(cell, out)
+                if ended:
                     del running[place]
                     if process.returncode != 0:
                         failed[cell.name] = _log(cell, out)
                         if alone:
                             waiting.clear()
                     alone = False
-            done = [progress_of(cell, out) for cell in cells]
-            on_progress(sum(s for s, _ in done), sum(e for _, e in done), [c.name for c, _ in running.values()])
+            steps, ends = zip(*progress.values(), strict=True)
+            on_progress(sum(steps), sum(ends), [c.name for c, _ in running.values()])
     finally:
         for _, process in running.values():
             process.send_signal(signal.SIGTERM)
