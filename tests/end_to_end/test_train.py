@@ -165,12 +165,17 @@ def test_a_misspelt_field_is_one_line_that_names_the_right_one(shared, tmp_path)
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("--config.method=RPG-REINFORCE-URLK", "RPG-REINFORCE-URKL"),
-        ("--config.loss.kl_coef=much", "much"),
         ("--config.method=GRPO --config.loss.divergence=urkl", "divergence"),
-        ("--config.rollout.driver=vllm", "orchestrator"),
-        ("--config.train.updates_per_step=3", "multiple"),
-        ("kl_coef=3", "--config."),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("--config.method=RPG-REINFORCE-URLK", "RPG-REINFORCE-URKL"),
+                ("--config.loss.kl_coef=much", "much"),
+                ("--config.rollout.driver=vllm", "orchestrator"),
+                ("--config.train.updates_per_step=3", "multiple"),
+                ("kl_coef=3", "--config."),
+            )
+        ),
     ],
 )
 def test_bad_values_are_one_line_with_the_fix(shared, tmp_path, override, expected):

@@ -143,6 +143,7 @@ def test_the_cache_is_freed_between_rollouts(sampler, work):
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_importing_jetstream_leaves_the_root_logger_and_the_process_alone():
     program = (
         "import logging, sys; before = (logging.getLogger().level, list(logging.getLogger().handlers))\n"

@@ -252,6 +252,7 @@ def test_across_a_swap_of_weights_every_token_has_the_logprob_and_version_that_d
             np.testing.assert_allclose(logprob, expected, atol=1e-5)  # f32 sums in another order
 
 
+@pytest.mark.slow
 def test_decoding_in_eight_bits_is_decoding_of_the_rounded_weights(model_config, model, work, is_same):
     graphdef, params = model
     made = rollout.build("lockstep", *model, **model_config, slots=8, int8=True)

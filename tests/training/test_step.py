@@ -95,7 +95,7 @@ def largest_difference(a, b):
     return max(jax.tree.leaves(jax.tree.map(lambda x, y: float(np.max(np.abs(x - y))), a, b)))
 
 
-@pytest.mark.parametrize("rows", [8, 3, 32])
+@pytest.mark.parametrize("rows", [pytest.param(8, marks=pytest.mark.slow), 3, pytest.param(32, marks=pytest.mark.slow)])
 def test_micro_batches_change_nothing(rows, plain):
     """32 rows and three do not fit 16: the rest is filled up with rows that have no tokens."""
     assert_same(two_updates(rows=rows), plain)
