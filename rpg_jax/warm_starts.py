@@ -51,13 +51,19 @@ def warm_started(experiment: Experiment, params: Any, rollout: Rollout, scorer: 
 
     target = Target(c.min_accuracy, c.max_accuracy, c.check_every, c.max_updates)
     with Progress(goal=c.min_accuracy, title="warm start") as progress:
+
+        def show(updates: int, value: float) -> None:
+            progress.update(updates, {"accuracy": value})
+            if value > c.max_accuracy:
+                progress.note(f"accuracy {value:.2f} is above {c.max_accuracy}: back, and on in steps half as long")
+
         state, _ = warm_start(
             state_lib.create(params, optimizer, e.state_sharding(optimizer)),
             update,
             e.supervised_batches(c.batch_size),
             accuracy,
             target,
-            on_check=lambda updates, value: progress.update(updates, {"accuracy": value}),
+            on_check=show,
         )
     cache.save(0, state.params)
     cache.wait()

@@ -5,7 +5,8 @@ the start of the process to the end of the first update, imports and compilation
 the mathematics, not what is computed twice; `share_of_peak` is its share of what GPUs and TPUs can do in bf16.
 
 --against=PYTHON runs the same model and update in PyTorch between ours, in a process of that interpreter, which needs
-torch: both see the same noise of a busy machine. `ratio` is our median over theirs.
+torch: both see the same noise of a busy machine. It starts when our first update has ended. `ratio` is our median over
+theirs.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ def run(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if arguments.repeats < 1:
         raise ValueError(f"--repeats must be >= 1, got {arguments.repeats}")
     one = Subject.of(*subject.chosen(arguments))
-    yield bench_step(one, arguments.repeats, Opponent(arguments.against, one) if arguments.against else None)
+    yield bench_step(one, arguments.repeats, arguments.against)
 
 
-def bench_step(one: Subject, repeats: int, opponent: Opponent | None = None) -> dict[str, Any]:
+def bench_step(one: Subject, repeats: int, against: str | None = None) -> dict[str, Any]:
     with one.layout.activate():
         progress(f"{one.name}: {one.layout.model.num_layers} layers, {one.tokens} tokens a step; weights, compiling")
         batch = one.batch()
@@ -47,6 +48,7 @@ def bench_step(one: Subject, repeats: int, opponent: Opponent | None = None) -> 
             update = compiling.result()
         state, _ = jax.block_until_ready(update(state, batch))
         first = subject.since_start()
+        opponent = Opponent(against, one) if against else None
         ours: list[float] = []
         theirs: list[float] = []
         for repeat in range(repeats):
