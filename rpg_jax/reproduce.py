@@ -14,6 +14,7 @@ import dataclasses
 import json
 import os
 import platform
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -68,7 +69,7 @@ def estimators(out: Path, quick: bool) -> Path:
 def runs(arguments: argparse.Namespace, extra: Sequence[str]) -> tuple[Path, dict[str, Path]]:
     """A table of training runs; returns its page, and the logs of the runs that failed."""
     table, seeds = TABLES[arguments.table], range(arguments.seeds)
-    rows = arguments.methods.split(",") if arguments.methods else None
+    rows = re.split(r",(?! )", arguments.methods) if arguments.methods else None
     if arguments.quick:
         rows = rows or [table.baseline, *[r for r in reversed(table.rows) if r != table.baseline][: QUICK_ROWS - 1]]
         seeds, extra = range(min(arguments.seeds, QUICK_SEEDS)), [f"--config.train.steps={QUICK_STEPS}", *extra]
@@ -99,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         help=f"estimators: the gradient of every loss by exact sums; {tables}",
     )
-    parser.add_argument("--methods", help="rows of the table, separated by commas (default: all)")
+    parser.add_argument("--methods", help="rows, separated by commas without spaces (default: all)")
     parser.add_argument("--seeds", type=int, default=5, help="0 ... SEEDS-1 (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=_cores(), help="runs at once (default: one a core, %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("reproduction"), help="folder (default: %(default)s)")

@@ -53,10 +53,10 @@ def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """What training notes of a set, whose problems have k completions each: Mean@k with its standard error over
-    problems, pass@k, maj@k, k, mean tokens, the share cut off by the limit."""
+    problems, pass@1, 2, 4, … k, maj@k, k, mean tokens, the share cut off by the limit."""
     correct, answers, _ = _columns(records)
     mean, k = statistics.mean_at_k(correct), len(correct[0])
-    return {
+    return {f"pass@{n}": float(statistics.pass_at_k(correct, n).mean()) for n in _powers_of_two(k)} | {
         "mean_at_k": float(mean.mean()),
         "standard_error": statistics.clustered_standard_error(mean),
         "pass_at_k": float(statistics.pass_at_k(correct, k).mean()),

@@ -36,6 +36,7 @@ class Table:
       baseline: the row that differences are taken to.
       paper: where the paper has the same comparison, and what is different here.
       config: of every run.
+      published: names of the paper's own tables to show beside it, in paper_tables.json.
     """
 
     title: str
@@ -43,6 +44,7 @@ class Table:
     baseline: str
     paper: str
     config: str = SMALL_CONFIG
+    published: Sequence[str] = ()
 
     def cells(self, seeds: Sequence[int], rows: Sequence[str] | None = None) -> list[Cell]:
         """Every run, all rows of one seed before the next seed, so that an interrupted table is balanced.
@@ -62,6 +64,7 @@ def _method(name: str, *overrides: str) -> tuple[str, ...]:
 
 
 _RPG, _DIFFERENTIABLE = "RPG-REINFORCE-URKL", "RPG-URKL"
+_EIGHT_BITS = ("--config.rollout.int8=True", "--config.rollout.int8_kv=True", "--config.rollout.max_sampler_gap=0.1")
 
 TABLES: Mapping[str, Table] = MappingProxyType(
     {
@@ -70,6 +73,22 @@ TABLES: Mapping[str, Table] = MappingProxyType(
             {name: _method(name) for name in METHODS},
             baseline="DAPO",
             paper="Table 8 (Qwen2.5-7B-Instruct); the rows after RPG's are ours",
+            published=("table8_qwen2p5_7b_instruct",),
+        ),
+        "lengths": Table(
+            "Three lengths of completions",
+            {
+                f"{method}, {tokens}": _method(
+                    method, "--config.task.chain_of_thought=True", f"--config.rollout.max_tokens={tokens}"
+                )
+                for tokens in (20, 22, 32)
+                for method in ("GRPO", "DAPO", _DIFFERENTIABLE, _RPG)
+            },
+            baseline="DAPO, 22",
+            paper="Tables 3, 5 and 6 (8K, 4K and 2K tokens); here the column sums are written before the answer, 10 to "
+            "22 tokens in all: a limit of 20 cuts off half of them, 32 none. Each limit has its own warm start, of the "
+            "same accuracy within it",
+            published=("table3_qwen3_4b_8k", "table5_qwen3_4b_4k", "table6_qwen3_4b_2k"),
         ),
         "clips": Table(
             "The four clips, and the public code's form",
@@ -116,6 +135,20 @@ TABLES: Mapping[str, Table] = MappingProxyType(
             },
             baseline="DAPO, adamw",
             paper="the paper says AdamW; half of the public recipes use Schedule-Free",
+        ),
+        "sampler": Table(
+            "A sampler in eight bits, with and without truncated importance sampling",
+            {
+                f"{method}, {name}": _method(method, *overrides)
+                for method in ("DAPO", _RPG)
+                for name, overrides in (
+                    ("same weights", ()),
+                    ("8 bits", _EIGHT_BITS),
+                    ("8 bits, C = 2", (*_EIGHT_BITS, "--config.loss.truncated_importance_sampling=2")),
+                )
+            },
+            baseline=f"{_RPG}, same weights",
+            paper="ours: weights, keys and values of the sampler are rounded, the trainer's are not",
         ),
         "staleness": Table(
             "Updates from one behaviour policy",

@@ -34,6 +34,11 @@ def test_an_unknown_row_is_an_error_with_the_known_ones(capsys):
     assert "no row 'DAP0' in this table; there are GRPO, DAPO" in capsys.readouterr().err
 
 
+def test_rows_whose_names_have_commas_can_be_chosen(capsys):
+    assert reproduce.main(["--table=lengths", "--methods=DAPO, 20,DAPO, 21"]) == 2
+    assert "no row 'DAPO, 21' in this table" in capsys.readouterr().err
+
+
 def test_intervals_are_students():
     m = seeds_lib.mean([0.1, 0.2, 0.3])
     assert m.value == pytest.approx(0.2)
@@ -63,7 +68,7 @@ def leave_a_run(folder: Path, accuracy: float, steps: int = 3) -> None:
     (folder / "config.json").write_text(json.dumps({"train": {"steps": steps}}))
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(steps + 1):
-            scores = {"mean_at_k": accuracy + 0.01 * (step == 1), "pass_at_k": 1.0}
+            scores = {"mean_at_k": accuracy + 0.01 * (step == 1), "pass_at_k": 1.0, "pass@1": accuracy, "pass@2": 1.0}
             evals = {f"eval/{name}/{key}": value for name in SETS for key, value in scores.items()}
             file.write(json.dumps({"step": step, "entropy": 0.1, "seconds": 1.0, "accuracy": 0.5, **evals}) + "\n")
     (folder / "summary.md").write_text("done")
@@ -78,7 +83,8 @@ def test_the_page_marks_best_and_second_and_flags_the_impossible(tmp_path):
     assert "| RPG-URKL | **75.0** ± 63.5 | **76.0** ± 63.5" in text
     assert "| DAPO | <u>55.0</u> ± 63.5" in text
     assert "| RPG-URKL | *+20.0 ± 0.0* | *+20.0 ± 0.0* |" in text
-    assert all((tmp_path / f"small{suffix}").stat().st_size > 1000 for suffix in (".png", "-dynamics.png"))
+    assert all((tmp_path / f"small{suffix}").stat().st_size > 1000 for suffix in (".png", "-pass.png", "-dynamics.png"))
+    assert text.count("![") == 3 and "table8_qwen2p5_7b_instruct" in text
     assert "52.61 (!)" in "\n".join(table_page.paper_table("table3_qwen3_4b_8k"))
 
 
