@@ -91,6 +91,7 @@ def get_config() -> ConfigDict:
     rollout.slots = 64  # completions decoded together
     rollout.tensor = optional(int)  # devices that share one copy of the decoding weights; unset: the trainer's mesh
     rollout.expert = optional(int)  # of a mixture: groups of experts in a copy, each on `tensor` devices
+    rollout.devices = 0  # the last so many devices only sample, the mesh of the others trains; 0: all do both, by turns
     rollout.prompts_per_step = 64  # groups that a step trains
     rollout.group_size = 8  # completions per prompt
     rollout.max_tokens = 16  # of a completion, stop token included
@@ -100,7 +101,7 @@ def get_config() -> ConfigDict:
     rollout.min_p = 0.0  # least probability of a token, as a share of the most probable one's; 0 is off
     rollout.overprovision = 0.0  # share of groups begun beyond those needed, of which the last to finish are cancelled:
     # no wait for the longest completions, at the price of a bias towards prompts with short ones
-    rollout.max_staleness = 0  # steps that sampling may be ahead of training, on one device; 0: by turns
+    rollout.max_staleness = 0  # steps that sampling may be ahead, on one device or on rollout.devices; 0: by turns
     rollout.swap = "between"  # ahead: when new weights sample; between batches (reproducible), or midway in completions
     rollout.int8 = False  # decode with matrices of 8 bits; widen max_sampler_gap, set truncated_importance_sampling
     rollout.int8_kv = False  # keep keys and values in 8 bits while decoding; the same advice

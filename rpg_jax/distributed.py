@@ -40,8 +40,8 @@ def check(config: ConfigDict) -> None:
     """Compares this process with what the config asks for and with the others.
 
     Raises:
-      ValueError: the platform is not the one that `run.platform` or JAX_PLATFORMS asks for, or processes differ; the
-        message names host and difference.
+      ValueError: the platform is not the one that `run.platform` or JAX_PLATFORMS asks for, there are too many devices
+        for what the config asks, or processes differ; the message names host and difference.
     """
     try:
         platform = jax.default_backend()
@@ -49,6 +49,13 @@ def check(config: ConfigDict) -> None:
         raise ValueError(_no_device(error)) from error
     if config.run.platform and platform != config.run.platform:
         raise ValueError(f"run.platform={config.run.platform!r}, but JAX found {platform!r} on {socket.gethostname()}")
+    ahead, devices = config.rollout.max_staleness, jax.device_count()
+    if ahead and jax.process_count() == 1 and devices > 1 and not config.rollout.devices:
+        raise ValueError(
+            f"rollout.max_staleness={ahead} on {devices} devices needs some that only sample: two threads that launch "
+            "programs on the same devices can stop each other for ever. Set rollout.devices, "
+            f"{devices // 2} of them for instance, or rollout.max_staleness=0"
+        )
     if difference := differences([json.loads(text) for text in hosts.exchange(json.dumps(facts(config)).encode())]):
         raise ValueError(f"the hosts of this run are not alike: {difference}")
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
@@ -44,6 +45,8 @@ class Experiment(Layout):
     def open(cls, config: ConfigDict, run_dir: Path, *, train: bool = True) -> Experiment:
         """Builds everything but weights; the tokenizer is kept in `run_dir`. `train`: with the training problems."""
         c = config
+        if not train and c.rollout.devices >= jax.device_count():  # a smaller machine than the one that trained
+            c.rollout.devices = 0
         task = Task.from_config(c, train=train)
         tokenizer = open_tokenizer(c, task, run_dir)
         task, notes = task.encoded(tokenizer, c)

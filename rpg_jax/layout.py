@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
@@ -24,10 +25,18 @@ from rpg_jax.training.state import TrainState
 
 @dataclasses.dataclass
 class Layout:
-    """Model, mesh and sharding rules of one config, and the programs of training on them."""
+    """Model, meshes and sharding rules of one config, and the programs of training on them.
+
+    Attributes:
+      mesh: of the devices that train.
+      sampling_devices: the devices that decode, those of `mesh` or none of them.
+      rules: from logical axes to those of `mesh`.
+      param_shapes, param_shardings: of the weights on `mesh`.
+    """
 
     config: ConfigDict
     mesh: Mesh
+    sampling_devices: Sequence[jax.Device]
     rules: parallel.Rules
     model: models.QwenConfig
     graphdef: Any
@@ -36,16 +45,25 @@ class Layout:
 
     @classmethod
     def of(cls, config: ConfigDict, vocab_size: int | None, devices: Sequence[jax.Device] | None = None) -> Layout:
-        """On `devices`, by default all; `vocab_size` matters where the config gives the model's dimensions."""
+        """On `devices`, by default all; `vocab_size` matters where the config gives the model's dimensions.
+
+        Raises:
+          ValueError: a mesh that does not cover the devices that train, or `rollout.devices` out of range.
+        """
         c = config
         model = model_config(c, vocab_size)
-        mesh = parallel.make_mesh(c.mesh.to_dict(), devices)
+        training, sampling = _parts(list(jax.devices() if devices is None else devices), c.rollout.devices)
+        try:
+            mesh = parallel.make_mesh(c.mesh.to_dict(), training)
+        except ValueError as error:
+            only = f"; rollout.devices={len(sampling)} more only sample" if sampling else ""
+            raise ValueError(f"{error}{only}") from error
         rules = parallel.override(_rules(c.sharding))
         graphdef, shapes = models.abstract(
             model, jnp.dtype(c.model.param_dtype), compute_dtype=jnp.dtype(c.model.compute_dtype), remat=c.model.remat
         )
         shardings = parallel.shardings(models.logical_axes(model), shapes, mesh, rules)
-        return cls(c, mesh, rules, model, graphdef, shapes, shardings)
+        return cls(c, mesh, sampling or list(mesh.devices.flat), rules, model, graphdef, shapes, shardings)
 
     def activate(self):
         """While entered, programs are traced for this mesh and these rules."""
@@ -146,26 +164,46 @@ class Layout:
             **added,
         )
 
-    def decoding(self) -> dict[str, Any]:
-        """Where and in which dtype completions are decoded, as arguments of `rollout.build`.
+    @property
+    def rollout_mesh(self) -> Mesh:
+        """The devices that decode, in copies of `rollout.tensor` x `rollout.expert`, each with all weights, so that a
+        decode step gathers none.
 
-        Of several processes each decodes on its own devices, unless `lockstep` spans all of them. Else, with
-        `rollout.tensor` (and `rollout.expert`) unset, on the trainer's mesh; else on the same devices in copies of
-        that many, each of which holds all weights, so that a decode step gathers none.
+        With both unset every one of `rollout.devices` has a copy, and where there are none it is the trainer's mesh. Of
+        several processes each decodes on its own devices, unless `lockstep` spans all of them.
         """
-        c = self.config
-        dtype = None if c.model.compute_dtype == c.model.param_dtype else jnp.dtype(c.model.compute_dtype)
-        if jax.process_count() > 1 and c.rollout.driver != "lockstep":
-            if c.rollout.driver == "simple":
+        c = self.config.rollout
+        if jax.process_count() > 1 and c.driver != "lockstep":
+            if c.driver == "simple":
                 raise ValueError("rollout.driver=simple decodes in one process; choose orchestrator or lockstep")
-            mesh = _host_mesh(c.rollout.tensor, c.rollout.expert)
-            shardings = parallel.shardings(models.logical_axes(self.model), self.param_shapes, mesh)
-            return {"mesh": mesh, "rules": parallel.RULES, "dtype": dtype, "shardings": shardings}
-        if c.rollout.tensor is None and c.rollout.expert is None:
-            return {"mesh": self.mesh, "rules": self.rules, "dtype": dtype, "shardings": None}
-        mesh = _decoding_mesh(self.mesh, c.rollout.tensor or 1, c.rollout.expert or 1)
+            return _host_mesh(c.tensor, c.expert)
+        if not c.devices and c.tensor is None and c.expert is None:
+            return self.mesh
+        return _copies(self.sampling_devices, c.tensor or 1, c.expert or 1)
+
+    def decoding(self) -> dict[str, Any]:
+        """Where and in which dtype completions are decoded, as arguments of `rollout.build`."""
+        m, mesh = self.config.model, self.rollout_mesh
+        dtype = None if m.compute_dtype == m.param_dtype else jnp.dtype(m.compute_dtype)
+        if mesh is self.mesh:
+            return {"mesh": mesh, "rules": self.rules, "dtype": dtype, "shardings": None}
         shardings = parallel.shardings(models.logical_axes(self.model), self.param_shapes, mesh)
         return {"mesh": mesh, "rules": parallel.RULES, "dtype": dtype, "shardings": shardings}
+
+
+def _parts(devices: list[jax.Device], sampling: int) -> tuple[list[jax.Device], list[jax.Device]]:
+    """The devices that train, and the last `sampling` of them, which do not."""
+    if not 0 <= sampling < len(devices):
+        raise ValueError(
+            f"rollout.devices={sampling} of {len(devices)} devices would only sample: it must be at least 0 and leave "
+            "one to train"
+        )
+    if sampling and jax.process_count() > 1:
+        raise ValueError(
+            f"rollout.devices={sampling} needs a single process, not {jax.process_count()}: weights go from device to "
+            "device of one host. Set it and rollout.max_staleness to 0 on several hosts"
+        )
+    return devices[: len(devices) - sampling], devices[len(devices) - sampling :]
 
 
 def _host_mesh(tensor: int | None, expert: int | None) -> Mesh:
@@ -178,13 +216,14 @@ def _host_mesh(tensor: int | None, expert: int | None) -> Mesh:
     return hosts.local_mesh([sizes.get(axis, 1) for axis in parallel.MESH_AXES], parallel.MESH_AXES)
 
 
-def _decoding_mesh(mesh: Mesh, tensor: int, expert: int) -> Mesh:
-    """The devices of `mesh`, in its order (one program reshards the weights), in copies of tensor x expert."""
-    if mesh.size % (tensor * expert):
-        raise ValueError(f"rollout.tensor={tensor} times rollout.expert={expert} does not divide {mesh.size} devices")
-    sizes = {"replica": mesh.size // (tensor * expert), "expert": expert, "tensor": tensor}
+def _copies(devices: Sequence[jax.Device], tensor: int, expert: int) -> Mesh:
+    """`devices`, in their order (one program reshards the trainer's weights), in copies of tensor x expert."""
+    count = len(devices)
+    if count % (tensor * expert):
+        raise ValueError(f"rollout.tensor={tensor} times rollout.expert={expert} does not divide {count} devices")
+    sizes = {"replica": count // (tensor * expert), "expert": expert, "tensor": tensor}
     shape = [sizes.get(axis, 1) for axis in parallel.MESH_AXES]
-    return Mesh(mesh.devices.reshape(shape), parallel.MESH_AXES, axis_types=(AxisType.Auto,) * len(shape))
+    return Mesh(np.array(devices).reshape(shape), parallel.MESH_AXES, axis_types=(AxisType.Auto,) * len(shape))
 
 
 def model_config(config: ConfigDict, vocab_size: int | None) -> models.QwenConfig:

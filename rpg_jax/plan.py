@@ -60,8 +60,14 @@ def plan(config: ConfigDict, topology: planning.Topology, only: list[str] | None
     """Every program of the run on `topology`, compiled; those named in `only`, if any.
 
     Raises:
-      ValueError: no compiler for TPUs here, or a config whose mesh or sizes do not go together.
+      ValueError: no compiler for TPUs here, a config whose mesh or sizes do not go together, or `rollout.devices` set.
     """
+    if config.rollout.devices:
+        raise ValueError(
+            f"plan looks at one mesh, and rollout.devices={config.rollout.devices} makes two. Leave it out and plan "
+            "each part as a slice: --programs=prefill,decode for the part that samples, --programs=log-probs,update "
+            "(or log-probs,start,add,apply) for the one that trains"
+        )
     layout = Layout.of(config, _vocabulary(config), topology.devices())
     held, programs = resident(layout), {}
     for name, lowered, flops in lowered_programs(layout):

@@ -36,6 +36,7 @@ _MAY_CHANGE = (
     "offload",
     "rollout.tensor",
     "rollout.expert",
+    "rollout.devices",
     "model.remat",
 )
 _PACKAGES = (

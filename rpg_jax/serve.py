@@ -70,7 +70,7 @@ def _policy(scratch: Path):
         with experiment.activate():
             return experiment, experiment.init_params(), experiment.config.model.path or "random weights"
     with run_folder.opened(_RUN.value) as folder:
-        experiment = Experiment.open(run_folder.read_config(folder.files), folder.files)
+        experiment = Experiment.open(run_folder.read_config(folder.files), folder.files, train=False)
         with experiment.activate():
             step, params = experiment.restore_policy(folder.home, _STEP.value)
     return experiment, params, f"{_RUN.value}, step {step},"

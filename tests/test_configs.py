@@ -4,6 +4,7 @@ import importlib
 import re
 from pathlib import Path
 
+import jax
 import pytest
 
 from rpg_jax import losses, parallel
@@ -97,3 +98,29 @@ def test_decoding_weights_are_cast_and_copied_only_where_the_config_asks():
     config.rollout.tensor = 3
     with pytest.raises(ValueError, match="does not divide 8 devices"):
         Layout.of(config, None).decoding()
+
+
+def test_devices_that_only_sample_are_the_last_and_the_mesh_is_of_the_others(monkeypatch):
+    config = load("tiny").get_config()
+    config.rollout.devices = 6
+    layout = Layout.of(config, 32)
+    training, sampling = layout.mesh, layout.rollout_mesh
+    assert training.devices.ravel().tolist() == jax.devices()[:2] and training.shape["fsdp"] == 2
+    assert sampling.devices.ravel().tolist() == jax.devices()[2:] and sampling.shape["replica"] == 6
+    config.rollout.tensor = 2
+    shape = Layout.of(config, 32).rollout_mesh.shape
+    assert (shape["replica"], shape["tensor"]) == (3, 2)
+    config.rollout.tensor = 4
+    with pytest.raises(ValueError, match=r"rollout.tensor=4 .* does not divide 6 devices"):
+        Layout.of(config, 32).decoding()
+    config.mesh.fsdp = 4
+    with pytest.raises(ValueError, match=r"does not cover 2 devices.*; rollout.devices=6 more only sample"):
+        Layout.of(config, 32)
+    for number in (-1, 8):
+        config.rollout.devices = number
+        with pytest.raises(ValueError, match=rf"rollout.devices={number} of 8 devices .* leave one to train"):
+            Layout.of(config, 32)
+    config.rollout.devices = 4
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match=r"rollout.devices=4 needs a single process, not 2: .* on several hosts"):
+        Layout.of(config, 32)

@@ -55,6 +55,16 @@ def test_the_rank_alone_makes_no_difference_and_any_other_fact_is_named_with_its
     assert "process 1 " not in message
 
 
+def test_sampling_ahead_on_several_devices_needs_some_that_only_sample(config):
+    config.rollout.max_staleness = 1
+    with pytest.raises(
+        ValueError, match=r"rollout.max_staleness=1 on 8 devices needs .* Set rollout.devices, 4 of them"
+    ):
+        distributed.check(resolve(config))
+    config.rollout.devices = 4
+    distributed.check(resolve(config))
+
+
 def test_a_process_that_holds_the_device_is_named(tmp_path):
     for pid, device in ((101, "/dev/accel0"), (102, "/dev/null"), (os.getpid(), "/dev/accel0")):
         folder = tmp_path / str(pid) / "fd"

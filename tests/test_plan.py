@@ -143,6 +143,13 @@ def test_tables_and_json_say_the_same():
     assert found["programs"]["update"]["collective_bytes"] == {"all-gather": 1.8e9}
 
 
+def test_devices_that_only_sample_are_planned_apart():
+    config = tiny.get_config()
+    config.rollout.devices = 4
+    with pytest.raises(ValueError, match=r"rollout.devices=4 makes two.*--programs=prefill,decode for the part that"):
+        plan.plan(resolve(config), V5E)
+
+
 def test_a_wrong_topology_ends_in_one_line():
     command = [sys.executable, "-m", "rpg_jax.plan", "--config=configs/tiny.py", "--topology=v9:2x2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

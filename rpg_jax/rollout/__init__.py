@@ -16,7 +16,7 @@ from rpg_jax.rollout.lockstep import LockstepRollout
 from rpg_jax.rollout.oracle import SimpleSampler
 from rpg_jax.rollout.orchestrator import JetStreamRollout
 from rpg_jax.rollout.requests import OnGroup
-from rpg_jax.rollout.weights import Params, RolloutError, Weights, weights_checksum
+from rpg_jax.rollout.weights import Params, RolloutError, Staged, Weights, weights_checksum
 from rpg_jax.types import Completion, Sampling
 
 DRIVERS = ("orchestrator", "lockstep", "simple")
@@ -26,11 +26,14 @@ class Rollout(Protocol):
     """What the trainer samples with. A completion depends on (seed, step, prompt_id, index), its prompt, the sampling
     parameters and the weights; not on slots, batching, order or driver."""
 
-    def sync_weights(self, params: Params, version: int) -> None:
+    def stage_weights(self, params: Params) -> Staged:
+        """A copy of the trainer's weights that may be synced and verified later, and by another thread."""
+
+    def sync_weights(self, params: Params | Staged, version: int) -> None:
         """Makes `params` the sampler's weights, `version` what completions carry. No copy where dtype and layout are
         the trainer's: whoever then donates those arrays syncs again before the next `generate`."""
 
-    def verify_weights(self, params: Params) -> None:
+    def verify_weights(self, params: Params | Staged) -> None:
         """Raises RolloutError where the sampler's weights are not, bit for bit, `params` in its dtype."""
 
     def weights_checksum(self) -> int:
@@ -105,7 +108,8 @@ def build(
       refill: fraction of the slots that may stand idle before a dispatch ends early to refill them.
       mixed: weights may be synced while completions are decoded; each token then carries its version. Else that is an
         error ("simple", which cannot, makes the sync wait).
-      dtype, shardings: of the decoding weights where they are not the trainer's.
+      dtype, shardings: of the decoding weights where they are not the trainer's; `shardings` of the devices of
+        `mesh`, which may be others than the trainer's.
       int8: round the matrices of the decoding weights' layers to eight bits; see `models.quantized`.
       int8_kv: keep keys and values in eight bits, one scale per token and head.
       mesh, rules: the devices that decode and how logical axes fall on them; None decodes on one device.
@@ -142,6 +146,7 @@ __all__ = [
     "Rollout",
     "RolloutError",
     "SimpleSampler",
+    "Staged",
     "Weights",
     "build",
     "weights_checksum",

@@ -11,7 +11,7 @@ import numpy as np
 from rpg_jax.rollout import wire
 from rpg_jax.rollout.jetstream_compat import jetstream_pb2, jetstream_pb2_grpc
 from rpg_jax.rollout.requests import OnGroup
-from rpg_jax.rollout.weights import Params, RolloutError
+from rpg_jax.rollout.weights import Params, RolloutError, Staged
 from rpg_jax.types import Completion, Sampling
 
 
@@ -40,10 +40,13 @@ class GrpcRollout:
         self._stub = jetstream_pb2_grpc.OrchestratorStub(self._channel)
         self._pool = futures.ThreadPoolExecutor(parallel, thread_name_prefix="rpg-client")
 
-    def sync_weights(self, params: Params, version: int) -> None:
+    def stage_weights(self, params: Params) -> Staged:
         raise ValueError(f"the weights are those of the server at {self._address}; restart it with another checkpoint")
 
-    def verify_weights(self, params: Params) -> None:
+    def sync_weights(self, params: Params | Staged, version: int) -> None:
+        raise ValueError(f"the weights are those of the server at {self._address}; restart it with another checkpoint")
+
+    def verify_weights(self, params: Params | Staged) -> None:
         raise ValueError(f"the weights are those of the server at {self._address} and cannot be read from here")
 
     def weights_checksum(self) -> int:

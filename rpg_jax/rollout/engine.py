@@ -150,7 +150,7 @@ class QwenEngine(engine_api.Engine):
 
     def init_decode_state(self, *args, **kwargs) -> DecodeState:
         del args, kwargs
-        with self._scope():
+        with self.weights.lock, self._scope():
             return self._init()
 
     def prefill(self, *, params: Weights, existing_prefix=None, padded_tokens, true_length) -> Prefix:
@@ -171,7 +171,7 @@ class QwenEngine(engine_api.Engine):
             request = Requests.empty(self.slots)
             request.slots[0], request.limit[0] = slot, self.capacity - prefix.cache.capacity
             slot = request.replace(count=np.int32(1))
-        with self._scope():
+        with self.weights.lock, self._scope():
             return self._insert(decode_state, prefix, slot)
 
     def generate(
@@ -197,7 +197,7 @@ class QwenEngine(engine_api.Engine):
         """Ends the completions in `slots`, cancelled by whoever asked for them; the state is donated."""
         mask = np.zeros(self.slots, bool)
         mask[slots] = True
-        with self._scope():
+        with self.weights.lock, self._scope():
             return self._release(decode_state, mask)
 
     def fetch(self, result: engine_api.ResultTokens) -> engine_api.ResultTokens:

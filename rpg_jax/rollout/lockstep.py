@@ -16,7 +16,7 @@ import numpy as np
 from rpg_jax.rollout.engine import QwenEngine
 from rpg_jax.rollout.requests import Chunk, Finish, OnGroup, check, completions, mean_lengths, plan
 from rpg_jax.rollout.schedule import Schedule, Usage
-from rpg_jax.rollout.weights import Params, RolloutError
+from rpg_jax.rollout.weights import Params, RolloutError, Staged
 from rpg_jax.types import Completion, Sampling
 
 
@@ -38,11 +38,14 @@ class LockstepRollout:
         self._expected: dict[int, float] = {}
         self.usage = Usage()
 
-    def sync_weights(self, params: Params, version: int) -> None:
+    def stage_weights(self, params: Params) -> Staged:
+        return self.weights.stage(params)
+
+    def sync_weights(self, params: Params | Staged, version: int) -> None:
         with contextlib.nullcontext() if self._mixed else self._busy:
             self.weights.sync(params, version)
 
-    def verify_weights(self, params: Params) -> None:
+    def verify_weights(self, params: Params | Staged) -> None:
         self.weights.verify(params)
 
     def weights_checksum(self) -> int:

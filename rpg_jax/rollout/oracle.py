@@ -15,7 +15,7 @@ from rpg_jax.models import KVCache, QwenConfig
 from rpg_jax.rollout.decode_state import MAX_STOP_TOKENS
 from rpg_jax.rollout.requests import OnGroup, check
 from rpg_jax.rollout.sampling import completion_keys, sample, token_keys
-from rpg_jax.rollout.weights import Params, RolloutError, Weights
+from rpg_jax.rollout.weights import Params, RolloutError, Staged, Weights
 from rpg_jax.types import Completion, Sampling
 
 
@@ -37,11 +37,14 @@ class SimpleSampler:
         sampling = functools.partial(_sample, graphdef, int8_kv)
         self._sample = jax.jit(sampling, static_argnames=("group_size", "max_tokens"))
 
-    def sync_weights(self, params: Params, version: int) -> None:
+    def stage_weights(self, params: Params) -> Staged:
+        return self.weights.stage(params)
+
+    def sync_weights(self, params: Params | Staged, version: int) -> None:
         with self._busy:
             self.weights.sync(params, version)
 
-    def verify_weights(self, params: Params) -> None:
+    def verify_weights(self, params: Params | Staged) -> None:
         self.weights.verify(params)
 
     def weights_checksum(self) -> int:

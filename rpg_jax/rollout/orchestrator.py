@@ -22,7 +22,7 @@ from rpg_jax.rollout.engine import QwenEngine
 from rpg_jax.rollout.jetstream_compat import JetstreamMetricsCollector, orchestrator
 from rpg_jax.rollout.requests import Chunk, Finish, OnGroup, Row, check, completions, mean_lengths, plan
 from rpg_jax.rollout.schedule import Schedule, Usage
-from rpg_jax.rollout.weights import Params, RolloutError
+from rpg_jax.rollout.weights import Params, RolloutError, Staged
 from rpg_jax.types import Completion, Sampling
 
 _POLL = 0.2  # seconds between two looks at whether a wait has become pointless
@@ -260,10 +260,13 @@ class JetStreamRollout:
         # Threads hold the driver, never this object: one that is dropped, or open at exit, stops its threads.
         self._finalizer = weakref.finalize(self, _stop, self._drivers)
 
-    def sync_weights(self, params: Params, version: int) -> None:
+    def stage_weights(self, params: Params) -> Staged:
+        return self.weights.stage(params)
+
+    def sync_weights(self, params: Params | Staged, version: int) -> None:
         self.weights.sync(params, version)
 
-    def verify_weights(self, params: Params) -> None:
+    def verify_weights(self, params: Params | Staged) -> None:
         self.weights.verify(params)
 
     def weights_checksum(self) -> int:

@@ -14,6 +14,12 @@ still the trainer's have it recomputed by the trainer, as without this module. W
 own, and with "midway" always: what earlier weights wrote into the cache stays there, so no forward pass of one policy
 gives the same number.
 
+On several devices the sampler has some of its own: two threads that launch programs on the same devices may launch
+them in another order on each, and programs that exchange data across devices then wait for ever. So this module's
+thread launches nothing across the trainer's devices, and the trainer's nothing across the sampler's, except by turns
+(an evaluation) or under the sampler's lock (the checksum of a swap "midway"). What passes between the two are staged
+weights, by a transfer, and completions, on the host.
+
 A checkpoint waits for the batches under way and holds them, as it holds groups carried over: a resumed run trains on
 them, and with "between" it is the same run.
 """
@@ -28,10 +34,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from rpg_jax.rollout import Rollout, RolloutError
+from rpg_jax.rollout import Rollout, RolloutError, Staged
 from rpg_jax.training import pending
 from rpg_jax.training.experience import Collected
 from rpg_jax.training.groups import Group
@@ -56,7 +61,8 @@ class Ahead:
     Args:
       collect: the groups of a step, given those carried over to it; called from one thread at a time.
       take_errors: failed verdicts since it was called last.
-      rollout: the sampler, which must accept weights while it decodes if `swap` is "midway".
+      rollout: the sampler, on one device or on others than the trainer's; it must accept weights while it decodes if
+        `swap` is "midway".
       max_staleness: steps, at least 1.
       steps: of the run; nothing is sampled for later ones.
       swap: "between" or "midway".
@@ -80,7 +86,10 @@ class Ahead:
                 f"sampling ahead needs max_staleness >= 1 and swap in {SWAPS}, got {max_staleness} and {swap!r}"
             )
         if jax.process_count() > 1:
-            raise ValueError("rollout.max_staleness > 0 needs a single process; set it to 0 on several hosts")
+            raise ValueError(
+                f"rollout.max_staleness={max_staleness} needs a single process, not {jax.process_count()}: threads of "
+                "several hosts launch programs that span them in different orders. Set it to 0"
+            )
         self.midway = swap == "midway"
         self._collect, self._take_errors, self._rollout = collect, take_errors, rollout
         self._max_staleness, self._steps = max_staleness, steps
@@ -99,7 +108,7 @@ class Ahead:
         self._versions = {s: v for s, v in self._versions.items() if s >= step - self._max_staleness - 1}
         self._versions[step] = version
         due = [s for s in range(step, min(step + self._max_staleness + 1, self._steps)) if s not in self._jobs]
-        policy = snapshot(params) if due and not self.midway else None
+        policy = self._rollout.stage_weights(params) if due and not self.midway else None
         for s in due:
             self._jobs[s] = self._thread.submit(self._sample, s, policy, version)
         sampled = self._jobs.pop(step).result()
@@ -132,7 +141,7 @@ class Ahead:
         """Begins nothing more; a batch under way ends with its rollout."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _sample(self, step: int, policy: Any, version: int) -> Sampled:
+    def _sample(self, step: int, policy: Staged | None, version: int) -> Sampled:
         with self._turn:
             if policy is not None:
                 self._rollout.sync_weights(policy, version)
@@ -152,12 +161,6 @@ class Ahead:
                     f"step {step} would train on tokens of weights version {oldest}, but rollout.max_staleness="
                     f"{self._max_staleness} allows none before version {allowed}"
                 )
-
-
-@jax.jit
-def snapshot(params: Any) -> Any:
-    """A copy, which stays when the trainer donates `params`."""
-    return jax.tree.map(jnp.copy, params)
 
 
 def with_behaviour(groups: Sequence[Group], version: int) -> list[Group]:

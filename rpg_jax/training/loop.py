@@ -20,7 +20,7 @@ from rpg_jax.parallel import hosts
 from rpg_jax.rollout import Rollout
 from rpg_jax.training import metrics as metrics_lib
 from rpg_jax.training import pending
-from rpg_jax.training.ahead import Ahead, Sampled, snapshot, staleness, with_behaviour
+from rpg_jax.training.ahead import Ahead, Sampled, staleness, with_behaviour
 from rpg_jax.training.experience import Collected, DynamicSampling, collect
 from rpg_jax.training.groups import Group
 from rpg_jax.training.reference import Reference
@@ -84,13 +84,7 @@ class Trainer:
     rollout_files: RolloutFiles | None = None
 
     def sample_ahead(self, max_staleness: int, *, steps: int, swap: str) -> None:
-        """From now on rollouts run ahead of training; see `ahead.Ahead`.
-
-        Raises:
-          ValueError: several devices: two threads may enqueue programs with collectives in another order on each.
-        """
-        if (devices := self.batch_sharding.mesh.size) > 1:
-            raise ValueError(f"rollout.max_staleness > 0 needs a single device, not {devices}; set it to 0")
+        """From now on rollouts run ahead of training; see `ahead.Ahead`, also for what it asks of the devices."""
         take_errors = self.sample.take_errors
         self.ahead = Ahead(
             self._collect, take_errors, self.rollout, max_staleness=max_staleness, steps=steps, swap=swap
@@ -233,7 +227,7 @@ class Trainer:
         Raises:
           RolloutError: the checksums differ, so completions would come from another policy than the one trained.
         """
-        policy = self.state.params if self.ahead is None else snapshot(self.state.params)
+        policy = self.state.params if self.ahead is None else self.rollout.stage_weights(self.state.params)
         self.rollout.sync_weights(policy, int(self.state.updates))
         self.rollout.verify_weights(policy)
 

@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from rpg_jax import models, parallel
 from rpg_jax.rollout import RolloutError, Weights, weights_checksum
 
 
@@ -69,3 +72,26 @@ def test_corrupted_sampler_weights_raise_the_alarm(build, model):
         assert sampler.weights_checksum() != weights_checksum(params)
     finally:
         sampler.sync_weights(params, 0)
+
+
+@pytest.mark.parametrize("changes", [{"dtype": jnp.bfloat16}, pytest.param({"int8": True}, marks=pytest.mark.slow)])
+def test_staged_weights_reach_devices_of_their_own_though_the_trainer_goes_on(model, model_config, changes):
+    axes, (_, params) = models.logical_axes(model_config["config"]), model
+    meshes = ({"fsdp": 4}, jax.devices()[:4]), ({"replica": 2, "tensor": 2}, jax.devices()[4:])
+    trained, sampled = (parallel.shardings(axes, params, parallel.make_mesh(*mesh)) for mesh in meshes)
+    params = jax.device_put(params, trained)
+    weights = Weights(params, shardings=sampled, **changes)
+    first = weights.checksum()
+    newer = jax.tree.map(lambda x: x + 1, params)
+    staged, expected = weights.stage(newer), Weights(newer, **changes).checksum()
+    jax.tree.map(lambda x: x.delete(), newer)
+    with ThreadPoolExecutor() as thread:
+        thread.submit(weights.sync, staged, 1).result()
+        thread.submit(weights.verify, staged).result()
+    with weights.pinned() as held:
+        assert weights_checksum(held) == expected != first
+        assert set().union(*(x.sharding.device_set for x in jax.tree.leaves(held))) == set(jax.devices()[4:])
+    with pytest.raises(RolloutError, match="not the trainer's"):
+        weights.verify(params)
+    weights.sync(params, 2)
+    weights.verify(params)

@@ -55,6 +55,9 @@ class FakeSampler:
 class FakeRollout:
     version = 0
 
+    def stage_weights(self, params):
+        return params
+
     def sync_weights(self, params, version):
         self.version = version
 

@@ -1,0 +1,118 @@
+"""Whole runs that sample on devices of their own, against runs whose devices do both."""
+
+import json
+import shutil
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from rpg_jax import run_folder
+from rpg_jax.experiment import Experiment, open_tokenizer
+from rpg_jax.layout import Layout
+from rpg_jax.methods import resolve
+from rpg_jax.tasks import Task
+from rpg_jax.train import Run
+from rpg_jax.training.checkpoints import bit_checksum
+from tests.end_to_end import micro
+
+FOUR = {"rollout.devices": 4, "rollout.tensor": 2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_once(tmp_path_factory):
+    options = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+    before = {name: getattr(jax.config, name) for name in options}
+    for name, value in zip(options, (str(tmp_path_factory.mktemp("cache")), 0), strict=True):
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def finished(runs, name, devices, changes):
+    """(weights checksum, unclocked metrics) of a run of three steps on `devices`; where each half of it was is
+    checked on the way."""
+    config = micro.get_config()
+    config.run.dir, config.run.name = str(runs), name
+    config.update_from_flattened_dict(
+        {
+            "method": "GRPO",
+            "model.num_layers": 1,
+            "model.num_kv_heads": 2,
+            "warm_start.enabled": False,
+            "rewards.overlong_shaping": True,  # random weights differ in nothing but lengths
+            "rewards.overlong_buffer": 5,
+            "evaluation.problems": 8,
+            "checkpoint.every": 1,
+            "train.steps": 3,
+            **changes,
+        }
+    )
+    config = resolve(config)
+    with run_folder.of(config) as folder:
+        run_folder.open_run(config, folder)
+        task = Task.from_config(config)
+        tokenizer = open_tokenizer(config, task, folder.files)
+        task, notes = task.encoded(tokenizer, config)
+        layout = Layout.of(config, tokenizer.vocab_size, devices)
+        experiment = Experiment(**vars(layout), tokenizer=tokenizer, task=task, notes=notes)
+        with experiment.activate():
+            run = Run(experiment, folder)
+            try:
+                assert run.to_the_end() == 0
+                k = config.rollout.devices
+                assert where(run.trainer.state) == set(devices[: len(devices) - k])
+                with run.rollout.weights.pinned() as held:
+                    assert where((held, run.rollout.engine.init_decode_state())) == set(devices[-k:])
+            finally:
+                run.close()
+    records = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
+    clocked = ("time/", "host/", "seconds", "tokens_per_second")
+    return bit_checksum(run.trainer.state), [{k: v for k, v in r.items() if not k.startswith(clocked)} for r in records]
+
+
+def where(tree):
+    return set().union(*(x.sharding.device_set for x in jax.tree.leaves(tree)))
+
+
+def resumed(runs, name, *arguments):
+    """The run of that name again, from its first checkpoint."""
+    shutil.copytree(runs / name, runs / f"{name}-resumed")
+    for step in (2, 3):
+        shutil.rmtree(runs / f"{name}-resumed" / "checkpoints" / str(step))
+    return finished(runs, f"{name}-resumed", *arguments)
+
+
+@pytest.mark.slow
+def test_stale_batches_from_devices_of_their_own_are_those_of_one_device(tmp_path):
+    stale = {"rollout.max_staleness": 1}
+    apart = finished(tmp_path, "apart", jax.devices()[:2], {**stale, "rollout.devices": 1})
+    together = finished(tmp_path, "together", jax.devices()[:1], stale)
+    assert apart == together
+    assert [r["staleness_updates_max"] for r in apart[1][1:]] == [0, 2, 2]
+
+
+@pytest.mark.slow
+def test_by_turns_on_two_meshes_is_by_turns_on_one(tmp_path):
+    assert finished(tmp_path, "apart", jax.devices(), FOUR) == finished(
+        tmp_path, "together", jax.devices()[:4], {"rollout.tensor": 2}
+    )
+
+
+@pytest.mark.slow
+def test_two_meshes_at_once_resume_to_the_same_bits(tmp_path):
+    arguments = jax.devices(), {**FOUR, "rollout.max_staleness": 1}
+    straight = finished(tmp_path, "straight", *arguments)
+    assert resumed(tmp_path, "straight", *arguments) == straight
+    assert straight[1][-1]["grad_norm"] > 0
+
+
+@pytest.mark.slow
+def test_weights_reach_the_other_mesh_in_the_middle_of_completions(tmp_path):
+    changes = {**FOUR, "rollout.max_staleness": 1, "rollout.swap": "midway"}
+    records = finished(tmp_path, "midway", jax.devices(), changes)[1][1:]
+    assert records[0]["staleness_updates_max"] == 0 and max(r["staleness_updates_max"] for r in records) <= 2
+    assert all(r["sampler_gap"] == 0 for r in records)  # weighted by what each token was drawn with
