@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("swap", ["between", "midway"])
 def test_a_policy_learns_from_batches_that_are_a_step_old(tmp_path, swap):
     command = [sys.executable, "-m", "rpg_jax.train", "--config=configs/tiny.py", f"--config.run.dir={tmp_path}"]

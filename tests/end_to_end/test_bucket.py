@@ -15,7 +15,7 @@ from tests.fake_gcs import FakeGcs
 SETTINGS = ("--config.train.steps=6", "--config.reference.every=3", "--config.run.name=r")
 
 
-@pytest.mark.slow  # four processes
+@pytest.mark.soak  # four processes
 def test_a_run_in_a_bucket_whose_machine_is_lost_ends_as_one_on_disk_that_was_not(tmp_path):
     pytest.importorskip("gcsfs")
     straight = run(tmp_path, tmp_path / "straight", *SETTINGS)

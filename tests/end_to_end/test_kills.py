@@ -21,7 +21,7 @@ SETTINGS = (
 )
 
 
-@pytest.mark.slow  # a process and its compiled programs for every kill
+@pytest.mark.soak  # a process and its compiled programs for every kill
 def test_thirty_kills_in_every_part_of_a_run_change_nothing(tmp_path):
     straight = run(tmp_path, tmp_path / "straight", *SETTINGS)
     expected = metrics(tmp_path / "straight" / "r")

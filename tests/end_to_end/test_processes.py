@@ -84,7 +84,7 @@ def test_processes_train_as_one(alone, processes, driver):
     assert_same_run(alone / "one", alone / f"{processes}-{driver}")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_run_resumes_with_another_number_of_processes(alone):
     halved = [s.replace("steps=4", "steps=2") for s in LOGGED]
     run(alone, 2, *halved, "--config.run.name=changed")

@@ -28,7 +28,7 @@ def rollouts(folder):
     return found
 
 
-@pytest.mark.slow  # every variant twice
+@pytest.mark.soak  # every variant twice
 def test_every_optimizer_reference_and_critic_resumes_to_the_same_bits(tmp_path):
     env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {
         "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),

@@ -34,7 +34,7 @@ def test_it_is_small_and_names_no_machine():
     assert "/work" not in text and "/tmp" not in text
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_it_runs_from_top_to_bottom(tmp_path, monkeypatch):
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     for name in ("rpg_jax", "configs", "tests/end_to_end"):  # a copy, so that its runs stay out of the repository
