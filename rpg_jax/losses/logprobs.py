@@ -140,7 +140,10 @@ def _backward(temperature, chunk_size, entropy, cut, residuals, cotangents):
 
         xs = (_split(hidden, chunks, -2), *jax.tree.map(lambda x: _split(x, chunks, -1), per_token))
         g_words, g_hidden = lax.scan(chunk, jnp.zeros(words.shape, accumulate), xs)
-        return _join(g_hidden, hidden.shape, axis=-2), _head_gradient(g_words, head, cut)
+        g_words = _all_tokens(g_words, cut).astype(head.dtype)
+        # Together: alone, XLA:TPU keeps the head's sum in f32 until the gradients of all layers are done.
+        g_hidden, g_words = lax.optimization_barrier((g_hidden, g_words))
+        return _join(g_hidden, hidden.shape, axis=-2), _own_entries(g_words, head, cut)
 
     g_logprobs, g_entropies = cotangents
     per_token = (targets, normalizer, entropies, g_logprobs, g_entropies if entropy else None)
@@ -204,13 +207,15 @@ def _own_words(head, cut):
     return head, first + own, held
 
 
-def _head_gradient(gradient, head, cut):
-    """The gradient of all tokens for this device's piece of `head`; the way of `_own_words` back."""
-    if cut is None:
-        return gradient.astype(head.dtype)
-    others = tuple(axis for axis in (*cut.rows, *cut.positions) if axis not in cut.width)
-    gradient = (lax.psum(gradient, others) if others else gradient).astype(head.dtype)
-    if cut.width:
+def _all_tokens(gradient, cut):
+    """The sum over devices that hold other tokens, those apart that were in `_everyones` already."""
+    others = () if cut is None else tuple(axis for axis in (*cut.rows, *cut.positions) if axis not in cut.width)
+    return lax.psum(gradient, others) if others else gradient
+
+
+def _own_entries(gradient, head, cut):
+    """The gradient for this device's piece of `head`; the way of `_own_words` back."""
+    if cut is not None and cut.width:
         gradient = lax.all_to_all(gradient, cut.width, split_axis=1, concat_axis=0, tiled=True)
     return gradient[: head.shape[0]]
 

@@ -28,16 +28,15 @@ def project(x: jax.Array, weight: jax.Array, axes: Names, inputs: Names, outputs
     where = partition_spec(*axes, *map(_activation, inputs))
     if where is None or jax.sharding.get_abstract_mesh().size == 1:
         return _product(x, weight, inputs=len(inputs))
-    names = (*inputs, *outputs)
     local = functools.partial(
         _product,
         inputs=len(inputs),
         gather=wide_axes("embed"),
-        dimension=names.index("embed"),
+        dimension=0 if "embed" in inputs else 1,
         contracted=tuple(axis for name in inputs if name != "embed" for axis in wide_axes(name)),
     )
     # check_vma: gathered weights are equal on all devices, which the type system cannot see.
-    specs = (where, partition_spec(*names))
+    specs = (where, partition_spec(*inputs, *outputs))
     out = partition_spec(*axes, *map(_activation, outputs))
     return jax.shard_map(local, in_specs=specs, out_specs=out, check_vma=False)(x, weight)
 
@@ -65,12 +64,18 @@ gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 def _product(x, weight, *, inputs, gather=(), dimension=0, contracted=()):
+    """Gathers the weight as the matrix that it is multiplied as: gathered in its own shape, XLA:TPU would keep the
+    stack of all layers a second time, laid out for that. A matrix made of heads is made again in the backward pass."""
+    matrix = gathered(weight.reshape(math.prod(weight.shape[:inputs]), -1), gather, dimension, x.dtype)
+    multiply = jax.checkpoint(_multiply) if gather and inputs > 1 else _multiply
+    y = multiply(x, matrix).reshape(*x.shape[:2], -1, *weight.shape[inputs + 1 :])
+    return jax.lax.psum(y, contracted) if contracted else y
+
+
+def _multiply(x, matrix):
     """Rows and positions multiplied as one dimension: with two, XLA:CPU transposes both operands of every weight
     gradient in memory, half of the time of a backward pass."""
-    weight = gathered(weight, gather, dimension, x.dtype)
-    width, out = math.prod(weight.shape[:inputs]), weight.shape[inputs:]
-    y = (x.reshape(-1, width) @ weight.reshape(width, -1)).reshape(*x.shape[:2], *out)
-    return jax.lax.psum(y, contracted) if contracted else y
+    return x.reshape(-1, matrix.shape[0]) @ matrix
 
 
 def _activation(name: str | None) -> str | None:

@@ -56,12 +56,31 @@ def splash_attention(
 
 def _rows(kernel, q, k, v, q_segments, kv_segments) -> jax.Array:
     """The kernel, which takes [N, T, H], over rows [B, T, N, H]."""
+    by_head = (x.swapaxes(1, 2) for x in (q, k, v))
+    return _attend(kernel, *by_head, q_segments, kv_segments).swapaxes(1, 2)
 
+
+def _kernel(kernel, q, k, v, q_segments, kv_segments):
     def row(q, k, v, q_segments, kv_segments):
         return kernel(q, k, v, segment_ids=kernels.SegmentIds(q_segments, kv_segments))
 
-    by_head = (x.swapaxes(1, 2) for x in (q, k, v))
-    return jax.vmap(row)(*by_head, q_segments, kv_segments).swapaxes(1, 2)
+    return jax.vmap(row)(q, k, v, q_segments, kv_segments)
+
+
+_attend = jax.custom_vjp(_kernel)
+
+
+def _attend_forward(kernel, q, k, v, q_segments, kv_segments):
+    """The kernel writes every normalizer on all 128 lanes; the barrier makes XLA keep one of them from here on."""
+    out, pull = jax.vjp(lambda q, k, v: _kernel(kernel, q, k, v, q_segments, kv_segments), q, k, v)
+    return jax.lax.optimization_barrier((out, pull))
+
+
+def _attend_backward(pull, gradient):
+    return None, *pull(gradient), None, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
 
 
 def _cover(x: jax.Array, parts: int) -> jax.Array:
