@@ -5,6 +5,7 @@
   python -m rpg_jax.reproduce --table=small -- --config.train.steps=200     (what follows -- goes to every run)
 
 Pages, figures, numbers and run folders are left in --out. An interrupted table goes on where it was: same command.
+A run of configs/small.py takes about two minutes of one CPU core, the warm start that all share one to three before.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import dataclasses
 import json
 import os
 import platform
-import re
+import shlex
 import sys
 import time
 from collections.abc import Sequence
@@ -28,7 +29,8 @@ from rpg_jax.reproduction import estimator_page, laboratory, table_page
 from rpg_jax.reproduction.estimators import CLIPS, KL_TERMS, SAMPLERS
 from rpg_jax.reproduction.tables import TABLES
 
-QUICK_ROWS, QUICK_SEEDS, QUICK_STEPS = 3, 2, 20
+SEEDS, QUICK_ROWS, QUICK_SEEDS, QUICK_STEPS = 5, 3, 2, 20
+LINE_SECONDS = 30.0  # between two lines of progress where there is no terminal
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -40,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.table == "estimators":
             page, failed = estimators(arguments.out, arguments.quick), {}
         else:
-            page, failed = runs(arguments, argv[separator + 1 :])
+            page, failed = runs(arguments, argv)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -66,27 +68,37 @@ def estimators(out: Path, quick: bool) -> Path:
     return page
 
 
-def runs(arguments: argparse.Namespace, extra: Sequence[str]) -> tuple[Path, dict[str, Path]]:
+def runs(arguments: argparse.Namespace, argv: Sequence[str]) -> tuple[Path, dict[str, Path]]:
     """A table of training runs; returns its page, and the logs of the runs that failed."""
-    table, seeds = TABLES[arguments.table], range(arguments.seeds)
-    rows = re.split(r",(?! )", arguments.methods) if arguments.methods else None
+    table, extra = TABLES[arguments.table], argv[argv.index("--") + 1 :] if "--" in argv else []
+    rows = table.named(arguments.methods) if arguments.methods else None
     if arguments.quick:
         rows = rows or [table.baseline, *[r for r in reversed(table.rows) if r != table.baseline][: QUICK_ROWS - 1]]
-        seeds, extra = range(min(arguments.seeds, QUICK_SEEDS)), [f"--config.train.steps={QUICK_STEPS}", *extra]
-    cells = table.cells(list(seeds), rows)
+        extra = [f"--config.train.steps={QUICK_STEPS}", *extra]
+    seeds = arguments.seeds or (QUICK_SEEDS if arguments.quick else SEEDS)
+    cells = table.cells(range(seeds), rows)
     out = arguments.out / (f"{arguments.table}-quick" if arguments.quick else arguments.table)
     with _progress() as progress:
         bar = progress.add_task(f"0/{len(cells)} runs", total=None)
+        printed = time.monotonic()
 
         def on_progress(steps: int, ended: int, running: list[str]) -> None:
+            nonlocal printed
             total = cells_lib.steps_of(cells, out) * len(cells)
             text = f"{ended}/{len(cells)} runs; now {', '.join(running)}"
             progress.update(bar, completed=steps, total=total or None, description=text)
+            if not progress.console.is_terminal and time.monotonic() - printed > LINE_SECONDS:
+                printed = time.monotonic()
+                print(f"{text}; step {steps} of {total or '?'} in all; logs in {out / 'logs'}", file=sys.stderr)
 
         failed = cells_lib.run_cells(
             cells, table.config, out, jobs=arguments.jobs, extra=extra, on_progress=on_progress
         )
-    return table_page.write_page(arguments.table, table, cells, out, hardware=_hardware(arguments.jobs)), failed
+    command = shlex.join(["python", "-m", "rpg_jax.reproduce", *argv])
+    page = table_page.write_page(
+        arguments.table, table, cells, out, command=command, hardware=_hardware(arguments.jobs)
+    )
+    return page, failed
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -100,11 +112,15 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         help=f"estimators: the gradient of every loss by exact sums; {tables}",
     )
-    parser.add_argument("--methods", help="rows, separated by commas without spaces (default: all)")
-    parser.add_argument("--seeds", type=int, default=5, help="0 ... SEEDS-1 (default: %(default)s)")
+    parser.add_argument("--methods", help="rows, separated by commas (default: all)")
+    parser.add_argument("--seeds", type=int, help=f"0 ... SEEDS-1 (default: {SEEDS}, with --quick {QUICK_SEEDS})")
     parser.add_argument("--jobs", type=int, default=_cores(), help="runs at once (default: one a core, %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("reproduction"), help="folder (default: %(default)s)")
-    parser.add_argument("--quick", action="store_true", help="few prompts, rows, seeds and steps: a look, not a result")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="a look, not a result: fewer rows, seeds and steps",
+    )
     return parser
 
 

@@ -38,14 +38,22 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 def read_config(run_dir: Path) -> dict[str, Any]:
     """The resolved config as nested dicts, {} where the run did not get so far."""
-    path = run_dir / "config.json"
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return _read_json(run_dir / "config.json")
+
+
+def read_versions(run_dir: Path) -> dict[str, Any]:
+    """Commit, packages and machine that the run was made with, {} where it did not get so far."""
+    return _read_json(run_dir / "versions.json")
 
 
 def series(records: list[dict[str, Any]], key: str) -> tuple[list[int], list[float]]:
     """Steps and values of one metric where it is a finite number."""
     points = [(record["step"], record[key]) for record in records if _is_finite(record.get(key))]
     return [step for step, _ in points], [float(value) for _, value in points]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
 
 
 def _is_finite(value: Any) -> bool:

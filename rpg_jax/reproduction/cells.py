@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -11,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rpg_jax.report.runs import read_config, read_metrics
+from rpg_jax.report.runs import read_config, read_metrics, write_atomically
 from rpg_jax.reproduction.tables import Cell
 
 POLL_SECONDS = 0.5
@@ -42,6 +44,22 @@ def steps_of(cells: Sequence[Cell], out: Path) -> int:
     return next((int(config["train"]["steps"]) for config in configs if config), 0)
 
 
+def claim(out: Path, config: str, extra: Sequence[str]) -> None:
+    """Notes in `out` what all of its runs have in common.
+
+    Raises:
+      ValueError: its runs have something else in common, so those that have ended are not of the table asked for.
+    """
+    asked, note = {"config": config, "overrides": list(extra)}, out / "common.json"
+    if note.exists() and (found := json.loads(note.read_text(encoding="utf-8"))) != asked:
+        before, now = (shlex.join([c["config"], *c["overrides"]]) for c in (found, asked))
+        raise ValueError(
+            f"the runs in {out} are of {before}, not of {now}: choose another --out, or delete that folder"
+        )
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(note, json.dumps(asked) + "\n")
+
+
 def run_cells(
     cells: Sequence[Cell],
     config: str,
@@ -54,10 +72,13 @@ def run_cells(
     """Runs what has not ended; returns name -> log of the cells that failed.
 
     The first cell runs alone where none has: it makes the warm start and the compiled programs that all share, and if
-    it fails nothing else is started. Each
-    process keeps to one core where the platform can say so, so that `jobs` runs do not get into each other's way.
-    Ctrl-C stops the runs after their steps in progress; the same call continues.
+    it fails nothing else is started. Each process keeps to one core where the platform can say so, so that `jobs` runs
+    do not get into each other's way. Ctrl-C stops the runs after their steps in progress; the same call continues.
+
+    Raises:
+      ValueError: `out` has runs of another config or other `extra` overrides.
     """
+    claim(out, config, extra)
     (out / "logs").mkdir(parents=True, exist_ok=True)
     progress = {cell.name: progress_of(cell, out) for cell in cells}
     waiting = collections.deque(cell for cell in cells if not progress[cell.name][1])

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from rpg_jax.report.progress import duration
-from rpg_jax.report.runs import read_metrics, series, write_atomically
+from rpg_jax.report.runs import read_config, read_metrics, read_versions, series, write_atomically
 from rpg_jax.report.seeds import QUANTITIES, Mean, cell_scores, mean, paired_difference, ranks
 from rpg_jax.reproduction.figures import PAPER, Scores, draw_dynamics, draw_pass_at_k, draw_scores, held_out_sets
 from rpg_jax.reproduction.tables import Cell, Table
@@ -25,8 +25,14 @@ def collect(cells: Sequence[Cell], out: Path) -> Scores:
     return found
 
 
-def write_page(name: str, table: Table, cells: Sequence[Cell], out: Path, *, hardware: str) -> Path:
+def write_page(
+    name: str, table: Table, cells: Sequence[Cell], out: Path, *, command: str = "", hardware: str = ""
+) -> Path:
     """Writes `<name>.md`, `<name>.json` and the figures `<name>*.png` into `out`; returns the page.
+
+    Args:
+      command: that made the runs, for the page.
+      hardware: that they ran on.
 
     Raises:
       ValueError: no cell has a score yet.
@@ -44,27 +50,46 @@ def write_page(name: str, table: Table, cells: Sequence[Cell], out: Path, *, har
     for link, image in figures.items():
         write_atomically(out / link.partition("(")[2].removesuffix(")"), image)
     page = out / f"{name}.md"
-    lines = _lines(name, table, scores, cells, out, hardware, list(figures))
-    write_atomically(page, "\n".join(lines) + "\n")
+    parts = [*_origin(table, cells, out, command, hardware), *_tables(table, scores)]
+    parts += [line for link in figures for line in ("", link)]
+    if table.published:
+        parts += ["", "## The paper's own numbers"]
+    for published in table.published:
+        parts += ["", *paper_table(published)]
+    write_atomically(page, "\n".join(parts) + "\n")
     return page
 
 
-def _lines(
-    name: str, table: Table, scores: Scores, cells: Sequence[Cell], out: Path, hardware: str, figures: Sequence[str]
-) -> Iterator[str]:
-    seeds = sorted({seed for by_seed in scores.values() for seed in by_seed})
-    seconds = sum(sum(series(read_metrics(out / "runs" / c.name), "seconds")[1]) for c in cells)
+def _origin(table: Table, cells: Sequence[Cell], out: Path, command: str, hardware: str) -> Iterator[str]:
+    """Title, and what was run where, from which code."""
+    runs = [out / "runs" / cell.name for cell in cells if (out / "runs" / cell.name).is_dir()]
+    seconds = sum(sum(series(read_metrics(run), "seconds")[1]) for run in runs)
+    steps = sorted({config["train"]["steps"] for run in runs if (config := read_config(run))})
     yield from (
         f"# {table.title}",
         "",
-        f"`python -m rpg_jax.reproduce --table={name}` · `{table.config}` · seeds {', '.join(map(str, seeds))} · "
-        f"{hardware} · {duration(seconds)} in training steps",
+        f"`{command}` · `{table.config}` · {len(runs)} runs of {' or '.join(map(str, steps))} steps · "
+        f"{' and '.join(sorted({_code(run) for run in runs}))} · {hardware} · {duration(seconds)} in training steps, "
+        "summed over runs",
         "",
+    )
+
+
+def _code(run: Path) -> str:
+    """The commit that a run is of."""
+    versions = read_versions(run)
+    changed = " with uncommitted changes" if versions.get("uncommitted_changes") else ""
+    return f"commit {versions.get('commit', '')[:7] or 'unknown'}{changed}"
+
+
+def _tables(table: Table, scores: Scores) -> Iterator[str]:
+    yield from (
         f"In the paper: {table.paper}. Mean@32 at temperature 1, in %, after the last step (Last) and the best of all "
         "evaluations",
         "(Best: a maximum over noisy numbers, so above Last by construction); mean over seeds ± half of a 95 % "
-        "interval (Student's t).",
-        "**Best** and <u>second</u> of each column; neither means that the difference is real: see the next table.",
+        "interval (Student's t,",
+        "which near 100 % reaches beyond). **Best** and, of four rows or more, <u>second</u> of each column; neither "
+        "means that the difference is real: see the next table.",
         "",
     )
     yield from score_table(scores)
@@ -76,12 +101,6 @@ def _lines(
         "",
     )
     yield from difference_table(scores, table.baseline)
-    for link in figures:
-        yield from ("", link)
-    if table.published:
-        yield from ("", "## The paper's own numbers")
-    for published in table.published:
-        yield from ("", *paper_table(published))
 
 
 def score_table(scores: Scores) -> Iterator[str]:
@@ -93,7 +112,9 @@ def score_table(scores: Scores) -> Iterator[str]:
     for s in sets:
         for q in QUANTITIES:
             means = [mean([cell[s][q] for cell in by_seed.values()]) for by_seed in scores.values()]
-            columns[s, q] = [_marked(m, rank) for m, rank in zip(means, ranks([m.value for m in means]), strict=True)]
+            places = ranks([m.value for m in means])
+            marked = [1, 2] if len(means) > 3 else [1]
+            columns[s, q] = [_marked(m, p if p in marked else 0) for m, p in zip(means, places, strict=True)]
     for number, (row, by_seed) in enumerate(scores.items()):
         cells = " | ".join(column[number] for column in columns.values())
         yield f"| {row} | {cells} | {len(by_seed)} |"

@@ -46,6 +46,15 @@ class Table:
     config: str = SMALL_CONFIG
     published: Sequence[str] = ()
 
+    def named(self, text: str) -> list[str]:
+        """The rows that `text` lists, separated by commas, which names of rows may have too."""
+        parts, names = [part.strip() for part in text.split(",")], []
+        while parts:
+            known = (n for n in range(len(parts), 0, -1) if ", ".join(parts[:n]) in self.rows)
+            names.append(", ".join(parts[: next(known, 1)]))
+            parts = parts[names[-1].count(",") + 1 :]
+        return names
+
     def cells(self, seeds: Sequence[int], rows: Sequence[str] | None = None) -> list[Cell]:
         """Every run, all rows of one seed before the next seed, so that an interrupted table is balanced.
 

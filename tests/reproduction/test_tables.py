@@ -34,9 +34,17 @@ def test_an_unknown_row_is_an_error_with_the_known_ones(capsys):
     assert "no row 'DAP0' in this table; there are GRPO, DAPO" in capsys.readouterr().err
 
 
-def test_rows_whose_names_have_commas_can_be_chosen(capsys):
-    assert reproduce.main(["--table=lengths", "--methods=DAPO, 20,DAPO, 21"]) == 2
-    assert "no row 'DAPO, 21' in this table" in capsys.readouterr().err
+def test_rows_whose_names_have_commas_can_be_chosen():
+    assert TABLES["lengths"].named("DAPO, 20,GRPO, 32") == ["DAPO, 20", "GRPO, 32"]
+    assert TABLES["small"].named("GRPO, DAPO") == ["GRPO", "DAPO"]
+    assert TABLES["lengths"].named("DAPO,21") == ["DAPO", "21"]
+
+
+def test_runs_of_other_overrides_are_never_taken_for_the_tables(tmp_path):
+    cells_lib.claim(tmp_path, "configs/small.py", ["--config.train.steps=20"])
+    cells_lib.claim(tmp_path, "configs/small.py", ["--config.train.steps=20"])
+    with pytest.raises(ValueError, match="train.steps=20, not of configs/small.py: choose another --out"):
+        cells_lib.claim(tmp_path, "configs/small.py", [])
 
 
 def test_intervals_are_students():
@@ -75,15 +83,16 @@ def leave_a_run(folder: Path, accuracy: float, steps: int = 3) -> None:
 
 
 def test_the_page_marks_best_and_second_and_flags_the_impossible(tmp_path):
-    cells = TABLES["small"].cells(range(2), ["DAPO", "GRPO", "RPG-URKL"])
-    for cell, accuracy in zip(cells, (0.5, 0.4, 0.7, 0.6, 0.5, 0.8), strict=True):
+    cells = TABLES["small"].cells(range(2), ["DAPO", "GRPO", "RPG-URKL", "RLOO"])
+    for cell, accuracy in zip(cells, (0.5, 0.4, 0.7, 0.1, 0.6, 0.5, 0.8, 0.1), strict=True):
         leave_a_run(tmp_path / "runs" / cell.name, accuracy)
-    page = table_page.write_page("small", TABLES["small"], cells, tmp_path, hardware="test")
+    page = table_page.write_page("small", TABLES["small"], cells, tmp_path)
     text = page.read_text()
     assert "| RPG-URKL | **75.0** ± 63.5 | **76.0** ± 63.5" in text
     assert "| DAPO | <u>55.0</u> ± 63.5" in text
     assert "| RPG-URKL | *+20.0 ± 0.0* | *+20.0 ± 0.0* |" in text
     assert all((tmp_path / f"small{suffix}").stat().st_size > 1000 for suffix in (".png", "-pass.png", "-dynamics.png"))
+    assert "8 runs of 3 steps · commit unknown" in text
     assert text.count("![") == 3 and "table8_qwen2p5_7b_instruct" in text
     assert "52.61 (!)" in "\n".join(table_page.paper_table("table3_qwen3_4b_8k"))
 
