@@ -102,11 +102,11 @@ class Experiment(Layout):
 
     def make_scorer(self) -> rewards.Scorer:
         c = self.config.rewards
-        options: dict[str, dict[str, Any]] = {"format": {"pattern": c.format}}
+        limit = self.config.rollout.max_tokens
+        options: dict[str, dict[str, Any]] = {"format": {"pattern": c.format}, "length": {"limit": limit}}
         weights = _weights(c.parts)
         if c.overlong_shaping:
             weights["overlong"] = 1.0
-            limit = self.config.rollout.max_tokens
             options["overlong"] = {"limit": limit, "buffer": c.overlong_buffer, "factor": c.overlong_factor}
         options = {k: v for k, v in options.items() if k in weights}
         return rewards.build(weights, options=options, workers=c.workers, deadline_s=c.deadline_seconds)
