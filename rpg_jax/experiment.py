@@ -19,8 +19,9 @@ from rpg_jax.layout import Layout
 from rpg_jax.methods import loss_arguments
 from rpg_jax.parallel import hosts
 from rpg_jax.tasks import Task, encoder
+from rpg_jax.training import integrity
 from rpg_jax.training import state as state_lib
-from rpg_jax.training.checkpoints import Checkpoints
+from rpg_jax.training.checkpoints import committed_steps
 from rpg_jax.training.experience import DynamicSampling
 from rpg_jax.training.groups import Group
 from rpg_jax.training.loop import Trainer
@@ -66,18 +67,17 @@ class Experiment(Layout):
         Raises:
           ValueError: there is no such checkpoint; the message lists those that are kept.
         """
-        checkpoints = Checkpoints(home / "checkpoints", keep=self.config.checkpoint.keep, read_only=True)
-        try:
-            kept = checkpoints.steps()
-            if not kept or step not in (None, *kept):
-                wanted = "a checkpoint" if step is None else f"the checkpoint of step {step}"
-                raise ValueError(f"{home} does not have {wanted}; it keeps steps {kept or 'none'}")
-            step = kept[-1] if step is None else step
-            optimizer, critic = self.make_optimizer(), self.make_critic()
-            like = state_lib.abstract(self.state_shapes(optimizer, critic), self.state_sharding(optimizer, critic))
-            restored = checkpoints.restore(step, like)
-        finally:
-            checkpoints.close()
+        directory = storage.absolute(home / "checkpoints")
+        kept = committed_steps(directory)
+        if not kept:
+            first = min(self.config.checkpoint.every, self.config.train.steps)
+            raise ValueError(f"{home} has no checkpoint yet; the first comes at step {first}")
+        if step not in (None, *kept):
+            raise ValueError(f"{home} does not have the checkpoint of step {step}; it keeps steps {kept}")
+        step = kept[-1] if step is None else step
+        optimizer, critic = self.make_optimizer(), self.make_critic()
+        like = state_lib.abstract(self.state_shapes(optimizer, critic), self.state_sharding(optimizer, critic))
+        restored = integrity.restored(directory / str(step) / "state", like)
         return step, optimizer.evaluation_params(restored.opt_state, restored.params)
 
     def sampling(self, temperature: float) -> Sampling:
@@ -161,19 +161,18 @@ class Experiment(Layout):
         return not (self.config.rewards.overlong_masking and completion.finish_reason == "length")
 
     def supervised_batches(self, batch_size: int) -> Iterator[Batch]:
-        """Endless rows of (prompt, target) pairs of the training split."""
+        """Endless rows of (prompt, target) pairs of the training split; targets are cut off where completions are."""
         stream = data.PromptStream(self.task.train, batch_size=batch_size, seed=self.config.warm_start.seed)
-        c = self.config
+        c, encode, stop = self.config, self.tokenizer.encode, self.tokenizer.eos_id
+        limit = c.rollout.max_tokens
         for problems in stream:
-            pairs = [
-                (self.tokenizer.encode(prompt), [*self.tokenizer.encode(target), self.tokenizer.eos_id])
-                for prompt, target in self.task.examples(problems)
-            ]
+            examples = self.task.examples(problems)
+            pairs = [(encode(prompt), [*encode(target), stop][:limit]) for prompt, target in examples]
             batch = data.pad_supervised(
                 pairs,
                 pad_id=self.tokenizer.pad_id,
-                row_length=c.task.max_prompt_tokens + c.rollout.max_tokens,
-                completion_length=c.rollout.max_tokens,
+                row_length=c.task.max_prompt_tokens + limit,
+                completion_length=limit,
             )
             yield hosts.placed(batch, self.row_sharding)
 

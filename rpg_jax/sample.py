@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rpg_jax import data, run_folder
@@ -22,10 +22,12 @@ def sample(
     temperature: float = 1.0,
     seed: int = 0,
     step: int | None = None,
+    note: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
 ) -> list[list[str]]:
     """`k` completions of each prompt, without special tokens, from a run's checkpoint (default: its last).
 
-    The prompts pass the run's chat template, where its tokenizer has one. Temperature 0 is greedy.
+    The prompts pass the run's chat template, where its tokenizer has one. Temperature 0 is greedy. `note` is told what
+    may surprise: characters that the tokenizer does not know, and answers that are written backwards.
 
     Raises:
       ValueError: no such run or checkpoint, or a prompt with more tokens than the run's `task.max_prompt_tokens`.
@@ -40,6 +42,10 @@ def sample(
     for text, ids in zip(prompts, tokens, strict=True):
         if len(ids) > limit:
             raise ValueError(f"{text!r} has {len(ids)} tokens, more than task.max_prompt_tokens={limit}")
+        if unknown := tokenizer.unknown(text):
+            note(f"{text!r}: the run's tokenizer does not know {', '.join(map(repr, unknown))}")
+    if experiment.config.task.name == "arithmetic" and experiment.config.task.reverse:
+        note("answers are written from the lowest digit (task.reverse): 24 is 42")
     with experiment.activate():
         rollout = experiment.make_rollout(params)
         try:

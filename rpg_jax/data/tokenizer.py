@@ -20,8 +20,9 @@ _REPLACEMENT = "\ufffd"
 class Tokenizer(Protocol):
     """What the rest of the system knows about a tokenizer.
 
-    `encode` adds no special tokens; `decode` leaves them out. `stop_token_ids` end a completion and are kept in it;
-    `eos_id` is the first of them. `chat` is None where the tokenizer brings no chat template.
+    `encode` adds no special tokens; `decode` leaves them out; `unknown` are the characters of a text without a token.
+    `stop_token_ids` end a completion and are kept in it; `eos_id` is the first of them. `chat` is None where the
+    tokenizer brings no chat template.
     """
 
     vocab_size: int
@@ -34,6 +35,8 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> list[int]: ...
 
     def decode(self, ids: Sequence[int]) -> str: ...
+
+    def unknown(self, text: str) -> str: ...
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
@@ -121,6 +124,9 @@ class SentencePieceTokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(i) for i in ids])
 
+    def unknown(self, text: str) -> str:
+        return "".join(c for c in dict.fromkeys(text) if self._model.unk_id() in self.encode(c))
+
 
 class HuggingFaceTokenizer:
     """A `tokenizer.json` with the special tokens and chat template of the files beside it.
@@ -147,6 +153,7 @@ class HuggingFaceTokenizer:
         pad = self._special_id(config, "pad_token")
         self.pad_id = self.eos_id if pad is None else pad
         self.bos_id = self._special_id(config, "bos_token")
+        self._unknown_id = self._model.token_to_id(_content(config.get("unk_token")) or "")
         separate = file.with_name("chat_template.jinja")
         template = separate.read_text(encoding="utf-8") if separate.is_file() else config.get("chat_template")
         specials = {k: _content(config.get(k)) for k in ("bos_token", "eos_token", "pad_token") if config.get(k)}
@@ -157,6 +164,9 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def unknown(self, text: str) -> str:
+        return "".join(c for c in dict.fromkeys(text) if self.encode(c) in ([], [self._unknown_id]))
 
     def _special_id(self, config: dict[str, Any], name: str) -> int | None:
         token = _content(config.get(name))

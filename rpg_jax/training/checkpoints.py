@@ -39,7 +39,6 @@ class Checkpoints:
       keep: how many of the newest stay.
       permanent_every: checkpoints of multiples of this step stay for ever; None: none does.
       identity: what the run computes, by field; a checkpoint with another one is foreign. None: any is read.
-      read_only: never writes, so that a reader does not disturb the run.
     """
 
     def __init__(
@@ -49,16 +48,12 @@ class Checkpoints:
         keep: int,
         permanent_every: int | None = None,
         identity: Mapping[str, Any] | None = None,
-        read_only: bool = False,
     ):
         self._directory = storage.absolute(directory)
         self._identity = None if identity is None else json.loads(json.dumps(identity))
         options = {"max_to_keep": keep, "keep_period": permanent_every, "enable_async_checkpointing": True}
-        self._manager = ocp.CheckpointManager(
-            self._directory,
-            options=ocp.CheckpointManagerOptions(**({"read_only": True} if read_only else options)),
-        )
-        self._half_written = [] if read_only else _half_written(self._directory)
+        self._manager = ocp.CheckpointManager(self._directory, options=ocp.CheckpointManagerOptions(**options))
+        self._half_written = _half_written(self._directory)
         for path in self._half_written:
             _say(f"{path} is half-written: not used, and deleted once there is a newer checkpoint")
 
@@ -180,6 +175,12 @@ class Checkpoints:
         self._manager.reload()
 
 
+def committed_steps(directory: Path | epath.Path) -> list[int]:
+    """Steps of the complete checkpoints in `directory`, oldest first; a run that writes there is not disturbed."""
+    there = directory.iterdir() if directory.exists() else ()
+    return sorted(int(path.name) for path in there if path.name.isdigit() and _is_committed(path))
+
+
 def bit_checksum(tree: Tree) -> str:
     """Hexadecimal digest of the exact bits, shapes and dtypes of `tree`."""
     digest = hashlib.sha256()
@@ -200,7 +201,7 @@ def _half_written(directory: epath.Path) -> list[epath.Path]:
     )
 
 
-def _is_committed(path: epath.Path) -> bool:
+def _is_committed(path: Path | epath.Path) -> bool:
     return (path / "commit_success.txt").exists()
 
 

@@ -46,6 +46,12 @@ def characters(tmp_path_factory):
     return train_sentencepiece(["a b  c\nd é中😀", " x\ufffd"], path)
 
 
+def test_characters_without_a_token_are_named_once_and_bytes_know_all(characters, qwen_like):
+    assert characters.unknown("hello d") == "helo"
+    assert characters.unknown("a b  c\nd é中😀\ufffd") == ""
+    assert qwen_like.unknown("hello 中😀\n") == ""
+
+
 def test_sentencepiece_gives_each_character_of_the_task_its_own_piece(tmp_path):
     task = Arithmetic(operators="+-*", chain_of_thought=True)
     tokenizer = train_sentencepiece(task.texts(), tmp_path / "tokenizer.model")

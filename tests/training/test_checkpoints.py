@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rpg_jax.training.checkpoints import Checkpoints, bit_checksum
+from rpg_jax.training import integrity
+from rpg_jax.training.checkpoints import Checkpoints, bit_checksum, committed_steps
 from rpg_jax.training.integrity import Refused
 from rpg_jax.training.snapshots import Snapshots
 
@@ -152,7 +153,7 @@ def test_a_record_that_needs_what_is_not_there_is_refused(tmp_path):
 
 def test_permanent_checkpoints_stay(tmp_path):
     write(tmp_path / "c", None, steps=range(1, 8), permanent_every=3)
-    assert Checkpoints(tmp_path / "c", keep=2, read_only=True).steps() == [3, 6, 7]
+    assert committed_steps(tmp_path / "c") == [3, 6, 7]
 
 
 def test_a_checkpoint_of_one_mesh_is_restored_and_verified_on_another(tmp_path):
@@ -195,7 +196,7 @@ def test_a_save_is_not_disturbed_by_donating_its_buffers(tmp_path):
 def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path):
     write(tmp_path / "c", None)
     with pytest.raises(Refused, match=r"c/3/state: .*shape"):
-        Checkpoints(tmp_path / "c", keep=2, read_only=True).restore(3, like(tree(0, width=5)))
+        integrity.restored(tmp_path / "c" / "3" / "state", like(tree(0, width=5)))
 
 
 def test_snapshots_are_replaced_atomically_and_outlive_donation(tmp_path):

@@ -1,0 +1,33 @@
+"""Completions of one's own prompts, and what is said about them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+
+from rpg_jax import sample
+from tests import test_export
+
+pytestmark = pytest.mark.slow  # a model is compiled
+run = test_export.run
+
+
+def test_every_prompt_has_its_completions_and_what_may_surprise_is_said(run, capfd):
+    assert sample.main([f"--run={run[0]}", "--prompt=1+2=", "--prompt=1 + hello", "--k=2"]) == 0
+    said = capfd.readouterr()
+    lines = said.out.splitlines()
+    assert lines[0] == "1+2=" and lines[3] == "1 + hello" and len(lines) == 6
+    assert said.err.splitlines() == [
+        "'1 + hello': the run's tokenizer does not know ' ', 'h', 'e', 'l', 'o'",
+        "answers are written from the lowest digit (task.reverse): 24 is 42",
+    ]
+
+
+def test_a_run_without_a_checkpoint_says_when_the_first_comes(run, tmp_path, capsys):
+    young = tmp_path / "young"
+    shutil.copytree(run[0], young, ignore=shutil.ignore_patterns("checkpoints"))
+    assert sample.main([f"--run={young}", "--prompt=1+2="]) == 2
+    first = json.loads((young / "config.json").read_text())["checkpoint"]["every"]
+    assert capsys.readouterr().err == f"error: {young} has no checkpoint yet; the first comes at step {first}\n"
