@@ -21,20 +21,20 @@ def test_the_committed_page_is_what_the_code_says(name):
 
 
 def test_every_name_of_a_table_has_its_equation():
-    assert set(equations.DIVERGENCES) == set(losses.DIVERGENCES)
+    assert set(equations.DIVERGENCES) == set(losses.DIVERGENCES), "DIVERGENCES in rpg_jax/losses/equations.py"
     assert set(equations.BASELINES) | {"rpg"} == set(losses.LOSSES)
     assert set(equations.ADVANTAGES) == {*losses.ADVANTAGES, *losses.LEARNED_ADVANTAGES}
     assert set(equations.AGGREGATES) == set(losses.AGGREGATES)
 
 
 def value(latex: str, **symbols: np.ndarray) -> np.ndarray:
-    """A formula of w, rho and r: what stands side by side is multiplied."""
-    text = latex.replace(r"\tfrac12", " 0.5 ").replace(r"\rho", " rho ")
-    tokens = re.findall(r"\\log|\w+(?:\.\d+)?|[-+/()]", re.sub(r"\\log r", r"\\log(r)", text))
+    """A formula of w, rho and r: what stands side by side is multiplied. Knows \\log, \\sqrt{…}, \\tfrac12 and ^."""
+    text = latex.replace(r"\tfrac12", " 0.5 ").replace(r"\rho", " rho ").translate(str.maketrans("{}", "()"))
+    tokens = re.findall(r"\\log|\\sqrt|\w+(?:\.\d+)?|[-+/()^]", re.sub(r"\\log r", r"\\log(r)", text))
     product = ""
     for before, token in zip(["", *tokens], tokens, strict=False):
-        ends = before != r"\log" and (before == ")" or before[-1:].isalnum())
-        product += "*" * (ends and token not in ("+", "-", "/", ")")) + token.replace(r"\log", "np.log")
+        ends = before not in (r"\log", r"\sqrt") and (before == ")" or before[-1:].isalnum())
+        product += "*" * (ends and token not in tuple("+-/)^")) + token.replace("\\", "np.").replace("^", "**")
     return eval(product, {"np": np, **symbols})
 
 

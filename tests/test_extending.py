@@ -33,7 +33,8 @@ SMALL = {  # a run of seconds, whatever the example: sizes and times, nothing th
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
     folder = tmp_path_factory.mktemp("repository")
-    for name in ("rpg_jax", "configs", "pyproject.toml", "tests/conftest.py", "tests/losses/conftest.py"):
+    tests = ("tests/conftest.py", "tests/losses", "tests/test_docs.py")
+    for name in ("rpg_jax", "configs", "docs", "pyproject.toml", *tests):
         source, target = ROOT / name, folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copytree(source, target) if source.is_dir() else shutil.copyfile(source, target)
@@ -41,11 +42,17 @@ def copy(tmp_path_factory):
 
 
 def carry_out(folder: Path, kind: str, text: str) -> None:
-    """Adds a block of Python to the file that it names, or runs the lines of a block of commands."""
+    """Adds a block of Python to the file, or to the table in it, that it names, or runs a block of commands."""
     if kind == "python":
         comment, text = text.split("\n", 1)
-        with (folder / comment.removeprefix("# ")).open("a") as file:
-            file.write(("\n\n" if file.tell() else "") + text)
+        name, _, table = comment.removeprefix("# ").partition(", in ")
+        before = (folder / name).read_text() if (folder / name).exists() else ""
+        if table:
+            after, found = re.subn(rf"^{table}\b[^{{]*\{{\n", lambda head: head[0] + text, before, flags=re.MULTILINE)
+            assert found == 1, f"{found} tables {table} in {name}"
+        else:
+            after = f"{before}\n\n{text}" if before else text
+        (folder / name).write_text(after)
         return
     environment = dict(os.environ, JAX_PLATFORMS="cpu", XLA_FLAGS="", PYTHONPATH=str(folder))
     for line in text.splitlines():
@@ -55,7 +62,8 @@ def carry_out(folder: Path, kind: str, text: str) -> None:
             continue
         program, *arguments = line.split()
         assert program == "python"
-        if "rpg_jax.train" in arguments:
+        if trains := {"rpg_jax.train", "rpg_jax.reproduce"} & set(arguments):
+            arguments += ["--"] * ("rpg_jax.reproduce" in trains)
             arguments += [f"--config.{field}={value}" for field, value in SMALL.items()]
         done = subprocess.run([sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"

@@ -49,8 +49,16 @@ SYMMETRIC_CLIP = {"clip_low": 0.2, "clip_high": 0.2, "clip_dual": 10.0}
 COMPLETION_BUDGET = 2048
 
 
-def regularized(divergence: str, estimator: str) -> Method:
-    """A row of RPG: group-mean advantages, token mean, RPG-style clip, β = 1e-4, DAPO's sampling and shaping."""
+def regularized(divergence: str, estimator: str, *, source: str, **changed: float | str | None) -> Method:
+    """A row of RPG: group-mean advantages, token mean, RPG-style clip, β = 1e-4, DAPO's sampling and shaping.
+
+    Args:
+      divergence: name in `divergences.DIVERGENCES`.
+      estimator: `differentiable` or `reinforce`.
+      source: where the row is from; printed in docs/methods.md.
+      changed: other hyperparameters of `rpg`, or other values, e.g. kl_coef=0.1.
+    """
+    hyperparameters = {"divergence": divergence, "estimator": estimator, "clip": "dual", "kl_coef": 1e-4, **CLIP_HIGHER}
     return Method(
         loss="rpg",
         advantage="group_mean",
@@ -58,11 +66,8 @@ def regularized(divergence: str, estimator: str) -> Method:
         reference="every",
         dynamic_sampling=True,
         overlong_shaping=True,
-        hyperparameters=MappingProxyType(
-            {"divergence": divergence, "estimator": estimator, "clip": "dual", "kl_coef": 1e-4, **CLIP_HIGHER}
-        ),
-        source="arXiv:2505.17508 sections 4 and 5, "
-        + ("Algorithm 2" if estimator == "reinforce" else "Algorithm 1 with the gradient stopped through A_reg"),
+        hyperparameters=MappingProxyType(hyperparameters | changed),
+        source=source,
     )
 
 
@@ -83,8 +88,13 @@ def baseline(
 
 
 REGULARIZED = {
-    f"{prefix}-{divergence.upper()}": regularized(divergence, estimator)
-    for prefix, estimator in (("RPG", "differentiable"), ("RPG-REINFORCE", "reinforce"))
+    f"{prefix}-{divergence.upper()}": regularized(
+        divergence, estimator, source=f"arXiv:2505.17508 sections 4 and 5, {algorithm}"
+    )
+    for prefix, estimator, algorithm in (
+        ("RPG", "differentiable", "Algorithm 1 with the gradient stopped through A_reg"),
+        ("RPG-REINFORCE", "reinforce", "Algorithm 2"),
+    )
     for divergence in ("fkl", "ufkl", "rkl", "urkl")
 }
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rpg_jax.losses import DIVERGENCES, clipping, policy_loss
+from rpg_jax.losses import clipping, policy_loss
+from tests.losses.oracles import ORACLES
 
 KL_COEF, LOW, HIGH, DUAL = 0.3, 0.2, 0.28, 3.0
 LOG_RHO = 0.25
@@ -17,16 +18,15 @@ BOUNDS = dict(clip_low=LOW, clip_high=HIGH, clip_dual=DUAL)
 RATIOS = np.array([0.05, 0.79, 1 - LOW, 0.81, 1.0, 1.27, 1 + HIGH, 1.29, 2.9, DUAL, 3.1, 20.0])
 ADVANTAGES = np.array([-2.0, -0.4, 0.0, 0.35, 2.0])
 
-# Regularized advantage A − βK/w at r = w/ρ.
-REGULARIZED = {
-    "fkl": lambda a, r: a + KL_COEF / r,
-    "ufkl": lambda a, r: a - KL_COEF * (1 - 1 / r),
-    "rkl": lambda a, r: a - KL_COEF * (np.log(r) + 1),
-    "urkl": lambda a, r: a - KL_COEF * np.log(r),
-}
-REGULARIZED["js"] = lambda a, r: (REGULARIZED["rkl"](a, r) + REGULARIZED["fkl"](a, r)) / 2
-REGULARIZED["ujs"] = REGULARIZED["js"]
-WEIGHT = {name: lambda a, w, f=f: w * f(a, w / np.exp(LOG_RHO)) for name, f in REGULARIZED.items()}
+
+def regularized_advantage(divergence, a, r):
+    """A − βK/w at r = w/ρ: K is homogeneous, so K/w is K at w = 1."""
+    return a - KL_COEF * np.asarray(ORACLES[divergence].weight(1.0, 1 / r))
+
+
+def whole_weight(divergence, a, w):
+    """G = wA − βK."""
+    return w * a - KL_COEF * np.asarray(ORACLES[divergence].weight(w, np.exp(LOG_RHO)))
 
 
 def grid():
@@ -76,48 +76,48 @@ pytestmark = pytest.mark.usefixtures("x64")
 close = dict(rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("divergence", ORACLES)
 @pytest.mark.parametrize("estimator", ["differentiable", "reinforce"])
 def test_dual_stops_the_gradient_and_keeps_the_value_where_the_regularized_advantage_says(estimator, divergence):
     value, gradient = value_and_gradient(
         divergence=divergence, estimator=estimator, clip="dual", kl_coef=KL_COEF, **BOUNDS
     )
     w, a, logprobs = grid()
-    regularized = REGULARIZED[divergence](a, w / np.exp(LOG_RHO))
+    regularized = regularized_advantage(divergence, a, w / np.exp(LOG_RHO))
     stopped = clipped(regularized, w)
     assert stopped.any() and not stopped.all()
     assert np.all(gradient[stopped] == 0)
-    np.testing.assert_allclose(gradient[~stopped], WEIGHT[divergence](a, w)[~stopped], **close)
+    np.testing.assert_allclose(gradient[~stopped], whole_weight(divergence, a, w)[~stopped], **close)
     x = logprobs if estimator == "reinforce" else 1.0
     np.testing.assert_allclose(value, -bounded(regularized, w) * regularized * x, **close)
 
 
-@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("divergence", ORACLES)
 @pytest.mark.parametrize("estimator", ["differentiable", "reinforce"])
 def test_truncate_bounds_the_ratio_and_never_loses_the_gradient(estimator, divergence):
     _, gradient = value_and_gradient(
         divergence=divergence, estimator=estimator, clip="truncate", kl_coef=KL_COEF, **BOUNDS
     )
     w, a, _ = grid()
-    regularized = REGULARIZED[divergence](a, w / np.exp(LOG_RHO))
+    regularized = regularized_advantage(divergence, a, w / np.exp(LOG_RHO))
     np.testing.assert_allclose(gradient, bounded(regularized, w) * regularized, **close)
 
 
-@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("divergence", ORACLES)
 @pytest.mark.parametrize("estimator", ["differentiable", "reinforce"])
 def test_reward_clips_the_reward_term_by_the_plain_advantage_and_never_the_divergence(estimator, divergence):
     _, gradient = value_and_gradient(
         divergence=divergence, estimator=estimator, clip="reward", kl_coef=KL_COEF, **BOUNDS
     )
     w, a, _ = grid()
-    kl_part = WEIGHT[divergence](a, w) - w * a
+    kl_part = whole_weight(divergence, a, w) - w * a
     np.testing.assert_allclose(gradient, np.where(clipped(a, w), 0, w * a) + kl_part, **close)
 
 
 def test_no_clip_has_the_whole_gradient_everywhere():
     w, a, _ = grid()
     _, gradient = value_and_gradient(divergence="rkl", clip="none", kl_coef=KL_COEF)
-    np.testing.assert_allclose(gradient, WEIGHT["rkl"](a, w), **close)
+    np.testing.assert_allclose(gradient, whole_weight("rkl", a, w), **close)
 
 
 def test_clips_of_the_paper_and_of_the_public_code_differ_where_the_signs_of_the_advantages_do():
@@ -125,7 +125,7 @@ def test_clips_of_the_paper_and_of_the_public_code_differ_where_the_signs_of_the
     common = dict(divergence="urkl", estimator="reinforce", clip="dual", kl_coef=KL_COEF, **BOUNDS)
     _, paper = value_and_gradient(form="paper", **common)
     _, verl = value_and_gradient(form="verl", **common)
-    regularized = REGULARIZED["urkl"](a, w / np.exp(LOG_RHO))
+    regularized = regularized_advantage("urkl", a, w / np.exp(LOG_RHO))
     signs = (a > 0) != (regularized >= 0)
     assert ((paper == 0) != (verl == 0))[signs].any()
 

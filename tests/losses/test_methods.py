@@ -15,8 +15,8 @@ ROWS = (
 )
 
 
-def test_the_rows_are_those_of_the_papers_tables_and_the_later_baselines():
-    assert set(METHODS) == set(ROWS)
+def test_there_are_the_rows_of_the_papers_tables_and_the_later_baselines():
+    assert set(ROWS) <= set(METHODS)
 
 
 def test_no_two_rows_are_the_same_method():
@@ -25,7 +25,7 @@ def test_no_two_rows_are_the_same_method():
         assert settings[0] != settings[1], (first, second)
 
 
-@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("name", METHODS)
 def test_a_row_is_a_loss_that_can_be_computed(name, batch):
     method = METHODS[name]
     assert method.advantage in (*ADVANTAGES, *LEARNED_ADVANTAGES) and method.aggregate in AGGREGATES

@@ -1,7 +1,6 @@
 """Gradients equal −∇J, with every expectation enumerated in float64: per sample and in expectation.
 
-The oracle states J and the gradient weights G of arXiv:2505.17508 (Tables 1, 2 and 4, extended to ρ ≠ 1) by hand,
-shares no code with the losses, and differentiates J itself.
+`oracles` states D and the gradient weights K by hand and shares no code with the losses; J is differentiated itself.
 """
 
 from __future__ import annotations
@@ -13,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rpg_jax.losses import DIVERGENCES, policy_loss
+from rpg_jax.losses import policy_loss
+from tests.losses.oracles import ORACLES
 
 KL_COEF = 0.7
 # Sums of fewer than a hundred float64 terms of order one.
@@ -21,26 +21,6 @@ EXACT = 1e-12
 
 ESTIMATORS = ("differentiable", "reinforce")
 REFERENCES = ("behaviour", "other")
-
-# D of measures p = π_θ and q = π_ref, summed over outcomes.
-OBJECTIVES = {
-    "fkl": lambda p, q: q * jnp.log(q / p),
-    "ufkl": lambda p, q: q * jnp.log(q / p) + p - q,
-    "rkl": lambda p, q: p * jnp.log(p / q),
-    "urkl": lambda p, q: p * jnp.log(p / q) + q - p,
-    "js": lambda p, q: 0.5 * (p * jnp.log(p / q) + q * jnp.log(q / p)),
-    "ujs": lambda p, q: 0.5 * (p * jnp.log(p / q) + q - p + q * jnp.log(q / p) + p - q),
-}
-
-# G at advantage a, importance ratio w and reference ratio rho.
-WEIGHTS = {
-    "fkl": lambda a, w, rho: w * a + KL_COEF * rho,
-    "ufkl": lambda a, w, rho: w * a - KL_COEF * (w - rho),
-    "rkl": lambda a, w, rho: w * (a - KL_COEF * (np.log(w / rho) + 1)),
-    "urkl": lambda a, w, rho: w * (a - KL_COEF * np.log(w / rho)),
-}
-WEIGHTS["js"] = lambda a, w, rho: 0.5 * (WEIGHTS["rkl"](a, w, rho) + WEIGHTS["fkl"](a, w, rho))
-WEIGHTS["ujs"] = lambda a, w, rho: 0.5 * (WEIGHTS["urkl"](a, w, rho) + WEIGHTS["ufkl"](a, w, rho))
 
 
 def one_step(parameters):
@@ -108,7 +88,7 @@ def sample_gradients(policy, reference, **hyperparameters):
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("reference", REFERENCES)
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("divergence", ORACLES)
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_gradient_is_minus_that_of_the_objective(estimator, divergence, policy, reference):
     theta, log_old, log_ref, rewards = case(policy, reference)
@@ -119,19 +99,19 @@ def test_gradient_is_minus_that_of_the_objective(estimator, divergence, policy, 
     score = jax.jacrev(POLICIES[policy])(theta)
     w, rho = np.exp(POLICIES[policy](theta) - log_old), np.exp(log_ref - log_old)
     mass = np.sum(np.exp(log_old))
-    weights = mass * WEIGHTS[divergence](np.asarray(rewards), w, rho)
+    weights = mass * (w * rewards - KL_COEF * ORACLES[divergence].weight(w, rho))
     np.testing.assert_allclose(samples, -weights[:, None] * score, rtol=0, atol=EXACT)
 
     def objective(theta):
         p, q = jnp.exp(POLICIES[policy](theta)), jnp.exp(log_ref)
-        return jnp.sum(p * rewards - KL_COEF * OBJECTIVES[divergence](p, q))
+        return jnp.sum(p * rewards - KL_COEF * ORACLES[divergence].objective(p, q))
 
     expectation = np.exp(log_old) / mass @ samples
     np.testing.assert_allclose(expectation, -jax.grad(objective)(theta), rtol=0, atol=EXACT)
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("divergence", ORACLES)
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 def test_tokens_of_a_trajectory_follow_the_objective_of_their_own_prefix(estimator, divergence):
     """J = Σ_t E_{prefix ~ π_old}[E_{x ~ π_θ}[Q_old(prefix, x)] − β D(prefix)]: what per-token ratios optimise."""
@@ -167,11 +147,10 @@ def test_tokens_of_a_trajectory_follow_the_objective_of_their_own_prefix(estimat
     def objective(theta):
         (first, second), (old_first, old_second), (ref_first, ref_second) = steps(theta), steps(old), steps(ref)
         q_first = jnp.sum(jnp.exp(old_second) * rewards.reshape(3, 3), axis=1)
-        value = jnp.exp(first) @ q_first - KL_COEF * jnp.sum(OBJECTIVES[divergence](jnp.exp(first), jnp.exp(ref_first)))
+        distance = ORACLES[divergence].objective
+        value = jnp.exp(first) @ q_first - KL_COEF * jnp.sum(distance(jnp.exp(first), jnp.exp(ref_first)))
         inner = jnp.sum(
-            jnp.exp(second) * rewards.reshape(3, 3)
-            - KL_COEF * OBJECTIVES[divergence](jnp.exp(second), jnp.exp(ref_second)),
-            axis=1,
+            jnp.exp(second) * rewards.reshape(3, 3) - KL_COEF * distance(jnp.exp(second), jnp.exp(ref_second)), axis=1
         )
         return value + jnp.exp(old_first) @ inner
 
@@ -201,7 +180,7 @@ def test_both_estimators_have_the_same_gradient_at_every_sample(divergence, clip
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("divergence", ORACLES)
 def test_value_of_the_differentiable_loss_is_minus_the_objective_in_expectation(divergence):
     theta, log_old, log_ref, rewards = case("one_step", "other")
     total, _, _ = policy_loss(
@@ -220,5 +199,5 @@ def test_value_of_the_differentiable_loss_is_minus_the_objective_in_expectation(
     )
     # π_old / π_s with π_s = 1 is the probability of the sample, so the sum over samples is the expectation.
     p, q = jnp.exp(one_step(theta)), jnp.exp(log_ref)
-    objective = jnp.sum(p * rewards - KL_COEF * OBJECTIVES[divergence](p, q))
+    objective = jnp.sum(p * rewards - KL_COEF * ORACLES[divergence].objective(p, q))
     np.testing.assert_allclose(total, -objective, rtol=0, atol=EXACT)
