@@ -69,7 +69,9 @@ def page_data(runs: Sequence[compare.Run], *, rollout_steps: int) -> tuple[dict[
             numbers += [r.numbers for r in read]
             kept = [{"chunk": first + i, "step": r.step, "completions": len(r.lengths)} for i, r in enumerate(read)]
             seed, steps = run.config.get("seed"), run.records[-1]["step"]
-            shown.append({"name": run.name, "config": c, "seed": seed, "steps": steps, "kept": kept, "worst": worst})
+            backwards = run.config.get("task.name") == "arithmetic" and run.config.get("task.reverse", False)
+            about = {"name": run.name, "config": c, "seed": seed, "steps": steps, "backwards": backwards}
+            shown.append({**about, "kept": kept, "worst": worst})
     data = {
         "configs": [c.label for c in configs],
         "runs": shown,

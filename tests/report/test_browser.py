@@ -159,6 +159,16 @@ def test_steps_groups_and_orders_can_be_chosen(opened):
     opened.until("return document.querySelector('#count').innerText.startsWith('32 of 32')")
 
 
+def test_a_run_that_writes_answers_backwards_says_so(driver, leave_run, tmp_path):
+    tasks = {"backwards": {"name": "arithmetic", "reverse": True}, "files": {"name": "files", "reverse": True}}
+    runs = [leave_run(tmp_path / name, config={"task": task}) for name, task in tasks.items()]
+    found = Page(driver, page.write_page(runs, tmp_path / "report.html"))
+    assert "24 is 42" in found.text("#backwards")
+    found.choose("run", "files")
+    found.until("return document.querySelector('#backwards').hidden")
+    assert found.trouble() == ([], [])
+
+
 def test_colours_follow_the_quantity_and_its_scale(opened):
     assert set(opened.run("return [...document.querySelectorAll('.member .token')].map(t => t.className)")) & {
         "token above",

@@ -51,7 +51,8 @@ function fill(id, options) {
 async function chooseRun(run) {
   state.run = run;
   byId("run").value = String(run);
-  const {kept} = DATA.runs[run];
+  const {kept, backwards} = DATA.runs[run];
+  byId("backwards").hidden = !backwards;
   fill("step", [...kept.map((k) => [k.step, `${k.step}`]), ...(kept.length > 1 ? [["every", "every step kept"]] : [])]);
   worst();
   const same = kept.some((k) => String(k.step) === state.step) || (state.step === "every" && kept.length > 1);
