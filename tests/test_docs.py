@@ -21,7 +21,7 @@ def test_the_committed_page_is_what_the_code_says(name):
 
 
 def test_every_name_of_a_table_has_its_equation():
-    assert set(equations.DIVERGENCES) == set(losses.DIVERGENCES), "DIVERGENCES in rpg_jax/losses/equations.py"
+    assert set(equations.DIVERGENCES) == set(losses.DIVERGENCES), "add to DIVERGENCES in equations.py"
     assert set(equations.BASELINES) | {"rpg"} == set(losses.LOSSES)
     assert set(equations.ADVANTAGES) == {*losses.ADVANTAGES, *losses.LEARNED_ADVANTAGES}
     assert set(equations.AGGREGATES) == set(losses.AGGREGATES)

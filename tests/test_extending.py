@@ -48,7 +48,8 @@ def carry_out(folder: Path, kind: str, text: str) -> None:
         name, _, table = comment.removeprefix("# ").partition(", in ")
         before = (folder / name).read_text() if (folder / name).exists() else ""
         if table:
-            after, found = re.subn(rf"^{table}\b[^{{]*\{{\n", lambda head: head[0] + text, before, flags=re.MULTILINE)
+            rows = re.compile(rf"(^{table}\b.*?)(^ *\}}$)", re.MULTILINE | re.DOTALL)
+            after, found = rows.subn(lambda m: m[1] + text + m[2], before)
             assert found == 1, f"{found} tables {table} in {name}"
         else:
             after = f"{before}\n\n{text}" if before else text
