@@ -70,7 +70,7 @@ def carry_out(folder: Path, kind: str, text: str) -> None:
         assert done.returncode == 0, f"{line}\n{done.stdout}\n{done.stderr}"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.parametrize("section", SECTIONS)  # in the page's order: the last uses the third's config
 def test_the_worked_example_works(copy, section):
     before = set(copy.glob("runs/*/metrics.jsonl"))

@@ -95,7 +95,7 @@ def test_a_run_resumes_with_another_number_of_processes(alone):
     assert_same_run(alone / "one", alone / "joined")
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_killed_process_ends_the_others_with_an_error_within_a_minute(tmp_path):
     running = start(tmp_path, 2, "--config.train.steps=10000", "--config.run.name=r")
     metrics = tmp_path / "r" / "metrics.jsonl"
