@@ -23,7 +23,7 @@ class Program:
     Attributes:
       name: of the program.
       arguments, temporaries, outputs, alias: HBM, as the compiler's memory analysis has it; its
-        temporaries can exceed those of the peak.
+        temporaries on a TPU count what it calls fragmentation twice, so they can exceed those of the peak.
       resident: HBM that others hold meanwhile.
       costs: operations and traffic; see `hlo.Costs`.
       model_flops: of the mathematics, on one chip's share of it.
