@@ -91,7 +91,7 @@ def draw_pass_at_k(scores: Scores, cells: Sequence[Cell], out: Path) -> bytes | 
             ax.fill_between(ks, values.min(0), values.max(0), color=colour, alpha=0.12, linewidth=0)
         ax.set_xscale("log", base=2)
         ax.set_xticks(ks, ks)
-        _plain(ax, name, "k of pass@k, %, after the last step")
+        _plain(ax, name, "k; pass@k in % after the last step")
     _legend(figure)
     return _png(canvas)
 
