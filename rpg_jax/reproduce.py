@@ -42,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.table == "estimators":
             page, failed = estimators(arguments.out, arguments.quick), {}
         else:
-            page, failed = runs(arguments, argv)
+            command = shlex.join(["python", "-m", "rpg_jax.reproduce", *argv])
+            page, failed = runs(arguments, argv[separator + 1 :], command)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -68,9 +69,9 @@ def estimators(out: Path, quick: bool) -> Path:
     return page
 
 
-def runs(arguments: argparse.Namespace, argv: Sequence[str]) -> tuple[Path, dict[str, Path]]:
-    """A table of training runs; returns its page, and the logs of the runs that failed."""
-    table, extra = TABLES[arguments.table], argv[argv.index("--") + 1 :] if "--" in argv else []
+def runs(arguments: argparse.Namespace, extra: Sequence[str], command: str) -> tuple[Path, dict[str, Path]]:
+    """A table of training runs; returns its page, which names `command`, and the logs of the runs that failed."""
+    table = TABLES[arguments.table]
     rows = table.named(arguments.methods) if arguments.methods else None
     if arguments.quick:
         rows = rows or [table.baseline, *[r for r in reversed(table.rows) if r != table.baseline][: QUICK_ROWS - 1]]
@@ -94,7 +95,6 @@ def runs(arguments: argparse.Namespace, argv: Sequence[str]) -> tuple[Path, dict
         failed = cells_lib.run_cells(
             cells, table.config, out, jobs=arguments.jobs, extra=extra, on_progress=on_progress
         )
-    command = shlex.join(["python", "-m", "rpg_jax.reproduce", *argv])
     page = table_page.write_page(
         arguments.table, table, cells, out, command=command, hardware=_hardware(arguments.jobs)
     )

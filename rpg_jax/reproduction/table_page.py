@@ -41,17 +41,17 @@ def write_page(
     if not scores:
         raise ValueError(f"{out / 'runs'} has no evaluated run of this table: look at {out / 'logs'}")
     write_atomically(out / f"{name}.json", json.dumps(scores, indent=1, ensure_ascii=False) + "\n")
-    figures = {
-        f"![Last by row]({name}.png)": draw_scores(table, scores),
-        f"![pass@k]({name}-pass.png)": draw_pass_at_k(scores, cells, out),
-        f"![Training dynamics]({name}-dynamics.png)": draw_dynamics(scores, cells, out),
-    }
-    figures = {link: image for link, image in figures.items() if image}
-    for link, image in figures.items():
-        write_atomically(out / link.partition("(")[2].removesuffix(")"), image)
+    figures = (
+        ("Last by row", f"{name}.png", draw_scores(table, scores)),
+        ("pass@k", f"{name}-pass.png", draw_pass_at_k(scores, cells, out)),
+        ("Training dynamics", f"{name}-dynamics.png", draw_dynamics(scores, cells, out)),
+    )
     page = out / f"{name}.md"
     parts = [*_origin(table, cells, out, command, hardware), *_tables(table, scores)]
-    parts += [line for link in figures for line in ("", link)]
+    for caption, file, image in figures:
+        if image is not None:
+            write_atomically(out / file, image)
+            parts += ["", f"![{caption}]({file})"]
     if table.published:
         parts += ["", "## The paper's own numbers"]
     for published in table.published:

@@ -12,6 +12,22 @@ CONFIG = models.QwenConfig(
 LIMITS = {"max_prompt_tokens": 24, "max_tokens": 24}
 
 
+class Letters:
+    """Token i is the character 48 + i."""
+
+    def encode(self, text):
+        return [ord(c) - 48 for c in text]
+
+    def decode(self, ids):
+        return "".join(chr(48 + i) for i in ids)
+
+
+@pytest.fixture(scope="session")
+def letters():
+    """A tokenizer, for the servers."""
+    return Letters()
+
+
 @pytest.fixture(scope="session")
 def model():
     """(graphdef, params) of a model of random weights, sharp enough for tokens to differ in probability."""

@@ -19,20 +19,10 @@ from rpg_jax.types import Sampling
 pytest.importorskip("aiohttp")
 
 
-class Letters:
-    """Token i is the character 48 + i."""
-
-    def encode(self, text):
-        return [ord(c) - 48 for c in text]
-
-    def decode(self, ids):
-        return "".join(chr(48 + i) for i in ids)
-
-
 @pytest.fixture(scope="module")
-def server(build):
+def server(build, letters):
     sampler = JetStreamRollout(build("orchestrator").engine, keep_state=True)
-    made = Server(sampler, Letters(), Sampling(stop_token_ids=(5, 9)), max_active=4, http_port=0, name="letters")
+    made = Server(sampler, letters, Sampling(stop_token_ids=(5, 9)), max_active=4, http_port=0, name="letters")
     yield made
     made.stop(grace=5)
 
@@ -54,7 +44,7 @@ def completion(server, **body):
     return json.loads(answer)
 
 
-def test_completions_are_those_of_the_engine(server, build, work, is_same):
+def test_completions_are_those_of_the_engine(server, build, work, is_same, letters):
     asked = {"temperature": 0.8, "max_tokens": 24, "n": 4, "seed": 11, "logprobs": 0}
     answer = completion(server, prompt=work["prompts"][1].tolist(), model="letters", **asked)
     sampling = Sampling(temperature=0.8, max_tokens=24, stop_token_ids=(5, 9))
@@ -64,7 +54,7 @@ def test_completions_are_those_of_the_engine(server, build, work, is_same):
     for choice, made in zip(answer["choices"], expected, strict=True):
         assert choice["token_ids"] == made.tokens.tolist() and choice["finish_reason"] == made.finish_reason
         np.testing.assert_allclose(choice["logprobs"]["token_logprobs"], made.logprobs, atol=5e-6)  # f32 sums
-        assert choice["text"] == Letters().decode(made.tokens[: len(made.tokens) - (made.finish_reason == "stop")])
+        assert choice["text"] == letters.decode(made.tokens[: len(made.tokens) - (made.finish_reason == "stop")])
     drawn = sum(len(made.tokens) for made in expected)
     assert answer["usage"] == {"prompt_tokens": 20, "completion_tokens": drawn, "total_tokens": 20 + drawn}
     assert json.loads(ask(server, None, "/v1/models")[1])["data"][0]["id"] == "letters"
@@ -154,9 +144,9 @@ def test_a_client_that_leaves_gives_its_slot_back(server):
         time.sleep(0.01)
 
 
-def test_a_shutdown_lets_what_runs_end_and_refuses_what_comes(build):
+def test_a_shutdown_lets_what_runs_end_and_refuses_what_comes(build, letters):
     sampler = JetStreamRollout(build("orchestrator").engine)
-    made = Server(sampler, Letters(), Sampling(), http_port=0)
+    made = Server(sampler, letters, Sampling(), http_port=0)
     ask(made, {"prompt": "1"})
     answers = []
     running = threading.Thread(target=lambda: answers.append(ask(made, {"prompt": "1", "max_tokens": 40})))

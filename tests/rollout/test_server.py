@@ -19,21 +19,11 @@ from rpg_jax.rollout.server import Server
 from rpg_jax.types import Sampling
 
 
-class Letters:
-    """Token i is the character 48 + i."""
-
-    def encode(self, text):
-        return [ord(c) - 48 for c in text]
-
-    def decode(self, ids):
-        return "".join(chr(48 + i) for i in ids)
-
-
 @pytest.fixture(scope="module")
-def server(build):
+def server(build, letters):
     made = Server(
         JetStreamRollout(build("orchestrator").engine, keep_state=True, metrics_collector=JetstreamMetricsCollector()),
-        Letters(),
+        letters,
         Sampling(stop_token_ids=(5, 9)),
         max_active=60,
         metrics_port=0,
@@ -74,12 +64,14 @@ def long_tail(work, build):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("slots", [8, 32, 128])
-def test_a_thousand_completions_are_the_same_from_every_driver_and_number_of_slots(build, long_tail, is_same, slots):
+def test_a_thousand_completions_are_the_same_from_every_driver_and_number_of_slots(
+    build, long_tail, is_same, slots, letters
+):
     asked, expected = long_tail
     for driver in ("orchestrator", "lockstep"):
         assert is_same(build(driver, slots).generate(**asked), expected, atol=2e-5)  # the largest of 20,000
     engine = build("orchestrator", slots).engine
-    made = Server(JetStreamRollout(engine, keep_state=True), Letters(), Sampling(), max_active=2000)
+    made = Server(JetStreamRollout(engine, keep_state=True), letters, Sampling(), max_active=2000)
     client = GrpcRollout(f"127.0.0.1:{made.port}", parallel=2 * slots)
     try:
         assert is_same(client.generate(**asked), expected, atol=2e-5)
@@ -88,13 +80,13 @@ def test_a_thousand_completions_are_the_same_from_every_driver_and_number_of_slo
         made.stop(grace=5)
 
 
-def test_plain_jetstream_requests_get_text_or_token_ids_without_the_stop_token(stub):
+def test_plain_jetstream_requests_get_text_or_token_ids_without_the_stop_token(stub, letters):
     greedy = (("rpg-temperature", "0"),)
     ids = [t for r in stub.Decode(ask(max_tokens=20), metadata=greedy) for t in r.stream_content.samples[0].token_ids]
     replies = stub.Decode(ask(text="123", max_tokens=20), metadata=greedy)
     words = [r.stream_content.samples[0].text for r in replies]
     assert 0 < len(ids) <= 20 and not {5, 9} & set(ids)
-    assert "".join(words) == Letters().decode(ids)
+    assert "".join(words) == letters.decode(ids)
     assert stub.HealthCheck(jetstream_pb2.HealthCheckRequest()).is_live
 
 
@@ -199,8 +191,8 @@ def test_metrics_count_requests_and_tokens(server, stub):
     assert "jetstream_slots_available_percentage" in page
 
 
-def test_a_shutdown_ends_what_runs_and_refuses_what_comes(build):
-    made = Server(JetStreamRollout(build("orchestrator").engine), Letters(), Sampling())
+def test_a_shutdown_ends_what_runs_and_refuses_what_comes(build, letters):
+    made = Server(JetStreamRollout(build("orchestrator").engine), letters, Sampling())
     done = []
     with grpc.insecure_channel(f"127.0.0.1:{made.port}") as channel:
         stub = jetstream_pb2_grpc.OrchestratorStub(channel)
@@ -216,12 +208,12 @@ def test_a_shutdown_ends_what_runs_and_refuses_what_comes(build):
     assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
 
 
-def test_other_hosts_need_tls_and_a_taken_port_is_a_clear_error(build, server):
+def test_other_hosts_need_tls_and_a_taken_port_is_a_clear_error(build, server, letters):
     sampler = JetStreamRollout(build("orchestrator").engine)
     with pytest.raises(ValueError, match="needs TLS"):
-        Server(sampler, Letters(), Sampling(), host="0.0.0.0")
+        Server(sampler, letters, Sampling(), host="0.0.0.0")
     with pytest.raises(ValueError, match="cannot serve on"):
-        Server(sampler, Letters(), Sampling(), port=server.port)
+        Server(sampler, letters, Sampling(), port=server.port)
 
 
 def test_a_server_that_is_not_there_is_a_rollout_error(work):
