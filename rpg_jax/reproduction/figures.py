@@ -40,7 +40,7 @@ def draw_scores(table: Table, scores: Scores) -> bytes:
         ax.set_ylim(len(rows) - 0.5, -0.5)
         low, high = ax.get_xlim()
         ax.set_xlim(max(low, -2), min(high, 102))
-        _plain(ax, name, "Mean@32 after the last step, %")
+        _plain(ax, name, "Mean@k after the last step, %")
     return _png(canvas)
 
 

@@ -13,7 +13,7 @@ from rpg_jax.report.seeds import QUANTITIES, Mean, cell_scores, mean, paired_dif
 from rpg_jax.reproduction.figures import PAPER, Scores, draw_dynamics, draw_pass_at_k, draw_scores, held_out_sets
 from rpg_jax.reproduction.tables import Cell, Table
 
-HEADS = {"last": "Last", "best": "Best", "pass": "pass@32"}
+HEADS = {"last": "Last", "best": "Best", "pass": "pass@k"}
 
 
 def collect(cells: Sequence[Cell], out: Path) -> Scores:
@@ -64,11 +64,14 @@ def _origin(table: Table, cells: Sequence[Cell], out: Path, command: str, hardwa
     """Title, and what was run where, from which code."""
     runs = [out / "runs" / cell.name for cell in cells if (out / "runs" / cell.name).is_dir()]
     seconds = sum(sum(series(read_metrics(run), "seconds")[1]) for run in runs)
-    steps = sorted({config["train"]["steps"] for run in runs if (config := read_config(run))})
+    configs = [config for run in runs if (config := read_config(run))]
+    steps = sorted({config["train"]["steps"] for config in configs})
+    ks = sorted({config["evaluation"]["k"] for config in configs})
     yield from (
         f"# {table.title}",
         "",
         f"`{command}` · `{table.config}` · {len(runs)} runs of {' or '.join(map(str, steps))} steps · "
+        f"k = {' or '.join(map(str, ks))} · "
         f"{' and '.join(sorted({_code(run) for run in runs}))} · {hardware} · {duration(seconds)} in training steps, "
         "summed over runs",
         "",
@@ -84,7 +87,7 @@ def _code(run: Path) -> str:
 
 def _tables(table: Table, scores: Scores) -> Iterator[str]:
     yield from (
-        f"In the paper: {table.paper}. Mean@32 at temperature 1, in %, after the last step (Last) and the best of all "
+        f"In the paper: {table.paper}. Mean@k at temperature 1, in %, after the last step (Last) and the best of all "
         "evaluations",
         "(Best: a maximum over noisy numbers, so above Last by construction); mean over seeds ± half of a 95 % "
         "interval (Student's t,",

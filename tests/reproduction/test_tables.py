@@ -73,7 +73,7 @@ def test_ranks_share_ties():
 def leave_a_run(folder: Path, accuracy: float, steps: int = 3) -> None:
     """A run folder as training leaves it, in miniature."""
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"train": {"steps": steps}}))
+    (folder / "config.json").write_text(json.dumps({"train": {"steps": steps}, "evaluation": {"k": 2}}))
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(steps + 1):
             scores = {"mean_at_k": accuracy + 0.01 * (step == 1), "pass_at_k": 1.0, "pass@1": accuracy, "pass@2": 1.0}
@@ -92,7 +92,7 @@ def test_the_page_marks_best_and_second_and_flags_the_impossible(tmp_path):
     assert "| DAPO | <u>55.0</u> ± 63.5" in text
     assert "| RPG-URKL | *+20.0 ± 0.0* | *+20.0 ± 0.0* |" in text
     assert all((tmp_path / f"small{suffix}").stat().st_size > 1000 for suffix in (".png", "-pass.png", "-dynamics.png"))
-    assert "8 runs of 3 steps · commit unknown" in text
+    assert "8 runs of 3 steps · k = 2 · commit unknown" in text
     assert text.count("![") == 3 and "table8_qwen2p5_7b_instruct" in text
     assert "52.61 (!)" in "\n".join(table_page.paper_table("table3_qwen3_4b_8k"))
 
