@@ -4,7 +4,8 @@
   python -m rpg_jax.reproduce --table=small --methods=DAPO,RPG-REINFORCE-URKL --seeds=3
   python -m rpg_jax.reproduce --table=small -- --config.train.steps=200     (what follows -- goes to every run)
 
-Pages, figures, numbers and run folders are left in --out. An interrupted table goes on where it was: same command.
+A table's page, figures and numbers are left in a folder of its name in --out, beside the runs of all tables: what two
+of them have in common is run once. An interrupted table goes on where it was: same command.
 A run of configs/small.py takes about two minutes of one CPU core, the warm start that all share one to three before.
 """
 
@@ -78,7 +79,7 @@ def runs(arguments: argparse.Namespace, extra: Sequence[str], command: str) -> t
         extra = [f"--config.train.steps={QUICK_STEPS}", *extra]
     seeds = arguments.seeds or (QUICK_SEEDS if arguments.quick else SEEDS)
     cells = table.cells(range(seeds), rows)
-    out = arguments.out / (f"{arguments.table}-quick" if arguments.quick else arguments.table)
+    out = arguments.out / "quick" if arguments.quick else arguments.out
     with _progress() as progress:
         bar = progress.add_task(f"0/{len(cells)} runs", total=None)
         printed = time.monotonic()
@@ -92,9 +93,7 @@ def runs(arguments: argparse.Namespace, extra: Sequence[str], command: str) -> t
                 printed = time.monotonic()
                 print(f"{text}; step {steps} of {total or '?'} in all; logs in {out / 'logs'}", file=sys.stderr)
 
-        failed = cells_lib.run_cells(
-            cells, table.config, out, jobs=arguments.jobs, extra=extra, on_progress=on_progress
-        )
+        failed = cells_lib.run_cells(cells, out, jobs=arguments.jobs, extra=extra, on_progress=on_progress)
     page = table_page.write_page(
         arguments.table, table, cells, out, command=command, hardware=_hardware(arguments.jobs)
     )

@@ -28,9 +28,10 @@ def collect(cells: Sequence[Cell], out: Path) -> Scores:
 def write_page(
     name: str, table: Table, cells: Sequence[Cell], out: Path, *, command: str = "", hardware: str = ""
 ) -> Path:
-    """Writes `<name>.md`, `<name>.json` and the figures `<name>*.png` into `out`; returns the page.
+    """Writes `<name>.md`, `<name>.json` and the figures `<name>*.png` into `out/<name>`; returns the page.
 
     Args:
+      out: where the runs are.
       command: that made the runs, for the page.
       hardware: that they ran on.
 
@@ -40,17 +41,19 @@ def write_page(
     scores = collect(cells, out)
     if not scores:
         raise ValueError(f"{out / 'runs'} has no evaluated run of this table: look at {out / 'logs'}")
-    write_atomically(out / f"{name}.json", json.dumps(scores, indent=1, ensure_ascii=False) + "\n")
+    folder = out / name
+    folder.mkdir(exist_ok=True)
+    write_atomically(folder / f"{name}.json", json.dumps(scores, indent=1, ensure_ascii=False) + "\n")
     figures = (
         ("Last by row", f"{name}.png", draw_scores(table, scores)),
         ("pass@k", f"{name}-pass.png", draw_pass_at_k(scores, cells, out)),
         ("Training dynamics", f"{name}-dynamics.png", draw_dynamics(scores, cells, out)),
     )
-    page = out / f"{name}.md"
+    page = folder / f"{name}.md"
     parts = [*_origin(table, cells, out, command, hardware), *_tables(table, scores)]
     for caption, file, image in figures:
         if image is not None:
-            write_atomically(out / file, image)
+            write_atomically(folder / file, image)
             parts += ["", f"![{caption}]({file})"]
     if table.published:
         parts += ["", "## The paper's own numbers"]

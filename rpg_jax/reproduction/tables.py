@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from types import MappingProxyType
 
 from rpg_jax.losses import METHODS
@@ -17,13 +18,17 @@ class Cell:
 
     row: str
     seed: int
+    config: str
     overrides: tuple[str, ...]
 
     @property
     def name(self) -> str:
-        """Of the run's folder."""
-        word = "".join(c if c.isalnum() or c in "-+." else "_" for c in self.row)
-        return f"{word}-seed{self.seed}"
+        """Of the run's folder: what it is of and not which row, for two tables may have the same run."""
+        settings = (override.removeprefix("--config.").removeprefix("method=") for override in self.overrides)
+        return "-".join([Path(self.config).stem, "+".join(settings), f"seed{self.seed}"])
+
+    def __str__(self) -> str:
+        return f"{self.row}, seed {self.seed}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +37,8 @@ class Table:
 
     Attributes:
       title: of the page.
-      rows: name -> overrides of `config`.
+      rows: name -> overrides of `config`, the method first; none that says what the method does anyway, so that rows
+        of several tables that are the same run have the same name.
       baseline: the row that differences are taken to.
       paper: where the paper has the same comparison, and what is different here.
       config: of every run.
@@ -65,15 +71,17 @@ class Table:
         for row in chosen:
             if row not in self.rows:
                 raise ValueError(f"no row {row!r} in this table; there are {', '.join(self.rows)}")
-        return [Cell(row, seed, tuple(self.rows[row])) for seed in seeds for row in chosen]
+        return [Cell(row, seed, self.config, tuple(self.rows[row])) for seed in seeds for row in chosen]
 
 
-def _method(name: str, *overrides: str) -> tuple[str, ...]:
+def _method(name: str, **fields: object) -> tuple[str, ...]:
+    """The overrides of a row: its method, and `section__field=value`."""
+    overrides = (f"--config.{field.replace('__', '.')}={value}" for field, value in fields.items())
     return (f"--config.method={name}", *overrides)
 
 
 _RPG, _DIFFERENTIABLE = "RPG-REINFORCE-URKL", "RPG-URKL"
-_EIGHT_BITS = ("--config.rollout.int8=True", "--config.rollout.int8_kv=True", "--config.rollout.max_sampler_gap=0.1")
+_EIGHT_BITS = {"rollout__int8": True, "rollout__int8_kv": True, "rollout__max_sampler_gap": 0.1}
 
 TABLES: Mapping[str, Table] = MappingProxyType(
     {
@@ -87,9 +95,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         "lengths": Table(
             "Three lengths of completions",
             {
-                f"{method}, {tokens}": _method(
-                    method, "--config.task.chain_of_thought=True", f"--config.rollout.max_tokens={tokens}"
-                )
+                f"{method}, {tokens}": _method(method, task__chain_of_thought=True, rollout__max_tokens=tokens)
                 for tokens in (20, 22, 32)
                 for method in ("GRPO", "DAPO", _DIFFERENTIABLE, _RPG)
             },
@@ -102,58 +108,53 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         "clips": Table(
             "The four clips, and the public code's form",
             {
-                f"{method}, {clip}": _method(method, f"--config.loss.clip={clip}")
+                f"{method}, {clip}": _method(method, **({"loss__clip": clip} if clip != "dual" else {}))
                 for method in (_DIFFERENTIABLE, _RPG)
                 for clip in ("dual", "truncate", "reward", "none")
             }
-            | {f"{_RPG}, dual, verl": _method(_RPG, "--config.loss.form=verl")},
+            | {f"{_RPG}, dual, verl": _method(_RPG, loss__form="verl")},
             baseline=f"{_RPG}, dual",
             paper="ours: the paper's section 4 has two of the four",
         ),
         "clip-ratios": Table(
             "Clip ratios ε₁, ε₂",
-            {
-                f"{_RPG}, ({low}, {high})": _method(
-                    _RPG, f"--config.loss.clip_low={low}", f"--config.loss.clip_high={high}"
-                )
-                for low, high in ((0.1, 0.1), (0.2, 0.2), (0.2, 0.28), (0.3, 0.4))
+            {f"{_RPG}, (0.2, 0.28)": _method(_RPG)}
+            | {
+                f"{_RPG}, ({low}, {high})": _method(_RPG, loss__clip_low=low, loss__clip_high=high)
+                for low, high in ((0.1, 0.1), (0.2, 0.2), (0.3, 0.4))
             },
             baseline=f"{_RPG}, (0.2, 0.28)",
             paper="Figure 8",
         ),
         "kl": Table(
             "KL coefficient and reference",
-            {f"β = {beta}": _method(_RPG, f"--config.loss.kl_coef={beta}") for beta in (0, 1e-4, 1e-3, 1e-2, 1e-1)}
-            | {"β = 0.001, fixed": _method(_RPG, "--config.loss.kl_coef=1e-3", "--config.reference.rule=fixed")}
-            | {
-                f"β = 0.001, every {k}": _method(
-                    _RPG, "--config.loss.kl_coef=1e-3", "--config.reference.rule=every", f"--config.reference.every={k}"
-                )
-                for k in (8, 64)
-            }
-            | {"β = 0.001, κ": _method(_RPG, "--config.loss.kl_coef=1e-3", "--config.reference.rule=kl")},
+            {"β = 0.0001": _method(_RPG)}
+            | {f"β = {beta}": _method(_RPG, loss__kl_coef=beta) for beta in (0, 1e-3, 1e-2, 1e-1)}
+            | {"β = 0.001, fixed": _method(_RPG, loss__kl_coef=1e-3, reference__rule="fixed")}
+            | {f"β = 0.001, every {k}": _method(_RPG, loss__kl_coef=1e-3, reference__every=k) for k in (8, 64)}
+            | {"β = 0.001, κ": _method(_RPG, loss__kl_coef=1e-3, reference__rule="kl")},
             baseline="β = 0.0001",
             paper="Figure 9 (β, and no iterative reference); the rule κ is section 4's",
         ),
         "optimizers": Table(
             "AdamW against Schedule-Free AdamW",
-            {
-                f"{method}, {optimizer}": _method(method, f"--config.optimizer.name={optimizer}")
+            {f"{method}, AdamW": _method(method) for method in ("DAPO", _RPG)}
+            | {
+                f"{method}, Schedule-Free": _method(method, optimizer__name="schedule_free_adamw")
                 for method in ("DAPO", _RPG)
-                for optimizer in ("adamw", "schedule_free_adamw")
             },
-            baseline="DAPO, adamw",
+            baseline="DAPO, AdamW",
             paper="the paper says AdamW; half of the public recipes use Schedule-Free",
         ),
         "sampler": Table(
             "A sampler in eight bits, with and without truncated importance sampling",
             {
-                f"{method}, {name}": _method(method, *overrides)
+                f"{method}, {name}": _method(method, **fields)
                 for method in ("DAPO", _RPG)
-                for name, overrides in (
-                    ("same weights", ()),
+                for name, fields in (
+                    ("same weights", {}),
                     ("8 bits", _EIGHT_BITS),
-                    ("8 bits, C = 2", (*_EIGHT_BITS, "--config.loss.truncated_importance_sampling=2")),
+                    ("8 bits, C = 2", {**_EIGHT_BITS, "loss__truncated_importance_sampling": 2}),
                 )
             },
             baseline=f"{_RPG}, same weights",
@@ -162,11 +163,13 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         "staleness": Table(
             "Updates from one behaviour policy",
             {
-                f"{method}, {updates}": _method(method, f"--config.train.updates_per_step={updates}")
+                f"{method}, {updates}": _method(
+                    method, **({"train__updates_per_step": updates} if updates != 8 else {})
+                )
                 for method in ("DAPO", _RPG)
-                for updates in (1, 4, 16)
+                for updates in (1, 8, 16)
             },
-            baseline="DAPO, 4",
+            baseline="DAPO, 8",
             paper="ours; the paper has 16",
         ),
     }

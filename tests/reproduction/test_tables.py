@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
-from rpg_jax import losses, reproduce
+from rpg_jax import losses, methods, reproduce
 from rpg_jax.report import seeds as seeds_lib
 from rpg_jax.reproduction import cells as cells_lib
 from rpg_jax.reproduction import table_page
@@ -29,6 +31,23 @@ def test_every_table_has_its_baseline_and_distinct_runs(name):
     assert len(set(map(tuple, table.rows.values()))) == len(table.rows)
 
 
+def test_runs_have_one_name_in_all_tables_exactly_if_they_are_the_same():
+    names, configs = defaultdict(set), defaultdict(set)
+    for table in TABLES.values():
+        for cell in table.cells([0]):
+            c = importlib.import_module("configs.small").get_config()
+            for field, value in (override.removeprefix("--config.").split("=") for override in cell.overrides):
+                section, key = field.rsplit(".", 1) if "." in field else ("", field)
+                part = c[section] if section else c
+                kind = part.get_type(key)
+                part[key] = kind(value) if kind in (int, float, str) else value == "True"
+            config = methods.resolve(c).to_json()
+            names[config].add(cell.name)
+            configs[cell.name].add(config)
+    assert all(len(found) == 1 for found in (*names.values(), *configs.values())), names.values()
+    assert len(names) < sum(len(table.rows) for table in TABLES.values())
+
+
 def test_an_unknown_row_is_an_error_with_the_known_ones(capsys):
     assert reproduce.main(["--table=small", "--methods=DAP0"]) == 2
     assert "no row 'DAP0' in this table; there are GRPO, DAPO" in capsys.readouterr().err
@@ -41,10 +60,16 @@ def test_rows_whose_names_have_commas_can_be_chosen():
 
 
 def test_runs_of_other_overrides_are_never_taken_for_the_tables(tmp_path):
-    cells_lib.claim(tmp_path, "configs/small.py", ["--config.train.steps=20"])
-    cells_lib.claim(tmp_path, "configs/small.py", ["--config.train.steps=20"])
-    with pytest.raises(ValueError, match="train.steps=20, not of configs/small.py: choose another --out"):
-        cells_lib.claim(tmp_path, "configs/small.py", [])
+    cells_lib.claim(tmp_path, ["--config.train.steps=20"])
+    cells_lib.claim(tmp_path, ["--config.train.steps=20"])
+    with pytest.raises(ValueError, match="have --config.train.steps=20, not no overrides: choose another --out"):
+        cells_lib.claim(tmp_path, [])
+
+
+def test_two_commands_do_not_start_the_same_runs(tmp_path):
+    with cells_lib._alone_in(tmp_path), pytest.raises(ValueError, match="another table is being run"):
+        cells_lib.run_cells([], tmp_path, jobs=1)
+    assert cells_lib.run_cells([], tmp_path, jobs=1) == {}
 
 
 def test_intervals_are_students():
@@ -91,7 +116,9 @@ def test_the_page_marks_best_and_second_and_flags_the_impossible(tmp_path):
     assert "| RPG-URKL | **75.0** ± 63.5 | **76.0** ± 63.5" in text
     assert "| DAPO | <u>55.0</u> ± 63.5" in text
     assert "| RPG-URKL | *+20.0 ± 0.0* | *+20.0 ± 0.0* |" in text
-    assert all((tmp_path / f"small{suffix}").stat().st_size > 1000 for suffix in (".png", "-pass.png", "-dynamics.png"))
+    assert all(
+        (page.parent / f"small{suffix}").stat().st_size > 1000 for suffix in (".png", "-pass.png", "-dynamics.png")
+    )
     assert "8 runs of 3 steps · k = 2 · commit unknown" in text
     assert text.count("![") == 3 and "table8_qwen2p5_7b_instruct" in text
     assert "52.61 (!)" in "\n".join(table_page.paper_table("table3_qwen3_4b_8k"))
@@ -113,27 +140,25 @@ def test_failed_cells_are_reported_and_ended_ones_not_run_again(tmp_path, monkey
     monkeypatch.setattr(
         cells_lib,
         "command",
-        lambda cell, config, out, extra: [sys.executable, "-c", FAKE_RUN, out / "runs" / cell.name],
+        lambda cell, out, extra: [sys.executable, "-c", FAKE_RUN, out / "runs" / cell.name],
     )
     monkeypatch.setattr(cells_lib, "POLL_SECONDS", 0.02)
     cells = TABLES["small"].cells([0], ["DAPO", "GRPO", "CISPO"])
     heard = []
     for _ in range(2):
-        failed = cells_lib.run_cells(
-            cells, "configs/small.py", tmp_path, jobs=2, on_progress=lambda *progress: heard.append(progress)
-        )
-        assert list(failed) == ["GRPO-seed0"]
-    assert "out of cheese" in failed["GRPO-seed0"].read_text()
+        failed = cells_lib.run_cells(cells, tmp_path, jobs=2, on_progress=lambda *progress: heard.append(progress))
+        assert list(failed) == ["GRPO, seed 0"]
+    assert "out of cheese" in failed["GRPO, seed 0"].read_text()
     started = (tmp_path / "started").read_text().split()
-    assert sorted(started) == ["CISPO-seed0", "DAPO-seed0", "GRPO-seed0", "GRPO-seed0"]
+    assert sorted(started) == ["small-CISPO-seed0", "small-DAPO-seed0", *2 * ["small-GRPO-seed0"]]
     assert heard[-1] == (2, 2, [])
 
 
 def test_a_cells_command_names_run_method_and_shared_folders(tmp_path):
-    cell = Cell("RPG-URKL, dual", 3, ("--config.method=RPG-URKL",))
-    command = cells_lib.command(cell, "configs/small.py", tmp_path, ["--config.train.steps=9"])
+    cell = Cell("RPG-URKL, κ", 3, "configs/small.py", ("--config.method=RPG-URKL", "--config.reference.rule=kl"))
+    command = cells_lib.command(cell, tmp_path, ["--config.train.steps=9"])
     assert command[1:3] == ["-m", "rpg_jax.train"] and command[-1] == "--config.train.steps=9"
-    assert f"--config.run.name={cell.name}" in command and "," not in cell.name and " " not in cell.name
+    assert "--config.run.name=small-RPG-URKL+reference.rule=kl-seed3" in command
 
 
 @pytest.mark.slow
