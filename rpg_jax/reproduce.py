@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -77,6 +78,7 @@ def runs(arguments: argparse.Namespace, extra: Sequence[str], command: str) -> t
     if arguments.quick:
         rows = rows or [table.baseline, *[r for r in reversed(table.rows) if r != table.baseline][: QUICK_ROWS - 1]]
         extra = [f"--config.train.steps={QUICK_STEPS}", *extra]
+    jobs = _jobs(arguments.jobs, _platform())
     seeds = arguments.seeds or (QUICK_SEEDS if arguments.quick else SEEDS)
     cells = table.cells(range(seeds), rows)
     out = arguments.out / "quick" if arguments.quick else arguments.out
@@ -93,10 +95,8 @@ def runs(arguments: argparse.Namespace, extra: Sequence[str], command: str) -> t
                 printed = time.monotonic()
                 print(f"{text}; step {steps} of {total or '?'} in all; logs in {out / 'logs'}", file=sys.stderr)
 
-        failed = cells_lib.run_cells(cells, out, jobs=arguments.jobs, extra=extra, on_progress=on_progress)
-    page = table_page.write_page(
-        arguments.table, table, cells, out, command=command, hardware=_hardware(arguments.jobs)
-    )
+        failed = cells_lib.run_cells(cells, out, jobs=jobs, extra=extra, on_progress=on_progress)
+    page = table_page.write_page(arguments.table, table, cells, out, command=command, hardware=_hardware(jobs))
     return page, failed
 
 
@@ -113,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--methods", help="rows, separated by commas (default: all)")
     parser.add_argument("--seeds", type=int, help=f"0 ... SEEDS-1 (default: {SEEDS}, with --quick {QUICK_SEEDS})")
-    parser.add_argument("--jobs", type=int, default=_cores(), help="runs at once (default: one a core, %(default)s)")
+    parser.add_argument("--jobs", type=int, help=f"runs at once (default: one a core, {_cores()}; on a TPU 1)")
     parser.add_argument("--out", type=Path, default=Path("reproduction"), help="folder (default: %(default)s)")
     parser.add_argument(
         "--quick",
@@ -127,8 +127,37 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def _platform() -> str:
+    """`cpu`, `gpu` or `tpu`: asked of another process, since a TPU belongs to the one that has opened it.
+
+    Raises:
+      ValueError: JAX does not start.
+    """
+    asked = [sys.executable, "-c", "import jax; print(jax.default_backend())"]
+    answer = subprocess.run(asked, capture_output=True, text=True)
+    if answer.returncode:
+        raise ValueError(f"JAX does not start: {(answer.stderr.splitlines() or ['no message'])[-1]}")
+    return answer.stdout.split()[-1]
+
+
+def _jobs(asked: int | None, platform_name: str) -> int:
+    """Runs at once. On a GPU they share its memory evenly.
+
+    Raises:
+      ValueError: more than one for a TPU, or fewer than one.
+    """
+    if asked is not None and asked < 1:
+        raise ValueError(f"--jobs={asked}: at least 1")
+    jobs = asked or (1 if platform_name == "tpu" else _cores())
+    if platform_name == "tpu" and jobs > 1:
+        raise ValueError(f"--jobs={jobs}: a TPU belongs to one run at a time; give --jobs=1, or JAX_PLATFORMS=cpu")
+    if platform_name == "gpu" and jobs > 1:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.9 / jobs:.3f}")
+    return jobs
+
+
 def _hardware(jobs: int) -> str:
-    return f"{platform.machine()}, {jobs} of {_cores()} CPU cores"
+    return f"{jobs} at once on {_cores()} CPU cores ({platform.machine()})"
 
 
 def _progress() -> Progress:

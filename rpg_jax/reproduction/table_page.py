@@ -75,7 +75,8 @@ def _origin(table: Table, cells: Sequence[Cell], out: Path, command: str, hardwa
         "",
         f"`{command}` · `{table.config}` · {len(runs)} runs of {' or '.join(map(str, steps))} steps · "
         f"k = {' or '.join(map(str, ks))} · "
-        f"{' and '.join(sorted({_code(run) for run in runs}))} · {hardware} · {duration(seconds)} in training steps, "
+        f"{' and '.join(sorted({_code(run) for run in runs}))} · "
+        f"{' and '.join(sorted({_devices(run) for run in runs}))}, {hardware} · {duration(seconds)} in training steps, "
         "summed over runs",
         "",
     )
@@ -86,6 +87,11 @@ def _code(run: Path) -> str:
     versions = read_versions(run)
     changed = " with uncommitted changes" if versions.get("uncommitted_changes") else ""
     return f"commit {versions.get('commit', '')[:7] or 'unknown'}{changed}"
+
+
+def _devices(run: Path) -> str:
+    """What a run computed on."""
+    return read_versions(run).get("devices", "unknown device")
 
 
 def _tables(table: Table, scores: Scores) -> Iterator[str]:

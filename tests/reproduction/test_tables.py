@@ -3,6 +3,7 @@ from __future__ import annotations
 import importlib
 import json
 import math
+import os
 import sys
 from collections import defaultdict
 from pathlib import Path
@@ -66,6 +67,23 @@ def test_runs_of_other_overrides_are_never_taken_for_the_tables(tmp_path):
         cells_lib.claim(tmp_path, [])
 
 
+def test_runs_share_cores_and_a_gpus_memory_and_take_turns_on_a_tpu(monkeypatch):
+    monkeypatch.setattr(reproduce, "_cores", lambda: 6)
+    monkeypatch.setattr(os, "environ", {})
+    assert reproduce._jobs(None, "cpu") == 6 and reproduce._jobs(None, "tpu") == 1 and not os.environ
+    assert reproduce._jobs(3, "gpu") == 3 and os.environ == {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.300"}
+    with pytest.raises(ValueError, match="--jobs=2: a TPU belongs to one run at a time; give --jobs=1"):
+        reproduce._jobs(2, "tpu")
+    with pytest.raises(ValueError, match="--jobs=0: at least 1"):
+        reproduce._jobs(0, "cpu")
+
+
+def test_a_backend_that_does_not_start_is_an_error_of_one_line(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("JAX_PLATFORMS", "abacus")
+    assert reproduce.main(["--table=small", f"--out={tmp_path}"]) == 2
+    assert capsys.readouterr().err.startswith("error: JAX does not start: ")
+
+
 def test_two_commands_do_not_start_the_same_runs(tmp_path):
     with cells_lib._alone_in(tmp_path), pytest.raises(ValueError, match="another table is being run"):
         cells_lib.run_cells([], tmp_path, jobs=1)
@@ -119,7 +137,7 @@ def test_the_page_marks_best_and_second_and_flags_the_impossible(tmp_path):
     assert all(
         (page.parent / f"small{suffix}").stat().st_size > 1000 for suffix in (".png", "-pass.png", "-dynamics.png")
     )
-    assert "8 runs of 3 steps · k = 2 · commit unknown" in text
+    assert "8 runs of 3 steps · k = 2 · commit unknown · unknown device" in text
     assert text.count("![") == 3 and "table8_qwen2p5_7b_instruct" in text
     assert "52.61 (!)" in "\n".join(table_page.paper_table("table3_qwen3_4b_8k"))
 
