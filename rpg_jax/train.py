@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from typing import Any
 
 import jax
 import numpy as np
@@ -82,6 +83,7 @@ class Run:
         self.stop = StopRequest(self.config.run.stop_seconds, self._out_of_time)
         self.compilations = CompilationCounter()
         self.saving = 0.0  # seconds that starting the last checkpoint took
+        self.owed: dict[str, Any] | None = None  # the metrics of a step that was saved and not yet evaluated
         self.optimizer = experiment.make_optimizer()
         new = self.checkpoints.latest_step() is None
         params = experiment.init_params()
@@ -94,46 +96,76 @@ class Run:
             self.trainer.reference.start(self.trainer.state.params)
         else:
             self._resume()
-        self.log.writers = self._writers()
+        self.log.writers = self._writers() if hosts.is_first() else []
         self.references = {step: self._reference_of(step) for step in self.checkpoints.steps()}
 
     def to_the_end(self) -> int:
         """Steps until `train.steps`, or until a signal asks to stop; returns the exit code."""
-        trainer, steps = self.trainer, self.config.train.steps
+        trainer, c = self.trainer, self.config
+        steps = c.train.steps
         trainer.sync_rollout()
-        run, stall = self.config.run, Watchdog(self.run_dir, self.config.run.stall_seconds, last_words=self.folder.push)
-        if run.preemption_url and jax.default_backend() == "tpu":
-            watch_preemption(run.preemption_url, self.stop)
-        stopped, traced = None, profiling.chosen_steps(self.config.profile.steps)
+        stall = Watchdog(self.run_dir, c.run.stall_seconds, last_words=self.folder.push)
+        if c.run.preemption_url and jax.default_backend() == "tpu":
+            watch_preemption(c.run.preemption_url, self.stop)
+        stopped, traced = None, profiling.chosen_steps(c.profile.steps)
         with self.stop.listening(), stall, Progress(steps, first=trainer.step) as progress:
             if trainer.step == 0:
                 self.log.rewind(-1)
                 self.log.append(0, start := self.evaluate())
                 progress.note(f"held-out accuracy before the first step: {start['eval/accuracy']:.3f}")
+            elif self.owed is not None:
+                progress.update(trainer.step, self._evaluated(self.owed, stall))
             while trainer.step < steps and stopped is None:
                 stall.beat(f"step {trainer.step + 1}")
                 with profiling.watched(trainer.step + 1, traced, self.run_dir):
                     values, groups = trainer.run_step()
-                if trainer.step % self.config.evaluation.every == 0 or trainer.step == steps:
-                    stall.beat(f"the evaluation after step {trainer.step}")
-                    started = time.perf_counter()
-                    values |= self.evaluate()
-                    values["time/evaluation"] = time.perf_counter() - started
-                programs, seconds = self.compilations.take()
-                values |= {"time/compilations": len(programs), "time/compiling": seconds, **metrics.host()}
-                values["time/checkpoint"], self.saving = self.saving, 0.0  # of the one before this step
-                self.log.append(trainer.step, values, groups)
-                progress.update(trainer.step, values)
+                values |= self._costs()
+                self.log.append_samples(trainer.step, groups)
+                if fault := trainer.fault(values):
+                    self.log.append(trainer.step, values)
+                    raise ValueError(fault)
                 stopped = self.stop.agreed()
-                if trainer.step % self.config.checkpoint.every == 0 or trainer.step == steps or stopped:
-                    self.save()
+                evaluates, saves = (self._is_due(every) for every in (c.evaluation.every, c.checkpoint.every))
+                if saves or stopped:  # before an evaluation, which may take longer than there is time
+                    self.save(owed=values if evaluates else None)
+                if not evaluates:
+                    self.log.append(trainer.step, values)
+                elif stopped:
+                    self.owed = values
+                else:
+                    values = self._evaluated(values, stall)
+                    stopped = self.stop.agreed()
+                    if stopped and not saves:
+                        self.save()
+                progress.update(trainer.step, values)
             if stopped:
                 self.checkpoints.wait()
                 self.stop.saved()
-        if stopped and trainer.step < steps:
+        if stopped and (trainer.step < steps or self.owed):
             print(f"stopped after step {trainer.step} and saved; the same command continues")
             return 128 + stopped
         return self._finish()
+
+    def _is_due(self, every: int) -> bool:
+        """Whether something that happens after every so many steps, and after the last, does now."""
+        return self.trainer.step % every == 0 or self.trainer.step == self.config.train.steps
+
+    def _costs(self) -> dict[str, float]:
+        """Of a step: compilations, the host's memory, and starting the checkpoint before it."""
+        programs, seconds = self.compilations.take()
+        saving, self.saving = self.saving, 0.0
+        counted = {"time/compilations": len(programs), "time/compiling": seconds, "time/checkpoint": saving}
+        return counted | metrics.host()
+
+    def _evaluated(self, values: dict[str, float], stall: Watchdog) -> dict[str, float]:
+        """Evaluates and writes the line of a step whose other metrics are `values`; returns all of them."""
+        stall.beat(f"the evaluation after step {self.trainer.step}")
+        started = time.perf_counter()
+        values = values | self.evaluate()
+        values["time/evaluation"] = time.perf_counter() - started
+        self.log.append(self.trainer.step, values)
+        self.owed = None
+        return values
 
     def evaluate(self) -> dict[str, float]:
         """Scores of every held-out set, with the optimizer's evaluation weights; "eval/accuracy" is their mean."""
@@ -154,10 +186,15 @@ class Run:
         means = [value for key, value in values.items() if key.endswith("/mean_at_k")]
         return {"eval/accuracy": float(np.mean(means)), **values}
 
-    def save(self) -> None:
-        """Starts a checkpoint of everything that a resume needs."""
+    def save(self, owed: dict[str, float] | None = None) -> None:
+        """Starts a checkpoint of everything that a resume needs.
+
+        Args:
+          owed: metrics of this step whose line is written after its evaluation, by this process or by one that resumes.
+        """
         started = time.perf_counter()
-        step, record, earlier = self.trainer.step, self.trainer.record(), self.checkpoints.steps()
+        step, earlier = self.trainer.step, self.checkpoints.steps()
+        record = {**self.trainer.record(), "owed": metrics.plain(owed)}
         self.folder.push()  # whoever resumes from this checkpoint finds the logs up to it
         self.checkpoints.save(step, self.trainer.state, record)
         self.references[step] = record["reference"]["number"]
@@ -185,11 +222,12 @@ class Run:
         step, state, record = last
         trainer.restore(state, record)
         self.log.rewind(step)
+        self.owed = None if self.log.has(step) else record["owed"]
         print(f"continuing {self.folder.home} after step {step}")
 
     def _out_of_time(self) -> None:
         print(
-            f"error: step {self.trainer.step + 1} did not end within "
+            f"error: what was under way after step {self.trainer.step} did not end within "
             f"run.stop_seconds={self.config.run.stop_seconds:g} s; the checkpoint of step "
             f"{self.checkpoints.latest_step()} stands, and the same command continues from it",
             file=sys.stderr,

@@ -17,8 +17,11 @@ VARIANCE_FLOOR = 1e-8
 
 
 def group_mean(rewards: jax.Array) -> jax.Array:
-    """r − mean of the group (RPG, arXiv:2505.17508)."""
-    return rewards if rewards.shape[1] == 1 else rewards - jnp.mean(rewards, axis=1, keepdims=True)
+    """r − mean of the group (RPG, arXiv:2505.17508); exactly 0 where all rewards of a group are equal."""
+    if rewards.shape[1] == 1:
+        return rewards
+    relative = rewards - rewards[:, :1]  # a mean of equal numbers may be rounded, and is divided by a small std later
+    return relative - jnp.mean(relative, axis=1, keepdims=True)
 
 
 def batch_mean(rewards: jax.Array) -> jax.Array:
@@ -28,8 +31,9 @@ def batch_mean(rewards: jax.Array) -> jax.Array:
 
 def group_standardised(rewards: jax.Array) -> jax.Array:
     """(r − mean) / (std + 1e-6) of the group, std with G − 1 (GRPO, arXiv:2402.03300; DAPO). A group of one: std 1."""
-    deviation = jnp.std(rewards, axis=1, keepdims=True, ddof=1) if rewards.shape[1] > 1 else 1.0
-    return group_mean(rewards) / (deviation + STANDARD_DEVIATION_FLOOR)
+    centred = group_mean(rewards)
+    deviation = jnp.std(centred, axis=1, keepdims=True, ddof=1) if rewards.shape[1] > 1 else 1.0
+    return centred / (deviation + STANDARD_DEVIATION_FLOOR)
 
 
 def leave_one_out(rewards: jax.Array) -> jax.Array:

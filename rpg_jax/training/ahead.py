@@ -21,7 +21,8 @@ thread launches nothing across the trainer's devices, and the trainer's nothing 
 weights, by a transfer, and completions, on the host.
 
 A checkpoint waits for the batches under way and holds them, as it holds groups carried over: a resumed run trains on
-them, and with "between" it is the same run.
+them, and with "between" it is the same run. One that is made longer afterwards is not the same as one that was long
+from the start: nothing is sampled beyond the last step, so its first new batches come from newer weights.
 """
 
 from __future__ import annotations

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+from jax.experimental import multihost_utils
+
 from rpg_jax.parallel import hosts
 from rpg_jax.training import rollout_files
 from rpg_jax.training.groups import Group
@@ -24,11 +27,9 @@ class RunLog:
         self._metrics, self._samples = JsonLines(run_dir / "metrics.jsonl"), JsonLines(run_dir / "samples.jsonl")
         self._samples_per_step = samples
 
-    def append(self, step: int, values: Mapping[str, float], groups: Sequence[Group] = ()) -> None:
-        """Writes a step: the samples first, so that a step with metrics has them. One process of several writes."""
-        if not hosts.is_first():
-            return
-        for group in groups[: self._samples_per_step]:
+    def append_samples(self, step: int, groups: Sequence[Group]) -> None:
+        """Writes completions of a step, before its metrics, so that a step with metrics has them; on one process."""
+        for group in groups[: self._samples_per_step] if hosts.is_first() else ():
             for text, completion, reward, accuracy in zip(
                 group.texts, group.completions, group.rewards, group.accuracy, strict=True
             ):
@@ -44,9 +45,19 @@ class RunLog:
                         "finish_reason": completion.finish_reason,
                     }
                 )
+
+    def append(self, step: int, values: Mapping[str, float]) -> None:
+        """Writes the metrics of a step; on one process."""
+        if not hosts.is_first():
+            return
         self._metrics.append({"step": step, **values})
         for writer in self.writers:
             writer.append(step, values)
+
+    def has(self, step: int) -> bool:
+        """Whether the metrics of a step are written. Collective: what the process that writes finds."""
+        found = hosts.is_first() and any(record["step"] == step for record in self._metrics.read())
+        return bool(np.max(multihost_utils.process_allgather(np.int32(found))))
 
     def close(self) -> None:
         for writer in self.writers:

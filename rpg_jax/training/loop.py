@@ -130,7 +130,6 @@ class Trainer:
             values["explained_variance"] = _explained_variance(values)
         values |= {"reference_update": self.reference.number, "reference_kl_average": self.reference.kl_average}
         values |= clock.metrics(tokens=values["completion_tokens"])
-        self._check(values)
         return values, collected.generated
 
     def _collect(self, step: int, carried: Sequence[Group]) -> Collected:
@@ -235,19 +234,21 @@ class Trainer:
         """While entered, the sampler is the caller's alone."""
         return contextlib.nullcontext() if self.ahead is None else self.ahead.exclusive()
 
-    def _check(self, values: dict[str, float]) -> None:
+    def fault(self, values: dict[str, float]) -> str | None:
+        """Why training must not go on after a step of these metrics, and what to do about it; None where it may."""
         gap = values["sampler_gap"]
         if not gap <= self.max_sampler_gap:
-            raise RuntimeError(
+            return (
                 f"step {self.step}: sampler and trainer disagree by {gap:.2e} nats per token on average, more than "
                 f"rollout.max_sampler_gap={self.max_sampler_gap:g}: the off-policy weights would be wrong. If the two "
                 "use different precisions on purpose, raise the limit and set loss.truncated_importance_sampling=2"
             )
         if self.nonfinite_in_a_row >= self.max_nonfinite_updates:
-            raise RuntimeError(
+            return (
                 f"step {self.step}: {self.nonfinite_in_a_row} updates in a row had a non-finite loss or gradient and "
                 "were skipped; lower optimizer.learning_rate or look at the last lines of samples.jsonl"
             )
+        return None
 
     def record(self) -> dict[str, Any]:
         """Everything besides `state` that a resume needs, JSON-able."""

@@ -20,7 +20,7 @@ class JsonLines:
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Writes one line, on disk when this returns to survive a kill; non-finite numbers become null."""
-        line = json.dumps({k: _plain(v) for k, v in record.items()}, ensure_ascii=False)
+        line = json.dumps({k: plain(v) for k, v in record.items()}, ensure_ascii=False)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
@@ -66,13 +66,14 @@ def host() -> dict[str, float]:
     return {"host/rss_mib": resident / 1024, "host/open_files": len(list(descriptors.iterdir()))}
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """`value` with Python's own types for JSON; non-finite numbers become None."""
     if isinstance(value, bool | str | None):
         return value
     if isinstance(value, list | tuple):
-        return [_plain(v) for v in value]
+        return [plain(v) for v in value]
     if isinstance(value, Mapping):
-        return {k: _plain(v) for k, v in value.items()}
+        return {k: plain(v) for k, v in value.items()}
     if hasattr(value, "item"):
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,7 +1,8 @@
 """Stopping early: the first signal or a preemption notice ends a run within seconds, the second signal at once.
 
-The step in progress is finished and saved where time allows. Where it does not, the process ends at its deadline and
-the last complete checkpoint stands: what was done since is done again, to the same bits.
+The step in progress is finished and saved where time allows; an evaluation that is due after it is left to the run that
+continues. Where there is no time, the process ends at its deadline and the last complete checkpoint stands: what was
+done since is done again, to the same bits.
 """
 
 from __future__ import annotations

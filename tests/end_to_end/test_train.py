@@ -156,6 +156,41 @@ def test_sigterm_saves_and_the_same_command_continues(shared, tmp_path):
     assert f"after step {stopped_at}" in run(shared, tmp_path, *shorter).stdout
 
 
+@pytest.mark.slow
+def test_a_run_stopped_before_an_evaluation_saves_the_step_and_evaluates_it_when_it_continues(shared, tmp_path):
+    settings = ("--config.train.steps=4", "--config.run.name=r")
+    straight = run(shared, tmp_path / "straight", *settings)
+    stopped = tmp_path / "stopped"
+    train = command(shared, stopped, *settings)
+    third_update = (
+        "update",
+        "3",
+        "0",
+        str(int(signal.SIGTERM)),
+    )  # the first of step 2, after which an evaluation is due
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.end_to_end.killed", *third_update, *train[3:]],
+        cwd=ROOT,
+        env=environment(shared),
+        capture_output=True,
+        text=True,
+    )
+    assert "stopped after step 2 and saved" in done.stdout, done.stdout + done.stderr
+    assert [r["step"] for r in metrics(stopped / "r")] == [0, 1]
+    resumed = run(shared, stopped, *settings)
+    assert "after step 2" in resumed.stdout and checksum(resumed) == checksum(straight)
+    assert metrics(stopped / "r") == metrics(tmp_path / "straight" / "r")
+    assert "eval/accuracy" in metrics(stopped / "r")[2]
+
+
+@pytest.mark.slow
+def test_a_sampler_that_is_not_the_policy_stops_the_run_after_the_step_is_written_down(shared, tmp_path):
+    settings = ("--config.rollout.int8=True", "--config.rollout.max_sampler_gap=1e-6", "--config.run.name=r")
+    done = run(shared, tmp_path, *settings, check=False)
+    assert done.returncode == 2 and "sampler and trainer disagree" in done.stderr and "Traceback" not in done.stderr
+    assert metrics(tmp_path / "r")[-1]["sampler_gap"] > 1e-6 and metrics(tmp_path / "r")[-1]["step"] == 1
+
+
 def test_a_misspelt_field_is_one_line_that_names_the_right_one(shared, tmp_path):
     done = run(shared, tmp_path, "--config.los.kl_coef=1", check=False)
     assert done.returncode == 2 and done.stderr.strip().count("\n") == 0
