@@ -96,8 +96,7 @@ def _devices(run: Path) -> str:
 
 def _tables(table: Table, scores: Scores) -> Iterator[str]:
     yield from (
-        f"In the paper: {table.paper}. Mean@k at temperature 1, in %, after the last step (Last) and the best of all "
-        "evaluations",
+        f"{table.paper}. Mean@k at temperature 1, in %, after the last step (Last) and the best of all evaluations",
         "(Best: a maximum over noisy numbers, so above Last by construction); mean over seeds ± half of a 95 % "
         "interval (Student's t,",
         "which near 100 % reaches beyond). **Best** and, of four rows or more, <u>second</u> of each column; neither "
