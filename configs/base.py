@@ -140,8 +140,7 @@ def get_config() -> ConfigDict:
 
     reference = c.reference = ConfigDict()
     reference.rule = from_method(str)  # behaviour: every step; fixed: never; every: K updates; kl: at a threshold
-    reference.every = 16  # K, in updates; each K-th writes a snapshot. Where a step's updates are a multiple of K, the rule
-    # behaviour has the same reference (but for groups carried over) and writes none
+    reference.every = 16  # K, in updates
     reference.kl_threshold = 0.01  # kappa, nats per token
     reference.kl_decay = 0.9  # of the moving average of the token KL, per update
     reference.resident = False  # keep the restored snapshot in device memory between steps

@@ -92,9 +92,7 @@ class Run:
         if new and self.config.warm_start.enabled:
             params = warm_started(experiment, params, self.rollout, self.scorer, self.run_dir)
         self.trainer = experiment.make_trainer(params, self.optimizer, self.rollout, self.scorer, folder)
-        if new:
-            self.trainer.reference.start(self.trainer.state.params)
-        else:
+        if not new:
             self._resume()
         self.log.writers = self._writers() if hosts.is_first() else []
         self.references = {step: self._reference_of(step) for step in self.checkpoints.steps()}

@@ -176,7 +176,7 @@ class Trainer:
             behaviour = [jnp.where(jnp.isnan(s), x, s) for s, x in zip(rows, present, strict=True)]
         if self.reference.is_behaviour:
             ref = behaviour
-        elif self.reference.coincides(int(self.state.updates)):
+        elif self.reference.coincides():
             ref = present
         else:
             params = self.reference.params()
@@ -207,16 +207,17 @@ class Trainer:
     def _update(self, minibatches: list[list[Batch]]) -> Metrics:
         """`epochs` passes of one update per mini-batch; returns the summed metrics."""
         per_update = []
+        self.reference.before_updates(self.state.params, self.epochs * len(minibatches))
         for _ in range(self.epochs):
             for micro_batches in minibatches:
                 self.state, update_metrics = self.programs.update(self.state, micro_batches)
                 per_update.append(update_metrics)
-                self.reference.after_update(self.state.params, int(self.state.updates))
+                self.reference.after_update(self.state.params)
         values = [metrics_lib.mean(m) for m in per_update]
         for value in values:
             self.nonfinite_in_a_row = self.nonfinite_in_a_row + 1 if value["nonfinite_updates"] else 0
         finite_kls = [v["kl_k3"] for v in values if not v["nonfinite_updates"]]
-        self.reference.after_step(self.state.params, int(self.state.updates), finite_kls)
+        self.reference.after_step(finite_kls)
         return losses.merge(per_update)
 
     def sync_rollout(self) -> None:

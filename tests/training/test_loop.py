@@ -121,7 +121,6 @@ def make_trainer(parts, folder, *, dynamic, rule="every", batch_size=8, programs
         max_sampler_gap=np.inf,
         max_nonfinite_updates=1,
     )
-    reference.start(trainer.state.params)
     return trainer
 
 

@@ -21,28 +21,40 @@ def make(tmp_path, rule, **changes):
     return Reference(rule, snapshots=Snapshots(tmp_path / "reference"), like=like, **settings)
 
 
+def steps(reference, per_step, count, kls=()):
+    """Steps of `per_step` updates as the trainer takes them; the weights after update u are u everywhere."""
+    for _ in range(count):
+        reference.before_updates(weights(reference.updates), per_step)
+        for _ in range(per_step):
+            reference.after_update(weights(reference.updates + 1))
+        reference.after_step(kls)
+
+
+def written(tmp_path):
+    return sorted(int(p.name) for p in (tmp_path / "reference").iterdir())
+
+
 def test_behaviour_rule_always_coincides_and_writes_nothing(tmp_path):
     reference = make(tmp_path, "behaviour")
-    reference.start(weights(0))
-    for updates in range(1, 6):
-        reference.after_update(weights(updates), updates)
-        assert reference.coincides(updates)
-    assert list((tmp_path / "reference").iterdir()) == []
+    for _ in range(5):
+        steps(reference, 1, 1)
+        assert reference.coincides()
+    assert written(tmp_path) == []
 
 
 def test_fixed_rule_keeps_the_policy_before_the_first_update(tmp_path):
     reference = make(tmp_path, "fixed")
-    reference.start(weights(7))
-    for updates in range(1, 9):
-        reference.after_update(weights(updates), updates)
-        reference.after_step(weights(updates), updates, [1.0])
-    assert reference.coincides(0) and not reference.coincides(8)
-    np.testing.assert_array_equal(reference.params()["w"], weights(7)["w"])
+    assert reference.coincides()
+    steps(reference, 2, 4, kls=[1.0])
+    assert not reference.coincides()
+    np.testing.assert_array_equal(reference.params()["w"], weights(0)["w"])
+    reference.commit()
+    assert written(tmp_path) == [0]
 
 
 def test_an_offloaded_reference_waits_in_host_memory(tmp_path, monkeypatch):
     reference = make(tmp_path, "fixed", offload=True)
-    reference.start(weights(7))
+    steps(reference, 1, 1)
     first = reference.params()
     restored = []
     monkeypatch.setattr(Snapshots, "restore", lambda *args: restored.append(args))
@@ -53,53 +65,58 @@ def test_an_offloaded_reference_waits_in_host_memory(tmp_path, monkeypatch):
     np.testing.assert_array_equal(again["w"], first["w"])
 
 
-def test_every_rule_moves_after_each_kth_update(tmp_path):
-    reference = make(tmp_path, "every", every=4)
-    reference.start(weights(0))
-    held = []
-    for updates in range(1, 10):
-        reference.after_update(weights(updates), updates)
-        held.append((reference.number, float(reference.params()["w"][0, 0]), reference.coincides(updates)))
-    assert [number for number, _, _ in held] == [0, 0, 0, 4, 4, 4, 4, 8, 8]
-    assert all(number == value for number, value, _ in held)
-    assert [coincides for _, _, coincides in held] == [n in (4, 8) for n in range(1, 10)]
+@pytest.mark.parametrize("every", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("per_step", [1, 2, 4, 6])
+def test_every_rule_has_the_weights_after_the_last_kth_update_and_writes_those_it_reads(tmp_path, every, per_step):
+    reference, read = make(tmp_path, "every", every=every), set()
+    for step in range(1, 6):
+        steps(reference, per_step, 1)
+        updates = step * per_step
+        assert (reference.number, reference.updates) == (updates - updates % every, updates)
+        assert reference.coincides() == (updates % every == 0)
+        if not reference.coincides():
+            assert float(reference.params()["w"][0, 0]) == reference.number
+            read.add(reference.number)
+    reference.commit()
+    assert set(written(tmp_path)) == read, "written and never read"
+    if per_step % every == 0:
+        assert read == set()
 
 
 def test_kl_rule_moves_when_the_bias_corrected_average_passes_the_threshold(tmp_path):
     reference = make(tmp_path, "kl", kl_threshold=0.1, kl_decay=0.5)
-    reference.start(weights(0))
     # corrected averages: 0.08; (0.25*.08+.5*.11)/.75 = 0.1
-    reference.after_step(weights(2), 2, [0.08])
+    steps(reference, 2, 1, kls=[0.08])
     assert reference.number == 0
-    reference.after_step(weights(4), 4, [0.125])
-    assert reference.number == 4 and reference.kl_average == 0.0
+    steps(reference, 2, 1, kls=[0.125])
+    assert reference.number == 4 and reference.kl_average == 0.0 and reference.coincides()
+    steps(reference, 2, 1, kls=[0.01])
     np.testing.assert_array_equal(reference.params()["w"], weights(4)["w"])
 
 
-def test_a_restored_reference_goes_on_as_if_never_interrupted(tmp_path):
-    straight = make(tmp_path / "a", "kl")
-    straight.start(weights(0))
-    interrupted = make(tmp_path / "b", "kl")
-    interrupted.start(weights(0))
-    kls = [[0.03], [0.09], [0.2], [0.01], [0.12], [0.3]]
-    for step, kl in enumerate(kls, start=1):
-        straight.after_step(weights(step), step, kl)
-        interrupted.after_step(weights(step), step, kl)
+@pytest.mark.parametrize("rule", ["every", "kl", "fixed"])
+def test_a_restored_reference_goes_on_as_if_never_interrupted(tmp_path, rule):
+    straight, interrupted = make(tmp_path / "a", rule), make(tmp_path / "b", rule)
+    for kl in (0.03, 0.09, 0.2, 0.01, 0.12, 0.3):
+        steps(straight, 2, 1, [kl])
+        steps(interrupted, 2, 1, [kl])
         record = interrupted.commit()
-        interrupted = make(tmp_path / "b", "kl")
+        interrupted = make(tmp_path / "b", rule)
+        interrupted.check(record)
         interrupted.restore(record)
         assert interrupted.commit() == straight.commit()
-        np.testing.assert_array_equal(interrupted.params()["w"], straight.params()["w"])
+        if not straight.coincides():
+            np.testing.assert_array_equal(interrupted.params()["w"], straight.params()["w"])
 
 
 def test_prune_keeps_what_a_checkpoint_needs(tmp_path):
-    reference = make(tmp_path, "every", every=1)
-    reference.start(weights(0))
-    for updates in range(1, 5):
-        reference.after_update(weights(updates), updates)
+    reference = make(tmp_path, "every", every=3)
+    for _ in range(5):
+        steps(reference, 2, 1)
     reference.commit()
-    reference.prune([2])
-    assert sorted(p.name for p in (tmp_path / "reference").iterdir()) == ["00000002", "00000004"]
+    assert written(tmp_path) == [0, 3, 6, 9]
+    reference.prune([3])
+    assert written(tmp_path) == [3, 9]
 
 
 @pytest.mark.parametrize("change", [{"rule": "sometimes"}, {"every": 0}, {"kl_threshold": 0.0}, {"kl_decay": 1.0}])
@@ -111,5 +128,9 @@ def test_bad_settings_are_named(tmp_path, change):
 
 def test_a_missing_snapshot_is_named(tmp_path):
     reference = make(tmp_path, "fixed")
+    steps(reference, 1, 1)
+    record = reference.commit()
+    reference.prune([])
+    next((tmp_path / "reference").iterdir()).rename(tmp_path / "elsewhere")
     with pytest.raises(ValueError, match="00000000: this snapshot is missing"):
-        reference.params()
+        make(tmp_path, "fixed").check(record)
