@@ -43,7 +43,7 @@ def attention(
       axes: logical names of the first two dimensions.
       implementation: "xla"; "cudnn" (GPU; bf16 and f16; segments as a mask of [B, 1, T, T], in memory); "splash" (TPU);
         or "auto", which follows the platform that the program is compiled for: the mesh in force, else jax's default
-        backend. A GPU takes "cudnn" where the compute dtype is bf16 or f16, as by default.
+        backend. A GPU takes "cudnn" where the compute dtype is bf16 or f16, as by default, and its generation has it.
 
     Returns:
       [B, T, N, H] in q's dtype; rows of padding are finite and mean nothing.
@@ -51,8 +51,7 @@ def attention(
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"unknown attention implementation {implementation!r}; known: {', '.join(IMPLEMENTATIONS)}")
     if implementation == "auto":
-        half = q.dtype in (jnp.bfloat16, jnp.float16)
-        implementation = {"tpu": "splash", "gpu": "cudnn" if half else "xla"}.get(platform(), "xla")
+        implementation = _chosen(q.dtype)
     if implementation == "splash":
         return splash_attention(q, k, v, segment_ids, axes)
     k, v = (constrain(x, axes[0], None, "act_kv_heads", None) for x in (k, v))
@@ -60,6 +59,14 @@ def attention(
         same = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
         return jax.nn.dot_product_attention(q, k, v, mask=same, is_causal=True, implementation="cudnn")
     return _xla(q, k, v, segment_ids, axes)
+
+
+def _chosen(dtype: jnp.dtype) -> str:
+    """What "auto" means. cuDNN's kernel needs compute capability 8.0: a T4 has 7.5, and AMD's are no numbers."""
+    if platform() == "gpu" and dtype in (jnp.bfloat16, jnp.float16):
+        major = jax.local_devices(backend="gpu")[0].compute_capability.partition(".")[0]
+        return "cudnn" if major.isdecimal() and int(major) >= 8 else "xla"
+    return "splash" if platform() == "tpu" else "xla"
 
 
 def _xla(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, axes) -> jax.Array:

@@ -1,12 +1,14 @@
 """Every implementation is the same function: causal, within segments, grouped heads."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from rpg_jax import parallel
-from rpg_jax.models.attention import attention
+from rpg_jax.models.attention import _chosen, attention
 from rpg_jax.models.logical import constrain
 
 
@@ -88,6 +90,24 @@ def test_attention_over_a_sharded_row_equals_one_device(implementation, mesh_sha
     with parallel.activate(parallel.make_mesh(mesh_shape), parallel.override(overrides)):
         got = value_and_gradient(implementation, inputs)
     assert_same(got, expected, inputs[3], atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "chosen"),
+    [
+        ("9.0", "bfloat16", "cudnn"),
+        ("8.0", "float16", "cudnn"),
+        ("10.0", "bfloat16", "cudnn"),
+        ("7.5", "bfloat16", "xla"),  # a T4
+        ("gfx90a", "bfloat16", "xla"),
+        ("9.0", "float32", "xla"),
+    ],
+)
+def test_a_gpu_takes_cudnn_where_it_has_the_kernel(monkeypatch, capability, dtype, chosen):
+    gpu = types.SimpleNamespace(compute_capability=capability)
+    monkeypatch.setattr("rpg_jax.models.attention.platform", lambda: "gpu")
+    monkeypatch.setattr(jax, "local_devices", lambda backend: [gpu])
+    assert _chosen(jnp.dtype(dtype)) == chosen
 
 
 def test_unknown_implementations_and_axes_are_refused():
