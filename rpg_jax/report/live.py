@@ -1,7 +1,8 @@
-"""A run's curves while it runs, in a notebook."""
+"""Commands and their runs while they run, in a notebook."""
 
 from __future__ import annotations
 
+import collections
 import os
 import subprocess
 import time
@@ -49,3 +50,21 @@ def follow(command: Sequence[str], run_dir: str | Path, *, every: float = 5.0) -
     if process.returncode:
         raise ValueError(f"{' '.join(command)} ended with {process.returncode}:\n{log.read_text()[-2000:]}")
     return closing_message(run_dir)
+
+
+def run(command: Sequence[str]) -> None:
+    """Runs `command` and shows the last line of its output, as it comes, in the place of the one before.
+
+    Raises:
+      ValueError: the command failed; the message has the end of its output.
+    """
+    from IPython.display import clear_output
+
+    lines: collections.deque[str] = collections.deque(maxlen=40)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        for line in process.stdout or ():
+            lines.append(line)
+            clear_output(wait=True)
+            print(line, end="", flush=True)
+    if process.returncode:
+        raise ValueError(f"{' '.join(command)} ended with {process.returncode}:\n{''.join(lines)}")

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import json
+import os
 import re
 import shutil
+import subprocess
+import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -32,6 +37,59 @@ def test_it_is_small_and_names_no_machine():
     text = NOTEBOOK.read_text()
     assert len(text) < 300_000
     assert "/work" not in text and "/tmp" not in text
+
+
+class Colab:
+    """Carries out the install cell on an image with given devices, packages and versions of JAX; keeps its commands."""
+
+    def __init__(self, monkeypatch, repository="https://github.com/me/rpg_jax"):
+        self.devices, self.packages, self.versions = set(), set(), [b"0.11.2", b"0.11.2"]
+        self.commands, self.restarted, self.settings = [], [], {"REPOSITORY": repository}
+        monkeypatch.setenv("COLAB_RELEASE_TAG", "release")
+        monkeypatch.setattr("os.chdir", lambda path: None)
+        monkeypatch.setattr("os.path.exists", lambda path: path in self.devices)
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: name in self.packages or None)
+        monkeypatch.setattr("subprocess.run", lambda command, check: self.commands.append(command))
+        monkeypatch.setattr("subprocess.check_output", lambda command: self.versions.pop(0))
+
+    def install(self):
+        kernel = types.SimpleNamespace(do_shutdown=lambda restart: self.restarted.append(restart))
+        shell = {"get_ipython": lambda: types.SimpleNamespace(kernel=kernel)}
+        modules = {"os": os, "sys": sys, "subprocess": subprocess, "importlib": importlib}
+        exec(CODE[1], modules | shell | self.settings)
+
+
+def test_on_colab_without_an_address_it_stops_with_the_fix(monkeypatch):
+    colab = Colab(monkeypatch, re.search(r'"(https://[^"]*)"', CODE[0])[1])
+    with pytest.raises(ValueError, match="put the address of your copy"):
+        colab.install()
+    assert not colab.commands
+
+
+@pytest.mark.parametrize(
+    ("device", "package", "extra"),
+    [
+        ("/dev/nvidiactl", "jax_cuda12_plugin", "cuda12"),
+        ("/dev/nvidiactl", "jax_cuda13_plugin", "cuda13"),
+        ("/dev/accel0", None, "tpu"),
+        ("/dev/vfio", None, "tpu"),
+        (None, None, "cpu"),
+    ],
+)
+def test_jax_comes_with_what_the_accelerator_needs(monkeypatch, device, package, extra):
+    colab = Colab(monkeypatch)
+    colab.devices, colab.packages = {device}, {package}
+    colab.install()
+    assert colab.commands[0][:2] == ["git", "clone"]
+    assert colab.commands[1][-1].startswith(f"jax[{extra}]>=")
+    assert not colab.restarted
+
+
+def test_a_runtime_whose_jax_was_replaced_restarts(monkeypatch):
+    colab = Colab(monkeypatch)
+    colab.versions = [b"0.11.2", b"0.12.0"]
+    colab.install()
+    assert colab.restarted == [True]
 
 
 @pytest.mark.soak

@@ -25,3 +25,15 @@ def test_a_failed_run_says_why(tmp_path):
     pytest.importorskip("IPython.display")
     with pytest.raises(ValueError, match="ended with 3:\nno such config"):
         live.follow([sys.executable, "-c", "print('no such config'); raise SystemExit(3)"], tmp_path, every=0.05)
+
+
+def test_of_a_command_the_last_line_stays(capsys):
+    pytest.importorskip("IPython.display")
+    live.run([sys.executable, "-c", "print('1/3 runs'); print('page in 3 s')"])
+    assert capsys.readouterr().out.replace("\r", "\n").splitlines()[-1].endswith("page in 3 s")
+
+
+def test_a_failed_command_says_why():
+    pytest.importorskip("IPython.display")
+    with pytest.raises(ValueError, match="ended with 3:\nno such method"):
+        live.run([sys.executable, "-c", "print('no such method'); raise SystemExit(3)"])
