@@ -67,15 +67,19 @@ def commit() -> str:
     return described.strip() or "unknown"
 
 
-def source_archive(root: Path = ROOT) -> bytes:
-    """The files git tracks (all but build products without git), as they are now; equal files give equal bytes."""
+def sent(root: Path = ROOT) -> list[Path]:
+    """The files that workers get, relative to `root`: those that git tracks; without git all but build products."""
     listed = [name for name in _git("ls-files", "-z").split("\0") if name]
     paths = [Path(name) for name in listed] or [path.relative_to(root) for path in root.rglob("*")]
+    return sorted(path for path in paths if (root / path).is_file() and not NOT_SENT & set(path.parts))
+
+
+def source_archive(root: Path = ROOT) -> bytes:
+    """The files of `sent`, as they are now; equal files give equal bytes."""
     buffer = io.BytesIO()
     with gzip.GzipFile(fileobj=buffer, mode="wb", mtime=0) as packed, tarfile.open(fileobj=packed, mode="w") as archive:
-        for path in sorted(paths):
-            if (root / path).is_file() and not NOT_SENT & set(path.parts):
-                archive.add(root / path, str(path), filter=_without_owner)
+        for path in sent(root):
+            archive.add(root / path, str(path), filter=_without_owner)
     return buffer.getvalue()
 
 

@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+from cloud import reach
 from cloud.errors import CommandError, Kind, LaunchError
 from cloud.job import CAPACITIES, ROOT, Job
 from cloud.shell import Shell
@@ -89,15 +90,16 @@ def no_secret_values(job: Job) -> Iterator[str]:
 
 
 def config_fits(job: Job) -> Iterator[str]:
-    """The config resolves, its mesh covers the chips and its batches divide."""
+    """The config resolves, workers have what it names, its mesh covers the chips and its batches divide."""
     for argument in job.trainer:
         if argument.startswith(("--config.run.name=", "--config.run.dir=")):
             raise LaunchError(f"{argument} is the launch's to set", "use --name and --bucket")
-    files = [a.partition("=")[2] for a in job.trainer if a.startswith("--config=")]
-    if not files or not (ROOT / files[-1]).is_file():
+    paths = [a.partition("=")[2].partition(":")[0] for a in job.trainer if a.startswith("--config=")]
+    if not paths or not (ROOT / paths[-1]).is_file():
         raise LaunchError(
-            f"no config {files[-1]!r}" if files else "no --config", "pass -- --config=configs/NAME.py after --"
+            f"no config {paths[-1]!r}" if paths else "no --config", "pass -- --config=configs/NAME.py after --"
         )
+    reach.config_is_sent(paths[-1])
     if job.slices < 1:
         return
     if not PYTHON.exists():
@@ -109,6 +111,7 @@ def config_fits(job: Job) -> Iterator[str]:
             f"the config does not resolve: {done.stderr.strip().splitlines()[-1]}", "see --help of the trainer"
         )
     config = json.loads(done.stdout)
+    reach.all_is_there(config)
     yield f"mesh {mesh_covers_chips(config['mesh'], job.slice.chips * job.slices)}"
     yield batches_divide(config, job.slice.chips * job.slices)
 
@@ -157,7 +160,7 @@ def plan_says_it_fits(job: Job) -> Iterator[str]:
     if not PYTHON.exists() or not (ROOT / "rpg_jax" / "plan.py").exists():
         return
     if not tpu_compiler_is_installed():
-        yield "plan: not asked; for that, .venv/bin/pip install -r requirements-tpu.txt"
+        yield "plan: not asked; for that, python3 launch/install.py --requirements=requirements-tpu.txt"
         return
     command = [str(PYTHON), "-m", "rpg_jax.plan", *job.trainer, f"--topology={job.slice.plan_topology}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from cloud import accelerators, preflight
+from cloud import accelerators, files, preflight, reach
 from cloud.errors import LaunchError
 
 TPU = "--type=v5p-16 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b"
@@ -96,6 +98,83 @@ def test_mistakes_that_the_cloud_knows(cloud, rule, line):
 def test_a_multi_region_that_holds_the_zone_is_near_enough(cloud):
     cloud.script({"match": "buckets describe", "code": 0, "stdout": "US"})
     assert cloud.run(f"create {TPU} {TRAINER}") == 0
+
+
+def test_a_config_that_git_does_not_track_stays_here(cloud, monkeypatch):
+    monkeypatch.setattr(files, "sent", lambda: [Path("configs/base.py")])
+    assert cloud.run(f"create {TPU} {TRAINER}") == 1
+    assert "git does not track configs/tiny.py, and workers get only what it tracks; git add configs" in cloud.err
+    assert not cloud.called("storage")
+
+
+def test_a_config_may_have_a_variant(cloud):
+    fields = "--config.mesh.fsdp=-1 --config.train.microbatch_size=8"
+    assert cloud.run(f"create {TPU} -- --config=configs/qwen3_4b_2k.py:tiny {fields}") == 0, cloud.err
+
+
+@pytest.fixture
+def repository(monkeypatch, tmp_path):
+    """A repository with tracked and other files: what its config names is found there, or not."""
+    for name in ("rewards.py", "mine.py", "in_git.jsonl", "made.jsonl", "Qwen3-4B/config.json", "tiny/config.json"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.setattr(reach, "ROOT", tmp_path)
+    monkeypatch.setattr(files, "sent", lambda: [Path("rewards.py"), Path("in_git.jsonl"), Path("tiny/config.json")])
+    return tmp_path
+
+
+def named(**fields):
+    """A config with these in place of what every worker has."""
+    config = {
+        "model": {"path": "Qwen/Qwen3-4B", "tokenizer": None},
+        "task": {"train": "dapo-math-17k", "held_out_sets": "AIME24=hf:owner/name/default/train"},
+        "rewards": {"parts": "math_dapo:1,format:0.1"},
+    }
+    for name, value in fields.items():
+        group, field = name.split("_", 1)
+        config[group][field] = value
+    return config
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"model_path": "gs://mine/Qwen3-4B"},
+        {"model_path": "/mnt/of-the-workers/Qwen3-4B"},
+        {"model_path": None, "model_tokenizer": "tiny"},
+        {"task_train": None, "task_held_out_sets": None},
+        {"task_train": "in_git.jsonl,reasoning_gym:countdown", "task_held_out_sets": "own=in_git.jsonl"},
+        {"rewards_parts": "rewards:score:0.5,format:0.1"},
+    ],
+)
+def test_what_workers_have_passes(repository, fields):
+    reach.all_is_there(named(**fields))
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"model_path": "Qwen3-4B"}, "model.path=Qwen3-4B is a folder of this machine.* gcloud storage cp"),
+        ({"model_path": "{here}/Qwen3-4B"}, "is a folder of this machine"),
+        ({"model_tokenizer": "~/Qwen3-4B"}, "model.tokenizer=~/Qwen3-4B is a folder of this machine"),
+        ({"task_train": "in_git.jsonl,made.jsonl"}, "task.train=made.jsonl is a file of this machine.* git add it"),
+        ({"task_held_out_sets": "own={here}/made.jsonl"}, "task.held_out_sets=own=.*made.jsonl is a file"),
+        ({"task_train": "elsewhere.parquet"}, "task.train=elsewhere.parquet is a file of this machine"),
+        ({"rewards_parts": "mine:score"}, "without mine; make it mine.py .* and git add mine.py"),
+        ({"rewards_parts": "some.package:score:1,format:0.1"}, "without some.package; make it some/package.py"),
+    ],
+)
+def test_what_stays_here_is_named_with_its_fix(repository, fields, line):
+    here = {name: value.format(here=repository) for name, value in fields.items()}
+    with pytest.raises(LaunchError, match=line):
+        reach.all_is_there(named(**here))
+
+
+def test_all_that_stays_here_is_named_at_once(repository):
+    with pytest.raises(LaunchError) as error:
+        reach.all_is_there(named(model_path="Qwen3-4B", task_train="made.jsonl", rewards_parts="mine:score"))
+    assert len(str(error.value).splitlines()) == 3
 
 
 def test_the_plan_is_asked_and_its_answer_shown(cloud, monkeypatch, tmp_path):
