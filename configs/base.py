@@ -20,7 +20,7 @@ def get_config() -> ConfigDict:
     run.dir = "runs"  # folder of all runs, local or gs://BUCKET/FOLDER
     run.name = optional(str)  # default: config file, method, seed, and a hash of other overrides; same name = resume
     run.overwrite = False  # start anew where a run of this name exists
-    run.compilation_cache = "runs/compilation_cache"  # JAX_COMPILATION_CACHE_DIR goes before it; "" switches it off
+    run.compilation_cache = "runs/compilation_cache"  # JAX_COMPILATION_CACHE_DIR takes precedence; "" switches it off
     run.platform = optional(str)  # tpu, cuda or cpu: stop where there is none, never fall back; unset: what JAX finds
     run.stop_seconds = 25.0  # from SIGTERM or a preemption notice to the end of the process, at most
     run.preemption_url = "http://metadata.google.internal/computeMetadata/v1/instance/preempted"  # on TPUs; "": off
@@ -81,7 +81,7 @@ def get_config() -> ConfigDict:
     rewards.deadline_seconds = 10.0  # for one verdict of math_verify or a user's function
     rewards.workers = optional(int)  # processes for those verdicts; unset: one per CPU, at most 8
     rewards.format = "number"  # what "format" asks for: answer_line, boxed, number, think
-    rewards.overlong_shaping = from_method(bool)  # punish completions that come close to the limit (MATH section 8)
+    rewards.overlong_shaping = from_method(bool)  # punish completions close to the limit (DAPO, arXiv:2503.14476)
     rewards.overlong_buffer = 512  # tokens before the limit over which the punishment grows
     rewards.overlong_factor = 1.0  # the punishment at the limit
     rewards.overlong_masking = False  # completions cut off by the limit are not trained
@@ -192,8 +192,8 @@ def get_config() -> ConfigDict:
     log.rollouts_every = 10  # steps, and the first: groups with every token's numbers go to rollouts/, for the report's
     # browser, after one more pass of log-probs over the mini-batches that they are in; 0 is off
     log.rollouts_groups = 8  # of those steps, at most; up to 25 bytes a token on disk
-    log.tensorboard = False  # event files in the run folder; needs tensorboardX
-    log.wandb = optional(str)  # project of Weights & Biases; needs wandb
+    log.tensorboard = False  # event files in the run folder; needs pip install tensorboardX
+    log.wandb = optional(str)  # project of Weights & Biases; needs pip install wandb
     log.wandb_mode = "online"  # online, offline (files in the run folder, to be synced later), disabled
     log.max_nonfinite_updates = 10  # in a row, before the run stops
     return c

@@ -1,9 +1,10 @@
 """Qwen2.5-3B learns Countdown: an expression of given numbers that makes a target. Models of 0.5B do not.
 
-Command:   python -m rpg_jax.train --config=configs/countdown.py --config.model.path=FOLDER \
+Command:   python -m rpg_jax.train --config=configs/countdown.py --config.model.path=Qwen/Qwen2.5-3B \
              --config.method=RPG-REINFORCE-URKL
-           FOLDER holds Qwen2.5-3B as the Hugging Face hub has it.
-Hardware:  v5p:2x2x1; memory and seconds in docs/plan.md.
+           after .venv/bin/python -m pip install reasoning-gym, which makes the held-out problems
+Hardware:  v5p:2x2x1
+Plan:      python -m rpg_jax.plan --config=configs/countdown.py --topology=v5p:2x2x1
 """
 
 from configs import base

@@ -1,8 +1,9 @@
 """Qwen2.5-0.5B-Instruct learns GSM8K; else as in configs/qwen3_0p6b_gsm8k.py.
 
-Command:   python -m rpg_jax.train --config=configs/qwen2p5_0p5b_gsm8k.py --config.model.path=FOLDER \
-             --config.method=RPG-REINFORCE-URKL
-Hardware:  v5e:2x4; memory and seconds in docs/plan.md.
+Command:   python -m rpg_jax.train --config=configs/qwen2p5_0p5b_gsm8k.py \
+             --config.model.path=Qwen/Qwen2.5-0.5B-Instruct --config.method=RPG-REINFORCE-URKL
+Hardware:  v5e:2x4
+Plan:      python -m rpg_jax.plan --config=configs/qwen2p5_0p5b_gsm8k.py --topology=v5e:2x4
 """
 
 from configs import base, qwen3_0p6b_gsm8k

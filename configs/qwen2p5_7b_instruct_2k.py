@@ -1,7 +1,8 @@
 """Qwen2.5-7B-Instruct with completions of 2,048 tokens, on AdamW or Schedule-Free AdamW.
 
-Command:   python -m rpg_jax.train --config=configs/qwen2p5_7b_instruct_2k.py --config.model.path=FOLDER \
-             --config.method=RPG-REINFORCE-URKL --config.optimizer.learning_rate=5e-7
+Command:   python -m rpg_jax.train --config=configs/qwen2p5_7b_instruct_2k.py \
+             --config.model.path=Qwen/Qwen2.5-7B-Instruct --config.method=RPG-REINFORCE-URKL \
+             --config.optimizer.learning_rate=5e-7
            with --config.optimizer.name=schedule_free_adamw for the paper's second table
 Hardware:  v5e:8x8; memory and seconds in docs/plan.md.
 """

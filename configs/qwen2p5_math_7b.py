@@ -1,8 +1,9 @@
 """Qwen2.5-Math-7B, whose context of 4,096 tokens holds 1,024 of prompt and 3,072 of completion.
 
-Command:   python -m rpg_jax.train --config=configs/qwen2p5_math_7b.py --config.model.path=FOLDER \
+Command:   python -m rpg_jax.train --config=configs/qwen2p5_math_7b.py --config.model.path=Qwen/Qwen2.5-Math-7B \
              --config.method=RPG-REINFORCE-URKL --config.optimizer.learning_rate=5e-7
-Hardware:  v5e:8x8; memory and seconds in docs/plan.md.
+Hardware:  v5e:8x8
+Plan:      python -m rpg_jax.plan --config=configs/qwen2p5_math_7b.py --topology=v5e:8x8
 """
 
 from configs import base, qwen2p5_7b_instruct_2k

@@ -1,9 +1,9 @@
 """Qwen3-0.6B learns GSM8K: the smallest run on published weights and data.
 
-Command:   python -m rpg_jax.train --config=configs/qwen3_0p6b_gsm8k.py --config.model.path=FOLDER \
+Command:   python -m rpg_jax.train --config=configs/qwen3_0p6b_gsm8k.py --config.model.path=Qwen/Qwen3-0.6B \
              --config.method=RPG-REINFORCE-URKL
-           FOLDER holds Qwen3-0.6B as the Hugging Face hub has it.
-Hardware:  v5e:2x4; memory and seconds in docs/plan.md.
+Hardware:  v5e:2x4
+Plan:      python -m rpg_jax.plan --config=configs/qwen3_0p6b_gsm8k.py --topology=v5e:2x4
 """
 
 from configs import base

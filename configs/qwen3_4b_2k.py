@@ -2,11 +2,12 @@
 
 Data:      DAPO-Math-17k from the Hugging Face hub; held out AIME24. AIME25, AMC23 and others are one more
            NAME=file.parquet in --config.task.held_out_sets.
-Command:   python -m rpg_jax.train --config=configs/qwen3_4b_2k.py --config.model.path=FOLDER \
+Command:   python -m rpg_jax.train --config=configs/qwen3_4b_2k.py --config.model.path=Qwen/Qwen3-4B \
              --config.method=RPG-REINFORCE-URKL --config.optimizer.learning_rate=5e-7
-           FOLDER holds Qwen3-4B as the hub has it; model.size only lets `plan` do without. Rows of the differentiable
-           estimators and the baselines keep the learning rate of 1e-6, the REINFORCE ones take 5e-7.
-Hardware:  v5p:2x2x2 or v6e:4x4; docs/plan.md has memory and seconds, `python -m rpg_jax.plan --config=…` any other.
+           model.size only lets `plan` do without the weights. Rows of the differentiable estimators and the baselines
+           keep the learning rate of 1e-6, the REINFORCE ones take 5e-7.
+Hardware:  v5p:2x2x2 or v6e:4x4; docs/plan.md has memory and seconds of its 8K sibling on both
+Plan:      python -m rpg_jax.plan --config=configs/qwen3_4b_2k.py --topology=v5p:2x2x2
 """
 
 from configs import base

@@ -1,6 +1,6 @@
 """Qwen3-4B with prompts of 2,048 and completions of 8,192 tokens; else as in configs/qwen3_4b_2k.py.
 
-Command:   python -m rpg_jax.train --config=configs/qwen3_4b_8k.py --config.model.path=FOLDER \
+Command:   python -m rpg_jax.train --config=configs/qwen3_4b_8k.py --config.model.path=Qwen/Qwen3-4B \
              --config.method=RPG-REINFORCE-URKL --config.optimizer.learning_rate=5e-7
 Hardware:  v5p:2x2x2 or v6e:4x4; memory and seconds in docs/plan.md.
 """

@@ -3,9 +3,10 @@
   python -m rpg_jax.plan --config=configs/qwen3_4b_8k.py --topology=v5p:2x2x2
   python -m rpg_jax.plan --config=configs/qwen3_4b_8k.py --topology=v6e:4x4 --json
 
-Compiles the run's own programs with the compiler for TPUs, on any CPU machine (pip install -r requirements-tpu.txt),
-and prints what each needs on a chip. Seconds are what the binding limit allows at its peak: no run is faster. Exit code
-1 where a program does not fit; the smallest change that would fit is then found by trying (--notry leaves that out).
+Compiles the run's own programs with the compiler for TPUs, on any CPU machine (after
+`python3 launch/install.py --requirements=requirements-tpu.txt`), and prints what each needs on a chip. Seconds are
+what the binding limit allows at its peak: no run is faster. Exit code 1 where a program does not fit; the smallest
+change that would fit is then found by trying (--notry leaves that out).
 """
 
 from __future__ import annotations

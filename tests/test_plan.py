@@ -160,13 +160,13 @@ def test_a_wrong_topology_ends_in_one_line():
 
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="the compiler for TPUs is installed")
 def test_without_the_compiler_a_plan_says_how_to_get_it():
-    with pytest.raises(ValueError, match="pip install -r requirements-tpu.txt"):
+    with pytest.raises(ValueError, match="launch/install.py --requirements=requirements-tpu.txt"):
         plan.plan(resolve(tiny.get_config()), V5E)
 
 
 @pytest.mark.tpu_compile
 def test_a_plan_for_a_slice_that_is_not_there():
-    pytest.importorskip("libtpu", reason="needs libtpu, the compiler for TPUs: pip install -r requirements-tpu.txt")
+    pytest.importorskip("libtpu", reason="launch/install.py --requirements=requirements-tpu.txt installs it")
     topology = planning.parse("v5e:2x2")
     config = resolve(tiny.get_config())
     programs = plan.plan(config, topology)
@@ -181,7 +181,7 @@ def test_a_plan_for_a_slice_that_is_not_there():
 @pytest.mark.slow
 @pytest.mark.tpu_compile
 def test_qwen3_4b_at_8k_fits_the_slice_that_its_config_names():
-    pytest.importorskip("libtpu", reason="needs libtpu, the compiler for TPUs: pip install -r requirements-tpu.txt")
+    pytest.importorskip("libtpu", reason="launch/install.py --requirements=requirements-tpu.txt installs it")
     topology = planning.parse("v5p:2x2x2")
     programs = plan.plan(resolve(qwen3_4b_8k.get_config()), topology)
     assert {name: p.refused for name, p in programs.items() if not p.fits(topology.chip)} == {}

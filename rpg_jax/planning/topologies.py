@@ -13,7 +13,7 @@ import jax
 from jax.experimental import topologies
 
 _GIB = 2**30
-_INSTALL = "pip install -r requirements-tpu.txt"
+_INSTALL = "python3 launch/install.py --requirements=requirements-tpu.txt"
 
 
 @dataclasses.dataclass(frozen=True)

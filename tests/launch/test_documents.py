@@ -37,6 +37,7 @@ EXECUTED = {
     "python -m rpg_jax.serve": "tests/test_serve.py",
     "python -m rpg_jax.sample": "tests/test_sample.py",
     "python -m rpg_jax.report": "tests/report/test_report.py",
+    "python -m rpg_jax.data": "tests/data/test_prepare.py",
     "python -m rpg_jax.docs": "tests/test_docs.py",
     "python -m rpg_jax.reproduce --table=estimators": "tests/reproduction/test_estimators.py",
     "python -m rpg_jax.reproduce": "tests/reproduction/test_tables.py",
@@ -124,8 +125,8 @@ def test_a_documented_command_is_executed_by_a_test_or_says_why_not(page, line):
     line = line.removeprefix(".venv/bin/")
     how = next((how for start, how in EXECUTED.items() if line.startswith(start)), None)
     assert how, f"{page}: say in EXECUTED which test runs {line!r}, or why none does"
-    if page == "extending.md":
-        how = "tests/test_extending.py"
+    if page == "extending.md" and f"\n{line}\n" in (ROOT / "docs" / page).read_text():
+        return  # tests/test_extending.py runs its blocks, whatever they are
     assert how.startswith("not run: ") or (ROOT / how).exists()
     if (found := re.search(r"-m rpg_jax\.(\w+)", line)) and not how.startswith("not run: "):
         assert found[1] in (ROOT / how).read_text(), f"{how} does not run {found[1]}"
