@@ -10,7 +10,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 
-from rpg_jax import losses
+from rpg_jax import losses, masking
 from rpg_jax.losses import Metrics
 from rpg_jax.losses import values as values_lib
 from rpg_jax.training.optimizer import Optimizer
@@ -100,6 +100,7 @@ class Critic:
         token_loss = losses.value_loss(values, batch.values, batch.returns, clip=self.clip)
         total, weight = mean(token_loss.values, batch)
         metrics = {"value_loss": (total, weight)}
+        tokens = jnp.sum(batch.mask != 0, dtype=jnp.float32)
         for name, event in token_loss.events.items():
-            metrics[f"{name}_fraction"] = mean(event.astype(jnp.float32), batch)
+            metrics[f"{name}_fraction"] = masking.masked_sum(event.astype(jnp.float32), batch.mask), tokens
         return self.coef * total, metrics | values_lib.value_metrics(batch.values, batch.returns, batch.mask)

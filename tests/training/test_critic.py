@@ -128,6 +128,17 @@ def test_values_belong_to_the_state_before_each_token():
     assert returns.shape == values.shape == batch.mask.shape
 
 
+@pytest.mark.parametrize("aggregate", [("token_mean", None), ("constant", 100.0), ("sequence_mean_token_sum", None)])
+def test_clipped_values_are_counted_as_a_fraction_of_the_tokens_whatever_the_aggregate(aggregate):
+    batch = make_batch()
+    old, trained = jnp.zeros_like(batch.advantages), batch.mask != 0
+    batch = dataclasses.replace(batch, values=old, returns=old + 100)
+    new = jnp.where(trained, jnp.arange(8.0)[:, None], jnp.nan)  # in all rows but the first beyond the clip
+    critic = Critic("frozen", None, None, clip=0.5)
+    _, metrics = critic.loss(new, batch, lambda x, b: losses.aggregate(x, b, *aggregate))
+    assert metrics["value_clip_fraction"] == (trained[1:].sum(), trained.sum())
+
+
 @pytest.mark.slow  # compilations
 def test_a_critic_learns_the_value_function_of_a_task_whose_tokens_decide_the_reward():
     """Every sequence of two tokens of {4, 5} once; the reward is (first − 4) + 2·(second − 4)."""
