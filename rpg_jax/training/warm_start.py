@@ -74,7 +74,9 @@ def warm_start(
             state, interval = before, max(interval // 2, 1)
         elif reached >= target.min_accuracy:
             return state, reached
+    above = reached > target.max_accuracy
     raise ValueError(
-        f"the warm start did not reach warm_start.min_accuracy={target.min_accuracy} in {done} updates (last check: "
-        f"{reached:.3f}): raise warm_start.max_updates or warm_start.learning_rate"
+        f"no check of the warm start was inside [min_accuracy, max_accuracy]=[{target.min_accuracy}, "
+        f"{target.max_accuracy}] in {done} updates, the last was {'above' if above else 'below'} it ({reached:.3f}): "
+        f"raise warm_start.max_updates, or {'lower' if above else 'raise'} warm_start.learning_rate"
     )
