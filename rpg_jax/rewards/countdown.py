@@ -29,7 +29,10 @@ def countdown(completion: str, answer: str) -> float:
         return 0.0
     try:
         tokens = _tokens("".join(found[-1]))
-        # Checked before anything is calculated, so the fractions stay as small as the game's own numbers allow.
+        # Both before anything is calculated: the fractions stay as small as the game's own numbers allow, and no
+        # expression nests deeper than half of `MAX_CHARACTERS`, which the recursion below can bear.
+        if tokens.count("(") != tokens.count(")"):
+            return 0.0
         if sorted(int(t) for t in tokens if t.isdigit()) != sorted(game["numbers"]):
             return 0.0
         value, end = _sum(tokens, 0)

@@ -7,17 +7,15 @@ from decimal import Decimal
 
 TAIL_CHARACTERS = 300
 _MARKED = re.compile(r"####\s*\$?\s*(-?[\d.,]+)", re.ASCII)
-_NUMBER = re.compile(r"-?\$?\d[\d.,]*|-?\$?\.\d+", re.ASCII)
 _DECIMAL = re.compile(r"-?(\d+(\.\d*)?|\.\d+)", re.ASCII)
 
 
-def gsm8k(completion: str, answer: str, *, flexible: bool = False) -> float:
+def gsm8k(completion: str, answer: str) -> float:
     """1 where the number after the last "####" equals the reference, as decimals ("1,000.0" is 1000); else 0.
 
     Args:
       completion: only its last 300 characters are read.
       answer: the number, or the data set's whole solution ending in "#### number".
-      flexible: accept the last number of the completion where none is marked.
 
     Raises:
       ValueError: the reference holds no number.
@@ -25,13 +23,12 @@ def gsm8k(completion: str, answer: str, *, flexible: bool = False) -> float:
     reference = _number(answer.rpartition("####")[2])
     if reference is None:
         raise ValueError(f"reference answer without a number: {answer!r}")
-    return float(marked_number(completion, flexible=flexible) == reference)
+    return float(marked_number(completion) == reference)
 
 
-def marked_number(completion: str, *, flexible: bool = False) -> Decimal | None:
-    """The number after the last "####" of the final 300 characters; if flexible and none is marked, their last one."""
-    tail = completion[-TAIL_CHARACTERS:]
-    found = _MARKED.findall(tail) or (_NUMBER.findall(tail) if flexible else [])
+def marked_number(completion: str) -> Decimal | None:
+    """The number after the last "####" of the final 300 characters."""
+    found = _MARKED.findall(completion[-TAIL_CHARACTERS:])
     return _number(found[-1]) if found else None
 
 

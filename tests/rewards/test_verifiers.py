@@ -37,10 +37,7 @@ def test_gsm8k_reads_the_last_marked_number(completion, correct):
     assert gsm8k(completion, "1000") == gsm8k(completion, "She has 1,000.\n#### 1,000") == correct
 
 
-def test_gsm8k_can_take_an_unmarked_number_and_refuses_a_bad_reference():
-    assert gsm8k("it is $1,000.", "1000", flexible=True) == 1
-    assert gsm8k("it is .5", "0.5", flexible=True) == 1
-    assert gsm8k("no number", "1000", flexible=True) == 0
+def test_gsm8k_refuses_a_bad_reference():
     with pytest.raises(ValueError, match="without a number: 'many'"):
         gsm8k("#### 1", "many")
 
@@ -69,6 +66,7 @@ GAME = json.dumps({"numbers": [3, 5, 7, 2], "target": 20})
         ("٣ + 5 * 2 + 7", 0),
         ("(" * 240 + "3+7+5*2" + ")" * 240, 1),
         ("(" * 9000 + "3+7+5*2" + ")" * 9000, 0),
+        ("(" * 480 + "3+7+5*2", 0),
     ],
 )
 def test_countdown_accepts_its_grammar_only(expression, correct):
