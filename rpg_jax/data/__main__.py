@@ -48,7 +48,8 @@ def prepare(options: argparse.Namespace, console: Console) -> None:
     if options.max_prompt_tokens:
         if not options.tokenizer:
             raise ValueError("--max_prompt_tokens needs --tokenizer, the folder of the model's tokenizer")
-        problems, removed = filter_length(problems, load_tokenizer(options.tokenizer), options.max_prompt_tokens)
+        tokenizer, limit = load_tokenizer(options.tokenizer), options.max_prompt_tokens
+        problems, removed = filter_length(problems, tokenizer, limit, thinking=options.thinking)
         console.print(f"{len(removed)} removed: prompt above {options.max_prompt_tokens} tokens")
     write_parquet(problems, options.output)
     console.print(f"{len(problems)} problems written to {options.output}")
@@ -58,7 +59,8 @@ def inspect(options: argparse.Namespace, console: Console) -> None:
     """Prints the tables of `inspection.show`; bad rows are listed, not fatal, unless asked for."""
     problems, report = _load(options)
     tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
-    show(problems, report, console, examples=options.examples, tokenizer=tokenizer)
+    shown = {"examples": options.examples, "tokenizer": tokenizer, "thinking": options.thinking}
+    show(problems, report, console, **shown)
 
 
 def _load(options: argparse.Namespace):
@@ -87,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     shared.add_argument("--source", help="overrides data_source, which decides the verifier under reward by_source")
     shared.add_argument("--tokenizer", help="folder or file of the model's tokenizer, to count tokens")
+    shared.add_argument("--thinking", action="store_true", help="count tokens as they are with task.thinking=True")
     shared.add_argument("--count", type=int, default=1000, help="problems a generator makes (default %(default)s)")
     shared.add_argument("--seed", type=int, default=0, help="of a generator (default %(default)s)")
 

@@ -20,11 +20,17 @@ _SHOWN_CHARACTERS = 600
 
 
 def show(
-    problems: Sequence[Problem], report: Report, console: Console, *, examples: int, tokenizer: Tokenizer | None
+    problems: Sequence[Problem],
+    report: Report,
+    console: Console,
+    *,
+    examples: int,
+    tokenizer: Tokenizer | None,
+    thinking: bool,
 ) -> None:
     """Prints counts by source, lengths, bad rows and the first `examples` problems."""
     console.print(_counts(problems, report))
-    console.print(_lengths(problems, tokenizer))
+    console.print(_lengths(problems, tokenizer, thinking))
     if report.bad:
         console.print(_bad_rows(report))
     for problem in problems[:examples]:
@@ -42,14 +48,14 @@ def _counts(problems: Sequence[Problem], report: Report) -> rich.table.Table:
     return table
 
 
-def _lengths(problems: Sequence[Problem], tokenizer: Tokenizer | None) -> rich.table.Table:
+def _lengths(problems: Sequence[Problem], tokenizer: Tokenizer | None, thinking: bool) -> rich.table.Table:
     lengths = {
         "prompt, characters": [len(p.prompt) for p in problems],
         "question, characters": [len(p.question) for p in problems],
         "answer, characters": [len(p.answer) for p in problems],
     }
     if tokenizer is not None:
-        lengths["prompt, tokens"] = [len(encode_prompt(p, tokenizer)) for p in problems]
+        lengths["prompt, tokens"] = [len(encode_prompt(p, tokenizer, thinking=thinking)) for p in problems]
     table = _table("lengths", "", "shortest", "median", "90 %", "99 %", "longest")
     for name, values in lengths.items():
         table.add_row(name, *(f"{np.quantile(values, q, method='nearest'):.0f}" for q in (0, 0.5, 0.9, 0.99, 1)))

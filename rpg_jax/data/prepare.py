@@ -52,13 +52,15 @@ def decontaminate(
 
 
 def filter_length(
-    problems: Iterable[Problem], tokenizer: Tokenizer, max_tokens: int
+    problems: Iterable[Problem], tokenizer: Tokenizer, max_tokens: int, *, thinking: bool
 ) -> tuple[list[Problem], list[Problem]]:
-    """(kept, removed): removed are those whose prompt, in the model's chat template, is above `max_tokens`."""
+    """(kept, removed): removed are those whose prompt is above `max_tokens`, in the model's chat template with its
+    switch at `thinking`."""
     kept: list[Problem] = []
     removed: list[Problem] = []
     for problem in problems:
-        (kept if len(encode_prompt(problem, tokenizer)) <= max_tokens else removed).append(problem)
+        fits = len(encode_prompt(problem, tokenizer, thinking=thinking)) <= max_tokens
+        (kept if fits else removed).append(problem)
     return kept, removed
 
 

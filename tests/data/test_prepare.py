@@ -6,10 +6,11 @@ import json
 import pytest
 
 from rpg_jax.data.__main__ import main
+from rpg_jax.data.chat import ChatTemplate
 from rpg_jax.data.prepare import decontaminate, write_parquet
 from rpg_jax.data.prompts import Problem
 from rpg_jax.data.sources import load
-from rpg_jax.data.tokenizer import train_sentencepiece
+from rpg_jax.data.tokenizer import load_tokenizer, train_sentencepiece
 
 WORDS = [f"word{n}" for n in range(15)]
 
@@ -61,6 +62,18 @@ def test_prepare_writes_the_clean_set_and_counts_what_went(files, capsys):
         assert line in out
     kept, _ = load(str(files / "out.parquet"))
     assert [(p.answer, p.samples) for p in kept] == [("1", 1), ("3", 2)]
+
+
+def test_prompts_are_measured_without_thinking_unless_asked(files, capsys, monkeypatch):
+    """As `task.thinking` has it; Qwen3's template is four tokens longer without."""
+    ending = "{% if not enable_thinking %}" + "long " * 20 + "{% endif %}"
+    tokenizer = load_tokenizer(files / "tokenizer.model")
+    tokenizer.chat = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}" + ending)
+    monkeypatch.setattr("rpg_jax.data.__main__.load_tokenizer", lambda _: tokenizer)
+    filters = ("--tokenizer", "any", "--max_prompt_tokens", 40, "--template", "none")
+    common = ("prepare", files / "test.jsonl", "--output", files / "out.parquet", *filters)
+    assert run(*common) == 1 and "nothing to write" in capsys.readouterr().err
+    assert run(*common, "--thinking") == 0 and "0 removed: prompt" in capsys.readouterr().out
 
 
 def test_inspect_prints_counts_lengths_examples_and_problems(files, capsys, monkeypatch):
