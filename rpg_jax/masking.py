@@ -20,12 +20,6 @@ def masked_sum(x: jax.Array, mask: jax.Array, axis: int | tuple[int, ...] | None
     return jnp.sum(masked_fill(x, mask), axis=axis)
 
 
-def masked_mean(x: jax.Array, mask: jax.Array, axis: int | tuple[int, ...] | None = None) -> jax.Array:
-    """Mean of x over the entries where `mask` is nonzero; 0 where there are none."""
-    count = jnp.sum(mask != 0, axis=axis, dtype=x.dtype)
-    return masked_sum(x, mask, axis) / jnp.maximum(count, 1)
-
-
 def masked_max(x: jax.Array, mask: jax.Array) -> jax.Array:
     """Largest x where `mask` is nonzero, for x >= 0; 0 where there are none."""
     return jnp.max(masked_fill(x, mask), initial=0)

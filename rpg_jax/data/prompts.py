@@ -94,11 +94,6 @@ class PromptStream:
         self._consumed += self._batch_size
         return batch[self._host]
 
-    @property
-    def epoch(self) -> float:
-        """Passes over the problems so far, e.g. 1.5 in the middle of the second."""
-        return self._consumed / self._identity["problems"]
-
     def state(self) -> dict[str, Any]:
         """JSON-able position; the same on every host."""
         return {"consumed": self._consumed, "iterator": self._iterator.get_state(), **self._identity}

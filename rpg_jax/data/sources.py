@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import difflib
 import json
@@ -251,8 +250,3 @@ def _reasoning_gym(task: str, count: int, seed: int) -> Rows:
             row = {"nums": list(entry["metadata"]["numbers"]), "target": entry["metadata"]["target"]}
         no_answer = entry["answer"] is None
         yield f"{task}, example {number}", BadRow("no single right answer, only a scorer") if no_answer else row
-
-
-def sources_of(problems: Iterable[Problem]) -> dict[str, int]:
-    """Number of problems by source."""
-    return dict(collections.Counter(problem.source for problem in problems))
