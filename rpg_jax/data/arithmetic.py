@@ -15,6 +15,7 @@ OPERATORS = "+-*"
 SETS = ("held out", "carry", "negative")
 ANSWER_MARK = "#"
 _ENUMERABLE = 4_000_000
+_DRAWN = 100_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,21 +53,26 @@ class Arithmetic:
     def problems(
         self, split: Literal["train", "held_out"], count: int | None = None, *, seed: int = 0
     ) -> list[Problem]:
-        """Distinct problems of a split in an order drawn from `seed`; all of them where `count` is None.
+        """Distinct problems of a split in an order drawn from `seed`, with distinct prompt ids.
+
+        `count` None is all of them up to three digits; beyond, the split's share of 100,000 that are drawn.
 
         Raises:
-          ValueError: unknown split, or more problems asked for than the split has (or than can be listed).
+          ValueError: unknown split, or more problems asked for than the split has.
         """
         if split not in ("train", "held_out"):
             raise ValueError(f"split must be 'train' or 'held_out', got {split!r}")
         space = len(self.operators) * 10 ** (2 * self.digits)
-        if count is None and space > _ENUMERABLE:
-            raise ValueError(f"{self.digits} digits make {space} problems: pass count= to draw some of them")
-        codes = self._all_codes(space, seed) if space <= _ENUMERABLE else self._drawn_codes(space, 4 * count, seed)
+        if space <= _ENUMERABLE:
+            codes = np.random.default_rng(seed).permutation(space)
+        else:
+            share = self.held_out if split == "held_out" else 1 - self.held_out
+            codes = self._drawn_codes(space, max(_DRAWN, int(2 * (count or 0) / (share or 1))), seed)
         chosen = codes[self._is_held_out(codes) == (split == "held_out")][:count]
         if len(chosen) < (count or 1):
-            raise ValueError(f"split {split!r} of {self} has only {len(chosen)} of the {count} problems asked for")
-        return [self._problem(int(code)) for code in chosen]
+            raise ValueError(f"split {split!r} of {self} has only {len(chosen)} of the {count or 1} problems asked for")
+        ids = self._prompt_ids(chosen).tolist()
+        return [self._problem(*each) for each in zip(chosen.tolist(), ids, strict=True)]
 
     def belongs(self, problem: Problem, name: str) -> bool:
         """Whether a problem is one of a named set: `held out` is all of them, `carry` those of + and - that carry or
@@ -97,40 +103,38 @@ class Arithmetic:
         """A small corpus with every character that the task can write, for training a tokenizer."""
         yield "0123456789=" + self.operators + "-" + (ANSWER_MARK + ";+*" if self.chain_of_thought else "")
 
-    def _all_codes(self, space: int, seed: int) -> np.ndarray:
-        return np.random.default_rng(seed).permutation(space)
-
     def _drawn_codes(self, space: int, draws: int, seed: int) -> np.ndarray:
-        """Distinct codes in the order drawn; enough for `count` of the rarer split."""
-        rarer = min(self.held_out, 1 - self.held_out) or 1.0
-        codes = np.random.default_rng(seed).integers(space, size=int(draws / rarer) + 100)
-        return codes[np.sort(np.unique(codes, return_index=True)[1])]
+        """Codes in the order drawn, without those whose prompt id came before; more draws only add to their end."""
+        codes = np.random.default_rng(seed).integers(space, size=draws)
+        return codes[np.sort(np.unique(self._prompt_ids(codes), return_index=True)[1])]
 
     def _operands(self, code):
-        operator, pair = np.divmod(code, 10 ** (2 * self.digits))
-        return operator, *np.divmod(pair, 10**self.digits)
+        operator, pair = divmod(code, 10 ** (2 * self.digits))
+        return operator, *divmod(pair, 10**self.digits)
 
     def _is_held_out(self, codes: np.ndarray) -> np.ndarray:
         _, a, b = self._operands(codes)
         pairs = (np.minimum(a, b) * 10**self.digits + np.maximum(a, b)).astype(np.uint64)
         return _uniform(pairs, self.seed) < self.held_out
 
-    def _problem(self, code: int) -> Problem:
-        index, a, b = (int(x) for x in self._operands(code))
+    def _problem(self, code: int, prompt_id: int) -> Problem:
+        index, a, b = self._operands(code)
         operator = self.operators[index]
         width = self.digits if self.zero_pad else 1
         answer = str(_value(a, operator, b))
         return Problem(
-            prompt_id=self._prompt_id(operator, a, b),
+            prompt_id=prompt_id,
             prompt=f"{a:0{width}d}{operator}{b:0{width}d}=",
             answer=answer[::-1] if self.reverse else answer,
             source="arithmetic",
         )
 
-    def _prompt_id(self, operator: str, a: int, b: int) -> int:
-        """Distinct up to four digits; beyond, two problems share an id with probability 2**-31."""
-        base = 10**self.digits
-        return ((OPERATORS.index(operator) * base + a) * base + b) % (2**31 - 1)
+    def _prompt_ids(self, codes: np.ndarray) -> np.ndarray:
+        """i64 by code, whatever the other operators. Distinct up to four digits; beyond, two problems share an id with
+        probability 2**-31."""
+        index, pairs = divmod(codes, 10 ** (2 * self.digits))
+        known = np.array([OPERATORS.index(operator) for operator in self.operators])
+        return (known[index] * 10 ** (2 * self.digits) + pairs) % (2**31 - 1)
 
 
 def _parse(prompt: str) -> tuple[int, str, int]:

@@ -33,10 +33,20 @@ def test_the_splits_cover_all_pairs_and_share_no_operands():
 
 
 def test_problems_beyond_enumeration_are_distinct_and_split():
-    task = Arithmetic(operators="+*", digits=6, held_out=0.01)
-    train, held_out = task.problems("train", 300), task.problems("held_out", 300)
-    assert len({p.prompt for p in train + held_out}) == 600
-    assert not {operands(p) for p in train} & {operands(p) for p in held_out}
+    for digits in (4, 9):
+        task = Arithmetic(operators="+-*", digits=digits, held_out=0.99)
+        train, held_out = task.problems("train"), task.problems("held_out", 3000)
+        assert 900 < len(train) < 1100 and task.problems("train", 2000)[: len(train)] == train
+        assert all(0 <= p.prompt_id < 2**31 and value(p.prompt) == int(p.answer) for p in held_out)
+        assert not {operands(p) for p in train} & {operands(p) for p in held_out}
+        for problems in (train, held_out):
+            assert len({p.prompt for p in problems}) == len({p.prompt_id for p in problems}) == len(problems)
+
+
+def test_of_drawn_problems_that_would_share_an_id_the_first_stays(monkeypatch):
+    monkeypatch.setattr(Arithmetic, "_prompt_ids", lambda self, codes: codes % 1000)
+    ids = [p.prompt_id for p in Arithmetic(digits=9, held_out=0).problems("train")]
+    assert sorted(ids) == list(range(1000))
 
 
 def test_prompt_ids_depend_on_the_problem_alone():
@@ -79,8 +89,8 @@ def test_impossible_tasks_are_refused():
         Arithmetic().problems("test")
     with pytest.raises(ValueError, match="only .* of the 20000"):
         Arithmetic().problems("train", 20_000)
-    with pytest.raises(ValueError, match="pass count="):
-        Arithmetic(digits=5).problems("train")
+    with pytest.raises(ValueError, match="only 0 of the 1"):
+        Arithmetic(digits=5, held_out=0).problems("held_out")
 
 
 def test_sets_are_by_carries_and_sign():
