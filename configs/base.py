@@ -64,13 +64,15 @@ def get_config() -> ConfigDict:
     task.max_prompt_tokens = 16  # of a prompt, its chat template included
     task.too_long = "drop"  # a longer prompt: drop it, or truncate it on the left
     task.thinking = False  # of the model's chat template, where it has that switch
-    task.generated = optional(int)  # problems of a procedural source; unset: all (arithmetic) or 1000 (reasoning_gym)
+    task.generated = optional(int)  # problems of a procedural source; unset: all (arithmetic; with more than 3 digits
+    # its share of 100,000) or 1000 (reasoning_gym, of each held-out set too)
     task.operations = "+"  # arithmetic: any of + - *
-    task.digits = 2  # arithmetic: of each operand, at most
+    task.digits = 2  # arithmetic: of each operand, at most; 1 to 9
     task.reverse = True  # arithmetic: write the answer's digits from the lowest, as one carries
     task.chain_of_thought = False  # arithmetic: write the column sums before the answer
     task.held_out = 0.2  # arithmetic: share of operand pairs kept for evaluation
-    task.train = optional(str)  # files: parquet or JSONL files, hub names or reasoning_gym:NAME, separated by commas
+    task.train = optional(str)  # files: parquet or JSONL files, hub names or reasoning_gym:NAME, separated by commas;
+    # without the problems of the held-out sets
     task.held_out_sets = optional(str)  # files: NAME=SOURCE,...; arithmetic: of held out, carry, negative
     task.template = optional(str)  # files: paper, none, gsm8k, countdown, or a text with {question}; unset: the data's
     task.bad_rows = "fatal"  # files: fatal, or skip them; they are named either way
@@ -175,7 +177,7 @@ def get_config() -> ConfigDict:
 
     evaluation = c.evaluation = ConfigDict()
     evaluation.every = 10  # steps
-    evaluation.problems = 256  # per held-out set, at most
+    evaluation.problems = 256  # per held-out set, the first so many
     evaluation.k = 4  # completions per problem
     evaluation.temperature = 1.0  # 0 is greedy
 

@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import json
 import signal
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,7 +45,9 @@ _REWARDS = flags.DEFINE_string("rewards", None, "as rewards.parts, e.g. by_sourc
 _K = flags.DEFINE_integer(
     "k", None, "completions per problem; default: as often as its source repeats it, else evaluation.k", lower_bound=1
 )
-_PROBLEMS = flags.DEFINE_integer("problems", None, "of each set; default: evaluation.problems", lower_bound=1)
+_PROBLEMS = flags.DEFINE_integer(
+    "problems", None, "of each set; default: all of --sets, else evaluation.problems", lower_bound=1
+)
 _TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "0 is greedy", lower_bound=0)
 _MAX_TOKENS = flags.DEFINE_integer("max_tokens", None, "of a completion; default: rollout.max_tokens", lower_bound=1)
 _SEED = flags.DEFINE_integer("seed", None, "of the completions; default: the config's")
@@ -205,6 +208,7 @@ def _changed(config: ConfigDict) -> ConfigDict:
             config.update_from_flattened_dict({field: flag.value})
     if _SETS.value is not None:
         config.task.name = "files"
+        config.evaluation.problems = _PROBLEMS.value or sys.maxsize
     return config
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,9 @@ from ml_collections import ConfigDict
 from rpg_jax import data
 
 NAMES = ("arithmetic", "files")
+# Of procedural held-out sets, whatever `config.seed` is: generators seed problem i with seed + i, so training's, which
+# count from `config.seed`, are others.
+_HELD_OUT_SEED = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,19 +26,21 @@ class Task:
       held_out: problems to evaluate on, by the name of their set.
       texts: with every character that a prompt or an answer has, for training a tokenizer.
       examples: (prompt, target) pairs of problems for a supervised warm start, where the task can write them.
+      notes: a line on each set that is cut, and on training problems left out.
     """
 
     train: list[data.Problem]
     held_out: dict[str, list[data.Problem]]
     texts: Iterable[str]
     examples: Callable[[Sequence[data.Problem]], list[tuple[str, str]]] | None = None
+    notes: Sequence[str] = ()
 
     @classmethod
     def from_config(cls, config: ConfigDict, *, train: bool = True) -> Task:
         """The task that `task.name` names; without its training problems where nobody will train.
 
         Raises:
-          ValueError: an unknown name, missing sources, or bad rows in them.
+          ValueError: an unknown name, missing sources, bad rows in them, or a set without problems.
         """
         name = config.task.name
         if name not in NAMES:
@@ -43,8 +48,9 @@ class Task:
         return _arithmetic(config) if name == "arithmetic" else _files(config, train)
 
     def encoded(self, tokenizer: data.Tokenizer, config: ConfigDict) -> tuple[Task, list[str]]:
-        """The task without the problems whose prompts are too long, and a line on each split that lost some."""
-        notes = []
+        """The task without the problems whose prompts are too long, and its notes with a line on each split that lost
+        some."""
+        notes = [*self.notes]
 
         def fitting(name: str, problems: list[data.Problem]) -> list[data.Problem]:
             options = {"max_tokens": config.task.max_prompt_tokens, "too_long": config.task.too_long}
@@ -80,30 +86,60 @@ def _arithmetic(config: ConfigDict) -> Task:
     )
     held_out = task.problems("held_out")
     sets = {name: [p for p in held_out if task.belongs(p, name)] for name in _listed(t.held_out_sets or "held out")}
-    return Task(
-        train=task.problems("train", t.generated),
-        held_out={name: problems[: config.evaluation.problems] for name, problems in sets.items()},
-        texts=task.texts(),
-        examples=task.examples,
-    )
+    if empty := [name for name, problems in sets.items() if not problems]:
+        raise ValueError(
+            f"set {empty[0]!r} has no problem of task.operations={t.operations!r} and task.digits={t.digits}: leave it "
+            "out of task.held_out_sets"
+        )
+    sets, notes = _cut(sets, config.evaluation.problems)
+    return Task(task.problems("train", t.generated), sets, task.texts(), task.examples, notes)
 
 
 def _files(config: ConfigDict, train: bool) -> Task:
     t = config.task
     if (train and not t.train) or not t.held_out_sets:
         raise ValueError('task.name="files" needs task.train=SOURCE[,SOURCE] and task.held_out_sets=NAME=SOURCE[,...]')
-    options: dict[str, Any] = {"bad_rows": t.bad_rows, "template": t.template, "seed": config.seed}
+    options: dict[str, Any] = {"bad_rows": t.bad_rows, "template": t.template}
     if t.generated:
         options["count"] = t.generated
-    problems = data.load(_listed(t.train), **options)[0] if train else []
-    held_out = {}
+    sets = {}
     for entry in _listed(t.held_out_sets):
         name, separator, source = entry.partition("=")
         if not separator:
             raise ValueError(f"task.held_out_sets: {entry!r} is not of the form NAME=SOURCE")
-        held_out[name] = data.load(source, **options)[0][: config.evaluation.problems]
+        sets[name] = data.load(source, seed=_HELD_OUT_SEED, **options)[0]
+    problems, notes = [], []
+    if train:
+        problems, notes = _without(sets, data.load(_listed(t.train), seed=config.seed, **options)[0])
+    held_out, cuts = _cut(sets, config.evaluation.problems)
     everything = [*problems, *(p for each in held_out.values() for p in each)]
-    return Task(problems, held_out, [f"{p.system}{p.prompt}{p.answer}" for p in everything])
+    return Task(problems, held_out, [f"{p.system}{p.prompt}{p.answer}" for p in everything], notes=[*notes, *cuts])
+
+
+def _without(
+    sets: Mapping[str, Sequence[data.Problem]], problems: Sequence[data.Problem]
+) -> tuple[list[data.Problem], list[str]]:
+    """The training problems that no held-out set has, and a line on the others.
+
+    Raises:
+      ValueError: there are no others.
+    """
+    known = {(p.system, p.prompt) for held_out in sets.values() for p in held_out}
+    kept = [p for p in problems if (p.system, p.prompt) not in known]
+    if not kept:
+        raise ValueError(f"all {len(problems)} problems of task.train are in task.held_out_sets too: train on others")
+    lost = f"train: {len(problems) - len(kept)} of {len(problems)} problems left out, which are in a held-out set too"
+    return kept, [lost] if len(kept) < len(problems) else []
+
+
+def _cut(sets: Mapping[str, Sequence[data.Problem]], count: int) -> tuple[dict[str, list[data.Problem]], list[str]]:
+    """The first `count` problems of each set, and a line on each that has more."""
+    notes = [
+        f"{name}: the first {count} of {len(problems)} problems; evaluation.problems={len(problems)} takes all"
+        for name, problems in sets.items()
+        if len(problems) > count
+    ]
+    return {name: [*problems[:count]] for name, problems in sets.items()}, notes
 
 
 def _listed(text: str) -> list[str]:

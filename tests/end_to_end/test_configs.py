@@ -43,10 +43,12 @@ def test_aime24_from_the_parquet_file_to_the_table(tmp_path):
     if "RPG_DATA_DIR" not in os.environ:
         pytest.skip("set RPG_DATA_DIR to the folder with aime-2024.parquet")
     file = Path(os.environ["RPG_DATA_DIR"]) / "aime-2024.parquet"
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
+    cache, train = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}, tmp_path / "train.jsonl"
+    rows = [{"question": f"What is {n} + {n}?", "answer": str(2 * n), "source": "math_dapo"} for n in range(8)]
+    train.write_text("".join(json.dumps(row) + "\n" for row in rows))
     run(
         "-m", "rpg_jax.train", "--config=configs/qwen3_4b_2k.py:tiny", f"--config.run.dir={tmp_path}",
-        "--config.run.name=aime", f"--config.task.train={file}", f"--config.task.held_out_sets=AIME24={file}",
+        "--config.run.name=aime", f"--config.task.train={train}", f"--config.task.held_out_sets=AIME24={file}",
         "--config.task.max_prompt_tokens=1024", "--config.train.packed_length=1040", **cache,
     )  # fmt: skip
     records = [json.loads(line) for line in (tmp_path / "aime" / "metrics.jsonl").read_text().splitlines()]

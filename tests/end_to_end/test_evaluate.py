@@ -68,8 +68,7 @@ def test_an_evaluation_killed_in_the_middle_ends_with_the_same_bytes(trained, ev
         assert (tmp_path / name).read_bytes() == (evaluated / name).read_bytes(), name
 
 
-def test_problems_that_a_file_repeats_are_sampled_as_often(trained, tmp_path):
-    cache, run_dir = trained
+def write_sums(file, sums):
     rows = [
         {
             "data_source": "arithmetic",
@@ -77,10 +76,16 @@ def test_problems_that_a_file_repeats_are_sampled_as_often(trained, tmp_path):
             "ability": "MATH",
             "reward_model": {"ground_truth": answer, "style": "rule"},
         }
-        for prompt, answer in [("1+2=", "3"), ("12+9=", "12"), ("1+2=", "3"), ("1+2=", "3"), ("12+9=", "12")]
+        for prompt, answer in sums
     ]
-    file = tmp_path / "sums.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def test_problems_that_a_file_repeats_are_sampled_as_often(trained, tmp_path):
+    cache, run_dir = trained
+    sums = [("1+2=", "3"), ("12+9=", "12"), ("1+2=", "3"), ("1+2=", "3"), ("12+9=", "12")]
+    file = write_sums(tmp_path / "sums.jsonl", sums)
     sets = (f"--sets=sums={file},again={file}", "--rewards=by_source", f"--out={tmp_path / 'out'}")
     printed = run(cache, "evaluate", f"--run={run_dir}", *sets)
     assert "Mean@2–3" in printed
@@ -88,6 +93,14 @@ def test_problems_that_a_file_repeats_are_sampled_as_often(trained, tmp_path):
     assert [(r["set"], r["prompt"], r["index"]) for r in records] == [
         (name, prompt, i) for name in ("sums", "again") for prompt, k in (("1+2=", 3), ("12+9=", 2)) for i in range(k)
     ]
+
+
+def test_all_problems_of_a_named_set_are_scored_unless_problems_says_how_many(trained, tmp_path):
+    file = write_sums(tmp_path / "sums.jsonl", [(f"{n}+1=", str(n + 1)) for n in range(40)])
+    for wanted, scored in ((), 40), (("--problems=3",), 3):  # the run's own evaluation.problems is 32
+        out = tmp_path / str(scored)
+        run(trained[0], "evaluate", f"--run={trained[1]}", f"--sets=sums={file}", "--k=1", f"--out={out}", *wanted)
+        assert len((out / "completions.jsonl").read_text().splitlines()) == scored
 
 
 def test_another_evaluation_is_not_mixed_in(trained, evaluated):
