@@ -9,7 +9,7 @@ import os
 import selectors
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rpg_jax.rewards.member import Member, Task, Verdict
 
@@ -22,7 +22,8 @@ class WorkerPool:
     at a time, so it is always known whose fault it was. Nothing but JSON crosses the pipes.
 
     Args:
-      functions: import paths "module:function" that the processes load before they start.
+      functions: import paths "module:function" that the processes load before they start, and the names of the
+        strings that each is called with.
       size: processes; default one for each CPU, at most 8.
       deadline_s: seconds a task may take.
       memory_bytes: address space a process may add to what its imports need.
@@ -34,7 +35,7 @@ class WorkerPool:
 
     def __init__(
         self,
-        functions: Sequence[str],
+        functions: Mapping[str, Sequence[str]],
         *,
         size: int | None = None,
         deadline_s: float = 10.0,
@@ -42,7 +43,7 @@ class WorkerPool:
         recycle_after: int = 5000,
     ):
         self.counts: collections.Counter[str] = collections.Counter()
-        self._functions = sorted(set(functions))
+        self._functions = {path: [*functions[path]] for path in sorted(functions)}
         self._deadline_s = deadline_s
         self._memory_bytes = memory_bytes
         self._recycle_after = recycle_after
@@ -53,12 +54,12 @@ class WorkerPool:
         """One verdict a task, in the order of the tasks. Threads take turns.
 
         Raises:
-          ValueError: a task's function is not one of the pool's, or one of those cannot be imported.
+          ValueError: a task's function is not one of the pool's, or one of those cannot be imported or so called.
           RuntimeError: the pool is closed, or its processes do not start.
         """
-        unknown = {task.function for task in tasks} - set(self._functions)
+        unknown = {task.function for task in tasks} - self._functions.keys()
         if unknown:
-            raise ValueError(f"this pool does not have {sorted(unknown)}; it has {self._functions}")
+            raise ValueError(f"this pool does not have {sorted(unknown)}; it has {[*self._functions]}")
         with self._lock:
             if not self._members:
                 raise RuntimeError("this worker pool is closed")

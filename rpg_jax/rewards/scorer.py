@@ -23,6 +23,10 @@ FORMS: dict[str, Callable[..., float]] = {"format": format_match}
 LENGTHS: dict[str, Callable[..., np.ndarray]] = {"length": length_penalty, "overlong": overlong_penalty}
 
 
+# Fewer may all have reference answers that a verifier cannot read.
+_FIRST_PROBLEMS = 16
+
+
 class Scorable(Protocol):
     """What a scorer reads of a problem."""
 
@@ -72,16 +76,27 @@ def build(
       deadline_s: seconds such a verifier may take for one completion.
 
     Raises:
-      ValueError: unknown part or option, with the known ones; a missing option; no verifier; a function that cannot
-        be imported.
+      ValueError: unknown part or option, with the known ones; a missing option or one out of its range; no verifier;
+        a function that cannot be imported, or not be called as `verifiers.resolve` says.
     """
     weights = {reward: 1.0} if isinstance(reward, str) else dict(reward)
-    options = options or {}
+    check(weights, options or {})
+    return Scorer(weights, options or {}, workers=workers, deadline_s=deadline_s)
+
+
+def check(weights: Mapping[str, float], options: Mapping[str, Mapping[str, Any]]) -> None:
+    """Raises what `build` would, without starting a process: so a user's own functions are taken on trust."""
     for name in {**weights, **options}:
         if name not in weights:
             raise ValueError(f"options for {name!r}, which is not among the rewards {list(weights)}")
-        _check_options(name, _function(name), options.get(name, {}))
-    return Scorer(weights, options, workers=workers, deadline_s=deadline_s)
+        given = options.get(name, {})
+        _check_options(name, _function(name), given)
+        if name in FORMS:
+            FORMS[name]("", **given)
+        if name in LENGTHS:
+            LENGTHS[name](np.ones(1, np.int32), **given)
+    if not any(map(_is_verifier, weights)):
+        raise ValueError(f"no verifier among {list(weights)}, so nothing measures accuracy: add one of {[*VERIFIERS]}")
 
 
 class Scorer:
@@ -90,12 +105,9 @@ class Scorer:
     def __init__(self, weights: Mapping[str, float], options: Mapping[str, Mapping[str, Any]], *, workers, deadline_s):
         self._weights = dict(weights)
         self._options = {name: dict(options.get(name, {})) for name in weights}
-        verifiers = [name for name in weights if name == BY_SOURCE or resolve(name)]
-        if not verifiers:
-            raise ValueError(
-                f"no verifier among {list(weights)}, so nothing measures accuracy: add one of {[*VERIFIERS]}"
-            )
+        verifiers = [*filter(_is_verifier, weights)]
         self._accuracy = verifiers[0]
+        self._failed: dict[str, set[tuple[str, str]]] = {name: set() for name in verifiers}  # until one succeeds
         self._pool_arguments = {"size": workers, "deadline_s": deadline_s}
         self._pool: WorkerPool | None = None
         if any(v.pooled for v in map(resolve, weights) if v):
@@ -117,7 +129,8 @@ class Scorer:
           lengths: i32[N] completion tokens, stop token included.
 
         Raises:
-          ValueError: the four do not have the same length, or "by_source" meets a source it does not know.
+          ValueError: the four do not have the same length, "by_source" meets a source it does not know, or a verifier
+            has failed on all completions of its first problems.
         """
         sizes = [len(x) for x in (problems, texts, finish_reasons, lengths)]
         if len(set(sizes)) > 1:
@@ -166,9 +179,26 @@ class Scorer:
         named = resolve(name)
         verifiers = [named or for_source(p.source) for p in problems]
         verdicts = self._verdicts(verifiers, problems, texts, options)
+        self._expect_success(name, problems, verdicts)
         failures += [v.error for v in verdicts]
         scores = [f.wrong if v.score is None else v.score for f, v in zip(verifiers, verdicts, strict=True)]
         return np.array(scores, np.float32)
+
+    def _expect_success(self, name: str, problems: Sequence[Scorable], verdicts: Sequence[Verdict]) -> None:
+        """Raises a ValueError where a part has failed on every completion of its first `_FIRST_PROBLEMS` problems."""
+        failed = self._failed.get(name)
+        if failed is None:
+            return
+        if any(v.error is None for v in verdicts):
+            del self._failed[name]
+            return
+        failed |= {(p.prompt, p.answer) for p in problems}
+        if len(failed) >= _FIRST_PROBLEMS:
+            first = verdicts[0]
+            raise ValueError(
+                f"the reward {name!r} has failed on every completion of its first {len(failed)} problems: "
+                f"{first.error}{f' ({first.detail})' if first.detail else ''}"
+            )
 
     def _verdicts(self, verifiers: Sequence[Verifier], problems, texts, options) -> list[Verdict]:
         tasks = [
@@ -185,9 +215,10 @@ class Scorer:
 
     def _start_pool(self) -> WorkerPool:
         if self._pool is None:
-            named = {f.path for f in map(resolve, self._weights) if f and f.pooled}
-            by_source = {f.path for f in VERIFIERS.values() if f.pooled} if BY_SOURCE in self._weights else set()
-            self._pool = WorkerPool(sorted(named | by_source), **self._pool_arguments)
+            named = [f for f in map(resolve, self._weights) if f]
+            by_source = VERIFIERS.values() if BY_SOURCE in self._weights else ()
+            functions = {f.path: f.arguments for f in (*named, *by_source) if f.pooled}
+            self._pool = WorkerPool(functions, **self._pool_arguments)
         return self._pool
 
 
@@ -196,6 +227,10 @@ def _inline(function: Callable[..., float], task: Task) -> Verdict:
         return Verdict(float(function(*task.arguments, **task.options)))
     except Exception as error:  # a reference answer that the verifier cannot read
         return Verdict(None, "error", f"{type(error).__name__}: {error}")
+
+
+def _is_verifier(name: str) -> bool:
+    return name == BY_SOURCE or resolve(name) is not None
 
 
 def _function(name: str) -> Callable[..., Any] | None:

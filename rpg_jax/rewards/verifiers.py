@@ -24,6 +24,11 @@ class Verifier:
     wrong: float = 0.0
     sees_prompt: bool = False
 
+    @property
+    def arguments(self) -> tuple[str, ...]:
+        """What it is called with, all strings."""
+        return ("completion", "answer", "prompt") if self.sees_prompt else ("completion", "answer")
+
     def load(self) -> Callable[..., float]:
         module, _, name = self.path.partition(":")
         return getattr(importlib.import_module(module), name)

@@ -8,6 +8,7 @@ by far, even if the parent is gone. What this cannot stop, the parent's deadline
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import logging
 import math
@@ -15,7 +16,7 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 _DENIED = (
@@ -28,13 +29,13 @@ _denied: list[str] = []
 
 
 def main() -> None:
-    """Arguments: JSON {"functions": [module:function, …], "memory_bytes": …, "deadline_s": …}."""
+    """Arguments: JSON {"functions": {module:function: [argument, …], …}, "memory_bytes": …, "deadline_s": …}."""
     setup = json.loads(sys.argv[1])
     tasks = os.fdopen(os.dup(0), "r", encoding="utf-8")
     verdicts = os.fdopen(os.dup(1), "w", encoding="utf-8")
     _silence()
     try:
-        functions = {path: load_function(path) for path in setup["functions"]}
+        functions = {path: load_function(path, names) for path, names in setup["functions"].items()}
     except Exception as error:
         _write(verdicts, {"failed": f"{type(error).__name__}: {error}"})
         return
@@ -51,11 +52,11 @@ def main() -> None:
         _write(verdicts, {"id": task["id"], **verdict})
 
 
-def load_function(path: str) -> Callable[..., float]:
+def load_function(path: str, arguments: Sequence[str]) -> Callable[..., float]:
     """The function at "module:function".
 
     Raises:
-      ValueError: not such a path, or no such module or function.
+      ValueError: not such a path, no such module or function, or it cannot be called with as many `arguments`.
     """
     module_name, _, name = path.partition(":")
     if not module_name or not name:
@@ -66,6 +67,16 @@ def load_function(path: str) -> Callable[..., float]:
         raise ValueError(f"cannot import {module_name!r} for the reward {path!r}: {error}") from error
     if not callable(function):
         raise ValueError(f"module {module_name!r} has no function {name!r}")
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some that are built into Python have none
+        return function
+    options = {p.name: None for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
+    try:
+        signature.bind(*arguments, **options)
+    except TypeError as error:
+        called = f"{name}({', '.join(arguments)})"
+        raise ValueError(f"{path} is called as {called}, with strings, and is {name}{signature}: {error}") from error
     return function
 
 

@@ -10,7 +10,8 @@ import pytest
 from rpg_jax.rewards.member import Task, Verdict
 from rpg_jax.rewards.pool import WorkerPool
 
-ATTACKED = "attacked:run"
+ATTACKED, ARGUMENTS = "attacked:run", ("completion", "answer")
+FUNCTIONS = {ATTACKED: ARGUMENTS}
 SOURCE = "def run(completion, answer):\n    return float(eval(completion) or 0)\n"
 OS = "__import__('os')"
 
@@ -26,7 +27,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def pool(folder):
-    with WorkerPool([ATTACKED], size=2, deadline_s=2.0) as pool:
+    with WorkerPool(FUNCTIONS, size=2, deadline_s=2.0) as pool:
         yield pool
 
 
@@ -91,13 +92,13 @@ def _process_group(process: Path) -> int | None:
 
 
 def test_members_are_recycled_by_age_and_results_stay_in_order(folder):
-    with WorkerPool([ATTACKED], size=2, deadline_s=5, recycle_after=7) as pool:
+    with WorkerPool(FUNCTIONS, size=2, deadline_s=5, recycle_after=7) as pool:
         assert [v.score for v in run(pool, map(str, range(30)))] == list(range(30))
         assert pool.counts["recycled"] >= 2 and pool.counts["rebuilt"] == 0
 
 
 def test_a_member_that_died_while_idle_costs_no_verdict(folder):
-    with WorkerPool([ATTACKED], size=1, deadline_s=5) as pool:
+    with WorkerPool(FUNCTIONS, size=1, deadline_s=5) as pool:
         run(pool, ["1"])
         process = pool._members[0]._process
         process.kill()
@@ -108,7 +109,7 @@ def test_a_member_that_died_while_idle_costs_no_verdict(folder):
 
 def test_secrets_of_the_parent_are_not_in_the_workers(folder, monkeypatch):
     monkeypatch.setenv("SECRET_TOKEN", "x")
-    with WorkerPool([ATTACKED], size=1, deadline_s=5) as pool:
+    with WorkerPool(FUNCTIONS, size=1, deadline_s=5) as pool:
         assert run(pool, [f"'SECRET_TOKEN' in {OS}.environ", "1"])[0] == Verdict(0.0)
     assert "SECRET_TOKEN" in os.environ
 
@@ -119,7 +120,7 @@ def test_a_function_that_cannot_be_imported_is_named(folder):
         "attacked:walk": "no function 'walk'",
         "attacked": "not of the form module:function",
     }.items():
-        with WorkerPool([path], size=1) as pool, pytest.raises(ValueError, match=message):
+        with WorkerPool({path: ARGUMENTS}, size=1) as pool, pytest.raises(ValueError, match=message):
             pool.wait_ready()
-    with WorkerPool([ATTACKED], size=1) as pool, pytest.raises(ValueError, match="does not have \\['other:f'\\]"):
+    with WorkerPool(FUNCTIONS, size=1) as pool, pytest.raises(ValueError, match="does not have \\['other:f'\\]"):
         pool.run([Task("other:f", ("", ""))])

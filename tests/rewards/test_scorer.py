@@ -47,6 +47,16 @@ def test_unknown_names_list_the_known_ones():
         rewards.build("format")
 
 
+def test_an_option_out_of_its_range_is_refused_before_anything_is_scored():
+    for options, message in {
+        ("format", "pattern", "numbr"): "unknown format 'numbr'; known: .*number",
+        ("length", "limit", 0): "length limit must be >= 1 token, got 0",
+    }.items():
+        part, option, value = options
+        with pytest.raises(ValueError, match=message):
+            rewards.build({"exact": 1, part: 1}, options={part: {option: value}})
+
+
 def test_lists_of_different_lengths_are_refused():
     with pytest.raises(ValueError, match="\\[1, 2, 1, 1\\]"):
         rewards.build("exact")([problem("1")], ["1", "1"], ["stop"], [1])
@@ -81,3 +91,24 @@ def test_a_users_own_function_is_called_by_its_import_path(tmp_path, monkeypatch
     assert scores.rewards.tolist() == [3.0] and scores.accuracy.tolist() == [1.0]
     with pytest.raises(ValueError, match="no function 'scored'"):
         rewards.build("my_rewards:scored", workers=1)
+
+
+def test_a_function_that_cannot_be_called_as_rewards_are_is_refused_before_it_is(tmp_path, monkeypatch):
+    (tmp_path / "other_rewards.py").write_text("def score(completion, answer):\n    return 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    expected = r"other_rewards:score is called as score\(completion, answer, prompt\), with strings, and is "
+    with pytest.raises(ValueError, match=expected + r"score\(completion, answer\): too many positional"):
+        rewards.build("other_rewards:score", workers=1)
+
+
+def test_a_verifier_that_fails_on_everything_at_first_stops_the_run_with_its_reason():
+    scorer = rewards.build("gsm8k")
+    for n in range(15):
+        assert score(scorer, [(f"none {n}", "#### 1")] * 8).errors == {"error": 8}
+    with pytest.raises(
+        ValueError, match="'gsm8k' has failed on every completion of its first 16 problems: error .*15'"
+    ):
+        score(scorer, [("none 15", "#### 1")])
+    scorer = rewards.build("gsm8k")
+    score(scorer, [("1", "#### 1")])
+    assert score(scorer, [(f"none {n}", "#### 1") for n in range(99)]).errors == {"error": 99}
