@@ -104,10 +104,12 @@ def get_config() -> ConfigDict:
     rollout.overprovision = 0.0  # share of groups begun beyond those needed, of which the last to finish are cancelled:
     # no wait for the longest completions, at the price of a bias towards prompts with short ones
     rollout.max_staleness = 0  # steps that sampling may be ahead, on one device or on rollout.devices; 0: by turns
+    # (what is sampled ahead has the sampler's log-probs as pi_old, so max_sampler_gap guards the first step only)
     rollout.swap = "between"  # ahead: when new weights sample; between batches (reproducible), or midway in completions
     rollout.int8 = False  # decode with matrices of 8 bits; widen max_sampler_gap, set truncated_importance_sampling
     rollout.int8_kv = False  # keep keys and values in 8 bits while decoding; the same advice
-    rollout.max_sampler_gap = 1e-2  # mean |log pi_s - log pi_old| in nats above which the run stops
+    rollout.max_sampler_gap = 1e-2  # mean |log pi_s - log pi_old| in nats above which the run stops; measured on
+    # completions of the trainer's present weights: ahead, of the first step, with swap=midway none
 
     dynamic = c.dynamic_sampling = ConfigDict()
     dynamic.enabled = from_method(bool)  # keep only groups whose raw accuracy is neither 0 nor 1
@@ -125,7 +127,9 @@ def get_config() -> ConfigDict:
     loss.kl_coef = from_method(float)  # beta
     loss.clip_low = from_method(float)  # epsilon_1
     loss.clip_high = from_method(float)  # epsilon_2
-    loss.clip_dual = from_method(float)  # c
+    loss.clip_dual = from_method(float)  # c; inf: no dual clip
+    loss.kl_weighting = from_method(str)  # of grpo: none, as published; importance, the corrected one (errata 16)
+    loss.kl_clamp = from_method(float)  # of grpo: bound of a token's published KL term, nats; unset: 10; inf: no clamp
     loss.aggregate = from_method(str)  # token_mean sequence_mean_token_sum sequence_mean_token_mean constant
     loss.constant_length = from_method(int)  # tokens, for aggregate = constant; default: rollout.max_tokens
     loss.truncated_importance_sampling = optional(float)  # cap C on pi_old/pi_s; unset: off
@@ -176,13 +180,13 @@ def get_config() -> ConfigDict:
     warm.max_updates = 5000  # before giving up
 
     evaluation = c.evaluation = ConfigDict()
-    evaluation.every = 10  # steps
+    evaluation.every = 10  # steps, and before the first and after the last
     evaluation.problems = 256  # per held-out set, the first so many
     evaluation.k = 4  # completions per problem
     evaluation.temperature = 1.0  # 0 is greedy
 
     checkpoint = c.checkpoint = ConfigDict()
-    checkpoint.every = 10  # steps
+    checkpoint.every = 10  # steps, and after the last
     checkpoint.keep = 2  # of the newest
     checkpoint.permanent_every = optional(int)  # steps; checkpoints of its multiples stay for ever; unset: none does
 

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from rpg_jax import data, losses, models, rewards, rollout, storage
 from rpg_jax.layout import Layout
-from rpg_jax.methods import loss_arguments
+from rpg_jax.methods import loss_arguments, reward_arguments
 from rpg_jax.parallel import hosts
 from rpg_jax.tasks import Task, encoder
 from rpg_jax.training import integrity
@@ -102,13 +102,7 @@ class Experiment(Layout):
 
     def make_scorer(self) -> rewards.Scorer:
         c = self.config.rewards
-        limit = self.config.rollout.max_tokens
-        options: dict[str, dict[str, Any]] = {"format": {"pattern": c.format}, "length": {"limit": limit}}
-        weights = _weights(c.parts)
-        if c.overlong_shaping:
-            weights["overlong"] = 1.0
-            options["overlong"] = {"limit": limit, "buffer": c.overlong_buffer, "factor": c.overlong_factor}
-        options = {k: v for k, v in options.items() if k in weights}
+        weights, options = reward_arguments(self.config)
         return rewards.build(weights, options=options, workers=c.workers, deadline_s=c.deadline_seconds)
 
     def make_sampler(
@@ -255,15 +249,3 @@ def open_tokenizer(config: ConfigDict, task: Task, run_dir: Path) -> data.Tokeni
     if not file.exists():  # a local copy of a folder in a bucket
         file.write_bytes(content)
     return data.load_tokenizer(file)
-
-
-def _weights(parts: str) -> dict[str, float]:
-    """ "exact:1,format:0.1,package.module:function" by part; a weight left out is 1."""
-    weights = {}
-    for part in (p.strip() for p in parts.split(",")):
-        name, _, weight = part.rpartition(":")
-        try:
-            weights[name or part] = float(weight) if name else 1.0
-        except ValueError:
-            weights[part] = 1.0  # the colon belongs to module:function
-    return weights

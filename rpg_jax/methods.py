@@ -9,15 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from rpg_jax import losses
+from rpg_jax import losses, rewards
 
 
 def resolve(config: ConfigDict) -> ConfigDict:
     """Fills every field that was left to the method from its row of `losses.METHODS`.
 
     Raises:
-      ValueError: the method is unknown, or its loss does not take a hyperparameter that was set; the message lists the
-        known ones.
+      ValueError: the method or a reward is unknown, its loss or a reward does not take what was set, a count is below
+        1, or two fields do not go together; the message has the known names or the range.
     """
     method = losses.get_method(config.method)
     row = {
@@ -32,22 +32,59 @@ def resolve(config: ConfigDict) -> ConfigDict:
     resolved = config.copy_and_resolve_references()
     with resolved.unlocked():
         if resolved.loss.constant_length is None:
-            row["loss.constant_length"] = resolved.rollout.max_tokens if method.aggregate == "constant" else None
+            constant = (resolved.loss.aggregate or method.aggregate) == "constant"
+            row["loss.constant_length"] = resolved.rollout.max_tokens if constant else None
         for path, value in row.items():
             section, name = path.split(".")
             if resolved[section][name] is None:
                 resolved[section][name] = value
-    prompts, updates = resolved.rollout.prompts_per_step, resolved.train.updates_per_step
+    _check_counts(resolved)
+    _check_loss(resolved)
+    rewards.check(*reward_arguments(resolved))
+    return resolved.lock()
+
+
+def _check_counts(config: ConfigDict) -> None:
+    never = "; for never, a number above train.steps"
+    for path, hint in {
+        "rollout.prompts_per_step": "",
+        "rollout.group_size": "",
+        "rollout.max_tokens": "",
+        "train.updates_per_step": "",
+        "train.epochs": "",
+        "evaluation.every": never,
+        "evaluation.problems": "",
+        "evaluation.k": "",
+        "checkpoint.every": never,
+    }.items():
+        section, name = path.split(".")
+        if config[section][name] < 1:
+            raise ValueError(f"{path}={config[section][name]} must be at least 1{hint}")
+    prompts, updates = config.rollout.prompts_per_step, config.train.updates_per_step
     if prompts % updates:
         raise ValueError(f"rollout.prompts_per_step={prompts} must be a multiple of train.updates_per_step={updates}")
-    losses.advantages(resolved.loss.advantage, np.zeros((2, 2)), lengths=np.ones((2, 2), np.int32))
-    if not 0 <= resolved.loss.entropy_coef < float("inf"):
-        raise ValueError(f"loss.entropy_coef must be finite and >= 0, got {resolved.loss.entropy_coef}")
-    name, hyperparameters = loss_arguments(resolved)
+    buffer, limit = config.rewards.overlong_buffer, config.rollout.max_tokens
+    if config.rewards.overlong_shaping and not 1 <= buffer <= limit:
+        raise ValueError(
+            f"rewards.overlong_buffer={buffer} must be in [1, rollout.max_tokens={limit}], or rewards.overlong_shaping "
+            "False"
+        )
+
+
+def _check_loss(config: ConfigDict) -> None:
+    losses.advantages(config.loss.advantage, np.zeros((2, 2)), lengths=np.ones((2, 2), np.int32))
+    if not 0 <= config.loss.entropy_coef < float("inf"):
+        raise ValueError(f"loss.entropy_coef must be finite and >= 0, got {config.loss.entropy_coef}")
+    cap, ahead = config.loss.truncated_importance_sampling, config.rollout.max_staleness
+    if cap is not None and ahead:
+        raise ValueError(
+            f"loss.truncated_importance_sampling={cap} corrects nothing with rollout.max_staleness={ahead}: what is "
+            "sampled ahead is weighted by the sampler's own log-probs, so pi_old/pi_s is 1. Unset one of the two"
+        )
+    name, hyperparameters = loss_arguments(config)
     one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     tokens = ("logprobs", "behaviour_logprobs", "advantages", "mask", "ref_logprobs", "sampler_logprobs")
     jax.eval_shape(lambda **arrays: losses.policy_loss(name, **arrays, **hyperparameters), **dict.fromkeys(tokens, one))
-    return resolved.lock()
 
 
 def loss_arguments(config: ConfigDict) -> tuple[str, dict[str, Any]]:
@@ -55,3 +92,26 @@ def loss_arguments(config: ConfigDict) -> tuple[str, dict[str, Any]]:
     others = ("advantage", "entropy_coef")
     fields = {k: v for k, v in config.loss.to_dict().items() if v is not None and k not in others}
     return fields.pop("name"), fields
+
+
+def reward_arguments(config: ConfigDict) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
+    """The weights and the options of `rewards.build`, by part."""
+    c, limit = config.rewards, config.rollout.max_tokens
+    weights = _weights(c.parts)
+    options: dict[str, dict[str, Any]] = {"format": {"pattern": c.format}, "length": {"limit": limit}}
+    if c.overlong_shaping:
+        weights["overlong"] = 1.0
+        options["overlong"] = {"limit": limit, "buffer": c.overlong_buffer, "factor": c.overlong_factor}
+    return weights, {name: given for name, given in options.items() if name in weights}
+
+
+def _weights(parts: str) -> dict[str, float]:
+    """ "exact:1,format:0.1,package.module:function" by part; a weight left out is 1."""
+    weights = {}
+    for part in (p.strip() for p in parts.split(",")):
+        name, _, weight = part.rpartition(":")
+        try:
+            weights[name or part] = float(weight) if name else 1.0
+        except ValueError:
+            weights[part] = 1.0  # the colon belongs to module:function
+    return weights
