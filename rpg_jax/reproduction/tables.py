@@ -139,6 +139,16 @@ TABLES: Mapping[str, Table] = MappingProxyType(
             baseline="β = 0.0001",
             paper="In the paper: Figure 9 (β, and no iterative reference); the rule κ is section 4's",
         ),
+        "grpo": Table(
+            "GRPO's KL term as published, and with the weight that it lacks",
+            {
+                f"β = {beta}, {term}": _method("GRPO", **(strength | weighting))
+                for beta, strength in ((0.001, {}), (0.1, {"loss__kl_coef": 0.1}))
+                for term, weighting in (("k₃", {}), ("w·k₃", {"loss__kl_weighting": "importance"}))
+            },
+            baseline="β = 0.001, k₃",
+            paper="The correction is the paper's, the comparison ours",
+        ),
         "optimizers": Table(
             "AdamW against Schedule-Free AdamW",
             {f"{method}, AdamW": _method(method) for method in ("DAPO", _RPG)}
