@@ -90,7 +90,7 @@ def get_config() -> ConfigDict:
 
     rollout = c.rollout = ConfigDict()
     rollout.driver = "orchestrator"  # JetStream in process; lockstep: one thread, any mesh; simple: the plain oracle
-    rollout.slots = 64  # completions decoded together
+    rollout.slots = 64  # completions decoded together, on all hosts; each takes an equal part
     rollout.tensor = optional(int)  # devices that share one copy of the decoding weights; unset: the trainer's mesh
     rollout.expert = optional(int)  # of a mixture: groups of experts in a copy, each on `tensor` devices
     rollout.devices = 0  # the last so many devices only sample, the mesh of the others trains; 0: all do both, by turns

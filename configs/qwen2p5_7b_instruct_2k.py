@@ -13,7 +13,7 @@ from configs import base, qwen3_4b_2k
 def get_config(variant: str = ""):
     c = qwen3_4b_2k.get_config()
     c.model.size = "qwen2.5-7b"
-    c.rollout.tensor = 4  # 3.8 GB of the 16 of a chip; four key-value heads allow no more
+    c.rollout.tensor = 4  # 3.8 GB of the 16 of a chip, which has one of the four key-value heads
     c.rollout.slots = 1024  # 180 GB of cache on 64 chips
     c.train.packed_length = 4096  # what fits a chip of 16 GB
     c.train.microbatch_size = 64  # one row a chip on 64 chips

@@ -27,7 +27,7 @@ def get_config(variant: str = ""):
     c.rollout.group_size = 16
     c.rollout.max_tokens = 2048
     c.rollout.slots = 512  # 232 GB of cache, 15 GB on each of 16 chips
-    c.rollout.tensor = 4  # a copy of the bf16 weights on every four chips; eight key-value heads allow up to eight
+    c.rollout.tensor = 4  # a copy of the bf16 weights on every four chips, which is a host's of v5p:2x2x2 and v6e:4x4
     c.dynamic_sampling.oversample = 3
 
     c.train.steps = 400

@@ -91,7 +91,6 @@ class Experiment(Layout):
             self.graphdef,
             params,
             config=self.model,
-            slots=c.rollout.slots,
             max_prompt_tokens=c.task.max_prompt_tokens,
             max_tokens=c.rollout.max_tokens,
             mixed=c.rollout.max_staleness > 0 and c.rollout.swap == "midway",

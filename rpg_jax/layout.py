@@ -14,7 +14,6 @@ from ml_collections import ConfigDict
 
 from rpg_jax import losses, models, parallel
 from rpg_jax.methods import loss_arguments
-from rpg_jax.parallel import hosts
 from rpg_jax.training import optimizer as optimizer_lib
 from rpg_jax.training import state as state_lib
 from rpg_jax.training import step as step_lib
@@ -29,7 +28,8 @@ class Layout:
 
     Attributes:
       mesh: of the devices that train.
-      sampling_devices: the devices that decode, those of `mesh` or none of them.
+      sampling_devices: the devices that decode together: those of `mesh`, those of one host, or none of them.
+      sampling_hosts: hosts that decode by themselves, each a part of the prompts in its part of the slots.
       rules: from logical axes to those of `mesh`.
       param_shapes, param_shardings: of the weights on `mesh`.
     """
@@ -37,6 +37,7 @@ class Layout:
     config: ConfigDict
     mesh: Mesh
     sampling_devices: Sequence[jax.Device]
+    sampling_hosts: int
     rules: parallel.Rules
     model: models.QwenConfig
     graphdef: Any
@@ -44,15 +45,24 @@ class Layout:
     param_shardings: Any
 
     @classmethod
-    def of(cls, config: ConfigDict, vocab_size: int | None, devices: Sequence[jax.Device] | None = None) -> Layout:
-        """On `devices`, by default all; `vocab_size` matters where the config gives the model's dimensions.
+    def of(
+        cls,
+        config: ConfigDict,
+        vocab_size: int | None,
+        devices: Sequence[jax.Device] | None = None,
+        host: Sequence[jax.Device] | None = None,
+    ) -> Layout:
+        """On `devices`, by default all, of which every host has as many as `host`, by default this one's.
+
+        `vocab_size` matters where the config gives the model's dimensions.
 
         Raises:
           ValueError: a mesh that does not cover the devices that train, or `rollout.devices` out of range.
         """
         c = config
         model = model_config(c, vocab_size)
-        training, sampling = _parts(list(jax.devices() if devices is None else devices), c.rollout.devices)
+        devices = list(jax.devices() if devices is None else devices)
+        training, sampling = _parts(devices, c.rollout.devices)
         try:
             mesh = parallel.make_mesh(c.mesh.to_dict(), training)
         except ValueError as error:
@@ -63,7 +73,11 @@ class Layout:
             model, jnp.dtype(c.model.param_dtype), compute_dtype=jnp.dtype(c.model.compute_dtype), remat=c.model.remat
         )
         shardings = parallel.shardings(models.logical_axes(model), shapes, mesh, rules)
-        return cls(c, mesh, sampling or list(mesh.devices.flat), rules, model, graphdef, shapes, shardings)
+        if host is None:
+            host = sorted((d for d in devices if d.process_index == jax.process_index()), key=lambda d: d.id)
+        hosts = 1 if c.rollout.driver == "lockstep" else len(devices) // len(host)
+        sampling = sampling or list(mesh.devices.flat if hosts == 1 else host)
+        return cls(c, mesh, sampling, hosts, rules, model, graphdef, shapes, shardings)
 
     def activate(self):
         """While entered, programs are traced for this mesh and these rules."""
@@ -170,25 +184,39 @@ class Layout:
         decode step gathers none.
 
         With both unset every one of `rollout.devices` has a copy, and where there are none it is the trainer's mesh. Of
-        several processes each decodes on its own devices, unless `lockstep` spans all of them.
+        several hosts each decodes on its own devices, by default in one copy (fsdp), unless `lockstep` spans them.
         """
-        c = self.config.rollout
-        if jax.process_count() > 1 and c.driver != "lockstep":
-            if c.driver == "simple":
-                raise ValueError("rollout.driver=simple decodes in one process; choose orchestrator or lockstep")
-            return _host_mesh(c.tensor, c.expert)
+        c, devices = self.config.rollout, self.sampling_devices
+        if self.sampling_hosts > 1 and c.driver == "simple":
+            raise ValueError("rollout.driver=simple decodes in one process; choose orchestrator or lockstep")
         if not c.devices and c.tensor is None and c.expert is None:
-            return self.mesh
-        return _copies(self.sampling_devices, c.tensor or 1, c.expert or 1)
+            return self.mesh if self.sampling_hosts == 1 else _mesh(devices, fsdp=len(devices))
+        return _copies(devices, c.tensor or 1, c.expert or 1)
+
+    @property
+    def slots(self) -> int:
+        """Completions decoded together on `rollout_mesh`: all of `rollout.slots`, or a host's part of them."""
+        slots, hosts = self.config.rollout.slots, self.sampling_hosts
+        if slots % hosts:
+            raise ValueError(
+                f"rollout.slots={slots} does not divide over {hosts} hosts, each of which decodes its part: take "
+                f"rollout.slots={-(-slots // hosts) * hosts}, or rollout.driver=lockstep for one mesh over all hosts"
+            )
+        return slots // hosts
 
     def decoding(self) -> dict[str, Any]:
-        """Where and in which dtype completions are decoded, as arguments of `rollout.build`."""
-        m, mesh = self.config.model, self.rollout_mesh
+        """Where, how many together and in which dtype completions are decoded, as arguments of `rollout.build`.
+        """
+        m, mesh, rules = self.config.model, self.rollout_mesh, self.rules
         dtype = None if m.compute_dtype == m.param_dtype else jnp.dtype(m.compute_dtype)
+        where: dict[str, Any] = {"mesh": mesh, "slots": self.slots, "dtype": dtype}
         if mesh is self.mesh:
-            return {"mesh": mesh, "rules": self.rules, "dtype": dtype, "shardings": None}
-        shardings = parallel.shardings(models.logical_axes(self.model), self.param_shapes, mesh)
-        return {"mesh": mesh, "rules": parallel.RULES, "dtype": dtype, "shardings": shardings}
+            return {**where, "rules": rules, "shardings": None}
+        return {
+            **where,
+            "rules": rules,
+            "shardings": parallel.shardings(models.logical_axes(self.model), self.param_shapes, mesh, rules),
+        }
 
 
 def _parts(devices: list[jax.Device], sampling: int) -> tuple[list[jax.Device], list[jax.Device]]:
@@ -206,22 +234,17 @@ def _parts(devices: list[jax.Device], sampling: int) -> tuple[list[jax.Device], 
     return devices[: len(devices) - sampling], devices[len(devices) - sampling :]
 
 
-def _host_mesh(tensor: int | None, expert: int | None) -> Mesh:
-    """This host's devices: all share one copy of the weights (fsdp), or as many as `tensor` and `expert` say."""
-    count, copy = jax.local_device_count(), (tensor or 1) * (expert or 1)
-    if count % copy:
-        raise ValueError(f"rollout.tensor={tensor} times rollout.expert={expert} does not divide {count} local devices")
-    rest = "fsdp" if tensor is None and expert is None else "replica"
-    sizes = {rest: count // copy, "expert": expert or 1, "tensor": tensor or 1}
-    return hosts.local_mesh([sizes.get(axis, 1) for axis in parallel.MESH_AXES], parallel.MESH_AXES)
-
-
 def _copies(devices: Sequence[jax.Device], tensor: int, expert: int) -> Mesh:
     """`devices`, in their order (one program reshards the trainer's weights), in copies of tensor x expert."""
     count = len(devices)
     if count % (tensor * expert):
-        raise ValueError(f"rollout.tensor={tensor} times rollout.expert={expert} does not divide {count} devices")
-    sizes = {"replica": count // (tensor * expert), "expert": expert, "tensor": tensor}
+        raise ValueError(
+            f"rollout.tensor={tensor} times rollout.expert={expert} does not divide {count} devices of one mesh"
+        )
+    return _mesh(devices, replica=count // (tensor * expert), expert=expert, tensor=tensor)
+
+
+def _mesh(devices: Sequence[jax.Device], **sizes: int) -> Mesh:
     shape = [sizes.get(axis, 1) for axis in parallel.MESH_AXES]
     return Mesh(np.array(devices).reshape(shape), parallel.MESH_AXES, axis_types=(AxisType.Auto,) * len(shape))
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict
@@ -48,7 +49,7 @@ def main() -> int:
     programs = plan(config, topology, only=_ONLY.value)
     fits = all(p.fits(topology.chip) for p in programs.values())
     whole = not _ONLY.value and not any(p.refused for p in programs.values())
-    figures = summary(recipe(config, _MEAN.value), programs, topology) if whole else {}
+    figures = summary(recipe(config, _MEAN.value, topology.hosts), programs, topology) if whole else {}
     change = None if fits or not _TRY.value else smallest_change(config, topology, programs)
     if _JSON.value:
         print(json.dumps(tables.as_json(topology, programs, figures, change)))
@@ -69,7 +70,7 @@ def plan(config: ConfigDict, topology: planning.Topology, only: list[str] | None
             "each part as a slice: --programs=prefill,decode for the part that samples, --programs=log-probs,update "
             "(or log-probs,start,add,apply) for the one that trains"
         )
-    layout = Layout.of(config, _vocabulary(config), topology.devices())
+    layout = Layout.of(config, _vocabulary(config), topology.devices(), topology.host.devices())
     held, programs = resident(layout), {}
     for name, lowered, flops in lowered_programs(layout):
         if not only or name in only:
@@ -93,10 +94,10 @@ def lowered_programs(layout: Layout) -> Iterator[lowering.Lowered]:
     yield from lowering.sampling(
         layout.model,
         layout.graphdef,
-        lowering.decoding_params(layout.abstract_params, decoding["dtype"], decoding["shardings"]),
+        _decoding_params(layout, decoding),
         mesh=decoding["mesh"],
         rules=decoding["rules"],
-        slots=c.rollout.slots,
+        slots=decoding["slots"],
         capacity=_capacity(c),
         int8_kv=c.rollout.int8_kv,
         prefill_shape=_prefill_shape(c),
@@ -113,9 +114,8 @@ def resident(layout: Layout) -> dict[str, float]:
     weights = lowering.bytes_on_a_chip(layout.abstract_params)
     slots = lowering.bytes_on_a_chip(_state(layout)) - weights  # without what waits on the host
     copy = decoding["dtype"] is not None or decoding["shardings"] is not None
-    decoded = lowering.decoding_params(layout.abstract_params, decoding["dtype"], decoding["shardings"])
-    sampler = lowering.bytes_on_a_chip(decoded) if copy else 0
-    cache = lowering.cache_bytes(layout.model, decoding, c.rollout.slots, _capacity(c), int8_kv=c.rollout.int8_kv)
+    sampler = lowering.bytes_on_a_chip(_decoding_params(layout, decoding)) if copy else 0
+    cache = lowering.cache_bytes(layout.model, decoding, _capacity(c), int8_kv=c.rollout.int8_kv)
     rows = c.rollout.prompts_per_step * c.rollout.group_size
     row = 4 * (3 * layout.row_length + 8 * layout.completion_length)
     training = sampler + rows * row / layout.mesh.size
@@ -134,8 +134,8 @@ def resident(layout: Layout) -> dict[str, float]:
     }
 
 
-def recipe(config: ConfigDict, mean_tokens: int) -> Recipe:
-    """What a step of the run does; completions of `mean_tokens`, 0 for half of the limit."""
+def recipe(config: ConfigDict, mean_tokens: int, hosts: int) -> Recipe:
+    """What a step of the run on `hosts` does; completions of `mean_tokens`, 0 for half of the limit."""
     c = config
     mean = mean_tokens or c.rollout.max_tokens / 2
     prompts = c.rollout.prompts_per_step
@@ -147,7 +147,7 @@ def recipe(config: ConfigDict, mean_tokens: int) -> Recipe:
         group_size=c.rollout.group_size,
         mean_tokens=mean,
         slots=c.rollout.slots,
-        prefill_rows=_prefill_shape(c)[0],
+        prefill_rows=_prefill_shape(c)[0] * (1 if c.rollout.driver == "lockstep" else hosts),
         rows=c.train.microbatch_size or _rows_per_update(c),
         rows_per_step=rows,
         updates=c.train.updates_per_step,
@@ -205,6 +205,10 @@ def candidates(
 def _state(layout: Layout) -> TrainState:
     optimizer, critic = layout.make_optimizer(), layout.make_critic()
     return lowering.placed(layout.state_shapes(optimizer, critic), layout.state_sharding(optimizer, critic))
+
+
+def _decoding_params(layout: Layout, decoding: Mapping[str, Any]) -> Any:
+    return lowering.decoding_params(layout.abstract_params, decoding["dtype"], decoding["shardings"])
 
 
 def _also(failing: list[str]) -> list[str]:

@@ -100,6 +100,35 @@ def test_decoding_weights_are_cast_and_copied_only_where_the_config_asks():
         Layout.of(config, None).decoding()
 
 
+def of_two_hosts(config):
+    """Of the eight devices each host has four."""
+    return Layout.of(config, None, host=jax.devices()[:4])
+
+
+@pytest.mark.parametrize(("tensor", "shape"), [(None, {"fsdp": 4}), (2, {"replica": 2, "tensor": 2})])
+def test_a_host_decodes_its_part_of_the_slots_on_its_own_devices(tensor, shape):
+    config = load("qwen3_0p6b_gsm8k").get_config()
+    config.rollout.tensor = tensor
+    decoding = of_two_hosts(config).decoding()
+    assert {axis: n for axis, n in decoding["mesh"].shape.items() if n > 1} == shape
+    assert decoding["mesh"].devices.ravel().tolist() == jax.devices()[:4]
+    assert decoding["slots"] == config.rollout.slots // 2
+    assert {s.mesh for s in jax.tree.leaves(decoding["shardings"])} == {decoding["mesh"]}
+    config.rollout.driver = "lockstep"
+    decoding = of_two_hosts(config).decoding()
+    assert (decoding["mesh"].size, decoding["slots"]) == (8, config.rollout.slots)
+
+
+def test_slots_that_hosts_cannot_share_are_refused_with_a_number_that_they_can():
+    config = load("qwen3_0p6b_gsm8k").get_config()
+    config.rollout.slots = 33
+    with pytest.raises(ValueError, match=r"rollout.slots=33 does not divide over 2 hosts.*rollout.slots=34, or"):
+        of_two_hosts(config).decoding()
+    config.rollout.slots, config.rollout.tensor = 32, 8
+    with pytest.raises(ValueError, match=r"rollout.tensor=8 .* does not divide 4 devices"):
+        of_two_hosts(config).decoding()
+
+
 def test_devices_that_only_sample_are_the_last_and_the_mesh_is_of_the_others(monkeypatch):
     config = load("tiny").get_config()
     config.rollout.devices = 6

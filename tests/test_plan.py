@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 
+import jax
 import pytest
 from rich.console import Console
 
@@ -75,6 +76,18 @@ def test_others_hold_the_optimizer_state_the_decoding_weights_and_the_cache():
     assert plan.resident(Layout.of(config, None))["log-probs"] == pytest.approx(held["log-probs"] - sharded, rel=1e-3)
 
 
+@pytest.mark.parametrize("tensor", [None, 2])
+def test_a_host_holds_the_weights_and_the_cache_of_its_own_part_of_the_slots(tensor):
+    config = resolve(qwen3_0p6b_gsm8k.get_config())
+    config.rollout.tensor = tensor
+    held = plan.resident(Layout.of(config, None, host=jax.devices()[:4]))
+    cache = 28 * 2 * 8 * 128 * 2 * (512 + 1024) * (256 / 2) / 4
+    assert held["prefill"] - held["decode"] == pytest.approx(cache, rel=1e-2)
+    weights = 2 * 596_049_920 / (tensor or 4)
+    batches = 4 * 11 * 4096 * 128 * 8 / 8
+    assert held["update"] == pytest.approx(weights + batches, rel=1e-3)
+
+
 def test_what_is_offloaded_leaves_the_chips():
     config = resolve(qwen3_0p6b_gsm8k.get_config())
     before = plan.resident(Layout.of(config, None))
@@ -90,14 +103,14 @@ def test_what_is_offloaded_leaves_the_chips():
 
 
 def test_a_step_adds_up_from_its_programs():
-    recipe = plan.recipe(resolve(qwen3_4b_2k.get_config()), mean_tokens=1000)
+    recipe = plan.recipe(resolve(qwen3_4b_2k.get_config()), mean_tokens=1000, hosts=2)
     assert (recipe.prompts, recipe.group_size, recipe.updates) == (1536, 16, 16)
     assert recipe.rows_per_step == 512 * 16 * (512 + 1000) / 8192
     names = ("log-probs", "start", "add", "apply", "prefill", "decode")
     programs = {name: program(name, flops=197e12) for name in names}  # a second each
     phases = estimate.step_seconds(recipe, programs, V5E)
     batches = recipe.rows_per_step / 16
-    assert phases["prefill"] == pytest.approx(1536 / 2)
+    assert phases["prefill"] == pytest.approx(1536 / 2 / 2)
     assert phases["decode"] == pytest.approx(1536 * 16 * 1000 / 512)
     assert phases["log-probs"] == pytest.approx(batches)
     assert phases["update"] == pytest.approx(batches + 16)
@@ -176,6 +189,14 @@ def test_a_plan_for_a_slice_that_is_not_there():
     assert update.model_flops < update.costs.flops
     assert update.alias > 0.9 * update.outputs, "the state is donated"
     assert update.costs.collectives["reduce-scatter"] > 0
+
+
+@pytest.mark.tpu_compile
+def test_the_decode_program_of_one_of_several_hosts_compiles():
+    pytest.importorskip("libtpu", reason="needs libtpu, the compiler for TPUs: pip install -r requirements-tpu.txt")
+    config, topology = resolve(tiny.get_config()), planning.parse("v5e:4x4")
+    decode = plan.plan(config, topology, only=["decode"])["decode"]
+    assert topology.hosts == 4 and decode.fits(topology.chip)
 
 
 @pytest.mark.slow

@@ -92,12 +92,6 @@ def local_copies(tree: Tree, shardings: Tree) -> Tree:
     return jax.tree.map(rebuilt, jax.device_put(tree, jax.tree.map(wide, shardings)), shardings)
 
 
-def local_mesh(shape: Sequence[int], axis_names: Sequence[str]) -> Mesh:
-    """This host's devices, arranged alike on every host."""
-    devices = np.array(sorted(jax.local_devices(), key=lambda d: d.id)).reshape(shape)
-    return Mesh(devices, tuple(axis_names), axis_types=(AxisType.Auto,) * len(axis_names))
-
-
 def on_host(x: Any) -> np.ndarray:
     """The whole array on every host."""
     if isinstance(x, jax.Array) and not x.is_fully_addressable:

@@ -17,8 +17,8 @@ class Recipe:
       prompts: that completions are generated for, dynamic sampling's oversampling included.
       group_size: completions of each.
       mean_tokens: of a completion.
-      slots: completions decoded together.
-      prefill_rows: prompts of one run of the prefill program.
+      slots: completions decoded together, on all hosts.
+      prefill_rows: prompts of one run of the prefill program, on all hosts.
       rows: of a micro-batch.
       rows_per_step: of all micro-batches.
       updates: of the weights, per epoch.

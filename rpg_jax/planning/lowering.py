@@ -45,9 +45,11 @@ def batch_of(rows: int, length: int, completion_length: int, sharding: NamedShar
 
 def decoding_params(params: Any, dtype, shardings: Any) -> Any:
     """The weights as the sampler holds them: in `dtype` and under `shardings` where these are not None."""
+    if shardings is None:
+        shardings = jax.tree.map(lambda x: x.sharding, params)
     if dtype is not None:
-        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype, sharding=x.sharding), params)
-    return params if shardings is None else placed(params, shardings)
+        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), params)
+    return placed(params, shardings)
 
 
 def bytes_on_a_chip(tree: Any) -> float:
@@ -56,12 +58,10 @@ def bytes_on_a_chip(tree: Any) -> float:
     return float(sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves))
 
 
-def cache_bytes(
-    model: QwenConfig, decoding: Mapping[str, Any], slots: int, capacity: int, *, int8_kv: bool = False
-) -> float:
-    """Of the decode state, on a chip."""
-    dtype = decoding["dtype"] or jnp.float32
-    shapes = jax.eval_shape(functools.partial(DecodeState.empty, model, slots, capacity, dtype, int8_kv=int8_kv))
+def cache_bytes(model: QwenConfig, decoding: Mapping[str, Any], capacity: int, *, int8_kv: bool = False) -> float:
+    """Of the decode state, on a chip; `decoding` as `Layout.decoding` has it."""
+    size = decoding["slots"], capacity, decoding["dtype"] or jnp.float32
+    shapes = jax.eval_shape(functools.partial(DecodeState.empty, model, *size, int8_kv=int8_kv))
     where = parallel.shardings(DecodeState.logical_axes(int8_kv=int8_kv), shapes, decoding["mesh"], decoding["rules"])
     return bytes_on_a_chip(placed(shapes, where))
 

@@ -27,6 +27,7 @@ class Chip:
       ici_bandwidth: bytes a second into a chip, over all its links to other chips of the slice.
       dimensions: of the torus.
       pod: chips of the largest slice.
+      one_host: chips of the largest slice that one machine has; larger ones have four on each.
     """
 
     hbm: float
@@ -35,16 +36,17 @@ class Chip:
     ici_bandwidth: float
     dimensions: int
     pod: int
+    one_host: int
 
 
 CHIPS: Mapping[str, Chip] = MappingProxyType(
     {
         # cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e: peaks; jax-ml.github.io/scaling-book/tpus: bytes a second and
         # link, one way, times 6 links of a 3D or 4 of a 2D torus.
-        "v4": Chip(32 * _GIB, 275e12, 1.228e12, 6 * 45e9, 3, 4096),
-        "v5e": Chip(15.75 * _GIB, 197e12, 0.819e12, 4 * 45e9, 2, 256),
-        "v5p": Chip(95.74 * _GIB, 459e12, 2.765e12, 6 * 90e9, 3, 8960),
-        "v6e": Chip(31.25 * _GIB, 918e12, 1.640e12, 4 * 90e9, 2, 256),
+        "v4": Chip(32 * _GIB, 275e12, 1.228e12, 6 * 45e9, 3, 4096, 4),
+        "v5e": Chip(15.75 * _GIB, 197e12, 0.819e12, 4 * 45e9, 2, 256, 8),
+        "v5p": Chip(95.74 * _GIB, 459e12, 2.765e12, 6 * 90e9, 3, 8960, 4),
+        "v6e": Chip(31.25 * _GIB, 918e12, 1.640e12, 4 * 90e9, 2, 256, 8),
     }
 )
 
@@ -72,6 +74,15 @@ class Topology:
     @property
     def chip(self) -> Chip:
         return CHIPS[self.kind]
+
+    @property
+    def hosts(self) -> int:
+        return self.chips // self.host.chips
+
+    @property
+    def host(self) -> Topology:
+        """The part of the slice that one machine has, itself where that is all; a compiler sees it as a slice."""
+        return self if self.chips <= self.chip.one_host else Topology(self.kind, (2, 2, 1)[: self.chip.dimensions])
 
     def larger(self) -> Topology | None:
         """The next slice of its kind; None for the largest."""

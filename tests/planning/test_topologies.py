@@ -27,6 +27,11 @@ def test_a_wrong_name_lists_the_known(name):
         planning.parse(name)
 
 
+def test_hosts_have_four_chips_unless_one_has_them_all():
+    hosts = {name: planning.parse(name).hosts for name in ("v5e:1x1", "v5e:2x4", "v6e:4x4", "v5p:2x2x1", "v5p:2x2x2")}
+    assert hosts == {"v5e:1x1": 1, "v5e:2x4": 1, "v6e:4x4": 4, "v5p:2x2x1": 1, "v5p:2x2x2": 2}
+
+
 def test_the_next_larger_slice():
     assert planning.parse("v5p:2x2x2").larger().name == "v5p:2x2x4"
     assert planning.parse("v6e:16x16").larger() is None
