@@ -113,7 +113,7 @@ def resident(layout: Layout) -> dict[str, float]:
     c, decoding = layout.config, layout.decoding()
     weights = lowering.bytes_on_a_chip(layout.abstract_params)
     slots = lowering.bytes_on_a_chip(_state(layout)) - weights  # without what waits on the host
-    copy = decoding["dtype"] is not None or decoding["shardings"] is not None
+    copy = decoding["dtype"] is not None or decoding["shardings"] is not None or c.rollout.int8
     sampler = lowering.bytes_on_a_chip(_decoding_params(layout, decoding)) if copy else 0
     cache = lowering.cache_bytes(layout.model, decoding, _capacity(c), int8_kv=c.rollout.int8_kv)
     rows = c.rollout.prompts_per_step * c.rollout.group_size
@@ -208,7 +208,8 @@ def _state(layout: Layout) -> TrainState:
 
 
 def _decoding_params(layout: Layout, decoding: Mapping[str, Any]) -> Any:
-    return lowering.decoding_params(layout.abstract_params, decoding["dtype"], decoding["shardings"])
+    int8 = layout.config.rollout.int8
+    return lowering.decoding_params(layout.abstract_params, decoding["dtype"], decoding["shardings"], int8=int8)
 
 
 def _also(failing: list[str]) -> list[str]:

@@ -88,6 +88,20 @@ def test_a_host_holds_the_weights_and_the_cache_of_its_own_part_of_the_slots(ten
     assert held["update"] == pytest.approx(weights + batches, rel=1e-3)
 
 
+def test_decoding_in_eight_bits_is_planned_in_eight_bits(monkeypatch):
+    config = resolve(qwen3_0p6b_gsm8k.get_config("tiny"))
+    shared = plan.resident(Layout.of(config, 32))["update"]  # without a copy for the sampler
+    config.rollout.int8 = True
+    layout = Layout.of(config, 32)
+    monkeypatch.setattr(plan.lowering, "training", lambda *args, **kwargs: iter(()))
+    (weights,) = (low.in_avals[0][0] for name, low, _ in plan.lowered_programs(layout) if name == "decode")
+    matrices = sum(x.size for x in jax.tree.leaves(weights) if x.dtype == "int8")
+    assert matrices == 2 * (64 * 16 * (4 + 2 + 2 + 4) + 3 * 64 * 128)
+    wide = sum(x.size for x in jax.tree.leaves(weights) if x.dtype == "float32")
+    held = plan.resident(layout)["update"] - shared
+    assert (matrices + 4 * wide) / 8 < held < matrices / 8 + 4 * wide, "embeddings and matrices are spread, scales not"
+
+
 def test_what_is_offloaded_leaves_the_chips():
     config = resolve(qwen3_0p6b_gsm8k.get_config())
     before = plan.resident(Layout.of(config, None))

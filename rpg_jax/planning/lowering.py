@@ -13,6 +13,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rpg_jax import parallel
 from rpg_jax.models import QwenConfig
+from rpg_jax.models.quantized import quantized, quantized_shardings
 from rpg_jax.planning.flops import decode_flops, forward_flops, training_flops
 from rpg_jax.rollout.decode_state import DecodeState
 from rpg_jax.rollout.engine import QwenEngine
@@ -43,12 +44,14 @@ def batch_of(rows: int, length: int, completion_length: int, sharding: NamedShar
     return Batch(*ids, *arrays(floats, completion_length, f32))
 
 
-def decoding_params(params: Any, dtype, shardings: Any) -> Any:
+def decoding_params(params: Any, dtype, shardings: Any, *, int8: bool = False) -> Any:
     """The weights as the sampler holds them: in `dtype` and under `shardings` where these are not None."""
     if shardings is None:
         shardings = jax.tree.map(lambda x: x.sharding, params)
     if dtype is not None:
         params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), params)
+    if int8:
+        params, shardings = jax.eval_shape(quantized, params), quantized_shardings(shardings, params)
     return placed(params, shardings)
 
 
