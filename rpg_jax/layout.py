@@ -206,12 +206,16 @@ class Layout:
 
     def decoding(self) -> dict[str, Any]:
         """Where, how many together and in which dtype completions are decoded, as arguments of `rollout.build`.
+
+        Key-value heads that `rollout.tensor` does not divide are on each of its devices.
         """
         m, mesh, rules = self.config.model, self.rollout_mesh, self.rules
         dtype = None if m.compute_dtype == m.param_dtype else jnp.dtype(m.compute_dtype)
         where: dict[str, Any] = {"mesh": mesh, "slots": self.slots, "dtype": dtype}
         if mesh is self.mesh:
             return {**where, "rules": rules, "shardings": None}
+        if self.model.num_kv_heads % mesh.shape["tensor"]:
+            rules = parallel.override({"kv_heads": None, "act_kv_heads": None}, rules)
         return {
             **where,
             "rules": rules,

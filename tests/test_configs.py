@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import pytest
 
+from configs import base
 from rpg_jax import losses, parallel
 from rpg_jax.layout import Layout, model_config
 from rpg_jax.methods import resolve
@@ -127,6 +128,20 @@ def test_slots_that_hosts_cannot_share_are_refused_with_a_number_that_they_can()
     config.rollout.slots, config.rollout.tensor = 32, 8
     with pytest.raises(ValueError, match=r"rollout.tensor=8 .* does not divide 4 devices"):
         of_two_hosts(config).decoding()
+
+
+def test_decoding_follows_the_config_s_sharding_and_copies_key_value_heads_that_do_not_divide():
+    config = load("qwen2p5_0p5b_gsm8k").get_config()  # 14 heads, two of keys and values
+    config.rollout.tensor, config.sharding = 2, "vocab="
+    rules = Layout.of(config, None).decoding()["rules"]
+    assert (rules["vocab"], rules["kv_heads"]) == (None, "tensor")
+    config.model.size, config.rollout.tensor = "qwen3-4b", 8
+    assert Layout.of(config, None).decoding()["rules"]["act_kv_heads"] == "tensor"
+    config = base.variant(config, "tiny")  # four heads, two of keys and values
+    config.rollout.tensor = 4
+    decoding = Layout.of(config, 32).decoding()
+    assert decoding["rules"]["kv_heads"] is None and decoding["rules"]["act_kv_heads"] is None
+    assert decoding["rules"]["heads"] == "tensor"
 
 
 def test_devices_that_only_sample_are_the_last_and_the_mesh_is_of_the_others(monkeypatch):

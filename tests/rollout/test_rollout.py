@@ -11,7 +11,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from configs import tiny
 from rpg_jax import losses, models, parallel, rollout
+from rpg_jax.layout import Layout
 from rpg_jax.models.quantized import Int8, quantized
 from rpg_jax.rollout import RolloutError
 from rpg_jax.types import Sampling
@@ -191,6 +193,19 @@ def test_decoding_spread_over_a_mesh_gives_the_same_completions(model_config, mo
     made = rollout.build("lockstep", *model, **model_config, slots=8, mesh=mesh, rules=rules, shardings=layout)
     assert is_same(made.generate(**work), expected)
     made.verify_weights(params)
+
+
+@pytest.mark.slow  # programs of its own
+def test_more_devices_than_key_value_heads_share_a_copy_of_the_weights(model_config, model, work, expected, is_same):
+    config, (graphdef, params) = tiny.get_config(), model
+    sizes = dataclasses.asdict(model_config["config"])
+    config.model.update({name: size for name, size in sizes.items() if name in config.model})
+    config.rollout.tensor, config.rollout.slots = 4, 8
+    config.sharding = "vocab=,act_vocab="  # of 50
+    decoding = Layout.of(config, sizes["vocab_size"]).decoding()
+    assert (decoding["mesh"].shape["tensor"], sizes["num_kv_heads"]) == (4, 2)
+    made = rollout.build("lockstep", graphdef, params, **model_config, **decoding)
+    assert is_same(made.generate(**work), expected)
 
 
 @pytest.mark.parametrize("driver", ["orchestrator", "lockstep"])
