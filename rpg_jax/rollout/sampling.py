@@ -101,11 +101,13 @@ def _draw(logits: jax.Array, keys: jax.Array, greedy: jax.Array) -> tuple[jax.Ar
 
 
 def _smallest_kept(logits: jax.Array, top_p: jax.Array, top_k: jax.Array, min_p: jax.Array) -> jax.Array:
-    """The smallest logit f32[S] that top-k followed by top-p and min-p keeps."""
-    order = _ordered(logits)
-    kth = _largest_reaching(order, jnp.ones_like(logits), jnp.where(top_k > 0, top_k, logits.shape[-1]))
+    """The smallest logit f32[S] that top-k followed by top-p and min-p keeps; the largest is always kept."""
+    order, vocabulary = _ordered(logits), logits.shape[-1]
+    kept = jnp.where(top_k > 0, jnp.minimum(top_k, vocabulary), vocabulary)
+    kth = _largest_reaching(order, jnp.ones_like(logits), kept)
     probs = jax.nn.softmax(jnp.where(order >= kth[:, None], logits, -jnp.inf), axis=-1)
     nucleus = jnp.where(top_p < 1, _largest_reaching(order, probs, top_p), 0)
+    nucleus = jnp.minimum(nucleus, order.max(-1))  # a top_p that is 0 in f32 is reached by no token at all
     return jnp.maximum(_unordered(jnp.maximum(kth, nucleus)), logits.max(-1) + jnp.log(min_p))
 
 

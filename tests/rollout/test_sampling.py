@@ -75,6 +75,24 @@ def test_every_kept_token_and_no_other_is_drawn():
     assert set(np.unique(tokens)) == set(np.flatnonzero(expected))
 
 
+@pytest.mark.parametrize("top_k", [97, 98, 2**31 - 1])
+def test_a_top_k_of_the_whole_vocabulary_or_more_cuts_nothing(top_k):
+    logits = jnp.asarray(random_logits((20, 97)))
+    for got, expected in zip(
+        draw(logits, keys(20), *parameters(20, top_k=top_k)), draw(logits, keys(20), *parameters(20)), strict=True
+    ):
+        np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("top_p", [0.0, 1e-45, 1e-40, 1e-30])
+def test_however_small_top_p_is_the_most_probable_token_is_kept(top_p):
+    """Sampling refuses 0, but 1e-50 is 0 in f32, and smaller numbers than 1e-38 may be."""
+    logits = random_logits((20, 97))
+    tokens, logprobs = draw(jnp.asarray(logits), keys(20), *parameters(20, top_p=top_p))
+    np.testing.assert_array_equal(tokens, logits.argmax(-1))
+    np.testing.assert_array_equal(logprobs, 0)
+
+
 def test_temperature_zero_takes_the_first_of_the_largest_with_log_probability_zero():
     logits = random_logits((5, 70))
     logits[:, 33] = logits[:, 66] = logits.max() + 1
