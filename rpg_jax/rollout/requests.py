@@ -92,8 +92,10 @@ def check(
         raise ValueError(f"group_size must be >= 1, got {group_size}")
     if len(sampling.stop_token_ids) > MAX_STOP_TOKENS:
         raise ValueError(f"at most {MAX_STOP_TOKENS} stop tokens are supported, got {sampling.stop_token_ids}")
-    if any(token < 0 for token in sampling.stop_token_ids):
-        raise ValueError(f"stop tokens must be >= 0, got {sampling.stop_token_ids}")
+    if not all(0 <= token < vocab_size for token in sampling.stop_token_ids):
+        raise ValueError(f"stop tokens must be in the vocabulary 0..{vocab_size - 1}, got {sampling.stop_token_ids}")
+    if sampling.top_k >= 2**31:
+        raise ValueError(f"top_k must be below 2^31 (0 switches it off), got {sampling.top_k}")
     for i, prompt in enumerate(prompts):
         if np.ndim(prompt) != 1 or len(prompt) == 0:
             raise ValueError(

@@ -6,6 +6,7 @@ Without any of it a request is served as JetStream's own clients expect: text or
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -90,6 +91,6 @@ def _number(given: dict[str, str], name: str, kind: type, default):
         value = kind(text)
     except ValueError:
         raise ValueError(f"metadata {_PREFIX}{name} must be a {kind.__name__}, got {text!r}") from None
-    if not np.isfinite(value):
+    if kind is float and not math.isfinite(value):
         raise ValueError(f"metadata {_PREFIX}{name} must be finite, got {text!r}")
     return value

@@ -143,6 +143,8 @@ def test_requests_that_cannot_be_served_are_clear_errors(build, work, driver):
         ({"prompt_ids": [1, 2]}, "one id per prompt"),
         ({"group_size": 0}, "group_size must be >= 1"),
         ({"sampling": Sampling(stop_token_ids=tuple(range(9)))}, "at most 8 stop tokens"),
+        ({"sampling": Sampling(stop_token_ids=(5, 50))}, r"stop tokens must be in the vocabulary 0\.\.49"),
+        ({"sampling": Sampling(top_k=2**31)}, r"top_k must be below 2\^31"),
     ]:
         with pytest.raises(ValueError, match=message):
             ask(**change)

@@ -105,6 +105,9 @@ def test_plain_jetstream_requests_get_text_or_token_ids_without_the_stop_token(s
         (ask(), (("rpg-top-p", "2"),), "top_p"),
         (ask(), (("rpg-min-p", "-1"),), "min_p"),
         (ask(), (("rpg-stop", "1,x"),), "token ids"),
+        (ask(), (("rpg-stop", "99999999999"),), "stop tokens must be in the vocabulary"),
+        (ask(), (("rpg-top-k", "3000000000"),), "top_k must be below"),
+        (ask(), (("rpg-top-k", "9" * 30),), "top_k must be below"),
         (ask(), (("rpg-beam", "4"),), "unknown metadata"),
     ],
 )
