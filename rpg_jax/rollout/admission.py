@@ -12,6 +12,7 @@ import grpc
 import numpy as np
 import prometheus_client
 
+from rpg_jax.data.tokenizer import IncrementalDecoder
 from rpg_jax.rollout.orchestrator import JetStreamRollout
 from rpg_jax.rollout.requests import Chunk, Row, check
 from rpg_jax.rollout.weights import RolloutError
@@ -118,19 +119,17 @@ class Admission:
             row.cancelled = True
             driver.retire(stream)
 
-    def text(self, stop_token_ids: Sequence[int]) -> Callable[[np.ndarray], str]:
-        """What further tokens add to a text, in whole characters: what ends in half of one waits for the rest."""
-        ids: list[int] = []
-        sent = 0
+    def text(self, sampling: Sampling) -> Callable[[np.ndarray], str]:
+        """What further tokens of a completion add to its text: whole characters, and with the last token, as `sampling`
+        has it, what is left of a cut one. Stop tokens are left out."""
+        decoder, drawn = IncrementalDecoder(self.codec), 0
 
         def more(tokens: np.ndarray) -> str:
-            nonlocal sent
-            ids.extend(t for t in tokens.tolist() if t not in stop_token_ids)
-            text = self.codec.decode(ids)
-            if text.endswith("\N{REPLACEMENT CHARACTER}"):
-                text = text[:sent]
-            fresh, sent = text[sent:], max(sent, len(text))
-            return fresh
+            nonlocal drawn
+            drawn += len(tokens)
+            ids = [t for t in tokens.tolist() if t not in sampling.stop_token_ids]
+            text = decoder.push(ids)
+            return text + decoder.flush() if len(ids) < len(tokens) or drawn == sampling.max_tokens else text
 
         return more
 

@@ -106,7 +106,7 @@ class _Endpoint:
     async def _pieces(self, asked: _Asked, index: int) -> AsyncIterator[dict[str, Any]]:
         """One completion's text as it comes, each piece a choice of the answer; `finish_reason` is in the last."""
         sampling, drawn = asked.sampling, 0
-        more = self._admission.text(sampling.stop_token_ids)
+        more = self._admission.text(sampling)
         async for tokens, logprobs in self._admission.completion(asked.prompt, (*asked.origin, index), sampling):
             drawn += len(tokens)
             piece = {"index": index, "text": more(tokens), "token_ids": tokens.tolist(), "finish_reason": None}

@@ -31,7 +31,7 @@ class Service(orchestrator.LLMOrchestrator):
             with self._admission.request():
                 prompt, terms = self._read(request, context.invocation_metadata() or ())
                 is_text = request.WhichOneof("content") == "text_content"
-                more = self._admission.text(terms.sampling.stop_token_ids) if is_text else None
+                more = self._admission.text(terms.sampling) if is_text else None
                 async for tokens, logprobs in self._admission.completion(prompt, terms.counters, terms.sampling):
                     answer = {"text": more(tokens)} if more else {"token_ids": _ids(terms, tokens, logprobs)}
                     yield _response(answer)
