@@ -24,8 +24,10 @@ from aiohttp import web
 from rpg_jax.rollout.admission import Admission, Refused
 from rpg_jax.types import Sampling
 
+_BODY_SECONDS = 30.0  # from the head of a request to the end of its body: a reader counts as a request being served
 _STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error"),
+    grpc.StatusCode.DEADLINE_EXCEEDED: (408, "invalid_request_error"),
     grpc.StatusCode.RESOURCE_EXHAUSTED: (429, "rate_limit_error"),
     grpc.StatusCode.UNAVAILABLE: (503, "server_error"),
     grpc.StatusCode.INTERNAL: (500, "server_error"),
@@ -159,7 +161,10 @@ def _joined(pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 async def _body(request: web.Request) -> Mapping[str, Any]:
     try:
-        body = await request.json()
+        body = json.loads(await asyncio.wait_for(request.read(), _BODY_SECONDS))
+    except TimeoutError:
+        late = f"the body took longer than {_BODY_SECONDS:g} s to arrive; send it at once"
+        raise Refused(grpc.StatusCode.DEADLINE_EXCEEDED, late) from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the request is not JSON: {error}") from None
     if not isinstance(body, dict):
@@ -171,9 +176,13 @@ def _number(body: dict[str, Any], name: str, default: float) -> float:
     value = body.pop(name, None)
     if value is None:
         return default
-    if type(value) not in (int, float) or not math.isfinite(value):
+    try:
+        number = float(value) if type(value) in (int, float) else math.nan
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
         raise ValueError(f"{name} must be a finite number, got {value!r}")
-    return float(value)
+    return number
 
 
 def _whole_number(body: dict[str, Any], name: str, default: int) -> int:

@@ -87,6 +87,8 @@ def test_a_stream_is_the_whole_in_pieces_and_requests_without_a_seed_differ(serv
         ({"prompt": "1", "max_tokens": 0}, "max_tokens"),
         ({"prompt": "1", "max_tokens": 1.5}, "whole number"),
         ({"prompt": "1", "temperature": "hot"}, "finite number"),
+        ({"prompt": "1", "temperature": 10**400}, "finite number"),
+        ({"prompt": "1", "top_p": True}, "finite number"),
         ({"prompt": "1", "top_p": 2}, "top_p"),
         ({"prompt": "1", "n": 9}, "n must be"),
         ({"prompt": "1", "n": 2, "stream": True}, "n must be"),
@@ -99,6 +101,19 @@ def test_a_stream_is_the_whole_in_pieces_and_requests_without_a_seed_differ(serv
 def test_requests_that_cannot_be_served_are_400_with_the_reason(server, body, message):
     status, answer = ask(server, body)
     assert status == 400 and message in json.loads(answer)["error"]["message"]
+
+
+def test_a_body_that_does_not_come_is_408_and_its_place_is_free_again(server, monkeypatch):
+    monkeypatch.setattr("rpg_jax.rollout.http._BODY_SECONDS", 0.2)
+    head = {"Content-Type": "application/json", "Content-Length": "100"}
+    idle = [http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=20) for _ in range(4)]
+    for connection in idle:
+        connection.request("POST", "/v1/completions", b'{"prompt":', head)
+    for connection in idle:
+        reply = connection.getresponse()
+        assert reply.status == 408 and "longer than 0.2 s" in json.loads(reply.read())["error"]["message"]
+        connection.close()
+    assert ask(server, {"prompt": "1"})[0] == 200
 
 
 def test_a_full_server_says_429_and_a_fault_500(server, monkeypatch):
