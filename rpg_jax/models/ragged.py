@@ -184,7 +184,8 @@ def _append(cache, lengths, token) -> tuple[jax.Array, ...]:
     keys, values, k, v = *cache[:2], *token[:2]
     L, S, K, H, capacity = keys.shape
     lanes, rows = min(_LANES, capacity), min(32 // values.dtype.itemsize, capacity)
-    layers = math.gcd(L, 1 << (_BLOCK_BYTES // (K * H * lanes * keys.dtype.itemsize)).bit_length() - 1)
+    fitting = max(1, _BLOCK_BYTES // (K * H * lanes * keys.dtype.itemsize))
+    layers = math.gcd(L, 1 << fitting.bit_length() - 1)
 
     def tile(place, width):
         return jnp.minimum(place, capacity - 1) // width

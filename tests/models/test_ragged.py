@@ -121,6 +121,14 @@ def test_appending_by_the_kernel_writes_the_same_bits(dtype):
         np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(expected, np.float32))
 
 
+def test_the_tile_of_one_layer_may_exceed_a_block():
+    """As much as 32 heads of 128 hold: 1 MiB of bfloat16 keys for the 128 positions that lie together."""
+    cache = jax.eval_shape(lambda: random_cache([0, 1], kv_heads=256, capacity=256, dtype=jnp.bfloat16))
+    token = jax.ShapeDtypeStruct((LAYERS, 2, 256, HEAD), jnp.bfloat16)
+    grown = jax.eval_shape(lambda c, k, v: c.append(k, v, implementation="ragged"), cache, token, token)
+    assert jax.tree.leaves(grown) == jax.tree.leaves(cache)
+
+
 @pytest.mark.slow
 def test_tokens_appended_in_eight_bits_are_those_of_a_cache_rounded_at_once():
     cache = random_cache([0, 15, 127, 207], capacity=208)
