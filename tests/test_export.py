@@ -45,7 +45,7 @@ def test_what_was_trained_is_what_loads(run, tmp_path):
 
 def test_half_the_bytes_on_request(run, tmp_path):
     export(run[0], tmp_path / "out", dtype="bfloat16")
-    assert models.stored_dtype(tmp_path / "out") == "bfloat16"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
 def test_a_missing_checkpoint_and_a_full_folder_are_refused(run, tmp_path):

@@ -1,7 +1,7 @@
 """Qwen in Flax NNX: weights, forward, prefill, decode; folders in Hugging Face layout in and out."""
 
 from rpg_jax.models.config import QwenConfig, Yarn
-from rpg_jax.models.hf_config import parse_config, read_config, stored_dtype, write_config
+from rpg_jax.models.hf_config import parse_config, read_config, write_config
 from rpg_jax.models.kv_cache import KVCache
 from rpg_jax.models.qwen import REMAT, Params, Qwen, abstract, build, logical_axes
 from rpg_jax.models.sizes import SIZES, parameter_count, size
@@ -24,6 +24,5 @@ __all__ = [
     "read_config",
     "save",
     "size",
-    "stored_dtype",
     "write_config",
 ]

@@ -62,12 +62,6 @@ def parse_config(fields: Mapping[str, Any]) -> QwenConfig:
     )
 
 
-def stored_dtype(folder: Path | str) -> str:
-    """Name of the dtype that config.json gives its weights: `torch_dtype` (transformers 4) or `dtype` (5)."""
-    fields = json.loads((Path(folder) / "config.json").read_text())
-    return fields.get("dtype") or fields.get("torch_dtype") or "float32"
-
-
 def write_config(config: QwenConfig, dtype: str, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Fields of a config.json that transformers 4.51 and later, and `parse_config`, read as `config`.
 

@@ -99,7 +99,7 @@ def test_load_export_load_is_bit_equal(loaded, tmp_path, name):
 def test_bf16_weights_survive_bit_equal(loaded, tmp_path):
     config, _, params = loaded["qwen3"]
     models.save(tmp_path, config, params, dtype=jnp.bfloat16)
-    assert models.stored_dtype(tmp_path) == "bfloat16"
+    assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
     half = models.load(tmp_path, config, param_dtype=jnp.bfloat16)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype(jnp.bfloat16)), half, params)
 
