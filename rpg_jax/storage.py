@@ -6,13 +6,15 @@ files: it has a local folder, fetched from the bucket at the start and copied to
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
+import os
 import re
 import shutil
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from etils import epath
@@ -39,9 +41,45 @@ def absolute(address: str | Path | epath.Path) -> epath.Path:
     return epath.Path(text.rstrip("/"))
 
 
-def in_bucket(path: epath.Path) -> bool:
+def in_bucket(path: str | epath.Path) -> bool:
     """Whether it is an address in a bucket."""
     return str(path).startswith("gs://")
+
+
+def local(address: str | Path) -> Path:
+    """The local path that it is.
+
+    Raises:
+      ValueError: it is an address of another kind, which as a path would be a local folder called "gs:".
+    """
+    if re.match(r"[A-Za-z][\w+.-]*:/", str(address)):
+        raise ValueError(f"{str(address)!r} is no local folder: give one here, and copy it with gcloud storage cp -r")
+    return Path(address)
+
+
+def local_copy(address: str, patterns: Sequence[str]) -> Path:
+    """A folder of a bucket as a local one that is kept: the files of these patterns, not those of its subfolders.
+
+    Each file appears whole or not at all, is copied by one process of a host, and again once the bucket's has changed.
+
+    Raises:
+      ValueError: the folder cannot be read, or has no such file.
+    """
+    source = absolute(address)
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rpg_jax"
+    target = cache / str(source).removeprefix("gs://")
+    target.mkdir(parents=True, exist_ok=True)
+    with (target / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            files = [path for path in source.iterdir() if any(map(path.match, patterns))]
+            for path in files:
+                _copy_changed(path, target / path.name)
+        except Exception as error:  # whichever of the bucket client's and its transport's many errors
+            raise ValueError(f"cannot read {address}: {type(error).__name__}: {error}") from error
+    if not files:
+        raise ValueError(f"{address} has no file {' or '.join(patterns)}")
+    return target
 
 
 class Folder:
@@ -60,27 +98,32 @@ class Folder:
         self.files = Path(tempfile.mkdtemp(prefix="rpg-jax-")) / self.home.name if self._remote else Path(address)
         self._copied: dict[str, tuple[int, int]] = {}
         self._lock, self._done = threading.Lock(), threading.Event()
+        self._copier = threading.Thread(target=self._copy_now_and_then, name="bucket", daemon=True)
 
     def __enter__(self) -> Folder:
         if self._remote:
             self.files.mkdir(parents=True)
-            threading.Thread(target=self._copy_now_and_then, name="bucket", daemon=True).start()
+            self._copier.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
+        if not self._remote:
+            return
         self._done.set()
+        self._copier.join()
         self.push()
-        if self._remote:
+        with self._lock:
             shutil.rmtree(self.files.parent)
 
     def clear(self) -> None:
         """Deletes the run, weights and all."""
-        if self.home.exists():
-            self.home.rmtree()
-        if self._remote:
-            shutil.rmtree(self.files)
-            self.files.mkdir()
-            self._copied.clear()
+        with self._lock:
+            if self.home.exists():
+                self.home.rmtree()
+            if self._remote:
+                shutil.rmtree(self.files)
+                self.files.mkdir()
+                self._copied.clear()
 
     def fetch(self) -> None:
         """Brings everything but weights here from the bucket."""
@@ -91,10 +134,12 @@ class Folder:
             self._copied[name] = _version(file)
 
     def push(self) -> None:
-        """Returns once the bucket has what the local folder has now, and no more."""
+        """Returns once the bucket has what the local folder has now, and no more; after the end it does nothing."""
         if not self._remote:
             return
         with self._lock:
+            if not self.files.exists():  # the end came first; an empty listing would empty the bucket
+                return
             found = {str(p.relative_to(self.files)): p for p in self.files.rglob("[!.]*") if p.is_file()}
             for name, file in found.items():
                 version = _version(file)  # before it is read: what is added meanwhile is copied next time
@@ -137,6 +182,17 @@ def _files(folder: epath.Path, prefix: str = "", skipped: tuple[str, ...] = ()) 
             yield from _files(path, f"{prefix}{path.name}/")
         else:
             yield prefix + path.name, path
+
+
+def _copy_changed(source: epath.Path, target: Path) -> None:
+    found = source.stat()
+    if target.exists() and _version(target) == (found.length, int(found.mtime) * 10**9):
+        return
+    partial = target.with_name(f".{target.name}.partial")
+    with source.open("rb") as reader, partial.open("wb") as writer:
+        shutil.copyfileobj(reader, writer, 1 << 24)
+    os.utime(partial, (int(found.mtime), int(found.mtime)))
+    partial.replace(target)
 
 
 def _version(file: Path) -> tuple[int, int]:

@@ -1,5 +1,8 @@
 """Where runs lie: addresses that are none are refused, and a bucket has what the local folder has."""
 
+import threading
+import time
+
 import pytest
 
 from rpg_jax import storage
@@ -26,6 +29,43 @@ def test_a_local_folder_is_used_in_place(tmp_path):
         folder.fetch()
         assert folder.files == tmp_path / "r" and str(folder.home) == str(tmp_path / "r")
         assert folder.shown("see x") == "see x"
+
+
+def test_a_push_that_comes_after_the_end_leaves_the_bucket_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "in_bucket", lambda path: True)  # a local folder stands in for the bucket
+    with storage.Folder(tmp_path / "r") as folder:
+        folder.home.mkdir()
+        (folder.files / "metrics.jsonl").write_text("all of them")
+    folder.push()
+    assert (tmp_path / "r" / "metrics.jsonl").read_text() == "all of them" and not folder.files.exists()
+
+
+def test_the_end_waits_for_a_copy_that_is_under_way(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage, "in_bucket", lambda path: True)
+    monkeypatch.setattr(storage, "_COPY_SECONDS", 0.0)
+    began, copied = threading.Event(), []
+    push = storage.Folder.push
+
+    def slow_push(self):
+        if threading.current_thread().name == "bucket" and not began.is_set():
+            began.set()
+            time.sleep(0.2)
+            copied.append(self.files.exists())
+        push(self)
+
+    monkeypatch.setattr(storage.Folder, "push", slow_push)
+    with storage.Folder(tmp_path / "r") as folder:
+        folder.home.mkdir()
+        (folder.files / "metrics.jsonl").write_text("all of them")
+        assert began.wait(10)
+    assert copied == [True], "the copier found the local folder as it was"
+    assert (tmp_path / "r" / "metrics.jsonl").exists()
+
+
+@pytest.mark.parametrize("address", ["gs://bucket/out", "gs:/bucket/out", "s3://bucket/out"])
+def test_an_address_where_a_local_folder_is_asked_for_is_refused(address):
+    with pytest.raises(ValueError, match="is no local folder: give one here"):
+        storage.local(address)
 
 
 @pytest.fixture
