@@ -34,9 +34,9 @@ def get_config() -> ConfigDict:
     distributed.heartbeat_timeout = 30  # seconds without a sign of life after which a process counts as lost
 
     model = c.model = ConfigDict()
-    model.path = optional(str)  # folder in Hugging Face layout to load weights and tokenizer from
-    model.size = optional(str)  # random weights of a published size, e.g. qwen3-0.6b; unset: the dimensions below
-    model.tokenizer = optional(str)  # folder with tokenizer.json; unset: model.path, or one trained on the task's text
+    model.path = optional(str)  # weights and tokenizer in Hugging Face layout: a folder, gs://BUCKET/FOLDER, OWNER/NAME
+    model.size = optional(str)  # of a published model, e.g. qwen3-0.6b, as plan and bench take it; train needs path too
+    model.tokenizer = optional(str)  # a folder or address as path; unset: path, or one trained on the task's text
     model.num_layers = optional(int)  # decoder blocks
     model.embed_dim = optional(int)  # width of the residual stream
     model.num_heads = optional(int)  # of queries

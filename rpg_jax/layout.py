@@ -257,7 +257,7 @@ def model_config(config: ConfigDict, vocab_size: int | None) -> models.QwenConfi
     """The model of `model.path`, `model.size`, or the dimensions that the config gives."""
     m = config.model
     if m.path:
-        return models.read_config(m.path)
+        return models.read_config(models.local_folder(m.path, weights=False))
     if m.size:
         return models.size(m.size)
     dimensions = ("num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim", "hidden_dim")

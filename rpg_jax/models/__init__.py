@@ -5,6 +5,7 @@ from rpg_jax.models.hf_config import parse_config, read_config, write_config
 from rpg_jax.models.kv_cache import KVCache
 from rpg_jax.models.qwen import REMAT, Params, Qwen, abstract, build, logical_axes
 from rpg_jax.models.sizes import SIZES, parameter_count, size
+from rpg_jax.models.source import local_folder
 from rpg_jax.models.weights import load, save
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "abstract",
     "build",
     "load",
+    "local_folder",
     "logical_axes",
     "parameter_count",
     "parse_config",

@@ -1,0 +1,40 @@
+"""Where published weights come from: a local folder, a bucket, or the Hugging Face hub."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from rpg_jax import storage
+
+_DESCRIPTION = ("*.json", "*.jinja", "*.txt", "*.model")  # config, tokenizer, chat template
+_WEIGHTS = ("*.safetensors",)  # never *.bin and *.pt, which are pickles: loading one executes it
+_ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def local_folder(address: str | Path, *, weights: bool = True) -> Path:
+    """The folder in Hugging Face layout at `address`: itself where it is local, else a copy that is kept on this host.
+
+    Args:
+      address: a local path, gs://BUCKET/FOLDER, or OWNER/NAME on the hub where no local folder is called so.
+      weights: False fetches config and tokenizer only.
+
+    Raises:
+      ValueError: an address of another kind, or one that cannot be read from here.
+    """
+    text, wanted = str(address), _DESCRIPTION + _WEIGHTS * weights
+    if storage.in_bucket(text):
+        return storage.local_copy(text, wanted)
+    if Path(address).exists() or not _ON_HUB.fullmatch(text):
+        storage.local(address)
+        return Path(address)
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(text, allow_patterns=list(wanted), ignore_patterns=["*/*"]))
+    except Exception as error:  # whichever of the hub client's and its transport's many errors
+        raise ValueError(
+            f"{text} is no local folder, and the hub did not give it: {type(error).__name__}: "
+            f"{' '.join(str(error).split())[:200]}. Fetch it where there is a network: hf download {text} "
+            f"--local-dir {text.rpartition('/')[2].lower()}"
+        ) from error
