@@ -38,7 +38,7 @@ from rpg_jax.training import evaluation
 _CONFIG = command_line.define_config()
 _RUN = flags.DEFINE_string("run", None, "folder of the run whose checkpoint is evaluated")
 _STEP = flags.DEFINE_integer("step", None, "checkpoint to evaluate; default: the last")
-_FOLDER = flags.DEFINE_string("folder", None, "model in Hugging Face layout; --config says problems, limits, verifier")
+_FOLDER = flags.DEFINE_string("folder", None, "weights, as model.path; --config says problems, limits, verifier")
 _SERVER = flags.DEFINE_string("server", None, "host:port to sample from; --run or --folder says with which tokenizer")
 _SETS = flags.DEFINE_string("sets", None, "NAME=SOURCE, separated by commas; default: the config's held-out sets")
 _REWARDS = flags.DEFINE_string("rewards", None, "as rewards.parts, e.g. by_source; default: the config's")
@@ -111,6 +111,8 @@ def open_policy(folders: contextlib.ExitStack) -> Policy:
     """
     if (_RUN.value is None) == (_FOLDER.value is None):
         raise ValueError("which policy? Give either --run=runs/NAME or --folder=MODEL with --config=FILE")
+    if _OUT.value is not None:
+        storage.local(_OUT.value)
     if _RUN.value is not None:
         if _CONFIG.value is not None:
             raise ValueError("a run has its own config: leave --config out, and set --sets, --k, --max_tokens, …")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
@@ -43,21 +43,25 @@ class Experiment(Layout):
     notes: list[str]
 
     @classmethod
-    def open(cls, config: ConfigDict, run_dir: Path, *, train: bool = True) -> Experiment:
-        """Builds everything but weights; the tokenizer is kept in `run_dir`. `train`: with the training problems."""
-        c = config
-        if not train and c.rollout.devices >= jax.device_count():  # a smaller machine than the one that trained
-            c.rollout.devices = 0
-        task = Task.from_config(c, train=train)
-        tokenizer = open_tokenizer(c, task, run_dir)
-        task, notes = task.encoded(tokenizer, c)
-        return cls(**vars(Layout.of(c, tokenizer.vocab_size)), tokenizer=tokenizer, task=task, notes=notes)
+    def open(cls, config: ConfigDict, run_dir: Path, *, train: bool = True, held_out: bool = True) -> Experiment:
+        """Builds everything but weights; the tokenizer is kept in `run_dir`.
+
+        Args:
+          train: with the training problems. Without, a config that was made for other devices is changed to fit these.
+          held_out: with the problems of evaluations.
+        """
+        task = Task.from_config(config, train=train, held_out=held_out)
+        tokenizer = open_tokenizer(config, task, run_dir)
+        task, notes = task.encoded(tokenizer, config)
+        layout = (Layout.of if train else fitting_layout)(config, tokenizer.vocab_size)
+        return cls(**vars(layout), tokenizer=tokenizer, task=task, notes=notes)
 
     def init_params(self) -> Any:
         """The weights of `model.path`, or random ones; straight into their shards."""
         m, dtype = self.config.model, jnp.dtype(self.config.model.param_dtype)
         if m.path:
-            return models.load(m.path, self.model, param_dtype=dtype, shardings=self.param_shardings)
+            folder = models.local_folder(m.path)
+            return models.load(folder, self.model, param_dtype=dtype, shardings=self.param_shardings)
         seed = self.config.warm_start.seed
         return models.build(self.model, seed=seed, param_dtype=dtype, shardings=self.param_shardings)[1]
 
@@ -237,10 +241,23 @@ class Experiment(Layout):
         )
 
 
+def fitting_layout(config: ConfigDict, vocab_size: int) -> Layout:
+    """The layout of the config, or where these devices are not the ones that it is for, one on all of them, which is
+    said on stderr and written into `config`."""
+    try:
+        layout = Layout.of(config, vocab_size)
+        layout.decoding()
+    except ValueError as error:
+        config.mesh.update(dict.fromkeys(config.mesh, 1) | {"fsdp": -1})
+        config.rollout.update({"devices": 0, "tensor": None, "expert": None})
+        layout = Layout.of(config, vocab_size)
+        print(f"using mesh.fsdp={layout.mesh.shape['fsdp']} instead of the config's layout: {error}", file=sys.stderr)
+    return layout
+
+
 def open_tokenizer(config: ConfigDict, task: Task, run_dir: Path) -> data.Tokenizer:
-    folder = config.model.tokenizer or config.model.path
-    if folder:
-        return data.load_tokenizer(folder)
+    if address := config.model.tokenizer or config.model.path:
+        return data.load_tokenizer(models.local_folder(address, weights=False))
     file = run_dir / "tokenizer.model"
     if hosts.is_first() and not file.exists():
         data.train_sentencepiece(task.texts, file)

@@ -13,7 +13,7 @@ from pathlib import Path
 import jax.numpy as jnp
 from absl import flags
 
-from rpg_jax import command_line, models, run_folder
+from rpg_jax import command_line, models, run_folder, storage
 from rpg_jax.experiment import Experiment
 
 _RUN = flags.DEFINE_string("run", None, "folder of the run")
@@ -26,7 +26,7 @@ def main() -> int:
     """Checks the flags and exports."""
     if _RUN.value is None or _OUT.value is None:
         raise ValueError("give the run and where to write it: --run=runs/NAME --out=FOLDER")
-    step = export(_RUN.value, Path(_OUT.value), step=_STEP.value, dtype=_DTYPE.value)
+    step = export(_RUN.value, storage.local(_OUT.value), step=_STEP.value, dtype=_DTYPE.value)
     print(f"step {step} of {_RUN.value} is in {_OUT.value}")
     return 0
 
@@ -41,7 +41,8 @@ def export(run: str | Path, out: Path, *, step: int | None = None, dtype: str | 
         raise ValueError(f"{out} already holds a model; choose another --out")
     with run_folder.opened(run) as folder:
         config = run_folder.read_config(folder.files)
-        experiment = Experiment.open(config, folder.files)
+        experiment = Experiment.open(config, folder.files, train=False, held_out=False)
+        base = models.local_folder(config.model.path, weights=False) if config.model.path else None
         with experiment.activate():
             step, params = experiment.restore_policy(folder.home, step)
             tokenizer = experiment.tokenizer
@@ -51,10 +52,10 @@ def export(run: str | Path, out: Path, *, step: int | None = None, dtype: str | 
                 experiment.model,
                 params,
                 dtype=dtype and jnp.dtype(dtype),
-                base=config.model.path,
-                fields=None if config.model.path else ids,
+                base=base,
+                fields=ids if base is None else None,
             )
-        if not config.model.path:
+        if base is None:
             shutil.copyfile(folder.files / "tokenizer.model", out / "tokenizer.model")
     return step
 

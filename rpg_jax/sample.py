@@ -33,7 +33,8 @@ def sample(
       ValueError: no such run or checkpoint, or a prompt with more tokens than the run's `task.max_prompt_tokens`.
     """
     with run_folder.opened(str(run)) as folder:
-        experiment = Experiment.open(run_folder.read_config(folder.files), folder.files, train=False)
+        config = run_folder.read_config(folder.files)
+        experiment = Experiment.open(config, folder.files, train=False, held_out=False)
         with experiment.activate():
             step, params = experiment.restore_policy(folder.home, step)
     tokenizer, limit = experiment.tokenizer, experiment.config.task.max_prompt_tokens

@@ -45,7 +45,7 @@ _GRACE = flags.DEFINE_float("grace", 30.0, "seconds that running requests get at
 def main() -> int:
     """Loads the weights, serves until told to stop, drains."""
     if (_RUN.value is None) == (_CONFIG.value is None):
-        raise ValueError("which policy? Give either --run=runs/NAME or --config=FILE with --config.model.path=FOLDER")
+        raise ValueError("which policy? Give either --run=runs/NAME or --config=FILE with --config.model.path=MODEL")
     if (_CERTIFICATE.value is None) != (_KEY.value is None):
         raise ValueError("TLS needs both --certificate and --key")
     stop = threading.Event()
@@ -55,6 +55,7 @@ def main() -> int:
         experiment, params, name = _policy(Path(scratch))
         with experiment.activate():
             server = _server(experiment, params)
+    del params  # the server has its own, in the dtype that decodes
     also = "" if _HTTP.value is None else f", over HTTP on port {server.http_port}"
     print(f"serving {name} on {_HOST.value}:{server.port}{also}", flush=True)
     stop.wait()
@@ -66,11 +67,15 @@ def main() -> int:
 def _policy(scratch: Path):
     """(experiment, weights, what to call them)."""
     if _RUN.value is None:
-        experiment = Experiment.open(resolve(_CONFIG.value), scratch)
+        config = _CONFIG.value
+        config.model.param_dtype = config.model.compute_dtype  # nothing is trained: no master weights
+        folder = config.model.tokenizer or config.model.path  # without, a tokenizer is trained on the problems' text
+        experiment = Experiment.open(resolve(config), scratch, train=False, held_out=not folder)
         with experiment.activate():
             return experiment, experiment.init_params(), experiment.config.model.path or "random weights"
     with run_folder.opened(_RUN.value) as folder:
-        experiment = Experiment.open(run_folder.read_config(folder.files), folder.files, train=False)
+        config = run_folder.read_config(folder.files)
+        experiment = Experiment.open(config, folder.files, train=False, held_out=False)
         with experiment.activate():
             step, params = experiment.restore_policy(folder.home, _STEP.value)
     return experiment, params, f"{_RUN.value}, step {step},"

@@ -36,8 +36,8 @@ class Task:
     notes: Sequence[str] = ()
 
     @classmethod
-    def from_config(cls, config: ConfigDict, *, train: bool = True) -> Task:
-        """The task that `task.name` names; without its training problems where nobody will train.
+    def from_config(cls, config: ConfigDict, *, train: bool = True, held_out: bool = True) -> Task:
+        """The task that `task.name` names; data sources of splits that nobody needs are not opened.
 
         Raises:
           ValueError: an unknown name, missing sources, bad rows in them, or a set without problems.
@@ -45,7 +45,7 @@ class Task:
         name = config.task.name
         if name not in NAMES:
             raise ValueError(f"unknown task.name {name!r}; known: {', '.join(NAMES)}")
-        return _arithmetic(config) if name == "arithmetic" else _files(config, train)
+        return _arithmetic(config) if name == "arithmetic" else _files(config, train, held_out)
 
     def encoded(self, tokenizer: data.Tokenizer, config: ConfigDict) -> tuple[Task, list[str]]:
         """The task without the problems whose prompts are too long, and its notes with a line on each split that lost
@@ -95,15 +95,15 @@ def _arithmetic(config: ConfigDict) -> Task:
     return Task(task.problems("train", t.generated), sets, task.texts(), task.examples, notes)
 
 
-def _files(config: ConfigDict, train: bool) -> Task:
+def _files(config: ConfigDict, train: bool, held_out: bool) -> Task:
     t = config.task
-    if (train and not t.train) or not t.held_out_sets:
+    if (train and not t.train) or (held_out and not t.held_out_sets):
         raise ValueError('task.name="files" needs task.train=SOURCE[,SOURCE] and task.held_out_sets=NAME=SOURCE[,...]')
     options: dict[str, Any] = {"bad_rows": t.bad_rows, "template": t.template}
     if t.generated:
         options["count"] = t.generated
     sets = {}
-    for entry in _listed(t.held_out_sets):
+    for entry in _listed(t.held_out_sets) if held_out else ():
         name, separator, source = entry.partition("=")
         if not separator:
             raise ValueError(f"task.held_out_sets: {entry!r} is not of the form NAME=SOURCE")
@@ -111,9 +111,9 @@ def _files(config: ConfigDict, train: bool) -> Task:
     problems, notes = [], []
     if train:
         problems, notes = _without(sets, data.load(_listed(t.train), seed=config.seed, **options)[0])
-    held_out, cuts = _cut(sets, config.evaluation.problems)
-    everything = [*problems, *(p for each in held_out.values() for p in each)]
-    return Task(problems, held_out, [f"{p.system}{p.prompt}{p.answer}" for p in everything], notes=[*notes, *cuts])
+    first, cuts = _cut(sets, config.evaluation.problems)
+    everything = [*problems, *(p for each in first.values() for p in each)]
+    return Task(problems, first, [f"{p.system}{p.prompt}{p.answer}" for p in everything], notes=[*notes, *cuts])
 
 
 def _without(

@@ -1,6 +1,10 @@
 """A run's policy leaves as a folder that loads back bit for bit."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import numpy as np
@@ -10,8 +14,11 @@ from configs import tiny
 from rpg_jax import methods, models, run_folder
 from rpg_jax.experiment import Experiment
 from rpg_jax.export import export
+from rpg_jax.tasks import Task
 from rpg_jax.training import state
 from rpg_jax.training.checkpoints import Checkpoints
+
+ROOT = str(Path(__file__).parents[1])
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +53,25 @@ def test_what_was_trained_is_what_loads(run, tmp_path):
 def test_half_the_bytes_on_request(run, tmp_path):
     export(run[0], tmp_path / "out", dtype="bfloat16")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+
+
+def test_no_data_is_not_asked_for(run, tmp_path, monkeypatch):
+    asked = []
+    from_config = Task.from_config
+    monkeypatch.setattr(Task, "from_config", lambda c, **splits: asked.append(splits) or from_config(c, **splits))
+    export(run[0], tmp_path / "out")
+    assert asked == [{"train": False, "held_out": False}]
+
+
+@pytest.mark.slow  # two processes
+@pytest.mark.parametrize("module", ["export", "evaluate"])
+def test_a_bucket_to_write_to_is_one_line_with_the_fix(run, module, tmp_path):
+    command = [sys.executable, "-m", f"rpg_jax.{module}", f"--run={run[0]}", "--out=gs://bucket/out"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | {"PYTHONPATH": ROOT})
+    assert done.returncode == 2 and not (tmp_path / "gs:").exists()
+    assert done.stderr == (
+        "error: 'gs://bucket/out' is no local folder: give one here, and copy it with gcloud storage cp -r\n"
+    )
 
 
 def test_a_missing_checkpoint_and_a_full_folder_are_refused(run, tmp_path):
