@@ -16,15 +16,22 @@ from rpg_jax import host_memory
 
 ROOT = Path(__file__).resolve().parent.parent
 _FIELD = re.compile(r"^    (?:c|\w+)\.(?P<name>\w+) = (?P<value>.*?)(?:  # (?P<meaning>.*))?$")
+_WRONG_FLAGS = (flags.Error, KeyError, AttributeError, OSError, TypeError, ValueError)  # what config_flags raises
 _CONTINUATION = re.compile(r"^    # (?P<meaning>.*)$")
 _SECTION = re.compile(r"^    \w+ = c\.(?P<name>\w+) = ConfigDict\(\)(?:  # (?P<meaning>.*))?$")
 
 
 def define_config(default: str | None = None) -> flags.FlagHolder[ConfigDict]:
-    """The --config flag of a command; where several commands are imported, the first one's."""
+    """The --config flag of a command; where several commands are imported, the first one's.
+
+    Overrides of a default are applied here already, so that a wrong one ends the command as in `run`.
+    """
     if "config" in flags.FLAGS:
         return flags.FlagHolder(flags.FLAGS, flags.FLAGS["config"])
-    return config_flags.DEFINE_config_file("config", default, "the experiment's file", lock_config=True)
+    try:
+        return config_flags.DEFINE_config_file("config", default, "the experiment's file", lock_config=True)
+    except _WRONG_FLAGS as error:
+        raise SystemExit(_fail(_explain(error, sys.argv))) from None
 
 
 def run(main: Callable[[], int | None], usage: str) -> None:
@@ -43,7 +50,7 @@ def run(main: Callable[[], int | None], usage: str) -> None:
             raise SystemExit(0)
         try:
             rest = flags.FLAGS(argv)
-        except (flags.Error, KeyError, AttributeError, OSError, TypeError, ValueError) as error:
+        except _WRONG_FLAGS as error:
             raise SystemExit(_fail(_explain(error, argv))) from None
         if rest[1:]:
             raise SystemExit(_fail(f"unexpected argument {rest[1]!r}; overrides look like --config.seed=1"))
@@ -115,6 +122,12 @@ def _explain(error: Exception, argv: list[str]) -> str:
             return f"no config field {match[1]!r}; did you mean {close[0]!r}? --help lists all of them"
     if isinstance(error, FileNotFoundError):
         return f"no config file {error.filename!r}; there are {', '.join(_configs())}"
+    flag, inside, trace = str(error).partition(": Error whilst parsing config file:")
+    if inside:
+        file, _, variant = flag.removeprefix("flag --config=").partition(":")
+        reason = trace.strip().splitlines()[-1].partition(": ")[2]
+        none = "get_config() takes 0 positional arguments" in reason
+        return f"{file}: " + (f"it has no variants, leave out ':{variant}'" if none else reason)
     return " ".join(str(error).split())
 
 
