@@ -37,6 +37,8 @@ _MAY_CHANGE = (
     "rollout.tensor",
     "rollout.expert",
     "rollout.devices",
+    "rollout.slots",
+    "train.microbatch_size",
     "model.remat",
 )
 _PACKAGES = (

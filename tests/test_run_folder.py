@@ -24,3 +24,17 @@ def test_a_folder_that_is_no_run_lists_those_that_are(tmp_path):
     (tmp_path / "a" / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=f"no config.json.*{tmp_path / 'a'}"):
         run_folder.read_config(tmp_path / "b")
+
+
+def test_a_run_goes_on_with_other_slots_and_micro_batches_but_not_with_another_loss(tmp_path):
+    config = tiny.get_config()
+    config.run.dir, config.run.name = str(tmp_path), "r"
+    config = resolve(config)
+    run_folder.open_run(config, run_folder.of(config))
+    before = run_folder.identity(config)
+    config.rollout.slots, config.train.microbatch_size = 8, 4
+    run_folder.open_run(config, run_folder.of(config))
+    assert run_folder.identity(config) == before
+    config.loss.kl_coef = 0.5
+    with pytest.raises(ValueError, match=r"another config: loss\.kl_coef was"):
+        run_folder.open_run(config, run_folder.of(config))

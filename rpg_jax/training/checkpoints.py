@@ -93,12 +93,9 @@ class Checkpoints:
             envelope = integrity.unsealed(ocp.JsonCheckpointHandler().restore(path / "record"))
             if envelope["format"] != FORMAT:
                 raise ValueError(f"it has format {envelope['format']}, this version reads {FORMAT}")
-        if self._identity is not None and envelope["identity"] != self._identity:
-            theirs = envelope["identity"] or {}
-            differing = sorted(
-                k for k in {*theirs, *self._identity} if theirs.get(k, ...) != self._identity.get(k, ...)
-            )
-            named = "; ".join(f"{k} {theirs.get(k)!r}, here {self._identity.get(k)!r}" for k in differing)
+        theirs, own = envelope["identity"] or {}, self._identity or {}
+        if differing := sorted(name for name, value in own.items() if theirs.get(name, ...) != value):
+            named = "; ".join(f"{name} {theirs.get(name)!r}, here {own[name]!r}" for name in differing)
             raise Refused(path, f"it is foreign, of a run with {named}")
         return dict(envelope["record"])
 

@@ -114,6 +114,13 @@ def test_a_checkpoint_of_another_run_is_refused_naming_the_fields(tmp_path, caps
     checkpoints.close()
 
 
+def test_a_field_that_no_longer_counts_does_not_make_a_checkpoint_foreign(tmp_path):
+    write(tmp_path / "c", {"seed": 0, "slots": 64})
+    checkpoints = Checkpoints(tmp_path / "c", keep=2, identity={"seed": 0})
+    assert checkpoints.record(3) == {"stream": {"at": 15}}
+    checkpoints.close()
+
+
 def test_where_none_can_be_trusted_the_run_stops_and_all_stay(tmp_path):
     write(tmp_path / "c", {"seed": 0}, width=3000)
     for step in ("2", "3"):
