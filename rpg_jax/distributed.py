@@ -20,35 +20,38 @@ from rpg_jax import run_folder
 from rpg_jax.parallel import hosts
 
 PORT = 8476  # jax's own default, 8482, is not opened by Google's automatic firewall rule (jax#35905)
+_GPUS = ("gpu", "cuda", "rocm")  # all of them are "gpu" to JAX once they are found
 _OF_ONE_HOST = "distributed.process_id"
 
 
 def join(config: ConfigDict) -> None:
-    """Joins the other processes of the run, if there are any; must come before anything that makes JAX find devices.
+    """Joins the other processes of the run, if there are any, and finds the devices; nothing may do so before.
 
     Raises:
-      ValueError: the settings contradict each other.
+      ValueError: the settings contradict each other, or there is no device of the kind that `run.platform` or
+        JAX_PLATFORMS asks for; the message names the process that holds a TPU.
     """
-    if config.run.platform:
-        jax.config.update("jax_platforms", config.run.platform)  # an error where it is missing, instead of the CPU
+    asked = config.run.platform
+    if asked:  # an error where it is missing, instead of the CPU
+        jax.config.update("jax_platforms", "cuda" if asked == "gpu" else asked)
     if (arguments := settings(config)) is not None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(**arguments)
+    try:
+        found = jax.default_backend()
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that there is one
+        raise ValueError(_no_device(error)) from error
+    if asked and found != ("gpu" if asked in _GPUS else asked):
+        raise ValueError(f"run.platform={asked!r}, but JAX found {found!r} on {socket.gethostname()}")
 
 
 def check(config: ConfigDict) -> None:
     """Compares this process with what the config asks for and with the others.
 
     Raises:
-      ValueError: the platform is not the one that `run.platform` or JAX_PLATFORMS asks for, there are too many devices
-        for what the config asks, or processes differ; the message names host and difference.
+      ValueError: there are too many devices for what the config asks, or processes differ; the message names host and
+        difference.
     """
-    try:
-        platform = jax.default_backend()
-    except RuntimeError as error:
-        raise ValueError(_no_device(error)) from error
-    if config.run.platform and platform != config.run.platform:
-        raise ValueError(f"run.platform={config.run.platform!r}, but JAX found {platform!r} on {socket.gethostname()}")
     ahead, devices = config.rollout.max_staleness, jax.device_count()
     if ahead and jax.process_count() == 1 and devices > 1 and not config.rollout.devices:
         raise ValueError(
@@ -122,10 +125,11 @@ def _number(value: int | None, variable: str) -> int | None:
     return value if value is not None else int(os.environ[variable]) if os.environ.get(variable) else None
 
 
-def _no_device(error: RuntimeError) -> str:
+def _no_device(error: Exception) -> str:
     holders = "; ".join(f"process {pid} ({command})" for pid, command in device_holders().items())
     held = f" It is held by {holders}: stop that, then start again." if holders else ""
-    return f"no accelerator on {socket.gethostname()}: {' '.join(str(error).split())}.{held}"
+    reason = " ".join(str(error).split()) or f"JAX finds nothing of {jax.config.jax_platforms!r}"
+    return f"no accelerator on {socket.gethostname()}: {reason}.{held}"
 
 
 def device_holders(proc: Path = Path("/proc")) -> dict[int, str]:

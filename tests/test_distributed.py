@@ -2,6 +2,7 @@
 
 import os
 
+import jax
 import pytest
 
 from configs import tiny
@@ -63,6 +64,34 @@ def test_sampling_ahead_on_several_devices_needs_some_that_only_sample(config):
         distributed.check(resolve(config))
     config.rollout.devices = 4
     distributed.check(resolve(config))
+
+
+@pytest.mark.parametrize("asked, given", [("gpu", "cuda"), ("cuda", "cuda"), ("rocm", "rocm")])
+def test_every_gpu_is_what_jax_calls_gpu(config, monkeypatch, asked, given):
+    updates = {}
+    monkeypatch.setattr(jax.config, "update", updates.__setitem__)
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    config.run.platform = asked
+    distributed.join(config)
+    assert updates == {"jax_platforms": given}
+
+
+def test_another_platform_than_the_one_asked_for_is_refused(config, monkeypatch):
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    config.run.platform = "gpu"
+    with pytest.raises(ValueError, match="run.platform='gpu', but JAX found 'cpu' on"):
+        distributed.join(config)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("Unable to initialize\nbackend 'tpu'"), AssertionError()])
+def test_a_device_that_does_not_answer_is_one_line_that_names_its_holder(config, monkeypatch, error):
+    def fail():
+        raise error
+
+    monkeypatch.setattr(jax, "default_backend", fail)
+    monkeypatch.setattr(distributed, "device_holders", lambda: {101: "python train.py"})
+    with pytest.raises(ValueError, match=r"^no accelerator on .+\. It is held by process 101 \(python train"):
+        distributed.join(config)
 
 
 def test_a_process_that_holds_the_device_is_named(tmp_path):
