@@ -21,7 +21,7 @@ def get_config() -> ConfigDict:
     run.name = optional(str)  # default: config file, method, seed, and a hash of other overrides; same name = resume
     run.overwrite = False  # start anew where a run of this name exists
     run.compilation_cache = "runs/compilation_cache"  # JAX_COMPILATION_CACHE_DIR takes precedence; "" switches it off
-    run.platform = optional(str)  # tpu, cuda or cpu: stop where there is none, never fall back; unset: what JAX finds
+    run.platform = optional(str)  # tpu, gpu or cpu: stop where there is none, never fall back; unset: what JAX finds
     run.stop_seconds = 25.0  # from SIGTERM or a preemption notice to the end of the process, at most
     run.preemption_url = "http://metadata.google.internal/computeMetadata/v1/instance/preempted"  # on TPUs; "": off
     run.stall_seconds = 3600.0  # without a heartbeat (a step, an evaluation), before all stacks are dumped and it ends

@@ -18,7 +18,7 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from rpg_jax import command_line, distributed, run_folder, storage
+from rpg_jax import command_line, distributed, models, run_folder, storage
 from rpg_jax.experiment import Experiment
 from rpg_jax.methods import resolve
 from rpg_jax.parallel import hosts
@@ -32,7 +32,7 @@ from rpg_jax.training.integrity import Refused
 from rpg_jax.training.logs import RunLog
 from rpg_jax.training.stopping import StopRequest, watch_preemption
 from rpg_jax.training.watchdog import Watchdog
-from rpg_jax.training.writers import TensorBoard, WandB, Writer
+from rpg_jax.training.writers import TensorBoard, WandB, Writer, needed
 from rpg_jax.warm_starts import warm_started
 
 _CONFIG = command_line.define_config("configs/tiny.py")
@@ -41,12 +41,34 @@ _CONFIG = command_line.define_config("configs/tiny.py")
 def main() -> int:
     """Names the run, resolves its config and trains."""
     config = _CONFIG.value
+    check(config)
     if config.run.name is None:
         holder = flags.FLAGS["config"]
         file, overrides = config_flags.get_config_filename(holder), config_flags.get_override_values(holder)
         config.run.name = run_folder.default_name(file, config, overrides)
     distributed.join(config)
     return train(resolve(config))
+
+
+def check(config: ConfigDict) -> None:
+    """Finds what would stop a run after minutes, before anything is computed.
+
+    Raises:
+      ValueError: a published model without its weights, or an optional package that is asked for and not installed.
+    """
+    m = config.model
+    if m.size and not m.path:
+        models.size(m.size)
+        name = next(name for name in models.SIZES if name.lower() == m.size.lower())
+        raise ValueError(
+            f"model.size={m.size!r} says only shapes, and training starts from weights: hf download Qwen/{name} "
+            f"--local-dir {m.size}, then --config.model.path={m.size}; or --config.model.path=Qwen/{name}, which "
+            "fetches them"
+        )
+    if config.log.tensorboard:
+        needed("tensorboardX", "log.tensorboard")
+    if config.log.wandb:
+        needed("wandb", "log.wandb")
 
 
 def train(config: ConfigDict) -> int:

@@ -111,6 +111,11 @@ def config_fits(job: Job) -> Iterator[str]:
             f"the config does not resolve: {done.stderr.strip().splitlines()[-1]}", "see --help of the trainer"
         )
     config = json.loads(done.stdout)
+    if config["model"]["size"] and not config["model"]["path"]:
+        raise LaunchError(
+            f"model.size={config['model']['size']} says only shapes, and training starts from weights",
+            "pass --config.model.path=OWNER/NAME, as on the Hugging Face hub, or gs://BUCKET/FOLDER",
+        )
     reach.all_is_there(config)
     yield f"mesh {mesh_covers_chips(config['mesh'], job.slice.chips * job.slices)}"
     yield batches_divide(config, job.slice.chips * job.slices)

@@ -21,7 +21,7 @@ class TensorBoard:
     """Event files in `folder`; what an earlier process wrote after step `after` is hidden."""
 
     def __init__(self, folder: Path, *, after: int):
-        self._writer = _needed("tensorboardX", "log.tensorboard").SummaryWriter(str(folder), purge_step=after + 1)
+        self._writer = needed("tensorboardX", "log.tensorboard").SummaryWriter(str(folder), purge_step=after + 1)
 
     def append(self, step: int, values: Mapping[str, Any]) -> None:
         for name, value in _numbers(values).items():
@@ -36,7 +36,7 @@ class WandB:
     """A run of Weights & Biases, continued under its name; `mode` is online, offline or disabled."""
 
     def __init__(self, folder: Path, *, name: str, project: str, mode: str, config: Mapping[str, Any]):
-        wandb = _needed("wandb", "log.wandb")
+        wandb = needed("wandb", "log.wandb")
         self._run = wandb.init(
             dir=str(folder), id=name, name=name, project=project, mode=mode, config=dict(config), resume="allow"
         )
@@ -54,7 +54,12 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
     return {k: float(v) for k, v in found.items() if isinstance(v, int | float) and math.isfinite(v)}
 
 
-def _needed(package: str, field: str) -> Any:
+def needed(package: str, field: str) -> Any:
+    """The module of an optional package.
+
+    Raises:
+      ValueError: it is not installed, with the config field that asks for it.
+    """
     try:
         return importlib.import_module(package)
     except ImportError as error:

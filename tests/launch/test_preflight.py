@@ -47,6 +47,7 @@ def test_mistakes_in_the_options(cloud, options, line):
     [
         ("--config=configs/none.py", "no config 'configs/none.py'; pass -- --config=configs/NAME.py"),
         ("--config.seed=1", "no --config"),
+        ("--config=configs/qwen3_4b_2k.py", "pass --config.model.path=OWNER/NAME, as on the Hugging Face hub, or gs:"),
         ("--config=configs/tiny.py --config.los.kl_coef=1", "the config does not resolve: "),
         (
             "--config=configs/tiny.py --config.mesh.fsdp=3",

@@ -1,0 +1,43 @@
+"""What would stop a run after minutes stops it at once, in one line with the fix."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from configs import qwen3_4b_2k, tiny
+from rpg_jax import train
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_a_published_model_without_its_weights_is_refused_and_not_drawn_at_random():
+    config = qwen3_4b_2k.get_config()
+    fix = "hf download Qwen/Qwen3-4B --local-dir qwen3-4b, then --config.model.path=qwen3-4b; or "
+    with pytest.raises(ValueError, match=f"model.size='qwen3-4b' says only shapes, .*{fix}"):
+        train.check(config)
+    config.model.path = "qwen3-4b"
+    train.check(config)
+    train.check(qwen3_4b_2k.get_config("tiny"))
+
+
+@pytest.mark.parametrize("field, package", [("wandb", "wandb"), ("tensorboard", "tensorboardX")])
+def test_a_writer_that_is_not_installed_is_named(monkeypatch, field, package):
+    config = tiny.get_config()
+    config.log.wandb, config.log.tensorboard = "project" if field == "wandb" else None, field == "tensorboard"
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ValueError, match=f"log.{field} needs the package {package}: pip install {package}"):
+        train.check(config)
+
+
+@pytest.mark.slow  # a process that starts JAX
+@pytest.mark.parametrize("platforms, override", [("cuda", []), ("", ["--config.run.platform=gpu"])])
+def test_an_accelerator_that_is_not_there_is_one_line(tmp_path, platforms, override):
+    command = [sys.executable, "-m", "rpg_jax.train", f"--config.run.dir={tmp_path}", *override]
+    env = os.environ | {"JAX_PLATFORMS": platforms, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 2 and not any(tmp_path.iterdir())
+    last = done.stderr.splitlines()[-1]  # CUDA itself may have said more
+    assert last.startswith("error: no accelerator on ") and "cuda" in last and "Traceback" not in done.stderr
