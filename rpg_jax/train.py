@@ -61,9 +61,9 @@ def check(config: ConfigDict) -> None:
         models.size(m.size)
         name = next(name for name in models.SIZES if name.lower() == m.size.lower())
         raise ValueError(
-            f"model.size={m.size!r} says only shapes, and training starts from weights: hf download Qwen/{name} "
-            f"--local-dir {m.size}, then --config.model.path={m.size}; or --config.model.path=Qwen/{name}, which "
-            "fetches them"
+            f"model.size={m.size!r} says only shapes, and training starts from weights (which, say the config's first "
+            f"lines): hf download Qwen/{name} --local-dir {m.size}, then --config.model.path={m.size}, or at once "
+            f"--config.model.path=Qwen/{name}"
         )
     if config.log.tensorboard:
         needed("tensorboardX", "log.tensorboard")

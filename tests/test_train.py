@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 def test_a_published_model_without_its_weights_is_refused_and_not_drawn_at_random():
     config = qwen3_4b_2k.get_config()
-    fix = "hf download Qwen/Qwen3-4B --local-dir qwen3-4b, then --config.model.path=qwen3-4b; or "
+    fix = "hf download Qwen/Qwen3-4B --local-dir qwen3-4b, then --config.model.path=qwen3-4b, or "
     with pytest.raises(ValueError, match=f"model.size='qwen3-4b' says only shapes, .*{fix}"):
         train.check(config)
     config.model.path = "qwen3-4b"
