@@ -81,7 +81,8 @@ class Experiment(Layout):
         step = kept[-1] if step is None else step
         optimizer, critic = self.make_optimizer(), self.make_critic()
         like = state_lib.abstract(self.state_shapes(optimizer, critic), self.state_sharding(optimizer, critic))
-        restored = integrity.restored(directory / str(step) / "state", like)
+        needed = state_lib.for_evaluation(like, optimizer)  # the optimizer's moments are twice the weights
+        restored = integrity.restored(directory / str(step) / "state", needed)
         return step, optimizer.evaluation_params(restored.opt_state, restored.params)
 
     def sampling(self, temperature: float) -> Sampling:

@@ -18,6 +18,7 @@ from rpg_jax.parallel import checksums, hosts
 
 Tree = Any
 T = TypeVar("T")
+LEFT_OUT = ocp.PLACEHOLDER  # as a leaf of `like`: it stays on disk
 
 
 class Refused(ValueError):
@@ -36,13 +37,13 @@ def signed(tree: Tree) -> dict[str, Tree]:
 def signed_like(like: Tree) -> dict[str, Tree]:
     """The `ShapeDtypeStruct`s of what `signed` returns for a tree of `like`."""
     leaves = jax.tree.leaves(like)
-    where = leaves[0].sharding
+    where = next(leaf for leaf in leaves if leaf is not LEFT_OUT).sharding
     everywhere = NamedSharding(where.mesh, PartitionSpec()) if isinstance(where, NamedSharding) else where
     return {"tree": like, "checksums": jax.ShapeDtypeStruct((len(leaves), 2), jnp.uint32, sharding=everywhere)}
 
 
 def restored(path: Any, like: Tree) -> Tree:
-    """What was saved as `signed(tree)` at `path`, laid out as `like`. Collective.
+    """What was saved as `signed(tree)` at `path`, laid out as `like`, whose leaves may be `LEFT_OUT`. Collective.
 
     Orbax's handler is called directly: its checkpointers end in a barrier, at which the hosts that read their shards
     would wait for the one that could not.
@@ -53,7 +54,9 @@ def restored(path: Any, like: Tree) -> Tree:
 
     def read() -> Any:
         with named(path):
-            return ocp.StandardCheckpointHandler().restore(path, args=ocp.args.StandardRestore(signed_like(like)))
+            wanted = signed_like(like)
+            how = ocp.checkpoint_utils.construct_restore_args(wanted)
+            return ocp.PyTreeCheckpointHandler().restore(path, args=ocp.args.PyTreeRestore(wanted, how))
 
     arrays = by_all(read)
     with named(path):
@@ -61,15 +64,17 @@ def restored(path: Any, like: Tree) -> Tree:
 
 
 def verified(restored: Mapping[str, Tree]) -> Tree:
-    """The tree of what `signed` returned.
+    """The tree of what `signed` returned; leaves that were left out are not looked at.
 
     Raises:
       ValueError: leaves differ from what was written; the message names them.
     """
     tree = restored["tree"]
-    expected, found = jax.device_get((restored["checksums"], checksums.of_leaves(tree)))
-    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
-    wrong = [name for name, differs in zip(names, np.any(expected != found, axis=1), strict=True) if differs]
+    read = np.array([leaf is not LEFT_OUT for leaf in jax.tree.leaves(tree)])
+    present = jax.tree.map(lambda leaf: None if leaf is LEFT_OUT else leaf, tree)
+    expected, found = jax.device_get((restored["checksums"], checksums.of_leaves(present)))
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(present)]
+    wrong = [name for name, differs in zip(names, np.any(expected[read] != found, axis=1), strict=True) if differs]
     if wrong:
         more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise ValueError(f"{', '.join(wrong[:3])}{more} came back with other bits than were written")

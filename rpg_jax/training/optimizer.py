@@ -16,12 +16,14 @@ class Optimizer(NamedTuple):
 
     `update` treats every element by itself (`training.layerwise` runs it layer by layer), so the clip is the caller's.
     `evaluation_params(opt_state, params)` is the identity for AdamW. Schedule-Free takes gradients at the
-    interpolation y, which is what training, its rollouts included, runs on, and is evaluated at the average x.
+    interpolation y, which is what training, its rollouts included, runs on, and is evaluated at the average x. Of the
+    optimizer's state it reads the fields `evaluation_slots` only.
     """
 
     init: Callable[[Any], Any]
     update: Callable[..., tuple[Any, Any]]
     evaluation_params: Callable[[Any, Any], Any]
+    evaluation_slots: tuple[str, ...]
     max_grad_norm: float
 
 
@@ -57,10 +59,12 @@ def build(
         first = learning_rate / max(warmup_updates, 1)
         schedule = optax.linear_schedule(first, learning_rate, max(warmup_updates - 1, 0))
         adamw = optax.adamw(schedule if warmup_updates > 1 else learning_rate, **adam)
-        return Optimizer(adamw.init, adamw.update, lambda opt_state, params: params, max_grad_norm)
+        return Optimizer(adamw.init, adamw.update, lambda opt_state, params: params, (), max_grad_norm)
+    slots = ("b1", "z")
     free = optax.contrib.schedule_free_adamw(learning_rate, warmup_steps=warmup_updates or None, **adam)
 
     def average(opt_state, params):
-        return optax.contrib.schedule_free_eval_params(jax.device_put(opt_state, jax.memory.Space.Device), params)
+        moved = jax.device_put({name: getattr(opt_state, name) for name in slots}, jax.memory.Space.Device)
+        return optax.contrib.schedule_free_eval_params(opt_state._replace(**moved), params)
 
-    return Optimizer(free.init, free.update, average, max_grad_norm)
+    return Optimizer(free.init, free.update, average, slots, max_grad_norm)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from rpg_jax.training.critic import Critic, CriticState
+from rpg_jax.training.integrity import LEFT_OUT
 from rpg_jax.training.optimizer import Optimizer
 
 
@@ -50,6 +51,16 @@ def in_device_memory(tree: Any) -> Any:
 def abstract(tree: Any, shardings: Any) -> Any:
     """Shapes, dtypes and shardings of `tree`, which is what a checkpoint is restored into."""
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, shardings)
+
+
+def for_evaluation(like: TrainState, optimizer: Optimizer) -> TrainState:
+    """What is restored of an `abstract` state where nothing is trained: the leaves of `evaluation_params`."""
+
+    def slot(path: tuple[Any, ...], leaf: Any) -> Any:
+        return leaf if jax.tree_util.keystr(path[:1], simple=True) in optimizer.evaluation_slots else LEFT_OUT
+
+    slots = jax.tree_util.tree_map_with_path(slot, like.opt_state)
+    return like.replace(opt_state=slots, critic=jax.tree.map(lambda _: LEFT_OUT, like.critic))  # type: ignore[attr-defined]
 
 
 def create(params: Any, optimizer: Optimizer, where: TrainState, critic: Critic | None = None) -> TrainState:

@@ -31,12 +31,12 @@ for step in (1, 2):
     saved.save(step, state, {"at": step})
 saved.wait()
 
-original = ocp.StandardCheckpointHandler.restore
+original = ocp.PyTreeCheckpointHandler.restore
 def restore(self, path, *args, **keywords):
     if rank == 1 and "/2/" in str(path):
         raise OSError("this host's part is gone")
     return original(self, path, *args, **keywords)
-ocp.StandardCheckpointHandler.restore = restore
+ocp.PyTreeCheckpointHandler.restore = restore
 
 step, restored, record = saved.restore_last(like)
 assert record == {"at": step}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rpg_jax.training import integrity
+from rpg_jax.training import integrity, optimizer, state
 from rpg_jax.training.checkpoints import Checkpoints, bit_checksum, committed_steps
 from rpg_jax.training.integrity import Refused
 from rpg_jax.training.snapshots import Snapshots
@@ -204,6 +204,30 @@ def test_a_checkpoint_of_another_model_is_refused_by_name(tmp_path):
     write(tmp_path / "c", None)
     with pytest.raises(Refused, match=r"c/3/state: .*shape"):
         integrity.restored(tmp_path / "c" / "3" / "state", like(tree(0, width=5)))
+
+
+@pytest.mark.parametrize("name", optimizer.NAMES)
+def test_of_a_state_only_what_evaluation_needs_is_read(tmp_path, name):
+    rates = dict(learning_rate=1e-2, warmup_updates=0, b1=0.9, b2=0.95, eps=1e-8, weight_decay=0.0, max_grad_norm=1.0)
+    chosen = optimizer.build(name, **rates)
+    params = {"w": jnp.arange(6.0).reshape(2, 3)}
+    updates, slots = chosen.update(params, chosen.init(params), params)
+    trained = state.TrainState(jax.tree.map(jnp.add, params, updates), slots, jnp.int32(1), jnp.int32(0))
+    checkpoints = Checkpoints(tmp_path / "c", keep=1)
+    checkpoints.save(3, trained, {})
+    checkpoints.close()
+    restored = integrity.restored(tmp_path / "c" / "3" / "state", state.for_evaluation(like(trained), chosen))
+    arrays = [x for x in jax.tree.leaves(restored.opt_state) if x is not integrity.LEFT_OUT]
+    assert len(arrays) == len(chosen.evaluation_slots) < len(jax.tree.leaves(slots))
+    wanted = chosen.evaluation_params(slots, trained.params)
+    assert bit_checksum(chosen.evaluation_params(restored.opt_state, restored.params)) == bit_checksum(wanted)
+
+
+def test_a_leaf_that_is_read_is_checked_whatever_is_left_out():
+    signed = integrity.signed({"a": jnp.ones(3), "b": jnp.ones(3)})
+    assert integrity.verified(signed | {"tree": {"a": integrity.LEFT_OUT, "b": jnp.ones(3)}})["a"] is integrity.LEFT_OUT
+    with pytest.raises(ValueError, match=r"^\['b'\] came back with other bits"):
+        integrity.verified(signed | {"tree": {"a": integrity.LEFT_OUT, "b": jnp.zeros(3)}})
 
 
 def test_snapshots_are_replaced_atomically_and_outlive_donation(tmp_path):
