@@ -28,6 +28,23 @@ def test_the_command_serves_text_and_drains_on_sigterm():
             process.kill()
 
 
+HELD = """
+import pathlib, sys, tempfile
+import jax
+from absl import flags
+from rpg_jax import serve
+flags.FLAGS(sys.argv)
+print({leaf.dtype.name for leaf in jax.tree.leaves(serve._policy(pathlib.Path(tempfile.mkdtemp()))[1])})
+"""
+
+
+@pytest.mark.slow  # a process that starts JAX
+def test_a_folders_weights_are_held_in_the_dtype_that_decodes():
+    config = ["--config=configs/tiny.py", "--config.model.compute_dtype=bfloat16"]
+    done = subprocess.run([sys.executable, "-c", HELD, *config], capture_output=True, text=True)
+    assert done.stdout == "{'bfloat16'}\n", done.stderr
+
+
 def test_no_policy_named_is_one_line_with_the_fix():
     done = subprocess.run([sys.executable, "-m", "rpg_jax.serve"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2

@@ -19,6 +19,7 @@ from rpg_jax.parallel import checksums, hosts
 Tree = Any
 T = TypeVar("T")
 LEFT_OUT = ocp.PLACEHOLDER  # as a leaf of `like`: it stays on disk
+_RESTORE_GB = 96  # on their way through the memory of a host at once
 
 
 class Refused(ValueError):
@@ -56,7 +57,8 @@ def restored(path: Any, like: Tree) -> Tree:
         with named(path):
             wanted = signed_like(like)
             how = ocp.checkpoint_utils.construct_restore_args(wanted)
-            return ocp.PyTreeCheckpointHandler().restore(path, args=ocp.args.PyTreeRestore(wanted, how))
+            handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_RESTORE_GB)
+            return handler.restore(path, args=ocp.args.PyTreeRestore(wanted, how))
 
     arrays = by_all(read)
     with named(path):
