@@ -95,3 +95,11 @@ def test_numbers_of_any_size_are_a_task():
     task = Task.from_config(config)
     assert len(task.train) == 500 and {len(p) for p in task.held_out.values()} == {256}
     assert [note.partition(":")[0] for note in task.notes] == ["held out", "carry"]
+
+
+def test_sources_of_splits_that_nobody_needs_are_not_opened():
+    config = files(train="/none/train.jsonl", held_out_sets="A=/none/test.jsonl")
+    task = Task.from_config(config, train=False, held_out=False)
+    assert (task.train, task.held_out) == ([], {})
+    with pytest.raises(ValueError, match="/none/test.jsonl"):
+        Task.from_config(config, train=False)
