@@ -18,6 +18,14 @@ from rpg_jax.reproduction.tables import Cell, Table
 
 PAPER = Path(__file__).with_name("paper_tables.json")
 COLOURS = ("#2a6db0", "#d1495b", "#2e8b57", "#e09f3e", "#7b4ea3", "#4a4a4a")
+# Of training, by title: metric and scale.
+DYNAMICS = {
+    "Training accuracy, %": ("accuracy", 100),
+    "Entropy, nats per token": ("entropy", 1),
+    "KL to the reference, millinats per token": ("kl_k3", 1000),
+    "Completion length, tokens": ("completion_length", 1),
+    "Clipped tokens, %": ("clip_fraction", 100),
+}
 SHOWN = 6  # rows in the figures with lines: more are not told apart
 
 Scores = dict[str, dict[int, CellScores]]  # {row: {seed: scores}}
@@ -47,14 +55,7 @@ def draw_scores(table: Table, scores: Scores) -> bytes:
 def draw_dynamics(scores: Scores, cells: Sequence[Cell], out: Path) -> bytes:
     """PNG: accuracy, held-out accuracy, entropy, KL, length, clipped share by step; mean and range over seeds."""
     rows = told_apart(list(scores))
-    panels = {
-        "Held-out accuracy, %": (f"eval/{held_out_sets(scores)[0]}/mean_at_k", 100),
-        "Training accuracy, %": ("accuracy", 100),
-        "Entropy, nats per token": ("entropy", 1),
-        "KL to the reference, millinats per token": ("kl_k3", 1000),
-        "Completion length, tokens": ("completion_length", 1),
-        "Clipped tokens, %": ("clip_fraction", 100),
-    }
+    panels = {"Held-out accuracy, %": (f"eval/{held_out_sets(scores)[0]}/mean_at_k", 100), **DYNAMICS}
     figure, canvas = _figure(13, 6.4)
     for ax, (title, (key, scale)) in zip(figure.subplots(2, 3).flat, panels.items(), strict=True):
         for colour, row in zip(COLOURS, rows, strict=False):

@@ -10,7 +10,15 @@ from pathlib import Path
 from rpg_jax.report.progress import duration
 from rpg_jax.report.runs import read_config, read_metrics, read_versions, series, write_atomically
 from rpg_jax.report.seeds import QUANTITIES, Mean, cell_scores, mean, paired_difference, ranks
-from rpg_jax.reproduction.figures import PAPER, Scores, draw_dynamics, draw_pass_at_k, draw_scores, held_out_sets
+from rpg_jax.reproduction.figures import (
+    DYNAMICS,
+    PAPER,
+    Scores,
+    draw_dynamics,
+    draw_pass_at_k,
+    draw_scores,
+    held_out_sets,
+)
 from rpg_jax.reproduction.tables import Cell, Table
 
 HEADS = {"last": "Last", "best": "Best", "pass": "pass@k"}
@@ -51,6 +59,7 @@ def write_page(
     )
     page = folder / f"{name}.md"
     parts = [*_origin(table, cells, out, command, hardware), *_tables(table, scores)]
+    parts += ["", "## While training", "", *training_table(table.baseline, cells, out)]
     for caption, file, image in figures:
         if image is not None:
             write_atomically(folder / file, image)
@@ -145,9 +154,41 @@ def difference_table(scores: Scores, baseline: str) -> Iterator[str]:
         cells = []
         for s in sets:
             d = paired_difference(by_seed, scores[baseline], s, "last")
-            text = f"{100 * d.value:+.1f}{_half(d)}"
-            cells.append(f"*{text}*" if abs(d.value) > d.half else text)
+            cells.append(_starred(Mean(100 * d.value, 100 * d.half, d.seeds)))
         yield f"| {row} | " + " | ".join(cells) + " |"
+
+
+def training_table(baseline: str, cells: Sequence[Cell], out: Path) -> Iterator[str]:
+    """Markdown rows: metrics of the last third of the steps, and accuracy minus the baseline's, seed by seed.
+
+    Training accuracy has far less noise than that on held-out problems, being of many more completions.
+    """
+    yield "Means over the last third of the steps, ± as above; the difference in accuracy is paired by seed, in points."
+    yield ""
+    yield "| | " + " | ".join([*DYNAMICS, f"accuracy − {baseline}'s"]) + " |"
+    yield "|---|" + "--:|" * (len(DYNAMICS) + 1)
+    late = {c: {key: _late(out / "runs" / c.name, key) for key, _ in DYNAMICS.values()} for c in cells}
+    accuracies = {(c.row, c.seed): values["accuracy"] for c, values in late.items()}
+    for row in dict.fromkeys(c.row for c in cells):
+        of_row = [values for c, values in late.items() if c.row == row]
+        texts = []
+        for key, scale in DYNAMICS.values():
+            numbers = [scale * values[key] for values in of_row if not math.isnan(values[key])]
+            texts.append(_significant(mean(numbers)) if numbers else "–")
+        pairs = [
+            (100 * accuracies[row, c.seed], 100 * accuracies.get((baseline, c.seed), math.nan))
+            for c in cells
+            if c.row == row
+        ]
+        differences = [mine - theirs for mine, theirs in pairs if not math.isnan(mine - theirs)]
+        texts.append(_starred(mean(differences)) if differences and row != baseline else "–")
+        yield f"| {row} | " + " | ".join(texts) + " |"
+
+
+def _late(run: Path, metric: str) -> float:
+    """The mean of a metric over the last third of a run's steps; nan where it has none."""
+    _, values = series(read_metrics(run), metric)
+    return sum(values[-(len(values) // 3 or 1) :]) / (len(values) // 3 or 1) if values else math.nan
 
 
 def paper_table(table: str) -> Iterator[str]:
@@ -175,3 +216,13 @@ def _marked(m: Mean, rank: int) -> str:
 
 def _half(m: Mean) -> str:
     return "" if math.isnan(m.half) else f" ± {100 * m.half:.1f}"
+
+
+def _starred(points: Mean) -> str:
+    """A difference in points, in italics where its interval leaves out 0."""
+    text = f"{points.value:+.1f}" + ("" if math.isnan(points.half) else f" ± {points.half:.1f}")
+    return f"*{text}*" if abs(points.value) > points.half else text
+
+
+def _significant(m: Mean) -> str:
+    return f"{m.value:.3g}" + ("" if math.isnan(m.half) else f" ± {m.half:.2g}")

@@ -121,7 +121,7 @@ def leave_a_run(folder: Path, accuracy: float, steps: int = 3) -> None:
         for step in range(steps + 1):
             scores = {"mean_at_k": accuracy + 0.01 * (step == 1), "pass_at_k": 1.0, "pass@1": accuracy, "pass@2": 1.0}
             evals = {f"eval/{name}/{key}": value for name in SETS for key, value in scores.items()}
-            file.write(json.dumps({"step": step, "entropy": 0.1, "seconds": 1.0, "accuracy": 0.5, **evals}) + "\n")
+            file.write(json.dumps({"step": step, "entropy": 0.1, "seconds": 1.0, "accuracy": accuracy, **evals}) + "\n")
     (folder / "summary.md").write_text("done")
 
 
@@ -137,6 +137,7 @@ def test_the_page_marks_best_and_second_and_flags_the_impossible(tmp_path):
     assert all(
         (page.parent / f"small{suffix}").stat().st_size > 1000 for suffix in (".png", "-pass.png", "-dynamics.png")
     )
+    assert "| RPG-URKL | 75 ± 64 | 0.1 ± 0 | – | – | – | *+20.0 ± 0.0* |" in text
     assert "8 runs of 3 steps · k = 2 · commit unknown · unknown device" in text
     assert text.count("![") == 3 and "table8_qwen2p5_7b_instruct" in text
     assert "52.61 (!)" in "\n".join(table_page.paper_table("table3_qwen3_4b_8k"))
