@@ -165,7 +165,7 @@ def training_table(baseline: str, cells: Sequence[Cell], out: Path) -> Iterator[
     """
     yield "Means over the last third of the steps, ± as above; the difference in accuracy is paired by seed, in points."
     yield ""
-    yield "| | " + " | ".join([*DYNAMICS, f"accuracy − {baseline}'s"]) + " |"
+    yield "| | " + " | ".join([*DYNAMICS, f"accuracy minus that of {baseline}"]) + " |"
     yield "|---|" + "--:|" * (len(DYNAMICS) + 1)
     late = {c: {key: _late(out / "runs" / c.name, key) for key, _ in DYNAMICS.values()} for c in cells}
     accuracies = {(c.row, c.seed): values["accuracy"] for c, values in late.items()}
@@ -225,4 +225,8 @@ def _starred(points: Mean) -> str:
 
 
 def _significant(m: Mean) -> str:
-    return f"{m.value:.3g}" + ("" if math.isnan(m.half) else f" ± {m.half:.2g}")
+    """With as many decimals as give the interval two digits."""
+    if not m.half > 0:
+        return f"{m.value:.3g}"
+    decimals = max(0, 1 - math.floor(math.log10(m.half)))
+    return f"{m.value:.{decimals}f} ± {m.half:.{decimals}f}"
