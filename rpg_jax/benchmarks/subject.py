@@ -154,6 +154,7 @@ def _fields(preset: str) -> Mapping[str, Any]:
         "model.remat": "dots",
         "task.max_prompt_tokens": work.prompt_tokens,
         "rollout.max_tokens": work.new_tokens,
+        "rewards.overlong_shaping": False,
         "rollout.prompts_per_step": work.prompts,
         "rollout.group_size": work.group_size,
         "train.updates_per_step": 1,
