@@ -168,19 +168,18 @@ def training_table(baseline: str, cells: Sequence[Cell], out: Path) -> Iterator[
     yield "| | " + " | ".join([*DYNAMICS, f"accuracy minus that of {baseline}"]) + " |"
     yield "|---|" + "--:|" * (len(DYNAMICS) + 1)
     late = {c: {key: _late(out / "runs" / c.name, key) for key, _ in DYNAMICS.values()} for c in cells}
-    accuracies = {(c.row, c.seed): values["accuracy"] for c, values in late.items()}
-    for row in dict.fromkeys(c.row for c in cells):
-        of_row = [values for c, values in late.items() if c.row == row]
+    late = {c: values for c, values in late.items() if not math.isnan(values["accuracy"])}
+
+    def accuracies(row: str) -> dict[int, float]:
+        return {c.seed: 100 * values["accuracy"] for c, values in late.items() if c.row == row}
+
+    for row in dict.fromkeys(c.row for c in late):
         texts = []
         for key, scale in DYNAMICS.values():
-            numbers = [scale * values[key] for values in of_row if not math.isnan(values[key])]
-            texts.append(_significant(mean(numbers)) if numbers else "–")
-        pairs = [
-            (100 * accuracies[row, c.seed], 100 * accuracies.get((baseline, c.seed), math.nan))
-            for c in cells
-            if c.row == row
-        ]
-        differences = [mine - theirs for mine, theirs in pairs if not math.isnan(mine - theirs)]
+            numbers = [scale * values[key] for c, values in late.items() if c.row == row]
+            texts.append("–" if math.isnan(sum(numbers)) else _significant(mean(numbers)))
+        mine, theirs = accuracies(row), accuracies(baseline)
+        differences = [mine[seed] - theirs[seed] for seed in sorted(mine.keys() & theirs.keys())]
         texts.append(_starred(mean(differences)) if differences and row != baseline else "–")
         yield f"| {row} | " + " | ".join(texts) + " |"
 
