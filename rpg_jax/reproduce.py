@@ -78,9 +78,9 @@ def runs(arguments: argparse.Namespace, extra: Sequence[str], command: str) -> t
     if arguments.quick:
         rows = rows or [table.baseline, *[r for r in reversed(table.rows) if r != table.baseline][: QUICK_ROWS - 1]]
         extra = [f"--config.train.steps={QUICK_STEPS}", *extra]
-    jobs = _jobs(arguments.jobs, _platform())
     seeds = arguments.seeds or (QUICK_SEEDS if arguments.quick else SEEDS)
     cells = table.cells(range(seeds), rows)
+    jobs = _jobs(arguments.jobs, _platform())
     out = arguments.out / "quick" if arguments.quick else arguments.out
     with _progress() as progress:
         bar = progress.add_task(f"0/{len(cells)} runs", total=None)

@@ -177,6 +177,7 @@ def test_devices_that_only_sample_are_planned_apart():
         plan.plan(resolve(config), V5E)
 
 
+@pytest.mark.slow
 def test_a_wrong_topology_ends_in_one_line():
     command = [sys.executable, "-m", "rpg_jax.plan", "--config=configs/tiny.py", "--topology=v9:2x2"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

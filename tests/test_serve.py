@@ -45,6 +45,7 @@ def test_a_folders_weights_are_held_in_the_dtype_that_decodes():
     assert done.stdout == "{'bfloat16'}\n", done.stderr
 
 
+@pytest.mark.slow
 def test_no_policy_named_is_one_line_with_the_fix():
     done = subprocess.run([sys.executable, "-m", "rpg_jax.serve"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2

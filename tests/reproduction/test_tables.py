@@ -32,6 +32,7 @@ def test_every_table_has_its_baseline_and_distinct_runs(name):
     assert len(set(map(tuple, table.rows.values()))) == len(table.rows)
 
 
+@pytest.mark.slow
 def test_runs_have_one_name_in_all_tables_exactly_if_they_are_the_same():
     names, configs = defaultdict(set), defaultdict(set)
     for table in TABLES.values():
@@ -78,6 +79,7 @@ def test_runs_share_cores_and_a_gpus_memory_and_take_turns_on_a_tpu(monkeypatch)
         reproduce._jobs(0, "cpu")
 
 
+@pytest.mark.slow
 def test_a_backend_that_does_not_start_is_an_error_of_one_line(monkeypatch, capsys, tmp_path):
     monkeypatch.setenv("JAX_PLATFORMS", "abacus")
     assert reproduce.main(["--table=small", f"--out={tmp_path}"]) == 2

@@ -65,8 +65,8 @@ def test_an_offloaded_reference_waits_in_host_memory(tmp_path, monkeypatch):
     np.testing.assert_array_equal(again["w"], first["w"])
 
 
-@pytest.mark.parametrize("every", [1, 2, 3, 4, 5, 8])
-@pytest.mark.parametrize("per_step", [1, 2, 4, 6])
+@pytest.mark.parametrize("every", [1, 3, 4])
+@pytest.mark.parametrize("per_step", [1, 4, 6])
 def test_every_rule_has_the_weights_after_the_last_kth_update_and_writes_those_it_reads(tmp_path, every, per_step):
     reference, read = make(tmp_path, "every", every=every), set()
     for step in range(1, 6):
