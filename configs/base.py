@@ -104,12 +104,11 @@ def get_config() -> ConfigDict:
     rollout.overprovision = 0.0  # share of groups begun beyond those needed, of which the last to finish are cancelled:
     # no wait for the longest completions, at the price of a bias towards prompts with short ones
     rollout.max_staleness = 0  # steps that sampling may be ahead, on one device or on rollout.devices; 0: by turns
-    # (what is sampled ahead has the sampler's log-probs as pi_old, so max_sampler_gap guards the first step only)
     rollout.swap = "between"  # ahead: when new weights sample; between batches (reproducible), or midway in completions
     rollout.int8 = False  # decode with matrices of 8 bits; widen max_sampler_gap, set truncated_importance_sampling
     rollout.int8_kv = False  # keep keys and values in 8 bits while decoding; the same advice
     rollout.max_sampler_gap = 1e-2  # mean |log pi_s - log pi_old| in nats above which the run stops; measured on
-    # completions of the trainer's present weights: ahead, of the first step, with swap=midway none
+    # completions of the trainer's present weights: with max_staleness those of the first step, with swap=midway none
 
     dynamic = c.dynamic_sampling = ConfigDict()
     dynamic.enabled = from_method(bool)  # keep only groups whose raw accuracy is neither 0 nor 1

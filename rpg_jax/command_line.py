@@ -16,9 +16,9 @@ from rpg_jax import host_memory
 
 ROOT = Path(__file__).resolve().parent.parent
 _FIELD = re.compile(r"^    (?:c|\w+)\.(?P<name>\w+) = (?P<value>.*?)(?:  # (?P<meaning>.*))?$")
-_WRONG_FLAGS = (flags.Error, KeyError, AttributeError, OSError, TypeError, ValueError)  # what config_flags raises
 _CONTINUATION = re.compile(r"^    # (?P<meaning>.*)$")
 _SECTION = re.compile(r"^    \w+ = c\.(?P<name>\w+) = ConfigDict\(\)(?:  # (?P<meaning>.*))?$")
+_WRONG_FLAGS = (flags.Error, KeyError, AttributeError, OSError, TypeError, ValueError)  # what config_flags raises
 
 
 def define_config(default: str | None = None) -> flags.FlagHolder[ConfigDict]:

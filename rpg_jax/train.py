@@ -146,13 +146,13 @@ class Run:
                     raise ValueError(fault)
                 stopped = self.stop.agreed()
                 evaluates, saves = (self._is_due(every) for every in (c.evaluation.every, c.checkpoint.every))
-                if saves or stopped:  # before an evaluation, which may take longer than there is time
-                    self.save(owed=values if evaluates else None)
                 if not evaluates:
                     self.log.append(trainer.step, values)
-                elif stopped:
+                if saves or stopped:  # after the line of the step, or before an evaluation, which may take too long
+                    self.save(owed=values if evaluates else None)
+                if evaluates and stopped:
                     self.owed = values
-                else:
+                elif evaluates:
                     values = self._evaluated(values, stall)
                     stopped = self.stop.agreed()
                     if stopped and not saves:

@@ -2,7 +2,8 @@
 
   python -m tests.end_to_end.killed POINT CALL DELAY SIGNAL [flags of train]
 
-The signal arrives DELAY seconds after the CALL-th entry of POINT.
+The signal arrives DELAY seconds after the CALL-th entry of POINT; for the POINT "saved", right after the CALL-th
+checkpoint is complete, before anything else is done.
 """
 
 import functools
@@ -41,7 +42,23 @@ def arm(point, call, delay, number):
     setattr(owner, name, entered)
 
 
+def arm_saved(call, number):
+    original, left = train.Run.save, [call]
+
+    def save(run, **keywords):
+        original(run, **keywords)
+        left[0] -= 1
+        if left[0] == 0:
+            run.checkpoints.wait()
+            os.kill(os.getpid(), number)
+
+    train.Run.save = save
+
+
 if __name__ == "__main__":
-    arm(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]))
+    if sys.argv[1] == "saved":
+        arm_saved(int(sys.argv[2]), int(sys.argv[4]))
+    else:
+        arm(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]))
     sys.argv = sys.argv[:1] + sys.argv[5:]
     command_line.run(train.main, train.__doc__)

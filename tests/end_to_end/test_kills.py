@@ -17,6 +17,7 @@ SETTINGS = (
     "--config.train.steps=30",
     "--config.reference.every=3",
     "--config.evaluation.problems=16",
+    "--config.evaluation.every=4",  # of two checkpoints one comes with an evaluation
     "--config.run.name=r",
 )
 

@@ -156,31 +156,42 @@ def test_sigterm_saves_and_the_same_command_continues(shared, tmp_path):
     assert f"after step {stopped_at}" in run(shared, tmp_path, *shorter).stdout
 
 
-@pytest.mark.slow
-def test_a_run_stopped_before_an_evaluation_saves_the_step_and_evaluates_it_when_it_continues(shared, tmp_path):
-    settings = ("--config.train.steps=4", "--config.run.name=r")
-    straight = run(shared, tmp_path / "straight", *settings)
-    stopped = tmp_path / "stopped"
-    train = command(shared, stopped, *settings)
-    third_update = (
-        "update",
-        "3",
-        "0",
-        str(int(signal.SIGTERM)),
-    )  # the first of step 2, after which an evaluation is due
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.end_to_end.killed", *third_update, *train[3:]],
+def interrupted(shared, runs, settings, *how):
+    """A run that gets a signal as tests/end_to_end/killed.py describes it."""
+    return subprocess.run(
+        [sys.executable, "-m", "tests.end_to_end.killed", *map(str, how), *command(shared, runs, *settings)[3:]],
         cwd=ROOT,
         env=environment(shared),
         capture_output=True,
         text=True,
     )
+
+
+@pytest.mark.slow
+def test_a_run_stopped_before_an_evaluation_saves_the_step_and_evaluates_it_when_it_continues(shared, tmp_path):
+    settings = ("--config.train.steps=4", "--config.run.name=r")
+    straight = run(shared, tmp_path / "straight", *settings)
+    stopped = tmp_path / "stopped"
+    done = interrupted(shared, stopped, settings, "update", 3, 0, int(signal.SIGTERM))  # the first update of step 2
     assert "stopped after step 2 and saved" in done.stdout, done.stdout + done.stderr
     assert [r["step"] for r in metrics(stopped / "r")] == [0, 1]
     resumed = run(shared, stopped, *settings)
     assert "after step 2" in resumed.stdout and checksum(resumed) == checksum(straight)
     assert metrics(stopped / "r") == metrics(tmp_path / "straight" / "r")
     assert "eval/accuracy" in metrics(stopped / "r")[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("every", [2, 4], ids=["evaluation due", "none due"])
+def test_a_run_killed_as_its_checkpoint_completes_has_lost_no_line(shared, tmp_path, every):
+    settings = ("--config.train.steps=4", f"--config.evaluation.every={every}", "--config.run.name=r")
+    straight = run(shared, tmp_path / "straight", *settings)
+    killed = tmp_path / "killed"
+    done = interrupted(shared, killed, settings, "saved", 1, 0, int(signal.SIGKILL))
+    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
+    resumed = run(shared, killed, *settings)
+    assert "after step 2" in resumed.stdout and checksum(resumed) == checksum(straight)
+    assert metrics(killed / "r") == metrics(tmp_path / "straight" / "r")
 
 
 @pytest.mark.slow
