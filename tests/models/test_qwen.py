@@ -265,13 +265,13 @@ def test_unknown_names_list_the_known_ones():
 
 
 MESHES = [
-    (QWEN3, {"fsdp": 8}),
     (QWEN3, {"tensor": 4, "fsdp": 2}),
     (QWEN2, {"fsdp": 2, "context": 2, "tensor": 2}),
     (MOE, {"expert": 2, "fsdp": 2, "tensor": 2}),
     *(
         pytest.param(config, mesh_shape, marks=pytest.mark.slow)
         for config, mesh_shape in [
+            (QWEN3, {"fsdp": 8}),
             (QWEN3, {"replica": 8}),
             (QWEN3, {"context": 8}),
             (QWEN3, {"replica": 2, "tensor": 2, "context": 2}),

@@ -143,12 +143,10 @@ def test_tokens_appended_in_eight_bits_are_those_of_a_cache_rounded_at_once():
             np.testing.assert_array_equal(grown.values[:, slot, :, :n], dense.values[:, slot, :, :n])
 
 
+@pytest.mark.slow  # interpreted on eight devices
 @pytest.mark.parametrize(
     ("mesh_shape", "overrides"),
-    [
-        ({"fsdp": 4, "tensor": 2}, {}),
-        pytest.param({"replica": 2, "tensor": 4}, {"act_kv_heads": None}, marks=pytest.mark.slow),
-    ],
+    [({"fsdp": 4, "tensor": 2}, {}), ({"replica": 2, "tensor": 4}, {"act_kv_heads": None})],
     ids=["slots and heads", "fewer key-value heads than devices"],
 )
 def test_the_kernels_spread_over_a_mesh_give_the_same(blocks_of_32, mesh_shape, overrides):

@@ -18,7 +18,12 @@ from rpg_jax.models.quantized import Int8, quantized
 from rpg_jax.rollout import RolloutError
 from rpg_jax.types import Sampling
 
-ENGINES = [("orchestrator", 8), ("orchestrator", 32), ("lockstep", 8), ("lockstep", 32)]
+ENGINES = [
+    ("orchestrator", 8),
+    ("orchestrator", 32),
+    ("lockstep", 8),
+    pytest.param("lockstep", 32, marks=pytest.mark.slow),
+]
 
 
 @pytest.mark.parametrize(("driver", "slots"), [*ENGINES, ("simple", 8)])
@@ -224,7 +229,7 @@ def test_slots_stay_busy_until_nothing_waits(build, work, driver):
     assert tokens >= 0.9 * 32 * steps > 0
 
 
-@pytest.mark.parametrize("driver", ["orchestrator", "lockstep"])
+@pytest.mark.parametrize("driver", ["orchestrator", pytest.param("lockstep", marks=pytest.mark.slow)])
 def test_across_a_swap_of_weights_every_token_has_the_logprob_and_version_that_drew_it(
     model_config, model, work, monkeypatch, driver
 ):

@@ -81,7 +81,7 @@ def moved(before, after):
     return any(jax.tree.leaves(jax.tree.map(lambda a, b: bool(np.any(a != b)), before, after)))
 
 
-@pytest.mark.parametrize("trunk", TRUNKS)
+@pytest.mark.parametrize("trunk", [pytest.param(t, marks=pytest.mark.slow if t == "separate" else ()) for t in TRUNKS])
 def test_the_value_loss_touches_the_policy_only_where_its_trunk_is_shared_and_trained(trunk):
     """The policy's own loss is switched off."""
 

@@ -1,6 +1,7 @@
 """The update does not depend on how its batch is split or where it runs, and survives numbers that are not finite."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -42,14 +43,15 @@ def make_batch(seed=0, packed=False):
     return dataclasses.replace(batch, behaviour_logprobs=logprobs, ref_logprobs=anchor)
 
 
-def make(mesh_shape=None, *, loss=None, devices=1, offload=False, **settings):
-    mesh = parallel.make_mesh(mesh_shape or {}, jax.devices()[:devices])
+@functools.cache  # what several tests ask for is compiled once
+def build(mesh_shape, loss, devices, offload, settings):
+    mesh = parallel.make_mesh(dict(mesh_shape), jax.devices()[:devices])
     graphdef, shapes = models.abstract(MODEL)
     param_shardings = parallel.shardings(models.logical_axes(MODEL), shapes, mesh)
     settings = (
         dict(learning_rate=1e-2, warmup_updates=2, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.1, max_grad_norm=1.0)
         | {"name": "adamw"}
-        | settings
+        | dict(settings)
     )
     optimizer = optimizer_lib.build(**settings)
     replicated = NamedSharding(mesh, PartitionSpec())
@@ -64,8 +66,14 @@ def make(mesh_shape=None, *, loss=None, devices=1, offload=False, **settings):
         state_sharding=where,
         batch_sharding=rows,
     )
+    return programs, mesh, param_shardings, optimizer, where
+
+
+def make(mesh_shape=None, *, loss=None, devices=1, offload=False, **settings):
+    shape = tuple((mesh_shape or {}).items())
+    programs, mesh, param_shardings, *rest = build(shape, loss, devices, offload, tuple(settings.items()))
     params = models.build(MODEL, seed=3, shardings=param_shardings)[1]
-    return programs, state_lib.create(params, optimizer, where), mesh
+    return programs, state_lib.create(params, *rest), mesh
 
 
 def two_updates(*, rows=ROWS, **settings):
@@ -102,7 +110,13 @@ def test_micro_batches_change_nothing(rows, plain):
 
 
 @pytest.mark.parametrize(
-    "shape", [{"fsdp": 8}, {"replica": 2, "fsdp": 2, "tensor": 2}, {"tensor": 2, "fsdp": 4}], ids=str
+    "shape",
+    [
+        pytest.param({"fsdp": 8}, marks=pytest.mark.slow),
+        {"replica": 2, "fsdp": 2, "tensor": 2},
+        pytest.param({"tensor": 2, "fsdp": 4}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_eight_devices_change_nothing(shape, plain):
     assert_same(two_updates(mesh_shape=shape, devices=8), plain)
@@ -122,6 +136,7 @@ def test_optimizer_state_in_host_memory_changes_nothing(plain):
     assert largest_difference(jax.device_get(slots), (plain[0].opt_state[0].mu, plain[0].opt_state[0].nu)) == 0
 
 
+@pytest.mark.slow
 def test_micro_batches_on_eight_devices_change_nothing(plain):
     assert_same(two_updates(mesh_shape={"fsdp": 4, "tensor": 2}, devices=8, rows=4), plain)
 
