@@ -37,12 +37,21 @@ def join(config: ConfigDict) -> None:
     if (arguments := settings(config)) is not None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(**arguments)
-    try:
-        found = jax.default_backend()
-    except (RuntimeError, AssertionError) as error:  # JAX asserts that there is one
-        raise ValueError(_no_device(error)) from error
+    found = platform()
     if asked and found != ("gpu" if asked in _GPUS else asked):
         raise ValueError(f"run.platform={asked!r}, but JAX found {found!r} on {socket.gethostname()}")
+
+
+def platform() -> str:
+    """`cpu`, `gpu` or `tpu`: what JAX computes on.
+
+    Raises:
+      ValueError: there is no device of the kind that JAX_PLATFORMS asks for, or another process holds it.
+    """
+    try:
+        return jax.default_backend()
+    except (RuntimeError, AssertionError) as error:  # JAX asserts that there is one
+        raise ValueError(_no_device(error)) from error
 
 
 def check(config: ConfigDict) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
-from rpg_jax import data, losses, models, rewards, rollout, storage
+from rpg_jax import data, distributed, losses, models, rewards, rollout, storage
 from rpg_jax.layout import Layout
 from rpg_jax.methods import loss_arguments, reward_arguments
 from rpg_jax.parallel import hosts
@@ -49,7 +49,11 @@ class Experiment(Layout):
         Args:
           train: with the training problems. Without, a config that was made for other devices is changed to fit these.
           held_out: with the problems of evaluations.
+
+        Raises:
+          ValueError: no device, or what `Task`, the tokenizer and `Layout` refuse.
         """
+        distributed.platform()
         task = Task.from_config(config, train=train, held_out=held_out)
         tokenizer = open_tokenizer(config, task, run_dir)
         task, notes = task.encoded(tokenizer, config)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 
+import jax
 import pytest
 
 from rpg_jax import sample
@@ -31,3 +32,10 @@ def test_a_run_without_a_checkpoint_says_when_the_first_comes(run, tmp_path, cap
     assert sample.main([f"--run={young}", "--prompt=1+2="]) == 2
     first = json.loads((young / "config.json").read_text())["checkpoint"]["every"]
     assert capsys.readouterr().err == f"error: {young} has no checkpoint yet; the first comes at step {first}\n"
+
+
+def test_an_accelerator_that_is_not_there_is_one_line(run, monkeypatch, capsys):
+    monkeypatch.setattr(jax, "default_backend", lambda: (_ for _ in ()).throw(RuntimeError("no backend 'tpu'")))
+    assert sample.main([f"--run={run[0]}", "--prompt=1+2="]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: no accelerator on ") and "no backend 'tpu'" in error and error.count("\n") == 1
