@@ -45,7 +45,8 @@ def get_config() -> ConfigDict:
     model.hidden_dim = optional(int)  # of the SwiGLU block
     model.rope_theta = optional(float)  # base of the rotary positions' wavelengths; unset: 1e6
     model.tie_embeddings = optional(bool)  # one matrix for input and output; unset: yes
-    model.compute_dtype = "bfloat16"  # of activations; log-probabilities and reductions are always float32
+    model.compute_dtype = "bfloat16"  # of activations and matrix products (those of float32 are not rounded, as TPUs
+    # and newer GPUs do by default); log-probabilities and reductions are always float32
     model.param_dtype = "float32"  # of the master weights
     model.remat = "full"  # what the backward pass recomputes: none, dots, full, offload (layer inputs wait on the host)
 

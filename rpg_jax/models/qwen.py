@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -42,7 +43,8 @@ in the host's memory (GPU and TPU)."""
 class Qwen(nnx.Module):
     """Token ids to final-normed hidden states; layers are stacked [L, ...] and scanned, so compile time is flat in L.
 
-    Compute is in `compute_dtype` (weights are cast where they are used); norms, softmax and rotations are f32.
+    Compute is in `compute_dtype` (weights are cast where they are used); norms, softmax and rotations are f32. Programs
+    enter `full_precision`.
     """
 
     def __init__(self, config: QwenConfig, rngs: nnx.Rngs, param_dtype, compute_dtype, remat: str, attention: str):
@@ -111,6 +113,15 @@ class Qwen(nnx.Module):
     def decode_attention(self) -> str:
         """The one of `kv_cache.DECODE_IMPLEMENTATIONS` that goes with `attention` where the program is compiled for."""
         return decode_implementation({"auto": "auto", "splash": "ragged"}.get(self.attention, "xla"))
+
+    def full_precision(self) -> contextlib.AbstractContextManager:
+        """While entered, products of float32 matrices are traced as such where this model computes in float32.
+
+        By default a TPU rounds their factors to bfloat16, and a GPU that has TF32 to that. Enter it around a whole
+        program: the gradient's products are traced after the forward pass has been left.
+        """
+        exact = self.compute_dtype == jnp.float32
+        return jax.default_matmul_precision("highest") if exact else contextlib.nullcontext()
 
     def head(self) -> jax.Array:
         """Output embedding [V, D] in the compute dtype; logits are hidden · headᵀ."""

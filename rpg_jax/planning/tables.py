@@ -29,7 +29,9 @@ def show(
     "of peak" puts over the time that the limit allows.
     """
     console = console or Console()
-    console.print(_memory(topology, programs), _speed(topology, programs), _network(programs))
+    console.print(_memory(topology, programs), _speed(topology, programs))
+    if topology.chips > 1:
+        console.print(_network(programs))
     if figures:
         console.print(_step(topology, figures))
     misfits = [name for name, p in programs.items() if not p.fits(topology.chip)]
@@ -132,13 +134,15 @@ def _network(programs: Mapping[str, Program]) -> Table:
 def _step(topology: Topology, figures: Mapping[str, float]) -> Table:
     table = Table(title=f"an RL step on {topology.chips} chips, at best", show_header=False)
     phases = {k.removeprefix("seconds/"): v for k, v in figures.items() if k.startswith("seconds/")}
+    own = ", ".join(f"{name} {_figure(seconds)}" for name, seconds in phases.items())
+    hours = figures["steps"] * figures["seconds"] / 3600
     rows = {
         "prompts": f"{figures['prompts']:,.0f}",
         "completions": f"{figures['completions']:,.0f} of {figures['mean_tokens']:,.0f} tokens",
-        "seconds": f"{figures['seconds']:,.0f}  (" + ", ".join(f"{k} {v:,.0f}" for k, v in phases.items()) + ")",
-        "chip-hours": f"{figures['chip_hours']:,.2f}",
-        f"of {figures['steps']:,.0f} steps": f"{figures['chip_hours_of_the_run']:,.0f} chip-hours, "
-        f"{figures['steps'] * figures['seconds'] / 3600:,.0f} hours",
+        "seconds": f"{_figure(figures['seconds'])}  ({own})",
+        "chip-hours": _figure(figures["chip_hours"]),
+        f"of {figures['steps']:,.0f} steps": f"{_figure(figures['chip_hours_of_the_run'])} chip-hours, "
+        f"{_figure(hours)} hours",
     }
     for row in rows.items():
         table.add_row(*row)
@@ -147,7 +151,7 @@ def _step(topology: Topology, figures: Mapping[str, float]) -> Table:
 
 def _figure(x: float) -> str:
     """Three digits."""
-    return f"{x:.0f}" if x >= 100 or x == 0 else f"{x:.{max(0, 2 - math.floor(math.log10(x)))}f}"
+    return f"{x:,.0f}" if x >= 100 or x == 0 else f"{x:.{max(0, 2 - math.floor(math.log10(x)))}f}"
 
 
 def _override(field: str, value: Any) -> str:

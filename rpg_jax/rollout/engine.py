@@ -92,8 +92,9 @@ class QwenEngine(engine_api.Engine):
     # Compiled programs
 
     def _prefill_prompts(self, params, tokens: jax.Array, lengths: jax.Array) -> Prefix:
-        hidden, cache = nnx.merge(self.graphdef, params).prefill(tokens, lengths)
-        return Prefix(hidden, cache)
+        module = nnx.merge(self.graphdef, params)
+        with module.full_precision():
+            return Prefix(*module.prefill(tokens, lengths))
 
     def _generate_tokens(self, params, state: DecodeState, steps: jax.Array, floor: jax.Array, attend_length: int):
         """Up to `steps` decode steps, ending early when no more than `floor` slots are active."""
@@ -125,7 +126,8 @@ class QwenEngine(engine_api.Engine):
 
         blank = jnp.zeros((self.slots, self.steps), jnp.int32)
         start = (jnp.int32(0), state, blank, blank, jnp.zeros(self.slots, jnp.int32))
-        _, state, tokens, logprobs, counts = jax.lax.while_loop(unfinished, step, start)
+        with module.full_precision():
+            _, state, tokens, logprobs, counts = jax.lax.while_loop(unfinished, step, start)
         return state, _lanes(tokens, logprobs, counts, state)
 
     def lower(self, prompts: int, length: int) -> dict[str, jax.stages.Lowered]:

@@ -99,9 +99,14 @@ class SimpleSampler:
         pass
 
 
-def _sample(graphdef, int8_kv, params, tokens, lengths, counters, cuts, stop, *, group_size: int, max_tokens: int):
-    """Tokens i32[B, max_tokens], logprobs f32[B, max_tokens], counts i32[B], B = P · G with groups together."""
+def _sample(graphdef, int8_kv, params, *arguments, **static):
     module = nnx.merge(graphdef, params)
+    with module.full_precision():
+        return _drawn(module, int8_kv, *arguments, **static)
+
+
+def _drawn(module, int8_kv, tokens, lengths, counters, cuts, stop, *, group_size: int, max_tokens: int):
+    """Tokens i32[B, max_tokens], logprobs f32[B, max_tokens], counts i32[B], B = P · G with groups together."""
     rows = tokens.shape[0] * group_size
     seed, step, prompt_id = counters
     index = jnp.tile(jnp.arange(group_size, dtype=jnp.uint32), tokens.shape[0])

@@ -41,7 +41,8 @@ def policy_logprobs(
       entropy: f32[B, C] of the full next-token distribution, in nats, or None.
     """
     model = nnx.merge(graphdef, params)
-    return _logprobs(model, completion_hidden(model, batch), batch, temperature, entropy)
+    with model.full_precision():
+        return _logprobs(model, completion_hidden(model, batch), batch, temperature, entropy)
 
 
 def completion_hidden(model: Any, batch: Batch) -> jax.Array:
@@ -194,15 +195,17 @@ def build(
                 total, metrics = total + value_total, metrics | value_metrics
             return total, metrics
 
-        (_, metrics), grads = jax.value_and_grad(loss_sum, has_aux=True)(weights)
+        with nnx.merge(graphdef, weights[0]).full_precision():
+            (_, metrics), grads = jax.value_and_grad(loss_sum, has_aux=True)(weights)
         return Sums(grads, metrics)
 
     def baseline(weights, batch):
         params, critic_params = weights
-        hidden = None
-        if critic.trunk != "separate":
-            hidden = completion_hidden(nnx.merge(graphdef, params), batch)
-        values = critic.values(critic_params, hidden, batch)
+        model, hidden = nnx.merge(graphdef, params), None
+        with model.full_precision():
+            if critic.trunk != "separate":
+                hidden = completion_hidden(model, batch)
+            values = critic.values(critic_params, hidden, batch)
         return *critic.advantages(values, batch), values
 
     def start(weights, batch):

@@ -44,9 +44,9 @@ def make_batch(seed=0, packed=False):
 
 
 @functools.cache  # what several tests ask for is compiled once
-def build(mesh_shape, loss, devices, offload, settings):
+def build(mesh_shape, loss, devices, offload, compute_dtype, settings):
     mesh = parallel.make_mesh(dict(mesh_shape), jax.devices()[:devices])
-    graphdef, shapes = models.abstract(MODEL)
+    graphdef, shapes = models.abstract(MODEL, compute_dtype=compute_dtype)
     param_shardings = parallel.shardings(models.logical_axes(MODEL), shapes, mesh)
     settings = (
         dict(learning_rate=1e-2, warmup_updates=2, b1=0.9, b2=0.99, eps=1e-8, weight_decay=0.1, max_grad_norm=1.0)
@@ -69,9 +69,9 @@ def build(mesh_shape, loss, devices, offload, settings):
     return programs, mesh, param_shardings, optimizer, where
 
 
-def make(mesh_shape=None, *, loss=None, devices=1, offload=False, **settings):
-    shape = tuple((mesh_shape or {}).items())
-    programs, mesh, param_shardings, *rest = build(shape, loss, devices, offload, tuple(settings.items()))
+def make(mesh_shape=None, *, loss=None, devices=1, offload=False, compute_dtype="float32", **settings):
+    how = devices, offload, compute_dtype, tuple(settings.items())
+    programs, mesh, param_shardings, *rest = build(tuple((mesh_shape or {}).items()), loss, *how)
     params = models.build(MODEL, seed=3, shardings=param_shardings)[1]
     return programs, state_lib.create(params, *rest), mesh
 
@@ -152,6 +152,16 @@ def test_the_logprob_pass_is_what_the_update_sees():
     total, weight = metrics["importance_ratio"]
     np.testing.assert_allclose(total / weight, 1.0, atol=1e-5)
     assert metrics["log_ratio_max"][0] < 1e-5
+
+
+@pytest.mark.parametrize("compute_dtype, precision", [("float32", "HIGHEST"), ("bfloat16", "DEFAULT")])
+def test_a_float32_model_has_float32_products_where_the_default_would_round_their_factors(compute_dtype, precision):
+    programs, state, _ = make(compute_dtype=compute_dtype)
+    for program, weights in ((programs.fused, state), (programs.logprobs, state.params)):
+        text = program.lower(weights, make_batch()).as_text()
+        products = [line for line in text.splitlines() if "dot_general" in line]
+        assert len(products) > 5
+        assert all(f"precision = [{precision}, {precision}]" in line for line in products)
 
 
 def test_logprobs_are_taken_at_the_sampling_temperature():
