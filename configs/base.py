@@ -106,9 +106,9 @@ def get_config() -> ConfigDict:
     # no wait for the longest completions, at the price of a bias towards prompts with short ones
     rollout.max_staleness = 0  # steps that sampling may be ahead, on one device or on rollout.devices; 0: by turns
     rollout.swap = "between"  # ahead: when new weights sample; between batches (reproducible), or midway in completions
-    rollout.int8 = False  # decode with matrices of 8 bits; widen max_sampler_gap, set truncated_importance_sampling
+    rollout.int8 = False  # decode with matrices of 8 bits; set truncated_importance_sampling, widen max_sampler_gap
     rollout.int8_kv = False  # keep keys and values in 8 bits while decoding; the same advice
-    rollout.max_sampler_gap = 1e-2  # mean |log pi_s - log pi_old| in nats above which the run stops; measured on
+    rollout.max_sampler_gap = 5e-2  # mean |log pi_s - log pi_old| in nats above which the run stops; measured on
     # completions of the trainer's present weights: with max_staleness those of the first step, with swap=midway none
 
     dynamic = c.dynamic_sampling = ConfigDict()
