@@ -39,11 +39,12 @@ def draw_scores(table: Table, scores: Scores) -> bytes:
         for y, row in enumerate(rows):
             values = [100 * cell[name]["last"] for cell in scores[row].values()]
             m = mean(values)
-            colour = COLOURS[1] if row == table.baseline else COLOURS[0]
+            compared = [other for other in range(len(rows)) if table.compared_with(rows[other]) == row]
+            colour = COLOURS[1] if compared else COLOURS[0]
             ax.plot(values, [y] * len(values), "o", color=colour, alpha=0.25, markersize=4, markeredgewidth=0)
             ax.errorbar(m.value, y, xerr=0 if math.isnan(m.half) else m.half, fmt="o", color=colour, markersize=5)
-            if row == table.baseline:
-                ax.axvline(m.value, color=colour, linewidth=0.8, alpha=0.5)
+            if compared:
+                ax.vlines(m.value, compared[0] - 0.5, compared[-1] + 0.5, color=colour, linewidth=0.8, alpha=0.5)
         ax.set_yticks(range(len(rows)), rows)
         ax.set_ylim(len(rows) - 0.5, -0.5)
         low, high = ax.get_xlim()
@@ -52,9 +53,9 @@ def draw_scores(table: Table, scores: Scores) -> bytes:
     return _png(canvas)
 
 
-def draw_dynamics(scores: Scores, cells: Sequence[Cell], out: Path) -> bytes:
+def draw_dynamics(table: Table, scores: Scores, cells: Sequence[Cell], out: Path) -> bytes:
     """PNG: accuracy, held-out accuracy, entropy, KL, length, clipped share by step; mean and range over seeds."""
-    rows = told_apart(list(scores))
+    rows = told_apart(table, scores)
     panels = {"Held-out accuracy, %": (f"eval/{held_out_sets(scores)[0]}/mean_at_k", 100), **DYNAMICS}
     figure, canvas = _figure(13, 6.4)
     for ax, (title, (key, scale)) in zip(figure.subplots(2, 3).flat, panels.items(), strict=True):
@@ -75,9 +76,9 @@ def draw_dynamics(scores: Scores, cells: Sequence[Cell], out: Path) -> bytes:
     return _png(canvas)
 
 
-def draw_pass_at_k(scores: Scores, cells: Sequence[Cell], out: Path) -> bytes | None:
+def draw_pass_at_k(table: Table, scores: Scores, cells: Sequence[Cell], out: Path) -> bytes | None:
     """PNG: pass@k of the last evaluation by k, a panel a set; mean and range over seeds. None where no run has it."""
-    rows, names = told_apart(list(scores)), held_out_sets(scores)
+    rows, names = told_apart(table, scores), held_out_sets(scores)
     last = {c: {name: found[-1] for name, found in evaluations(out / "runs" / c.name).items()} for c in cells}
     figure, canvas = _figure(4.2 * len(names) + 1.5, 3.6)
     for ax, name in zip(np.atleast_1d(figure.subplots(1, len(names), sharey=True)), names, strict=True):
@@ -101,10 +102,14 @@ def _pass_by_k(evaluation: Mapping[str, float]) -> dict[int, float]:
     return {int(key.removeprefix("pass@")): value for key, value in evaluation.items() if key.startswith("pass@")}
 
 
-def told_apart(rows: list[str]) -> list[str]:
-    """At most `SHOWN` rows: the paper's own six where they are there, otherwise the first."""
-    published = [r for r in json.loads(PAPER.read_text(encoding="utf-8"))["table3_qwen3_4b_8k"] if r in rows]
-    return (published if len(rows) > SHOWN and published else rows)[:SHOWN]
+def told_apart(table: Table, scores: Scores) -> list[str]:
+    """At most `SHOWN` rows: the table's choice, the paper's own six where they are there, otherwise the first."""
+    rows = list(scores)
+    if len(rows) <= SHOWN:
+        return rows
+    published = json.loads(PAPER.read_text(encoding="utf-8"))["table3_qwen3_4b_8k"]
+    chosen = [row for row in table.shown or published if row in rows]
+    return (chosen or rows)[:SHOWN]
 
 
 def held_out_sets(scores: Scores) -> list[str]:

@@ -54,12 +54,12 @@ def write_page(
     write_atomically(folder / f"{name}.json", json.dumps(scores, indent=1, ensure_ascii=False) + "\n")
     figures = (
         ("Last by row", f"{name}.png", draw_scores(table, scores)),
-        ("pass@k", f"{name}-pass.png", draw_pass_at_k(scores, cells, out)),
-        ("Training dynamics", f"{name}-dynamics.png", draw_dynamics(scores, cells, out)),
+        ("pass@k", f"{name}-pass.png", draw_pass_at_k(table, scores, cells, out)),
+        ("Training dynamics", f"{name}-dynamics.png", draw_dynamics(table, scores, cells, out)),
     )
     page = folder / f"{name}.md"
     parts = [*_origin(table, cells, out, command, hardware), *_tables(table, scores)]
-    parts += ["", "## While training", "", *training_table(table.baseline, cells, out)]
+    parts += ["", "## While training", "", *training_table(table, cells, out)]
     for caption, file, image in figures:
         if image is not None:
             write_atomically(folder / file, image)
@@ -115,12 +115,12 @@ def _tables(table: Table, scores: Scores) -> Iterator[str]:
     yield from score_table(scores)
     yield from (
         "",
-        f"## Differences to {table.baseline}",
+        "## Differences",
         "",
         "Last, paired by seed, in points; *starred* where the 95 % interval leaves out 0.",
         "",
     )
-    yield from difference_table(scores, table.baseline)
+    yield from difference_table(table, scores)
 
 
 def score_table(scores: Scores) -> Iterator[str]:
@@ -140,33 +140,34 @@ def score_table(scores: Scores) -> Iterator[str]:
         yield f"| {row} | {cells} | {len(by_seed)} |"
 
 
-def difference_table(scores: Scores, baseline: str) -> Iterator[str]:
-    """Markdown rows: Last of each set minus the baseline's, seed by seed."""
-    sets = held_out_sets(scores)
-    if baseline not in scores:
-        yield f"{baseline} has not been run."
-        return
-    yield "| | " + " | ".join(sets) + " |"
-    yield "|---|" + "--:|" * len(sets)
+def difference_table(table: Table, scores: Scores) -> Iterator[str]:
+    """Markdown rows: Last of each set minus that of the row it is compared with, seed by seed."""
+    sets, others = held_out_sets(scores), {row: table.compared_with(row) for row in scores}
+    if missing := sorted(set(others.values()) - set(scores)):
+        yield from (f"{', '.join(missing)}: not run.", "")
+    yield "| | " + " | ".join(sets) + " | to |"
+    yield "|---|" + "--:|" * len(sets) + "---|"
     for row, by_seed in scores.items():
-        if row == baseline or not set(by_seed) & set(scores[baseline]):
+        other = others[row]
+        if row == other or not set(by_seed) & set(scores.get(other, ())):
             continue
         cells = []
         for s in sets:
-            d = paired_difference(by_seed, scores[baseline], s, "last")
+            d = paired_difference(by_seed, scores[other], s, "last")
             cells.append(_starred(Mean(100 * d.value, 100 * d.half, d.seeds)))
-        yield f"| {row} | " + " | ".join(cells) + " |"
+        yield f"| {row} | " + " | ".join(cells) + f" | {other} |"
 
 
-def training_table(baseline: str, cells: Sequence[Cell], out: Path) -> Iterator[str]:
-    """Markdown rows: metrics of the last third of the steps, and accuracy minus the baseline's, seed by seed.
+def training_table(table: Table, cells: Sequence[Cell], out: Path) -> Iterator[str]:
+    """Markdown rows: metrics of the last third of the steps, and accuracy minus that of the row it is compared with,
+    seed by seed.
 
     Training accuracy has far less noise than that on held-out problems, being of many more completions.
     """
     yield "Means over the last third of the steps, ± as above; the difference in accuracy is paired by seed, in points."
     yield ""
-    yield "| | " + " | ".join([*DYNAMICS, f"accuracy minus that of {baseline}"]) + " |"
-    yield "|---|" + "--:|" * (len(DYNAMICS) + 1)
+    yield "| | " + " | ".join([*DYNAMICS, "difference in accuracy", "to"]) + " |"
+    yield "|---|" + "--:|" * (len(DYNAMICS) + 1) + "---|"
     late = {c: {key: _late(out / "runs" / c.name, key) for key, _ in DYNAMICS.values()} for c in cells}
     late = {c: values for c, values in late.items() if not math.isnan(values["accuracy"])}
 
@@ -178,9 +179,10 @@ def training_table(baseline: str, cells: Sequence[Cell], out: Path) -> Iterator[
         for key, scale in DYNAMICS.values():
             numbers = [scale * values[key] for c, values in late.items() if c.row == row]
             texts.append("–" if math.isnan(sum(numbers)) else _significant(mean(numbers)))
-        mine, theirs = accuracies(row), accuracies(baseline)
+        other = table.compared_with(row)
+        mine, theirs = accuracies(row), accuracies(other)
         differences = [mine[seed] - theirs[seed] for seed in sorted(mine.keys() & theirs.keys())]
-        texts.append(_starred(mean(differences)) if differences and row != baseline else "–")
+        texts += [_starred(mean(differences)), other] if differences and row != other else ["–", "–"]
         yield f"| {row} | " + " | ".join(texts) + " |"
 
 

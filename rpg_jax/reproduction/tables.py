@@ -39,10 +39,12 @@ class Table:
       title: of the page.
       rows: name -> overrides of `config`, the method first; none that says what the method does anyway, so that rows
         of several tables that are the same run have the same name.
-      baseline: the row that differences are taken to.
+      baseline: the row that differences are taken to,
+      baselines: but these, by row.
       paper: where the paper has the same comparison, and what is different here.
       config: of every run.
       published: names of the paper's own tables to show beside it, in paper_tables.json.
+      shown: rows of the figures with lines, where there are too many to tell apart.
     """
 
     title: str
@@ -51,6 +53,12 @@ class Table:
     paper: str
     config: str = SMALL_CONFIG
     published: Sequence[str] = ()
+    baselines: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    shown: Sequence[str] = ()
+
+    def compared_with(self, row: str) -> str:
+        """The row that differences of `row` are taken to; its own name where there is none."""
+        return self.baselines.get(row, self.baseline)
 
     def named(self, text: str) -> list[str]:
         """The rows that `text` lists, separated by commas, which names of rows may have too."""
@@ -81,6 +89,8 @@ def _method(name: str, **fields: object) -> tuple[str, ...]:
 
 
 _RPG, _DIFFERENTIABLE = "RPG-REINFORCE-URKL", "RPG-URKL"
+_CLIPS = ("dual", "truncate", "reward", "none")
+_LENGTHS, _OF_LENGTHS = (20, 22, 32), ("GRPO", "DAPO", _DIFFERENTIABLE, _RPG)
 _EIGHT_BITS = {"rollout__int8": True, "rollout__int8_kv": True, "rollout__max_sampler_gap": 0.1}
 
 TABLES: Mapping[str, Table] = MappingProxyType(
@@ -96,13 +106,15 @@ TABLES: Mapping[str, Table] = MappingProxyType(
             "Three lengths of completions",
             {
                 f"{method}, {tokens}": _method(method, task__chain_of_thought=True, rollout__max_tokens=tokens)
-                for tokens in (20, 22, 32)
-                for method in ("GRPO", "DAPO", _DIFFERENTIABLE, _RPG)
+                for tokens in _LENGTHS
+                for method in _OF_LENGTHS
             },
             baseline="DAPO, 22",
+            baselines={f"{method}, {n}": f"DAPO, {n}" for method in _OF_LENGTHS for n in _LENGTHS},
+            shown=[f"{method}, {n}" for method in ("GRPO", _RPG) for n in _LENGTHS],
             paper="In the paper: Tables 3, 5 and 6 (8K, 4K and 2K tokens); here the column sums are written before the "
-            "answer, 10 to 22 tokens in all: a limit of 20 cuts off half of them, 32 none. Each limit has its own warm "
-            "start, of the same accuracy within it",
+            "answer, 10 to 22 tokens in all: a limit of 20 is too short for many, 32 for none. Each limit has its own "
+            "warm start, better at 22 than at 32, so that only methods of one limit can be compared",
             published=("table3_qwen3_4b_8k", "table5_qwen3_4b_4k", "table6_qwen3_4b_2k"),
         ),
         "clips": Table(
@@ -110,10 +122,11 @@ TABLES: Mapping[str, Table] = MappingProxyType(
             {
                 f"{method}, {clip}": _method(method, **({"loss__clip": clip} if clip != "dual" else {}))
                 for method in (_DIFFERENTIABLE, _RPG)
-                for clip in ("dual", "truncate", "reward", "none")
+                for clip in _CLIPS
             }
             | {f"{_RPG}, dual, verl": _method(_RPG, loss__form="verl")},
             baseline=f"{_RPG}, dual",
+            baselines={f"{_DIFFERENTIABLE}, {clip}": f"{_DIFFERENTIABLE}, dual" for clip in _CLIPS},
             paper="Not in the paper, whose section 4 has two of the four",
         ),
         "clip-ratios": Table(
@@ -137,6 +150,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
             | {f"β = 0.001, every {k}": _method(_RPG, loss__kl_coef=1e-3, reference__every=k) for k in (8, 64)}
             | {"β = 0.001, κ": _method(_RPG, loss__kl_coef=1e-3, reference__rule="kl")},
             baseline="β = 0.0001",
+            baselines={f"β = 0.001, {rule}": "β = 0.001" for rule in ("fixed", "every 8", "every 64", "κ")},
             paper="In the paper: Figure 9 (β, and no iterative reference); the rule κ is section 4's",
         ),
         "grpo": Table(
@@ -147,6 +161,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
                 for term, weighting in (("k₃", {}), ("w·k₃", {"loss__kl_weighting": "importance"}))
             },
             baseline="β = 0.001, k₃",
+            baselines={"β = 0.1, w·k₃": "β = 0.1, k₃"},
             paper="The correction is the paper's, the comparison ours",
         ),
         "optimizers": Table(
@@ -157,6 +172,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
                 for method in ("DAPO", _RPG)
             },
             baseline="DAPO, AdamW",
+            baselines={f"{_RPG}, {name}": f"{_RPG}, AdamW" for name in ("AdamW", "Schedule-Free")},
             paper="Not in the paper, which says AdamW; half of the public recipes use Schedule-Free",
         ),
         "sampler": Table(
@@ -171,6 +187,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
                 )
             },
             baseline=f"{_RPG}, same weights",
+            baselines={f"DAPO, {name}": "DAPO, same weights" for name in ("same weights", "8 bits", "8 bits, C = 2")},
             paper="Not in the paper: weights, keys and values of the sampler are rounded, the trainer's are not",
         ),
         "staleness": Table(
@@ -183,6 +200,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
                 for updates in (1, 8, 16)
             },
             baseline="DAPO, 8",
+            baselines={f"{_RPG}, {updates}": f"{_RPG}, 8" for updates in (1, 8, 16)},
             paper="Not in the paper, which has 16",
         ),
     }

@@ -26,7 +26,7 @@ def test_the_small_table_has_every_method():
 @pytest.mark.parametrize("name", TABLES)
 def test_every_table_has_its_baseline_and_distinct_runs(name):
     table = TABLES[name]
-    assert table.baseline in table.rows
+    assert {table.baseline, *table.baselines, *table.baselines.values(), *table.shown} <= set(table.rows)
     cells = table.cells(range(2))
     assert len({cell.name for cell in cells}) == len(cells) == 2 * len(table.rows)
     assert len(set(map(tuple, table.rows.values()))) == len(table.rows)
@@ -135,14 +135,29 @@ def test_the_page_marks_best_and_second_and_flags_the_impossible(tmp_path):
     text = page.read_text()
     assert "| RPG-URKL | **75.0** ± 63.5 | **76.0** ± 63.5" in text
     assert "| DAPO | <u>55.0</u> ± 63.5" in text
-    assert "| RPG-URKL | *+20.0 ± 0.0* | *+20.0 ± 0.0* |" in text
+    assert "| RPG-URKL | *+20.0 ± 0.0* | *+20.0 ± 0.0* | DAPO |" in text
     assert all(
         (page.parent / f"small{suffix}").stat().st_size > 1000 for suffix in (".png", "-pass.png", "-dynamics.png")
     )
-    assert "| RPG-URKL | 75 ± 64 | 0.1 | – | – | – | *+20.0 ± 0.0* |" in text
+    assert "| RPG-URKL | 75 ± 64 | 0.1 | – | – | – | *+20.0 ± 0.0* | DAPO |" in text
     assert "8 runs of 3 steps · k = 2 · commit unknown · unknown device" in text
     assert text.count("![") == 3 and "table8_qwen2p5_7b_instruct" in text
     assert "52.61 (!)" in "\n".join(table_page.paper_table("table3_qwen3_4b_8k"))
+
+
+def test_each_row_is_compared_with_its_own_and_a_row_without_is_named(tmp_path):
+    table = TABLES["staleness"]
+    rows = ["DAPO, 8", "DAPO, 16", "RPG-REINFORCE-URKL, 8", "RPG-REINFORCE-URKL, 16"]
+    cells = table.cells(range(2), rows)
+    for cell in cells:
+        leave_a_run(tmp_path / "runs" / cell.name, {"DAPO, 8": 0.5, "DAPO, 16": 0.4}.get(cell.row, 0.7))
+    text = table_page.write_page("staleness", table, cells, tmp_path).read_text()
+    for row, other, points in ((rows[1], rows[0], "*-10.0 ± 0.0*"), (rows[3], rows[2], "+0.0 ± 0.0")):
+        assert f"| {row} | {points} | {points} | {other} |" in text
+        assert f"| {points} | {other} |\n" in text.split("## While training")[1]
+    assert f"\n| {rows[2]} |" not in text.split("## Differences")[1].split("## While training")[0]
+    cells = [cell for cell in cells if cell.row != rows[2]]
+    assert f"{rows[2]}: not run." in table_page.write_page("staleness", table, cells, tmp_path).read_text()
 
 
 FAKE_RUN = """
