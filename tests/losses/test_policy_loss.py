@@ -79,7 +79,7 @@ def test_packing_leaves_loss_and_gradient_unchanged(batch):
     assert_same(found, with_gradients(every_aggregate(batch), lambda gradient: gradient), **ROUNDING)
 
 
-@pytest.mark.parametrize("name", ["rpg", "gspo"])
+@pytest.mark.parametrize("name", ["rpg", pytest.param("gspo", marks=pytest.mark.slow)])
 def test_the_number_of_devices_leaves_loss_and_gradient_unchanged(batch, name):
     """Rows over four devices, tokens over two."""
     batch["completion_ids"] = jnp.where(jnp.arange(6) < 2, 1, 2) * jnp.ones((4, 1), jnp.int32)

@@ -68,7 +68,9 @@ def test_blocks_of_queries_change_no_gradient(monkeypatch):
     assert_same(value_and_gradient("xla", inputs), whole, inputs[3], atol=1e-4, rtol=1e-5)
 
 
-@pytest.mark.parametrize("shape", [{}, {"T": 150, "K": 4, "B": 1}], ids=["one block", "padded to two"])
+@pytest.mark.parametrize(
+    "shape", [pytest.param({}, marks=pytest.mark.slow), {"T": 150, "K": 4, "B": 1}], ids=["one block", "padded to two"]
+)
 def test_splash_interpreted_equals_xla(shape):
     inputs = random_inputs(**shape)
     expected = value_and_gradient("xla", inputs)

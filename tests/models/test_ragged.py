@@ -73,7 +73,11 @@ def blocks_of_32(monkeypatch):
     monkeypatch.setattr("rpg_jax.models.ragged._block", lambda row_bytes, capacity: 32)
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "capacity"), [(6, 2, 96), (3, 1, 80)], ids=["whole", "partial block"])
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "capacity"),
+    [pytest.param(6, 2, 96, marks=pytest.mark.slow), (3, 1, 80)],
+    ids=["whole", "partial block"],
+)
 def test_the_kernel_reads_what_each_slot_has_filled_and_nothing_else(blocks_of_32, heads, kv_heads, capacity):
     cache = random_cache([0, 1, 31, 32, 33, 64, capacity], kv_heads, capacity)
     token = random_token(7, heads, kv_heads)
@@ -81,7 +85,7 @@ def test_the_kernel_reads_what_each_slot_has_filled_and_nothing_else(blocks_of_3
     np.testing.assert_allclose(attend("ragged", token, cache), expected, atol=2e-6)  # f32 rounding of values of order 1
 
 
-@pytest.mark.parametrize("implementation", ["xla", "ragged"])
+@pytest.mark.parametrize("implementation", [pytest.param("xla", marks=pytest.mark.slow), "ragged"])
 def test_a_cache_in_eight_bits_is_read_as_what_its_entries_stand_for(blocks_of_32, implementation):
     cache, token = in_eight_bits(random_cache([0, 1, 33, 96])), random_token(4, 6, 2)
     cache = cache if implementation == "ragged" else jax.tree.map(jnp.nan_to_num, cache)

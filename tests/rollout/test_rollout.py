@@ -20,9 +20,8 @@ from rpg_jax.types import Sampling
 
 ENGINES = [
     ("orchestrator", 8),
-    ("orchestrator", 32),
     ("lockstep", 8),
-    pytest.param("lockstep", 32, marks=pytest.mark.slow),
+    *(pytest.param(driver, 32, marks=pytest.mark.slow) for driver in ("orchestrator", "lockstep")),
 ]
 
 
@@ -225,7 +224,7 @@ def test_a_float32_model_decodes_with_float32_products(model_config, compute_dty
         assert all(f"precision = [{precision}, {precision}]" in line for line in products)
 
 
-@pytest.mark.parametrize("driver", ["orchestrator", "lockstep"])
+@pytest.mark.parametrize("driver", ["orchestrator", pytest.param("lockstep", marks=pytest.mark.slow)])
 def test_slots_stay_busy_until_nothing_waits(build, work, driver):
     """64 prompts x 16 completions of 1 to 24 tokens through 32 slots: at least 90 % of the slot-steps draw a token."""
     sampler = build(driver, 32)
