@@ -91,7 +91,13 @@ def _method(name: str, **fields: object) -> tuple[str, ...]:
 _RPG, _DIFFERENTIABLE = "RPG-REINFORCE-URKL", "RPG-URKL"
 _CLIPS = ("dual", "truncate", "reward", "none")
 _LENGTHS, _OF_LENGTHS = (20, 22, 32), ("GRPO", "DAPO", _DIFFERENTIABLE, _RPG)
+_OPTIMIZERS = {"AdamW": {}, "Schedule-Free": {"optimizer__name": "schedule_free_adamw"}}
 _EIGHT_BITS = {"rollout__int8": True, "rollout__int8_kv": True, "rollout__max_sampler_gap": 0.1}
+_SAMPLERS = {
+    "same weights": {},
+    "8 bits": _EIGHT_BITS,
+    "8 bits, C = 2": {**_EIGHT_BITS, "loss__truncated_importance_sampling": 2},
+}
 
 TABLES: Mapping[str, Table] = MappingProxyType(
     {
@@ -166,13 +172,13 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         ),
         "optimizers": Table(
             "AdamW against Schedule-Free AdamW",
-            {f"{method}, AdamW": _method(method) for method in ("DAPO", _RPG)}
-            | {
-                f"{method}, Schedule-Free": _method(method, optimizer__name="schedule_free_adamw")
+            {
+                f"{method}, {name}": _method(method, **fields)
                 for method in ("DAPO", _RPG)
+                for name, fields in _OPTIMIZERS.items()
             },
             baseline="DAPO, AdamW",
-            baselines={f"{_RPG}, {name}": f"{_RPG}, AdamW" for name in ("AdamW", "Schedule-Free")},
+            baselines={f"{_RPG}, {name}": f"{_RPG}, AdamW" for name in _OPTIMIZERS},
             paper="Not in the paper, which says AdamW; half of the public recipes use Schedule-Free",
         ),
         "sampler": Table(
@@ -180,14 +186,10 @@ TABLES: Mapping[str, Table] = MappingProxyType(
             {
                 f"{method}, {name}": _method(method, **fields)
                 for method in ("DAPO", _RPG)
-                for name, fields in (
-                    ("same weights", {}),
-                    ("8 bits", _EIGHT_BITS),
-                    ("8 bits, C = 2", {**_EIGHT_BITS, "loss__truncated_importance_sampling": 2}),
-                )
+                for name, fields in _SAMPLERS.items()
             },
             baseline=f"{_RPG}, same weights",
-            baselines={f"DAPO, {name}": "DAPO, same weights" for name in ("same weights", "8 bits", "8 bits, C = 2")},
+            baselines={f"DAPO, {name}": "DAPO, same weights" for name in _SAMPLERS},
             paper="Not in the paper: weights, keys and values of the sampler are rounded, the trainer's are not",
         ),
         "staleness": Table(
