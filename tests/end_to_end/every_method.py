@@ -1,17 +1,17 @@
-"""Trains every method for two steps in one process; run by test_train.py, which reads the folders it leaves."""
+"""Trains methods for two steps each in one process; run by test_train.py, which reads the folders it leaves."""
 
 import sys
 
 from absl import logging
 
-from rpg_jax import losses, run_folder
+from rpg_jax import run_folder
 from rpg_jax.methods import resolve
 from rpg_jax.train import train
 from tests.end_to_end import micro
 
 logging.set_verbosity(logging.WARNING)
-runs = sys.argv[1]
-for method in losses.METHODS:
+runs, *methods = sys.argv[1:]
+for method in methods:
     config = micro.get_config()
     config.method = method
     config.run.dir, config.run.name = runs, run_folder.default_name("micro.py", config, {})

@@ -13,6 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMES = sorted(
     path.stem for path in (ROOT / "configs").glob("*.py") if "variant(c, variant)" in path.read_text(encoding="utf-8")
 )
+ALIKE = ("qwen3_0p6b_gsm8k", "qwen3_4b_4k", "qwen3_4b_8k")  # but for sizes and limits, to another one
 
 
 def run(*arguments, cwd=ROOT, **environment):
@@ -23,11 +24,18 @@ def run(*arguments, cwd=ROOT, **environment):
     return done
 
 
-@pytest.mark.slow  # nine compilations
-def test_every_tiny_variant_trains_on_rows_of_its_own_schema_to_a_table(tmp_path):
-    assert len(NAMES) >= 9
-    run("-m", "tests.end_to_end.every_config", str(tmp_path), *NAMES, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "cache"))
-    for name in NAMES:
+@pytest.mark.parametrize(
+    "names",  # a compilation each
+    [
+        pytest.param([name for name in NAMES if name not in ALIKE], marks=pytest.mark.slow),
+        pytest.param(ALIKE, marks=pytest.mark.soak),
+    ],
+    ids=["different", "alike"],
+)
+def test_every_tiny_variant_trains_on_rows_of_its_own_schema_to_a_table(tmp_path, names):
+    assert len(NAMES) >= 9 and {*ALIKE} < {*NAMES}
+    run("-m", "tests.end_to_end.every_config", str(tmp_path), *names, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "cache"))
+    for name in names:
         records = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         assert all(r["sampler_gap"] < 1e-4 and r["completion_tokens"] > 0 for r in records[1:]), name
         assert not any(key.startswith("verifier_errors") for r in records for key in r), name

@@ -65,10 +65,19 @@ def metrics(folder, times=False):
     return lines if times else [{k: v for k, v in r.items() if not k.startswith(own)} for r in lines]
 
 
-@pytest.mark.slow  # sixteen compilations
-def test_every_method_trains_and_leaves_a_complete_run_folder(shared, tmp_path):
+_FIRST = {m.loss: name for name, m in reversed(losses.METHODS.items())}
+ONE_A_LOSS = [*_FIRST.values(), "RPG-REINFORCE-URKL"]
+OTHERS = [name for name in losses.METHODS if name not in ONE_A_LOSS]
+
+
+@pytest.mark.parametrize(
+    "methods",  # a compilation each
+    [pytest.param(ONE_A_LOSS, marks=pytest.mark.slow), pytest.param(OTHERS, marks=pytest.mark.soak)],
+    ids=["one a loss", "others"],
+)
+def test_every_method_trains_and_leaves_a_complete_run_folder(shared, tmp_path, methods):
     done = subprocess.run(
-        [sys.executable, "-m", "tests.end_to_end.every_method", str(tmp_path)],
+        [sys.executable, "-m", "tests.end_to_end.every_method", str(tmp_path), *methods],
         cwd=ROOT,
         env=environment(shared),
         capture_output=True,
@@ -76,7 +85,8 @@ def test_every_method_trains_and_leaves_a_complete_run_folder(shared, tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     losses_seen = {}
-    for name, method in losses.METHODS.items():
+    for name in methods:
+        method = losses.METHODS[name]
         folder = tmp_path / f"micro-{name.lower()}-seed0"
         config = json.loads((folder / "config.json").read_text())
         assert config["loss"]["name"] == method.loss and config["reference"]["rule"] == method.reference
@@ -88,7 +98,7 @@ def test_every_method_trains_and_leaves_a_complete_run_folder(shared, tmp_path):
         for file in ("curves.png", "summary.md", "samples.jsonl", "versions.json", "tokenizer.model"):
             assert (folder / file).stat().st_size > 0, f"{name}: {file}"
         losses_seen[name] = records[1]["loss"]
-    assert len(set(losses_seen.values())) > 10, losses_seen  # the same completions, many different losses
+    assert len(set(losses_seen.values())) > len(methods) // 2, losses_seen  # the same completions, different losses
 
 
 @pytest.mark.slow
