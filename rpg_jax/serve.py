@@ -5,15 +5,15 @@
 
 JetStream's clients work against it; `rpg_jax.rollout.client.GrpcRollout` also chooses seed, temperature and cuts per
 request and gets log-probabilities back. --http_port=8000 adds /v1/completions and /v1/models, which need aiohttp.
-Loopback only, unless a certificate and its key are given. SIGTERM or Ctrl-C lets running requests end.
+Loopback only, unless a certificate and its key are given. SIGTERM or Ctrl-C lets running requests end, for --grace
+seconds at most; the second one ends the server at once.
 """
 
 from __future__ import annotations
 
-import signal
 import ssl
+import sys
 import tempfile
-import threading
 from pathlib import Path
 
 import grpc
@@ -25,6 +25,7 @@ from rpg_jax.methods import resolve
 from rpg_jax.rollout import JetStreamRollout
 from rpg_jax.rollout.jetstream_compat import JetstreamMetricsCollector
 from rpg_jax.rollout.server import Server
+from rpg_jax.training.stopping import StopRequest
 
 _CONFIG = command_line.define_config()
 _RUN = flags.DEFINE_string("run", None, "folder of the run whose checkpoint is served")
@@ -40,6 +41,7 @@ _KEY = flags.DEFINE_string("key", None, "PEM file of its private key")
 _ACTIVE = flags.DEFINE_integer("max_active", 1024, "requests served or queued at once", lower_bound=1)
 _TEMPERATURE = flags.DEFINE_float("temperature", 1.0, "of requests that do not say; 0 is greedy", lower_bound=0)
 _GRACE = flags.DEFINE_float("grace", 30.0, "seconds that running requests get at shutdown", lower_bound=0)
+_CLOSING = 30.0  # seconds that closing may take after them
 
 
 def main() -> int:
@@ -48,20 +50,22 @@ def main() -> int:
         raise ValueError("which policy? Give either --run=runs/NAME or --config=FILE with --config.model.path=MODEL")
     if (_CERTIFICATE.value is None) != (_KEY.value is None):
         raise ValueError("TLS needs both --certificate and --key")
-    stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
     with tempfile.TemporaryDirectory() as scratch:
         experiment, params, name = _policy(Path(scratch))
         with experiment.activate():
             server = _server(experiment, params)
     del params  # the server has its own, in the dtype that decodes
     also = "" if _HTTP.value is None else f", over HTTP on port {server.http_port}"
-    print(f"serving {name} on {_HOST.value}:{server.port}{also}", flush=True)
-    stop.wait()
-    print("draining", flush=True)
-    server.stop(_GRACE.value)
+    with StopRequest(_GRACE.value + _CLOSING, _give_up).listening() as stop:
+        print(f"serving {name} on {_HOST.value}:{server.port}{also}", flush=True)
+        stop.wait()
+        print("draining", flush=True)
+        server.stop(_GRACE.value)
     return 0
+
+
+def _give_up() -> None:
+    print("error: the server did not close in time; its process ends here", file=sys.stderr)
 
 
 def _policy(scratch: Path):

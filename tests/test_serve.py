@@ -22,8 +22,7 @@ def test_the_command_serves_text_and_drains_on_sigterm():
                 stub = jetstream_pb2_grpc.OrchestratorStub(channel)
                 assert list(stub.Decode(jetstream_pb2.DecodeRequest(text_content=text, max_tokens=5), timeout=120))
             process.send_signal(signal.SIGTERM)
-            assert "draining" in process.stdout.read()
-            assert process.wait(timeout=60) == 0
+            assert "draining" in process.communicate(timeout=60)[0] and process.returncode == 0
         finally:
             process.kill()
 

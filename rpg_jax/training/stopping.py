@@ -35,6 +35,7 @@ class StopRequest:
 
     def __init__(self, seconds: float, give_up: Callable[[], None]):
         self.signal: int | None = None
+        self._asked = threading.Event()  # set by threads only: a handler's `set` could wait on the thread it interrupts
         self._seconds, self._give_up = seconds, give_up
         self._deadline: threading.Timer | None = None
 
@@ -62,6 +63,11 @@ class StopRequest:
         self._deadline = threading.Timer(self._seconds, self._out_of_time)
         self._deadline.daemon = True
         self._deadline.start()
+        self._asked.set()
+
+    def wait(self) -> None:
+        """Returns once the run has been asked to end."""
+        self._asked.wait()
 
     def agreed(self) -> int | None:
         """The signal that any process of the run has received; all must ask after the same steps."""

@@ -22,8 +22,20 @@ with stop.listening():
 """
 
 
-def start(seconds, how):
-    process = subprocess.Popen([sys.executable, "-c", SCRIPT, seconds, how], stdout=subprocess.PIPE, text=True)
+ELSEWHERE = """
+import signal, threading
+from rpg_jax.training.stopping import StopRequest
+threading.Thread(target=threading.Event().wait, daemon=True).start()
+with StopRequest(30, lambda: None).listening() as stop:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    print("listening", flush=True)
+    stop.wait()
+    print(f"asked by {stop.signal}", flush=True)
+"""
+
+
+def start(seconds, how, script=SCRIPT):
+    process = subprocess.Popen([sys.executable, "-c", script, seconds, how], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "listening\n"
     process.send_signal(signal.SIGTERM)
     return process
@@ -31,6 +43,11 @@ def start(seconds, how):
 
 def test_a_signal_is_a_request():
     process = start("30", "listens")
+    assert process.communicate(timeout=60)[0] == f"asked by {int(signal.SIGTERM)}\n" and process.returncode == 0
+
+
+def test_a_signal_that_another_thread_takes_wakes_the_one_that_waits():
+    process = start("30", "", ELSEWHERE)
     assert process.communicate(timeout=60)[0] == f"asked by {int(signal.SIGTERM)}\n" and process.returncode == 0
 
 
