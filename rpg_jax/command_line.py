@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -64,6 +65,9 @@ def run(main: Callable[[], int | None], usage: str) -> None:
             if flags.FLAGS.debug:
                 raise
             code = _fail(f"{error}")
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            code = 128 + signal.SIGINT
         raise SystemExit(code or 0)
 
     if "debug" not in flags.FLAGS:

@@ -41,3 +41,9 @@ def test_a_value_of_another_type_is_one_line_without_a_file():
 )
 def test_a_variant_that_a_config_does_not_have_is_one_line(config, message):
     assert told(f"--config={config}") == f"error: {message}\n"
+
+
+def test_ctrl_c_is_one_line():
+    script = "def main(): raise KeyboardInterrupt\nfrom rpg_jax import command_line\ncommand_line.run(main, 'usage')"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (130, "interrupted\n")
