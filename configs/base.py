@@ -174,6 +174,7 @@ def get_config() -> ConfigDict:
     warm.seed = 0  # its own, so that runs of several seeds share one warm start
     warm.min_accuracy = 0.4  # stop inside [min_accuracy, max_accuracy] on held-out problems
     warm.max_accuracy = 0.6  # upper end of that range
+    warm.max_tokens = optional(int)  # of a completion; unset: rollout.max_tokens. Set, runs of all limits share a start
     warm.learning_rate = 2e-3  # of AdamW
     warm.batch_size = 512  # pairs of prompt and answer an update
     warm.check_every = 50  # updates between accuracy checks; halved after an overshoot

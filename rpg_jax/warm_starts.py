@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import sys
@@ -27,8 +28,9 @@ from rpg_jax.training.warm_start import Target, warm_start
 
 def warm_started(experiment: Experiment, params: Any, rollout: Rollout, scorer: Scorer, run_dir: Path) -> Any:
     """Weights at the configured accuracy: from the shared cache, or trained now, from `params`, and put there."""
-    c, e = experiment.config.warm_start, experiment
-    folder = home(experiment.config) / cache_key(experiment.config)
+    e = dataclasses.replace(experiment, config=with_own_limit(experiment.config))
+    c, own_rollout = e.config.warm_start, e.config is not experiment.config
+    folder = home(e.config) / cache_key(e.config)
     cache = Snapshots(folder)
     if cache.exists(0):
         try:
@@ -41,6 +43,8 @@ def warm_started(experiment: Experiment, params: Any, rollout: Rollout, scorer: 
         name="adamw", learning_rate=c.learning_rate, warmup_updates=20, weight_decay=0.0, max_grad_norm=1.0
     )
     update = e.make_programs(optimizer, step_lib.supervised_loss, 1.0).fused
+    if own_rollout:
+        rollout = e.make_rollout(params)
     temperature = experiment.config.evaluation.temperature
     sampler = e.make_sampler(rollout, scorer, temperature=temperature, group_size=1, seed=c.seed)
     problems = [p for held_out in e.task.held_out.values() for p in held_out]
@@ -65,11 +69,23 @@ def warm_started(experiment: Experiment, params: Any, rollout: Rollout, scorer: 
             target,
             on_check=show,
         )
+    if own_rollout:
+        rollout.close()
     cache.save(0, state.params)
     cache.wait()
     if hosts.is_first():
         (folder / "tokenizer.model").write_bytes((run_dir / "tokenizer.model").read_bytes())
     return state.params
+
+
+def with_own_limit(config: ConfigDict) -> ConfigDict:
+    """The config with completions of `warm_start.max_tokens` tokens, itself where they are those of the rollouts."""
+    limit = config.warm_start.max_tokens
+    if limit in (None, config.rollout.max_tokens):
+        return config
+    config = config.copy_and_resolve_references()
+    config.rollout.max_tokens = limit
+    return config
 
 
 def home(config: ConfigDict) -> epath.Path:
@@ -86,6 +102,6 @@ def cache_key(config: ConfigDict) -> str:
     """Names a warm start by what it depends on: model, task, tokenizer text, seed and its own settings."""
     parts = {"model": config.model.to_dict(), "task": config.task.to_dict(), "warm_start": config.warm_start.to_dict()}
     parts |= {"max_tokens": config.rollout.max_tokens, "evaluation": config.evaluation.to_dict()}
-    parts["warm_start"].pop("dir")
+    del parts["warm_start"]["dir"], parts["warm_start"]["max_tokens"]
     parts["model"].pop("remat")
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
