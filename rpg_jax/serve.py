@@ -6,7 +6,7 @@
 JetStream's clients work against it; `rpg_jax.rollout.client.GrpcRollout` also chooses seed, temperature and cuts per
 request and gets log-probabilities back. --http_port=8000 adds /v1/completions and /v1/models, which need aiohttp.
 Loopback only, unless a certificate and its key are given. SIGTERM or Ctrl-C lets running requests end, for --grace
-seconds at most; the second one ends the server at once.
+seconds at most; another, a second later, ends the server at once.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Stopping early: the first signal or a preemption notice ends a run within seconds, the second signal at once.
+"""Stopping early: a signal or a preemption notice ends a run within seconds, a signal more than a second after another
+at once.
 
 The step in progress is finished and saved where time allows; an evaluation that is due after it is left to the run that
 continues. Where there is no time, the process ends at its deadline and the last complete checkpoint stands: what was
@@ -13,6 +14,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import urllib.request
 from collections.abc import Callable, Iterator
 
@@ -20,6 +22,8 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_TOGETHER = 1.0  # seconds; signals that follow within are one request: `timeout` sends two, a notebook one of each
+_LAST_WORDS = 1.0  # seconds that they may take
 
 
 class StopRequest:
@@ -30,7 +34,7 @@ class StopRequest:
 
     Args:
       seconds: from the request to the end of the process, at most.
-      give_up: called at the deadline, before the process ends; says what stands.
+      give_up: called at the deadline, before the process ends; says what stands. Where it fails or hangs, it ends too.
     """
 
     def __init__(self, seconds: float, give_up: Callable[[], None]):
@@ -44,21 +48,24 @@ class StopRequest:
         """While entered, SIGTERM and SIGINT are requests."""
         ours, theirs = socket.socketpair()
         theirs.setblocking(False)
-        previous = {number: signal.signal(number, lambda *_: None) for number in SIGNALS}
-        before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
         threading.Thread(target=self._hear, args=(ours,), name="signals", daemon=True).start()
+        # The handlers, which do nothing, are there only while signals are heard: one that came between would be lost.
+        before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        previous = {}
         try:
+            for number in SIGNALS:
+                previous[number] = signal.signal(number, lambda *_: None)
             yield self
         finally:
-            signal.set_wakeup_fd(before)
             for number, handler in previous.items():
                 signal.signal(number, handler)
+            signal.set_wakeup_fd(before)
             theirs.close()
 
     def request(self, number: int = signal.SIGTERM) -> None:
-        """Asks the run to end, as the signal would; a second request ends the process at once."""
+        """Asks the run to end, as the first signal would: signals still end it at once only where two have come."""
         if self.signal is not None:
-            os._exit(128 + number)
+            return
         self.signal = number
         self._deadline = threading.Timer(self._seconds, self._out_of_time)
         self._deadline.daemon = True
@@ -80,16 +87,29 @@ class StopRequest:
             self._deadline.cancel()
 
     def _hear(self, ours: socket.socket) -> None:
+        first = None
         while received := ours.recv(64):
             for number in received:
-                if number in SIGNALS:
-                    self.request(number)
+                if number not in SIGNALS:
+                    continue
+                now = time.monotonic()
+                if first is not None and now - first > _TOGETHER:
+                    os._exit(128 + number)
+                first = first or now
+                self.request(number)
         ours.close()
 
     def _out_of_time(self) -> None:
-        self._give_up()
-        sys.stderr.flush()
-        os._exit(128 + (self.signal or 0))
+        def say() -> None:
+            self._give_up()
+            sys.stderr.flush()
+
+        try:  # in a thread: where stderr is a pipe that nobody reads, a print does not return
+            words = threading.Thread(target=say, name="last words", daemon=True)
+            words.start()
+            words.join(_LAST_WORDS)
+        finally:
+            os._exit(128 + (self.signal or 0))
 
 
 def watch_preemption(url: str, stop: StopRequest, *, retry_seconds: float = 5.0) -> None:

@@ -7,6 +7,8 @@ import sys
 import threading
 import time
 
+import pytest
+
 from rpg_jax.training.stopping import StopRequest, watch_preemption
 
 SCRIPT = """
@@ -34,6 +36,42 @@ with StopRequest(30, lambda: None).listening() as stop:
 """
 
 
+ENTERING = """
+import signal
+from rpg_jax.training.stopping import StopRequest
+install = signal.signal
+def install_and_get(number, handler):
+    previous = install(number, handler)
+    signal.raise_signal(number)
+    return previous
+signal.signal = install_and_get
+with StopRequest(30, lambda: None).listening() as stop:
+    signal.signal = install
+    stop.wait()
+    print(f"asked by {stop.signal}", flush=True)
+"""
+
+
+TOGETHER = """
+import signal, time
+from rpg_jax.training.stopping import StopRequest
+with StopRequest(30, lambda: None).listening() as stop:
+    stop.request()  # a preemption notice
+    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGINT)
+    time.sleep(0.2)
+    print(f"asked by {stop.signal}", flush=True)
+"""
+
+
+MUTE = """
+import threading
+from rpg_jax.training.stopping import StopRequest
+StopRequest(0.1, threading.Event().wait).request()
+threading.Event().wait(60)
+"""
+
+
 def start(seconds, how, script=SCRIPT):
     process = subprocess.Popen([sys.executable, "-c", script, seconds, how], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "listening\n"
@@ -53,12 +91,22 @@ def test_a_signal_that_another_thread_takes_wakes_the_one_that_waits():
 
 def test_the_second_signal_and_the_deadline_end_the_process():
     process = start("60", "deaf")
-    time.sleep(0.3)
+    time.sleep(1.5)
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=30) == 128 + signal.SIGINT
     process = start("0.2", "deaf")
     assert process.communicate(timeout=30)[0] == "the checkpoint of step 4 stands\n"
     assert process.returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("script", [ENTERING, TOGETHER])
+def test_no_signal_is_lost_and_one_request_that_comes_as_several_is_one(script):
+    done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, timeout=60)
+    assert done.stdout == f"asked by {int(signal.SIGTERM)}\n" and done.returncode == 0
+
+
+def test_last_words_that_hang_do_not_keep_the_process():
+    assert subprocess.run([sys.executable, "-c", MUTE], timeout=50).returncode == 128 + signal.SIGTERM
 
 
 def test_a_preemption_notice_is_a_request():
