@@ -17,6 +17,7 @@ import json
 import os
 import platform
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -49,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command continues", file=sys.stderr)
+        return 128 + signal.SIGINT
     for name, log in failed.items():
         print(f"{name} failed: {_last_line(log)} ({log})", file=sys.stderr)
     print(f"{page} in {time.perf_counter() - began:.0f} s")

@@ -19,6 +19,7 @@ from rpg_jax.report.runs import read_config, read_metrics, write_atomically
 from rpg_jax.reproduction.tables import Cell
 
 POLL_SECONDS = 0.5
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def command(cell: Cell, out: Path, extra: Sequence[str]) -> list[str]:
@@ -61,18 +62,41 @@ def claim(out: Path, extra: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def _alone_in(out: Path) -> Iterator[None]:
-    """Keeps a second command from starting the same runs.
+def _alone_in(out: Path) -> Iterator[int]:
+    """Keeps a second command from starting the same runs. Whoever inherits the descriptor keeps it from that too.
 
     Raises:
-      ValueError: there is one at work in `out`.
+      ValueError: there is one at work in `out`, or a run that outlived one that was killed.
     """
     with (out / "lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"another table is being run in {out}: wait for it, or choose another --out") from None
-        yield
+        yield file.fileno()
+
+
+@contextlib.contextmanager
+def _runs() -> Iterator[tuple[dict[int, tuple[Cell, subprocess.Popen]], list[int]]]:
+    """The runs at work by place, 0 ... jobs - 1, which end with this, and the signals that ask for it, as they come.
+
+    A handler that raised could do so between the start of a run and the note of it, and leave it at work for good.
+    """
+    running: dict[int, tuple[Cell, subprocess.Popen]] = {}
+    heard: list[int] = []
+    asking = [number for number in _ENDS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores one
+    previous = {number: signal.signal(number, lambda number, _: heard.append(number)) for number in asking}
+    try:
+        yield running, heard
+    finally:
+        for _, process in running.values():
+            process.terminate()
+        for number, handler in previous.items():  # whoever asks again does not want to wait
+            signal.signal(number, handler)
+        for _, process in running.values():
+            process.wait()
+    if heard:
+        raise KeyboardInterrupt if heard[0] == signal.SIGINT else SystemExit(128 + heard[0])
 
 
 def run_cells(
@@ -87,14 +111,16 @@ def run_cells(
 
     The first cell runs alone where none has: it makes the warm start and the compiled programs that all share, and if
     it fails nothing else is started. Each process keeps to one core where the platform can say so, so that `jobs` runs
-    do not get into each other's way. Ctrl-C stops the runs after their steps in progress; the same call continues.
+    do not get into each other's way. Ctrl-C, SIGTERM or a terminal that is closed stops the runs after their steps in
+    progress; the same call continues.
 
     Raises:
       ValueError: `out` has runs of other `extra` overrides, or another command is running some in it.
+      KeyboardInterrupt, SystemExit: a signal stopped the runs.
     """
     claim(out, extra)
-    with _alone_in(out):
-        return _run_cells(cells, out, jobs, extra, on_progress)
+    with _alone_in(out) as lock:
+        return _run_cells(cells, out, jobs, extra, on_progress, lock)
 
 
 def _run_cells(
@@ -103,19 +129,19 @@ def _run_cells(
     jobs: int,
     extra: Sequence[str],
     on_progress: Callable[[int, int, list[str]], None],
+    lock: int,
 ) -> dict[str, Path]:
     (out / "logs").mkdir(parents=True, exist_ok=True)
     progress = {cell.name: progress_of(cell, out) for cell in cells}
     waiting = collections.deque(cell for cell in cells if not progress[cell.name][1])
     alone = not any((out / "warm_starts").glob("*"))
-    running: dict[int, tuple[Cell, subprocess.Popen]] = {}  # by place, 0 ... jobs - 1
     failed: dict[str, Path] = {}
-    try:
-        while waiting or running:
+    with _runs() as (running, heard):
+        while (waiting or running) and not heard:
             for place in range(1 if alone else jobs):
                 if waiting and place not in running:
                     cell = waiting.popleft()
-                    running[place] = cell, _start(command(cell, out, extra), _log(cell, out), place, jobs)
+                    running[place] = cell, _start(command(cell, out, extra), _log(cell, out), place, jobs, lock)
             time.sleep(POLL_SECONDS)
             for place, (cell, process) in list(running.items()):
                 ended = process.poll() is not None
@@ -129,11 +155,6 @@ def _run_cells(
                     alone = False
             steps, ends = zip(*progress.values(), strict=True)
             on_progress(sum(steps), sum(ends), [str(c) for c, _ in running.values()])
-    finally:
-        for _, process in running.values():
-            process.send_signal(signal.SIGTERM)
-        for _, process in running.values():
-            process.wait()
     return failed
 
 
@@ -141,14 +162,12 @@ def _log(cell: Cell, out: Path) -> Path:
     return out / "logs" / f"{cell.name}.log"
 
 
-def _start(arguments: list[str], log: Path, place: int, jobs: int) -> subprocess.Popen:
-    def keep_to_one_core() -> None:
-        cores = sorted(os.sched_getaffinity(0))
-        if jobs > 1 and len(cores) >= jobs:
-            os.sched_setaffinity(0, {cores[place]})
-
+def _start(arguments: list[str], log: Path, place: int, jobs: int, lock: int) -> subprocess.Popen:
+    options = {"stderr": subprocess.STDOUT, "start_new_session": True, "pass_fds": [lock]}
     with log.open("ab") as file:
-        pin = keep_to_one_core if hasattr(os, "sched_setaffinity") else None
-        return subprocess.Popen(
-            arguments, stdout=file, stderr=subprocess.STDOUT, preexec_fn=pin, start_new_session=True
-        )
+        process = subprocess.Popen(arguments, stdout=file, **options)
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
+    if 1 < jobs <= len(cores):  # from here: code between fork and exec may wait for a lock of a thread that it lacks
+        with contextlib.suppress(ProcessLookupError):
+            os.sched_setaffinity(process.pid, {cores[place]})
+    return process

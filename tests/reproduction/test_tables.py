@@ -4,7 +4,10 @@ import importlib
 import json
 import math
 import os
+import signal
+import subprocess
 import sys
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -188,6 +191,47 @@ def test_failed_cells_are_reported_and_ended_ones_not_run_again(tmp_path, monkey
     started = (tmp_path / "started").read_text().split()
     assert sorted(started) == ["small-CISPO-seed0", "small-DAPO-seed0", *2 * ["small-GRPO-seed0"]]
     assert heard[-1] == (2, 2, [])
+
+
+SLOW_RUN = """
+import os, pathlib, signal, sys, time
+def stop(*_): (out / "stopped").touch(); sys.exit(143)
+out = pathlib.Path(sys.argv[1]); signal.signal(signal.SIGTERM, stop)
+print(os.getpid(), flush=True); time.sleep(60)
+"""
+
+TABLE = """
+import pathlib, sys
+from rpg_jax.reproduction import cells
+from rpg_jax.reproduction.tables import TABLES
+out = pathlib.Path(sys.argv[1])
+cells.command = lambda cell, out, extra: [sys.executable, "-c", sys.argv[2], out]
+cells.run_cells(TABLES["small"].cells([0], ["DAPO"]), out, jobs=1)
+"""
+
+
+def wait_until(condition):
+    until = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_table_that_is_ended_leaves_no_run_that_another_command_starts_beside_it(tmp_path, number):
+    table = subprocess.Popen([sys.executable, "-c", TABLE, tmp_path, SLOW_RUN])
+    log = tmp_path / "logs" / "small-DAPO-seed0.log"
+    wait_until(lambda: log.exists() and log.read_text().endswith("\n"))
+    table.send_signal(number)
+    code = table.wait(timeout=30)
+    if number == signal.SIGKILL:
+        with pytest.raises(ValueError, match="another table is being run"):
+            cells_lib.run_cells([], tmp_path, jobs=1)
+        os.kill(int(log.read_text()), signal.SIGTERM)
+        wait_until((tmp_path / "stopped").exists)
+    else:
+        assert code == 128 + number and (tmp_path / "stopped").exists()
+        assert cells_lib.run_cells([], tmp_path, jobs=1) == {}
 
 
 def test_a_cells_command_names_run_method_and_shared_folders(tmp_path):
