@@ -62,9 +62,13 @@ def run(command: Sequence[str]) -> None:
 
     lines: collections.deque[str] = collections.deque(maxlen=40)
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
-        for line in process.stdout or ():
-            lines.append(line)
-            clear_output(wait=True)
-            print(line, end="", flush=True)
+        try:
+            for line in process.stdout or ():
+                lines.append(line)
+                clear_output(wait=True)
+                print(line, end="", flush=True)
+        except BaseException:
+            process.terminate()
+            raise
     if process.returncode:
         raise ValueError(f"{' '.join(command)} ended with {process.returncode}:\n{''.join(lines)}")

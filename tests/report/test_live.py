@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import signal
+import subprocess
 import sys
 
 import pytest
@@ -37,3 +39,16 @@ def test_a_failed_command_says_why():
     pytest.importorskip("IPython.display")
     with pytest.raises(ValueError, match="ended with 3:\nno such method"):
         live.run([sys.executable, "-c", "print('no such method'); raise SystemExit(3)"])
+
+
+def test_a_command_ends_with_the_cell_that_runs_it(monkeypatch, capsys):
+    def interrupt(wait):
+        raise KeyboardInterrupt
+
+    display = pytest.importorskip("IPython.display")
+    monkeypatch.setattr(display, "clear_output", interrupt)
+    began, popen = [], subprocess.Popen
+    monkeypatch.setattr(subprocess, "Popen", lambda *a, **k: began.append(popen(*a, **k)) or began[0])
+    with pytest.raises(KeyboardInterrupt):
+        live.run([sys.executable, "-c", "import time; print(1, flush=True); time.sleep(60)"])
+    assert began[0].wait(timeout=20) == -signal.SIGTERM
