@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -12,7 +13,7 @@ import sys
 import time
 from typing import Any
 
-_STARTUP_S = 120.0
+STARTUP_S = 120.0
 _MAX_VERDICT_BYTES = 4096
 KINDS = ("timeout", "crash", "memory", "error", "forbidden")
 
@@ -55,7 +56,7 @@ class Member:
         self.task_id: int | None = None
         self.tasks_done = 0
         self.unsent = b""
-        self.deadline = time.monotonic() + _STARTUP_S
+        self.deadline = time.monotonic() + STARTUP_S
         self._received = b""
 
     def send(self, task_id: int, task: Task, deadline_s: float) -> None:
@@ -124,16 +125,10 @@ class Member:
         return Verdict(None, kind, "" if code is None else f"exit code {code}")
 
     def kill(self) -> None:
-        """Terminates the process group, then kills it, and waits for the process."""
-        for sign, patience_s in ((signal.SIGTERM, 0.2), (signal.SIGKILL, 5.0)):
-            try:
-                os.killpg(self._process.pid, sign)
-            except ProcessLookupError:
-                break
-            try:
-                self._process.wait(patience_s)
-            except subprocess.TimeoutExpired:
-                continue
+        """Kills the process group and waits for the process."""
+        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait(5.0)
         self._process.stdin.close()
         self._process.stdout.close()
 

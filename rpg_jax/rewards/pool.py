@@ -11,15 +11,15 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from rpg_jax.rewards.member import Member, Task, Verdict
+from rpg_jax.rewards.member import STARTUP_S, Member, Task, Verdict
 
 
 class WorkerPool:
     """Runs tasks in `size` fresh Python processes without devices, secrets or a shell.
 
     A task that overruns `deadline_s`, crashes its process, or exceeds the memory limit loses its own verdict and
-    nothing else: the process group is terminated, then killed, and the member rebuilt. Each process works on one task
-    at a time, so it is always known whose fault it was. Nothing but JSON crosses the pipes.
+    nothing else: the process group is killed, and the member rebuilt. Each process works on one task at a time, so it
+    is always known whose fault it was. Nothing but JSON crosses the pipes.
 
     Args:
       functions: import paths "module:function" that the processes load before they start, and the names of the
@@ -88,12 +88,17 @@ class WorkerPool:
         self.close()
 
     def _run(self, tasks: Sequence[Task]) -> list[Verdict]:
+        for i, member in enumerate(self._members):
+            if member.task_id is not None:  # of a call that was interrupted: its verdict is none of this one's
+                self._replace(i, "rebuilt")
         waiting = _Waiting(tasks, len(self._members))
         verdicts: list[Verdict | None] = [None] * len(tasks)
         unfinished = len(tasks)
         while unfinished:
             for i, member in enumerate(self._members):
-                if member.ready and member.task_id is None and waiting:
+                if member.ready and member.task_id is None:
+                    if not waiting:
+                        continue
                     if member.unusable():  # while idle: the next task is not to blame
                         self._replace(i, "rebuilt")
                         continue
@@ -140,8 +145,8 @@ class WorkerPool:
                 selector.select(max(0.0, nearest - time.monotonic()))
 
     def _spawn(self) -> Member:
-        setup = {"functions": self._functions, "memory_bytes": self._memory_bytes, "deadline_s": self._deadline_s}
-        return Member(json.dumps(setup))
+        setup = {"functions": self._functions, "memory_bytes": self._memory_bytes}
+        return Member(json.dumps({**setup, "startup_s": STARTUP_S, "deadline_s": self._deadline_s}))
 
 
 class _Waiting:

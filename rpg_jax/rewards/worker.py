@@ -1,8 +1,11 @@
 """One verifier process: reads tasks from standard input, writes verdicts to standard output, one JSON line each.
 
 It expects to be attacked by what it reads. After the verifiers are imported it gives up what they do not need
-(memory, files, processes, sockets, signals), and an alarm that needs no running Python ends it when a task overruns
-by far, even if the parent is gone. What this cannot stop, the parent's deadline and kill do.
+(memory, files, processes, sockets, signals), and an alarm that needs no running Python ends it when an import or a task
+overruns by far, even if the parent is gone. What this cannot stop, the parent's deadline and kill do.
+
+The signals that end a run are not for it: `systemctl stop` sends them to all processes of a service, and the parent
+finishes its step, for which it needs verdicts.
 """
 
 from __future__ import annotations
@@ -29,8 +32,11 @@ _denied: list[str] = []
 
 
 def main() -> None:
-    """Arguments: JSON {"functions": {module:function: [argument, …], …}, "memory_bytes": …, "deadline_s": …}."""
+    """Argument: JSON {"functions": {module:function: [argument, …], …}, "memory_bytes", "startup_s", "deadline_s"}."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     setup = json.loads(sys.argv[1])
+    signal.setitimer(signal.ITIMER_REAL, 2 * setup["startup_s"])
     tasks = os.fdopen(os.dup(0), "r", encoding="utf-8")
     verdicts = os.fdopen(os.dup(1), "w", encoding="utf-8")
     _silence()
@@ -41,6 +47,7 @@ def main() -> None:
         return
     _confine(setup["memory_bytes"])
     own_pid = os.getpid()
+    signal.setitimer(signal.ITIMER_REAL, 0)
     _write(verdicts, {"ready": own_pid})
     for line in tasks:
         task = json.loads(line)

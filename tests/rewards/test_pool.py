@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import signal
+import subprocess
+import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -105,6 +111,41 @@ def test_a_member_that_died_while_idle_costs_no_verdict(folder):
         process.wait()
         assert run(pool, ["2", "3"]) == [Verdict(2.0), Verdict(3.0)]
         assert pool.counts["rebuilt"] == 1
+
+
+def test_a_signal_to_all_processes_of_a_service_costs_no_verdict(folder):
+    with WorkerPool(FUNCTIONS, size=1, deadline_s=5) as pool:
+        pool.wait_ready()
+        threading.Timer(0.2, pool._members[0]._process.terminate).start()
+        assert run(pool, ["__import__('time').sleep(0.5) or 7"]) == [Verdict(7.0)]
+
+
+def test_a_member_without_a_task_does_not_overrun(folder):
+    with WorkerPool(FUNCTIONS, size=2, deadline_s=0.8) as pool:
+        pool.wait_ready()
+        run(pool, ["1", "__import__('time').sleep(0.2) or 2"])
+        time.sleep(0.8)
+        assert run(pool, ["3"]) == [Verdict(3.0)] and pool.counts == {"done": 3}
+
+
+def test_a_call_after_an_interrupted_one_gets_its_own_verdicts(folder, monkeypatch):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with WorkerPool(FUNCTIONS, size=1, deadline_s=5) as pool:
+        pool.wait_ready()
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(pool, "_wait", interrupt)
+            run(pool, ["1"])
+        assert run(pool, ["2"]) == [Verdict(2.0)]
+
+
+def test_an_import_that_hangs_ends_without_the_parent(folder):
+    (folder / "hanging.py").write_text("__import__('time').sleep(60)")
+    setup = {"functions": {"hanging:f": ARGUMENTS}, "memory_bytes": 2**29, "startup_s": 0.05, "deadline_s": 1}
+    command = [sys.executable, "-m", "rpg_jax.rewards.worker", json.dumps(setup)]
+    path = os.pathsep.join([str(folder), *sys.path])
+    assert subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, timeout=30).returncode == -signal.SIGALRM
 
 
 def test_secrets_of_the_parent_are_not_in_the_workers(folder, monkeypatch):
