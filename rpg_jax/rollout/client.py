@@ -88,8 +88,8 @@ class GrpcRollout:
             raise
 
     def close(self) -> None:
+        self._channel.close()  # ends the requests in flight, for which the pool waits
         self._pool.shutdown(cancel_futures=True)
-        self._channel.close()
 
     def _one(self, prompt: np.ndarray, terms: wire.Terms) -> Completion:
         request = jetstream_pb2.DecodeRequest(

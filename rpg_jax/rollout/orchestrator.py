@@ -137,10 +137,10 @@ class GuardedDriver(orchestrator.Driver):
                 raise self._error()
             self._channels.add(channel)
             for chunk in chunks:
-                self._placed += 1
                 self.place_request_on_prefill_queue(
                     orchestrator.ActiveRequest(max_tokens=0, return_channel=channel, prefill_content=chunk)
                 )
+                self._placed += 1  # afterwards: an interrupt in between must leave nothing to wait for
 
     def retire(self, channel: Channel) -> None:
         """Nobody waits on this channel any more."""
@@ -162,7 +162,10 @@ class GuardedDriver(orchestrator.Driver):
     def stop(self) -> None:
         with self._guard:
             self._end("driver")
-        super().stop()
+        if threading.current_thread() in self._all_threads:  # a callback's, or where garbage was collected
+            threading.Thread(target=super().stop, name="stop", daemon=True).start()
+        else:
+            super().stop()
 
     def _end(self, thread: str) -> None:
         self.live = False

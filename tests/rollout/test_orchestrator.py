@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent import futures
 
 import jax
 import pytest
@@ -106,6 +107,42 @@ def test_an_interrupted_call_frees_its_slots(sampler, work, expected, is_same, m
             with pytest.raises(KeyboardInterrupt):
                 sampler.generate(**work)
     assert is_same(sampler.generate(**work), expected)
+
+
+def test_a_call_that_is_interrupted_while_it_is_placed_does_not_hold_up_the_next(
+    sampler, work, expected, is_same, monkeypatch
+):
+    def interrupted(request):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(sampler.driver(), "place_request_on_prefill_queue", interrupted)
+        sampler.generate(**work)
+    assert is_same(within(20, lambda: sampler.generate(**work)), expected)
+
+
+def test_a_rollout_may_be_closed_by_a_thread_of_its_own(sampler, work, expected, is_same):
+    threads = sampler.driver()._all_threads
+    with pytest.raises(RolloutError, match="stopped before"):
+        within(20, lambda: sampler.generate(**work, on_group=lambda *_: sampler.close()))
+    for thread in threads:
+        thread.join(timeout=10)
+    assert not any(thread.is_alive() for thread in threads)
+    assert is_same(sampler.generate(**work), expected)
+
+
+def within(seconds, call):
+    """What `call` returns or raises; TimeoutError where it does neither."""
+    done = futures.Future()
+
+    def run():
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return done.result(timeout=seconds)
 
 
 def test_weights_changed_under_a_running_rollout_are_an_error(sampler, model, work, monkeypatch):

@@ -6,6 +6,7 @@ import os
 import threading
 import time
 import urllib.request
+from concurrent import futures
 from pathlib import Path
 
 import grpc
@@ -217,6 +218,30 @@ def test_other_hosts_need_tls_and_a_taken_port_is_a_clear_error(build, server, l
         Server(sampler, letters, Sampling(), host="0.0.0.0")
     with pytest.raises(ValueError, match="cannot serve on"):
         Server(sampler, letters, Sampling(), port=server.port)
+
+
+def test_a_client_that_is_closed_does_not_wait_for_a_server_that_is_silent(work):
+    asked, over = threading.Event(), threading.Event()
+
+    class Silent(jetstream_pb2_grpc.OrchestratorServicer):
+        def Decode(self, request, context):
+            asked.set()
+            over.wait(60)
+            yield from ()
+
+    silent = grpc.server(futures.ThreadPoolExecutor(2))
+    jetstream_pb2_grpc.add_OrchestratorServicer_to_server(Silent(), silent)
+    client = GrpcRollout(f"127.0.0.1:{silent.add_insecure_port('127.0.0.1:0')}", parallel=2)
+    silent.start()
+    threading.Thread(target=pytest.raises, args=(RolloutError, client.generate), kwargs=work, daemon=True).start()
+    assert asked.wait(20)
+    closing = threading.Thread(target=client.close, daemon=True)
+    closing.start()
+    closing.join(timeout=20)
+    waits = closing.is_alive()
+    over.set()
+    silent.stop(0)
+    assert not waits
 
 
 def test_a_server_that_is_not_there_is_a_rollout_error(work):
