@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import sys
 
 from cloud import accelerators, files, options, preflight
@@ -28,6 +30,7 @@ COMMANDS = {
     "types": "lists the accelerator types",
 }
 WATCH_SECONDS = 60.0
+VISIT_EVERY = 10  # looks at the TPU's state to one at its workers
 
 
 def main(argv: list[str], shell: Shell | None = None) -> int:
@@ -107,7 +110,7 @@ def status(launch: Launch, pod: Pod) -> None:
         print(f"costs about ${dollars:.2f} an hour: {source}")
     elif state in WAITING:
         print("costs nothing while it queues")
-    print(f"run folder: {job.runs}/{job.name}{' (finished)' if _finished(launch) else ''}")
+    print(f"run folder: {job.runs}/{job.name}{' (finished)' if _is_there(launch, 'finished') else ''}")
 
 
 def stop(launch: Launch, pod: Pod) -> None:
@@ -125,6 +128,7 @@ def delete(launch: Launch, pod: Pod) -> None:
         launch,
     )
     try:
+        _remove(launch, "run.sh")  # else an `up` that watches elsewhere would bring it back
         pod.delete()
         left = pod.state()[0] if not launch.shell.dry_run else ABSENT
     except CommandError as error:
@@ -166,6 +170,7 @@ def _bring_up(launch: Launch, pod: Pod) -> None:
             pause = min(30.0 * 2**recreation, 900.0)
             launch.shell.say(f"{error}; asking again in {pause:.0f} s")
             launch.shell.sleep(pause)
+            _still_wanted(launch)
 
 
 def _start(launch: Launch, pod: Pod) -> None:
@@ -183,25 +188,54 @@ def _start(launch: Launch, pod: Pod) -> None:
 
 
 def _watch(launch: Launch, pod: Pod) -> None:
-    """Until the run has finished: a TPU that is lost is requested anew, and its startup script resumes the run."""
+    """Until the run has finished: a TPU that is lost is requested anew, and its startup script resumes the run.
+
+    Raises:
+      LaunchError: the run was stopped or deleted elsewhere, or a worker has given it up.
+    """
     if launch.shell.dry_run:
         print(f"# then every {WATCH_SECONDS:.0f} s, until the first succeeds:")
-    while not _finished(launch):
+    looks = itertools.count(1)
+    while not _is_there(launch, "finished"):
+        _still_wanted(launch)
         state, reason = pod.state()
         if launch.shell.dry_run:
             return
         if state not in UP:
             launch.shell.say(f"{launch.job.name} is {state}{f' ({reason})' if reason else ''}")
             _bring_up(launch, pod)
+        elif next(looks) % VISIT_EVERY == 0:
+            _all_at_work(launch, pod)
         launch.shell.sleep(WATCH_SECONDS)
     dollars, _ = launch.job.cost()
     launch.shell.say(f"finished: {launch.job.runs}/{launch.job.name}")
     launch.shell.say(f"the TPU still costs about ${dollars:.2f} an hour until launch/tpu delete")
 
 
-def _finished(launch: Launch) -> bool:
+def _still_wanted(launch: Launch) -> None:
+    if not _is_there(launch, "run.sh") and not launch.shell.dry_run:
+        raise LaunchError(f"{launch.job.name} was stopped or deleted elsewhere", "launch/tpu up continues the run")
+
+
+def _all_at_work(launch: Launch, pod: Pod) -> None:
+    """Raises LaunchError where the trainer failed too often to be started again: nothing else ends the waiting."""
     try:
-        launch.shell.ask(["gcloud", "storage", "ls", f"{launch.job.files}/finished"])
+        said = pod.on_all_workers(_on_worker(launch, "status"), tries=1)
+    except LaunchError:
+        return  # out of reach for now; what is lost shows in its state
+    if gave_up := re.findall(r"^worker \d+: failed: .*$", said, re.MULTILINE):
+        dollars, _ = launch.job.cost()
+        raise LaunchError(
+            f"the run has failed; {gave_up[0]}",
+            f"look: launch/tpu logs --name={launch.job.name}, then up again; the TPU costs about ${dollars:.2f} an "
+            "hour until launch/tpu delete",
+        )
+
+
+def _is_there(launch: Launch, name: str) -> bool:
+    """Whether a file of the launch is in the bucket; nothing is in a dry run."""
+    try:
+        launch.shell.ask(["gcloud", "storage", "ls", f"{launch.job.files}/{name}"])
     except CommandError as error:
         if error.kind is not Kind.NOT_FOUND:
             raise

@@ -6,6 +6,8 @@ import json
 
 import pytest
 
+from cloud import tpu
+
 TPU = "--type=v5p-16 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b"
 TRAINER = "-- --config=configs/tiny.py --config.mesh.fsdp=-1"
 UP = f"up {TPU} --no-watch {TRAINER}"
@@ -64,6 +66,27 @@ def test_a_preempted_tpu_comes_back_and_the_run_goes_on_until_it_has_finished(cl
     assert cloud.run(f"up {TPU} --capacity=spot {TRAINER}") == 0
     assert len(cloud.called("queued-resources delete")) == len(cloud.called("queued-resources create")) == 1
     assert "finished: gs://mine/runs/rpg-4b" in cloud.err and "still costs" in cloud.err
+
+
+def test_a_run_that_was_stopped_or_deleted_elsewhere_is_not_brought_back(cloud):
+    cloud.script(
+        *[queue("ACTIVE", 2), queue("SUSPENDED"), {"match": "storage ls .*run.sh", **NOT_FOUND}],
+        *[{"match": "storage ls .*finished", **NOT_FOUND}, {"match": "storage ls .*finished", "code": 0}],
+    )
+    assert cloud.run(f"up {TPU} {TRAINER}") == 1
+    assert "stopped or deleted elsewhere" in cloud.errors()[0] and not cloud.called("queued-resources create")
+
+
+def test_a_run_that_its_workers_have_given_up_is_not_waited_for(cloud, monkeypatch):
+    monkeypatch.setattr(tpu, "VISIT_EVERY", 2)
+    said = "worker 0: activating: step 3\nworker 1: failed: error: no such file"
+    cloud.script(
+        {"match": "ssh.* status$", "code": 0, "stdout": said},
+        *[{"match": "storage ls .*finished", "times": 3, **NOT_FOUND}, {"match": "storage ls .*finished", "code": 0}],
+    )
+    assert cloud.run(f"up {TPU} {TRAINER}") == 1
+    assert len(cloud.waits) == 1 and "worker 1: failed: error: no such file" in cloud.errors()[0]
+    assert "launch/tpu logs" in cloud.errors()[0] and "$33.60 an hour" in cloud.errors()[0]
 
 
 def test_a_vm_that_was_preempted_under_an_active_request_counts_as_lost(cloud):
