@@ -26,6 +26,7 @@ class Pod:
 
     def __init__(self, job: Job, shell: Shell):
         self.job, self.shell = job, shell
+        self._interrupted = False
 
     def create_command(self, startup: Path) -> list[str]:
         job, generation = self.job, self.job.slice.generation
@@ -115,7 +116,11 @@ class Pod:
         by number; LaunchError names the ones that stay silent.
         """
         with ThreadPoolExecutor(1 if self.shell.dry_run else 8) as pool:
-            return "".join(pool.map(lambda node: self._on_node(node, command, tries), self.job.nodes))
+            try:
+                return "".join(pool.map(lambda node: self._on_node(node, command, tries), self.job.nodes))
+            except KeyboardInterrupt:
+                self._interrupted = True  # only this thread hears of it, and the others would go on trying
+                raise
 
     def delete(self) -> None:
         """Deletes the TPU; one that is gone already is fine."""
@@ -152,6 +157,8 @@ class Pod:
                 raise CommandError(
                     self.ssh_command(node, "all"), stderr, FIXES.get(error.kind, "is it up? launch/tpu status")
                 )
+            if self._interrupted:
+                break
             if attempt < tries:
                 self.shell.say(
                     f"{node}: no answer from worker {_listed(missing)}; trying again ({attempt}/{tries - 1})"

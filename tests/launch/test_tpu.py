@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
+import threading
+import time
 
 import pytest
 
 from cloud import tpu
+from cloud.shell import Shell
 
 TPU = "--type=v5p-16 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b"
 TRAINER = "-- --config=configs/tiny.py --config.mesh.fsdp=-1"
@@ -87,6 +91,22 @@ def test_a_run_that_its_workers_have_given_up_is_not_waited_for(cloud, monkeypat
     assert cloud.run(f"up {TPU} {TRAINER}") == 1
     assert len(cloud.waits) == 1 and "worker 1: failed: error: no such file" in cloud.errors()[0]
     assert "launch/tpu logs" in cloud.errors()[0] and "$33.60 an hour" in cloud.errors()[0]
+
+
+def test_ctrl_c_ends_a_command_on_workers_that_do_not_answer(cloud, monkeypatch):
+    attempt = Shell.attempt
+
+    def interrupted(self, command):
+        answer = attempt(self, command)
+        if "ssh" in command:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            time.sleep(0.5)  # the main thread hears of it meanwhile
+        return answer
+
+    monkeypatch.setattr(Shell, "attempt", interrupted)
+    cloud.script({"match": "tpu-vm ssh", "times": 9, "stderr": "ssh: Connection timed out"})
+    assert cloud.run(f"setup {TPU}") == 130
+    assert len(cloud.called("tpu-vm ssh")) == 1 and "interrupted here" in cloud.err
 
 
 def test_a_vm_that_was_preempted_under_an_active_request_counts_as_lost(cloud):
