@@ -113,6 +113,7 @@ def test_a_body_that_does_not_come_is_408_and_its_place_is_free_again(server, mo
         reply = connection.getresponse()
         assert reply.status == 408 and "longer than 0.2 s" in json.loads(reply.read())["error"]["message"]
         connection.close()
+    monkeypatch.undo()
     assert ask(server, {"prompt": "1"})[0] == 200
 
 
@@ -159,15 +160,16 @@ def test_a_client_that_leaves_gives_its_slot_back(server):
         time.sleep(0.01)
 
 
-def test_a_shutdown_lets_what_runs_end_and_refuses_what_comes(build, letters):
+def test_a_shutdown_lets_what_runs_end_and_refuses_what_comes(build, letters, monkeypatch):
     sampler = JetStreamRollout(build("orchestrator").engine)
     made = Server(sampler, letters, Sampling(), http_port=0)
     ask(made, {"prompt": "1"})
+    begun, original = threading.Event(), sampler.engine.prefill
+    monkeypatch.setattr(sampler.engine, "prefill", lambda **asked: begun.set() or original(**asked))
     answers = []
     running = threading.Thread(target=lambda: answers.append(ask(made, {"prompt": "1", "max_tokens": 40})))
     running.start()
-    while not made._admission.active:
-        time.sleep(0.001)
+    assert begun.wait(60)
     made.stop()
     running.join(timeout=20)
     assert answers[0][0] == 200

@@ -68,7 +68,7 @@ def test_a_fault_in_delivery_is_raised_at_the_call(sampler, work, expected, is_s
 
 @pytest.mark.parametrize("how", ["driver", "close"])
 def test_a_stop_under_load_leaves_no_caller_waiting(sampler, work, expected, is_same, monkeypatch, how):
-    caught, original = [], sampler.engine.generate
+    caught, original, driver = [], sampler.engine.generate, sampler.driver()
 
     def slow(*args, **kwargs):
         time.sleep(0.05)
@@ -85,8 +85,11 @@ def test_a_stop_under_load_leaves_no_caller_waiting(sampler, work, expected, is_
         callers = [threading.Thread(target=call) for _ in range(3)]
         for caller in callers:
             caller.start()
-        time.sleep(0.1)
-        sampler.driver().stop() if how == "driver" else sampler.close()
+        deadline = time.monotonic() + 20
+        while len(driver._channels) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        driver.stop() if how == "driver" else sampler.close()
         for caller in callers:
             caller.join(timeout=20)
     assert not any(caller.is_alive() for caller in callers)

@@ -195,15 +195,17 @@ def test_metrics_count_requests_and_tokens(server, stub):
     assert "jetstream_slots_available_percentage" in page
 
 
-def test_a_shutdown_ends_what_runs_and_refuses_what_comes(build, letters):
-    made = Server(JetStreamRollout(build("orchestrator").engine), letters, Sampling())
-    done = []
+def test_a_shutdown_ends_what_runs_and_refuses_what_comes(build, letters, monkeypatch):
+    sampler = JetStreamRollout(build("orchestrator").engine)
+    made = Server(sampler, letters, Sampling())
+    done, begun, original = [], threading.Event(), sampler.engine.prefill
     with grpc.insecure_channel(f"127.0.0.1:{made.port}") as channel:
         stub = jetstream_pb2_grpc.OrchestratorStub(channel)
         list(stub.Decode(ask()))
+        monkeypatch.setattr(sampler.engine, "prefill", lambda **asked: begun.set() or original(**asked))
         running = threading.Thread(target=lambda: done.append(len(list(stub.Decode(ask(max_tokens=24))))))
         running.start()
-        time.sleep(0.05)
+        assert begun.wait(60)
         made.stop()
         running.join(timeout=20)
         assert done and done[0] > 0
