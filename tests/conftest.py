@@ -1,6 +1,9 @@
 """Tests run on eight virtual CPU devices, so that every sharding is exercised without an accelerator."""
 
 import os
+import subprocess
+
+import pytest
 
 os.environ["JAX_PLATFORMS"] = os.environ.get("RPG_TEST_PLATFORM", "cpu")
 os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
@@ -10,3 +13,18 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 from rpg_jax import host_memory
 
 host_memory.keep_pages()
+
+
+@pytest.fixture
+def popen():
+    """subprocess.Popen; what it started ends with the test, however the test ends."""
+    started = []
+
+    def popen(*arguments, **options):
+        started.append(subprocess.Popen(*arguments, **options))
+        return started[-1]
+
+    yield popen
+    for process in started:
+        process.kill()
+        process.wait()

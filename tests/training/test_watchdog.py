@@ -12,12 +12,13 @@ from rpg_jax.training.watchdog import Watchdog
 def waits_for_what_never_comes():
     threading.Event().wait()
 
-with Watchdog(pathlib.Path(sys.argv[1]), 0.4) as watchdog:
-    for _ in range(6):
-        threading.Event().wait(0.15)
-        watchdog.beat("step 7")
+with Watchdog(pathlib.Path(sys.argv[1]), 1.5) as watchdog:
+    watchdog.beat("step 7")
     if sys.argv[2] == "hang":
         waits_for_what_never_comes()
+    for _ in range(14):  # longer than the limit, and each far within it on a busy machine too
+        threading.Event().wait(0.15)
+        watchdog.beat("step 8")
 """
 
 
