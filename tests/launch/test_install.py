@@ -6,6 +6,7 @@ import importlib.util
 import subprocess
 import sys
 import textwrap
+import time
 from collections import namedtuple
 from pathlib import Path
 
@@ -141,11 +142,17 @@ def test_a_failing_pip_is_one_clear_line_and_leaves_no_stamp(install, monkeypatc
 
 
 def test_two_at_once_install_once(install):
-    slow = FAKE_PIP + "sleep 0.4\n"
-    fake_venv(install, slow)
+    fake_venv(install, FAKE_PIP + 'until [ -e "$0.go" ]; do sleep 0.02; done\n')
     command = [sys.executable, str(install.ROOT / "launch" / "install.py")]
-    both = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [process.communicate()[1] for process in both]
-    assert [process.returncode for process in both] == [0, 0]
-    assert len(calls(install)) == 2
-    assert sum("waiting for another installation" in text for text in said) == 1
+    first = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    try:
+        while not calls(install):
+            assert first.poll() is None
+            time.sleep(0.01)
+        second = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert second.stderr.readline().startswith("waiting for another installation")
+    finally:
+        (install.VENV / "bin" / "python.go").touch()
+    said = [process.communicate()[1] for process in (first, second)]
+    assert [process.returncode for process in (first, second)] == [0, 0]
+    assert len(calls(install)) == 2 and "waiting" not in said[0]
