@@ -2,8 +2,8 @@
 
   python -m tests.end_to_end.killed POINT CALL DELAY SIGNAL [flags of train]
 
-The signal arrives DELAY seconds after the CALL-th entry of POINT; for the POINT "saved", right after the CALL-th
-checkpoint is complete, before anything else is done.
+The signal arrives DELAY seconds after the CALL-th entry of POINT, with a DELAY of 0 before anything is done there; for
+the POINT "saved", right after the CALL-th checkpoint is complete, before anything else is done.
 """
 
 import functools
@@ -36,7 +36,7 @@ def arm(point, call, delay, number):
     def entered(*arguments, **keywords):
         left[0] -= 1
         if left[0] == 0:
-            threading.Timer(delay, os.kill, (os.getpid(), number)).start()
+            threading.Timer(delay, os.kill, (os.getpid(), number)).start() if delay else os.kill(os.getpid(), number)
         return original(*arguments, **keywords)
 
     setattr(owner, name, entered)

@@ -9,12 +9,11 @@ Eight virtual devices in all; the drivers take turns. Stops at the first mismatc
 import argparse
 import collections
 import statistics
-import subprocess
 import tempfile
 import time
 from pathlib import Path
 
-from tests.end_to_end.test_processes import assert_same_run, run, samples, start
+from tests.end_to_end.test_processes import assert_same_run, printed, run, samples, start
 
 DRIVERS = ("orchestrator", "lockstep")
 SETTINGS = (
@@ -30,12 +29,7 @@ def seconds_of_pair(folder, name, steps, driver, patience):
     """Raises AssertionError where it fails or differs, TimeoutExpired where it hangs."""
     began = time.monotonic()
     pair = start(folder, 2, *SETTINGS, steps, f"--config.rollout.driver={driver}", f"--config.run.name={name}")
-    try:
-        outputs = [process.communicate(timeout=patience)[0] for process in pair]
-    except subprocess.TimeoutExpired:
-        for process in pair:
-            process.kill()
-        raise
+    outputs = printed(pair, patience)
     assert all(process.returncode == 0 for process in pair), "\n".join(outputs)
     assert_same_run(folder / "one", folder / name)
     return time.monotonic() - began

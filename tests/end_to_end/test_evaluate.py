@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,23 +15,23 @@ CONFIG = "--config=tests/end_to_end/micro.py"
 FILES = ("completions.jsonl", "scores.json", "scores.md")
 
 
-def start(cache, module, *arguments):
+def options(cache):
     env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "PYTHONPATH": str(ROOT),
     }
-    command = [sys.executable, "-m", f"rpg_jax.{module}", *arguments]
-    return subprocess.Popen(
-        command, cwd=ROOT, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True
-    )
+    return {"cwd": ROOT, "env": env, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
 
 
-def run(cache, module, *arguments):
-    process = start(cache, module, *arguments)
-    output, _ = process.communicate(timeout=600)
-    assert process.returncode == 0, output
-    return output
+def command(module, *arguments):
+    return [sys.executable, "-m", f"rpg_jax.{module}", *arguments]
+
+
+def run(cache, module, *arguments, code=0):
+    done = subprocess.run(command(module, *arguments), **options(cache), timeout=600)
+    assert done.returncode == code, done.stdout
+    return done.stdout
 
 
 @pytest.fixture(scope="module")
@@ -53,17 +52,31 @@ def evaluated(trained, tmp_path_factory):
     return out
 
 
+KILLED = """
+import os, signal
+from rpg_jax import command_line, evaluate
+from rpg_jax.training import evaluation
+records, calls = evaluation.records, []
+
+def killed_at_the_second(*arguments):
+    calls.append(None)
+    if len(calls) == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return records(*arguments)
+
+evaluation.records = killed_at_the_second
+command_line.run(evaluate.main, evaluate.__doc__)
+"""
+
+
 def test_an_evaluation_killed_in_the_middle_ends_with_the_same_bytes(trained, evaluated, tmp_path):
     cache, run_dir = trained
-    file = tmp_path / "completions.jsonl"
-    process = start(cache, "evaluate", f"--run={run_dir}", "--k=8", f"--out={tmp_path}")
-    while process.poll() is None and not (file.exists() and file.stat().st_size):
-        time.sleep(0.002)
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
-    at_the_kill = file.read_bytes()
+    arguments = (f"--run={run_dir}", "--k=8", f"--out={tmp_path}")
+    done = subprocess.run([sys.executable, "-c", KILLED, *arguments], **options(cache), timeout=600)
+    assert done.returncode == -signal.SIGKILL, done.stdout
+    at_the_kill = (tmp_path / "completions.jsonl").read_bytes()
     assert 0 < len(at_the_kill) < (evaluated / "completions.jsonl").stat().st_size
-    run(cache, "evaluate", f"--run={run_dir}", "--k=8", f"--out={tmp_path}")
+    run(cache, "evaluate", *arguments)
     for name in FILES:
         assert (tmp_path / name).read_bytes() == (evaluated / name).read_bytes(), name
 
@@ -104,21 +117,18 @@ def test_all_problems_of_a_named_set_are_scored_unless_problems_says_how_many(tr
 
 
 def test_another_evaluation_is_not_mixed_in(trained, evaluated):
-    process = start(trained[0], "evaluate", f"--run={trained[1]}", "--k=4", f"--out={evaluated}")
-    output, _ = process.communicate()
-    assert process.returncode == 2 and "k was 8, now 4" in output
+    output = run(trained[0], "evaluate", f"--run={trained[1]}", "--k=4", f"--out={evaluated}", code=2)
+    assert "k was 8, now 4" in output
 
 
-def test_a_server_gives_the_bytes_that_the_run_gives(trained, evaluated, tmp_path):
+def test_a_server_gives_the_bytes_that_the_run_gives(trained, evaluated, tmp_path, popen):
     cache, run_dir = trained
-    server = start(cache, "serve", f"--run={run_dir}", "--port=0")
-    try:
-        port = next(line for line in server.stdout if line.startswith("serving")).strip().rpartition(":")[2]
-        where = (f"--run={run_dir}", f"--server=127.0.0.1:{port}", "--step=2", f"--out={tmp_path}")
-        run(cache, "evaluate", *where, "--k=8")
-    finally:
-        server.send_signal(signal.SIGTERM)
-        server.communicate(timeout=60)
+    server = popen(command("serve", f"--run={run_dir}", "--port=0"), **options(cache))
+    port = next(line for line in server.stdout if line.startswith("serving")).strip().rpartition(":")[2]
+    where = (f"--run={run_dir}", f"--server=127.0.0.1:{port}", "--step=2", f"--out={tmp_path}")
+    run(cache, "evaluate", *where, "--k=8")
+    server.send_signal(signal.SIGTERM)
+    server.communicate(timeout=120)
     for name in FILES[:1]:
         assert (tmp_path / name).read_bytes() == (evaluated / name).read_bytes(), name
 

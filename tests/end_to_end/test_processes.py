@@ -16,11 +16,17 @@ ROOT = Path(__file__).resolve().parents[2]
 DEVICES = 8
 
 
+def reserve_port():
+    """A socket, and its port: while a process has the socket open, only one that shares ports may listen there."""
+    reserved = socket.socket()
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)  # as the coordinator does
+    reserved.bind(("127.0.0.1", 0))
+    return reserved, reserved.getsockname()[1]
+
+
 def start(folder, processes, *overrides, devices=DEVICES, each=lambda i: []):
     """All processes of one run with `devices` virtual devices between them."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    reserved, port = reserve_port()
     env = {k: v for k, v in os.environ.items() if k != "JAX_DISABLE_MOST_OPTIMIZATIONS"} | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices // processes}",
@@ -37,12 +43,23 @@ def start(folder, processes, *overrides, devices=DEVICES, each=lambda i: []):
         for i in range(processes)
     ]
     options = {"cwd": ROOT, "env": env, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return [subprocess.Popen([*command, *(f if processes > 1 else [])], **options) for f in found]
+    with reserved:
+        options["pass_fds"] = [reserved.fileno()]
+        return [subprocess.Popen([*command, *(f if processes > 1 else [])], **options) for f in found]
+
+
+def printed(running, timeout):
+    """What each process printed until it ended; none outlives the call."""
+    try:
+        return [process.communicate(timeout=timeout)[0] for process in running]
+    finally:
+        for process in running:
+            process.kill()
 
 
 def run(folder, processes, *overrides, **options):
     running = start(folder, processes, *overrides, **options)
-    outputs = [process.communicate(timeout=900)[0] for process in running]
+    outputs = printed(running, timeout=900)
     for process, output in zip(running, outputs, strict=True):
         assert process.returncode == 0, output
     return outputs
@@ -111,6 +128,6 @@ def test_a_killed_process_ends_the_others_with_an_error_within_a_minute(tmp_path
 @pytest.mark.slow
 def test_processes_with_different_configs_stop_naming_the_field(tmp_path):
     running = start(tmp_path, 2, "--config.run.name=r", each=lambda i: [f"--config.loss.kl_coef={i}e-3"])
-    outputs = [process.communicate(timeout=300)[0] for process in running]
+    outputs = printed(running, timeout=300)
     for process, output in zip(running, outputs, strict=True):
         assert process.returncode == 2 and "process 1 on " in output and "config.loss.kl_coef 0.001" in output, output

@@ -1,12 +1,13 @@
 """What one host of several cannot read, none of them uses."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.end_to_end.test_processes import reserve_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
@@ -48,22 +49,21 @@ saved.close()
 
 
 @pytest.mark.slow  # two processes
-def test_a_checkpoint_that_one_of_two_hosts_cannot_read_is_refused_by_both(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
+def test_a_checkpoint_that_one_of_two_hosts_cannot_read_is_refused_by_both(tmp_path, popen):
+    reserved, port = reserve_port()
     env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": str(ROOT)}
-    running = [
-        subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, address, str(rank), str(tmp_path / "c")],
-            env=env,
-            text=True,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]
-    ended = [process.communicate(timeout=120) for process in running]
+    with reserved:
+        running = [
+            popen(
+                [sys.executable, "-c", SCRIPT, f"127.0.0.1:{port}", str(rank), str(tmp_path / "c")],
+                env=env,
+                text=True,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
+            for rank in range(2)
+        ]
+        ended = [process.communicate(timeout=300) for process in running]
     for process, (output, errors) in zip(running, ended, strict=True):
         assert process.returncode == 0, errors
         assert "used 1 kept [1]" in output

@@ -102,7 +102,7 @@ def test_every_method_trains_and_leaves_a_complete_run_folder(shared, tmp_path, 
 
 
 @pytest.mark.slow
-def test_a_run_killed_at_any_moment_ends_with_the_weights_and_metrics_of_one_that_was_not(shared, tmp_path):
+def test_a_run_killed_at_any_moment_ends_with_the_weights_and_metrics_of_one_that_was_not(shared, tmp_path, popen):
     """Groups are carried over from step to step, and the reference moves in the middle of steps."""
     settings = (
         "--config.train.steps=12",
@@ -120,7 +120,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_weights_and_metrics_of_one_tha
         attempts += 1
         assert attempts < 12, "the run ended before it could be killed three times"
         folder = tmp_path / "killed" / "r"
-        process = subprocess.Popen(
+        process = popen(
             command(shared, tmp_path / "killed", *settings),
             cwd=ROOT,
             env=environment(shared),
@@ -150,9 +150,9 @@ def metrics_or_nothing(folder):
 
 
 @pytest.mark.slow
-def test_sigterm_saves_and_the_same_command_continues(shared, tmp_path):
+def test_sigterm_saves_and_the_same_command_continues(shared, tmp_path, popen):
     settings = ("--config.train.steps=2000", "--config.run.name=r", "--config.evaluation.every=1000")
-    process = subprocess.Popen(
+    process = popen(
         command(shared, tmp_path, *settings), cwd=ROOT, env=environment(shared), stdout=subprocess.PIPE, text=True
     )
     while len(metrics_or_nothing(tmp_path / "r")) < 4:
