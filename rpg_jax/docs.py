@@ -38,6 +38,13 @@ every `reference.every` updates; `kl`, renewed when a moving average of the toke
 A column's value is what `config.method` sets; any field set by hand wins over it.
 """
 
+_GRPO = r"""
+GRPO's KL term is $\beta k_3$ at $\pi_\mathrm{ref}/\pi_\theta$, as published. With `loss.kl_weighting=importance` it is
+$\beta w k_3 = \beta (w \log r - w + \rho)$, the mean of whose gradient is
+$\beta \nabla \mathrm{KL}(\pi_\theta\Vert\pi_\mathrm{ref})$; with `loss.kl_clamp=10`, as in the
+public code, $\beta \min(1/r - 1 + \log r, 10)$ without a gradient beyond 10.
+"""
+
 _FIELDS = """
 Every field, its default and its meaning. Set one with `--config.NAME=VALUE` on any command that takes `--config`; an
 experiment's file in `configs/` states only what differs. *Method* means that the row of [methods.md](methods.md) that
@@ -70,6 +77,7 @@ def methods() -> str:
         _SYMBOLS,
         _table((*head, "overlong shaping", "source"), rows),
         _REFERENCE,
+        _GRPO,
         "## Divergences",
         r"The mean of $d$ under $\pi_\mathrm{old}$ is $D$, that of $K \nabla\log\pi_\theta$ is $\nabla D$.",
         _table(("name", "divergence", "$d$", "$K = \\partial d / \\partial \\log w$"), divergences),

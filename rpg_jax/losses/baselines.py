@@ -6,6 +6,8 @@ advantages and aggregations are in `methods`. Gradients reach `logprobs` only.
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -13,6 +15,9 @@ from rpg_jax import masking
 from rpg_jax.losses import clipping, divergences
 from rpg_jax.losses.clipping import Bounds
 from rpg_jax.losses.tokens import TokenLoss, Tokens
+
+# The largest log(π_ref/π_θ) whose k3, e⁴⁰, is summed: from e⁸⁹ on, f32 would have inf, and 0 · inf in the gradient.
+OVERFLOW = 40.0
 
 
 def ppo(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, clip_dual: float | None = 10.0) -> TokenLoss:
@@ -43,7 +48,7 @@ def grpo(
     clip_dual: float | None = 10.0,
     kl_coef: float = 1e-3,
     kl_weighting: str = "none",
-    kl_clamp: float | None = 10.0,
+    kl_clamp: float | None = None,
 ) -> TokenLoss:
     """PPO clip + β·k3 against a fixed reference (GRPO, arXiv:2402.03300 eq. 3 and 4).
 
@@ -52,8 +57,9 @@ def grpo(
       kl_weighting: `none` is GRPO as published, which averages k3 over tokens of π_old as if they came from π_θ.
         `importance` is the correction, β·w·k3 with the gradient through w: exactly ∇UKL(π_θ‖π_ref)
         (arXiv:2505.17508, section 3).
-      kl_clamp: bound of the published k3, without gradient beyond, as in the public code; None for no bound. Counted by
-        the metric `kl_clamp_fraction`. The corrected term is never clamped.
+      kl_clamp: bound of the published k3, without gradient beyond; 10 is the public code's, None is none. In either
+        case log(π_ref/π_θ) counts as at most `OVERFLOW`. The metric `kl_clamp_fraction` counts the tokens beyond. The
+        corrected term is never clamped.
 
     Raises:
       ValueError: β > 0 without `ref_logprobs`.
@@ -63,12 +69,11 @@ def grpo(
     if kl_weighting == "importance":
         penalty = divergences.unnormalized_reverse_kl(tokens.log_w, tokens.log_rho)
         return TokenLoss(result.values + kl_coef * penalty, result.events)
-    if kl_clamp is None:
-        return TokenLoss(result.values + kl_coef * divergences.k3(-tokens.log_r), result.events)
-    # At log y = 40, k3 is above any sensible clamp; stopping there keeps 0 · inf out of the gradient.
-    penalty = divergences.k3(jnp.where(-tokens.log_r < 40, -tokens.log_r, 40.0))
-    values = result.values + kl_coef * clipping.clamp(penalty, -kl_clamp, kl_clamp)
-    return TokenLoss(values, {**result.events, "kl_clamp": penalty > kl_clamp})
+    bound = math.inf if kl_clamp is None else kl_clamp
+    log_y = -tokens.log_r
+    penalty = divergences.k3(jnp.where(log_y < OVERFLOW, log_y, OVERFLOW))
+    values = result.values + kl_coef * clipping.clamp(penalty, -bound, bound)
+    return TokenLoss(values, {**result.events, "kl_clamp": (penalty > bound) | (log_y >= OVERFLOW)})
 
 
 def reinforce_pp(

@@ -69,7 +69,7 @@ def test_grpo_kl_term_is_biased_off_policy_and_its_correction_is_exact():
 
     exact = jax.grad(kl)(theta)
     corrected = jax.jit(jax.grad(lambda x: expected(x, kl_weighting="importance")))(theta)
-    published = jax.jit(jax.grad(lambda x: expected(x, kl_clamp=None)))(theta)
+    published = jax.jit(jax.grad(lambda x: expected(x)))(theta)
     np.testing.assert_allclose(corrected, exact, rtol=0, atol=1e-12)
     assert np.max(np.abs(published - exact)) > 0.1
     # What the published term does descend: E_{π_old}[(1 − π_ref/π_θ) ∇log π_θ], a forward-like mixture.
@@ -99,13 +99,27 @@ def test_k1_as_a_loss_has_no_expected_gradient_on_policy():
     np.testing.assert_allclose(jax.jit(jax.grad(expected))(log_pi), 0, atol=1e-12)
 
 
-def test_the_clamp_of_grpos_k3_is_an_argument_and_a_metric(batch):
-    far = batch | {"ref_logprobs": batch["logprobs"] + 3.0}
-    _, clamped = value_and_gradient("grpo", far | {"advantages": 0 * far["advantages"]}, kl_coef=1.0)
-    _, free = value_and_gradient("grpo", far | {"advantages": 0 * far["advantages"]}, kl_coef=1.0, kl_clamp=None)
-    assert np.all(clamped == 0) and np.all((free != 0) == np.asarray(batch["mask"]))
-    metrics = policy_loss("grpo", **far)[2]
-    assert metrics["kl_clamp_fraction"][0] == metrics["kl_clamp_fraction"][1]
+@pytest.mark.parametrize(
+    ("kl_clamp", "log_y", "clamped"), [(None, 3, False), (10.0, 3, True), (10.0, 2, False), (None, 30, False)]
+)
+def test_grpos_k3_is_clamped_only_where_the_public_codes_bound_is_asked_for(kl_clamp, log_y, clamped):
+    """k3 is 5.4 at log(π_ref/π_θ) = 2 and 16.1 at 3; its gradient is 1 − π_ref/π_θ."""
+    one = jnp.full((1, 1), -31.0)
+    token = dict(behaviour_logprobs=one, ref_logprobs=one + log_y, advantages=0 * one, mask=one)
+    options = {} if kl_clamp is None else {"kl_clamp": kl_clamp}
+    value, gradient = value_and_gradient("grpo", {"logprobs": one, **token}, kl_coef=0.001, **options)
+    k3 = np.exp(log_y) - 1 - log_y
+    np.testing.assert_allclose(value, 0.001 * (10 if clamped else k3), rtol=1e-5)  # f32
+    np.testing.assert_allclose(gradient, 0 if clamped else 0.001 * (1 - np.exp(log_y)), rtol=1e-5)
+    assert policy_loss("grpo", logprobs=one, **token, **options)[2]["kl_clamp_fraction"][0] == clamped
+
+
+def test_a_reference_beyond_what_f32_holds_stops_the_gradient_of_grpos_k3_and_is_counted():
+    one = jnp.full((1, 1), -100.0)
+    token = dict(behaviour_logprobs=one, ref_logprobs=0 * one, advantages=0 * one, mask=one)
+    value, gradient = value_and_gradient("grpo", {"logprobs": one, **token})
+    assert np.isfinite(value) and gradient == 0
+    assert policy_loss("grpo", logprobs=one, **token)[2]["kl_clamp_fraction"][0] == 1
 
 
 def test_gspo_is_ppo_on_the_geometric_mean_ratio_of_the_completion(batch):
