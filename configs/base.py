@@ -129,9 +129,7 @@ def get_config() -> ConfigDict:
     loss.clip_high = from_method(float)  # epsilon_2
     loss.clip_dual = from_method(float)  # c; inf: no dual clip
     loss.kl_weighting = from_method(str)  # of grpo: none, as published; importance, the corrected one (errata 16)
-    loss.kl_clamp = from_method(
-        float
-    )  # of grpo: bound of a token's published KL term; unset: none; public code: 10 nats
+    loss.kl_clamp = from_method(float)  # of grpo: bound of a token's published KL term, nats; unset: none; e.g. 10
     loss.aggregate = from_method(str)  # token_mean sequence_mean_token_sum sequence_mean_token_mean constant
     loss.constant_length = from_method(int)  # tokens, for aggregate = constant; default: rollout.max_tokens
     loss.truncated_importance_sampling = optional(float)  # cap C on pi_old/pi_s; unset: off

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from rpg_jax import masking
-from rpg_jax.losses.divergences import k1, k2, k3
+from rpg_jax.losses.divergences import k1, k2, k3, unnormalized_reverse_kl
 from rpg_jax.losses.tokens import Tokens
 
 Metrics = dict[str, tuple[jax.Array, jax.Array]]
@@ -26,8 +26,10 @@ def token_metrics(tokens: Tokens, events: dict[str, jax.Array]) -> Metrics:
     """Metrics of a batch.
 
     importance_ratio: mean w. log_ratio_max: max |log w|.
-    kl_k1, kl_k2, kl_k3: estimates of KL(π_θ‖π_ref) in nats per token, unweighted; the reference is the behaviour policy
-      where none was given. behaviour_kl_k1, behaviour_kl_k3: the same against π_old.
+    kl: w·k3 = w log r − w + ρ, whose mean under π_old is KL(π_θ‖π_ref) in nats per token at the prefixes that π_old
+      wrote: unbiased, never negative, not clamped. The reference is the behaviour policy where none was given.
+    kl_k1, kl_k2, kl_k3: k1, k2 and k3 without the weight w, so those of tokens of π_old; biased wherever π_θ is not
+      π_old. behaviour_kl_k1, behaviour_kl_k3: the same against π_old instead of π_ref.
     sampler_gap, sampler_gap_max: mean and maximum of |log π_s − log π_old|.
     sampler_ratio, sampler_ratio_squared: u = π_old/π_s and u²; mean(u)² / mean(u²) is the effective sample size, as a
       fraction of the tokens.
@@ -42,13 +44,14 @@ def token_metrics(tokens: Tokens, events: dict[str, jax.Array]) -> Metrics:
     def largest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         return masking.masked_max(jnp.abs(x), tokens.mask), jnp.ones((), tokens.logprobs.dtype)
 
-    log_w, log_y, log_behaviour_y, log_u = (
+    log_w, log_rho, log_y, log_behaviour_y, log_u = (
         jnp.clip(x, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO)
-        for x in (tokens.log_w, -tokens.log_r, -tokens.log_w, tokens.log_sampler_ratio)
+        for x in (tokens.log_w, tokens.log_rho, -tokens.log_r, -tokens.log_w, tokens.log_sampler_ratio)
     )
     pairs = {
         "importance_ratio": mean(jnp.exp(log_w)),
         "log_ratio_max": largest(tokens.log_w),
+        "kl": mean(unnormalized_reverse_kl(log_w, log_rho)),
         "kl_k1": mean(k1(log_y)),
         "kl_k2": mean(k2(log_y)),
         "kl_k3": mean(k3(log_y)),

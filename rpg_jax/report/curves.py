@@ -30,7 +30,7 @@ PANELS = (
     Panel("Accuracy", "% of completions", "accuracy", 100, held_out="eval/accuracy", limits=(0, 102)),
     Panel("Completion length", "tokens", "completion_length"),
     Panel("Entropy", "nats per token", "entropy"),
-    Panel("KL to the reference", "millinats per token, k₃ estimate", "kl_k3", 1000),
+    Panel("KL to the reference", "millinats per token", "kl", 1000),
     Panel("Clipped", "% of trained tokens", "clip_fraction", 100),
 )
 

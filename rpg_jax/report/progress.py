@@ -20,7 +20,7 @@ SHOWN = (  # metric key, its name on the screen, format
     ("reward", "reward", "{:+.2f}"),
     ("accuracy", "accuracy", "{:.2f}"),
     ("eval/accuracy", "held out", "{:.2f}"),
-    ("kl_k3", "KL", "{:.1e}"),
+    ("kl", "KL", "{:.1e}"),
     ("entropy", "entropy", "{:.2f}"),
     ("tokens_per_second", "tokens/s", "{:,.0f}"),
 )

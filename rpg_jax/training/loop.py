@@ -125,7 +125,7 @@ class Trainer:
         values |= {f"verifier_errors/{kind}": count for kind, count in sampled.errors.items()}
         values |= staleness(trained, version) if self.ahead is not None else {}
         values |= {"updates": int(self.state.updates), "skipped_updates": int(self.state.skipped)}
-        values["kl"], values["sampler_ess"] = values["kl_k3"], _effective_share(values)
+        values["sampler_ess"] = _effective_share(values)
         if "value_error" in values:
             values["explained_variance"] = _explained_variance(values)
         values |= {"reference_update": self.reference.number, "reference_kl_average": self.reference.kl_average}
@@ -216,7 +216,7 @@ class Trainer:
         values = [metrics_lib.mean(m) for m in per_update]
         for value in values:
             self.nonfinite_in_a_row = self.nonfinite_in_a_row + 1 if value["nonfinite_updates"] else 0
-        finite_kls = [v["kl_k3"] for v in values if not v["nonfinite_updates"]]
+        finite_kls = [v["kl"] for v in values if not v["nonfinite_updates"]]
         self.reference.after_step(finite_kls)
         return losses.merge(per_update)
 

@@ -5,7 +5,7 @@ Four rules (arXiv:2505.17508, section 4; MATH: the official code is `behaviour`)
   behaviour   the policy that sampled the batch: ρ = π_ref/π_old = 1, and there is nothing to store;
   fixed       the policy that the run started from;
   every       the policy after every K-th optimizer update, those that were skipped included;
-  kl          the policy at the end of a step in which the moving average of the token KL passed κ.
+  kl          the policy at the end of a step in which the moving average of the token KL, the metric `kl`, passed κ.
 
 A snapshot lives on disk, through Orbax. It is restored for the log-prob pass only where it differs from the
 behaviour policy; where the two coincide, the behaviour log-probs serve for both. And it is written only where it will

@@ -170,6 +170,7 @@ def test_metrics_report_ratios_kl_and_the_sampler_gap(batch):
     expected = {
         "importance_ratio": np.exp(log_w).mean(),
         "log_ratio_max": np.abs(log_w).max(),
+        "kl": (np.exp(log_w) * (np.exp(log_y) - 1 - log_y)).mean(),
         "kl_k1": -log_y.mean(),
         "kl_k2": (log_y**2 / 2).mean(),
         "kl_k3": (np.exp(log_y) - 1 - log_y).mean(),
@@ -185,6 +186,25 @@ def test_metrics_report_ratios_kl_and_the_sampler_gap(batch):
     assert mean["clip_fraction"] == pytest.approx(
         mean["clip_high_fraction"] + mean["clip_low_fraction"] + mean["clip_dual_fraction"]
     )
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("fixed", [True, False], ids=["another_reference", "the_behaviour_policy"])
+def test_the_reported_kl_is_that_of_the_policy_to_the_reference_off_policy_too(fixed):
+    """E_{π_old} is enumerated: the metrics of each of eight tokens, weighted by the token's probability."""
+    policy, old, other = jax.nn.log_softmax(jnp.asarray(np.random.default_rng(3).normal(0, 1, (3, 8))))
+    ref = other if fixed else old
+
+    def of_each_action(logprob, old, ref):
+        one = dict(logprobs=logprob, behaviour_logprobs=old, ref_logprobs=ref if fixed else None)
+        one = {name: None if x is None else x[None, None] for name, x in one.items()}
+        metrics = policy_loss("ppo", **one, advantages=jnp.zeros(1), mask=jnp.ones((1, 1)))[2]
+        return {name: total for name, (total, _) in metrics.items()}
+
+    expected = {k: jnp.exp(old) @ x for k, x in jax.vmap(of_each_action)(policy, old, ref).items()}
+    exact = jnp.exp(policy) @ (policy - ref)
+    np.testing.assert_allclose(expected["kl"], exact, rtol=1e-12)
+    assert all(abs(expected[name] / exact - 1) > 0.1 for name in ("kl_k1", "kl_k2", "kl_k3"))
 
 
 def test_a_batch_without_tokens_has_weight_zero_and_no_nan(batch):

@@ -69,7 +69,7 @@ def leave_run():
         for step in range(1, 11):
             first = 5.0 if step == 1 else 0.0
             records.append(
-                {"step": step, "reward": step / 10, "accuracy": accuracy, "entropy": 1 / step, "kl_k3": 1e-3 * seed,
+                {"step": step, "reward": step / 10, "accuracy": accuracy, "entropy": 1 / step, "kl": 1e-3 * seed,
                  "time/rollout": 0.6 + first, "time/update": 0.3, "time/compilations": 1, "time/compiling": first,
                  "seconds": 1.0 + first, "tokens_per_second": 100.0}
                 | (evaluation(accuracy - 0.02 * (step == 10)) | {"time/evaluation": 0.9} if step % 5 == 0 else {})

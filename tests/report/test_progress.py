@@ -85,7 +85,7 @@ def test_warm_start_shows_its_metric_beside_the_goal():
 def test_nan_is_shown_as_what_it_is():
     stream = io.StringIO()
     with Progress(2, stream=stream, clock=Clock()) as progress:
-        progress.update(1, {"kl_k3": float("nan")})
+        progress.update(1, {"kl": float("nan")})
     assert "KL nan" in stream.getvalue()
 
 

@@ -212,6 +212,16 @@ def test_keeping_rollouts_changes_no_bit_of_the_run(parts, tmp_path):
     assert plain.record() == kept.record() and len(list((tmp_path / "kept/rollouts").iterdir())) == 3
 
 
+def test_rule_kl_watches_the_kl_that_is_reported_of_each_update(parts, tmp_path):
+    recorder, watched = Recorder(parts["programs"]), []
+    trainer = make_trainer(parts, tmp_path, dynamic=None, rule="kl", batch_size=2, programs=recorder)
+    trainer.reference.after_step = watched.extend
+    values, _ = trainer.run_step()
+    tokens = [float(batch.mask.sum()) for batch in recorder.seen]
+    assert values["kl"] == pytest.approx(np.average(watched, weights=tokens), rel=1e-5)  # f32
+    assert values["kl"] != pytest.approx(values["kl_k3"], rel=1e-3) and watched[1] > 1e-4
+
+
 def test_failed_verdicts_are_metrics_by_kind(parts, tmp_path):
     values, _ = make_trainer(parts, tmp_path, dynamic=None, batch_size=2).run_step()
     assert values["verifier_errors/timeout"] == 1
