@@ -47,7 +47,8 @@ def get_config() -> ConfigDict:
     model.tie_embeddings = optional(bool)  # one matrix for input and output; unset: yes
     model.compute_dtype = "bfloat16"  # of activations and matrix products (those of float32 are not rounded, as TPUs
     # and newer GPUs do by default); log-probabilities and reductions are always float32
-    model.param_dtype = "float32"  # of the master weights
+    model.param_dtype = "float32"  # of the master weights and the optimizer's slots; train takes no other, for in
+    # bfloat16 nearly every update at a rate of 1e-6 rounds away; serve and evaluate hold a folder's in compute_dtype
     model.remat = "full"  # what the backward pass recomputes: none, dots, full, offload (layer inputs wait on the host)
 
     c.sharding = optional(str)  # changes to parallel.RULES, as "vocab=tensor+context,kv_heads="; no axis replicates

@@ -54,9 +54,16 @@ def check(config: ConfigDict) -> None:
     """Finds what would stop a run after minutes, before anything is computed.
 
     Raises:
-      ValueError: a published model without its weights, or an optional package that is asked for and not installed.
+      ValueError: a published model without its weights, master weights that updates would not change, or an optional
+        package that is asked for and not installed.
     """
     m = config.model
+    if m.param_dtype != "float32":
+        raise ValueError(
+            f"model.param_dtype={m.param_dtype!r} is for weights that are not trained: nearly every update of "
+            f"optimizer.learning_rate={config.optimizer.learning_rate:g} would be rounded away; leave it float32, and "
+            "where memory is short set offload=optimizer"
+        )
     if m.size and not m.path:
         models.size(m.size)
         name = next(name for name in models.SIZES if name.lower() == m.size.lower())

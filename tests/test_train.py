@@ -23,6 +23,13 @@ def test_a_published_model_without_its_weights_is_refused_and_not_drawn_at_rando
     train.check(qwen3_4b_2k.get_config("tiny"))
 
 
+def test_master_weights_in_which_updates_round_away_are_refused():
+    config = tiny.get_config()
+    config.model.param_dtype = "bfloat16"
+    with pytest.raises(ValueError, match="model.param_dtype='bfloat16' .*0.0003 would be rounded .* leave it float32"):
+        train.check(config)
+
+
 @pytest.mark.parametrize("field, package", [("wandb", "wandb"), ("tensorboard", "tensorboardX")])
 def test_a_writer_that_is_not_installed_is_named(monkeypatch, field, package):
     config = tiny.get_config()
