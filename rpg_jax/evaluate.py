@@ -6,7 +6,7 @@
 
 The policy is a run's checkpoint, a folder in Hugging Face layout, or what `python -m rpg_jax.serve` serves of either.
 Writes completions.jsonl, one object per completion with its verdict, scores.md and scores.json. The same command
-continues an evaluation that was killed, and gives the same bytes whatever the batching.
+continues an evaluation that was killed and ends with the same bytes; see docs/evaluation.md for other layouts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Completions from the current policy: one engine, several ways to drive it, the same tokens from each."""
+"""Completions from the current policy: one engine, several ways to drive it, the same random numbers in each."""
 
 from __future__ import annotations
 
@@ -23,8 +23,13 @@ DRIVERS = ("orchestrator", "lockstep", "simple")
 
 
 class Rollout(Protocol):
-    """What the trainer samples with. A completion depends on (seed, step, prompt_id, index), its prompt, the sampling
-    parameters and the weights; not on slots, batching, order or driver."""
+    """What the trainer samples with.
+
+    The random numbers of a completion's tokens depend on (seed, step, prompt_id, index) and the token's position; not
+    on slots, batching, order, driver or devices. Where these are the same, so are the tokens. Where they are not,
+    programs of other shapes round logits differently: tokens are the same in float32 (but for logits that are equal to
+    seven digits), and in bfloat16 some completions part where two tokens are nearly as good.
+    """
 
     def stage_weights(self, params: Params) -> Staged:
         """A copy of the trainer's weights that may be synced and verified later, and by another thread."""

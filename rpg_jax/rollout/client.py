@@ -1,4 +1,4 @@
-"""Rollouts from a server: the same interface, the same tokens and log-probs as in process."""
+"""Rollouts from a server: the same interface and random numbers as in process."""
 
 from __future__ import annotations
 

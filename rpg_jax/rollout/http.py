@@ -1,8 +1,9 @@
 """An HTTP endpoint in the form of OpenAI's completions: /v1/completions and /v1/models, by aiohttp.
 
 A request has prompt (text or token ids) and may have model, max_tokens, temperature, top_p, top_k, min_p, n, seed,
-logprobs (0: of the tokens drawn), stream and user; what else it names is refused. With a seed, the same request to the
-same weights gets the same answer. Choices have token_ids beside the text, the stop token included.
+logprobs (0: of the tokens drawn), stream and user; what else it names is refused. With a seed, the same request draws
+with the same random numbers, which in float32 is the same answer. Choices have token_ids beside the text, the stop
+token included.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Drawing one token per slot from logits, and the log-probability of the distribution it was drawn from.
 
-Everything here is a pure function of its arguments: no slot number, batch size or mutable key enters, so a completion
-is the same wherever and beside whatever it is decoded.
+Everything here is a pure function of its arguments: no slot number, batch size or mutable key enters, so from the same
+logits the same token is drawn wherever and beside whatever it is decoded.
 """
 
 from __future__ import annotations

@@ -24,8 +24,8 @@ _BETWEEN_DRAWS = 0x9E3779B1  # far from the small numbers that people choose as 
 class GroupSampler:
     """Samples and scores one group per problem, or those of the first `enough` problems whose groups are complete.
 
-    The completions depend on (seed, step, draw, prompt, index) only, so a prompt that occurs twice in a step needs two
-    draws.
+    A completion's random numbers depend on (seed, step, draw, prompt, index) only, so a prompt that occurs twice in a
+    step needs two draws.
 
     Of several processes each samples every n-th prompt, or with `spans_hosts` all sample all of them together; each
     scores every n-th, and all end with all groups, in order.

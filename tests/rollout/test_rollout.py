@@ -1,4 +1,4 @@
-"""What every driver promises: the same completions, whatever is decoded beside them."""
+"""What every driver promises: in float32 the same completions, whatever is decoded beside them."""
 
 from __future__ import annotations
 
