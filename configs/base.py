@@ -24,7 +24,8 @@ def get_config() -> ConfigDict:
     run.platform = optional(str)  # tpu, gpu or cpu: stop where there is none, never fall back; unset: what JAX finds
     run.stop_seconds = 25.0  # from SIGTERM or a preemption notice to the end of the process, at most
     run.preemption_url = "http://metadata.google.internal/computeMetadata/v1/instance/preempted"  # on TPUs; "": off
-    run.stall_seconds = 3600.0  # without a heartbeat (a step, an evaluation), before all stacks are dumped and it ends
+    run.stall_seconds = 3600.0  # in which no group and no update ends, before all stacks are dumped and the run does;
+    # more than one compilation or save, the log-prob passes of a step, or waiting for the slowest process may take
 
     distributed = c.distributed = ConfigDict()  # several processes; on TPU pods the launcher and JAX set all of it
     distributed.coordinator = optional(str)  # HOST[:PORT] of the first; unset: JAX_COORDINATOR_ADDRESS, or one process

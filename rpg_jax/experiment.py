@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +36,15 @@ from rpg_jax.types import Batch, Completion, Sampling
 
 @dataclasses.dataclass
 class Experiment(Layout):
-    """What train and evaluate share: tokenizer, problems, model and mesh of one config."""
+    """What train and evaluate share: tokenizer, problems, model and mesh of one config.
+
+    `beat` is called by what it makes whenever something has moved.
+    """
 
     tokenizer: data.Tokenizer
     task: Task
     notes: list[str]
+    beat: Callable[[], None] = lambda: None
 
     @classmethod
     def open(cls, config: ConfigDict, run_dir: Path, *, train: bool = True, held_out: bool = True) -> Experiment:
@@ -131,6 +135,7 @@ class Experiment(Layout):
             sampling=self.sampling(temperature),
             seed=seed,
             spans_hosts=self.config.rollout.driver == "lockstep",
+            beat=self.beat,
         )
 
     def evaluation_sampler(self, sampler: rollout.Rollout, scorer: rewards.Scorer) -> GroupSampler:
@@ -226,6 +231,7 @@ class Experiment(Layout):
             max_sampler_gap=c.rollout.max_sampler_gap,
             max_nonfinite_updates=c.log.max_nonfinite_updates,
             rollout_files=self.make_rollout_files(programs, folder.files) if c.log.rollouts_every else None,
+            beat=self.beat,
         )
         if c.rollout.max_staleness:
             trainer.sample_ahead(c.rollout.max_staleness, steps=c.train.steps, swap=c.rollout.swap)

@@ -8,6 +8,7 @@ versions.json, metrics.jsonl, samples.jsonl, rollouts, curves.png, summary.md, c
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 import time
@@ -100,7 +101,9 @@ class Run:
     """One training run: the trainer, its files and its display."""
 
     def __init__(self, experiment: Experiment, folder: storage.Folder):
-        self.experiment, self.config, self.folder, self.run_dir = experiment, experiment.config, folder, folder.files
+        self.config, self.folder, self.run_dir = experiment.config, folder, folder.files
+        self.stall = Watchdog(self.run_dir, self.config.run.stall_seconds, last_words=folder.push)
+        self.experiment = experiment = dataclasses.replace(experiment, beat=self.stall.beat)
         self.log = RunLog(self.run_dir, samples=self.config.log.samples_per_step)
         c = self.config.checkpoint
         self.checkpoints = Checkpoints(
@@ -131,19 +134,18 @@ class Run:
         trainer, c = self.trainer, self.config
         steps = c.train.steps
         trainer.sync_rollout()
-        stall = Watchdog(self.run_dir, c.run.stall_seconds, last_words=self.folder.push)
         if c.run.preemption_url and jax.default_backend() == "tpu":
             watch_preemption(c.run.preemption_url, self.stop)
         stopped, traced = None, profiling.chosen_steps(c.profile.steps)
-        with self.stop.listening(), stall, Progress(steps, first=trainer.step) as progress:
+        with self.stop.listening(), self.stall, Progress(steps, first=trainer.step) as progress:
             if trainer.step == 0:
                 self.log.rewind(-1)
                 self.log.append(0, start := self.evaluate())
                 progress.note(f"held-out accuracy before the first step: {start['eval/accuracy']:.3f}")
             elif self.owed is not None:
-                progress.update(trainer.step, self._evaluated(self.owed, stall))
+                progress.update(trainer.step, self._evaluated(self.owed))
             while trainer.step < steps and stopped is None:
-                stall.beat(f"step {trainer.step + 1}")
+                self.stall.beat(f"step {trainer.step + 1}")
                 with profiling.watched(trainer.step + 1, traced, self.run_dir):
                     values, groups = trainer.run_step()
                 values |= self._costs()
@@ -160,7 +162,7 @@ class Run:
                 if evaluates and stopped:
                     self.owed = values
                 elif evaluates:
-                    values = self._evaluated(values, stall)
+                    values = self._evaluated(values)
                     stopped = self.stop.agreed()
                     if stopped and not saves:
                         self.save()
@@ -184,9 +186,8 @@ class Run:
         counted = {"time/compilations": len(programs), "time/compiling": seconds, "time/checkpoint": saving}
         return counted | metrics.host()
 
-    def _evaluated(self, values: dict[str, float], stall: Watchdog) -> dict[str, float]:
+    def _evaluated(self, values: dict[str, float]) -> dict[str, float]:
         """Evaluates and writes the line of a step whose other metrics are `values`; returns all of them."""
-        stall.beat(f"the evaluation after step {self.trainer.step}")
         started = time.perf_counter()
         values = values | self.evaluate()
         values["time/evaluation"] = time.perf_counter() - started
@@ -206,6 +207,7 @@ class Run:
             self.rollout.sync_weights(params, int(trainer.state.updates))
         values = {}
         for name, problems in self.experiment.task.held_out.items():
+            self.stall.beat(f"the evaluation of {name} after step {trainer.step}")
             groups = self.evaluation_sampler(problems, step=trainer.step)
             found = scores.metrics(evaluation.records(name, groups, self.scorer))
             values |= {f"eval/{name}/{key}": value for key, value in found.items()}
@@ -221,6 +223,7 @@ class Run:
         """
         started = time.perf_counter()
         step, earlier = self.trainer.step, self.checkpoints.steps()
+        self.stall.beat(f"the checkpoint of step {step}")
         record = {**self.trainer.record(), "owed": metrics.plain(owed)}
         self.folder.push()  # whoever resumes from this checkpoint finds the logs up to it
         self.checkpoints.save(step, self.trainer.state, record)

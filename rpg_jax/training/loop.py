@@ -59,6 +59,7 @@ class Trainer:
       pending: groups carried over to the next step.
       ahead: samples later steps while this one trains; None where sampling and training take turns.
       rollout_files: keep some steps' groups for people to look at; None where nobody will.
+      beat: called whenever a program was launched or an update has ended.
     """
 
     state: TrainState
@@ -82,6 +83,7 @@ class Trainer:
     pending: list[Group] = dataclasses.field(default_factory=list)
     ahead: Ahead | None = None
     rollout_files: RolloutFiles | None = None
+    beat: Callable[[], None] = lambda: None
 
     def sample_ahead(self, max_staleness: int, *, steps: int, swap: str) -> None:
         """From now on rollouts run ahead of training; see `ahead.Ahead`, also for what it asks of the devices."""
@@ -165,7 +167,7 @@ class Trainer:
         """
         present, entropies = [], []
         for batch in batches:
-            logprobs, entropy = self.programs.logprobs(self.state.params, batch)
+            logprobs, entropy = self._logprobs(self.state.params, batch)
             present.append(logprobs)
             entropies.append((jnp.sum(jnp.where(batch.mask > 0, entropy, 0)), jnp.sum(batch.mask)))
         behaviour = present
@@ -180,7 +182,7 @@ class Trainer:
             ref = present
         else:
             params = self.reference.params()
-            ref = [self.programs.logprobs(params, batch)[0] for batch in batches]
+            ref = [self._logprobs(params, batch)[0] for batch in batches]
         parts = zip(batches, behaviour, ref, strict=True)
         return [dataclasses.replace(b, behaviour_logprobs=old, ref_logprobs=r) for b, old, r in parts], entropies
 
@@ -196,10 +198,14 @@ class Trainer:
         if not groups:
             return []
         batches = self._placed(self.batcher(groups, np.zeros((len(groups), len(groups[0].completions)))))
-        rows = [self.programs.logprobs(self.state.params, batch)[0] for batch in batches]
+        rows = [self._logprobs(self.state.params, batch)[0] for batch in batches]
         rows = [multihost_utils.process_allgather(x, tiled=True) for x in rows]
         by_group = gather(self.batcher, groups, rows)
         return [dataclasses.replace(g, behaviour_logprobs=x) for g, x in zip(groups, by_group, strict=True)]
+
+    def _logprobs(self, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
+        self.beat()
+        return self.programs.logprobs(params, batch)
 
     def _placed(self, rows: Any) -> Any:
         return hosts.placed(rows, self.batch_sharding)
@@ -210,11 +216,13 @@ class Trainer:
         self.reference.before_updates(self.state.params, self.epochs * len(minibatches))
         for _ in range(self.epochs):
             for micro_batches in minibatches:
-                self.state, update_metrics = self.programs.update(self.state, micro_batches)
+                self.state, update_metrics = self.programs.update(self.state, micro_batches, self.beat)
                 per_update.append(update_metrics)
                 self.reference.after_update(self.state.params)
-        values = [metrics_lib.mean(m) for m in per_update]
-        for value in values:
+        values = []
+        for summed in per_update:
+            values.append(value := metrics_lib.mean(summed))  # waits for the update
+            self.beat()
             self.nonfinite_in_a_row = self.nonfinite_in_a_row + 1 if value["nonfinite_updates"] else 0
         finite_kls = [v["kl"] for v in values if not v["nonfinite_updates"]]
         self.reference.after_step(finite_kls)

@@ -28,7 +28,8 @@ class GroupSampler:
     step needs two draws.
 
     Of several processes each samples every n-th prompt, or with `spans_hosts` all sample all of them together; each
-    scores every n-th, and all end with all groups, in order.
+    scores every n-th, and all end with all groups, in order. `beat` is called, by several threads, whenever groups are
+    complete or scored.
     """
 
     def __init__(
@@ -42,8 +43,9 @@ class GroupSampler:
         sampling: Sampling,
         seed: int,
         spans_hosts: bool = False,
+        beat: Callable[[], None] = lambda: None,
     ):
-        self._spans_hosts = spans_hosts
+        self._spans_hosts, self.beat = spans_hosts, beat
         self._rollout, self._encode, self._decode, self._scorer = rollout, encode, decode, scorer
         self._group_size, self._sampling, self._seed = group_size, sampling, seed
         self._errors: collections.Counter[str] = collections.Counter()
@@ -141,6 +143,7 @@ class _Scoring:
         self._thread.shutdown(wait=True, cancel_futures=kind is not None)
 
     def add(self, place: int, completions: list[Completion]) -> None:
+        self._sampler.beat()
         if place in self._mine:
             self._complete.append((place, completions))
             self._looks.append(self._thread.submit(self._score_complete))
@@ -160,6 +163,7 @@ class _Scoring:
         scored, errors = self._sampler.score(problems, prompts, groups)
         self._groups |= zip(places, scored, strict=True)
         self._errors.update(errors)
+        self._sampler.beat()
 
 
 def _without_stop(completion: Completion) -> list[int]:

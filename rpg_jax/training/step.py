@@ -134,13 +134,17 @@ class Programs(NamedTuple):
     apply: Callable[[TrainState, Sums], tuple[TrainState, Metrics]]
     baseline: Callable[[Any, Batch], tuple[jax.Array, jax.Array, jax.Array]] | None = None
 
-    def update(self, state: TrainState, micro_batches: Sequence[Batch]) -> tuple[TrainState, Metrics]:
-        """One optimizer update from all rows of `micro_batches`; `state` is donated."""
+    def update(
+        self, state: TrainState, micro_batches: Sequence[Batch], beat: Callable[[], None] = lambda: None
+    ) -> tuple[TrainState, Metrics]:
+        """One optimizer update from all rows of `micro_batches`; `state` is donated, `beat` called between launches."""
         if len(micro_batches) == 1:
             return self.fused(state, micro_batches[0])
         sums = self.start(state.weights, micro_batches[0])
         for batch in micro_batches[1:]:
+            beat()
             sums = self.add(state.weights, sums, batch)
+        beat()
         return self.apply(state, sums)
 
 

@@ -130,9 +130,9 @@ class Recorder:
     def __init__(self, programs):
         self.programs, self.logprobs, self.baseline, self.seen = programs, programs.logprobs, programs.baseline, []
 
-    def update(self, state, micro_batches):
+    def update(self, state, micro_batches, beat):
         self.seen += micro_batches
-        return self.programs.update(state, micro_batches)
+        return self.programs.update(state, micro_batches, beat)
 
 
 @pytest.mark.parametrize("rule", ["behaviour", "every"])
@@ -220,6 +220,15 @@ def test_rule_kl_watches_the_kl_that_is_reported_of_each_update(parts, tmp_path)
     tokens = [float(batch.mask.sum()) for batch in recorder.seen]
     assert values["kl"] == pytest.approx(np.average(watched, weights=tokens), rel=1e-5)  # f32
     assert values["kl"] != pytest.approx(values["kl_k3"], rel=1e-3) and watched[1] > 1e-4
+
+
+def test_every_micro_batch_and_every_update_is_a_heartbeat(parts, tmp_path):
+    trainer = make_trainer(parts, tmp_path, dynamic=None, batch_size=2)
+    beats, fused = [], trainer.programs.fused
+    trainer.programs = trainer.programs._replace(fused=lambda *a: (beats.append("update"), fused(*a))[1])
+    trainer.beat = lambda: beats.append("beat")
+    trainer.run_step()
+    assert beats == ["beat"] * 2 + ["update"] * 2 + ["beat"] * 2  # log-probs of two micro-batches; both updates ended
 
 
 def test_failed_verdicts_are_metrics_by_kind(parts, tmp_path):

@@ -40,8 +40,8 @@ def scores(texts, errors=()):
     return Scores(np.array([len(t) for t in texts], np.float32), np.ones(len(texts), np.float32), {}, dict(errors))
 
 
-def sampler(rollout, scorer, seed=0):
-    return GroupSampler(rollout, encode, decode, scorer, group_size=2, sampling=Sampling(), seed=seed)
+def sampler(rollout, scorer, seed=0, **options):
+    return GroupSampler(rollout, encode, decode, scorer, group_size=2, sampling=Sampling(), seed=seed, **options)
 
 
 PROBLEMS = [Problem(7, "a", "", "t"), Problem(9, "bc", "", "t")]
@@ -88,6 +88,25 @@ def test_a_complete_group_is_scored_while_others_are_still_sampled():
         return scores(texts)
 
     assert len(sampler(Rollout(), scorer)(PROBLEMS, step=0)) == 2
+
+
+def test_every_group_that_is_complete_and_every_verdict_is_a_heartbeat():
+    beats, seen = [], []
+
+    class Rollout(FakeRollout):
+        def generate(self, prompts, *, on_group, **arguments):
+            def watched(place, group):
+                before = len(beats)
+                on_group(place, group)
+                seen.append(len(beats) > before)
+
+            return super().generate(prompts, on_group=watched, **arguments)
+
+    def scorer(problems, texts, reasons, lengths):
+        return scores(texts)
+
+    sampler(Rollout(), scorer, beat=lambda: beats.append(threading.current_thread().name))(PROBLEMS, step=0)
+    assert seen == [True, True] and any(name.startswith("scoring") for name in beats)
 
 
 def test_what_scoring_raises_is_raised_by_the_call_and_the_next_one_is_right():

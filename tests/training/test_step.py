@@ -230,3 +230,15 @@ def test_schedule_free_trains_and_evaluates_at_its_average():
         for a, b in zip(jax.tree.leaves(averaged), jax.tree.leaves(state.params), strict=True)
     )
     assert 0 < gap < 1e-2
+
+
+def test_an_update_of_several_micro_batches_beats_between_its_launches():
+    launched = []
+
+    def launch(name, result=None):
+        return lambda *_: (launched.append(name), result)[1]
+
+    programs = {name: launch(name) for name in step_lib.Programs._fields} | {"apply": launch("apply", (None, {}))}
+    state = state_lib.TrainState({}, {}, 0, 0)
+    step_lib.Programs(**programs).update(state, [None] * 3, launch("beat"))
+    assert launched == ["start", "beat", "add", "beat", "add", "beat", "apply"]
