@@ -150,7 +150,7 @@ def settings_of(policy: Policy, rollout: Rollout) -> dict[str, Any]:
     return {
         "policy": policy.name,
         "step": policy.step,
-        "weights": _SERVER.value or f"{rollout.weights_checksum():08x}",
+        "weights": _SERVER.value or f"{rollout.weights_checksum():016x}",
         "sets": {
             name: f"{len(problems)} problems, {data.fingerprint(problems):08x}" for name, problems in held_out.items()
         },

@@ -25,9 +25,10 @@ from rpg_jax.methods import resolve
 from rpg_jax.parallel import hosts
 from rpg_jax.report import curves, scores, summary
 from rpg_jax.report.progress import Progress
+from rpg_jax.rollout import weights_checksum
 from rpg_jax.training import evaluation, metrics, profiling
 from rpg_jax.training import state as state_lib
-from rpg_jax.training.checkpoints import Checkpoints, bit_checksum
+from rpg_jax.training.checkpoints import Checkpoints
 from rpg_jax.training.compilations import CompilationCounter
 from rpg_jax.training.integrity import Refused
 from rpg_jax.training.logs import RunLog
@@ -282,14 +283,14 @@ class Run:
 
     def _finish(self) -> int:
         self.checkpoints.wait()
-        checksum = bit_checksum(self.trainer.state.params)[:16]
+        checksum = weights_checksum(self.trainer.state.params)
         if not hosts.is_first():
             return 0
         if not (self.run_dir / "summary.md").exists() or self.trainer.step:
             curves.draw_curves(self.run_dir)
             summary.write_summary(self.run_dir)
         print(self.folder.shown(summary.closing_message(self.run_dir)))
-        print(f"weights checksum: {checksum}")
+        print(f"weights checksum: {checksum:016x}")
         return 0
 
 

@@ -6,7 +6,8 @@ import time
 import pytest
 
 from rpg_jax import storage
-from rpg_jax.training.checkpoints import Checkpoints, bit_checksum
+from rpg_jax.rollout import weights_checksum
+from rpg_jax.training.checkpoints import Checkpoints
 from rpg_jax.training.snapshots import Snapshots
 from tests.fake_gcs import FakeGcs
 from tests.training.test_checkpoints import like, tree
@@ -121,7 +122,7 @@ def test_damaged_checkpoints_in_a_bucket_are_refused_moved_and_written_again(gcs
 
     checkpoints = Checkpoints(home / "checkpoints", **options)
     step, state, record = checkpoints.restore_last(like(tree(0, 3000)))
-    assert (step, record) == (4, {"at": 4}) and bit_checksum(state) == bit_checksum(tree(4, 3000))
+    assert (step, record) == (4, {"at": 4}) and weights_checksum(state) == weights_checksum(tree(4, 3000))
     errors = capsys.readouterr().err
     assert "gs://bucket/runs/r/checkpoints/5 is half-written" in errors
     assert "refused: gs://bucket/runs/r/checkpoints/6/state" in errors
@@ -129,7 +130,7 @@ def test_damaged_checkpoints_in_a_bucket_are_refused_moved_and_written_again(gcs
     for step in (5, 6, 7):
         checkpoints.save(step, tree(step, 3000), {"at": step})
         checkpoints.wait()
-        assert bit_checksum(checkpoints.restore(step, like(tree(0, 3000)))) == bit_checksum(tree(step, 3000))
+        assert weights_checksum(checkpoints.restore(step, like(tree(0, 3000)))) == weights_checksum(tree(step, 3000))
     assert checkpoints.steps() == [4, 6, 7]
     checkpoints.close()
 
@@ -140,7 +141,7 @@ def test_snapshots_in_a_bucket_are_replaced_pruned_and_moved_aside(gcs):
     snapshots = Snapshots(storage.absolute("gs://bucket/runs/r/reference"))
     for number, seed in ((0, 1), (0, 2), (8, 3)):
         snapshots.save(number, tree(seed))
-    assert bit_checksum(snapshots.restore(0, like(tree(0)))) == bit_checksum(tree(2))
+    assert weights_checksum(snapshots.restore(0, like(tree(0)))) == weights_checksum(tree(2))
     snapshots.keep_only([8])
     assert not snapshots.exists(0) and snapshots.exists(8)
     assert str(snapshots.move_aside(8)).endswith("reference/refused-00000008") and not snapshots.exists(8)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, Mesh, NamedSharding
 
 Tree = Any
 T = TypeVar("T")
@@ -90,11 +90,3 @@ def local_copies(tree: Tree, shardings: Tree) -> Tree:
         return jax.make_array_from_single_device_arrays(x.shape, sharding, pieces)
 
     return jax.tree.map(rebuilt, jax.device_put(tree, jax.tree.map(wide, shardings)), shardings)
-
-
-def on_host(x: Any) -> np.ndarray:
-    """The whole array on every host."""
-    if isinstance(x, jax.Array) and not x.is_fully_addressable:
-        replicated = NamedSharding(x.sharding.mesh, PartitionSpec())  # type: ignore[attr-defined]
-        x = jax.device_put(x, replicated).addressable_data(0)
-    return np.asarray(jax.device_get(x))

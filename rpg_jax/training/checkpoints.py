@@ -7,7 +7,6 @@ checkpoints/refused, never deleted; the checkpoint before it is used.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from collections.abc import Callable, Mapping
@@ -176,16 +175,6 @@ def committed_steps(directory: Path | epath.Path) -> list[int]:
     """Steps of the complete checkpoints in `directory`, oldest first; a run that writes there is not disturbed."""
     there = directory.iterdir() if directory.exists() else ()
     return sorted(int(path.name) for path in there if path.name.isdigit() and _is_committed(path))
-
-
-def bit_checksum(tree: Tree) -> str:
-    """Hexadecimal digest of the exact bits, shapes and dtypes of `tree`."""
-    digest = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
-        array = hosts.on_host(leaf)
-        digest.update(f"{jax.tree_util.keystr(path)} {array.dtype} {array.shape}".encode())
-        digest.update(array.tobytes())
-    return digest.hexdigest()
 
 
 def _half_written(directory: epath.Path) -> list[epath.Path]:

@@ -39,7 +39,7 @@ def trained(tmp_path_factory):
     """(cache, run folder) of a run of two steps."""
     folder = tmp_path_factory.mktemp("evaluated")
     settings = (f"--config.run.dir={folder}", "--config.run.name=r", f"--config.warm_start.dir={folder}/warm_starts")
-    run(folder / "cache", "train", CONFIG, *settings)
+    (folder / "r.txt").write_text(run(folder / "cache", "train", CONFIG, *settings))
     return folder / "cache", folder / "r"
 
 
@@ -50,6 +50,11 @@ def evaluated(trained, tmp_path_factory):
     printed = run(cache, "evaluate", f"--run={run_dir}", "--k=8", f"--out={out}")
     assert "Mean@8" in printed and "maj@8" in printed
     return out
+
+
+def test_an_evaluation_names_the_weights_as_the_run_that_trained_them_did(trained, evaluated):
+    last = (trained[1].parent / "r.txt").read_text().splitlines()[-1]
+    assert last == "weights checksum: " + json.loads((evaluated / "scores.json").read_text())["settings"]["weights"]
 
 
 KILLED = """

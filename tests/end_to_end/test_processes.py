@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -90,7 +91,7 @@ LOGGED = ("--config.log.samples_per_step=1000", "--config.train.steps=4", "--con
 def alone(tmp_path_factory):
     """The run of one process."""
     folder = tmp_path_factory.mktemp("alone")
-    run(folder, 1, *LOGGED, "--config.run.name=one")
+    (folder / "one.txt").write_text(run(folder, 1, *LOGGED, "--config.run.name=one")[0])
     return folder
 
 
@@ -99,6 +100,17 @@ def alone(tmp_path_factory):
 def test_processes_train_as_one(alone, processes, driver):
     run(alone, processes, *LOGGED, f"--config.rollout.driver={driver}", f"--config.run.name={processes}-{driver}")
     assert_same_run(alone / "one", alone / f"{processes}-{driver}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_the_same_weights_have_the_same_checksum_on_any_number_of_processes(alone, processes):
+    shutil.copytree(alone / "one", alone / f"ended{processes}")
+    layout = ("--config.mesh.fsdp=2", "--config.mesh.replica=4")
+    again = run(alone, processes, *LOGGED, *layout, f"--config.run.name=ended{processes}")[0]
+    assert "after step 4" in again
+    assert again.splitlines()[-1] == (alone / "one.txt").read_text().splitlines()[-1]
+    assert again.splitlines()[-1].startswith("weights checksum: ")
 
 
 @pytest.mark.soak
