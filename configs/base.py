@@ -22,7 +22,8 @@ def get_config() -> ConfigDict:
     run.overwrite = False  # start anew where a run of this name exists
     run.compilation_cache = "runs/compilation_cache"  # JAX_COMPILATION_CACHE_DIR takes precedence; "" switches it off
     run.platform = optional(str)  # tpu, gpu or cpu: stop where there is none, never fall back; unset: what JAX finds
-    run.stop_seconds = 25.0  # from SIGTERM or a preemption notice to the end of the process, at most
+    run.stop_seconds = 25.0  # from SIGTERM or a preemption notice to the end of the process, at most; a step that does
+    # not end within it is done again from the last checkpoint, so where steps take minutes, set checkpoint.every=1
     run.preemption_url = "http://metadata.google.internal/computeMetadata/v1/instance/preempted"  # on TPUs; "": off
     run.stall_seconds = 3600.0  # in which no group and no update ends, before all stacks are dumped and the run does;
     # more than one compilation or save, the log-prob passes of a step, or waiting for the slowest process may take

@@ -36,4 +36,5 @@ def get_config(variant: str = ""):
     c.train.microbatch_size = 16  # one row a chip on 16 chips, two on 8
 
     c.evaluation.k = 32
+    c.checkpoint.every = 1  # a step takes minutes to hours, and what a preemption cuts short is done again
     return base.variant(c, variant)

@@ -54,6 +54,14 @@ def test_its_updates_split_into_whole_micro_batches_and_its_rows_hold_a_completi
     assert c.rewards.overlong_buffer < c.rollout.max_tokens
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_where_steps_take_minutes_every_one_is_saved_and_two_are_kept(name):
+    c = load(name).get_config()
+    groups = c.rollout.prompts_per_step * c.dynamic_sampling.oversample
+    assert c.checkpoint.every == 1 or groups * c.rollout.group_size * c.rollout.max_tokens < 10e6
+    assert c.checkpoint.keep == 2 and c.checkpoint.permanent_every is None
+
+
 @pytest.mark.parametrize("name", [n for n in NAMES if load(n).get_config().model.size])
 def test_its_tiny_variant_is_the_same_experiment_on_a_small_model(name):
     c, tiny = load(name).get_config(), load(name).get_config("tiny")

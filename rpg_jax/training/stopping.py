@@ -1,9 +1,9 @@
 """Stopping early: a signal or a preemption notice ends a run within seconds, a signal more than a second after another
 at once.
 
-The step in progress is finished and saved where time allows; an evaluation that is due after it is left to the run that
-continues. Where there is no time, the process ends at its deadline and the last complete checkpoint stands: what was
-done since is done again, to the same bits.
+The step in progress is finished and saved where it ends in time; an evaluation that is due after it is left to the run
+that continues. No step is saved halfway: where one does not end within `run.stop_seconds`, the process ends at that
+deadline, and every step since the last complete checkpoint is done again, to the same bits.
 """
 
 from __future__ import annotations
