@@ -122,7 +122,7 @@ def get_config() -> ConfigDict:
     dynamic.surplus = "drop"  # groups kept beyond a step's need: drop them, or carry them to the next step
 
     loss = c.loss = ConfigDict()
-    loss.name = from_method(str)  # rpg ppo grpo dapo reinforce_pp reinforce_pp_baseline dr_grpo gspo cispo
+    loss.name = from_method(str)  # rpg ppo grpo reinforce_pp gspo cispo
     loss.divergence = from_method(str)  # fkl ufkl rkl urkl js ujs
     loss.estimator = from_method(str)  # differentiable reinforce
     loss.clip = from_method(str)  # none dual truncate reward

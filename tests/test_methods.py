@@ -91,7 +91,7 @@ def test_only_the_loss_that_takes_them_has_the_fields_of_grpos_kl_term():
     ("name", "options"),
     [
         ("grpo", {}),
-        ("dapo", {}),
+        ("ppo", {}),
         *(("rpg", {"clip": c, "form": f}) for c in ("dual", "truncate") for f in ("paper", "verl")),
     ],
 )

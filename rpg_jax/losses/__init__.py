@@ -20,7 +20,7 @@ from rpg_jax.losses.aggregate import AGGREGATES, aggregate
 from rpg_jax.losses.divergences import DIVERGENCES
 from rpg_jax.losses.hyperparameters import check, lookup, options
 from rpg_jax.losses.logprobs import Cut, token_logprobs
-from rpg_jax.losses.methods import COMPLETION_BUDGET, METHODS, Method, get_method
+from rpg_jax.losses.methods import METHODS, Method, get_method
 from rpg_jax.losses.metrics import Metrics, merge, token_metrics
 from rpg_jax.losses.regularized_pg import rpg
 from rpg_jax.losses.tokens import TokenLoss, Tokens, checked
@@ -59,7 +59,6 @@ class Loss:
 
     per_token: Callable[..., TokenLoss]
     aggregate: str = "token_mean"
-    constant_length: float | None = None
 
 
 LOSSES: Mapping[str, Loss] = MappingProxyType(
@@ -67,11 +66,7 @@ LOSSES: Mapping[str, Loss] = MappingProxyType(
         "rpg": Loss(rpg),
         "ppo": Loss(baselines.ppo),
         "grpo": Loss(baselines.grpo, "sequence_mean_token_mean"),
-        "dapo": Loss(baselines.dapo),
         "reinforce_pp": Loss(baselines.reinforce_pp),
-        # The baseline variant of REINFORCE++ differs in its advantages alone.
-        "reinforce_pp_baseline": Loss(baselines.reinforce_pp),
-        "dr_grpo": Loss(baselines.dr_grpo, "constant", COMPLETION_BUDGET),
         "gspo": Loss(baselines.gspo, "sequence_mean_token_mean"),
         "cispo": Loss(baselines.cispo),
     }
@@ -125,8 +120,7 @@ def policy_loss(
     )
     result = token_loss(name, tokens, **hyperparameters)
     kind = hyperparameters.get("aggregate", loss.aggregate)
-    constant_length = hyperparameters.get("constant_length", loss.constant_length)
-    loss_sum, weight = aggregate(result.values, tokens, kind, constant_length)
+    loss_sum, weight = aggregate(result.values, tokens, kind, hyperparameters.get("constant_length"))
     return loss_sum, weight, token_metrics(tokens, result.events)
 
 

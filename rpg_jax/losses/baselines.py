@@ -1,7 +1,8 @@
-"""The losses that RPG is compared with: PPO, GRPO, DAPO, REINFORCE++, Dr. GRPO, GSPO and CISPO.
+"""The losses that RPG is compared with: PPO, GRPO, REINFORCE++, GSPO and CISPO.
 
-Each takes `Tokens` and returns f[B, T] to be minimised. They differ in the ratio, the clip range and the KL term; their
-advantages and aggregations are in `methods`. Gradients reach `logprobs` only.
+Each takes `Tokens` and returns f[B, T] to be minimised. They differ in the ratio and the KL term; what differs in clip
+range, advantages or aggregate alone (DAPO, Dr. GRPO and RLOO from PPO) is a row of `methods`. Gradients reach
+`logprobs` only.
 """
 
 from __future__ import annotations
@@ -21,23 +22,13 @@ OVERFLOW = 40.0
 
 
 def ppo(tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, clip_dual: float | None = 10.0) -> TokenLoss:
-    """PPO with a dual clip: max(−wA, −clip(w, 1 − ε₁, 1 + ε₂)A), and where A < 0 at most −cA (arXiv:1912.09729)."""
+    """PPO with a dual clip: max(−wA, −clip(w, 1 − ε₁, 1 + ε₂)A), and where A < 0 at most −cA (arXiv:1912.09729).
+
+    With `clip_high` 0.28, "clip-higher", this is DAPO's loss (arXiv:2503.14476 eq. 10); with the aggregate `constant`,
+    Dr. GRPO's (arXiv:2503.20783).
+    """
     loss, region = clipping.ppo_dual_clip(tokens.w, tokens.advantages, Bounds(clip_low, clip_high, clip_dual))
     return TokenLoss(loss, region.events())
-
-
-def dapo(
-    tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.28, clip_dual: float | None = 10.0
-) -> TokenLoss:
-    """PPO with the clip raised above ("clip-higher") and no KL term (DAPO, arXiv:2503.14476 eq. 10)."""
-    return ppo(tokens, clip_low=clip_low, clip_high=clip_high, clip_dual=clip_dual)
-
-
-def dr_grpo(
-    tokens: Tokens, *, clip_low: float = 0.2, clip_high: float = 0.2, clip_dual: float | None = 10.0
-) -> TokenLoss:
-    """PPO clip without KL term; its mark is the constant length normaliser (Dr. GRPO, arXiv:2503.20783)."""
-    return ppo(tokens, clip_low=clip_low, clip_high=clip_high, clip_dual=clip_dual)
 
 
 def grpo(

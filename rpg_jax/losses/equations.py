@@ -56,11 +56,8 @@ _PPO = r"\mathrm{clip}_\mathrm{PPO}(w, A)"
 BASELINES: Mapping[str, str] = MappingProxyType(
     {
         "ppo": _PPO,
-        "dapo": _PPO,
-        "dr_grpo": _PPO,
         "grpo": _PPO + r" + \beta (1/r - 1 + \log r)",
         "reinforce_pp": _PPO + r" + \beta \log r",
-        "reinforce_pp_baseline": _PPO + r" + \beta \log r",
         "gspo": r"\mathrm{clip}_\mathrm{PPO}(s, A), \quad s = \exp(\tfrac1T \textstyle\sum_t \log w_t)",
         "cispo": r"-\mathrm{sg}(\min(w, 1+\varepsilon_2)) A \log\pi_\theta",
     }

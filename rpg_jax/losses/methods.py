@@ -1,7 +1,8 @@
 """The methods of the paper's tables: everything besides the model and the data that makes a row.
 
 `policy_loss(method.loss, aggregate=method.aggregate, **method.hyperparameters, …)` with the advantages
-`advantages(method.advantage, rewards, …)`.
+`advantages(method.advantage, rewards, …)`; aggregate `constant` (Dr. GRPO) takes `constant_length` too, the completion
+budget in tokens.
 """
 
 from __future__ import annotations
@@ -45,8 +46,6 @@ class Method:
 # The recipes of RPG, DAPO and REINFORCE++ share this range; GRPO's is symmetric (arXiv:2505.17508 section 5).
 CLIP_HIGHER = {"clip_low": 0.2, "clip_high": 0.28, "clip_dual": 10.0}
 SYMMETRIC_CLIP = {"clip_low": 0.2, "clip_high": 0.2, "clip_dual": 10.0}
-# Dr. GRPO's constant, in tokens: the completion budget of the paper's main runs. Another budget needs another constant.
-COMPLETION_BUDGET = 2048
 
 
 def regularized(divergence: str, estimator: str, *, source: str, **changed: float | str | None) -> Method:
@@ -108,7 +107,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             aggregate="sequence_mean_token_mean",
             reference="fixed",
         ),
-        "DAPO": baseline("dapo", "group_standardised", CLIP_HIGHER, "arXiv:2503.14476", dapo_batches=True),
+        "DAPO": baseline("ppo", "group_standardised", CLIP_HIGHER, "arXiv:2503.14476", dapo_batches=True),
         "REINFORCE++": baseline(
             "reinforce_pp",
             "whitened_returns",
@@ -117,7 +116,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             reference="fixed",
         ),
         "REINFORCE++-Baseline": baseline(
-            "reinforce_pp_baseline",
+            "reinforce_pp",
             "whitened_group_mean",
             {"kl_coef": 1e-4, **CLIP_HIGHER},
             "arXiv:2501.03262; β of arXiv:2505.17508",
@@ -130,13 +129,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         "RLOO": baseline(
             "ppo", "leave_one_out", SYMMETRIC_CLIP, "arXiv:2402.14740, with PPO's clip since batches are reused"
         ),
-        "Dr.GRPO": baseline(
-            "dr_grpo",
-            "group_mean",
-            {"constant_length": COMPLETION_BUDGET, **SYMMETRIC_CLIP},
-            "arXiv:2503.20783",
-            aggregate="constant",
-        ),
+        "Dr.GRPO": baseline("ppo", "group_mean", SYMMETRIC_CLIP, "arXiv:2503.20783", aggregate="constant"),
         "GSPO": baseline(
             "gspo",
             "group_standardised",

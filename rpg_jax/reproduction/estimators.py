@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from rpg_jax.losses import divergences, policy_loss
+from rpg_jax.losses.methods import CLIP_HIGHER
 from rpg_jax.reproduction.scenes import Scene, kl
 
 # (log π_θ(x) f[V], scene, advantages f[V], β) -> Σ_x L(x), the losses of all V tokens added up; f[]
@@ -104,7 +105,7 @@ CLIPS = (
     Estimator("RPG-URKL, clip dual, form verl", "public code", rpg("urkl", clip="dual", form="verl"), "reverse"),
     Estimator("GRPO", "PPO clip + βk₃", library("grpo"), "reverse"),
     Estimator("REINFORCE++", "PPO clip + βk₁", library("reinforce_pp"), "reverse"),
-    Estimator("DAPO", "PPO clip, no KL", library("dapo"), None),
+    Estimator("DAPO", "PPO clip, no KL", library("ppo", **CLIP_HIGHER), None),
     Estimator("CISPO", "−SG(min(w, 1 + ε₂))A log π_θ", library("cispo"), None),
     Estimator("GSPO", "PPO clip of the sequence ratio", library("gspo"), None),
 )
@@ -121,8 +122,13 @@ SAMPLERS = (
         )
         for ceiling in (1.2, 2.0)
     ),
-    Estimator("DAPO", "PPO clip, no KL", library("dapo"), None),
-    Estimator("DAPO, TIS 2.0", "times min(π_old/π_s, 2.0)", library("dapo", truncated_importance_sampling=2.0), None),
+    Estimator("DAPO", "PPO clip, no KL", library("ppo", **CLIP_HIGHER), None),
+    Estimator(
+        "DAPO, TIS 2.0",
+        "times min(π_old/π_s, 2.0)",
+        library("ppo", truncated_importance_sampling=2.0, **CLIP_HIGHER),
+        None,
+    ),
 )
 
 

@@ -32,7 +32,9 @@ def test_a_row_is_a_loss_that_can_be_computed(name, batch):
     rewards = batch["advantages"][:, 0].reshape(2, 2)
     lengths = batch["mask"].sum(axis=1).reshape(2, 2)
     batch["advantages"] = advantages(method.advantage, rewards, lengths=lengths).reshape(4)
-    total, weight, _ = policy_loss(method.loss, **batch, aggregate=method.aggregate, **method.hyperparameters)
+    total, weight, _ = policy_loss(
+        method.loss, **batch, aggregate=method.aggregate, constant_length=6, **method.hyperparameters
+    )
     assert abs(total / weight) > 0
 
 

@@ -61,7 +61,7 @@ def files(folder, *, every=3, groups=3, seen=None, **hyperparameters):
             seen.append(batch)
         return jnp.where(batch.targets % 2 == 0, -0.5, -1.5), batch.targets / 10
 
-    numbers = token_numbers("dapo", **hyperparameters)
+    numbers = token_numbers("ppo", clip_high=0.28, **hyperparameters)
     return RolloutFiles(folder, Letters(), logprobs, numbers, batcher, every=every, groups=groups)
 
 
