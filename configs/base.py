@@ -57,7 +57,7 @@ def get_config() -> ConfigDict:
     c.offload = ""  # what waits in the host's memory until it is needed: optimizer, reference, or optimizer+reference
 
     mesh = c.mesh = ConfigDict()  # devices along each axis; -1 once: all that are left
-    mesh.replica = 1  # copies of the weights
+    mesh.replica = 1  # copies of the weights, a multiple of the TPU slices, which only it spans; 1: one in each slice
     mesh.fsdp = -1  # batch and weights are cut alike; weights are gathered layer by layer
     mesh.tensor = 1  # heads, hidden units and vocabulary are cut
     mesh.context = 1  # sequences are cut along their length

@@ -68,7 +68,7 @@ class Layout:
         except ValueError as error:
             only = f"; rollout.devices={len(sampling)} more only sample" if sampling else ""
             raise ValueError(f"{error}{only}") from error
-        rules = parallel.override(_rules(c.sharding))
+        rules = parallel.parse_rules(c.sharding)
         graphdef, shapes = models.abstract(
             model, jnp.dtype(c.model.param_dtype), compute_dtype=jnp.dtype(c.model.compute_dtype), remat=c.model.remat
         )
@@ -269,14 +269,3 @@ def model_config(config: ConfigDict, vocab_size: int | None) -> models.QwenConfi
         )
     optional = {k: m[k] for k in ("rope_theta", "tie_embeddings") if m[k] is not None}
     return models.QwenConfig(vocab_size=vocab_size, **{name: m[name] for name in dimensions}, **optional)
-
-
-def _rules(text: str | None) -> dict[str, parallel.MeshAxes]:
-    """ "embed=fsdp+context,vocab=" by logical axis; nothing behind the sign replicates."""
-    rules: dict[str, parallel.MeshAxes] = {}
-    for entry in (part.strip() for part in (text or "").split(",") if part.strip()):
-        name, sign, axes = entry.partition("=")
-        if not sign:
-            raise ValueError(f"sharding: {entry!r} is not of the form LOGICAL=MESH_AXIS[+MESH_AXIS]")
-        rules[name] = tuple(axes.split("+")) if axes else None
-    return rules

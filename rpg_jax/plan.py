@@ -31,7 +31,9 @@ from rpg_jax.tasks import Task
 from rpg_jax.training.state import TrainState
 
 _CONFIG = command_line.define_config("configs/qwen3_4b_2k.py")
-_TOPOLOGY = flags.DEFINE_string("topology", "v5p:2x2x2", "KIND:SHAPE, as v6e:4x4; a wrong one lists the known")
+_TOPOLOGY = flags.DEFINE_string(
+    "topology", "v5p:2x2x2", "as v6e:4x4, or v6e:4x4*2 for two of them; a wrong one lists the known"
+)
 _JSON = flags.DEFINE_bool("json", False, "print one JSON object instead of tables")
 _TRY = flags.DEFINE_bool("try", True, "look for the smallest change that fits where the config does not")
 _MEAN = flags.DEFINE_integer("mean_tokens", 0, "tokens of a mean completion; 0: half of rollout.max_tokens")

@@ -2,43 +2,81 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh
 
 MESH_AXES = ("replica", "fsdp", "expert", "context", "tensor")
 """Slowest-varying first, so that `tensor`, which communicates in every layer, spans the nearest devices.
 
-`replica`: copies of the parameters, rows of the batch. `fsdp`: shards of the parameters, rows of the batch.
-`expert`: experts of a mixture, rows of the batch. `context`: positions of a row. `tensor`: heads, hidden units and
-vocabulary entries.
+`replica`: copies of the parameters, rows of the batch; the only one across slices. `fsdp`: shards of the parameters,
+rows of the batch. `expert`: experts of a mixture, rows of the batch. `context`: positions of a row. `tensor`: heads,
+hidden units and vocabulary entries.
 """
 
 
 def make_mesh(shape: Mapping[str, int] | None = None, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh of `devices` (default: all of them) with every axis of `MESH_AXES`, of size 1 where `shape` has none.
+    """A mesh of `devices` (default: all of them) with every axis of `MESH_AXES`, as `mesh_sizes` sizes them.
 
-    One axis may be -1: the devices that the others leave. Axes are of type Auto.
+    On several TPU slices `replica` spans them, the slow network, and every other axis lies within one. An axis of any
+    size may take a part of a dimension of the torus. Axes are of type Auto.
 
     Raises:
-      ValueError: an unknown axis, a size below 1, or sizes whose product is not the number of devices.
+      ValueError: as `mesh_sizes` says, or devices that do not fill a box of the torus, the same in every slice.
     """
     devices = list(jax.devices() if devices is None else devices)
-    sizes = dict.fromkeys(MESH_AXES, 1) | dict(shape or {})
+    slices = len({getattr(d, "slice_index", 0) for d in devices}) if devices[0].platform == "tpu" else 1
+    sizes = mesh_sizes(shape or {}, len(devices), slices)
+    within = tuple((sizes | {"replica": sizes["replica"] // slices}).values())
+    try:
+        if slices > 1:
+            across = tuple(slices if axis == "replica" else 1 for axis in MESH_AXES)
+            placed = mesh_utils.create_hybrid_device_mesh(within, across, devices, allow_split_physical_axes=True)
+        else:
+            placed = mesh_utils.create_device_mesh(within, devices, allow_split_physical_axes=True)
+    except (AssertionError, NotImplementedError, ValueError) as error:  # without the list of devices that some print
+        raise ValueError(
+            f"{_words(sizes)} cannot be laid on these {len(devices)} devices, which must fill a box of the torus, the "
+            "same in every slice: take whole slices; where rollout.devices takes some, half of one host's"
+        ) from error
+    return Mesh(placed, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def mesh_sizes(shape: Mapping[str, int], devices: int, slices: int = 1) -> dict[str, int]:
+    """The size of every axis of `MESH_AXES` on so many devices: 1 where `shape` has none, and one may be -1, the rest.
+
+    On several slices a `replica` of 1 becomes their number: one copy of the parameters in each.
+
+    Raises:
+      ValueError: an unknown axis, a size below 1, sizes whose product is not the number of devices, or a `replica` that
+        the slices do not divide.
+    """
+    sizes = dict.fromkeys(MESH_AXES, 1) | dict(shape)
     unknown = set(sizes) - set(MESH_AXES)
     if unknown:
         raise ValueError(f"unknown mesh axes {sorted(unknown)}; the axes are {', '.join(MESH_AXES)}")
-    product = 1
-    for size in sizes.values():
-        product *= size
+    if sizes["replica"] == 1:
+        sizes["replica"] = slices
+    product = math.prod(sizes.values())
     free = [axis for axis, size in sizes.items() if size == -1]
-    if len(free) == 1 and product < 0 and len(devices) % -product == 0:
-        sizes[free[0]] = len(devices) // -product
-    elif min(sizes.values()) < 1 or product != len(devices):
-        wanted = " x ".join(f"{axis} {size}" for axis, size in sizes.items())
+    if len(free) == 1 and product < 0 and devices % -product == 0:
+        sizes[free[0]] = devices // -product
+    elif min(sizes.values()) < 1 or product != devices:
+        on = f"{devices} devices" if slices == 1 else f"{devices} devices of {slices} slices, each with its replica"
         raise ValueError(
-            f"mesh {wanted} does not cover {len(devices)} devices: sizes must be >= 1 (one may be -1, the rest of the "
+            f"{_words(sizes)} does not cover {on}: sizes must be >= 1 (one may be -1, the rest of the "
             "devices) and multiply to the number of devices"
         )
-    return jax.make_mesh(tuple(sizes.values()), MESH_AXES, (AxisType.Auto,) * len(MESH_AXES), devices=devices)
+    if sizes["replica"] % slices:
+        raise ValueError(
+            f"{_words(sizes)} does not divide over {slices} slices: only replica spans them, so take "
+            f"mesh.replica={slices} or a multiple, and mesh.fsdp=-1"
+        )
+    return sizes
+
+
+def _words(sizes: Mapping[str, int]) -> str:
+    return "mesh " + " x ".join(f"{axis} {size}" for axis, size in sizes.items())

@@ -64,6 +64,26 @@ def override(overrides: Mapping[str, MeshAxes], rules: Rules = RULES) -> Rules:
     return MappingProxyType({**rules, **{k: tuple(v) if isinstance(v, list) else v for k, v in overrides.items()}})
 
 
+def parse_rules(text: str | None) -> Rules:
+    """`RULES` with the entries that `text`, as "embed=fsdp+context,vocab=", has; nothing behind the sign replicates.
+
+    Raises:
+      ValueError: an entry of another form, or as in `override`.
+    """
+    overrides: dict[str, MeshAxes] = {}
+    for entry in (part.strip() for part in (text or "").split(",") if part.strip()):
+        name, sign, axes = entry.partition("=")
+        if not sign:
+            raise ValueError(f"sharding: {entry!r} is not of the form LOGICAL=MESH_AXIS[+MESH_AXIS]")
+        overrides[name] = tuple(axes.split("+")) if axes else None
+    return override(overrides)
+
+
+def shards(name: str, sizes: Mapping[str, int], rules: Rules = RULES) -> int:
+    """Into how many parts a mesh of `sizes` cuts the logical axis `name`."""
+    return math.prod(sizes[axis] for axis in _axes(rules[name]))
+
+
 def shardings(logical_axes: Any, shapes: Any, mesh: Mesh, rules: Rules = RULES) -> Any:
     """Tree of NamedSharding for arrays (or ShapeDtypeStructs) `shapes`, whose dimensions `logical_axes` names.
 

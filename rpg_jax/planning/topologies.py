@@ -6,6 +6,7 @@ import dataclasses
 import importlib.util
 import math
 import os
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -58,18 +59,19 @@ _SHAPES = {
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """A slice: `v5p:2x2x2` is the kind v5p and the shape (2, 2, 2)."""
+    """A slice, or several alike: `v5p:2x2x2` is the kind v5p and the shape (2, 2, 2), `v5p:2x2x2*3` three of them."""
 
     kind: str
     shape: tuple[int, ...]
+    slices: int = 1
 
     @property
     def name(self) -> str:
-        return f"{self.kind}:{'x'.join(map(str, self.shape))}"
+        return f"{self.kind}:{'x'.join(map(str, self.shape))}" + (f"*{self.slices}" if self.slices > 1 else "")
 
     @property
     def chips(self) -> int:
-        return math.prod(self.shape)
+        return math.prod(self.shape) * self.slices
 
     @property
     def chip(self) -> Chip:
@@ -82,12 +84,13 @@ class Topology:
     @property
     def host(self) -> Topology:
         """The part of the slice that one machine has, itself where that is all; a compiler sees it as a slice."""
-        return self if self.chips <= self.chip.one_host else Topology(self.kind, (2, 2, 1)[: self.chip.dimensions])
+        shape = self.shape if math.prod(self.shape) <= self.chip.one_host else (2, 2, 1)[: self.chip.dimensions]
+        return Topology(self.kind, shape)
 
     def larger(self) -> Topology | None:
-        """The next slice of its kind; None for the largest."""
-        bigger = [t for t in (parse(name) for name in known(self.kind)) if t.chips > self.chips]
-        return bigger[0] if bigger else None
+        """The next slice of its kind, as many times; None for the largest."""
+        slices = [dataclasses.replace(parse(name), slices=self.slices) for name in known(self.kind)]
+        return next((t for t in slices if t.chips > self.chips), None)
 
     def devices(self) -> list[jax.Device]:
         """Devices to compile for, without a TPU.
@@ -98,10 +101,13 @@ class Topology:
         if importlib.util.find_spec("libtpu") is None:
             raise ValueError(f"{self.name} needs the TPU compiler, libtpu, which is not installed: {_INSTALL}")
         os.environ.update(_QUIET)
-        options: dict[str, object] = {"chips_per_host_bounds": (1, 1, 1)} if self.chips == 1 else {}
+        one = dataclasses.replace(self, slices=1)
+        options: dict[str, object] = {"chips_per_host_bounds": (1, 1, 1)} if one.chips == 1 else {}
+        if self.slices > 1:
+            options["num_slices"] = self.slices
         if self.kind == "v4":
             options["chip_config_name"] = "megacore"  # one device a chip, as jax shows it on a real one
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=self.name, **options).devices)
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=one.name, **options).devices)
 
 
 # libtpu asks the metadata server of a Cloud machine who it is, unless it is told, and allows one process.
@@ -120,13 +126,14 @@ def known(kind: str | None = None) -> list[str]:
 
 
 def parse(name: str) -> Topology:
-    """The slice that `name` names.
+    """The slice or slices that `name` names.
 
     Raises:
       ValueError: no such slice; the message lists the known ones.
     """
-    if name not in known():
+    match = re.fullmatch(r"([^*]+)(?:\*([1-9]\d*))?", name)
+    if not match or match[1] not in known():
         listed = "; ".join(f"{kind}: {' '.join(_SHAPES[chip.dimensions])}" for kind, chip in CHIPS.items())
-        raise ValueError(f"unknown topology {name!r}, expected KIND:SHAPE. Known: {listed}")
-    kind, shape = name.split(":")
-    return Topology(kind, tuple(map(int, shape.split("x"))))
+        raise ValueError(f"unknown topology {name!r}, expected KIND:SHAPE or KIND:SHAPE*SLICES. Known: {listed}")
+    kind, shape = match[1].split(":")
+    return Topology(kind, tuple(map(int, shape.split("x"))), int(match[2] or 1))

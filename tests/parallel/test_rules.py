@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from rpg_jax.parallel import MESH_AXES, RULES, make_mesh, override, shardings
+from rpg_jax.parallel import MESH_AXES, RULES, make_mesh, mesh_sizes, override, parse_rules, shardings, shards
 
 
 def spec(names, shape, mesh, rules=RULES):
@@ -46,6 +46,20 @@ def test_each_dimension_falls_on_the_axes_of_its_rule():
     assert spec(("batch", "length", None), (8, 4, 3), mesh) == PartitionSpec(
         ("replica", "fsdp", "expert"), "context", None
     )
+
+
+def test_rows_fall_on_every_axis_that_their_rule_names():
+    sizes = mesh_sizes({"fsdp": 8, "expert": 8}, 64)
+    assert shards("batch", sizes) == 64
+    assert shards("batch", sizes, override({"batch": "fsdp"})) == shards("hidden", sizes | {"tensor": 8}) == 8
+    assert shards("norm", sizes) == 1
+
+
+def test_rules_are_read_from_the_config():
+    assert parse_rules("embed=fsdp+context, vocab=") == override({"embed": ("fsdp", "context"), "vocab": None})
+    assert parse_rules(None) == parse_rules("") == RULES
+    with pytest.raises(ValueError, match="'embed' is not of the form"):
+        parse_rules("embed")
 
 
 def test_an_override_changes_one_entry_and_leaves_the_table():

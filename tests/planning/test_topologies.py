@@ -21,7 +21,7 @@ def test_every_kind_goes_from_one_chip_to_hundreds():
         assert chips == sorted(chips)
 
 
-@pytest.mark.parametrize("name", ["v5p", "v5p:3x3x3", "v7:2x2", "v6e:2x2x2", "v5p:2x2", ""])
+@pytest.mark.parametrize("name", ["v5p", "v5p:3x3x3", "v7:2x2", "v6e:2x2x2", "v5p:2x2", "v5e:2x2*0", "v5e:2x2*", ""])
 def test_a_wrong_name_lists_the_known(name):
     with pytest.raises(ValueError, match=r"unknown topology.*v5e: 1x1 2x2 .*v5p: 1x1x1 2x2x1"):
         planning.parse(name)
@@ -32,8 +32,15 @@ def test_hosts_have_four_chips_unless_one_has_them_all():
     assert hosts == {"v5e:1x1": 1, "v5e:2x4": 1, "v6e:4x4": 4, "v5p:2x2x1": 1, "v5p:2x2x2": 2}
 
 
+def test_several_slices_have_the_chips_and_hosts_of_all():
+    three = planning.parse("v5p:2x2x2*3")
+    assert (three.name, three.chips, three.hosts, three.host.name) == ("v5p:2x2x2*3", 24, 6, "v5p:2x2x1")
+    assert planning.parse("v5e:2x4*2").hosts == 2
+
+
 def test_the_next_larger_slice():
     assert planning.parse("v5p:2x2x2").larger().name == "v5p:2x2x4"
+    assert planning.parse("v5p:2x2x2*3").larger().name == "v5p:2x2x4*3"
     assert planning.parse("v6e:16x16").larger() is None
 
 
