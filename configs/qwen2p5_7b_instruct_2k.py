@@ -4,7 +4,7 @@ Command:   python -m rpg_jax.train --config=configs/qwen2p5_7b_instruct_2k.py \
              --config.model.path=Qwen/Qwen2.5-7B-Instruct --config.method=RPG-REINFORCE-URKL \
              --config.optimizer.learning_rate=5e-7
            with --config.optimizer.name=schedule_free_adamw for the paper's second table
-Hardware:  v5e:8x8; memory and seconds in docs/plan.md.
+Hardware:  v5e:8x8, planned at 1.4 days or more for 400 steps; memory and seconds in docs/plan.md.
 """
 
 from configs import base, qwen3_4b_2k

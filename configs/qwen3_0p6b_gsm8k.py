@@ -2,7 +2,7 @@
 
 Command:   python -m rpg_jax.train --config=configs/qwen3_0p6b_gsm8k.py --config.model.path=Qwen/Qwen3-0.6B \
              --config.method=RPG-REINFORCE-URKL
-Hardware:  v5e:2x4
+Hardware:  v5e:2x4, for as many days as the next line prints
 Plan:      python -m rpg_jax.plan --config=configs/qwen3_0p6b_gsm8k.py --topology=v5e:2x4
 """
 

@@ -2,7 +2,7 @@
 
 Command:   python -m rpg_jax.train --config=configs/qwen3_30b_a3b.py --config.model.path=Qwen/Qwen3-30B-A3B \
              --config.method=RPG-REINFORCE-URKL --config.optimizer.learning_rate=5e-7
-Hardware:  v5p:4x4x4; memory and seconds in docs/plan.md.
+Hardware:  v5p:4x4x4, planned at 18 days or more for 400 steps; memory and seconds in docs/plan.md.
 """
 
 from configs import base, qwen3_4b_8k

@@ -6,7 +6,7 @@ Command:   python -m rpg_jax.train --config=configs/qwen3_4b_2k.py --config.mode
              --config.method=RPG-REINFORCE-URKL --config.optimizer.learning_rate=5e-7
            model.size only lets `plan` do without the weights. Rows of the differentiable estimators and the baselines
            keep the learning rate of 1e-6, the REINFORCE ones take 5e-7.
-Hardware:  v5p:2x2x2 or v6e:4x4; docs/plan.md has memory and seconds of its 8K sibling on both
+Hardware:  v5p:2x2x2 or v6e:4x4; docs/plan.md has memory and days of its 8K sibling on both, the next line those of this
 Plan:      python -m rpg_jax.plan --config=configs/qwen3_4b_2k.py --topology=v5p:2x2x2
 """
 

@@ -2,7 +2,8 @@
 
 Command:   python -m rpg_jax.train --config=configs/qwen3_4b_8k.py --config.model.path=Qwen/Qwen3-4B \
              --config.method=RPG-REINFORCE-URKL --config.optimizer.learning_rate=5e-7
-Hardware:  v5p:2x2x2 or v6e:4x4; memory and seconds in docs/plan.md.
+Hardware:  v5p:2x2x2 or v6e:4x4, planned at 39 and 34 days or more for 400 steps; v5p:4x4x4 at 7.6 days or more, with
+           --config.train.microbatch_size=64, one row a chip. Memory and seconds in docs/plan.md.
 """
 
 from configs import base, qwen3_4b_2k

@@ -130,6 +130,11 @@ def test_a_step_adds_up_from_its_programs():
     assert phases["update"] == pytest.approx(batches + 16)
     figures = estimate.summary(recipe, programs, V5E)
     assert figures["chip_hours_of_the_run"] == pytest.approx(400 * 8 * sum(phases.values()) / 3600)
+    days = 400 * sum(phases.values()) / 86_400
+    assert figures["days_of_the_run"] == pytest.approx(days)
+    console = Console(record=True, width=120, file=io.StringIO())
+    tables.show(V5E, programs, figures, None, console)
+    assert f"at least {days:.0f} days, " in console.export_text()
 
 
 def test_the_smallest_change_is_the_first_that_fits(monkeypatch):
@@ -204,6 +209,17 @@ def test_a_plan_for_a_slice_that_is_not_there():
     assert update.model_flops < update.costs.flops
     assert update.alias > 0.9 * update.outputs, "the state is donated"
     assert update.costs.collectives["reduce-scatter"] > 0
+
+
+@pytest.mark.tpu_compile
+def test_two_slices_are_planned_with_a_copy_of_the_weights_in_each():
+    pytest.importorskip("libtpu", reason="launch/install.py --requirements=requirements-tpu.txt installs it")
+    one, two = (
+        plan.plan(resolve(tiny.get_config()), planning.parse(name), only=["update"])["update"]
+        for name in ("v5e:2x2", "v5e:2x2*2")
+    )
+    assert two.model_flops == pytest.approx(one.model_flops / 2)
+    assert two.arguments > 0.9 * one.arguments, "weights and optimizer state; the rows are half as many"
 
 
 @pytest.mark.tpu_compile

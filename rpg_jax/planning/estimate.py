@@ -60,7 +60,7 @@ def step_seconds(recipe: Recipe, programs: Mapping[str, Program], topology: Topo
 
 
 def summary(recipe: Recipe, programs: Mapping[str, Program], topology: Topology) -> dict[str, float]:
-    """Prompts, tokens, seconds and chip-hours of a step, and chip-hours of the run."""
+    """Prompts, tokens, seconds and chip-hours of a step; chip-hours and days of the run, its evaluations left out."""
     phases = step_seconds(recipe, programs, topology)
     total = sum(phases.values())
     completions = recipe.prompts * recipe.group_size
@@ -74,4 +74,5 @@ def summary(recipe: Recipe, programs: Mapping[str, Program], topology: Topology)
         "chip_hours": total * topology.chips / 3600,
         "steps": recipe.steps,
         "chip_hours_of_the_run": recipe.steps * total * topology.chips / 3600,
+        "days_of_the_run": recipe.steps * total / 86_400,
     }

@@ -135,14 +135,13 @@ def _step(topology: Topology, figures: Mapping[str, float]) -> Table:
     table = Table(title=f"an RL step on {topology.chips} chips, at best", show_header=False)
     phases = {k.removeprefix("seconds/"): v for k, v in figures.items() if k.startswith("seconds/")}
     own = ", ".join(f"{name} {_figure(seconds)}" for name, seconds in phases.items())
-    hours = figures["steps"] * figures["seconds"] / 3600
     rows = {
         "prompts": f"{figures['prompts']:,.0f}",
         "completions": f"{figures['completions']:,.0f} of {figures['mean_tokens']:,.0f} tokens",
         "seconds": f"{_figure(figures['seconds'])}  ({own})",
         "chip-hours": _figure(figures["chip_hours"]),
-        f"of {figures['steps']:,.0f} steps": f"{_figure(figures['chip_hours_of_the_run'])} chip-hours, "
-        f"{_figure(hours)} hours",
+        f"{figures['steps']:,.0f} steps": f"at least {_figure(figures['days_of_the_run'])} days, "
+        f"{_figure(figures['chip_hours_of_the_run'])} chip-hours, without evaluations and compilation",
     }
     for row in rows.items():
         table.add_row(*row)
