@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import subprocess
 from collections.abc import Iterator
@@ -105,45 +104,31 @@ def config_fits(job: Job) -> Iterator[str]:
     if not PYTHON.exists():
         yield "config not checked: there is no .venv here (bash launch/test.sh makes one)"
         return
-    done = resolve(job.trainer)
+    done = resolve(job.trainer, job.slice.chips * job.slices, job.slices)
     if done.returncode:
-        raise LaunchError(
-            f"the config does not resolve: {done.stderr.strip().splitlines()[-1]}", "see --help of the trainer"
-        )
-    config = json.loads(done.stdout)
+        raise LaunchError(f"the config does not resolve: {done.stderr.strip().splitlines()[-1]}")
+    resolved = json.loads(done.stdout)
+    config = resolved["config"]
     if config["model"]["size"] and not config["model"]["path"]:
         raise LaunchError(
             f"model.size={config['model']['size']} says only shapes, and training starts from weights",
             "pass --config.model.path=OWNER/NAME, as on the Hugging Face hub, or gs://BUCKET/FOLDER",
         )
     reach.all_is_there(config)
-    yield f"mesh {mesh_covers_chips(config['mesh'], job.slice.chips * job.slices)}"
-    yield batches_divide(config, job.slice.chips * job.slices)
+    yield "mesh " + (" × ".join(f"{axis} {n}" for axis, n in resolved["mesh"].items() if n > 1) or "of one chip")
+    yield batches_divide(config, resolved["row_shards"])
 
 
-def resolve(trainer: tuple[str, ...]) -> subprocess.CompletedProcess:
-    """Has the repository's Python print the config as JSON; here there is only the standard library."""
-    command = [str(PYTHON), str(Path(__file__).parent / "resolve.py"), *trainer]
+def resolve(trainer: tuple[str, ...], chips: int, slices: int) -> subprocess.CompletedProcess:
+    """Has the repository's Python print config, mesh and shards of rows as JSON; here is only the standard library."""
+    where = [f"--chips={chips}", f"--slices={slices}"]
+    command = [str(PYTHON), str(Path(__file__).parent / "resolve.py"), *where, *trainer]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
-def mesh_covers_chips(mesh: dict[str, int], chips: int) -> str:
-    """The mesh with its -1 filled in; its product must be the number of chips."""
-    known = math.prod(size for size in mesh.values() if size != -1)
-    free = [axis for axis, size in mesh.items() if size == -1]
-    if len(free) > 1 or (free and chips % known) or (not free and known != chips):
-        shown = " × ".join(f"{axis} {size}" for axis, size in mesh.items())
-        raise LaunchError(
-            f"the mesh {shown} does not make {chips} chips", "set --config.mesh.fsdp=-1 to take what is left"
-        )
-    sizes = {axis: chips // known if size == -1 else size for axis, size in mesh.items()}
-    return " × ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "of one chip"
-
-
-def batches_divide(config: dict, chips: int) -> str:
-    mesh, rollout, train = config["mesh"], config["rollout"], config["train"]
-    known = math.prod(size for size in mesh.values() if size != -1)
-    shards = math.prod(chips // known if mesh[axis] == -1 else mesh[axis] for axis in ("replica", "fsdp"))
+def batches_divide(config: dict, shards: int) -> str:
+    """The rows of a batch; they must divide over the shards that the sharding rules make of them."""
+    rollout, train = config["rollout"], config["train"]
     prompts, updates = rollout["prompts_per_step"], train["updates_per_step"]
     if prompts % updates:
         raise LaunchError(
@@ -154,25 +139,33 @@ def batches_divide(config: dict, chips: int) -> str:
     if rows % shards:
         field = "train.microbatch_size" if train["microbatch_size"] else "rows of an update"
         raise LaunchError(
-            f"{field} = {rows} does not divide over replica × fsdp = {shards}",
+            f"{field} = {rows} does not divide over {shards} shards of rows",
             f"make it a multiple of {shards}, or give chips to --config.mesh.tensor",
         )
     return f"{rows} rows over {shards} shards"
 
 
 def plan_says_it_fits(job: Job) -> Iterator[str]:
-    """`python -m rpg_jax.plan` compiles the programs for this slice and compares their memory with its HBM."""
+    """`python -m rpg_jax.plan` compiles the programs for these slices: whether they fit, and how long the run takes."""
     if not PYTHON.exists() or not (ROOT / "rpg_jax" / "plan.py").exists():
         return
     if not tpu_compiler_is_installed():
         yield "plan: not asked; for that, python3 launch/install.py --requirements=requirements-tpu.txt"
         return
-    command = [str(PYTHON), "-m", "rpg_jax.plan", *job.trainer, f"--topology={job.slice.plan_topology}"]
+    topology = job.slice.plan_topology + (f"*{job.slices}" if job.slices > 1 else "")
+    command = [str(PYTHON), "-m", "rpg_jax.plan", *job.trainer, "--json", f"--topology={topology}"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        said = (done.stderr.strip() or done.stdout.strip() or "no message").splitlines()[-1]
-        raise LaunchError(f"plan: {said}", "take a larger --type or smaller batches; --no-plan skips this")
-    yield f"plan: fits {job.slice.plan_topology}"
+    if not done.stdout.startswith("{"):
+        raise LaunchError(f"plan: {(done.stderr.strip() or 'no message').splitlines()[-1]}", "--no-plan skips this")
+    found = json.loads(done.stdout)
+    if not found["fits"]:
+        misfits = ", ".join(name for name, program in found["programs"].items() if not program["fits"])
+        change = ", ".join(f"{field}={value}" for field, value in (found["smallest_change"] or {}).items())
+        fix = f"{change} would fit" if change else "take a larger --type or smaller batches"
+        raise LaunchError(f"plan: {misfits} would not fit {topology}", f"{fix}; --no-plan skips this")
+    steps, days = found["step"]["steps"], found["step"]["days_of_the_run"]
+    dollars = 24 * days * job.cost()[0]
+    yield f"plan: fits {topology}; its {steps} steps take at least {days:.1f} days, about ${dollars:,.0f}"
 
 
 def tpu_compiler_is_installed() -> bool:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from pathlib import Path
 
 import pytest
 
 from cloud import accelerators, files, preflight, reach
 from cloud.errors import LaunchError
+from cloud.job import Job
 
 TPU = "--type=v5p-16 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b"
 TRAINER = "-- --config=configs/tiny.py --config.mesh.fsdp=-1"
 CONFIG = {
-    "mesh": {"replica": 1, "fsdp": -1, "tensor": 2},
     "rollout": {"prompts_per_step": 64, "group_size": 8},
     "train": {"updates_per_step": 2, "microbatch_size": None},
 }
@@ -51,7 +53,7 @@ def test_mistakes_in_the_options(cloud, options, line):
         ("--config=configs/tiny.py --config.los.kl_coef=1", "the config does not resolve: "),
         (
             "--config=configs/tiny.py --config.mesh.fsdp=3",
-            "the mesh replica 1 × fsdp 3 × tensor 1 × context 1 × expert 1 does not make 8 chips",
+            "the config does not resolve: mesh replica 1 x fsdp 3 x expert 1 x context 1 x tensor 1 does not cover 8",
         ),
         ("--config=configs/tiny.py --config.mesh.fsdp=-1 --config.rollout.prompts_per_step=63", "does not split into"),
         (
@@ -180,25 +182,40 @@ def test_all_that_stays_here_is_named_at_once(repository):
 
 def test_the_plan_is_asked_and_its_answer_shown(cloud, monkeypatch, tmp_path):
     (tmp_path / "rpg_jax").mkdir()
-    (tmp_path / "rpg_jax" / "plan.py").write_text("import sys; sys.exit('98 GiB needed, 95 there ' + sys.argv[-1])")
     monkeypatch.setattr(preflight, "ROOT", tmp_path)
     monkeypatch.setattr(preflight, "tpu_compiler_is_installed", lambda: True)
-    job = type("Job", (), {"slice": accelerators.find("v5p-16"), "trainer": ()})()
-    with pytest.raises(LaunchError, match=r"98 GiB needed, 95 there --topology=v5p:2x2x2"):
-        list(preflight.plan_says_it_fits(job))
+    job = Job("n", "v5p-16", "z", "p", "gs://b", slices=2, trainer=("--config=x",), chip_price=2.0)
 
+    def planned(program):
+        (tmp_path / "rpg_jax" / "plan.py").write_text(f"import sys; asked = sys.argv[1:]; {program}")
+        return list(preflight.plan_says_it_fits(job))
 
-def test_what_is_free_in_the_mesh_takes_the_chips_left():
-    assert preflight.mesh_covers_chips({"replica": 2, "fsdp": -1, "tensor": 2}, 16) == "replica 2 × fsdp 4 × tensor 2"
-    with pytest.raises(LaunchError, match="does not make 6 chips"):
-        preflight.mesh_covers_chips({"replica": 1, "fsdp": -1, "tensor": 4}, 6)
+    with pytest.raises(LaunchError, match=r"plan: \['--config=x', '--json', '--topology=v5p:2x2x2\*2'\]; --no-plan"):
+        planned("sys.exit(str(asked))")
+    found = {"fits": True, "step": {"steps": 400, "days_of_the_run": 39.0}}
+    assert planned(f"print({json.dumps(json.dumps(found))})") == [
+        "plan: fits v5p:2x2x2*2; its 400 steps take at least 39.0 days, about $29,952"  # 16 chips at $2 for 936 hours
+    ]
+    found = {"fits": False, "programs": {"decode": {"fits": False}}, "smallest_change": {"rollout.slots": 64}}
+    with pytest.raises(LaunchError, match=r"decode would not fit v5p:2x2x2\*2; rollout.slots=64 would fit; --no-plan"):
+        planned(f"print({json.dumps(json.dumps(found))}); sys.exit(1)")
 
 
 def test_rows_divide_over_the_data_axes():
-    assert preflight.batches_divide(CONFIG, 16) == "256 rows over 8 shards"
+    assert preflight.batches_divide(CONFIG, 8) == "256 rows over 8 shards"
     train = {"updates_per_step": 2, "microbatch_size": 12}
-    with pytest.raises(LaunchError, match=r"train.microbatch_size = 12 does not divide over replica × fsdp = 8"):
-        preflight.batches_divide(CONFIG | {"train": train}, 16)
+    with pytest.raises(LaunchError, match=r"train.microbatch_size = 12 does not divide over 8 shards of rows"):
+        preflight.batches_divide(CONFIG | {"train": train}, 8)
+
+
+def test_mesh_and_rows_are_those_that_the_trainer_makes_of_the_chips(monkeypatch):
+    monkeypatch.setattr(preflight, "PYTHON", Path(sys.executable))
+    fields = ("--config.mesh.fsdp=8", "--config.mesh.expert=-1")
+    done = preflight.resolve(("--config=configs/tiny.py", *fields), 128, 2)
+    found = json.loads(done.stdout)
+    assert found["mesh"] == {"replica": 2, "fsdp": 8, "expert": 8, "context": 1, "tensor": 1}
+    assert found["row_shards"] == 128
+    assert found["config"]["mesh"]["replica"] == 1
 
 
 def test_types_count_cores_or_chips_as_google_does():
