@@ -16,6 +16,9 @@ from ml_collections import ConfigDict, config_flags
 from rpg_jax import host_memory
 
 ROOT = Path(__file__).resolve().parent.parent
+USAGE_ERROR = 2
+"""Exit code of a user error, which comes again however often a supervisor restarts the command."""
+
 _FIELD = re.compile(r"^    (?:c|\w+)\.(?P<name>\w+) = (?P<value>.*?)(?:  # (?P<meaning>.*))?$")
 _CONTINUATION = re.compile(r"^    # (?P<meaning>.*)$")
 _SECTION = re.compile(r"^    \w+ = c\.(?P<name>\w+) = ConfigDict\(\)(?:  # (?P<meaning>.*))?$")
@@ -36,7 +39,7 @@ def define_config(default: str | None = None) -> flags.FlagHolder[ConfigDict]:
 
 
 def run(main: Callable[[], int | None], usage: str) -> None:
-    """Parses the command line and calls `main`; user errors end in one line and exit code 2, --help in a page.
+    """Parses the command line and calls `main`; user errors end in one line and `USAGE_ERROR`, --help in a page.
 
     A user error is a `ValueError`, or an override of a field that does not exist. Everything else is a bug and keeps
     its traceback.
@@ -137,4 +140,4 @@ def _explain(error: Exception, argv: list[str]) -> str:
 
 def _fail(message: Any) -> int:
     print(f"error: {message}", file=sys.stderr)
-    return 2
+    return USAGE_ERROR

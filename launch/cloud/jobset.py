@@ -8,7 +8,9 @@ from cloud.job import Job
 
 CHIPS_PER_POD = 4
 GRACE_SECONDS = 60
-RESTART_ON = (1, *range(127, 256))  # an exception (a lost peer among them) and signals; 2 is a usage error and is not
+STALLED = 75  # as in rpg_jax/training/watchdog.py
+USAGE_ERROR = 2  # as in rpg_jax/command_line.py: comes again however often the run is restarted
+RESTART_ON = (1, STALLED, *range(127, 256))  # an exception (a lost peer among them), a stall, signals
 
 
 def entrypoint(job: Job) -> list[str]:
@@ -43,6 +45,9 @@ metadata:
 spec:
   failurePolicy:
     maxRestarts: {max_restarts}
+    rules:
+      - action: FailJobSet
+        onJobFailureReasons: [PodFailurePolicy]
   replicatedJobs:
     - name: slice-job
       replicas: {job.slices}
@@ -57,7 +62,7 @@ spec:
                 onExitCodes:
                   containerName: trainer
                   operator: In
-                  values: [2]
+                  values: [{USAGE_ERROR}]
           template:
             metadata:
               labels:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
 
 import pytest
 import yaml
 
 from cloud import jobset
 from cloud.job import Job
+from rpg_jax import command_line
+from rpg_jax.training import watchdog
 
 TPU = "--type=v5p-16 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b --cluster=c"
 TRAINER = "-- --config=configs/tiny.py --config.mesh.fsdp=-1"
@@ -79,6 +83,37 @@ def test_the_manifest_asks_for_every_chip_of_every_slice(type_, pods, chips):
     assert container["resources"]["limits"]["google.com/tpu"] == chips and pods * chips == job.slice.chips
     assert container["args"][:3] == ["gs://b", "--", '--config.x="a: b"']
     assert spec["failurePolicy"]["maxRestarts"] == 7
+
+
+def outcome_on_jobset(manifest, code):
+    """What the Job and JobSet controllers do when the trainer ends with `code`."""
+    spec = yaml.safe_load(manifest)["spec"]
+    (replicated,) = spec["replicatedJobs"]
+    (pod_rule,) = replicated["template"]["spec"]["podFailurePolicy"]["rules"]
+    (set_rule,) = spec["failurePolicy"]["rules"]
+    assert replicated["template"]["spec"]["backoffLimit"] == 0
+    assert (pod_rule["action"], pod_rule["onExitCodes"]["operator"]) == ("FailJob", "In")
+    assert set_rule == {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}  # else it restarts all
+    return "ended" if code == 0 or code in pod_rule["onExitCodes"]["values"] else "restarted"
+
+
+def outcome_on_xpk(command, code):
+    """XPK restarts on 42, 127 to 255 and the codes it is given, and on no other."""
+    (given,) = re.findall(r"--restart-on-exit-codes=(\S+)", command)
+    return "restarted" if code in {42, *range(127, 256), *map(int, given.split(","))} else "ended"
+
+
+def test_every_exit_code_of_the_trainer_is_restarted_or_not_on_both_ways(cloud):
+    ended = {0, command_line.USAGE_ERROR}
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGABRT, signal.SIGKILL, signal.SIGSEGV)  # some after saving
+    crashed = 1  # an exception, a lost peer, a stall in which no Python thread runs
+    restarted = {crashed, watchdog.STALLED, *(128 + number for number in signals)}
+    assert cloud.run(f"run {TPU} {TRAINER}", "xpk") == 0
+    (command,) = cloud.called("workload create")
+    manifest = (cloud.home / "staging" / "jobset.yaml").read_text()
+    for code in ended | restarted:
+        wanted = "ended" if code in ended else "restarted"
+        assert (outcome_on_xpk(command, code), outcome_on_jobset(manifest, code)) == (wanted, wanted), code
 
 
 def test_capacity_selects_its_nodes():
