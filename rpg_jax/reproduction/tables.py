@@ -105,9 +105,9 @@ TABLES: Mapping[str, Table] = MappingProxyType(
             "Every method on sums and differences",
             {name: _method(name) for name in METHODS} | {"PPO": _method("PPO", critic__learning_rate=1e-3)},
             baseline="DAPO",
-            paper="In the paper: Table 8 (Qwen2.5-7B-Instruct); the rows after RPG's are ours. The learning rate of all "
-            "rows was chosen for RPG-REINFORCE-URKL, as the best of 1e-4, 2e-4 and 4e-4 on seed 0, which is one of the "
-            "seeds below; nothing was tuned for the other rows, but that PPO's critic learns at 1e-3",
+            paper="In the paper: Table 8 (Qwen2.5-7B-Instruct); the rows after RPG's are ours. All rows have the "
+            "learning rate that was best of 1e-4, 2e-4 and 4e-4 for RPG-REINFORCE-URKL on seed 0, which is one of the "
+            "seeds below; nothing was tuned for the other rows, but PPO's critic learns at 1e-3",
             published=("table8_qwen2p5_7b_instruct",),
         ),
         "lengths": Table(
