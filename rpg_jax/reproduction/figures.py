@@ -22,7 +22,7 @@ COLOURS = ("#2a6db0", "#d1495b", "#2e8b57", "#e09f3e", "#7b4ea3", "#4a4a4a")
 DYNAMICS = {
     "Training accuracy, %": ("accuracy", 100),
     "Entropy, nats per token": ("entropy", 1),
-    "KL to the reference, millinats per token": ("kl_k3", 1000),
+    "KL to the behaviour policy, millinats per token": ("behaviour_kl_k1", -1000),  # k₁ of tokens from π_old
     "Completion length, tokens": ("completion_length", 1),
     "Clipped tokens, %": ("clip_fraction", 100),
 }
@@ -70,8 +70,6 @@ def draw_dynamics(table: Table, scores: Scores, cells: Sequence[Cell], out: Path
             ax.fill_between(steps, values.min(0), values.max(0), color=colour, alpha=0.12, linewidth=0)
         _plain(ax, title, "step")
         ax.locator_params(axis="x", integer=True)
-        if key == "kl_k3":
-            ax.set_yscale("symlog", linthresh=10)
     _legend(figure)
     return _png(canvas)
 

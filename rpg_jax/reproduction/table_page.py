@@ -11,7 +11,6 @@ from rpg_jax.report.progress import duration
 from rpg_jax.report.runs import read_config, read_metrics, read_versions, series, write_atomically
 from rpg_jax.report.seeds import QUANTITIES, Mean, cell_scores, mean, paired_difference, ranks
 from rpg_jax.reproduction.figures import (
-    DYNAMICS,
     PAPER,
     Scores,
     draw_dynamics,
@@ -20,6 +19,7 @@ from rpg_jax.reproduction.figures import (
     held_out_sets,
 )
 from rpg_jax.reproduction.tables import Cell, Table
+from rpg_jax.reproduction.training_tables import at_equal_completions, courses, starred, training_table
 
 HEADS = {"last": "Last", "best": "Best", "pass": "pass@k"}
 
@@ -58,8 +58,11 @@ def write_page(
         ("Training dynamics", f"{name}-dynamics.png", draw_dynamics(table, scores, cells, out)),
     )
     page = folder / f"{name}.md"
-    parts = [*_origin(table, cells, out, command, hardware), *_tables(table, scores)]
-    parts += ["", "## While training", "", *training_table(table, cells, out)]
+    runs = courses(cells, out)
+    equal = list(at_equal_completions(table, runs))
+    parts = [*_origin(table, cells, out, command, hardware), *_tables(table, scores, unequal=bool(equal))]
+    parts += ["", "## While training", "", *training_table(table, runs)]
+    parts += ["", "## At equal completions", "", *equal] if equal else []
     for caption, file, image in figures:
         if image is not None:
             write_atomically(folder / file, image)
@@ -103,15 +106,20 @@ def _devices(run: Path) -> str:
     return read_versions(run).get("devices", "unknown device")
 
 
-def _tables(table: Table, scores: Scores) -> Iterator[str]:
+def _tables(table: Table, scores: Scores, *, unequal: bool) -> Iterator[str]:
     yield from (
         f"{table.paper}. Mean@k at temperature 1, in %, after the last step (Last) and the best of all evaluations",
         "(Best: a maximum over noisy numbers, so above Last by construction); mean over seeds ± half of a 95 % "
         "interval (Student's t,",
         "which near 100 % reaches beyond). **Best** and, of four rows or more, <u>second</u> of each column; neither "
         "means that the difference is real: see the next table.",
-        "",
     )
+    if unequal:
+        yield (
+            "**All rows have taken as many steps, but some have generated more completions for them**: "
+            "[At equal completions](#at-equal-completions) has what is left at equal cost."
+        )
+    yield ""
     yield from score_table(scores)
     yield from (
         "",
@@ -154,42 +162,8 @@ def difference_table(table: Table, scores: Scores) -> Iterator[str]:
         cells = []
         for s in sets:
             d = paired_difference(by_seed, scores[other], s, "last")
-            cells.append(_starred(Mean(100 * d.value, 100 * d.half, d.seeds)))
+            cells.append(starred(Mean(100 * d.value, 100 * d.half, d.seeds)))
         yield f"| {row} | " + " | ".join(cells) + f" | {other} |"
-
-
-def training_table(table: Table, cells: Sequence[Cell], out: Path) -> Iterator[str]:
-    """Markdown rows: metrics of the last third of the steps, and accuracy minus that of the row it is compared with,
-    seed by seed.
-
-    Training accuracy has far less noise than that on held-out problems, being of many more completions.
-    """
-    yield "Means over the last third of the steps, ± as above; the difference in accuracy is paired by seed, in points."
-    yield ""
-    yield "| | " + " | ".join([*DYNAMICS, "difference in accuracy", "to"]) + " |"
-    yield "|---|" + "--:|" * (len(DYNAMICS) + 1) + "---|"
-    late = {c: {key: _late(out / "runs" / c.name, key) for key, _ in DYNAMICS.values()} for c in cells}
-    late = {c: values for c, values in late.items() if not math.isnan(values["accuracy"])}
-
-    def accuracies(row: str) -> dict[int, float]:
-        return {c.seed: 100 * values["accuracy"] for c, values in late.items() if c.row == row}
-
-    for row in dict.fromkeys(c.row for c in late):
-        texts = []
-        for key, scale in DYNAMICS.values():
-            numbers = [scale * values[key] for c, values in late.items() if c.row == row]
-            texts.append("–" if math.isnan(sum(numbers)) else _significant(mean(numbers)))
-        other = table.compared_with(row)
-        mine, theirs = accuracies(row), accuracies(other)
-        differences = [mine[seed] - theirs[seed] for seed in sorted(mine.keys() & theirs.keys())]
-        texts += [_starred(mean(differences)), other] if differences and row != other else ["–", "–"]
-        yield f"| {row} | " + " | ".join(texts) + " |"
-
-
-def _late(run: Path, metric: str) -> float:
-    """The mean of a metric over the last third of a run's steps; nan where it has none."""
-    _, values = series(read_metrics(run), metric)
-    return sum(values[-(len(values) // 3 or 1) :]) / (len(values) // 3 or 1) if values else math.nan
 
 
 def paper_table(table: str) -> Iterator[str]:
@@ -217,17 +191,3 @@ def _marked(m: Mean, rank: int) -> str:
 
 def _half(m: Mean) -> str:
     return "" if math.isnan(m.half) else f" ± {100 * m.half:.1f}"
-
-
-def _starred(points: Mean) -> str:
-    """A difference in points, in italics where its interval leaves out 0."""
-    text = f"{points.value:+.1f}" + ("" if math.isnan(points.half) else f" ± {points.half:.1f}")
-    return f"*{text}*" if abs(points.value) > points.half else text
-
-
-def _significant(m: Mean) -> str:
-    """With as many decimals as give the interval two digits."""
-    if not m.half > 0:
-        return f"{m.value:.3g}"
-    decimals = max(0, 1 - math.floor(math.log10(m.half)))
-    return f"{m.value:.{decimals}f} ± {m.half:.{decimals}f}"

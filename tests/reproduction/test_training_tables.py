@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import pytest
+
+from rpg_jax.report import seeds
+from rpg_jax.reproduction import table_page, training_tables
+from rpg_jax.reproduction.tables import TABLES
+
+SMALL = TABLES["small"]
+
+
+@pytest.fixture
+def equal(tmp_path, leave_a_run):
+    """The text under "At equal completions" for runs of `small`, {(row, seed): how `leave_a_run` leaves it}."""
+
+    def text(runs):
+        cells = [cell for cell in SMALL.cells(range(2)) if (cell.row, cell.seed) in runs]
+        for cell in cells:
+            leave_a_run(tmp_path / "runs" / cell.name, **runs[cell.row, cell.seed])
+        return "\n".join(training_tables.at_equal_completions(SMALL, training_tables.courses(cells, tmp_path)))
+
+    return text
+
+
+def test_rows_are_compared_where_they_have_generated_as_much_as_the_cheapest_in_all(equal):
+    runs = {("GRPO", seed): dict(accuracy=0.1 * seed, gain=0.05, steps=6, of=6) for seed in range(2)}
+    runs |= {("DAPO", seed): dict(accuracy=0.1 * seed, gain=0.1, steps=6, of=6, groups=8) for seed in range(2)}
+    text = equal(runs)
+    assert "no more than 48 completions" in text and "others have up to 96 at theirs." in text
+    # Steps 5 and 6 of GRPO, step 3 of DAPO; evaluations after 6 and 3.
+    assert "| GRPO | 6 | 48 | 32.5 ± 63.5 | 35.0 ± 63.5 | 35.0 ± 63.5 | *-2.5 ± 0.0* | +0.0 ± 0.0 |" in text
+    assert "| DAPO | 3 | 24 | 35.0 ± 63.5 | 35.0 ± 63.5 | 35.0 ± 63.5 | – | – | – | – |" in text
+
+
+def test_rows_that_differ_by_a_batch_or_have_not_ended_are_no_other_cost(equal):
+    dear = dict(accuracy=0.1, steps=3, groups=103)
+    assert not equal({("GRPO", 0): dict(accuracy=0.1, groups=100), ("DAPO", 0): dear, ("RLOO", 0): dear | {"of": 9}})
+    assert equal({("CISPO", 0): dict(accuracy=0.1, groups=50), ("GSPO", 0): dear})
+
+
+def test_a_row_whose_first_step_costs_more_than_all_of_anothers_is_left_out(equal):
+    runs = {("GRPO", 0): dict(accuracy=0.1, groups=2), ("RLOO", 0): dict(accuracy=0.1, groups=9)}
+    assert "| GRPO | 3 |" in (text := equal(runs)) and "RLOO" not in text
+
+
+def test_an_evaluation_that_lies_before_the_step_is_said_to(tmp_path, leave_a_run):
+    cells = SMALL.cells([0], ["GRPO", "DAPO"])
+    for cell, groups in zip(cells, (4, 5), strict=True):
+        leave_a_run(tmp_path / "runs" / cell.name, 0.1, steps=5, of=5, groups=groups)
+    rows = training_tables.courses(cells, tmp_path)
+    rows["DAPO"][0].evaluated["held out"][4]["step"] = rows["DAPO"][0].evaluated["carry"][4]["step"] = 5
+    assert "| DAPO | 4, evaluated at 3 | 32 |" in "\n".join(training_tables.at_equal_completions(SMALL, rows))
+
+
+def test_a_page_whose_rows_differ_in_cost_says_so_before_its_first_number(tmp_path, leave_a_run):
+    cells = SMALL.cells([0], ["GRPO", "DAPO"])
+    for cell, groups in zip(cells, (4, 8), strict=True):
+        leave_a_run(tmp_path / "runs" / cell.name, 0.1, groups=groups)
+    before, after = table_page.write_page("small", SMALL, cells, tmp_path).read_text().split("| GRPO |", maxsplit=1)
+    assert "[At equal completions](#at-equal-completions)" in before and "## At equal completions" in after
+
+
+@pytest.mark.parametrize(
+    ("rule", "shown"),
+    [("fixed", "5 (initial)"), ("every", "5 (every 16)"), ("kl", "5 (κ = 0.01)"), ("behaviour", "–")],
+)
+def test_the_kl_to_the_reference_says_which_one(tmp_path, leave_a_run, rule, shown):
+    """Tokens are of π_old: log π_old/π_θ is 2e-3 in their mean, log π_θ/π_ref 3e-3."""
+    cells = SMALL.cells([0], ["DAPO"])
+    leave_a_run(tmp_path / "runs" / cells[0].name, 0.5, rule=rule)
+    text = "\n".join(training_tables.training_table(SMALL, training_tables.courses(cells, tmp_path)))
+    assert f"| DAPO | 50 | 0.1 | 2 | – | – | {shown} | 24 | – | – |" in text and "critic" not in text
+
+
+def test_a_critic_that_has_learned_nothing_shows_it(tmp_path, leave_a_run):
+    cells = SMALL.cells([0], ["DAPO", "PPO"])
+    leave_a_run(tmp_path / "runs" / cells[0].name, 0.5)
+    critic = {"explained_variance": 0.01, "value": 0.4, "return": 0.7}
+    leave_a_run(tmp_path / "runs" / cells[1].name, 0.5, **critic)
+    text = "\n".join(training_tables.training_table(SMALL, training_tables.courses(cells, tmp_path)))
+    assert "The critic of PPO explains 0.01 of the variance of the returns; its mean value is 0.4" in text
+    assert "critic of DAPO" not in text
+
+
+def test_numbers_have_the_digits_that_their_intervals_tell():
+    shown = [seeds.Mean(74.123, 0.123, 3), seeds.Mean(170.2, 14.3, 3), seeds.Mean(0.5, float("nan"), 1)]
+    assert [training_tables.significant(m) for m in shown] == ["74.12 ± 0.12", "170 ± 14", "0.5"]
+    rounding = [seeds.Mean(-0.0, 0.0, 3), seeds.Mean(3e-6, 1.4e-5, 3), seeds.Mean(1e-7, float("nan"), 1)]
+    assert {training_tables.significant(m) for m in rounding} == {"0"}
