@@ -105,7 +105,11 @@ def test_ctrl_c_ends_a_command_on_workers_that_do_not_answer(cloud, monkeypatch)
 
     monkeypatch.setattr(Shell, "attempt", interrupted)
     cloud.script({"match": "tpu-vm ssh", "times": 9, "stderr": "ssh: Connection timed out"})
-    assert cloud.run(f"setup {TPU}") == 130
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background process ignores it
+    try:
+        assert cloud.run(f"setup {TPU}") == 130
+    finally:
+        signal.signal(signal.SIGINT, previous)
     assert len(cloud.called("tpu-vm ssh")) == 1 and "interrupted here" in cloud.err
 
 
