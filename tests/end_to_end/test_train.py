@@ -221,20 +221,16 @@ def test_a_misspelt_field_is_one_line_that_names_the_right_one(shared, tmp_path)
     assert "'los.kl_coef'" in done.stderr and "'loss.kl_coef'" in done.stderr
 
 
+@pytest.mark.slow  # a process that starts JAX
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
         ("--config.method=GRPO --config.loss.divergence=urkl", "divergence"),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in (
-                ("--config.method=RPG-REINFORCE-URLK", "RPG-REINFORCE-URKL"),
-                ("--config.loss.kl_coef=much", "much"),
-                ("--config.rollout.driver=vllm", "orchestrator"),
-                ("--config.train.updates_per_step=3", "multiple"),
-                ("kl_coef=3", "--config."),
-            )
-        ),
+        ("--config.method=RPG-REINFORCE-URLK", "RPG-REINFORCE-URKL"),
+        ("--config.loss.kl_coef=much", "much"),
+        ("--config.rollout.driver=vllm", "orchestrator"),
+        ("--config.train.updates_per_step=3", "multiple"),
+        ("kl_coef=3", "--config."),
     ],
 )
 def test_bad_values_are_one_line_with_the_fix(shared, tmp_path, override, expected):
@@ -243,6 +239,7 @@ def test_bad_values_are_one_line_with_the_fix(shared, tmp_path, override, expect
     assert expected in done.stderr
 
 
+@pytest.mark.slow  # a process that starts JAX
 def test_a_named_run_with_another_config_is_refused_naming_the_field(shared, tmp_path):
     config = micro.get_config()
     config.run.dir, config.run.name, config.warm_start.dir = str(tmp_path), "r", f"{shared}/warm_starts"

@@ -48,7 +48,7 @@ def test_scales_lie_where_their_channels_do():
     assert jax.tree.structure(params) == jax.tree.structure(where)
 
 
-@pytest.mark.parametrize("family", ["dense", "mixture"])
+@pytest.mark.parametrize("family", ["dense", pytest.param("mixture", marks=pytest.mark.slow)])
 def test_the_rounded_model_is_close_to_the_model(family):
     mixture = {} if family == "dense" else {"num_experts": 4, "experts_per_token": 2, "moe_hidden_dim": 16}
     config = models.QwenConfig(

@@ -201,6 +201,7 @@ def wait_until(condition):
         time.sleep(0.02)
 
 
+@pytest.mark.slow  # processes that start JAX
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_table_that_is_ended_leaves_no_run_that_another_command_starts_beside_it(tmp_path, popen, number):
     table = popen([sys.executable, "-c", TABLE, tmp_path, SLOW_RUN])

@@ -23,6 +23,7 @@ CASES = [
 HOSTILE = ["Answer: 10**10**10", "Answer: __import__('os').system('touch /tmp/attacked')", "\\boxed{" * 3000]
 
 
+@pytest.mark.slow  # SymPy, and a deadline that has to pass
 def test_math_verify_judges_in_the_pool_and_survives_hostile_completions():
     with rewards.build("math_verify", workers=2, deadline_s=8.0) as scorer:
         cases = [*CASES, *((text, "7", 0) for text in HOSTILE), ("\\boxed{7}", "7", 1)]

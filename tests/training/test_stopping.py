@@ -93,6 +93,7 @@ def test_a_signal_is_a_request(start):
     assert process.communicate(timeout=60)[0] == f"asked by {int(signal.SIGTERM)}\n" and process.returncode == 0
 
 
+@pytest.mark.slow  # a process that starts JAX
 def test_a_signal_that_another_thread_takes_wakes_the_one_that_waits(start):
     process = start("30", "", ELSEWHERE)
     assert process.communicate(timeout=60)[0] == f"asked by {int(signal.SIGTERM)}\n" and process.returncode == 0
@@ -109,12 +110,14 @@ def test_the_second_signal_and_the_deadline_end_the_process(start):
     assert process.returncode == 128 + signal.SIGTERM
 
 
+@pytest.mark.slow  # as above
 @pytest.mark.parametrize("script", [ENTERING, TOGETHER])
 def test_no_signal_is_lost_and_one_request_that_comes_as_several_is_one(script):
     done = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, timeout=60)
     assert done.stdout == f"asked by {int(signal.SIGTERM)}\n" and done.returncode == 0
 
 
+@pytest.mark.slow  # as above
 def test_last_words_that_hang_do_not_keep_the_process():
     assert subprocess.run([sys.executable, "-c", MUTE], timeout=50).returncode == 128 + signal.SIGTERM
 
