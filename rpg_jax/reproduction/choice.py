@@ -7,10 +7,8 @@ from typing import Any
 
 from rpg_jax.report import markdown
 from rpg_jax.report.seeds import Mean, mean
-from rpg_jax.reproduction import run_names
 from rpg_jax.reproduction.results import Results
-
-RULE = "the mean training accuracy over the last third of the steps, averaged over the seeds; of equal values the first"
+from rpg_jax.runs import run_names
 
 Values = Mapping[str, Any]  # {field: value}
 Scores = dict[str, dict[str, dict[int, float]]]  # {row without swept values: {row of the sweep: {seed: accuracy in %}}}
@@ -27,9 +25,11 @@ def scores(sweep: Results) -> Scores:
 
 
 def best(sweep: Results) -> dict[str, str]:
-    """{row without swept values: its best row of the sweep}. A row in which a run failed or diverged is never best.
+    """{row without swept values: its best row of the sweep}.
 
-    Without a whole row in a group, the group is missing.
+    The rule: the highest mean, over the seeds, of the training accuracy over the last third of the steps; of equal
+    means the first. A row of the sweep in which a run failed or diverged is never best. A group without any other row
+    is missing.
     """
     seeds = {run.seed for run in sweep.runs}
     chosen = {}
@@ -60,9 +60,10 @@ def section(sweep: Results) -> list[str]:
     seeds = sorted({run.seed for run in sweep.runs})
     none = [group for group in scores(sweep) if group not in chosen]
     return [
-        f"Training accuracy over the last third of the steps in %, ± half of a 95 % interval, seeds "
-        f"{', '.join(map(str, seeds))}. ✓ marks the chosen value of each row: it has the highest value of {RULE}. "
-        "A value at which a run failed is not chosen.",
+        "A cell is the mean training accuracy over the last third of the steps, in %, over the seeds "
+        f"{', '.join(map(str, seeds))}, ± half of a 95 % interval.\n"
+        "✓ marks the chosen cell of each row: the highest mean, of equal ones the first. A cell in which a run failed "
+        "is not chosen.",
         markdown.table(["", *combinations], lines, numbers=range(1, 1 + len(combinations))),
         *_ends(sweep),
         *([f"No value of {', '.join(none)} could be chosen: a run of each failed."] if none else []),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,9 +14,10 @@ from rpg_jax.report import plots
 from rpg_jax.report.plots import COLOURS
 from rpg_jax.report.run_files import series
 from rpg_jax.report.seeds import CellScores, mean
-from rpg_jax.reproduction import choice, run_names
+from rpg_jax.reproduction import choice
 from rpg_jax.reproduction.results import DYNAMICS, Results, Run
 from rpg_jax.reproduction.table import Table
+from rpg_jax.runs import run_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -52,11 +52,13 @@ def draw_scores(table: Table, scores: Scores) -> bytes:
 
 
 def draw_dynamics(table: Table, scores: Scores, runs: Sequence[Run]) -> bytes:
-    """PNG: accuracy, held-out accuracy, entropy, KL, length and clipped share by step; mean and range over seeds."""
+    """PNG: held-out accuracy of each set, then `DYNAMICS`, by step; mean and range over seeds."""
     rows = rows_to_show(table, scores)
-    panels = {"Held-out accuracy, %": (f"eval/{held_out_sets(scores)[0]}/mean_at_k", 100), **DYNAMICS}
-    figure = plots.empty_figure(13, 6.4)
-    for ax, (title, (key, scale)) in zip(figure.subplots(2, 3).flat, panels.items(), strict=True):
+    panels = {f"{name}, Mean@k in %": (f"eval/{name}/mean_at_k", 100) for name in held_out_sets(scores)} | DYNAMICS
+    panels = {title: of for title, of in panels.items() if any(series(run.records, of[0])[1] for run in runs)}
+    figure = plots.empty_figure(13, 3.2 * math.ceil(len(panels) / 3))
+    for place, (title, (key, scale)) in enumerate(panels.items(), start=1):
+        ax = figure.add_subplot(math.ceil(len(panels) / 3), 3, place)
         for colour, row in zip(COLOURS, rows, strict=False):
             curves = (series(run.records, key) for run in runs if run.row == row)
             _band(ax, (dict(zip(*curve, strict=True)) for curve in curves), scale, colour, row)
@@ -87,10 +89,11 @@ def draw_pass_at_k(table: Table, scores: Scores, runs: Sequence[Run]) -> bytes |
     return plots.png(figure)
 
 
-def draw_values(sweep: Results | None) -> bytes | None:
-    """PNG: late training accuracy by the value of the one number that a sweep changes, a line for each row.
+def draw_values(sweep: Results | None, shown: Sequence[str]) -> bytes | None:
+    """PNG: late training accuracy by the value of the one number that a sweep changes; mean and range over seeds.
 
-    None if the sweep changes no number or several fields.
+    A line for each row, or for the rows `shown` if there are more than colours. None if the sweep changes no number or
+    several fields.
     """
     fields = {field for _, values in sweep.table.swept.values() for field in values} if sweep else set()
     if sweep is None or len(fields) != 1:
@@ -102,9 +105,13 @@ def draw_values(sweep: Results | None) -> bytes | None:
         return None
     figure = plots.empty_figure(7, 4.2)
     ax = figure.subplots()
-    colours = itertools.cycle(COLOURS)
-    for (group, by_row), colour in zip(choice.scores(sweep).items(), colours, strict=False):
-        means = {row: sum(own.values()) / len(own) for row, own in by_row.items() if own}
+    groups = choice.scores(sweep)
+    names = [group for group in groups if len(groups) <= len(COLOURS) or group in shown] or list(groups)
+    for group, colour in zip(names, COLOURS, strict=False):
+        by_row = {row: own for row, own in groups[group].items() if own}
+        means = {row: sum(own.values()) / len(own) for row, own in by_row.items()}
+        for row, own in by_row.items():
+            ax.vlines(x[row], min(own.values()), max(own.values()), color=colour, linewidth=1, alpha=0.4)
         ax.plot([x[row] for row in means], list(means.values()), "-", color=colour, linewidth=1.2, label=group)
         for row, value in means.items():
             filled = {"markersize": 7} if row == chosen.get(group) else {"markersize": 3.5, "markerfacecolor": "white"}
@@ -116,9 +123,7 @@ def draw_values(sweep: Results | None) -> bytes | None:
     _label(ax, "Training accuracy, % (filled: chosen)", field)
     handles, labels = ax.get_legend_handles_labels()
     if len(labels) > 1:
-        figure.legend(
-            handles, labels, loc="outside right upper", frameon=False, fontsize=8, ncols=1 + len(labels) // 16
-        )
+        figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=8)
     return plots.png(figure)
 
 

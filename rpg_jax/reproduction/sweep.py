@@ -7,9 +7,8 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from rpg_jax.reproduction import run_names
 from rpg_jax.reproduction.table import Table, crossed
-from rpg_jax.runs import config_files, resolve
+from rpg_jax.runs import config_files, resolve, run_names
 
 
 def sweep_table(config: str, methods: Sequence[str], sweeps: Sequence[str]) -> tuple[str, Table]:

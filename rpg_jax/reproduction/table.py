@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rpg_jax.reproduction import run_names
+from rpg_jax.runs import run_names
 
 SMALL_CONFIG = "configs/small.py"
 LEARNING_RATE = "optimizer.learning_rate"

@@ -12,6 +12,7 @@ from rpg_jax.reproduction.results import Results
 from rpg_jax.reproduction.table import LEARNING_RATE, Table
 from rpg_jax.reproduction.tables import TABLES
 from rpg_jax.reproduction.training_tables import starred, training_table
+from rpg_jax.runs import run_names
 from rpg_jax.storage import write_atomically
 
 HEADS = {"last": "Last", "best": "Best", "pass": "pass@k"}
@@ -32,13 +33,11 @@ def write_page(results: Results, folder: Path) -> Path:
             scores.setdefault(run.row, {})[run.seed] = own
     if not scores:
         raise ValueError(f"{results.name} has no evaluated run")
-    name, table, rows = results.name, results.table, results.rows()
-    if table.swept:
-        table = dataclasses.replace(table, shown=list(choice.best(results).values()))
+    name, table, rows = results.name, _in_words_of_today(results), results.rows()
     equal = equal_cost.sections(table, rows)
     parts = [f"# {table.title}", origin.line(results)]
     parts += origin.changed_rows(results, TABLES[name].rows) if name in TABLES else []
-    parts += [_explanation(results, scores, unequal=bool(equal)), score_table(scores)]
+    parts += [_explanation(table, results, scores, unequal=bool(equal)), score_table(scores)]
     parts += ["## Differences", *_differences(table, scores)]
     parts += ["## While training", *training_table(table, rows)]
     parts += ["## At equal updates, completions and seconds", *equal] if equal else []
@@ -48,7 +47,7 @@ def write_page(results: Results, folder: Path) -> Path:
         ("Last by row", f"{name}.png", figures.draw_scores(table, scores)),
         ("pass@k", f"{name}-pass.png", figures.draw_pass_at_k(table, scores, results.runs)),
         ("Training dynamics", f"{name}-dynamics.png", figures.draw_dynamics(table, scores, results.runs)),
-        ("Training accuracy by value", f"{name}-values.png", figures.draw_values(_sweep(results))),
+        ("Training accuracy by value", f"{name}-values.png", figures.draw_values(_sweep(results), table.shown)),
     ):
         if image is not None:
             write_atomically(folder / file, image)
@@ -61,6 +60,15 @@ def write_page(results: Results, folder: Path) -> Path:
     return page
 
 
+def _in_words_of_today(results: Results) -> Table:
+    """The table of the results, with its texts and comparisons of today; figures of a sweep show its best rows."""
+    if results.table.swept:
+        return dataclasses.replace(results.table, shown=list(choice.best(results).values()))
+    if results.name not in TABLES:
+        return results.table
+    return dataclasses.replace(TABLES[results.name], rows=results.table.rows, config=results.table.config)
+
+
 def _sweep(results: Results) -> Results | None:
     """The runs that values are chosen from: the scan of a table, or a sweep itself."""
     return results if results.table.swept else results.scan
@@ -71,13 +79,12 @@ def _chosen(results: Results) -> list[str]:
     if sweep is None:
         return []
     title = "## Learning rates" if results.scan else "## Best value of each method"
-    note = ["No run with these seeds is in the tables above."] if results.scan else []
-    return [title, *choice.section(sweep), *note]
+    return [title, *choice.section(sweep)]
 
 
-def _explanation(results: Results, scores: Scores, *, unequal: bool) -> str:
+def _explanation(table: Table, results: Results, scores: Scores, *, unequal: bool) -> str:
     lines = [
-        f"{results.table.paper}.",
+        f"{table.paper}.",
         _learning_rates(results),
         "Scores are in %, at temperature 1. Last is Mean@k after the last step; Best is the largest Mean@k of all "
         "evaluations: a maximum over noisy numbers, never below Last; pass@k is that of the last evaluation.",
@@ -103,12 +110,12 @@ def _learning_rates(results: Results) -> str:
     if results.scan:
         seeds = sorted({run.seed for run in results.scan.runs})
         return (
-            f"The learning rate of each row was chosen by one rule, on seeds {' and '.join(map(str, seeds))}, which no "
-            "other number of this page has: see [learning rates](#learning-rates)."
+            f"The learning rate of each row was chosen by one rule, on seeds {', '.join(map(str, seeds))}, which the "
+            "tables below do not have: see [learning rates](#learning-rates)."
         )
     if len(rates) == 1:
-        return f"All rows have the learning rate {rates[0]:g}; none was chosen for a row."
-    return f"The learning rates are {', '.join(f'{rate:g}' for rate in rates)}, as the rows say."
+        return f"All rows have the learning rate {run_names.shown(rates[0])}; it was not chosen for each row."
+    return f"The rows have the learning rates {', '.join(map(run_names.shown, rates))}."
 
 
 def _marks(scores: Scores) -> bool:

@@ -17,11 +17,16 @@ def training_table(table: Table, rows: Rows) -> list[str]:
     The difference in training accuracy to the compared row is paired by seed. Training accuracy averages many more
     completions than held-out accuracy: it has far less noise.
     """
-    heads = [*DYNAMICS, "KL to the reference, millinats per token", "Completions generated", "difference in accuracy"]
+    dynamics = {
+        title: (key, scale)
+        for title, (key, scale) in DYNAMICS.items()
+        if any(_late(by_seed, key, scale) != "–" for by_seed in rows.values())
+    }
+    heads = [*dynamics, "KL to the reference, millinats per token", "Completions generated", "difference in accuracy"]
     accuracy = {row: {seed: 100 * c.late("accuracy") for seed, c in by_seed.items()} for row, by_seed in rows.items()}
     lines, critics = [], []
     for row, by_seed in rows.items():
-        texts = [_late(by_seed, key, scale) for key, scale in DYNAMICS.values()]
+        texts = [_late(by_seed, key, scale) for key, scale in dynamics.values()]
         texts += [_reference(by_seed), f"{_completions(by_seed):,.0f}"]
         lines.append([row, *texts, *difference(table, row, accuracy)])
         if (explained := _late(by_seed, "explained_variance")) != "–":

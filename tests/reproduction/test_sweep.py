@@ -7,11 +7,12 @@ import dataclasses
 import pytest
 
 from rpg_jax import reproduce
-from rpg_jax.reproduction import choice, run_names, run_tables
+from rpg_jax.reproduction import choice, run_tables
 from rpg_jax.reproduction.results import Results, Run
 from rpg_jax.reproduction.sweep import check, sweep_table
 from rpg_jax.reproduction.table import LEARNING_RATE
 from rpg_jax.reproduction.tables import TABLES
+from rpg_jax.runs import run_names
 
 RATES = "optimizer.learning_rate=1e-4,3e-4"
 

@@ -144,7 +144,7 @@ def test_the_page_marks_best_and_second_and_flags_the_impossible(tmp_path, leave
     assert all(
         (page.parent / f"small{suffix}").stat().st_size > 1000 for suffix in (".png", "-pass.png", "-dynamics.png")
     )
-    assert "| RPG-URKL | 75 ± 12 | 0.1 | 2 | – | – | 5 (every 16 updates) | 24 | *+20.0 ± 0.0* | DAPO |" in text
+    assert "| RPG-URKL | 75 ± 12 | 0.1 | 2 | 5 (every 16 updates) | 24 | *+20.0 ± 0.0* | DAPO |" in text
     assert "At equal" not in text
     assert "12 runs of 3 steps · k = 2 · commit unknown · unknown device" in text
     assert text.count("![") == 3 and "table8_qwen2p5_7b_instruct" in text

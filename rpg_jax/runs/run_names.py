@@ -1,8 +1,4 @@
-"""Names runs by what differs: `small-GRPO-lr3e-4-seed1` is configs/small.py with GRPO, a learning rate of 3e-4, seed 1.
-
-A name has the overrides without which the config would be another one. So equal runs of two tables have one name, even
-if one table sets what the method or the file sets anyway, and different runs have different names.
-"""
+"""Names runs by what differs: `small-GRPO-lr3e-4-seed1` is configs/small.py, GRPO, a learning rate of 3e-4, seed 1."""
 
 import functools
 import hashlib
@@ -69,7 +65,10 @@ def settings(config: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 @functools.cache
 def run_name(config: str, overrides: tuple[str, ...]) -> str:
-    """The name of a run without its seed: config file, method, and the other overrides that change the run.
+    """The name of a run without its seed: config file, method, and the overrides without which it were another run.
+
+    So equal runs have one name, even if one of them sets what the method or the file sets anyway, and different runs
+    have different names.
 
     Raises:
       ValueError: as `settings`.
@@ -79,11 +78,16 @@ def run_name(config: str, overrides: tuple[str, ...]) -> str:
         fewer = [other for other in kept if other != override]
         if field_of(override) != "method" and settings(config, fewer) == full:
             kept = fewer
-    fields = sorted({field_of(override) for override in kept} - {"method"}, key=lambda f: (f not in SHORT, f))
+    fields = {field_of(override) for override in kept} - {"method"}
     file, _, variant = config.partition(":")
     parts = [Path(file).stem, *([variant] if variant else []), str(full["method"])]
-    parts += [_safe("-".join(_part(field, full[field]) for field in fields))] if fields else []
-    return "-".join(parts)
+    return "-".join([*parts, *values_part({field: full[field] for field in fields})])
+
+
+def values_part(values: Mapping[str, object]) -> list[str]:
+    """The part of a run's name that states fields and their values, as lr3e-4-beta0.1; [] without any."""
+    fields = sorted(values, key=lambda field: (field not in SHORT, field))
+    return [_safe("-".join(_part(field, values[field]) for field in fields))] if fields else []
 
 
 def label(values: Mapping[str, object]) -> str:
