@@ -39,7 +39,7 @@ def asked(options: argparse.Namespace, extra: Sequence[str], command: str) -> tu
         run_tables.jobs_at_once(options.jobs, run_tables.platform_name()),
         extra,
         command,
-        options.quick,
+        options.scan and not options.quick,
         options.rates,
     )
     return name, table, job

@@ -17,7 +17,7 @@ _CRITIC = ("explained_variance", "value", "return")
 _COSTS = ("groups_generated", "updates", "seconds", "time/compiling")
 COLUMNS = (*(key for key, _ in DYNAMICS.values()), "kl_k1", *_CRITIC, *_COSTS)  # and all of eval/
 SCAN_COLUMNS = ("accuracy", "seconds")  # of runs that choose learning rates; without eval/
-DIGITS = 5  # significant, of every number that is kept
+DIGITS = 4  # significant, of every number that is kept
 _PLACES = ("run.", "distributed.", "log.", "profile.", "warm_start.dir")  # they change no number of a run
 _MADE_WITH = ("commit", "uncommitted_changes", "python", "packages", "platform", "devices")
 

@@ -35,8 +35,8 @@ class Job:
       jobs: runs at once.
       extra: overrides of every run.
       command: what the page names as its origin.
-      quick: a look: no learning rate is chosen.
-      rates: data of a table or of a sweep whose runs choose the learning rates; None: the table's own scan.
+      scan: whether a table's own scan chooses the learning rates; if not, rows have the config's.
+      rates: data of a table or of a sweep whose runs choose the learning rates instead.
     """
 
     out: Path
@@ -44,7 +44,7 @@ class Job:
     jobs: int
     extra: Sequence[str] = ()
     command: str = ""
-    quick: bool = False
+    scan: bool = True
     rates: Path | None = None
 
 
@@ -58,10 +58,8 @@ def make_table(name: str, table: Table, job: Job) -> tuple[Path, dict[str, Path]
     jax.config.update("jax_platforms", "cpu")  # of this process: the accelerator belongs to the runs
     sweep.check(table, job.extra)
     scan, failed = _scan(name, table, job)
-    if scan:
-        _check_seeds({run.seed for run in scan.runs}, job.seeds)
-        table_at_rates = table.with_settings(choice.best_values(scan))
-    cells = (table_at_rates if scan else table).cells(job.seeds)
+    at_rates = table.with_settings(choice.best_values(scan)) if scan else table
+    cells = at_rates.cells(job.seeds)
     failed |= _run(cells, job)
     results = Results(name, table, result_files.collect(cells, job.out), *_about(job), scan)
     if not any(run.scores() for run in results.runs):
@@ -113,8 +111,10 @@ def scan_from(data: Results, table: Table, extra: Sequence[str]) -> Results:
 def _scan(name: str, table: Table, job: Job) -> tuple[Results | None, dict[str, Path]]:
     """The runs that choose the learning rates, and the logs of those that failed; None without such runs."""
     if job.rates is not None:
-        return scan_from(result_files.load(job.rates), table, job.extra), {}
-    if not table.rates or job.quick:
+        given = scan_from(result_files.load(job.rates), table, job.extra)
+        _check_seeds({run.seed for run in given.runs}, job.seeds)
+        return given, {}
+    if not table.rates or not job.scan:
         return None, {}
     _check_seeds(table.scan_seeds, job.seeds)
     scanned = table.scan()

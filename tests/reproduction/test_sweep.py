@@ -123,3 +123,35 @@ def test_a_table_takes_its_rates_from_a_sweep_or_from_an_earlier_scan(scan):
 def test_a_quick_look_has_the_three_rows_that_matter():
     assert run_tables.quick_rows(TABLES["small"]) == ["GRPO", "DAPO", "RPG-REINFORCE-URKL"]
     assert run_tables.quick_rows(TABLES["kl"])[0] == "β = 0.0001" and len(run_tables.quick_rows(TABLES["kl"])) == 3
+
+
+def test_a_table_scans_chooses_runs_and_keeps_all(tmp_path, leave_a_run, without_figures, monkeypatch, capsys):
+    started = []
+
+    def run_cells(cells, out, **_):
+        for cell in cells:
+            if not (out / "runs" / cell.name).exists():
+                started.append(cell.name)
+                leave_a_run(out / "runs" / cell.name, 0.6 if "lr2e-4" in cell.name else 0.5)
+        return {}
+
+    monkeypatch.setattr(run_tables, "run_cells", run_cells)
+    monkeypatch.setattr(run_tables, "platform_name", lambda: "cpu")
+    arguments = ["--table=small", "--methods=GRPO,DAPO", f"--out={tmp_path}"]
+    assert reproduce.main([*arguments, "--seeds=2"]) == 0
+    assert len(started) == 2 * 3 * 2 + 2 * 2
+    assert started[-4:] == [f"small-{method}-lr2e-4-seed{seed}" for seed in range(2) for method in ("GRPO", "DAPO")]
+    text = (tmp_path / "small" / "small.md").read_text()
+    assert "| GRPO | 50.0 ± 0.0 | 50.0 ± 0.0 | 60.0 ± 0.0 ✓ |" in text
+    assert "4 runs of 3 steps and 12 that choose learning rates" in text and "60.0 ± 0.0" in text
+    assert "**60.0**" not in text and "No value is marked as the highest: that takes 3 seeds" in text
+    data = tmp_path / "small" / "small.json.gz"
+    assert reproduce.main([*arguments, "--seeds=3", f"--rates={data}"]) == 0
+    assert [name[-5:] for name in started[16:]] == ["seed2", "seed2"] and "**60.0**" in (
+        (tmp_path / "small" / "small.md").read_text()
+    )
+    assert reproduce.main([*arguments, "--seeds=100,7", f"--rates={data}"]) == 2
+    assert "seeds 100 choose the learning rates" in capsys.readouterr().err
+    assert reproduce.main(["--sweep", RATES, "--methods=GRPO,DAPO", "--seeds=3", f"--out={tmp_path}"]) == 0
+    text = (tmp_path / "sweep-small-lr" / "sweep-small-lr.md").read_text()
+    assert "| GRPO, lr 3e-4 | +0.0 ± 0.0 | +0.0 ± 0.0 | GRPO, lr 1e-4 |" in text and "## Best value of each" in text
