@@ -22,7 +22,7 @@ FIELDS = Section(
         "The run's folder and its process.",
         dir=Field("runs", "The folder of all runs: a local path or gs://BUCKET/FOLDER."),
         name=Field(optional(str), "The run's folder in run.dir. A run of the same name is continued. Unset: made of "
-            "config file, method, seed and a hash of the other overrides."),
+            "config file, method, the other overrides and seed, as tiny-grpo-lr3e-4-seed1."),
         overwrite=Field(False, "Delete a run of this name and start again."),
         compilation_cache=Field("runs/compilation_cache", "The folder that keeps compiled programs between runs. "
             'JAX_COMPILATION_CACHE_DIR takes precedence. "" keeps none.'),

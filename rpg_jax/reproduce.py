@@ -1,9 +1,10 @@
-"""Reproduces the paper's comparisons, and ours, at a scale that a laptop can check.
+"""Reproduces the paper's comparisons, and ours, at a scale that a laptop can check; sweeps over any config field.
 
   python -m rpg_jax.reproduce --table=estimators
-  python -m rpg_jax.reproduce --table=completions
   python -m rpg_jax.reproduce --table=small --methods=DAPO,RPG-REINFORCE-URKL --seeds=3
   python -m rpg_jax.reproduce --table=small -- --config.train.steps=200     (what follows -- goes to every run)
+  python -m rpg_jax.reproduce --table=small --from-data     (the page from the numbers that come with the code)
+  python -m rpg_jax.reproduce --sweep optimizer.learning_rate=1e-4,3e-4 --methods=GRPO,RPG-REINFORCE-URKL --seeds=3
 
 The folder --out receives each table's page, figures and numbers in a folder of the table's name. It also receives the
 runs of all tables: two tables can share a run. The same command continues an interrupted table. A run of
@@ -18,12 +19,15 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rpg_jax.reproduction import run_tables
+from rpg_jax.reproduction import exact_tables, objective_table, run_tables
+from rpg_jax.reproduction.options import asked, data_file
+from rpg_jax.reproduction.table import SMALL_CONFIG
 from rpg_jax.reproduction.tables import TABLES
 from rpg_jax.runs import cli
 
 # Tables without training runs: (folder, quick) -> page.
-LABORATORIES = {"estimators": run_tables.estimators, "completions": run_tables.completions}
+LABORATORIES = {"estimators": exact_tables.estimators, "completions": exact_tables.completions}
+OBJECTIVE = "objective"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,9 +47,12 @@ def carry_out(options: argparse.Namespace, extra: Sequence[str], command: str) -
     try:
         if options.table in LABORATORIES:
             page = LABORATORIES[options.table](options.out, options.quick)
+        elif options.table == OBJECTIVE and not options.sweep:
+            page = _objective(options, extra)
+        elif options.from_data is not None:
+            page = run_tables.page_from(data_file(options, extra), options.out)
         else:
-            how = {name: getattr(options, name) for name in ("methods", "seeds", "jobs", "quick")}
-            page, failed = run_tables.training_runs(options.table, options.out, **how, extra=extra, command=command)
+            page, failed = run_tables.make_table(*asked(options, extra, command))
     except KeyboardInterrupt:
         print("interrupted; the same command continues", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -55,19 +62,33 @@ def carry_out(options: argparse.Namespace, extra: Sequence[str], command: str) -
     return 1 if failed else 0
 
 
+def _objective(options: argparse.Namespace, extra: Sequence[str]) -> Path:
+    if given := [f"--{name}" for name in ("methods", "seeds", "config", "rates") if getattr(options, name)] + [*extra]:
+        raise ValueError(f"the table {OBJECTIVE} has its own rows, seeds and settings: leave out {', '.join(given)}")
+    if options.from_data is not None:
+        data = run_tables.DATA / "objective.jsonl.gz" if options.from_data == Path() else options.from_data
+        return objective_table.page_from(data, options.out)
+    return objective_table.objective(options.out, options.quick, options.jobs or run_tables.cores())
+
+
 def _parser() -> cli.Parser:
     parser = cli.parser("reproduce", __doc__)
     tables = "; ".join(f"{name}: {table.title.lower()} ({len(table.rows)} rows)" for name, table in TABLES.items())
     parser.add_argument(
         "--table",
-        choices=[*LABORATORIES, *TABLES],
-        required=True,
-        help="estimators: the gradient of every loss by exact sums; completions: runs of tabular policies; " + tables,
+        choices=[*LABORATORIES, OBJECTIVE, *TABLES],
+        help="estimators: the gradient of every loss by exact sums; completions: runs of tabular policies; objective: "
+        "the objective that every method reaches, by exact sums; " + tables,
     )
     seeds, quick, cores = run_tables.SEEDS, run_tables.QUICK_SEEDS, run_tables.cores()
-    parser.add_argument("--methods", help="rows, separated by commas (default: all)")
-    parser.add_argument("--seeds", type=int, help=f"0 ... SEEDS-1 (default: {seeds}, with --quick {quick})")
+    parser.add_argument("--sweep", action="append", metavar="FIELD=A,B", help="a table of every combination of values")
+    parser.add_argument("--config", metavar="FILE", help=f"of a sweep (default: {SMALL_CONFIG})")
+    parser.add_argument("--methods", help="rows, separated by commas (default: all; in a sweep the config's method)")
+    parser.add_argument("--seeds", help=f"a number N, for 0 ... N-1, or a list (default: {seeds}, --quick {quick})")
     parser.add_argument("--jobs", type=int, help=f"runs at once (default: one a core, {cores}; on a TPU 1)")
+    parser.add_argument("--rates", type=Path, metavar="DATA", help="choose rates by the numbers of this sweep or table")
+    parser.add_argument("--noscan", dest="scan", action="store_false", help="the config's learning rate in every row")
+    parser.add_argument("--from-data", nargs="?", const=Path(), type=Path, metavar="DATA", help="page without runs")
     parser.add_argument("--out", type=Path, default=Path("reproduction"), help="folder (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="a look, not a result: fewer rows, seeds and steps")
     return parser

@@ -34,9 +34,17 @@ class Mean:
 
 
 def cell_scores(run_dir: Path) -> CellScores:
-    """Scores of a run. Last is Mean@k after the last step; Best, as the paper defines it, the largest Mean@k."""
+    """Scores of a run, as `scores_of` returns them."""
+    return scores_of(evaluations(run_dir))
+
+
+def scores_of(evaluated: Mapping[str, Sequence[Mapping[str, float]]]) -> CellScores:
+    """Scores of evaluations {set: [{mean_at_k, pass_at_k, …}]}, in the order of steps.
+
+    Last is Mean@k after the last step; Best, as the paper defines it, the largest Mean@k.
+    """
     scores = {}
-    for name, records in evaluations(run_dir).items():
+    for name, records in evaluated.items():
         values = [record["mean_at_k"] for record in records]
         scores[name] = {"last": values[-1], "best": max(values), "pass": records[-1]["pass_at_k"]}
     return scores

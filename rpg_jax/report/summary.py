@@ -1,6 +1,6 @@
 """Writes `summary.md`, the page that a run leaves: scores, work, settings, files."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,18 @@ FILES = (
 
 
 def evaluations(run_dir: Path) -> dict[str, list[dict[str, Any]]]:
-    """Reads the evaluations of each held-out set from the metrics `eval/<set>/<score>`.
+    """Reads the evaluations of each held-out set of a run, as `evaluations_in` returns them."""
+    return evaluations_in(read_metrics(run_dir))
+
+
+def evaluations_in(records: Iterable[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    """The evaluations of each held-out set in the metrics `eval/<set>/<score>` of a run's records.
 
     Returns:
       {set: [{step, k, mean_at_k, pass_at_k, maj_at_k, …}]}, in the order of steps.
     """
     found: dict[str, list[dict[str, Any]]] = {}
-    for record in read_metrics(run_dir):
+    for record in records:
         by_set: dict[str, dict[str, Any]] = {}
         for key, value in record.items():
             prefix, _, rest = key.partition("/")

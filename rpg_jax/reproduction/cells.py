@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rpg_jax.report.run_files import read_config, read_metrics
-from rpg_jax.reproduction.tables import Cell
+from rpg_jax.reproduction.table import Cell
 from rpg_jax.storage import write_atomically
 
 POLL_SECONDS = 0.5

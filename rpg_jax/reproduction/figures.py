@@ -12,24 +12,18 @@ import numpy as np
 
 from rpg_jax.report import plots
 from rpg_jax.report.plots import COLOURS
-from rpg_jax.report.run_files import read_metrics, series
+from rpg_jax.report.run_files import series
 from rpg_jax.report.seeds import CellScores, mean
-from rpg_jax.report.summary import evaluations
-from rpg_jax.reproduction.tables import Cell, Table
+from rpg_jax.reproduction import choice
+from rpg_jax.reproduction.results import DYNAMICS, Results, Run
+from rpg_jax.reproduction.table import Table
+from rpg_jax.runs import run_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 PAPER = Path(__file__).with_name("paper_tables.json")
-# Training metrics by title, each with its scale.
-DYNAMICS = {
-    "Training accuracy, %": ("accuracy", 100),
-    "Entropy, nats per token": ("entropy", 1),
-    "KL to the behaviour policy, millinats per token": ("behaviour_kl_k1", -1000),  # k₁ of tokens from π_old
-    "Completion length, tokens": ("completion_length", 1),
-    "Clipped tokens, %": ("clip_fraction", 100),
-}
 SHOWN = 6  # most rows in a figure with lines: the eye tells no more apart
 
 Scores = dict[str, dict[int, CellScores]]  # {row: {seed: scores}}
@@ -57,14 +51,16 @@ def draw_scores(table: Table, scores: Scores) -> bytes:
     return plots.png(figure)
 
 
-def draw_dynamics(table: Table, scores: Scores, cells: Sequence[Cell], out: Path) -> bytes:
-    """PNG: accuracy, held-out accuracy, entropy, KL, length and clipped share by step; mean and range over seeds."""
+def draw_dynamics(table: Table, scores: Scores, runs: Sequence[Run]) -> bytes:
+    """PNG: held-out accuracy of each set, then `DYNAMICS`, by step; mean and range over seeds."""
     rows = rows_to_show(table, scores)
-    panels = {"Held-out accuracy, %": (f"eval/{held_out_sets(scores)[0]}/mean_at_k", 100), **DYNAMICS}
-    figure = plots.empty_figure(13, 6.4)
-    for ax, (title, (key, scale)) in zip(figure.subplots(2, 3).flat, panels.items(), strict=True):
+    panels = {f"{name}, Mean@k in %": (f"eval/{name}/mean_at_k", 100) for name in held_out_sets(scores)} | DYNAMICS
+    panels = {title: of for title, of in panels.items() if any(series(run.records, of[0])[1] for run in runs)}
+    figure = plots.empty_figure(13, 3.2 * math.ceil(len(panels) / 3))
+    for place, (title, (key, scale)) in enumerate(panels.items(), start=1):
+        ax = figure.add_subplot(math.ceil(len(panels) / 3), 3, place)
         for colour, row in zip(COLOURS, rows, strict=False):
-            curves = (series(read_metrics(out / "runs" / c.name), key) for c in cells if c.row == row)
+            curves = (series(run.records, key) for run in runs if run.row == row)
             _band(ax, (dict(zip(*curve, strict=True)) for curve in curves), scale, colour, row)
         _label(ax, title, "step")
         ax.locator_params(axis="x", integer=True)
@@ -72,17 +68,17 @@ def draw_dynamics(table: Table, scores: Scores, cells: Sequence[Cell], out: Path
     return plots.png(figure)
 
 
-def draw_pass_at_k(table: Table, scores: Scores, cells: Sequence[Cell], out: Path) -> bytes | None:
+def draw_pass_at_k(table: Table, scores: Scores, runs: Sequence[Run]) -> bytes | None:
     """PNG: pass@k of the last evaluation by k, one panel for each set; mean and range over seeds.
 
     None if a row has no pass@k.
     """
     rows, names = rows_to_show(table, scores), held_out_sets(scores)
-    last = {c: {name: found[-1] for name, found in evaluations(out / "runs" / c.name).items()} for c in cells}
+    last = [(run.row, {name: found[-1] for name, found in run.evaluations().items()}) for run in runs]
     figure = plots.empty_figure(4.2 * len(names) + 1.5, 3.6)
     for ax, name in zip(np.atleast_1d(figure.subplots(1, len(names), sharey=True)), names, strict=True):
         for colour, row in zip(COLOURS, rows, strict=False):
-            found = (by_set[name] for c, by_set in last.items() if c.row == row and name in by_set)
+            found = (by_set[name] for own, by_set in last if own == row and name in by_set)
             ks = _band(ax, map(_pass_by_k, found), 100, colour, row)
             if not ks:
                 return None
@@ -90,6 +86,44 @@ def draw_pass_at_k(table: Table, scores: Scores, cells: Sequence[Cell], out: Pat
         ax.set_xticks(ks, ks)
         _label(ax, name, "k; pass@k in % after the last step")
     _legend(figure)
+    return plots.png(figure)
+
+
+def draw_values(sweep: Results | None, shown: Sequence[str]) -> bytes | None:
+    """PNG: late training accuracy by the value of the one number that a sweep changes; mean and range over seeds.
+
+    A line for each row, or for the rows `shown` if there are more than colours. None if the sweep changes no number or
+    several fields.
+    """
+    fields = {field for _, values in sweep.table.swept.values() for field in values} if sweep else set()
+    if sweep is None or len(fields) != 1:
+        return None
+    field, chosen = fields.pop(), choice.best(sweep)
+    x = {row: values[field] for row, (_, values) in sweep.table.swept.items()}
+    numbers = [value for value in x.values() if isinstance(value, int | float) and not isinstance(value, bool)]
+    if len(numbers) < len(x) or len(set(numbers)) < 2:
+        return None
+    figure = plots.empty_figure(7, 4.2)
+    ax = figure.subplots()
+    groups = choice.scores(sweep)
+    names = [group for group in groups if len(groups) <= len(COLOURS) or group in shown] or list(groups)
+    for group, colour in zip(names, COLOURS, strict=False):
+        by_row = {row: own for row, own in groups[group].items() if own}
+        means = {row: sum(own.values()) / len(own) for row, own in by_row.items()}
+        for row, own in by_row.items():
+            ax.vlines(x[row], min(own.values()), max(own.values()), color=colour, linewidth=1, alpha=0.4)
+        ax.plot([x[row] for row in means], list(means.values()), "-", color=colour, linewidth=1.2, label=group)
+        for row, value in means.items():
+            filled = {"markersize": 7} if row == chosen.get(group) else {"markersize": 3.5, "markerfacecolor": "white"}
+            ax.plot(x[row], value, "o", color=colour, **filled)
+    if min(numbers) > 0 and max(numbers) > 2 * min(numbers):
+        ax.set_xscale("log")
+        ax.set_xticks(sorted(set(numbers)), [run_names.shown(value) for value in sorted(set(numbers))])
+        ax.set_xticks([], minor=True)
+    _label(ax, "Training accuracy, % (filled: chosen)", field)
+    handles, labels = ax.get_legend_handles_labels()
+    if len(labels) > 1:
+        figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=8)
     return plots.png(figure)
 
 

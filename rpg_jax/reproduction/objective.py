@@ -95,14 +95,14 @@ class ObjectiveSettings:
       seeds: runs that are reported; a seed draws the weights, the graphs and the samples.
       rates: of Adam; each row takes the one with the least regret in the mean of `scan_seeds`.
       scan_seeds: seeds of that scan, which are not reported.
-      experiments: names in `EXPERIMENTS`.
+      experiments: by name.
     """
 
     task: PathSettings = PathSettings()
     seeds: Sequence[int] = (0, 1, 2, 3, 4)
     rates: Sequence[float] = (5e-4, 1e-3, 2e-3)
     scan_seeds: Sequence[int] = (100, 101)
-    experiments: Sequence[str] = tuple(EXPERIMENTS)
+    experiments: Mapping[str, Experiment] = dataclasses.field(default_factory=lambda: dict(EXPERIMENTS))
 
 
 SCAN = "learning rates"
@@ -136,7 +136,7 @@ class Unit:
 
 
 def scan_units(s: ObjectiveSettings) -> list[Unit]:
-    rows = dict.fromkeys(row for name in s.experiments for row in EXPERIMENTS[name].rows)
+    rows = dict.fromkeys(row for experiment in s.experiments.values() for row in experiment.rows)
     return [Unit(SCAN, row, s.task.length, Schedule(), (0.1,), s.rates, s.scan_seeds) for row in rows]
 
 
@@ -144,9 +144,13 @@ def units(s: ObjectiveSettings, rates: Mapping[str, float]) -> list[Unit]:
     """The reported runs, each row with its learning rate."""
     return [
         Unit(name, row, length, schedule, experiment.kl_coefs, (rates[row],), s.seeds, experiment.wrong)
-        for name in s.experiments
-        for experiment in (EXPERIMENTS[name],)
+        for name, experiment in s.experiments.items()
         for length in experiment.lengths
         for schedule in experiment.schedules
         for row in experiment.rows
     ]
+
+
+def count_units(s: ObjectiveSettings) -> int:
+    scan = scan_units(s)
+    return len(scan) + len(units(s, {unit.row: 0.0 for unit in scan}))

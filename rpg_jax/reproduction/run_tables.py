@@ -1,131 +1,165 @@
-"""Makes a table from exact sums (`estimators`, `completions`) or from training runs, and writes its page."""
+"""Makes a table from training runs: runs its scan and its cells, keeps their numbers, writes the page from these."""
 
-import contextlib
 import dataclasses
-import json
 import os
 import platform
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+import jax
 
-from rpg_jax.reproduction import (
-    completion_estimators,
-    completion_laboratory,
-    completion_page,
-    completion_runs,
-    estimator_page,
-    laboratory,
-    sampled_page,
-    table_page,
-)
+from rpg_jax.reproduction import choice, result_files, sweep, table_page
+from rpg_jax.reproduction.bars import progress_bars
 from rpg_jax.reproduction.cells import run_cells, steps_of
-from rpg_jax.reproduction.completion_laboratory import CompletionSettings, SampledSettings
-from rpg_jax.reproduction.estimators import CLIPS, KL_TERMS, SAMPLERS
-from rpg_jax.reproduction.tables import TABLES
-from rpg_jax.storage import write_atomically
+from rpg_jax.reproduction.results import Results
+from rpg_jax.reproduction.table import LEARNING_RATE, Cell, Table
+from rpg_jax.runs import config_files
 
-SEEDS, QUICK_ROWS, QUICK_SEEDS, QUICK_STEPS = 5, 3, 2, 20
-QUICK_COMPLETIONS = CompletionSettings(length=4, prompts=4, end_prompts=2, end_steps=500, offline_steps=500)
-QUICK_SAMPLES = SampledSettings(length=4, seeds=1, updates=320, updates_a_batch=(1, 32))
+SEEDS, QUICK_SEEDS, QUICK_STEPS = 5, 2, 20
+QUICK_ROWS = ("GRPO", "DAPO", "RPG-REINFORCE-URKL")
 LINE_SECONDS = 30.0  # between two lines of progress where there is no terminal
+DATA = config_files.ROOT / "docs" / "tables" / "data"
+"""The folder of the numbers that come with the code, NAME.json.gz for each table."""
 
 
-def estimators(out: Path, quick: bool) -> Path:
-    """Computes bias, variance and destination of every estimator; writes `estimators.{md,png,json}`."""
-    settings = laboratory.Settings(scenes=16, fixed_point_scenes=4) if quick else laboratory.Settings()
-    of_completions = QUICK_COMPLETIONS if quick else CompletionSettings()
-    rows = 2 * len(KL_TERMS) + len(CLIPS) + len(SAMPLERS) + 1 + len(completion_estimators.ESTIMATORS)
-    with _counted("estimators", rows + len(completion_estimators.ENDS)) as on_row:
-        results = laboratory.run(settings, on_row=on_row)
-        completions = completion_laboratory.run_exact(of_completions, on_row=on_row)
-    sections = completion_page.exact_sections(completions, of_completions)
-    page = estimator_page.write_page(results, settings, sections, out)
-    _write_json(out / "estimators.json", {"settings": settings, "results": results})
-    _write_json(out / "estimators_completions.json", {"settings": of_completions, "results": completions})
-    return page
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """How a table is run.
+
+    Attributes:
+      out: folder of the runs of all tables, and of a folder for each table.
+      seeds: of the reported runs.
+      jobs: runs at once.
+      extra: overrides of every run.
+      command: what the page names as its origin.
+      scan: whether a table's own scan chooses the learning rates; if not, rows have the config's.
+      rates: data of a table or of a sweep whose runs choose the learning rates instead.
+    """
+
+    out: Path
+    seeds: Sequence[int]
+    jobs: int
+    extra: Sequence[str] = ()
+    command: str = ""
+    scan: bool = True
+    rates: Path | None = None
 
 
-def completions(out: Path, quick: bool) -> Path:
-    """Runs with sampled gradients on completions that can all be enumerated; writes `completions.{md,json}`."""
-    tables = QUICK_SAMPLES if quick else SampledSettings()
-    with _counted("completions", len(completion_estimators.SAMPLED)) as on_row:
-        results = completion_runs.run_sampled(tables, on_row=on_row)
-    page = sampled_page.write_page(results, tables, out)
-    _write_json(out / "completions.json", {"settings": tables, "results": results})
-    return page
-
-
-@contextlib.contextmanager
-def _counted(name: str, rows: int) -> Iterator[Callable[[str, str], None]]:
-    """A progress bar of a laboratory's rows; gives the function that counts one."""
-    with _progress() as progress:
-        bar = progress.add_task(name, total=rows)
-        yield lambda experiment, row: progress.update(bar, advance=1, description=f"{experiment}: {row}")
-
-
-def _write_json(path: Path, record: dict[str, Any]) -> None:
-    text = json.dumps(record, indent=1, ensure_ascii=False, default=dataclasses.asdict)
-    write_atomically(path, text + "\n")
-
-
-def training_runs(
-    name: str,
-    out: Path,
-    *,
-    methods: str | None,
-    seeds: int | None,
-    jobs: int | None,
-    quick: bool,
-    extra: Sequence[str],
-    command: str,
-) -> tuple[Path, dict[str, Path]]:
-    """Makes a table of training runs; returns its page, which names `command`, and the logs of the runs that failed.
-
-    `methods` are rows, separated by commas. Each row has `seeds` runs; `jobs` runs go at once; None takes the defaults.
-    `quick` takes fewer rows, seeds and steps, in a folder of their own. Every run has the overrides `extra`.
+def make_table(name: str, table: Table, job: Job) -> tuple[Path, dict[str, Path]]:
+    """Runs a table; returns its page and the logs of the runs that failed.
 
     Raises:
-      ValueError: no such row, or a number of jobs that the machine cannot run.
+      ValueError: a run would be refused, a seed is both reported and chosen with, `job.rates` lacks a row, or no run
+        has a score.
     """
-    table = TABLES[name]
-    rows = table.named(methods) if methods else None
-    if quick:
-        others = [row for row in reversed(list(table.rows)) if row != table.baseline]
-        rows = rows or [table.baseline, *others[: QUICK_ROWS - 1]]
-        extra = [f"--config.train.steps={QUICK_STEPS}", *extra]
-    cells = table.cells(range(seeds or (QUICK_SEEDS if quick else SEEDS)), rows)
-    jobs = jobs_at_once(jobs, _platform())
-    out = out / "quick" if quick else out
-    with _progress() as progress:
+    jax.config.update("jax_platforms", "cpu")  # of this process: the accelerator belongs to the runs
+    sweep.check(table, job.extra)
+    scan, failed = _scan(name, table, job)
+    at_rates = table.with_settings(choice.best_values(scan)) if scan else table
+    cells = at_rates.cells(job.seeds)
+    failed |= _run(cells, job)
+    results = Results(name, table, result_files.collect(cells, job.out), *_about(job), scan)
+    if not any(run.scores() for run in results.runs):
+        raise ValueError(f"{job.out / 'runs'} has no evaluated run of this table: look at {job.out / 'logs'}")
+    data = job.out / name / f"{name}.json.gz"
+    result_files.save(results, data)
+    return page_from(data, job.out), failed
+
+
+def page_from(data: Path, out: Path) -> Path:
+    """Writes the page and the figures of a table from its numbers, without a run; returns the page.
+
+    Raises:
+      ValueError: there are no such data.
+    """
+    results = result_files.load(data)
+    return table_page.write_page(results, out / results.name)
+
+
+def quick_rows(table: Table) -> list[str]:
+    """The rows of a look: GRPO, DAPO and RPG-REINFORCE-URKL; in a table without them the baseline and the last two."""
+    if set(QUICK_ROWS) <= set(table.rows):
+        return list(QUICK_ROWS)
+    return [table.baseline, *[row for row in reversed(list(table.rows)) if row != table.baseline][:2]]
+
+
+def scan_from(data: Results, table: Table, extra: Sequence[str]) -> Results:
+    """The runs in `data`, of a sweep or of a table's scan, that choose the learning rate of each row of `table`.
+
+    Raises:
+      ValueError: the data have no sweep of the learning rate alone, have other overrides, or lack a row.
+    """
+    found = data if data.table.swept else data.scan
+    fields = {field for _, values in found.table.swept.values() for field in values} if found else set()
+    if found is None or fields != {LEARNING_RATE}:
+        raise ValueError(f"{data.name} is no sweep of {LEARNING_RATE} alone: it has {', '.join(fields) or 'no sweep'}")
+    if tuple(found.extra) != tuple(extra):
+        raise ValueError(f"the runs of {data.name} have the overrides {list(found.extra)}, not {list(extra)}")
+    rates = list(dict.fromkeys(values[LEARNING_RATE] for _, values in found.table.swept.values()))
+    scanned = dataclasses.replace(table, rates=rates).scan()
+    by_name = {run.name: run.brief(result_files.SCAN_COLUMNS) for run in found.runs}
+    cells = scanned.cells(sorted({run.seed for run in found.runs}))
+    runs = [dataclasses.replace(by_name[cell.name], row=cell.row) for cell in cells if cell.name in by_name]
+    if missing := sorted(set(scanned.rows) - {run.row for run in runs}):
+        raise ValueError(f"{data.name} has no run of {', '.join(missing)}")
+    return dataclasses.replace(found, table=scanned, runs=runs, scan=None)
+
+
+def _scan(name: str, table: Table, job: Job) -> tuple[Results | None, dict[str, Path]]:
+    """The runs that choose the learning rates, and the logs of those that failed; None without such runs."""
+    if job.rates is not None:
+        given = scan_from(result_files.load(job.rates), table, job.extra)
+        _check_seeds({run.seed for run in given.runs}, job.seeds)
+        return given, {}
+    if not table.rates or not job.scan:
+        return None, {}
+    _check_seeds(table.scan_seeds, job.seeds)
+    scanned = table.scan()
+    cells = scanned.cells(table.scan_seeds)
+    failed = _run(cells, job)
+    runs = result_files.collect(cells, job.out, result_files.SCAN_COLUMNS, evaluated=False)
+    return Results(f"{name}-scan", scanned, runs, *_about(job)), failed
+
+
+def _about(job: Job) -> tuple[str, str, tuple[str, ...]]:
+    """Command, hardware and overrides of a table's runs."""
+    return job.command, f"{job.jobs} at once on {cores()} CPU cores ({platform.machine()})", tuple(job.extra)
+
+
+def _check_seeds(chosen_with: Collection[int], reported: Collection[int]) -> None:
+    if shared := sorted({*chosen_with} & {*reported}):
+        raise ValueError(
+            f"seeds {', '.join(map(str, shared))} choose the learning rates and would be reported too: give others to "
+            "--seeds"
+        )
+
+
+def _run(cells: Sequence[Cell], job: Job) -> dict[str, Path]:
+    """Runs the cells that have not ended, with a bar; returns the logs of those that failed."""
+    with progress_bars() as progress:
         bar = progress.add_task(f"0/{len(cells)} runs", total=None)
         printed = time.monotonic()
 
         def on_progress(steps: int, ended: int, running: list[str]) -> None:
             nonlocal printed
-            total = steps_of(cells, out) * len(cells)
+            total = steps_of(cells, job.out) * len(cells)
             text = f"{ended}/{len(cells)} runs; now {', '.join(running)}"
             progress.update(bar, completed=steps, total=total or None, description=text)
             if not progress.console.is_terminal and time.monotonic() - printed > LINE_SECONDS:
                 printed = time.monotonic()
-                print(f"{text}; step {steps} of {total or '?'} in all; logs in {out / 'logs'}", file=sys.stderr)
+                print(f"{text}; step {steps} of {total or '?'} in all; logs in {job.out / 'logs'}", file=sys.stderr)
 
-        failed = run_cells(cells, out, jobs=jobs, extra=extra, on_progress=on_progress)
-    hardware = f"{jobs} at once on {cores()} CPU cores ({platform.machine()})"
-    page = table_page.write_page(name, table, cells, out, command=command, hardware=hardware)
-    return page, failed
+        return run_cells(cells, job.out, jobs=job.jobs, extra=job.extra, on_progress=on_progress)
 
 
 def cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _platform() -> str:
+def platform_name() -> str:
     """`cpu`, `gpu` or `tpu`. Another process asks JAX: a process that opens a TPU keeps it from the runs.
 
     Raises:
@@ -138,7 +172,7 @@ def _platform() -> str:
     return answer.stdout.split()[-1]
 
 
-def jobs_at_once(asked: int | None, platform_name: str) -> int:
+def jobs_at_once(asked: int | None, backend: str) -> int:
     """The number of runs at once. On a GPU they share its memory evenly.
 
     Raises:
@@ -146,16 +180,9 @@ def jobs_at_once(asked: int | None, platform_name: str) -> int:
     """
     if asked is not None and asked < 1:
         raise ValueError(f"--jobs={asked}: at least 1")
-    jobs = asked or (1 if platform_name == "tpu" else cores())
-    if platform_name == "tpu" and jobs > 1:
+    jobs = asked or (1 if backend == "tpu" else cores())
+    if backend == "tpu" and jobs > 1:
         raise ValueError(f"--jobs={jobs}: a TPU belongs to one run at a time; give --jobs=1, or JAX_PLATFORMS=cpu")
-    if platform_name == "gpu" and jobs > 1:
+    if backend == "gpu" and jobs > 1:
         os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", f"{0.9 / jobs:.3f}")
     return jobs
-
-
-def _progress() -> Progress:
-    return Progress(
-        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
-        TimeRemainingColumn(),
-    )

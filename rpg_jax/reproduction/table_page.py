@@ -1,56 +1,58 @@
 """Writes a table of runs as a page: scores with intervals, differences, dynamics, and the paper's numbers."""
 
+import dataclasses
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 from rpg_jax.report import markdown
-from rpg_jax.report.progress import duration
-from rpg_jax.report.run_files import read_config, read_metrics, read_versions, series
-from rpg_jax.report.seeds import QUANTITIES, Mean, cell_scores, mean, paired_difference, ranks
-from rpg_jax.reproduction.figures import PAPER, Scores, draw_dynamics, draw_pass_at_k, draw_scores, held_out_sets
-from rpg_jax.reproduction.tables import Cell, Table
-from rpg_jax.reproduction.training_tables import at_equal_completions, courses, starred, training_table
+from rpg_jax.report.seeds import QUANTITIES, Mean, mean, paired_difference, ranks
+from rpg_jax.reproduction import choice, equal_cost, figures, origin
+from rpg_jax.reproduction.figures import PAPER, Scores, held_out_sets
+from rpg_jax.reproduction.results import Results
+from rpg_jax.reproduction.table import LEARNING_RATE, Table
+from rpg_jax.reproduction.tables import TABLES
+from rpg_jax.reproduction.training_tables import starred, training_table
+from rpg_jax.runs import run_names
 from rpg_jax.storage import write_atomically
 
 HEADS = {"last": "Last", "best": "Best", "pass": "pass@k"}
+SEEDS_TO_MARK = 3  # fewer seeds say nothing about the best row
 
 
-def write_page(
-    name: str, table: Table, cells: Sequence[Cell], out: Path, *, command: str = "", hardware: str = ""
-) -> Path:
-    """Writes `<name>.md`, `<name>.json` and the figures `<name>*.png` into `out/<name>`; returns the page.
+def write_page(results: Results, folder: Path) -> Path:
+    """Writes `<name>.md` and the figures `<name>*.png` into `folder`; returns the page.
 
-    `out` is the folder of the runs. The page names the command and the machine that made them.
+    The page depends on the results alone.
 
     Raises:
-      ValueError: no cell has a score yet.
+      ValueError: no run has a score yet.
     """
     scores: Scores = {}
-    for cell in cells:
-        if own := cell_scores(out / "runs" / cell.name):
-            scores.setdefault(cell.row, {})[cell.seed] = own
+    for run in results.runs:
+        if own := run.scores():
+            scores.setdefault(run.row, {})[run.seed] = own
     if not scores:
-        raise ValueError(f"{out / 'runs'} has no evaluated run of this table: look at {out / 'logs'}")
-    folder = out / name
-    folder.mkdir(exist_ok=True)
-    write_atomically(folder / f"{name}.json", json.dumps(scores, indent=1, ensure_ascii=False) + "\n")
-    runs = courses(cells, out)
-    equal = at_equal_completions(table, runs)
-    parts = [f"# {table.title}", _origin(table, cells, out, command, hardware)]
-    parts += [_explanation(table, unequal=bool(equal)), score_table(scores)]
+        raise ValueError(f"{results.name} has no evaluated run")
+    name, table, rows = results.name, _in_words_of_today(results), results.rows()
+    equal = equal_cost.sections(table, rows)
+    parts = [f"# {table.title}", origin.line(results)]
+    parts += origin.changed_rows(results, TABLES[name].rows) if name in TABLES else []
+    parts += [_explanation(table, results, scores, unequal=bool(equal)), score_table(scores)]
     parts += ["## Differences", *_differences(table, scores)]
-    parts += ["## While training", *training_table(table, runs)]
-    parts += ["## At equal completions", *equal] if equal else []
-    figures = (
-        ("Last by row", f"{name}.png", draw_scores(table, scores)),
-        ("pass@k", f"{name}-pass.png", draw_pass_at_k(table, scores, cells, out)),
-        ("Training dynamics", f"{name}-dynamics.png", draw_dynamics(table, scores, cells, out)),
-    )
-    for caption, file, image in figures:
+    parts += ["## While training", *training_table(table, rows)]
+    parts += ["## At equal updates, completions and seconds", *equal] if equal else []
+    parts += _chosen(results)
+    folder.mkdir(parents=True, exist_ok=True)
+    for caption, file, image in (
+        ("Last by row", f"{name}.png", figures.draw_scores(table, scores)),
+        ("pass@k", f"{name}-pass.png", figures.draw_pass_at_k(table, scores, results.runs)),
+        ("Training dynamics", f"{name}-dynamics.png", figures.draw_dynamics(table, scores, results.runs)),
+        ("Training accuracy by value", f"{name}-values.png", figures.draw_values(_sweep(results), table.shown)),
+    ):
         if image is not None:
             write_atomically(folder / file, image)
             parts.append(f"![{caption}]({file})")
+    parts += origin.code_of_rows(results)
     parts += ["## The paper's own numbers"] if table.published else []
     parts += [part for published in table.published for part in paper_table(published)]
     page = folder / f"{name}.md"
@@ -58,58 +60,80 @@ def write_page(
     return page
 
 
-def _origin(table: Table, cells: Sequence[Cell], out: Path, command: str, hardware: str) -> str:
-    """The command, its runs, their code, their machine and their time."""
-    runs = [out / "runs" / cell.name for cell in cells if (out / "runs" / cell.name).is_dir()]
-    seconds = sum(sum(series(read_metrics(run), "seconds")[1]) for run in runs)
-    configs = [config for run in runs if (config := read_config(run))]
-    versions = [read_versions(run) for run in runs]
-    steps = sorted({config["train"]["steps"] for config in configs})
-    ks = sorted({config["evaluation"]["k"] for config in configs})
-    return " · ".join(
-        (
-            f"`{command}`",
-            f"`{table.config}`",
-            f"{len(runs)} runs of {' or '.join(map(str, steps))} steps",
-            f"k = {' or '.join(map(str, ks))}",
-            " and ".join(sorted(set(map(_commit, versions)))),
-            f"{' and '.join(sorted({v.get('devices', 'unknown device') for v in versions}))}, {hardware}",
-            f"{duration(seconds)} in training steps, summed over runs",
-        )
-    )
+def _in_words_of_today(results: Results) -> Table:
+    """The table of the results, with its texts and comparisons of today; figures of a sweep show its best rows."""
+    if results.table.swept:
+        return dataclasses.replace(results.table, shown=list(choice.best(results).values()))
+    if results.name not in TABLES:
+        return results.table
+    return dataclasses.replace(TABLES[results.name], rows=results.table.rows, config=results.table.config)
 
 
-def _commit(versions: dict[str, str]) -> str:
-    changed = " with uncommitted changes" if versions.get("uncommitted_changes") else ""
-    return f"commit {versions.get('commit', '')[:7] or 'unknown'}{changed}"
+def _sweep(results: Results) -> Results | None:
+    """The runs that values are chosen from: the scan of a table, or a sweep itself."""
+    return results if results.table.swept else results.scan
 
 
-def _explanation(table: Table, *, unequal: bool) -> str:
+def _chosen(results: Results) -> list[str]:
+    sweep = _sweep(results)
+    if sweep is None:
+        return []
+    title = "## Learning rates" if results.scan else "## Best value of each method"
+    return [title, *choice.section(sweep)]
+
+
+def _explanation(table: Table, results: Results, scores: Scores, *, unequal: bool) -> str:
     lines = [
         f"{table.paper}.",
+        _learning_rates(results),
         "Scores are in %, at temperature 1. Last is Mean@k after the last step; Best is the largest Mean@k of all "
         "evaluations: a maximum over noisy numbers, never below Last; pass@k is that of the last evaluation.",
         "A cell is the mean over seeds ± half of a 95 % interval (Student's t), which can reach beyond 100 %.",
-        "In each column the **highest** value is bold and, in tables of four rows or more, the <u>second highest</u> "
-        "underlined. Neither means that a difference is real: see the next table.",
     ]
+    if _marks(scores):
+        lines.append(
+            "In each column the **highest** value is bold and, in tables of four rows or more, the <u>second highest"
+            "</u> underlined. Neither means that a difference is real: see the next table."
+        )
+    else:
+        lines.append(f"No value is marked as the highest: that takes {SEEDS_TO_MARK} seeds of every row.")
     if unequal:
         lines.append(
-            "**All rows have taken equally many steps, but some rows have generated more completions**: "
-            "[At equal completions](#at-equal-completions) compares them at equal cost."
+            "**All rows have taken equally many steps, but not all have spent the same**: "
+            "[equal updates, completions and seconds](#at-equal-updates-completions-and-seconds) compare them."
         )
     return "\n".join(lines)
 
 
+def _learning_rates(results: Results) -> str:
+    rates = sorted({run.config[LEARNING_RATE] for run in results.runs if LEARNING_RATE in run.config})
+    if results.scan:
+        seeds = sorted({run.seed for run in results.scan.runs})
+        return (
+            f"The learning rate of each row was chosen by one rule, on seeds {', '.join(map(str, seeds))}, which the "
+            "tables below do not have: see [learning rates](#learning-rates)."
+        )
+    if len(rates) == 1:
+        return f"All rows have the learning rate {run_names.shown(rates[0])}; it was not chosen for each row."
+    return f"The rows have the learning rates {', '.join(map(run_names.shown, rates))}."
+
+
+def _marks(scores: Scores) -> bool:
+    return min(map(len, scores.values())) >= SEEDS_TO_MARK
+
+
 def score_table(scores: Scores) -> str:
-    """Last, Best and pass@k of each set with intervals; the best value is bold, the second underlined."""
+    """Last, Best and pass@k of each set with intervals.
+
+    With seeds enough the best value is bold, the second underlined.
+    """
     sets = held_out_sets(scores)
     columns = []
     for s in sets:
         for q in QUANTITIES:
             means = [mean([cell[s][q] for cell in by_seed.values()]) for by_seed in scores.values()]
             places = ranks([m.value for m in means])
-            marked = [1, 2] if len(means) > 3 else [1]
+            marked = [] if not _marks(scores) else [1, 2] if len(means) > 3 else [1]
             columns.append([_marked(m.times(100), p if p in marked else 0) for m, p in zip(means, places, strict=True)])
     cells = zip(*columns, strict=True)
     rows = [[row, *own, len(by_seed)] for (row, by_seed), own in zip(scores.items(), cells, strict=True)]

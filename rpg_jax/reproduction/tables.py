@@ -1,84 +1,10 @@
 """The tables that can be reproduced: the runs of each row, and the row that it is compared with."""
 
-import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 from rpg_jax.losses import METHODS
-
-SMALL_CONFIG = "configs/small.py"
-
-
-@dataclasses.dataclass(frozen=True)
-class Cell:
-    """One run of a table: a row and a seed."""
-
-    row: str
-    seed: int
-    config: str
-    overrides: tuple[str, ...]
-
-    @property
-    def name(self) -> str:
-        """The name of the run's folder. It states the settings and not the row: two tables may share a run."""
-        settings = (override.removeprefix("--config.").removeprefix("method=") for override in self.overrides)
-        return "-".join([Path(self.config).stem, "+".join(settings), f"seed{self.seed}"])
-
-    def __str__(self) -> str:
-        return f"{self.row}, seed {self.seed}"
-
-
-@dataclasses.dataclass(frozen=True)
-class Table:
-    """Rows that differ in a few config fields, over the same seeds.
-
-    Attributes:
-      title: of the page.
-      rows: name -> overrides of `config`, the method first. No override repeats a value that the method sets anyway:
-        equal runs of several tables must have equal names.
-      baseline: the row that other rows are compared with.
-      paper: where the paper has this comparison, and what differs here.
-      config: of every run.
-      published: the paper's own tables to show on the page, by their names in paper_tables.json.
-      baselines: row -> the row that it is compared with, if that is not `baseline`.
-      shown: the rows in figures with lines, if such figures have no room for all rows.
-    """
-
-    title: str
-    rows: Mapping[str, Sequence[str]]
-    baseline: str
-    paper: str
-    config: str = SMALL_CONFIG
-    published: Sequence[str] = ()
-    baselines: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    shown: Sequence[str] = ()
-
-    def compared_with(self, row: str) -> str:
-        """The row that `row` is compared with; its own name if there is none."""
-        return self.baselines.get(row, self.baseline)
-
-    def named(self, text: str) -> list[str]:
-        """Splits a list of rows at its commas. The names of rows can have commas too."""
-        parts, names = [part.strip() for part in text.split(",")], []
-        while parts:
-            known = (n for n in range(len(parts), 0, -1) if ", ".join(parts[:n]) in self.rows)
-            names.append(", ".join(parts[: next(known, 1)]))
-            parts = parts[names[-1].count(",") + 1 :]
-        return names
-
-    def cells(self, seeds: Sequence[int], rows: Sequence[str] | None = None) -> list[Cell]:
-        """Every run, seed by seed: an interrupted table then has about as many seeds of every row.
-
-        Raises:
-          ValueError: an unknown row; the message lists the known ones.
-        """
-        chosen = list(self.rows) if rows is None else list(rows)
-        for row in chosen:
-            if row not in self.rows:
-                raise ValueError(f"no row {row!r} in this table; there are {', '.join(self.rows)}")
-        return [Cell(row, seed, self.config, tuple(self.rows[row])) for seed in seeds for row in chosen]
-
+from rpg_jax.reproduction.table import Table
 
 Fields = Mapping[str, object]  # {section__field: value}
 
@@ -119,10 +45,10 @@ TABLES: Mapping[str, Table] = MappingProxyType(
             {name: _method(name) for name in METHODS} | {"PPO": _method("PPO", critic__learning_rate=1e-3)},
             baseline="DAPO",
             shown=("GRPO", "DAPO", "REINFORCE++", "RPG-RKL", "RPG-URKL", "PPO"),
-            paper="In the paper: Table 8 (Qwen2.5-7B-Instruct); the rows below RPG's rows are ours. All rows share one "
-            "learning rate, the best of 1e-4, 2e-4 and 4e-4 for RPG-REINFORCE-URKL on seed 0, which is one of the "
-            "seeds below. Nothing was tuned for other rows; PPO's critic learns at 1e-3",
+            paper="In the paper: Table 8 (Qwen2.5-7B-Instruct); the rows below RPG's rows are ours. The rate of PPO's "
+            "critic, 1e-3, was not tuned",
             published=("table8_qwen2p5_7b_instruct",),
+            rates=(5e-5, 1e-4, 2e-4),
         ),
         "lengths": Table(
             "Three lengths of completions",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
 import importlib
 import json
@@ -62,17 +63,33 @@ class Field:
         return text.replace("e-0", "e-") if isinstance(self.default, float) else text
 
     @property
+    def names(self) -> list[str]:
+        """The choices; [] where there are none."""
+        if not isinstance(self.choices, str):
+            return list(self.choices)
+        module, _, tables = self.choices.partition(":")
+        return [name for t in tables.split(",") for name in getattr(importlib.import_module(module), t)]
+
+    @property
     def values(self) -> str:
         """The choices or the range in words; "" where the field takes every value of its type."""
-        choices, low, high = self.choices, self.at_least, self.at_most
-        if isinstance(choices, str):
-            module, _, tables = choices.partition(":")
-            choices = [name for t in tables.split(",") for name in getattr(importlib.import_module(module), t)]
-        if choices:
-            return f"One of {', '.join(choices)}."
+        names, low, high = self.names, self.at_least, self.at_most
+        if names:
+            return f"One of {', '.join(names)}."
         if low is not None and high is not None:
             return f"From {low:g} to {high:g}."
         return f"At least {low:g}." if low is not None else f"At most {high:g}." if high is not None else ""
+
+    def check(self, name: str, value: Any) -> None:
+        """Raises ValueError if a value is none of the choices or outside the range; `name` is the field's."""
+        names = self.names
+        if names and value not in names:
+            close = difflib.get_close_matches(str(value), names, n=1)
+            nearest = f"did you mean {close[0]!r}? " if close else ""
+            raise ValueError(f"{name}={value!r}: {nearest}{self.values}")
+        low, high = self.at_least, self.at_most
+        if value is not None and ((low is not None and value < low) or (high is not None and value > high)):
+            raise ValueError(f"{name}={value!r}: {self.values}")
 
     @property
     def text(self) -> str:

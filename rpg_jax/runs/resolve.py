@@ -13,11 +13,23 @@ from rpg_jax.types import Count
 
 
 def resolve(config: ConfigDict) -> ConfigDict:
-    """A copy with every unset field of the method taken from its row of `losses.METHODS`.
+    """A locked copy with the fields of the method filled in by `with_method`, after all checks.
 
     Raises:
       ValueError: the method or a reward is unknown, the loss or a reward does not take a field that was set, a count is
         below 1, or two fields do not go together. The message has the known names or the range.
+    """
+    resolved = with_method(config)
+    _check_counts(resolved)
+    _check_loss(resolved)
+    rewards.check(*reward_arguments(resolved))
+    return resolved.lock()
+
+
+def with_method(config: ConfigDict) -> ConfigDict:
+    """A copy with every unset field of the method taken from its row of `losses.METHODS`.
+
+    Raises ValueError if the method is unknown.
     """
     method = losses.get_method(config.method)
     row = {
@@ -39,10 +51,7 @@ def resolve(config: ConfigDict) -> ConfigDict:
             section, name = path.split(".")
             if resolved[section][name] is None:
                 resolved[section][name] = value
-    _check_counts(resolved)
-    _check_loss(resolved)
-    rewards.check(*reward_arguments(resolved))
-    return resolved.lock()
+    return resolved
 
 
 def check_training(config: ConfigDict) -> None:

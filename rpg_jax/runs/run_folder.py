@@ -1,7 +1,6 @@
 """The folder of a run: its name, its config, what it was made with, and whether it may be resumed."""
 
 import contextlib
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -17,7 +16,7 @@ from ml_collections import ConfigDict
 
 from rpg_jax import storage
 from rpg_jax.report.run_files import flat
-from rpg_jax.runs import config_files
+from rpg_jax.runs import config_files, run_names
 
 _AROUND = ("run.", "distributed.", "checkpoint.", "log.", "profile.")  # sections that change no number of a run
 # Where things are computed: the numbers agree bit for bit only on the same mesh, step for step on any.
@@ -39,13 +38,12 @@ _PACKAGES = (
 
 
 def default_name(config_file: str, config: ConfigDict, overrides: Mapping[str, Any]) -> str:
-    """Config file, method and seed, and a hash of any other override: the same command is the same run."""
+    """Config file, method, other overrides and seed, as tiny-grpo-lr3e-4-seed1: the same command is the same run."""
     named = ("method", "seed", "train.steps", "warm_start.dir")
     other = {k: v for k, v in overrides.items() if k not in named and not k.startswith(_AROUND)}
-    parts = [Path(config_file).stem, config.method.lower(), f"seed{config.seed}"]
-    if other:
-        parts.append(hashlib.sha256(json.dumps(other, sort_keys=True, default=str).encode()).hexdigest()[:6])
-    return "-".join(parts)
+    return "-".join(
+        [Path(config_file).stem, config.method.lower(), *run_names.values_part(other), f"seed{config.seed}"]
+    )
 
 
 def of(config: ConfigDict) -> storage.Folder:

@@ -6,17 +6,26 @@ from pathlib import Path
 
 import pytest
 
+from rpg_jax.reproduction import figures
+
 
 @pytest.fixture
 def leave_a_run() -> Callable[..., None]:
     """Writes a run folder as training leaves it, in miniature."""
 
-    def leave(folder: Path, accuracy: float, *, steps=3, of=3, groups=4, gain=0.0, rule="every", **metrics: float):
+    def leave(
+        folder: Path, accuracy: float, *, steps=3, of=3, groups=4, gain=0.0, rule="every", commit="", **metrics: float
+    ):
         """`steps` of `of` steps, each of `groups` groups of two completions; accuracy gains `gain` in each."""
         folder.mkdir(parents=True)
+        if commit:
+            versions = {"commit": commit, "packages": {"jax": "0.10.2"}, "devices": "1 x cpu", "command": ["/a/path"]}
+            (folder / "versions.json").write_text(json.dumps(versions))
         config = {
             "train": {"steps": of},
             "evaluation": {"k": 2},
+            "optimizer": {"learning_rate": 1e-4},
+            "run": {"dir": str(folder.parent)},
             "rollout": {"group_size": 2},
             "reference": {"rule": rule, "every": "16 updates", "kl_threshold": 0.01, "kl_decay": 0.9},
         }
@@ -32,3 +41,10 @@ def leave_a_run() -> Callable[..., None]:
         (folder / "summary.md").write_text("done")
 
     return leave
+
+
+@pytest.fixture
+def without_figures(monkeypatch) -> None:
+    """Pages are written without their figures, which take seconds."""
+    for name in ("scores", "pass_at_k", "dynamics", "values"):
+        monkeypatch.setattr(figures, f"draw_{name}", lambda *_: None)

@@ -3,33 +3,50 @@ from __future__ import annotations
 import pytest
 
 from rpg_jax.report import seeds
-from rpg_jax.reproduction import table_page, training_tables
+from rpg_jax.reproduction import equal_cost, result_files, table_page, training_tables
+from rpg_jax.reproduction.results import Results
 from rpg_jax.reproduction.tables import TABLES
 
 SMALL = TABLES["small"]
 
 
 @pytest.fixture
-def equal(tmp_path, leave_a_run):
-    """The text under "At equal completions" for runs of `small`, {(row, seed): how `leave_a_run` leaves it}."""
+def rows_of(tmp_path, leave_a_run):
+    """The rows of `small` from {(row, seed): how `leave_a_run` leaves the run}."""
 
-    def text(runs):
+    def rows(runs):
         cells = [cell for cell in SMALL.cells(range(2)) if (cell.row, cell.seed) in runs]
         for cell in cells:
             leave_a_run(tmp_path / "runs" / cell.name, **runs[cell.row, cell.seed])
-        return "\n".join(training_tables.at_equal_completions(SMALL, training_tables.courses(cells, tmp_path)))
+        return Results("small", SMALL, result_files.collect(cells, tmp_path)).rows()
 
-    return text
+    return rows
 
 
-def test_rows_are_compared_where_they_have_generated_as_much_as_the_cheapest_in_all(equal):
+@pytest.fixture
+def equal(rows_of):
+    """The text under "At equal updates, completions and seconds"."""
+    return lambda runs: "\n".join(equal_cost.sections(SMALL, rows_of(runs)))
+
+
+def test_rows_are_compared_where_they_have_spent_as_much_as_the_cheapest_in_all(equal):
     runs = {("GRPO", seed): dict(accuracy=0.1 * seed, gain=0.05, steps=6, of=6) for seed in range(2)}
     runs |= {("DAPO", seed): dict(accuracy=0.1 * seed, gain=0.1, steps=6, of=6, groups=8) for seed in range(2)}
     text = equal(runs)
-    assert "no more than 48 completions" in text and "other rows generate up to 96." in text
+    assert "The cheapest row spends 48 completions, the dearest 96 completions." in text
     # Steps 5 and 6 of GRPO, step 3 of DAPO; evaluations after 6 and 3.
     assert "| GRPO | 6 | 48 | 32.5 ± 63.5 | 35.0 ± 63.5 | 35.0 ± 63.5 | *-2.5 ± 0.0* | +0.0 ± 0.0 |" in text
     assert "| DAPO | 3 | 24 | 35.0 ± 63.5 | 35.0 ± 63.5 | 35.0 ± 63.5 | – | – | – | – |" in text
+    assert "| training accuracy | Δ at 48 updates | Δ at 48 completions | Δ at 6 seconds | compared with |" in text
+    assert "| GRPO | *-27.5 ± 0.0* | *-2.5 ± 0.0* | *-27.5 ± 0.0* | DAPO |" in text
+    assert "### At equal seconds" not in text, "steps of all rows take one second"
+
+
+def test_seconds_are_without_compilation_and_a_slow_row_gets_fewer_steps(equal):
+    fast = dict(accuracy=0.1, steps=6, of=6)
+    text = equal({("GRPO", 0): fast, ("DAPO", 0): fast | {"seconds": 5.0, "time/compiling": 3.0}})
+    assert "The cheapest row spends 6 seconds, the dearest 12 seconds." in text and "| DAPO | 3 |" in text
+    assert "### At equal completions" not in text
 
 
 def test_rows_that_differ_by_a_batch_or_have_not_ended_are_no_other_cost(equal):
@@ -43,41 +60,39 @@ def test_a_row_whose_first_step_costs_more_than_all_of_anothers_is_left_out(equa
     assert "| GRPO | 3 |" in (text := equal(runs)) and "RLOO" not in text
 
 
-def test_an_evaluation_that_lies_before_the_step_is_said_to(tmp_path, leave_a_run):
-    cells = SMALL.cells([0], ["GRPO", "DAPO"])
-    for cell, groups in zip(cells, (4, 5), strict=True):
-        leave_a_run(tmp_path / "runs" / cell.name, 0.1, steps=5, of=5, groups=groups)
-    rows = training_tables.courses(cells, tmp_path)
-    rows["DAPO"][0].evaluated["held out"][4]["step"] = rows["DAPO"][0].evaluated["carry"][4]["step"] = 5
-    assert "| DAPO | 4, evaluated at 3 | 32 |" in "\n".join(training_tables.at_equal_completions(SMALL, rows))
+def test_an_evaluation_that_lies_before_the_step_is_said_to(rows_of):
+    own = dict(accuracy=0.1, steps=5, of=5)
+    rows = rows_of({("GRPO", 0): own | {"groups": 4}, ("DAPO", 0): own | {"groups": 5}})
+    for key in [key for key in rows["DAPO"][0].records[4] if key.startswith("eval/")]:
+        del rows["DAPO"][0].records[4][key]
+    assert "| DAPO | 4, evaluated at 3 | 32 |" in "\n".join(equal_cost.sections(SMALL, rows))
 
 
-def test_a_page_whose_rows_differ_in_cost_says_so_before_its_first_number(tmp_path, leave_a_run):
+def test_a_page_whose_rows_differ_in_cost_says_so_before_its_first_number(tmp_path, leave_a_run, without_figures):
     cells = SMALL.cells([0], ["GRPO", "DAPO"])
     for cell, groups in zip(cells, (4, 8), strict=True):
         leave_a_run(tmp_path / "runs" / cell.name, 0.1, groups=groups)
-    before, after = table_page.write_page("small", SMALL, cells, tmp_path).read_text().split("| GRPO |", maxsplit=1)
-    assert "[At equal completions](#at-equal-completions)" in before and "## At equal completions" in after
+    results = Results("small", SMALL, result_files.collect(cells, tmp_path))
+    before, after = table_page.write_page(results, tmp_path).read_text().split("| GRPO |", maxsplit=1)
+    assert "(#at-equal-updates-completions-and-seconds)" in before
+    assert "## At equal updates, completions and seconds" in after
 
 
 @pytest.mark.parametrize(
     ("rule", "shown"),
     [("fixed", "5 (initial)"), ("every", "5 (every 16 updates)"), ("kl", "5 (κ = 0.01)"), ("behaviour", "–")],
 )
-def test_the_kl_to_the_reference_says_which_one(tmp_path, leave_a_run, rule, shown):
+def test_the_kl_to_the_reference_says_which_one(rows_of, rule, shown):
     """Tokens are of π_old: log π_old/π_θ is 2e-3 in their mean, log π_θ/π_ref 3e-3."""
-    cells = SMALL.cells([0], ["DAPO"])
-    leave_a_run(tmp_path / "runs" / cells[0].name, 0.5, rule=rule)
-    text = "\n".join(training_tables.training_table(SMALL, training_tables.courses(cells, tmp_path)))
-    assert f"| DAPO | 50 | 0.1 | 2 | – | – | {shown} | 24 | – | – |" in text and "critic" not in text
+    rows = rows_of({("DAPO", 0): dict(accuracy=0.5, rule=rule)})
+    text = "\n".join(training_tables.training_table(SMALL, rows))
+    assert f"| DAPO | 50 | 0.1 | 2 | {shown} | 24 | – | – |" in text and "critic" not in text
 
 
-def test_a_critic_that_has_learned_nothing_shows_it(tmp_path, leave_a_run):
-    cells = SMALL.cells([0], ["DAPO", "PPO"])
-    leave_a_run(tmp_path / "runs" / cells[0].name, 0.5)
+def test_a_critic_that_has_learned_nothing_shows_it(rows_of):
     critic = {"explained_variance": 0.01, "value": 0.4, "return": 0.7}
-    leave_a_run(tmp_path / "runs" / cells[1].name, 0.5, **critic)
-    text = "\n".join(training_tables.training_table(SMALL, training_tables.courses(cells, tmp_path)))
+    rows = rows_of({("DAPO", 0): dict(accuracy=0.5), ("PPO", 0): dict(accuracy=0.5, **critic)})
+    text = "\n".join(training_tables.training_table(SMALL, rows))
     assert "The critic of PPO explains 0.01 of the variance of the returns; its mean value is 0.4" in text
     assert "critic of DAPO" not in text
 

@@ -1,0 +1,99 @@
+"""Chooses the best values of swept fields for each row, by one rule, and shows all that it chose from."""
+
+import itertools
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from rpg_jax.report import markdown
+from rpg_jax.report.seeds import Mean, mean
+from rpg_jax.reproduction.results import Results
+from rpg_jax.runs import run_names
+
+Values = Mapping[str, Any]  # {field: value}
+Scores = dict[str, dict[str, dict[int, float]]]  # {row without swept values: {row of the sweep: {seed: accuracy in %}}}
+
+
+def scores(sweep: Results) -> Scores:
+    """The late training accuracy of every run that has ended, in %."""
+    found: Scores = {}
+    for row, (group, _) in sweep.table.swept.items():
+        found.setdefault(group, {})[row] = {
+            run.seed: 100 * run.late("accuracy") for run in sweep.runs if run.row == row and run.ended
+        }
+    return found
+
+
+def best(sweep: Results) -> dict[str, str]:
+    """{row without swept values: its best row of the sweep}.
+
+    The rule: the highest mean, over the seeds, of the training accuracy over the last third of the steps; of equal
+    means the first. A row of the sweep in which a run failed or diverged is never best. A group without any other row
+    is missing.
+    """
+    seeds = {run.seed for run in sweep.runs}
+    chosen = {}
+    for group, by_row in scores(sweep).items():
+        means = {
+            row: sum(by_seed.values()) / len(by_seed)
+            for row, by_seed in by_row.items()
+            if by_seed and set(by_seed) == seeds and not math.isnan(sum(by_seed.values()))
+        }
+        if means:
+            chosen[group] = max(means, key=lambda row: means[row])
+    return chosen
+
+
+def best_values(sweep: Results) -> dict[str, Values]:
+    """{row without swept values: its best values}."""
+    return {group: sweep.table.swept[row][1] for group, row in best(sweep).items()}
+
+
+def section(sweep: Results) -> list[str]:
+    """Paragraphs and a table: the accuracy of every row with every value. The chosen one has a ✓."""
+    chosen, combinations = best(sweep), _combinations(sweep)
+    lines = []
+    for group, by_row in scores(sweep).items():
+        row = {run_names.label(sweep.table.swept[name][1]): name for name in by_row}
+        cells = [_cell(by_row[row[label]], row[label] == chosen.get(group)) for label in combinations]
+        lines.append([group or "all", *cells])
+    seeds = sorted({run.seed for run in sweep.runs})
+    none = [group for group in scores(sweep) if group not in chosen]
+    return [
+        "A cell is the mean training accuracy over the last third of the steps, in %, over the seeds "
+        f"{', '.join(map(str, seeds))}, ± half of a 95 % interval.\n"
+        "✓ marks the chosen cell of each row: the highest mean, of equal ones the first. A cell in which a run failed "
+        "is not chosen.",
+        markdown.table(["", *combinations], lines, numbers=range(1, 1 + len(combinations))),
+        *_ends(sweep),
+        *([f"No value of {', '.join(none)} could be chosen: a run of each failed."] if none else []),
+    ]
+
+
+def _combinations(sweep: Results) -> list[str]:
+    return list(dict.fromkeys(run_names.label(values) for _, values in sweep.table.swept.values()))
+
+
+def _cell(by_seed: Mapping[int, float], chosen: bool) -> str:
+    if not by_seed:
+        return "–"
+    m: Mean = mean(list(by_seed.values()))
+    return f"{m.value:.1f}{m.margin}{' ✓' * chosen}"
+
+
+def _ends(sweep: Results) -> list[str]:
+    """A sentence for each field: the rows whose chosen number lies at an end of the range."""
+    sentences = []
+    picked = best_values(sweep)
+    for field in dict.fromkeys(itertools.chain.from_iterable(values for _, values in sweep.table.swept.values())):
+        values = [values[field] for _, values in sweep.table.swept.values()]
+        if not all(isinstance(value, int | float) and not isinstance(value, bool) for value in values):
+            continue
+        for end, words in ((min(values), "smallest"), (max(values), "largest")):
+            rows = [group or "all" for group, own in picked.items() if own[field] == end]
+            if rows and min(values) < max(values):
+                sentences.append(
+                    f"The {words} value, {run_names.label({field: end})}, is the chosen one of {', '.join(rows)}: "
+                    "a better one may lie beyond it."
+                )
+    return sentences

@@ -1,0 +1,79 @@
+"""Turns the options of `python -m rpg_jax.reproduce` into a table and the way to run it."""
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from rpg_jax.reproduction import run_tables
+from rpg_jax.reproduction.run_tables import Job
+from rpg_jax.reproduction.sweep import sweep_table
+from rpg_jax.reproduction.table import SMALL_CONFIG, Table
+from rpg_jax.reproduction.tables import TABLES
+
+
+def asked(options: argparse.Namespace, extra: Sequence[str], command: str) -> tuple[str, Table, Job]:
+    """The name of the table, the table, and how it is run.
+
+    Raises:
+      ValueError: options that do not go together, or a value that one of them does not take.
+    """
+    extra = [*options.overrides, *extra]
+    if bool(options.sweep) == bool(options.table):
+        raise ValueError(f"give either --table or --sweep; the tables are {', '.join(TABLES)}")
+    if options.sweep:
+        methods = [method.strip() for method in options.methods.split(",")] if options.methods else []
+        name, table = sweep_table(options.config or SMALL_CONFIG, methods, options.sweep)
+        if options.rates:
+            raise ValueError("--rates is for tables: a sweep has its own values")
+    else:
+        name, table = options.table, TABLES[options.table]
+        if options.config:
+            raise ValueError(f"--config is for sweeps; --table={name} has {table.config}")
+        rows = table.named(options.methods) if options.methods else None
+        table = table.only(rows or (run_tables.quick_rows(table) if options.quick else list(table.rows)))
+    if options.quick:
+        extra = [f"--config.train.steps={run_tables.QUICK_STEPS}", *extra]
+    job = Job(
+        options.out / "quick" if options.quick else options.out,
+        seeds(options.seeds) or range(run_tables.QUICK_SEEDS if options.quick else run_tables.SEEDS),
+        run_tables.jobs_at_once(options.jobs, run_tables.platform_name()),
+        extra,
+        command,
+        options.scan and not options.quick,
+        options.rates,
+    )
+    return name, table, job
+
+
+def data_file(options: argparse.Namespace, extra: Sequence[str]) -> Path:
+    """The file of `--from-data`: the one given, else the table's own that comes with the code.
+
+    Raises:
+      ValueError: an option that only runs take, or neither a table nor a file.
+    """
+    runs_only = ("sweep", "config", "methods", "seeds", "jobs", "rates", "quick")
+    if given := [f"--{name}" for name in runs_only if getattr(options, name)] + [*options.overrides, *extra]:
+        raise ValueError(f"--from-data makes the page of the runs as they were: leave out {', '.join(given)}")
+    if options.from_data != Path():
+        return options.from_data
+    if not options.table:
+        raise ValueError("--from-data needs --table, or a file as --from-data=NAME.json.gz")
+    return run_tables.DATA / f"{options.table}.json.gz"
+
+
+def seeds(text: str | None) -> list[int]:
+    """The seeds of "3", which are 0, 1, 2, or of the list "100,101"; none of None.
+
+    Raises:
+      ValueError: no such number or list.
+    """
+    if text is None:
+        return []
+    try:
+        numbers = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        numbers = []
+    found = numbers if "," in text else list(range(numbers[0])) if numbers else []
+    if not found or min(found) < 0 or len(set(found)) < len(found):
+        raise ValueError(f"--seeds={text}: give a number of seeds, as 3, or different seeds, as 100,101")
+    return found

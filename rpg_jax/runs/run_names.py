@@ -1,0 +1,111 @@
+"""Names runs by what differs: `small-GRPO-lr3e-4-seed1` is configs/small.py, GRPO, a learning rate of 3e-4, seed 1."""
+
+import functools
+import hashlib
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+from rpg_jax.report.run_files import flat
+from rpg_jax.runs import config_files, resolve
+
+SHORT = {
+    "optimizer.learning_rate": "lr",
+    "optimizer.name": "optimizer",
+    "loss.kl_coef": "beta",
+    "reference.rule": "reference",
+    "rollout.group_size": "group",
+    "rollout.max_tokens": "tokens",
+    "train.updates_per_step": "updates",
+    "train.steps": "steps",
+}
+LONGEST = 120  # characters of the settings in a name; the longest file name has 255
+
+
+def option(field: str, value: object) -> str:
+    """The argument that sets a config field."""
+    return f"--config.{field}={value}"
+
+
+def field_of(override: str) -> str:
+    """The dotted name of the field that an argument sets."""
+    match = config_files.OVERRIDE.match(override)
+    return match["field"] if match else override
+
+
+def short(field: str) -> str:
+    """A field's name in the names of runs and rows: its last part, or all of it where two fields share that part."""
+    last = field.rpartition(".")[2]
+    shared = _last_parts()[last] > 1 or last in SHORT.values()
+    return SHORT.get(field) or (field if shared else last)
+
+
+def shown(value: object) -> str:
+    """A value in the names of runs and rows: 3e-4, 0.02, True, fixed."""
+    if isinstance(value, float) and 0 < abs(value) < 0.01:
+        sign, digits, exponent = Decimal(repr(value)).normalize().as_tuple()
+        first, rest = str(digits[0]), "".join(map(str, digits[1:]))
+        return f"{'-' * sign}{first}{'.' * bool(rest)}{rest}e{int(exponent) + len(rest)}"
+    return f"{value:g}" if isinstance(value, float) and float(f"{value:g}") == value else str(value)
+
+
+def settings(config: str, overrides: Sequence[str]) -> dict[str, Any]:
+    """Every field of a run by its dotted name: file, overrides, and what the method sets.
+
+    Raises:
+      ValueError: there is no such file, field or method, or a value has another type.
+    """
+    loaded = config_files.load(config, overrides)
+    return flat(json.loads(resolve.with_method(loaded.config).to_json_best_effort()))
+
+
+@functools.cache
+def run_name(config: str, overrides: tuple[str, ...]) -> str:
+    """The name of a run without its seed: config file, method, and the overrides without which it were another run.
+
+    So equal runs have one name, even if one of them sets what the method or the file sets anyway, and different runs
+    have different names.
+
+    Raises:
+      ValueError: as `settings`.
+    """
+    full, kept = settings(config, overrides), list(dict.fromkeys(overrides))
+    for override in overrides:
+        fewer = [other for other in kept if other != override]
+        if field_of(override) != "method" and settings(config, fewer) == full:
+            kept = fewer
+    fields = {field_of(override) for override in kept} - {"method"}
+    file, _, variant = config.partition(":")
+    parts = [Path(file).stem, *([variant] if variant else []), str(full["method"])]
+    return "-".join([*parts, *values_part({field: full[field] for field in fields})])
+
+
+def values_part(values: Mapping[str, object]) -> list[str]:
+    """The part of a run's name that states fields and their values, as lr3e-4-beta0.1; [] without any."""
+    fields = sorted(values, key=lambda field: (field not in SHORT, field))
+    return [_safe("-".join(_part(field, values[field]) for field in fields))] if fields else []
+
+
+def label(values: Mapping[str, object]) -> str:
+    """Fields and their values in the name of a row: lr 3e-4, beta 0.1."""
+    return ", ".join(f"{short(field)} {shown(value)}" for field, value in values.items())
+
+
+def _part(field: str, value: object) -> str:
+    between = "" if isinstance(value, int | float) and not isinstance(value, bool) else "="
+    return f"{short(field)}{between}{shown(value)}"
+
+
+def _safe(text: str) -> str:
+    """A text that can be a part of a file name. What is lost in it is told by a hash."""
+    safe = re.sub(r"[^\w.+=-]", "_", text, flags=re.ASCII)[:LONGEST]
+    return safe if safe == text else f"{safe}~{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+
+
+@functools.cache
+def _last_parts() -> Counter[str]:
+    return Counter(field.rpartition(".")[2] for field in config_files.fields())
