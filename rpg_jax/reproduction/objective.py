@@ -135,16 +135,17 @@ class Unit:
         return f"{self.experiment} | {self.row} | {self.length} tokens, {schedule}{moves}"
 
 
-def scan_units(s: ObjectiveSettings) -> list[Unit]:
-    rows = dict.fromkeys(row for experiment in s.experiments.values() for row in experiment.rows)
+def scan_units(s: ObjectiveSettings, name: str) -> list[Unit]:
+    """The runs that choose the learning rates of an experiment's rows."""
+    rows = s.experiments[name].rows
     return [Unit(SCAN, row, s.task.length, Schedule(), (0.1,), s.rates, s.scan_seeds) for row in rows]
 
 
-def units(s: ObjectiveSettings, rates: Mapping[str, float]) -> list[Unit]:
-    """The reported runs, each row with its learning rate."""
+def units(s: ObjectiveSettings, name: str, rates: Mapping[str, float]) -> list[Unit]:
+    """The reported runs of an experiment, each row with its learning rate."""
+    experiment = s.experiments[name]
     return [
         Unit(name, row, length, schedule, experiment.kl_coefs, (rates[row],), s.seeds, experiment.wrong)
-        for name, experiment in s.experiments.items()
         for length in experiment.lengths
         for schedule in experiment.schedules
         for row in experiment.rows
@@ -152,5 +153,5 @@ def units(s: ObjectiveSettings, rates: Mapping[str, float]) -> list[Unit]:
 
 
 def count_units(s: ObjectiveSettings) -> int:
-    scan = scan_units(s)
-    return len(scan) + len(units(s, {unit.row: 0.0 for unit in scan}))
+    rows = {row for experiment in s.experiments.values() for row in experiment.rows}
+    return len(rows) + sum(len(units(s, name, dict.fromkeys(rows, 0.0))) for name in s.experiments)

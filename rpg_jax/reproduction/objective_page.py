@@ -79,7 +79,7 @@ def _introduction(kept: Kept) -> tuple[str, ...]:
         f"{100 * mean([r['mass'] for r in kept.runs]).value:.0f} % of its probability.",
         f"A run has {task['updates']:,} updates of {task['groups']} groups of {task['group']} completions that no "
         "other update has, Adam with cosine decay, leave-one-out advantages and no clip. Each row has the learning "
-        f"rate with the least regret of {rates}, on {len(s['scan_seeds'])} seeds that are not reported.",
+        f"rate with the least regret of {rates}, on other seeds.",
         f"*Regret* is J* − J at the end, by exact sums over all {completions:,} completions of each prompt; "
         "J* = β·log E_ref[exp(R/β)]. Rows of forward divergences are judged by their own J. Numbers are means over "
         f"{len(s['seeds'])} seeds ± half of a 95 % interval; differences are paired by seed. The names of the rows are "

@@ -104,8 +104,9 @@ def run_objective(
                 runs.extend(found)
                 on_unit(unit.name, len({record["unit"] for record in runs}))
 
-        make(scan_units(s))
-        make(units(s, best_rates(runs)))
+        for name in s.experiments:
+            make(scan_units(s, name))
+            make(units(s, name, best_rates(runs)))
     return read(path.read_text(encoding="utf-8"))
 
 
