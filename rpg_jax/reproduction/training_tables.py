@@ -1,13 +1,13 @@
 """Describes the training of a table's runs: dynamics, completions generated, accuracy at equal cost."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rpg_jax.report import markdown
-from rpg_jax.report.budgets import completions
 from rpg_jax.report.run_files import read_config, read_metrics, series
 from rpg_jax.report.seeds import Mean, mean, paired_difference
 from rpg_jax.report.summary import evaluations
@@ -41,7 +41,8 @@ class Course:
 
     def completions(self) -> list[int]:
         """Completions generated up to the end of each step. Dynamic sampling does not train all of them."""
-        return completions(self.records, self.config["rollout"]["group_size"])
+        size = self.config["rollout"]["group_size"]
+        return [size * groups for groups in itertools.accumulate(r["groups_generated"] for r in self.records)]
 
     def steps_within(self, completions: float) -> int:
         """The number of steps that use at most this many completions."""
