@@ -7,8 +7,8 @@ Hardware:  v5e:1x1, one chip. Planned: 12.9 of 15.75 GiB; 54 s a step at best, s
            at least. Evaluations and compilation are not counted, nor are the groups that RPG's dynamic sampling drops
 Plan:      python -m rpg_jax.plan --config=configs/qwen2p5_0p5b_gsm8k.py --topology=v5e:1x1
 
-Everything else is as in configs/qwen3_0p6b_gsm8k.py. Evaluation, prompt and verifier are verl's: all 1,319 test problems,
-greedy, "#### answer"; so is the limit of 512 tokens. The standard error of such a score is 1.4 points. To reach:
+Everything else is as in configs/qwen3_0p6b_gsm8k.py. Evaluation, prompt and verifier are verl's: all 1,319 test
+problems, greedy, "#### answer"; so is the limit of 512 tokens. The standard error of a score is 1.4 points. To reach:
 
   49.6 -> 56.7  PPO of verl (verl.readthedocs.io/en/latest/algo/baseline.html; 49.6 is Qwen's own figure for the model,
                 not one of this prompt; github.com/verl-project/verl/issues/3742 could not reproduce 56.7)

@@ -7,9 +7,9 @@ Hardware:  v5e:1x1, one chip. Planned: 14.2 of 15.75 GiB; 192 s a step at best, 
            at least. Evaluations and compilation are not counted, nor are the groups that RPG's dynamic sampling drops
 Plan:      python -m rpg_jax.plan --config=configs/qwen3_0p6b_gsm8k.py --topology=v5e:1x1
 
-Without thinking. A score is Mean@1 of all 1,319 test problems, greedy; its standard error is 1.4 points. No public score
-of this model by this evaluation is known here. The nearest: Qwen3-0.6B-Base goes from 31.1 to 57.1 by 100 steps of GRPO
-after a warm start, pass@1 of 200 test problems (github.com/tenstorrent/tt-metal/pull/54390).
+Without thinking. A score is Mean@1 of all 1,319 test problems, greedy; its standard error is 1.4 points. No public
+score of this model by this evaluation is known here. The nearest: Qwen3-0.6B-Base goes from 31.1 to 57.1 by 100 steps
+of GRPO after a warm start, pass@1 of 200 test problems (github.com/tenstorrent/tt-metal/pull/54390).
 """
 
 from configs import base

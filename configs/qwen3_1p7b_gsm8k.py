@@ -12,7 +12,7 @@ Everything else is as in configs/qwen3_0p6b_gsm8k.py: all 1,319 test problems, g
   0.8077 ± 0.005   mean reward of MaxText, 100 steps on v6e:8x8, several seeds; NeMo-RL has 0.8042 to 0.8199
                    (github.com/AI-Hypercomputer/maxtext/pull/4015; the answer in a box, and a reward of their own)
   0.314 -> 0.744   RLOO of marin at a rate of 1e-7, completions of 1,024 tokens
-                   (github.com/marin-community/marin/issues/2024, which does not say how it evaluates)
+                   (github.com/marin-community/marin/issues/2024; its table does not say how it evaluates)
 """
 
 from configs import base, qwen3_0p6b_gsm8k
