@@ -3,7 +3,7 @@
 Command:   python -m rpg_jax.train --config=configs/qwen3_1p7b_gsm8k.py --config.model.path=Qwen/Qwen3-1.7B \
              --config.method=RPG-REINFORCE-URKL
            and the same with --config.method=GRPO
-Hardware:  v6e:1x1, one chip; PLAN_Q317
+Hardware:  v6e:1x1, one chip of 32 GB; whether it fits was not planned yet: the next line tells
 Plan:      python -m rpg_jax.plan --config=configs/qwen3_1p7b_gsm8k.py --topology=v6e:1x1
 
 Everything else is as in configs/qwen3_0p6b_gsm8k.py: all 1,319 test problems, greedy. The standard error of a score of
