@@ -71,7 +71,7 @@ def test_others_hold_the_optimizer_state_the_decoding_weights_and_the_cache():
     copy = 2 * weights  # bf16, whole on every device, since rollout.tensor is 1
     sharded = 4 * weights / 8
     assert held["decode"] == pytest.approx(3 * sharded, rel=1e-3)  # master weights and two slots
-    cache = 28 * 2 * 8 * 128 * 2 * (512 + 1024) * 256 / 8
+    cache = 28 * 2 * 8 * 128 * 2 * (512 + 1024) * 32 / 8
     assert held["prefill"] - held["decode"] == pytest.approx(cache, rel=1e-2)
     batches = 4 * 11 * 4096 * 128 * 8 / 8
     assert held["update"] == pytest.approx(copy + batches, rel=1e-3)
@@ -88,7 +88,7 @@ def test_a_host_holds_the_weights_and_the_cache_of_its_own_part_of_the_slots(ten
     config = resolve(qwen3_0p6b_gsm8k.get_config())
     config.rollout.tensor = tensor
     held = run_plan.resident(*parts_of(config, host=jax.devices()[:4]))
-    cache = 28 * 2 * 8 * 128 * 2 * (512 + 1024) * (256 / 2) / 4
+    cache = 28 * 2 * 8 * 128 * 2 * (512 + 1024) * (32 / 2) / 4
     assert held["prefill"] - held["decode"] == pytest.approx(cache, rel=1e-2)
     weights = 2 * 596_049_920 / (tensor or 4)
     batches = 4 * 11 * 4096 * 128 * 8 / 8

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMES = sorted(
     path.stem for path in (ROOT / "configs").glob("*.py") if "variant(c, variant)" in path.read_text(encoding="utf-8")
 )
-ALIKE = ("qwen3_0p6b_gsm8k", "qwen3_4b_4k", "qwen3_4b_8k")  # but for sizes, limits and sets
+ALIKE = ("qwen3_0p6b_gsm8k", "qwen3_1p7b_gsm8k", "qwen3_4b_4k", "qwen3_4b_8k")  # but for sizes, limits and sets
 
 
 def run(*arguments, cwd=ROOT, **environment):
@@ -33,7 +33,7 @@ def run(*arguments, cwd=ROOT, **environment):
     ids=["different", "alike"],
 )
 def test_every_tiny_variant_trains_on_rows_of_its_own_schema_to_a_table(tmp_path, names):
-    assert len(NAMES) >= 9 and {*ALIKE} < {*NAMES}
+    assert len(NAMES) >= 10 and {*ALIKE} < {*NAMES}
     run("-m", "tests.end_to_end.every_config", str(tmp_path), *names, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "cache"))
     for name in names:
         records = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]

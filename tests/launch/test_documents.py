@@ -34,9 +34,11 @@ EXECUTED = {
     "bash launch/local.sh --help": "tests/end_to_end/test_train.py",
     "bash launch/": "not run: installs an environment, then what tests/end_to_end and every test do",
     "python words.py": "tests/test_extending.py",
+    "python -c ": "not run: says what the machine has",
+    "python -m pytest -n0": "not run: tests of an accelerator; CI has those that a CPU can run",
     "python -m pytest": "tests/test_extending.py",
     "python -m rpg_jax.train": "tests/end_to_end/test_train.py",
-    "python -m rpg_jax.evaluate --folder": "not run: needs the weights of Qwen3-4B",
+    "python -m rpg_jax.evaluate --folder": "not run: needs published weights",
     "python -m rpg_jax.evaluate": "tests/end_to_end/test_evaluate.py",
     "python -m rpg_jax.export": "tests/test_export.py",
     "python -m rpg_jax.serve": "tests/test_serve.py",
@@ -56,6 +58,7 @@ def commands(page: Path) -> list[str]:
     """The commands of a page's fenced blocks and those in its sentences, without what is said about them."""
     text = page.read_text()
     lines = [line for block in FENCE.findall(text) for line in block.replace("\\\n", " ").splitlines()]
+    lines = [re.sub(r"^(?:[A-Z_]+=\S+ )+", "", line) for line in lines]  # variables of the environment
     fenced = [re.sub(r"\s+# .*", "", line) for line in lines if line.split(" ")[0] in PROGRAMS]
     return fenced + [" ".join(found.split()) for found in INLINE.findall(FENCE.sub("", text))]
 
@@ -110,6 +113,13 @@ def test_what_a_documented_command_names_exists(page, line):
         assert (ROOT / words[words[0] == "bash"]).exists()
         if "local.sh" in line:
             check_overrides(words[2:])
+        return
+    if words[1] == "-c":
+        compile(words[2], page, "exec")
+        return
+    if words[1:4] == ["-m", "pytest", "-n0"]:
+        files = [word for word in words if word.startswith("tests/")]
+        assert files and all((ROOT / file).exists() for file in files)
         return
     if words[1:3] == ["-m", "pytest"] or words[1] != "-m":
         assert page == "extending.md", "only that page makes files"

@@ -121,7 +121,7 @@ def opened(driver, leave_run, tmp_path):
 
 
 def test_tables_figures_and_the_crosshair(opened):
-    assert [cell.text for cell in opened.all("#results-table tbody th")] == ["GRPO", "DAPO"]
+    assert [cell.text for cell in opened.all("#results tbody th") if cell.is_displayed()] == ["GRPO", "DAPO"]
     assert len(opened.all("#figures figure")) == 5 and len(opened.all("#figures .band")) == 10
     opened.click("#legend button")
     assert opened.find("#legend button").get_attribute("aria-pressed") == "false"
@@ -130,6 +130,28 @@ def test_tables_figures_and_the_crosshair(opened):
     opened.press("ARROW_LEFT", "ARROW_LEFT")
     assert "step 9" in opened.text("#figures .readout:not([hidden])")
     assert {line.get_attribute("visibility") for line in opened.all(".hair")} == {"visible"}
+
+
+def test_the_switch_moves_tables_and_curves_to_another_cost(opened):
+    shown = "return [...document.querySelectorAll('.at-equal')].filter(e => e.offsetHeight).map(e => e.dataset.axis)"
+    assert opened.run(shown) == ["steps"] and opened.text("#axis-note").startswith("The horizontal axis has steps")
+    opened.click(".switch [value=seconds]")
+    assert opened.run(shown) == ["seconds"] and opened.text("#axis-note").startswith("The horizontal axis has seconds")
+    opened.run("document.querySelector('#figures svg').focus()")
+    opened.press("ARROW_LEFT", "ARROW_LEFT")
+    assert "9.00 seconds" in opened.text("#figures .readout:not([hidden])"), "a second a step, without compilation"
+
+
+def test_tables_and_the_switch_need_no_script(driver, leave_run, tmp_path):
+    file = page.write_page([leave_run(tmp_path / "a")], tmp_path / "report.html")
+    driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": True})
+    driver.get(file.as_uri())
+    driver.find_element("css selector", ".switch [value=seconds]").click()
+    shown = [
+        e.get_attribute("data-axis") for e in driver.find_elements("css selector", ".at-equal") if e.is_displayed()
+    ]
+    assert shown == ["seconds"] and driver.find_element("css selector", "#timing-table").is_displayed()
+    driver.execute_cdp_cmd("Emulation.setScriptExecutionDisabled", {"value": False})
 
 
 def test_filters_and_search_narrow_the_list_and_say_by_how_much(opened):
@@ -231,7 +253,7 @@ def test_scripts_in_prompts_completions_and_names_are_text(driver, leave_run, tm
     )
     found = Page(driver, page.write_page([run], tmp_path / "report.html"))
     assert "<script>window.stolen = 1<script>" in found.text("#runs") and EVIL in found.text(".prompt")
-    assert EVIL in found.text(".chosen .tokens") and EVIL in found.text("#results-table tbody th")
+    assert EVIL in found.text(".chosen .tokens") and EVIL in found.text("#results tbody th")
     found.choose("step", "every step kept")
     found.click("#worst .jump")
     assert found.run("return window.stolen === undefined && document.images.length === 0")

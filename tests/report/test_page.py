@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from rpg_jax.report import __main__ as report
-from rpg_jax.report import compare, page, rollouts
+from rpg_jax.report import compare, dynamics, page, rollouts
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u2028%DATA%%CHUNKS%"
 
@@ -62,23 +62,8 @@ def test_seeds_of_a_config_are_grouped_and_configs_named_by_what_tells_them_apar
     ]
 
 
-def test_results_are_means_over_seeds_with_students_interval_and_ranks(leave_run, tmp_path):
-    runs = [leave_run(tmp_path / f"a{s}", seed=s, accuracy=0.4 + 0.1 * s) for s in range(3)]
-    runs.append(leave_run(tmp_path / "b", accuracy=0.7, config={"method": "DAPO"}))
-    found = compare.results(read(runs))
-    assert [(c["set"], c["quantity"], c["k"]) for c in found["columns"]] == [
-        ("easy", "last", 4),
-        ("easy", "best", 4),
-        ("easy", "pass", 4),
-    ]
-    last, best, _ = found["rows"][0]
-    assert (last["value"], best["value"], last["rank"]) == (pytest.approx(48), pytest.approx(50), 2)
-    assert last["half"] == pytest.approx(4.302652730 * 10 / 3**0.5, rel=1e-6)  # t of two degrees of freedom, spread 10
-    assert found["rows"][1][0]["half"] is None and found["rows"][1][0]["rank"] == 1 and found["seeds"] == [3, 1]
-
-
 def test_curves_have_the_range_of_the_seeds_and_dots_where_it_was_evaluated(leave_run, tmp_path):
-    panels = compare.dynamics(read([leave_run(tmp_path / f"{s}", seed=s, accuracy=0.4 + 0.2 * s) for s in range(2)]))
+    panels = dynamics.dynamics(read([leave_run(tmp_path / f"{s}", seed=s, accuracy=0.4 + 0.2 * s) for s in range(2)]))
     by_title = {panel["title"]: panel["curves"][0] for panel in panels}
     accuracy = by_title["Accuracy"]
     assert accuracy["steps"] == list(range(1, 11)) and accuracy["mean"][4] == pytest.approx(50)
@@ -88,7 +73,7 @@ def test_curves_have_the_range_of_the_seeds_and_dots_where_it_was_evaluated(leav
 
 
 def test_time_leaves_out_the_step_that_compiles(leave_run, tmp_path):
-    found = compare.timing(read([leave_run(tmp_path / "a")]))
+    found = dynamics.timing(read([leave_run(tmp_path / "a")]))
     row = found["rows"][0]
     assert found["parts"] == ["rollout", "update", "evaluation"]
     assert row["seconds"] == pytest.approx([0.6, 0.3, 2 * 0.9 / 9])  # two evaluations, spread over nine steps
@@ -151,6 +136,7 @@ def test_text_of_runs_stays_text(leave_run, tmp_path):
     assert "\u2028" not in text and "\u2029" not in text
     data = json.loads(found.scripts["data"])
     assert data["runs"][0]["name"] == "<script>alert(0)<script>" and data["configs"] == [EVIL]
+    assert "&lt;script&gt;alert(0)&lt;script&gt; (10 steps)" in text and text.count("&lt;/script&gt;") >= 4, "in tables"
     assert EVIL in "".join(data["runs"][0]["worst"][0]["around"])
 
 
@@ -165,6 +151,15 @@ def test_the_policy_names_our_script_and_style_and_no_source_else(leave_run, tmp
     addresses = set(re.findall(r"https?://[^\s\"'`)]+", text))
     assert addresses <= {"http://www.w3.org/2000/svg"}, "a name, which nothing fetches"
     assert not [own for _, own in found.tags if own.keys() & {"src", "srcset"}]
+
+
+def test_without_scripts_the_page_has_its_tables(leave_run, tmp_path):
+    text = page.write_page([leave_run(tmp_path / "a")], tmp_path / "report.html").read_text()
+    body = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
+    cells = re.findall(r"<td[^>]*>(.*?)</td>", body)
+    assert "<span>48.0</span><small></small>" in cells and "step 10" in cells, "Last, and the step that it is of"
+    assert "0.600<small>50 %</small>" in cells, "time of a step"
+    assert 'value="steps" checked' in body and "No value is bold" not in body
 
 
 def test_the_same_runs_give_the_same_page(leave_run, tmp_path):

@@ -270,13 +270,6 @@ function keys(event) {
   }
 }
 
-const FEW = 8; // most runs that are named under the title
-byId("runs").textContent = DATA.runs.length > FEW
-  ? `${DATA.runs.length} runs of ${DATA.configs.length} configs`
-  : DATA.runs.map((run) => `${run.name} (${run.steps} steps)`).join("  ·  ");
-results();
-timing();
-differences();
 dynamics();
 browser().then(() => {
   document.documentElement.dataset.ready = "";

@@ -43,3 +43,5 @@ const signed = (x, places) => (x > 0 ? "+" : "") + fixed(x, places);
 
 // Six colours that colour-blind people can tell apart; the next six configs are dashed, with a round key.
 const hue = (i) => `hue-${i % 6} dash-${Math.floor(i / 6) % 3}`;
+
+const key = (i) => el("i", {class: `key ${hue(i)}`, "aria-hidden": "true"});

@@ -1,0 +1,97 @@
+"""Runs at equal steps, completions or seconds; each value below is worked out by hand."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rpg_jax.report import budgets, compare, html_tables
+
+
+@pytest.fixture
+def leave(tmp_path):
+    """Writes runs that are evaluated at every second step, at `accuracy` + step / 100."""
+
+    def leave(method, seed, *, steps=4, groups=2, seconds=1.0, accuracy=0.5, reference=None):
+        folder = tmp_path / f"{method}-{seed}"
+        folder.mkdir()
+        config = {
+            "method": method,
+            "seed": seed,
+            "rollout": {"group_size": 4},
+            "reference": reference or {"rule": "fixed"},
+        }
+        (folder / "config.json").write_text(json.dumps(config))
+        records = [{"step": 0, **_evaluation(accuracy)}]
+        for step in range(1, steps + 1):
+            first = 10.0 if step == 1 else 0.0
+            records.append({"step": step, "groups_generated": groups, "kl": step / 1000, "seconds": seconds + first})
+            records[-1] |= {"time/compiling": first} | (_evaluation(accuracy + step / 100) if step % 2 == 0 else {})
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        return compare.Run.read(folder)
+
+    return leave
+
+
+def _evaluation(accuracy):
+    return {"eval/easy/mean_at_k": accuracy, "eval/easy/pass_at_k": accuracy, "eval/easy/k": 4}
+
+
+def at(axis, runs):
+    configs = compare.configs_of(runs)
+    courses = budgets.courses_of(configs)
+    budget = next(b for b in budgets.budgets(courses) if b.axis == axis)
+    return budget, budgets.results(courses, budget)
+
+
+def test_each_axis_cuts_every_run_where_the_cheapest_ends(leave):
+    runs = [leave("short", 0, steps=4, groups=6, seconds=3), leave("long", 0, steps=8, groups=2, seconds=1)]
+    expected = {  # budget, the run that sets it, steps of the evaluations of short and long, Last of both
+        "steps": (4, "short-0", [[4], [4]], [54, 54]),
+        "completions": (64, "long-0", [[2], [8]], [52, 58]),  # short has generated 24, 48, 72
+        "seconds": (8, "long-0", [[2], [8]], [52, 58]),  # short has taken 3, 6, 9 without compilation
+    }
+    for axis, (amount, name, steps, last) in expected.items():
+        budget, rows = at(axis, runs)
+        assert (budget.amount, budget.run) == (amount, name)
+        assert [row.steps for row in rows] == steps
+        assert [row.scores["easy", "last"].value for row in rows] == pytest.approx(last)
+    assert rows[0].spent == pytest.approx({"steps": 2, "completions": 48, "seconds": 6})
+    assert rows[1].kl.value == pytest.approx(7.5), "the mean of steps 7 and 8"
+
+
+def test_intervals_are_over_seeds_and_differences_paired_by_seed(leave):
+    runs = [leave("a", s, accuracy=0.1 * s) for s in range(3)] + [
+        leave("b", s, accuracy=0.1 * s + 0.2) for s in (1, 2, 3)
+    ]
+    a, b = at("steps", runs)[1]
+    last = a.scores["easy", "last"]
+    assert (last.value, last.half) == pytest.approx((14, 4.302652730 * 10 / 3**0.5))  # t of two degrees of freedom
+    assert a.differences == {} and (b.differences["easy"].value, b.differences["easy"].seeds) == (pytest.approx(20), 2)
+    assert b.differences["easy"].half == pytest.approx(0, abs=1e-9), "seeds 1 and 2 differ equally"
+    assert (a.ranks["easy", "last"], b.ranks["easy", "last"]) == (2, 1)
+
+
+def test_no_row_is_the_best_below_three_seeds(leave):
+    runs = [leave("a", s) for s in range(3)] + [leave("b", s, accuracy=0.7) for s in range(2)]
+    configs = compare.configs_of(runs)
+    budget, rows = at("steps", runs)
+    assert [row.ranks for row in rows] == [{}, {}]
+    text = html_tables.results_table(configs, rows, {"easy": 4}, budget) + html_tables.notes(configs, rows)
+    assert "<b>" not in text and "fewer than 3 seeds" in text
+
+
+def test_an_axis_that_a_run_does_not_record_is_left_out(leave):
+    courses = budgets.courses_of(compare.configs_of([leave("a", 0), leave("b", 0)]))
+    del courses[1][0].costs["seconds"]
+    assert [b.axis for b in budgets.budgets(courses)] == ["steps", "completions"]
+
+
+def test_kls_to_different_policies_carry_a_warning(leave):
+    every = {"rule": "every", "every": "16 updates"}
+    runs = [leave("a", 0), leave("b", 0, reference=every), leave("c", 0)]
+    configs = compare.configs_of(runs)
+    _, rows = at("steps", runs)
+    assert "a: to the initial policy; b: to the policy after every 16 updates" in html_tables.notes(configs, rows)
+    assert "anchors" not in html_tables.notes(configs[::2], rows[::2])
