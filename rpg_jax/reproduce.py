@@ -44,7 +44,7 @@ def carry_out(options: argparse.Namespace, extra: Sequence[str], command: str) -
     began = time.perf_counter()
     failed: dict[str, Path] = {}
     try:
-        if options.table in LABORATORIES:
+        if options.table in LABORATORIES and not (options.sweep or options.from_data):
             page = LABORATORIES[options.table](options.out, options.quick)
         elif options.from_data is not None:
             page = run_tables.page_from(data_file(options, extra), options.out)
