@@ -33,9 +33,9 @@ COSTS = (
         "seconds",
         Run.seconds,
         "seconds",
-        "Seconds are the wall time of training steps without compilation, evaluations and checkpoints. They hold for "
-        "this machine and this program: runs that share a machine slow each other, and noise of some percent moves a "
-        "row by a step.",
+        "Seconds are the wall time of training steps, without evaluations and checkpoints; a step that compiled counts "
+        "as the run's median step. They hold for this machine and this program: runs and other work that share the "
+        "machine slow each other, so a difference of some percent between rows need not be theirs.",
     ),
 )
 
