@@ -12,14 +12,12 @@ from rpg_jax.reproduction import (
     completion_laboratory,
     completion_page,
     completion_runs,
-    completion_transformer,
     estimator_page,
     laboratory,
     sampled_page,
 )
 from rpg_jax.reproduction.bars import progress_bars
 from rpg_jax.reproduction.completion_laboratory import CompletionSettings, SampledSettings
-from rpg_jax.reproduction.completion_transformer import TransformerSettings
 from rpg_jax.reproduction.estimators import CLIPS, KL_TERMS, SAMPLERS
 from rpg_jax.storage import write_atomically
 
@@ -44,16 +42,11 @@ def estimators(out: Path, quick: bool) -> Path:
 
 def completions(out: Path, quick: bool) -> Path:
     """Runs with sampled gradients on completions that can all be enumerated; writes `completions.{md,json}`."""
-    tables, transformer = SampledSettings(), TransformerSettings()
-    if quick:
-        tables, transformer = QUICK_SAMPLES, TransformerSettings(length=3, counts=(1, 2), updates=80, seeds=1)
-    rows = len(completion_estimators.SAMPLED) + transformer.seeds * len(completion_transformer.COMPARED)
-    with _counted("completions", rows) as on_row:
+    tables = QUICK_SAMPLES if quick else SampledSettings()
+    with _counted("completions", len(completion_estimators.SAMPLED)) as on_row:
         results = completion_runs.run_sampled(tables, on_row=on_row)
-        runs = completion_transformer.transformer_runs(transformer, completion_transformer.COMPARED, on_row)
-    results["transformer"] = runs
-    page = sampled_page.write_page(results, tables, transformer, out)
-    _write_json(out / "completions.json", {"settings": tables, "transformer": transformer, "results": results})
+    page = sampled_page.write_page(results, tables, out)
+    _write_json(out / "completions.json", {"settings": tables, "results": results})
     return page
 
 

@@ -10,20 +10,18 @@ from rpg_jax.report import markdown
 from rpg_jax.reproduction.completion_estimators import SAMPLED, STALE, TO_GO
 from rpg_jax.reproduction.completion_laboratory import Results, SampledSettings
 from rpg_jax.reproduction.completion_page import joined
-from rpg_jax.reproduction.completion_transformer import COMPARED, TransformerSettings
 from rpg_jax.storage import write_atomically
 
 
-def write_page(results: Results, tables: SampledSettings, transformer: TransformerSettings, out: Path) -> Path:
+def write_page(results: Results, tables: SampledSettings, out: Path) -> Path:
     """Writes `completions.md` into `out`; returns the page."""
     parts = (
         "# The right gradient of completions, with samples",
         "[The laboratory](estimators.md#completions-of-several-tokens-whose-gradient-is-it) says by exact sums which "
         "gradient every loss has, and what the names of the rows mean. Here gradients are sampled, as in training, and "
-        "the end of a run is judged by exact sums.",
+        "the end of a run is judged by exact sums. [Runs of a real model](objective.md) follow.",
         "```sh\npython -m rpg_jax.reproduce --table=completions\n```",
         *_tabular(results, tables),
-        *_transformer(results, transformer),
     )
     out.mkdir(parents=True, exist_ok=True)
     page = out / "completions.md"
@@ -71,28 +69,6 @@ def _reading(results: Results, s: SampledSettings) -> str:
         f"batch. With {many} the stale log-ratio ends {regret(stale, many)} below, and the present one "
         f"{regret(present, many)}. The k₃ form of to-go has the right mean gradient on-policy, and still ends "
         f"{regret(to_go, few)} below."
-    )
-
-
-def _transformer(results: Results, s: TransformerSettings) -> tuple[str, ...]:
-    rows, optima = [], []
-    for e in COMPARED:
-        row = results["transformer"][e.key]
-        regrets = ", ".join(f"{x:.3f}" for x in row["regret_reverse"])
-        rows.append([regrets, *(f"{np.mean(row[name]):.3f}" for name in ("regret_reverse", "reward", "kl"))])
-        optima.append(_optimum(row["reward"], row["kl"], row["regret_reverse"], s.kl_coef))
-    head = ["loss", "KL term", "regret by seed", "mean", "reward", "KL"]
-    return (
-        "## A small transformer",
-        f"A Qwen3 model of {s.layers} layers of width {s.width} has a vocabulary of {s.symbols} symbols. A prompt is a "
-        f"symbol and a count of {s.counts[0]} to {s.counts[-1]}; a completion of {s.length} symbols has reward 1 where "
-        f"the symbol occurs exactly so often. All {s.symbols**s.length:,} completions of all {len(s.prompts)} prompts "
-        "are enumerated at the end.\n"
-        f"The reference has random weights, stays fixed, and is the start. A run has {s.updates:,} updates of "
-        f"{s.groups} groups of {s.group}, {s.updates_a_batch} updates a batch, Adam with learning rate "
-        f"{s.learning_rate:g} and cosine decay, β = {s.kl_coef:g}, leave-one-out advantages, no clip, and "
-        f"{s.seeds} seeds. J* is {np.mean(optima):.3f}.",
-        markdown.table(head, joined(COMPARED, rows), numbers=range(3, len(head))),
     )
 
 

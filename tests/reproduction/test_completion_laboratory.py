@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from rpg_jax import losses, reproduce
-from rpg_jax.models import qwen
-from rpg_jax.reproduction import completion_laboratory, completion_page, completion_runs, completion_transformer
+from rpg_jax.reproduction import completion_laboratory, completion_page, completion_runs
 from rpg_jax.reproduction.completion_estimators import (
     ESTIMATORS,
     exact_gradient,
@@ -21,9 +20,7 @@ from rpg_jax.reproduction.completion_estimators import (
     tokens_of,
 )
 from rpg_jax.reproduction.completion_laboratory import CompletionSettings, SampledSettings, end_of_descent, outcome
-from rpg_jax.reproduction.completion_transformer import TransformerSettings
 from rpg_jax.reproduction.trees import Tree, make_prompts
-from rpg_jax.training.policy_logprobs import policy_logprobs
 
 PAGE = Path(__file__).parents[2] / "docs" / "estimators.md"
 ROWS = {e.key: e for e in ESTIMATORS}
@@ -149,23 +146,6 @@ def test_sampled_runs_come_near_the_optimum():
     s = dataclasses.replace(s, updates_a_batch=(4,), kl_coef=0.3)
     found = completion_runs.sampled(s, [ROWS["sequence, weight w: URKL"]], lambda *_: None)
     assert np.max(found["sequence, weight w: URKL"]["regret_reverse"]) < 0.03, "at the start it is above 0.1"
-
-
-@pytest.mark.slow
-def test_the_table_of_a_transformer_has_the_log_probs_that_training_computes():
-    with jax.enable_x64(False):
-        s = TransformerSettings(symbols=3, length=2, counts=(1, 2), layers=1, width=8)
-        graphdef, params = qwen.init(s.model, seed=0)
-        table = jax.jit(completion_transformer.policies, static_argnums=(0, 2))(graphdef, params, s)
-        completions = jnp.asarray(list(itertools.product(range(3), repeat=2)), jnp.int32)
-        prompts = jnp.repeat(jnp.asarray(s.prompts), 9, axis=0)
-        rows = completion_transformer.rows_of(prompts, jnp.tile(completions, (6, 1)))
-        trained = jax.jit(functools.partial(policy_logprobs, graphdef, temperature=1.0))(params, rows)[0]
-        shown = jax.vmap(s.tree.along)(table)
-    np.testing.assert_allclose(trained.reshape(shown.shape), shown, atol=1e-5)  # float32 in another order
-    assert jnp.std(shown) > 0.01
-    right = completion_transformer.rewards(jnp.asarray([[1, 2]] * 9), completions)
-    assert right.tolist() == [0, 0, 0, 0, 1, 0, 0, 0, 0]
 
 
 def test_the_committed_page_gives_the_verdicts_of_completions_that_the_code_computes():

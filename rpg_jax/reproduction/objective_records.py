@@ -1,0 +1,48 @@
+"""The runs of the experiments on the objective: looking them up, and what follows from a scan of learning rates."""
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from rpg_jax.reproduction.objective import EXPERIMENTS, ROWS, SCAN, Record
+
+MIDDLE = 0.1  # β where an experiment has one
+Seeds = dict[int, Record]  # {seed: run}
+
+
+class Runs:
+    """Looks up runs; a row without β stands in every column of β."""
+
+    def __init__(self, records: Sequence[Record]):
+        self._records = records
+
+    def has(self, experiment: str) -> bool:
+        return any(r["experiment"] == experiment for r in self._records)
+
+    def get(self, experiment: str, row: str, kl_coef: float = MIDDLE, **wanted: object) -> Seeds:
+        wanted |= {"experiment": experiment, "row": row}
+        chosen = (r for r in self._records if all(r[name] == value for name, value in wanted.items()))
+        return {r["seed"]: r for r in chosen if math.isclose(r["kl_coef"], kl_coef)}
+
+    def rows(self, experiment: str) -> list[str]:
+        return [row for row in EXPERIMENTS[experiment].rows if self.get(experiment, row)]
+
+    @property
+    def all(self) -> Sequence[Record]:
+        return self._records
+
+
+def best_rates(records: Sequence[Record]) -> dict[str, float]:
+    """The learning rate of every row of the scan: least mean regret; the smaller one of equals."""
+    scanned: dict[str, dict[float, list[float]]] = {}
+    for record in records:
+        if record["experiment"] == SCAN:
+            scanned.setdefault(record["row"], {}).setdefault(record["rate"], []).append(own_regret(record))
+    return {row: min(sorted(by), key=lambda rate: float(np.mean(by[rate]))) for row, by in scanned.items()}
+
+
+def own_regret(record: Record) -> float:
+    """J* − J with the divergence that the row is meant for; samples know KL(π_θ‖π_ref) alone."""
+    forward = ROWS[record["row"]].meant == "forward" and "regret_forward" in record
+    return record["regret_forward" if forward else "regret"]

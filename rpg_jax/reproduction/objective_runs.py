@@ -1,0 +1,106 @@
+"""Carries out the experiments on the objective: several processes, and a file that keeps what has been done."""
+
+import concurrent.futures
+import dataclasses
+import functools
+import json
+import multiprocessing
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rpg_jax.reproduction.objective import NO_KL, ROWS, ObjectiveSettings, Record, Unit, scan_units, units
+from rpg_jax.reproduction.objective_records import best_rates
+from rpg_jax.reproduction.path_outcomes import judge
+from rpg_jax.reproduction.paths import PathSettings, make_verifier, start_of, train
+
+
+def run_unit(s: PathSettings, unit: Unit) -> list[Record]:
+    """Trains and judges every run of a unit. A loss without β is trained once, and judged with every β."""
+    began, estimator = time.process_time(), ROWS[unit.row]
+    s = dataclasses.replace(s, length=unit.length)
+    run, found = jax.jit(train, static_argnums=(0, 1, 2, 3)), jax.jit(judge, static_argnums=(0, 1))
+    records = []
+    for seed in unit.seeds:
+        graphdef, start = start_of(s, seed)
+        verifier = make_verifier(s, graphdef, start, seed, wrong=unit.wrong)
+        for rate in unit.rates:
+            end = None
+            for kl_coef in map(jnp.float32, unit.kl_coefs):
+                if end is None or estimator is not NO_KL:
+                    key = jax.random.key(seed)
+                    end = run(estimator, s, unit.schedule, graphdef, start, verifier, kl_coef, jnp.float32(rate), key)
+                values = found(s, graphdef, start, end, verifier, kl_coef, jax.random.key(1_000 + seed))
+                numbers = {name: round(float(value), 5) for name, value in values.items()}
+                which = {"rate": rate, "seed": seed, "kl_coef": round(float(kl_coef), 6)}
+                records.append({"unit": unit.name, "experiment": unit.experiment, "row": unit.row, **which, **numbers})
+    seconds = round((time.process_time() - began) / len(records), 2)
+    shape = {"length": unit.length, **dataclasses.asdict(unit.schedule)}
+    return [record | shape | {"cpu_seconds": seconds} for record in records]
+
+
+def run_objective(
+    s: ObjectiveSettings, path: Path, *, jobs: int, on_unit: Callable[[str, int, int], None] = lambda name, i, n: None
+) -> list[Record]:
+    """Makes the runs that the file `path` lacks, `jobs` units at once, and appends each unit's runs to it.
+
+    Raises:
+      ValueError: the file has runs with other settings.
+    """
+    head = json.loads(json.dumps({"settings": dataclasses.asdict(s)}))
+    if not path.exists():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(head) + "\n", encoding="utf-8")
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+    if lines[:1] != [head]:
+        raise ValueError(f"the runs in {path} have other settings: choose another --out, or delete that file")
+    records = [record for line in lines[1:] for record in line["runs"]]
+    with _workers(jobs) as pool:
+        for stage in (scan_units(s), None):
+            wanted = units(s, best_rates(records)) if stage is None else stage
+            done = {record["unit"] for record in records}
+            missing = [unit for unit in wanted if unit.name not in done]
+            for i, (unit, found) in enumerate(_finished(pool, s.task, missing), 1):
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps({"runs": found}, ensure_ascii=False) + "\n")
+                records += found
+                on_unit(unit.name, i, len(missing))
+    return records
+
+
+def _workers(jobs: int) -> concurrent.futures.ProcessPoolExecutor:
+    context = multiprocessing.get_context("spawn")
+    cores = context.Queue()
+    for core in sorted(os.sched_getaffinity(0))[:jobs] if hasattr(os, "sched_getaffinity") else []:
+        cores.put(core)
+    return concurrent.futures.ProcessPoolExecutor(jobs, context, initializer=_prepare, initargs=(cores, os.getpid()))
+
+
+def _prepare(cores: Any, parent: int) -> None:
+    """Keeps a worker to one core, and ends it when its parent was killed."""
+    if not cores.empty():
+        os.sched_setaffinity(0, {cores.get()})
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(1.0)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def _finished(
+    pool: concurrent.futures.Executor, s: PathSettings, wanted: Sequence[Unit]
+) -> Iterator[tuple[Unit, list[Record]]]:
+    futures = {pool.submit(functools.partial(run_unit, s), unit): unit for unit in wanted}
+    try:
+        for future in concurrent.futures.as_completed(futures):
+            yield futures[future], future.result()
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True) if any(not f.done() for f in futures) else None
