@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from rpg_jax.report.summary import evaluations
 # {set: {quantity: value}} of one run; the quantities are `last`, `best` and `pass` (pass@k of the last evaluation).
 CellScores = dict[str, dict[str, float]]
 QUANTITIES = ("last", "best", "pass")
+SEEDS_TO_RANK = 3  # of two seeds, the 95 % interval is 12.7 standard errors to either side
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,19 +36,17 @@ class Mean:
 
 
 def cell_scores(run_dir: Path) -> CellScores:
-    """Scores of a run, as `scores_of` returns them."""
+    """Scores of a run. Last is Mean@k after the last step; Best, as the paper defines it, the largest Mean@k."""
     return scores_of(evaluations(run_dir))
 
 
-def scores_of(evaluated: Mapping[str, Sequence[Mapping[str, float]]]) -> CellScores:
-    """Scores of evaluations {set: [{mean_at_k, pass_at_k, …}]}, in the order of steps.
-
-    Last is Mean@k after the last step; Best, as the paper defines it, the largest Mean@k.
-    """
+def scores_of(evaluated: Mapping[str, Sequence[Mapping[str, Any]]], *, until: int | None = None) -> CellScores:
+    """Scores of a run from its evaluations by set; with `until`, from those up to this step only."""
     scores = {}
     for name, records in evaluated.items():
-        values = [record["mean_at_k"] for record in records]
-        scores[name] = {"last": values[-1], "best": max(values), "pass": records[-1]["pass_at_k"]}
+        if counted := [record for record in records if until is None or record["step"] <= until]:
+            best = max(record["mean_at_k"] for record in counted)
+            scores[name] = {"last": counted[-1]["mean_at_k"], "best": best, "pass": counted[-1]["pass_at_k"]}
     return scores
 
 
@@ -77,3 +77,10 @@ def ranks(values: Sequence[float]) -> list[int]:
     """1 for the largest value, 2 for the second largest; equal values (to 1e-9) share a rank."""
     distinct = sorted({round(v, 9) for v in values}, reverse=True)
     return [distinct.index(round(v, 9)) + 1 for v in values]
+
+
+def ranks_of(means: Sequence[Mean]) -> list[int]:
+    """The ranks of a column; none if there is nothing to compare, or if a mean is over fewer than three seeds."""
+    if len(means) < 2 or any(m.seeds < SEEDS_TO_RANK for m in means):
+        return []
+    return ranks([m.value for m in means])

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from rpg_jax.report import markdown
-from rpg_jax.report.seeds import QUANTITIES, Mean, mean, paired_difference, ranks
+from rpg_jax.report.seeds import QUANTITIES, SEEDS_TO_RANK, Mean, mean, paired_difference, ranks
 from rpg_jax.reproduction import choice, equal_cost, figures, origin
 from rpg_jax.reproduction.figures import PAPER, Scores, held_out_sets
 from rpg_jax.reproduction.results import Results
@@ -16,7 +16,6 @@ from rpg_jax.runs import run_names
 from rpg_jax.storage import write_atomically
 
 HEADS = {"last": "Last", "best": "Best", "pass": "pass@k"}
-SEEDS_TO_MARK = 3  # fewer seeds say nothing about the best row
 
 
 def write_page(results: Results, folder: Path) -> Path:
@@ -89,7 +88,7 @@ def _explanation(table: Table, results: Results, scores: Scores, *, unequal: boo
             "</u> underlined. Neither means that a difference is real: see the next table."
         )
     else:
-        lines.append(f"No value is marked as the highest: that takes {SEEDS_TO_MARK} seeds of every row.")
+        lines.append(f"No value is marked as the highest: that takes {SEEDS_TO_RANK} seeds of every row.")
     if unequal:
         lines.append(
             "**All rows have taken equally many steps, but not all have spent the same**: "
@@ -112,7 +111,7 @@ def _learning_rates(results: Results) -> str:
 
 
 def _marks(scores: Scores) -> bool:
-    return min(map(len, scores.values())) >= SEEDS_TO_MARK
+    return min(map(len, scores.values())) >= SEEDS_TO_RANK
 
 
 def score_table(scores: Scores) -> str:
