@@ -56,7 +56,7 @@ def sections(table: Table, rows: Rows) -> list[str]:
         "Accuracy while training is the mean over the last third of the steps up to that step; other scores are Mean@k "
         "of the last evaluation up to that step. All are in %.\n"
         "Differences (Δ) are paired by seed, in points; one in *italics* has a 95 % interval that excludes 0. "
-        "Neither comparison is the fair one: they answer different questions.",
+        "None of these comparisons is the fair one: each answers a question of its own.",
         _overview(table, ended, budgets),
     ]
     for cost in unequal:
