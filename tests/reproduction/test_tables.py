@@ -243,7 +243,7 @@ def test_a_cells_command_names_run_method_and_shared_folders(tmp_path):
 
 @pytest.mark.slow
 def test_a_table_of_real_runs_from_command_to_page(tmp_path, capsys):
-    arguments = ["--table=small", "--methods=DAPO,GRPO", "--seeds=1", f"--out={tmp_path}", "--"]
+    arguments = ["--table=small", "--methods=DAPO,GRPO", "--seeds=1", "--noscan", f"--out={tmp_path}", "--"]
     short = ["--config.train.steps=2", "--config.evaluation.k=2", "--config.warm_start.min_accuracy=0.0"]
     assert reproduce.main([*arguments, *short]) == 0
     text = (tmp_path / "small" / "small.md").read_text()
