@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rpg_jax.reproduction import exact_tables, run_tables
+from rpg_jax.reproduction import exact_tables, objective_table, run_tables
 from rpg_jax.reproduction.options import asked, data_file
 from rpg_jax.reproduction.table import SMALL_CONFIG
 from rpg_jax.reproduction.tables import TABLES
@@ -27,6 +27,7 @@ from rpg_jax.runs import cli
 
 # Tables without training runs: (folder, quick) -> page.
 LABORATORIES = {"estimators": exact_tables.estimators, "completions": exact_tables.completions}
+OBJECTIVE = "objective"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,6 +47,8 @@ def carry_out(options: argparse.Namespace, extra: Sequence[str], command: str) -
     try:
         if options.table in LABORATORIES and not (options.sweep or options.from_data):
             page = LABORATORIES[options.table](options.out, options.quick)
+        elif options.table == OBJECTIVE and not options.sweep:
+            page = _objective(options, extra)
         elif options.from_data is not None:
             page = run_tables.page_from(data_file(options, extra), options.out)
         else:
@@ -59,13 +62,23 @@ def carry_out(options: argparse.Namespace, extra: Sequence[str], command: str) -
     return 1 if failed else 0
 
 
+def _objective(options: argparse.Namespace, extra: Sequence[str]) -> Path:
+    if given := [f"--{name}" for name in ("methods", "seeds", "config", "rates") if getattr(options, name)] + [*extra]:
+        raise ValueError(f"the table {OBJECTIVE} has its own rows, seeds and settings: leave out {', '.join(given)}")
+    if options.from_data is not None:
+        data = run_tables.DATA / "objective.jsonl.gz" if options.from_data == Path() else options.from_data
+        return objective_table.page_from(data, options.out)
+    return objective_table.objective(options.out, options.quick, options.jobs or run_tables.cores())
+
+
 def _parser() -> cli.Parser:
     parser = cli.parser("reproduce", __doc__)
     tables = "; ".join(f"{name}: {table.title.lower()} ({len(table.rows)} rows)" for name, table in TABLES.items())
     parser.add_argument(
         "--table",
-        choices=[*LABORATORIES, *TABLES],
-        help="estimators: the gradient of every loss by exact sums; completions: runs of tabular policies; " + tables,
+        choices=[*LABORATORIES, OBJECTIVE, *TABLES],
+        help="estimators: the gradient of every loss by exact sums; completions: runs of tabular policies; objective: "
+        "the objective that every method reaches, by exact sums; " + tables,
     )
     seeds, quick, cores = run_tables.SEEDS, run_tables.QUICK_SEEDS, run_tables.cores()
     parser.add_argument("--sweep", action="append", metavar="FIELD=A,B", help="a table of every combination of values")

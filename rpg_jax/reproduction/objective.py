@@ -95,14 +95,14 @@ class ObjectiveSettings:
       seeds: runs that are reported; a seed draws the weights, the graphs and the samples.
       rates: of Adam; each row takes the one with the least regret in the mean of `scan_seeds`.
       scan_seeds: seeds of that scan, which are not reported.
-      experiments: names in `EXPERIMENTS`.
+      experiments: by name.
     """
 
     task: PathSettings = PathSettings()
     seeds: Sequence[int] = (0, 1, 2, 3, 4)
     rates: Sequence[float] = (5e-4, 1e-3, 2e-3)
     scan_seeds: Sequence[int] = (100, 101)
-    experiments: Sequence[str] = tuple(EXPERIMENTS)
+    experiments: Mapping[str, Experiment] = dataclasses.field(default_factory=lambda: dict(EXPERIMENTS))
 
 
 SCAN = "learning rates"
@@ -135,18 +135,23 @@ class Unit:
         return f"{self.experiment} | {self.row} | {self.length} tokens, {schedule}{moves}"
 
 
-def scan_units(s: ObjectiveSettings) -> list[Unit]:
-    rows = dict.fromkeys(row for name in s.experiments for row in EXPERIMENTS[name].rows)
+def scan_units(s: ObjectiveSettings, name: str) -> list[Unit]:
+    """The runs that choose the learning rates of an experiment's rows."""
+    rows = s.experiments[name].rows
     return [Unit(SCAN, row, s.task.length, Schedule(), (0.1,), s.rates, s.scan_seeds) for row in rows]
 
 
-def units(s: ObjectiveSettings, rates: Mapping[str, float]) -> list[Unit]:
-    """The reported runs, each row with its learning rate."""
+def units(s: ObjectiveSettings, name: str, rates: Mapping[str, float]) -> list[Unit]:
+    """The reported runs of an experiment, each row with its learning rate."""
+    experiment = s.experiments[name]
     return [
         Unit(name, row, length, schedule, experiment.kl_coefs, (rates[row],), s.seeds, experiment.wrong)
-        for name in s.experiments
-        for experiment in (EXPERIMENTS[name],)
         for length in experiment.lengths
         for schedule in experiment.schedules
         for row in experiment.rows
     ]
+
+
+def count_units(s: ObjectiveSettings) -> int:
+    rows = {row for experiment in s.experiments.values() for row in experiment.rows}
+    return len(rows) + sum(len(units(s, name, dict.fromkeys(rows, 0.0))) for name in s.experiments)

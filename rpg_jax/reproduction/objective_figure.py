@@ -2,7 +2,7 @@
 
 from rpg_jax.report import plots
 from rpg_jax.report.seeds import mean
-from rpg_jax.reproduction.objective import BASELINE, KL_COEFS, NO_KL
+from rpg_jax.reproduction.objective import BASELINE, NO_KL
 from rpg_jax.reproduction.objective_records import Runs
 
 SHOWN = (BASELINE, "to-go, weight w: URKL", "per token: URKL", "per token (GRPO): k₃", "per token (REINFORCE++): k₁")
@@ -15,7 +15,7 @@ def draw_frontier(found: Runs) -> bytes:
     ):
         rows = [row for row in SHOWN if row in found.rows(experiment)]
         if experiment == "strengths" and rows:
-            best = [found.get(experiment, BASELINE, b).values() for b in KL_COEFS]
+            best = [found.get(experiment, BASELINE, b).values() for b in found.kl_coefs(experiment)]
             points = [
                 (mean([r["best_kl"] for r in x]).value, mean([r["best_reward"] for r in x]).value) for x in best if x
             ]
@@ -24,7 +24,7 @@ def draw_frontier(found: Runs) -> bytes:
             )
         for colour, row in zip(plots.COLOURS, rows, strict=False):
             line = []
-            for kl_coef in KL_COEFS:
+            for kl_coef in found.kl_coefs(experiment):
                 runs = found.get(experiment, row, kl_coef).values()
                 xs, ys = [r["kl"] for r in runs], [r[quantity] for r in runs]
                 ax.plot(xs, ys, "o", color=colour, alpha=0.25, markersize=3.5, markeredgewidth=0)

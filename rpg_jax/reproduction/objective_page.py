@@ -1,23 +1,24 @@
 """Writes what the experiments on the objective found: a page with tables, and the figure of the frontier."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from rpg_jax.report import markdown
 from rpg_jax.report.seeds import Mean, mean, paired_difference
-from rpg_jax.reproduction.objective import BASELINE, EXPERIMENTS, KL_COEFS, ROWS, SCAN, ObjectiveSettings, Record
+from rpg_jax.reproduction.objective import BASELINE, ROWS, SCAN, Record
 from rpg_jax.reproduction.objective_figure import draw_frontier
 from rpg_jax.reproduction.objective_records import MIDDLE, Runs, Seeds, best_rates, own_regret
+from rpg_jax.reproduction.objective_runs import Kept
 from rpg_jax.storage import write_atomically
 
 
-def write_page(records: Sequence[Record], s: ObjectiveSettings, out: Path, *, made: str) -> Path:
-    """Writes `objective.md` and `objective.png` into `out`; returns the page. `made` says how the runs were made."""
-    found = Runs(records)
+def write_page(kept: Kept, out: Path) -> Path:
+    """Writes `objective.md` and `objective.png` into `out`; returns the page."""
+    found = Runs(kept.runs)
     parts = [
         "# Which objective a loss ascends",
-        *_introduction(s, made),
+        *_introduction(kept),
         _verdict(found),
         "![Expected reward against the divergence from the reference](objective.png)",
         "A line joins the five β of a row, each the mean over seeds; points are runs. The black line is the best that "
@@ -31,9 +32,9 @@ def write_page(records: Sequence[Record], s: ObjectiveSettings, out: Path, *, ma
         "wrong verifier": _wrong,
         "others": _others,
     }
-    for name in s.experiments:
-        parts += sections[name](found) if name in sections and found.has(name) else ()
-    parts += _rates(found, s)
+    for name, section in sections.items():
+        parts += section(found) if found.has(name) else ()
+    parts += _rates(found)
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / "objective.png", draw_frontier(found))
     page = out / "objective.md"
@@ -65,22 +66,36 @@ def _names(row: str) -> list[str]:
     return [ROWS[row].name, ROWS[row].term]
 
 
-def _introduction(s: ObjectiveSettings, made: str) -> tuple[str, ...]:
-    task = s.task
+def _introduction(kept: Kept) -> tuple[str, ...]:
+    task, s = kept.settings["task"], kept.settings
+    rates, completions = ", ".join(f"{rate:g}" for rate in s["rates"]), task["symbols"] ** task["length"]
     return (
         "```sh\npython -m rpg_jax.reproduce --table=objective\n```",
         f"Methods differ in which J = E[R] − β·KL(π_θ‖π_ref) they ascend, so this page measures J. A Qwen3 model of "
-        f"{task.layers} layers of width {task.width} draws paths of {task.length} symbols out of {task.symbols}. The "
-        "prompt chooses a graph; a path has reward 1 if the graph forbids none of its steps. From some symbols almost "
-        "every step is forbidden, from others none, so that a step that costs no KL now can cost KL later. The "
-        f"reference has random weights and gives right paths at most {100 * task.mass:.0f} % for each prompt.",
-        f"A run has {task.updates:,} updates of {task.groups} groups of {task.group} completions that no other update "
-        "has, Adam with cosine decay, leave-one-out advantages and no clip. Each row has the learning rate with the "
-        f"least regret of {', '.join(f'{rate:g}' for rate in s.rates)} on {len(s.scan_seeds)} seeds that are not "
-        f"reported. *Regret* is J* − J at the end, by exact sums over all {task.symbols**task.length:,} completions of "
-        f"each prompt; J* = β·log E_ref[exp(R/β)]. Rows of forward divergences are judged by their own J. Numbers are "
-        f"means over {len(s.seeds)} seeds ± half of a 95 % interval; differences are paired by seed. The names of the "
-        f"rows are those of [the laboratory](estimators.md#completions-of-several-tokens-whose-gradient-is-it). {made}",
+        f"{task['layers']} layers of width {task['width']} draws paths of {task['length']} symbols out of "
+        f"{task['symbols']}. The prompt chooses a graph; a path has reward 1 if the graph forbids none of its steps. "
+        "From some symbols almost every step is forbidden, from others none, so that a step that costs no KL now can "
+        "cost KL later. The reference has random weights, and gives right paths "
+        f"{100 * mean([r['mass'] for r in kept.runs]).value:.0f} % of its probability.",
+        f"A run has {task['updates']:,} updates of {task['groups']} groups of {task['group']} completions that no "
+        "other update has, Adam with cosine decay, leave-one-out advantages and no clip. Each row has the learning "
+        f"rate with the least regret of {rates}, on other seeds.",
+        f"*Regret* is J* − J at the end, by exact sums over all {completions:,} completions of each prompt; "
+        "J* = β·log E_ref[exp(R/β)]. Rows of forward divergences are judged by their own J. Numbers are means over "
+        f"{len(s['seeds'])} seeds ± half of a 95 % interval; differences are paired by seed. The names of the rows are "
+        "those of [the laboratory](estimators.md#completions-of-several-tokens-whose-gradient-is-it).",
+        _origin(kept),
+    )
+
+
+def _origin(kept: Kept) -> str:
+    hours = sum(record["cpu_seconds"] for record in kept.runs) / 3600
+    code = {f"{x['commit'][:7]}{' with changes' * x['uncommitted_changes']}, jax {x['packages']['jax']}, "
+            f"{x['platform']}" for x in kept.code}  # fmt: skip
+    mixed = f"**{len(code)} versions of the code**: " if len(code) > 1 else ""
+    return (
+        f"{len(kept.runs):,} runs, {hours:.1f} hours of one core; {mixed}{'; '.join(sorted(code))}. "
+        "`--from-data` makes this page from the kept runs."
     )
 
 
@@ -100,7 +115,7 @@ def _verdict(found: Runs) -> str:
 
 
 def _strengths(found: Runs) -> tuple[str, ...]:
-    betas = [kl_coef for kl_coef in KL_COEFS if found.get("strengths", BASELINE, kl_coef)]
+    betas = found.kl_coefs("strengths")
     head = ["loss", "KL term", *(f"{'regret, β = ' if i == 0 else ''}{b:g}" for i, b in enumerate(betas))]
     head += [f"against the first row, β = {MIDDLE:g}", f"reward, β = {MIDDLE:g}", f"KL, β = {MIDDLE:g}"]
     rows = []
@@ -152,12 +167,12 @@ def _iterative(found: Runs) -> tuple[str, ...]:
 
 
 def _lengths(found: Runs) -> tuple[str, ...]:
-    lengths = (5, *EXPERIMENTS["lengths"].lengths)
+    first = found.lengths("strengths")[0]
+    lengths = [first, *found.lengths("lengths")]
 
     def of(row: str, length: int) -> Seeds:
-        return found.get("strengths" if length == 5 else "lengths", row, length=length)
+        return found.get("strengths" if length == first else "lengths", row, length=length)
 
-    lengths = tuple(length for length in lengths if of(BASELINE, length))
     head = ["loss", "KL term", *(f"{'regret, tokens: ' if i == 0 else ''}{n}" for i, n in enumerate(lengths))]
     head += [f"{'against the first row: ' if i == 0 else ''}{n}" for i, n in enumerate(lengths)]
     head += [f"KL, {lengths[-1]} tokens", f"reward, {lengths[-1]} tokens"]
@@ -178,7 +193,7 @@ def _lengths(found: Runs) -> tuple[str, ...]:
 
 
 def _wrong(found: Runs) -> tuple[str, ...]:
-    betas = [b for b in EXPERIMENTS["wrong verifier"].kl_coefs if found.get("wrong verifier", BASELINE, b)]
+    betas = found.kl_coefs("wrong verifier")
     head = ["loss", "KL term", *(f"{'right, β = ' if i == 0 else ''}{b:g}" for i, b in enumerate(betas))]
     head += [f"{q}, β = {MIDDLE:g}" for q in ("paid", "KL")]
     rows = [
@@ -211,19 +226,21 @@ def _others(found: Runs) -> tuple[str, ...]:
     )
 
 
-def _rates(found: Runs, s: ObjectiveSettings) -> tuple[str, ...]:
+def _rates(found: Runs) -> tuple[str, ...]:
     chosen, rows = best_rates(found.all), []
+    scan = [r for r in found.all if r["experiment"] == SCAN]
+    rates, seeds = (sorted({r[name] for r in scan}) for name in ("rate", "seed"))
     for row, best in chosen.items():
         cells = []
-        for rate in s.rates:
-            values = [own_regret(r) for r in found.all if (r["experiment"], r["row"], r["rate"]) == (SCAN, row, rate)]
+        for rate in rates:
+            values = [own_regret(r) for r in scan if (r["row"], r["rate"]) == (row, rate)]
             cells.append(f"{mean(values).value:.3f}" + " ←" * (rate == best))
         rows.append([*_names(row), *cells])
-    ends = sum(best in (min(s.rates), max(s.rates)) for best in chosen.values())
-    head = ["loss", "KL term", *(f"{rate:g}" for rate in s.rates)]
+    ends = sum(best in (rates[0], rates[-1]) for best in chosen.values())
+    head = ["loss", "KL term", *(f"{rate:g}" for rate in rates)]
     return (
         "## Learning rates",
-        f"Mean regret on seeds {', '.join(map(str, s.scan_seeds))} at β = {MIDDLE:g}; the arrow marks the rate that "
+        f"Mean regret on seeds {', '.join(map(str, seeds))} at β = {MIDDLE:g}; the arrow marks the rate that "
         f"the row has above. For {ends} of {len(chosen)} rows it lies at an end of the range.",
         markdown.table(head, rows, numbers=range(2, len(head))),
     )

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rpg_jax.reproduction.objective import EXPERIMENTS, ROWS, SCAN, Record
+from rpg_jax.reproduction.objective import ROWS, SCAN, Record
 
 MIDDLE = 0.1  # β where an experiment has one
 Seeds = dict[int, Record]  # {seed: run}
@@ -26,7 +26,18 @@ class Runs:
         return {r["seed"]: r for r in chosen if math.isclose(r["kl_coef"], kl_coef)}
 
     def rows(self, experiment: str) -> list[str]:
-        return [row for row in EXPERIMENTS[experiment].rows if self.get(experiment, row)]
+        return self._values(experiment, "row")
+
+    def kl_coefs(self, experiment: str) -> list[float]:
+        return sorted(self._values(experiment, "kl_coef"))
+
+    def lengths(self, experiment: str) -> list[int]:
+        return sorted(self._values(experiment, "length"))
+
+    def _values(self, experiment: str, name: str) -> list:
+        """What the runs of an experiment have under a name; rows in the order of `ROWS`."""
+        found = {r[name] for r in self._records if r["experiment"] == experiment}
+        return [row for row in ROWS if row in found] if name == "row" else list(found)
 
     @property
     def all(self) -> Sequence[Record]:

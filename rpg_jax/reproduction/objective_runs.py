@@ -19,6 +19,8 @@ from rpg_jax.reproduction.objective import NO_KL, ROWS, ObjectiveSettings, Recor
 from rpg_jax.reproduction.objective_records import best_rates
 from rpg_jax.reproduction.path_outcomes import judge
 from rpg_jax.reproduction.paths import PathSettings, make_verifier, start_of, train
+from rpg_jax.runs import run_folder
+from rpg_jax.storage import write_atomically
 
 
 def run_unit(s: PathSettings, unit: Unit) -> list[Record]:
@@ -45,33 +47,67 @@ def run_unit(s: PathSettings, unit: Unit) -> list[Record]:
     return [record | shape | {"cpu_seconds": seconds} for record in records]
 
 
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """What the file of an objective table holds.
+
+    Attributes:
+      settings: as JSON.
+      runs: of all finished units.
+      code: the versions of code, packages and machine that made them, without repetitions.
+    """
+
+    settings: dict[str, Any]
+    runs: list[Record]
+    code: list[dict[str, Any]]
+
+
+def read(text: str) -> Kept:
+    """The runs in the lines of such a file; a last line that was torn is left out.
+
+    Raises:
+      ValueError, KeyError: other text.
+    """
+    whole = text[: text.rfind("\n") + 1]
+    head, *lines = map(json.loads, whole.splitlines())
+    code: list[dict[str, Any]] = []
+    for line in lines:
+        code += [line["made_with"]] if line["made_with"] not in code else []
+    return Kept(head["settings"], [record for line in lines for record in line["runs"]], code)
+
+
 def run_objective(
-    s: ObjectiveSettings, path: Path, *, jobs: int, on_unit: Callable[[str, int, int], None] = lambda name, i, n: None
-) -> list[Record]:
+    s: ObjectiveSettings, path: Path, *, jobs: int, on_unit: Callable[[str, int], None] = lambda name, done: None
+) -> Kept:
     """Makes the runs that the file `path` lacks, `jobs` units at once, and appends each unit's runs to it.
 
     Raises:
       ValueError: the file has runs with other settings.
     """
-    head = json.loads(json.dumps({"settings": dataclasses.asdict(s)}))
+    settings = json.loads(json.dumps(dataclasses.asdict(s)))
+    path.parent.mkdir(parents=True, exist_ok=True)
     if not path.exists():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(head) + "\n", encoding="utf-8")
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
-    if lines[:1] != [head]:
+        write_atomically(path, json.dumps({"settings": settings}, ensure_ascii=False) + "\n")
+    text = path.read_text(encoding="utf-8")
+    if read(text).settings != settings:
         raise ValueError(f"the runs in {path} have other settings: choose another --out, or delete that file")
-    records = [record for line in lines[1:] for record in line["runs"]]
+    write_atomically(path, text[: text.rfind("\n") + 1])
+    made_with = {name: value for name, value in run_folder.made_with().items() if name != "command"}
+    runs = read(text).runs
     with _workers(jobs) as pool:
-        for stage in (scan_units(s), None):
-            wanted = units(s, best_rates(records)) if stage is None else stage
-            done = {record["unit"] for record in records}
-            missing = [unit for unit in wanted if unit.name not in done]
-            for i, (unit, found) in enumerate(_finished(pool, s.task, missing), 1):
+
+        def make(wanted: Sequence[Unit]) -> None:
+            done = {record["unit"] for record in runs}
+            for unit, found in _finished(pool, s.task, [unit for unit in wanted if unit.name not in done]):
                 with path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"runs": found}, ensure_ascii=False) + "\n")
-                records += found
-                on_unit(unit.name, i, len(missing))
-    return records
+                    file.write(json.dumps({"runs": found, "made_with": made_with}, ensure_ascii=False) + "\n")
+                runs.extend(found)
+                on_unit(unit.name, len({record["unit"] for record in runs}))
+
+        for name in s.experiments:
+            make(scan_units(s, name))
+            make(units(s, name, best_rates(runs)))
+    return read(path.read_text(encoding="utf-8"))
 
 
 def _workers(jobs: int) -> concurrent.futures.ProcessPoolExecutor:

@@ -48,7 +48,7 @@ def _exact(
             "reward": found["reward"],
             "right": here @ verifier.right(prompts, completions),
             "mass": there @ rewards,
-            **_optimum(there @ rewards, kl_coef),
+            **optimum(there @ rewards, kl_coef),
             "kl": found["kl"],
             "kl_from_ref": s.tree.kl(ref, policy),
             "regret": found["regret_reverse"],
@@ -81,7 +81,7 @@ def _sampled(
     mass, _, kl_from_ref = sample(reference, params, theirs)
     regularized = reward - kl_coef * kl
     share = jnp.mean(mass, axis=1)  # f32[P]; rewards are 0 or 1
-    best, growth = _optimum(share, kl_coef), jnp.expm1(1 / kl_coef)
+    best, growth = optimum(share, kl_coef), jnp.expm1(1 / kl_coef)
     slope = kl_coef * growth / (1 + share * growth)  # of J* in the share, for its standard error
     return {
         "reward": jnp.mean(reward),
@@ -97,7 +97,7 @@ def _sampled(
     }
 
 
-def _optimum(share: jax.Array, kl_coef: jax.Array) -> Outcome:
+def optimum(share: jax.Array, kl_coef: jax.Array) -> Outcome:
     """Of π* ∝ π_ref exp(R/β), where completions of probability `share` under π_ref have reward 1 and others 0.
 
     J* = β log(1 + share (exp(1/β) − 1)) = E[R] − β KL(π*‖π_ref).

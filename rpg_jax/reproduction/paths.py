@@ -33,7 +33,7 @@ class PathSettings:
     Attributes:
       symbols: V, the vocabulary of prompts and completions; each symbol is a prompt.
       length: T, tokens of a completion.
-      mass: most of the reference's probability that right completions may have; a graph forbids as few steps as it can.
+      mass: the reference's probability of right completions comes as close to it as the graphs allow.
       layers, width: of the model.
       groups: groups of an update, each of a random prompt.
       group: completions of a group.
@@ -98,8 +98,8 @@ class Verifier:
 def make_verifier(s: PathSettings, graphdef: Any, reference: Any, seed: int, *, wrong: bool = False) -> Verifier:
     """Draws the graphs: all steps but one are forbidden from some symbols, and few or none from others.
 
-    Every prompt has a random order of its steps. The graph forbids the first of them, as many as it takes until right
-    completions have at most the probability `s.mass`, by `MASS_SAMPLES` completions of the reference.
+    Every prompt has a random order of its steps. The graph forbids the first of them: so many that the probability of
+    right completions is closest to `s.mass` in its logarithm, by `MASS_SAMPLES` completions of the reference.
     """
     rng, V = np.random.default_rng(seed), s.symbols
     place = np.full((V, V, V), V * V)  # the place of a step in its prompt's order; one step from each symbol has none
@@ -110,8 +110,8 @@ def make_verifier(s: PathSettings, graphdef: Any, reference: Any, seed: int, *, 
     drawn = jax.jit(draw, static_argnums=(0, 3))(graphdef, reference, prompts, s.length, jax.random.key(seed))[0]
     completions = np.asarray(drawn)
     first = place[prompts, completions[:, :-1], completions[:, 1:]].min(axis=1).reshape(V, -1)
-    most = V * (V - 1)
-    forbidden = [next((n for n in range(most) if np.mean(x >= n) <= s.mass), most) for x in first]
+    masses = [[np.mean(of_prompt >= n) for n in range(V * (V - 1) + 1)] for of_prompt in first]
+    forbidden = [min(range(len(x)), key=lambda n: abs(np.log(max(x[n], 1e-9) / s.mass))) for x in masses]
     allowed = place >= np.asarray(forbidden)[:, None, None]
     return Verifier(jnp.asarray(allowed), jnp.asarray(wrong))
 
