@@ -19,15 +19,14 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rpg_jax.reproduction import exact_tables, objective_table, run_tables
-from rpg_jax.reproduction.options import asked, data_file
+from rpg_jax.reproduction import exact_tables, run_tables
+from rpg_jax.reproduction.options import OBJECTIVE, asked, data_file, objective
 from rpg_jax.reproduction.table import SMALL_CONFIG
 from rpg_jax.reproduction.tables import TABLES
 from rpg_jax.runs import cli
 
 # Tables without training runs: (folder, quick) -> page.
 LABORATORIES = {"estimators": exact_tables.estimators, "completions": exact_tables.completions}
-OBJECTIVE = "objective"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,10 +44,10 @@ def carry_out(options: argparse.Namespace, extra: Sequence[str], command: str) -
     began = time.perf_counter()
     failed: dict[str, Path] = {}
     try:
-        if options.table in LABORATORIES:
+        if options.table in LABORATORIES and not (options.sweep or options.from_data):
             page = LABORATORIES[options.table](options.out, options.quick)
         elif options.table == OBJECTIVE and not options.sweep:
-            page = _objective(options, extra)
+            page = objective(options, extra)
         elif options.from_data is not None:
             page = run_tables.page_from(data_file(options, extra), options.out)
         else:
@@ -60,15 +59,6 @@ def carry_out(options: argparse.Namespace, extra: Sequence[str], command: str) -
         print(f"{name} failed: {_last_line(log)} ({log})", file=sys.stderr)
     print(f"{page} in {time.perf_counter() - began:.0f} s")
     return 1 if failed else 0
-
-
-def _objective(options: argparse.Namespace, extra: Sequence[str]) -> Path:
-    if given := [f"--{name}" for name in ("methods", "seeds", "config", "rates") if getattr(options, name)] + [*extra]:
-        raise ValueError(f"the table {OBJECTIVE} has its own rows, seeds and settings: leave out {', '.join(given)}")
-    if options.from_data is not None:
-        data = run_tables.DATA / "objective.jsonl.gz" if options.from_data == Path() else options.from_data
-        return objective_table.page_from(data, options.out)
-    return objective_table.objective(options.out, options.quick, options.jobs or run_tables.cores())
 
 
 def _parser() -> cli.Parser:

@@ -36,7 +36,7 @@ class Mean:
 
 
 def cell_scores(run_dir: Path) -> CellScores:
-    """Scores of a run, as `scores_of` returns them."""
+    """Scores of a run. Last is Mean@k after the last step; Best, as the paper defines it, the largest Mean@k."""
     return scores_of(evaluations(run_dir))
 
 

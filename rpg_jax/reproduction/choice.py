@@ -60,8 +60,8 @@ def section(sweep: Results) -> list[str]:
     seeds = sorted({run.seed for run in sweep.runs})
     none = [group for group in scores(sweep) if group not in chosen]
     return [
-        "A cell is the mean training accuracy over the last third of the steps, in %, over the seeds "
-        f"{', '.join(map(str, seeds))}, ± half of a 95 % interval.\n"
+        "A cell is the mean training accuracy over the last third of the steps, in %, over the seed"
+        f"{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}, ± half of a 95 % interval.\n"
         "✓ marks the chosen cell of each row: the highest mean, of equal ones the first. A cell in which a run failed "
         "is not chosen.",
         markdown.table(["", *combinations], lines, numbers=range(1, 1 + len(combinations))),

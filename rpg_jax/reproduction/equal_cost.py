@@ -33,9 +33,9 @@ COSTS = (
         "seconds",
         Run.seconds,
         "seconds",
-        "Seconds are the wall time of training steps without compilation, evaluations and checkpoints. They hold for "
-        "this machine and this program: runs that share a machine slow each other, and noise of some percent moves a "
-        "row by a step.",
+        "Seconds are the wall time of training steps, without evaluations and checkpoints; a step that compiled counts "
+        "as the run's median step. They hold for this machine and this program: runs and other work that share the "
+        "machine slow each other, so a difference of some percent between rows need not be theirs.",
     ),
 )
 
@@ -56,7 +56,7 @@ def sections(table: Table, rows: Rows) -> list[str]:
         "Accuracy while training is the mean over the last third of the steps up to that step; other scores are Mean@k "
         "of the last evaluation up to that step. All are in %.\n"
         "Differences (Δ) are paired by seed, in points; one in *italics* has a 95 % interval that excludes 0. "
-        "Neither comparison is the fair one: they answer different questions.",
+        "None of these comparisons is the fair one: each answers a question of its own.",
         _overview(table, ended, budgets),
     ]
     for cost in unequal:

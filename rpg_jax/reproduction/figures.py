@@ -89,14 +89,14 @@ def draw_pass_at_k(table: Table, scores: Scores, runs: Sequence[Run]) -> bytes |
     return plots.png(figure)
 
 
-def draw_values(sweep: Results | None, shown: Sequence[str]) -> bytes | None:
+def draw_values(sweep: Results, shown: Sequence[str]) -> bytes | None:
     """PNG: late training accuracy by the value of the one number that a sweep changes; mean and range over seeds.
 
     A line for each row, or for the rows `shown` if there are more than colours. None if the sweep changes no number or
     several fields.
     """
-    fields = {field for _, values in sweep.table.swept.values() for field in values} if sweep else set()
-    if sweep is None or len(fields) != 1:
+    fields = {field for _, values in sweep.table.swept.values() for field in values}
+    if len(fields) != 1:
         return None
     field, chosen = fields.pop(), choice.best(sweep)
     x = {row: values[field] for row, (_, values) in sweep.table.swept.items()}
@@ -120,7 +120,7 @@ def draw_values(sweep: Results | None, shown: Sequence[str]) -> bytes | None:
         ax.set_xscale("log")
         ax.set_xticks(sorted(set(numbers)), [run_names.shown(value) for value in sorted(set(numbers))])
         ax.set_xticks([], minor=True)
-    _label(ax, "Training accuracy, % (filled: chosen)", field)
+    _label(ax, "Training accuracy over the last third, % (filled: chosen)", field)
     handles, labels = ax.get_legend_handles_labels()
     if len(labels) > 1:
         figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=8)

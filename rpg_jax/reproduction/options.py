@@ -4,11 +4,13 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from rpg_jax.reproduction import run_tables
+from rpg_jax.reproduction import objective_table, run_tables
 from rpg_jax.reproduction.run_tables import Job
 from rpg_jax.reproduction.sweep import sweep_table
 from rpg_jax.reproduction.table import SMALL_CONFIG, Table
 from rpg_jax.reproduction.tables import TABLES
+
+OBJECTIVE = "objective"  # the table whose runs are no training runs, but which keeps their numbers
 
 
 def asked(options: argparse.Namespace, extra: Sequence[str], command: str) -> tuple[str, Table, Job]:
@@ -59,6 +61,20 @@ def data_file(options: argparse.Namespace, extra: Sequence[str]) -> Path:
     if not options.table:
         raise ValueError("--from-data needs --table, or a file as --from-data=NAME.json.gz")
     return run_tables.DATA / f"{options.table}.json.gz"
+
+
+def objective(options: argparse.Namespace, extra: Sequence[str]) -> Path:
+    """Makes the table `OBJECTIVE`, by runs or from data; returns its page.
+
+    Raises:
+      ValueError: an option that this table does not take.
+    """
+    if given := [f"--{name}" for name in ("methods", "seeds", "config", "rates") if getattr(options, name)] + [*extra]:
+        raise ValueError(f"the table {OBJECTIVE} has its own rows, seeds and settings: leave out {', '.join(given)}")
+    if options.from_data is not None:
+        data = run_tables.DATA / "objective.jsonl.gz" if options.from_data == Path() else options.from_data
+        return objective_table.page_from(data, options.out)
+    return objective_table.objective(options.out, options.quick, options.jobs or run_tables.cores())
 
 
 def seeds(text: str | None) -> list[int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import statistics
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -80,8 +81,14 @@ class Run:
         return [record["updates"] for record in self.trained]
 
     def seconds(self) -> list[float]:
-        """Wall seconds in steps up to the end of each step, without compilation, evaluation and checkpoints."""
-        own = (r.get("seconds", math.nan) - (r.get("time/compiling") or 0.0) for r in self.trained)
+        """Wall seconds in steps up to the end of each step, without evaluations and checkpoints.
+
+        A step that compiled counts as the median step that did not: what it compiled may have been kept from an
+        earlier run. nan without such a step.
+        """
+        usual = [record["seconds"] for record in self.trained if not record.get("time/compiling")]
+        median = statistics.median(usual) if usual else math.nan
+        own = (median if record.get("time/compiling") else record["seconds"] for record in self.trained)
         return list(itertools.accumulate(own))
 
     def brief(self, columns: Collection[str]) -> Run:

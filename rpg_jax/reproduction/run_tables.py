@@ -126,7 +126,8 @@ def _scan(name: str, table: Table, job: Job) -> tuple[Results | None, dict[str, 
 
 def _about(job: Job) -> tuple[str, str, tuple[str, ...]]:
     """Command, hardware and overrides of a table's runs."""
-    return job.command, f"{job.jobs} at once on {cores()} CPU cores ({platform.machine()})", tuple(job.extra)
+    hardware = f"{job.jobs} at once on {cores()} CPU core{'s' * (cores() > 1)} ({platform.machine()})"
+    return job.command, hardware, tuple(job.extra)
 
 
 def _check_seeds(chosen_with: Collection[int], reported: Collection[int]) -> None:

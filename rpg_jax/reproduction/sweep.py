@@ -16,13 +16,15 @@ def sweep_table(config: str, methods: Sequence[str], sweeps: Sequence[str]) -> t
 
     Raises:
       ValueError: an unknown field or method (with the nearest one), a value that the field does not take, a field or a
-        value that is given twice.
+        value that is given twice, a field that tells runs apart anyway.
     """
     fields: dict[str, list[Any]] = {}
     for text in sweeps:
         field, separator, values = text.removeprefix("--config.").partition("=")
         if not separator or not all(value.strip() for value in values.split(",")):
             raise ValueError(f"--sweep {text!r}: write FIELD=VALUE,VALUE, as in optimizer.learning_rate=1e-4,3e-4")
+        if field == "seed" or field.startswith("run."):
+            raise ValueError(f"--sweep {field}: --seeds and --out give every run its seed and its folder")
         if field in fields:
             raise ValueError(f"--sweep {field} is there twice: give all its values at once, separated by commas")
         fields[field] = [_typed(config, field, value.strip()) for value in values.split(",")]

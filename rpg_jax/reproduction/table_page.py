@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 from rpg_jax.report import markdown
-from rpg_jax.report.seeds import QUANTITIES, Mean, mean, paired_difference, ranks
+from rpg_jax.report.seeds import QUANTITIES, SEEDS_TO_RANK, Mean, mean, paired_difference, ranks
 from rpg_jax.reproduction import choice, equal_cost, figures, origin
 from rpg_jax.reproduction.figures import PAPER, Scores, held_out_sets
 from rpg_jax.reproduction.results import Results
@@ -16,7 +16,6 @@ from rpg_jax.runs import run_names
 from rpg_jax.storage import write_atomically
 
 HEADS = {"last": "Last", "best": "Best", "pass": "pass@k"}
-SEEDS_TO_MARK = 3  # fewer seeds say nothing about the best row
 
 
 def write_page(results: Results, folder: Path) -> Path:
@@ -41,17 +40,15 @@ def write_page(results: Results, folder: Path) -> Path:
     parts += ["## Differences", *_differences(table, scores)]
     parts += ["## While training", *training_table(table, rows)]
     parts += ["## At equal updates, completions and seconds", *equal] if equal else []
-    parts += _chosen(results)
     folder.mkdir(parents=True, exist_ok=True)
-    for caption, file, image in (
-        ("Last by row", f"{name}.png", figures.draw_scores(table, scores)),
-        ("pass@k", f"{name}-pass.png", figures.draw_pass_at_k(table, scores, results.runs)),
-        ("Training dynamics", f"{name}-dynamics.png", figures.draw_dynamics(table, scores, results.runs)),
-        ("Training accuracy by value", f"{name}-values.png", figures.draw_values(_sweep(results), table.shown)),
-    ):
-        if image is not None:
-            write_atomically(folder / file, image)
-            parts.append(f"![{caption}]({file})")
+    parts += _figure("Last by row", folder / f"{name}.png", figures.draw_scores(table, scores))
+    parts += _figure("pass@k", folder / f"{name}-pass.png", figures.draw_pass_at_k(table, scores, results.runs))
+    dynamics = figures.draw_dynamics(table, scores, results.runs)
+    parts += _figure("Training dynamics", folder / f"{name}-dynamics.png", dynamics)
+    if sweep := results if table.swept else results.scan:  # the runs that values are chosen from
+        parts += ["## Learning rates" if results.scan else "## Best value of each method", *choice.section(sweep)]
+        values = figures.draw_values(sweep, table.shown)
+        parts += _figure("Training accuracy by value", folder / f"{name}-values.png", values)
     parts += origin.code_of_rows(results)
     parts += ["## The paper's own numbers"] if table.published else []
     parts += [part for published in table.published for part in paper_table(published)]
@@ -69,17 +66,12 @@ def _in_words_of_today(results: Results) -> Table:
     return dataclasses.replace(TABLES[results.name], rows=results.table.rows, config=results.table.config)
 
 
-def _sweep(results: Results) -> Results | None:
-    """The runs that values are chosen from: the scan of a table, or a sweep itself."""
-    return results if results.table.swept else results.scan
-
-
-def _chosen(results: Results) -> list[str]:
-    sweep = _sweep(results)
-    if sweep is None:
+def _figure(caption: str, file: Path, image: bytes | None) -> list[str]:
+    """Writes a figure, if there is one; returns its place on the page."""
+    if image is None:
         return []
-    title = "## Learning rates" if results.scan else "## Best value of each method"
-    return [title, *choice.section(sweep)]
+    write_atomically(file, image)
+    return [f"![{caption}]({file.name})"]
 
 
 def _explanation(table: Table, results: Results, scores: Scores, *, unequal: bool) -> str:
@@ -96,7 +88,7 @@ def _explanation(table: Table, results: Results, scores: Scores, *, unequal: boo
             "</u> underlined. Neither means that a difference is real: see the next table."
         )
     else:
-        lines.append(f"No value is marked as the highest: that takes {SEEDS_TO_MARK} seeds of every row.")
+        lines.append(f"No value is marked as the highest: that takes {SEEDS_TO_RANK} seeds of every row.")
     if unequal:
         lines.append(
             "**All rows have taken equally many steps, but not all have spent the same**: "
@@ -119,7 +111,7 @@ def _learning_rates(results: Results) -> str:
 
 
 def _marks(scores: Scores) -> bool:
-    return min(map(len, scores.values())) >= SEEDS_TO_MARK
+    return min(map(len, scores.values())) >= SEEDS_TO_RANK
 
 
 def score_table(scores: Scores) -> str:

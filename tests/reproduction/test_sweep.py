@@ -47,6 +47,7 @@ def test_a_sweep_is_the_table_of_every_combination():
         (["task.digits=1,12"], "task.digits=12: From 1 to 9."),
         (["train.steps=1", "--methods=GRP0"], "method='GRP0': did you mean 'GRPO'?"),
         (["train.updates_per_step=1,7"], "updates 7: rollout.prompts_per_step=64 must be a multiple of"),
+        (["seed=1,2"], "--sweep seed: --seeds and --out give every run its seed"),
         (["train.steps=1", "--seeds=x"], "--seeds=x: give a number of seeds"),
         (["train.steps=1", "--table=small"], "give either --table or --sweep"),
     ],

@@ -132,22 +132,18 @@ def test_ranks_share_ties():
     assert seeds.ranks([0.5, 0.9, 0.9, 0.1]) == [2, 1, 1, 3]
 
 
-def test_the_page_marks_best_and_second_and_flags_the_impossible(tmp_path, leave_a_run):
+def test_the_page_marks_best_and_second_and_flags_the_impossible(tmp_path, leave_a_run, without_figures):
     cells = TABLES["small"].cells(range(3), ["DAPO", "GRPO", "RPG-URKL", "RLOO"])
     for cell, accuracy in zip(cells, (0.5, 0.4, 0.7, 0.1, 0.6, 0.5, 0.8, 0.1, 0.55, 0.45, 0.75, 0.1), strict=True):
         leave_a_run(tmp_path / "runs" / cell.name, accuracy)
-    page = write_page("small", cells, tmp_path)
-    text = page.read_text()
+    text = write_page("small", cells, tmp_path).read_text()
     assert "| RPG-URKL | **75.0** ± 12.4 | **76.0** ± 12.4" in text
     assert "| DAPO | <u>55.0</u> ± 12.4" in text
     assert "| RPG-URKL | *+20.0 ± 0.0* | *+20.0 ± 0.0* | DAPO |" in text
-    assert all(
-        (page.parent / f"small{suffix}").stat().st_size > 1000 for suffix in (".png", "-pass.png", "-dynamics.png")
-    )
     assert "| RPG-URKL | 75 ± 12 | 0.1 | 2 | 5 (every 16 updates) | 24 | *+20.0 ± 0.0* | DAPO |" in text
     assert "At equal" not in text
     assert "12 runs of 3 steps · k = 2 · commit unknown · unknown device" in text
-    assert text.count("![") == 3 and "table8_qwen2p5_7b_instruct" in text
+    assert "table8_qwen2p5_7b_instruct" in text
     assert "52.61 (!)" in "\n".join(table_page.paper_table("table3_qwen3_4b_8k"))
 
 
@@ -247,7 +243,7 @@ def test_a_cells_command_names_run_method_and_shared_folders(tmp_path):
 
 @pytest.mark.slow
 def test_a_table_of_real_runs_from_command_to_page(tmp_path, capsys):
-    arguments = ["--table=small", "--methods=DAPO,GRPO", "--seeds=1", f"--out={tmp_path}", "--"]
+    arguments = ["--table=small", "--methods=DAPO,GRPO", "--seeds=1", "--noscan", f"--out={tmp_path}", "--"]
     short = ["--config.train.steps=2", "--config.evaluation.k=2", "--config.warm_start.min_accuracy=0.0"]
     assert reproduce.main([*arguments, *short]) == 0
     text = (tmp_path / "small" / "small.md").read_text()

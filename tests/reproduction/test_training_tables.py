@@ -42,11 +42,14 @@ def test_rows_are_compared_where_they_have_spent_as_much_as_the_cheapest_in_all(
     assert "### At equal seconds" not in text, "steps of all rows take one second"
 
 
-def test_seconds_are_without_compilation_and_a_slow_row_gets_fewer_steps(equal):
+def test_a_slow_row_gets_fewer_steps_and_compilation_is_no_cost(equal, rows_of):
     fast = dict(accuracy=0.1, steps=6, of=6)
-    text = equal({("GRPO", 0): fast, ("DAPO", 0): fast | {"seconds": 5.0, "time/compiling": 3.0}})
+    text = equal({("GRPO", 0): fast, ("DAPO", 0): fast | {"seconds": 2.0}})
     assert "The cheapest row spends 6 seconds, the dearest 12 seconds." in text and "| DAPO | 3 |" in text
     assert "### At equal completions" not in text
+    run = rows_of({("RLOO", 0): fast})["RLOO"][0]
+    run.records[1] |= {"seconds": 50.0, "time/compiling": 70.0}  # it counts compilations since the process started
+    assert run.seconds() == [1, 2, 3, 4, 5, 6]
 
 
 def test_rows_that_differ_by_a_batch_or_have_not_ended_are_no_other_cost(equal):
