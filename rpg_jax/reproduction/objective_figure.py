@@ -2,8 +2,8 @@
 
 from rpg_jax.report import plots
 from rpg_jax.report.seeds import mean
-from rpg_jax.reproduction.objective import BASELINE, NO_KL
-from rpg_jax.reproduction.objective_records import Runs
+from rpg_jax.reproduction.path_experiments import BASELINE, NO_KL
+from rpg_jax.reproduction.path_records import Runs
 
 SHOWN = (BASELINE, "to-go, weight w: URKL", "per token: URKL", "per token (GRPO): k₃", "per token (REINFORCE++): k₁")
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 from rpg_jax.report import markdown
 from rpg_jax.report.seeds import Mean, mean, paired_difference
-from rpg_jax.reproduction.objective import BASELINE, ROWS, SCAN, Record
 from rpg_jax.reproduction.objective_figure import draw_frontier
-from rpg_jax.reproduction.objective_records import MIDDLE, Runs, Seeds, best_rates, own_regret
-from rpg_jax.reproduction.objective_runs import Kept
+from rpg_jax.reproduction.path_experiments import BASELINE, ROWS, SCAN, Record
+from rpg_jax.reproduction.path_records import MIDDLE, Runs, Seeds, best_rates, own_regret
+from rpg_jax.reproduction.path_runs import Kept
 from rpg_jax.storage import write_atomically
 
 

@@ -3,9 +3,9 @@
 import gzip
 from pathlib import Path
 
-from rpg_jax.reproduction import objective_page, objective_runs
+from rpg_jax.reproduction import objective_page, path_runs
 from rpg_jax.reproduction.bars import progress_bars
-from rpg_jax.reproduction.objective import BASELINE, Experiment, ObjectiveSettings, count_units
+from rpg_jax.reproduction.path_experiments import BASELINE, Experiment, ObjectiveSettings, count_units
 from rpg_jax.reproduction.paths import PathSettings
 from rpg_jax.storage import write_atomically
 
@@ -32,7 +32,7 @@ def objective(out: Path, quick: bool, jobs: int) -> Path:
             if not progress.console.is_terminal:
                 print(f"{done} of {count_units(settings)} units: {name}", flush=True)
 
-        objective_runs.run_objective(settings, out / "objective.jsonl", jobs=jobs, on_unit=on_unit)
+        path_runs.run_objective(settings, out / "objective.jsonl", jobs=jobs, on_unit=on_unit)
     data = out / "objective.jsonl.gz"
     write_atomically(data, packed((out / "objective.jsonl").read_bytes()))
     return page_from(data, out)
@@ -51,7 +51,7 @@ def page_from(data: Path, out: Path) -> Path:
     """
     try:
         text = gzip.decompress(data.read_bytes()).decode()
-        kept = objective_runs.read(text)
+        kept = path_runs.read(text)
     except (OSError, EOFError, KeyError, ValueError) as error:
         raise ValueError(f"{data} is not the data of the table objective: {error}") from error
     return objective_page.write_page(kept, out)

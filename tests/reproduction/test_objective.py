@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from rpg_jax import reproduce
-from rpg_jax.reproduction import objective_runs, objective_table, path_outcomes, paths
-from rpg_jax.reproduction.objective import BASELINE, EXPERIMENTS, ROWS, SCAN, ObjectiveSettings, count_units
-from rpg_jax.reproduction.objective_records import Runs, best_rates
+from rpg_jax.reproduction import objective_table, path_outcomes, path_runs, paths
+from rpg_jax.reproduction.path_experiments import BASELINE, EXPERIMENTS, ROWS, SCAN, ObjectiveSettings, count_units
+from rpg_jax.reproduction.path_records import Runs, best_rates
 from rpg_jax.reproduction.paths import PathSettings, Schedule, Verifier
 from rpg_jax.reproduction.scenes import reverse_kl_optimum
 
@@ -115,9 +115,9 @@ def test_each_row_takes_the_rate_of_the_least_regret_of_its_own_objective():
 
 def test_a_torn_line_is_dropped_and_other_settings_are_refused(tmp_path):
     path = kept(tmp_path)
-    assert len(objective_runs.read(path.read_text()).runs) == len(RECORDS)
+    assert len(path_runs.read(path.read_text()).runs) == len(RECORDS)
     with pytest.raises(ValueError, match="other settings: choose another --out"):
-        objective_runs.run_objective(ObjectiveSettings(seeds=(0,)), path, jobs=1)
+        path_runs.run_objective(ObjectiveSettings(seeds=(0,)), path, jobs=1)
 
 
 def test_the_page_has_paired_differences_and_comes_from_the_kept_runs_alone(tmp_path):

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rpg_jax.reproduction.objective import ROWS, SCAN, Record
+from rpg_jax.reproduction.path_experiments import ROWS, SCAN, Record
 
 MIDDLE = 0.1  # β where an experiment has one
 Seeds = dict[int, Record]  # {seed: run}

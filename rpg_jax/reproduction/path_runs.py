@@ -15,9 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from rpg_jax.reproduction.objective import NO_KL, ROWS, ObjectiveSettings, Record, Unit, scan_units, units
-from rpg_jax.reproduction.objective_records import best_rates
+from rpg_jax.reproduction.path_experiments import NO_KL, ROWS, ObjectiveSettings, Record, Unit, scan_units, units
 from rpg_jax.reproduction.path_outcomes import judge
+from rpg_jax.reproduction.path_records import best_rates
 from rpg_jax.reproduction.paths import PathSettings, make_verifier, start_of, train
 from rpg_jax.runs import run_folder
 from rpg_jax.storage import write_atomically
