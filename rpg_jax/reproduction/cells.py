@@ -125,10 +125,15 @@ class Worker:
             self._process.wait()
 
     def _start(self, log: Path) -> subprocess.Popen[bytes]:
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         with log.open("ab") as errors:
             process = subprocess.Popen(
-                WORKER, **pipes, stderr=errors, start_new_session=True, pass_fds=[self._lock], bufsize=0
+                WORKER,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+                pass_fds=[self._lock],
+                bufsize=0,
             )
         if self._place is not None:  # no preexec_fn: it can wait for ever for a lock that a thread held at the fork
             with contextlib.suppress(ProcessLookupError):
@@ -193,9 +198,7 @@ def run_cells(
                     cell = waiting.popleft()
                     worker.give(cell, arguments(cell, out, extra), _log(cell, out))
             time.sleep(POLL_SECONDS)
-            for worker in workers:
-                if (cell := worker.cell) is None:
-                    continue
+            for worker, cell in [(w, w.cell) for w in workers if w.cell is not None]:
                 code = worker.take()
                 progress[cell.name] = progress_of(cell, out)
                 if code:

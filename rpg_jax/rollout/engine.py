@@ -100,7 +100,9 @@ class QwenEngine:
         with self.weights.pinned() as params, self._scope():
             return {
                 "prefill": self._programs.prefill.lower(params, tokens, lengths),
-                "decode": self._programs.generate.lower(params, self._programs.state_shapes, np.int32(0), self.decoding.capacity),
+                "decode": self._programs.generate.lower(
+                    params, self._programs.state_shapes, np.int32(0), self.decoding.capacity
+                ),
             }
 
     def _scope(self) -> contextlib.AbstractContextManager:

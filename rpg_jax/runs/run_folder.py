@@ -73,9 +73,9 @@ def use_compilation_cache(config: ConfigDict) -> None:
     """
     if config.run.compilation_cache and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         jax.config.update("jax_compilation_cache_dir", config.run.compilation_cache)
-    if address := jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
-        if not storage.in_bucket(storage.absolute(address)):
-            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    address = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    if address and not storage.in_bucket(storage.absolute(address)):
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def open_run(config: ConfigDict, folder: storage.Folder) -> None:
