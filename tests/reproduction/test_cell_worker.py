@@ -11,8 +11,8 @@ WORKER = (sys.executable, "-m", "rpg_jax.reproduction.cell_worker")
 def order(folder, seed, *more):
     name = f"{folder}/seed{seed}"
     settings = f"--config.seed={seed}", f"--config.run.dir={folder}", f"--config.run.name=seed{seed}"
-    warm = f"--config.warm_start.dir={folder.parent}/warm_starts"
-    return {"arguments": [*SHORT, *settings, warm, *more], "log": f"{name}.log"}
+    shared = [f"--config.{field}={folder.parent}/shared" for field in ("warm_start.dir", "run.compilation_cache")]
+    return {"arguments": [*SHORT, *settings, *shared, *more], "log": f"{name}.log"}
 
 
 def last_line(file):
