@@ -1,10 +1,14 @@
-"""Runs the cells of a table as training processes, several at once. An interrupted table continues where it was."""
+"""Runs the cells of a table, several at once. An interrupted table continues where it was.
+
+Each core has a process that trains one cell after another (`cell_worker`).
+"""
 
 import collections
 import contextlib
 import fcntl
 import json
 import os
+import select
 import shlex
 import signal
 import subprocess
@@ -18,13 +22,14 @@ from rpg_jax.reproduction.table import Cell
 from rpg_jax.storage import write_atomically
 
 POLL_SECONDS = 0.5
+WORKER = (sys.executable, "-m", "rpg_jax.reproduction.cell_worker")
 _ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def command(cell: Cell, out: Path, extra: Sequence[str]) -> list[str]:
-    """The training command of a cell; the same command resumes it."""
+def arguments(cell: Cell, out: Path, extra: Sequence[str]) -> list[str]:
+    """The arguments of `rpg_jax.train` for a cell; the same ones resume it."""
     return [
-        *(sys.executable, "-m", "rpg_jax.train", f"--config={cell.config}", f"--config.seed={cell.seed}"),
+        *(f"--config={cell.config}", f"--config.seed={cell.seed}"),
         *(f"--config.run.dir={out / 'runs'}", f"--config.run.name={cell.name}"),
         *(f"--config.warm_start.dir={out / 'warm_starts'}", f"--config.run.compilation_cache={out / 'compiled'}"),
         *cell.overrides,
@@ -75,26 +80,88 @@ def _alone_in(out: Path) -> Iterator[int]:
         yield file.fileno()
 
 
-@contextlib.contextmanager
-def _runs() -> Iterator[tuple[dict[int, tuple[Cell, subprocess.Popen]], list[int]]]:
-    """Yields the runs at work by place, 0 ... jobs - 1, and the signals heard so far; ends the runs when it ends.
+class Worker:
+    """A process that trains cells one after another on one core, if the platform allows it.
 
-    The handlers only note a signal. If a handler raised between the start of a run and its entry here, nothing would
-    end that run.
+    Args:
+      place: of the core among those that this process may use; None leaves the choice to the system.
+      lock: a descriptor that the process inherits.
     """
-    running: dict[int, tuple[Cell, subprocess.Popen]] = {}
+
+    def __init__(self, place: int | None, lock: int):
+        self.cell: Cell | None = None
+        self._place, self._lock = place, lock
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def give(self, cell: Cell, arguments: Sequence[str], log: Path) -> None:
+        """Starts a cell; its output goes to `log`."""
+        self.cell = cell
+        if self._process is None or self._process.poll() is not None:
+            self._process = self._start(log)
+        assert self._process.stdin is not None
+        order = json.dumps({"arguments": list(arguments), "log": str(log)})
+        with contextlib.suppress(BrokenPipeError):  # it has just ended: `take` tells
+            self._process.stdin.write(order.encode() + b"\n")
+            self._process.stdin.flush()
+
+    def take(self) -> int | None:
+        """The exit code of the cell, once, when it has ended; None before that."""
+        process = self._process
+        assert process is not None and process.stdout is not None
+        code = process.poll()  # before the look: an answer that is written later is seen the next time
+        answered = select.select([process.stdout], [], [], 0)[0] and process.stdout.readline()
+        if not answered and code is None:
+            return None
+        self.cell = None
+        return 0 if answered else code or 1
+
+    def terminate(self) -> None:
+        """Ends the process; a cell in progress finishes its step and saves first."""
+        if self._process is not None:
+            self._process.terminate()
+
+    def wait(self) -> None:
+        if self._process is not None:
+            self._process.wait()
+
+    def _start(self, log: Path) -> subprocess.Popen[bytes]:
+        with log.open("ab") as errors:
+            process = subprocess.Popen(
+                WORKER,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+                pass_fds=[self._lock],
+                bufsize=0,
+            )
+        if self._place is not None:  # no preexec_fn: it can wait for ever for a lock that a thread held at the fork
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(process.pid, {sorted(os.sched_getaffinity(0))[self._place]})
+        return process
+
+
+@contextlib.contextmanager
+def _workers(jobs: int, lock: int) -> Iterator[tuple[list[Worker], list[int]]]:
+    """Yields the workers and the signals heard so far; ends the workers when it ends.
+
+    The handlers only note a signal. If a handler raised between the start of a process and its entry in a worker,
+    nothing would end that process.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else 0
+    workers = [Worker(place if 1 < jobs <= cores else None, lock) for place in range(jobs)]
     heard: list[int] = []
     asking = [number for number in _ENDS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores one
     previous = {number: signal.signal(number, lambda number, _: heard.append(number)) for number in asking}
     try:
-        yield running, heard
+        yield workers, heard
     finally:
-        for _, process in running.values():
-            process.terminate()
+        for worker in workers:
+            worker.terminate()
         for number, handler in previous.items():  # a second signal ends the wait below
             signal.signal(number, handler)
-        for _, process in running.values():
-            process.wait()
+        for worker in workers:
+            worker.wait()
     if heard:
         raise KeyboardInterrupt if heard[0] == signal.SIGINT else SystemExit(128 + heard[0])
 
@@ -111,52 +178,38 @@ def run_cells(
 
     In a new folder the first cell runs alone: it makes the warm start and the compiled programs that all cells share.
     If it fails, no other cell starts. If the platform allows it, each process keeps to one core, so that runs do not
-    disturb each other. Ctrl-C, SIGTERM and a closed terminal stop the runs after their steps in progress; the same call
-    continues them.
+    disturb each other. A cell that fails ends its process, and the next cell gets a new one. Ctrl-C, SIGTERM and a
+    closed terminal stop the runs after their steps in progress; the same call continues them.
 
     Raises:
       ValueError: `out` has runs with other overrides than `extra`, or another command is at work in it.
       KeyboardInterrupt, SystemExit: a signal stopped the runs.
     """
     claim(out, extra)
-    with _alone_in(out) as lock, _runs() as (running, heard):
+    with _alone_in(out) as lock, _workers(jobs, lock) as (workers, heard):
         (out / "logs").mkdir(parents=True, exist_ok=True)
         progress = {cell.name: progress_of(cell, out) for cell in cells}
         waiting = collections.deque(cell for cell in cells if not progress[cell.name][1])
         alone = not any((out / "warm_starts").glob("*"))
         failed: dict[str, Path] = {}
-        while (waiting or running) and not heard:
-            for place in range(1 if alone else jobs):
-                if waiting and place not in running:
+        while (waiting or any(w.cell for w in workers)) and not heard:
+            for worker in workers[: 1 if alone else jobs]:
+                if waiting and worker.cell is None:
                     cell = waiting.popleft()
-                    running[place] = cell, _start(command(cell, out, extra), _log(cell, out), place, jobs, lock)
+                    worker.give(cell, arguments(cell, out, extra), _log(cell, out))
             time.sleep(POLL_SECONDS)
-            for place, (cell, process) in list(running.items()):
-                ended = process.poll() is not None
+            for worker, cell in [(w, w.cell) for w in workers if w.cell is not None]:
+                code = worker.take()
                 progress[cell.name] = progress_of(cell, out)
-                if ended:
-                    del running[place]
-                    if process.returncode != 0:
-                        failed[str(cell)] = _log(cell, out)
-                        if alone:
-                            waiting.clear()
-                    alone = False
+                if code:
+                    failed[str(cell)] = _log(cell, out)
+                    if alone:
+                        waiting.clear()
+                alone = alone and code is None
             steps, ends = zip(*progress.values(), strict=True)
-            on_progress(sum(steps), sum(ends), [str(c) for c, _ in running.values()])
+            on_progress(sum(steps), sum(ends), [str(w.cell) for w in workers if w.cell])
     return failed
 
 
 def _log(cell: Cell, out: Path) -> Path:
     return out / "logs" / f"{cell.name}.log"
-
-
-def _start(arguments: list[str], log: Path, place: int, jobs: int, lock: int) -> subprocess.Popen:
-    with log.open("ab") as file:
-        process = subprocess.Popen(
-            arguments, stdout=file, stderr=subprocess.STDOUT, start_new_session=True, pass_fds=[lock]
-        )
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
-    if 1 < jobs <= len(cores):  # no preexec_fn: it can wait for ever for a lock that a thread held at the fork
-        with contextlib.suppress(ProcessLookupError):
-            os.sched_setaffinity(process.pid, {cores[place]})
-    return process

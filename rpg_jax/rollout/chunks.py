@@ -27,6 +27,7 @@ class Row:
       emitted: number of tokens drawn so far, as the scheduling thread knows it.
       channel: a driver with threads reports this row here; None for other drivers.
       cancelled: the caller no longer wants it; its slot is freed at the next dispatch.
+      made: its completion, once it has ended.
     """
 
     prompt_row: int
@@ -40,6 +41,7 @@ class Row:
     emitted: int = 0
     channel: Any = None
     cancelled: bool = False
+    made: Completion | None = None
 
     def extend(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         self.tokens.append(tokens)
@@ -47,11 +49,15 @@ class Row:
 
     def completion(self) -> Completion:
         """The completion of a row that has ended."""
-        versions = np.repeat(*np.array(self.spans, np.int32).T)
-        tokens, logprobs = np.concatenate(self.tokens), np.concatenate(self.logprobs)
-        stopped = int(tokens[-1]) in self.sampling.stop_token_ids
-        mixed = versions if (versions != versions[0]).any() else None
-        return Completion(tokens, logprobs, "stop" if stopped else "length", int(versions[0]), mixed)
+        if self.made is None:
+            tokens, logprobs = np.concatenate(self.tokens), np.concatenate(self.logprobs)
+            drawn = [span for span in self.spans if span[1]]
+            version, mixed = drawn[0][0], None
+            if any(other != version for other, _ in drawn):
+                mixed = np.repeat(*np.array(drawn, np.int32).T)
+            stopped = int(tokens[-1]) in self.sampling.stop_token_ids
+            self.made = Completion(tokens, logprobs, "stop" if stopped else "length", version, mixed)
+        return self.made
 
 
 @dataclasses.dataclass(eq=False, slots=True)

@@ -7,9 +7,9 @@ slots.
 
 import contextlib
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,35 +40,24 @@ class QwenEngine:
         with weights.pinned() as params, self._scope():
             module = nnx.merge(graphdef, params)
             dtype, self._ragged = module.compute_dtype, module.decode_attention == "ragged"
-        int8, mesh = decoding.int8_kv, decoding.mesh
-        empty = functools.partial(DecodeState.empty, config, decoding.slots, decoding.capacity, dtype, int8_kv=int8)
-        state, drawn, shapes = None, None, jax.eval_shape(empty)
-        if mesh is not None:
-            state = parallel.shardings(DecodeState.logical_axes(int8_kv=int8), shapes, mesh, decoding.rules)
-            drawn = jax.NamedSharding(mesh, jax.P())
-            shapes = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, state)
-        self._state_shapes = shapes
-        self._init = jax.jit(empty, out_shardings=state)
-        self._prefill = jax.jit(functools.partial(_prefill_prompts, graphdef))
-        self._insert = jax.jit(DecodeState.insert, donate_argnums=0, out_shardings=state)
-        self._stop = jax.jit(DecodeState.stop, donate_argnums=0, out_shardings=state)
-        generate = functools.partial(_decode_steps, graphdef, decoding.steps_per_dispatch)
-        self._generate = jax.jit(generate, donate_argnums=1, static_argnums=3, out_shardings=(state, drawn))
+        rules, int8 = tuple(decoding.rules.items()), decoding.int8_kv
+        sizes = decoding.slots, decoding.capacity, decoding.steps_per_dispatch
+        self._programs = _make_programs(config, graphdef, *sizes, dtype, int8, decoding.mesh, rules)
 
     def init_decode_state(self) -> DecodeState:
         """All slots free."""
         with self.weights.lock, self._scope():
-            return self._init()
+            return self._programs.init()
 
     def prefill(self, *, tokens: np.ndarray, lengths: np.ndarray) -> Prefix:
         """Prefills right-padded prompts i32[P, T] of `lengths` i32[P] in one forward pass."""
         with self.weights.pinned() as params, self._scope():
-            return self._prefill(params, tokens, lengths)
+            return self._programs.prefill(params, tokens, lengths)
 
     def insert(self, prefix: Prefix, state: DecodeState, rows: Insertions) -> DecodeState:
         """Copies rows of `prefix` into slots and starts them. The state is donated."""
         with self.weights.lock, self._scope():
-            return self._insert(state, prefix, rows)
+            return self._programs.insert(state, prefix, rows)
 
     def generate(
         self, state: DecodeState, *, floor: int = 0, attend_length: int | None = None
@@ -84,14 +73,14 @@ class QwenEngine:
         if attend_length is not None and not self._ragged:  # the ragged kernel reads only what each slot has filled
             attend = attention_bucket(attend_length, capacity)
         with self.weights.pinned() as params, self._scope():
-            return self._generate(params, state, np.int32(floor), attend)
+            return self._programs.generate(params, state, np.int32(floor), attend)
 
     def release(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
         """Ends the completions in `slots`, which their caller has cancelled. The state is donated."""
         mask = np.zeros(self.decoding.slots, bool)
         mask[slots] = True
         with self.weights.lock, self._scope():
-            return self._stop(state, mask)
+            return self._programs.stop(state, mask)
 
     def fetch(self, drawn: Drawn) -> Drawn:
         """The result on the host, without the columns of steps that the dispatch did not take."""
@@ -110,14 +99,57 @@ class QwenEngine:
         lengths = jax.ShapeDtypeStruct((prompts,), jnp.int32, sharding=sharding)
         with self.weights.pinned() as params, self._scope():
             return {
-                "prefill": self._prefill.lower(params, tokens, lengths),
-                "decode": self._generate.lower(params, self._state_shapes, np.int32(0), self.decoding.capacity),
+                "prefill": self._programs.prefill.lower(params, tokens, lengths),
+                "decode": self._programs.generate.lower(
+                    params, self._programs.state_shapes, np.int32(0), self.decoding.capacity
+                ),
             }
 
     def _scope(self) -> contextlib.AbstractContextManager:
         """Activates the mesh and its rules, which belong to the thread that dispatches."""
         mesh, rules = self.decoding.mesh, self.decoding.rules
         return contextlib.nullcontext() if mesh is None else parallel.activate(mesh, rules)
+
+
+class _Programs(NamedTuple):
+    """The jitted programs of an engine, and the shapes of its state."""
+
+    init: Callable[..., DecodeState]
+    prefill: jax.stages.Wrapped
+    insert: jax.stages.Wrapped
+    stop: jax.stages.Wrapped
+    generate: jax.stages.Wrapped
+    state_shapes: DecodeState
+
+
+@functools.lru_cache(maxsize=8)
+def _make_programs(
+    config: QwenConfig,
+    graphdef: nnx.GraphDef,
+    slots: int,
+    capacity: int,
+    steps: int,
+    dtype: Any,
+    int8_kv: bool,
+    mesh: jax.sharding.Mesh | None,
+    rules: tuple[tuple[str, Any], ...],
+) -> _Programs:
+    """The same programs for equal arguments: several engines of a process trace and compile them once."""
+    empty = functools.partial(DecodeState.empty, config, slots, capacity, dtype, int8_kv=int8_kv)
+    state, drawn, shapes = None, None, jax.eval_shape(empty)
+    if mesh is not None:
+        state = parallel.shardings(DecodeState.logical_axes(int8_kv=int8_kv), shapes, mesh, dict(rules))
+        drawn = jax.NamedSharding(mesh, jax.P())
+        shapes = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, state)
+    generate = functools.partial(_decode_steps, graphdef, steps)
+    return _Programs(
+        init=jax.jit(empty, out_shardings=state),
+        prefill=jax.jit(functools.partial(_prefill_prompts, graphdef)),
+        insert=jax.jit(DecodeState.insert, donate_argnums=0, out_shardings=state),
+        stop=jax.jit(DecodeState.stop, donate_argnums=0, out_shardings=state),
+        generate=jax.jit(generate, donate_argnums=1, static_argnums=3, out_shardings=(state, drawn)),
+        state_shapes=shapes,
+    )
 
 
 def _prefill_prompts(graphdef: nnx.GraphDef, params: Any, tokens: jax.Array, lengths: jax.Array) -> Prefix:

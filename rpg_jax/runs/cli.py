@@ -91,7 +91,7 @@ def run(command: Callable[[argparse.Namespace], int | None], parser: Parser, arg
       argv: the arguments; None: this process's.
     """
     if argv is None:
-        _prepare_process()
+        prepare_process()
     options = argparse.Namespace(debug=False)
     try:
         options = parser.read(sys.argv[1:] if argv is None else argv)
@@ -138,13 +138,28 @@ def keep_pages(pad_bytes: int = 1 << 27) -> bool:
     most pages to the system, and they fault in again, zeroed, at the next call: a third of the time of a small step.
     Call this before JAX starts its threads. Without glibc it does nothing.
     """
+    return _mallopt(-2, pad_bytes)  # M_TOP_PAD of glibc's malloc.h
+
+
+def keep_buffers() -> bool:
+    """Makes glibc keep freed buffers of any size for the next program; returns whether it could.
+
+    A buffer that does not fit into the free memory would otherwise be mapped for one call and unmapped after it. The
+    process keeps its peak of memory. So call this where programs run on the CPU, and no copies of large models do.
+    """
+    never = (1 << 31) - 1
+    return _mallopt(-4, 0) and _mallopt(-1, never)  # M_MMAP_MAX, M_TRIM_THRESHOLD
+
+
+def _mallopt(parameter: int, value: int) -> bool:
     try:
-        return bool(ctypes.CDLL("libc.so.6").mallopt(-2, pad_bytes))  # M_TOP_PAD of glibc's malloc.h
+        return bool(ctypes.CDLL("libc.so.6").mallopt(parameter, value))
     except (OSError, AttributeError):
         return False
 
 
-def _prepare_process() -> None:
+def prepare_process() -> None:
+    """Settings of a process that runs commands: memory, stacks of crashes, flags and logs of libraries."""
     keep_pages()
     with contextlib.suppress(OSError, RuntimeError, ValueError):  # stderr is no file
         faulthandler.enable()

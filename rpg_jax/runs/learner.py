@@ -9,7 +9,7 @@ from rpg_jax import losses
 from rpg_jax.runs.layout import Layout, abstract_model
 from rpg_jax.runs.resolve import loss_arguments
 from rpg_jax.training.critic import Critic
-from rpg_jax.training.objective import Objective, policy_loss_fn
+from rpg_jax.training.objective import Objective, mean_fn, policy_loss_fn
 from rpg_jax.training.optimizer import Optimizer, make_optimizer
 from rpg_jax.training.state import TrainState, abstract, create_state, state_shapes, state_shardings
 from rpg_jax.training.step import Programs, make_programs
@@ -74,7 +74,7 @@ def policy_objective(config: ConfigDict, critic: Critic | None = None) -> Object
     c, (name, hyperparameters) = config.loss, loss_arguments(config)
     return Objective(
         policy_loss_fn(name, **hyperparameters),
-        mean=lambda values, batch: losses.aggregate(values, batch, c.aggregate, c.constant_length),
+        mean=mean_fn(c.aggregate, c.constant_length),
         entropy_coef=c.entropy_coef,
         critic=critic,
     )

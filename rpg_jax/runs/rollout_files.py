@@ -14,6 +14,7 @@ A file holds no pickles. It has P groups of G completions, N = P·G completions,
 """
 
 import dataclasses
+import functools
 import io
 import json
 from collections.abc import Callable, Sequence
@@ -43,8 +44,12 @@ CLIP_STATES = ("free", "clipped", "high", "low", "dual", "not trained")
 Numbers = Callable[[jax.Array, jax.Array, Batch], jax.Array]
 
 
+@functools.lru_cache(maxsize=128, typed=True)
 def token_numbers(loss: str, **hyperparameters: Any) -> Numbers:
-    """A jitted function of log-probs and entropy f32[B, C] and their batch; it returns `COLUMNS`, f32[B, C, K]."""
+    """A jitted function of log-probs and entropy f32[B, C] and their batch; it returns `COLUMNS`, f32[B, C, K].
+
+    Equal arguments give the same function, so that runs of one process compile it once.
+    """
 
     @jax.jit
     def numbers(logprobs: jax.Array, entropy: jax.Array, batch: Batch) -> jax.Array:

@@ -65,12 +65,15 @@ def opened(address: str) -> Iterator[storage.Folder]:
 def use_compilation_cache(config: ConfigDict) -> None:
     """Keeps compiled programs between runs, in JAX_COMPILATION_CACHE_DIR or else in `run.compilation_cache`.
 
+    In a local folder it keeps small programs too: JAX by itself keeps those that compile for a second or more.
+
     Raises ValueError if that is neither a local path nor gs://BUCKET/FOLDER.
     """
     if config.run.compilation_cache and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         jax.config.update("jax_compilation_cache_dir", config.run.compilation_cache)
-    if address := jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
-        storage.absolute(address)
+    address = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    if address and not storage.in_bucket(storage.absolute(address)):
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
 def open_run(config: ConfigDict, folder: storage.Folder) -> None:

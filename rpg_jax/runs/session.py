@@ -16,7 +16,7 @@ from rpg_jax.parallel import hosts
 from rpg_jax.report import curves, summary
 from rpg_jax.report.progress import Progress
 from rpg_jax.rollout import weights_checksum
-from rpg_jax.runs import processes, run_folder
+from rpg_jax.runs import cli, processes, run_folder
 from rpg_jax.runs.evaluation import HeldOut
 from rpg_jax.runs.experiment import (
     Experiment,
@@ -42,6 +42,8 @@ from rpg_jax.training.state import TrainState
 def run(config: ConfigDict) -> int:
     """Runs or resumes the training run of a resolved config to its last step; returns the exit code."""
     processes.check(config)
+    if processes.platform() == "cpu":
+        cli.keep_buffers()
     run_folder.use_compilation_cache(config)
     with run_folder.of(config) as folder:
         with hosts.first_alone("run folder"):

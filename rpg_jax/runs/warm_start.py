@@ -202,6 +202,6 @@ def cache_key(config: ConfigDict) -> str:
     """A name made of everything that a warm start depends on: model, task, tokenizer text, seed, its own settings."""
     parts = {"model": config.model.to_dict(), "task": config.task.to_dict(), "warm_start": config.warm_start.to_dict()}
     parts |= {"max_tokens": config.rollout.max_tokens, "evaluation": config.evaluation.to_dict()}
-    del parts["warm_start"]["dir"], parts["warm_start"]["max_tokens"]
+    del parts["warm_start"]["dir"], parts["warm_start"]["max_tokens"], parts["evaluation"]["every"]
     parts["model"].pop("remat")
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]

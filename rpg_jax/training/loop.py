@@ -108,8 +108,13 @@ def add_logprobs(a: Algorithm, batch: Packed, state: TrainState) -> tuple[Packed
     else:
         params = a.reference.params()
         ref = tuple(a.logprobs(params, b)[0] for b in batch.batches)
-    sums = [(masking.masked_sum(x, b.mask), jnp.sum(b.mask)) for x, b in zip(entropies, batch.batches, strict=True)]
+    sums = [_sum_and_weight(x, b.mask) for x, b in zip(entropies, batch.batches, strict=True)]
     return batch.add(behaviour_logprobs=behaviour, ref_logprobs=ref), losses.merge([{"entropy": s} for s in sums])
+
+
+@jax.jit
+def _sum_and_weight(values: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return masking.masked_sum(values, mask), jnp.sum(mask)
 
 
 def add_advantages(a: Algorithm, batch: Packed, state: TrainState) -> Packed:
@@ -139,8 +144,9 @@ def update(a: Algorithm, batch: Packed, state: TrainState, step: int) -> tuple[T
         state, metrics = a.programs.update(state, micro_batches, a.beat)
         a.reference.after_update(state.params)
         summed.append(metrics)
-    for metrics in summed:
-        updates.append(losses.divided(metrics))  # waits for the update
+    for i, metrics in enumerate(summed):
+        summed[i] = jax.device_get(metrics)  # waits for the update
+        updates.append(losses.divided(summed[i]))
         a.beat()
     a.reference.after_step([values["kl"] for values in updates if not values["nonfinite_updates"]])
     return state, losses.merge(summed), updates

@@ -1,6 +1,7 @@
 """The objective of an update, as a function of log-probs and a batch."""
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,13 +19,20 @@ LossFn = Callable[[jax.Array, Batch], tuple[jax.Array, jax.Array, Metrics]]
 """Log-probs f32[B, C] and their batch -> (sum, weight, metrics)."""
 
 
+@functools.lru_cache(maxsize=128, typed=True)
 def policy_loss_fn(name: str, **hyperparameters: Any) -> LossFn:
-    """`losses.policy_loss` of the columns of a batch."""
+    """`losses.policy_loss` of the columns of a batch; the same for equal arguments, as `mean_fn`."""
 
     def loss(logprobs: jax.Array, batch: Batch):
         return losses.policy_loss(name, logprobs=logprobs, **batch.loss_inputs, **hyperparameters)
 
     return loss
+
+
+@functools.lru_cache(maxsize=128, typed=True)
+def mean_fn(aggregate: str, constant_length: int | None) -> losses.Mean:
+    """`losses.aggregate` of values and a batch."""
+    return lambda values, batch: losses.aggregate(values, batch, aggregate, constant_length)
 
 
 def advantages_fn(

@@ -1,5 +1,6 @@
 """The optimizers of the paper's runs: AdamW and Schedule-Free AdamW, warm-up then constant."""
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,6 +28,7 @@ class Optimizer(NamedTuple):
     max_grad_norm: float
 
 
+@functools.lru_cache(maxsize=128, typed=True)
 def make_optimizer(
     name: str,
     *,
@@ -39,7 +41,7 @@ def make_optimizer(
     weight_decay: float,
     max_grad_norm: float,
 ) -> Optimizer:
-    """Returns the optimizer `name`.
+    """Returns the optimizer `name`: the same for equal arguments, so that programs with it are traced once.
 
     The learning rate rises over the warm-up and then stays. A warm-up of N steps is a stair: all updates of step
     s = 0, 1, … have s/N of the rate, so the first step's have none (complex-reasoning/RPG at ec8e30b,

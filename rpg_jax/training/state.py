@@ -67,11 +67,7 @@ def create_state(params: Any, optimizer: Optimizer, where: TrainState, critic: C
     Every leaf is a fresh buffer. Slots that start as a copy of a parameter would otherwise alias it, and an aliased
     buffer cannot be donated twice.
     """
-
-    def init(params):
-        return _first_state(params, optimizer, critic)
-
-    return jax.jit(init, out_shardings=where)(params)
+    return jax.jit(_first_state, static_argnums=(1, 2), out_shardings=where)(params, optimizer, critic)
 
 
 def state_shapes(params: Any, optimizer: Optimizer, critic: Critic | None = None) -> TrainState:

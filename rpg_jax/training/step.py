@@ -4,9 +4,11 @@ An update reads any number of micro-batches of one shape, so nothing is compiled
 and divided once, so the result does not depend on the split, the packing or the number of devices.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import flax.linen
 import flax.nnx as nnx
 import flax.struct
 import jax
@@ -82,12 +84,23 @@ def make_programs(
 ) -> Programs:
     """Returns the programs with explicit shardings; compiles nothing yet.
 
+    It returns the same programs for equal arguments, mesh and rules: runs of one process trace and compile them once.
+
     Args:
       graphdef: of the Flax NNX policy.
       temperature: the sampling temperature, at which log-probs are taken.
       state_sharding: a `TrainState` of shardings.
       batch_sharding: of the rows of every batch array.
     """
+    leaves, treedef = jax.tree.flatten(state_sharding)
+    given = graphdef, optimizer, objective, temperature, tuple(leaves), treedef, batch_sharding
+    return _make_programs(*given, tuple(flax.linen.get_logical_axis_rules()))
+
+
+@functools.lru_cache(maxsize=64)
+def _make_programs(graphdef, optimizer, objective, temperature, leaves, treedef, batch_sharding, rules) -> Programs:
+    """`make_programs` of hashable arguments; the programs are traced under `rules`."""
+    state_sharding = treedef.unflatten(leaves)
     replicated = jax.sharding.NamedSharding(batch_sharding.mesh, jax.sharding.PartitionSpec())
     sums_sharding = Sums(grads=state_sharding.weights, metrics=replicated)
     weights = state_sharding.weights

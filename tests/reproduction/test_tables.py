@@ -162,24 +162,24 @@ def test_each_row_is_compared_with_its_own_and_a_row_without_is_named(tmp_path, 
     assert f"{rows[2]}: not run." in write_page("staleness", cells, tmp_path).read_text()
 
 
-FAKE_RUN = """
-import json, os, sys, pathlib
-folder = pathlib.Path(sys.argv[1]); folder.mkdir(parents=True, exist_ok=True)
-with open(folder.parent.parent / "started", "a") as f: f.write(folder.name + "\\n")
-(folder.parent.parent / "warm_starts" / "x").mkdir(parents=True, exist_ok=True)
-if "GRPO" in folder.name: print("out of cheese"); sys.exit(3)
-(folder / "config.json").write_text(json.dumps({"train": {"steps": 1}}))
-(folder / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\\n")
-(folder / "summary.md").write_text("")
+FAKE_WORKER = """
+import json, pathlib, sys
+for line in sys.stdin:
+    order = json.loads(line)
+    folder = pathlib.Path(order["arguments"][0]); folder.mkdir(parents=True, exist_ok=True)
+    with open(folder.parent.parent / "started", "a") as f: f.write(folder.name + "\\n")
+    (folder.parent.parent / "warm_starts" / "x").mkdir(parents=True, exist_ok=True)
+    if "GRPO" in folder.name: open(order["log"], "a").write("out of cheese"); sys.exit(3)
+    (folder / "config.json").write_text(json.dumps({"train": {"steps": 1}}))
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\\n")
+    (folder / "summary.md").write_text("")
+    print(flush=True)
 """
 
 
 def test_failed_cells_are_reported_and_ended_ones_not_run_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        runner,
-        "command",
-        lambda cell, out, extra: [sys.executable, "-c", FAKE_RUN, out / "runs" / cell.name],
-    )
+    monkeypatch.setattr(runner, "WORKER", (sys.executable, "-c", FAKE_WORKER))
+    monkeypatch.setattr(runner, "arguments", lambda cell, out, extra: [str(out / "runs" / cell.name)])
     monkeypatch.setattr(runner, "POLL_SECONDS", 0.02)
     cells = TABLES["small"].cells([0], ["DAPO", "GRPO", "CISPO"])
     heard = []
@@ -192,20 +192,19 @@ def test_failed_cells_are_reported_and_ended_ones_not_run_again(tmp_path, monkey
     assert heard[-1] == (2, 2, [])
 
 
-SLOW_RUN = """
-import os, pathlib, signal, sys, time
-def stop(*_): (out / "stopped").touch(); sys.exit(143)
-out = pathlib.Path(sys.argv[1]); signal.signal(signal.SIGTERM, stop)
-print(os.getpid(), flush=True); time.sleep(60)
+SLOW_WORKER = """
+import json, os, pathlib, signal, sys, time
+def stop(*_): (log.parent.parent / "stopped").touch(); sys.exit(143)
+log = pathlib.Path(json.loads(sys.stdin.readline())["log"]); signal.signal(signal.SIGTERM, stop)
+log.write_text(f"{os.getpid()}\\n"); time.sleep(60)
 """
 
 TABLE = """
 import pathlib, sys
 from rpg_jax.reproduction import cells
 from rpg_jax.reproduction.tables import TABLES
-out = pathlib.Path(sys.argv[1])
-cells.command = lambda cell, out, extra: [sys.executable, "-c", sys.argv[2], out]
-cells.run_cells(TABLES["small"].cells([0], ["DAPO"]), out, jobs=1)
+cells.WORKER = (sys.executable, "-c", sys.argv[2])
+cells.run_cells(TABLES["small"].cells([0], ["DAPO"]), pathlib.Path(sys.argv[1]), jobs=1)
 """
 
 
@@ -219,7 +218,7 @@ def wait_until(condition):
 @pytest.mark.slow  # processes that start JAX
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_table_that_is_ended_leaves_no_run_that_another_command_starts_beside_it(tmp_path, popen, number):
-    table = popen([sys.executable, "-c", TABLE, tmp_path, SLOW_RUN])
+    table = popen([sys.executable, "-c", TABLE, tmp_path, SLOW_WORKER])
     log = tmp_path / "logs" / "small-DAPO-seed0.log"
     wait_until(lambda: log.exists() and log.read_text().endswith("\n"))
     table.send_signal(number)
@@ -234,11 +233,11 @@ def test_a_table_that_is_ended_leaves_no_run_that_another_command_starts_beside_
         assert runner.run_cells([], tmp_path, jobs=1) == {}
 
 
-def test_a_cells_command_names_run_method_and_shared_folders(tmp_path):
+def test_a_cells_arguments_name_run_method_and_shared_folders(tmp_path):
     cell = Cell("RPG-URKL, κ", 3, "configs/small.py", ("--config.method=RPG-URKL", "--config.reference.rule=kl"))
-    command = runner.command(cell, tmp_path, ["--config.train.steps=9"])
-    assert command[1:3] == ["-m", "rpg_jax.train"] and command[-1] == "--config.train.steps=9"
-    assert "--config.run.name=small-RPG-URKL-reference=kl-seed3" in command
+    arguments = runner.arguments(cell, tmp_path, ["--config.train.steps=9"])
+    assert arguments[0] == "--config=configs/small.py" and arguments[-1] == "--config.train.steps=9"
+    assert "--config.run.name=small-RPG-URKL-reference=kl-seed3" in arguments
 
 
 @pytest.mark.slow
