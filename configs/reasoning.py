@@ -18,17 +18,17 @@ def get_config():
     c.model.head_dim = 32
     c.model.hidden_dim = 192
 
-    c.task.name = "expressions"
+    c.task.name = "chains"
     c.task.operations = "+-*"
     c.task.held_out_sets = "held out,harder,old skill"
-    c.task.max_prompt_tokens = 18  # nine terms
-    c.rollout.max_tokens = 96
-    c.rewards.overlong_buffer = 32
+    c.task.max_prompt_tokens = 34  # ten operations
+    c.rollout.max_tokens = 80
+    c.rewards.overlong_buffer = 24
     c.rollout.prompts_per_step = 32
     c.rollout.group_size = 8
     c.rollout.slots = 256
 
-    c.warm_start.max_tokens = 80
+    c.warm_start.max_tokens = 64
     c.warm_start.batch_size = 128
     c.warm_start.check_every = 200
     c.warm_start.learning_rate = 3e-3
@@ -37,7 +37,7 @@ def get_config():
 
     c.train.steps = 200
     c.train.updates_per_step = 16
-    c.train.packed_length = 120
+    c.train.packed_length = 114
     c.train.microbatch_size = 8
     c.optimizer.learning_rate = 3e-4
     c.dynamic_sampling.max_batches = 4

@@ -11,8 +11,8 @@ from ml_collections import ConfigDict
 
 from rpg_jax import data
 
-NAMES = ("arithmetic", "expressions", "files")
-_EXPRESSIONS = 50_000
+NAMES = ("arithmetic", "chains", "files")
+_CHAINS = 50_000
 # The seed of procedural held-out sets, whatever `config.seed` is. Generators seed problem i with seed + i, and training
 # problems count from `config.seed`, so the two never meet.
 _HELD_OUT_SEED = 2**30
@@ -48,7 +48,7 @@ class Task:
             raise ValueError(f"unknown task.name {name!r}; known: {', '.join(NAMES)}")
         if name == "files":
             return _files(config, train, held_out)
-        return _arithmetic(config) if name == "arithmetic" else _expressions(config)
+        return _arithmetic(config) if name == "arithmetic" else _chains(config)
 
     def encoded(self, tokenizer: data.Tokenizer, config: ConfigDict) -> tuple[Task, list[str]]:
         """The task without problems whose prompts are too long, and its notes with a line on each split that lost some.
@@ -101,14 +101,14 @@ def _arithmetic(config: ConfigDict) -> Task:
     return Task(task.problems("train", t.generated), sets, task.texts(), task.examples, notes)
 
 
-def _expressions(config: ConfigDict) -> Task:
+def _chains(config: ConfigDict) -> Task:
     t, count = config.task, config.evaluation.problems
-    fewest, _, most = t.terms.partition("-")
+    fewest, _, most = t.links.partition("-")
     if not (fewest.isdigit() and most.isdigit()):
-        raise ValueError(f"task.terms must be FEWEST-MOST, as 5-7; got {t.terms!r}")
-    task = data.Expressions(operators=t.operations, terms=(int(fewest), int(most)), held_out=t.held_out)
+        raise ValueError(f"task.links must be FEWEST-MOST, as 5-8; got {t.links!r}")
+    task = data.Chains(operators=t.operations, links=(int(fewest), int(most)), held_out=t.held_out)
     held_out = {name: task.problems(name, count) for name in _listed(t.held_out_sets or "held out")}
-    return Task(task.problems("train", t.generated or _EXPRESSIONS), held_out, task.texts(), task.examples)
+    return Task(task.problems("train", t.generated or _CHAINS), held_out, task.texts(), task.examples)
 
 
 def _files(config: ConfigDict, train: bool, held_out: bool) -> Task:
