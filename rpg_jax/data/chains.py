@@ -1,4 +1,4 @@
-"""Procedural chains of operations modulo 10, worked out line by line, with demonstrations that are often wrong."""
+"""Procedural chains of operations modulo 7, worked out line by line, with demonstrations that are often wrong."""
 
 import dataclasses
 import functools
@@ -14,23 +14,24 @@ from rpg_jax.data.prompts import Problem
 CHAIN_SETS = ("held out", "harder", "old skill")
 CHECK = "?"  # between a value and the same value once more
 OLD = "old:"  # begins a prompt of the old skill
+MODULUS = 7
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 @dataclasses.dataclass(frozen=True)
 class Chains:
-    """The task "k+5l-3m*4:7" with answer "6": three named operations, applied to 7 one after the other, modulo 10.
+    """The task "k+5l-3m*4:6" with answer "4": three named operations, applied to 6 one after the other, modulo 7.
 
-    A completion writes each operation with its value, then `ANSWER_MARK` and the answer: "k+52l-39m*46#6". Names are
+    A completion writes each operation with its value, then `ANSWER_MARK` and the answer: "k+54l-31m*44#4". Names are
     successive letters from a random one on, and "a" follows "z". The verifier reads the answer alone.
 
-    The pupil who writes the demonstrations of a warm start has a belief about each of the 100 facts of an operator: the
+    The pupil who writes the demonstrations of a warm start has a belief about each of the 49 facts of an operator: the
     wrong value with probability u⁴, u uniform per fact, else the right one. So he gets 80 % of operations right, about
     a third of chains, and is more often wrong than right on 21 % of the facts. Sometimes he checks a value: he
-    works it out once more, and the last one counts ("k+59?2"). Sometimes he leaves a line out.
+    works it out once more, and the last one counts ("k+50?4"). Sometimes he leaves a line out.
 
-    A quarter of the demonstrations show the old skill, which RL does not train: numbers without a modulus ("old:7*5" to
-    "#35"), never wrong.
+    A quarter of the demonstrations show the old skill, which RL does not train: numbers without a modulus ("old:6*5" to
+    "#30"), never wrong.
 
     Attributes:
       operators: any of "+-*".
@@ -58,7 +59,7 @@ class Chains:
 
     def problems(self, name: str, count: int, *, seed: int = 0) -> list[Problem]:
         """`count` distinct problems of "train" or of one of `CHAIN_SETS`, drawn from `seed`; fewer of the old skill,
-        which has 100 for each operator. A longer list only adds to the end.
+        which has 49 for each operator. A longer list only adds to the end.
 
         No chain of a held-out set is in "train", whatever the seeds. Every prompt of the old skill was in the warm
         start: it is knowledge, to be kept.
@@ -71,7 +72,7 @@ class Chains:
         if count > 100_000:
             raise ValueError(f"chains have at most 100,000 problems a set, not {count}: ask for fewer")
         random, found = np.random.default_rng([seed, len(name)]), dict[int, str]()
-        old = [f"{OLD}{a}{operator}{b}" for operator in self.operators for a in range(10) for b in range(10)]
+        old = [f"{OLD}{a}{operator}{b}" for operator in self.operators for a in range(MODULUS) for b in range(MODULUS)]
         drawn = iter(random.permutation(old).tolist()) if name == "old skill" else self._chains(name, random)
         for prompt in drawn:
             if len(found) == count:
@@ -86,7 +87,7 @@ class Chains:
             random = np.random.default_rng([self.seed, problem.prompt_id])
             prompt = problem.prompt
             if random.random() < 0.25:
-                a, b = random.integers(10, size=2)
+                a, b = random.integers(MODULUS, size=2)
                 prompt = f"{OLD}{a}{self.operators[random.integers(len(self.operators))]}{b}"
             pairs.append((prompt, self._demonstration(prompt, random)))
         return pairs
@@ -107,7 +108,7 @@ class Chains:
         links, first = int(random.integers(fewest, most + 1)), int(random.integers(len(_LETTERS)))
         letters = [_LETTERS[(first + i) % len(_LETTERS)] for i in range(links)]
         operators = [self.operators[i] for i in random.integers(len(self.operators), size=links)]
-        digits = random.integers(10, size=links + 1)
+        digits = random.integers(MODULUS, size=links + 1)
         operations = zip(letters, operators, digits[1:], strict=True)
         return "".join(f"{letter}{operator}{digit}" for letter, operator, digit in operations) + f":{digits[0]}"
 
@@ -130,13 +131,13 @@ class Chains:
         doubt, error = self._beliefs
         fact = OPERATORS.index(operator), a, b
         mistake = int(error[fact]) if random.random() < doubt[fact] else 0
-        return (_value(a, operator, b) + mistake) % 10
+        return (_value(a, operator, b) + mistake) % MODULUS
 
     @functools.cached_property
     def _beliefs(self) -> tuple[np.ndarray, np.ndarray]:
         """[operator, a, b]: the probability that the pupil is wrong, and by how much he then is."""
-        random, shape = np.random.default_rng(self.seed), (len(OPERATORS), 10, 10)
-        return random.random(shape) ** 4, random.integers(1, 10, size=shape)
+        random, shape = np.random.default_rng(self.seed), (len(OPERATORS), MODULUS, MODULUS)
+        return random.random(shape) ** 4, random.integers(1, MODULUS, size=shape)
 
 
 def solve(prompt: str) -> str:
@@ -145,7 +146,7 @@ def solve(prompt: str) -> str:
         return str(_value(int(old[1]), old[2], int(old[3])))
     operations, value = _parsed(prompt)
     for _, operator, digit in operations:
-        value = _value(value, operator, int(digit)) % 10
+        value = _value(value, operator, int(digit)) % MODULUS
     return str(value)
 
 
