@@ -26,9 +26,9 @@ class Chains:
     successive letters from a random one on, and "a" follows "z". The verifier reads the answer alone.
 
     The pupil who writes the demonstrations of a warm start has a belief about each of the 49 facts of an operator: the
-    wrong value with probability u⁴, u uniform per fact, else the right one. So he gets 80 % of operations right, about
-    a third of chains, and is more often wrong than right on 21 % of the facts. Sometimes he checks a value: he
-    works it out once more, and the last one counts ("k+50?4"). Sometimes he leaves a line out.
+    wrong value with probability u⁴, u uniform per fact, else the right one. So he gets 80 % of operations and 30 % of
+    chains right, and is more often wrong than right on a fifth of the facts. Sometimes he checks a value: he works it
+    out once more, and the last one counts ("k+50?4"). Sometimes he leaves a line out.
 
     A quarter of the demonstrations show the old skill, which RL does not train: numbers without a modulus ("old:6*5" to
     "#30"), never wrong.
