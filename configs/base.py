@@ -80,13 +80,16 @@ FIELDS = Section(
     ),
     task=Section(
         "The problems that the policy is trained and evaluated on.",
-        name=Field("arithmetic", "Generated problems, or problems from files.", choices=("arithmetic", "files")),
+        name=Field("arithmetic", "Generated problems, of one operation (arithmetic) or of several that are worked out "
+            "line by line (chains), or problems from files.", choices=("arithmetic", "chains", "files")),
         max_prompt_tokens=Field(16, "The longest prompt, chat template included.", "tokens"),
         too_long=Field("drop", "A longer prompt is dropped, or truncated on the left.", choices=("drop", "truncate")),
         thinking=Field(False, "Switch on the thinking mode of a chat template that has one."),
         generated=Field(optional(int), "The number of problems of a procedural source. Unset: all of arithmetic (of "
-            "more than three digits its share of 100,000), 1000 for each set of reasoning_gym.", "problems"),
-        operations=Field("+", "arithmetic: any of + - *."),
+            "more than three digits its share of 100,000), 50,000 chains, 1000 for each set of reasoning_gym.",
+            "problems"),
+        operations=Field("+", "arithmetic and chains: any of + - *."),
+        links=Field("5-8", "chains: FEWEST-MOST operations of a training problem."),
         digits=Field(2, "arithmetic: the most digits of an operand.", at_least=1, at_most=9),
         reverse=Field(True, "arithmetic: write the answer from its lowest digit, the order in which one carries."),
         chain_of_thought=Field(False, "arithmetic: write the column sums before the answer."),
@@ -94,7 +97,7 @@ FIELDS = Section(
         train=Field(optional(str), "files: parquet or JSONL files, names of data sets on the hub or "
             "reasoning_gym:NAME, separated by commas. Problems of the held-out sets are left out."),
         held_out_sets=Field(optional(str), "files: NAME=SOURCE,NAME=SOURCE; arithmetic: held out,carry,negative or "
-            "some of them."),
+            "some of them; chains: held out,harder,old skill or some of them."),
         template=Field(optional(str), "files: the prompt's template: paper, none, gsm8k, countdown, or a text with "
             "{question}. Unset: the prompts of the data."),
         bad_rows=Field("fatal", "files: a bad row is printed, and is fatal or skipped.", choices=("fatal", "skip")),
@@ -264,6 +267,8 @@ FIELDS = Section(
         problems=Field(256, "The number of problems of each held-out set: the first ones.", "problems", at_least=1),
         k=Field(4, "The completions of each problem.", "completions", at_least=1),
         temperature=Field(1.0, "The temperature of sampling. 0 is greedy."),
+        drift=Field(False, "Also measure the completions' entropy and KL to the policy before the first step, in nats "
+            "per completion. Two more passes of log-probabilities; the rollout's temperature and all of its tokens."),
     ),
     checkpoint=Section(
         "Checkpoints, from which the same command continues.",

@@ -45,6 +45,7 @@ VERIFIERS = {
 BY_SOURCE = "by_source"
 SOURCES = {
     "arithmetic": "exact",
+    "chains": "exact",
     "math_dapo": "math_dapo",
     "math-dapo": "math_dapo",
     "aime2024": "math_dapo",

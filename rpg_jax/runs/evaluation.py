@@ -12,6 +12,7 @@ from rpg_jax.data import Group, Problem
 from rpg_jax.report import scores
 from rpg_jax.rewards import Scorer
 from rpg_jax.rollout import Rollout
+from rpg_jax.runs.drift import Drift
 from rpg_jax.training.collect import Collector
 from rpg_jax.training.generate import GroupGenerator
 from rpg_jax.training.optimizer import Optimizer
@@ -28,6 +29,7 @@ class HeldOut:
       sets: problems by the name of their set.
       generate: draws groups by `rollout`, with noise that training does not use.
       doing: receives a line on the evaluation that begins.
+      drift: measures how far the policy is from the policy before the first step; None measures nothing.
     """
 
     sets: Mapping[str, Sequence[Problem]]
@@ -36,6 +38,7 @@ class HeldOut:
     rollout: Rollout
     optimizer: Optimizer
     doing: Callable[[str], None]
+    drift: Drift | None = None
 
     def evaluate(self, step: int, state: TrainState, collector: Collector) -> dict[str, float]:
         """Scores by set, and their mean as "eval/accuracy"; gives the rollout back with the weights of `state`."""
@@ -45,9 +48,14 @@ class HeldOut:
             params = self.optimizer.evaluation_params(state.opt_state, state.params)
             if params is not state.params or collector.lags:
                 self.rollout.sync_weights(params, version)
+            if self.drift is not None and step == 0:
+                self.drift.begin(params)
             for name, problems in self.sets.items():
                 self.doing(f"the evaluation of {name} after step {step}")
-                found = scores.metrics(records(name, self.generate(problems, step=step), self.scorer))
+                groups = self.generate(problems, step=step)
+                found = scores.metrics(records(name, groups, self.scorer))
+                if self.drift is not None:
+                    found |= self.drift.metrics(groups, params)
                 values |= {f"eval/{name}/{key}": value for key, value in found.items()}
             collector.sync(state.params, version)
         means = [value for key, value in values.items() if key.endswith("/mean_at_k")]

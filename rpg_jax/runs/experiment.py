@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 from rpg_jax import data, models, rewards, rollout, storage
 from rpg_jax.parallel import hosts
 from rpg_jax.runs import processes
+from rpg_jax.runs.drift import Drift
 from rpg_jax.runs.layout import Layout, fitting_layout, make_decoding, make_layout, row_shape
 from rpg_jax.runs.learner import Learner, learner_programs, offloaded, policy_objective
 from rpg_jax.runs.problems import Task, encoder
@@ -173,6 +174,23 @@ def make_algorithm(
         after_updates=None if files is None else files.after_updates,
         beat=beat,
     )
+
+
+def make_drift(experiment: Experiment, algorithm: Algorithm, folder: storage.Folder) -> Drift:
+    """The measure of the policy's distance to the policy before the first step, which the run's folder keeps.
+
+    Raises:
+      ValueError: evaluations draw from another distribution than the log-probabilities are of.
+    """
+    c = experiment.config
+    r, exact = c.rollout, (c.rollout.temperature, 1.0, 0, 0.0)
+    if (c.evaluation.temperature, r.top_p, r.top_k, r.min_p) != exact:
+        raise ValueError(
+            "evaluation.drift needs evaluation.temperature=rollout.temperature, rollout.top_p=1, top_k=0 and min_p=0: "
+            "otherwise completions are no samples of the policy that the log-probabilities are of"
+        )
+    snapshots, like = Snapshots(folder.home / "initial"), experiment.layout.abstract_params
+    return Drift(snapshots, like, lambda groups: algorithm.pack(groups, 1), algorithm.programs.logprobs)
 
 
 def make_collector(experiment: Experiment, own: rollout.Rollout, scorer: rewards.Scorer, beat: Beat) -> Collector:

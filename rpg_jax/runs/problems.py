@@ -11,7 +11,8 @@ from ml_collections import ConfigDict
 
 from rpg_jax import data
 
-NAMES = ("arithmetic", "files")
+NAMES = ("arithmetic", "chains", "files")
+_CHAINS = 50_000
 # The seed of procedural held-out sets, whatever `config.seed` is. Generators seed problem i with seed + i, and training
 # problems count from `config.seed`, so the two never meet.
 _HELD_OUT_SEED = 2**30
@@ -45,7 +46,9 @@ class Task:
         name = config.task.name
         if name not in NAMES:
             raise ValueError(f"unknown task.name {name!r}; known: {', '.join(NAMES)}")
-        return _arithmetic(config) if name == "arithmetic" else _files(config, train, held_out)
+        if name == "files":
+            return _files(config, train, held_out)
+        return _arithmetic(config) if name == "arithmetic" else _chains(config)
 
     def encoded(self, tokenizer: data.Tokenizer, config: ConfigDict) -> tuple[Task, list[str]]:
         """The task without problems whose prompts are too long, and its notes with a line on each split that lost some.
@@ -96,6 +99,16 @@ def _arithmetic(config: ConfigDict) -> Task:
         )
     sets, notes = _cut(sets, config.evaluation.problems)
     return Task(task.problems("train", t.generated), sets, task.texts(), task.examples, notes)
+
+
+def _chains(config: ConfigDict) -> Task:
+    t, count = config.task, config.evaluation.problems
+    fewest, _, most = t.links.partition("-")
+    if not (fewest.isdigit() and most.isdigit()):
+        raise ValueError(f"task.links must be FEWEST-MOST, as 5-8; got {t.links!r}")
+    task = data.Chains(operators=t.operations, links=(int(fewest), int(most)), held_out=t.held_out)
+    held_out = {name: task.problems(name, count) for name in _listed(t.held_out_sets or "held out")}
+    return Task(task.problems("train", t.generated or _CHAINS), held_out, task.texts(), task.examples)
 
 
 def _files(config: ConfigDict, train: bool, held_out: bool) -> Task:

@@ -23,6 +23,7 @@ from rpg_jax.runs.experiment import (
     evaluation_generator,
     init_params,
     make_algorithm,
+    make_drift,
     make_rollout,
     make_scorer,
     open_experiment,
@@ -84,7 +85,8 @@ class Session:
         closing.callback(self.algorithm.collector.close)
         generator = evaluation_generator(experiment, rollout, scorer, self.watchdog.beat)
         parts = generator, scorer, rollout, learner.optimizer, self.watchdog.beat
-        self.held_out = HeldOut(experiment.task.held_out, *parts)
+        drift = make_drift(experiment, self.algorithm, folder) if config.evaluation.drift else None
+        self.held_out = HeldOut(experiment.task.held_out, *parts, drift)
         self.log = RunLog(folder.files, samples=config.log.samples_per_step)
         closing.callback(self.log.close)
         closing.callback(self.keeper.checkpoints.close)

@@ -58,7 +58,7 @@ def test_runs_have_one_name_in_all_tables_exactly_if_they_are_the_same():
     names, configs = defaultdict(set), defaultdict(set)
     for table in TABLES.values():
         for cell in table.cells([0]):
-            c = importlib.import_module("configs.small").get_config()
+            c = importlib.import_module(cell.config.removesuffix(".py").replace("/", ".")).get_config()
             for field, value in (override.removeprefix("--config.").split("=") for override in cell.overrides):
                 section, key = field.rsplit(".", 1) if "." in field else ("", field)
                 part = c[section] if section else c
