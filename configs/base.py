@@ -252,8 +252,8 @@ FIELDS = Section(
         dir=Field("runs/warm_starts", "The folder that keeps warm starts. Runs in a bucket use run.dir/warm_starts "
             "instead of a local folder."),
         seed=Field(0, "The seed of the warm start, which runs of several seeds share."),
-        min_accuracy=Field(0.4, "The least accuracy on held-out problems at which the warm start stops."),
-        max_accuracy=Field(0.6, "The greatest accuracy on held-out problems at which it stops."),
+        min_accuracy=Field(0.4, "The least accuracy on the first held-out set at which the warm start stops."),
+        max_accuracy=Field(0.6, "The greatest accuracy at which it stops."),
         max_tokens=Field(optional(int), "The longest completion. Unset: rollout.max_tokens. Where it is set, runs with "
             "other limits share the warm start.", "tokens"),
         learning_rate=Field(2e-3, "The learning rate of its AdamW."),

@@ -7,6 +7,7 @@ from pathlib import Path
 from rpg_jax.report import markdown
 from rpg_jax.report.seeds import QUANTITIES, SEEDS_TO_RANK, Mean, mean, paired_difference, ranks
 from rpg_jax.reproduction import choice, equal_cost, figures, origin
+from rpg_jax.reproduction.drift_figure import draw_drift
 from rpg_jax.reproduction.figures import PAPER, Scores, held_out_sets
 from rpg_jax.reproduction.results import Results
 from rpg_jax.reproduction.table import LEARNING_RATE, Table
@@ -45,6 +46,9 @@ def write_page(results: Results, folder: Path) -> Path:
     parts += _figure("pass@k", folder / f"{name}-pass.png", figures.draw_pass_at_k(table, scores, results.runs))
     dynamics = figures.draw_dynamics(table, scores, results.runs)
     parts += _figure("Training dynamics", folder / f"{name}-dynamics.png", dynamics)
+    shown = figures.rows_to_show(table, scores)
+    drift = draw_drift({row: [r.records for r in results.runs if r.row == row] for row in shown}, held_out_sets(scores))
+    parts += _figure("What changes beside accuracy", folder / f"{name}-drift.png", drift)
     if sweep := results if table.swept else results.scan:  # the runs that values are chosen from
         parts += ["## Learning rates" if results.scan else "## Best value of each method", *choice.section(sweep)]
         values = figures.draw_values(sweep, table.shown)

@@ -33,6 +33,8 @@ from rpg_jax.training.objective import Objective, supervised_loss
 from rpg_jax.training.state import TrainState
 from rpg_jax.types import Batch, Completion, Count
 
+CHECKED = 96  # completions of a check
+
 
 def warm_started(
     experiment: Experiment,
@@ -68,14 +70,15 @@ def warm_started(
 
 
 def _train(e: Experiment, params: Any, rollout: Rollout, scorer: Scorer, beat: Callable[[], None]) -> Any:
-    """Supervised training of `params`, watched on all held-out problems."""
+    """Supervised training of `params`, watched on `CHECKED` completions or more of the first held-out set."""
     c = e.config.warm_start
     settings = {"learning_rate": c.learning_rate, "weight_decay": 0.0, "max_grad_norm": 1.0}
     learner = make_learner(e.layout, supervised=True, name="adamw", warmup=Count(20, "updates"), **settings)
     update = learner_programs(e.layout, learner, Objective(supervised_loss), temperature=1.0).fused
-    drawn = {"temperature": e.config.evaluation.temperature, "group_size": 1, "seed": c.seed}
+    problems = next(iter(e.task.held_out.values()))
+    each = -(-CHECKED // len(problems))
+    drawn = {"temperature": e.config.evaluation.temperature, "group_size": each, "seed": c.seed}
     generate = make_generator(e, rollout, scorer, **drawn, beat=beat)
-    problems = [p for held_out in e.task.held_out.values() for p in held_out]
 
     def accuracy(params: Any) -> float:
         rollout.sync_weights(params, 0)
@@ -202,6 +205,7 @@ def cache_key(config: ConfigDict) -> str:
     """A name made of everything that a warm start depends on: model, task, tokenizer text, seed, its own settings."""
     parts = {"model": config.model.to_dict(), "task": config.task.to_dict(), "warm_start": config.warm_start.to_dict()}
     parts |= {"max_tokens": config.rollout.max_tokens, "evaluation": config.evaluation.to_dict()}
-    del parts["warm_start"]["dir"], parts["warm_start"]["max_tokens"], parts["evaluation"]["every"]
+    del parts["warm_start"]["dir"], parts["warm_start"]["max_tokens"]
+    del parts["evaluation"]["every"], parts["evaluation"]["drift"]
     parts["model"].pop("remat")
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
