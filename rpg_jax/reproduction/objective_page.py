@@ -101,16 +101,15 @@ def _origin(kept: Kept) -> str:
 
 def _verdict(found: Runs) -> str:
     ours = found.get("strengths", BASELINE)
-
-    def beyond(row: str, quantity: str | Callable[[Record], float] = own_regret) -> str:
-        return _mean_text(paired_difference(_of(found.get("strengths", row), quantity), _of(ours, quantity)), sign="+")
-
-    token, grpo = "per token: URKL", "per token (GRPO): k₃"
+    parts = []
+    for row, name in (("per token: URKL", "URKL per token"), ("per token (GRPO): k₃", "GRPO's k₃")):
+        if runs := found.get("strengths", row):
+            change = {q: _mean_text(paired_difference(_of(runs, q), _of(ours, q)), sign="+") for q in ("kl", "reward")}
+            regret = _against(runs, ours)
+            parts.append(f"{name} has a regret of {regret} (KL {change['kl']} nats, reward {change['reward']})")
     return (
         f"**At β = {MIDDLE:g} the KL term of whole completions ends {_text(_of(ours, own_regret))} below the best "
-        f"possible J. Against it, URKL per token has a regret of {beyond(token)} (KL {beyond(token, 'kl')} nats, "
-        f"reward {beyond(token, 'reward')}), and GRPO's k₃ of {beyond(grpo)} (KL {beyond(grpo, 'kl')}, reward "
-        f"{beyond(grpo, 'reward')}).**"
+        f"possible J. Against it, {', and '.join(parts)}.**"
     )
 
 
@@ -141,9 +140,10 @@ def _updates(found: Runs) -> tuple[str, ...]:
     head = ["loss", "KL term", "regret, updates a batch: 1", "8", "32", "32 against 1", "32 against the first row"]
     rows = []
     for row in found.rows("updates"):
-        change = paired_difference(_of(of(row, 32), own_regret), _of(of(row, 1), own_regret))
+        few, many = _of(of(row, 1), own_regret), _of(of(row, 32), own_regret)
+        change = _mean_text(paired_difference(many, few), sign="+") if many and few else ""
         regrets = [_text(_of(of(row, updates), own_regret)) for updates in (1, 8, 32)]
-        rows.append([*_names(row), *regrets, _mean_text(change, sign="+"), _against(of(row, 32), of(BASELINE, 32))])
+        rows.append([*_names(row), *regrets, change, _against(of(row, 32), of(BASELINE, 32))])
     return (
         "## Updates from one behaviour policy",
         f"β = {MIDDLE:g}, fixed reference.",
