@@ -26,8 +26,8 @@ class Chains:
     successive letters from a random one on, and "a" follows "z". The verifier reads the answer alone.
 
     The pupil who writes the demonstrations of a warm start has a belief about each of the 49 facts of an operator: the
-    wrong value with probability u⁴, u uniform per fact, else the right one. So he gets 80 % of operations and 30 % of
-    chains right, and is more often wrong than right on a fifth of the facts. Sometimes he checks a value: he works it
+    wrong value with probability u⁶, u uniform per fact, else the right one. So he gets 82 % of operations and 39 % of
+    chains right, and is more often wrong than right on a seventh of the facts. Sometimes he checks a value: he works it
     out once more, and the last one counts ("k+50?4"). Sometimes he leaves a line out.
 
     A quarter of the demonstrations show the old skill, which RL does not train: numbers without a modulus ("old:6*5" to
@@ -137,7 +137,7 @@ class Chains:
     def _beliefs(self) -> tuple[np.ndarray, np.ndarray]:
         """[operator, a, b]: the probability that the pupil is wrong, and by how much he then is."""
         random, shape = np.random.default_rng(self.seed), (len(OPERATORS), MODULUS, MODULUS)
-        return random.random(shape) ** 4, random.integers(1, MODULUS, size=shape)
+        return random.random(shape) ** 6, random.integers(1, MODULUS, size=shape)
 
 
 def solve(prompt: str) -> str:

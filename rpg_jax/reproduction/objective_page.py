@@ -15,14 +15,24 @@ from rpg_jax.storage import write_atomically
 
 def write_page(kept: Kept, out: Path) -> Path:
     """Writes `objective.md` and `objective.png` into `out`; returns the page."""
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(out / "objective.png", draw_frontier(Runs(kept.runs)))
+    page = out / "objective.md"
+    write_atomically(page, text(kept))
+    return page
+
+
+def text(kept: Kept) -> str:
+    """The page; it depends on the runs alone."""
     found = Runs(kept.runs)
     parts = [
         "# Which objective a loss ascends",
         *_introduction(kept),
         _verdict(found),
         "![Expected reward against the divergence from the reference](objective.png)",
-        "A line joins the five β of a row, each the mean over seeds; points are runs. The black line is the best that "
-        "any policy can do. A row whose β only means something else lies on it; one with a wrong gradient lies below.",
+        "A line joins the five β of a row, each the mean over seeds; points are runs. The black line joins the best "
+        "that any policy can do with each β. A row whose β only means something else lies on the line of another; one "
+        "with a wrong gradient lies below.",
         *_strengths(found),
     ]
     sections = {
@@ -34,12 +44,7 @@ def write_page(kept: Kept, out: Path) -> Path:
     }
     for name, section in sections.items():
         parts += section(found) if found.has(name) else ()
-    parts += _rates(found)
-    out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / "objective.png", draw_frontier(found))
-    page = out / "objective.md"
-    write_atomically(page, "\n\n".join(parts) + "\n")
-    return page
+    return "\n\n".join([*parts, *_rates(found)]) + "\n"
 
 
 def _of(runs: Seeds, quantity: str | Callable[[Record], float]) -> dict[int, float]:

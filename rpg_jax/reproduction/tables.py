@@ -101,7 +101,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
             config="configs/reasoning.py",
             paper="In the paper: Tables 3 and 8, at 4 and 7 billion parameters. Here completions of about 29 tokens "
             "may grow to 80, a step has 16 updates, as in the paper, and the warm start imitates a pupil who is more "
-            "often wrong than right on a fifth of the facts. The old skill is not trained: it shows forgetting",
+            "often wrong than right on a seventh of the facts. The old skill is not trained: it shows forgetting",
             published=("table3_qwen3_4b_8k", "table8_qwen2p5_7b_instruct"),
         ),
         "reasoning-ablations": Table(

@@ -1,8 +1,10 @@
 """The experiments on the objective: their task, their judge against enumeration, their kept runs and their page."""
 
 import dataclasses
+import gzip
 import itertools
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +12,7 @@ import numpy as np
 import pytest
 
 from rpg_jax import reproduce
-from rpg_jax.reproduction import objective_table, path_outcomes, path_runs, paths
+from rpg_jax.reproduction import objective_page, objective_table, path_outcomes, path_runs, paths
 from rpg_jax.reproduction.path_experiments import BASELINE, EXPERIMENTS, ROWS, SCAN, ObjectiveSettings, count_units
 from rpg_jax.reproduction.path_records import Runs, best_rates
 from rpg_jax.reproduction.paths import PathSettings, Schedule, Verifier
@@ -132,6 +134,13 @@ def test_the_page_has_paired_differences_and_comes_from_the_kept_runs_alone(tmp_
     assert "0.100 ←" in text and (out / "objective.png").stat().st_size > 10_000
     assert objective_table.page_from(data, tmp_path / "again").read_text() == text
     assert reproduce.main(["--table=objective", "--methods=GRPO"]) == 2
+
+
+def test_the_committed_page_is_that_of_the_committed_runs():
+    docs = Path(__file__).parents[2] / "docs"
+    kept = path_runs.read(gzip.decompress((docs / "tables/data/objective.jsonl.gz").read_bytes()).decode())
+    assert (docs / "objective.md").read_text() == objective_page.text(kept)
+    assert not any(code["uncommitted_changes"] for code in kept.code)
 
 
 def test_every_experiment_names_rows_and_compares_with_the_first():
