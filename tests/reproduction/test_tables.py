@@ -241,7 +241,8 @@ def test_a_cells_arguments_name_run_method_and_shared_folders(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_table_of_real_runs_from_command_to_page(tmp_path, capsys):
+def test_a_table_of_real_runs_from_command_to_page(tmp_path, monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS")  # as on a laptop: eight devices on one core can starve each other
     arguments = ["--table=small", "--methods=DAPO,GRPO", "--seeds=1", "--noscan", f"--out={tmp_path}", "--"]
     short = ["--config.train.steps=2", "--config.evaluation.k=2", "--config.warm_start.min_accuracy=0.0"]
     assert reproduce.main([*arguments, *short]) == 0
