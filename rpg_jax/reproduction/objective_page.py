@@ -61,8 +61,9 @@ def _mean_text(m: Mean, digits: int = 3, sign: str = "") -> str:
 
 
 def _against(runs: Seeds, others: Seeds) -> str:
-    """The paired difference of regrets; nothing for the row itself."""
-    if runs is others or not runs or not others or next(iter(runs.values()))["row"] == BASELINE:
+    """The paired difference of regrets; nothing for the row itself, and for rows of another J."""
+    row = next(iter(runs.values()))["row"] if runs else BASELINE
+    if row == BASELINE or ROWS[row].meant == "forward" or not others:
         return ""
     return _mean_text(paired_difference(_of(runs, own_regret), _of(others, own_regret)), sign="+")
 
@@ -73,6 +74,7 @@ def _names(row: str) -> list[str]:
 
 def _introduction(kept: Kept) -> tuple[str, ...]:
     task, s = kept.settings["task"], kept.settings
+    mass = mean([r["mass"] for r in kept.runs if r["experiment"] == "strengths"]).value
     rates, completions = ", ".join(f"{rate:g}" for rate in s["rates"]), task["symbols"] ** task["length"]
     return (
         "```sh\npython -m rpg_jax.reproduce --table=objective\n```",
@@ -81,14 +83,15 @@ def _introduction(kept: Kept) -> tuple[str, ...]:
         f"{task['symbols']}. The prompt chooses a graph; a path has reward 1 if the graph forbids none of its steps. "
         "From some symbols almost every step is forbidden, from others none, so that a step that costs no KL now can "
         "cost KL later. The reference has random weights, and gives right paths "
-        f"{100 * mean([r['mass'] for r in kept.runs]).value:.0f} % of its probability.",
+        f"{100 * mass:.0f} % of its probability.",
         f"A run has {task['updates']:,} updates of {task['groups']} groups of {task['group']} completions that no "
         "other update has, Adam with cosine decay, leave-one-out advantages and no clip. Each row has the learning "
         f"rate with the least regret of {rates}, on other seeds.",
         f"*Regret* is J* − J at the end, by exact sums over all {completions:,} completions of each prompt; "
-        "J* = β·log E_ref[exp(R/β)]. Rows of forward divergences are judged by their own J. Numbers are means over "
-        f"{len(s['seeds'])} seeds ± half of a 95 % interval; differences are paired by seed. The names of the rows are "
-        "those of [the laboratory](estimators.md#completions-of-several-tokens-whose-gradient-is-it).",
+        "J* = β·log E_ref[exp(R/β)]. Rows of forward divergences are judged by their own J, and not "
+        f"compared. Numbers are means over {len(s['seeds'])} seeds ± half of a 95 % interval; differences are "
+        "paired by seed. The names of the rows are those of "
+        "[the laboratory](estimators.md#completions-of-several-tokens-whose-gradient-is-it).",
         _origin(kept),
     )
 
@@ -221,8 +224,7 @@ def _others(found: Runs) -> tuple[str, ...]:
         runs = found.get("others", row) or found.get("strengths", row)
         if runs:
             shown = [_text(_of(runs, q)) for q in ("reward", "kl", "kl_from_ref")]
-            against = _against(runs, base) if ROWS[row].meant == "reverse" else ""
-            rows.append([*_names(row), _text(_of(runs, own_regret)), against, *shown])
+            rows.append([*_names(row), _text(_of(runs, own_regret)), _against(runs, base), *shown])
     return (
         "## All divergences and weights",
         f"β = {MIDDLE:g}, 8 updates a batch, fixed reference. Rows of forward divergences have another J; they are not "
