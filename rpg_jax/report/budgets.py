@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rpg_jax.report import costs
 from rpg_jax.report.compare import Config, Run
 from rpg_jax.report.progress import duration
-from rpg_jax.report.run_files import series
 from rpg_jax.report.seeds import QUANTITIES, CellScores, Mean, mean, paired_difference, ranks_of, scores_of
 from rpg_jax.report.summary import evaluations
 
@@ -20,8 +20,7 @@ AXES = ("steps", "completions", "seconds")
 class Course:
     """A run with its evaluations by set, and its cost by axis: {step: cost from the start to the end of the step}.
 
-    Seconds are those of the steps without compilation. Evaluations and checkpoints come between steps: they do not
-    count. An axis that some step does not record is left out.
+    `report.costs` says what counts. An axis that some step does not record is left out.
     """
 
     run: Run
@@ -35,12 +34,12 @@ class Course:
         found: dict[str, Sequence[float]] = {"steps": steps}
         size = run.config.get("rollout.group_size")
         if size and all("groups_generated" in record for record in records):
-            found["completions"] = completions(records, size)
+            found["completions"] = costs.completions(records, size)
         if all("seconds" in record for record in records):
-            computed = (record["seconds"] - (record.get("time/compiling") or 0.0) for record in records)
-            found["seconds"] = list(itertools.accumulate(computed))
-        costs = {axis: {0: 0.0, **dict(zip(steps, spent, strict=True))} for axis, spent in found.items()}
-        return cls(run, evaluations(run.folder), costs)
+            found["seconds"] = costs.seconds(records)
+        by_step = {axis: {0: 0.0, **dict(zip(steps, spent, strict=True))} for axis, spent in found.items()}
+        known = {axis: own for axis, own in by_step.items() if not math.isnan(sum(own.values()))}
+        return cls(run, evaluations(run.folder), known)
 
     def spent(self, axis: str, step: int | None = None) -> float:
         """The cost up to the end of a step, by default of the last; up to the step before it if it is missing."""
@@ -60,11 +59,9 @@ class Course:
         """The step of the last evaluation up to a step."""
         return max(r["step"] for records in self.evaluated.values() for r in records if r["step"] <= step)
 
-    def late(self, key: str, step: int) -> float | None:
-        """The mean of a metric over the last third of the steps up to a step; None without a value."""
-        values = series([record for record in self.run.records if record["step"] <= step], key)[1]
-        third = values[-max(1, len(values) // 3) :]
-        return sum(third) / len(third) if third else None
+    def late(self, key: str, step: int) -> float:
+        """`costs.late` of the steps up to a step."""
+        return costs.late([record for record in self.run.records if record["step"] <= step], key)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,11 +100,6 @@ class Row:
     kl: Mean | None
 
 
-def completions(records: Iterable[Mapping[str, Any]], group_size: int) -> list[int]:
-    """Completions generated up to the end of each step. Dynamic sampling does not train all of them."""
-    return [group_size * groups for groups in itertools.accumulate(record["groups_generated"] for record in records)]
-
-
 def courses_of(configs: Sequence[Config]) -> list[list[Course]]:
     """The courses of the runs of each config."""
     return [[Course.read(run) for run in config.runs] for config in configs]
@@ -144,7 +136,7 @@ def results(courses: Sequence[Sequence[Course]], budget: Budget) -> list[Row]:
             ranked[i][name, quantity] = rank
     rows = []
     for i, own in enumerate(cuts):
-        kls = [1000 * value for course, step in own if (value := course.late("kl", step)) is not None]
+        kls = [1000 * value for course, step in own if not math.isnan(value := course.late("kl", step))]
         axes = [axis for axis in AXES if all(axis in course.costs for course, _ in own)]
         rows.append(
             Row(

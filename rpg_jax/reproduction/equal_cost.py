@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from rpg_jax.report import markdown
 from rpg_jax.report.seeds import mean
@@ -18,7 +18,7 @@ class Cost:
     """What a row spends: its name, the amount up to each step of a run, and how an amount is written."""
 
     name: str
-    of: Callable[[Run], list[float]]
+    of: Callable[[Run], Sequence[float]]
     unit: str
     note: str = ""
 

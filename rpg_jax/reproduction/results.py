@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
-import statistics
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from rpg_jax.report.run_files import series
+from rpg_jax.report import costs
 from rpg_jax.report.seeds import CellScores, scores_of
 from rpg_jax.report.summary import evaluations_in
 from rpg_jax.reproduction.table import Table
@@ -66,30 +63,20 @@ class Run:
         return scores_of(self.evaluations())
 
     def late(self, metric: str, steps: int | None = None) -> float:
-        """Mean of a metric over the last third of the first `steps` steps (default: of all); nan without a value."""
-        _, values = series(self.trained[:steps], metric)
-        third = values[-max(1, len(values) // 3) :]
-        return sum(third) / len(third) if third else math.nan
+        """`costs.late` of the first `steps` steps (default: of all)."""
+        return costs.late(self.trained[:steps], metric)
 
-    def completions(self) -> list[float]:
-        """Completions generated up to the end of each step. Dynamic sampling does not train all of them."""
-        size = self.config["rollout.group_size"]
-        return [size * groups for groups in itertools.accumulate(r["groups_generated"] for r in self.trained)]
+    def completions(self) -> list[int]:
+        """Completions generated up to the end of each step."""
+        return costs.completions(self.trained, self.config["rollout.group_size"])
 
-    def updates(self) -> list[float]:
+    def updates(self) -> list[int]:
         """Updates up to the end of each step."""
         return [record["updates"] for record in self.trained]
 
     def seconds(self) -> list[float]:
-        """Wall seconds in steps up to the end of each step, without evaluations and checkpoints.
-
-        A step that compiled counts as the median step that did not: what it compiled may have been kept from an
-        earlier run. nan without such a step.
-        """
-        usual = [record["seconds"] for record in self.trained if not record.get("time/compiling")]
-        median = statistics.median(usual) if usual else math.nan
-        own = (median if record.get("time/compiling") else record["seconds"] for record in self.trained)
-        return list(itertools.accumulate(own))
+        """`costs.seconds` of the run."""
+        return costs.seconds(self.trained)
 
     def brief(self, columns: Collection[str]) -> Run:
         """The same run with these metrics only."""
