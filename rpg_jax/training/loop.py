@@ -138,15 +138,15 @@ def with_behaviour_logprobs(a: Algorithm, groups: Sequence[Group], state: TrainS
 
 def update(a: Algorithm, batch: Packed, state: TrainState, step: int) -> tuple[TrainState, Metrics, list]:
     """One update a mini-batch, `epochs` times. Returns the state, summed metrics, and the metrics of each update."""
-    minibatches, summed, updates = batch.minibatches * a.epochs, [], []
+    minibatches, running, summed = batch.minibatches * a.epochs, [], []
     a.reference.before_updates(state.params, step, len(minibatches))
     for micro_batches in minibatches:
         state, metrics = a.programs.update(state, micro_batches, a.beat)
         a.reference.after_update(state.params)
-        summed.append(metrics)
-    for i, metrics in enumerate(summed):
-        summed[i] = jax.device_get(metrics)  # waits for the update
-        updates.append(losses.divided(summed[i]))
+        running.append(metrics)
+    for metrics in running:
+        summed.append(jax.device_get(metrics))  # waits for the update
         a.beat()
+    updates = [losses.divided(metrics) for metrics in summed]
     a.reference.after_step([values["kl"] for values in updates if not values["nonfinite_updates"]])
     return state, losses.merge(summed), updates
