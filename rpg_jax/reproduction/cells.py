@@ -66,7 +66,7 @@ def claim(out: Path, extra: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def _alone_in(out: Path) -> Iterator[int]:
+def alone_in(out: Path) -> Iterator[int]:
     """Locks `out` against a second command. A process that inherits the descriptor holds the lock too.
 
     Raises:
@@ -186,7 +186,7 @@ def run_cells(
       KeyboardInterrupt, SystemExit: a signal stopped the runs.
     """
     claim(out, extra)
-    with _alone_in(out) as lock, _workers(jobs, lock) as (workers, heard):
+    with alone_in(out) as lock, _workers(jobs, lock) as (workers, heard):
         (out / "logs").mkdir(parents=True, exist_ok=True)
         progress = {cell.name: progress_of(cell, out) for cell in cells}
         waiting = collections.deque(cell for cell in cells if not progress[cell.name][1])

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from rpg_jax.report import markdown
 from rpg_jax.report.seeds import Mean, mean, paired_difference
+from rpg_jax.reproduction import origin
 from rpg_jax.reproduction.objective_figure import draw_frontier
 from rpg_jax.reproduction.path_experiments import BASELINE, ROWS, SCAN, Record
 from rpg_jax.reproduction.path_records import MIDDLE, Runs, Seeds, best_rates, own_regret
@@ -98,8 +99,7 @@ def _introduction(kept: Kept) -> tuple[str, ...]:
 
 def _origin(kept: Kept) -> str:
     hours = sum(record["cpu_seconds"] for record in kept.runs) / 3600
-    code = {f"{x['commit'][:7]}{' with changes' * x['uncommitted_changes']}, jax {x['packages']['jax']}, "
-            f"{x['platform']}" for x in kept.code}  # fmt: skip
+    code = {f"{origin.code_name(x)}, {x['platform']}" for x in kept.code}
     mixed = f"**{len(code)} versions of the code**: " if len(code) > 1 else ""
     return (
         f"{len(kept.runs):,} runs, {hours:.1f} hours of one core; {mixed}{'; '.join(sorted(code))}. "
@@ -247,7 +247,8 @@ def _rates(found: Runs) -> tuple[str, ...]:
     head = ["loss", "KL term", *(f"{rate:g}" for rate in rates)]
     return (
         "## Learning rates",
-        f"Mean regret on seeds {', '.join(map(str, seeds))} at β = {MIDDLE:g}; the arrow marks the rate that "
+        f"Mean regret on seeds {', '.join(map(str, seeds))} at β = {MIDDLE:g}, with 8 updates a batch and the shortest "
+        "completions. Every experiment takes its rates from here; the arrow marks the rate that "
         f"the row has above. For {ends} of {len(chosen)} rows it lies at an end of the range.",
         markdown.table(head, rows, numbers=range(2, len(head))),
     )

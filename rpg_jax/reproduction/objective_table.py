@@ -1,6 +1,7 @@
 """Makes the table `objective`: its runs, the file that keeps them, and the page."""
 
 import gzip
+import sys
 from pathlib import Path
 
 from rpg_jax.reproduction import objective_page, path_runs
@@ -30,7 +31,7 @@ def objective(out: Path, quick: bool, jobs: int) -> Path:
         def on_unit(name: str, done: int) -> None:
             progress.update(bar, completed=done, description=name)
             if not progress.console.is_terminal:
-                print(f"{done} of {count_units(settings)} units: {name}", flush=True)
+                print(f"{done} of {count_units(settings)} programs: {name}", file=sys.stderr)
 
         path_runs.run_objective(settings, out / "objective.jsonl", jobs=jobs, on_unit=on_unit)
     data = out / "objective.jsonl.gz"

@@ -27,7 +27,7 @@ def line(results: Results) -> str:
             f"`{results.table.config}`",
             counts,
             f"k = {' or '.join(map(str, ks))}",
-            _code(codes[0][0].versions) if len(codes) == 1 else f"**{len(codes)} versions of the code, see below**",
+            code_name(codes[0][0].versions) if len(codes) == 1 else f"**{len(codes)} versions of the code, see below**",
             f"{' and '.join(devices)}, {results.hardware}",
             f"{duration(seconds)} in training steps, summed over runs",
             f"numbers of every step: `{results.name}.json.gz`; `--from-data` makes this page from it",
@@ -46,7 +46,7 @@ def code_of_rows(results: Results) -> list[str]:
         own = [run for run in runs if id(run) in reported]
         names = [_seeds(row, own, results.runs) for row in dict.fromkeys(run.row for run in own)]
         names += [f"{len(runs) - len(own)} runs that chose learning rates"] if len(runs) > len(own) else []
-        lines.append([_code(runs[0].versions), _packages(runs, codes), ", ".join(names)])
+        lines.append([code_name(runs[0].versions), _packages(runs, codes), ", ".join(names)])
     return [
         "## Versions of the code",
         "**The runs of this page were not made with one version of code and packages.** A difference between rows of "
@@ -71,7 +71,8 @@ def _codes(runs: Sequence[Run]) -> dict[str, list[Run]]:
     return found
 
 
-def _code(versions: Mapping[str, Any]) -> str:
+def code_name(versions: Mapping[str, Any]) -> str:
+    """Commit, uncommitted changes and JAX."""
     changed = " with uncommitted changes" if versions.get("uncommitted_changes") else ""
     packages = versions.get("packages", {})
     made_with = f", jax {packages['jax']}" if packages.get("jax") else ""

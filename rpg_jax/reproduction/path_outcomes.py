@@ -25,12 +25,9 @@ def judge(
 
     Samples give `reward_error`, `kl_error` and `regret_error`, standard errors, and no `regret_forward`.
     """
-    exact = s.symbols**s.length <= ENUMERABLE
-    return (
-        _exact(s, graphdef, reference, params, verifier, kl_coef)
-        if exact
-        else _sampled(s, graphdef, reference, params, verifier, kl_coef, key)
-    )
+    if s.symbols**s.length <= ENUMERABLE:
+        return _exact(s, graphdef, reference, params, verifier, kl_coef)
+    return _sampled(s, graphdef, reference, params, verifier, kl_coef, key)
 
 
 def _exact(

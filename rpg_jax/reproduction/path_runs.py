@@ -6,6 +6,7 @@ import functools
 import json
 import multiprocessing
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -15,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rpg_jax.reproduction.cells import alone_in
 from rpg_jax.reproduction.path_experiments import NO_KL, ROWS, ObjectiveSettings, Record, Unit, scan_units, units
 from rpg_jax.reproduction.path_outcomes import judge
 from rpg_jax.reproduction.path_records import best_rates
@@ -82,10 +84,17 @@ def run_objective(
     """Makes the runs that the file `path` lacks, `jobs` units at once, and appends each unit's runs to it.
 
     Raises:
-      ValueError: the file has runs with other settings.
+      ValueError: the file has runs with other settings, or another command is at work in its folder.
     """
     settings = json.loads(json.dumps(dataclasses.asdict(s)))
     path.parent.mkdir(parents=True, exist_ok=True)
+    with alone_in(path.parent):
+        return _continue(s, settings, path, jobs, on_unit)
+
+
+def _continue(
+    s: ObjectiveSettings, settings: dict[str, Any], path: Path, jobs: int, on_unit: Callable[[str, int], None]
+) -> Kept:
     if not path.exists():
         write_atomically(path, json.dumps({"settings": settings}, ensure_ascii=False) + "\n")
     text = path.read_text(encoding="utf-8")
@@ -112,16 +121,20 @@ def run_objective(
 
 def _workers(jobs: int) -> concurrent.futures.ProcessPoolExecutor:
     context = multiprocessing.get_context("spawn")
-    cores = context.Queue()
-    for core in sorted(os.sched_getaffinity(0))[:jobs] if hasattr(os, "sched_getaffinity") else []:
-        cores.put(core)
-    return concurrent.futures.ProcessPoolExecutor(jobs, context, initializer=_prepare, initargs=(cores, os.getpid()))
+    started = context.Value("i", 0)  # how many workers there are so far
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    own = cores if 1 < jobs <= len(cores) else []
+    given = started, own, os.getpid()
+    return concurrent.futures.ProcessPoolExecutor(jobs, context, initializer=_prepare, initargs=given)
 
 
-def _prepare(cores: Any, parent: int) -> None:
-    """Keeps a worker to one core, and ends it when its parent was killed."""
-    if not cores.empty():
-        os.sched_setaffinity(0, {cores.get()})
+def _prepare(started: Any, cores: Sequence[int], parent: int) -> None:
+    """Keeps a worker to one of `cores`, if there are any. Ctrl-C ends it at once, and so does its parent's death."""
+    if cores:
+        with started.get_lock():
+            os.sched_setaffinity(0, {cores[started.value % len(cores)]})
+            started.value += 1
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     def watch() -> None:
         while os.getppid() == parent:
@@ -139,4 +152,5 @@ def _finished(
         for future in concurrent.futures.as_completed(futures):
             yield futures[future], future.result()
     finally:
-        pool.shutdown(wait=False, cancel_futures=True) if any(not f.done() for f in futures) else None
+        for future in futures:
+            future.cancel()

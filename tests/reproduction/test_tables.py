@@ -108,7 +108,7 @@ def test_a_backend_that_does_not_start_is_an_error_of_one_line(monkeypatch, caps
 
 
 def test_two_commands_do_not_start_the_same_runs(tmp_path):
-    with runner._alone_in(tmp_path), pytest.raises(ValueError, match="another table is being run"):
+    with runner.alone_in(tmp_path), pytest.raises(ValueError, match="another table is being run"):
         runner.run_cells([], tmp_path, jobs=1)
     assert runner.run_cells([], tmp_path, jobs=1) == {}
 
