@@ -9,7 +9,7 @@ TEMPLATE = ROOT / "launch" / "gke" / "jobset.yaml"
 CHIPS_PER_POD = 4
 GRACE_SECONDS = 60
 STALLED = 75  # as in rpg_jax/runs/watchdog.py
-USAGE_ERROR = 2  # as in rpg_jax/runs/cli.py: a restart meets the same error again
+NO_RESTART = (2, 3)  # as in rpg_jax/runs/cli.py, a user error and a run that is lost: a restart ends the same
 RESTART_ON = (1, STALLED, *range(127, 256))  # an exception (a lost peer is one), a stall, signals
 
 
@@ -45,6 +45,6 @@ def manifest(job: Job, image: str, max_restarts: int, reservation: str | None = 
         arguments=f"\n{indent}".join(f"- {json.dumps(argument)}" for argument in entrypoint(job)),
         max_restarts=max_restarts,
         grace_seconds=GRACE_SECONDS,
-        usage_error=USAGE_ERROR,
+        no_restart=json.dumps(NO_RESTART),
     )
     return "".join(line for line in text.splitlines(keepends=True) if line.strip())

@@ -37,11 +37,11 @@ install() {
   (cd "$root/repository" && "$(suitable_python)" launch/install.py --requirements=requirements-tpu.txt)
 }
 
-start() { # restarts after a crash, up to five times an hour; a stop has a minute to save
+start() { # restarts after a crash, up to five times an hour, and not after 2 or 3; a stop has a minute to save
   cp "$root/new/run.sh" "$root/run.sh"
   systemctl reset-failed rpg 2>/dev/null || true
   systemd-run --quiet --unit=rpg --working-directory="$root/repository" \
-    --property=Restart=on-failure --property=RestartSec=15 \
+    --property=Restart=on-failure --property="RestartPreventExitStatus=2 3" --property=RestartSec=15 \
     --property=StartLimitIntervalSec=3600 --property=StartLimitBurst=5 --property=TimeoutStopSec=60 \
     --property="StandardOutput=append:$log" --property="StandardError=append:$log" \
     /bin/bash "$root/run.sh"

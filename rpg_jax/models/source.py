@@ -18,7 +18,8 @@ def local_folder(address: str | Path, *, weights: bool = True) -> Path:
       weights: False fetches only config and tokenizer.
 
     Raises:
-      ValueError: the address is of another kind, or cannot be read from this host.
+      ValueError: the address is of another kind, or there is nothing.
+      StorageFailure: the bucket cannot be read, after retries.
     """
     text, wanted = str(address), _DESCRIPTION + _WEIGHTS * weights
     if storage.in_bucket(text):

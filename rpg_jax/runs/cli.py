@@ -8,7 +8,7 @@ import faulthandler
 import math
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
 import absl.flags
@@ -16,8 +16,40 @@ import absl.logging
 
 from rpg_jax.runs import config_files
 
+FAILED = 1
+"""Exit code of every other error: of storage, of a lost peer, or a bug. A supervisor may start the command again."""
 USAGE_ERROR = 2
 """Exit code of a user error. It tells a supervisor that another start would end in the same error."""
+GAVE_UP = 3
+"""Exit code of an open run that has judged itself lost: another start would compute the same and end the same."""
+
+
+class Ended(Exception):
+    """An open run that ends with an error, and its exit code."""
+
+    def __init__(self, message: str, code: int):
+        super().__init__(message)
+        self.code = code
+
+
+class RunLost(ValueError):
+    """What an open run raises where it judges itself lost."""
+
+
+@contextlib.contextmanager
+def run_is_open() -> Iterator[None]:
+    """From here on no error is the user's: the config was accepted, and the same command has to continue the run.
+
+    A ValueError of the block, or one of storage, ends the command with one line and `FAILED`; `RunLost` with `GAVE_UP`.
+    """
+    from rpg_jax.storage.errors import StorageFailure
+
+    try:
+        yield
+    except RunLost as error:
+        raise Ended(str(error), GAVE_UP) from error
+    except (ValueError, StorageFailure) as error:
+        raise Ended(str(error), FAILED) from error
 
 
 class Parser(argparse.ArgumentParser):
@@ -84,8 +116,9 @@ def parser(name: str, description: str) -> Parser:
 def run(command: Callable[[argparse.Namespace], int | None], parser: Parser, argv: Sequence[str] | None = None) -> int:
     """Reads the command line and calls `command` with the options; returns the exit code.
 
-    A user error ends in one line and `USAGE_ERROR`. It is a `ValueError`, or a package that is not installed.
-    Everything else is a bug and keeps its traceback.
+    A user error ends in one line and `USAGE_ERROR`. It is a `ValueError`, or a package that is not installed. What
+    storage did not read or write is one line too, and `FAILED` if another start may succeed, as is every error that a
+    run meets once it is open. Everything else is a bug and keeps its traceback.
 
     Args:
       argv: the arguments; None: this process's.
@@ -96,16 +129,29 @@ def run(command: Callable[[argparse.Namespace], int | None], parser: Parser, arg
     try:
         options = parser.read(sys.argv[1:] if argv is None else argv)
         return command(options) or 0
-    except (ValueError, ModuleNotFoundError) as error:
-        ours = isinstance(error, ModuleNotFoundError) and (error.name or "").startswith("rpg_jax")
-        if options.debug or ours:
+    except Exception as error:
+        code = exit_code(error)
+        if options.debug or code is None:
             raise
         install = "; pip install -r requirements.txt installs all that rpg_jax needs"
         print(f"error: {error}{install if str(error).startswith('No module named') else ''}", file=sys.stderr)
-        return USAGE_ERROR
+        return code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+def exit_code(error: Exception) -> int | None:
+    """The exit code of a command that ends with `error`, as one line; None for a bug, which keeps its traceback."""
+    from rpg_jax.storage import errors  # it is light, but wrong flags need not wait for it
+
+    if isinstance(error, Ended):
+        return error.code
+    if isinstance(error, ModuleNotFoundError):
+        return None if (error.name or "").startswith("rpg_jax") else USAGE_ERROR
+    if isinstance(error, ValueError | errors.StorageFailure):
+        return FAILED if errors.is_transient(error) else USAGE_ERROR
+    return None
 
 
 def load_config(options: argparse.Namespace) -> config_files.Loaded | None:

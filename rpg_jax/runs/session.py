@@ -53,7 +53,9 @@ def run(config: ConfigDict) -> int:
         experiment = open_experiment(config, folder.files)
         print("".join(f"{note}\n" for note in experiment.notes), end="")
         with experiment.layout.activate(), contextlib.ExitStack() as closing:
-            return Session(experiment, folder, closing).to_the_end()
+            session = Session(experiment, folder, closing)
+            with cli.run_is_open():
+                return session.to_the_end()
 
 
 @dataclasses.dataclass
@@ -149,7 +151,7 @@ class Session:
         self.log.append_samples(step.number, step.generated)
         if fault := self.guard.fault(step.number, values, step.updates):
             self.log.append(step.number, values)
-            raise ValueError(fault)
+            raise cli.RunLost(fault)
         stopped = self.stop.agreed()
         evaluates, saves = self._is_due(self.config.evaluation.every), self._is_due(self.config.checkpoint.every)
         if not evaluates:

@@ -1,24 +1,26 @@
 """Checkpoints of a run through Orbax: written asynchronously and atomically, verified when they are read.
 
 On disk, checkpoints/STEP/state holds the arrays and a checksum of each. checkpoints/STEP/record holds everything else
-under a digest, and commit_success.txt is written last. A checkpoint that cannot be trusted is refused with a reason and
-moved to checkpoints/refused, never deleted. The checkpoint before it is used.
+under a digest, and commit_success.txt is written last. A damaged checkpoint is refused with a reason and moved to
+checkpoints/refused, never deleted, and the checkpoint before it is used. What is damage, and what only storage that
+fails, `rpg_jax.storage.errors` says.
 """
 
 import json
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 from etils import epath
 from jax.experimental import multihost_utils
 
 from rpg_jax import storage
 from rpg_jax.parallel import hosts
-from rpg_jax.storage import integrity
-from rpg_jax.storage.integrity import Refused
+from rpg_jax.storage import errors, integrity
+from rpg_jax.storage.errors import Kind, StorageFailure
+from rpg_jax.storage.integrity import Damaged, Refused
 
 Tree = Any
 FORMAT = 2  # version of the record and of the folder
@@ -47,8 +49,10 @@ class Checkpoints:
         self._directory = storage.absolute(directory)
         self._identity = None if identity is None else json.loads(json.dumps(identity))
         options = {"max_to_keep": keep, "keep_period": permanent_every, "enable_async_checkpointing": True}
-        self._manager = ocp.CheckpointManager(self._directory, options=ocp.CheckpointManagerOptions(**options))
-        self._half_written = _half_written(self._directory)
+        made = ocp.CheckpointManagerOptions(**options)
+        self._manager = errors.retried(lambda: ocp.CheckpointManager(self._directory, options=made), self._directory)
+        self._half_written = errors.retried(lambda: _half_written(self._directory), self._directory)
+        self._last: tuple[int, Tree, dict[str, Any]] | None = None  # of the save that may still be under way
         for path in self._half_written:
             _say(f"{path} is half-written: it is not used, and is deleted once there is a newer checkpoint")
 
@@ -61,34 +65,66 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, state: Tree, record: Mapping[str, Any]) -> None:
-        """Starts writing `state` and the JSON-able `record` under `step`; waits for the previous save first."""
-        self.wait()
+        """Starts writing `state` and the JSON-able `record` under `step`; waits for the previous save first.
+
+        If storage failed transiently in the previous save, whose state is gone, it says so, and this save replaces it.
+        """
+        try:
+            self.wait()
+        except StorageFailure as error:
+            if error.kind is not Kind.TRANSIENT:
+                raise
+            _say(f"{error.what}: not written, {error.reason}; the checkpoint of step {step} replaces it")
         self._clean_up()
-        envelope = {"format": FORMAT, "identity": self._identity, "record": record}
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(integrity.signed(state)),
-                record=ocp.args.JsonSave(integrity.sealed(envelope)),
-            ),
-        )
+        envelope = integrity.sealed({"format": FORMAT, "identity": self._identity, "record": record})
+        self._write(step, state, envelope)
+        self._last = step, state, envelope
+
+    def _write(self, step: int, state: Tree, envelope: dict[str, Any]) -> None:
+        """Starts a save. After a transient error it deletes what there is of the step and starts again."""
+
+        def write() -> None:
+            self._drop(step)
+            self._manager.save(
+                step,
+                args=ocp.args.Composite(
+                    state=ocp.args.StandardSave(integrity.signed(state)), record=ocp.args.JsonSave(envelope)
+                ),
+            )
+
+        where = self._directory / str(step)
+        if jax.process_count() == 1:
+            errors.retried(write, where)
+        else:  # a host that begins again would not meet the barriers of the others
+            with errors.named(where):
+                write()
+
+    def _drop(self, step: int) -> None:
+        """Deletes what a save that failed has left of `step`, and makes Orbax forget it."""
+        if step in self._manager.all_steps() and not _is_committed(path := self._directory / str(step)):
+            if hosts.is_first() and path.exists():
+                path.rmtree()
+            self._manager.reload()
 
     def record(self, step: int) -> dict[str, Any]:
         """The JSON record of `step` alone. Collective, as `restore` is.
 
         Raises:
-          Refused: it is damaged, incomplete, or of another run or format; the message says which.
+          Damaged: it is damaged or incomplete.
+          Refused: it is of another run or format; the message says which.
+          StorageFailure: it could not be read, after retries.
         """
         self.wait()
         return integrity.by_all(lambda: self._record(self._directory / str(step)))
 
     def _record(self, path: epath.Path) -> dict[str, Any]:
-        if not _is_committed(path):
-            raise Refused(path, "it is half-written: commit_success.txt is missing")
+        if not errors.retried(lambda: _is_committed(path), path):
+            raise Damaged(path, "it is half-written: commit_success.txt is missing")
         with integrity.named(path / "record"):
-            envelope = integrity.unsealed(ocp.JsonCheckpointHandler().restore(path / "record"))
-            if envelope["format"] != FORMAT:
-                raise ValueError(f"it has format {envelope['format']}, this version reads {FORMAT}")
+            stored = errors.retried(lambda: ocp.JsonCheckpointHandler().restore(path / "record"), path / "record")
+        envelope = integrity.unsealed(path / "record", stored)
+        if envelope["format"] != FORMAT:
+            raise Refused(path / "record", f"it has format {envelope['format']}, this version reads {FORMAT}")
         theirs, own = envelope["identity"] or {}, self._identity or {}
         if differing := sorted(name for name, value in own.items() if theirs.get(name, ...) != value):
             named = "; ".join(f"{name} {theirs.get(name)!r}, here {own[name]!r}" for name in differing)
@@ -99,7 +135,9 @@ class Checkpoints:
         """The state of `step`, laid out as the `ShapeDtypeStruct`s of `like`, on any mesh.
 
         Raises:
-          Refused: it is damaged, or holds other arrays than `like`; the message names them.
+          Damaged: it is damaged; the message names the arrays.
+          Refused: it holds other arrays than `like`.
+          StorageFailure: it could not be read, after retries.
         """
         self.wait()
         return integrity.restored(self._directory / str(step) / "state", like)
@@ -109,11 +147,13 @@ class Checkpoints:
     ) -> tuple[int, Tree, dict[str, Any]] | None:
         """(step, state, record) of the newest checkpoint that can be trusted; None if there is no checkpoint.
 
-        A newer checkpoint that cannot be trusted is named on stderr and moved to `refused`. `accept` raises a
-        ValueError if a record needs something that is missing.
+        A newer checkpoint that is damaged is named on stderr and moved to `refused`. `accept` raises Damaged if a
+        record needs something that is damaged.
 
         Raises:
-          ValueError: there are checkpoints, and none can be trusted; all stay where they are.
+          Refused: the newest that is not damaged is of another run, or has other arrays; all stay where they are.
+          StorageFailure: storage failed, after retries; all stay where they are.
+          ValueError: there are checkpoints, and all are damaged; they stay where they are.
         """
         refused: list[tuple[int, str]] = []
         for step in json.loads(hosts.all_gather_bytes(json.dumps(self.steps()[::-1]).encode())[0]):
@@ -121,7 +161,7 @@ class Checkpoints:
                 record = self.record(step)
                 accept(record)
                 state = self.restore(step, like)
-            except ValueError as error:
+            except Damaged as error:
                 refused.append((step, str(error)))
                 _say(f"refused: {error}")
                 continue
@@ -138,8 +178,22 @@ class Checkpoints:
         return None
 
     def wait(self) -> None:
-        """Returns once the last save is on disk."""
-        self._manager.wait_until_finished()
+        """Returns once the last save is on disk. A save that failed is written again while its state is still there.
+
+        Raises:
+          StorageFailure: it could not be written.
+        """
+        last, self._last = self._last, None
+        try:
+            with errors.named(self._directory / str(last[0] if last else "")):
+                self._manager.wait_until_finished()
+        except StorageFailure as error:
+            if error.kind is not Kind.TRANSIENT or last is None or _is_deleted(last[1]):
+                raise
+            _say(f"{error.what}: {error.reason}; writing it again")
+            self._write(*last)
+            with errors.named(error.what):
+                self._manager.wait_until_finished()
 
     def close(self) -> None:
         """Finishes the last save and releases the background threads."""
@@ -153,14 +207,15 @@ class Checkpoints:
         for path in superseded:
             rewritten = path.name.isdigit() and _is_committed(path)
             if hosts.is_first() and path.exists() and not rewritten:
-                path.rmtree()
+                errors.retried(path.rmtree, path)
 
     def _move_aside(self, step: int) -> None:
         if hosts.is_first():
             aside = self._directory / "refused"
             there = aside.iterdir() if aside.exists() else ()
             earlier = sum(path.name.partition("-")[0] == str(step) for path in there)
-            storage.move(self._directory / str(step), aside / (f"{step}-{earlier}" if earlier else f"{step}"))
+            target = aside / (f"{step}-{earlier}" if earlier else f"{step}")
+            errors.retried(lambda: storage.move(self._directory / str(step), target), target)
         multihost_utils.sync_global_devices(f"refused checkpoint {step}")
         self._manager.reload()
 
@@ -169,6 +224,10 @@ def committed_steps(directory: Path | epath.Path) -> list[int]:
     """Steps of the complete checkpoints in `directory`, oldest first; a run that writes there is not disturbed."""
     there = directory.iterdir() if directory.exists() else ()
     return sorted(int(path.name) for path in there if path.name.isdigit() and _is_committed(path))
+
+
+def _is_deleted(state: Tree) -> bool:
+    return any(x.is_deleted() for x in jax.tree.leaves(state))
 
 
 def _half_written(directory: epath.Path) -> list[epath.Path]:
@@ -190,4 +249,4 @@ def _step_of(half_written: epath.Path) -> int:
 
 def _say(message: str) -> None:
     if hosts.is_first():
-        print(f"checkpoints: {message}", file=sys.stderr, flush=True)
+        errors.say(f"checkpoints: {message}")

@@ -6,12 +6,12 @@ have a local folder, which is fetched from the bucket at the start and copied to
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib.util
 import os
 import re
 import shutil
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from etils import epath
+
+from rpg_jax.storage import errors
 
 _WEIGHTS = ("checkpoints", "reference")  # subfolders of a run that are written in place
 _COPY_SECONDS = 30.0
@@ -63,7 +65,8 @@ def local_copy(address: str, patterns: Sequence[str]) -> Path:
     Each file appears whole or not at all. One process of a host copies it, and again once it has changed in the bucket.
 
     Raises:
-      ValueError: the folder cannot be read, or no file in it matches.
+      ValueError: there is no such folder, or no file in it matches.
+      StorageFailure: the folder cannot be read, after retries.
     """
     source = absolute(address)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rpg_jax"
@@ -73,12 +76,11 @@ def local_copy(address: str, patterns: Sequence[str]) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         for left in target.glob(".*.partial"):  # by a killed process; under the lock, no other process writes one
             left.unlink()
-        try:
-            files = [path for path in source.iterdir() if any(map(path.match, patterns))]
+        with _read(address):
+            found = errors.retried(lambda: list(source.iterdir()), address)
+            files = [path for path in found if any(map(path.match, patterns))]
             for path in files:
-                _copy_changed(path, target / path.name)
-        except Exception as error:  # the bucket client and its transport raise errors of many kinds
-            raise ValueError(f"cannot read {address}: {type(error).__name__}: {error}") from error
+                errors.retried(lambda path=path: _copy_changed(path, target / path.name), path)  # type: ignore[misc]
     if not files:
         raise ValueError(f"{address} has no file {' or '.join(patterns)}")
     return target
@@ -131,7 +133,11 @@ class Folder:
             return
         self._done.set()
         self._copier.join()
-        self.push()
+        try:
+            self.push()
+        except errors.StorageFailure:
+            errors.say(f"{self.home}: not copied; the run's last files are kept in {self.files}")
+            raise
         with self._lock:
             shutil.rmtree(self.files.parent)
 
@@ -147,11 +153,14 @@ class Folder:
 
     def fetch(self) -> None:
         """Copies everything except weights from the bucket to `files`."""
-        for name, path in _files(self.home, skipped=_WEIGHTS) if self._remote else ():
-            file = self.files / name
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_bytes(path.read_bytes())
-            self._copied[name] = _version(file)
+        if not self._remote:
+            return
+        with errors.named(self.home):
+            for name, path in errors.retried(lambda: list(_files(self.home, skipped=_WEIGHTS)), self.home):
+                file = self.files / name
+                file.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(file, errors.retried(path.read_bytes, path))
+                self._copied[name] = _version(file)
 
     def push(self) -> None:
         """Makes the bucket equal to the local folder as it is now; after the end of the context it does nothing."""
@@ -164,11 +173,18 @@ class Folder:
             for name, file in found.items():
                 version = _version(file)  # before the read, so that later changes are copied next time
                 if self._copied.get(name) != version:
-                    (self.home / name).write_bytes(file.read_bytes())
+                    self._write(name, file.read_bytes())
                     self._copied[name] = version
             for name in self._copied.keys() - found.keys():
-                (self.home / name).unlink(missing_ok=True)
+                self._write(name, None)
                 del self._copied[name]
+
+    def _write(self, name: str, content: bytes | None) -> None:
+        """Writes a file in the bucket, or deletes it if `content` is None."""
+        target = self.home / name
+        with errors.named(target):
+            remove, write = lambda: target.unlink(missing_ok=True), lambda: target.write_bytes(content)
+            errors.retried(remove if content is None else write, target)
 
     def shown(self, text: str) -> str:
         """`text` with `home` in place of `files`, whose names do not last."""
@@ -179,7 +195,7 @@ class Folder:
             try:
                 self.push()
             except Exception as error:  # the next copy may succeed
-                print(f"{self.home}: not copied, {error}", file=sys.stderr, flush=True)
+                errors.say(f"{self.home}: not copied, {error}")
 
 
 def move(source: epath.Path, target: epath.Path) -> None:
@@ -191,6 +207,17 @@ def move(source: epath.Path, target: epath.Path) -> None:
     for name, path in _files(source):
         (target / name).write_bytes(path.read_bytes())
     source.rmtree()
+
+
+@contextlib.contextmanager
+def _read(address: str) -> Iterator[None]:
+    """Turns errors of reading a folder in a bucket into ValueError if it is not there, else into StorageFailure."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise ValueError(f"cannot read {address}: it does not exist ({error})") from error
+    except Exception as error:
+        raise errors.failure(address, error) from error
 
 
 def _files(folder: epath.Path, prefix: str = "", skipped: tuple[str, ...] = ()) -> Iterator[tuple[str, epath.Path]]:

@@ -13,6 +13,8 @@ import orbax.checkpoint as ocp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rpg_jax.parallel import checksums, hosts
+from rpg_jax.storage import errors
+from rpg_jax.storage.errors import Kind, StorageFailure
 
 Tree = Any
 T = TypeVar("T")
@@ -26,6 +28,10 @@ class Refused(ValueError):
     def __init__(self, path: Any, reason: str):
         super().__init__(f"{path}: {reason}")
         self.path, self.reason = str(path), reason
+
+
+class Damaged(Refused):
+    """A file or folder whose bytes are not those that were written; an older one may be used in its place."""
 
 
 def signed(tree: Tree) -> dict[str, Tree]:
@@ -48,7 +54,9 @@ def restored(path: Any, like: Tree) -> Tree:
     their shards would wait for ever for a host that failed.
 
     Raises:
-      Refused: on any host, the tree is missing, damaged or of another shape.
+      Damaged: on any host, the tree is missing or has other bits than were written.
+      Refused: it holds other arrays than `like`.
+      StorageFailure: a host could not read it, after retries.
     """
 
     def read() -> Any:
@@ -56,25 +64,23 @@ def restored(path: Any, like: Tree) -> Tree:
             wanted = signed_like(like)
             how = ocp.checkpoint_utils.construct_restore_args(wanted)
             handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_RESTORE_GB)
-            return handler.restore(path, args=ocp.args.PyTreeRestore(wanted, how))
+            return errors.retried(lambda: handler.restore(path, args=ocp.args.PyTreeRestore(wanted, how)), path)
 
     arrays = by_all(read)
-    with named(path):
-        return verified(arrays)
+    if wrong := differing(arrays):
+        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
+        raise Damaged(path, f"{', '.join(wrong[:3])}{more} came back with other bits than were written")
+    return arrays["tree"]
 
 
-def verified(restored: Mapping[str, Tree]) -> Tree:
-    """The tree in a restored `signed(tree)`. Raises ValueError with the names of leaves that were read and differ."""
+def differing(restored: Mapping[str, Tree]) -> list[str]:
+    """The names of the leaves of a restored `signed(tree)` that were read and do not have their checksum."""
     tree = restored["tree"]
     read = np.array([leaf is not LEFT_OUT for leaf in jax.tree.leaves(tree)])
     present = jax.tree.map(lambda leaf: None if leaf is LEFT_OUT else leaf, tree)
     expected, found = jax.device_get((restored["checksums"], checksums.of_leaves(present)))
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(present)]
-    wrong = [name for name, differs in zip(names, np.any(expected[read] != found, axis=1), strict=True) if differs]
-    if wrong:
-        more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
-        raise ValueError(f"{', '.join(wrong[:3])}{more} came back with other bits than were written")
-    return tree
+    return [name for name, differs in zip(names, np.any(expected[read] != found, axis=1), strict=True) if differs]
 
 
 def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,12 +88,12 @@ def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
     return {"sha256": _digest(value), "value": value}
 
 
-def unsealed(value: Any) -> dict[str, Any]:
-    """The value that `sealed` received. Raises ValueError if its text has changed."""
+def unsealed(path: Any, value: Any) -> dict[str, Any]:
+    """The value that `sealed` received, read from `path`. Raises Damaged if its text has changed."""
     if not isinstance(value, Mapping) or set(value) != {"sha256", "value"}:
-        raise ValueError("it was not written by this version of the program")
+        raise Damaged(path, "it was not written by this version of the program")
     if _digest(value["value"]) != value["sha256"]:
-        raise ValueError("its text is not the one that was written")
+        raise Damaged(path, "its text is not the one that was written")
     return dict(value["value"])
 
 
@@ -97,27 +103,45 @@ def by_all(read: Callable[[], T]) -> T:
     Collective. `read` must not wait for other processes.
 
     Raises:
-      Refused: `read` raised it in at least one process. Every process raises the error of the first such process.
+      Refused, StorageFailure: `read` raised it in at least one process. Every process raises the error of the first
+        such process.
     """
-    value, own = None, None
+    value: T | None = None
+    own: Exception | None = None
+    told: list[str] = []
     try:
         value = read()
     except Refused as error:
-        own = error
-    for said in hosts.all_gather_bytes(json.dumps([own.path, own.reason]).encode() if own else b""):
+        own, told = error, [type(error).__name__, error.path, error.reason]
+    except StorageFailure as error:
+        own, told = error, [error.kind.value, error.what, error.reason]
+    for said in hosts.all_gather_bytes(json.dumps(told).encode() if told else b""):
         if said:
-            raise Refused(*json.loads(said)) from own
+            kind, path, reason = json.loads(said)
+            refusals: dict[str, type[Refused]] = {"Refused": Refused, "Damaged": Damaged}
+            raise (
+                refusals[kind](path, reason) if kind in refusals else StorageFailure(path, reason, Kind(kind))
+            ) from own
     return value  # type: ignore[return-value]
 
 
 @contextlib.contextmanager
 def named(path: Any) -> Iterator[None]:
-    """Turns every error of the block into `Refused`: the libraries that read the formats raise errors of many kinds."""
+    """Gives errors of the block the name `path`: damage is `Damaged`, what storage did not read is `StorageFailure`.
+
+    Any other ValueError is `Refused`: Orbax raises it where the arrays are not those that were asked for.
+    """
     try:
         yield
+    except Refused:
+        raise
     except Exception as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise Refused(path, lines[0][:300]) from error
+        kind = errors.kind_of(error)
+        if kind is Kind.DAMAGE:
+            raise Damaged(path, errors.one_line(error)) from error
+        if kind is Kind.UNKNOWN and isinstance(error, ValueError):
+            raise Refused(path, errors.one_line(error)) from error
+        raise errors.failure(path, error) from error
 
 
 def _digest(value: Any) -> str:

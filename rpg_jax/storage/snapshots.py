@@ -4,13 +4,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 from etils import epath
 
 from rpg_jax import storage
 from rpg_jax.parallel import hosts
-from rpg_jax.storage import integrity
-from rpg_jax.storage.integrity import Refused
+from rpg_jax.storage import errors, integrity
+from rpg_jax.storage.integrity import Damaged
 
 Tree = Any
 
@@ -20,7 +21,7 @@ class Snapshots:
 
     def __init__(self, directory: Path | epath.Path):
         self._directory = storage.absolute(directory)
-        self._directory.mkdir(parents=True, exist_ok=True)
+        errors.retried(lambda: self._directory.mkdir(parents=True, exist_ok=True), self._directory)
         self._checkpointer = ocp.StandardCheckpointer()
 
     def _path(self, number: int) -> epath.Path:
@@ -28,26 +29,38 @@ class Snapshots:
 
     def exists(self, number: int) -> bool:
         """Whether there is a snapshot `number`, good or bad."""
-        return self._path(number).exists()
+        return errors.retried(self._path(number).exists, self._path(number))
 
     def save(self, number: int, params: Tree) -> None:
-        """Starts writing `params`; replaces a snapshot of the same number."""
-        self._checkpointer.save(self._path(number), integrity.signed(params), force=True)
+        """Starts writing `params`; replaces one of the same number. Raises StorageFailure, of the last save too."""
+        path = self._path(number)
+
+        def write() -> None:
+            self._checkpointer.save(path, integrity.signed(params), force=True)
+
+        self.wait()
+        if jax.process_count() == 1:
+            errors.retried(write, path)
+        else:  # a host that begins again would not meet the barriers of the others
+            with errors.named(path):
+                write()
 
     def restore(self, number: int, like: Tree) -> Tree:
         """The weights of snapshot `number`, laid out as the `ShapeDtypeStruct`s of `like`, on any mesh.
 
         Raises:
-          Refused: it is missing, damaged, or holds other arrays than `like`.
+          Damaged: it is missing or damaged.
+          Refused: it holds other arrays than `like`.
+          StorageFailure: it could not be read, after retries.
         """
         self.wait()
         path = self._path(number)
 
         def check() -> None:
-            if not path.exists():
-                raise Refused(path, "this snapshot is missing; it was deleted or the folder is incomplete")
-            if not (path / "commit_success.txt").exists():
-                raise Refused(path, "this snapshot is half-written: commit_success.txt is missing")
+            if not errors.retried(path.exists, path):
+                raise Damaged(path, "this snapshot is missing; it was deleted or the folder is incomplete")
+            if not errors.retried((path / "commit_success.txt").exists, path):
+                raise Damaged(path, "this snapshot is half-written: commit_success.txt is missing")
 
         integrity.by_all(check)
         return integrity.restored(path, like)
@@ -57,7 +70,7 @@ class Snapshots:
         path = self._path(number)
         taken = sum(other.name.startswith(f"refused-{path.name}") for other in self._directory.iterdir())
         aside = self._directory / (f"refused-{path.name}" + (f"-{taken}" if taken else ""))
-        storage.move(path, aside)
+        errors.retried(lambda: storage.move(path, aside), aside)
         return aside
 
     def keep_only(self, numbers: Iterable[int]) -> None:
@@ -65,11 +78,12 @@ class Snapshots:
         kept = {self._path(n).name for n in numbers}
         for path in self._directory.iterdir() if hosts.is_first() and self._directory.exists() else ():
             if path.name.isdigit() and path.name not in kept:
-                path.rmtree()
+                errors.retried(path.rmtree, path)
 
     def wait(self) -> None:
-        """Returns once the last save is on disk."""
-        self._checkpointer.wait_until_finished()
+        """Returns once the last save is on disk. Raises StorageFailure if it could not be written."""
+        with errors.named(self._directory):
+            self._checkpointer.wait_until_finished()
 
     def close(self) -> None:
         """Finishes the last save and releases the background threads."""

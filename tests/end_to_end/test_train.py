@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from rpg_jax import losses
-from rpg_jax.runs import run_folder
+from rpg_jax.runs import cli, run_folder
 from rpg_jax.runs.resolve import resolve
 from tests.end_to_end import micro
 
@@ -212,7 +212,11 @@ def test_a_run_killed_as_its_checkpoint_completes_has_lost_no_line(shared, tmp_p
 def test_a_sampler_that_is_not_the_policy_stops_the_run_after_the_step_is_written_down(shared, tmp_path):
     settings = ("--config.rollout.int8=True", "--config.rollout.max_sampler_gap=1e-6", "--config.run.name=r")
     done = run(shared, tmp_path, *settings, check=False)
-    assert done.returncode == 2 and "sampler and trainer disagree" in done.stderr and "Traceback" not in done.stderr
+    assert (
+        done.returncode == cli.GAVE_UP
+        and "sampler and trainer disagree" in done.stderr
+        and "Traceback" not in done.stderr
+    )
     assert metrics(tmp_path / "r")[-1]["sampler_gap"] > 1e-6 and metrics(tmp_path / "r")[-1]["step"] == 1
 
 

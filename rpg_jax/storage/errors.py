@@ -1,0 +1,198 @@
+"""What an error of storage means, and what follows from it: one rule for disks, buckets and checkpoints.
+
+- *Transient*: the store did not answer, or asked to be asked again (HTTP 401, 408, 429 and 5xx; a reset; a timeout).
+  `retried` asks again, `len(PAUSES)` times, with growing pauses. Then it raises `StorageFailure`, and the run ends with
+  exit code 1, after which a supervisor starts it again. 401 is among them, because tokens are renewed while a run goes.
+- *Damage*: the store did answer, and what it holds is not what was written: bytes that fail their checksum or cannot
+  be decoded, and files of a complete checkpoint that are shorter or gone. Only then may an older checkpoint be used.
+- *Permanent*: the store says no (HTTP 403, a missing bucket, a full or read-only disk), or the error is not known. It
+  is not tried again. The data stay where they are.
+- *The user's*: every other ValueError, such as a wrong field or a checkpoint of another run.
+
+The exit code is 2, after which a supervisor does not start the run again, only if the error is not transient and the
+run was not open yet: see `rpg_jax.runs.cli`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import errno
+import json
+import random
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+T = TypeVar("T")
+PAUSES = (1.0, 4.0, 15.0)  # seconds, beside the retries of gcsfs (6) and TensorStore (32) within each try
+
+
+class Kind(enum.Enum):
+    """What an error of storage means; see the module."""
+
+    TRANSIENT = "transient"
+    DAMAGE = "damage"
+    PERMANENT = "permanent"
+    UNKNOWN = "unknown"
+
+
+class StorageFailure(RuntimeError):
+    """Storage was not read or written, transiently or permanently (`kind`). Nothing was moved or deleted."""
+
+    def __init__(self, what: str, reason: str, kind: Kind):
+        super().__init__(f"{what}: {reason}{_FIX[kind]}")
+        self.what, self.reason, self.kind = what, reason, kind
+
+
+_FIX = {
+    Kind.TRANSIENT: " (transient, tried several times); nothing was lost: start the same command again",
+    Kind.PERMANENT: " (another try would end the same); nothing was lost: mend that, then start the same command again",
+    Kind.UNKNOWN: " (an error of unknown kind, so nothing was moved or replaced); start the same command again",
+    Kind.DAMAGE: " (damaged)",
+}
+_TRANSIENT_CODES = {401, 408, 425, 429, *range(500, 600)}
+_PERMANENT_CODES = {400, 403, 404, 405, 411, 412, 413}
+_TRANSIENT_NUMBERS = {
+    getattr(errno, name)
+    for name in (
+        *("EAGAIN", "EINTR", "EIO", "ESTALE", "ETIMEDOUT", "ENETDOWN", "ENETUNREACH", "EHOSTDOWN", "EHOSTUNREACH"),
+        *("ECONNABORTED", "ECONNREFUSED", "ECONNRESET", "EPIPE"),
+    )
+}
+# By name, as these packages need not be installed: gcsfs, aiohttp, requests, urllib3, google-auth, google-api-core.
+_TRANSIENT_NAMES = {
+    *(
+        "ClientError",
+        "ChecksumError",
+        "RetryError",
+        "TransportError",
+        "RefreshError",
+        "IncompleteRead",
+        "ProtocolError",
+    ),
+    *("TooManyRequests", "ServerError", "ChunkedEncodingError", "ConnectionError", "Timeout", "ContentDecodingError"),
+}
+_PERMANENT_NAMES = {"DefaultCredentialsError", "FileExistsError", "PermissionError"}
+_CODE = re.compile(r"http_response_code='(\d{3})'")  # TensorStore puts it into the text of a ValueError
+_CODE_FIELDS = ("code", "status", "status_code")  # gcsfs and google-api-core, aiohttp, a response
+_TEXTS = (  # the first that matches decides; TensorStore's errors begin with a status
+    (
+        Kind.PERMANENT,
+        r"No space left on device|[Qq]uota exceeded|Read-only file system|\bPERMISSION_DENIED:|^Forbidden:",
+    ),
+    (Kind.DAMAGE, r"\b(DATA_LOSS|OUT_OF_RANGE|NOT_FOUND):|checksum verification failed|Error decoding|not found\.$"),
+    (
+        Kind.DAMAGE,
+        r"\b(INVALID_ARGUMENT|FAILED_PRECONDITION): .*([Dd]ecod|[Dd]ecompress|[Zz]std|[Bb]losc|[Tt]runcated)",
+    ),
+    (Kind.TRANSIENT, r"\b(UNAVAILABLE|ABORTED|DEADLINE_EXCEEDED|INTERNAL|CANCELLED|RESOURCE_EXHAUSTED):"),
+    (Kind.TRANSIENT, r"[Cc]onnection (reset|refused|closed|timed out)|[Tt]imed? ?out|Temporary failure in name"),
+)
+
+
+def kind_of(error: BaseException) -> Kind:
+    """The kind of an error: the first of transient, permanent and damage that it, or a cause of it, is."""
+    found = {_own_kind(one) for one in _chain(error)}
+    return next((kind for kind in (Kind.TRANSIENT, Kind.PERMANENT, Kind.DAMAGE) if kind in found), Kind.UNKNOWN)
+
+
+def is_transient(error: BaseException) -> bool:
+    """Whether another start of the program may well succeed."""
+    return kind_of(error) is Kind.TRANSIENT
+
+
+def failure(what: object, error: BaseException) -> StorageFailure:
+    """The error as one line that names `what`; an error that is one already stays as it is."""
+    return error if isinstance(error, StorageFailure) else StorageFailure(str(what), one_line(error), kind_of(error))
+
+
+def one_line(error: BaseException) -> str:
+    """The text of an error, or of the cause that decided its kind, without TensorStore's specs, in one line."""
+    kind = kind_of(error)
+    told = next((one for one in _chain(error) if _own_kind(one) is kind), error)
+    text = " ".join(re.sub(r"\s*\[(tensorstore_spec|http_response_body|source locations)=.*", "", str(told)).split())
+    return f"{type(told).__name__}: {text}"[:300] if text else type(told).__name__
+
+
+def retried(call: Callable[[], T], what: object) -> T:
+    """The result of `call`, which is repeated after transient errors. `call` may be cut short and run again.
+
+    Raises:
+      StorageFailure: each try failed transiently, or one failed permanently. Other errors pass as they are.
+    """
+    for number in range(len(PAUSES) + 1):
+        try:
+            return call()
+        except Exception as error:
+            kind = kind_of(error)
+            if kind is Kind.TRANSIENT and number < len(PAUSES):
+                pause = PAUSES[number] * random.uniform(0.8, 1.2)
+                say(f"{what}: {one_line(error)}; trying again in {pause:.0f} s")
+                time.sleep(pause)
+            elif kind in (Kind.TRANSIENT, Kind.PERMANENT):
+                raise failure(what, error) from error
+            else:
+                raise
+    raise AssertionError("unreachable")
+
+
+@contextlib.contextmanager
+def named(what: object) -> Iterator[None]:
+    """Turns every error of the block into a `StorageFailure` that names `what`."""
+    try:
+        yield
+    except StorageFailure:
+        raise
+    except Exception as error:
+        raise failure(what, error) from error
+
+
+def say(message: str) -> None:
+    """One line on stderr."""
+    print(message, file=sys.stderr, flush=True)
+
+
+class _Answer(Exception):
+    def __init__(self, status_code: int | None):
+        super().__init__(f"HTTP {status_code}")
+        self.status_code = status_code
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        if (answer := getattr(error, "response", None)) is not None:  # of requests and of the hub's client
+            yield _Answer(getattr(answer, "status_code", None))
+        error = error.__cause__ or error.__context__
+
+
+def _own_kind(error: BaseException) -> Kind:
+    """The kind of an error without its causes."""
+    if isinstance(error, StorageFailure):
+        return error.kind
+    text, names = str(error), {kind.__name__ for kind in type(error).__mro__}
+    codes = (
+        match[1] if (match := _CODE.search(text)) else None,
+        *(getattr(error, name, None) for name in _CODE_FIELDS),
+    )
+    code = next((int(code) for code in map(str, codes) if code.isdigit()), None)
+    if code in _TRANSIENT_CODES:
+        return Kind.TRANSIENT
+    if code in _PERMANENT_CODES:
+        return Kind.PERMANENT
+    if isinstance(error, json.JSONDecodeError | UnicodeDecodeError | EOFError | KeyError | FileNotFoundError):
+        return Kind.DAMAGE
+    if isinstance(error, OSError) and error.errno is not None:
+        return Kind.TRANSIENT if error.errno in _TRANSIENT_NUMBERS else Kind.PERMANENT
+    if isinstance(error, TimeoutError | ConnectionError) or names & _TRANSIENT_NAMES:
+        return Kind.TRANSIENT
+    if names & _PERMANENT_NAMES:
+        return Kind.PERMANENT
+    if isinstance(error, ValueError | RuntimeError | OSError):
+        return next((kind for kind, pattern in _TEXTS if re.search(pattern, text)), Kind.UNKNOWN)
+    return Kind.UNKNOWN
