@@ -43,6 +43,8 @@ export JAX_COMPILATION_CACHE_DIR={shlex.quote(job.bucket)}/jax-cache
 export JAX_PLATFORMS=tpu
 export RPG_COMMIT={shlex.quote(commit())}
 
+.venv/bin/python launch/cloud/extras.py {shlex.join(job.trainer)} || exit 1
+
 trap : TERM  # the trainer gets the signal too; wait for it to save
 {command} &
 trainer=$!
@@ -54,9 +56,19 @@ while kill -0 "$trainer" 2>/dev/null; do
 done
 if [ "$status" = 0 ] && [ "$(attribute agent-worker-number)" = 0 ]; then
   date --utc +%FT%TZ | gcloud storage cp - {shlex.quote(job.files)}/finished
-fi
+{_free(job)}fi
 exit "$status"
 """
+
+
+def _free(job: Job) -> str:
+    """The line that deletes the TPU from its first worker, where its service account may; otherwise launch/tpu does."""
+    if job.keep:
+        return ""
+    family = "tpu-vm" if job.tpu.direct else "queued-resources"
+    words = ["gcloud", "compute", "tpus", family, "delete", job.name, *job.tpu.place, "--quiet", "--async"]
+    words += [] if job.tpu.direct else ["--force"]
+    return f"  {shlex.join(words)} || echo 'the TPU is still there and costs: launch/tpu delete'\n"
 
 
 def commit() -> str:

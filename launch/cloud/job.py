@@ -75,6 +75,7 @@ class Job:
       bucket: gs:// address for runs, launch files and the compilation cache.
       trainer: arguments for `python -m rpg_jax.train`.
       secrets: (environment variable, name in Secret Manager) pairs.
+      keep: whether a TPU stays, and costs, once its run has finished.
     """
 
     name: str
@@ -82,6 +83,7 @@ class Job:
     tpu: TpuRequest
     trainer: tuple[str, ...] = ()
     secrets: tuple[tuple[str, str], ...] = ()
+    keep: bool = False
 
     @property
     def vms(self) -> tuple[str, ...]:

@@ -28,7 +28,7 @@ def manifest(job: Job, image: str, max_restarts: int, reservation: str | None = 
     tpu, indent = job.tpu, " " * 20
     capacity = {
         "spot": 'cloud.google.com/gke-spot: "true"',
-        "reserved": f"cloud.google.com/reservation-name: {reservation}",
+        "reserved": f"cloud.google.com/reservation-name: {json.dumps(reservation)}",
         "on-demand": "",
     }
     text = string.Template(TEMPLATE.read_text()).substitute(
@@ -41,7 +41,7 @@ def manifest(job: Job, image: str, max_restarts: int, reservation: str | None = 
         accelerator=tpu.slice.generation.gke_accelerator,
         topology=tpu.slice.topology,
         capacity=capacity[tpu.capacity],
-        service_account=f"serviceAccountName: {tpu.service_account}" if tpu.service_account else "",
+        service_account=f"serviceAccountName: {json.dumps(tpu.service_account)}" if tpu.service_account else "",
         arguments=f"\n{indent}".join(f"- {json.dumps(argument)}" for argument in entrypoint(job)),
         max_restarts=max_restarts,
         grace_seconds=GRACE_SECONDS,

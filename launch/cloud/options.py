@@ -12,6 +12,8 @@ from cloud.errors import LaunchError
 from cloud.job import CAPACITIES, ROOT, Job, field_names, load, make_job
 from cloud.shell import Shell
 
+CHECKED = ("up", "create")  # they run all checks of preflight, and show every mistake at once
+
 
 def parser(program: str, description: str, commands: dict[str, str]) -> argparse.ArgumentParser:
     """Makes a parser of `program COMMAND [options] [-- trainer arguments]`."""
@@ -66,6 +68,8 @@ def parse(made: argparse.ArgumentParser, argv: list[str], shell: Shell | None = 
     options.after = after
     if not options.name:
         raise LaunchError("--name is missing", "name the run, e.g. --name=rpg-4b")
+    if "/" in options.name or options.name.startswith("."):  # it names a folder of this machine too
+        raise LaunchError(f"--name={options.name!r} is not a DNS label", "e.g. --name=rpg-4b")
     shell = shell or Shell(options.dry_run)
     staging = options.staging or ROOT / "runs" / "launch" / options.name
     given = {name: getattr(options, name, None) for name in field_names()}
@@ -85,7 +89,10 @@ def parse(made: argparse.ArgumentParser, argv: list[str], shell: Shell | None = 
 def run(made: argparse.ArgumentParser, argv: list[str], shell: Shell | None, command: Callable[[Launch], None]) -> int:
     """Runs a command line and returns its exit code; each error of the user is one line."""
     try:
-        command(parse(made, argv, shell))
+        launch = parse(made, argv, shell)
+        if launch.options.command not in CHECKED:
+            preflight.words_are_plain(launch.job)
+        command(launch)
     except LaunchError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)

@@ -6,7 +6,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from cloud import reach
+from cloud import extras, reach
 from cloud.errors import CommandError, Kind, LaunchError
 from cloud.job import CAPACITIES, ROOT, Job
 from cloud.shell import Shell
@@ -14,6 +14,7 @@ from cloud.shell import Shell
 PYTHON = ROOT / ".venv" / "bin" / "python"
 MULTI_REGIONS = {"US": "us-", "EU": "europe-", "ASIA": "asia-"}
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,37}[a-z0-9])?")
+ZONE = re.compile(r"[a-z]+-[a-z]+\d+-(ai\d+)?[a-z]")
 SECRETIVE = re.compile(r"(?i)(token|secret|password|api_?key)[\w.]*=.")
 
 
@@ -26,7 +27,7 @@ def check(job: Job, shell: Shell, *, plan: bool = True, trainer: bool = True) ->
       LaunchError: a check failed; the message has one line for each mistake.
     """
     notes, problems = [], []
-    offline = [name_is_a_label, type_and_zone, capacity_is_one, bucket_is_an_address, no_secret_values]
+    offline = [name_is_a_label, type_and_zone, capacity_is_one, bucket_is_an_address, place_is_plain, no_secret_values]
     fits = [config_fits, plan_says_it_fits][: 1 + plan] if trainer else []
     for checker in [*offline, *fits]:
         try:
@@ -40,6 +41,36 @@ def check(job: Job, shell: Shell, *, plan: bool = True, trainer: bool = True) ->
     return [*notes, *quota_and_cost(job)]
 
 
+def words_are_plain(job: Job) -> None:
+    """Checks what commands paste into scripts and remote command lines: names, addresses, zone and accounts.
+
+    `check` does so before anything is created. The commands that act on what exists need no more than this.
+    """
+    problems = []
+    for checker in (name_is_a_label, bucket_is_an_address, place_is_plain):
+        try:
+            list(checker(job))
+        except LaunchError as error:
+            problems.append(str(error))
+    if problems:
+        raise LaunchError("\n".join(problems))
+
+
+def place_is_plain(job: Job) -> Iterator[str]:
+    """Checks the forms of zone, project, network and service account."""
+    tpu = job.tpu
+    if not ZONE.fullmatch(tpu.zone):
+        raise LaunchError(f"--zone={tpu.zone!r} is not a zone", "e.g. --zone=us-east5-a")
+    for option, value, pattern in (
+        ("--project", tpu.project, r"[a-z0-9.:-]{1,63}"),
+        ("--network", tpu.network, r"[-a-z0-9/_.]+"),
+        ("--service-account", tpu.service_account, r"[-a-z0-9._]+(@[-a-z0-9.]+)?"),
+    ):
+        if value is not None and not re.fullmatch(pattern, value, re.IGNORECASE):
+            raise LaunchError(f"{option}={value!r} is no such name", "write it as the cloud's console shows it")
+    yield from ()
+
+
 def name_is_a_label(job: Job) -> Iterator[str]:
     if not NAME.fullmatch(job.name):
         raise LaunchError(
@@ -51,10 +82,10 @@ def name_is_a_label(job: Job) -> Iterator[str]:
 def type_and_zone(job: Job) -> Iterator[str]:
     tpu = job.tpu
     zones = tpu.slice.generation.zones
-    if not re.fullmatch(r"[a-z]+-[a-z]+\d+-(ai\d+)?[a-z]", tpu.zone):
+    if not ZONE.fullmatch(tpu.zone):
         raise LaunchError(f"--zone={tpu.zone!r} is not a zone", f"{tpu.type} is in {', '.join(zones)}")
     if tpu.zone not in zones:
-        raise LaunchError(f"no {tpu.slice.generation.name} in zone {tpu.zone}", f"use --zone={'|'.join(zones)}")
+        yield f"no {tpu.slice.generation.name} known here in zone {tpu.zone}: asking the cloud"
     if tpu.slices < 1:
         raise LaunchError(f"--slices={tpu.slices}", "use 1 or more")
     if tpu.slices > 1 and tpu.direct:
@@ -120,6 +151,21 @@ def config_fits(job: Job) -> Iterator[str]:
     reach.all_is_there(config)
     yield "mesh " + (" × ".join(f"{axis} {n}" for axis, n in resolved["mesh"].items() if n > 1) or "of one chip")
     yield batches_divide(config, resolved["row_shards"])
+    yield from trackers_work(job, config["log"])
+
+
+def trackers_work(job: Job, log: dict) -> Iterator[str]:
+    """Checks that workers can log as the config asks: they install the packages, and W&B needs a key."""
+    asked = extras.asked_for(log)
+    if asked:
+        yield f"workers install {' and '.join(asked)} as well"
+    if asked and job.tpu.internal_ips:
+        yield "workers without external addresses reach the package index only through Cloud NAT or a mirror"
+    if log["wandb"] and log["wandb_mode"] == "online" and "WANDB_API_KEY" not in dict(job.secrets):
+        raise LaunchError(
+            f"log.wandb={log['wandb']} needs a key on the workers",
+            "pass --secret=WANDB_API_KEY=name-in-secret-manager, or --config.log.wandb_mode=offline",
+        )
 
 
 def resolve(trainer: tuple[str, ...], chips: int, slices: int) -> subprocess.CompletedProcess:
@@ -184,7 +230,11 @@ def type_is_offered(job: Job, shell: Shell) -> Iterator[str]:
     command = ["gcloud", "compute", "tpus", "accelerator-types", "list", *tpu.place]
     found = shell.ask([*command, f"--filter=type={tpu.type}", "--format=value(type)"], dry_answer=tpu.type)
     if tpu.type not in found.split():
-        raise LaunchError(f"{tpu.type} is not offered to project {tpu.project} in {tpu.zone}", "try another zone")
+        zones = ", ".join(tpu.slice.generation.zones)
+        raise LaunchError(
+            f"{tpu.type} is not offered to project {tpu.project} in {tpu.zone}",
+            f"list what is: gcloud compute tpus accelerator-types list --zone={tpu.zone}; other zones: {zones}",
+        )
     yield f"project {tpu.project}, zone {tpu.zone}"
 
 

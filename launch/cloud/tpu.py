@@ -2,6 +2,7 @@
 
 import itertools
 import re
+import shlex
 
 from cloud import accelerators, files, options
 from cloud.errors import CommandError, Kind, LaunchError, ignored
@@ -14,7 +15,7 @@ DESCRIPTION = """Runs a config on Cloud TPU VMs.
   launch/tpu up --type=v5p-16 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b -- --config=configs/x.py
 """
 COMMANDS = {
-    "up": "create, wait, setup, run; then brings a preempted TPU back until the run has finished",
+    "up": "create, wait, setup, run; then brings a preempted TPU back until the run has finished, and deletes it",
     "create": "checks everything, uploads the code and requests the TPU",
     "wait": "waits until the TPU is up",
     "setup": "installs on all workers",
@@ -34,6 +35,7 @@ def main(argv: list[str], shell: Shell | None = None) -> int:
     """Runs one command and returns its exit code."""
     parser = options.parser("launch/tpu", DESCRIPTION, COMMANDS)
     parser.add_argument("--direct", action="store_true", default=None, help="create the TPU VM without a queue")
+    parser.add_argument("--keep", action="store_true", default=None, help="keep a TPU whose run has finished; it costs")
     parser.add_argument("--valid-for", help="how long a request may queue (default: 24h)")
     parser.add_argument("--worker", default="0", help="for logs and ssh: the worker's number in its slice, or all")
     parser.add_argument("--slice", type=int, default=0, dest="slice_number", help="for logs and ssh: its number")
@@ -74,7 +76,9 @@ def up(launch: Launch, vms: TpuVms) -> None:
     _bring_up(launch, vms)
     setup(launch, vms)
     _start(launch, vms)
-    if not launch.options.no_watch:
+    if launch.options.no_watch:
+        launch.shell.say("nobody watches: a lost TPU stays lost until launch/tpu up runs again")
+    else:
         _watch(launch, vms)
 
 
@@ -171,6 +175,10 @@ def _watch(launch: Launch, vms: TpuVms) -> None:
     Raises:
       LaunchError: the run was stopped or deleted elsewhere, or a worker has given it up.
     """
+    launch.shell.say(
+        "watching: this command must stay alive, for it alone brings a lost TPU back. On a pod prefer launch/xpk: GKE "
+        "restarts and recreates by itself"
+    )
     if launch.shell.dry_run:
         print(f"# then every {WATCH_SECONDS:.0f} s, until the first succeeds:")
     looks = itertools.count(1)
@@ -178,7 +186,8 @@ def _watch(launch: Launch, vms: TpuVms) -> None:
         _check_wanted(launch)
         state, reason = vms.state()
         if launch.shell.dry_run:
-            return
+            print("# and once it has:")
+            return _free(launch, vms)
         if state not in UP:
             launch.shell.say(f"{launch.job.name} is {state}{f' ({reason})' if reason else ''}")
             _bring_up(launch, vms)
@@ -186,7 +195,19 @@ def _watch(launch: Launch, vms: TpuVms) -> None:
             _check_workers(launch, vms)
         launch.shell.sleep(WATCH_SECONDS)
     launch.shell.say(f"finished: {launch.job.runs}/{launch.job.name}")
-    launch.shell.say(f"the TPU still costs {launch.job.tpu.rate} until launch/tpu delete")
+    _free(launch, vms)
+
+
+def _free(launch: Launch, vms: TpuVms) -> None:
+    """Deletes the TPU of a finished run, unless --keep was given. The first worker tries so too, if nobody watches."""
+    if launch.job.keep:
+        launch.shell.say(f"kept: the TPU still costs {launch.job.tpu.rate} until launch/tpu delete")
+        return
+    try:
+        vms.delete()
+    except CommandError as error:
+        raise LaunchError(f"{error}\n{launch.job.name} is still there and costs {launch.job.tpu.rate}") from None
+    launch.shell.report("deleted the TPU (--keep would have kept it); the run stays in the bucket")
 
 
 def _check_wanted(launch: Launch) -> None:
@@ -227,7 +248,8 @@ def _on_worker(launch: Launch, what: str) -> str:
     The script becomes a file first: piped into bash, it would be eaten by the first of its commands that reads stdin.
     """
     script = "rpg-startup.sh"
-    return f"gcloud storage cp --quiet {launch.job.files}/startup.sh {script} && sudo bash {script} {what}"
+    source = shlex.quote(f"{launch.job.files}/startup.sh")
+    return f"gcloud storage cp --quiet {source} {script} && sudo bash {script} {what}"
 
 
 def _vm(launch: Launch) -> str:

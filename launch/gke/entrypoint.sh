@@ -19,6 +19,7 @@ export JAX_PLATFORMS="${JAX_PLATFORMS:-tpu}" # no silent run on the CPU
 export JAX_COMPILATION_CACHE_DIR="$bucket/jax-cache"
 
 python="${PYTHON:-.venv/bin/python}"
+"$python" launch/cloud/extras.py "$@"
 command=("$python" -m rpg_jax.train "$@")
 if [ "${#secrets[@]}" -gt 0 ]; then
   command=("$python" launch/cloud/with_secrets.py "--project=${GOOGLE_CLOUD_PROJECT:?}" "${secrets[@]}" -- "${command[@]}")

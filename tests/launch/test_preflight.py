@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import namedtuple
 from pathlib import Path
 
 import pytest
 
-from cloud import accelerators, files, preflight, reach
+from cloud import accelerators, extras, files, preflight, reach
 from cloud.errors import LaunchError
 from cloud.job import make_job
 
 TPU = "--type=v5p-16 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b"
 TRAINER = "-- --config=configs/tiny.py --config.mesh.fsdp=-1"
+Done = namedtuple("Done", "returncode")
 CONFIG = {
     "rollout": {"prompts_per_step": 64, "group_size": 8},
     "train": {"updates_per_step": 2, "microbatch_size": None},
@@ -30,7 +32,6 @@ def replaced(option, value):
         (replaced("--name", "Rpg_4B"), "--name='Rpg_4B' is not a DNS label; use up to 39 of a-z"),
         (replaced("--type", "v5p-15"), "no accelerator type 'v5p-15'; use --type=v5p-8|v5p-16"),
         (replaced("--type", "h100-8"), "no accelerator type 'h100-8'; use --type=v4-8"),
-        (replaced("--zone", "us-east5-b"), "no v5p in zone us-east5-b; use --zone=us-central1-a|us-east5-a"),
         (replaced("--zone", "us-east5"), "--zone='us-east5' is not a zone"),
         (replaced("--bucket", "mine"), "--bucket='mine' is not a bucket; use gs://NAME"),
         (f"{TPU} --slices=2 --direct", "--direct cannot create 2 slices; leave it out"),
@@ -77,7 +78,10 @@ def test_all_mistakes_are_shown_at_once(cloud):
 @pytest.mark.parametrize(
     "rule, line",
     [
-        ({"match": "accelerator-types", "code": 0, "stdout": ""}, "v5p-16 is not offered to project my-project"),
+        (
+            {"match": "accelerator-types", "code": 0, "stdout": ""},
+            "v5p-16 is not offered to project my-project in us-east5-a; list what is: gcloud compute tpus",
+        ),
         (
             {"match": "buckets describe", "stderr": "ERROR: gs://mine not found: 404."},
             "gcloud storage buckets create gs://mine",
@@ -96,6 +100,33 @@ def test_mistakes_that_the_cloud_knows(cloud, rule, line):
     assert cloud.run(f"create {TPU} --secret=WANDB_API_KEY=wandb-key {TRAINER}") == 1
     assert line in cloud.errors()[0]
     assert not cloud.called("queued-resources create")
+
+
+def test_a_zone_that_no_table_knows_is_asked_of_the_cloud(cloud):
+    cloud.script({"match": "buckets describe", "code": 0, "stdout": "ASIA-SOUTH9"})
+    assert cloud.run(f"create {replaced('--zone', 'asia-south9-c')} {TRAINER}") == 0, cloud.err
+    assert "no v5p known here in zone asia-south9-c: asking the cloud" in cloud.err
+    assert "--zone=asia-south9-c" in cloud.called("accelerator-types")[0]
+
+
+def test_workers_install_what_the_config_logs_to_and_wandb_needs_its_key(cloud):
+    wandb = f"{TRAINER} --config.log.wandb=rpg"
+    assert cloud.run(f"create {TPU} {wandb}") == 1
+    assert "log.wandb=rpg needs a key on the workers; pass --secret=WANDB_API_KEY=" in cloud.errors()[0]
+    assert cloud.run(f"create {TPU} {wandb} --config.log.wandb_mode=offline") == 0
+    assert cloud.run(f"create {TPU} --secret=WANDB_API_KEY=k --internal-ips {wandb} --config.log.tensorboard=True") == 0
+    assert "workers install wandb and tensorboardX as well" in cloud.err and "Cloud NAT" in cloud.err
+
+
+def test_a_worker_installs_the_packages_that_its_config_asks_for(monkeypatch):
+    asked = []
+    monkeypatch.setattr(extras.importlib.util, "find_spec", lambda name: None if name == "wandb" else name)
+    monkeypatch.setattr(extras.subprocess, "run", lambda command: asked.append(command) or Done(0))
+    config = ["--config=configs/tiny.py", "--config.log.tensorboard=True"]
+    assert extras.main(config) == 0 and not asked, "tensorboardX is there"
+    assert extras.main([*config, "--config.log.wandb=rpg"]) == 0
+    assert [command[1:] for command in asked] == [["-m", "pip", "install", "--quiet", "--no-input", "wandb>=0.19,<1"]]
+    assert extras.main(["--config=configs/none.py"]) == 0, "the trainer says so"
 
 
 def test_a_multi_region_that_holds_the_zone_is_near_enough(cloud):

@@ -68,8 +68,26 @@ def test_a_preempted_tpu_comes_back_and_the_run_goes_on_until_it_has_finished(cl
         *[queue("SUSPENDED", 2), {"match": "storage ls .*finished", "code": 0}],
     )
     assert cloud.run(f"up {TPU} --capacity=spot {TRAINER}") == 0
-    assert len(cloud.called("queued-resources delete")) == len(cloud.called("queued-resources create")) == 1
-    assert "finished: gs://mine/runs/rpg-4b" in cloud.err and "still costs" in cloud.err
+    assert len(cloud.called("queued-resources create")) == 1
+    assert len(cloud.called("queued-resources delete")) == 2, "the lost one, and the one whose run has finished"
+    assert "finished: gs://mine/runs/rpg-4b" in cloud.err and "deleted the TPU" in cloud.err
+    assert "must stay alive" in cloud.err and "launch/xpk" in cloud.err
+
+
+def test_a_tpu_that_is_to_be_kept_is_kept_and_costs(cloud):
+    cloud.script({"match": "storage ls .*finished", "code": 0})
+    assert cloud.run(f"up {TPU} --keep {TRAINER}") == 0
+    assert len(cloud.called("queued-resources delete")) == 0
+    assert "kept: the TPU still costs about $33.60 an hour" in cloud.err
+    run = (cloud.home / "staging" / "run.sh").read_text()
+    assert "queued-resources delete" not in run
+
+
+def test_a_worker_whose_run_has_finished_deletes_its_own_tpu(cloud):
+    assert cloud.run(f"create {TPU} {TRAINER}") == 0
+    run = (cloud.home / "staging" / "run.sh").read_text()
+    marks, frees = run.index("/finished"), run.index("gcloud compute tpus queued-resources delete rpg-4b")
+    assert marks < frees < run.index("\nfi\nexit")
 
 
 def test_a_run_that_was_stopped_or_deleted_elsewhere_is_not_brought_back(cloud):
@@ -208,6 +226,24 @@ def test_waiting_for_what_was_never_requested_says_so(cloud):
     cloud.script(absent())
     assert cloud.run(f"wait {TPU}") == 1
     assert "does not exist in us-east5-a; create it" in cloud.errors()[0]
+
+
+@pytest.mark.parametrize("command", ["setup", "stop", "status", "logs", "ssh", "wait", "delete --yes"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--name='x$(id)' --bucket=gs://mine --zone=us-east5-a",
+        "--name=rpg-4b --bucket='gs://mine/$(id)' --zone=us-east5-a",
+        "--name=rpg-4b --bucket='gs://mine;id' --zone=us-east5-a",
+        "--name=rpg-4b --bucket=gs://mine --zone='us-east5-a;id'",
+        "--name=../rpg-4b --bucket=gs://mine --zone=us-east5-a",
+        "--name=rpg-4b --bucket=gs://mine --zone=us-east5-a --service-account='a b'",
+    ],
+)
+def test_no_command_takes_names_that_a_remote_shell_would_run(cloud, command, options):
+    assert cloud.run(f"{command} --type=v5p-16 {options}") == 1
+    assert all(len(line) < 300 for line in cloud.errors()) and cloud.errors()
+    assert [call for call in cloud.calls if "get-value" not in call] == []
 
 
 def test_stop_takes_away_what_the_next_boot_would_run(cloud):

@@ -119,4 +119,4 @@ def test_every_exit_code_of_the_trainer_is_restarted_or_not_on_both_ways(cloud):
 
 def test_capacity_selects_its_nodes():
     job = make_job(name="n", type="v5p-8", zone="z", project="p", bucket="gs://b", capacity="reserved")
-    assert "cloud.google.com/reservation-name: r" in jobset.manifest(job, "image", 1, "r")
+    assert 'cloud.google.com/reservation-name: "r"' in jobset.manifest(job, "image", 1, "r")
