@@ -42,7 +42,9 @@ FIELDS = Section(
         processes=Field(optional(int), "The number of processes. Unset: JAX_NUM_PROCESSES, or what JAX finds."),
         process_id=Field(optional(int), "The rank of this process, from 0. Unset: JAX_PROCESS_ID, or what JAX finds."),
         initialization_timeout=Field(1800, "How long a process waits for the others to start.", "seconds"),
-        heartbeat_timeout=Field(30, "A process without a sign of life for this long counts as lost.", "seconds"),
+        heartbeat_timeout=Field(
+            optional(int), "A process is lost after this long without a sign of life. Unset: JAX's own, 100.", "seconds"
+        ),
     ),
     model=Section(
         "The policy's network.",

@@ -1,20 +1,28 @@
-"""Collectives over the processes of a run, on host values: all-gather, maximum, and placement on devices.
+"""Collectives over the processes of a run, on host values: barrier, all-gather, maximum, and placement on devices.
 
 Every process must call a collective, in the same order and from its main thread. With one process, none of them
-communicates.
+communicates. While a process waits for others, for minutes perhaps, it asks the coordination service that
+`jax.distributed` started: a device collective would look like a hang to the runtime of TPU slices, which reports one
+after five minutes. Only large values go over the devices, in pieces, once every process has arrived.
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
 import numpy as np
+from jax._src import distributed
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 Tree = Any
 T = TypeVar("T")
+_PATIENCE_MS = 7 * 24 * 3600 * 1000  # a lost process ends the wait sooner, by its heartbeats; a stall by the watchdog
+_SMALL = 1 << 20  # bytes of a value that go through the service; its messages may have four times as many
+_PIECE = 1 << 26  # bytes of each process that a device holds at once of a larger value
+_calls = itertools.count()  # equal in all processes, as they call collectives in the same order
 
 
 def is_first() -> bool:
@@ -22,31 +30,74 @@ def is_first() -> bool:
     return jax.process_index() == 0
 
 
+def _service() -> Any:
+    """The client of the coordination service. JAX does not export it; Orbax takes it from the same place."""
+    client = distributed.global_state.client
+    assert client is not None, "jax.distributed.initialize has not run"
+    return client
+
+
+def barrier(name: str) -> None:
+    """Returns once every process has called it; `name` is for messages."""
+    if jax.process_count() > 1:
+        _service().wait_at_barrier(f"rpg_jax/{next(_calls)}/{name}", _PATIENCE_MS)
+
+
 @contextlib.contextmanager
 def first_alone(name: str) -> Iterator[None]:
-    """Process 0 runs the block while the others wait; then the others run it. `name` identifies the barrier."""
-    if jax.process_count() > 1 and not is_first():
-        multihost_utils.sync_global_devices(name)
+    """Process 0 runs the block while the others wait; then the others run it. `name` is for messages."""
+    if not is_first():
+        barrier(name)
     yield
-    if jax.process_count() > 1 and is_first():
-        multihost_utils.sync_global_devices(name)
+    if is_first():
+        barrier(name)
 
 
 def all_gather_bytes(value: bytes) -> list[bytes]:
     """The `value` of every process, in the order of the processes. Lengths may differ."""
     if jax.process_count() == 1:
         return [value]
-    mine = np.frombuffer(value, np.uint8)
-    sizes = multihost_utils.process_allgather(np.array([len(mine)], np.int32)).reshape(-1)
-    padded = np.zeros(1 << max(int(sizes.max()) - 1, 0).bit_length(), np.uint8)  # few shapes, few compilations
-    padded[: len(mine)] = mine
-    rows = multihost_utils.process_allgather(padded)
-    return [row[:size].tobytes() for row, size in zip(rows, sizes, strict=True)]
+    said = _exchanged(b"v" + value if len(value) <= _SMALL else b"s%d" % len(value))  # the value, or only its size
+    if all(one.startswith(b"v") for one in said):
+        return [one[1:] for one in said]
+    return _over_devices(value, [len(one) - 1 if one.startswith(b"v") else int(one[1:]) for one in said])
 
 
 def pmax(value: int) -> int:
-    """The largest `value` of any process, an i32."""
-    return int(np.max(multihost_utils.process_allgather(np.int32(value))))
+    """The largest `value` of any process."""
+    return value if jax.process_count() == 1 else max(map(int, _exchanged(b"%d" % value)))
+
+
+def _exchanged(value: bytes) -> list[bytes]:
+    """The small `value` of every process, through the coordination service."""
+    client, call, own = _service(), next(_calls), jax.process_index()
+    client.key_value_set_bytes(f"rpg_jax/{call}/{own}", value)
+    found = [
+        value if process == own else client.blocking_key_value_get_bytes(f"rpg_jax/{call}/{process}", _PATIENCE_MS)
+        for process in range(jax.process_count())
+    ]
+    # Who has all values of this call knows that all have begun it, and so that nobody reads those of the last one.
+    _spent.append(f"rpg_jax/{call}/{own}")
+    if len(_spent) > 1:
+        client.key_value_delete(_spent.pop(0))
+    return found
+
+
+_spent: list[str] = []  # keys of this process that others may still read
+
+
+def _over_devices(value: bytes, sizes: Sequence[int]) -> list[bytes]:
+    """The `value` of every process, of these `sizes`, by device collectives of at most `_PIECE` bytes a process."""
+    pieces: list[list[bytes]] = [[] for _ in sizes]
+    for start in range(0, max(sizes), _PIECE):
+        mine = np.frombuffer(value[start : start + _PIECE], np.uint8)
+        width = min(_PIECE, max(sizes) - start)
+        padded = np.zeros(1 << max(width - 1, 0).bit_length(), np.uint8)  # few shapes, few compilations
+        padded[: len(mine)] = mine
+        rows = multihost_utils.process_allgather(padded)
+        for own, row, size in zip(pieces, rows, sizes, strict=True):
+            own.append(row[: max(size - start, 0)][:width].tobytes())
+    return [b"".join(own) for own in pieces]
 
 
 def share(items: Sequence[T]) -> list[T]:

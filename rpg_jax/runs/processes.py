@@ -95,8 +95,7 @@ def settings(config: ConfigDict) -> dict[str, Any] | None:
         "num_processes": processes,
         "process_id": process_id,
         "initialization_timeout": c.initialization_timeout,
-        "heartbeat_timeout_seconds": c.heartbeat_timeout,
-        "shutdown_timeout_seconds": c.heartbeat_timeout,
+        **({} if c.heartbeat_timeout is None else {"heartbeat_timeout_seconds": c.heartbeat_timeout}),
     }
 
 

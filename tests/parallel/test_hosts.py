@@ -1,5 +1,9 @@
 """Collectives with one process, and shares of several; tests/end_to_end/test_processes.py runs several processes."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rpg_jax import parallel
 from rpg_jax.parallel import hosts
+from tests.end_to_end.test_processes import ROOT, reserve_port
 
 
 def test_one_process_gathers_its_own_value():
@@ -29,3 +34,63 @@ def test_interleaving_the_shares_restores_the_order(monkeypatch, processes):
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
         shares.append(hosts.share("abcdefgh"))
     assert hosts.interleave(shares) == list("abcdefgh")
+
+
+SCRIPT = """
+import sys, time
+import jax
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+port, process = sys.argv[1], int(sys.argv[2])
+jax.distributed.initialize(f"127.0.0.1:{port}", 2, process, heartbeat_timeout_seconds=10)
+from jax.experimental import multihost_utils
+from rpg_jax.parallel import hosts
+
+gathers = []
+over_devices = multihost_utils.process_allgather
+multihost_utils.process_allgather = lambda *a, **k: gathers.append(a) or over_devices(*a, **k)
+began = time.monotonic()
+with hosts.first_alone("test"):
+    if process == 0:
+        time.sleep(2)
+waited = time.monotonic() - began
+assert waited >= 1.5, waited
+for turn in range(20):
+    assert hosts.all_gather_bytes(f"{turn} of {process}".encode()) == [f"{turn} of {p}".encode() for p in range(2)]
+    assert hosts.pmax(turn * process) == turn
+assert hosts.all_gather_bytes(b"x" * process) == [b"", b"x"]
+hosts.barrier("test")
+assert len(hosts._service().key_value_dir_get("rpg_jax/")) <= 4, "old messages are deleted"
+assert not gathers, "nothing went over the devices"
+hosts._SMALL, hosts._PIECE = 8, 16
+sent = [b"0123456789" * 5, b"short"]
+assert hosts.all_gather_bytes(sent[process]) == sent
+assert len(gathers) == 4, "in pieces"
+hosts.barrier("test")
+print("equal", flush=True)
+if process:
+    import os
+    os._exit(9)
+hosts.barrier("test")
+print("never", flush=True)
+"""
+
+
+@pytest.mark.slow  # two processes
+def test_two_processes_wait_by_the_coordination_service_and_notice_a_lost_one():
+    reserved, port = reserve_port()
+    env = {**os.environ, "XLA_FLAGS": "--xla_force_host_platform_device_count=1", "PYTHONPATH": str(ROOT)}
+    with reserved:
+        started = [
+            subprocess.Popen(
+                [sys.executable, "-c", SCRIPT, str(port), str(process)],
+                env=env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                pass_fds=[reserved.fileno()],
+            )
+            for process in range(2)
+        ]
+        said = [process.communicate(timeout=300) for process in started]
+    assert [out for out, _ in said] == ["equal\n"] * 2, said
+    assert started[1].returncode == 9 and started[0].returncode not in (0, 2), "the first does not wait for ever"
