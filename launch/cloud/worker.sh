@@ -10,8 +10,8 @@ metadata() {
 }
 active() { systemctl is-active --quiet rpg; }
 
-suitable_python() { # images have Python 3.10, but 3.11 is needed
-  if python3 -c 'import sys, ensurepip; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+suitable_python() { # images have Python 3.10; packages are locked for 3.12
+  if python3 -c 'import sys, ensurepip; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null; then
     command -v python3
   else
     python3 -m pip install --quiet uv >&2
@@ -34,7 +34,7 @@ install() {
     mv "$root/unpacked" "$root/repository"
     cp "$root/new/source.tar.gz" "$root/source.tar.gz"
   fi
-  (cd "$root/repository" && "$(suitable_python)" launch/install.py --requirements=requirements-tpu.txt)
+  (cd "$root/repository" && "$(suitable_python)" launch/install.py --requirements=requirements-tpu.lock)
 }
 
 start() { # restarts after a crash, up to five times an hour, and not after 2 or 3; a stop has a minute to save

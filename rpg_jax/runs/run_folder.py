@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from rpg_jax import storage
 from rpg_jax.report.run_files import flat
-from rpg_jax.runs import config_files, run_names
+from rpg_jax.runs import config_files, run_names, versions
 
 _AROUND = ("run.", "distributed.", "checkpoint.", "log.", "profile.")  # sections that change no number of a run
 # Where things are computed: the numbers agree bit for bit only on the same mesh, step for step on any.
@@ -34,6 +34,8 @@ _PACKAGES = (
     "google-jetstream",
     "numpy",
     "ml-collections",
+    "libtpu",
+    "tensorstore",
 )
 
 
@@ -97,7 +99,10 @@ def open_run(config: ConfigDict, folder: storage.Folder) -> None:
                 f"{folder.home} holds a run with another config: {'; '.join(differing)}. Give this one another "
                 "--config.run.name, or start over with --config.run.overwrite=True"
             )
-    for name, value in {"config.json": resolved, "versions.json": made_with()}.items():
+    content, changed = versions.with_history(path / "versions.json", made_with())
+    if changed:
+        print(f"not as at the last start of {config.run.name}: {changed}", file=sys.stderr)
+    for name, value in {"config.json": resolved, "versions.json": content}.items():
         storage.write_atomically(path / name, json.dumps(value, indent=2, sort_keys=True) + "\n")
     folder.push()
 

@@ -94,7 +94,7 @@ def worker(tmp_path):
 
 def test_a_fresh_machine_installs_and_starts_by_itself(worker):
     log, said = worker.boot()
-    assert "install.py --requirements=requirements-tpu.txt" in log
+    assert "install.py --requirements=requirements-tpu.lock" in log
     assert "systemd-run" in log and "Restart=on-failure" in log and "StartLimitBurst=5" in log
     assert said == "started\nworker 0 done\n"
 
