@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
@@ -93,6 +94,15 @@ def init_params(layout: Layout) -> Any:
         return models.load(folder, layout.model, param_dtype=dtype, shardings=layout.param_shardings)
     seed = layout.config.warm_start.seed
     return models.init(layout.model, seed=seed, param_dtype=dtype, shardings=layout.param_shardings)[1]
+
+
+def no_params(layout: Layout) -> Any:
+    """Zeros in place of the weights of a run whose checkpoint has them: `model.path` is not read, not even fetched."""
+
+    def zeros() -> Any:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), layout.param_shapes)
+
+    return jax.jit(zeros, out_shardings=layout.param_shardings)()
 
 
 def make_rollout(layout: Layout, params: Any) -> rollout.Rollout:

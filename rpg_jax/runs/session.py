@@ -26,6 +26,7 @@ from rpg_jax.runs.experiment import (
     make_drift,
     make_rollout,
     make_scorer,
+    no_params,
     open_experiment,
 )
 from rpg_jax.runs.keeper import Keeper
@@ -77,11 +78,12 @@ class Session:
         self.stop = StopRequest(config.run.stop_seconds, self._out_of_time)
         self.compilations, self.keeper = CompilationCounter(), Keeper(config, folder)
         self.guard = Guard(config.rollout.max_sampler_gap, config.log.max_nonfinite_updates)
-        learner, params = make_learner(experiment.layout), init_params(experiment.layout)
+        learner, new = make_learner(experiment.layout), self.keeper.is_new
+        params = (init_params if new else no_params)(experiment.layout)  # a resume reads weights once
         scorer = closing.enter_context(make_scorer(config))
         rollout = make_rollout(experiment.layout, params)
         closing.callback(rollout.close)
-        if self.keeper.is_new and config.warm_start.enabled:
+        if new and config.warm_start.enabled:
             params = warm_started(experiment, params, rollout, scorer, folder.files, self.watchdog.beat)
         self.algorithm = make_algorithm(experiment, learner, rollout, scorer, folder, self.watchdog.beat)
         closing.callback(self.algorithm.collector.close)
@@ -92,9 +94,7 @@ class Session:
         self.log = RunLog(folder.files, samples=config.log.samples_per_step)
         closing.callback(self.log.close)
         closing.callback(self.keeper.checkpoints.close)
-        self.now = Position(learner.create(params))
-        if not self.keeper.is_new:
-            self._resume(learner.like)
+        self.now = Position(learner.create(params)) if new else self._resumed(learner.like)
         self.log.trackers = self._trackers() if hosts.is_first() else []
 
     def to_the_end(self) -> int:
@@ -191,15 +191,15 @@ class Session:
     def _held_out_scores(self) -> dict[str, float]:
         return self.held_out.evaluate(self.now.step, self.now.state, self.algorithm.collector)
 
-    def _resume(self, like: TrainState) -> None:
+    def _resumed(self, like: TrainState) -> Position:
+        """The position of the newest checkpoint that can be trusted, to which everything else goes back."""
         step, state, record = self.keeper.restore(like, self.algorithm.reference)
-        self.now.state, self.now.step = state, step
         self.algorithm.collector.restore(record)
         self.algorithm.reference.restore(record["reference"])
         self.guard.nonfinite_in_a_row = int(record["nonfinite_in_a_row"])
         self.log.rewind(step)
-        self.now.owed = None if self.log.has(step) else record["owed"]
         print(f"continuing {self.folder.home} after step {step}")
+        return Position(state, step, None if self.log.has(step) else record["owed"])
 
     def _out_of_time(self) -> None:
         print(

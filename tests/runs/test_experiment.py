@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from types import SimpleNamespace
 
+import jax
 import pytest
 from ml_collections import ConfigDict
 
 from configs import tiny
-from rpg_jax.runs.experiment import make_scorer
+from rpg_jax.runs.experiment import init_params, make_scorer, no_params
 from rpg_jax.runs.layout import fitting_layout, make_decoding
 
 
@@ -40,6 +41,19 @@ def test_a_config_of_a_larger_machine_is_laid_out_on_this_one_and_says_so(field,
     assert layout.config.rollout.devices == 0 and layout.config.rollout.tensor is None
     section, name = field.split(".")
     assert config[section][name] == value, "the config that was given is changed"
+
+
+def test_the_weights_of_a_resumed_run_are_not_read_from_the_model_too():
+    config = tiny.get_config()
+    config.model.num_layers = 1
+    layout = fitting_layout(config, 32)
+    layout.config.model.path = "/nowhere/model"
+    with pytest.raises(ValueError, match="/nowhere/model"):
+        init_params(layout)
+    params = no_params(layout)
+    shapes, places = (jax.tree.map(of, params) for of in (lambda x: x.shape, lambda x: x.sharding))
+    assert shapes == jax.tree.map(lambda x: x.shape, layout.param_shapes) and places == layout.param_shardings
+    assert not any(x.any() for x in jax.tree.leaves(params))
 
 
 def test_a_config_that_fits_is_left_as_it_is(capsys):
