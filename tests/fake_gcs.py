@@ -1,22 +1,56 @@
 """As much of Google Cloud Storage's JSON API as gcsfs, tensorstore and google-cloud-storage use, on loopback.
 
-Objects are in memory, appear whole and at once, carry generations, and know no folders, as in a bucket.
+Objects are in memory, appear whole and at once, carry generations, and know no folders, as in a bucket. By script,
+requests fail, hang or tell old news.
 """
 
 from __future__ import annotations
 
 import base64
+import dataclasses
 import email
 import itertools
 import json
 import re
+import socket
+import struct
 import sys
 import threading
+import time
 import urllib.parse
 import zlib
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 _OBJECT = re.compile(r"(?:/download)?/storage/v1/b/([^/]+)/o/([^/]+)(?:/rewriteTo/b/([^/]+)/o/([^/]+))?")
+
+
+@dataclasses.dataclass
+class Fault:
+    """What happens to the next `times` requests whose method and path match: an HTTP status, or a kind by name.
+
+    "reset" closes the connection without an answer, "slow" answers after `seconds`, and "lag" lists only what was there
+    when the fault was scripted.
+    """
+
+    kind: int | str
+    times: float = float("inf")
+    methods: str = "GET POST PUT DELETE"
+    path: str = ""
+    seconds: float = 0.2
+    seen: int = 0
+
+    def hits(self, method: str, path: str) -> bool:
+        """Whether the fault meets this request; counts it then."""
+        if self.seen >= self.times or method not in self.methods.split() or self.path not in path:
+            return False
+        if self.kind == "lag" and not path.partition("?")[0].rstrip("/").endswith("/o"):
+            return False
+        self.seen += 1
+        return True
+
+
+MESSAGES = {401: "Invalid Credentials", 403: "no access", 412: "another generation", 429: "slow down"}
 
 
 class FakeGcs:
@@ -24,6 +58,7 @@ class FakeGcs:
 
     def __init__(self, bucket: str):
         self.bucket, self.objects, self.generations, self.uploads = bucket, {}, {}, {}
+        self.faults, self._listed = [], None
         self.lock, self.numbers = threading.RLock(), itertools.count(1)
         self._server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"gcs": self}))
         self.url = f"http://127.0.0.1:{self._server.server_port}"
@@ -43,6 +78,18 @@ class FakeGcs:
         self._server.shutdown()
         self._server.server_close()
 
+    def script(self, kind: int | str, **how: object) -> Fault:
+        """Adds a fault; `gcs.faults.clear()` ends all of them."""
+        with self.lock:
+            self.faults.append(fault := Fault(kind, **how))
+            if kind == "lag":
+                self._listed = set(self.objects)
+        return fault
+
+    def fault_of(self, method: str, path: str) -> Fault | None:
+        with self.lock:
+            return next((fault for fault in self.faults if fault.hits(method, urllib.parse.unquote(path))), None)
+
     def put(self, name: str, content: bytes) -> dict:
         with self.lock:
             self.objects[name], self.generations[name] = content, next(self.numbers)
@@ -58,11 +105,13 @@ class FakeGcs:
             **{"updated": "2026-01-01T00:00:00.000Z", "timeCreated": "2026-01-01T00:00:00.000Z"},
         }
 
-    def listing(self, query: dict[str, str]) -> dict:
+    def listing(self, query: dict[str, str], lagging: bool = False) -> dict:
         prefix, delimiter, page = query.get("prefix", ""), query.get("delimiter"), int(query.get("maxResults", 1000))
         items, prefixes = [], []
         with self.lock:
             names = sorted(n for n in self.objects if n.startswith(prefix) and n > query.get("pageToken", ""))
+            if lagging:
+                names = [n for n in names if n in self._listed]
             names = [n for n in names if query.get("startOffset", "") <= n < query.get("endOffset", "\U0010ffff")]
             for name in names[:page]:
                 head, cut, _ = name[len(prefix) :].partition(delimiter or "\0")
@@ -85,16 +134,45 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     gcs: FakeGcs
+    lagging = False
 
     def log_message(self, *arguments: object) -> None:
         pass
 
     def do_GET(self) -> None:
+        self._scripted(self._get)
+
+    def do_POST(self) -> None:
+        self._scripted(self._post)
+
+    def do_PUT(self) -> None:
+        self._scripted(lambda body: self._chunk(self._asked()[1], body))
+
+    def do_DELETE(self) -> None:
+        self._scripted(self._delete)
+
+    def _scripted(self, answer: Callable[[bytes], None]) -> None:
+        """Answers a request as its fault says, or as a bucket without faults does."""
+        body, fault = self._body(), self.gcs.fault_of(self.command, self.path)
+        kind = fault.kind if fault else None
+        self.lagging = kind == "lag"
+        if isinstance(kind, int):
+            return self._error(kind, MESSAGES.get(kind, "scripted"))
+        if kind == "reset":
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.close_connection = True
+            self.connection.close()
+            return None
+        if fault and kind == "slow":
+            time.sleep(fault.seconds)
+        return answer(body)
+
+    def _get(self, body: bytes) -> None:
         path, query = self._asked()
         if path == f"/storage/v1/b/{self.gcs.bucket}":
             return self._json({"kind": "storage#bucket", "name": self.gcs.bucket, "location": "US"})
         if path.rstrip("/") == f"/storage/v1/b/{self.gcs.bucket}/o":
-            return self._json(self.gcs.listing(query))
+            return self._json(self.gcs.listing(query, self.lagging))
         name = self._object(path)
         with self.gcs.lock:
             if name not in self.gcs.objects:
@@ -114,9 +192,8 @@ class _Handler(BaseHTTPRequestHandler):
             return self._reply(206, content[begin:end], headers)
         return self._reply(200, content, headers)
 
-    def do_POST(self) -> None:
+    def _post(self, body: bytes) -> None:
         path, query = self._asked()
-        body = self._body()
         if match := _OBJECT.fullmatch(path):
             source, target = (urllib.parse.unquote(part) for part in (match[2], match[4]))
             with self.gcs.lock:
@@ -141,9 +218,6 @@ class _Handler(BaseHTTPRequestHandler):
             return self._reply(200, b"", {"Location": location})
         return self._store(name, body, query)
 
-    def do_PUT(self) -> None:
-        self._chunk(self._asked()[1], self._body())
-
     def _chunk(self, query: dict[str, str], body: bytes) -> None:
         name, before = self.gcs.uploads[query["upload_id"]]
         content, chunk = before + body, self.headers.get("Content-Range", "")
@@ -152,7 +226,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._reply(308, b"", {"Range": f"bytes=0-{len(content) - 1}"})
         return self._store(name, content, query)
 
-    def do_DELETE(self) -> None:
+    def _delete(self, body: bytes) -> None:
         path, _ = self._asked()
         with self.gcs.lock:
             found = self.gcs.objects.pop(self._object(path), None)

@@ -42,14 +42,12 @@ def run_is_open() -> Iterator[None]:
 
     A ValueError of the block, or one of storage, ends the command with one line and `FAILED`; `RunLost` with `GAVE_UP`.
     """
-    from rpg_jax.storage.errors import StorageFailure
-
     try:
         yield
     except RunLost as error:
         raise Ended(str(error), GAVE_UP) from error
-    except (ValueError, StorageFailure) as error:
-        raise Ended(str(error), FAILED) from error
+    except (ValueError, OSError) as error:
+        raise Ended(in_words(error), FAILED) from error
 
 
 class Parser(argparse.ArgumentParser):
@@ -116,9 +114,9 @@ def parser(name: str, description: str) -> Parser:
 def run(command: Callable[[argparse.Namespace], int | None], parser: Parser, argv: Sequence[str] | None = None) -> int:
     """Reads the command line and calls `command` with the options; returns the exit code.
 
-    A user error ends in one line and `USAGE_ERROR`. It is a `ValueError`, or a package that is not installed. What
-    storage did not read or write is one line too, and `FAILED` if another start may succeed, as is every error that a
-    run meets once it is open. Everything else is a bug and keeps its traceback.
+    A user error ends in one line and `USAGE_ERROR`. It is a `ValueError`, or a package that is not installed. A file
+    that was not read or written ends in one line and `FAILED`. So does a `ValueError` of storage that did not answer,
+    or of a run that is open. Everything else is a bug and keeps its traceback.
 
     Args:
       argv: the arguments; None: this process's.
@@ -134,7 +132,7 @@ def run(command: Callable[[argparse.Namespace], int | None], parser: Parser, arg
         if options.debug or code is None:
             raise
         install = "; pip install -r requirements.txt installs all that rpg_jax needs"
-        print(f"error: {error}{install if str(error).startswith('No module named') else ''}", file=sys.stderr)
+        print(f"error: {in_words(error)}{install if str(error).startswith('No module named') else ''}", file=sys.stderr)
         return code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -149,9 +147,16 @@ def exit_code(error: Exception) -> int | None:
         return error.code
     if isinstance(error, ModuleNotFoundError):
         return None if (error.name or "").startswith("rpg_jax") else USAGE_ERROR
-    if isinstance(error, ValueError | errors.StorageFailure):
+    if isinstance(error, ValueError):
         return FAILED if errors.is_transient(error) else USAGE_ERROR
-    return None
+    return FAILED if isinstance(error, OSError) else None
+
+
+def in_words(error: Exception) -> str:
+    """The line of an error: a file that cannot be read or written is named."""
+    if isinstance(error, OSError) and error.filename and error.strerror:
+        return f"{error.strerror}: {error.filename}"
+    return str(error) or type(error).__name__
 
 
 def load_config(options: argparse.Namespace) -> config_files.Loaded | None:

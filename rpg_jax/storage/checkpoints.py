@@ -14,7 +14,6 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
-from jax.experimental import multihost_utils
 
 from rpg_jax import storage
 from rpg_jax.parallel import hosts
@@ -216,7 +215,7 @@ class Checkpoints:
             earlier = sum(path.name.partition("-")[0] == str(step) for path in there)
             target = aside / (f"{step}-{earlier}" if earlier else f"{step}")
             errors.retried(lambda: storage.move(self._directory / str(step), target), target)
-        multihost_utils.sync_global_devices(f"refused checkpoint {step}")
+        hosts.barrier(f"refused checkpoint {step}")
         self._manager.reload()
 
 

@@ -6,11 +6,12 @@
 - *Damage*: the store did answer, and what it holds is not what was written: bytes that fail their checksum or cannot
   be decoded, and files of a complete checkpoint that are shorter or gone. Only then may an older checkpoint be used.
 - *Permanent*: the store says no (HTTP 403, a missing bucket, a full or read-only disk), or the error is not known. It
-  is not tried again. The data stay where they are.
+  is not tried again. The data stay where they are, and the run ends with exit code 1 too: a right that was granted
+  takes minutes to be known everywhere, and a disk may be emptied.
 - *The user's*: every other ValueError, such as a wrong field or a checkpoint of another run.
 
-The exit code is 2, after which a supervisor does not start the run again, only if the error is not transient and the
-run was not open yet: see `rpg_jax.runs.cli`.
+The exit code is 2, after which a supervisor does not start the run again, only for the user's errors, and only before
+the run is open: see `rpg_jax.runs.cli`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Kind(enum.Enum):
     UNKNOWN = "unknown"
 
 
-class StorageFailure(RuntimeError):
+class StorageFailure(OSError):
     """Storage was not read or written, transiently or permanently (`kind`). Nothing was moved or deleted."""
 
     def __init__(self, what: str, reason: str, kind: Kind):

@@ -22,7 +22,7 @@ from etils import epath
 
 from rpg_jax.storage import errors
 
-_WEIGHTS = ("checkpoints", "reference")  # subfolders of a run that are written in place
+_WEIGHTS = ("checkpoints", "reference", "initial")  # subfolders of a run that are written in place
 _COPY_SECONDS = 30.0
 
 
