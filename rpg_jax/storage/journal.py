@@ -45,8 +45,7 @@ class Journal:
 
     def __init__(self, directory: Path | epath.Path, *, max_bytes: int):
         self._directory = absolute(directory)
-        there = self._directory.iterdir() if self._directory.exists() else ()
-        self._left = {int(path.name) for path in there if path.name.isdigit()}
+        self._left = set(_steps(self._directory))
         self._loaded: tuple[int, dict[int, list[Record]]] = (-1, {})
         self._writer = _Writer(self._directory, max_bytes)
         self._counts: collections.Counter[str] = collections.Counter()
@@ -57,10 +56,8 @@ class Journal:
         Each key has the integers `step`, equal for all, and `prompt_id` and `version`. A group is found once.
         """
         step = keys[0]["step"] if keys else -1
-        if step not in self._left:
-            return {}
-        if self._loaded[0] != step:
-            self._loaded = step, self._load(step)
+        if step != self._loaded[0]:
+            self._loaded = step, self._load(step) if step in self._left else {}
         found: dict[int, list[Completion]] = {}
         refused: collections.Counter[str] = collections.Counter()
         for place, key in enumerate(keys):
@@ -209,13 +206,22 @@ class _Writer:
         self._full = False
         if not hosts.is_first():
             return
-        try:
-            there = list(self._directory.iterdir()) if self._directory.exists() else []
-            for path in there:
-                if path.name.isdigit() and int(path.name) < before:
+        for step, path in _steps(self._directory).items():
+            try:
+                if step < before:
                     path.rmtree()
-        except Exception as error:  # the next call may succeed
-            _say(f"{self._directory} keeps groups that nobody needs: {error}")
+            except Exception as error:  # the next call may succeed
+                _say(f"{path} cannot be deleted: {error}")
+
+
+def _steps(directory: epath.Path) -> dict[int, epath.Path]:
+    """The steps of which there are groups, with their folders."""
+    try:
+        there = list(directory.iterdir()) if directory.exists() else []
+    except Exception as error:  # the clients of buckets raise errors of many kinds
+        _say(f"{directory} cannot be read, and its groups are sampled again: {error}")
+        return {}
+    return {int(path.name): path for path in there if path.name.isdigit()}
 
 
 def _difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
