@@ -40,7 +40,7 @@ class Journal:
     """The journal of one process of a run; `add` and `prune` return at once, whatever the disk does.
 
     Args:
-      max_bytes: a process writes no more than this between two calls of `prune`.
+      max_bytes: the most that this process keeps; `prune` makes room.
     """
 
     def __init__(self, directory: Path | epath.Path, *, max_bytes: int):
@@ -49,6 +49,7 @@ class Journal:
         self._loaded: tuple[int, dict[int, list[Record]]] = (-1, {})
         self._writer = _Writer(self._directory, max_bytes)
         self._counts: collections.Counter[str] = collections.Counter()
+        self._counting = threading.Lock()
 
     def find(self, keys: Sequence[Key]) -> dict[int, list[Completion]]:
         """The completions of groups that an earlier process completed, by their place in `keys`.
@@ -58,6 +59,8 @@ class Journal:
         step = keys[0]["step"] if keys else -1
         if step != self._loaded[0]:
             self._loaded = step, self._load(step) if step in self._left else {}
+        if not self._loaded[1]:
+            return {}
         found: dict[int, list[Completion]] = {}
         refused: collections.Counter[str] = collections.Counter()
         for place, key in enumerate(keys):
@@ -86,13 +89,14 @@ class Journal:
         """Counts completions for `take_counts`; says how many were found, if any."""
         if found:
             _say(f"step {step + 1}: {found} completions were complete before the restart, {sampled} are sampled")
-        self._counts.update(journal_found=found, journal_sampled=sampled)
+        with self._counting:
+            self._counts.update(journal_found=found, journal_sampled=sampled)
 
     def take_counts(self) -> dict[str, float]:
         """`host/journal_found` and `host/journal_sampled`, the completions that were counted since the last call."""
-        taken: dict[str, float] = {f"host/{name}": self._counts[name] for name in ("journal_found", "journal_sampled")}
-        self._counts.clear()
-        return taken
+        with self._counting:
+            taken, self._counts = self._counts, collections.Counter()
+        return {f"host/{name}": taken[name] for name in ("journal_found", "journal_sampled")}
 
     def close(self) -> None:
         """Writes what is left; after half a minute it gives up."""
@@ -101,17 +105,18 @@ class Journal:
     def _load(self, step: int) -> dict[int, list[Record]]:
         """The records of a step by prompt_id, from the files of all processes: their number may have changed."""
         by_prompt: dict[int, list[Record]] = {}
-        try:
-            for path in sorted((self._directory / str(step)).iterdir()):
+        for path in _entries(self._directory / str(step)):
+            try:
                 content = path.read_bytes()
-                records, damaged = journal_records.from_bytes(content)
-                if damaged:
-                    _say(f"{path} is damaged in {damaged} places; the groups that were there are sampled again")
-                self._writer.own(step, path.name, len(content))
-                for record in records:
-                    by_prompt.setdefault(record.key["prompt_id"], []).append(record)
-        except Exception as error:  # the clients of buckets raise errors of many kinds
-            _say(f"{self._directory / str(step)} cannot be read, and its groups are sampled again: {error}")
+            except Exception as error:  # the clients of buckets raise errors of many kinds
+                _say(f"{path} cannot be read, and its groups are sampled again: {error}")
+                continue
+            self._writer.own(step, path.name, len(content))
+            records, damaged = journal_records.from_bytes(content)
+            if damaged:
+                _say(f"{path} is damaged in {damaged} places; the groups that were there are sampled again")
+            for record in records:
+                by_prompt.setdefault(record.key["prompt_id"], []).append(record)
         return by_prompt
 
 
@@ -160,7 +165,10 @@ class _Writer:
                 job = self._jobs.get(timeout=wait)
                 if job is None:
                     return self._flush()
-                job()
+                try:
+                    job()
+                except Exception as error:
+                    _say(f"{type(error).__name__}: {error}; the journal goes on without it")
             waiting = sum(len(record) for records in self._unwritten.values() for record in records)
             if time.monotonic() >= self._flush_at or waiting >= _FLUSH_BYTES:
                 self._flush()
@@ -216,12 +224,15 @@ class _Writer:
 
 def _steps(directory: epath.Path) -> dict[int, epath.Path]:
     """The steps of which there are groups, with their folders."""
+    return {int(path.name): path for path in _entries(directory) if path.name.isdigit()}
+
+
+def _entries(directory: epath.Path) -> list[epath.Path]:
     try:
-        there = list(directory.iterdir()) if directory.exists() else []
+        return sorted(directory.iterdir()) if directory.exists() else []
     except Exception as error:  # the clients of buckets raise errors of many kinds
         _say(f"{directory} cannot be read, and its groups are sampled again: {error}")
-        return {}
-    return {int(path.name): path for path in there if path.name.isdigit()}
+        return []
 
 
 def _difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
