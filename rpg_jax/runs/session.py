@@ -46,10 +46,7 @@ def run(config: ConfigDict) -> int:
     if processes.platform() == "cpu":
         cli.keep_buffers()
     run_folder.use_compilation_cache(config)
-    with run_folder.of(config) as folder:
-        with hosts.first_alone("run folder"):
-            if hosts.is_first():
-                run_folder.open_run(config, folder)
+    with run_folder.held(config) as folder:
         experiment = open_experiment(config, folder.files)
         print("".join(f"{note}\n" for note in experiment.notes), end="")
         with experiment.layout.activate(), contextlib.ExitStack() as closing:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import importlib.util
+import itertools
 import os
 import re
 import shutil
@@ -135,15 +136,17 @@ class Folder:
         with self._lock:
             shutil.rmtree(self.files.parent)
 
-    def clear(self) -> None:
-        """Deletes the run, weights included."""
+    def set_aside(self) -> epath.Path:
+        """Moves the run, weights included, to `replaced/NAME-K` beside it, and returns that folder."""
+        aside = self.home.parent / "replaced"
         with self._lock:
-            if self.home.exists():
-                self.home.rmtree()
+            target = next(t for k in itertools.count() if not (t := aside / f"{self.home.name}-{k}").exists())
+            move(self.home, target)
             if self._remote:
                 shutil.rmtree(self.files)
                 self.files.mkdir()
                 self._copied.clear()
+        return target
 
     def fetch(self) -> None:
         """Copies everything except weights from the bucket to `files`."""
@@ -185,11 +188,14 @@ class Folder:
 def move(source: epath.Path, target: epath.Path) -> None:
     """Renames a folder. In a bucket it copies all objects, then deletes the originals, so that a kill loses none."""
     if not in_bucket(source):
-        target.parent.mkdir(exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         source.rename(target)
         return
+    import fsspec
+
+    bucket = fsspec.filesystem("gs")
     for name, path in _files(source):
-        (target / name).write_bytes(path.read_bytes())
+        bucket.copy(str(path), str(target / name))  # within the bucket: the bytes do not come here
     source.rmtree()
 
 
