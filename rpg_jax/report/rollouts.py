@@ -9,6 +9,7 @@ import base64
 import dataclasses
 import gzip
 import json
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 # The numbers of a token; all but the advantage are in nats. `gap` is log π_old − log π_s, `ratio` log π_θ − log π_old,
 # `reference` log π_θ − log π_ref.
 NUMBERS = ("behaviour", "gap", "ratio", "reference", "kl", "entropy", "advantage")
+STEP = re.compile("[0-9]{1,15}")  # the name of a rollout file; others in the folder are a person's own
 WORST = 24  # sampler–trainer gaps listed for each run
 AROUND = 12  # tokens shown on each side of such a gap
 
@@ -125,7 +127,8 @@ class Rollouts:
 
 def files(run_dir: Path, *, steps: int) -> list[Path]:
     """At most `steps` rollout files of a run: the first, the last, and others evenly between them."""
-    found = sorted((run_dir / "rollouts").glob("*.npz"), key=lambda file: int(file.stem))
+    named = [file for file in (run_dir / "rollouts").glob("*.npz") if STEP.fullmatch(file.stem)]
+    found = sorted(named, key=lambda file: int(file.stem))
     return [found[i] for i in evenly(len(found), steps)]
 
 

@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 
 from rpg_jax import storage
 from rpg_jax.parallel import hosts
-from rpg_jax.report.run_files import flat, read_metrics
+from rpg_jax.report.run_files import flat, read_json, read_metrics
 from rpg_jax.runs import config_files, run_names
 from rpg_jax.storage.leases import Lease
 
@@ -121,9 +121,9 @@ def open_run(config: ConfigDict, folder: storage.Folder) -> None:
     folder.fetch()
     resolved, file = json.loads(config.to_json_best_effort()), folder.files / "config.json"
     found = file.exists() or (folder.home / "checkpoints").exists()
-    differing = "" if config.run.overwrite or not file.exists() else _differing(_json(file), resolved)
+    differing = "" if config.run.overwrite or not file.exists() else _differing(read_json(file), resolved)
     if found and (config.run.overwrite or (differing and not _stepped(folder))):
-        if _json(folder.files / "versions.json").get("program") != PROGRAM:
+        if read_json(folder.files / "versions.json").get("program") != PROGRAM:
             raise ValueError(
                 f"{folder.home} does not say that it is a run of this program (versions.json), so it is not replaced: "
                 "move it away yourself, or give this run another --config.run.name"
@@ -155,24 +155,13 @@ def _stepped(folder: storage.Folder) -> bool:
     return kept or any(record["step"] > 0 for record in read_metrics(folder.files))
 
 
-def _json(file: Path) -> dict[str, Any]:
-    """The object in a file; {} if there is no file. Raises ValueError, which names it, if it holds anything else."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    except ValueError as error:
-        raise ValueError(f"{file} is damaged ({error}): copy it from elsewhere, or take another run") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{file} is damaged (it holds a {type(value).__name__}): copy it from elsewhere")
-    return value
-
-
 def read_config(path: Path) -> ConfigDict:
     """The resolved config of a run. Raises ValueError if there is none, or if it lacks a field that is newer."""
     file = path / "config.json"
     if not file.exists():
         runs = sorted(str(p.parent) for p in path.parent.glob("*/config.json")) if path.parent.is_dir() else []
         raise ValueError(f"{path} is not a run folder (it has no config.json); there are: {', '.join(runs) or 'none'}")
-    config = _json(file)
+    config = read_json(file)
     known = flat(config)
     if missing := [name for name in config_files.fields() if name not in known]:
         raise ValueError(

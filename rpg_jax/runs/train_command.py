@@ -8,12 +8,8 @@ from rpg_jax.runs import config_files
 def train(options: argparse.Namespace) -> int:
     """Names the run, resolves its config and trains."""
     config, file, overrides = config_files.load(options.config, options.overrides)
-    from rpg_jax.runs import (
-        processes,
-        run_folder,
-        run_names,
-        session,
-    )  # they load JAX: wrong flags need not wait for it
+    # They load JAX: wrong flags need not wait for it.
+    from rpg_jax.runs import processes, run_folder, run_names, session
     from rpg_jax.runs.resolve import check_training, resolve
 
     check_training(config)
