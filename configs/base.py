@@ -257,7 +257,8 @@ FIELDS = Section(
         max_tokens=Field(optional(int), "The longest completion. Unset: rollout.max_tokens. Where it is set, runs with "
             "other limits share the warm start.", "tokens"),
         learning_rate=Field(2e-3, "The learning rate of its AdamW."),
-        batch_size=Field(512, "The pairs of prompt and answer in an update.", "pairs"),
+        batch_size=Field(512, "The rows of an update: pairs of prompt and answer, or with train.packed_length as many "
+            "pairs to a row as fit.", "rows"),
         check_every=Field(50, "The updates between checks; halved after an overshoot.", "updates", at_least=1),
         max_updates=Field(5000, "The updates after which the warm start gives up.", "updates", at_least=1),
     ),

@@ -26,6 +26,7 @@ from rpg_jax.report.progress import Progress
 from rpg_jax.rewards import Scorer
 from rpg_jax.rollout import Rollout
 from rpg_jax.runs.experiment import Experiment, make_generator, make_rollout
+from rpg_jax.runs.layout import row_shape
 from rpg_jax.runs.learner import learner_programs, make_learner
 from rpg_jax.storage.integrity import Refused
 from rpg_jax.storage.snapshots import Snapshots
@@ -34,6 +35,7 @@ from rpg_jax.training.state import TrainState
 from rpg_jax.types import Batch, Completion, Count
 
 CHECKED = 96  # completions of a check
+_POOL = 16  # demonstrations for each row, before they are packed: few rows stay half empty
 
 
 def warm_started(
@@ -104,18 +106,22 @@ class Example(NamedTuple):
 
 
 def supervised_batches(e: Experiment) -> Iterator[Batch]:
-    """Endless batches of demonstrations for the training problems, cut off where completions are."""
+    """Endless batches of demonstrations for the training problems, cut off where completions are.
+
+    With `train.packed_length` a row holds as many demonstrations as fit, and rows are filled from several batches.
+    """
     c, encode, stop = e.config, e.tokenizer.encode, e.tokenizer.eos_id
-    rows, limit = c.warm_start.batch_size, c.rollout.max_tokens
-    shape = data.RowShape(rows, c.task.max_prompt_tokens + limit, limit)
+    shape = row_shape(c)._replace(rows=c.warm_start.batch_size)
+    limit = c.rollout.max_tokens
     assert e.task.examples is not None, "the task writes no demonstrations"
-    for problems in data.PromptStream(e.task.train, batch_size=rows, seed=c.warm_start.seed):
+    drawn = shape.rows * (_POOL if shape.packed else 1)
+    for problems in data.PromptStream(e.task.train, batch_size=drawn, seed=c.warm_start.seed):
         examples = []
         for prompt, target in e.task.examples(problems):
             tokens = np.array([*encode(target), stop][:limit], np.int32)  # the policy learns to stop too
             completion = Completion(tokens, np.zeros(len(tokens), np.float32), "stop", 0)
             examples.append(Example(np.array(encode(prompt), np.int32), [completion]))
-        yield data.pack(examples, shape, pad_id=e.tokenizer.pad_id, sharding=e.layout.row_sharding).batches[0]
+        yield from data.pack(examples, shape, pad_id=e.tokenizer.pad_id, sharding=e.layout.row_sharding).batches
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,6 +211,7 @@ def cache_key(config: ConfigDict) -> str:
     """A name made of everything that a warm start depends on: model, task, tokenizer text, seed, its own settings."""
     parts = {"model": config.model.to_dict(), "task": config.task.to_dict(), "warm_start": config.warm_start.to_dict()}
     parts |= {"max_tokens": config.rollout.max_tokens, "evaluation": config.evaluation.to_dict()}
+    parts |= {"packed_length": config.train.packed_length}
     del parts["warm_start"]["dir"], parts["warm_start"]["max_tokens"]
     del parts["evaluation"]["every"], parts["evaluation"]["drift"]
     parts["model"].pop("remat")
