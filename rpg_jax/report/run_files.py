@@ -6,6 +6,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rpg_jax.storage.json_files import read_object
+
 
 class Line(NamedTuple):
     """A line of a JSON-lines file: its object, and its bytes without the line break."""
@@ -78,13 +80,7 @@ def series(records: Iterable[Mapping[str, Any]], key: str) -> tuple[list[int], l
 
 def read_json(path: Path) -> dict[str, Any]:
     """The object in a file; {} if there is no file. Raises ValueError, which names it, if it holds anything else."""
-    try:
-        value = json.loads(path.read_bytes()) if path.exists() else {}
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is damaged ({error}): copy it from elsewhere") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} is damaged (it holds a {type(value).__name__}): copy it from elsewhere")
-    return value
+    return read_object(path) if path.exists() else {}
 
 
 def _is_finite(value: Any) -> bool:

@@ -16,7 +16,7 @@ from rpg_jax.parallel import hosts
 from rpg_jax.report import curves, summary
 from rpg_jax.report.progress import Progress
 from rpg_jax.rollout import weights_checksum
-from rpg_jax.runs import cli, processes, run_folder
+from rpg_jax.runs import cli, inputs, processes, run_folder
 from rpg_jax.runs.evaluation import HeldOut
 from rpg_jax.runs.experiment import (
     Experiment,
@@ -71,6 +71,7 @@ class Session:
         self.watchdog = Watchdog(folder.files, config.run.stall_seconds, last_words=folder.push)
         self.stop = StopRequest(config.run.stop_seconds, self._out_of_time)
         self.compilations, self.keeper = CompilationCounter(), Keeper(config, folder)
+        inputs.check(experiment, folder.files, begins=self.keeper.is_new)
         self.guard = Guard(config.rollout.max_sampler_gap, config.log.max_nonfinite_updates)
         learner, params = make_learner(experiment.layout), init_params(experiment.layout)
         scorer = closing.enter_context(make_scorer(config))
