@@ -61,17 +61,19 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, state: Tree, record: Mapping[str, Any]) -> None:
-        """Starts writing `state` and the JSON-able `record` under `step`; waits for the previous save first."""
+        """Starts writing `state` and the JSON-able `record` under `step`; waits for the previous save first.
+
+        Raises OSError if one of them cannot be written.
+        """
         self.wait()
         self._clean_up()
         envelope = {"format": FORMAT, "identity": self._identity, "record": record}
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(integrity.signed(state)),
-                record=ocp.args.JsonSave(integrity.sealed(envelope)),
-            ),
+        arguments = ocp.args.Composite(
+            state=ocp.args.StandardSave(integrity.signed(state)),
+            record=ocp.args.JsonSave(integrity.sealed(envelope)),
         )
+        with integrity.writing(self._directory):
+            self._manager.save(step, args=arguments)
 
     def record(self, step: int) -> dict[str, Any]:
         """The JSON record of `step` alone. Collective, as `restore` is.
@@ -138,12 +140,14 @@ class Checkpoints:
         return None
 
     def wait(self) -> None:
-        """Returns once the last save is on disk."""
-        self._manager.wait_until_finished()
+        """Returns once the last save is on disk. Raises OSError if it could not be written."""
+        with integrity.writing(self._directory):
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Finishes the last save and releases the background threads."""
-        self._manager.close()
+        """Finishes the last save and releases the background threads. Raises OSError if it could not be written."""
+        with integrity.writing(self._directory):
+            self._manager.close()
 
     def _clean_up(self) -> None:
         """Deletes half-written checkpoints, once a checkpoint of that step or a later one is complete."""
