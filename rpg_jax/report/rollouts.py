@@ -94,14 +94,14 @@ class Rollouts:
             **{name: t[name] for name in ("step", "weights", "pieces", "clip_states", "groups")},
             "sizes": self.sizes.tolist(),
             "lengths": self.lengths.tolist(),
-            "rewards": [float(f"{r:.4g}") for r in self.rewards],
+            "rewards": [float(f"{r:.4g}") for r in np.nan_to_num(self.rewards)],  # JSON has no word for infinity
             "verdicts": [c["verdict"] for c in t["completions"]],
             "finish": [c["finish_reason"] for c in t["completions"]],
             "versions": [
                 [int(v.min()), int(v.max())] if len(v) else [0, 0] for v in np.split(self.versions, first[1:])
             ],
         }
-        head = json.dumps(header, separators=(",", ":")).encode()
+        head = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
         head += b" " * (-len(head) % 4)
         planes = [_planes(self.numbers[name]) for name in NUMBERS]
         size, pieces = np.array([len(head)], "<u4").tobytes(), self.pieces.astype("<i4").tobytes()
@@ -110,7 +110,7 @@ class Rollouts:
 
     def worst_gaps(self) -> list[dict[str, Any]]:
         """The `WORST` tokens with the largest |log π_old − log π_s|, their places and the text around them."""
-        gap = self.numbers["gap"]
+        gap = np.nan_to_num(self.numbers["gap"])
         found = []
         for token in np.argsort(-np.abs(gap), kind="stable")[:WORST].tolist():
             completion = int(np.searchsorted(self.starts, token, side="right")) - 1

@@ -12,7 +12,7 @@ from rpg_jax.data import Group
 from rpg_jax.parallel import hosts
 from rpg_jax.report.run_files import read_jsonl, read_lines
 from rpg_jax.runs import rollout_files
-from rpg_jax.storage import write_atomically
+from rpg_jax.storage import naming, write_atomically
 
 
 class JsonLines:
@@ -23,8 +23,8 @@ class JsonLines:
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Writes one line, which survives a kill of the process from then on; non-finite numbers become null."""
-        line = json.dumps(plain(record), ensure_ascii=False)
-        with self._path.open("a", encoding="utf-8") as file:
+        line = json.dumps(plain(record), ensure_ascii=False, allow_nan=False)
+        with naming(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
     def read(self) -> list[dict[str, Any]]:

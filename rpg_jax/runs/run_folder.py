@@ -18,6 +18,7 @@ from rpg_jax import storage
 from rpg_jax.parallel import hosts
 from rpg_jax.report.run_files import flat, read_json, read_metrics
 from rpg_jax.runs import config_files, run_names
+from rpg_jax.storage import json_files
 from rpg_jax.storage.leases import Lease
 
 PROGRAM = "rpg_jax"
@@ -119,7 +120,7 @@ def open_run(config: ConfigDict, folder: storage.Folder) -> None:
         is not known to be a run.
     """
     folder.fetch()
-    resolved, file = json.loads(config.to_json_best_effort()), folder.files / "config.json"
+    resolved, file = as_json(config), folder.files / "config.json"
     found = file.exists() or (folder.home / "checkpoints").exists()
     differing = "" if config.run.overwrite or not file.exists() else _differing(read_json(file), resolved)
     if found and (config.run.overwrite or (differing and not _stepped(folder))):
@@ -136,14 +137,14 @@ def open_run(config: ConfigDict, folder: storage.Folder) -> None:
         )
     folder.files.mkdir(parents=True, exist_ok=True)
     for name, value in {"versions.json": made_with(), "config.json": resolved}.items():
-        content = json.dumps(value, indent=2, sort_keys=True) + "\n"
+        content = json_files.dumps(value, indent=2, sort_keys=True) + "\n"
         storage.write_atomically(folder.files / name, content)
     folder.push()
 
 
 def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     """The fields in which two configs are of different runs, with both values; "" if there are none."""
-    old, new = flat(old), flat(new)
+    old, new = flat(json_files.plain(old)), flat(new)
     names = sorted(name for name in {*old, *new} if not name.startswith(_MAY_CHANGE))
     return "; ".join(f"{k} was {old.get(k)!r}, now {new.get(k)!r}" for k in names if old.get(k) != new.get(k))
 
@@ -168,7 +169,16 @@ def read_config(path: Path) -> ConfigDict:
             f"{file} was written by an older version, which did not have {', '.join(missing)}. Add what that version "
             "did by these names (configs/base.py has their defaults), or check out the commit in versions.json"
         )
+    for name, field in config_files.fields().items():
+        if field.kind is float and isinstance(known[name], str):  # "inf"
+            section, _, last = name.rpartition(".")
+            (config[section] if section else config)[last] = float(known[name])
     return ConfigDict(config)
+
+
+def as_json(config: ConfigDict) -> dict[str, Any]:
+    """A config as config.json and trackers have it: infinite numbers as text."""
+    return json_files.plain(json.loads(config.to_json_best_effort()))
 
 
 def identity(config: ConfigDict) -> dict[str, Any]:
@@ -178,7 +188,7 @@ def identity(config: ConfigDict) -> dict[str, Any]:
 
 def flat_fields(config: ConfigDict) -> dict[str, Any]:
     """Every field of a config by its dotted name."""
-    return flat(json.loads(config.to_json_best_effort()))
+    return flat(as_json(config))
 
 
 def made_with() -> dict[str, Any]:

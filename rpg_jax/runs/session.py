@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -212,7 +211,7 @@ class Session:
         if c.tensorboard:
             trackers.append(TensorBoard(files / "tensorboard", after=self.now.step))
         if c.wandb:
-            name, config = self.config.run.name, json.loads(self.config.to_json_best_effort())
+            name, config = self.config.run.name, run_folder.as_json(self.config)
             trackers.append(WandB(files, name=name, project=c.wandb, mode=c.wandb_mode, config=config))
         return trackers
 

@@ -19,6 +19,7 @@ from rpg_jax import storage
 from rpg_jax.parallel import hosts
 from rpg_jax.storage import integrity
 from rpg_jax.storage.integrity import Refused
+from rpg_jax.storage.json_files import plain
 
 Tree = Any
 FORMAT = 2  # version of the record and of the folder
@@ -45,7 +46,7 @@ class Checkpoints:
         identity: Mapping[str, Any] | None = None,
     ):
         self._directory = storage.absolute(directory)
-        self._identity = None if identity is None else json.loads(json.dumps(identity))
+        self._identity = None if identity is None else json.loads(json.dumps(plain(identity)))
         options = {"max_to_keep": keep, "keep_period": permanent_every, "enable_async_checkpointing": True}
         self._manager = ocp.CheckpointManager(self._directory, options=ocp.CheckpointManagerOptions(**options))
         self._half_written = _half_written(self._directory)
@@ -91,7 +92,7 @@ class Checkpoints:
             envelope = integrity.unsealed(ocp.JsonCheckpointHandler().restore(path / "record"))
             if envelope["format"] != FORMAT:
                 raise ValueError(f"it has format {envelope['format']}, this version reads {FORMAT}")
-        theirs, own = envelope["identity"] or {}, self._identity or {}
+        theirs, own = plain(envelope["identity"] or {}), self._identity or {}
         if differing := sorted(name for name, value in own.items() if theirs.get(name, ...) != value):
             named = "; ".join(f"{name} {theirs.get(name)!r}, here {own[name]!r}" for name in differing)
             raise Refused(path, f"it is foreign, of a run with {named}")

@@ -6,6 +6,7 @@ have a local folder, which is fetched from the bucket at the start and copied to
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib.util
 import itertools
@@ -93,7 +94,7 @@ def write_atomically(path: Path, content: str | bytes | Callable[[BinaryIO], obj
     # A hidden name, so that `Folder` does not copy it; one of this process, so that two writers do not share it.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("wb") as file:
+        with naming(path), partial.open("wb") as file:
             if callable(content):
                 content(file)
             else:
@@ -101,6 +102,17 @@ def write_atomically(path: Path, content: str | bytes | Callable[[BinaryIO], obj
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Names `path` in an OSError of the block that names no file: a write to a full disk raises such a one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
 
 
 class Folder:

@@ -2,6 +2,7 @@
 optional trackers; a missing package is one line that names it."""
 
 import sys
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -35,6 +36,13 @@ def test_a_line_that_is_broken_in_the_middle_is_named_and_nothing_is_dropped(tmp
     with pytest.raises(ValueError, match=r"metrics\.jsonl:2: .*remove this line"):
         JsonLines(path).rewind(1)
     assert path.read_bytes() == before
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no device that is always full")
+def test_a_full_disk_is_named(tmp_path):
+    (tmp_path / "m.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/m\.jsonl'"):
+        JsonLines(tmp_path / "m.jsonl").append({"step": 1})
 
 
 def test_numbers_of_every_library_are_plain_json_and_nonfinite_ones_null(tmp_path):

@@ -147,3 +147,17 @@ def opened(runs, name, **options):
     config = made(runs, name, **options)
     run_folder.open_run(config, folder := run_folder.of(config))
     return folder
+
+
+def no_number(text):
+    raise AssertionError(f"{text} is no JSON")
+
+
+def test_infinity_is_text_in_the_files_and_a_number_in_the_config(tmp_path):
+    folder = opened(tmp_path, "r", **{"method": "DAPO", "loss.clip_dual": float("inf")})
+    written = json.loads((folder.files / "config.json").read_text(), parse_constant=no_number)
+    assert written["loss"]["clip_dual"] == "inf"
+    assert run_folder.read_config(folder.files).loss.clip_dual == float("inf")
+    (folder.files / "metrics.jsonl").write_text('{"step": 1}\n')
+    opened(tmp_path, "r", **{"method": "DAPO", "loss.clip_dual": float("inf")})
+    json.dumps(run_folder.identity(made(tmp_path, "r", **{"loss.clip_dual": float("inf")})), allow_nan=False)
