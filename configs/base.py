@@ -23,7 +23,7 @@ FIELDS = Section(
         dir=Field("runs", "The folder of all runs: a local path or gs://BUCKET/FOLDER."),
         name=Field(optional(str), "The run's folder in run.dir. A run of the same name is continued. Unset: made of "
             "config file, method, the other overrides and seed, as tiny-grpo-lr3e-4-seed1."),
-        overwrite=Field(False, "Delete a run of this name and start again."),
+        overwrite=Field(False, "Start again: an earlier run of this name is moved to run.dir/replaced."),
         compilation_cache=Field("runs/compilation_cache", "The folder that keeps compiled programs between runs. "
             'JAX_COMPILATION_CACHE_DIR takes precedence. "" keeps none.'),
         platform=Field(optional(str), "tpu, gpu or cpu; the run stops where there is none. Unset: what JAX finds."),

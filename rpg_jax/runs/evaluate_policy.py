@@ -16,7 +16,7 @@ from rpg_jax.rollout import Rollout
 from rpg_jax.runs import evaluation, run_folder
 from rpg_jax.runs.experiment import Experiment, evaluation_generator, make_rollout, make_scorer
 from rpg_jax.runs.policy import Policy
-from rpg_jax.storage import write_atomically
+from rpg_jax.storage import json_files, write_atomically
 
 _COMPLETIONS_PER_SLOT = 4  # in one call: enough that the slots rarely idle at its end
 
@@ -86,7 +86,7 @@ def open_folder(out: str | None, stem: Path, settings: dict[str, Any]) -> Path:
     Raises:
       ValueError: it holds another evaluation; the message names what differs.
     """
-    text = json.dumps(settings, indent=1, ensure_ascii=False) + "\n"
+    text = json_files.dumps(settings, indent=1) + "\n"
     folder = Path(out) if out else stem.with_name(f"{stem.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
     file = folder / "settings.json"
     known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else settings
@@ -122,7 +122,7 @@ def sample(
 def show(title: str, settings: dict[str, Any], records: dict[str, list[evaluation.Record]], folder: Path) -> None:
     """Writes scores.json and scores.md, and prints the table of the sets."""
     by_set = {name: scores.summarise(own) for name, own in records.items()}
-    write_atomically(folder / "scores.json", json.dumps({"settings": settings, "sets": by_set}, indent=1) + "\n")
+    write_atomically(folder / "scores.json", json_files.dumps({"settings": settings, "sets": by_set}, indent=1) + "\n")
     write_atomically(folder / "scores.md", scores.markdown(title, settings, by_set))
     head, *rows = scores.overview(by_set)
     table = Table(*head, title=title)

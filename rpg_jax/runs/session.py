@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from rpg_jax.parallel import hosts
 from rpg_jax.report import curves, summary
 from rpg_jax.report.progress import Progress
 from rpg_jax.rollout import weights_checksum
-from rpg_jax.runs import cli, processes, run_folder
+from rpg_jax.runs import cli, inputs, processes, run_folder
 from rpg_jax.runs.evaluation import HeldOut
 from rpg_jax.runs.experiment import (
     Experiment,
@@ -46,10 +45,7 @@ def run(config: ConfigDict) -> int:
     if processes.platform() == "cpu":
         cli.keep_buffers()
     run_folder.use_compilation_cache(config)
-    with run_folder.of(config) as folder:
-        with hosts.first_alone("run folder"):
-            if hosts.is_first():
-                run_folder.open_run(config, folder)
+    with run_folder.held(config) as folder:
         experiment = open_experiment(config, folder.files)
         print("".join(f"{note}\n" for note in experiment.notes), end="")
         with experiment.layout.activate(), contextlib.ExitStack() as closing:
@@ -74,6 +70,7 @@ class Session:
         self.watchdog = Watchdog(folder.files, config.run.stall_seconds, last_words=folder.push)
         self.stop = StopRequest(config.run.stop_seconds, self._out_of_time)
         self.compilations, self.keeper = CompilationCounter(), Keeper(config, folder)
+        inputs.check(experiment, folder.files, begins=self.keeper.is_new)
         self.guard = Guard(config.rollout.max_sampler_gap, config.log.max_nonfinite_updates)
         learner, params = make_learner(experiment.layout), init_params(experiment.layout)
         scorer = closing.enter_context(make_scorer(config))
@@ -216,7 +213,7 @@ class Session:
         if c.tensorboard:
             trackers.append(TensorBoard(files / "tensorboard", after=self.now.step))
         if c.wandb:
-            name, config = self.config.run.name, json.loads(self.config.to_json_best_effort())
+            name, config = self.config.run.name, run_folder.as_json(self.config)
             trackers.append(WandB(files, name=name, project=c.wandb, mode=c.wandb_mode, config=config))
         return trackers
 

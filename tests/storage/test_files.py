@@ -128,8 +128,10 @@ def test_a_bucket_has_what_the_local_folder_has_and_gives_it_back(gcs):
         second.fetch()
         files = {str(f.relative_to(second.files)): f.read_text() for f in second.files.rglob("*") if f.is_file()}
         assert files == {"metrics.jsonl": "metrics.jsonl and more", "rollouts/1.npz": "rollouts/1.npz"}
-        second.clear()
-    assert not gcs.objects
+        second.set_aside()
+    assert {name.removeprefix("runs/replaced/r-0/") for name in gcs.objects} == {
+        n.removeprefix("runs/r/") for n in kept
+    }
 
 
 @pytest.mark.slow  # imports gcsfs
