@@ -22,6 +22,11 @@ _TOKENS = prometheus_client.Counter("rpg_tokens", "Tokens generated for clients"
 _ACTIVE = prometheus_client.Gauge("rpg_requests_active", "Decode requests being served")
 
 
+def count(code: grpc.StatusCode) -> None:
+    """Counts a request that ended with `code`."""
+    _REQUESTS.labels(code=code.name).inc()
+
+
 class Refused(Exception):
     """A request is not served to its end; holds the reason."""
 
@@ -84,7 +89,16 @@ class Admission:
         finally:
             self.active -= 1
             _ACTIVE.dec()
-            _REQUESTS.labels(code=status.name).inc()
+            count(status)
+
+    async def encode(self, text: str) -> list[int]:
+        """The token ids of a text; a long text does not hold up others. Raises ValueError for a lone surrogate."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            found = f"character {error.start} of the text, {text[error.start]!r}, is a lone surrogate"
+            raise ValueError(f"{found}: send valid Unicode") from None
+        return await asyncio.to_thread(self.codec.encode, text)
 
     def checked(self, ids: Sequence[int], sampling: Sampling) -> np.ndarray:
         """The prompt i32[n]. Raises ValueError if the engine cannot serve it."""

@@ -1,4 +1,6 @@
-"""An HTTP endpoint in the form of OpenAI's completions: /v1/completions and /v1/models, by aiohttp.
+"""An HTTP endpoint by aiohttp: OpenAI's /v1/completions and /v1/models, Prometheus's /metrics, and /health.
+
+All but /health asks for the API key, where the server has one.
 
 A request has prompt (text or token ids) and may have model, max_tokens, temperature, top_p, top_k, min_p, n, seed,
 logprobs (0: of the drawn tokens), stream and user. Every other field is refused. With a seed, the same request draws
@@ -7,25 +9,30 @@ include the stop token.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import math
-import ssl
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any
 
 import grpc
 import numpy as np
+import prometheus_client
 from aiohttp import web
+from aiohttp.typedefs import Handler, Middleware
+from prometheus_client.exposition import choose_encoder
 
-from rpg_jax.rollout.serving.admission import Admission, Refused
+from rpg_jax.rollout.serving.access import STALL_SECONDS, Access, ApiKey
+from rpg_jax.rollout.serving.admission import Admission, Refused, count
 from rpg_jax.types import Sampling
 
-_BODY_SECONDS = 30.0  # from the head of a request to the end of its body: a reader counts as a request being served
+_GONE = 499  # the client has closed the connection: nobody reads the answer
 _STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error"),
+    grpc.StatusCode.UNAUTHENTICATED: (401, "authentication_error"),
     grpc.StatusCode.DEADLINE_EXCEEDED: (408, "invalid_request_error"),
     grpc.StatusCode.RESOURCE_EXHAUSTED: (429, "rate_limit_error"),
     grpc.StatusCode.UNAVAILABLE: (503, "server_error"),
@@ -43,21 +50,65 @@ class _Asked:
     stream: bool
 
 
-async def start(admission: Admission, name: str, host: str, port: int, tls: ssl.SSLContext | None) -> web.AppRunner:
+async def start(admission: Admission, name: str, access: Access, port: int) -> web.AppRunner:
     """Serves the model `name` in the running loop until the runner is cleaned up; the cleanup waits for no request."""
     endpoint = _Endpoint(admission, name)
-    app = web.Application()
+    app = web.Application(middlewares=[_errors, _guard(access.key)])
     app.router.add_post("/v1/completions", endpoint.completions)
     app.router.add_get("/v1/models", endpoint.models)
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0)
+    app.router.add_get("/metrics", endpoint.metrics)
+    app.router.add_get("/health", endpoint.health)
+    # aiohttp's timeout of a connection begins when it opens, and again after an answer; it ends with a request's head.
+    options: dict[str, Any] = {"access_log": None, "keepalive_timeout": STALL_SECONDS}
+    runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0, **options)
     await runner.setup()
-    await web.TCPSite(runner, host, port, ssl_context=tls).start()
+    await web.TCPSite(runner, access.host, port, ssl_context=access.tls()).start()
     return runner
+
+
+@web.middleware
+async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Gives every refusal OpenAI's form, and ends a request quietly whose client has gone."""
+    try:
+        return await handler(request)
+    except Refused as refused:
+        return _refusal(refused)
+    except web.HTTPException as error:  # no such path or method, or too long a body
+        code = (error.reason or "error").lower().replace(" ", "_")
+        body = _error(f"{request.method} {request.path}: {error.reason}", "invalid_request_error", code)
+        return web.json_response(body, status=error.status)
+    except ConnectionResetError:
+        return web.Response(status=_GONE)
+
+
+def _guard(key: ApiKey | None) -> Middleware:
+    """Refuses requests without the key before their body is read."""
+
+    @web.middleware
+    async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
+        if key is None or request.path == "/health" or key.opens(request.headers.get("Authorization")):
+            return await handler(request)
+        count(grpc.StatusCode.UNAUTHENTICATED)
+        raise Refused(
+            grpc.StatusCode.UNAUTHENTICATED, "the header Authorization: Bearer KEY is needed, with a valid key"
+        )
+
+    return guard
 
 
 class _Endpoint:
     def __init__(self, admission: Admission, name: str):
         self._admission, self._name = admission, name
+
+    async def health(self, _: web.Request) -> web.Response:
+        """200 while requests are admitted. A driver that has failed is replaced by the next request."""
+        if self._admission.draining:
+            return web.json_response({"status": "draining"}, status=503)
+        return web.json_response({"status": "ok"})
+
+    async def metrics(self, request: web.Request) -> web.Response:
+        encode, content_type = choose_encoder(request.headers.get("Accept", ""))
+        return web.Response(body=encode(prometheus_client.REGISTRY), headers={"Content-Type": content_type})
 
     async def models(self, _: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": [{"id": self._name, "object": "model"}]})
@@ -66,25 +117,24 @@ class _Endpoint:
         response: web.StreamResponse | None = None
         try:
             with self._admission.request():
-                asked = self._read(await _body(request))
+                asked = await self._read(await _body(request))
                 head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time())}
                 head["model"] = self._name
                 if not asked.stream:
                     return web.json_response(head | await self._whole(asked))
-                async for piece in self._pieces(asked, 0):
-                    if response is None:
-                        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-                        await response.prepare(request)
-                    await _send(response, head | {"choices": [piece]})
+                async with contextlib.aclosing(self._pieces(asked, 0)) as pieces:
+                    async for piece in pieces:
+                        if response is None:
+                            response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+                            await response.prepare(request)
+                        await _send(request, response, json.dumps(head | {"choices": [piece]}))
         except Refused as refused:
-            status, kind = _STATUS[refused.code]
-            error = {"error": {"message": str(refused), "type": kind, "code": refused.code.name.lower()}}
             if response is None:
-                return web.json_response(error, status=status)
-            await _send(response, error)
+                raise
+            await _send(request, response, json.dumps(_reason(refused)))
             return response
         assert response is not None  # a completion has at least one token
-        await response.write(b"data: [DONE]\n\n")
+        await _send(request, response, "[DONE]")
         return response
 
     async def _whole(self, asked: _Asked) -> dict[str, Any]:
@@ -103,7 +153,7 @@ class _Endpoint:
         usage = {"prompt_tokens": read, "completion_tokens": drawn, "total_tokens": read + drawn}
         return {"choices": [_joined(one) for one in pieces], "usage": usage}
 
-    async def _pieces(self, asked: _Asked, index: int) -> AsyncIterator[dict[str, Any]]:
+    async def _pieces(self, asked: _Asked, index: int) -> AsyncGenerator[dict[str, Any]]:
         """One completion as it comes, in pieces with the form of a choice; the last one has a `finish_reason`."""
         sampling, drawn = asked.sampling, 0
         more = self._admission.text(sampling)
@@ -117,7 +167,7 @@ class _Endpoint:
                 piece["finish_reason"] = "length"
             yield piece
 
-    def _read(self, body: Mapping[str, Any]) -> _Asked:
+    async def _read(self, body: Mapping[str, Any]) -> _Asked:
         """The request in `body`. Raises ValueError if it cannot be served."""
         body, defaults = dict(body), self._admission.sampling
         body.pop("user", None)
@@ -125,7 +175,7 @@ class _Endpoint:
         if model != self._name:
             raise ValueError(f"model {model!r} is not served here, {self._name!r} is")
         if isinstance(prompt, str):
-            prompt = self._admission.codec.encode(prompt)
+            prompt = await self._admission.encode(prompt)
         elif not isinstance(prompt, list) or not all(type(token) is int and abs(token) < 2**31 for token in prompt):
             raise ValueError("prompt must be one text or one list of token ids; send a request for each prompt")
         sampling = Sampling(
@@ -137,12 +187,13 @@ class _Endpoint:
             stop_token_ids=defaults.stop_token_ids,
         )
         n, seed = _whole_number(body, "n", 1), _whole_number(body, "seed", -1)
-        stream, logprobs = body.pop("stream", None) or False, body.pop("logprobs", None)
+        stream, logprobs = body.pop("stream", None), body.pop("logprobs", None)
+        stream = False if stream is None else stream
         if body := {name: value for name, value in body.items() if value is not None}:
             raise ValueError(f"unknown fields {sorted(body)}")
         if not 0 < n <= self._admission.slots or (stream and n > 1):
             raise ValueError(f"n must be from 1 to {self._admission.slots}, and 1 in a stream, got {n}")
-        if stream not in (True, False) or logprobs not in (None, 0):
+        if not isinstance(stream, bool) or logprobs not in (None, 0):
             raise ValueError(f"stream must be a truth value and logprobs 0 or null, got {stream!r} and {logprobs!r}")
         origin = (0, 0, self._admission.arrival()) if seed < 0 else (seed, 0, 0)
         return _Asked(self._admission.checked(prompt, sampling), sampling, n, origin, logprobs == 0, stream)
@@ -157,11 +208,25 @@ def _joined(pieces: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return joined
 
 
+def _refusal(refused: Refused) -> web.Response:
+    status, _ = _STATUS[refused.code]
+    headers = {"WWW-Authenticate": "Bearer"} if status == 401 else None
+    return web.json_response(_reason(refused), status=status, headers=headers)
+
+
+def _reason(refused: Refused) -> dict[str, Any]:
+    return _error(str(refused), _STATUS[refused.code][1], refused.code.name.lower())
+
+
+def _error(message: str, kind: str, code: str) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
 async def _body(request: web.Request) -> Mapping[str, Any]:
     try:
-        body = json.loads(await asyncio.wait_for(request.read(), _BODY_SECONDS))
+        body = json.loads(await asyncio.wait_for(request.read(), STALL_SECONDS))
     except TimeoutError:
-        late = f"the body took longer than {_BODY_SECONDS:g} s to arrive; send it at once"
+        late = f"the body took longer than {STALL_SECONDS:g} s to arrive; send it at once"
         raise Refused(grpc.StatusCode.DEADLINE_EXCEEDED, late) from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the request is not JSON: {error}") from None
@@ -192,5 +257,11 @@ def _whole_number(body: dict[str, Any], name: str, default: int) -> int:
     return value
 
 
-async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
-    await response.write(f"data: {json.dumps(event)}\n\n".encode())
+async def _send(request: web.Request, response: web.StreamResponse, data: str) -> None:
+    """Sends an event. Raises ConnectionResetError if the client has gone, or does not read."""
+    try:
+        await asyncio.wait_for(response.write(f"data: {data}\n\n".encode()), STALL_SECONDS)
+    except TimeoutError:
+        assert request.transport is not None
+        request.transport.abort()
+        raise ConnectionResetError("the client does not read") from None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
+import struct
 import threading
 import time
 import urllib.error
@@ -83,6 +85,8 @@ def test_a_stream_is_the_whole_in_pieces_and_requests_without_a_seed_differ(serv
         ({"prompt": ["a", "b"]}, "prompt must be"),
         ({"prompt": [2**70]}, "prompt must be"),
         ({"prompt": ""}, "at least one token"),
+        ({"prompt": "1\ud800"}, "is a lone surrogate"),
+        ({"prompt": "1", "stream": 1}, "truth value"),
         ({"prompt": [1, 999]}, "vocabulary"),
         ({"prompt": [1] * 60}, "does not fit"),
         ({"prompt": "1", "max_tokens": 0}, "max_tokens"),
@@ -105,7 +109,7 @@ def test_requests_that_cannot_be_served_are_400_with_the_reason(server, body, me
 
 
 def test_a_body_that_does_not_come_is_408_and_its_place_is_free_again(server, monkeypatch):
-    monkeypatch.setattr("rpg_jax.rollout.serving.http._BODY_SECONDS", 0.2)
+    monkeypatch.setattr("rpg_jax.rollout.serving.http.STALL_SECONDS", 0.2)
     head = {"Content-Type": "application/json", "Content-Length": "100"}
     idle = [http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=20) for _ in range(4)]
     for connection in idle:
@@ -150,15 +154,28 @@ def test_a_full_server_says_429_and_a_fault_500(server, monkeypatch):
     assert ask(server, {"prompt": "1"})[0] == 200
 
 
-def test_a_client_that_leaves_gives_its_slot_back(server):
-    for _ in range(8):
+def test_a_client_that_leaves_gives_its_slot_back_without_a_traceback(server, caplog):
+    for number in range(24):
         connection = http.client.HTTPConnection("127.0.0.1", server.http_port)
-        connection.request("POST", "/v1/completions", json.dumps({"prompt": "1", "max_tokens": 24}))
+        stream, cut, reset = number % 2 == 0, number % 3 == 0, number % 4 < 2
+        body = json.dumps({"prompt": "1", "max_tokens": 24, "stream": stream}).encode()
+        connection.putrequest("POST", "/v1/completions")
+        connection.putheader("Content-Length", str(len(body)))
+        connection.endheaders(body[:9] if cut else body)
+        if reset:  # close() sends RST
+            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.close()
     deadline = time.monotonic() + 20
     while ask(server, {"prompt": "1"})[0] != 200 or server._admission.active or server._rollout.driver()._channels:
         assert time.monotonic() < deadline, "a request outlives its caller"
         time.sleep(0.01)
+    assert not [record for record in caplog.records if record.exc_info or record.levelname == "ERROR"]
+
+
+def test_health_is_200_until_the_server_drains(server, monkeypatch):
+    assert ask(server, None, "/health") == (200, b'{"status": "ok"}')
+    monkeypatch.setattr(server._admission, "draining", True)
+    assert ask(server, None, "/health") == (503, b'{"status": "draining"}')
 
 
 def test_a_shutdown_lets_what_runs_end_and_refuses_what_comes(build, letters, monkeypatch):
