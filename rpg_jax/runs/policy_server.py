@@ -1,5 +1,6 @@
 """The server of a policy: its JetStream driver behind gRPC and HTTP."""
 
+import functools
 from typing import Any
 
 from rpg_jax.rollout.jetstream.compat import JetstreamMetricsCollector
@@ -19,4 +20,6 @@ def make_policy_server(policy: Policy, *, temperature: float, **options: Any) ->
         made = make_rollout(experiment.layout, policy.params)
         assert isinstance(made, JetStreamRollout), "the driver is the orchestrator"
         rollout = JetStreamRollout(made.engine, keep_state=True, metrics_collector=JetstreamMetricsCollector())
+        chat, thinking = experiment.tokenizer.chat, experiment.config.task.thinking
+        options["render"] = None if chat is None else functools.partial(chat, thinking=thinking)
         return Server(rollout, experiment.tokenizer, experiment.sampling(temperature), **options)

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 
 import grpc
 import numpy as np
@@ -12,6 +12,7 @@ import prometheus_client
 from rpg_jax.data.tokenizer import Codec, IncrementalDecoder
 from rpg_jax.rollout.chunks import Chunk, Row
 from rpg_jax.rollout.decoding import prompt_bucket
+from rpg_jax.rollout.engine import Scores
 from rpg_jax.rollout.interface import Request
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
 from rpg_jax.rollout.weights import RolloutError
@@ -20,6 +21,8 @@ from rpg_jax.types import Sampling
 _REQUESTS = prometheus_client.Counter("rpg_requests", "Decode requests by gRPC status code", ["code"])
 _TOKENS = prometheus_client.Counter("rpg_tokens", "Tokens generated for clients")
 _ACTIVE = prometheus_client.Gauge("rpg_requests_active", "Decode requests being served")
+
+_NO_POLICY = "the weights give logits that are not finite: they are no policy"
 
 
 def count(code: grpc.StatusCode) -> None:
@@ -52,8 +55,9 @@ class Admission:
         self.active, self.draining = 0, False
 
     @property
-    def slots(self) -> int:
-        return self._rollout.engine.decoding.slots
+    def capacity(self) -> int:
+        """The most tokens of a prompt and its completion."""
+        return self._rollout.engine.decoding.capacity
 
     def arrival(self) -> int:
         """The number of a new request, from which the random numbers of a request without a seed are made."""
@@ -109,7 +113,7 @@ class Admission:
 
     async def completion(
         self, prompt: np.ndarray, counters: tuple[int, int, int, int], sampling: Sampling
-    ) -> AsyncIterator[tuple[np.ndarray, np.ndarray]]:
+    ) -> AsyncGenerator[tuple[np.ndarray, np.ndarray]]:
         """Tokens and log-probabilities of a checked prompt, as they come. Closing the iterator frees its slot."""
         stream = _Stream()
         row = Row(0, len(prompt), counters, sampling, channel=stream)
@@ -119,11 +123,23 @@ class Admission:
         driver.submit([Chunk(tokens, np.array([len(prompt)], np.int32), [row])], stream)
         try:
             async for drawn, logprobs in stream.results():
+                if not np.isfinite(logprobs).all():
+                    raise RolloutError(_NO_POLICY)
                 _TOKENS.inc(len(drawn))
                 yield drawn, logprobs
         finally:
             row.cancelled = True
             driver.retire(stream)
+
+    def score(self, tokens: np.ndarray) -> Scores:
+        """The model's own log-probabilities of a text's tokens. Blocks its thread."""
+        try:
+            scores = self._rollout.engine.score(tokens)
+        except Exception as fault:
+            raise RolloutError(f"scoring failed: {type(fault).__name__}: {fault}") from fault
+        if not np.isfinite(scores.top_logprobs).all():
+            raise RolloutError(_NO_POLICY)
+        return scores
 
     def text(self, sampling: Sampling) -> Callable[[np.ndarray], str]:
         """A function from a completion's next tokens to the text that they add, without stop tokens.

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
@@ -16,6 +16,8 @@ from rpg_jax.rollout.serving import wire
 from rpg_jax.rollout.serving.access import STALL_SECONDS, Access, ApiKey
 from rpg_jax.rollout.serving.admission import Admission, Refused, count
 from rpg_jax.types import Sampling
+
+_IDLE_MS = 300_000
 
 
 class Service(orchestrator.LLMOrchestrator):
@@ -85,6 +87,7 @@ class Server:
       port: gRPC listens here; port 0 takes a free port, which the attribute `port` then holds.
       http_port: of the HTTP endpoint (see `serving.http`), and then an attribute too; None for none.
       name: the name of the model, for HTTP clients.
+      render: the model's chat template for HTTP clients, see `chat_form.ChatForm`.
 
     Raises:
       ValueError: a port is taken, or TLS is broken.
@@ -101,6 +104,7 @@ class Server:
         max_active: int = 1024,
         http_port: int | None = None,
         name: str = "policy",
+        render: Callable[..., str] | None = None,
     ):
         self._rollout, self._name, self._access = rollout, name, access or Access()
         self._access.tls()  # before anything starts
@@ -112,7 +116,7 @@ class Server:
         try:
             self.port = self._call(self._start(port))
             if http_port is not None:
-                self.http_port = self._call(self._start_http(http_port))
+                self.http_port = self._call(self._start_http(http_port, render))
         except (RuntimeError, OSError) as error:
             self.stop(grace=0)
             raise ValueError(f"cannot serve on {self._access.host}:{port}: {error}") from error
@@ -131,7 +135,7 @@ class Server:
         options = [
             ("grpc.so_reuseport", 0),
             ("grpc.server_handshake_timeout_ms", stall),  # until TLS and the first frame of HTTP/2 have come
-            ("grpc.max_connection_idle_ms", 10 * stall),  # without a call; a client then connects again by itself
+            ("grpc.max_connection_idle_ms", _IDLE_MS),  # without a call; a client then connects again by itself
         ]
         self._grpc = grpc.aio.server(options=options, interceptors=[] if key is None else [KeyGuard(key)])
         jetstream_pb2_grpc.add_OrchestratorServicer_to_server(Service(self._admission), self._grpc)
@@ -143,12 +147,12 @@ class Server:
         await self._grpc.start()
         return port
 
-    async def _start_http(self, port: int) -> int:
+    async def _start_http(self, port: int, render: Callable[..., str] | None) -> int:
         try:
             from rpg_jax.rollout.serving import http
         except ModuleNotFoundError as error:
             raise RuntimeError("HTTP needs aiohttp: pip install aiohttp") from error
-        self._http = await http.start(self._admission, self._name, self._access, port)
+        self._http = await http.start(self._admission, self._name, self._access, port, render)
         return self._http.addresses[0][1]
 
     async def _stop(self, grace: float) -> None:

@@ -77,7 +77,9 @@ async def attack(port: int, pid: int) -> None:
         after = resident(pid)
         async with session.get("/metrics", headers={"Authorization": f"Bearer {KEY}"}) as reply:
             page = await reply.text()
-    print(f"{dict(answers)} in {seconds:.0f} s, {closed} connections closed; memory {before >> 20} -> {after >> 20} MiB")
+    print(
+        f"{dict(answers)} in {seconds:.0f} s, {closed} connections closed; memory {before >> 20} -> {after >> 20} MiB"
+    )
     assert answers.total() == REQUESTS and closed == CONNECTIONS
     assert "rpg_requests_active 0.0" in page
     assert after - before < 24 * 2**20  # of which the 2,000 connections took a part that is not given back
