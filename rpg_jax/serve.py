@@ -5,9 +5,10 @@
 
 JetStream's clients work against it; `rpg_jax.rollout.serving.client.GrpcRollout` also chooses seed, temperature and
 cuts per request and gets log-probabilities back. --http_port=8000 adds /v1/completions, /v1/chat/completions,
-/v1/models, /metrics and /health, which need aiohttp; docs/serving.md lists the fields. The server listens on the loopback interface. Another --host needs TLS, and an API key that
-clients send with every request: --api_key_file, or the variable RPG_JAX_API_KEY. SIGTERM or Ctrl-C lets running
-requests end, for at most --grace seconds. A second signal, more than a second later, ends the server at once.
+/v1/models, /metrics and /health, which need aiohttp; docs/serving.md lists the fields of a request. The server listens
+on the loopback interface. Another --host needs TLS, and an API key that clients send with every request:
+--api_key_file, or the variable RPG_JAX_API_KEY. SIGTERM or Ctrl-C lets running requests end, for at most --grace
+seconds. A second signal, more than a second later, ends the server at once.
 """
 
 import argparse

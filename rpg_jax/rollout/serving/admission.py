@@ -59,6 +59,10 @@ class Admission:
         """The most tokens of a prompt and its completion."""
         return self._rollout.engine.decoding.capacity
 
+    @property
+    def vocab_size(self) -> int:
+        return self._rollout.engine.config.vocab_size
+
     def arrival(self) -> int:
         """The number of a new request, from which the random numbers of a request without a seed are made."""
         return next(self._arrivals)

@@ -1,4 +1,4 @@
-"""An HTTP endpoint by aiohttp: OpenAI's completions, chat and models, Prometheus's /metrics, and /health.
+"""An HTTP endpoint by aiohttp: OpenAI's completions, chat and models, the tokenizer, Prometheus's /metrics, /health.
 
 All but /health asks for the API key, where the server has one. docs/serving.md lists the fields of requests.
 """
@@ -9,7 +9,7 @@ import functools
 import json
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import grpc
@@ -18,7 +18,7 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 from prometheus_client.exposition import choose_encoder
 
-from rpg_jax.rollout.serving import completing
+from rpg_jax.rollout.serving import completing, tokenizer_form
 from rpg_jax.rollout.serving.access import STALL_SECONDS, Access, ApiKey
 from rpg_jax.rollout.serving.admission import Admission, Refused, count
 from rpg_jax.rollout.serving.body import Body
@@ -37,6 +37,8 @@ _STATUS = {
     grpc.StatusCode.INTERNAL: (500, "server_error"),
 }
 
+Convert = Callable[[Admission, Body], Awaitable[dict[str, Any]]]
+
 
 async def start(
     admission: Admission, name: str, access: Access, port: int, render: Callable[..., str] | None = None
@@ -49,6 +51,9 @@ async def start(
     app = web.Application(middlewares=[_errors, _guard(access.key)], client_max_size=_MOST_BYTES)
     for path, form in (("/v1/completions", TextForm(admission)), ("/v1/chat/completions", ChatForm(admission, render))):
         app.router.add_post(path, functools.partial(endpoint.answer, form))
+    for path, convert in (("/tokenize", tokenizer_form.tokenize), ("/detokenize", tokenizer_form.detokenize)):
+        app.router.add_post(path, functools.partial(endpoint.convert, convert))
+    app.router.add_get("/tokenizer_info", endpoint.tokenizer_info)
     app.router.add_get("/v1/models", endpoint.models)
     app.router.add_get("/v1/models/{name:.+}", endpoint.model)
     app.router.add_get("/metrics", endpoint.metrics)
@@ -114,6 +119,13 @@ class _Endpoint:
         if request.match_info["name"] != self._name:
             raise web.HTTPNotFound(reason=f"{self._name} is served here")
         return web.json_response(self._model)
+
+    async def tokenizer_info(self, _: web.Request) -> web.Response:
+        return web.json_response(tokenizer_form.INFO)
+
+    async def convert(self, convert: Convert, request: web.Request) -> web.Response:
+        with self._admission.request():
+            return web.json_response(await convert(self._admission, await _body(request)))
 
     async def answer(self, form: TextForm | ChatForm, request: web.Request) -> web.StreamResponse:
         """Answers a request for completions in `form`, whole or as a stream of events."""

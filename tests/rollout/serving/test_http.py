@@ -180,6 +180,22 @@ def test_a_conversation_passes_the_template_and_streams(server):
     assert longest["total_tokens"] <= 48  # what fits
 
 
+def test_the_tokenizer_is_served_to_clients_that_have_none(server):
+    assert json.loads(ask(server, None, "/tokenizer_info")[1])["eos_token"] is None
+    status, answer = ask(server, {"prompt": "123", "add_special_tokens": False}, "/tokenize")
+    assert status == 200 and json.loads(answer) == {"tokens": [1, 2, 3], "count": 3, "max_model_len": 48}
+    assert json.loads(ask(server, {"tokens": [1, 2, 3]}, "/detokenize")[1]) == {"prompt": "123"}
+    for path, body in (
+        ("/tokenize", {"prompt": [1]}),
+        ("/tokenize", {"prompt": "\ud800"}),
+        ("/tokenize", {"prompt": "1", "add_special_tokens": True}),
+        ("/detokenize", {"tokens": [50]}),
+        ("/detokenize", {"tokens": [-1]}),
+        ("/detokenize", {"tokens": "1"}),
+    ):
+        assert ask(server, body, path)[0] == 400, body
+
+
 @pytest.mark.parametrize(
     ("body", "message"),
     [
