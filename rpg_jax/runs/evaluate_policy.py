@@ -22,7 +22,15 @@ _COMPLETIONS_PER_SLOT = 4  # in one call: enough that the slots rarely idle at i
 
 
 def evaluate(
-    policy: Policy, name: str, home: storage.Folder, *, k: int | None, server: str | None, out: str | None
+    policy: Policy,
+    name: str,
+    home: storage.Folder,
+    *,
+    k: int | None,
+    out: str | None,
+    server: str | None,
+    certificate: str | None = None,
+    api_key_file: str | None = None,
 ) -> int:
     """Evaluates `policy` on the held-out sets of its config; returns the exit code.
 
@@ -30,8 +38,9 @@ def evaluate(
       name: the policy's name in titles and file names.
       home: the folder in whose `evaluations` the results lie by default.
       k: completions per problem. None: as many as its source repeats it, else `evaluation.k`.
-      server: host:port of a server that samples in place of a rollout in this process.
       out: the folder of the results.
+      server: host:port of a server that samples in place of a rollout in this process.
+      certificate, api_key_file: see `GrpcRollout.connect` and `ApiKey.find`.
 
     Raises:
       ValueError: `out` holds another evaluation; the message names what differs.
@@ -41,9 +50,11 @@ def evaluate(
     print("".join(f"{note}\n" for note in experiment.notes), end="")
     with experiment.layout.activate():
         if server:
+            from rpg_jax.rollout.serving.access import ApiKey
             from rpg_jax.rollout.serving.client import GrpcRollout  # needs JetStream, which other evaluations may lack
 
-            rollout: Rollout = GrpcRollout(server, parallel=experiment.config.rollout.slots)
+            key, parallel = ApiKey.find(api_key_file), experiment.config.rollout.slots
+            rollout: Rollout = GrpcRollout.connect(server, certificate=certificate, key=key, parallel=parallel)
         else:
             rollout = make_rollout(experiment.layout, policy.params)
         try:
