@@ -20,6 +20,7 @@ from rpg_jax.parallel import hosts
 from rpg_jax.storage import errors, integrity
 from rpg_jax.storage.errors import Kind, StorageFailure
 from rpg_jax.storage.integrity import Damaged, Refused
+from rpg_jax.storage.json_files import plain
 
 Tree = Any
 FORMAT = 2  # version of the record and of the folder
@@ -46,7 +47,7 @@ class Checkpoints:
         identity: Mapping[str, Any] | None = None,
     ):
         self._directory = storage.absolute(directory)
-        self._identity = None if identity is None else json.loads(json.dumps(identity))
+        self._identity = None if identity is None else json.loads(json.dumps(plain(identity)))
         options = {"max_to_keep": keep, "keep_period": permanent_every, "enable_async_checkpointing": True}
         made = ocp.CheckpointManagerOptions(**options)
         self._manager = errors.retried(lambda: ocp.CheckpointManager(self._directory, options=made), self._directory)
@@ -73,7 +74,7 @@ class Checkpoints:
         except StorageFailure as error:
             if error.kind is not Kind.TRANSIENT:
                 raise
-            _say(f"{error.what}: not written, {error.reason}; the checkpoint of step {step} replaces it")
+            _say(f"{error.what}: {error.reason}; the checkpoint of step {step} replaces it")
         self._clean_up()
         envelope = integrity.sealed({"format": FORMAT, "identity": self._identity, "record": record})
         self._write(step, state, envelope)
@@ -91,12 +92,7 @@ class Checkpoints:
                 ),
             )
 
-        where = self._directory / str(step)
-        if jax.process_count() == 1:
-            errors.retried(write, where)
-        else:  # a host that begins again would not meet the barriers of the others
-            with errors.named(where):
-                write()
+        errors.written(write, self._directory / str(step), alone=jax.process_count() == 1)
 
     def _drop(self, step: int) -> None:
         """Deletes what a save that failed has left of `step`, and makes Orbax forget it."""
@@ -124,7 +120,7 @@ class Checkpoints:
         envelope = integrity.unsealed(path / "record", stored)
         if envelope["format"] != FORMAT:
             raise Refused(path / "record", f"it has format {envelope['format']}, this version reads {FORMAT}")
-        theirs, own = envelope["identity"] or {}, self._identity or {}
+        theirs, own = plain(envelope["identity"] or {}), self._identity or {}
         if differing := sorted(name for name, value in own.items() if theirs.get(name, ...) != value):
             named = "; ".join(f"{name} {theirs.get(name)!r}, here {own[name]!r}" for name in differing)
             raise Refused(path, f"it is foreign, of a run with {named}")
@@ -184,19 +180,19 @@ class Checkpoints:
         """
         last, self._last = self._last, None
         try:
-            with errors.named(self._directory / str(last[0] if last else "")):
-                self._manager.wait_until_finished()
+            errors.written(
+                self._manager.wait_until_finished, self._directory / str(last[0] if last else ""), alone=False
+            )
         except StorageFailure as error:
             if error.kind is not Kind.TRANSIENT or last is None or _is_deleted(last[1]):
                 raise
             _say(f"{error.what}: {error.reason}; writing it again")
             self._write(*last)
-            with errors.named(error.what):
-                self._manager.wait_until_finished()
+            errors.written(self._manager.wait_until_finished, where, alone=False)
 
     def close(self) -> None:
-        """Finishes the last save and releases the background threads."""
-        self._manager.close()
+        """Finishes the last save and releases the background threads. Raises OSError if it could not be written."""
+        errors.written(self._manager.close, self._directory, alone=False)
 
     def _clean_up(self) -> None:
         """Deletes half-written checkpoints, once a checkpoint of that step or a later one is complete."""

@@ -80,10 +80,8 @@ _PERMANENT_NAMES = {"DefaultCredentialsError", "FileExistsError", "PermissionErr
 _CODE = re.compile(r"http_response_code='(\d{3})'")  # TensorStore puts it into the text of a ValueError
 _CODE_FIELDS = ("code", "status", "status_code")  # gcsfs and google-api-core, aiohttp, a response
 _TEXTS = (  # the first that matches decides; TensorStore's errors begin with a status
-    (
-        Kind.PERMANENT,
-        r"No space left on device|[Qq]uota exceeded|Read-only file system|\bPERMISSION_DENIED:|^Forbidden:",
-    ),
+    (Kind.PERMANENT, r"No space left on device|OS error (28|30|13|122):|[Qq]uota exceeded|Read-only file system"),
+    (Kind.PERMANENT, r"\bPERMISSION_DENIED:|^Forbidden:"),
     (Kind.DAMAGE, r"\b(DATA_LOSS|OUT_OF_RANGE|NOT_FOUND):|checksum verification failed|Error decoding|not found\.$"),
     (
         Kind.DAMAGE,
@@ -149,6 +147,19 @@ def named(what: object) -> Iterator[None]:
         raise
     except Exception as error:
         raise failure(what, error) from error
+
+
+def written(write: Callable[[], object], path: object, *, alone: bool) -> None:
+    """Calls `write`, again after transient errors if this process is `alone`: hosts of several meet at its barriers.
+
+    Raises StorageFailure, which names `path`, for every error.
+    """
+    what = f"{path} could not be written"
+    with named(what):
+        if alone:
+            retried(write, what)
+        else:
+            write()
 
 
 def say(message: str) -> None:

@@ -39,11 +39,7 @@ class Snapshots:
             self._checkpointer.save(path, integrity.signed(params), force=True)
 
         self.wait()
-        if jax.process_count() == 1:
-            errors.retried(write, path)
-        else:  # a host that begins again would not meet the barriers of the others
-            with errors.named(path):
-                write()
+        errors.written(write, path, alone=jax.process_count() == 1)
 
     def restore(self, number: int, like: Tree) -> Tree:
         """The weights of snapshot `number`, laid out as the `ShapeDtypeStruct`s of `like`, on any mesh.
@@ -82,9 +78,8 @@ class Snapshots:
 
     def wait(self) -> None:
         """Returns once the last save is on disk. Raises StorageFailure if it could not be written."""
-        with errors.named(self._directory):
-            self._checkpointer.wait_until_finished()
+        errors.written(self._checkpointer.wait_until_finished, self._directory, alone=False)
 
     def close(self) -> None:
         """Finishes the last save and releases the background threads."""
-        self._checkpointer.close()
+        errors.written(self._checkpointer.close, self._directory, alone=False)
