@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from cloud import preflight
+from cloud import preflight, words
 from cloud.errors import LaunchError
 from cloud.job import CAPACITIES, ROOT, Job, field_names, load, make_job
 from cloud.shell import Shell
@@ -91,7 +91,7 @@ def run(made: argparse.ArgumentParser, argv: list[str], shell: Shell | None, com
     try:
         launch = parse(made, argv, shell)
         if launch.options.command not in CHECKED:
-            preflight.words_are_plain(launch.job)
+            words.are_plain(launch.job)
         command(launch)
     except LaunchError as error:
         for line in str(error).splitlines():

@@ -1,21 +1,17 @@
 """Checks a launch before it costs money. Each mistake is one line with its fix."""
 
 import json
-import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from cloud import extras, reach
+from cloud import extras, reach, words
 from cloud.errors import CommandError, Kind, LaunchError
 from cloud.job import CAPACITIES, ROOT, Job
 from cloud.shell import Shell
 
 PYTHON = ROOT / ".venv" / "bin" / "python"
 MULTI_REGIONS = {"US": "us-", "EU": "europe-", "ASIA": "asia-"}
-NAME = re.compile(r"[a-z]([-a-z0-9]{0,37}[a-z0-9])?")
-ZONE = re.compile(r"[a-z]+-[a-z]+\d+-(ai\d+)?[a-z]")
-SECRETIVE = re.compile(r"(?i)(token|secret|password|api_?key)[\w.]*=.")
 
 
 def check(job: Job, shell: Shell, *, plan: bool = True, trainer: bool = True) -> list[str]:
@@ -27,7 +23,7 @@ def check(job: Job, shell: Shell, *, plan: bool = True, trainer: bool = True) ->
       LaunchError: a check failed; the message has one line for each mistake.
     """
     notes, problems = [], []
-    offline = [name_is_a_label, type_and_zone, capacity_is_one, bucket_is_an_address, place_is_plain, no_secret_values]
+    offline = [*words.FORMS, type_and_zone, capacity_is_one]
     fits = [config_fits, plan_says_it_fits][: 1 + plan] if trainer else []
     for checker in [*offline, *fits]:
         try:
@@ -41,49 +37,9 @@ def check(job: Job, shell: Shell, *, plan: bool = True, trainer: bool = True) ->
     return [*notes, *quota_and_cost(job)]
 
 
-def words_are_plain(job: Job) -> None:
-    """Checks what commands paste into scripts and remote command lines: names, addresses, zone and accounts.
-
-    `check` does so before anything is created. The commands that act on what exists need no more than this.
-    """
-    problems = []
-    for checker in (name_is_a_label, bucket_is_an_address, place_is_plain):
-        try:
-            list(checker(job))
-        except LaunchError as error:
-            problems.append(str(error))
-    if problems:
-        raise LaunchError("\n".join(problems))
-
-
-def place_is_plain(job: Job) -> Iterator[str]:
-    """Checks the forms of zone, project, network and service account."""
-    tpu = job.tpu
-    if not ZONE.fullmatch(tpu.zone):
-        raise LaunchError(f"--zone={tpu.zone!r} is not a zone", "e.g. --zone=us-east5-a")
-    for option, value, pattern in (
-        ("--project", tpu.project, r"[a-z0-9.:-]{1,63}"),
-        ("--network", tpu.network, r"[-a-z0-9/_.]+"),
-        ("--service-account", tpu.service_account, r"[-a-z0-9._]+(@[-a-z0-9.]+)?"),
-    ):
-        if value is not None and not re.fullmatch(pattern, value, re.IGNORECASE):
-            raise LaunchError(f"{option}={value!r} is no such name", "write it as the cloud's console shows it")
-    yield from ()
-
-
-def name_is_a_label(job: Job) -> Iterator[str]:
-    if not NAME.fullmatch(job.name):
-        raise LaunchError(
-            f"--name={job.name!r} is not a DNS label", "use up to 39 of a-z, 0-9 and -, a letter first, no - at the end"
-        )
-    yield f"name {job.name}"
-
-
 def type_and_zone(job: Job) -> Iterator[str]:
     tpu = job.tpu
     zones = tpu.slice.generation.zones
-    if not ZONE.fullmatch(tpu.zone):
-        raise LaunchError(f"--zone={tpu.zone!r} is not a zone", f"{tpu.type} is in {', '.join(zones)}")
     if tpu.zone not in zones:
         yield f"no {tpu.slice.generation.name} known here in zone {tpu.zone}: asking the cloud"
     if tpu.slices < 1:
@@ -97,27 +53,6 @@ def capacity_is_one(job: Job) -> Iterator[str]:
     if job.tpu.capacity not in CAPACITIES:
         raise LaunchError(f"--capacity={job.tpu.capacity!r}", f"use one of {', '.join(CAPACITIES)}")
     yield f"capacity {job.tpu.capacity}"
-
-
-def bucket_is_an_address(job: Job) -> Iterator[str]:
-    if not re.fullmatch(r"gs://[a-z0-9][-_.a-z0-9]{1,61}[a-z0-9](/[-_.A-Za-z0-9]+)*", job.bucket):
-        raise LaunchError(
-            f"--bucket={job.bucket!r} is not a bucket", "use gs://NAME or gs://NAME/folder, without / at the end"
-        )
-    yield from ()
-
-
-def no_secret_values(job: Job) -> Iterator[str]:
-    for argument in job.trainer:
-        if SECRETIVE.search(argument):
-            raise LaunchError(
-                f"{argument.partition('=')[0]} looks like a secret on the command line",
-                "store it: gcloud secrets create NAME --data-file=-, then pass --secret=VARIABLE=NAME",
-            )
-    for variable, name in job.secrets:
-        if not re.fullmatch(r"[A-Z][A-Z0-9_]*", variable) or not re.fullmatch(r"[-\w]{1,255}", name):
-            raise LaunchError(f"--secret={variable}=…", "write --secret=VARIABLE=name-in-secret-manager, never a value")
-    yield from ()
 
 
 def config_fits(job: Job) -> Iterator[str]:

@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import difflib
 import faulthandler
+import logging
 import math
 import signal
 import sys
@@ -217,6 +218,7 @@ def prepare_process() -> None:
     absl.flags.FLAGS.mark_as_parsed()  # Grain and Orbax read their defaults there
     absl.logging.use_absl_handler()
     absl.logging.set_verbosity(absl.logging.WARNING)  # Orbax reports every file it writes
+    logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # its tracebacks; `rpg_jax.storage.errors` says it in a line
 
 
 def _boolean(text: str) -> bool:

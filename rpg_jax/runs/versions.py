@@ -3,13 +3,13 @@
 import datetime
 import hashlib
 import importlib.metadata
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rpg_jax.runs import config_files
+from rpg_jax.storage.json_files import read_object
 
 LOCK = "requirements-tpu.lock"  # every package of a TPU worker with its version and its hash
 
@@ -45,7 +45,7 @@ def with_history(file: Path, made_with: Mapping[str, Any]) -> tuple[dict[str, An
     now |= {"installed": there, "lock": lock(there)}
     if not file.exists():
         return now, ""
-    before = json.loads(file.read_text())
+    before = read_object(file)
     earlier = before.pop("earlier", [])
     told = difference(before, now)
     if before.get("installed") == there:

@@ -50,11 +50,16 @@ class Checkpoints:
         self._identity = None if identity is None else json.loads(json.dumps(plain(identity)))
         options = {"max_to_keep": keep, "keep_period": permanent_every, "enable_async_checkpointing": True}
         made = ocp.CheckpointManagerOptions(**options)
-        self._manager = errors.retried(lambda: ocp.CheckpointManager(self._directory, options=made), self._directory)
+        self._manager = self._opened(lambda: ocp.CheckpointManager(self._directory, options=made))
         self._half_written = errors.retried(lambda: _half_written(self._directory), self._directory)
         self._last: tuple[int, Tree, dict[str, Any]] | None = None  # of the save that may still be under way
         for path in self._half_written:
             _say(f"{path} is half-written: it is not used, and is deleted once there is a newer checkpoint")
+
+    def _opened(self, make: Callable[[], ocp.CheckpointManager]) -> ocp.CheckpointManager:
+        if jax.process_count() == 1:
+            return errors.retried(make, self._directory)
+        return make()  # it has barriers, which hosts that begin again would miss
 
     def latest_step(self) -> int | None:
         """The newest step on disk, trusted or not, or None."""
@@ -179,10 +184,9 @@ class Checkpoints:
           StorageFailure: it could not be written.
         """
         last, self._last = self._last, None
+        where = self._directory / str(last[0] if last else "")
         try:
-            errors.written(
-                self._manager.wait_until_finished, self._directory / str(last[0] if last else ""), alone=False
-            )
+            errors.written(self._manager.wait_until_finished, where, alone=False)
         except StorageFailure as error:
             if error.kind is not Kind.TRANSIENT or last is None or _is_deleted(last[1]):
                 raise

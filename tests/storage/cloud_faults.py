@@ -1,14 +1,15 @@
 """Reads and writes of a run in a bucket that fails by script; as a program it prints the table of docs/reliability.md.
 
-python -m tests.storage.cloud_faults
+python -m tests.storage.cloud_faults ["write run files" ...]
 """
 
 import asyncio
 import contextlib
 import io
+import sys
 import tempfile
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -163,11 +164,11 @@ def outcome(path: str, kind: int | str, times: float) -> str:
         return "not met" if not met else f"one line, exit code {code}" if code else "succeeds"
 
 
-def table() -> Iterator[str]:
+def table(paths: Sequence[str]) -> Iterator[str]:
     """The rows of the table, as they are measured."""
     yield "| path | fault | two requests fail | all fail until it ends |"
     yield "|---|---|---|---|"
-    for path in PATHS:
+    for path in paths:
         for kind in FAULTS:
             found = []
             for times in (2, float("inf")):
@@ -181,5 +182,5 @@ def table() -> Iterator[str]:
 if __name__ == "__main__":
     cli.prepare_process()
     assert Path("tests").is_dir(), "run it at the root of the repository"
-    for row in table():
+    for row in table(sys.argv[1:] or list(PATHS)):
         print(row, flush=True)

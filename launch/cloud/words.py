@@ -1,0 +1,73 @@
+"""Checks the form of names and addresses: commands paste them into scripts and into remote command lines."""
+
+import re
+from collections.abc import Iterator
+
+from cloud.errors import LaunchError
+from cloud.job import Job
+
+NAME = re.compile(r"[a-z]([-a-z0-9]{0,37}[a-z0-9])?")
+ZONE = re.compile(r"[a-z]+-[a-z]+\d+-(ai\d+)?[a-z]")
+SECRETIVE = re.compile(r"(?i)(token|secret|password|api_?key)[\w.]*=.")
+
+
+def are_plain(job: Job) -> None:
+    """Checks what commands paste into scripts and remote command lines: names, addresses, zone and accounts.
+
+    `preflight.check` does so before anything is created. Commands that act on what exists need no more than this.
+    """
+    problems = []
+    for checker in FORMS:
+        try:
+            list(checker(job))
+        except LaunchError as error:
+            problems.append(str(error))
+    if problems:
+        raise LaunchError("\n".join(problems))
+
+
+def name_is_a_label(job: Job) -> Iterator[str]:
+    if not NAME.fullmatch(job.name):
+        raise LaunchError(
+            f"--name={job.name!r} is not a DNS label", "use up to 39 of a-z, 0-9 and -, a letter first, no - at the end"
+        )
+    yield f"name {job.name}"
+
+
+def bucket_is_an_address(job: Job) -> Iterator[str]:
+    if not re.fullmatch(r"gs://[a-z0-9][-_.a-z0-9]{1,61}[a-z0-9](/[-_.A-Za-z0-9]+)*", job.bucket):
+        raise LaunchError(
+            f"--bucket={job.bucket!r} is not a bucket", "use gs://NAME or gs://NAME/folder, without / at the end"
+        )
+    yield from ()
+
+
+def place_is_plain(job: Job) -> Iterator[str]:
+    """Checks the forms of zone, project, network and service account."""
+    tpu = job.tpu
+    if not ZONE.fullmatch(tpu.zone):
+        raise LaunchError(f"--zone={tpu.zone!r} is not a zone", "e.g. --zone=us-east5-a")
+    for option, value, pattern in (
+        ("--project", tpu.project, r"[a-z0-9.:-]{1,63}"),
+        ("--network", tpu.network, r"[-a-z0-9/_.]+"),
+        ("--service-account", tpu.service_account, r"[-a-z0-9._]+(@[-a-z0-9.]+)?"),
+    ):
+        if value is not None and not re.fullmatch(pattern, value, re.IGNORECASE):
+            raise LaunchError(f"{option}={value!r} is no such name", "write it as the cloud's console shows it")
+    yield from ()
+
+
+def no_secret_values(job: Job) -> Iterator[str]:
+    for argument in job.trainer:
+        if SECRETIVE.search(argument):
+            raise LaunchError(
+                f"{argument.partition('=')[0]} looks like a secret on the command line",
+                "store it: gcloud secrets create NAME --data-file=-, then pass --secret=VARIABLE=NAME",
+            )
+    for variable, name in job.secrets:
+        if not re.fullmatch(r"[A-Z][A-Z0-9_]*", variable) or not re.fullmatch(r"[-\w]{1,255}", name):
+            raise LaunchError(f"--secret={variable}=…", "write --secret=VARIABLE=name-in-secret-manager, never a value")
+    yield from ()
+
+
+FORMS = (name_is_a_label, bucket_is_an_address, place_is_plain, no_secret_values)
