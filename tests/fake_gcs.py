@@ -71,7 +71,7 @@ class FakeGcs:
         }
 
     def __enter__(self) -> FakeGcs:
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
         return self
 
     def __exit__(self, *exception: object) -> None:
