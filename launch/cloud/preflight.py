@@ -167,9 +167,12 @@ def plan_says_it_fits(job: Job) -> Iterator[str]:
         change = ", ".join(f"{field}={value}" for field, value in (found["smallest_change"] or {}).items())
         fix = f"{change} would fit" if change else "take a larger --type or smaller batches"
         raise LaunchError(f"plan: {misfits} would not fit {topology}", f"{fix}; --no-plan skips this")
-    steps, days = found["step"]["steps"], found["step"]["days_of_the_run"]
+    least, days = (found["step"][side]["days"] for side in ("bound", "expected"))
     dollars = 24 * days * job.tpu.cost()[0]
-    yield f"plan: fits {topology}; its {steps} steps take at least {days:.1f} days, about ${dollars:,.0f}"
+    yield (
+        f"plan: fits {topology}; its {found['step']['steps']} steps are expected to take {days:.1f} days, about "
+        f"${dollars:,.0f}; the hardware allows {least:.1f}"
+    )
 
 
 def tpu_compiler_is_installed() -> bool:

@@ -14,7 +14,7 @@ from rpg_jax import parallel
 from rpg_jax.data import RowShape
 from rpg_jax.models import QwenConfig
 from rpg_jax.models.quantized import quantized, quantized_shardings
-from rpg_jax.planning.flops import decode_flops, forward_flops, training_flops
+from rpg_jax.planning.flops import forward_flops, token_flops, training_flops
 from rpg_jax.rollout import Decoding, QwenEngine, Weights, prefill_shape
 from rpg_jax.rollout.decode_state import DecodeState
 from rpg_jax.training.state import TrainState
@@ -107,4 +107,6 @@ def sampling(
     rows, length = prefill_shape(max_prompt_tokens, decoding.capacity)
     lowered = engine.lower(rows, length)
     yield "prefill", lowered["prefill"], forward_flops(model, rows=rows, length=length, predicted=0) / chips
-    yield "decode", lowered["decode"], decode_flops(model, slots=decoding.slots, attended=decoding.capacity) / chips
+    slots = decoding.slots
+    step = token_flops(model, tokens=slots, attended=decoding.capacity, predicted=slots)
+    yield "decode", lowered["decode"], step / chips

@@ -1,26 +1,31 @@
 """Plans a run: compiles its programs for a TPU slice, adds up memory and seconds, and looks for a change that fits."""
 
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from ml_collections import ConfigDict
-from rich.console import Console
 
 from rpg_jax.planning import lowering
 from rpg_jax.planning.compiling import Program, compile_program
+from rpg_jax.planning.figures import lengths_of, reference_differs, step_figures
+from rpg_jax.planning.lengths import Lengths
 from rpg_jax.planning.topologies import Topology
-from rpg_jax.rollout import Decoding, capacity, find_driver, prefill_shape
-from rpg_jax.runs.experiment import open_tokenizer, reference_rule
+from rpg_jax.rollout import Decoding
+from rpg_jax.runs.experiment import open_tokenizer
 from rpg_jax.runs.layout import Layout, make_decoding, make_layout, row_shape, rows_per_update
 from rpg_jax.runs.learner import Learner, learner_programs, make_learner, offloaded, policy_objective
 from rpg_jax.runs.problems import Task
 
-_STATUS = Console(stderr=True)
 
-
-def plan(config: ConfigDict, topology: Topology, only: Sequence[str] | None = None) -> dict[str, Program]:
+def plan(
+    config: ConfigDict, topology: Topology, only: Sequence[str] | None = None, *, lengths: Lengths | None = None
+) -> tuple[dict[str, Program], dict[str, Any]]:
     """Compiles every program of the run for `topology`, or the programs named in `only`.
+
+    Returns the programs and the figures of a step; no figures where a program is missing or finds no room.
 
     Raises:
       ValueError: no compiler for TPUs here, a config whose mesh or sizes do not go together, or `rollout.devices` set.
@@ -34,11 +39,16 @@ def plan(config: ConfigDict, topology: Topology, only: Sequence[str] | None = No
     layout = make_layout(config, _vocabulary(config), topology.devices(), topology.host.devices())
     learner, decoding = make_learner(layout), make_decoding(layout)
     held, programs = resident(layout, learner, decoding), {}
+    cuts = config.rollout.top_p < 1 or config.rollout.top_k or config.rollout.min_p
     for name, lowered, flops in lowered_programs(layout, learner, decoding):
         if not only or name in only:
-            with _STATUS.status(f"compiling {name} for {topology.name}"):
-                programs[name] = compile_program(name, lowered, model_flops=flops, resident=held[name])
-    return programs
+            print(f"compiling {name} for {topology.name}", end=" ", file=sys.stderr, flush=True)
+            plain = name == "decode" and not cuts  # the other branch cuts the distribution
+            programs[name] = compile_program(name, lowered, model_flops=flops, resident=held[name], cheapest=plain)
+            print(f"{programs[name].seconds:.0f} s", file=sys.stderr, flush=True)
+    if only or any(program.refused for program in programs.values()):
+        return programs, {}
+    return programs, step_figures(layout, decoding, programs, topology, lengths or lengths_of(config))
 
 
 def lowered_programs(layout: Layout, learner: Learner, decoding: Decoding) -> Iterator[lowering.Lowered]:
@@ -69,7 +79,7 @@ def resident(layout: Layout, learner: Learner, decoding: Decoding) -> dict[str, 
     row = 4 * (3 * shape.length + 8 * shape.completion_length)
     training = own + c.rollout.prompts_per_step * c.rollout.group_size * row / layout.mesh.size
     stays = c.reference.resident and "reference" not in offloaded(c)
-    other = weights if stays or _reference_differs(c) else 0
+    other = weights if stays or reference_differs(c) else 0
     sampling = slots + (weights if copy else 0) + (other if stays else 0)
     return {
         "log-probs": training + slots + other,
@@ -80,60 +90,6 @@ def resident(layout: Layout, learner: Learner, decoding: Decoding) -> dict[str, 
         "update": training,
         "prefill": sampling + cache,
         "decode": sampling,
-    }
-
-
-def step_figures(
-    config: ConfigDict, programs: Mapping[str, Program], topology: Topology, mean_tokens: int = 0
-) -> dict[str, float]:
-    """Prompts, tokens, seconds and chip-hours of a step; chip-hours and days of the run without evaluations.
-
-    Every program takes the time that its binding limit allows. Prompts include dynamic sampling's oversampling.
-    Completions have `mean_tokens` on average; 0 means half of the limit.
-    """
-    c = config
-    seconds = {name: program.bound(topology.chip)[1] for name, program in programs.items()}
-    mean = mean_tokens or c.rollout.max_tokens / 2
-    prompts = c.rollout.prompts_per_step * (c.dynamic_sampling.oversample if c.dynamic_sampling.enabled else 1)
-    completions = prompts * c.rollout.group_size
-    longest = c.task.max_prompt_tokens
-    prefilled, _ = prefill_shape(longest, capacity(longest, c.rollout.max_tokens))
-    prefilled *= 1 if find_driver(c.rollout.driver).spans_hosts else topology.hosts
-    phases = {
-        "prefill": prompts / prefilled * seconds["prefill"],
-        "decode": completions * mean / c.rollout.slots * seconds["decode"],
-        **_training_seconds(c, mean, seconds),
-    }
-    total = sum(phases.values())
-    return {
-        "prompts": prompts,
-        "completions": completions,
-        "mean_tokens": mean,
-        "completion_tokens": completions * mean,
-        **{f"seconds/{name}": value for name, value in phases.items()},
-        "seconds": total,
-        "chip_hours": total * topology.chips / 3600,
-        "steps": c.train.steps,
-        "chip_hours_of_the_run": c.train.steps * total * topology.chips / 3600,
-        "days_of_the_run": c.train.steps * total / 86_400,
-    }
-
-
-def _training_seconds(c: ConfigDict, mean_tokens: float, seconds: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of the log-prob passes, of a critic's values, and of the updates in a step."""
-    rows = c.rollout.prompts_per_step * c.rollout.group_size
-    if c.train.packed_length:
-        rows = rows * (c.task.max_prompt_tokens / 2 + mean_tokens) / c.train.packed_length
-    batches = rows / (c.train.microbatch_size or rows_per_update(c))
-    if "update" in seconds:
-        update = batches * seconds["update"]
-    else:
-        firsts = min(c.train.updates_per_step, batches)
-        update = firsts * (seconds["start"] + seconds["apply"]) + (batches - firsts) * seconds["add"]
-    return {
-        "log-probs": (2 if _reference_differs(c) else 1) * batches * seconds["log-probs"],
-        **({"baseline": batches * seconds["baseline"]} if "baseline" in seconds else {}),
-        "update": c.train.epochs * update,
     }
 
 
@@ -151,7 +107,7 @@ def smallest_change(config: ConfigDict, topology: Topology, programs: dict[str, 
             tried.update_from_flattened_dict(change)
         if larger is not None and larger.chips > 1:
             try:
-                found = plan(tried, larger, only=only)
+                found, _ = plan(tried, larger, only=only)
             except ValueError:  # a mesh or batch that does not divide
                 continue
             if all(p.fits(larger.chip) for p in found.values()):
@@ -183,11 +139,6 @@ def candidates(
                 yield {"rollout.slots": size}, topology
         yield {"rollout.tensor": min(4, topology.chips)}, topology
     yield {}, topology.larger()
-
-
-def _reference_differs(config: ConfigDict) -> bool:
-    """Whether the reference may be another policy than the one that samples a step."""
-    return reference_rule(config).differs(config.train.updates_per_step * config.train.epochs)
 
 
 def _vocabulary(config: ConfigDict) -> int | None:

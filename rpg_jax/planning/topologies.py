@@ -29,6 +29,7 @@ class Chip:
       dimensions: of the torus.
       pod: chips of the largest slice.
       one_host: chips of the largest slice on one host; larger slices have four chips per host.
+      price: US dollars per chip and hour on demand, list price of 2025 for orientation; None if not known.
     """
 
     hbm: float
@@ -38,16 +39,17 @@ class Chip:
     dimensions: int
     pod: int
     one_host: int
+    price: float | None = None
 
 
 CHIPS: Mapping[str, Chip] = MappingProxyType(
     {
         # Peaks: cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e. ICI: jax-ml.github.io/scaling-book/tpus has bytes per
         # second of one link, one way; a 3D torus has 6 links per chip, a 2D torus 4.
-        "v4": Chip(32 * _GIB, 275e12, 1.228e12, 6 * 45e9, 3, 4096, 4),
-        "v5e": Chip(15.75 * _GIB, 197e12, 0.819e12, 4 * 45e9, 2, 256, 8),
-        "v5p": Chip(95.74 * _GIB, 459e12, 2.765e12, 6 * 90e9, 3, 8960, 4),
-        "v6e": Chip(31.25 * _GIB, 918e12, 1.640e12, 4 * 90e9, 2, 256, 8),
+        "v4": Chip(32 * _GIB, 275e12, 1.228e12, 6 * 45e9, 3, 4096, 4, 3.22),
+        "v5e": Chip(15.75 * _GIB, 197e12, 0.819e12, 4 * 45e9, 2, 256, 8, 1.20),
+        "v5p": Chip(95.74 * _GIB, 459e12, 2.765e12, 6 * 90e9, 3, 8960, 4, 4.20),
+        "v6e": Chip(31.25 * _GIB, 918e12, 1.640e12, 4 * 90e9, 2, 256, 8, 2.70),
     }
 )
 

@@ -193,9 +193,9 @@ def test_the_plan_is_asked_and_its_answer_shown(cloud, monkeypatch, tmp_path):
 
     with pytest.raises(LaunchError, match=r"plan: \['--config=x', '--json', '--topology=v5p:2x2x2\*2'\]; --no-plan"):
         planned("sys.exit(str(asked))")
-    found = {"fits": True, "step": {"steps": 400, "days_of_the_run": 39.0}}
+    found = {"fits": True, "step": {"steps": 400, "bound": {"days": 12.0}, "expected": {"days": 39.0}}}
     assert planned(f"print({json.dumps(json.dumps(found))})") == [
-        "plan: fits v5p:2x2x2*2; its 400 steps take at least 39.0 days, about $29,952"  # 16 chips at $2 for 936 hours
+        "plan: fits v5p:2x2x2*2; its 400 steps are expected to take 39.0 days, about $29,952; the hardware allows 12.0"
     ]
     found = {"fits": False, "programs": {"decode": {"fits": False}}, "smallest_change": {"rollout.slots": 64}}
     with pytest.raises(LaunchError, match=r"decode would not fit v5p:2x2x2\*2; rollout.slots=64 would fit; --no-plan"):
