@@ -14,6 +14,5 @@ def get_config(variant: str = ""):
     # Every chip gathers a layer's experts, 1.2 GB, for its own tokens. With an expert axis the tokens would travel
     # instead, each to eight experts: that is more bytes, and buffers must hold the worst imbalance.
     c.rollout.tensor = 4  # 15 GB of weights on a chip
-    c.rollout.slots = 512  # 514 GB of cache on 64 chips
     c.train.microbatch_size = 64
     return base.variant(c, variant)

@@ -27,7 +27,6 @@ def get_config(variant: str = ""):
     c.rollout.prompts_per_step = 512
     c.rollout.group_size = 16
     c.rollout.max_tokens = 2048
-    c.rollout.slots = 384  # 232 GB of cache: 15 GB on each of 16 chips
     c.rollout.tensor = 4  # one copy of the bf16 weights on the four chips of a host
     c.dynamic_sampling.oversample = 3
 

@@ -16,6 +16,5 @@ def get_config(variant: str = ""):
     c.evaluation.problems = 674  # all of OlympiadBench, the largest set
     c.rewards.parts = "by_source"  # as math_dapo, but for the two sets above: Math-Verify
     c.rollout.max_tokens = 4096
-    c.rollout.slots = 256  # 232 GB of cache
     c.train.packed_length = 10_240
     return base.variant(c, variant)

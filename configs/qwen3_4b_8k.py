@@ -12,6 +12,5 @@ from configs import base, qwen3_4b_2k
 def get_config(variant: str = ""):
     c = qwen3_4b_2k.get_config()
     c.rollout.max_tokens = 8192
-    c.rollout.slots = 128  # 193 GB of cache
     c.train.packed_length = 10_240  # the longest completion with its prompt; shorter ones share a row
     return base.variant(c, variant)

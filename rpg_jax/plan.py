@@ -47,11 +47,11 @@ def plan(options: argparse.Namespace) -> int:
     """Compiles, prints, and returns 1 where something does not fit."""
     loaded = config_files.load(options.config, options.overrides)
     from rpg_jax import planning  # loads JAX: wrong flags need not wait for it
-    from rpg_jax.planning import figures, printing, run_plan
+    from rpg_jax.planning import plan_figures, printing, run_plan
     from rpg_jax.runs.resolve import resolve
 
     topology, config = planning.parse(options.topology), resolve(loaded.config)
-    lengths = figures.lengths_of(config, mean=options.mean_tokens, prompt=options.prompt_tokens)
+    lengths = plan_figures.lengths_of(config, mean=options.mean_tokens, prompt=options.prompt_tokens)
     programs, step = run_plan.plan(config, topology, only=options.programs, lengths=lengths)
     fits = all(p.fits(topology.chip) for p in programs.values())
     change = None if fits or not getattr(options, "try") else run_plan.smallest_change(config, topology, programs)

@@ -12,10 +12,12 @@ from rich.console import Console
 
 from configs import qwen3_0p6b_gsm8k, qwen3_4b_2k, qwen3_4b_8k, tiny
 from rpg_jax import planning
-from rpg_jax.planning import figures, printing, run_plan
-from rpg_jax.runs.layout import make_decoding, make_layout
+from rpg_jax.planning import plan_figures, printing, run_plan
+from rpg_jax.runs import memory
+from rpg_jax.runs.layout import make_layout
 from rpg_jax.runs.learner import make_learner
 from rpg_jax.runs.resolve import resolve
+from rpg_jax.runs.sampling_layout import make_decoding
 
 V5E = planning.parse("v5e:2x4")
 GIB = 2**30
@@ -71,7 +73,7 @@ def test_others_hold_the_optimizer_state_the_decoding_weights_and_the_cache():
     copy = 2 * weights  # bf16, whole on every device, since rollout.tensor is 1
     sharded = 4 * weights / 8
     assert held["decode"] == pytest.approx(3 * sharded, rel=1e-3)  # master weights and two slots
-    cache = 28 * 2 * 8 * 128 * 2 * (512 + 1024) * 32 / 8
+    cache = 28 * 2 * 8 * 128 * 2 * (512 + 1024) * 32
     assert held["prefill"] - held["decode"] == pytest.approx(cache, rel=1e-2)
     batches = 4 * 11 * 4096 * 128 * 8 / 8
     assert held["update"] == pytest.approx(copy + batches, rel=1e-3)
@@ -84,11 +86,11 @@ def test_others_hold_the_optimizer_state_the_decoding_weights_and_the_cache():
 
 
 @pytest.mark.parametrize("tensor", [None, 2])
-def test_a_host_holds_the_weights_and_the_cache_of_its_own_part_of_the_slots(tensor):
+def test_a_chip_of_a_host_holds_its_share_of_the_weights_and_its_own_slots(tensor):
     config = resolve(qwen3_0p6b_gsm8k.get_config())
     config.rollout.tensor = tensor
     held = run_plan.resident(*parts_of(config, host=jax.devices()[:4]))
-    cache = 28 * 2 * 8 * 128 * 2 * (512 + 1024) * (32 / 2) / 4
+    cache = 28 * 2 * 8 * 128 * 2 * (512 + 1024) * 32
     assert held["prefill"] - held["decode"] == pytest.approx(cache, rel=1e-2)
     weights = 2 * 596_049_920 / (tensor or 4)
     batches = 4 * 11 * 4096 * 128 * 8 / 8
@@ -125,16 +127,17 @@ def test_what_is_offloaded_leaves_the_chips():
 
 def test_the_figures_of_a_step_come_from_config_and_programs():
     config = resolve(qwen3_4b_2k.get_config())
+    config.rollout.slots = 48
     layout, _, decoding = parts_of(config, host=jax.devices()[:4])
     names = ("log-probs", "start", "add", "apply", "prefill", "decode")
     programs = {name: program(name, flops=197e12) for name in names}
-    programs["decode"].costs.bytes = 2.5e9 + run_plan.lowering.cache_bytes(layout.model, decoding)
-    lengths = figures.lengths_of(config, mean=1000)
+    programs["decode"].costs.bytes = 2.5e9 + memory.cache_bytes(layout.model, decoding)
+    lengths = plan_figures.lengths_of(config, mean=1000)
     assert (lengths.prompt, lengths.mean, lengths.limit) == (300, 1000, 2048)
-    found = figures.step_figures(layout, decoding, programs, V5E, lengths)
+    found = plan_figures.step_figures(layout, decoding, programs, V5E, lengths)
     assert (found["prompts"], found["completions"], found["slots"]) == (1536, 1536 * 16, 384)
     assert found["slots_of_a_chip"] == 384 / 8
-    step = figures.decode_step_of(layout, decoding, programs["decode"])
+    step = plan_figures.decode_step_of(layout, decoding, programs["decode"])
     assert step.fixed == pytest.approx(2.5e9) and step.collectives == 0 and step.network == 1.8e9
     assert step.cached == pytest.approx(192 * 36 * 2 * 8 * 128 * 2 / 4, rel=1e-3)  # of one position, on a chip of four
     console = Console(record=True, width=120, file=io.StringIO())

@@ -10,14 +10,16 @@ from ml_collections import ConfigDict
 
 from rpg_jax.planning import lowering
 from rpg_jax.planning.compiling import Program, compile_program
-from rpg_jax.planning.figures import lengths_of, reference_differs, step_figures
 from rpg_jax.planning.lengths import Lengths
+from rpg_jax.planning.plan_figures import lengths_of, reference_differs, step_figures
 from rpg_jax.planning.topologies import Topology
 from rpg_jax.rollout import Decoding
+from rpg_jax.runs import memory
 from rpg_jax.runs.experiment import open_tokenizer
-from rpg_jax.runs.layout import Layout, make_decoding, make_layout, row_shape, rows_per_update
+from rpg_jax.runs.layout import Layout, make_layout, row_shape, rows_per_update
 from rpg_jax.runs.learner import Learner, learner_programs, make_learner, offloaded, policy_objective
 from rpg_jax.runs.problems import Task
+from rpg_jax.runs.sampling_layout import make_decoding
 
 
 def plan(
@@ -36,7 +38,8 @@ def plan(
             "each part as a slice: --programs=prefill,decode for the part that samples, --programs=log-probs,update "
             "(or log-probs,start,add,apply) for the one that trains"
         )
-    layout = make_layout(config, _vocabulary(config), topology.devices(), topology.host.devices())
+    hbm = topology.chip.hbm
+    layout = make_layout(config, _vocabulary(config), topology.devices(), topology.host.devices(), hbm)
     learner, decoding = make_learner(layout), make_decoding(layout)
     held, programs = resident(layout, learner, decoding), {}
     cuts = config.rollout.top_p < 1 or config.rollout.top_k or config.rollout.min_p
@@ -59,7 +62,7 @@ def lowered_programs(layout: Layout, learner: Learner, decoding: Decoding) -> It
     sizes = {"micro_batches": rows_per_update(c) // shape.rows, "remat": c.model.remat}
     with layout.activate():
         yield from lowering.training(programs, learner.like, batch, layout.model, **sizes)
-    params = lowering.decoding_params(layout.abstract_params, decoding)
+    params = memory.decoding_params(layout.abstract_params, decoding)
     prompts = c.task.max_prompt_tokens
     yield from lowering.sampling(layout.model, layout.graphdef, params, decoding, max_prompt_tokens=prompts)
 
@@ -71,16 +74,16 @@ def resident(layout: Layout, learner: Learner, decoding: Decoding) -> dict[str, 
     stays while prompts are prefilled. A reference that differs from the policy is there for its log-probs.
     """
     c, shape = layout.config, row_shape(layout.config)
-    weights = lowering.bytes_on_a_chip(layout.abstract_params)
-    slots = lowering.bytes_on_a_chip(learner.like) - weights  # without what waits on the host
-    copy = decoding.dtype is not None or decoding.shardings is not None or decoding.int8
-    own = lowering.bytes_on_a_chip(lowering.decoding_params(layout.abstract_params, decoding)) if copy else 0
-    cache = lowering.cache_bytes(layout.model, decoding)
+    weights = memory.bytes_on_a_device(layout.abstract_params)
+    slots = memory.bytes_on_a_device(learner.like) - weights  # without what waits on the host
+    params = memory.decoding_params(layout.abstract_params, decoding)
+    own = memory.bytes_on_a_device(params) if memory.has_copy(decoding) else 0
+    cache = memory.cache_bytes(layout.model, decoding)
     row = 4 * (3 * shape.length + 8 * shape.completion_length)
     training = own + c.rollout.prompts_per_step * c.rollout.group_size * row / layout.mesh.size
     stays = c.reference.resident and "reference" not in offloaded(c)
     other = weights if stays or reference_differs(c) else 0
-    sampling = slots + (weights if copy else 0) + (other if stays else 0)
+    sampling = memory.held_while_sampling(layout, learner, decoding)
     return {
         "log-probs": training + slots + other,
         "baseline": training + slots,
@@ -133,7 +136,7 @@ def candidates(
         for context in (2, 4):
             yield {"train.microbatch_size": max(1, smallest // context), "mesh.context": context}, topology
     if set(failing) & {"prefill", "decode"}:
-        slots = config.rollout.slots
+        slots = config.rollout.slots or 0  # unset: as many as fit
         for size in (slots // 2, slots // 4):
             if size:
                 yield {"rollout.slots": size}, topology
