@@ -16,7 +16,7 @@ from rpg_jax.planning.topologies import Topology
 from rpg_jax.rollout import Decoding
 from rpg_jax.runs import memory
 from rpg_jax.runs.experiment import open_tokenizer
-from rpg_jax.runs.layout import Layout, make_layout, row_shape, rows_per_update
+from rpg_jax.runs.layout import Layout, make_layout, model_config, row_shape, rows_per_update
 from rpg_jax.runs.learner import Learner, learner_programs, make_learner, offloaded, policy_objective
 from rpg_jax.runs.problems import Task
 from rpg_jax.runs.sampling_layout import make_decoding
@@ -38,17 +38,16 @@ def plan(
             "each part as a slice: --programs=prefill,decode for the part that samples, --programs=log-probs,update "
             "(or log-probs,start,add,apply) for the one that trains"
         )
-    hbm = topology.chip.hbm
+    config, hbm = with_known_shapes(config), topology.chip.hbm
     layout = make_layout(config, _vocabulary(config), topology.devices(), topology.host.devices(), hbm)
     learner, decoding = make_learner(layout), make_decoding(layout)
     held, programs = resident(layout, learner, decoding), {}
     cuts = config.rollout.top_p < 1 or config.rollout.top_k or config.rollout.min_p
     for name, lowered, flops in lowered_programs(layout, learner, decoding):
         if not only or name in only:
-            print(f"compiling {name} for {topology.name}", end=" ", file=sys.stderr, flush=True)
+            print(f"compiling {name} for {topology.name}", file=sys.stderr, flush=True)
             plain = name == "decode" and not cuts  # the other branch cuts the distribution
             programs[name] = compile_program(name, lowered, model_flops=flops, resident=held[name], cheapest=plain)
-            print(f"{programs[name].seconds:.0f} s", file=sys.stderr, flush=True)
     if only or any(program.refused for program in programs.values()):
         return programs, {}
     return programs, step_figures(layout, decoding, programs, topology, lengths or lengths_of(config))
@@ -142,6 +141,21 @@ def candidates(
                 yield {"rollout.slots": size}, topology
         yield {"rollout.tensor": min(4, topology.chips)}, topology
     yield {}, topology.larger()
+
+
+def with_known_shapes(config: ConfigDict) -> ConfigDict:
+    """`config`, or where `model.path` cannot be read here and `model.size` is set, a copy that has the size alone."""
+    m = config.model
+    if not (m.path and m.size):
+        return config
+    try:
+        model_config(config, None)
+    except (ValueError, OSError) as error:
+        print(f"planning with the shapes of model.size={m.size}: {error}", file=sys.stderr)
+        config = config.copy_and_resolve_references()
+        with config.unlocked():
+            config.model.path = config.model.tokenizer = None
+    return config
 
 
 def _vocabulary(config: ConfigDict) -> int | None:

@@ -143,14 +143,14 @@ class Phases:
 
     def as_dict(self) -> dict[str, Any]:
         run = self.work.steps * self.total
-        hours = run * self.on.chips / 3600
+        hours = run / 3600
         return {
             "phases": dict(self.seconds),
             "seconds": self.total,
             "seconds_beside_a_fleet": self.beside_a_fleet,
             "days": run / 86_400,
-            "chip_hours": hours,
-            "dollars": None if self.on.chip.price is None else hours * self.on.chip.price,
+            "chip_hours": hours * self.on.chips / self.on.chip.cores,
+            "dollars": None if self.on.hourly is None else hours * self.on.hourly,
         }
 
 
