@@ -170,6 +170,9 @@ def suggestions(
         int8 = (1 + 4 / head_dim) / 2  # a byte for two, and an f32 scale for each head
         tried = dataclasses.replace(step, cached=int8 * step.cached)
         found["rollout.int8_kv=True, with loss.sampler_correction"] = expected(work, tried, programs, on).total
+    waiting = now.seconds["decode: spread over hosts"]
+    if waiting:
+        found["hosts that take groups as they are free, not a fixed share"] = now.total - waiting
     rows, length = work.micro_batch
     if work.packed and rows > on.chips and rows % 2 == 0:
         tried_work = dataclasses.replace(work, micro_batch=(rows // 2, length))
