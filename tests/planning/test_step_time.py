@@ -84,9 +84,8 @@ def test_the_parts_of_expected_decoding_add_up_by_hand():
     parts = decode_expected(own, 1536, LENGTHS, CHIP)
     steps = 4096 * (1536 - 64) / 64 + 8192
     assert parts["weights"] == pytest.approx(steps * WEIGHTS / 2.765e12 / efficiency.HBM)  # above the products' time
-    assert parts["latency"] == pytest.approx(
-        steps * (75 * efficiency.COLLECTIVE_SECONDS + 5.4e6 / 540e9 / efficiency.ICI)
-    )
+    latency = 75 * efficiency.COLLECTIVE_SECONDS + 5.4e6 / 540e9 / efficiency.ICI
+    assert parts["latency"] == pytest.approx(steps * latency)
     assert parts["host"] == pytest.approx(steps / 16 * 3e-3)
     read = decode_bound(dataclasses.replace(own, fixed=0), 1536, LENGTHS, CHIP)["HBM"]
     assert parts["cache"] == pytest.approx(read / efficiency.HBM)
