@@ -2,15 +2,18 @@
 
   python -m rpg_jax.plan --config=configs/qwen3_4b_8k.py --topology=v5p:2x2x2
   python -m rpg_jax.plan --config=configs/qwen3_4b_8k.py --topology=v6e:4x4 --json
+  python -m rpg_jax.plan --config=configs/qwen3_4b_8k.py --topology=v5p:4x4x4 --search
 
 Compiles the run's own programs with the compiler for TPUs, on any CPU machine (after
 `python3 launch/install.py --requirements=requirements-tpu.txt`), and prints what each needs on a chip. The bound of a
 step is what the hardware allows at its peaks: no run with completions of such lengths is faster. What is expected has
 the efficiencies and latencies of rpg_jax/planning/efficiency.py, which are assumptions. If a program does not fit, the
-exit code is 1, and the command searches for the smallest change that fits (not with --notry).
+exit code is 1, and the command searches for the smallest change that fits (not with --notry). --search ranks layouts,
+slots, the cache's dtype, micro-batches and rematerialisation by arithmetic, and compiles the fastest that fits.
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -27,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="as v6e:4x4, or v6e:4x4*2 for two of them; an unknown one lists the known ones (default: %(default)s)",
     )
     parser.add_switch("json", default=False, help="print one JSON object instead of tables")
+    parser.add_switch("search", default=False, help="first look for the fastest settings that fit, by arithmetic")
     parser.add_switch("try", default=True, help="search for the smallest change that fits (default: yes; --notry)")
     parser.add_argument(
         "--mean_tokens", type=int, default=0, help="tokens of a mean completion; default: half of rollout.max_tokens"
@@ -47,17 +51,26 @@ def plan(options: argparse.Namespace) -> int:
     """Compiles, prints, and returns 1 where something does not fit."""
     loaded = config_files.load(options.config, options.overrides)
     from rpg_jax import planning  # loads JAX: wrong flags need not wait for it
-    from rpg_jax.planning import plan_figures, printing, run_plan
+    from rpg_jax.planning import plan_figures, printing, run_plan, search
     from rpg_jax.runs.resolve import resolve
 
     topology, config = planning.parse(options.topology), resolve(loaded.config)
     lengths = plan_figures.lengths_of(config, mean=options.mean_tokens, prompt=options.prompt_tokens)
+    found: list[search.Found] = []
+    if options.search:
+        found = search.search(config, topology, lengths)
+        if not found:
+            raise ValueError(f"no settings that fit {topology.name} by arithmetic; take a larger slice")
+        config = search.changed(config, found[0].change)
     programs, step = run_plan.plan(config, topology, only=options.programs, lengths=lengths)
     fits = all(p.fits(topology.chip) for p in programs.values())
     change = None if fits or not getattr(options, "try") else run_plan.smallest_change(config, topology, programs)
     if options.json:
-        print(json.dumps(printing.as_json(topology, programs, step, change)))
+        ranked = {"search": [dataclasses.asdict(one) for one in found]} if options.search else {}
+        print(json.dumps({**printing.as_json(topology, programs, step, change), **ranked}))
     else:
+        if found:
+            printing.show_search(topology, found)
         printing.show(topology, programs, step, change)
     return 0 if fits else 1
 

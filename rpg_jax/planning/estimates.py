@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from rpg_jax.models import QwenConfig
 from rpg_jax.models.sizes import parameter_count
 from rpg_jax.planning.compiling import Program
 from rpg_jax.planning.flops import forward_flops, token_flops, training_flops
@@ -15,7 +16,8 @@ def programs(layout: Layout, decoding: Decoding, resident: dict[str, float]) -> 
     """The programs of a step with their operations, traffic and collectives; `resident` as for compiled programs.
 
     What is left out: activations that go to HBM and back between two products of a layer, copies, gaps in memory. The
-    peak of a training program has the layers' inputs, the gradients, and one gathered layer.
+    peak of a training program has the activations that wait, the gradients, and one gathered layer. What remat=offload
+    sends to the host and back is not in the time.
     """
     return {
         name: Program(name, 0, 0, 0, 0, resident[name], costs, costs.flops, 0.0, peak=peak)
@@ -32,9 +34,7 @@ def _training(layout: Layout) -> dict[str, tuple[Costs, float]]:
     split = layout.mesh.shape["fsdp"] > 1
     gathered = split * width * weights / layout.mesh.shape["tensor"]
     rows = shape.rows * shape.length / chips  # tokens of a chip
-    inputs = rows * layers * model.embed_dim * width
-    inputs *= 0 if c.model.remat == "offload" else 1
-    inputs *= 1 if c.model.remat in ("full", "offload") else 8
+    inputs = rows * layers * _kept(model, c.model.remat) * width
     layer = 3 * width * weights / layers + 16 * rows * model.embed_dim * width
 
     def costs(flops: float, passes: int, *, gradients: bool = False) -> Costs:
@@ -55,6 +55,14 @@ def _training(layout: Layout) -> dict[str, tuple[Costs, float]]:
         "add": (update, 4 * held + inputs + layer),
         "apply": (Costs(0.0, 7 * held), state + held),
     }
+
+
+def _kept(model: QwenConfig, remat: str) -> float:
+    """Activations of a token that wait in a layer for the backward pass."""
+    heads, pairs = model.num_heads * model.head_dim, 2 * model.num_kv_heads * model.head_dim
+    products = 2 * model.embed_dim + 2 * model.hidden_dim + heads + pairs
+    kept = {"full": 0, "offload": -model.embed_dim, "dots": products}
+    return model.embed_dim + kept.get(remat, products + 4 * model.embed_dim + model.hidden_dim + 2 * heads)
 
 
 def _sampling(layout: Layout, decoding: Decoding) -> dict[str, tuple[Costs, float]]:

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from rpg_jax.planning.compiling import Program
 from rpg_jax.planning.hlo import COLLECTIVES
+from rpg_jax.planning.search import Found
 from rpg_jax.planning.topologies import Topology
 
 _GIB = 2**30
@@ -44,6 +45,17 @@ def show(
         console.print("this change fits: " + " ".join(flags), markup=False)
     else:
         console.print("no change that fits was found")
+
+
+def show_search(topology: Topology, found: Sequence[Found], console: Console | None = None, rows: int = 8) -> None:
+    """Prints the fastest settings of a search, each as the flags that set it, and how many there are."""
+    shown = []
+    for one in found[:rows]:
+        flags = (f"--config.{field}={value}" for field, value in one.change.items() if value is not None)
+        shown.append((_figure(one.seconds), _figure(one.days), f"{one.slots_of_a_chip:g}", "\n".join(flags)))
+    title = f"{len(found)} settings fit {topology.name} by arithmetic; the first is compiled"
+    head = ("expected s a step", "days", "slots a chip", "settings")
+    (console or Console()).print(_table(title, head, shown))
 
 
 def as_json(topology: Topology, programs: Programs, figures: Mapping[str, Any], change: Change) -> dict[str, Any]:
@@ -148,7 +160,7 @@ def _assumed(figures: Mapping[str, Any]) -> str:
 def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     table = Table(title=title)
     for column in head:
-        table.add_column(column, justify="left" if column in ("program", "limit") else "right")
+        table.add_column(column, justify="left" if column in ("program", "limit", "settings") else "right")
     for row in rows:
         table.add_row(*row)
     return table
