@@ -23,12 +23,13 @@ FIELDS = Section(
         dir=Field("runs", "The folder of all runs: a local path or gs://BUCKET/FOLDER."),
         name=Field(optional(str), "The run's folder in run.dir. A run of the same name is continued. Unset: made of "
             "config file, method, the other overrides and seed, as tiny-grpo-lr3e-4-seed1."),
-        overwrite=Field(False, "Delete a run of this name and start again."),
+        overwrite=Field(False, "Start again: an earlier run of this name is moved to run.dir/replaced."),
         compilation_cache=Field("runs/compilation_cache", "The folder that keeps compiled programs between runs. "
             'JAX_COMPILATION_CACHE_DIR takes precedence. "" keeps none.'),
         platform=Field(optional(str), "tpu, gpu or cpu; the run stops where there is none. Unset: what JAX finds."),
         stop_seconds=Field(25.0, "The longest time from SIGTERM or a preemption notice to the end of the process. An "
-            "unfinished step is done again from the last checkpoint; where steps take minutes, set checkpoint.every=1.",
+            "unfinished step is done again from the last checkpoint, with the groups of checkpoint.journal_gib; where "
+            "updates take minutes, set checkpoint.every=1.",
             "seconds"),
         preemption_url=Field("http://metadata.google.internal/computeMetadata/v1/instance/preempted", "The address "
             'that announces the preemption of a TPU VM. "" asks nobody.'),
@@ -259,7 +260,8 @@ FIELDS = Section(
         max_tokens=Field(optional(int), "The longest completion. Unset: rollout.max_tokens. Where it is set, runs with "
             "other limits share the warm start.", "tokens"),
         learning_rate=Field(2e-3, "The learning rate of its AdamW."),
-        batch_size=Field(512, "The pairs of prompt and answer in an update.", "pairs"),
+        batch_size=Field(512, "The rows of an update: pairs of prompt and answer, or with train.packed_length as many "
+            "pairs to a row as fit.", "rows"),
         check_every=Field(50, "The updates between checks; halved after an overshoot.", "updates", at_least=1),
         max_updates=Field(5000, "The updates after which the warm start gives up.", "updates", at_least=1),
     ),
@@ -276,6 +278,9 @@ FIELDS = Section(
         "Checkpoints, from which the same command continues.",
         every=Field(10, "Steps between checkpoints; also after the last.", "steps", at_least=1),
         keep=Field(2, "The number of checkpoints that are kept: the newest ones.", "checkpoints"),
+        journal_gib=Field(4.0, "The most that each host keeps of the groups that were completed after the newest "
+            "checkpoint. A run that continues samples only what is missing there. Beyond it no group is kept until the "
+            "next checkpoint. A token takes 8 bytes. 0 is off.", "GiB", at_least=0),
         permanent_every=Field(optional(int), "Checkpoints at its multiples stay for ever. Unset: none.", "steps"),
     ),
     profile=Section(

@@ -36,5 +36,5 @@ def get_config(variant: str = ""):
     c.train.microbatch_size = 16  # one row a chip on 16 chips, two rows on 8
 
     c.evaluation.k = 32
-    c.checkpoint.every = 1  # a step takes minutes to hours, and a preempted step is done again
+    c.checkpoint.every = 1  # updates take minutes, and those of a preempted step are done again
     return base.variant(c, variant)

@@ -41,7 +41,7 @@ def get_config():
     c.warm_start.max_accuracy = 0.4
     c.warm_start.max_updates = 12_000
 
-    c.train.steps = 200
+    c.train.steps = 100
     c.train.updates_per_step = 16
     c.train.packed_length = 114
     c.train.microbatch_size = 8

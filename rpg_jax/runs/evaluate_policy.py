@@ -17,13 +17,21 @@ from rpg_jax.runs import evaluation, run_folder
 from rpg_jax.runs.experiment import Experiment, evaluation_generator, make_rollout, make_scorer
 from rpg_jax.runs.policy import Policy
 from rpg_jax.runs.sampling_layout import make_decoding
-from rpg_jax.storage import write_atomically
+from rpg_jax.storage import json_files, write_atomically
 
 _COMPLETIONS_PER_SLOT = 4  # in one call: enough that the slots rarely idle at its end
 
 
 def evaluate(
-    policy: Policy, name: str, home: storage.Folder, *, k: int | None, server: str | None, out: str | None
+    policy: Policy,
+    name: str,
+    home: storage.Folder,
+    *,
+    k: int | None,
+    out: str | None,
+    server: str | None,
+    certificate: str | None = None,
+    api_key_file: str | None = None,
 ) -> int:
     """Evaluates `policy` on the held-out sets of its config; returns the exit code.
 
@@ -31,8 +39,9 @@ def evaluate(
       name: the policy's name in titles and file names.
       home: the folder in whose `evaluations` the results lie by default.
       k: completions per problem. None: as many as its source repeats it, else `evaluation.k`.
-      server: host:port of a server that samples in place of a rollout in this process.
       out: the folder of the results.
+      server: host:port of a server that samples in place of a rollout in this process.
+      certificate, api_key_file: see `GrpcRollout.connect` and `ApiKey.find`.
 
     Raises:
       ValueError: `out` holds another evaluation; the message names what differs.
@@ -43,9 +52,11 @@ def evaluate(
     slots = make_decoding(experiment.layout).slots * experiment.layout.decoding_hosts
     with experiment.layout.activate():
         if server:
+            from rpg_jax.rollout.serving.access import ApiKey
             from rpg_jax.rollout.serving.client import GrpcRollout  # needs JetStream, which other evaluations may lack
 
-            rollout: Rollout = GrpcRollout(server, parallel=slots)
+            key = ApiKey.find(api_key_file)
+            rollout: Rollout = GrpcRollout.connect(server, certificate=certificate, key=key, parallel=slots)
         else:
             rollout = make_rollout(experiment.layout, policy.params)
         try:
@@ -90,7 +101,7 @@ def open_folder(out: str | None, stem: Path, settings: dict[str, Any]) -> Path:
     Raises:
       ValueError: it holds another evaluation; the message names what differs.
     """
-    text = json.dumps(settings, indent=1, ensure_ascii=False) + "\n"
+    text = json_files.dumps(settings, indent=1) + "\n"
     folder = Path(out) if out else stem.with_name(f"{stem.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
     file = folder / "settings.json"
     known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else settings
@@ -129,7 +140,7 @@ def sample(
 def show(title: str, settings: dict[str, Any], records: dict[str, list[evaluation.Record]], folder: Path) -> None:
     """Writes scores.json and scores.md, and prints the table of the sets."""
     by_set = {name: scores.summarise(own) for name, own in records.items()}
-    write_atomically(folder / "scores.json", json.dumps({"settings": settings, "sets": by_set}, indent=1) + "\n")
+    write_atomically(folder / "scores.json", json_files.dumps({"settings": settings, "sets": by_set}, indent=1) + "\n")
     write_atomically(folder / "scores.md", scores.markdown(title, settings, by_set))
     head, *rows = scores.overview(by_set)
     table = Table(*head, title=title)
