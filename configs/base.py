@@ -123,7 +123,9 @@ FIELDS = Section(
         driver=Field("orchestrator", "The driver of the decoding engine: JetStream's threads (orchestrator) or one "
             "thread on any mesh (lockstep). simple is a plain sampler without the engine, which serves as an oracle.",
             choices="rpg_jax.rollout:DRIVERS"),
-        slots=Field(64, "Completions decoded together, on all hosts. Each host decodes an equal part.", "completions"),
+        slots=Field(optional(int), "Completions decoded together on each device. Unset: as many as its memory holds "
+            "beside everything else; 128 on all devices of a process together where that is not known, as on a CPU.",
+            "completions", at_least=1),
         tensor=Field(optional(int), "Devices per copy of the decoding weights. Unset: the trainer's mesh.", "devices"),
         expert=Field(optional(int), "For a mixture: groups of experts per copy, each on `tensor` devices.", "groups"),
         devices=Field(0, "The number of devices that only sample: the last ones. The mesh covers the others, which "
@@ -324,7 +326,7 @@ def variant(c: ConfigDict, name: str) -> ConfigDict:
     c.model.compute_dtype = "float32"
     c.task.max_prompt_tokens = min(c.task.max_prompt_tokens, 512)
     c.rollout.prompts_per_step, c.rollout.group_size, c.rollout.max_tokens = 4, 4, 16
-    c.rollout.slots, c.rollout.tensor, c.rollout.expert = 32, None, None
+    c.rollout.slots, c.rollout.tensor, c.rollout.expert = None, None, None
     c.rewards.overlong_buffer = 8
     c.dynamic_sampling.enabled = False
     c.train.steps, c.train.updates_per_step, c.train.microbatch_size = 2, 2, 2
