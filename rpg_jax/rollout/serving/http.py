@@ -143,7 +143,9 @@ class _Endpoint:
                     return response
                 made = await completing.choices(self._admission, asked)
                 drawn = sum(len(choice.token_ids) for choice in made)
-                answer = {"object": form.kind, "choices": [form.choice(asked, choice) for choice in made]}
+                # In a thread: every token is decoded, and with logprobs up to 20 others beside it.
+                written = await asyncio.to_thread(lambda: [form.choice(asked, choice) for choice in made])
+                answer = {"object": form.kind, "choices": written}
                 return web.json_response(head | answer | {"usage": completing.usage(asked, drawn)})
         except Refused as refused:
             if not response.prepared:

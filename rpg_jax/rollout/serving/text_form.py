@@ -39,7 +39,8 @@ class TextForm:
         n, echo = body.whole("n", 1, low=1, high=MOST_CHOICES), body.truth("echo")
         if n * len(prompts) > MOST_CHOICES:
             raise ValueError(f"{len(prompts)} prompts with n={n} are more than {MOST_CHOICES} completions; send fewer")
-        longest = body.whole("max_tokens", 16, low=0 if echo else 1)
+        room = self._admission.capacity - max(map(len, prompts))
+        longest = body.whole("max_tokens", max(1, min(16, room)), low=0 if echo else 1)
         sampling = body.sampling(self._admission.sampling, max(1, longest))
         return Asked(
             [self._admission.checked(prompt, sampling) for prompt in prompts],

@@ -56,7 +56,7 @@ def ask(guarded, pem):
 
     def ask(method, path, authorization=None, body=None):
         tls = ssl.create_default_context(cafile=pem["certificate"])
-        connection = http.client.HTTPSConnection("localhost", guarded.http_port, timeout=60, context=tls)
+        connection = http.client.HTTPSConnection("localhost", guarded.http_port, timeout=300, context=tls)
         connection.request(method, path, body, {} if authorization is None else {"Authorization": authorization})
         reply = connection.getresponse()
         return reply.status, reply.read()
@@ -144,7 +144,7 @@ def test_grpc_needs_the_key_for_all_but_health(guarded, pem, work):
             with pytest.raises(grpc.RpcError) as caught:
                 list(stub.Decode(HELLO, metadata=metadata, timeout=30))
             assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
-        assert list(stub.Decode(HELLO, metadata=(("authorization", KEY.header),), timeout=60))
+        assert list(stub.Decode(HELLO, metadata=(("authorization", KEY.header),), timeout=300))
         assert stub.HealthCheck(jetstream_pb2.HealthCheckRequest(), timeout=30).is_live
         stalled = channel.stream_stream("/jetstream_proto.Orchestrator/Decode")(iter(threading.Event().wait, None))
         with pytest.raises(grpc.RpcError, match="valid one"):  # refused although its message never comes
