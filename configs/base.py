@@ -23,12 +23,13 @@ FIELDS = Section(
         dir=Field("runs", "The folder of all runs: a local path or gs://BUCKET/FOLDER."),
         name=Field(optional(str), "The run's folder in run.dir. A run of the same name is continued. Unset: made of "
             "config file, method, the other overrides and seed, as tiny-grpo-lr3e-4-seed1."),
-        overwrite=Field(False, "Delete a run of this name and start again."),
+        overwrite=Field(False, "Start again: an earlier run of this name is moved to run.dir/replaced."),
         compilation_cache=Field("runs/compilation_cache", "The folder that keeps compiled programs between runs. "
             'JAX_COMPILATION_CACHE_DIR takes precedence. "" keeps none.'),
         platform=Field(optional(str), "tpu, gpu or cpu; the run stops where there is none. Unset: what JAX finds."),
         stop_seconds=Field(25.0, "The longest time from SIGTERM or a preemption notice to the end of the process. An "
-            "unfinished step is done again from the last checkpoint; where steps take minutes, set checkpoint.every=1.",
+            "unfinished step is done again from the last checkpoint, with the groups of checkpoint.journal_gib; where "
+            "updates take minutes, set checkpoint.every=1.",
             "seconds"),
         preemption_url=Field("http://metadata.google.internal/computeMetadata/v1/instance/preempted", "The address "
             'that announces the preemption of a TPU VM. "" asks nobody.'),
@@ -122,7 +123,9 @@ FIELDS = Section(
         driver=Field("orchestrator", "The driver of the decoding engine: JetStream's threads (orchestrator) or one "
             "thread on any mesh (lockstep). simple is a plain sampler without the engine, which serves as an oracle.",
             choices="rpg_jax.rollout:DRIVERS"),
-        slots=Field(64, "Completions decoded together, on all hosts. Each host decodes an equal part.", "completions"),
+        slots=Field(optional(int), "Completions decoded together on each device. Unset: as many as its memory holds "
+            "beside everything else; 128 on all devices of a process together where that is not known, as on a CPU.",
+            "completions", at_least=1),
         tensor=Field(optional(int), "Devices per copy of the decoding weights. Unset: the trainer's mesh.", "devices"),
         expert=Field(optional(int), "For a mixture: groups of experts per copy, each on `tensor` devices.", "groups"),
         devices=Field(0, "The number of devices that only sample: the last ones. The mesh covers the others, which "
@@ -275,6 +278,9 @@ FIELDS = Section(
         "Checkpoints, from which the same command continues.",
         every=Field(10, "Steps between checkpoints; also after the last.", "steps", at_least=1),
         keep=Field(2, "The number of checkpoints that are kept: the newest ones.", "checkpoints"),
+        journal_gib=Field(4.0, "The most that each host keeps of the groups that were completed after the newest "
+            "checkpoint. A run that continues samples only what is missing there. Beyond it no group is kept until the "
+            "next checkpoint. A token takes 8 bytes. 0 is off.", "GiB", at_least=0),
         permanent_every=Field(optional(int), "Checkpoints at its multiples stay for ever. Unset: none.", "steps"),
     ),
     profile=Section(
@@ -320,7 +326,7 @@ def variant(c: ConfigDict, name: str) -> ConfigDict:
     c.model.compute_dtype = "float32"
     c.task.max_prompt_tokens = min(c.task.max_prompt_tokens, 512)
     c.rollout.prompts_per_step, c.rollout.group_size, c.rollout.max_tokens = 4, 4, 16
-    c.rollout.slots, c.rollout.tensor, c.rollout.expert = 32, None, None
+    c.rollout.slots, c.rollout.tensor, c.rollout.expert = None, None, None
     c.rewards.overlong_buffer = 8
     c.dynamic_sampling.enabled = False
     c.train.steps, c.train.updates_per_step, c.train.microbatch_size = 2, 2, 2

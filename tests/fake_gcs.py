@@ -153,10 +153,15 @@ class _Handler(BaseHTTPRequestHandler):
         return self._store(name, content, query)
 
     def do_DELETE(self) -> None:
-        path, _ = self._asked()
+        path, query = self._asked()
+        name = self._object(path)
         with self.gcs.lock:
-            found = self.gcs.objects.pop(self._object(path), None)
-        return self._error(404, "no such object") if found is None else self._reply(204, b"")
+            if name not in self.gcs.objects:
+                return self._error(404, "no such object")
+            if query.get("ifGenerationMatch", str(self.gcs.generations[name])) != str(self.gcs.generations[name]):
+                return self._error(412, "another generation")
+            del self.gcs.objects[name]
+        return self._reply(204, b"")
 
     def _store(self, name: str, content: bytes, query: dict[str, str]) -> None:
         with self.gcs.lock:

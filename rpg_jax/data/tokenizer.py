@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -14,6 +15,7 @@ import tokenizers
 
 from rpg_jax import storage
 from rpg_jax.data.chat import ChatTemplate
+from rpg_jax.storage.json_files import read_object
 
 _REPLACEMENT = "\ufffd"
 
@@ -30,7 +32,8 @@ class Tokenizer(Codec, Protocol):
     """The interface of a tokenizer.
 
     `unknown` returns the characters of a text that have no token. `stop_token_ids` end a completion and are kept in it;
-    `eos_id` is the first of them. `chat` is None if the tokenizer has no chat template.
+    `eos_id` is the first of them. `chat` is None if the tokenizer has no chat template. `digest` is a hash of all that
+    encoding, decoding and ending depend on.
     """
 
     vocab_size: int
@@ -41,6 +44,8 @@ class Tokenizer(Codec, Protocol):
     chat: ChatTemplate | None
 
     def unknown(self, text: str) -> str: ...
+
+    def digest(self) -> str: ...
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
@@ -108,7 +113,10 @@ class SentencePieceTokenizer:
     chat: ChatTemplate | None = None
 
     def __init__(self, file: str | os.PathLike[str]):
-        self._model = sentencepiece.SentencePieceProcessor(model_file=str(file))
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_file=str(file))
+        except (RuntimeError, OSError) as error:
+            raise ValueError(f"{file} is damaged: it is no SentencePiece model. Copy it again") from error
         self.vocab_size = self._model.get_piece_size()
         self.pad_id, self.eos_id = self._model.pad_id(), self._model.eos_id()
         if min(self.pad_id, self.eos_id) < 0:
@@ -125,6 +133,9 @@ class SentencePieceTokenizer:
     def unknown(self, text: str) -> str:
         return "".join(c for c in dict.fromkeys(text) if self._model.unk_id() in self.encode(c))
 
+    def digest(self) -> str:
+        return hashlib.sha256(self._model.serialized_model_proto()).hexdigest()
+
 
 class HuggingFaceTokenizer:
     """A `tokenizer.json` with the special tokens and chat template of the files beside it.
@@ -135,7 +146,10 @@ class HuggingFaceTokenizer:
 
     def __init__(self, file: str | os.PathLike[str]):
         file = Path(file)
-        self._model = tokenizers.Tokenizer.from_file(str(file))
+        try:
+            self._model = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises this class
+            raise ValueError(f"{file} is damaged: {' '.join(str(error).split())[:200]}. Copy it again") from error
         config = _read_json(file.with_name("tokenizer_config.json"))
         generation = _read_json(file.with_name("generation_config.json"))
         self.vocab_size = self._model.get_vocab_size(with_added_tokens=True)
@@ -155,7 +169,12 @@ class HuggingFaceTokenizer:
         separate = file.with_name("chat_template.jinja")
         template = separate.read_text(encoding="utf-8") if separate.is_file() else config.get("chat_template")
         specials = {k: text for k in ("bos_token", "eos_token", "pad_token") if (text := _content(config.get(k)))}
-        self.chat = ChatTemplate(template, specials) if template else None
+        try:
+            self.chat = ChatTemplate(template, specials) if template else None
+        except (ValueError, KeyError, TypeError) as error:
+            where = separate if separate.is_file() else file.with_name("tokenizer_config.json")
+            raise ValueError(f"{where}: {error}") from error
+        self._about = [self._model.to_str(), self.stop_token_ids, template, specials]
 
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text, add_special_tokens=False).ids
@@ -165,6 +184,9 @@ class HuggingFaceTokenizer:
 
     def unknown(self, text: str) -> str:
         return "".join(c for c in dict.fromkeys(text) if self.encode(c) in ([], [self._unknown_id]))
+
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps(self._about, sort_keys=True).encode()).hexdigest()
 
     def _special_id(self, config: dict[str, Any], name: str) -> int | None:
         token = _content(config.get(name))
@@ -210,7 +232,7 @@ class IncrementalDecoder:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return read_object(file) if file.is_file() else {}
 
 
 def _content(token: Any) -> str | None:

@@ -5,10 +5,11 @@ python -m rpg_jax.report runs/tiny-rpg-reinforce-urkl-seed0 runs/tiny-grpo-seed0
 
 import argparse
 import contextlib
+import sys
 from pathlib import Path
 
 from rpg_jax import storage
-from rpg_jax.report import curves, page, summary
+from rpg_jax.report import curves, page, run_files, summary
 
 
 def main() -> None:
@@ -26,12 +27,19 @@ def main() -> None:
     arguments = parser.parse_args()
     try:
         with contextlib.ExitStack() as stack:
-            folders = [stack.enter_context(storage.Folder(address)) for address in arguments.run]
-            for folder in folders:
+            folders = []
+            for address in arguments.run:
+                folder = stack.enter_context(storage.Folder(address))
                 folder.fetch()
+                if not run_files.read_metrics(folder.files):
+                    print(f"left out: {address} has no step (no metrics.jsonl, or an empty one)", file=sys.stderr)
+                    continue
+                folders.append(folder)
                 curves.draw_curves(folder.files)
                 summary.write_summary(folder.files)
                 print(folder.shown(summary.closing_message(folder.files)))
+            if not folders:
+                raise ValueError("none of these runs has a step: run at least one")
             out = arguments.out or folders[0].files / "report.html"
             page.write_page([folder.files for folder in folders], out, rollout_steps=arguments.rollout_steps)
             print(folders[0].shown(f"page: {out}, {out.stat().st_size / 1e6:.1f} MB"))

@@ -9,6 +9,7 @@ import base64
 import dataclasses
 import gzip
 import json
+import re
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 # The numbers of a token; all but the advantage are in nats. `gap` is log π_old − log π_s, `ratio` log π_θ − log π_old,
 # `reference` log π_θ − log π_ref.
 NUMBERS = ("behaviour", "gap", "ratio", "reference", "kl", "entropy", "advantage")
+STEP = re.compile("[0-9]{1,15}")  # the name of a rollout file; others in the folder are a person's own
 WORST = 24  # sampler–trainer gaps listed for each run
 AROUND = 12  # tokens shown on each side of such a gap
 
@@ -92,14 +94,14 @@ class Rollouts:
             **{name: t[name] for name in ("step", "weights", "pieces", "clip_states", "groups")},
             "sizes": self.sizes.tolist(),
             "lengths": self.lengths.tolist(),
-            "rewards": [float(f"{r:.4g}") for r in self.rewards],
+            "rewards": [float(f"{r:.4g}") for r in np.nan_to_num(self.rewards)],  # JSON has no word for infinity
             "verdicts": [c["verdict"] for c in t["completions"]],
             "finish": [c["finish_reason"] for c in t["completions"]],
             "versions": [
                 [int(v.min()), int(v.max())] if len(v) else [0, 0] for v in np.split(self.versions, first[1:])
             ],
         }
-        head = json.dumps(header, separators=(",", ":")).encode()
+        head = json.dumps(header, separators=(",", ":"), allow_nan=False).encode()
         head += b" " * (-len(head) % 4)
         planes = [_planes(self.numbers[name]) for name in NUMBERS]
         size, pieces = np.array([len(head)], "<u4").tobytes(), self.pieces.astype("<i4").tobytes()
@@ -108,7 +110,7 @@ class Rollouts:
 
     def worst_gaps(self) -> list[dict[str, Any]]:
         """The `WORST` tokens with the largest |log π_old − log π_s|, their places and the text around them."""
-        gap = self.numbers["gap"]
+        gap = np.nan_to_num(self.numbers["gap"])
         found = []
         for token in np.argsort(-np.abs(gap), kind="stable")[:WORST].tolist():
             completion = int(np.searchsorted(self.starts, token, side="right")) - 1
@@ -125,7 +127,8 @@ class Rollouts:
 
 def files(run_dir: Path, *, steps: int) -> list[Path]:
     """At most `steps` rollout files of a run: the first, the last, and others evenly between them."""
-    found = sorted((run_dir / "rollouts").glob("*.npz"), key=lambda file: int(file.stem))
+    named = [file for file in (run_dir / "rollouts").glob("*.npz") if STEP.fullmatch(file.stem)]
+    found = sorted(named, key=lambda file: int(file.stem))
     return [found[i] for i in evenly(len(found), steps)]
 
 

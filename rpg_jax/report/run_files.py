@@ -4,32 +4,48 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from rpg_jax.storage.json_files import read_object
+
+
+class Line(NamedTuple):
+    """A line of a JSON-lines file: its object, and its bytes without the line break."""
+
+    record: dict[str, Any]
+    content: bytes
+
+
+def read_lines(path: Path) -> tuple[list[Line], bytes]:
+    """The lines of a JSON-lines file, and the bytes of a last line that a kill or a full disk cut short.
+
+    Raises:
+      ValueError: an earlier line is broken; the message has the file and the line's number.
+    """
+    *complete, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    lines = [Line(_record(path, number, content), content) for number, content in enumerate(complete, start=1)]
+    try:  # an object without its line break is whole too
+        return ([*lines, Line(_record(path, len(lines) + 1, last), last)], b"") if last else (lines, b"")
+    except ValueError:
+        return lines, last
+
+
+def _record(path: Path, number: int, content: bytes) -> dict[str, Any]:
+    try:
+        record = json.loads(content)
+        if not isinstance(record, dict):
+            raise ValueError(f"expected an object, got {type(record).__name__}")
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}:{number}: {error}; remove this line") from error
+    return record
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Reads the objects of a JSON-lines file; a file that does not exist has none.
+    """The objects of a JSON-lines file that a run may still be writing; a file that does not exist has none.
 
-    A killed run can leave its last line unfinished; such a line is dropped.
-
-    Raises:
-      ValueError: an earlier line is broken; the message has its number.
+    Raises ValueError as `read_lines` does.
     """
-    if not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-            if not isinstance(record, dict):
-                raise ValueError(f"expected an object, got {type(record).__name__}")
-            records.append(record)
-        except ValueError as error:
-            if number == len(lines):
-                break
-            raise ValueError(f"{path}:{number}: {error}; remove this line") from error
-    return records
+    return [line.record for line in read_lines(path)[0]]
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -40,7 +56,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 def read_config(run_dir: Path) -> dict[str, Any]:
     """Reads the resolved config as nested dicts; {} if the run ended before it wrote one."""
-    return _read_json(run_dir / "config.json")
+    return read_json(run_dir / "config.json")
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -53,7 +69,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def read_versions(run_dir: Path) -> dict[str, Any]:
     """Reads the commit, the packages and the machine of the run; {} if the run ended before it wrote them."""
-    return _read_json(run_dir / "versions.json")
+    return read_json(run_dir / "versions.json")
 
 
 def series(records: Iterable[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
@@ -62,8 +78,9 @@ def series(records: Iterable[Mapping[str, Any]], key: str) -> tuple[list[int], l
     return [step for step, _ in points], [float(value) for _, value in points]
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; {} if there is no file. Raises ValueError, which names it, if it holds anything else."""
+    return read_object(path) if path.exists() else {}
 
 
 def _is_finite(value: Any) -> bool:

@@ -2,7 +2,8 @@
 
 The rules of `math_dapo` in public RL code apply, with their quirks, because rewards and published numbers depend on
 them. Words are removed wherever they occur ("square" from "squared"). Articles are removed as the letters "a " and
-"an ". Nothing is evaluated, so 1/2 and 0.5 differ. Each rule takes linear time, so this runs in the trainer's process.
+"an ". Nothing is evaluated, so 1/2 and 0.5 differ. Each rule takes linear time, so this runs in the trainer's process:
+a regular expression with an open end, tried at every place, would take quadratic time.
 """
 
 import re
@@ -29,9 +30,9 @@ _REMOVED = [
     *[r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots"],
 ]
 
-_FIRST_MATH = re.compile(r"[^\n$]*\$([^\n$]*)\$[^\n]*")
-_WRAPPERS = [re.compile(rf"\\{command}\{{([^\n}}]*)\}}") for command in ("text", "textbf", "overline")]
-_BOXED = re.compile(r"\\boxed\{([^\n]*)\}")
+_WRAPPERS = ("\\text{", "\\textbf{", "\\overline{")
+_BOXED = "\\boxed{"
+_END = re.compile("[}\n]")
 _BARE_FRACTION = re.compile(r"frac([^{])([^\n])")
 _BARE_ROOT = re.compile(r"sqrt([^{])")
 
@@ -48,15 +49,39 @@ def normalise(answer: str) -> str:
         answer = answer.replace(before, after)
     for expression in _REMOVED:
         answer = answer.replace(expression, "")
-    answer = _FIRST_MATH.sub(r"$\1$", answer)
-    for wrapper in _WRAPPERS:
-        answer = wrapper.sub(r"\1", answer)
-    answer = _BOXED.sub(r"\1", answer)
+    answer = "\n".join(map(_first_math, answer.split("\n")))
+    for command in _WRAPPERS:
+        answer = _unwrapped(answer, command)
+    answer = "\n".join(map(_unboxed, answer.split("\n")))
     answer = _BARE_FRACTION.sub(r"frac{\1}{\2}", answer)
     answer = _BARE_ROOT.sub(r"sqrt{\1}", answer)
     answer = answer.replace("$", "")
     without_commas = answer.replace(",", "")
     return (without_commas if without_commas.isdigit() else answer).strip()
+
+
+def _first_math(line: str) -> str:
+    """The first $…$ of a line; the line if there is none."""
+    parts = line.split("$", 2)
+    return f"${parts[1]}$" if len(parts) == 3 else line
+
+
+def _unwrapped(text: str, command: str) -> str:
+    """Drops each `command` with the next brace that closes on its line; what lies between stays."""
+    parts, at = [], 0
+    while (start := text.find(command, at)) >= 0 and (end := _END.search(text, start + len(command))):
+        closed = end[0] == "}"
+        parts += [text[at:start], text[start + len(command) : end.start()]] if closed else [text[at : end.end()]]
+        at = end.end()
+    return "".join([*parts, text[at:]])
+
+
+def _unboxed(line: str) -> str:
+    """Drops the first \\boxed{ of a line, and the last brace that closes after it."""
+    start, end = line.find(_BOXED), line.rfind("}")
+    if start < 0 or end < start + len(_BOXED):
+        return line
+    return line[:start] + line[start + len(_BOXED) : end] + line[end + 1 :]
 
 
 def extract(completion: str) -> str:

@@ -1,37 +1,17 @@
 """The parent's side of one verifier process: it sends tasks, receives verdicts, and notices every way to fail."""
 
 import contextlib
-import dataclasses
 import json
-import math
 import os
 import signal
 import subprocess
 import sys
 import time
-from typing import Any
+
+from rpg_jax.rewards.verdicts import KINDS, Task, Verdict, checked_score
 
 STARTUP_S = 120.0
 _MAX_VERDICT_BYTES = 4096
-KINDS = ("timeout", "crash", "memory", "error", "forbidden")
-
-
-@dataclasses.dataclass(frozen=True)
-class Task:
-    """One call of a verifier: strings and plain JSON options only."""
-
-    function: str
-    arguments: tuple[str, ...]
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-    """The result of a task: a finite `score`, or None with the kind of error (one of `KINDS`) and its detail."""
-
-    score: float | None
-    error: str | None = None
-    detail: str = ""
 
 
 class Member:
@@ -104,9 +84,7 @@ class Member:
                 if message["id"] != self.task_id or message.get("error") not in (None, *KINDS):
                     raise ValueError
                 verdict = Verdict(None, message["error"], str(message["detail"])) if "error" in message else None
-                verdict = verdict or Verdict(float(message["score"]))
-                if verdict.score is not None and not math.isfinite(verdict.score):
-                    raise ValueError
+                verdict = verdict or Verdict(checked_score(message["score"]))
                 self.task_id = None
                 self.tasks_done += 1
                 return verdict

@@ -10,7 +10,8 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 
-from rpg_jax.rewards.member import STARTUP_S, Member, Task, Verdict
+from rpg_jax.rewards.member import STARTUP_S, Member
+from rpg_jax.rewards.verdicts import Task, Verdict
 
 
 class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):

@@ -13,9 +13,9 @@ import numpy as np
 
 from rpg_jax.rewards.extraction import extract_answer
 from rpg_jax.rewards.math_dapo import normalise
-from rpg_jax.rewards.member import Task, Verdict
 from rpg_jax.rewards.pool import WorkerPool
 from rpg_jax.rewards.shaping import format_match, length_penalty, overlong_penalty
+from rpg_jax.rewards.verdicts import LARGEST, BadScore, Task, Verdict, checked_score
 from rpg_jax.rewards.verifiers import BY_SOURCE, VERIFIERS, Verifier, name_for_source, resolve
 
 FORMS: dict[str, Callable[..., float]] = {"format": format_match}  # completion -> score
@@ -44,7 +44,7 @@ class Scores:
       rewards: f32[N], Σ weight · part; advantages are computed from them.
       accuracy: f32[N], 1 where the verifier found the answer right, else 0; dynamic sampling and evaluation read it.
       parts: f32[N] by part name, unweighted.
-      errors: number of failed verdicts by kind (timeout, crash, memory, error, forbidden); they count as wrong.
+      errors: number of failed verdicts by kind (one of `verdicts.KINDS`); they count as wrong.
       failures: N, the kind of error of the verdict that decides accuracy, or None.
     """
 
@@ -93,6 +93,9 @@ def check(weights: Mapping[str, float], options: Mapping[str, Mapping[str, Any]]
             FORMS[name]("", **given)
         if name in LENGTHS:
             LENGTHS[name](np.ones(1, np.int32), **given)
+    for name, weight in weights.items():
+        if not abs(weight) <= LARGEST:
+            raise ValueError(f"the weight of the reward {name!r} must be a number within ±{LARGEST:g}, got {weight}")
     if not any(map(_is_verifier, weights)):
         raise ValueError(f"no verifier among {list(weights)}, so nothing measures accuracy: add one of {[*VERIFIERS]}")
 
@@ -215,7 +218,9 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
 
 def _inline(function: Callable[..., float], task: Task) -> Verdict:
     try:
-        return Verdict(float(function(*task.arguments, **task.options)))
+        return Verdict(checked_score(function(*task.arguments, **task.options)))
+    except BadScore as error:
+        return Verdict(None, "value", str(error))
     except Exception as error:  # a reference answer that the verifier cannot read
         return Verdict(None, "error", f"{type(error).__name__}: {error}")
 

@@ -1,15 +1,31 @@
 """Rewards for the form of a completion: its format, and its length in tokens (never in characters)."""
 
-import re
+from collections.abc import Callable
 
 import numpy as np
 
-# Each pattern must match the whole completion. Matching takes time linear in its length.
-FORMATS = {
-    "answer_line": re.compile(r"(?:[^\n]*\n)*Answer:[^\n]*\S[^\n]*\s*"),
-    "boxed": re.compile(r".*\\boxed\{.*", re.DOTALL),
-    "number": re.compile(r"(?:[^#]*#)?\s*-?\d+-?\s*"),
-    "think": re.compile(r"<think>.*?</think>\s*\S.*", re.DOTALL),
+
+def _answer_line(text: str) -> bool:
+    last = text.rstrip().rpartition("\n")[2]
+    return last.startswith("Answer:") and len(last) > len("Answer:")
+
+
+def _number(text: str) -> bool:
+    before, mark, after = text.partition("#")
+    return (after if mark else before).strip().removeprefix("-").removesuffix("-").isdecimal()
+
+
+def _think(text: str) -> bool:
+    before, _, after = text.partition("</think>")
+    return before.startswith("<think>") and not (after == "" or after.isspace())
+
+
+# Whether a whole completion has the form; each takes time linear in its length.
+FORMATS: dict[str, Callable[[str], bool]] = {
+    "answer_line": _answer_line,
+    "boxed": lambda text: "\\boxed{" in text,
+    "number": _number,
+    "think": _think,
 }
 
 
@@ -24,7 +40,7 @@ def format_match(completion: str, *, pattern: str = "answer_line") -> float:
     """
     if pattern not in FORMATS:
         raise ValueError(f"unknown format {pattern!r}; known: {', '.join(FORMATS)}")
-    return float(FORMATS[pattern].fullmatch(completion) is not None)
+    return float(FORMATS[pattern](completion))
 
 
 def length_penalty(lengths: np.ndarray, *, limit: int) -> np.ndarray:

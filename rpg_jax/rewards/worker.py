@@ -12,13 +12,14 @@ import importlib
 import inspect
 import json
 import logging
-import math
 import os
 import resource
 import signal
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
+
+from rpg_jax.rewards.verdicts import BadScore, checked_score
 
 _DENIED = (
     *("os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.startfile", "os.fork", "os.forkpty", "pty.spawn"),
@@ -88,8 +89,9 @@ def load_function(path: str, arguments: Sequence[str]) -> Callable[..., float]:
 def _judge(function: Callable[..., float], task: dict[str, Any]) -> dict[str, Any]:
     _denied.clear()
     try:
-        score = float(function(*task["arguments"], **task["options"]))
-        verdict = {"score": score} if math.isfinite(score) else {"error": "error", "detail": f"score {score}"}
+        verdict: dict[str, Any] = {"score": checked_score(function(*task["arguments"], **task["options"]))}
+    except BadScore as error:
+        verdict = {"error": "value", "detail": str(error)[:200]}
     except MemoryError:
         verdict = {"error": "memory", "detail": "memory limit"}
     except BaseException as error:  # SystemExit and KeyboardInterrupt too: an answer must not end the process

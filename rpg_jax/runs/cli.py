@@ -19,6 +19,9 @@ from rpg_jax.runs import config_files
 USAGE_ERROR = 2
 """Exit code of a user error. It tells a supervisor that another start would end in the same error."""
 
+FAILED = 1
+"""Exit code of a failure of files or machines: another start may succeed."""
+
 
 class Parser(argparse.ArgumentParser):
     """The flags of a command. An error is one line, and --help lists the config fields of a command that takes them."""
@@ -84,8 +87,8 @@ def parser(name: str, description: str) -> Parser:
 def run(command: Callable[[argparse.Namespace], int | None], parser: Parser, argv: Sequence[str] | None = None) -> int:
     """Reads the command line and calls `command` with the options; returns the exit code.
 
-    A user error ends in one line and `USAGE_ERROR`. It is a `ValueError`, or a package that is not installed.
-    Everything else is a bug and keeps its traceback.
+    A user error ends in one line and `USAGE_ERROR`. It is a `ValueError`, or a package that is not installed. A file
+    that cannot be read or written ends in one line and `FAILED`. Everything else is a bug and keeps its traceback.
 
     Args:
       argv: the arguments; None: this process's.
@@ -103,6 +106,11 @@ def run(command: Callable[[argparse.Namespace], int | None], parser: Parser, arg
         install = "; pip install -r requirements.txt installs all that rpg_jax needs"
         print(f"error: {error}{install if str(error).startswith('No module named') else ''}", file=sys.stderr)
         return USAGE_ERROR
+    except OSError as error:  # a full or read-only disk, a folder that was moved away, a lost connection
+        if options.debug:
+            raise
+        print(f"error: {f'{error.strerror}: {error.filename}' if error.filename else error}", file=sys.stderr)
+        return FAILED
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT

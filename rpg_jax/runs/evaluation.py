@@ -13,6 +13,7 @@ from rpg_jax.report import scores
 from rpg_jax.rewards import Scorer
 from rpg_jax.rollout import Rollout
 from rpg_jax.runs.drift import Drift
+from rpg_jax.storage import json_files
 from rpg_jax.training.collect import Collector
 from rpg_jax.training.generate import GroupGenerator
 from rpg_jax.training.optimizer import Optimizer
@@ -111,7 +112,7 @@ def complete(
         else:
             lines = []
             own = records(chunk.set, generate(chunk.problems, step=step, group_size=chunk.samples), scorer)
-            text = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in own).encode()
+            text = "".join(json_files.dumps(record) + "\n" for record in own).encode()
             with file.open("r+b" if file.exists() else "wb") as out:
                 out.truncate(size)
                 out.seek(size)

@@ -55,6 +55,11 @@ class Field:
         return placeholder(self.default.kind) if isinstance(self.default, Unset) else self.default
 
     @property
+    def kind(self) -> type:
+        """The type of the field's values."""
+        return self.default.kind if isinstance(self.default, Unset) else type(self.default)
+
+    @property
     def initial(self) -> str:
         """The default as the command line takes it, or "unset" or "method" with the type."""
         if isinstance(self.default, Unset):

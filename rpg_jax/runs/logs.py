@@ -3,14 +3,16 @@
 import importlib
 import json
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from rpg_jax.data import Group
 from rpg_jax.parallel import hosts
+from rpg_jax.report.run_files import read_jsonl, read_lines
 from rpg_jax.runs import rollout_files
-from rpg_jax.storage import write_atomically
+from rpg_jax.storage import naming, write_atomically
 
 
 class JsonLines:
@@ -21,30 +23,29 @@ class JsonLines:
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Writes one line, which survives a kill of the process from then on; non-finite numbers become null."""
-        line = json.dumps(plain(record), ensure_ascii=False)
-        with self._path.open("a", encoding="utf-8") as file:
+        line = json.dumps(plain(record), ensure_ascii=False, allow_nan=False)
+        with naming(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
     def read(self) -> list[dict[str, Any]]:
-        """Every complete line; one that a kill cut short is left out."""
-        return [record for record, _ in self._records()]
+        """Every complete line; one that a kill cut short is left out. Raises ValueError as `read_lines` does."""
+        return read_jsonl(self._path)
 
     def rewind(self, step: int) -> None:
-        """Drops the lines of steps after `step` and a line cut short, atomically."""
+        """Drops the lines of steps after `step` and a line cut short, atomically; the latter is said.
+
+        Raises ValueError as `read_lines` does, and for a line without a step.
+        """
         if not self._path.exists():
             return
-        kept = [line for record, line in self._records() if record["step"] <= step]
-        write_atomically(self._path, "".join(line + "\n" for line in kept))
-
-    def _records(self) -> list[tuple[dict[str, Any], str]]:
-        records = []
-        text = self._path.read_text(encoding="utf-8") if self._path.exists() else ""
-        for line in text.split("\n"):
-            try:
-                records.append((json.loads(line), line))
-            except ValueError:
-                continue
-        return records
+        lines, torn = read_lines(self._path)
+        for number, line in enumerate(lines, start=1):
+            if not isinstance(line.record.get("step"), int):
+                raise ValueError(f"{self._path}:{number}: it has no step; remove this line")
+        if torn:
+            print(f"{self._path}: the last line was cut short after {len(torn)} bytes; it is left out", file=sys.stderr)
+        kept = [line.content for line in lines if line.record["step"] <= step]
+        write_atomically(self._path, b"".join(content + b"\n" for content in kept))
 
 
 class Tracker(Protocol):

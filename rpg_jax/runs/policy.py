@@ -1,5 +1,6 @@
 """A policy that is sampled and not trained: the checkpoint of a run, or the weights that a config names."""
 
+import dataclasses
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +13,7 @@ from ml_collections import ConfigDict
 
 from rpg_jax import data, models, storage
 from rpg_jax.rollout import Request
-from rpg_jax.runs import run_folder
+from rpg_jax.runs import inputs, run_folder
 from rpg_jax.runs.experiment import Experiment, init_params, make_rollout, open_experiment
 from rpg_jax.runs.learner import make_learner
 from rpg_jax.runs.resolve import resolve
@@ -52,6 +53,8 @@ def of_run(
     experiment = open_experiment(config, folder.files, train=False, held_out=held_out)
     if not weights:
         return Policy(experiment, None, step or 0)
+    only = dataclasses.replace(experiment, task=dataclasses.replace(experiment.task, train=[], held_out={}))
+    inputs.check(only, folder.files, begins=False)  # the tokenizer and the model; problems may be any
     directory = storage.absolute(folder.home / "checkpoints")
     kept = committed_steps(directory)
     if not kept:

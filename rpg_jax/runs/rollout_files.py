@@ -31,6 +31,7 @@ from rpg_jax.data.tokenizer import IncrementalDecoder, Tokenizer
 from rpg_jax.losses.divergences import k3
 from rpg_jax.losses.tokens import checked
 from rpg_jax.parallel import hosts
+from rpg_jax.report.rollouts import STEP
 from rpg_jax.storage import write_atomically
 from rpg_jax.training.state import TrainState
 from rpg_jax.types import Batch, Rows
@@ -109,7 +110,7 @@ class RolloutFiles:
 def rewind(run_dir: Path, step: int) -> None:
     """Removes the files of steps after `step`, which a resumed run writes again."""
     for file in (run_dir / FOLDER).glob("*.npz"):
-        if int(file.stem) > step:
+        if STEP.fullmatch(file.stem) and int(file.stem) > step:
             file.unlink()
 
 

@@ -1,4 +1,4 @@
-"""The folder of a run: its name, its config, what it was made with, and whether it may be resumed."""
+"""The folder of a run: its name, its owner, its config, what it was made with, and whether it may be resumed."""
 
 import contextlib
 import importlib.metadata
@@ -15,9 +15,14 @@ import jax
 from ml_collections import ConfigDict
 
 from rpg_jax import storage
-from rpg_jax.report.run_files import flat
+from rpg_jax.parallel import hosts
+from rpg_jax.report.run_files import flat, read_json, read_metrics
 from rpg_jax.runs import config_files, run_names
+from rpg_jax.storage import json_files
+from rpg_jax.storage.leases import Lease
 
+PROGRAM = "rpg_jax"
+"""The mark in versions.json of a folder that this program made, and may therefore replace."""
 _AROUND = ("run.", "distributed.", "checkpoint.", "log.", "profile.")  # sections that change no number of a run
 # Where things are computed: the numbers agree bit for bit only on the same mesh, step for step on any.
 _PLACES = ("mesh.", "sharding", "offload", "model.remat", "train.microbatch_size")
@@ -47,8 +52,36 @@ def default_name(config_file: str, config: ConfigDict, overrides: Mapping[str, A
 
 
 def of(config: ConfigDict) -> storage.Folder:
-    """The folder `run.dir/run.name`, before it is opened. Raises ValueError if `run.dir` is another kind of address."""
+    """The folder `run.dir/run.name`, before it is opened.
+
+    Raises ValueError if `run.dir` is another kind of address, or `run.name` more or less than one folder in it.
+    """
+    run_names.check(config.run.name)
+    if not config.run.dir:
+        raise ValueError("run.dir is empty; the present folder is --config.run.dir=.")
     return storage.Folder(f"{config.run.dir.rstrip('/')}/{config.run.name}")
+
+
+@contextlib.contextmanager
+def held(config: ConfigDict) -> Iterator[storage.Folder]:
+    """The folder of a run, opened by `open_run`; until the end, no other run writes there.
+
+    Raises ValueError as `of` and `open_run` do, and if another run is writing there.
+    """
+    with contextlib.ExitStack() as closing:
+        folder = of(config)
+        with hosts.first_alone("run folder"):
+            if hosts.is_first():
+                closing.enter_context(Lease(folder.home, _stop_writing))
+            closing.enter_context(folder)
+            if hosts.is_first():
+                open_run(config, folder)
+        yield folder
+
+
+def _stop_writing(reason: str) -> None:
+    print(f"error: {reason}", file=sys.stderr, flush=True)
+    os._exit(2)  # whatever is under way would mix with what the other process writes
 
 
 @contextlib.contextmanager
@@ -79,27 +112,48 @@ def use_compilation_cache(config: ConfigDict) -> None:
 def open_run(config: ConfigDict, folder: storage.Folder) -> None:
     """Makes or reopens the folder of a run and writes `config.json` and `versions.json` into it.
 
+    An earlier run makes room under `run.overwrite`, or if it has another config and never took a step: it is moved to
+    `replaced`, beside the runs.
+
     Raises:
-      ValueError: a run of this name has another config; the message names the fields that differ.
+      ValueError: a run of this name has another config, and the message names the fields that differ; or what is there
+        is not known to be a run.
     """
-    if config.run.overwrite:
-        folder.clear()
     folder.fetch()
-    path = folder.files
-    path.mkdir(parents=True, exist_ok=True)
-    resolved, file = json.loads(config.to_json_best_effort()), path / "config.json"
-    if file.exists():
-        old, new = flat(json.loads(file.read_text())), flat(resolved)
-        names = sorted(name for name in {*old, *new} if not name.startswith(_MAY_CHANGE))
-        differing = [f"{k} was {old.get(k)!r}, now {new.get(k)!r}" for k in names if old.get(k) != new.get(k)]
-        if differing:
+    resolved, file = as_json(config), folder.files / "config.json"
+    found = file.exists() or (folder.home / "checkpoints").exists()
+    differing = "" if config.run.overwrite or not file.exists() else _differing(read_json(file), resolved)
+    if found and (config.run.overwrite or (differing and not _stepped(folder))):
+        if read_json(folder.files / "versions.json").get("program") != PROGRAM:
             raise ValueError(
-                f"{folder.home} holds a run with another config: {'; '.join(differing)}. Give this one another "
-                "--config.run.name, or start over with --config.run.overwrite=True"
+                f"{folder.home} does not say that it is a run of this program (versions.json), so it is not replaced: "
+                "move it away yourself, or give this run another --config.run.name"
             )
-    for name, value in {"config.json": resolved, "versions.json": made_with()}.items():
-        storage.write_atomically(path / name, json.dumps(value, indent=2, sort_keys=True) + "\n")
+        print(f"the run of this name {'' if config.run.overwrite else 'took no step; it '}is now {folder.set_aside()}")
+    elif differing:
+        raise ValueError(
+            f"{folder.home} holds a run with another config: {differing}. Give this one another --config.run.name, or "
+            "start over with --config.run.overwrite=True"
+        )
+    folder.files.mkdir(parents=True, exist_ok=True)
+    for name, value in {"versions.json": made_with(), "config.json": resolved}.items():
+        content = json_files.dumps(value, indent=2, sort_keys=True) + "\n"
+        storage.write_atomically(folder.files / name, content)
     folder.push()
+
+
+def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+    """The fields in which two configs are of different runs, with both values; "" if there are none."""
+    old, new = flat(json_files.plain(old)), flat(new)
+    names = sorted(name for name in {*old, *new} if not name.startswith(_MAY_CHANGE))
+    return "; ".join(f"{k} was {old.get(k)!r}, now {new.get(k)!r}" for k in names if old.get(k) != new.get(k))
+
+
+def _stepped(folder: storage.Folder) -> bool:
+    """Whether a run has taken a step: a checkpoint, whole or not, or metrics of one."""
+    checkpoints = folder.home / "checkpoints"
+    kept = checkpoints.exists() and any(path.name[:1].isdigit() for path in checkpoints.iterdir())
+    return kept or any(record["step"] > 0 for record in read_metrics(folder.files))
 
 
 def read_config(path: Path) -> ConfigDict:
@@ -108,14 +162,23 @@ def read_config(path: Path) -> ConfigDict:
     if not file.exists():
         runs = sorted(str(p.parent) for p in path.parent.glob("*/config.json")) if path.parent.is_dir() else []
         raise ValueError(f"{path} is not a run folder (it has no config.json); there are: {', '.join(runs) or 'none'}")
-    config = json.loads(file.read_text())
+    config = read_json(file)
     known = flat(config)
     if missing := [name for name in config_files.fields() if name not in known]:
         raise ValueError(
             f"{file} was written by an older version, which did not have {', '.join(missing)}. Add what that version "
             "did by these names (configs/base.py has their defaults), or check out the commit in versions.json"
         )
+    for name, field in config_files.fields().items():
+        if field.kind is float and isinstance(known[name], str):  # "inf"
+            section, _, last = name.rpartition(".")
+            (config[section] if section else config)[last] = float(known[name])
     return ConfigDict(config)
+
+
+def as_json(config: ConfigDict) -> dict[str, Any]:
+    """A config as config.json and trackers have it: infinite numbers as text."""
+    return json_files.plain(json.loads(config.to_json_best_effort()))
 
 
 def identity(config: ConfigDict) -> dict[str, Any]:
@@ -125,12 +188,13 @@ def identity(config: ConfigDict) -> dict[str, Any]:
 
 def flat_fields(config: ConfigDict) -> dict[str, Any]:
     """Every field of a config by its dotted name."""
-    return flat(json.loads(config.to_json_best_effort()))
+    return flat(as_json(config))
 
 
 def made_with() -> dict[str, Any]:
-    """Commit, package versions, Python, devices and the command line."""
+    """The program, its commit, package versions, Python, devices and the command line."""
     return {
+        "program": PROGRAM,
         "commit": _git("rev-parse", "HEAD") or os.environ.get("RPG_COMMIT", ""),
         "uncommitted_changes": bool(_git("status", "--porcelain")),
         "python": platform.python_version(),

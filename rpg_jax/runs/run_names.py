@@ -24,6 +24,23 @@ SHORT = {
     "train.steps": "steps",
 }
 LONGEST = 120  # characters of the settings in a name; the longest file name has 255
+TAKEN = ("replaced", "warm_starts", "compilation_cache")  # folders of this program beside the runs
+
+
+def check(name: str) -> None:
+    """Raises ValueError if `name` cannot be a run's: it is one component of a path, local or in a bucket."""
+    reasons = {
+        "it is empty": not name,
+        "it begins with a dot": name.startswith("."),
+        "it is the folder of this program": name in TAKEN,
+        "it has more than 200 bytes": len(name.encode(errors="replace")) > 200,
+    }
+    if strange := sorted({c for c in name if c in "/\\*?[]#" or not c.isprintable()}):
+        reasons[f"it has {', '.join(map(repr, strange))}"] = True
+    if found := [reason for reason, holds in reasons.items() if holds]:
+        raise ValueError(
+            f"run.name={name!r} cannot be the name of a folder in run.dir: {found[0]}. Give --config.run.name another"
+        )
 
 
 def option(field: str, value: object) -> str:

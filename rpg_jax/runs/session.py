@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import json
 import sys
 import time
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from rpg_jax.parallel import hosts
 from rpg_jax.report import curves, summary
 from rpg_jax.report.progress import Progress
 from rpg_jax.rollout import weights_checksum
-from rpg_jax.runs import cli, processes, run_folder
+from rpg_jax.runs import cli, inputs, processes, run_folder
 from rpg_jax.runs.evaluation import HeldOut
 from rpg_jax.runs.experiment import (
     Experiment,
@@ -46,10 +45,7 @@ def run(config: ConfigDict) -> int:
     if processes.platform() == "cpu":
         cli.keep_buffers()
     run_folder.use_compilation_cache(config)
-    with run_folder.of(config) as folder:
-        with hosts.first_alone("run folder"):
-            if hosts.is_first():
-                run_folder.open_run(config, folder)
+    with run_folder.held(config) as folder:
         experiment = open_experiment(config, folder.files)
         print("".join(f"{note}\n" for note in experiment.notes), end="")
         with experiment.layout.activate(), contextlib.ExitStack() as closing:
@@ -74,6 +70,7 @@ class Session:
         self.watchdog = Watchdog(folder.files, config.run.stall_seconds, last_words=folder.push)
         self.stop = StopRequest(config.run.stop_seconds, self._out_of_time)
         self.compilations, self.keeper = CompilationCounter(), Keeper(config, folder)
+        inputs.check(experiment, folder.files, begins=self.keeper.is_new)
         self.guard = Guard(config.rollout.max_sampler_gap, config.log.max_nonfinite_updates)
         learner, params = make_learner(experiment.layout), init_params(experiment.layout)
         scorer = closing.enter_context(make_scorer(config))
@@ -81,7 +78,8 @@ class Session:
         closing.callback(rollout.close)
         if self.keeper.is_new and config.warm_start.enabled:
             params = warm_started(experiment, params, rollout, scorer, folder.files, self.watchdog.beat)
-        self.algorithm = make_algorithm(experiment, learner, rollout, scorer, folder, self.watchdog.beat)
+        journaled = self.keeper.journaled(experiment.layout, rollout)
+        self.algorithm = make_algorithm(experiment, learner, journaled, scorer, folder, self.watchdog.beat)
         closing.callback(self.algorithm.collector.close)
         generator = evaluation_generator(experiment, rollout, scorer, self.watchdog.beat)
         parts = generator, scorer, rollout, learner.optimizer, self.watchdog.beat
@@ -89,7 +87,7 @@ class Session:
         self.held_out = HeldOut(experiment.task.held_out, *parts, drift)
         self.log = RunLog(folder.files, samples=config.log.samples_per_step)
         closing.callback(self.log.close)
-        closing.callback(self.keeper.checkpoints.close)
+        closing.callback(self.keeper.close)
         self.now = Position(learner.create(params))
         if not self.keeper.is_new:
             self._resume(learner.like)
@@ -108,7 +106,7 @@ class Session:
                 if stopped := self._after(step, progress):
                     break
             if stopped:
-                self.keeper.checkpoints.wait()
+                self.keeper.finish(now.step)
                 self.stop.saved()
         if stopped and (now.step < c.train.steps or now.owed):
             print(f"stopped after step {now.step} and saved; the same command continues")
@@ -171,11 +169,12 @@ class Session:
         return self.now.step % every == 0 or self.now.step == self.config.train.steps
 
     def _costs(self) -> dict[str, float]:
-        """Compilations of the step, the host's memory, and seconds to start the checkpoint before the step."""
+        """Compilations of the step, the host's memory and journal, seconds to start the checkpoint before the step."""
         programs, seconds = self.compilations.take()
         saving = self.keeper.take_seconds()
         counted = {"time/compilations": len(programs), "time/compiling": seconds, "time/checkpoint": saving}
-        return counted | host_metrics()
+        journal = {} if self.keeper.journal is None else self.keeper.journal.take_counts()
+        return counted | journal | host_metrics()
 
     def _evaluated(self, values: dict[str, float]) -> dict[str, float]:
         """Evaluates the step whose other metrics are `values`, writes its line, and returns all its metrics."""
@@ -214,12 +213,12 @@ class Session:
         if c.tensorboard:
             trackers.append(TensorBoard(files / "tensorboard", after=self.now.step))
         if c.wandb:
-            name, config = self.config.run.name, json.loads(self.config.to_json_best_effort())
+            name, config = self.config.run.name, run_folder.as_json(self.config)
             trackers.append(WandB(files, name=name, project=c.wandb, mode=c.wandb_mode, config=config))
         return trackers
 
     def _finish(self) -> int:
-        self.keeper.checkpoints.wait()
+        self.keeper.finish(self.now.step)
         checksum = weights_checksum(self.now.state.params)
         if not hosts.is_first():
             return 0

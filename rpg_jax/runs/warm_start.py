@@ -10,7 +10,7 @@ import dataclasses
 import hashlib
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,11 +20,12 @@ import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
-from rpg_jax import data, storage
+from rpg_jax import data, models, storage
 from rpg_jax.parallel import hosts
 from rpg_jax.report.progress import Progress
 from rpg_jax.rewards import Scorer
 from rpg_jax.rollout import Rollout
+from rpg_jax.runs import inputs
 from rpg_jax.runs.experiment import Experiment, make_generator, make_rollout
 from rpg_jax.runs.layout import row_shape
 from rpg_jax.runs.learner import learner_programs, make_learner
@@ -46,11 +47,16 @@ def warm_started(
     run_dir: Path,
     beat: Callable[[], None] = lambda: None,
 ) -> Any:
-    """Weights at the configured accuracy: from the shared folder, or trained now from `params` and put there."""
+    """Weights at the configured accuracy: from the shared folder, or trained now from `params` and put there.
+
+    Raises ValueError if the task has no demonstrations, or as `train_to_accuracy` does.
+    """
+    if experiment.task.examples is None:
+        raise ValueError(f"warm_start.enabled: task.name={experiment.config.task.name!r} has no demonstrations")
     layout = dataclasses.replace(experiment.layout, config=with_own_limit(experiment.config))
     own_rollout = layout.config is not experiment.config
     e = dataclasses.replace(experiment, layout=layout)
-    folder = home(e.config) / cache_key(e.config)
+    folder = home(e.config) / cache_key(e.config, _read(e))
     cache = Snapshots(folder)
     if cache.exists(0):
         try:
@@ -207,12 +213,30 @@ def home(config: ConfigDict) -> epath.Path:
     return runs / "warm_starts" if storage.in_bucket(runs) and not storage.in_bucket(chosen) else chosen
 
 
-def cache_key(config: ConfigDict) -> str:
-    """A name made of everything that a warm start depends on: model, task, tokenizer text, seed, its own settings."""
+def cache_key(config: ConfigDict, read: Mapping[str, str]) -> str:
+    """A name made of everything that a warm start depends on: model, task, seed, its own settings, and what it reads.
+
+    Args:
+      read: the digests of problems, tokenizer and weights. The places from which they come do not count.
+    """
     parts = {"model": config.model.to_dict(), "task": config.task.to_dict(), "warm_start": config.warm_start.to_dict()}
     parts |= {"max_tokens": config.rollout.max_tokens, "evaluation": config.evaluation.to_dict()}
-    parts |= {"packed_length": config.train.packed_length}
-    del parts["warm_start"]["dir"], parts["warm_start"]["max_tokens"]
-    del parts["evaluation"]["every"], parts["evaluation"]["drift"]
-    parts["model"].pop("remat")
+    parts |= {"packed_length": config.train.packed_length, "read": dict(read)}
+    apart = {
+        "warm_start": ["dir", "max_tokens"],
+        "evaluation": ["every", "drift"],
+        "model": ["remat", "path", "tokenizer"],
+        "task": ["train", "held_out_sets"],
+    }
+    for section, names in apart.items():
+        for name in names:
+            del parts[section][name]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _read(e: Experiment) -> dict[str, str]:
+    """The digests of what a warm start reads."""
+    found = inputs.digests(e)
+    if e.config.model.path:
+        found["weights"] = inputs.of_weights(models.local_folder(e.config.model.path))
+    return found

@@ -1,5 +1,5 @@
 """What a run keeps: local folders and buckets, checkpoints of the training state, snapshots of weights."""
 
-from rpg_jax.storage.files import Folder, absolute, in_bucket, local, local_copy, move, write_atomically
+from rpg_jax.storage.files import Folder, absolute, in_bucket, local, local_copy, move, naming, write_atomically
 
-__all__ = ["Folder", "absolute", "in_bucket", "local", "local_copy", "move", "write_atomically"]
+__all__ = ["Folder", "absolute", "in_bucket", "local", "local_copy", "move", "naming", "write_atomically"]

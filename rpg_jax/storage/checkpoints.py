@@ -19,6 +19,7 @@ from rpg_jax import storage
 from rpg_jax.parallel import hosts
 from rpg_jax.storage import integrity
 from rpg_jax.storage.integrity import Refused
+from rpg_jax.storage.json_files import plain
 
 Tree = Any
 FORMAT = 2  # version of the record and of the folder
@@ -45,7 +46,7 @@ class Checkpoints:
         identity: Mapping[str, Any] | None = None,
     ):
         self._directory = storage.absolute(directory)
-        self._identity = None if identity is None else json.loads(json.dumps(identity))
+        self._identity = None if identity is None else json.loads(json.dumps(plain(identity)))
         options = {"max_to_keep": keep, "keep_period": permanent_every, "enable_async_checkpointing": True}
         self._manager = ocp.CheckpointManager(self._directory, options=ocp.CheckpointManagerOptions(**options))
         self._half_written = _half_written(self._directory)
@@ -61,17 +62,19 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, state: Tree, record: Mapping[str, Any]) -> None:
-        """Starts writing `state` and the JSON-able `record` under `step`; waits for the previous save first."""
+        """Starts writing `state` and the JSON-able `record` under `step`; waits for the previous save first.
+
+        Raises OSError if one of them cannot be written.
+        """
         self.wait()
         self._clean_up()
         envelope = {"format": FORMAT, "identity": self._identity, "record": record}
-        self._manager.save(
-            step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(integrity.signed(state)),
-                record=ocp.args.JsonSave(integrity.sealed(envelope)),
-            ),
+        arguments = ocp.args.Composite(
+            state=ocp.args.StandardSave(integrity.signed(state)),
+            record=ocp.args.JsonSave(integrity.sealed(envelope)),
         )
+        with integrity.writing(self._directory):
+            self._manager.save(step, args=arguments)
 
     def record(self, step: int) -> dict[str, Any]:
         """The JSON record of `step` alone. Collective, as `restore` is.
@@ -89,7 +92,7 @@ class Checkpoints:
             envelope = integrity.unsealed(ocp.JsonCheckpointHandler().restore(path / "record"))
             if envelope["format"] != FORMAT:
                 raise ValueError(f"it has format {envelope['format']}, this version reads {FORMAT}")
-        theirs, own = envelope["identity"] or {}, self._identity or {}
+        theirs, own = plain(envelope["identity"] or {}), self._identity or {}
         if differing := sorted(name for name, value in own.items() if theirs.get(name, ...) != value):
             named = "; ".join(f"{name} {theirs.get(name)!r}, here {own[name]!r}" for name in differing)
             raise Refused(path, f"it is foreign, of a run with {named}")
@@ -138,12 +141,14 @@ class Checkpoints:
         return None
 
     def wait(self) -> None:
-        """Returns once the last save is on disk."""
-        self._manager.wait_until_finished()
+        """Returns once the last save is on disk. Raises OSError if it could not be written."""
+        with integrity.writing(self._directory):
+            self._manager.wait_until_finished()
 
     def close(self) -> None:
-        """Finishes the last save and releases the background threads."""
-        self._manager.close()
+        """Finishes the last save and releases the background threads. Raises OSError if it could not be written."""
+        with integrity.writing(self._directory):
+            self._manager.close()
 
     def _clean_up(self) -> None:
         """Deletes half-written checkpoints, once a checkpoint of that step or a later one is complete."""

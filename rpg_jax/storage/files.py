@@ -6,8 +6,10 @@ have a local folder, which is fetched from the bucket at the start and copied to
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import importlib.util
+import itertools
 import os
 import re
 import shutil
@@ -20,7 +22,7 @@ from typing import BinaryIO
 
 from etils import epath
 
-_WEIGHTS = ("checkpoints", "reference")  # subfolders of a run that are written in place
+_IN_PLACE = ("checkpoints", "reference", "journal")  # subfolders of a run that are written there directly
 _COPY_SECONDS = 30.0
 
 
@@ -92,7 +94,7 @@ def write_atomically(path: Path, content: str | bytes | Callable[[BinaryIO], obj
     # A hidden name, so that `Folder` does not copy it; one of this process, so that two writers do not share it.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with partial.open("wb") as file:
+        with naming(path), partial.open("wb") as file:
             if callable(content):
                 content(file)
             else:
@@ -102,11 +104,22 @@ def write_atomically(path: Path, content: str | bytes | Callable[[BinaryIO], obj
         partial.unlink(missing_ok=True)
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Names `path` in an OSError of the block that names no file: a write to a full disk raises such a one."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 class Folder:
     """A run's folder, local or in a bucket; a context that keeps the bucket up to date until it ends.
 
     Attributes:
-      home: the folder that lasts; weights are written to it directly.
+      home: the folder that lasts; weights and the journal are written to it directly.
       files: the local folder of all other files. It is `home` itself or, for a bucket, a temporary folder that starts
         empty. Its changes are copied to the bucket every half minute, at `push`, and at the end.
     """
@@ -135,19 +148,21 @@ class Folder:
         with self._lock:
             shutil.rmtree(self.files.parent)
 
-    def clear(self) -> None:
-        """Deletes the run, weights included."""
+    def set_aside(self) -> epath.Path:
+        """Moves the run, weights included, to `replaced/NAME-K` beside it, and returns that folder."""
+        aside = self.home.parent / "replaced"
         with self._lock:
-            if self.home.exists():
-                self.home.rmtree()
+            target = next(t for k in itertools.count() if not (t := aside / f"{self.home.name}-{k}").exists())
+            move(self.home, target)
             if self._remote:
                 shutil.rmtree(self.files)
                 self.files.mkdir()
                 self._copied.clear()
+        return target
 
     def fetch(self) -> None:
-        """Copies everything except weights from the bucket to `files`."""
-        for name, path in _files(self.home, skipped=_WEIGHTS) if self._remote else ():
+        """Copies everything except weights and the journal from the bucket to `files`."""
+        for name, path in _files(self.home, skipped=_IN_PLACE) if self._remote else ():
             file = self.files / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(path.read_bytes())
@@ -185,11 +200,14 @@ class Folder:
 def move(source: epath.Path, target: epath.Path) -> None:
     """Renames a folder. In a bucket it copies all objects, then deletes the originals, so that a kill loses none."""
     if not in_bucket(source):
-        target.parent.mkdir(exist_ok=True)
+        target.parent.mkdir(parents=True, exist_ok=True)
         source.rename(target)
         return
+    import fsspec
+
+    bucket = fsspec.filesystem("gs")
     for name, path in _files(source):
-        (target / name).write_bytes(path.read_bytes())
+        bucket.copy(str(path), str(target / name))  # within the bucket: the bytes do not come here
     source.rmtree()
 
 

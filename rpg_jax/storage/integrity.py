@@ -3,6 +3,8 @@
 import contextlib
 import hashlib
 import json
+import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -118,6 +120,17 @@ def named(path: Any) -> Iterator[None]:
     except Exception as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise Refused(path, lines[0][:300]) from error
+
+
+@contextlib.contextmanager
+def writing(path: Any) -> Iterator[None]:
+    """Turns errors of a block that writes `path` into an `OSError`: TensorStore reports a full disk as a ValueError."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        text = " ".join(str(error).split()) or type(error).__name__
+        code = re.search(r"\[OS error (\d+)", text)
+        raise OSError(f"{path} could not be written: {os.strerror(int(code[1])) if code else text[:300]}") from error
 
 
 def _digest(value: Any) -> str:

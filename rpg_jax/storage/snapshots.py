@@ -32,7 +32,8 @@ class Snapshots:
 
     def save(self, number: int, params: Tree) -> None:
         """Starts writing `params`; replaces a snapshot of the same number."""
-        self._checkpointer.save(self._path(number), integrity.signed(params), force=True)
+        with integrity.writing(self._path(number)):
+            self._checkpointer.save(self._path(number), integrity.signed(params), force=True)
 
     def restore(self, number: int, like: Tree) -> Tree:
         """The weights of snapshot `number`, laid out as the `ShapeDtypeStruct`s of `like`, on any mesh.
@@ -68,9 +69,11 @@ class Snapshots:
                 path.rmtree()
 
     def wait(self) -> None:
-        """Returns once the last save is on disk."""
-        self._checkpointer.wait_until_finished()
+        """Returns once the last save is on disk. Raises OSError if it could not be written."""
+        with integrity.writing(self._directory):
+            self._checkpointer.wait_until_finished()
 
     def close(self) -> None:
         """Finishes the last save and releases the background threads."""
-        self._checkpointer.close()
+        with integrity.writing(self._directory):
+            self._checkpointer.close()

@@ -32,4 +32,17 @@ def test_a_folder_without_steps_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
     with pytest.raises(SystemExit):
         report.main()
-    assert "no steps to draw" in capsys.readouterr().err
+    errors = capsys.readouterr().err
+    assert f"left out: {tmp_path} has no step" in errors and "none of these runs has a step" in errors
+
+
+def test_a_run_without_steps_leaves_the_others_their_page(leave_run, tmp_path, monkeypatch, capsys):
+    run, empty = leave_run(tmp_path / "run"), tmp_path / "empty"
+    empty.mkdir()
+    (empty / "config.json").write_text("{}")
+    for stray in ("notes.npz", "best-10.npz", "٣.npz", "1e3.npz"):  # a person's own files
+        (run / "rollouts" / stray).write_text("mine")
+    monkeypatch.setattr(sys, "argv", ["report", str(empty), str(run)])
+    report.main()
+    assert "<table" in (run / "report.html").read_text() and not (empty / "report.html").exists()
+    assert f"left out: {empty} has no step" in capsys.readouterr().err

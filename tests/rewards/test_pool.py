@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from rpg_jax.rewards.member import Task, Verdict
 from rpg_jax.rewards.pool import WorkerPool
+from rpg_jax.rewards.verdicts import Task, Verdict
 
 ATTACKED, ARGUMENTS = "attacked:run", ("completion", "answer")
 FUNCTIONS = {ATTACKED: ARGUMENTS}

@@ -1,5 +1,6 @@
 """A wrong command line is one line that says what to write instead."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -163,3 +164,30 @@ def test_a_config_has_the_declared_types_and_is_made_anew_each_time():
     first.a, first.b.c = 2, "x"
     assert (second.a, second.b.c, second.b.get_type("c")) == (1, None, str)
     assert [name for name, _ in section.fields()] == ["a", "b.c"]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            OSError(errno.ENOSPC, "No space left on device", "/r/metrics.jsonl"),
+            "No space left on device: /r/metrics.jsonl",
+        ),
+        (PermissionError(errno.EROFS, "Read-only file system", "/r"), "Read-only file system: /r"),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "/r/a"), "No such file or directory: /r/a"),
+        (
+            OSError("/r/checkpoints could not be written: No space left on device"),
+            "/r/checkpoints could not be written",
+        ),
+        (ConnectionResetError(errno.ECONNRESET, "Connection reset by peer"), "[Errno 104] Connection reset by peer"),
+    ],
+)
+def test_a_file_that_fails_is_one_line_and_another_start_may_succeed(capsys, error, said):
+    def fail(options):
+        raise error
+
+    assert cli.run(fail, command(), []) == cli.FAILED == 1
+    errors = capsys.readouterr().err
+    assert errors.startswith(f"error: {said}") and errors.count("\n") == 1
+    with pytest.raises(type(error)):
+        cli.run(fail, command(), ["--debug"])

@@ -2,6 +2,7 @@
 optional trackers; a missing package is one line that names it."""
 
 import sys
+from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
@@ -9,16 +10,39 @@ import pytest
 
 from rpg_jax.runs.logs import JsonLines, TensorBoard, WandB
 
+WHOLE = '{"step": 4, "text": "Grüße, 数学\u2028 ∑"}\n'.encode()
 
-def test_rewind_drops_later_steps_and_the_line_a_kill_cut_short(tmp_path):
+
+@pytest.mark.parametrize("cut", range(len(WHOLE) + 1))
+def test_rewind_drops_later_steps_and_a_line_cut_short_at_any_byte(tmp_path, cut, capsys):
     log = JsonLines(tmp_path / "metrics.jsonl")
     for step in range(4):
         log.append({"step": step, "reward": step / 2})
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 4, "rew')
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(WHOLE[:cut])
+    whole = cut >= len(WHOLE) - 1
+    assert [r["step"] for r in log.read()] == [0, 1, 2, 3, 4][: 4 + whole]
     log.rewind(2)
+    assert ("metrics.jsonl: the last line was cut short" in capsys.readouterr().err) == (cut > 0 and not whole)
     log.append({"step": 3, "reward": -1.0})
     assert [(r["step"], r["reward"]) for r in log.read()] == [(0, 0.0), (1, 0.5), (2, 1.0), (3, -1.0)]
+
+
+@pytest.mark.parametrize("line", [b"{", b"[1]", b"\xff", b"\0\0", b'{"reward": 1}', b"", b'{"step": null}'])
+def test_a_line_that_is_broken_in_the_middle_is_named_and_nothing_is_dropped(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 3}\n')
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2: .*remove this line"):
+        JsonLines(path).rewind(1)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no device that is always full")
+def test_a_full_disk_is_named(tmp_path):
+    (tmp_path / "m.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/m\.jsonl'"):
+        JsonLines(tmp_path / "m.jsonl").append({"step": 1})
 
 
 def test_numbers_of_every_library_are_plain_json_and_nonfinite_ones_null(tmp_path):

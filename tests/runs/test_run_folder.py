@@ -1,10 +1,11 @@
-"""A run's config is read back, or the message says why not."""
+"""A run's config is read back, or the message says why not; a name stays in its folder; nothing is deleted."""
 
 import json
 
 import pytest
 
 from configs import tiny
+from rpg_jax import train
 from rpg_jax.runs import run_folder
 from rpg_jax.runs.resolve import resolve
 
@@ -36,5 +37,127 @@ def test_a_run_goes_on_with_other_slots_and_micro_batches_but_not_with_another_l
     run_folder.open_run(config, run_folder.of(config))
     assert run_folder.identity(config) == before
     config.loss.kl_coef = 0.5
+    (tmp_path / "r" / "metrics.jsonl").write_text('{"step": 1}\n')
     with pytest.raises(ValueError, match=r"another config: loss\.kl_coef was"):
         run_folder.open_run(config, run_folder.of(config))
+
+
+NAMES = [
+    "",
+    ".",
+    "..",
+    "../../x",
+    "a/b",
+    "/tmp/x",
+    "a\\b",
+    "a\0b",
+    "a\nb",
+    "\ud800",
+    "x" * 201,
+    ".owners",
+    "warm_starts",
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_name_is_one_folder_of_the_runs(tmp_path, name, overwrite):
+    runs = tmp_path / "in" / "runs"
+    (runs / "other").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"^run\.name=.* cannot be the name of a folder in run\.dir: it "):
+        opened(runs, name, overwrite=overwrite)
+    assert sorted(str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*")) == ["in", "in/runs", "in/runs/other"]
+
+
+def test_a_name_is_checked_before_anything_else(tmp_path, capsys):
+    assert train.main([f"--config.run.dir={tmp_path}", "--config.run.name=", "--config.run.overwrite=True"]) == 2
+    assert capsys.readouterr().err.startswith("error: run.name='' cannot") and not [*tmp_path.iterdir()]
+
+
+def test_what_is_replaced_is_moved_aside_each_time(tmp_path):
+    for number in range(3):
+        folder = opened(tmp_path, "r", overwrite=True)
+        assert not (folder.files / "work").exists()
+        (folder.files / "work").write_text(str(number))
+    assert [(tmp_path / "replaced" / f"r-{k}" / "work").read_text() for k in range(2)] == ["0", "1"]
+
+
+@pytest.mark.parametrize("foreign", [{}, {"program": "another"}, {"model_type": "qwen3"}])
+def test_only_a_folder_of_this_program_is_replaced(tmp_path, foreign):
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "config.json").write_text(json.dumps(foreign))
+    (tmp_path / "r" / "versions.json").write_text(json.dumps(foreign))
+    for overwrite in (True, False):
+        with pytest.raises(ValueError, match="does not say that it is a run of this program"):
+            opened(tmp_path, "r", overwrite=overwrite)
+    assert sorted(p.name for p in tmp_path.rglob("*")) == ["config.json", "r", "versions.json"]
+
+
+def test_a_folder_without_a_run_keeps_its_files(tmp_path):
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "output.txt").write_text("of a notebook")
+    folder = opened(tmp_path, "r", overwrite=True)
+    assert (folder.files / "output.txt").exists() and not (tmp_path / "replaced").exists()
+
+
+def test_a_run_that_took_no_step_leaves_its_name_to_the_next(tmp_path, capsys):
+    folder = opened(tmp_path, "r")
+    (folder.files / "metrics.jsonl").write_text('{"step": 0, "eval/accuracy": 0.5}\n')
+    (folder.files / "tokenizer.model").write_text("of other data")
+    again = opened(tmp_path, "r", **{"loss.kl_coef": 0.5})
+    assert "took no step" in capsys.readouterr().out and run_folder.read_config(again.files).loss.kl_coef == 0.5
+    assert not (again.files / "tokenizer.model").exists() and (tmp_path / "replaced" / "r-0" / "metrics.jsonl").exists()
+    for step in ("metrics", "checkpoint"):
+        (tmp_path / "r" / "metrics.jsonl").write_text('{"step": 1}\n' if step == "metrics" else "")
+        if step == "checkpoint":
+            (tmp_path / "r" / "checkpoints" / "2").mkdir(parents=True)
+        with pytest.raises(ValueError, match=r"another config: loss\.kl_coef was 0\.5"):
+            opened(tmp_path, "r")
+
+
+@pytest.mark.parametrize("content", ["", '{"a": ', "[1]", "\0\0\0"])
+@pytest.mark.parametrize("name", ["config.json", "versions.json"])
+def test_a_damaged_file_is_named(tmp_path, name, content):
+    folder = opened(tmp_path, "r")
+    (folder.files / name).write_text(content)
+    with pytest.raises(ValueError, match=f"{name} is damaged"):
+        opened(tmp_path, "r", **{"loss.kl_coef": 0.5})
+
+
+def test_a_second_run_of_the_name_is_refused_and_changes_nothing(tmp_path):
+    with run_folder.held(made(tmp_path, "r")) as folder:
+        content = (folder.files / "config.json").read_bytes()
+        for overwrite in (False, True):
+            second = run_folder.held(made(tmp_path, "r", overwrite=overwrite))
+            with pytest.raises(ValueError, match=r"r is being written by process \d+ on .*another --config\.run\.name"):
+                second.__enter__()
+        assert (folder.files / "config.json").read_bytes() == content and not (tmp_path / "replaced").exists()
+    with run_folder.held(made(tmp_path, "r")):
+        pass
+
+
+def made(runs, name, *, overwrite=False, **changes):
+    config = tiny.get_config()
+    config.run.dir, config.run.name, config.run.overwrite = str(runs), name, overwrite
+    config.update_from_flattened_dict(changes)
+    return resolve(config)
+
+
+def opened(runs, name, **options):
+    config = made(runs, name, **options)
+    run_folder.open_run(config, folder := run_folder.of(config))
+    return folder
+
+
+def no_number(text):
+    raise AssertionError(f"{text} is no JSON")
+
+
+def test_infinity_is_text_in_the_files_and_a_number_in_the_config(tmp_path):
+    folder = opened(tmp_path, "r", **{"method": "DAPO", "loss.clip_dual": float("inf")})
+    written = json.loads((folder.files / "config.json").read_text(), parse_constant=no_number)
+    assert written["loss"]["clip_dual"] == "inf"
+    assert run_folder.read_config(folder.files).loss.clip_dual == float("inf")
+    (folder.files / "metrics.jsonl").write_text('{"step": 1}\n')
+    opened(tmp_path, "r", **{"method": "DAPO", "loss.clip_dual": float("inf")})
+    json.dumps(run_folder.identity(made(tmp_path, "r", **{"loss.clip_dual": float("inf")})), allow_nan=False)

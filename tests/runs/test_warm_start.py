@@ -21,11 +21,26 @@ def config_of(limit, own, folder=""):
 
 
 def key(limit, own):
-    return cache_key(with_own_limit(config_of(limit, own)))
+    return cache_key(with_own_limit(config_of(limit, own)), {})
 
 
 def test_the_name_has_the_limit_of_the_warm_start_and_not_that_of_the_run():
     assert key(4, 6) == key(5, 6) == key(6, None) == key(6, 6) != key(5, None)
+
+
+def test_the_name_has_the_content_of_what_is_read_and_not_its_place():
+    names = set()
+    for place in ("a", "b"):
+        config = config_of(6, None)
+        config.task.train, config.task.held_out_sets, config.model.tokenizer = f"{place}/x", f"h={place}/y", place
+        names |= {cache_key(config, {"task.train": content}) for content in ("1", "2")}
+    assert len(names) == 2
+
+
+def test_a_task_without_demonstrations_is_named():
+    experiment = SimpleNamespace(task=SimpleNamespace(examples=None), config=config_of(6, None))
+    with pytest.raises(ValueError, match=r"^warm_start\.enabled: task\.name='arithmetic' has no demonstrations$"):
+        warm_started(experiment, None, None, None, None)
 
 
 def test_packed_demonstrations_share_rows_and_none_is_lost_or_repeated():
@@ -51,7 +66,7 @@ def test_packed_demonstrations_share_rows_and_none_is_lost_or_repeated():
     assert all((rows.targets[rows.mask > 0] != 0).all() and rows.mask.sum() == 8 for rows in batches)
     packed = resolve(config)
     packed.train.packed_length = 17
-    assert cache_key(packed) != cache_key(resolve(config))
+    assert cache_key(packed, {}) != cache_key(resolve(config), {})
 
 
 @pytest.mark.slow  # a model is compiled

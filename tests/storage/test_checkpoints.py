@@ -255,3 +255,24 @@ def test_a_damaged_snapshot_is_refused_by_name_and_kept(tmp_path, damage):
     with pytest.raises(Refused, match=f"{tmp_path}/00000004: "):
         snapshots.restore(4, like(tree(0, 3000)))
     assert snapshots.move_aside(4).exists() and not snapshots.exists(4)
+
+
+FULL = (
+    'RESOURCE_EXHAUSTED: Error writing "tree.w/0": Failed to write to file 7: No space [OS error 28: ENOSPC No space]'
+)
+
+
+@pytest.mark.parametrize("error", [ValueError(FULL), OSError(28, "No space left on device", "x"), ValueError("")])
+def test_a_write_that_fails_is_no_error_of_the_user(tmp_path, monkeypatch, error):
+    def fail(*arguments, **keywords):
+        raise error
+
+    checkpoints, snapshots = Checkpoints(tmp_path / "c", keep=1), Snapshots(tmp_path / "s")
+    monkeypatch.setattr(checkpoints._manager, "wait_until_finished", fail)
+    monkeypatch.setattr(snapshots._checkpointer, "save", fail)
+    for write in (checkpoints.wait, lambda: checkpoints.save(1, {}, {}), lambda: snapshots.save(0, {"w": jnp.ones(1)})):
+        with pytest.raises(OSError, match="could not be written: (No space|.*No space|ValueError)"):
+            write()
+    monkeypatch.undo()
+    checkpoints.close()
+    snapshots.close()

@@ -1,0 +1,71 @@
+"""What a run reads and does not own: its problems, tokenizer and model. A resume finds them as they were, or stops."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+
+from rpg_jax import data
+from rpg_jax.parallel import hosts
+from rpg_jax.report.run_files import read_json
+from rpg_jax.runs.experiment import Experiment
+from rpg_jax.storage import write_atomically
+
+FILE = "inputs.json"
+
+
+def digests(experiment: Experiment) -> dict[str, str]:
+    """The digest of each input, by the config field that names it. Contents count, not places."""
+    task, name = experiment.task, experiment.config.task.name
+    train, held_out = ("task.train", "task.held_out_sets") if name == "files" else ("task", "task, held out")
+    found = {"model.tokenizer": experiment.tokenizer.digest(), "model.path": _digest([repr(experiment.layout.model)])}
+    if task.train:
+        found[train] = of_problems(task.train)
+    return found | {f"{held_out}: {name}": of_problems(problems) for name, problems in task.held_out.items()}
+
+
+def of_problems(problems: Iterable[data.Problem]) -> str:
+    """The digest of problems, in their order."""
+    return _digest(repr(dataclasses.astuple(problem)) for problem in problems)
+
+
+def of_weights(folder: Path) -> str:
+    """The digest of the safetensors in a folder: their names and all their bytes."""
+    found = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            found += [path.name, hashlib.file_digest(file, "sha256").hexdigest()]
+    return _digest(found)
+
+
+def check(experiment: Experiment, folder: Path, *, begins: bool) -> None:
+    """Compares the inputs with those of the run's beginning, which `folder` keeps. Collective.
+
+    Args:
+      begins: the run has no step yet, and its inputs are kept for later.
+
+    Raises:
+      ValueError: an input has changed, or the hosts read different ones; the message names it. Inputs that are not
+        loaded are not compared.
+    """
+    found = digests(experiment)
+    known = read_json(folder / FILE) if hosts.is_first() and not begins else {}
+    known = json.loads(hosts.all_gather_bytes(json.dumps(known or found).encode())[0])
+    if changed := [name for name, digest in found.items() if known.get(name, digest) != digest]:
+        raise ValueError(
+            f"{', '.join(changed)} has changed since this run began: put the old content back, or give this run "
+            "another --config.run.name"
+        )
+    if begins and hosts.is_first():
+        write_atomically(folder / FILE, json.dumps(found, indent=2, sort_keys=True) + "\n")
+
+
+def _digest(texts: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for text in texts:
+        content = text.encode(errors="surrogatepass")
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return digest.hexdigest()

@@ -1,0 +1,36 @@
+"""JSON as other programs read it: no Infinity and no NaN; a file is read whole or refused in a line that names it."""
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+
+def read_object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises ValueError, which names the file, if it holds anything else."""
+    try:
+        value = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is damaged: {_reason(error)}. Copy it again from where it came") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{file} is damaged: it holds a {type(value).__name__}, not an object")
+    return value
+
+
+def plain(value: Any) -> Any:
+    """`value` with the texts "inf", "-inf" and "nan" in place of these numbers, for which JSON has no word."""
+    if isinstance(value, Mapping):
+        return {name: plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(each) for each in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def dumps(value: Any, **options: Any) -> str:
+    """The JSON of `plain(value)`; `options` are those of `json.dumps`."""
+    return json.dumps(plain(value), ensure_ascii=False, allow_nan=False, **options)
+
+
+def _reason(error: Exception) -> str:
+    return "its JSON is nested too deeply" if isinstance(error, RecursionError) else " ".join(str(error).split())

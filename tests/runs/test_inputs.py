@@ -1,0 +1,84 @@
+"""A resume finds the problems, the tokenizer and the model that the run began with, or says which has changed."""
+
+import dataclasses
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from rpg_jax import data
+from rpg_jax.models import QwenConfig, Rope
+from rpg_jax.runs import inputs
+from rpg_jax.runs.problems import Task
+
+PROBLEMS = [data.Problem(i, f"{i}+1=", str(i + 1), "t") for i in range(4)]
+MODEL = QwenConfig(32, 1, 8, 2, 1, 4, 16)
+
+
+@pytest.fixture
+def experiment(tmp_path):
+    tokenizer = data.train_sentencepiece([p.prompt + p.answer for p in PROBLEMS], tmp_path / "tokenizer.model")
+    task = Task(PROBLEMS[:3], {"hard": PROBLEMS[3:]}, ())
+    config = SimpleNamespace(task=SimpleNamespace(name="files"))
+    return SimpleNamespace(tokenizer=tokenizer, task=task, config=config, layout=SimpleNamespace(model=MODEL))
+
+
+def changed(problems, **values):
+    return [*problems[:-1], dataclasses.replace(problems[-1], **values)]
+
+
+CHANGES = {
+    "answer": lambda task: {"train": changed(task.train, answer="0")},
+    "prompt": lambda task: {"train": changed(task.train, prompt="?")},
+    "verifier": lambda task: {"train": changed(task.train, source="gsm8k")},
+    "order": lambda task: {"train": task.train[::-1]},
+    "fewer": lambda task: {"train": task.train[:-1]},
+    "held out": lambda task: {"held_out": {"hard": changed(task.held_out["hard"], answer="0")}},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changed_data_is_named(experiment, tmp_path, change):
+    inputs.check(experiment, tmp_path, begins=True)
+    inputs.check(experiment, tmp_path, begins=False)
+    experiment.task = dataclasses.replace(experiment.task, **CHANGES[change](experiment.task))
+    name = "task.held_out_sets: hard" if change == "held out" else "task.train"
+    with pytest.raises(ValueError, match=f"^{name} has changed since this run began: "):
+        inputs.check(experiment, tmp_path, begins=False)
+    inputs.check(experiment, tmp_path, begins=True)  # without a step, the run begins with the new data
+
+
+def test_two_swapped_pieces_of_the_tokenizer_are_noticed(experiment, tmp_path):
+    inputs.check(experiment, tmp_path, begins=True)
+    file = tmp_path / "tokenizer.model"
+    content = file.read_bytes()
+    one, two = (b"\n\x01" + digit for digit in (b"1", b"2"))  # the field `piece` of a message, its length, its text
+    assert content.count(one) == content.count(two) == 1
+    swapped = bytearray(content)
+    for source, target in ((one, two), (two, one)):
+        place = content.index(source)
+        swapped[place : place + 3] = target
+    file.write_bytes(swapped)
+    experiment.tokenizer = data.load_tokenizer(file)
+    assert experiment.tokenizer.decode(experiment.tokenizer.encode("1+2")) == "1+2", "it works, with other numbers"
+    with pytest.raises(ValueError, match=r"^model\.tokenizer has changed"):
+        inputs.check(experiment, tmp_path, begins=False)
+
+
+def test_another_model_is_noticed_and_what_is_not_loaded_is_not_compared(experiment, tmp_path):
+    inputs.check(experiment, tmp_path, begins=True)
+    experiment.task = dataclasses.replace(experiment.task, train=[], held_out={})
+    inputs.check(experiment, tmp_path, begins=False)
+    experiment.layout.model = dataclasses.replace(MODEL, rope=Rope(1e4))
+    with pytest.raises(ValueError, match=r"^model\.path has changed"):
+        inputs.check(experiment, tmp_path, begins=False)
+
+
+def test_the_digest_is_of_the_content_and_the_file_is_named_if_it_is_damaged(experiment, tmp_path):
+    inputs.check(experiment, tmp_path, begins=True)
+    digests = json.loads((tmp_path / "inputs.json").read_text())
+    again = data.train_sentencepiece([p.prompt + p.answer for p in PROBLEMS], tmp_path / "elsewhere" / "t.model")
+    assert again.digest() == digests["model.tokenizer"] and len(set(digests.values())) == len(digests)
+    (tmp_path / "inputs.json").write_text('{"task')
+    with pytest.raises(ValueError, match=r"inputs\.json is damaged"):
+        inputs.check(experiment, tmp_path, begins=False)
