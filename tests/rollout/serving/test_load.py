@@ -58,7 +58,9 @@ async def load(session: aiohttp.ClientSession, requests: int) -> Counter:
 
 async def stalled(port: int) -> int:
     """Opens `CONNECTIONS` that send half a head and wait; returns how many the server has closed at the end."""
-    opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(CONNECTIONS)]
+    opened = []
+    while len(opened) < CONNECTIONS:  # by hundreds: they must be open together, and the queue of a listener is short
+        opened += await asyncio.gather(*(asyncio.open_connection("127.0.0.1", port) for _ in range(100)))
     for _, writer in opened:
         writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: ")
     ends = await asyncio.gather(*(asyncio.wait_for(reader.read(), 600) for reader, _ in opened))
