@@ -14,7 +14,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
-from rpg_jax.models.logical import partition_spec, platform, shards, wide_axes
+from rpg_jax.models.logical import partition_spec, platform, shards, tensor_cores, wide_axes
 
 _MASKED = -1e30
 _LANES = 128
@@ -28,8 +28,9 @@ def ragged_attention(
 ) -> Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]:
     """The function of `attention.decode_attention`, by a kernel that reads only the blocks that a slot has filled.
 
-    The grid runs over a list of (slot, block), made once for all layers. On a mesh each device takes its slots and
-    heads. A device that has all key-value heads takes those of its queries.
+    The grid runs over a list of (slot, block), made once for all layers. Two TensorCores of a device each take half of
+    the list, cut between two slots. On a mesh each device takes its slots and heads. A device that has all key-value
+    heads takes those of its queries.
 
     Args:
       keys, values, lengths: [L, S, K, H, C], [L, S, K, C, H] and i32[S].
@@ -49,7 +50,7 @@ def ragged_attention(
     block = _block(heads * H * keys.dtype.itemsize, capacity)
 
     def plan(lengths):
-        return _walk(jnp.minimum(lengths, capacity), capacity, block)
+        return _walk(jnp.minimum(lengths, capacity), capacity, block, min(tensor_cores(), len(lengths)))
 
     slots, kv = partition_spec("slots"), partition_spec("slots", "act_kv_heads", None)
     if slots is not None:
@@ -104,26 +105,37 @@ def _block(row_bytes: int, capacity: int) -> int:
     return min(fitting, capacity)
 
 
-def _walk(lengths: jax.Array, capacity: int, block: int) -> tuple[jax.Array, ...]:
-    """Steps i32[1], slot and block of each i32[S · C/block], and lengths i32[S]. An empty slot has one step too."""
-    per_slot = jnp.maximum(1, -(-lengths // block))
+def _walk(lengths: jax.Array, capacity: int, block: int, cores: int) -> tuple[jax.Array, ...]:
+    """Bounds i32[cores + 1], slot and block of each step i32[S · C/block], and lengths i32[S].
+
+    Core i takes the steps from bounds[i] to bounds[i + 1], of whole slots and of at least one. An empty slot has one
+    step too.
+    """
+    slots, per_slot = len(lengths), jnp.maximum(1, -(-lengths // block))
     ends = jnp.cumsum(per_slot)
-    step = jnp.arange(lengths.shape[0] * -(-capacity // block), dtype=jnp.int32)
-    slots = jnp.minimum(jnp.sum(step[:, None] >= ends, -1, dtype=jnp.int32), lengths.shape[0] - 1)
-    return ends[-1:], slots, step - (ends - per_slot)[slots], lengths
+    bounds = [jnp.zeros(1, jnp.int32), ends[-1:]]
+    if cores == 2:
+        cut = jnp.clip(jnp.sum(2 * ends - per_slot <= ends[-1]), 1, slots - 1)
+        bounds.insert(1, ends[cut - 1][None])
+    step = jnp.arange(slots * -(-capacity // block), dtype=jnp.int32)
+    owners = jnp.minimum(jnp.sum(step[:, None] >= ends, -1, dtype=jnp.int32), slots - 1)
+    return jnp.concatenate(bounds), owners, step - (ends - per_slot)[owners], lengths
 
 
 def _attend(q, k, v, cache, layer, first, walk, heads: int, block: int) -> jax.Array:
     S, N, H = q.shape
     queries = (q * H**-0.5).reshape(S, heads, N // heads, H)
+    bounds = walk[0]
 
-    def of_slot(step, layer, first, slots, blocks, lengths):
-        return slots[step], 0, 0, 0
+    def of_slot(core, index, layer, first, bounds, slots, blocks, lengths):
+        return slots[_step(core, index, bounds)], 0, 0, 0
 
-    def of_keys(step, layer, first, slots, blocks, lengths):
+    def of_keys(core, index, layer, first, bounds, slots, blocks, lengths):
+        step = _step(core, index, bounds)
         return layer[0], slots[step], first[0], 0, blocks[step]
 
-    def of_values(step, layer, first, slots, blocks, lengths):
+    def of_values(core, index, layer, first, bounds, slots, blocks, lengths):
+        step = _step(core, index, bounds)
         return layer[0], slots[step], first[0], blocks[step], 0
 
     token = pl.BlockSpec((None, heads, 1, H), of_slot)
@@ -131,8 +143,8 @@ def _attend(q, k, v, cache, layer, first, walk, heads: int, block: int) -> jax.A
     out = pl.pallas_call(
         _attend_kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=5,
-            grid=(walk[0][0],),
+            num_scalar_prefetch=6,
+            grid=(len(bounds) - 1, jnp.diff(bounds).max()),
             in_specs=[
                 whole,
                 token,
@@ -145,18 +157,33 @@ def _attend(q, k, v, cache, layer, first, walk, heads: int, block: int) -> jax.A
             scratch_shapes=[pltpu.VMEM((heads, N // heads, width), jnp.float32) for width in (1, 1, H)],
         ),
         out_shape=jax.ShapeDtypeStruct(queries.shape, q.dtype),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=platform() != "tpu",
         name="ragged_attention",
-    )(layer, first, *walk[1:], queries, k[:, :, None], v[:, :, None], *cache)
+    )(layer, first, *walk, queries, k[:, :, None], v[:, :, None], *cache)
     return out.reshape(S, N, H)
 
 
-def _attend_kernel(layer, first, slots, blocks, lengths, q, k, v, keys, values, *rest):
+def _step(core, index, bounds):
+    """The step of a core; past its last one it stays there, so nothing is fetched."""
+    return jnp.minimum(bounds[core] + index, bounds[core + 1] - 1)
+
+
+def _attend_kernel(layer, first, bounds, slots, blocks, lengths, *refs):
+    core, index = pl.program_id(0), pl.program_id(1)
+    step = _step(core, index, bounds)
+    block = blocks[step]
+
+    @pl.when(bounds[core] + index == step)
+    def _():
+        _add_block(block, lengths[slots[step]], *refs)
+
+
+def _add_block(block, length, q, k, v, keys, values, *rest):
     """Adds one block of one slot to a running softmax, which starts from the new token itself."""
     *scales, out, peak, total, mixed = rest
-    step = pl.program_id(0)
-    block, width = blocks[step], keys.shape[-1]
-    filled = lengths[slots[step]] - block * width
+    width = keys.shape[-1]
+    filled = length - block * width
 
     @pl.when(block == 0)
     def _():
@@ -221,6 +248,7 @@ def _append(cache, lengths, token) -> tuple[jax.Array, ...]:
             ],
             out_specs=held,
         ),
+        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel")),
         out_shape=[jax.ShapeDtypeStruct(x.shape, x.dtype) for x in cache],
         input_output_aliases={1 + len(token) + i: i for i in range(len(cache))},
         interpret=platform() != "tpu",

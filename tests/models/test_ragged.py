@@ -8,6 +8,7 @@ import pytest
 from rpg_jax import parallel
 from rpg_jax.models.attention import decode_attention
 from rpg_jax.models.kv_cache import KVCache
+from rpg_jax.models.ragged import _walk
 
 LAYERS, HEAD = 2, 16
 
@@ -74,15 +75,33 @@ def blocks_of_32(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "capacity"),
-    [pytest.param(6, 2, 96, marks=pytest.mark.slow), (3, 1, 80)],
-    ids=["whole", "partial block"],
+    ("heads", "kv_heads", "capacity", "cores"),
+    [pytest.param(6, 2, 96, 1, marks=pytest.mark.slow), (3, 1, 80, 2)],
+    ids=["whole", "partial block, two cores"],
 )
-def test_the_kernel_reads_what_each_slot_has_filled_and_nothing_else(blocks_of_32, heads, kv_heads, capacity):
+def test_the_kernel_reads_what_each_slot_has_filled_and_nothing_else(
+    blocks_of_32, monkeypatch, heads, kv_heads, capacity, cores
+):
+    monkeypatch.setattr("rpg_jax.models.ragged.tensor_cores", lambda: cores)
     cache = random_cache([0, 1, 31, 32, 33, 64, capacity], kv_heads, capacity)
     token = random_token(7, heads, kv_heads)
     expected = np.stack([oracle(token, cache, layer) for layer in range(LAYERS)])
     np.testing.assert_allclose(attend("ragged", token, cache), expected, atol=2e-6)  # f32 rounding of values of order 1
+
+
+@pytest.mark.parametrize(
+    "lengths",
+    [[0, 0], [96, 1], [1, 96], [5, 64, 33, 96, 0, 7, 96], [96] * 8],
+    ids=str,
+)
+def test_two_cores_share_the_blocks_and_each_has_whole_slots(lengths):
+    bounds, slots, blocks, _ = (x.tolist() for x in _walk(jnp.array(lengths, jnp.int32), 96, 32, 2))
+    first, cut, end = bounds
+    per_slot = [max(1, -(-n // 32)) for n in lengths]
+    walked = list(zip(slots, blocks, strict=True))[:end]
+    assert first == 0 and walked == [(slot, block) for slot, count in enumerate(per_slot) for block in range(count)]
+    assert 0 < cut < end and blocks[cut] == 0  # a slot that both had would have half of its sum in each
+    assert abs(cut - end / 2) <= max(per_slot) / 2 or cut in (per_slot[0], end - per_slot[-1])
 
 
 @pytest.mark.slow
