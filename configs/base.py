@@ -28,7 +28,8 @@ FIELDS = Section(
             'JAX_COMPILATION_CACHE_DIR takes precedence. "" keeps none.'),
         platform=Field(optional(str), "tpu, gpu or cpu; the run stops where there is none. Unset: what JAX finds."),
         stop_seconds=Field(25.0, "The longest time from SIGTERM or a preemption notice to the end of the process. An "
-            "unfinished step is done again from the last checkpoint; where steps take minutes, set checkpoint.every=1.",
+            "unfinished step is done again from the last checkpoint, with the groups of checkpoint.journal_gib; where "
+            "updates take minutes, set checkpoint.every=1.",
             "seconds", range="[0, 1e6]"),
         preemption_url=Field("http://metadata.google.internal/computeMetadata/v1/instance/preempted", "The address "
             'that announces the preemption of a TPU VM. "" asks nobody.'),
@@ -132,8 +133,9 @@ FIELDS = Section(
         driver=Field("orchestrator", "The driver of the decoding engine: JetStream's threads (orchestrator) or one "
             "thread on any mesh (lockstep). simple is a plain sampler without the engine, which serves as an oracle.",
             choices="rpg_jax.rollout:DRIVERS"),
-        slots=Field(64, "Completions decoded together, on all hosts. Each host decodes an equal part.", "completions",
-            range="[1, 1e6]"),
+        slots=Field(optional(int), "Completions decoded together on each device. Unset: as many as its memory holds "
+            "beside everything else; 128 on all devices of a process together where that is not known, as on a CPU.",
+            "completions", range="[1, 1e6]"),
         tensor=Field(optional(int), "Devices per copy of the decoding weights. Unset: the trainer's mesh.", "devices",
             range="[1, 1e6]"),
         expert=Field(optional(int), "For a mixture: groups of experts per copy, each on `tensor` devices.", "groups",
@@ -306,6 +308,9 @@ FIELDS = Section(
         "Checkpoints, from which the same command continues.",
         every=Field(10, "Steps between checkpoints; also after the last.", "steps", range="[1, 1e12]"),
         keep=Field(2, "The number of checkpoints that are kept: the newest ones.", "checkpoints", range="[1, 1e6]"),
+        journal_gib=Field(4.0, "The most that each host keeps of the groups that were completed after the newest "
+            "checkpoint. A run that continues samples only what is missing there. Beyond it no group is kept until the "
+            "next checkpoint. A token takes 8 bytes. 0 is off.", "GiB", range="[0, 1e6]"),
         permanent_every=Field(optional(int), "Checkpoints at its multiples stay for ever. Unset: none.", "steps",
             range="[1, 1e12]"),
     ),
@@ -355,7 +360,7 @@ def variant(c: ConfigDict, name: str) -> ConfigDict:
     c.model.compute_dtype = "float32"
     c.task.max_prompt_tokens = min(c.task.max_prompt_tokens, 512)
     c.rollout.prompts_per_step, c.rollout.group_size, c.rollout.max_tokens = 4, 4, 16
-    c.rollout.slots, c.rollout.tensor, c.rollout.expert = 32, None, None
+    c.rollout.slots, c.rollout.tensor, c.rollout.expert = None, None, None
     c.rewards.overlong_buffer = 8
     c.dynamic_sampling.enabled = False
     c.train.steps, c.train.updates_per_step, c.train.microbatch_size = 2, 2, 2

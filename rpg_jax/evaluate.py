@@ -27,6 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--step", type=int, help="checkpoint to evaluate; default: the last")
     parser.add_argument("--folder", help="weights, as model.path; --config says problems, limits, verifier")
     parser.add_argument("--server", help="host:port that samples; --run or --folder says with which tokenizer")
+    parser.add_argument("--server_certificate", help="PEM file that proves the server; without it no TLS")
+    parser.add_argument("--api_key_file", help="file of the server's API key; default: the variable RPG_JAX_API_KEY")
     parser.add_argument("--sets", help="NAME=SOURCE, separated by commas; default: the config's held-out sets")
     parser.add_argument("--rewards", help="as rewards.parts, e.g. by_source; default: the config's")
     count = cli.number(int, 1)
@@ -66,7 +68,10 @@ def evaluate(options: argparse.Namespace) -> int:
             scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
             folder = {"model.path": options.folder, **changes(options)}
             opened = policy.of_config(loaded.config, scratch, changes=folder, **how)
-        return evaluate_policy.evaluate(opened, name, home, k=options.k, server=options.server, out=options.out)
+        reach = {"certificate": options.server_certificate, "api_key_file": options.api_key_file}
+        return evaluate_policy.evaluate(
+            opened, name, home, k=options.k, out=options.out, server=options.server, **reach
+        )
 
 
 def changes(options: argparse.Namespace) -> dict[str, Any]:

@@ -61,14 +61,21 @@ class Qwen(nnx.Module):
         if not config.tie_embeddings:
             self.lm_head = declare.matrix((V, D), ("vocab", "embed"), fan_in=D)
 
-    def __call__(self, tokens: jax.Array, positions: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    def __call__(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        segment_ids: jax.Array,
+        axes: tuple[str, str | None] = ("batch", "length"),
+    ) -> jax.Array:
         """Hidden states [B, T, D] of tokens i32[B, T]; a token attends to itself and earlier tokens of its segment.
 
         Args:
           positions: i32[B, T], from 0 in every segment.
           segment_ids: i32[B, T], 0 for padding.
+          axes: the logical axes of `tokens`.
         """
-        hidden, _ = self._forward(tokens, positions, segment_ids, ("batch", "length"), keep_kv=False)
+        hidden, _ = self._forward(tokens, positions, segment_ids, axes, keep_kv=False)
         return hidden
 
     def prefill(self, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, KVCache]:

@@ -13,15 +13,18 @@ from rpg_jax.models.logical import partition_spec, platform, shards
 
 _LANES = 128
 _BLOCK = 512
+_UNROLLED = 8  # rows of a device, at most, that are attended one by one; packed rows are long and few
+_PADDING = 2**30
 
 
 def splash_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, axes: tuple[str | None, str | None]
 ) -> jax.Array:
-    """`attention.attention` that never holds scores in memory and never computes blocks above the diagonal.
+    """`attention.attention` that never holds scores in memory and never computes a block that the mask leaves empty.
 
-    On a mesh each device takes its rows, its heads and its stretch of the queries, against all keys of the row. The
-    kernel is for TPUs; elsewhere it is interpreted, slowly.
+    Such are the blocks above the diagonal and, in rows that completions share, the blocks of one completion's queries
+    and another's keys. On a mesh each device takes its rows, its heads and its stretch of the queries, against all keys
+    of the row. The kernel is for TPUs; elsewhere it is interpreted, slowly.
     """
     T, H = q.shape[1], q.shape[3]
     length_shards, head_shards = shards(axes[1]), shards("act_heads")
@@ -62,10 +65,47 @@ def _rows(kernel, q, k, v, q_segments, kv_segments) -> jax.Array:
 
 
 def _kernel(kernel, q, k, v, q_segments, kv_segments):
-    def row(q, k, v, q_segments, kv_segments):
-        return kernel(q, k, v, segment_ids=kernels.SegmentIds(q_segments, kv_segments))
+    def row(q, k, v, q_segments, kv_segments, skips=False):
+        run = _skipping(kernel, q_segments, kv_segments) if skips else kernel
+        return run(q, k, v, segment_ids=kernels.SegmentIds(q_segments, kv_segments))
 
-    return jax.vmap(row)(q, k, v, q_segments, kv_segments)
+    rows = q, k, v, q_segments, kv_segments
+    if kernel.fwd_mask_info.block_mask.shape[-1] == 1 or len(q) > _UNROLLED:
+        return jax.vmap(row)(*rows)
+    return jnp.stack([row(*one, skips=True) for one in zip(*rows, strict=True)])
+
+
+def _skipping(kernel, q_segments: jax.Array, kv_segments: jax.Array):
+    """The causal kernel that also skips the blocks without a query and a key of one segment, for one row."""
+    causal = kernel.fwd_mask_info
+    needed = needed_blocks(causal.q_sequence, q_segments, kv_segments, len(kv_segments) // causal.block_mask.shape[-1])
+    nq, nk = needed.shape
+    # A skipped step fetches for the next one that is not: along the keys, then along the queries; for the gradients of
+    # keys and values along the queries.
+    step = jnp.where(needed, jnp.arange(nq * nk).reshape(nq, nk), nq * nk).ravel()
+    after = jax.lax.cummin(step, reverse=True)
+    of_keys = (jnp.where(after < nq * nk, after, after[0]) % nk).reshape(nq, nk)
+    below = jax.lax.cummin(jnp.where(needed, jnp.arange(nq)[:, None], nq), reverse=True)
+    of_queries = jnp.where(below < nq, below, below[0]) % nq
+    along_keys, along_queries = (
+        causal._replace(data_next=x[None], block_mask=needed[None].astype(jnp.int32)) for x in (of_keys, of_queries)
+    )
+    return kernels.SplashAttentionKernel(along_keys, along_keys, along_queries, **kernel.kwargs)
+
+
+def needed_blocks(positions: jax.Array, q_segments: jax.Array, kv_segments: jax.Array, block: int) -> jax.Array:
+    """bool[nq, nk]: whether a query of one block may attend to a key of another. Blocks of padding see themselves.
+
+    Args:
+      positions: i32[Tq], of the queries in their row.
+      q_segments, kv_segments: i32[Tq] and i32[Tk], both a whole number of blocks.
+      block: tokens of a block.
+    """
+    keys = jnp.arange(len(kv_segments))
+    q_ids = jnp.where(q_segments > 0, q_segments, _PADDING + positions // block).reshape(-1, block)
+    kv_ids = jnp.where(kv_segments > 0, kv_segments, _PADDING + keys // block).reshape(-1, block)
+    below = positions.reshape(-1, block).max(1)[:, None] >= keys[::block]
+    return below & (q_ids.max(1)[:, None] >= kv_ids.min(1)) & (q_ids.min(1)[:, None] <= kv_ids.max(1))
 
 
 _attend = jax.custom_vjp(_kernel)

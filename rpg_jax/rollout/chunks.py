@@ -75,11 +75,14 @@ class Chunk:
 
 
 class Finish:
-    """Counts down the rows of a request, `groups`. After the first `enough` complete groups, it cancels all others."""
+    """Counts down the rows of a request, `groups`. After the first `enough` complete groups, it cancels all others.
+
+    A group that is done already has no rows.
+    """
 
     def __init__(self, request: Request, groups: Sequence[Sequence[Row]]):
         self._groups, self._left, self._on_group = groups, [len(rows) for rows in groups], request.on_group
-        self._wanted = len(groups) if request.enough is None else request.enough
+        self._wanted = sum(map(bool, groups)) if request.enough is None else request.enough
 
     @property
     def over(self) -> bool:
@@ -110,6 +113,8 @@ class Planner:
     def plan(self, request: Request) -> tuple[list[list[Row]], list[Chunk]]:
         """Rows [P][G] in the order of the prompts, and chunks in the order in which they should run.
 
+        A prompt that is done has no rows, but its place in a chunk; a chunk without rows is left out.
+
         Prompts with the longest completions so far, on average, come first, then the longest prompts. If only some
         groups are wanted (`enough`), earlier completions do not count.
 
@@ -120,7 +125,7 @@ class Planner:
         groups = [
             [
                 Row(0, len(prompt), request.counters(place, index), request.sampling, group=place)
-                for index in range(request.group_size)
+                for index in range(0 if place in request.done else request.group_size)
             ]
             for place, prompt in enumerate(request.prompts)
         ]
@@ -128,13 +133,14 @@ class Planner:
         return groups, self._chunks(request.prompts, order, groups)
 
     def completions(self, request: Request, groups: Sequence[Sequence[Row]], version: int) -> list[list[Completion]]:
-        """The completions of complete rows that began under weights of `version`; [] for each cancelled group.
+        """The completions of complete rows that began under weights of `version`; [] for each group that
+        is done already or cancelled.
 
         Raises:
           RolloutError: log-probabilities that are not finite, or tokens of other weights where `mixed` does not allow
             them.
         """
-        groups = [[] if group[0].cancelled else group for group in groups]
+        groups = [[] if group and group[0].cancelled else group for group in groups]
         others = {v for group in groups for row in group for v, _ in row.spans} - {version}
         if others and not self._decoding.mixed:
             raise RolloutError(
@@ -177,7 +183,7 @@ class Planner:
                 for completion in groups[i]:
                     completion.prompt_row = row
             chunks.append(Chunk(tokens, lengths, [row for i in taken for row in groups[i]]))
-        return chunks
+        return [chunk for chunk in chunks if chunk.rows]
 
 
 def _longest_first(request: Request, expected: Mapping[int, float]) -> list[int]:

@@ -19,9 +19,27 @@ from flax import nnx
 from rpg_jax import parallel
 from rpg_jax.models import QwenConfig
 from rpg_jax.rollout.decode_state import DecodeState, Drawn, Insertions, Prefix
-from rpg_jax.rollout.decoding import Decoding, attention_bucket
+from rpg_jax.rollout.decoding import Decoding, attention_bucket, prompt_bucket
 from rpg_jax.rollout.sampling import token_keys
 from rpg_jax.rollout.weights import Weights
+
+TOP_TOKENS = 20
+_SCORED_TOGETHER = 128  # positions whose logits exist at one time
+
+
+class Scores(NamedTuple):
+    """The model's own log-probabilities of a text's tokens, at temperature 1 and without truncation.
+
+    Entry t is about token t given those before it. Entry 0 has no meaning, because nothing comes before it.
+
+    Attributes:
+      logprobs: f32[T], of the text's tokens.
+      top_logprobs, top_ids: f32[T, K] and i32[T, K], of the K most probable tokens, the best first.
+    """
+
+    logprobs: Any
+    top_logprobs: Any
+    top_ids: Any
 
 
 class QwenEngine:
@@ -88,6 +106,14 @@ class QwenEngine:
         taken = int(drawn.counts.max())
         return replace(drawn, tokens=drawn.tokens[:, :taken], logprobs=drawn.logprobs[:, :taken])
 
+    def score(self, tokens: np.ndarray) -> Scores:
+        """The scores of the tokens i32[T] of a text, on the host, with K = `TOP_TOKENS` or the vocabulary's size."""
+        padded = np.zeros(prompt_bucket(len(tokens), self.decoding.capacity), np.int32)
+        padded[: len(tokens)] = tokens
+        with self.weights.pinned() as params, self._scope():
+            scores = self._programs.score(params, padded, np.int32(len(tokens)))
+        return jax.tree.map(lambda x: np.roll(x, 1, axis=0)[: len(tokens)], jax.device_get(scores))
+
     def lower(self, prompts: int, length: int) -> dict[str, jax.stages.Lowered]:
         """The programs "prefill", of `prompts` prompts of `length` tokens, and "decode", over a full cache, uncompiled.
 
@@ -116,6 +142,7 @@ class _Programs(NamedTuple):
 
     init: Callable[..., DecodeState]
     prefill: jax.stages.Wrapped
+    score: jax.stages.Wrapped
     insert: jax.stages.Wrapped
     stop: jax.stages.Wrapped
     generate: jax.stages.Wrapped
@@ -145,6 +172,7 @@ def _make_programs(
     return _Programs(
         init=jax.jit(empty, out_shardings=state),
         prefill=jax.jit(functools.partial(_prefill_prompts, graphdef)),
+        score=jax.jit(functools.partial(_score_text, graphdef), out_shardings=drawn),
         insert=jax.jit(DecodeState.insert, donate_argnums=0, out_shardings=state),
         stop=jax.jit(DecodeState.stop, donate_argnums=0, out_shardings=state),
         generate=jax.jit(generate, donate_argnums=1, static_argnums=3, out_shardings=(state, drawn)),
@@ -156,6 +184,21 @@ def _prefill_prompts(graphdef: nnx.GraphDef, params: Any, tokens: jax.Array, len
     module = nnx.merge(graphdef, params)
     with module.full_precision():
         return Prefix(*module.prefill(tokens, lengths))
+
+
+def _score_text(graphdef: nnx.GraphDef, params: Any, tokens: jax.Array, length: jax.Array) -> Scores:
+    """Scores of the token that follows each of the `length` tokens of i32[T]."""
+    module = nnx.merge(graphdef, params)
+    positions = jnp.arange(tokens.size)[None]
+
+    def scores(inputs):
+        hidden, following = inputs
+        logprobs = jax.nn.log_softmax(module.logits(hidden))
+        return Scores(logprobs[following], *jax.lax.top_k(logprobs, min(TOP_TOKENS, logprobs.size)))
+
+    with module.full_precision():
+        hidden = module(tokens[None], positions, (positions < length).astype(jnp.int32), axes=("prompts", None))
+        return jax.lax.map(scores, (hidden[0], jnp.roll(tokens, -1)), batch_size=_SCORED_TOGETHER)
 
 
 def _decode_steps(

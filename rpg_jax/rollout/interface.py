@@ -26,6 +26,8 @@ class Request:
       enough: the number of groups that are wanted; None for all. The first groups to be complete are kept, which
         favours short completions. The others are cancelled and come back empty. Which groups are first depends on the
         driver and its slots, and with "orchestrator" on timing too.
+      done: places of prompts whose groups the caller already has. They come back empty and are not sampled; other
+        prompts run in programs of the same shapes as if they were. Not together with `enough`.
       on_group: receives each kept group once, as soon as it is complete. Other threads wait while it runs, so it should
         only note the group down.
 
@@ -40,12 +42,15 @@ class Request:
     seed: int
     step: int
     enough: int | None = None
+    done: frozenset[int] = frozenset()
     on_group: OnGroup | None = None
 
     def __post_init__(self):
         stop, prompts = self.sampling.stop_token_ids, len(self.prompts)
         if self.enough is not None and not 0 < self.enough <= prompts:
             raise ValueError(f"enough must be from 1 to {prompts}, the number of prompts, got {self.enough}")
+        if self.done and self.enough is not None:
+            raise ValueError(f"done={sorted(self.done)} cannot be together with enough={self.enough}")
         if len(self.prompt_ids) != prompts:
             raise ValueError(f"{prompts} prompts but {len(self.prompt_ids)} prompt_ids; give one id per prompt")
         if self.group_size < 1:

@@ -20,7 +20,8 @@ from rpg_jax.types import Completion
 class SimpleRollout(Rollout):
     """Decodes all completions of a request as one batch, until the last one stops.
 
-    It uses only the capacity and `int8_kv` of the `decoding`: it has no slots, and decodes on the weights' devices.
+    Prompts that are done are decoded too, because the batch is one. Of the `decoding` it uses the capacity and
+    `int8_kv`: it has no slots, and decodes on the weights' devices.
     """
 
     def __init__(self, config: QwenConfig, graphdef: nnx.GraphDef, weights: Weights, decoding: Decoding):
@@ -59,10 +60,11 @@ class SimpleRollout(Rollout):
             for t, p, n in zip(*drawn, strict=True)
         ]
         groups = [completions[i : i + group_size] for i in range(0, len(completions), group_size)]
-        first = np.argsort(counts.reshape(-1, group_size).max(1), kind="stable")[: request.enough]
+        by_length = np.argsort(counts.reshape(-1, group_size).max(1), kind="stable")
+        first = [int(i) for i in by_length if i not in request.done][: request.enough]
         if request.on_group is not None:
             for i in first:
-                request.on_group(int(i), groups[i])
+                request.on_group(i, groups[i])
         return [group if i in first else [] for i, group in enumerate(groups)]
 
 

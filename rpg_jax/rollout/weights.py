@@ -57,6 +57,7 @@ class Weights:
     ):
         self.lock = threading.RLock()
         self._layout, self._elsewhere = None, None
+        self._checksum: int | None = None
         if int8 and shardings is not None:
             shardings = quantized_shardings(shardings, params)
         if _apart(params, shardings):
@@ -83,7 +84,7 @@ class Weights:
             moved = jax.device_put(self._converted(params), self._elsewhere)
         with self.lock:
             self._params = self._converted(params) if moved is None else moved
-            self._version = version
+            self._version, self._checksum = version, None
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[Params]:
@@ -92,9 +93,11 @@ class Weights:
             yield self._params
 
     def checksum(self) -> int:
-        """Checksum of the weights as the rollout reads them."""
+        """Checksum of the weights as the rollout reads them, computed once after each sync."""
         with self.pinned() as params:
-            return weights_checksum(params)
+            if self._checksum is None:
+                self._checksum = weights_checksum(params)
+            return self._checksum
 
     def verify(self, params: Params | Staged) -> None:
         """Compares the rollout's weights with `params`, brought into the rollout's dtype and layout.
@@ -104,7 +107,8 @@ class Weights:
         """
         trainer = _number(params.checksum) if isinstance(params, Staged) else weights_checksum(self._converted(params))
         with self.pinned() as mine:
-            if (own := weights_checksum(mine)) != trainer:
+            self._checksum = own = weights_checksum(mine)
+            if own != trainer:
                 raise RolloutError(
                     f"the rollout's weights (version {self._version}, checksum {own:016x}) are not the trainer's "
                     f"(checksum {trainer:016x}): completions would come from another policy than the one trained; "

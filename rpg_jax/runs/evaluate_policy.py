@@ -16,13 +16,22 @@ from rpg_jax.rollout import Rollout
 from rpg_jax.runs import evaluation, run_folder
 from rpg_jax.runs.experiment import Experiment, evaluation_generator, make_rollout, make_scorer
 from rpg_jax.runs.policy import Policy
+from rpg_jax.runs.sampling_layout import make_decoding
 from rpg_jax.storage import json_files, write_atomically
 
 _COMPLETIONS_PER_SLOT = 4  # in one call: enough that the slots rarely idle at its end
 
 
 def evaluate(
-    policy: Policy, name: str, home: storage.Folder, *, k: int | None, server: str | None, out: str | None
+    policy: Policy,
+    name: str,
+    home: storage.Folder,
+    *,
+    k: int | None,
+    out: str | None,
+    server: str | None,
+    certificate: str | None = None,
+    api_key_file: str | None = None,
 ) -> int:
     """Evaluates `policy` on the held-out sets of its config; returns the exit code.
 
@@ -30,8 +39,9 @@ def evaluate(
       name: the policy's name in titles and file names.
       home: the folder in whose `evaluations` the results lie by default.
       k: completions per problem. None: as many as its source repeats it, else `evaluation.k`.
-      server: host:port of a server that samples in place of a rollout in this process.
       out: the folder of the results.
+      server: host:port of a server that samples in place of a rollout in this process.
+      certificate, api_key_file: see `GrpcRollout.connect` and `ApiKey.find`.
 
     Raises:
       ValueError: `out` holds another evaluation; the message names what differs.
@@ -39,17 +49,22 @@ def evaluate(
     experiment = policy.experiment
     run_folder.use_compilation_cache(experiment.config)
     print("".join(f"{note}\n" for note in experiment.notes), end="")
+    slots = make_decoding(experiment.layout).slots * experiment.layout.decoding_hosts
     with experiment.layout.activate():
         if server:
+            from rpg_jax.rollout.serving.access import ApiKey
             from rpg_jax.rollout.serving.client import GrpcRollout  # needs JetStream, which other evaluations may lack
 
-            rollout: Rollout = GrpcRollout(server, parallel=experiment.config.rollout.slots)
+            key = ApiKey.find(api_key_file)
+            rollout: Rollout = GrpcRollout.connect(server, certificate=certificate, key=key, parallel=slots)
         else:
             rollout = make_rollout(experiment.layout, policy.params)
         try:
             settings = settings_of(policy, name, k, server or f"{rollout.weights_checksum():016x}")
             folder = open_folder(out, home.files / "evaluations" / f"{name}-step-{policy.step}", settings)
-            records = sample(experiment, rollout, folder / "completions.jsonl", policy.step, k)
+            records = sample(
+                experiment, rollout, folder / "completions.jsonl", policy.step, k, _COMPLETIONS_PER_SLOT * slots
+            )
         except KeyboardInterrupt:
             print("stopped; what was sampled is kept, and the same command continues")
             return 128 + signal.SIGINT
@@ -99,14 +114,17 @@ def open_folder(out: str | None, stem: Path, settings: dict[str, Any]) -> Path:
 
 
 def sample(
-    experiment: Experiment, rollout: Rollout, file: Path, step: int, k: int | None
+    experiment: Experiment, rollout: Rollout, file: Path, step: int, k: int | None, completions: int
 ) -> dict[str, list[evaluation.Record]]:
-    """The records of every set; samples records that `file` does not have yet, and adds them to it."""
+    """The records of every set; samples records that `file` does not have yet, and adds them to it.
+
+    A call of the rollout samples about `completions`.
+    """
     c = experiment.config
     chunks = evaluation.plan(
         experiment.task.held_out,
         lambda problem: k or (problem.samples if problem.samples > 1 else c.evaluation.k),
-        completions=_COMPLETIONS_PER_SLOT * c.rollout.slots,
+        completions=completions,
     )
     records: dict[str, list[evaluation.Record]] = {chunk.set: [] for chunk in chunks}
     total, done, right = sum(len(chunk.keys) for chunk in chunks), 0, 0

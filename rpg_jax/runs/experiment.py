@@ -13,11 +13,12 @@ from rpg_jax import data, models, rewards, rollout, storage
 from rpg_jax.parallel import hosts
 from rpg_jax.runs import processes
 from rpg_jax.runs.drift import Drift
-from rpg_jax.runs.layout import Layout, fitting_layout, make_decoding, make_layout, row_shape
+from rpg_jax.runs.layout import Layout, make_layout, row_shape
 from rpg_jax.runs.learner import Learner, learner_programs, offloaded, policy_objective
 from rpg_jax.runs.problems import Task, encoder
 from rpg_jax.runs.resolve import loss_arguments, reward_arguments
 from rpg_jax.runs.rollout_files import RolloutFiles, token_numbers
+from rpg_jax.runs.sampling_layout import fitting_layout, make_decoding
 from rpg_jax.storage.snapshots import Snapshots
 from rpg_jax.training.ahead import AheadCollector
 from rpg_jax.training.collect import Collector, DynamicSampling, collect

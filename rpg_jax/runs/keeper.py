@@ -1,4 +1,4 @@
-"""Saving and resuming a run: the checkpoints, and the reference's snapshots that they need."""
+"""Saving and resuming a run: its checkpoints, the reference's snapshots that they need, and the journal after them."""
 
 import time
 from collections.abc import Mapping
@@ -7,15 +7,24 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from rpg_jax import storage
+from rpg_jax.rollout import Rollout, find_driver
+from rpg_jax.rollout.journaled import JournaledRollout
 from rpg_jax.runs import run_folder
+from rpg_jax.runs.layout import Layout
+from rpg_jax.runs.sampling_layout import make_decoding
 from rpg_jax.storage.checkpoints import Checkpoints
 from rpg_jax.storage.integrity import Refused
+from rpg_jax.storage.journal import Journal
 from rpg_jax.training.reference import Reference
 from rpg_jax.training.state import TrainState
 
 
 class Keeper:
-    """Keeps the checkpoints of a run in its folder, and knows which reference snapshot each needs."""
+    """Keeps the checkpoints of a run in its folder, and knows which reference snapshot each needs.
+
+    Attributes:
+      journal: of the groups that were sampled after the newest complete checkpoint; None if it is switched off.
+    """
 
     def __init__(self, config: ConfigDict, folder: storage.Folder):
         c = config.checkpoint
@@ -26,6 +35,8 @@ class Keeper:
             permanent_every=c.permanent_every,
             identity=run_folder.identity(config),
         )
+        limit = int(c.journal_gib * 2**30)
+        self.journal = Journal(folder.home / "journal", max_bytes=limit) if limit else None
         self._references = {step: self._reference_of(step) for step in self.checkpoints.steps()}
 
     @property
@@ -38,6 +49,7 @@ class Keeper:
         last = self.checkpoints.restore_last(like, lambda record: reference.check(record["reference"]))
         assert last is not None, "there was a checkpoint a moment ago"
         self._references = {step: self._reference_of(step) for step in self.checkpoints.steps()}
+        self._prune_journal(last[0])
         return last
 
     def save(self, step: int, state: TrainState, record: Mapping[str, Any], reference: Reference) -> None:
@@ -52,12 +64,38 @@ class Keeper:
         known = [number for number in needed if number is not None]
         if len(known) == len(needed):
             reference.prune(known)
+        if earlier:
+            self._prune_journal(earlier[-1])  # complete: a save waits for the one before
         self.seconds = time.perf_counter() - started
+
+    def journaled(self, layout: Layout, own: Rollout) -> Rollout:
+        """`own` with the journal before it; `own` itself without a journal, or where weights change within a group."""
+        c = layout.config
+        if self.journal is None or make_decoding(layout).mixed:
+            return own
+        settings = {"driver": c.rollout.driver, "int8_kv": c.rollout.int8_kv, "compute_dtype": c.model.compute_dtype}
+        spans_hosts = find_driver(c.rollout.driver).spans_hosts
+        return JournaledRollout(own, self.journal, settings, spans_hosts=spans_hosts)
+
+    def finish(self, step: int) -> None:
+        """Waits for the checkpoint of `step`, the last of this process, and drops the journal of the steps before."""
+        self.checkpoints.wait()
+        self._prune_journal(step)
 
     def take_seconds(self) -> float:
         """Seconds that starting a checkpoint took since this was asked last."""
         taken, self.seconds = self.seconds, 0.0
         return taken
+
+    def close(self) -> None:
+        """Finishes what is being written, and ends the threads."""
+        self.checkpoints.close()
+        if self.journal is not None:
+            self.journal.close()
+
+    def _prune_journal(self, steps: int) -> None:
+        if self.journal is not None:
+            self.journal.prune(steps)  # steps are counted from 0 there
 
     def _reference_of(self, step: int) -> int | None:
         """The reference snapshot that a checkpoint needs; None where its record cannot be read."""

@@ -1,10 +1,7 @@
-"""The server of a policy: its JetStream driver behind gRPC and HTTP, with TLS from files."""
+"""The server of a policy: its JetStream driver behind gRPC and HTTP."""
 
-import ssl
-from pathlib import Path
+import functools
 from typing import Any
-
-import grpc
 
 from rpg_jax.rollout.jetstream.compat import JetstreamMetricsCollector
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
@@ -13,22 +10,16 @@ from rpg_jax.runs.experiment import make_rollout
 from rpg_jax.runs.policy import Policy
 
 
-def make_policy_server(
-    policy: Policy, *, temperature: float, certificate: str | None, key: str | None, **options: Any
-) -> Server:
+def make_policy_server(policy: Policy, *, temperature: float, **options: Any) -> Server:
     """The running server of `policy`, whose config must name the driver "orchestrator".
 
-    Requests that name no temperature have `temperature`. `certificate` and `key` are PEM files; without them there is
-    no TLS, and the server listens on the loopback interface alone. `options` are further arguments of `Server`.
+    Requests that name no temperature have `temperature`. `options` are further arguments of `Server`.
     """
-    experiment, credentials, tls = policy.experiment, None, None
-    if certificate is not None and key is not None:
-        credentials = grpc.ssl_server_credentials([(Path(key).read_bytes(), Path(certificate).read_bytes())])
-        tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-        tls.load_cert_chain(certificate, key)
+    experiment = policy.experiment
     with experiment.layout.activate():
         made = make_rollout(experiment.layout, policy.params)
         assert isinstance(made, JetStreamRollout), "the driver is the orchestrator"
         rollout = JetStreamRollout(made.engine, keep_state=True, metrics_collector=JetstreamMetricsCollector())
-        sampling = experiment.sampling(temperature)
-        return Server(rollout, experiment.tokenizer, sampling, credentials=credentials, http_tls=tls, **options)
+        chat, thinking = experiment.tokenizer.chat, experiment.config.task.thinking
+        options["render"] = None if chat is None else functools.partial(chat, thinking=thinking)
+        return Server(rollout, experiment.tokenizer, experiment.sampling(temperature), **options)

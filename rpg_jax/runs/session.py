@@ -78,7 +78,8 @@ class Session:
         closing.callback(rollout.close)
         if self.keeper.is_new and config.warm_start.enabled:
             params = warm_started(experiment, params, rollout, scorer, folder.files, self.watchdog.beat)
-        self.algorithm = make_algorithm(experiment, learner, rollout, scorer, folder, self.watchdog.beat)
+        journaled = self.keeper.journaled(experiment.layout, rollout)
+        self.algorithm = make_algorithm(experiment, learner, journaled, scorer, folder, self.watchdog.beat)
         closing.callback(self.algorithm.collector.close)
         generator = evaluation_generator(experiment, rollout, scorer, self.watchdog.beat)
         parts = generator, scorer, rollout, learner.optimizer, self.watchdog.beat
@@ -86,7 +87,7 @@ class Session:
         self.held_out = HeldOut(experiment.task.held_out, *parts, drift)
         self.log = RunLog(folder.files, samples=config.log.samples_per_step)
         closing.callback(self.log.close)
-        closing.callback(self.keeper.checkpoints.close)
+        closing.callback(self.keeper.close)
         self.now = Position(learner.create(params))
         if not self.keeper.is_new:
             self._resume(learner.like)
@@ -105,7 +106,7 @@ class Session:
                 if stopped := self._after(step, progress):
                     break
             if stopped:
-                self.keeper.checkpoints.wait()
+                self.keeper.finish(now.step)
                 self.stop.saved()
         if stopped and (now.step < c.train.steps or now.owed):
             print(f"stopped after step {now.step} and saved; the same command continues")
@@ -168,11 +169,12 @@ class Session:
         return self.now.step % every == 0 or self.now.step == self.config.train.steps
 
     def _costs(self) -> dict[str, float]:
-        """Compilations of the step, the host's memory, and seconds to start the checkpoint before the step."""
+        """Compilations of the step, the host's memory and journal, seconds to start the checkpoint before the step."""
         programs, seconds = self.compilations.take()
         saving = self.keeper.take_seconds()
         counted = {"time/compilations": len(programs), "time/compiling": seconds, "time/checkpoint": saving}
-        return counted | host_metrics()
+        journal = {} if self.keeper.journal is None else self.keeper.journal.take_counts()
+        return counted | journal | host_metrics()
 
     def _evaluated(self, values: dict[str, float]) -> dict[str, float]:
         """Evaluates the step whose other metrics are `values`, writes its line, and returns all its metrics."""
@@ -216,7 +218,7 @@ class Session:
         return trackers
 
     def _finish(self) -> int:
-        self.keeper.checkpoints.wait()
+        self.keeper.finish(self.now.step)
         checksum = weights_checksum(self.now.state.params)
         if not hosts.is_first():
             return 0

@@ -22,7 +22,7 @@ from typing import BinaryIO
 
 from etils import epath
 
-_WEIGHTS = ("checkpoints", "reference")  # subfolders of a run that are written in place
+_IN_PLACE = ("checkpoints", "reference", "journal")  # subfolders of a run that are written there directly
 _COPY_SECONDS = 30.0
 
 
@@ -119,7 +119,7 @@ class Folder:
     """A run's folder, local or in a bucket; a context that keeps the bucket up to date until it ends.
 
     Attributes:
-      home: the folder that lasts; weights are written to it directly.
+      home: the folder that lasts; weights and the journal are written to it directly.
       files: the local folder of all other files. It is `home` itself or, for a bucket, a temporary folder that starts
         empty. Its changes are copied to the bucket every half minute, at `push`, and at the end.
     """
@@ -161,8 +161,8 @@ class Folder:
         return target
 
     def fetch(self) -> None:
-        """Copies everything except weights from the bucket to `files`."""
-        for name, path in _files(self.home, skipped=_WEIGHTS) if self._remote else ():
+        """Copies everything except weights and the journal from the bucket to `files`."""
+        for name, path in _files(self.home, skipped=_IN_PLACE) if self._remote else ():
             file = self.files / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(path.read_bytes())

@@ -15,6 +15,7 @@ from rpg_jax import train
 from rpg_jax.runs import evaluation
 from rpg_jax.runs.session import Session
 from rpg_jax.storage.checkpoints import Checkpoints
+from rpg_jax.storage.journal import _Writer
 from rpg_jax.training.collect import Collector
 from rpg_jax.training.generate import GroupGenerator
 from rpg_jax.training.reference import Reference
@@ -26,6 +27,7 @@ POINTS = {
     "evaluation": (evaluation, "records"),
     "reference": (Reference, "_move"),
     "sync": (Collector, "sync"),
+    "journal": (_Writer, "_write"),
 }
 
 

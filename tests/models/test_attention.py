@@ -10,6 +10,7 @@ import pytest
 from rpg_jax import parallel
 from rpg_jax.models.attention import _chosen, attention
 from rpg_jax.models.logical import constrain
+from rpg_jax.models.splash import needed_blocks
 
 
 def random_inputs(B=2, T=128, N=4, K=2, H=16, dtype=jnp.float32):
@@ -72,10 +73,35 @@ def test_blocks_of_queries_change_no_gradient(monkeypatch):
 @pytest.mark.parametrize(
     "shape", [pytest.param({}, marks=pytest.mark.slow), {"T": 150, "K": 4, "B": 1}], ids=["one block", "padded to two"]
 )
-def test_splash_interpreted_equals_xla(shape):
+def test_splash_interpreted_equals_xla(monkeypatch, shape):
+    monkeypatch.setattr("rpg_jax.models.splash._BLOCK", 128)
     inputs = random_inputs(**shape)
     expected = value_and_gradient("xla", inputs)
     assert_same(value_and_gradient("splash", inputs), expected, inputs[3], atol=2e-4, rtol=1e-4)
+
+
+def test_splash_skips_the_blocks_of_other_completions(monkeypatch):
+    monkeypatch.setattr("rpg_jax.models.splash._BLOCK", 128)
+    q, k, v, _ = random_inputs(B=1, T=256, N=1, K=1)
+    segment_ids = 1 + (jnp.arange(256) >= 128).astype(jnp.int32)[None]
+    expected = jax.jit(attention)(q, k, v, segment_ids)
+    poisoned = v.at[:, :128].set(jnp.nan)  # a block that is computed multiplies it by zero, which is NaN
+    got = jax.jit(lambda *inputs: attention(*inputs, implementation="splash"))(q, k, poisoned, segment_ids)
+    np.testing.assert_allclose(got[:, 128:], expected[:, 128:], atol=1e-5)  # f32 rounding
+
+
+@pytest.mark.parametrize(
+    "lengths", [[8], [4, 4], [5, 2], [1, 1, 1, 1, 1], [3], [2, 6], []], ids=lambda lengths: "-".join(map(str, lengths))
+)
+@pytest.mark.parametrize("first", [0, 4], ids=["whole row", "second half of the queries"])
+def test_needed_blocks_are_those_with_a_pair_of_one_completion(lengths, first):
+    segments = np.repeat([*range(1, len(lengths) + 1), 0], [*lengths, 8 - sum(lengths)])
+    positions = np.arange(first, 8)
+    attended = (positions[:, None] >= np.arange(8)) & (segments[first:, None] == segments) & (segments > 0)
+    padding = np.eye(8, dtype=bool)[first:] & (segments == 0)
+    expected = (attended | padding).reshape(-1, 2, 4, 2).any((1, 3))
+    got = needed_blocks(jnp.array(positions), jnp.array(segments[first:]), jnp.array(segments), 2)
+    np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.parametrize(

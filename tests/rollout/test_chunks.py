@@ -12,11 +12,11 @@ from rpg_jax.rollout.chunks import Planner
 from rpg_jax.types import Sampling
 
 
-def chunks(lengths, capacity, prefill_tokens):
+def chunks(lengths, capacity, prefill_tokens, done=()):
     decoding = rollout.Decoding(slots=8, capacity=capacity, prefill_tokens=prefill_tokens)
     engine = types.SimpleNamespace(config=types.SimpleNamespace(vocab_size=50), decoding=decoding)
     prompts = [np.full(n, n % 50, np.int32) for n in lengths]
-    request = rollout.Request(prompts, range(len(prompts)), 2, Sampling(max_tokens=8), seed=0, step=0)
+    request = rollout.Request(prompts, range(len(prompts)), 2, Sampling(max_tokens=8), 0, 0, done=frozenset(done))
     return prompts, *Planner(engine).plan(request)
 
 
@@ -38,3 +38,16 @@ def test_every_prompt_is_in_one_chunk_of_its_length_and_every_row_names_it():
             length = chunk.lengths[row.prompt_row]
             np.testing.assert_array_equal(chunk.tokens[row.prompt_row, :length], prompts[row.group])
             assert row in groups[row.group]
+
+
+def test_prompts_that_are_done_leave_the_prefills_of_the_others_as_they_are():
+    lengths = [3, 40, 17, 5, 33, 16, 1, 20, 20]
+    done = {1, 3, 4, 7}
+    prompts, groups, made = chunks(lengths, 64, 64, done)
+    whole = chunks(lengths, 64, 64)[2]
+    assert [len(group) for group in groups] == [0 if place in done else 2 for place in range(len(prompts))]
+    assert len(made) < len(whole), "a chunk of done prompts alone is left out"
+    kept = [chunk for chunk in whole if {row.group for row in chunk.rows} - done]
+    for chunk, full in zip(made, kept, strict=True):
+        np.testing.assert_array_equal(chunk.tokens, full.tokens)
+        assert [row.prompt_row for row in chunk.rows] == [r.prompt_row for r in full.rows if r.group not in done]

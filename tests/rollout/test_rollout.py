@@ -16,8 +16,11 @@ from configs import tiny
 from rpg_jax import losses, models, parallel
 from rpg_jax.models.quantized import Int8, quantized
 from rpg_jax.rollout import DRIVERS, RolloutError
+from rpg_jax.rollout.journaled import JournaledRollout
 from rpg_jax.rollout.lockstep import LockstepRollout
-from rpg_jax.runs.layout import make_decoding, make_layout
+from rpg_jax.runs.layout import make_layout
+from rpg_jax.runs.sampling_layout import make_decoding
+from rpg_jax.storage.journal import Journal
 from rpg_jax.types import Sampling
 
 DRIVERS_AND_SLOTS = [
@@ -51,6 +54,26 @@ def test_a_completion_depends_on_its_own_counters_and_prompt_only(build, work, e
     prompts, prompt_ids = [work.prompts[i] for i in order], [work.prompt_ids[i] for i in order]
     part = sampler.generate(replace(work, prompts=prompts, prompt_ids=prompt_ids, group_size=3))
     assert is_same(part, [expected[i][:3] for i in order])
+
+
+@pytest.mark.parametrize("driver", DRIVERS)
+def test_every_driver_continues_after_a_kill_to_the_same_bits(build, work, tmp_path, driver):
+    def process():
+        told = []
+        journal = Journal(tmp_path, max_bytes=1 << 20)
+        request = replace(work, on_group=lambda place, group: told.append((place, group)))
+        groups = JournaledRollout(build(driver), journal, {}).generate(request)
+        journal.close()
+        assert sorted(place for place, _ in told) == list(range(10)) and all(groups[p] == group for p, group in told)
+        return [[(c.tokens.tolist(), c.logprobs.tobytes(), c.finish_reason) for c in g] for g in groups], journal
+
+    straight, _ = process()
+    file = tmp_path / "3" / "0.groups"
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    resumed, journal = process()
+    found, sampled = journal.take_counts().values()
+    assert 8 < found < 32 and found + sampled == 40
+    assert resumed == straight
 
 
 @pytest.mark.parametrize("change", [{"seed": 12}, {"step": 4}, {"prompt_ids": list(range(10))}])

@@ -9,6 +9,7 @@ import pytest
 
 from rpg_jax import models, parallel
 from rpg_jax.rollout import RolloutError, Weights, weights_checksum
+from rpg_jax.rollout import weights as weights_module
 
 
 def tree(dtype=jnp.float32):
@@ -72,6 +73,20 @@ def test_corrupted_sampler_weights_raise_the_alarm(build, model):
         assert sampler.weights_checksum() != weights_checksum(params)
     finally:
         sampler.sync_weights(params, 0)
+
+
+def test_the_checksum_is_computed_once_a_sync_and_a_verification_always_computes_it(monkeypatch):
+    computed = []
+    monkeypatch.setattr(
+        weights_module, "weights_checksum", lambda params: computed.append(params["a"]) or len(computed)
+    )
+    weights = Weights(tree())
+    assert weights.checksum() == weights.checksum() == 1
+    monkeypatch.setattr(weights_module, "weights_checksum", lambda params: computed.append(params["a"]) or 7)
+    weights.verify(tree())
+    assert weights.checksum() == 7 and len(computed) == 3
+    weights.sync(tree(), 1)
+    assert weights.checksum() == 7 and len(computed) == 4
 
 
 @pytest.mark.parametrize("changes", [{"dtype": jnp.bfloat16}, pytest.param({"int8": True}, marks=pytest.mark.slow)])

@@ -3,12 +3,15 @@
 import threading
 import time
 
+import numpy as np
 import pytest
 
 from rpg_jax import storage
 from rpg_jax.rollout import weights_checksum
 from rpg_jax.storage.checkpoints import Checkpoints
+from rpg_jax.storage.journal import Journal
 from rpg_jax.storage.snapshots import Snapshots
+from rpg_jax.types import Completion
 from tests.fake_gcs import FakeGcs
 from tests.storage.test_checkpoints import like, tree
 
@@ -102,6 +105,7 @@ def gcs(monkeypatch):
 def test_a_bucket_has_what_the_local_folder_has_and_gives_it_back(gcs):
     pytest.importorskip("gcsfs")
     gcs.put("runs/r/checkpoints/3/state/d", b"large")
+    gcs.put("runs/r/journal/3/0-1.groups", b"large")
     with storage.Folder("gs://bucket/runs/r") as first:
         (first.files / "rollouts").mkdir()
         for name in ("metrics.jsonl", "rollouts/1.npz", "rollouts/2.npz", ".half.partial"):
@@ -112,7 +116,12 @@ def test_a_bucket_has_what_the_local_folder_has_and_gives_it_back(gcs):
         with (first.files / "metrics.jsonl").open("a") as file:
             file.write(" and more")
         assert first.shown(f"{first.files}/a") == "gs://bucket/runs/r/a"
-    kept = {"runs/r/metrics.jsonl", "runs/r/rollouts/1.npz", "runs/r/checkpoints/3/state/d"}
+    kept = {
+        "runs/r/metrics.jsonl",
+        "runs/r/rollouts/1.npz",
+        "runs/r/checkpoints/3/state/d",
+        "runs/r/journal/3/0-1.groups",
+    }
     assert set(gcs.objects) == kept and not first.files.exists()
     assert gcs.generations["runs/r/rollouts/1.npz"] == before["runs/r/rollouts/1.npz"], "unchanged, not copied again"
     with storage.Folder("gs://bucket/runs/r") as second:
@@ -169,3 +178,22 @@ def test_snapshots_in_a_bucket_are_replaced_pruned_and_moved_aside(gcs):
     assert not snapshots.exists(0) and snapshots.exists(8)
     assert str(snapshots.move_aside(8)).endswith("reference/refused-00000008") and not snapshots.exists(8)
     snapshots.close()
+
+
+@pytest.mark.slow  # imports gcsfs
+def test_a_journal_in_a_bucket_is_found_by_the_next_process_and_pruned(gcs):
+    pytest.importorskip("gcsfs")
+    key = {"step": 3, "prompt_id": 0, "version": 1}
+    completions = [Completion(np.arange(5, dtype=np.int32), np.full(5, -0.1, np.float32), "stop", 1)]
+    for prompt_id in (0, 1):
+        journal = Journal("gs://bucket/runs/r/journal", max_bytes=1 << 20)
+        for step in (3, 4):
+            journal.add({**key, "step": step, "prompt_id": prompt_id}, completions)
+        journal.close()
+    assert len(gcs.objects) == 4, "an object a step and process"
+    journal = Journal("gs://bucket/runs/r/journal", max_bytes=1 << 20)
+    found = journal.find([{**key, "prompt_id": prompt_id} for prompt_id in (0, 1, 2)])
+    assert sorted(found) == [0, 1] and found[1][0].tokens.tolist() == [0, 1, 2, 3, 4]
+    journal.prune(4)
+    journal.close()
+    assert {name.split("/")[3] for name in gcs.objects} == {"4"}

@@ -85,7 +85,7 @@ class JetStreamRollout(Rollout):
     def generate(self, request: Request) -> list[list[Completion]]:
         groups, chunks = self._planner.plan(request)
         version = self.weights.version
-        if groups:
+        if chunks:
             driver, ticket = self.driver(), Ticket(request, groups)
             try:
                 driver.submit(chunks, ticket)

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import itertools
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 
 import grpc
 import numpy as np
@@ -12,6 +12,7 @@ import prometheus_client
 from rpg_jax.data.tokenizer import Codec, IncrementalDecoder
 from rpg_jax.rollout.chunks import Chunk, Row
 from rpg_jax.rollout.decoding import prompt_bucket
+from rpg_jax.rollout.engine import Scores
 from rpg_jax.rollout.interface import Request
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
 from rpg_jax.rollout.weights import RolloutError
@@ -20,6 +21,13 @@ from rpg_jax.types import Sampling
 _REQUESTS = prometheus_client.Counter("rpg_requests", "Decode requests by gRPC status code", ["code"])
 _TOKENS = prometheus_client.Counter("rpg_tokens", "Tokens generated for clients")
 _ACTIVE = prometheus_client.Gauge("rpg_requests_active", "Decode requests being served")
+
+_NO_POLICY = "the weights give logits that are not finite: they are no policy"
+
+
+def count(code: grpc.StatusCode) -> None:
+    """Counts a request that ended with `code`."""
+    _REQUESTS.labels(code=code.name).inc()
 
 
 class Refused(Exception):
@@ -47,8 +55,13 @@ class Admission:
         self.active, self.draining = 0, False
 
     @property
-    def slots(self) -> int:
-        return self._rollout.engine.decoding.slots
+    def capacity(self) -> int:
+        """The most tokens of a prompt and its completion."""
+        return self._rollout.engine.decoding.capacity
+
+    @property
+    def vocab_size(self) -> int:
+        return self._rollout.engine.config.vocab_size
 
     def arrival(self) -> int:
         """The number of a new request, from which the random numbers of a request without a seed are made."""
@@ -84,7 +97,16 @@ class Admission:
         finally:
             self.active -= 1
             _ACTIVE.dec()
-            _REQUESTS.labels(code=status.name).inc()
+            count(status)
+
+    async def encode(self, text: str) -> list[int]:
+        """The token ids of a text; a long text does not hold up others. Raises ValueError for a lone surrogate."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            found = f"character {error.start} of the text, {text[error.start]!r}, is a lone surrogate"
+            raise ValueError(f"{found}: send valid Unicode") from None
+        return await asyncio.to_thread(self.codec.encode, text)
 
     def checked(self, ids: Sequence[int], sampling: Sampling) -> np.ndarray:
         """The prompt i32[n]. Raises ValueError if the engine cannot serve it."""
@@ -95,7 +117,7 @@ class Admission:
 
     async def completion(
         self, prompt: np.ndarray, counters: tuple[int, int, int, int], sampling: Sampling
-    ) -> AsyncIterator[tuple[np.ndarray, np.ndarray]]:
+    ) -> AsyncGenerator[tuple[np.ndarray, np.ndarray]]:
         """Tokens and log-probabilities of a checked prompt, as they come. Closing the iterator frees its slot."""
         stream = _Stream()
         row = Row(0, len(prompt), counters, sampling, channel=stream)
@@ -105,11 +127,23 @@ class Admission:
         driver.submit([Chunk(tokens, np.array([len(prompt)], np.int32), [row])], stream)
         try:
             async for drawn, logprobs in stream.results():
+                if not np.isfinite(logprobs).all():
+                    raise RolloutError(_NO_POLICY)
                 _TOKENS.inc(len(drawn))
                 yield drawn, logprobs
         finally:
             row.cancelled = True
             driver.retire(stream)
+
+    def score(self, tokens: np.ndarray) -> Scores:
+        """The model's own log-probabilities of a text's tokens. Blocks its thread."""
+        try:
+            scores = self._rollout.engine.score(tokens)
+        except Exception as fault:
+            raise RolloutError(f"scoring failed: {type(fault).__name__}: {fault}") from fault
+        if not np.isfinite(scores.top_logprobs).all():
+            raise RolloutError(_NO_POLICY)
+        return scores
 
     def text(self, sampling: Sampling) -> Callable[[np.ndarray], str]:
         """A function from a completion's next tokens to the text that they add, without stop tokens.

@@ -1,7 +1,8 @@
 """A rollout by a gRPC server, with the same interface and random numbers as in this process."""
 
 from concurrent import futures
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, NoReturn, Self
 
 import grpc
 import numpy as np
@@ -10,8 +11,11 @@ from rpg_jax.rollout.interface import Request, Rollout
 from rpg_jax.rollout.jetstream.adapter import unpack
 from rpg_jax.rollout.jetstream.compat import jetstream_pb2, jetstream_pb2_grpc
 from rpg_jax.rollout.serving import wire
+from rpg_jax.rollout.serving.access import ApiKey, is_loopback
 from rpg_jax.rollout.weights import RolloutError
 from rpg_jax.types import Completion
+
+_OF_THE_CALLER = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICATED)
 
 
 class GrpcRollout(Rollout):
@@ -20,6 +24,7 @@ class GrpcRollout(Rollout):
     Args:
       address: host:port.
       credentials: TLS; None for plain text.
+      key: the server's API key, if it has one.
       parallel: requests in flight.
       timeout: seconds for one completion, including its wait for a slot.
     """
@@ -29,15 +34,34 @@ class GrpcRollout(Rollout):
         address: str,
         *,
         credentials: grpc.ChannelCredentials | None = None,
+        key: ApiKey | None = None,
         parallel: int = 64,
         timeout: float = 600.0,
     ):
         self._address, self._timeout = address, timeout
+        self._metadata = () if key is None else (("authorization", key.header),)
         self._channel = (
             grpc.insecure_channel(address) if credentials is None else grpc.secure_channel(address, credentials)
         )
         self._stub = jetstream_pb2_grpc.OrchestratorStub(self._channel)
         self._pool = futures.ThreadPoolExecutor(parallel, thread_name_prefix="rpg-client")
+
+    @classmethod
+    def connect(cls, address: str, *, certificate: str | None, key: ApiKey | None, parallel: int) -> Self:
+        """A client of the server at `address` (host:port), by TLS if `certificate` names the PEM file to trust.
+
+        Raises:
+          ValueError: the key would cross the network in plain text, or the file cannot be read.
+        """
+        if certificate is None:
+            if key is not None and not is_loopback(address.rpartition(":")[0]):
+                raise ValueError(f"the API key would go to {address} in plain text: pass --server_certificate=FILE")
+            return cls(address, key=key, parallel=parallel)
+        try:
+            credentials = grpc.ssl_channel_credentials(Path(certificate).read_bytes())
+        except OSError as error:
+            raise ValueError(f"the server's certificate {certificate}: {error.strerror}") from None
+        return cls(address, credentials=credentials, key=key, parallel=parallel)
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise ValueError(
@@ -79,11 +103,11 @@ class GrpcRollout(Rollout):
             max_tokens=terms.sampling.max_tokens,
         )
         try:
-            replies = self._stub.Decode(request, timeout=self._timeout, metadata=wire.encode(terms))
+            replies = self._stub.Decode(request, timeout=self._timeout, metadata=(*self._metadata, *wire.encode(terms)))
             lanes = [lane for reply in replies for lane in reply.stream_content.samples[0].token_ids]
         except grpc.RpcError as error:
             message = f"the server at {self._address} answered {error.code().name}: {error.details()}"
-            kind = ValueError if error.code() == grpc.StatusCode.INVALID_ARGUMENT else RolloutError
+            kind = ValueError if error.code() in _OF_THE_CALLER else RolloutError
             raise kind(message) from error
         tokens, logprobs = unpack(np.array(lanes, np.int32))
         stopped = int(tokens[-1]) in terms.sampling.stop_token_ids

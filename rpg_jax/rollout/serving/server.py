@@ -1,23 +1,23 @@
 """JetStream's gRPC service on our engine, and an HTTP service beside it; no request can end the driver."""
 
 import asyncio
-import ipaddress
-import ssl
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
 import numpy as np
-import prometheus_client
 
 from rpg_jax.data.tokenizer import Codec
 from rpg_jax.rollout.jetstream.adapter import pack
 from rpg_jax.rollout.jetstream.compat import jetstream_pb2, jetstream_pb2_grpc, orchestrator
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
 from rpg_jax.rollout.serving import wire
-from rpg_jax.rollout.serving.admission import Admission, Refused
+from rpg_jax.rollout.serving.access import STALL_SECONDS, Access, ApiKey
+from rpg_jax.rollout.serving.admission import Admission, Refused, count
 from rpg_jax.types import Sampling
+
+_IDLE_MS = 300_000
 
 
 class Service(orchestrator.LLMOrchestrator):
@@ -29,7 +29,7 @@ class Service(orchestrator.LLMOrchestrator):
     async def Decode(self, request, context) -> AsyncIterator[jetstream_pb2.DecodeResponse]:
         try:
             with self._admission.request():
-                prompt, terms = self._read(request, context.invocation_metadata() or ())
+                prompt, terms = await self._read(request, context.invocation_metadata() or ())
                 is_text = request.WhichOneof("content") == "text_content"
                 more = self._admission.text(terms.sampling) if is_text else None
                 async for tokens, logprobs in self._admission.completion(prompt, terms.counters, terms.sampling):
@@ -43,13 +43,13 @@ class Service(orchestrator.LLMOrchestrator):
         """The server is live until it drains, because the next request replaces a driver that has failed."""
         return jetstream_pb2.HealthCheckResponse(is_live=not self._admission.draining)
 
-    def _read(self, request, metadata) -> tuple[np.ndarray, wire.Terms]:
+    async def _read(self, request, metadata) -> tuple[np.ndarray, wire.Terms]:
         """Prompt and terms of a request. Raises ValueError if the engine cannot serve it."""
         content = request.WhichOneof("content")
         if content is None:
             raise ValueError("the request has neither text_content nor token_content")
         if content == "text_content":
-            ids = self._admission.codec.encode(request.text_content.text)
+            ids = await self._admission.encode(request.text_content.text)
         else:
             ids = list(request.token_content.token_ids)
         defaults = wire.Terms((0, 0, self._admission.arrival(), 0), self._admission.sampling, False)
@@ -59,19 +59,38 @@ class Service(orchestrator.LLMOrchestrator):
         return self._admission.checked(ids, terms.sampling), terms
 
 
+class KeyGuard(grpc.aio.ServerInterceptor):
+    """Refuses every call without the key as UNAUTHENTICATED, before its message is read; HealthCheck is open."""
+
+    def __init__(self, key: ApiKey):
+        self._key = key
+
+    async def intercept_service(self, continuation, details):
+        authorization = dict(details.invocation_metadata or ()).get("authorization")
+        if details.method.endswith("/HealthCheck") or self._key.opens(authorization):
+            return await continuation(details)
+        # Whatever the method is, a handler of this kind answers without waiting for a message.
+        return grpc.stream_stream_rpc_method_handler(_refuse_key)
+
+
+async def _refuse_key(_, context) -> None:
+    count(grpc.StatusCode.UNAUTHENTICATED)
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the metadata needs authorization: Bearer KEY, a valid one")
+
+
 class Server:
     """The services on their ports, with an event loop of their own.
 
     Args:
       rollout, codec, sampling, max_active: see `Admission`.
-      host, port: gRPC listens here; port 0 takes a free port, which the attribute `port` then holds.
-      credentials: TLS of gRPC; None allows loopback addresses only.
-      metrics_port, http_port: of the Prometheus and the HTTP endpoint (see `serving.http`) on `host`; None for none.
-      http_tls: TLS of the HTTP endpoint.
+      access: the host, TLS and the API key of both services.
+      port: gRPC listens here; port 0 takes a free port, which the attribute `port` then holds.
+      http_port: of the HTTP endpoint (see `serving.http`), and then an attribute too; None for none.
       name: the name of the model, for HTTP clients.
+      render: the model's chat template for HTTP clients, see `chat_form.ChatForm`.
 
     Raises:
-      ValueError: the host is not loopback and there is no TLS, or a port is taken.
+      ValueError: a port is taken, or TLS is broken.
     """
 
     def __init__(
@@ -80,34 +99,27 @@ class Server:
         codec: Codec,
         sampling: Sampling,
         *,
-        host: str = "127.0.0.1",
+        access: Access | None = None,
         port: int = 0,
-        credentials: grpc.ServerCredentials | None = None,
         max_active: int = 1024,
-        metrics_port: int | None = None,
         http_port: int | None = None,
-        http_tls: ssl.SSLContext | None = None,
         name: str = "policy",
+        render: Callable[..., str] | None = None,
     ):
-        if not _is_loopback(host) and (credentials is None or (http_port is not None and http_tls is None)):
-            raise ValueError(f"host {host} is not loopback: serving others needs TLS, a certificate and its key")
-        self._rollout, self._name = rollout, name
+        self._rollout, self._name, self._access = rollout, name, access or Access()
+        self._access.tls()  # before anything starts
         self._admission = Admission(rollout, codec, sampling, max_active)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rpg-server", daemon=True)
         self._thread.start()
-        self._metrics = None
         self._http: Any = None
         try:
-            self.port = self._call(self._start(f"{host}:{port}", credentials))
-            if metrics_port is not None:
-                self._metrics = prometheus_client.start_http_server(metrics_port, addr=host)
-                self.metrics_port = self._metrics[0].server_port
+            self.port = self._call(self._start(port))
             if http_port is not None:
-                self.http_port = self._call(self._start_http(host, http_port, http_tls))
+                self.http_port = self._call(self._start_http(http_port, render))
         except (RuntimeError, OSError) as error:
             self.stop(grace=0)
-            raise ValueError(f"cannot serve on {host}:{port}: {error}") from error
+            raise ValueError(f"cannot serve on {self._access.host}:{port}: {error}") from error
 
     def stop(self, grace: float = 30.0) -> None:
         """Refuses new requests, lets running ones end within `grace` seconds, then stops the driver."""
@@ -116,24 +128,31 @@ class Server:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        if self._metrics is not None:
-            self._metrics[0].shutdown()
         self._rollout.close()
 
-    async def _start(self, address: str, credentials: grpc.ServerCredentials | None) -> int:
-        self._grpc = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+    async def _start(self, port: int) -> int:
+        stall, key = int(1000 * STALL_SECONDS), self._access.key
+        options = [
+            ("grpc.so_reuseport", 0),
+            ("grpc.server_handshake_timeout_ms", stall),  # until TLS and the first frame of HTTP/2 have come
+            ("grpc.max_connection_idle_ms", _IDLE_MS),  # without a call; a client then connects again by itself
+        ]
+        self._grpc = grpc.aio.server(options=options, interceptors=[] if key is None else [KeyGuard(key)])
         jetstream_pb2_grpc.add_OrchestratorServicer_to_server(Service(self._admission), self._grpc)
-        add = self._grpc.add_insecure_port if credentials is None else self._grpc.add_secure_port
-        port = add(address) if credentials is None else add(address, credentials)
+        address, credentials = f"{self._access.host}:{port}", self._access.grpc_credentials()
+        if credentials is None:
+            port = self._grpc.add_insecure_port(address)
+        else:
+            port = self._grpc.add_secure_port(address, credentials)
         await self._grpc.start()
         return port
 
-    async def _start_http(self, host: str, port: int, tls: ssl.SSLContext | None) -> int:
+    async def _start_http(self, port: int, render: Callable[..., str] | None) -> int:
         try:
             from rpg_jax.rollout.serving import http
         except ModuleNotFoundError as error:
             raise RuntimeError("HTTP needs aiohttp: pip install aiohttp") from error
-        self._http = await http.start(self._admission, self._name, host, port, tls)
+        self._http = await http.start(self._admission, self._name, self._access, port, render)
         return self._http.addresses[0][1]
 
     async def _stop(self, grace: float) -> None:
@@ -153,10 +172,3 @@ def _ids(terms: wire.Terms, tokens: np.ndarray, logprobs: np.ndarray) -> list[in
     if terms.lanes:
         return pack(tokens, logprobs).tolist()
     return [t for t in tokens.tolist() if t not in terms.sampling.stop_token_ids]
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"

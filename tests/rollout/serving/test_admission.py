@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from rpg_jax.rollout.serving.admission import Admission
+from rpg_jax.rollout.serving.stop_text import StopText
 from rpg_jax.types import Sampling
 
 TEXT = "naïve 中文 😀!"
@@ -43,3 +44,20 @@ def test_a_token_s_text_costs_the_same_late_in_a_completion():
     codec, n = Bytes(), 2000
     streamed(list(b"a" * n), 1, Sampling(max_tokens=n), codec)
     assert codec.decoded < 5 * n
+
+
+@pytest.mark.parametrize("stops", [("ab",), ("b", "abc"), ("aab", "ba"), ("\n\n", "x"), ()])
+@pytest.mark.parametrize("text", ["aaab", "abab", "xaab", "a\n\nb", "ccc", "aa", "abx"])
+def test_a_stop_text_is_found_at_the_same_place_however_the_text_is_cut(text, stops):
+    ends = [(place + len(stop), place) for stop in stops if (place := text.find(stop)) >= 0]
+    expected = text[: min(ends, default=(0, len(text)))[1]]
+    for cuts in range(2 ** (len(text) - 1)):
+        stop_text, passed, start, ended = StopText(stops), "", 0, False
+        for end in [i for i in range(1, len(text)) if cuts >> (i - 1) & 1] + [len(text)]:
+            new, ended = stop_text.push(text[start:end])
+            passed, start = passed + new, end
+            assert expected.startswith(passed), "what was passed on cannot be taken back"
+            if ended:
+                break
+        passed += "" if ended else stop_text.flush()
+        assert passed == expected and ended == bool(ends)

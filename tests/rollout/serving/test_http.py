@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
+import struct
 import threading
 import time
 import urllib.error
 import urllib.request
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 from rpg_jax.rollout import Request
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
@@ -20,10 +25,19 @@ from rpg_jax.types import Sampling
 pytest.importorskip("aiohttp")
 
 
+def render(messages, thinking=False):
+    """A chat template: the contents, each with a colon."""
+    if messages[0]["role"] == "fail":
+        raise ValueError("the template refuses the role 'fail'")
+    return "".join(f"{message['content']}:" for message in messages) + "T" * thinking
+
+
 @pytest.fixture(scope="module")
 def server(build, letters):
     sampler = JetStreamRollout(build("orchestrator").engine, keep_state=True)
-    made = Server(sampler, letters, Sampling(stop_token_ids=(5, 9)), max_active=4, http_port=0, name="letters")
+    made = Server(
+        sampler, letters, Sampling(stop_token_ids=(5, 9)), max_active=4, http_port=0, name="letters", render=render
+    )
     yield made
     made.stop(grace=5)
 
@@ -33,7 +47,7 @@ def ask(server, body, path="/v1/completions"):
     data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
     request = urllib.request.Request(f"http://127.0.0.1:{server.http_port}{path}", data)
     try:
-        with urllib.request.urlopen(request, timeout=60) as reply:
+        with urllib.request.urlopen(request, timeout=300) as reply:
             return reply.status, reply.read()
     except urllib.error.HTTPError as error:
         return error.code, error.read()
@@ -47,31 +61,162 @@ def completion(server, **body):
 
 def test_completions_are_those_of_the_engine(server, build, work, is_same, letters):
     asked = {"temperature": 0.8, "max_tokens": 24, "n": 4, "seed": 11, "logprobs": 0}
-    answer = completion(server, prompt=work.prompts[1].tolist(), model="letters", **asked)
+    answer = completion(server, prompt=work.prompts[1].tolist(), model="letters", user="somebody", **asked)
     sampling = Sampling(temperature=0.8, max_tokens=24, stop_token_ids=(5, 9))
     one = {"prompts": work.prompts[1:2], "prompt_ids": [0], "group_size": 4, "step": 0}
     (expected,) = build("simple").generate(Request(**one, sampling=sampling, seed=11))
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
     for choice, made in zip(answer["choices"], expected, strict=True):
         assert choice["token_ids"] == made.tokens.tolist() and choice["finish_reason"] == made.finish_reason
-        np.testing.assert_allclose(choice["logprobs"]["token_logprobs"], made.logprobs, atol=5e-6)  # f32 sums
+        np.testing.assert_allclose(choice["sampler_logprobs"], made.logprobs, atol=5e-6)  # f32 sums
         assert choice["text"] == letters.decode(made.tokens[: len(made.tokens) - (made.finish_reason == "stop")])
     drawn = sum(len(made.tokens) for made in expected)
     assert answer["usage"] == {"prompt_tokens": 20, "completion_tokens": drawn, "total_tokens": 20 + drawn}
-    assert json.loads(ask(server, None, "/v1/models")[1])["data"][0]["id"] == "letters"
+    for path in ("/v1/models", "/v1/models/letters"):
+        listed = json.loads(ask(server, None, path)[1])
+        assert listed.get("data", [listed])[0]["id"] == "letters"
+    assert ask(server, None, "/v1/models/other")[0] == 404
+
+
+def events(server, path="/v1/completions", **body):
+    """The events of a stream, but for its end."""
+    status, stream = ask(server, body | {"stream": True}, path)
+    assert status == 200, stream
+    *found, end = [line.removeprefix("data: ") for line in stream.decode().split("\n\n") if line]
+    assert end == "[DONE]"
+    return [json.loads(event) for event in found]
 
 
 def test_a_stream_is_the_whole_in_pieces_and_requests_without_a_seed_differ(server):
+    asked = {"prompt": ["123", [1, 2]], "max_tokens": 24, "seed": 5, "n": 2}
+    whole = completion(server, **asked)
+    *pieces, last = events(server, **asked, stream_options={"include_usage": True})
+    assert last["usage"] == whole["usage"] and last["choices"] == []
+    for choice in whole["choices"]:
+        own = [made for piece in pieces for made in piece["choices"] if made["index"] == choice["index"]]
+        assert "".join(made["text"] for made in own) == choice["text"]
+        assert sum((made["token_ids"] for made in own), []) == choice["token_ids"]
+        assert [made["finish_reason"] for made in own] == [None] * (len(own) - 1) + [choice["finish_reason"]]
+    texts = {made["text"] for _ in range(2) for made in completion(server, prompt=["123"] * 2, n=2)["choices"]}
+    assert len(texts) > 2
+
+
+def test_a_prompt_s_answer_does_not_depend_on_the_other_prompts(server):
+    asked = {"max_tokens": 20, "seed": 3, "n": 2}
+    together = completion(server, prompt=["1", "22", [3, 3]], **asked)["choices"]
+    alone = [completion(server, prompt=prompt, **asked)["choices"] for prompt in ("1", [2, 2], "33")]
+    assert [c["index"] for c in together] == [0, 1, 2, 3, 4, 5]
+    assert [c["token_ids"] for c in together] == [c["token_ids"] for answer in alone for c in answer]
+
+
+def test_a_completion_ends_where_a_stop_text_begins(server):
     asked = {"prompt": "123", "max_tokens": 24, "seed": 5}
-    (whole,) = completion(server, **asked)["choices"]
-    status, stream = ask(server, asked | {"stream": True})
-    *events, end = [line.removeprefix("data: ") for line in stream.decode().split("\n\n") if line]
-    pieces = [json.loads(event)["choices"][0] for event in events]
-    assert status == 200 and end == "[DONE]"
-    assert "".join(piece["text"] for piece in pieces) == whole["text"]
-    assert [piece["finish_reason"] for piece in pieces] == [None] * (len(pieces) - 1) + [whole["finish_reason"]]
-    texts = {completion(server, prompt="123", max_tokens=20)["choices"][0]["text"] for _ in range(4)}
-    assert len(texts) > 1
+    (free,) = completion(server, **asked)["choices"]
+    stop = free["text"][3:6]
+    (cut,) = completion(server, **asked, stop=["never", stop])["choices"]
+    assert cut["text"] == free["text"][: free["text"].index(stop)] and cut["finish_reason"] == "stop"
+    assert cut["token_ids"] == free["token_ids"][: len(cut["text"]) + 3]  # a letter a token
+    assert "".join(e["choices"][0]["text"] for e in events(server, **asked, stop=stop)) == cut["text"]
+    (whole,) = completion(server, **asked, stop=free["text"][-1] + "x")["choices"]  # begins, and does not come
+    assert whole["text"] == free["text"]
+
+
+def test_logprobs_are_the_model_s_own_and_echo_has_those_of_the_prompt(server, model):
+    graphdef, params = model
+    prompt = [1, 2, 3, 30, 40]
+    asked = {"prompt": prompt, "logprobs": 3, "echo": True, "temperature": 0, "max_tokens": 6}
+    (choice,) = completion(server, **asked)["choices"]
+    ids = [*prompt, *choice["token_ids"]]
+    module, tokens = nnx.merge(graphdef, params), jnp.array([ids])
+    hidden = module(tokens, jnp.arange(len(ids))[None], jnp.ones_like(tokens))
+    expected = np.array(jax.nn.log_softmax(module.logits(hidden[0])))
+    given = choice["logprobs"]
+    assert given["token_logprobs"][0] is None and given["top_logprobs"][0] is None
+    drawn = [expected[t - 1, ids[t]] for t in range(1, len(ids))]
+    np.testing.assert_allclose(given["token_logprobs"][1:], drawn, atol=2e-5)
+    for t in range(1, len(ids)):
+        best = np.sort(expected[t - 1])[-3:]
+        named = sorted(given["top_logprobs"][t].values())[-3:]
+        np.testing.assert_allclose(named, best, atol=2e-5)
+        greedy = given["token_logprobs"][t] == max(given["top_logprobs"][t].values())
+        assert greedy == (expected[t - 1].argmax() == ids[t])  # equal bits: clients compare so
+    stopped = choice["finish_reason"] == "stop"
+    assert choice["text"] == "".join(given["tokens"])[: len(ids) - stopped]
+    assert given["text_offset"] == list(range(len(ids)))
+    (scored,) = completion(server, **asked | {"max_tokens": 0})["choices"]
+    assert scored["token_ids"] == [] and scored["text"] == "".join(given["tokens"][:5])
+    np.testing.assert_allclose(scored["logprobs"]["token_logprobs"][1:], drawn[:4], atol=2e-5)
+    (own,) = completion(server, **asked | {"echo": False})["choices"]
+    assert own["logprobs"]["token_logprobs"] == given["token_logprobs"][5:]
+
+
+HELLO = [{"role": "system", "content": "1"}, {"role": "user", "content": [{"type": "text", "text": "23"}]}]
+CHAT = "/v1/chat/completions"
+
+
+def chat(server, **body):
+    status, answer = ask(server, body, CHAT)
+    assert status == 200, answer
+    return json.loads(answer)
+
+
+def test_a_conversation_passes_the_template_and_streams(server):
+    asked = {"messages": HELLO, "seed": 5, "max_tokens": 24}
+    (expected,) = completion(server, prompt="1:23:", seed=5, max_tokens=24)["choices"]
+    whole = chat(server, **asked, logprobs=True, top_logprobs=2)
+    (choice,) = whole["choices"]
+    assert whole["object"] == "chat.completion" and choice["token_ids"] == expected["token_ids"]
+    assert choice["message"] == {"role": "assistant", "content": expected["text"]}
+    assert [len(token["top_logprobs"]) for token in choice["logprobs"]["content"]] == [2] * len(choice["token_ids"])
+    pieces = events(server, CHAT, **asked)
+    assert pieces[0]["object"] == "chat.completion.chunk"
+    deltas = [piece["choices"][0]["delta"] for piece in pieces]
+    assert "".join(delta["content"] for delta in deltas) == expected["text"]
+    assert [delta.get("role") for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+    (thinking,) = chat(server, **asked, chat_template_kwargs={"enable_thinking": True})["choices"]
+    (with_mark,) = completion(server, prompt="1:23:T", seed=5, max_tokens=24)["choices"]
+    assert thinking["token_ids"] == with_mark["token_ids"]
+    longest = chat(server, messages=HELLO, seed=6)["usage"]
+    assert longest["total_tokens"] <= 48  # what fits
+
+
+def test_the_tokenizer_is_served_to_clients_that_have_none(server):
+    assert json.loads(ask(server, None, "/tokenizer_info")[1])["eos_token"] is None
+    status, answer = ask(server, {"prompt": "123", "add_special_tokens": False}, "/tokenize")
+    assert status == 200 and json.loads(answer) == {"tokens": [1, 2, 3], "count": 3, "max_model_len": 48}
+    assert json.loads(ask(server, {"tokens": [1, 2, 3]}, "/detokenize")[1]) == {"prompt": "123"}
+    for path, body in (
+        ("/tokenize", {"prompt": [1]}),
+        ("/tokenize", {"prompt": "\ud800"}),
+        ("/tokenize", {"prompt": "1", "add_special_tokens": True}),
+        ("/detokenize", {"tokens": [50]}),
+        ("/detokenize", {"tokens": [-1]}),
+        ("/detokenize", {"tokens": "1"}),
+    ):
+        assert ask(server, body, path)[0] == 400, body
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "messages must be"),
+        ({"messages": []}, "messages must be"),
+        ({"messages": ["hello"]}, r"messages[0] must have"),
+        ({"messages": [*HELLO, {"role": "user"}]}, r"messages[2] must have"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, r"messages[0] must have"),
+        ({"messages": [{"role": "user", "content": "1\ud800"}]}, "is a lone surrogate"),
+        ({"messages": [{"role": "user", "content": "1" * 48}]}, "does not fit"),
+        ({"messages": [{"role": "fail", "content": "1"}]}, "the template refuses"),
+        ({"messages": HELLO, "tools": [{}]}, "tools="),
+        ({"messages": HELLO, "response_format": {"type": "json_object"}}, "response_format="),
+        ({"messages": HELLO, "chat_template_kwargs": {"x": 1}}, "enable_thinking"),
+        ({"messages": HELLO, "top_logprobs": 21}, "top_logprobs must be"),
+    ],
+    ids=str,
+)
+def test_conversations_that_cannot_be_served_are_400_with_the_reason(server, body, message):
+    status, answer = ask(server, body, CHAT)
+    assert status == 400 and message in json.loads(answer)["error"]["message"]
 
 
 @pytest.mark.parametrize(
@@ -80,9 +225,16 @@ def test_a_stream_is_the_whole_in_pieces_and_requests_without_a_seed_differ(serv
         (b"{", "not JSON"),
         ([1], "JSON object"),
         ({}, "prompt must be"),
-        ({"prompt": ["a", "b"]}, "prompt must be"),
-        ({"prompt": [2**70]}, "prompt must be"),
+        ({"prompt": []}, "prompt must be"),
+        ({"prompt": [[]]}, "prompt must be"),
+        ({"prompt": ["1", 2]}, "prompt must be"),
+        ({"prompt": [2**70]}, "more than 32 bits"),
+        ({"prompt": ["1"] * 257}, "256 are the most"),
+        ({"prompt": ["1"] * 9, "n": 32}, "more than 256 completions"),
+        ({"prompt": ["1", ""]}, "at least one token"),
         ({"prompt": ""}, "at least one token"),
+        ({"prompt": "1\ud800"}, "is a lone surrogate"),
+        ({"prompt": "1", "stream": 1}, "true or false"),
         ({"prompt": [1, 999]}, "vocabulary"),
         ({"prompt": [1] * 60}, "does not fit"),
         ({"prompt": "1", "max_tokens": 0}, "max_tokens"),
@@ -91,10 +243,15 @@ def test_a_stream_is_the_whole_in_pieces_and_requests_without_a_seed_differ(serv
         ({"prompt": "1", "temperature": 10**400}, "finite number"),
         ({"prompt": "1", "top_p": True}, "finite number"),
         ({"prompt": "1", "top_p": 2}, "top_p"),
-        ({"prompt": "1", "n": 9}, "n must be"),
-        ({"prompt": "1", "n": 2, "stream": True}, "n must be"),
-        ({"prompt": "1", "logprobs": 5}, "logprobs 0 or null"),
-        ({"prompt": "1", "stop": "x"}, "unknown fields"),
+        ({"prompt": "1", "n": 257}, "n must be"),
+        ({"prompt": "1", "seed": -1}, "seed must be"),
+        ({"prompt": "1", "logprobs": 6}, "logprobs must be"),
+        ({"prompt": "1", "logprobs": 0, "stream": True}, "a stream has no logprobs"),
+        ({"prompt": "1", "stop": ""}, "stop must be"),
+        ({"prompt": "1", "stop": ["x"] * 17}, "16 are the most"),
+        ({"prompt": "1", "stream_options": {"x": True}}, "stream_options must be"),
+        ({"prompt": "1", "presence_penalty": 0.5}, "presence_penalty=0.5 is not supported"),
+        ({"prompt": "1", "beams": 2}, "beams=2 is not supported"),
         ({"prompt": "1", "model": "gpt"}, "is not served"),
     ],
     ids=str,
@@ -105,7 +262,7 @@ def test_requests_that_cannot_be_served_are_400_with_the_reason(server, body, me
 
 
 def test_a_body_that_does_not_come_is_408_and_its_place_is_free_again(server, monkeypatch):
-    monkeypatch.setattr("rpg_jax.rollout.serving.http._BODY_SECONDS", 0.2)
+    monkeypatch.setattr("rpg_jax.rollout.serving.http.STALL_SECONDS", 0.2)
     head = {"Content-Type": "application/json", "Content-Length": "100"}
     idle = [http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=20) for _ in range(4)]
     for connection in idle:
@@ -150,15 +307,28 @@ def test_a_full_server_says_429_and_a_fault_500(server, monkeypatch):
     assert ask(server, {"prompt": "1"})[0] == 200
 
 
-def test_a_client_that_leaves_gives_its_slot_back(server):
-    for _ in range(8):
+def test_a_client_that_leaves_gives_its_slot_back_without_a_traceback(server, caplog):
+    for number in range(24):
         connection = http.client.HTTPConnection("127.0.0.1", server.http_port)
-        connection.request("POST", "/v1/completions", json.dumps({"prompt": "1", "max_tokens": 24}))
+        stream, cut, reset = number % 2 == 0, number % 3 == 0, number % 4 < 2
+        body = json.dumps({"prompt": "1", "max_tokens": 24, "stream": stream}).encode()
+        connection.putrequest("POST", "/v1/completions")
+        connection.putheader("Content-Length", str(len(body)))
+        connection.endheaders(body[:9] if cut else body)
+        if reset:  # close() sends RST
+            connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         connection.close()
     deadline = time.monotonic() + 20
     while ask(server, {"prompt": "1"})[0] != 200 or server._admission.active or server._rollout.driver()._channels:
         assert time.monotonic() < deadline, "a request outlives its caller"
         time.sleep(0.01)
+    assert not [record for record in caplog.records if record.exc_info or record.levelname == "ERROR"]
+
+
+def test_health_is_200_until_the_server_drains(server, monkeypatch):
+    assert ask(server, None, "/health") == (200, b'{"status": "ok"}')
+    monkeypatch.setattr(server._admission, "draining", True)
+    assert ask(server, None, "/health") == (503, b'{"status": "draining"}')
 
 
 def test_a_shutdown_lets_what_runs_end_and_refuses_what_comes(build, letters, monkeypatch):

@@ -29,7 +29,7 @@ def server(build, letters):
         letters,
         Sampling(stop_token_ids=(5, 9)),
         max_active=60,
-        metrics_port=0,
+        http_port=0,
     )
     yield made
     made.stop(grace=5)
@@ -192,7 +192,7 @@ def test_a_fault_is_an_internal_error_and_the_next_request_is_served(server, stu
 
 def test_metrics_count_requests_and_tokens(server, stub):
     list(stub.Decode(ask()))
-    page = urllib.request.urlopen(f"http://127.0.0.1:{server.metrics_port}/metrics", timeout=10).read().decode()
+    page = urllib.request.urlopen(f"http://127.0.0.1:{server.http_port}/metrics", timeout=10).read().decode()
     assert 'rpg_requests_total{code="OK"}' in page and "rpg_tokens_total" in page
     assert "jetstream_slots_available_percentage" in page
 
@@ -216,10 +216,8 @@ def test_a_shutdown_ends_what_runs_and_refuses_what_comes(build, letters, monkey
     assert caught.value.code() == grpc.StatusCode.UNAVAILABLE
 
 
-def test_other_hosts_need_tls_and_a_taken_port_is_a_clear_error(build, server, letters):
+def test_a_taken_port_is_a_clear_error(build, server, letters):
     sampler = JetStreamRollout(build("orchestrator").engine)
-    with pytest.raises(ValueError, match="needs TLS"):
-        Server(sampler, letters, Sampling(), host="0.0.0.0")
     with pytest.raises(ValueError, match="cannot serve on"):
         Server(sampler, letters, Sampling(), port=server.port)
 

@@ -1,0 +1,103 @@
+"""A rollout that samples only the groups that the run's journal lacks, and journals every group that it completes."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from rpg_jax.parallel import hosts
+from rpg_jax.rollout.interface import Request, Rollout
+from rpg_jax.rollout.weights import Params, Staged
+from rpg_jax.storage.journal import Journal
+from rpg_jax.types import Completion
+
+Key = dict[str, Any]
+
+
+class JournaledRollout(Rollout):
+    """`own`, with the journal before it. The completions are those of `own` alone.
+
+    A group's key has everything that its completions depend on: the checksum and the version of the weights, the
+    request's counters and sampling parameters, the prompt, and `settings`.
+
+    With `Request.enough`, the groups that are complete first depend on all others. So the journal serves only if it has
+    as many groups as are wanted.
+
+    Args:
+      settings: of the decoding, by name; JSON-able.
+      spans_hosts: all hosts ask for the same prompts together. Each then journals every n-th group, and a group counts
+        as found if all hosts have found it.
+    """
+
+    def __init__(self, own: Rollout, journal: Journal, settings: Mapping[str, Any], *, spans_hosts: bool = False):
+        self.weights, self._own, self._journal = own.weights, own, journal
+        self._settings, self._spans_hosts = dict(settings), spans_hosts
+
+    def sync_weights(self, params: Params | Staged, version: int) -> None:
+        self._own.sync_weights(params, version)
+
+    def close(self) -> None:
+        self._own.close()
+
+    def generate(self, request: Request) -> list[list[Completion]]:
+        keys, wanted = self._keys(request), request.enough or len(request.prompts)
+        found = self._agreed(self._journal.find(keys))
+        if request.enough is not None:
+            found = dict(list(found.items())[:wanted]) if len(found) >= wanted else {}
+        for place, group in found.items():
+            if request.on_group is not None:
+                request.on_group(place, group)
+        sizes = {"found": len(found) * request.group_size, "sampled": (wanted - len(found)) * request.group_size}
+        self._journal.count(request.step, **sizes)
+        if len(found) == wanted:
+            return [found.get(place, []) for place in range(len(keys))]
+
+        def note(place: int, group: list[Completion]) -> None:
+            if self._is_mine(place) and _is_sound(group, keys[place]["version"]):
+                self._journal.add(keys[place], group)
+            if request.on_group is not None:
+                request.on_group(place, group)
+
+        missing = dataclasses.replace(request, done=frozenset(found), on_group=note)
+        return [found.get(place, group) for place, group in enumerate(self._own.generate(missing))]
+
+    def _keys(self, request: Request) -> list[Key]:
+        common = {
+            "weights": f"{self.weights_checksum():016x}",
+            "version": self.weights.version,
+            "seed": request.seed,
+            "step": request.step,
+            "group_size": request.group_size,
+            **dataclasses.asdict(request.sampling),
+            **self._settings,
+        }
+        return [
+            common | {"prompt_id": int(prompt_id), "prompt": _digest(prompt)}
+            for prompt_id, prompt in zip(request.prompt_ids, request.prompts, strict=True)
+        ]
+
+    def _is_mine(self, place: int) -> bool:
+        return not self._spans_hosts or place % jax.process_count() == jax.process_index()
+
+    def _agreed(self, found: dict[int, list[Completion]]) -> dict[int, list[Completion]]:
+        """What every host has found, where all of them must sample the same groups."""
+        if not self._spans_hosts:
+            return found
+        told = hosts.all_gather_bytes(json.dumps(list(found)).encode())
+        by_all = set(found).intersection(*(json.loads(places) for places in told))
+        return {place: group for place, group in found.items() if place in by_all}
+
+
+def _is_sound(group: list[Completion], version: int) -> bool:
+    """Whether a group is a function of its key; one that is not stops the run, and the next must not find it."""
+    return all(
+        c.token_versions is None and c.weight_version == version and np.isfinite(c.logprobs).all() for c in group
+    )
+
+
+def _digest(prompt: np.ndarray) -> str:
+    return hashlib.sha256(np.asarray(prompt, "<i4").tobytes()).hexdigest()[:16]

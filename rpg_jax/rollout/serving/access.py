@@ -1,0 +1,115 @@
+"""Who may ask a server: the address that it listens on, TLS, and an API key that every request carries."""
+
+import dataclasses
+import hashlib
+import hmac
+import ipaddress
+import os
+import ssl
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Self
+
+import grpc
+
+ENVIRONMENT = "RPG_JAX_API_KEY"
+STALL_SECONDS = 30.0
+"""A connection that brings no whole request head, no body or no reader for so long is closed."""
+
+_SHORTEST = 16
+
+
+class ApiKey:
+    """A secret that clients send as `Authorization: Bearer KEY`, in HTTP headers or gRPC metadata.
+
+    Raises:
+      ValueError: the key is short, or has characters that a header cannot carry.
+    """
+
+    def __init__(self, text: str):
+        if len(text) < _SHORTEST or not all("!" <= letter <= "~" for letter in text):
+            raise ValueError(
+                f"an API key has at least {_SHORTEST} visible ASCII characters and no space, and this one does not; "
+                "make one: openssl rand -hex 32"
+            )
+        self.header = f"Bearer {text}"
+        self._digest = _digest(self.header)
+
+    @classmethod
+    def find(cls, file: str | None, environment: Mapping[str, str] = os.environ) -> Self | None:
+        """The key in `file`, else in the variable RPG_JAX_API_KEY; None without both. Spaces at the ends do not count.
+
+        Raises:
+          ValueError: the file cannot be read, or its text or the variable's is no key; the message has the source.
+        """
+        if file is None and ENVIRONMENT not in environment:
+            return None
+        source = f"the environment variable {ENVIRONMENT}" if file is None else file
+        try:
+            return cls((environment[ENVIRONMENT] if file is None else Path(file).read_text()).strip())
+        except OSError as error:
+            raise ValueError(f"the API key's file {file}: {error.strerror}") from None
+        except ValueError as error:
+            raise ValueError(f"{source}: {error}") from None
+
+    def opens(self, authorization: str | None) -> bool:
+        """Whether a header has this key; takes the same time for every wrong key."""
+        return hmac.compare_digest(_digest(authorization or ""), self._digest)
+
+
+@dataclasses.dataclass(frozen=True)
+class Access:
+    """Where a server listens, and what it asks of clients.
+
+    Attributes:
+      host: an address of this machine.
+      certificate, private_key: PEM files of TLS, the chain and its key; None for plain text.
+      key: None serves everybody who reaches the address.
+
+    Raises:
+      ValueError: other machines reach the host, and there is no TLS or no API key; or one PEM file lacks the other.
+    """
+
+    host: str = "127.0.0.1"
+    certificate: str | None = None
+    private_key: str | None = None
+    key: ApiKey | None = None
+
+    def __post_init__(self):
+        if (self.certificate is None) != (self.private_key is None):
+            raise ValueError("TLS needs both --certificate and --private_key")
+        if is_loopback(self.host):
+            return
+        if self.certificate is None:
+            raise ValueError(f"host {self.host} is not loopback: it needs TLS, --certificate and --private_key")
+        if self.key is None:
+            raise ValueError(f"host {self.host} is not loopback: it needs an API key, --api_key_file or {ENVIRONMENT}")
+
+    def grpc_credentials(self) -> grpc.ServerCredentials | None:
+        """TLS of a gRPC server, which does not say what is wrong with a file: `tls` does."""
+        if self.certificate is None or self.private_key is None:
+            return None
+        return grpc.ssl_server_credentials([(Path(self.private_key).read_bytes(), Path(self.certificate).read_bytes())])
+
+    def tls(self) -> ssl.SSLContext | None:
+        """TLS of an HTTP server. Raises ValueError if a file cannot be read."""
+        if self.certificate is None:
+            return None
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        try:
+            context.load_cert_chain(self.certificate, self.private_key, password="")  # an encrypted key must not ask
+        except OSError as error:  # SSLError is one
+            raise ValueError(f"TLS with {self.certificate} and {self.private_key}: {error}") from None
+        return context
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches `host`, an address or a name."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _digest(text: str) -> bytes:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()

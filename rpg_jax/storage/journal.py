@@ -1,0 +1,244 @@
+"""The journal: complete groups of completions in a run's folder, so that a resumed run samples only what is missing.
+
+A group depends only on its key: the weights, the seed, the step, the prompt and the sampling parameters. A thread
+appends groups to journal/STEP/ as they are completed. On disk each process has one file a step, to which it writes
+within milliseconds. In a bucket it writes an object every `_FLUSH_SECONDS`, or earlier if one would exceed
+`_FLUSH_BYTES`.
+
+A journal only saves work. So whatever is wrong with it is said on stderr, and the group is sampled again: a damaged
+record, a file that cannot be read, a key with another value. A write that fails ends the journal of its step.
+"""
+
+import collections
+import contextlib
+import json
+import math
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from etils import epath
+
+from rpg_jax.parallel import hosts
+from rpg_jax.storage import journal_records
+from rpg_jax.storage.files import absolute, in_bucket
+from rpg_jax.storage.journal_records import Key, Record
+from rpg_jax.types import Completion
+
+_FLUSH_SECONDS = 10.0  # of a bucket
+_FLUSH_BYTES = 1 << 26
+_WAITING = 4096  # groups; more of them wait only if a write hangs
+_CLOSE_SECONDS = 30.0
+
+
+class Journal:
+    """The journal of one process of a run; `add` and `prune` return at once, whatever the disk does.
+
+    Args:
+      max_bytes: the most that this process keeps; `prune` makes room.
+    """
+
+    def __init__(self, directory: Path | epath.Path, *, max_bytes: int):
+        self._directory = absolute(directory)
+        self._left = set(_steps(self._directory))
+        self._loaded: tuple[int, dict[int, list[Record]]] = (-1, {})
+        self._writer = _Writer(self._directory, max_bytes)
+        self._counts: collections.Counter[str] = collections.Counter()
+        self._counting = threading.Lock()
+
+    def find(self, keys: Sequence[Key]) -> dict[int, list[Completion]]:
+        """The completions of groups that an earlier process completed, by their place in `keys`.
+
+        Each key has the integers `step`, equal for all, and `prompt_id` and `version`. A group is found once.
+        """
+        step = keys[0]["step"] if keys else -1
+        if step != self._loaded[0]:
+            self._loaded = step, self._load(step) if step in self._left else {}
+        if not self._loaded[1]:
+            return {}
+        found: dict[int, list[Completion]] = {}
+        refused: collections.Counter[str] = collections.Counter()
+        for place, key in enumerate(keys):
+            wanted, records = json.loads(json.dumps(dict(key))), self._loaded[1].get(key["prompt_id"], [])
+            for record in records:
+                if record.key == wanted:
+                    found[place] = record.completions
+                    records.remove(record)
+                    break
+            else:
+                refused.update(_difference(record.key, wanted) for record in records[-1:])
+        for difference, count in refused.items():
+            _say(f"{count} groups of step {step + 1} are not used and sampled again: {difference}")
+        return found
+
+    def add(self, key: Key, completions: Sequence[Completion]) -> None:
+        """Notes down a complete group."""
+        self._writer.add(key, completions)
+
+    def prune(self, before: int) -> None:
+        """Deletes the groups of all processes for steps before `before`; the first process does."""
+        self._left = {step for step in self._left if step >= before}
+        self._writer.prune(before)
+
+    def count(self, step: int, *, found: int, sampled: int) -> None:
+        """Counts completions for `take_counts`; says how many were found, if any."""
+        if found:
+            _say(f"step {step + 1}: {found} completions were complete before the restart, {sampled} are sampled")
+        with self._counting:
+            self._counts.update(journal_found=found, journal_sampled=sampled)
+
+    def take_counts(self) -> dict[str, float]:
+        """`host/journal_found` and `host/journal_sampled`, the completions that were counted since the last call."""
+        with self._counting:
+            taken, self._counts = self._counts, collections.Counter()
+        return {f"host/{name}": taken[name] for name in ("journal_found", "journal_sampled")}
+
+    def close(self) -> None:
+        """Writes what is left; after half a minute it gives up."""
+        self._writer.close()
+
+    def _load(self, step: int) -> dict[int, list[Record]]:
+        """The records of a step by prompt_id, from the files of all processes: their number may have changed."""
+        by_prompt: dict[int, list[Record]] = {}
+        for path in _entries(self._directory / str(step)):
+            try:
+                content = path.read_bytes()
+            except Exception as error:  # the clients of buckets raise errors of many kinds
+                _say(f"{path} cannot be read, and its groups are sampled again: {error}")
+                continue
+            self._writer.own(step, path.name, len(content))
+            records, damaged = journal_records.from_bytes(content)
+            if damaged:
+                _say(f"{path} is damaged in {damaged} places; the groups that were there are sampled again")
+            for record in records:
+                by_prompt.setdefault(record.key["prompt_id"], []).append(record)
+        return by_prompt
+
+
+class _Writer:
+    """Does the journal's work on its folder, job after job, in a thread of its own.
+
+    A group that cannot be written is given up: too many jobs wait, the disk is full, the bound is reached.
+    """
+
+    def __init__(self, directory: epath.Path, max_bytes: int):
+        self._directory, self._max_bytes, self._remote = directory, max_bytes, in_bucket(directory)
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue(_WAITING)
+        self._sizes: collections.Counter[int] = collections.Counter()  # bytes by step
+        self._unwritten: dict[int, list[bytes]] = {}
+        self._flush_at, self._failed, self._full = math.inf, -1, False
+        self._thread = threading.Thread(target=self._run, name="journal", daemon=True)
+        self._thread.start()
+
+    def add(self, key: Key, completions: Sequence[Completion]) -> None:
+        if not self._submit(lambda: self._encode(key, completions)):
+            self._fail(key["step"], f"{_WAITING} groups wait to be written")
+
+    def own(self, step: int, name: str, size: int) -> None:
+        """Counts a file that an earlier process of this number wrote."""
+        if name.startswith((f"{jax.process_index()}.", f"{jax.process_index()}-")):
+            self._submit(lambda: self._sizes.update({step: size}))
+
+    def prune(self, before: int) -> None:
+        self._submit(lambda: self._prune(before))
+
+    def close(self) -> None:
+        with contextlib.suppress(queue.Full):  # a write hangs
+            self._jobs.put(None, timeout=_CLOSE_SECONDS)
+            self._thread.join(_CLOSE_SECONDS)
+
+    def _submit(self, job: Callable[[], None]) -> bool:
+        with contextlib.suppress(queue.Full):
+            self._jobs.put_nowait(job)
+            return True
+        return False
+
+    def _run(self) -> None:
+        while True:
+            wait = min(max(self._flush_at - time.monotonic(), 0.0), _FLUSH_SECONDS)
+            with contextlib.suppress(queue.Empty):
+                job = self._jobs.get(timeout=wait)
+                if job is None:
+                    return self._flush()
+                try:
+                    job()
+                except Exception as error:
+                    _say(f"{type(error).__name__}: {error}; the journal goes on without it")
+            waiting = sum(len(record) for records in self._unwritten.values() for record in records)
+            if time.monotonic() >= self._flush_at or waiting >= _FLUSH_BYTES:
+                self._flush()
+
+    def _encode(self, key: Key, completions: Sequence[Completion]) -> None:
+        step = key["step"]
+        if step == self._failed or self._full:
+            return
+        record = journal_records.to_bytes(key, completions)
+        self._full = self._sizes.total() + len(record) > self._max_bytes
+        if self._full:
+            limit = f"checkpoint.journal_gib={self._max_bytes / 2**30:g}"
+            return _say(f"{limit} is used up: no group is journaled until the next checkpoint is complete")
+        self._sizes[step] += len(record)
+        self._unwritten.setdefault(step, []).append(record)
+        self._flush_at = min(self._flush_at, time.monotonic() + (_FLUSH_SECONDS if self._remote else 0.0))
+
+    def _flush(self) -> None:
+        self._flush_at, unwritten, self._unwritten = math.inf, self._unwritten, {}
+        for step, records in unwritten.items():
+            try:
+                self._write(self._directory / str(step), b"".join(records))
+            except Exception as error:  # the clients of buckets raise errors of many kinds
+                self._fail(step, str(error))
+
+    def _write(self, folder: epath.Path, content: bytes) -> None:
+        host = jax.process_index()
+        if self._remote:  # objects cannot be appended to; the time keeps those of an earlier process
+            (folder / f"{host}-{time.time_ns()}.groups").write_bytes(content)
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        with Path(folder / f"{host}.groups").open("ab") as file:
+            file.write(content)
+
+    def _fail(self, step: int, reason: str) -> None:
+        if step != self._failed:
+            self._failed = step
+            _say(f"the groups of step {step + 1} that are complete from now on are not journaled: {reason}")
+
+    def _prune(self, before: int) -> None:
+        self._sizes = collections.Counter({step: size for step, size in self._sizes.items() if step >= before})
+        self._unwritten = {step: records for step, records in self._unwritten.items() if step >= before}
+        self._full = False
+        if not hosts.is_first():
+            return
+        for step, path in _steps(self._directory).items():
+            try:
+                if step < before:
+                    path.rmtree()
+            except Exception as error:  # the next call may succeed
+                _say(f"{path} cannot be deleted: {error}")
+
+
+def _steps(directory: epath.Path) -> dict[int, epath.Path]:
+    """The steps of which there are groups, with their folders."""
+    return {int(path.name): path for path in _entries(directory) if path.name.isdigit()}
+
+
+def _entries(directory: epath.Path) -> list[epath.Path]:
+    try:
+        return sorted(directory.iterdir()) if directory.exists() else []
+    except Exception as error:  # the clients of buckets raise errors of many kinds
+        _say(f"{directory} cannot be read, and its groups are sampled again: {error}")
+        return []
+
+
+def _difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    names = sorted(name for name in {*there, *here} if there.get(name) != here.get(name))
+    return ", ".join(f"{name} was {there.get(name)!r}, now {here.get(name)!r}" for name in names)
+
+
+def _say(message: str) -> None:
+    print(f"journal: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,215 @@
+"""Who may ask a server: TLS and the API key over HTTP and gRPC, and connections that stall."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import socket
+import ssl
+import subprocess
+import threading
+import time
+
+import grpc
+import pytest
+
+from rpg_jax.rollout.jetstream.compat import jetstream_pb2, jetstream_pb2_grpc
+from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
+from rpg_jax.rollout.serving import server as serving
+from rpg_jax.rollout.serving.access import ENVIRONMENT, Access, ApiKey
+from rpg_jax.rollout.serving.client import GrpcRollout
+from rpg_jax.rollout.serving.server import Server
+from rpg_jax.types import Sampling
+
+endpoint = pytest.importorskip("rpg_jax.rollout.serving.http")
+
+KEY = ApiKey("f0" * 16)
+PEM = {"certificate": "server.pem", "private_key": "private.pem"}
+HELLO = jetstream_pb2.DecodeRequest(token_content={"token_ids": [1, 2]}, max_tokens=2)
+
+
+@pytest.fixture(scope="module")
+def pem(tmp_path_factory):
+    """The PEM files of a certificate for localhost, as arguments of `Access`."""
+    folder = tmp_path_factory.mktemp("tls")
+    files = {name: str(folder / file) for name, file in PEM.items()}
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2 -subj /CN=localhost"
+    names = ["-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    out = ["-out", files["certificate"], "-keyout", files["private_key"]]
+    subprocess.run([*command.split(), *names, *out], check=True, capture_output=True)
+    return files
+
+
+@pytest.fixture(scope="module")
+def guarded(build, letters, pem):
+    """A server with TLS and a key."""
+    rollout = JetStreamRollout(build("orchestrator").engine, keep_state=True)
+    made = Server(rollout, letters, Sampling(), access=Access("127.0.0.1", **pem, key=KEY), http_port=0)
+    yield made
+    made.stop(grace=5)
+
+
+@pytest.fixture
+def ask(guarded, pem):
+    """Status and body of a request by HTTPS."""
+
+    def ask(method, path, authorization=None, body=None):
+        tls = ssl.create_default_context(cafile=pem["certificate"])
+        connection = http.client.HTTPSConnection("localhost", guarded.http_port, timeout=300, context=tls)
+        connection.request(method, path, body, {} if authorization is None else {"Authorization": authorization})
+        reply = connection.getresponse()
+        return reply.status, reply.read()
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"host": "0.0.0.0"}, "host 0.0.0.0 is not loopback: it needs TLS"),
+        ({"host": "::", "key": KEY}, "needs TLS"),
+        ({"host": "192.168.0.7", **PEM}, "needs an API key, --api_key_file or RPG_JAX_API_KEY"),
+        ({"certificate": "server.pem"}, "both --certificate and --private_key"),
+        ({"host": "::", **PEM, "key": KEY}, None),
+        ({"host": "::1"}, None),
+        ({"host": "localhost"}, None),
+    ],
+    ids=str,
+)
+def test_other_machines_are_served_with_tls_and_a_key_only(asked, message):
+    if message is None:
+        Access(**asked)
+        return
+    with pytest.raises(ValueError, match=message):
+        Access(**asked)
+
+
+def test_a_key_comes_from_a_file_or_the_environment_and_its_errors_name_the_source(tmp_path):
+    file = tmp_path / "key"
+    file.write_text("0123456789abcdef\n")
+    assert ApiKey.find(str(file), {}).header == "Bearer 0123456789abcdef"
+    assert ApiKey.find(str(file), {ENVIRONMENT: "f" * 16}).header == "Bearer 0123456789abcdef"
+    assert ApiKey.find(None, {ENVIRONMENT: "f" * 16}).opens("Bearer " + "f" * 16)
+    assert ApiKey.find(None, {}) is None
+    for text in ("", "short", "one two three four five", "é" * 20):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=f"{file}: an API key has at least 16"):
+            ApiKey.find(str(file), {})
+        with pytest.raises(ValueError, match=f"environment variable {ENVIRONMENT}: an API key"):
+            ApiKey.find(None, {ENVIRONMENT: text})
+    with pytest.raises(ValueError, match="absent: No such file"):
+        ApiKey.find(str(tmp_path / "absent"), {})
+
+
+def test_tls_from_a_broken_file_is_an_error_before_anything_starts(build, letters, tmp_path, pem):
+    broken = tmp_path / "broken.pem"
+    broken.write_text("no certificate")
+    access = Access(certificate=str(broken), private_key=pem["private_key"])
+    with pytest.raises(ValueError, match="TLS with .*broken.pem"):
+        Server(JetStreamRollout(build("orchestrator").engine), letters, Sampling(), access=access)
+
+
+WRONG = [None, "", "Bearer", KEY.header[:-1], KEY.header + "0", KEY.header.lower(), "Basic " + KEY.header[7:], "\udcff"]
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=ascii)
+def test_http_without_the_key_gives_health_alone(ask, wrong):
+    if wrong == "\udcff":
+        assert not KEY.opens(wrong)  # a byte of no character, as aiohttp hands it over
+        return
+    for method, path in (("POST", "/v1/completions"), ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/nowhere")):
+        status, answer = ask(method, path, wrong, b"{" if method == "POST" else None)
+        assert status == 401 and json.loads(answer)["error"]["type"] == "authentication_error", path
+    assert ask("GET", "/health", wrong) == (200, b'{"status": "ok"}')
+
+
+def test_http_with_the_key_gives_completions_and_metrics(ask):
+    assert ask("POST", "/v1/completions", KEY.header, b'{"prompt": "12", "max_tokens": 2}')[0] == 200
+    assert ask("GET", "/v1/models", KEY.header)[0] == 200
+    ask("GET", "/v1/models")
+    status, page = ask("GET", "/metrics", KEY.header)
+    assert status == 200 and b'rpg_requests_total{code="UNAUTHENTICATED"}' in page and b"rpg_tokens_total" in page
+    status, answer = ask("GET", "/nowhere", KEY.header)
+    assert status == 404 and json.loads(answer)["error"]["message"] == "GET /nowhere: Not Found"
+
+
+def test_grpc_needs_the_key_for_all_but_health(guarded, pem, work):
+    address = f"localhost:{guarded.port}"
+    with open(pem["certificate"], "rb") as file:
+        credentials = grpc.ssl_channel_credentials(file.read())
+    with grpc.secure_channel(address, credentials) as channel:
+        stub = jetstream_pb2_grpc.OrchestratorStub(channel)
+        for metadata in ((), (("authorization", "Bearer no"),)):
+            with pytest.raises(grpc.RpcError) as caught:
+                list(stub.Decode(HELLO, metadata=metadata, timeout=30))
+            assert caught.value.code() == grpc.StatusCode.UNAUTHENTICATED
+        assert list(stub.Decode(HELLO, metadata=(("authorization", KEY.header),), timeout=300))
+        assert stub.HealthCheck(jetstream_pb2.HealthCheckRequest(), timeout=30).is_live
+        stalled = channel.stream_stream("/jetstream_proto.Orchestrator/Decode")(iter(threading.Event().wait, None))
+        with pytest.raises(grpc.RpcError, match="valid one"):  # refused although its message never comes
+            next(stalled)
+    few = GrpcRollout.connect(address, certificate=pem["certificate"], key=KEY, parallel=4)
+    assert few.generate(work)
+    few.close()
+    none = GrpcRollout.connect(address, certificate=pem["certificate"], key=None, parallel=4)
+    with pytest.raises(ValueError, match="UNAUTHENTICATED"):
+        none.generate(work)
+    none.close()
+
+
+def test_a_client_sends_no_key_in_plain_text_to_another_machine(tmp_path):
+    with pytest.raises(ValueError, match="in plain text: pass --server_certificate"):
+        GrpcRollout.connect("10.0.0.1:9000", certificate=None, key=KEY, parallel=1)
+    with pytest.raises(ValueError, match="absent: No such file"):
+        GrpcRollout.connect("10.0.0.1:9000", certificate=str(tmp_path / "absent"), key=KEY, parallel=1)
+
+
+def test_a_connection_that_stalls_before_its_request_is_closed(build, letters, monkeypatch):
+    monkeypatch.setattr(endpoint, "STALL_SECONDS", 0.3)
+    monkeypatch.setattr(serving, "STALL_SECONDS", 0.3)
+    made = Server(JetStreamRollout(build("orchestrator").engine), letters, Sampling(), http_port=0)
+    try:
+        for port, start in (
+            (made.http_port, b""),
+            (made.http_port, b"POST /v1/completions HTTP/1.1\r\n"),
+            (made.port, b""),
+        ):
+            with socket.create_connection(("127.0.0.1", port), timeout=20) as stalled:
+                stalled.sendall(start)
+                began = time.monotonic()
+                while stalled.recv(1000):
+                    pass
+                assert 0.2 < time.monotonic() - began < 10, (port, start)
+    finally:
+        made.stop(grace=0)
+
+
+def test_a_client_that_does_not_read_is_cut_off(monkeypatch):
+    class Full:
+        aborted = False
+
+        @property
+        def transport(self):
+            return self
+
+        def abort(self):
+            self.aborted = True
+
+        async def write(self, data):
+            await asyncio.sleep(60)
+
+    monkeypatch.setattr(endpoint, "STALL_SECONDS", 0.05)
+    client = Full()
+    with pytest.raises(ConnectionResetError):
+        asyncio.run(endpoint._send(client, client, "x"))
+    assert client.aborted
+
+
+def test_what_is_no_request_is_not_a_traceback(guarded, ask, caplog):
+    for port in (guarded.http_port, guarded.port):
+        for noise in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\x00", b"\0" * 100):
+            with socket.create_connection(("127.0.0.1", port), timeout=20) as loud:
+                loud.sendall(noise)
+    assert ask("GET", "/health")[0] == 200
+    assert not [record for record in caplog.records if record.exc_info or record.levelname == "ERROR"]
