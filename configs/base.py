@@ -13,7 +13,7 @@ from rpg_jax.runs.fields import Field, Section, from_method, optional
 FIELDS = Section(
     "The run as a whole.",
     method=Field("RPG-REINFORCE-URKL", "A row of the paper's tables.", choices="rpg_jax.losses:METHODS"),
-    seed=Field(0, "The seed of every random number of the run."),
+    seed=Field(0, "The seed of every random number of the run.", range="[0, 1073741824)"),
     sharding=Field(optional(str), 'Changes to the rules in parallel.RULES, as "vocab=tensor+context,kv_heads=". A '
         "logical axis without a mesh axis is replicated."),
     offload=Field("", "The arrays that wait in the host's memory until they are needed: optimizer, reference, or "
@@ -30,22 +30,24 @@ FIELDS = Section(
         stop_seconds=Field(25.0, "The longest time from SIGTERM or a preemption notice to the end of the process. An "
             "unfinished step is done again from the last checkpoint, with the groups of checkpoint.journal_gib; where "
             "updates take minutes, set checkpoint.every=1.",
-            "seconds"),
+            "seconds", range="[0, 1e6]"),
         preemption_url=Field("http://metadata.google.internal/computeMetadata/v1/instance/preempted", "The address "
             'that announces the preemption of a TPU VM. "" asks nobody.'),
         stall_seconds=Field(3600.0, "The longest time without progress: no group is completed, no update ends. After "
             "it the run writes the stacks of all threads to stall.txt and ends. Allow for one compilation, one save, "
-            "the log-prob passes of a step, and the wait for the slowest process.", "seconds"),
+            "the log-prob passes of a step, and the wait for the slowest process.", "seconds", range="(0, 1e9]"),
     ),
     distributed=Section(
         "The processes of one run. On TPU pods the launcher and JAX set all of these fields.",
         coordinator=Field(optional(str), "HOST[:PORT] of the first. Unset: JAX_COORDINATOR_ADDRESS, or one process."),
-        processes=Field(optional(int), "The number of processes. Unset: JAX_NUM_PROCESSES, or what JAX finds."),
-        process_id=Field(optional(int), "The rank of this process, from 0. Unset: JAX_PROCESS_ID, or what JAX finds."),
-        initialization_timeout=Field(1800, "How long a process waits for the others to start.", "seconds"),
-        heartbeat_timeout=Field(
-            optional(int), "A process is lost after this long without a sign of life. Unset: JAX's own, 100.", "seconds"
-        ),
+        processes=Field(optional(int), "The number of processes. Unset: JAX_NUM_PROCESSES, or what JAX finds.",
+            range="[1, 1e6]"),
+        process_id=Field(optional(int), "The rank of this process, from 0. Unset: JAX_PROCESS_ID, or what JAX finds.",
+            range="[0, 1e6)"),
+        initialization_timeout=Field(1800, "How long a process waits for the others to start.", "seconds",
+            range="[1, 1e6]"),
+        heartbeat_timeout=Field(optional(int), "A process is lost after this long without a sign of life. Unset: JAX's "
+            "own, 100.", "seconds", range="[1, 1e6]"),
     ),
     model=Section(
         "The policy's network.",
@@ -55,19 +57,22 @@ FIELDS = Section(
             "enough for plan and bench; train needs model.path too."),
         tokenizer=Field(optional(str), "The tokenizer's folder or address, as in model.path. Unset: model.path, or a "
             "tokenizer trained on the task's text."),
-        num_layers=Field(optional(int), "The number of decoder blocks."),
-        embed_dim=Field(optional(int), "The width of the residual stream."),
-        num_heads=Field(optional(int), "The number of query heads."),
-        num_kv_heads=Field(optional(int), "The number of key-value heads; num_heads / num_kv_heads queries share one."),
-        head_dim=Field(optional(int), "The width of a head."),
-        hidden_dim=Field(optional(int), "The width of the SwiGLU block."),
-        rope_theta=Field(optional(float), "The base of the wavelengths of the rotary positions. Unset: 1e6."),
+        num_layers=Field(optional(int), "The number of decoder blocks.", range="[1, 1000]"),
+        embed_dim=Field(optional(int), "The width of the residual stream.", range="[1, 1e6]"),
+        num_heads=Field(optional(int), "The number of query heads.", range="[1, 1e4]"),
+        num_kv_heads=Field(optional(int), "The number of key-value heads; num_heads / num_kv_heads queries share one.",
+            range="[1, 1e4]"),
+        head_dim=Field(optional(int), "The width of a head.", range="[2, 1e4]"),
+        hidden_dim=Field(optional(int), "The width of the SwiGLU block.", range="[1, 1e7]"),
+        rope_theta=Field(optional(float), "The base of the wavelengths of the rotary positions. Unset: 1e6.",
+            range="[1, 1e12]"),
         tie_embeddings=Field(optional(bool), "Use one matrix for input and output embeddings. Unset: True."),
         compute_dtype=Field("bfloat16", "The dtype of activations and matrix products. Products of float32 keep full "
-            "precision, which TPUs and newer GPUs would round. Log-probabilities and reductions are always float32."),
+            "precision, which TPUs and newer GPUs would round. Log-probabilities and reductions are always float32.",
+            choices=("bfloat16", "float32")),
         param_dtype=Field("float32", "The dtype of master weights and optimizer slots. train takes float32 only: in "
             "bfloat16 nearly every update at a rate of 1e-6 rounds away. serve and evaluate hold a folder's weights in "
-            "compute_dtype."),
+            "compute_dtype.", choices=("bfloat16", "float32")),
         remat=Field("full", "The activations that the backward pass computes again: none of them, all but matrix "
             "products (dots), or all (full). offload is full with the layers' inputs in the host's memory.",
             choices=("none", "dots", "full", "offload")),
@@ -75,28 +80,29 @@ FIELDS = Section(
     mesh=Section(
         "The number of devices along each axis of the mesh. One axis may be -1: it takes the remaining devices.",
         replica=Field(1, "Copies of the weights. Only this axis spans TPU slices, so it is a multiple of their number; "
-            "1: one copy in each slice.", "devices"),
-        fsdp=Field(-1, "Batch and weights are split alike; a layer's weights are gathered when it runs.", "devices"),
-        tensor=Field(1, "Heads, hidden units and vocabulary are split.", "devices"),
-        context=Field(1, "Sequences are split along their length.", "devices"),
-        expert=Field(1, "The experts of a mixture are split, and rows with them.", "devices"),
+            "1: one copy in each slice.", "devices", range="[-1, 1e6]"),
+        fsdp=Field(-1, "Batch and weights are split alike; a layer's weights are gathered when it runs.", "devices",
+            range="[-1, 1e6]"),
+        tensor=Field(1, "Heads, hidden units and vocabulary are split.", "devices", range="[-1, 1e6]"),
+        context=Field(1, "Sequences are split along their length.", "devices", range="[-1, 1e6]"),
+        expert=Field(1, "The experts of a mixture are split, and rows with them.", "devices", range="[-1, 1e6]"),
     ),
     task=Section(
         "The problems that the policy is trained and evaluated on.",
         name=Field("arithmetic", "Generated problems, of one operation (arithmetic) or of several that are worked out "
             "line by line (chains), or problems from files.", choices=("arithmetic", "chains", "files")),
-        max_prompt_tokens=Field(16, "The longest prompt, chat template included.", "tokens"),
+        max_prompt_tokens=Field(16, "The longest prompt, chat template included.", "tokens", range="[1, 1048576]"),
         too_long=Field("drop", "A longer prompt is dropped, or truncated on the left.", choices=("drop", "truncate")),
         thinking=Field(False, "Switch on the thinking mode of a chat template that has one."),
         generated=Field(optional(int), "The number of problems of a procedural source. Unset: all of arithmetic (of "
             "more than three digits its share of 100,000), 50,000 chains, 1000 for each set of reasoning_gym.",
-            "problems"),
+            "problems", range="[1, 1e9]"),
         operations=Field("+", "arithmetic and chains: any of + - *."),
         links=Field("5-8", "chains: FEWEST-MOST operations of a training problem."),
-        digits=Field(2, "arithmetic: the most digits of an operand.", at_least=1, at_most=9),
+        digits=Field(2, "arithmetic: the most digits of an operand.", range="[1, 9]"),
         reverse=Field(True, "arithmetic: write the answer from its lowest digit, the order in which one carries."),
         chain_of_thought=Field(False, "arithmetic: write the column sums before the answer."),
-        held_out=Field(0.2, "arithmetic: the share of operand pairs that is kept for evaluation."),
+        held_out=Field(0.2, "arithmetic: the share of operand pairs that is kept for evaluation.", range="(0, 1)"),
         train=Field(optional(str), "files: parquet or JSONL files, names of data sets on the hub or "
             "reasoning_gym:NAME, separated by commas. Problems of the held-out sets are left out."),
         held_out_sets=Field(optional(str), "files: NAME=SOURCE,NAME=SOURCE; arithmetic: held out,carry,negative or "
@@ -111,13 +117,15 @@ FIELDS = Section(
             'length, or a function of your own as module:function. Several take weights: "math_dapo:1,format:0.1". The '
             "first verifier decides accuracy."),
         deadline_seconds=Field(10.0, "The longest time for one verdict of math_verify or of your own function.",
-            "seconds"),
-        workers=Field(optional(int), "The processes for those verdicts. Unset: one per CPU, at most 8.", "processes"),
+            "seconds", range="(0, 3600]"),
+        workers=Field(optional(int), "The processes for those verdicts. Unset: one per CPU, at most 8.", "processes",
+            range="[1, 1000]"),
         format=Field("number", 'The form that the part "format" asks for.',
             choices="rpg_jax.rewards.shaping:FORMATS"),
         overlong_shaping=Field(from_method(bool), "Punish completions close to the limit (DAPO, arXiv:2503.14476)."),
-        overlong_buffer=Field(512, "The number of tokens before the limit over which the punishment grows.", "tokens"),
-        overlong_factor=Field(1.0, "The punishment at the limit."),
+        overlong_buffer=Field(512, "The number of tokens before the limit over which the punishment grows.", "tokens",
+            range="[0, 1048576]"),
+        overlong_factor=Field(1.0, "The punishment at the limit.", range="[0, 1e6]"),
         overlong_masking=Field(False, "Do not train on completions that the limit cuts off."),
     ),
     rollout=Section(
@@ -125,23 +133,29 @@ FIELDS = Section(
         driver=Field("orchestrator", "The driver of the decoding engine: JetStream's threads (orchestrator) or one "
             "thread on any mesh (lockstep). simple is a plain sampler without the engine, which serves as an oracle.",
             choices="rpg_jax.rollout:DRIVERS"),
-        slots=Field(64, "Completions decoded together, on all hosts. Each host decodes an equal part.", "completions"),
-        tensor=Field(optional(int), "Devices per copy of the decoding weights. Unset: the trainer's mesh.", "devices"),
-        expert=Field(optional(int), "For a mixture: groups of experts per copy, each on `tensor` devices.", "groups"),
+        slots=Field(optional(int), "Completions decoded together on each device. Unset: as many as its memory holds "
+            "beside everything else; 128 on all devices of a process together where that is not known, as on a CPU.",
+            "completions", range="[1, 1e6]"),
+        tensor=Field(optional(int), "Devices per copy of the decoding weights. Unset: the trainer's mesh.", "devices",
+            range="[1, 1e6]"),
+        expert=Field(optional(int), "For a mixture: groups of experts per copy, each on `tensor` devices.", "groups",
+            range="[1, 1e6]"),
         devices=Field(0, "The number of devices that only sample: the last ones. The mesh covers the others, which "
-            "train. 0: every device samples and trains in turn.", "devices"),
-        prompts_per_step=Field(64, "The groups that a step trains on.", "groups", at_least=1),
-        group_size=Field(8, "The completions of a prompt.", "completions", at_least=1),
-        max_tokens=Field(16, "The longest completion, stop token included.", "tokens", at_least=1),
-        temperature=Field(1.0, "The temperature of sampling, and of the log-probabilities in the loss."),
-        top_p=Field(1.0, "Sample from the most probable tokens that hold this probability. 1 is off."),
-        top_k=Field(0, "Sample from this many most probable tokens. 0 is off.", "tokens"),
-        min_p=Field(0.0, "The least probability of a token, as a share of the most probable token's. 0 is off."),
+            "train. 0: every device samples and trains in turn.", "devices", range="[0, 1e6]"),
+        prompts_per_step=Field(64, "The groups that a step trains on.", "groups", range="[1, 1e6]"),
+        group_size=Field(8, "The completions of a prompt.", "completions", range="[1, 1e5]"),
+        max_tokens=Field(16, "The longest completion, stop token included.", "tokens", range="[1, 1048576]"),
+        temperature=Field(1.0, "The temperature of sampling, and of the log-probabilities in the loss.",
+            range="[0.01, 100]"),
+        top_p=Field(1.0, "Sample from the most probable tokens that hold this probability. 1 is off.", range="(0, 1]"),
+        top_k=Field(0, "Sample from this many most probable tokens. 0 is off.", "tokens", range="[0, 1e6]"),
+        min_p=Field(0.0, "The least probability of a token, as a share of the most probable token's. 0 is off.",
+            range="[0, 1)"),
         overprovision=Field(0.0, "The share of groups that are begun beyond the need; the last to finish are "
             "cancelled. No step waits for its longest completions, but prompts with short ones are favoured.",
-            at_least=0),
+            range="[0, 10]"),
         max_staleness=Field(0, "The steps that sampling may run ahead of training, on one device or on "
-            "rollout.devices. 0: they alternate.", "steps"),
+            "rollout.devices. 0: they alternate.", "steps", range="[0, 1000]"),
         swap=Field("between", "When sampling runs ahead, new weights take over between batches (reproducible) or "
             "midway in completions.", choices="rpg_jax.training.ahead:SWAPS"),
         int8=Field(False, "Decode with 8-bit matrices; set loss.sampler_correction, raise max_sampler_gap."),
@@ -149,13 +163,14 @@ FIELDS = Section(
         max_sampler_gap=Field(5e-2, "The run stops above this mean |log pi_s - log pi_old|. It is measured on "
             "completions of the present weights: with max_staleness those of the first step, with swap=midway none. "
             "With max_staleness and a loss.sampler_correction it is that of all, and the policy's drift counts.",
-            "nats"),
+            "nats", range="(0, inf]"),
     ),
     dynamic_sampling=Section(
         "Prompts are drawn until a step has enough informative groups.",
         enabled=Field(from_method(bool), "Keep only groups whose accuracy is neither 0 nor 1."),
-        oversample=Field(1, "The prompts that are generated at once, in units of prompts_per_step. The paper has 3."),
-        max_batches=Field(20, "The generation batches of a step before it gives up.", "batches", at_least=1),
+        oversample=Field(1, "The prompts that are generated at once, in units of prompts_per_step. The paper has 3.",
+            range="[1, 1000]"),
+        max_batches=Field(20, "The generation batches of a step before it gives up.", "batches", range="[1, 1e6]"),
         on_shortage=Field("smaller", "Too few groups make a smaller batch, or an error.", choices=("smaller", "error")),
         surplus=Field("drop", "Drop surplus groups, or carry them to the next step.", choices=("drop", "carry")),
     ),
@@ -173,35 +188,42 @@ FIELDS = Section(
         weight=Field(from_method(str), "rpg of completions: the importance weight: the token's ratio, the "
             "completion's (product, exact), the same capped, or none.",
             choices=("token", "product", "capped", "none")),
-        weight_cap=Field(from_method(float), "rpg: the cap of weight=capped."),
+        weight_cap=Field(from_method(float), "rpg: the cap of weight=capped.", range="(0, inf)"),
         kl_ratio=Field(from_method(str), "rpg, level=sequence: the policy whose log-ratio to the reference is in the "
             "return: the present one, or that of the rollout (behaviour: KL in the reward).",
             choices=("present", "behaviour")),
-        trace_decay=Field(from_method(float), "rpg, level=to_go: the decay lambda per token of the KL to come."),
-        trace_cap=Field(from_method(float), "rpg, level=to_go: the cap of the importance ratio in that decay."),
-        kl_coef=Field(from_method(float), "The coefficient beta of the KL term."),
-        clip_low=Field(from_method(float), "epsilon_1: the importance ratio is clipped below 1 - epsilon_1."),
-        clip_high=Field(from_method(float), "epsilon_2: the importance ratio is clipped above 1 + epsilon_2."),
-        clip_dual=Field(from_method(float), "The bound c of the dual clip. inf: no dual clip."),
+        trace_decay=Field(from_method(float), "rpg, level=to_go: the decay lambda per token of the KL to come.",
+            range="[0, 1]"),
+        trace_cap=Field(from_method(float), "rpg, level=to_go: the cap of the importance ratio in that decay.",
+            range="(0, inf]"),
+        kl_coef=Field(from_method(float), "The coefficient beta of the KL term.", range="[0, inf)"),
+        clip_low=Field(from_method(float), "epsilon_1: the importance ratio is clipped below 1 - epsilon_1.",
+            range="[0, 1)"),
+        clip_high=Field(from_method(float), "epsilon_2: the importance ratio is clipped above 1 + epsilon_2.",
+            range="[0, inf)"),
+        clip_dual=Field(from_method(float), "The bound c of the dual clip. inf: no dual clip.", range="(1, inf]"),
         kl_weighting=Field(from_method(str), "grpo: the weight of the KL term: none, as published, or the importance "
             "ratio, as corrected (errata 16).", choices=("none", "importance")),
-        kl_clamp=Field(from_method(float), "grpo: the bound of a token's published KL term. inf: none.", "nats"),
+        kl_clamp=Field(from_method(float), "grpo: the bound of a token's published KL term. inf: none.", "nats",
+            range="(0, inf]"),
         aggregate=Field(from_method(str), "The mean of the tokens' losses.", choices="rpg_jax.losses:AGGREGATES"),
         constant_length=Field(from_method(int), "The length for aggregate=constant. Unset: rollout.max_tokens.",
-            "tokens"),
+            "tokens", range="[1, 1048576]"),
         mask_divergence=Field(from_method(str), "dppo: the divergence that masks a token.", choices=("tv", "kl")),
         mask_threshold=Field(from_method(float), "dppo: delta, the divergence beyond which a token has no gradient; a "
-            "probability for tv, nats for kl."),
-        tau_positive=Field(from_method(float), "sapo: the gate's temperature where the advantage is positive."),
-        tau_negative=Field(from_method(float), "sapo: the gate's temperature where it is negative."),
+            "probability for tv, nats for kl.", range="[0, inf]"),
+        tau_positive=Field(from_method(float), "sapo: the gate's temperature where the advantage is positive.",
+            range="(0, inf)"),
+        tau_negative=Field(from_method(float), "sapo: the gate's temperature where it is negative.", range="(0, inf)"),
         penalty_level=Field(from_method(str), "opmd: the log-ratio that is squared. Unset: that of a completion.",
             choices=("completion", "token")),
         sampler_correction=Field(from_method(str), "What makes up for tokens that the sampler's numerics drew: pi_s, "
             "not pi_old. docs/methods.md has the formulas. Unset: nothing.",
             choices="rpg_jax.losses:SAMPLER_CORRECTIONS"),
-        sampler_low=Field(optional(float), "The lower bound l of the sampler correction. Unset: the correction's own."),
-        sampler_high=Field(optional(float), "Its upper bound h. Unset: the correction's own."),
-        entropy_coef=Field(0.0, "The weight of the entropy bonus, nats per token. 0 is off.", at_least=0),
+        sampler_low=Field(optional(float), "The lower bound l of the sampler correction. Unset: the correction's own.",
+            range="[0, inf)"),
+        sampler_high=Field(optional(float), "Its upper bound h. Unset: the correction's own.", range="(0, inf]"),
+        entropy_coef=Field(0.0, "The weight of the entropy bonus, nats per token. 0 is off.", range="[0, inf)"),
         advantage=Field(from_method(str), "The advantage. gae needs a critic.",
             choices="rpg_jax.losses:ADVANTAGES,LEARNED_ADVANTAGES"),
     ),
@@ -210,11 +232,14 @@ FIELDS = Section(
         trunk=Field("separate", "The critic's network: a decoder of its own (separate), or a head on the policy's last "
             "hidden states, whose gradient stops there (frozen) or trains the policy's trunk too (shared).",
             choices=("separate", "frozen", "shared")),
-        gamma=Field(1.0, "The discount per token."),
-        gae_lambda=Field(1.0, "The lambda of GAE. 1: returns minus values; 0: one-step errors."),
-        clip=Field(0.2, "The value loss clips a value to within this distance of the old value. 0 is off."),
-        coef=Field(0.5, "The weight of the value loss. With Adam it matters only where the trunk is shared."),
-        learning_rate=Field(1e-5, "The learning rate of the critic's own weights. The rest is as in optimizer."),
+        gamma=Field(1.0, "The discount per token.", range="[0, 1]"),
+        gae_lambda=Field(1.0, "The lambda of GAE. 1: returns minus values; 0: one-step errors.", range="[0, 1]"),
+        clip=Field(0.2, "The value loss clips a value to within this distance of the old value. 0 is off.",
+            range="[0, inf)"),
+        coef=Field(0.5, "The weight of the value loss. With Adam it matters only where the trunk is shared.",
+            range="[0, 1e6]"),
+        learning_rate=Field(1e-5, "The learning rate of the critic's own weights. The rest is as in optimizer.",
+            range="[0, 100]"),
     ),
     reference=Section(
         "The policy that anchors the KL term.",
@@ -223,65 +248,71 @@ FIELDS = Section(
             choices="rpg_jax.training.reference_rules:RULES"),
         every=Field("1 step", "K of rule=every: every K-th step, when it ends, or every K-th update.",
             "steps or updates"),
-        kl_threshold=Field(0.01, "kappa of rule=kl.", "nats per token"),
-        kl_decay=Field(0.9, "The decay per update of the moving average of the token KL, for rule=kl."),
+        kl_threshold=Field(0.01, "kappa of rule=kl.", "nats per token", range="(0, inf)"),
+        kl_decay=Field(0.9, "The decay per update of the moving average of the token KL, for rule=kl.", range="[0, 1)"),
         resident=Field(False, "Keep the reference's weights in device memory between steps."),
     ),
     train=Section(
         "Steps and batches. A step samples one rollout batch and trains on it.",
-        steps=Field(100, "The number of steps.", "steps"),
-        updates_per_step=Field(2, "The mini-batches of a rollout batch, one update each.", "updates", at_least=1),
-        epochs=Field(1, "The passes over a rollout batch.", at_least=1),
-        microbatch_size=Field(optional(int), "Rows of a forward and backward pass. Unset: one mini-batch.", "rows"),
+        steps=Field(100, "The number of steps.", "steps", range="[0, 1e9]"),
+        updates_per_step=Field(2, "The mini-batches of a rollout batch, one update each.", "updates", range="[1, 1e5]"),
+        epochs=Field(1, "The passes over a rollout batch.", range="[1, 1e4]"),
+        microbatch_size=Field(optional(int), "Rows of a forward and backward pass. Unset: one mini-batch.", "rows",
+            range="[1, 1e6]"),
         packed_length=Field(optional(int), "The length of a row that several completions share. Unset: one completion "
-            "a row, padded.", "tokens"),
+            "a row, padded.", "tokens", range="[2, 1e7]"),
     ),
     optimizer=Section(
         "The optimizer of the policy.",
         name=Field("adamw", "The optimizer.", choices="rpg_jax.training.optimizer:NAMES"),
-        learning_rate=Field(from_method(float), "The learning rate after the warm-up.", at_least=0),
+        learning_rate=Field(from_method(float), "The learning rate after the warm-up.", range="[0, 100]"),
         warmup=Field("10 steps", "The warm-up; then the rate is constant. Over N steps: a stair, the updates of step s "
             "= 0, 1, ... have s/N of the rate, so those of the first step have none. Over N updates: a slope, update u "
             "= 1, 2, ... has u/N of the rate.", "steps or updates"),
-        b1=Field(0.9, "The decay of the gradient's mean. For schedule_free_adamw: its interpolation."),
-        b2=Field(0.999, "The decay of the squared gradient's mean."),
-        eps=Field(1e-8, "The number that is added to the root of the squared gradient's mean."),
-        weight_decay=Field(0.1, "The decoupled weight decay. It is multiplied by the learning rate."),
-        max_grad_norm=Field(1.0, "The largest global norm of the gradient; a longer gradient is scaled down."),
+        b1=Field(0.9, "The decay of the gradient's mean. For schedule_free_adamw: its interpolation.", range="[0, 1)"),
+        b2=Field(0.999, "The decay of the squared gradient's mean.", range="[0, 1)"),
+        eps=Field(1e-8, "The number that is added to the root of the squared gradient's mean.", range="[0, 1]"),
+        weight_decay=Field(0.1, "The decoupled weight decay. It is multiplied by the learning rate.", range="[0, 100]"),
+        max_grad_norm=Field(1.0, "The largest global norm of the gradient; a longer gradient is scaled down.",
+            range="(0, inf]"),
     ),
     warm_start=Section(
         "Supervised training from scratch before RL. Runs share the result.",
         enabled=Field(False, "Begin with a warm start."),
         dir=Field("runs/warm_starts", "The folder that keeps warm starts. Runs in a bucket use run.dir/warm_starts "
             "instead of a local folder."),
-        seed=Field(0, "The seed of the warm start, which runs of several seeds share."),
-        min_accuracy=Field(0.4, "The least accuracy on the first held-out set at which the warm start stops."),
-        max_accuracy=Field(0.6, "The greatest accuracy at which it stops."),
+        seed=Field(0, "The seed of the warm start, which runs of several seeds share.", range="[0, 1073741824)"),
+        min_accuracy=Field(0.4, "The least accuracy on the first held-out set at which the warm start stops.",
+            range="[0, 1]"),
+        max_accuracy=Field(0.6, "The greatest accuracy at which it stops.", range="[0, 1]"),
         max_tokens=Field(optional(int), "The longest completion. Unset: rollout.max_tokens. Where it is set, runs with "
-            "other limits share the warm start.", "tokens"),
-        learning_rate=Field(2e-3, "The learning rate of its AdamW."),
+            "other limits share the warm start.", "tokens", range="[1, 1048576]"),
+        learning_rate=Field(2e-3, "The learning rate of its AdamW.", range="[0, 100]"),
         batch_size=Field(512, "The rows of an update: pairs of prompt and answer, or with train.packed_length as many "
-            "pairs to a row as fit.", "rows"),
-        check_every=Field(50, "The updates between checks; halved after an overshoot.", "updates", at_least=1),
-        max_updates=Field(5000, "The updates after which the warm start gives up.", "updates", at_least=1),
+            "pairs to a row as fit.", "rows", range="[1, 1e6]"),
+        check_every=Field(50, "The updates between checks; halved after an overshoot.", "updates", range="[1, 1e9]"),
+        max_updates=Field(5000, "The updates after which the warm start gives up.", "updates", range="[1, 1e9]"),
     ),
     evaluation=Section(
         "Evaluations on the held-out sets.",
-        every=Field(10, "Steps between evaluations; also before the first and after the last.", "steps", at_least=1),
-        problems=Field(256, "The number of problems of each held-out set: the first ones.", "problems", at_least=1),
-        k=Field(4, "The completions of each problem.", "completions", at_least=1),
-        temperature=Field(1.0, "The temperature of sampling. 0 is greedy."),
+        every=Field(10, "Steps between evaluations; also before the first and after the last.", "steps",
+            range="[1, 1e12]"),
+        problems=Field(256, "The number of problems of each held-out set: the first ones.", "problems",
+            range="[1, 1e9]"),
+        k=Field(4, "The completions of each problem.", "completions", range="[1, 1e5]"),
+        temperature=Field(1.0, "The temperature of sampling. 0 is greedy.", range="[0, 100]"),
         drift=Field(False, "Also measure the completions' entropy and KL to the policy before the first step, in nats "
             "per completion. Two more passes of log-probabilities; the rollout's temperature and all of its tokens."),
     ),
     checkpoint=Section(
         "Checkpoints, from which the same command continues.",
-        every=Field(10, "Steps between checkpoints; also after the last.", "steps", at_least=1),
-        keep=Field(2, "The number of checkpoints that are kept: the newest ones.", "checkpoints"),
+        every=Field(10, "Steps between checkpoints; also after the last.", "steps", range="[1, 1e12]"),
+        keep=Field(2, "The number of checkpoints that are kept: the newest ones.", "checkpoints", range="[1, 1e6]"),
         journal_gib=Field(4.0, "The most that each host keeps of the groups that were completed after the newest "
             "checkpoint. A run that continues samples only what is missing there. Beyond it no group is kept until the "
-            "next checkpoint. A token takes 8 bytes. 0 is off.", "GiB", at_least=0),
-        permanent_every=Field(optional(int), "Checkpoints at its multiples stay for ever. Unset: none.", "steps"),
+            "next checkpoint. A token takes 8 bytes. 0 is off.", "GiB", range="[0, 1e6]"),
+        permanent_every=Field(optional(int), "Checkpoints at its multiples stay for ever. Unset: none.", "steps",
+            range="[1, 1e12]"),
     ),
     profile=Section(
         "Traces for TensorBoard or Perfetto.",
@@ -289,16 +320,19 @@ FIELDS = Section(
     ),
     log=Section(
         "What a run writes about itself.",
-        samples_per_step=Field(2, "The prompts of a step whose completions go to samples.jsonl.", "prompts"),
+        samples_per_step=Field(2, "The prompts of a step whose completions go to samples.jsonl.", "prompts",
+            range="[0, 1e6]"),
         rollouts_every=Field(10, "The steps between two records in rollouts/: groups with the numbers of every token, "
             "for the report's browser. The first step is recorded too. A record costs one more pass of "
-            "log-probabilities over the mini-batches of its groups. 0 is off.", "steps"),
-        rollouts_groups=Field(8, "The most groups in a record. A token takes up to 25 bytes on disk.", "groups"),
+            "log-probabilities over the mini-batches of its groups. 0 is off.", "steps", range="[0, 1e12]"),
+        rollouts_groups=Field(8, "The most groups in a record. A token takes up to 25 bytes on disk.", "groups",
+            range="[1, 1e6]"),
         tensorboard=Field(False, "Write event files into the run folder. Needs pip install tensorboardX."),
         wandb=Field(optional(str), "The project of Weights & Biases. Needs pip install wandb."),
         wandb_mode=Field("online", "online sends to the server; offline writes files into the run folder, to be synced "
             "later; disabled does neither.", choices=("online", "offline", "disabled")),
-        max_nonfinite_updates=Field(10, "The run stops after this many non-finite updates in a row.", "updates"),
+        max_nonfinite_updates=Field(10, "The run stops after this many non-finite updates in a row.", "updates",
+            range="[1, 1e9]"),
     ),
 )
 # fmt: on
@@ -326,7 +360,7 @@ def variant(c: ConfigDict, name: str) -> ConfigDict:
     c.model.compute_dtype = "float32"
     c.task.max_prompt_tokens = min(c.task.max_prompt_tokens, 512)
     c.rollout.prompts_per_step, c.rollout.group_size, c.rollout.max_tokens = 4, 4, 16
-    c.rollout.slots, c.rollout.tensor, c.rollout.expert = 32, None, None
+    c.rollout.slots, c.rollout.tensor, c.rollout.expert = None, None, None
     c.rewards.overlong_buffer = 8
     c.dynamic_sampling.enabled = False
     c.train.steps, c.train.updates_per_step, c.train.microbatch_size = 2, 2, 2

@@ -24,7 +24,6 @@ def get_config(variant: str = ""):
     c.rollout.prompts_per_step = 256
     c.rollout.group_size = 8
     c.rollout.max_tokens = 1024
-    c.rollout.slots = 256
     c.rollout.tensor = 1  # weights of 6.2 GB; a chip has 95 GB
     c.rewards.overlong_buffer = 256  # of rollout.max_tokens
 

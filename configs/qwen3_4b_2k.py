@@ -5,8 +5,8 @@ Command:   python -m rpg_jax.train --config=configs/qwen3_4b_2k.py --config.mode
              --config.method=RPG-REINFORCE-URKL
            The method brings the learning rate: 5e-7 for the REINFORCE estimators, 1e-6 for all others.
            model.size is there for `plan`, which then needs no weights.
-Hardware:  v5p:2x2x2 or v6e:4x4; docs/plan.md has memory and days of configs/qwen3_4b_8k.py on both,
-           and the next line prints those of this config
+Hardware:  v5p:4x4x4, 0.6 days expected for 400 steps, with --config.train.microbatch_size=64; v5p:2x2x2 3.7 days,
+           v6e:4x4 2.6. docs/plan.md says what this rests on.
 Plan:      python -m rpg_jax.plan --config=configs/qwen3_4b_2k.py --topology=v5p:2x2x2
 """
 
@@ -27,7 +27,6 @@ def get_config(variant: str = ""):
     c.rollout.prompts_per_step = 512
     c.rollout.group_size = 16
     c.rollout.max_tokens = 2048
-    c.rollout.slots = 384  # 232 GB of cache: 15 GB on each of 16 chips
     c.rollout.tensor = 4  # one copy of the bf16 weights on the four chips of a host
     c.dynamic_sampling.oversample = 3
 

@@ -2,8 +2,8 @@
 
 Command:   python -m rpg_jax.train --config=configs/qwen3_4b_8k.py --config.model.path=Qwen/Qwen3-4B \
              --config.method=RPG-REINFORCE-URKL
-Hardware:  v5p:2x2x2 or v6e:4x4, at least 39 or 34 days for 400 steps by plan; v5p:4x4x4, at least 7.6 days, with
-           --config.train.microbatch_size=64, one row a chip. docs/plan.md has memory and seconds.
+Hardware:  v5p:4x4x4, 3.8 days expected for 400 steps, with --config.train.microbatch_size=64, one row a chip; v5p:2x2x2
+           27 days, v6e:4x4 25 days. docs/plan.md has memory and seconds.
 """
 
 from configs import base, qwen3_4b_2k
@@ -12,6 +12,5 @@ from configs import base, qwen3_4b_2k
 def get_config(variant: str = ""):
     c = qwen3_4b_2k.get_config()
     c.rollout.max_tokens = 8192
-    c.rollout.slots = 128  # 193 GB of cache
     c.train.packed_length = 10_240  # the longest completion with its prompt; shorter ones share a row
     return base.variant(c, variant)

@@ -1,15 +1,19 @@
-"""Tells whether a run fits a TPU slice and how long its steps take at best, before anyone pays for the slice.
+"""Tells whether a run fits a TPU slice, and days and dollars of the run, before anyone pays for the slice.
 
   python -m rpg_jax.plan --config=configs/qwen3_4b_8k.py --topology=v5p:2x2x2
   python -m rpg_jax.plan --config=configs/qwen3_4b_8k.py --topology=v6e:4x4 --json
+  python -m rpg_jax.plan --config=configs/qwen3_4b_8k.py --topology=v5p:4x4x4 --search
 
 Compiles the run's own programs with the compiler for TPUs, on any CPU machine (after
-`python3 launch/install.py --requirements=requirements-tpu.txt`), and prints what each needs on a chip. Seconds are
-what the binding limit allows at its peak: no run is faster. If a program does not fit, the exit code is 1, and the
-command searches for the smallest change that fits (not with --notry).
+`python3 launch/install.py --requirements=requirements-tpu.txt`), and prints what each needs on a chip. The bound of a
+step is what the hardware allows at its peaks: no run with completions of such lengths is faster. What is expected has
+the efficiencies and latencies of rpg_jax/planning/efficiency.py, which are assumptions. If a program does not fit, the
+exit code is 1, and the command searches for the smallest change that fits (not with --notry). --search ranks layouts,
+slots, the cache's dtype, micro-batches and rematerialisation by arithmetic, and compiles the fastest that fits.
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 from collections.abc import Sequence
@@ -26,9 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="as v6e:4x4, or v6e:4x4*2 for two of them; an unknown one lists the known ones (default: %(default)s)",
     )
     parser.add_switch("json", default=False, help="print one JSON object instead of tables")
+    parser.add_switch("search", default=False, help="first look for the fastest settings that fit, by arithmetic")
     parser.add_switch("try", default=True, help="search for the smallest change that fits (default: yes; --notry)")
     parser.add_argument(
         "--mean_tokens", type=int, default=0, help="tokens of a mean completion; default: half of rollout.max_tokens"
+    )
+    parser.add_argument(
+        "--prompt_tokens", type=int, default=0, help="tokens of a mean prompt; default: 300, at most half of the limit"
     )
     parser.add_argument(
         "--programs",
@@ -43,21 +51,27 @@ def plan(options: argparse.Namespace) -> int:
     """Compiles, prints, and returns 1 where something does not fit."""
     loaded = config_files.load(options.config, options.overrides)
     from rpg_jax import planning  # loads JAX: wrong flags need not wait for it
-    from rpg_jax.planning import printing, run_plan
+    from rpg_jax.planning import plan_figures, printing, run_plan, search
     from rpg_jax.runs.resolve import resolve
 
     topology, config = planning.parse(options.topology), resolve(loaded.config)
-    programs = run_plan.plan(config, topology, only=options.programs)
+    lengths = plan_figures.lengths_of(config, mean=options.mean_tokens, prompt=options.prompt_tokens)
+    found: list[search.Found] = []
+    if options.search:
+        found = search.search(config, topology, lengths)
+        if not found:
+            raise ValueError(f"no settings that fit {topology.name} by arithmetic; take a larger slice")
+        config = search.changed(config, found[0].change)
+    programs, step = run_plan.plan(config, topology, only=options.programs, lengths=lengths)
     fits = all(p.fits(topology.chip) for p in programs.values())
-    whole = not options.programs and not any(p.refused for p in programs.values())
-    figures = {}
-    if whole:
-        figures = run_plan.step_figures(config, programs, topology, options.mean_tokens)
     change = None if fits or not getattr(options, "try") else run_plan.smallest_change(config, topology, programs)
     if options.json:
-        print(json.dumps(printing.as_json(topology, programs, figures, change)))
+        ranked = {"search": [dataclasses.asdict(one) for one in found]} if options.search else {}
+        print(json.dumps({**printing.as_json(topology, programs, step, change), **ranked}))
     else:
-        printing.show(topology, programs, figures, change)
+        if found:
+            printing.show_search(topology, found)
+        printing.show(topology, programs, step, change)
     return 0 if fits else 1
 
 

@@ -9,8 +9,9 @@ import pytest
 
 from configs import base
 from rpg_jax import losses, parallel
-from rpg_jax.runs.layout import make_decoding, make_layout, model_config
+from rpg_jax.runs.layout import make_layout, model_config
 from rpg_jax.runs.resolve import resolve
+from rpg_jax.runs.sampling_layout import make_decoding
 
 ROOT = Path(__file__).parents[1]
 NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem not in ("base", "__init__"))
@@ -112,19 +113,16 @@ def test_a_host_decodes_its_part_of_the_slots_on_its_own_devices(tensor, shape):
     decoding = make_decoding(of_two_hosts(config))
     assert {axis: n for axis, n in decoding.mesh.shape.items() if n > 1} == shape
     assert decoding.mesh.devices.ravel().tolist() == jax.devices()[:4]
-    assert decoding.slots == config.rollout.slots // 2
+    assert decoding.slots == config.rollout.slots * 4
     assert {s.mesh for s in jax.tree.leaves(decoding.shardings)} == {decoding.mesh}
     config.rollout.driver = "lockstep"
     decoding = make_decoding(of_two_hosts(config))
-    assert (decoding.mesh.size, decoding.slots) == (8, config.rollout.slots)
+    assert (decoding.mesh.size, decoding.slots) == (8, config.rollout.slots * 8)
 
 
-def test_slots_that_hosts_cannot_share_are_refused_with_a_number_that_they_can():
+def test_copies_that_a_host_cannot_hold_are_refused():
     config = load("qwen3_0p6b_gsm8k").get_config()
-    config.rollout.slots = 33
-    with pytest.raises(ValueError, match=r"rollout.slots=33 does not divide over 2 hosts.*rollout.slots=34, or"):
-        make_decoding(of_two_hosts(config))
-    config.rollout.slots, config.rollout.tensor = 32, 8
+    config.rollout.tensor = 8
     with pytest.raises(ValueError, match=r"rollout.tensor=8 .* does not divide 4 devices"):
         make_decoding(of_two_hosts(config))
 

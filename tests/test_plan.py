@@ -12,10 +12,12 @@ from rich.console import Console
 
 from configs import qwen3_0p6b_gsm8k, qwen3_4b_2k, qwen3_4b_8k, tiny
 from rpg_jax import planning
-from rpg_jax.planning import printing, run_plan
-from rpg_jax.runs.layout import make_decoding, make_layout
+from rpg_jax.planning import plan_figures, printing, run_plan
+from rpg_jax.runs import memory
+from rpg_jax.runs.layout import make_layout
 from rpg_jax.runs.learner import make_learner
 from rpg_jax.runs.resolve import resolve
+from rpg_jax.runs.sampling_layout import make_decoding
 
 V5E = planning.parse("v5e:2x4")
 GIB = 2**30
@@ -71,7 +73,7 @@ def test_others_hold_the_optimizer_state_the_decoding_weights_and_the_cache():
     copy = 2 * weights  # bf16, whole on every device, since rollout.tensor is 1
     sharded = 4 * weights / 8
     assert held["decode"] == pytest.approx(3 * sharded, rel=1e-3)  # master weights and two slots
-    cache = 28 * 2 * 8 * 128 * 2 * (512 + 1024) * 32 / 8
+    cache = 28 * 2 * 8 * 128 * 2 * (512 + 1024) * 32
     assert held["prefill"] - held["decode"] == pytest.approx(cache, rel=1e-2)
     batches = 4 * 11 * 4096 * 128 * 8 / 8
     assert held["update"] == pytest.approx(copy + batches, rel=1e-3)
@@ -84,11 +86,11 @@ def test_others_hold_the_optimizer_state_the_decoding_weights_and_the_cache():
 
 
 @pytest.mark.parametrize("tensor", [None, 2])
-def test_a_host_holds_the_weights_and_the_cache_of_its_own_part_of_the_slots(tensor):
+def test_a_chip_of_a_host_holds_its_share_of_the_weights_and_its_own_slots(tensor):
     config = resolve(qwen3_0p6b_gsm8k.get_config())
     config.rollout.tensor = tensor
     held = run_plan.resident(*parts_of(config, host=jax.devices()[:4]))
-    cache = 28 * 2 * 8 * 128 * 2 * (512 + 1024) * (32 / 2) / 4
+    cache = 28 * 2 * 8 * 128 * 2 * (512 + 1024) * 32
     assert held["prefill"] - held["decode"] == pytest.approx(cache, rel=1e-2)
     weights = 2 * 596_049_920 / (tensor or 4)
     batches = 4 * 11 * 4096 * 128 * 8 / 8
@@ -123,25 +125,46 @@ def test_what_is_offloaded_leaves_the_chips():
         run_plan.resident(*parts_of(config))
 
 
-def test_a_step_adds_up_from_its_programs():
+def test_the_figures_of_a_step_come_from_config_and_programs():
+    config = resolve(qwen3_4b_2k.get_config())
+    config.rollout.slots = 48
+    layout, _, decoding = parts_of(config, host=jax.devices()[:4])
     names = ("log-probs", "start", "add", "apply", "prefill", "decode")
-    programs = {name: program(name, flops=197e12) for name in names}  # a second each
-    slice_ = planning.parse("v5e:4x4")
-    assert (slice_.chips, slice_.hosts) == (16, 4)
-    figures = run_plan.step_figures(resolve(qwen3_4b_2k.get_config()), programs, slice_, mean_tokens=1000)
-    phases = {name.removeprefix("seconds/"): value for name, value in figures.items() if name.startswith("seconds/")}
-    assert (figures["prompts"], figures["completions"]) == (1536, 1536 * 16)
-    batches = 512 * 16 * (1024 + 1000) / 8192 / 16
-    assert phases["prefill"] == pytest.approx(1536 / 4)  # on each of four hosts, a prompt at a time
-    assert phases["decode"] == pytest.approx(1536 * 16 * 1000 / 384)
-    assert phases["log-probs"] == pytest.approx(batches)
-    assert phases["update"] == pytest.approx(batches + 16)
-    assert figures["chip_hours_of_the_run"] == pytest.approx(400 * 16 * sum(phases.values()) / 3600)
-    days = 400 * sum(phases.values()) / 86_400
-    assert figures["days_of_the_run"] == pytest.approx(days)
+    programs = {name: program(name, flops=197e12) for name in names}
+    programs["decode"].costs.bytes = 2.5e9 + memory.cache_bytes(layout.model, decoding)
+    lengths = plan_figures.lengths_of(config, mean=1000)
+    assert (lengths.prompt, lengths.mean, lengths.limit) == (300, 1000, 2048)
+    found = plan_figures.step_figures(layout, decoding, programs, V5E, lengths)
+    assert (found["prompts"], found["completions"], found["slots"]) == (1536, 1536 * 16, 384)
+    assert found["slots_of_a_chip"] == 384 / 8
+    step = plan_figures.decode_step_of(layout, decoding, programs["decode"])
+    assert step.fixed == pytest.approx(2.5e9) and step.collectives == 0 and step.network == 1.8e9
+    assert step.cached == pytest.approx(192 * 36 * 2 * 8 * 128 * 2 / 4, rel=1e-3)  # of one position, on a chip of four
     console = Console(record=True, width=120, file=io.StringIO())
-    printing.show(slice_, programs, figures, None, console)
-    assert f"at least {days:.0f} days, " in console.export_text()
+    printing.show(V5E, programs, found, None, console)
+    text = console.export_text()
+    assert "400 steps, days" in text and "binds: " in text and "to try: " in text
+
+
+def test_each_program_is_announced_before_it_is_compiled(monkeypatch, capsys):
+    monkeypatch.setattr(run_plan.Topology, "devices", lambda topology: jax.devices()[: topology.chips])
+    monkeypatch.setattr(run_plan, "lowered_programs", lambda *parts: iter([("decode", None, 1.0)]))
+    monkeypatch.setattr(run_plan, "compile_program", lambda name, *a, **k: program(name))
+    run_plan.plan(resolve(qwen3_0p6b_gsm8k.get_config()), V5E, only=["decode"])
+    assert capsys.readouterr().err == "compiling decode for v5e:2x4\n"
+
+
+def test_where_the_weights_cannot_be_had_the_size_gives_the_shapes(monkeypatch, tmp_path, capsys):
+    config = resolve(qwen3_0p6b_gsm8k.get_config())
+    with config.unlocked():
+        config.model.path = str(tmp_path / "none")
+    known = run_plan.with_known_shapes(config)
+    assert (known.model.path, known.model.size, config.model.path) == (None, "qwen3-0.6b", str(tmp_path / "none"))
+    assert capsys.readouterr().err.startswith("planning with the shapes of model.size=qwen3-0.6b: ")
+    monkeypatch.setattr(run_plan, "model_config", lambda config, vocab_size: None)
+    assert run_plan.with_known_shapes(config) is config
+    config.model.size = None
+    assert run_plan.with_known_shapes(config) is config, "make_layout says what is missing"
 
 
 def test_the_smallest_change_is_the_first_that_fits(monkeypatch):
@@ -151,7 +174,7 @@ def test_the_smallest_change_is_the_first_that_fits(monkeypatch):
     def needs(config, topology, only=None):
         tried.append((config.train.microbatch_size, config.model.remat, topology.name))
         fits = config.train.microbatch_size <= 4 or topology.chips > 8
-        return {name: program(name, 1 * GIB if fits else 20 * GIB) for name in only}
+        return {name: program(name, 1 * GIB if fits else 20 * GIB) for name in only}, {}
 
     monkeypatch.setattr(run_plan, "plan", needs)
     failing = {"start": program("start", 20 * GIB), "decode": program("decode")}
@@ -162,7 +185,7 @@ def test_the_smallest_change_is_the_first_that_fits(monkeypatch):
 
 def test_more_chips_are_the_last_resort(monkeypatch):
     def needs(config, topology, only=None):
-        return {name: program(name, 1 * GIB if topology.chips > 8 else 20 * GIB) for name in only}
+        return {name: program(name, 1 * GIB if topology.chips > 8 else 20 * GIB) for name in only}, {}
 
     monkeypatch.setattr(run_plan, "plan", needs)
     config = resolve(qwen3_4b_2k.get_config())
@@ -209,7 +232,8 @@ def test_a_plan_for_a_slice_that_is_not_there():
     pytest.importorskip("libtpu", reason="launch/install.py --requirements=requirements-tpu.txt installs it")
     topology = planning.parse("v5e:2x2")
     config = resolve(tiny.get_config())
-    programs = run_plan.plan(config, topology)
+    programs, step = run_plan.plan(config, topology)
+    assert 0 < step["bound"]["seconds"] < step["expected"]["seconds"]
     assert list(programs) == ["log-probs", "update", "prefill", "decode"]
     assert all(p.fits(topology.chip) for p in programs.values())
     update = programs["update"]
@@ -222,7 +246,7 @@ def test_a_plan_for_a_slice_that_is_not_there():
 def test_two_slices_are_planned_with_a_copy_of_the_weights_in_each():
     pytest.importorskip("libtpu", reason="launch/install.py --requirements=requirements-tpu.txt installs it")
     one, two = (
-        run_plan.plan(resolve(tiny.get_config()), planning.parse(name), only=["update"])["update"]
+        run_plan.plan(resolve(tiny.get_config()), planning.parse(name), only=["update"])[0]["update"]
         for name in ("v5e:2x2", "v5e:2x2*2")
     )
     assert two.model_flops == pytest.approx(one.model_flops / 2)
@@ -233,7 +257,7 @@ def test_two_slices_are_planned_with_a_copy_of_the_weights_in_each():
 def test_the_decode_program_of_one_of_several_hosts_compiles():
     pytest.importorskip("libtpu", reason="needs libtpu, the compiler for TPUs: pip install -r requirements-tpu.txt")
     config, topology = resolve(tiny.get_config()), planning.parse("v5e:4x4")
-    decode = run_plan.plan(config, topology, only=["decode"])["decode"]
+    decode = run_plan.plan(config, topology, only=["decode"])[0]["decode"]
     assert topology.hosts == 4 and decode.fits(topology.chip)
 
 
@@ -242,7 +266,7 @@ def test_the_decode_program_of_one_of_several_hosts_compiles():
 def test_qwen3_4b_at_8k_fits_the_slice_that_its_config_names():
     pytest.importorskip("libtpu", reason="launch/install.py --requirements=requirements-tpu.txt installs it")
     topology = planning.parse("v5p:2x2x2")
-    programs = run_plan.plan(resolve(qwen3_4b_8k.get_config()), topology)
+    programs, _ = run_plan.plan(resolve(qwen3_4b_8k.get_config()), topology)
     assert {name: p.refused for name, p in programs.items() if not p.fits(topology.chip)} == {}
     start = programs["start"]
     assert start.costs.flops < 1.1 * start.model_flops, "nothing but rematerialisation is computed twice"

@@ -2,6 +2,8 @@
 
 import json
 import subprocess
+import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -139,18 +141,34 @@ def plan_says_it_fits(job: Job) -> Iterator[str]:
     topology = f"{job.tpu.slice.generation.name}:{job.tpu.slice.topology}"
     topology += f"*{job.tpu.slices}" if job.tpu.slices > 1 else ""
     command = [str(PYTHON), "-m", "rpg_jax.plan", *job.trainer, "--json", f"--topology={topology}"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if not done.stdout.startswith("{"):
-        raise LaunchError(f"plan: {(done.stderr.strip() or 'no message').splitlines()[-1]}", "--no-plan skips this")
-    found = json.loads(done.stdout)
+    answer, said = _answer(command)
+    if not answer.startswith("{"):
+        raise LaunchError(f"plan: {(said or ['no message'])[-1]}", "--no-plan skips this")
+    found = json.loads(answer)
     if not found["fits"]:
         misfits = ", ".join(name for name, program in found["programs"].items() if not program["fits"])
         change = ", ".join(f"{field}={value}" for field, value in (found["smallest_change"] or {}).items())
         fix = f"{change} would fit" if change else "take a larger --type or smaller batches"
         raise LaunchError(f"plan: {misfits} would not fit {topology}", f"{fix}; --no-plan skips this")
-    steps, days = found["step"]["steps"], found["step"]["days_of_the_run"]
+    least, days = (found["step"][side]["days"] for side in ("bound", "expected"))
     dollars = 24 * days * job.tpu.cost()[0]
-    yield f"plan: fits {topology}; its {steps} steps take at least {days:.1f} days, about ${dollars:,.0f}"
+    yield (
+        f"plan: fits {topology}; its {found['step']['steps']} steps are expected to take {days:.1f} days, about "
+        f"${dollars:,.0f}; the hardware allows {least:.1f}"
+    )
+
+
+def _answer(command: list[str]) -> tuple[str, list[str]]:
+    """What a command prints, and the lines that it says meanwhile, which are shown at once: a plan takes minutes."""
+    said = []
+    with tempfile.TemporaryFile("w+") as out:
+        with subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.PIPE, text=True) as process:
+            for line in process.stderr or ():
+                said.append(line.strip())
+                if line.startswith("compiling"):
+                    print(line, end="", file=sys.stderr, flush=True)
+        out.seek(0)
+        return out.read(), [line for line in said if line]
 
 
 def tpu_compiler_is_installed() -> bool:

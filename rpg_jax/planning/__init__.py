@@ -1,7 +1,7 @@
 """Plans programs for TPUs that are not there: compiles them, and compares their costs with a chip's limits."""
 
 from rpg_jax.planning.compiling import Program, compile_program, needed_bytes
-from rpg_jax.planning.flops import decode_flops, forward_flops, training_flops
+from rpg_jax.planning.flops import forward_flops, token_flops, token_training_flops, training_flops
 from rpg_jax.planning.hlo import Costs, count
 from rpg_jax.planning.topologies import CHIPS, Topology, known, parse
 
@@ -12,10 +12,11 @@ __all__ = [
     "Topology",
     "compile_program",
     "count",
-    "decode_flops",
     "forward_flops",
     "known",
     "needed_bytes",
     "parse",
+    "token_flops",
+    "token_training_flops",
     "training_flops",
 ]

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from rpg_jax.planning import hlo
+from rpg_jax.planning import efficiency, hlo
 from rpg_jax.planning.topologies import Chip
 
 _NEEDED = re.compile(r"[Uu]sed ([\d.]+)([KMGT]?)i?B? of ([\d.]+)([KMGT]?)i?B? hbm")
@@ -66,9 +66,20 @@ class Program:
         name = max(limits, key=limits.__getitem__)
         return name, limits[name]
 
+    def expected(self, chip: Chip) -> float:
+        """Seconds at the efficiencies of `efficiency`, with the latency of every collective."""
+        rates = {"compute": efficiency.FLOPS, "HBM": efficiency.HBM, "ICI": efficiency.ICI}
+        slowest = max(seconds / rates[name] for name, seconds in self.limits(chip).items())
+        return slowest + self.costs.launches * efficiency.COLLECTIVE_SECONDS
 
-def compile_program(name: str, lowered: Any, *, model_flops: float = 0.0, resident: float = 0.0) -> Program:
-    """Compiles the result of `jax.jit(...).lower(...)`. A program that finds no room is a result, not an error."""
+
+def compile_program(
+    name: str, lowered: Any, *, model_flops: float = 0.0, resident: float = 0.0, cheapest: bool = False
+) -> Program:
+    """Compiles the result of `jax.jit(...).lower(...)`. A program that finds no room is a result, not an error.
+
+    `cheapest` counts the cheapest branch of its conditions.
+    """
     start = time.perf_counter()
     try:
         compiled = lowered.compile()
@@ -79,7 +90,7 @@ def compile_program(name: str, lowered: Any, *, model_flops: float = 0.0, reside
         reason = next(line for line in str(error).splitlines() if line.strip())
         return Program(name, 0, needed, 0, 0, resident, hlo.Costs(), model_flops, seconds, reason[:300])
     seconds = time.perf_counter() - start
-    m, costs = compiled.memory_analysis(), hlo.count(compiled.as_text())
+    m, costs = compiled.memory_analysis(), hlo.count(compiled.as_text(), cheapest=cheapest)
     sizes = m.argument_size_in_bytes, m.temp_size_in_bytes, m.output_size_in_bytes, m.alias_size_in_bytes
     host = m.host_argument_size_in_bytes + m.host_temp_size_in_bytes
     return Program(name, *sizes, resident, costs, model_flops, seconds, peak=m.peak_memory_in_bytes, host=host)

@@ -3,39 +3,48 @@
 from rpg_jax.models import QwenConfig
 
 
+def token_flops(config: QwenConfig, *, tokens: float, attended: float, predicted: float) -> float:
+    """Operations of a forward pass over `tokens` that attend to `attended` tokens each, in the mean.
+
+    Logits are computed at `predicted` positions in all. Every multiply-add of a matrix product counts as two. Norms,
+    rotations and softmax do not count.
+    """
+    scores_and_values = 2 * 2 * config.num_heads * config.head_dim * attended
+    head = 2 * config.embed_dim * config.vocab_size
+    return tokens * config.num_layers * (_layer(config) + scores_and_values) + predicted * head
+
+
 def forward_flops(config: QwenConfig, *, rows: int, length: int, predicted: int) -> float:
     """Operations of a forward pass over `rows` sequences of `length` tokens, with logits at `predicted` positions each.
 
-    Every multiply-add of a matrix product counts as two. Causal attention counts half of the scores. Norms, rotations
-    and softmax do not count.
+    Causal attention counts half of the scores.
     """
-    tokens = rows * length
-    scores_and_values = 2 * 2 * config.num_heads * config.head_dim * length / 2
-    head = 2 * config.embed_dim * config.vocab_size
-    return tokens * config.num_layers * (_layer(config) + scores_and_values) + rows * predicted * head
+    return token_flops(config, tokens=rows * length, attended=length / 2, predicted=rows * predicted)
 
 
 def training_flops(config: QwenConfig, *, rows: int, length: int, predicted: int, remat: str = "none") -> float:
+    """Operations of a forward and a backward pass over sequences as in `forward_flops`."""
+    sizes = {"tokens": rows * length, "attended": length / 2, "predicted": rows * predicted}
+    return token_training_flops(config, **sizes, remat=remat)
+
+
+def token_training_flops(
+    config: QwenConfig, *, tokens: float, attended: float, predicted: float, remat: str = "none"
+) -> float:
     """Operations of a forward and a backward pass: three forward passes, and recomputation.
 
     The logits of every chunk are computed again. A remat policy that keeps layer inputs only (`full`, `offload`) also
     computes the layers again, except the last product of each: no gradient needs its result. Attention's own backward
     pass then computes the scores once more.
     """
-    forward = forward_flops(config, rows=rows, length=length, predicted=predicted)
-    layers = forward_flops(config, rows=rows, length=length, predicted=0)
+    forward = token_flops(config, tokens=tokens, attended=attended, predicted=predicted)
+    layers = token_flops(config, tokens=tokens, attended=attended, predicted=0)
     again = 0.0
     if remat in ("full", "offload"):
         last = 2 * _hidden_units(config) * config.embed_dim
-        scores = 2 * config.num_heads * config.head_dim * length / 2
-        again = layers + rows * length * config.num_layers * (scores - last)
+        scores = 2 * config.num_heads * config.head_dim * attended
+        again = layers + tokens * config.num_layers * (scores - last)
     return 3 * forward + (forward - layers) + again
-
-
-def decode_flops(config: QwenConfig, *, slots: int, attended: int) -> float:
-    """Operations of one token for each of `slots` completions that attend to `attended` cached tokens each."""
-    attention = 2 * 2 * config.num_heads * config.head_dim * attended
-    return slots * (config.num_layers * (_layer(config) + attention) + 2 * config.embed_dim * config.vocab_size)
 
 
 def _layer(config: QwenConfig) -> float:

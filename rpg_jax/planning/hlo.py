@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 from rpg_jax.planning.hlo_text import (
     Instruction,
@@ -35,30 +36,34 @@ class Costs:
       flops: operations of matrix products and kernels.
       bytes: bytes read from and written to HBM.
       collectives: kind -> bytes that the device receives when a ring sends them.
+      launches: number of collectives; each has a latency, however few its bytes are.
     """
 
     flops: float = 0.0
     bytes: float = 0.0
     collectives: dict[str, float] = dataclasses.field(default_factory=dict)
+    launches: float = 0.0
 
     def add(self, other: Costs, times: float = 1) -> None:
         self.flops += times * other.flops
         self.bytes += times * other.bytes
+        self.launches += times * other.launches
         for kind, size in other.collectives.items():
             self.collectives[kind] = self.collectives.get(kind, 0.0) + times * size
 
 
-def count(text: str) -> Costs:
-    """The costs of `compiled.as_text()`."""
-    module = _Module(text)
+def count(text: str, *, cheapest: bool = False) -> Costs:
+    """The costs of `compiled.as_text()`; of the branches of a condition the dearest runs, or the `cheapest`."""
+    module = _Module(text, min if cheapest else max)
     return module.costs(module.entry)
 
 
 class _Module:
     """The computations of an HLO module, with the costs of each."""
 
-    def __init__(self, text: str):
+    def __init__(self, text: str, chosen: Callable[..., Costs]):
         self.computations, self.entry = computations(text)
+        self.chosen = chosen
         self.done: dict[str, Costs] = {}
 
     def costs(self, name: str) -> Costs:
@@ -78,7 +83,7 @@ class _Module:
             branches = captured(r"branch_computations=\{([^}]*)\}", i.attributes)
             names = branches[0].replace("%", "").split(", ") if branches else []
             names += filter(None, (i.called("true_computation"), i.called("false_computation")))
-            costs.add(max((self.costs(n) for n in names), key=lambda c: c.bytes + c.flops, default=Costs()))
+            costs.add(self.chosen((self.costs(n) for n in names), key=lambda c: c.bytes + c.flops, default=Costs()))
         elif i.op in ("call", "call-start") and i.called("to_apply"):
             costs.add(self.costs(i.called("to_apply")))
         elif i.op in ("fusion", "async-start", "call-start"):
@@ -86,12 +91,13 @@ class _Module:
             kinds = dict(inner.collectives)
             if "reduce-scatter" in i.called("calls") and "all-reduce" in kinds:
                 kinds["reduce-scatter"] = kinds.get("reduce-scatter", 0.0) + kinds.pop("all-reduce") / 2
-            costs.add(Costs(inner.flops, self._fusion_bytes(i, types), kinds))
+            costs.add(Costs(inner.flops, self._fusion_bytes(i, types), kinds, inner.launches))
         else:
             kind = i.op.removesuffix("-start")
             if kind in COLLECTIVES:
                 sizes = sum(bytes_of(types.get(o, ""), everywhere=True) for o in i.operands)
                 costs.collectives[kind] = sizes * _received(kind, replica_group_size(i.attributes))
+                costs.launches = 1
             costs.flops = _flops(i, types)
             costs.bytes = self._bytes(i, types)
         return costs

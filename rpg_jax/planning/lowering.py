@@ -1,8 +1,6 @@
 """The programs of a run, lowered on shapes alone: no array is made."""
 
 import dataclasses
-import functools
-import math
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -10,26 +8,17 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rpg_jax import parallel
 from rpg_jax.data import RowShape
 from rpg_jax.models import QwenConfig
-from rpg_jax.models.quantized import quantized, quantized_shardings
-from rpg_jax.planning.flops import decode_flops, forward_flops, training_flops
+from rpg_jax.planning.flops import forward_flops, token_flops, training_flops
 from rpg_jax.rollout import Decoding, QwenEngine, Weights, prefill_shape
-from rpg_jax.rollout.decode_state import DecodeState
+from rpg_jax.runs.memory import placed
 from rpg_jax.training.state import TrainState
 from rpg_jax.training.step import Programs, Sums
 from rpg_jax.types import Batch, Rows
 
 Lowered = tuple[str, jax.stages.Lowered, float]
 """Name, lowered program, and the model's own operations on one chip."""
-
-
-def placed(shapes: Any, shardings: Any) -> Any:
-    """ShapeDtypeStructs with shardings; `shardings` is a tree like `shapes`, or one for all."""
-    if isinstance(shardings, jax.sharding.Sharding):
-        shardings = jax.tree.map(lambda _: shardings, shapes)
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
 def batch_of(shape: RowShape, sharding: NamedSharding, *, critic: bool = False) -> Batch:
@@ -43,33 +32,6 @@ def batch_of(shape: RowShape, sharding: NamedSharding, *, critic: bool = False) 
     own = ("rewards", "values", "returns") if critic else ()
     columns = dict.fromkeys(("behaviour_logprobs", "ref_logprobs", "advantages", *own), column)
     return Batch(Rows(ids, ids, ids, targets, targets, targets, column), column, **columns)
-
-
-def decoding_params(params: Any, decoding: Decoding) -> Any:
-    """The weights as the rollout holds them."""
-    shardings = decoding.shardings
-    if shardings is None:
-        shardings = jax.tree.map(lambda x: x.sharding, params)
-    if decoding.dtype is not None:
-        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, decoding.dtype), params)
-    if decoding.int8:
-        params, shardings = jax.eval_shape(quantized, params), quantized_shardings(shardings, params)
-    return placed(params, shardings)
-
-
-def bytes_on_a_chip(tree: Any) -> float:
-    """Bytes of ShapeDtypeStructs with shardings; arrays in host memory do not count."""
-    leaves = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind in (None, "device")]
-    return float(sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves))
-
-
-def cache_bytes(model: QwenConfig, decoding: Decoding) -> float:
-    """Bytes of the decode state on a chip."""
-    assert decoding.mesh is not None, "a plan decodes on a mesh"
-    size, int8 = (decoding.slots, decoding.capacity, decoding.dtype or jnp.float32), {"int8_kv": decoding.int8_kv}
-    shapes = jax.eval_shape(functools.partial(DecodeState.empty, model, *size, **int8))
-    where = parallel.shardings(DecodeState.logical_axes(**int8), shapes, decoding.mesh, decoding.rules)
-    return bytes_on_a_chip(placed(shapes, where))
 
 
 def training(
@@ -107,4 +69,6 @@ def sampling(
     rows, length = prefill_shape(max_prompt_tokens, decoding.capacity)
     lowered = engine.lower(rows, length)
     yield "prefill", lowered["prefill"], forward_flops(model, rows=rows, length=length, predicted=0) / chips
-    yield "decode", lowered["decode"], decode_flops(model, slots=decoding.slots, attended=decoding.capacity) / chips
+    slots = decoding.slots
+    step = token_flops(model, tokens=slots, attended=decoding.capacity, predicted=slots)
+    yield "decode", lowered["decode"], step / chips

@@ -9,6 +9,7 @@ from rich.table import Table
 
 from rpg_jax.planning.compiling import Program
 from rpg_jax.planning.hlo import COLLECTIVES
+from rpg_jax.planning.search import Found
 from rpg_jax.planning.topologies import Topology
 
 _GIB = 2**30
@@ -18,7 +19,7 @@ _MEMORY = ("hbm", "arguments", "temporaries", "outputs", "alias", "peak", "resid
 
 
 def show(
-    topology: Topology, programs: Programs, figures: Mapping[str, float], change: Change, console: Console | None = None
+    topology: Topology, programs: Programs, figures: Mapping[str, Any], change: Change, console: Console | None = None
 ) -> None:
     """Prints tables of memory, speed, network and the step, and the verdict.
 
@@ -46,7 +47,18 @@ def show(
         console.print("no change that fits was found")
 
 
-def as_json(topology: Topology, programs: Programs, figures: Mapping[str, float], change: Change) -> dict[str, Any]:
+def show_search(topology: Topology, found: Sequence[Found], console: Console | None = None, rows: int = 8) -> None:
+    """Prints the fastest settings of a search, each as the flags that set it, and how many there are."""
+    shown = []
+    for one in found[:rows]:
+        flags = (f"--config.{field}={value}" for field, value in one.change.items() if value is not None)
+        shown.append((_figure(one.seconds), _figure(one.days), f"{one.slots_of_a_chip:g}", "\n".join(flags)))
+    title = f"{len(found)} settings fit {topology.name} by arithmetic; the first is compiled"
+    head = ("expected s a step", "days", "slots a chip", "settings")
+    (console or Console()).print(_table(title, head, shown))
+
+
+def as_json(topology: Topology, programs: Programs, figures: Mapping[str, Any], change: Change) -> dict[str, Any]:
     """The plan as one object; bytes and seconds are of one chip."""
     chip = topology.chip
     return {
@@ -63,6 +75,7 @@ def as_json(topology: Topology, programs: Programs, figures: Mapping[str, float]
                 "model_flops": p.model_flops,
                 "bytes": p.costs.bytes,
                 "collective_bytes": dict(p.costs.collectives),
+                "collectives": p.costs.launches,
                 "seconds_by_limit": p.limits(chip),
                 "limit": p.bound(chip)[0],
                 "seconds": p.bound(chip)[1],
@@ -105,27 +118,49 @@ def _network(programs: Programs) -> Table:
     return _table("GB that reach a chip over the network, by kind", ("program", *kinds), rows)
 
 
-def _step(topology: Topology, figures: Mapping[str, float]) -> Table:
-    table = Table(title=f"an RL step on {topology.chips} chips, at best", show_header=False)
-    phases = {k.removeprefix("seconds/"): v for k, v in figures.items() if k.startswith("seconds/")}
-    own = ", ".join(f"{name} {_figure(seconds)}" for name, seconds in phases.items())
-    rows = {
-        "prompts": f"{figures['prompts']:,.0f}",
-        "completions": f"{figures['completions']:,.0f} of {figures['mean_tokens']:,.0f} tokens",
-        "seconds": f"{_figure(figures['seconds'])}  ({own})",
-        "chip-hours": _figure(figures["chip_hours"]),
-        f"{figures['steps']:,.0f} steps": f"at least {_figure(figures['days_of_the_run'])} days, "
-        f"{_figure(figures['chip_hours_of_the_run'])} chip-hours, without evaluations and compilation",
-    }
-    for row in rows.items():
-        table.add_row(*row)
+def _step(topology: Topology, figures: Mapping[str, Any]) -> Table:
+    """Bound and expected side by side; a phase that only one of them has leaves the other's cell empty."""
+    table = Table(title=f"an RL step on {topology.chips} chips, and the run", show_header=True)
+    for column in ("", "bound", "expected"):
+        table.add_column(column, justify="left" if column == "" else "right")
+    sides = [figures[side] for side in ("bound", "expected")]
+    for name in dict.fromkeys(name for side in sides for name in side["phases"]):
+        table.add_row(
+            f"{name}, s", *(_figure(side["phases"][name]) if name in side["phases"] else "" for side in sides)
+        )
+    table.add_section()
+    steps = f"{figures['steps']:,.0f} steps"
+    for title, key in (
+        ("a step, s", "seconds"),
+        ("beside a fleet of as many chips, s", "seconds_beside_a_fleet"),
+        (f"{steps}, days", "days"),
+        (f"{steps}, chip-hours", "chip_hours"),
+        (f"{steps}, dollars (list price)", "dollars"),
+    ):
+        table.add_row(title, *("?" if side[key] is None else _figure(side[key]) for side in sides))
+    table.caption = _assumed(figures)
     return table
+
+
+def _assumed(figures: Mapping[str, Any]) -> str:
+    """What the figures of a step rest on, what binds it, and the best change."""
+    lines = [
+        f"{figures['prompts']:,.0f} prompts of {figures['prompt_tokens']:,.0f} tokens; {figures['completions']:,.0f} "
+        f"completions of {figures['mean_tokens']:,.0f} in {figures['slots']:,.0f} slots "
+        f"({figures['slots_of_a_chip']:,.1f} a chip); {figures['micro_batches']:,.0f} micro-batches; "
+        "without evaluations and compilation",
+        f"binds: {figures['binds']}",
+        f"a fleet of {figures['fleet_chips']:,.0f} chips samples as fast as these chips train",
+    ]
+    faster = [(change, s) for change, s in figures["next"].items() if s < 0.98 * figures["expected"]["seconds"]]
+    lines += [f"to try: {change}: {_figure(seconds)} s a step" for change, seconds in faster]
+    return "\n".join(lines)
 
 
 def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     table = Table(title=title)
     for column in head:
-        table.add_column(column, justify="left" if column in ("program", "limit") else "right")
+        table.add_column(column, justify="left" if column in ("program", "limit", "settings") else "right")
     for row in rows:
         table.add_row(*row)
     return table

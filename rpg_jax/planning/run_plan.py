@@ -1,26 +1,33 @@
 """Plans a run: compiles its programs for a TPU slice, adds up memory and seconds, and looks for a change that fits."""
 
+import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from ml_collections import ConfigDict
-from rich.console import Console
 
 from rpg_jax.planning import lowering
 from rpg_jax.planning.compiling import Program, compile_program
+from rpg_jax.planning.lengths import Lengths
+from rpg_jax.planning.plan_figures import lengths_of, reference_differs, step_figures
 from rpg_jax.planning.topologies import Topology
-from rpg_jax.rollout import Decoding, capacity, find_driver, prefill_shape
-from rpg_jax.runs.experiment import open_tokenizer, reference_rule
-from rpg_jax.runs.layout import Layout, make_decoding, make_layout, row_shape, rows_per_update
+from rpg_jax.rollout import Decoding
+from rpg_jax.runs import memory
+from rpg_jax.runs.experiment import open_tokenizer
+from rpg_jax.runs.layout import Layout, make_layout, model_config, row_shape, rows_per_update
 from rpg_jax.runs.learner import Learner, learner_programs, make_learner, offloaded, policy_objective
 from rpg_jax.runs.problems import Task
+from rpg_jax.runs.sampling_layout import make_decoding
 
-_STATUS = Console(stderr=True)
 
-
-def plan(config: ConfigDict, topology: Topology, only: Sequence[str] | None = None) -> dict[str, Program]:
+def plan(
+    config: ConfigDict, topology: Topology, only: Sequence[str] | None = None, *, lengths: Lengths | None = None
+) -> tuple[dict[str, Program], dict[str, Any]]:
     """Compiles every program of the run for `topology`, or the programs named in `only`.
+
+    Returns the programs and the figures of a step; no figures where a program is missing or finds no room.
 
     Raises:
       ValueError: no compiler for TPUs here, a config whose mesh or sizes do not go together, or `rollout.devices` set.
@@ -31,14 +38,19 @@ def plan(config: ConfigDict, topology: Topology, only: Sequence[str] | None = No
             "each part as a slice: --programs=prefill,decode for the part that samples, --programs=log-probs,update "
             "(or log-probs,start,add,apply) for the one that trains"
         )
-    layout = make_layout(config, _vocabulary(config), topology.devices(), topology.host.devices())
+    config, hbm = with_known_shapes(config), topology.chip.hbm
+    layout = make_layout(config, _vocabulary(config), topology.devices(), topology.host.devices(), hbm)
     learner, decoding = make_learner(layout), make_decoding(layout)
     held, programs = resident(layout, learner, decoding), {}
+    cuts = config.rollout.top_p < 1 or config.rollout.top_k or config.rollout.min_p
     for name, lowered, flops in lowered_programs(layout, learner, decoding):
         if not only or name in only:
-            with _STATUS.status(f"compiling {name} for {topology.name}"):
-                programs[name] = compile_program(name, lowered, model_flops=flops, resident=held[name])
-    return programs
+            print(f"compiling {name} for {topology.name}", file=sys.stderr, flush=True)
+            plain = name == "decode" and not cuts  # the other branch cuts the distribution
+            programs[name] = compile_program(name, lowered, model_flops=flops, resident=held[name], cheapest=plain)
+    if only or any(program.refused for program in programs.values()):
+        return programs, {}
+    return programs, step_figures(layout, decoding, programs, topology, lengths or lengths_of(config))
 
 
 def lowered_programs(layout: Layout, learner: Learner, decoding: Decoding) -> Iterator[lowering.Lowered]:
@@ -49,7 +61,7 @@ def lowered_programs(layout: Layout, learner: Learner, decoding: Decoding) -> It
     sizes = {"micro_batches": rows_per_update(c) // shape.rows, "remat": c.model.remat}
     with layout.activate():
         yield from lowering.training(programs, learner.like, batch, layout.model, **sizes)
-    params = lowering.decoding_params(layout.abstract_params, decoding)
+    params = memory.decoding_params(layout.abstract_params, decoding)
     prompts = c.task.max_prompt_tokens
     yield from lowering.sampling(layout.model, layout.graphdef, params, decoding, max_prompt_tokens=prompts)
 
@@ -61,16 +73,16 @@ def resident(layout: Layout, learner: Learner, decoding: Decoding) -> dict[str, 
     stays while prompts are prefilled. A reference that differs from the policy is there for its log-probs.
     """
     c, shape = layout.config, row_shape(layout.config)
-    weights = lowering.bytes_on_a_chip(layout.abstract_params)
-    slots = lowering.bytes_on_a_chip(learner.like) - weights  # without what waits on the host
-    copy = decoding.dtype is not None or decoding.shardings is not None or decoding.int8
-    own = lowering.bytes_on_a_chip(lowering.decoding_params(layout.abstract_params, decoding)) if copy else 0
-    cache = lowering.cache_bytes(layout.model, decoding)
+    weights = memory.bytes_on_a_device(layout.abstract_params)
+    slots = memory.bytes_on_a_device(learner.like) - weights  # without what waits on the host
+    params = memory.decoding_params(layout.abstract_params, decoding)
+    own = memory.bytes_on_a_device(params) if memory.has_copy(decoding) else 0
+    cache = memory.cache_bytes(layout.model, decoding)
     row = 4 * (3 * shape.length + 8 * shape.completion_length)
     training = own + c.rollout.prompts_per_step * c.rollout.group_size * row / layout.mesh.size
     stays = c.reference.resident and "reference" not in offloaded(c)
-    other = weights if stays or _reference_differs(c) else 0
-    sampling = slots + (weights if copy else 0) + (other if stays else 0)
+    other = weights if stays or reference_differs(c) else 0
+    sampling = memory.held_while_sampling(layout, learner, decoding)
     return {
         "log-probs": training + slots + other,
         "baseline": training + slots,
@@ -80,60 +92,6 @@ def resident(layout: Layout, learner: Learner, decoding: Decoding) -> dict[str, 
         "update": training,
         "prefill": sampling + cache,
         "decode": sampling,
-    }
-
-
-def step_figures(
-    config: ConfigDict, programs: Mapping[str, Program], topology: Topology, mean_tokens: int = 0
-) -> dict[str, float]:
-    """Prompts, tokens, seconds and chip-hours of a step; chip-hours and days of the run without evaluations.
-
-    Every program takes the time that its binding limit allows. Prompts include dynamic sampling's oversampling.
-    Completions have `mean_tokens` on average; 0 means half of the limit.
-    """
-    c = config
-    seconds = {name: program.bound(topology.chip)[1] for name, program in programs.items()}
-    mean = mean_tokens or c.rollout.max_tokens / 2
-    prompts = c.rollout.prompts_per_step * (c.dynamic_sampling.oversample if c.dynamic_sampling.enabled else 1)
-    completions = prompts * c.rollout.group_size
-    longest = c.task.max_prompt_tokens
-    prefilled, _ = prefill_shape(longest, capacity(longest, c.rollout.max_tokens))
-    prefilled *= 1 if find_driver(c.rollout.driver).spans_hosts else topology.hosts
-    phases = {
-        "prefill": prompts / prefilled * seconds["prefill"],
-        "decode": completions * mean / c.rollout.slots * seconds["decode"],
-        **_training_seconds(c, mean, seconds),
-    }
-    total = sum(phases.values())
-    return {
-        "prompts": prompts,
-        "completions": completions,
-        "mean_tokens": mean,
-        "completion_tokens": completions * mean,
-        **{f"seconds/{name}": value for name, value in phases.items()},
-        "seconds": total,
-        "chip_hours": total * topology.chips / 3600,
-        "steps": c.train.steps,
-        "chip_hours_of_the_run": c.train.steps * total * topology.chips / 3600,
-        "days_of_the_run": c.train.steps * total / 86_400,
-    }
-
-
-def _training_seconds(c: ConfigDict, mean_tokens: float, seconds: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of the log-prob passes, of a critic's values, and of the updates in a step."""
-    rows = c.rollout.prompts_per_step * c.rollout.group_size
-    if c.train.packed_length:
-        rows = rows * (c.task.max_prompt_tokens / 2 + mean_tokens) / c.train.packed_length
-    batches = rows / (c.train.microbatch_size or rows_per_update(c))
-    if "update" in seconds:
-        update = batches * seconds["update"]
-    else:
-        firsts = min(c.train.updates_per_step, batches)
-        update = firsts * (seconds["start"] + seconds["apply"]) + (batches - firsts) * seconds["add"]
-    return {
-        "log-probs": (2 if _reference_differs(c) else 1) * batches * seconds["log-probs"],
-        **({"baseline": batches * seconds["baseline"]} if "baseline" in seconds else {}),
-        "update": c.train.epochs * update,
     }
 
 
@@ -151,7 +109,7 @@ def smallest_change(config: ConfigDict, topology: Topology, programs: dict[str, 
             tried.update_from_flattened_dict(change)
         if larger is not None and larger.chips > 1:
             try:
-                found = plan(tried, larger, only=only)
+                found, _ = plan(tried, larger, only=only)
             except ValueError:  # a mesh or batch that does not divide
                 continue
             if all(p.fits(larger.chip) for p in found.values()):
@@ -177,7 +135,7 @@ def candidates(
         for context in (2, 4):
             yield {"train.microbatch_size": max(1, smallest // context), "mesh.context": context}, topology
     if set(failing) & {"prefill", "decode"}:
-        slots = config.rollout.slots
+        slots = config.rollout.slots or 0  # unset: as many as fit
         for size in (slots // 2, slots // 4):
             if size:
                 yield {"rollout.slots": size}, topology
@@ -185,9 +143,19 @@ def candidates(
     yield {}, topology.larger()
 
 
-def _reference_differs(config: ConfigDict) -> bool:
-    """Whether the reference may be another policy than the one that samples a step."""
-    return reference_rule(config).differs(config.train.updates_per_step * config.train.epochs)
+def with_known_shapes(config: ConfigDict) -> ConfigDict:
+    """`config`, or where `model.path` cannot be read here and `model.size` is set, a copy that has the size alone."""
+    m = config.model
+    if not (m.path and m.size):
+        return config
+    try:
+        model_config(config, None)
+    except (ValueError, OSError) as error:
+        print(f"planning with the shapes of model.size={m.size}: {error}", file=sys.stderr)
+        config = config.copy_and_resolve_references()
+        with config.unlocked():
+            config.model.path = config.model.tokenizer = None
+    return config
 
 
 def _vocabulary(config: ConfigDict) -> int | None:

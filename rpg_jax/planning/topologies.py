@@ -19,7 +19,7 @@ _INSTALL = "python3 launch/install.py --requirements=requirements-tpu.txt"
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """Peaks of one chip.
+    """Peaks of what JAX shows as one device: a chip, or on v7x one of the two TensorCores of a chip.
 
     Attributes:
       hbm: bytes of memory that programs can use, as the compiler reports it.
@@ -29,6 +29,8 @@ class Chip:
       dimensions: of the torus.
       pod: chips of the largest slice.
       one_host: chips of the largest slice on one host; larger slices have four chips per host.
+      price: US dollars per chip and hour on demand, list price of 2025 for orientation; None if not known.
+      cores: devices of a chip.
     """
 
     hbm: float
@@ -38,16 +40,21 @@ class Chip:
     dimensions: int
     pod: int
     one_host: int
+    price: float | None = None
+    cores: int = 1
 
 
 CHIPS: Mapping[str, Chip] = MappingProxyType(
     {
         # Peaks: cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e. ICI: jax-ml.github.io/scaling-book/tpus has bytes per
         # second of one link, one way; a 3D torus has 6 links per chip, a 2D torus 4.
-        "v4": Chip(32 * _GIB, 275e12, 1.228e12, 6 * 45e9, 3, 4096, 4),
-        "v5e": Chip(15.75 * _GIB, 197e12, 0.819e12, 4 * 45e9, 2, 256, 8),
-        "v5p": Chip(95.74 * _GIB, 459e12, 2.765e12, 6 * 90e9, 3, 8960, 4),
-        "v6e": Chip(31.25 * _GIB, 918e12, 1.640e12, 4 * 90e9, 2, 256, 8),
+        "v4": Chip(32 * _GIB, 275e12, 1.228e12, 6 * 45e9, 3, 4096, 4, 3.22),
+        "v5e": Chip(15.75 * _GIB, 197e12, 0.819e12, 4 * 45e9, 2, 256, 8, 1.20),
+        "v5p": Chip(95.74 * _GIB, 459e12, 2.765e12, 6 * 90e9, 3, 8960, 4, 4.20),
+        "v6e": Chip(31.25 * _GIB, 918e12, 1.640e12, 4 * 90e9, 2, 256, 8, 2.70),
+        # Halves of the chip in docs.cloud.google.com/tpu/docs/tpu7x; HBM's bandwidth as in JAX's tpu_info.py. Its links
+        # are taken to be those of v5p. No price was found.
+        "v7x": Chip(94.75 * _GIB, 2307e12 / 2, 7.40e12 / 2, 6 * 90e9 / 2, 3, 9216, 4, None, 2),
     }
 )
 
@@ -71,7 +78,13 @@ class Topology:
 
     @property
     def chips(self) -> int:
-        return math.prod(self.shape) * self.slices
+        """Devices as JAX shows them: chips, or on v7x TensorCores."""
+        return math.prod(self.shape) * self.slices * self.chip.cores
+
+    @property
+    def hourly(self) -> float | None:
+        """US dollars of an hour on demand; None if not known."""
+        return None if self.chip.price is None else self.chips / self.chip.cores * self.chip.price
 
     @property
     def chip(self) -> Chip:
@@ -102,12 +115,13 @@ class Topology:
             raise ValueError(f"{self.name} needs the TPU compiler, libtpu, which is not installed: {_INSTALL}")
         os.environ.update(_QUIET)
         one = dataclasses.replace(self, slices=1)
-        options: dict[str, object] = {"chips_per_host_bounds": (1, 1, 1)} if one.chips == 1 else {}
+        options: dict[str, object] = {"chips_per_host_bounds": (1, 1, 1)} if math.prod(self.shape) == 1 else {}
         if self.slices > 1:
             options["num_slices"] = self.slices
         if self.kind == "v4":
             options["chip_config_name"] = "megacore"  # one device per chip, as JAX has it on real hardware
-        return list(topologies.get_topology_desc(platform="tpu", topology_name=one.name, **options).devices)
+        name = one.name.replace("v7x", "tpu7x")
+        return list(topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices)
 
 
 # Without these, libtpu asks a Cloud machine's metadata server for the machine's type, and allows one process only.

@@ -16,6 +16,7 @@ from rpg_jax.rollout import Rollout
 from rpg_jax.runs import evaluation, run_folder
 from rpg_jax.runs.experiment import Experiment, evaluation_generator, make_rollout, make_scorer
 from rpg_jax.runs.policy import Policy
+from rpg_jax.runs.sampling_layout import make_decoding
 from rpg_jax.storage import json_files, write_atomically
 
 _COMPLETIONS_PER_SLOT = 4  # in one call: enough that the slots rarely idle at its end
@@ -48,19 +49,22 @@ def evaluate(
     experiment = policy.experiment
     run_folder.use_compilation_cache(experiment.config)
     print("".join(f"{note}\n" for note in experiment.notes), end="")
+    slots = make_decoding(experiment.layout).slots * experiment.layout.decoding_hosts
     with experiment.layout.activate():
         if server:
             from rpg_jax.rollout.serving.access import ApiKey
             from rpg_jax.rollout.serving.client import GrpcRollout  # needs JetStream, which other evaluations may lack
 
-            key, parallel = ApiKey.find(api_key_file), experiment.config.rollout.slots
-            rollout: Rollout = GrpcRollout.connect(server, certificate=certificate, key=key, parallel=parallel)
+            key = ApiKey.find(api_key_file)
+            rollout: Rollout = GrpcRollout.connect(server, certificate=certificate, key=key, parallel=slots)
         else:
             rollout = make_rollout(experiment.layout, policy.params)
         try:
             settings = settings_of(policy, name, k, server or f"{rollout.weights_checksum():016x}")
             folder = open_folder(out, home.files / "evaluations" / f"{name}-step-{policy.step}", settings)
-            records = sample(experiment, rollout, folder / "completions.jsonl", policy.step, k)
+            records = sample(
+                experiment, rollout, folder / "completions.jsonl", policy.step, k, _COMPLETIONS_PER_SLOT * slots
+            )
         except KeyboardInterrupt:
             print("stopped; what was sampled is kept, and the same command continues")
             return 128 + signal.SIGINT
@@ -110,14 +114,17 @@ def open_folder(out: str | None, stem: Path, settings: dict[str, Any]) -> Path:
 
 
 def sample(
-    experiment: Experiment, rollout: Rollout, file: Path, step: int, k: int | None
+    experiment: Experiment, rollout: Rollout, file: Path, step: int, k: int | None, completions: int
 ) -> dict[str, list[evaluation.Record]]:
-    """The records of every set; samples records that `file` does not have yet, and adds them to it."""
+    """The records of every set; samples records that `file` does not have yet, and adds them to it.
+
+    A call of the rollout samples about `completions`.
+    """
     c = experiment.config
     chunks = evaluation.plan(
         experiment.task.held_out,
         lambda problem: k or (problem.samples if problem.samples > 1 else c.evaluation.k),
-        completions=_COMPLETIONS_PER_SLOT * c.rollout.slots,
+        completions=completions,
     )
     records: dict[str, list[evaluation.Record]] = {chunk.set: [] for chunk in chunks}
     total, done, right = sum(len(chunk.keys) for chunk in chunks), 0, 0

@@ -14,11 +14,12 @@ from rpg_jax import data, models, rewards, rollout, storage
 from rpg_jax.parallel import hosts
 from rpg_jax.runs import processes
 from rpg_jax.runs.drift import Drift
-from rpg_jax.runs.layout import Layout, fitting_layout, make_decoding, make_layout, row_shape
+from rpg_jax.runs.layout import Layout, make_layout, row_shape
 from rpg_jax.runs.learner import Learner, learner_programs, offloaded, policy_objective
 from rpg_jax.runs.problems import Task, encoder
 from rpg_jax.runs.resolve import loss_arguments, reward_arguments
 from rpg_jax.runs.rollout_files import RolloutFiles, token_numbers
+from rpg_jax.runs.sampling_layout import fitting_layout, make_decoding
 from rpg_jax.storage.snapshots import Snapshots
 from rpg_jax.training.ahead import AheadCollector
 from rpg_jax.training.collect import Collector, DynamicSampling, collect
@@ -207,11 +208,9 @@ def make_collector(experiment: Experiment, own: rollout.Rollout, scorer: rewards
     """The collector of a step's groups, which samples in turn with training or ahead of it.
 
     Raises:
-      ValueError: `rollout.overprovision` is negative, or sampling ahead is impossible here.
+      ValueError: sampling ahead is impossible here.
     """
     c, dynamic = experiment.config, experiment.config.dynamic_sampling
-    if c.rollout.overprovision < 0:
-        raise ValueError(f"rollout.overprovision must be >= 0 (0 switches it off), got {c.rollout.overprovision}")
     wanted = c.rollout.prompts_per_step * (dynamic.oversample if dynamic.enabled else 1)
     batch_size = math.ceil(wanted * (1 + c.rollout.overprovision))
     stream = data.PromptStream(experiment.task.train, batch_size=batch_size, seed=c.seed)

@@ -2,14 +2,12 @@
 
 import contextlib
 import dataclasses
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from rpg_jax import data, models, parallel, rollout
@@ -26,7 +24,8 @@ class Layout:
       rules: from logical axes to those of `mesh`.
       param_shapes, param_shardings: of the weights on `mesh`.
       decoding_devices: devices that decode together: those of `mesh`, those of one host, or other devices.
-      decoding_hosts: hosts that decode by themselves, each its part of the prompts in its part of the slots.
+      decoding_hosts: hosts that decode by themselves, each its part of the prompts.
+      device_memory: bytes of a device that programs can use; None where it is not known (CPU).
     """
 
     config: ConfigDict
@@ -38,6 +37,7 @@ class Layout:
     param_shardings: Any
     decoding_devices: Sequence[jax.Device]
     decoding_hosts: int
+    device_memory: float | None = None
 
     def activate(self) -> contextlib.AbstractContextManager:
         """While entered, programs are traced for this mesh and these rules."""
@@ -64,10 +64,12 @@ def make_layout(
     vocab_size: int | None,
     devices: Sequence[jax.Device] | None = None,
     host: Sequence[jax.Device] | None = None,
+    device_memory: float | None = None,
 ) -> Layout:
     """The layout on `devices` (default: all); `host` are the devices of one host (default: this process's).
 
-    `vocab_size` matters where the config gives the model's dimensions.
+    `vocab_size` matters where the config gives the model's dimensions. `device_memory` is that of this process's
+    devices by default.
 
     Raises:
       ValueError: a mesh that does not cover the devices that train, or `rollout.devices` out of range.
@@ -85,27 +87,10 @@ def make_layout(
     shardings = parallel.shardings(models.logical_axes(model), shapes, mesh, rules)
     if host is None:
         host = sorted((d for d in devices if d.process_index == jax.process_index()), key=lambda d: d.id)
+        device_memory = device_memory or (host[0].memory_stats() or {}).get("bytes_limit")
     hosts = 1 if rollout.find_driver(config.rollout.driver).spans_hosts else len(devices) // len(host)
     decoding = decoding or list(mesh.devices.flat if hosts == 1 else host)
-    return Layout(config, mesh, rules, model, graphdef, shapes, shardings, decoding, hosts)
-
-
-def fitting_layout(config: ConfigDict, vocab_size: int) -> Layout:
-    """The config's layout; where it does not fit these devices, one copy of the weights over all of them.
-
-    The change is said on stderr, and `layout.config` has it.
-    """
-    try:
-        layout = make_layout(config, vocab_size)
-        make_decoding(layout)
-        return layout
-    except ValueError as error:
-        changed = config.copy_and_resolve_references()
-        changed.mesh.update(dict.fromkeys(changed.mesh, 1) | {"fsdp": -1})
-        changed.rollout.update({"devices": 0, "tensor": None, "expert": None})
-        layout = make_layout(changed, vocab_size)
-        print(f"using mesh.fsdp={layout.mesh.shape['fsdp']} instead of the config's layout: {error}", file=sys.stderr)
-        return layout
+    return Layout(config, mesh, rules, model, graphdef, shapes, shardings, decoding, hosts, device_memory)
 
 
 def abstract_model(config: ConfigDict, model: models.QwenConfig) -> tuple[Any, Any]:
@@ -149,57 +134,6 @@ def rows_per_update(config: ConfigDict) -> int:
     return config.rollout.prompts_per_step // config.train.updates_per_step * config.rollout.group_size
 
 
-def make_decoding(layout: Layout) -> rollout.Decoding:
-    """How a layout decodes: in copies of the weights, `rollout.tensor` × `rollout.expert` devices each.
-
-    Each copy has all weights, so that a decode step gathers none. Key-value heads that `rollout.tensor` does not divide
-    are on each of its devices.
-
-    Raises:
-      ValueError: copies that do not divide the devices, slots that do not divide over the hosts, or a driver that
-        cannot decode in several processes.
-    """
-    c, m, mesh, rules = layout.config, layout.config.model, _decoding_mesh(layout), layout.rules
-    slots, hosts = c.rollout.slots, layout.decoding_hosts
-    if slots % hosts:
-        raise ValueError(
-            f"rollout.slots={slots} does not divide over {hosts} hosts, each of which decodes its part: take "
-            f"rollout.slots={-(-slots // hosts) * hosts}, or rollout.driver=lockstep for one mesh over all hosts"
-        )
-    shardings = None
-    if mesh is not layout.mesh:
-        if layout.model.num_kv_heads % mesh.shape["tensor"]:
-            rules = parallel.override({"kv_heads": None, "act_kv_heads": None}, rules)
-        shardings = parallel.shardings(models.logical_axes(layout.model), layout.param_shapes, mesh, rules)
-    return rollout.Decoding(
-        slots=slots // hosts,
-        capacity=rollout.capacity(c.task.max_prompt_tokens, c.rollout.max_tokens),
-        mixed=c.rollout.max_staleness > 0 and c.rollout.swap == "midway",
-        dtype=None if m.compute_dtype == m.param_dtype else jnp.dtype(m.compute_dtype),
-        int8=c.rollout.int8,
-        int8_kv=c.rollout.int8_kv,
-        mesh=mesh,
-        rules=rules,
-        shardings=shardings,
-    )
-
-
-def _decoding_mesh(layout: Layout) -> Mesh:
-    """With `rollout.tensor` or `rollout.expert` set, a copy has that many devices. Otherwise each of `rollout.devices`
-    has a copy. Without such devices the trainer's mesh decodes, or each host that decodes by itself (fsdp)."""
-    c, devices = layout.config.rollout, layout.decoding_devices
-    if layout.decoding_hosts > 1 and rollout.find_driver(c.driver).single_process:
-        raise ValueError(f"rollout.driver={c.driver} decodes in one process; choose orchestrator or lockstep")
-    if not c.devices and c.tensor is None and c.expert is None:
-        return layout.mesh if layout.decoding_hosts == 1 else _mesh(devices, fsdp=len(devices))
-    tensor, expert = c.tensor or 1, c.expert or 1
-    if len(devices) % (tensor * expert):
-        raise ValueError(
-            f"rollout.tensor={tensor} times rollout.expert={expert} does not divide {len(devices)} devices of one mesh"
-        )
-    return _mesh(devices, replica=len(devices) // (tensor * expert), expert=expert, tensor=tensor)
-
-
 def _parts(devices: list[jax.Device], decoding: int) -> tuple[list[jax.Device], list[jax.Device]]:
     """The devices that train, and the last `decoding` devices, which only sample."""
     if not 0 <= decoding < len(devices):
@@ -213,9 +147,3 @@ def _parts(devices: list[jax.Device], decoding: int) -> tuple[list[jax.Device], 
             "device of one host. Set it and rollout.max_staleness to 0 on several hosts"
         )
     return devices[: len(devices) - decoding], devices[len(devices) - decoding :]
-
-
-def _mesh(devices: Sequence[jax.Device], **sizes: int) -> Mesh:
-    """`devices` in their order: one program reshards the trainer's weights."""
-    shape = [sizes.get(axis, 1) for axis in parallel.MESH_AXES]
-    return Mesh(np.array(devices).reshape(shape), parallel.MESH_AXES, axis_types=(AxisType.Auto,) * len(shape))

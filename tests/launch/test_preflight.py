@@ -12,6 +12,7 @@ import pytest
 from cloud import accelerators, extras, files, preflight, reach
 from cloud.errors import LaunchError
 from cloud.job import make_job
+from rpg_jax import planning
 
 TPU = "--type=v5p-16 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b"
 TRAINER = "-- --config=configs/tiny.py --config.mesh.fsdp=-1"
@@ -224,10 +225,12 @@ def test_the_plan_is_asked_and_its_answer_shown(cloud, monkeypatch, tmp_path):
 
     with pytest.raises(LaunchError, match=r"plan: \['--config=x', '--json', '--topology=v5p:2x2x2\*2'\]; --no-plan"):
         planned("sys.exit(str(asked))")
-    found = {"fits": True, "step": {"steps": 400, "days_of_the_run": 39.0}}
+    found = {"fits": True, "step": {"steps": 400, "bound": {"days": 12.0}, "expected": {"days": 39.0}}}
     assert planned(f"print({json.dumps(json.dumps(found))})") == [
-        "plan: fits v5p:2x2x2*2; its 400 steps take at least 39.0 days, about $29,952"  # 16 chips at $2 for 936 hours
+        "plan: fits v5p:2x2x2*2; its 400 steps are expected to take 39.0 days, about $29,952; the hardware allows 12.0"
     ]
+    planned(f"print('compiling decode for v5p', file=sys.stderr); print({json.dumps(json.dumps(found))})")
+    assert "compiling decode for v5p\n" in cloud.capsys.readouterr().err
     found = {"fits": False, "programs": {"decode": {"fits": False}}, "smallest_change": {"rollout.slots": 64}}
     with pytest.raises(LaunchError, match=r"decode would not fit v5p:2x2x2\*2; rollout.slots=64 would fit; --no-plan"):
         planned(f"print({json.dumps(json.dumps(found))}); sys.exit(1)")
@@ -258,6 +261,12 @@ def test_types_count_cores_or_chips_as_google_does():
         "v4-8": (4, 1), "v5p-16": (8, 2), "v5p-128": (64, 16), "v5litepod-8": (8, 1), "v5litepod-16": (16, 4),
         "v6e-1": (1, 1), "v6e-8": (8, 1), "v6e-256": (256, 64),
     }  # fmt: skip
+
+
+def test_launcher_and_planner_know_the_same_prices_and_hosts():
+    for generation in accelerators.GENERATIONS:
+        chip = planning.CHIPS[generation.name]
+        assert (chip.price, chip.one_host) == (generation.list_price, generation.one_host)
 
 
 def test_own_prices_replace_the_table(cloud):

@@ -66,5 +66,5 @@ def test_a_mixture_counts_the_experts_that_a_token_sees():
 
 
 def test_decoding_reads_the_whole_cache_for_every_slot():
-    few, many = (planning.decode_flops(DENSE, slots=3, attended=n) for n in (0, 10))
+    few, many = (planning.token_flops(DENSE, tokens=3, attended=n, predicted=3) for n in (0, 10))
     assert many - few == 3 * DENSE.num_layers * 2 * 2 * DENSE.num_heads * DENSE.head_dim * 10

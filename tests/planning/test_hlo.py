@@ -56,6 +56,7 @@ def test_a_loop_counts_as_often_as_its_condition_says():
     assert costs.flops == 36 * 2 * 16 * 64 * 256
     assert costs.collectives["all-gather"] == 36 * 7 * 64 * 32 * 2
     assert costs.collectives["reduce-scatter"] == 36 * 16 * 64 * 4 * 7 / 8
+    assert costs.launches == 36 * 2
 
 
 def test_traffic_counts_slices_of_a_stack_and_nothing_outside_hbm():

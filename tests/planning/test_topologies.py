@@ -10,13 +10,13 @@ from rpg_jax.planning import topologies
 def test_every_known_slice_parses_to_its_name(name):
     topology = planning.parse(name)
     assert topology.name == name
-    assert 1 <= topology.chips <= topology.chip.pod
+    assert 1 <= topology.chips / topology.chip.cores <= topology.chip.pod
 
 
 def test_every_kind_goes_from_one_chip_to_hundreds():
     for kind in planning.CHIPS:
         chips = [planning.parse(name).chips for name in planning.known(kind)]
-        assert chips[0] == 1
+        assert chips[0] == planning.CHIPS[kind].cores
         assert chips[-1] >= 256
         assert chips == sorted(chips)
 
@@ -30,6 +30,13 @@ def test_a_wrong_name_lists_the_known(name):
 def test_hosts_have_four_chips_unless_one_has_them_all():
     hosts = {name: planning.parse(name).hosts for name in ("v5e:1x1", "v5e:2x4", "v6e:4x4", "v5p:2x2x1", "v5p:2x2x2")}
     assert hosts == {"v5e:1x1": 1, "v5e:2x4": 1, "v6e:4x4": 4, "v5p:2x2x1": 1, "v5p:2x2x2": 2}
+
+
+def test_a_v7x_chip_is_two_devices_of_one_price():
+    slice_ = planning.parse("v7x:2x2x2")
+    assert (slice_.chips, slice_.hosts, slice_.host.name, slice_.host.chips) == (16, 2, "v7x:2x2x1", 8)
+    assert slice_.hourly is None
+    assert planning.parse("v5p:2x2x2*2").hourly == 16 * 4.20
 
 
 def test_several_slices_have_the_chips_and_hosts_of_all():

@@ -18,7 +18,8 @@ from rpg_jax.models.quantized import Int8, quantized
 from rpg_jax.rollout import DRIVERS, RolloutError
 from rpg_jax.rollout.journaled import JournaledRollout
 from rpg_jax.rollout.lockstep import LockstepRollout
-from rpg_jax.runs.layout import make_decoding, make_layout
+from rpg_jax.runs.layout import make_layout
+from rpg_jax.runs.sampling_layout import make_decoding
 from rpg_jax.storage.journal import Journal
 from rpg_jax.types import Sampling
 

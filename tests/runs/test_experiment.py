@@ -11,7 +11,7 @@ from ml_collections import ConfigDict
 
 from configs import tiny
 from rpg_jax.runs.experiment import init_params, make_scorer, no_params
-from rpg_jax.runs.layout import fitting_layout, make_decoding
+from rpg_jax.runs.sampling_layout import fitting_layout, make_decoding
 
 
 def test_every_part_of_the_reward_gets_what_it_needs_from_the_config():

@@ -1,0 +1,39 @@
+"""What a run is expected to reach of a chip's peaks. This code has not run on a TPU: every value is an assumption.
+
+Each stands beside the public figures that it was set by. `docs/plan.md` compares what follows from them with reported
+runs.
+"""
+
+HBM = 0.6
+"""Share of HBM's bandwidth while decoding. Ragged paged attention reaches up to 0.86 in decode on TPU7x
+(arXiv:2604.15464). This engine's kernel reads whole blocks, half a block too much per slot, and so gets less."""
+
+FLOPS = 0.5
+"""Share of peak FLOP/s in matrix products, recomputation counted as work. MaxText reports 0.44 to 0.50 of dense models
+on v6e, and on v5p 0.53 of Mixtral 8x7B and 0.65 of Llama 2 70B, without recomputation (maxtext.readthedocs.io, models
+tiering)."""
+
+ICI = 0.6
+"""Share of the bandwidth of all links of a chip. A collective over some axes of the torus uses only their links."""
+
+COLLECTIVE_SECONDS = 30e-6
+"""Latency of one collective of a decode step, with the small programs between two of them. It is set by one reported
+device time: Levanter decodes eight completions of Qwen3-8B on v6e-8 at 4.9 ms a step (marin-community/marin#6229). The
+bytes take 2.4 ms at 0.6 of HBM's bandwidth; 74 collectives share the rest. The hops alone take some microseconds."""
+
+DISPATCH_SECONDS = 3e-3
+"""Seconds between two dispatches of decode steps, while tokens reach the host and slots are filled. Levanter's engine
+spends 1.4 ms of host time on a decode step of Qwen3-8B on v6e-8 (marin-community/marin#6229)."""
+
+CORRELATION = 0.5
+"""Correlation between the work of two completions of one prompt. It decides how unequal the shares of the hosts are."""
+
+PACKING = 0.98
+"""Share of a packed row that is filled. Simulated: first-fit decreasing over 512 completions of a gamma distribution
+(coefficient of variation 0.6, cut at the limit, twice its mean) fills 0.978 to 0.993 of rows of 4,096 to 10,240."""
+
+PROMPT_TOKENS = 300
+"""Tokens of a mean prompt with its template; about that of DAPO-Math-17k."""
+
+SPREAD = 0.6
+"""Coefficient of variation of the lengths of completions."""

@@ -1,0 +1,191 @@
+"""Seconds, days and dollars of a training step: the bound, what is expected, what binds, and what to try next."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from rpg_jax.models import QwenConfig
+from rpg_jax.planning import efficiency
+from rpg_jax.planning.compiling import Program
+from rpg_jax.planning.flops import token_flops, token_training_flops
+from rpg_jax.planning.lengths import Lengths, imbalance
+from rpg_jax.planning.rollout_time import DecodeStep, decode_bound, decode_expected
+from rpg_jax.planning.topologies import Topology
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What one step of a run has to do.
+
+    Attributes:
+      steps: of the run.
+      prompts: groups that are sampled, dynamic sampling's oversampling included.
+      trained: groups that are trained on.
+      group_size: completions of a prompt.
+      lengths: of prompts and completions.
+      meshes: decoding meshes, each with its share of the prompts.
+      prefill_prompts: prompts of mean length in a dispatch of prefill.
+      updates: mini-batches.
+      epochs: passes over them.
+      passes: passes of log-probabilities: of the behaviour policy, and of a reference that differs.
+      micro_batch: (rows, tokens of a row).
+      packed: whether completions share rows.
+      remat: the activations that are computed again.
+      run: share of a micro-batch's operations that are run: attention skips blocks between completions of one row.
+    """
+
+    steps: int
+    prompts: float
+    trained: float
+    group_size: int
+    lengths: Lengths
+    meshes: int
+    prefill_prompts: int
+    updates: int
+    epochs: int
+    passes: int
+    micro_batch: tuple[int, int]
+    packed: bool
+    remat: str
+    run: float = 1.0
+
+    @property
+    def tokens(self) -> float:
+        """Prompt and completion tokens that are trained on."""
+        return self.trained * self.group_size * (self.lengths.prompt + self.lengths.mean)
+
+    @property
+    def micro_batches(self) -> int:
+        """Whole micro-batches of an update."""
+        rows, length = self.micro_batch
+        needed = self.trained * self.group_size / self.updates
+        if self.packed:
+            needed = self.tokens / self.updates / length / efficiency.PACKING
+        return math.ceil(needed / rows)
+
+
+def bound(work: Work, step: DecodeStep, programs: Mapping[str, Program], model: QwenConfig, on: Topology) -> Phases:
+    """Seconds of the phases at the hardware's peaks: tokens fill every row, attention stays within completions, each
+    phase takes as long as its slowest resource."""
+    chip, own = on.chip, work.prompts / work.meshes
+    prompts = own / work.prefill_prompts
+    rows = work.tokens / work.micro_batch[1] / work.micro_batch[0]  # in micro-batches
+    sizes = {
+        "tokens": work.tokens,
+        "attended": work.lengths.attended_in_training,
+        "predicted": work.trained * work.group_size * work.lengths.mean,
+    }
+    forward = token_flops(model, **sizes) / on.chips / chip.flops
+    update = token_training_flops(model, **sizes, remat=work.remat) / on.chips / chip.flops
+    network = {name: programs[name].limits(chip)["ICI"] for name in programs}
+    once = "update" if "update" in programs else "start"
+    phases = {
+        "prefill": prompts * programs["prefill"].bound(chip)[1],
+        "decode": max(decode_bound(step, own * work.group_size, work.lengths, chip).values()),
+        "log-probs": work.passes * max(forward, rows * network["log-probs"]),
+        "update": work.epochs * max(update, rows * network[once]),
+    }
+    if "baseline" in programs:
+        phases["baseline"] = max(forward, rows * network["baseline"])
+    return Phases(phases, work, on)
+
+
+def expected(work: Work, step: DecodeStep, programs: Mapping[str, Program], on: Topology) -> Phases:
+    """Seconds of the phases at the efficiencies of `efficiency`: whole micro-batches and dispatches, a latency for each
+    collective, slots that empty in the end, and all hosts waiting for the one with the longest completions."""
+    chip, own, lengths = on.chip, work.prompts / work.meshes, work.lengths
+    seconds = {name: _run(program, work).expected(chip) for name, program in programs.items()}
+    share = imbalance(work.meshes, own, work.group_size, lengths.spread, efficiency.CORRELATION)
+    decode = decode_expected(step, own * work.group_size, lengths, chip)
+    batches = work.micro_batches * work.updates
+    if "update" in seconds:
+        update = batches * seconds["update"]
+    else:
+        later = (batches - work.updates) * seconds["add"]
+        update = work.updates * (seconds["start"] + seconds["apply"]) + later
+    phases = {
+        "prefill": math.ceil(own / work.prefill_prompts) * seconds["prefill"],
+        **{f"decode: {part}": value for part, value in decode.items()},
+        "decode: spread over hosts": (share - 1) * sum(decode.values()),
+        "log-probs": work.passes * batches * seconds["log-probs"],
+        "update": work.epochs * update,
+    }
+    if "baseline" in seconds:
+        phases["baseline"] = batches * seconds["baseline"]
+    return Phases(phases, work, on)
+
+
+def _run(program: Program, work: Work) -> Program:
+    """A program with the operations that it runs; its own count has attention over whole rows."""
+    if program.name in ("prefill", "decode"):
+        return program
+    costs = dataclasses.replace(program.costs, flops=work.run * program.costs.flops)
+    return dataclasses.replace(program, costs=costs, model_flops=work.run * program.model_flops)
+
+
+@dataclasses.dataclass(frozen=True)
+class Phases:
+    """Seconds of each phase of a step of `work` on the slice `on`."""
+
+    seconds: Mapping[str, float]
+    work: Work
+    on: Topology
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
+    def rollout(self) -> float:
+        return sum(s for name, s in self.seconds.items() if name.startswith(("prefill", "decode")))
+
+    @property
+    def training(self) -> float:
+        return self.total - self.rollout
+
+    @property
+    def beside_a_fleet(self) -> float:
+        """Seconds of a step where as many chips again sample one step ahead, and these only train."""
+        return max(self.rollout, self.training)
+
+    def as_dict(self) -> dict[str, Any]:
+        run = self.work.steps * self.total
+        hours = run / 3600
+        return {
+            "phases": dict(self.seconds),
+            "seconds": self.total,
+            "seconds_beside_a_fleet": self.beside_a_fleet,
+            "days": run / 86_400,
+            "chip_hours": hours * self.on.chips / self.on.chip.cores,
+            "dollars": None if self.on.hourly is None else hours * self.on.hourly,
+        }
+
+
+def binding(phases: Phases) -> str:
+    """The longest phase of what is expected, in words."""
+    name = max(phases.seconds, key=phases.seconds.__getitem__)
+    return f"{name}, {phases.seconds[name] / phases.total:.0%} of the expected step"
+
+
+def suggestions(
+    work: Work, step: DecodeStep, programs: Mapping[str, Program], on: Topology, *, head_dim: int, int8_kv: bool
+) -> dict[str, float]:
+    """Expected seconds of a step after each of some changes, the fastest first."""
+    found, now = {}, expected(work, step, programs, on)
+    found["a fleet of as many chips that samples a step ahead"] = now.beside_a_fleet
+    if not int8_kv:
+        int8 = (1 + 4 / head_dim) / 2  # a byte for two, and an f32 scale for each head
+        tried = dataclasses.replace(step, cached=int8 * step.cached)
+        found["rollout.int8_kv=True, with loss.sampler_correction"] = expected(work, tried, programs, on).total
+    waiting = now.seconds["decode: spread over hosts"]
+    if waiting:
+        found["hosts that take groups as they are free, not a fixed share"] = now.total - waiting
+    rows, length = work.micro_batch
+    if work.packed and rows > on.chips and rows % 2 == 0:
+        tried_work = dataclasses.replace(work, micro_batch=(rows // 2, length))
+        waste = work.micro_batches / (tried_work.micro_batches / 2)
+        found[f"train.microbatch_size={rows // 2}"] = now.total - now.training * (1 - 1 / waste)
+    return dict(sorted(found.items(), key=lambda item: item[1]))

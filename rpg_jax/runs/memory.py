@@ -1,0 +1,102 @@
+"""Bytes that the parts of a run hold on a device, and the decode slots that fit beside them."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from rpg_jax import parallel
+from rpg_jax.models import QwenConfig
+from rpg_jax.models.quantized import quantized, quantized_shardings
+from rpg_jax.rollout import Decoding
+from rpg_jax.rollout.decode_state import DecodeState
+from rpg_jax.runs.layout import Layout
+from rpg_jax.runs.learner import Learner, make_learner, offloaded
+
+UNKNOWN_MEMORY_SLOTS = 128  # over all devices that decode together
+_LEFT_FREE = 1 / 16  # of a device: prefilled prompts that wait, temporaries, gaps
+_LOGITS = 4  # arrays f32[slots, vocabulary] at the peak of a decode step
+_TILE = 16  # slots of a copy: rows of a bf16 tile
+
+
+def slots_that_fit(memory: float, held: float, slot: float, *, tile: int, needed: int) -> int:
+    """Decode slots of a device: those that fit, in whole tiles, but no more than `needed`, and at least one.
+
+    floor((memory × 15/16 - held) / slot): bytes of the device, of what else it holds, and of a slot.
+    """
+    fitting = max(1, math.floor((memory * (1 - _LEFT_FREE) - held) / slot))
+    return min(fitting - fitting % tile if fitting > tile else fitting, needed)
+
+
+def slots_of_a_device(layout: Layout, decoding: Decoding) -> int:
+    """The slots of a device where `rollout.slots` is unset; `decoding` has one slot for each device of its mesh.
+
+    It depends on the config and the kind of device alone. So a run that resumes on the same machine has the same
+    slots. While sampling runs ahead of training on the same devices, training keeps half of what is free. Where the
+    memory is unknown, all devices together have 128 slots.
+    """
+    c, mesh = layout.config, decoding.mesh
+    assert mesh is not None, "a layout decodes on a mesh"
+    prompts = c.rollout.prompts_per_step * (c.dynamic_sampling.oversample if c.dynamic_sampling.enabled else 1)
+    needed = -(-prompts * c.rollout.group_size // (mesh.size * layout.decoding_hosts))
+    if layout.device_memory is None:
+        return min(needed, -(-UNKNOWN_MEMORY_SLOTS // mesh.size))
+    own = bytes_on_a_device(decoding_params(layout.abstract_params, decoding))
+    held = own + (0 if c.rollout.devices else held_while_sampling(layout, make_learner(layout), decoding))
+    copy = mesh.shape["tensor"] * mesh.shape["expert"]
+    slot = cache_bytes(layout.model, decoding) + _LOGITS * 4 * layout.model.vocab_size * copy
+    if c.rollout.max_staleness and not c.rollout.devices:
+        held += (layout.device_memory * (1 - _LEFT_FREE) - held) / 2
+    return slots_that_fit(layout.device_memory, held, slot, tile=-(-_TILE // copy), needed=needed)
+
+
+def held_while_sampling(layout: Layout, learner: Learner, decoding: Decoding) -> float:
+    """Bytes on a device that the trainer holds meanwhile: optimizer state, master weights that are not those that
+    decode, and a resident reference."""
+    weights = bytes_on_a_device(layout.abstract_params)
+    state = bytes_on_a_device(learner.like)  # without what waits on the host
+    resident = layout.config.reference.resident and "reference" not in offloaded(layout.config)
+    return state - (0 if has_copy(decoding) else weights) + (weights if resident else 0)
+
+
+def has_copy(decoding: Decoding) -> bool:
+    """Whether the weights that decode are others than the trainer's."""
+    return decoding.dtype is not None or decoding.shardings is not None or decoding.int8
+
+
+def placed(shapes: Any, shardings: Any) -> Any:
+    """ShapeDtypeStructs with shardings; `shardings` is a tree like `shapes`, or one for all."""
+    if isinstance(shardings, jax.sharding.Sharding):
+        shardings = jax.tree.map(lambda _: shardings, shapes)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+
+
+def decoding_params(params: Any, decoding: Decoding) -> Any:
+    """The weights as the rollout holds them."""
+    shardings = decoding.shardings
+    if shardings is None:
+        shardings = jax.tree.map(lambda x: x.sharding, params)
+    if decoding.dtype is not None:
+        params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, decoding.dtype), params)
+    if decoding.int8:
+        params, shardings = jax.eval_shape(quantized, params), quantized_shardings(shardings, params)
+    return placed(params, shardings)
+
+
+def bytes_on_a_device(tree: Any) -> float:
+    """Bytes of ShapeDtypeStructs with shardings; arrays in host memory do not count."""
+    leaves = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind in (None, "device")]
+    return float(sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves))
+
+
+def cache_bytes(model: QwenConfig, decoding: Decoding) -> float:
+    """Bytes of the decode state on a device."""
+    assert decoding.mesh is not None, "a layout decodes on a mesh"
+    size, int8 = (decoding.slots, decoding.capacity, decoding.dtype or jnp.float32), {"int8_kv": decoding.int8_kv}
+    shapes = jax.eval_shape(functools.partial(DecodeState.empty, model, *size, **int8))
+    where = parallel.shardings(DecodeState.logical_axes(**int8), shapes, decoding.mesh, decoding.rules)
+    return bytes_on_a_device(placed(shapes, where))
