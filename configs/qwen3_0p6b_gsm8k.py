@@ -3,7 +3,7 @@
 Command:   python -m rpg_jax.train --config=configs/qwen3_0p6b_gsm8k.py --config.model.path=Qwen/Qwen3-0.6B \
              --config.method=RPG-REINFORCE-URKL
            and the same with --config.method=GRPO
-Hardware:  v5e:1x1, one chip. Planned: 14.2 of 15.75 GiB; 207 s a step expected, so 100 steps take 5.8 hours and $6.90.
+Hardware:  v5e:1x1, one chip. Planned: 14.2 of 15.75 GiB; 194 s a step expected, so 100 steps take 5.4 hours and $6.50.
            Evaluations and compilation are not counted, nor are the groups that RPG's dynamic sampling drops
 Plan:      python -m rpg_jax.plan --config=configs/qwen3_0p6b_gsm8k.py --topology=v5e:1x1
 

@@ -1,4 +1,4 @@
-"""Chat templates as model repositories ship them: Jinja programs, run in a sandbox."""
+"""Chat templates as model repositories ship them: Jinja programs, run in a sandbox that ends."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -6,7 +6,8 @@ from typing import Any
 
 import jinja2
 import jinja2.ext
-import jinja2.sandbox
+
+from rpg_jax.data.limits import Limited, joined
 
 
 class ChatTemplate:
@@ -27,15 +28,15 @@ class ChatTemplate:
                 raise ValueError(f"the chat templates {sorted(named)} have no 'default'")
             template = named["default"]
         # A template comes with downloaded weights: the immutable sandbox keeps it from reaching Python's internals.
-        environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
-        )
+        environment = Limited(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
         environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
         environment.globals["raise_exception"] = _raise
         try:
-            self._template = environment.from_string(template)
+            self._environment, self._template = environment, environment.from_string(template)
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"chat template line {error.lineno}: {error.message}") from error
+        except (jinja2.TemplateError, RecursionError, MemoryError, OverflowError, SyntaxError) as error:
+            raise ValueError(f"the chat template cannot be compiled: {type(error).__name__}") from error
         self._special_tokens = dict(special_tokens or {})
 
     def __call__(
@@ -44,18 +45,16 @@ class ChatTemplate:
         """The prompt text; `thinking` is Qwen3's `enable_thinking`, which other templates ignore.
 
         Raises:
-          ValueError: the template rejects the messages, or tries something that the sandbox forbids.
+          ValueError: the template rejects the messages, fails, or tries something that the sandbox forbids; or it
+            takes more steps than `limits.STEPS`, or makes a longer text than `limits.CHARACTERS`.
         """
+        values: dict[str, Any] = {"messages": list(messages), "tools": None, "enable_thinking": thinking}
+        values |= {"add_generation_prompt": add_generation_prompt, **self._special_tokens}
+        self._environment.begin()
         try:
-            return self._template.render(
-                messages=list(messages),
-                tools=None,
-                enable_thinking=thinking,
-                add_generation_prompt=add_generation_prompt,
-                **self._special_tokens,
-            )
-        except jinja2.TemplateError as error:
-            raise ValueError(f"the chat template failed: {error}") from error
+            return joined(self._template.generate(**values))
+        except Exception as error:  # a template is a program: it fails in every way
+            raise ValueError(f"the chat template failed: {type(error).__name__}: {str(error)[:200]}") from error
 
 
 def _raise(message: str) -> None:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -99,6 +100,9 @@ def _problem(prompt_id: int, prompt, answer, source, samples, system, question) 
         raise BadRow("empty prompt")
     if not answer.strip():
         raise BadRow("empty answer")
+    for name, text in {"prompt": prompt, "answer": answer, "source": source, "system turn": system}.items():
+        if any("\ud800" <= c <= "\udfff" for c in text):
+            raise BadRow(f"the {name} holds half of a character (a lone surrogate), which no file can keep")
     return Problem(prompt_id, prompt, answer.strip(), source, samples, system, question)
 
 
@@ -110,13 +114,15 @@ def _first_key(row: Mapping[str, Any], keys: tuple[str, ...]) -> str:
 
 
 def _text(row: Mapping[str, Any], key: str) -> str:
-    """Text, or a number as text (JSON answers often are numbers)."""
+    """Text, or a number as text (JSON answers often are numbers): 7.0 is 7, as verifiers compare it."""
     if row.get(key) is None:
         raise BadRow(f"missing key {key!r}; it has {sorted(map(str, row))[:12]}")
     value = row[key]
     if isinstance(value, bool) or not isinstance(value, str | int | float):
         raise BadRow(f"{key!r} must be text, got {type(value).__name__}")
-    return str(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        raise BadRow(f"{key!r} is {value}, which is no answer")
+    return str(int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value)
 
 
 def whole_number_shape(row: Mapping[str, Any]) -> tuple[str, str]:

@@ -3,6 +3,10 @@
 import dataclasses
 from typing import Literal
 
+# Beyond any model: a damaged config.json is refused before a million layers are laid out.
+LARGEST = {"vocab_size": 2**24, "num_layers": 1000, "embed_dim": 2**20, "num_heads": 2**14, "num_kv_heads": 2**14}
+LARGEST |= {"head_dim": 2**14, "hidden_dim": 2**24}
+
 
 @dataclasses.dataclass(frozen=True)
 class Yarn:
@@ -79,9 +83,13 @@ class QwenConfig:
     tie_embeddings: bool = True
 
     def __post_init__(self):
-        for name in ("vocab_size", "num_layers", "embed_dim", "num_heads", "num_kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+        for name, largest in LARGEST.items():
+            value, least = getattr(self, name), 0 if name == "hidden_dim" else 1
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= largest:
+                raise ValueError(f"{name} must be a whole number in [{least}, {largest}], got {value!r}")
+        for name, number in (("rms_norm_eps", self.rms_norm_eps), ("rope theta", self.rope.theta)):
+            if not 0 < number < float("inf"):
+                raise ValueError(f"{name} must be above 0 and finite, got {number!r}")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}")
         if self.head_dim % 2:

@@ -1,12 +1,12 @@
 """Reads `config.json` of a Hugging Face folder, as transformers 4 and 5 write it, and writes it."""
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rpg_jax.models.config import Experts, QwenConfig, Rope, Yarn
+from rpg_jax.storage.json_files import read_object
 
 FAMILIES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 
@@ -20,9 +20,10 @@ def read_config(folder: Path | str) -> QwenConfig:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ValueError(f"{folder} is not a Hugging Face model folder: it has no config.json")
+    fields = read_object(path)
     try:
-        return parse_config(json.loads(path.read_text()))
-    except (ValueError, KeyError, TypeError) as error:
+        return parse_config(fields)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, ZeroDivisionError) as error:
         reason = f"it has no field {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"{path}: {reason}") from None
 

@@ -13,13 +13,14 @@ import ml_dtypes  # noqa: F401  numpy learns the name "bfloat16", which safetens
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import multihost_utils
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from rpg_jax.models.config import QwenConfig
 from rpg_jax.models.hf_config import write_config
 from rpg_jax.models.hf_layout import Index, Stored, layout
 from rpg_jax.models.qwen import Params
+from rpg_jax.storage.json_files import read_object
 
 _INDEX = "model.safetensors.index.json"
 _ROWS = 4096  # rows compared at a time
@@ -43,16 +44,16 @@ class Folder(contextlib.ExitStack):
         super().__init__()
         self.path = Path(path)
         index = self.path / _INDEX
-        if index.is_file():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        else:
-            names = ["model.safetensors"]
+        names = _named_in(index) if index.is_file() else ["model.safetensors"]
         absent = [name for name in names if not (self.path / name).is_file()]
         if absent:
             raise ValueError(f"{self.path} lacks the weight files {_some(absent)} (only safetensors are read)")
         self._files: dict[str, Any] = {}
         for name in names:
-            file = self.enter_context(safe_open(self.path / name, framework="numpy"))
+            try:
+                file = self.enter_context(safe_open(self.path / name, framework="numpy"))
+            except (SafetensorError, OSError) as error:
+                raise ValueError(f"{self.path / name} is damaged: {error}. Copy it again from where it came") from error
             self._files |= dict.fromkeys(file.keys(), file)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -129,12 +130,20 @@ def save(
         (folder / _INDEX).write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
     kept = {}
     if base is not None:
-        kept = json.loads((Path(base) / "config.json").read_text())
+        kept = read_object(Path(base) / "config.json")
         for name in _TOKENIZER_FILES:
             if (Path(base) / name).is_file():
                 shutil.copyfile(Path(base) / name, folder / name)
     written = write_config(config, dtype.name, kept | dict(fields or {}))
     (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n")
+
+
+def _named_in(index: Path) -> list[str]:
+    """The files that an index names. Raises ValueError if it is none, or names a file outside its folder."""
+    names = read_object(index).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(n, str) and Path(n).name == n for n in names.values()):
+        raise ValueError(f"{index} is damaged: its weight_map does not name files of this folder")
+    return sorted(set(names.values()))
 
 
 def _check(files: Folder, stored: list[Stored], config: QwenConfig) -> None:

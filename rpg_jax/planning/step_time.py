@@ -34,6 +34,7 @@ class Work:
       micro_batch: (rows, tokens of a row).
       packed: whether completions share rows.
       remat: the activations that are computed again.
+      run: share of a micro-batch's operations that are run: attention skips blocks between completions of one row.
     """
 
     steps: int
@@ -49,6 +50,7 @@ class Work:
     micro_batch: tuple[int, int]
     packed: bool
     remat: str
+    run: float = 1.0
 
     @property
     def tokens(self) -> float:
@@ -95,7 +97,7 @@ def expected(work: Work, step: DecodeStep, programs: Mapping[str, Program], on: 
     """Seconds of the phases at the efficiencies of `efficiency`: whole micro-batches and dispatches, a latency for each
     collective, slots that empty in the end, and all hosts waiting for the one with the longest completions."""
     chip, own, lengths = on.chip, work.prompts / work.meshes, work.lengths
-    seconds = {name: program.expected(chip) for name, program in programs.items()}
+    seconds = {name: _run(program, work).expected(chip) for name, program in programs.items()}
     share = imbalance(work.meshes, own, work.group_size, lengths.spread, efficiency.CORRELATION)
     decode = decode_expected(step, own * work.group_size, lengths, chip)
     batches = work.micro_batches * work.updates
@@ -114,6 +116,14 @@ def expected(work: Work, step: DecodeStep, programs: Mapping[str, Program], on: 
     if "baseline" in seconds:
         phases["baseline"] = batches * seconds["baseline"]
     return Phases(phases, work, on)
+
+
+def _run(program: Program, work: Work) -> Program:
+    """A program with the operations that it runs; its own count has attention over whole rows."""
+    if program.name in ("prefill", "decode"):
+        return program
+    costs = dataclasses.replace(program.costs, flops=work.run * program.costs.flops)
+    return dataclasses.replace(program, costs=costs, model_flops=work.run * program.model_flops)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -198,11 +198,9 @@ def make_collector(experiment: Experiment, own: rollout.Rollout, scorer: rewards
     """The collector of a step's groups, which samples in turn with training or ahead of it.
 
     Raises:
-      ValueError: `rollout.overprovision` is negative, or sampling ahead is impossible here.
+      ValueError: sampling ahead is impossible here.
     """
     c, dynamic = experiment.config, experiment.config.dynamic_sampling
-    if c.rollout.overprovision < 0:
-        raise ValueError(f"rollout.overprovision must be >= 0 (0 switches it off), got {c.rollout.overprovision}")
     wanted = c.rollout.prompts_per_step * (dynamic.oversample if dynamic.enabled else 1)
     batch_size = math.ceil(wanted * (1 + c.rollout.overprovision))
     stream = data.PromptStream(experiment.task.train, batch_size=batch_size, seed=c.seed)

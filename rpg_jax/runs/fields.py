@@ -39,15 +39,14 @@ class Field:
       meaning: what the field does, in sentences.
       unit: of the value, e.g. "seconds".
       choices: the values that the field takes, or "module:TABLE,TABLE", whose keys they are. Empty: any.
-      at_least, at_most: the range of the value, both ends included. None: no limit.
+      range: the interval of the value, as "[0, 1)" or "(0, inf]"; NaN is in none. Every number has one.
     """
 
     default: Any
     meaning: str
     unit: str = ""
     choices: Sequence[str] | str = ()
-    at_least: float | None = None
-    at_most: float | None = None
+    range: str = ""
 
     @property
     def value(self) -> Any:
@@ -78,23 +77,22 @@ class Field:
     @property
     def values(self) -> str:
         """The choices or the range in words; "" where the field takes every value of its type."""
-        names, low, high = self.names, self.at_least, self.at_most
-        if names:
-            return f"One of {', '.join(names)}."
-        if low is not None and high is not None:
-            return f"From {low:g} to {high:g}."
-        return f"At least {low:g}." if low is not None else f"At most {high:g}." if high is not None else ""
+        names = self.names
+        return f"One of {', '.join(names)}." if names else f"In {self.range}." if self.range else ""
 
     def check(self, name: str, value: Any) -> None:
         """Raises ValueError if a value is none of the choices or outside the range; `name` is the field's."""
         names = self.names
-        if names and value not in names:
+        if names and value not in names and not (value is None and isinstance(self.default, Unset)):
             close = difflib.get_close_matches(str(value), names, n=1)
             nearest = f"did you mean {close[0]!r}? " if close else ""
             raise ValueError(f"{name}={value!r}: {nearest}{self.values}")
-        low, high = self.at_least, self.at_most
-        if value is not None and ((low is not None and value < low) or (high is not None and value > high)):
-            raise ValueError(f"{name}={value!r}: {self.values}")
+        if self.range and value is not None:
+            from rpg_jax.losses.declaration import Range  # it loads JAX: --help need not wait for it
+
+            if not Range(self.range).holds(value):
+                hint = "; for never, a number above train.steps" if name.endswith(".every") else ""
+                raise ValueError(f"{name}={value!r} must be in {self.range}{hint}")
 
     @property
     def text(self) -> str:

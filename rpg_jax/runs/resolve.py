@@ -1,5 +1,7 @@
 """Resolves a config: fills in the fields that its method decides, and checks fields before anything is computed."""
 
+import functools
+import operator
 from typing import Any
 
 import jax
@@ -8,6 +10,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from rpg_jax import losses, models, rewards
+from rpg_jax.runs import config_files
 from rpg_jax.runs.logs import needed
 from rpg_jax.types import Count
 
@@ -16,10 +19,11 @@ def resolve(config: ConfigDict) -> ConfigDict:
     """A locked copy with the fields of the method filled in by `with_method`, after all checks.
 
     Raises:
-      ValueError: the method or a reward is unknown, the loss or a reward does not take a field that was set, a count is
-        below 1, or two fields do not go together. The message has the known names or the range.
+      ValueError: the method or a reward is unknown, the loss or a reward does not take a field that was set, a value is
+        outside its field's range, or two fields do not go together. The message has the known names or the range.
     """
     resolved = with_method(config)
+    _check_fields(resolved)
     _check_counts(resolved)
     _check_loss(resolved)
     rewards.check(*reward_arguments(resolved))
@@ -83,17 +87,15 @@ def check_training(config: ConfigDict) -> None:
         needed("wandb", "log.wandb")
 
 
+def _check_fields(config: ConfigDict) -> None:
+    """Every field against its declaration."""
+    for name, field in config_files.fields().items():
+        field.check(name, functools.reduce(operator.getitem, name.split("."), config))
+    if empty := [name for name, size in config.mesh.items() if size == 0]:
+        raise ValueError(f"mesh.{empty[0]}=0: an axis has 1 device or more, or -1 for all that are left")
+
+
 def _check_counts(config: ConfigDict) -> None:
-    counts = {
-        "rollout": ("prompts_per_step", "group_size", "max_tokens"),
-        "train": ("updates_per_step", "epochs"),
-        "evaluation": ("every", "problems", "k"),
-        "checkpoint": ("every",),
-    }
-    for section, name in ((section, name) for section, names in counts.items() for name in names):
-        if config[section][name] < 1:
-            hint = "; for never, a number above train.steps" if name == "every" else ""
-            raise ValueError(f"{section}.{name}={config[section][name]} must be at least 1{hint}")
     for section, name in (("optimizer", "warmup"), ("reference", "every")):
         Count.parse(config[section][name], f"{section}.{name}")
     prompts, updates = config.rollout.prompts_per_step, config.train.updates_per_step
@@ -110,8 +112,6 @@ def _check_counts(config: ConfigDict) -> None:
 def _check_loss(config: ConfigDict) -> None:
     if config.loss.advantage not in losses.LEARNED_ADVANTAGES:
         losses.advantages(config.loss.advantage, np.zeros((2, 2)), lengths=np.ones((2, 2), np.int32))
-    if not 0 <= config.loss.entropy_coef < float("inf"):
-        raise ValueError(f"loss.entropy_coef must be finite and >= 0, got {config.loss.entropy_coef}")
     name, hyperparameters = loss_arguments(config)
     one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     tokens = ("logprobs", "behaviour_logprobs", "advantages", "mask", "ref_logprobs", "sampler_logprobs")

@@ -37,3 +37,49 @@ def test_template_errors_say_what_is_wrong():
         ChatTemplate("ok\n{% if %}")
     with pytest.raises(ValueError, match="only user turns"):
         ChatTemplate("{{ raise_exception('only user turns') }}")(MESSAGES)
+
+
+FAILING = {
+    "ZeroDivisionError": "{{ 1 // 0 }}",
+    "OverflowError": "{{ range(10 ** 30) }}",
+    "RecursionError": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
+    "TypeError": "{{ messages + 1 }}",
+    "ValueError": "{{ '%d' | format('x') }}",
+    "no attribute": "{{ messages[0].content.nothing.more }}",
+}
+ENDLESS = {
+    "nested loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "nested lists": "{% set l = range(1000) | list %}" + "{% for a in l %}" * 5 + "{% endfor %}" * 5,
+    "two calls each": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "a power": "{{ 10 ** (10 ** 10) }}",
+    "squares": "{% set n = namespace(x=3) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    "a long text": "{{ 'x' * 10 ** 12 }}",
+    "doubling": "{% set n = namespace(x='x') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "doubling by +": "{% set n = namespace(x='x') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "doubling lists": "{% set n = namespace(x=[1]) %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
+    "a long output": "{% for a in range(99999) %}{{ 'x' * 999 }}{% endfor %}",
+    "constants": "{% for a in [1] * 999999 %}{% for b in 'x' * 999999 %}{% endfor %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("attack", FAILING)
+def test_a_template_that_fails_is_one_line(attack):
+    with pytest.raises(ValueError, match=r"^the chat template (failed|cannot be compiled): \w+"):
+        ChatTemplate(FAILING[attack])(MESSAGES)
+
+
+@pytest.mark.parametrize("attack", ENDLESS)
+def test_a_template_without_end_is_ended(attack):
+    with pytest.raises(ValueError, match=r"^the chat template (failed|cannot be compiled): "):
+        ChatTemplate(ENDLESS[attack])(MESSAGES)
+
+
+def test_the_budget_is_of_a_rendering_and_loops_keep_their_words():
+    text = (
+        "{% for m in messages %}{{ loop.index }}/{{ loop.length }}{{ m.role ~ ':' ~ none }}{{ loop.last }}{% endfor %}"
+    )
+    template = ChatTemplate(text + "{% for i in range(200) %}{% for j in range(200) %}{% endfor %}{% endfor %}")
+    for _ in range(4):  # together more than one budget
+        assert template(MESSAGES).startswith("1/") and ":None" in template(MESSAGES)
+    reversed_and_filtered = "{% for m in messages[::-1] if m.content %}{{ m.content }}{% else %}none{% endfor %}"
+    assert ChatTemplate(reversed_and_filtered)([]) == "none"

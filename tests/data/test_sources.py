@@ -214,3 +214,35 @@ def test_reasoning_gym_is_asked_for_questions_and_never_to_score(monkeypatch):
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ValueError, match="pip install reasoning-gym"):
         load("reasoning_gym:chain_sum")
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ('{"question": "q", "answer": NaN}', "'answer' is nan, which is no answer"),
+        ('{"question": "q", "answer": -Infinity}', "'answer' is -inf, which is no answer"),
+        ('{"question": "q", "answer": 1e999}', "'answer' is inf, which is no answer"),
+        ('{"question": "\\ud83d", "answer": "1"}', "the prompt holds half of a character"),
+        ('{"question": "q", "answer": "\\udc00"}', "the answer holds half of a character"),
+        ('{"question": "q", "answer": "1", "source": "\\ud800"}', "the source holds half of a character"),
+        ('{"question": "q", "answer": ' + "9" * 5000 + "}", "not JSON"),
+        ('{"question": "q", "answer": true}', "'answer' must be text, got bool"),
+        ("[" * 100_000, "not JSON"),
+        ("\\x00", "not JSON"),
+    ],
+)
+def test_a_value_that_is_no_answer_is_named_with_its_row(tmp_path, row, reason):
+    file = tmp_path / "data.jsonl"
+    file.write_text('{"question": "1+1", "answer": 2}\n' + row + "\n")
+    with pytest.raises(ValueError, match=f"data.jsonl, line 2: {reason}"):
+        load(str(file))
+
+
+SPELLINGS = {"7.0": "7", "-7.0": "-7", "7": "7", "0.5": "0.5", "-0.0": "0", "1e3": "1000", "1e300": "1e+300"}
+
+
+@pytest.mark.parametrize(("number", "text"), SPELLINGS.items())
+def test_a_number_has_the_spelling_that_verifiers_compare(tmp_path, number, text):
+    file = tmp_path / "data.jsonl"
+    file.write_text(f'{{"question": "q", "answer": {number}}}\n')
+    assert load(str(file))[0][0].answer == text

@@ -114,3 +114,27 @@ def test_a_folder_without_a_tokenizer_says_what_is_there(tmp_path):
     (tmp_path / "notes.txt").touch()
     with pytest.raises(ValueError, match="notes.txt"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.5, 0.9, 0.99])
+def test_a_sentencepiece_model_cut_short_is_named(tmp_path, share):
+    file = tmp_path / "tokenizer.model"
+    train_sentencepiece(["1+2=3", "40"], file)
+    content = file.read_bytes()
+    file.write_bytes(content[: int(share * len(content))])
+    with pytest.raises(ValueError, match=r"tokenizer\.model (is damaged|has no padding)"):
+        load_tokenizer(file)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"version": "1.0"}'])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"])
+def test_a_damaged_file_of_a_hugging_face_tokenizer_is_named(tmp_path, name, content):
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<eos>": 1}, unk_token="a"))
+    model.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    load_tokenizer(tmp_path)
+    (tmp_path / name).write_bytes(content)
+    if name == "generation_config.json" and content.startswith(b"{") and content != b"{":
+        return  # another object of the program, which names no token
+    with pytest.raises(ValueError, match=rf"{name} is damaged|names no end-of-text token"):
+        load_tokenizer(tmp_path)

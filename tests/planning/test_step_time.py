@@ -103,6 +103,13 @@ def test_an_update_takes_whole_micro_batches():
     assert dataclasses.replace(WORK, packed=False).micro_batches == 512 / 64
 
 
+def test_blocks_between_completions_cost_nothing():
+    whole = step_time.expected(WORK, step(160), programs(), SLICE)
+    skipping = step_time.expected(dataclasses.replace(WORK, run=0.8), step(160), programs(), SLICE)
+    assert skipping.training < whole.training and skipping.rollout == whole.rollout
+    assert skipping.seconds["log-probs"] == pytest.approx(0.8 * whole.seconds["log-probs"])
+
+
 def test_expected_training_pays_for_every_collective():
     few = step_time.expected(WORK, step(160), programs(), SLICE)
     many = step_time.expected(WORK, step(160), programs(add=100), SLICE)

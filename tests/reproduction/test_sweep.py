@@ -44,7 +44,7 @@ def test_a_sweep_is_the_table_of_every_combination():
         (["optimizer.learning_rate=1e-4,abc"], "could not convert string to float: 'abc'"),
         (["train.steps"], "--sweep 'train.steps': write FIELD=VALUE,VALUE"),
         (["train.steps=1,1"], "a value is there twice"),
-        (["task.digits=1,12"], "task.digits=12: From 1 to 9."),
+        (["task.digits=1,12"], "task.digits=12 must be in [1, 9]"),
         (["train.steps=1", "--methods=GRP0"], "method='GRP0': did you mean 'GRPO'?"),
         (["train.updates_per_step=1,7"], "updates 7: rollout.prompts_per_step=64 must be a multiple of"),
         (["seed=1,2"], "--sweep seed: --seeds and --out give every run its seed"),

@@ -19,17 +19,16 @@ def resolved(**changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"evaluation.every": 0}, "evaluation.every=0 must be at least 1; for never, a number above train.steps"),
-        ({"checkpoint.every": 0}, "checkpoint.every=0 must be at least 1; for never, a number above train.steps"),
-        ({"evaluation.k": 0}, "evaluation.k=0 must be at least 1$"),
-        ({"train.epochs": 0}, "train.epochs=0 must be at least 1$"),
-        ({"train.updates_per_step": 0}, "train.updates_per_step=0 must be at least 1$"),
-        ({"rollout.group_size": -1}, "rollout.group_size=-1 must be at least 1$"),
+        ({"evaluation.every": 0}, r"evaluation.every=0 must be in \[1, 1e12\]; for never, a number above train.steps"),
+        ({"evaluation.k": 0}, r"evaluation.k=0 must be in \[1, 1e5\]$"),
+        ({"mesh.tensor": 0}, "mesh.tensor=0: an axis has 1 device or more, or -1 for all that are left"),
+        ({"model.compute_dtype": "int8"}, "model.compute_dtype='int8': One of bfloat16, float32"),
+        ({"rewards.parts": "exact:nan"}, "the weight of the reward 'exact' must be a number within"),
         ({"train.updates_per_step": 3}, "rollout.prompts_per_step=64 must be a multiple of train.updates_per_step=3"),
         ({"rewards.overlong_buffer": 6}, r"rewards.overlong_buffer=6 must be in \[1, rollout.max_tokens=5\]"),
         ({"optimizer.warmup": "10"}, "optimizer.warmup='10' must be a number with its unit"),
         ({"reference.every": "2 epochs"}, "reference.every='2 epochs' must be a number with its unit"),
-        ({"rewards.parts": "exact,format", "rewards.format": "numbr"}, "unknown format 'numbr'; known: .*number"),
+        ({"rewards.parts": "exact,format", "rewards.format": "numbr"}, "rewards.format='numbr': did you mean 'number'"),
         ({"rewards.parts": "exakt"}, "unknown reward 'exakt'; known: .*exact"),
         ({"rewards.parts": "format"}, "no verifier among"),
         ({"loss.sampler_high": 2.0}, "sampler_high bounds a sampler_correction: name one"),
@@ -91,7 +90,7 @@ def test_only_the_loss_that_takes_them_has_the_fields_of_grpos_kl_term():
     for field, value in {"kl_weighting": "importance", "kl_clamp": 3.0}.items():
         with pytest.raises(ValueError, match=f"unknown hyperparameter of loss 'rpg': '{field}'"):
             resolved(**{f"loss.{field}": value})
-    with pytest.raises(ValueError, match="unknown kl_weighting 'k3'.*Known: none, importance"):
+    with pytest.raises(ValueError, match=r"loss\.kl_weighting='k3': One of none, importance"):
         resolved(**{"method": "GRPO", "loss.kl_weighting": "k3"})
 
 

@@ -1,0 +1,74 @@
+"""Every number of a config has a range in its declaration, and a value outside it is refused by name."""
+
+import math
+import typing
+
+import pytest
+
+from configs import tiny
+from rpg_jax import losses
+from rpg_jax.losses.declaration import Range
+from rpg_jax.runs import config_files, fields
+from rpg_jax.runs.resolve import resolve
+
+NUMBERS = {name: field for name, field in config_files.fields().items() if field.kind in (int, float)}
+
+
+def ends(field):
+    return [float(end) for end in field.range[1:-1].split(",")]
+
+
+def test_every_number_has_a_range_and_every_default_is_in_it():
+    assert not [name for name, field in NUMBERS.items() if not field.range]
+    for name, field in config_files.fields().items():
+        if not isinstance(field.default, fields.Unset) and name != "rewards.format":
+            field.check(name, field.default)
+
+
+def step(value, sign):
+    """The next number of its type in this direction."""
+    return value + sign if isinstance(value, int) else math.nextafter(value, sign * math.inf)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_both_ends_of_a_range(name):
+    field, kind = NUMBERS[name], NUMBERS[name].kind
+    low, high = ends(field)
+    taken, refused = [], [math.nan]
+    for end, bracket, away in ((low, field.range[0], -1), (high, field.range[-1], 1)):
+        if math.isinf(end):
+            (taken if bracket in "[]" else refused).append(end)
+            continue
+        end = kind(end)
+        beyond, within = (step(end, sign * away) for sign in (1, -1))
+        (taken if bracket in "[]" else refused).append(end)
+        taken.append(within)
+        refused += [beyond, away * math.inf, away * 10**400]
+    for value in taken:
+        field.check(name, value)
+    for value in refused:
+        with pytest.raises(ValueError, match=f"^{name}=.* must be in "):
+            field.check(name, value)
+
+
+VALUES = {
+    **{"train.steps": -1, "optimizer.b1": 1.5, "optimizer.eps": -1.0, "model.rope_theta": 0.0, "rewards.workers": -2},
+    **{"optimizer.learning_rate": 1e30, "rollout.temperature": math.nan, "rollout.max_tokens": 10**8},
+    **{"rewards.deadline_seconds": 0.0, "critic.gamma": math.inf, "checkpoint.keep": 0, "seed": -1},
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_what_resolves_is_checked(name):
+    config = tiny.get_config()
+    config.update_from_flattened_dict({name: VALUES[name]})
+    with pytest.raises(ValueError, match=f"^{name}=.* must be in "):
+        resolve(config)
+
+
+def test_the_ranges_of_the_losses_are_those_of_the_fields():
+    declared = [loss.hyperparameters for loss in losses.LOSSES.values()]
+    for name, hint in ((name, hint) for hyperparameters in declared for name, hint in hyperparameters.items()):
+        allowed = typing.get_args(hint)[-1]
+        if isinstance(allowed, Range) and f"loss.{name}" in NUMBERS:
+            assert NUMBERS[f"loss.{name}"].range == allowed.text, name
