@@ -62,6 +62,8 @@ def plan(options: argparse.Namespace) -> int:
         if not found:
             raise ValueError(f"no settings that fit {topology.name} by arithmetic; take a larger slice")
         config = search.changed(config, found[0].change)
+        if not options.json:
+            printing.show_search(topology, found)
     programs, step = run_plan.plan(config, topology, only=options.programs, lengths=lengths)
     fits = all(p.fits(topology.chip) for p in programs.values())
     change = None if fits or not getattr(options, "try") else run_plan.smallest_change(config, topology, programs)
@@ -69,8 +71,6 @@ def plan(options: argparse.Namespace) -> int:
         ranked = {"search": [dataclasses.asdict(one) for one in found]} if options.search else {}
         print(json.dumps({**printing.as_json(topology, programs, step, change), **ranked}))
     else:
-        if found:
-            printing.show_search(topology, found)
         printing.show(topology, programs, step, change)
     return 0 if fits else 1
 

@@ -25,7 +25,7 @@ CONFIG = {
 NUMBERS = [name for name, value in CONFIG.items() if isinstance(value, int) and name != "max_position_embeddings"]
 
 
-@pytest.mark.parametrize("value", [-1, 10**6 + 1, 10**400, 1.5, True, "28", [2], {}], ids=str)
+@pytest.mark.parametrize("value", [-1, 10**6 + 1, 10**400, 1.5, True, "28", [2], {"a": 2}], ids=str)
 @pytest.mark.parametrize("name", NUMBERS)
 def test_a_number_that_is_none_of_a_model_is_refused_with_its_file(tmp_path, name, value):
     if value == 10**6 + 1 and name in ("vocab_size", "hidden_size", "intermediate_size"):
