@@ -109,7 +109,9 @@ def test_what_is_not_transient_is_not_tried_again(pauses, error):
     assert not pauses
 
 
-@pytest.mark.parametrize(("kind", "raised"), zip(KINDS, (StorageFailure, StorageFailure, Damaged, None), strict=True))
+@pytest.mark.parametrize(
+    ("kind", "raised"), [*zip(KINDS, (StorageFailure, StorageFailure, Damaged, None), strict=True)]
+)
 def test_a_restore_calls_only_what_storage_answered_wrongly_damaged(kind, raised):
     for error in KINDS[kind]:
         wanted = raised or (Refused if isinstance(error, ValueError) else StorageFailure)

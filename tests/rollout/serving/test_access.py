@@ -75,7 +75,7 @@ def ask(guarded, pem):
         ({"host": "::1"}, None),
         ({"host": "localhost"}, None),
     ],
-    ids=str,
+    ids=["plain", "no TLS", "no key", "half a certificate", "all", "loopback in IPv6", "loopback by name"],
 )
 def test_other_machines_are_served_with_tls_and_a_key_only(asked, message):
     if message is None:
