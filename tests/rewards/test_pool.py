@@ -60,7 +60,7 @@ ATTACKS = {
     "open('/tmp/attacked', 'w')": "forbidden",
     "exit()": "error",
     "(lambda f: f(f))(lambda f: f(f))": "error",
-    "float('nan')": "error",
+    "float('nan')": "value",
     "syntax error": "error",
     "'\\ud800'": "error",
 }
