@@ -5,6 +5,9 @@ Command:   python -m rpg_jax.reproduce --table=reasoning   (every cell)
 Hardware:  two CPU cores
 Rows:      every name of --config.method
 
+Time:      two minutes of a core; the warm start, which all runs share, six
+Result:    docs/tables/reasoning.md
+
 Completions have about 29 tokens after the warm start and may grow to 80. The set "harder" has longer chains than
 training; "old skill" has what the warm start taught and RL does not train.
 """

@@ -87,3 +87,11 @@ def test_data_that_are_missing_or_foreign_are_an_error_of_one_line(tmp_path, cap
 def test_the_numbers_that_come_with_the_code_are_of_a_table():
     for data in run_tables.DATA.glob("*.json.gz"):
         assert f"{result_files.load(data).name}.json.gz" == data.name
+
+
+@pytest.mark.slow  # draws the figures of a page
+@pytest.mark.parametrize("data", sorted(run_tables.DATA.glob("*.json.gz")), ids=lambda path: path.name)
+def test_a_committed_page_is_that_of_its_committed_runs(tmp_path, data):
+    page = run_tables.page_from(data, tmp_path)
+    assert (run_tables.DATA.parent / page.name).read_text() == page.read_text()
+    assert not any(run.versions["uncommitted_changes"] for run in result_files.load(data).runs)

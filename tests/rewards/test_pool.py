@@ -75,7 +75,7 @@ def test_an_attack_costs_its_own_verdict_only(pool):
     kinds = list(ATTACKS.values())
     assert {kind: pool.counts[kind] for kind in kinds} == {kind: kinds.count(kind) for kind in kinds}
     assert pool.counts["done"] == 2 * len(ATTACKS)
-    assert pool.counts["rebuilt"] == len(ATTACKS) - kinds.count("error")
+    assert pool.counts["rebuilt"] == len(ATTACKS) - kinds.count("error") - kinds.count("value")
     assert run(pool, ["1"] * 20) == [Verdict(1.0)] * 20
 
 
