@@ -47,7 +47,7 @@ def test_it_finds_its_configs_from_an_empty_folder_and_names_them(installed, tmp
     done = run(installed, tmp_path, "rpg_jax.plan", "--config=configs/none.py")
     assert done.returncode == 2 and "there are configs/countdown.py, " in done.stderr and done.stderr.count("\n") == 1
     done = run(installed, tmp_path, "rpg_jax.plan", "--config=small", "--config.rollout.slot=1")
-    assert done.stderr.startswith("error: no config field 'rollout.slot'; did you mean 'rollout.slots'?")
+    assert done.stderr.startswith("error: no config field 'rollout.slot'; did you mean rollout.slots?")
 
 
 @pytest.mark.slow  # imports JAX

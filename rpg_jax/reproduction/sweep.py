@@ -1,6 +1,5 @@
 """Makes a table of a sweep: every method with every combination of the values of some config fields."""
 
-import difflib
 import operator
 from collections.abc import Sequence
 from functools import reduce
@@ -69,8 +68,8 @@ def _typed(config: str, field: str, text: str) -> Any:
     """The value of a field as the config reads it from the command line."""
     known = config_files.fields()
     if field not in known:
-        close = difflib.get_close_matches(field, known, n=1, cutoff=0.0)
-        raise ValueError(f"no config field {field!r}; did you mean {close[0]!r}? train --help lists all of them")
+        near = config_files.nearest(field)
+        raise ValueError(f"no config field {field!r}; did you mean {near}? train --help lists all of them")
     loaded = config_files.load(config, [run_names.option(field, text)])
     value = reduce(operator.getitem, field.split("."), loaded.config)
     known[field].check(field, value)

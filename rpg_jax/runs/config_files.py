@@ -81,6 +81,22 @@ def fields() -> dict[str, Field]:
     return dict(declared().fields())
 
 
+def nearest(name: str) -> str:
+    """The field that somebody means by a name that no field has, by its initials (`lr`), its last part or its letters.
+
+    Of a name without a section it may be several.
+    """
+    known, last = fields(), name.rpartition(".")[2]
+
+    def initials(field: str) -> str:
+        return "".join(word[0] for word in field.rpartition(".")[2].split("_"))
+
+    meant = [field for field in known if last in (initials(field), field.rpartition(".")[2]) and "_" in field]
+    if meant and name == last:
+        return " or ".join(meant)
+    return difflib.get_close_matches(name, meant or known, n=1, cutoff=0.0)[0]
+
+
 def _make_importable() -> None:
     """Lets config files import each other as `configs.x`: the shipped ones, and those in configs/ of this folder."""
     package = types.ModuleType("configs")
@@ -94,8 +110,8 @@ def _explained(error: Exception, overrides: Sequence[str]) -> str:
     for argument in overrides:
         match = OVERRIDE.match(argument)
         if match and match["field"] not in known and isinstance(error, KeyError | AttributeError | flags.Error):
-            close = difflib.get_close_matches(match["field"], known, n=1, cutoff=0.0)
-            return f"no config field {match['field']!r}; did you mean {close[0]!r}? --help lists all of them"
+            name = match["field"]
+            return f"no config field {name!r}; did you mean {nearest(name)}? --help lists all of them"
     flag, inside, trace = str(error).partition(": Error whilst parsing config file:")
     if inside:
         file, _, variant = flag.removeprefix("flag --config=").partition(":")

@@ -39,7 +39,7 @@ def test_a_sweep_is_the_table_of_every_combination():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["optimizer.learnin_rate=1"], "no config field 'optimizer.learnin_rate'; did you mean 'optimizer.learning_ra"),
+        (["optimizer.learnin_rate=1"], "no config field 'optimizer.learnin_rate'; did you mean optimizer.learning_ra"),
         (["reference.rule=fixd"], "reference.rule='fixd': did you mean 'fixed'? One of"),
         (["optimizer.learning_rate=1e-4,abc"], "could not convert string to float: 'abc'"),
         (["train.steps"], "--sweep 'train.steps': write FIELD=VALUE,VALUE"),
@@ -60,7 +60,7 @@ def test_a_sweep_that_could_not_run_is_refused_before_it_starts(arguments, messa
 
 
 def test_a_tables_own_overrides_are_checked_too():
-    with pytest.raises(ValueError, match="GRPO: no config field 'train.stepz'; did you mean 'train.steps'"):
+    with pytest.raises(ValueError, match="GRPO: no config field 'train.stepz'; did you mean train.steps"):
         check(TABLES["small"], ["--config.train.stepz=3"])
 
 

@@ -42,7 +42,7 @@ def told(capsys, *arguments):
 @pytest.mark.parametrize("file", [[], ["--config=configs/small.py"]], ids=["default", "file"])
 def test_an_unknown_field_is_one_line_with_a_file_and_without(capsys, file):
     assert told(capsys, *file, "--config.rollout.slot=3") == (
-        "error: no config field 'rollout.slot'; did you mean 'rollout.slots'? --help lists all of them\n"
+        "error: no config field 'rollout.slot'; did you mean rollout.slots? --help lists all of them\n"
     )
 
 
@@ -56,7 +56,10 @@ def test_an_unknown_field_is_one_line_with_a_file_and_without(capsys, file):
         (["seed=3"], "unexpected argument 'seed=3'; overrides look like --config.seed=1"),
         (["--config.seed", "3", "4"], "unexpected argument '4'; overrides look like --config.seed=1"),
         (["--config.seed=high"], "flag --config.seed=high: invalid literal for int() with base 10: 'high'"),
-        (["--config.run=high"], "no config field 'run'; did you mean 'run."),
+        (["--config.optimizer.lr=1e-4"], "no config field 'optimizer.lr'; did you mean optimizer.learning_rate?"),
+        (["--config.lr=1e-4"], "no config field 'lr'; did you mean critic.learning_rate or optimizer."),
+        (["--config.kl_coef=0"], "no config field 'kl_coef'; did you mean loss.kl_coef?"),
+        (["--config.run=high"], "no config field 'run'; did you mean run."),
         (["--config=configs/none.py"], "no config file 'configs/none.py'; there are configs/countdown.py, "),
         (["--config=configs/small.py:tiny"], "configs/small.py: it has no variants, leave out ':tiny'"),
         (
