@@ -15,7 +15,7 @@ import tokenizers
 
 from rpg_jax import storage
 from rpg_jax.data.chat import ChatTemplate
-from rpg_jax.storage.json_files import read_object
+from rpg_jax.storage.json_files import read_if_there
 
 _REPLACEMENT = "\ufffd"
 
@@ -150,8 +150,8 @@ class HuggingFaceTokenizer:
             self._model = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises this class
             raise ValueError(f"{file} is damaged: {' '.join(str(error).split())[:200]}. Copy it again") from error
-        config = _read_json(file.with_name("tokenizer_config.json"))
-        generation = _read_json(file.with_name("generation_config.json"))
+        config = read_if_there(file.with_name("tokenizer_config.json"))
+        generation = read_if_there(file.with_name("generation_config.json"))
         self.vocab_size = self._model.get_vocab_size(with_added_tokens=True)
         eos = self._special_id(config, "eos_token")
         stops = generation.get("eos_token_id", [])
@@ -229,10 +229,6 @@ class IncrementalDecoder:
     def _new_text(self) -> str:
         before = self._tokenizer.decode(self._ids[: self._emitted])
         return self._tokenizer.decode(self._ids)[len(before) :]
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    return read_object(file) if file.is_file() else {}
 
 
 def _content(token: Any) -> str | None:

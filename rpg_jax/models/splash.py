@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rpg_jax.models.logical import partition_spec, platform, shards
 
 _LANES = 128
-_BLOCK = 512
+BLOCK = 512  # queries and keys of a block
 _UNROLLED = 8  # rows of a device, at most, that are attended one by one; packed rows are long and few
 _PADDING = 2**30
 
@@ -28,7 +28,7 @@ def splash_attention(
     """
     T, H = q.shape[1], q.shape[3]
     length_shards, head_shards = shards(axes[1]), shards("act_heads")
-    block = min(_BLOCK, _ceil(-(-T // length_shards), _LANES))
+    block = min(BLOCK, _ceil(-(-T // length_shards), _LANES))
     padded = _ceil(T, block * length_shards)
     q, k, v = (jnp.pad(x, ((0, 0), (0, padded - T), (0, 0), (0, 0))) for x in (q * H**-0.5, k, v))
     segment_ids = jnp.pad(segment_ids, ((0, 0), (0, padded - T)))

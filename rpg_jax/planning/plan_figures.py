@@ -6,7 +6,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from rpg_jax.models import QwenConfig
+from rpg_jax.models import QwenConfig, splash
 from rpg_jax.planning import efficiency, step_time
 from rpg_jax.planning.compiling import Program
 from rpg_jax.planning.flops import token_flops
@@ -19,8 +19,6 @@ from rpg_jax.rollout.decoding import prompt_bucket, prompts_per_prefill
 from rpg_jax.runs import memory
 from rpg_jax.runs.experiment import reference_rule
 from rpg_jax.runs.layout import Layout, row_shape
-
-_BLOCK = 512  # tokens, of attention in training
 
 
 def lengths_of(config: ConfigDict, *, mean: float = 0, prompt: float = 0, spread: float = 0) -> Lengths:
@@ -61,7 +59,7 @@ def _run(model: QwenConfig, lengths: Lengths, length: int) -> float:
 
     A token attends to its completion and, in the mean, to no more than a block beyond it.
     """
-    attended = min(length / 2, lengths.attended_in_training + _BLOCK)
+    attended = min(length / 2, lengths.attended_in_training + splash.BLOCK)
     within, whole = (token_flops(model, tokens=1, attended=n, predicted=1) for n in (attended, length / 2))
     return within / whole
 

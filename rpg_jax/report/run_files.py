@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rpg_jax.storage.json_files import read_object
+from rpg_jax.storage.json_files import read_if_there
 
 
 class Line(NamedTuple):
@@ -56,7 +56,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 def read_config(run_dir: Path) -> dict[str, Any]:
     """Reads the resolved config as nested dicts; {} if the run ended before it wrote one."""
-    return read_json(run_dir / "config.json")
+    return read_if_there(run_dir / "config.json")
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -69,18 +69,13 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def read_versions(run_dir: Path) -> dict[str, Any]:
     """Reads the commit, the packages and the machine of the run; {} if the run ended before it wrote them."""
-    return read_json(run_dir / "versions.json")
+    return read_if_there(run_dir / "versions.json")
 
 
 def series(records: Iterable[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
     """The steps at which a metric is a finite number, and its values there."""
     points = [(record["step"], record[key]) for record in records if _is_finite(record.get(key))]
     return [step for step, _ in points], [float(value) for _, value in points]
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file; {} if there is no file. Raises ValueError, which names it, if it holds anything else."""
-    return read_object(path) if path.exists() else {}
 
 
 def _is_finite(value: Any) -> bool:

@@ -10,9 +10,8 @@ from pathlib import Path
 
 from rpg_jax import data
 from rpg_jax.parallel import hosts
-from rpg_jax.report.run_files import read_json
 from rpg_jax.runs.experiment import Experiment
-from rpg_jax.storage import write_atomically
+from rpg_jax.storage import json_files, write_atomically
 
 FILE = "inputs.json"
 
@@ -52,7 +51,7 @@ def check(experiment: Experiment, folder: Path, *, begins: bool) -> None:
         loaded are not compared.
     """
     found = digests(experiment)
-    known = read_json(folder / FILE) if hosts.is_first() and not begins else {}
+    known = json_files.read_if_there(folder / FILE) if hosts.is_first() and not begins else {}
     known = json.loads(hosts.all_gather_bytes(json.dumps(known or found).encode())[0])
     if changed := [name for name, digest in found.items() if known.get(name, digest) != digest]:
         raise ValueError(

@@ -16,9 +16,10 @@ from ml_collections import ConfigDict
 
 from rpg_jax import storage
 from rpg_jax.parallel import hosts
-from rpg_jax.report.run_files import flat, read_json, read_metrics
+from rpg_jax.report.run_files import flat, read_metrics
 from rpg_jax.runs import cli, config_files, run_names, versions
 from rpg_jax.storage import json_files
+from rpg_jax.storage.json_files import read_if_there
 from rpg_jax.storage.leases import Lease
 
 PROGRAM = "rpg_jax"
@@ -124,9 +125,9 @@ def open_run(config: ConfigDict, folder: storage.Folder) -> None:
     folder.fetch()
     resolved, file = as_json(config), folder.files / "config.json"
     found = file.exists() or (folder.home / "checkpoints").exists()
-    differing = "" if config.run.overwrite or not file.exists() else _differing(read_json(file), resolved)
+    differing = "" if config.run.overwrite or not file.exists() else _differing(read_if_there(file), resolved)
     if found and (config.run.overwrite or (differing and not _stepped(folder))):
-        if read_json(folder.files / "versions.json").get("program") != PROGRAM:
+        if read_if_there(folder.files / "versions.json").get("program") != PROGRAM:
             raise ValueError(
                 f"{folder.home} does not say that it is a run of this program (versions.json), so it is not replaced: "
                 "move it away yourself, or give this run another --config.run.name"
@@ -149,7 +150,7 @@ def open_run(config: ConfigDict, folder: storage.Folder) -> None:
 
 def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     """The fields in which two configs are of different runs, with both values; "" if there are none."""
-    old, new = flat(json_files.plain(old)), flat(new)
+    old, new = flat(json_files.finite(old)), flat(new)
     names = sorted(name for name in {*old, *new} if not name.startswith(_MAY_CHANGE))
     return "; ".join(f"{k} was {old.get(k)!r}, now {new.get(k)!r}" for k in names if old.get(k) != new.get(k))
 
@@ -167,7 +168,7 @@ def read_config(path: Path) -> ConfigDict:
     if not file.exists():
         runs = sorted(str(p.parent) for p in path.parent.glob("*/config.json")) if path.parent.is_dir() else []
         raise ValueError(f"{path} is not a run folder (it has no config.json); there are: {', '.join(runs) or 'none'}")
-    config = read_json(file)
+    config = read_if_there(file)
     known = flat(config)
     if missing := [name for name in config_files.fields() if name not in known]:
         raise ValueError(
@@ -183,7 +184,7 @@ def read_config(path: Path) -> ConfigDict:
 
 def as_json(config: ConfigDict) -> dict[str, Any]:
     """A config as config.json and trackers have it: infinite numbers as text."""
-    return json_files.plain(json.loads(config.to_json_best_effort()))
+    return json_files.finite(json.loads(config.to_json_best_effort()))
 
 
 def identity(config: ConfigDict) -> dict[str, Any]:

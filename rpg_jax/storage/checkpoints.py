@@ -20,7 +20,7 @@ from rpg_jax.parallel import hosts
 from rpg_jax.storage import errors, integrity
 from rpg_jax.storage.errors import Kind, StorageFailure
 from rpg_jax.storage.integrity import Damaged, Refused
-from rpg_jax.storage.json_files import plain
+from rpg_jax.storage.json_files import finite
 
 Tree = Any
 FORMAT = 2  # version of the record and of the folder
@@ -47,7 +47,7 @@ class Checkpoints:
         identity: Mapping[str, Any] | None = None,
     ):
         self._directory = storage.absolute(directory)
-        self._identity = None if identity is None else json.loads(json.dumps(plain(identity)))
+        self._identity = None if identity is None else json.loads(json.dumps(finite(identity)))
         options = {"max_to_keep": keep, "keep_period": permanent_every, "enable_async_checkpointing": True}
         made = ocp.CheckpointManagerOptions(**options)
         self._manager = self._opened(lambda: ocp.CheckpointManager(self._directory, options=made))
@@ -120,12 +120,12 @@ class Checkpoints:
     def _record(self, path: epath.Path) -> dict[str, Any]:
         if not errors.retried(lambda: _is_committed(path), path):
             raise Damaged(path, "it is half-written: commit_success.txt is missing")
-        with integrity.named(path / "record"):
+        with integrity.judged(path / "record"):
             stored = errors.retried(lambda: ocp.JsonCheckpointHandler().restore(path / "record"), path / "record")
         envelope = integrity.unsealed(path / "record", stored)
         if envelope["format"] != FORMAT:
             raise Refused(path / "record", f"it has format {envelope['format']}, this version reads {FORMAT}")
-        theirs, own = plain(envelope["identity"] or {}), self._identity or {}
+        theirs, own = finite(envelope["identity"] or {}), self._identity or {}
         if differing := sorted(name for name, value in own.items() if theirs.get(name, ...) != value):
             named = "; ".join(f"{name} {theirs.get(name)!r}, here {own[name]!r}" for name in differing)
             raise Refused(path, f"it is foreign, of a run with {named}")

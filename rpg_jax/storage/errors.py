@@ -52,7 +52,7 @@ _FIX = {
     Kind.TRANSIENT: " (transient, tried several times); nothing was lost: start the same command again",
     Kind.PERMANENT: " (another try would end the same); nothing was lost: mend that, then start the same command again",
     Kind.UNKNOWN: " (an error of unknown kind, so nothing was moved or replaced); start the same command again",
-    Kind.DAMAGE: " (damaged)",
+    Kind.DAMAGE: " (gone, or not what was written)",
 }
 _TRANSIENT_CODES = {401, 408, 425, 429, *range(500, 600)}
 _PERMANENT_CODES = {400, 403, 404, 405, 411, 412, 413}

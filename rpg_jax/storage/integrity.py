@@ -60,7 +60,7 @@ def restored(path: Any, like: Tree) -> Tree:
     """
 
     def read() -> Any:
-        with named(path):
+        with judged(path):
             wanted = signed_like(like)
             how = ocp.checkpoint_utils.construct_restore_args(wanted)
             handler = ocp.PyTreeCheckpointHandler(restore_concurrent_gb=_RESTORE_GB)
@@ -126,7 +126,7 @@ def by_all(read: Callable[[], T]) -> T:
 
 
 @contextlib.contextmanager
-def named(path: Any) -> Iterator[None]:
+def judged(path: Any) -> Iterator[None]:
     """Gives errors of the block the name `path`: damage is `Damaged`, what storage did not read is `StorageFailure`.
 
     Any other ValueError is `Refused`: Orbax raises it where the arrays are not those that were asked for.

@@ -18,18 +18,23 @@ def read_object(file: Path) -> dict[str, Any]:
     return value
 
 
-def plain(value: Any) -> Any:
+def read_if_there(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; {} if there is no file. Raises ValueError as `read_object` does."""
+    return read_object(file) if file.exists() else {}
+
+
+def finite(value: Any) -> Any:
     """`value` with the texts "inf", "-inf" and "nan" in place of these numbers, for which JSON has no word."""
     if isinstance(value, Mapping):
-        return {name: plain(each) for name, each in value.items()}
+        return {name: finite(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
-        return [plain(each) for each in value]
+        return [finite(each) for each in value]
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def dumps(value: Any, **options: Any) -> str:
-    """The JSON of `plain(value)`; `options` are those of `json.dumps`."""
-    return json.dumps(plain(value), ensure_ascii=False, allow_nan=False, **options)
+    """The JSON of `finite(value)`; `options` are those of `json.dumps`."""
+    return json.dumps(finite(value), ensure_ascii=False, allow_nan=False, **options)
 
 
 def _reason(error: Exception) -> str:

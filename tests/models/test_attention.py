@@ -74,14 +74,14 @@ def test_blocks_of_queries_change_no_gradient(monkeypatch):
     "shape", [pytest.param({}, marks=pytest.mark.slow), {"T": 150, "K": 4, "B": 1}], ids=["one block", "padded to two"]
 )
 def test_splash_interpreted_equals_xla(monkeypatch, shape):
-    monkeypatch.setattr("rpg_jax.models.splash._BLOCK", 128)
+    monkeypatch.setattr("rpg_jax.models.splash.BLOCK", 128)
     inputs = random_inputs(**shape)
     expected = value_and_gradient("xla", inputs)
     assert_same(value_and_gradient("splash", inputs), expected, inputs[3], atol=2e-4, rtol=1e-4)
 
 
 def test_splash_skips_the_blocks_of_other_completions(monkeypatch):
-    monkeypatch.setattr("rpg_jax.models.splash._BLOCK", 128)
+    monkeypatch.setattr("rpg_jax.models.splash.BLOCK", 128)
     q, k, v, _ = random_inputs(B=1, T=256, N=1, K=1)
     segment_ids = 1 + (jnp.arange(256) >= 128).astype(jnp.int32)[None]
     expected = jax.jit(attention)(q, k, v, segment_ids)

@@ -115,7 +115,7 @@ def test_what_is_not_transient_is_not_tried_again(pauses, error):
 def test_a_restore_calls_only_what_storage_answered_wrongly_damaged(kind, raised):
     for error in KINDS[kind]:
         wanted = raised or (Refused if isinstance(error, ValueError) else StorageFailure)
-        with pytest.raises(wanted) as told, integrity.named("c/3"):
+        with pytest.raises(wanted) as told, integrity.judged("c/3"):
             raise error
         assert type(told.value) is wanted and str(told.value).startswith("c/3: ")
 
