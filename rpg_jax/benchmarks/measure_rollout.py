@@ -51,7 +51,7 @@ def bench_rollout(preset: str, repeats: int, steps_per_dispatch: int, opponent: 
     capacity = rollout.capacity(work.prompt_tokens, work.new_tokens)
     decoding = rollout.Decoding(slots=work.slots, capacity=capacity, steps_per_dispatch=steps_per_dispatch)
     drivers: dict[str, Any] = {
-        name: rollout.make_rollout(name, work.model, graphdef, params, decoding) for name in rollout.DRIVERS
+        name: rollout.make_rollout(name, work.model, graphdef, params, decoding) for name in rollout.LOCAL_DRIVERS
     }
     first = {name: _seconds(driver, work, 0) for name, driver in drivers.items()}
     engines = [name for name in drivers if name != _BARE]

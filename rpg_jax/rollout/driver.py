@@ -24,11 +24,13 @@ class Driver:
       spans_hosts: one rollout decodes all prompts on a mesh over all hosts. Otherwise each host decodes its share of
         the prompts, on its own devices.
       single_process: it cannot run in several processes.
+      remote: workers sample for a trainer, each with one of the other drivers; nothing is made here.
     """
 
-    make: Callable[[QwenConfig, nnx.GraphDef, Weights, Decoding], Rollout]
+    make: Callable[[QwenConfig, nnx.GraphDef, Weights, Decoding], Rollout] | None
     spans_hosts: bool = False
     single_process: bool = False
+    remote: bool = False
 
 
 def _orchestrator(*model: Any) -> Rollout:
@@ -44,8 +46,12 @@ DRIVERS = {
     "orchestrator": Driver(_orchestrator),
     "lockstep": Driver(lambda *model: LockstepRollout(QwenEngine(*model)), spans_hosts=True),
     "simple": Driver(SimpleRollout, single_process=True),
+    "fleet": Driver(None, remote=True),
 }
 """By the value of the config field `rollout.driver`."""
+
+LOCAL_DRIVERS = [name for name, driver in DRIVERS.items() if not driver.remote]
+"""The drivers that `make_rollout` makes."""
 
 
 def find_driver(name: str) -> Driver:
@@ -61,8 +67,10 @@ def make_rollout(
     """The rollout of a driver, over a model of `config` and `graphdef` with the trainer's `params` as version 0.
 
     Raises:
-      ValueError: the driver is unknown, or its library is not installed.
+      ValueError: the driver is unknown or remote, or its library is not installed.
     """
     make = find_driver(driver).make
+    if make is None:
+        raise ValueError(f"rollout.driver={driver} needs a trainer; choose orchestrator or lockstep")
     weights = Weights(params, dtype=decoding.dtype, shardings=decoding.shardings, int8=decoding.int8)
     return make(config, graphdef, weights, decoding)

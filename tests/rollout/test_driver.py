@@ -15,6 +15,7 @@ JETSTREAM = "rpg_jax.rollout.jetstream"
 def test_one_driver_spans_hosts_and_one_refuses_several_processes():
     assert [name for name, driver in rollout.DRIVERS.items() if driver.spans_hosts] == ["lockstep"]
     assert [name for name, driver in rollout.DRIVERS.items() if driver.single_process] == ["simple"]
+    assert [name for name, driver in rollout.DRIVERS.items() if driver.remote] == ["fleet"]
 
 
 def test_without_jetstream_its_driver_names_the_fix_and_lockstep_works(
