@@ -19,7 +19,7 @@ class Member:
 
     def __init__(self, setup: str):
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "rpg_jax.rewards.worker", setup],
+            [sys.executable, "-m", "rpg_jax.rewards.verifier_process", setup],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -97,7 +97,9 @@ class Member:
 
     def _failed(self, kind: str) -> Verdict:
         if not self.ready:
-            raise RuntimeError(f"a verifier process did not start ({kind}): try `python -m rpg_jax.rewards.worker`")
+            raise RuntimeError(
+                f"a verifier process did not start ({kind}): try `python -m rpg_jax.rewards.verifier_process`"
+            )
         self.task_id = None
         code = self._process.poll()
         return Verdict(None, kind, "" if code is None else f"exit code {code}")
