@@ -11,12 +11,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rpg_jax.rewards.callables import InProcess
 from rpg_jax.rewards.extraction import extract_answer
 from rpg_jax.rewards.math_dapo import normalise
 from rpg_jax.rewards.pool import WorkerPool
 from rpg_jax.rewards.shaping import format_match, length_penalty, overlong_penalty
-from rpg_jax.rewards.verdicts import LARGEST, BadScore, Task, Verdict, checked_score
-from rpg_jax.rewards.verifiers import BY_SOURCE, VERIFIERS, Verifier, name_for_source, resolve
+from rpg_jax.rewards.verdicts import LARGEST, Task, Verdict
+from rpg_jax.rewards.verifiers import BY_SOURCE, NO_FUNCTIONS, VERIFIERS, Functions, Verifier, name_for_source, resolve
 
 FORMS: dict[str, Callable[..., float]] = {"format": format_match}  # completion -> score
 LENGTHS: dict[str, Callable[..., np.ndarray]] = {"length": length_penalty, "overlong": overlong_penalty}  # of i32[N]
@@ -61,6 +62,7 @@ def make_scorer(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     workers: int | None = None,
     deadline_s: float = 10.0,
+    functions: Functions = NO_FUNCTIONS,
 ) -> Scorer:
     """The scorer for one part name, or for {part name: weight}.
 
@@ -71,7 +73,8 @@ def make_scorer(
       reward: the part or parts.
       options: keyword arguments by part, e.g. {"overlong": {"limit": 2048, "buffer": 512}}.
       workers: number of processes for the verifiers that need them; by default one per CPU, at most 8.
-      deadline_s: seconds such a verifier may take for one completion.
+      deadline_s: seconds such a verifier, or an async function, may take for one completion.
+      functions: of this process, plain or async, by their part's name; other parts are imported by name.
 
     Raises:
       ValueError: a part or an option is unknown, an option is missing or out of its range, there is no verifier, or a
@@ -79,7 +82,7 @@ def make_scorer(
     """
     weights = {reward: 1.0} if isinstance(reward, str) else dict(reward)
     check(weights, options or {})
-    return Scorer(weights, options or {}, workers=workers, deadline_s=deadline_s)
+    return Scorer(weights, options or {}, workers=workers, deadline_s=deadline_s, functions=functions)
 
 
 def check(weights: Mapping[str, float], options: Mapping[str, Mapping[str, Any]]) -> None:
@@ -103,15 +106,25 @@ def check(weights: Mapping[str, float], options: Mapping[str, Mapping[str, Any]]
 class Scorer(contextlib.AbstractContextManager["Scorer"]):
     """Scores completions; made by `make_scorer`. Close it, or use it as a context, to end its worker processes."""
 
-    def __init__(self, weights: Mapping[str, float], options: Mapping[str, Mapping[str, Any]], *, workers, deadline_s):
+    def __init__(
+        self,
+        weights: Mapping[str, float],
+        options: Mapping[str, Mapping[str, Any]],
+        *,
+        workers: int | None,
+        deadline_s: float,
+        functions: Functions = NO_FUNCTIONS,
+    ):
         self._weights = dict(weights)
         self._options = {name: dict(options.get(name, {})) for name in weights}
         verifiers = [*filter(_is_verifier, weights)]
         self._accuracy = verifiers[0]
         self._failed: dict[str, set[tuple[str, str]]] = {name: set() for name in verifiers}  # until a success
-        self._pool_arguments = {"size": workers, "deadline_s": deadline_s}
+        self._pool_arguments: dict[str, Any] = {"size": workers, "deadline_s": deadline_s}
         self._pool: WorkerPool | None = None
-        if any(v.pooled for v in map(resolve, weights) if v):
+        self._in_process = InProcess(deadline_s)
+        self._named = {name: resolve(name, functions) for name in weights}
+        if any(v.pooled for v in self._named.values() if v):
             self._start_pool().wait_ready()
 
     def __call__(
@@ -157,9 +170,10 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         return found
 
     def close(self) -> None:
-        """Ends the worker processes, if there are any."""
+        """Ends the worker processes and the event loop, if there are any."""
         if self._pool is not None:
             self._pool.close()
+        self._in_process.close()
 
     def __exit__(self, *_) -> None:
         self.close()
@@ -170,7 +184,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
             return LENGTHS[name](lengths, **options)
         if name in FORMS:
             return np.array([FORMS[name](text, **options) for text in texts], np.float32)
-        named = resolve(name)
+        named = self._named[name]
         verifiers = [named or VERIFIERS[name_for_source(p.source)] for p in problems]
         verdicts = self._verdicts(verifiers, problems, texts, options)
         self._expect_success(name, problems, verdicts)
@@ -202,27 +216,18 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         pooled = [i for i, f in enumerate(verifiers) if f.pooled]
         verdicts = dict(zip(pooled, self._start_pool().run([tasks[i] for i in pooled]), strict=True)) if pooled else {}
         functions = {f.path: f.load() for f in set(verifiers) if not f.pooled}
-        for i, task in enumerate(tasks):
-            if i not in verdicts:
-                verdicts[i] = _inline(functions[task.function], task)
+        own = [i for i, f in enumerate(verifiers) if not f.pooled]
+        calls = [(functions[tasks[i].function], tasks[i]) for i in own]
+        verdicts |= zip(own, self._in_process.verdicts(calls), strict=True)
         return [verdicts[i] for i in range(len(tasks))]
 
     def _start_pool(self) -> WorkerPool:
         if self._pool is None:
-            named = [f for f in map(resolve, self._weights) if f]
+            named = [f for f in self._named.values() if f]
             by_source = VERIFIERS.values() if BY_SOURCE in self._weights else ()
             functions = {f.path: f.arguments for f in (*named, *by_source) if f.pooled}
             self._pool = WorkerPool(functions, **self._pool_arguments)
         return self._pool
-
-
-def _inline(function: Callable[..., float], task: Task) -> Verdict:
-    try:
-        return Verdict(checked_score(function(*task.arguments, **task.options)))
-    except BadScore as error:
-        return Verdict(None, "value", str(error))
-    except Exception as error:  # a reference answer that the verifier cannot read
-        return Verdict(None, "error", f"{type(error).__name__}: {error}")
 
 
 def _is_verifier(name: str) -> bool:
