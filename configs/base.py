@@ -168,8 +168,8 @@ FIELDS = Section(
     dynamic_sampling=Section(
         "Prompts are drawn until a step has enough informative groups.",
         enabled=Field(from_method(bool), "Keep only groups whose accuracy is neither 0 nor 1."),
-        oversample=Field(1, "The prompts that are generated at once, in units of prompts_per_step. The paper has 3.",
-            range="[1, 1000]"),
+        oversample=Field(1, "The prompts that are generated at once, in units of prompts_per_step. The paper has 3. 0: "
+            "as many as should fill the step, by the share of informative groups so far.", range="[0, 1000]"),
         max_batches=Field(20, "The generation batches of a step before it gives up.", "batches", range="[1, 1e6]"),
         on_shortage=Field("smaller", "Too few groups make a smaller batch, or an error.", choices=("smaller", "error")),
         surplus=Field("drop", "Drop surplus groups, or carry them to the next step.", choices=("drop", "carry")),

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from rpg_jax.runs.train_call import Result as Result
     from rpg_jax.runs.train_call import train as train
 
-__all__ = ["Policy", "Result", "Sample", "losses", "train"]
+__version__ = "0.1.0"
+__all__ = ["Policy", "Result", "Sample", "__version__", "losses", "train"]
 
 _OBJECTS = {"Policy": "rpg_jax.runs.policy", "Sample": "rpg_jax.runs.policy", "Result": "rpg_jax.runs.train_call"}
 _MODULES = ("losses", "train")  # the command `rpg_jax.train` is a module that can be called

@@ -44,6 +44,8 @@ def test_importing_the_package_loads_nothing_else():
 
 def test_every_public_name_is_there_and_described():
     for name in rpg_jax.__all__:
+        if name == "__version__":
+            continue
         assert getattr(rpg_jax, name).__doc__, name
     assert callable(rpg_jax.train)
     with pytest.raises(AttributeError, match="no attribute 'trian'; it has Policy, Result"):

@@ -121,9 +121,10 @@ def supervised_batches(e: Experiment) -> Iterator[Batch]:
     limit = c.rollout.max_tokens
     assert e.task.examples is not None, "the task writes no demonstrations"
     drawn = shape.rows * (_POOL if shape.packed else 1)
-    for problems in data.PromptStream(e.task.train, batch_size=drawn, seed=c.warm_start.seed):
+    stream = data.PromptStream(e.task.train, seed=c.warm_start.seed)
+    while True:
         examples = []
-        for prompt, target in e.task.examples(problems):
+        for prompt, target in e.task.examples(stream.take(drawn)):
             tokens = np.array([*encode(target), stop][:limit], np.int32)  # the policy learns to stop too
             completion = Completion(tokens, np.zeros(len(tokens), np.float32), "stop", 0)
             examples.append(Example(np.array(encode(prompt), np.int32), [completion]))

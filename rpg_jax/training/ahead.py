@@ -68,7 +68,7 @@ class AheadCollector(Collector):
 
     def __init__(
         self,
-        collect: Callable[[int, Sequence[Group]], Collected],
+        collect: Callable[[int, Sequence[Group], float], Collected],
         take_errors: Callable[[], Mapping[str, int]],
         rollout: Rollout,
         stream: PromptStream,
@@ -139,7 +139,7 @@ class AheadCollector(Collector):
             "carried": encode_groups(self._carried),
             "versions": {str(step): version for step, version in self._versions.items()},
         }
-        return {"ahead": ahead, "stream": self._stream.state(), "pending": ""}
+        return {"ahead": ahead, "stream": self._stream.state(), "pending": "", "share": self._share}
 
     def restore(self, record: Mapping[str, Any]) -> None:
         state = record["ahead"]
@@ -148,7 +148,7 @@ class AheadCollector(Collector):
         for job in self._jobs.values():
             job.result()
         self._jobs = {int(step): _decode(batch) for step, batch in state["batches"].items()}
-        self._carried = decode_groups(state["carried"])
+        self._carried, self._share = decode_groups(state["carried"]), record["share"]
         self._versions = {int(step): version for step, version in state["versions"].items()}
         self._stream.restore(record["stream"])
 
@@ -161,7 +161,7 @@ class AheadCollector(Collector):
             if policy is not None:
                 self._rollout.sync_weights(policy, version)
                 self._rollout.verify_weights(policy)
-            collected = _marked(self._collect(step, self._carried))
+            collected = _marked(self._next(step))
             self._carried = collected.carried
             return collected, dict(self._take_errors())
 
