@@ -235,10 +235,7 @@ def of_run(
     only = dataclasses.replace(experiment, task=dataclasses.replace(experiment.task, train=[], held_out={}))
     inputs.check(only, folder.files, begins=False)  # the tokenizer and the model; problems may be any
     directory = storage.absolute(folder.home / "checkpoints")
-    kept = committed_steps(directory)
-    if not kept:
-        first = min(config.checkpoint.every, config.train.steps)
-        raise ValueError(f"{folder.home} has no checkpoint yet; the first comes at step {first}")
+    kept = kept_steps(folder)
     if step not in (None, *kept):
         raise ValueError(f"{folder.home} does not have the checkpoint of step {step}; it keeps steps {kept}")
     step = kept[-1] if step is None else step
@@ -247,6 +244,15 @@ def of_run(
         needed = for_evaluation(learner.like, learner.optimizer)  # the optimizer's moments are twice the weights
         restored = integrity.restored(directory / str(step) / "state", needed)
         return Policy(experiment, learner.optimizer.evaluation_params(restored.opt_state, restored.params), step)
+
+
+def kept_steps(folder: storage.Folder) -> list[int]:
+    """The steps of a run's checkpoints. Raises ValueError if it has none."""
+    if kept := committed_steps(storage.absolute(folder.home / "checkpoints")):
+        return kept
+    config = run_folder.read_config(folder.files)
+    first = min(config.checkpoint.every, config.train.steps)
+    raise ValueError(f"{folder.home} has no checkpoint yet; the first comes at step {first}")
 
 
 def of_config(
