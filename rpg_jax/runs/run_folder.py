@@ -45,12 +45,15 @@ _PACKAGES = (
 )
 
 
-def default_name(config_file: str, config: ConfigDict, overrides: Mapping[str, Any]) -> str:
-    """Config file, method, other overrides and seed, as tiny-grpo-lr3e-4-seed1: the same command is the same run."""
+def default_name(config_file: str, config: ConfigDict, overrides: Mapping[str, Any], kind: str | None = None) -> str:
+    """Config file, method, other overrides and seed, as tiny-grpo-lr3e-4-seed1: the same command is the same run.
+
+    `kind` replaces the method, which means nothing for a run that is not RL.
+    """
     named = ("method", "seed", "train.steps", "warm_start.dir")
     other = {k: v for k, v in overrides.items() if k not in named and not k.startswith(_AROUND)}
     return "-".join(
-        [Path(config_file).stem, config.method.lower(), *run_names.values_part(other), f"seed{config.seed}"]
+        [Path(config_file).stem, kind or config.method.lower(), *run_names.values_part(other), f"seed{config.seed}"]
     )
 
 
