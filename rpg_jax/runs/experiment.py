@@ -110,8 +110,9 @@ def no_params(layout: Layout) -> Any:
 
 
 def make_rollout(layout: Layout, params: Any) -> rollout.Rollout:
-    """The config's rollout driver with the policy's weights."""
-    driver = layout.config.rollout.driver
+    """A rollout in this process with the policy's weights, by the config's driver, or by a worker's usual one."""
+    chosen = layout.config.rollout.driver
+    driver = "orchestrator" if rollout.find_driver(chosen).remote else chosen
     return rollout.make_rollout(driver, layout.model, layout.graphdef, params, make_decoding(layout))
 
 
