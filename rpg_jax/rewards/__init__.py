@@ -8,3 +8,4 @@ from rpg_jax.rewards.scorer import check as check
 from rpg_jax.rewards.scorer import make_scorer as make_scorer
 from rpg_jax.rewards.verifiers import NO_FUNCTIONS as NO_FUNCTIONS
 from rpg_jax.rewards.verifiers import Functions as Functions
+from rpg_jax.rewards.scorer import needs_answers as needs_answers

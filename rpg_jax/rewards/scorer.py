@@ -230,6 +230,12 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         return self._pool
 
 
+def needs_answers(weights: Mapping[str, float]) -> bool:
+    """Whether a part compares completions with reference answers. A part that sees the prompt may do without."""
+    verifiers = {name: resolve(name) for name in weights if _is_verifier(name)}
+    return any(verifier is None or not verifier.sees_prompt for verifier in verifiers.values())
+
+
 def _is_verifier(name: str) -> bool:
     return name == BY_SOURCE or resolve(name) is not None
 
