@@ -119,7 +119,8 @@ def make_scorer(config: ConfigDict) -> rewards.Scorer:
     """The config's rewards."""
     c = config.rewards
     weights, options = reward_arguments(config)
-    return rewards.make_scorer(weights, options=options, workers=c.workers, deadline_s=c.deadline_seconds)
+    limits = {"workers": c.workers, "deadline_s": c.deadline_seconds}
+    return rewards.make_scorer(weights, options=options, accuracy=c.accuracy, right_above=c.right_above, **limits)
 
 
 def make_generator(
