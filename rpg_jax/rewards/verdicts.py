@@ -6,8 +6,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-KINDS = ("timeout", "crash", "memory", "error", "value", "forbidden")
-"""How a verdict fails. error: the function raised. value: what it returned is no score, see `checked_score`."""
+KINDS = ("timeout", "crash", "memory", "error", "value", "forbidden", "unreachable", "status")
+"""How a verdict fails. error: the function raised. value: what it returned is no score, see `checked_score`.
+
+unreachable: a judge's server did not answer. status: it answered with an error of HTTP."""
 LARGEST = 1e6  # of a score's absolute value: sums over a group and their squares stay far inside float32
 
 

@@ -17,6 +17,7 @@ class Verifier:
         Other verifiers only compare strings, in a time that the length of their input bounds.
       wrong: score of a wrong answer, and of an answer on which the verifier fails.
       sees_prompt: the function also takes the prompt, as its third argument.
+      remote: a server is asked, see `judge.Judge`; its options are the fields of `judge.Server`.
       function: what a Python program handed over under the name `path`; None is loaded from `path`.
     """
 
@@ -24,6 +25,7 @@ class Verifier:
     pooled: bool = False
     wrong: float = 0.0
     sees_prompt: bool = False
+    remote: bool = False
     function: Callable[..., Any] | None = dataclasses.field(default=None, compare=False)
 
     @property
@@ -38,6 +40,7 @@ class Verifier:
         return getattr(importlib.import_module(module), name)
 
 
+JUDGE = "judge"
 VERIFIERS = {
     "exact": Verifier("rpg_jax.rewards.exact:exact"),
     "math_dapo": Verifier("rpg_jax.rewards.math_dapo:math_dapo", wrong=-1.0),
@@ -45,6 +48,7 @@ VERIFIERS = {
     "math_verify": Verifier("rpg_jax.rewards.math_verify:math_verify", pooled=True),
     "gsm8k": Verifier("rpg_jax.rewards.gsm8k:gsm8k"),
     "countdown": Verifier("rpg_jax.rewards.expression:countdown"),
+    JUDGE: Verifier("rpg_jax.rewards.judge:Judge", sees_prompt=True, remote=True),
 }
 
 # The reward that takes each problem's verifier from this table, by `Problem.source`.

@@ -121,7 +121,7 @@ def make_scorer(config: ConfigDict, functions: rewards.Functions = rewards.NO_FU
     c = config.rewards
     weights, options = reward_arguments(config)
     how: dict[str, Any] = {"workers": c.workers, "deadline_s": c.deadline_seconds, "functions": functions}
-    return rewards.make_scorer(weights, options=options, **how)
+    return rewards.make_scorer(weights, options=options, accuracy=c.accuracy, right_above=c.right_above, **how)
 
 
 def make_generator(

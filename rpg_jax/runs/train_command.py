@@ -18,8 +18,8 @@ def train(options: argparse.Namespace) -> int:
     return run(named(config, file, overrides))
 
 
-def named(config: ConfigDict, file: str, overrides: Mapping[str, Any]) -> ConfigDict:
-    """The config with a name for its run: `run.name`, or one made of the config's file and its overrides.
+def named(config: ConfigDict, file: str, overrides: Mapping[str, Any], **kind: str) -> ConfigDict:
+    """The config with a name for its run: `run.name`, or else `run_folder.default_name` of the arguments.
 
     Raises ValueError for what would stop or waste the run after minutes, and for a name that no folder can have.
     """
@@ -29,7 +29,7 @@ def named(config: ConfigDict, file: str, overrides: Mapping[str, Any]) -> Config
 
     check_training(config)
     if config.run.name is None:
-        config.run.name = run_folder.default_name(file, config, overrides)
+        config.run.name = run_folder.default_name(file, config, overrides, **kind)
     run_names.check(config.run.name)
     return config
 
