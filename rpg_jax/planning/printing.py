@@ -150,8 +150,8 @@ def _assumed(figures: Mapping[str, Any]) -> str:
         f"({figures['slots_of_a_chip']:,.1f} a chip); {figures['micro_batches']:,.0f} micro-batches; "
         "without evaluations and compilation",
         f"binds: {figures['binds']}",
-        f"rollout.driver=fleet with max_staleness=1: {figures['workers']:,.0f} workers of {figures['worker_chips']} chips "
-        "each sample as fast as these chips train",
+        f"{figures['workers']:,.0f} workers of {figures['worker_chips']} chips each (rollout.driver=fleet, "
+        "max_staleness=1) sample as fast as these chips train",
     ]
     faster = [(change, s) for change, s in figures["next"].items() if s < 0.98 * figures["expected"]["seconds"]]
     lines += [f"to try: {change}: {_figure(seconds)} s a step" for change, seconds in faster]
