@@ -52,13 +52,7 @@ def test_both_ends_of_a_range(name):
 
 
 VALUES = {
-    **{
-        "train.steps": -1,
-        "optimizer.b1": 1.5,
-        "optimizer.eps": -1.0,
-        "model.rope_theta": 0.0,
-        "rewards.workers": -2,
-    },
+    **{"train.steps": -1, "optimizer.b1": 1.5, "optimizer.eps": -1.0, "model.rope_theta": 0.0, "rewards.workers": -2},
     **{"optimizer.learning_rate": 1e30, "rollout.temperature": math.nan, "rollout.max_tokens": 10**8},
     **{"rewards.deadline_seconds": 0.0, "critic.gamma": math.inf, "checkpoint.keep": 0, "seed": -1},
 }
