@@ -20,7 +20,7 @@ LAYERS = (
     {"planning", "reproduction"},
     {"benchmarks"},
 )
-COMMANDS = {"bench", "docs", "evaluate", "export", "plan", "reproduce", "sample", "serve", "train"}
+COMMANDS = {"bench", "docs", "evaluate", "export", "plan", "reproduce", "sample", "serve", "sft", "train"}
 ENTRY_POINTS = len(LAYERS)  # every other module directly under rpg_jax/
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
 
@@ -41,6 +41,8 @@ def part(module: str) -> str:
 
 
 def layer(module: str) -> int:
+    if module.endswith(".__main__"):
+        return ENTRY_POINTS
     return LAYER.get(part(module), ENTRY_POINTS)
 
 

@@ -51,7 +51,7 @@ def bench_rollout(preset: str, repeats: int, steps_per_dispatch: int, opponent: 
     graphdef, params = models.init(work.model)
     capacity = rollout.capacity(work.prompt_tokens, work.new_tokens)
     decoding = rollout.Decoding(slots=work.slots, capacity=capacity, steps_per_dispatch=steps_per_dispatch)
-    there = [name for name, driver in rollout.DRIVERS.items() if rollout.find_driver(name) is driver]
+    there = [name for name in rollout.LOCAL_DRIVERS if rollout.find_driver(name) is rollout.DRIVERS[name]]
     drivers: dict[str, Any] = {
         name: rollout.make_rollout(name, work.model, graphdef, params, decoding) for name in there
     }

@@ -28,12 +28,14 @@ class Driver:
         the prompts, on its own devices.
       single_process: it cannot run in several processes.
       needs: a package that need not be installed; without it lockstep takes over.
+      remote: workers sample for a trainer, each with one of the other drivers; nothing is made here.
     """
 
-    make: Callable[[QwenConfig, nnx.GraphDef, Weights, Decoding], Rollout]
+    make: Callable[[QwenConfig, nnx.GraphDef, Weights, Decoding], Rollout] | None
     spans_hosts: bool = False
     single_process: bool = False
     needs: str = ""
+    remote: bool = False
 
 
 def _orchestrator(*model: Any) -> Rollout:
@@ -50,8 +52,12 @@ DRIVERS = {
     "orchestrator": Driver(_orchestrator, needs="jetstream"),
     "lockstep": Driver(lambda *model: LockstepRollout(QwenEngine(*model)), spans_hosts=True),
     "simple": Driver(SimpleRollout, single_process=True),
+    "fleet": Driver(None, remote=True),
 }
 """By the value of the config field `rollout.driver`."""
+
+LOCAL_DRIVERS = [name for name, driver in DRIVERS.items() if not driver.remote]
+"""The drivers that `make_rollout` makes."""
 
 
 def find_driver(name: str) -> Driver:
@@ -78,8 +84,10 @@ def make_rollout(
     """The rollout of a driver, over a model of `config` and `graphdef` with the trainer's `params` as version 0.
 
     Raises:
-      ValueError: the driver is unknown, or lacks a package that its own package needs.
+      ValueError: the driver is unknown or remote, or lacks a package that its own package needs.
     """
     make = find_driver(driver).make
+    if make is None:
+        raise ValueError(f"rollout.driver={driver} needs a trainer; choose orchestrator or lockstep")
     weights = Weights(params, dtype=decoding.dtype, shardings=decoding.shardings, int8=decoding.int8)
     return make(config, graphdef, weights, decoding)

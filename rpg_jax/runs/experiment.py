@@ -56,12 +56,15 @@ class Experiment:
         return Sampling(temperature, c.top_p, c.top_k, c.max_tokens, tuple(self.tokenizer.stop_token_ids), c.min_p)
 
 
-def open_experiment(config: ConfigDict, run_dir: Path, *, train: bool = True, held_out: bool = True) -> Experiment:
+def open_experiment(
+    config: ConfigDict, run_dir: Path, *, train: bool = True, held_out: bool = True, answers: bool = True
+) -> Experiment:
     """Makes everything but weights; keeps the tokenizer in `run_dir`.
 
     Args:
       train: with the training problems. Without them the layout is one that fits these devices, see `fitting_layout`.
       held_out: with the problems of evaluations.
+      answers: without problems that have no answer, where the rewards need answers.
 
     Raises:
       ValueError: there is no device, or the task, the tokenizer or the layout refuses the config.
@@ -69,7 +72,7 @@ def open_experiment(config: ConfigDict, run_dir: Path, *, train: bool = True, he
     processes.platform()
     task = Task.from_config(config, train=train, held_out=held_out)
     tokenizer = open_tokenizer(config, task, run_dir)
-    task, notes = task.encoded(tokenizer, config)
+    task, notes = (task.with_answers(config) if answers else task).encoded(tokenizer, config)
     layout = (make_layout if train else fitting_layout)(config, tokenizer.vocab_size)
     return Experiment(layout, tokenizer, task, notes)
 
@@ -107,16 +110,18 @@ def no_params(layout: Layout) -> Any:
 
 
 def make_rollout(layout: Layout, params: Any) -> rollout.Rollout:
-    """The config's rollout driver with the policy's weights."""
-    driver = layout.config.rollout.driver
+    """A rollout in this process with the policy's weights, by the config's driver, or by a worker's usual one."""
+    chosen = layout.config.rollout.driver
+    driver = "orchestrator" if rollout.find_driver(chosen).remote else chosen
     return rollout.make_rollout(driver, layout.model, layout.graphdef, params, make_decoding(layout))
 
 
-def make_scorer(config: ConfigDict) -> rewards.Scorer:
-    """The config's rewards."""
+def make_scorer(config: ConfigDict, functions: rewards.Functions = rewards.NO_FUNCTIONS) -> rewards.Scorer:
+    """The config's rewards; `functions` has those that a Python program handed over."""
     c = config.rewards
     weights, options = reward_arguments(config)
-    return rewards.make_scorer(weights, options=options, workers=c.workers, deadline_s=c.deadline_seconds)
+    how: dict[str, Any] = {"workers": c.workers, "deadline_s": c.deadline_seconds, "functions": functions}
+    return rewards.make_scorer(weights, options=options, accuracy=c.accuracy, right_above=c.right_above, **how)
 
 
 def make_generator(

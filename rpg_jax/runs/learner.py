@@ -50,8 +50,9 @@ def make_learner(layout: Layout, *, supervised: bool = False, **optimizer_change
 def optimizer_arguments(config: ConfigDict) -> dict[str, Any]:
     """The arguments of `make_optimizer` for the policy."""
     given, c = config.optimizer.to_dict(), config.train
-    updates = c.updates_per_step * c.epochs
-    return {**given, "warmup": Count.parse(given["warmup"], "optimizer.warmup"), "updates_per_step": updates}
+    until = Count.parse(given["decay_until"] or f"{c.steps} steps", "optimizer.decay_until")
+    given |= {"warmup": Count.parse(given["warmup"], "optimizer.warmup"), "decay_until": until}
+    return {**given, "updates_per_step": c.updates_per_step * c.epochs}
 
 
 def make_critic(layout: Layout) -> Critic | None:

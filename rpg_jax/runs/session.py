@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from rpg_jax import storage
+from rpg_jax import rewards, storage
 from rpg_jax.parallel import hosts
 from rpg_jax.report import curves, summary
 from rpg_jax.report.progress import Progress
@@ -23,14 +23,14 @@ from rpg_jax.runs.experiment import (
     init_params,
     make_algorithm,
     make_drift,
-    make_rollout,
     make_scorer,
     no_params,
     open_experiment,
 )
+from rpg_jax.runs.fleet_trainer import make_training_rollout
 from rpg_jax.runs.keeper import Keeper
 from rpg_jax.runs.learner import make_learner
-from rpg_jax.runs.logs import RunLog, TensorBoard, Tracker, WandB, host_metrics, plain
+from rpg_jax.runs.logs import RunLog, host_metrics, plain, trackers_of
 from rpg_jax.runs.profiling import CompilationCounter, chosen_steps, watched
 from rpg_jax.runs.stopping import StopRequest, watch_preemption
 from rpg_jax.runs.warm_start import warm_started
@@ -40,8 +40,11 @@ from rpg_jax.training.measures import Guard
 from rpg_jax.training.state import TrainState
 
 
-def run(config: ConfigDict) -> int:
-    """Runs or resumes the training run of a resolved config to its last step; returns the exit code."""
+def run(config: ConfigDict, functions: rewards.Functions = rewards.NO_FUNCTIONS) -> int:
+    """Runs or resumes the training run of a resolved config to its last step; returns the exit code.
+
+    `functions` are rewards that a Python program handed over, by their names in `rewards.parts`.
+    """
     processes.check(config)
     if processes.platform() == "cpu":
         cli.keep_buffers()
@@ -50,7 +53,7 @@ def run(config: ConfigDict) -> int:
         experiment = open_experiment(config, folder.files)
         print("".join(f"{note}\n" for note in experiment.notes), end="")
         with experiment.layout.activate(), contextlib.ExitStack() as closing:
-            session = Session(experiment, folder, closing)
+            session = Session(experiment, folder, closing, functions)
             with cli.run_is_open():
                 return session.to_the_end()
 
@@ -67,7 +70,13 @@ class Position:
 class Session:
     """One training run in progress; `closing` ends what it starts."""
 
-    def __init__(self, experiment: Experiment, folder: storage.Folder, closing: contextlib.ExitStack):
+    def __init__(
+        self,
+        experiment: Experiment,
+        folder: storage.Folder,
+        closing: contextlib.ExitStack,
+        functions: rewards.Functions = rewards.NO_FUNCTIONS,
+    ):
         config = experiment.config
         self.config, self.folder = config, folder
         self.watchdog = Watchdog(folder.files, config.run.stall_seconds, last_words=folder.push)
@@ -76,9 +85,10 @@ class Session:
         inputs.check(experiment, folder.files, begins=self.keeper.is_new)
         self.guard = Guard(config.rollout.max_sampler_gap, config.log.max_nonfinite_updates)
         learner, new = make_learner(experiment.layout), self.keeper.is_new
+        self.learning_rate = learner.optimizer.learning_rate
         params = (init_params if new else no_params)(experiment.layout)  # a resume reads weights once
-        scorer = closing.enter_context(make_scorer(config))
-        rollout = make_rollout(experiment.layout, params)
+        scorer = closing.enter_context(make_scorer(config, functions))
+        self.rollout = rollout = make_training_rollout(experiment, params, self.watchdog.beat)
         closing.callback(rollout.close)
         if new and config.warm_start.enabled:
             params = warm_started(experiment, params, rollout, scorer, folder.files, self.watchdog.beat)
@@ -93,7 +103,7 @@ class Session:
         closing.callback(self.log.close)
         closing.callback(self.keeper.close)
         self.now = Position(learner.create(params)) if new else self._resumed(learner.like)
-        self.log.trackers = self._trackers() if hosts.is_first() else []
+        self.log.trackers = trackers_of(config, folder.files, after=self.now.step) if hosts.is_first() else []
 
     def to_the_end(self) -> int:
         """Steps until `train.steps`, or until a signal asks to stop; returns the exit code."""
@@ -145,7 +155,11 @@ class Session:
     def _after(self, step: Step, progress: Progress) -> int | None:
         """Logs, evaluates and saves; returns the signal that ends the run, if there is one."""
         self.now.state, self.now.step = step.state, step.number
-        values = step.values | self._costs()
+        values = (
+            step.values
+            | self._costs()
+            | {"learning_rate": float(self.learning_rate(max(step.values["updates"] - 1, 0)))}
+        )
         self.log.append_samples(step.number, step.generated)
         if fault := self.guard.fault(step.number, values, step.updates):
             self.log.append(step.number, values)
@@ -176,7 +190,7 @@ class Session:
         saving = self.keeper.take_seconds()
         counted = {"time/compilations": len(programs), "time/compiling": seconds, "time/checkpoint": saving}
         journal = {} if self.keeper.journal is None else self.keeper.journal.take_counts()
-        return counted | journal | host_metrics()
+        return counted | journal | self.rollout.take_counts() | host_metrics()
 
     def _evaluated(self, values: dict[str, float]) -> dict[str, float]:
         """Evaluates the step whose other metrics are `values`, writes its line, and returns all its metrics."""
@@ -208,19 +222,9 @@ class Session:
             file=sys.stderr,
         )
 
-    def _trackers(self) -> list[Tracker]:
-        """The trackers that the config asks for, from the present step on."""
-        c, files = self.config.log, self.folder.files
-        trackers: list[Tracker] = []
-        if c.tensorboard:
-            trackers.append(TensorBoard(files / "tensorboard", after=self.now.step))
-        if c.wandb:
-            name, config = self.config.run.name, run_folder.as_json(self.config)
-            trackers.append(WandB(files, name=name, project=c.wandb, mode=c.wandb_mode, config=config))
-        return trackers
-
     def _finish(self) -> int:
         self.keeper.finish(self.now.step)
+        self.rollout.dismiss()
         checksum = weights_checksum(self.now.state.params)
         if not hosts.is_first():
             return 0
