@@ -154,7 +154,8 @@ FIELDS = Section(
     rollout=Section(
         "How completions are sampled.",
         driver=Field("orchestrator", "The driver of the decoding engine: JetStream's threads (orchestrator) or one "
-            "thread on any mesh (lockstep). simple is a plain sampler without the engine, which serves as an oracle.",
+            "thread on any mesh (lockstep). fleet: workers sample, with engines of their own; docs/fleet.md. simple is "
+            "a plain sampler without the engine, which serves as an oracle.",
             choices="rpg_jax.rollout:DRIVERS"),
         slots=Field(optional(int), "Completions decoded together on each device. Unset: as many as its memory holds "
             "beside everything else; 128 on all devices of a process together where that is not known, as on a CPU.",
@@ -177,8 +178,8 @@ FIELDS = Section(
         overprovision=Field(0.0, "The share of groups that are begun beyond the need; the last to finish are "
             "cancelled. No step waits for its longest completions, but prompts with short ones are favoured.",
             range="[0, 10]"),
-        max_staleness=Field(0, "The steps that sampling may run ahead of training, on one device or on "
-            "rollout.devices. 0: they alternate.", "steps", range="[0, 1000]"),
+        max_staleness=Field(0, "The steps that sampling may run ahead of training, on one device, on rollout.devices "
+            "or on a fleet. 0: they alternate.", "steps", range="[0, 1000]"),
         swap=Field("between", "When sampling runs ahead, new weights take over between batches (reproducible) or "
             "midway in completions.", choices="rpg_jax.training.ahead:SWAPS"),
         int8=Field(False, "Decode with 8-bit matrices; set loss.sampler_correction, raise max_sampler_gap."),
@@ -188,11 +189,26 @@ FIELDS = Section(
             "With max_staleness and a loss.sampler_correction it is that of all, and the policy's drift counts.",
             "nats", range="(0, inf]"),
     ),
+    fleet=Section(
+        "rollout.driver=fleet: where the trainer listens for workers, and when it gives one up.",
+        host=Field("127.0.0.1", "The address to listen on. Another than loopback needs certificate, private_key and a "
+            "key."),
+        port=Field(9100, "The port of process 0; process i has port + i. 0: free ones.", range="[0, 65535]"),
+        advertise=Field(optional(str), "The address of this process for workers, without the port. Unset: host, or the "
+            "one from which this machine reaches the coordinator."),
+        certificate=Field(optional(str), "PEM file of the TLS certificate, for the name rpg-fleet."),
+        private_key=Field(optional(str), "PEM file of the certificate's private key."),
+        key_file=Field(optional(str), "File of the key that workers must have. Unset: the variable RPG_JAX_API_KEY."),
+        lost_seconds=Field(20.0, "A worker that is not heard of for so long loses its groups to others.", "seconds",
+            range="[5, 1e6]"),
+        stall_seconds=Field(900.0, "And one that makes no progress for so long. Allow for one compilation.", "seconds",
+            range="[5, 1e6]"),
+    ),
     dynamic_sampling=Section(
         "Prompts are drawn until a step has enough informative groups.",
         enabled=Field(from_method(bool), "Keep only groups whose accuracy is neither 0 nor 1."),
-        oversample=Field(1, "The prompts that are generated at once, in units of prompts_per_step. The paper has 3.",
-            range="[1, 1000]"),
+        oversample=Field(1, "The prompts that are generated at once, in units of prompts_per_step. The paper has 3. 0: "
+            "as many as should fill the step, by the share of informative groups so far.", range="[0, 1000]"),
         max_batches=Field(20, "The generation batches of a step before it gives up.", "batches", range="[1, 1e6]"),
         on_shortage=Field("smaller", "Too few groups make a smaller batch, or an error.", choices=("smaller", "error")),
         surplus=Field("drop", "Drop surplus groups, or carry them to the next step.", choices=("drop", "carry")),

@@ -42,60 +42,37 @@ class Problem:
 
 
 class PromptStream:
-    """Endless batches of problems. Every epoch is another permutation, and a batch may reach into the next epoch.
+    """An endless stream of problems. Every epoch is another permutation.
 
-    The global order depends on (problems, seed) only. Host h of H gets the h-th contiguous block of every batch. So the
-    lists of the hosts, one after the other, are the batch of a single host, for any H that divides `batch_size`. The
-    position counts problems. A state may be restored on another number of hosts or with another batch size, in the
-    middle of an epoch; the stream continues with the next unseen problem.
+    The order depends on (problems, seed) only; every host reads all of it. The position counts problems. A state may be
+    restored in the middle of an epoch; the stream continues with the next unseen problem.
 
     Args:
       problems: N problems held in memory, or anything with `__len__` and `__getitem__`.
-      batch_size: prompts per step, over all hosts.
       seed: seed of the shuffle, in [0, 2**32).
-      prefetch: number of problems that a background thread reads ahead; with 0 the caller's thread reads.
 
     Raises:
-      ValueError: there are no problems, or the hosts cannot share a batch equally.
+      ValueError: there are no problems.
     """
 
-    def __init__(
-        self,
-        problems: Sequence[Problem],
-        *,
-        batch_size: int,
-        seed: int,
-        host_index: int = 0,
-        host_count: int = 1,
-        prefetch: int = 0,
-    ):
+    def __init__(self, problems: Sequence[Problem], *, seed: int):
         if len(problems) == 0:
             raise ValueError("no problems to stream: the source is empty or every row was dropped")
-        if not 0 <= host_index < host_count:
-            raise ValueError(f"host_index must be in [0, {host_count}), got {host_index}")
-        if batch_size < 1 or batch_size % host_count:
-            raise ValueError(f"batch_size={batch_size} must be a positive multiple of host_count={host_count}")
-        self._batch_size = batch_size
-        self._host = slice(*(batch_size // host_count * i for i in (host_index, host_index + 1)))
         self._identity = {"problems": len(problems), "seed": seed, "fingerprint": fingerprint(problems)}
         self._dataset = (
             grain.MapDataset.source(problems)
             .seed(seed)
             .shuffle()
             .repeat(None)
-            .to_iter_dataset(grain.ReadOptions(num_threads=min(prefetch, 1), prefetch_buffer_size=prefetch))
+            .to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
         )
         self._iterator = iter(self._dataset)
         self._consumed = 0
 
-    def __iter__(self) -> PromptStream:
-        return self
-
-    def __next__(self) -> list[Problem]:
-        """This host's share of the next global batch."""
-        batch = [next(self._iterator) for _ in range(self._batch_size)]
-        self._consumed += self._batch_size
-        return batch[self._host]
+    def take(self, count: int) -> list[Problem]:
+        """The next `count` problems, which may reach into the next epoch."""
+        self._consumed += count
+        return [next(self._iterator) for _ in range(count)]
 
     def state(self) -> dict[str, Any]:
         """The position as a JSON-able dict; the same on every host."""

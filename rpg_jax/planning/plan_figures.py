@@ -38,7 +38,7 @@ def work_of(layout: Layout, decoding: Decoding, lengths: Lengths) -> Work:
     bucket = prompt_bucket(math.ceil(lengths.prompt), decoding.capacity)
     return Work(
         steps=c.train.steps,
-        prompts=c.rollout.prompts_per_step * (c.dynamic_sampling.oversample if c.dynamic_sampling.enabled else 1),
+        prompts=memory.prompts_of_a_step(c),
         trained=c.rollout.prompts_per_step,
         group_size=c.rollout.group_size,
         lengths=lengths,

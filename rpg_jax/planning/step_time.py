@@ -14,6 +14,7 @@ from rpg_jax.planning.flops import token_flops, token_training_flops
 from rpg_jax.planning.lengths import Lengths, imbalance
 from rpg_jax.planning.rollout_time import DecodeStep, decode_bound, decode_expected
 from rpg_jax.planning.topologies import Topology
+from rpg_jax.training.dynamic_sampling import UNKNOWN_SHARE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,6 +184,13 @@ def suggestions(
     waiting = now.seconds["decode: spread over hosts"]
     if waiting:
         found["hosts that take groups as they are free, not a fixed share"] = now.total - waiting
+    needed = math.ceil(work.trained / UNKNOWN_SHARE)
+    if work.prompts > needed:
+        tried_work = dataclasses.replace(work, prompts=needed)
+        change = (
+            f"dynamic_sampling.oversample=0 and surplus=carry, where {UNKNOWN_SHARE:.0%} of the groups are informative"
+        )
+        found[change] = expected(tried_work, step, programs, on).total
     rows, length = work.micro_batch
     if work.packed and rows > on.chips and rows % 2 == 0:
         tried_work = dataclasses.replace(work, micro_batch=(rows // 2, length))

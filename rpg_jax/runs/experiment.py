@@ -1,7 +1,6 @@
 """Makes the parts of a run from a resolved config. Config ends here: everything below takes arguments."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +21,8 @@ from rpg_jax.runs.rollout_files import RolloutFiles, token_numbers
 from rpg_jax.runs.sampling_layout import fitting_layout, make_decoding
 from rpg_jax.storage.snapshots import Snapshots
 from rpg_jax.training.ahead import AheadCollector
-from rpg_jax.training.collect import Collector, DynamicSampling, collect
+from rpg_jax.training.collect import Collector, collect
+from rpg_jax.training.dynamic_sampling import DynamicSampling
 from rpg_jax.training.generate import GroupGenerator
 from rpg_jax.training.loop import Algorithm
 from rpg_jax.training.objective import advantages_fn
@@ -110,8 +110,9 @@ def no_params(layout: Layout) -> Any:
 
 
 def make_rollout(layout: Layout, params: Any) -> rollout.Rollout:
-    """The config's rollout driver with the policy's weights."""
-    driver = layout.config.rollout.driver
+    """A rollout in this process with the policy's weights, by the config's driver, or by a worker's usual one."""
+    chosen = layout.config.rollout.driver
+    driver = "orchestrator" if rollout.find_driver(chosen).remote else chosen
     return rollout.make_rollout(driver, layout.model, layout.graphdef, params, make_decoding(layout))
 
 
@@ -215,22 +216,23 @@ def make_collector(experiment: Experiment, own: rollout.Rollout, scorer: rewards
       ValueError: sampling ahead is impossible here.
     """
     c, dynamic = experiment.config, experiment.config.dynamic_sampling
-    wanted = c.rollout.prompts_per_step * (dynamic.oversample if dynamic.enabled else 1)
-    batch_size = math.ceil(wanted * (1 + c.rollout.overprovision))
-    stream = data.PromptStream(experiment.task.train, batch_size=batch_size, seed=c.seed)
+    stream = data.PromptStream(experiment.task.train, seed=c.seed)
     sizes = {"temperature": c.rollout.temperature, "group_size": c.rollout.group_size, "seed": c.seed}
     generator = make_generator(experiment, own, scorer, **sizes, beat=beat)
-    rule = DynamicSampling(dynamic.max_batches, dynamic.on_shortage, dynamic.surplus) if dynamic.enabled else None
+    rule = None
+    if dynamic.enabled:
+        rule = DynamicSampling(dynamic.oversample, dynamic.max_batches, dynamic.on_shortage, dynamic.surplus)
 
-    def collected(step: int, carried: Sequence[data.Group]):
+    def collected(step: int, carried: Sequence[data.Group], share: float):
         return collect(
-            stream,
+            stream.take,
             generator,
             prompts_per_step=c.rollout.prompts_per_step,
             step=step,
             dynamic=rule,
             pending=carried,
-            enough=wanted if c.rollout.overprovision else None,
+            share=share,
+            overprovision=c.rollout.overprovision,
         )
 
     parts = collected, generator.take_errors, own, stream

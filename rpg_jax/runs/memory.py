@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from ml_collections import ConfigDict
 
 from rpg_jax import parallel
 from rpg_jax.models import QwenConfig
@@ -16,11 +17,20 @@ from rpg_jax.rollout import Decoding
 from rpg_jax.rollout.decode_state import DecodeState
 from rpg_jax.runs.layout import Layout
 from rpg_jax.runs.learner import Learner, make_learner, offloaded
+from rpg_jax.training.dynamic_sampling import UNKNOWN_SHARE
 
 UNKNOWN_MEMORY_SLOTS = 128  # over all devices that decode together
 _LEFT_FREE = 1 / 16  # of a device: prefilled prompts that wait, temporaries, gaps
 _LOGITS = 4  # arrays f32[slots, vocabulary] at the peak of a decode step
 _TILE = 16  # slots of a copy: rows of a bf16 tile
+
+
+def prompts_of_a_step(config: ConfigDict) -> int:
+    """Prompts that a step generates at once; with `dynamic_sampling.oversample` 0 those that it needs in the mean."""
+    wanted, dynamic = config.rollout.prompts_per_step, config.dynamic_sampling
+    if not dynamic.enabled:
+        return wanted
+    return wanted * dynamic.oversample or math.ceil(wanted / UNKNOWN_SHARE)
 
 
 def slots_that_fit(memory: float, held: float, slot: float, *, tile: int, needed: int) -> int:
@@ -41,8 +51,7 @@ def slots_of_a_device(layout: Layout, decoding: Decoding) -> int:
     """
     c, mesh = layout.config, decoding.mesh
     assert mesh is not None, "a layout decodes on a mesh"
-    prompts = c.rollout.prompts_per_step * (c.dynamic_sampling.oversample if c.dynamic_sampling.enabled else 1)
-    needed = -(-prompts * c.rollout.group_size // (mesh.size * layout.decoding_hosts))
+    needed = -(-prompts_of_a_step(c) * c.rollout.group_size // (mesh.size * layout.decoding_hosts))
     if layout.device_memory is None:
         return min(needed, -(-UNKNOWN_MEMORY_SLOTS // mesh.size))
     own = bytes_on_a_device(decoding_params(layout.abstract_params, decoding))

@@ -24,7 +24,14 @@ from rpg_jax.storage.leases import Lease
 
 PROGRAM = "rpg_jax"
 """The mark in versions.json of a folder that this program made, and may therefore replace."""
-_AROUND = ("run.", "distributed.", "checkpoint.", "log.", "profile.")  # sections that change no number of a run
+_AROUND = (
+    "run.",
+    "distributed.",
+    "checkpoint.",
+    "log.",
+    "profile.",
+    "fleet.",
+)  # sections that change no number of a run
 # Where things are computed: the numbers agree bit for bit only on the same mesh, step for step on any.
 _PLACES = ("mesh.", "sharding", "offload", "model.remat", "train.microbatch_size")
 _DECODING_PLACES = ("rollout.tensor", "rollout.expert", "rollout.devices", "rollout.slots")

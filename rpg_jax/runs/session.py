@@ -23,11 +23,11 @@ from rpg_jax.runs.experiment import (
     init_params,
     make_algorithm,
     make_drift,
-    make_rollout,
     make_scorer,
     no_params,
     open_experiment,
 )
+from rpg_jax.runs.fleet_trainer import make_training_rollout
 from rpg_jax.runs.keeper import Keeper
 from rpg_jax.runs.learner import make_learner
 from rpg_jax.runs.logs import RunLog, host_metrics, plain, trackers_of
@@ -79,7 +79,7 @@ class Session:
         self.learning_rate = learner.optimizer.learning_rate
         params = (init_params if new else no_params)(experiment.layout)  # a resume reads weights once
         scorer = closing.enter_context(make_scorer(config))
-        rollout = make_rollout(experiment.layout, params)
+        self.rollout = rollout = make_training_rollout(experiment, params, self.watchdog.beat)
         closing.callback(rollout.close)
         if new and config.warm_start.enabled:
             params = warm_started(experiment, params, rollout, scorer, folder.files, self.watchdog.beat)
@@ -181,7 +181,7 @@ class Session:
         saving = self.keeper.take_seconds()
         counted = {"time/compilations": len(programs), "time/compiling": seconds, "time/checkpoint": saving}
         journal = {} if self.keeper.journal is None else self.keeper.journal.take_counts()
-        return counted | journal | host_metrics()
+        return counted | journal | self.rollout.take_counts() | host_metrics()
 
     def _evaluated(self, values: dict[str, float]) -> dict[str, float]:
         """Evaluates the step whose other metrics are `values`, writes its line, and returns all its metrics."""
@@ -215,6 +215,7 @@ class Session:
 
     def _finish(self) -> int:
         self.keeper.finish(self.now.step)
+        self.rollout.dismiss()
         checksum = weights_checksum(self.now.state.params)
         if not hosts.is_first():
             return 0

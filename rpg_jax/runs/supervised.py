@@ -106,8 +106,8 @@ class Demonstrations:
             )
         self._total = None if epochs is None else epochs * len(problems)
         self._size, self.epoch = len(problems), 0.0
-        drawn = c.warm_start.batch_size * (_POOL if self._shape.packed else 1)
-        self._stream = data.PromptStream(problems, batch_size=drawn, seed=c.warm_start.seed)
+        self._at_once = c.warm_start.batch_size * (_POOL if self._shape.packed else 1)
+        self._stream = data.PromptStream(problems, seed=c.warm_start.seed)
         self._drawn, self._used, self._begun = 0, 0, (0, self._stream.state())
         self._pool: Iterator[Batch] = iter(())
 
@@ -129,7 +129,7 @@ class Demonstrations:
         left = None if self._total is None else self._total - self._drawn
         if left == 0:
             raise StopIteration
-        problems = next(self._stream)[:left]
+        problems = self._stream.take(self._at_once if left is None else min(self._at_once, left))
         self._drawn += len(problems)
         self.epoch = self._drawn / self._size
         return problems

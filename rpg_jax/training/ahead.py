@@ -29,7 +29,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
@@ -61,14 +61,14 @@ class AheadCollector(Collector):
 
     Raises:
       ValueError: an argument out of range, or several processes, whose threads would launch programs in different
-        orders.
+        orders unless workers sample.
     """
 
     lags = True
 
     def __init__(
         self,
-        collect: Callable[[int, Sequence[Group]], Collected],
+        collect: Callable[[int, Sequence[Group], float], Collected],
         take_errors: Callable[[], Mapping[str, int]],
         rollout: Rollout,
         stream: PromptStream,
@@ -82,10 +82,10 @@ class AheadCollector(Collector):
             raise ValueError(
                 f"sampling ahead needs max_staleness >= 1 and swap in {SWAPS}, got {max_staleness} and {swap!r}"
             )
-        if jax.process_count() > 1:
+        if jax.process_count() > 1 and not rollout.apart:
             raise ValueError(
-                f"rollout.max_staleness={max_staleness} needs a single process, not {jax.process_count()}: threads of "
-                "several hosts launch programs that span them in different orders. Set it to 0"
+                f"rollout.max_staleness={max_staleness} on {jax.process_count()} processes needs rollout.driver=fleet: "
+                "threads of several hosts launch programs that span them in different orders. Or set it to 0"
             )
         super().__init__(collect, take_errors, rollout, stream)
         self._midway, self._decoupled = swap == "midway", decoupled
@@ -128,7 +128,11 @@ class AheadCollector(Collector):
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Waits for the batch under way, then keeps the rollout for the caller."""
+        """Waits for the batches that were begun, then keeps the rollout for the caller.
+
+        For all of them, because hosts that sample and evaluate in different orders would wait for each other for ever.
+        """
+        wait(self._jobs.values())
         with self._turn:
             yield
 
@@ -139,7 +143,7 @@ class AheadCollector(Collector):
             "carried": encode_groups(self._carried),
             "versions": {str(step): version for step, version in self._versions.items()},
         }
-        return {"ahead": ahead, "stream": self._stream.state(), "pending": ""}
+        return {"ahead": ahead, "stream": self._stream.state(), "pending": "", "share": self._share}
 
     def restore(self, record: Mapping[str, Any]) -> None:
         state = record["ahead"]
@@ -148,7 +152,7 @@ class AheadCollector(Collector):
         for job in self._jobs.values():
             job.result()
         self._jobs = {int(step): _decode(batch) for step, batch in state["batches"].items()}
-        self._carried = decode_groups(state["carried"])
+        self._carried, self._share = decode_groups(state["carried"]), record["share"]
         self._versions = {int(step): version for step, version in state["versions"].items()}
         self._stream.restore(record["stream"])
 
@@ -161,7 +165,7 @@ class AheadCollector(Collector):
             if policy is not None:
                 self._rollout.sync_weights(policy, version)
                 self._rollout.verify_weights(policy)
-            collected = _marked(self._collect(step, self._carried))
+            collected = _marked(self._next(step))
             self._carried = collected.carried
             return collected, dict(self._take_errors())
 

@@ -3,7 +3,8 @@
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,33 +12,7 @@ import numpy as np
 from rpg_jax.data import Group, Problem, PromptStream
 from rpg_jax.data.groups import decode_groups, encode_groups
 from rpg_jax.rollout import Rollout
-
-
-@dataclasses.dataclass(frozen=True)
-class DynamicSampling:
-    """Generates batches until enough groups are informative (DAPO, arXiv:2503.14476, section 3.2).
-
-    Attributes:
-      max_batches: the most generation batches a step may take.
-      on_shortage: "smaller" trains the groups that were kept; "error" stops the run.
-      surplus: what to do with informative groups that the step does not need. "drop" forgets them. "carry" hands as
-        many as one step needs to the next step, which trains them first. So no trained group is older than one step.
-    """
-
-    max_batches: int = 20
-    on_shortage: str = "smaller"
-    surplus: str = "drop"
-
-    def __post_init__(self):
-        if (
-            self.max_batches < 1
-            or self.on_shortage not in ("smaller", "error")
-            or self.surplus not in ("drop", "carry")
-        ):
-            raise ValueError(
-                "dynamic sampling needs max_batches >= 1, on_shortage 'smaller' or 'error' and surplus 'drop' or "
-                f"'carry', got {self.max_batches}, {self.on_shortage!r} and {self.surplus!r}"
-            )
+from rpg_jax.training.dynamic_sampling import UNKNOWN_SHARE, DynamicSampling
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +35,14 @@ class Collected:
     dropped: list[Group] = dataclasses.field(default_factory=list)
     cancelled: int = 0
 
+    @property
+    def share(self) -> float | None:
+        """The share p of informative groups among the n generated ones, (n p + 1/2) / (n + 1/2); None without any.
+
+        It is above 0 where no group was informative, and 1 where all were.
+        """
+        return _share(self.generated) if self.generated else None
+
     def accounting(self) -> dict[str, float]:
         """Counts of groups: generated = kept + uninformative; kept + carried_in = trained + carried_out + dropped."""
         kept = len(self.trained) + len(self.carried) + len(self.dropped) - len(self.pending)
@@ -80,47 +63,60 @@ Generate = Callable[..., list[Group]]  # problems in, scored groups out: a `trai
 
 
 def collect(
-    stream: Iterable[list[Problem]],
+    take: Callable[[int], list[Problem]],
     generate: Generate,
     *,
     prompts_per_step: int,
     step: int,
     dynamic: DynamicSampling | None,
     pending: Sequence[Group] = (),
-    enough: int | None = None,
+    share: float = UNKNOWN_SHARE,
+    overprovision: float = 0.0,
 ) -> Collected:
     """The groups of a step.
 
-    Without dynamic sampling a step trains the stream's next batch. With it, batches are generated until
-    `prompts_per_step` groups are informative; the `pending` groups count. `enough` ends a batch once so many of its
-    groups are complete and cancels the others; None waits for all.
+    Without dynamic sampling a step trains the next `prompts_per_step` problems. With it, batches are generated until so
+    many groups are informative; the `pending` groups count. What a batch has depends on the order of the problems and
+    on finished groups alone. So the number of hosts and their speeds change no group.
 
-    The stream may repeat a prompt within a step, at the border of two epochs. The repetition would get the same
-    completions again, so it draws other random numbers; with dynamic sampling or `enough` it is left out.
+    Args:
+      take: the next n problems of the stream. It may repeat a prompt within a step, at the border of two epochs. The
+        repetition would get the same completions again, so it draws other random numbers; with dynamic sampling or
+        `overprovision` it is left out.
+      share: of informative groups to expect, from the step before.
+      overprovision: the share of groups that a batch begins beyond its size. The first groups to be complete are kept,
+        the others are cancelled. 0 waits for all, and only then does timing change no group.
 
     Raises:
       ValueError: no group was informative after `max_batches`, or too few with on_shortage = "error".
     """
-    batches = iter(stream)
+
+    def begin(size: int, seen: set[int]) -> tuple[list[Group], int]:
+        fresh = _unseen(take(math.ceil(size * (1 + overprovision))), seen)
+        enough = min(size, len(fresh)) if overprovision else None
+        return (generate(fresh, step=step, enough=enough) if fresh else []), len(fresh)
+
     if dynamic is None:
-        problems = next(batches)
-        if enough is None:
-            made = _repetitions_apart(problems, generate, step)
-        else:
-            problems = _unseen(problems, set())
-            made = generate(problems, step=step, enough=min(enough, len(problems)))
-        return Collected(made, [], made, cancelled=len(problems) - len(made))
+        if not overprovision:
+            made = _repetitions_apart(take(prompts_per_step), generate, step)
+            return Collected(made, [], made)
+        made, begun = begin(prompts_per_step, set())
+        return Collected(made, [], made, cancelled=begun - len(made))
     kept, begun = list(pending), 0
     generated: list[Group] = []
     seen: set[int] = set()
     for _ in range(dynamic.max_batches):
         if len(kept) >= prompts_per_step:
             break
-        if fresh := _unseen(next(batches), seen):
-            made = generate(fresh, step=step, enough=enough and min(enough, len(fresh)))
-            generated += made
-            begun += len(fresh)
-            kept += [g for g in made if g.informative]
+        size = dynamic.batch_size(
+            prompts_per_step,
+            missing=prompts_per_step - len(kept),
+            share=_share(generated) if generated else share,
+        )
+        made, more = begin(size, seen)
+        generated += made
+        begun += more
+        kept += [g for g in made if g.informative]
     if not kept or (len(kept) < prompts_per_step and dynamic.on_shortage == "error"):
         accuracy = float(np.mean([g.accuracy.mean() for g in generated]))
         raise ValueError(
@@ -132,6 +128,10 @@ def collect(
     carried = surplus[:prompts_per_step] if dynamic.surplus == "carry" else []
     dropped = surplus[len(carried) :]
     return Collected(generated, list(pending), kept[:prompts_per_step], carried, dropped, begun - len(generated))
+
+
+def _share(groups: Sequence[Group]) -> float:
+    return (sum(g.informative for g in groups) + 0.5) / (len(groups) + 0.5)
 
 
 def _unseen(problems: Sequence[Problem], seen: set[int]) -> list[Problem]:
@@ -177,7 +177,8 @@ class Collector:
     """Collects the groups of a step when the step asks for them, so that sampling and training take turns.
 
     Args:
-      collect: the groups of step s (from 0), given the groups carried over to it.
+      collect: the groups of step s (from 0), given the groups carried over to it and the share of informative groups
+        in the last step that generated any.
       take_errors: failed verdicts by kind since the last call.
       rollout: generates the completions.
       stream: of problems; `collect` reads it.
@@ -187,18 +188,19 @@ class Collector:
 
     def __init__(
         self,
-        collect: Callable[[int, Sequence[Group]], Collected],
+        collect: Callable[[int, Sequence[Group], float], Collected],
         take_errors: Callable[[], Mapping[str, int]],
         rollout: Rollout,
         stream: PromptStream,
     ):
         self._collect, self._take_errors, self._rollout, self._stream = collect, take_errors, rollout, stream
         self._carried: list[Group] = []
+        self._share = UNKNOWN_SHARE
 
     def take(self, step: int, params: Any, version: int) -> Sampled:
         """The groups of `step`, which trains next from `params`, the weights of `version`."""
         del params, version
-        collected = self._collect(step, self._carried)
+        collected = self._next(step)
         return Sampled(collected, self._take_errors(), collected.trained, collected.carried)
 
     def carry(self, carried: list[Group]) -> None:
@@ -224,14 +226,20 @@ class Collector:
 
     def record(self) -> dict[str, Any]:
         """Everything that a resume needs, JSON-able."""
-        return {"ahead": None, "stream": self._stream.state(), "pending": encode_groups(self._carried)}
+        pending = encode_groups(self._carried)
+        return {"ahead": None, "stream": self._stream.state(), "pending": pending, "share": self._share}
 
     def restore(self, record: Mapping[str, Any]) -> None:
         """Goes back to a record of `record`. Raises ValueError if another kind of collector wrote it."""
         if record["ahead"] is not None:
             raise ValueError("the checkpoint was written with rollout.max_staleness above 0 and this run has 0")
         self._stream.restore(record["stream"])
-        self._carried = decode_groups(record["pending"])
+        self._carried, self._share = decode_groups(record["pending"]), record["share"]
 
     def close(self) -> None:
         """Ends the work in the background, if there is any."""
+
+    def _next(self, step: int) -> Collected:
+        collected = self._collect(step, self._carried, self._share)
+        self._share = collected.share or self._share
+        return collected

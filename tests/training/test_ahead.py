@@ -51,7 +51,7 @@ class Weights:
 
 
 def ahead_of(weights, collected, **options):
-    def collect(step, carried):
+    def collect(step, carried, share):
         collected.append((step, weights.version))
         made = [group(weights.version)]
         return Collected(made, list(carried), made)
@@ -74,7 +74,7 @@ def test_a_batch_comes_from_the_weights_of_as_many_steps_before_as_the_bound_say
 def test_sampling_overlaps_training_and_waits_at_the_bound():
     weights, begun, go = Weights(), [], threading.Event()
 
-    def collect(step, carried):
+    def collect(step, carried, share):
         begun.append(step)
         assert step == 0 or go.wait(20)
         return Collected([group(weights.version)], [], [group(weights.version)])
@@ -94,7 +94,7 @@ def test_sampling_overlaps_training_and_waits_at_the_bound():
 def test_a_token_older_than_the_bound_is_an_error():
     weights = Weights()
 
-    def collect(step, carried):
+    def collect(step, carried, share):
         made = [group(weights.version, weights.version - 5 * (step == 2))]
         return Collected(made, [], made)
 
@@ -108,7 +108,7 @@ def test_a_token_older_than_the_bound_is_an_error():
 def test_a_fault_in_sampling_is_raised_at_the_step_that_needs_the_batch():
     weights = Weights()
 
-    def collect(step, carried):
+    def collect(step, carried, share):
         if step == 1:
             raise OSError("device fell off the bus")
         return Collected([group(0)], [], [group(0)])
@@ -136,7 +136,7 @@ def test_a_decoupled_loss_gets_the_behaviour_policy_from_the_trainer_and_keeps_t
 
 
 def test_a_record_holds_the_batches_to_come_and_what_is_carried():
-    def collect(step, carried):
+    def collect(step, carried, share):
         made = [group(step, step + 1, logprob=-1 / (1 + step)), group(step)]
         return Collected(made, list(carried), [*carried, made[0]], [made[1]])
 

@@ -2,6 +2,7 @@
 
 import collections
 import itertools
+import math
 
 import numpy as np
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 
 from rpg_jax.data import Problem
 from rpg_jax.data.groups import Group
-from rpg_jax.training.collect import DynamicSampling, collect
+from rpg_jax.training.collect import collect
+from rpg_jax.training.dynamic_sampling import DynamicSampling
 from rpg_jax.types import Completion
 
 
@@ -35,7 +37,14 @@ def every_third_is_informative(problems, *, step, draw=0, enough=None):
 
 def run(dynamic, sample=every_third_is_informative, *, problems=None, prompts_per_step=4, pending=()):
     problems = stream(4) if problems is None else problems
-    return collect(problems, sample, prompts_per_step=prompts_per_step, step=0, dynamic=dynamic, pending=pending)
+    take, sizes = (lambda count: next(problems)), dict(prompts_per_step=prompts_per_step, step=0)
+    return collect(take, sample, **sizes, dynamic=dynamic, pending=pending)
+
+
+def taking(count=10**6):
+    """The next problems, as `PromptStream.take` has them."""
+    ids = (i % count for i in itertools.count())
+    return lambda wanted: [Problem(next(ids), "p", "a", "t") for _ in range(wanted)]
 
 
 def ids(groups):
@@ -164,7 +173,7 @@ def test_of_every_batch_the_first_groups_are_taken_and_the_others_counted(dynami
     def sample(problems, *, step, enough):
         return every_third_is_informative(problems[:enough], step=step)
 
-    step = collect(stream(6), sample, prompts_per_step=4, step=0, dynamic=dynamic, enough=4)
+    step = collect(taking(), sample, prompts_per_step=4, step=0, dynamic=dynamic, overprovision=0.5)
     batches = 1 if dynamic is None else 2
     assert len(step.trained) == 4 and len(step.generated) == 4 * batches
     assert step.accounting()["groups_cancelled"] == 2 * batches
@@ -175,5 +184,46 @@ def test_a_batch_of_fewer_prompts_than_are_wanted_is_taken_whole():
         assert enough == len(problems) == 3
         return every_third_is_informative(problems, step=step)
 
-    step = collect(stream(6, count=3), sample, prompts_per_step=4, step=0, dynamic=None, enough=4)
+    step = collect(taking(3), sample, prompts_per_step=4, step=0, dynamic=None, overprovision=0.5)
     assert ids(step.trained) == [0, 1, 2] and step.accounting()["groups_cancelled"] == 0
+
+
+@pytest.mark.parametrize(("share", "size"), [(1.0, 64), (0.5, 151), (0.2, 392), (0.01, 640)])
+def test_a_batch_has_the_prompts_that_should_fill_the_step(share, size):
+    """By hand: (64 + 2 sqrt(64 * 0.5)) / 0.5 = 150.6; (64 + 2 sqrt(64 * 0.8)) / 0.2 = 391.6; at most 10 steps' need."""
+    assert DynamicSampling(oversample=0).batch_size(64, missing=64, share=share) == size
+    assert DynamicSampling(oversample=3).batch_size(64, missing=1, share=share) == 192
+
+
+def test_a_batch_after_the_first_is_as_large_as_what_is_missing_asks_for():
+    asked = []
+
+    def sample(problems, *, step, enough=None):
+        asked.append(len(problems))
+        return every_third_is_informative(problems, step=step)
+
+    dynamic = DynamicSampling(oversample=0)
+    step = collect(taking(), sample, prompts_per_step=9, step=0, dynamic=dynamic, share=1.0)
+    assert asked[0] == 9
+    share = 3.5 / 9.5
+    assert asked[1:] == [math.ceil((6 + 2 * math.sqrt(6 * (1 - share))) / share)]
+    assert len(step.trained) == 9 and step.share == pytest.approx((len(step.generated) // 3 + 0.5) / (sum(asked) + 0.5))
+
+
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+def test_batches_of_the_needed_size_generate_little_more_than_the_share_asks_for(share):
+    rng, take, pending, seen = np.random.default_rng(0), taking(), [], 1.0
+    generated, batches, steps = 0, 0, 60
+
+    def sample(problems, *, step, enough=None):
+        nonlocal batches
+        batches += 1
+        return [group(p.prompt_id, [0, 1] if rng.random() < share else [1, 1]) for p in problems]
+
+    dynamic = DynamicSampling(oversample=0, surplus="carry")
+    for step in range(steps):
+        done = collect(take, sample, prompts_per_step=64, step=step, dynamic=dynamic, pending=pending, share=seen)
+        pending, seen = done.carried, done.share or seen
+        generated += len(done.generated)
+        assert len(done.trained) == 64
+    assert generated / (64 * steps) < 1.05 / share and batches < 1.2 * steps

@@ -15,7 +15,8 @@ from rpg_jax.rollout import weights_checksum
 from rpg_jax.runs.rollout_files import RolloutFiles, token_numbers
 from rpg_jax.storage.snapshots import Snapshots
 from rpg_jax.training.ahead import AheadCollector
-from rpg_jax.training.collect import Collector, DynamicSampling, collect
+from rpg_jax.training.collect import Collector, collect
+from rpg_jax.training.dynamic_sampling import DynamicSampling
 from rpg_jax.training.loop import Algorithm, train
 from rpg_jax.training.objective import Objective, advantages_fn, policy_loss_fn
 from rpg_jax.training.optimizer import make_optimizer
@@ -123,11 +124,14 @@ def make_loop(
 ):
     rule = make_rule(rule, every=Count.parse(every), kl_threshold=0.1, kl_decay=0.9)
     like = abstract(parts["shapes"], parts["params"])
-    rollout, stream = FakeRollout(), data.PromptStream(PROBLEMS, batch_size=batch_size, seed=0)
+    rollout, stream = FakeRollout(), data.PromptStream(PROBLEMS, seed=0)
     generator = FakeGenerator(rollout)
 
-    def collected(step, carried):
-        return collect(stream, generator, prompts_per_step=2, step=step, dynamic=dynamic, pending=carried)
+    def take(wanted):
+        return stream.take(batch_size or wanted)
+
+    def collected(step, carried, share):
+        return collect(take, generator, prompts_per_step=2, step=step, dynamic=dynamic, pending=carried, share=share)
 
     made = collected, generator.take_errors, rollout, stream
     algorithm = Algorithm(
@@ -186,14 +190,24 @@ def test_carried_groups_are_trained_with_the_logprobs_of_the_weights_that_sample
 
 @pytest.mark.parametrize(
     ("surplus", "max_staleness"),
-    [("carry", 0), ("drop", 0), ("carry", 2), pytest.param("drop", 1, marks=pytest.mark.slow)],
+    [
+        ("needed", 0),
+        ("drop", 0),
+        ("carry", 2),
+        pytest.param("carry", 0, marks=pytest.mark.slow),
+        pytest.param("needed", 1, marks=pytest.mark.slow),
+        pytest.param("drop", 1, marks=pytest.mark.slow),
+    ],
 )
 def test_a_resumed_loop_is_the_same_loop_in_the_middle_of_an_epoch(parts, tmp_path, surplus, max_staleness):
     """Seven problems in batches of three: no step ends where an epoch does, and groups are carried over."""
     ahead = {"max_staleness": max_staleness, "steps": 6, "swap": "between"} if max_staleness else None
 
     def make(folder):
-        return make_loop(parts, folder, dynamic=DynamicSampling(surplus=surplus), batch_size=3, ahead=ahead)
+        # batches of three are the stream's; "needed" asks for as many as the share seen last calls for
+        needed = surplus == "needed"
+        dynamic = DynamicSampling(0, surplus="carry") if needed else DynamicSampling(surplus=surplus)
+        return make_loop(parts, folder, dynamic=dynamic, batch_size=0 if needed else 3, ahead=ahead)
 
     straight, carried_seen = make(tmp_path), 0
     history = []
@@ -201,13 +215,13 @@ def test_a_resumed_loop_is_the_same_loop_in_the_middle_of_an_epoch(parts, tmp_pa
         record, state = straight.record(), jax.tree.map(np.array, straight.state)
         carried_seen += len((record["ahead"] or {"carried": record["pending"]})["carried"])
         history.append((record, state, straight.run_step().values))
-    assert (carried_seen > 0) == (surplus == "carry")
+    assert (carried_seen > 0) == (surplus != "drop")
     for record, state, expected in history[2:5:2]:
         resumed = make(tmp_path)
         resumed.restore(jax.device_put(state, parts["where"]), record)
         values = resumed.run_step().values
         assert untimed(values) == untimed(expected)
-        assert values.get("staleness_updates_max", 0) <= 2 * (max_staleness + (surplus == "carry"))
+        assert values.get("staleness_updates_max", 0) <= 2 * (max_staleness + (surplus != "drop"))
         while resumed.step < straight.step:
             resumed.run_step()
         assert weights_checksum(resumed.state) == weights_checksum(straight.state)
