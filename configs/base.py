@@ -382,10 +382,11 @@ FIELDS = Section(
             "log-probabilities over the mini-batches of its groups. 0 is off.", "steps", range="[0, 1e12]"),
         rollouts_groups=Field(8, "The most groups in a record. A token takes up to 25 bytes on disk.", "groups",
             range="[1, 1e6]"),
-        tensorboard=Field(False, "Write event files into the run folder. Needs pip install tensorboardX."),
-        wandb=Field(optional(str), "The project of Weights & Biases. Needs pip install wandb."),
-        wandb_mode=Field("online", "online sends to the server; offline writes files into the run folder, to be synced "
-            "later; disabled does neither.", choices=("online", "offline", "disabled")),
+        tracker=Field("", "Where metrics go too: tensorboard, wandb, mlflow or trackio, or several, separated by "
+            "commas. Each needs its package: pip install tensorboardX, wandb, mlflow or trackio."),
+        project=Field("rpg_jax", "The project (wandb, trackio) or experiment (mlflow) of the run."),
+        wandb_mode=Field("online", "wandb: online sends to the server; offline writes files into the run folder, to be "
+            "synced later; disabled does neither.", choices=("online", "offline", "disabled")),
         max_nonfinite_updates=Field(10, "The run stops after this many non-finite updates in a row.", "updates",
             range="[1, 1e9]"),
     ),
