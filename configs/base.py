@@ -114,8 +114,11 @@ FIELDS = Section(
     rewards=Section(
         "The reward of a completion: a weighted sum of parts.",
         parts=Field("exact", "Any of exact, math_dapo, boxed, math_verify, gsm8k, countdown, by_source, format and "
-            'length, or a function of your own as module:function. Several take weights: "math_dapo:1,format:0.1". The '
-            "first verifier decides accuracy."),
+            'length, judge (the section judge), or a function of your own as module:function. Several take weights: '
+            '"math_dapo:1,format:0.1".'),
+        accuracy=Field(optional(str), "The part that decides accuracy; it need not be among the parts. Unset: the "
+            "first verifier among them."),
+        right_above=Field(0.0, "A completion is right where that part's score is above this.", range="[-1e6, 1e6]"),
         deadline_seconds=Field(10.0, "The longest time for one verdict of math_verify or of your own function.",
             "seconds", range="(0, 3600]"),
         workers=Field(optional(int), "The processes for those verdicts. Unset: one per CPU, at most 8.", "processes",
@@ -127,6 +130,26 @@ FIELDS = Section(
             range="[0, 1048576]"),
         overlong_factor=Field(1.0, "The punishment at the limit.", range="[0, 1e6]"),
         overlong_masking=Field(False, "Do not train on completions that the limit cuts off."),
+    ),
+    judge=Section(
+        'A judge or a reward model over HTTP: the part "judge" of rewards.parts.',
+        url=Field(optional(str), "The server, as http://localhost:8000/v1, or the address of a scoring endpoint."),
+        kind=Field("chat", "chat: a model is asked by /chat/completions and its last line holds the grade. score: a "
+            "POST of {prompts, completions, answers} returns {scores}.", choices=("chat", "score")),
+        model=Field("default", "The model's name, as the server has it."),
+        prompt=Field("", "chat: the question to the judge, with {completion}, and {prompt}, {answer} and {scale} where "
+            'they are wanted. "": a grade from 0 to the scale, with question and reference answer.'),
+        scale=Field(10.0, "chat: the highest grade; the score is the grade's share of it.", range="(0, 1e6]"),
+        max_tokens=Field(256, "chat: the longest reply.", "tokens", range="[1, 1048576]"),
+        batch=Field(16, "score: the completions of a request.", "completions", range="[1, 1e5]"),
+        parallel=Field(16, "The requests that are under way at once.", "requests", range="[1, 1000]"),
+        deadline_seconds=Field(60.0, "The longest time for a request and all its retries.", "seconds",
+            range="(0, 3600]"),
+        attempts=Field(4, "How often a request is sent where the server is busy or not reachable; the pauses double.",
+            range="[1, 100]"),
+        cache=Field(100_000, "The verdicts that are remembered: an equal completion is not judged twice.", "verdicts",
+            range="[0, 1e8]"),
+        key_variable=Field("JUDGE_API_KEY", "The environment variable that holds the server's API key, if it has one."),
     ),
     rollout=Section(
         "How completions are sampled.",

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 
-from rpg_jax.rewards import keeper
+from rpg_jax.rewards import descendants
 from rpg_jax.rewards.verdicts import KINDS, Task, Verdict, checked_score
 
 STARTUP_S = 120.0
@@ -20,7 +20,7 @@ class Member:
 
     def __init__(self, setup: str):
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "rpg_jax.rewards.worker", setup],
+            [sys.executable, "-m", "rpg_jax.rewards.verifier_process", setup],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -98,16 +98,18 @@ class Member:
 
     def _failed(self, kind: str) -> Verdict:
         if not self.ready:
-            raise RuntimeError(f"a verifier process did not start ({kind}): try `python -m rpg_jax.rewards.worker`")
+            raise RuntimeError(
+                f"a verifier process did not start ({kind}): try `python -m rpg_jax.rewards.verifier_process`"
+            )
         self.task_id = None
         code = self._process.poll()
         return Verdict(None, kind, "" if code is None else f"exit code {code}")
 
     def kill(self) -> None:
         """Ends the process with all that it started, and waits for it."""
-        if keeper.AVAILABLE:
-            self._process.send_signal(keeper.END)
-        if not keeper.AVAILABLE or not self._ended(2.0):  # a verifier can stop a keeper that it sees
+        if descendants.AVAILABLE:
+            self._process.send_signal(descendants.END)
+        if not descendants.AVAILABLE or not self._ended(2.0):  # a verifier can stop a keeper that it sees
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._ended(5.0)

@@ -133,7 +133,10 @@ def reward_arguments(config: ConfigDict) -> tuple[dict[str, float], dict[str, di
     """The weights and the options of `rewards.make_scorer`, by part."""
     c, limit = config.rewards, config.rollout.max_tokens
     weights = _weights(c.parts)
+    if c.accuracy is not None:
+        weights.setdefault(c.accuracy, 0.0)
     options: dict[str, dict[str, Any]] = {"format": {"pattern": c.format}, "length": {"limit": limit}}
+    options["judge"] = config.judge.to_dict()
     if c.overlong_shaping:
         weights["overlong"] = 1.0
         options["overlong"] = {"limit": limit, "buffer": c.overlong_buffer, "factor": c.overlong_factor}

@@ -81,7 +81,7 @@ def test_an_attack_costs_its_own_verdict_only(pool):
 
 FORK = "__import__('ctypes').CDLL(None).fork()"  # Python does not notice
 ESCAPE = f"({FORK} or ({OS}.setsid(), __import__('time').sleep(60))) and 1"
-SUBREAPER = "from rpg_jax.rewards import keeper\nkeeper.own_pid_namespace = lambda libc: False\n"
+SUBREAPER = "from rpg_jax.rewards import descendants\ndescendants.own_pid_namespace = lambda libc: False\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no keeper")
@@ -196,7 +196,7 @@ def test_a_call_after_an_interrupted_one_gets_its_own_verdicts(folder, monkeypat
 def test_an_import_that_hangs_ends_without_the_parent(folder):
     (folder / "hanging.py").write_text("__import__('time').sleep(60)")
     setup = {"functions": {"hanging:f": ARGUMENTS}, "memory_bytes": 2**29, "startup_s": 0.05, "deadline_s": 1}
-    command = [sys.executable, "-m", "rpg_jax.rewards.worker", json.dumps(setup)]
+    command = [sys.executable, "-m", "rpg_jax.rewards.verifier_process", json.dumps(setup)]
     path = os.pathsep.join([str(folder), *sys.path])
     ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, timeout=30)
     assert ended.returncode == 128 + signal.SIGALRM
