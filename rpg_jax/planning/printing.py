@@ -169,7 +169,8 @@ def _closing(figures: Mapping[str, Any]) -> list[str]:
     return [
         f"binds: {figures['binds']}",
         f"{figures['steps']:,.0f} steps: {cost(expected)} expected; {cost(bound)} at the bound",
-        f"a fleet of {figures['fleet_chips']:,.0f} chips samples as fast as these chips train",
+        f"{figures['workers']:,.0f} workers of {figures['worker_chips']} chips each (rollout.driver=fleet, "
+        "max_staleness=1) sample as fast as these chips train",
         "to try next: " + ("\n        then: ".join(tries) or "nothing that this plan knows makes a step 2 % faster"),
     ]
 

@@ -2,7 +2,8 @@
 
 The text that it reads may attack it. Once the verifiers are imported, it gives up everything that they do not need:
 memory, files, processes, sockets, signals. An alarm, which needs no running Python, ends it when an import or a task
-overruns by far, even if the parent is gone. The parent's deadline and kill stop everything else.
+overruns by far, even if the parent is gone. The parent's deadline and kill stop everything else. Its keeper ends what
+it leaves running.
 
 It ignores the signals that end a run. `systemctl stop` sends them to all processes of a service, while the parent still
 needs verdicts to finish its step.
@@ -18,6 +19,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rpg_jax.rewards import descendants
 from rpg_jax.rewards.verdicts import BadScore, check_call, checked_score
 
 _DENIED = (
@@ -33,6 +35,7 @@ def main() -> None:
     """Argument: JSON {"functions": {module:function: [argument, …], …}, "memory_bytes", "startup_s", "deadline_s"}."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    descendants.keep()
     setup = json.loads(sys.argv[1])
     signal.setitimer(signal.ITIMER_REAL, 2 * setup["startup_s"])
     tasks = os.fdopen(os.dup(0), "r", encoding="utf-8")
