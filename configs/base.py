@@ -196,8 +196,9 @@ FIELDS = Section(
         port=Field(9100, "The port of process 0; process i has port + i. 0: free ones.", range="[0, 65535]"),
         advertise=Field(optional(str), "The address of this process for workers, without the port. Unset: host, or the "
             "one from which this machine reaches the coordinator."),
-        certificate=Field(optional(str), "PEM file of the TLS certificate, for the name rpg-fleet."),
-        private_key=Field(optional(str), "PEM file of the certificate's private key."),
+        certificate=Field(optional(str), "PEM file of the TLS certificate, for the name rpg-fleet. Unset: the text of "
+            "the variable RPG_JAX_CERTIFICATE."),
+        private_key=Field(optional(str), "PEM file of its private key. Unset: the text of RPG_JAX_PRIVATE_KEY."),
         key_file=Field(optional(str), "File of the key that workers must have. Unset: the variable RPG_JAX_API_KEY."),
         lost_seconds=Field(20.0, "A worker that is not heard of for so long loses its groups to others.", "seconds",
             range="[5, 1e6]"),

@@ -25,11 +25,12 @@ def export(options: argparse.Namespace) -> None:
     """Checks the flags and exports."""
     if options.run is None or options.out is None:
         raise ValueError("give the run and where to write it: --run=runs/NAME --out=FOLDER")
-    from rpg_jax import storage  # loads JAX: wrong flags need not wait for it
-    from rpg_jax.runs import policy
+    from rpg_jax.runs.policy import Policy, free_folder  # loads JAX: wrong flags need not wait for it
 
-    step = policy.export(options.run, storage.local(options.out), step=options.step, dtype=options.dtype)
-    print(f"step {step} of {options.run} is in {options.out}")
+    free_folder(options.out)  # before the weights are read
+    policy = Policy.from_run(options.run, step=options.step)
+    policy.export(options.out, dtype=options.dtype)
+    print(f"step {policy.step} of {options.run} is in {options.out}")
 
 
 if __name__ == "__main__":

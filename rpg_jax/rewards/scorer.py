@@ -5,19 +5,29 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
+from rpg_jax.rewards.callables import InProcess
 from rpg_jax.rewards.extraction import extract_answer
 from rpg_jax.rewards.graded import Graded
 from rpg_jax.rewards.judge import Judge, Server
 from rpg_jax.rewards.math_dapo import normalise
 from rpg_jax.rewards.parts import FORMS, LENGTHS, check, is_verifier
 from rpg_jax.rewards.pool import WorkerPool
-from rpg_jax.rewards.verdicts import BadScore, Task, Verdict, checked_score
-from rpg_jax.rewards.verifiers import BY_SOURCE, JUDGE, VERIFIERS, Verifier, name_for_source, resolve
+from rpg_jax.rewards.verdicts import Task, Verdict
+from rpg_jax.rewards.verifiers import (
+    BY_SOURCE,
+    JUDGE,
+    NO_FUNCTIONS,
+    VERIFIERS,
+    Functions,
+    Verifier,
+    name_for_source,
+    resolve,
+)
 
 # With fewer problems, all may happen to have reference answers that a verifier cannot read.
 _FIRST_PROBLEMS = 16
@@ -61,6 +71,7 @@ def make_scorer(
     deadline_s: float = 10.0,
     accuracy: str | None = None,
     right_above: float = 0.0,
+    functions: Functions = NO_FUNCTIONS,
 ) -> Scorer:
     """The scorer for one part name, or for {part name: weight}.
 
@@ -71,9 +82,10 @@ def make_scorer(
       reward: the part or parts.
       options: keyword arguments by part, e.g. {"overlong": {"limit": 2048, "buffer": 512}}.
       workers: number of processes for the verifiers that need them; by default one per CPU, at most 8.
-      deadline_s: seconds such a verifier may take for one completion.
+      deadline_s: seconds such a verifier, or an async function, may take for one completion.
       accuracy: the part that decides accuracy; None: the first verifier.
       right_above: a completion is right where that part's score is above it.
+      functions: of this process, plain or async, by their part's name; other parts are imported by name.
 
     Raises:
       ValueError: a part or an option is unknown, an option is missing or out of its range, there is no verifier, or a
@@ -83,7 +95,7 @@ def make_scorer(
     check(weights, options or {})
     if accuracy is not None and (accuracy not in weights or not is_verifier(accuracy)):
         raise ValueError(f"rewards.accuracy={accuracy!r} must be a verifier among the rewards {[*weights]}")
-    limits: dict[str, Any] = {"workers": workers, "deadline_s": deadline_s}
+    limits: dict[str, Any] = {"workers": workers, "deadline_s": deadline_s, "functions": functions}
     return Scorer(weights, options or {}, **limits, accuracy=accuracy, right_above=right_above)
 
 
@@ -99,6 +111,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         deadline_s: float,
         accuracy: str | None = None,
         right_above: float = 0.0,
+        functions: Functions = NO_FUNCTIONS,
     ):
         self._weights = dict(weights)
         self._options = {name: dict(options.get(name, {})) for name in weights}
@@ -110,7 +123,9 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         self._failed: dict[str, set[tuple[str, str]]] = {name: set() for name in verifiers}  # until a success
         self._pool_arguments: dict[str, Any] = {"size": workers, "deadline_s": deadline_s}
         self._pool: WorkerPool | None = None
-        if any(v.pooled for v in map(resolve, weights) if v):
+        self._in_process = InProcess(deadline_s)
+        self._named = {name: resolve(name, functions) for name in weights}
+        if any(v.pooled for v in self._named.values() if v):
             self._start_pool().wait_ready()
 
     def __call__(
@@ -159,11 +174,12 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         return found
 
     def close(self) -> None:
-        """Ends the worker processes, if there are any."""
+        """Ends the worker processes and the event loop, if there are any."""
         if self._pool is not None:
             self._pool.close()
         if self._judge is not None:
             self._judge.close()
+        self._in_process.close()
 
     def __exit__(self, *_) -> None:
         self.close()
@@ -174,7 +190,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
             return LENGTHS[name](lengths, **options)
         if name in FORMS:
             return np.array([FORMS[name](text, **options) for text in texts], np.float32)
-        named = resolve(name)
+        named = self._named[name]
         verifiers = [named or VERIFIERS[name_for_source(p.source)] for p in problems]
         verdicts = self._verdicts(verifiers, problems, texts, options)
         self._expect_success(name, problems, verdicts)
@@ -208,24 +224,15 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         pooled = [i for i, f in enumerate(verifiers) if f.pooled]
         verdicts = dict(zip(pooled, self._start_pool().run([tasks[i] for i in pooled]), strict=True)) if pooled else {}
         functions = {f.path: f.load() for f in set(verifiers) if not f.pooled}
-        for i, task in enumerate(tasks):
-            if i not in verdicts:
-                verdicts[i] = _inline(functions[task.function], task)
+        own = [i for i, f in enumerate(verifiers) if not f.pooled]
+        calls = [(functions[tasks[i].function], tasks[i]) for i in own]
+        verdicts |= zip(own, self._in_process.verdicts(calls), strict=True)
         return [verdicts[i] for i in range(len(tasks))]
 
     def _start_pool(self) -> WorkerPool:
         if self._pool is None:
-            named = [f for f in map(resolve, self._weights) if f]
+            named = [f for f in self._named.values() if f]
             by_source = VERIFIERS.values() if BY_SOURCE in self._weights else ()
             functions = {f.path: f.arguments for f in (*named, *by_source) if f.pooled}
             self._pool = WorkerPool(functions, **self._pool_arguments)
         return self._pool
-
-
-def _inline(function: Callable[..., float], task: Task) -> Verdict:
-    try:
-        return Verdict(checked_score(function(*task.arguments, **task.options)))
-    except BadScore as error:
-        return Verdict(None, "value", str(error))
-    except Exception as error:  # a reference answer that the verifier cannot read
-        return Verdict(None, "error", f"{type(error).__name__}: {error}")

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from rpg_jax import storage
+from rpg_jax import rewards, storage
 from rpg_jax.parallel import hosts
 from rpg_jax.report import curves, summary
 from rpg_jax.report.progress import Progress
@@ -41,8 +41,11 @@ from rpg_jax.training.measures import Guard
 from rpg_jax.training.state import TrainState
 
 
-def run(config: ConfigDict) -> int:
-    """Runs or resumes the training run of a resolved config to its last step; returns the exit code."""
+def run(config: ConfigDict, functions: rewards.Functions = rewards.NO_FUNCTIONS) -> int:
+    """Runs or resumes the training run of a resolved config to its last step; returns the exit code.
+
+    `functions` are rewards that a Python program handed over, by their names in `rewards.parts`.
+    """
     processes.check(config)
     if processes.platform() == "cpu":
         cli.keep_buffers()
@@ -51,7 +54,7 @@ def run(config: ConfigDict) -> int:
         experiment = open_experiment(config, folder.files)
         print("".join(f"{note}\n" for note in experiment.notes), end="")
         with experiment.layout.activate(), contextlib.ExitStack() as closing:
-            session = Session(experiment, folder, closing)
+            session = Session(experiment, folder, closing, functions)
             with cli.run_is_open():
                 return session.to_the_end()
 
@@ -68,7 +71,13 @@ class Position:
 class Session:
     """One training run in progress; `closing` ends what it starts."""
 
-    def __init__(self, experiment: Experiment, folder: storage.Folder, closing: contextlib.ExitStack):
+    def __init__(
+        self,
+        experiment: Experiment,
+        folder: storage.Folder,
+        closing: contextlib.ExitStack,
+        functions: rewards.Functions = rewards.NO_FUNCTIONS,
+    ):
         config = experiment.config
         self.config, self.folder = config, folder
         self.watchdog = Watchdog(folder.files, config.run.stall_seconds, last_words=folder.push)
@@ -79,7 +88,7 @@ class Session:
         learner, new = make_learner(experiment.layout), self.keeper.is_new
         self.learning_rate = learner.optimizer.learning_rate
         params = (init_params if new else no_params)(experiment.layout)  # a resume reads weights once
-        scorer = closing.enter_context(make_scorer(config))
+        scorer = closing.enter_context(make_scorer(config, functions))
         self.rollout = rollout = make_training_rollout(experiment, params, self.watchdog.beat)
         closing.callback(rollout.close)
         if new and config.warm_start.enabled:
