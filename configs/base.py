@@ -196,8 +196,9 @@ FIELDS = Section(
         port=Field(9100, "The port of process 0; process i has port + i. 0: free ones.", range="[0, 65535]"),
         advertise=Field(optional(str), "The address of this process for workers, without the port. Unset: host, or the "
             "one from which this machine reaches the coordinator."),
-        certificate=Field(optional(str), "PEM file of the TLS certificate, for the name rpg-fleet."),
-        private_key=Field(optional(str), "PEM file of the certificate's private key."),
+        certificate=Field(optional(str), "PEM file of the TLS certificate, for the name rpg-fleet. Unset: the text of "
+            "the variable RPG_JAX_CERTIFICATE."),
+        private_key=Field(optional(str), "PEM file of its private key. Unset: the text of RPG_JAX_PRIVATE_KEY."),
         key_file=Field(optional(str), "File of the key that workers must have. Unset: the variable RPG_JAX_API_KEY."),
         lost_seconds=Field(20.0, "A worker that is not heard of for so long loses its groups to others.", "seconds",
             range="[5, 1e6]"),
@@ -382,10 +383,11 @@ FIELDS = Section(
             "log-probabilities over the mini-batches of its groups. 0 is off.", "steps", range="[0, 1e12]"),
         rollouts_groups=Field(8, "The most groups in a record. A token takes up to 25 bytes on disk.", "groups",
             range="[1, 1e6]"),
-        tensorboard=Field(False, "Write event files into the run folder. Needs pip install tensorboardX."),
-        wandb=Field(optional(str), "The project of Weights & Biases. Needs pip install wandb."),
-        wandb_mode=Field("online", "online sends to the server; offline writes files into the run folder, to be synced "
-            "later; disabled does neither.", choices=("online", "offline", "disabled")),
+        tracker=Field("", "Where metrics go too: tensorboard, wandb, mlflow or trackio, or several, separated by "
+            "commas. Each needs its package: pip install tensorboardX, wandb, mlflow or trackio."),
+        project=Field("rpg_jax", "The project (wandb, trackio) or experiment (mlflow) of the run."),
+        wandb_mode=Field("online", "wandb: online sends to the server; offline writes files into the run folder, to be "
+            "synced later; disabled does neither.", choices=("online", "offline", "disabled")),
         max_nonfinite_updates=Field(10, "The run stops after this many non-finite updates in a row.", "updates",
             range="[1, 1e9]"),
     ),

@@ -30,9 +30,10 @@ from rpg_jax.runs.experiment import (
 from rpg_jax.runs.fleet_trainer import make_training_rollout
 from rpg_jax.runs.keeper import Keeper
 from rpg_jax.runs.learner import make_learner
-from rpg_jax.runs.logs import RunLog, host_metrics, plain, trackers_of
+from rpg_jax.runs.logs import RunLog, host_metrics, plain
 from rpg_jax.runs.profiling import CompilationCounter, chosen_steps, watched
 from rpg_jax.runs.stopping import StopRequest, watch_preemption
+from rpg_jax.runs.trackers import trackers_of
 from rpg_jax.runs.warm_start import warm_started
 from rpg_jax.runs.watchdog import Watchdog
 from rpg_jax.training.loop import Step, train
