@@ -3,6 +3,8 @@
   python -m rpg_jax.export --run=runs/tiny-rpg-reinforce-urkl-seed0 --out=exported
 
 The folder holds model*.safetensors, config.json and the tokenizer's files. It loads back by --config.model.path=FOLDER.
+The adapters of a run with model.lora.rank are merged into their base. With --adapter they become a folder of their own,
+which the library peft loads, and --config.model.lora.path=FOLDER.
 """
 
 import argparse
@@ -18,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", help="folder to write; must not hold a model already")
     parser.add_argument("--step", type=int, help="checkpoint to export; default: the last")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the weights; default: the run's")
+    parser.add_argument("--adapter", action="store_true", help="the adapters alone, as the library peft reads them")
     return cli.run(export, parser, argv)
 
 
@@ -28,7 +31,13 @@ def export(options: argparse.Namespace) -> None:
     from rpg_jax import storage  # loads JAX: wrong flags need not wait for it
     from rpg_jax.runs import policy
 
-    step = policy.export(options.run, storage.local(options.out), step=options.step, dtype=options.dtype)
+    out = storage.local(options.out)
+    if options.adapter:
+        if options.dtype:
+            raise ValueError(f"adapters are written in float32: leave --dtype={options.dtype} or --adapter out")
+        step = policy.export_adapters(options.run, out, step=options.step)
+    else:
+        step = policy.export(options.run, out, step=options.step, dtype=options.dtype)
     print(f"step {step} of {options.run} is in {options.out}")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from flax import nnx
 
-from rpg_jax.models import QwenConfig
+from rpg_jax.models import Base, QwenConfig
 from rpg_jax.rollout.decoding import Decoding
 from rpg_jax.rollout.engine import QwenEngine
 from rpg_jax.rollout.interface import Rollout
@@ -56,13 +56,23 @@ def find_driver(name: str) -> Driver:
 
 
 def make_rollout(
-    driver: str, config: QwenConfig, graphdef: nnx.GraphDef, params: Params, decoding: Decoding
+    driver: str,
+    config: QwenConfig,
+    graphdef: nnx.GraphDef,
+    params: Params,
+    decoding: Decoding,
+    *,
+    base: Base | None = None,
+    merge: bool = False,
 ) -> Rollout:
     """The rollout of a driver, over a model of `config` and `graphdef` with the trainer's `params` as version 0.
+
+    If `params` are adapters, `base` are the frozen weights; see `Weights`, which has `merge` too.
 
     Raises:
       ValueError: the driver is unknown, or its library is not installed.
     """
     make = find_driver(driver).make
-    weights = Weights(params, dtype=decoding.dtype, shardings=decoding.shardings, int8=decoding.int8)
+    how = {"dtype": decoding.dtype, "shardings": decoding.shardings, "int8": decoding.int8}
+    weights = Weights(params, **how, base=base, merge=merge)
     return make(config, graphdef, weights, decoding)

@@ -8,12 +8,16 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from rpg_jax import data, models, storage
+from rpg_jax.models import hf_adapters
+from rpg_jax.models.lora import merged
 from rpg_jax.rollout import Request
 from rpg_jax.runs import inputs, run_folder
+from rpg_jax.runs.adapters import first_adapters, new_base, open_base
 from rpg_jax.runs.experiment import Experiment, init_params, make_rollout, open_experiment
 from rpg_jax.runs.learner import make_learner
 from rpg_jax.runs.resolve import resolve
@@ -39,11 +43,12 @@ def of_run(
     changes: Changes = NONE,
     held_out: bool = False,
     weights: bool = True,
+    merge: bool = True,
 ) -> Policy:
     """The policy of a run's checkpoint, by default the last.
 
     `changes` are values of config fields, by dotted name, that replace the run's. `held_out` loads the problems of
-    evaluations, and `weights` the weights.
+    evaluations, and `weights` the weights. `merge` adds adapters to their base; without it, they are the params.
 
     Raises:
       ValueError: the folder holds no run, or not that checkpoint; the message lists the checkpoints.
@@ -67,7 +72,23 @@ def of_run(
         learner = make_learner(experiment.layout)
         needed = for_evaluation(learner.like, learner.optimizer)  # the optimizer's moments are twice the weights
         restored = integrity.restored(directory / str(step) / "state", needed)
-        return Policy(experiment, learner.optimizer.evaluation_params(restored.opt_state, restored.params), step)
+        params = learner.optimizer.evaluation_params(restored.opt_state, restored.params)
+        if merge and experiment.layout.lora is not None:
+            base = open_base(experiment.layout, folder, init_params, begins=False)
+            experiment, params = _merged(experiment, base, params)
+        return Policy(experiment, params, step)
+
+
+def _merged(experiment: Experiment, base: models.Base | None, adapters: Any) -> tuple[Experiment, Any]:
+    """The experiment without adapters, and its weights in the compute dtype; `base` is taken over."""
+    layout = experiment.layout
+    whole = layout.without_adapters(dtype=layout.config.model.compute_dtype)
+
+    def merge(base: models.Base, adapters: Any) -> Any:
+        return merged(base.policy(adapters))
+
+    params = jax.jit(merge, out_shardings=whole.param_shardings, donate_argnums=0)(base, adapters)
+    return dataclasses.replace(experiment, layout=whole), params
 
 
 def of_config(
@@ -75,13 +96,21 @@ def of_config(
 ) -> Policy:
     """The policy of `model.path`, or one with random weights, in `model.compute_dtype`: no optimizer needs more.
 
+    The adapters of `model.lora.path` are merged into it; new adapters would change nothing, and are left out.
     `scratch` receives the tokenizer where one is trained. The other arguments are those of `of_run`.
     """
     changed = config.copy_and_resolve_references()
     changed.update_from_flattened_dict({"model.param_dtype": config.model.compute_dtype, **changes})
+    if not changed.model.lora.path:
+        changed.model.lora.rank = 0
     experiment = open_experiment(resolve(changed), scratch, train=False, held_out=held_out)
     with experiment.layout.activate():
-        return Policy(experiment, init_params(experiment.layout) if weights else None, 0)
+        if not weights:
+            return Policy(experiment, None, 0)
+        if experiment.layout.lora is None:
+            return Policy(experiment, init_params(experiment.layout), 0)
+        base = new_base(experiment.layout, init_params)
+        return Policy(*_merged(experiment, base, first_adapters(experiment.layout)), 0)
 
 
 def sample(
@@ -127,8 +156,25 @@ def sample(
     return [[tokenizer.decode([t for t in c.tokens.tolist() if t not in stops]) for c in group] for group in groups]
 
 
+def export_adapters(run: str | Path, out: Path, *, step: int | None = None) -> int:
+    """Writes the adapters of a checkpoint (default: the last) to `out`, as peft reads them, and returns its step.
+
+    Raises:
+      ValueError: `out` holds an adapter, the run trains all weights, or it has no such checkpoint.
+    """
+    if (out / hf_adapters.CONFIG).exists():
+        raise ValueError(f"{out} already holds an adapter; choose another --out")
+    with run_folder.opened(str(run)) as folder:
+        experiment, adapters, step = of_run(folder, step, merge=False)
+        layout = experiment.layout
+        if layout.lora is None:
+            raise ValueError(f"{run} trains all weights (model.lora.rank=0) and has no adapters; leave --adapter out")
+        hf_adapters.save_adapters(out, layout.model, layout.lora, adapters, base=experiment.config.model.path)
+    return step
+
+
 def export(run: str | Path, out: Path, *, step: int | None = None, dtype: str | None = None) -> int:
-    """Writes the policy of a checkpoint (default: the last) to `out` and returns its step.
+    """Writes the policy of a checkpoint (default: the last) to `out`, adapters merged, and returns its step.
 
     Raises:
       ValueError: `out` holds a model, or the run has no such checkpoint; the message lists the checkpoints.

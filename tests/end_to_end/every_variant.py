@@ -17,6 +17,7 @@ VARIANTS = {
     "kl": {"reference.rule": "kl", "reference.kl_threshold": 1e-5},
     "ppo": {"method": "PPO", "dynamic_sampling.enabled": True, "dynamic_sampling.surplus": "carry", **PACKED},
     "ppo_shared": {"method": "PPO", "critic.trunk": "shared", "critic.gae_lambda": 0.9},
+    "lora": {"model.lora.rank": 2, "optimizer.learning_rate": 3e-3, **PACKED},
     "entropy": {"loss.entropy_coef": 0.01, **PACKED},
 }
 
