@@ -145,7 +145,8 @@ FIELDS = Section(
     rollout=Section(
         "How completions are sampled.",
         driver=Field("orchestrator", "The driver of the decoding engine: JetStream's threads (orchestrator) or one "
-            "thread on any mesh (lockstep). simple is a plain sampler without the engine, which serves as an oracle.",
+            "thread on any mesh (lockstep). fleet: workers sample, with engines of their own; docs/fleet.md. simple is "
+            "a plain sampler without the engine, which serves as an oracle.",
             choices="rpg_jax.rollout:DRIVERS"),
         slots=Field(optional(int), "Completions decoded together on each device. Unset: as many as its memory holds "
             "beside everything else; 128 on all devices of a process together where that is not known, as on a CPU.",
@@ -168,8 +169,8 @@ FIELDS = Section(
         overprovision=Field(0.0, "The share of groups that are begun beyond the need; the last to finish are "
             "cancelled. No step waits for its longest completions, but prompts with short ones are favoured.",
             range="[0, 10]"),
-        max_staleness=Field(0, "The steps that sampling may run ahead of training, on one device or on "
-            "rollout.devices. 0: they alternate.", "steps", range="[0, 1000]"),
+        max_staleness=Field(0, "The steps that sampling may run ahead of training, on one device, on rollout.devices "
+            "or on a fleet. 0: they alternate.", "steps", range="[0, 1000]"),
         swap=Field("between", "When sampling runs ahead, new weights take over between batches (reproducible) or "
             "midway in completions.", choices="rpg_jax.training.ahead:SWAPS"),
         int8=Field(False, "Decode with 8-bit matrices; set loss.sampler_correction, raise max_sampler_gap."),
@@ -178,6 +179,21 @@ FIELDS = Section(
             "completions of the present weights: with max_staleness those of the first step, with swap=midway none. "
             "With max_staleness and a loss.sampler_correction it is that of all, and the policy's drift counts.",
             "nats", range="(0, inf]"),
+    ),
+    fleet=Section(
+        "rollout.driver=fleet: where the trainer listens for workers, and when it gives one up.",
+        host=Field("127.0.0.1", "The address to listen on. Another than loopback needs certificate, private_key and a "
+            "key."),
+        port=Field(9100, "The port of process 0; process i has port + i. 0: free ones.", range="[0, 65535]"),
+        advertise=Field(optional(str), "The address of this process for workers, without the port. Unset: host, or the "
+            "one from which this machine reaches the coordinator."),
+        certificate=Field(optional(str), "PEM file of the TLS certificate, for the name rpg-fleet."),
+        private_key=Field(optional(str), "PEM file of the certificate's private key."),
+        key_file=Field(optional(str), "File of the key that workers must have. Unset: the variable RPG_JAX_API_KEY."),
+        lost_seconds=Field(20.0, "A worker that is not heard of for so long loses its groups to others.", "seconds",
+            range="[5, 1e6]"),
+        stall_seconds=Field(900.0, "And one that makes no progress for so long. Allow for one compilation.", "seconds",
+            range="[5, 1e6]"),
     ),
     dynamic_sampling=Section(
         "Prompts are drawn until a step has enough informative groups.",
@@ -278,21 +294,34 @@ FIELDS = Section(
     ),
     optimizer=Section(
         "The optimizer of the policy.",
-        name=Field("adamw", "The optimizer.", choices="rpg_jax.training.optimizer:NAMES"),
+        name=Field("adamw", "The optimizer, by optax's name. Those that read whole matrices (adafactor, lamb, muon) "
+            "are not among them.", choices="rpg_jax.training.optimizer:NAMES"),
         learning_rate=Field(from_method(float), "The learning rate after the warm-up.", range="[0, 100]"),
-        warmup=Field("10 steps", "The warm-up; then the rate is constant. Over N steps: a stair, the updates of step s "
+        schedule=Field("constant", "The learning rate after the warm-up: constant, or falling on a line (linear) or on "
+            "half a cosine (cosine).", choices="rpg_jax.training.optimizer:SCHEDULES"),
+        decay_until=Field(optional(str), "The length of a falling schedule, warm-up included. Unset: train.steps. A "
+            "longer run of the same name needs it set.", "steps or updates"),
+        final_rate=Field(0.0, "Where a falling schedule ends, as a share of the learning rate.", range="[0, 1]"),
+        warmup=Field("10 steps", "The warm-up. Over N steps: a stair, the updates of step s "
             "= 0, 1, ... have s/N of the rate, so those of the first step have none. Over N updates: a slope, update u "
             "= 1, 2, ... has u/N of the rate.", "steps or updates"),
-        b1=Field(0.9, "The decay of the gradient's mean. For schedule_free_adamw: its interpolation.", range="[0, 1)"),
-        b2=Field(0.999, "The decay of the squared gradient's mean.", range="[0, 1)"),
+        b1=Field(0.9, "The decay of the gradient's mean. For sgd: its momentum; for schedule_free_adamw: its "
+            "interpolation.", range="[0, 1)"),
+        b2=Field(0.999, "The decay of the squared gradient's mean. For lion: of the slower mean.", range="[0, 1)"),
         eps=Field(1e-8, "The number that is added to the root of the squared gradient's mean.", range="[0, 1]"),
         weight_decay=Field(0.1, "The decoupled weight decay. It is multiplied by the learning rate.", range="[0, 100]"),
+        decayed=Field("all", "The weights that weight decay shrinks: all, or matrices only (no norms, no biases).",
+            choices="rpg_jax.training.optimizer:DECAYED"),
         max_grad_norm=Field(1.0, "The largest global norm of the gradient; a longer gradient is scaled down.",
             range="(0, inf]"),
     ),
     warm_start=Section(
-        "Supervised training from scratch before RL. Runs share the result.",
+        "Supervised training on demonstrations: before RL, where runs share the result, or alone (rpg_jax.sft).",
         enabled=Field(False, "Begin with a warm start."),
+        train=Field(optional(str), "Files with demonstrations, as task.train. Unset: those of task.train; generated "
+            "tasks write their own."),
+        epochs=Field(optional(int), "The passes over the demonstrations. Unset: a warm start ends at an accuracy, "
+            "rpg_jax.sft after 3.", range="[1, 1e6]"),
         dir=Field("runs/warm_starts", "The folder that keeps warm starts. Runs in a bucket use run.dir/warm_starts "
             "instead of a local folder."),
         seed=Field(0, "The seed of the warm start, which runs of several seeds share.", range="[0, 1073741824)"),
@@ -301,9 +330,12 @@ FIELDS = Section(
         max_accuracy=Field(0.6, "The greatest accuracy at which it stops.", range="[0, 1]"),
         max_tokens=Field(optional(int), "The longest completion. Unset: rollout.max_tokens. Where it is set, runs with "
             "other limits share the warm start.", "tokens", range="[1, 1048576]"),
-        learning_rate=Field(2e-3, "The learning rate of its AdamW.", range="[0, 100]"),
-        batch_size=Field(512, "The rows of an update: pairs of prompt and answer, or with train.packed_length as many "
-            "pairs to a row as fit.", "rows", range="[1, 1e6]"),
+        learning_rate=Field(2e-3, "The learning rate of its AdamW, after a warm-up of 20 updates.", range="[0, 100]"),
+        schedule=Field("constant", "The learning rate after the warm-up, as optimizer.schedule; a falling one ends "
+            "with the last pass and needs warm_start.epochs.", choices="rpg_jax.training.optimizer:SCHEDULES"),
+        batch_size=Field(512, "The rows of an update: demonstrations, or with train.packed_length as many to a row as "
+            "fit. train.microbatch_size, where it is set, is that of supervised training too.", "rows",
+            range="[1, 1e6]"),
         check_every=Field(50, "The updates between checks; halved after an overshoot.", "updates", range="[1, 1e9]"),
         max_updates=Field(5000, "The updates after which the warm start gives up.", "updates", range="[1, 1e9]"),
     ),

@@ -4,12 +4,12 @@
   python -m rpg_jax.plan --config=configs/qwen3_4b_8k.py --topology=v6e:4x4 --json
   python -m rpg_jax.plan --config=configs/qwen3_4b_8k.py --topology=v5p:4x4x4 --search
 
-Compiles the run's own programs with the compiler for TPUs, on any CPU machine (after
-`python3 launch/install.py --requirements=requirements-tpu.txt`), and prints what each needs on a chip. The bound of a
-step is what the hardware allows at its peaks: no run with completions of such lengths is faster. What is expected has
-the efficiencies and latencies of rpg_jax/planning/efficiency.py, which are assumptions. If a program does not fit, the
-exit code is 1, and the command searches for the smallest change that fits (not with --notry). --search ranks layouts,
-slots, the cache's dtype, micro-batches and rematerialisation by arithmetic, and compiles the fastest that fits.
+Compiles the run's own programs with the compiler for TPUs, on any CPU machine (after --get_compiler, which leaves the
+environment of the other commands as it is), and prints what each needs on a chip. The bound of a step is what
+the hardware allows at its peaks: no run with completions of such lengths is faster. What is expected has the
+efficiencies and latencies of rpg_jax/planning/efficiency.py, which are assumptions. If a program does not fit, the exit
+code is 1, and the command searches for the smallest change that fits (not with --notry). --search ranks layouts, slots,
+the cache's dtype, micro-batches and rematerialisation by arithmetic, and compiles the fastest that fits.
 """
 
 import argparse
@@ -44,11 +44,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         default=[],
         help="compile these only: log-probs, baseline, update, start, add, apply, prefill, decode",
     )
+    parser.add_switch("get_compiler", default=False, help="put the compiler for TPUs into a folder of its own, and end")
     return cli.run(plan, parser, argv)
 
 
 def plan(options: argparse.Namespace) -> int:
     """Compiles, prints, and returns 1 where something does not fit."""
+    if options.get_compiler:
+        from rpg_jax.planning import tpu_compiler
+
+        print(tpu_compiler.get())
+        return 0
     loaded = config_files.load(options.config, options.overrides)
     from rpg_jax import planning  # loads JAX: wrong flags need not wait for it
     from rpg_jax.planning import plan_figures, printing, run_plan, search

@@ -1,6 +1,5 @@
 """What `plan` counts beside the programs, what it tries when something does not fit, and a plan made in earnest."""
 
-import importlib.util
 import io
 import json
 import subprocess
@@ -12,7 +11,7 @@ from rich.console import Console
 
 from configs import qwen3_0p6b_gsm8k, qwen3_4b_2k, qwen3_4b_8k, tiny
 from rpg_jax import planning
-from rpg_jax.planning import plan_figures, printing, run_plan
+from rpg_jax.planning import plan_figures, printing, run_plan, tpu_compiler
 from rpg_jax.runs import memory
 from rpg_jax.runs.layout import make_layout
 from rpg_jax.runs.learner import make_learner
@@ -21,6 +20,7 @@ from rpg_jax.runs.sampling_layout import make_decoding
 
 V5E = planning.parse("v5e:2x4")
 GIB = 2**30
+needs_compiler = pytest.mark.skipif(tpu_compiler.library() is None, reason=f"needs {tpu_compiler.GET}")
 
 
 def program(name="update", hbm=1 * GIB, flops=1e12, refused=""):
@@ -221,15 +221,15 @@ def test_a_wrong_topology_ends_in_one_line():
     assert done.stderr.count("\n") == 1
 
 
-@pytest.mark.skipif(importlib.util.find_spec("libtpu") is not None, reason="the compiler for TPUs is installed")
+@pytest.mark.skipif(tpu_compiler.library() is not None, reason="the compiler for TPUs is there")
 def test_without_the_compiler_a_plan_says_how_to_get_it():
-    with pytest.raises(ValueError, match="launch/install.py --requirements=requirements-tpu.txt"):
+    with pytest.raises(ValueError, match="python -m rpg_jax.plan --get_compiler"):
         run_plan.plan(resolve(tiny.get_config()), V5E)
 
 
+@needs_compiler
 @pytest.mark.tpu_compile
 def test_a_plan_for_a_slice_that_is_not_there():
-    pytest.importorskip("libtpu", reason="launch/install.py --requirements=requirements-tpu.txt installs it")
     topology = planning.parse("v5e:2x2")
     config = resolve(tiny.get_config())
     programs, step = run_plan.plan(config, topology)
@@ -242,9 +242,9 @@ def test_a_plan_for_a_slice_that_is_not_there():
     assert update.costs.collectives["reduce-scatter"] > 0
 
 
+@needs_compiler
 @pytest.mark.tpu_compile
 def test_two_slices_are_planned_with_a_copy_of_the_weights_in_each():
-    pytest.importorskip("libtpu", reason="launch/install.py --requirements=requirements-tpu.txt installs it")
     one, two = (
         run_plan.plan(resolve(tiny.get_config()), planning.parse(name), only=["update"])[0]["update"]
         for name in ("v5e:2x2", "v5e:2x2*2")
@@ -253,18 +253,18 @@ def test_two_slices_are_planned_with_a_copy_of_the_weights_in_each():
     assert two.arguments > 0.9 * one.arguments, "weights and optimizer state; the rows are half as many"
 
 
+@needs_compiler
 @pytest.mark.tpu_compile
 def test_the_decode_program_of_one_of_several_hosts_compiles():
-    pytest.importorskip("libtpu", reason="needs libtpu, the compiler for TPUs: pip install -r requirements-tpu.txt")
     config, topology = resolve(tiny.get_config()), planning.parse("v5e:4x4")
     decode = run_plan.plan(config, topology, only=["decode"])[0]["decode"]
     assert topology.hosts == 4 and decode.fits(topology.chip)
 
 
 @pytest.mark.slow
+@needs_compiler
 @pytest.mark.tpu_compile
 def test_qwen3_4b_at_8k_fits_the_slice_that_its_config_names():
-    pytest.importorskip("libtpu", reason="launch/install.py --requirements=requirements-tpu.txt installs it")
     topology = planning.parse("v5p:2x2x2")
     programs, _ = run_plan.plan(resolve(qwen3_4b_8k.get_config()), topology)
     assert {name: p.refused for name, p in programs.items() if not p.fits(topology.chip)} == {}

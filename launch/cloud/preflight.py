@@ -136,7 +136,7 @@ def plan_says_it_fits(job: Job) -> Iterator[str]:
     if not PYTHON.exists() or not (ROOT / "rpg_jax" / "plan.py").exists():
         return
     if not tpu_compiler_is_installed():
-        yield "plan: not asked; it needs python3 launch/install.py --requirements=requirements-tpu.txt"
+        yield "plan: not asked; it needs .venv/bin/python -m rpg_jax.plan --get_compiler"
         return
     topology = f"{job.tpu.slice.generation.name}:{job.tpu.slice.topology}"
     topology += f"*{job.tpu.slices}" if job.tpu.slices > 1 else ""
@@ -172,9 +172,9 @@ def _answer(command: list[str]) -> tuple[str, list[str]]:
 
 
 def tpu_compiler_is_installed() -> bool:
-    """Whether .venv has libtpu, which compiles for TPUs on any machine."""
-    probe = "import importlib.util, sys; sys.exit(importlib.util.find_spec('libtpu') is None)"
-    return subprocess.run([str(PYTHON), "-c", probe], capture_output=True).returncode == 0
+    """Whether .venv can compile for TPUs."""
+    probe = "import sys; from rpg_jax.planning import tpu_compiler; sys.exit(tpu_compiler.library() is None)"
+    return subprocess.run([str(PYTHON), "-c", probe], cwd=ROOT, capture_output=True).returncode == 0
 
 
 def type_is_offered(job: Job, shell: Shell) -> Iterator[str]:

@@ -24,7 +24,7 @@ from rpg_jax.rollout import Request, Rollout
 from rpg_jax.rollout.schedule import Usage
 from rpg_jax.types import Sampling
 
-_BARE, _DEFAULT = "simple", "orchestrator"  # the bare loop, and the driver whose fields have no prefix
+_BARE = "simple"  # the bare loop
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,14 +44,16 @@ def run(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def bench_rollout(preset: str, repeats: int, steps_per_dispatch: int, opponent: Opponent | None) -> dict[str, Any]:
     """Medians over `repeats` for each driver: seconds, tokens/s, prefill and decode seconds, slot occupancy.
 
-    The fields of `orchestrator`, the default driver, have no prefix. `peak_bytes` is the memory of this process.
+    The fields of the first driver, `orchestrator` where JetStream is installed, have no prefix. `peak_bytes` is the
+    memory of this process.
     """
     work = PRESETS[preset]
     graphdef, params = models.init(work.model)
     capacity = rollout.capacity(work.prompt_tokens, work.new_tokens)
     decoding = rollout.Decoding(slots=work.slots, capacity=capacity, steps_per_dispatch=steps_per_dispatch)
+    there = [name for name in rollout.LOCAL_DRIVERS if rollout.find_driver(name) is rollout.DRIVERS[name]]
     drivers: dict[str, Any] = {
-        name: rollout.make_rollout(name, work.model, graphdef, params, decoding) for name in rollout.DRIVERS
+        name: rollout.make_rollout(name, work.model, graphdef, params, decoding) for name in there
     }
     first = {name: _seconds(driver, work, 0) for name, driver in drivers.items()}
     engines = [name for name in drivers if name != _BARE]
@@ -78,7 +80,7 @@ def bench_rollout(preset: str, repeats: int, steps_per_dispatch: int, opponent: 
     for name in engines:
         figures = _figures(work, first[name], seconds[name], usage[name], drivers[name].usage)
         figures["of_bare_loop"] = bare / figures["seconds"]
-        prefix = "" if name == _DEFAULT else f"{name}_"
+        prefix = "" if name == engines[0] else f"{name}_"
         result |= {f"{prefix}{field}": value for field, value in figures.items()}
     step = result["decode_seconds"] * work.slots / tokens
     result |= {
@@ -89,7 +91,7 @@ def bench_rollout(preset: str, repeats: int, steps_per_dispatch: int, opponent: 
     if opponent:
         other = statistics.median(theirs)
         result |= {"hf_seconds": other, "hf_tokens_per_s": tokens / other}
-        result |= {f"{prefix}of_hf": other / result[f"{prefix}seconds"] for prefix in ("", "lockstep_")}
+        result |= {f"{prefix}of_hf": other / result[f"{prefix}seconds"] for prefix in ("", "lockstep_")[: len(engines)]}
         opponent.close()
     for driver in drivers.values():
         driver.close()

@@ -87,7 +87,7 @@ class Subject:
     def step_flops(self) -> float:
         """Operations of the model in one step, on all devices; recomputation does not count."""
         rows, length, predicted, _ = self.shape
-        sizes = {"rows": rows, "length": length, "predicted": predicted}
+        sizes: dict[str, Any] = {"rows": rows, "length": length, "predicted": predicted}
         return training_flops(self.layout.model, **sizes, frozen=self.layout.lora is not None)
 
     def state(self) -> TrainState:

@@ -6,6 +6,7 @@ from rpg_jax.data.groups import Group as Group
 from rpg_jax.data.packing import RolloutBatch as RolloutBatch
 from rpg_jax.data.packing import RowShape as RowShape
 from rpg_jax.data.packing import pack as pack
+from rpg_jax.data.packing import rows_needed as rows_needed
 from rpg_jax.data.prompts import Problem as Problem
 from rpg_jax.data.prompts import PromptStream as PromptStream
 from rpg_jax.data.prompts import fingerprint as fingerprint

@@ -181,6 +181,11 @@ def pack(
     return RolloutBatch(groups, packing, [packing.placed(batch) for batch in batches], sizes)
 
 
+def rows_needed(groups: Sequence[Packable], shape: RowShape) -> int:
+    """The rows that `pack` fills with groups as one mini-batch. Raises ValueError as `pack` does."""
+    return len(_shared_rows(groups, range(len(groups)), shape))
+
+
 _Members = list[tuple[int, int]]  # (group, completion) of each completion of a row, in order
 
 

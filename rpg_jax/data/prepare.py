@@ -24,6 +24,7 @@ SCHEMA = pyarrow.schema(
         ("ability", pyarrow.string()),
         ("reward_model", pyarrow.struct([("ground_truth", pyarrow.string()), ("style", pyarrow.string())])),
         ("extra_info", pyarrow.struct([*_EXTRA, ("samples", pyarrow.int64())])),
+        ("demonstration", pyarrow.list_(pyarrow.string())),
     ]
 )
 

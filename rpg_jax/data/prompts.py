@@ -18,11 +18,12 @@ class Problem:
       prompt_id: stable index, below 2**31; the noise of a completion is folded from it, so it must not depend on
         the order, the host or the number of problems asked for.
       prompt: text of the user's turn; without a chat template, the text to continue.
-      answer: reference answer as its verifier reads it.
+      answer: reference answer as its verifier reads it; empty for a row that has a demonstration and no answer.
       source: name of the task or data set.
       samples: completions that the evaluation data asks for: how often it has the problem's row.
       system: text of the system turn; empty for none.
       question: the problem without any template around it, if it is known; else the prompt.
+      demonstrations: completions to imitate in supervised training.
     """
 
     prompt_id: int
@@ -32,10 +33,12 @@ class Problem:
     samples: int = 1
     system: str = ""
     question: str = ""
+    demonstrations: tuple[str, ...] = ()
 
     def __post_init__(self):
         if not self.question:
             object.__setattr__(self, "question", self.prompt)
+        object.__setattr__(self, "demonstrations", tuple(self.demonstrations))  # JSON makes a list of it
 
 
 class PromptStream:

@@ -1,9 +1,9 @@
 """Turns a row of a data file or data set into a `Problem`, or says why it cannot."""
 
 import dataclasses
-import json
 import math
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from rpg_jax.data.prompts import Problem
@@ -11,6 +11,7 @@ from rpg_jax.data.templates import apply_template, strip_template
 
 QUESTION_KEYS = ("question", "problem", "prompt", "raw_problem")
 ANSWER_KEYS = ("answer", "final_answer", "ground_truth", "solution")
+DEMONSTRATION_KEYS = ("demonstration", "completion")
 
 
 class BadRow(Exception):
@@ -33,28 +34,86 @@ class Reading:
     shape: Callable[[Mapping[str, Any]], tuple[str, str]] | None = None
 
 
-def read_row(row: Any, reading: Reading, prompt_id: int) -> Problem:
+@dataclasses.dataclass
+class Columns:
+    """Which columns of how many rows were read.
+
+    Attributes:
+      taken: rows by what was read and its column, as ("answer", "solution").
+      ignored: rows by a column that has a value and was not read.
+    """
+
+    taken: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
+    ignored: Counter[str] = dataclasses.field(default_factory=Counter)
+
+
+class _Row(Mapping[str, Any]):
+    """A row that notes which of its columns were read, and as what."""
+
+    def __init__(self, row: Mapping[str, Any]):
+        self._row, self.looked_at, self.taken = row, set[str](), dict[str, str]()
+
+    def __getitem__(self, key: str) -> Any:
+        value = self._row[key]
+        self.looked_at.add(key)
+        return value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._row)
+
+    def __len__(self) -> int:
+        return len(self._row)
+
+    def first(self, meaning: str, keys: tuple[str, ...]) -> str | None:
+        """The first of `keys` that has a value, which is the row's `meaning`; None if none has."""
+        for key in keys:
+            if self.get(key) is not None:
+                self.taken[meaning] = key
+                return key
+        return None
+
+    def note(self, columns: Columns) -> None:
+        columns.taken.update(self.taken.items())
+        columns.ignored.update(str(k) for k, v in self._row.items() if k not in self.looked_at and v is not None)
+
+
+def read_row(row: Any, reading: Reading, prompt_id: int, columns: Columns | None = None) -> Problem:
     """The problem in a row.
 
     Without `reading.shape` a row has the official schema, {data_source, prompt: [{role, content}], ability,
-    reward_model: {ground_truth, style}, extra_info: {index, raw_problem, split}}, or it is flat, with one of
-    `QUESTION_KEYS` and one of `ANSWER_KEYS`.
+    reward_model: {ground_truth, style}, extra_info: {index, raw_problem, split}}; or `messages`, one turn of the user
+    and one of the assistant, whose text is a demonstration; or it is flat, with one of `QUESTION_KEYS` and one of
+    `ANSWER_KEYS`. Any row may have a demonstration under one of `DEMONSTRATION_KEYS`; then its answer may be missing.
+
+    Args:
+      columns: counts the columns that were read, and those that were not.
 
     Raises:
       BadRow: a key is missing, a type is wrong, or the prompt or the answer is empty.
     """
     if not isinstance(row, Mapping):
         raise BadRow(f"expected an object, got {type(row).__name__}")
+    noted = _Row(row)
+    problem = _read(noted, reading, prompt_id)
+    if columns is not None:
+        noted.note(columns)
+    return problem
+
+
+def _read(row: _Row, reading: Reading, prompt_id: int) -> Problem:
     if reading.shape is None and "reward_model" in row:
         return _official(row, reading, prompt_id)
+    if reading.shape is None and row.get("messages") is not None:
+        return _conversation(row, reading, prompt_id)
+    demonstrations = _demonstrations(row)
     if reading.shape is None:
-        question = _text(row, _first_key(row, QUESTION_KEYS))
-        answer = _text(row, _first_key(row, ANSWER_KEYS))
+        question = text_of(row, column(row, "question", QUESTION_KEYS))
+        answer = _answer(row, needed=not demonstrations)
     else:
         question, answer = reading.shape(row)
-    source = reading.source or row.get("source") or row.get("data_source") or "unnamed"
     prompt = apply_template(reading.template or "paper", question)
-    return _problem(prompt_id, prompt, answer, source, row.get("samples"), "", question)
+    source = _source(row, reading)
+    return _problem(prompt_id, prompt, answer, source, row.get("samples"), "", question, demonstrations)
 
 
 def official_row(problem: Problem, index: int) -> dict[str, Any]:
@@ -66,10 +125,67 @@ def official_row(problem: Problem, index: int) -> dict[str, Any]:
         "ability": "MATH",
         "reward_model": {"ground_truth": problem.answer, "style": "rule"},
         "extra_info": {"index": index, "raw_problem": problem.question, "split": None, "samples": problem.samples},
+        "demonstration": list(problem.demonstrations) or None,
     }
 
 
-def _official(row: Mapping[str, Any], reading: Reading, prompt_id: int) -> Problem:
+def _conversation(row: _Row, reading: Reading, prompt_id: int) -> Problem:
+    """A row of `messages`, the form of supervised data sets: the prompt stays as it is unless a template is set."""
+    messages = _turns(row["messages"], "messages")
+    if [m["role"] for m in messages][-2:] != ["user", "assistant"] or len(messages) > 3:
+        roles = [m["role"] for m in messages]
+        raise BadRow(f"'messages' must be system (or none), user, assistant: one turn is trained, got roles {roles}")
+    if len(messages) == 3 and messages[0]["role"] != "system":
+        raise BadRow(f"'messages' must begin with the system's turn, got {messages[0]['role']!r}")
+    system = messages[0]["content"] if len(messages) == 3 else ""
+    question, demonstration = messages[-2]["content"], messages[-1]["content"]
+    row.taken |= {"question": "messages", "demonstration": "messages"}
+    prompt = apply_template(reading.template or "none", question)
+    own = (demonstration,) if demonstration.strip() else ()
+    answer = _answer(row, needed=not own)
+    source = _source(row, reading)
+    return _problem(prompt_id, prompt, answer, source, row.get("samples"), system, question, own)
+
+
+def _turns(messages: Any, name: str) -> list[Mapping[str, str]]:
+    """Turns of a conversation, each with a role and a text."""
+    if not isinstance(messages, list) or not messages or not all(isinstance(m, Mapping) for m in messages):
+        raise BadRow(f"{name!r} must be a list of {{role, content}}, got {type(messages).__name__}")
+    if any(not isinstance(m.get(key), str) for m in messages for key in ("role", "content")):
+        raise BadRow(f"a turn of {name!r} lacks its role or content, or has one that is not text")
+    return messages
+
+
+def _demonstrations(row: _Row) -> tuple[str, ...]:
+    """The texts under the first of `DEMONSTRATION_KEYS`: one, several, or the assistant's turn; () without any."""
+    key = row.first("demonstration", DEMONSTRATION_KEYS)
+    if key is None:
+        return ()
+    value = row[key]
+    if isinstance(value, list) and value and isinstance(value[0], Mapping):
+        turns = _turns(value, key)
+        if [m["role"] for m in turns] != ["assistant"]:
+            raise BadRow(f"{key!r} must be one turn of the assistant, got roles {[m['role'] for m in turns]}")
+        value = turns[0]["content"]
+    texts = value if isinstance(value, list) else [value]
+    if not all(isinstance(text, str) and text.strip() for text in texts):
+        raise BadRow(f"{key!r} must be text, or a list of texts, and not empty")
+    return tuple(texts)
+
+
+def _answer(row: _Row, *, needed: bool) -> str:
+    if needed:
+        return text_of(row, column(row, "answer", ANSWER_KEYS))
+    key = row.first("answer", ANSWER_KEYS)
+    return "" if key is None else text_of(row, key)
+
+
+def _source(row: _Row, reading: Reading) -> Any:
+    key = row.first("source", ("source", "data_source"))
+    return reading.source or (row[key] if key else "") or "unnamed"
+
+
+def _official(row: _Row, reading: Reading, prompt_id: int) -> Problem:
     if not isinstance(row["reward_model"], Mapping):
         raise BadRow(f"'reward_model' must be {{ground_truth, style}}, got {type(row['reward_model']).__name__}")
     messages = row.get("prompt")
@@ -78,19 +194,21 @@ def _official(row: Mapping[str, Any], reading: Reading, prompt_id: int) -> Probl
     roles = [m.get("role") for m in messages]
     if roles not in (["user"], ["system", "user"]):
         raise BadRow(f"'prompt' must be one user turn, with or without a system turn before it, got roles {roles}")
-    prompt = _text(messages[-1], "content")
-    system = _text(messages[0], "content") if len(messages) == 2 else ""
+    prompt = text_of(messages[-1], "content")
+    system = text_of(messages[0], "content") if len(messages) == 2 else ""
+    row.taken |= {"question": "prompt", "answer": "reward_model", "source": "data_source"}
     extra = row.get("extra_info")
     extra = extra if isinstance(extra, Mapping) else {}
-    question = _text(extra, "raw_problem") if extra.get("raw_problem") else strip_template(prompt)
+    question = text_of(extra, "raw_problem") if extra.get("raw_problem") else strip_template(prompt)
     if reading.template is not None:
         prompt = apply_template(reading.template, question)
-    answer = _text(row["reward_model"], "ground_truth")
-    source = reading.source or _text(row, "data_source")
-    return _problem(prompt_id, prompt, answer, source, extra.get("samples"), system, question)
+    answer = text_of(row["reward_model"], "ground_truth")
+    source = reading.source or text_of(row, "data_source")
+    own = _demonstrations(row)
+    return _problem(prompt_id, prompt, answer, source, extra.get("samples"), system, question, own)
 
 
-def _problem(prompt_id: int, prompt, answer, source, samples, system, question) -> Problem:
+def _problem(prompt_id: int, prompt, answer, source, samples, system, question, demonstrations) -> Problem:
     samples = 1 if samples is None else samples
     if isinstance(samples, bool) or not isinstance(samples, int) or samples < 1:
         raise BadRow(f"'samples' must be a whole number above 0, got {samples!r}")
@@ -98,22 +216,24 @@ def _problem(prompt_id: int, prompt, answer, source, samples, system, question) 
         raise BadRow(f"the source must be text, got {type(source).__name__}")
     if not question.strip():
         raise BadRow("empty prompt")
-    if not answer.strip():
+    if not answer.strip() and not demonstrations:
         raise BadRow("empty answer")
-    for name, text in {"prompt": prompt, "answer": answer, "source": source, "system turn": system}.items():
+    texts = {"prompt": prompt, "answer": answer, "source": source, "system turn": system}
+    for name, text in {**texts, "demonstration": "".join(demonstrations)}.items():
         if any("\ud800" <= c <= "\udfff" for c in text):
             raise BadRow(f"the {name} holds half of a character (a lone surrogate), which no file can keep")
-    return Problem(prompt_id, prompt, answer.strip(), source, samples, system, question)
+    return Problem(prompt_id, prompt, answer.strip(), source, samples, system, question, demonstrations)
 
 
-def _first_key(row: Mapping[str, Any], keys: tuple[str, ...]) -> str:
-    for key in keys:
-        if row.get(key) is not None:
-            return key
-    raise BadRow(f"none of {list(keys)} in it; it has {sorted(map(str, row))[:12]}")
+def column(row: Mapping[str, Any], meaning: str, keys: tuple[str, ...]) -> str:
+    """The first of `keys` that has a value in the row. Raises BadRow if none has."""
+    key = (row if isinstance(row, _Row) else _Row(row)).first(meaning, keys)
+    if key is None:
+        raise BadRow(f"none of {list(keys)} in it; it has {sorted(map(str, row))[:12]}")
+    return key
 
 
-def _text(row: Mapping[str, Any], key: str) -> str:
+def text_of(row: Mapping[str, Any], key: str) -> str:
     """Text, or a number as text (JSON answers often are numbers): 7.0 is 7, as verifiers compare it."""
     if row.get(key) is None:
         raise BadRow(f"missing key {key!r}; it has {sorted(map(str, row))[:12]}")
@@ -123,31 +243,3 @@ def _text(row: Mapping[str, Any], key: str) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         raise BadRow(f"{key!r} is {value}, which is no answer")
     return str(int(value) if isinstance(value, float) and value.is_integer() and abs(value) < 2**53 else value)
-
-
-def whole_number_shape(row: Mapping[str, Any]) -> tuple[str, str]:
-    """The usual keys; an answer that is a whole number is written without decimals, as verifiers compare it."""
-    question, answer = (_text(row, _first_key(row, keys)) for keys in (QUESTION_KEYS, ANSWER_KEYS))
-    return question, answer.strip().removesuffix(".0")
-
-
-def gsm8k_shape(row: Mapping[str, Any]) -> tuple[str, str]:
-    answer = _text(row, "answer")
-    if "####" not in answer:
-        raise BadRow("answer without '####'")
-    return _text(row, "question"), answer.rpartition("####")[2].strip().replace(",", "")
-
-
-def olympiad_shape(row: Mapping[str, Any]) -> tuple[str, str]:
-    answers = row.get("final_answer")
-    if not isinstance(answers, list) or not answers or not all(isinstance(a, str) for a in answers):
-        raise BadRow("'final_answer' must be a list of texts")
-    return _text(row, "question"), ", ".join(answers)
-
-
-def countdown_shape(row: Mapping[str, Any]) -> tuple[str, str]:
-    numbers, target = row.get("nums"), row.get("target")
-    if not isinstance(numbers, list) or not all(isinstance(n, int) for n in numbers) or not isinstance(target, int):
-        raise BadRow("'nums' must be whole numbers and 'target' one")
-    question = f"Using the numbers {numbers}, each exactly once, with + - * / and parentheses, make {target}."
-    return question, json.dumps({"numbers": numbers, "target": target})

@@ -11,15 +11,8 @@ import pyarrow
 import pyarrow.parquet
 
 from rpg_jax.data.prompts import Problem
-from rpg_jax.data.rows import (
-    BadRow,
-    Reading,
-    countdown_shape,
-    gsm8k_shape,
-    olympiad_shape,
-    read_row,
-    whole_number_shape,
-)
+from rpg_jax.data.rows import BadRow, Columns, Reading, read_row
+from rpg_jax.data.shapes import countdown_shape, gsm8k_shape, olympiad_shape, whole_number_shape
 
 _SHOWN = 5
 
@@ -62,11 +55,13 @@ class Report:
       rows: rows read.
       repeated: rows that repeated an earlier problem; each adds to the samples of that problem.
       bad: "file, row n: reason" for each row that could not be used.
+      columns: what was read from which column, and columns that nobody read.
     """
 
     rows: int = 0
     repeated: int = 0
     bad: list[str] = dataclasses.field(default_factory=list)
+    columns: Columns = dataclasses.field(default_factory=Columns)
 
 
 def load(
@@ -106,7 +101,7 @@ def load(
             try:
                 if isinstance(row, BadRow):
                     raise row
-                _merge(merged, read_row(row, reading, len(merged)), report)
+                _merge(merged, read_row(row, reading, len(merged), report.columns), report)
             except BadRow as reason:
                 report.bad.append(f"{where}: {reason}")
     if report.bad and bad_rows == "fatal":
@@ -125,11 +120,13 @@ def _merge(merged: dict[tuple[str, str], Problem], problem: Problem, report: Rep
     known = merged.get(key)
     if known is None:
         merged[key] = problem
-    elif known.answer != problem.answer:
+    elif known.answer and problem.answer and known.answer != problem.answer:
         raise BadRow(f"the same prompt had the answer {known.answer!r} before, now {problem.answer!r}")
     else:
         report.repeated += 1
-        merged[key] = dataclasses.replace(known, samples=known.samples + problem.samples)
+        shown = tuple(dict.fromkeys([*known.demonstrations, *problem.demonstrations]))
+        answer, samples = known.answer or problem.answer, known.samples + problem.samples
+        merged[key] = dataclasses.replace(known, answer=answer, samples=samples, demonstrations=shown)
 
 
 Rows = Iterator[tuple[str, Any]]

@@ -50,7 +50,7 @@ def training(
     """
     rows, length = batch.rows.tokens.shape
     mesh = cast(NamedSharding, batch.rows.tokens.sharding).mesh
-    sizes = {"rows": rows, "length": length, "predicted": batch.rows.targets.shape[1]}
+    sizes: dict[str, Any] = {"rows": rows, "length": length, "predicted": batch.rows.targets.shape[1]}
     step = training_flops(model, **sizes, remat=remat, frozen=frozen) / mesh.size
     if state.critic is not None and "layers" in state.critic.params:  # a trunk of its own
         step += training_flops(model, **{**sizes, "predicted": 0}, remat=remat) / mesh.size

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import math
 import os
 import re
@@ -13,8 +12,9 @@ from types import MappingProxyType
 import jax
 from jax.experimental import topologies
 
+from rpg_jax.planning import tpu_compiler
+
 _GIB = 2**30
-_INSTALL = "python3 launch/install.py --requirements=requirements-tpu.txt"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,9 +111,13 @@ class Topology:
         Raises:
           ValueError: libtpu, which holds the compiler, is not installed.
         """
-        if importlib.util.find_spec("libtpu") is None:
-            raise ValueError(f"{self.name} needs the TPU compiler, libtpu, which is not installed: {_INSTALL}")
+        library = tpu_compiler.library()
+        if library is None:
+            raise ValueError(f"{self.name} needs the compiler for TPUs (0.7 GB of disk): {tpu_compiler.GET}")
         os.environ.update(_QUIET)
+        if library.is_relative_to(tpu_compiler.folder()):
+            os.environ["TPU_LIBRARY_PATH"] = str(library)
+            jax.config.update("jax_platforms", "cpu")  # JAX would look for a TPU now
         one = dataclasses.replace(self, slices=1)
         options: dict[str, object] = {"chips_per_host_bounds": (1, 1, 1)} if math.prod(self.shape) == 1 else {}
         if self.slices > 1:

@@ -40,6 +40,14 @@ PANELS = (
     Panel("KL to the reference", "millinats per token", "kl", 1000),
     Panel("Clipped", "% of trained tokens", "clip_fraction", 100),
 )
+SUPERVISED_PANELS = (  # of a run on demonstrations
+    Panel("Loss", "nats per token", "nll", held_out="held_out_nll"),
+    Panel("Accuracy", "% of completions", "", 100, held_out="eval/accuracy", limits=(0, 102)),
+    Panel("Passes", "over the demonstrations", "epoch"),
+    Panel("Gradient norm", "before it is clipped", "grad_norm"),
+    Panel("Learning rate", "", "learning_rate"),
+    Panel("Speed", "trained tokens per second", "tokens_per_second"),
+)
 
 
 def draw_curves(run_dir: Path) -> Path:
@@ -55,9 +63,12 @@ def draw_curves(run_dir: Path) -> Path:
     if not records:
         raise ValueError(f"no steps to draw: {run_dir / 'metrics.jsonl'} is missing or empty; run at least one step")
     figure = plots.empty_figure(11, 5.8, dpi=150, w_pad=0.18, h_pad=0.12)
-    parts = [run_dir.resolve().name, read_config(run_dir).get("method"), f"step {records[-1]['step']}"]
+    supervised = any("epoch" in record for record in records)
+    method = "supervised" if supervised else read_config(run_dir).get("method")
+    parts = [run_dir.resolve().name, method, f"step {records[-1]['step']}"]
     figure.suptitle("   ·   ".join(str(p) for p in parts if p), x=0.012, ha="left", fontsize=10, color=MUTED)
-    for axes, panel in zip(figure.subplots(2, 3, sharex=True).flat, PANELS, strict=True):
+    panels = SUPERVISED_PANELS if supervised else PANELS
+    for axes, panel in zip(figure.subplots(2, 3, sharex=True).flat, panels, strict=True):
         _draw(axes, panel, records)
     for axes in figure.axes[3:]:
         axes.set_xlabel("step", color=MUTED, fontsize=9, loc="right")

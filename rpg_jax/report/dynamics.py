@@ -15,6 +15,8 @@ from rpg_jax.report.run_files import series
 DYNAMICS = (
     *PANELS,
     Panel("Sampler–trainer gap", "nats per token, mean of absolute values", "sampler_gap"),
+    Panel("Gradient norm", "before it is clipped", "grad_norm"),
+    Panel("Learning rate", "of the step's last update", "learning_rate"),
     Panel("Speed", "completion tokens per second", "tokens_per_second"),
 )
 COMPILING = ("time/compilations", "time/compiling")  # other times include these

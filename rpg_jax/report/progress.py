@@ -20,6 +20,8 @@ SHOWN = (  # metric key, its name on the screen, format
     ("reward", "reward", "{:+.2f}"),
     ("accuracy", "accuracy", "{:.2f}"),
     ("eval/accuracy", "held out", "{:.2f}"),
+    ("nll", "nats per token", "{:.3f}"),
+    ("held_out_nll", "held out", "{:.3f}"),
     ("kl", "KL", "{:.1e}"),
     ("entropy", "entropy", "{:.2f}"),
     ("tokens_per_second", "tokens/s", "{:,.0f}"),

@@ -25,6 +25,18 @@ HIGHLIGHTS = (  # config field, name in the table
     ("optimizer.name", "optimizer"),
     ("optimizer.learning_rate", "learning rate"),
 )
+SUPERVISED = (  # the same of a run on demonstrations
+    ("task.train", "demonstrations"),
+    ("warm_start.train", "demonstrations"),
+    ("model.path", "weights"),
+    ("warm_start.seed", "seed"),
+    ("warm_start.epochs", "passes"),
+    ("warm_start.batch_size", "rows of an update"),
+    ("rollout.max_tokens", "tokens per completion, at most"),
+    ("optimizer.name", "optimizer"),
+    ("optimizer.learning_rate", "learning rate"),
+    ("optimizer.schedule", "schedule"),
+)
 FILES = (
     ("curves.png", "the training dynamics"),
     ("metrics.jsonl", "all metrics of every step and of every evaluation"),
@@ -67,7 +79,7 @@ def write_summary(run_dir: Path) -> Path:
         f"# {run_dir.resolve().name}",
         _scores(evaluations(run_dir)),
         _work(read_metrics(run_dir)),
-        _settings(flat(read_config(run_dir))),
+        _settings(flat(read_config(run_dir)), supervised=any("epoch" in r for r in read_metrics(run_dir))),
         _files(run_dir),
     ]
     path = run_dir / "summary.md"
@@ -78,6 +90,8 @@ def write_summary(run_dir: Path) -> Path:
 def closing_message(run_dir: Path) -> str:
     """The last lines that a run prints: its scores, and where to look."""
     lines = []
+    if losses := series(read_metrics(run_dir), "held_out_nll")[1]:
+        lines.append(f"held-out loss: {losses[0]:.3f} → {losses[-1]:.3f} nats per token")
     for name, scores in evaluations(run_dir).items():
         first, last = scores[0], scores[-1]
         start = f"{first['mean_at_k']:.3f} (step {first['step']}) → " if first is not last else ""
@@ -118,8 +132,9 @@ def _work(records: list[dict[str, Any]]) -> str:
     return f"## Work\n\n{table(('', ''), rows)}"
 
 
-def _settings(config: Mapping[str, Any]) -> str:
-    rows = [(name, f"`{config[field]}`") for field, name in HIGHLIGHTS if config.get(field) is not None]
+def _settings(config: Mapping[str, Any], *, supervised: bool) -> str:
+    fields = SUPERVISED if supervised else HIGHLIGHTS
+    rows = [(name, f"`{config[field]}`") for field, name in fields if config.get(field) is not None]
     return f"## Settings\n\n{table(('', ''), rows)}" if rows else ""
 
 

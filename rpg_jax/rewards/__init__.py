@@ -5,3 +5,4 @@ from rpg_jax.rewards.scorer import Scorer as Scorer
 from rpg_jax.rewards.scorer import Scores as Scores
 from rpg_jax.rewards.scorer import check as check
 from rpg_jax.rewards.scorer import make_scorer as make_scorer
+from rpg_jax.rewards.scorer import needs_answers as needs_answers

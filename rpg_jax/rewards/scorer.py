@@ -225,6 +225,12 @@ def _inline(function: Callable[..., float], task: Task) -> Verdict:
         return Verdict(None, "error", f"{type(error).__name__}: {error}")
 
 
+def needs_answers(weights: Mapping[str, float]) -> bool:
+    """Whether a part compares completions with reference answers. A part that sees the prompt may do without."""
+    verifiers = {name: resolve(name) for name in weights if _is_verifier(name)}
+    return any(verifier is None or not verifier.sees_prompt for verifier in verifiers.values())
+
+
 def _is_verifier(name: str) -> bool:
     return name == BY_SOURCE or resolve(name) is not None
 

@@ -4,6 +4,7 @@ from rpg_jax.rollout.decoding import Decoding as Decoding
 from rpg_jax.rollout.decoding import capacity as capacity
 from rpg_jax.rollout.decoding import prefill_shape as prefill_shape
 from rpg_jax.rollout.driver import DRIVERS as DRIVERS
+from rpg_jax.rollout.driver import LOCAL_DRIVERS as LOCAL_DRIVERS
 from rpg_jax.rollout.driver import find_driver as find_driver
 from rpg_jax.rollout.driver import make_rollout as make_rollout
 from rpg_jax.rollout.engine import QwenEngine as QwenEngine

@@ -1,6 +1,9 @@
 """The drivers of a rollout, each declared once."""
 
 import dataclasses
+import functools
+import importlib.util
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -24,11 +27,15 @@ class Driver:
       spans_hosts: one rollout decodes all prompts on a mesh over all hosts. Otherwise each host decodes its share of
         the prompts, on its own devices.
       single_process: it cannot run in several processes.
+      needs: a package that need not be installed; without it lockstep takes over.
+      remote: workers sample for a trainer, each with one of the other drivers; nothing is made here.
     """
 
-    make: Callable[[QwenConfig, nnx.GraphDef, Weights, Decoding], Rollout]
+    make: Callable[[QwenConfig, nnx.GraphDef, Weights, Decoding], Rollout] | None
     spans_hosts: bool = False
     single_process: bool = False
+    needs: str = ""
+    remote: bool = False
 
 
 def _orchestrator(*model: Any) -> Rollout:
@@ -36,23 +43,39 @@ def _orchestrator(*model: Any) -> Rollout:
     try:
         from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
     except ModuleNotFoundError as error:
-        raise ValueError(f"rollout.driver=orchestrator: {error}, or choose rollout.driver=lockstep") from error
+        fix = "pip install 'rpg_jax[jetstream]' brings what JetStream needs; or choose rollout.driver=lockstep"
+        raise ValueError(f"rollout.driver=orchestrator: {error}; {fix}") from error
     return JetStreamRollout(QwenEngine(*model))
 
 
 DRIVERS = {
-    "orchestrator": Driver(_orchestrator),
+    "orchestrator": Driver(_orchestrator, needs="jetstream"),
     "lockstep": Driver(lambda *model: LockstepRollout(QwenEngine(*model)), spans_hosts=True),
     "simple": Driver(SimpleRollout, single_process=True),
+    "fleet": Driver(None, remote=True),
 }
 """By the value of the config field `rollout.driver`."""
 
+LOCAL_DRIVERS = [name for name, driver in DRIVERS.items() if not driver.remote]
+"""The drivers that `make_rollout` makes."""
+
 
 def find_driver(name: str) -> Driver:
-    """The driver of that name. Raises ValueError if there is none."""
+    """The driver of that name, or lockstep where its package is not installed. Raises ValueError if there is none."""
     if name not in DRIVERS:
         raise ValueError(f"unknown rollout driver {name!r}; known: {', '.join(DRIVERS)}")
-    return DRIVERS[name]
+    found = DRIVERS[name]
+    if found.needs and importlib.util.find_spec(found.needs) is None:
+        _say_that_lockstep_takes_over(name)
+        return DRIVERS["lockstep"]
+    return found
+
+
+@functools.cache  # once a process
+def _say_that_lockstep_takes_over(name: str) -> None:
+    from rpg_jax.rollout.jetstream import INSTALL
+
+    print(f"rollout.driver=lockstep takes over: {name} needs JetStream ({INSTALL})", file=sys.stderr)
 
 
 def make_rollout(
@@ -70,9 +93,11 @@ def make_rollout(
     If `params` are adapters, `base` are the frozen weights; see `Weights`, which has `merge` too.
 
     Raises:
-      ValueError: the driver is unknown, or its library is not installed.
+      ValueError: the driver is unknown or remote, or lacks a package that its own package needs.
     """
     make = find_driver(driver).make
+    if make is None:
+        raise ValueError(f"rollout.driver={driver} needs a trainer; choose orchestrator or lockstep")
     how = {"dtype": decoding.dtype, "shardings": decoding.shardings, "int8": decoding.int8}
     weights = Weights(params, **how, base=base, merge=merge)
     return make(config, graphdef, weights, decoding)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from rpg_jax.parallel import hosts
 from rpg_jax.rollout.decode_state import MAX_STOP_TOKENS
 from rpg_jax.rollout.weights import Params, Staged, Weights
 from rpg_jax.types import Completion, Sampling
@@ -97,9 +98,14 @@ class Rollout:
     a completion may change where two tokens are almost equally probable.
 
     A driver that cannot take new weights while it decodes overrides `sync_weights`.
+
+    Attributes:
+      apart: completions are sampled in processes of their own. `generate`, `exchange` and a sync of staged weights then
+        launch no program here, so any thread may call them on any number of hosts.
     """
 
     weights: Weights
+    apart: bool = False
 
     def stage_weights(self, params: Params) -> Staged:
         """A copy of the trainer's weights, which any thread may sync and verify later."""
@@ -129,6 +135,17 @@ class Rollout:
           RolloutError: sampling failed; its cause is the fault. The next call starts afresh.
         """
         raise NotImplementedError
+
+    def exchange(self, value: bytes) -> list[bytes]:
+        """The `value` of every host that generates, in the order of the hosts."""
+        return hosts.all_gather_bytes(value)
+
+    def take_counts(self) -> dict[str, float]:
+        """Metrics of those who sample, since the last call; only workers have any."""
+        return {}
+
+    def dismiss(self) -> None:
+        """Says that no more completions are wanted, ever."""
 
     def close(self) -> None:
         """Ends threads and frees device memory."""

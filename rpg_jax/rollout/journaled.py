@@ -34,11 +34,14 @@ class JournaledRollout(Rollout):
     """
 
     def __init__(self, own: Rollout, journal: Journal, settings: Mapping[str, Any], *, spans_hosts: bool = False):
-        self.weights, self._own, self._journal = own.weights, own, journal
+        self.weights, self.apart, self._own, self._journal = own.weights, own.apart, own, journal
         self._settings, self._spans_hosts = dict(settings), spans_hosts
 
     def sync_weights(self, params: Params | Staged, version: int) -> None:
         self._own.sync_weights(params, version)
+
+    def exchange(self, value: bytes) -> list[bytes]:
+        return self._own.exchange(value)
 
     def close(self) -> None:
         self._own.close()

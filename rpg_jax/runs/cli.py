@@ -10,6 +10,7 @@ import math
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 import absl.flags
@@ -23,6 +24,8 @@ USAGE_ERROR = 2
 """Exit code of a user error. It tells a supervisor that another start would end in the same error."""
 GAVE_UP = 3
 """Exit code of an open run that has judged itself lost: another start would compute the same and end the same."""
+_EXTRAS = dict.fromkeys(("aiohttp", "grpc", "prometheus_client"), "rpg_jax[serve]")
+"""What brings a package that need not be installed."""
 
 
 class Ended(Exception):
@@ -101,9 +104,10 @@ class Parser(argparse.ArgumentParser):
 
 
 def parser(name: str, description: str) -> Parser:
-    """The parser of `python -m rpg_jax.NAME`."""
+    """The parser of `python -m rpg_jax.NAME`, which is `rpg-NAME` where the package is installed."""
+    script = f"rpg-{name}"
     made = Parser(
-        prog=f"python -m rpg_jax.{name}",
+        prog=script if Path(sys.argv[0]).stem == script else f"python -m rpg_jax.{name}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -132,7 +136,7 @@ def run(command: Callable[[argparse.Namespace], int | None], parser: Parser, arg
         code = exit_code(error)
         if options.debug or code is None:
             raise
-        install = "; pip install -r requirements.txt installs all that rpg_jax needs"
+        install = f"; pip install '{_EXTRAS.get(getattr(error, 'name', None) or '', 'rpg_jax')}' brings it"
         print(f"error: {in_words(error)}{install if str(error).startswith('No module named') else ''}", file=sys.stderr)
         return code
     except KeyboardInterrupt:

@@ -4,6 +4,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -54,13 +55,19 @@ class HeldOut:
             for name, problems in self.sets.items():
                 self.doing(f"the evaluation of {name} after step {step}")
                 groups = self.generate(problems, step=step)
-                found = scores.metrics(records(name, groups, self.scorer))
-                if self.drift is not None:
-                    found |= self.drift.metrics(groups, params)
-                values |= {f"eval/{name}/{key}": value for key, value in found.items()}
+                far = {} if self.drift is None else self.drift.metrics(groups, params)
+                values |= set_scores(name, groups, self.scorer, far)
             collector.sync(state.params, version)
         means = [value for key, value in values.items() if key.endswith("/mean_at_k")]
         return {"eval/accuracy": float(np.mean(means)), **values}
+
+
+def set_scores(
+    name: str, groups: Sequence[Group], scorer: Scorer, more: Mapping[str, float] = MappingProxyType({})
+) -> dict[str, float]:
+    """The scores of the groups of a held-out set, and `more` of them, as metrics "eval/<set>/<score>"."""
+    found = {**scores.metrics(records(name, groups, scorer)), **more}
+    return {f"eval/{name}/{key}": value for key, value in found.items()}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -57,12 +57,15 @@ class Experiment:
         return Sampling(temperature, c.top_p, c.top_k, c.max_tokens, tuple(self.tokenizer.stop_token_ids), c.min_p)
 
 
-def open_experiment(config: ConfigDict, run_dir: Path, *, train: bool = True, held_out: bool = True) -> Experiment:
+def open_experiment(
+    config: ConfigDict, run_dir: Path, *, train: bool = True, held_out: bool = True, answers: bool = True
+) -> Experiment:
     """Makes everything but weights; keeps the tokenizer in `run_dir`.
 
     Args:
       train: with the training problems. Without them the layout is one that fits these devices, see `fitting_layout`.
       held_out: with the problems of evaluations.
+      answers: without problems that have no answer, where the rewards need answers.
 
     Raises:
       ValueError: there is no device, or the task, the tokenizer or the layout refuses the config.
@@ -70,7 +73,7 @@ def open_experiment(config: ConfigDict, run_dir: Path, *, train: bool = True, he
     processes.platform()
     task = Task.from_config(config, train=train, held_out=held_out)
     tokenizer = open_tokenizer(config, task, run_dir)
-    task, notes = task.encoded(tokenizer, config)
+    task, notes = (task.with_answers(config) if answers else task).encoded(tokenizer, config)
     layout = (make_layout if train else fitting_layout)(config, tokenizer.vocab_size)
     return Experiment(layout, tokenizer, task, notes)
 
@@ -108,8 +111,12 @@ def no_params(layout: Layout) -> Any:
 
 
 def make_rollout(layout: Layout, params: Any, base: models.Base | None = None) -> rollout.Rollout:
-    """The config's rollout driver with the policy's weights; with a base, `params` are the adapters beside it."""
-    driver, decoding, merge = layout.config.rollout.driver, make_decoding(layout), layout.config.model.lora.merged
+    """A rollout in this process with the policy's weights, by the config's driver, or by a worker's usual one.
+
+    With a base, `params` are the adapters beside it.
+    """
+    chosen, decoding, merge = layout.config.rollout.driver, make_decoding(layout), layout.config.model.lora.merged
+    driver = "orchestrator" if rollout.find_driver(chosen).remote else chosen
     if base is not None and not merge:
         base = decoding_base(layout, decoding, base)
     return rollout.make_rollout(driver, layout.model, layout.graphdef, params, decoding, base=base, merge=merge)

@@ -27,6 +27,8 @@ def digests(experiment: Experiment) -> dict[str, str]:
         found["model.path (weights)"] = of_weights(models.local_folder(path))
     if task.train:
         found[train] = of_problems(task.train)
+    if task.demonstrated:
+        found["warm_start.train"] = of_problems(task.demonstrated)
     return found | {f"{held_out}: {name}": of_problems(problems) for name, problems in task.held_out.items()}
 
 

@@ -38,9 +38,10 @@ class Learner:
         return create_state(params, self.optimizer, self.shardings, self.critic)
 
 
-def make_learner(layout: Layout, *, supervised: bool = False, **optimizer_changes: Any) -> Learner:
-    """The config's learner; `supervised` leaves the learned baseline out."""
-    optimizer = make_optimizer(**{**optimizer_arguments(layout.config), **optimizer_changes})
+def make_learner(layout: Layout, *, supervised: bool = False, decay_until: Count | None = None) -> Learner:
+    """The config's learner; `supervised` leaves the learned baseline out, `decay_until` replaces the config's."""
+    given = optimizer_arguments(layout.config)
+    optimizer = make_optimizer(**{**given, "decay_until": decay_until or given["decay_until"]})
     critic = None if supervised else make_critic(layout)
     trained, offload = (layout.trained_shapes, layout.trained_shardings), "optimizer" in offloaded(layout.config)
     shardings = state_shardings(*trained, optimizer, layout.replicated, critic, offload=offload)
@@ -50,8 +51,9 @@ def make_learner(layout: Layout, *, supervised: bool = False, **optimizer_change
 def optimizer_arguments(config: ConfigDict) -> dict[str, Any]:
     """The arguments of `make_optimizer` for the policy."""
     given, c = config.optimizer.to_dict(), config.train
-    updates = c.updates_per_step * c.epochs
-    return {**given, "warmup": Count.parse(given["warmup"], "optimizer.warmup"), "updates_per_step": updates}
+    until = Count.parse(given["decay_until"] or f"{c.steps} steps", "optimizer.decay_until")
+    given |= {"warmup": Count.parse(given["warmup"], "optimizer.warmup"), "decay_until": until}
+    return {**given, "updates_per_step": c.updates_per_step * c.epochs}
 
 
 def make_critic(layout: Layout) -> Critic | None:

@@ -8,11 +8,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from ml_collections import ConfigDict
+
 from rpg_jax.data import Group
 from rpg_jax.parallel import hosts
 from rpg_jax.report.run_files import read_jsonl, read_lines
 from rpg_jax.runs import rollout_files
-from rpg_jax.storage import naming, write_atomically
+from rpg_jax.storage import json_files, naming, write_atomically
 
 
 class JsonLines:
@@ -86,6 +88,18 @@ class WandB:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def trackers_of(config: ConfigDict, folder: Path, *, after: int) -> list[Tracker]:
+    """The trackers that the config asks for, from step `after` on."""
+    c = config.log
+    trackers: list[Tracker] = []
+    if c.tensorboard:
+        trackers.append(TensorBoard(folder / "tensorboard", after=after))
+    if c.wandb:
+        fields = json_files.finite(json.loads(config.to_json_best_effort()))
+        trackers.append(WandB(folder, name=config.run.name, project=c.wandb, mode=c.wandb_mode, config=fields))
+    return trackers
 
 
 class RunLog:

@@ -9,13 +9,19 @@ from typing import Any
 import numpy as np
 from ml_collections import ConfigDict
 
-from rpg_jax import data
+from rpg_jax import data, rewards
+from rpg_jax.runs.resolve import reward_arguments
 
+Examples = Callable[[Sequence[data.Problem]], list[tuple[data.Problem, str]]]
 NAMES = ("arithmetic", "chains", "files")
 _CHAINS = 50_000
 # The seed of procedural held-out sets, whatever `config.seed` is. Generators seed problem i with seed + i, and training
 # problems count from `config.seed`, so the two never meet.
 _HELD_OUT_SEED = 2**30
+
+
+def _shown(problems: Sequence[data.Problem]) -> list[tuple[data.Problem, str]]:
+    return [(problem, text) for problem in problems for text in problem.demonstrations]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,15 +32,22 @@ class Task:
       train: problems to learn from.
       held_out: problems to evaluate on, by the name of their set.
       texts: a tokenizer is trained on them; they have every character of the prompts and answers.
-      examples: makes (prompt, target) pairs of problems for a supervised warm start; None where the task has none.
       notes: lines on sets that are cut and on training problems that are left out.
+      examples: makes (problem, target completion) pairs for supervised training; by default of `demonstrations`.
+      demonstrated: problems with demonstrations, where they are not simply those of `train`.
     """
 
     train: list[data.Problem]
     held_out: dict[str, list[data.Problem]]
     texts: Iterable[str]
-    examples: Callable[[Sequence[data.Problem]], list[tuple[str, str]]] | None = None
     notes: Sequence[str] = ()
+    examples: Examples = _shown
+    demonstrated: Sequence[data.Problem] | None = None
+
+    @property
+    def to_imitate(self) -> Sequence[data.Problem]:
+        """The problems that supervised training learns from."""
+        return self.train if self.demonstrated is None else self.demonstrated
 
     @classmethod
     def from_config(cls, config: ConfigDict, *, train: bool = True, held_out: bool = True) -> Task:
@@ -48,7 +61,34 @@ class Task:
             raise ValueError(f"unknown task.name {name!r}; known: {', '.join(NAMES)}")
         if name == "files":
             return _files(config, train, held_out)
-        return _arithmetic(config) if name == "arithmetic" else _chains(config)
+        task = _arithmetic(config) if name == "arithmetic" else _chains(config)
+        own = _demonstrations(config, task.held_out) if train and config.warm_start.enabled else None
+        if own is None:
+            return task
+        return dataclasses.replace(task, texts=[*task.texts, *_texts(own)], examples=_shown, demonstrated=own)
+
+    def with_answers(self, config: ConfigDict) -> Task:
+        """The task without problems that have a demonstration and no answer, where the rewards need answers.
+
+        Raises ValueError if a split has problems and none of them has an answer.
+        """
+        if not rewards.needs_answers(reward_arguments(config)[0]):
+            return self
+        notes = [*self.notes]
+
+        def answered(name: str, problems: list[data.Problem]) -> list[data.Problem]:
+            kept = [p for p in problems if p.answer]
+            if len(kept) < len(problems):
+                notes.append(f"{name}: {len(problems) - len(kept)} of {len(problems)} problems have no answer")
+            if problems and not kept:
+                raise ValueError(
+                    f"{notes[-1]}: give rows an `answer`, or name a reward that needs none (rewards.parts=module:"
+                    "function); python -m rpg_jax.sft learns from demonstrations alone"
+                )
+            return kept
+
+        held_out = {name: answered(name, problems) for name, problems in self.held_out.items()}
+        return dataclasses.replace(self, train=answered("train", self.train), held_out=held_out, notes=notes)
 
     def encoded(self, tokenizer: data.Tokenizer, config: ConfigDict) -> tuple[Task, list[str]]:
         """The task without problems whose prompts are too long, and its notes with a line on each split that lost some.
@@ -72,7 +112,8 @@ class Task:
 
         held_out = {name: fitting(name, problems) for name, problems in self.held_out.items()}
         train = fitting("train", self.train) if self.train else []
-        return dataclasses.replace(self, train=train, held_out=held_out), notes
+        shown = fitting("demonstrations", [*self.demonstrated]) if self.demonstrated else self.demonstrated
+        return dataclasses.replace(self, train=train, held_out=held_out, demonstrated=shown), notes
 
 
 def encoder(tokenizer: data.Tokenizer, config: ConfigDict) -> Callable[[data.Problem], np.ndarray]:
@@ -98,7 +139,7 @@ def _arithmetic(config: ConfigDict) -> Task:
             "out of task.held_out_sets"
         )
     sets, notes = _cut(sets, config.evaluation.problems)
-    return Task(task.problems("train", t.generated), sets, task.texts(), task.examples, notes)
+    return Task(task.problems("train", t.generated), sets, task.texts(), notes, _written_by(task.examples))
 
 
 def _chains(config: ConfigDict) -> Task:
@@ -108,16 +149,25 @@ def _chains(config: ConfigDict) -> Task:
         raise ValueError(f"task.links must be FEWEST-MOST, as 5-8; got {t.links!r}")
     task = data.Chains(operators=t.operations, links=(int(fewest), int(most)), held_out=t.held_out)
     held_out = {name: task.problems(name, count) for name in _listed(t.held_out_sets or "held out")}
-    return Task(task.problems("train", t.generated or _CHAINS), held_out, task.texts(), task.examples)
+    train = task.problems("train", t.generated or _CHAINS)
+    return Task(train, held_out, task.texts(), examples=_written_by(task.examples))
+
+
+def _written_by(examples: Callable[[Sequence[data.Problem]], list[tuple[str, str]]]) -> Examples:
+    """The pairs that a generated task writes; it may ask for another prompt in a problem's place."""
+
+    def pairs(problems: Sequence[data.Problem]) -> list[tuple[data.Problem, str]]:
+        written = zip(problems, examples(problems), strict=True)
+        return [(dataclasses.replace(p, prompt=prompt), target) for p, (prompt, target) in written]
+
+    return pairs
 
 
 def _files(config: ConfigDict, train: bool, held_out: bool) -> Task:
     t = config.task
     if (train and not t.train) or (held_out and not t.held_out_sets):
         raise ValueError('task.name="files" needs task.train=SOURCE[,SOURCE] and task.held_out_sets=NAME=SOURCE[,...]')
-    options: dict[str, Any] = {"bad_rows": t.bad_rows, "template": t.template}
-    if t.generated:
-        options["count"] = t.generated
+    options = _options(config)
     sets = {}
     for entry in _listed(t.held_out_sets) if held_out else ():
         name, separator, source = entry.partition("=")
@@ -125,12 +175,43 @@ def _files(config: ConfigDict, train: bool, held_out: bool) -> Task:
             raise ValueError(f"task.held_out_sets: {entry!r} is not of the form NAME=SOURCE")
         sets[name] = data.load(source, seed=_HELD_OUT_SEED, **options)[0]
     problems: list[data.Problem] = []
+    shown: list[data.Problem] = []
     notes: list[str] = []
     if train:
         problems, notes = _without(sets, data.load(_listed(t.train), seed=config.seed, **options)[0])
+        if config.warm_start.enabled:
+            own = _demonstrations(config, sets)
+            shown = [p for p in problems if p.demonstrations] if own is None else own
     first, cuts = _cut(sets, config.evaluation.problems)
-    everything = [*problems, *(p for each in first.values() for p in each)]
-    return Task(problems, first, [f"{p.system}{p.prompt}{p.answer}" for p in everything], notes=[*notes, *cuts])
+    everything = [*problems, *shown, *(p for each in first.values() for p in each)]
+    return Task(problems, first, _texts(everything), [*notes, *cuts], demonstrated=shown)
+
+
+def _demonstrations(config: ConfigDict, sets: Mapping[str, Sequence[data.Problem]]) -> list[data.Problem] | None:
+    """The problems of `warm_start.train` that have demonstrations; None where it is not set."""
+    sources = config.warm_start.train
+    if not sources:
+        return None
+    problems, _ = _without(sets, data.load(_listed(sources), seed=config.seed, **_options(config))[0])
+    shown = [p for p in problems if p.demonstrations]
+    if not shown:
+        raise ValueError(f"warm_start.train={sources}: no row has a demonstration: {_HOW}")
+    return shown
+
+
+_HOW = "give rows a `demonstration` or `completion`, or `messages` that end with the assistant's"
+
+
+def _options(config: ConfigDict) -> dict[str, Any]:
+    """The arguments of `data.load`."""
+    t = config.task
+    counted = {"count": t.generated} if t.generated else {}
+    return {"bad_rows": t.bad_rows, "template": t.template, **counted}
+
+
+def _texts(problems: Iterable[data.Problem]) -> list[str]:
+    """What a tokenizer has to know of problems."""
+    return [text for p in problems for text in (f"{p.system}{p.prompt}{p.answer}", *p.demonstrations)]
 
 
 def _without(

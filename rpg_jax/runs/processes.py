@@ -15,6 +15,7 @@ import jax
 from ml_collections import ConfigDict
 
 from rpg_jax.parallel import hosts
+from rpg_jax.rollout import find_driver
 from rpg_jax.runs import run_folder
 
 PORT = 8476  # Google's automatic firewall rule does not open jax's own default, 8482 (jax#35905)
@@ -60,11 +61,12 @@ def check(config: ConfigDict) -> None:
         the difference.
     """
     ahead, devices = config.rollout.max_staleness, jax.device_count()
-    if ahead and jax.process_count() == 1 and devices > 1 and not config.rollout.devices:
+    shared = not config.rollout.devices and not find_driver(config.rollout.driver).remote
+    if ahead and jax.process_count() == 1 and devices > 1 and shared:
         raise ValueError(
             f"rollout.max_staleness={ahead} on {devices} devices needs some devices that only sample: two threads that "
             "launch programs on the same devices can block each other for ever. Set rollout.devices, "
-            f"to {devices // 2} for instance, or rollout.max_staleness=0"
+            f"to {devices // 2} for instance, or rollout.max_staleness=0, or rollout.driver=fleet"
         )
     gathered = hosts.all_gather_bytes(json.dumps(facts(config)).encode())
     if difference := differences([json.loads(text) for text in gathered]):

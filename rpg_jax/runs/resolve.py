@@ -51,6 +51,8 @@ def with_method(config: ConfigDict) -> ConfigDict:
         if resolved.loss.constant_length is None:
             constant = (resolved.loss.aggregate or method.aggregate) == "constant"
             row["loss.constant_length"] = resolved.rollout.max_tokens if constant else None
+        if resolved.optimizer.schedule != "constant" and resolved.optimizer.decay_until is None:
+            resolved.optimizer.decay_until = f"{resolved.train.steps} steps"
         for path, value in row.items():
             section, name = path.split(".")
             if resolved[section][name] is None:
@@ -98,6 +100,8 @@ def _check_fields(config: ConfigDict) -> None:
 def _check_counts(config: ConfigDict) -> None:
     for section, name in (("optimizer", "warmup"), ("reference", "every")):
         Count.parse(config[section][name], f"{section}.{name}")
+    if config.optimizer.decay_until is not None:
+        Count.parse(config.optimizer.decay_until, "optimizer.decay_until")
     prompts, updates = config.rollout.prompts_per_step, config.train.updates_per_step
     if prompts % updates:
         raise ValueError(f"rollout.prompts_per_step={prompts} must be a multiple of train.updates_per_step={updates}")

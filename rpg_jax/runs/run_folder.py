@@ -24,7 +24,14 @@ from rpg_jax.storage.leases import Lease
 
 PROGRAM = "rpg_jax"
 """The mark in versions.json of a folder that this program made, and may therefore replace."""
-_AROUND = ("run.", "distributed.", "checkpoint.", "log.", "profile.")  # sections that change no number of a run
+_AROUND = (
+    "run.",
+    "distributed.",
+    "checkpoint.",
+    "log.",
+    "profile.",
+    "fleet.",
+)  # sections that change no number of a run
 # Where things are computed: the numbers agree bit for bit only on the same mesh, step for step on any.
 _PLACES = ("mesh.", "sharding", "offload", "model.remat", "train.microbatch_size")
 _DECODING_PLACES = ("rollout.tensor", "rollout.expert", "rollout.devices", "rollout.slots")
@@ -45,12 +52,15 @@ _PACKAGES = (
 )
 
 
-def default_name(config_file: str, config: ConfigDict, overrides: Mapping[str, Any]) -> str:
-    """Config file, method, other overrides and seed, as tiny-grpo-lr3e-4-seed1: the same command is the same run."""
+def default_name(config_file: str, config: ConfigDict, overrides: Mapping[str, Any], kind: str | None = None) -> str:
+    """Config file, method, other overrides and seed, as tiny-grpo-lr3e-4-seed1: the same command is the same run.
+
+    `kind` replaces the method, which means nothing for a run that is not RL.
+    """
     named = ("method", "seed", "train.steps", "warm_start.dir")
     other = {k: v for k, v in overrides.items() if k not in named and not k.startswith(_AROUND)}
     return "-".join(
-        [Path(config_file).stem, config.method.lower(), *run_names.values_part(other), f"seed{config.seed}"]
+        [Path(config_file).stem, kind or config.method.lower(), *run_names.values_part(other), f"seed{config.seed}"]
     )
 
 

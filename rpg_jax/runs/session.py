@@ -25,14 +25,14 @@ from rpg_jax.runs.experiment import (
     init_params,
     make_algorithm,
     make_drift,
-    make_rollout,
     make_scorer,
     no_params,
     open_experiment,
 )
+from rpg_jax.runs.fleet_trainer import make_training_rollout
 from rpg_jax.runs.keeper import Keeper
 from rpg_jax.runs.learner import make_learner
-from rpg_jax.runs.logs import RunLog, TensorBoard, Tracker, WandB, host_metrics, plain
+from rpg_jax.runs.logs import RunLog, host_metrics, plain, trackers_of
 from rpg_jax.runs.profiling import CompilationCounter, chosen_steps, watched
 from rpg_jax.runs.stopping import StopRequest, watch_preemption
 from rpg_jax.runs.warm_start import drawn_base, warm_started
@@ -78,12 +78,13 @@ class Session:
         inputs.check(experiment, folder.files, begins=self.keeper.is_new)
         self.guard = Guard(config.rollout.max_sampler_gap, config.log.max_nonfinite_updates)
         learner, new = make_learner(experiment.layout), self.keeper.is_new
+        self.learning_rate = learner.optimizer.learning_rate
         scorer = closing.enter_context(make_scorer(config))
         started = experiment, scorer, folder.files, self.watchdog.beat
         base = open_base(experiment.layout, folder, functools.partial(drawn_base, *started), begins=new)
         first = init_params if base is None else first_adapters
         params = (first if new else no_params)(experiment.layout)  # a resume reads weights once
-        rollout = make_rollout(experiment.layout, params, base)
+        self.rollout = rollout = make_training_rollout(experiment, params, self.watchdog.beat, base)
         closing.callback(rollout.close)
         if new and config.warm_start.enabled and base is None:
             params = warm_started(experiment, params, rollout, *started[1:])
@@ -98,7 +99,7 @@ class Session:
         closing.callback(self.log.close)
         closing.callback(self.keeper.close)
         self.now = Position(learner.create(params)) if new else self._resumed(learner.like)
-        self.log.trackers = self._trackers() if hosts.is_first() else []
+        self.log.trackers = trackers_of(config, folder.files, after=self.now.step) if hosts.is_first() else []
 
     def to_the_end(self) -> int:
         """Steps until `train.steps`, or until a signal asks to stop; returns the exit code."""
@@ -150,7 +151,11 @@ class Session:
     def _after(self, step: Step, progress: Progress) -> int | None:
         """Logs, evaluates and saves; returns the signal that ends the run, if there is one."""
         self.now.state, self.now.step = step.state, step.number
-        values = step.values | self._costs()
+        values = (
+            step.values
+            | self._costs()
+            | {"learning_rate": float(self.learning_rate(max(step.values["updates"] - 1, 0)))}
+        )
         self.log.append_samples(step.number, step.generated)
         if fault := self.guard.fault(step.number, values, step.updates):
             self.log.append(step.number, values)
@@ -181,7 +186,7 @@ class Session:
         saving = self.keeper.take_seconds()
         counted = {"time/compilations": len(programs), "time/compiling": seconds, "time/checkpoint": saving}
         journal = {} if self.keeper.journal is None else self.keeper.journal.take_counts()
-        return counted | journal | host_metrics()
+        return counted | journal | self.rollout.take_counts() | host_metrics()
 
     def _evaluated(self, values: dict[str, float]) -> dict[str, float]:
         """Evaluates the step whose other metrics are `values`, writes its line, and returns all its metrics."""
@@ -213,19 +218,9 @@ class Session:
             file=sys.stderr,
         )
 
-    def _trackers(self) -> list[Tracker]:
-        """The trackers that the config asks for, from the present step on."""
-        c, files = self.config.log, self.folder.files
-        trackers: list[Tracker] = []
-        if c.tensorboard:
-            trackers.append(TensorBoard(files / "tensorboard", after=self.now.step))
-        if c.wandb:
-            name, config = self.config.run.name, run_folder.as_json(self.config)
-            trackers.append(WandB(files, name=name, project=c.wandb, mode=c.wandb_mode, config=config))
-        return trackers
-
     def _finish(self) -> int:
         self.keeper.finish(self.now.step)
+        self.rollout.dismiss()
         checksum = weights_checksum(self.now.state.params)
         if not hosts.is_first():
             return 0

@@ -1,7 +1,8 @@
-"""Warm starts: supervised training up to an accuracy, so that RL has something to reinforce and something to gain.
+"""Warm starts: supervised training before RL, so that RL has something to reinforce and something to gain.
 
-An equal number of supervised steps can lead to any accuracy; an equal accuracy is a fair start for every variant. Runs
-share warm starts: each is trained once per model, task and settings, and kept in a folder that is named by them.
+It ends at an accuracy, or after some passes over the demonstrations. An equal number of supervised steps can lead to
+any accuracy; an equal accuracy is a fair start for every variant. Runs share warm starts: each is trained once per
+model, task and settings, and kept in a folder that is named by them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,23 +21,20 @@ import numpy as np
 from etils import epath
 from ml_collections import ConfigDict
 
-from rpg_jax import data, models, storage
+from rpg_jax import losses, models, storage
 from rpg_jax.parallel import hosts
 from rpg_jax.report.progress import Progress
 from rpg_jax.rewards import Scorer
 from rpg_jax.rollout import Rollout
 from rpg_jax.runs import inputs
 from rpg_jax.runs.experiment import Experiment, init_params, make_generator, make_rollout
-from rpg_jax.runs.layout import Layout, row_shape
-from rpg_jax.runs.learner import learner_programs, make_learner
+from rpg_jax.runs.layout import Layout
+from rpg_jax.runs.supervised import Demonstrations, several, supervised_config, supervised_learner
 from rpg_jax.storage.integrity import Refused
 from rpg_jax.storage.snapshots import Snapshots
-from rpg_jax.training.objective import Objective, supervised_loss
 from rpg_jax.training.state import TrainState
-from rpg_jax.types import Batch, Completion, Count
 
 CHECKED = 96  # completions of a check
-_POOL = 16  # demonstrations for each row, before they are packed: few rows stay half empty
 
 
 def warm_started(
@@ -47,15 +45,14 @@ def warm_started(
     run_dir: Path,
     beat: Callable[[], None] = lambda: None,
 ) -> Any:
-    """Weights at the configured accuracy: from the shared folder, or trained now from `params` and put there.
+    """Weights after supervised training: from the shared folder, or trained now from `params` and put there.
 
     Raises ValueError if the task has no demonstrations, or as `train_to_accuracy` does.
     """
-    if experiment.task.examples is None:
-        raise ValueError(f"warm_start.enabled: task.name={experiment.config.task.name!r} has no demonstrations")
-    layout = dataclasses.replace(experiment.layout, config=with_own_limit(experiment.config))
-    own_rollout = layout.config is not experiment.config
+    layout = dataclasses.replace(experiment.layout, config=supervised_config(experiment.config))
+    own_rollout = layout.config.rollout.max_tokens != experiment.config.rollout.max_tokens
     e = dataclasses.replace(experiment, layout=layout)
+    batches = Demonstrations(e, e.config.warm_start.epochs)
     folder = home(e.config) / cache_key(e.config, _read(e))
     cache = Snapshots(folder)
     if cache.exists(0):
@@ -67,12 +64,12 @@ def warm_started(
             print(f"warm start refused: {error}; kept as {cache.move_aside(0)}, trained again", file=sys.stderr)
     if own_rollout:
         rollout = make_rollout(e.layout, params)
-    params = _train(e, params, rollout, scorer, beat)
+    params = _train(e, batches, params, rollout, scorer, beat)
     if own_rollout:
         rollout.close()
     cache.save(0, params)
     cache.wait()
-    if hosts.is_first():
+    if hosts.is_first() and (run_dir / "tokenizer.model").exists():
         (folder / "tokenizer.model").write_bytes((run_dir / "tokenizer.model").read_bytes())
     return params
 
@@ -89,12 +86,16 @@ def drawn_base(experiment: Experiment, scorer: Scorer, run_dir: Path, beat: Call
         rollout.close()
 
 
-def _train(e: Experiment, params: Any, rollout: Rollout, scorer: Scorer, beat: Callable[[], None]) -> Any:
-    """Supervised training of `params`, watched on `CHECKED` completions or more of the first held-out set."""
+def _train(
+    e: Experiment, batches: Demonstrations, params: Any, rollout: Rollout, scorer: Scorer, beat: Callable[[], None]
+) -> Any:
+    """Supervised training of `params`: some passes, or up to an accuracy on the first held-out set (`CHECKED`)."""
     c = e.config.warm_start
-    settings = {"learning_rate": c.learning_rate, "weight_decay": 0.0, "max_grad_norm": 1.0}
-    learner = make_learner(e.layout, supervised=True, name="adamw", warmup=Count(20, "updates"), **settings)
-    update = learner_programs(e.layout, learner, Objective(supervised_loss), temperature=1.0).fused
+    total = None if c.epochs is None else Demonstrations(e, c.epochs).count()
+    learner, programs = supervised_learner(e, total)
+    state = learner.create(params)
+    if total is not None:
+        return _train_for_epochs(total, batches, state, lambda state, batch: programs.update(state, batch, beat))
     problems = next(iter(e.task.held_out.values()))
     each = -(-CHECKED // len(problems))
     drawn = {"temperature": e.config.evaluation.temperature, "group_size": each, "seed": c.seed}
@@ -112,35 +113,20 @@ def _train(e: Experiment, params: Any, rollout: Rollout, scorer: Scorer, beat: C
             if value > c.max_accuracy:
                 progress.note(f"accuracy {value:.2f} is above {c.max_accuracy}: back, and on in steps half as long")
 
-        state = learner.create(params)
-        return train_to_accuracy(state, update, supervised_batches(e), accuracy, target, on_check=show)[0].params
+        return train_to_accuracy(state, programs.update, batches, accuracy, target, on_check=show)[0].params
 
 
-class Example(NamedTuple):
-    """A prompt with one completion to imitate."""
-
-    prompt: np.ndarray
-    completions: list[Completion]
-
-
-def supervised_batches(e: Experiment) -> Iterator[Batch]:
-    """Endless batches of demonstrations for the training problems, cut off where completions are.
-
-    With `train.packed_length` a row holds as many demonstrations as fit, and rows are filled from several batches.
-    """
-    c, encode, stop = e.config, e.tokenizer.encode, e.tokenizer.eos_id
-    shape = row_shape(c)._replace(rows=c.warm_start.batch_size)
-    limit = c.rollout.max_tokens
-    assert e.task.examples is not None, "the task writes no demonstrations"
-    drawn = shape.rows * (_POOL if shape.packed else 1)
-    stream = data.PromptStream(e.task.train, seed=c.warm_start.seed)
-    while True:
-        examples = []
-        for prompt, target in e.task.examples(stream.take(drawn)):
-            tokens = np.array([*encode(target), stop][:limit], np.int32)  # the policy learns to stop too
-            completion = Completion(tokens, np.zeros(len(tokens), np.float32), "stop", 0)
-            examples.append(Example(np.array(encode(prompt), np.int32), [completion]))
-        yield from data.pack(examples, shape, pad_id=e.tokenizer.pad_id, sharding=e.layout.row_sharding).batches
+def _train_for_epochs(
+    total: int, batches: Demonstrations, state: TrainState, update: Callable[[TrainState, Any], tuple]
+) -> Any:
+    """The weights after the last pass, which ends with update `total`."""
+    done = 0
+    with Progress(total, title="warm start", unit="update") as progress:
+        while done < total:
+            state, metrics = several(state, update, batches, count := min(10, total - done))
+            done += count
+            progress.update(done, {"nll": losses.divided(losses.merge(metrics))["loss"]})
+    return state.params
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,8 +153,8 @@ class Target:
 
 def train_to_accuracy(
     state: TrainState,
-    update: Callable[[TrainState, Batch], tuple[TrainState, Any]],
-    batches: Iterator[Batch],
+    update: Callable[[TrainState, Any], tuple[TrainState, Any]],
+    batches: Iterator[Any],
     accuracy: Callable[[Any], float],
     target: Target,
     *,
@@ -185,8 +171,7 @@ def train_to_accuracy(
     interval, done = target.check_every, 0
     while done < target.max_updates:
         before = jax.tree.map(jnp.copy, state)
-        for _ in range(interval):
-            state, _ = update(state, next(batches))
+        state, _ = several(state, update, batches, interval)
         done += interval
         reached = accuracy(state.params)
         on_check(done, reached)
@@ -205,16 +190,6 @@ def train_to_accuracy(
         f"{target.max_accuracy}] in {done} updates, the last was {'above' if above else 'below'} it ({reached:.3f}): "
         f"raise warm_start.max_updates, or {'lower' if above else 'raise'} warm_start.learning_rate"
     )
-
-
-def with_own_limit(config: ConfigDict) -> ConfigDict:
-    """The config with `warm_start.max_tokens` as the limit of completions; `config` itself if that is its limit."""
-    limit = config.warm_start.max_tokens
-    if limit in (None, config.rollout.max_tokens):
-        return config
-    config = config.copy_and_resolve_references()
-    config.rollout.max_tokens = limit
-    return config
 
 
 def home(config: ConfigDict) -> epath.Path:
@@ -236,7 +211,7 @@ def cache_key(config: ConfigDict, read: Mapping[str, str]) -> str:
     parts |= {"max_tokens": config.rollout.max_tokens, "evaluation": config.evaluation.to_dict()}
     parts |= {"packed_length": config.train.packed_length, "read": dict(read)}
     apart = {
-        "warm_start": ["dir", "max_tokens"],
+        "warm_start": ["dir", "max_tokens", "train", "enabled"],
         "evaluation": ["every", "drift"],
         "model": ["remat", "path", "tokenizer", "lora"],
         "task": ["train", "held_out_sets"],

@@ -40,7 +40,7 @@ def absolute(address: str | Path | epath.Path) -> epath.Path:
         raise ValueError(f"{text!r} is neither a local path nor gs://BUCKET/FOLDER")
     for module, package in (("gcsfs", "gcsfs"), ("google.cloud.storage", "google-cloud-storage")):
         if not _installed(module):
-            raise ValueError(f"{text} needs the package {package}: pip install -r requirements-tpu.txt")
+            raise ValueError(f"{text} needs the package {package}: pip install gcsfs google-cloud-storage")
     import fsspec
 
     for name in ("gs", "gcs"):  # no cache of listings: tensorstore and other hosts write to the bucket too

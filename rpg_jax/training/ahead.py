@@ -29,7 +29,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import jax
@@ -61,7 +61,7 @@ class AheadCollector(Collector):
 
     Raises:
       ValueError: an argument out of range, or several processes, whose threads would launch programs in different
-        orders.
+        orders unless workers sample.
     """
 
     lags = True
@@ -82,10 +82,10 @@ class AheadCollector(Collector):
             raise ValueError(
                 f"sampling ahead needs max_staleness >= 1 and swap in {SWAPS}, got {max_staleness} and {swap!r}"
             )
-        if jax.process_count() > 1:
+        if jax.process_count() > 1 and not rollout.apart:
             raise ValueError(
-                f"rollout.max_staleness={max_staleness} needs a single process, not {jax.process_count()}: threads of "
-                "several hosts launch programs that span them in different orders. Set it to 0"
+                f"rollout.max_staleness={max_staleness} on {jax.process_count()} processes needs rollout.driver=fleet: "
+                "threads of several hosts launch programs that span them in different orders. Or set it to 0"
             )
         super().__init__(collect, take_errors, rollout, stream)
         self._midway, self._decoupled = swap == "midway", decoupled
@@ -128,7 +128,11 @@ class AheadCollector(Collector):
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Waits for the batch under way, then keeps the rollout for the caller."""
+        """Waits for the batches that were begun, then keeps the rollout for the caller.
+
+        For all of them, because hosts that sample and evaluate in different orders would wait for each other for ever.
+        """
+        wait(self._jobs.values())
         with self._turn:
             yield
 

@@ -83,9 +83,9 @@ class GroupGenerator:
 
     def _joined(self, own: list[Group], errors: dict[str, int], places: Sequence[int]) -> list[Group]:
         """The groups of all processes, in order; where the rollout spans hosts, `places` has the place of each."""
-        for text in hosts.all_gather_bytes(json.dumps(errors).encode()):
+        for text in self._rollout.exchange(json.dumps(errors).encode()):
             self._errors.update(json.loads(text))
-        parts = [groups_from_bytes(packed) for packed in hosts.all_gather_bytes(groups_to_bytes(own))]
+        parts = [groups_from_bytes(packed) for packed in self._rollout.exchange(groups_to_bytes(own))]
         if not self._spans_hosts:
             return hosts.interleave(parts)
         waiting = [iter(part) for part in parts]

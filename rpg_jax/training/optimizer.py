@@ -1,4 +1,4 @@
-"""The optimizers of the paper's runs: AdamW and Schedule-Free AdamW, warm-up then constant."""
+"""Optimizers by optax's names, with a learning rate that warms up, and then stays or falls."""
 
 import functools
 from collections.abc import Callable
@@ -10,15 +10,27 @@ import optax
 
 from rpg_jax.types import Count
 
-NAMES = ("adamw", "schedule_free_adamw")
+SCHEDULE_FREE = "schedule_free_adamw"
+# Each from (b1, b2, eps); weight decay and learning rate follow. All treat every element by itself.
+_DIRECTIONS: dict[str, Callable[[float, float, float], optax.GradientTransformation]] = {
+    "adamw": lambda b1, b2, eps: optax.scale_by_adam(b1, b2, eps),
+    "nadamw": lambda b1, b2, eps: optax.scale_by_adam(b1, b2, eps, nesterov=True),
+    "lion": lambda b1, b2, eps: optax.scale_by_lion(b1, b2),
+    "rmsprop": lambda b1, b2, eps: optax.scale_by_rms(b2, eps),
+    "sgd": lambda b1, b2, eps: optax.trace(b1),
+}
+NAMES = (*_DIRECTIONS, SCHEDULE_FREE)
+SCHEDULES = ("constant", "linear", "cosine")
+DECAYED = ("all", "matrices")
 
 
 class Optimizer(NamedTuple):
     """An optax transformation, the global norm to clip gradients to before it, and the weights that evaluation uses.
 
     `update` treats every element by itself (`training.layerwise` runs it layer by layer), so the caller clips.
-    `evaluation_params(opt_state, params)` returns `params` for AdamW. Schedule-Free trains and samples with the
+    `evaluation_params(opt_state, params)` returns `params` for all but Schedule-Free, which trains and samples with the
     interpolation y and is evaluated at the average x, which it computes from the slots `evaluation_slots` alone.
+    `learning_rate(u)` is that of update u = 0, 1, …
     """
 
     init: Callable[[Any], Any]
@@ -26,6 +38,7 @@ class Optimizer(NamedTuple):
     evaluation_params: Callable[[Any, Any], Any]
     evaluation_slots: tuple[str, ...]
     max_grad_norm: float
+    learning_rate: Callable[[Any], Any]
 
 
 @functools.lru_cache(maxsize=128, typed=True)
@@ -40,20 +53,30 @@ def make_optimizer(
     eps: float,
     weight_decay: float,
     max_grad_norm: float,
+    decayed: str = "all",
+    schedule: str = "constant",
+    decay_until: Count | None = None,
+    final_rate: float = 0.0,
 ) -> Optimizer:
     """Returns the optimizer `name`: the same for equal arguments, so that programs with it are traced once.
 
-    The learning rate rises over the warm-up and then stays. A warm-up of N steps is a stair: all updates of step
+    The names are those of optax: adamw, nadamw, lion, sgd (b1 is its momentum), rmsprop (b2 is its decay), all with
+    decoupled weight decay, and schedule_free_adamw (Defazio et al., arXiv:2405.15682). Optimizers that read a whole
+    matrix, as adafactor, lamb and muon do, are not among them: an update runs on a layer's shards, element by element.
+
+    The learning rate rises over the warm-up. A warm-up of N steps is a stair: all updates of step
     s = 0, 1, … have s/N of the rate, so the first step's have none (complex-reasoning/RPG at ec8e30b,
     verl/workers/fsdp_workers.py: `lr_scheduler.step()` once a rollout batch). A warm-up of N updates is a slope: update
-    u = 1, 2, … has u/N of the rate. Schedule-Free is optax's, after Defazio et al., arXiv:2405.15682; its slope begins
-    at 0.
+    u = 1, 2, … has u/N of the rate. Schedule-Free's slope begins at 0. Then the rate is constant, or falls from update
+    to update to `final_rate` of it at `decay_until`, on a line or on half a cosine.
 
     Args:
-      updates_per_step: of every step, for a warm-up in steps. An update that is skipped does not count.
+      updates_per_step: of every step, for counts in steps. An update that is skipped does not count.
+      decayed: the weights that weight decay shrinks: all, or matrices only (not norms, not biases).
+      decay_until: the length of the schedule, warm-up included; None for a constant one.
 
     Raises:
-      ValueError: `name` is unknown, or a number is out of its range.
+      ValueError: a name is unknown, a number is out of its range, or the schedule ends before the warm-up.
     """
     if name not in NAMES:
         raise ValueError(f"unknown optimizer {name!r}; known: {', '.join(NAMES)}")
@@ -61,16 +84,36 @@ def make_optimizer(
         raise ValueError(
             f"an optimizer needs learning_rate >= 0 and max_grad_norm > 0, got {learning_rate=}, {max_grad_norm=}"
         )
-    adam = dict(b1=b1, b2=b2, eps=eps, weight_decay=weight_decay)
+    if name == SCHEDULE_FREE and (schedule, decayed) != ("constant", "all"):
+        raise ValueError(f"{name} takes optimizer.schedule=constant and optimizer.decayed=all: it averages instead")
     slope = warmup.number if warmup.unit == "updates" else 0
     rate: optax.ScalarOrSchedule = learning_rate
     if warmup.number and not slope:
         rate = _stair(learning_rate, warmup.number, updates_per_step)
-    if name == "adamw":
-        if slope > 1:
-            rate = optax.linear_schedule(learning_rate / slope, learning_rate, slope - 1)
-        adamw = optax.adamw(rate, **adam)
-        return Optimizer(adamw.init, adamw.update, lambda opt_state, params: params, (), max_grad_norm)
+    elif slope > 1 and name != SCHEDULE_FREE:
+        rate = optax.linear_schedule(learning_rate / slope, learning_rate, slope - 1)
+    if schedule != "constant":
+        last = None if decay_until is None else _in_updates(decay_until, updates_per_step)
+        rate = _falling(rate, schedule, _in_updates(warmup, updates_per_step), last, final_rate)
+    shown = rate if callable(rate) else lambda update: learning_rate
+    if name == SCHEDULE_FREE:
+        return _schedule_free(rate, slope, dict(b1=b1, b2=b2, eps=eps, weight_decay=weight_decay), max_grad_norm, shown)
+    decay = optax.add_decayed_weights(weight_decay, matrices if decayed == "matrices" else None)
+    whole = optax.chain(_DIRECTIONS[name](b1, b2, eps), decay, optax.scale_by_learning_rate(rate))
+    return Optimizer(whole.init, whole.update, lambda opt_state, params: params, (), max_grad_norm, shown)
+
+
+def matrices(params: Any) -> Any:
+    """True for every weight that is neither a norm's scale nor a bias, by its name."""
+
+    def is_matrix(path: tuple[Any, ...], _: Any) -> bool:
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return "norm" not in name and "bias" not in name
+
+    return jax.tree_util.tree_map_with_path(is_matrix, params)
+
+
+def _schedule_free(rate, slope: int, adam: dict[str, float], max_grad_norm: float, shown) -> Optimizer:
     slots = ("b1", "z")
     free = optax.contrib.schedule_free_adamw(rate, warmup_steps=slope or None, **adam)
 
@@ -78,9 +121,30 @@ def make_optimizer(
         moved = jax.device_put({name: getattr(opt_state, name) for name in slots}, jax.memory.Space.Device)
         return optax.contrib.schedule_free_eval_params(opt_state._replace(**moved), params)
 
-    return Optimizer(free.init, free.update, average, slots, max_grad_norm)
+    return Optimizer(free.init, free.update, average, slots, max_grad_norm, shown)
 
 
 def _stair(learning_rate: float, steps: int, updates_per_step: int) -> optax.Schedule:
     """The learning rate of update 0, 1, …: s/steps of it in step s, and all of it after `steps` steps."""
     return lambda update: learning_rate * jnp.minimum(1.0, (update // updates_per_step) / steps)
+
+
+def _falling(rate: optax.ScalarOrSchedule, schedule: str, warm: int, last: int | None, final: float) -> optax.Schedule:
+    """`rate` times a factor that falls from 1, at the end of the warm-up, to `final` at update `last`, and stays."""
+    if schedule not in SCHEDULES or last is None:
+        raise ValueError(f"optimizer.schedule={schedule!r} must be one of {', '.join(SCHEDULES)}, with its length")
+    if last <= warm:
+        raise ValueError(
+            f"optimizer.decay_until: update {last} is inside the warm-up of {warm} updates; make the schedule longer"
+        )
+
+    def factor(update):
+        done = jnp.clip((update - warm) / (last - warm), 0.0, 1.0)
+        left = 1 - done if schedule == "linear" else (1 + jnp.cos(jnp.pi * done)) / 2
+        return final + (1 - final) * left
+
+    return lambda update: (rate(update) if callable(rate) else rate) * factor(update)
+
+
+def _in_updates(count: Count, updates_per_step: int) -> int:
+    return count.number * (updates_per_step if count.unit == "steps" else 1)

@@ -11,6 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from rpg_jax.data.prepare import write_parquet
 from rpg_jax.data.sources import load
 from rpg_jax.data.templates import apply_template
 from rpg_jax.rewards.expression import countdown
@@ -246,3 +247,46 @@ def test_a_number_has_the_spelling_that_verifiers_compare(tmp_path, number, text
     file = tmp_path / "data.jsonl"
     file.write_text(f'{{"question": "q", "answer": {number}}}\n')
     assert load(str(file))[0][0].answer == text
+
+
+@pytest.mark.parametrize(
+    ("row", "system", "prompt", "answer", "shown", "taken"),
+    [
+        ({"question": "q", "answer": 3, "demonstration": "so 3"}, "", "[q]", "3", ("so 3",), ("answer", "answer")),
+        ({"prompt": "q", "completion": "so 3"}, "", "[q]", "", ("so 3",), ("demonstration", "completion")),
+        (
+            {"prompt": "q", "completion": [{"role": "assistant", "content": "c"}]},
+            *("", "[q]", "", ("c",), ("question", "prompt")),
+        ),
+        (
+            {"messages": [{"role": r, "content": r[0]} for r in ("system", "user", "assistant")], "solution": "a"},
+            *("s", "[u]", "a", ("a",), ("answer", "solution")),
+        ),
+        (official("q", demonstration=["one", "two"]), "", "[q]", "2", ("one", "two"), ("answer", "reward_model")),
+    ],
+)
+def test_a_demonstration_is_read_from_every_form_and_an_answer_may_then_be_missing(
+    tmp_path, row, system, prompt, answer, shown, taken
+):
+    path = jsonl(tmp_path / "a.jsonl", [{**row, "left": 1}])
+    [problem], report = load(path, template="[{question}]")
+    assert (problem.system, problem.prompt, problem.answer, problem.demonstrations) == (system, prompt, answer, shown)
+    assert report.columns.taken[taken] == 1 and report.columns.ignored["left"] == 1
+    write_parquet([problem], tmp_path / "b.parquet")
+    [again], _ = load(str(tmp_path / "b.parquet"))
+    assert (again.prompt, again.demonstrations, again.answer) == (prompt, shown, answer)
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        ({"question": "q"}, "none of"),
+        ({"question": "q", "demonstration": " "}, "not empty"),
+        ({"messages": [{"role": "user", "content": "u"}]}, "one turn is trained"),
+        ({"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": None}]}, "lacks its role"),
+        ({"messages": [{"role": r, "content": "x"} for r in ("user", "assistant") * 2]}, "one turn is trained"),
+    ],
+)
+def test_a_demonstration_that_cannot_be_learned_is_named(tmp_path, row, reason):
+    with pytest.raises(ValueError, match=f"line 1: .*{reason}"):
+        load(jsonl(tmp_path / "a.jsonl", [row]))

@@ -13,6 +13,8 @@ from tests.end_to_end import micro
 PACKED = {"train.packed_length": 33, "train.microbatch_size": 4}
 VARIANTS = {
     "schedule_free": {"optimizer.name": "schedule_free_adamw"},
+    "lion": {"optimizer.name": "lion", "optimizer.schedule": "cosine", "optimizer.warmup": "2 updates"},
+    "sgd": {"optimizer.name": "sgd", "optimizer.decayed": "matrices", "offload": "optimizer"},
     "every": {"reference.rule": "every", "reference.every": "3 updates"},
     "kl": {"reference.rule": "kl", "reference.kl_threshold": 1e-5},
     "ppo": {"method": "PPO", "dynamic_sampling.enabled": True, "dynamic_sampling.surplus": "carry", **PACKED},

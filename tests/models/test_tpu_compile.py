@@ -14,17 +14,24 @@ from flax import nnx
 from jax.experimental import topologies
 
 from rpg_jax import models, parallel, planning
-from rpg_jax.planning import lowering
+from rpg_jax.planning import lowering, tpu_compiler
 from rpg_jax.rollout import Decoding
 
 pytestmark = pytest.mark.tpu_compile
 
 
+def library() -> str:
+    """The path of the compiler; skips the test where there is none."""
+    if (found := tpu_compiler.library()) is None:
+        pytest.skip(f"needs the compiler for TPUs: {tpu_compiler.GET}")
+    return str(found)
+
+
 @pytest.fixture
 def topology(monkeypatch):
     """Describes a TPU slice by name, as `v5p:2x2x1`."""
-    pytest.importorskip("libtpu", reason="needs libtpu, the compiler for TPUs: pip install 'jax[tpu]'")
     for name, value in {
+        "TPU_LIBRARY_PATH": library(),
         "TPU_ACCELERATOR_TYPE": "v5litepod-16",
         "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_SKIP_MDS_QUERY": "1",
@@ -194,10 +201,9 @@ with parallel.activate(mesh):
 @pytest.mark.parametrize(("topology", "iterations"), [("v5p:2x2x1", 7 * 32 // 2), ("v5e:2x2", 7 * 32)])
 def test_the_cores_of_a_chip_share_the_decode_kernels(tmp_path, topology, iterations):
     """Read from the compiler's own listing: where cores wait for each other, and how often the loop of one runs."""
-    pytest.importorskip("libtpu", reason="needs libtpu, the compiler for TPUs: pip install 'jax[tpu]'")
     listing = {"LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={tmp_path} --xla_jf_dump_llo_text=true"}
     described = {"TPU_ACCELERATOR_TYPE": "v5litepod-16", "TPU_WORKER_HOSTNAMES": "localhost", "JAX_PLATFORMS": "cpu"}
-    alone = {"TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
+    alone = {"TPU_LIBRARY_PATH": library(), "TPU_SKIP_MDS_QUERY": "1", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1"}
     command = [sys.executable, "-c", _KERNELS.replace("{topology}", topology)]
     subprocess.run(command, env=os.environ | listing | described | alone, check=True, timeout=600)
     attend, append = (

@@ -12,6 +12,7 @@ from jax.sharding import AxisType
 
 from rpg_jax import planning
 from rpg_jax.parallel import MESH_AXES, make_mesh
+from rpg_jax.planning import tpu_compiler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +117,8 @@ def test_without_a_torus_devices_keep_their_order():
     ids=str,
 )
 def test_meshes_on_described_slices(name, shape):
-    pytest.importorskip("libtpu", reason="needs libtpu, the compiler for TPUs: pip install -r requirements-tpu.txt")
+    if tpu_compiler.library() is None:
+        pytest.skip(f"needs the compiler for TPUs: {tpu_compiler.GET}")
     topology = planning.parse(name)
     mesh = make_mesh(shape, topology.devices())
     assert mesh.size == topology.chips

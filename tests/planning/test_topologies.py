@@ -52,7 +52,7 @@ def test_the_next_larger_slice():
 
 
 def test_without_the_compiler_one_line_says_how_to_install_it(monkeypatch):
-    monkeypatch.setattr(topologies.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="libtpu, which is not installed: python3 launch/install.py --req") as error:
+    monkeypatch.setattr(topologies.tpu_compiler, "library", lambda: None)
+    with pytest.raises(ValueError, match="the compiler for TPUs .*python -m rpg_jax.plan --get_compiler") as error:
         planning.parse("v5e:2x2").devices()
     assert "\n" not in str(error.value)

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from rpg_jax import rollout
+from rpg_jax.rollout import driver
 
 JETSTREAM = "rpg_jax.rollout.jetstream"
 
@@ -15,17 +16,27 @@ JETSTREAM = "rpg_jax.rollout.jetstream"
 def test_one_driver_spans_hosts_and_one_refuses_several_processes():
     assert [name for name, driver in rollout.DRIVERS.items() if driver.spans_hosts] == ["lockstep"]
     assert [name for name, driver in rollout.DRIVERS.items() if driver.single_process] == ["simple"]
+    assert [name for name, driver in rollout.DRIVERS.items() if driver.remote] == ["fleet"]
 
 
-def test_without_jetstream_its_driver_names_the_fix_and_lockstep_works(
-    make, model, work, expected, is_same, monkeypatch
+def test_without_jetstream_lockstep_takes_over_and_says_so_once(
+    make, model, work, expected, is_same, monkeypatch, capsys
 ):
-    monkeypatch.setitem(sys.modules, "jetstream", None)
-    for name in [name for name in sys.modules if name.startswith(JETSTREAM)]:
+    monkeypatch.setattr(driver.importlib.util, "find_spec", lambda name: None)
+    driver._say_that_lockstep_takes_over.cache_clear()
+    made = [make("orchestrator", *model, slots=8) for _ in range(2)]
+    fix = "pip install --no-deps google-jetstream==0.2.2"
+    assert capsys.readouterr().err == f"rollout.driver=lockstep takes over: orchestrator needs JetStream ({fix})\n"
+    assert rollout.find_driver("orchestrator") is rollout.DRIVERS["lockstep"]
+    assert is_same(made[0].generate(work), expected)
+
+
+def test_jetstream_without_what_it_needs_is_one_line_with_the_fix(make, model, monkeypatch):
+    for name in [name for name in sys.modules if name.startswith((JETSTREAM, "seqio", "tiktoken"))]:
         monkeypatch.delitem(sys.modules, name)
-    with pytest.raises(ValueError, match=r"pip install --no-deps google-jetstream==0\.2\.2, .*rollout.driver=lockstep"):
+    monkeypatch.setitem(sys.modules, "jetstream.core", None)
+    with pytest.raises(ValueError, match=r"jetstream.*rpg_jax\[jetstream\].*rollout.driver=lockstep"):
         make("orchestrator", *model, slots=8)
-    assert is_same(make("lockstep", *model, slots=8).generate(work), expected)
 
 
 ALONE = """

@@ -15,7 +15,7 @@ from flax import nnx
 from configs import tiny
 from rpg_jax import losses, models, parallel
 from rpg_jax.models.quantized import Int8, quantized
-from rpg_jax.rollout import DRIVERS, RolloutError
+from rpg_jax.rollout import LOCAL_DRIVERS, RolloutError
 from rpg_jax.rollout.journaled import JournaledRollout
 from rpg_jax.rollout.lockstep import LockstepRollout
 from rpg_jax.runs.layout import make_layout
@@ -24,8 +24,8 @@ from rpg_jax.storage.journal import Journal
 from rpg_jax.types import Sampling
 
 DRIVERS_AND_SLOTS = [
-    *((driver, 8) for driver in DRIVERS),
-    *(pytest.param(driver, 32, marks=pytest.mark.slow) for driver in DRIVERS if driver != "simple"),
+    *((driver, 8) for driver in LOCAL_DRIVERS),
+    *(pytest.param(driver, 32, marks=pytest.mark.slow) for driver in LOCAL_DRIVERS if driver != "simple"),
 ]
 
 
@@ -56,7 +56,7 @@ def test_a_completion_depends_on_its_own_counters_and_prompt_only(build, work, e
     assert is_same(part, [expected[i][:3] for i in order])
 
 
-@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.parametrize("driver", LOCAL_DRIVERS)
 def test_every_driver_continues_after_a_kill_to_the_same_bits(build, work, tmp_path, driver):
     def process():
         told = []
@@ -155,7 +155,7 @@ def test_nothing_is_compiled_after_warm_up(build, model, work, is_same, expected
     assert compiled == []
 
 
-@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.parametrize("driver", LOCAL_DRIVERS)
 def test_requests_that_cannot_be_served_are_clear_errors(build, work, driver):
     sampler = build(driver)
 
@@ -177,7 +177,7 @@ def test_requests_that_cannot_be_served_are_clear_errors(build, work, driver):
     assert ask(prompts=[], prompt_ids=[]) == []
 
 
-@pytest.mark.parametrize("driver", DRIVERS)
+@pytest.mark.parametrize("driver", LOCAL_DRIVERS)
 def test_weights_that_give_no_numbers_are_an_error_and_the_next_call_is_right(
     build, model, work, expected, is_same, driver
 ):

@@ -103,3 +103,43 @@ def test_sources_of_splits_that_nobody_needs_are_not_opened():
     assert (task.train, task.held_out) == ([], {})
     with pytest.raises(ValueError, match="/none/test.jsonl"):
         Task.from_config(config, train=False)
+
+
+def demonstrated(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_rows_with_demonstrations_warm_start_and_those_with_answers_are_rewarded(tmp_path):
+    rows = [{"question": "a", "answer": "1"}, {"question": "b", "answer": "2", "demonstration": "so 2"}]
+    config = files(train=demonstrated(tmp_path / "t.jsonl", [*rows, {"question": "c", "completion": "Ω"}]))
+    config.task.held_out_sets = f"A={written(tmp_path / 'a.jsonl', (7,))}"
+    config.task.template = "none"
+    assert not Task.from_config(config).to_imitate
+    config.warm_start.enabled = True
+    task = Task.from_config(config)
+    assert task.examples(task.to_imitate) == [(task.train[1], "so 2"), (task.train[2], "Ω")]
+    assert "Ω" in "".join(task.texts)
+    rewarded = task.with_answers(config)
+    assert prompts(rewarded.train) == ["a", "b"] and rewarded.notes == ["train: 1 of 3 problems have no answer"]
+    config.rewards.parts = "my.module:judge"
+    assert task.with_answers(config) is task
+
+
+def test_demonstrations_of_their_own_file_replace_those_of_any_task(tmp_path):
+    rows = [{"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "Ω"}]}]
+    config = tiny.get_config()
+    config.warm_start.train = demonstrated(tmp_path / "t.jsonl", rows)
+    task = Task.from_config(config)
+    assert [(p.prompt, text) for p, text in task.examples(task.to_imitate)] == [("u", "Ω")]
+    assert "Ω" in "".join(task.texts) and len(task.train) > 1000
+    config.warm_start.train = written(tmp_path / "n.jsonl", range(2))
+    with pytest.raises(ValueError, match="no row has a demonstration: give rows a `demonstration`"):
+        Task.from_config(config)
+
+
+def test_without_any_answer_the_fix_is_named(tmp_path):
+    config = files(train=demonstrated(tmp_path / "t.jsonl", [{"question": "c", "completion": "d"}]), template="none")
+    config.task.held_out_sets = f"A={written(tmp_path / 'a.jsonl', (7,))}"
+    with pytest.raises(ValueError, match=r"train: 1 of 1 problems have no answer: give rows an `answer`, or name"):
+        Task.from_config(config).with_answers(config)

@@ -1,6 +1,7 @@
-"""Warm starts are shared by every run that would train the same one."""
+"""Warm starts are shared by every run that would train the same one; their batches hold every demonstration."""
 
 import itertools
+import json
 from types import SimpleNamespace
 
 import jax
@@ -9,8 +10,10 @@ import pytest
 
 from rpg_jax.data import Problem
 from rpg_jax.runs.experiment import init_params, make_scorer, open_experiment
+from rpg_jax.runs.problems import Task
 from rpg_jax.runs.resolve import resolve
-from rpg_jax.runs.warm_start import cache_key, supervised_batches, warm_started, with_own_limit
+from rpg_jax.runs.supervised import Demonstrations, supervised_config
+from rpg_jax.runs.warm_start import cache_key, warm_started
 from tests.end_to_end import micro
 
 
@@ -21,7 +24,7 @@ def config_of(limit, own, folder=""):
 
 
 def key(limit, own):
-    return cache_key(with_own_limit(config_of(limit, own)), {})
+    return cache_key(supervised_config(config_of(limit, own)), {})
 
 
 def test_the_name_has_the_limit_of_the_warm_start_and_not_that_of_the_run():
@@ -37,36 +40,73 @@ def test_the_name_has_the_content_of_what_is_read_and_not_its_place():
     assert len(names) == 2
 
 
+def experiment_of(problems, **train):
+    """Characters are tokens; a prompt of 4 and a completion of 2 with its stop token make 6."""
+    config = micro.get_config()
+    config.warm_start.batch_size = 2
+    config.train.update(train)
+    tokenizer = SimpleNamespace(encode=lambda text: [ord(c) for c in text], eos_id=1, pad_id=0, chat=None)
+    layout = SimpleNamespace(row_sharding=None)
+    return SimpleNamespace(config=config, tokenizer=tokenizer, task=Task(problems, {}, ()), layout=layout)
+
+
+PROBLEMS = [Problem(i, f"{i:03d}:", "", "test", demonstrations=(str(i % 10),)) for i in range(32)]
+DEMONSTRATIONS = [f"{p.prompt}{p.demonstrations[0]}" for p in PROBLEMS]
+
+
+def texts_of(batch):
+    return ["".join(chr(t) for t in row if t) for micro_batch in batch for row in micro_batch.rows.tokens]
+
+
+def demonstrations_in(batches):
+    return [text[:5] for batch in batches for row in texts_of(batch) for text in row.split(chr(1)) if text]
+
+
 def test_a_task_without_demonstrations_is_named():
-    experiment = SimpleNamespace(task=SimpleNamespace(examples=None), config=config_of(6, None))
-    with pytest.raises(ValueError, match=r"^warm_start\.enabled: task\.name='arithmetic' has no demonstrations$"):
-        warm_started(experiment, None, None, None, None)
+    with pytest.raises(
+        ValueError, match=r"^no problem of task\.name='arithmetic' has a demonstration: give rows a `dem"
+    ):
+        Demonstrations(experiment_of([]))
 
 
 def test_packed_demonstrations_share_rows_and_none_is_lost_or_repeated():
-    config = micro.get_config()
-    config.warm_start.batch_size = 2
-    config.train.packed_length = 16
-    problems = [Problem(i, f"{i:03d}:", str(i % 10), "test") for i in range(32)]  # 4 + 2 tokens: two to a row
+    experiment = experiment_of(PROBLEMS, packed_length=16)
+    batches = list(itertools.islice(Demonstrations(experiment), 8))
+    assert {len(text) for batch in batches for text in texts_of(batch)} == {12}
+    assert sorted(demonstrations_in(batches)) == DEMONSTRATIONS
+    rows = [batch.rows for [batch] in batches]
+    assert all((r.targets[r.mask > 0] != 0).all() and r.mask.sum() == 8 for r in rows)
+    packed = resolve(experiment.config)
+    with packed.unlocked():
+        packed.train.packed_length = 17
+    assert cache_key(packed, {}) != cache_key(resolve(experiment.config), {})
 
-    def demonstrations(found):
-        return [(problem.prompt, problem.answer) for problem in found]
 
-    experiment = SimpleNamespace(
-        config=config,
-        tokenizer=SimpleNamespace(encode=lambda text: [ord(c) for c in text], eos_id=1, pad_id=0),
-        task=SimpleNamespace(train=problems, examples=demonstrations),
-        layout=SimpleNamespace(row_sharding=None),
-    )
-    batches = [batch.rows for batch in itertools.islice(supervised_batches(experiment), 8)]
-    texts = ["".join(chr(t) for t in row if t) for rows in batches for row in rows.tokens]
-    assert {len(text) for text in texts} == {12}
-    found = [text[:5] for row in texts for text in row.split(chr(1)) if text]
-    assert sorted(found) == ["".join(pair) for pair in demonstrations(problems)]
-    assert all((rows.targets[rows.mask > 0] != 0).all() and rows.mask.sum() == 8 for rows in batches)
-    packed = resolve(config)
-    packed.train.packed_length = 17
-    assert cache_key(packed, {}) != cache_key(resolve(config), {})
+@pytest.mark.parametrize("train", [{}, {"packed_length": 16}, {"packed_length": 16, "microbatch_size": 1}])
+def test_passes_end_exactly_and_their_updates_are_known_before(train):
+    batches = list(Demonstrations(experiment_of(PROBLEMS[:5], **train), epochs=3))
+    assert sorted(demonstrations_in(batches)) == sorted(DEMONSTRATIONS[:5] * 3)
+    assert len(batches) == Demonstrations(experiment_of(PROBLEMS[:5], **train), epochs=3).count()
+    assert all(len(texts_of(batch)) == 2 for batch in batches[:-1])
+
+
+@pytest.mark.parametrize("done", [0, 1, 7, 8, 11])
+def test_a_position_continues_with_the_next_batch(done):
+    experiment = experiment_of(PROBLEMS, packed_length=16)
+    first, again = Demonstrations(experiment), Demonstrations(experiment)
+    for _ in range(done):
+        next(first)
+    again.restore(json.loads(json.dumps(first.state())))
+    for _ in range(9):
+        assert texts_of(next(first)) == texts_of(next(again))
+
+
+def test_supervised_training_depends_on_no_field_of_the_policys_optimizer():
+    config = config_of(6, None)
+    other = micro.get_config()
+    other.rollout.max_tokens, other.optimizer.b1, other.optimizer.learning_rate = 6, 0.5, 1.0
+    assert cache_key(supervised_config(config), {}) == cache_key(supervised_config(resolve(other)), {})
+    assert supervised_config(config).optimizer == supervised_config(resolve(other)).optimizer
 
 
 @pytest.mark.slow  # a model is compiled

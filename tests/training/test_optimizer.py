@@ -1,10 +1,12 @@
 """The learning rate of every update, found from how far a weight moves."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
-from rpg_jax.training.optimizer import make_optimizer
+from rpg_jax.training.optimizer import make_optimizer, matrices
 from rpg_jax.types import Count
 
 RATE = 0.6
@@ -46,6 +48,68 @@ def test_a_warm_up_in_updates_is_a_slope_whatever_a_steps_updates(name, first):
 @pytest.mark.parametrize("name", ["adamw", "schedule_free_adamw"])
 def test_without_a_warm_up_the_rate_is_constant(name, unit):
     np.testing.assert_allclose(rates(name, (0, unit), 3, 2), [RATE] * 3, rtol=1e-5)
+
+
+NUMBERS = dict(b1=0.9, b2=0.99, eps=1e-12, weight_decay=0.0, max_grad_norm=1.0)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "falls"),
+    [("linear", [1, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2]), ("cosine", [1, 0.8828427, 0.6, 0.3171573, 0.2, 0.2, 0.2])],
+)
+@pytest.mark.parametrize("unit", ["steps", "updates"])
+def test_a_schedule_falls_after_the_warm_up_to_its_share_and_stays(schedule, falls, unit):
+    per_step = 2 if unit == "steps" else 1
+    counts = {"warmup": Count(2 // per_step, unit), "decay_until": Count(6 // per_step, unit)}
+    optimizer = make_optimizer(
+        "adamw", learning_rate=RATE, schedule=schedule, final_rate=0.2, updates_per_step=per_step, **counts, **NUMBERS
+    )
+    found = [float(optimizer.learning_rate(u)) for u in range(2, 9)]
+    np.testing.assert_allclose(found, np.array(falls) * RATE, rtol=1e-6)
+
+
+def test_a_schedule_inside_its_warm_up_and_one_of_an_averaging_optimizer_are_refused():
+    given = dict(learning_rate=RATE, schedule="cosine", decay_until=Count(4, "updates"), **NUMBERS)
+    with pytest.raises(ValueError, match="update 4 is inside the warm-up of 5 updates"):
+        make_optimizer("adamw", warmup=Count(5, "updates"), **given)
+    with pytest.raises(ValueError, match="schedule_free_adamw takes optimizer.schedule=constant"):
+        make_optimizer("schedule_free_adamw", warmup=Count(0, "updates"), **given)
+
+
+@pytest.mark.parametrize(
+    ("name", "reference"),
+    [
+        ("adamw", lambda rate, wd: optax.adamw(rate, 0.9, 0.99, 1e-12, weight_decay=wd)),
+        ("nadamw", lambda rate, wd: optax.nadamw(rate, 0.9, 0.99, 1e-12, weight_decay=wd)),
+        ("lion", lambda rate, wd: optax.lion(rate, 0.9, 0.99, weight_decay=wd)),
+        ("sgd", lambda rate, wd: optax.chain(optax.trace(0.9), optax.add_decayed_weights(wd), optax.scale(-rate))),
+        ("rmsprop", lambda rate, wd: optax.chain(optax.add_decayed_weights(0.0), optax.rmsprop(rate, 0.99, 1e-12))),
+    ],
+)
+def test_an_optimizer_is_optaxs_of_its_name(name, reference):
+    decay = 0.0 if name == "rmsprop" else 0.1  # optax's has none
+    numbers = {**NUMBERS, "weight_decay": decay, "learning_rate": RATE, "warmup": Count(0, "steps")}
+    own, theirs = make_optimizer(name, **numbers), reference(RATE, decay)
+    params = jnp.array([1.0, -2.0, 0.5])
+    states = [own.init(params), theirs.init(params)]
+    for step in range(3):
+        gradient = jnp.array([0.3, -1.0, 2.0]) * (step - 1.2)
+        moves, states = zip(
+            *(o.update(gradient, s, params) for o, s in zip((own, theirs), states, strict=True)), strict=True
+        )
+        np.testing.assert_allclose(*moves, rtol=1e-6)
+        params = params + moves[0]
+
+
+def test_weight_decay_can_leave_norms_and_biases_alone():
+    params = {"layers": {"mlp_norm": jnp.ones((2, 3)), "attention": {"q": jnp.ones((2, 3)), "q_bias": jnp.ones(2)}}}
+    assert matrices(params) == {"layers": {"mlp_norm": False, "attention": {"q": True, "q_bias": False}}}
+    numbers = {**NUMBERS, "weight_decay": 0.5, "learning_rate": RATE, "warmup": Count(0, "steps")}
+    optimizer = make_optimizer("adamw", decayed="matrices", **numbers)
+    zero = jax.tree.map(jnp.zeros_like, params)
+    moved, _ = optimizer.update(zero, optimizer.init(params), params)
+    assert float(moved["layers"]["attention"]["q"][0, 0]) == pytest.approx(-0.5 * RATE)
+    assert not jnp.any(moved["layers"]["mlp_norm"]) and not jnp.any(moved["layers"]["attention"]["q_bias"])
 
 
 def test_counts_are_written_with_their_unit_and_a_count_without_one_is_refused():

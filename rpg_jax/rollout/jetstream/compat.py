@@ -11,9 +11,10 @@ import sys
 import threading
 import types
 
+from rpg_jax.rollout.jetstream import INSTALL
+
 if importlib.util.find_spec("jetstream") is None:
-    fix = "pip install --no-deps google-jetstream==0.2.2"
-    raise ModuleNotFoundError(f"JetStream is not installed: {fix}", name="jetstream")
+    raise ModuleNotFoundError(f"JetStream is not installed: {INSTALL}", name="jetstream")
 
 
 def _stub(package: str, submodule: str, **attributes) -> None:

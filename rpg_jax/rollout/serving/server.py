@@ -151,7 +151,7 @@ class Server:
         try:
             from rpg_jax.rollout.serving import http
         except ModuleNotFoundError as error:
-            raise RuntimeError("HTTP needs aiohttp: pip install aiohttp") from error
+            raise RuntimeError("HTTP needs aiohttp: pip install 'rpg_jax[serve]'") from error
         self._http = await http.start(self._admission, self._name, self._access, port, render)
         return self._http.addresses[0][1]
 

@@ -1,0 +1,110 @@
+"""Makes the rollout of a training run: in this process, or by workers."""
+
+import dataclasses
+import hashlib
+import json
+import socket
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from ml_collections import ConfigDict
+
+from rpg_jax import models, rollout
+from rpg_jax.rollout.fleet.fleet_rollout import FleetRollout
+from rpg_jax.rollout.fleet.hub import Hub
+from rpg_jax.rollout.fleet.link import Link
+from rpg_jax.rollout.fleet.published import Published
+from rpg_jax.rollout.fleet.service import Service
+from rpg_jax.rollout.fleet.shelf import Shelf
+from rpg_jax.rollout.serving.access import Access, ApiKey, is_loopback
+from rpg_jax.runs import processes, run_folder
+from rpg_jax.runs.experiment import Experiment, make_rollout
+
+
+def make_training_rollout(
+    experiment: Experiment, params: Any, waiting: Callable[[], None], base: models.Base | None = None
+) -> rollout.Rollout:
+    """The rollout of the config's driver; `waiting` is called while a fleet has no worker.
+
+    With a base, `params` are the adapters beside it. A fleet gets the two merged.
+
+    Raises:
+      ValueError: the fleet's address is open without TLS and a key, or its port is taken; or fields contradict it.
+    """
+    config, layout = experiment.config, experiment.layout
+    if not rollout.find_driver(config.rollout.driver).remote:
+        return make_rollout(layout, params, base)
+    c = config.fleet
+    if config.rollout.devices or config.rollout.swap == "midway":
+        raise ValueError("rollout.driver=fleet needs rollout.devices=0 and rollout.swap=between: workers sample")
+    access = _access(config)
+    shelf = Shelf()
+    hub = Hub(spec_of(experiment), lost_seconds=c.lost_seconds, stall_seconds=c.stall_seconds)
+    service = Service(hub, shelf, access, c.port and c.port + jax.process_index())
+    m = config.model
+    dtype = None if m.compute_dtype == m.param_dtype else jnp.dtype(m.compute_dtype)
+    stopped = threading.Event()
+    return FleetRollout(
+        hub,
+        shelf,
+        service,
+        Published(params, shelf, dtype=dtype, base=base),
+        advertised=f"{_own_address(config)}:{service.port}",
+        connect=lambda address: Link(address, key=access.key, certificate=access.certificate, stopped=stopped),
+        waiting=waiting,
+    )
+
+
+def spec_of(experiment: Experiment) -> dict[str, Any]:
+    """What a worker must know of a run, JSON-able; a worker that was made for another spec is refused."""
+    c, layout = experiment.config, experiment.layout
+    identity = json.dumps(run_folder.identity(c), sort_keys=True)
+    prompts = c.rollout.prompts_per_step * (c.dynamic_sampling.oversample if c.dynamic_sampling.enabled else 1)
+    spec = {
+        "run": c.run.name,
+        "config": hashlib.sha256(identity.encode()).hexdigest()[:12],
+        "model": dataclasses.asdict(layout.model),
+        "tokenizer": experiment.tokenizer.digest(),
+        "vocab_size": layout.model.vocab_size,
+        "weights_dtype": c.model.compute_dtype,
+        "compute_dtype": c.model.compute_dtype,
+        "capacity": rollout.capacity(c.task.max_prompt_tokens, c.rollout.max_tokens),
+        "slots": c.rollout.slots,
+        "needed": prompts * c.rollout.group_size,
+        "tensor": c.rollout.tensor,
+        "expert": c.rollout.expert,
+        "int8": c.rollout.int8,
+        "int8_kv": c.rollout.int8_kv,
+        "sharding": c.sharding,
+    }
+    return json.loads(json.dumps(spec))
+
+
+def _access(config: ConfigDict) -> Access:
+    c = config.fleet
+    try:
+        access = Access(c.host, c.certificate, c.private_key, ApiKey.find(c.key_file))
+        access.tls()
+    except ValueError as error:
+        names = "the fields are fleet.host, fleet.certificate, fleet.private_key and fleet.key_file"
+        raise ValueError(f"rollout.driver=fleet: {error} ({names})") from None
+    return access
+
+
+def _own_address(config: ConfigDict) -> str:
+    """The address at which others reach this process."""
+    c = config.fleet
+    if c.advertise:
+        return c.advertise
+    arguments = processes.settings(config)
+    if is_loopback(c.host) or c.host not in ("0.0.0.0", "::", "[::]"):
+        return c.host
+    if arguments is None:
+        return socket.gethostname()
+    host, _, port = arguments["coordinator_address"].rpartition(":")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:  # sends nothing
+        probe.connect((host, int(port)))
+        return probe.getsockname()[0]

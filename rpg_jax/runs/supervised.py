@@ -1,0 +1,182 @@
+"""Supervised training on demonstrations: its config, its batches, its updates. Warm starts and `sft` are made of it."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from ml_collections import ConfigDict
+
+from rpg_jax import data, losses, masking
+from rpg_jax.losses import Metrics
+from rpg_jax.runs.experiment import Experiment
+from rpg_jax.runs.layout import row_shape
+from rpg_jax.runs.learner import Learner, learner_programs, make_learner
+from rpg_jax.training.objective import Objective, supervised_loss
+from rpg_jax.training.state import TrainState
+from rpg_jax.training.step import Programs
+from rpg_jax.types import Batch, Completion, Count
+
+_POOL = 16  # demonstrations for each row, before they are packed: few rows stay half empty
+NO_BASELINE = "leave_one_out"  # an advantage without a learned baseline
+
+
+def supervised_config(config: ConfigDict) -> ConfigDict:
+    """A resolved config as supervised training has it: its limit of completions, its optimizer, no learned baseline."""
+    own = config.copy_and_resolve_references()
+    c = own.warm_start
+    with own.unlocked():
+        c.enabled = True
+        own.rollout.max_tokens = c.max_tokens or config.rollout.max_tokens
+        own.optimizer.name, own.optimizer.learning_rate, own.optimizer.warmup = "adamw", c.learning_rate, "20 updates"
+        own.optimizer.b1, own.optimizer.b2, own.optimizer.eps = 0.9, 0.999, 1e-8
+        own.optimizer.weight_decay, own.optimizer.max_grad_norm, own.optimizer.decayed = 0.0, 1.0, "all"
+        own.optimizer.schedule, own.optimizer.final_rate, own.optimizer.decay_until = c.schedule, 0.0, None
+        if config.loss.advantage in losses.LEARNED_ADVANTAGES:
+            own.loss.advantage = NO_BASELINE
+    return own.lock()
+
+
+def supervised_learner(e: Experiment, updates: int | None = None) -> tuple[Learner, Programs]:
+    """The learner of a supervised config, and the programs that minimise the mean negative log-likelihood.
+
+    A learning rate that falls ends at update `updates`. Raises ValueError if there is no such number.
+    """
+    if e.config.optimizer.schedule != "constant" and updates is None:
+        raise ValueError(f"warm_start.schedule={e.config.optimizer.schedule} needs an end: set warm_start.epochs")
+    end = None if updates is None else Count(max(updates, 21), "updates")  # after the warm-up
+    learner = make_learner(e.layout, supervised=True, decay_until=end)
+    return learner, learner_programs(e.layout, learner, Objective(supervised_loss), temperature=1.0)
+
+
+class Example(NamedTuple):
+    """A prompt with one completion to imitate."""
+
+    prompt: np.ndarray
+    completions: list[Completion]
+
+
+def examples_of(e: Experiment, problems: Sequence[data.Problem]) -> list[Example]:
+    """The demonstrations of problems as tokens: the prompt as the policy sees it, the completion with its stop token.
+
+    A completion is cut off where the policy's are.
+    """
+    c, encode, stop, found = e.config, e.tokenizer.encode, e.tokenizer.eos_id, []
+    for problem, target in e.task.examples(problems):
+        prompt = data.encode_prompt(problem, e.tokenizer, thinking=c.task.thinking)[-c.task.max_prompt_tokens :]
+        tokens = np.array([*encode(target), stop][: c.rollout.max_tokens], np.int32)  # the policy learns to stop too
+        found.append(Example(prompt, [Completion(tokens, np.zeros(len(tokens), np.float32), "stop", 0)]))
+    return found
+
+
+def packed(e: Experiment, examples: Sequence[Example], shape: data.RowShape) -> list[Batch]:
+    """Examples as micro-batches on the devices."""
+    return data.pack(examples, shape, pad_id=e.tokenizer.pad_id, sharding=e.layout.row_sharding).batches
+
+
+class Demonstrations:
+    """Batches of demonstrations: endless, or for some passes over them. A batch is a list of micro-batches.
+
+    With `train.packed_length` a row holds as many demonstrations as fit, and rows are filled from several batches.
+
+    Raises:
+      ValueError: the task has no demonstrations.
+    """
+
+    def __init__(self, e: Experiment, epochs: int | None = None):
+        c = e.config
+        rows = min(c.train.microbatch_size or c.warm_start.batch_size, c.warm_start.batch_size)
+        self._e, self._shape = e, row_shape(c)._replace(rows=rows)
+        self._together = -(-c.warm_start.batch_size // rows)  # micro-batches of an update
+        problems = e.task.to_imitate
+        if not problems:
+            raise ValueError(
+                f"no problem of task.name={c.task.name!r} has a demonstration: give rows a `demonstration` or "
+                "`completion`, or `messages` that end with the assistant's turn, or set warm_start.train"
+            )
+        self._total = None if epochs is None else epochs * len(problems)
+        self._size, self.epoch = len(problems), 0.0
+        self._at_once = c.warm_start.batch_size * (_POOL if self._shape.packed else 1)
+        self._stream = data.PromptStream(problems, seed=c.warm_start.seed)
+        self._drawn, self._used, self._begun = 0, 0, (0, self._stream.state())
+        self._pool: Iterator[Batch] = iter(())
+
+    def __iter__(self) -> Iterator[list[Batch]]:
+        return self
+
+    def __next__(self) -> list[Batch]:
+        """The micro-batches of the next update. Raises StopIteration after the last pass."""
+        while not (batches := list(itertools.islice(self._pool, self._together))):
+            self._fill()
+        self._used += 1
+        return batches
+
+    def _fill(self) -> None:
+        self._begun, self._used = (self._drawn, self._stream.state()), 0
+        self._pool = iter(packed(self._e, examples_of(self._e, self._next_problems()), self._shape))
+
+    def _next_problems(self) -> list[data.Problem]:
+        left = None if self._total is None else self._total - self._drawn
+        if left == 0:
+            raise StopIteration
+        problems = self._stream.take(self._at_once if left is None else min(self._at_once, left))
+        self._drawn += len(problems)
+        self.epoch = self._drawn / self._size
+        return problems
+
+    def count(self) -> int:
+        """The number of updates from here to the end of the last pass. The batches are used up."""
+        found = 0
+        while True:
+            try:
+                examples = examples_of(self._e, self._next_problems())
+            except StopIteration:
+                return found
+            found += -(-data.rows_needed(examples, self._shape) // (self._shape.rows * self._together))
+
+    def state(self) -> dict[str, Any]:
+        """The position as a JSON-able dict."""
+        return {"drawn": self._begun[0], "stream": self._begun[1], "used": self._used}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continues where `state` was taken. Raises ValueError if it is of other problems."""
+        self._stream.restore(state["stream"])
+        self._drawn, self._pool = state["drawn"], iter(())
+        for _ in range(state["used"]):
+            next(self)
+
+
+def several(
+    state: TrainState,
+    update: Callable[[TrainState, Any], tuple[TrainState, Any]],
+    batches: Iterator[Any],
+    count: int,
+) -> tuple[TrainState, list[Any]]:
+    """`count` updates, each from the next batch: the state, which is donated, and the metrics of each update."""
+    found = []
+    for _ in range(count):
+        state, metrics = update(state, next(batches))
+        found.append(metrics)
+    return state, found
+
+
+def held_out_loss(e: Experiment, programs: Programs, params: Any, problems: Sequence[data.Problem]) -> float | None:
+    """The mean negative log-likelihood of the demonstrations of problems, nats per token; None if there are none."""
+    examples = examples_of(e, problems)
+    if not examples:
+        return None
+    rows = row_shape(e.config)
+    sums: list[Metrics] = []
+    for batch in packed(e, examples, rows):
+        logprobs, _ = programs.logprobs(params, batch.rows)
+        sums.append({"loss": _sum_and_weight(logprobs, batch.mask)})
+    return losses.divided(losses.merge(sums))["loss"]
+
+
+@jax.jit
+def _sum_and_weight(logprobs: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return -masking.masked_sum(logprobs, mask), jnp.sum(mask)

@@ -1,0 +1,55 @@
+"""Trains a policy on demonstrations alone (supervised fine-tuning), from random weights or from model.path.
+
+  python -m rpg_jax.sft --config=configs/tiny.py --config.task.name=files --config.task.train=mine.jsonl \
+      --config.task.held_out_sets=mine=held_out.jsonl --config.warm_start.epochs=3 --out=sft
+  python -m rpg_jax.train --config=configs/tiny.py --config.model.path=sft ...
+
+It learns the rows that have a `demonstration`, a `completion` or `messages`, by the fields of warm_start, and measures
+the loss on those of the held-out sets; where these have answers, accuracy too. The same command continues an
+interrupted run. --out receives the policy in Hugging Face layout. Inside a run of RL, warm_start.enabled does the same.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rpg_jax.runs import cli
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = cli.parser("sft", __doc__)
+    parser.add_config("configs/tiny.py")
+    parser.add_argument("--out", help="folder for the trained policy, in Hugging Face layout")
+    return cli.run(sft, parser, argv)
+
+
+def sft(options: argparse.Namespace) -> int:
+    """Names the run, resolves its config, trains and exports."""
+    config, file, overrides = cli.config_files.load(options.config, options.overrides)
+    if options.out and (Path(options.out) / "config.json").exists():
+        raise ValueError(f"{options.out} already holds a model; choose another --out")
+    # They load JAX: wrong flags need not wait for it.
+    from rpg_jax.runs import policy, processes, run_folder, run_names, supervised_session
+    from rpg_jax.runs.resolve import check_training, resolve
+    from rpg_jax.runs.supervised import supervised_config
+
+    check_training(config)
+    if config.warm_start.epochs is None:
+        config.warm_start.epochs = supervised_session.PASSES
+    if "seed" in overrides and "warm_start.seed" not in overrides:
+        config.warm_start.seed = config.seed
+    if config.run.name is None:
+        config.run.name = run_folder.default_name(file, config, overrides, kind="sft")
+    run_names.check(config.run.name)
+    processes.join(config)
+    resolved = supervised_config(resolve(config))
+    code = supervised_session.run(resolved)
+    if options.out and not code:
+        step = policy.export(str(run_folder.of(resolved).home), Path(options.out))
+        print(f"the policy after update {step} is in {options.out}: --config.model.path={options.out} starts from it")
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
