@@ -20,15 +20,11 @@ from rpg_jax.storage.json_files import read_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-# Fields that change what an adapter computes, and the only values under which it computes W + (alpha / rank) A B.
-_PLAIN = {
-    "use_rslora": False,
-    "use_dora": False,
-    "bias": "none",
-    "fan_in_fan_out": False,
-    "alora_invocation_tokens": None,
-}
-_EMPTY = ("rank_pattern", "alpha_pattern", "modules_to_save", "layers_to_transform", "target_parameters")
+# Fields that change what an adapter computes. It is W + (alpha / rank) A B with these values alone, the others off.
+_PLAIN = {"peft_type": "LORA", "bias": "none"}
+_OFF = ("use_rslora", "use_dora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out", "rank_pattern")
+_OFF += ("alpha_pattern", "modules_to_save", "layers_to_transform", "layer_replication", "target_parameters")
+_OFF += ("exclude_modules", "trainable_token_indices", "alora_invocation_tokens", "arrow_config")
 
 
 def save_adapters(folder: Path | str, config: QwenConfig, lora: Lora, adapters: Params, *, base: str | None) -> None:
@@ -102,10 +98,8 @@ def _check(folder: Path, config: QwenConfig, lora: Lora) -> None:
     """Raises ValueError where the folder's adapters do not compute W + (alpha / rank) A B as `lora` says."""
     file = folder / CONFIG
     found: dict[str, Any] = read_object(file)
-    if found.get("peft_type") != "LORA":
-        raise ValueError(f"{file}: peft_type is {found.get('peft_type')!r}; only LORA can be read")
     unknown = [name for name, plain in _PLAIN.items() if found.get(name, plain) != plain]
-    if unknown := unknown + [name for name in _EMPTY if found.get(name)]:
+    if unknown := unknown + [name for name in _OFF if found.get(name)]:
         raise ValueError(
             f"{file}: {', '.join(f'{name}={found[name]!r}' for name in unknown)} cannot be read; merge this adapter "
             "into its base with peft, and start from the merged weights"
