@@ -114,7 +114,7 @@ def test_function_and_gradient_are_the_same_on_a_mesh(config, sizes):
     with parallel.activate(mesh):
         placed = Base(jax.device_put(params, where), LORA.scale), jax.device_put(adapters, own)
         found, sharded = jax.jit(jax.value_and_grad(value, argnums=1))(*placed)
-    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    np.testing.assert_allclose(found, expected, atol=2e-4)  # a sum of 768 terms
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-4), sharded, gradient)  # sums in another order
 
 
