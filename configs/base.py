@@ -128,8 +128,11 @@ FIELDS = Section(
     rewards=Section(
         "The reward of a completion: a weighted sum of parts.",
         parts=Field("exact", "Any of exact, math_dapo, boxed, math_verify, gsm8k, countdown, by_source, format and "
-            'length, or a function of your own as module:function. Several take weights: "math_dapo:1,format:0.1". The '
-            "first verifier decides accuracy."),
+            'length, judge (the section judge), or a function of your own as module:function. Several take weights: '
+            '"math_dapo:1,format:0.1".'),
+        accuracy=Field(optional(str), "The part that decides accuracy; it need not be among the parts. Unset: the "
+            "first verifier among them."),
+        right_above=Field(0.0, "A completion is right where that part's score is above this.", range="[-1e6, 1e6]"),
         deadline_seconds=Field(10.0, "The longest time for one verdict of math_verify or of your own function.",
             "seconds", range="(0, 3600]"),
         workers=Field(optional(int), "The processes for those verdicts. Unset: one per CPU, at most 8.", "processes",
@@ -141,6 +144,26 @@ FIELDS = Section(
             range="[0, 1048576]"),
         overlong_factor=Field(1.0, "The punishment at the limit.", range="[0, 1e6]"),
         overlong_masking=Field(False, "Do not train on completions that the limit cuts off."),
+    ),
+    judge=Section(
+        'A judge or a reward model over HTTP: the part "judge" of rewards.parts.',
+        url=Field(optional(str), "The server, as http://localhost:8000/v1, or the address of a scoring endpoint."),
+        kind=Field("chat", "chat: a model is asked by /chat/completions and its last line holds the grade. score: a "
+            "POST of {prompts, completions, answers} returns {scores}.", choices=("chat", "score")),
+        model=Field("default", "The model's name, as the server has it."),
+        prompt=Field("", "chat: the question to the judge, with {completion}, and {prompt}, {answer} and {scale} where "
+            'they are wanted. "": a grade from 0 to the scale, with question and reference answer.'),
+        scale=Field(10.0, "chat: the highest grade; the score is the grade's share of it.", range="(0, 1e6]"),
+        max_tokens=Field(256, "chat: the longest reply.", "tokens", range="[1, 1048576]"),
+        batch=Field(16, "score: the completions of a request.", "completions", range="[1, 1e5]"),
+        parallel=Field(16, "The requests that are under way at once.", "requests", range="[1, 1000]"),
+        deadline_seconds=Field(60.0, "The longest time for a request and all its retries.", "seconds",
+            range="(0, 3600]"),
+        attempts=Field(4, "How often a request is sent where the server is busy or not reachable; the pauses double.",
+            range="[1, 100]"),
+        cache=Field(100_000, "The verdicts that are remembered: an equal completion is not judged twice.", "verdicts",
+            range="[0, 1e8]"),
+        key_variable=Field("JUDGE_API_KEY", "The environment variable that holds the server's API key, if it has one."),
     ),
     rollout=Section(
         "How completions are sampled.",
@@ -187,8 +210,9 @@ FIELDS = Section(
         port=Field(9100, "The port of process 0; process i has port + i. 0: free ones.", range="[0, 65535]"),
         advertise=Field(optional(str), "The address of this process for workers, without the port. Unset: host, or the "
             "one from which this machine reaches the coordinator."),
-        certificate=Field(optional(str), "PEM file of the TLS certificate, for the name rpg-fleet."),
-        private_key=Field(optional(str), "PEM file of the certificate's private key."),
+        certificate=Field(optional(str), "PEM file of the TLS certificate, for the name rpg-fleet. Unset: the text of "
+            "the variable RPG_JAX_CERTIFICATE."),
+        private_key=Field(optional(str), "PEM file of its private key. Unset: the text of RPG_JAX_PRIVATE_KEY."),
         key_file=Field(optional(str), "File of the key that workers must have. Unset: the variable RPG_JAX_API_KEY."),
         lost_seconds=Field(20.0, "A worker that is not heard of for so long loses its groups to others.", "seconds",
             range="[5, 1e6]"),
@@ -373,10 +397,11 @@ FIELDS = Section(
             "log-probabilities over the mini-batches of its groups. 0 is off.", "steps", range="[0, 1e12]"),
         rollouts_groups=Field(8, "The most groups in a record. A token takes up to 25 bytes on disk.", "groups",
             range="[1, 1e6]"),
-        tensorboard=Field(False, "Write event files into the run folder. Needs pip install tensorboardX."),
-        wandb=Field(optional(str), "The project of Weights & Biases. Needs pip install wandb."),
-        wandb_mode=Field("online", "online sends to the server; offline writes files into the run folder, to be synced "
-            "later; disabled does neither.", choices=("online", "offline", "disabled")),
+        tracker=Field("", "Where metrics go too: tensorboard, wandb, mlflow or trackio, or several, separated by "
+            "commas. Each needs its package: pip install tensorboardX, wandb, mlflow or trackio."),
+        project=Field("rpg_jax", "The project (wandb, trackio) or experiment (mlflow) of the run."),
+        wandb_mode=Field("online", "wandb: online sends to the server; offline writes files into the run folder, to be "
+            "synced later; disabled does neither.", choices=("online", "offline", "disabled")),
         max_nonfinite_updates=Field(10, "The run stops after this many non-finite updates in a row.", "updates",
             range="[1, 1e9]"),
     ),

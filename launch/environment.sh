@@ -1,6 +1,10 @@
 # Source this at the repository root: it completes .venv, or stops with one line that names what is missing.
 # PYTHON chooses an interpreter; without it the first suitable one is used.
 
+# launch/install.py leaves compiling modules to their first import. Where nothing is written then, each process of a run and of the
+# tests compiles JAX and its libraries anew: four seconds each.
+unset PYTHONDONTWRITEBYTECODE
+
 usable_python() { # runs it: pyenv puts a shim on PATH for every version, so a name on PATH proves nothing
   "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1
 }

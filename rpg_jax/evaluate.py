@@ -1,6 +1,7 @@
 """Evaluates a policy on held-out problems: Mean@k, pass@k, maj@k, with errors over problems.
 
   python -m rpg_jax.evaluate --run=runs/tiny-rpg-reinforce-urkl-seed0 --k=32
+  python -m rpg_jax.evaluate --run=runs/tiny-rpg-reinforce-urkl-seed0 --steps=all
   python -m rpg_jax.evaluate --folder=Qwen3-4B --config=configs/qwen3_4b_2k.py --sets=AIME25=aime25.parquet
   python -m rpg_jax.evaluate --run=runs/NAME --server=localhost:9000
 
@@ -9,15 +10,10 @@ The results are completions.jsonl, one object per completion with its verdict, s
 command continues an evaluation that was killed, to the same bytes; docs/evaluation.md describes other layouts.
 """
 
-import argparse
-import contextlib
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
-from rpg_jax.runs import cli
+from rpg_jax.runs import cli, evaluate_command
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_config()
     parser.add_argument("--run", help="folder of the run whose checkpoint is evaluated")
     parser.add_argument("--step", type=int, help="checkpoint to evaluate; default: the last")
+    parser.add_argument("--steps", help="100,200, or all: a table and a plot of the scores of these checkpoints")
     parser.add_argument("--folder", help="weights, as model.path; --config says problems, limits, verifier")
     parser.add_argument("--server", help="host:port that samples; --run or --folder says with which tokenizer")
     parser.add_argument("--server_certificate", help="PEM file that proves the server; without it no TLS")
@@ -40,53 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max_tokens", type=count, help="of a completion; default: rollout.max_tokens")
     parser.add_argument("--seed", type=int, help="of the completions; default: the config's")
     parser.add_argument("--out", help="folder to write; default: a folder of its own beside the run")
-    return cli.run(evaluate, parser, argv)
-
-
-def evaluate(options: argparse.Namespace) -> int:
-    """Opens the policy and evaluates it. Raises ValueError where the flags do not name one policy."""
-    loaded = cli.load_config(options)
-    if (options.run is None) == (options.folder is None):
-        raise ValueError("which policy? Give either --run=runs/NAME or --folder=MODEL with --config=FILE")
-    if options.run is not None and loaded is not None:
-        raise ValueError("a run has its own config: leave --config out, and set --sets, --k, --max_tokens, …")
-    if options.folder is not None and loaded is None:
-        raise ValueError("--folder needs --config=FILE for problems, limits and verifier: configs/qwen3_4b_2k.py")
-    from rpg_jax import storage  # loads JAX: wrong flags need not wait for it
-    from rpg_jax.runs import evaluate_policy, policy, run_folder
-
-    if options.out is not None:
-        storage.local(options.out)
-    how: dict[str, Any] = {"held_out": True, "weights": options.server is None}
-    with contextlib.ExitStack() as stack:
-        if loaded is None:
-            home = stack.enter_context(run_folder.opened(options.run))
-            name = home.home.name
-            opened = policy.of_run(home, options.step, changes=changes(options), **how)
-        else:
-            home, name = stack.enter_context(storage.Folder(loaded.config.run.dir)), Path(options.folder).name
-            scratch = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-            folder = {"model.path": options.folder, **changes(options)}
-            opened = policy.of_config(loaded.config, scratch, changes=folder, **how)
-        reach = {"certificate": options.server_certificate, "api_key_file": options.api_key_file}
-        return evaluate_policy.evaluate(
-            opened, name, home, k=options.k, out=options.out, server=options.server, **reach
-        )
-
-
-def changes(options: argparse.Namespace) -> dict[str, Any]:
-    """The config fields that the flags replace, by dotted name."""
-    sets = options.sets is not None
-    fields = {
-        "evaluation.temperature": options.temperature,
-        "evaluation.problems": options.problems or (sys.maxsize if sets else None),
-        "rollout.max_tokens": options.max_tokens,
-        "rewards.parts": options.rewards,
-        "seed": options.seed,
-        "task.name": "files" if sets else None,
-        "task.held_out_sets": options.sets,
-    }
-    return {name: value for name, value in fields.items() if value is not None}
+    return cli.run(evaluate_command.evaluate, parser, argv)
 
 
 if __name__ == "__main__":

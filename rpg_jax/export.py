@@ -28,17 +28,20 @@ def export(options: argparse.Namespace) -> None:
     """Checks the flags and exports."""
     if options.run is None or options.out is None:
         raise ValueError("give the run and where to write it: --run=runs/NAME --out=FOLDER")
-    from rpg_jax import storage  # loads JAX: wrong flags need not wait for it
-    from rpg_jax.runs import policy
+    from rpg_jax.runs.policy import Policy, free_folder  # loads JAX: wrong flags need not wait for it
 
-    out = storage.local(options.out)
     if options.adapter:
+        from rpg_jax.runs.adapter_export import export_adapters
+
         if options.dtype:
             raise ValueError(f"adapters are written in float32: leave --dtype={options.dtype} or --adapter out")
-        step = policy.export_adapters(options.run, out, step=options.step)
-    else:
-        step = policy.export(options.run, out, step=options.step, dtype=options.dtype)
-    print(f"step {step} of {options.run} is in {options.out}")
+        step = export_adapters(options.run, options.out, step=options.step)
+        print(f"the adapters of step {step} of {options.run} are in {options.out}")
+        return
+    free_folder(options.out)  # before the weights are read
+    policy = Policy.from_run(options.run, step=options.step)
+    policy.export(options.out, dtype=options.dtype)
+    print(f"step {policy.step} of {options.run} is in {options.out}")
 
 
 if __name__ == "__main__":

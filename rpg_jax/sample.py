@@ -23,11 +23,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def sample(options: argparse.Namespace) -> None:
     """Prints each prompt and, indented, its completions."""
-    from rpg_jax.runs import policy  # loads JAX: wrong flags need not wait for it
+    from rpg_jax.runs.policy import Policy  # loads JAX: wrong flags need not wait for it
 
-    how = {name: getattr(options, name) for name in ("k", "temperature", "seed", "step")}
-    for prompt, completions in zip(options.prompt, policy.sample(options.run, options.prompt, **how), strict=True):
-        print(prompt, *(f"  {text}" for text in completions), sep="\n")
+    how = {name: getattr(options, name) for name in ("k", "temperature", "seed")}
+    policy = Policy.from_run(options.run, step=options.step)
+    for prompt, samples in zip(options.prompt, policy.sample(options.prompt, **how), strict=True):
+        print(prompt, *(f"  {sample.text}" for sample in samples), sep="\n")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ interrupted run. --out receives the policy in Hugging Face layout. Inside a run 
 import argparse
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from rpg_jax.runs import cli
 
@@ -27,27 +26,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 def sft(options: argparse.Namespace) -> int:
     """Names the run, resolves its config, trains and exports."""
     config, file, overrides = cli.config_files.load(options.config, options.overrides)
-    if options.out and (Path(options.out) / "config.json").exists():
-        raise ValueError(f"{options.out} already holds a model; choose another --out")
     # They load JAX: wrong flags need not wait for it.
-    from rpg_jax.runs import policy, processes, run_folder, run_names, supervised_session
-    from rpg_jax.runs.resolve import check_training, resolve
+    from rpg_jax.runs import policy, processes, run_folder, supervised_session, train_command
+    from rpg_jax.runs.resolve import resolve
     from rpg_jax.runs.supervised import supervised_config
 
-    check_training(config)
+    if options.out:
+        policy.free_folder(options.out)
     if config.warm_start.epochs is None:
         config.warm_start.epochs = supervised_session.PASSES
     if "seed" in overrides and "warm_start.seed" not in overrides:
         config.warm_start.seed = config.seed
-    if config.run.name is None:
-        config.run.name = run_folder.default_name(file, config, overrides, kind="sft")
-    run_names.check(config.run.name)
+    config = train_command.named(config, file, overrides, kind="sft")
     processes.join(config)
     resolved = supervised_config(resolve(config))
     code = supervised_session.run(resolved)
     if options.out and not code:
-        step = policy.export(str(run_folder.of(resolved).home), Path(options.out))
-        print(f"the policy after update {step} is in {options.out}: --config.model.path={options.out} starts from it")
+        trained = policy.Policy.from_run(str(run_folder.of(resolved).home))
+        trained.export(options.out)
+        after = f"the policy after update {trained.step} is in {options.out}"
+        print(f"{after}: --config.model.path={options.out} starts from it")
     return code
 
 

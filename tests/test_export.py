@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from configs import tiny
-from rpg_jax import models
+from rpg_jax import Policy, data, export, models
 from rpg_jax.runs import resolve, run_folder
 from rpg_jax.runs.experiment import init_params, open_experiment
 from rpg_jax.runs.learner import make_learner
-from rpg_jax.runs.policy import export
 from rpg_jax.runs.problems import Task
 from rpg_jax.storage.checkpoints import Checkpoints
 
@@ -43,15 +42,18 @@ def run(tmp_path_factory):
 
 def test_what_was_trained_is_what_loads(run, tmp_path):
     run_dir, model, weights = run
-    assert export(run_dir, tmp_path / "out") == 3
+    policy = Policy.from_run(run_dir)
+    policy.export(tmp_path / "out")
+    assert policy.step == 3
     assert models.read_config(tmp_path / "out") == model
     jax.tree.map(np.testing.assert_array_equal, models.load(tmp_path / "out", model), weights)
-    assert (tmp_path / "out" / "tokenizer.model").read_bytes() == (run_dir / "tokenizer.model").read_bytes()
+    own, again = policy.experiment.tokenizer, data.load_tokenizer(tmp_path / "out")
+    assert again.encode("12+3=15") == own.encode("12+3=15") and again.stop_token_ids == own.stop_token_ids
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] is not None
 
 
 def test_half_the_bytes_on_request(run, tmp_path):
-    export(run[0], tmp_path / "out", dtype="bfloat16")
+    Policy.from_run(run[0]).export(tmp_path / "out", dtype="bfloat16")
     assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
 
 
@@ -59,7 +61,7 @@ def test_no_data_is_not_asked_for(run, tmp_path, monkeypatch):
     asked = []
     from_config = Task.from_config
     monkeypatch.setattr(Task, "from_config", lambda c, **splits: asked.append(splits) or from_config(c, **splits))
-    export(run[0], tmp_path / "out")
+    Policy.from_run(run[0])
     assert asked == [{"train": False, "held_out": False}]
 
 
@@ -74,9 +76,46 @@ def test_a_bucket_to_write_to_is_one_line_with_the_fix(run, module, tmp_path):
     )
 
 
-def test_a_missing_checkpoint_and_a_full_folder_are_refused(run, tmp_path):
+def test_a_missing_checkpoint_and_a_full_folder_are_refused(run, tmp_path, capsys):
     with pytest.raises(ValueError, match=r"does not have the checkpoint of step 7; it keeps steps \[3\]"):
-        export(run[0], tmp_path / "out", step=7)
+        Policy.from_run(run[0], step=7)
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(ValueError, match="already holds a model"):
-        export(run[0], tmp_path)
+    assert export.main([f"--run={run[0]}", f"--out={tmp_path}"]) == 2
+    assert "already holds a model" in capsys.readouterr().err
+
+
+ANSWER = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+folder, prompts = sys.argv[1], json.loads(sys.argv[2])
+tokenizer = AutoTokenizer.from_pretrained(folder)
+model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+found = []
+for prompt in prompts:
+    ids = tokenizer(prompt, return_tensors="pt")
+    out = model.generate(**ids, do_sample=False, max_new_tokens=5)[0].tolist()
+    prompt_ids = ids["input_ids"][0].tolist()
+    found.append([prompt_ids, out[len(prompt_ids):], tokenizer.decode(out, skip_special_tokens=True)])
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.slow  # needs torch and transformers, here or under the Python that RPG_JAX_TRANSFORMERS_PYTHON names
+def test_transformers_loads_the_folder_whole_and_answers_with_the_same_tokens(run, tmp_path):
+    python = os.environ.get("RPG_JAX_TRANSFORMERS_PYTHON")
+    if python is None:
+        pytest.importorskip("torch", reason="needs torch and transformers")
+        pytest.importorskip("transformers", reason="needs torch and transformers")
+    address = os.environ.get("RPG_JAX_EXPORTED_RUN", run[0])
+    policy = Policy.from_run(address)
+    policy.export(tmp_path / "out")
+    prompts = [f"{a}+{b}=" for a in (1, 7, 23, 48, 99) for b in (2, 30, 57)]
+    command = [python or sys.executable, "-c", ANSWER, str(tmp_path / "out"), json.dumps(prompts)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path)
+    theirs = json.loads(done.stdout.splitlines()[-1])
+    ours = policy.sample(prompts, temperature=0, max_tokens=5)
+    for prompt, ids, [sample], (their_ids, tokens, text) in zip(
+        prompts, policy.encode(prompts), ours, theirs, strict=True
+    ):
+        assert their_ids == ids.tolist()
+        assert tokens == sample.tokens.tolist() and text == prompt + sample.text

@@ -41,6 +41,8 @@ def part(module: str) -> str:
 
 
 def layer(module: str) -> int:
+    if module.endswith(".__main__"):
+        return ENTRY_POINTS
     return LAYER.get(part(module), ENTRY_POINTS)
 
 

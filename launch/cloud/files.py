@@ -22,15 +22,15 @@ def startup_script(job: Job) -> str:
 
 def run_script(job: Job) -> str:
     """The script that every worker runs as its service: the trainer, with secrets fetched by name."""
-    train = [".venv/bin/python", "-m", "rpg_jax.train", *job.trainer_arguments]
+    train = [".venv/bin/python", "-m", *job.command]
     if job.secrets:
         secrets = [f"--project={job.tpu.project}", *(f"{variable}={name}" for variable, name in job.secrets)]
         train = [".venv/bin/python", "launch/cloud/with_secrets.py", *secrets, "--", *train]
     words = [shlex.quote(word) for word in train]
-    options = train.index("rpg_jax.train") + 1
+    options = train.index(job.command[0]) + 1
     command = " \\\n  ".join([" ".join(words[:options]), *words[options:]])
     return f"""#!/bin/bash
-# Trains {job.name}; the same name resumes from its last checkpoint.
+# {_purpose(job)}
 attribute() {{
   curl -sf -H 'Metadata-Flavor: Google' "http://metadata.google.internal/computeMetadata/v1/instance/attributes/$1"
 }}
@@ -59,6 +59,12 @@ if [ "$status" = 0 ] && [ "$(attribute agent-worker-number)" = 0 ]; then
 {_free(job)}fi
 exit "$status"
 """
+
+
+def _purpose(job: Job) -> str:
+    if job.works_for:
+        return f"Samples for the trainer at {job.works_for}, until its run is over."
+    return f"Trains {job.name}; the same name resumes from its last checkpoint."
 
 
 def _free(job: Job) -> str:

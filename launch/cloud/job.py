@@ -73,9 +73,10 @@ class Job:
     Attributes:
       name: of the run, the queued resource and the TPU VM; a DNS label.
       bucket: gs:// address for runs, launch files and the compilation cache.
-      trainer: arguments for `python -m rpg_jax.train`.
+      trainer: arguments for `python -m rpg_jax.train`, or for `rpg_jax.rollout.worker` with `works_for`.
       secrets: (environment variable, name in Secret Manager) pairs.
       keep: whether a TPU stays, and costs, once its run has finished.
+      works_for: HOST:PORT of the trainer for which every worker of this job samples; None for a job that trains.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Job:
     trainer: tuple[str, ...] = ()
     secrets: tuple[tuple[str, str], ...] = ()
     keep: bool = False
+    works_for: str | None = None
 
     @property
     def vms(self) -> tuple[str, ...]:
@@ -99,9 +101,11 @@ class Job:
         return f"{self.bucket}/runs"
 
     @property
-    def trainer_arguments(self) -> tuple[str, ...]:
-        """The user's arguments, then the name and the place of the run: the launcher sets these."""
-        return (*self.trainer, f"--config.run.dir={self.runs}", f"--config.run.name={self.name}")
+    def command(self) -> tuple[str, ...]:
+        """The module that workers run, with the user's arguments and then those that the launcher sets."""
+        if self.works_for:
+            return ("rpg_jax.rollout.worker", *self.trainer, f"--trainer={self.works_for}")
+        return ("rpg_jax.train", *self.trainer, f"--config.run.dir={self.runs}", f"--config.run.name={self.name}")
 
     def save(self, path: Path) -> None:
         fields = dataclasses.asdict(self)

@@ -25,8 +25,8 @@ def check(job: Job, shell: Shell, *, plan: bool = True, trainer: bool = True) ->
       LaunchError: a check failed; the message has one line for each mistake.
     """
     notes, problems = [], []
-    offline = [*words.FORMS, type_and_zone, capacity_is_one]
-    fits = [config_fits, plan_says_it_fits][: 1 + plan] if trainer else []
+    offline = [*words.FORMS, type_and_zone, capacity_is_one, workers_are_whole]
+    fits = [config_fits, plan_says_it_fits][: 1 + plan] if trainer and not job.works_for else []
     for checker in [*offline, *fits]:
         try:
             notes += checker(job)
@@ -55,6 +55,17 @@ def capacity_is_one(job: Job) -> Iterator[str]:
     if job.tpu.capacity not in CAPACITIES:
         raise LaunchError(f"--capacity={job.tpu.capacity!r}", f"use one of {', '.join(CAPACITIES)}")
     yield f"capacity {job.tpu.capacity}"
+
+
+def workers_are_whole(job: Job) -> Iterator[str]:
+    """Checks that every slice of a job that works for a trainer is one host: a worker uses the chips of its host."""
+    if not job.works_for:
+        return
+    if job.tpu.slice.hosts > 1:
+        raise LaunchError(f"--type={job.tpu.type} with --works-for has several hosts", "take a slice of one host")
+    if job.trainer and any(argument.startswith(("--config", "--trainer")) for argument in job.trainer):
+        raise LaunchError(f"--works-for with {job.trainer[0]}", "a worker takes its config from the trainer")
+    yield f"samples for {job.works_for}"
 
 
 def config_fits(job: Job) -> Iterator[str]:
@@ -98,9 +109,9 @@ def trackers_work(job: Job, log: dict) -> Iterator[str]:
         yield f"workers install {' and '.join(asked)} as well"
     if asked and job.tpu.internal_ips:
         yield "workers without external addresses reach the package index only through Cloud NAT or a mirror"
-    if log["wandb"] and log["wandb_mode"] == "online" and "WANDB_API_KEY" not in dict(job.secrets):
+    if "wandb" in asked and log["wandb_mode"] == "online" and "WANDB_API_KEY" not in dict(job.secrets):
         raise LaunchError(
-            f"log.wandb={log['wandb']} needs a key on the workers",
+            "log.tracker=wandb needs a key on the workers",
             "pass --secret=WANDB_API_KEY=name-in-secret-manager, or --config.log.wandb_mode=offline",
         )
 

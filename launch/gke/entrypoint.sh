@@ -1,5 +1,5 @@
 #!/bin/bash
-# Runs in every pod: entrypoint.sh BUCKET [VARIABLE=secret-name ...] -- trainer arguments
+# Runs in every pod: entrypoint.sh BUCKET [VARIABLE=secret-name ...] -- MODULE arguments
 # GKE puts the hosts of a slice into TPU_WORKER_HOSTNAMES and, with several slices, the address of slice 0 into
 # MEGASCALE_COORDINATOR_ADDRESS.
 set -euo pipefail
@@ -19,8 +19,11 @@ export JAX_PLATFORMS="${JAX_PLATFORMS:-tpu}" # no silent run on the CPU
 export JAX_COMPILATION_CACHE_DIR="$bucket/jax-cache"
 
 python="${PYTHON:-.venv/bin/python}"
-"$python" launch/cloud/extras.py "$@"
-command=("$python" -m rpg_jax.train "$@")
+"$python" launch/cloud/extras.py "${@:2}"
+command=("$python" -m "$@")
+if [ "$1" = rpg_jax.rollout.worker ]; then
+  unset "${!MEGASCALE_@}" # each worker is by itself, also where GKE takes the workers for slices of one job
+fi
 if [ "${#secrets[@]}" -gt 0 ]; then
   command=("$python" launch/cloud/with_secrets.py "--project=${GOOGLE_CLOUD_PROJECT:?}" "${secrets[@]}" -- "${command[@]}")
 fi

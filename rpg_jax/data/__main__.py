@@ -1,12 +1,14 @@
 """Prepares and inspects data sets.
 
 python -m rpg_jax.data inspect data/aime-2024.parquet
+python -m rpg_jax.data inspect --config=configs/mine.py --config.task.train=mine.jsonl      (as this config reads them)
 python -m rpg_jax.data prepare dapo-math-17k --output=data/train.parquet --against data/aime25.parquet
 """
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import rich.box
@@ -17,7 +19,7 @@ from rich.text import Text
 from rpg_jax.data.prepare import decontaminate, filter_length, write_parquet
 from rpg_jax.data.prompts import Problem
 from rpg_jax.data.sources import HUB, Report, load
-from rpg_jax.data.templates import TEMPLATES, encode_prompt
+from rpg_jax.data.templates import TEMPLATES, encode_prompt, rendered
 from rpg_jax.data.tokenizer import Tokenizer, load_tokenizer
 
 _SHOWN_BAD = 10
@@ -26,13 +28,16 @@ _SHOWN_CHARACTERS = 600
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; a problem with the data or the arguments is one message and exit code 1."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options, overrides = parser.parse_known_args(arguments)
+    if overrides and (options.command == "prepare" or not options.config):
+        parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     console = Console()
     try:
         if options.command == "prepare":
             prepare(options, console)
         else:
-            inspect(options, console)
+            inspect(options, console, overrides)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -41,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def prepare(options: argparse.Namespace, console: Console) -> None:
     """Loads, deduplicates, decontaminates, filters by length, writes, and reports what was removed."""
+    if not options.sources:
+        raise ValueError("what to prepare? Give files or data sets")
     problems, report = _load(options)
     for reason in report.bad:
         print(f"skipped: {reason}", file=sys.stderr)
@@ -60,16 +67,32 @@ def prepare(options: argparse.Namespace, console: Console) -> None:
     console.print(f"{len(problems)} problems written to {options.output}")
 
 
-def inspect(options: argparse.Namespace, console: Console) -> None:
-    """Prints counts by source, lengths, bad rows and the first problems."""
+def inspect(options: argparse.Namespace, console: Console, overrides: Sequence[str] = ()) -> None:
+    """Prints counts by source, columns, lengths, bad rows and the first problems, as a config sees them if it is given.
+
+    Raises ValueError without sources, or as `load` and `inspect_data.seen_by` do.
+    """
+    seen, tokenizer = None, load_tokenizer(options.tokenizer) if options.tokenizer else None
+    if options.config:
+        from rpg_jax.runs import inspect_data  # loads JAX: inspecting without a config need not wait for it
+
+        seen = inspect_data.seen_by(options.config, overrides)
+        tokenizer = tokenizer or seen.tokenizer
+        options.sources, options.template = options.sources or seen.sources, options.template or seen.template
+        options.thinking = options.thinking or seen.thinking
+    if not options.sources:
+        raise ValueError("what to inspect? Give files or data sets, or --config=FILE")
     problems, report = _load(options)
-    tokenizer = load_tokenizer(options.tokenizer) if options.tokenizer else None
     console.print(_counts(problems, report))
+    console.print(_columns(report))
     console.print(_lengths(problems, tokenizer, options.thinking))
     if report.bad:
         console.print(_bad_rows(report))
+    if seen is not None:
+        for line in _limits(problems, seen, options.thinking):
+            console.print(Text(line))
     for problem in problems[: options.examples]:
-        console.print(_example(problem))
+        console.print(_example(problem, tokenizer, options.thinking))
 
 
 def _load(options: argparse.Namespace):
@@ -94,12 +117,39 @@ def _counts(problems: Sequence[Problem], report: Report) -> rich.table.Table:
     return table
 
 
+def _columns(report: Report) -> rich.table.Table:
+    """Which column was read as what, and those that nobody reads."""
+    table = _table("columns", "read as", "column", "rows")
+    for (meaning, column), rows in sorted(report.columns.taken.items()):
+        table.add_row(meaning, Text(column), str(rows))
+    for column, rows in sorted(report.columns.ignored.items()):
+        table.add_row("ignored", Text(column), str(rows))
+    if ("answer", "solution") in report.columns.taken:
+        table.caption = (
+            "The answer is the whole text of `solution`. If that is a worked solution, name the column "
+            "`demonstration`, and give the final answer as `answer`."
+        )
+    return table
+
+
+def _limits(problems: Sequence[Problem], seen: Any, thinking: bool) -> Iterator[str]:
+    """What the config's limits do to the rows."""
+    prompts = [len(encode_prompt(p, seen.tokenizer, thinking=thinking)) for p in problems]
+    long = sum(n > seen.max_prompt_tokens for n in prompts)
+    yield f"{long} of {len(prompts)} prompts are longer than task.max_prompt_tokens={seen.max_prompt_tokens}"
+    shown = [len(seen.tokenizer.encode(text)) + 1 for p in problems for text in p.demonstrations]
+    cut = sum(n > seen.max_tokens for n in shown)
+    yield f"{cut} of {len(shown)} demonstrations are cut off after {seen.max_tokens} tokens (warm_start.max_tokens)"
+
+
 def _lengths(problems: Sequence[Problem], tokenizer: Tokenizer | None, thinking: bool) -> rich.table.Table:
     lengths = {
         "prompt, characters": [len(p.prompt) for p in problems],
         "question, characters": [len(p.question) for p in problems],
         "answer, characters": [len(p.answer) for p in problems],
     }
+    if shown := [len(text) for p in problems for text in p.demonstrations]:
+        lengths["demonstration, characters"] = shown
     if tokenizer is not None:
         lengths["prompt, tokens"] = [len(encode_prompt(p, tokenizer, thinking=thinking)) for p in problems]
     table = _table("lengths", "", "shortest", "median", "90 %", "99 %", "longest")
@@ -117,10 +167,14 @@ def _bad_rows(report: Report) -> rich.table.Table:
     return table
 
 
-def _example(problem: Problem) -> rich.table.Table:
+def _example(problem: Problem, tokenizer: Tokenizer | None, thinking: bool) -> rich.table.Table:
     table = _table(f"problem {problem.prompt_id}", "field", "value")
-    for name in ("source", "samples", "system", "prompt", "answer"):
-        value = str(getattr(problem, name))
+    fields = {name: str(getattr(problem, name)) for name in ("source", "samples", "system", "prompt", "answer")}
+    fields |= dict(zip(("demonstration",), problem.demonstrations, strict=False))
+    if tokenizer is not None:
+        fields["the policy reads"] = rendered(problem, tokenizer, thinking=thinking)
+        fields["tokens"] = " ".join(map(str, encode_prompt(problem, tokenizer, thinking=thinking)))
+    for name, value in fields.items():
         cut = f" … ({len(value)} characters)" if len(value) > _SHOWN_CHARACTERS else ""
         if value:
             table.add_row(name, Text(value[:_SHOWN_CHARACTERS] + cut))  # Text: data is never read as rich's markup
@@ -141,7 +195,7 @@ def _parser() -> argparse.ArgumentParser:
     shared = argparse.ArgumentParser(add_help=False)
     shared.add_argument(
         "sources",
-        nargs="+",
+        nargs="*",
         help=f"parquet or JSONL files or folders; {', '.join(HUB)}; hf:owner/name/config/split; reasoning_gym:task",
     )
     shared.add_argument(
@@ -163,6 +217,7 @@ def _parser() -> argparse.ArgumentParser:
     prepare_.add_argument("--bad_rows", choices=["fatal", "skip"], default="fatal", help="default %(default)s")
 
     inspect_ = commands.add_parser("inspect", parents=[shared], help="counts, lengths, examples, problems")
+    inspect_.add_argument("--config", metavar="FILE", help="read, render and count as this config, with its overrides")
     inspect_.add_argument("--examples", type=int, default=2, help="problems to print (default %(default)s)")
     inspect_.add_argument("--bad_rows", choices=["fatal", "skip"], default="skip", help="default %(default)s")
     return parser

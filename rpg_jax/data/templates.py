@@ -64,14 +64,17 @@ class EncodedPrompts:
     truncated: int
 
 
-def encode_prompt(problem: Problem, tokenizer: Tokenizer, *, thinking: bool = True) -> np.ndarray:
-    """Token ids i32[n] of the prompt, inside the tokenizer's chat template if it has one."""
+def rendered(problem: Problem, tokenizer: Tokenizer, *, thinking: bool = True) -> str:
+    """The text that the policy continues: the prompt inside the tokenizer's chat template, if it has one."""
     if tokenizer.chat is None:
-        text = f"{problem.system}\n\n{problem.prompt}" if problem.system else problem.prompt
-    else:
-        system = [{"role": "system", "content": problem.system}] if problem.system else []
-        text = tokenizer.chat([*system, {"role": "user", "content": problem.prompt}], thinking=thinking)
-    return np.asarray(tokenizer.encode(text), np.int32)
+        return f"{problem.system}\n\n{problem.prompt}" if problem.system else problem.prompt
+    system = [{"role": "system", "content": problem.system}] if problem.system else []
+    return tokenizer.chat([*system, {"role": "user", "content": problem.prompt}], thinking=thinking)
+
+
+def encode_prompt(problem: Problem, tokenizer: Tokenizer, *, thinking: bool = True) -> np.ndarray:
+    """Token ids i32[n] of the prompt, as it is `rendered`."""
+    return np.asarray(tokenizer.encode(rendered(problem, tokenizer, thinking=thinking)), np.int32)
 
 
 def encode_prompts(

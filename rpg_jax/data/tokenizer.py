@@ -14,6 +14,7 @@ import sentencepiece
 import tokenizers
 
 from rpg_jax import storage
+from rpg_jax.data import tokenizer_files
 from rpg_jax.data.chat import ChatTemplate
 from rpg_jax.storage.json_files import read_if_there
 
@@ -33,7 +34,7 @@ class Tokenizer(Codec, Protocol):
 
     `unknown` returns the characters of a text that have no token. `stop_token_ids` end a completion and are kept in it;
     `eos_id` is the first of them. `chat` is None if the tokenizer has no chat template. `digest` is a hash of all that
-    encoding, decoding and ending depend on.
+    encoding, decoding and ending depend on. `save` writes the files that `load_tokenizer` and transformers read.
     """
 
     vocab_size: int
@@ -46,6 +47,8 @@ class Tokenizer(Codec, Protocol):
     def unknown(self, text: str) -> str: ...
 
     def digest(self) -> str: ...
+
+    def save(self, folder: Path) -> None: ...
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
@@ -136,6 +139,9 @@ class SentencePieceTokenizer:
     def digest(self) -> str:
         return hashlib.sha256(self._model.serialized_model_proto()).hexdigest()
 
+    def save(self, folder: Path) -> None:
+        tokenizer_files.write(self._model, folder)
+
 
 class HuggingFaceTokenizer:
     """A `tokenizer.json` with the special tokens and chat template of the files beside it.
@@ -146,6 +152,7 @@ class HuggingFaceTokenizer:
 
     def __init__(self, file: str | os.PathLike[str]):
         file = Path(file)
+        self._folder = file.parent
         try:
             self._model = tokenizers.Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises this class
@@ -187,6 +194,9 @@ class HuggingFaceTokenizer:
 
     def digest(self) -> str:
         return hashlib.sha256(json.dumps(self._about, sort_keys=True).encode()).hexdigest()
+
+    def save(self, folder: Path) -> None:
+        tokenizer_files.copy(self._folder, folder)
 
     def _special_id(self, config: dict[str, Any], name: str) -> int | None:
         token = _content(config.get(name))

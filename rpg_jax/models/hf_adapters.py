@@ -22,9 +22,11 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 # Fields that change what an adapter computes. It is W + (alpha / rank) A B with these values alone, the others off.
 _PLAIN = {"peft_type": "LORA", "bias": "none"}
-_OFF = ("use_rslora", "use_dora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out", "rank_pattern")
-_OFF += ("alpha_pattern", "modules_to_save", "layers_to_transform", "layer_replication", "target_parameters")
-_OFF += ("exclude_modules", "trainable_token_indices", "alora_invocation_tokens", "arrow_config")
+_OFF = (
+    *("use_rslora", "use_dora", "use_qalora", "use_bdlora", "lora_bias", "fan_in_fan_out", "rank_pattern"),
+    *("alpha_pattern", "modules_to_save", "layers_to_transform", "layer_replication", "target_parameters"),
+    *("exclude_modules", "trainable_token_indices", "alora_invocation_tokens", "arrow_config"),
+)
 
 
 def save_adapters(folder: Path | str, config: QwenConfig, lora: Lora, adapters: Params, *, base: str | None) -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,17 +23,6 @@ from rpg_jax.storage.json_files import read_object
 
 _INDEX = "model.safetensors.index.json"
 _ROWS = 4096  # rows compared at a time
-_TOKENIZER_FILES = [
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "generation_config.json",
-    "tokenizer.model",
-]
 
 
 class Folder(contextlib.ExitStack):
@@ -98,7 +86,7 @@ def save(
 
     Args:
       dtype: dtype of the weights; None keeps that of the params.
-      base: folder whose tokenizer, generation config and other config fields are taken over.
+      base: folder whose other config fields are taken over.
       fields: further fields of config.json, such as token ids.
     """
     folder, dtype = Path(folder), jnp.dtype(dtype or jax.tree.leaves(params)[0].dtype)
@@ -131,9 +119,6 @@ def save(
     kept = {}
     if base is not None:
         kept = read_object(Path(base) / "config.json")
-        for name in _TOKENIZER_FILES:
-            if (Path(base) / name).is_file():
-                shutil.copyfile(Path(base) / name, folder / name)
     written = write_config(config, dtype.name, kept | dict(fields or {}))
     (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n")
 

@@ -154,6 +154,11 @@ class Phases:
         """Seconds of a step where as many chips again sample one step ahead, and these only train."""
         return max(self.rollout, self.training)
 
+    @property
+    def workers(self) -> int:
+        """Rollout workers, each a whole host of such chips, that sample a step ahead as fast as these chips train."""
+        return math.ceil(self.on.chips * self.rollout / self.training / (self.on.chip.one_host * self.on.chip.cores))
+
     def as_dict(self) -> dict[str, Any]:
         run = self.work.steps * self.total
         hours = run / 3600

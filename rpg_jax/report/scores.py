@@ -69,14 +69,28 @@ def metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     }
 
 
+def one_row_a_set(by_set: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
+    """The table that fits a screen: Mean@k of every set with its error, and of several completions pass@k and maj@k.
+
+    Its header comes first.
+    """
+    labels = {next(iter(summary["scores"])).partition("@")[2] for summary in by_set.values()}
+    label = labels.pop() if len(labels) == 1 else "k"
+    several = [f"pass@{label}", f"maj@{label}"] if label != "1" else []
+    lines = [["set", "problems", f"Mean@{label}", "standard error", "95 % interval", *several]]
+    for name, summary in by_set.items():
+        found = list(summary["scores"].items())
+        head = [name, str(summary["problems"]), *_shown(found[0][1])]
+        lines.append(head + [f"{e['value']:.4f}" for _, e in found[-2:]][: len(several)])
+    return lines
+
+
 def overview(by_set: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """The table of all sets, with a row for each score; its header comes first."""
+    """The table of all sets, with a row for each score; its header comes first. With k = 1 all scores are one."""
     lines = [["set", "problems", "score", "value", "standard error", "95 % interval"]]
     for name, summary in by_set.items():
-        for score, e in summary["scores"].items():
-            interval = f"{e['low']:.4f} – {e['high']:.4f}"
-            error = "–" if e["standard_error"] is None else f"{e['standard_error']:.4f}"
-            lines.append([name, str(summary["problems"]), score, f"{e['value']:.4f}", error, interval])
+        for score, e in list(summary["scores"].items())[: 1 if summary["k"] == 1 else None]:
+            lines.append([name, str(summary["problems"]), score, *_shown(e)])
     return lines
 
 
@@ -116,6 +130,12 @@ def _estimate(by_problem: np.ndarray) -> dict[str, float | None]:
     e = statistics.estimate(by_problem)
     error = None if np.isnan(e.standard_error) else e.standard_error
     return {"value": e.value, "standard_error": error, "low": e.low, "high": e.high}
+
+
+def _shown(estimate: Mapping[str, Any]) -> list[str]:
+    """Value, standard error and interval of a score."""
+    error = "–" if estimate["standard_error"] is None else f"{estimate['standard_error']:.4f}"
+    return [f"{estimate['value']:.4f}", error, f"{estimate['low']:.4f} – {estimate['high']:.4f}"]
 
 
 def _most_frequent(answers: Sequence[str | None]) -> str | None:

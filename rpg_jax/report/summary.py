@@ -35,7 +35,7 @@ SUPERVISED = (  # the same of a run on demonstrations
     ("rollout.max_tokens", "tokens per completion, at most"),
     ("optimizer.name", "optimizer"),
     ("optimizer.learning_rate", "learning rate"),
-    ("optimizer.schedule", "schedule"),
+    ("warm_start.schedule", "schedule"),
 )
 FILES = (
     ("curves.png", "the training dynamics"),

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 
+from rpg_jax.rewards import descendants
 from rpg_jax.rewards.verdicts import KINDS, Task, Verdict, checked_score
 
 STARTUP_S = 120.0
@@ -19,12 +20,12 @@ class Member:
 
     def __init__(self, setup: str):
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "rpg_jax.rewards.worker", setup],
+            [sys.executable, "-m", "rpg_jax.rewards.verifier_process", setup],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             env=_environment(),
-            start_new_session=True,  # its own process group, so that its children are killed with it
+            start_new_session=True,  # its own process group: what is left to kill where its keeper is gone
         )
         tasks, verdicts = self._process.stdin, self._process.stdout
         assert tasks is not None and verdicts is not None  # both are pipes
@@ -97,18 +98,28 @@ class Member:
 
     def _failed(self, kind: str) -> Verdict:
         if not self.ready:
-            raise RuntimeError(f"a verifier process did not start ({kind}): try `python -m rpg_jax.rewards.worker`")
+            raise RuntimeError(
+                f"a verifier process did not start ({kind}): try `python -m rpg_jax.rewards.verifier_process`"
+            )
         self.task_id = None
         code = self._process.poll()
         return Verdict(None, kind, "" if code is None else f"exit code {code}")
 
     def kill(self) -> None:
-        """Kills the process group and waits for the process."""
-        with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait(5.0)
+        """Ends the process with all that it started, and waits for it."""
+        if descendants.AVAILABLE:
+            self._process.send_signal(descendants.END)
+        if not descendants.AVAILABLE or not self._ended(2.0):  # a verifier can stop a keeper that it sees
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._ended(5.0)
         for pipe in self._pipes:
             pipe.close()
+
+    def _ended(self, seconds: float) -> bool:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        return self._process.returncode is not None
 
 
 def _environment() -> dict[str, str]:

@@ -18,8 +18,8 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
     """Runs tasks in `size` fresh Python processes without devices, secrets or a shell.
 
     A task that overruns `deadline_s`, crashes its process, or exceeds the memory limit loses its own verdict and
-    nothing else: the pool kills its process group and starts another. Each process works on one task at a time, so the
-    task at fault is always known. Only JSON crosses the pipes.
+    nothing else: the pool ends it, with all that it started (see `keeper`), and starts another. Each process works on
+    one task at a time, so the task at fault is always known. Only JSON crosses the pipes.
 
     Args:
       functions: import paths "module:function" that the processes load before they start, each with the names of its

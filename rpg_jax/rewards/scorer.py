@@ -5,21 +5,29 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
+from rpg_jax.rewards.callables import InProcess
 from rpg_jax.rewards.extraction import extract_answer
+from rpg_jax.rewards.graded import Graded
+from rpg_jax.rewards.judge import Judge, Server
 from rpg_jax.rewards.math_dapo import normalise
+from rpg_jax.rewards.parts import FORMS, LENGTHS, check, is_verifier
 from rpg_jax.rewards.pool import WorkerPool
-from rpg_jax.rewards.shaping import format_match, length_penalty, overlong_penalty
-from rpg_jax.rewards.verdicts import LARGEST, BadScore, Task, Verdict, checked_score
-from rpg_jax.rewards.verifiers import BY_SOURCE, VERIFIERS, Verifier, name_for_source, resolve
-
-FORMS: dict[str, Callable[..., float]] = {"format": format_match}  # completion -> score
-LENGTHS: dict[str, Callable[..., np.ndarray]] = {"length": length_penalty, "overlong": overlong_penalty}  # of i32[N]
+from rpg_jax.rewards.verdicts import Task, Verdict
+from rpg_jax.rewards.verifiers import (
+    BY_SOURCE,
+    JUDGE,
+    NO_FUNCTIONS,
+    VERIFIERS,
+    Functions,
+    Verifier,
+    name_for_source,
+    resolve,
+)
 
 # With fewer problems, all may happen to have reference answers that a verifier cannot read.
 _FIRST_PROBLEMS = 16
@@ -61,17 +69,23 @@ def make_scorer(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     workers: int | None = None,
     deadline_s: float = 10.0,
+    accuracy: str | None = None,
+    right_above: float = 0.0,
+    functions: Functions = NO_FUNCTIONS,
 ) -> Scorer:
     """The scorer for one part name, or for {part name: weight}.
 
     Parts are the verifiers, "by_source" (each problem's own), "module:function" (a user's own), "format", "length"
-    and "overlong". The first verifier named decides accuracy.
+    and "overlong".
 
     Args:
       reward: the part or parts.
       options: keyword arguments by part, e.g. {"overlong": {"limit": 2048, "buffer": 512}}.
       workers: number of processes for the verifiers that need them; by default one per CPU, at most 8.
-      deadline_s: seconds such a verifier may take for one completion.
+      deadline_s: seconds such a verifier, or an async function, may take for one completion.
+      accuracy: the part that decides accuracy; None: the first verifier.
+      right_above: a completion is right where that part's score is above it.
+      functions: of this process, plain or async, by their part's name; other parts are imported by name.
 
     Raises:
       ValueError: a part or an option is unknown, an option is missing or out of its range, there is no verifier, or a
@@ -79,39 +93,39 @@ def make_scorer(
     """
     weights = {reward: 1.0} if isinstance(reward, str) else dict(reward)
     check(weights, options or {})
-    return Scorer(weights, options or {}, workers=workers, deadline_s=deadline_s)
-
-
-def check(weights: Mapping[str, float], options: Mapping[str, Mapping[str, Any]]) -> None:
-    """Raises as `make_scorer` does, but starts no process and therefore does not check a user's own functions."""
-    for name in {**weights, **options}:
-        if name not in weights:
-            raise ValueError(f"options for {name!r}, which is not among the rewards {list(weights)}")
-        given = options.get(name, {})
-        _check_options(name, given)
-        if name in FORMS:
-            FORMS[name]("", **given)
-        if name in LENGTHS:
-            LENGTHS[name](np.ones(1, np.int32), **given)
-    for name, weight in weights.items():
-        if not abs(weight) <= LARGEST:
-            raise ValueError(f"the weight of the reward {name!r} must be a number within ±{LARGEST:g}, got {weight}")
-    if not any(map(_is_verifier, weights)):
-        raise ValueError(f"no verifier among {list(weights)}, so nothing measures accuracy: add one of {[*VERIFIERS]}")
+    if accuracy is not None and (accuracy not in weights or not is_verifier(accuracy)):
+        raise ValueError(f"rewards.accuracy={accuracy!r} must be a verifier among the rewards {[*weights]}")
+    limits: dict[str, Any] = {"workers": workers, "deadline_s": deadline_s, "functions": functions}
+    return Scorer(weights, options or {}, **limits, accuracy=accuracy, right_above=right_above)
 
 
 class Scorer(contextlib.AbstractContextManager["Scorer"]):
     """Scores completions; made by `make_scorer`. Close it, or use it as a context, to end its worker processes."""
 
-    def __init__(self, weights: Mapping[str, float], options: Mapping[str, Mapping[str, Any]], *, workers, deadline_s):
+    def __init__(
+        self,
+        weights: Mapping[str, float],
+        options: Mapping[str, Mapping[str, Any]],
+        *,
+        workers: int | None,
+        deadline_s: float,
+        accuracy: str | None = None,
+        right_above: float = 0.0,
+        functions: Functions = NO_FUNCTIONS,
+    ):
         self._weights = dict(weights)
         self._options = {name: dict(options.get(name, {})) for name in weights}
-        verifiers = [*filter(_is_verifier, weights)]
-        self._accuracy = verifiers[0]
+        verifiers = [*filter(is_verifier, weights)]
+        self._accuracy, self._right_above = accuracy or verifiers[0], right_above
+        decides = resolve(self._accuracy)
+        self._graded = Graded(self._accuracy, right_above) if decides and decides.sees_prompt else None
+        self._judge = Judge(Server(**self._options[JUDGE])) if JUDGE in weights else None
         self._failed: dict[str, set[tuple[str, str]]] = {name: set() for name in verifiers}  # until a success
-        self._pool_arguments = {"size": workers, "deadline_s": deadline_s}
+        self._pool_arguments: dict[str, Any] = {"size": workers, "deadline_s": deadline_s}
         self._pool: WorkerPool | None = None
-        if any(v.pooled for v in map(resolve, weights) if v):
+        self._in_process = InProcess(deadline_s)
+        self._named = {name: resolve(name, functions) for name in weights}
+        if any(v.pooled for v in self._named.values() if v):
             self._start_pool().wait_ready()
 
     def __call__(
@@ -141,7 +155,10 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         rewards = np.zeros(len(texts), np.float32)
         for name, weight in self._weights.items():
             rewards += np.float32(weight) * parts[name]
-        accuracy = (parts[self._accuracy] > 0).astype(np.float32)
+        if self._graded is not None:
+            failed = failures[self._accuracy]
+            self._graded.look(s for s, kind in zip(parts[self._accuracy], failed, strict=True) if not kind)
+        accuracy = (parts[self._accuracy] > self._right_above).astype(np.float32)
         return Scores(rewards, accuracy, parts, dict(errors), failures[self._accuracy])
 
     def answers(self, problems: Sequence[Scorable], texts: Sequence[str], right: Sequence[bool]) -> list[str | None]:
@@ -157,9 +174,12 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         return found
 
     def close(self) -> None:
-        """Ends the worker processes, if there are any."""
+        """Ends the worker processes and the event loop, if there are any."""
         if self._pool is not None:
             self._pool.close()
+        if self._judge is not None:
+            self._judge.close()
+        self._in_process.close()
 
     def __exit__(self, *_) -> None:
         self.close()
@@ -170,7 +190,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
             return LENGTHS[name](lengths, **options)
         if name in FORMS:
             return np.array([FORMS[name](text, **options) for text in texts], np.float32)
-        named = resolve(name)
+        named = self._named[name]
         verifiers = [named or VERIFIERS[name_for_source(p.source)] for p in problems]
         verdicts = self._verdicts(verifiers, problems, texts, options)
         self._expect_success(name, problems, verdicts)
@@ -195,6 +215,8 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
             )
 
     def _verdicts(self, verifiers: Sequence[Verifier], problems, texts, options) -> list[Verdict]:
+        if self._judge is not None and verifiers and verifiers[0].remote:
+            return self._judge.run([(text, p.answer, p.prompt) for p, text in zip(problems, texts, strict=True)])
         tasks = [
             Task(f.path, (text, p.answer, p.prompt) if f.sees_prompt else (text, p.answer), options)
             for f, p, text in zip(verifiers, problems, texts, strict=True)
@@ -202,50 +224,15 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         pooled = [i for i, f in enumerate(verifiers) if f.pooled]
         verdicts = dict(zip(pooled, self._start_pool().run([tasks[i] for i in pooled]), strict=True)) if pooled else {}
         functions = {f.path: f.load() for f in set(verifiers) if not f.pooled}
-        for i, task in enumerate(tasks):
-            if i not in verdicts:
-                verdicts[i] = _inline(functions[task.function], task)
+        own = [i for i, f in enumerate(verifiers) if not f.pooled]
+        calls = [(functions[tasks[i].function], tasks[i]) for i in own]
+        verdicts |= zip(own, self._in_process.verdicts(calls), strict=True)
         return [verdicts[i] for i in range(len(tasks))]
 
     def _start_pool(self) -> WorkerPool:
         if self._pool is None:
-            named = [f for f in map(resolve, self._weights) if f]
+            named = [f for f in self._named.values() if f]
             by_source = VERIFIERS.values() if BY_SOURCE in self._weights else ()
             functions = {f.path: f.arguments for f in (*named, *by_source) if f.pooled}
             self._pool = WorkerPool(functions, **self._pool_arguments)
         return self._pool
-
-
-def _inline(function: Callable[..., float], task: Task) -> Verdict:
-    try:
-        return Verdict(checked_score(function(*task.arguments, **task.options)))
-    except BadScore as error:
-        return Verdict(None, "value", str(error))
-    except Exception as error:  # a reference answer that the verifier cannot read
-        return Verdict(None, "error", f"{type(error).__name__}: {error}")
-
-
-def needs_answers(weights: Mapping[str, float]) -> bool:
-    """Whether a part compares completions with reference answers. A part that sees the prompt may do without."""
-    verifiers = {name: resolve(name) for name in weights if _is_verifier(name)}
-    return any(verifier is None or not verifier.sees_prompt for verifier in verifiers.values())
-
-
-def _is_verifier(name: str) -> bool:
-    return name == BY_SOURCE or resolve(name) is not None
-
-
-def _check_options(name: str, given: Mapping[str, Any]) -> None:
-    known = {**FORMS, **LENGTHS, BY_SOURCE: lambda: None}
-    verifier = resolve(name)
-    if name not in known and verifier is None:
-        names = ", ".join([*VERIFIERS, *known, "module:function"])
-        raise ValueError(f"unknown reward {name!r}; known: {names}")
-    if verifier and verifier.pooled:
-        return  # only an import of foreign code can tell
-    parameters = inspect.signature(verifier.load() if verifier else known[name]).parameters.values()
-    accepted = {p.name: p.default is p.empty for p in parameters if p.kind is p.KEYWORD_ONLY}
-    unknown = sorted(set(given) - set(accepted))
-    missing = sorted(k for k, required in accepted.items() if required and k not in given)
-    if unknown or missing:
-        raise ValueError(f"reward {name!r}: unknown options {unknown}, missing {missing}; it takes {sorted(accepted)}")

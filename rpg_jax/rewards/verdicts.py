@@ -1,11 +1,15 @@
-"""Tasks of verifiers and their verdicts: a score within bounds, or the kind of error."""
+"""Tasks of verifiers, which functions can be one, and their verdicts: a score within bounds, or the kind of error."""
 
 import dataclasses
+import inspect
 import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
-KINDS = ("timeout", "crash", "memory", "error", "value", "forbidden")
-"""How a verdict fails. error: the function raised. value: what it returned is no score, see `checked_score`."""
+KINDS = ("timeout", "crash", "memory", "error", "value", "forbidden", "unreachable", "status")
+"""How a verdict fails. error: the function raised. value: what it returned is no score, see `checked_score`.
+
+unreachable: a judge's server did not answer. status: it answered with an error of HTTP."""
 LARGEST = 1e6  # of a score's absolute value: sums over a group and their squares stay far inside float32
 
 
@@ -42,3 +46,18 @@ def checked_score(value: Any) -> float:
     if not (math.isfinite(score) and abs(score) <= LARGEST):
         raise BadScore(f"a score is within ±{LARGEST:g}, got {score}")
     return score
+
+
+def check_call(function: Callable[..., Any], path: str, arguments: Sequence[str]) -> None:
+    """Raises ValueError if `function`, known as `path`, cannot be called with `arguments` and its own keywords."""
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # some builtin functions have none
+        return
+    options = {p.name: None for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
+    try:
+        signature.bind(*arguments, **options)
+    except TypeError as error:
+        name = path.partition(":")[2]
+        called = f"{name}({', '.join(arguments)})"
+        raise ValueError(f"{path} is called as {called}, with strings, and is {name}{signature}: {error}") from error

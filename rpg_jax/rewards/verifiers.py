@@ -2,7 +2,9 @@
 
 import dataclasses
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,23 +17,30 @@ class Verifier:
         Other verifiers only compare strings, in a time that the length of their input bounds.
       wrong: score of a wrong answer, and of an answer on which the verifier fails.
       sees_prompt: the function also takes the prompt, as its third argument.
+      remote: a server is asked, see `judge.Judge`; its options are the fields of `judge.Server`.
+      function: what a Python program handed over under the name `path`; None is loaded from `path`.
     """
 
     path: str
     pooled: bool = False
     wrong: float = 0.0
     sees_prompt: bool = False
+    remote: bool = False
+    function: Callable[..., Any] | None = dataclasses.field(default=None, compare=False)
 
     @property
     def arguments(self) -> tuple[str, ...]:
         """The names of the function's arguments, all strings."""
         return ("completion", "answer", "prompt") if self.sees_prompt else ("completion", "answer")
 
-    def load(self) -> Callable[..., float]:
+    def load(self) -> Callable[..., Any]:
+        if self.function is not None:
+            return self.function
         module, _, name = self.path.partition(":")
         return getattr(importlib.import_module(module), name)
 
 
+JUDGE = "judge"
 VERIFIERS = {
     "exact": Verifier("rpg_jax.rewards.exact:exact"),
     "math_dapo": Verifier("rpg_jax.rewards.math_dapo:math_dapo", wrong=-1.0),
@@ -39,6 +48,7 @@ VERIFIERS = {
     "math_verify": Verifier("rpg_jax.rewards.math_verify:math_verify", pooled=True),
     "gsm8k": Verifier("rpg_jax.rewards.gsm8k:gsm8k"),
     "countdown": Verifier("rpg_jax.rewards.expression:countdown"),
+    JUDGE: Verifier("rpg_jax.rewards.judge:Judge", sees_prompt=True, remote=True),
 }
 
 # The reward that takes each problem's verifier from this table, by `Problem.source`.
@@ -60,12 +70,19 @@ SOURCES = {
 }
 
 
-def resolve(name: str) -> Verifier | None:
+Functions = Mapping[str, Callable[..., Any]]
+NO_FUNCTIONS: Functions = MappingProxyType({})
+
+
+def resolve(name: str, functions: Functions = NO_FUNCTIONS) -> Verifier | None:
     """The verifier called `name`, or a user's own function "module:function"; None if it is neither.
 
     A user's function gets (completion, answer, prompt) as strings and its options as keywords, and returns a number
-    above 0 where the answer is right. It runs in the worker pool: no files written, no processes, no network.
+    above 0 where the answer is right. It runs in the worker pool: no files written, no processes, no network. One of
+    `functions`, which a Python program handed over under its name, runs in that program and may do all of this.
     """
+    if name in functions:
+        return Verifier(name, sees_prompt=True, function=functions[name])
     if ":" in name:
         return Verifier(name, pooled=True, sees_prompt=True)
     return VERIFIERS.get(name)

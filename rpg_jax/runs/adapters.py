@@ -10,7 +10,7 @@ from ml_collections import ConfigDict
 
 from rpg_jax import models, rollout, storage
 from rpg_jax.models.hf_adapters import load_adapters
-from rpg_jax.models.lora import init_adapters
+from rpg_jax.models.lora import init_adapters, merged
 from rpg_jax.models.quantized import quantized
 from rpg_jax.parallel import hosts
 from rpg_jax.runs import memory
@@ -73,6 +73,16 @@ def first_adapters(layout: Layout) -> Any:
         folder, where = models.local_folder(c.model.lora.path), layout.adapter_shardings
         return load_adapters(folder, layout.model, lora, dtype=dtype, shardings=where)
     return init_adapters(layout.model, lora, seed=c.seed, dtype=dtype, shardings=layout.adapter_shardings)
+
+
+def merged_layout(layout: Layout, base: models.Base | None, adapters: Any) -> tuple[Layout, Any]:
+    """A layout without adapters, and its weights W + (alpha / rank) A B in the compute dtype; `base` is taken over."""
+    whole = layout.without_adapters(dtype=layout.config.model.compute_dtype)
+
+    def merge(base: models.Base, adapters: Any) -> Any:
+        return merged(base.policy(adapters))
+
+    return whole, jax.jit(merge, out_shardings=whole.param_shardings, donate_argnums=0)(base, adapters)
 
 
 def decoding_base(layout: Layout, decoding: rollout.Decoding, base: models.Base) -> models.Base:

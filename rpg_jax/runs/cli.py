@@ -28,7 +28,7 @@ _EXTRAS = dict.fromkeys(("aiohttp", "grpc", "prometheus_client"), "rpg_jax[serve
 """What brings a package that need not be installed."""
 
 
-class Ended(Exception):
+class Ended(RuntimeError):
     """An open run that ends with an error, and its exit code."""
 
     def __init__(self, message: str, code: int):
@@ -216,11 +216,16 @@ def _mallopt(parameter: int, value: int) -> bool:
 
 def prepare_process() -> None:
     """Settings of a process that runs commands: memory, stacks of crashes, flags and logs of libraries."""
-    keep_pages()
     with contextlib.suppress(OSError, RuntimeError, ValueError):  # stderr is no file
         faulthandler.enable()
-    absl.flags.FLAGS.mark_as_parsed()  # Grain and Orbax read their defaults there
     absl.logging.use_absl_handler()
+    prepare_libraries()
+
+
+def prepare_libraries() -> None:
+    """What a process needs that calls this package, be it the user's own: memory, flags and logs of libraries."""
+    keep_pages()
+    absl.flags.FLAGS.mark_as_parsed()  # Grain and Orbax read their defaults there
     absl.logging.set_verbosity(absl.logging.WARNING)  # Orbax reports every file it writes
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # its tracebacks; `rpg_jax.storage.errors` says it in a line
 

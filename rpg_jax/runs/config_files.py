@@ -57,6 +57,24 @@ def load(name: str, overrides: Sequence[str] = ()) -> Loaded:
     return Loaded(config, config_flags.get_config_filename(flag), config_flags.get_override_values(flag))
 
 
+def changed(config: ConfigDict, changes: Mapping[str, Any]) -> ConfigDict:
+    """A locked copy with other values of some fields, by dotted name. References to changed fields follow.
+
+    Raises:
+      ValueError: there is no such field, or a value has another type.
+    """
+    known, copy = fields(), ConfigDict(config)
+    for name, value in changes.items():
+        if name not in known:
+            raise ValueError(f"no config field {name!r}; did you mean {nearest(name)}?")
+        try:
+            copy.update_from_flattened_dict({name: value})
+        except (TypeError, KeyError, AttributeError) as error:
+            kind = known[name].kind.__name__
+            raise ValueError(f"{name}={value!r} must be of the type {kind}: {' '.join(str(error).split())}") from error
+    return copy.lock()
+
+
 def find(name: str) -> Path:
     """The file of a config by its path, or by the name of a shipped config. Raises ValueError if there is none."""
     for path in (Path(name), FOLDER.parent / name, FOLDER / name, FOLDER / f"{name}.py"):

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rpg_jax import data, storage
-from rpg_jax.report import scores
+from rpg_jax.report import markdown, score_curve, scores
 from rpg_jax.report.progress import Progress
 from rpg_jax.rollout import Rollout
 from rpg_jax.runs import evaluation, run_folder
@@ -32,8 +31,8 @@ def evaluate(
     server: str | None,
     certificate: str | None = None,
     api_key_file: str | None = None,
-) -> int:
-    """Evaluates `policy` on the held-out sets of its config; returns the exit code.
+) -> dict[str, Any] | None:
+    """Evaluates `policy` on the held-out sets of its config; returns their scores, or None if Ctrl-C stopped it.
 
     Args:
       name: the policy's name in titles and file names.
@@ -67,13 +66,13 @@ def evaluate(
             )
         except KeyboardInterrupt:
             print("stopped; what was sampled is kept, and the same command continues")
-            return 128 + signal.SIGINT
+            return None
         finally:
             rollout.close()
-    show(f"{name}, step {policy.step}" if policy.step else name, settings, records, folder)
+    by_set = show(f"{name}, step {policy.step}" if policy.step else name, settings, records, folder)
     found = f"every problem: {folder / 'scores.md'}\nevery completion with its verdict: {folder / 'completions.jsonl'}"
     print(home.shown(found))
-    return 0
+    return by_set
 
 
 def settings_of(policy: Policy, name: str, k: int | None, weights: str) -> dict[str, Any]:
@@ -137,13 +136,28 @@ def sample(
     return records
 
 
-def show(title: str, settings: dict[str, Any], records: dict[str, list[evaluation.Record]], folder: Path) -> None:
-    """Writes scores.json and scores.md, and prints the table of the sets."""
+def show(
+    title: str, settings: dict[str, Any], records: dict[str, list[evaluation.Record]], folder: Path
+) -> dict[str, Any]:
+    """Writes scores.json and scores.md, prints a row for each set, and returns the scores of the sets."""
     by_set = {name: scores.summarise(own) for name, own in records.items()}
     write_atomically(folder / "scores.json", json_files.dumps({"settings": settings, "sets": by_set}, indent=1) + "\n")
     write_atomically(folder / "scores.md", scores.markdown(title, settings, by_set))
-    head, *rows = scores.overview(by_set)
-    table = Table(*head, title=title)
-    for row in rows:
+    _print(title, scores.one_row_a_set(by_set))
+    return by_set
+
+
+def show_curve(name: str, points: list[tuple[int, dict[str, Any]]], folder: Path) -> str:
+    """Writes curve.md and curve.png of (step, scores of the sets), prints the table, and returns where they are."""
+    rows = score_curve.rows(points)
+    write_atomically(folder / "curve.md", f"# {name}\n\n{markdown.table(rows[0], rows[1:])}\n")
+    write_atomically(folder / "curve.png", score_curve.draw(name, points))
+    _print(f"{name}: Mean@k ± standard error", rows)
+    return f"the curve: {folder / 'curve.png'}, {folder / 'curve.md'}"
+
+
+def _print(title: str, rows: list[list[str]]) -> None:
+    table = Table(*rows[0], title=title)
+    for row in rows[1:]:
         table.add_row(*row)
     Console().print(table)

@@ -122,11 +122,12 @@ def make_rollout(layout: Layout, params: Any, base: models.Base | None = None) -
     return rollout.make_rollout(driver, layout.model, layout.graphdef, params, decoding, base=base, merge=merge)
 
 
-def make_scorer(config: ConfigDict) -> rewards.Scorer:
-    """The config's rewards."""
+def make_scorer(config: ConfigDict, functions: rewards.Functions = rewards.NO_FUNCTIONS) -> rewards.Scorer:
+    """The config's rewards; `functions` has those that a Python program handed over."""
     c = config.rewards
     weights, options = reward_arguments(config)
-    return rewards.make_scorer(weights, options=options, workers=c.workers, deadline_s=c.deadline_seconds)
+    how: dict[str, Any] = {"workers": c.workers, "deadline_s": c.deadline_seconds, "functions": functions}
+    return rewards.make_scorer(weights, options=options, accuracy=c.accuracy, right_above=c.right_above, **how)
 
 
 def make_generator(

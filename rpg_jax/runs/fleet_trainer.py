@@ -19,7 +19,7 @@ from rpg_jax.rollout.fleet.link import Link
 from rpg_jax.rollout.fleet.published import Published
 from rpg_jax.rollout.fleet.service import Service
 from rpg_jax.rollout.fleet.shelf import Shelf
-from rpg_jax.rollout.serving.access import Access, ApiKey, is_loopback
+from rpg_jax.rollout.serving.access import CERTIFICATE, PRIVATE_KEY, Access, ApiKey, is_loopback, pem_file
 from rpg_jax.runs import processes, run_folder
 from rpg_jax.runs.experiment import Experiment, make_rollout
 
@@ -86,7 +86,8 @@ def spec_of(experiment: Experiment) -> dict[str, Any]:
 def _access(config: ConfigDict) -> Access:
     c = config.fleet
     try:
-        access = Access(c.host, c.certificate, c.private_key, ApiKey.find(c.key_file))
+        files = pem_file(c.certificate, CERTIFICATE), pem_file(c.private_key, PRIVATE_KEY)
+        access = Access(c.host, *files, ApiKey.find(c.key_file))
         access.tls()
     except ValueError as error:
         names = "the fields are fleet.host, fleet.certificate, fleet.private_key and fleet.key_file"

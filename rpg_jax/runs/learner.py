@@ -38,10 +38,9 @@ class Learner:
         return create_state(params, self.optimizer, self.shardings, self.critic)
 
 
-def make_learner(layout: Layout, *, supervised: bool = False, decay_until: Count | None = None) -> Learner:
-    """The config's learner; `supervised` leaves the learned baseline out, `decay_until` replaces the config's."""
-    given = optimizer_arguments(layout.config)
-    optimizer = make_optimizer(**{**given, "decay_until": decay_until or given["decay_until"]})
+def make_learner(layout: Layout, *, supervised: bool = False, **optimizer_changes: Any) -> Learner:
+    """The config's learner; `supervised` leaves the learned baseline out."""
+    optimizer = make_optimizer(**{**optimizer_arguments(layout.config), **optimizer_changes})
     critic = None if supervised else make_critic(layout)
     trained, offload = (layout.trained_shapes, layout.trained_shardings), "optimizer" in offloaded(layout.config)
     shardings = state_shardings(*trained, optimizer, layout.replicated, critic, offload=offload)

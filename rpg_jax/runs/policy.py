@@ -1,40 +1,216 @@
 """A policy that is sampled and not trained: the checkpoint of a run, or the weights that a config names."""
 
+from __future__ import annotations
+
 import dataclasses
-import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
+import numpy as np
 from ml_collections import ConfigDict
 
 from rpg_jax import data, models, storage
-from rpg_jax.models import hf_adapters
-from rpg_jax.models.lora import merged
 from rpg_jax.rollout import Request
-from rpg_jax.runs import inputs, run_folder
-from rpg_jax.runs.adapters import first_adapters, new_base, open_base
+from rpg_jax.runs import cli, config_files, inputs, run_folder, sequence_logprobs
+from rpg_jax.runs.adapters import first_adapters, merged_layout, new_base, open_base
 from rpg_jax.runs.experiment import Experiment, init_params, make_rollout, open_experiment
 from rpg_jax.runs.learner import make_learner
 from rpg_jax.runs.resolve import resolve
 from rpg_jax.storage import integrity
 from rpg_jax.storage.checkpoints import committed_steps
 from rpg_jax.training.state import for_evaluation
+from rpg_jax.types import FinishReason
 
 Changes = Mapping[str, Any]
 NONE: Changes = MappingProxyType({})
 
 
-class Policy(NamedTuple):
-    """Tokenizer, problems, model and mesh; the weights, if loaded; and the checkpoint's step, 0 without one."""
+def _warn(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
+class Sample(NamedTuple):
+    """One completion of a prompt.
+
+    `text` is without special tokens. `tokens` i32[n] are the sampled ids, with the stop token if one was drawn, and
+    `logprobs` f32[n] their log-probabilities in nats, of the distribution sampled from. `finish_reason` is "stop" or
+    "length".
+    """
+
+    text: str
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    finish_reason: FinishReason
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """A language model to sample from, to score with and to export.
+
+    Attributes:
+      experiment: tokenizer, problems, model and mesh.
+      params: the weights as a nested dict of arrays, layers stacked on the first axis; None if they are not loaded.
+      step: of the checkpoint; 0 without one.
+    """
 
     experiment: Experiment
     params: Any
     step: int
+
+    @staticmethod
+    def from_run(run: str | Path, *, step: int | None = None, overrides: Changes = NONE) -> Policy:
+        """The policy of a run's checkpoint (default: its last).
+
+        Args:
+          run: the run's folder, local or gs://BUCKET/….
+          overrides: values of config fields, by dotted name, that replace the run's, as {"rollout.max_tokens": 64}.
+
+        Raises:
+          ValueError: no such run or checkpoint; the message lists those that there are.
+        """
+        cli.prepare_libraries()
+        with run_folder.opened(str(run)) as folder:
+            return of_run(folder, step, overrides)
+
+    @staticmethod
+    def from_pretrained(
+        model: str | Path,
+        *,
+        max_prompt_tokens: int = 1024,
+        max_tokens: int = 1024,
+        config: str = "base",
+        overrides: Changes = NONE,
+    ) -> Policy:
+        """The policy of a model in Hugging Face layout, in the config's `model.compute_dtype`.
+
+        Args:
+          model: a folder, OWNER/NAME on the hub, or gs://BUCKET/FOLDER.
+          max_prompt_tokens, max_tokens: the limits of prompts and completions.
+          config, overrides: as in `rpg_jax.train`; of mesh, dtypes and rollout.
+
+        Raises:
+          ValueError: there is no such model, or it is damaged; the message says what is missing.
+        """
+        cli.prepare_libraries()
+        limits = {"task.max_prompt_tokens": max_prompt_tokens, "rollout.max_tokens": max_tokens}
+        changes = {"model.path": str(model), **limits, "rewards.overlong_buffer": 1, **overrides}
+        loaded = config_files.changed(config_files.load(config).config, changes)
+        with tempfile.TemporaryDirectory() as scratch:
+            return of_config(loaded, Path(scratch))
+
+    def sample(
+        self,
+        prompts: Sequence[str],
+        *,
+        k: int = 1,
+        temperature: float = 1.0,
+        max_tokens: int | None = None,
+        seed: int = 0,
+        note: Callable[[str], None] = _warn,
+    ) -> list[list[Sample]]:
+        """`k` completions of each prompt; equal arguments give equal completions.
+
+        The prompts pass the chat template, where the tokenizer has one. Temperature 0 is greedy. `max_tokens` is at
+        most the config's `rollout.max_tokens`, which is the default. `note` is called with a line on each surprise:
+        characters that the tokenizer does not know, and answers that are written backwards.
+
+        Raises:
+          ValueError: a prompt with more tokens than the config's `task.max_prompt_tokens`.
+        """
+        layout, tokenizer, task = self.experiment.layout, self.experiment.tokenizer, self.experiment.config.task
+        tokens = self.encode(prompts)
+        for text in prompts:
+            if unknown := tokenizer.unknown(text):
+                note(f"{text!r}: the run's tokenizer does not know {', '.join(map(repr, unknown))}")
+        if task.name == "arithmetic" and task.reverse and not self.experiment.config.model.path:
+            note("answers are written from the lowest digit (task.reverse): 24 is 42")
+        sampling = self.experiment.sampling(temperature)
+        if max_tokens is not None:
+            sampling = dataclasses.replace(sampling, max_tokens=min(max_tokens, sampling.max_tokens))
+        with layout.activate():
+            rollout = make_rollout(layout, self.params)
+            try:
+                groups = rollout.generate(Request(tokens, range(len(tokens)), k, sampling, seed, self.step))
+            finally:
+                rollout.close()
+        stops = set(tokenizer.stop_token_ids)
+        return [
+            [
+                Sample(
+                    tokenizer.decode([t for t in c.tokens.tolist() if t not in stops]),
+                    *(c.tokens, c.logprobs, c.finish_reason),
+                )
+                for c in group
+            ]
+            for group in groups
+        ]
+
+    def logprobs(
+        self, prompts: Sequence[str], completions: Sequence[str | Sample | Sequence[int]], *, temperature: float = 1.0
+    ) -> list[np.ndarray]:
+        """log π(token | prompt, tokens before it) of every token of `completions[i]` after `prompts[i]`, f32[n], nats.
+
+        A completion is a text, a `Sample` or token ids. A text has no stop token at its end. They are the numbers that
+        training computes, at `temperature`.
+
+        Raises:
+          ValueError: the two lists differ in length, a prompt is too long, or a completion has no token.
+        """
+        if len(prompts) != len(completions):
+            raise ValueError(f"{len(prompts)} prompts and {len(completions)} completions: give one prompt for each")
+        encode = self.experiment.tokenizer.encode
+        ids = [encode(c) if isinstance(c, str) else c.tokens if isinstance(c, Sample) else c for c in completions]
+        return sequence_logprobs.compute(
+            self.experiment, self.params, self.encode(prompts), ids, temperature=temperature
+        )
+
+    def encode(self, prompts: Sequence[str]) -> list[np.ndarray]:
+        """The token ids i32[n] of each prompt, inside the chat template.
+
+        Raises ValueError if a prompt has more tokens than `task.max_prompt_tokens`.
+        """
+        tokenizer, task = self.experiment.tokenizer, self.experiment.config.task
+        problems = [data.Problem(i, text, answer="", source="prompt") for i, text in enumerate(prompts)]
+        tokens = [data.encode_prompt(p, tokenizer, thinking=task.thinking) for p in problems]
+        for text, ids in zip(prompts, tokens, strict=True):
+            if len(ids) > task.max_prompt_tokens:
+                raise ValueError(
+                    f"{text!r} has {len(ids)} tokens, more than task.max_prompt_tokens={task.max_prompt_tokens}"
+                )
+        return tokens
+
+    def export(self, out: str | Path, *, dtype: str | None = None) -> None:
+        """Writes the weights, their config and the tokenizer as a folder in Hugging Face layout.
+
+        Args:
+          out: a local folder that holds no model.
+          dtype: "float32" or "bfloat16", of the weights; None keeps that of `params`.
+
+        Raises:
+          ValueError: `out` holds a model already, or is no local folder.
+        """
+        out = free_folder(out)
+        layout, tokenizer = self.experiment.layout, self.experiment.tokenizer
+        path = self.experiment.config.model.path
+        base = models.local_folder(path, weights=False) if path else None
+        ids = {"eos_token_id": tokenizer.eos_id, "bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
+        taken: dict[str, Any] = {"fields": ids} if base is None else {"base": base}
+        with layout.activate():
+            models.save(out, layout.model, self.params, dtype=dtype and jnp.dtype(dtype), **taken)
+        tokenizer.save(out)
+
+
+def free_folder(out: str | Path) -> Path:
+    """`out` as a local path. Raises ValueError if it holds a model already, or is no local folder."""
+    folder = storage.local(out)
+    if (folder / "config.json").exists():
+        raise ValueError(f"{folder} already holds a model; choose another folder")
+    return folder
 
 
 def of_run(
@@ -61,10 +237,7 @@ def of_run(
     only = dataclasses.replace(experiment, task=dataclasses.replace(experiment.task, train=[], held_out={}))
     inputs.check(only, folder.files, begins=False)  # the tokenizer and the model; problems may be any
     directory = storage.absolute(folder.home / "checkpoints")
-    kept = committed_steps(directory)
-    if not kept:
-        first = min(config.checkpoint.every, config.train.steps)
-        raise ValueError(f"{folder.home} has no checkpoint yet; the first comes at step {first}")
+    kept = kept_steps(folder)
     if step not in (None, *kept):
         raise ValueError(f"{folder.home} does not have the checkpoint of step {step}; it keeps steps {kept}")
     step = kept[-1] if step is None else step
@@ -75,20 +248,18 @@ def of_run(
         params = learner.optimizer.evaluation_params(restored.opt_state, restored.params)
         if merge and experiment.layout.lora is not None:
             base = open_base(experiment.layout, folder, init_params, begins=False)
-            experiment, params = _merged(experiment, base, params)
+            layout, params = merged_layout(experiment.layout, base, params)
+            experiment = dataclasses.replace(experiment, layout=layout)
         return Policy(experiment, params, step)
 
 
-def _merged(experiment: Experiment, base: models.Base | None, adapters: Any) -> tuple[Experiment, Any]:
-    """The experiment without adapters, and its weights in the compute dtype; `base` is taken over."""
-    layout = experiment.layout
-    whole = layout.without_adapters(dtype=layout.config.model.compute_dtype)
-
-    def merge(base: models.Base, adapters: Any) -> Any:
-        return merged(base.policy(adapters))
-
-    params = jax.jit(merge, out_shardings=whole.param_shardings, donate_argnums=0)(base, adapters)
-    return dataclasses.replace(experiment, layout=whole), params
+def kept_steps(folder: storage.Folder) -> list[int]:
+    """The steps of a run's checkpoints. Raises ValueError if it has none."""
+    if kept := committed_steps(storage.absolute(folder.home / "checkpoints")):
+        return kept
+    config = run_folder.read_config(folder.files)
+    first = min(config.checkpoint.every, config.train.steps)
+    raise ValueError(f"{folder.home} has no checkpoint yet; the first comes at step {first}")
 
 
 def of_config(
@@ -109,92 +280,6 @@ def of_config(
             return Policy(experiment, None, 0)
         if experiment.layout.lora is None:
             return Policy(experiment, init_params(experiment.layout), 0)
-        base = new_base(experiment.layout, init_params)
-        return Policy(*_merged(experiment, base, first_adapters(experiment.layout)), 0)
-
-
-def sample(
-    run: str,
-    prompts: Sequence[str],
-    *,
-    k: int = 4,
-    temperature: float = 1.0,
-    seed: int = 0,
-    step: int | None = None,
-    note: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
-) -> list[list[str]]:
-    """`k` completions of each prompt, without special tokens, from a run's checkpoint (default: its last).
-
-    The prompts pass the run's chat template, where its tokenizer has one. Temperature 0 is greedy. `note` is called
-    with a line on each surprise: characters that the tokenizer does not know, and answers that are written backwards.
-
-    Raises:
-      ValueError: no such run or checkpoint, or a prompt with more tokens than the run's `task.max_prompt_tokens`.
-    """
-    with run_folder.opened(run) as folder:
-        experiment, params, step = of_run(folder, step)
-    tokenizer, task = experiment.tokenizer, experiment.config.task
-    problems = [data.Problem(i, text, answer="", source="prompt") for i, text in enumerate(prompts)]
-    tokens = [data.encode_prompt(p, tokenizer, thinking=task.thinking) for p in problems]
-    for text, ids in zip(prompts, tokens, strict=True):
-        if len(ids) > task.max_prompt_tokens:
-            raise ValueError(
-                f"{text!r} has {len(ids)} tokens, more than task.max_prompt_tokens={task.max_prompt_tokens}"
-            )
-        if unknown := tokenizer.unknown(text):
-            note(f"{text!r}: the run's tokenizer does not know {', '.join(map(repr, unknown))}")
-    if task.name == "arithmetic" and task.reverse:
-        note("answers are written from the lowest digit (task.reverse): 24 is 42")
-    with experiment.layout.activate():
-        rollout = make_rollout(experiment.layout, params)
-        try:
-            sampling = experiment.sampling(temperature)
-            groups = rollout.generate(Request(tokens, range(len(tokens)), k, sampling, seed, step))
-        finally:
-            rollout.close()
-    stops = set(tokenizer.stop_token_ids)
-    return [[tokenizer.decode([t for t in c.tokens.tolist() if t not in stops]) for c in group] for group in groups]
-
-
-def export_adapters(run: str | Path, out: Path, *, step: int | None = None) -> int:
-    """Writes the adapters of a checkpoint (default: the last) to `out`, as peft reads them, and returns its step.
-
-    Raises:
-      ValueError: `out` holds an adapter, the run trains all weights, or it has no such checkpoint.
-    """
-    if (out / hf_adapters.CONFIG).exists():
-        raise ValueError(f"{out} already holds an adapter; choose another --out")
-    with run_folder.opened(str(run)) as folder:
-        experiment, adapters, step = of_run(folder, step, merge=False)
-        layout = experiment.layout
-        if layout.lora is None:
-            raise ValueError(f"{run} trains all weights (model.lora.rank=0) and has no adapters; leave --adapter out")
-        hf_adapters.save_adapters(out, layout.model, layout.lora, adapters, base=experiment.config.model.path)
-    return step
-
-
-def export(run: str | Path, out: Path, *, step: int | None = None, dtype: str | None = None) -> int:
-    """Writes the policy of a checkpoint (default: the last) to `out`, adapters merged, and returns its step.
-
-    Raises:
-      ValueError: `out` holds a model, or the run has no such checkpoint; the message lists the checkpoints.
-    """
-    if (out / "config.json").exists():
-        raise ValueError(f"{out} already holds a model; choose another --out")
-    with run_folder.opened(str(run)) as folder:
-        experiment, params, step = of_run(folder, step)
-        path, tokenizer = experiment.config.model.path, experiment.tokenizer
-        base = models.local_folder(path, weights=False) if path else None
-        ids = {"eos_token_id": tokenizer.eos_id, "bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
-        with experiment.layout.activate():
-            models.save(
-                out,
-                experiment.layout.model,
-                params,
-                dtype=dtype and jnp.dtype(dtype),
-                base=base,
-                fields=ids if base is None else None,
-            )
-        if base is None:
-            shutil.copyfile(folder.files / "tokenizer.model", out / "tokenizer.model")
-    return step
+        base, adapters = new_base(experiment.layout, init_params), first_adapters(experiment.layout)
+        layout, params = merged_layout(experiment.layout, base, adapters)
+        return Policy(dataclasses.replace(experiment, layout=layout), params, 0)

@@ -36,7 +36,13 @@ _AROUND = (
 _PLACES = ("mesh.", "sharding", "offload", "model.remat", "train.microbatch_size")
 _DECODING_PLACES = ("rollout.tensor", "rollout.expert", "rollout.devices", "rollout.slots")
 # Fields that may differ when a run is resumed: they do not change what has been computed so far.
-_MAY_CHANGE = (*_AROUND, *_PLACES, *_DECODING_PLACES, "train.steps", "warm_start.dir", "rollout.max_sampler_gap")
+_JUDGES = tuple(
+    f"judge.{name}" for name in ("url", "parallel", "deadline_seconds", "attempts", "cache", "key_variable")
+)
+_MAY_CHANGE = (
+    *(*_AROUND, *_PLACES, *_DECODING_PLACES, *_JUDGES),
+    *("train.steps", "warm_start.dir", "rollout.max_sampler_gap"),
+)
 _PACKAGES = (
     "jax",
     "jaxlib",

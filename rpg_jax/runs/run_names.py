@@ -24,7 +24,7 @@ SHORT = {
     "train.steps": "steps",
 }
 LONGEST = 120  # characters of the settings in a name; the longest file name has 255
-TAKEN = ("replaced", "warm_starts", "compilation_cache")  # folders of this program beside the runs
+TAKEN = ("replaced", "warm_starts", "compilation_cache", "rows")  # folders of this program beside the runs
 
 
 def check(name: str) -> None:

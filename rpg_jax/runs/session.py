@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
-from rpg_jax import storage
+from rpg_jax import rewards, storage
 from rpg_jax.parallel import hosts
 from rpg_jax.report import curves, summary
 from rpg_jax.report.progress import Progress
@@ -32,9 +32,10 @@ from rpg_jax.runs.experiment import (
 from rpg_jax.runs.fleet_trainer import make_training_rollout
 from rpg_jax.runs.keeper import Keeper
 from rpg_jax.runs.learner import make_learner
-from rpg_jax.runs.logs import RunLog, host_metrics, plain, trackers_of
+from rpg_jax.runs.logs import RunLog, host_metrics, plain
 from rpg_jax.runs.profiling import CompilationCounter, chosen_steps, watched
 from rpg_jax.runs.stopping import StopRequest, watch_preemption
+from rpg_jax.runs.trackers import trackers_of
 from rpg_jax.runs.warm_start import drawn_base, warm_started
 from rpg_jax.runs.watchdog import Watchdog
 from rpg_jax.training.loop import Step, train
@@ -42,8 +43,11 @@ from rpg_jax.training.measures import Guard
 from rpg_jax.training.state import TrainState
 
 
-def run(config: ConfigDict) -> int:
-    """Runs or resumes the training run of a resolved config to its last step; returns the exit code."""
+def run(config: ConfigDict, functions: rewards.Functions = rewards.NO_FUNCTIONS) -> int:
+    """Runs or resumes the training run of a resolved config to its last step; returns the exit code.
+
+    `functions` are rewards that a Python program handed over, by their names in `rewards.parts`.
+    """
     processes.check(config)
     if processes.platform() == "cpu":
         cli.keep_buffers()
@@ -52,7 +56,7 @@ def run(config: ConfigDict) -> int:
         experiment = open_experiment(config, folder.files)
         print("".join(f"{note}\n" for note in experiment.notes), end="")
         with experiment.layout.activate(), contextlib.ExitStack() as closing:
-            session = Session(experiment, folder, closing)
+            session = Session(experiment, folder, closing, functions)
             with cli.run_is_open():
                 return session.to_the_end()
 
@@ -69,7 +73,13 @@ class Position:
 class Session:
     """One training run in progress; `closing` ends what it starts."""
 
-    def __init__(self, experiment: Experiment, folder: storage.Folder, closing: contextlib.ExitStack):
+    def __init__(
+        self,
+        experiment: Experiment,
+        folder: storage.Folder,
+        closing: contextlib.ExitStack,
+        functions: rewards.Functions = rewards.NO_FUNCTIONS,
+    ):
         config = experiment.config
         self.config, self.folder = config, folder
         self.watchdog = Watchdog(folder.files, config.run.stall_seconds, last_words=folder.push)
@@ -79,7 +89,7 @@ class Session:
         self.guard = Guard(config.rollout.max_sampler_gap, config.log.max_nonfinite_updates)
         learner, new = make_learner(experiment.layout), self.keeper.is_new
         self.learning_rate = learner.optimizer.learning_rate
-        scorer = closing.enter_context(make_scorer(config))
+        scorer = closing.enter_context(make_scorer(config, functions))
         started = experiment, scorer, folder.files, self.watchdog.beat
         base = open_base(experiment.layout, folder, functools.partial(drawn_base, *started), begins=new)
         first = init_params if base is None else first_adapters

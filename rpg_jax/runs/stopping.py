@@ -44,7 +44,10 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
-        """While entered, SIGTERM and SIGINT are requests."""
+        """While entered, SIGTERM and SIGINT are requests; in another thread than the main one, which gets none, not."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self
+            return
         ours, theirs = socket.socketpair()
         theirs.setblocking(False)
         threading.Thread(target=self._hear, args=(ours,), name="signals", daemon=True).start()

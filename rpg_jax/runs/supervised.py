@@ -22,6 +22,7 @@ from rpg_jax.training.step import Programs
 from rpg_jax.types import Batch, Completion, Count
 
 _POOL = 16  # demonstrations for each row, before they are packed: few rows stay half empty
+WARMUP = 20  # updates, over which the learning rate rises
 NO_BASELINE = "leave_one_out"  # an advantage without a learned baseline
 
 
@@ -32,10 +33,14 @@ def supervised_config(config: ConfigDict) -> ConfigDict:
     with own.unlocked():
         c.enabled = True
         own.rollout.max_tokens = c.max_tokens or config.rollout.max_tokens
-        own.optimizer.name, own.optimizer.learning_rate, own.optimizer.warmup = "adamw", c.learning_rate, "20 updates"
+        own.optimizer.name, own.optimizer.learning_rate, own.optimizer.warmup = (
+            "adamw",
+            c.learning_rate,
+            f"{WARMUP} updates",
+        )
         own.optimizer.b1, own.optimizer.b2, own.optimizer.eps = 0.9, 0.999, 1e-8
         own.optimizer.weight_decay, own.optimizer.max_grad_norm, own.optimizer.decayed = 0.0, 1.0, "all"
-        own.optimizer.schedule, own.optimizer.final_rate, own.optimizer.decay_until = c.schedule, 0.0, None
+        own.optimizer.schedule, own.optimizer.final_rate, own.optimizer.decay_until = "constant", 0.0, None
         if config.loss.advantage in losses.LEARNED_ADVANTAGES:
             own.loss.advantage = NO_BASELINE
     return own.lock()
@@ -46,10 +51,11 @@ def supervised_learner(e: Experiment, updates: int | None = None) -> tuple[Learn
 
     A learning rate that falls ends at update `updates`. Raises ValueError if there is no such number.
     """
-    if e.config.optimizer.schedule != "constant" and updates is None:
-        raise ValueError(f"warm_start.schedule={e.config.optimizer.schedule} needs an end: set warm_start.epochs")
-    end = None if updates is None else Count(max(updates, 21), "updates")  # after the warm-up
-    learner = make_learner(e.layout, supervised=True, decay_until=end)
+    schedule = e.config.warm_start.schedule
+    if schedule != "constant" and updates is None:
+        raise ValueError(f"warm_start.schedule={schedule} needs an end: set warm_start.epochs")
+    end = None if updates is None else Count(max(updates, WARMUP + 1), "updates")
+    learner = make_learner(e.layout, supervised=True, schedule=schedule, decay_until=end)
     return learner, learner_programs(e.layout, learner, Objective(supervised_loss), temperature=1.0)
 
 

@@ -27,9 +27,10 @@ from rpg_jax.runs.experiment import (
     no_params,
     open_experiment,
 )
-from rpg_jax.runs.logs import RunLog, host_metrics, trackers_of
+from rpg_jax.runs.logs import RunLog, host_metrics
 from rpg_jax.runs.stopping import StopRequest
 from rpg_jax.runs.supervised import Demonstrations, held_out_loss, several, supervised_learner
+from rpg_jax.runs.trackers import trackers_of
 from rpg_jax.runs.watchdog import Watchdog
 from rpg_jax.storage.checkpoints import Checkpoints
 from rpg_jax.training.state import TrainState

@@ -93,6 +93,37 @@ def test_inspect_prints_counts_lengths_examples_and_problems(files, capsys, monk
         assert text in out
 
 
+def test_inspect_says_what_each_column_is_and_shows_the_prompt_as_a_config_renders_it(files, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "150")
+    rows = [{"question": f"q{i}", "solution": "s" * i, "level": 3, "completion": "so s"} for i in range(1, 4)]
+    (files / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    fields = (
+        "task.name=files",
+        f"task.train={files / 'own.jsonl'}",
+        "task.template=<{question}>=",
+        "task.max_prompt_tokens=9",
+    )
+    overrides = [f"--config.{field}" for field in fields]
+    assert run("inspect", "--config=configs/tiny.py", *overrides, "--config.rollout.max_tokens=4", "--examples=1") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    for text in (
+        *(
+            "answer solution 3",
+            "ignored level 3",
+            "demonstration completion 3",
+            "The answer is the whole text of `solution`",
+        ),
+        *(
+            "the policy reads <q1>=",
+            "0 of 3 prompts are longer than",
+            "3 of 3 demonstrations are cut off after 4 tokens",
+        ),
+    ):
+        assert text in out, out
+    assert run("inspect") == 1 and "what to inspect?" in capsys.readouterr().err
+    assert run("inspect", "--config=configs/tiny.py") == 1 and "makes its problems itself" in capsys.readouterr().err
+
+
 def test_a_missing_file_or_option_is_one_line(files, capsys):
     assert run("inspect", files / "nowhere.jsonl") == 1
     assert capsys.readouterr().err.startswith("error: no file or folder")

@@ -138,3 +138,30 @@ def test_a_damaged_file_of_a_hugging_face_tokenizer_is_named(tmp_path, name, con
         return  # another object of the program, which names no token
     with pytest.raises(ValueError, match=rf"{name} is damaged|names no end-of-text token"):
         load_tokenizer(tmp_path)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.text(alphabet="0123456789+=yes\n \u2581\u00e9", max_size=12))
+def test_the_files_for_transformers_have_the_same_ids_and_text(converted, text):
+    own, written = converted
+    ids = own.encode(text)
+    assert written.encode(text) == ids
+    if not own.unknown(text):  # SentencePiece prints an unknown character, transformers leaves it out
+        assert written.decode(ids) == own.decode(ids)
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """A SentencePiece tokenizer, and what is read from the files that it saves."""
+    folder = tmp_path_factory.mktemp("converted")
+    own = train_sentencepiece(["17+25= 42\nyes"], folder / "own.model")
+    own.save(folder / "saved")
+    written = load_tokenizer(folder / "saved")
+    for name in ("vocab_size", "pad_id", "eos_id", "bos_id", "stop_token_ids"):
+        assert getattr(written, name) == getattr(own, name), name
+    return own, written
+
+
+def test_a_tokenizer_of_hugging_face_is_saved_as_its_files(qwen_like, tmp_path):
+    qwen_like.save(tmp_path / "copy")
+    assert load_tokenizer(tmp_path / "copy").digest() == qwen_like.digest()

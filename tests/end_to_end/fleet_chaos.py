@@ -21,6 +21,12 @@ from tests.end_to_end.test_processes import ROOT, assert_same_run, printed, reco
 
 WORKERS = 3
 SETTINGS = (
+    "--config.model.num_layers=1",
+    "--config.model.embed_dim=32",
+    "--config.model.hidden_dim=64",
+    "--config.warm_start.enabled=False",
+    "--config.dynamic_sampling.enabled=False",
+    "--config.rewards.parts=exact:1,format:1",  # of random weights too, some completions are numbers and some are not
     "--config.log.samples_per_step=1000",
     "--config.evaluation.every=100000",
     "--config.evaluation.problems=8",

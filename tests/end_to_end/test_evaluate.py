@@ -39,7 +39,8 @@ def trained(tmp_path_factory):
     """(cache, run folder) of a run of two steps."""
     folder = tmp_path_factory.mktemp("evaluated")
     settings = (f"--config.run.dir={folder}", "--config.run.name=r", f"--config.warm_start.dir={folder}/warm_starts")
-    (folder / "r.txt").write_text(run(folder / "cache", "train", CONFIG, *settings))
+    every = "--config.checkpoint.every=1"
+    (folder / "r.txt").write_text(run(folder / "cache", "train", CONFIG, every, *settings))
     return folder / "cache", folder / "r"
 
 
@@ -119,6 +120,18 @@ def test_all_problems_of_a_named_set_are_scored_unless_problems_says_how_many(tr
         out = tmp_path / str(scored)
         run(trained[0], "evaluate", f"--run={trained[1]}", f"--sets=sums={file}", "--k=1", f"--out={out}", *wanted)
         assert len((out / "completions.jsonl").read_text().splitlines()) == scored
+
+
+def test_the_checkpoints_of_a_run_make_a_curve(trained, tmp_path):
+    cache, run_dir = trained
+    printed = run(cache, "evaluate", f"--run={run_dir}", "--steps=all", "--k=1", f"--out={tmp_path}")
+    _, rule, *rows = (tmp_path / "curve.md").read_text().splitlines()[2:]
+    scores = [json.loads((tmp_path / f"step-{step}" / "scores.json").read_text()) for step in (1, 2)]
+    means = [one["sets"]["held out"]["scores"]["Mean@1"] for one in scores]
+    assert rows == [f"| {i} | {e['value']:.4f} ± {e['standard_error']:.4f} |" for i, e in enumerate(means, start=1)]
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG") and "curve.png" in printed
+    refused = run(cache, "evaluate", f"--run={run_dir}", "--steps=1,7", code=2)
+    assert refused.startswith("error: --steps=1,7: give all, or steps of [1, 2] with commas between them")
 
 
 def test_another_evaluation_is_not_mixed_in(trained, evaluated):

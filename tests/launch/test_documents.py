@@ -59,6 +59,7 @@ def commands(page: Path) -> list[str]:
     text = page.read_text()
     lines = [line for block in FENCE.findall(text) for line in block.replace("\\\n", " ").splitlines()]
     lines = [re.sub(r"^(?:[A-Z_]+=\S+ )+", "", line) for line in lines]  # variables of the environment
+    lines = [re.sub(r"^rpg-(\w+)", r"python -m rpg_jax.\1", line) for line in lines]  # commands of a wheel
     fenced = [re.sub(r"\s+# .*", "", line) for line in lines if line.split(" ")[0] in PROGRAMS]
     return fenced + [" ".join(found.split()) for found in INLINE.findall(FENCE.sub("", text))]
 
@@ -90,6 +91,7 @@ def check_overrides(arguments: list[str]) -> None:
     """The config of a command resolves with the command's overrides in it."""
     file = next((a.partition("=")[2] for a in arguments if a.startswith("--config=")), "configs/tiny.py")
     path, _, variant = file.partition(":")
+    path = path if "/" in path else f"configs/{path}.py"
     made = (ROOT / "docs" / "extending.md").read_text()
     if f"# {path}\n" in made:  # a file that the page makes
         path = "configs/tiny.py"

@@ -31,6 +31,17 @@ RECIPES = {
     "xpk-up": ("xpk", f"up --dry-run {V5P} --cluster=c --capacity=spot {TINY}"),
     "xpk-run-kubectl": ("xpk", f"run --dry-run {V6E} --cluster=c --kubectl --image=i:1 --secret=KEY=my-key {TINY}"),
     "xpk-run-reserved": ("xpk", f"run --dry-run {V5P} --image=i:1 --capacity=reserved --reservation=r {TINY}"),
+    "tpu-up-workers": (
+        "tpu",
+        "up --dry-run --type=v5p-8 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b-w0 --capacity=spot "
+        "--works-for=10.0.0.7:9100 --secret=RPG_JAX_API_KEY=fleet-key --secret=RPG_JAX_CERTIFICATE=fleet-certificate",
+    ),
+    "xpk-run-workers": (
+        "xpk",
+        "run --dry-run --type=v5p-8 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b-w --slices=8 --capacity=spot "
+        "--cluster=c --kubectl --image=i:1 --works-for=rpg-4b-slice-job-0-0.rpg-4b:9100 "
+        "--secret=RPG_JAX_API_KEY=fleet-key -- --driver=lockstep",
+    ),
     "xpk-delete": ("xpk", f"delete --dry-run {V5P} --cluster=c"),
 }
 

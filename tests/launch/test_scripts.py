@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 REPOSITORY = Path(__file__).parents[2]
-TOOLS = ("bash", "dirname", "grep", "mkdir", "cp", "chmod", "cat")
+TOOLS = ("bash", "dirname", "grep", "mkdir", "mktemp", "cp", "chmod", "cat", "rm")
 
 WORKING = """\
 #!/bin/sh
@@ -18,6 +18,7 @@ case "$1 $2" in
   "-c "*) exit 0 ;;
   "launch/install.py --check") exit 0 ;;
   "launch/install.py "*) echo "{name} installs" >&2; mkdir -p .venv/bin; cp "$0" .venv/bin/python ;;
+  "-m mypy") printf '<%s>' "$@"; exit "${{MYPY_STATUS:-0}}" ;;
   "-m pytest") printf '<%s>' "$@"; exit "${{PYTEST_STATUS:-0}}" ;;
   *) printf '<%s>' "$@" ;;
 esac
@@ -98,8 +99,13 @@ def test_second_start_finds_the_environment_complete(repository):
 
 def test_test_command_lints_checks_types_and_passes_pytest_its_arguments(repository):
     result = run(repository, "launch/test.sh", "-k", "two words")
-    assert result.stdout.startswith("<-m><ruff><check><.><-m><ruff><format><--check><.><-m><mypy><-m><pytest>")
-    assert result.stdout.endswith("<-k><two words>")
+    assert result.stdout.startswith("<-m><ruff><check><.><-m><ruff><format><--check><.><-m><pytest>")
+    assert result.stdout.endswith("<-k><two words><-m><mypy>")
+    assert result.returncode == 0
+
+
+def test_wrong_types_fail_the_test_command_though_the_tests_pass(repository):
+    assert run(repository, "launch/test.sh", MYPY_STATUS="1").returncode == 1
 
 
 @pytest.mark.parametrize("status", [0, 1, 5])

@@ -204,13 +204,32 @@ def test_pods_meet_at_the_first_host_of_the_first_slice(tmp_path):
     extras = '[ "$1" != launch/cloud/extras.py ] || exit 0'
     python.write_text(f'#!/bin/sh\n{extras}\necho "$JAX_COORDINATOR_ADDRESS $JAX_COMPILATION_CACHE_DIR $*"\n')
     python.chmod(0o755)
-    command = ["bash", str(LAUNCH / "gke" / "entrypoint.sh"), "gs://b", "K=name", "--", "--config=x.py"]
+    command = [
+        "bash",
+        str(LAUNCH / "gke" / "entrypoint.sh"),
+        "gs://b",
+        "K=name",
+        "--",
+        "rpg_jax.train",
+        "--config=x.py",
+    ]
     pod = {"PATH": os.environ["PATH"], "PYTHON": str(python), "TPU_WORKER_HOSTNAMES": "host-0,host-1"}
     pod |= {"GOOGLE_CLOUD_PROJECT": "p"}
     for more, meets in (({}, "host-0:8476"), ({"MEGASCALE_COORDINATOR_ADDRESS": "slice-0:8080"}, "slice-0:8476")):
         said = subprocess.run(command, env=pod | more, capture_output=True, text=True).stdout
         secrets = f"launch/cloud/with_secrets.py --project=p K=name -- {python}"
         assert said == f"{meets} gs://b/jax-cache {secrets} -m rpg_jax.train --config=x.py\n"
+
+
+def test_a_pod_that_works_for_a_trainer_is_no_slice_of_a_job(tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\n[ "$1" != launch/cloud/extras.py ] || exit 0\necho "$MEGASCALE_NUM_SLICES $*"\n')
+    python.chmod(0o755)
+    pod = {"PATH": os.environ["PATH"], "PYTHON": str(python), "MEGASCALE_COORDINATOR_ADDRESS": "slice-0:8080"}
+    pod |= {"MEGASCALE_NUM_SLICES": "4"}
+    command = ["bash", str(LAUNCH / "gke" / "entrypoint.sh"), "gs://b", "--", "rpg_jax.rollout.worker", "--trainer=t:1"]
+    said = subprocess.run(command, env=pod, capture_output=True, text=True).stdout
+    assert said == " -m rpg_jax.rollout.worker --trainer=t:1\n"
 
 
 @pytest.fixture

@@ -34,10 +34,10 @@ ROUNDING = dict(atol=1e-5, rtol=1e-5)
 def build(config, **kinds):
     """A model whose norms and biases are random as well, so that ignoring one shows."""
     graphdef, params = models.init(config, **kinds)
-    leaves, treedef = jax.tree.flatten(params)
-    keys = jax.random.split(jax.random.key(7), len(leaves))
-    noisy = [x + 0.1 * jax.random.normal(k, x.shape) for x, k in zip(leaves, keys, strict=True)]
-    return graphdef, jax.tree.unflatten(treedef, noisy)
+    rng = np.random.default_rng(7)  # NumPy, because jax.random compiles anew for each shape
+    return graphdef, jax.tree.map(
+        lambda x: jnp.asarray(np.asarray(x) + np.float32(0.1) * rng.standard_normal(x.shape, "f4")), params
+    )
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -56,7 +56,7 @@ def decode(graphdef, params, tokens, cache, attend_length=None):
 
 
 def random_tokens(shape, seed=0):
-    return jax.random.randint(jax.random.key(seed), shape, 0, QWEN3.vocab_size)
+    return jnp.asarray(np.random.default_rng(seed).integers(0, QWEN3.vocab_size, shape, np.int32))
 
 
 def rows(tokens):

@@ -13,11 +13,16 @@ from rpg_jax.models.ragged import _walk
 LAYERS, HEAD = 2, 16
 
 
+def normal(seed, shape, dtype=jnp.float32):
+    """NumPy's numbers, because jax.random compiles anew for each shape."""
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32), dtype)
+
+
 def random_cache(lengths, kv_heads=2, capacity=96, dtype=jnp.float32):
     """A cache that holds NaN past each slot's length."""
     lead, lengths = (LAYERS, len(lengths), kv_heads), jnp.array(lengths, jnp.int32)
-    keys = jax.random.normal(jax.random.key(1), (*lead, HEAD, capacity), dtype)
-    values = jax.random.normal(jax.random.key(2), (*lead, capacity, HEAD), dtype)
+    keys = normal(1, (*lead, HEAD, capacity), dtype)
+    values = normal(2, (*lead, capacity, HEAD), dtype)
     past = (jnp.arange(capacity) >= lengths[:, None])[None, :, None, None]
     return KVCache(jnp.where(past, jnp.nan, keys), jnp.where(past.swapaxes(-1, -2), jnp.nan, values), lengths)
 
@@ -40,11 +45,7 @@ def expanded(cache):
 
 
 def random_token(slots, heads, kv_heads, dtype=jnp.float32):
-    keys = jax.random.split(jax.random.key(3), 3)
-    return tuple(
-        jax.random.normal(key, (slots, n, HEAD), dtype)
-        for key, n in zip(keys, (heads, kv_heads, kv_heads), strict=True)
-    )
+    return tuple(normal(seed, (slots, n, HEAD), dtype) for seed, n in enumerate((heads, kv_heads, kv_heads)))
 
 
 def oracle(token, cache, layer):
@@ -136,7 +137,7 @@ def test_bfloat16_rounds_the_weights_as_the_plain_path_does(blocks_of_32):
 def test_appending_by_the_kernel_writes_the_same_bits(dtype):
     lengths = [0, 15, 16, 127, 128, 207, 208]
     cache = random_cache(lengths, capacity=208, dtype=dtype)
-    k, v = (jax.random.normal(jax.random.key(i), (LAYERS, len(lengths), 2, HEAD), dtype) for i in (4, 5))
+    k, v = (normal(i, (LAYERS, len(lengths), 2, HEAD), dtype) for i in (4, 5))
     plain, kernel = (
         jax.jit(KVCache.append, static_argnames="implementation")(cache, k, v, implementation=name)
         for name in ("xla", "ragged")
@@ -156,7 +157,7 @@ def test_the_tile_of_one_layer_may_exceed_a_block():
 @pytest.mark.slow
 def test_tokens_appended_in_eight_bits_are_those_of_a_cache_rounded_at_once():
     cache = random_cache([0, 15, 127, 207], capacity=208)
-    k, v = (jax.random.normal(jax.random.key(i), (LAYERS, 4, 2, HEAD)) for i in (4, 5))
+    k, v = (normal(i, (LAYERS, 4, 2, HEAD)) for i in (4, 5))
     dense = jax.tree.map(jnp.nan_to_num, cache.append(k, v)).rounded()
     for implementation in ("xla", "ragged"):
         grown = jax.jit(lambda c, name=implementation: c.append(k, v, implementation=name))(in_eight_bits(cache))

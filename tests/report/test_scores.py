@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from rpg_jax.report import scores
+from rpg_jax.report import score_curve, scores
 
 
 def record(prompt_id, index, answer, verdict, tokens=4, finish="stop"):
@@ -68,3 +68,26 @@ def test_one_problem_has_no_standard_error():
     summary = scores.summarise(RECORDS[:4])
     assert summary["scores"]["Mean@4"]["standard_error"] is None
     assert scores.overview({"one": summary})[1][4] == "–"
+
+
+def test_one_completion_a_problem_is_one_row_and_a_screen_has_one_row_a_set():
+    single = scores.summarise([r for r in RECORDS if r["index"] == 0])
+    assert (
+        len(scores.overview({"AIME": single})) == 2 and len(scores.overview({"AIME": scores.summarise(RECORDS)})) == 6
+    )
+    assert scores.one_row_a_set({"AIME": single}) == [
+        ["set", "problems", "Mean@1", "standard error", "95 % interval"],
+        ["AIME", "2", "0.5000", "0.5000", "0.0000 – 1.0000"],
+    ]
+    two = scores.one_row_a_set({name: scores.summarise(RECORDS) for name in ("AIME", "AMC")})
+    assert two[0][2] == "Mean@4" and two[0][5:] == ["pass@4", "maj@4"] and two[2][5:] == ["1.0000", "0.2500"]
+    assert scores.one_row_a_set({"a": single, "b": scores.summarise(RECORDS)})[0][5:] == ["pass@k", "maj@k"]
+
+
+def test_a_curve_has_a_row_for_each_checkpoint_and_a_line_for_each_set():
+    points = [(step, {name: scores.summarise(RECORDS) for name in ("AIME", "AMC")}) for step in (10, 20)]
+    assert score_curve.rows(points) == [
+        ["step", "AIME", "AMC"],
+        *([step, "0.3750 ± 0.1250", "0.3750 ± 0.1250"] for step in ("10", "20")),
+    ]
+    assert score_curve.draw("run", points).startswith(b"\x89PNG")

@@ -79,22 +79,75 @@ def test_an_attack_costs_its_own_verdict_only(pool):
     assert run(pool, ["1"] * 20) == [Verdict(1.0)] * 20
 
 
-def test_a_child_made_behind_the_interpreter_is_gone_with_its_parent(pool, folder):
-    """ctypes reaches fork() without Python noticing; the child must neither answer for its parent nor outlive it."""
-    fork = "__import__('ctypes').CDLL(None).fork()"
-    verdicts = run(pool, [f"({fork} or __import__('time').sleep(0.1)) and 1", "2", fork + " and 10**10**10", "3"])
-    assert [v.score for v in verdicts] == [1.0, 2.0, None, 3.0]
-    groups = [member._process.pid for member in pool._members]
-    pool.close()
-    assert not [stat for stat in map(_process_group, Path("/proc").glob("[0-9]*")) if stat in groups]
+FORK = "__import__('ctypes').CDLL(None).fork()"  # Python does not notice
+ESCAPE = f"({FORK} or ({OS}.setsid(), __import__('time').sleep(60))) and 1"
+SUBREAPER = "from rpg_jax.rewards import descendants\ndescendants.own_pid_namespace = lambda libc: False\n"
 
 
-def _process_group(process: Path) -> int | None:
-    try:
-        state, _, group = (process / "stat").read_text().rpartition(")")[2].split()[:3]
-    except OSError:
-        return None
-    return None if state == "Z" else int(group)
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no keeper")
+@pytest.mark.parametrize("customization", ["", SUBREAPER], ids=["namespace, where the system has one", "subreaper"])
+def test_a_child_made_behind_the_interpreter_is_gone_with_its_parent(tmp_path, monkeypatch, customization):
+    """It must neither answer for its parent nor outlive it, even in a session of its own."""
+    (tmp_path / "attacked.py").write_text(SOURCE)
+    (tmp_path / "sitecustomize.py").write_text(customization)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with WorkerPool(FUNCTIONS, size=2, deadline_s=1.0) as pool:
+        pool.wait_ready()
+        before = len(_processes_with(tmp_path))
+        attacks = [f"({FORK} or __import__('time').sleep(0.1)) and 1", "2", ESCAPE, ESCAPE + " and 10**10**10", "3"]
+        assert [v.score for v in run(pool, attacks)] == [1.0, 2.0, 1.0, None, 3.0]
+        pool.wait_ready()
+        assert len(_processes_with(tmp_path)) == before + 1  # that of the third task, whose process lives on
+    assert not _processes_with(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no keeper")
+@pytest.mark.parametrize("customization", ["", SUBREAPER], ids=["namespace, where the system has one", "subreaper"])
+@pytest.mark.parametrize("attack", [ESCAPE, ESCAPE + " and 10**10**10"], ids=["idle", "at work"])
+def test_nothing_outlives_a_trainer_that_is_killed(tmp_path, popen, customization, attack):
+    (tmp_path / "attacked.py").write_text(SOURCE)
+    (tmp_path / "sitecustomize.py").write_text(customization)
+    code = f"""if True:
+        import time
+        from rpg_jax.rewards.pool import Task, WorkerPool
+        pool = WorkerPool({FUNCTIONS}, size=2, deadline_s=1000)
+        pool.wait_ready()
+        print("ready", flush=True)
+        input()
+        pool.run([Task({ATTACKED!r}, ({attack!r}, ""))])
+        time.sleep(1000)"""
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    trainer = popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, **pipes)
+    assert trainer.stdout.readline() == b"ready\n"
+    before = len(_processes_with(tmp_path))
+    trainer.stdin.write(b"\n")
+    trainer.stdin.flush()
+    assert _becomes(lambda: len(_processes_with(tmp_path)) > before)
+    trainer.kill()
+    trainer.wait()
+    assert _becomes(lambda: not _processes_with(tmp_path)), _processes_with(tmp_path)
+
+
+def _becomes(fact, seconds=10.0):
+    end = time.monotonic() + seconds
+    while not fact() and time.monotonic() < end:
+        time.sleep(0.05)
+    return fact()
+
+
+def _processes_with(folder: Path) -> list[str]:
+    """The numbers of the processes whose environment names the folder."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            environment, state = (process / "environ").read_bytes(), (process / "stat").read_text()
+        except OSError:
+            continue
+        if bytes(folder) in environment and state.rpartition(")")[2].split()[0] != "Z":
+            found.append(process.name)
+    return found
 
 
 def test_members_are_recycled_by_age_and_results_stay_in_order(folder):
@@ -143,9 +196,10 @@ def test_a_call_after_an_interrupted_one_gets_its_own_verdicts(folder, monkeypat
 def test_an_import_that_hangs_ends_without_the_parent(folder):
     (folder / "hanging.py").write_text("__import__('time').sleep(60)")
     setup = {"functions": {"hanging:f": ARGUMENTS}, "memory_bytes": 2**29, "startup_s": 0.05, "deadline_s": 1}
-    command = [sys.executable, "-m", "rpg_jax.rewards.worker", json.dumps(setup)]
+    command = [sys.executable, "-m", "rpg_jax.rewards.verifier_process", json.dumps(setup)]
     path = os.pathsep.join([str(folder), *sys.path])
-    assert subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, timeout=30).returncode == -signal.SIGALRM
+    ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, timeout=30)
+    assert ended.returncode == 128 + signal.SIGALRM
 
 
 def test_secrets_of_the_parent_are_not_in_the_workers(folder, monkeypatch):

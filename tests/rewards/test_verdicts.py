@@ -10,7 +10,7 @@ import pytest
 from rpg_jax import rewards
 from rpg_jax.rewards import make_scorer, scorer
 from rpg_jax.rewards.verdicts import LARGEST, BadScore, checked_score
-from rpg_jax.rewards.worker import _judge
+from rpg_jax.rewards.verifier_process import _judge
 from tests.rewards.test_scorer import problem
 
 GOOD = [0, 1, True, -0.5, LARGEST, -LARGEST, np.float32(0.25), np.int8(3), fractions.Fraction(1, 2), decimal.Decimal(2)]

@@ -1,11 +1,13 @@
 """Who may ask a server: the address that it listens on, TLS, and an API key that every request carries."""
 
+import atexit
 import dataclasses
 import hashlib
 import hmac
 import ipaddress
 import os
 import ssl
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
@@ -13,6 +15,8 @@ from typing import Self
 import grpc
 
 ENVIRONMENT = "RPG_JAX_API_KEY"
+CERTIFICATE, PRIVATE_KEY = "RPG_JAX_CERTIFICATE", "RPG_JAX_PRIVATE_KEY"
+"""Variables that may hold the texts of a fleet's PEM files: a launcher fills variables from a store of secrets."""
 STALL_SECONDS = 30.0
 """A connection that brings no whole request head, no body or no reader for so long is closed."""
 
@@ -101,6 +105,17 @@ class Access:
         except OSError as error:  # SSLError is one
             raise ValueError(f"TLS with {self.certificate} and {self.private_key}: {error}") from None
         return context
+
+
+def pem_file(path: str | None, variable: str, environment: Mapping[str, str] = os.environ) -> str | None:
+    """`path`; without it a file, for this user alone, with the PEM text of the variable; None without both."""
+    if path is not None or variable not in environment:
+        return path
+    number, path = tempfile.mkstemp(suffix=".pem")  # mode 0600
+    with os.fdopen(number, "w") as file:
+        file.write(environment[variable].strip() + "\n")
+    atexit.register(lambda: Path(path).unlink(missing_ok=True))
+    return path
 
 
 def is_loopback(host: str) -> bool:

@@ -2,14 +2,14 @@
 
 The text that it reads may attack it. Once the verifiers are imported, it gives up everything that they do not need:
 memory, files, processes, sockets, signals. An alarm, which needs no running Python, ends it when an import or a task
-overruns by far, even if the parent is gone. The parent's deadline and kill stop everything else.
+overruns by far, even if the parent is gone. The parent's deadline and kill stop everything else. Its keeper ends what
+it leaves running.
 
 It ignores the signals that end a run. `systemctl stop` sends them to all processes of a service, while the parent still
 needs verdicts to finish its step.
 """
 
 import importlib
-import inspect
 import json
 import logging
 import os
@@ -19,7 +19,8 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rpg_jax.rewards.verdicts import BadScore, checked_score
+from rpg_jax.rewards import descendants
+from rpg_jax.rewards.verdicts import BadScore, check_call, checked_score
 
 _DENIED = (
     *("os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.startfile", "os.fork", "os.forkpty", "pty.spawn"),
@@ -34,6 +35,7 @@ def main() -> None:
     """Argument: JSON {"functions": {module:function: [argument, …], …}, "memory_bytes", "startup_s", "deadline_s"}."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
+    descendants.keep()
     setup = json.loads(sys.argv[1])
     signal.setitimer(signal.ITIMER_REAL, 2 * setup["startup_s"])
     tasks = os.fdopen(os.dup(0), "r", encoding="utf-8")
@@ -73,16 +75,7 @@ def load_function(path: str, arguments: Sequence[str]) -> Callable[..., float]:
         raise ValueError(f"cannot import {module_name!r} for the reward {path!r}: {error}") from error
     if not callable(function):
         raise ValueError(f"module {module_name!r} has no function {name!r}")
-    try:
-        signature = inspect.signature(function)
-    except ValueError:  # some builtin functions have none
-        return function
-    options = {p.name: None for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
-    try:
-        signature.bind(*arguments, **options)
-    except TypeError as error:
-        called = f"{name}({', '.join(arguments)})"
-        raise ValueError(f"{path} is called as {called}, with strings, and is {name}{signature}: {error}") from error
+    check_call(function, path, arguments)
     return function
 
 

@@ -1,0 +1,124 @@
+"""Reward functions that a Python program hands over: named as the config keeps them, called in its own process."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rpg_jax.rewards.verdicts import BadScore, Task, Verdict, check_call, checked_score
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """module:qualname of a function, of what `functools.partial` wraps, or of an object's class.
+
+    Raises ValueError if it cannot be called.
+    """
+    if not callable(function):
+        raise ValueError(f"a reward is a function or the name of a part, got {type(function).__name__}")
+    while isinstance(function, functools.partial):
+        function = function.func
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
+def named(rewards: Callable[..., Any] | str | Mapping[Any, float]) -> tuple[dict[str, float], dict[str, Callable]]:
+    """The weights of parts by name, and the functions among them by the same name.
+
+    Args:
+      rewards: a function, the name of a part, or {function or name: weight}.
+
+    Raises:
+      ValueError: something else, two functions of one name, or a function that is not called as
+        (completion, answer, prompt).
+    """
+    given = rewards if isinstance(rewards, Mapping) else {rewards: 1.0}
+    weights: dict[str, float] = {}
+    functions: dict[str, Callable] = {}
+    for reward, weight in given.items():
+        name = reward if isinstance(reward, str) else name_of(reward)
+        if name in weights:
+            raise ValueError(f"two rewards are called {name}: give each function a name of its own, with def")
+        weights[name] = float(weight)
+        if not isinstance(reward, str):
+            check_call(reward, name, ("completion", "answer", "prompt"))
+            functions[name] = reward
+    return weights, functions
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether a call returns a coroutine."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+
+
+class InProcess:
+    """Calls functions in this process; awaits the async ones, all of a batch together.
+
+    They are awaited in a thread of their own, so the caller may have a running loop, as a notebook has.
+    """
+
+    def __init__(self, deadline_s: float):
+        self._deadline_s = deadline_s
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def verdicts(self, calls: Sequence[tuple[Callable[..., Any], Task]]) -> list[Verdict]:
+        """One verdict per call, in their order. An async call that takes longer than the deadline is cancelled."""
+        awaited = [i for i, (function, _) in enumerate(calls) if is_async(function)]
+        found = dict(zip(awaited, self._await([calls[i] for i in awaited]), strict=True)) if awaited else {}
+        return [found[i] if i in found else _called(*call) for i, call in enumerate(calls)]
+
+    def close(self) -> None:
+        """Cancels what still runs, and ends the thread."""
+        if self._loop is not None:
+            asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._loop = None
+
+    def _await(self, calls: Sequence[tuple[Callable[..., Any], Task]]) -> list[Verdict]:
+        if self._loop is None:  # one for all batches: a client's connections belong to their loop
+            self._loop = asyncio.new_event_loop()
+            threading.Thread(target=_run, args=(self._loop,), name="rewards", daemon=True).start()
+
+        async def together() -> list[Verdict]:
+            return await asyncio.gather(*(_awaited(function, task, self._deadline_s) for function, task in calls))
+
+        return asyncio.run_coroutine_threadsafe(together(), self._loop).result()
+
+
+def _run(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
+
+
+def _called(function: Callable[..., Any], task: Task) -> Verdict:
+    try:
+        return Verdict(checked_score(function(*task.arguments, **task.options)))
+    except BadScore as error:
+        return Verdict(None, "value", str(error))
+    except Exception as error:  # for instance a reference answer that the verifier cannot read
+        return Verdict(None, "error", f"{type(error).__name__}: {error}")
+
+
+async def _awaited(function: Callable[..., Any], task: Task, deadline_s: float) -> Verdict:
+    try:
+        return Verdict(checked_score(await asyncio.wait_for(function(*task.arguments, **task.options), deadline_s)))
+    except TimeoutError as error:
+        return Verdict(None, "timeout", str(error) or f"no score within {deadline_s:g} s")
+    except BadScore as error:
+        return Verdict(None, "value", str(error))
+    except Exception as error:
+        return Verdict(None, "error", f"{type(error).__name__}: {error}")
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

@@ -1,0 +1,113 @@
+"""A verifier process leaves nothing running: its keeper ends whatever it started, new sessions included.
+
+A process group does not hold a process that calls `setsid`. On Linux a verifier process therefore gets a parent of its
+own, the keeper, which ends with it and ends all that descends from it. Where the system allows it, the verifier works
+in a PID namespace: the kernel ends the namespace as one, and the verifier cannot signal a process outside of it.
+Elsewhere on Linux the keeper is a subreaper: it inherits every process that lost its parent. A verifier that kills its
+keeper through the C library can then leave a process behind. Systems other than Linux have neither, and only the
+process group ends.
+
+Sources: pid_namespaces(7), PR_SET_CHILD_SUBREAPER and PR_SET_PDEATHSIG in prctl(2).
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+END = signal.SIGUSR1  # asks a keeper to end its verifier
+AVAILABLE = sys.platform == "linux"
+_LOOK_S = 0.5  # between two looks whether the trainer is alive
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_CLONE_NEWUSER, _CLONE_NEWPID = 0x10000000, 0x20000000
+
+
+def keep() -> None:
+    """Forks, and returns in the child alone, where verifiers run.
+
+    The caller becomes the keeper. It ends as soon as the child has ended, with the child's exit code (128 + n after
+    signal n), or as soon as it receives `END` or its own parent is gone, however that ended.
+    """
+    if not AVAILABLE:
+        return
+    trainer = os.getppid()
+    libc = ctypes.CDLL(None)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD, END})
+    namespace = own_pid_namespace(libc)
+    libc.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    child = os.fork()
+    if child:
+        _release_pipes()
+        _watch(child, trainer, namespace)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # in case that the keeper is killed
+    if namespace and (verifier := os.fork()):  # this is process 1 of the namespace, and all others end with it
+        _release_pipes()
+        while (ended := os.wait())[0] != verifier:
+            pass
+        os._exit(_exit_code(ended[1]))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD, END})
+
+
+def own_pid_namespace(libc: ctypes.CDLL) -> bool:
+    """Puts the children to come into a new PID namespace; false where the system refuses."""
+    if libc.unshare(_CLONE_NEWPID) == 0:
+        return True
+    uid, gid = os.getuid(), os.getgid()
+    if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWPID) != 0:
+        return False
+    with contextlib.suppress(OSError):  # without these lines the user has no name, and the same rights
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
+        Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+    return True
+
+
+def _watch(child: int, trainer: int, namespace: bool) -> NoReturn:
+    code = None
+    while code is None and os.getppid() == trainer:
+        received = signal.sigtimedwait({signal.SIGCHLD, END}, _LOOK_S)
+        if received is not None and received.si_signo == END:
+            break
+        code = _reap(child)
+    if namespace and code is None:
+        os.kill(child, signal.SIGKILL)  # process 1
+    while True:
+        for pid in _children() if not namespace else ():
+            os.kill(pid, signal.SIGKILL)
+        try:
+            os.wait()  # then the children of what has ended are children of this process
+        except ChildProcessError:
+            os._exit(128 + signal.SIGKILL if code is None else code)
+
+
+def _reap(child: int) -> int | None:
+    """The child's exit code once it has ended; waits for nothing."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            if ended[0] == child:
+                return _exit_code(ended[1])
+    return None
+
+
+def _children() -> list[int]:
+    own, children = os.getpid(), []
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if int((process / "stat").read_text().rpartition(")")[2].split()[1]) == own:
+                children.append(int(process.name))
+    return children
+
+
+def _exit_code(status: int) -> int:
+    code = os.waitstatus_to_exitcode(status)
+    return code if code >= 0 else 128 - code
+
+
+def _release_pipes() -> None:
+    """Else the other end of a verifier's pipes would not notice that it has ended."""
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for fd in (0, 1, 2):
+        os.dup2(nowhere, fd)

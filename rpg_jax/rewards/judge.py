@@ -1,0 +1,206 @@
+"""A judge or a reward model behind HTTP: many requests at once, a deadline for each verdict, retries, a cache.
+
+A judge is asked as a chat model is (`kind="chat"`, OpenAI's /chat/completions), one completion a request. A scoring
+endpoint (`kind="score"`) gets {"prompts", "completions", "answers"}, lists of texts, and returns {"scores": [numbers]}.
+Both are asked in threads, while the policy samples other completions.
+"""
+
+import collections
+import dataclasses
+import http.client
+import json
+import os
+import random
+import re
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from rpg_jax.rewards.verdicts import BadScore, Verdict, checked_score
+
+PROMPT = (
+    "Question:\n{prompt}\n\nReference answer:\n{answer}\n\nAnswer to grade:\n{completion}\n\n"
+    "Grade the answer. End with a line that holds one number only, from 0 (wrong) to {scale} (right)."
+)
+_MOST_BYTES = 2**22  # of a reply
+_AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+
+Item = tuple[str, str, str]
+"""Completion, answer, prompt: the arguments of a verifier."""
+
+
+class Failed(Exception):
+    """Why a request has no reply: a kind of `verdicts.KINDS`, and whether another attempt may help."""
+
+    def __init__(self, kind: str, detail: str, *, again: bool = False, after: float = 0.0):
+        super().__init__(detail)
+        self.kind, self.again, self.after = kind, again, after
+
+
+@dataclasses.dataclass(frozen=True)
+class Server:
+    """Who is asked, and how; the fields are those of the config's section `judge`.
+
+    Raises:
+      ValueError: there is no url, or it is not one of HTTP; the prompt lacks {completion}.
+    """
+
+    url: str | None = None
+    kind: str = "chat"
+    model: str = "default"
+    prompt: str = ""
+    scale: float = 10.0
+    max_tokens: int = 256
+    batch: int = 16
+    parallel: int = 16
+    deadline_seconds: float = 60.0
+    attempts: int = 4
+    cache: int = 100_000
+    key_variable: str = "JUDGE_API_KEY"
+
+    def __post_init__(self):
+        if not re.match(r"https?://", self.url or ""):
+            raise ValueError(
+                f"the reward judge needs judge.url=http://HOST:PORT/v1 (a chat model) or the address of a scoring "
+                f"endpoint with judge.kind=score, got {self.url!r}"
+            )
+        if "{completion}" not in (self.prompt or PROMPT):
+            raise ValueError("judge.prompt must contain {completion}; {prompt}, {answer} and {scale} are filled in too")
+
+    def body(self, items: Sequence[Item]) -> dict[str, Any]:
+        """The request for a batch; of one item for a chat model, at temperature 0."""
+        if self.kind == "score":
+            completions, answers, prompts = (list(texts) for texts in zip(*items, strict=True))
+            return {"model": self.model, "prompts": prompts, "completions": completions, "answers": answers}
+        [(completion, answer, prompt)] = items
+        texts = {"completion": completion, "answer": answer, "prompt": prompt, "scale": f"{self.scale:g}"}
+        asked = re.sub(r"\{(\w+)\}", lambda m: texts.get(m[1], m[0]), self.prompt or PROMPT)  # once: texts have braces
+        message = {"role": "user", "content": asked}
+        return {"model": self.model, "messages": [message], "temperature": 0, "max_tokens": self.max_tokens}
+
+    def scores(self, reply: Any, count: int) -> list[float | BadScore]:
+        """The scores in a reply, or why it holds none. Raises Failed if it is no reply to a batch of `count`."""
+        try:
+            if self.kind == "score":
+                found = [_checked(score) for score in reply["scores"]]
+            else:
+                found = [self._graded(reply["choices"][0]["message"]["content"])]
+        except (KeyError, IndexError, TypeError) as error:
+            raise Failed("value", f"a reply of another form: {str(reply)[:100]}") from error
+        if len(found) != count:
+            raise Failed("value", f"{len(found)} scores for {count} completions")
+        return found
+
+    def _graded(self, text: str) -> float | BadScore:
+        """The number in the last line of a judge's reply, as a share of the scale: 8, 8/10, Score (0-10): 8."""
+        lines = [line for line in text.rpartition("</think>")[2].splitlines() if line.strip()]
+        found = _NUMBER.search(lines[-1].rpartition(":")[2]) if lines else None
+        if found is None:
+            return BadScore(f"no number in the judge's last line: {text[-80:]!r}")
+        score = float(found[0])
+        return score / self.scale if 0 <= score <= self.scale else BadScore(f"{score:g} is not in [0, {self.scale:g}]")
+
+
+class Judge:
+    """Verdicts of a server. Threads may call it; equal questions are asked once.
+
+    Attributes:
+      counts: requests, retries, and answers that were known before.
+    """
+
+    def __init__(self, server: Server, *, sleep: Callable[[float], None] = time.sleep):
+        self.server, self._sleep = server, sleep
+        self._threads = ThreadPoolExecutor(server.parallel, "judge")
+        self._known: collections.OrderedDict[Item, float] = collections.OrderedDict()
+        self._lock = threading.Lock()
+        self.counts: collections.Counter[str] = collections.Counter()
+        path = "" if server.kind == "score" or str(server.url).endswith("/chat/completions") else "/chat/completions"
+        self._url = f"{str(server.url).rstrip('/')}{path}"
+
+    def run(self, items: Sequence[Item]) -> list[Verdict]:
+        """One verdict per (completion, answer, prompt). Only scores are remembered: a failure is asked again."""
+        verdicts = {item: Verdict(self._known[item]) for item in set(items) if item in self._known}
+        self._count("known", sum(item in verdicts for item in items))
+        new = [item for item in dict.fromkeys(items) if item not in verdicts]
+        size = self.server.batch if self.server.kind == "score" else 1
+        batches = [new[i : i + size] for i in range(0, len(new), size)]
+        for batch, found in zip(batches, self._threads.map(self._judged, batches), strict=True):
+            verdicts |= zip(batch, found, strict=True)
+        with self._lock:
+            self._known |= {item: v.score for item, v in verdicts.items() if v.score is not None}
+            while len(self._known) > self.server.cache:
+                self._known.popitem(last=False)
+        return [verdicts[item] for item in items]
+
+    def close(self) -> None:
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _count(self, name: str, more: int = 1) -> None:
+        with self._lock:
+            self.counts[name] += more
+
+    def _judged(self, batch: Sequence[Item]) -> list[Verdict]:
+        """Verdicts of one request; after a failure that may pass it is sent again, later and later."""
+        deadline, attempt = time.monotonic() + self.server.deadline_seconds, 0
+        while True:
+            attempt += 1
+            try:
+                scores = self.server.scores(self._reply(self.server.body(batch), deadline), len(batch))
+                return [Verdict(None, "value", str(s)) if isinstance(s, BadScore) else Verdict(s) for s in scores]
+            except Failed as error:
+                pause = max(error.after, 0.25 * 2**attempt * random.uniform(0.5, 1.5))
+                if not error.again or attempt >= self.server.attempts or time.monotonic() + pause > deadline:
+                    return [Verdict(None, error.kind, str(error)[:200])] * len(batch)
+            self._count("retries")
+            self._sleep(pause)
+
+    def _reply(self, body: dict[str, Any], deadline: float) -> Any:
+        """The JSON of a reply. Raises Failed."""
+        headers = {"Content-Type": "application/json"}
+        if key := os.environ.get(self.server.key_variable):
+            headers["Authorization"] = f"Bearer {key}"
+        request = urllib.request.Request(self._url, json.dumps(body).encode(), headers)
+        self._count("requests")
+        content = b""
+        try:
+            with urllib.request.urlopen(request, timeout=_left(deadline)) as reply:
+                while part := reply.read1(2**16):  # a server that sends byte after byte has to end too
+                    content += part
+                    _left(deadline)
+                    if len(content) > _MOST_BYTES:
+                        raise Failed("value", f"a reply of more than {_MOST_BYTES} bytes")
+            return json.loads(content)
+        except urllib.error.HTTPError as error:
+            after = error.headers.get("Retry-After", "")
+            seconds = float(after) if after.isdecimal() else 0.0
+            detail = f"HTTP {error.code}: {error.read(200).decode(errors='replace')}"
+            raise Failed("status", detail, again=error.code in _AGAIN, after=seconds) from error
+        except TimeoutError as error:
+            raise Failed("timeout", f"no reply in judge.deadline_seconds={self.server.deadline_seconds:g}") from error
+        except (OSError, http.client.HTTPException) as error:  # a URLError is an OSError
+            if isinstance(getattr(error, "reason", None), TimeoutError):
+                raise Failed(
+                    "timeout", f"no reply in judge.deadline_seconds={self.server.deadline_seconds:g}"
+                ) from error
+            raise Failed("unreachable", f"{self._url}: {error}", again=True) from error
+        except ValueError as error:
+            raise Failed("value", f"the reply is no JSON: {content[:80]!r}") from error
+
+
+def _left(deadline: float) -> float:
+    """Seconds to the deadline. Raises TimeoutError after it."""
+    if (left := deadline - time.monotonic()) <= 0:
+        raise TimeoutError
+    return left
+
+
+def _checked(value: Any) -> float | BadScore:
+    try:
+        return checked_score(value)
+    except BadScore as error:
+        return error

@@ -1,0 +1,133 @@
+"""What `rpg_jax.train` does for a Python program: the run of the command, with rows and rewards handed over."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Mapping
+from os import PathLike, fspath
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from rpg_jax import rewards
+from rpg_jax.report.run_files import read_metrics
+from rpg_jax.runs import cli, config_files, given_rows, run_folder, train_command
+from rpg_jax.runs.policy import Policy
+
+Row = Mapping[str, Any]
+Reward = Callable[..., Any] | str
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """A run that `train` has taken to its end, or that a signal has stopped.
+
+    Attributes:
+      folder: of the run, a local path or gs://BUCKET/….
+      finished: whether the last step is done. If it is not, the same call continues.
+    """
+
+    folder: str
+    finished: bool
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """One dict a step, the first before training (step 0): the lines of metrics.jsonl."""
+        with run_folder.opened(self.folder) as folder:
+            return read_metrics(folder.files)
+
+    @functools.cached_property
+    def policy(self) -> Policy:
+        """The policy of the last checkpoint, opened at the first use."""
+        return Policy.from_run(self.folder)
+
+    @property
+    def params(self) -> Any:
+        """The weights of `policy`: a nested dict of arrays in `model.param_dtype`, layers stacked on the first axis."""
+        return self.policy.params
+
+
+def train(
+    config: str | PathLike[str] | ConfigDict = "tiny",
+    *,
+    overrides: Mapping[str, Any] = MappingProxyType({}),
+    data: Iterable[Row] | None = None,
+    held_out: Iterable[Row] | Mapping[str, Iterable[Row]] | None = None,
+    reward: Reward | Mapping[Reward, float] | None = None,
+) -> Result:
+    """Trains a policy, or continues the run that an equal call or command has begun.
+
+    It does what `python -m rpg_jax.train` does with the same config, prints the same, and leaves the same folder. The
+    first SIGINT or SIGTERM saves and returns; a second one ends the process.
+
+    Args:
+      config: the name of a shipped config, a file (with its variant, as "configs/x.py:tiny"), or a `ConfigDict` with
+        all fields.
+      overrides: values of config fields by dotted name, {"train.steps": 50, "optimizer.learning_rate": 1e-4}.
+      data: problems to train on, a list, an iterator or a Hugging Face data set: dicts as docs/extending.md describes
+        the rows of a file, with a question and, unless the reward does without, an answer. They are kept in
+        `run.dir`/rows. None: the config's task.
+      held_out: problems to evaluate on, or several sets of them by name. None: a tenth of `data`, which is then not
+        trained on, and at most `evaluation.problems`.
+      reward: a function, a part of `rewards.parts`, or weights by function or part. A function is called in this
+        process as function(completion, answer, prompt), with three strings, and returns a number. The first verifier
+        decides accuracy: above `rewards.right_above` a completion is right. Calls of an async function run together;
+        each may take `rewards.deadline_seconds`. The config knows a function as "module:qualname"; one with another
+        name is another run. None: the config's rewards.
+
+    Raises:
+      ValueError: something that was given does not fit; the message says the fix. Nothing has been trained.
+      RuntimeError: the run was open and could not go on; the message says why. The same call continues it.
+    """
+    cli.prepare_libraries()
+    chosen, file = _opened(config, overrides)
+    told, fields = dict(overrides), {}
+    functions: dict[str, Callable] = {}
+    if reward is not None:
+        weights, functions = rewards.named(reward)
+        _refuse(overrides, "reward", "rewards.parts")
+        fields["rewards.parts"] = ",".join(f"{part}:{weight!r}" for part, weight in weights.items())
+        told["reward"] = "+".join(part.rpartition(":")[2] for part in weights)
+    if data is not None or held_out is not None:
+        _refuse(overrides, "data", "task.name", "task.train", "task.held_out_sets")
+        fields |= _task(chosen, data, held_out)
+        told["data"] = Path(fields["task.train"]).stem[:6]
+    chosen = train_command.named(config_files.changed(chosen, fields), file, told)
+    return Result(str(run_folder.of(chosen).home), train_command.run(chosen, functions) == 0)
+
+
+def _opened(config: str | PathLike[str] | ConfigDict, overrides: Mapping[str, Any]) -> tuple[ConfigDict, str]:
+    """The config with its overrides, and what its runs are called after."""
+    if isinstance(config, ConfigDict):
+        return config_files.changed(config, overrides), "config"
+    loaded = config_files.load(fspath(config))
+    return config_files.changed(loaded.config, overrides), loaded.file
+
+
+def _task(config: ConfigDict, data: Iterable[Row] | None, held_out: Any) -> dict[str, Any]:
+    """The fields of a task whose problems are `data` and `held_out`."""
+    if data is None:
+        raise ValueError("held_out=[…] needs data=[…] to train on")
+    train = given_rows.listed(data, "data")
+    if held_out is None:
+        train, held_out = given_rows.split(train, config.evaluation.problems)
+    sets = held_out if isinstance(held_out, Mapping) else {"held out": held_out}
+    if strange := [name for name in sets if set(name) & set(",=")]:
+        raise ValueError(f"held_out: the name of a set has no comma and no equals sign, got {strange[0]!r}")
+    written = {
+        name: given_rows.write(given_rows.listed(rows, f"held_out[{name!r}]"), config.run.dir)
+        for name, rows in sets.items()
+    }
+    return {
+        "task.name": "files",
+        "task.train": given_rows.write(train, config.run.dir),
+        "task.held_out_sets": ",".join(f"{name}={file}" for name, file in written.items()),
+    }
+
+
+def _refuse(overrides: Mapping[str, Any], argument: str, *fields: str) -> None:
+    if both := [field for field in fields if field in overrides]:
+        raise ValueError(f"{argument}=… and overrides of {', '.join(both)} say the same thing twice: leave one out")

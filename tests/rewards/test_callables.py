@@ -1,0 +1,62 @@
+"""Reward functions that a program hands over run in its process, plain or async, under the name that configs keep."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from types import SimpleNamespace
+
+import pytest
+
+from rpg_jax import rewards
+
+HERE = __name__
+
+
+def close(completion, answer, prompt, *, digits=1):
+    if completion == "?":
+        raise RuntimeError("no number")
+    return round(1 / (1 + abs(int(completion) - int(answer))), digits)
+
+
+def scored(reward, texts, **options):
+    weights, functions = rewards.named(reward)
+    with rewards.make_scorer(weights, functions=functions, **options) as scorer:
+        problems = [SimpleNamespace(prompt="2+2=", answer="4", source="s")] * len(texts)
+        return scorer(problems, texts, ["stop"] * len(texts), [1] * len(texts))
+
+
+def test_a_function_is_called_here_and_its_failures_are_counted():
+    scores = scored({close: 2.0, "exact": 0.5}, ["4", "5", "?"])
+    assert scores.rewards.tolist() == [2.5, 1.0, 0.0] and scores.errors == {"error": 1}
+    assert [*scores.parts] == [f"{HERE}:close", "exact"]
+
+
+def test_async_calls_run_together_where_a_loop_is_running_and_a_late_one_is_cancelled():
+    everyone, cancelled = asyncio.Barrier(3), []
+
+    async def judge(completion, answer, prompt):
+        if completion == "late":
+            try:
+                await asyncio.sleep(60)
+            finally:
+                cancelled.append(completion)
+        await everyone.wait()  # the three pass only together
+        return float(completion == answer)
+
+    async def notebook():
+        return scored(judge, ["4", "5", "6", "late"], deadline_s=0.2)
+
+    scores = asyncio.run(notebook())
+    assert scores.rewards.tolist() == [1, 0, 0, 0]
+    assert scores.errors == {"timeout": 1} and cancelled == ["late"]
+
+
+def test_what_cannot_be_named_or_called_is_refused_before_anything_runs():
+    assert [*rewards.named(functools.partial(close, digits=2))[0]] == [f"{HERE}:close"]
+    with pytest.raises(ValueError, match=rf"two rewards are called {HERE}:.*<lambda>: give each function a name"):
+        rewards.named({(lambda c, a, p: 1): 1.0, (lambda c, a, p: 0): 1.0})
+    with pytest.raises(ValueError, match=r"is called as .*\(completion, answer, prompt\), with strings"):
+        rewards.named(lambda completion: 1.0)
+    with pytest.raises(ValueError, match="a reward is a function or the name of a part, got int"):
+        rewards.named({3: 1.0})

@@ -1,0 +1,191 @@
+"""A judge over HTTP: many requests at once, retries, a deadline, a cache; a failure is a verdict error of its kind."""
+
+import contextlib
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
+
+import pytest
+
+from rpg_jax import rewards
+from rpg_jax.rewards.judge import Judge, Server
+
+
+@pytest.fixture
+def served():
+    """Starts servers whose `answer(body, n)` returns a status and a reply to the n-th request, from 0."""
+    started = []
+
+    def serve(answer):
+        bodies, lock = [], threading.Lock()
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self):
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                with lock:
+                    number = len(bodies)
+                    bodies.append({**body, "path": self.path, "key": self.headers.get("Authorization")})
+                status, reply = answer(body, number)
+                content = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(content)))
+                self.end_headers()
+                with contextlib.suppress(OSError):  # the judge has given up
+                    self.wfile.write(content)
+
+            def log_message(self, *arguments):
+                pass
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        started.append(server)
+        return f"http://127.0.0.1:{server.server_port}", bodies
+
+    yield serve
+    for server in started:
+        server.shutdown()
+        server.server_close()
+
+
+def chat(text):
+    return {"choices": [{"message": {"content": text}}]}
+
+
+def judged(url, items, **fields):
+    judge = Judge(Server(url=url, **fields), sleep=lambda seconds: None)
+    try:
+        return [(v.score, v.error) for v in judge.run(items)], judge.counts
+    finally:
+        judge.close()
+
+
+def items(count):
+    return [(f"c{i}", f"a{i}", f"p{i}") for i in range(count)]
+
+
+def test_a_chat_judge_reads_question_reference_and_completion_and_answers_at_temperature_0(served, monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "secret")
+    url, bodies = served(lambda body, n: (200, chat("Fine.\nScore (0-10): 7/10")))
+    assert judged(f"{url}/v1", [("{answer}", "42", "six times seven?")], model="m") == (
+        [(0.7, None)],
+        {"requests": 1, "known": 0},
+    )
+    [body] = bodies
+    assert (body["path"], body["model"], body["temperature"], body["key"]) == (
+        "/v1/chat/completions",
+        "m",
+        0,
+        "Bearer secret",
+    )
+    text = body["messages"][0]["content"]
+    assert "six times seven?" in text and "\n42\n" in text and "{answer}" in text, "the completion's braces stay"
+
+
+@pytest.mark.parametrize(
+    ("reply", "found"),
+    [
+        ("8", (0.8, None)), ("<think>9</think>\n3.5", (0.35, None)), ("1\n\n0\n", (0.0, None)),
+        ("no grade", (None, "value")), ("11", (None, "value")), ("", (None, "value")), (None, (None, "value")),
+    ],
+)  # fmt: skip
+def test_the_number_in_the_last_line_is_the_grade(reply, found):
+    server = Server(url="http://x")
+    try:
+        [score] = server.scores(chat(reply), 1)
+    except Exception as error:
+        assert (None, getattr(error, "kind", "value")) == found
+    else:
+        assert (score if isinstance(score, float) else None, None if isinstance(score, float) else "value") == found
+
+
+def test_a_scoring_endpoint_gets_batches_and_equal_completions_are_asked_once(served):
+    url, bodies = served(lambda body, n: (200, {"scores": [float(c[1:]) for c in body["completions"]]}))
+    judge = Judge(Server(url=url, kind="score", batch=3))
+    twice = [*items(7), *items(7)[::-1]]
+    assert [v.score for v in judge.run(twice)] == [*range(7), *reversed(range(7))]
+    assert sorted(len(body["prompts"]) for body in bodies) == [1, 3, 3]
+    assert [v.score for v in judge.run(items(7))] == [*range(7)] and len(bodies) == 3 and judge.counts["known"] == 7
+    judge.close()
+
+
+def test_requests_are_under_way_together(served):
+    together = threading.Barrier(8, timeout=5)
+    url, _ = served(lambda body, n: (together.wait() >= 0 and 200, chat("5")))
+    assert judged(url, items(8), parallel=8)[0] == [(0.5, None)] * 8
+
+
+def test_a_busy_server_is_asked_again_and_one_that_refuses_is_not(served):
+    url, bodies = served(lambda body, n: (503, {}) if n < 2 else (200, chat("10")))
+    assert judged(url, items(1)) == ([(1.0, None)], {"requests": 3, "retries": 2, "known": 0})
+    url, bodies = served(lambda body, n: (503, {}))
+    assert judged(url, items(1), attempts=3)[0] == [(None, "status")] and len(bodies) == 3
+    url, bodies = served(lambda body, n: (401, {}))
+    assert judged(url, items(1))[0] == [(None, "status")] and len(bodies) == 1
+    assert judged("http://127.0.0.1:9", items(1), attempts=2)[0] == [(None, "unreachable")]
+
+
+@pytest.mark.parametrize("reply", [b"{", {"scores": [1.0]}, {"scores": [1, "x"]}, {"other": 1}])
+def test_a_reply_without_its_scores_is_an_error_of_value(served, reply):
+    url, _ = served(lambda body, n: (200, reply))
+    found = [error for _, error in judged(url, items(2), kind="score")[0]]
+    assert found == (["value"] * 2 if reply != {"scores": [1, "x"]} else [None, "value"])
+
+
+def test_a_deadline_holds_for_a_server_that_is_slow(served):
+    url, _ = served(lambda body, n: (time.sleep(1), (200, chat("1")))[1])
+    began = time.monotonic()
+    assert judged(url, items(1), deadline_seconds=0.2)[0] == [(None, "timeout")]
+    assert time.monotonic() - began < 0.9
+
+
+def score(scorer, texts, answer="1"):
+    problems = [SimpleNamespace(prompt=f"p{i}", answer=answer, source="s") for i in range(len(texts))]
+    with scorer:
+        return scorer(problems, texts, ["stop"] * len(texts), [1] * len(texts))
+
+
+def test_a_judge_rewards_while_another_part_decides_accuracy(served):
+    url, _ = served(
+        lambda body, n: (200, chat("6") if "grade:\nbad" not in body["messages"][0]["content"] else chat("?"))
+    )
+    options = {"judge": {"url": url}}
+    weights = {"judge": 1.0, "exact": 0.0}
+    scores = score(rewards.make_scorer(weights, options=options, accuracy="exact"), ["1", "2", "bad"])
+    assert scores.rewards.tolist() == pytest.approx([0.6, 0.6, 0.0]) and scores.accuracy.tolist() == [1, 0, 0]
+    assert scores.errors == {"value": 1} and scores.failures == [None, None, None]
+    assert score(rewards.make_scorer("judge", options=options, right_above=0.5), ["1", "2"]).accuracy.tolist() == [1, 1]
+    assert score(rewards.make_scorer("judge", options=options, right_above=0.6), ["1", "2"]).accuracy.tolist() == [0, 0]
+    assert not rewards.needs_answers({"judge": 1.0}) and rewards.needs_answers(weights)
+
+
+def test_graded_scores_without_a_0_or_1_are_noted_once(served, capsys):
+    url, _ = served(lambda body, n: (200, {"scores": [0.25] * len(body["completions"])}))
+    options = {"judge": {"url": url, "kind": "score", "batch": 64}}
+    score(rewards.make_scorer("judge", options=options), [f"c{i}" for i in range(70)])
+    said = capsys.readouterr().err
+    assert "none of the first 70 scores of the reward 'judge' is exactly 0 or 1 (0.25 to 0.25)" in said
+    assert "which is 100% of them: set it, or name the part" in said
+    url, _ = served(lambda body, n: (200, {"scores": [0.25, 1.0] * 35}))
+    options = {"judge": {"url": url, "kind": "score", "batch": 70}}
+    score(rewards.make_scorer("judge", options=options), [f"c{i}" for i in range(70)])
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({}, "needs judge.url=http"),
+        ({"url": "localhost:1"}, "needs judge.url"),
+        ({"url": "http://x", "prompt": "a"}, "{comp"),
+    ],
+)
+def test_a_judge_that_cannot_be_asked_is_refused_before_anything_runs(fields, reason):
+    with pytest.raises(ValueError, match=reason):
+        rewards.check({"judge": 1.0}, {"judge": fields})
+
+
+def test_accuracy_is_decided_by_a_verifier():
+    with pytest.raises(ValueError, match=r"rewards\.accuracy='format' must be a verifier among"):
+        rewards.make_scorer({"exact": 1.0, "format": 1.0}, accuracy="format")

@@ -1,0 +1,143 @@
+"""docs/library.md: its programs run from another folder, and a run from Python is the command's run."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import rpg_jax
+from rpg_jax.runs import config_files
+from tests import test_export
+
+ROOT = Path(__file__).parents[1]
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "library.md").read_text(), re.MULTILINE | re.DOTALL)
+LOOP, TORCH, RUN, POLICY = BLOCKS
+run = test_export.run
+
+SMALL = {
+    "run.name": "library",
+    "train.steps": 2,
+    "rollout.prompts_per_step": 4,
+    "rollout.group_size": 4,
+    "evaluation.every": 2,
+    "task.template": "{question}=",
+    "warm_start.enabled": False,
+}
+ROWS = [{"question": f"{a}+{b}", "answer": str(a + b)} for a in range(6) for b in range(5)]
+REWARD = """
+def close(completion, answer, prompt):
+    return 1 / (1 + abs(int(completion) - int(answer))) if completion.isdecimal() else 0.0
+"""
+
+
+def test_importing_the_package_loads_nothing_else():
+    code = "import sys, rpg_jax; assert 'jax' not in sys.modules; rpg_jax.losses; assert 'orbax' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_every_public_name_is_there_and_described():
+    for name in rpg_jax.__all__:
+        if name == "__version__":
+            continue
+        assert getattr(rpg_jax, name).__doc__, name
+    assert callable(rpg_jax.train)
+    with pytest.raises(AttributeError, match="no attribute 'trian'; it has Policy, Result"):
+        rpg_jax.trian  # noqa: B018
+
+
+def test_a_change_of_a_config_names_the_field_or_its_type():
+    tiny = config_files.load("tiny").config
+    assert config_files.changed(tiny, {"train.steps": 3, "run.name": "x"}).train.steps == 3
+    with pytest.raises(ValueError, match="no config field 'optimizer.lr'; did you mean optimizer.learning_rate"):
+        config_files.changed(tiny, {"optimizer.lr": 1e-3})
+    with pytest.raises(ValueError, match="train.steps='many' must be of the type int"):
+        config_files.changed(tiny, {"train.steps": "many"})
+
+
+def test_what_is_said_twice_or_not_at_all_is_refused():
+    with pytest.raises(ValueError, match="reward=… and overrides of rewards.parts say the same thing twice"):
+        rpg_jax.train(reward="exact", overrides={"rewards.parts": "exact"})
+    with pytest.raises(ValueError, match="data=… and overrides of task.train say the same thing twice"):
+        rpg_jax.train(data=ROWS, overrides={"task.train": "x.jsonl"})
+    with pytest.raises(ValueError, match=r"held_out=\[…\] needs data=\[…\] to train on"):
+        rpg_jax.train(held_out=ROWS)
+    with pytest.raises(ValueError, match="the name of a set has no comma and no equals sign, got 'a=b'"):
+        rpg_jax.train(data=ROWS, held_out={"a=b": ROWS})
+
+
+@pytest.mark.slow  # a process of its own
+def test_the_loop_of_the_page_learns_in_another_folder(tmp_path):
+    said = python(LOOP, tmp_path)
+    assert float(re.search(r"reward (\S+),", said)[1]) > 0.8  # it starts at 0.1
+
+
+@pytest.mark.slow  # a process of its own
+def test_the_pages_comparison_with_pytorch_holds(tmp_path):
+    pytest.importorskip("torch", reason="needs torch")
+    assert python(TORCH, tmp_path) == "equal\n"
+
+
+@pytest.mark.slow  # twenty steps
+@pytest.mark.timeout(600)
+def test_the_pages_run_and_its_policy_work_in_another_folder(tmp_path):
+    said = python(RUN + POLICY, tmp_path)
+    assert "runs/tiny-rpg-reinforce-urkl-data=" in said and (tmp_path / "exported" / "tokenizer.json").is_file()
+
+
+@pytest.mark.slow  # two runs
+def test_a_run_from_python_is_the_commands_run(tmp_path, monkeypatch):
+    (tmp_path / "own.py").write_text(REWARD)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    import own
+
+    result = rpg_jax.train("tiny", data=iter(ROWS), reward=own.close, overrides={**SMALL, "run.dir": "python"})
+    config = json.loads((tmp_path / "python" / "library" / "config.json").read_text())
+    assert result.finished and config["rewards"]["parts"] == "own:close:1.0"
+    fields = {**SMALL, "run.dir": "command", "rewards.parts": config["rewards"]["parts"], "task.name": "files"}
+    fields |= {name: config["task"][name.partition(".")[2]] for name in ("task.train", "task.held_out_sets")}
+    flags = [f"--config.{name}={value}" for name, value in fields.items()]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    command = [sys.executable, "-m", "rpg_jax.train", "--config=tiny", *flags]
+    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+    lines = (tmp_path / "command" / "library" / "metrics.jsonl").read_text().splitlines()
+    assert len(lines) == len(result.metrics) == 3
+    for line, mine in zip(lines, result.metrics, strict=True):
+        for name, value in json.loads(line).items():
+            if not name.startswith(("time/", "host/")) and name not in ("seconds", "tokens_per_second"):
+                assert mine[name] == value, name
+
+
+@pytest.mark.slow  # a model is compiled
+def test_a_policy_samples_what_it_says_and_scores_what_it_sampled(run):
+    policy = rpg_jax.Policy.from_run(run[0])
+    samples = [s for group in policy.sample(["1+2=", "3+4="], k=2, seed=1) for s in group]
+    scored = policy.logprobs(["1+2=", "1+2=", "3+4=", "3+4="], samples)
+    for sample, own in zip(samples, scored, strict=True):
+        np.testing.assert_allclose(own, sample.logprobs, atol=1e-5)  # float32, programs of other shapes
+    text = policy.logprobs(["1+2="], ["12"])[0]
+    assert text.shape == (2,) and policy.logprobs([], []) == []
+    assert [s.text for s in policy.sample(["1+2="], k=1, temperature=0, max_tokens=1)[0]][0] in "0123456789+="
+    with pytest.raises(ValueError, match="1 prompts and 2 completions"):
+        policy.logprobs(["1+2="], ["1", "2"])
+    with pytest.raises(ValueError, match="completion 0 has no token"):
+        policy.logprobs(["1+2="], [""])
+    with pytest.raises(ValueError, match="'11111111' has 8 tokens, more than task.max_prompt_tokens=6"):
+        policy.sample(["1" * 8])
+
+
+def python(program: str, folder: Path) -> str:
+    """What a program prints that runs in `folder`, with this package on its path."""
+    (folder / "program.py").write_text(program)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "program.py"]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
