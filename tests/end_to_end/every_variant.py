@@ -41,7 +41,8 @@ def run(runs, name, changes):
 if __name__ == "__main__":
     logging.set_verbosity(logging.WARNING)
     runs = Path(sys.argv[1])
-    for name, changes in VARIANTS.items():
+    for name in sys.argv[2:] or VARIANTS:
+        changes = VARIANTS[name]
         run(runs, f"{name}-straight", changes)
         shutil.copytree(runs / f"{name}-straight", runs / f"{name}-resumed")
         for step in (2, 3):
