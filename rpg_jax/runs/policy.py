@@ -16,6 +16,7 @@ from ml_collections import ConfigDict
 
 from rpg_jax import data, models, storage
 from rpg_jax.runs import cli, config_files, inputs, run_folder, samples, sequence_logprobs
+from rpg_jax.runs.adapters import first_adapters, merged_layout, new_base, open_base
 from rpg_jax.runs.experiment import Experiment, init_params, open_experiment
 from rpg_jax.runs.learner import make_learner
 from rpg_jax.runs.resolve import resolve
@@ -187,11 +188,12 @@ def of_run(
     changes: Changes = NONE,
     held_out: bool = False,
     weights: bool = True,
+    merge: bool = True,
 ) -> Policy:
     """The policy of a run's checkpoint, by default the last.
 
     `changes` are values of config fields, by dotted name, that replace the run's. `held_out` loads the problems of
-    evaluations, and `weights` the weights.
+    evaluations, and `weights` the weights. `merge` adds adapters to their base; without it, they are the params.
 
     Raises:
       ValueError: the folder holds no run, or not that checkpoint; the message lists the checkpoints.
@@ -212,7 +214,12 @@ def of_run(
         learner = make_learner(experiment.layout)
         needed = for_evaluation(learner.like, learner.optimizer)  # the optimizer's moments are twice the weights
         restored = integrity.restored(directory / str(step) / "state", needed)
-        return Policy(experiment, learner.optimizer.evaluation_params(restored.opt_state, restored.params), step)
+        params = learner.optimizer.evaluation_params(restored.opt_state, restored.params)
+        if merge and experiment.layout.lora is not None:
+            base = open_base(experiment.layout, folder, init_params, begins=False)
+            layout, params = merged_layout(experiment.layout, base, params)
+            experiment = dataclasses.replace(experiment, layout=layout)
+        return Policy(experiment, params, step)
 
 
 def kept_steps(folder: storage.Folder) -> list[int]:
@@ -229,10 +236,19 @@ def of_config(
 ) -> Policy:
     """The policy of `model.path`, or one with random weights, in `model.compute_dtype`: no optimizer needs more.
 
+    The adapters of `model.lora.path` are merged into it; new adapters would change nothing, and are left out.
     `scratch` receives the tokenizer where one is trained. The other arguments are those of `of_run`.
     """
     changed = config.copy_and_resolve_references()
     changed.update_from_flattened_dict({"model.param_dtype": config.model.compute_dtype, **changes})
+    if not changed.model.lora.path:
+        changed.model.lora.rank = 0
     experiment = open_experiment(resolve(changed), scratch, train=False, held_out=held_out)
     with experiment.layout.activate():
-        return Policy(experiment, init_params(experiment.layout) if weights else None, 0)
+        if not weights:
+            return Policy(experiment, None, 0)
+        if experiment.layout.lora is None:
+            return Policy(experiment, init_params(experiment.layout), 0)
+        base, adapters = new_base(experiment.layout, init_params), first_adapters(experiment.layout)
+        layout, params = merged_layout(experiment.layout, base, adapters)
+        return Policy(dataclasses.replace(experiment, layout=layout), params, 0)
