@@ -76,6 +76,20 @@ FIELDS = Section(
         remat=Field("full", "The activations that the backward pass computes again: none of them, all but matrix "
             "products (dots), or all (full). offload is full with the layers' inputs in the host's memory.",
             choices=("none", "dots", "full", "offload")),
+        lora=Section(
+            "Train low-rank adapters beside frozen weights, which are kept in compute_dtype; docs/lora.md.",
+            rank=Field(0, "The rank of an adapter. 0: no adapters, all weights are trained.", range="[0, 1e5]"),
+            alpha=Field(32.0, "An adapter's product has the factor alpha / rank.", range="(0, 1e6]"),
+            targets=Field("all", "The matrices that get adapters.", choices="rpg_jax.models.lora:TARGETS"),
+            initializer=Field("uniform", "How A is drawn: from U(-1/sqrt(n), 1/sqrt(n)) for n inputs, or from "
+                "N(0, 1/rank^2). B begins at 0.", choices="rpg_jax.models.lora:INITIALIZERS"),
+            path=Field(optional(str), "The folder of an adapter that the library peft has written: the run begins with "
+                "it. Its rank, alpha and targets must be those here."),
+            int8=Field(False, "Keep the frozen matrices of the layers in 8 bits, for training and for sampling."),
+            merged=Field(False, "Sample with W + (alpha / rank) A B in place of W: faster steps of decoding, and one "
+                "more copy of the weights. Otherwise the rollout multiplies by W and the adapter, as the trainer "
+                "does, and shares W with it."),
+        ),
     ),
     mesh=Section(
         "The number of devices along each axis of the mesh. One axis may be -1: it takes the remaining devices.",
@@ -383,10 +397,11 @@ FIELDS = Section(
             "log-probabilities over the mini-batches of its groups. 0 is off.", "steps", range="[0, 1e12]"),
         rollouts_groups=Field(8, "The most groups in a record. A token takes up to 25 bytes on disk.", "groups",
             range="[1, 1e6]"),
-        tensorboard=Field(False, "Write event files into the run folder. Needs pip install tensorboardX."),
-        wandb=Field(optional(str), "The project of Weights & Biases. Needs pip install wandb."),
-        wandb_mode=Field("online", "online sends to the server; offline writes files into the run folder, to be synced "
-            "later; disabled does neither.", choices=("online", "offline", "disabled")),
+        tracker=Field("", "Where metrics go too: tensorboard, wandb, mlflow or trackio, or several, separated by "
+            "commas. Each needs its package: pip install tensorboardX, wandb, mlflow or trackio."),
+        project=Field("rpg_jax", "The project (wandb, trackio) or experiment (mlflow) of the run."),
+        wandb_mode=Field("online", "wandb: online sends to the server; offline writes files into the run folder, to be "
+            "synced later; disabled does neither.", choices=("online", "offline", "disabled")),
         max_nonfinite_updates=Field(10, "The run stops after this many non-finite updates in a row.", "updates",
             range="[1, 1e9]"),
     ),

@@ -1,6 +1,8 @@
 """The pages made from the code are up to date, and their equations are the code's."""
 
 import re
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -61,3 +63,13 @@ def test_the_page_shows_default_unit_and_meaning_of_every_field():
         default, unit, meaning = (cell.strip() for cell in re.split(r"(?<!\\)\|", row)[2:5])
         assert default.strip("`*").split("*")[0] == field.initial.split(" (")[0]
         assert (unit, meaning.replace("\\|", "|")) == (field.unit, field.text)
+
+
+@pytest.mark.slow
+def test_the_site_is_made_without_a_warning(tmp_path):
+    pytest.importorskip("sphinx", reason="pip install '.[docs]'")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "docs", str(tmp_path)]
+    subprocess.run(command, cwd=config_files.ROOT, check=True, timeout=600)
+    methods = (tmp_path / "methods.html").read_text()
+    assert 'class="math' in methods and "searchindex.js" in {path.name for path in tmp_path.iterdir()}
+    assert "rpg_jax.losses.divergences.reverse_kl" in (tmp_path / "api" / "losses.html").read_text()

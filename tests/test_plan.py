@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import subprocess
 import sys
 
@@ -143,7 +144,12 @@ def test_the_figures_of_a_step_come_from_config_and_programs():
     console = Console(record=True, width=120, file=io.StringIO())
     printing.show(V5E, programs, found, None, console)
     text = console.export_text()
-    assert "400 steps, days" in text and "binds: " in text and "to try: " in text
+    assert "400 steps, days" in text
+    fits, binds, costs, _, first, *others = text[text.index("fits v5e") :].splitlines()  # the last lines
+    assert binds.startswith("binds: ") and re.match(r"400 steps: [\d.]+ days, \$[\d,]+ expected; [\d.]+ days", costs)
+    assert first.startswith("to try next: ") and all(line.startswith("        then: ") for line in others)
+    seconds = [float(line.split(": ")[-1].split()[0].replace(",", "")) for line in (first, *others)]
+    assert seconds == sorted(seconds) and seconds[0] < found["expected"]["seconds"]
 
 
 def test_each_program_is_announced_before_it_is_compiled(monkeypatch, capsys):

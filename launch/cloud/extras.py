@@ -8,13 +8,19 @@ import subprocess
 import sys
 from pathlib import Path
 
-# field of the section log: (module, package)
-PACKAGES = {"wandb": ("wandb", "wandb>=0.19,<1"), "tensorboard": ("tensorboardX", "tensorboardX>=2.6,<3")}
+# a name in log.tracker: (module, package)
+PACKAGES = {
+    "wandb": ("wandb", "wandb>=0.19,<1"),
+    "tensorboard": ("tensorboardX", "tensorboardX>=2.6,<3"),
+    "mlflow": ("mlflow", "mlflow>=3,<4"),
+    "trackio": ("trackio", "trackio>=0.2,<1"),
+}
 
 
 def asked_for(log: dict) -> list[str]:
     """The modules that the section `log` of a resolved config needs."""
-    return [module for field, (module, _) in PACKAGES.items() if log.get(field)]
+    names = [name.strip() for name in (log.get("tracker") or "").split(",")]
+    return [module for name, (module, _) in PACKAGES.items() if name in names]
 
 
 def missing(modules: list[str]) -> list[str]:

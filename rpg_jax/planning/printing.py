@@ -35,6 +35,7 @@ def show(
     misfits = [name for name, p in programs.items() if not p.fits(topology.chip)]
     if not misfits:
         console.print(f"[green]fits[/green] {topology.name}")
+        console.print(*_closing(figures), sep="\n", markup=False, soft_wrap=True)
         return
     console.print(f"[red]does not fit[/red] {topology.name}: {', '.join(misfits)}")
     for name in misfits:
@@ -143,19 +144,35 @@ def _step(topology: Topology, figures: Mapping[str, Any]) -> Table:
 
 
 def _assumed(figures: Mapping[str, Any]) -> str:
-    """What the figures of a step rest on, what binds it, and the best change."""
-    lines = [
+    """What the figures of a step rest on."""
+    return (
         f"{figures['prompts']:,.0f} prompts of {figures['prompt_tokens']:,.0f} tokens; {figures['completions']:,.0f} "
         f"completions of {figures['mean_tokens']:,.0f} in {figures['slots']:,.0f} slots "
         f"({figures['slots_of_a_chip']:,.1f} a chip); {figures['micro_batches']:,.0f} micro-batches; "
-        "without evaluations and compilation",
+        "without evaluations and compilation"
+    )
+
+
+def _closing(figures: Mapping[str, Any]) -> list[str]:
+    """The last lines of a plan that fits: what binds, days and dollars, and what to try next, the best change first."""
+    if not figures:
+        return []
+    expected, bound = figures["expected"], figures["bound"]
+
+    def cost(side: Mapping[str, Any]) -> str:
+        dollars = "" if side["dollars"] is None else f", ${side['dollars']:,.0f}"
+        return f"{_figure(side['days'])} days{dollars}"
+
+    now = expected["seconds"]
+    faster = {change: seconds for change, seconds in figures["next"].items() if seconds < 0.98 * now}
+    tries = [f"{change}: {_figure(seconds)} s a step in place of {_figure(now)}" for change, seconds in faster.items()]
+    return [
         f"binds: {figures['binds']}",
+        f"{figures['steps']:,.0f} steps: {cost(expected)} expected; {cost(bound)} at the bound",
         f"{figures['workers']:,.0f} workers of {figures['worker_chips']} chips each (rollout.driver=fleet, "
         "max_staleness=1) sample as fast as these chips train",
+        "to try next: " + ("\n        then: ".join(tries) or "nothing that this plan knows makes a step 2 % faster"),
     ]
-    faster = [(change, s) for change, s in figures["next"].items() if s < 0.98 * figures["expected"]["seconds"]]
-    lines += [f"to try: {change}: {_figure(seconds)} s a step" for change, seconds in faster]
-    return "\n".join(lines)
 
 
 def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 
-from rpg_jax.rewards import keeper
+from rpg_jax.rewards import descendants
 from rpg_jax.rewards.verdicts import KINDS, Task, Verdict, checked_score
 
 STARTUP_S = 120.0
@@ -107,9 +107,9 @@ class Member:
 
     def kill(self) -> None:
         """Ends the process with all that it started, and waits for it."""
-        if keeper.AVAILABLE:
-            self._process.send_signal(keeper.END)
-        if not keeper.AVAILABLE or not self._ended(2.0):  # a verifier can stop a keeper that it sees
+        if descendants.AVAILABLE:
+            self._process.send_signal(descendants.END)
+        if not descendants.AVAILABLE or not self._ended(2.0):  # a verifier can stop a keeper that it sees
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._ended(5.0)

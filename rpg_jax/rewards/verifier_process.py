@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rpg_jax.rewards import keeper
+from rpg_jax.rewards import descendants
 from rpg_jax.rewards.verdicts import BadScore, check_call, checked_score
 
 _DENIED = (
@@ -35,7 +35,7 @@ def main() -> None:
     """Argument: JSON {"functions": {module:function: [argument, …], …}, "memory_bytes", "startup_s", "deadline_s"}."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    keeper.keep()
+    descendants.keep()
     setup = json.loads(sys.argv[1])
     signal.setitimer(signal.ITIMER_REAL, 2 * setup["startup_s"])
     tasks = os.fdopen(os.dup(0), "r", encoding="utf-8")

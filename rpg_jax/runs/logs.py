@@ -1,20 +1,18 @@
-"""The logs of a run, rewound exactly on resume: one JSON object a line, and optionally TensorBoard or W&B."""
+"""The logs of a run, rewound exactly on resume: one JSON object a line; metrics go to trackers as well."""
 
-import importlib
 import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
-
-from ml_collections import ConfigDict
+from typing import Any
 
 from rpg_jax.data import Group
 from rpg_jax.parallel import hosts
 from rpg_jax.report.run_files import read_jsonl, read_lines
 from rpg_jax.runs import rollout_files
-from rpg_jax.storage import json_files, naming, write_atomically
+from rpg_jax.runs.trackers import Tracker
+from rpg_jax.storage import naming, write_atomically
 
 
 class JsonLines:
@@ -48,58 +46,6 @@ class JsonLines:
             print(f"{self._path}: the last line was cut short after {len(torn)} bytes; it is left out", file=sys.stderr)
         kept = [line.content for line in lines if line.record["step"] <= step]
         write_atomically(self._path, b"".join(content + b"\n" for content in kept))
-
-
-class Tracker(Protocol):
-    """Receives the metrics of each step."""
-
-    def append(self, step: int, values: Mapping[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-class TensorBoard:
-    """Event files in `folder`; hides what an earlier process wrote after step `after`."""
-
-    def __init__(self, folder: Path, *, after: int):
-        self._writer = needed("tensorboardX", "log.tensorboard").SummaryWriter(str(folder), purge_step=after + 1)
-
-    def append(self, step: int, values: Mapping[str, Any]) -> None:
-        for name, value in _numbers(values).items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class WandB:
-    """A run of Weights & Biases that continues under its name; `mode` is online, offline or disabled."""
-
-    def __init__(self, folder: Path, *, name: str, project: str, mode: str, config: Mapping[str, Any]):
-        wandb = needed("wandb", "log.wandb")
-        self._run = wandb.init(
-            dir=str(folder), id=name, name=name, project=project, mode=mode, config=dict(config), resume="allow"
-        )
-        self._run.define_metric("*", step_metric="step")  # a resumed run repeats steps; wandb's own cannot go back
-
-    def append(self, step: int, values: Mapping[str, Any]) -> None:
-        self._run.log({"step": step, **_numbers(values)})
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def trackers_of(config: ConfigDict, folder: Path, *, after: int) -> list[Tracker]:
-    """The trackers that the config asks for, from step `after` on."""
-    c = config.log
-    trackers: list[Tracker] = []
-    if c.tensorboard:
-        trackers.append(TensorBoard(folder / "tensorboard", after=after))
-    if c.wandb:
-        fields = json_files.finite(json.loads(config.to_json_best_effort()))
-        trackers.append(WandB(folder, name=config.run.name, project=c.wandb, mode=c.wandb_mode, config=fields))
-    return trackers
 
 
 class RunLog:
@@ -142,7 +88,7 @@ class RunLog:
             return
         self._metrics.append({"step": step, **values})
         for tracker in self.trackers:
-            tracker.append(step, values)
+            tracker.append(step, _numbers(values))
 
     def has(self, step: int) -> bool:
         """Whether the metrics of a step are written. Collective: every process gets the answer of the first."""
@@ -159,16 +105,6 @@ class RunLog:
             log.rewind(step)
         if hosts.is_first():
             rollout_files.rewind(self._run_dir, step)
-
-
-def needed(package: str, field: str) -> Any:
-    """The optional package that a config field asks for. Raises ValueError, which has the fix, if it is absent."""
-    try:
-        return importlib.import_module(package)
-    except ImportError as error:
-        raise ValueError(
-            f"{field} needs the package {package}: pip install {package}, or leave {field} unset"
-        ) from error
 
 
 def host_metrics() -> dict[str, float]:

@@ -10,8 +10,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from rpg_jax import losses, models, rewards
-from rpg_jax.runs import config_files
-from rpg_jax.runs.logs import needed
+from rpg_jax.runs import config_files, trackers
 from rpg_jax.types import Count
 
 
@@ -83,10 +82,8 @@ def check_training(config: ConfigDict) -> None:
             f"them): hf download Qwen/{name} --local-dir {m.size}, then --config.model.path={m.size}, or at once "
             f"--config.model.path=Qwen/{name}"
         )
-    if config.log.tensorboard:
-        needed("tensorboardX", "log.tensorboard")
-    if config.log.wandb:
-        needed("wandb", "log.wandb")
+    for name in trackers.chosen(config.log.tracker):
+        trackers.needed(name)
 
 
 def _check_fields(config: ConfigDict) -> None:

@@ -68,13 +68,15 @@ def train(
         all fields.
       overrides: values of config fields by dotted name, {"train.steps": 50, "optimizer.learning_rate": 1e-4}.
       data: problems to train on, a list, an iterator or a Hugging Face data set: dicts as docs/extending.md describes
-        the rows of a file, at least a question and an answer. They are kept in `run.dir`/rows. None: the config's task.
+        the rows of a file, with a question and, unless the reward does without, an answer. They are kept in
+        `run.dir`/rows. None: the config's task.
       held_out: problems to evaluate on, or several sets of them by name. None: a tenth of `data`, which is then not
         trained on, and at most `evaluation.problems`.
       reward: a function, a part of `rewards.parts`, or weights by function or part. A function is called in this
-        process as function(completion, answer, prompt), with three strings, and returns a number, above 0 where the
-        completion is right. Calls of an async function run together; each may take `rewards.deadline_seconds`. The
-        config knows a function as "module:qualname"; one with another name is another run. None: the config's rewards.
+        process as function(completion, answer, prompt), with three strings, and returns a number. The first verifier
+        decides accuracy: above `rewards.right_above` a completion is right. Calls of an async function run together;
+        each may take `rewards.deadline_seconds`. The config knows a function as "module:qualname"; one with another
+        name is another run. None: the config's rewards.
 
     Raises:
       ValueError: something that was given does not fit; the message says the fix. Nothing has been trained.

@@ -26,6 +26,7 @@ FENCE = re.compile(r"^```(?:sh)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PATH = re.compile(r"(?<![\w./-])(?:rpg_jax|configs|launch|tests|docs)/[\w./-]*[\w/]")
 INLINE = re.compile(r"`((?:\.venv/bin/)?python -m rpg_jax\.\w+[^`]*)`")
+MAKERS = ("extending.md", "own_data.md")  # pages that make files
 PROGRAMS = ("python", ".venv/bin/python", "bash", "launch/tpu", "launch/xpk")
 
 # What runs a command, by how it begins: the first that fits. A file of tests, or why no test runs it.
@@ -34,6 +35,8 @@ EXECUTED = {
     "bash launch/local.sh --help": "tests/end_to_end/test_train.py",
     "bash launch/": "not run: installs an environment, then what tests/end_to_end and every test do",
     "python words.py": "tests/test_extending.py",
+    "python rows.py": "tests/end_to_end/test_sft.py",
+    "python -m rpg_jax.sft": "tests/end_to_end/test_sft.py",
     "python -c ": "not run: says what the machine has",
     "python -m pytest -n0": "not run: tests of an accelerator; CI has those that a CPU can run",
     "python -m pytest": "tests/test_extending.py",
@@ -60,6 +63,7 @@ def commands(page: Path) -> list[str]:
     text = page.read_text()
     lines = [line for block in FENCE.findall(text) for line in block.replace("\\\n", " ").splitlines()]
     lines = [re.sub(r"^(?:[A-Z_]+=\S+ )+", "", line) for line in lines]  # variables of the environment
+    lines = [re.sub(r"^rpg-(\w+)", r"python -m rpg_jax.\1", line) for line in lines]  # commands of a wheel
     fenced = [re.sub(r"\s+# .*", "", line) for line in lines if line.split(" ")[0] in PROGRAMS]
     return fenced + [" ".join(found.split()) for found in INLINE.findall(FENCE.sub("", text))]
 
@@ -92,7 +96,8 @@ def check_overrides(arguments: list[str]) -> None:
     """The config of a command resolves with the command's overrides in it."""
     file = next((a.partition("=")[2] for a in arguments if a.startswith("--config=")), "configs/tiny.py")
     path, _, variant = file.partition(":")
-    made = (ROOT / "docs" / "extending.md").read_text()
+    path = path if "/" in path or path.endswith(".py") else f"configs/{path}.py"
+    made = "".join((ROOT / "docs" / page).read_text() for page in MAKERS)
     if f"# {path}\n" in made:  # a file that the page makes
         path = "configs/tiny.py"
     assert (ROOT / path).exists(), path
@@ -124,7 +129,7 @@ def test_what_a_documented_command_names_exists(page, line):
         assert files and all((ROOT / file).exists() for file in files)
         return
     if words[1:3] == ["-m", "pytest"] or words[1] != "-m":
-        assert page == "extending.md", "only that page makes files"
+        assert page in MAKERS, "only these pages make files"
         return
     module, arguments = words[2].removeprefix("rpg_jax."), words[3:]
     separator = arguments.index("--") if "--" in arguments else len(arguments)

@@ -111,11 +111,11 @@ def test_a_zone_that_no_table_knows_is_asked_of_the_cloud(cloud):
 
 
 def test_workers_install_what_the_config_logs_to_and_wandb_needs_its_key(cloud):
-    wandb = f"{TRAINER} --config.log.wandb=rpg"
+    wandb = f"{TRAINER} --config.log.tracker=wandb"
     assert cloud.run(f"create {TPU} {wandb}") == 1
-    assert "log.wandb=rpg needs a key on the workers; pass --secret=WANDB_API_KEY=" in cloud.errors()[0]
+    assert "log.tracker=wandb needs a key on the workers; pass --secret=WANDB_API_KEY=" in cloud.errors()[0]
     assert cloud.run(f"create {TPU} {wandb} --config.log.wandb_mode=offline") == 0
-    assert cloud.run(f"create {TPU} --secret=WANDB_API_KEY=k --internal-ips {wandb} --config.log.tensorboard=True") == 0
+    assert cloud.run(f"create {TPU} --secret=WANDB_API_KEY=k --internal-ips {wandb},tensorboard") == 0
     assert "workers install wandb and tensorboardX as well" in cloud.err and "Cloud NAT" in cloud.err
 
 
@@ -123,9 +123,9 @@ def test_a_worker_installs_the_packages_that_its_config_asks_for(monkeypatch):
     asked = []
     monkeypatch.setattr(extras.importlib.util, "find_spec", lambda name: None if name == "wandb" else name)
     monkeypatch.setattr(extras.subprocess, "run", lambda command: asked.append(command) or Done(0))
-    config = ["--config=configs/tiny.py", "--config.log.tensorboard=True"]
+    config = ["--config=configs/tiny.py", "--config.log.tracker=tensorboard"]
     assert extras.main(config) == 0 and not asked, "tensorboardX is there"
-    assert extras.main([*config, "--config.log.wandb=rpg"]) == 0
+    assert extras.main([*config, "--config.log.tracker=wandb,tensorboard"]) == 0
     assert [command[1:] for command in asked] == [["-m", "pip", "install", "--quiet", "--no-input", "wandb>=0.19,<1"]]
     assert extras.main(["--config=configs/none.py"]) == 0, "the trainer says so"
 

@@ -81,7 +81,7 @@ def test_an_attack_costs_its_own_verdict_only(pool):
 
 FORK = "__import__('ctypes').CDLL(None).fork()"  # Python does not notice
 ESCAPE = f"({FORK} or ({OS}.setsid(), __import__('time').sleep(60))) and 1"
-SUBREAPER = "from rpg_jax.rewards import keeper\nkeeper.own_pid_namespace = lambda libc: False\n"
+SUBREAPER = "from rpg_jax.rewards import descendants\ndescendants.own_pid_namespace = lambda libc: False\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have no keeper")
