@@ -45,6 +45,7 @@ EXECUTED = {
     "python -m rpg_jax.evaluate": "tests/end_to_end/test_evaluate.py",
     "python -m rpg_jax.export": "tests/test_export.py",
     "python -m rpg_jax.serve": "tests/test_serve.py",
+    "python -m rpg_jax.rollout.worker": "tests/end_to_end/test_fleet.py",
     "python -m rpg_jax.sample": "tests/test_sample.py",
     "python -m rpg_jax.report": "tests/report/test_report.py",
     "python -m rpg_jax.data": "tests/data/test_prepare.py",
@@ -73,6 +74,7 @@ LAUNCHERS = [(line.split(" ", 1)[0], line.split(" ", 1)[1]) for _, line in COMMA
 
 def flags_of(module: str, command: str = "") -> set[str]:
     """The flags that a command's source declares."""
+    module = module.replace(".", "/")
     files = [ROOT / "rpg_jax" / f"{module}.py", ROOT / "rpg_jax" / module / "__main__.py"]
     parts = (f"measure_{command}", "subject") if module == "bench" else ()
     files += [ROOT / "rpg_jax" / "benchmarks" / f"{name}.py" for name in parts]
