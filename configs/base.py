@@ -76,6 +76,20 @@ FIELDS = Section(
         remat=Field("full", "The activations that the backward pass computes again: none of them, all but matrix "
             "products (dots), or all (full). offload is full with the layers' inputs in the host's memory.",
             choices=("none", "dots", "full", "offload")),
+        lora=Section(
+            "Train low-rank adapters beside frozen weights, which are kept in compute_dtype; docs/lora.md.",
+            rank=Field(0, "The rank of an adapter. 0: no adapters, all weights are trained.", range="[0, 1e5]"),
+            alpha=Field(32.0, "An adapter's product has the factor alpha / rank.", range="(0, 1e6]"),
+            targets=Field("all", "The matrices that get adapters.", choices="rpg_jax.models.lora:TARGETS"),
+            initializer=Field("uniform", "How A is drawn: from U(-1/sqrt(n), 1/sqrt(n)) for n inputs, or from "
+                "N(0, 1/rank^2). B begins at 0.", choices="rpg_jax.models.lora:INITIALIZERS"),
+            path=Field(optional(str), "The folder of an adapter that the library peft has written: the run begins with "
+                "it. Its rank, alpha and targets must be those here."),
+            int8=Field(False, "Keep the frozen matrices of the layers in 8 bits, for training and for sampling."),
+            merged=Field(False, "Sample with W + (alpha / rank) A B in place of W: faster steps of decoding, and one "
+                "more copy of the weights. Otherwise the rollout multiplies by W and the adapter, as the trainer "
+                "does, and shares W with it."),
+        ),
     ),
     mesh=Section(
         "The number of devices along each axis of the mesh. One axis may be -1: it takes the remaining devices.",

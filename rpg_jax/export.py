@@ -3,6 +3,8 @@
   python -m rpg_jax.export --run=runs/tiny-rpg-reinforce-urkl-seed0 --out=exported
 
 The folder holds model*.safetensors, config.json and the tokenizer's files. It loads back by --config.model.path=FOLDER.
+The adapters of a run with model.lora.rank are merged into their base. With --adapter they become a folder of their own,
+which the library peft loads, and --config.model.lora.path=FOLDER.
 """
 
 import argparse
@@ -18,6 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", help="folder to write; must not hold a model already")
     parser.add_argument("--step", type=int, help="checkpoint to export; default: the last")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], help="of the weights; default: the run's")
+    parser.add_argument("--adapter", action="store_true", help="the adapters alone, as the library peft reads them")
     return cli.run(export, parser, argv)
 
 
@@ -27,6 +30,14 @@ def export(options: argparse.Namespace) -> None:
         raise ValueError("give the run and where to write it: --run=runs/NAME --out=FOLDER")
     from rpg_jax.runs.policy import Policy, free_folder  # loads JAX: wrong flags need not wait for it
 
+    if options.adapter:
+        from rpg_jax.runs.adapter_export import export_adapters
+
+        if options.dtype:
+            raise ValueError(f"adapters are written in float32: leave --dtype={options.dtype} or --adapter out")
+        step = export_adapters(options.run, options.out, step=options.step)
+        print(f"the adapters of step {step} of {options.run} are in {options.out}")
+        return
     free_folder(options.out)  # before the weights are read
     policy = Policy.from_run(options.run, step=options.step)
     policy.export(options.out, dtype=options.dtype)

@@ -87,7 +87,8 @@ class Subject:
     def step_flops(self) -> float:
         """Operations of the model in one step, on all devices; recomputation does not count."""
         rows, length, predicted, _ = self.shape
-        return training_flops(self.layout.model, rows=rows, length=length, predicted=predicted)
+        sizes: dict[str, Any] = {"rows": rows, "length": length, "predicted": predicted}
+        return training_flops(self.layout.model, **sizes, frozen=self.layout.lora is not None)
 
     def state(self) -> TrainState:
         """Random weights and the optimizer's first state; `learner.like` has their shapes."""

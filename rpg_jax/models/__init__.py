@@ -10,6 +10,9 @@ from rpg_jax.models.hf_config import write_config as write_config
 from rpg_jax.models.hf_weights import load as load
 from rpg_jax.models.hf_weights import save as save
 from rpg_jax.models.kv_cache import KVCache as KVCache
+from rpg_jax.models.lora import Base as Base
+from rpg_jax.models.lora import Lora as Lora
+from rpg_jax.models.lora import policy_params as policy_params
 from rpg_jax.models.qwen import REMAT as REMAT
 from rpg_jax.models.qwen import Params as Params
 from rpg_jax.models.qwen import Qwen as Qwen

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.megablox.gmm import gmm, tgmm
 
+from rpg_jax.models.adapted import Adapted, Weight
 from rpg_jax.models.logical import platform
 
 IMPLEMENTATIONS = ("auto", "xla", "megablox")
@@ -15,7 +16,7 @@ _WIDE = 1024  # largest side of a matrix tile
 
 
 def grouped_product(
-    rows: jax.Array, matrices: jax.Array, sizes: jax.Array, *, dtype=None, implementation: str = "auto"
+    rows: jax.Array, matrices: Weight, sizes: jax.Array, *, dtype=None, implementation: str = "auto"
 ) -> jax.Array:
     """Rows [M, D], sorted by group, times the matrices [E, D, F] of their groups: [M, F], zeros past the last group.
 
@@ -33,6 +34,11 @@ def grouped_product(
     if implementation == "auto":
         implementation = "megablox" if platform() == "tpu" else "xla"
     dtype = jnp.dtype(dtype or rows.dtype)
+    if isinstance(matrices, Adapted):
+        by_group = functools.partial(grouped_product, sizes=sizes, implementation=implementation)
+        return by_group(rows, matrices.base, dtype=dtype) + by_group(
+            by_group(rows, matrices.a), matrices.b, dtype=dtype
+        )
     if implementation == "megablox":
         return _product(rows, matrices, sizes.astype(jnp.int32), dtype)
     return _zero_past(jax.lax.ragged_dot(rows, matrices, sizes, preferred_element_type=dtype), sizes)

@@ -26,13 +26,13 @@ _ROWS = 4096  # rows compared at a time
 
 
 class Folder(contextlib.ExitStack):
-    """The safetensors of a folder, one file or many, read slice by slice."""
+    """The safetensors of a folder, the file `single` or as many as an index names, read slice by slice."""
 
-    def __init__(self, path: Path | str):
+    def __init__(self, path: Path | str, single: str = "model.safetensors"):
         super().__init__()
         self.path = Path(path)
         index = self.path / _INDEX
-        names = _named_in(index) if index.is_file() else ["model.safetensors"]
+        names = _named_in(index) if index.is_file() and single == "model.safetensors" else [single]
         absent = [name for name in names if not (self.path / name).is_file()]
         if absent:
             raise ValueError(f"{self.path} lacks the weight files {_some(absent)} (only safetensors are read)")
@@ -65,8 +65,8 @@ def load(folder: Path | str, config: QwenConfig, *, param_dtype=jnp.float32, sha
     stored, default = layout(config), jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     where = flatten_dict(shardings) if shardings is not None else {entry.path: default for entry in stored}
     with Folder(folder) as files:
-        _check(files, stored, config)
-        placed = {e.path: _place(e, where[e.path], jnp.dtype(param_dtype), files) for e in stored}
+        check_tensors(files, stored, head_is_tied=config.tie_embeddings)
+        placed = {e.path: place(e, where[e.path], jnp.dtype(param_dtype), files) for e in stored}
     return unflatten_dict(placed)
 
 
@@ -131,10 +131,11 @@ def _named_in(index: Path) -> list[str]:
     return sorted(set(names.values()))
 
 
-def _check(files: Folder, stored: list[Stored], config: QwenConfig) -> None:
+def check_tensors(files: Folder, stored: list[Stored], *, head_is_tied: bool = False) -> None:
+    """Raises ValueError unless a folder has the tensors of `stored`, and no others but the head of a tied model."""
     found = files.shapes()
     needed = {name: entry.tensor_shape for entry in stored for _, name in entry.tensors()}
-    if config.tie_embeddings and "lm_head.weight" in found:
+    if head_is_tied and "lm_head.weight" in found:
         _check_tied(files, found)
         del found["lm_head.weight"]
     missing, extra = sorted(needed.keys() - found.keys()), sorted(found.keys() - needed.keys())
@@ -156,7 +157,7 @@ def _check_tied(files: Folder, found: dict[str, tuple[int, ...]]) -> None:
         raise ValueError(f"config.json of {files.path} ties the embeddings, but {head} differs from {embed}")
 
 
-def _place(entry: Stored, sharding: jax.sharding.Sharding, dtype, files: Folder) -> jax.Array:
+def place(entry: Stored, sharding: jax.sharding.Sharding, dtype, files: Folder) -> jax.Array:
     """The parameter under `sharding`; each distinct shard is read once and dropped before the next."""
     devices: dict[tuple, list[jax.Device]] = {}
     for device, index in sharding.addressable_devices_indices_map(entry.shape).items():

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from rpg_jax.models.adapted import weight_spec
 from rpg_jax.models.config import Experts, QwenConfig
 from rpg_jax.models.declare import Declare
 from rpg_jax.models.grouped import grouped_product
@@ -43,9 +44,10 @@ class MoE(nnx.Module):
             token_axes=tuple(jax.tree.leaves(tuple(tokens))),
             embed_axes=wide_axes("embed"),
         )
-        wide, narrow = partition_spec("experts", "embed", "hidden"), partition_spec("experts", "hidden", "embed")
+        wide = [weight_spec(w, ("embed",), ("hidden",), ("experts",)) for w in matrices[:2]]
+        narrow = weight_spec(matrices[2], ("hidden",), ("embed",), ("experts",))
         # check_vma=False: the sums are equal along expert and hidden axes, which the type system cannot see.
-        specs = (tokens, tokens, tokens, wide, wide, narrow)
+        specs = (tokens, tokens, tokens, *wide, narrow)
         sharded = jax.shard_map(mix, in_specs=specs, out_specs=tokens, check_vma=False)
         return sharded(x, weights, experts, *matrices).astype(x.dtype)
 

@@ -6,17 +6,15 @@ and copies of the activations between them.
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
 
+from rpg_jax.models.adapted import Adapted, Names, Weight, as_matrix, weight_spec
 from rpg_jax.models.logical import partition_spec, wide_axes
 
-Names = tuple[str | None, ...]
 
-
-def project(x: jax.Array, weight: jax.Array, axes: Names, inputs: Names, outputs: Names) -> jax.Array:
+def project(x: jax.Array, weight: Weight, axes: Names, inputs: Names, outputs: Names) -> jax.Array:
     """x [B, T, *inputs] times weight [*inputs, *outputs], in x's dtype: [B, T, *outputs].
 
     Args:
@@ -34,23 +32,32 @@ def project(x: jax.Array, weight: jax.Array, axes: Names, inputs: Names, outputs
         contracted=tuple(axis for name in inputs if name != "embed" for axis in wide_axes(name)),
     )
     # check_vma=False: gathered weights are equal on all devices, which the type system cannot see.
-    specs = (where, partition_spec(*inputs, *outputs))
+    specs = (where, weight_spec(weight, inputs, outputs))
     out = partition_spec(*axes, *map(_activation, outputs))
     return jax.shard_map(local, in_specs=specs, out_specs=out, check_vma=False)(x, weight)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
-def gathered(weight: jax.Array, axes: tuple[str, ...], dimension: int, dtype) -> jax.Array:
+def gathered(weight: Weight, axes: tuple[str, ...], dimension: int, dtype) -> Weight:
     """All-gathers a weight in `dtype`, inside a `shard_map`; its shards lie along `dimension` over mesh `axes`.
 
-    Its gradient is reduce-scattered over the same axes, in the weight's own dtype.
+    Its gradient is reduce-scattered over the same axes, in the weight's own dtype. The weight is a matrix, or a stack
+    of matrices. Of an adapter, the side that has the dimension is gathered.
     """
+    if not isinstance(weight, Adapted):
+        return _gathered(weight, axes, dimension, dtype)
+    of_a, of_b = (axes, ()) if dimension == len(weight.shape) - 2 else ((), axes)
+    a, b = _gathered(weight.a, of_a, dimension, dtype), _gathered(weight.b, of_b, dimension, dtype)
+    return Adapted(_gathered(weight.base, axes, dimension, dtype), a, b)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def _gathered(weight: jax.Array, axes: tuple[str, ...], dimension: int, dtype) -> jax.Array:
     weight = weight.astype(dtype)
     return jax.lax.all_gather(weight, axes, axis=dimension, tiled=True) if axes else weight
 
 
 def _gathered_forward(weight, axes, dimension, dtype):
-    return gathered(weight, axes, dimension, dtype), jnp.zeros((), weight.dtype)
+    return _gathered(weight, axes, dimension, dtype), jnp.zeros((), weight.dtype)
 
 
 def _gathered_backward(axes, dimension, dtype, own, gradient):
@@ -58,13 +65,13 @@ def _gathered_backward(axes, dimension, dtype, own, gradient):
     return (jax.lax.psum_scatter(gradient, axes, scatter_dimension=dimension, tiled=True) if axes else gradient,)
 
 
-gathered.defvjp(_gathered_forward, _gathered_backward)
+_gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 def _product(x, weight, *, inputs, gather=(), dimension=0, contracted=()):
     """x times the weight, gathered as a matrix. If it were gathered in its own shape, XLA:TPU would keep a second copy
     of the stack of all layers in another layout. A matrix made of heads is made again in the backward pass."""
-    matrix = gathered(weight.reshape(math.prod(weight.shape[:inputs]), -1), gather, dimension, x.dtype)
+    matrix = gathered(as_matrix(weight, inputs), gather, dimension, x.dtype)
     multiply = jax.checkpoint(_multiply) if gather and inputs > 1 else _multiply
     y = multiply(x, matrix).reshape(*x.shape[:2], -1, *weight.shape[inputs + 1 :])
     return jax.lax.psum(y, contracted) if contracted else y

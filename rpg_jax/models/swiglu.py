@@ -5,15 +5,14 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from rpg_jax.models.adapted import Weight, weight_spec
 from rpg_jax.models.logical import partition_spec, wide_axes
 from rpg_jax.models.project import gathered
 
 _STRETCH = 2560  # most positions of a row that are multiplied together
 
 
-def swiglu(
-    x: jax.Array, gate: jax.Array, up: jax.Array, down: jax.Array, axes: tuple[str | None, str | None]
-) -> jax.Array:
+def swiglu(x: jax.Array, gate: Weight, up: Weight, down: Weight, axes: tuple[str | None, str | None]) -> jax.Array:
     """down(silu(gate(x)) · up(x)) of x [B, T, D], in x's dtype; `axes` names B and T.
 
     Long rows pass in n stretches, which the backward pass computes again, so that hidden units take [B, T / n, F]. On a
@@ -27,9 +26,12 @@ def swiglu(
     if tokens is None or jax.sharding.get_abstract_mesh().size == 1:
         return _in_stretches(x, *(w.astype(x.dtype) for w in (gate, up, down)))
     local = functools.partial(_local, embed=wide_axes("embed"), hidden=wide_axes("hidden"))
-    wide, narrow = partition_spec("embed", "hidden"), partition_spec("hidden", "embed")
+    wide, narrow = (
+        [weight_spec(w, ("embed",), ("hidden",)) for w in (gate, up)],
+        weight_spec(down, ("hidden",), ("embed",)),
+    )
     # check_vma=False: gathered weights are equal on all devices, which the type system cannot see.
-    specs = (tokens, wide, wide, narrow)
+    specs = (tokens, *wide, narrow)
     return jax.shard_map(local, in_specs=specs, out_specs=tokens, check_vma=False)(x, gate, up, down)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import jax
+
 from rpg_jax.models import QwenConfig
 from rpg_jax.models.sizes import parameter_count
 from rpg_jax.planning.compiling import Program
@@ -29,7 +31,9 @@ def _training(layout: Layout) -> dict[str, tuple[Costs, float]]:
     """Weights are gathered for every pass and gradients are summed once; a collective for each layer and pass."""
     c, model, shape, chips = layout.config, layout.model, row_shape(layout.config), layout.mesh.size
     sizes = {"rows": shape.rows, "length": shape.length, "predicted": shape.completion_length}
-    weights, held = parameter_count(model), memory.bytes_on_a_device(layout.abstract_params)
+    weights, held = parameter_count(model), memory.bytes_on_a_device(layout.abstract_trained)
+    frozen = 0 if layout.abstract_base is None else memory.bytes_on_a_device(layout.abstract_base)
+    summed = sum(4 * x.size for x in jax.tree.leaves(layout.trained_shapes))
     width, layers = 2 if c.model.compute_dtype == "bfloat16" else 4, model.num_layers
     split = layout.mesh.shape["fsdp"] > 1
     gathered = split * width * weights / layout.mesh.shape["tensor"]
@@ -38,21 +42,21 @@ def _training(layout: Layout) -> dict[str, tuple[Costs, float]]:
     layer = 3 * width * weights / layers + 16 * rows * model.embed_dim * width
 
     def costs(flops: float, passes: int, *, gradients: bool = False) -> Costs:
-        network = {"all-gather": passes * gathered, "reduce-scatter": gradients * split * 4 * weights}
+        network = {"all-gather": passes * gathered, "reduce-scatter": gradients * split * summed}
         launches = (passes + gradients) * layers * split
         traffic = passes * width * weights + 2 * passes * rows * layers * 16 * model.embed_dim * width
         return Costs(flops / chips, traffic, network, launches)
 
-    update = costs(training_flops(model, **sizes, remat=c.model.remat), 3, gradients=True)
+    update = costs(training_flops(model, **sizes, remat=c.model.remat, frozen=frozen > 0), 3, gradients=True)
     forward = costs(forward_flops(model, **sizes), 1)
-    state = 3 * held
-    found = {"log-probs": (forward, held + layer)}
+    state, here = 3 * held, frozen + layer
+    found = {"log-probs": (forward, held + here)}
     if shape.rows >= rows_per_update(c):
-        return {**found, "update": (update, state + held + inputs + layer)}
+        return {**found, "update": (update, state + held + inputs + here)}
     return {
         **found,
-        "start": (update, 2 * held + inputs + layer),
-        "add": (update, 4 * held + inputs + layer),
+        "start": (update, 2 * held + inputs + here),
+        "add": (update, 4 * held + inputs + here),
         "apply": (Costs(0.0, 7 * held), state + held),
     }
 
@@ -70,7 +74,7 @@ def _sampling(layout: Layout, decoding: Decoding) -> dict[str, tuple[Costs, floa
     assert decoding.mesh is not None, "a plan decodes on a mesh"
     model, slots, mesh = layout.model, decoding.slots, decoding.mesh
     tensor, layers = mesh.shape["tensor"], model.num_layers
-    weights = memory.bytes_on_a_device(memory.decoding_params(layout.abstract_params, decoding))
+    weights = memory.bytes_on_a_device(memory.decoding_params(layout, decoding))
     cache, copies = memory.cache_bytes(model, decoding), mesh.size // (tensor * mesh.shape["expert"])
     own = slots / copies  # of a copy
     logits = 4 * own * model.vocab_size

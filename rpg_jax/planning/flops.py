@@ -22,20 +22,29 @@ def forward_flops(config: QwenConfig, *, rows: int, length: int, predicted: int)
     return token_flops(config, tokens=rows * length, attended=length / 2, predicted=rows * predicted)
 
 
-def training_flops(config: QwenConfig, *, rows: int, length: int, predicted: int, remat: str = "none") -> float:
+def training_flops(
+    config: QwenConfig, *, rows: int, length: int, predicted: int, remat: str = "none", frozen: bool = False
+) -> float:
     """Operations of a forward and a backward pass over sequences as in `forward_flops`."""
     sizes = {"tokens": rows * length, "attended": length / 2, "predicted": rows * predicted}
-    return token_training_flops(config, **sizes, remat=remat)
+    return token_training_flops(config, **sizes, remat=remat, frozen=frozen)
 
 
 def token_training_flops(
-    config: QwenConfig, *, tokens: float, attended: float, predicted: float, remat: str = "none"
+    config: QwenConfig,
+    *,
+    tokens: float,
+    attended: float,
+    predicted: float,
+    remat: str = "none",
+    frozen: bool = False,
 ) -> float:
     """Operations of a forward and a backward pass: three forward passes, and recomputation.
 
     The logits of every chunk are computed again. A remat policy that keeps layer inputs only (`full`, `offload`) also
     computes the layers again, except the last product of each: no gradient needs its result. Attention's own backward
-    pass then computes the scores once more.
+    pass then computes the scores once more. `frozen` weights have no gradient, which saves a third of their products.
+    The products of adapters beside them are few and not counted.
     """
     forward = token_flops(config, tokens=tokens, attended=attended, predicted=predicted)
     layers = token_flops(config, tokens=tokens, attended=attended, predicted=0)
@@ -44,7 +53,8 @@ def token_training_flops(
         last = 2 * _hidden_units(config) * config.embed_dim
         scores = 2 * config.num_heads * config.head_dim * attended
         again = layers + tokens * config.num_layers * (scores - last)
-    return 3 * forward + (forward - layers) + again
+    saved = token_flops(config, tokens=tokens, attended=0, predicted=predicted) if frozen else 0.0
+    return 3 * forward + (forward - layers) + again - saved
 
 
 def _layer(config: QwenConfig) -> float:

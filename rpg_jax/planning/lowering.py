@@ -35,13 +35,23 @@ def batch_of(shape: RowShape, sharding: NamedSharding, *, critic: bool = False) 
 
 
 def training(
-    programs: Programs, state: TrainState, batch: Batch, model: QwenConfig, *, micro_batches: int, remat: str
+    programs: Programs,
+    state: TrainState,
+    batch: Batch,
+    model: QwenConfig,
+    *,
+    micro_batches: int,
+    remat: str,
+    frozen: bool = False,
 ) -> Iterator[Lowered]:
-    """The log-prob pass, a critic's values, then the update: in one program, or in three for several micro-batches."""
+    """The log-prob pass, a critic's values, then the update: in one program, or in three for several micro-batches.
+
+    `frozen`: the programs train adapters beside frozen weights.
+    """
     rows, length = batch.rows.tokens.shape
     mesh = cast(NamedSharding, batch.rows.tokens.sharding).mesh
-    sizes = {"rows": rows, "length": length, "predicted": batch.rows.targets.shape[1]}
-    step = training_flops(model, **sizes, remat=remat) / mesh.size
+    sizes: dict[str, Any] = {"rows": rows, "length": length, "predicted": batch.rows.targets.shape[1]}
+    step = training_flops(model, **sizes, remat=remat, frozen=frozen) / mesh.size
     if state.critic is not None and "layers" in state.critic.params:  # a trunk of its own
         step += training_flops(model, **{**sizes, "predicted": 0}, remat=remat) / mesh.size
     yield "log-probs", programs.logprobs.lower(state.params, batch.rows), forward_flops(model, **sizes) / mesh.size
@@ -52,7 +62,7 @@ def training(
     if micro_batches == 1:
         yield "update", programs.fused.lower(state, batch), step
         return
-    shapes = jax.eval_shape(programs.start, state.weights, batch)
+    shapes = programs.start.trace(state.weights, batch).out_info
     where = jax.tree.map(lambda p: p.sharding, state.weights)
     sums = Sums(placed(shapes.grads, where), placed(shapes.metrics, NamedSharding(mesh, PartitionSpec())))
     yield "start", programs.start.lower(state.weights, batch), step

@@ -50,6 +50,7 @@ def work_of(layout: Layout, decoding: Decoding, lengths: Lengths) -> Work:
         micro_batch=(shape.rows, shape.length),
         packed=shape.packed,
         remat=c.model.remat,
+        frozen=layout.lora is not None,
         run=_run(layout.model, lengths, shape.length) if shape.packed else 1.0,
     )
 

@@ -56,12 +56,13 @@ def plan(
 def lowered_programs(layout: Layout, learner: Learner, decoding: Decoding) -> Iterator[lowering.Lowered]:
     """The programs of a training step and of its rollout, one at a time."""
     c, shape = layout.config, row_shape(layout.config)
-    programs = learner_programs(layout, learner, policy_objective(c, learner.critic))
+    objective, frozen = policy_objective(c, learner.critic), layout.lora is not None
+    programs = learner_programs(layout, learner, objective, layout.abstract_base)
     batch = lowering.batch_of(shape, layout.row_sharding, critic=learner.critic is not None)
-    sizes = {"micro_batches": rows_per_update(c) // shape.rows, "remat": c.model.remat}
+    sizes = {"micro_batches": rows_per_update(c) // shape.rows, "remat": c.model.remat, "frozen": frozen}
     with layout.activate():
         yield from lowering.training(programs, learner.like, batch, layout.model, **sizes)
-    params = memory.decoding_params(layout.abstract_params, decoding)
+    params = memory.decoding_params(layout, decoding)
     prompts = c.task.max_prompt_tokens
     yield from lowering.sampling(layout.model, layout.graphdef, params, decoding, max_prompt_tokens=prompts)
 
@@ -69,14 +70,16 @@ def lowered_programs(layout: Layout, learner: Learner, decoding: Decoding) -> It
 def resident(layout: Layout, learner: Learner, decoding: Decoding) -> dict[str, float]:
     """Bytes on a chip that other owners hold while a program runs, by program.
 
-    The optimizer's state always stays. A copy of the weights for decoding stays while the trainer works. The cache
-    stays while prompts are prefilled. A reference that differs from the policy is there for its log-probs.
+    The optimizer's state always stays, and so do frozen weights. A copy of the weights for decoding stays while the
+    trainer works. The cache stays while prompts are prefilled. A reference that differs from the policy is there for
+    its log-probs.
     """
     c, shape = layout.config, row_shape(layout.config)
-    weights = memory.bytes_on_a_device(layout.abstract_params)
+    weights = memory.bytes_on_a_device(layout.abstract_trained)
+    frozen = 0 if layout.abstract_base is None else memory.bytes_on_a_device(layout.abstract_base)
     slots = memory.bytes_on_a_device(learner.like) - weights  # without what waits on the host
-    params = memory.decoding_params(layout.abstract_params, decoding)
-    own = memory.bytes_on_a_device(params) if memory.has_copy(decoding) else 0
+    params = memory.decoding_params(layout, decoding)
+    own = memory.bytes_on_a_device(params) if memory.has_copy(layout, decoding) else 0
     cache = memory.cache_bytes(layout.model, decoding)
     row = 4 * (3 * shape.length + 8 * shape.completion_length)
     training = own + c.rollout.prompts_per_step * c.rollout.group_size * row / layout.mesh.size
@@ -88,7 +91,7 @@ def resident(layout: Layout, learner: Learner, decoding: Decoding) -> dict[str, 
         "baseline": training + slots,
         "start": training + slots,
         "add": training + slots,
-        "apply": training,
+        "apply": training + frozen,
         "update": training,
         "prefill": sampling + cache,
         "decode": sampling,

@@ -35,6 +35,7 @@ class Work:
       micro_batch: (rows, tokens of a row).
       packed: whether completions share rows.
       remat: the activations that are computed again.
+      frozen: whether only adapters are trained.
       run: share of a micro-batch's operations that are run: attention skips blocks between completions of one row.
     """
 
@@ -51,6 +52,7 @@ class Work:
     micro_batch: tuple[int, int]
     packed: bool
     remat: str
+    frozen: bool = False
     run: float = 1.0
 
     @property
@@ -80,7 +82,7 @@ def bound(work: Work, step: DecodeStep, programs: Mapping[str, Program], model: 
         "predicted": work.trained * work.group_size * work.lengths.mean,
     }
     forward = token_flops(model, **sizes) / on.chips / chip.flops
-    update = token_training_flops(model, **sizes, remat=work.remat) / on.chips / chip.flops
+    update = token_training_flops(model, **sizes, remat=work.remat, frozen=work.frozen) / on.chips / chip.flops
     network = {name: programs[name].limits(chip)["ICI"] for name in programs}
     once = "update" if "update" in programs else "start"
     phases = {

@@ -9,7 +9,7 @@ from typing import Any
 
 from flax import nnx
 
-from rpg_jax.models import QwenConfig
+from rpg_jax.models import Base, QwenConfig
 from rpg_jax.rollout.decoding import Decoding
 from rpg_jax.rollout.engine import QwenEngine
 from rpg_jax.rollout.interface import Rollout
@@ -79,9 +79,18 @@ def _say_that_lockstep_takes_over(name: str) -> None:
 
 
 def make_rollout(
-    driver: str, config: QwenConfig, graphdef: nnx.GraphDef, params: Params, decoding: Decoding
+    driver: str,
+    config: QwenConfig,
+    graphdef: nnx.GraphDef,
+    params: Params,
+    decoding: Decoding,
+    *,
+    base: Base | None = None,
+    merge: bool = False,
 ) -> Rollout:
     """The rollout of a driver, over a model of `config` and `graphdef` with the trainer's `params` as version 0.
+
+    If `params` are adapters, `base` are the frozen weights; see `Weights`, which has `merge` too.
 
     Raises:
       ValueError: the driver is unknown or remote, or lacks a package that its own package needs.
@@ -89,5 +98,6 @@ def make_rollout(
     make = find_driver(driver).make
     if make is None:
         raise ValueError(f"rollout.driver={driver} needs a trainer; choose orchestrator or lockstep")
-    weights = Weights(params, dtype=decoding.dtype, shardings=decoding.shardings, int8=decoding.int8)
+    how = {"dtype": decoding.dtype, "shardings": decoding.shardings, "int8": decoding.int8}
+    weights = Weights(params, **how, base=base, merge=merge)
     return make(config, graphdef, weights, decoding)

@@ -7,6 +7,7 @@ decoding program is launched under `Weights.lock`. If the rollout has devices of
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -14,6 +15,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from rpg_jax.models import Base
+from rpg_jax.models.lora import attached, merged, scaled
 from rpg_jax.models.quantized import quantized, quantized_shardings
 from rpg_jax.parallel import checksums, hosts
 
@@ -50,21 +53,41 @@ class Weights:
       shardings: pytree of shardings like `params`: the decoding layout. A sync reaches it by one jitted reshard, or by
         one transfer if the layout has none of the trainer's devices.
       int8: round the layers' matrices to eight bits; see `models.quantized`.
+      base: the frozen weights, if `params` are adapters. Without `merge` they are in the decoding layout, `shardings`
+        are those of adapters, and a sync moves adapters only.
+      merge: each sync makes W + A B anew, on the trainer's devices; `shardings` are those of all weights.
     """
 
     def __init__(
-        self, params: Params, version: int = 0, *, dtype=None, shardings: Params | None = None, int8: bool = False
+        self,
+        params: Params,
+        version: int = 0,
+        *,
+        dtype=None,
+        shardings: Params | None = None,
+        int8: bool = False,
+        base: Base | None = None,
+        merge: bool = False,
     ):
         self.lock = threading.RLock()
-        self._layout, self._elsewhere = None, None
+        self._elsewhere: Params | None = None
         self._checksum: int | None = None
-        if int8 and shardings is not None:
-            shardings = quantized_shardings(shardings, params)
+        self._beside = None if merge else base
+        whole = base is None or merge
+        if int8 and whole and shardings is not None:
+            shapes = params if base is None else jax.eval_shape(lambda base: merged(base.policy(params)), base)
+            shardings = quantized_shardings(shardings, shapes)
         if _apart(params, shardings):
             shardings, self._elsewhere = None, shardings
-        if int8 or dtype is not None or shardings is not None:
-            change = (lambda tree: quantized(_cast(tree, dtype))) if int8 else (lambda tree: _cast(tree, dtype))
-            self._layout = _layout(change, params, shardings)
+
+        def change(base: Base | None, tree: Params) -> Params:
+            if base is not None:
+                tree = merged(base.policy(tree)) if merge else scaled(tree, base.scale)
+            return quantized(_cast(tree, dtype)) if int8 and whole else _cast(tree, dtype)
+
+        self._layout: Callable[[Params], Params] | None = None
+        if base is not None or int8 or dtype is not None or shardings is not None:
+            self._layout = functools.partial(_layout(change, params, shardings), base)
         self.sync(params, version)
 
     @property
@@ -83,7 +106,10 @@ class Weights:
         if self._elsewhere is not None:  # before the lock: decoding goes on during the transfer
             moved = jax.device_put(self._converted(params), self._elsewhere)
         with self.lock:
-            self._params = self._converted(params) if moved is None else moved
+            self._synced = self._converted(params) if moved is None else moved
+            self._params = self._synced
+            if self._beside is not None:
+                self._params = attached(self._beside.weights, self._synced)
             self._version, self._checksum = version, None
 
     @contextlib.contextmanager
@@ -93,21 +119,21 @@ class Weights:
             yield self._params
 
     def checksum(self) -> int:
-        """Checksum of the weights as the rollout reads them, computed once after each sync."""
-        with self.pinned() as params:
+        """Checksum of what the last sync brought, as the rollout holds it; computed once after each sync."""
+        with self.lock:
             if self._checksum is None:
-                self._checksum = weights_checksum(params)
+                self._checksum = weights_checksum(self._synced)
             return self._checksum
 
     def verify(self, params: Params | Staged) -> None:
-        """Compares the rollout's weights with `params`, brought into the rollout's dtype and layout.
+        """Compares what the last sync brought with `params`, brought into the rollout's dtype and layout.
 
         Raises:
           RolloutError: they differ in any bit.
         """
         trainer = _number(params.checksum) if isinstance(params, Staged) else weights_checksum(self._converted(params))
-        with self.pinned() as mine:
-            self._checksum = own = weights_checksum(mine)
+        with self.lock:
+            self._checksum = own = weights_checksum(self._synced)
             if own != trainer:
                 raise RolloutError(
                     f"the rollout's weights (version {self._version}, checksum {own:016x}) are not the trainer's "
@@ -153,7 +179,9 @@ def _on_mesh_of(params: Params) -> contextlib.AbstractContextManager:
     return jax.set_mesh(mesh) if isinstance(mesh, jax.sharding.Mesh) else contextlib.nullcontext()
 
 
-def _layout(change: Callable[[Params], Params], params: Params, shardings: Params | None) -> Callable[[Params], Params]:
+def _layout(
+    change: Callable[[Base | None, Params], Params], params: Params, shardings: Params | None
+) -> Callable[[Base | None, Params], Params]:
     """A function that brings weights into the decoding dtype and layout.
 
     If `shardings` have only devices of this host and `params` have others too, it makes this host's own copy.
@@ -163,7 +191,7 @@ def _layout(change: Callable[[Params], Params], params: Params, shardings: Param
     if not (spans_hosts and where and where[0].is_fully_addressable):
         return jax.jit(change, out_shardings=shardings)
     changed = jax.jit(change)
-    return lambda tree: hosts.local_copies(changed(tree), shardings)
+    return lambda base, tree: hosts.local_copies(changed(base, tree), shardings)
 
 
 def _cast(params: Params, dtype) -> Params:

@@ -12,6 +12,7 @@ from ml_collections import ConfigDict
 from rpg_jax import data, models, rewards, rollout, storage
 from rpg_jax.parallel import hosts
 from rpg_jax.runs import processes
+from rpg_jax.runs.adapters import decoding_base
 from rpg_jax.runs.drift import Drift
 from rpg_jax.runs.layout import Layout, make_layout, row_shape
 from rpg_jax.runs.learner import Learner, learner_programs, offloaded, policy_objective
@@ -101,19 +102,24 @@ def init_params(layout: Layout) -> Any:
 
 
 def no_params(layout: Layout) -> Any:
-    """Zeros in place of the weights of a run whose checkpoint has them: `model.path` is not read, not even fetched."""
+    """Zeros in place of what is trained, which a run's checkpoint has: `model.path` is not read, not even fetched."""
 
     def zeros() -> Any:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), layout.param_shapes)
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), layout.trained_shapes)
 
-    return jax.jit(zeros, out_shardings=layout.param_shardings)()
+    return jax.jit(zeros, out_shardings=layout.trained_shardings)()
 
 
-def make_rollout(layout: Layout, params: Any) -> rollout.Rollout:
-    """A rollout in this process with the policy's weights, by the config's driver, or by a worker's usual one."""
-    chosen = layout.config.rollout.driver
+def make_rollout(layout: Layout, params: Any, base: models.Base | None = None) -> rollout.Rollout:
+    """A rollout in this process with the policy's weights, by the config's driver, or by a worker's usual one.
+
+    With a base, `params` are the adapters beside it.
+    """
+    chosen, decoding, merge = layout.config.rollout.driver, make_decoding(layout), layout.config.model.lora.merged
     driver = "orchestrator" if rollout.find_driver(chosen).remote else chosen
-    return rollout.make_rollout(driver, layout.model, layout.graphdef, params, make_decoding(layout))
+    if base is not None and not merge:
+        base = decoding_base(layout, decoding, base)
+    return rollout.make_rollout(driver, layout.model, layout.graphdef, params, decoding, base=base, merge=merge)
 
 
 def make_scorer(config: ConfigDict, functions: rewards.Functions = rewards.NO_FUNCTIONS) -> rewards.Scorer:
@@ -165,10 +171,11 @@ def make_algorithm(
     scorer: rewards.Scorer,
     folder: storage.Folder,
     beat: Beat,
+    base: models.Base | None = None,
 ) -> Algorithm:
-    """The parts of the config's training step."""
+    """The parts of the config's training step; `base` are the frozen weights beside adapters."""
     c, layout = experiment.config, experiment.layout
-    programs = learner_programs(layout, learner, policy_objective(c, learner.critic))
+    programs = learner_programs(layout, learner, policy_objective(c, learner.critic), base)
     packed = {
         "pad_id": experiment.tokenizer.pad_id,
         "mask_truncated": c.rewards.overlong_masking,
@@ -205,7 +212,7 @@ def make_drift(experiment: Experiment, algorithm: Algorithm, folder: storage.Fol
             "evaluation.drift needs evaluation.temperature=rollout.temperature, rollout.top_p=1, top_k=0 and min_p=0: "
             "otherwise completions are no samples of the policy that the log-probabilities are of"
         )
-    snapshots, like = Snapshots(folder.home / "initial"), experiment.layout.abstract_params
+    snapshots, like = Snapshots(folder.home / "initial"), experiment.layout.abstract_trained
     return Drift(snapshots, like, lambda groups: algorithm.pack(groups, 1), algorithm.programs.logprobs)
 
 
@@ -253,7 +260,7 @@ def make_reference(layout: Layout, folder: storage.Folder) -> Reference:
     memory: Literal["disk", "device", "host"] = "device" if c.reference.resident else "disk"
     if "reference" in offloaded(c):
         memory = "host"
-    return Reference(reference_rule(c), snapshots=snapshots, like=layout.abstract_params, memory=memory)
+    return Reference(reference_rule(c), snapshots=snapshots, like=layout.abstract_trained, memory=memory)
 
 
 def reference_rule(config: ConfigDict) -> Rule:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from rpg_jax import rollout
+from rpg_jax import models, rollout
 from rpg_jax.rollout.fleet.fleet_rollout import FleetRollout
 from rpg_jax.rollout.fleet.hub import Hub
 from rpg_jax.rollout.fleet.link import Link
@@ -24,15 +24,19 @@ from rpg_jax.runs import processes, run_folder
 from rpg_jax.runs.experiment import Experiment, make_rollout
 
 
-def make_training_rollout(experiment: Experiment, params: Any, waiting: Callable[[], None]) -> rollout.Rollout:
+def make_training_rollout(
+    experiment: Experiment, params: Any, waiting: Callable[[], None], base: models.Base | None = None
+) -> rollout.Rollout:
     """The rollout of the config's driver; `waiting` is called while a fleet has no worker.
+
+    With a base, `params` are the adapters beside it. A fleet gets the two merged.
 
     Raises:
       ValueError: the fleet's address is open without TLS and a key, or its port is taken; or fields contradict it.
     """
     config, layout = experiment.config, experiment.layout
     if not rollout.find_driver(config.rollout.driver).remote:
-        return make_rollout(layout, params)
+        return make_rollout(layout, params, base)
     c = config.fleet
     if config.rollout.devices or config.rollout.swap == "midway":
         raise ValueError("rollout.driver=fleet needs rollout.devices=0 and rollout.swap=between: workers sample")
@@ -47,7 +51,7 @@ def make_training_rollout(experiment: Experiment, params: Any, waiting: Callable
         hub,
         shelf,
         service,
-        Published(params, shelf, dtype=dtype),
+        Published(params, shelf, dtype=dtype, base=base),
         advertised=f"{_own_address(config)}:{service.port}",
         connect=lambda address: Link(address, key=access.key, certificate=access.certificate, stopped=stopped),
         waiting=waiting,

@@ -8,7 +8,9 @@ import json
 from collections.abc import Iterable
 from pathlib import Path
 
-from rpg_jax import data
+from ml_collections import ConfigDict
+
+from rpg_jax import data, models
 from rpg_jax.parallel import hosts
 from rpg_jax.runs.experiment import Experiment
 from rpg_jax.storage import json_files, write_atomically
@@ -21,11 +23,18 @@ def digests(experiment: Experiment) -> dict[str, str]:
     task, name = experiment.task, experiment.config.task.name
     train, held_out = ("task.train", "task.held_out_sets") if name == "files" else ("task", "task, held out")
     found = {"model.tokenizer": experiment.tokenizer.digest(), "model.path": _digest([repr(experiment.layout.model)])}
+    if path := weights_beside_adapters(experiment.config):
+        found["model.path (weights)"] = of_weights(models.local_folder(path))
     if task.train:
         found[train] = of_problems(task.train)
     if task.demonstrated:
         found["warm_start.train"] = of_problems(task.demonstrated)
     return found | {f"{held_out}: {name}": of_problems(problems) for name, problems in task.held_out.items()}
+
+
+def weights_beside_adapters(config: ConfigDict) -> str | None:
+    """The address of weights that every process of a run reads anew, because only adapters are in its checkpoints."""
+    return config.model.path if config.model.lora.rank and not config.warm_start.enabled else None
 
 
 def of_problems(problems: Iterable[data.Problem]) -> str:

@@ -1,5 +1,7 @@
 """The layout of a config's model on devices. It needs neither data nor weights."""
 
+from __future__ import annotations
+
 import contextlib
 import dataclasses
 from collections.abc import Sequence
@@ -11,6 +13,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from ml_collections import ConfigDict
 
 from rpg_jax import data, models, parallel, rollout
+from rpg_jax.models.lora import adapter_axes, adapter_shapes
+from rpg_jax.models.quantized import quantized, quantized_shardings
 from rpg_jax.training.state import abstract
 
 
@@ -22,7 +26,8 @@ class Layout:
       config: the resolved config.
       mesh: of the devices that train.
       rules: from logical axes to those of `mesh`.
-      param_shapes, param_shardings: of the weights on `mesh`.
+      param_shapes, param_shardings: of the model's weights on `mesh`.
+      adapter_shapes, adapter_shardings: of the adapters that are trained in their place; None if the weights are.
       decoding_devices: devices that decode together: those of `mesh`, those of one host, or other devices.
       decoding_hosts: hosts that decode by themselves, each its part of the prompts.
       device_memory: bytes of a device that programs can use; None where it is not known (CPU).
@@ -38,15 +43,55 @@ class Layout:
     decoding_devices: Sequence[jax.Device]
     decoding_hosts: int
     device_memory: float | None = None
+    adapter_shapes: Any = None
+    adapter_shardings: Any = None
 
     def activate(self) -> contextlib.AbstractContextManager:
         """While entered, programs are traced for this mesh and these rules."""
         return parallel.activate(self.mesh, self.rules)
 
     @property
+    def lora(self) -> models.Lora | None:
+        """The adapters of the config; None if all weights are trained."""
+        return lora_of(self.config)
+
+    @property
+    def trained_shapes(self) -> Any:
+        """The shapes of what is trained: the adapters, or all weights."""
+        return self.param_shapes if self.adapter_shapes is None else self.adapter_shapes
+
+    @property
+    def trained_shardings(self) -> Any:
+        """The shardings of what is trained."""
+        return self.param_shardings if self.adapter_shapes is None else self.adapter_shardings
+
+    @property
+    def abstract_trained(self) -> Any:
+        """The shapes, dtypes and shardings of what is trained."""
+        return abstract(self.trained_shapes, self.trained_shardings)
+
+    @property
     def abstract_params(self) -> Any:
         """The weights' shapes, dtypes and shardings."""
         return abstract(self.param_shapes, self.param_shardings)
+
+    @property
+    def abstract_base(self) -> models.Base | None:
+        """The shapes, dtypes and shardings of the frozen weights beside adapters; None without adapters."""
+        if self.lora is None:
+            return None
+        shapes, shardings = self.param_shapes, self.param_shardings
+        if self.config.model.lora.int8:
+            shapes, shardings = jax.eval_shape(quantized, shapes), quantized_shardings(shardings, shapes)
+        return models.Base(abstract(shapes, shardings), self.lora.scale)
+
+    def without_adapters(self, *, dtype: str) -> Layout:
+        """The layout of the model alone, all of whose weights may be trained; its params have `dtype`."""
+        config = self.config.copy_and_resolve_references()
+        config.model.lora.rank, config.model.param_dtype = 0, dtype
+        graphdef, shapes = abstract_model(config, self.model)
+        own = {"config": config, "graphdef": graphdef, "param_shapes": shapes}
+        return dataclasses.replace(self, **own, adapter_shapes=None, adapter_shardings=None)
 
     @property
     def replicated(self) -> NamedSharding:
@@ -90,14 +135,31 @@ def make_layout(
         device_memory = device_memory or (host[0].memory_stats() or {}).get("bytes_limit")
     hosts = 1 if rollout.find_driver(config.rollout.driver).spans_hosts else len(devices) // len(host)
     decoding = decoding or list(mesh.devices.flat if hosts == 1 else host)
-    return Layout(config, mesh, rules, model, graphdef, shapes, shardings, decoding, hosts, device_memory)
+    found = Layout(config, mesh, rules, model, graphdef, shapes, shardings, decoding, hosts, device_memory)
+    if (lora := found.lora) is None:
+        return found
+    own = adapter_shapes(model, lora, jnp.dtype(config.model.param_dtype))
+    where = parallel.shardings(adapter_axes(model, lora), own, mesh, rules)
+    return dataclasses.replace(found, adapter_shapes=own, adapter_shardings=where)
+
+
+def lora_of(config: ConfigDict) -> models.Lora | None:
+    """The adapters that a config asks for; None for rank 0."""
+    c = config.model.lora
+    if not c.rank:
+        return None
+    return models.Lora(c.rank, c.alpha, c.targets, c.initializer)
 
 
 def abstract_model(config: ConfigDict, model: models.QwenConfig) -> tuple[Any, Any]:
-    """(graphdef, `ShapeDtypeStruct`s of the weights) of a model in the config's dtypes and remat policy."""
+    """(graphdef, `ShapeDtypeStruct`s of the weights) of a model in the config's dtypes and remat policy.
+
+    Weights that are frozen beside adapters have the compute dtype.
+    """
     m = config.model
     compute_dtype = jnp.dtype(m.compute_dtype)
-    return models.abstract(model, jnp.dtype(m.param_dtype), compute_dtype=compute_dtype, remat=m.remat)
+    dtype = compute_dtype if m.lora.rank else jnp.dtype(m.param_dtype)
+    return models.abstract(model, dtype, compute_dtype=compute_dtype, remat=m.remat)
 
 
 def model_config(config: ConfigDict, vocab_size: int | None) -> models.QwenConfig:

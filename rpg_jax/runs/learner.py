@@ -5,7 +5,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from rpg_jax import losses
+from rpg_jax import losses, models
 from rpg_jax.runs.layout import Layout, abstract_model
 from rpg_jax.runs.resolve import loss_arguments
 from rpg_jax.training.critic import Critic
@@ -42,9 +42,9 @@ def make_learner(layout: Layout, *, supervised: bool = False, **optimizer_change
     """The config's learner; `supervised` leaves the learned baseline out."""
     optimizer = make_optimizer(**{**optimizer_arguments(layout.config), **optimizer_changes})
     critic = None if supervised else make_critic(layout)
-    params, offload = (layout.param_shapes, layout.param_shardings), "optimizer" in offloaded(layout.config)
-    shardings = state_shardings(*params, optimizer, layout.replicated, critic, offload=offload)
-    return Learner(optimizer, critic, state_shapes(layout.param_shapes, optimizer, critic), shardings)
+    trained, offload = (layout.trained_shapes, layout.trained_shardings), "optimizer" in offloaded(layout.config)
+    shardings = state_shardings(*trained, optimizer, layout.replicated, critic, offload=offload)
+    return Learner(optimizer, critic, state_shapes(layout.trained_shapes, optimizer, critic), shardings)
 
 
 def optimizer_arguments(config: ConfigDict) -> dict[str, Any]:
@@ -60,6 +60,11 @@ def make_critic(layout: Layout) -> Critic | None:
     config, c = layout.config, layout.config.critic
     if config.loss.advantage not in losses.LEARNED_ADVANTAGES:
         return None
+    if layout.lora is not None:
+        raise ValueError(
+            f"loss.advantage={config.loss.advantage} needs a critic, whose weights are all trained, and "
+            "model.lora.rank freezes them: choose another advantage, or model.lora.rank=0"
+        )
     trunk = dataclasses.replace(layout.model, tie_embeddings=True)  # no output embedding
     return Critic(
         trunk=c.trunk,
@@ -82,9 +87,14 @@ def policy_objective(config: ConfigDict, critic: Critic | None = None) -> Object
 
 
 def learner_programs(
-    layout: Layout, learner: Learner, objective: Objective, *, temperature: float | None = None
+    layout: Layout,
+    learner: Learner,
+    objective: Objective,
+    base: models.Base | None = None,
+    *,
+    temperature: float | None = None,
 ) -> Programs:
-    """The jitted programs of an objective, at the sampling temperature by default."""
+    """The jitted programs of an objective, at the sampling temperature by default; `base` as in `make_programs`."""
     return make_programs(
         layout.graphdef,
         learner.optimizer,
@@ -92,6 +102,7 @@ def learner_programs(
         temperature=layout.config.rollout.temperature if temperature is None else temperature,
         state_sharding=learner.shardings,
         batch_sharding=layout.row_sharding,
+        base=base,
     )
 
 

@@ -10,8 +10,9 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from rpg_jax import parallel
+from rpg_jax import models, parallel
 from rpg_jax.models import QwenConfig
+from rpg_jax.models.lora import attached
 from rpg_jax.models.quantized import quantized, quantized_shardings
 from rpg_jax.rollout import Decoding
 from rpg_jax.rollout.decode_state import DecodeState
@@ -54,7 +55,7 @@ def slots_of_a_device(layout: Layout, decoding: Decoding) -> int:
     needed = -(-prompts_of_a_step(c) * c.rollout.group_size // (mesh.size * layout.decoding_hosts))
     if layout.device_memory is None:
         return min(needed, -(-UNKNOWN_MEMORY_SLOTS // mesh.size))
-    own = bytes_on_a_device(decoding_params(layout.abstract_params, decoding))
+    own = bytes_on_a_device(decoding_params(layout, decoding))
     held = own + (0 if c.rollout.devices else held_while_sampling(layout, make_learner(layout), decoding))
     copy = mesh.shape["tensor"] * mesh.shape["expert"]
     slot = cache_bytes(layout.model, decoding) + _LOGITS * 4 * layout.model.vocab_size * copy
@@ -66,14 +67,21 @@ def slots_of_a_device(layout: Layout, decoding: Decoding) -> int:
 def held_while_sampling(layout: Layout, learner: Learner, decoding: Decoding) -> float:
     """Bytes on a device that the trainer holds meanwhile: optimizer state, master weights that are not those that
     decode, and a resident reference."""
-    weights = bytes_on_a_device(layout.abstract_params)
+    trained, own = bytes_on_a_device(layout.abstract_trained), has_copy(layout, decoding)
     state = bytes_on_a_device(learner.like)  # without what waits on the host
     resident = layout.config.reference.resident and "reference" not in offloaded(layout.config)
-    return state - (0 if has_copy(decoding) else weights) + (weights if resident else 0)
+    if layout.lora is not None:
+        state += bytes_on_a_device(layout.abstract_base) if own else 0
+    elif not own:
+        state -= trained
+    return state + (trained if resident else 0)
 
 
-def has_copy(decoding: Decoding) -> bool:
-    """Whether the weights that decode are others than the trainer's."""
+def has_copy(layout: Layout, decoding: Decoding) -> bool:
+    """Whether the weights that decode are others than the trainer's; of adapters, whether the base is another."""
+    c = layout.config
+    if layout.lora is not None:
+        return c.model.lora.merged or decoding.shardings is not None or (decoding.int8 and not c.model.lora.int8)
     return decoding.dtype is not None or decoding.shardings is not None or decoding.int8
 
 
@@ -84,16 +92,28 @@ def placed(shapes: Any, shardings: Any) -> Any:
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
-def decoding_params(params: Any, decoding: Decoding) -> Any:
-    """The weights as the rollout holds them."""
-    shardings = decoding.shardings
-    if shardings is None:
-        shardings = jax.tree.map(lambda x: x.sharding, params)
+def decoding_params(layout: Layout, decoding: Decoding) -> Any:
+    """The model's weights as the rollout holds them: shapes, dtypes and shardings."""
+    apart = layout.lora is not None and not layout.config.model.lora.merged
+    params, shardings = layout.trained_shapes if apart else layout.param_shapes, decoding.shardings
     if decoding.dtype is not None:
         params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, decoding.dtype), params)
+    if apart:
+        return attached(decoding_base(layout, decoding).weights, placed(params, shardings or layout.adapter_shardings))
+    shardings = shardings or layout.param_shardings
     if decoding.int8:
         params, shardings = jax.eval_shape(quantized, params), quantized_shardings(shardings, params)
     return placed(params, shardings)
+
+
+def decoding_base(layout: Layout, decoding: Decoding) -> models.Base:
+    """The frozen weights as a rollout with adapters beside them holds them: shapes, dtypes and shardings."""
+    assert decoding.mesh is not None and layout.lora is not None, "a layout with adapters decodes on a mesh"
+    shapes = layout.param_shapes
+    where = parallel.shardings(models.logical_axes(layout.model), shapes, decoding.mesh, decoding.rules)
+    if layout.config.model.lora.int8 or decoding.int8:
+        shapes, where = jax.eval_shape(quantized, shapes), quantized_shardings(where, shapes)
+    return models.Base(placed(shapes, where), layout.lora.scale)
 
 
 def bytes_on_a_device(tree: Any) -> float:

@@ -8,22 +8,22 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
 from rpg_jax import data, models, storage
-from rpg_jax.rollout import Request
-from rpg_jax.runs import cli, config_files, inputs, run_folder, sequence_logprobs
-from rpg_jax.runs.experiment import Experiment, init_params, make_rollout, open_experiment
+from rpg_jax.runs import cli, config_files, inputs, run_folder, samples, sequence_logprobs
+from rpg_jax.runs.adapters import first_adapters, merged_layout, new_base, open_base
+from rpg_jax.runs.experiment import Experiment, init_params, open_experiment
 from rpg_jax.runs.learner import make_learner
 from rpg_jax.runs.resolve import resolve
+from rpg_jax.runs.samples import Sample
 from rpg_jax.storage import integrity
 from rpg_jax.storage.checkpoints import committed_steps
 from rpg_jax.training.state import for_evaluation
-from rpg_jax.types import FinishReason
 
 Changes = Mapping[str, Any]
 NONE: Changes = MappingProxyType({})
@@ -31,20 +31,6 @@ NONE: Changes = MappingProxyType({})
 
 def _warn(text: str) -> None:
     print(text, file=sys.stderr)
-
-
-class Sample(NamedTuple):
-    """One completion of a prompt.
-
-    `text` is without special tokens. `tokens` i32[n] are the sampled ids, with the stop token if one was drawn, and
-    `logprobs` f32[n] their log-probabilities in nats, of the distribution sampled from. `finish_reason` is "stop" or
-    "length".
-    """
-
-    text: str
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    finish_reason: FinishReason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +107,7 @@ class Policy:
         Raises:
           ValueError: a prompt with more tokens than the config's `task.max_prompt_tokens`.
         """
-        layout, tokenizer, task = self.experiment.layout, self.experiment.tokenizer, self.experiment.config.task
+        tokenizer, task = self.experiment.tokenizer, self.experiment.config.task
         tokens = self.encode(prompts)
         for text in prompts:
             if unknown := tokenizer.unknown(text):
@@ -131,23 +117,7 @@ class Policy:
         sampling = self.experiment.sampling(temperature)
         if max_tokens is not None:
             sampling = dataclasses.replace(sampling, max_tokens=min(max_tokens, sampling.max_tokens))
-        with layout.activate():
-            rollout = make_rollout(layout, self.params)
-            try:
-                groups = rollout.generate(Request(tokens, range(len(tokens)), k, sampling, seed, self.step))
-            finally:
-                rollout.close()
-        stops = set(tokenizer.stop_token_ids)
-        return [
-            [
-                Sample(
-                    tokenizer.decode([t for t in c.tokens.tolist() if t not in stops]),
-                    *(c.tokens, c.logprobs, c.finish_reason),
-                )
-                for c in group
-            ]
-            for group in groups
-        ]
+        return samples.draw(self.experiment, self.params, tokens, k=k, sampling=sampling, seed=seed, step=self.step)
 
     def logprobs(
         self, prompts: Sequence[str], completions: Sequence[str | Sample | Sequence[int]], *, temperature: float = 1.0
@@ -218,11 +188,12 @@ def of_run(
     changes: Changes = NONE,
     held_out: bool = False,
     weights: bool = True,
+    merge: bool = True,
 ) -> Policy:
     """The policy of a run's checkpoint, by default the last.
 
     `changes` are values of config fields, by dotted name, that replace the run's. `held_out` loads the problems of
-    evaluations, and `weights` the weights.
+    evaluations, and `weights` the weights. `merge` adds adapters to their base; without it, they are the params.
 
     Raises:
       ValueError: the folder holds no run, or not that checkpoint; the message lists the checkpoints.
@@ -243,7 +214,12 @@ def of_run(
         learner = make_learner(experiment.layout)
         needed = for_evaluation(learner.like, learner.optimizer)  # the optimizer's moments are twice the weights
         restored = integrity.restored(directory / str(step) / "state", needed)
-        return Policy(experiment, learner.optimizer.evaluation_params(restored.opt_state, restored.params), step)
+        params = learner.optimizer.evaluation_params(restored.opt_state, restored.params)
+        if merge and experiment.layout.lora is not None:
+            base = open_base(experiment.layout, folder, init_params, begins=False)
+            layout, params = merged_layout(experiment.layout, base, params)
+            experiment = dataclasses.replace(experiment, layout=layout)
+        return Policy(experiment, params, step)
 
 
 def kept_steps(folder: storage.Folder) -> list[int]:
@@ -260,10 +236,19 @@ def of_config(
 ) -> Policy:
     """The policy of `model.path`, or one with random weights, in `model.compute_dtype`: no optimizer needs more.
 
+    The adapters of `model.lora.path` are merged into it; new adapters would change nothing, and are left out.
     `scratch` receives the tokenizer where one is trained. The other arguments are those of `of_run`.
     """
     changed = config.copy_and_resolve_references()
     changed.update_from_flattened_dict({"model.param_dtype": config.model.compute_dtype, **changes})
+    if not changed.model.lora.path:
+        changed.model.lora.rank = 0
     experiment = open_experiment(resolve(changed), scratch, train=False, held_out=held_out)
     with experiment.layout.activate():
-        return Policy(experiment, init_params(experiment.layout) if weights else None, 0)
+        if not weights:
+            return Policy(experiment, None, 0)
+        if experiment.layout.lora is None:
+            return Policy(experiment, init_params(experiment.layout), 0)
+        base, adapters = new_base(experiment.layout, init_params), first_adapters(experiment.layout)
+        layout, params = merged_layout(experiment.layout, base, adapters)
+        return Policy(dataclasses.replace(experiment, layout=layout), params, 0)

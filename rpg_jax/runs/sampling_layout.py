@@ -11,6 +11,7 @@ from jax.sharding import AxisType, Mesh
 from ml_collections import ConfigDict
 
 from rpg_jax import models, parallel, rollout
+from rpg_jax.models.lora import adapter_axes
 from rpg_jax.runs import memory
 from rpg_jax.runs.layout import Layout, make_layout
 
@@ -47,7 +48,10 @@ def make_decoding(layout: Layout) -> rollout.Decoding:
     if mesh is not layout.mesh:
         if layout.model.num_kv_heads % mesh.shape["tensor"]:
             rules = parallel.override({"kv_heads": None, "act_kv_heads": None}, rules)
-        shardings = parallel.shardings(models.logical_axes(layout.model), layout.param_shapes, mesh, rules)
+        shapes, axes = layout.param_shapes, models.logical_axes(layout.model)
+        if layout.lora is not None and not m.lora.merged:
+            shapes, axes = layout.adapter_shapes, adapter_axes(layout.model, layout.lora)
+        shardings = parallel.shardings(axes, shapes, mesh, rules)
     decoding = rollout.Decoding(
         slots=mesh.size,
         capacity=rollout.capacity(c.task.max_prompt_tokens, c.rollout.max_tokens),

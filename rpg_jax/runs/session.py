@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Iterator
@@ -16,6 +17,7 @@ from rpg_jax.report import curves, summary
 from rpg_jax.report.progress import Progress
 from rpg_jax.rollout import weights_checksum
 from rpg_jax.runs import cli, inputs, processes, run_folder
+from rpg_jax.runs.adapters import first_adapters, open_base
 from rpg_jax.runs.evaluation import HeldOut
 from rpg_jax.runs.experiment import (
     Experiment,
@@ -34,7 +36,7 @@ from rpg_jax.runs.logs import RunLog, host_metrics, plain
 from rpg_jax.runs.profiling import CompilationCounter, chosen_steps, watched
 from rpg_jax.runs.stopping import StopRequest, watch_preemption
 from rpg_jax.runs.trackers import trackers_of
-from rpg_jax.runs.warm_start import warm_started
+from rpg_jax.runs.warm_start import drawn_base, warm_started
 from rpg_jax.runs.watchdog import Watchdog
 from rpg_jax.training.loop import Step, train
 from rpg_jax.training.measures import Guard
@@ -87,14 +89,17 @@ class Session:
         self.guard = Guard(config.rollout.max_sampler_gap, config.log.max_nonfinite_updates)
         learner, new = make_learner(experiment.layout), self.keeper.is_new
         self.learning_rate = learner.optimizer.learning_rate
-        params = (init_params if new else no_params)(experiment.layout)  # a resume reads weights once
         scorer = closing.enter_context(make_scorer(config, functions))
-        self.rollout = rollout = make_training_rollout(experiment, params, self.watchdog.beat)
+        started = experiment, scorer, folder.files, self.watchdog.beat
+        base = open_base(experiment.layout, folder, functools.partial(drawn_base, *started), begins=new)
+        first = init_params if base is None else first_adapters
+        params = (first if new else no_params)(experiment.layout)  # a resume reads weights once
+        self.rollout = rollout = make_training_rollout(experiment, params, self.watchdog.beat, base)
         closing.callback(rollout.close)
-        if new and config.warm_start.enabled:
-            params = warm_started(experiment, params, rollout, scorer, folder.files, self.watchdog.beat)
+        if new and config.warm_start.enabled and base is None:
+            params = warm_started(experiment, params, rollout, *started[1:])
         journaled = self.keeper.journaled(experiment.layout, rollout)
-        self.algorithm = make_algorithm(experiment, learner, journaled, scorer, folder, self.watchdog.beat)
+        self.algorithm = make_algorithm(experiment, learner, journaled, scorer, folder, self.watchdog.beat, base)
         closing.callback(self.algorithm.collector.close)
         generator = evaluation_generator(experiment, rollout, scorer, self.watchdog.beat)
         parts = generator, scorer, rollout, learner.optimizer, self.watchdog.beat

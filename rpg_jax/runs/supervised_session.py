@@ -39,7 +39,15 @@ PASSES = 3  # over the demonstrations, where warm_start.epochs is not set
 
 
 def run(config: ConfigDict) -> int:
-    """Runs or resumes supervised training by a `supervised_config` to its last update; returns the exit code."""
+    """Runs or resumes supervised training by a `supervised_config` to its last update; returns the exit code.
+
+    Raises ValueError if the config has adapters: all weights are trained here.
+    """
+    if config.model.lora.rank:
+        raise ValueError(
+            f"model.lora.rank={config.model.lora.rank}: supervised training changes all weights; set it to 0 here, and "
+            "train adapters on the result by --config.model.path"
+        )
     processes.check(config)
     if processes.platform() == "cpu":
         cli.keep_buffers()

@@ -27,7 +27,8 @@ from rpg_jax.report.progress import Progress
 from rpg_jax.rewards import Scorer
 from rpg_jax.rollout import Rollout
 from rpg_jax.runs import inputs
-from rpg_jax.runs.experiment import Experiment, make_generator, make_rollout
+from rpg_jax.runs.experiment import Experiment, init_params, make_generator, make_rollout
+from rpg_jax.runs.layout import Layout
 from rpg_jax.runs.supervised import Demonstrations, several, supervised_config, supervised_learner
 from rpg_jax.storage.integrity import Refused
 from rpg_jax.storage.snapshots import Snapshots
@@ -71,6 +72,18 @@ def warm_started(
     if hosts.is_first() and (run_dir / "tokenizer.model").exists():
         (folder / "tokenizer.model").write_bytes((run_dir / "tokenizer.model").read_bytes())
     return params
+
+
+def drawn_base(experiment: Experiment, scorer: Scorer, run_dir: Path, beat: Callable[[], None], layout: Layout) -> Any:
+    """The weights with which adapters begin: read or drawn in `layout`, and warm-started if the config says so."""
+    params = init_params(layout)
+    if not layout.config.warm_start.enabled:
+        return params
+    rollout = make_rollout(layout, params)
+    try:
+        return warm_started(dataclasses.replace(experiment, layout=layout), params, rollout, scorer, run_dir, beat)
+    finally:
+        rollout.close()
 
 
 def _train(
@@ -200,7 +213,7 @@ def cache_key(config: ConfigDict, read: Mapping[str, str]) -> str:
     apart = {
         "warm_start": ["dir", "max_tokens", "train", "enabled"],
         "evaluation": ["every", "drift"],
-        "model": ["remat", "path", "tokenizer"],
+        "model": ["remat", "path", "tokenizer", "lora"],
         "task": ["train", "held_out_sets"],
     }
     for section, names in apart.items():

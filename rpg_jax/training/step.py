@@ -4,6 +4,7 @@ An update reads any number of micro-batches of one shape, so nothing is compiled
 and divided once, so the result does not depend on the split, the packing or the number of devices.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -17,6 +18,7 @@ import optax
 
 from rpg_jax import losses
 from rpg_jax.losses import Metrics
+from rpg_jax.models import Base, policy_params
 from rpg_jax.training import layerwise
 from rpg_jax.training.critic import Critic, CriticState
 from rpg_jax.training.objective import Objective
@@ -39,6 +41,23 @@ class Sums:
     metrics: Any
 
 
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A jitted program whose first argument is given: the frozen base of adapters, or None where all is trained."""
+
+    jitted: jax.stages.Wrapped
+    base: Base | None
+
+    def __call__(self, *inputs: Any) -> Any:
+        return self.jitted(self.base, *inputs)
+
+    def lower(self, *inputs: Any) -> jax.stages.Lowered:
+        return self.jitted.lower(self.base, *inputs)
+
+    def trace(self, *inputs: Any) -> jax.stages.Traced:
+        return self.jitted.trace(self.base, *inputs)
+
+
 class Programs(NamedTuple):
     """The jitted programs of training, one compilation each.
 
@@ -52,12 +71,12 @@ class Programs(NamedTuple):
         critic.
     """
 
-    logprobs: jax.stages.Wrapped
-    fused: jax.stages.Wrapped
-    start: jax.stages.Wrapped
-    add: jax.stages.Wrapped
-    apply: jax.stages.Wrapped
-    baseline: jax.stages.Wrapped | None = None
+    logprobs: Program
+    fused: Program
+    start: Program
+    add: Program
+    apply: Program
+    baseline: Program | None = None
 
     def update(
         self, state: TrainState, micro_batches: Sequence[Batch], beat: Callable[[], None] = lambda: None
@@ -81,6 +100,7 @@ def make_programs(
     temperature: float,
     state_sharding: TrainState,
     batch_sharding: jax.sharding.NamedSharding,
+    base: Base | None = None,
 ) -> Programs:
     """Returns the programs with explicit shardings; compiles nothing yet.
 
@@ -91,63 +111,70 @@ def make_programs(
       temperature: the sampling temperature, at which log-probs are taken.
       state_sharding: a `TrainState` of shardings.
       batch_sharding: of the rows of every batch array.
+      base: the frozen weights, if the state's params are adapters; arrays or `ShapeDtypeStruct`s, with shardings.
     """
     leaves, treedef = jax.tree.flatten(state_sharding)
     given = graphdef, optimizer, objective, temperature, tuple(leaves), treedef, batch_sharding
-    return _make_programs(*given, tuple(flax.linen.get_logical_axis_rules()))
+    programs = _make_programs(*given, tuple(flax.linen.get_logical_axis_rules()))
+    return Programs(*(program and Program(program, base) for program in programs))
 
 
 @functools.lru_cache(maxsize=64)
-def _make_programs(graphdef, optimizer, objective, temperature, leaves, treedef, batch_sharding, rules) -> Programs:
-    """`make_programs` of hashable arguments; the programs are traced under `rules`."""
+def _make_programs(graphdef, optimizer, objective, temperature, leaves, treedef, batch_sharding, rules):
+    """The jitted functions of `make_programs`, of hashable arguments; they are traced under `rules`."""
     state_sharding = treedef.unflatten(leaves)
     replicated = jax.sharding.NamedSharding(batch_sharding.mesh, jax.sharding.PartitionSpec())
     sums_sharding = Sums(grads=state_sharding.weights, metrics=replicated)
     weights = state_sharding.weights
 
-    def logprobs(params, rows):
+    def logprobs(base, params, rows):
+        params = policy_params(base, params)
         return policy_logprobs(graphdef, params, rows, temperature=temperature, entropy=True)
 
-    def gradients(weights, batch):
-        return _gradients(graphdef, objective, temperature, weights, batch)
+    def gradients(base, weights, batch):
+        return _gradients(graphdef, objective, temperature, base, weights, batch)
 
-    def baseline(weights, batch):
+    def baseline(base, weights, batch):
+        del base  # a critic needs all weights
         return _baseline(graphdef, objective.critic, weights, batch)
 
-    def start(weights, batch):
-        first = gradients(weights, batch)
+    def start(base, weights, batch):
+        first = gradients(base, weights, batch)
         return Sums(optax.tree.cast(first.grads, jnp.float32), first.metrics)
 
-    def add(weights, sums, batch):
-        more = gradients(weights, batch)
+    def add(base, weights, sums, batch):
+        more = gradients(base, weights, batch)
         return Sums(jax.tree.map(jnp.add, sums.grads, more.grads), losses.merge([sums.metrics, more.metrics]))
 
-    def apply(state, sums):
+    def apply(base, state, sums):
+        del base
         return apply_gradients(optimizer, state, sums, objective.critic)
 
-    def fused(state, batch):
-        return apply(state, gradients(state.weights, batch))
+    def fused(base, state, batch):
+        return apply(base, state, gradients(base, state.weights, batch))
 
     def jitted(program, inputs, outputs, *, donated=()):
-        return jax.jit(program, in_shardings=inputs, out_shardings=outputs, donate_argnums=donated)
+        return jax.jit(program, in_shardings=(None, *inputs), out_shardings=outputs, donate_argnums=donated)
 
     stepped = (state_sharding, replicated)
-    return Programs(
-        logprobs=jitted(logprobs, (state_sharding.params, batch_sharding), batch_sharding),
-        fused=jitted(fused, (state_sharding, batch_sharding), stepped, donated=0),
-        start=jitted(start, (weights, batch_sharding), sums_sharding),
-        add=jitted(add, (weights, sums_sharding, batch_sharding), sums_sharding, donated=1),
-        apply=jitted(apply, (state_sharding, sums_sharding), stepped, donated=0),
-        baseline=jitted(baseline, (weights, batch_sharding), batch_sharding) if objective.critic else None,
+    return (
+        jitted(logprobs, (state_sharding.params, batch_sharding), batch_sharding),
+        jitted(fused, (state_sharding, batch_sharding), stepped, donated=1),
+        jitted(start, (weights, batch_sharding), sums_sharding),
+        jitted(add, (weights, sums_sharding, batch_sharding), sums_sharding, donated=2),
+        jitted(apply, (state_sharding, sums_sharding), stepped, donated=1),
+        jitted(baseline, (weights, batch_sharding), batch_sharding) if objective.critic else None,
     )
 
 
-def _gradients(graphdef: Any, objective: Objective, temperature: float, weights: Any, batch: Batch) -> Sums:
+def _gradients(
+    graphdef: Any, objective: Objective, temperature: float, base: Base | None, weights: Any, batch: Batch
+) -> Sums:
     """Gradient and metrics of Σ objective over a micro-batch."""
 
     def total_loss(weights):
         params, critic_params = weights
-        model = nnx.merge(graphdef, params)
+        model = nnx.merge(graphdef, policy_params(base, params))
         hidden = completion_hidden(model, batch.rows)
         logprobs, entropy = token_logprobs(model, hidden, batch.rows, temperature, objective.entropy_coef > 0)
         total, weight, metrics = objective.loss(logprobs, batch)
@@ -160,7 +187,7 @@ def _gradients(graphdef: Any, objective: Objective, temperature: float, weights:
             total, metrics = total + value_total, metrics | value_metrics
         return total, metrics
 
-    with nnx.merge(graphdef, weights[0]).full_precision():
+    with nnx.merge(graphdef, policy_params(base, weights[0])).full_precision():
         (_, metrics), grads = jax.value_and_grad(total_loss, has_aux=True)(weights)
     return Sums(grads, metrics)
 

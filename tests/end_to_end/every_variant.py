@@ -19,6 +19,7 @@ VARIANTS = {
     "kl": {"reference.rule": "kl", "reference.kl_threshold": 1e-5},
     "ppo": {"method": "PPO", "dynamic_sampling.enabled": True, "dynamic_sampling.surplus": "carry", **PACKED},
     "ppo_shared": {"method": "PPO", "critic.trunk": "shared", "critic.gae_lambda": 0.9},
+    "lora": {"model.lora.rank": 2, "optimizer.learning_rate": 3e-3, **PACKED},
     "entropy": {"loss.entropy_coef": 0.01, **PACKED},
 }
 
@@ -40,7 +41,8 @@ def run(runs, name, changes):
 if __name__ == "__main__":
     logging.set_verbosity(logging.WARNING)
     runs = Path(sys.argv[1])
-    for name, changes in VARIANTS.items():
+    for name in sys.argv[2:] or VARIANTS:
+        changes = VARIANTS[name]
         run(runs, f"{name}-straight", changes)
         shutil.copytree(runs / f"{name}-straight", runs / f"{name}-resumed")
         for step in (2, 3):

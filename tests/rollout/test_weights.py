@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from rpg_jax import models, parallel
+from rpg_jax.models import Base
 from rpg_jax.rollout import RolloutError, Weights, weights_checksum
 from rpg_jax.rollout import weights as weights_module
 
@@ -110,3 +111,34 @@ def test_staged_weights_reach_devices_of_their_own_though_the_trainer_goes_on(mo
         weights.verify(params)
     weights.sync(params, 2)
     weights.verify(params)
+
+
+def adapted(value):
+    """A base of one stacked matrix with adapters whose B is `value`."""
+    rng = np.random.default_rng(2)
+    base = {"q": jnp.asarray(rng.normal(size=(2, 4, 6)), jnp.float32), "norm": jnp.ones((2, 4))}
+    a = jnp.asarray(rng.normal(size=(2, 4, 1)), jnp.float32)
+    return Base(base, 0.5), {"q": {"a": a, "b": jnp.full((2, 1, 6), value, jnp.float32)}}
+
+
+def test_a_sync_of_adapters_moves_them_alone_and_shares_the_base():
+    base, adapters = adapted(1.0)
+    weights = Weights(adapters, base=base)
+    weights.sync(newer := adapted(2.0)[1], 1)
+    weights.verify(newer)
+    with weights.pinned() as params:
+        assert params["q"].base is base.weights["q"] and params["norm"] is base.weights["norm"]
+        np.testing.assert_array_equal(params["q"].b, np.full((2, 1, 6), 1.0))  # 2 times alpha / rank
+    with pytest.raises(RolloutError, match="are not the trainer's"):
+        weights.verify(adapters)
+
+
+def test_merged_weights_are_made_anew_at_every_sync():
+    base, adapters = adapted(1.0)
+    weights = Weights(adapters, base=base, merge=True)
+    for value in (1.0, 3.0):
+        weights.sync(adapted(value)[1], 1)
+        weights.verify(adapted(value)[1])
+        with weights.pinned() as params:
+            expected = base.weights["q"] + 0.5 * value * jnp.broadcast_to(adapters["q"]["a"], (2, 4, 6))
+            np.testing.assert_allclose(params["q"], expected, atol=1e-6)

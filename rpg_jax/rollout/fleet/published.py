@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import jax
 import numpy as np
 
+from rpg_jax.models import Base
 from rpg_jax.rollout.fleet.shelf import Item, Shelf
 from rpg_jax.rollout.weights import Params, RolloutError, Weights, weights_checksum
 
@@ -35,11 +36,12 @@ class Published(Weights):
     Args:
       params: of the trainer; version 0.
       dtype: in which workers decode; None for that of `params`.
+      base: the frozen weights, if `params` are adapters; the shelf has the two merged.
     """
 
-    def __init__(self, params: Params, shelf: Shelf, *, dtype: Any = None):
+    def __init__(self, params: Params, shelf: Shelf, *, dtype: Any = None, base: Base | None = None):
         self._shelf, self._name = shelf, ""
-        super().__init__(params, dtype=dtype)
+        super().__init__(params, dtype=dtype, base=base, merge=True)
 
     def stage(self, params: Params) -> HostCopy:  # type: ignore[override]  # on no device
         """A copy in host memory. All processes of the trainer call it, from their main threads."""
@@ -108,7 +110,10 @@ def assembled(shapes: Params, parts: Iterable[tuple[Mapping[str, Any], bytearray
                 raise ValueError(f"the trainer's weights have {piece}, and the model's {name} is {array.shape}")
             count = int(np.prod(shape, dtype=np.int64))
             values = np.frombuffer(held, array.dtype, count, at).reshape(shape)
-            array[tuple(map(slice, start, end))] = values
+            if values.size == array.size:
+                arrays[name] = values  # no second copy in memory
+            else:
+                array[tuple(map(slice, start, end))] = values
             at, missing[name] = at + values.nbytes, missing[name] - count
     if wrong := [name for name, count in missing.items() if count]:
         raise ValueError(f"the trainer's weights do not cover {wrong[0]} exactly once")

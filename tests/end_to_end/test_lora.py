@@ -1,0 +1,49 @@
+"""A run of adapters: interrupted and continued to the bit, one base, small checkpoints, and exports of both kinds."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from rpg_jax import Policy
+from rpg_jax.models.hf_adapters import load_adapters
+from rpg_jax.models.lora import merged
+from rpg_jax.runs import run_folder
+from rpg_jax.runs.adapter_export import export_adapters
+from rpg_jax.runs.adapters import open_base
+from rpg_jax.runs.experiment import init_params
+from rpg_jax.runs.policy import of_run
+from tests.end_to_end.test_resume import metrics, rollouts
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow  # a warm start and two runs
+def test_a_run_of_adapters_resumes_to_the_same_bits_and_leaves_as_an_adapter_and_as_weights(tmp_path):
+    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    env |= {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    command = [sys.executable, "-m", "tests.end_to_end.every_variant", str(tmp_path), "lora"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(set(re.findall(r"weights checksum: (\w+)", done.stdout))) == 1
+    straight, resumed = tmp_path / "lora-straight", tmp_path / "lora-resumed"
+    assert metrics(straight) == metrics(resumed) and rollouts(straight) == rollouts(resumed)
+    assert all(r["grad_norm"] > 0 and r["sampler_gap"] < 1e-4 for r in metrics(straight)[1:])
+    size = {name: sum(f.stat().st_size for f in (straight / name).rglob("*")) for name in ("base", "checkpoints/3")}
+    assert size["checkpoints/3"] < size["base"]
+
+    assert export_adapters(str(straight), str(tmp_path / "adapter")) == 3
+    policy = Policy.from_run(straight)
+    with run_folder.opened(str(straight)) as folder:
+        trained = of_run(folder, merge=False)
+        layout = trained.experiment.layout
+        base = open_base(layout, folder, init_params, begins=False)
+    adapters = load_adapters(tmp_path / "adapter", layout.model, layout.lora)
+    jax.tree.map(np.testing.assert_array_equal, adapters, trained.params)
+    assert all(float(abs(x).max()) > 0 for x in jax.tree.leaves(adapters))
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), merged(base.policy(adapters)), policy.params)
