@@ -38,7 +38,7 @@ def close(completion, answer, prompt):
 
 
 def test_importing_the_package_loads_nothing_else():
-    code = "import sys, rpg_jax; assert 'jax' not in sys.modules; rpg_jax.losses; assert 'orbax' not in sys.modules"
+    code = "import sys, rpg_jax; dir(rpg_jax); assert not {'jax', 'numpy', 'ml_collections'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
@@ -84,10 +84,10 @@ def test_the_pages_comparison_with_pytorch_holds(tmp_path):
     assert python(TORCH, tmp_path) == "equal\n"
 
 
-@pytest.mark.slow  # twenty steps
-@pytest.mark.timeout(600)
+@pytest.mark.slow  # a run
 def test_the_pages_run_and_its_policy_work_in_another_folder(tmp_path):
-    said = python(RUN + POLICY, tmp_path)
+    assert '"train.steps": 20' in RUN
+    said = python(RUN.replace('"train.steps": 20', '"train.steps": 2') + POLICY, tmp_path)
     assert "runs/tiny-rpg-reinforce-urkl-data=" in said and (tmp_path / "exported" / "tokenizer.json").is_file()
 
 

@@ -8,23 +8,22 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
 from rpg_jax import data, models, storage
-from rpg_jax.rollout import Request
-from rpg_jax.runs import cli, config_files, inputs, run_folder, sequence_logprobs
+from rpg_jax.runs import cli, config_files, inputs, run_folder, samples, sequence_logprobs
 from rpg_jax.runs.adapters import first_adapters, merged_layout, new_base, open_base
-from rpg_jax.runs.experiment import Experiment, init_params, make_rollout, open_experiment
+from rpg_jax.runs.experiment import Experiment, init_params, open_experiment
 from rpg_jax.runs.learner import make_learner
 from rpg_jax.runs.resolve import resolve
+from rpg_jax.runs.samples import Sample
 from rpg_jax.storage import integrity
 from rpg_jax.storage.checkpoints import committed_steps
 from rpg_jax.training.state import for_evaluation
-from rpg_jax.types import FinishReason
 
 Changes = Mapping[str, Any]
 NONE: Changes = MappingProxyType({})
@@ -32,20 +31,6 @@ NONE: Changes = MappingProxyType({})
 
 def _warn(text: str) -> None:
     print(text, file=sys.stderr)
-
-
-class Sample(NamedTuple):
-    """One completion of a prompt.
-
-    `text` is without special tokens. `tokens` i32[n] are the sampled ids, with the stop token if one was drawn, and
-    `logprobs` f32[n] their log-probabilities in nats, of the distribution sampled from. `finish_reason` is "stop" or
-    "length".
-    """
-
-    text: str
-    tokens: np.ndarray
-    logprobs: np.ndarray
-    finish_reason: FinishReason
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +107,7 @@ class Policy:
         Raises:
           ValueError: a prompt with more tokens than the config's `task.max_prompt_tokens`.
         """
-        layout, tokenizer, task = self.experiment.layout, self.experiment.tokenizer, self.experiment.config.task
+        tokenizer, task = self.experiment.tokenizer, self.experiment.config.task
         tokens = self.encode(prompts)
         for text in prompts:
             if unknown := tokenizer.unknown(text):
@@ -132,23 +117,7 @@ class Policy:
         sampling = self.experiment.sampling(temperature)
         if max_tokens is not None:
             sampling = dataclasses.replace(sampling, max_tokens=min(max_tokens, sampling.max_tokens))
-        with layout.activate():
-            rollout = make_rollout(layout, self.params)
-            try:
-                groups = rollout.generate(Request(tokens, range(len(tokens)), k, sampling, seed, self.step))
-            finally:
-                rollout.close()
-        stops = set(tokenizer.stop_token_ids)
-        return [
-            [
-                Sample(
-                    tokenizer.decode([t for t in c.tokens.tolist() if t not in stops]),
-                    *(c.tokens, c.logprobs, c.finish_reason),
-                )
-                for c in group
-            ]
-            for group in groups
-        ]
+        return samples.draw(self.experiment, self.params, tokens, k=k, sampling=sampling, seed=seed, step=self.step)
 
     def logprobs(
         self, prompts: Sequence[str], completions: Sequence[str | Sample | Sequence[int]], *, temperature: float = 1.0

@@ -102,7 +102,8 @@ class Demonstrations:
         if not problems:
             raise ValueError(
                 f"no problem of task.name={c.task.name!r} has a demonstration: give rows a `demonstration` or "
-                "`completion`, or `messages` that end with the assistant's turn, or set warm_start.train"
+                "`completion`, or `messages` that end with the assistant's turn, or set warm_start.train, or leave "
+                "the warm start out, by warm_start.enabled=False"
             )
         self._total = None if epochs is None else epochs * len(problems)
         self._size, self.epoch = len(problems), 0.0

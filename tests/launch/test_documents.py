@@ -26,6 +26,7 @@ FENCE = re.compile(r"^```(?:sh)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PATH = re.compile(r"(?<![\w./-])(?:rpg_jax|configs|launch|tests|docs)/[\w./-]*[\w/]")
 INLINE = re.compile(r"`((?:\.venv/bin/)?python -m rpg_jax\.\w+[^`]*)`")
+MAKERS = ("extending.md", "own_data.md")  # pages that make files
 PROGRAMS = ("python", ".venv/bin/python", "bash", "launch/tpu", "launch/xpk")
 
 # What runs a command, by how it begins: the first that fits. A file of tests, or why no test runs it.
@@ -34,6 +35,8 @@ EXECUTED = {
     "bash launch/local.sh --help": "tests/end_to_end/test_train.py",
     "bash launch/": "not run: installs an environment, then what tests/end_to_end and every test do",
     "python words.py": "tests/test_extending.py",
+    "python rows.py": "tests/end_to_end/test_sft.py",
+    "python -m rpg_jax.sft": "tests/end_to_end/test_sft.py",
     "python -c ": "not run: says what the machine has",
     "python -m pytest -n0": "not run: tests of an accelerator; CI has those that a CPU can run",
     "python -m pytest": "tests/test_extending.py",
@@ -42,6 +45,7 @@ EXECUTED = {
     "python -m rpg_jax.evaluate": "tests/end_to_end/test_evaluate.py",
     "python -m rpg_jax.export": "tests/test_export.py",
     "python -m rpg_jax.serve": "tests/test_serve.py",
+    "python -m rpg_jax.rollout.worker": "tests/end_to_end/test_fleet.py",
     "python -m rpg_jax.sample": "tests/test_sample.py",
     "python -m rpg_jax.report": "tests/report/test_report.py",
     "python -m rpg_jax.data": "tests/data/test_prepare.py",
@@ -70,6 +74,7 @@ LAUNCHERS = [(line.split(" ", 1)[0], line.split(" ", 1)[1]) for _, line in COMMA
 
 def flags_of(module: str, command: str = "") -> set[str]:
     """The flags that a command's source declares."""
+    module = module.replace(".", "/")
     files = [ROOT / "rpg_jax" / f"{module}.py", ROOT / "rpg_jax" / module / "__main__.py"]
     parts = (f"measure_{command}", "subject") if module == "bench" else ()
     files += [ROOT / "rpg_jax" / "benchmarks" / f"{name}.py" for name in parts]
@@ -91,8 +96,8 @@ def check_overrides(arguments: list[str]) -> None:
     """The config of a command resolves with the command's overrides in it."""
     file = next((a.partition("=")[2] for a in arguments if a.startswith("--config=")), "configs/tiny.py")
     path, _, variant = file.partition(":")
-    path = path if "/" in path else f"configs/{path}.py"
-    made = (ROOT / "docs" / "extending.md").read_text()
+    path = path if "/" in path or path.endswith(".py") else f"configs/{path}.py"
+    made = "".join((ROOT / "docs" / page).read_text() for page in MAKERS)
     if f"# {path}\n" in made:  # a file that the page makes
         path = "configs/tiny.py"
     assert (ROOT / path).exists(), path
@@ -124,7 +129,7 @@ def test_what_a_documented_command_names_exists(page, line):
         assert files and all((ROOT / file).exists() for file in files)
         return
     if words[1:3] == ["-m", "pytest"] or words[1] != "-m":
-        assert page == "extending.md", "only that page makes files"
+        assert page in MAKERS, "only these pages make files"
         return
     module, arguments = words[2].removeprefix("rpg_jax."), words[3:]
     separator = arguments.index("--") if "--" in arguments else len(arguments)

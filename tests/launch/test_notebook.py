@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib.util
+import io
 import json
 import os
 import re
@@ -11,6 +13,8 @@ import shutil
 import subprocess
 import sys
 import types
+import urllib.parse
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -55,15 +59,31 @@ class Colab:
     def install(self):
         kernel = types.SimpleNamespace(do_shutdown=lambda restart: self.restarted.append(restart))
         shell = {"get_ipython": lambda: types.SimpleNamespace(kernel=kernel)}
-        modules = {"os": os, "sys": sys, "subprocess": subprocess, "importlib": importlib}
+        modules = {"os": os, "sys": sys, "subprocess": subprocess, "importlib": importlib, "contextlib": contextlib}
+        modules |= {"re": re, "urllib": urllib}
         exec(CODE[1], modules | shell | self.settings)
 
 
-def test_on_colab_without_an_address_it_stops_with_the_fix(monkeypatch):
-    colab = Colab(monkeypatch, re.search(r'"(https://[^"]*)"', CODE[0])[1])
-    with pytest.raises(ValueError, match="put the address of your copy"):
-        colab.install()
-    assert not colab.commands
+@pytest.mark.parametrize(
+    ("told", "cloned"),
+    [
+        ("fileId=https%3A//github.com/me/mine/blob/main/launch/colab/rpg_small.ipynb", "https://github.com/me/mine"),
+        ("fileId=1aBcD", "https://github.com/asked/for"),
+        (None, "https://github.com/asked/for"),
+    ],
+)
+def test_the_repository_is_the_one_that_the_notebook_was_opened_from_or_is_asked_for(monkeypatch, told, cloned):
+    def opened(address, timeout):
+        if told is None:
+            raise OSError("no such service")
+        return io.BytesIO(json.dumps([{"path": told}]).encode())
+
+    assert 'os.environ.get("RPG_REPOSITORY", "")' in CODE[0]
+    monkeypatch.setattr("urllib.request.urlopen", opened)
+    monkeypatch.setattr("builtins.input", lambda text: "https://github.com/asked/for")
+    colab = Colab(monkeypatch, "")
+    colab.install()
+    assert colab.commands[0][:2] == ["git", "clone"] and colab.commands[0][-2] == cloned
 
 
 @pytest.mark.parametrize(
@@ -73,7 +93,7 @@ def test_on_colab_without_an_address_it_stops_with_the_fix(monkeypatch):
         ("/dev/nvidiactl", "jax_cuda13_plugin", "cuda13"),
         ("/dev/accel0", None, "tpu"),
         ("/dev/vfio", None, "tpu"),
-        (None, None, "cpu"),
+        (None, None, None),
     ],
 )
 def test_jax_comes_with_what_the_accelerator_needs(monkeypatch, device, package, extra):
@@ -81,7 +101,8 @@ def test_jax_comes_with_what_the_accelerator_needs(monkeypatch, device, package,
     colab.devices, colab.packages = {device}, {package}
     colab.install()
     assert colab.commands[0][:2] == ["git", "clone"]
-    assert colab.commands[1][-1].startswith(f"jax[{extra}]>=")
+    assert ".[jetstream]" in colab.commands[1]
+    assert colab.commands[1][-1].startswith(f"jax[{extra}]>=" if extra else "jax>=")
     assert not colab.restarted
 
 
@@ -95,7 +116,12 @@ def test_a_runtime_whose_jax_was_replaced_restarts(monkeypatch):
 @pytest.mark.soak
 def test_it_runs_from_top_to_bottom(tmp_path, monkeypatch):
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
-    for name in ("rpg_jax", "configs", "tests/end_to_end"):  # a copy, so that its runs stay out of the repository
+    for name in (
+        "rpg_jax",
+        "configs",
+        "tests/end_to_end",
+        "docs/tables",
+    ):  # a copy, so that its runs stay out of the repository
         shutil.copytree(ROOT / name, tmp_path / name)
     sizes = {
         "RPG_STEPS": "2",
@@ -105,6 +131,7 @@ def test_it_runs_from_top_to_bottom(tmp_path, monkeypatch):
         "RPG_TABLE_OVERRIDES": "--config.evaluation.problems=4 --config.evaluation.k=2 --config.model.num_layers=1 "
         "--config.model.embed_dim=64 --config.rollout.prompts_per_step=8 --config.warm_start.enabled=False "
         "--config.dynamic_sampling.enabled=False",
+        "RPG_OBJECTIVE": "--from-data",
         "XLA_FLAGS": "",
     }
     for name, value in sizes.items():

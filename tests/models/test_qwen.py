@@ -232,7 +232,7 @@ def gradient():
     return lambda **kinds: compute(**kinds) if kinds else plain
 
 
-@pytest.mark.parametrize("remat", ["dots", "full"])
+@pytest.mark.parametrize("remat", [pytest.param("dots", marks=pytest.mark.slow), "full"])
 def test_remat_changes_no_gradient(gradient, remat):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-5), gradient(remat=remat), gradient())
 

@@ -52,13 +52,15 @@ def test_moments_are_those_of_each_tokens_gradient(estimator):
     got = moments(estimator.losses, x, 0.3)
     advantages = x.rewards - jnp.exp(x.behaviour) @ x.rewards
 
-    def loss_of(logits, token):
+    @jax.jit
+    @jax.grad
+    def gradient_of(logits, token):
         """Token's loss as a difference of sums: the others are held where they are."""
         policy = jax.nn.log_softmax(logits)
         others = jax.lax.stop_gradient(policy)
         return estimator.losses(others.at[token].set(policy[token]), x, advantages, 0.3)
 
-    gradients = jnp.stack([jax.grad(loss_of)(x.logits, token) for token in range(7)])
+    gradients = jnp.stack([gradient_of(x.logits, token) for token in range(7)])
     sampled = jnp.exp(x.sampler)
     mean = sampled @ gradients
     np.testing.assert_allclose(got.mean, mean, rtol=1e-9, atol=1e-12)

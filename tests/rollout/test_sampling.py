@@ -40,7 +40,7 @@ def reference_distribution(logits, temperature, top_p, top_k, min_p=0.0):
     return p / p.sum()
 
 
-@pytest.mark.parametrize("vocabulary", [1, 2, 9, 50])
+@pytest.mark.parametrize("vocabulary", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 9)), 50])
 def test_frequencies_are_the_softmax(vocabulary):
     n, logits = 40_000, random_logits(vocabulary)
     tokens, _ = draw(jnp.tile(logits, (n, 1)), keys(n), *parameters(n, temperature=1.3))

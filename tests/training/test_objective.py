@@ -34,8 +34,9 @@ def test_the_advantages_of_split_groups_hold_the_baseline_of_whole_groups(rows):
     given = advantages_fn("leave_one_out", "rpg", **OPTIONS)(batch)
     batch = batch.add(advantages=batch.packing.scatter(given))
 
+    @jax.jit
     def gradient(logprobs, **inputs):
-        return jax.grad(lambda x: losses.policy_loss("rpg", logprobs=x, **inputs, **OPTIONS)[0])(jnp.asarray(logprobs))
+        return jax.grad(lambda x: losses.policy_loss("rpg", logprobs=x, **inputs, **OPTIONS)[0])(logprobs)
 
     parts = [gradient(x, **b.loss_inputs) for x, b in zip(new, batch.batches, strict=True)]
     rewards = losses.advantages("leave_one_out", np.stack([g.rewards for g in batch.groups]))

@@ -23,6 +23,10 @@ class Refused(ValueError):
     """The trainer does not take a worker, or what it sent; the message has the reason."""
 
 
+class Stranger(LookupError):
+    """A worker or session that this process does not know."""
+
+
 @dataclasses.dataclass
 class Member:
     """A worker as the trainer knows it.
@@ -93,7 +97,10 @@ class Hub:
         self._counts: collections.Counter[str] = collections.Counter()
 
     def join(self, worker: str, hello: Mapping[str, Any]) -> None:
-        """Takes a worker. Raises Refused if it is of another program or was made for another run."""
+        """Takes a worker; other methods raise Stranger for one that has not joined.
+
+        Raises Refused if it is of another program, or was made for another run.
+        """
         if found := difference(versions(), hello["versions"]):
             raise Refused(f"the worker {hello['name']} has another program: {found}. Start both from one installation")
         if hello["run"] not in (None, self.spec["run"]):
@@ -185,7 +192,7 @@ class Hub:
             self._changed.notify_all()
 
     def begin(self, request: Request, checksum: int, version: int) -> Job:
-        """Opens a request to the workers. One at a time: Raises RuntimeError if another is open."""
+        """Opens a request to the workers. One at a time: raises RuntimeError if another is open."""
         with self._changed:
             if self._job is not None:
                 raise RuntimeError("the fleet samples one request at a time")
@@ -245,7 +252,7 @@ class Hub:
     def _member(self, worker: str) -> Member:
         member = self._members.get(worker)
         if member is None:
-            raise KeyError(f"worker {worker} has not joined")
+            raise Stranger(f"worker {worker} has not joined")
         member.seen = self._clock()
         return member
 

@@ -110,7 +110,10 @@ def assembled(shapes: Params, parts: Iterable[tuple[Mapping[str, Any], bytearray
                 raise ValueError(f"the trainer's weights have {piece}, and the model's {name} is {array.shape}")
             count = int(np.prod(shape, dtype=np.int64))
             values = np.frombuffer(held, array.dtype, count, at).reshape(shape)
-            array[tuple(map(slice, start, end))] = values
+            if values.size == array.size:
+                arrays[name] = values  # no second copy in memory
+            else:
+                array[tuple(map(slice, start, end))] = values
             at, missing[name] = at + values.nbytes, missing[name] - count
     if wrong := [name for name, count in missing.items() if count]:
         raise ValueError(f"the trainer's weights do not cover {wrong[0]} exactly once")

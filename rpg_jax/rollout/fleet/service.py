@@ -8,7 +8,7 @@ from typing import Any
 import grpc
 
 from rpg_jax.rollout.fleet import messages
-from rpg_jax.rollout.fleet.hub import Hub, Refused
+from rpg_jax.rollout.fleet.hub import Hub, Refused, Stranger
 from rpg_jax.rollout.fleet.shelf import Shelf
 from rpg_jax.rollout.serving.access import Access
 from rpg_jax.storage import journal_records
@@ -68,14 +68,14 @@ class Service:
             try:
                 head, body = messages.unpack(message)
                 if head.get("session", self.session) != self.session:
-                    raise KeyError("this trainer is another process than the one that was joined")
+                    raise Stranger("this trainer is another process than the one that was joined")
                 answer = method(head, body)
                 return messages.pack(*answer) if isinstance(answer, tuple) else messages.pack(answer)
             except Refused as error:
                 context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
-            except KeyError as error:
-                context.abort(grpc.StatusCode.NOT_FOUND, f"{error}: join again")
-            except (ValueError, TypeError, OverflowError) as error:
+            except Stranger as error:
+                context.abort(grpc.StatusCode.NOT_FOUND, str(error))
+            except (ValueError, LookupError, TypeError, OverflowError) as error:
                 context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{type(error).__name__}: {error}")
             raise AssertionError("abort raises")
 
