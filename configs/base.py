@@ -150,7 +150,7 @@ FIELDS = Section(
         url=Field(optional(str), "The server, as http://localhost:8000/v1, or the address of a scoring endpoint."),
         kind=Field("chat", "chat: a model is asked by /chat/completions and its last line holds the grade. score: a "
             "POST of {prompts, completions, answers} returns {scores}.", choices=("chat", "score")),
-        model=Field("default", "The model's name, as the server has it."),
+        model=Field("default", "The model's name, as the server's list (/v1/models) has it."),
         prompt=Field("", "chat: the question to the judge, with {completion}, and {prompt}, {answer} and {scale} where "
             'they are wanted. "": a grade from 0 to the scale, with question and reference answer.'),
         scale=Field(10.0, "chat: the highest grade; the score is the grade's share of it.", range="(0, 1e6]"),

@@ -24,7 +24,8 @@ def run(tmp_path, popen):
         )
     subprocess.run([sys.executable, "rows.py"], cwd=tmp_path, check=True)
     fields = {
-        "model.num_layers": 2, "model.embed_dim": 64, "model.hidden_dim": 128, "train.steps": 2,
+        "model.num_layers": 2, "model.embed_dim": 64, "model.hidden_dim": 128, "train.steps": 1, "method": "GRPO",
+        "rollout.slots": 16, "rollout.prompts_per_step": 8,
         "warm_start.batch_size": 16, "warm_start.epochs": 6, "checkpoint.every": 9, "evaluation.every": 12,
         "evaluation.problems": 8, "warm_start.dir": tmp_path / "warm", "run.dir": tmp_path,
         "run.compilation_cache": tmp_path / "cache",
