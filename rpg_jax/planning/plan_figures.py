@@ -17,7 +17,7 @@ from rpg_jax.planning.topologies import Topology
 from rpg_jax.rollout import Decoding, footprint
 from rpg_jax.rollout.decoding import prompt_bucket, prompts_per_prefill
 from rpg_jax.runs import memory
-from rpg_jax.runs.experiment import reference_rule
+from rpg_jax.runs.algorithm import reference_rule
 from rpg_jax.runs.layout import Layout, row_shape
 
 
