@@ -17,7 +17,7 @@ from rpg_jax import models, parallel, planning
 from rpg_jax.benchmarks import subject
 from rpg_jax.benchmarks.subject import Subject, progress
 from rpg_jax.runs.cli import Parser
-from rpg_jax.runs.layout import Layout, abstract_model
+from rpg_jax.runs.layout import Layout, abstract_model, with_adapters
 
 
 def arguments(parser: Parser) -> None:
@@ -75,4 +75,5 @@ def _with_layers(layout: Layout, depth: int) -> Layout:
     model = dataclasses.replace(layout.model, num_layers=depth)
     graphdef, shapes = abstract_model(layout.config, model)
     shardings = parallel.shardings(models.logical_axes(model), shapes, layout.mesh, layout.rules)
-    return dataclasses.replace(layout, model=model, graphdef=graphdef, param_shapes=shapes, param_shardings=shardings)
+    own = {"model": model, "graphdef": graphdef, "param_shapes": shapes, "param_shardings": shardings}
+    return with_adapters(dataclasses.replace(layout, **own))

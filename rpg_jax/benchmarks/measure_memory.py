@@ -2,7 +2,7 @@
 
 `peak_bytes` is the measured peak: of a device on GPU and TPU, of the process on CPU. `update_…` and `logprobs_…` are
 the compiler's figures: bytes of arguments, of temporaries, of outputs, and of arguments that outputs overwrite.
-`state_bytes` counts the weights and the optimizer's state.
+`state_bytes` counts the weights, frozen ones too, and the optimizer's state.
 """
 
 import argparse
@@ -25,12 +25,12 @@ def run(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def bench_memory(one: Subject) -> dict[str, Any]:
     with one.layout.activate():
         progress(f"{one.name}: weights, compiling")
-        state, batch = one.state(), one.batch()
+        base, state, batch = one.base(), one.state(), one.batch()
         logprobs = one.programs.logprobs.lower(state.params, batch.rows).compile()
         update = one.programs.fused.lower(state, batch).compile()
         began = time.perf_counter()
-        jax.block_until_ready(logprobs(state.params, batch.rows))
-        state, _ = jax.block_until_ready(update(state, batch))
+        jax.block_until_ready(logprobs(base, state.params, batch.rows))
+        state, _ = jax.block_until_ready(update(base, state, batch))
         seconds = time.perf_counter() - began
     result = {
         "bench": "memory",
@@ -40,7 +40,7 @@ def bench_memory(one: Subject) -> dict[str, Any]:
         "seconds": seconds,
         "tokens_per_s": one.tokens / seconds,
         "peak_bytes": subject.measured_peak(),
-        "state_bytes": sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state)),
+        "state_bytes": sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves((base, state))),
     }
     for name, program in (("update", update), ("logprobs", logprobs)):
         if (asked := program.memory_analysis()) is not None:  # some platforms do not say

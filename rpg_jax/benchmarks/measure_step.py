@@ -21,6 +21,7 @@ import jax
 from rpg_jax.benchmarks import subject
 from rpg_jax.benchmarks.opponent import Opponent
 from rpg_jax.benchmarks.subject import DIMENSIONS, Subject, progress
+from rpg_jax.models import parameter_count
 from rpg_jax.runs.cli import Parser
 
 
@@ -42,16 +43,16 @@ def bench_step(one: Subject, repeats: int, against: str | None) -> dict[str, Any
         batch = one.batch()
         with ThreadPoolExecutor(1) as pool:
             compiling = pool.submit(one.programs.fused.lower(one.learner.like, batch).compile)
-            state = one.state()
+            base, state = one.base(), one.state()
             update = compiling.result()
-        state, _ = jax.block_until_ready(update(state, batch))
+        state, _ = jax.block_until_ready(update(base, state, batch))
         first = subject.since_start()
         opponent = _opponent(against, one) if against else None
         ours: list[float] = []
         theirs: list[dict[str, Any]] = []
         for repeat in range(repeats):
             began = time.perf_counter()
-            state, metrics = jax.block_until_ready(update(state, batch))
+            state, metrics = jax.block_until_ready(update(base, state, batch))
             ours.append(time.perf_counter() - began)
             if opponent:
                 theirs.append(opponent.work())
@@ -63,7 +64,8 @@ def bench_step(one: Subject, repeats: int, against: str | None) -> dict[str, Any
         "subject": one.name,
         "device": jax.devices()[0].device_kind,
         "devices": jax.device_count(),
-        "parameters": sum(x.size for x in jax.tree.leaves(state.params)),
+        "parameters": parameter_count(one.layout.model),
+        "trained": sum(x.size for x in jax.tree.leaves(state.params)),
         "tokens": one.tokens,
         "seconds": seconds,
         "seconds_min": min(ours),

@@ -20,6 +20,7 @@ from rpg_jax.data import RowShape
 from rpg_jax.models import QwenConfig
 from rpg_jax.planning import CHIPS, training_flops
 from rpg_jax.runs import cli, config_files
+from rpg_jax.runs.adapters import first_adapters, new_base
 from rpg_jax.runs.layout import Layout, make_layout, row_shape
 from rpg_jax.runs.learner import Learner, learner_programs, make_learner, policy_objective
 from rpg_jax.runs.resolve import resolve
@@ -71,7 +72,8 @@ class Subject:
     @classmethod
     def of(cls, name: str, layout: Layout) -> Subject:
         learner = make_learner(layout, supervised=True)  # without a learned baseline
-        return cls(name, layout, learner, learner_programs(layout, learner, policy_objective(layout.config)))
+        objective = policy_objective(layout.config)
+        return cls(name, layout, learner, learner_programs(layout, learner, objective, layout.abstract_base))
 
     @property
     def shape(self) -> RowShape:
@@ -91,11 +93,13 @@ class Subject:
         return training_flops(self.layout.model, **sizes, frozen=self.layout.lora is not None)
 
     def state(self) -> TrainState:
-        """Random weights and the optimizer's first state; `learner.like` has their shapes."""
-        layout, m = self.layout, self.layout.config.model
-        dtypes = {"param_dtype": m.param_dtype, "compute_dtype": m.compute_dtype}
-        _, params = models.init(layout.model, **dtypes, remat=m.remat, shardings=layout.param_shardings)
-        return self.learner.create(params)
+        """Random weights or adapters, and the optimizer's first state; `learner.like` has their shapes."""
+        layout = self.layout
+        return self.learner.create(_random(layout) if layout.lora is None else first_adapters(layout))
+
+    def base(self) -> models.Base | None:
+        """Random frozen weights beside adapters: the first argument of a compiled program."""
+        return None if self.layout.lora is None else new_base(self.layout, _random)
 
     def batch(self) -> Batch:
         """Random tokens in rows without padding, each completion at its row's end; policies are a little apart."""
@@ -125,6 +129,13 @@ class Subject:
         model = {"tokens": tokens, "positions": places, "segment_ids": ones}
         own, columns = jax.tree.map(place, (model | trained, columns | {"advantages": advantages}))
         return Batch(rows=Rows(**own), **columns)
+
+
+def _random(layout: Layout) -> Any:
+    """Random weights of a layout."""
+    m = layout.config.model
+    dtypes = {"param_dtype": m.param_dtype, "compute_dtype": m.compute_dtype}
+    return models.init(layout.model, **dtypes, remat=m.remat, shardings=layout.param_shardings)[1]
 
 
 def arguments(parser: cli.Parser) -> None:

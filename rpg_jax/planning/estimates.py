@@ -9,7 +9,7 @@ from rpg_jax.models.sizes import parameter_count
 from rpg_jax.planning.compiling import Program
 from rpg_jax.planning.flops import forward_flops, token_flops, training_flops
 from rpg_jax.planning.hlo import Costs
-from rpg_jax.rollout import Decoding, prefill_shape
+from rpg_jax.rollout import Decoding, footprint, prefill_shape
 from rpg_jax.runs import memory
 from rpg_jax.runs.layout import Layout, row_shape, rows_per_update
 
@@ -31,8 +31,8 @@ def _training(layout: Layout) -> dict[str, tuple[Costs, float]]:
     """Weights are gathered for every pass and gradients are summed once; a collective for each layer and pass."""
     c, model, shape, chips = layout.config, layout.model, row_shape(layout.config), layout.mesh.size
     sizes = {"rows": shape.rows, "length": shape.length, "predicted": shape.completion_length}
-    weights, held = parameter_count(model), memory.bytes_on_a_device(layout.abstract_trained)
-    frozen = 0 if layout.abstract_base is None else memory.bytes_on_a_device(layout.abstract_base)
+    weights, held = parameter_count(model), footprint.bytes_on_a_device(layout.abstract_trained)
+    frozen = 0 if layout.abstract_base is None else footprint.bytes_on_a_device(layout.abstract_base)
     summed = sum(4 * x.size for x in jax.tree.leaves(layout.trained_shapes))
     width, layers = 2 if c.model.compute_dtype == "bfloat16" else 4, model.num_layers
     split = layout.mesh.shape["fsdp"] > 1
@@ -74,8 +74,8 @@ def _sampling(layout: Layout, decoding: Decoding) -> dict[str, tuple[Costs, floa
     assert decoding.mesh is not None, "a plan decodes on a mesh"
     model, slots, mesh = layout.model, decoding.slots, decoding.mesh
     tensor, layers = mesh.shape["tensor"], model.num_layers
-    weights = memory.bytes_on_a_device(memory.decoding_params(layout, decoding))
-    cache, copies = memory.cache_bytes(model, decoding), mesh.size // (tensor * mesh.shape["expert"])
+    weights = footprint.bytes_on_a_device(memory.decoding_params(layout, decoding))
+    cache, copies = footprint.cache_bytes(model, decoding), mesh.size // (tensor * mesh.shape["expert"])
     own = slots / copies  # of a copy
     logits = 4 * own * model.vocab_size
     split = tensor > 1

@@ -13,7 +13,7 @@ from rpg_jax.planning.compiling import Program, compile_program
 from rpg_jax.planning.lengths import Lengths
 from rpg_jax.planning.plan_figures import lengths_of, reference_differs, step_figures
 from rpg_jax.planning.topologies import Topology
-from rpg_jax.rollout import Decoding
+from rpg_jax.rollout import Decoding, footprint
 from rpg_jax.runs import memory
 from rpg_jax.runs.experiment import open_tokenizer
 from rpg_jax.runs.layout import Layout, make_layout, model_config, row_shape, rows_per_update
@@ -75,12 +75,12 @@ def resident(layout: Layout, learner: Learner, decoding: Decoding) -> dict[str, 
     its log-probs.
     """
     c, shape = layout.config, row_shape(layout.config)
-    weights = memory.bytes_on_a_device(layout.abstract_trained)
-    frozen = 0 if layout.abstract_base is None else memory.bytes_on_a_device(layout.abstract_base)
-    slots = memory.bytes_on_a_device(learner.like) - weights  # without what waits on the host
+    weights = footprint.bytes_on_a_device(layout.abstract_trained)
+    frozen = 0 if layout.abstract_base is None else footprint.bytes_on_a_device(layout.abstract_base)
+    slots = footprint.bytes_on_a_device(learner.like) - weights  # without what waits on the host
     params = memory.decoding_params(layout, decoding)
-    own = memory.bytes_on_a_device(params) if memory.has_copy(layout, decoding) else 0
-    cache = memory.cache_bytes(layout.model, decoding)
+    own = footprint.bytes_on_a_device(params) if memory.has_copy(layout, decoding) else 0
+    cache = footprint.cache_bytes(layout.model, decoding)
     row = 4 * (3 * shape.length + 8 * shape.completion_length)
     training = own + c.rollout.prompts_per_step * c.rollout.group_size * row / layout.mesh.size
     stays = c.reference.resident and "reference" not in offloaded(c)

@@ -20,7 +20,7 @@ from rpg_jax.rollout.fleet.published import Published
 from rpg_jax.rollout.fleet.service import Service
 from rpg_jax.rollout.fleet.shelf import Shelf
 from rpg_jax.rollout.serving.access import CERTIFICATE, PRIVATE_KEY, Access, ApiKey, is_loopback, pem_file
-from rpg_jax.runs import processes, run_folder
+from rpg_jax.runs import memory, processes, run_folder
 from rpg_jax.runs.experiment import Experiment, make_rollout
 
 
@@ -62,7 +62,6 @@ def spec_of(experiment: Experiment) -> dict[str, Any]:
     """What a worker must know of a run, JSON-able; a worker that was made for another spec is refused."""
     c, layout = experiment.config, experiment.layout
     identity = json.dumps(run_folder.identity(c), sort_keys=True)
-    prompts = c.rollout.prompts_per_step * (c.dynamic_sampling.oversample if c.dynamic_sampling.enabled else 1)
     spec = {
         "run": c.run.name,
         "config": hashlib.sha256(identity.encode()).hexdigest()[:12],
@@ -73,7 +72,7 @@ def spec_of(experiment: Experiment) -> dict[str, Any]:
         "compute_dtype": c.model.compute_dtype,
         "capacity": rollout.capacity(c.task.max_prompt_tokens, c.rollout.max_tokens),
         "slots": c.rollout.slots,
-        "needed": prompts * c.rollout.group_size,
+        "needed": memory.prompts_of_a_step(c) * c.rollout.group_size,
         "tensor": c.rollout.tensor,
         "expert": c.rollout.expert,
         "int8": c.rollout.int8,

@@ -54,10 +54,12 @@ def split(rows: Sequence[Mapping[str, Any]], most: int) -> tuple[list[Mapping[st
 def _line(number: int, row: Any) -> str:
     if not isinstance(row, Mapping):
         raise ValueError(f"row {number}: expected a dict, got {type(row).__name__}")
-    try:
-        return json.dumps(dict(row), ensure_ascii=False, default=_plain)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"row {number}: {error}; leave such a column out") from error
+    for name, value in row.items():
+        try:
+            json.dumps({name: value}, default=_plain)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"row {number}, {name!r}: {error}; leave this column out") from error
+    return json.dumps(dict(row), ensure_ascii=False, default=_plain)
 
 
 def _plain(value: Any) -> Any:

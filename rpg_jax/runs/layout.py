@@ -135,12 +135,17 @@ def make_layout(
         device_memory = device_memory or (host[0].memory_stats() or {}).get("bytes_limit")
     hosts = 1 if rollout.find_driver(config.rollout.driver).spans_hosts else len(devices) // len(host)
     decoding = decoding or list(mesh.devices.flat if hosts == 1 else host)
-    found = Layout(config, mesh, rules, model, graphdef, shapes, shardings, decoding, hosts, device_memory)
-    if (lora := found.lora) is None:
-        return found
-    own = adapter_shapes(model, lora, jnp.dtype(config.model.param_dtype))
-    where = parallel.shardings(adapter_axes(model, lora), own, mesh, rules)
-    return dataclasses.replace(found, adapter_shapes=own, adapter_shardings=where)
+    whole = Layout(config, mesh, rules, model, graphdef, shapes, shardings, decoding, hosts, device_memory)
+    return with_adapters(whole)
+
+
+def with_adapters(layout: Layout) -> Layout:
+    """The layout with the adapters that its config asks for."""
+    if (lora := layout.lora) is None:
+        return layout
+    own = adapter_shapes(layout.model, lora, jnp.dtype(layout.config.model.param_dtype))
+    where = parallel.shardings(adapter_axes(layout.model, lora), own, layout.mesh, layout.rules)
+    return dataclasses.replace(layout, adapter_shapes=own, adapter_shardings=where)
 
 
 def lora_of(config: ConfigDict) -> models.Lora | None:

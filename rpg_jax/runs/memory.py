@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from rpg_jax import models, parallel
-from rpg_jax.models import QwenConfig
 from rpg_jax.models.lora import attached
 from rpg_jax.models.quantized import quantized, quantized_shardings
 from rpg_jax.rollout import Decoding
-from rpg_jax.rollout.decode_state import DecodeState
+from rpg_jax.rollout.footprint import LEFT_FREE, bytes_on_a_device, placed, slots_beside
 from rpg_jax.runs.layout import Layout
 from rpg_jax.runs.learner import Learner, make_learner, offloaded
 from rpg_jax.training.dynamic_sampling import UNKNOWN_SHARE
-
-UNKNOWN_MEMORY_SLOTS = 128  # over all devices that decode together
-_LEFT_FREE = 1 / 16  # of a device: prefilled prompts that wait, temporaries, gaps
-_LOGITS = 4  # arrays f32[slots, vocabulary] at the peak of a decode step
-_TILE = 16  # slots of a copy: rows of a bf16 tile
 
 
 def prompts_of_a_step(config: ConfigDict) -> int:
@@ -32,15 +24,6 @@ def prompts_of_a_step(config: ConfigDict) -> int:
     if not dynamic.enabled:
         return wanted
     return wanted * dynamic.oversample or math.ceil(wanted / UNKNOWN_SHARE)
-
-
-def slots_that_fit(memory: float, held: float, slot: float, *, tile: int, needed: int) -> int:
-    """Decode slots of a device: those that fit, in whole tiles, but no more than `needed`, and at least one.
-
-    floor((memory × 15/16 - held) / slot): bytes of the device, of what else it holds, and of a slot.
-    """
-    fitting = max(1, math.floor((memory * (1 - _LEFT_FREE) - held) / slot))
-    return min(fitting - fitting % tile if fitting > tile else fitting, needed)
 
 
 def slots_of_a_device(layout: Layout, decoding: Decoding) -> int:
@@ -53,15 +36,13 @@ def slots_of_a_device(layout: Layout, decoding: Decoding) -> int:
     c, mesh = layout.config, decoding.mesh
     assert mesh is not None, "a layout decodes on a mesh"
     needed = -(-prompts_of_a_step(c) * c.rollout.group_size // (mesh.size * layout.decoding_hosts))
-    if layout.device_memory is None:
-        return min(needed, -(-UNKNOWN_MEMORY_SLOTS // mesh.size))
-    own = bytes_on_a_device(decoding_params(layout, decoding))
-    held = own + (0 if c.rollout.devices else held_while_sampling(layout, make_learner(layout), decoding))
-    copy = mesh.shape["tensor"] * mesh.shape["expert"]
-    slot = cache_bytes(layout.model, decoding) + _LOGITS * 4 * layout.model.vocab_size * copy
-    if c.rollout.max_staleness and not c.rollout.devices:
-        held += (layout.device_memory * (1 - _LEFT_FREE) - held) / 2
-    return slots_that_fit(layout.device_memory, held, slot, tile=-(-_TILE // copy), needed=needed)
+    held = 0.0
+    if layout.device_memory is not None:
+        held = bytes_on_a_device(decoding_params(layout, decoding))
+        held += 0 if c.rollout.devices else held_while_sampling(layout, make_learner(layout), decoding)
+        if c.rollout.max_staleness and not c.rollout.devices:
+            held += (layout.device_memory * (1 - LEFT_FREE) - held) / 2
+    return slots_beside(held, layout.device_memory, layout.model, decoding, needed)
 
 
 def held_while_sampling(layout: Layout, learner: Learner, decoding: Decoding) -> float:
@@ -83,13 +64,6 @@ def has_copy(layout: Layout, decoding: Decoding) -> bool:
     if layout.lora is not None:
         return c.model.lora.merged or decoding.shardings is not None or (decoding.int8 and not c.model.lora.int8)
     return decoding.dtype is not None or decoding.shardings is not None or decoding.int8
-
-
-def placed(shapes: Any, shardings: Any) -> Any:
-    """ShapeDtypeStructs with shardings; `shardings` is a tree like `shapes`, or one for all."""
-    if isinstance(shardings, jax.sharding.Sharding):
-        shardings = jax.tree.map(lambda _: shardings, shapes)
-    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
 
 
 def decoding_params(layout: Layout, decoding: Decoding) -> Any:
@@ -114,18 +88,3 @@ def decoding_base(layout: Layout, decoding: Decoding) -> models.Base:
     if layout.config.model.lora.int8 or decoding.int8:
         shapes, where = jax.eval_shape(quantized, shapes), quantized_shardings(where, shapes)
     return models.Base(placed(shapes, where), layout.lora.scale)
-
-
-def bytes_on_a_device(tree: Any) -> float:
-    """Bytes of ShapeDtypeStructs with shardings; arrays in host memory do not count."""
-    leaves = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind in (None, "device")]
-    return float(sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves))
-
-
-def cache_bytes(model: QwenConfig, decoding: Decoding) -> float:
-    """Bytes of the decode state on a device."""
-    assert decoding.mesh is not None, "a layout decodes on a mesh"
-    size, int8 = (decoding.slots, decoding.capacity, decoding.dtype or jnp.float32), {"int8_kv": decoding.int8_kv}
-    shapes = jax.eval_shape(functools.partial(DecodeState.empty, model, *size, **int8))
-    where = parallel.shardings(DecodeState.logical_axes(**int8), shapes, decoding.mesh, decoding.rules)
-    return bytes_on_a_device(placed(shapes, where))

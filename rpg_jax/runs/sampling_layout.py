@@ -38,7 +38,7 @@ def make_decoding(layout: Layout) -> rollout.Decoding:
     """How a layout decodes: in copies of the weights, `rollout.tensor` × `rollout.expert` devices each.
 
     Each copy has all weights, so that a decode step gathers none. Key-value heads that `rollout.tensor` does not divide
-    are on each of its devices. `rollout.slots` unset takes as many slots as fit, see `memory.slots_that_fit`.
+    are on each of its devices. `rollout.slots` unset takes as many slots as fit, see `memory.slots_of_a_device`.
 
     Raises:
       ValueError: copies that do not divide the devices, or a driver that cannot decode in several processes.

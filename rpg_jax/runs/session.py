@@ -18,13 +18,12 @@ from rpg_jax.report.progress import Progress
 from rpg_jax.rollout import weights_checksum
 from rpg_jax.runs import cli, inputs, processes, run_folder
 from rpg_jax.runs.adapters import first_adapters, open_base
+from rpg_jax.runs.algorithm import make_algorithm, make_drift
 from rpg_jax.runs.evaluation import HeldOut
 from rpg_jax.runs.experiment import (
     Experiment,
     evaluation_generator,
     init_params,
-    make_algorithm,
-    make_drift,
     make_scorer,
     no_params,
     open_experiment,

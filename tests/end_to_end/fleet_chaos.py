@@ -146,8 +146,8 @@ def chaos(folder, *, steps, processes, seed, pause, patience, settings=()):
         events = disturb(crew, random.Random(seed), busy, pause)
         outputs = printed(trainer, timeout=60)
         seconds = time.monotonic() - first
+        assert all(process.returncode == 0 for process in trainer), "\n".join(outputs)
         codes = crew.ended(timeout=60)
-    assert all(process.returncode == 0 for process in trainer), "\n".join(outputs)
     assert_same_run(folder / "plain", folder / "fleet")
     assert outputs[0].splitlines()[-1] == plain[0].splitlines()[-1], "the weights differ"
     assert set(codes) <= {0}, codes

@@ -129,6 +129,7 @@ CUTS = {
     "positions": dict(rows=("x",), width=("x",), positions=("y",)),
     "vocabulary alone": dict(rows=("x",), vocab=("y",)),
 }
+IN_EVERY_RUN = ("a copy of the head on some rows", "vocabulary and width", "positions")  # each branch of the cut once
 
 
 def cut_inputs(dtype=jnp.float32):
@@ -138,7 +139,11 @@ def cut_inputs(dtype=jnp.float32):
 
 
 @pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("axes", CUTS.values(), ids=CUTS)
+@pytest.mark.parametrize(
+    "axes",
+    [pytest.param(CUTS[name], id=name) for name in IN_EVERY_RUN]
+    + [pytest.param(axes, id=name, marks=pytest.mark.slow) for name, axes in CUTS.items() if name not in IN_EVERY_RUN],
+)
 def test_a_cut_gives_the_numbers_of_one_device(axes):
     cut = Cut(Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("x", "y")), **axes)
     hidden, head, targets = cut_inputs(jnp.float64)  # 38 words: four devices hold 10, 10, 10 and 8

@@ -84,6 +84,7 @@ def test_descending_the_mean_gradient_reaches_the_optimum_of_the_divergence():
     assert kl(end, reverse_kl_optimum(x.reference, x.rewards, 0.5)) > 1e-3
 
 
+@pytest.mark.slow  # each estimator in the default run has a test of its moments
 def test_the_committed_page_gives_the_verdicts_that_the_code_computes():
     verdicts = {}
     for line in PAGE.read_text().splitlines():

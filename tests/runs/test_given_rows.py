@@ -35,7 +35,7 @@ def test_what_no_row_can_be_is_named(tmp_path):
         given_rows.listed({"train": ROWS, "test": ROWS}, "data")
     with pytest.raises(ValueError, match="data has no rows"):
         given_rows.listed(iter([]), "data")
-    with pytest.raises(ValueError, match="row 1: a value of the type bytes is no JSON; leave such a column out"):
+    with pytest.raises(ValueError, match="row 1, 'image': a value of the type bytes is no JSON; leave this column out"):
         given_rows.write([ROWS[0], {**ROWS[1], "image": b""}], str(tmp_path))
     with pytest.raises(ValueError, match="row 0: expected a dict, got str"):
         given_rows.write(["1+1"], str(tmp_path))

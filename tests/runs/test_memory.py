@@ -5,7 +5,7 @@ import dataclasses
 import jax
 
 from configs import qwen3_0p6b_gsm8k, qwen3_4b_8k, tiny
-from rpg_jax.runs import memory
+from rpg_jax.rollout import footprint
 from rpg_jax.runs.layout import make_layout
 from rpg_jax.runs.resolve import resolve
 from rpg_jax.runs.sampling_layout import make_decoding
@@ -24,11 +24,13 @@ def decoding_of(config, device_memory, **changes):
 
 
 def test_slots_that_fit_by_hand():
-    assert memory.slots_that_fit(160, held=50, slot=10, tile=4, needed=99) == 8  # (150 - 50) / 10 = 10, in tiles of 4
-    assert memory.slots_that_fit(160, held=50, slot=10, tile=1, needed=99) == 10
-    assert memory.slots_that_fit(160, held=50, slot=40, tile=4, needed=99) == 2  # less than a tile
-    assert memory.slots_that_fit(160, held=50, slot=1, tile=4, needed=6) == 6
-    assert memory.slots_that_fit(160, held=155, slot=10, tile=4, needed=6) == 1
+    assert (
+        footprint.slots_that_fit(160, held=50, slot=10, tile=4, needed=99) == 8
+    )  # (150 - 50) / 10 = 10, in tiles of 4
+    assert footprint.slots_that_fit(160, held=50, slot=10, tile=1, needed=99) == 10
+    assert footprint.slots_that_fit(160, held=50, slot=40, tile=4, needed=99) == 2  # less than a tile
+    assert footprint.slots_that_fit(160, held=50, slot=1, tile=4, needed=6) == 6
+    assert footprint.slots_that_fit(160, held=155, slot=10, tile=4, needed=6) == 1
 
 
 def test_slots_fill_what_weights_and_optimizer_leave():

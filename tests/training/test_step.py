@@ -237,6 +237,7 @@ def test_a_nonfinite_loss_or_gradient_is_skipped_and_counted():
     )
 
 
+@pytest.mark.slow  # the model, the log-probs and the losses have packing tests of their own in the default run
 def test_packed_rows_change_nothing(plain):
     programs, state, _ = make()
     for seed in (0, 1):
@@ -244,6 +245,7 @@ def test_packed_rows_change_nothing(plain):
     assert_same((jax.device_get(state), jax.device_get(metrics)), plain)
 
 
+@pytest.mark.slow  # in the default run test_optimizer has its rate, and tests/storage its evaluation weights
 def test_schedule_free_trains_and_evaluates_at_its_average():
     programs, state, _ = make(name="schedule_free_adamw", learning_rate=1e-3)
     optimizer = make_optimizer(

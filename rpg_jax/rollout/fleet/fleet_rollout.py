@@ -28,7 +28,8 @@ class FleetRollout(Rollout):
     by workers before they sample, so a sync never waits.
 
     Args:
-      advertised: the address of `service` for workers and for the other processes.
+      service: not started yet.
+      advertised: its address for workers and for the other processes.
       connect: a link to another process of the trainer.
       waiting: called every second while there is no worker.
     """
@@ -49,10 +50,9 @@ class FleetRollout(Rollout):
         self.weights, self.address = weights, advertised
         self._hub, self._shelf, self._service, self._waiting = hub, shelf, service, waiting
         self._exchanges = itertools.count()
-        service.trainers = [one.decode() for one in hosts.all_gather_bytes(advertised.encode())]
-        self._peers = [
-            None if i == jax.process_index() else connect(address) for i, address in enumerate(service.trainers)
-        ]
+        trainers = [one.decode() for one in hosts.all_gather_bytes(advertised.encode())]
+        self._peers = [None if i == jax.process_index() else connect(address) for i, address in enumerate(trainers)]
+        service.start(trainers)
 
     def generate(self, request: Request) -> list[list[Completion]]:
         request.check_fits(capacity=self._hub.spec["capacity"], vocab_size=self._hub.spec["vocab_size"])

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rpg_jax.rollout.fleet.job import Job, fault_of
 from rpg_jax.rollout.fleet.messages import difference, versions
 from rpg_jax.rollout.interface import Request
 from rpg_jax.rollout.weights import RolloutError
@@ -44,31 +45,6 @@ class Member:
     progress: int = -1
     loans: int = 0
     told: bool = False
-
-
-@dataclasses.dataclass
-class Job:
-    """A request in progress.
-
-    Attributes:
-      number: counts the requests of this process.
-      checksum: of the weights that sample it; `version` is their version.
-      waiting: places to lend, in order.
-      lent: for each place the workers that have it.
-      complete: groups by place, in the order in which they came. `taken` of them were handed to the caller.
-      faults: for each place the workers that failed, and what the last one said.
-    """
-
-    number: int
-    request: Request
-    checksum: int
-    version: int
-    wanted: int
-    waiting: collections.deque[int]
-    lent: dict[int, set[str]] = dataclasses.field(default_factory=dict)
-    complete: dict[int, list[Completion]] = dataclasses.field(default_factory=dict)
-    taken: int = 0
-    faults: dict[int, list[tuple[str, str]]] = dataclasses.field(default_factory=dict)
 
 
 class Hub:
@@ -144,9 +120,7 @@ class Hub:
                 return None
             part = -(-len(job.waiting) // (2 * max(1, self._alive())))
             most = room // job.request.group_size
-            places = [job.waiting.popleft() for _ in range(max(1, min(most, part)))]
-            for place in places:
-                job.lent.setdefault(place, set()).add(worker)
+            places = job.lend(worker, max(1, min(most, part)))
             member.loans += len(places)
             member.moved = self._clock()
             return job, places
@@ -164,20 +138,18 @@ class Hub:
             if key["weights"] != f"{job.checksum:016x}":
                 mine = f"{job.checksum:016x}, version {job.version}"
                 raise Refused(f"{member.name} sampled with weights {key['weights']}, and the trainer has {mine}")
-            if fault := _fault(job.request, self.spec["vocab_size"], group):
+            if fault := fault_of(group, job.request, self.spec["vocab_size"]):
                 raise Refused(f"{member.name} returned no group of prompt {job.request.prompt_ids[place]}: {fault}")
-            if worker in job.lent.get(place, ()):
-                job.lent[place].discard(worker)
-                member.loans -= 1
-            if place in job.complete:
-                self._compare(member.name, job, place, group)
-                return False
-            if place in job.waiting:  # it was taken from this worker, and nobody has it yet
-                job.waiting.remove(place)
-            job.complete[place] = list(group)
-            self._counts["groups"] += 1
-            self._changed.notify_all()
-            return True
+            member.loans -= job.returned(worker, place)
+            if job.keep(place, group):
+                self._counts["groups"] += 1
+                self._changed.notify_all()
+                return True
+            self._counts["duplicates"] += 1
+            if job.differs(place, group):
+                self._counts["differing"] += 1
+                self._say_that_it_differs(member.name, job, place)
+            return False
 
     def release(self, worker: str, number: int, places: Sequence[int], fault: str | None) -> None:
         """Takes back groups that a worker does not sample; `fault` says why, if it failed."""
@@ -188,7 +160,7 @@ class Hub:
             for place in places:
                 self._take_back(worker, place)
                 if fault is not None:
-                    job.faults.setdefault(place, []).append((worker, f"{member.name}: {fault}"))
+                    job.failed(worker, place, f"{member.name}: {fault}")
             self._changed.notify_all()
 
     def begin(self, request: Request, checksum: int, version: int) -> Job:
@@ -196,10 +168,8 @@ class Hub:
         with self._changed:
             if self._job is not None:
                 raise RuntimeError("the fleet samples one request at a time")
-            places = [place for place in range(len(request.prompts)) if place not in request.done]
             self._jobs += 1
-            wanted = len(places) if request.enough is None else request.enough
-            self._job = Job(self._jobs, request, checksum, version, wanted, collections.deque(places))
+            self._job = Job(self._jobs, request, checksum, version)
             return self._job
 
     def take(self, job: Job, seconds: float) -> list[tuple[int, list[Completion]]]:
@@ -209,16 +179,11 @@ class Hub:
         """
         with self._changed:
             self._expire()
-            if len(job.complete) == job.taken:
+            if not job.has_news:
                 self._changed.wait(seconds)
-            for place, faults in job.faults.items():
-                failed = {worker for worker, _ in faults}
-                if len(faults) >= 2 and len(failed) >= min(2, self._alive()) and place not in job.complete:
-                    prompt_id, step = job.request.prompt_ids[place], job.request.step
-                    raise RolloutError(f"prompt {prompt_id} of step {step} failed {len(faults)} times: {faults[-1][1]}")
-            found = list(job.complete.items())[job.taken : job.wanted]
-            job.taken += len(found)
-            return found
+            if fault := job.fault(workers=self._alive()):
+                raise RolloutError(fault)
+            return job.take()
 
     def end(self) -> None:
         """Closes the request in progress; what workers still return of it is late."""
@@ -275,43 +240,16 @@ class Hub:
         if job is None or member is None:
             return
         for place in [only] if only is not None else list(job.lent):
-            if worker in job.lent.get(place, ()):
-                job.lent[place].discard(worker)
+            if job.returned(worker, place):
                 member.loans -= 1
-                if place not in job.complete and not job.lent[place] and place not in job.waiting:
-                    job.waiting.appendleft(place)
-                    self._counts["reassigned"] += 1
+                self._counts["reassigned"] += job.wait(place)
         self._changed.notify_all()
 
-    def _compare(self, name: str, job: Job, place: int, group: Sequence[Completion]) -> None:
-        self._counts["duplicates"] += 1
-        kept = job.complete[place]
-        if any(list(a.tokens) != list(b.tokens) for a, b in zip(kept, group, strict=True)):
-            self._counts["differing"] += 1
-            prompt_id = job.request.prompt_ids[place]
-            print(
-                f"fleet: {name} sampled other tokens for prompt {prompt_id} of step {job.request.step} than the "
-                "worker whose group counts: workers of different devices or slots round differently",
-                file=sys.stderr,
-                flush=True,
-            )
-
-
-def _fault(request: Request, vocab_size: int, group: Sequence[Completion]) -> str:
-    """Why completions are no group of a request; "" if they are one."""
-    sampling = request.sampling
-    if len(group) != request.group_size:
-        return f"{len(group)} completions, not {request.group_size}"
-    for one in group:
-        tokens, logprobs = one.tokens, one.logprobs
-        if not 1 <= len(tokens) <= sampling.max_tokens or len(logprobs) != len(tokens):
-            return f"a completion of {len(tokens)} tokens; the limit is {sampling.max_tokens}"
-        if tokens.min() < 0 or tokens.max() >= vocab_size:
-            return f"tokens from {tokens.min()} to {tokens.max()}; the vocabulary has {vocab_size}"
-        if not (logprobs <= 0).all() or not (logprobs > float("-inf")).all():
-            return "log-probabilities that are positive or not finite"
-        stopped = int(tokens[-1]) in sampling.stop_token_ids
-        ended = stopped if one.finish_reason == "stop" else len(tokens) == sampling.max_tokens and not stopped
-        if not ended or one.finish_reason not in ("stop", "length"):
-            return f"a completion of {len(tokens)} tokens that ends with {one.finish_reason!r} and did not"
-    return ""
+    def _say_that_it_differs(self, name: str, job: Job, place: int) -> None:
+        prompt_id = job.request.prompt_ids[place]
+        print(
+            f"fleet: {name} sampled other tokens for prompt {prompt_id} of step {job.request.step} than the worker "
+            "whose group counts: workers of different devices or slots round differently",
+            file=sys.stderr,
+            flush=True,
+        )

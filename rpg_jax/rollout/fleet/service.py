@@ -27,10 +27,13 @@ _OPTIONS = [
 
 
 class Service:
-    """Serves `hub` and `shelf` at `access`, from the constructor to `stop`.
+    """Serves `hub` and `shelf` at `access`, from `start` to `stop`.
 
     Args:
       port: 0 takes a free one, which the attribute `port` then holds.
+
+    Attributes:
+      trainers: the addresses of all processes of the trainer, this one included.
 
     Raises:
       ValueError: the port is taken.
@@ -39,7 +42,7 @@ class Service:
     def __init__(self, hub: Hub, shelf: Shelf, access: Access, port: int = 0):
         self._hub, self._shelf, self._key = hub, shelf, access.key
         self.session = secrets.token_hex(8)
-        self.trainers: list[str] = []  # addresses of all processes of the trainer, this one included
+        self.trainers: list[str] = []
         self._server = grpc.server(ThreadPoolExecutor(_THREADS, "rpg-fleet"), options=_OPTIONS)
         methods = {
             name: grpc.unary_unary_rpc_method_handler(self._guarded(getattr(self, f"_{name.lower()}")))
@@ -55,6 +58,10 @@ class Service:
                 self.port = self._server.add_secure_port(address, credentials)
         except RuntimeError as error:
             raise ValueError(f"the fleet's service cannot listen on {address}: {error}") from error
+
+    def start(self, trainers: list[str]) -> None:
+        """Begins to serve. A worker that asked earlier is answered now: it must hear of all `trainers`."""
+        self.trainers = trainers
         self._server.start()
 
     def stop(self) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -14,10 +15,9 @@ from jax.sharding import AxisType, Mesh
 from rpg_jax import models, parallel
 from rpg_jax.rollout.decoding import Decoding
 from rpg_jax.rollout.driver import find_driver, make_rollout
+from rpg_jax.rollout.footprint import bytes_on_a_device, placed, slots_beside
 from rpg_jax.rollout.interface import Rollout
 from rpg_jax.rollout.weights import Params, RolloutError, weights_checksum
-
-_UNKNOWN_MEMORY_SLOTS = 128
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +117,10 @@ def model_from(fields: Mapping[str, Any]) -> models.QwenConfig:
 def _decoding(
     spec: Mapping[str, Any], choices: Choices, model: models.QwenConfig, shapes: Params
 ) -> tuple[Decoding, Params]:
-    """How this worker decodes, and the shardings of its weights: copies of `tensor` × `expert` devices each."""
+    """How this worker decodes, and the shardings of its weights: copies of `tensor` × `expert` devices each.
+
+    Unset slots are those that fit beside two copies of the weights: during a sync the next ones are there too.
+    """
     tensor = choices.tensor or spec["tensor"] or 1
     expert = choices.expert or spec["expert"] or 1
     devices = jax.local_devices()
@@ -130,15 +133,13 @@ def _decoding(
     rules = parallel.parse_rules(spec["sharding"])
     if model.num_kv_heads % tensor:
         rules = parallel.override({"kv_heads": None, "act_kv_heads": None}, rules)
-    each = (
-        choices.slots or spec["slots"] or min(-(-spec["needed"] // mesh.size), -(-_UNKNOWN_MEMORY_SLOTS // mesh.size))
-    )
     decoding = Decoding(
-        slots=each * mesh.size,
-        capacity=spec["capacity"],
-        int8=spec["int8"],
-        int8_kv=spec["int8_kv"],
-        mesh=mesh,
-        rules=rules,
+        slots=mesh.size, capacity=spec["capacity"], int8=spec["int8"], int8_kv=spec["int8_kv"], mesh=mesh, rules=rules
     )
-    return decoding, parallel.shardings(models.logical_axes(model), shapes, mesh, rules)
+    shardings = parallel.shardings(models.logical_axes(model), shapes, mesh, rules)
+    each = choices.slots or spec["slots"]
+    if each is None:
+        memory = (devices[0].memory_stats() or {}).get("bytes_limit")
+        held, cached = 2 * bytes_on_a_device(placed(shapes, shardings)), replace(decoding, dtype=spec["compute_dtype"])
+        each = slots_beside(held, memory, model, cached, needed=-(-spec["needed"] // mesh.size))
+    return replace(decoding, slots=each * mesh.size), shardings

@@ -9,9 +9,12 @@ import pytest
 
 from rpg_jax.rollout import RolloutError
 from rpg_jax.rollout.fleet import messages
+from rpg_jax.rollout.fleet.hub import Hub
 from rpg_jax.rollout.fleet.link import Link
 from rpg_jax.rollout.fleet.post import Post
-from rpg_jax.rollout.serving.access import ApiKey
+from rpg_jax.rollout.fleet.service import Service
+from rpg_jax.rollout.fleet.shelf import Shelf
+from rpg_jax.rollout.serving.access import Access, ApiKey
 
 from .conftest import REQUEST, SPEC, group_of
 
@@ -77,6 +80,20 @@ def test_a_worker_that_leaves_gives_its_groups_back(make_fleet):
     thread.join(20)
     assert same(made[0]) and fleet.rollout.take_counts()["fleet/reassigned"] > 0
     go.set()
+
+
+def test_a_worker_that_asks_before_the_trainers_know_each_other_hears_of_all_of_them():
+    service, joined = Service(Hub(SPEC), Shelf(), Access()), []
+    link = Link(f"127.0.0.1:{service.port}")
+    thread = threading.Thread(target=lambda: joined.append(Post(link, "w", hello()).trainers))
+    thread.start()
+    thread.join(0.2)
+    assert not joined
+    service.start(["a:1", "b:2"])
+    thread.join(20)
+    assert joined == [["a:1", "b:2"]]
+    link.close()
+    service.stop()
 
 
 def test_a_trainer_that_starts_again_is_joined_again(make_fleet, until):

@@ -1,0 +1,129 @@
+"""Makes the training algorithm of a run from its experiment: collector, loss, programs, reference."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+from ml_collections import ConfigDict
+
+from rpg_jax import data, models, rewards, rollout, storage
+from rpg_jax.runs.drift import Drift
+from rpg_jax.runs.experiment import Beat, Experiment, make_generator
+from rpg_jax.runs.layout import Layout, row_shape
+from rpg_jax.runs.learner import Learner, learner_programs, offloaded, policy_objective
+from rpg_jax.runs.resolve import loss_arguments, reward_arguments
+from rpg_jax.runs.rollout_files import RolloutFiles, token_numbers
+from rpg_jax.storage.snapshots import Snapshots
+from rpg_jax.training.ahead import AheadCollector
+from rpg_jax.training.collect import Collector, collect
+from rpg_jax.training.dynamic_sampling import DynamicSampling
+from rpg_jax.training.loop import Algorithm
+from rpg_jax.training.objective import advantages_fn
+from rpg_jax.training.reference import Reference
+from rpg_jax.training.reference_rules import Rule, make_rule
+from rpg_jax.types import Count
+
+
+def make_algorithm(
+    experiment: Experiment,
+    learner: Learner,
+    own: rollout.Rollout,
+    scorer: rewards.Scorer,
+    folder: storage.Folder,
+    beat: Beat,
+    base: models.Base | None = None,
+) -> Algorithm:
+    """The parts of the config's training step; `base` are the frozen weights beside adapters."""
+    c, layout = experiment.config, experiment.layout
+    programs = learner_programs(layout, learner, policy_objective(c, learner.critic), base)
+    packed = {
+        "pad_id": experiment.tokenizer.pad_id,
+        "mask_truncated": c.rewards.overlong_masking,
+        "sharding": layout.row_sharding,
+    }
+    (name, hyperparameters), files = loss_arguments(c), None
+    weights = list(reward_arguments(c)[0].values())
+    if c.log.rollouts_every:
+        numbers, sizes = token_numbers(name, **hyperparameters), (c.log.rollouts_every, c.log.rollouts_groups)
+        files = RolloutFiles(folder.files, experiment.tokenizer, programs.logprobs, numbers, *sizes)
+    return Algorithm(
+        collector=make_collector(experiment, own, scorer, beat),
+        pack=lambda groups, minibatches: data.pack(groups, row_shape(c), minibatches=minibatches, **packed),
+        advantages=None if learner.critic else advantages_fn(c.loss.advantage, name, weights, **hyperparameters),
+        programs=programs,
+        reference=make_reference(layout, folder),
+        updates_per_step=c.train.updates_per_step,
+        epochs=c.train.epochs,
+        after_updates=None if files is None else files.after_updates,
+        beat=beat,
+    )
+
+
+def make_drift(experiment: Experiment, algorithm: Algorithm, folder: storage.Folder) -> Drift:
+    """The measure of the policy's distance to the policy before the first step, which the run's folder keeps.
+
+    Raises:
+      ValueError: evaluations draw from another distribution than the log-probabilities are of.
+    """
+    c = experiment.config
+    r, exact = c.rollout, (c.rollout.temperature, 1.0, 0, 0.0)
+    if (c.evaluation.temperature, r.top_p, r.top_k, r.min_p) != exact:
+        raise ValueError(
+            "evaluation.drift needs evaluation.temperature=rollout.temperature, rollout.top_p=1, top_k=0 and min_p=0: "
+            "otherwise completions are no samples of the policy that the log-probabilities are of"
+        )
+    snapshots, like = Snapshots(folder.home / "initial"), experiment.layout.abstract_trained
+    return Drift(snapshots, like, lambda groups: algorithm.pack(groups, 1), algorithm.programs.logprobs)
+
+
+def make_collector(experiment: Experiment, own: rollout.Rollout, scorer: rewards.Scorer, beat: Beat) -> Collector:
+    """The collector of a step's groups, which samples in turn with training or ahead of it.
+
+    Raises:
+      ValueError: sampling ahead is impossible here.
+    """
+    c, dynamic = experiment.config, experiment.config.dynamic_sampling
+    stream = data.PromptStream(experiment.task.train, seed=c.seed)
+    sizes = {"temperature": c.rollout.temperature, "group_size": c.rollout.group_size, "seed": c.seed}
+    generator = make_generator(experiment, own, scorer, **sizes, beat=beat)
+    rule = None
+    if dynamic.enabled:
+        rule = DynamicSampling(dynamic.oversample, dynamic.max_batches, dynamic.on_shortage, dynamic.surplus)
+
+    def collected(step: int, carried: Sequence[data.Group], share: float):
+        return collect(
+            stream.take,
+            generator,
+            prompts_per_step=c.rollout.prompts_per_step,
+            step=step,
+            dynamic=rule,
+            pending=carried,
+            share=share,
+            overprovision=c.rollout.overprovision,
+        )
+
+    parts = collected, generator.take_errors, own, stream
+    if not c.rollout.max_staleness:
+        return Collector(*parts)
+    return AheadCollector(
+        *parts,
+        max_staleness=c.rollout.max_staleness,
+        steps=c.train.steps,
+        swap=c.rollout.swap,
+        decoupled=c.loss.sampler_correction not in (None, "anchor"),
+    )
+
+
+def make_reference(layout: Layout, folder: storage.Folder) -> Reference:
+    """The config's reference policy, with its snapshots in the run's folder."""
+    c, snapshots = layout.config, Snapshots(folder.home / "reference")
+    memory: Literal["disk", "device", "host"] = "device" if c.reference.resident else "disk"
+    if "reference" in offloaded(c):
+        memory = "host"
+    return Reference(reference_rule(c), snapshots=snapshots, like=layout.abstract_trained, memory=memory)
+
+
+def reference_rule(config: ConfigDict) -> Rule:
+    """When the config's reference moves."""
+    c = config.reference
+    every = Count.parse(c.every, "reference.every")
+    return make_rule(c.rule, every=every, kl_threshold=c.kl_threshold, kl_decay=c.kl_decay)
