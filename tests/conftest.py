@@ -19,6 +19,7 @@ os.environ["XLA_FLAGS"] = " ".join(
     )
 )
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # names of source lines take a quarter of lowering
 
 from rpg_jax.runs import cli
 

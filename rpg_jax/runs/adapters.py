@@ -54,9 +54,10 @@ def new_base(layout: Layout, draw: Draw) -> models.Base:
         params = jax.tree.map(lambda x: x.astype(m.compute_dtype), params)
         return quantized(params) if m.lora.int8 else params
 
-    where = jax.tree.map(lambda x: x.sharding, like.weights)
-    weights = jax.jit(freeze, out_shardings=where, donate_argnums=0)(params)
-    return dataclasses.replace(like, weights=weights)
+    if m.lora.int8 or any(x.dtype != m.compute_dtype for x in jax.tree.leaves(params)):
+        where = jax.tree.map(lambda x: x.sharding, like.weights)
+        params = jax.jit(freeze, out_shardings=where)(params)
+    return dataclasses.replace(like, weights=params)
 
 
 def keeps_base(config: ConfigDict) -> bool:
@@ -82,7 +83,8 @@ def merged_layout(layout: Layout, base: models.Base | None, adapters: Any) -> tu
     def merge(base: models.Base, adapters: Any) -> Any:
         return merged(base.policy(adapters))
 
-    return whole, jax.jit(merge, out_shardings=whole.param_shardings, donate_argnums=0)(base, adapters)
+    donated = () if layout.config.model.lora.int8 else (0,)  # bytes of another width cannot be used again
+    return whole, jax.jit(merge, out_shardings=whole.param_shardings, donate_argnums=donated)(base, adapters)
 
 
 def decoding_base(layout: Layout, decoding: rollout.Decoding, base: models.Base) -> models.Base:

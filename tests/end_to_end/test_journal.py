@@ -61,13 +61,13 @@ def test_hosts_that_are_killed_sample_what_is_missing(tmp_path, driver):
     straight = test_processes.run(tmp_path, 2, *settings, "--config.run.name=straight")[0]
     running = test_processes.start(tmp_path, 2, *settings, "--config.run.name=killed")
     killed = tmp_path / "killed"
-    while not (killed / "journal" / "1").exists():
-        assert all(process.poll() is None for process in running)
+    while not (killed / "journal" / "1").exists() and all(process.poll() is None for process in running):
         time.sleep(0.002)
+    early = [process.returncode for process in running]
     for process in running:
         process.send_signal(signal.SIGKILL)
-    for process in running:
-        process.communicate()
+    said = [process.communicate()[0] for process in running]
+    assert early == [None, None], "\n".join(said)
     complete = journaled(killed)
     assert {name for _, name in complete} == {"0.groups", "1.groups"}
     resumed = test_processes.run(tmp_path, 2, *settings, "--config.run.name=killed")[0]

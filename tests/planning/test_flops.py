@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 from rpg_jax import losses, models, planning
+from rpg_jax.models.lora import adapter_shapes
 
 DENSE = models.QwenConfig(
     vocab_size=40, num_layers=3, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=6, hidden_dim=20
@@ -53,6 +54,21 @@ def test_model_flops_are_those_of_its_matrix_products(remat):
     # the kernel that is counted multiplies queries and keys again, a half of what a pass does
     passes = 4 - 0.5 if remat == "full" else 3
     assert both == planning.training_flops(DENSE, **sizes, remat=remat) + passes * half
+
+
+def test_frozen_weights_beside_adapters_have_no_gradient():
+    graphdef, params = models.abstract(DENSE, jnp.float32)
+    tokens, shapes = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32), adapter_shapes(DENSE, models.Lora(2, 2.0))
+    half = ROWS * LENGTH * DENSE.num_layers * 2 * 2 * DENSE.num_heads * DENSE.head_dim * LENGTH / 2
+    own = 3 * 2 * ROWS * LENGTH * sum(x.size for x in jax.tree.leaves(shapes))  # forward, and two products backward
+
+    def total(adapters, params, tokens):
+        return loss(graphdef, models.Base(params, 1.0).policy(adapters), tokens)
+
+    both = products(jax.make_jaxpr(jax.grad(total))(shapes, params, tokens).jaxpr)
+    sizes = {"rows": ROWS, "length": LENGTH, "predicted": PREDICTED}
+    head = 2 * ROWS * PREDICTED * DENSE.embed_dim * DENSE.vocab_size  # its gradient, which nobody reads
+    assert both == planning.training_flops(DENSE, **sizes, frozen=True) + 3 * half + own + head
 
 
 def test_a_mixture_counts_the_experts_that_a_token_sees():

@@ -19,7 +19,8 @@ MODEL = QwenConfig(32, 1, 8, 2, 1, 4, 16)
 def experiment(tmp_path):
     tokenizer = data.train_sentencepiece([p.prompt + p.answer for p in PROBLEMS], tmp_path / "tokenizer.model")
     task = Task(PROBLEMS[:3], {"hard": PROBLEMS[3:]}, ())
-    config = SimpleNamespace(task=SimpleNamespace(name="files"))
+    model = SimpleNamespace(lora=SimpleNamespace(rank=0))
+    config = SimpleNamespace(task=SimpleNamespace(name="files"), model=model)
     return SimpleNamespace(tokenizer=tokenizer, task=task, config=config, layout=SimpleNamespace(model=MODEL))
 
 
