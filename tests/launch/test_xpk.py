@@ -82,7 +82,7 @@ def test_the_manifest_asks_for_every_chip_of_every_slice(type_, pods, chips):
     (container,) = pod["containers"]
     assert (replicated["replicas"], replicated["template"]["spec"]["parallelism"]) == (3, pods)
     assert container["resources"]["limits"]["google.com/tpu"] == chips and pods * chips == job.tpu.slice.chips
-    assert container["args"][:3] == ["gs://b", "--", '--config.x="a: b"']
+    assert container["args"][:4] == ["gs://b", "--", "rpg_jax.train", '--config.x="a: b"']
     assert spec["failurePolicy"]["maxRestarts"] == 7
 
 
