@@ -1,13 +1,13 @@
 """Makes the training algorithm of a run from its experiment: collector, loss, programs, reference."""
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from ml_collections import ConfigDict
 
 from rpg_jax import data, models, rewards, rollout, storage
 from rpg_jax.runs.drift import Drift
-from rpg_jax.runs.experiment import Beat, Experiment, make_generator
+from rpg_jax.runs.experiment import Beat, Experiment, make_generator, make_rollout
 from rpg_jax.runs.layout import Layout, row_shape
 from rpg_jax.runs.learner import Learner, learner_programs, offloaded, policy_objective
 from rpg_jax.runs.resolve import loss_arguments, reward_arguments
@@ -56,6 +56,20 @@ def make_algorithm(
         after_updates=None if files is None else files.after_updates,
         beat=beat,
     )
+
+
+def make_training_rollout(
+    experiment: Experiment, params: Any, beat: Beat, base: models.Base | None = None
+) -> rollout.Rollout:
+    """The rollout of the config's driver: in this process, or by workers.
+
+    With a base, `params` are the adapters beside it. Raises ValueError if the fields of a fleet contradict each other.
+    """
+    if not rollout.find_driver(experiment.config.rollout.driver).remote:
+        return make_rollout(experiment.layout, params, base)
+    from rpg_jax.runs.fleet_trainer import make_fleet  # needs grpc, which not every installation has
+
+    return make_fleet(experiment, params, beat, base)
 
 
 def make_drift(experiment: Experiment, algorithm: Algorithm, folder: storage.Folder) -> Drift:

@@ -1,4 +1,4 @@
-"""Makes the rollout of a training run: in this process, or by workers."""
+"""Makes the rollout of a training run whose workers are processes of their own. It needs grpc."""
 
 import dataclasses
 import hashlib
@@ -21,22 +21,20 @@ from rpg_jax.rollout.fleet.service import Service
 from rpg_jax.rollout.fleet.shelf import Shelf
 from rpg_jax.rollout.serving.access import CERTIFICATE, PRIVATE_KEY, Access, ApiKey, is_loopback, pem_file
 from rpg_jax.runs import memory, processes, run_folder
-from rpg_jax.runs.experiment import Experiment, make_rollout
+from rpg_jax.runs.experiment import Experiment
 
 
-def make_training_rollout(
+def make_fleet(
     experiment: Experiment, params: Any, waiting: Callable[[], None], base: models.Base | None = None
-) -> rollout.Rollout:
-    """The rollout of the config's driver; `waiting` is called while a fleet has no worker.
+) -> FleetRollout:
+    """The trainer's end of a fleet, which listens for workers; `waiting` is called while there is none.
 
-    With a base, `params` are the adapters beside it. A fleet gets the two merged.
+    With a base, `params` are the adapters beside it, and workers get the two merged.
 
     Raises:
       ValueError: the fleet's address is open without TLS and a key, or its port is taken; or fields contradict it.
     """
-    config, layout = experiment.config, experiment.layout
-    if not rollout.find_driver(config.rollout.driver).remote:
-        return make_rollout(layout, params, base)
+    config = experiment.config
     c = config.fleet
     if config.rollout.devices or config.rollout.swap == "midway":
         raise ValueError("rollout.driver=fleet needs rollout.devices=0 and rollout.swap=between: workers sample")

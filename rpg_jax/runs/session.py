@@ -18,7 +18,7 @@ from rpg_jax.report.progress import Progress
 from rpg_jax.rollout import weights_checksum
 from rpg_jax.runs import cli, inputs, processes, run_folder
 from rpg_jax.runs.adapters import first_adapters, open_base
-from rpg_jax.runs.algorithm import make_algorithm, make_drift
+from rpg_jax.runs.algorithm import make_algorithm, make_drift, make_training_rollout
 from rpg_jax.runs.evaluation import HeldOut
 from rpg_jax.runs.experiment import (
     Experiment,
@@ -28,7 +28,6 @@ from rpg_jax.runs.experiment import (
     no_params,
     open_experiment,
 )
-from rpg_jax.runs.fleet_trainer import make_training_rollout
 from rpg_jax.runs.keeper import Keeper
 from rpg_jax.runs.learner import make_learner
 from rpg_jax.runs.logs import RunLog, host_metrics, plain

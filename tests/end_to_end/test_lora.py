@@ -46,4 +46,6 @@ def test_a_run_of_adapters_resumes_to_the_same_bits_and_leaves_as_an_adapter_and
     adapters = load_adapters(tmp_path / "adapter", layout.model, layout.lora)
     jax.tree.map(np.testing.assert_array_equal, adapters, trained.params)
     assert all(float(abs(x).max()) > 0 for x in jax.tree.leaves(adapters))
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), merged(base.policy(adapters)), policy.params)
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6), merged(base.policy(trained.params)), policy.params
+    )

@@ -41,12 +41,12 @@ def test_jetstream_without_what_it_needs_is_one_line_with_the_fix(make, model, m
 
 ALONE = """
 import sys
-sys.modules["jetstream"] = None
-import rpg_jax.train
-assert not [name for name in sys.modules if name.startswith("rpg_jax.rollout.jetstream")]
+for name in ("jetstream", "grpc", "aiohttp"):
+    sys.modules[name] = None
+import rpg_jax.train, rpg_jax.runs.session, rpg_jax.runs.supervised_session, rpg_jax.runs.evaluate_command
+assert not [name for name in sys.modules if name.startswith(("rpg_jax.rollout.jetstream", "rpg_jax.rollout.fleet"))]
 """
 
 
-@pytest.mark.slow  # a process that starts JAX
-def test_training_imports_nothing_of_jetstream():
+def test_training_and_evaluating_import_nothing_of_jetstream_and_of_servers():
     subprocess.run([sys.executable, "-c", ALONE], check=True, timeout=120)
