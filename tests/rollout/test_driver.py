@@ -48,5 +48,6 @@ assert not [name for name in sys.modules if name.startswith(("rpg_jax.rollout.je
 """
 
 
+@pytest.mark.slow  # a process that starts JAX
 def test_training_and_evaluating_import_nothing_of_jetstream_and_of_servers():
     subprocess.run([sys.executable, "-c", ALONE], check=True, timeout=120)
