@@ -70,15 +70,32 @@ class Count:
 
 
 @dataclasses.dataclass(frozen=True)
+class Turns:
+    """How an environment has answered the policy within a completion of several turns.
+
+    Attributes:
+      observed: bool[n], the tokens that the environment wrote; the policy reads them and is never trained on them.
+      rewards: f32[k], what the environment paid for each of the k turns.
+      error: the kind of failure that ended the conversation, one of `rewards.KINDS`; None if none did.
+    """
+
+    observed: np.ndarray
+    rewards: np.ndarray
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Completion:
-    """One sampled completion, in token ids; never re-tokenised.
+    """One sampled completion, in token ids; never re-tokenised. With an environment it has all turns of a conversation.
 
     Attributes:
       tokens: i32[n], with the stop token if one was drawn.
-      logprobs: f32[n], of the distribution actually sampled from, as the rollout engine computed it.
+      logprobs: f32[n], of the distribution actually sampled from, as the rollout engine computed it; 0 at tokens that
+        the environment wrote.
       finish_reason: "stop" when the last token is a stop token, else "length".
       weight_version: version of the weights that sampled the first token.
       token_versions: i32[n], the version that sampled each token; None if the weights did not change on the way.
+      turns: of a conversation with an environment; None where there is none.
     """
 
     tokens: np.ndarray
@@ -86,6 +103,12 @@ class Completion:
     finish_reason: FinishReason
     weight_version: int
     token_versions: np.ndarray | None = None
+    turns: Turns | None = None
+
+    @property
+    def sampled(self) -> np.ndarray:
+        """bool[n], the tokens that the policy has drawn: all but an environment's."""
+        return np.ones(len(self.tokens), bool) if self.turns is None else ~self.turns.observed
 
     @property
     def versions(self) -> np.ndarray:

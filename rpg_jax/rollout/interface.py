@@ -2,16 +2,50 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Protocol
 
 import numpy as np
 
 from rpg_jax.parallel import hosts
 from rpg_jax.rollout.decode_state import MAX_STOP_TOKENS
 from rpg_jax.rollout.weights import Params, Staged, Weights
-from rpg_jax.types import Completion, Sampling
+from rpg_jax.types import Completion, FinishReason, Sampling
 
 OnGroup = Callable[[int, list[Completion]], None]
 """Receives a group's place in the request and its completions."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Reply:
+    """An environment's answer to one turn.
+
+    Attributes:
+      tokens: i32[m], m >= 1, that the policy reads before its next turn; None ends the conversation.
+      reward: of the turn.
+      error: the kind of failure, one of `rewards.KINDS`, that ended the conversation.
+    """
+
+    tokens: np.ndarray | None
+    reward: float = 0.0
+    error: str | None = None
+
+
+class Responder(Protocol):
+    """An environment as a rollout sees it: tokens of a turn in, tokens of the next observation out."""
+
+    @property
+    def turn_tokens(self) -> int:
+        """The most tokens of one turn. A turn that runs into it ends the conversation, as running out of room does."""
+        ...
+
+    def respond(self, place: int, index: int, tokens: np.ndarray, finish_reason: FinishReason) -> Future[Reply]:
+        """Asks for the reply to the next turn i32[n] of completion `index` of the prompt at `place`. Never waits.
+
+        A turn that ended with "length" ends the conversation: its reply has no tokens. The future has no exception: a
+        failure of the environment is a `Reply` with its kind.
+        """
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +65,8 @@ class Request:
         prompts run in programs of the same shapes as if they were. Not together with `enough`.
       on_group: receives each kept group once, as soon as it is complete. Other threads wait while it runs, so it should
         only note the group down.
+      environment: answers every turn. A completion then is a conversation of at most `sampling.max_tokens` tokens, with
+        the environment's. None: a completion is one turn.
 
     Raises:
       ValueError: a value out of range, or a prompt that is not a 1-D array of at least one token.
@@ -45,6 +81,7 @@ class Request:
     enough: int | None = None
     done: frozenset[int] = frozenset()
     on_group: OnGroup | None = None
+    environment: Responder | None = None
 
     def __post_init__(self):
         stop, prompts = self.sampling.stop_token_ids, len(self.prompts)
