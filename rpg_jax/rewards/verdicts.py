@@ -11,6 +11,8 @@ KINDS = ("timeout", "crash", "memory", "error", "value", "forbidden", "unreachab
 """How a verdict fails. error: the function raised. value: what it returned is no score, see `checked_score`.
 
 unreachable: a judge's server did not answer. status: it answered with an error of HTTP."""
+CHANCE = frozenset({"timeout", "crash", "memory", "unreachable", "status"})
+"""The kinds that the load of the machine or a server may cause: the same call may succeed another time."""
 LARGEST = 1e6  # of a score's absolute value: sums over a group and their squares stay far inside float32
 LARGEST_OBJECT = 2**20  # bytes of an object's JSON
 
