@@ -390,6 +390,28 @@ def test_weights_drawn_into_shardings_are_the_same_weights():
     assert params["layers"]["mlp"]["gate"].sharding.spec == jax.sharding.PartitionSpec(None, "fsdp", "tensor")
 
 
+def test_tokens_are_appended_alike_on_a_mesh_over_slots_and_heads():
+    graphdef, params = build(QWEN3)
+    tokens, lengths = random_tokens((3, 4)), jnp.array([4, 2, 3])
+    _, prefix = prefill(graphdef, params, random_tokens((8, 4)), jnp.full(8, 4))
+    cache = KVCache.empty(QWEN3, 8, 16).insert(prefix, slots=jnp.arange(8))
+    inputs = tokens, lengths, cache, jnp.array([5, 0, 8]), jnp.array([4, 2, 4])
+    hidden, grown = extend(graphdef, params, *inputs)
+    mesh = parallel.make_mesh({"fsdp": 4, "tensor": 2})
+    placed = parallel.shardings(models.logical_axes(QWEN3), params, mesh)
+    caches = parallel.shardings(KVCache.logical_axes(), cache, mesh)
+    with parallel.activate(mesh):
+        program = jax.jit(
+            lambda params, *inputs: nnx.merge(graphdef, params).extend(*inputs),
+            in_shardings=(placed, None, None, caches, None, None),
+            out_shardings=(None, caches),
+        )
+        got, spread = program(params, *inputs)
+    np.testing.assert_allclose(got[:2], hidden[:2], **ROUNDING)  # the third row is padding
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **ROUNDING), spread, grown)
+    assert not np.array_equal(grown.keys[:, 5], cache.keys[:, 5])
+
+
 @pytest.mark.slow
 def test_decode_runs_sharded_over_slots_and_heads():
     graphdef, params = build(QWEN3)
