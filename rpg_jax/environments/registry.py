@@ -49,6 +49,7 @@ class Declaration:
 
 ENVIRONMENTS: dict[str, Declaration] = {
     "tools": Declaration("rpg_jax.environments.tool_use:ToolUse"),
+    "verifiers": Declaration("rpg_jax.environments.verifiers_library:Verifiers", pooled=False),
 }
 
 
