@@ -47,7 +47,9 @@ class Declaration:
         return checked(factory(**options), self.path)
 
 
-ENVIRONMENTS: dict[str, Declaration] = {}
+ENVIRONMENTS: dict[str, Declaration] = {
+    "tools": Declaration("rpg_jax.environments.tool_use:ToolUse"),
+}
 
 
 def find(name: str, *, in_process: bool = False, handed: Handed = NOTHING) -> Declaration:
