@@ -140,7 +140,8 @@ FIELDS = Section(
             range="[1, 1000]"),
         format=Field("number", 'The form that the part "format" asks for.',
             choices="rpg_jax.rewards.shaping:FORMATS"),
-        overlong_shaping=Field(from_method(bool), "Punish completions close to the limit (DAPO, arXiv:2503.14476)."),
+        overlong_shaping=Field(from_method(bool), "Punish completions close to the limit (DAPO, arXiv:2503.14476). The "
+            "tokens of an environment do not count."),
         overlong_buffer=Field(512, "The number of tokens before the limit over which the punishment grows.", "tokens",
             range="[0, 1048576]"),
         overlong_factor=Field(1.0, "The punishment at the limit.", range="[0, 1e6]"),
