@@ -45,7 +45,10 @@ class Declaration:
         return checked(factory(**options), self.path)
 
 
-ENVIRONMENTS: dict[str, Declaration] = {}
+ENVIRONMENTS: dict[str, Declaration] = {
+    "guessing": Declaration("rpg_jax.environments.higher_lower:HigherLower"),
+    "calculator": Declaration("rpg_jax.environments.calculator:Calculator"),
+}
 
 
 def find(name: str, *, in_process: bool = False, handed: Handed = NOTHING) -> Declaration:

@@ -1,4 +1,4 @@
-"""Arithmetic expressions as answers, parsed without executing anything, and the countdown game that asks for them."""
+"""Arithmetic expressions, parsed without executing anything, and the countdown game that asks for them."""
 
 import json
 import re
@@ -24,16 +24,20 @@ def countdown(completion: str, answer: str) -> float:
         return 0.0
     try:
         tokens = _tokens("".join(found[-1]))
-        # Both checks come before the calculation. They keep fractions as small as the game's own numbers allow. They
-        # also keep the nesting below half of `MAX_CHARACTERS`, a depth that Python's recursion limit allows.
-        if tokens.count("(") != tokens.count(")"):
-            return 0.0
+        # This check comes before the calculation: it keeps fractions as small as the game's own numbers allow.
         if sorted(int(t) for t in tokens if t.isdigit()) != sorted(game["numbers"]):
             return 0.0
-        value, end = _sum(tokens, 0)
+        return float(_value(tokens) == game["target"])
     except (_NotAnExpression, ZeroDivisionError):
         return 0.0
-    return float(end == len(tokens) and value == game["target"])
+
+
+def value(text: str) -> Fraction | None:
+    """The exact value of an expression by the grammar of `countdown`; None for another text or a division by zero."""
+    try:
+        return _value(_tokens(text))
+    except (_NotAnExpression, ZeroDivisionError):
+        return None
 
 
 def last_expression(completion: str) -> str | None:
@@ -60,6 +64,16 @@ def _tokens(text: str) -> list[str]:
         tokens.append(match[1])
         position = match.end()
     return tokens
+
+
+def _value(tokens: list[str]) -> Fraction:
+    # Balanced brackets nest to half of `MAX_CHARACTERS` at most, a depth that Python's recursion limit allows.
+    if tokens.count("(") != tokens.count(")"):
+        raise _NotAnExpression
+    found, end = _sum(tokens, 0)
+    if end != len(tokens):
+        raise _NotAnExpression
+    return found
 
 
 def _sum(tokens: list[str], at: int) -> tuple[Fraction, int]:

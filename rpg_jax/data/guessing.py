@@ -1,0 +1,75 @@
+"""Procedural guessing games: ranges of numbers with a secret in each, and a pupil who does not listen."""
+
+import dataclasses
+import zlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from rpg_jax.data.prompts import Problem
+
+_LARGEST = 99
+
+
+@dataclasses.dataclass(frozen=True)
+class Guessing:
+    """The game "12-26:" with answer "19": find the secret number of a range by guesses, which are answered.
+
+    The environment `guessing` answers ">" where the secret is higher and "<" where it is lower. With five guesses and
+    ranges of 12 to 20 numbers, a player who guesses at random finds 28 % of the secrets. One who stays at random where
+    the answers allow it finds 78 %, and one who halves what is left finds all.
+
+    The pupil who writes the demonstrations of a warm start guesses at random within the range and ignores every answer.
+
+    Attributes:
+      sizes: the fewest and the most numbers of a range, which lies within 0 to 99.
+      held_out: share of the ranges that is kept for evaluation, by a hash; training has none of their secrets.
+      seed: of that hash and of the pupil.
+    """
+
+    sizes: tuple[int, int] = (12, 20)
+    held_out: float = 0.2
+    seed: int = 0
+
+    def __post_init__(self):
+        if not 2 <= self.sizes[0] <= self.sizes[1] <= _LARGEST + 1:
+            raise ValueError(f"sizes must be (fewest, most) with 2 <= fewest <= most <= 100, got {self.sizes}")
+        if not 0 < self.held_out < 1:
+            raise ValueError(f"held_out must be in (0, 1), got {self.held_out}")
+
+    def problems(self, name: str, count: int | None = None, *, seed: int = 0) -> list[Problem]:
+        """The first `count` problems of "train" or "held out", or all, in an order drawn from `seed`.
+
+        Raises:
+          ValueError: the name is unknown, or the set has fewer problems.
+        """
+        if name not in ("train", "held out"):
+            raise ValueError(f"guessing has the sets train, held out; got {name!r}")
+        every = [
+            (first, last, secret)
+            for size in range(self.sizes[0], self.sizes[1] + 1)
+            for first in range(_LARGEST + 2 - size)
+            if self._is_held_out(first, last := first + size - 1) == (name == "held out")
+            for secret in range(first, last + 1)
+        ]
+        if len(every) < (count or 1):
+            raise ValueError(f"guessing has {len(every)} problems in {name!r}, fewer than {count or 1}: ask for fewer")
+        order = np.random.default_rng(seed).permutation(len(every))[:count]
+        return [self._problem(*every[i]) for i in order.tolist()]
+
+    def guess(self, problem: Problem, heard: Sequence[str]) -> str:
+        """The pupil's next turn after the answers `heard`, of which only the number counts."""
+        first, last = map(int, problem.prompt[:-1].split("-"))
+        random = np.random.default_rng([self.seed, problem.prompt_id, len(heard)])
+        return f"{random.integers(first, last + 1):02d}"
+
+    def texts(self) -> Iterator[str]:
+        """Every character of the game, for training a tokenizer."""
+        yield "0123456789-:<>?"
+
+    def _is_held_out(self, first: int, last: int) -> bool:
+        return zlib.crc32(f"{self.seed} {first}-{last}".encode()) < self.held_out * 2**32
+
+    def _problem(self, first: int, last: int, secret: int) -> Problem:
+        number = (first * (_LARGEST + 1) + last) * (_LARGEST + 1) + secret
+        return Problem(number, f"{first:02d}-{last:02d}:", f"{secret:02d}", "guessing")

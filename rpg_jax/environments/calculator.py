@@ -1,0 +1,29 @@
+"""Arithmetic with a calculator that costs: the policy may have an expression worked out before it answers."""
+
+from collections.abc import Sequence
+
+from rpg_jax.environments.conversation import Message, Posed, Turn
+from rpg_jax.rewards import expression
+
+CALL, UNREADABLE = "calc ", "?"
+
+
+class Calculator:
+    """A turn that begins with `CALL` asks for the value of the expression behind it; any other turn is the answer.
+
+    A call costs `cost` and hears the value, an exact fraction ("7/2") where it is no whole number, or `UNREADABLE`. It
+    is parsed, never executed; `rewards.expression` has the grammar. The answer ends the conversation, and pays 1 if it
+    is the problem's, character by character but for blanks around it.
+    """
+
+    def __init__(self, cost: float = 0.1):
+        self._cost = cost
+
+    def reset(self, problem: Posed) -> Sequence[Message]:
+        return problem.messages
+
+    def step(self, problem: Posed, messages: Sequence[Message], completion: str) -> Turn:
+        if not completion.startswith(CALL):
+            return Turn(reward=float(completion.strip() == problem.answer), done=True)
+        value = expression.value(completion.removeprefix(CALL))
+        return Turn(UNREADABLE if value is None else str(value), -self._cost)

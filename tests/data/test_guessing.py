@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from rpg_jax.data import Guessing
+
+TASK = Guessing()
+TRAIN, HELD_OUT = TASK.problems("train"), TASK.problems("held out")
+
+
+def bounds(problem):
+    return [int(number) for number in problem.prompt[:-1].split("-")]
+
+
+def test_every_range_has_all_its_secrets_in_one_set_alone():
+    assert not {p.prompt for p in TRAIN} & {p.prompt for p in HELD_OUT}
+    secrets: dict[str, set[int]] = {}
+    for problem in [*TRAIN, *HELD_OUT]:
+        secrets.setdefault(problem.prompt, set()).add(int(problem.answer))
+    assert len(secrets) == sum(101 - size for size in range(12, 21))
+    for prompt, found in secrets.items():
+        first, last = map(int, prompt[:-1].split("-"))
+        assert found == {*range(first, last + 1)} and 12 <= len(found) <= 20 and 0 <= first <= last <= 99
+    assert 0.15 < len({p.prompt for p in HELD_OUT}) / len(secrets) < 0.25
+
+
+def test_prompt_ids_are_distinct_and_the_order_depends_on_the_seed_alone():
+    every = [*TRAIN, *HELD_OUT]
+    assert len({p.prompt_id for p in every}) == len(every) and max(p.prompt_id for p in every) < 2**31
+    again = Guessing().problems("train", 100)
+    assert again == TRAIN[:100] != TASK.problems("train", 100, seed=1)
+    assert {*TASK.problems("train", seed=1)} == {*TRAIN}
+
+
+def test_the_pupil_guesses_every_number_of_the_range_and_hears_nothing():
+    guesses = []
+    for problem in TRAIN[:400]:
+        first, last = bounds(problem)
+        guess = TASK.guess(problem, ["<", "<"])
+        assert len(guess) == 2 and first <= int(guess) <= last and guess == TASK.guess(problem, [">", ">"])
+        guesses.append((int(guess) - first) / (last - first))
+    assert 0.45 < np.mean(guesses) < 0.55 and min(guesses) == 0 and max(guesses) == 1
+    assert TASK.guess(TRAIN[0], []) != TASK.guess(TRAIN[0], ["<"])
+
+
+def test_wrong_sizes_sets_and_counts_are_refused():
+    for fields in ({"sizes": (1, 20)}, {"sizes": (20, 12)}, {"sizes": (12, 101)}, {"held_out": 0.0}):
+        with pytest.raises(ValueError, match=next(iter(fields))):
+            Guessing(**fields)
+    with pytest.raises(ValueError, match="has the sets train, held out"):
+        TASK.problems("test")
+    with pytest.raises(ValueError, match="ask for fewer"):
+        TASK.problems("held out", 10_000)

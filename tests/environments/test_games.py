@@ -1,0 +1,116 @@
+"""The guessing game and the calculator, played by plain functions."""
+
+from __future__ import annotations
+
+import functools
+from random import Random
+
+import numpy as np
+import pytest
+
+from rpg_jax.data import Calculations, Guessing
+from rpg_jax.environments import ENVIRONMENTS, Posed, Turn
+from rpg_jax.environments.calculator import Calculator
+from rpg_jax.environments.demonstrations import played
+from rpg_jax.environments.higher_lower import HigherLower
+
+GAMES, TASK = Guessing().problems("held out", 600), Calculations()
+TURNS = 5
+
+
+def posed(problem):
+    return Posed(problem.prompt, problem.answer, problem.question)
+
+
+def step(environment, answer, text):
+    return environment.step(Posed("", answer, ""), [], text)
+
+
+def left(problem, heard, player) -> tuple[int, int]:
+    """The range that is left after the answers to the guesses of `player`, who repeats himself."""
+    first, last = map(int, problem.prompt[:-1].split("-"))
+    for place, answer in enumerate(heard):
+        guess = int(player(heard[:place]))
+        first, last = (max(first, guess + 1), last) if answer == ">" else (first, min(last, guess - 1))
+    return first, last
+
+
+def halving(problem):
+    def player(heard):
+        first, last = left(problem, heard, player)
+        return str((first + last) // 2)
+
+    return player
+
+
+def consistent(problem):
+    def player(heard):
+        first, last = left(problem, heard, player)
+        return str(Random(f"{problem.prompt_id} {len(heard)}").randint(first, last))
+
+    return player
+
+
+def found(player) -> float:
+    """The share of secrets that are found in five turns."""
+    return np.mean([played(HigherLower(), posed(p), player(p), turns=TURNS)[1] > 0 for p in GAMES])
+
+
+def test_halving_finds_every_secret_and_the_pupil_of_the_warm_start_a_quarter():
+    assert found(halving) == 1
+    assert 0.75 < found(consistent) < 0.81
+    task = Guessing()
+    assert 0.24 < found(lambda problem: functools.partial(task.guess, problem)) < 0.32
+
+
+def test_a_guess_hears_where_the_secret_is_and_finding_it_pays_less_for_every_turn():
+    game = HigherLower(cost=0.1)
+    assert step(game, "19", "18") == Turn(">", -0.1) and step(game, "19", "20") == Turn("<", -0.1)
+    assert step(game, "19", " 19 ") == step(game, "09", "9") == step(game, "9", "09") == Turn("", 0.9, True)
+    assert step(game, "05", "-3") == Turn(">", -0.1)
+    for text in ("", "1 9", "19.0", "nineteen", "١٩", "1" * 19):
+        assert step(game, "19", text) == Turn("?", -0.1)
+
+
+def test_a_call_hears_the_exact_value_and_an_answer_ends_the_conversation():
+    calculator = Calculator()
+    assert step(calculator, "3108", "calc 37*84") == Turn("3108", -0.1)
+    assert step(calculator, "", "calc (1-3)/ (2*2)") == Turn("-1/2", -0.1)
+    for text in (
+        "calc ",
+        "calc 1/0",
+        "calc 3**9",
+        "calc __import__('os')",
+        "calc 2 2",
+        "calc (1",
+        "calc " + "1+" * 500,
+    ):
+        assert step(calculator, "1", text) == Turn("?", -0.1)
+    assert step(calculator, "3108", "3108 ") == Turn("", 1.0, True)
+    assert step(calculator, "3108", "calc") == step(calculator, "3108", "3107") == Turn("", 0.0, True)
+
+
+@pytest.mark.parametrize("name", ENVIRONMENTS)
+def test_a_shipped_environment_opens_with_the_problems_own_prompt_and_keeps_nothing(name):
+    environment = ENVIRONMENTS[name].make({"cost": 0.25})
+    problem = Posed("1+1=", "2", "", system="Be brief.")
+    assert environment.reset(problem) == problem.messages
+    assert environment.step(problem, [], "3") == environment.step(problem, problem.messages, "3")
+    assert environment.step(problem, [], "calc 1").reward == -0.25
+
+
+def test_a_third_of_the_pupils_calculations_are_right_and_sums_more_often_than_products():
+    right = {"+": [], "*": []}
+    for problem in TASK.problems("train", 1500):
+        pupil = functools.partial(TASK.turn, problem)
+        _, reward, conversation = played(Calculator(), posed(problem), pupil, turns=3)
+        right[problem.prompt[2]].append(reward > 0)
+        assert len(conversation) == (3 if conversation[0]["content"].startswith("calc ") else 1)
+    assert 0.7 < np.mean(right["+"]) < 0.84 and 0.1 < np.mean(right["*"]) < 0.17
+    assert 0.3 < np.mean(right["+"] + right["*"]) < 0.4
+
+
+def test_a_conversation_ends_with_the_players_turn_after_the_last_that_he_has():
+    prompt, reward, conversation = played(HigherLower(), posed(GAMES[0]), lambda heard: "-1", turns=2)
+    assert prompt == [{"role": "user", "content": GAMES[0].prompt}]
+    assert [m["role"] for m in conversation] == ["assistant", "user", "assistant"] and reward == pytest.approx(-0.04)
