@@ -6,6 +6,7 @@ positions of a row, `C` completion tokens of a row.
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 import flax.struct
@@ -82,6 +83,26 @@ class Turns:
     observed: np.ndarray
     rewards: np.ndarray
     error: str | None = None
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """The first token and the end of each observation."""
+        edges = np.flatnonzero(np.diff(self.observed.astype(np.int8), prepend=0, append=0)).tolist()
+        return list(zip(edges[::2], edges[1::2], strict=True))
+
+    def record(self) -> dict[str, Any]:
+        """JSON-able, exact to the bit; `from_record` reads it."""
+        return {"spans": self.spans, "rewards": self.rewards.tolist(), "error": self.error}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any], length: int) -> Self:
+        """The turns of a completion of `length` tokens. Raises ValueError for observations outside it."""
+        observed = np.zeros(length, bool)
+        for first, end in record["spans"]:
+            if not 0 <= first < end <= length:
+                raise ValueError(f"an observation from token {first} to {end} is not in a completion of {length}")
+            observed[first:end] = True
+        return cls(observed, np.array(record["rewards"], np.float32), record["error"])
 
 
 @dataclasses.dataclass(frozen=True)
