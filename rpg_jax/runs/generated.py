@@ -9,11 +9,10 @@ from typing import NamedTuple
 from ml_collections import ConfigDict
 
 from rpg_jax import data
-from rpg_jax.environments import Environment, Message
+from rpg_jax.environments import Environment, Message, Posed
 from rpg_jax.environments.calculator import Calculator
 from rpg_jax.environments.demonstrations import played
 from rpg_jax.environments.higher_lower import HigherLower
-from rpg_jax.environments.stage import posed
 
 Demonstration = str | Sequence[Message]
 """What supervised training imitates: one turn, or the messages after a prompt, of which the assistant's are imitated."""
@@ -100,7 +99,8 @@ def _played_by(pupil: Callable[[data.Problem, Sequence[str]], str], environment:
     """The conversations of a pupil, who takes a turn for a problem and the observations so far."""
 
     def conversation(problem: data.Problem) -> Demonstration:
-        return played(environment, posed(problem), lambda heard: pupil(problem, heard), turns=turns)[-1]
+        posed = Posed(problem.prompt, problem.answer, problem.question, problem.system, problem.source)
+        return played(environment, posed, lambda heard: pupil(problem, heard), turns=turns)[-1]
 
     return lambda problems: [(problem, conversation(problem)) for problem in problems]
 

@@ -70,7 +70,7 @@ class Example(NamedTuple):
 
 
 def examples_of(e: Experiment, problems: Sequence[data.Problem]) -> list[Example]:
-    """The demonstrations of problems as tokens: the prompt as the policy sees it, the completion with its stop token."""
+    """The demonstrations of problems as tokens: the prompt as the policy sees it, and what it is to say."""
     c, found = e.config, []
     observations = Observations(e.tokenizer, thinking=c.task.thinking)
     for problem, shown in e.task.examples(problems):

@@ -65,11 +65,13 @@ def test_halving_finds_every_secret_and_the_pupil_of_the_warm_start_a_quarter():
 
 def test_a_guess_hears_where_the_secret_is_and_finding_it_pays_less_for_every_turn():
     game = HigherLower(cost=0.1)
-    assert step(game, "19", "18") == Turn(">", -0.1) and step(game, "19", "20") == Turn("<", -0.1)
-    assert step(game, "19", " 19 ") == step(game, "09", "9") == step(game, "9", "09") == Turn("", 0.9, True)
-    assert step(game, "05", "-3") == Turn(">", -0.1)
+    assert step(game, "19", "18") == step(game, "05", "-3") == Turn(">") and step(game, "19", "20") == Turn("<")
+    assert step(game, "19", " 19 ") == step(game, "09", "9") == step(game, "9", "09") == Turn("", 1.0, True)
+    players = [lambda heard, n=n: GAMES[0].answer if len(heard) == n else "0" for n in range(3)]
+    rewards = [played(game, posed(GAMES[0]), player, turns=5)[1] for player in players]
+    assert rewards == pytest.approx([1.0, 0.9, 0.8])
     for text in ("", "1 9", "19.0", "nineteen", "١٩", "1" * 19):
-        assert step(game, "19", text) == Turn("?", -0.1)
+        assert step(game, "19", text) == Turn("?")
 
 
 def test_a_call_hears_the_exact_value_and_an_answer_ends_the_conversation():
@@ -96,7 +98,6 @@ def test_a_shipped_environment_opens_with_the_problems_own_prompt_and_keeps_noth
     problem = Posed("1+1=", "2", "", system="Be brief.")
     assert environment.reset(problem) == problem.messages
     assert environment.step(problem, [], "3") == environment.step(problem, problem.messages, "3")
-    assert environment.step(problem, [], "calc 1").reward == -0.25
 
 
 def test_a_third_of_the_pupils_calculations_are_right_and_sums_more_often_than_products():
@@ -113,4 +114,4 @@ def test_a_third_of_the_pupils_calculations_are_right_and_sums_more_often_than_p
 def test_a_conversation_ends_with_the_players_turn_after_the_last_that_he_has():
     prompt, reward, conversation = played(HigherLower(), posed(GAMES[0]), lambda heard: "-1", turns=2)
     assert prompt == [{"role": "user", "content": GAMES[0].prompt}]
-    assert [m["role"] for m in conversation] == ["assistant", "user", "assistant"] and reward == pytest.approx(-0.04)
+    assert [m["role"] for m in conversation] == ["assistant", "user", "assistant"] and reward == 0
