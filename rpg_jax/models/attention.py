@@ -94,6 +94,44 @@ def _xla(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, axes)
     return out.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
+def extend_attention(
+    cache: KVCache, slots: jax.Array, starts: jax.Array
+) -> Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]:
+    """A function (q, k, v, layer) in which new tokens attend to the tokens in their slot and to each other, causally.
+
+    The function takes q [P, T, N, H], the new tokens' k and v [P, T, K, H], and the layer i32[] whose cache it reads.
+    It returns [P, T, N, H] in q's dtype. Scores are f32[P, N, T, C + T] in memory.
+
+    Args:
+      slots: i32[P], the slot that each row continues.
+      starts: i32[P], the tokens in the slot; entries at or past them are ignored.
+    """
+
+    def attend(q, k, v, layer):
+        keys, values, *scales = (
+            jnp.take(jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), slots, axis=0, mode="clip")
+            for x in (cache.keys, cache.values, *cache.scales)
+        )
+        (P, T, N, H), K = q.shape, k.shape[2]
+        grouped = q.reshape(P, T, K, N // K, H) * (H**-0.5)
+        past = jnp.einsum("ptkgh,pkhc->pkgtc", grouped, keys.astype(q.dtype), preferred_element_type=jnp.float32)
+        past = past * scales[0][:, :, None] if scales else past
+        filled = jnp.arange(keys.shape[-1]) < starts[:, None]
+        past = jnp.where(filled[:, None, None, None], past, _MASKED)
+        own = jnp.einsum("ptkgh,pskh->pkgts", grouped, k, preferred_element_type=jnp.float32)
+        own = jnp.where(jnp.tri(T, dtype=bool), own, _MASKED)
+        peak = jnp.maximum(past.max(-1, keepdims=True), own.max(-1, keepdims=True))
+        past, own = jnp.exp(past - peak), jnp.exp(own - peak)
+        total = past.sum(-1, keepdims=True) + own.sum(-1, keepdims=True)
+        past = past * scales[1][:, :, None] if scales else past
+        mixed = past.astype(v.dtype), values.astype(v.dtype)
+        out = jnp.einsum("pkgtc,pkch->pkgth", *mixed, preferred_element_type=jnp.float32)
+        out += jnp.einsum("pkgts,pskh->pkgth", own.astype(v.dtype), v, preferred_element_type=jnp.float32)
+        return (out / total).astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(P, T, N, H)
+
+    return attend
+
+
 def decode_attention(
     cache: KVCache, *, attend_length: int | None = None, implementation: str = "auto"
 ) -> Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]:

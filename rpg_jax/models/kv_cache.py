@@ -97,28 +97,59 @@ class KVCache:
         scales = key_scales, value_scales.swapaxes(-1, -2)
         return KVCache(keys.astype(jnp.int8), values.astype(jnp.int8), self.lengths, scales)
 
-    def append(self, keys: jax.Array, values: jax.Array, *, implementation: str = "auto") -> KVCache:
+    def extend(self, chunk: KVCache, slots: jax.Array, starts: jax.Array) -> KVCache:
+        """Writes the first `chunk.lengths[p]` tokens of each row p of `chunk` into slots[p], from place starts[p] on.
+
+        A row of length 0 writes nothing. The lengths of this cache stay. It works in place if this cache is donated.
+        """
+        chunk = chunk.rounded() if self.scales else chunk
+        width, lengths = chunk.capacity, chunk.lengths
+
+        def write(row, held):
+            start = jnp.minimum(starts[row], self.capacity - width)
+            places = start + jnp.arange(width)
+            new = (places >= starts[row]) & (places < starts[row] + lengths[row])
+
+            def put(into, rows, axis):
+                at = tuple(start if i == axis else slots[row] if i == 1 else 0 for i in range(5))
+                one = jnp.roll(jax.lax.dynamic_slice_in_dim(rows, row, 1, axis=1), starts[row] - start, axis=axis)
+                old = jax.lax.dynamic_slice(into, at, one.shape)
+                mask = new[:, None] if axis == 3 else new
+                return jax.lax.dynamic_update_slice(into, jnp.where(mask, one.astype(into.dtype), old), at)
+
+            keys, values, *scales = held
+            more = zip(scales, chunk.scales, strict=True)
+            return put(keys, chunk.keys, 4), put(values, chunk.values, 3), *(put(a, b, 4) for a, b in more)
+
+        keys, values, *scales = jax.lax.fori_loop(0, len(slots), write, (self.keys, self.values, *self.scales))
+        return KVCache(keys, values, self.lengths, tuple(scales))
+
+    def append(
+        self, keys: jax.Array, values: jax.Array, *, active: jax.Array | None = None, implementation: str = "auto"
+    ) -> KVCache:
         """Writes one token [L, S, K, H] at each slot's length, and adds 1 to the lengths.
 
-        A full slot keeps its entries. It works in place if this cache is donated.
+        A full slot, and one outside the mask `active` bool[S], keeps its entries. It works in place if this cache is
+        donated.
         """
+        places = self.lengths if active is None else jnp.where(active, self.lengths, self.capacity)
         scales: tuple[jax.Array, ...] = ()
         if self.scales:
             (keys, *key_scale), (values, *value_scale) = _steps(keys, -1), _steps(values, -1)
             scales = (*key_scale, *value_scale)
         keys, values = keys.astype(self.keys.dtype), values.astype(self.values.dtype)
         if decode_implementation(implementation) == "ragged":
-            written = ragged_append(self.keys, self.values, self.lengths, keys, values, self.scales, scales)
+            written = ragged_append(self.keys, self.values, places, keys, values, self.scales, scales)
             return KVCache(written[0], written[1], self.lengths + 1, tuple(written[2:]))
         slots = jnp.arange(self.slots)
 
         def last(into, token):
             # Slices separate the two index arrays, so their axis, the slots, comes first in the update (NumPy's rule).
-            return into.at[:, slots, :, :, self.lengths].set(token.swapaxes(0, 1), mode="drop")
+            return into.at[:, slots, :, :, places].set(token.swapaxes(0, 1), mode="drop")
 
         return KVCache(
             last(self.keys, keys),
-            self.values.at[:, slots, :, self.lengths].set(values.swapaxes(0, 1), mode="drop"),
+            self.values.at[:, slots, :, places].set(values.swapaxes(0, 1), mode="drop"),
             self.lengths + 1,
             tuple(map(last, self.scales, scales)),
         )
