@@ -1,0 +1,44 @@
+"""A Qwen3 of 0.1 M parameters learns to guess a secret number from an environment that says higher or lower.
+
+Command:   python -m rpg_jax.train --config=configs/guessing.py
+Hardware:  two CPU cores
+
+"12-26:" names a range of 12 to 20 numbers, and the policy has five guesses, as "19", which hear ">" or "<". No range of
+the held-out set is in training. The pupil of the warm start guesses at random, which finds 28 % of the secrets. Random
+guesses that keep to what was heard find 78 %: more needs guesses near the middle of what is left.
+"""
+
+from configs import tiny
+
+
+def get_config():
+    c = tiny.get_config()
+    c.model.num_layers = 2
+    c.model.embed_dim = 64
+    c.model.num_heads = 4
+    c.model.num_kv_heads = 2
+    c.model.head_dim = 16
+    c.model.hidden_dim = 192
+    c.model.rope_theta = 100.0  # what was heard is a few tokens back
+
+    c.task.name = "guessing"
+    c.environment.name = "guessing"
+    c.environment.max_turns = 5
+    c.environment.turn_tokens = 4  # two digits, the stop token, and one to spare
+    c.task.max_prompt_tokens = 6
+    c.rollout.max_tokens = 20  # five guesses of three tokens, four answers of one, and one to spare
+    c.rewards.overlong_shaping = False  # it would punish the fifth guess
+    c.rollout.prompts_per_step = 32
+    c.rollout.group_size = 8
+    c.rollout.slots = 256
+
+    c.warm_start.batch_size = 128
+    c.warm_start.check_every = 50
+    c.warm_start.min_accuracy = 0.15
+    c.warm_start.max_accuracy = 0.35
+
+    c.train.steps = 300
+    c.optimizer.learning_rate = 1e-3
+    c.evaluation.every = 25
+    c.checkpoint.every = 25
+    return c
