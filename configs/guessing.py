@@ -3,9 +3,9 @@
 Command:   python -m rpg_jax.train --config=configs/guessing.py
 Hardware:  two CPU cores
 
-"12-26:" names a range of 12 to 20 numbers, and the policy has five guesses, as "19", which hear ">" or "<". No range of
-the held-out set is in training. The pupil of the warm start guesses at random, which finds 28 % of the secrets. Random
-guesses that keep to what was heard find 78 %: more needs guesses near the middle of what is left.
+"12-30:" names a range of 16 to 24 numbers, and the policy has six guesses, as "19", which hear ">" or "<". No range of
+the held-out set is in training. The pupil of the warm start rarely listens, and finds 36 % of the secrets. Random
+guesses that keep to all that was heard find 85 %: more needs guesses near the middle of what is left.
 """
 
 from configs import tiny
@@ -23,11 +23,11 @@ def get_config():
 
     c.task.name = "guessing"
     c.environment.name = "guessing"
-    c.environment.max_turns = 5
+    c.environment.max_turns = 6
     c.environment.turn_tokens = 4  # two digits, the stop token, and one to spare
     c.task.max_prompt_tokens = 6
-    c.rollout.max_tokens = 20  # five guesses of three tokens, four answers of one, and one to spare
-    c.rewards.overlong_shaping = False  # it would punish the fifth guess
+    c.rollout.max_tokens = 24  # six guesses of three tokens, five answers of one, and one to spare
+    c.rewards.overlong_shaping = False  # it would punish the sixth guess
     c.rollout.prompts_per_step = 32
     c.rollout.group_size = 8
     c.rollout.slots = 256

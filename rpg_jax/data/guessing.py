@@ -1,4 +1,4 @@
-"""Procedural guessing games: ranges of numbers with a secret in each, and a pupil who does not listen."""
+"""Procedural guessing games: ranges of numbers with a secret in each, and a pupil who rarely listens."""
 
 import dataclasses
 import zlib
@@ -9,17 +9,19 @@ import numpy as np
 from rpg_jax.data.prompts import Problem
 
 _LARGEST = 99
+_LISTENS = 1 / 7
 
 
 @dataclasses.dataclass(frozen=True)
 class Guessing:
     """The game "12-26:" with answer "19": find the secret number of a range by guesses, which are answered.
 
-    The environment `guessing` answers ">" where the secret is higher and "<" where it is lower. With five guesses and
-    ranges of 12 to 20 numbers, a player who guesses at random finds 28 % of the secrets. One who stays at random where
-    the answers allow it finds 78 %, and one who halves what is left finds all.
+    The environment `guessing` answers ">" where the secret is higher and "<" where it is lower. With six guesses and
+    ranges of 16 to 24 numbers, a player who guesses at random finds 27 % of the secrets. One who guesses at random
+    where the answers allow it finds 85 %, and one who halves what is left finds all.
 
-    The pupil who writes the demonstrations of a warm start guesses at random within the range and ignores every answer.
+    The pupil who writes the demonstrations of a warm start guesses at random, in one turn of seven where the answers
+    allow it, in the others anywhere in the range. He finds 36 %.
 
     Attributes:
       sizes: the fewest and the most numbers of a range, which lies within 0 to 99.
@@ -27,7 +29,7 @@ class Guessing:
       seed: of that hash and of the pupil.
     """
 
-    sizes: tuple[int, int] = (12, 20)
+    sizes: tuple[int, int] = (16, 24)
     held_out: float = 0.2
     seed: int = 0
 
@@ -58,10 +60,17 @@ class Guessing:
         return [self._problem(*every[i]) for i in order.tolist()]
 
     def guess(self, problem: Problem, heard: Sequence[str]) -> str:
-        """The pupil's next turn after the answers `heard`, of which only the number counts."""
-        first, last = map(int, problem.prompt[:-1].split("-"))
-        random = np.random.default_rng([self.seed, problem.prompt_id, len(heard)])
-        return f"{random.integers(first, last + 1):02d}"
+        """The pupil's next turn after the answers `heard` to his turns so far."""
+        first, last = low, high = [int(number) for number in problem.prompt[:-1].split("-")]
+        random = np.random.default_rng([self.seed, problem.prompt_id])
+        for answer in (*heard, None):
+            listens = random.random() < _LISTENS
+            guess = int(random.integers(low, high + 1) if listens else random.integers(first, last + 1))
+            if answer == ">":
+                low = max(low, guess + 1)
+            elif answer == "<":
+                high = min(high, guess - 1)
+        return f"{guess:02d}"
 
     def texts(self) -> Iterator[str]:
         """Every character of the game, for training a tokenizer."""

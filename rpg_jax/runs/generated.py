@@ -15,7 +15,7 @@ from rpg_jax.environments.demonstrations import played
 from rpg_jax.environments.higher_lower import HigherLower
 
 Demonstration = str | Sequence[Message]
-"""What supervised training imitates: one turn, or the messages after a prompt, of which the assistant's are imitated."""
+"""What supervised training imitates: one turn, or the messages after a prompt, of which it imitates the assistant's."""
 Examples = Callable[[Sequence[data.Problem]], list[tuple[data.Problem, Demonstration]]]
 _CHAINS = 50_000
 
