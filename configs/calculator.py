@@ -16,6 +16,7 @@ def get_config():
     c.task.name = "calculator"
     c.task.held_out_sets = "held out,easy,hard"
     c.environment.name = "calculator"
+    c.environment.options = "{}"
     c.environment.max_turns = 3
     c.environment.turn_tokens = 12  # "calc 37*84", the stop token, and one to spare
     c.task.max_prompt_tokens = 6

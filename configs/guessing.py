@@ -1,10 +1,10 @@
-"""A Qwen3 of 0.1 M parameters learns to guess a secret number from an environment that says higher or lower.
+"""A Qwen3 of 0.1 M parameters learns to find a secret digit from an environment that says higher or lower.
 
 Command:   python -m rpg_jax.train --config=configs/guessing.py
 Hardware:  two CPU cores
 
-"12-30:" names a range of 16 to 24 numbers, and the policy has six guesses, as "19", which hear ">" or "<". No range of
-the held-out set is in training. The pupil of the warm start rarely listens, and finds 36 % of the secrets. Random
+"4-p:" names a range of 16 to 24 digits in base 36, and the policy has six guesses, as "h", which hear ">" or "<". No
+range of the held-out set is in training. The pupil of the warm start rarely listens, and finds 37 % of the secrets. Random
 guesses that keep to all that was heard find 85 %: more needs guesses near the middle of what is left.
 """
 
@@ -23,14 +23,16 @@ def get_config():
 
     c.task.name = "guessing"
     c.environment.name = "guessing"
+    c.environment.options = '{"base": 36}'
     c.environment.max_turns = 6
-    c.environment.turn_tokens = 4  # two digits, the stop token, and one to spare
-    c.task.max_prompt_tokens = 6
-    c.rollout.max_tokens = 24  # six guesses of three tokens, five answers of one, and one to spare
+    c.environment.turn_tokens = 3  # a digit, the stop token, and one to spare
+    c.task.max_prompt_tokens = 4
+    c.rollout.max_tokens = 18  # six guesses of two tokens, five answers of one, and one to spare
     c.rewards.overlong_shaping = False  # it would punish the sixth guess
     c.rollout.prompts_per_step = 32
     c.rollout.group_size = 8
     c.rollout.slots = 256
+    c.dynamic_sampling.enabled = False
 
     c.warm_start.batch_size = 128
     c.warm_start.check_every = 50

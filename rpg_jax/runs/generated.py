@@ -9,6 +9,7 @@ from typing import NamedTuple
 from ml_collections import ConfigDict
 
 from rpg_jax import data
+from rpg_jax.data.guessing import DIGITS
 from rpg_jax.environments import Environment, Message, Posed
 from rpg_jax.environments.calculator import Calculator
 from rpg_jax.environments.demonstrations import played
@@ -63,7 +64,7 @@ def _chains(config: ConfigDict) -> Generated:
 
 def _guessing(config: ConfigDict) -> Generated:
     task = data.Guessing(held_out=config.task.held_out)
-    return _game(config, task, _played_by(task.guess, HigherLower(), config.environment.max_turns))
+    return _game(config, task, _played_by(task.guess, HigherLower(base=len(DIGITS)), config.environment.max_turns))
 
 
 def _calculator(config: ConfigDict) -> Generated:

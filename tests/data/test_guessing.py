@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+
 import numpy as np
 import pytest
 
@@ -10,18 +12,19 @@ TRAIN, HELD_OUT = TASK.problems("train"), TASK.problems("held out")
 
 
 def bounds(problem):
-    return [int(number) for number in problem.prompt[:-1].split("-")]
+    assert re.fullmatch(r"[0-9a-z]-[0-9a-z]:", problem.prompt)
+    return [int(problem.prompt[place], 36) for place in (0, 2)]
 
 
 def test_every_range_has_all_its_secrets_in_one_set_alone():
     assert not {p.prompt for p in TRAIN} & {p.prompt for p in HELD_OUT}
     secrets: dict[str, set[int]] = {}
     for problem in [*TRAIN, *HELD_OUT]:
-        secrets.setdefault(problem.prompt, set()).add(int(problem.answer))
-    assert len(secrets) == sum(101 - size for size in range(16, 25))
+        secrets.setdefault(problem.prompt, set()).add(int(problem.answer, 36))
+    assert len(secrets) == sum(37 - size for size in range(16, 25))
     for prompt, found in secrets.items():
-        first, last = map(int, prompt[:-1].split("-"))
-        assert found == {*range(first, last + 1)} and 16 <= len(found) <= 24 and 0 <= first <= last <= 99
+        first, last = (int(prompt[place], 36) for place in (0, 2))
+        assert found == {*range(first, last + 1)} and 16 <= len(found) <= 24 and first <= last
     assert 0.15 < len({p.prompt for p in HELD_OUT}) / len(secrets) < 0.25
 
 
@@ -33,17 +36,17 @@ def test_prompt_ids_are_distinct_and_the_order_depends_on_the_seed_alone():
     assert {*TASK.problems("train", seed=1)} == {*TRAIN}
 
 
-def test_the_pupil_guesses_every_number_of_the_range_and_listens_in_one_turn_of_seven():
+def test_the_pupil_guesses_every_number_of_the_range_and_listens_in_one_turn_of_six():
     places, above = [], []
     for problem in TRAIN:
         first, last = bounds(problem)
         guess = TASK.guess(problem, [])
-        assert len(guess) == 2 and first <= int(guess) <= last and guess == TASK.guess(problem, ())
-        places.append((int(guess) - first) / (last - first))
-        if (int(guess) - first) * 2 == last - first:
+        assert len(guess) == 1 and first <= int(guess, 36) <= last and guess == TASK.guess(problem, ())
+        places.append((int(guess, 36) - first) / (last - first))
+        if (int(guess, 36) - first) * 2 == last - first:
             above.append(TASK.guess(problem, [">"]) > guess)
     assert 0.45 < np.mean(places) < 0.55 and min(places) == 0 and max(places) == 1
-    assert 0.48 < np.mean(above) < 0.61  # 1/7 + 6/7 · (half of the other numbers)
+    assert 0.5 < np.mean(above) < 0.63  # 1/6 + 5/6 · (half of the other numbers)
 
 
 def test_the_pupil_keeps_to_all_answers_when_he_listens(monkeypatch):
@@ -52,7 +55,7 @@ def test_the_pupil_keeps_to_all_answers_when_he_listens(monkeypatch):
         first, last = bounds(problem)
         heard = []
         for answer in "<><":
-            guess = int(TASK.guess(problem, heard))
+            guess = int(TASK.guess(problem, heard), 36)
             assert first <= guess <= last
             first, last = (guess + 1, last) if answer == ">" else (first, guess - 1)
             heard.append(answer)
@@ -61,7 +64,7 @@ def test_the_pupil_keeps_to_all_answers_when_he_listens(monkeypatch):
 
 
 def test_wrong_sizes_sets_and_counts_are_refused():
-    for fields in ({"sizes": (1, 24)}, {"sizes": (24, 16)}, {"sizes": (16, 101)}, {"held_out": 0.0}):
+    for fields in ({"sizes": (1, 24)}, {"sizes": (24, 16)}, {"sizes": (16, 37)}, {"held_out": 0.0}):
         with pytest.raises(ValueError, match=next(iter(fields))):
             Guessing(**fields)
     with pytest.raises(ValueError, match="has the sets train, held out"):

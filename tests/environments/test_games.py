@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from rpg_jax.data import Calculations, Guessing
+from rpg_jax.data.guessing import DIGITS
 from rpg_jax.environments import ENVIRONMENTS, Posed, Turn
 from rpg_jax.environments.calculator import Calculator
 from rpg_jax.environments.demonstrations import played
 from rpg_jax.environments.higher_lower import HigherLower
 
-GAMES, TASK = Guessing().problems("held out", 600), Calculations()
+GAMES, TASK = Guessing().problems("held out"), Calculations()
 TURNS = 6
 
 
@@ -28,9 +29,9 @@ def step(environment, answer, text):
 
 def left(problem, heard, player) -> tuple[int, int]:
     """The range that is left after the answers to the guesses of `player`, who repeats himself."""
-    first, last = map(int, problem.prompt[:-1].split("-"))
+    first, last = DIGITS.index(problem.prompt[0]), DIGITS.index(problem.prompt[2])
     for place, answer in enumerate(heard):
-        guess = int(player(heard[:place]))
+        guess = DIGITS.index(player(heard[:place]))
         first, last = (max(first, guess + 1), last) if answer == ">" else (first, min(last, guess - 1))
     return first, last
 
@@ -38,7 +39,7 @@ def left(problem, heard, player) -> tuple[int, int]:
 def halving(problem):
     def player(heard):
         first, last = left(problem, heard, player)
-        return str((first + last) // 2)
+        return DIGITS[(first + last) // 2]
 
     return player
 
@@ -46,19 +47,19 @@ def halving(problem):
 def consistent(problem):
     def player(heard):
         first, last = left(problem, heard, player)
-        return str(Random(f"{problem.prompt_id} {len(heard)}").randint(first, last))
+        return DIGITS[Random(f"{problem.prompt_id} {len(heard)}").randint(first, last)]
 
     return player
 
 
 def random(problem):
     first, last = left(problem, [], random)
-    return lambda heard: str(Random(f"{problem.prompt_id} {len(heard)}").randint(first, last))
+    return lambda heard: DIGITS[Random(f"{problem.prompt_id} {len(heard)}").randint(first, last)]
 
 
 def found(player) -> float:
     """The share of secrets that are found in six turns."""
-    return np.mean([played(HigherLower(), posed(p), player(p), turns=TURNS)[1] > 0 for p in GAMES])
+    return np.mean([played(HigherLower(base=36), posed(p), player(p), turns=TURNS)[1] > 0 for p in GAMES])
 
 
 def test_halving_finds_every_secret_and_the_pupil_of_the_warm_start_a_third():
@@ -73,10 +74,11 @@ def test_a_guess_hears_where_the_secret_is_and_finding_it_pays_less_for_every_tu
     game = HigherLower(cost=0.1)
     assert step(game, "19", "18") == step(game, "05", "-3") == Turn(">") and step(game, "19", "20") == Turn("<")
     assert step(game, "19", " 19 ") == step(game, "09", "9") == step(game, "9", "09") == Turn("", 1.0, True)
-    players = [lambda heard, n=n: GAMES[0].answer if len(heard) == n else "0" for n in range(3)]
-    rewards = [played(game, posed(GAMES[0]), player, turns=5)[1] for player in players]
+    players = [lambda heard, n=n: "7" if len(heard) == n else "0" for n in range(3)]
+    assert step(HigherLower(base=16), "f", "e") == Turn(">") and step(HigherLower(base=16), "f", "F").done
+    rewards = [played(game, Posed("", "7", ""), player, turns=5)[1] for player in players]
     assert rewards == pytest.approx([1.0, 0.9, 0.8])
-    for text in ("", "1 9", "19.0", "nineteen", "١٩", "1" * 19):
+    for text in ("", "1 9", "19.0", "nineteen", "١٩", "1" * 19, "f", "1_0"):
         assert step(game, "19", text) == Turn("?")
 
 
@@ -118,6 +120,6 @@ def test_a_third_of_the_pupils_calculations_are_right_and_sums_more_often_than_p
 
 
 def test_a_conversation_ends_with_the_players_turn_after_the_last_that_he_has():
-    prompt, reward, conversation = played(HigherLower(), posed(GAMES[0]), lambda heard: "-1", turns=2)
+    prompt, reward, conversation = played(HigherLower(base=36), posed(GAMES[0]), lambda heard: "-1", turns=2)
     assert prompt == [{"role": "user", "content": GAMES[0].prompt}]
     assert [m["role"] for m in conversation] == ["assistant", "user", "assistant"] and reward == 0
