@@ -21,7 +21,7 @@ class Group:
       problem: the prompt as text, with its answer.
       prompt: i32[n] token ids.
       completions: G completions.
-      texts: the completions as text, for scoring and for people.
+      texts: the completions as people read them, see `dialogue.shown`.
       rewards: f32[G], shaped.
       accuracy: f32[G], raw, in [0, 1].
       behaviour_logprobs: G arrays f32[n], log π_old of every token; NaN where the trainer has to compute it. None if

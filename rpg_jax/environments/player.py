@@ -11,11 +11,8 @@ import numpy as np
 from rpg_jax.data import Problem
 from rpg_jax.environments.observations import Observations
 from rpg_jax.environments.stage import Stage
-from rpg_jax.rewards.verdicts import Verdict
 from rpg_jax.rollout.interface import Reply
 from rpg_jax.types import FinishReason
-
-_FIRST_PROBLEMS = 16  # with fewer, all may happen to be problems that an environment cannot play
 
 
 class Player:
@@ -26,9 +23,9 @@ class Player:
 
     Args:
       stage: asks the environment.
-      problems: of the request's prompts, in their order.
       decode: tokens to text, without special tokens.
       observations: messages to tokens.
+      problems: of the request's prompts, in their order.
       max_turns: turns of the policy in a conversation; the last one gets its reward and no observation.
       turn_tokens: tokens of a turn.
     """
@@ -36,9 +33,9 @@ class Player:
     def __init__(
         self,
         stage: Stage,
-        problems: Sequence[Problem],
         decode: Callable[[Sequence[int]], str],
         observations: Observations,
+        problems: Sequence[Problem],
         *,
         max_turns: int,
         turn_tokens: int,
@@ -47,7 +44,6 @@ class Player:
         self._max_turns, self.turn_tokens = max_turns, turn_tokens
         self._said: dict[tuple[int, int], list[Mapping[str, Any]]] = {}  # by (place, index), after the prompt
         self._turns: dict[tuple[int, int], int] = {}
-        self._failed: set[int] | None = set()  # places, until a success
         self._fault: Exception | None = None
 
     def respond(self, place: int, index: int, tokens: np.ndarray, finish_reason: FinishReason) -> Future[Reply]:
@@ -55,12 +51,7 @@ class Player:
         return self._stage.submit(self._reply, (place, index), tokens, finish_reason)
 
     def check(self) -> None:
-        """Raises a fault that concerns all conversations.
-
-        Raises:
-          ValueError: the environment cannot be made, or it failed on every turn of the first problems.
-          RuntimeError: its processes do not start.
-        """
+        """Raises a fault that concerns all conversations, see `Stage.step`."""
         if self._fault is not None:
             raise self._fault
 
@@ -76,7 +67,6 @@ class Player:
         problem, text = self._problems[key[0]], self._decode(spoken.tolist())
         said, turn = self._said.pop(key, []), self._turns.pop(key, 0) + 1
         verdict = self._stage.step(problem, [*problem.opening, *said], text)
-        self._expect_success(key[0], verdict)
         if verdict.value is None:
             return Reply(None, error=verdict.error)
         observation, reward = verdict.value["observation"], verdict.value["reward"]
@@ -89,18 +79,3 @@ class Player:
         self._said[key] = [*said, {"role": "assistant", "content": text}, *observation]
         self._turns[key] = turn
         return Reply(read, reward)
-
-    def _expect_success(self, place: int, verdict: Verdict) -> None:
-        """Raises a ValueError if the first `_FIRST_PROBLEMS` problems had failures only."""
-        failed = self._failed
-        if failed is None:
-            return
-        if verdict.error is None:
-            self._failed = None
-            return
-        failed.add(place)
-        if len(failed) >= _FIRST_PROBLEMS:
-            raise ValueError(
-                f"environment.name={self._stage.name}: it has failed on every turn of its first {len(failed)} "
-                f"problems: {verdict.error}{f' ({verdict.detail})' if verdict.detail else ''}"
-            )

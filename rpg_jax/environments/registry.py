@@ -42,6 +42,8 @@ class Declaration:
             inspect.signature(factory).bind(**options)
         except TypeError as error:
             raise ValueError(f"environment.options {dict(options)} of {self.path}: {error}") from error
+        except ValueError:  # some builtin classes have no signature
+            pass
         return checked(factory(**options), self.path)
 
 

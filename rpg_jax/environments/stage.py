@@ -13,7 +13,7 @@ from typing import Any
 
 from rpg_jax.data.prompts import Problem
 from rpg_jax.environments import called
-from rpg_jax.environments.conversation import Posed, Turn, checked_messages, checked_turn
+from rpg_jax.environments.conversation import Environment, Posed, Turn, checked_messages, checked_turn
 from rpg_jax.environments.registry import Declaration
 from rpg_jax.rewards.callables import InProcess
 from rpg_jax.rewards.pool import WorkerPool
@@ -22,6 +22,7 @@ from rpg_jax.rewards.verdicts import BadScore, Task, Verdict
 _CALLED = "rpg_jax.environments.called:Called"
 _WAITING = 64  # threads that wait for an environment in this process
 _TOGETHER = 64  # problems that one thread opens
+_FIRST_PROBLEMS = 16  # with fewer, all may happen to be problems that an environment cannot play
 
 
 class Stage(contextlib.AbstractContextManager["Stage"]):
@@ -36,8 +37,6 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
       workers: number of processes; by default one per CPU, at most 8.
       deadline_s: seconds that a call may take.
 
-    Raises:
-      ValueError: an environment of this process does not take the options.
     """
 
     def __init__(
@@ -53,8 +52,9 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
         self._size = workers or min(8, os.cpu_count() or 1)
         self._threads = ThreadPoolExecutor(self._size if declaration.pooled else _WAITING, "environment")
         self._in_process: InProcess | None = None
+        self._failed: set[int] | None = set()  # ids of problems, until a success
         if not declaration.pooled:
-            self._in_process, self._own = InProcess(deadline_s), declaration.make(options)
+            self._in_process = InProcess(deadline_s)
 
     def opened(self, problems: Sequence[Problem]) -> list[Problem]:
         """The problems with the messages of `reset`, in their order.
@@ -65,9 +65,16 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
         return [problem for opened in self._threads.map(self._open, chunks) for problem in opened]
 
     def step(self, problem: Problem, messages: Sequence[Mapping[str, Any]], completion: str) -> Verdict:
-        """The answer to a turn as {observation, reward, done}, see `conversation.checked_turn`; waits for it."""
+        """The answer to a turn as {observation, reward, done}, see `conversation.checked_turn`; waits for it.
+
+        Raises:
+          ValueError: the environment cannot be made, or every turn of its first problems has failed.
+          RuntimeError: its processes do not start.
+        """
         [verdict] = self._ask([_task("step", problem, list(messages), completion)])
-        return verdict if verdict.value is None else _told(verdict.value)
+        verdict = verdict if verdict.value is None else _told(verdict.value)
+        self._expect_success(problem, verdict)
+        return verdict
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         """Calls a function that asks this stage in one of its threads."""
@@ -101,6 +108,24 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
         finally:
             self._pools.put(pool)
 
+    def _expect_success(self, problem: Problem, verdict: Verdict) -> None:
+        failed = self._failed
+        if failed is None:
+            return
+        if verdict.error is None:
+            self._failed = None
+            return
+        failed.add(problem.prompt_id)
+        if len(failed) >= _FIRST_PROBLEMS:
+            raise ValueError(
+                f"environment.name={self.name} has failed on every turn of its first {len(failed)} problems: "
+                f"{verdict.error}{f' ({verdict.detail})' if verdict.detail else ''}"
+            )
+
+    @functools.cached_property
+    def _own(self) -> Environment:
+        return self._declaration.make(self._options)
+
     @functools.cached_property
     def _pools(self) -> queue.SimpleQueue[WorkerPool]:
         """One pool of a single process for each thread."""
@@ -124,6 +149,8 @@ def _opened(name: str, problem: Problem, verdict: Verdict) -> Problem:
         messages = checked_messages(verdict.value.get("messages"))
         if not messages or messages[-1]["role"] == "assistant":
             raise ValueError("it must return messages, and the last one is not the assistant's")
+        if messages == problem.opening:
+            return problem
     except ValueError as error:
         raise ValueError(f"environment.name={name}: reset of {problem.prompt[:80]!r} failed: {error}") from error
     return dataclasses.replace(problem, messages=tuple(messages))

@@ -38,15 +38,16 @@ class Member:
         self.ready = False
         self.task_id: int | None = None
         self._returns: Literal["score", "object"] = "score"
-        self.tasks_done = 0
+        self.tasks_done = self._sent = 0
         self.unsent = b""
         self.deadline = time.monotonic() + STARTUP_S
         self._received = b""
 
     def send(self, task_id: int, task: Task, deadline_s: float) -> None:
         self.task_id, self._returns = task_id, task.returns
+        self._sent += 1  # a line that is late, or that a function wrote, never answers a later task
         self.deadline = time.monotonic() + deadline_s
-        self.unsent = json.dumps({"id": task_id, **dataclasses.asdict(task)}).encode() + b"\n"
+        self.unsent = json.dumps({"id": self._sent, **dataclasses.asdict(task)}).encode() + b"\n"
 
     def unusable(self) -> bool:
         """Whether the process died while it was idle, or wrote a line that no task asked for."""
@@ -84,7 +85,7 @@ class Member:
         try:
             message = dict(json.loads(line))
             if self.ready:
-                if message["id"] != self.task_id or message.get("error") not in (None, *KINDS):
+                if message["id"] != self._sent or message.get("error") not in (None, *KINDS):
                     raise ValueError
                 verdict = Verdict(None, message["error"], str(message["detail"])) if "error" in message else None
                 asked = "score" if self._returns == "score" else "value"

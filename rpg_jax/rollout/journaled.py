@@ -23,9 +23,9 @@ class JournaledRollout(Rollout):
     """`own`, with the journal before it. The completions are those of `own` alone.
 
     A group's key has everything that its completions depend on: the checksum and the version of the weights, the
-    request's counters and sampling parameters, the prompt, and `settings`. With an environment this holds if its answers
-    depend on the problem and the conversation alone. A group that an environment with state of its own has answered is
-    valid too, but sampled afresh it may differ.
+    request's counters and sampling parameters, the prompt, and `settings`. With an environment this is so if its
+    answers depend on the problem and the conversation alone. A group that an environment with state of its own has
+    answered is valid too, but sampled afresh it may differ.
 
     With `Request.enough`, the groups that are complete first depend on all others. So the journal serves only if it has
     as many groups as are wanted.

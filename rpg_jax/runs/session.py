@@ -44,16 +44,17 @@ from rpg_jax.training.state import TrainState
 def run(config: ConfigDict, functions: rewards.Functions = rewards.NO_FUNCTIONS) -> int:
     """Runs or resumes the training run of a resolved config to its last step; returns the exit code.
 
-    `functions` are rewards that a Python program handed over, by their names in `rewards.parts`.
+    `functions` are what a Python program handed over: rewards by their names in `rewards.parts`, and an environment by
+    `environment.name`.
     """
     processes.check(config)
     if processes.platform() == "cpu":
         cli.keep_buffers()
     run_folder.use_compilation_cache(config)
     with run_folder.held(config) as folder:
-        experiment = open_experiment(config, folder.files)
+        experiment = open_experiment(config, folder.files, handed=functions)
         print("".join(f"{note}\n" for note in experiment.notes), end="")
-        with experiment.layout.activate(), contextlib.ExitStack() as closing:
+        with contextlib.closing(experiment), experiment.layout.activate(), contextlib.ExitStack() as closing:
             session = Session(experiment, folder, closing, functions)
             with cli.run_is_open():
                 return session.to_the_end()

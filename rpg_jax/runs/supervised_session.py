@@ -55,7 +55,7 @@ def run(config: ConfigDict) -> int:
     with run_folder.held(config) as folder:
         experiment = open_experiment(config, folder.files, answers=False)
         print("".join(f"{note}\n" for note in experiment.notes), end="")
-        with experiment.layout.activate(), contextlib.ExitStack() as closing:
+        with contextlib.closing(experiment), experiment.layout.activate(), contextlib.ExitStack() as closing:
             session = Session(experiment, folder, closing)
             with cli.run_is_open():
                 return session.to_the_end()

@@ -52,8 +52,16 @@ def advantages_fn(
         result = np.asarray(found)
         if loss != "rpg" or hyperparameters.get("level", "token") != "sequence":
             return result
-        log_ratios = [b.known("behaviour_logprobs") - b.known("ref_logprobs") for b in batch.batches]
-        sums = np.array([[np.sum(x) for x in own] for own in batch.packing.gather(log_ratios)], np.float32)
+        log_ratios = batch.packing.gather(
+            [b.known("behaviour_logprobs") - b.known("ref_logprobs") for b in batch.batches]
+        )
+        sums = np.array(
+            [
+                [np.sum(x[c.sampled]) for x, c in zip(own, group.completions, strict=True)]
+                for own, group in zip(log_ratios, batch.groups, strict=True)
+            ],
+            np.float32,
+        )
         return result + np.asarray(losses.kl_baseline(jnp.asarray(sums), **hyperparameters))
 
     return advantages

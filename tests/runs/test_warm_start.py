@@ -65,14 +65,14 @@ def test_a_demonstration_of_several_turns_trains_the_policys_tokens_and_reads_th
     [example] = examples_of(e, [problem])
     [completion] = example.completions
     assert "".join(map(chr, completion.tokens)) == f"{said[0]}\1{said[1]}{said[2]}\1{said[3]}{said[4]}\1"
-    observed = [False] * 3 + [True] + [False] * 3 + [True] + [False] * 3
+    observed = [False, False, True, False, False, True, False, False]
     assert completion.turns.observed.tolist() == observed and len(completion.turns.rewards) == 3
     [batch] = packed(e, [example], data.RowShape(1, 30, 20))
-    assert batch.mask[0, :11].tolist() == [not each for each in observed] and not batch.mask[0, 11:].any()
-    assert batch.rows.targets[0, :11].tolist() == completion.tokens.tolist()
-    e.config.rollout.max_tokens = 4
+    assert batch.mask[0, :8].tolist() == [not each for each in observed] and not batch.mask[0, 8:].any()
+    assert batch.rows.targets[0, :8].tolist() == completion.tokens.tolist()
+    e.config.rollout.max_tokens = 3
     [cut] = examples_of(e, [problem])[0].completions
-    assert cut.tokens.tolist() == completion.tokens[:4].tolist() and len(cut.turns.rewards) == 1
+    assert cut.tokens.tolist() == completion.tokens[:3].tolist() and len(cut.turns.rewards) == 1
 
 
 def test_the_name_has_the_environment_where_there_is_one():

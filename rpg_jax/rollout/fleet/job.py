@@ -104,8 +104,9 @@ def fault_of(group: Sequence[Completion], request: Request, vocab_size: int) -> 
         if one.turns is not None and logprobs[one.turns.observed].any():
             return "log-probabilities of tokens that an environment wrote"
         stopped = int(tokens[-1]) in sampling.stop_token_ids
-        cut = len(tokens) == sampling.max_tokens or one.turns is not None  # a turn has a limit of its own
-        ended = stopped if one.finish_reason == "stop" else cut and not stopped
+        ended = stopped if one.finish_reason == "stop" else len(tokens) == sampling.max_tokens and not stopped
+        if one.turns is not None and one.finish_reason == "length":
+            ended = True  # by the limit of a turn, or before an observation without room
         if not ended or one.finish_reason not in ("stop", "length"):
             return f"a completion of {len(tokens)} tokens that ends with {one.finish_reason!r} and did not"
     return ""
