@@ -4,8 +4,8 @@ Command:   python -m rpg_jax.train --config=configs/guessing.py
 Hardware:  two CPU cores
 
 "4-p:" names a range of 16 to 24 digits in base 36, and the policy has six guesses, as "h", which hear ">" or "<". No
-range of the held-out set is in training. The pupil of the warm start rarely listens, and finds 37 % of the secrets. Random
-guesses that keep to all that was heard find 85 %: more needs guesses near the middle of what is left.
+range of the held-out set is in training. The pupil of the warm start rarely listens, and finds 37 % of the secrets.
+Random guesses that keep to all that was heard find 85 %: more needs guesses near the middle of what is left.
 """
 
 from configs import tiny

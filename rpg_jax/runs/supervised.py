@@ -95,7 +95,7 @@ def imitated(
         ids = _spoken(said, tokenizer) if own else observations.encode(said).tolist()
         tokens, observed = tokens + ids, observed + [not own] * len(ids)
     tokens, observed = tokens[:max_tokens], observed[:max_tokens]
-    count = 1 + sum(later and not earlier for earlier, later in itertools.pairwise(observed))
+    count = 1 + sum(earlier and not later for earlier, later in itertools.pairwise(observed))
     turns = Turns(np.array(observed), np.zeros(count, np.float32)) if any(observed) else None
     return Completion(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32), "stop", 0, turns=turns)
 
