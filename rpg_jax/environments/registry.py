@@ -68,6 +68,19 @@ def find(name: str, *, in_process: bool = False, handed: Handed = NOTHING) -> De
     return Declaration(name, pooled=not in_process)
 
 
+def name_of(environment: Any) -> str:
+    """module:qualname of a class or function that makes an environment, or of the class of one.
+
+    Raises ValueError if it is neither.
+    """
+    if not callable(environment) and not hasattr(environment, "step"):
+        raise ValueError(
+            f"environment is a name, a class, or an object with reset and step; got {type(environment).__name__}"
+        )
+    named = environment if hasattr(environment, "__qualname__") else type(environment)
+    return f"{named.__module__}:{named.__qualname__}"
+
+
 def load(path: str) -> Callable[..., Any]:
     """The class or function at "module:name". Raises ValueError if there is none."""
     module, _, name = path.partition(":")
