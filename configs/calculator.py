@@ -22,6 +22,5 @@ def get_config():
     c.task.max_prompt_tokens = 6
     c.rollout.max_tokens = 34  # two calls, two results of four digits, and an answer
 
-    c.warm_start.min_accuracy = 0.28
-    c.warm_start.max_accuracy = 0.4
+    c.warm_start.epochs = 8
     return c

@@ -4,7 +4,7 @@ Command:   python -m rpg_jax.train --config=configs/guessing.py
 Hardware:  two CPU cores
 
 "4-p:" names a range of 16 to 24 digits in base 36, and the policy has six guesses, as "h", which hear ">" or "<". No
-range of the held-out set is in training. The pupil of the warm start rarely listens, and finds 37 % of the secrets.
+range of the held-out set is in training. Of the pupils of the warm start one in eight listens: they find 36 %.
 Random guesses that keep to all that was heard find 85 %: more needs guesses near the middle of what is left.
 """
 
@@ -35,12 +35,12 @@ def get_config():
     c.dynamic_sampling.enabled = False
 
     c.warm_start.batch_size = 128
-    c.warm_start.check_every = 50
-    c.warm_start.min_accuracy = 0.15
-    c.warm_start.max_accuracy = 0.35
+    c.warm_start.learning_rate = 3e-3
+    c.warm_start.epochs = 8
 
     c.train.steps = 300
     c.optimizer.learning_rate = 1e-3
     c.evaluation.every = 25
+    c.evaluation.k = 1
     c.checkpoint.every = 25
     return c

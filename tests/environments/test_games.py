@@ -15,7 +15,7 @@ from rpg_jax.environments.calculator import Calculator
 from rpg_jax.environments.demonstrations import played
 from rpg_jax.environments.higher_lower import HigherLower
 
-GAMES, TASK = Guessing().problems("held out"), Calculations()
+GAMES, TASK = Guessing().problems("held out", 300), Calculations()
 TURNS = 6
 
 
@@ -62,7 +62,7 @@ def found(player) -> float:
     return np.mean([played(HigherLower(base=36), posed(p), player(p), turns=TURNS)[1] > 0 for p in GAMES])
 
 
-def test_halving_finds_every_secret_and_the_pupil_of_the_warm_start_a_third():
+def test_halving_finds_every_secret_and_the_pupils_of_the_warm_start_a_third():
     assert found(halving) == 1
     assert 0.24 < found(random) < 0.3
     assert 0.81 < found(consistent) < 0.88
