@@ -299,6 +299,10 @@ FIELDS = Section(
         entropy_coef=Field(0.0, "The weight of the entropy bonus, nats per token. 0 is off.", range="[0, inf)"),
         advantage=Field(from_method(str), "The advantage. gae needs a critic.",
             choices="rpg_jax.losses:ADVANTAGES,LEARNED_ADVANTAGES"),
+        credit=Field("completion", "What a turn of a conversation is given credit for: the reward of the whole "
+            "completion, or what an environment paid from the turn on (turn), compared with the group's completions "
+            "at the same turn. A critic learns from what is paid at the end, or turn by turn.",
+            choices="rpg_jax.training.credit:CREDITS"),
     ),
     critic=Section(
         "The learned baseline of loss.advantage=gae.",

@@ -85,6 +85,12 @@ class Turns:
     error: str | None = None
 
     @property
+    def numbers(self) -> np.ndarray:
+        """i32[n], the turn that each token belongs to, from 0; an observation belongs to the turn before it."""
+        begins = np.diff((~self.observed).astype(np.int8), prepend=0) == 1
+        return np.maximum(np.cumsum(begins) - 1, 0).astype(np.int32)
+
+    @property
     def spans(self) -> list[tuple[int, int]]:
         """The first token and the end of each observation."""
         edges = np.flatnonzero(np.diff(self.observed.astype(np.int8), prepend=0, append=0)).tolist()
@@ -132,6 +138,11 @@ class Completion:
         return np.ones(len(self.tokens), bool) if self.turns is None else ~self.turns.observed
 
     @property
+    def turn_numbers(self) -> np.ndarray:
+        """i32[n], see `Turns.numbers`; 0 for a completion of one turn."""
+        return np.zeros(len(self.tokens), np.int32) if self.turns is None else self.turns.numbers
+
+    @property
     def versions(self) -> np.ndarray:
         """i32[n], the version of the weights that sampled each token."""
         if self.token_versions is not None:
@@ -176,7 +187,7 @@ class Batch:
       behaviour_logprobs: f32[B, C], log π_old, recomputed by the trainer before the first update.
       ref_logprobs: f32[B, C], log π_ref; equal to `behaviour_logprobs` where the two policies coincide.
       advantages: f32[B, C].
-      rewards: f32[B, C], at every token the reward of its completion; a learned baseline reads it.
+      rewards: f32[B, C], what each token was paid; a learned baseline reads it.
       values: f32[B, C], of a learned baseline before the first update.
       returns: f32[B, C], the targets of the learned baseline.
     """

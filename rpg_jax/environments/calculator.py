@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from rpg_jax.environments.conversation import Message, Posed, Turn
-from rpg_jax.rewards import expression
+from rpg_jax.rewards.expression import evaluate
 
 CALL, UNREADABLE = "calc ", "?"
 
@@ -12,7 +12,7 @@ class Calculator:
     """A turn that begins with `CALL` asks for the value of the expression behind it; any other turn is the answer.
 
     A call costs `cost` and hears the value, an exact fraction ("7/2") where it is no whole number, or `UNREADABLE`. It
-    is parsed, never executed; `rewards.expression` has the grammar. The answer ends the conversation, and pays 1 if it
+    is parsed, never executed; `rewards.expression.evaluate` has the grammar. The answer ends the conversation, and pays 1 if it
     is the problem's, character by character but for blanks around it.
     """
 
@@ -25,5 +25,8 @@ class Calculator:
     def step(self, problem: Posed, messages: Sequence[Message], completion: str) -> Turn:
         if not completion.startswith(CALL):
             return Turn(reward=float(completion.strip() == problem.answer), done=True)
-        value = expression.value(completion.removeprefix(CALL))
-        return Turn(UNREADABLE if value is None else str(value), -self._cost)
+        try:
+            heard = str(evaluate(completion.removeprefix(CALL)))
+        except ValueError:
+            heard = UNREADABLE
+        return Turn(heard, -self._cost)

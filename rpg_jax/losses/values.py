@@ -16,12 +16,6 @@ from rpg_jax.losses.declaration import TokenLoss
 from rpg_jax.losses.metrics import Metrics
 
 
-def rewards_at_the_end(rewards: jax.Array, mask: jax.Array, completion_ids: jax.Array | None = None) -> jax.Array:
-    """r_t f[B, T]: a completion's reward at its last token, 0 elsewhere. `rewards` has it at every token."""
-    left = masking.completion_scan(jnp.ones_like(rewards), mask, completion_ids, reverse=True)
-    return jnp.where((mask != 0) & (left == 1), rewards, 0)
-
-
 @LEARNED_ADVANTAGES.declare(
     r"\textstyle\sum_k (\gamma\lambda)^k \delta_{t+k}, \quad \delta_t = R_t + \gamma V_{t+1} - V_t"
 )
@@ -40,7 +34,7 @@ def gae(
     λ = 0 gives the one-step error δ; λ = 1 gives the discounted sum of rewards minus V.
 
     Args:
-      rewards: f[B, T], of each token (see `rewards_at_the_end`).
+      rewards: f[B, T], what each token was paid: usually a completion's reward at its last token, 0 elsewhere.
       values: f[B, T], V_t.
       mask: [B, T]; a token that does not count takes no time: neither γ nor λ discounts it.
       gamma, gae_lambda: in [0, 1].

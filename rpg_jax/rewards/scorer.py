@@ -169,8 +169,9 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         if self._graded is not None:
             failed = failures[self._accuracy]
             self._graded.look(s for s, kind in zip(parts[self._accuracy], failed, strict=True) if not kind)
-        accuracy = (parts[self._accuracy] > self._right_above).astype(np.float32)
-        return Scores(rewards, accuracy, parts, dict(errors), failures[self._accuracy])
+        right = parts[self._accuracy] > self._right_above
+        right[[kind is not None for kind in failures[self._accuracy]]] = False
+        return Scores(rewards, right.astype(np.float32), parts, dict(errors), failures[self._accuracy])
 
     def answers(self, problems: Sequence[Scorable], texts: Sequence[str], right: Sequence[bool]) -> list[str | None]:
         """The answers of N completions, as the verifier that decides accuracy compares them; None if it finds none.

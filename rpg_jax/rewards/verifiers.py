@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Verifier:
-    """A function (completion, answer) -> score, above 0 where the answer is right.
+    """A function (completion, answer) -> score. A score above `rewards.right_above`, 0 unless set, means right.
 
     Attributes:
       path: "module:function".
@@ -81,7 +81,7 @@ def resolve(name: str, functions: Functions = NO_FUNCTIONS) -> Verifier | None:
     """The verifier called `name`, or a user's own function "module:function"; None if it is neither.
 
     A user's function gets (completion, answer, prompt) as strings and its options as keywords, and returns a number
-    above 0 where the answer is right. It runs in the worker pool: no files written, no processes, no network. One of
+    as `Verifier` says. It runs in the worker pool: no files written, no processes, no network. One of
     `functions`, which a Python program handed over under its name, runs in that program and may do all of this.
     """
     if name in functions:

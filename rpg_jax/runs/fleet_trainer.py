@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import json
 import socket
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -44,14 +43,13 @@ def make_fleet(
     service = Service(hub, shelf, access, c.port and c.port + jax.process_index())
     m = config.model
     dtype = None if m.compute_dtype == m.param_dtype else jnp.dtype(m.compute_dtype)
-    stopped = threading.Event()
     return FleetRollout(
         hub,
         shelf,
         service,
         Published(params, shelf, dtype=dtype, base=base),
         advertised=f"{_own_address(config)}:{service.port}",
-        connect=lambda address: Link(address, key=access.key, certificate=access.certificate, stopped=stopped),
+        connect=lambda address: Link(address, key=access.key, certificate=access.certificate),
         waiting=waiting,
     )
 

@@ -118,6 +118,8 @@ def _check_counts(config: ConfigDict) -> None:
 def _check_loss(config: ConfigDict) -> None:
     if config.loss.advantage not in losses.LEARNED_ADVANTAGES:
         losses.advantages(config.loss.advantage, np.zeros((2, 2)), lengths=np.ones((2, 2), np.int32))
+        if config.loss.credit == "turn":
+            losses.turn_advantages(config.loss.advantage, [[np.zeros(1, np.float32)]])
     name, hyperparameters = loss_arguments(config)
     one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     tokens = ("logprobs", "behaviour_logprobs", "advantages", "mask", "ref_logprobs", "sampler_logprobs")
@@ -158,7 +160,7 @@ def environment_options(config: ConfigDict) -> dict[str, Any]:
 
 def loss_arguments(config: ConfigDict) -> tuple[str, dict[str, Any]]:
     """The name and the hyperparameters of `losses.policy_loss`."""
-    others = ("advantage", "entropy_coef")
+    others = ("advantage", "credit", "entropy_coef")
     fields = {k: v for k, v in config.loss.to_dict().items() if v is not None and k not in others}
     return fields.pop("name"), fields
 

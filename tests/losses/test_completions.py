@@ -155,6 +155,43 @@ def test_the_product_weight_is_exact_for_conversations(divergence, length=5):
     assert np.max(np.abs(exact)) > 0.01
 
 
+@pytest.mark.slow
+def test_the_advantages_of_turns_have_the_expected_gradient_of_all_rewards(length=5):
+    """Every pair of conversations is a group; a turn is paid by what has been said so far."""
+    rng, (actions, nodes, mask, prefixes) = np.random.default_rng(7), tree(length)
+    theta, paid = jnp.asarray(rng.normal(0, 0.7, (prefixes, ACTIONS))), rng.normal(0, 1, (prefixes, ACTIONS))
+    mask = mask * (np.arange(length) % 2 == 0)
+    rewards = paid[nodes, actions] * mask
+    returns = [own[row == 1] for own, row in zip(np.cumsum(rewards[:, ::-1], axis=1)[:, ::-1], mask, strict=True)]
+    i, j = (x.ravel() for x in np.indices((len(mask), len(mask))))
+    members = np.stack([i, j], axis=1).ravel()
+    found = losses.turn_advantages("leave_one_out", [[returns[a], returns[b]] for a, b in zip(i, j, strict=True)])
+    advantages = np.zeros((len(members), length))
+    advantages[mask[members] == 1] = np.concatenate([own for group in found for own in group])
+    probabilities = jnp.exp(jnp.sum(with_environment(theta, length), axis=1))
+
+    def loss(x):
+        new = with_environment(x, length)
+        tokens = checked(
+            logprobs=new[members],
+            behaviour_logprobs=with_environment(theta, length)[members],
+            advantages=advantages,
+            mask=mask[members],
+            ref_logprobs=None,
+            sampler_logprobs=None,
+            completion_ids=None,
+        )
+        values = token_loss("rpg", tokens, clip="none", kl_coef=0.0).values
+        return 0.5 * jnp.sum((probabilities[i] * probabilities[j]).repeat(2)[:, None] * values)
+
+    def objective(x):
+        return -jnp.exp(jnp.sum(with_environment(x, length), axis=1)) @ rewards.sum(axis=1)
+
+    exact = jax.grad(objective)(theta)
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(theta), exact, rtol=0, atol=1e-7)  # advantages are f32
+    assert np.max(np.abs(exact)) > 0.1
+
+
 @pytest.mark.parametrize("divergence", ("rkl", "urkl"))
 def test_both_estimators_of_a_reverse_divergence_agree_for_every_completion(divergence):
     case_, estimators = case(2), ("differentiable", "reinforce")

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rpg_jax.losses import explained_variance, gae, merge, rewards_at_the_end, value_loss, value_metrics
+from rpg_jax.losses import explained_variance, gae, merge, value_loss, value_metrics
 
 # Three completions packed in the first row, one in the second, none in the third. Some have tokens of an environment.
 IDS = np.array([[1, 1, 1, 2, 3, 3, 3, 0], [1, 1, 1, 1, 1, 1, 0, 0], [0] * 8])
@@ -51,17 +51,9 @@ def test_lambda_one_is_returns_minus_values_and_lambda_zero_the_one_step_error(x
 
 
 def test_with_the_true_values_of_a_deterministic_end_the_advantages_vanish():
-    rewards = rewards_at_the_end(jnp.where(IDS > 0, 2.0, 0.0), MASK, IDS)
-    found = gae(rewards, jnp.full(IDS.shape, 2.0), MASK, IDS, gamma=1.0, gae_lambda=0.7)[0]
+    rewards = np.float32([[0, 0, 2, 2, 0, 0, 2, 0], [0, 0, 0, 0, 2, 0, 0, 0], [0] * 8])
+    found = gae(jnp.asarray(rewards), jnp.full(IDS.shape, 2.0), MASK, IDS, gamma=1.0, gae_lambda=0.7)[0]
     np.testing.assert_allclose(found, 0, atol=1e-6)  # f32
-
-
-def test_a_reward_counts_once_at_the_last_token_that_counts():
-    per_completion = jnp.asarray(IDS * 10.0)
-    found = rewards_at_the_end(per_completion, MASK, IDS)
-    np.testing.assert_array_equal(found[0], [0, 0, 10, 20, 0, 0, 30, 0])
-    np.testing.assert_array_equal(found[1], [0, 0, 0, 0, 10, 0, 0, 0])  # not where the environment has the last word
-    np.testing.assert_array_equal(rewards_at_the_end(per_completion[1:2], MASK[1:2])[0], found[1])
 
 
 def test_packing_and_what_lies_under_the_mask_change_nothing():

@@ -48,7 +48,6 @@ class Worker:
         self._address, self._connect, self._make_engine, self._lanes = address, connect, make_engine, lanes
         self._hello = {"name": name, "run": run, "versions": messages.versions(), "spec": None}
         self._engine: WorkerEngine | None = None
-        self._shift: _Shift | None = None
         self._stopping = threading.Event()
 
     def work(self) -> None:
@@ -67,8 +66,7 @@ class Worker:
                         self._engine = self._make_engine(posts[0].spec)
                         self._hello["spec"] = posts[0].spec
                     self._say(f"works for run {posts[0].spec['run']!r} at {self._address}")
-                    self._shift = _Shift(posts, self._engine, self._stopping)
-                    self._shift.run(self._lanes)
+                    _Shift(posts, self._engine, self._stopping).run(self._lanes)
                     return
                 except Unknown as error:
                     self._say(f"the trainer has changed ({error})")
@@ -120,10 +118,9 @@ class _Shift:
             if self._stopping.is_set():
                 self._end(None)
         self._engine.close()  # a driver with threads drops what it samples
-        if self._stopping.is_set() or self._error is not None:
-            for post in self._posts:
-                with contextlib.suppress(Exception):  # the trainer may be gone; it finds out by itself
-                    post.leave()
+        for post in self._posts:
+            with contextlib.suppress(LookupError, OSError, ValueError):  # what ended the shift says more
+                post.leave()
         if isinstance(self._error, Unknown):
             for thread in threads:  # the next shift has the engine for itself
                 thread.join()
