@@ -12,8 +12,8 @@ class Calculator:
     """A turn that begins with `CALL` asks for the value of the expression behind it; any other turn is the answer.
 
     A call costs `cost` and hears the value, an exact fraction ("7/2") where it is no whole number, or `UNREADABLE`. It
-    is parsed, never executed; `rewards.expression.evaluate` has the grammar. The answer ends the conversation, and pays 1 if it
-    is the problem's, character by character but for blanks around it.
+    is parsed, never executed; `rewards.expression.evaluate` has the grammar. The answer ends the conversation. It pays
+    1 if it is the problem's, character by character but for blanks around it.
     """
 
     def __init__(self, cost: float = 0.1):

@@ -100,8 +100,8 @@ def test_a_call_hears_the_exact_value_and_an_answer_ends_the_conversation():
     assert step(calculator, "3108", "calc") == step(calculator, "3108", "3107") == Turn("", 0.0, True)
 
 
-@pytest.mark.parametrize("name", ENVIRONMENTS)
-def test_a_shipped_environment_opens_with_the_problems_own_prompt_and_keeps_nothing(name):
+@pytest.mark.parametrize("name", ["guessing", "calculator"])
+def test_a_game_opens_with_the_problems_own_prompt_and_keeps_nothing(name):
     environment = ENVIRONMENTS[name].make({"cost": 0.25})
     problem = Posed("1+1=", "2", "", system="Be brief.")
     assert environment.reset(problem) == problem.messages
