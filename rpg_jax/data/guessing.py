@@ -9,19 +9,19 @@ import numpy as np
 from rpg_jax.data.prompts import Problem
 
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
-_HALVES = 1 / 8
+_LISTENS = 1 / 8
 
 
 @dataclasses.dataclass(frozen=True)
 class Guessing:
-    """The game "4-p:" with answer "h": find the secret digit of a range of `DIGITS` by guesses, which are answered.
+    """The game "4-p" with answer "h": find the secret digit of a range of `DIGITS` by guesses, which are answered.
 
-    The environment `guessing` answers ">" where the secret is higher and "<" where it is lower. With six guesses and
-    ranges of 16 to 24 digits, a player who guesses at random finds 27 % of the secrets. One who guesses at random
-    where the answers allow it finds 85 %, and one who halves what is left finds all.
+    The environment `guessing` answers with the range that is left. With six guesses and ranges of 14 to 20 digits, a
+    player who guesses at random finds 31 % of the secrets. One who guesses at random in what is left finds 89 %, and
+    one who halves it finds all.
 
-    The demonstrations of a warm start are of seven pupils who guess at random and ignore every answer, and of one who
-    halves what is left. Together they find 36 %.
+    The demonstrations of a warm start are of seven pupils who guess anywhere in the first range, whatever they hear,
+    and of one who guesses anywhere in what is left. Together they find 38 %.
 
     Attributes:
       sizes: the fewest and the most digits of a range.
@@ -29,7 +29,7 @@ class Guessing:
       seed: of that hash and of the pupils.
     """
 
-    sizes: tuple[int, int] = (16, 24)
+    sizes: tuple[int, int] = (14, 20)
     held_out: float = 0.2
     seed: int = 0
 
@@ -60,25 +60,20 @@ class Guessing:
         return [self._problem(*every[i]) for i in order.tolist()]
 
     def guess(self, problem: Problem, heard: Sequence[str]) -> str:
-        """A pupil's next turn after the answers `heard` to his turns so far; the problem decides which pupil it is."""
-        first, last = low, high = DIGITS.index(problem.prompt[0]), DIGITS.index(problem.prompt[2])
+        """A pupil's next turn after the ranges `heard`; the problem decides which pupil it is."""
         random = np.random.default_rng([self.seed, problem.prompt_id])
-        halves = random.random() < _HALVES
-        for answer in (*heard, None):
-            guess = (low + high) // 2 if halves else int(random.integers(first, last + 1))
-            if answer == ">":
-                low = guess + 1
-            elif answer == "<":
-                high = guess - 1
-        return DIGITS[guess]
+        left = [problem.prompt, *heard][-1 if random.random() < _LISTENS else 0]
+        guesses = random.random(1 + len(heard))
+        first, last = DIGITS.index(left[0]), DIGITS.index(left[2])
+        return DIGITS[first + int(guesses[-1] * (last + 1 - first))]
 
     def texts(self) -> Iterator[str]:
         """Every character of the game, for training a tokenizer."""
-        yield DIGITS + "-:<>?"
+        yield DIGITS + "-"
 
     def _is_held_out(self, first: int, last: int) -> bool:
         return zlib.crc32(f"{self.seed} {first}-{last}".encode()) < self.held_out * 2**32
 
     def _problem(self, first: int, last: int, secret: int) -> Problem:
         number = (first * len(DIGITS) + last) * len(DIGITS) + secret
-        return Problem(number, f"{DIGITS[first]}-{DIGITS[last]}:", DIGITS[secret], "guessing")
+        return Problem(number, f"{DIGITS[first]}-{DIGITS[last]}", DIGITS[secret], "guessing")

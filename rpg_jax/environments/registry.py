@@ -48,7 +48,7 @@ class Declaration:
 
 
 ENVIRONMENTS: dict[str, Declaration] = {
-    "guessing": Declaration("rpg_jax.environments.higher_lower:HigherLower"),
+    "guessing": Declaration("rpg_jax.environments.narrowing:Narrowing"),
     "calculator": Declaration("rpg_jax.environments.calculator:Calculator"),
     "tools": Declaration("rpg_jax.environments.tool_use:ToolUse"),
 }

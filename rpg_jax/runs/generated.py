@@ -13,7 +13,7 @@ from rpg_jax.data.guessing import DIGITS
 from rpg_jax.environments import Environment, Message, Posed
 from rpg_jax.environments.calculator import Calculator
 from rpg_jax.environments.demonstrations import played
-from rpg_jax.environments.higher_lower import HigherLower
+from rpg_jax.environments.narrowing import Narrowing
 
 Demonstration = str | Sequence[Message]
 """What supervised training imitates: one turn, or the messages after a prompt, of which it imitates the assistant's."""
@@ -64,7 +64,7 @@ def _chains(config: ConfigDict) -> Generated:
 
 def _guessing(config: ConfigDict) -> Generated:
     task = data.Guessing(held_out=config.task.held_out)
-    return _game(config, task, _played_by(task.guess, HigherLower(base=len(DIGITS)), config.environment.max_turns))
+    return _game(config, task, _played_by(task.guess, Narrowing(base=len(DIGITS)), config.environment.max_turns))
 
 
 def _calculator(config: ConfigDict) -> Generated:

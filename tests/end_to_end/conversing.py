@@ -4,7 +4,7 @@ import os
 import time
 
 from rpg_jax.environments import Turn
-from rpg_jax.environments.higher_lower import HigherLower
+from rpg_jax.environments.narrowing import Narrowing
 
 FLAGS = (
     "--config.task.name=guessing",
@@ -12,7 +12,7 @@ FLAGS = (
     '--config.environment.options={"base": 36}',
     "--config.environment.max_turns=4",
     "--config.environment.turn_tokens=3",
-    "--config.rollout.max_tokens=12",
+    "--config.rollout.max_tokens=18",
     "--config.rewards.overlong_shaping=False",
 )
 MOODY = "--config.environment.name=tests.end_to_end.conversing:Moody"
@@ -27,7 +27,7 @@ MOODS = {
 FAILURES = {"timeout", "crash", "value", "error"}
 
 
-class Moody(HigherLower):
+class Moody(Narrowing):
     """The game, but for guesses of a digit that is in `MOODS`."""
 
     def step(self, problem, messages, completion):

@@ -13,7 +13,7 @@ from rpg_jax.data.guessing import DIGITS
 from rpg_jax.environments import ENVIRONMENTS, Posed, Turn
 from rpg_jax.environments.calculator import Calculator
 from rpg_jax.environments.demonstrations import played
-from rpg_jax.environments.higher_lower import HigherLower
+from rpg_jax.environments.narrowing import Narrowing
 
 GAMES, TASK = Guessing().problems("held out", 300), Calculations()
 TURNS = 6
@@ -27,59 +27,50 @@ def step(environment, answer, text):
     return environment.step(Posed("", answer, ""), [], text)
 
 
-def left(problem, heard, player) -> tuple[int, int]:
-    """The range that is left after the answers to the guesses of `player`, who repeats himself."""
-    first, last = DIGITS.index(problem.prompt[0]), DIGITS.index(problem.prompt[2])
-    for place, answer in enumerate(heard):
-        guess = DIGITS.index(player(heard[:place]))
-        first, last = (max(first, guess + 1), last) if answer == ">" else (first, min(last, guess - 1))
-    return first, last
+def halving(first, last, _):
+    return (first + last) // 2
 
 
-def halving(problem):
-    def player(heard):
-        first, last = left(problem, heard, player)
-        return DIGITS[(first + last) // 2]
-
-    return player
+def anywhere(first, last, number):
+    return first + number % (last + 1 - first)
 
 
-def consistent(problem):
-    def player(heard):
-        first, last = left(problem, heard, player)
-        return DIGITS[Random(f"{problem.prompt_id} {len(heard)}").randint(first, last)]
+def player(problem, choose, *, listens=True):
+    """Chooses from what is left, or from the first range."""
+    random = Random(problem.prompt_id)
+    numbers = [random.randrange(10**9) for _ in range(TURNS)]
 
-    return player
+    def guess(heard):
+        left = [problem.prompt, *heard][-1 if listens else 0]
+        return DIGITS[choose(DIGITS.index(left[0]), DIGITS.index(left[2]), numbers[len(heard)])]
+
+    return guess
 
 
-def random(problem):
-    first, last = left(problem, [], random)
-    return lambda heard: DIGITS[Random(f"{problem.prompt_id} {len(heard)}").randint(first, last)]
-
-
-def found(player) -> float:
-    """The share of secrets that are found in six turns."""
-    return np.mean([played(HigherLower(base=36), posed(p), player(p), turns=TURNS)[1] > 0 for p in GAMES])
+def found(make) -> float:
+    """The share of secrets that players find in six turns."""
+    return np.mean([played(Narrowing(base=36), posed(p), make(p), turns=TURNS)[1] > 0 for p in GAMES])
 
 
 def test_halving_finds_every_secret_and_the_pupils_of_the_warm_start_a_third():
-    assert found(halving) == 1
-    assert 0.24 < found(random) < 0.3
-    assert 0.81 < found(consistent) < 0.88
-    task = Guessing()
-    assert 0.32 < found(lambda problem: functools.partial(task.guess, problem)) < 0.4
+    assert found(lambda p: player(p, halving)) == 1
+    assert 0.26 < found(lambda p: player(p, anywhere, listens=False)) < 0.36
+    assert 0.84 < found(lambda p: player(p, anywhere)) < 0.94
+    assert 0.32 < found(lambda p: functools.partial(Guessing().guess, p)) < 0.42
 
 
-def test_a_guess_hears_where_the_secret_is_and_finding_it_pays_less_for_every_turn():
-    game = HigherLower(cost=0.1)
-    assert step(game, "19", "18") == step(game, "05", "-3") == Turn(">") and step(game, "19", "20") == Turn("<")
-    assert step(game, "19", " 19 ") == step(game, "09", "9") == step(game, "9", "09") == Turn("", 1.0, True)
-    players = [lambda heard, n=n: "7" if len(heard) == n else "0" for n in range(3)]
-    assert step(HigherLower(base=16), "f", "e") == Turn(">") and step(HigherLower(base=16), "f", "F").done
-    rewards = [played(game, Posed("", "7", ""), player, turns=5)[1] for player in players]
-    assert rewards == pytest.approx([1.0, 0.9, 0.8])
+def test_a_wrong_guess_hears_what_is_left_and_finding_the_secret_pays_less_for_every_turn():
+    game, problem = Narrowing(cost=0.1), Posed("Guess a number of 5-40", "19", "")
+    for guesses, left in ((["18"], "19-40"), (["30"], "5-29"), (["9", "30", "7", "33"], "10-29"), (["-3"], "5-40")):
+        turns = [*guesses, "19"]
+        _, reward, conversation = played(game, problem, lambda heard, turns=turns: turns[len(heard)], turns=5)
+        assert conversation[-2]["content"] == left and reward == pytest.approx(1 - 0.1 * len(guesses))
     for text in ("", "1 9", "19.0", "nineteen", "١٩", "1" * 19, "f", "1_0"):
-        assert step(game, "19", text) == Turn("?")
+        assert game.step(problem, [], text) == Turn("5-40")
+    assert game.step(problem, [], " 19 ") == game.step(problem, [], "019") == Turn("", 1.0, True)
+    assert Narrowing(base=16).step(Posed("1-f", "e", ""), [], "A") == Turn("b-f")
+    with pytest.raises(ValueError, match="ends with a range"):
+        game.reset(Posed("Guess!", "19", ""))
 
 
 def test_a_call_hears_the_exact_value_and_an_answer_ends_the_conversation():
@@ -103,7 +94,7 @@ def test_a_call_hears_the_exact_value_and_an_answer_ends_the_conversation():
 @pytest.mark.parametrize("name", ["guessing", "calculator"])
 def test_a_game_opens_with_the_problems_own_prompt_and_keeps_nothing(name):
     environment = ENVIRONMENTS[name].make({"cost": 0.25})
-    problem = Posed("1+1=", "2", "", system="Be brief.")
+    problem = Posed("1-3", "2", "", system="Be brief.")
     assert environment.reset(problem) == problem.messages
     assert environment.step(problem, [], "3") == environment.step(problem, problem.messages, "3")
 
@@ -120,6 +111,6 @@ def test_a_third_of_the_pupils_calculations_are_right_and_sums_more_often_than_p
 
 
 def test_a_conversation_ends_with_the_players_turn_after_the_last_that_he_has():
-    prompt, reward, conversation = played(HigherLower(base=36), posed(GAMES[0]), lambda heard: "-1", turns=2)
+    prompt, reward, conversation = played(Narrowing(base=36), posed(GAMES[0]), lambda heard: "-1", turns=2)
     assert prompt == [{"role": "user", "content": GAMES[0].prompt}]
     assert [m["role"] for m in conversation] == ["assistant", "user", "assistant"] and reward == 0

@@ -65,11 +65,11 @@ def test_a_demonstration_of_several_turns_trains_the_policys_tokens_and_reads_th
     [example] = examples_of(e, [problem])
     [completion] = example.completions
     assert "".join(map(chr, completion.tokens)) == f"{said[0]}\1{said[1]}{said[2]}\1{said[3]}{said[4]}\1"
-    observed = [False, False, True, False, False, True, False, False]
+    observed = [False] * 2 + [True] * 3 + [False] * 2 + [True] * 3 + [False] * 2
     assert completion.turns.observed.tolist() == observed and len(completion.turns.rewards) == 3
     [batch] = packed(e, [example], data.RowShape(1, 30, 20))
-    assert batch.mask[0, :8].tolist() == [not each for each in observed] and not batch.mask[0, 8:].any()
-    assert batch.rows.targets[0, :8].tolist() == completion.tokens.tolist()
+    assert batch.mask[0, :12].tolist() == [not each for each in observed] and not batch.mask[0, 12:].any()
+    assert batch.rows.targets[0, :12].tolist() == completion.tokens.tolist()
     e.config.rollout.max_tokens = 3
     [cut] = examples_of(e, [problem])[0].completions
     assert cut.tokens.tolist() == completion.tokens[:3].tolist() and len(cut.turns.rewards) == 1
