@@ -20,10 +20,10 @@ class Calculations:
     Operands have two digits. A sum is easy: it never carries, so that each column can be added by itself. A product is
     hard: no small model works it out in its head.
 
-    The pupil who writes the demonstrations of a warm start calls the calculator for 15 % of the problems, easy or hard,
-    and then copies the result, with a wrong digit in a tenth of the cases. Otherwise he answers at once: a sum with a
-    wrong digit in a quarter of the cases, a product with any number. So he gets 77 % of sums right, 13 % of products,
-    and 35 % where a third of the problems are sums.
+    The pupil who writes the demonstrations of a warm start calls the calculator for a sixth of the problems, easy or
+    hard, and copies the result. Otherwise he answers at once: a sum with a wrong digit in a tenth of the cases, a
+    product with any number. So he gets 92 % of sums right, 17 % of products, and 35 % where a quarter of the problems
+    are sums.
 
     Attributes:
       easy: share of sums among the problems of "train" and "held out".
@@ -31,7 +31,7 @@ class Calculations:
       seed: of that hash and of the pupil.
     """
 
-    easy: float = 1 / 3
+    easy: float = 1 / 4
     held_out: float = 0.2
     seed: int = 0
 
@@ -66,12 +66,12 @@ class Calculations:
         """The pupil's next turn after the results `heard`."""
         random = np.random.default_rng([self.seed, problem.prompt_id, len(heard)])
         if heard:
-            return _with_mistake(heard[-1], random) if random.random() < 0.1 else heard[-1]
-        if random.random() < 0.15:
+            return heard[-1]
+        if random.random() < 1 / 6:
             return CALL + problem.prompt[:-1]
         if "*" in problem.prompt:
             return str(random.integers(_SMALL**2, _LARGE**2 + 1))
-        return _with_mistake(problem.answer, random) if random.random() < 0.25 else problem.answer
+        return _with_mistake(problem.answer, random) if random.random() < 0.1 else problem.answer
 
     def texts(self) -> Iterator[str]:
         """Every character of the task, for training a tokenizer."""

@@ -31,8 +31,8 @@ def test_no_pair_of_operands_is_in_training_and_held_out():
 
 
 @pytest.mark.parametrize("name", ["train", "held out"])
-def test_a_third_of_the_problems_are_sums(name):
-    assert 0.3 < np.mean([p.prompt[2] == "+" for p in SETS[name]]) < 0.37
+def test_a_quarter_of_the_problems_are_sums(name):
+    assert 0.22 < np.mean([p.prompt[2] == "+" for p in SETS[name]]) < 0.28
     assert len({p.prompt_id for p in SETS[name]}) == len(SETS[name])
 
 
@@ -40,15 +40,12 @@ def test_the_order_depends_on_the_seed_alone():
     assert Calculations().problems("train", 50) == SETS["train"][:50] != TASK.problems("train", 50, seed=1)
 
 
-def test_the_pupil_calls_for_sums_as_for_products_and_copies_most_results():
-    calls, copies = {"+": [], "*": []}, []
+def test_the_pupil_calls_for_sums_as_for_products_and_copies_the_result():
+    calls = {"+": [], "*": []}
     for problem in SETS["train"][:2000]:
-        first = TASK.turn(problem, [])
-        calls[problem.prompt[2]].append(first == f"calc {problem.prompt[:-1]}")
-        copies.append(TASK.turn(problem, ["3108"]))
-    assert all(0.12 < np.mean(called) < 0.18 for called in calls.values())
-    assert 0.87 < np.mean([text == "3108" for text in copies]) < 0.93
-    assert all(sum(a != b for a, b in zip(text, "3108", strict=True)) <= 1 for text in copies)
+        calls[problem.prompt[2]].append(TASK.turn(problem, []) == f"calc {problem.prompt[:-1]}")
+        assert TASK.turn(problem, ["3108"]) == "3108"
+    assert all(0.13 < np.mean(called) < 0.2 for called in calls.values())
 
 
 def test_wrong_fields_sets_and_counts_are_refused():
