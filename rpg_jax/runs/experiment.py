@@ -1,7 +1,8 @@
 """Makes the parts of a run from a resolved config. Config ends here: everything below takes arguments."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,9 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from rpg_jax import data, models, rewards, rollout
+from rpg_jax import data, models, rewards, rollout, storage
 from rpg_jax.parallel import hosts
-from rpg_jax.runs import processes
+from rpg_jax.runs import cli, processes, run_folder
 from rpg_jax.runs.adapters import decoding_base
 from rpg_jax.runs.layout import Layout, make_layout
 from rpg_jax.runs.problems import Task, encoder
@@ -44,6 +45,23 @@ class Experiment:
         """How the config draws completions, at `temperature`."""
         c = self.config.rollout
         return Sampling(temperature, c.top_p, c.top_k, c.max_tokens, tuple(self.tokenizer.stop_token_ids), c.min_p)
+
+
+@contextlib.contextmanager
+def entered(config: ConfigDict, **how: bool) -> Iterator[tuple[Experiment, storage.Folder, contextlib.ExitStack]]:
+    """The experiment and the folder of a run that begins or continues, on its mesh, and a stack to close at its end.
+
+    `how` is that of `open_experiment`. Raises ValueError as that does, or if the folder refuses the config.
+    """
+    processes.check(config)
+    if processes.platform() == "cpu":
+        cli.keep_buffers()
+    run_folder.use_compilation_cache(config)
+    with run_folder.held(config) as folder:
+        experiment = open_experiment(config, folder.files, **how)
+        print("".join(f"{note}\n" for note in experiment.notes), end="")
+        with experiment.layout.activate(), contextlib.ExitStack() as closing:
+            yield experiment, folder, closing
 
 
 def open_experiment(
