@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from rpg_jax.models.kv_cache import KVCache, decode_implementation
-from rpg_jax.models.logical import constrain, platform, shards
+from rpg_jax.models.logical import constrain, in_own_shard, partition_spec, platform, shards, wide_axes
 from rpg_jax.models.ragged import ragged_attention
 from rpg_jax.models.splash import splash_attention
 
@@ -92,6 +93,53 @@ def _xla(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, axes)
         out = jax.lax.map(lambda args: jax.checkpoint(block)(*args), (blocks, segments, index.reshape(-1, _BLOCK)))
         out = out.transpose(1, 2, 3, 0, 4, 5).reshape(B, K, N // K, T, H)
     return out.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+
+
+def extend_attention(
+    cache: KVCache, slots: jax.Array, starts: jax.Array
+) -> Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]:
+    """A function (q, k, v, layer) in which new tokens attend to the tokens in their slot and to each other, causally.
+
+    The function takes q [P, T, N, H], the new tokens' k and v [P, T, K, H], and the layer i32[] whose cache it reads.
+    It returns [P, T, N, H] in q's dtype. Scores are f32[P, N, T, C + T] in memory.
+
+    Args:
+      slots: i32[P], the slot that each row continues.
+      starts: i32[P], the tokens in the slot; entries at or past them are ignored.
+    """
+
+    held = (cache.keys, cache.values, *cache.scales)
+    attend = _extend_attend
+    if (spec := partition_spec(None, "slots", "act_kv_heads", None, None)) is not None:
+        # Each device answers for its own slots; XLA would gather the whole cache.
+        heads, whole = partition_spec(None, None, "act_kv_heads", None), PartitionSpec()
+        specs = (heads, heads, heads, spec, whole, whole, whole)
+        attend = jax.shard_map(attend, in_specs=specs, out_specs=heads, check_vma=False)
+    return lambda q, k, v, layer: attend(q, k, v, held, layer, slots, starts)
+
+
+def _extend_attend(q, k, v, cache, layer, slots, starts) -> jax.Array:
+    """`extend_attention` over all slots, or over this device's."""
+    at, mine = in_own_shard(slots, "slots", cache[0].shape[1])
+    keys, values, *scales = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)[at] for x in cache)
+    (P, T, N, H), K = q.shape, k.shape[2]
+    grouped = q.reshape(P, T, K, N // K, H) * (H**-0.5)
+    past = jnp.einsum("ptkgh,pkhc->pkgtc", grouped, keys.astype(q.dtype), preferred_element_type=jnp.float32)
+    past = past * scales[0][:, :, None] if scales else past
+    filled = jnp.arange(keys.shape[-1]) < starts[:, None]
+    past = jnp.where(filled[:, None, None, None], past, _MASKED)
+    own = jnp.einsum("ptkgh,pskh->pkgts", grouped, k, preferred_element_type=jnp.float32)
+    own = jnp.where(jnp.tri(T, dtype=bool), own, _MASKED)
+    peak = jnp.maximum(past.max(-1, keepdims=True), own.max(-1, keepdims=True))
+    past, own = jnp.exp(past - peak), jnp.exp(own - peak)
+    total = past.sum(-1, keepdims=True) + own.sum(-1, keepdims=True)
+    past = past * scales[1][:, :, None] if scales else past
+    mixed = past.astype(v.dtype), values.astype(v.dtype)
+    out = jnp.einsum("pkgtc,pkch->pkgth", *mixed, preferred_element_type=jnp.float32)
+    out += jnp.einsum("pkgts,pskh->pkgth", own.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    out = (out / total).astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(P, T, N, H)
+    axes = wide_axes("slots")
+    return jax.lax.psum(jnp.where(mine[:, None, None, None], out, 0), axes) if axes else out
 
 
 def decode_attention(

@@ -7,9 +7,10 @@ import functools
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from rpg_jax.models.config import QwenConfig
-from rpg_jax.models.logical import platform
+from rpg_jax.models.logical import in_own_shard, partition_spec, platform
 from rpg_jax.models.ragged import ragged_append
 
 DECODE_IMPLEMENTATIONS = ("auto", "xla", "ragged")
@@ -97,31 +98,78 @@ class KVCache:
         scales = key_scales, value_scales.swapaxes(-1, -2)
         return KVCache(keys.astype(jnp.int8), values.astype(jnp.int8), self.lengths, scales)
 
-    def append(self, keys: jax.Array, values: jax.Array, *, implementation: str = "auto") -> KVCache:
+    def extend(self, chunk: KVCache, slots: jax.Array, starts: jax.Array) -> KVCache:
+        """Writes the first `chunk.lengths[p]` tokens of each row p of `chunk` into slots[p], from place starts[p] on.
+
+        A row of length 0 writes nothing. The lengths of this cache stay. It works in place if this cache is donated.
+        """
+        chunk = chunk.rounded() if self.scales else chunk
+        held, rows = ((x.keys, x.values, *x.scales) for x in (self, chunk))
+        write = _write_rows
+        if (spec := partition_spec(None, "slots", "act_kv_heads", None, None)) is not None:
+            # Each device writes into its own slots; XLA would gather the whole cache.
+            whole = partition_spec(None, None, "act_kv_heads", None, None)
+            write = jax.shard_map(
+                write, in_specs=(spec, whole, *[PartitionSpec()] * 3), out_specs=spec, check_vma=False
+            )
+        keys, values, *scales = write(held, rows, chunk.lengths, slots, starts)
+        return KVCache(keys, values, self.lengths, tuple(scales))
+
+    def append(
+        self, keys: jax.Array, values: jax.Array, *, active: jax.Array | None = None, implementation: str = "auto"
+    ) -> KVCache:
         """Writes one token [L, S, K, H] at each slot's length, and adds 1 to the lengths.
 
-        A full slot keeps its entries. It works in place if this cache is donated.
+        A full slot, and one outside the mask `active` bool[S], keeps its entries. It works in place if this cache is
+        donated.
         """
+        places = self.lengths if active is None else jnp.where(active, self.lengths, self.capacity)
         scales: tuple[jax.Array, ...] = ()
         if self.scales:
             (keys, *key_scale), (values, *value_scale) = _steps(keys, -1), _steps(values, -1)
             scales = (*key_scale, *value_scale)
         keys, values = keys.astype(self.keys.dtype), values.astype(self.values.dtype)
         if decode_implementation(implementation) == "ragged":
-            written = ragged_append(self.keys, self.values, self.lengths, keys, values, self.scales, scales)
+            written = ragged_append(self.keys, self.values, places, keys, values, self.scales, scales)
             return KVCache(written[0], written[1], self.lengths + 1, tuple(written[2:]))
         slots = jnp.arange(self.slots)
 
         def last(into, token):
             # Slices separate the two index arrays, so their axis, the slots, comes first in the update (NumPy's rule).
-            return into.at[:, slots, :, :, self.lengths].set(token.swapaxes(0, 1), mode="drop")
+            return into.at[:, slots, :, :, places].set(token.swapaxes(0, 1), mode="drop")
 
         return KVCache(
             last(self.keys, keys),
-            self.values.at[:, slots, :, self.lengths].set(values.swapaxes(0, 1), mode="drop"),
+            self.values.at[:, slots, :, places].set(values.swapaxes(0, 1), mode="drop"),
             self.lengths + 1,
             tuple(map(last, self.scales, scales)),
         )
+
+
+def _write_rows(
+    held: tuple[jax.Array, ...], chunk: tuple[jax.Array, ...], lengths: jax.Array, slots: jax.Array, starts: jax.Array
+) -> tuple[jax.Array, ...]:
+    """`KVCache.extend` for the arrays of a cache, keys first, then values, with all slots or this device's."""
+    at, mine = in_own_shard(slots, "slots", held[0].shape[1])
+    capacity, width = held[0].shape[-1], chunk[0].shape[-1]
+
+    def write(row, held):
+        start = jnp.minimum(starts[row], capacity - width)
+        places = start + jnp.arange(width)
+        new = (places >= starts[row]) & (places < starts[row] + lengths[row]) & mine[row]
+
+        def put(into, rows, axis):
+            corner = tuple(start if i == axis else at[row] if i == 1 else 0 for i in range(5))
+            one = jnp.roll(jax.lax.dynamic_slice_in_dim(rows, row, 1, axis=1), starts[row] - start, axis=axis)
+            old = jax.lax.dynamic_slice(into, corner, one.shape)
+            mask = new[:, None] if axis == 3 else new
+            return jax.lax.dynamic_update_slice(into, jnp.where(mask, one.astype(into.dtype), old), corner)
+
+        return tuple(
+            put(into, rows, 3 if i == 1 else 4) for i, (into, rows) in enumerate(zip(held, chunk, strict=True))
+        )
+
+    return jax.lax.fori_loop(0, len(slots), write, held)
 
 
 def _put(slot: jax.Array, into: jax.Array, one: jax.Array) -> jax.Array:

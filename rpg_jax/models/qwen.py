@@ -10,7 +10,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from rpg_jax.models import rope
-from rpg_jax.models.attention import IMPLEMENTATIONS, attention, decode_attention
+from rpg_jax.models.attention import IMPLEMENTATIONS, attention, decode_attention, extend_attention
 from rpg_jax.models.config import QwenConfig
 from rpg_jax.models.declare import Declare
 from rpg_jax.models.embedding import lookup
@@ -86,13 +86,45 @@ class Qwen(nnx.Module):
         last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
         return last, KVCache(k.transpose(0, 1, 3, 4, 2), v.transpose(0, 1, 3, 2, 4), lengths.astype(jnp.int32))
 
+    def extend(
+        self, tokens: jax.Array, lengths: jax.Array, cache: KVCache, slots: jax.Array, starts: jax.Array
+    ) -> tuple[jax.Array, KVCache]:
+        """Hidden states [P, D] at the last of several new tokens in each of P slots, and the cache that holds them.
+
+        Args:
+          tokens: i32[P, T], right-padded. They attend to themselves and to all tokens before them in their slot.
+          lengths: i32[P], the number of new tokens of each row; 0 writes nothing.
+          slots, starts: i32[P], the slot of each row, and its tokens so far. `cache.lengths` is not read and stays.
+        """
+        axes = ("prompts", None)
+        table = rope.tables(self.config, starts[:, None] + jnp.arange(tokens.shape[1]))
+        graphdef, weights = nnx.split(self.layers)
+        over_cache = extend_attention(cache, slots, starts)
+
+        def layer(x, inputs):
+            weights, index = inputs
+            x, k, v = nnx.merge(graphdef, weights)(x, table, lambda q, k, v: over_cache(q, k, v, index), axes)
+            return x, (k, v)
+
+        inputs = (weights, jnp.arange(self.config.num_layers))
+        x, (k, v) = jax.lax.scan(layer, self._embed(tokens, axes), inputs)
+        last = jnp.take_along_axis(self._final(x), jnp.maximum(lengths - 1, 0)[:, None, None], axis=1)[:, 0]
+        chunk = KVCache(k.transpose(0, 1, 3, 4, 2), v.transpose(0, 1, 3, 2, 4), lengths)
+        return last, cache.extend(chunk, slots, starts)
+
     def decode(
-        self, tokens: jax.Array, cache: KVCache, *, attend_length: int | None = None
+        self,
+        tokens: jax.Array,
+        cache: KVCache,
+        *,
+        attend_length: int | None = None,
+        active: jax.Array | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """Hidden states [S, D] of one new token per slot, i32[S], and the cache that holds it.
 
         Token s is written at cache.lengths[s] and attends to itself and to all tokens before it. Slots are independent.
-        `attend_length` (static) is a promise that no length exceeds it; only that much of the cache is read.
+        `attend_length` (static) is a promise that no length exceeds it; only that much of the cache is read. Slots
+        outside the mask `active` bool[S] keep their entries.
         """
         limit = cache.capacity if attend_length is None else attend_length
         if not 0 < limit <= cache.capacity:
@@ -115,7 +147,7 @@ class Qwen(nnx.Module):
         # The cache is only read inside the scan; carrying it would copy it at every layer.
         inputs = (weights, jnp.arange(self.config.num_layers))
         x, (k, v) = jax.lax.scan(layer, self._embed(tokens[:, None], axes), inputs)
-        return self._final(x)[:, 0], cache.append(k, v, implementation=implementation)
+        return self._final(x)[:, 0], cache.append(k, v, active=active, implementation=implementation)
 
     @property
     def decode_attention(self) -> str:

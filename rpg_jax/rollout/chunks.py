@@ -2,62 +2,15 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from rpg_jax.rollout.decoding import power_of_two, prompt_bucket, prompts_per_prefill
 from rpg_jax.rollout.engine import QwenEngine
 from rpg_jax.rollout.interface import Request
+from rpg_jax.rollout.row import Row
 from rpg_jax.rollout.weights import RolloutError
-from rpg_jax.types import Completion, Sampling
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class Row:
-    """One completion in the making.
-
-    Attributes:
-      prompt_row: its prompt's row in the chunk's prefill.
-      prompt_length: tokens of the prompt.
-      counters: (seed, step, prompt_id, index), the origin of its random key.
-      tokens, logprobs: pieces in order, one per dispatch.
-      spans: for each dispatch, the version of the weights and the number of tokens they drew.
-      group: its prompt's place in the request.
-      emitted: number of tokens drawn so far, as the scheduling thread knows it.
-      channel: a driver with threads reports this row here; None for other drivers.
-      cancelled: the caller no longer wants it; its slot is freed at the next dispatch.
-      made: its completion, once it has ended.
-    """
-
-    prompt_row: int
-    prompt_length: int
-    counters: tuple[int, int, int, int]
-    sampling: Sampling
-    tokens: list[np.ndarray] = dataclasses.field(default_factory=list)
-    logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)
-    spans: list[tuple[int, int]] = dataclasses.field(default_factory=list)
-    group: int = 0
-    emitted: int = 0
-    channel: Any = None
-    cancelled: bool = False
-    made: Completion | None = None
-
-    def extend(self, tokens: np.ndarray, logprobs: np.ndarray) -> None:
-        self.tokens.append(tokens)
-        self.logprobs.append(logprobs)
-
-    def completion(self) -> Completion:
-        """The completion of a row that has ended."""
-        if self.made is None:
-            tokens, logprobs = np.concatenate(self.tokens), np.concatenate(self.logprobs)
-            drawn = [span for span in self.spans if span[1]]
-            version, mixed = drawn[0][0], None
-            if any(other != version for other, _ in drawn):
-                mixed = np.repeat(*np.array(drawn, np.int32).T)
-            stopped = int(tokens[-1]) in self.sampling.stop_token_ids
-            self.made = Completion(tokens, logprobs, "stop" if stopped else "length", version, mixed)
-        return self.made
+from rpg_jax.types import Completion
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -124,7 +77,7 @@ class Planner:
         request.check_fits(capacity=self._decoding.capacity, vocab_size=self._vocab_size)
         groups = [
             [
-                Row(0, len(prompt), request.counters(place, index), request.sampling, group=place)
+                Row(prompt, request.counters(place, index), request.sampling, place, environment=request.environment)
                 for index in range(0 if place in request.done else request.group_size)
             ]
             for place, prompt in enumerate(request.prompts)
@@ -141,7 +94,7 @@ class Planner:
             them.
         """
         groups = [[] if group and group[0].cancelled else group for group in groups]
-        others = {v for group in groups for row in group for v, _ in row.spans} - {version}
+        others = {v for group in groups for row in group for v, _ in row.written.spans} - {version}
         if others and not self._decoding.mixed:
             raise RolloutError(
                 f"weights changed from version {version} to {max(others)} during the rollout of step {request.step}: "
@@ -154,7 +107,7 @@ class Planner:
                     _, step, prompt_id, index = row.counters
                     raise RolloutError(
                         f"completion {index} of prompt {prompt_id} at step {step} has non-finite log-probabilities: "
-                        f"the weights (version {row.spans[-1][0]}) give non-finite logits"
+                        f"the weights (version {row.written.spans[-1][0]}) give non-finite logits"
                     )
         for prompt_id, group in zip(request.prompt_ids, made, strict=True):
             if group:

@@ -1,4 +1,4 @@
-"""Arrays of the engine: prefilled prompts, rows to insert, the state between two dispatches, a dispatch's tokens."""
+"""Arrays of the engine: prompts prefilled, rows to insert or extend, the state between two dispatches, its tokens."""
 
 from __future__ import annotations
 
@@ -71,6 +71,7 @@ class Insertions:
       count: i32, number of rows.
       slots, prefix_rows: i32[S], the decode slot of each row and its prompt's row in the `Prefix`. Unused slot numbers
         are out of range.
+      emitted: i32[S], tokens of the completion that are in the prefix already.
       seed, step, prompt_id, index: u32[S], the counters of its random key.
       sampling: of each row.
     """
@@ -78,6 +79,7 @@ class Insertions:
     count: Any
     slots: Any
     prefix_rows: Any
+    emitted: Any
     seed: Any
     step: Any
     prompt_id: Any
@@ -85,15 +87,51 @@ class Insertions:
     sampling: SlotSampling
 
     @classmethod
-    def of(cls, rows: Sequence[tuple[int, int, tuple[int, int, int, int], Sampling]], slots: int) -> Insertions:
-        """Numpy arrays of rows (slot, prefix row, counters, sampling)."""
-        into, prefix_rows = np.full(slots, slots, np.int32), np.zeros(slots, np.int32)
+    def of(cls, rows: Sequence[tuple[int, int, int, tuple[int, int, int, int], Sampling]], slots: int) -> Insertions:
+        """Numpy arrays of rows (slot, prefix row, emitted, counters, sampling)."""
+        into, (prefix_rows, emitted) = np.full(slots, slots, np.int32), np.zeros((2, slots), np.int32)
         counters = np.zeros((4, slots), np.uint32)
-        for i, (slot, prefix_row, origin, _) in enumerate(rows):
-            into[i], prefix_rows[i], counters[:, i] = slot, prefix_row, [counter & 0xFFFFFFFF for counter in origin]
+        for i, (slot, prefix_row, drawn, origin, _) in enumerate(rows):
+            into[i], prefix_rows[i], emitted[i] = slot, prefix_row, drawn
+            counters[:, i] = [counter & 0xFFFFFFFF for counter in origin]
         seed, step, prompt_id, index = counters
         sampling = SlotSampling.of([sampling for *_, sampling in rows], slots)
-        return cls(np.int32(len(rows)), into, prefix_rows, seed, step, prompt_id, index, sampling)
+        return cls(np.int32(len(rows)), into, prefix_rows, emitted, seed, step, prompt_id, index, sampling)
+
+
+@flax.struct.dataclass
+class Extensions:
+    """Tokens that one `extend` appends to the caches of slots that are not active.
+
+    Attributes:
+      tokens: i32[P, T], right-padded. lengths: i32[P], 0 where a row is padding.
+      slots: i32[P]; of padding, out of range.
+      starts: i32[P], tokens in the slot.
+      begins: bool[P], whether the slot draws tokens again after these. Otherwise further tokens are to be appended.
+      emitted: i32[P], tokens of the completion with these.
+      limit: i32[P], the most tokens of the completion at the end of its next turn.
+    """
+
+    tokens: Any
+    lengths: Any
+    slots: Any
+    starts: Any
+    begins: Any
+    emitted: Any
+    limit: Any
+
+    @classmethod
+    def of(
+        cls, rows: Sequence[tuple[int, np.ndarray, int, bool, int, int]], slots: int, shape: tuple[int, int]
+    ) -> Extensions:
+        """Numpy arrays of rows (slot, tokens, start, begins, emitted, limit) for programs of `shape` (P, T)."""
+        tokens, into = np.zeros(shape, np.int32), np.full(shape[0], slots, np.int32)
+        lengths, starts, emitted, limits = np.zeros((4, shape[0]), np.int32)
+        begins = np.zeros(shape[0], bool)
+        for i, (slot, appended, start, begin, drawn, limit) in enumerate(rows):
+            tokens[i, : len(appended)], lengths[i], into[i], starts[i] = appended, len(appended), slot, start
+            begins[i], emitted[i], limits[i] = begin, drawn, limit
+        return cls(tokens, lengths, into, starts, begins, emitted, limits)
 
 
 @flax.struct.dataclass
@@ -104,7 +142,7 @@ class DecodeState:
       cache: KVCache of S slots.
       hidden: [S, D], from which each slot's next token is predicted.
       keys: u32[S, 2], raw completion keys.
-      emitted: i32[S], tokens drawn since insertion.
+      emitted: i32[S], tokens of the completion so far.
       sampling: of each slot.
       active: bool[S], slots whose completion has not ended.
     """
@@ -150,13 +188,30 @@ class DecodeState:
             cache=jax.lax.fori_loop(0, rows.count, copy, self.cache),
             hidden=put(self.hidden, prefix.hidden[rows.prefix_rows]),
             keys=put(self.keys, completion_keys(rows.seed, rows.step, rows.prompt_id, rows.index)),
-            emitted=put(self.emitted, 0),
+            emitted=put(self.emitted, rows.emitted),
             sampling=jax.tree.map(put, self.sampling, rows.sampling),
             active=put(self.active, True),
         )
 
+    def continued(self, rows: Extensions, hidden: jax.Array, cache: KVCache) -> DecodeState:
+        """Starts the rows that begin again, from their last `hidden` [P, D] and a cache that holds their tokens."""
+        slots = jnp.where(rows.begins, rows.slots, self.active.size)
+
+        def put(into, values):
+            return into.at[slots].set(values, mode="drop")
+
+        return replace(
+            self,
+            cache=replace(cache, lengths=put(cache.lengths, rows.starts + rows.lengths)),
+            hidden=put(self.hidden, hidden),
+            emitted=put(self.emitted, rows.emitted),
+            sampling=replace(self.sampling, limit=put(self.sampling.limit, rows.limit)),
+            active=put(self.active, True),
+        )
+
     def stop(self, ended: jax.Array) -> DecodeState:
-        """Ends the completions in the slots of the mask `ended` bool[S], and so empties their cache."""
+        """Ends the completions in the slots of the mask `ended` bool[S]. Nothing reads or overwrites their cache until
+        the slot is filled or continued."""
         active = self.active & ~ended
         return replace(self, active=active, cache=replace(self.cache, lengths=jnp.where(active, self.cache.lengths, 0)))
 
@@ -171,7 +226,7 @@ class Drawn:
         negative integer, which no token id is.
       counts: i32[S], number of tokens that each slot drew.
       active: bool[S], slots whose completion goes on.
-      emitted: i32[S], number of tokens that each slot has drawn since insertion.
+      emitted: i32[S], number of tokens of each slot's completion so far.
     """
 
     tokens: Any

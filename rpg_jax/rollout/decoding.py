@@ -23,6 +23,8 @@ class Decoding:
       steps_per_dispatch: most decode steps between two looks by the host (K).
       prefill_tokens: tokens of one prefill, padding included.
       refill: a dispatch ends early once this fraction of the slots is idle while completions wait.
+      patience_s: seconds that a completion keeps its slot while its environment replies and others wait for a slot.
+        After that it gives the slot away, and is prefilled again.
       mixed: weights may be synced while completions are decoded, and each token carries its version. Without it, such a
         sync makes the rollout fail. The driver "simple" cannot mix: its sync waits until the rollout has ended.
       dtype: of the decoding weights; None for the trainer's dtype.
@@ -43,6 +45,7 @@ class Decoding:
     steps_per_dispatch: int = 16
     prefill_tokens: int = PREFILL_TOKENS
     refill: float = 1 / 16
+    patience_s: float = 0.25
     mixed: bool = False
     dtype: Any = None
     int8: bool = False

@@ -1,8 +1,8 @@
-"""The engine that all drivers but `simple` call: prefill, insert, generate and release over a fixed set of slots.
+"""The engine that all drivers but `simple` call: prefill, insert, generate and extend over a fixed set of slots.
 
 `prefill` computes a prompt's cache once. `insert` copies it into a slot, with the completion's key and sampling
-parameters. `generate` draws tokens until the slot's own stop rule holds. Slots never see each other, and keys never see
-slots.
+parameters. `generate` draws tokens until the slot's own stop rule holds. `extend` appends an environment's tokens; then
+the slot draws on. Slots never see each other, and keys never see slots.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from flax import nnx
 
 from rpg_jax import parallel
 from rpg_jax.models import QwenConfig
-from rpg_jax.rollout.decode_state import DecodeState, Drawn, Insertions, Prefix
+from rpg_jax.rollout.decode_state import DecodeState, Drawn, Extensions, Insertions, Prefix
 from rpg_jax.rollout.decoding import Decoding, attention_bucket, prompt_bucket
 from rpg_jax.rollout.sampling import token_keys
 from rpg_jax.rollout.weights import Weights
@@ -76,6 +76,11 @@ class QwenEngine:
         """Copies rows of `prefix` into slots and starts them. The state is donated."""
         with self.weights.lock, self._scope():
             return self._programs.insert(state, prefix, rows)
+
+    def extend(self, state: DecodeState, rows: Extensions) -> DecodeState:
+        """Appends tokens to slots that are not active, by one prefill of these tokens. The state is donated."""
+        with self.weights.pinned() as params, self._scope():
+            return self._programs.extend(params, state, rows)
 
     def generate(
         self, state: DecodeState, *, floor: int = 0, attend_length: int | None = None
@@ -144,6 +149,7 @@ class _Programs(NamedTuple):
     prefill: jax.stages.Wrapped
     score: jax.stages.Wrapped
     insert: jax.stages.Wrapped
+    extend: jax.stages.Wrapped
     stop: jax.stages.Wrapped
     generate: jax.stages.Wrapped
     state_shapes: DecodeState
@@ -174,6 +180,7 @@ def _make_programs(
         prefill=jax.jit(functools.partial(_prefill_prompts, graphdef)),
         score=jax.jit(functools.partial(_score_text, graphdef), out_shardings=drawn),
         insert=jax.jit(DecodeState.insert, donate_argnums=0, out_shardings=state),
+        extend=jax.jit(functools.partial(_extend_slots, graphdef), donate_argnums=1, out_shardings=state),
         stop=jax.jit(DecodeState.stop, donate_argnums=0, out_shardings=state),
         generate=jax.jit(generate, donate_argnums=1, static_argnums=3, out_shardings=(state, drawn)),
         state_shapes=shapes,
@@ -201,6 +208,12 @@ def _score_text(graphdef: nnx.GraphDef, params: Any, tokens: jax.Array, length: 
         return jax.lax.map(scores, (hidden[0], jnp.roll(tokens, -1)), batch_size=_SCORED_TOGETHER)
 
 
+def _extend_slots(graphdef: nnx.GraphDef, params: Any, state: DecodeState, rows: Extensions) -> DecodeState:
+    module = nnx.merge(graphdef, params)
+    with module.full_precision():
+        return state.continued(rows, *module.extend(rows.tokens, rows.lengths, state.cache, rows.slots, rows.starts))
+
+
 def _decode_steps(
     graphdef: nnx.GraphDef, steps: int, params: Any, state: DecodeState, floor: jax.Array, attend_length: int
 ) -> tuple[DecodeState, Drawn]:
@@ -211,7 +224,7 @@ def _decode_steps(
         i, state, tokens, logprobs, counts = carry
         drawn, logprob = state.sampling.draw(module.logits(state.hidden), token_keys(state.keys, state.emitted))
         emitted = state.emitted + state.active
-        hidden, cache = module.decode(drawn, state.cache, attend_length=attend_length)
+        hidden, cache = module.decode(drawn, state.cache, attend_length=attend_length, active=state.active)
         following = replace(state, cache=cache, hidden=hidden, emitted=emitted)
         following = following.stop(state.sampling.ends(drawn, emitted))
         tokens, logprobs = tokens.at[:, i].set(drawn), logprobs.at[:, i].set(-jnp.abs(logprob))

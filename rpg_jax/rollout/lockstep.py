@@ -7,10 +7,14 @@ models larger than one host. No other thread takes part, which makes it the fast
 import contextlib
 import threading
 from collections import deque
+from collections.abc import Sequence
+
+import jax
 
 from rpg_jax.rollout.chunks import Chunk, Finish, Planner
 from rpg_jax.rollout.engine import QwenEngine
 from rpg_jax.rollout.interface import Request, Rollout
+from rpg_jax.rollout.row import Row
 from rpg_jax.rollout.schedule import Schedule, Usage
 from rpg_jax.rollout.weights import Params, RolloutError, Staged
 from rpg_jax.types import Completion
@@ -30,6 +34,8 @@ class LockstepRollout(Rollout):
             super().sync_weights(params, version)
 
     def generate(self, request: Request) -> list[list[Completion]]:
+        if request.environment is not None and jax.process_count() > 1:
+            raise ValueError("lockstep hosts cannot wait for an environment's replies: set rollout.driver=orchestrator")
         groups, chunks = self._planner.plan(request)
         with self._busy:
             version = self.weights.version
@@ -43,16 +49,19 @@ class LockstepRollout(Rollout):
     def _run(self, chunks: deque[Chunk], finish: Finish) -> None:
         engine = self.engine
         schedule = Schedule(engine, range(engine.decoding.slots), self.usage)
+
+        def leave(ended: Sequence[tuple[int | None, Row]]) -> None:
+            for slot, row in ended:
+                schedule.free += [] if slot is None else [slot]
+                finish.completed(row)
+
         while not finish.over:
+            leave(schedule.resume())
             while schedule.hungry and chunks:
                 chunk = chunks.popleft()
                 schedule.add(engine.prefill(tokens=chunk.tokens, lengths=chunk.lengths), chunk.rows)
             schedule.fill()
-            live = dict(schedule.live)
-            drawn = schedule.advance(more=bool(chunks))
-            for slot, row in live.items():
-                count = drawn.counts[slot]
-                row.extend(drawn.tokens[slot, :count].copy(), drawn.logprobs[slot, :count].copy())
-            for slot, row in schedule.settle(drawn):
-                schedule.free.append(slot)
-                finish.completed(row)
+            if schedule.live:
+                leave(schedule.settle(schedule.advance(more=bool(chunks))))
+            elif not finish.over:
+                schedule.wait()

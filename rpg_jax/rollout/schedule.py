@@ -1,13 +1,23 @@
 """Decides which completion decodes in which slot and when a dispatch ends; all drivers of the engine use it."""
 
+import concurrent.futures
 import dataclasses
 import time
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
 
-from rpg_jax.rollout.chunks import Row
-from rpg_jax.rollout.decode_state import DecodeState, Drawn, Insertions, Prefix
+import numpy as np
+
+from rpg_jax.rollout.decode_state import DecodeState, Drawn, Extensions, Insertions, Prefix
+from rpg_jax.rollout.decoding import power_of_two, prompt_bucket
 from rpg_jax.rollout.engine import QwenEngine
+from rpg_jax.rollout.interface import Reply
+from rpg_jax.rollout.row import Row
+
+EXTENSION_TOKENS = 512
+"""Tokens of one `extend`, padding included; longer observations are appended piece by piece."""
 
 
 @dataclasses.dataclass
@@ -19,6 +29,9 @@ class Usage:
       dispatches, steps: number of dispatches, and of the decode steps they took.
       tokens: drawn by rows in slots.
       queued_steps, queued_tokens: steps and tokens of the dispatches that began while rows waited for a slot.
+      extended_tokens: of observations, appended to the cache of their slot.
+      again_tokens: prefilled a second time, because the slot was lent while the environment replied.
+      waited_s: seconds in which all rows waited for replies.
     """
 
     decode_s: float = 0.0
@@ -27,10 +40,28 @@ class Usage:
     tokens: int = 0
     queued_steps: int = 0
     queued_tokens: int = 0
+    extended_tokens: int = 0
+    again_tokens: int = 0
+    waited_s: float = 0.0
+
+
+class _Asked(NamedTuple):
+    """A row whose environment was asked at the time `since`, in seconds of `time.perf_counter`."""
+
+    row: Row
+    reply: Future[Reply]
+    since: float
+
+    @property
+    def over(self) -> bool:
+        return self.row.cancelled or self.reply.done()
 
 
 class Schedule:
     """Slots, the rows in them, and the rows that wait for one; owns the decode state. Used by one thread.
+
+    A row whose turn has ended keeps its slot while the environment replies. Where others wait for a slot, it may lose
+    it, and is prefilled again.
 
     Args:
       free: the slots to fill.
@@ -40,19 +71,26 @@ class Schedule:
     def __init__(self, engine: QwenEngine, free: Sequence[int], usage: Usage):
         self.engine, self.free, self.live = engine, list(free), dict[int, Row]()
         self._waiting: deque[tuple[Prefix, Row]] = deque()
+        self._asked: dict[int, _Asked] = {}  # the longest wait comes first
+        self._without_slot: list[_Asked] = []
         self._usage = usage
-        self._idle = max(1, int(engine.decoding.slots * engine.decoding.refill))
         self._state: DecodeState | None = None
 
     @property
     def empty(self) -> bool:
-        """Whether no row is in a slot and none waits."""
-        return not (self.live or self._waiting)
+        """Whether no row is in a slot, none waits for one, and none for a reply."""
+        return not (self.live or self._waiting or self._asked or self._without_slot)
 
     @property
     def hungry(self) -> bool:
-        """Whether more slots are free than rows wait."""
-        return len(self._waiting) < len(self.free)
+        """Whether more slots are free, or to be lent, than rows wait."""
+        return len(self._waiting) < len(self.free) + len(self._to_lend)
+
+    @property
+    def _to_lend(self) -> list[int]:
+        """The slots whose rows have waited too long; the longest wait comes first."""
+        latest = time.perf_counter() - self.engine.decoding.patience_s
+        return [slot for slot, asked in self._asked.items() if asked.since <= latest and not asked.over]
 
     def add(self, prefix: Prefix, rows: Sequence[Row]) -> None:
         """Queues rows whose prompts are prefilled."""
@@ -69,16 +107,17 @@ class Schedule:
         if cancelled := [slot for slot, row in self.live.items() if row.cancelled]:
             self._state = self.engine.release(self._state, cancelled)
         filled: list[tuple[int, Row]] = []
-        while self._waiting and self.free:
+        lent = self._to_lend
+        while self._waiting and (self.free or lent):
             prefix, batch = self._waiting[0][0], []
-            while self._waiting and self.free and self._waiting[0][0] is prefix:
+            while self._waiting and (self.free or lent) and self._waiting[0][0] is prefix:
                 row = self._waiting.popleft()[1]
                 if not row.cancelled:
-                    batch.append((self.free.pop(), row))
+                    batch.append((self.free.pop() if self.free else self._lend(lent.pop(0)), row))
                 elif row.channel is not None:
                     row.channel.close(row)
             if batch:
-                rows = [(slot, row.prompt_row, row.counters, row.sampling) for slot, row in batch]
+                rows = [(slot, row.prompt_row, row.written.count, row.counters, row.of_turn) for slot, row in batch]
                 insertions = Insertions.of(rows, self.engine.decoding.slots)
                 self._state = self.engine.insert(prefix, self._state, insertions)
             filled += batch
@@ -86,13 +125,14 @@ class Schedule:
         return filled
 
     def advance(self, *, more: bool) -> Drawn:
-        """Runs one dispatch for the live slots and returns its result on the host.
+        """Runs one dispatch for the live slots, notes what their rows drew, and returns the result on the host.
 
         It ends early once enough slots are free for the rows that wait. `more`: further rows wait for their prefill.
         """
-        k, queued = self.engine.decoding.steps_per_dispatch, more or bool(self._waiting)
-        ends = (row.prompt_length + min(row.emitted + k, row.sampling.max_tokens) for row in self.live.values())
-        floor = max(0, len(self.live) - self._idle) if queued else 0
+        decoding, queued = self.engine.decoding, more or bool(self._waiting)
+        ends = [len(r.prompt) + min(r.written.count + decoding.steps_per_dispatch, r.limit) for r in self.live.values()]
+        idle = max(1, int(decoding.slots * decoding.refill))
+        floor = max(0, len(self.live) - idle) if queued or self._asked else 0
         began, weights = time.perf_counter(), self.engine.weights
         assert self._state is not None  # `fill` has allocated it
         with weights.lock:
@@ -100,7 +140,8 @@ class Schedule:
             self._state, drawn = self.engine.generate(self._state, floor=floor, attend_length=max(ends))
         drawn = self.engine.fetch(drawn)
         for slot, row in self.live.items():
-            row.spans.append((version, int(drawn.counts[slot])))
+            count = drawn.counts[slot]
+            row.written.extend(drawn.tokens[slot, :count].copy(), drawn.logprobs[slot, :count].copy(), version)
         steps, tokens, usage = int(drawn.counts.max()), int(drawn.counts.sum()), self._usage
         usage.decode_s += time.perf_counter() - began
         usage.dispatches += 1
@@ -111,10 +152,93 @@ class Schedule:
         return drawn
 
     def settle(self, drawn: Drawn) -> list[tuple[int, Row]]:
-        """Takes the rows that are complete out of `live` and returns them with the slots they leave."""
-        for slot, row in self.live.items():
-            row.emitted = int(drawn.emitted[slot])
-        finished = [(slot, row) for slot, row in self.live.items() if not drawn.active[slot]]
-        for slot, _ in finished:
+        """Takes the rows whose turn is over out of `live`; returns those that are complete, with the slots they leave.
+
+        The environments of the others are asked.
+        """
+        ended = [(slot, row) for slot, row in self.live.items() if not drawn.active[slot]]
+        for slot, row in ended:
             del self.live[slot]
-        return finished
+            if row.environment is not None and not row.cancelled:
+                self._asked[slot] = _Asked(row, row.ask(), time.perf_counter())
+        return [(slot, row) for slot, row in ended if slot not in self._asked]
+
+    def resume(self) -> list[tuple[int | None, Row]]:
+        """Continues the rows whose replies have come; returns those that end with it, and the slots they leave.
+
+        A row that has lost its slot leaves None.
+        """
+        in_slots = {slot: asked for slot, asked in self._asked.items() if asked.over}
+        without = [asked for asked in self._without_slot if asked.over]
+        self._asked = {slot: asked for slot, asked in self._asked.items() if slot not in in_slots}
+        self._without_slot = [asked for asked in self._without_slot if asked not in without]
+        ended: list[tuple[int | None, Row]] = []
+        extended: list[tuple[int, Row]] = []
+        version = self.engine.weights.version
+        for slot, (row, reply, _) in in_slots.items():
+            goes_on = not row.cancelled and row.take(reply.result(), version)
+            (extended if goes_on else ended).append((slot, row))
+        for row, reply, _ in without:
+            if not row.cancelled and row.take(reply.result(), version):
+                self._prefill_again(row)
+            else:
+                ended.append((None, row))
+        self._extend(extended)
+        return ended
+
+    def wait(self, timeout: float = 0.1) -> None:
+        """Waits for the next reply, if there is one to come, for at most `timeout` seconds."""
+        began = time.perf_counter()
+        replies = [asked.reply for asked in (*self._asked.values(), *self._without_slot)]
+        if replies:
+            concurrent.futures.wait(replies, timeout, concurrent.futures.FIRST_COMPLETED)
+            self._usage.waited_s += time.perf_counter() - began
+
+    def shown(self, drawn: Drawn | None = None) -> Drawn:
+        """A dispatch's result, or that of none, in which a slot that waits for a reply goes on like a live one."""
+        slots = self.engine.decoding.slots
+        if drawn is None:
+            active, none = np.zeros(slots, bool), np.zeros((slots, 0))
+            active[[*self.live]] = True
+            count = np.zeros(slots, np.int32)
+            drawn = Drawn(none.astype(np.int32), none.astype(np.float32), count, active, count)
+        if not self._asked:
+            return drawn
+        counts, active, held = drawn.counts.copy(), drawn.active.copy(), [*self._asked]
+        counts[held], active[held] = drawn.tokens.shape[1], True
+        return dataclasses.replace(drawn, counts=counts, active=active)
+
+    def _lend(self, slot: int) -> int:
+        """Takes the slot from a row that waits for its reply."""
+        self._without_slot.append(self._asked.pop(slot))
+        return slot
+
+    def _prefill_again(self, row: Row) -> None:
+        context = row.context
+        tokens = np.zeros((1, prompt_bucket(len(context), self.engine.decoding.capacity)), np.int32)
+        tokens[0, : len(context)] = context
+        row.prompt_row = 0
+        prefix = self.engine.prefill(tokens=tokens, lengths=np.array([len(context)], np.int32))
+        self._waiting.appendleft((prefix, row))
+        self._usage.again_tokens += len(context)
+
+    def _extend(self, rows: Sequence[tuple[int, Row]]) -> None:
+        """Appends each row's observation to its slot, in pieces that are as long as a program takes."""
+        decoding = self.engine.decoding
+        by_round: dict[tuple[int, int], list[tuple[int, np.ndarray, int, bool, int, int]]] = {}
+        for slot, row in rows:
+            observation = row.written.tokens[-1]
+            for first in range(0, len(observation), EXTENSION_TOKENS):
+                piece, start = observation[first : first + EXTENSION_TOKENS], row.length - len(observation) + first
+                bucket, last = prompt_bucket(len(piece), decoding.capacity), first + len(piece) == len(observation)
+                own = slot, piece, start, last, row.written.count, row.limit
+                by_round.setdefault((first, bucket), []).append(own)
+            self._usage.extended_tokens += len(observation)
+        for (_, bucket), pieces in sorted(by_round.items()):
+            most = max(1, EXTENSION_TOKENS // bucket)
+            for i in range(0, len(pieces), most):
+                batch = pieces[i : i + most]
+                appended = Extensions.of(batch, decoding.slots, (power_of_two(len(batch)), bucket))
+                assert self._state is not None  # the rows are in slots
+                self._state = self.engine.extend(self._state, appended)
+        self.live.update(rows)

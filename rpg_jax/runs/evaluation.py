@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from rpg_jax.data import Group, Problem
+from rpg_jax.data.dialogue import last_shown
 from rpg_jax.report import scores
 from rpg_jax.rewards import Scorer
 from rpg_jax.rollout import Rollout
@@ -138,7 +139,7 @@ def records(name: str, groups: Sequence[Group], scorer: Scorer) -> list[Record]:
     found = []
     for group in groups:
         right = [bool(a > 0.5) for a in group.accuracy]
-        answers = scorer.answers([group.problem] * len(right), group.texts, right)
+        answers = scorer.answers([group.problem] * len(right), [*map(last_shown, group.texts)], right)
         failures = group.failures or [None] * len(right)
         found += [
             {

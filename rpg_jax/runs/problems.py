@@ -10,6 +10,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from rpg_jax import data, rewards
+from rpg_jax.environments.stage import Stage
 from rpg_jax.runs.resolve import reward_arguments
 
 Examples = Callable[[Sequence[data.Problem]], list[tuple[data.Problem, str]]]
@@ -89,6 +90,15 @@ class Task:
 
         held_out = {name: answered(name, problems) for name, problems in self.held_out.items()}
         return dataclasses.replace(self, train=answered("train", self.train), held_out=held_out, notes=notes)
+
+    def opened(self, stage: Stage) -> Task:
+        """The task whose problems have the messages that an environment opens with. Raises ValueError if it fails."""
+        train, shown = stage.opened(self.train), self.demonstrated
+        held_out = {name: stage.opened(problems) for name, problems in self.held_out.items()}
+        shown = shown and stage.opened(shown)
+        said = (m["content"] for p in (*train, *(p for each in held_out.values() for p in each)) for m in p.messages)
+        texts = [*self.texts, *dict.fromkeys(said)]
+        return dataclasses.replace(self, train=train, held_out=held_out, texts=texts, demonstrated=shown)
 
     def encoded(self, tokenizer: data.Tokenizer, config: ConfigDict) -> tuple[Task, list[str]]:
         """The task without problems whose prompts are too long, and its notes with a line on each split that lost some.

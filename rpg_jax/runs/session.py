@@ -43,9 +43,10 @@ from rpg_jax.training.state import TrainState
 def run(config: ConfigDict, functions: rewards.Functions = rewards.NO_FUNCTIONS) -> int:
     """Runs or resumes the training run of a resolved config to its last step; returns the exit code.
 
-    `functions` are rewards that a Python program handed over, by their names in `rewards.parts`.
+    `functions` are what a Python program handed over: rewards by their names in `rewards.parts`, and an environment by
+    `environment.name`.
     """
-    with entered(config) as opened:
+    with entered(config, handed=functions) as opened:
         session = Session(*opened, functions)
         with cli.run_is_open():
             return session.to_the_end()

@@ -91,54 +91,61 @@ def collect(
       ValueError: no group was informative after `max_batches`, or too few with on_shortage = "error".
     """
 
-    def begin(size: int, seen: set[int]) -> tuple[list[Group], int]:
-        fresh = _unseen(take(math.ceil(size * (1 + overprovision))), seen)
-        enough = min(size, len(fresh)) if overprovision else None
-        return (generate(fresh, step=step, enough=enough) if fresh else []), len(fresh)
-
+    if dynamic is None and not overprovision:
+        made = _repetitions_apart(take(prompts_per_step), generate, step)
+        return Collected(made, [], made)
+    batches = _Batches(take, generate, step, overprovision)
     if dynamic is None:
-        if not overprovision:
-            made = _repetitions_apart(take(prompts_per_step), generate, step)
-            return Collected(made, [], made)
-        made, begun = begin(prompts_per_step, set())
-        return Collected(made, [], made, cancelled=begun - len(made))
-    kept, begun = list(pending), 0
+        made = batches.next(prompts_per_step)
+        return Collected(made, [], made, cancelled=batches.begun - len(made))
     generated: list[Group] = []
-    seen: set[int] = set()
+    kept = list(pending)
     for _ in range(dynamic.max_batches):
-        if len(kept) >= prompts_per_step:
+        missing = prompts_per_step - len(kept)
+        if missing <= 0:
             break
-        size = dynamic.batch_size(
-            prompts_per_step,
-            missing=prompts_per_step - len(kept),
-            share=_share(generated) if generated else share,
-        )
-        made, more = begin(size, seen)
+        now = _share(generated) if generated else share
+        made = batches.next(dynamic.batch_size(prompts_per_step, missing=missing, share=now))
         generated += made
-        begun += more
         kept += [g for g in made if g.informative]
     if not kept or (len(kept) < prompts_per_step and dynamic.on_shortage == "error"):
-        accuracy = float(np.mean([g.accuracy.mean() for g in generated]))
-        raise ValueError(
-            f"step {step}: dynamic sampling kept {len(kept)} of {prompts_per_step} groups after {dynamic.max_batches} "
-            f"batches ({len(generated)} groups, mean accuracy {accuracy:.3f}): the problems are too easy or too hard. "
-            "Change the task, raise dynamic_sampling.max_batches, or set dynamic_sampling.enabled=False"
-        )
+        raise ValueError(f"step {step}: {_shortage(kept, prompts_per_step, generated, dynamic)}")
     surplus = kept[prompts_per_step:]
     carried = surplus[:prompts_per_step] if dynamic.surplus == "carry" else []
     dropped = surplus[len(carried) :]
-    return Collected(generated, list(pending), kept[:prompts_per_step], carried, dropped, begun - len(generated))
+    cancelled = batches.begun - len(generated)
+    return Collected(generated, list(pending), kept[:prompts_per_step], carried, dropped, cancelled)
+
+
+class _Batches:
+    """The generation batches of one step, which have each prompt once; `begun` is the number of their groups."""
+
+    def __init__(self, take: Callable[[int], list[Problem]], generate: Generate, step: int, overprovision: float):
+        self._take, self._generate, self._step, self._overprovision = take, generate, step, overprovision
+        self._seen: set[int] = set()
+        self.begun = 0
+
+    def next(self, size: int) -> list[Group]:
+        """The finished groups of the next batch: with `overprovision` the first `size`, else those of all prompts."""
+        drawn = self._take(math.ceil(size * (1 + self._overprovision)))
+        fresh = list({p.prompt_id: p for p in drawn if p.prompt_id not in self._seen}.values())
+        self._seen.update(p.prompt_id for p in fresh)
+        self.begun += len(fresh)
+        enough = min(size, len(fresh)) if self._overprovision else None
+        return self._generate(fresh, step=self._step, enough=enough) if fresh else []
+
+
+def _shortage(kept: Sequence[Group], wanted: int, generated: Sequence[Group], dynamic: DynamicSampling) -> str:
+    accuracy = float(np.mean([g.accuracy.mean() for g in generated]))
+    return (
+        f"dynamic sampling kept {len(kept)} of {wanted} groups after {dynamic.max_batches} "
+        f"batches ({len(generated)} groups, mean accuracy {accuracy:.3f}): the problems are too easy or too hard. "
+        "Change the task, raise dynamic_sampling.max_batches, or set dynamic_sampling.enabled=False"
+    )
 
 
 def _share(groups: Sequence[Group]) -> float:
     return (sum(g.informative for g in groups) + 0.5) / (len(groups) + 0.5)
-
-
-def _unseen(problems: Sequence[Problem], seen: set[int]) -> list[Problem]:
-    """The problems whose prompts are not in `seen`, each prompt once; adds them to `seen`."""
-    fresh = list({p.prompt_id: p for p in problems if p.prompt_id not in seen}.values())
-    seen.update(p.prompt_id for p in fresh)
-    return fresh
 
 
 def _repetitions_apart(problems: Sequence[Problem], generate: Generate, step: int) -> list[Group]:

@@ -165,6 +165,7 @@ def named(**fields):
         "model": {"path": "Qwen/Qwen3-4B", "tokenizer": None},
         "task": {"train": "dapo-math-17k", "held_out_sets": "AIME24=hf:owner/name/default/train"},
         "rewards": {"parts": "math_dapo:1,format:0.1"},
+        "environment": {"name": None},
     }
     for name, value in fields.items():
         group, field = name.split("_", 1)
@@ -182,6 +183,7 @@ def named(**fields):
         {"task_train": None, "task_held_out_sets": None},
         {"task_train": "in_git.jsonl,reasoning_gym:countdown", "task_held_out_sets": "own=in_git.jsonl"},
         {"rewards_parts": "rewards:score:0.5,format:0.1"},
+        {"rewards_parts": None, "environment_name": "guessing"},
     ],
 )
 def test_what_workers_have_passes(repository, fields):
@@ -198,6 +200,7 @@ def test_what_workers_have_passes(repository, fields):
         ({"task_held_out_sets": "own={here}/made.jsonl"}, "task.held_out_sets=own=.*made.jsonl is a file"),
         ({"task_train": "elsewhere.parquet"}, "task.train=elsewhere.parquet is a file of this machine"),
         ({"rewards_parts": "mine:score"}, "mine is not in git; make it mine.py .* and git add mine.py"),
+        ({"environment_name": "mine:Game"}, "environment.name=mine:Game: .* git add mine.py"),
         ({"rewards_parts": "some.package:score:1,format:0.1"}, "some.package is not in git; make it some/package.py"),
     ],
 )

@@ -49,7 +49,7 @@ class JetStreamEngine(engine_api.Engine):
         """Starts row 0 of the prefix in `slot`; decodes greedily until the slot is full. The state is donated."""
         room = self.engine.decoding.capacity - prefix.cache.capacity
         greedy = Sampling(temperature=0.0, max_tokens=max(1, room))
-        rows = Insertions.of([(slot, 0, (0, 0, 0, 0), greedy)], self.engine.decoding.slots)
+        rows = Insertions.of([(slot, 0, 0, (0, 0, 0, 0), greedy)], self.engine.decoding.slots)
         return self.engine.insert(prefix, decode_state, rows)
 
     def generate(self, params, decode_state: DecodeState) -> tuple[DecodeState, engine_api.ResultTokens]:

@@ -14,10 +14,11 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rpg_jax.rollout.chunks import Chunk, Row
+from rpg_jax.rollout.chunks import Chunk
 from rpg_jax.rollout.engine import QwenEngine
 from rpg_jax.rollout.jetstream.adapter import JetStreamEngine, packed, unpack
 from rpg_jax.rollout.jetstream.compat import orchestrator
+from rpg_jax.rollout.row import Row
 from rpg_jax.rollout.schedule import Schedule, Usage
 from rpg_jax.rollout.weights import RolloutError
 
@@ -47,14 +48,12 @@ class RowRequest(orchestrator.ActiveRequest):
             complete=np.zeros(1, bool),
             is_client_side_tokenization=True,
         )
-        self._row, self._channel = row, channel
+        self._channel = channel
 
     def enqueue_samples(self, generated_samples) -> None:
         """Delivers the tokens of one dispatch. An odd lane at the end means that the slot goes on."""
         lanes = np.array(generated_samples[0].token_ids, np.int32)
-        drawn = unpack(lanes[: len(lanes) // 2 * 2])
-        self._row.extend(*drawn)
-        self._channel.add_result(drawn)
+        self._channel.add_result(unpack(lanes[: len(lanes) // 2 * 2]))
 
 
 class GuardedDriver(orchestrator.Driver):
@@ -170,14 +169,22 @@ class GuardedDriver(orchestrator.Driver):
             while schedule.hungry and (self._placed > received or schedule.empty):
                 request, received = self._take(self._generate_backlogs[idx]), received + 1
                 schedule.add(request.prefill_result, request.prefill_content.rows)
+            if ended := schedule.resume():
+                detokenize.put((0, packed(schedule.shown())))
+                schedule.free += [self._take(slots) for slot, row in ended if slot is not None]
+                for slot, row in ended:
+                    if slot is None:  # the detokenize thread does not know it
+                        row.channel.close(row)
             for slot, row in schedule.fill():
                 detokenize.put((slot, RowRequest(row, row.channel)))
             if not schedule.live:
+                schedule.wait(POLL)
                 continue
             drawn = schedule.advance(more=self._placed > received)
-            detokenize.put((0, packed(drawn)))
+            left = schedule.settle(drawn)
+            detokenize.put((0, packed(schedule.shown(drawn))))
             # The detokenize thread puts a slot back once it has delivered the completion.
-            schedule.free += [self._take(slots) for _ in schedule.settle(drawn)]
+            schedule.free += [self._take(slots) for _ in left]
 
 
 class _Stopped(Exception):

@@ -120,7 +120,7 @@ class Admission:
     ) -> AsyncGenerator[tuple[np.ndarray, np.ndarray]]:
         """Tokens and log-probabilities of a checked prompt, as they come. Closing the iterator frees its slot."""
         stream = _Stream()
-        row = Row(0, len(prompt), counters, sampling, channel=stream)
+        row = Row(prompt, counters, sampling, channel=stream)
         tokens = np.zeros((1, prompt_bucket(len(prompt), self._rollout.engine.decoding.capacity)), np.int32)
         tokens[0, : len(prompt)] = prompt
         driver = await asyncio.to_thread(self._rollout.driver)
