@@ -48,6 +48,8 @@ class Declaration:
 
 
 ENVIRONMENTS: dict[str, Declaration] = {
+    "guessing": Declaration("rpg_jax.environments.narrowing:Narrowing"),
+    "calculator": Declaration("rpg_jax.environments.calculator:Calculator"),
     "tools": Declaration("rpg_jax.environments.tool_use:ToolUse"),
     "verifiers": Declaration("rpg_jax.environments.verifiers_library:Verifiers", pooled=False),
 }
