@@ -60,8 +60,7 @@ class HeldOut:
                 far = {} if self.drift is None else self.drift.metrics(groups, params)
                 values |= set_scores(name, groups, self.scorer, far)
             collector.sync(state.params, version)
-        means = [value for key, value in values.items() if key.endswith("/mean_at_k")]
-        return {"eval/accuracy": float(np.mean(means)), **values}
+        return with_mean(values)
 
 
 def set_scores(
@@ -70,6 +69,12 @@ def set_scores(
     """The scores of the groups of a held-out set, and `more` of them, as metrics "eval/<set>/<score>"."""
     found = {**scores.metrics(records(name, groups, scorer)), **more}
     return {f"eval/{name}/{key}": value for key, value in found.items()}
+
+
+def with_mean(values: Mapping[str, float]) -> dict[str, float]:
+    """The `set_scores` of all sets, and the mean accuracy over sets as "eval/accuracy"."""
+    means = [value for key, value in values.items() if key.endswith("/mean_at_k")]
+    return {"eval/accuracy": float(np.mean(means)), **values}
 
 
 @dataclasses.dataclass(frozen=True)

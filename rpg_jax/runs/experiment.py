@@ -1,8 +1,9 @@
 """Makes the parts of a run from a resolved config. Config ends here: everything below takes arguments."""
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,14 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from rpg_jax import data, models, rewards, rollout
+from rpg_jax import data, models, rewards, rollout, storage
 from rpg_jax.environments.observations import Observations
 from rpg_jax.environments.player import Player
 from rpg_jax.environments.registry import NOTHING, Handed
 from rpg_jax.environments.registry import find as find_environment
 from rpg_jax.environments.stage import Stage
 from rpg_jax.parallel import hosts
-from rpg_jax.runs import processes
+from rpg_jax.runs import cli, processes, run_folder
 from rpg_jax.runs.adapters import decoding_base
 from rpg_jax.runs.layout import Layout, make_layout
 from rpg_jax.runs.problems import Task, encoder
@@ -57,6 +58,23 @@ class Experiment:
         """Ends what plays the environment."""
         if self.stage is not None:
             self.stage.close()
+
+
+@contextlib.contextmanager
+def entered(config: ConfigDict, **how: Any) -> Iterator[tuple[Experiment, storage.Folder, contextlib.ExitStack]]:
+    """The experiment and the folder of a run that begins or continues, on its mesh, and a stack to close at its end.
+
+    `how` is that of `open_experiment`. Raises ValueError as that does, or if the folder refuses the config.
+    """
+    processes.check(config)
+    if processes.platform() == "cpu":
+        cli.keep_buffers()
+    run_folder.use_compilation_cache(config)
+    with run_folder.held(config) as folder:
+        experiment = open_experiment(config, folder.files, **how)
+        print("".join(f"{note}\n" for note in experiment.notes), end="")
+        with contextlib.closing(experiment), experiment.layout.activate(), contextlib.ExitStack() as closing:
+            yield experiment, folder, closing
 
 
 def open_experiment(

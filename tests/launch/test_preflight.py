@@ -13,6 +13,7 @@ from cloud import accelerators, extras, files, preflight, reach
 from cloud.errors import LaunchError
 from cloud.job import make_job
 from rpg_jax import planning
+from rpg_jax.planning import tpu_compiler
 
 TPU = "--type=v5p-16 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b"
 TRAINER = "-- --config=configs/tiny.py --config.mesh.fsdp=-1"
@@ -237,6 +238,14 @@ def test_the_plan_is_asked_and_its_answer_shown(cloud, monkeypatch, tmp_path):
     found = {"fits": False, "programs": {"decode": {"fits": False}}, "smallest_change": {"rollout.slots": 64}}
     with pytest.raises(LaunchError, match=r"decode would not fit v5p:2x2x2\*2; rollout.slots=64 would fit; --no-plan"):
         planned(f"print({json.dumps(json.dumps(found))}); sys.exit(1)")
+
+
+def test_the_compiler_is_looked_for_where_the_plan_looks(monkeypatch, tmp_path):
+    monkeypatch.setattr(preflight, "PYTHON", Path(sys.executable))
+    assert preflight.tpu_compiler_is_installed() == (tpu_compiler.library() is not None)
+    (tmp_path / "libtpu.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert preflight.tpu_compiler_is_installed()
 
 
 def test_rows_divide_over_the_data_axes():

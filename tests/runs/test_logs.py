@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rpg_jax.runs.logs import JsonLines, told
+from rpg_jax.report.run_files import read_metrics
+from rpg_jax.runs.logs import JsonLines, RunLog, told
 from rpg_jax.types import Completion, Turns
 
 WHOLE = '{"step": 4, "text": "Grüße, 数学\u2028 ∑"}\n'.encode()
@@ -36,6 +37,34 @@ def test_a_line_that_is_broken_in_the_middle_is_named_and_nothing_is_dropped(tmp
     with pytest.raises(ValueError, match=r"metrics\.jsonl:2: .*remove this line"):
         JsonLines(path).rewind(1)
     assert path.read_bytes() == before
+
+
+def test_a_tracker_whose_server_is_away_ends_no_run_and_is_named_once(tmp_path, capsys):
+    class Away:
+        taken, is_away = [], True
+
+        def append(self, step, values):
+            if self.is_away:
+                raise ConnectionError("no route\nto the server")
+            self.taken.append(step)
+
+        def close(self):
+            self.taken.append("closed")
+            raise RuntimeError("gone")
+
+    log = RunLog(tmp_path, samples=0)
+    log.trackers = [away := Away()]
+    for step in range(1, 6):
+        away.is_away = step not in (3, 5)
+        log.append(step, {"reward": 1.0})
+    log.close()
+    assert away.taken == [3, 5, "closed"] and len(read_metrics(tmp_path)) == 5
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(":")[2].partition(";")[0] for line in said] == [
+        " Away did not take step 1: ConnectionError: no route",
+        " Away did not take step 4: ConnectionError: no route",
+        " Away did not take the end: RuntimeError: gone",
+    ]
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no device that is always full")
