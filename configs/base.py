@@ -103,8 +103,9 @@ FIELDS = Section(
     ),
     task=Section(
         "The problems that the policy is trained and evaluated on.",
-        name=Field("arithmetic", "Generated problems, of one operation (arithmetic) or of several that are worked out "
-            "line by line (chains), or problems from files.", choices=("arithmetic", "chains", "files")),
+        name=Field("arithmetic", "Generated problems, of one operation (arithmetic), of several that are worked out "
+            "line by line (chains), or for the environment of that name (guessing, calculator); or problems from "
+            "files.", choices=("arithmetic", "chains", "guessing", "calculator", "files")),
         max_prompt_tokens=Field(16, "The longest prompt, chat template included.", "tokens", range="[1, 1048576]"),
         too_long=Field("drop", "A longer prompt is dropped, or truncated on the left.", choices=("drop", "truncate")),
         thinking=Field(False, "Switch on the thinking mode of a chat template that has one."),
@@ -116,11 +117,12 @@ FIELDS = Section(
         digits=Field(2, "arithmetic: the most digits of an operand.", range="[1, 9]"),
         reverse=Field(True, "arithmetic: write the answer from its lowest digit, the order in which one carries."),
         chain_of_thought=Field(False, "arithmetic: write the column sums before the answer."),
-        held_out=Field(0.2, "arithmetic: the share of operand pairs that is kept for evaluation.", range="(0, 1)"),
+        held_out=Field(0.2, "Generated problems: the share that is kept for evaluation, of operand pairs, of chains or "
+            "of ranges.", range="(0, 1)"),
         train=Field(optional(str), "files: parquet or JSONL files, names of data sets on the hub or "
             "reasoning_gym:NAME, separated by commas. Problems of the held-out sets are left out."),
         held_out_sets=Field(optional(str), "files: NAME=SOURCE,NAME=SOURCE; arithmetic: held out,carry,negative or "
-            "some of them; chains: held out,harder,old skill or some of them."),
+            "some of them; chains: held out,harder,old skill; calculator: held out,easy,hard."),
         template=Field(optional(str), "files: the prompt's template: paper, none, gsm8k, countdown, or a text with "
             "{question}. Unset: the prompts of the data."),
         bad_rows=Field("fatal", "files: a bad row is printed, and is fatal or skipped.", choices=("fatal", "skip")),
@@ -140,7 +142,8 @@ FIELDS = Section(
             range="[1, 1000]"),
         format=Field("number", 'The form that the part "format" asks for.',
             choices="rpg_jax.rewards.shaping:FORMATS"),
-        overlong_shaping=Field(from_method(bool), "Punish completions close to the limit (DAPO, arXiv:2503.14476)."),
+        overlong_shaping=Field(from_method(bool), "Punish completions close to the limit (DAPO, arXiv:2503.14476). The "
+            "tokens of an environment do not count."),
         overlong_buffer=Field(512, "The number of tokens before the limit over which the punishment grows.", "tokens",
             range="[0, 1048576]"),
         overlong_factor=Field(1.0, "The punishment at the limit.", range="[0, 1e6]"),

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
+from rpg_jax.data.prompts import Problem
 from rpg_jax.types import Completion
 
 _OPEN, _CLOSE = "\n<observation>\n", "\n</observation>\n"  # around what an environment said
@@ -15,6 +16,12 @@ def shown(completion: Completion, decode: Callable[[Sequence[int]], str]) -> str
         pieces += [decode(completion.tokens[first:end].tolist()).strip(), _CLOSE]
         at = end
     return "".join([*pieces, last_turn(completion, decode)])
+
+
+def opening(problem: Problem) -> str:
+    """A problem's prompt as people read it: the messages with which an environment opens, if it has them."""
+    messages = [f"{message['role']}: {message['content']}" for message in problem.messages]
+    return "\n".join(messages) or problem.prompt
 
 
 def last_turn(completion: Completion, decode: Callable[[Sequence[int]], str]) -> str:

@@ -125,6 +125,13 @@ class RolloutBatch(Generic[P]):
         rest = iter(self.batches)
         return [[next(rest) for _ in range(size)] for size in self.minibatch_sizes]
 
+    def of_sampled(self, arrays: Sequence[np.ndarray | jax.Array]) -> list[list[np.ndarray]]:
+        """`packing.gather`, without the tokens that an environment wrote."""
+        return [
+            [x[completion.sampled] for x, completion in zip(own, group.completions, strict=True)]
+            for own, group in zip(self.packing.gather(arrays), self.groups, strict=True)
+        ]
+
     def add(self, **columns: Sequence[jax.Array]) -> RolloutBatch[P]:
         """The same batch with more columns; a column is f32[B, C] for each micro-batch."""
         rows = zip(*columns.values(), strict=True)

@@ -47,7 +47,11 @@ class Declaration:
         return checked(factory(**options), self.path)
 
 
-ENVIRONMENTS: dict[str, Declaration] = {}
+ENVIRONMENTS: dict[str, Declaration] = {
+    "guessing": Declaration("rpg_jax.environments.narrowing:Narrowing"),
+    "calculator": Declaration("rpg_jax.environments.calculator:Calculator"),
+    "tools": Declaration("rpg_jax.environments.tool_use:ToolUse"),
+}
 
 
 def find(name: str, *, in_process: bool = False, handed: Handed = NOTHING) -> Declaration:

@@ -44,7 +44,7 @@ def make_algorithm(
     }
     (name, hyperparameters), files = loss_arguments(c), None
     weights = reward_arguments(c)[0]
-    credit = {"credit": c.loss.credit, "environment_weight": weights.get("environment", 0.0)}
+    credit = {"credit": c.loss.credit, "environment_weight": weights.get(rewards.ENVIRONMENT, 0.0)}
     if c.log.rollouts_every:
         numbers, sizes = token_numbers(name, **hyperparameters), (c.log.rollouts_every, c.log.rollouts_groups)
         files = RolloutFiles(folder.files, experiment.tokenizer, programs.logprobs, numbers, *sizes)

@@ -15,6 +15,7 @@ from rpg_jax.report import scores
 from rpg_jax.rewards import Scorer
 from rpg_jax.rollout import Rollout
 from rpg_jax.runs.drift import Drift
+from rpg_jax.runs.logs import told
 from rpg_jax.storage import json_files
 from rpg_jax.training.collect import Collector
 from rpg_jax.training.generate import GroupGenerator
@@ -152,8 +153,7 @@ def records(name: str, groups: Sequence[Group], scorer: Scorer) -> list[Record]:
                 "answer": answers[i],
                 "verdict": "right" if right[i] else failures[i] or "wrong",
                 "reward": float(group.rewards[i]),
-                "tokens": len(completion.tokens),
-                "finish_reason": completion.finish_reason,
+                **told(completion),
             }
             for i, completion in enumerate(group.completions)
         ]

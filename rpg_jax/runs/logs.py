@@ -13,6 +13,7 @@ from rpg_jax.report.run_files import read_jsonl, read_lines
 from rpg_jax.runs import rollout_files
 from rpg_jax.runs.trackers import Tracker
 from rpg_jax.storage import naming, write_atomically
+from rpg_jax.types import Completion
 
 
 class JsonLines:
@@ -78,8 +79,7 @@ class RunLog:
                         "answer": group.problem.answer,
                         "reward": reward,
                         "accuracy": accuracy,
-                        "tokens": len(completion.tokens),
-                        "finish_reason": completion.finish_reason,
+                        **told(completion),
                     }
                 )
 
@@ -127,6 +127,16 @@ def host_metrics() -> dict[str, float]:
         return {}
     resident = next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmRSS:"))
     return {"host/rss_mib": resident / 1024, "host/open_files": len(list(descriptors.iterdir()))}
+
+
+def told(completion: Completion) -> dict[str, Any]:
+    """What the files of completions say of each, beside its text and scores.
+
+    `tokens` are those that the policy has sampled. A conversation with an environment has `turns`: [first, end] of each
+    observation, in tokens of the completion, the rewards of the turns, and the kind of failure or null.
+    """
+    turns = {} if completion.turns is None else {"turns": completion.turns.record()}
+    return {"tokens": int(completion.sampled.sum()), "finish_reason": completion.finish_reason, **turns}
 
 
 def plain(value: Any) -> Any:

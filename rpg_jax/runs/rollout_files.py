@@ -28,6 +28,7 @@ import numpy as np
 
 from rpg_jax import losses
 from rpg_jax.data import Group, RolloutBatch
+from rpg_jax.data.dialogue import opening
 from rpg_jax.data.tokenizer import IncrementalDecoder, Tokenizer
 from rpg_jax.losses.divergences import k3
 from rpg_jax.losses.tokens import checked
@@ -134,7 +135,7 @@ def encode(
         "clip_states": CLIP_STATES,
         "pieces": list(found),
         "groups": [
-            {"prompt_id": g.problem.prompt_id, "prompt": g.problem.prompt, "answer": g.problem.answer} for g in groups
+            {"prompt_id": g.problem.prompt_id, "prompt": opening(g.problem), "answer": g.problem.answer} for g in groups
         ],
         "completions": [
             {"finish_reason": c.finish_reason, "verdict": verdict, "turns": c.turns and c.turns.record()}

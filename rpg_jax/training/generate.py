@@ -109,7 +109,7 @@ class GroupGenerator:
             [p for p, group in zip(problems, completions, strict=True) for _ in group],
             [last_turn(c, self._decode) if c.turns else text for c, text in zip(flat, texts, strict=True)],
             [c.finish_reason for c in flat],
-            [len(c.tokens) for c in flat],
+            [int(c.sampled.sum()) for c in flat],
             **({"turns": [c.turns for c in flat]} if self._play else {}),
         )
         rewards = np.asarray(scores.rewards, np.float32)

@@ -76,16 +76,8 @@ def advantages_fn(
         result = of_rewards(batch)
         if loss != "rpg" or hyperparameters.get("level", "token") != "sequence":
             return result
-        log_ratios = batch.packing.gather(
-            [b.known("behaviour_logprobs") - b.known("ref_logprobs") for b in batch.batches]
-        )
-        sums = np.array(
-            [
-                [np.sum(x[c.sampled]) for x, c in zip(own, group.completions, strict=True)]
-                for own, group in zip(log_ratios, batch.groups, strict=True)
-            ],
-            np.float32,
-        )
+        log_ratios = [b.known("behaviour_logprobs") - b.known("ref_logprobs") for b in batch.batches]
+        sums = np.array([[np.sum(x) for x in own] for own in batch.of_sampled(log_ratios)], np.float32)
         baseline = np.asarray(losses.kl_baseline(jnp.asarray(sums), **hyperparameters))
         if isinstance(result, np.ndarray):
             return result + baseline

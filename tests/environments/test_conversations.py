@@ -43,16 +43,19 @@ def test_groups_have_the_rewards_of_their_turns_and_texts_with_marks(stage, toke
             stage, tokenizer.decode, Observations(tokenizer, thinking=True), asked, max_turns=3, turn_tokens=9
         )
 
-    rollout, played = Scripted([["1", "5"], ["code: 1 // 0"]], tokenizer), []
+    rollout, played, lengths = Scripted([["1", "5"], ["code: 1 // 0"]], tokenizer), [], []
     with rewards.make_scorer("environment") as scorer:
         sizes = {"group_size": 2, "sampling": Sampling(), "seed": 0}
         made = GroupGenerator(
-            rollout, lambda p: say(tokenizer, p.prompt), tokenizer.decode, scorer, **sizes,
+            rollout, lambda p: say(tokenizer, p.prompt), tokenizer.decode,
+            lambda *told, **turns: lengths.extend(told[3]) or scorer(*told, **turns), **sizes,
             play=lambda asked: played.append(asked) or play(asked),
         )  # fmt: skip
         groups = made(problems, step=0)
         assert made.take_errors() == {"error": 2}
     assert played == [problems]
+    spoken = [sum(len(say(tokenizer, text)) for text in turns) for turns in rollout.script]
+    assert lengths == spoken * len(problems), "of the policy alone"
     for group in groups:
         assert group.rewards.tolist() == [0.5, 0.0] and group.accuracy.tolist() == [1, 0]
         assert group.failures == [None, "error"]

@@ -1,5 +1,6 @@
 """The log survives kills: incomplete lines vanish, rewinding drops exactly the steps to come."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -7,7 +8,8 @@ import numpy as np
 import pytest
 
 from rpg_jax.report.run_files import read_metrics
-from rpg_jax.runs.logs import JsonLines, RunLog
+from rpg_jax.runs.logs import JsonLines, RunLog, told
+from rpg_jax.types import Completion, Turns
 
 WHOLE = '{"step": 4, "text": "Grüße, 数学\u2028 ∑"}\n'.encode()
 
@@ -70,6 +72,15 @@ def test_a_full_disk_is_named(tmp_path):
     (tmp_path / "m.jsonl").symlink_to("/dev/full")
     with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/m\.jsonl'"):
         JsonLines(tmp_path / "m.jsonl").append({"step": 1})
+
+
+def test_a_conversation_is_told_with_its_turns():
+    tokens = np.arange(4, dtype=np.int32)
+    plain = Completion(tokens, np.zeros(4, np.float32), "stop", 0)
+    turns = Turns(np.array([False, True, True, False]), np.float32([0.5, 1]), "timeout")
+    assert told(plain) == {"tokens": 4, "finish_reason": "stop"}
+    told_turns = {"spans": [(1, 3)], "rewards": [0.5, 1.0], "error": "timeout"}
+    assert told(replace(plain, turns=turns)) == {"tokens": 2, "finish_reason": "stop", "turns": told_turns}
 
 
 def test_numbers_of_every_library_are_plain_json_and_nonfinite_ones_null(tmp_path):
