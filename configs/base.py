@@ -103,8 +103,9 @@ FIELDS = Section(
     ),
     task=Section(
         "The problems that the policy is trained and evaluated on.",
-        name=Field("arithmetic", "Generated problems, of one operation (arithmetic) or of several that are worked out "
-            "line by line (chains), or problems from files.", choices=("arithmetic", "chains", "files")),
+        name=Field("arithmetic", "Generated problems, of one operation (arithmetic), of several that are worked out "
+            "line by line (chains), or for the environment of that name (guessing, calculator); or problems from "
+            "files.", choices=("arithmetic", "chains", "guessing", "calculator", "files")),
         max_prompt_tokens=Field(16, "The longest prompt, chat template included.", "tokens", range="[1, 1048576]"),
         too_long=Field("drop", "A longer prompt is dropped, or truncated on the left.", choices=("drop", "truncate")),
         thinking=Field(False, "Switch on the thinking mode of a chat template that has one."),
@@ -116,20 +117,22 @@ FIELDS = Section(
         digits=Field(2, "arithmetic: the most digits of an operand.", range="[1, 9]"),
         reverse=Field(True, "arithmetic: write the answer from its lowest digit, the order in which one carries."),
         chain_of_thought=Field(False, "arithmetic: write the column sums before the answer."),
-        held_out=Field(0.2, "arithmetic: the share of operand pairs that is kept for evaluation.", range="(0, 1)"),
+        held_out=Field(0.2, "Generated problems: the share that is kept for evaluation, of operand pairs, of chains or "
+            "of ranges.", range="(0, 1)"),
         train=Field(optional(str), "files: parquet or JSONL files, names of data sets on the hub or "
             "reasoning_gym:NAME, separated by commas. Problems of the held-out sets are left out."),
         held_out_sets=Field(optional(str), "files: NAME=SOURCE,NAME=SOURCE; arithmetic: held out,carry,negative or "
-            "some of them; chains: held out,harder,old skill or some of them."),
+            "some of them; chains: held out,harder,old skill; calculator: held out,easy,hard."),
         template=Field(optional(str), "files: the prompt's template: paper, none, gsm8k, countdown, or a text with "
             "{question}. Unset: the prompts of the data."),
         bad_rows=Field("fatal", "files: a bad row is printed, and is fatal or skipped.", choices=("fatal", "skip")),
     ),
     rewards=Section(
         "The reward of a completion: a weighted sum of parts.",
-        parts=Field("exact", "Any of exact, math_dapo, boxed, math_verify, gsm8k, countdown, by_source, format and "
-            'length, judge (the section judge), or a function of your own as module:function. Several take weights: '
-            '"math_dapo:1,format:0.1".'),
+        parts=Field(optional(str), "Any of exact, math_dapo, boxed, math_verify, gsm8k, countdown, by_source, format, "
+            'length, environment (the section environment), judge (the section judge), or a function of your own as '
+            'module:function. Several take weights: "math_dapo:1,format:0.1". Unset: environment where there is one, '
+            "else exact."),
         accuracy=Field(optional(str), "The part that decides accuracy; it need not be among the parts. Unset: the "
             "first verifier among them."),
         right_above=Field(0.0, "A completion is right where that part's score is above this.", range="[-1e6, 1e6]"),
@@ -139,7 +142,8 @@ FIELDS = Section(
             range="[1, 1000]"),
         format=Field("number", 'The form that the part "format" asks for.',
             choices="rpg_jax.rewards.shaping:FORMATS"),
-        overlong_shaping=Field(from_method(bool), "Punish completions close to the limit (DAPO, arXiv:2503.14476)."),
+        overlong_shaping=Field(from_method(bool), "Punish completions close to the limit (DAPO, arXiv:2503.14476). The "
+            "tokens of an environment do not count."),
         overlong_buffer=Field(512, "The number of tokens before the limit over which the punishment grows.", "tokens",
             range="[0, 1048576]"),
         overlong_factor=Field(1.0, "The punishment at the limit.", range="[0, 1e6]"),
@@ -164,6 +168,22 @@ FIELDS = Section(
         cache=Field(100_000, "The verdicts that are remembered: an equal completion is not judged twice.", "verdicts",
             range="[0, 1e8]"),
         key_variable=Field("JUDGE_API_KEY", "The environment variable that holds the server's API key, if it has one."),
+    ),
+    environment=Section(
+        "An environment answers the policy's turns: a completion is a conversation. docs/environments.md.",
+        name=Field(optional(str), "One that ships, or module:name, a class of your own. Unset: a completion is one "
+            "turn."),
+        options=Field("{}", 'The keywords that it is made with, as JSON: {"high": 50}.'),
+        max_turns=Field(8, "The most turns of the policy. The last one is paid for and not answered.", "turns",
+            range="[1, 1e5]"),
+        turn_tokens=Field(optional(int), "The longest turn, stop token included. A longer one ends the conversation. "
+            "Unset: rollout.max_tokens, which limits the conversation with all observations.", "tokens",
+            range="[1, 1048576]"),
+        in_process=Field(False, "Call it in this process and not in workers: it may then be async, keep state and use "
+            "the network, and nothing can stop it."),
+        deadline_seconds=Field(10.0, "The longest time for one answer.", "seconds", range="(0, 3600]"),
+        workers=Field(optional(int), "The processes for its answers. Unset: one per CPU, at most 8.", "processes",
+            range="[1, 1000]"),
     ),
     rollout=Section(
         "How completions are sampled.",
@@ -280,6 +300,10 @@ FIELDS = Section(
         entropy_coef=Field(0.0, "The weight of the entropy bonus, nats per token. 0 is off.", range="[0, inf)"),
         advantage=Field(from_method(str), "The advantage. gae needs a critic.",
             choices="rpg_jax.losses:ADVANTAGES,LEARNED_ADVANTAGES"),
+        credit=Field("completion", "What a turn of a conversation is given credit for: the reward of the whole "
+            "completion, or what an environment paid from the turn on (turn), compared with the group's completions "
+            "at the same turn. A critic learns from what is paid at the end, or turn by turn.",
+            choices="rpg_jax.training.credit:CREDITS"),
     ),
     critic=Section(
         "The learned baseline of loss.advantage=gae.",

@@ -6,6 +6,7 @@ positions of a row, `C` completion tokens of a row.
 
 import dataclasses
 import re
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 import flax.struct
@@ -83,6 +84,32 @@ class Turns:
     rewards: np.ndarray
     error: str | None = None
 
+    @property
+    def numbers(self) -> np.ndarray:
+        """i32[n], the turn that each token belongs to, from 0; an observation belongs to the turn before it."""
+        begins = np.diff((~self.observed).astype(np.int8), prepend=0) == 1
+        return np.maximum(np.cumsum(begins) - 1, 0).astype(np.int32)
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """The first token and the end of each observation."""
+        edges = np.flatnonzero(np.diff(self.observed.astype(np.int8), prepend=0, append=0)).tolist()
+        return list(zip(edges[::2], edges[1::2], strict=True))
+
+    def record(self) -> dict[str, Any]:
+        """JSON-able, exact to the bit; `from_record` reads it."""
+        return {"spans": self.spans, "rewards": self.rewards.tolist(), "error": self.error}
+
+    @classmethod
+    def from_record(cls, record: Mapping[str, Any], length: int) -> Self:
+        """The turns of a completion of `length` tokens. Raises ValueError for observations outside it."""
+        observed = np.zeros(length, bool)
+        for first, end in record["spans"]:
+            if not 0 <= first < end <= length:
+                raise ValueError(f"an observation from token {first} to {end} is not in a completion of {length}")
+            observed[first:end] = True
+        return cls(observed, np.array(record["rewards"], np.float32), record["error"])
+
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
@@ -109,6 +136,11 @@ class Completion:
     def sampled(self) -> np.ndarray:
         """bool[n], the tokens that the policy has drawn: all but an environment's."""
         return np.ones(len(self.tokens), bool) if self.turns is None else ~self.turns.observed
+
+    @property
+    def turn_numbers(self) -> np.ndarray:
+        """i32[n], see `Turns.numbers`; 0 for a completion of one turn."""
+        return np.zeros(len(self.tokens), np.int32) if self.turns is None else self.turns.numbers
 
     @property
     def versions(self) -> np.ndarray:
@@ -155,7 +187,7 @@ class Batch:
       behaviour_logprobs: f32[B, C], log π_old, recomputed by the trainer before the first update.
       ref_logprobs: f32[B, C], log π_ref; equal to `behaviour_logprobs` where the two policies coincide.
       advantages: f32[B, C].
-      rewards: f32[B, C], at every token the reward of its completion; a learned baseline reads it.
+      rewards: f32[B, C], what each token was paid; a learned baseline reads it.
       values: f32[B, C], of a learned baseline before the first update.
       returns: f32[B, C], the targets of the learned baseline.
     """

@@ -15,6 +15,7 @@ LAYERS = (
     {"storage"},
     {"models", "data", "rewards"},
     {"rollout"},
+    {"environments"},
     {"training", "report"},
     {"runs"},
     {"planning", "reproduction"},

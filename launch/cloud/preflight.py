@@ -183,9 +183,10 @@ def _answer(command: list[str]) -> tuple[str, list[str]]:
 
 
 def tpu_compiler_is_installed() -> bool:
-    """Whether .venv can compile for TPUs."""
-    probe = "import sys; from rpg_jax.planning import tpu_compiler; sys.exit(tpu_compiler.library() is None)"
-    return subprocess.run([str(PYTHON), "-c", probe], cwd=ROOT, capture_output=True).returncode == 0
+    """Whether .venv can compile for TPUs. The one file that knows is run alone: its package would load JAX."""
+    probe = "import runpy, sys; sys.exit(runpy.run_path(sys.argv[1])['library']() is None)"
+    command = [str(PYTHON), "-c", probe, str(ROOT / "rpg_jax" / "planning" / "tpu_compiler.py")]
+    return subprocess.run(command, capture_output=True).returncode == 0
 
 
 def type_is_offered(job: Job, shell: Shell) -> Iterator[str]:

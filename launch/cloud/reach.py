@@ -20,8 +20,8 @@ def is_sent(path: str) -> bool:
 
 
 def all_is_there(config: dict) -> None:
-    """Raises LaunchError with one line for each folder, data file and reward function that is not sent."""
-    problems = [*_weights(config["model"]), *_data(config["task"]), *_rewards(config["rewards"]["parts"])]
+    """Raises LaunchError with one line for each folder, data file, reward function and environment that is not sent."""
+    problems = [*_weights(config["model"]), *_data(config["task"]), *_own_code(config)]
     if problems:
         raise LaunchError("\n".join(problems))
 
@@ -54,15 +54,17 @@ def _data(task: dict) -> Iterator[str]:
             )
 
 
-def _rewards(parts: str) -> Iterator[str]:
-    """Checks that workers get the module of each `module:function`; a weight may follow it."""
-    for module in re.findall(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*", parts):
-        path = module.replace(".", "/")
-        if not is_sent(f"{path}.py") and not is_sent(f"{path}/__init__.py"):
-            yield (
-                f"rewards.parts={parts}: workers get only what git tracks, and {module} is not in git; "
-                f"make it {path}.py at the repository's root and git add {path}.py"
-            )
+def _own_code(config: dict) -> Iterator[str]:
+    """Checks that workers get the module of each `module:name`; a reward's weight may follow it."""
+    named = {"rewards.parts": config["rewards"]["parts"], "environment.name": config["environment"]["name"]}
+    for field, text in named.items():
+        for module in re.findall(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*", text or ""):
+            path = module.replace(".", "/")
+            if not is_sent(f"{path}.py") and not is_sent(f"{path}/__init__.py"):
+                yield (
+                    f"{field}={text}: workers get only what git tracks, and {module} is not in git; "
+                    f"make it {path}.py at the repository's root and git add {path}.py"
+                )
 
 
 def _local(name: str) -> bool:

@@ -2,6 +2,7 @@
 
 They take turns within one run: a busy machine slows all of them alike.
 
+--turns=N adds conversations of as many tokens, in N turns, with an environment that replies at once.
 --against=PYTHON adds Hugging Face's `generate` on the same work, by an interpreter that has torch and transformers.
 """
 
@@ -12,6 +13,7 @@ import dataclasses
 import statistics
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -21,8 +23,9 @@ from rpg_jax import models, rollout
 from rpg_jax.benchmarks.opponent import Opponent
 from rpg_jax.benchmarks.subject import PRESETS, Work, peak_bytes
 from rpg_jax.rollout import Request, Rollout
+from rpg_jax.rollout.interface import Reply
 from rpg_jax.rollout.schedule import Usage
-from rpg_jax.types import Sampling
+from rpg_jax.types import FinishReason, Sampling
 
 _BARE = "simple"  # the bare loop
 
@@ -31,6 +34,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", choices=PRESETS, default="w1")
     parser.add_argument("--repeats", type=int, default=5, help="timed rollouts per driver (default 5)")
     parser.add_argument("--steps-per-dispatch", type=int, default=16)
+    parser.add_argument("--turns", type=int, default=1, help="also conversations of so many turns")
+    parser.add_argument("--observation-tokens", type=int, default=16, help="of each of the environment's replies")
     parser.add_argument("--against", metavar="PYTHON", help="an interpreter that has torch and transformers")
 
 
@@ -38,11 +43,42 @@ def run(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if arguments.repeats < 1:
         raise ValueError(f"--repeats must be >= 1, got {arguments.repeats}")
     opponent = _opponent(arguments.against, PRESETS[arguments.preset]) if arguments.against else None
-    yield bench_rollout(arguments.preset, arguments.repeats, arguments.steps_per_dispatch, opponent)
+    prompter = None
+    if arguments.turns > 1:
+        prompter = Prompter(PRESETS[arguments.preset].new_tokens, arguments.turns, arguments.observation_tokens)
+    yield bench_rollout(arguments.preset, arguments.repeats, arguments.steps_per_dispatch, opponent, prompter)
 
 
-def bench_rollout(preset: str, repeats: int, steps_per_dispatch: int, opponent: Opponent | None) -> dict[str, Any]:
+class Prompter:
+    """An environment that answers turns of equal length with `observation` tokens, `turns` in `length` tokens.
+
+    Raises:
+      ValueError: the observations leave no token for a turn.
+    """
+
+    def __init__(self, length: int, turns: int, observation: int):
+        self.observed = (turns - 1) * observation
+        self.turn_tokens = -(-(length - self.observed) // turns)
+        if self.turn_tokens < 1:
+            raise ValueError(f"{turns} turns with observations of {observation} tokens do not fit {length} tokens")
+        self._reply = Reply(np.ones(observation, np.int32))
+
+    def respond(self, place: int, index: int, tokens: np.ndarray, finish_reason: FinishReason) -> Future[Reply]:
+        reply: Future[Reply] = Future()
+        reply.set_result(self._reply if len(tokens) == self.turn_tokens else Reply(None))
+        return reply
+
+
+def bench_rollout(
+    preset: str,
+    repeats: int,
+    steps_per_dispatch: int,
+    opponent: Opponent | None = None,
+    prompter: Prompter | None = None,
+) -> dict[str, Any]:
     """Medians over `repeats` for each driver: seconds, tokens/s, prefill and decode seconds, slot occupancy.
+
+    With a `prompter`, `turns_…` are of its conversations, see `_conversations`.
 
     The fields of the first driver, `orchestrator` where JetStream is installed, have no prefix. `peak_bytes` is the
     memory of this process.
@@ -93,9 +129,37 @@ def bench_rollout(preset: str, repeats: int, steps_per_dispatch: int, opponent: 
         result |= {"hf_seconds": other, "hf_tokens_per_s": tokens / other}
         result |= {f"{prefix}of_hf": other / result[f"{prefix}seconds"] for prefix in ("", "lockstep_")[: len(engines)]}
         opponent.close()
+    if prompter:
+        for name in engines:
+            prefix = "" if name == engines[0] else f"{name}_"
+            figures = _conversations(drivers[name], work, prompter, repeats)
+            result |= {f"{prefix}turns_{field}": value for field, value in figures.items()}
     for driver in drivers.values():
         driver.close()
     return result
+
+
+def _conversations(driver: Any, work: Work, prompter: Prompter, repeats: int) -> dict[str, float]:
+    """Conversations of as many tokens as the completions, the environment's among them, in turn with these.
+
+    of_single: tokens per second, over those of completions of one turn. prefilled_once: tokens of observations that
+    were prefilled, over those that the conversations have; above 1 if some were prefilled again.
+    """
+    _seconds(driver, work, 0, prompter)
+    before, seconds, single = dataclasses.replace(driver.usage), [], []
+    for repeat in range(repeats):
+        single.append(_seconds(driver, work, repeat + 1))
+        seconds.append(_seconds(driver, work, repeat + 1, prompter))
+    after, rounds = driver.usage, prompter.observed * work.prompts * work.group_size * repeats
+    median = statistics.median(seconds)
+    return {
+        "seconds": median,
+        "tokens_per_s": work.tokens / median,
+        "of_single": statistics.median(single) / median,
+        "prefilled_once": (after.extended_tokens - before.extended_tokens + after.again_tokens - before.again_tokens)
+        / rounds,
+        "waited_seconds": (after.waited_s - before.waited_s) / repeats,
+    }
 
 
 def _figures(work: Work, first: float, seconds: list[float], before: Usage, after: Usage) -> dict[str, float]:
@@ -126,13 +190,13 @@ def _seconds_of(opponent: Opponent, tokens: int) -> float:
     return answer["seconds"]
 
 
-def _seconds(driver: Rollout, work: Work, step: int) -> float:
+def _seconds(driver: Rollout, work: Work, step: int, prompter: Prompter | None = None) -> float:
     prompts = [
         np.random.default_rng(i).integers(0, work.model.vocab_size, work.prompt_tokens).astype(np.int32)
         for i in range(work.prompts)
     ]
     sampling = Sampling(max_tokens=work.new_tokens)
-    request = Request(prompts, range(work.prompts), work.group_size, sampling, seed=0, step=step)
+    request = Request(prompts, range(work.prompts), work.group_size, sampling, 0, step, environment=prompter)
     began = time.perf_counter()
     driver.generate(request)
     return time.perf_counter() - began

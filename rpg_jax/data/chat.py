@@ -9,6 +9,8 @@ import jinja2.ext
 
 from rpg_jax.data.limits import Limited, joined
 
+SEEN = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id")
+
 
 class ChatTemplate:
     """Renders a conversation into the text that the model was trained to continue.
@@ -44,11 +46,15 @@ class ChatTemplate:
     ) -> str:
         """The prompt text; `thinking` is Qwen3's `enable_thinking`, which other templates ignore.
 
+        The template sees the `tools` of the first message as its tools, and of every message the keys `SEEN`.
+
         Raises:
           ValueError: the template rejects the messages, fails, or tries something that the sandbox forbids; or it
             takes more steps than `limits.STEPS`, or makes a longer text than `limits.CHARACTERS`.
         """
-        values: dict[str, Any] = {"messages": list(messages), "tools": None, "enable_thinking": thinking}
+        seen = [{key: value for key, value in message.items() if key in SEEN} for message in messages]
+        tools = (messages[0].get("tools") if messages else None) or None
+        values: dict[str, Any] = {"messages": seen, "tools": tools, "enable_thinking": thinking}
         values |= {"add_generation_prompt": add_generation_prompt, **self._special_tokens}
         self._environment.begin()
         try:

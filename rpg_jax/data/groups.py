@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rpg_jax.data.prompts import Problem
-from rpg_jax.types import Completion
+from rpg_jax.types import Completion, Turns
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Group:
       problem: the prompt as text, with its answer.
       prompt: i32[n] token ids.
       completions: G completions.
-      texts: the completions as text, for scoring and for people.
+      texts: the completions as people read them, see `dialogue.shown`.
       rewards: f32[G], shaped.
       accuracy: f32[G], raw, in [0, 1].
       behaviour_logprobs: G arrays f32[n], log π_old of every token; NaN where the trainer has to compute it. None if
@@ -75,6 +75,7 @@ def groups_to_bytes(groups: Sequence[Group]) -> bytes:
         "texts": [g.texts for g in groups],
         "finish_reasons": [c.finish_reason for c in completions],
         "failures": [list(g.failures) for g in groups],
+        "turns": [c.turns and c.turns.record() for c in completions],
     }
     arrays = {
         "texts": np.frombuffer(json.dumps(texts).encode(), np.uint8),
@@ -109,12 +110,20 @@ def groups_from_bytes(packed: bytes) -> list[Group]:
         return np.split(a[name], np.cumsum(a[lengths])[:-1])
 
     completions = [
-        Completion(tokens, logprobs, reason, int(versions[0]), versions if (versions != versions[0]).any() else None)
-        for tokens, logprobs, reason, versions in zip(
+        Completion(
+            tokens,
+            logprobs,
+            reason,
+            int(versions[0]),
+            versions if (versions != versions[0]).any() else None,
+            turns and Turns.from_record(turns, len(tokens)),
+        )
+        for tokens, logprobs, reason, versions, turns in zip(
             split("tokens", "lengths"),
             split("sampler_logprobs", "lengths"),
             texts["finish_reasons"],
             split("versions", "lengths"),
+            texts["turns"],
             strict=True,
         )
     ]

@@ -61,7 +61,7 @@ class Packing:
 
     Attributes:
       places: for each group, the place of each completion.
-      trained: i32[P, G] as nested lists, trained tokens of each completion: its length, or 0.
+      trained: i32[P, G] as nested lists, trained tokens of each completion: those that the policy sampled, or 0.
       shape: of every micro-batch.
       micro_batches: M, their number.
       sharding: of scattered arrays; None leaves them on the host.
@@ -125,6 +125,13 @@ class RolloutBatch(Generic[P]):
         rest = iter(self.batches)
         return [[next(rest) for _ in range(size)] for size in self.minibatch_sizes]
 
+    def of_sampled(self, arrays: Sequence[np.ndarray | jax.Array]) -> list[list[np.ndarray]]:
+        """`packing.gather`, without the tokens that an environment wrote."""
+        return [
+            [x[completion.sampled] for x, completion in zip(own, group.completions, strict=True)]
+            for own, group in zip(self.packing.gather(arrays), self.groups, strict=True)
+        ]
+
     def add(self, **columns: Sequence[jax.Array]) -> RolloutBatch[P]:
         """The same batch with more columns; a column is f32[B, C] for each micro-batch."""
         rows = zip(*columns.values(), strict=True)
@@ -151,6 +158,8 @@ def pack(
     Packing puts rows of similar length side by side. So every M-th row goes to the same micro-batch, and each
     micro-batch gets long and short rows. The last rows of a micro-batch may hold no tokens.
 
+    Tokens that an environment wrote are in the rows like all others, with mask 0.
+
     Args:
       groups: P prompts with their completions.
       minibatches: U, the number of mini-batches; fewer if P is smaller.
@@ -164,7 +173,8 @@ def pack(
     if shape.rows < 1:
         raise ValueError(f"a micro-batch needs at least one row, got {shape.rows}")
     trained = [
-        [0 if mask_truncated and c.finish_reason == "length" else len(c.tokens) for c in g.completions] for g in groups
+        [0 if mask_truncated and c.finish_reason == "length" else int(c.sampled.sum()) for c in g.completions]
+        for g in groups
     ]
     places: dict[tuple[int, int], Place] = {}
     batches: list[Batch] = []
@@ -238,7 +248,7 @@ def _filled(
             predictors[row, entries] = np.arange(start + n - 1, start + n - 1 + m)
             targets[row, entries] = completion.tokens
             completion_ids[row, entries] = index
-            mask[row, entries] = trained[p][g] > 0
+            mask[row, entries] = completion.sampled & (trained[p][g] > 0)
             sampler_logprobs[row, entries] = completion.logprobs
             where[p, g] = row, first, m
             start, first = start + n + m, first + m

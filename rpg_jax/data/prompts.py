@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import grain
@@ -24,6 +24,8 @@ class Problem:
       system: text of the system turn; empty for none.
       question: the problem without any template around it, if it is known; else the prompt.
       demonstrations: completions to imitate in supervised training.
+      messages: the conversation that an environment opens with in place of `system` and `prompt`; the first may have
+        "tools" beside role and content. Empty without an environment.
     """
 
     prompt_id: int
@@ -34,11 +36,21 @@ class Problem:
     system: str = ""
     question: str = ""
     demonstrations: tuple[str, ...] = ()
+    messages: tuple[Mapping[str, Any], ...] = ()
 
     def __post_init__(self):
         if not self.question:
             object.__setattr__(self, "question", self.prompt)
         object.__setattr__(self, "demonstrations", tuple(self.demonstrations))  # JSON makes a list of it
+        object.__setattr__(self, "messages", tuple(self.messages))
+
+    @property
+    def opening(self) -> list[Mapping[str, Any]]:
+        """The messages of the prompt."""
+        if self.messages:
+            return list(self.messages)
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, {"role": "user", "content": self.prompt}]
 
 
 class PromptStream:
@@ -99,5 +111,6 @@ def fingerprint(problems: Sequence[Problem]) -> int:
     """CRC-32 of everything that a completion and its verdict depend on, in order."""
     checksum = 0
     for p in problems:
-        checksum = zlib.crc32(repr((p.prompt_id, p.system, p.prompt, p.answer)).encode(), checksum)
+        opening = (p.messages,) if p.messages else ()
+        checksum = zlib.crc32(repr((p.prompt_id, p.system, p.prompt, p.answer, *opening)).encode(), checksum)
     return checksum

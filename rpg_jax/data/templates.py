@@ -66,10 +66,10 @@ class EncodedPrompts:
 
 def rendered(problem: Problem, tokenizer: Tokenizer, *, thinking: bool = True) -> str:
     """The text that the policy continues: the prompt inside the tokenizer's chat template, if it has one."""
+    messages = problem.opening
     if tokenizer.chat is None:
-        return f"{problem.system}\n\n{problem.prompt}" if problem.system else problem.prompt
-    system = [{"role": "system", "content": problem.system}] if problem.system else []
-    return tokenizer.chat([*system, {"role": "user", "content": problem.prompt}], thinking=thinking)
+        return "\n\n".join(message["content"] for message in messages)
+    return tokenizer.chat(messages, thinking=thinking)
 
 
 def encode_prompt(problem: Problem, tokenizer: Tokenizer, *, thinking: bool = True) -> np.ndarray:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import jax
 
-from rpg_jax.losses.advantages import ADVANTAGES, LEARNED_ADVANTAGES, advantages
+from rpg_jax.losses.advantages import ADVANTAGES, LEARNED_ADVANTAGES, advantages, turn_advantages
 from rpg_jax.losses.aggregate import AGGREGATES, aggregate
 from rpg_jax.losses.declaration import LOSSES, Range, TokenLoss, check, lookup
 from rpg_jax.losses.divergences import DIVERGENCES
@@ -19,7 +19,7 @@ from rpg_jax.losses.metrics import Metrics, divided, merge, token_metrics
 from rpg_jax.losses.regularized_pg import kl_baseline
 from rpg_jax.losses.sampler_correction import SAMPLER_CORRECTIONS, correct
 from rpg_jax.losses.tokens import Tokens, checked
-from rpg_jax.losses.values import explained_variance, gae, rewards_at_the_end, value_loss, value_metrics
+from rpg_jax.losses.values import explained_variance, gae, value_loss, value_metrics
 
 __all__ = [
     "ADVANTAGES",
@@ -42,9 +42,9 @@ __all__ = [
     "kl_baseline",
     "merge",
     "policy_loss",
-    "rewards_at_the_end",
     "token_logprobs",
     "token_loss",
+    "turn_advantages",
     "value_loss",
     "value_metrics",
 ]

@@ -3,10 +3,14 @@
 All take f[P, G] rewards (P prompts, G completions each) and return f[P, G]. A group of one has baseline 0.
 """
 
+import collections
+import dataclasses
 from collections.abc import Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import ArrayLike
 
 from rpg_jax.losses.declaration import Declared, Table, lookup
@@ -14,9 +18,17 @@ from rpg_jax.losses.declaration import Declared, Table, lookup
 STANDARD_DEVIATION_FLOOR = 1e-6
 VARIANCE_FLOOR = 1e-8
 
+
+@dataclasses.dataclass(frozen=True)
+class Advantage(Declared):
+    """A declared advantage; `over` is what a completion is compared with: its own group, or all of the batch."""
+
+    over: Literal["group", "batch"] = "group"
+
+
 # Functions of rewards. An advantage that averages over tokens also takes `lengths` i32[P, G]. An advantage that tells
 # the parts of a reward apart takes `parts` and `part_weights` instead.
-ADVANTAGES = Table(Declared)
+ADVANTAGES = Table(Advantage)
 # Functions of rewards and of a critic's values, one number a token.
 LEARNED_ADVANTAGES = Table(Declared)
 
@@ -30,7 +42,7 @@ def group_mean(rewards: jax.Array) -> jax.Array:
     return relative - jnp.mean(relative, axis=1, keepdims=True)
 
 
-@ADVANTAGES.declare(r"R_i - \mathrm{mean}_\mathrm{batch}(R)")
+@ADVANTAGES.declare(r"R_i - \mathrm{mean}_\mathrm{batch}(R)", over="batch")
 def batch_mean(rewards: jax.Array) -> jax.Array:
     """r − mean of the batch."""
     return rewards - jnp.mean(rewards)
@@ -69,7 +81,8 @@ def maxrl(rewards: jax.Array) -> jax.Array:
 
 
 @ADVANTAGES.declare(
-    r"\mathrm{standardise}_\mathrm{batch}(\textstyle\sum_n \omega_n\, \mathrm{standardise}_\mathrm{group}(R_{n,i}))"
+    r"\mathrm{standardise}_\mathrm{batch}(\textstyle\sum_n \omega_n\, \mathrm{standardise}_\mathrm{group}(R_{n,i}))",
+    over="batch",
 )
 def gdpo(parts: jax.Array, part_weights: jax.Array) -> jax.Array:
     """Each part of the reward is standardised in its group, their weighted sum over the batch (GDPO, arXiv:2601.05242).
@@ -97,13 +110,13 @@ def whiten(values: jax.Array, lengths: jax.Array) -> jax.Array:
     return centred * jax.lax.rsqrt(variance + VARIANCE_FLOOR)
 
 
-@ADVANTAGES.declare(r"\mathrm{whiten}_\mathrm{tokens}(R_i)")
+@ADVANTAGES.declare(r"\mathrm{whiten}_\mathrm{tokens}(R_i)", over="batch")
 def whitened_returns(rewards: jax.Array, lengths: jax.Array) -> jax.Array:
     """Returns with γ = 1 (the reward, at every token), whitened over tokens (REINFORCE++, arXiv:2501.03262)."""
     return whiten(rewards, lengths)
 
 
-@ADVANTAGES.declare(r"\mathrm{whiten}_\mathrm{tokens}(R_i - \mathrm{mean}_\mathrm{group}(R))")
+@ADVANTAGES.declare(r"\mathrm{whiten}_\mathrm{tokens}(R_i - \mathrm{mean}_\mathrm{group}(R))", over="batch")
 def whitened_group_mean(rewards: jax.Array, lengths: jax.Array) -> jax.Array:
     """`group_mean`, whitened over tokens (the baseline variant of REINFORCE++)."""
     return whiten(group_mean(rewards), lengths)
@@ -169,3 +182,43 @@ def advantages(
     if lengths is None:
         raise ValueError(f"{name} averages over tokens: give lengths [P, G] or mask [P, G, T]")
     return declared.function(rewards, jnp.asarray(lengths))
+
+
+def turn_advantages(name: str, returns: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
+    """Advantages of turns: a turn's return to go, compared with those of the group at the same turn.
+
+        R_{i,t} = Σ_{j ≥ t} r_{i,j},   A_{i,t} = A(R_{·,t})_i over the completions of the group that have a turn t
+
+    Rewards of earlier turns are not in it: a turn cannot change them. The baseline of `leave_one_out` comes from other
+    completions alone, so the expected gradient is that of the rewards' sum. Where all completions of a group have the
+    same number of turns, and only the last turn pays, every turn has the advantage of its completion. A turn that no
+    other completion of the group has gets baseline 0.
+
+    Args:
+      name: an advantage over a group.
+      returns: for each of P prompts and G completions f32[k], R_{i,1} … R_{i,k}.
+
+    Returns:
+      f32[k] for each prompt and completion.
+
+    Raises:
+      ValueError: an advantage over the batch, or one from a critic.
+
+    Source: the return to go of REINFORCE; baselines by turn are ours.
+    """
+    if name not in ADVANTAGES or ADVANTAGES[name].over != "group":
+        able = ", ".join(n for n, declared in ADVANTAGES.items() if declared.over == "group")
+        raise ValueError(f"advantage {name!r} compares a whole batch and has no form for turns; choose one of {able}")
+    found = [[np.zeros(len(own), np.float32) for own in group] for group in returns]
+    compared: dict[int, list[tuple[int, int, list[int]]]] = collections.defaultdict(list)
+    for p, group in enumerate(returns):
+        for turn in range(max(len(own) for own in group)):
+            members = [i for i, own in enumerate(group) if len(own) > turn]
+            compared[len(members)].append((p, turn, members))
+    for size, cells in compared.items():
+        rewards = np.zeros((1 << (len(cells) - 1).bit_length(), size), np.float32)  # few shapes: fewer compilations
+        rewards[: len(cells)] = [[returns[p][i][turn] for i in members] for p, turn, members in cells]
+        for (p, turn, members), row in zip(cells, np.asarray(advantages(name, rewards)), strict=False):
+            for i, advantage in zip(members, row, strict=True):
+                found[p][i][turn] = advantage
+    return found

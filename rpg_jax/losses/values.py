@@ -1,8 +1,9 @@
 """A learned baseline: advantages of tokens from the values of the states before them, and the loss of the values.
 
 V_t is the value of the prefix that token t continues, so the end of a completion has value 0. Arrays are f32[B, T]
-(f64 for f64 inputs). `mask` is nonzero where a token counts. `completion_ids` i32 tells the completions of a packed row
-apart; None is one completion a row.
+(f64 for f64 inputs). `mask` is nonzero where a token counts: tokens that an environment wrote between two turns do not,
+and t + 1 is the next token that does. `completion_ids` i32 tells the completions of a packed row apart; None is one
+completion a row.
 """
 
 import jax
@@ -13,12 +14,6 @@ from rpg_jax import masking
 from rpg_jax.losses.advantages import LEARNED_ADVANTAGES
 from rpg_jax.losses.declaration import TokenLoss
 from rpg_jax.losses.metrics import Metrics
-
-
-def rewards_at_the_end(rewards: jax.Array, mask: jax.Array, completion_ids: jax.Array | None = None) -> jax.Array:
-    """r_t f[B, T]: a completion's reward at its last token, 0 elsewhere. `rewards` has it at every token."""
-    last = (mask != 0) & (_follows(mask, completion_ids) == 0)
-    return jnp.where(last, rewards, 0)
 
 
 @LEARNED_ADVANTAGES.declare(
@@ -39,9 +34,9 @@ def gae(
     λ = 0 gives the one-step error δ; λ = 1 gives the discounted sum of rewards minus V.
 
     Args:
-      rewards: f[B, T], of each token (see `rewards_at_the_end`).
+      rewards: f[B, T], what each token was paid: usually a completion's reward at its last token, 0 elsewhere.
       values: f[B, T], V_t.
-      mask: [B, T]; the tokens of a completion that count are consecutive.
+      mask: [B, T]; a token that does not count takes no time: neither γ nor λ discounts it.
       gamma, gae_lambda: in [0, 1].
 
     Returns:
@@ -55,15 +50,9 @@ def gae(
     dtype = jnp.promote_types(values.dtype, jnp.float32)
     values = lax.stop_gradient(masking.masked_fill(values.astype(dtype), mask))
     rewards = lax.stop_gradient(masking.masked_fill(rewards.astype(dtype), mask))
-    follows = _follows(mask, completion_ids).astype(dtype)
-    errors = rewards + gamma * follows * _next(values) - values
-
-    def compose(later, earlier):
-        """The composition of two affine maps A ↦ δ + c·A."""
-        return later[0] * earlier[0], earlier[1] + earlier[0] * later[1]
-
-    _, advantages = lax.associative_scan(compose, (gamma * gae_lambda * follows, errors), reverse=True, axis=1)
-    advantages = masking.masked_fill(advantages, mask)
+    upcoming = _scan_back(values, 0.0, mask, completion_ids)  # of the first token from t on that counts
+    errors = rewards + gamma * _next(upcoming, completion_ids) - values
+    advantages = masking.masked_fill(_scan_back(errors, gamma * gae_lambda, mask, completion_ids), mask)
     return advantages, advantages + values
 
 
@@ -106,12 +95,15 @@ def explained_variance(
     return 1 - (mean_error_squared - mean_error**2) / variance if variance > 1e-12 else 0.0
 
 
-def _follows(mask: jax.Array, completion_ids: jax.Array | None) -> jax.Array:
-    """bool[B, T]: the next token counts, and belongs to the same completion."""
-    present = mask != 0
-    follows = present & _next(present)
-    return follows if completion_ids is None else follows & (_next(completion_ids) == completion_ids)
+def _scan_back(x: jax.Array, decay: float, mask: jax.Array, completion_ids: jax.Array | None) -> jax.Array:
+    """y_t = x_t + decay · y_{t+1} where a token counts, y_t = y_{t+1} where not."""
+    decays = jnp.full_like(x, decay)
+    return masking.completion_scan(x, mask, completion_ids, decay=decays, reverse=True)
 
 
-def _next(x: jax.Array) -> jax.Array:
-    return jnp.concatenate([x[:, 1:], jnp.zeros_like(x[:, :1])], axis=1)
+def _next(x: jax.Array, completion_ids: jax.Array | None) -> jax.Array:
+    """x at the next place, 0 after the last one of a completion."""
+    following = jnp.concatenate([x[:, 1:], jnp.zeros_like(x[:, :1])], axis=1)
+    if completion_ids is None:
+        return following
+    return jnp.where(jnp.roll(completion_ids, -1, axis=1) == completion_ids, following, 0)

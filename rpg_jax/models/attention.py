@@ -7,9 +7,10 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from rpg_jax.models.kv_cache import KVCache, decode_implementation
-from rpg_jax.models.logical import constrain, platform, shards
+from rpg_jax.models.logical import constrain, in_own_shard, partition_spec, platform, shards, wide_axes
 from rpg_jax.models.ragged import ragged_attention
 from rpg_jax.models.splash import splash_attention
 
@@ -107,29 +108,38 @@ def extend_attention(
       starts: i32[P], the tokens in the slot; entries at or past them are ignored.
     """
 
-    def attend(q, k, v, layer):
-        keys, values, *scales = (
-            jnp.take(jax.lax.dynamic_index_in_dim(x, layer, keepdims=False), slots, axis=0, mode="clip")
-            for x in (cache.keys, cache.values, *cache.scales)
-        )
-        (P, T, N, H), K = q.shape, k.shape[2]
-        grouped = q.reshape(P, T, K, N // K, H) * (H**-0.5)
-        past = jnp.einsum("ptkgh,pkhc->pkgtc", grouped, keys.astype(q.dtype), preferred_element_type=jnp.float32)
-        past = past * scales[0][:, :, None] if scales else past
-        filled = jnp.arange(keys.shape[-1]) < starts[:, None]
-        past = jnp.where(filled[:, None, None, None], past, _MASKED)
-        own = jnp.einsum("ptkgh,pskh->pkgts", grouped, k, preferred_element_type=jnp.float32)
-        own = jnp.where(jnp.tri(T, dtype=bool), own, _MASKED)
-        peak = jnp.maximum(past.max(-1, keepdims=True), own.max(-1, keepdims=True))
-        past, own = jnp.exp(past - peak), jnp.exp(own - peak)
-        total = past.sum(-1, keepdims=True) + own.sum(-1, keepdims=True)
-        past = past * scales[1][:, :, None] if scales else past
-        mixed = past.astype(v.dtype), values.astype(v.dtype)
-        out = jnp.einsum("pkgtc,pkch->pkgth", *mixed, preferred_element_type=jnp.float32)
-        out += jnp.einsum("pkgts,pskh->pkgth", own.astype(v.dtype), v, preferred_element_type=jnp.float32)
-        return (out / total).astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(P, T, N, H)
+    held = (cache.keys, cache.values, *cache.scales)
+    attend = _extend_attend
+    if (spec := partition_spec(None, "slots", "act_kv_heads", None, None)) is not None:
+        # Each device answers for its own slots; XLA would gather the whole cache.
+        heads, whole = partition_spec(None, None, "act_kv_heads", None), PartitionSpec()
+        specs = (heads, heads, heads, spec, whole, whole, whole)
+        attend = jax.shard_map(attend, in_specs=specs, out_specs=heads, check_vma=False)
+    return lambda q, k, v, layer: attend(q, k, v, held, layer, slots, starts)
 
-    return attend
+
+def _extend_attend(q, k, v, cache, layer, slots, starts) -> jax.Array:
+    """`extend_attention` over all slots, or over this device's."""
+    at, mine = in_own_shard(slots, "slots", cache[0].shape[1])
+    keys, values, *scales = (jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)[at] for x in cache)
+    (P, T, N, H), K = q.shape, k.shape[2]
+    grouped = q.reshape(P, T, K, N // K, H) * (H**-0.5)
+    past = jnp.einsum("ptkgh,pkhc->pkgtc", grouped, keys.astype(q.dtype), preferred_element_type=jnp.float32)
+    past = past * scales[0][:, :, None] if scales else past
+    filled = jnp.arange(keys.shape[-1]) < starts[:, None]
+    past = jnp.where(filled[:, None, None, None], past, _MASKED)
+    own = jnp.einsum("ptkgh,pskh->pkgts", grouped, k, preferred_element_type=jnp.float32)
+    own = jnp.where(jnp.tri(T, dtype=bool), own, _MASKED)
+    peak = jnp.maximum(past.max(-1, keepdims=True), own.max(-1, keepdims=True))
+    past, own = jnp.exp(past - peak), jnp.exp(own - peak)
+    total = past.sum(-1, keepdims=True) + own.sum(-1, keepdims=True)
+    past = past * scales[1][:, :, None] if scales else past
+    mixed = past.astype(v.dtype), values.astype(v.dtype)
+    out = jnp.einsum("pkgtc,pkch->pkgth", *mixed, preferred_element_type=jnp.float32)
+    out += jnp.einsum("pkgts,pskh->pkgth", own.astype(v.dtype), v, preferred_element_type=jnp.float32)
+    out = (out / total).astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(P, T, N, H)
+    axes = wide_axes("slots")
+    return jax.lax.psum(jnp.where(mine[:, None, None, None], out, 0), axes) if axes else out
 
 
 def decode_attention(

@@ -7,9 +7,10 @@ import functools
 import flax.struct
 import jax
 import jax.numpy as jnp
+from jax.sharding import PartitionSpec
 
 from rpg_jax.models.config import QwenConfig
-from rpg_jax.models.logical import platform
+from rpg_jax.models.logical import in_own_shard, partition_spec, platform
 from rpg_jax.models.ragged import ragged_append
 
 DECODE_IMPLEMENTATIONS = ("auto", "xla", "ragged")
@@ -103,25 +104,15 @@ class KVCache:
         A row of length 0 writes nothing. The lengths of this cache stay. It works in place if this cache is donated.
         """
         chunk = chunk.rounded() if self.scales else chunk
-        width, lengths = chunk.capacity, chunk.lengths
-
-        def write(row, held):
-            start = jnp.minimum(starts[row], self.capacity - width)
-            places = start + jnp.arange(width)
-            new = (places >= starts[row]) & (places < starts[row] + lengths[row])
-
-            def put(into, rows, axis):
-                at = tuple(start if i == axis else slots[row] if i == 1 else 0 for i in range(5))
-                one = jnp.roll(jax.lax.dynamic_slice_in_dim(rows, row, 1, axis=1), starts[row] - start, axis=axis)
-                old = jax.lax.dynamic_slice(into, at, one.shape)
-                mask = new[:, None] if axis == 3 else new
-                return jax.lax.dynamic_update_slice(into, jnp.where(mask, one.astype(into.dtype), old), at)
-
-            keys, values, *scales = held
-            more = zip(scales, chunk.scales, strict=True)
-            return put(keys, chunk.keys, 4), put(values, chunk.values, 3), *(put(a, b, 4) for a, b in more)
-
-        keys, values, *scales = jax.lax.fori_loop(0, len(slots), write, (self.keys, self.values, *self.scales))
+        held, rows = ((x.keys, x.values, *x.scales) for x in (self, chunk))
+        write = _write_rows
+        if (spec := partition_spec(None, "slots", "act_kv_heads", None, None)) is not None:
+            # Each device writes into its own slots; XLA would gather the whole cache.
+            whole = partition_spec(None, None, "act_kv_heads", None, None)
+            write = jax.shard_map(
+                write, in_specs=(spec, whole, *[PartitionSpec()] * 3), out_specs=spec, check_vma=False
+            )
+        keys, values, *scales = write(held, rows, chunk.lengths, slots, starts)
         return KVCache(keys, values, self.lengths, tuple(scales))
 
     def append(
@@ -153,6 +144,32 @@ class KVCache:
             self.lengths + 1,
             tuple(map(last, self.scales, scales)),
         )
+
+
+def _write_rows(
+    held: tuple[jax.Array, ...], chunk: tuple[jax.Array, ...], lengths: jax.Array, slots: jax.Array, starts: jax.Array
+) -> tuple[jax.Array, ...]:
+    """`KVCache.extend` for the arrays of a cache, keys first, then values, with all slots or this device's."""
+    at, mine = in_own_shard(slots, "slots", held[0].shape[1])
+    capacity, width = held[0].shape[-1], chunk[0].shape[-1]
+
+    def write(row, held):
+        start = jnp.minimum(starts[row], capacity - width)
+        places = start + jnp.arange(width)
+        new = (places >= starts[row]) & (places < starts[row] + lengths[row]) & mine[row]
+
+        def put(into, rows, axis):
+            corner = tuple(start if i == axis else at[row] if i == 1 else 0 for i in range(5))
+            one = jnp.roll(jax.lax.dynamic_slice_in_dim(rows, row, 1, axis=1), starts[row] - start, axis=axis)
+            old = jax.lax.dynamic_slice(into, corner, one.shape)
+            mask = new[:, None] if axis == 3 else new
+            return jax.lax.dynamic_update_slice(into, jnp.where(mask, one.astype(into.dtype), old), corner)
+
+        return tuple(
+            put(into, rows, 3 if i == 1 else 4) for i, (into, rows) in enumerate(zip(held, chunk, strict=True))
+        )
+
+    return jax.lax.fori_loop(0, len(slots), write, held)
 
 
 def _put(slot: jax.Array, into: jax.Array, one: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ Parameters use `layers vocab embed heads kv_heads head_dim hidden experts router
 import math
 
 import jax
+import jax.numpy as jnp
 from flax import linen
 from jax.sharding import PartitionSpec
 
@@ -48,6 +49,16 @@ def shards(name: str | None) -> int:
     """The number of parts into which the rules and the mesh in force cut a dimension of one logical axis."""
     mesh = jax.sharding.get_abstract_mesh()
     return 1 if name is None else math.prod(mesh.shape[axis] for axis in mesh_axes(name))
+
+
+def in_own_shard(index: jax.Array, name: str, size: int) -> tuple[jax.Array, jax.Array]:
+    """Places within this device's shard, of `size` entries, of i32 places along an axis; and which of them are in it.
+
+    A place elsewhere becomes some place of the shard. In a `jax.shard_map`, or without a mesh.
+    """
+    axes = wide_axes(name)
+    local = index - jax.lax.axis_index(axes) * size if axes else index
+    return jnp.clip(local, 0, size - 1), (local >= 0) & (local < size)
 
 
 def constrain(x: jax.Array, *names: str | None) -> jax.Array:

@@ -40,6 +40,11 @@ PANELS = (
     Panel("KL to the reference", "millinats per token", "kl", 1000),
     Panel("Clipped", "% of trained tokens", "clip_fraction", 100),
 )
+CONVERSATION_PANELS = (  # of a run with an environment, beside the others
+    Panel("Turns", "mean per conversation", "turns"),
+    Panel("Observations", "tokens per conversation", "observed_length"),
+    Panel("Environment failures", "% of conversations", "environment_failed", 100),
+)
 SUPERVISED_PANELS = (  # of a run on demonstrations
     Panel("Loss", "nats per token", "nll", held_out="held_out_nll"),
     Panel("Accuracy", "% of completions", "", 100, held_out="eval/accuracy", limits=(0, 102)),
@@ -62,15 +67,18 @@ def draw_curves(run_dir: Path) -> Path:
     records = read_metrics(run_dir)
     if not records:
         raise ValueError(f"no steps to draw: {run_dir / 'metrics.jsonl'} is missing or empty; run at least one step")
-    figure = plots.empty_figure(11, 5.8, dpi=150, w_pad=0.18, h_pad=0.12)
     supervised = any("epoch" in record for record in records)
+    panels = [*(SUPERVISED_PANELS if supervised else PANELS)]
+    if any(CONVERSATION_PANELS[0].key in record for record in records):
+        panels += CONVERSATION_PANELS
+    lines = len(panels) // 3
+    figure = plots.empty_figure(11, 2.9 * lines, dpi=150, w_pad=0.18, h_pad=0.12)
     method = "supervised" if supervised else read_config(run_dir).get("method")
     parts = [run_dir.resolve().name, method, f"step {records[-1]['step']}"]
     figure.suptitle("   ·   ".join(str(p) for p in parts if p), x=0.012, ha="left", fontsize=10, color=MUTED)
-    panels = SUPERVISED_PANELS if supervised else PANELS
-    for axes, panel in zip(figure.subplots(2, 3, sharex=True).flat, panels, strict=True):
+    for axes, panel in zip(figure.subplots(lines, 3, sharex=True).flat, panels, strict=True):
         _draw(axes, panel, records)
-    for axes in figure.axes[3:]:
+    for axes in figure.axes[-3:]:
         axes.set_xlabel("step", color=MUTED, fontsize=9, loc="right")
     path = run_dir / "curves.png"
     write_atomically(path, plots.png(figure))

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 
 from rpg_jax.report.compare import Config, Json, anchor
-from rpg_jax.report.curves import PANELS, Panel, smooth
+from rpg_jax.report.curves import CONVERSATION_PANELS, PANELS, Panel, smooth
 from rpg_jax.report.rollouts import evenly
 from rpg_jax.report.run_files import series
 
 DYNAMICS = (
     *PANELS,
+    *CONVERSATION_PANELS,
     Panel("Sampler–trainer gap", "nats per token, mean of absolute values", "sampler_gap"),
     Panel("Gradient norm", "before it is clipped", "grad_norm"),
     Panel("Learning rate", "of the step's last update", "learning_rate"),

@@ -22,6 +22,7 @@ SHOWN = (  # metric key, its name on the screen, format
     ("eval/accuracy", "held out", "{:.2f}"),
     ("nll", "nats per token", "{:.3f}"),
     ("held_out_nll", "held out", "{:.3f}"),
+    ("turns", "turns", "{:.1f}"),
     ("kl", "KL", "{:.1e}"),
     ("entropy", "entropy", "{:.2f}"),
     ("tokens_per_second", "tokens/s", "{:,.0f}"),

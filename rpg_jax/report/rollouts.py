@@ -97,6 +97,7 @@ class Rollouts:
             "rewards": [float(f"{r:.4g}") for r in np.nan_to_num(self.rewards)],  # JSON has no word for infinity
             "verdicts": [c["verdict"] for c in t["completions"]],
             "finish": [c["finish_reason"] for c in t["completions"]],
+            "turns": [self._turns(c.get("turns")) for c in t["completions"]],
             "versions": [
                 [int(v.min()), int(v.max())] if len(v) else [0, 0] for v in np.split(self.versions, first[1:])
             ],
@@ -107,6 +108,14 @@ class Rollouts:
         size, pieces = np.array([len(head)], "<u4").tobytes(), self.pieces.astype("<i4").tobytes()
         content = b"".join((size, head, *planes, pieces, self.clip.tobytes()))
         return base64.b64encode(gzip.compress(content, 6, mtime=0)).decode()
+
+    @staticmethod
+    def _turns(told: dict[str, Any] | None) -> dict[str, Any] | None:
+        """What the page shows of a conversation; files from before environments have none."""
+        if told is None:
+            return None
+        rewards = [float(f"{r:.4g}") for r in np.nan_to_num(told["rewards"])]
+        return {"spans": told["spans"], "rewards": rewards, "error": told["error"]}
 
     def worst_gaps(self) -> list[dict[str, Any]]:
         """The `WORST` tokens with the largest |log π_old − log π_s|, their places and the text around them."""

@@ -54,7 +54,7 @@ def metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The metrics that training logs for a held-out set with k completions of each problem.
 
     Mean@k with its standard error over problems, pass@1, 2, 4, … k, maj@k, k, mean tokens, the share that the limit
-    cut off.
+    cut off; of conversations the mean number of turns and the share that a failure of the environment ended.
     """
     correct, answers, _ = _columns(records)
     mean, k = statistics.mean_at_k(correct), len(correct[0])
@@ -66,7 +66,15 @@ def metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "k": k,
         "completion_length": float(np.mean([r["tokens"] for r in records])),
         "truncated": float(np.mean([r["finish_reason"] == "length" for r in records])),
+        **_of_conversations([r["turns"] for r in records if "turns" in r]),
     }
+
+
+def _of_conversations(played: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    if not played:
+        return {}
+    failed = [turns["error"] is not None for turns in played]
+    return {"turns": float(np.mean([len(turns["rewards"]) for turns in played])), "failed": float(np.mean(failed))}
 
 
 def one_row_a_set(by_set: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:

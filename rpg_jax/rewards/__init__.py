@@ -7,5 +7,6 @@ from rpg_jax.rewards.parts import needs_answers as needs_answers
 from rpg_jax.rewards.scorer import Scorer as Scorer
 from rpg_jax.rewards.scorer import Scores as Scores
 from rpg_jax.rewards.scorer import make_scorer as make_scorer
+from rpg_jax.rewards.verifiers import ENVIRONMENT as ENVIRONMENT
 from rpg_jax.rewards.verifiers import NO_FUNCTIONS as NO_FUNCTIONS
 from rpg_jax.rewards.verifiers import Functions as Functions

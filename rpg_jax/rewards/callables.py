@@ -7,9 +7,10 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
-from rpg_jax.rewards.verdicts import BadScore, Task, Verdict, check_call, checked_score
+from rpg_jax.rewards.verdicts import BadScore, Task, Verdict, check_call, checked
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -64,6 +65,7 @@ class InProcess:
 
     def __init__(self, deadline_s: float):
         self._deadline_s = deadline_s
+        self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def verdicts(self, calls: Sequence[tuple[Callable[..., Any], Task]]) -> list[Verdict]:
@@ -79,15 +81,16 @@ class InProcess:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._loop = None
 
+    def submit(self, function: Callable[..., Any], task: Task) -> Future[Verdict]:
+        """Begins the call of an async function. Any thread may call it."""
+        with self._lock:
+            if self._loop is None:  # one for all calls: a client's connections belong to their loop
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=_run, args=(self._loop,), name="rewards", daemon=True).start()
+        return asyncio.run_coroutine_threadsafe(_awaited(function, task, self._deadline_s), self._loop)
+
     def _await(self, calls: Sequence[tuple[Callable[..., Any], Task]]) -> list[Verdict]:
-        if self._loop is None:  # one for all batches: a client's connections belong to their loop
-            self._loop = asyncio.new_event_loop()
-            threading.Thread(target=_run, args=(self._loop,), name="rewards", daemon=True).start()
-
-        async def together() -> list[Verdict]:
-            return await asyncio.gather(*(_awaited(function, task, self._deadline_s) for function, task in calls))
-
-        return asyncio.run_coroutine_threadsafe(together(), self._loop).result()
+        return [begun.result() for begun in [self.submit(*call) for call in calls]]
 
 
 def _run(loop: asyncio.AbstractEventLoop) -> None:
@@ -99,7 +102,7 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 
 def _called(function: Callable[..., Any], task: Task) -> Verdict:
     try:
-        return Verdict(checked_score(function(*task.arguments, **task.options)))
+        return checked(task.returns, function(*task.arguments, **task.options))
     except BadScore as error:
         return Verdict(None, "value", str(error))
     except Exception as error:  # for instance a reference answer that the verifier cannot read
@@ -108,7 +111,7 @@ def _called(function: Callable[..., Any], task: Task) -> Verdict:
 
 async def _awaited(function: Callable[..., Any], task: Task, deadline_s: float) -> Verdict:
     try:
-        return Verdict(checked_score(await asyncio.wait_for(function(*task.arguments, **task.options), deadline_s)))
+        return checked(task.returns, await asyncio.wait_for(function(*task.arguments, **task.options), deadline_s))
     except TimeoutError as error:
         return Verdict(None, "timeout", str(error) or f"no score within {deadline_s:g} s")
     except BadScore as error:

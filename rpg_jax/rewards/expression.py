@@ -6,6 +6,9 @@ from fractions import Fraction
 
 MAX_CHARACTERS = 500
 _ANSWER = re.compile(r"<answer>([^<]*)</answer>|^answer:([^\n]*)", re.IGNORECASE | re.MULTILINE)
+_SIGN = "~"  # before an atom; no text has it as a token
+_BEFORE_SIGN = ("(", "+", "-", "*", "/", _SIGN)
+_DECIMAL = re.compile(r"\s*(\d{1,18}(?:\.\d{1,18})?|[-+*/()])\s*", re.ASCII)
 _TOKEN = re.compile(r"\s*(\d{1,18}|[-+*/()])\s*", re.ASCII)
 
 
@@ -36,6 +39,30 @@ def countdown(completion: str, answer: str) -> float:
     return float(end == len(tokens) and value == game["target"])
 
 
+def evaluate(text: str) -> Fraction:
+    """The value of an expression of the grammar of `countdown`, with decimals ("2.5") and signs before an atom ("-3").
+
+    Raises ValueError if the text is something else, too long, or divides by zero.
+    """
+    try:
+        tokens = _tokens(text, _DECIMAL)
+        signs = [i for i, t in enumerate(tokens) if t == "-" and (i == 0 or tokens[i - 1] in _BEFORE_SIGN)]
+        for i in signs:
+            tokens[i] = _SIGN
+        if tokens.count("(") != tokens.count(")"):
+            raise _NotAnExpression
+        value, end = _sum(tokens, 0)
+        if end < len(tokens):
+            raise _NotAnExpression
+    except _NotAnExpression:
+        raise ValueError(
+            f"not an expression of numbers, + - * / and parentheses, of at most {MAX_CHARACTERS} characters"
+        ) from None
+    except ZeroDivisionError:
+        raise ValueError("division by zero") from None
+    return value
+
+
 def last_expression(completion: str) -> str | None:
     """The expression in the last answer of a completion, without blanks; None if there is none."""
     found = _ANSWER.findall(completion)
@@ -49,12 +76,12 @@ class _NotAnExpression(Exception):
     pass
 
 
-def _tokens(text: str) -> list[str]:
+def _tokens(text: str, token: re.Pattern[str] = _TOKEN) -> list[str]:
     if len(text) > MAX_CHARACTERS:
         raise _NotAnExpression
     tokens, position = [], 0
     while position < len(text):
-        match = _TOKEN.match(text, position)
+        match = token.match(text, position)
         if match is None:
             raise _NotAnExpression
         tokens.append(match[1])
@@ -79,10 +106,13 @@ def _product(tokens: list[str], at: int) -> tuple[Fraction, int]:
 
 
 def _atom(tokens: list[str], at: int) -> tuple[Fraction, int]:
-    if at < len(tokens) and tokens[at].isdigit():
-        return Fraction(int(tokens[at])), at + 1
+    sign = 1
+    while at < len(tokens) and tokens[at] == _SIGN:
+        sign, at = -sign, at + 1
+    if at < len(tokens) and tokens[at][0].isdigit():
+        return sign * Fraction(tokens[at]), at + 1
     if at < len(tokens) and tokens[at] == "(":
         value, end = _sum(tokens, at + 1)
         if end < len(tokens) and tokens[end] == ")":
-            return value, end + 1
+            return sign * value, end + 1
     raise _NotAnExpression

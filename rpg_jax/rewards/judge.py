@@ -6,6 +6,7 @@ Both are asked in threads, while the policy samples other completions.
 """
 
 import collections
+import contextlib
 import dataclasses
 import http.client
 import json
@@ -32,6 +33,16 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 Item = tuple[str, str, str]
 """Completion, answer, prompt: the arguments of a verifier."""
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Another address is an error of the status: urllib would send the key there, to whatever host it is."""
+
+    def redirect_request(self, *_: Any) -> None:
+        return None
+
+
+_OPENER = urllib.request.build_opener(_NoRedirect)
 
 
 class Failed(Exception):
@@ -124,7 +135,8 @@ class Judge:
 
     def run(self, items: Sequence[Item]) -> list[Verdict]:
         """One verdict per (completion, answer, prompt). Only scores are remembered: a failure is asked again."""
-        verdicts = {item: Verdict(self._known[item]) for item in set(items) if item in self._known}
+        with self._lock:
+            verdicts = {item: Verdict(self._known[item]) for item in set(items) if item in self._known}
         self._count("known", sum(item in verdicts for item in items))
         new = [item for item in dict.fromkeys(items) if item not in verdicts]
         size = self.server.batch if self.server.kind == "score" else 1
@@ -162,13 +174,13 @@ class Judge:
     def _reply(self, body: dict[str, Any], deadline: float) -> Any:
         """The JSON of a reply. Raises Failed."""
         headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(self.server.key_variable):
+        if key := os.environ.get(self.server.key_variable, "").strip():
             headers["Authorization"] = f"Bearer {key}"
         request = urllib.request.Request(self._url, json.dumps(body).encode(), headers)
         self._count("requests")
         content = b""
         try:
-            with urllib.request.urlopen(request, timeout=_left(deadline)) as reply:
+            with _OPENER.open(request, timeout=_left(deadline)) as reply:
                 while part := reply.read1(2**16):  # a server that sends byte after byte has to end too
                     content += part
                     _left(deadline)
@@ -178,8 +190,12 @@ class Judge:
         except urllib.error.HTTPError as error:
             after = error.headers.get("Retry-After", "")
             seconds = float(after) if after.isdecimal() else 0.0
-            detail = f"HTTP {error.code}: {error.read(200).decode(errors='replace')}"
-            raise Failed("status", detail, again=error.code in _AGAIN, after=seconds) from error
+            said = ""
+            with contextlib.suppress(OSError, http.client.HTTPException):  # the status says enough
+                said = error.read(200).decode(errors="replace")
+            if key:
+                said = said.replace(key, "…")
+            raise Failed("status", f"HTTP {error.code}: {said}", again=error.code in _AGAIN, after=seconds) from error
         except TimeoutError as error:
             raise Failed("timeout", f"no reply in judge.deadline_seconds={self.server.deadline_seconds:g}") from error
         except (OSError, http.client.HTTPException) as error:  # a URLError is an OSError

@@ -1,18 +1,20 @@
 """The parent's side of one verifier process: it sends tasks, receives verdicts, and notices every way to fail."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
+from typing import Literal
 
 from rpg_jax.rewards import descendants
-from rpg_jax.rewards.verdicts import KINDS, Task, Verdict, checked_score
+from rpg_jax.rewards.verdicts import KINDS, LARGEST_OBJECT, Task, Verdict, checked
 
 STARTUP_S = 120.0
-_MAX_VERDICT_BYTES = 4096
+_MAX_VERDICT_BYTES = {"score": 4096, "object": LARGEST_OBJECT + 4096}
 
 
 class Member:
@@ -35,16 +37,17 @@ class Member:
         os.set_blocking(self.verdicts_fd, False)
         self.ready = False
         self.task_id: int | None = None
-        self.tasks_done = 0
+        self._returns: Literal["score", "object"] = "score"
+        self.tasks_done = self._sent = 0
         self.unsent = b""
         self.deadline = time.monotonic() + STARTUP_S
         self._received = b""
 
     def send(self, task_id: int, task: Task, deadline_s: float) -> None:
-        self.task_id = task_id
+        self.task_id, self._returns = task_id, task.returns
+        self._sent += 1  # a line that is late, or that a function wrote, never answers a later task
         self.deadline = time.monotonic() + deadline_s
-        message = {"id": task_id, "function": task.function, "arguments": task.arguments, "options": task.options}
-        self.unsent = json.dumps(message).encode() + b"\n"
+        self.unsent = json.dumps({"id": self._sent, **dataclasses.asdict(task)}).encode() + b"\n"
 
     def unusable(self) -> bool:
         """Whether the process died while it was idle, or wrote a line that no task asked for."""
@@ -64,7 +67,7 @@ class Member:
         if b"\n" in self._received:
             line, _, self._received = self._received.partition(b"\n")
             return self._interpret(line)
-        if len(self._received) > _MAX_VERDICT_BYTES:
+        if len(self._received) > _MAX_VERDICT_BYTES[self._returns]:
             return self._failed("crash")
         return self._failed("timeout") if time.monotonic() > self.deadline else None
 
@@ -82,10 +85,11 @@ class Member:
         try:
             message = dict(json.loads(line))
             if self.ready:
-                if message["id"] != self.task_id or message.get("error") not in (None, *KINDS):
+                if message["id"] != self._sent or message.get("error") not in (None, *KINDS):
                     raise ValueError
                 verdict = Verdict(None, message["error"], str(message["detail"])) if "error" in message else None
-                verdict = verdict or Verdict(checked_score(message["score"]))
+                asked = "score" if self._returns == "score" else "value"
+                verdict = verdict or checked(self._returns, message[asked])
                 self.task_id = None
                 self.tasks_done += 1
                 return verdict

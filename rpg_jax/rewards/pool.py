@@ -9,6 +9,8 @@ import selectors
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
 
 from rpg_jax.rewards.member import STARTUP_S, Member
 from rpg_jax.rewards.verdicts import Task, Verdict
@@ -23,7 +25,9 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
 
     Args:
       functions: import paths "module:function" that the processes load before they start, each with the names of its
-        arguments, which are strings.
+        arguments.
+      made: classes "module:Class" with options: each process makes one object of each before it gives up its rights.
+        Its methods are functions "module:Class.method".
       size: number of processes; by default one per CPU, at most 8.
       deadline_s: seconds a task may take.
       memory_bytes: address space that a process may use beyond the need of its imports.
@@ -37,6 +41,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         self,
         functions: Mapping[str, Sequence[str]],
         *,
+        made: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
         size: int | None = None,
         deadline_s: float = 10.0,
         memory_bytes: int = 2**29,
@@ -44,6 +49,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
     ):
         self.counts: collections.Counter[str] = collections.Counter()
         self._functions = {path: [*functions[path]] for path in sorted(functions)}
+        self._made = {path: dict(options) for path, options in made.items()}
         self._deadline_s, self._memory_bytes, self._recycle_after = deadline_s, memory_bytes, recycle_after
         self._lock = threading.Lock()
         self._members = [self._spawn() for _ in range(size or min(8, os.cpu_count() or 1))]
@@ -140,7 +146,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
                 selector.select(max(0.0, nearest - time.monotonic()))
 
     def _spawn(self) -> Member:
-        setup = {"functions": self._functions, "memory_bytes": self._memory_bytes}
+        setup = {"functions": self._functions, "made": self._made, "memory_bytes": self._memory_bytes}
         return Member(json.dumps({**setup, "startup_s": STARTUP_S, "deadline_s": self._deadline_s}))
 
 

@@ -16,10 +16,12 @@ from rpg_jax.rewards.graded import Graded
 from rpg_jax.rewards.judge import Judge, Server
 from rpg_jax.rewards.math_dapo import normalise
 from rpg_jax.rewards.parts import FORMS, LENGTHS, check, is_verifier
+from rpg_jax.rewards.played import Played, of_all, total
 from rpg_jax.rewards.pool import WorkerPool
 from rpg_jax.rewards.verdicts import Task, Verdict
 from rpg_jax.rewards.verifiers import (
     BY_SOURCE,
+    ENVIRONMENT,
     JUDGE,
     NO_FUNCTIONS,
     VERIFIERS,
@@ -75,8 +77,9 @@ def make_scorer(
 ) -> Scorer:
     """The scorer for one part name, or for {part name: weight}.
 
-    Parts are the verifiers, "by_source" (each problem's own), "module:function" (a user's own), "format", "length"
-    and "overlong".
+    Parts are the verifiers, "by_source" (each problem's own), "module:function" (a user's own), "environment" (what an
+    environment has paid for the turns), "format", "length" and "overlong". Beside "environment", the parts that read a
+    text read the policy's last turn.
 
     Args:
       reward: the part or parts.
@@ -129,26 +132,34 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
             self._start_pool().wait_ready()
 
     def __call__(
-        self, problems: Sequence[Scorable], texts: Sequence[str], finish_reasons: Sequence[str], lengths: Sequence[int]
+        self,
+        problems: Sequence[Scorable],
+        texts: Sequence[str],
+        finish_reasons: Sequence[str],
+        lengths: Sequence[int],
+        turns: Sequence[Played | None] | None = None,
     ) -> Scores:
         """Scores N completions.
 
         Args:
           problems: N, the problem of each completion (repeated within its group).
-          texts: N decoded completions, without special tokens.
+          texts: N decoded completions, without special tokens; of a conversation the policy's last turn.
           finish_reasons: N, "stop" or "length".
-          lengths: i32[N] completion tokens, stop token included.
+          lengths: i32[N] tokens that the policy has sampled, stop tokens included.
+          turns: N, what an environment has paid; None where there is none.
 
         Raises:
-          ValueError: the four arguments differ in length, "by_source" meets an unknown source, or a verifier has failed
-            on all completions of its first problems.
+          ValueError: the arguments differ in length, "by_source" meets an unknown source, "environment" a completion
+            without turns, or a verifier has failed on all completions of its first problems.
         """
-        sizes = [len(x) for x in (problems, texts, finish_reasons, lengths)]
+        sizes = [len(x) for x in (problems, texts, finish_reasons, lengths, turns) if x is not None]
         if len(set(sizes)) > 1:
-            raise ValueError(f"problems, texts, finish reasons and lengths must be of one length, got {sizes}")
+            raise ValueError(f"problems, texts, finish reasons, lengths and turns must be of one length, got {sizes}")
         failures: dict[str, list[str | None]] = {}
         parts = {
-            name: self._part(name, problems, texts, np.asarray(lengths), failures.setdefault(name, []))
+            name: self._played(turns, failures.setdefault(name, []))
+            if name == ENVIRONMENT
+            else self._part(name, problems, texts, np.asarray(lengths), failures.setdefault(name, []))
             for name in self._weights
         }
         errors = collections.Counter(kind for kinds in failures.values() for kind in kinds if kind)
@@ -158,8 +169,9 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         if self._graded is not None:
             failed = failures[self._accuracy]
             self._graded.look(s for s, kind in zip(parts[self._accuracy], failed, strict=True) if not kind)
-        accuracy = (parts[self._accuracy] > self._right_above).astype(np.float32)
-        return Scores(rewards, accuracy, parts, dict(errors), failures[self._accuracy])
+        right = parts[self._accuracy] > self._right_above
+        right[[kind is not None for kind in failures[self._accuracy]]] = False
+        return Scores(rewards, right.astype(np.float32), parts, dict(errors), failures[self._accuracy])
 
     def answers(self, problems: Sequence[Scorable], texts: Sequence[str], right: Sequence[bool]) -> list[str | None]:
         """The answers of N completions, as the verifier that decides accuracy compares them; None if it finds none.
@@ -183,6 +195,11 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
 
     def __exit__(self, *_) -> None:
         self.close()
+
+    def _played(self, turns: Sequence[Played | None] | None, failures: list) -> np.ndarray:
+        played = of_all([None] if turns is None else turns)
+        failures += [each.error for each in played]
+        return np.array([total(each) for each in played], np.float32)
 
     def _part(self, name: str, problems, texts, lengths: np.ndarray, failures: list) -> np.ndarray:
         options = self._options[name]

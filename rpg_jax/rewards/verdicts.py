@@ -2,37 +2,48 @@
 
 import dataclasses
 import inspect
+import json
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 KINDS = ("timeout", "crash", "memory", "error", "value", "forbidden", "unreachable", "status")
 """How a verdict fails. error: the function raised. value: what it returned is no score, see `checked_score`.
 
 unreachable: a judge's server did not answer. status: it answered with an error of HTTP."""
+CHANCE = frozenset({"timeout", "crash", "memory", "unreachable", "status"})
+"""The kinds that the load of the machine or a server may cause: the same call may succeed another time."""
 LARGEST = 1e6  # of a score's absolute value: sums over a group and their squares stay far inside float32
+LARGEST_OBJECT = 2**20  # bytes of an object's JSON
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """One call of a verifier: strings and plain JSON options only."""
+    """One call of a function: plain JSON goes in, and a score comes out, or an object of JSON."""
 
     function: str
-    arguments: tuple[str, ...]
+    arguments: tuple[Any, ...]
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    returns: Literal["score", "object"] = "score"
 
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The result of a task: a finite `score`, or None with the kind of error (one of `KINDS`) and its detail."""
+    """The result of a task: a finite `score` or an object `value`; or the kind of error (of `KINDS`) and its detail."""
 
     score: float | None
     error: str | None = None
     detail: str = ""
+    value: dict[str, Any] | None = None
 
 
 class BadScore(ValueError):
-    """A verifier returned something that is no score."""
+    """A function returned something else than its task asks for."""
+
+
+def checked(returns: Literal["score", "object"], value: Any) -> Verdict:
+    """The verdict of a function that returned `value`. Raises BadScore if it is not what the task asks for."""
+    return Verdict(checked_score(value)) if returns == "score" else Verdict(None, value=checked_object(value))
 
 
 def checked_score(value: Any) -> float:
@@ -46,6 +57,19 @@ def checked_score(value: Any) -> float:
     if not (math.isfinite(score) and abs(score) <= LARGEST):
         raise BadScore(f"a score is within ±{LARGEST:g}, got {score}")
     return score
+
+
+def checked_object(value: Any) -> dict[str, Any]:
+    """A dict of plain JSON. Raises BadScore for other types, NaN, and more than `LARGEST_OBJECT` bytes."""
+    if not isinstance(value, dict):
+        raise BadScore(f"an object is a dict, got {type(value).__name__}")
+    try:
+        size = len(json.dumps(value, allow_nan=False))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadScore(f"an object is plain JSON: {error}") from error
+    if size > LARGEST_OBJECT:
+        raise BadScore(f"an object has at most {LARGEST_OBJECT} bytes of JSON, got {size}")
+    return value
 
 
 def check_call(function: Callable[..., Any], path: str, arguments: Sequence[str]) -> None:

@@ -16,11 +16,11 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rpg_jax.rewards import descendants
-from rpg_jax.rewards.verdicts import BadScore, check_call, checked_score
+from rpg_jax.rewards.verdicts import BadScore, check_call, checked
 
 _DENIED = (
     *("os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.startfile", "os.fork", "os.forkpty", "pty.spawn"),
@@ -32,7 +32,10 @@ _denied: list[str] = []
 
 
 def main() -> None:
-    """Argument: JSON {"functions": {module:function: [argument, …], …}, "memory_bytes", "startup_s", "deadline_s"}."""
+    """Argument: JSON {"functions": {module:function: [argument, …], …}, "made": {module:Class: options, …}, …}.
+
+    And "memory_bytes", "startup_s", "deadline_s".
+    """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     descendants.keep()
@@ -42,7 +45,8 @@ def main() -> None:
     verdicts = os.fdopen(os.dup(1), "w", encoding="utf-8")
     _silence()
     try:
-        functions = {path: load_function(path, names) for path, names in setup["functions"].items()}
+        made = {path: load(path)(**options) for path, options in setup["made"].items()}
+        functions = {path: load_function(path, names, made) for path, names in setup["functions"].items()}
     except Exception as error:
         _write(verdicts, {"failed": f"{type(error).__name__}: {error}"})
         return
@@ -60,12 +64,20 @@ def main() -> None:
         _write(verdicts, {"id": task["id"], **verdict})
 
 
-def load_function(path: str, arguments: Sequence[str]) -> Callable[..., float]:
-    """The function at "module:function".
+def load_function(path: str, arguments: Sequence[str], made: Mapping[str, Any]) -> Callable[..., Any]:
+    """The function at "module:function", or the method "module:Class.method" of one of the objects `made`.
 
     Raises:
       ValueError: the path has another form, there is no such function, or it cannot be called with `arguments`.
     """
+    owner, _, method = path.rpartition(".")
+    function = getattr(made[owner], method) if owner in made else load(path)
+    check_call(function, path, arguments)
+    return function
+
+
+def load(path: str) -> Callable[..., Any]:
+    """What is at "module:name", and can be called. Raises ValueError if there is none, or the path has another form."""
     module_name, _, name = path.partition(":")
     if not module_name or not name:
         raise ValueError(f"{path!r} is not of the form module:function")
@@ -75,14 +87,14 @@ def load_function(path: str, arguments: Sequence[str]) -> Callable[..., float]:
         raise ValueError(f"cannot import {module_name!r} for the reward {path!r}: {error}") from error
     if not callable(function):
         raise ValueError(f"module {module_name!r} has no function {name!r}")
-    check_call(function, path, arguments)
     return function
 
 
-def _judge(function: Callable[..., float], task: dict[str, Any]) -> dict[str, Any]:
+def _judge(function: Callable[..., Any], task: dict[str, Any]) -> dict[str, Any]:
     _denied.clear()
     try:
-        verdict: dict[str, Any] = {"score": checked_score(function(*task["arguments"], **task["options"]))}
+        found = checked(task["returns"], function(*task["arguments"], **task["options"]))
+        verdict: dict[str, Any] = {"score": found.score} if found.value is None else {"value": found.value}
     except BadScore as error:
         verdict = {"error": "value", "detail": str(error)[:200]}
     except MemoryError:

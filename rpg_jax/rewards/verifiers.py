@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Verifier:
-    """A function (completion, answer) -> score, above 0 where the answer is right.
+    """A function (completion, answer) -> score. A score above `rewards.right_above`, 0 unless set, means right.
 
     Attributes:
       path: "module:function".
@@ -18,6 +18,7 @@ class Verifier:
       wrong: score of a wrong answer, and of an answer on which the verifier fails.
       sees_prompt: the function also takes the prompt, as its third argument.
       remote: a server is asked, see `judge.Judge`; its options are the fields of `judge.Server`.
+      played: nothing is called: an environment has paid for the turns of the completion, see `played`.
       function: what a Python program handed over under the name `path`; None is loaded from `path`.
     """
 
@@ -26,6 +27,7 @@ class Verifier:
     wrong: float = 0.0
     sees_prompt: bool = False
     remote: bool = False
+    played: bool = False
     function: Callable[..., Any] | None = dataclasses.field(default=None, compare=False)
 
     @property
@@ -40,7 +42,7 @@ class Verifier:
         return getattr(importlib.import_module(module), name)
 
 
-JUDGE = "judge"
+JUDGE, ENVIRONMENT = "judge", "environment"
 VERIFIERS = {
     "exact": Verifier("rpg_jax.rewards.exact:exact"),
     "math_dapo": Verifier("rpg_jax.rewards.math_dapo:math_dapo", wrong=-1.0),
@@ -49,6 +51,7 @@ VERIFIERS = {
     "gsm8k": Verifier("rpg_jax.rewards.gsm8k:gsm8k"),
     "countdown": Verifier("rpg_jax.rewards.expression:countdown"),
     JUDGE: Verifier("rpg_jax.rewards.judge:Judge", sees_prompt=True, remote=True),
+    ENVIRONMENT: Verifier("rpg_jax.rewards.played:total", sees_prompt=True, played=True),
 }
 
 # The reward that takes each problem's verifier from this table, by `Problem.source`.
@@ -78,7 +81,7 @@ def resolve(name: str, functions: Functions = NO_FUNCTIONS) -> Verifier | None:
     """The verifier called `name`, or a user's own function "module:function"; None if it is neither.
 
     A user's function gets (completion, answer, prompt) as strings and its options as keywords, and returns a number
-    above 0 where the answer is right. It runs in the worker pool: no files written, no processes, no network. One of
+    as `Verifier` says. It runs in the worker pool: no files written, no processes, no network. One of
     `functions`, which a Python program handed over under its name, runs in that program and may do all of this.
     """
     if name in functions:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from rpg_jax.parallel import hosts
+from rpg_jax.rewards.verdicts import CHANCE
 from rpg_jax.rollout.interface import Request, Rollout
 from rpg_jax.rollout.weights import Params, Staged
 from rpg_jax.storage.journal import Journal
@@ -22,7 +23,9 @@ class JournaledRollout(Rollout):
     """`own`, with the journal before it. The completions are those of `own` alone.
 
     A group's key has everything that its completions depend on: the checksum and the version of the weights, the
-    request's counters and sampling parameters, the prompt, and `settings`.
+    request's counters and sampling parameters, the prompt, and `settings`. With an environment this is so if its
+    answers depend on the problem and the conversation alone. A group that an environment with state of its own has
+    answered is valid too, but sampled afresh it may differ.
 
     With `Request.enough`, the groups that are complete first depend on all others. So the journal serves only if it has
     as many groups as are wanted.
@@ -96,9 +99,17 @@ class JournaledRollout(Rollout):
 
 
 def _is_sound(group: list[Completion], version: int) -> bool:
-    """Whether a group is a function of its key; one that is not stops the run, and the next must not find it."""
+    """Whether a group is a function of its key. The next process must not find one that is not.
+
+    Mixed weights and log-probabilities that are not finite stop the run. An environment's failure by chance, as a
+    timeout, does not: the next process asks the environment again.
+    """
     return all(
-        c.token_versions is None and c.weight_version == version and np.isfinite(c.logprobs).all() for c in group
+        c.token_versions is None
+        and c.weight_version == version
+        and np.isfinite(c.logprobs).all()
+        and (c.turns is None or c.turns.error not in CHANCE)
+        for c in group
     )
 
 

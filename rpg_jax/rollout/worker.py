@@ -17,8 +17,10 @@ import socket
 import sys
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 
 FAILED, REFUSED = 1, 2  # as of the other commands
+_LOOK = 0.1  # seconds between two looks at the signals that came
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,14 +77,14 @@ def work(options: argparse.Namespace) -> int:
         lanes=2 if options.driver == "orchestrator" else 1,
     )
     received: list[int] = []
-
-    def stop(number: int, _: object) -> None:
-        received.append(number)
-        worker.stop()
-
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, stop)
-    worker.work()
+        signal.signal(number, lambda number, _: received.append(number))
+    with ThreadPoolExecutor(1) as pool:  # a handler must not set the event on which its own thread may wait
+        working = pool.submit(worker.work)
+        while not wait([working], _LOOK).done:
+            if received:
+                worker.stop()
+        working.result()
     return 128 + received[0] if received else 0
 
 

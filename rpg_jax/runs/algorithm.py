@@ -1,5 +1,6 @@
 """Makes the training algorithm of a run from its experiment: collector, loss, programs, reference."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ from rpg_jax.runs.rollout_files import RolloutFiles, token_numbers
 from rpg_jax.storage.snapshots import Snapshots
 from rpg_jax.training.ahead import AheadCollector
 from rpg_jax.training.collect import Collector, collect
+from rpg_jax.training.credit import token_rewards
 from rpg_jax.training.dynamic_sampling import DynamicSampling
 from rpg_jax.training.loop import Algorithm
 from rpg_jax.training.objective import advantages_fn
@@ -41,14 +43,18 @@ def make_algorithm(
         "sharding": layout.row_sharding,
     }
     (name, hyperparameters), files = loss_arguments(c), None
-    weights = list(reward_arguments(c)[0].values())
+    weights = reward_arguments(c)[0]
+    credit = {"credit": c.loss.credit, "environment_weight": weights.get(rewards.ENVIRONMENT, 0.0)}
     if c.log.rollouts_every:
         numbers, sizes = token_numbers(name, **hyperparameters), (c.log.rollouts_every, c.log.rollouts_groups)
         files = RolloutFiles(folder.files, experiment.tokenizer, programs.logprobs, numbers, *sizes)
     return Algorithm(
         collector=make_collector(experiment, own, scorer, beat),
         pack=lambda groups, minibatches: data.pack(groups, row_shape(c), minibatches=minibatches, **packed),
-        advantages=None if learner.critic else advantages_fn(c.loss.advantage, name, weights, **hyperparameters),
+        advantages=None
+        if learner.critic
+        else advantages_fn(c.loss.advantage, name, [*weights.values()], **credit, **hyperparameters),
+        token_rewards=functools.partial(token_rewards, **credit),
         programs=programs,
         reference=make_reference(layout, folder),
         updates_per_step=c.train.updates_per_step,

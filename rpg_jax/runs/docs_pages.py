@@ -49,6 +49,14 @@ $\beta \min(1/r - 1 + \log r, 10)$, without a gradient beyond 10. `GRPO` is the 
 bound and the mean over tokens. `GRPO-DeepSeekMath` is GRPO as first published: no bound, and the mean over sequences.
 """
 
+_ADVANTAGES = r"""
+The rewards $R_i$ of a prompt's $G$ completions give an advantage to each completion, `gae` to each token. A
+conversation with an environment is one completion, and the tokens that the environment wrote count nowhere. With
+`loss.credit=turn` each turn $t$ has its own advantage: $R_{i,t} = \sum_{j \ge t} r_{i,j}$, what it and later turns
+were paid, takes the place of $R_i$ and is compared with the $R_{\cdot,t}$ of the group's completions that have a turn
+$t$.
+"""
+
 _INTRODUCTION = """
 Set a field with `--config.NAME=VALUE` on any command that takes `--config`. An experiment's file in `configs/` states
 only its differences from these defaults. *method*: the row of [methods.md](methods.md) that `config.method` names sets
@@ -93,7 +101,7 @@ def methods_page() -> str:
         "## Tokens and completions",
         _LEVELS,
         "## Advantages",
-        "The rewards $R_i$ of a prompt's $G$ completions give an advantage to each completion, `gae` to each token.",
+        _ADVANTAGES,
         _equations({**losses.ADVANTAGES, **losses.LEARNED_ADVANTAGES}),
         "## Aggregates",
         r"$N$ completions have $T_i$ trained tokens with losses $\ell_{i,t}$; $L$ is `loss.constant_length`.",

@@ -50,8 +50,8 @@ class Drift:
         present, entropies = zip(*(self.logprobs(params, b.rows) for b in batch.batches), strict=True)
         before = (self.logprobs(initial, b.rows)[0] for b in batch.batches)
         ratios = [new - old for new, old in zip(present, before, strict=True)]
-        kl = [np.mean([x.sum() for x in group]) for group in batch.packing.gather(ratios)]
-        tokens = [x for group in batch.packing.gather(entropies) for x in group]
+        kl = [np.mean([x.sum() for x in group]) for group in batch.of_sampled(ratios)]
+        tokens = [x for group in batch.of_sampled(entropies) for x in group]
         return {
             "entropy": float(np.concatenate(tokens).mean()),
             "initial_kl": float(np.mean(kl)),

@@ -46,6 +46,8 @@ def evaluate(
       ValueError: `out` holds another evaluation; the message names what differs.
     """
     experiment = policy.experiment
+    if server and experiment.stage is not None:
+        raise ValueError("--server draws completions of one turn: leave it out, and the environment is played here")
     run_folder.use_compilation_cache(experiment.config)
     print("".join(f"{note}\n" for note in experiment.notes), end="")
     slots = make_decoding(experiment.layout).slots * experiment.layout.decoding_hosts
@@ -69,6 +71,7 @@ def evaluate(
             return None
         finally:
             rollout.close()
+            experiment.close()
     by_set = show(f"{name}, step {policy.step}" if policy.step else name, settings, records, folder)
     found = f"every problem: {folder / 'scores.md'}\nevery completion with its verdict: {folder / 'completions.jsonl'}"
     print(home.shown(found))
@@ -91,6 +94,7 @@ def settings_of(policy: Policy, name: str, k: int | None, weights: str) -> dict[
         "temperature": c.evaluation.temperature,
         **{name: c.rollout[name] for name in ("top_p", "top_k", "min_p", "max_tokens")},
         "thinking": c.task.thinking,
+        **({"environment": c.environment.to_dict()} if c.environment.name else {}),
     }
 
 

@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 
 from rpg_jax.data import Group, Problem
+from rpg_jax.data.dialogue import last_shown
 from rpg_jax.report import scores
 from rpg_jax.rewards import Scorer
 from rpg_jax.rollout import Rollout
 from rpg_jax.runs.drift import Drift
+from rpg_jax.runs.logs import told
 from rpg_jax.storage import json_files
 from rpg_jax.training.collect import Collector
 from rpg_jax.training.generate import GroupGenerator
@@ -58,8 +60,7 @@ class HeldOut:
                 far = {} if self.drift is None else self.drift.metrics(groups, params)
                 values |= set_scores(name, groups, self.scorer, far)
             collector.sync(state.params, version)
-        means = [value for key, value in values.items() if key.endswith("/mean_at_k")]
-        return {"eval/accuracy": float(np.mean(means)), **values}
+        return with_mean(values)
 
 
 def set_scores(
@@ -68,6 +69,12 @@ def set_scores(
     """The scores of the groups of a held-out set, and `more` of them, as metrics "eval/<set>/<score>"."""
     found = {**scores.metrics(records(name, groups, scorer)), **more}
     return {f"eval/{name}/{key}": value for key, value in found.items()}
+
+
+def with_mean(values: Mapping[str, float]) -> dict[str, float]:
+    """The `set_scores` of all sets, and the mean accuracy over sets as "eval/accuracy"."""
+    means = [value for key, value in values.items() if key.endswith("/mean_at_k")]
+    return {"eval/accuracy": float(np.mean(means)), **values}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +140,7 @@ def records(name: str, groups: Sequence[Group], scorer: Scorer) -> list[Record]:
     found = []
     for group in groups:
         right = [bool(a > 0.5) for a in group.accuracy]
-        answers = scorer.answers([group.problem] * len(right), group.texts, right)
+        answers = scorer.answers([group.problem] * len(right), [*map(last_shown, group.texts)], right)
         failures = group.failures or [None] * len(right)
         found += [
             {
@@ -146,8 +153,7 @@ def records(name: str, groups: Sequence[Group], scorer: Scorer) -> list[Record]:
                 "answer": answers[i],
                 "verdict": "right" if right[i] else failures[i] or "wrong",
                 "reward": float(group.rewards[i]),
-                "tokens": len(completion.tokens),
-                "finish_reason": completion.finish_reason,
+                **told(completion),
             }
             for i, completion in enumerate(group.completions)
         ]

@@ -1,7 +1,9 @@
 """Makes the parts of a run from a resolved config. Config ends here: everything below takes arguments."""
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +11,18 @@ import jax
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from rpg_jax import data, models, rewards, rollout
+from rpg_jax import data, models, rewards, rollout, storage
+from rpg_jax.environments.observations import Observations
+from rpg_jax.environments.player import Player
+from rpg_jax.environments.registry import NOTHING, Handed
+from rpg_jax.environments.registry import find as find_environment
+from rpg_jax.environments.stage import Stage
 from rpg_jax.parallel import hosts
-from rpg_jax.runs import processes
+from rpg_jax.runs import cli, processes, run_folder
 from rpg_jax.runs.adapters import decoding_base
 from rpg_jax.runs.layout import Layout, make_layout
 from rpg_jax.runs.problems import Task, encoder
-from rpg_jax.runs.resolve import reward_arguments
+from rpg_jax.runs.resolve import environment_options, reward_arguments
 from rpg_jax.runs.sampling_layout import fitting_layout, make_decoding
 from rpg_jax.training.generate import GroupGenerator
 from rpg_jax.types import Sampling
@@ -28,12 +35,14 @@ class Experiment:
     """What train, evaluate, sample, serve and export share of one config.
 
     `layout` has the model, the meshes and the config. `notes` are lines for people on splits that lost problems.
+    `stage` plays the config's environment; its processes end by `close`.
     """
 
     layout: Layout
     tokenizer: data.Tokenizer
     task: Task
     notes: list[str]
+    stage: Stage | None = None
 
     @property
     def config(self) -> ConfigDict:
@@ -45,9 +54,37 @@ class Experiment:
         c = self.config.rollout
         return Sampling(temperature, c.top_p, c.top_k, c.max_tokens, tuple(self.tokenizer.stop_token_ids), c.min_p)
 
+    def close(self) -> None:
+        """Ends what plays the environment."""
+        if self.stage is not None:
+            self.stage.close()
+
+
+@contextlib.contextmanager
+def entered(config: ConfigDict, **how: Any) -> Iterator[tuple[Experiment, storage.Folder, contextlib.ExitStack]]:
+    """The experiment and the folder of a run that begins or continues, on its mesh, and a stack to close at its end.
+
+    `how` is that of `open_experiment`. Raises ValueError as that does, or if the folder refuses the config.
+    """
+    processes.check(config)
+    if processes.platform() == "cpu":
+        cli.keep_buffers()
+    run_folder.use_compilation_cache(config)
+    with run_folder.held(config) as folder:
+        experiment = open_experiment(config, folder.files, **how)
+        print("".join(f"{note}\n" for note in experiment.notes), end="")
+        with contextlib.closing(experiment), experiment.layout.activate(), contextlib.ExitStack() as closing:
+            yield experiment, folder, closing
+
 
 def open_experiment(
-    config: ConfigDict, run_dir: Path, *, train: bool = True, held_out: bool = True, answers: bool = True
+    config: ConfigDict,
+    run_dir: Path,
+    *,
+    train: bool = True,
+    held_out: bool = True,
+    answers: bool = True,
+    handed: Handed = NOTHING,
 ) -> Experiment:
     """Makes everything but weights; keeps the tokenizer in `run_dir`.
 
@@ -55,16 +92,36 @@ def open_experiment(
       train: with the training problems. Without them the layout is one that fits these devices, see `fitting_layout`.
       held_out: with the problems of evaluations.
       answers: without problems that have no answer, where the rewards need answers.
+      handed: an environment that a Python program handed over, by its name.
 
     Raises:
-      ValueError: there is no device, or the task, the tokenizer or the layout refuses the config.
+      ValueError: there is no device, or the task, the environment, the tokenizer or the layout refuses the config.
     """
     processes.platform()
-    task = Task.from_config(config, train=train, held_out=held_out)
+    task, stage = Task.from_config(config, train=train, held_out=held_out), make_stage(config, handed)
+    if stage is not None:
+        task = task.opened(stage)
     tokenizer = open_tokenizer(config, task, run_dir)
     task, notes = (task.with_answers(config) if answers else task).encoded(tokenizer, config)
     layout = (make_layout if train else fitting_layout)(config, tokenizer.vocab_size)
-    return Experiment(layout, tokenizer, task, notes)
+    return Experiment(layout, tokenizer, task, notes, stage)
+
+
+def make_stage(config: ConfigDict, handed: Handed = NOTHING) -> Stage | None:
+    """What asks the config's environment; None without one.
+
+    Raises ValueError if there is none of that name, or one rollout spans several processes, which would all ask it.
+    """
+    c = config.environment
+    if c.name is None:
+        return None
+    if rollout.find_driver(config.rollout.driver).spans_hosts and jax.process_count() > 1:
+        raise ValueError(
+            f"rollout.driver=lockstep on {jax.process_count()} processes cannot wait for environment.name={c.name}: "
+            "choose orchestrator, or one process"
+        )
+    declaration = find_environment(c.name, in_process=c.in_process, handed=handed)
+    return Stage(declaration, environment_options(config), workers=c.workers, deadline_s=c.deadline_seconds)
 
 
 def open_tokenizer(config: ConfigDict, task: Task, run_dir: Path) -> data.Tokenizer:
@@ -130,16 +187,26 @@ def make_generator(
     beat: Beat = lambda: None,
 ) -> GroupGenerator:
     """The generator of groups of `group_size` completions, which the rollout `own` draws and `scorer` scores."""
+    c, play = experiment.config, None
+    if experiment.stage is not None:
+        observations = Observations(experiment.tokenizer, thinking=c.task.thinking)
+        asked = experiment.stage, experiment.tokenizer.decode, observations
+        limits = {
+            "max_turns": c.environment.max_turns,
+            "turn_tokens": c.environment.turn_tokens or c.rollout.max_tokens,
+        }
+        play = functools.partial(Player, *asked, **limits)
     return GroupGenerator(
         own,
-        encoder(experiment.tokenizer, experiment.config),
+        encoder(experiment.tokenizer, c),
         experiment.tokenizer.decode,
         scorer,
         group_size=group_size,
         sampling=experiment.sampling(temperature),
         seed=seed,
-        spans_hosts=rollout.find_driver(experiment.config.rollout.driver).spans_hosts,
+        spans_hosts=rollout.find_driver(c.rollout.driver).spans_hosts,
         beat=beat,
+        play=play,
     )
 
 

@@ -74,6 +74,9 @@ class Keeper:
         if self.journal is None or make_decoding(layout).mixed:
             return own
         settings = {"driver": c.rollout.driver, "int8_kv": c.rollout.int8_kv, "compute_dtype": c.model.compute_dtype}
+        if c.environment.name is not None:
+            names = ("name", "options", "max_turns", "turn_tokens")
+            settings |= {f"environment.{name}": c.environment[name] for name in names}
         spans_hosts = find_driver(c.rollout.driver).spans_hosts
         return JournaledRollout(own, self.journal, settings, spans_hosts=spans_hosts)
 

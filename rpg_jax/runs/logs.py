@@ -3,7 +3,7 @@
 import json
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from rpg_jax.report.run_files import read_jsonl, read_lines
 from rpg_jax.runs import rollout_files
 from rpg_jax.runs.trackers import Tracker
 from rpg_jax.storage import naming, write_atomically
+from rpg_jax.types import Completion
 
 
 class JsonLines:
@@ -56,6 +57,7 @@ class RunLog:
 
     def __init__(self, run_dir: Path, *, samples: int):
         self.trackers: list[Tracker] = []
+        self._failing: set[Tracker] = set()
         self._run_dir = run_dir
         self._metrics, self._samples = JsonLines(run_dir / "metrics.jsonl"), JsonLines(run_dir / "samples.jsonl")
         self._samples_per_step = samples
@@ -77,8 +79,7 @@ class RunLog:
                         "answer": group.problem.answer,
                         "reward": reward,
                         "accuracy": accuracy,
-                        "tokens": len(completion.tokens),
-                        "finish_reason": completion.finish_reason,
+                        **told(completion),
                     }
                 )
 
@@ -88,7 +89,7 @@ class RunLog:
             return
         self._metrics.append({"step": step, **values})
         for tracker in self.trackers:
-            tracker.append(step, _numbers(values))
+            self._try(tracker, f"step {step}", lambda own: own.append(step, _numbers(values)))
 
     def has(self, step: int) -> bool:
         """Whether the metrics of a step are written. Collective: every process gets the answer of the first."""
@@ -97,7 +98,7 @@ class RunLog:
 
     def close(self) -> None:
         for tracker in self.trackers:
-            tracker.close()
+            self._try(tracker, "the end", lambda own: own.close())
 
     def rewind(self, step: int) -> None:
         """Drops the lines and rollout files of steps after `step`, which a resumed run writes again."""
@@ -105,6 +106,18 @@ class RunLog:
             log.rewind(step)
         if hosts.is_first():
             rollout_files.rewind(self._run_dir, step)
+
+    def _try(self, tracker: Tracker, what: str, do: Callable[[Tracker], None]) -> None:
+        """Gives `what` to a tracker. A client whose server is away raises anything, and no run ends for that."""
+        try:
+            do(tracker)
+            self._failing.discard(tracker)
+        except Exception as error:
+            if tracker not in self._failing:
+                said = f"{type(error).__name__}: {error}".partition("\n")[0][:200]
+                kept = f"{type(tracker).__name__} did not take {what}: {said}; metrics.jsonl has every step"
+                print(f"log.tracker: {kept}", file=sys.stderr)
+            self._failing.add(tracker)
 
 
 def host_metrics() -> dict[str, float]:
@@ -114,6 +127,16 @@ def host_metrics() -> dict[str, float]:
         return {}
     resident = next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmRSS:"))
     return {"host/rss_mib": resident / 1024, "host/open_files": len(list(descriptors.iterdir()))}
+
+
+def told(completion: Completion) -> dict[str, Any]:
+    """What the files of completions say of each, beside its text and scores.
+
+    `tokens` are those that the policy has sampled. A conversation with an environment has `turns`: [first, end] of each
+    observation, in tokens of the completion, the rewards of the turns, and the kind of failure or null.
+    """
+    turns = {} if completion.turns is None else {"turns": completion.turns.record()}
+    return {"tokens": int(completion.sampled.sum()), "finish_reason": completion.finish_reason, **turns}
 
 
 def plain(value: Any) -> Any:

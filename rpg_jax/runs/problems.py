@@ -10,17 +10,17 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from rpg_jax import data, rewards
+from rpg_jax.environments.stage import Stage
+from rpg_jax.runs.generated import GENERATED, Demonstration, Examples, cut, listed
 from rpg_jax.runs.resolve import reward_arguments
 
-Examples = Callable[[Sequence[data.Problem]], list[tuple[data.Problem, str]]]
-NAMES = ("arithmetic", "chains", "files")
-_CHAINS = 50_000
+NAMES = (*GENERATED, "files")
 # The seed of procedural held-out sets, whatever `config.seed` is. Generators seed problem i with seed + i, and training
 # problems count from `config.seed`, so the two never meet.
 _HELD_OUT_SEED = 2**30
 
 
-def _shown(problems: Sequence[data.Problem]) -> list[tuple[data.Problem, str]]:
+def _shown(problems: Sequence[data.Problem]) -> list[tuple[data.Problem, Demonstration]]:
     return [(problem, text) for problem in problems for text in problem.demonstrations]
 
 
@@ -33,7 +33,7 @@ class Task:
       held_out: problems to evaluate on, by the name of their set.
       texts: a tokenizer is trained on them; they have every character of the prompts and answers.
       notes: lines on sets that are cut and on training problems that are left out.
-      examples: makes (problem, target completion) pairs for supervised training; by default of `demonstrations`.
+      examples: makes (problem, demonstration) pairs for supervised training; by default of `demonstrations`.
       demonstrated: problems with demonstrations, where they are not simply those of `train`.
     """
 
@@ -61,7 +61,7 @@ class Task:
             raise ValueError(f"unknown task.name {name!r}; known: {', '.join(NAMES)}")
         if name == "files":
             return _files(config, train, held_out)
-        task = _arithmetic(config) if name == "arithmetic" else _chains(config)
+        task = cls(*GENERATED[name](config))
         own = _demonstrations(config, task.held_out) if train and config.warm_start.enabled else None
         if own is None:
             return task
@@ -89,6 +89,15 @@ class Task:
 
         held_out = {name: answered(name, problems) for name, problems in self.held_out.items()}
         return dataclasses.replace(self, train=answered("train", self.train), held_out=held_out, notes=notes)
+
+    def opened(self, stage: Stage) -> Task:
+        """The task whose problems have the messages that an environment opens with. Raises ValueError if it fails."""
+        train, shown = stage.opened(self.train), self.demonstrated
+        held_out = {name: stage.opened(problems) for name, problems in self.held_out.items()}
+        shown = shown and stage.opened(shown)
+        said = (m["content"] for p in (*train, *(p for each in held_out.values() for p in each)) for m in p.messages)
+        texts = [*self.texts, *dict.fromkeys(said)]
+        return dataclasses.replace(self, train=train, held_out=held_out, texts=texts, demonstrated=shown)
 
     def encoded(self, tokenizer: data.Tokenizer, config: ConfigDict) -> tuple[Task, list[str]]:
         """The task without problems whose prompts are too long, and its notes with a line on each split that lost some.
@@ -122,54 +131,13 @@ def encoder(tokenizer: data.Tokenizer, config: ConfigDict) -> Callable[[data.Pro
     return lambda problem: data.encode_prompt(problem, tokenizer, thinking=thinking)[-limit:]
 
 
-def _arithmetic(config: ConfigDict) -> Task:
-    t = config.task
-    task = data.Arithmetic(
-        operators=t.operations,
-        digits=t.digits,
-        reverse=t.reverse,
-        chain_of_thought=t.chain_of_thought,
-        held_out=t.held_out,
-    )
-    held_out = task.problems("held_out")
-    sets = {name: [p for p in held_out if task.belongs(p, name)] for name in _listed(t.held_out_sets or "held out")}
-    if empty := [name for name, problems in sets.items() if not problems]:
-        raise ValueError(
-            f"set {empty[0]!r} has no problem of task.operations={t.operations!r} and task.digits={t.digits}: leave it "
-            "out of task.held_out_sets"
-        )
-    sets, notes = _cut(sets, config.evaluation.problems)
-    return Task(task.problems("train", t.generated), sets, task.texts(), notes, _written_by(task.examples))
-
-
-def _chains(config: ConfigDict) -> Task:
-    t, count = config.task, config.evaluation.problems
-    fewest, _, most = t.links.partition("-")
-    if not (fewest.isdigit() and most.isdigit()):
-        raise ValueError(f"task.links must be FEWEST-MOST, as 5-8; got {t.links!r}")
-    task = data.Chains(operators=t.operations, links=(int(fewest), int(most)), held_out=t.held_out)
-    held_out = {name: task.problems(name, count) for name in _listed(t.held_out_sets or "held out")}
-    train = task.problems("train", t.generated or _CHAINS)
-    return Task(train, held_out, task.texts(), examples=_written_by(task.examples))
-
-
-def _written_by(examples: Callable[[Sequence[data.Problem]], list[tuple[str, str]]]) -> Examples:
-    """The pairs that a generated task writes; it may ask for another prompt in a problem's place."""
-
-    def pairs(problems: Sequence[data.Problem]) -> list[tuple[data.Problem, str]]:
-        written = zip(problems, examples(problems), strict=True)
-        return [(dataclasses.replace(p, prompt=prompt), target) for p, (prompt, target) in written]
-
-    return pairs
-
-
 def _files(config: ConfigDict, train: bool, held_out: bool) -> Task:
     t = config.task
     if (train and not t.train) or (held_out and not t.held_out_sets):
         raise ValueError('task.name="files" needs task.train=SOURCE[,SOURCE] and task.held_out_sets=NAME=SOURCE[,...]')
     options = _options(config)
     sets = {}
-    for entry in _listed(t.held_out_sets) if held_out else ():
+    for entry in listed(t.held_out_sets) if held_out else ():
         name, separator, source = entry.partition("=")
         if not separator:
             raise ValueError(f"task.held_out_sets: {entry!r} is not of the form NAME=SOURCE")
@@ -178,11 +146,11 @@ def _files(config: ConfigDict, train: bool, held_out: bool) -> Task:
     shown: list[data.Problem] = []
     notes: list[str] = []
     if train:
-        problems, notes = _without(sets, data.load(_listed(t.train), seed=config.seed, **options)[0])
+        problems, notes = _without(sets, data.load(listed(t.train), seed=config.seed, **options)[0])
         if config.warm_start.enabled:
             own = _demonstrations(config, sets)
             shown = [p for p in problems if p.demonstrations] if own is None else own
-    first, cuts = _cut(sets, config.evaluation.problems)
+    first, cuts = cut(sets, config.evaluation.problems)
     everything = [*problems, *shown, *(p for each in first.values() for p in each)]
     return Task(problems, first, _texts(everything), [*notes, *cuts], demonstrated=shown)
 
@@ -192,7 +160,7 @@ def _demonstrations(config: ConfigDict, sets: Mapping[str, Sequence[data.Problem
     sources = config.warm_start.train
     if not sources:
         return None
-    problems, _ = _without(sets, data.load(_listed(sources), seed=config.seed, **_options(config))[0])
+    problems, _ = _without(sets, data.load(listed(sources), seed=config.seed, **_options(config))[0])
     shown = [p for p in problems if p.demonstrations]
     if not shown:
         raise ValueError(f"warm_start.train={sources}: no row has a demonstration: {_HOW}")
@@ -224,17 +192,3 @@ def _without(
         raise ValueError(f"all {len(problems)} problems of task.train are in task.held_out_sets too: train on others")
     lost = f"train: {len(problems) - len(kept)} of {len(problems)} problems left out, which are in a held-out set too"
     return kept, [lost] if len(kept) < len(problems) else []
-
-
-def _cut(sets: Mapping[str, Sequence[data.Problem]], count: int) -> tuple[dict[str, list[data.Problem]], list[str]]:
-    """The first `count` problems of each set, and a line on each set that has more."""
-    notes = [
-        f"{name}: the first {count} of {len(problems)} problems; evaluation.problems={len(problems)} takes all"
-        for name, problems in sets.items()
-        if len(problems) > count
-    ]
-    return {name: [*problems[:count]] for name, problems in sets.items()}, notes
-
-
-def _listed(text: str) -> list[str]:
-    return [part.strip() for part in text.split(",") if part.strip()]

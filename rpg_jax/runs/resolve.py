@@ -1,6 +1,7 @@
 """Resolves a config: fills in the fields that its method decides, and checks fields before anything is computed."""
 
 import functools
+import json
 import operator
 from typing import Any
 
@@ -12,6 +13,8 @@ from ml_collections import ConfigDict
 from rpg_jax import losses, models, rewards
 from rpg_jax.runs import config_files, trackers
 from rpg_jax.types import Count
+
+_WITHOUT_TURNS = ("simple", "fleet")  # drivers that sample a completion in one go
 
 
 def resolve(config: ConfigDict) -> ConfigDict:
@@ -26,6 +29,7 @@ def resolve(config: ConfigDict) -> ConfigDict:
     _check_counts(resolved)
     _check_loss(resolved)
     rewards.check(*reward_arguments(resolved))
+    _check_environment(resolved)
     return resolved.lock()
 
 
@@ -52,6 +56,7 @@ def with_method(config: ConfigDict) -> ConfigDict:
             row["loss.constant_length"] = resolved.rollout.max_tokens if constant else None
         if resolved.optimizer.schedule != "constant" and resolved.optimizer.decay_until is None:
             resolved.optimizer.decay_until = f"{resolved.train.steps} steps"
+        resolved.rewards.parts = _reward_parts(config)
         for path, value in row.items():
             section, name = path.split(".")
             if resolved[section][name] is None:
@@ -113,15 +118,49 @@ def _check_counts(config: ConfigDict) -> None:
 def _check_loss(config: ConfigDict) -> None:
     if config.loss.advantage not in losses.LEARNED_ADVANTAGES:
         losses.advantages(config.loss.advantage, np.zeros((2, 2)), lengths=np.ones((2, 2), np.int32))
+        if config.loss.credit == "turn":
+            losses.turn_advantages(config.loss.advantage, [[np.zeros(1, np.float32)]])
     name, hyperparameters = loss_arguments(config)
     one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     tokens = ("logprobs", "behaviour_logprobs", "advantages", "mask", "ref_logprobs", "sampler_logprobs")
     jax.eval_shape(lambda **arrays: losses.policy_loss(name, **arrays, **hyperparameters), **dict.fromkeys(tokens, one))
 
 
+def _check_environment(config: ConfigDict) -> None:
+    """Whether environment, reward and driver go together. A user's own environment is not imported."""
+    name, driver = config.environment.name, config.rollout.driver
+    if name is None:
+        if rewards.ENVIRONMENT in reward_arguments(config)[0]:
+            raise ValueError("rewards.parts=environment is what an environment pays: set environment.name too")
+        return
+    environment_options(config)
+    if driver in _WITHOUT_TURNS:
+        raise ValueError(
+            f"rollout.driver={driver} does not continue a completion after an observation, which "
+            f"environment.name={name} needs: choose orchestrator or lockstep"
+        )
+    turn, limit = config.environment.turn_tokens, config.rollout.max_tokens
+    if turn is not None and turn > limit:
+        raise ValueError(
+            f"environment.turn_tokens={turn} is more than rollout.max_tokens={limit} of all turns together"
+        )
+
+
+def environment_options(config: ConfigDict) -> dict[str, Any]:
+    """The keywords of the config's environment. Raises ValueError if they are not the JSON of an object."""
+    text = config.environment.options
+    try:
+        options = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f'environment.options={text!r} is not JSON ({error}): write it as {{"high": 50}}') from error
+    if not isinstance(options, dict):
+        raise ValueError(f'environment.options={text!r} must be an object of JSON, as {{"high": 50}}')
+    return options
+
+
 def loss_arguments(config: ConfigDict) -> tuple[str, dict[str, Any]]:
     """The name and the hyperparameters of `losses.policy_loss`."""
-    others = ("advantage", "entropy_coef")
+    others = ("advantage", "credit", "entropy_coef")
     fields = {k: v for k, v in config.loss.to_dict().items() if v is not None and k not in others}
     return fields.pop("name"), fields
 
@@ -129,7 +168,7 @@ def loss_arguments(config: ConfigDict) -> tuple[str, dict[str, Any]]:
 def reward_arguments(config: ConfigDict) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
     """The weights and the options of `rewards.make_scorer`, by part."""
     c, limit = config.rewards, config.rollout.max_tokens
-    weights = _weights(c.parts)
+    weights = _weights(_reward_parts(config))
     if c.accuracy is not None:
         weights.setdefault(c.accuracy, 0.0)
     options: dict[str, dict[str, Any]] = {"format": {"pattern": c.format}, "length": {"limit": limit}}
@@ -138,6 +177,10 @@ def reward_arguments(config: ConfigDict) -> tuple[dict[str, float], dict[str, di
         weights["overlong"] = 1.0
         options["overlong"] = {"limit": limit, "buffer": c.overlong_buffer, "factor": c.overlong_factor}
     return weights, {name: given for name, given in options.items() if name in weights}
+
+
+def _reward_parts(config: ConfigDict) -> str:
+    return config.rewards.parts or ("exact" if config.environment.name is None else rewards.ENVIRONMENT)
 
 
 def _weights(parts: str) -> dict[str, float]:

@@ -3,14 +3,15 @@
 A file holds no pickles. It has P groups of G completions, N = P·G completions, and n tokens in all of them:
 
     text             u8[…], JSON: step, weights (version after the step), columns, clip_states, pieces (distinct token
-                     texts), groups (prompt_id, prompt, answer), completions (finish_reason, verdict)
+                     texts), groups (prompt_id, prompt, answer), completions (finish_reason, verdict, turns); turns
+                     is null or has spans ([first, end] of an environment's words), rewards and error
     group_sizes      i32[P]
     lengths          i32[N], tokens of each completion
     rewards          f32[N]
     pieces           i32[n], number of each token's text. The texts in order are the completion. A token that ends in
                      the middle of a character, or ends the completion, has the empty text
     weight_versions  i32[n], of the weights that sampled a token
-    tokens           f32[n, K], a column for each of `COLUMNS`, nats
+    tokens           f32[n, K], a column for each of `COLUMNS`, nats; NaN at tokens that an environment wrote
 """
 
 import dataclasses
@@ -27,6 +28,7 @@ import numpy as np
 
 from rpg_jax import losses
 from rpg_jax.data import Group, RolloutBatch
+from rpg_jax.data.dialogue import opening
 from rpg_jax.data.tokenizer import IncrementalDecoder, Tokenizer
 from rpg_jax.losses.divergences import k3
 from rpg_jax.losses.tokens import checked
@@ -34,13 +36,13 @@ from rpg_jax.parallel import hosts
 from rpg_jax.report.rollouts import STEP
 from rpg_jax.storage import write_atomically
 from rpg_jax.training.state import TrainState
-from rpg_jax.types import Batch, Rows
+from rpg_jax.types import Batch, Completion, Rows
 
 FOLDER = "rollouts"  # of a run folder
 # `logprobs`, `entropy`, `kl` (k₃ estimate of KL(π_θ‖π_ref)) and `clip` are of the weights after the step's last update.
 # `clip` is the number of one of `CLIP_STATES`: what the loss would do to the token if it were trained again.
 COLUMNS = ("sampler_logprobs", "behaviour_logprobs", "logprobs", "ref_logprobs", "entropy", "kl", "advantages", "clip")
-CLIP_STATES = ("free", "clipped", "high", "low", "dual", "not trained")
+CLIP_STATES = ("free", "clipped", "high", "low", "dual", "not trained", "observed")
 
 Numbers = Callable[[jax.Array, jax.Array, Batch], jax.Array]
 
@@ -118,7 +120,7 @@ def encode(
     step: int, version: int, groups: Sequence[Group], numbers: Sequence[Sequence[np.ndarray]], tokenizer: Tokenizer
 ) -> bytes:
     """The bytes of a file; `numbers` are f32[n, K] for each group and completion."""
-    completions = [c for g in groups for c in g.completions]
+    completions, flat = [c for g in groups for c in g.completions], [x for group in numbers for x in group]
     found: dict[str, int] = {}
     pieces = [found.setdefault(piece, len(found)) for c in completions for piece in _pieces(c.tokens, tokenizer)]
     verdicts = [
@@ -133,10 +135,10 @@ def encode(
         "clip_states": CLIP_STATES,
         "pieces": list(found),
         "groups": [
-            {"prompt_id": g.problem.prompt_id, "prompt": g.problem.prompt, "answer": g.problem.answer} for g in groups
+            {"prompt_id": g.problem.prompt_id, "prompt": opening(g.problem), "answer": g.problem.answer} for g in groups
         ],
         "completions": [
-            {"finish_reason": c.finish_reason, "verdict": verdict}
+            {"finish_reason": c.finish_reason, "verdict": verdict, "turns": c.turns and c.turns.record()}
             for c, verdict in zip(completions, verdicts, strict=True)
         ],
     }
@@ -149,9 +151,17 @@ def encode(
         rewards=np.concatenate([g.rewards for g in groups]).astype(np.float32),
         pieces=np.array(pieces, np.int32),
         weight_versions=np.concatenate([c.versions for c in completions]).astype(np.int32),
-        tokens=np.concatenate([x for group in numbers for x in group]),
+        tokens=np.concatenate([_of_policy(x, c) for x, c in zip(flat, completions, strict=True)]),
     )
     return packed.getvalue()
+
+
+def _of_policy(numbers: np.ndarray, completion: Completion) -> np.ndarray:
+    """f32[n, K] without numbers at tokens that an environment wrote: they are no policy's."""
+    if completion.turns is None:
+        return numbers
+    observed = np.where(np.array(COLUMNS) == "clip", CLIP_STATES.index("observed"), np.nan)
+    return np.where(completion.sampled[:, None], numbers, observed.astype(np.float32))
 
 
 def _pieces(tokens: np.ndarray, tokenizer: Tokenizer) -> list[str]:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import jax
 from ml_collections import ConfigDict
 
 from rpg_jax import rewards, storage
@@ -16,23 +15,23 @@ from rpg_jax.parallel import hosts
 from rpg_jax.report import curves, summary
 from rpg_jax.report.progress import Progress
 from rpg_jax.rollout import weights_checksum
-from rpg_jax.runs import cli, inputs, processes, run_folder
+from rpg_jax.runs import cli, inputs
 from rpg_jax.runs.adapters import first_adapters, open_base
 from rpg_jax.runs.algorithm import make_algorithm, make_drift, make_training_rollout
 from rpg_jax.runs.evaluation import HeldOut
 from rpg_jax.runs.experiment import (
     Experiment,
+    entered,
     evaluation_generator,
     init_params,
     make_scorer,
     no_params,
-    open_experiment,
 )
 from rpg_jax.runs.keeper import Keeper
 from rpg_jax.runs.learner import make_learner
 from rpg_jax.runs.logs import RunLog, host_metrics, plain
 from rpg_jax.runs.profiling import CompilationCounter, chosen_steps, watched
-from rpg_jax.runs.stopping import StopRequest, watch_preemption
+from rpg_jax.runs.stopping import StopRequest, watch_machine
 from rpg_jax.runs.trackers import trackers_of
 from rpg_jax.runs.warm_start import drawn_base, warm_started
 from rpg_jax.runs.watchdog import Watchdog
@@ -44,19 +43,13 @@ from rpg_jax.training.state import TrainState
 def run(config: ConfigDict, functions: rewards.Functions = rewards.NO_FUNCTIONS) -> int:
     """Runs or resumes the training run of a resolved config to its last step; returns the exit code.
 
-    `functions` are rewards that a Python program handed over, by their names in `rewards.parts`.
+    `functions` are what a Python program handed over: rewards by their names in `rewards.parts`, and an environment by
+    `environment.name`.
     """
-    processes.check(config)
-    if processes.platform() == "cpu":
-        cli.keep_buffers()
-    run_folder.use_compilation_cache(config)
-    with run_folder.held(config) as folder:
-        experiment = open_experiment(config, folder.files)
-        print("".join(f"{note}\n" for note in experiment.notes), end="")
-        with experiment.layout.activate(), contextlib.ExitStack() as closing:
-            session = Session(experiment, folder, closing, functions)
-            with cli.run_is_open():
-                return session.to_the_end()
+    with entered(config, handed=functions) as opened:
+        session = Session(*opened, functions)
+        with cli.run_is_open():
+            return session.to_the_end()
 
 
 @dataclasses.dataclass
@@ -113,8 +106,7 @@ class Session:
         """Steps until `train.steps`, or until a signal asks to stop; returns the exit code."""
         c, now = self.config, self.now
         self.algorithm.collector.sync(now.state.params, int(now.state.updates))
-        if c.run.preemption_url and jax.default_backend() == "tpu":
-            watch_preemption(c.run.preemption_url, self.stop)
+        watch_machine(c.run.preemption_url, self.stop)
         stopped = None
         with self.stop.listening(), self.watchdog, Progress(c.train.steps, first=now.step) as progress:
             self._evaluate_at_start(progress)

@@ -17,6 +17,8 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator
 
+import jax
+
 from rpg_jax.parallel import hosts
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -111,6 +113,12 @@ class StopRequest:
             words.join(_LAST_WORDS)
         finally:
             os._exit(128 + (self.signal or 0))
+
+
+def watch_machine(url: str, stop: StopRequest) -> None:
+    """Watches for a preemption on a TPU VM, unless `url` is ""."""
+    if url and jax.default_backend() == "tpu":
+        watch_preemption(url, stop)
 
 
 def watch_preemption(url: str, stop: StopRequest, *, retry_seconds: float = 5.0) -> None:

@@ -12,14 +12,17 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from rpg_jax import data, losses, masking
+from rpg_jax.environments import Message
+from rpg_jax.environments.observations import Observations
 from rpg_jax.losses import Metrics
 from rpg_jax.runs.experiment import Experiment
+from rpg_jax.runs.generated import Demonstration
 from rpg_jax.runs.layout import row_shape
 from rpg_jax.runs.learner import Learner, learner_programs, make_learner
 from rpg_jax.training.objective import Objective, supervised_loss
 from rpg_jax.training.state import TrainState
 from rpg_jax.training.step import Programs
-from rpg_jax.types import Batch, Completion, Count
+from rpg_jax.types import Batch, Completion, Count, Turns
 
 _POOL = 16  # demonstrations for each row, before they are packed: few rows stay half empty
 WARMUP = 20  # updates, over which the learning rate rises
@@ -67,16 +70,38 @@ class Example(NamedTuple):
 
 
 def examples_of(e: Experiment, problems: Sequence[data.Problem]) -> list[Example]:
-    """The demonstrations of problems as tokens: the prompt as the policy sees it, the completion with its stop token.
-
-    A completion is cut off where the policy's are.
-    """
-    c, encode, stop, found = e.config, e.tokenizer.encode, e.tokenizer.eos_id, []
-    for problem, target in e.task.examples(problems):
+    """The demonstrations of problems as tokens: the prompt as the policy sees it, and what it is to say."""
+    c, found = e.config, []
+    observations = Observations(e.tokenizer, thinking=c.task.thinking)
+    for problem, shown in e.task.examples(problems):
         prompt = data.encode_prompt(problem, e.tokenizer, thinking=c.task.thinking)[-c.task.max_prompt_tokens :]
-        tokens = np.array([*encode(target), stop][: c.rollout.max_tokens], np.int32)  # the policy learns to stop too
-        found.append(Example(prompt, [Completion(tokens, np.zeros(len(tokens), np.float32), "stop", 0)]))
+        found.append(Example(prompt, [imitated(shown, e.tokenizer, observations, c.rollout.max_tokens)]))
     return found
+
+
+def imitated(
+    shown: Demonstration, tokenizer: data.Tokenizer, observations: Observations, max_tokens: int
+) -> Completion:
+    """A demonstration as a completion, cut off where the policy's are.
+
+    Each of the policy's turns has a stop token: it learns to stop too. What an environment said between them is read
+    and not trained.
+    """
+    messages = [{"role": "assistant", "content": shown}] if isinstance(shown, str) else shown
+    tokens: list[int] = []
+    observed: list[bool] = []
+    for own, turn in itertools.groupby(messages, key=lambda message: message["role"] == "assistant"):
+        said = [*turn]
+        ids = _spoken(said, tokenizer) if own else observations.encode(said).tolist()
+        tokens, observed = tokens + ids, observed + [not own] * len(ids)
+    tokens, observed = tokens[:max_tokens], observed[:max_tokens]
+    count = 1 + sum(earlier and not later for earlier, later in itertools.pairwise(observed))
+    turns = Turns(np.array(observed), np.zeros(count, np.float32)) if any(observed) else None
+    return Completion(np.array(tokens, np.int32), np.zeros(len(tokens), np.float32), "stop", 0, turns=turns)
+
+
+def _spoken(messages: Sequence[Message], tokenizer: data.Tokenizer) -> list[int]:
+    return [token for m in messages for token in (*tokenizer.encode(m["content"]), tokenizer.eos_id)]
 
 
 def packed(e: Experiment, examples: Sequence[Example], shape: data.RowShape) -> list[Batch]:

@@ -5,6 +5,7 @@ take it, and the same command continues it.
 """
 
 import contextlib
+import sys
 import time
 from typing import Any
 
@@ -16,19 +17,19 @@ from rpg_jax.parallel import hosts
 from rpg_jax.report import curves, summary
 from rpg_jax.report.progress import Progress
 from rpg_jax.rollout import weights_checksum
-from rpg_jax.runs import cli, inputs, processes, run_folder
-from rpg_jax.runs.evaluation import set_scores
+from rpg_jax.runs import cli, inputs, run_folder
+from rpg_jax.runs.evaluation import set_scores, with_mean
 from rpg_jax.runs.experiment import (
     Experiment,
+    entered,
     evaluation_generator,
     init_params,
     make_rollout,
     make_scorer,
     no_params,
-    open_experiment,
 )
 from rpg_jax.runs.logs import RunLog, host_metrics
-from rpg_jax.runs.stopping import StopRequest
+from rpg_jax.runs.stopping import StopRequest, watch_machine
 from rpg_jax.runs.supervised import Demonstrations, held_out_loss, several, supervised_learner
 from rpg_jax.runs.trackers import trackers_of
 from rpg_jax.runs.watchdog import Watchdog
@@ -48,17 +49,10 @@ def run(config: ConfigDict) -> int:
             f"model.lora.rank={config.model.lora.rank}: supervised training changes all weights; set it to 0 here, and "
             "train adapters on the result by --config.model.path"
         )
-    processes.check(config)
-    if processes.platform() == "cpu":
-        cli.keep_buffers()
-    run_folder.use_compilation_cache(config)
-    with run_folder.held(config) as folder:
-        experiment = open_experiment(config, folder.files, answers=False)
-        print("".join(f"{note}\n" for note in experiment.notes), end="")
-        with experiment.layout.activate(), contextlib.ExitStack() as closing:
-            session = Session(experiment, folder, closing)
-            with cli.run_is_open():
-                return session.to_the_end()
+    with entered(config, answers=False) as opened:
+        session = Session(*opened)
+        with cli.run_is_open():
+            return session.to_the_end()
 
 
 class Session:
@@ -88,6 +82,7 @@ class Session:
     def to_the_end(self) -> int:
         """Updates until the last pass, or until a signal asks to stop; returns the exit code."""
         c, stop = self.experiment.config, StopRequest(self.experiment.config.run.stop_seconds, self._out_of_time)
+        watch_machine(c.run.preemption_url, stop)
         with stop.listening(), self.watchdog, Progress(self.total, first=self.step, title="sft", unit="update") as bar:
             if self.step == 0:
                 self.log.rewind(-1)
@@ -167,7 +162,8 @@ class Session:
     def _out_of_time(self) -> None:
         seconds = self.experiment.config.run.stop_seconds
         print(
-            f"error: update {self.step} did not end within run.stop_seconds={seconds:g} s; the same command continues"
+            f"error: update {self.step} did not end within run.stop_seconds={seconds:g} s; the same command continues",
+            file=sys.stderr,
         )
 
     def _finish(self) -> int:
@@ -203,8 +199,7 @@ class Accuracy:
             groups = self._generate(problems, step=step)
             log.append_samples(step, groups)
             values |= set_scores(name, groups, self._scorer)
-        means = [value for key, value in values.items() if key.endswith("/mean_at_k")]
-        return {"eval/accuracy": float(np.mean(means)), **values}
+        return with_mean(values)
 
 
 def _in_words(values: dict[str, float]) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from rpg_jax import rewards
+from rpg_jax.environments.registry import name_of
 from rpg_jax.report.run_files import read_metrics
 from rpg_jax.runs import cli, config_files, given_rows, run_folder, train_command
 from rpg_jax.runs.policy import Policy
@@ -57,6 +58,7 @@ def train(
     data: Iterable[Row] | None = None,
     held_out: Iterable[Row] | Mapping[str, Iterable[Row]] | None = None,
     reward: Reward | Mapping[Reward, float] | None = None,
+    environment: Any = None,
 ) -> Result:
     """Trains a policy, or continues the run that an equal call or command has begun.
 
@@ -77,6 +79,9 @@ def train(
         decides accuracy: above `rewards.right_above` a completion is right. Calls of an async function run together;
         each may take `rewards.deadline_seconds`. The config knows a function as "module:qualname"; one with another
         name is another run. None: the config's rewards.
+      environment: answers every turn of the policy, see docs/environments.md: a class, which is made with the config's
+        `environment.options`, an object with `reset` and `step`, or a name. A class or an object is called in this
+        process, and may be async. None: the config's environment, if it has one.
 
     Raises:
       ValueError: something that was given does not fit; the message says the fix. Nothing has been trained.
@@ -85,12 +90,18 @@ def train(
     cli.prepare_libraries()
     chosen, file = _opened(config, overrides)
     told, fields = dict(overrides), {}
-    functions: dict[str, Callable] = {}
+    functions: dict[str, Any] = {}
     if reward is not None:
         weights, functions = rewards.named(reward)
         _refuse(overrides, "reward", "rewards.parts")
         fields["rewards.parts"] = ",".join(f"{part}:{weight!r}" for part, weight in weights.items())
         told["reward"] = "+".join(part.rpartition(":")[2] for part in weights)
+    if environment is not None:
+        _refuse(overrides, "environment", "environment.name")
+        name = environment if isinstance(environment, str) else name_of(environment)
+        functions |= {} if isinstance(environment, str) else {name: environment}
+        fields["environment.name"] = name
+        told["environment"] = name.rpartition(":")[2]
     if data is not None or held_out is not None:
         _refuse(overrides, "data", "task.name", "task.train", "task.held_out_sets")
         fields |= _task(chosen, data, held_out)

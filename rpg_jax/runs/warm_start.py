@@ -210,6 +210,9 @@ def cache_key(config: ConfigDict, read: Mapping[str, str]) -> str:
     parts = {"model": config.model.to_dict(), "task": config.task.to_dict(), "warm_start": config.warm_start.to_dict()}
     parts |= {"max_tokens": config.rollout.max_tokens, "evaluation": config.evaluation.to_dict()}
     parts |= {"packed_length": config.train.packed_length, "read": dict(read)}
+    if config.environment.name:
+        asked = ("name", "options", "max_turns", "turn_tokens")  # in which process it runs does not count
+        parts["environment"] = {name: config.environment[name] for name in asked}
     apart = {
         "warm_start": ["dir", "max_tokens", "train", "enabled"],
         "evaluation": ["every", "drift"],

@@ -3,7 +3,7 @@
     magic    8 bytes
     lengths  2 × u32, little-endian: of text and of arrays, in bytes
     digest   32 bytes, SHA-256 of lengths, text and arrays
-    text     JSON: key; lengths and finish_reasons of the completions
+    text     JSON: key; lengths, finish_reasons and turns of the completions
     arrays   i32[n] tokens, then f32[n] log-probabilities; n tokens in all
 
 Records follow each other in a file. A record that is cut short or changed is skipped, and reading goes on at the next
@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from rpg_jax.types import Completion
+from rpg_jax.types import Completion, Turns
 
-_MAGIC = b"\x89rpgJL1\n"
+_MAGIC = b"\x89rpgJL2\n"
 _HEAD = struct.Struct("<8s8s32s")  # magic, lengths, digest
 _LENGTHS = struct.Struct("<II")
 
@@ -42,6 +42,7 @@ def to_bytes(key: Key, completions: Sequence[Completion]) -> bytes:
         "key": dict(key),
         "lengths": [len(c.tokens) for c in completions],
         "finish_reasons": [c.finish_reason for c in completions],
+        "turns": [c.turns and c.turns.record() for c in completions],
     }
     body, arrays = json.dumps(text).encode(), tokens.tobytes() + logprobs.tobytes()
     lengths = _LENGTHS.pack(len(body), len(arrays))
@@ -88,6 +89,14 @@ def _record(whole: memoryview) -> Record:
         np.split(tokens.astype(np.int32), ends),
         np.split(logprobs.view("<f4").astype(np.float32), ends),
         text["finish_reasons"],
+        text["turns"],
         strict=True,
     )
-    return Record(text["key"], [Completion(*part, text["key"]["version"]) for part in parts])
+    version = text["key"]["version"]
+    return Record(
+        text["key"],
+        [
+            Completion(tokens, logprobs, reason, version, turns=turns and Turns.from_record(turns, len(tokens)))
+            for tokens, logprobs, reason, turns in parts
+        ],
+    )

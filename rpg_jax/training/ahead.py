@@ -174,7 +174,7 @@ class AheadCollector(Collector):
         for group in collected.trained:
             first = step - self._max_staleness - (id(group) in carried)
             allowed = min(version for s, version in self._versions.items() if s >= first)
-            oldest = min(int(c.versions.min()) for c in group.completions)
+            oldest = min(int(c.versions[c.sampled].min()) for c in group.completions)
             if oldest < allowed:
                 raise RolloutError(
                     f"step {step} would train on tokens of weights version {oldest}, but rollout.max_staleness="
@@ -186,14 +186,15 @@ def without_present(groups: Sequence[Group], version: int) -> list[Group]:
     """`groups` with NaN as the log-probs of completions of weights `version`, which the trainer has and recomputes."""
 
     def known(completion):
-        return np.where((completion.versions == version).all(), np.float32(np.nan), completion.logprobs)
+        present = (completion.versions[completion.sampled] == version).all()
+        return np.where(present, np.float32(np.nan), completion.logprobs)
 
     return [dataclasses.replace(g, behaviour_logprobs=[known(c) for c in g.completions]) for g in groups]
 
 
 def staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
     """Updates between the weights that drew a token and the trainer's weights: the mean and the maximum over tokens."""
-    ages = version - np.concatenate([c.versions for g in groups for c in g.completions])
+    ages = version - np.concatenate([c.versions[c.sampled] for g in groups for c in g.completions])
     return {"staleness_updates": float(ages.mean()), "staleness_updates_max": int(ages.max())}
 
 

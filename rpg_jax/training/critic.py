@@ -84,9 +84,8 @@ class Critic:
 
     def advantages(self, values: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array]:
         """Advantages and returns f32[B, C], from the values and the rewards of the batch."""
-        where = batch.mask, batch.completion_ids
-        rewards = losses.rewards_at_the_end(batch.known("rewards"), *where)
-        return losses.gae(rewards, values, *where, gamma=self.gamma, gae_lambda=self.gae_lambda)
+        decays = {"gamma": self.gamma, "gae_lambda": self.gae_lambda}
+        return losses.gae(batch.known("rewards"), values, batch.mask, batch.completion_ids, **decays)
 
     def loss(self, values: jax.Array, batch: Batch, mean: losses.Mean) -> tuple[jax.Array, Metrics]:
         """Σ of the value loss times `coef`, aggregated by `mean` like the policy's loss, and its metrics."""

@@ -11,7 +11,9 @@ import jax
 import numpy as np
 
 from rpg_jax.data import Group, Problem
+from rpg_jax.data.dialogue import last_turn, shown
 from rpg_jax.data.groups import groups_from_bytes, groups_to_bytes
+from rpg_jax.environments.player import Player
 from rpg_jax.parallel import hosts
 from rpg_jax.rewards import Scorer
 from rpg_jax.rollout import Request, Rollout
@@ -28,6 +30,7 @@ class GroupGenerator:
 
     Each of n processes generates every n-th prompt; with `spans_hosts` all generate all prompts together. Each scores
     every n-th group and returns all groups, in order. Several threads call `beat` when groups are complete or scored.
+    With `play`, an environment answers every turn: it makes the player of a request from the request's problems.
     """
 
     def __init__(
@@ -42,8 +45,9 @@ class GroupGenerator:
         seed: int,
         spans_hosts: bool = False,
         beat: Callable[[], None] = lambda: None,
+        play: Callable[[Sequence[Problem]], Player] | None = None,
     ):
-        self._spans_hosts, self.beat = spans_hosts, beat
+        self._spans_hosts, self.beat, self._play = spans_hosts, beat, play
         self._rollout, self._encode, self._decode, self._scorer = rollout, encode, decode, scorer
         self._group_size, self._sampling, self._seed = group_size, sampling, seed
         self._errors: collections.Counter[str] = collections.Counter()
@@ -62,6 +66,7 @@ class GroupGenerator:
             enough = len(hosts.share(range(enough)))
         prompts = [self._encode(p) for p in together]
         mine = hosts.share(range(len(together))) if self._spans_hosts else range(len(together))
+        player = self._play(together) if self._play else None
         with _Scoring(self, together, prompts, set(mine)) as scoring:
             request = Request(
                 prompts,
@@ -72,8 +77,11 @@ class GroupGenerator:
                 step=step,
                 enough=enough,
                 on_group=scoring.add,
+                environment=player,
             )
             completions = self._rollout.generate(request)
+            if player is not None:
+                player.check()
         if jax.process_count() == 1:
             made, errors = scoring.result()
             self._errors.update(errors)
@@ -96,13 +104,13 @@ class GroupGenerator:
     ) -> tuple[list[Group], dict[str, int]]:
         """Each problem's completions as a scored group, and failed verdicts by kind (see `rewards.Scores.errors`)."""
         flat = [c for group in completions for c in group]
-        spoken = (c.tokens[:-1] if c.finish_reason == "stop" else c.tokens for c in flat)
-        texts = [self._decode(tokens.tolist()) for tokens in spoken]
+        texts = [shown(c, self._decode) for c in flat]
         scores = self._scorer(
             [p for p, group in zip(problems, completions, strict=True) for _ in group],
-            texts,
+            [last_turn(c, self._decode) if c.turns else text for c, text in zip(flat, texts, strict=True)],
             [c.finish_reason for c in flat],
-            [len(c.tokens) for c in flat],
+            [int(c.sampled.sum()) for c in flat],
+            **({"turns": [c.turns for c in flat]} if self._play else {}),
         )
         rewards = np.asarray(scores.rewards, np.float32)
         accuracy = np.asarray(scores.accuracy, np.float32)

@@ -14,6 +14,7 @@ from rpg_jax.data import Group, RolloutBatch
 from rpg_jax.losses import Metrics
 from rpg_jax.training.collect import Collector
 from rpg_jax.training.measures import Clock, step_metrics
+from rpg_jax.training.objective import Advantages
 from rpg_jax.training.reference import Reference
 from rpg_jax.training.state import TrainState
 from rpg_jax.training.step import Programs
@@ -30,21 +31,23 @@ class Algorithm:
     Attributes:
       collector: rollouts, scores and dynamic sampling; remembers the groups that it carries over.
       pack: groups and a number of mini-batches -> micro-batches.
-      advantages: f32[P, G] of a batch with its log-probs; None if a critic estimates them.
+      advantages: of a batch with its log-probs, see `advantages_fn`; None if a critic estimates them.
       programs: the jitted log-prob pass and update.
       reference: the KL anchor; remembers when it moved.
       updates_per_step, epochs: mini-batches of a rollout batch (one behaviour policy), and passes over it.
+      token_rewards: what each token of a batch's groups was paid, for a critic.
       after_updates: called with the step's number, batch and state while the batch exists; None for no call.
       beat: called whenever a program was launched or an update has ended.
     """
 
     collector: Collector
     pack: Callable[[Sequence[Group], int], Packed]
-    advantages: Callable[[Packed], np.ndarray] | None
+    advantages: Advantages | None
     programs: Programs
     reference: Reference
     updates_per_step: int
     epochs: int = 1
+    token_rewards: Callable[[Sequence[Group]], list[list[np.ndarray]]] | None = None
     after_updates: Callable[[int, Packed, TrainState], None] | None = None
     beat: Callable[[], None] = lambda: None
 
@@ -121,8 +124,8 @@ def add_advantages(a: Algorithm, batch: Packed, state: TrainState) -> Packed:
     """Adds advantages: from the rewards of a group or batch, or from a critic's values of the tokens."""
     if a.advantages is not None:
         return batch.add(advantages=batch.packing.scatter(a.advantages(batch)))
-    assert a.programs.baseline is not None, "without advantages there is a critic"
-    batch = batch.add(rewards=batch.packing.scatter(np.stack([g.rewards for g in batch.groups])))
+    assert a.programs.baseline is not None and a.token_rewards is not None, "without advantages there is a critic"
+    batch = batch.add(rewards=batch.packing.scatter(a.token_rewards(batch.groups)))
     advantages, returns, values = zip(*(a.programs.baseline(state.weights, b) for b in batch.batches), strict=True)
     return batch.add(advantages=advantages, returns=returns, values=values)
 

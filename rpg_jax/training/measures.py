@@ -1,5 +1,6 @@
 """The metrics of a step, and the guard that stops a run because of them."""
 
+import collections
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
@@ -11,6 +12,7 @@ from rpg_jax import losses
 from rpg_jax.training.collect import Collected, Sampled
 from rpg_jax.training.reference import Reference
 from rpg_jax.training.state import TrainState
+from rpg_jax.types import Turns
 
 
 class Clock:
@@ -57,18 +59,38 @@ def step_metrics(
 def sampling_metrics(collected: Collected) -> dict[str, float]:
     """Means over the generated completions, the accounting of groups, and completion lengths in tokens.
 
-    There are no means if the step generated nothing because all groups were carried over to it.
+    The length of a completion counts the tokens that the policy has sampled; see `conversation_metrics` for those of an
+    environment. There are no means if the step generated nothing because all groups were carried over to it.
     """
     generated = collected.generated
     completions = [c for g in generated for c in g.completions]
+    sampled = [int(c.sampled.sum()) for c in completions]
     means = {
         "reward": lambda: np.mean([g.rewards.mean() for g in generated]),
         "accuracy": lambda: np.mean([g.accuracy.mean() for g in generated]),
-        "completion_length": lambda: np.mean([len(c.tokens) for c in completions]),
+        "completion_length": lambda: np.mean(sampled),
         "truncated": lambda: np.mean([c.finish_reason == "length" for c in completions]),
     }
     values = {name: float(mean()) for name, mean in means.items()} if generated else {}
-    return values | {"completion_tokens": sum(len(c.tokens) for c in completions)} | collected.accounting()
+    values |= conversation_metrics([c.turns for c in completions if c.turns is not None])
+    return values | {"completion_tokens": sum(sampled)} | collected.accounting()
+
+
+def conversation_metrics(played: Sequence[Turns]) -> dict[str, float]:
+    """What happened between the policy and an environment; nothing without conversations.
+
+    turns: mean number of the policy's turns. observed_length: mean number of tokens that the environment wrote.
+    environment_failed: the share of conversations that a failure ended; `environment_errors/…` counts them by kind.
+    """
+    if not played:
+        return {}
+    errors = collections.Counter(turns.error for turns in played if turns.error is not None)
+    return {
+        "turns": float(np.mean([len(turns.rewards) for turns in played])),
+        "observed_length": float(np.mean([turns.observed.sum() for turns in played])),
+        "environment_failed": errors.total() / len(played),
+        **{f"environment_errors/{kind}": count for kind, count in sorted(errors.items())},
+    }
 
 
 @dataclasses.dataclass

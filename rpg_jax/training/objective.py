@@ -12,6 +12,7 @@ import numpy as np
 from rpg_jax import losses, masking
 from rpg_jax.data import Group, RolloutBatch
 from rpg_jax.losses import Metrics
+from rpg_jax.training.credit import returns
 from rpg_jax.training.critic import Critic
 from rpg_jax.types import Batch
 
@@ -35,26 +36,52 @@ def mean_fn(aggregate: str, constant_length: int | None) -> losses.Mean:
     return lambda values, batch: losses.aggregate(values, batch, aggregate, constant_length)
 
 
+Advantages = Callable[[RolloutBatch[Group]], np.ndarray | list[list[np.ndarray]]]
+"""A batch with its log-probs -> for each prompt and completion a number, or f32[n], one a token."""
+
+
 def advantages_fn(
-    advantage: str, loss: str, part_weights: Sequence[float] = (), **hyperparameters: Any
-) -> Callable[[RolloutBatch[Group]], np.ndarray]:
-    """Advantages f32[P, G] from the rewards of a batch that has its log-probs; `part_weights` are those of the parts.
+    advantage: str,
+    loss: str,
+    part_weights: Sequence[float] = (),
+    *,
+    credit: str = "completion",
+    environment_weight: float = 0.0,
+    **hyperparameters: Any,
+) -> Advantages:
+    """Advantages from the rewards of a batch; `part_weights` are those of the rewards' parts.
 
     For RPG of completions they hold the leave-one-out baseline of the KL too: micro-batches may split a group.
+
+    Args:
+      credit: "completion", or "turn" for advantages of turns (`losses.turn_advantages` of `credit.returns`).
+      environment_weight: of the environment's part of the reward; only "turn" reads it.
     """
 
-    def advantages(batch: RolloutBatch[Group]) -> np.ndarray:
+    def of_rewards(batch: RolloutBatch[Group]) -> np.ndarray | list[list[np.ndarray]]:
+        if credit == "turn":
+            of_turns = losses.turn_advantages(advantage, [returns(g, environment_weight) for g in batch.groups])
+            return [
+                [own[c.turn_numbers] for own, c in zip(of_group, g.completions, strict=True)]
+                for of_group, g in zip(of_turns, batch.groups, strict=True)
+            ]
         rewards = np.stack([g.rewards for g in batch.groups])
         trained = np.array(batch.packing.trained, np.int32)
         known = [g.parts for g in batch.groups if g.parts is not None]
         parts = np.stack(known) if known else None
         found = losses.advantages(advantage, rewards, lengths=trained, parts=parts, part_weights=part_weights)
-        result = np.asarray(found)
+        return np.asarray(found)
+
+    def advantages(batch: RolloutBatch[Group]) -> np.ndarray | list[list[np.ndarray]]:
+        result = of_rewards(batch)
         if loss != "rpg" or hyperparameters.get("level", "token") != "sequence":
             return result
         log_ratios = [b.known("behaviour_logprobs") - b.known("ref_logprobs") for b in batch.batches]
-        sums = np.array([[np.sum(x) for x in own] for own in batch.packing.gather(log_ratios)], np.float32)
-        return result + np.asarray(losses.kl_baseline(jnp.asarray(sums), **hyperparameters))
+        sums = np.array([[np.sum(x) for x in own] for own in batch.of_sampled(log_ratios)], np.float32)
+        baseline = np.asarray(losses.kl_baseline(jnp.asarray(sums), **hyperparameters))
+        if isinstance(result, np.ndarray):
+            return result + baseline
+        return [[x + b for x, b in zip(*pair, strict=True)] for pair in zip(result, baseline, strict=True)]
 
     return advantages
 

@@ -6,7 +6,14 @@ import numpy as np
 
 from rpg_jax import data
 from rpg_jax.data.groups import Group, decode_groups, encode_groups, groups_from_bytes, groups_to_bytes
-from rpg_jax.types import Completion
+from rpg_jax.types import Completion, Turns
+
+
+def turns_of(rng, length):
+    """Of a conversation: observations anywhere but at its ends, and what a float32 can be."""
+    observed = rng.integers(0, 2, length) == 1
+    observed[[0, -1]] = False
+    return Turns(observed, np.float32([0.1, -0.0, 1e-42, np.inf])[: length % 5], "timeout" if length % 2 else None)
 
 
 def make_groups(seed=0, count=5, carried=False):
@@ -20,6 +27,7 @@ def make_groups(seed=0, count=5, carried=False):
                 rng.normal(size=n).astype(np.float32),
                 "stop" if n % 2 else "length",
                 p,
+                turns=turns_of(rng, n) if n > 2 else None,
             )
             for n in lengths
         ]
@@ -47,6 +55,10 @@ def test_pending_groups_are_the_same_bits_after_a_checkpoint():
         assert (a.problem, a.texts) == (b.problem, b.texts)
         for x, y in zip(a.completions, b.completions, strict=True):
             assert (x.finish_reason, x.weight_version) == (y.finish_reason, y.weight_version)
+            assert (x.turns is None) == (y.turns is None)
+            if x.turns is not None:
+                assert x.turns.error == y.turns.error and x.turns.rewards.tobytes() == y.turns.rewards.tobytes()
+                assert y.turns.observed.dtype == bool and (x.turns.observed == y.turns.observed).all()
         arrays = [[g.prompt, g.rewards, g.accuracy, g.parts, *g.behaviour_logprobs, *(c.tokens for c in g.completions),
                    *(c.logprobs for c in g.completions)] for g in (a, b)]  # fmt: skip
         for x, y in zip(*arrays, strict=True):

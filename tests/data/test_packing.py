@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpg_jax.data import RowShape, pack
-from rpg_jax.types import Completion
+from rpg_jax.types import Completion, Turns
 
 
 class Prompted(NamedTuple):
@@ -49,6 +49,26 @@ def test_a_row_is_prompt_then_completion_then_padding():
     assert rows.mask.tolist() == [[1, 1, 1, 0]]
     np.testing.assert_array_equal(packed.batches[0].sampler_logprobs, np.float32([[-0.3, -0.4, -0.1, 0]]))
     assert packed.packing.scatter([[0.5]])[0].tolist() == [[0.5, 0.5, 0.5, 0]]
+
+
+def conversation(tokens, observed, finish_reason="stop"):
+    one = completion(tokens, finish_reason)
+    return dataclasses.replace(one, turns=Turns(np.isin(one.tokens, observed), np.zeros(2, np.float32)))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_tokens_that_an_environment_wrote_are_read_and_not_trained(packed):
+    groups = [group([7], conversation([3, 5, 6, 4], [5, 6]), conversation([2, 8, 2], [8], "length"))]
+    shape = RowShape(1, 9, 7, packed) if packed else RowShape(2, 5, 4)
+    made = pack(groups, shape)
+    without = pack([group([7], [3, 5, 6, 4], completion([2, 8, 2], "length"))], shape)
+    assert made.packing.trained == [[2, 2]]
+    for batch, plain in zip(made.batches, without.batches, strict=True):
+        assert batch.rows.mask.tolist() == (plain.rows.mask * ~np.isin(plain.rows.targets, [5, 6, 8])).tolist()
+        for name in ("tokens", "positions", "segment_ids", "predictors", "targets", "completion_ids"):
+            np.testing.assert_array_equal(getattr(batch.rows, name), getattr(plain.rows, name), err_msg=name)
+    cut = pack(groups, shape, mask_truncated=True)
+    assert cut.packing.trained == [[2, 0]] and sum(b.rows.mask.sum() for b in cut.batches) == 2
 
 
 def completions_of(packed, values):

@@ -12,6 +12,7 @@ import sys
 import threading
 
 from rpg_jax import train
+from rpg_jax.environments.player import Player
 from rpg_jax.runs import evaluation
 from rpg_jax.runs.session import Session
 from rpg_jax.storage.checkpoints import Checkpoints
@@ -29,10 +30,11 @@ POINTS = {
     "sync": (Collector, "sync"),
     "journal": (_Writer, "_write"),
 }
+WITH_TURNS = POINTS | {"turn": (Player, "respond")}
 
 
 def arm(point, call, delay, number):
-    owner, name = POINTS[point]
+    owner, name = WITH_TURNS[point]
     original, left = getattr(owner, name), [call]
 
     @functools.wraps(original)

@@ -1,6 +1,7 @@
 """Real trainers with real workers on loopback: the same weights to the bit as without a fleet."""
 
 import re
+import subprocess
 
 import pytest
 
@@ -37,11 +38,23 @@ def test_two_workers_sample_what_the_trainer_alone_samples_and_the_weights_are_e
 
 
 @pytest.mark.slow
-def test_several_hosts_sample_ahead_of_training_through_a_fleet(tmp_path):
-    """A batch comes from the weights one step before; one process with a fleet trains on the same completions."""
+def test_several_hosts_sample_ahead_of_training_through_a_fleet(tmp_path, monkeypatch):
+    """A batch comes from the weights one step before; one process with a fleet trains on the same completions.
+
+    The hosts and the workers of the second fleet speak by TLS, with a key.
+    """
     settings = (*SETTINGS, "--config.train.steps=4", "--config.rollout.max_staleness=1", "--config.evaluation.every=2")
     settings += ("--config.mesh.replica=1", "--config.optimizer.learning_rate=1e-5")
     with_workers(tmp_path, 1, 1, *settings, "--config.mesh.fsdp=1", "--config.run.name=one")
+    command = (
+        "openssl req -x509 -newkey rsa:2048 -nodes -days 2 -subj /CN=rpg-fleet -addext subjectAltName=DNS:rpg-fleet"
+    )
+    files = {"-keyout": "PRIVATE_KEY", "-out": "CERTIFICATE"}
+    out = [word for flag, name in files.items() for word in (flag, str(tmp_path / name))]
+    subprocess.run([*command.split(), *out], check=True, capture_output=True)
+    for name in files.values():
+        monkeypatch.setenv(f"RPG_JAX_{name}", (tmp_path / name).read_text())
+    monkeypatch.setenv("RPG_JAX_API_KEY", "f0" * 16)
     with_workers(tmp_path, 2, 2, *settings, "--config.mesh.fsdp=2", "--config.run.name=two")
     assert samples(tmp_path / "one") == samples(tmp_path / "two")
 

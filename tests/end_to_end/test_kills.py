@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from tests.end_to_end.killed import POINTS
+from tests.end_to_end.conversing import FLAGS
+from tests.end_to_end.killed import POINTS, WITH_TURNS
 from tests.end_to_end.test_train import ROOT, checksum, command, environment, metrics, run
 
 KILLS = 30
@@ -23,18 +24,20 @@ SETTINGS = (
 
 
 @pytest.mark.soak  # a process and its compiled programs for every kill
-def test_thirty_kills_in_every_part_of_a_run_change_nothing(tmp_path):
-    straight = run(tmp_path, tmp_path / "straight", *SETTINGS)
+@pytest.mark.parametrize(("flags", "points"), [((), POINTS), (FLAGS, WITH_TURNS)], ids=["answers", "conversations"])
+def test_thirty_kills_in_every_part_of_a_run_change_nothing(tmp_path, flags, points):
+    straight = run(tmp_path, tmp_path / "straight", *SETTINGS, *flags)
     expected = metrics(tmp_path / "straight" / "r")
     rng, landed, rounds = random.Random(0), collections.Counter(), 0
-    while landed.total() < KILLS or min(landed[point, how] for point in POINTS for how in ("SIGKILL", "SIGTERM")) == 0:
+    while landed.total() < KILLS or min(landed[point, how] for point in points for how in ("SIGKILL", "SIGTERM")) == 0:
         rounds += 1
         runs, finished = tmp_path / f"round-{rounds}", False
         while not finished:
-            point = min(POINTS, key=lambda p: (sum(landed[p, how] for how in ("SIGKILL", "SIGTERM")), rng.random()))
+            point = min(points, key=lambda p: (sum(landed[p, how] for how in ("SIGKILL", "SIGTERM")), rng.random()))
             how = min(("SIGKILL", "SIGTERM"), key=lambda how: (landed[point, how], rng.random()))
-            arguments = [point, rng.randint(1, 4), rng.uniform(0, 0.05), int(signal.Signals[how])]
-            train = command(tmp_path, runs, *SETTINGS)
+            calls = 400 if point == "turn" else 4
+            arguments = [point, rng.randint(1, calls), rng.uniform(0, 0.05), int(signal.Signals[how])]
+            train = command(tmp_path, runs, *SETTINGS, *flags)
             done = subprocess.run(
                 [sys.executable, "-m", "tests.end_to_end.killed", *map(str, arguments), *train[3:]],
                 cwd=ROOT,

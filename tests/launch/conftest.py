@@ -75,5 +75,5 @@ def cloud(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(files, "commit", lambda: "0123456789abcdef")
     monkeypatch.setattr(preflight, "PYTHON", Path(sys.executable))
     monkeypatch.setattr(preflight, "resolve", _resolve)
-    monkeypatch.setattr(preflight, "tpu_compiler_is_installed", lambda: False)  # the question starts a Python with JAX
+    monkeypatch.setattr(preflight, "tpu_compiler_is_installed", lambda: False)  # a plan takes minutes
     return Cloud(tmp_path, capsys)

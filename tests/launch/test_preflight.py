@@ -13,6 +13,7 @@ from cloud import accelerators, extras, files, preflight, reach
 from cloud.errors import LaunchError
 from cloud.job import make_job
 from rpg_jax import planning
+from rpg_jax.planning import tpu_compiler
 
 TPU = "--type=v5p-16 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b"
 TRAINER = "-- --config=configs/tiny.py --config.mesh.fsdp=-1"
@@ -164,6 +165,7 @@ def named(**fields):
         "model": {"path": "Qwen/Qwen3-4B", "tokenizer": None},
         "task": {"train": "dapo-math-17k", "held_out_sets": "AIME24=hf:owner/name/default/train"},
         "rewards": {"parts": "math_dapo:1,format:0.1"},
+        "environment": {"name": None},
     }
     for name, value in fields.items():
         group, field = name.split("_", 1)
@@ -181,6 +183,7 @@ def named(**fields):
         {"task_train": None, "task_held_out_sets": None},
         {"task_train": "in_git.jsonl,reasoning_gym:countdown", "task_held_out_sets": "own=in_git.jsonl"},
         {"rewards_parts": "rewards:score:0.5,format:0.1"},
+        {"rewards_parts": None, "environment_name": "guessing"},
     ],
 )
 def test_what_workers_have_passes(repository, fields):
@@ -197,6 +200,7 @@ def test_what_workers_have_passes(repository, fields):
         ({"task_held_out_sets": "own={here}/made.jsonl"}, "task.held_out_sets=own=.*made.jsonl is a file"),
         ({"task_train": "elsewhere.parquet"}, "task.train=elsewhere.parquet is a file of this machine"),
         ({"rewards_parts": "mine:score"}, "mine is not in git; make it mine.py .* and git add mine.py"),
+        ({"environment_name": "mine:Game"}, "environment.name=mine:Game: .* git add mine.py"),
         ({"rewards_parts": "some.package:score:1,format:0.1"}, "some.package is not in git; make it some/package.py"),
     ],
 )
@@ -234,6 +238,14 @@ def test_the_plan_is_asked_and_its_answer_shown(cloud, monkeypatch, tmp_path):
     found = {"fits": False, "programs": {"decode": {"fits": False}}, "smallest_change": {"rollout.slots": 64}}
     with pytest.raises(LaunchError, match=r"decode would not fit v5p:2x2x2\*2; rollout.slots=64 would fit; --no-plan"):
         planned(f"print({json.dumps(json.dumps(found))}); sys.exit(1)")
+
+
+def test_the_compiler_is_looked_for_where_the_plan_looks(monkeypatch, tmp_path):
+    monkeypatch.setattr(preflight, "PYTHON", Path(sys.executable))
+    assert preflight.tpu_compiler_is_installed() == (tpu_compiler.library() is not None)
+    (tmp_path / "libtpu.py").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert preflight.tpu_compiler_is_installed()
 
 
 def test_rows_divide_over_the_data_axes():

@@ -90,8 +90,8 @@ def expected_gradient(case_, length, **hyperparameters):
     return gradients_of(length, **hyperparameters)(*case_)[1]
 
 
-@functools.partial(jax.jit, static_argnums=(0, 2))
-def exact_gradient(divergence, case_, length):
+@functools.partial(jax.jit, static_argnums=(0, 2, 3))
+def exact_gradient(divergence, case_, length, logprobs=logprobs):
     """−∇J of the completions' objective."""
     theta, _, ref, rewards = case_
     q = jnp.exp(jnp.sum(ref, axis=1))
@@ -117,6 +117,79 @@ def test_the_product_weight_is_exact_for_completions(divergence, length=4):
         for options in (OFFLINE, OFFLINE | {"estimator": "differentiable"}, chain):
             got = expected_gradient(case_, length, divergence=divergence, **options)
             np.testing.assert_allclose(got, exact, **EXACT, err_msg=f"{policy} {reference} {options}")
+
+
+def with_environment(theta, length):
+    """`logprobs` of conversations: every second token is drawn by an environment, which may end one too."""
+    _, nodes, mask, _ = tree(length)
+    answers = np.unique(nodes[:, 1::2][mask[:, 1::2] == 1])
+    table = np.random.default_rng(1).normal(0, 1, (len(answers), ACTIONS))
+    return logprobs(theta.at[answers].set(table), length)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("divergence", ORACLES)
+def test_the_product_weight_is_exact_for_conversations(divergence, length=5):
+    theta, old, ref, rewards = (jnp.asarray(np.random.default_rng(i).normal(0, 0.7, (31, ACTIONS))) for i in range(4))
+    old, ref, rewards = with_environment(old, length), with_environment(ref, length), rewards.ravel()[: len(tree(5)[0])]
+    mask = tree(length)[2] * (np.arange(length) % 2 == 0)
+    exact = exact_gradient(divergence, (theta, old, ref, rewards), length, with_environment)
+
+    @jax.jit
+    def expected(theta):
+        """The mean of the gradient over conversations of π_old, for both levels."""
+        unknown = jnp.where(mask, 0, jnp.nan)  # nobody knows how likely an environment's tokens are
+        columns = {"behaviour_logprobs": old + unknown, "ref_logprobs": ref + unknown, "advantages": rewards}
+        columns |= {"mask": mask, "sampler_logprobs": None, "completion_ids": None}
+
+        def loss(theta, options):
+            tokens = checked(logprobs=with_environment(theta, length) + unknown, **columns)
+            values = token_loss("rpg", tokens, divergence=divergence, **options).values
+            return jnp.exp(jnp.sum(old, axis=1)) @ jnp.sum(values * mask, axis=1)
+
+        chain = dict(OFFLINE, level="to_go", trace_decay=1.0, trace_cap=float("inf"))
+        return [jax.grad(loss)(theta, options) for options in (OFFLINE, chain)]
+
+    for got in expected(theta):
+        np.testing.assert_allclose(got, exact, **EXACT)
+    assert np.max(np.abs(exact)) > 0.01
+
+
+@pytest.mark.slow
+def test_the_advantages_of_turns_have_the_expected_gradient_of_all_rewards(length=5):
+    """Every pair of conversations is a group; a turn is paid by what has been said so far."""
+    rng, (actions, nodes, mask, prefixes) = np.random.default_rng(7), tree(length)
+    theta, paid = jnp.asarray(rng.normal(0, 0.7, (prefixes, ACTIONS))), rng.normal(0, 1, (prefixes, ACTIONS))
+    mask = mask * (np.arange(length) % 2 == 0)
+    rewards = paid[nodes, actions] * mask
+    returns = [own[row == 1] for own, row in zip(np.cumsum(rewards[:, ::-1], axis=1)[:, ::-1], mask, strict=True)]
+    i, j = (x.ravel() for x in np.indices((len(mask), len(mask))))
+    members = np.stack([i, j], axis=1).ravel()
+    found = losses.turn_advantages("leave_one_out", [[returns[a], returns[b]] for a, b in zip(i, j, strict=True)])
+    advantages = np.zeros((len(members), length))
+    advantages[mask[members] == 1] = np.concatenate([own for group in found for own in group])
+    probabilities = jnp.exp(jnp.sum(with_environment(theta, length), axis=1))
+
+    def loss(x):
+        new = with_environment(x, length)
+        tokens = checked(
+            logprobs=new[members],
+            behaviour_logprobs=with_environment(theta, length)[members],
+            advantages=advantages,
+            mask=mask[members],
+            ref_logprobs=None,
+            sampler_logprobs=None,
+            completion_ids=None,
+        )
+        values = token_loss("rpg", tokens, clip="none", kl_coef=0.0).values
+        return 0.5 * jnp.sum((probabilities[i] * probabilities[j]).repeat(2)[:, None] * values)
+
+    def objective(x):
+        return -jnp.exp(jnp.sum(with_environment(x, length), axis=1)) @ rewards.sum(axis=1)
+
+    exact = jax.grad(objective)(theta)
+    np.testing.assert_allclose(jax.jit(jax.grad(loss))(theta), exact, rtol=0, atol=1e-7)  # advantages are f32
+    assert np.max(np.abs(exact)) > 0.1
 
 
 @pytest.mark.parametrize("divergence", ("rkl", "urkl"))
@@ -261,14 +334,20 @@ def test_packing_padding_and_split_groups_change_nothing(level, weight):
     arrays["advantages"] = np.broadcast_to(np.asarray(rewards)[:, None], mask.shape)
     grouped = {"group_ids": groups} if level == "sequence" else {}
 
-    def gradient(arrays, **more):
-        def loss(x):
-            return losses.policy_loss("rpg", **arrays | {"logprobs": x}, **more, **options)[0]
+    @jax.jit
+    def gradient_of(arrays):
+        return jax.grad(lambda x: losses.policy_loss("rpg", **arrays | {"logprobs": x}, **options)[0])(
+            arrays["logprobs"]
+        )
 
-        return jax.jit(jax.grad(loss))(jnp.asarray(arrays["logprobs"]))
+    def gradient(arrays, **more):
+        return gradient_of(jax.tree.map(jnp.asarray, arrays | more))
 
     plain = gradient(arrays, **grouped)
     assert np.all((np.asarray(plain) != 0) == (mask != 0)), "every trained token has a gradient, no other one has"
+    behind = np.argsort(mask == 0, axis=1, kind="stable")  # the observation is behind the last action, as padding is
+    cut = gradient({name: np.take_along_axis(np.asarray(x), behind, 1) for name, x in arrays.items()}, **grouped)
+    np.testing.assert_allclose(cut, np.take_along_axis(plain, behind, 1), **EXACT)
     rows = {name: packed(x, length) for name, x in arrays.items()}
     packed_groups = {"group_ids": packed(np.repeat(groups[:, None], length, 1), length)} if grouped else {}
     got = gradient(rows, completion_ids=packed(ids, length), **packed_groups)

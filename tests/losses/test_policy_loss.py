@@ -79,6 +79,33 @@ def test_packing_leaves_loss_and_gradient_unchanged(batch):
     assert_same(found, with_gradients(every_aggregate(batch), lambda gradient: gradient), **ROUNDING)
 
 
+EVERY = [
+    *((name, {}) for name in NAMES),
+    *(("rpg", dict(level=level, weight="product")) for level in ("sequence", "to_go")),
+    *(("rpg", dict(sampler_correction=kind)) for kind in SAMPLER_CORRECTIONS),
+    *(("ppo", dict(aggregate=kind, constant_length=10.0)) for kind in AGGREGATES),
+]
+
+
+@pytest.mark.slow
+def test_a_conversation_has_the_loss_of_its_turns_without_what_was_said_between_them(batch, x64):
+    """Rows of six tokens, of which every row has two or three, against rows where the others are behind the end."""
+    kept = np.array([[1, 0, 0, 1, 0, 1], [1, 1, 0, 0, 1, 0], [1, 0, 1, 0, 1, 0], [1, 0, 0, 0, 0, 1]]) > 0
+    order = np.argsort(~kept, axis=1, kind="stable")
+    whole = {key: jnp.asarray(x, float) for key, x in batch.items()} | {"mask": jnp.asarray(kept)}
+    whole["sampler_logprobs"] = whole["behaviour_logprobs"] + 0.0003 * whole["ref_logprobs"]  # within all bounds
+    cut = {key: jnp.take_along_axis(x, jnp.asarray(order), 1) for key, x in whole.items()}
+
+    @jax.jit
+    def every_case(batch):
+        return [run(name, batch, **options) for name, options in EVERY]
+
+    for case, long, short in zip(EVERY, every_case(whole), every_case(cut), strict=True):
+        at_kept = np.take_along_axis(np.asarray(long[3]), order, 1)
+        assert_same((*long[:3], at_kept), short, rtol=1e-12, atol=1e-14), case  # float64, sums in other orders
+        assert np.any(at_kept), case
+
+
 @pytest.mark.parametrize(
     ("name", "options"),
     [

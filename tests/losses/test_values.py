@@ -5,11 +5,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rpg_jax.losses import explained_variance, gae, merge, rewards_at_the_end, value_loss, value_metrics
+from rpg_jax.losses import explained_variance, gae, merge, value_loss, value_metrics
 
-# Three completions packed in the first row, one in the second, none in the third.
-IDS = np.array([[1, 1, 1, 2, 3, 3, 3, 0], [1, 1, 1, 1, 1, 0, 0, 0], [0] * 8])
-MASK = (IDS > 0).astype(np.float32)
+# Three completions packed in the first row, one in the second, none in the third. Some have tokens of an environment.
+IDS = np.array([[1, 1, 1, 2, 3, 3, 3, 0], [1, 1, 1, 1, 1, 1, 0, 0], [0] * 8])
+MASK = np.float32([[1, 0, 1, 1, 1, 1, 1, 0], [1, 0, 0, 1, 1, 0, 0, 0], [0] * 8])
 
 
 def inputs(seed=0):
@@ -27,21 +27,21 @@ def recursion(rewards, values, gamma, lam):
 
 
 @pytest.mark.parametrize(("gamma", "lam"), [(1, 1), (0.9, 0.95), (0.97, 0), (0, 0.5), (1, 0.3)])
-def test_gae_is_the_plain_recursion_of_every_packed_completion(x64, gamma, lam):
+def test_gae_is_the_plain_recursion_of_every_packed_completion_without_what_does_not_count(x64, gamma, lam):
     rewards, values = inputs()
     found, returns = gae(jnp.asarray(rewards), jnp.asarray(values), MASK, IDS, gamma=gamma, gae_lambda=lam)
     for row in range(3):
         for completion in set(IDS[row]) - {0}:
-            own = IDS[row] == completion
+            own = (IDS[row] == completion) & (MASK[row] > 0)
             expected = recursion(rewards[row, own], values[row, own], gamma, lam)
             np.testing.assert_allclose(found[row, own], expected, rtol=1e-12, atol=1e-13)  # another order of sums
             np.testing.assert_allclose(returns[row, own], expected + values[row, own], rtol=1e-12, atol=1e-13)
-    assert not np.any(np.asarray(found)[IDS == 0]) and not np.any(np.asarray(returns)[IDS == 0])
+    assert not np.any(np.asarray(found)[MASK == 0]) and not np.any(np.asarray(returns)[MASK == 0])
 
 
 def test_lambda_one_is_returns_minus_values_and_lambda_zero_the_one_step_error(x64):
     rewards, values = inputs()
-    own, n, gamma = slice(0, 5), 5, 0.9
+    own, n, gamma = MASK[1] > 0, 3, 0.9
     r, v = rewards[1, own], values[1, own]
     monte_carlo = [sum(gamma ** (u - t) * r[u] for u in range(t, n)) - v[t] for t in range(n)]
     one_step = r + gamma * np.append(v[1:], 0) - v
@@ -51,17 +51,9 @@ def test_lambda_one_is_returns_minus_values_and_lambda_zero_the_one_step_error(x
 
 
 def test_with_the_true_values_of_a_deterministic_end_the_advantages_vanish():
-    rewards = rewards_at_the_end(jnp.where(IDS > 0, 2.0, 0.0), MASK, IDS)
-    found = gae(rewards, jnp.full(IDS.shape, 2.0), MASK, IDS, gamma=1.0, gae_lambda=0.7)[0]
+    rewards = np.float32([[0, 0, 2, 2, 0, 0, 2, 0], [0, 0, 0, 0, 2, 0, 0, 0], [0] * 8])
+    found = gae(jnp.asarray(rewards), jnp.full(IDS.shape, 2.0), MASK, IDS, gamma=1.0, gae_lambda=0.7)[0]
     np.testing.assert_allclose(found, 0, atol=1e-6)  # f32
-
-
-def test_a_reward_counts_once_at_the_last_token_that_counts():
-    per_completion = jnp.asarray(IDS * 10.0)
-    found = rewards_at_the_end(per_completion, MASK, IDS)
-    np.testing.assert_array_equal(found[0], [0, 0, 10, 20, 0, 0, 30, 0])
-    np.testing.assert_array_equal(found[1], [0, 0, 0, 0, 10, 0, 0, 0])
-    np.testing.assert_array_equal(rewards_at_the_end(per_completion[1:2], MASK[1:2])[0], found[1])
 
 
 def test_packing_and_what_lies_under_the_mask_change_nothing():

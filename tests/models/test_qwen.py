@@ -86,6 +86,58 @@ def test_prefill_and_decode_equal_the_full_forward(family):
     np.testing.assert_array_equal(cache.lengths, lengths[::-1])
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def extend(graphdef, params, *inputs):
+    return nnx.merge(graphdef, params).extend(*inputs)
+
+
+@pytest.mark.parametrize("int8", [False, True], ids=["float", "int8"])
+def test_tokens_appended_to_slots_equal_the_full_forward(int8):
+    """Also beside the end of a cache, beyond which a padded piece would reach."""
+    graphdef, params = build(QWEN3)
+    tokens = random_tokens((3, 16))
+    full = forward(graphdef, params, tokens, *rows(tokens))
+    first, more = np.array([3, 8, 5]), np.array([4, 7, 0])
+    _, prefix = prefill(graphdef, params, tokens[:, :9], jnp.asarray(first))
+    cache = KVCache.empty(QWEN3, slots=5, capacity=16, int8=int8)
+    cache = jax.tree.map(lambda x: x if x.ndim == 1 else jnp.full_like(x, 9), cache)  # garbage is never read
+    slots = np.array([4, 1, 7])  # the third row is padding: its slot is out of range
+    for row in range(2):
+        cache = cache.insert(prefix, slots=int(slots[row]), row=row)
+
+    pieces = np.stack([np.pad(row[n : n + m], (0, 9 - m)) for row, n, m in zip(tokens, first, more, strict=True)])
+    hidden, grown = extend(graphdef, params, jnp.asarray(pieces), more, cache, slots, first)
+    close = dict(atol=0.05) if int8 else ROUNDING
+    np.testing.assert_allclose(hidden[:2], full[np.arange(2), (first + more - 1)[:2]], **close)
+    assert np.abs(hidden[0] - full[0, first[0]]).max() > 0.1, "the tolerance can tell one token from another"
+
+    lengths = jnp.zeros(5, jnp.int32).at[slots[:2]].set((first + more)[:2])
+    _, whole = prefill(graphdef, params, tokens, jnp.asarray(first + more))
+    for row in range(2):
+        n = first[row] + more[row]
+        a, b = grown.keys[:, slots[row], ..., :n], whole.keys[:, row, ..., :n]
+        a = a * grown.scales[0][:, slots[row], ..., :n] if int8 else a
+        np.testing.assert_allclose(a, b, **close)
+        np.testing.assert_array_equal(grown.keys[:, slots[row], ..., n:], cache.keys[:, slots[row], ..., n:])
+        np.testing.assert_array_equal(grown.values[:, slots[row], :, n:], cache.values[:, slots[row], :, n:])
+    others = np.array([0, 2, 3])
+    np.testing.assert_array_equal(grown.keys[:, others], cache.keys[:, others])
+    drawn = jnp.zeros(5, jnp.int32).at[slots[:2]].set(tokens[np.arange(2), (first + more)[:2]])
+    hidden, _ = decode(graphdef, params, drawn, dataclasses.replace(grown, lengths=lengths))
+    np.testing.assert_allclose(hidden[slots[:2]], full[np.arange(2), (first + more)[:2]], **close)
+
+
+def test_a_slot_that_is_not_active_keeps_its_entries():
+    graphdef, params = build(QWEN3)
+    _, prefix = prefill(graphdef, params, random_tokens((2, 4)), jnp.array([4, 2]))
+    cache = KVCache.empty(QWEN3, slots=2, capacity=8).insert(prefix, slots=0).insert(prefix, slots=1, row=1)
+    module = nnx.merge(graphdef, params)
+    _, grown = jax.jit(lambda c: module.decode(jnp.array([3, 3]), c, active=jnp.array([False, True])))(cache)
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[:, 0], b[:, 0]), grown.keys, cache.keys)
+    np.testing.assert_array_equal(grown.values[:, 0], cache.values[:, 0])
+    assert (grown.keys[:, 1, ..., 2] != cache.keys[:, 1, ..., 2]).any()
+
+
 def test_one_prefix_fills_many_slots():
     graphdef, params = build(QWEN3)
     _, prefix = prefill(graphdef, params, random_tokens((2, 4)), jnp.array([4, 2]))
@@ -336,6 +388,28 @@ def test_weights_drawn_into_shardings_are_the_same_weights():
     _, params = models.init(QWEN3, shardings=placed)
     jax.tree.map(np.testing.assert_array_equal, params, models.init(QWEN3)[1])
     assert params["layers"]["mlp"]["gate"].sharding.spec == jax.sharding.PartitionSpec(None, "fsdp", "tensor")
+
+
+def test_tokens_are_appended_alike_on_a_mesh_over_slots_and_heads():
+    graphdef, params = build(QWEN3)
+    tokens, lengths = random_tokens((3, 4)), jnp.array([4, 2, 3])
+    _, prefix = prefill(graphdef, params, random_tokens((8, 4)), jnp.full(8, 4))
+    cache = KVCache.empty(QWEN3, 8, 16).insert(prefix, slots=jnp.arange(8))
+    inputs = tokens, lengths, cache, jnp.array([5, 0, 8]), jnp.array([4, 2, 4])
+    hidden, grown = extend(graphdef, params, *inputs)
+    mesh = parallel.make_mesh({"fsdp": 4, "tensor": 2})
+    placed = parallel.shardings(models.logical_axes(QWEN3), params, mesh)
+    caches = parallel.shardings(KVCache.logical_axes(), cache, mesh)
+    with parallel.activate(mesh):
+        program = jax.jit(
+            lambda params, *inputs: nnx.merge(graphdef, params).extend(*inputs),
+            in_shardings=(placed, None, None, caches, None, None),
+            out_shardings=(None, caches),
+        )
+        got, spread = program(params, *inputs)
+    np.testing.assert_allclose(got[:2], hidden[:2], **ROUNDING)  # the third row is padding
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **ROUNDING), spread, grown)
+    assert not np.array_equal(grown.keys[:, 5], cache.keys[:, 5])
 
 
 @pytest.mark.slow

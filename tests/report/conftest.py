@@ -23,8 +23,8 @@ class Letters:
         return "".join("" if i == 0 else self.texts[i - 1] for i in ids)
 
 
-def rollouts(step, *, groups, size, texts, prompt, tokens, seed=0):
-    """A rollout file: completion i of a group is right where i is odd, every fourth is cut off."""
+def rollouts(step, *, groups, size, texts, prompt, tokens, seed=0, turns=None):
+    """A rollout file: completion i of a group is right where i is odd, every fourth is cut off. All have `turns`."""
     rng = np.random.default_rng((seed, step))
     made, numbers = [], []
     for g in range(groups):
@@ -33,8 +33,9 @@ def rollouts(step, *, groups, size, texts, prompt, tokens, seed=0):
             ids = rng.integers(1, len(texts) + 1, tokens).astype(np.int32)
             ids[-1] = ids[-1] if i % 4 == 3 else 0
             completions.append(
-                Completion(ids, np.full(tokens, -1, np.float32), "length" if i % 4 == 3 else "stop", step)
-            )
+                Completion(ids, np.full(tokens, -1, np.float32), "length" if i % 4 == 3 else "stop", step,
+                           turns=turns)
+            )  # fmt: skip
         accuracy = (np.arange(size) % 2).astype(np.float32)
         made.append(Group(Problem(g, prompt.format(g), "7", "t"), np.array([1]), completions, [], accuracy, accuracy))
         values = {

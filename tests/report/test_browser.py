@@ -9,9 +9,11 @@ import json
 import shutil
 import time
 
+import numpy as np
 import pytest
 
 from rpg_jax.report import page
+from rpg_jax.types import Turns
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 DRIVER = shutil.which("chromedriver")
@@ -245,6 +247,30 @@ def test_it_fits_both_widths_and_follows_the_colour_scheme(opened):
     opened.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     opened.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
     assert len(set(colours)) == 2
+
+
+def test_a_conversation_shows_its_turns_and_what_the_environment_wrote_in_grey(driver, leave_run, tmp_path):
+    turns = Turns(np.array([0, 0, 1, 1, 0, 0]) == 1, np.float32([0.25, -1]), "timeout")
+    texts = ["<tool_call>x</tool_call>", "b"]
+    found = Page(driver, page.write_page([leave_run(tmp_path / "a", turns=turns, texts=texts)], tmp_path / "r.html"))
+    assert [mark.text for mark in found.all(".chosen .turn")] == ["turn 1 · reward 0.25", "environment",
+                                                                  "turn 2 · reward −1.00"]  # fmt: skip
+    assert [t.get_attribute("data-token") for t in found.all(".chosen .token.observed")] == ["2", "3"]
+    facts = found.text(".chosen .facts")
+    assert found.text("#list .row > :nth-child(4)") == "4", "tokens of the policy"
+    assert "4 tokens" in facts and "2 turns" in facts and "environment failed: timeout" in facts and "NaN" not in facts
+    calls = found.run("return [...document.querySelectorAll('.token.call')].map(t => t.innerText)")
+    assert set(calls) == {"<tool_call>x</tool_call>"}
+    found.run("document.querySelector('#list').focus()")
+    found.press("ENTER", "ARROW_RIGHT", "ARROW_RIGHT")
+    assert found.focused() == "2", "over the mark between them"
+    assert "OBSERVED" in found.text(".strip").upper() and "NaN" not in found.text("main")
+    found.choose("colour", "clip state")
+    assert "written by the environment" in found.text("#scale") and len(found.all(".chosen .token.observed")) == 2
+    found.choose("sort", "largest gap")
+    found.click("#worst .jump")
+    found.until("return document.activeElement.dataset.token !== undefined")
+    assert found.focused() not in ("2", "3") and found.trouble() == ([], [])
 
 
 def test_scripts_in_prompts_completions_and_names_are_text(driver, leave_run, tmp_path):

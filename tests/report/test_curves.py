@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from rpg_jax.report.curves import HELD_OUT, LINE, PANELS, draw_curves, smooth
+from rpg_jax.report.curves import CONVERSATION_PANELS, HELD_OUT, LINE, PANELS, draw_curves, smooth
 
 FULL = {panel.key: 0.01 for panel in PANELS}
 
@@ -31,6 +31,12 @@ def test_every_panel_draws_its_metric(tmp_path):
         fewer = {key: value for key, value in FULL.items() if key != panel.key}
         without = draw_curves(log(tmp_path / panel.key, [{"step": s, **fewer} for s in (1, 2, 3)]))
         assert pixels(without, LINE) < complete, panel.key
+
+
+def test_a_run_with_an_environment_has_a_line_of_panels_more(tmp_path):
+    turns = {panel.key: 2.0 for panel in CONVERSATION_PANELS}
+    drawn = draw_curves(log(tmp_path / "turns", [{"step": s, **turns} for s in (1, 2)]))
+    assert imread(drawn).shape[0] == 3 * 2.9 * 150 and pixels(drawn, LINE) > 0, "the other panels are empty"
 
 
 def test_held_out_accuracy_appears_once_there_is_an_evaluation(tmp_path):

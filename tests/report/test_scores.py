@@ -50,6 +50,12 @@ def test_training_notes_the_same_scores():
     assert noted["k"] == 4 and noted["completion_length"] == 37 / 8 and noted["truncated"] == 1 / 8
 
 
+def test_conversations_say_how_long_they_are_and_how_often_the_environment_failed():
+    turns = [{"rewards": [0.0] * (1 + i % 2), "error": "timeout" if i == 3 else None} for i in range(8)]
+    noted = scores.metrics([r | {"turns": t} for r, t in zip(RECORDS, turns, strict=True)])
+    assert (noted["turns"], noted["failed"]) == (1.5, 1 / 8) and "turns" not in scores.metrics(RECORDS)
+
+
 def test_problems_with_different_numbers_of_completions_are_weighed_equally():
     summary = scores.summarise(RECORDS[:6])
     assert list(summary["scores"]) == ["Mean@2–4", "pass@1", "pass@2", "maj@2–4"]

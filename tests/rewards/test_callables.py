@@ -32,6 +32,14 @@ def test_a_function_is_called_here_and_its_failures_are_counted():
     assert [*scores.parts] == [f"{HERE}:close", "exact"]
 
 
+def test_a_failure_is_never_right_where_right_begins_below_zero():
+    def distance(completion, answer, prompt):
+        return -abs(int(completion) - int(answer))
+
+    scores = scored(distance, ["4", "3", "?"], right_above=-0.5)
+    assert scores.accuracy.tolist() == [1, 0, 0] and scores.failures == [None, None, "error"]
+
+
 def test_async_calls_run_together_where_a_loop_is_running_and_a_late_one_is_cancelled():
     everyone, cancelled = asyncio.Barrier(3), []
 

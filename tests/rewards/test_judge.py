@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import socket
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -124,6 +125,47 @@ def test_a_busy_server_is_asked_again_and_one_that_refuses_is_not(served):
     url, bodies = served(lambda body, n: (401, {}))
     assert judged(url, items(1))[0] == [(None, "status")] and len(bodies) == 1
     assert judged("http://127.0.0.1:9", items(1), attempts=2)[0] == [(None, "unreachable")]
+
+
+def test_the_key_goes_to_no_other_host_and_into_no_message(served, monkeypatch):
+    monkeypatch.setenv("JUDGE_API_KEY", "secret\n")
+    other, _ = served(lambda body, n: (200, chat("5")))
+    url, bodies = served(lambda body, n: (302, {}))
+    judge = Judge(Server(url=url))
+    monkeypatch.setattr(BaseHTTPRequestHandler, "end_headers", with_location(f"{other}/x"))
+    [verdict] = judge.run(items(1))
+    assert (verdict.error, verdict.detail) == ("status", "HTTP 302: {}"), "not what the other host says"
+    assert bodies[0]["key"] == "Bearer secret"
+    judge.close()
+    url, _ = served(lambda body, n: (401, {"message": "Bearer secret is wrong"}))
+    judge = Judge(Server(url=url))
+    [verdict] = judge.run(items(1))
+    assert verdict.detail == 'HTTP 401: {"message": "Bearer … is wrong"}'
+    judge.close()
+
+
+def with_location(url, end_headers=BaseHTTPRequestHandler.end_headers):
+    def ended(self):
+        self.send_header("Location", url)
+        end_headers(self)
+
+    return ended
+
+
+def test_an_error_whose_text_does_not_come_is_known_by_its_status():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer():
+            connection, _ = server.accept()
+            held.append(connection)
+            connection.recv(2**16)
+            connection.sendall(b"HTTP/1.1 401 No\r\nContent-Length: 9\r\n\r\n")
+
+        held = []
+        threading.Thread(target=answer, daemon=True).start()
+        found = judged(f"http://127.0.0.1:{server.getsockname()[1]}", items(1), deadline_seconds=0.2)[0]
+    held[0].close()
+    assert found == [(None, "status")]
 
 
 @pytest.mark.parametrize("reply", [b"{", {"scores": [1.0]}, {"scores": [1, "x"]}, {"other": 1}])

@@ -62,6 +62,23 @@ def test_lists_of_different_lengths_are_refused():
         rewards.make_scorer("exact")([problem("1")], ["1", "1"], ["stop"], [1])
 
 
+def test_an_environments_reward_is_the_sum_of_its_turns_and_failing_never_pays():
+    paid = [SimpleNamespace(rewards=np.array(r, np.float32), error=e) for r, e in TURNS]
+    arguments = [problem("1")] * 4, ["1", "2", "1", "1"], ["stop"] * 4, [1] * 4
+    with rewards.make_scorer({"environment": 2.0, "exact": 0.5}) as scorer:
+        scores = scorer(*arguments, paid)
+        assert scores.rewards.tolist() == [2.5, -1.0, 0.5, -0.5]
+        assert scores.accuracy.tolist() == [1, 0, 0, 0]
+        assert scores.errors == {"timeout": 1, "crash": 1} and scores.failures == [None, None, "timeout", "crash"]
+        for nothing in (None, [None] * 4):
+            with pytest.raises(ValueError, match="needs completions that an environment played"):
+                scorer(*arguments, nothing)
+    assert not rewards.needs_answers({"environment": 1.0}) and rewards.needs_answers({"environment": 1.0, "exact": 1.0})
+
+
+TURNS = [([-0.5, 1.5], None), ([-0.5], None), ([1.0], "timeout"), ([-0.5], "crash")]
+
+
 def test_rewards_never_import_jax():
     code = "import sys, rpg_jax.rewards; sys.exit('jax' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

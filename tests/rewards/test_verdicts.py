@@ -34,14 +34,14 @@ BAD = {
 @pytest.mark.parametrize("value", GOOD, ids=repr)
 def test_numbers_of_every_kind_are_scores(value):
     assert checked_score(value) == float(value)
-    assert _judge(lambda: value, {"arguments": (), "options": {}}) == {"score": float(value)}
+    assert _judge(lambda: value, {"arguments": (), "options": {}, "returns": "score"}) == {"score": float(value)}
 
 
 @pytest.mark.parametrize("name", BAD)
 def test_what_is_no_score_is_an_error_of_its_own_kind(name, monkeypatch):
     with pytest.raises(BadScore):
         checked_score(BAD[name])
-    assert _judge(lambda: BAD[name], {"arguments": (), "options": {}})["error"] == "value"
+    assert _judge(lambda: BAD[name], {"arguments": (), "options": {}, "returns": "score"})["error"] == "value"
     monkeypatch.setattr(scorer.Verifier, "load", lambda self: lambda text, answer: BAD[name] if text == "bad" else 1.0)
     with make_scorer("exact") as scored:
         scores = scored([problem("1")] * 3, ["bad", "good", "good"], ["stop"] * 3, [1] * 3)

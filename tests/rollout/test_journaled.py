@@ -11,7 +11,7 @@ from rpg_jax.rollout import Request
 from rpg_jax.rollout.interface import Rollout
 from rpg_jax.rollout.journaled import JournaledRollout
 from rpg_jax.storage.journal import Journal
-from rpg_jax.types import Completion, Sampling
+from rpg_jax.types import Completion, Sampling, Turns
 
 PROMPTS = [np.arange(1, n, dtype=np.int32) for n in (3, 5, 2, 4)]
 REQUEST = Request(PROMPTS, [10, 11, 12, 13], group_size=2, sampling=Sampling(max_tokens=4), seed=1, step=6)
@@ -20,9 +20,10 @@ REQUEST = Request(PROMPTS, [10, 11, 12, 13], group_size=2, sampling=Sampling(max
 class Fake(Rollout):
     """Completes prompt p of step s with [p, s, seed, index]; counts what it samples."""
 
-    def __init__(self, version=3, checksum=0xAB, logprob=-1.0):
+    def __init__(self, version=3, checksum=0xAB, logprob=-1.0, error=None):
         self.weights = types.SimpleNamespace(version=version, checksum=lambda: checksum)
         self.logprob, self.sampled = logprob, []
+        self.turns = Turns(np.array([False, False, True, False]), np.ones(2, np.float32), error)
 
     def generate(self, request):
         groups = [[] for _ in request.prompts]
@@ -33,6 +34,7 @@ class Fake(Rollout):
                     np.full(4, self.logprob, np.float32),
                     "length",
                     self.weights.version,
+                    turns=self.turns,
                 )
                 for i in range(request.group_size)
             ]
@@ -96,6 +98,12 @@ def test_groups_of_another_driver_are_sampled_afresh(tmp_path):
 def test_a_group_that_stops_the_run_is_not_found_by_the_next(tmp_path):
     process(tmp_path, own=Fake(logprob=np.nan))
     assert process(tmp_path)[1] == [10, 11, 12, 13]
+
+
+@pytest.mark.parametrize(("error", "asked_again"), [("timeout", True), ("crash", True), ("error", False)])
+def test_a_failure_of_an_environment_that_may_be_chance_is_not_found_by_the_next(tmp_path, error, asked_again):
+    process(tmp_path, own=Fake(error=error))
+    assert process(tmp_path)[1] == ([10, 11, 12, 13] if asked_again else [])
 
 
 def test_with_enough_the_journal_serves_once_it_has_all_that_are_wanted(tmp_path):

@@ -13,7 +13,7 @@ import pytest
 from flax import nnx
 
 from rpg_jax import losses
-from rpg_jax.rollout import Decoding
+from rpg_jax.rollout import Decoding, RolloutError
 from rpg_jax.rollout.driver import make_rollout
 from rpg_jax.rollout.interface import Reply
 
@@ -108,10 +108,10 @@ def test_the_log_probs_are_those_of_one_forward_pass_over_the_whole_conversation
 @pytest.mark.parametrize(
     ("driver", "options"),
     [
-        ("lockstep", {"slots": 4}),
-        ("lockstep", {"slots": 4, "patience_s": 0.0, "environment": Echo(delay=0.005)}),
+        pytest.param("lockstep", {"slots": 4}, marks=pytest.mark.slow),
+        ("lockstep", {"patience_s": 0.0, "environment": Echo(delay=0.005)}),
         ("orchestrator", {}),
-        ("orchestrator", {"slots": 4, "patience_s": 0.0, "environment": Echo(delay=0.005)}),
+        ("orchestrator", {"patience_s": 0.0, "environment": Echo(delay=0.005)}),
     ],
     ids=["few slots", "lent slots", "orchestrator", "orchestrator, lent slots"],
 )
@@ -147,3 +147,37 @@ def test_an_environment_s_failure_ends_its_own_conversation(talk, spoken):
         assert [c.turns.error for c in group] == [None, "timeout", None, None]
         assert group[1].tokens.tolist() == expected[1].tokens[: len(group[1].tokens)].tolist()
         assert [c.tokens.tolist() for c in group[2:]] == [c.tokens.tolist() for c in expected[2:]]
+
+
+def test_a_rollout_that_is_closed_while_an_environment_hangs_leaves_no_caller_waiting(build, work, is_same, expected):
+    hung, asked = Future(), threading.Event()
+
+    class Hung(Echo):
+        def respond(self, *turn):
+            asked.set()
+            return hung
+
+    own = build("orchestrator")
+    request = dataclasses.replace(work, environment=Hung())
+    with ThreadPoolExecutor(1) as caller:
+        call = caller.submit(own.generate, request)
+        assert asked.wait(60)
+        own.close()
+        with pytest.raises(RolloutError, match="stopped"):
+            call.result(60)
+    assert is_same(own.generate(work), expected)
+
+
+@pytest.mark.parametrize("driver", ["lockstep", "orchestrator"])
+def test_conversations_that_are_not_wanted_any_more_free_their_slots(build, work, is_same, driver, expected):
+    """Half of the groups are enough; the environment never answers two of the others."""
+    hung: Future[Reply] = Future()
+
+    class Half(Echo):
+        def respond(self, place, index, *turn):
+            return hung if place in (2, 5) else super().respond(place, index, *turn)
+
+    own = build(driver)
+    groups = own.generate(dataclasses.replace(work, environment=Half(), enough=5))
+    assert sum(map(bool, groups)) == 5 and not groups[2] and not groups[5]
+    assert is_same(own.generate(work), expected)

@@ -60,7 +60,7 @@ def test_an_unknown_field_is_one_line_with_a_file_and_without(capsys, file):
         (["--config.lr=1e-4"], "no config field 'lr'; did you mean critic.learning_rate or optimizer."),
         (["--config.kl_coef=0"], "no config field 'kl_coef'; did you mean loss.kl_coef?"),
         (["--config.run=high"], "no config field 'run'; did you mean run."),
-        (["--config=configs/none.py"], "no config file 'configs/none.py'; there are configs/countdown.py, "),
+        (["--config=configs/none.py"], "no config file 'configs/none.py'; there are configs/calculator.py, "),
         (["--config=configs/small.py:tiny"], "configs/small.py: it has no variants, leave out ':tiny'"),
         (
             ["--config=configs/qwen3_4b_2k.py:small"],

@@ -11,20 +11,26 @@ from rpg_jax import data
 from rpg_jax.runs.algorithm import make_drift
 from rpg_jax.runs.drift import Drift
 from rpg_jax.runs.supervised import Example
-from rpg_jax.types import Completion
+from rpg_jax.types import Completion, Turns
 
 
 def test_the_kl_to_the_initial_policy_is_the_mean_log_ratio_of_completions():
-    """log π_θ(x_t) = −x_t under weights 1 and −3 x_t under the initial weights 3: a completion has Σ 2 x_t."""
-    tokens = [[[1, 2], [3]], [[4, 5, 6], [7]]]
-    groups = [
-        Example(np.ones(2, np.int32), [Completion(np.array(x, np.int32), np.zeros(len(x)), "stop", 0) for x in group])
-        for group in tokens
-    ]
+    """log π_θ(x_t) = −x_t under weights 1 and −3 x_t under the initial weights 3: a completion has Σ 2 x_t.
+
+    The tokens 9 are an environment's.
+    """
+    tokens = [[[1, 9, 2], [3]], [[4, 5, 9, 9, 6], [7]]]
+
+    def completion(x):
+        return Completion(
+            np.array(x, np.int32), np.zeros(len(x)), "stop", 0, turns=Turns(np.array(x) == 9, np.zeros(2))
+        )
+
+    groups = [Example(np.ones(2, np.int32), [completion(x) for x in group]) for group in tokens]
     drift = Drift(
         SimpleNamespace(restore=lambda number, like: 3.0),
         None,
-        lambda groups: data.pack(groups, data.RowShape(1, 12, 12, packed=True)),
+        lambda groups: data.pack(groups, data.RowShape(1, 16, 16, packed=True)),
         lambda weights, rows: (-weights * jnp.asarray(rows.targets, float), 0.5 * jnp.asarray(rows.targets, float)),
     )
     found = drift.metrics(groups, 1.0)

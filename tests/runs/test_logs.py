@@ -1,12 +1,15 @@
 """The log survives kills: incomplete lines vanish, rewinding drops exactly the steps to come."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rpg_jax.runs.logs import JsonLines
+from rpg_jax.report.run_files import read_metrics
+from rpg_jax.runs.logs import JsonLines, RunLog, told
+from rpg_jax.types import Completion, Turns
 
 WHOLE = '{"step": 4, "text": "Grüße, 数学\u2028 ∑"}\n'.encode()
 
@@ -36,11 +39,48 @@ def test_a_line_that_is_broken_in_the_middle_is_named_and_nothing_is_dropped(tmp
     assert path.read_bytes() == before
 
 
+def test_a_tracker_whose_server_is_away_ends_no_run_and_is_named_once(tmp_path, capsys):
+    class Away:
+        taken, is_away = [], True
+
+        def append(self, step, values):
+            if self.is_away:
+                raise ConnectionError("no route\nto the server")
+            self.taken.append(step)
+
+        def close(self):
+            self.taken.append("closed")
+            raise RuntimeError("gone")
+
+    log = RunLog(tmp_path, samples=0)
+    log.trackers = [away := Away()]
+    for step in range(1, 6):
+        away.is_away = step not in (3, 5)
+        log.append(step, {"reward": 1.0})
+    log.close()
+    assert away.taken == [3, 5, "closed"] and len(read_metrics(tmp_path)) == 5
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(":")[2].partition(";")[0] for line in said] == [
+        " Away did not take step 1: ConnectionError: no route",
+        " Away did not take step 4: ConnectionError: no route",
+        " Away did not take the end: RuntimeError: gone",
+    ]
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no device that is always full")
 def test_a_full_disk_is_named(tmp_path):
     (tmp_path / "m.jsonl").symlink_to("/dev/full")
     with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/m\.jsonl'"):
         JsonLines(tmp_path / "m.jsonl").append({"step": 1})
+
+
+def test_a_conversation_is_told_with_its_turns():
+    tokens = np.arange(4, dtype=np.int32)
+    plain = Completion(tokens, np.zeros(4, np.float32), "stop", 0)
+    turns = Turns(np.array([False, True, True, False]), np.float32([0.5, 1]), "timeout")
+    assert told(plain) == {"tokens": 4, "finish_reason": "stop"}
+    told_turns = {"spans": [(1, 3)], "rewards": [0.5, 1.0], "error": "timeout"}
+    assert told(replace(plain, turns=turns)) == {"tokens": 2, "finish_reason": "stop", "turns": told_turns}
 
 
 def test_numbers_of_every_library_are_plain_json_and_nonfinite_ones_null(tmp_path):

@@ -31,12 +31,27 @@ def resolved(**changes):
         ({"rewards.parts": "exact,format", "rewards.format": "numbr"}, "rewards.format='numbr': did you mean 'number'"),
         ({"rewards.parts": "exakt"}, "unknown reward 'exakt'; known: .*exact"),
         ({"rewards.parts": "format"}, "no verifier among"),
+        (
+            {"rewards.parts": "environment"},
+            "rewards.parts=environment is what an environment pays: set environment.name",
+        ),
+        ({"environment.name": "m:E", "environment.options": "high=5"}, "environment.options='high=5' is not JSON"),
+        ({"environment.name": "m:E", "environment.options": "5"}, "environment.options='5' must be an object of JSON"),
+        ({"environment.name": "m:E", "environment.turn_tokens": 6}, "environment.turn_tokens=6 is more than rollout"),
+        ({"environment.name": "m:E", "rollout.driver": "simple"}, "rollout.driver=simple does not continue .*lockstep"),
+        ({"environment.name": "m:E", "rollout.driver": "fleet"}, "rollout.driver=fleet does not continue"),
         ({"loss.sampler_high": 2.0}, "sampler_high bounds a sampler_correction: name one"),
     ],
 )
 def test_what_could_only_fail_later_is_refused_by_name(changes, message):
     with pytest.raises(ValueError, match=message):
         resolved(**changes)
+
+
+def test_the_reward_is_the_environments_where_there_is_one_and_none_is_named():
+    assert resolved().rewards.parts == "exact"
+    assert resolved(**{"environment.name": "m:E"}).rewards.parts == "environment"
+    assert resolved(**{"environment.name": "m:E", "rewards.parts": "exact"}).rewards.parts == "exact"
 
 
 def test_overlong_shaping_that_is_off_needs_no_buffer():

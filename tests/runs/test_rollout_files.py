@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 
@@ -14,7 +15,7 @@ from rpg_jax import data, losses
 from rpg_jax.data.groups import Group
 from rpg_jax.runs import rollout_files
 from rpg_jax.runs.rollout_files import CLIP_STATES, COLUMNS, RolloutFiles, token_numbers
-from rpg_jax.types import Batch, Completion, Rows
+from rpg_jax.types import Batch, Completion, Rows, Turns
 
 LETTERS = "·abcdefghijklmnop"
 
@@ -131,6 +132,20 @@ def test_a_character_that_the_limit_cut_is_shown_as_such():
     content = rollout_files.encode(1, 0, [group], [[np.zeros((2, len(COLUMNS)), np.float32)]], Letters())
     with np.load(io.BytesIO(content)) as arrays:
         assert json.loads(arrays["text"].tobytes())["pieces"] == ["a", "\ufffd"]
+
+
+def test_tokens_of_an_environment_say_so_and_have_no_numbers():
+    group = make_group(0, [([1, 2, 3, 4], "length"), ([5, 6], "stop")])
+    turns = Turns(np.array([False, True, False, False]), np.float32([0.5, 1]), "timeout")
+    group.completions[0] = dataclasses.replace(group.completions[0], turns=turns)
+    content = rollout_files.encode(
+        1, 0, [group], [[np.zeros((n, len(COLUMNS)), np.float32) for n in (4, 2)]], Letters()
+    )
+    with np.load(io.BytesIO(content)) as arrays:
+        told, tokens = json.loads(arrays["text"].tobytes())["completions"], arrays["tokens"]
+    assert [c["turns"] for c in told] == [{"spans": [[1, 2]], "rewards": [0.5, 1], "error": "timeout"}, None]
+    assert np.isnan(tokens[1, :-1]).all() and CLIP_STATES[int(tokens[1, -1])] == "observed"
+    assert not np.isnan(np.delete(tokens, 1, 0)).any() and tokens.dtype == np.float32
 
 
 def test_tokens_that_are_not_trained_say_so():

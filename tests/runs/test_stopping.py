@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from rpg_jax.runs.stopping import StopRequest, watch_preemption
+from rpg_jax.runs import stopping
+from rpg_jax.runs.stopping import StopRequest, watch_machine, watch_preemption
 
 SCRIPT = """
 import sys, time
@@ -120,6 +121,16 @@ def test_no_signal_is_lost_and_one_request_that_comes_as_several_is_one(script):
 @pytest.mark.slow  # as above
 def test_last_words_that_hang_do_not_keep_the_process():
     assert subprocess.run([sys.executable, "-c", MUTE], timeout=50).returncode == 128 + signal.SIGTERM
+
+
+def test_the_notice_is_awaited_on_a_tpu_vm_unless_the_address_is_empty(monkeypatch):
+    asked, stop = [], StopRequest(60, lambda: None)
+    monkeypatch.setattr(stopping, "watch_preemption", lambda url, stop: asked.append(url))
+    watch_machine("on a CPU", stop)
+    monkeypatch.setattr(stopping.jax, "default_backend", lambda: "tpu")
+    watch_machine("", stop)
+    watch_machine("on a TPU", stop)
+    assert asked == ["on a TPU"]
 
 
 def test_a_preemption_notice_is_a_request():

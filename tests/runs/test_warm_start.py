@@ -8,11 +8,13 @@ import jax
 import numpy as np
 import pytest
 
+from rpg_jax import data
 from rpg_jax.data import Problem
 from rpg_jax.runs.experiment import init_params, make_scorer, open_experiment
+from rpg_jax.runs.generated import GENERATED
 from rpg_jax.runs.problems import Task
 from rpg_jax.runs.resolve import resolve
-from rpg_jax.runs.supervised import Demonstrations, supervised_config
+from rpg_jax.runs.supervised import Demonstrations, examples_of, packed, supervised_config
 from rpg_jax.runs.warm_start import cache_key, warm_started
 from tests.end_to_end import micro
 
@@ -52,6 +54,35 @@ def experiment_of(problems, **train):
 
 PROBLEMS = [Problem(i, f"{i:03d}:", "", "test", demonstrations=(str(i % 10),)) for i in range(32)]
 DEMONSTRATIONS = [f"{p.prompt}{p.demonstrations[0]}" for p in PROBLEMS]
+
+
+def test_a_demonstration_of_several_turns_trains_the_policys_tokens_and_reads_the_others():
+    e = experiment_of([])
+    e.config.environment.max_turns, e.config.rollout.max_tokens = 3, 20
+    task = Task(*GENERATED["guessing"](e.config))
+    e.task, problem = task, next(p for p in task.train if len(task.examples([p])[0][1]) == 5)
+    said = [message["content"] for message in task.examples([problem])[0][1]]
+    [example] = examples_of(e, [problem])
+    [completion] = example.completions
+    assert "".join(map(chr, completion.tokens)) == f"{said[0]}\1{said[1]}{said[2]}\1{said[3]}{said[4]}\1"
+    observed = [False] * 2 + [True] * 3 + [False] * 2 + [True] * 3 + [False] * 2
+    assert completion.turns.observed.tolist() == observed and len(completion.turns.rewards) == 3
+    [batch] = packed(e, [example], data.RowShape(1, 30, 20))
+    assert batch.mask[0, :12].tolist() == [not each for each in observed] and not batch.mask[0, 12:].any()
+    assert batch.rows.targets[0, :12].tolist() == completion.tokens.tolist()
+    e.config.rollout.max_tokens = 3
+    [cut] = examples_of(e, [problem])[0].completions
+    assert cut.tokens.tolist() == completion.tokens[:3].tolist() and len(cut.turns.rewards) == 1
+
+
+def test_the_name_has_the_environment_where_there_is_one():
+    def key_of(**environment):
+        config = config_of(6, None)
+        config.environment.update(environment)
+        return cache_key(supervised_config(config), {})
+
+    assert key_of() == key_of(max_turns=3) == key(6, None)
+    assert len({key_of(), key_of(name="guessing"), key_of(name="guessing", max_turns=3)}) == 3
 
 
 def texts_of(batch):

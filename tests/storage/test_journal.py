@@ -9,7 +9,7 @@ import pytest
 
 from rpg_jax.storage import journal, journal_records
 from rpg_jax.storage.journal import Journal
-from rpg_jax.types import Completion
+from rpg_jax.types import Completion, Turns
 
 
 def key(prompt_id=7, **changes):
@@ -23,7 +23,8 @@ def group(seed, size=3, version=4):
     tokens = [rng.integers(0, 2**31 - 1, n).astype(np.int32) for n in lengths]
     logprobs = [-rng.exponential(1, n).astype(np.float32) for n in lengths]
     reasons = [("stop", "length")[i % 2] for i in range(size)]
-    return [Completion(*one, version) for one in zip(tokens, logprobs, reasons, strict=True)]
+    turns = [n > 2 and Turns(np.arange(n) == 1, np.float32([0.1, n]), "error") or None for n in lengths]
+    return [Completion(*one, version, None, t) for *one, t in zip(tokens, logprobs, reasons, turns, strict=True)]
 
 
 def same(a, b):
@@ -33,6 +34,7 @@ def same(a, b):
         and (x.tokens.dtype, x.logprobs.dtype) == (y.tokens.dtype, y.logprobs.dtype)
         and (x.finish_reason, x.weight_version) == (y.finish_reason, y.weight_version)
         and y.token_versions is None
+        and (x.turns and x.turns.record()) == (y.turns and y.turns.record())
         for x, y in zip(a, b, strict=True)
     )
 

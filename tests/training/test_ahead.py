@@ -1,5 +1,6 @@
 """Sampling ahead of training: the bound on staleness, what stale tokens are weighted by, and resuming."""
 
+import dataclasses
 import threading
 
 import numpy as np
@@ -8,9 +9,9 @@ import pytest
 from rpg_jax import data
 from rpg_jax.data.groups import Group
 from rpg_jax.rollout import RolloutError
-from rpg_jax.training.ahead import AheadCollector, without_present
+from rpg_jax.training.ahead import AheadCollector, staleness, without_present
 from rpg_jax.training.collect import Collected
-from rpg_jax.types import Completion
+from rpg_jax.types import Completion, Turns
 
 PROBLEM = data.Problem(0, "p", "a", "t")
 
@@ -124,6 +125,14 @@ def test_stale_completions_keep_the_rollouts_logprobs_and_fresh_ones_are_left_to
     np.testing.assert_array_equal(stale.behaviour_logprobs[0], [-2, -2])
     np.testing.assert_array_equal(mixed.behaviour_logprobs[0], [-2, -2])
     np.testing.assert_array_equal(fresh.behaviour_logprobs[0], [np.nan, np.nan])
+
+
+def test_the_age_of_a_token_that_an_environment_wrote_does_not_count():
+    turns = Turns(np.array([False, True, False]), np.zeros(2, np.float32))
+    heard = group(4, 0, 4)
+    heard = dataclasses.replace(heard, completions=[dataclasses.replace(heard.completions[0], turns=turns)])
+    assert np.isnan(without_present([heard], version=4)[0].behaviour_logprobs[0]).all()
+    assert staleness([heard], version=4) == {"staleness_updates": 0, "staleness_updates_max": 0}
 
 
 @pytest.mark.parametrize("decoupled", [False, True])

@@ -1,8 +1,14 @@
 """A run stops where its rollout is not its policy, and where its updates are not finite."""
 
+import dataclasses
+
+import numpy as np
 import pytest
 
-from rpg_jax.training.measures import Guard
+from rpg_jax import data
+from rpg_jax.training.collect import Collected
+from rpg_jax.training.measures import Guard, sampling_metrics
+from rpg_jax.types import Completion, Turns
 
 FINE, SKIPPED = {"nonfinite_updates": 0.0}, {"nonfinite_updates": 1.0}
 
@@ -20,3 +26,27 @@ def test_skipped_updates_count_across_steps_until_one_is_applied():
     assert guard.fault(2, values, [FINE, SKIPPED]) is None and guard.nonfinite_in_a_row == 1
     assert guard.fault(3, values, [SKIPPED]) is None
     assert "3 updates in a row" in guard.fault(4, values, [SKIPPED])
+
+
+def test_a_conversation_counts_its_turns_its_observations_and_the_failures_of_its_environment():
+    def completion(observed, error=None):
+        n, rewards = len(observed), np.zeros(sum(observed) + 1, np.float32)
+        return Completion(np.zeros(n), np.zeros(n), "stop", 0, turns=Turns(np.array(observed) == 1, rewards, error))
+
+    group = data.Group(
+        data.Problem(0, "?", "!", ""),
+        np.array([3]),
+        [completion([0, 1, 0, 0]), completion([0, 1, 0, 1, 0], "timeout"), completion([0], "timeout")],
+        [],
+        np.zeros(3),
+        np.zeros(3),
+    )
+    found = sampling_metrics(Collected([group], [], [group]))
+    assert {name: found[name] for name in ("turns", "observed_length", "completion_length", "completion_tokens")} == {
+        "turns": 2, "observed_length": 1, "completion_length": 7 / 3, "completion_tokens": 7,
+    }  # fmt: skip
+    assert found["environment_failed"] == 2 / 3 and found["environment_errors/timeout"] == 2
+    plain = dataclasses.replace(group, completions=[dataclasses.replace(c, turns=None) for c in group.completions])
+    without = sampling_metrics(Collected([plain], [], [plain]))
+    assert without["completion_tokens"] == 10
+    assert not {*without} & {"turns", "observed_length", "environment_failed"}

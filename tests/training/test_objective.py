@@ -8,17 +8,24 @@ import pytest
 from rpg_jax import data, losses
 from rpg_jax.losses.regularized_pg import rpg
 from rpg_jax.training.objective import advantages_fn
-from rpg_jax.types import Completion
+from rpg_jax.types import Completion, Turns
 
 LENGTHS = ((3, 1, 4), (2, 5, 2))
 OPTIONS = dict(divergence="rkl", clip="none", kl_coef=0.3, level="sequence")
+
+
+def turns_of(length):
+    """Of a conversation whose second token is an observation, if it has three or more; else None."""
+    return Turns(np.arange(length) == 1, np.zeros(2, np.float32)) if length > 2 else None
 
 
 def packed_batch(rows, rng):
     """Two groups of three completions in micro-batches of so many rows, with log π_old and log π_ref."""
     groups = []
     for lengths in LENGTHS:
-        completions = [Completion(np.full(n, 5, np.int32), np.zeros(n, np.float32), "stop", 0) for n in lengths]
+        completions = [
+            Completion(np.full(n, 5, np.int32), np.zeros(n, np.float32), "stop", 0, turns=turns_of(n)) for n in lengths
+        ]
         rewards = rng.normal(size=3).astype(np.float32)
         groups.append(data.Group(data.Problem(0, "?", "!", ""), np.array([3]), completions, [], rewards, rewards))
     batch = data.pack(groups, data.RowShape(rows, 8, 6))

@@ -124,7 +124,7 @@ function row(c, i, height) {
     el("span", {class: `verdict ${good(c)}`, title: c.verdict, "aria-label": c.verdict},
       MARKS[c.verdict] || "!"),
     el("span", {}, fixed(c.reward, 2)), el("span", {}, signed(c.advantage, 2)),
-    el("span", {}, count(c.length), c.finish === "length" ? el("abbr", {title: "cut off by the limit"}, "…") : null),
+    el("span", {}, count(c.length - c.read), c.finish === "length" ? el("abbr", {title: "cut off by the limit"}, "…") : null),
     el("span", {}, c.clipped ? fixed(100 * c.clipped, 0) : "·"), el("span", {}, number(c.kl, 2)),
     el("span", {class: "text"}, el("span", {class: "muted"}, shorten(c.own.groups[c.group].prompt, 16)), " ",
       shorten(textOf(c).slice(0, 160), 120)));
@@ -167,7 +167,9 @@ function detail(token = null) {
 function member(c, chosen) {
   const versions = c.versions[0] === c.versions[1] ? c.versions[0] : `${c.versions[0]} to ${c.versions[1]}`;
   const facts = [
-    `reward ${fixed(c.reward, 2)}`, `advantage ${signed(c.advantage, 3)}`, `${count(c.length)} tokens`,
+    `reward ${fixed(c.reward, 2)}`, `advantage ${signed(c.advantage, 3)}`, `${count(c.length - c.read)} tokens`,
+    ...(c.turns ? [`${c.turns.rewards.length} turns`, `${count(c.read)} tokens of the environment`] : []),
+    ...(c.turns?.error ? [`environment failed: ${c.turns.error}`] : []),
     c.finish === "length" ? "cut off by the limit" : c.finish, `weights ${versions}`,
   ];
   const made = el("article", {class: chosen ? "member chosen" : "member", "aria-current": chosen ? "true" : undefined},
@@ -184,9 +186,9 @@ function recolour() {
   for (const made of byId("detail").querySelectorAll(".member")) {
     const {own, start} = made.completion;
     for (const span of made.querySelectorAll("[data-token]")) {
-      const silent = span.classList.contains("silent");
+      const kept = ["silent", "call"].filter((name) => span.classList.contains(name));
       paint(span, own, start + +span.dataset.token, state.colour);
-      span.classList.toggle("silent", silent);
+      span.classList.add(...kept);
     }
   }
 }
@@ -255,8 +257,9 @@ function keys(event) {
     if (inTokens) byId("list").focus();
   } else if (inTokens && (key === "ArrowRight" || key === "ArrowLeft")) {
     event.preventDefault();
-    const next = key === "ArrowRight" ? inTokens.nextElementSibling : inTokens.previousElementSibling;
-    if (next?.dataset.token !== undefined) {
+    const tokens = [...inTokens.parentElement.querySelectorAll("[data-token]")];
+    const next = tokens[tokens.indexOf(inTokens) + (key === "ArrowRight" ? 1 : -1)];
+    if (next) {
       inTokens.tabIndex = -1;
       next.tabIndex = 0;
       next.focus();

@@ -24,6 +24,7 @@ async function unpacked(text) {
   own.piece = new Int32Array(bytes.slice(at, at + 4 * n).buffer);
   own.clip = bytes.subarray(at + 4 * n, at + 5 * n);
   own.free = [head.clip_states.indexOf("free"), head.clip_states.indexOf("not trained")];
+  own.observed = head.clip_states.indexOf("observed");
   own.completions = completions(own);
   return own;
 }
@@ -48,6 +49,7 @@ function completions(own) {
         step: own.step,
         verdict: own.verdicts[number],
         finish: own.finish[number],
+        turns: own.turns[number],
         reward: own.rewards[number],
         versions: own.versions[number],
         ...measured(own, start, length),
@@ -60,16 +62,20 @@ function completions(own) {
 
 function measured(own, start, length) {
   const {gap, ratio, kl, advantage} = own.numbers;
-  let clipped = 0, sumKl = 0, sumAdvantage = 0, worstGap = 0, worstRatio = 0;
+  let clipped = 0, sumKl = 0, sumAdvantage = 0, worstGap = 0, worstRatio = 0, read = 0;
   for (let t = start; t < start + length; t++) {
+    if (own.clip[t] === own.observed) {
+      read++;
+      continue;
+    }
     if (!own.free.includes(own.clip[t])) clipped++;
     sumKl += kl[t];
     sumAdvantage += advantage[t];
     worstGap = Math.max(worstGap, Math.abs(gap[t]));
     worstRatio = Math.max(worstRatio, Math.abs(ratio[t]));
   }
-  const n = Math.max(length, 1);
-  return {clipped: clipped / n, kl: sumKl / n, advantage: sumAdvantage / n, gap: worstGap, ratio: worstRatio};
+  const n = Math.max(length - read, 1);
+  return {read, clipped: clipped / n, kl: sumKl / n, advantage: sumAdvantage / n, gap: worstGap, ratio: worstRatio};
 }
 
 const piece = (own, token) => own.pieces[own.piece[token]];
@@ -83,6 +89,22 @@ function textOf(completion) {
     completion.text = parts.join("");
   }
   return completion.text;
+}
+
+// The tokens of tool calls, as places in the completion.
+function callsOf(completion) {
+  if (completion.calls === undefined) {
+    const {own, start, length} = completion;
+    const inside = [...textOf(completion).matchAll(/<tool_call>[^]*?(?:<\/tool_call>|$)/g)].map((m) =>
+      [m.index, m.index + m[0].length]);
+    completion.calls = new Set();
+    for (let i = 0, at = 0; inside.length && i < length; i++) {
+      const from = at;
+      at += piece(own, start + i).length;
+      if (inside.some(([first, end]) => from < end && at > first)) completion.calls.add(i);
+    }
+  }
+  return completion.calls;
 }
 
 const FILTERS = {
@@ -103,7 +125,7 @@ const ORDERS = {
   sampled: {label: "as sampled", value: () => 0},
   reward: {label: "reward, lowest", value: (c) => c.reward},
   advantage: {label: "advantage, highest", value: (c) => -c.advantage},
-  length: {label: "longest", value: (c) => -c.length},
+  length: {label: "longest", value: (c) => c.read - c.length},
   ratio: {label: "largest |log-ratio|", value: (c) => -c.ratio},
   kl: {label: "highest KL", value: (c) => -c.kl},
   clipped: {label: "most clipped", value: (c) => -c.clipped},

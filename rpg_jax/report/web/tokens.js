@@ -11,10 +11,12 @@ const COLOURS = {
 };
 const CLIP_CLASSES = {
   free: "", clipped: "clip-high", high: "clip-high", low: "clip-low", dual: "clip-dual", "not trained": "clip-off",
+  observed: "observed",
 };
 const CLIP_NOTES = {
   clipped: "ratio clipped", high: "A ≥ 0, ratio above 1 + ε₂", low: "A < 0, ratio below 1 − ε₁",
   dual: "A < 0, ratio above c", "not trained": "not trained",
+  observed: "written by the environment, not trained",
 };
 const PREVIEW = 120; // most tokens made of a completion that is not chosen: it shows three lines
 const STRONGEST = 72; // % of the colour at the end of the scale
@@ -29,6 +31,10 @@ const values = {
 
 function paint(span, own, token, colour) {
   span.className = "token";
+  if (own.clip[token] === own.observed) {
+    span.classList.add("observed");
+    return;
+  }
   if (colour === "clip") {
     const state = CLIP_CLASSES[own.clip_states[own.clip[token]]];
     if (state) span.classList.add(state);
@@ -45,18 +51,30 @@ function paint(span, own, token, colour) {
 function tokenSpans(completion, colour, focusable) {
   const {own, start, length, finish} = completion;
   const made = focusable ? length : Math.min(length, PREVIEW);
-  const line = el("div", {class: "tokens"});
+  const line = el("div", {class: "tokens"}), marks = turnMarks(completion), calls = callsOf(completion);
   for (let i = 0; i < made; i++) {
     const token = start + i, text = piece(own, token);
-    const ends = i === length - 1 && finish === "stop";
+    const ends = i === length - 1 ? finish === "stop" : marks.get(i + 1) === "environment";
     const span = el("span", focusable ? {tabindex: i ? "-1" : "0", "data-token": String(i)} : {"data-token": String(i)},
       text || (ends ? "end" : "·"));
     paint(span, own, token, colour);
     if (!text) span.classList.add("silent");
+    if (calls.has(i)) span.classList.add("call");
+    if (marks.has(i)) line.append(el("small", {class: "turn"}, marks.get(i)));
     line.append(span);
   }
   if (made < length) line.append(el("span", {class: "muted"}, ` … ${count(length - made)} more`));
   return line;
+}
+
+// What stands before a token where another begins to speak.
+function turnMarks({turns}) {
+  const marks = new Map();
+  if (!turns) return marks;
+  const begins = [0, ...turns.spans.map(([, end]) => end)];
+  begins.forEach((token, i) => marks.set(token, `turn ${i + 1} · reward ${fixed(turns.rewards[i] ?? 0, 2)}`));
+  for (const [token] of turns.spans) marks.set(token, "environment");
+  return marks;
 }
 
 function legend(colour) {

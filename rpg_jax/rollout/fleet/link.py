@@ -1,5 +1,6 @@
 """A connection to one process of a trainer. It outlives breaks of the network: calls are repeated, reads go on."""
 
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ CERTIFIED_NAME = "rpg-fleet"
 _TIMEOUT = 60.0  # seconds of a call
 _READ_TIMEOUT = 3600.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 3.0
+_SAY_AFTER, _SAY_EVERY = 5.0, 60.0  # seconds of silence
 _OPTIONS = [
     ("grpc.max_receive_message_length", messages.LARGEST),
     ("grpc.max_send_message_length", messages.LARGEST),
@@ -36,7 +38,7 @@ class Unknown(LookupError):
 
 
 class Link:
-    """Calls the service of one process of a trainer. Any thread may call its methods.
+    """Calls the service of one process of a trainer, and says when it is silent. Any thread may call its methods.
 
     Args:
       address: HOST:PORT.
@@ -59,6 +61,7 @@ class Link:
         stopped: threading.Event | None = None,
     ):
         self.address, self._patience, self._stopped = address, patience, stopped or threading.Event()
+        self._say_at = 0.0
         self._metadata = () if key is None else (("authorization", key.header),)
         if certificate is None:
             if not is_loopback(address.rpartition(":")[0]):
@@ -74,8 +77,10 @@ class Link:
         self._unary = {name: self._channel.unary_unary(f"/{messages.SERVICE}/{name}") for name in messages.UNARY}
         self._stream = self._channel.unary_stream(f"/{messages.SERVICE}/Read")
 
-    def call(self, method: str, head: messages.Head, body: bytes = b"") -> tuple[messages.Head, memoryview]:
-        """Calls a method until the trainer answers.
+    def call(
+        self, method: str, head: messages.Head, body: bytes = b"", *, once: bool = False
+    ) -> tuple[messages.Head, memoryview]:
+        """Calls a method until the trainer answers, or `once`.
 
         Raises:
           Unreachable: it did not, or the caller stopped waiting.
@@ -84,7 +89,8 @@ class Link:
         """
         message = messages.pack(head, body)
         return self._repeated(
-            lambda: messages.unpack(self._unary[method](message, timeout=_TIMEOUT, metadata=self._metadata))
+            lambda: messages.unpack(self._unary[method](message, timeout=_TIMEOUT, metadata=self._metadata)),
+            patience=0.0 if once else self._patience,
         )
 
     def read(self, name: str, moved: Callable[[int], None] = lambda size: None) -> tuple[messages.Head, bytearray]:
@@ -104,15 +110,16 @@ class Link:
                 held.extend(chunk)
                 moved(len(chunk))
 
-        self._repeated(rest, progress=lambda: len(held))
+        self._repeated(rest, patience=self._patience, progress=lambda: len(held))
         if len(held) != head["size"]:
             raise ValueError(f"{self.address} sent {len(held)} of the {head['size']} bytes of {name}")
         return head, held
 
     def close(self) -> None:
+        """Ends the connection; calls under way raise Unreachable."""
         self._channel.close()
 
-    def _repeated(self, attempt: Callable[[], Any], progress: Callable[[], int] = lambda: 0) -> Any:
+    def _repeated(self, attempt: Callable[[], Any], *, patience: float, progress: Callable[[], int] = lambda: 0) -> Any:
         """The result of `attempt`, repeated over breaks of the connection, in growing distances."""
         pause, reached, silent_since = _FIRST_PAUSE, progress(), time.monotonic()
         while True:
@@ -128,6 +135,14 @@ class Link:
                 raise Unreachable(str(error)) from None
             if progress() != reached:
                 pause, reached, silent_since = _FIRST_PAUSE, progress(), time.monotonic()
-            if time.monotonic() - silent_since > self._patience or self._stopped.wait(pause):
-                raise Unreachable(f"the trainer at {self.address} does not answer")
+            silent = time.monotonic() - silent_since
+            if silent > patience or self._stopped.wait(pause):
+                raise Unreachable(f"the trainer at {self.address} does not answer: {details}")
+            self._say(silent, details)
             pause = min(2 * pause, _LONGEST_PAUSE)
+
+    def _say(self, silent: float, details: str) -> None:
+        """Says that the trainer is silent, once a minute, whichever thread waits."""
+        if silent >= _SAY_AFTER and time.monotonic() >= self._say_at:
+            self._say_at = time.monotonic() + _SAY_EVERY
+            print(f"no answer from {self.address} since {silent:.0f} s: {details}", file=sys.stderr, flush=True)

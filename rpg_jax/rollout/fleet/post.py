@@ -47,7 +47,11 @@ class Post:
         self.trainers: list[str] = answer["trainers"]
 
     def leave(self) -> None:
-        self._link.call("Leave", self._common)
+        """Asks once: a trainer that is gone finds out by itself. No call goes out afterwards."""
+        try:
+            self._link.call("Leave", self._common, once=True)
+        finally:
+            self._link.close()
 
     def beat(self, progress: int) -> None:
         """Raises RunIsOver when it is."""

@@ -1,6 +1,7 @@
 """The trainer's gRPC service for workers, and for the other processes of the same trainer."""
 
 import secrets
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -14,6 +15,7 @@ from rpg_jax.rollout.serving.access import Access
 from rpg_jax.storage import journal_records
 
 _THREADS = 256  # calls at one time; a worker has few, and a thread that waits costs little
+_READS = 128  # of them that read: reads are long, and signs of life must not wait behind them
 _WAIT = 20.0  # seconds that a read waits for its item
 _OPTIONS = [
     ("grpc.so_reuseport", 0),
@@ -43,6 +45,7 @@ class Service:
         self._hub, self._shelf, self._key = hub, shelf, access.key
         self.session = secrets.token_hex(8)
         self.trainers: list[str] = []
+        self._reading = threading.Semaphore(_READS)
         self._server = grpc.server(ThreadPoolExecutor(_THREADS, "rpg-fleet"), options=_OPTIONS)
         methods = {
             name: grpc.unary_unary_rpc_method_handler(self._guarded(getattr(self, f"_{name.lower()}")))
@@ -129,9 +132,14 @@ class Service:
         """An item of the shelf: first its head and size, then its bytes from an offset on."""
         self._check_key(context)
         head, _ = messages.unpack(message)
-        item = self._shelf.get(head["name"], _WAIT)
-        if item is None:
-            context.abort(grpc.StatusCode.NOT_FOUND, f"there is no {head['name']} (any more)")
-            raise AssertionError("abort raises")
-        yield messages.pack({**item.head, "size": item.size})
-        yield from item.chunks(int(head["offset"]))
+        if not self._reading.acquire(blocking=False):
+            context.abort(grpc.StatusCode.UNAVAILABLE, f"{_READS} others read at this time")
+        try:
+            item = self._shelf.get(head["name"], _WAIT)
+            if item is None:
+                context.abort(grpc.StatusCode.NOT_FOUND, f"there is no {head['name']} (any more)")
+                raise AssertionError("abort raises")
+            yield messages.pack({**item.head, "size": item.size})
+            yield from item.chunks(int(head["offset"]))
+        finally:
+            self._reading.release()

@@ -46,13 +46,13 @@ class Worker:
         lanes: int = 2,
     ):
         self._address, self._connect, self._make_engine, self._lanes = address, connect, make_engine, lanes
-        self._hello = {"name": name, "run": run, "versions": messages.versions(), "spec": None}
+        self._hello = {"name": name, "run": run, "versions": messages.versions()}
         self._engine: WorkerEngine | None = None
-        self._shift: _Shift | None = None
+        self._spec: Mapping[str, Any] | None = None
         self._stopping = threading.Event()
 
     def work(self) -> None:
-        """Works to the end. A trainer that was started again is joined again.
+        """Works to the end. A trainer that was started again is joined again, for another config with a new engine.
 
         Raises:
           ValueError: the trainer refuses this worker or what it returned.
@@ -63,12 +63,15 @@ class Worker:
             with contextlib.ExitStack() as closing:
                 try:
                     posts = self._join(closing)
-                    if self._engine is None:
-                        self._engine = self._make_engine(posts[0].spec)
-                        self._hello["spec"] = posts[0].spec
-                    self._say(f"works for run {posts[0].spec['run']!r} at {self._address}")
-                    self._shift = _Shift(posts, self._engine, self._stopping)
-                    self._shift.run(self._lanes)
+                    spec = posts[0].spec
+                    if any(post.spec != spec for post in posts):
+                        self._stopping.wait(_LONGEST_PAUSE)
+                        raise Unknown("its processes are not of one config yet")
+                    if self._engine is None or self._spec != spec:
+                        self._engine = None  # frees the weights
+                        self._engine, self._spec = self._make_engine(spec), spec
+                    self._say(f"works for run {spec['run']!r} at {self._address}")
+                    _Shift(posts, self._engine, self._stopping).run(self._lanes)
                     return
                 except Unknown as error:
                     self._say(f"the trainer has changed ({error})")
@@ -120,10 +123,9 @@ class _Shift:
             if self._stopping.is_set():
                 self._end(None)
         self._engine.close()  # a driver with threads drops what it samples
-        if self._stopping.is_set() or self._error is not None:
-            for post in self._posts:
-                with contextlib.suppress(Exception):  # the trainer may be gone; it finds out by itself
-                    post.leave()
+        for post in self._posts:
+            with contextlib.suppress(LookupError, OSError, ValueError):  # what ended the shift says more
+                post.leave()
         if isinstance(self._error, Unknown):
             for thread in threads:  # the next shift has the engine for itself
                 thread.join()

@@ -1,13 +1,11 @@
 """Who may ask a server: the address that it listens on, TLS, and an API key that every request carries."""
 
-import atexit
 import dataclasses
 import hashlib
 import hmac
 import ipaddress
 import os
 import ssl
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
@@ -108,14 +106,16 @@ class Access:
 
 
 def pem_file(path: str | None, variable: str, environment: Mapping[str, str] = os.environ) -> str | None:
-    """`path`; without it a file, for this user alone, with the PEM text of the variable; None without both."""
+    """`path`; without it a file with the PEM text of the variable; None without both.
+
+    The file is in memory, and it goes with this process, however that ends: no private key stays on a disk.
+    """
     if path is not None or variable not in environment:
         return path
-    number, path = tempfile.mkstemp(suffix=".pem")  # mode 0600
-    with os.fdopen(number, "w") as file:
+    number = os.memfd_create(variable)  # of Linux, as are the machines on which launchers fill variables
+    with os.fdopen(number, "w", closefd=False) as file:
         file.write(environment[variable].strip() + "\n")
-    atexit.register(lambda: Path(path).unlink(missing_ok=True))
-    return path
+    return f"/proc/self/fd/{number}"
 
 
 def is_loopback(host: str) -> bool:

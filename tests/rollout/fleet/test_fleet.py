@@ -1,7 +1,9 @@
 """A trainer and its workers over gRPC on loopback: nothing is lost or doubled, and strangers are refused by name."""
 
 import threading
+import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 from rpg_jax.rollout import RolloutError
 from rpg_jax.rollout.fleet import messages
 from rpg_jax.rollout.fleet.hub import Hub
-from rpg_jax.rollout.fleet.link import Link
+from rpg_jax.rollout.fleet.link import Link, Unreachable
 from rpg_jax.rollout.fleet.post import Post
 from rpg_jax.rollout.fleet.service import Service
 from rpg_jax.rollout.fleet.shelf import Shelf
@@ -29,7 +31,7 @@ def same(groups, request=REQUEST):
 
 
 def hello(**changes):
-    return {"name": "h:1", "run": None, "versions": messages.versions(), "spec": None, **changes}
+    return {"name": "h:1", "run": None, "versions": messages.versions(), **changes}
 
 
 def test_workers_share_the_groups_and_read_the_weights_to_the_bit(make_fleet):
@@ -96,13 +98,50 @@ def test_a_worker_that_asks_before_the_trainers_know_each_other_hears_of_all_of_
     service.stop()
 
 
-def test_a_trainer_that_starts_again_is_joined_again(make_fleet, until):
+def test_a_trainer_that_starts_again_is_joined_again_with_a_new_engine_for_another_config(make_fleet, until):
     fleet = make_fleet()
-    fleet.start()
+    engine = fleet.start()
     until(lambda: fleet.hub.alive == 1)
     fleet.service.session = "another"
-    until(lambda: fleet.hub.counts()["workers"] == 2)  # the old membership is still young
-    assert same(fleet.rollout.generate(REQUEST))
+    until(lambda: fleet.hub.alive == 2)  # the old membership is still young
+    assert same(fleet.rollout.generate(REQUEST)) and engine.specs == [SPEC]
+    fleet.hub.spec["capacity"] = 128
+    fleet.service.session = "a third"
+    until(lambda: fleet.hub.alive == 3)
+    assert same(fleet.rollout.generate(REQUEST)) and engine.specs == [SPEC, {**SPEC, "capacity": 128}]
+
+
+def test_a_worker_joins_a_trainer_again_that_is_elsewhere_now_and_leaves_all_its_processes(make_fleet, until):
+    fleet, second = make_fleet(), Service(Hub(SPEC), Shelf(), Access())
+    fleet.service.trainers = [fleet.address, f"127.0.0.1:{second.port}"]
+    second.start(fleet.service.trainers)
+    fleet.start()
+    until(lambda: second._hub.alive == 1)
+    second.stop()
+    third = Service(Hub(SPEC), Shelf(), Access())
+    fleet.hub._members.clear()
+    fleet.service.trainers, fleet.service.session = [fleet.address, f"127.0.0.1:{third.port}"], "another"
+    third.start(fleet.service.trainers)
+    until(lambda: third._hub.alive == 1, seconds=5)  # of the 10 that a call waits for the one that is gone
+    fleet.rollout.dismiss()
+    assert fleet.ended() == [] and third._hub.alive == 0
+    third.stop()
+
+
+def test_a_worker_whose_trainer_is_gone_says_so_and_ends_when_its_patience_does(make_fleet, monkeypatch, capfd, until):
+    monkeypatch.setattr("rpg_jax.rollout.fleet.link._SAY_AFTER", 0.0)
+    fleet = make_fleet()
+    fleet.start(connect=lambda address, stopped: Link(address, patience=0.5, stopped=stopped))
+    post = Post(fleet.connect(fleet.address), "w", hello())
+    until(lambda: fleet.hub.alive == 2)
+    fleet.service.stop()
+    (error,) = fleet.ended()
+    began = time.monotonic()
+    with pytest.raises(Unreachable):
+        post.leave()
+    assert time.monotonic() - began < 5, "a call that is repeated takes ten"
+    assert f"the trainer at {fleet.address} does not answer: " in str(error) and "connect" in str(error)
+    assert f"no answer from {fleet.address} since 0 s: " in capfd.readouterr().err
 
 
 def test_a_group_that_fails_again_and_again_is_the_rollouts_fault(make_fleet):
@@ -117,11 +156,10 @@ def test_a_group_that_fails_again_and_again_is_the_rollouts_fault(make_fleet):
     [
         ({"versions": {**messages.versions(), "jax": "0.0.1"}}, "another program: jax is '0.0.1'"),
         ({"run": "other"}, "trainer of run 'r', and the worker h:1 was started with --run=other"),
-        ({"spec": {**SPEC, "config": "d"}}, "made for another config: config is 'd', and 'c' at the trainer"),
     ],
-    ids=["program", "run", "config"],
+    ids=["program", "run"],
 )
-def test_a_worker_of_another_program_run_or_config_is_refused_by_name(make_fleet, changes, reason):
+def test_a_worker_of_another_program_or_run_is_refused_by_name(make_fleet, changes, reason):
     fleet = make_fleet()
     with pytest.raises(ValueError, match=reason):
         Post(fleet.connect(fleet.address), "w", hello(**changes))
@@ -168,6 +206,29 @@ def test_a_read_that_breaks_goes_on_where_it_broke(make_fleet, monkeypatch):
     head, held = link.read("x")
     assert held == content and head["a"] == 1
     assert offsets == [0, messages.CHUNK + 1000, 3 * messages.CHUNK + 1000]
+
+
+def test_readers_leave_threads_for_the_other_calls(make_fleet, monkeypatch):
+    monkeypatch.setattr("rpg_jax.rollout.fleet.service._THREADS", 2)
+    monkeypatch.setattr("rpg_jax.rollout.fleet.service._READS", 1)
+    fleet, held, go = make_fleet(), threading.Event(), threading.Event()
+
+    def chunks(offset):
+        held.set()
+        assert go.wait(20)
+        yield b"ab"
+
+    fleet.shelf.put("x", SimpleNamespace(head={}, size=2, chunks=chunks))
+    found = []
+    readers = [threading.Thread(target=lambda: found.append(fleet.connect(fleet.address).read("x"))) for _ in range(3)]
+    for reader in readers:
+        reader.start()
+    assert held.wait(20)
+    assert Post(Link(fleet.address, patience=1.0), "w", hello()).spec == SPEC
+    go.set()
+    for reader in readers:
+        reader.join(20)
+    assert found == [({"size": 2}, b"ab")] * 3
 
 
 def test_messages_that_are_none_are_errors_of_the_caller(make_fleet, monkeypatch):

@@ -8,6 +8,7 @@ import pytest
 from rpg_jax.rollout import RolloutError
 from rpg_jax.rollout.fleet import messages
 from rpg_jax.rollout.fleet.hub import Hub, Refused
+from rpg_jax.types import Turns
 
 from .conftest import REQUEST, SPEC, group_of
 
@@ -28,7 +29,7 @@ def clock():
 def hub(clock):
     hub = Hub(SPEC, lost_seconds=10, stall_seconds=100, clock=clock)
     for name in ("a", "b"):
-        hub.join(name, {"name": name, "run": None, "versions": messages.versions(), "spec": None})
+        hub.join(name, {"name": name, "run": None, "versions": messages.versions()})
     return hub
 
 
@@ -108,8 +109,9 @@ def test_wrong_weights_are_refused_by_name(hub):
         ({"logprobs": np.array([0, 0, 0, np.nan], np.float32)}, "log-probabilities that are positive or not finite"),
         ({"logprobs": np.array([0, 0, 0, 0.1], np.float32)}, "log-probabilities that are positive or not finite"),
         ({"finish_reason": "stop"}, "ends with 'stop' and did not"),
+        ({"turns": Turns(np.arange(4) == 2, np.ones(2, np.float32))}, "of tokens that an environment wrote"),
     ],
-    ids=["vocabulary", "lengths", "limit", "nan", "positive", "stop"],
+    ids=["vocabulary", "lengths", "limit", "nan", "positive", "stop", "observed"],
 )
 def test_what_is_no_group_of_the_request_is_refused(hub, change, reason):
     job = hub.begin(REQUEST, 0xAB, 3)
@@ -119,6 +121,17 @@ def test_what_is_no_group_of_the_request_is_refused(hub, change, reason):
         hub.complete("a", key(job, 0), [good, replace(bad, **change)])
     with pytest.raises(Refused, match="1 completions, not 2"):
         hub.complete("a", key(job, 0), [good])
+
+
+def test_a_turn_that_ran_into_its_own_limit_ends_a_conversation(hub):
+    job = hub.begin(REQUEST, 0xAB, 3)
+    lent(hub, "a")
+    turns = Turns(np.array([False, True, False]), np.ones(2, np.float32))
+    short = [
+        replace(one, tokens=one.tokens[:3], logprobs=np.float32([-1, 0, -1]), turns=turns)
+        for one in group_of(REQUEST, 0)
+    ]
+    assert hub.complete("a", key(job, 0), short)
 
 
 def test_results_of_an_earlier_request_are_late(hub):

@@ -50,8 +50,9 @@ def test_a_sync_replaces_the_weights_on_the_shelf_and_staged_ones_are_a_copy(par
     assert weights.checksum() == first
     with pytest.raises(RolloutError, match="the fleet has weights"):
         weights.verify(staged)
-    expected = jax.tree.map(np.asarray, following)
-    jax.tree.map(lambda x: x.delete(), following)
+    expected = jax.tree.map(np.array, following)
+    jax.jit(lambda tree: jax.tree.map(lambda x: 2 * x, tree), donate_argnums=0)(following)
+    assert all(x.is_deleted() for x in jax.tree.leaves(following)), "a view would keep the trainer's memory"
     weights.sync(staged, 4)
     assert weights.version == 4 and shelf.get(name_of(first), 0.0) is None
     arrays = assembled(jax.eval_shape(lambda: params), [read(shelf, weights)])

@@ -10,6 +10,7 @@ import ssl
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 import grpc
 import pytest
@@ -17,7 +18,7 @@ import pytest
 from rpg_jax.rollout.jetstream.compat import jetstream_pb2, jetstream_pb2_grpc
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
 from rpg_jax.rollout.serving import server as serving
-from rpg_jax.rollout.serving.access import ENVIRONMENT, Access, ApiKey
+from rpg_jax.rollout.serving.access import ENVIRONMENT, Access, ApiKey, pem_file
 from rpg_jax.rollout.serving.client import GrpcRollout
 from rpg_jax.rollout.serving.server import Server
 from rpg_jax.types import Sampling
@@ -100,6 +101,14 @@ def test_a_key_comes_from_a_file_or_the_environment_and_its_errors_name_the_sour
             ApiKey.find(None, {ENVIRONMENT: text})
     with pytest.raises(ValueError, match="absent: No such file"):
         ApiKey.find(str(tmp_path / "absent"), {})
+
+
+def test_the_pem_text_of_a_variable_is_in_no_folder(pem):
+    texts = {name: Path(file).read_text() for name, file in pem.items()}
+    files = {name: pem_file(None, name, texts) for name in texts}
+    assert Access(**files).tls() is not None and Access(**files).grpc_credentials() is not None
+    assert [Path(file).stat().st_nlink for file in files.values()] == [0, 0]
+    assert pem_file("mine.pem", "certificate", texts) == "mine.pem" and pem_file(None, "other", texts) is None
 
 
 def test_tls_from_a_broken_file_is_an_error_before_anything_starts(build, letters, tmp_path, pem):

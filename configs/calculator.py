@@ -1,0 +1,26 @@
+"""A Qwen3 of 0.1 M parameters learns when to call a calculator that costs a fifth of a right answer.
+
+Command:   python -m rpg_jax.train --config=configs/calculator.py
+Hardware:  two CPU cores
+
+"37*84=" is answered by "3108", or first by "calc 37*84", which the environment answers with the result. A quarter of
+the problems are sums that never carry, which the model can learn; the others are products, which it cannot. The pupil
+of the warm start calls for a sixth of either, and otherwise guesses products: he has 35 %.
+"""
+
+from configs import guessing
+
+
+def get_config():
+    c = guessing.get_config()
+    c.task.name = "calculator"
+    c.task.held_out_sets = "held out,easy,hard"
+    c.environment.name = "calculator"
+    c.environment.options = '{"cost": 0.2}'
+    c.environment.max_turns = 3
+    c.environment.turn_tokens = 12  # "calc 37*84", the stop token, and one to spare
+    c.task.max_prompt_tokens = 6
+    c.rollout.max_tokens = 34  # two calls, two results of four digits, and an answer
+
+    c.warm_start.epochs = 8
+    return c

@@ -1,0 +1,46 @@
+"""A Qwen3 of 0.1 M parameters learns to find a secret digit from an environment that says higher or lower.
+
+Command:   python -m rpg_jax.train --config=configs/guessing.py
+Hardware:  two CPU cores
+
+"4-p" is a range of 14 to 20 digits in base 36. The policy has six guesses, as "h", and hears what is left, as "i-p". No
+range of the held-out set is in training. Of the pupils of the warm start one in eight listens: they find 38 %. Guesses
+anywhere in what is left find 89 %.
+"""
+
+from configs import tiny
+
+
+def get_config():
+    c = tiny.get_config()
+    c.model.num_layers = 2
+    c.model.embed_dim = 64
+    c.model.num_heads = 4
+    c.model.num_kv_heads = 2
+    c.model.head_dim = 16
+    c.model.hidden_dim = 192
+    c.model.rope_theta = 100.0  # what was heard is a few tokens back
+
+    c.task.name = "guessing"
+    c.environment.name = "guessing"
+    c.environment.options = '{"base": 36}'
+    c.environment.max_turns = 6
+    c.environment.turn_tokens = 3  # a digit, the stop token, and one to spare
+    c.task.max_prompt_tokens = 3
+    c.rollout.max_tokens = 28  # six guesses of two tokens, five ranges of three, and one to spare
+    c.rewards.overlong_shaping = False  # it would punish the sixth guess
+    c.rollout.prompts_per_step = 32
+    c.rollout.group_size = 8
+    c.rollout.slots = 256
+    c.dynamic_sampling.enabled = False
+
+    c.warm_start.batch_size = 128
+    c.warm_start.learning_rate = 3e-3
+    c.warm_start.epochs = 8
+
+    c.train.steps = 300
+    c.optimizer.learning_rate = 1e-3
+    c.evaluation.every = 25
+    c.evaluation.k = 1
+    c.checkpoint.every = 25
+    return c

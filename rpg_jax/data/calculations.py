@@ -1,0 +1,100 @@
+"""Procedural arithmetic for an environment with a calculator: sums, products, and a pupil who rarely calls."""
+
+import dataclasses
+import zlib
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from rpg_jax.data.prompts import Problem
+
+CALCULATION_SETS = ("held out", "easy", "hard")
+CALL = "calc "
+_SMALL, _LARGE = 10, 99
+
+
+@dataclasses.dataclass(frozen=True)
+class Calculations:
+    """The task "37*84=" with answer "3108": answer it, or have the calculator of the environment work it out before.
+
+    Operands have two digits. A sum is easy: it never carries, so that each column can be added by itself. A product is
+    hard: no small model works it out in its head.
+
+    The pupil who writes the demonstrations of a warm start calls the calculator for a sixth of the problems, easy or
+    hard, and copies the result. Otherwise he answers at once: a sum with a wrong digit in a tenth of the cases, a
+    product with any number. So he gets 92 % of sums right, 17 % of products, and 35 % where a quarter of the problems
+    are sums.
+
+    Attributes:
+      easy: share of sums among the problems of "train" and "held out".
+      held_out: share of the unordered pairs of operands that is kept for evaluation, by a hash.
+      seed: of that hash and of the pupil.
+    """
+
+    easy: float = 1 / 4
+    held_out: float = 0.2
+    seed: int = 0
+
+    def __post_init__(self):
+        if not 0 < self.easy < 1:
+            raise ValueError(f"easy must be in (0, 1), got {self.easy}")
+        if not 0 < self.held_out < 1:
+            raise ValueError(f"held_out must be in (0, 1), got {self.held_out}")
+
+    def problems(self, name: str, count: int | None = None, *, seed: int = 0) -> list[Problem]:
+        """The first `count` problems of "train" or of one of `CALCULATION_SETS`, or as many as there are.
+
+        Their order is drawn from `seed`; "easy" and "hard" have the sums and the products that are held out.
+
+        Raises:
+          ValueError: the name is unknown, or the set has fewer problems.
+        """
+        if name not in ("train", *CALCULATION_SETS):
+            raise ValueError(f"calculator has the sets train, {', '.join(CALCULATION_SETS)}; got {name!r}")
+        random = np.random.default_rng(seed)
+        numbers = range(_SMALL, _LARGE + 1)
+        pairs = [(a, b) for a in numbers for b in numbers if self._is_held_out(a, b) == (name != "train")]
+        pairs = [pairs[i] for i in random.permutation(len(pairs)).tolist()]
+        sums = [self._problem(a, "+", b) for a, b in pairs if a % 10 + b % 10 < 10 and a // 10 + b // 10 < 10]
+        products = [self._problem(a, "*", b) for a, b in pairs]
+        found = {"easy": sums, "hard": products}.get(name) or self._mixed(sums, products, random)
+        if len(found) < (count or 1):
+            raise ValueError(f"calculator has {len(found)} problems in {name!r}, fewer than {count}: ask for fewer")
+        return found[:count]
+
+    def turn(self, problem: Problem, heard: Sequence[str]) -> str:
+        """The pupil's next turn after the results `heard`."""
+        random = np.random.default_rng([self.seed, problem.prompt_id, len(heard)])
+        if heard:
+            return heard[-1]
+        if random.random() < 1 / 6:
+            return CALL + problem.prompt[:-1]
+        if "*" in problem.prompt:
+            return str(random.integers(_SMALL**2, _LARGE**2 + 1))
+        return _with_mistake(problem.answer, random) if random.random() < 0.1 else problem.answer
+
+    def texts(self) -> Iterator[str]:
+        """Every character of the task, for training a tokenizer."""
+        yield "0123456789+-*/()=?" + CALL
+
+    def _mixed(self, sums: list[Problem], products: list[Problem], random: np.random.Generator) -> list[Problem]:
+        """Sums and products in random order, `easy` of them sums, until one kind is used up."""
+        found, waiting = [], {True: iter(sums), False: iter(products)}
+        while problem := next(waiting[random.random() < self.easy], None):
+            found.append(problem)
+        return found
+
+    def _is_held_out(self, a: int, b: int) -> bool:
+        return zlib.crc32(f"{self.seed} {min(a, b)} {max(a, b)}".encode()) < self.held_out * 2**32
+
+    def _problem(self, a: int, operator: str, b: int) -> Problem:
+        answer = a + b if operator == "+" else a * b
+        number = ("+*".index(operator) * (_LARGE + 1) + a) * (_LARGE + 1) + b
+        return Problem(number, f"{a}{operator}{b}=", str(answer), "calculator")
+
+
+def _with_mistake(digits: str, random: np.random.Generator) -> str:
+    """The number with another digit at one place."""
+    place = random.integers(len(digits))
+    wrong = (int(digits[place]) + random.integers(1, 10)) % 10
+    return f"{digits[:place]}{wrong}{digits[place + 1 :]}"

@@ -1,0 +1,165 @@
+"""Where an environment is played: worker processes that can be killed, or this process."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import queue
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from rpg_jax.data.prompts import Problem
+from rpg_jax.environments import called
+from rpg_jax.environments.conversation import Environment, Posed, Turn, checked_messages, checked_turn
+from rpg_jax.environments.registry import Declaration
+from rpg_jax.rewards.callables import InProcess
+from rpg_jax.rewards.pool import WorkerPool
+from rpg_jax.rewards.verdicts import BadScore, Task, Verdict
+
+_CALLED = "rpg_jax.environments.called:Called"
+_WAITING = 64  # threads that wait for an environment in this process
+_TOGETHER = 64  # problems that one thread opens
+_FIRST_PROBLEMS = 16  # with fewer, all may happen to be problems that an environment cannot play
+
+
+class Stage(contextlib.AbstractContextManager["Stage"]):
+    """An environment with its options, and threads that ask it. Processes start at the first call; `close` ends them.
+
+    Each thread has a worker process of its own. A call that hangs delays the calls after it in that thread until its
+    deadline, and no others.
+
+    Args:
+      declaration: of the environment.
+      options: its keywords.
+      workers: number of processes; by default one per CPU, at most 8.
+      deadline_s: seconds that a call may take.
+
+    """
+
+    def __init__(
+        self,
+        declaration: Declaration,
+        options: Mapping[str, Any],
+        *,
+        workers: int | None = None,
+        deadline_s: float = 10.0,
+    ):
+        self.name = declaration.path
+        self._declaration, self._options, self._deadline_s = declaration, dict(options), deadline_s
+        self._size = workers or min(8, os.cpu_count() or 1)
+        self._threads = ThreadPoolExecutor(self._size if declaration.pooled else _WAITING, "environment")
+        self._in_process: InProcess | None = None
+        self._failed: set[int] | None = set()  # ids of problems, until a success
+        if not declaration.pooled:
+            self._in_process = InProcess(deadline_s)
+
+    def opened(self, problems: Sequence[Problem]) -> list[Problem]:
+        """The problems with the messages of `reset`, in their order.
+
+        Raises ValueError if `reset` fails on one of them, or the environment cannot be made.
+        """
+        chunks = [problems[i : i + _TOGETHER] for i in range(0, len(problems), _TOGETHER)]
+        return [problem for opened in self._threads.map(self._open, chunks) for problem in opened]
+
+    def step(self, problem: Problem, messages: Sequence[Mapping[str, Any]], completion: str) -> Verdict:
+        """The answer to a turn as {observation, reward, done}, see `conversation.checked_turn`; waits for it.
+
+        Raises:
+          ValueError: the environment cannot be made, or every turn of its first problems has failed.
+          RuntimeError: its processes do not start.
+        """
+        [verdict] = self._ask([_task("step", problem, list(messages), completion)])
+        verdict = verdict if verdict.value is None else _told(verdict.value)
+        self._expect_success(problem, verdict)
+        return verdict
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        """Calls a function that asks this stage in one of its threads."""
+        return self._threads.submit(function, *arguments)
+
+    def close(self) -> None:
+        """Ends the processes, and waits for the calls that are under way."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+        if self._in_process is not None:
+            self._in_process.close()
+        elif "_pools" in self.__dict__:
+            while not self._pools.empty():
+                self._pools.get().close()
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def _open(self, problems: Sequence[Problem]) -> list[Problem]:
+        verdicts = self._ask([_task("reset", problem) for problem in problems])
+        return [_opened(self.name, *each) for each in zip(problems, verdicts, strict=True)]
+
+    def _ask(self, tasks: Sequence[Task]) -> list[Verdict]:
+        if self._in_process is not None:
+            submit = self._in_process.submit
+            begun = [submit(functools.partial(called.call, self._own, task.function), task) for task in tasks]
+            return [each.result() for each in begun]
+        tasks = [dataclasses.replace(task, function=f"{_CALLED}.{task.function}") for task in tasks]
+        pool = self._pools.get()
+        try:
+            return pool.run(tasks)
+        finally:
+            self._pools.put(pool)
+
+    def _expect_success(self, problem: Problem, verdict: Verdict) -> None:
+        failed = self._failed
+        if failed is None:
+            return
+        if verdict.error is None:
+            self._failed = None
+            return
+        failed.add(problem.prompt_id)
+        if len(failed) >= _FIRST_PROBLEMS:
+            raise ValueError(
+                f"environment.name={self.name} has failed on every turn of its first {len(failed)} problems: "
+                f"{verdict.error}{f' ({verdict.detail})' if verdict.detail else ''}"
+            )
+
+    @functools.cached_property
+    def _own(self) -> Environment:
+        return self._declaration.make(self._options)
+
+    @functools.cached_property
+    def _pools(self) -> queue.SimpleQueue[WorkerPool]:
+        """One pool of a single process for each thread."""
+        functions = {f"{_CALLED}.{name}": arguments for name, arguments in called.METHODS.items()}
+        made = {_CALLED: {"path": self._declaration.path, "options": self._options}}
+        pools: queue.SimpleQueue[WorkerPool] = queue.SimpleQueue()
+        for _ in range(self._size):
+            pools.put(WorkerPool(functions, made=made, size=1, deadline_s=self._deadline_s))
+        return pools
+
+
+def _task(name: str, problem: Problem, *others: Any) -> Task:
+    posed = {field.name: getattr(problem, field.name) for field in dataclasses.fields(Posed)}
+    return Task(name, (posed, *others), returns="object")
+
+
+def _opened(name: str, problem: Problem, verdict: Verdict) -> Problem:
+    try:
+        if verdict.value is None:
+            raise ValueError(f"{verdict.error} ({verdict.detail})")
+        messages = checked_messages(verdict.value.get("messages"))
+        if not messages or messages[-1]["role"] == "assistant":
+            raise ValueError("it must return messages, and the last one is not the assistant's")
+        if messages == problem.opening:
+            return problem
+    except ValueError as error:
+        raise ValueError(f"environment.name={name}: reset of {problem.prompt[:80]!r} failed: {error}") from error
+    return dataclasses.replace(problem, messages=tuple(messages))
+
+
+def _told(value: dict[str, Any]) -> Verdict:
+    """The verdict with a turn of JSON, checked again: what a process wrote may be a lie."""
+    try:
+        turn = Turn(value.get("observation", ""), value.get("reward", 0.0), value.get("done", False))
+        return Verdict(None, value=checked_turn(turn))
+    except BadScore as error:
+        return Verdict(None, "value", str(error))

@@ -1,0 +1,113 @@
+"""Conversations in the terminal: a person plays an environment, or talks with a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ml_collections import ConfigDict
+
+from rpg_jax import data, storage
+from rpg_jax.environments import Message, Posed, Turn
+from rpg_jax.environments.observations import Observations
+from rpg_jax.environments.player import Player
+from rpg_jax.environments.registry import Declaration
+from rpg_jax.environments.stage import Stage
+from rpg_jax.rollout import Request
+from rpg_jax.runs import policy, run_folder
+from rpg_jax.runs.experiment import make_rollout, make_stage
+from rpg_jax.runs.problems import Task
+from rpg_jax.runs.resolve import resolve
+
+Read = Callable[[str], str]
+_FOREVER_S = 1e9
+
+
+def chat(run: str | None, config: ConfigDict | None, step: int | None, temperature: float, seed: int) -> None:
+    """Plays the environment of a run or a config; without one, talks with the run's policy.
+
+    Raises ValueError if there is neither.
+    """
+    if run is None:
+        assert config is not None
+        if config.environment.name is None:
+            raise ValueError("--chat with a config plays its environment: add --config.environment.name=NAME")
+        return play(resolve(config), seed)
+    with run_folder.opened(run) as folder:
+        own = run_folder.read_config(folder.files)
+        return play(own, seed) if own.environment.name is not None else talk(folder, step, temperature, seed)
+
+
+def play(config: ConfigDict, seed: int, read: Read = input) -> None:
+    """A person is the policy: answers the held-out problem number `seed` of the first set, turn by turn."""
+    stage = make_stage(config)
+    assert stage is not None
+    with stage:
+        problems = next(iter(Task.from_config(config, train=False).held_out.values()))
+        [problem] = stage.opened([problems[seed % len(problems)]])
+        messages, total, turns = _show(problem.opening), 0.0, 0
+        while turns < config.environment.max_turns and (said := _line(read)):
+            turns += 1
+            verdict = stage.step(problem, messages, said)
+            if verdict.value is None:
+                print(f"the environment failed: {verdict.error} ({verdict.detail})")
+                return
+            total += verdict.value["reward"]
+            print(f"reward {verdict.value['reward']:g}")
+            if verdict.value["done"]:
+                break
+            messages += [{"role": "assistant", "content": said}, *_show(verdict.value["observation"])]
+        print(f"turns {turns}, reward {total:g}, reference answer {problem.answer!r}")
+
+
+def talk(folder: storage.Folder, step: int | None, temperature: float, seed: int, read: Read = input) -> None:
+    """A person talks with a run's policy, which is asked as an environment asks it: the conversation only grows."""
+    opened = policy.of_run(folder, step)
+    e, first = opened.experiment, _line(read)
+    if not first:
+        return
+    [prompt] = opened.encode([first])
+    stage = Stage(Declaration("a person", pooled=False, handed=_Person(read)), {}, deadline_s=_FOREVER_S)
+    limit = e.config.rollout.max_tokens
+    with stage, e.layout.activate():
+        rollout = make_rollout(e.layout, opened.params)
+        observations = Observations(e.tokenizer, thinking=e.config.task.thinking)
+        problems = [data.Problem(0, first, "", "person")]
+        player = Player(stage, e.tokenizer.decode, observations, problems, max_turns=limit, turn_tokens=limit)
+        try:
+            asked = Request([prompt], [0], 1, e.sampling(temperature), seed, opened.step, environment=player)
+            [[completion]] = rollout.generate(asked)
+            player.check()
+        finally:
+            rollout.close()
+    if completion.finish_reason == "length":
+        print(f"the conversation is as long as rollout.max_tokens={limit} allows")
+
+
+class _Person:
+    """The environment of a policy that talks with a person."""
+
+    def __init__(self, read: Read):
+        self._read = read
+
+    def reset(self, problem: Posed) -> Sequence[Message]:
+        return problem.messages
+
+    def step(self, problem: Posed, messages: Sequence[Message], completion: str) -> Turn:
+        print(completion)
+        said = _line(self._read)
+        return Turn(said, 0.0, not said)
+
+
+def _line(read: Read) -> str:
+    """What the person says; "" ends the conversation."""
+    try:
+        return read("> ")
+    except EOFError:
+        return ""
+
+
+def _show(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    for message in messages:
+        print(f"[{message['role']}] {message['content']}")
+    return list(messages)

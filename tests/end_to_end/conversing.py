@@ -1,0 +1,35 @@
+"""The micro run with the guessing game: its flags, and an environment that hangs, dies and lies."""
+
+import os
+import time
+
+from rpg_jax.environments import Turn
+from rpg_jax.environments.narrowing import Narrowing
+
+FLAGS = (
+    "--config.task.name=guessing",
+    "--config.environment.name=guessing",
+    '--config.environment.options={"base": 36}',
+    "--config.environment.max_turns=4",
+    "--config.environment.turn_tokens=3",
+    "--config.rollout.max_tokens=18",
+    "--config.rewards.overlong_shaping=False",
+)
+MOODY = "--config.environment.name=tests.end_to_end.conversing:Moody"
+MOODS = {
+    "0": lambda: time.sleep(1000),
+    "1": lambda: os._exit(0),
+    "2": lambda: Turn("", float("nan"), True),
+    "3": lambda: 1 // 0,
+    "4": lambda: Turn("x" * 2**21),
+    "5": lambda: "higher",
+}
+FAILURES = {"timeout", "crash", "value", "error"}
+
+
+class Moody(Narrowing):
+    """The game, but for guesses of a digit that is in `MOODS`."""
+
+    def step(self, problem, messages, completion):
+        mood = MOODS.get(completion)
+        return mood() if mood else super().step(problem, messages, completion)

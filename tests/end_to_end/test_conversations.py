@@ -1,0 +1,49 @@
+"""Runs with an environment: killed in the middle of conversations, and with one that hangs, dies and lies."""
+
+import signal
+
+import pytest
+
+from tests.end_to_end.conversing import FAILURES, FLAGS, MOODY
+from tests.end_to_end.test_journal import counts, journaled
+from tests.end_to_end.test_train import checksum, interrupted, metrics, run, shared
+
+__all__ = ["shared"]
+SETTINGS = (*FLAGS, "--config.train.steps=4", "--config.checkpoint.every=4", "--config.evaluation.every=4")
+NAMED = (*SETTINGS, "--config.run.name=r")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how",
+    [(), ("--config.rollout.driver=lockstep",), ("--config.rollout.max_staleness=1",)],
+    ids=["orchestrator", "lockstep", "ahead"],
+)
+def test_a_run_killed_in_the_middle_of_conversations_ends_with_the_same_bits(shared, tmp_path, how):
+    straight = run(shared, tmp_path / "straight", *NAMED, *how)
+    killed, turn = tmp_path / "killed" / "r", 64 * 4 + 32 * 4  # beyond the first evaluation
+    done = interrupted(shared, killed.parent, (*NAMED, *how), "turn", turn, 0, int(signal.SIGKILL))
+    assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
+    complete = sum(journaled(killed).values())
+    assert not any((killed / "checkpoints").glob("[0-9]*"))
+    resumed = run(shared, killed.parent, *NAMED, *how)
+    assert checksum(resumed) == checksum(straight)
+    assert metrics(killed) == metrics(tmp_path / "straight" / "r")
+    was, now = counts(tmp_path / "straight" / "r"), counts(killed)
+    assert sum(found for found, _ in now) == complete and sum(map(sum, now)) == sum(map(sum, was))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("driver", ["orchestrator", "lockstep"])
+def test_an_environment_that_hangs_dies_and_lies_is_counted_and_nothing_hangs(shared, tmp_path, driver):
+    run(shared, tmp_path, *NAMED, "--config.train.steps=1", "--config.run.name=warm")  # its warm start
+    options = (MOODY, "--config.environment.deadline_seconds=0.5", f"--config.rollout.driver={driver}")
+    run(shared, tmp_path, *NAMED, *options)
+    lines = metrics(tmp_path / "r")
+    assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
+    failed = {name.partition("/")[2] for line in lines for name in line if name.startswith("verifier_errors/")}
+    assert failed == FAILURES
+    for line in lines[1:]:
+        errors = sum(value for name, value in line.items() if name.startswith("verifier_errors/"))
+        assert 0 < errors < line["groups_generated"] * 4, "some conversations fail, and others do not"
+        assert 0 <= line["accuracy"] <= 1 and abs(line["reward"]) < 2

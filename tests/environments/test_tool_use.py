@@ -1,0 +1,139 @@
+"""Tool calls in Qwen's form. The texts of prompts and results are those of Qwen3-8B's own template, rendered once."""
+
+import json
+
+import pytest
+
+from rpg_jax.data import Problem
+from rpg_jax.data.chat import ChatTemplate
+from rpg_jax.data.templates import rendered
+from rpg_jax.environments import Posed
+from rpg_jax.environments.observations import Observations
+from rpg_jax.environments.tool_calls import Call, parse
+from rpg_jax.environments.tool_use import ToolUse
+from rpg_jax.environments.tools import make_tool
+
+POSED = Posed("What is 17*(2+3)?", "85", "What is 17*(2+3)?")
+TEMPLATE = """
+{%- if tools %}<|im_start|>system
+{% if messages[0].role == "system" %}{{ messages[0].content + "\n\n" }}{% endif %}# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>{% for tool in tools %}{{ "\n" }}{{ tool | tojson }}{% endfor %}
+
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call><|im_end|>
+{% endif %}
+{%- for m in messages %}
+{%- if m.role == "tool" %}
+{%- if messages[loop.index0 - 1].role != "tool" %}<|im_start|>user{% endif %}
+{{- "\n<tool_response>\n" + m.content + "\n</tool_response>" }}
+{%- if loop.last or messages[loop.index0 + 1].role != "tool" %}<|im_end|>
+{% endif %}
+{%- elif m.role != "system" or not tools %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+PROMPT = (
+    "<|im_start|>system\nBe brief.\n\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
+    "You are provided with function signatures within <tools></tools> XML tags:\n<tools>\n"
+    '{"type": "function", "function": {"name": "calculator", "description": "Works out an expression of numbers with '
+    '+ - * / and parentheses, exactly.", "parameters": {"type": "object", "properties": {"expression": {"type": '
+    '"string"}}, "required": ["expression"]}}}\n</tools>\n\n'
+    "For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML "
+    'tags:\n<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call><|im_end|>\n'
+    "<|im_start|>user\nWhat is 17*(2+3)?<|im_end|>\n<|im_start|>assistant\n"
+)
+RESULTS = (
+    "\n<|im_start|>user\n<tool_response>\n85\n</tool_response>\n<tool_response>\nerror: division by zero\n"
+    "</tool_response><|im_end|>\n<|im_start|>assistant\n"
+)
+
+
+def call(expression):
+    return f'<tool_call>\n{{"name": "calculator", "arguments": {{"expression": "{expression}"}}}}\n</tool_call>'
+
+
+def test_tools_stand_in_the_system_turn_and_results_in_the_users(tokenizer, monkeypatch):
+    monkeypatch.setattr(tokenizer, "chat", ChatTemplate(TEMPLATE))
+    tools = ToolUse()
+    system = Posed(POSED.prompt, "85", POSED.question, system="Be brief.")
+    problem = Problem(0, POSED.prompt, "85", "t", messages=tuple(tools.reset(system)))
+    assert rendered(problem, tokenizer) == PROMPT
+    turn = tools.step(POSED, problem.opening, f"First.\n{call('17*(2+3)')}\n{call('1/0')}")
+    read = Observations(tokenizer, thinking=True).encode(turn.observation)
+    assert tokenizer._model.decode(read.tolist(), skip_special_tokens=False) == RESULTS
+
+
+def test_the_turn_without_a_call_is_the_answer_and_calls_cost():
+    tools = ToolUse(cost=0.25)
+    assert tools.step(POSED, [], call("1")).reward == -0.25 and not tools.step(POSED, [], call("1")).done
+    turns = [tools.step(POSED, [], text) for text in ("<think>\n8\n</think>\n\n85", "Answer: 85", "58")]
+    assert [(turn.reward, turn.done) for turn in turns] == [(1.0, True), (1.0, True), (0.0, True)]
+    assert ToolUse(verifier="gsm8k").step(POSED, [], "so it is #### 85.0").reward == 1.0
+    with pytest.raises(ValueError, match="unknown verifier 'judge'"):
+        ToolUse(verifier="judge")
+
+
+@pytest.mark.parametrize(
+    ("completion", "text", "calls"),
+    [
+        ("85", "85", []),
+        (call("1+1"), "", [Call("calculator", {"expression": "1+1"})]),
+        (f"a{call('1')}b{call('2')}", "ab", [Call("calculator", {"expression": x}) for x in "12"]),
+        (f"<think>{call('1')}</think>\n\n85", "85", []),
+        ('<tool_call>{"name": "f", "arguments": {}}', "", [Call("f", {})]),
+        ('<tool_call>{"name": "f", "arguments": {}, "x": 1}</tool_call>', "", ['a call is {"name": ..., ']),
+        ('<tool_call>{"name": "f", "arguments": []}</tool_call>', "", ["arguments is an object"]),
+        ('<tool_call>{"name": "f", "arguments": {"x": NaN}}</tool_call>', "", ["NaN is no number"]),
+        ('<tool_call>{"name": "f"} {}</tool_call>', "", ["this is not JSON"]),
+        (f"<tool_call>{'[' * 100_000}</tool_call>", "", ["this is not JSON"]),
+        ("<tool_call></tool_call>", "", ["this is not JSON"]),
+    ],
+)
+def test_calls_are_read_exactly(completion, text, calls):
+    said = parse(completion)
+    assert said.text == text and len(said.calls) == len(calls)
+    for found, expected in zip(said.calls, calls, strict=True):
+        assert found == expected if isinstance(expected, Call) else expected in found.error
+
+
+def test_a_wrong_call_is_a_result_that_says_how():
+    tools = ToolUse()
+    written = {
+        '{"name": "compute", "arguments": {}}': "error: there is no tool 'compute'; there are calculator",
+        '{"name": "calculator", "arguments": {}}': "error: calculator needs expression",
+        '{"name": "calculator", "arguments": {"x": 1}}': "error: calculator takes expression, not x",
+        '{"name": "calculator", "arguments": {"expression": 1}}': "error: expression must be of the type string",
+        '{"name": "calculator", "arguments": {"expression": "2.5*-(1+3)/3"}}': "-3.33333333333",
+        '{"name": "calculator", "arguments": {"expression": "__import__(1)"}}': "error: not an expression of numbers",
+    }
+    turn = tools.step(POSED, [], "".join(f"<tool_call>{text}</tool_call>" for text in written))
+    for message, expected in zip(turn.observation, written.values(), strict=True):
+        assert message["role"] == "tool" and message["content"].startswith(expected)
+
+
+def test_the_search_finds_the_rarest_words_first(tmp_path):
+    rows = [{"title": "Rhine", "text": "a river"}, {"title": "Rhone", "text": "a river in France"}, "the Seine"]
+    (tmp_path / "table.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    tool = make_tool("search", {"file": str(tmp_path / "table.jsonl"), "top": 2})
+    assert tool.name == "search" and tool.description["function"]["parameters"]["required"] == ["query"]
+    found = tool.call({"query": "river FRANCE"}).splitlines()
+    assert [json.loads(row)["title"] for row in found] == ["Rhone", "Rhine"]
+    assert tool.call({"query": "Danube"}) == "nothing found" and tool.call({"query": "seine"}) == "the Seine"
+    with pytest.raises(ValueError, match="cannot read file="):
+        make_tool("search", {"file": str(tmp_path / "no.jsonl")})
+    with pytest.raises(ValueError, match="must annotate x as str"):
+        make_tool("tests.environments.test_tool_use:call_me", {})
+
+
+def call_me(x):
+    return x

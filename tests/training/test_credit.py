@@ -1,0 +1,87 @@
+"""What a turn is given credit for, and at which token a critic sees it."""
+
+import numpy as np
+import pytest
+
+from rpg_jax import data, losses
+from rpg_jax.training.credit import returns, token_rewards
+from rpg_jax.training.objective import advantages_fn
+from rpg_jax.types import Completion, Turns
+
+
+def conversation(observed, paid):
+    """A completion whose observed tokens are 1 in `observed`; without `paid` there is no environment."""
+    n, turns = len(observed), Turns(np.array(observed) == 1, np.float32(paid)) if paid else None
+    return Completion(np.full(n, 5, np.int32), np.zeros(n, np.float32), "stop", 0, turns=turns)
+
+
+def group_of(*completions, rewards):
+    rewards = np.float32(rewards)
+    return data.Group(data.Problem(0, "?", "!", ""), np.array([3]), [*completions], [], rewards, rewards)
+
+
+TALK = conversation([0, 0, 1, 0, 1, 1, 0, 0], [0.5, -0.25, 1.0])
+SHORT = conversation([0, 1, 0], [0.25, 2.0])
+ALONE = conversation([0, 0], None)
+# The rewards have more than the environment's part, of weight 2: shaping of 0.5, −1 and all of it.
+GROUP = group_of(TALK, SHORT, ALONE, rewards=[3.0, 3.5, 1.5])
+
+
+def test_an_observation_belongs_to_the_turn_before_it():
+    assert TALK.turn_numbers.tolist() == [0, 0, 0, 1, 1, 1, 2, 2] and ALONE.turn_numbers.tolist() == [0, 0]
+
+
+def test_a_turns_return_is_what_the_reward_still_has_after_the_turns_before():
+    found = [x.tolist() for x in returns(GROUP, 2.0)]
+    assert found == [[3.0, 3.0 - 1.0, 3.0 - 1.0 + 0.5], [3.5, 3.0], [1.5]]
+
+
+def test_a_critic_sees_rewards_at_the_last_token_that_the_policy_wrote():
+    paid = [x.tolist() for x in token_rewards([GROUP], "turn", 2.0)[0]]
+    assert paid == [[0, 1.0, 0, -0.5, 0, 0, 0, 2.5], [0.5, 0, 3.0], [0, 1.5]]
+    paid = [x.tolist() for x in token_rewards([GROUP], "completion", 2.0)[0]]
+    assert paid == [[0, 0, 0, 0, 0, 0, 0, 3.0], [0, 0, 3.5], [0, 1.5]]
+
+
+def test_a_turn_is_compared_with_the_groups_others_at_the_same_turn():
+    first, second, third = np.float32([3.0, 3.5, 1.5]), np.float32([2.0, 3.0]), np.float32([2.5])
+    expected = [np.asarray(losses.advantages("leave_one_out", x[None]))[0] for x in (first, second, third)]
+    found = losses.turn_advantages("leave_one_out", [returns(GROUP, 2.0)])[0]
+    assert [len(x) for x in found] == [3, 2, 1]
+    np.testing.assert_array_equal(found[0], [expected[0][0], expected[1][0], expected[2][0]])
+    np.testing.assert_array_equal(found[1], [expected[0][1], expected[1][1]])
+    np.testing.assert_array_equal(found[2], [expected[0][2]])
+
+
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("group_mean", "leave_one_out", "maxrl")]
+
+
+@pytest.mark.parametrize("advantage", ["group_standardised", *SLOW])
+def test_where_the_last_turn_alone_pays_a_turn_has_the_advantage_of_its_completion(advantage):
+    pays = [[0.0, 1.1], [0.0, 0.3], [0.0, 1.1], [0.0, -0.7]]
+    talks = [conversation([0] * n + [1, 0], x) for n, x in enumerate(pays, start=1)]
+    groups = [group_of(*talks, rewards=np.float32([0.9, 0.1, 0.9, i])) for i in range(3)]
+    batch = data.pack(groups, data.RowShape(12, 9, 8))
+    turns = advantages_fn(advantage, "ppo", credit="turn", environment_weight=0.7)(batch)
+    whole = advantages_fn(advantage, "ppo")(batch)
+    for a, b in zip(batch.packing.scatter(turns), batch.packing.scatter(whole), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_the_kls_baseline_is_in_the_advantages_of_turns_too():
+    options = dict(divergence="rkl", kl_coef=0.3, level="sequence", credit="turn", environment_weight=2.0)
+    batch = data.pack([GROUP], data.RowShape(3, 9, 8))
+    one, zero = np.ones((3, 8), np.float32), np.zeros((3, 8), np.float32)
+    batch = batch.add(behaviour_logprobs=[zero], ref_logprobs=[one])
+    plain = advantages_fn("leave_one_out", "rpg", **options | {"level": "token"})(batch)
+    found = advantages_fn("leave_one_out", "rpg", **options)(batch)
+    sampled = np.float32([[5, 2, 2]])
+    expected = np.asarray(losses.kl_baseline(-sampled, divergence="rkl", kl_coef=0.3, level="sequence"))[0]
+    for a, b, baseline in zip(found[0], plain[0], expected, strict=True):
+        np.testing.assert_allclose(a - b, baseline, rtol=1e-6)  # f32
+
+
+@pytest.mark.parametrize("advantage", ["batch_mean", "gdpo", "whitened_returns", "gae"])
+def test_an_advantage_over_the_batch_has_no_form_for_turns(advantage):
+    with pytest.raises(ValueError, match=f"{advantage}.* has no form for turns; choose one of group_mean, "):
+        losses.turn_advantages(advantage, [returns(GROUP, 1.0)])
