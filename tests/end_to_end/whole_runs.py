@@ -50,7 +50,7 @@ def alone(shared):
 def with_warm_start(shared):
     """Makes sure that `shared`/warm_starts has the warm start of micro.py, by a run that also compiles its programs."""
     with alone(shared):
-        if not (shared / "warm_starts").exists():
+        if not (shared / "w" / "summary.md").exists():
             flags = [
                 f"--config.run.dir={shared}",
                 f"--config.warm_start.dir={shared}/warm_starts",
