@@ -1,7 +1,6 @@
 """Makes the rollout of a training run whose workers are processes of their own. It needs grpc."""
 
 import dataclasses
-import hashlib
 import json
 import socket
 from collections.abc import Callable
@@ -19,7 +18,7 @@ from rpg_jax.rollout.fleet.published import Published
 from rpg_jax.rollout.fleet.service import Service
 from rpg_jax.rollout.fleet.shelf import Shelf
 from rpg_jax.rollout.serving.access import CERTIFICATE, PRIVATE_KEY, Access, ApiKey, is_loopback, pem_file
-from rpg_jax.runs import memory, processes, run_folder
+from rpg_jax.runs import memory, processes
 from rpg_jax.runs.experiment import Experiment
 
 
@@ -55,14 +54,11 @@ def make_fleet(
 
 
 def spec_of(experiment: Experiment) -> dict[str, Any]:
-    """What a worker must know of a run, JSON-able; a worker that was made for another spec is refused."""
+    """What the engine of a worker is made of, and the name of the run, JSON-able."""
     c, layout = experiment.config, experiment.layout
-    identity = json.dumps(run_folder.identity(c), sort_keys=True)
     spec = {
         "run": c.run.name,
-        "config": hashlib.sha256(identity.encode()).hexdigest()[:12],
         "model": dataclasses.asdict(layout.model),
-        "tokenizer": experiment.tokenizer.digest(),
         "vocab_size": layout.model.vocab_size,
         "weights_dtype": c.model.compute_dtype,
         "compute_dtype": c.model.compute_dtype,

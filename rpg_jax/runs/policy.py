@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from rpg_jax import data, models, storage
+from rpg_jax import models, storage
 from rpg_jax.runs import cli, config_files, inputs, run_folder, samples, sequence_logprobs
 from rpg_jax.runs.adapters import first_adapters, merged_layout, new_base, open_base
 from rpg_jax.runs.experiment import Experiment, init_params, open_experiment
@@ -107,13 +107,9 @@ class Policy:
         Raises:
           ValueError: a prompt with more tokens than the config's `task.max_prompt_tokens`.
         """
-        tokenizer, task = self.experiment.tokenizer, self.experiment.config.task
         tokens = self.encode(prompts)
-        for text in prompts:
-            if unknown := tokenizer.unknown(text):
-                note(f"{text!r}: the run's tokenizer does not know {', '.join(map(repr, unknown))}")
-        if task.name == "arithmetic" and task.reverse and not self.experiment.config.model.path:
-            note("answers are written from the lowest digit (task.reverse): 24 is 42")
+        for line in samples.surprises(self.experiment, prompts):
+            note(line)
         sampling = self.experiment.sampling(temperature)
         if max_tokens is not None:
             sampling = dataclasses.replace(sampling, max_tokens=min(max_tokens, sampling.max_tokens))
@@ -143,15 +139,7 @@ class Policy:
 
         Raises ValueError if a prompt has more tokens than `task.max_prompt_tokens`.
         """
-        tokenizer, task = self.experiment.tokenizer, self.experiment.config.task
-        problems = [data.Problem(i, text, answer="", source="prompt") for i, text in enumerate(prompts)]
-        tokens = [data.encode_prompt(p, tokenizer, thinking=task.thinking) for p in problems]
-        for text, ids in zip(prompts, tokens, strict=True):
-            if len(ids) > task.max_prompt_tokens:
-                raise ValueError(
-                    f"{text!r} has {len(ids)} tokens, more than task.max_prompt_tokens={task.max_prompt_tokens}"
-                )
-        return tokens
+        return samples.encoded(self.experiment, prompts)
 
     def export(self, out: str | Path, *, dtype: str | None = None) -> None:
         """Writes the weights, their config and the tokenizer as a folder in Hugging Face layout.

@@ -12,7 +12,7 @@ from flax import nnx
 from rpg_jax import models, parallel
 from rpg_jax.models.adapted import Adapted
 from rpg_jax.models.grouped import grouped_product
-from rpg_jax.models.lora import Base, Lora, adapter_axes, adapter_shapes, init_adapters, merged
+from rpg_jax.models.lora import INITIALIZERS, Base, Lora, adapter_axes, adapter_shapes, init_adapters, merged
 from rpg_jax.models.quantized import quantized
 
 DENSE = models.QwenConfig(
@@ -33,6 +33,11 @@ def logits(graphdef, params):
 @functools.cache
 def model_of(config):
     return models.init(config)
+
+
+@functools.cache
+def first_of(config):
+    return init_adapters(config, LORA, seed=5)
 
 
 def adapters_of(config, lora=LORA, dtype=jnp.float32):
@@ -73,6 +78,9 @@ def test_a_full_rank_with_scale_one_reaches_every_matrix():
     W, target = rng.standard_normal((2, 5, 7))
     adapted = Adapted(jnp.asarray(W), jnp.eye(5), jnp.asarray(target - W))  # rank 5 = the smaller side, alpha 5
     np.testing.assert_allclose(adapted.merged(), target, atol=1e-6)  # f32
+    short = dataclasses.replace(adapted, base=adapted.base.astype(jnp.bfloat16))
+    once = (np.asarray(short.base, np.float32) + (target - W).astype(np.float32)).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(short.merged(), once)
     x = jnp.asarray(rng.standard_normal((3, 5)), jnp.float32)
     np.testing.assert_allclose(x @ adapted, x @ target.astype(np.float32), atol=1e-5)
 
@@ -80,7 +88,7 @@ def test_a_full_rank_with_scale_one_reaches_every_matrix():
 @pytest.mark.parametrize("config", [DENSE, pytest.param(MIXTURE, marks=pytest.mark.slow)], ids=["dense", "mixture"])
 def test_merged_logits_are_those_of_base_and_adapter_apart_and_the_first_policy_is_the_base(config):
     graphdef, params = model_of(config)
-    base, first = Base(params, LORA.scale), init_adapters(config, LORA, seed=5)
+    base, first = Base(params, LORA.scale), first_of(config)
     policy = base.policy(adapters_of(config))
     np.testing.assert_array_equal(logits(graphdef, base.policy(first)), logits(graphdef, params))
     apart, together = logits(graphdef, policy), logits(graphdef, merged(policy))
@@ -140,6 +148,17 @@ def test_experts_of_a_kernel_have_adapters_too():
     )
     found = grouped_product(rows, Adapted(W, a, b), jnp.array([4, 2]))
     np.testing.assert_allclose(found, grouped_product(rows, W + a @ b, jnp.array([4, 2])), atol=1e-5)
+
+
+def test_a_is_drawn_as_peft_draws_it_from_the_number_of_its_inputs_and_b_is_zero():
+    first = first_of(DENSE)["layers"]
+    inputs = {("attention", "q"): 16, ("attention", "o"): 32, ("mlp", "gate"): 16, ("mlp", "down"): 24}
+    for (part, name), n in inputs.items():
+        a, b = first[part][name].values()
+        assert 0.9 * n**-0.5 < float(abs(a).max()) <= n**-0.5 and not b.any()  # of at least 96 numbers
+    assert not np.array_equal(first["attention"]["q"]["a"].ravel()[:9], first["mlp"]["gate"]["a"].ravel()[:9])
+    drawn = INITIALIZERS["normal"](jax.random.key(0), (10_000,), 16, 4, jnp.float32)
+    np.testing.assert_allclose((float(drawn.mean()), float(drawn.std())), (0, 1 / 4), atol=0.01)
 
 
 def test_targets_that_a_model_lacks_are_refused_with_those_it_has():

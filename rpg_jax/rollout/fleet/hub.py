@@ -75,7 +75,7 @@ class Hub:
     def join(self, worker: str, hello: Mapping[str, Any]) -> None:
         """Takes a worker; other methods raise Stranger for one that has not joined.
 
-        Raises Refused if it is of another program, or was made for another run.
+        Raises Refused if it is of another program, or was started for another run.
         """
         if found := difference(versions(), hello["versions"]):
             raise Refused(f"the worker {hello['name']} has another program: {found}. Start both from one installation")
@@ -84,8 +84,6 @@ class Hub:
                 f"this is the trainer of run {self.spec['run']!r}, and the worker {hello['name']} was started with "
                 f"--run={hello['run']}"
             )
-        if hello["spec"] is not None and (found := difference(self.spec, hello["spec"])):
-            raise Refused(f"the worker {hello['name']} was made for another config: {found}. Start it again")
         with self._changed:
             now = self._clock()
             self._members[worker] = Member(hello["name"], now, now)

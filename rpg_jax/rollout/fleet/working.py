@@ -46,12 +46,13 @@ class Worker:
         lanes: int = 2,
     ):
         self._address, self._connect, self._make_engine, self._lanes = address, connect, make_engine, lanes
-        self._hello = {"name": name, "run": run, "versions": messages.versions(), "spec": None}
+        self._hello = {"name": name, "run": run, "versions": messages.versions()}
         self._engine: WorkerEngine | None = None
+        self._spec: Mapping[str, Any] | None = None
         self._stopping = threading.Event()
 
     def work(self) -> None:
-        """Works to the end. A trainer that was started again is joined again.
+        """Works to the end. A trainer that was started again is joined again, for another config with a new engine.
 
         Raises:
           ValueError: the trainer refuses this worker or what it returned.
@@ -62,10 +63,14 @@ class Worker:
             with contextlib.ExitStack() as closing:
                 try:
                     posts = self._join(closing)
-                    if self._engine is None:
-                        self._engine = self._make_engine(posts[0].spec)
-                        self._hello["spec"] = posts[0].spec
-                    self._say(f"works for run {posts[0].spec['run']!r} at {self._address}")
+                    spec = posts[0].spec
+                    if any(post.spec != spec for post in posts):
+                        self._stopping.wait(_LONGEST_PAUSE)
+                        raise Unknown("its processes are not of one config yet")
+                    if self._engine is None or self._spec != spec:
+                        self._engine = None  # frees the weights
+                        self._engine, self._spec = self._make_engine(spec), spec
+                    self._say(f"works for run {spec['run']!r} at {self._address}")
                     _Shift(posts, self._engine, self._stopping).run(self._lanes)
                     return
                 except Unknown as error:

@@ -20,7 +20,7 @@ from rpg_jax.rollout.fleet.working import Worker
 from rpg_jax.rollout.serving.access import Access
 from rpg_jax.types import Completion, Sampling
 
-SPEC = {"run": "r", "capacity": 64, "vocab_size": 1000, "config": "c"}
+SPEC = {"run": "r", "capacity": 64, "vocab_size": 1000}
 PARAMS = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "layer": {"b": np.ones(3, np.float32)}}
 REQUEST = Request(
     [np.arange(1, 2 + i % 5, dtype=np.int32) for i in range(12)],
@@ -52,7 +52,7 @@ class FakeEngine:
 
     def __init__(self, shapes, go=None, fault=None):
         self.shapes, self._go, self._fault, self.read, self.places = shapes, go, fault, [], []
-        self.begun = threading.Event()
+        self.begun, self.specs = threading.Event(), []
 
     @contextlib.contextmanager
     def holding(self, checksum, fetch):
@@ -101,11 +101,14 @@ class Fleet:
         return Link(address, key=self.key, patience=10.0, stopped=stopped)
 
     def start(self, name="w", run=None, connect=None, **options):
-        """A worker in a thread, and its engine."""
+        """A worker in a thread, and its engine, which notes for which specs it was made."""
         engine = FakeEngine(self.params, **options)
-        worker = Worker(
-            self.address, connect=connect or self.connect, make_engine=lambda spec: engine, name=name, run=run
-        )
+
+        def make_engine(spec):
+            engine.specs.append(spec)
+            return engine
+
+        worker = Worker(self.address, connect=connect or self.connect, make_engine=make_engine, name=name, run=run)
 
         def work():
             try:

@@ -31,7 +31,7 @@ def same(groups, request=REQUEST):
 
 
 def hello(**changes):
-    return {"name": "h:1", "run": None, "versions": messages.versions(), "spec": None, **changes}
+    return {"name": "h:1", "run": None, "versions": messages.versions(), **changes}
 
 
 def test_workers_share_the_groups_and_read_the_weights_to_the_bit(make_fleet):
@@ -98,13 +98,17 @@ def test_a_worker_that_asks_before_the_trainers_know_each_other_hears_of_all_of_
     service.stop()
 
 
-def test_a_trainer_that_starts_again_is_joined_again(make_fleet, until):
+def test_a_trainer_that_starts_again_is_joined_again_with_a_new_engine_for_another_config(make_fleet, until):
     fleet = make_fleet()
-    fleet.start()
+    engine = fleet.start()
     until(lambda: fleet.hub.alive == 1)
     fleet.service.session = "another"
-    until(lambda: fleet.hub.counts()["workers"] == 2)  # the old membership is still young
-    assert same(fleet.rollout.generate(REQUEST))
+    until(lambda: fleet.hub.alive == 2)  # the old membership is still young
+    assert same(fleet.rollout.generate(REQUEST)) and engine.specs == [SPEC]
+    fleet.hub.spec["capacity"] = 128
+    fleet.service.session = "a third"
+    until(lambda: fleet.hub.alive == 3)
+    assert same(fleet.rollout.generate(REQUEST)) and engine.specs == [SPEC, {**SPEC, "capacity": 128}]
 
 
 def test_a_worker_joins_a_trainer_again_that_is_elsewhere_now_and_leaves_all_its_processes(make_fleet, until):
@@ -152,11 +156,10 @@ def test_a_group_that_fails_again_and_again_is_the_rollouts_fault(make_fleet):
     [
         ({"versions": {**messages.versions(), "jax": "0.0.1"}}, "another program: jax is '0.0.1'"),
         ({"run": "other"}, "trainer of run 'r', and the worker h:1 was started with --run=other"),
-        ({"spec": {**SPEC, "config": "d"}}, "made for another config: config is 'd', and 'c' at the trainer"),
     ],
-    ids=["program", "run", "config"],
+    ids=["program", "run"],
 )
-def test_a_worker_of_another_program_run_or_config_is_refused_by_name(make_fleet, changes, reason):
+def test_a_worker_of_another_program_or_run_is_refused_by_name(make_fleet, changes, reason):
     fleet = make_fleet()
     with pytest.raises(ValueError, match=reason):
         Post(fleet.connect(fleet.address), "w", hello(**changes))

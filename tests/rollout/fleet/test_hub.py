@@ -29,7 +29,7 @@ def clock():
 def hub(clock):
     hub = Hub(SPEC, lost_seconds=10, stall_seconds=100, clock=clock)
     for name in ("a", "b"):
-        hub.join(name, {"name": name, "run": None, "versions": messages.versions(), "spec": None})
+        hub.join(name, {"name": name, "run": None, "versions": messages.versions()})
     return hub
 
 
