@@ -11,16 +11,29 @@ from rpg_jax.runs.resolve import resolve
 from tests.end_to_end import micro
 
 PACKED = {"train.packed_length": 33, "train.microbatch_size": 4}
+TALK = {
+    "task.name": "guessing",
+    "environment.name": "guessing",
+    "environment.options": '{"base": 36}',
+    "environment.max_turns": 4,
+    "environment.turn_tokens": 3,
+    "rollout.max_tokens": 18,
+    "rewards.overlong_shaping": False,
+    "loss.credit": "turn",
+}
+CARRY = {"dynamic_sampling.enabled": True, "dynamic_sampling.surplus": "carry"}
 VARIANTS = {
     "schedule_free": {"optimizer.name": "schedule_free_adamw"},
     "lion": {"optimizer.name": "lion", "optimizer.schedule": "cosine", "optimizer.warmup": "2 updates"},
     "sgd": {"optimizer.name": "sgd", "optimizer.decayed": "matrices", "offload": "optimizer"},
     "every": {"reference.rule": "every", "reference.every": "3 updates"},
     "kl": {"reference.rule": "kl", "reference.kl_threshold": 1e-5},
-    "ppo": {"method": "PPO", "dynamic_sampling.enabled": True, "dynamic_sampling.surplus": "carry", **PACKED},
+    "ppo": {"method": "PPO", **CARRY, **PACKED},
     "ppo_shared": {"method": "PPO", "critic.trunk": "shared", "critic.gae_lambda": 0.9},
     "lora": {"model.lora.rank": 2, "optimizer.learning_rate": 3e-3, "train.microbatch_size": 4},
     "entropy": {"loss.entropy_coef": 0.01, **PACKED},
+    "turns": {**TALK, **CARRY, **PACKED, "loss.advantage": "leave_one_out", "loss.level": "sequence"},
+    "turns_ppo": {**TALK, "method": "PPO", "critic.gae_lambda": 0.9},
 }
 
 
