@@ -18,7 +18,7 @@ def played(
       reward: the sum over its turns.
       conversation: the messages after the prompt; the player's, which are the assistant's, come first and last.
     """
-    prompt = checked_messages(environment.reset(problem))
+    prompt: list[Message] = [*checked_messages(environment.reset(problem))]
     conversation: list[Message] = []
     heard: list[str] = []
     reward = 0.0

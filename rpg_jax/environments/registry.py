@@ -51,6 +51,7 @@ ENVIRONMENTS: dict[str, Declaration] = {
     "guessing": Declaration("rpg_jax.environments.narrowing:Narrowing"),
     "calculator": Declaration("rpg_jax.environments.calculator:Calculator"),
     "tools": Declaration("rpg_jax.environments.tool_use:ToolUse"),
+    "verifiers": Declaration("rpg_jax.environments.verifiers_library:Verifiers", pooled=False),
 }
 
 

@@ -257,6 +257,7 @@ def test_a_conversation_shows_its_turns_and_what_the_environment_wrote_in_grey(d
                                                                   "turn 2 · reward −1.00"]  # fmt: skip
     assert [t.get_attribute("data-token") for t in found.all(".chosen .token.observed")] == ["2", "3"]
     facts = found.text(".chosen .facts")
+    assert found.text("#list .row > :nth-child(4)") == "4", "tokens of the policy"
     assert "4 tokens" in facts and "2 turns" in facts and "environment failed: timeout" in facts and "NaN" not in facts
     calls = found.run("return [...document.querySelectorAll('.token.call')].map(t => t.innerText)")
     assert set(calls) == {"<tool_call>x</tool_call>"}

@@ -53,7 +53,10 @@ def test_a_turn_is_compared_with_the_groups_others_at_the_same_turn():
     np.testing.assert_array_equal(found[2], [expected[0][2]])
 
 
-@pytest.mark.parametrize("advantage", ["group_mean", "group_standardised", "leave_one_out", "maxrl"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("group_mean", "leave_one_out", "maxrl")]
+
+
+@pytest.mark.parametrize("advantage", ["group_standardised", *SLOW])
 def test_where_the_last_turn_alone_pays_a_turn_has_the_advantage_of_its_completion(advantage):
     pays = [[0.0, 1.1], [0.0, 0.3], [0.0, 1.1], [0.0, -0.7]]
     talks = [conversation([0] * n + [1, 0], x) for n, x in enumerate(pays, start=1)]

@@ -124,7 +124,7 @@ function row(c, i, height) {
     el("span", {class: `verdict ${good(c)}`, title: c.verdict, "aria-label": c.verdict},
       MARKS[c.verdict] || "!"),
     el("span", {}, fixed(c.reward, 2)), el("span", {}, signed(c.advantage, 2)),
-    el("span", {}, count(c.length), c.finish === "length" ? el("abbr", {title: "cut off by the limit"}, "…") : null),
+    el("span", {}, count(c.length - c.read), c.finish === "length" ? el("abbr", {title: "cut off by the limit"}, "…") : null),
     el("span", {}, c.clipped ? fixed(100 * c.clipped, 0) : "·"), el("span", {}, number(c.kl, 2)),
     el("span", {class: "text"}, el("span", {class: "muted"}, shorten(c.own.groups[c.group].prompt, 16)), " ",
       shorten(textOf(c).slice(0, 160), 120)));
