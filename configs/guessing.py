@@ -3,9 +3,9 @@
 Command:   python -m rpg_jax.train --config=configs/guessing.py
 Hardware:  two CPU cores
 
-"4-p" is a range of 14 to 20 digits in base 36. The policy has six guesses, as "h", and hears what is left, as "i-p". No
-range of the held-out set is in training. Of the pupils of the warm start one in eight listens: they find 38 %. Guesses
-anywhere in what is left find 89 %.
+"4-p" is a range of 14 to 20 digits in base 36. The policy has five guesses, as "h", and hears what is left, as "i-p".
+No range of the held-out set is in training. Two thirds of the pupils of the warm start repeat their first guess, the
+others listen: together they find 36 %. Guesses anywhere in what is left find 76 %, guesses near its middle 97 %.
 """
 
 from configs import tiny
@@ -24,21 +24,21 @@ def get_config():
     c.task.name = "guessing"
     c.environment.name = "guessing"
     c.environment.options = '{"base": 36}'
-    c.environment.max_turns = 6
+    c.environment.max_turns = 5
     c.environment.turn_tokens = 3  # a digit, the stop token, and one to spare
     c.task.max_prompt_tokens = 3
-    c.rollout.max_tokens = 28  # six guesses of two tokens, five ranges of three, and one to spare
-    c.rewards.overlong_shaping = False  # it would punish the sixth guess
-    c.rollout.prompts_per_step = 32
+    c.rollout.max_tokens = 23  # five guesses of two tokens, four ranges of three, and one to spare
+    c.rewards.overlong_shaping = False  # it would punish the fifth guess
+    c.rollout.prompts_per_step = 16
     c.rollout.group_size = 8
-    c.rollout.slots = 256
+    c.rollout.slots = 128
     c.dynamic_sampling.enabled = False
 
     c.warm_start.batch_size = 128
     c.warm_start.learning_rate = 3e-3
     c.warm_start.epochs = 8
 
-    c.train.steps = 300
+    c.train.steps = 100
     c.optimizer.learning_rate = 1e-3
     c.evaluation.every = 25
     c.evaluation.k = 1

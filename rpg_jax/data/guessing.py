@@ -9,19 +9,19 @@ import numpy as np
 from rpg_jax.data.prompts import Problem
 
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
-_LISTENS = 1 / 8
+_LISTENS = 1 / 3
 
 
 @dataclasses.dataclass(frozen=True)
 class Guessing:
     """The game "4-p" with answer "h": find the secret digit of a range of `DIGITS` by guesses, which are answered.
 
-    The environment `guessing` answers with the range that is left. With six guesses and ranges of 14 to 20 digits, a
-    player who guesses at random finds 31 % of the secrets. One who guesses at random in what is left finds 89 %, and
+    The environment `guessing` answers with the range that is left. With five guesses and ranges of 14 to 20 digits, a
+    player who guesses at random finds 26 % of the secrets. One who guesses at random in what is left finds 76 %, and
     one who halves it finds all.
 
-    The demonstrations of a warm start are of seven pupils who guess anywhere in the first range, whatever they hear,
-    and of one who guesses anywhere in what is left. Together they find 38 %.
+    The demonstrations of a warm start are of two kinds of pupils. Two thirds repeat their first guess, whatever they
+    hear, and find 6 %. The others guess in the middle half of what is left and find 97 %. Together they have 36 %.
 
     Attributes:
       sizes: the fewest and the most digits of a range.
@@ -62,10 +62,13 @@ class Guessing:
     def guess(self, problem: Problem, heard: Sequence[str]) -> str:
         """A pupil's next turn after the ranges `heard`; the problem decides which pupil it is."""
         random = np.random.default_rng([self.seed, problem.prompt_id])
-        left = [problem.prompt, *heard][-1 if random.random() < _LISTENS else 0]
-        guesses = random.random(1 + len(heard))
+        listens, places = random.random() < _LISTENS, random.random(1 + len(heard))
+        left, place = (heard[-1], places[-1]) if listens and heard else (problem.prompt, places[0])
         first, last = DIGITS.index(left[0]), DIGITS.index(left[2])
-        return DIGITS[first + int(guesses[-1] * (last + 1 - first))]
+        if listens:
+            margin = (last - first) // 4
+            first, last = first + margin, last - margin
+        return DIGITS[first + int(place * (last + 1 - first))]
 
     def texts(self) -> Iterator[str]:
         """Every character of the game, for training a tokenizer."""
