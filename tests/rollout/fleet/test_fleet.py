@@ -131,7 +131,7 @@ def test_a_worker_joins_a_trainer_again_that_is_elsewhere_now_and_leaves_all_its
 def test_a_worker_whose_trainer_is_gone_says_so_and_ends_when_its_patience_does(make_fleet, monkeypatch, capfd, until):
     monkeypatch.setattr("rpg_jax.rollout.fleet.link._SAY_AFTER", 0.0)
     fleet = make_fleet()
-    fleet.start(connect=lambda address, stopped: Link(address, patience=0.5, stopped=stopped))
+    fleet.start(connect=lambda address, stopped: Link(address, patience=0.2, stopped=stopped))
     post = Post(fleet.connect(fleet.address), "w", hello())
     until(lambda: fleet.hub.alive == 2)
     fleet.service.stop()
