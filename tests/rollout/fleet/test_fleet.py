@@ -111,13 +111,19 @@ def test_a_trainer_that_starts_again_is_joined_again_with_a_new_engine_for_anoth
     assert same(fleet.rollout.generate(REQUEST)) and engine.specs == [SPEC, {**SPEC, "capacity": 128}]
 
 
-def test_a_worker_joins_a_trainer_again_that_is_elsewhere_now_and_leaves_all_its_processes(make_fleet, until):
+def test_a_worker_joins_a_trainer_again_that_is_elsewhere_now_and_leaves_all_its_processes(
+    make_fleet, monkeypatch, until
+):
+    stuck = set()
+    monkeypatch.setattr(Link, "_say", lambda self, *_: stuck.add(threading.get_ident()))
+    monkeypatch.setattr("rpg_jax.rollout.fleet.working._BEAT", 0.05)
     fleet, second = make_fleet(), Service(Hub(SPEC), Shelf(), Access())
     fleet.service.trainers = [fleet.address, f"127.0.0.1:{second.port}"]
     second.start(fleet.service.trainers)
     fleet.start(connect=lambda address, stopped: Link(address, patience=600.0, stopped=stopped))
     until(lambda: second._hub.alive == 1)
     second.stop()
+    until(lambda: len(stuck) == 3)  # two lanes, and the sign of life for the one that is gone
     third = Service(Hub(SPEC), Shelf(), Access())
     fleet.hub._members.clear()
     fleet.service.trainers, fleet.service.session = [fleet.address, f"127.0.0.1:{third.port}"], "another"
