@@ -119,7 +119,8 @@ class Completion:
       tokens: i32[n], with the stop token if one was drawn.
       logprobs: f32[n], of the distribution actually sampled from, as the rollout engine computed it; 0 at tokens that
         the environment wrote.
-      finish_reason: "stop" when the last token is a stop token, else "length".
+      finish_reason: "stop" when the last token is a stop token, else "length"; a conversation whose last observation
+        had no room ends with "length" too.
       weight_version: version of the weights that sampled the first token.
       token_versions: i32[n], the version that sampled each token; None if the weights did not change on the way.
       turns: of a conversation with an environment; None where there is none.

@@ -4,6 +4,7 @@ import gc
 import os
 import subprocess
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +30,27 @@ gc.set_threshold(50_000)  # at 700 a tenth of the time goes to a search for garb
 
 def pytest_collection_finish():
     gc.freeze()  # modules stay
+
+
+@pytest.fixture(scope="session")
+def shared(tmp_path_factory):
+    """A folder for the compiled programs of all processes that tests start, whichever worker starts them.
+
+    RPG_TEST_SHARED names one that stays: a single test of a whole run then takes seconds instead of minutes.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "shared"
+    folder = Path(os.environ.get("RPG_TEST_SHARED", folder))
+    folder.mkdir(exist_ok=True)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def warm(shared):
+    """The same folder, with a warm start of tests/end_to_end/micro.py in `warm_starts`."""
+    from tests.end_to_end import whole_runs  # tests/test_extending.py copies this file without it
+
+    return whole_runs.with_warm_start(shared)
 
 
 @pytest.fixture

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
 import rpg_jax
 from rpg_jax.runs import config_files
 from tests import test_export
+from tests.end_to_end.whole_runs import completed, environment
 
 ROOT = Path(__file__).parents[1]
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "library.md").read_text(), re.MULTILINE | re.DOTALL)
@@ -73,26 +74,26 @@ def test_what_is_said_twice_or_not_at_all_is_refused():
 
 
 @pytest.mark.slow  # a process of its own
-def test_the_loop_of_the_page_learns_in_another_folder(tmp_path):
-    said = python(LOOP, tmp_path)
+def test_the_loop_of_the_page_learns_in_another_folder(shared, tmp_path):
+    said = python(LOOP, tmp_path, shared)
     assert float(re.search(r"reward (\S+),", said)[1]) > 0.8  # it starts at 0.1
 
 
 @pytest.mark.slow  # a process of its own
-def test_the_pages_comparison_with_pytorch_holds(tmp_path):
+def test_the_pages_comparison_with_pytorch_holds(shared, tmp_path):
     pytest.importorskip("torch", reason="needs torch")
-    assert python(TORCH, tmp_path) == "equal\n"
+    assert python(TORCH, tmp_path, shared) == "equal\n"
 
 
 @pytest.mark.slow  # a run
-def test_the_pages_run_and_its_policy_work_in_another_folder(tmp_path):
+def test_the_pages_run_and_its_policy_work_in_another_folder(shared, tmp_path):
     assert '"train.steps": 20' in RUN
-    said = python(RUN.replace('"train.steps": 20', '"train.steps": 2') + POLICY, tmp_path)
+    said = python(RUN.replace('"train.steps": 20', '"train.steps": 2') + POLICY, tmp_path, shared)
     assert "runs/tiny-rpg-reinforce-urkl-data=" in said and (tmp_path / "exported" / "tokenizer.json").is_file()
 
 
 @pytest.mark.slow  # two runs
-def test_a_run_from_python_is_the_commands_run(tmp_path, monkeypatch):
+def test_a_run_from_python_is_the_commands_run(shared, tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text(REWARD)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -104,9 +105,8 @@ def test_a_run_from_python_is_the_commands_run(tmp_path, monkeypatch):
     fields = {**SMALL, "run.dir": "command", "rewards.parts": config["rewards"]["parts"], "task.name": "files"}
     fields |= {name: config["task"][name.partition(".")[2]] for name in ("task.train", "task.held_out_sets")}
     flags = [f"--config.{name}={value}" for name, value in fields.items()]
-    environment = os.environ | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
-    command = [sys.executable, "-m", "rpg_jax.train", "--config=tiny", *flags]
-    subprocess.run(command, check=True, env=environment, stdout=subprocess.DEVNULL)
+    env = environment(shared, devices=jax.device_count()) | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
+    completed(["-m", "rpg_jax.train", "--config=tiny", *flags], env, cwd=tmp_path)
     lines = (tmp_path / "command" / "library" / "metrics.jsonl").read_text().splitlines()
     assert len(lines) == len(result.metrics) == 3
     for line, mine in zip(lines, result.metrics, strict=True):
@@ -133,11 +133,7 @@ def test_a_policy_samples_what_it_says_and_scores_what_it_sampled(run):
         policy.sample(["1" * 8])
 
 
-def python(program: str, folder: Path) -> str:
+def python(program: str, folder: Path, shared: Path) -> str:
     """What a program prints that runs in `folder`, with this package on its path."""
     (folder / "program.py").write_text(program)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "program.py"]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return completed(["program.py"], environment(shared), cwd=folder).stdout

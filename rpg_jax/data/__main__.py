@@ -83,6 +83,8 @@ def inspect(options: argparse.Namespace, console: Console, overrides: Sequence[s
     if not options.sources:
         raise ValueError("what to inspect? Give files or data sets, or --config=FILE")
     problems, report = _load(options)
+    if seen is not None:
+        problems = seen.opened(problems)
     console.print(_counts(problems, report))
     console.print(_columns(report))
     console.print(_lengths(problems, tokenizer, options.thinking))

@@ -15,7 +15,7 @@ from rpg_jax.planning.plan_figures import lengths_of, reference_differs, step_fi
 from rpg_jax.planning.topologies import Topology
 from rpg_jax.rollout import Decoding, footprint
 from rpg_jax.runs import memory
-from rpg_jax.runs.experiment import open_tokenizer
+from rpg_jax.runs.experiment import make_stage, open_tokenizer
 from rpg_jax.runs.layout import Layout, make_layout, model_config, row_shape, rows_per_update
 from rpg_jax.runs.learner import Learner, learner_programs, make_learner, offloaded, policy_objective
 from rpg_jax.runs.problems import Task
@@ -165,5 +165,9 @@ def _vocabulary(config: ConfigDict) -> int | None:
     """The size of the tokenizer's vocabulary for a model without a published one; leaves no files."""
     if config.model.path or config.model.size:
         return None
+    task, stage = Task.from_config(config), make_stage(config)
+    if stage is not None:
+        with stage:
+            task = task.opened(stage)
     with tempfile.TemporaryDirectory() as folder:
-        return open_tokenizer(config, Task.from_config(config), Path(folder)).vocab_size
+        return open_tokenizer(config, task, Path(folder)).vocab_size

@@ -29,6 +29,7 @@ class Driver:
       single_process: it cannot run in several processes.
       needs: a package that need not be installed; without it lockstep takes over.
       remote: workers sample for a trainer, each with one of the other drivers; nothing is made here.
+      turns: it continues a completion after an environment's observation.
     """
 
     make: Callable[[QwenConfig, nnx.GraphDef, Weights, Decoding], Rollout] | None
@@ -36,6 +37,7 @@ class Driver:
     single_process: bool = False
     needs: str = ""
     remote: bool = False
+    turns: bool = False
 
 
 def _orchestrator(*model: Any) -> Rollout:
@@ -49,8 +51,8 @@ def _orchestrator(*model: Any) -> Rollout:
 
 
 DRIVERS = {
-    "orchestrator": Driver(_orchestrator, needs="jetstream"),
-    "lockstep": Driver(lambda *model: LockstepRollout(QwenEngine(*model)), spans_hosts=True),
+    "orchestrator": Driver(_orchestrator, needs="jetstream", turns=True),
+    "lockstep": Driver(lambda *model: LockstepRollout(QwenEngine(*model)), spans_hosts=True, turns=True),
     "simple": Driver(SimpleRollout, single_process=True),
     "fleet": Driver(None, remote=True),
 }

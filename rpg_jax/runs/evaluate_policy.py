@@ -94,7 +94,7 @@ def settings_of(policy: Policy, name: str, k: int | None, weights: str) -> dict[
         "temperature": c.evaluation.temperature,
         **{name: c.rollout[name] for name in ("top_p", "top_k", "min_p", "max_tokens")},
         "thinking": c.task.thinking,
-        **({"environment": c.environment.to_dict()} if c.environment.name else {}),
+        **({"environment": {k: v for k, v in c.environment.items() if k != "workers"}} if c.environment.name else {}),
     }
 
 

@@ -98,12 +98,15 @@ def open_experiment(
       ValueError: there is no device, or the task, the environment, the tokenizer or the layout refuses the config.
     """
     processes.platform()
-    task, stage = Task.from_config(config, train=train, held_out=held_out), make_stage(config, handed)
-    if stage is not None:
-        task = task.opened(stage)
-    tokenizer = open_tokenizer(config, task, run_dir)
-    task, notes = (task.with_answers(config) if answers else task).encoded(tokenizer, config)
-    layout = (make_layout if train else fitting_layout)(config, tokenizer.vocab_size)
+    task = Task.from_config(config, train=train, held_out=held_out)
+    with contextlib.ExitStack() as failing:
+        stage = make_stage(config, handed)
+        if stage is not None:
+            task = task.opened(failing.enter_context(stage))
+        tokenizer = open_tokenizer(config, task, run_dir)
+        task, notes = (task.with_answers(config) if answers else task).encoded(tokenizer, config)
+        layout = (make_layout if train else fitting_layout)(config, tokenizer.vocab_size)
+        failing.pop_all()  # from here on the experiment closes the stage
     return Experiment(layout, tokenizer, task, notes, stage)
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rpg_jax import data
+from rpg_jax.environments.stage import Stage
 from rpg_jax.runs import config_files
-from rpg_jax.runs.experiment import open_tokenizer
+from rpg_jax.runs.experiment import make_stage, open_tokenizer
 from rpg_jax.runs.problems import Task
 from rpg_jax.runs.resolve import with_method
 
@@ -21,6 +22,11 @@ class Seen(NamedTuple):
     thinking: bool
     max_prompt_tokens: int
     max_tokens: int
+    stage: Stage | None
+
+    def opened(self, problems: list[data.Problem]) -> list[data.Problem]:
+        """The problems with the prompts of the config's environment, if it has one."""
+        return problems if self.stage is None else self.stage.opened(problems)
 
 
 def seen_by(file: str, overrides: Sequence[str]) -> Seen:
@@ -37,8 +43,11 @@ def seen_by(file: str, overrides: Sequence[str]) -> Seen:
     with config.unlocked():
         config.warm_start.enabled = True  # with what supervised training reads
     task = Task.from_config(config, held_out=bool(config.task.held_out_sets))
+    stage = make_stage(config)
+    if stage is not None:
+        task = task.opened(stage)
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer = open_tokenizer(config, task, Path(scratch))
     t, limit = config.task, config.warm_start.max_tokens or config.rollout.max_tokens
     sources = [s.strip() for s in ",".join(filter(None, (t.train, config.warm_start.train))).split(",") if s.strip()]
-    return Seen(sources, t.template, tokenizer, t.thinking, t.max_prompt_tokens, limit)
+    return Seen(sources, t.template, tokenizer, t.thinking, t.max_prompt_tokens, limit, stage)

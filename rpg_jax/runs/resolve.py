@@ -10,11 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from rpg_jax import losses, models, rewards
+from rpg_jax import losses, models, rewards, rollout
 from rpg_jax.runs import config_files, trackers
 from rpg_jax.types import Count
-
-_WITHOUT_TURNS = ("simple", "fleet")  # drivers that sample a completion in one go
 
 
 def resolve(config: ConfigDict) -> ConfigDict:
@@ -134,10 +132,10 @@ def _check_environment(config: ConfigDict) -> None:
             raise ValueError("rewards.parts=environment is what an environment pays: set environment.name too")
         return
     environment_options(config)
-    if driver in _WITHOUT_TURNS:
+    if not rollout.DRIVERS[driver].turns:
         raise ValueError(
             f"rollout.driver={driver} does not continue a completion after an observation, which "
-            f"environment.name={name} needs: choose orchestrator or lockstep"
+            f"environment.name={name} needs: choose {' or '.join(n for n, d in rollout.DRIVERS.items() if d.turns)}"
         )
     turn, limit = config.environment.turn_tokens, config.rollout.max_tokens
     if turn is not None and turn > limit:

@@ -12,6 +12,12 @@ def test_templates_see_the_messages_and_special_tokens():
     assert template(MESSAGES) == "<s>hi"
 
 
+def test_templates_see_the_tools_of_the_first_message_and_no_keys_of_an_environment():
+    template = ChatTemplate("{{ tools }}{% for m in messages %}{{ m.keys() | list }}{% endfor %}")
+    assert template([{**MESSAGES[0], "tools": [1], "sum": 2}]) == "[1]['role', 'content']"
+    assert template(MESSAGES) == "None['role', 'content']"
+
+
 def test_the_default_of_several_templates_is_taken():
     assert ChatTemplate([{"name": "tools", "template": "t"}, {"name": "default", "template": "d"}])(MESSAGES) == "d"
     with pytest.raises(ValueError, match="'tools'.*no 'default'"):

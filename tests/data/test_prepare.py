@@ -93,6 +93,16 @@ def test_inspect_prints_counts_lengths_examples_and_problems(files, capsys, monk
         assert text in out
 
 
+OPENS = """
+class Opens:
+    def reset(self, problem):
+        return [{"role": "user", "content": f"Play {problem.question}!"}]
+
+    def step(self, problem, messages, completion):
+        raise AssertionError
+"""
+
+
 def test_inspect_says_what_each_column_is_and_shows_the_prompt_as_a_config_renders_it(files, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "150")
     rows = [{"question": f"q{i}", "solution": "s" * i, "level": 3, "completion": "so s"} for i in range(1, 4)]
@@ -120,6 +130,13 @@ def test_inspect_says_what_each_column_is_and_shows_the_prompt_as_a_config_rende
         ),
     ):
         assert text in out, out
+    (files / "opens.py").write_text(OPENS)
+    monkeypatch.syspath_prepend(str(files))
+    overrides += ["--config.environment.name=opens:Opens", "--config.environment.in_process"]
+    assert run("inspect", "--config=configs/tiny.py", *overrides, "--examples=1") == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "the policy reads Play q1!" in out and "0 of 3 prompts" in out, out
+
     assert run("inspect") == 1 and "what to inspect?" in capsys.readouterr().err
     assert run("inspect", "--config=configs/tiny.py") == 1 and "makes its problems itself" in capsys.readouterr().err
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from rpg_jax.data.prompts import Problem, PromptStream
+from rpg_jax.data.prompts import Problem, PromptStream, fingerprint
 
 PROBLEMS = [Problem(prompt_id=i, prompt=f"p{i}", answer=str(i), source="test") for i in range(22)]
 
@@ -59,3 +59,8 @@ def test_a_state_over_other_problems_is_refused():
 def test_a_stream_of_no_problems_is_refused():
     with pytest.raises(ValueError, match="no problems"):
         stream([])
+
+
+def test_the_messages_of_an_environment_are_in_the_fingerprint():
+    said = [({"role": "user", "content": text},) for text in ("a", "b")]
+    assert len({fingerprint([Problem(0, "p", "", "t", messages=messages)]) for messages in [(), *said]}) == 3

@@ -52,7 +52,7 @@ sources._hub, sources._reasoning_gym = hub, generated
 runs, *names = sys.argv[1:]
 for name in names:
     config = importlib.import_module(f"configs.{name}").get_config("tiny")
-    config.run.dir, config.run.name, config.run.compilation_cache = runs, name, ""
+    config.run.dir, config.run.name = runs, name
     code = session.run(resolve(config))
     if code:
         raise SystemExit(f"{name} ended with {code}")

@@ -9,12 +9,12 @@ from rpg_jax.runs.resolve import resolve
 from tests.end_to_end import micro
 
 logging.set_verbosity(logging.WARNING)
-runs, *methods = sys.argv[1:]
+runs, warm_starts, *methods = sys.argv[1:]
 for method in methods:
     config = micro.get_config()
     config.method = method
     config.run.dir, config.run.name = runs, run_folder.default_name("micro.py", config, {})
-    config.warm_start.dir = f"{runs}/warm_starts"
+    config.warm_start.dir = warm_starts
     code = session.run(resolve(config))
     if code:
         raise SystemExit(f"{method} ended with {code}")

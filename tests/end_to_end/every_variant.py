@@ -11,24 +11,37 @@ from rpg_jax.runs.resolve import resolve
 from tests.end_to_end import micro
 
 PACKED = {"train.packed_length": 33, "train.microbatch_size": 4}
+TALK = {
+    "task.name": "guessing",
+    "environment.name": "guessing",
+    "environment.options": '{"base": 36}',
+    "environment.max_turns": 4,
+    "environment.turn_tokens": 3,
+    "rollout.max_tokens": 18,
+    "rewards.overlong_shaping": False,
+    "loss.credit": "turn",
+}
+CARRY = {"dynamic_sampling.enabled": True, "dynamic_sampling.surplus": "carry"}
 VARIANTS = {
     "schedule_free": {"optimizer.name": "schedule_free_adamw"},
     "lion": {"optimizer.name": "lion", "optimizer.schedule": "cosine", "optimizer.warmup": "2 updates"},
     "sgd": {"optimizer.name": "sgd", "optimizer.decayed": "matrices", "offload": "optimizer"},
     "every": {"reference.rule": "every", "reference.every": "3 updates"},
     "kl": {"reference.rule": "kl", "reference.kl_threshold": 1e-5},
-    "ppo": {"method": "PPO", "dynamic_sampling.enabled": True, "dynamic_sampling.surplus": "carry", **PACKED},
+    "ppo": {"method": "PPO", **CARRY, **PACKED},
     "ppo_shared": {"method": "PPO", "critic.trunk": "shared", "critic.gae_lambda": 0.9},
-    "lora": {"model.lora.rank": 2, "optimizer.learning_rate": 3e-3, **PACKED},
+    "lora": {"model.lora.rank": 2, "optimizer.learning_rate": 3e-3, "train.microbatch_size": 4},
     "entropy": {"loss.entropy_coef": 0.01, **PACKED},
+    "turns": {**TALK, **CARRY, **PACKED, "loss.advantage": "leave_one_out", "loss.level": "sequence"},
+    "turns_ppo": {**TALK, "method": "PPO", "critic.gae_lambda": 0.9},
 }
 
 
-def run(runs, name, changes):
+def run(runs, warm_starts, name, changes):
     """Three steps, to the end or on from the checkpoints that are there."""
     config = micro.get_config()
-    config.run.dir, config.run.name, config.run.compilation_cache = str(runs), name, ""
-    config.warm_start.dir = f"{runs}/warm_starts"
+    config.run.dir, config.run.name = str(runs), name
+    config.warm_start.dir = warm_starts
     config.checkpoint.every, config.checkpoint.keep = 1, 3
     config.log.rollouts_every = 2
     config.update_from_flattened_dict({**changes, "train.steps": 3})
@@ -40,11 +53,11 @@ def run(runs, name, changes):
 
 if __name__ == "__main__":
     logging.set_verbosity(logging.WARNING)
-    runs = Path(sys.argv[1])
-    for name in sys.argv[2:] or VARIANTS:
+    runs, warm_starts = Path(sys.argv[1]), sys.argv[2]
+    for name in sys.argv[3:] or VARIANTS:
         changes = VARIANTS[name]
-        run(runs, f"{name}-straight", changes)
+        run(runs, warm_starts, f"{name}-straight", changes)
         shutil.copytree(runs / f"{name}-straight", runs / f"{name}-resumed")
         for step in (2, 3):
             shutil.rmtree(runs / f"{name}-resumed" / "checkpoints" / str(step))
-        run(runs, f"{name}-resumed", changes)
+        run(runs, warm_starts, f"{name}-resumed", changes)

@@ -8,7 +8,6 @@ It prints figures: events of each kind, seconds, groups that were sampled again,
 import argparse
 import collections
 import contextlib
-import os
 import random
 import signal
 import subprocess
@@ -17,7 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.end_to_end.test_processes import ROOT, assert_same_run, printed, records, reserve_port, run, samples, start
+from tests.end_to_end.test_processes import assert_same_run, printed, records, reserve_port, run, samples, start
+from tests.end_to_end.whole_runs import ROOT, environment
 
 WORKERS = 3
 SETTINGS = (
@@ -53,14 +53,7 @@ class Crew:
             process.wait()
 
     def add(self):
-        env = dict(os.environ) | {
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "",
-            "JAX_COMPILATION_CACHE_DIR": str(self._folder / "cache_of_workers"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-            "PYTHONPATH": str(ROOT),
-        }
-        env.pop("JAX_DISABLE_MOST_OPTIMIZATIONS", None)
+        env = environment(self._folder / "workers")
         command = [sys.executable, "-m", "rpg_jax.rollout.worker", f"--trainer=127.0.0.1:{self._port}"]
         self.started += 1
         with (self._folder / f"worker{self.started}.log").open("w") as log:

@@ -3,25 +3,16 @@
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.end_to_end.whole_runs import ROOT, completed, environment
+
 NAMES = sorted(
     path.stem for path in (ROOT / "configs").glob("*.py") if "variant(c, variant)" in path.read_text(encoding="utf-8")
 )
 ALIKE = ("qwen3_0p6b_gsm8k", "qwen3_1p7b_gsm8k", "qwen3_4b_4k", "qwen3_4b_8k")  # but for sizes, limits and sets
-
-
-def run(*arguments, cwd=ROOT, **environment):
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    env |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "PYTHONPATH": str(ROOT), **environment}
-    done = subprocess.run([sys.executable, *arguments], cwd=cwd, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done
 
 
 @pytest.mark.parametrize(
@@ -32,9 +23,9 @@ def run(*arguments, cwd=ROOT, **environment):
     ],
     ids=["different", "alike"],
 )
-def test_every_tiny_variant_trains_on_rows_of_its_own_schema_to_a_table(tmp_path, names):
+def test_every_tiny_variant_trains_on_rows_of_its_own_schema_to_a_table(shared, tmp_path, names):
     assert len(NAMES) >= 10 and {*ALIKE} < {*NAMES}
-    run("-m", "tests.end_to_end.every_config", str(tmp_path), *names, JAX_COMPILATION_CACHE_DIR=str(tmp_path / "cache"))
+    completed(["-m", "tests.end_to_end.every_config", tmp_path, *names], environment(shared))
     for name in names:
         records = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
         assert all(r["sampler_gap"] < 1e-4 and r["completion_tokens"] > 0 for r in records[1:]), name
@@ -47,21 +38,22 @@ def test_every_tiny_variant_trains_on_rows_of_its_own_schema_to_a_table(tmp_path
 
 
 @pytest.mark.slow  # prompts of hundreds of characters
-def test_aime24_from_the_parquet_file_to_the_table(tmp_path):
+def test_aime24_from_the_parquet_file_to_the_table(shared, tmp_path):
     if "RPG_DATA_DIR" not in os.environ:
         pytest.skip("set RPG_DATA_DIR to the folder with aime-2024.parquet")
     file = Path(os.environ["RPG_DATA_DIR"]) / "aime-2024.parquet"
-    cache, train = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}, tmp_path / "train.jsonl"
+    env, train = environment(shared), tmp_path / "train.jsonl"
     rows = [{"question": f"What is {n} + {n}?", "answer": str(2 * n), "source": "math_dapo"} for n in range(8)]
     train.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run(
-        "-m", "rpg_jax.train", "--config=configs/qwen3_4b_2k.py:tiny", f"--config.run.dir={tmp_path}",
+    flags = [
+        "--config=configs/qwen3_4b_2k.py:tiny", f"--config.run.dir={tmp_path}",
         "--config.run.name=aime", f"--config.task.train={train}", f"--config.task.held_out_sets=AIME24={file}",
-        "--config.task.max_prompt_tokens=1024", "--config.train.packed_length=1040", **cache,
-    )  # fmt: skip
+        "--config.task.max_prompt_tokens=1024", "--config.train.packed_length=1040",
+    ]  # fmt: skip
+    completed(["-m", "rpg_jax.train", *flags], env)
     records = [json.loads(line) for line in (tmp_path / "aime" / "metrics.jsonl").read_text().splitlines()]
     assert [r["step"] for r in records] == [0, 1, 2] and records[-1]["eval/AIME24/k"] == 4
-    done = run("-m", "rpg_jax.evaluate", f"--run={tmp_path / 'aime'}", "--k=4", "--problems=30", **cache)
+    done = completed(["-m", "rpg_jax.evaluate", f"--run={tmp_path / 'aime'}", "--k=4", "--problems=30"], env)
     assert re.search(r"Mean@4(.|\n)*AIME24\s+│ 30\s+│ 0\.0000", done.stdout), done.stdout
     [out] = (tmp_path / "aime" / "evaluations").iterdir()
     completions = [json.loads(line) for line in (out / "completions.jsonl").read_text().splitlines()]

@@ -6,9 +6,8 @@ import pytest
 
 from tests.end_to_end.conversing import FAILURES, FLAGS, MOODY
 from tests.end_to_end.test_journal import counts, journaled
-from tests.end_to_end.test_train import checksum, interrupted, metrics, run, shared
+from tests.end_to_end.test_train import checksum, interrupted, metrics, run
 
-__all__ = ["shared"]
 SETTINGS = (*FLAGS, "--config.train.steps=4", "--config.checkpoint.every=4", "--config.evaluation.every=4")
 NAMED = (*SETTINGS, "--config.run.name=r")
 

@@ -1,54 +1,54 @@
 """The same policy evaluated as a run, as an exported folder and behind a server; and an evaluation that is killed."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
+from tests.end_to_end.whole_runs import MICRO, ROOT, environment
+
 pytestmark = pytest.mark.slow  # every evaluation is a process that starts JAX
-ROOT = Path(__file__).resolve().parents[2]
-CONFIG = "--config=tests/end_to_end/micro.py"
+CONFIG = f"--config={MICRO}"
 FILES = ("completions.jsonl", "scores.json", "scores.md")
 
 
-def options(cache):
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {
-        "JAX_COMPILATION_CACHE_DIR": str(cache),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "PYTHONPATH": str(ROOT),
+def options(shared):
+    return {
+        "cwd": ROOT,
+        "env": environment(shared, optimised=True),
+        "text": True,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
     }
-    return {"cwd": ROOT, "env": env, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
 
 
 def command(module, *arguments):
     return [sys.executable, "-m", f"rpg_jax.{module}", *arguments]
 
 
-def run(cache, module, *arguments, code=0):
-    done = subprocess.run(command(module, *arguments), **options(cache), timeout=600)
+def run(shared, module, *arguments, code=0):
+    done = subprocess.run(command(module, *arguments), **options(shared), timeout=600)
     assert done.returncode == code, done.stdout
     return done.stdout
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
-    """(cache, run folder) of a run of two steps."""
+def trained(warm, tmp_path_factory):
+    """(shared folder, run folder) of a run of two steps."""
     folder = tmp_path_factory.mktemp("evaluated")
-    settings = (f"--config.run.dir={folder}", "--config.run.name=r", f"--config.warm_start.dir={folder}/warm_starts")
+    settings = (f"--config.run.dir={folder}", "--config.run.name=r", f"--config.warm_start.dir={warm}/warm_starts")
     every = "--config.checkpoint.every=1"
-    (folder / "r.txt").write_text(run(folder / "cache", "train", CONFIG, every, *settings))
-    return folder / "cache", folder / "r"
+    (folder / "r.txt").write_text(run(warm, "train", CONFIG, every, *settings))
+    return warm, folder / "r"
 
 
 @pytest.fixture(scope="module")
 def evaluated(trained, tmp_path_factory):
-    cache, run_dir = trained
+    shared, run_dir = trained
     out = tmp_path_factory.mktemp("out")
-    printed = run(cache, "evaluate", f"--run={run_dir}", "--k=8", f"--out={out}")
+    printed = run(shared, "evaluate", f"--run={run_dir}", "--k=8", f"--out={out}")
     assert "Mean@8" in printed and "maj@8" in printed
     return out
 
@@ -76,13 +76,13 @@ raise SystemExit(evaluate.main())
 
 
 def test_an_evaluation_killed_in_the_middle_ends_with_the_same_bytes(trained, evaluated, tmp_path):
-    cache, run_dir = trained
+    shared, run_dir = trained
     arguments = (f"--run={run_dir}", "--k=8", f"--out={tmp_path}")
-    done = subprocess.run([sys.executable, "-c", KILLED, *arguments], **options(cache), timeout=600)
+    done = subprocess.run([sys.executable, "-c", KILLED, *arguments], **options(shared), timeout=600)
     assert done.returncode == -signal.SIGKILL, done.stdout
     at_the_kill = (tmp_path / "completions.jsonl").read_bytes()
     assert 0 < len(at_the_kill) < (evaluated / "completions.jsonl").stat().st_size
-    run(cache, "evaluate", *arguments)
+    run(shared, "evaluate", *arguments)
     for name in FILES:
         assert (tmp_path / name).read_bytes() == (evaluated / name).read_bytes(), name
 
@@ -102,11 +102,11 @@ def write_sums(file, sums):
 
 
 def test_problems_that_a_file_repeats_are_sampled_as_often(trained, tmp_path):
-    cache, run_dir = trained
+    shared, run_dir = trained
     sums = [("1+2=", "3"), ("12+9=", "12"), ("1+2=", "3"), ("1+2=", "3"), ("12+9=", "12")]
     file = write_sums(tmp_path / "sums.jsonl", sums)
     sets = (f"--sets=sums={file},again={file}", "--rewards=by_source", f"--out={tmp_path / 'out'}")
-    printed = run(cache, "evaluate", f"--run={run_dir}", *sets)
+    printed = run(shared, "evaluate", f"--run={run_dir}", *sets)
     assert "Mean@2–3" in printed
     records = [json.loads(line) for line in (tmp_path / "out" / "completions.jsonl").read_text().splitlines()]
     assert [(r["set"], r["prompt"], r["index"]) for r in records] == [
@@ -123,14 +123,14 @@ def test_all_problems_of_a_named_set_are_scored_unless_problems_says_how_many(tr
 
 
 def test_the_checkpoints_of_a_run_make_a_curve(trained, tmp_path):
-    cache, run_dir = trained
-    printed = run(cache, "evaluate", f"--run={run_dir}", "--steps=all", "--k=1", f"--out={tmp_path}")
+    shared, run_dir = trained
+    printed = run(shared, "evaluate", f"--run={run_dir}", "--steps=all", "--k=1", f"--out={tmp_path}")
     _, rule, *rows = (tmp_path / "curve.md").read_text().splitlines()[2:]
     scores = [json.loads((tmp_path / f"step-{step}" / "scores.json").read_text()) for step in (1, 2)]
     means = [one["sets"]["held out"]["scores"]["Mean@1"] for one in scores]
     assert rows == [f"| {i} | {e['value']:.4f} ± {e['standard_error']:.4f} |" for i, e in enumerate(means, start=1)]
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG") and "curve.png" in printed
-    refused = run(cache, "evaluate", f"--run={run_dir}", "--steps=1,7", code=2)
+    refused = run(shared, "evaluate", f"--run={run_dir}", "--steps=1,7", code=2)
     assert refused.startswith("error: --steps=1,7: give all, or steps of [1, 2] with commas between them")
 
 
@@ -140,11 +140,11 @@ def test_another_evaluation_is_not_mixed_in(trained, evaluated):
 
 
 def test_a_server_gives_the_bytes_that_the_run_gives(trained, evaluated, tmp_path, popen):
-    cache, run_dir = trained
-    server = popen(command("serve", f"--run={run_dir}", "--port=0"), **options(cache))
+    shared, run_dir = trained
+    server = popen(command("serve", f"--run={run_dir}", "--port=0"), **options(shared))
     port = next(line for line in server.stdout if line.startswith("serving")).strip().rpartition(":")[2]
     where = (f"--run={run_dir}", f"--server=127.0.0.1:{port}", "--step=2", f"--out={tmp_path}")
-    run(cache, "evaluate", *where, "--k=8")
+    run(shared, "evaluate", *where, "--k=8")
     server.send_signal(signal.SIGTERM)
     server.communicate(timeout=120)
     for name in FILES[:1]:
@@ -153,10 +153,10 @@ def test_a_server_gives_the_bytes_that_the_run_gives(trained, evaluated, tmp_pat
 
 def test_the_exported_folder_gives_the_greedy_bytes_that_the_run_gives(trained, tmp_path):
     """Greedy: the noise of a run's checkpoint depends on its step, which a folder does not have."""
-    cache, run_dir = trained
-    run(cache, "export", f"--run={run_dir}", f"--out={tmp_path / 'model'}")
+    shared, run_dir = trained
+    run(shared, "export", f"--run={run_dir}", f"--out={tmp_path / 'model'}")
     greedy = ("--k=1", "--temperature=0")
-    run(cache, "evaluate", f"--run={run_dir}", f"--out={tmp_path / 'a'}", *greedy)
-    run(cache, "evaluate", f"--folder={tmp_path / 'model'}", CONFIG, f"--out={tmp_path / 'b'}", *greedy)
+    run(shared, "evaluate", f"--run={run_dir}", f"--out={tmp_path / 'a'}", *greedy)
+    run(shared, "evaluate", f"--folder={tmp_path / 'model'}", CONFIG, f"--out={tmp_path / 'b'}", *greedy)
     a, b = ((tmp_path / name / "completions.jsonl").read_bytes() for name in "ab")
     assert a == b and a.count(b"\n") == 32

@@ -7,9 +7,9 @@ import pytest
 
 from rpg_jax.storage import journal_records
 from tests.end_to_end import test_processes, test_train
-from tests.end_to_end.test_train import checksum, interrupted, metrics, run, shared
+from tests.end_to_end.fleet_chaos import SETTINGS as SMALL
+from tests.end_to_end.test_train import checksum, interrupted, metrics, run
 
-__all__ = ["shared"]
 SETTINGS = ("--config.train.steps=6", "--config.checkpoint.every=3", "--config.run.name=r")
 
 
@@ -36,14 +36,14 @@ def counts(run_dir):
     [(), ("--config.rollout.driver=lockstep",), ("--config.rollout.max_staleness=1",)],
     ids=["orchestrator", "lockstep", "ahead"],
 )
-def test_a_run_killed_in_the_middle_of_a_rollout_samples_what_is_missing(shared, tmp_path, how):
-    straight = run(shared, tmp_path / "straight", *SETTINGS, *how)
+def test_a_run_killed_in_the_middle_of_a_rollout_samples_what_is_missing(warm, tmp_path, how):
+    straight = run(warm, tmp_path / "straight", *SETTINGS, *how)
     killed = tmp_path / "killed" / "r"
-    done = interrupted(shared, killed.parent, (*SETTINGS, *how), "journal", 30, 0, int(signal.SIGKILL))
+    done = interrupted(warm, killed.parent, (*SETTINGS, *how), "journal", 30, 0, int(signal.SIGKILL))
     assert done.returncode == -signal.SIGKILL, done.stdout + done.stderr
     complete = journaled(killed)
     assert len(complete) > 1 and not any((killed / "checkpoints").glob("[0-9]*")), "the second step samples"
-    resumed = run(shared, killed.parent, *SETTINGS, *how)
+    resumed = run(warm, killed.parent, *SETTINGS, *how)
     assert checksum(resumed) == checksum(straight)
     assert metrics(killed) == metrics(tmp_path / "straight" / "r")
     was, now = counts(tmp_path / "straight" / "r"), counts(killed)
@@ -55,11 +55,13 @@ def test_a_run_killed_in_the_middle_of_a_rollout_samples_what_is_missing(shared,
 
 
 @pytest.mark.soak  # two processes three times
+@pytest.mark.timeout(3600)  # on busy cores
 @pytest.mark.parametrize("driver", ["orchestrator", "lockstep"])
 def test_hosts_that_are_killed_sample_what_is_missing(tmp_path, driver):
-    settings = ("--config.train.steps=4", "--config.checkpoint.every=4", f"--config.rollout.driver={driver}")
-    straight = test_processes.run(tmp_path, 2, *settings, "--config.run.name=straight")[0]
-    running = test_processes.start(tmp_path, 2, *settings, "--config.run.name=killed")
+    settings = (*SMALL, "--config.mesh.fsdp=2", "--config.mesh.replica=1", f"--config.rollout.driver={driver}")
+    settings += ("--config.train.steps=4", "--config.checkpoint.every=4")
+    straight = test_processes.run(tmp_path, 2, *settings, "--config.run.name=straight", devices=2)[0]
+    running = test_processes.start(tmp_path, 2, *settings, "--config.run.name=killed", devices=2)
     killed = tmp_path / "killed"
     while not (killed / "journal" / "1").exists() and all(process.poll() is None for process in running):
         time.sleep(0.002)
@@ -70,7 +72,7 @@ def test_hosts_that_are_killed_sample_what_is_missing(tmp_path, driver):
     assert early == [None, None], "\n".join(said)
     complete = journaled(killed)
     assert {name for _, name in complete} == {"0.groups", "1.groups"}
-    resumed = test_processes.run(tmp_path, 2, *settings, "--config.run.name=killed")[0]
+    resumed = test_processes.run(tmp_path, 2, *settings, "--config.run.name=killed", devices=2)[0]
     assert resumed.splitlines()[-1] == straight.splitlines()[-1]
     found = sum(found for found, _ in counts(killed))
     own = {"orchestrator": ("0.groups",), "lockstep": ("0.groups", "1.groups")}[driver]  # metrics are of the first host

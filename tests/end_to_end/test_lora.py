@@ -1,10 +1,6 @@
 """A run of adapters: interrupted and continued to the bit, one base, small checkpoints, and exports of both kinds."""
 
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -19,17 +15,13 @@ from rpg_jax.runs.adapters import open_base
 from rpg_jax.runs.experiment import init_params
 from rpg_jax.runs.policy import of_run
 from tests.end_to_end.test_resume import metrics, rollouts
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.end_to_end.whole_runs import completed, environment
 
 
 @pytest.mark.slow  # a warm start and two runs
-def test_a_run_of_adapters_resumes_to_the_same_bits_and_leaves_as_an_adapter_and_as_weights(tmp_path):
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    env |= {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    command = [sys.executable, "-m", "tests.end_to_end.every_variant", str(tmp_path), "lora"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_a_run_of_adapters_resumes_to_the_same_bits_and_leaves_as_an_adapter_and_as_weights(warm, tmp_path):
+    arguments = "-m", "tests.end_to_end.every_variant", tmp_path, warm / "warm_starts", "lora"
+    done = completed(arguments, environment(warm))
     assert len(set(re.findall(r"weights checksum: (\w+)", done.stdout))) == 1
     straight, resumed = tmp_path / "lora-straight", tmp_path / "lora-resumed"
     assert metrics(straight) == metrics(resumed) and rollouts(straight) == rollouts(resumed)

@@ -1,19 +1,18 @@
 """Several processes on loopback are one run: the same completions, weights and checkpoints as one process has."""
 
 import json
-import os
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.end_to_end.whole_runs import MICRO, ROOT, environment
+
 DEVICES = 8
 
 
@@ -28,14 +27,8 @@ def reserve_port():
 def start(folder, processes, *overrides, devices=DEVICES, each=lambda i: []):
     """All processes of one run with `devices` virtual devices between them."""
     reserved, port = reserve_port()
-    env = {k: v for k, v in os.environ.items() if k != "JAX_DISABLE_MOST_OPTIMIZATIONS"} | {
-        "JAX_PLATFORMS": "cpu",
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices // processes}",
-        "JAX_COMPILATION_CACHE_DIR": str(folder / f"cache{processes}"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "PYTHONPATH": str(ROOT),
-    }
-    command = [sys.executable, "-m", "rpg_jax.train", "--config=tests/end_to_end/micro.py"]
+    env = environment(folder / f"of {processes}", devices=devices // processes)
+    command = [sys.executable, "-m", "rpg_jax.train", f"--config={MICRO}"]
     command += [f"--config.run.dir={folder}", f"--config.warm_start.dir={folder}/warm_starts"]
     command += ["--config.mesh.fsdp=4", "--config.mesh.replica=2", *overrides]
     found = [
@@ -88,9 +81,10 @@ LOGGED = ("--config.log.samples_per_step=1000", "--config.train.steps=4", "--con
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
+def alone(warm, tmp_path_factory):
     """The run of one process."""
     folder = tmp_path_factory.mktemp("alone")
+    (folder / "warm_starts").symlink_to(warm / "warm_starts")
     (folder / "one.txt").write_text(run(folder, 1, *LOGGED, "--config.run.name=one")[0])
     return folder
 

@@ -1,17 +1,12 @@
 """Interrupted after a step and continued, every part of a run that has a state of its own is bit for bit the same."""
 
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from tests.end_to_end.every_variant import VARIANTS
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.end_to_end.whole_runs import completed, environment
 
 
 def metrics(folder):
@@ -29,14 +24,9 @@ def rollouts(folder):
 
 
 @pytest.mark.soak  # every variant twice
-def test_every_optimizer_reference_and_critic_resumes_to_the_same_bits(tmp_path):
-    env = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"} | {
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
-    command = [sys.executable, "-m", "tests.end_to_end.every_variant", str(tmp_path)]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_every_optimizer_reference_and_critic_resumes_to_the_same_bits(warm, tmp_path):
+    arguments = "-m", "tests.end_to_end.every_variant", tmp_path, warm / "warm_starts"
+    done = completed(arguments, environment(warm))
     for name in VARIANTS:
         checksums = re.findall(rf"^{name}-\w+\n(?:.*\n)*?weights checksum: (\w+)", done.stdout, re.M)
         assert f"{name}-resumed after step 1" in done.stdout

@@ -1,21 +1,19 @@
 """Own rows with demonstrations: supervised training, killed and continued, its export, and RL that begins there."""
 
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.end_to_end.whole_runs import ROOT, environment
 
 
 @pytest.fixture
-def run(tmp_path, popen):
+def run(shared, tmp_path, popen):
     """Runs a command with the files of docs/own_data.md, with fewer rows and weights."""
     blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", (ROOT / "docs" / "own_data.md").read_text(), re.DOTALL)
     for name, text in blocks:
@@ -29,15 +27,14 @@ def run(tmp_path, popen):
         "warm_start.batch_size": 16, "warm_start.epochs": 6, "checkpoint.every": 9, "evaluation.every": 12,
         "evaluation.problems": 8, "evaluation.temperature": 0.0,
         "warm_start.dir": tmp_path / "warm", "run.dir": tmp_path,
-        "run.compilation_cache": tmp_path / "cache",
     }  # fmt: skip
-    left_out = ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")
-    env = {k: v for k, v in os.environ.items() if k not in left_out} | {"PYTHONPATH": str(ROOT)}
 
     def run(command, *flags, **changes):
         overrides = [f"--config.{name.replace('__', '.')}={value}" for name, value in {**fields, **changes}.items()]
         argv = [sys.executable, "-m", f"rpg_jax.{command}", "--config=mine.py", *overrides, *flags]
-        return popen(argv, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return popen(
+            argv, cwd=tmp_path, env=environment(shared), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
 
     return run
 

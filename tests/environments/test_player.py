@@ -72,6 +72,7 @@ LIES = {
     "code: Turn([{'role': 'king', 'content': 'x'}])": "value",
     "code: Turn([{'role': 'user', 'content': 1}])": "value",
     "code: Turn([{'role': 'user', 'content': 'x', 'state': {1, 2}}])": "value",
+    "code: Turn([{'role': 'user', 'content': 'x', 'state': float('inf')}])": "value",
     "code: Turn('x', 0.0, 1)": "value",
     "code: {'observation': 'x'}": "value",
     "code: None": "value",

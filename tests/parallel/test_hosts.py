@@ -12,7 +12,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rpg_jax import parallel
 from rpg_jax.parallel import hosts
-from tests.end_to_end.test_processes import ROOT, reserve_port
+from tests.end_to_end.test_processes import reserve_port
+from tests.end_to_end.whole_runs import ROOT
 
 
 def test_one_process_gathers_its_own_value():

@@ -4,15 +4,16 @@ import sys
 
 import pytest
 
-SHORT = ("--config=tests/end_to_end/micro.py", "--config.train.steps=2")
+from tests.end_to_end.whole_runs import MICRO, environment
+
+SHORT = (f"--config={MICRO}", "--config.train.steps=2")
 WORKER = (sys.executable, "-m", "rpg_jax.reproduction.cell_worker")
 
 
 def order(folder, seed, *more):
     name = f"{folder}/seed{seed}"
     settings = f"--config.seed={seed}", f"--config.run.dir={folder}", f"--config.run.name=seed{seed}"
-    shared = [f"--config.{field}={folder.parent}/shared" for field in ("warm_start.dir", "run.compilation_cache")]
-    return {"arguments": [*SHORT, *settings, *shared, *more], "log": f"{name}.log"}
+    return {"arguments": [*SHORT, *settings, *more], "log": f"{name}.log"}
 
 
 def last_line(file):
@@ -20,12 +21,14 @@ def last_line(file):
 
 
 @pytest.mark.slow  # four runs in two processes
-def test_a_run_has_the_same_bits_alone_and_after_others_in_one_process(tmp_path):
-    alone, after = tmp_path / "alone", tmp_path / "after"
+def test_a_run_has_the_same_bits_alone_and_after_others_in_one_process(warm, tmp_path):
+    alone, after, env = tmp_path / "alone", tmp_path / "after", environment(warm, optimised=True)
     for folder, seeds in ((alone, [2]), (after, [1, 3, 2])):
         folder.mkdir()
-        orders = "".join(json.dumps(order(folder, seed)) + "\n" for seed in seeds)
-        done = subprocess.run(WORKER, input=orders, capture_output=True, text=True, timeout=600, check=True)
+        orders = "".join(
+            json.dumps(order(folder, seed, f"--config.warm_start.dir={warm}/warm_starts")) + "\n" for seed in seeds
+        )
+        done = subprocess.run(WORKER, input=orders, capture_output=True, text=True, check=True, env=env)
         assert done.stdout == "\n" * len(seeds)
     first, second = last_line(alone / "seed2.log"), last_line(after / "seed2.log")
     assert first.startswith("weights checksum: ") and first == second
@@ -36,6 +39,6 @@ def test_a_run_has_the_same_bits_alone_and_after_others_in_one_process(tmp_path)
 @pytest.mark.slow  # a process that starts JAX
 def test_a_worker_ends_with_the_code_of_the_run_that_failed_and_its_log_says_why(tmp_path):
     orders = json.dumps(order(tmp_path, 1, "--config.method=nonsense")) + "\n" + json.dumps(order(tmp_path, 2)) + "\n"
-    done = subprocess.run(WORKER, input=orders, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(WORKER, input=orders, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert "nonsense" in (tmp_path / "seed1.log").read_text() and not (tmp_path / "seed2.log").exists()

@@ -112,4 +112,6 @@ def test_the_command_writes_page_figure_and_numbers(tmp_path, capsys):
     assert reproduce.main(["--table=estimators", "--quick", f"--out={tmp_path}"]) == 0
     assert (tmp_path / "estimators.png").read_bytes().startswith(b"\x89PNG")
     assert "RPG-URKL" in (tmp_path / "estimators.json").read_text()
+    assert "sequence, weight W" in (tmp_path / "estimators.md").read_text()
+    assert list(tmp_path.glob("*completions.json"))
     assert str(tmp_path / "estimators.md") in capsys.readouterr().out.replace("\n", "")

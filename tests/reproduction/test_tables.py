@@ -18,6 +18,7 @@ from rpg_jax.reproduction.results import Results
 from rpg_jax.reproduction.table import Cell
 from rpg_jax.reproduction.tables import TABLES
 from rpg_jax.runs import resolve
+from tests.end_to_end.whole_runs import environment
 
 
 def test_the_small_table_has_every_method():
@@ -241,8 +242,9 @@ def test_a_cells_arguments_name_run_method_and_shared_folders(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_table_of_real_runs_from_command_to_page(tmp_path, monkeypatch):
-    monkeypatch.delenv("XLA_FLAGS")  # as on a laptop: eight devices on one core can starve each other
+def test_a_table_of_real_runs_from_command_to_page(shared, tmp_path, monkeypatch):
+    for name, value in environment(shared).items():  # of its workers
+        monkeypatch.setenv(name, value)
     arguments = ["--table=small", "--methods=DAPO,GRPO", "--seeds=1", "--noscan", f"--out={tmp_path}", "--"]
     short = ["--config.train.steps=2", "--config.evaluation.k=2", "--config.warm_start.min_accuracy=0.0"]
     assert reproduce.main([*arguments, *short]) == 0

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from rpg_jax.rewards.boxed import boxed, last_boxed
-from rpg_jax.rewards.expression import countdown
+from rpg_jax.rewards.expression import countdown, evaluate
 from rpg_jax.rewards.gsm8k import gsm8k
 from rpg_jax.rewards.verifiers import SOURCES, VERIFIERS, name_for_source
 
@@ -85,3 +85,25 @@ def test_every_source_has_a_verifier_and_an_unknown_one_is_refused():
     assert name_for_source("aime2025") == "math_dapo"
     with pytest.raises(ValueError, match="'poetry'.*math_verify"):
         name_for_source("poetry")
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1+2*3", 7),
+        ("-(2+3)*-1.5", 7.5),
+        ("2--2", 4),
+        ("--2", 2),
+        (" ( 1/4 ) ", 0.25),
+        ("(" * 249 + "1" + ")" * 249, 1),
+    ],
+)
+def test_an_expression_has_decimals_and_signs(text, value):
+    assert evaluate(text) == value
+
+
+@pytest.mark.parametrize("text", ["", "1 2", "2**3", "(1", "1)", "1+", "x", "1/0", "1/(2-2)", "(" * 500, "1" * 501])
+def test_what_is_no_expression_is_one_error(text):
+    with pytest.raises(ValueError, match="not an expression|division by zero"):
+        evaluate(text)
+    assert countdown(f"<answer>-{text or 3}</answer>", '{"numbers": [3], "target": -3}') == 0  # no signs there

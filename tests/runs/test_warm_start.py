@@ -144,7 +144,9 @@ def test_supervised_training_depends_on_no_field_of_the_policys_optimizer():
 def test_runs_of_two_limits_start_from_the_same_weights(tmp_path, capsys):
     found = []
     for limit in (3, 6):
-        experiment = open_experiment(config_of(limit, 6, tmp_path / "warm"), tmp_path)
+        config = config_of(limit, 6, tmp_path / "warm").unlock()
+        config.warm_start.min_accuracy, config.warm_start.check_every, config.warm_start.batch_size = 0.0, 2, 16
+        experiment = open_experiment(config, tmp_path)
         with experiment.layout.activate(), make_scorer(experiment.config) as scorer:
             params = init_params(experiment.layout)
             found.append(warm_started(experiment, params, None, scorer, tmp_path))  # neither needs the run's rollout
