@@ -38,7 +38,7 @@ def get_config():
     c.warm_start.learning_rate = 3e-3
     c.warm_start.epochs = 8
 
-    c.train.steps = 100
+    c.train.steps = 200
     c.optimizer.learning_rate = 1e-3
     c.evaluation.every = 25
     c.evaluation.k = 1

@@ -11,13 +11,19 @@ from typing import NamedTuple
 import numpy as np
 
 from rpg_jax.rollout.decode_state import DecodeState, Drawn, Extensions, Insertions, Prefix
-from rpg_jax.rollout.decoding import power_of_two, prompt_bucket
+from rpg_jax.rollout.decoding import prompt_bucket
 from rpg_jax.rollout.engine import QwenEngine
 from rpg_jax.rollout.interface import Reply
 from rpg_jax.rollout.row import Row
 
 EXTENSION_TOKENS = 512
 """Tokens of one `extend`, padding included; longer observations are appended piece by piece."""
+EXTENSION_ROWS = 8
+"""Rows of one `extend`, padding included; fewer where they would be above `EXTENSION_TOKENS`.
+
+Their number does not depend on how many replies came together: programs of different shapes round differently, and
+then the log-probability of the token after an observation would depend on timing.
+"""
 
 
 @dataclasses.dataclass
@@ -235,10 +241,10 @@ class Schedule:
                 by_round.setdefault((first, bucket), []).append(own)
             self._usage.extended_tokens += len(observation)
         for (_, bucket), pieces in sorted(by_round.items()):
-            most = max(1, EXTENSION_TOKENS // bucket)
+            most = min(EXTENSION_ROWS, max(1, EXTENSION_TOKENS // bucket))
             for i in range(0, len(pieces), most):
                 batch = pieces[i : i + most]
-                appended = Extensions.of(batch, decoding.slots, (power_of_two(len(batch)), bucket))
+                appended = Extensions.of(batch, decoding.slots, (most, bucket))
                 assert self._state is not None  # the rows are in slots
                 self._state = self.engine.extend(self._state, appended)
         self.live.update(rows)

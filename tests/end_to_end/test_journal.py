@@ -55,6 +55,7 @@ def test_a_run_killed_in_the_middle_of_a_rollout_samples_what_is_missing(warm, t
 
 
 @pytest.mark.soak  # two processes three times
+@pytest.mark.timeout(3600)  # on busy cores
 @pytest.mark.parametrize("driver", ["orchestrator", "lockstep"])
 def test_hosts_that_are_killed_sample_what_is_missing(tmp_path, driver):
     settings = (*SMALL, "--config.mesh.fsdp=2", "--config.mesh.replica=1", f"--config.rollout.driver={driver}")

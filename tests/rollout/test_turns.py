@@ -88,6 +88,15 @@ def test_a_conversation_has_the_turns_that_the_environment_read_and_the_tokens_t
     assert usage.extended_tokens == observed and usage.again_tokens == 0
 
 
+@pytest.mark.parametrize("driver", ["lockstep", "orchestrator"])
+def test_the_time_at_which_replies_come_changes_no_bit(spoken, talk, driver):
+    """Where they come one by one, and where several come together."""
+    groups, _, usage = talk(driver, Echo(delay=0.02))
+    assert usage.again_tokens == 0
+    for a, b in zip(sum(spoken[0], []), sum(groups, []), strict=True):
+        assert a.tokens.tolist() == b.tokens.tolist() and a.logprobs.tobytes() == b.logprobs.tobytes()
+
+
 def test_the_log_probs_are_those_of_one_forward_pass_over_the_whole_conversation(spoken, model, work):
     graphdef, params = model
     module = nnx.merge(graphdef, params)

@@ -1,6 +1,7 @@
 """A worker at its work: it joins a trainer, reads weights, takes groups, samples and returns them, until the end."""
 
 import contextlib
+import functools
 import queue
 import secrets
 import sys
@@ -104,7 +105,11 @@ class Worker:
 
 
 class _Shift:
-    """The work for one start of a trainer, in threads: `lanes` that sample, one that returns groups, one that beats."""
+    """The work for one start of a trainer, in threads: `lanes` that sample, and one that returns groups.
+
+    Each of the trainer's processes has a thread that beats. So those that answer hear of the worker while another does
+    not, and the worker hears from them that the trainer has changed.
+    """
 
     def __init__(self, posts: list[Post], engine: WorkerEngine, stopping: threading.Event):
         self._posts, self._engine, self._stopping = posts, engine, stopping
@@ -115,7 +120,8 @@ class _Shift:
 
     def run(self, lanes: int) -> None:
         """Works until the run is over or the worker is asked to stop. Raises what ended it otherwise."""
-        loops = [self._lane] * lanes + [self._return_groups, self._beat]
+        beats = [functools.partial(self._beat, post) for post in self._posts]
+        loops = [self._lane] * lanes + [self._return_groups, *beats]
         threads = [threading.Thread(target=self._guarded, args=(loop,), daemon=True) for loop in loops]
         for thread in threads:
             thread.start()
@@ -149,10 +155,9 @@ class _Shift:
     def _progress(self) -> int:
         return self._moved + self._engine.progress
 
-    def _beat(self) -> None:
+    def _beat(self, post: Post) -> None:
         while not self._ended.wait(_BEAT):
-            for post in self._posts:
-                post.beat(self._progress)
+            post.beat(self._progress)
 
     def _lane(self) -> None:
         pause = _FIRST_PAUSE

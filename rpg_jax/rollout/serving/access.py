@@ -109,10 +109,14 @@ def pem_file(path: str | None, variable: str, environment: Mapping[str, str] = o
     """`path`; without it a file with the PEM text of the variable; None without both.
 
     The file is in memory, and it goes with this process, however that ends: no private key stays on a disk.
+
+    Raises ValueError where the system has no such files.
     """
     if path is not None or variable not in environment:
         return path
-    number = os.memfd_create(variable)  # of Linux, as are the machines on which launchers fill variables
+    if not hasattr(os, "memfd_create"):
+        raise ValueError(f"{variable} works on Linux only: put its text into a file, and give the file's name")
+    number = os.memfd_create(variable)
     with os.fdopen(number, "w", closefd=False) as file:
         file.write(environment[variable].strip() + "\n")
     return f"/proc/self/fd/{number}"

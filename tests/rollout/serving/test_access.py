@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import http.client
 import json
+import os
 import socket
 import ssl
 import subprocess
@@ -103,12 +104,15 @@ def test_a_key_comes_from_a_file_or_the_environment_and_its_errors_name_the_sour
         ApiKey.find(str(tmp_path / "absent"), {})
 
 
-def test_the_pem_text_of_a_variable_is_in_no_folder(pem):
+def test_the_pem_text_of_a_variable_is_in_no_folder(pem, monkeypatch):
     texts = {name: Path(file).read_text() for name, file in pem.items()}
     files = {name: pem_file(None, name, texts) for name in texts}
     assert Access(**files).tls() is not None and Access(**files).grpc_credentials() is not None
     assert [Path(file).stat().st_nlink for file in files.values()] == [0, 0]
     assert pem_file("mine.pem", "certificate", texts) == "mine.pem" and pem_file(None, "other", texts) is None
+    monkeypatch.delattr(os, "memfd_create")
+    with pytest.raises(ValueError, match="private_key works on Linux only: put its text into a file"):
+        pem_file(None, "private_key", texts)
 
 
 def test_tls_from_a_broken_file_is_an_error_before_anything_starts(build, letters, tmp_path, pem):
