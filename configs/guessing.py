@@ -1,7 +1,10 @@
-"""A Qwen3 of 0.1 M parameters learns to find a secret digit from an environment that says higher or lower.
+"""A Qwen3 of 0.1 M parameters learns to find a secret digit: an environment answers every guess.
 
 Command:   python -m rpg_jax.train --config=configs/guessing.py
 Hardware:  two CPU cores
+Time:      140 CPU seconds with compilation, and 45 for the warm start; 14 minutes on cores that twenty processes shared
+Result:    held-out accuracy 0.18, 0.17, 0.20 before the first step and 0.90, 0.93, 0.88 after the last, for three seeds
+           with one warm start (256 conversations each, standard error 0.02)
 
 "4-p" is a range of 14 to 20 digits in base 36. The policy has five guesses, as "h", and hears what is left, as "i-p".
 No range of the held-out set is in training. Two thirds of the pupils of the warm start repeat their first guess, the
