@@ -27,6 +27,11 @@ MOODS = {
 FAILURES = {"timeout", "crash", "value", "error"}
 
 
+def without_rounding(lines):
+    """Metrics without those of the sampler's rounding: when an answer comes decides the shapes of its programs."""
+    return [{k: v for k, v in line.items() if not k.startswith("sampler_")} for line in lines]
+
+
 class Moody(Narrowing):
     """The game, but for guesses of a digit that is in `MOODS`."""
 

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from tests.end_to_end.conversing import FAILURES, FLAGS, MOODY
+from tests.end_to_end.conversing import FAILURES, FLAGS, MOODY, without_rounding
 from tests.end_to_end.test_journal import counts, journaled
 from tests.end_to_end.test_train import checksum, interrupted, metrics, run
 
@@ -18,7 +18,7 @@ NAMED = (*SETTINGS, "--config.run.name=r")
     [(), ("--config.rollout.driver=lockstep",), ("--config.rollout.max_staleness=1",)],
     ids=["orchestrator", "lockstep", "ahead"],
 )
-def test_a_run_killed_in_the_middle_of_conversations_ends_with_the_same_bits(shared, tmp_path, how):
+def test_a_run_killed_in_the_middle_of_conversations_ends_with_the_same_weights(shared, tmp_path, how):
     straight = run(shared, tmp_path / "straight", *NAMED, *how)
     killed, turn = tmp_path / "killed" / "r", 64 * 4 + 32 * 4  # beyond the first evaluation
     done = interrupted(shared, killed.parent, (*NAMED, *how), "turn", turn, 0, int(signal.SIGKILL))
@@ -27,7 +27,7 @@ def test_a_run_killed_in_the_middle_of_conversations_ends_with_the_same_bits(sha
     assert not any((killed / "checkpoints").glob("[0-9]*"))
     resumed = run(shared, killed.parent, *NAMED, *how)
     assert checksum(resumed) == checksum(straight)
-    assert metrics(killed) == metrics(tmp_path / "straight" / "r")
+    assert without_rounding(metrics(killed)) == without_rounding(metrics(tmp_path / "straight" / "r"))
     was, now = counts(tmp_path / "straight" / "r"), counts(killed)
     assert sum(found for found, _ in now) == complete and sum(map(sum, now)) == sum(map(sum, was))
 
@@ -36,7 +36,7 @@ def test_a_run_killed_in_the_middle_of_conversations_ends_with_the_same_bits(sha
 @pytest.mark.parametrize("driver", ["orchestrator", "lockstep"])
 def test_an_environment_that_hangs_dies_and_lies_is_counted_and_nothing_hangs(shared, tmp_path, driver):
     run(shared, tmp_path, *NAMED, "--config.train.steps=1", "--config.run.name=warm")  # its warm start
-    options = (MOODY, "--config.environment.deadline_seconds=0.5", f"--config.rollout.driver={driver}")
+    options = (MOODY, "--config.environment.deadline_seconds=3", f"--config.rollout.driver={driver}")
     run(shared, tmp_path, *NAMED, *options)
     lines = metrics(tmp_path / "r")
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
