@@ -22,7 +22,6 @@ def get_config():
     c.task.max_prompt_tokens = 6
     c.rollout.max_tokens = 34  # two calls, two results of four digits, and an answer
 
-    c.warm_start.epochs = 8
     c.optimizer.learning_rate = 5e-4
     c.loss.entropy_coef = 0.01
     return c

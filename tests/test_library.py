@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import rpg_jax
+from rpg_jax.environments import Turn
 from rpg_jax.runs import config_files
 from tests import test_export
 from tests.end_to_end.whole_runs import completed, environment
@@ -113,6 +114,35 @@ def test_a_run_from_python_is_the_commands_run(shared, tmp_path, monkeypatch):
         for name, value in json.loads(line).items():
             if not name.startswith(("time/", "host/")) and name not in ("seconds", "tokens_per_second"):
                 assert mine[name] == value, name
+
+
+class Again:
+    """A wrong answer may be corrected; an async function, which only this process can call."""
+
+    def __init__(self):
+        self.heard = []
+
+    def reset(self, problem):
+        return problem.messages
+
+    async def step(self, problem, messages, completion):
+        self.heard.append([message["content"] for message in messages])
+        right = completion.strip() == problem.answer
+        return Turn("" if right else problem.prompt, 1.0 if right else -0.1, right)
+
+
+@pytest.mark.slow  # a run
+def test_an_environment_that_is_handed_over_plays_in_this_process(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    again, changes = Again(), {"environment.max_turns": 3, "rollout.max_tokens": 48, "rewards.overlong_shaping": False}
+    result = rpg_jax.train("tiny", data=ROWS, environment=again, overrides={**SMALL, **changes})
+    config = json.loads((Path(result.folder) / "config.json").read_text())
+    assert result.finished and config["environment"]["name"] == "tests.test_library:Again"
+    assert config["rewards"]["parts"] == "environment" and -0.3 <= result.metrics[-1]["reward"] <= 1
+    later = [said for said in again.heard if len(said) > 1]
+    assert later and all(said[0] == said[2] for said in later)  # what it asks again is in the conversation
+    with pytest.raises(ValueError, match="environment=… and overrides of environment.name say the same thing twice"):
+        rpg_jax.train("tiny", environment=again, overrides={"environment.name": "again:Again"})
 
 
 @pytest.mark.slow  # a model is compiled

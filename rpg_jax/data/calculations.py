@@ -11,7 +11,6 @@ from rpg_jax.data.prompts import Problem
 CALCULATION_SETS = ("held out", "easy", "hard")
 CALL = "calc "
 _SMALL, _LARGE = 10, 99
-_FOUR_DIGITS = 32  # 32² > 1000 > 31²
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +18,7 @@ class Calculations:
     """The task "37*84=" with answer "3108": answer it, or have the calculator of the environment work it out before.
 
     Operands have two digits. A sum is easy: it never carries, so that each column can be added by itself. A product is
-    hard: no small model works it out in its head. Products have four digits, their operands are 32 or more.
+    hard: no small model works it out in its head.
 
     The pupil who writes the demonstrations of a warm start calls the calculator for a sixth of the problems, easy or
     hard, and copies the result. Otherwise he answers at once: a sum with a wrong digit in a tenth of the cases, a
@@ -57,7 +56,7 @@ class Calculations:
         pairs = [(a, b) for a in numbers for b in numbers if self._is_held_out(a, b) == (name != "train")]
         pairs = [pairs[i] for i in random.permutation(len(pairs)).tolist()]
         sums = [self._problem(a, "+", b) for a, b in pairs if a % 10 + b % 10 < 10 and a // 10 + b // 10 < 10]
-        products = [self._problem(a, "*", b) for a, b in pairs if min(a, b) >= _FOUR_DIGITS]
+        products = [self._problem(a, "*", b) for a, b in pairs]
         found = {"easy": sums, "hard": products}.get(name) or self._mixed(sums, products, random)
         if len(found) < (count or 1):
             raise ValueError(f"calculator has {len(found)} problems in {name!r}, fewer than {count}: ask for fewer")
@@ -71,7 +70,7 @@ class Calculations:
         if random.random() < 1 / 6:
             return CALL + problem.prompt[:-1]
         if "*" in problem.prompt:
-            return str(random.integers(_FOUR_DIGITS**2, _LARGE**2 + 1))
+            return str(random.integers(_SMALL**2, _LARGE**2 + 1))
         return _with_mistake(problem.answer, random) if random.random() < 0.1 else problem.answer
 
     def texts(self) -> Iterator[str]:

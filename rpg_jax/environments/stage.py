@@ -81,11 +81,12 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
         return self._threads.submit(function, *arguments)
 
     def close(self) -> None:
-        """Ends the processes, and waits for the calls that are under way."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        """Ends the processes after the calls that are under way there, and cancels those in this process."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
         if self._in_process is not None:
             self._in_process.close()
-        elif "_pools" in self.__dict__:
+        self._threads.shutdown(wait=True)
+        if "_pools" in self.__dict__:
             while not self._pools.empty():
                 self._pools.get().close()
 

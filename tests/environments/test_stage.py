@@ -1,6 +1,8 @@
 """Prompts that an environment opens, and environments that cannot be made."""
 
+import concurrent.futures
 import dataclasses
+import time
 
 import pytest
 
@@ -32,6 +34,15 @@ def test_an_environment_that_cannot_be_made_is_named(modules, problems, path, op
         stage.opened(problems)
 
 
+def test_closing_waits_for_nothing_that_hangs_in_this_process(modules, problems):
+    with Stage(Declaration("adder:Patient", pooled=False), {}, deadline_s=1e9) as stage:
+        hanging = stage.submit(stage.step, problems[0], problems[0].opening, "7")
+        assert stage.step(problems[1], problems[1].opening, "1").error is None
+        time.sleep(0.05)
+    assert isinstance(hanging.exception(1), concurrent.futures.CancelledError)
+
+
+@pytest.mark.slow
 def test_a_worker_process_says_what_it_cannot_make(modules, problems):
     line = "cannot import 'nowhere' for the environment"
     with Stage(Declaration("nowhere:Game"), {}, workers=1) as stage, pytest.raises(ValueError, match=line):

@@ -10,7 +10,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import tiny
-from rpg_jax.runs.experiment import init_params, make_scorer, no_params
+from rpg_jax.runs.experiment import init_params, make_scorer, make_stage, no_params
 from rpg_jax.runs.sampling_layout import fitting_layout, make_decoding
 
 
@@ -65,3 +65,16 @@ def test_a_config_that_fits_is_left_as_it_is(capsys):
     config.model.num_layers = None
     with pytest.raises(ValueError, match="which model"):
         fitting_layout(config, 32)
+
+
+def test_lockstep_on_several_processes_has_no_environment_and_an_experiment_without_one_no_stage(monkeypatch):
+    config = tiny.get_config()
+    assert make_stage(config) is None
+    config.environment.name, config.rollout.driver = "module:Class", "lockstep"
+    with make_stage(config) as stage:
+        assert stage.name == "module:Class"
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(
+        ValueError, match="lockstep on 2 processes .*environment.name=module:Class: choose orchestrator"
+    ):
+        make_stage(config)
