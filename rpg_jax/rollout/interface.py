@@ -104,6 +104,11 @@ class Request:
                     "one token id (encode an empty text as the BOS or another separator token)"
                 )
 
+    def check_one_turn(self, who: str) -> None:
+        """Raises ValueError if an environment should answer: `who` cannot continue a completion."""
+        if self.environment is not None:
+            raise ValueError(f"{who} cannot continue a completion after an environment's reply: choose another driver")
+
     def check_fits(self, *, capacity: int, vocab_size: int) -> None:
         """Raises ValueError if slots of `capacity` tokens and this vocabulary cannot serve the request as asked."""
         stop, max_tokens = self.sampling.stop_token_ids, self.sampling.max_tokens

@@ -36,6 +36,7 @@ class SimpleRollout(Rollout):
             super().sync_weights(params, version)
 
     def generate(self, request: Request) -> list[list[Completion]]:
+        request.check_one_turn("the simple driver")
         request.check_fits(**self._limits)
         if not request.prompts:
             return []

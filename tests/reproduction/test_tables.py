@@ -246,7 +246,12 @@ def test_a_table_of_real_runs_from_command_to_page(shared, tmp_path, monkeypatch
     for name, value in environment(shared).items():  # of its workers
         monkeypatch.setenv(name, value)
     arguments = ["--table=small", "--methods=DAPO,GRPO", "--seeds=1", "--noscan", f"--out={tmp_path}", "--"]
-    short = ["--config.train.steps=2", "--config.evaluation.k=2", "--config.warm_start.min_accuracy=0.0"]
-    assert reproduce.main([*arguments, *short]) == 0
+    small = {
+        "model.num_layers": 1, "model.embed_dim": 32, "model.hidden_dim": 64, "rollout.prompts_per_step": 16,
+        "warm_start.min_accuracy": 0.0, "warm_start.check_every": 5, "warm_start.batch_size": 64,
+        "dynamic_sampling.enabled": False,  # nearly all completions are wrong
+        "train.steps": 2, "evaluation.k": 2, "evaluation.problems": 8,
+    }  # fmt: skip
+    assert reproduce.main([*arguments, *(f"--config.{name}={value}" for name, value in small.items())]) == 0
     text = (tmp_path / "small" / "small.md").read_text()
     assert "| DAPO |" in text and "| GRPO |" in text

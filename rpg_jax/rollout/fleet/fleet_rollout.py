@@ -55,6 +55,7 @@ class FleetRollout(Rollout):
         service.start(trainers)
 
     def generate(self, request: Request) -> list[list[Completion]]:
+        request.check_one_turn("a fleet")
         request.check_fits(capacity=self._hub.spec["capacity"], vocab_size=self._hub.spec["vocab_size"])
         groups: list[list[Completion]] = [[] for _ in request.prompts]
         if not request.prompts:

@@ -72,6 +72,7 @@ class GrpcRollout(Rollout):
     stage_weights = sync_weights = verify_weights = weights_checksum = _refuse
 
     def generate(self, request: Request) -> list[list[Completion]]:
+        request.check_one_turn("a server's client")
         if request.enough is not None:
             raise ValueError(f"a server completes all groups: enough must be None, got {request.enough}")
         groups = [
