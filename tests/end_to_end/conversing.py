@@ -17,12 +17,12 @@ FLAGS = (
 )
 MOODY = "--config.environment.name=tests.end_to_end.conversing:Moody"
 MOODS = {
-    "0": lambda: time.sleep(1000),
-    "1": lambda: os._exit(0),
-    "2": lambda: Turn("", float("nan"), True),
-    "3": lambda: 1 // 0,
-    "4": lambda: Turn("x" * 2**21),
-    "5": lambda: "higher",
+    "6": lambda: time.sleep(1000),
+    "7": lambda: os._exit(0),
+    "8": lambda: Turn("", float("nan"), True),
+    "9": lambda: 1 // 0,
+    "a": lambda: Turn("x" * 2**21),
+    "b": lambda: "higher",
 }
 FAILURES = {"timeout", "crash", "value", "error"}
 
