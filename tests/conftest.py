@@ -1,6 +1,7 @@
 """Tests run on eight virtual CPU devices, so that every sharding is exercised without an accelerator."""
 
 import gc
+import json
 import os
 import subprocess
 from importlib import metadata
@@ -51,6 +52,42 @@ def warm(shared):
     from tests.end_to_end import whole_runs  # tests/test_extending.py copies this file without it
 
     return whole_runs.with_warm_start(shared)
+
+
+TEMPLATE = """
+{%- if tools %}<|im_start|>system
+{{ tools | tojson }}<|im_end|>
+{% endif %}
+{%- for m in messages %}<|im_start|>{{ m.role }}
+{{ m.content }}<|im_end|>
+{% endfor %}
+{%- if add_generation_prompt %}<|im_start|>assistant
+{% if not enable_thinking %}<think>
+
+</think>
+
+{% endif %}
+{%- endif %}"""
+
+
+@pytest.fixture(scope="session")
+def qwen_like(tmp_path_factory):
+    """A byte-level tokenizer.json with Qwen's special tokens and files, without merges, and a template of its form."""
+    import tokenizers
+
+    from rpg_jax.data import load_tokenizer
+
+    folder = tmp_path_factory.mktemp("qwen")
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    model = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    model.decoder = tokenizers.decoders.ByteLevel()
+    model.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    model.save(str(folder / "tokenizer.json"))
+    config = {"eos_token": {"content": "<|im_end|>"}, "pad_token": "<|endoftext|>", "chat_template": TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [258, 256]}))
+    return load_tokenizer(folder)
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import json
-
 import pytest
 import tokenizers
 from hypothesis import given, settings
@@ -9,35 +7,6 @@ from hypothesis import strategies as st
 
 from rpg_jax.data.arithmetic import Arithmetic
 from rpg_jax.data.tokenizer import IncrementalDecoder, load_tokenizer, train_sentencepiece
-
-TEMPLATE = """
-{%- for m in messages %}
-<|im_start|>{{ m.role }}
-{{ m.content }}<|im_end|>
-{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% if not enable_thinking %}<think>
-
-</think>
-
-{% endif %}
-{%- endif %}"""
-
-
-@pytest.fixture(scope="module")
-def qwen_like(tmp_path_factory):
-    """A byte-level tokenizer.json with Qwen's special tokens and files, without merges."""
-    folder = tmp_path_factory.mktemp("qwen")
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    model = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    model.decoder = tokenizers.decoders.ByteLevel()
-    model.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    model.save(str(folder / "tokenizer.json"))
-    config = {"eos_token": {"content": "<|im_end|>"}, "pad_token": "<|endoftext|>", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [258, 256]}))
-    return load_tokenizer(folder)
 
 
 @pytest.fixture(scope="module")

@@ -1,12 +1,9 @@
-"""An environment of tests, a tokenizer with a chat template, and a rollout that only asks."""
-
-import json
+"""An environment of tests, and where it is played."""
 
 import numpy as np
 import pytest
-import tokenizers
 
-from rpg_jax.data import Problem, load_tokenizer
+from rpg_jax.data import Problem
 from rpg_jax.environments.registry import Declaration
 from rpg_jax.environments.stage import Stage
 
@@ -38,35 +35,10 @@ class Patient(Adder):
         return Adder.step(self, problem, messages, completion)
 """
 
-TEMPLATE = """
-{%- if tools %}<|im_start|>system
-{{ tools | tojson }}<|im_end|>
-{% endif %}
-{%- for m in messages %}<|im_start|>{{ m.role }}
-{{ m.content }}<|im_end|>
-{% endfor %}
-{%- if add_generation_prompt %}<|im_start|>assistant
-{% if not enable_thinking %}<think>
 
-</think>
-
-{% endif %}
-{%- endif %}"""
-
-
-@pytest.fixture(scope="session")
-def tokenizer(tmp_path_factory):
-    """A byte-level tokenizer.json with Qwen's special tokens and a template of its form."""
-    folder = tmp_path_factory.mktemp("qwen")
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    model = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    model.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    model.decoder = tokenizers.decoders.ByteLevel()
-    model.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
-    model.save(str(folder / "tokenizer.json"))
-    config = {"eos_token": {"content": "<|im_end|>"}, "pad_token": "<|endoftext|>", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    return load_tokenizer(folder)
+@pytest.fixture
+def tokenizer(qwen_like):
+    return qwen_like
 
 
 @pytest.fixture(scope="session")
