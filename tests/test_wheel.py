@@ -67,7 +67,7 @@ def test_it_holds_every_module_the_configs_and_the_data_and_nothing_else(unpacke
 
 def test_it_finds_its_configs_from_an_empty_folder_and_names_them(unpacked, tmp_path):
     done = run(unpacked, tmp_path, "rpg_jax.plan", "--config=configs/none.py")
-    assert done.returncode == 2 and "there are configs/countdown.py, " in done.stderr and done.stderr.count("\n") == 1
+    assert done.returncode == 2 and "there are configs/calculator.py, " in done.stderr and done.stderr.count("\n") == 1
     done = run(unpacked, tmp_path, "rpg_jax.plan", "--config=small", "--config.rollout.slot=1")
     assert done.stderr.startswith("error: no config field 'rollout.slot'; did you mean rollout.slots?")
 

@@ -23,6 +23,7 @@ PAGES = sorted((ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
 LINKED = sorted((ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")))
 DATED = {page for page in LINKED if page.parent.name == "log" and page.name != "README.md"}
 FENCE = re.compile(r"^```(?:sh)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```[^\n]*\n.*?^```$", re.MULTILINE | re.DOTALL)  # of any language
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PATH = re.compile(r"(?<![\w./-])(?:rpg_jax|configs|launch|tests|docs)/[\w./-]*[\w/]")
 INLINE = re.compile(r"`((?:\.venv/bin/)?python -m rpg_jax\.\w+[^`]*)`")
@@ -49,6 +50,7 @@ EXECUTED = {
     "python -m rpg_jax.sample": "tests/test_sample.py",
     "python -m rpg_jax.report": "tests/report/test_report.py",
     "python -m rpg_jax.data": "tests/data/test_prepare.py",
+    "python -m rpg_jax.environments": "not run: needs the package verifiers and an environment's own",
     "python -m rpg_jax.docs": "tests/test_docs.py",
     "python -m rpg_jax.reproduce --table=estimators": "tests/reproduction/test_estimators.py",
     "python -m rpg_jax.reproduce": "tests/reproduction/test_tables.py",
@@ -65,7 +67,7 @@ def commands(page: Path) -> list[str]:
     lines = [re.sub(r"^(?:[A-Z_]+=\S+ )+", "", line) for line in lines]  # variables of the environment
     lines = [re.sub(r"^rpg-(\w+)", r"python -m rpg_jax.\1", line) for line in lines]  # commands of a wheel
     fenced = [re.sub(r"\s+# .*", "", line) for line in lines if line.split(" ")[0] in PROGRAMS]
-    return fenced + [" ".join(found.split()) for found in INLINE.findall(FENCE.sub("", text))]
+    return fenced + [" ".join(found.split()) for found in INLINE.findall(BLOCK.sub("", text))]
 
 
 COMMANDS = [(page.name, line) for page in PAGES for line in commands(page)]
@@ -169,13 +171,13 @@ def test_the_documents_show_commands():
 
 def anchors(page: Path) -> set[str]:
     """The fragments that GitHub gives the headings of a page."""
-    headings = re.findall(r"^#+ (.+)$", FENCE.sub("", page.read_text()), re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", BLOCK.sub("", page.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_of_a_page_leads_somewhere(page):
-    for link in LINK.findall(FENCE.sub("", page.read_text())):
+    for link in LINK.findall(BLOCK.sub("", page.read_text())):
         if link.startswith(("https://", "http://")):
             continue
         name, _, fragment = link.partition("#")

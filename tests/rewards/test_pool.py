@@ -195,7 +195,13 @@ def test_a_call_after_an_interrupted_one_gets_its_own_verdicts(folder, monkeypat
 
 def test_an_import_that_hangs_ends_without_the_parent(folder):
     (folder / "hanging.py").write_text("__import__('time').sleep(60)")
-    setup = {"functions": {"hanging:f": ARGUMENTS}, "memory_bytes": 2**29, "startup_s": 0.05, "deadline_s": 1}
+    setup = {
+        "functions": {"hanging:f": ARGUMENTS},
+        "made": {},
+        "memory_bytes": 2**29,
+        "startup_s": 0.05,
+        "deadline_s": 1,
+    }
     command = [sys.executable, "-m", "rpg_jax.rewards.verifier_process", json.dumps(setup)]
     path = os.pathsep.join([str(folder), *sys.path])
     ended = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, timeout=30)
