@@ -124,6 +124,16 @@ TABLES: Mapping[str, Table] = MappingProxyType(
             paper="In the paper: Figures 8 and 9 have some of these. λ is the decay of the KL to come; rows without λ "
             "have the KL of tokens",
         ),
+        "adapters": Table(
+            f"{_RPG} with low-rank adapters beside full training, on chains of operations",
+            {"full": _method(_RPG)} | {f"rank {rank}": _method(_RPG, model__lora__rank=rank) for rank in (1, 4, 16)},
+            baseline="full",
+            config="configs/reasoning.py",
+            paper="Not in the paper. Adapters (arXiv:2106.09685) on the matrices of attention and of the feed-forward "
+            "layers, of a model whose layers are 64 wide",
+            rates=(2e-4, 1e-3, 3e-3),
+            scan_seeds=(100,),
+        ),
         "clips": Table(
             "The four clips, and the public code's form",
             {
