@@ -106,7 +106,7 @@ def test_a_users_own_function_is_called_by_its_import_path(tmp_path, monkeypatch
     with rewards.make_scorer({"my_rewards:score": 2.0}, options=options, workers=1) as scorer:
         scores = scorer([SimpleNamespace(prompt="a", answer="b", source="s")], ["ab"], ["stop"], [2])
     assert scores.rewards.tolist() == [3.0] and scores.accuracy.tolist() == [1.0]
-    with pytest.raises(ValueError, match="no function 'scored'"):
+    with pytest.raises(ValueError, match="no function or class 'scored'"):
         rewards.make_scorer("my_rewards:scored", workers=1)
 
 
