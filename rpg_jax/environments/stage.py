@@ -123,8 +123,7 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
 
 
 def _task(name: str, problem: Problem, *others: Any) -> Task:
-    posed = {field.name: getattr(problem, field.name) for field in dataclasses.fields(Posed)}
-    return Task(name, (posed, *others), returns="object")
+    return Task(name, (dataclasses.asdict(Posed.of(problem)), *others), returns="object")
 
 
 def _opened(name: str, problem: Problem, verdict: Verdict) -> Problem:
