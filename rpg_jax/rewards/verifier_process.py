@@ -48,7 +48,7 @@ def main() -> None:
         made = {path: load(path, "environment")(**options) for path, options in setup["made"].items()}
         functions = {path: load_function(path, names, made) for path, names in setup["functions"].items()}
     except Exception as error:
-        _write(verdicts, {"failed": f"{type(error).__name__}: {error}"})
+        _write(verdicts, {"failed": str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"})
         return
     _confine(setup["memory_bytes"])
     own_pid = os.getpid()

@@ -116,7 +116,14 @@ class Task:
                     f"(longer than task.max_prompt_tokens={config.task.max_prompt_tokens})"
                 )
             if not kept.problems:
-                raise ValueError(f"{notes[-1]}: nothing is left; raise task.max_prompt_tokens")
+                shortest = min(
+                    (data.encode_prompt(p, tokenizer, thinking=config.task.thinking) for p in problems), key=len
+                )
+                raise ValueError(
+                    f"{notes[-1]}: nothing is left. The shortest has {len(shortest)} tokens and begins "
+                    f"{tokenizer.decode(shortest[:12].tolist())!r}: raise task.max_prompt_tokens, or choose a shorter "
+                    "task.template"
+                )
             return kept.problems
 
         held_out = {name: fitting(name, problems) for name, problems in self.held_out.items()}
