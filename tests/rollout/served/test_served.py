@@ -136,23 +136,26 @@ def test_log_probs_that_rounding_has_lifted_above_0_are_0(stand_in, served):
     assert made.logprobs.tolist() == [0, 0, -1, -2]
 
 
-def once(number, what):
-    """A fault of the `number`-th completion that is asked."""
-    left = [number]
+def once(what):
+    """A server that answers its first completion so, and others that wait for that."""
+    asked = threading.Event()
 
-    def fault(path, body):
-        if path == COMPLETIONS:
-            left[0] -= 1
-            if left[0] == 0:
-                return what
+    def first(path, body):
+        if path == COMPLETIONS and not asked.is_set():
+            asked.set()
+            return what
         return None
 
-    return fault
+    def second(path, body):
+        if path == COMPLETIONS:
+            asked.wait(20)
+
+    return first, second
 
 
 @pytest.mark.parametrize("what", ["reset", (503, {}), (500, {}), (429, {}), {"choices": [{"finish_reason": "abort"}]}])
 def test_what_a_server_has_not_answered_goes_to_the_others(stand_in, served, what):
-    servers = [stand_in(once(3, what)), stand_in()]
+    servers = [stand_in(fault) for fault in once(what)]
     rollout = served(*(server.url for server in servers))
     assert same(rollout.generate(REQUEST))
     assert rollout.take_counts()["servers/failures"] == 1
