@@ -1,6 +1,7 @@
 """Several servers of one policy: who is asked next, who rests after a failure, and who must load the weights first."""
 
 import dataclasses
+import functools
 import sys
 import threading
 import time
@@ -9,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from rpg_jax.rollout.served.answers import Aborted, Unusable
-from rpg_jax.rollout.served.calls import Batch, Caller, Refused, Unavailable
+from rpg_jax.rollout.served.calls import Batch, Caller, Refused, Superseded, Unavailable
 from rpg_jax.rollout.served.kinds import Kind
 from rpg_jax.rollout.weights import RolloutError
 
@@ -114,13 +115,13 @@ class Balance:
         faults = 0
         while True:
             server, weights = self._take(batch)
-            how: Unavailable | None = None
+            how: Unavailable | Superseded | None = None
             try:
                 self._load(server, weights, batch)
-                answer = server.caller.post("/v1/completions", body, batch)
+                answer = server.caller.post("/v1/completions", body, batch, functools.partial(_has, server, weights))
                 self._check_weights(server, answer, weights)
                 return read(answer)
-            except Unavailable as error:
+            except (Unavailable, Superseded) as error:
                 how = error
             except Aborted as error:
                 how = Unavailable(f"{server.caller.url}: {error}", fault=True)
@@ -131,7 +132,7 @@ class Balance:
                 self._return(server, how, batch)
             if batch.stopped:
                 raise Stopped
-            faults += how.fault
+            faults += isinstance(how, Unavailable) and how.fault
             if faults >= _MOST_FAULTS:
                 raise RolloutError(f"a request has failed {faults} times, the last time so: {how}")
 
@@ -158,7 +159,7 @@ class Balance:
                 self._changed.wait(0.1 if any(server.failures for server in self._servers) else 1.0)
 
     def _is_free(self, server: Server, weights: Loadable, now: float) -> bool:
-        alone = server.failures or server.label != weights.label
+        alone = server.failures or not _has(server, weights)
         return now >= server.rests_until and server.calls < (1 if alone else self._parallel)
 
     def _look(self, now: float) -> None:
@@ -172,14 +173,14 @@ class Balance:
             self._said = now
             print(f"waiting for servers since {now - self._answered:.0f} s: {said}", file=sys.stderr, flush=True)
 
-    def _return(self, server: Server, error: Unavailable | None, batch: Batch) -> None:
+    def _return(self, server: Server, error: Unavailable | Superseded | None, batch: Batch) -> None:
         with self._changed:
             server.calls -= 1
             now = self._clock()
             if error is None:
                 self._counts["requests"] += 1
                 server.failures, self._answered = 0, now
-            elif not batch.stopped:
+            elif not batch.stopped and isinstance(error, Unavailable):
                 self._counts["failures"] += 1
                 server.failures, server.said = server.failures + 1, str(error)
                 rest = max(error.after, min(self._rest * 2 ** (server.failures - 1), _LONGEST_REST))
@@ -192,7 +193,7 @@ class Balance:
 
     def _load(self, server: Server, weights: Loadable, batch: Batch) -> None:
         """Makes a server load the weights if it has not; nothing else is under way there then."""
-        if server.label == weights.label:
+        if _has(server, weights):
             return
         for path, body in self._kind.loads(weights.folder, weights.label):
             try:
@@ -215,3 +216,8 @@ class Balance:
             raise Unavailable(
                 f"{server.caller.url} has the weights {found}, and the trainer {weights.checksum:016x}", fault=True
             )
+
+
+def _has(server: Server, weights: Loadable) -> bool:
+    """Whether a server has the weights. Once it has failed, a new process with others may accept connections."""
+    return server.label == weights.label

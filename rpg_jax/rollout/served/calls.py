@@ -8,7 +8,7 @@ import ssl
 import threading
 import time
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rpg_jax.rollout.serving.access import ApiKey, is_loopback
@@ -29,6 +29,10 @@ class Unavailable(Exception):
     def __init__(self, message: str, *, after: float = 0.0, busy: bool = False, fault: bool = False):
         super().__init__(message)
         self.after, self.busy, self.fault = after, busy, fault
+
+
+class Superseded(Exception):
+    """A call was not made: its batch has ended, or its server has failed meanwhile."""
 
 
 class Refused(Exception):
@@ -94,14 +98,18 @@ class Caller:
         except OSError as error:
             raise ValueError(f"servers.certificate={certificate}: {error.strerror or error}") from None
 
-    def post(self, path: str, body: Mapping[str, Any], batch: Batch) -> Any:
-        """The JSON of the answer; None if it is empty. Raises Unavailable or Refused. No redirect is followed."""
+    def post(self, path: str, body: Mapping[str, Any], batch: Batch, wanted: Callable[[], bool] = lambda: True) -> Any:
+        """The JSON of the answer; None if it is empty. Raises Unavailable or Refused. No redirect is followed.
+
+        Raises Superseded if the call is not `wanted` once the server has accepted the connection.
+        """
         deadline = time.monotonic() + self._timeout
         connection = self._connection()
         with batch.member(connection):
             try:
-                if batch.stopped:
-                    raise Unavailable("the batch has ended")
+                connection.connect()
+                if batch.stopped or not wanted():  # now, when `stop` finds a socket: who comes second sees the other
+                    raise Superseded
                 connection.request("POST", self._path + path, json.dumps(body), self._headers)
                 answer = connection.getresponse()
                 content = _read(connection, answer, deadline)
