@@ -188,8 +188,9 @@ FIELDS = Section(
     rollout=Section(
         "How completions are sampled.",
         driver=Field("orchestrator", "The driver of the decoding engine: JetStream's threads (orchestrator) or one "
-            "thread on any mesh (lockstep). fleet: workers sample, with engines of their own; docs/fleet.md. simple is "
-            "a plain sampler without the engine, which serves as an oracle.",
+            "thread on any mesh (lockstep). fleet: workers sample, with engines of their own; docs/fleet.md. servers: "
+            "servers with OpenAI's completions do, such as vLLM's; docs/servers.md. simple is a plain sampler without "
+            "the engine, which serves as an oracle.",
             choices="rpg_jax.rollout:DRIVERS"),
         slots=Field(optional(int), "Completions decoded together on each device. Unset: as many as its memory holds "
             "beside everything else; 128 on all devices of a process together where that is not known, as on a CPU.",
@@ -238,6 +239,23 @@ FIELDS = Section(
             range="[5, 1e6]"),
         stall_seconds=Field(900.0, "And one that makes no progress for so long. Allow for one compilation.", "seconds",
             range="[5, 1e6]"),
+    ),
+    servers=Section(
+        "rollout.driver=servers: who samples, and how the weights get there; docs/servers.md.",
+        urls=Field("", "The servers, as http://HOST:PORT,http://HOST:PORT. Each is one server, not a balancer before "
+            "several: every one is told to load the weights."),
+        kind=Field("vllm", "The servers' program.", choices="rpg_jax.rollout.served.kinds:KINDS"),
+        model=Field(optional(str), "The name under which they have the model. Unset: it is their only one."),
+        weights=Field(optional(str), "The folder into which the trainer writes the weights of every step. All servers "
+            "see it under the same path."),
+        parallel=Field(256, "The completions that one server is asked for at once.", "completions", range="[1, 4096]"),
+        timeout_seconds=Field(1800.0, "The longest time for one completion, its wait inside the server included, and "
+            "for loading the weights.", "seconds", range="(0, 1e6]"),
+        patience_seconds=Field(600.0, "The run stops after so long without any server that answers.", "seconds",
+            range="(0, 1e6]"),
+        certificate=Field(optional(str), "PEM file to trust for https addresses. Unset: the system's."),
+        key_variable=Field("RPG_JAX_SERVERS_KEY", "The environment variable that holds the servers' API key, if they "
+            "have one."),
     ),
     dynamic_sampling=Section(
         "Prompts are drawn until a step has enough informative groups.",

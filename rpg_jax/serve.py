@@ -35,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--private_key", help="PEM file of the certificate's private key")
     parser.add_argument("--api_key_file", help="file of the API key; default: the variable RPG_JAX_API_KEY")
     active, seconds = cli.number(int, 1), cli.number(float, 0)
+    parser.add_argument("--weights_from", help="folder inside which HTTP clients may name weights to load")
     parser.add_argument("--max_active", type=active, default=1024, help="requests served or queued (default: 1024)")
     parser.add_argument("--temperature", type=seconds, default=1.0, help="default of a request; 0 is greedy")
     parser.add_argument("--grace", type=seconds, default=30.0, help="seconds for running requests at shutdown")
@@ -64,7 +65,7 @@ def serve(options: argparse.Namespace) -> int:
         with tempfile.TemporaryDirectory() as scratch:
             served = policy.of_config(loaded.config, Path(scratch), changes=changes, held_out=trains_tokenizer)
         name = model.path or "random weights"
-    flags = ("temperature", "port", "max_active", "http_port")
+    flags = ("temperature", "port", "max_active", "http_port", "weights_from")
     model_name = Path(options.run or served.experiment.config.model.path or "policy").name
     chosen = {flag: getattr(options, flag) for flag in flags}
     server = make_policy_server(served, name=model_name, access=access, **chosen)

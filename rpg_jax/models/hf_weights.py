@@ -82,7 +82,8 @@ def save(
 ) -> None:
     """Writes a folder that transformers loads: safetensors in files of at most `max_file_bytes`, index, config.json.
 
-    Host memory holds one file at a time. With several processes, all must call it, and process 0 writes.
+    Host memory holds one file at a time. With several processes, all must call it, and process 0 writes. The params may
+    be NumPy's.
 
     Args:
       dtype: dtype of the weights; None keeps that of the params.
@@ -104,7 +105,8 @@ def save(
     leaves = flatten_dict(params)
     for i, (entry, index, name) in enumerate(stored):
         part = leaves[entry.path][index] if index else leaves[entry.path]
-        host = np.asarray(part) if part.is_fully_addressable else multihost_utils.process_allgather(part, tiled=True)
+        here = isinstance(part, np.ndarray) or part.is_fully_addressable
+        host = np.asarray(part) if here else multihost_utils.process_allgather(part, tiled=True)
         held[name] = entry.write(host.astype(dtype))
         if i + 1 == len(stored) or file_of[i + 1] != file_of[i]:
             if writes:

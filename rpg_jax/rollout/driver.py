@@ -28,7 +28,7 @@ class Driver:
         the prompts, on its own devices.
       single_process: it cannot run in several processes.
       needs: a package that need not be installed; without it lockstep takes over.
-      remote: workers sample for a trainer, each with one of the other drivers; nothing is made here.
+      remote: other processes sample for a trainer, workers or servers; nothing is made here.
       turns: it continues a completion after an environment's observation.
     """
 
@@ -55,6 +55,7 @@ DRIVERS = {
     "lockstep": Driver(lambda *model: LockstepRollout(QwenEngine(*model)), spans_hosts=True, turns=True),
     "simple": Driver(SimpleRollout, single_process=True),
     "fleet": Driver(None, remote=True),
+    "servers": Driver(None, remote=True),
 }
 """By the value of the config field `rollout.driver`."""
 

@@ -67,13 +67,20 @@ def make_algorithm(
 def make_training_rollout(
     experiment: Experiment, params: Any, beat: Beat, base: models.Base | None = None
 ) -> rollout.Rollout:
-    """The rollout of the config's driver: in this process, or by workers.
+    """The rollout of the config's driver: in this process, by workers, or by servers.
 
-    With a base, `params` are the adapters beside it. Raises ValueError if the fields of a fleet contradict each other.
+    With a base, `params` are the adapters beside it. Raises ValueError if the fields of the two latter contradict each
+    other.
     """
-    if not rollout.find_driver(experiment.config.rollout.driver).remote:
+    driver = experiment.config.rollout.driver
+    if not rollout.find_driver(driver).remote:
         return make_rollout(experiment.layout, params, base)
-    from rpg_jax.runs.fleet_trainer import make_fleet  # needs grpc, which not every installation has
+    # Both need grpc, which not every installation has.
+    if driver == "servers":
+        from rpg_jax.runs.served_trainer import make_served
+
+        return make_served(experiment, params, base)
+    from rpg_jax.runs.fleet_trainer import make_fleet
 
     return make_fleet(experiment, params, beat, base)
 

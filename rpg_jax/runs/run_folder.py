@@ -31,6 +31,7 @@ _AROUND = (
     "log.",
     "profile.",
     "fleet.",
+    "servers.",
 )  # sections that change no number of a run
 # Where things are computed: the numbers agree bit for bit only on the same mesh, step for step on any.
 _PLACES = ("mesh.", "sharding", "offload", "model.remat", "train.microbatch_size")

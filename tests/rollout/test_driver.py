@@ -16,7 +16,7 @@ JETSTREAM = "rpg_jax.rollout.jetstream"
 def test_one_driver_spans_hosts_and_one_refuses_several_processes():
     assert [name for name, driver in rollout.DRIVERS.items() if driver.spans_hosts] == ["lockstep"]
     assert [name for name, driver in rollout.DRIVERS.items() if driver.single_process] == ["simple"]
-    assert [name for name, driver in rollout.DRIVERS.items() if driver.remote] == ["fleet"]
+    assert [name for name, driver in rollout.DRIVERS.items() if driver.remote] == ["fleet", "servers"]
 
 
 def test_without_jetstream_lockstep_takes_over_and_says_so_once(

@@ -22,6 +22,9 @@ _REQUESTS = prometheus_client.Counter("rpg_requests", "Decode requests by gRPC s
 _TOKENS = prometheus_client.Counter("rpg_tokens", "Tokens generated for clients")
 _ACTIVE = prometheus_client.Gauge("rpg_requests_active", "Decode requests being served")
 
+Load = Callable[[str], None]
+
+_LOOK = 0.01  # seconds
 _NO_POLICY = "the weights give logits that are not finite: they are no policy"
 
 
@@ -46,13 +49,16 @@ class Admission:
       codec: encodes and decodes text.
       sampling: the default of each parameter that a request does not set; its `max_tokens` is not used.
       max_active: requests served or queued at once; more are refused with RESOURCE_EXHAUSTED.
+      load: makes the weights of a folder the rollout's; None if clients may not replace them. Raises ValueError.
     """
 
-    def __init__(self, rollout: JetStreamRollout, codec: Codec, sampling: Sampling, max_active: int):
-        self.codec, self.sampling = codec, sampling
+    def __init__(
+        self, rollout: JetStreamRollout, codec: Codec, sampling: Sampling, max_active: int, load: Load | None = None
+    ):
+        self.codec, self.sampling, self._load = codec, sampling, load
         self._rollout, self._max_active = rollout, max_active
         self._arrivals = itertools.count()
-        self.active, self.draining = 0, False
+        self.active, self.draining, self._loading = 0, False, False
 
     @property
     def capacity(self) -> int:
@@ -80,6 +86,8 @@ class Admission:
         try:
             if self.draining:
                 raise Refused(grpc.StatusCode.UNAVAILABLE, "the server is shutting down; ask another")
+            if self._loading:
+                raise Refused(grpc.StatusCode.UNAVAILABLE, "the server loads other weights; retry later")
             if self.active > self._max_active:
                 full = f"{self._max_active} requests are being served; retry later"
                 raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, full)
@@ -98,6 +106,30 @@ class Admission:
             self.active -= 1
             _ACTIVE.dec()
             count(status)
+
+    async def load(self, folder: str) -> int:
+        """Loads the weights of a folder once no request is served any more; returns their checksum.
+
+        Raises Refused if clients may not, another load is under way, or the folder has no weights of this model.
+        """
+        if self._load is None:
+            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "start the server with --weights_from=FOLDER")
+        if self._loading or self.draining:
+            raise Refused(grpc.StatusCode.UNAVAILABLE, "the server loads other weights, or is shutting down")
+        self._loading = True
+        try:
+            while self.active:
+                await asyncio.sleep(_LOOK)
+            await asyncio.to_thread(self._load, folder)
+            return self.weights_checksum()
+        except ValueError as error:
+            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
+        finally:
+            self._loading = False
+
+    def weights_checksum(self) -> int:
+        """Of the weights that sample."""
+        return self._rollout.weights_checksum()
 
     async def encode(self, text: str) -> list[int]:
         """The token ids of a text; a long text does not hold up others. Raises ValueError for a lone surrogate."""

@@ -60,15 +60,24 @@ class Body:
             raise ValueError(f"stop has {len(texts)} texts; {_MOST_STOPS} are the most")
         return tuple(texts)
 
+    def wholes(self, name: str, low: int, high: int) -> list[int] | None:
+        """A list of whole numbers in `low`..`high`, or None."""
+        value = self.take(name)
+        fits = isinstance(value, list) and all(type(one) is int and low <= one <= high for one in value)
+        if value is not None and not fits:
+            raise ValueError(f"{name} must be a list of whole numbers from {low} to {high}, got {_short(value)}")
+        return value
+
     def sampling(self, defaults: Sampling, max_tokens: int) -> Sampling:
-        """`temperature`, `top_p`, `top_k` and `min_p`, with the stop tokens of the defaults."""
+        """`temperature`, `top_p`, `top_k` (-1 and 0 are off), `min_p` and `stop_token_ids`."""
+        stops = self.wholes("stop_token_ids", 0, 2**31 - 1)
         return Sampling(
             temperature=self.number("temperature", defaults.temperature),
             top_p=self.number("top_p", defaults.top_p),
-            top_k=self.whole("top_k", defaults.top_k, low=0),
+            top_k=max(0, self.whole("top_k", defaults.top_k, low=-1)),
             min_p=self.number("min_p", defaults.min_p),
             max_tokens=max_tokens,
-            stop_token_ids=defaults.stop_token_ids,
+            stop_token_ids=defaults.stop_token_ids if stops is None else tuple(stops),
         )
 
     def end(self, unused: Mapping[str, Collection[Any] | None]) -> None:

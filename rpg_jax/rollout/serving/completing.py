@@ -27,6 +27,9 @@ class Asked:
       logprobs: how many of the most probable tokens are named beside each token; None for no log-probabilities.
       echo: the prompt is part of the answer.
       stream, usage: the answer comes in pieces, and ends with the numbers of tokens.
+      prompt_ids: the answer has the token ids of the prompts.
+      sampler_logprobs: it has the log-probabilities with which tokens were drawn; with `logprobs` it always has.
+      counters: (seed, step, prompt_id, index) of a trainer's completion, in place of `seed`.
     """
 
     prompts: list[np.ndarray]
@@ -39,8 +42,13 @@ class Asked:
     echo: bool = False
     stream: bool = False
     usage: bool = False
+    prompt_ids: bool = False
+    sampler_logprobs: bool = False
+    counters: tuple[int, int, int, int] | None = None
 
     def __post_init__(self):
+        if self.counters is not None and (self.n * len(self.prompts) > 1 or self.seed is not None):
+            raise ValueError("counters are those of one completion: leave n and seed out, and send one prompt")
         if self.stream and (self.echo or self.logprobs is not None):
             raise ValueError("a stream has no logprobs and no echo: leave stream out, or these")
 
@@ -84,7 +92,9 @@ async def pieces(admission: Admission, asked: Asked) -> AsyncGenerator[Piece]:
     tasks = []
     for place in range(len(asked.prompts)):
         origin = (0, 0, admission.arrival()) if asked.seed is None else (asked.seed, 0, 0)
-        tasks += [asyncio.create_task(feed(place * asked.n + i, (*origin, i))) for i in range(asked.n)]
+        for i in range(asked.n):
+            counters = (*origin, i) if asked.counters is None else asked.counters
+            tasks.append(asyncio.create_task(feed(place * asked.n + i, counters)))
     everything = asyncio.gather(*tasks)
     everything.add_done_callback(lambda _: queue.put_nowait(None))
     try:

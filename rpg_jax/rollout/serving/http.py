@@ -27,6 +27,7 @@ from rpg_jax.rollout.serving.completing import Asked
 from rpg_jax.rollout.serving.text_form import TextForm
 
 _MOST_BYTES = 4 * 2**20  # of a request's body, as in gRPC
+_LOAD_UNUSED = {"flush_cache": (True,), "abort_all_requests": (False,)}
 _GONE = 499  # the client has closed the connection: nobody reads the answer
 _STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error"),
@@ -53,6 +54,7 @@ async def start(
         app.router.add_post(path, functools.partial(endpoint.answer, form))
     for path, convert in (("/tokenize", tokenizer_form.tokenize), ("/detokenize", tokenizer_form.detokenize)):
         app.router.add_post(path, functools.partial(endpoint.convert, convert))
+    app.router.add_post("/update_weights_from_disk", endpoint.load)
     app.router.add_get("/tokenizer_info", endpoint.tokenizer_info)
     app.router.add_get("/v1/models", endpoint.models)
     app.router.add_get("/v1/models/{name:.+}", endpoint.model)
@@ -120,6 +122,16 @@ class _Endpoint:
             raise web.HTTPNotFound(reason=f"{self._name} is served here")
         return web.json_response(self._model)
 
+    async def load(self, request: web.Request) -> web.Response:
+        """Loads the weights of the folder `model_path`; nothing else is served meanwhile."""
+        body = await _body(request)
+        folder, label = body.take("model_path"), body.take("weight_version", "")
+        body.end(_LOAD_UNUSED)
+        if not isinstance(folder, str) or not isinstance(label, str):
+            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "model_path and weight_version must be texts")
+        checksum = await self._admission.load(folder)
+        return web.json_response({"success": True, "message": f"loaded {folder}", "weights": f"{checksum:016x}"})
+
     async def tokenizer_info(self, _: web.Request) -> web.Response:
         return web.json_response(tokenizer_form.INFO)
 
@@ -145,8 +157,10 @@ class _Endpoint:
                 drawn = sum(len(choice.token_ids) for choice in made)
                 # In a thread: every token is decoded, and with logprobs up to 20 others beside it.
                 written = await asyncio.to_thread(lambda: [form.choice(asked, choice) for choice in made])
-                answer = {"object": form.kind, "choices": written}
-                return web.json_response(head | answer | {"usage": completing.usage(asked, drawn)})
+                answer = {"object": form.kind, "choices": written, "usage": completing.usage(asked, drawn)}
+                if asked.counters is not None:
+                    answer["weights"] = f"{self._admission.weights_checksum():016x}"
+                return web.json_response(head | answer)
         except Refused as refused:
             if not response.prepared:
                 raise

@@ -16,6 +16,7 @@ UNUSED: dict[str, Collection[Any] | None] = {
     "best_of": (1,),
     "frequency_penalty": (0,),
     "presence_penalty": (0,),
+    "repetition_penalty": (1,),
     "logit_bias": ({},),
 }
 
@@ -42,6 +43,9 @@ class TextForm:
         room = self._admission.capacity - max(map(len, prompts))
         longest = body.whole("max_tokens", max(1, min(16, room)), low=0 if echo else 1)
         sampling = body.sampling(self._admission.sampling, max(1, longest))
+        counters = body.wholes("counters", 0, 2**32 - 1)
+        if counters is not None and len(counters) != 4:
+            raise ValueError(f"counters must be [seed, step, prompt_id, index], got {len(counters)} numbers")
         return Asked(
             [self._admission.checked(prompt, sampling) for prompt in prompts],
             sampling,
@@ -53,6 +57,9 @@ class TextForm:
             echo=echo,
             stream=body.truth("stream"),
             usage=body.flags("stream_options", "include_usage").get("include_usage", False),
+            prompt_ids=body.truth("return_token_ids"),
+            sampler_logprobs=body.truth("sampler_logprobs"),
+            counters=None if counters is None else (counters[0], counters[1], counters[2], counters[3]),
         )
 
     def choice(self, asked: Asked, choice: Choice) -> dict[str, Any]:
@@ -62,7 +69,10 @@ class TextForm:
         if choice.scores is not None:
             first = 0 if asked.echo else len(choice.prompt)
             made["logprobs"] = self._logprobs(asked, choice, [*choice.prompt.tolist(), *choice.token_ids], first)
+        if asked.sampler_logprobs or choice.scores is not None:
             made["sampler_logprobs"] = choice.sampler_logprobs
+        if asked.prompt_ids:
+            made["prompt_token_ids"] = choice.prompt.tolist()
         return made | {"finish_reason": choice.finish_reason, "token_ids": choice.token_ids}
 
     def piece(self, piece: Piece, first: bool) -> dict[str, Any]:

@@ -78,6 +78,24 @@ def test_completions_are_those_of_the_engine(server, build, work, is_same, lette
     assert ask(server, None, "/v1/models/other")[0] == 404
 
 
+def test_a_trainer_s_counters_give_its_completion_and_prompt_ids_and_other_weights_need_a_flag(server, build, work):
+    one = {"prompts": work.prompts[1:2], "prompt_ids": [0], "group_size": 4, "step": 0, "seed": 11}
+    sampling = Sampling(temperature=0.8, max_tokens=24, stop_token_ids=(5, 9))
+    asked = {"prompt": work.prompts[1].tolist(), "temperature": 0.8, "max_tokens": 24, "top_k": -1}
+    asked |= {"return_token_ids": True, "sampler_logprobs": True, "repetition_penalty": 1.0}
+    answer = completion(server, **asked, counters=[11, 0, 0, 2], stop_token_ids=[5, 9])
+    [choice], made = answer["choices"], build("simple").generate(Request(**one, sampling=sampling))[0][2]
+    assert choice["token_ids"] == made.tokens.tolist() and choice["prompt_token_ids"] == asked["prompt"]
+    np.testing.assert_allclose(choice["sampler_logprobs"], made.logprobs, atol=5e-6)  # f32 sums
+    assert choice["logprobs"] is None and answer["weights"] == f"{server._admission.weights_checksum():016x}"
+    [other] = completion(server, **asked, seed=5, stop_token_ids=[])["choices"]
+    assert other["finish_reason"] == "length" and len(other["token_ids"]) == 24
+    for wrong in ({"counters": [1, 2, 3]}, {"counters": [1, 2, 3, -1]}, {"counters": [1, 2, 3, 4], "n": 2}):
+        assert ask(server, asked | wrong)[0] == 400, wrong
+    status, refusal = ask(server, {"model_path": "/somewhere"}, "/update_weights_from_disk")
+    assert status == 400 and b"--weights_from=FOLDER" in refusal
+
+
 def events(server, path="/v1/completions", **body):
     """The events of a stream, but for its end."""
     status, stream = ask(server, body | {"stream": True}, path)

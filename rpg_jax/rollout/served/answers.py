@@ -1,0 +1,116 @@
+"""The request for one completion, and the completion in its answer, checked before anything is trained on it."""
+
+import dataclasses
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from rpg_jax.rollout.fleet.job import fault_of
+from rpg_jax.rollout.interface import Request
+from rpg_jax.types import Completion
+
+_ROUNDING = 1e-5  # a log-prob of a sum of probabilities may be so much above 0
+
+
+class Aborted(Exception):
+    """The server has ended a completion before its end."""
+
+
+class Unusable(Exception):
+    """An answer holds no completion of its request; the message says why, and what the server lacks."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """Asks for completion `index` of the prompt at `place` of `request`.
+
+    Attributes:
+      model: the name under which the server has the model; None for its only one.
+      counters: send this project's counters of random numbers, and want its exact log-probabilities.
+    """
+
+    request: Request
+    place: int
+    index: int
+    model: str | None = None
+    counters: bool = False
+
+    @property
+    def prompt(self) -> list[int]:
+        return np.asarray(self.request.prompts[self.place]).tolist()
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The request. Every sampling parameter is named: servers have defaults of their own, and models bring some."""
+        sampling = self.request.sampling
+        body: dict[str, Any] = {
+            "prompt": self.prompt,
+            "n": 1,
+            "max_tokens": sampling.max_tokens,
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k or -1,
+            "min_p": sampling.min_p,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "stop_token_ids": list(sampling.stop_token_ids),
+            "return_token_ids": True,
+        }
+        if self.model is not None:
+            body["model"] = self.model
+        if self.counters:
+            counters = (count % 2**32 for count in self.request.counters(self.place, self.index))
+            return {**body, "counters": [*counters], "sampler_logprobs": True}
+        return {**body, "seed": seed_of(*self.request.counters(self.place, self.index)), "logprobs": 0}
+
+    def completion(self, answer: Any, version: int, vocab_size: int) -> Completion:
+        """The completion in an answer, of weights `version`. Log-probs up to 1e-5 above 0 are taken as 0.
+
+        Raises Unusable if the answer has none, or one that is not of this request; Aborted if the server ended it.
+        """
+        try:
+            [choice] = answer["choices"]
+            reason, ids, prompt = choice["finish_reason"], choice.get("token_ids"), choice.get("prompt_token_ids")
+            logprobs = choice.get("sampler_logprobs" if self.counters else "logprobs")
+            if isinstance(logprobs, Mapping):
+                logprobs = logprobs["token_logprobs"]
+        except (KeyError, TypeError, ValueError, AttributeError):
+            raise Unusable(f"an answer of another form: {str(answer)[:100]}") from None
+        if reason == "abort":
+            raise Aborted("the server has aborted a completion")
+        if ids is None or prompt is None:
+            raise Unusable("no token_ids or no prompt_token_ids: the server must know return_token_ids")
+        if prompt != self.prompt:
+            raise Unusable(f"it has read another prompt, of {len(prompt)} tokens in place of {len(self.prompt)}")
+        if logprobs is None:
+            raise Unusable("no log-probs of the sampled tokens")
+        made = Completion(_tokens(ids), _logprobs(logprobs), reason, version)
+        single = dataclasses.replace(self.request, group_size=1)
+        if fault := fault_of([made], single, vocab_size):
+            raise Unusable(
+                f"{fault}. It must stop at the tokens {list(self.request.sampling.stop_token_ids)} and no other, have "
+                f"room for {self.request.sampling.max_tokens} tokens, and return the log-probs of what it samples"
+            )
+        return made
+
+
+def seed_of(seed: int, step: int, prompt_id: int, index: int) -> int:
+    """A seed below 2^31, which every server takes. Those of one group are consecutive, so none comes twice there."""
+    digest = hashlib.sha256(f"{seed % 2**32}/{step}/{prompt_id}".encode()).digest()
+    return (int.from_bytes(digest[:4], "little") + index) % 2**31
+
+
+def _tokens(ids: Any) -> np.ndarray:
+    if not isinstance(ids, list) or not ids or not all(type(i) is int and -(2**31) <= i < 2**31 for i in ids):
+        raise Unusable(f"token_ids are no token ids: {str(ids)[:60]}")
+    return np.array(ids, np.int32)
+
+
+def _logprobs(values: Any) -> np.ndarray:
+    if not isinstance(values, list) or not all(type(value) in (int, float) for value in values):
+        raise Unusable(f"the log-probs are no numbers: {str(values)[:60]}")
+    found = np.array(values, np.float32)
+    return np.where((found > 0) & (found <= _ROUNDING), np.float32(0), found)

@@ -1,0 +1,65 @@
+"""What differs between the programs that serve completions, each declared once.
+
+vLLM's terms are those of its documentation 0.32.0, and SGLang's those of its pages on RL of 2026. They were never run
+against this code.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rpg_jax.types import Sampling
+
+Call = tuple[str, Mapping[str, Any]]
+"""A path, and the JSON object that is posted there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """One program.
+
+    Attributes:
+      loads: from a folder of weights and a label to the calls, in order, that replace the server's weights by those.
+        They end what the server still samples, and empty its cache of prefixes.
+      needs: how the server must be started for `loads`.
+      cut: the log-probabilities that it can return are those after top-p, top-k and min-p too.
+      counters: it is this project's own: it draws this project's random numbers, and every answer has the checksum of
+        the weights.
+    """
+
+    loads: Callable[[str, str], list[Call]]
+    needs: str
+    cut: bool = True
+    counters: bool = False
+
+    def check(self, sampling: Sampling, name: str) -> None:
+        """Raises ValueError if the server cannot return the log-probabilities of what it samples."""
+        cuts = {"top_p": (sampling.top_p, 1.0), "top_k": (sampling.top_k, 0), "min_p": (sampling.min_p, 0.0)}
+        on = [f"rollout.{field}={value:g}" for field, (value, off) in cuts.items() if value != off]
+        if on and not self.cut:
+            raise ValueError(
+                f"servers.kind={name} returns log-probs from before {' and '.join(on)}, and training needs those of "
+                "what is sampled: switch it off, or choose another kind"
+            )
+
+
+def _vllm(folder: str, label: str) -> list[Call]:
+    reload = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+    return [("/pause?mode=abort", {}), ("/collective_rpc", reload), ("/reset_prefix_cache", {}), ("/resume", {})]
+
+
+def _from_disk(folder: str, label: str) -> list[Call]:
+    return [("/update_weights_from_disk", {"model_path": folder, "weight_version": label})]
+
+
+def _sglang(folder: str, label: str) -> list[Call]:
+    [(path, body)] = _from_disk(folder, label)
+    return [(path, {**body, "abort_all_requests": True, "flush_cache": True})]
+
+
+KINDS = {
+    "vllm": Kind(_vllm, "start it with VLLM_SERVER_DEV_MODE=1, where only the trainer reaches it"),
+    "sglang": Kind(_sglang, "the server must see the folder servers.weights", cut=False),
+    "rpg_jax": Kind(_from_disk, "start it with --weights_from=FOLDER, the folder servers.weights", counters=True),
+}
+"""By the value of the config field `servers.kind`."""

@@ -1,0 +1,77 @@
+"""This project's own server samples for a trainer: the engine's tokens and log-probs, from the trainer's weights."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from rpg_jax import models
+from rpg_jax.rollout import RolloutError
+from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
+from rpg_jax.rollout.served.kinds import KINDS
+from rpg_jax.rollout.serving.server import Server
+from rpg_jax.types import Sampling
+
+pytest.importorskip("aiohttp")
+pytestmark = pytest.mark.slow  # an engine of its own is compiled
+
+
+@pytest.fixture(scope="module")
+def server(build, letters, model_config, model):
+    rollout = JetStreamRollout(build("orchestrator").engine, keep_state=True)
+    rollout.sync_weights(jax.tree.map(lambda x: x * 0.5, model[1]), 0)  # not those that the trainer has
+
+    def load(folder):
+        rollout.sync_weights(models.load(folder, model_config), 0)
+
+    made = Server(rollout, letters, Sampling(stop_token_ids=(7,)), max_active=2000, http_port=0, load=load)
+    yield made
+    made.stop(grace=5)
+    rollout.sync_weights(model[1], 0)
+
+
+@pytest.fixture
+def trainer(server, served, model_config, model):
+    """A rollout by the server, as a kind of server."""
+
+    def make(kind):
+        def write(folder, params):
+            models.save(folder, model_config, params)
+
+        kind = replace(KINDS[kind], loads=KINDS["rpg_jax"].loads)
+        url = f"http://127.0.0.1:{server.http_port}"
+        return served(url, kind=kind, params=model[1], write=write, timeout=300, parallel=40)
+
+    return make
+
+
+def test_a_trainer_gets_the_tokens_and_log_probs_of_an_engine_of_its_own(trainer, work, expected, is_same):
+    rollout = trainer("rpg_jax")
+    assert is_same(rollout.generate(work), expected)
+    assert rollout.take_counts()["servers/loads"] == 1
+
+
+def test_in_the_form_of_vllm_each_completion_has_a_seed_and_the_log_probs_of_the_model(trainer, server, work):
+    rollout = trainer("vllm")
+    request = replace(work, sampling=replace(work.sampling, temperature=1.0))
+    made = rollout.generate(request)
+    for group, prompt in zip(made, request.prompts, strict=True):
+        assert len({tuple(one.tokens) for one in group}) > 1
+        for one in group:
+            scores = server._admission.score(np.concatenate([prompt, one.tokens]).astype(np.int32))
+            np.testing.assert_allclose(one.logprobs, scores.logprobs[len(prompt) :], atol=2e-5)
+    few = replace(request, prompts=request.prompts[:2], prompt_ids=request.prompt_ids[:2])
+    for again, first in zip(rollout.generate(few), made, strict=False):
+        assert [one.tokens.tolist() for one in again] == [one.tokens.tolist() for one in first]
+
+
+def test_weights_that_are_no_weights_are_refused_by_name(trainer, work):
+    rollout = trainer("rpg_jax")
+    folder = next(Path(rollout.weights._home).iterdir())
+    (folder / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(RolloutError, match="answered 400: .*model.safetensors is damaged"):
+        rollout.generate(work)

@@ -1,0 +1,255 @@
+"""Completions of servers over loopback: what is asked, what is refused by name, and what a failure changes: nothing."""
+
+import json
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from rpg_jax.rollout import RolloutError
+from rpg_jax.rollout.served.answers import seed_of
+from rpg_jax.rollout.served.calls import Caller
+from rpg_jax.rollout.served.kinds import KINDS
+from rpg_jax.rollout.serving.access import ApiKey
+from rpg_jax.types import Sampling
+
+from .conftest import PARAMS, REQUEST, sampled
+
+COMPLETIONS = "/v1/completions"
+ONE = replace(REQUEST, prompts=REQUEST.prompts[:1], prompt_ids=[100], group_size=1)
+
+
+def same(groups, request=REQUEST):
+    """Whether these are the completions of the request, each of its own seed."""
+    for place, group in enumerate(groups):
+        for index, made in enumerate(group):
+            seed = seed_of(request.seed, request.step, request.prompt_ids[place], index)
+            expected = sampled({"seed": seed, "prompt": request.prompts[place].tolist()})
+            assert made.tokens.tolist() == expected["token_ids"]
+            np.testing.assert_array_equal(made.logprobs, np.float32(expected["logprobs"]["token_logprobs"]))
+            assert made.finish_reason == expected["finish_reason"]
+    return [len(group) for group in groups] == [request.group_size] * len(request.prompts)
+
+
+def test_servers_load_the_weights_and_are_then_asked_with_every_parameter_named(stand_in, served):
+    loaded = []
+
+    def look(path, body):
+        if path == "/collective_rpc":
+            loaded.append(np.load(Path(body["kwargs"]["weights_path"]) / "w.npy"))
+
+    servers, told = [stand_in(look), stand_in(look)], []
+    rollout = served(*(server.url for server in servers), model="policy")
+    assert same(rollout.generate(replace(REQUEST, on_group=lambda place, _: told.append(place))))
+    assert sorted(told) == list(range(8))
+    for server in servers:
+        assert server.paths()[:4] == ["/pause?mode=abort", "/collective_rpc", "/reset_prefix_cache", "/resume"]
+        assert set(server.paths()[4:]) == {COMPLETIONS}
+    asked = servers[0].calls[4][1]
+    assert asked | {"prompt": 0, "seed": 0} == {
+        **{"model": "policy", "prompt": 0, "seed": 0, "n": 1, "max_tokens": 4, "temperature": 0.7, "top_p": 0.9},
+        **{"top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0},
+        **{"stop_token_ids": [0], "logprobs": 0, "return_token_ids": True},
+    }
+    rollout.sync_weights({"w": jnp.asarray(PARAMS["w"] + 1)}, 4)
+    assert rollout.generate(REQUEST)[0][0].weight_version == 4
+    assert len(loaded) == 4 and {int(w[0]) for w in loaded[2:]} == {1}
+    assert len(list(Path(rollout.weights._home).iterdir())) == 1  # the folder before is gone
+    assert rollout.take_counts() == {
+        **{"servers/answering": 2, "servers/requests": 32, "servers/failures": 0, "servers/loads": 4}
+    }
+
+
+def test_groups_that_the_caller_has_are_not_asked_and_enough_ends_the_calls_under_way(stand_in, served, until):
+    hang, begun = threading.Event(), threading.Event()
+
+    def slow(path, body):
+        if path == COMPLETIONS and len(body["prompt"]) > 2:
+            begun.set()
+            hang.wait(20)
+
+    server = stand_in(slow)
+    rollout = served(server.url, parallel=32)
+    hang.set()
+    found = rollout.generate(replace(REQUEST, done=frozenset({1, 2, 3, 4, 6, 7})))
+    assert [len(group) for group in found] == [2, 0, 0, 0, 0, 2, 0, 0]
+    hang.clear()
+    found = rollout.generate(replace(REQUEST, step=7, enough=3))
+    assert sum(map(bool, found)) == 3 and begun.is_set()
+    until(lambda: rollout._balance._servers[0].calls == 0, seconds=5)  # broken off, not waited for
+    assert rollout.take_counts()["servers/failures"] == 0
+    hang.set()
+    assert same(rollout.generate(REQUEST))
+
+
+def unusable(**changes):
+    def answer(path, body):
+        if path == COMPLETIONS:
+            whole = {"token_ids": [1, 2, 3, 4], "prompt_token_ids": body["prompt"], "finish_reason": "length"}
+            choice = whole | {"logprobs": {"token_logprobs": [-1.0] * 4}} | changes
+            return {"choices": [{name: value for name, value in choice.items() if value != "absent"}]}
+
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        (unusable(token_ids="absent"), "no token_ids or no prompt_token_ids: the server must know return_token_ids"),
+        (unusable(prompt_token_ids="absent"), "no token_ids or no prompt_token_ids"),
+        (unusable(prompt_token_ids=[7]), "it has read another prompt, of 1 tokens in place of"),
+        (unusable(logprobs=None), "no log-probs of the sampled tokens"),
+        (unusable(logprobs={"token_logprobs": [None] * 4}), "the log-probs are no numbers"),
+        (unusable(logprobs={"token_logprobs": [-1.0] * 3}), "a completion of 4 tokens; the limit is 4"),
+        (unusable(logprobs={"token_logprobs": [-1.0, 0.1, -1, -1]}), "log-probabilities that are positive"),
+        (unusable(logprobs={"token_logprobs": [-1.0, float("nan"), -1, -1]}), "log-probabilities that are positive"),
+        (unusable(token_ids=[1, 2, 3, 100]), "tokens from 1 to 100; the vocabulary has 100"),
+        (unusable(token_ids=[1, 2.5, 3, 4]), "token_ids are no token ids"),
+        (unusable(token_ids=[]), "token_ids are no token ids"),
+        (
+            unusable(finish_reason="stop"),
+            r"ends with 'stop' and did not. It must stop at the tokens \[0\] and no other",
+        ),
+        (unusable(token_ids=[1, 2, 3]), "a completion of 3 tokens; the limit is 4"),
+        (lambda path, body: {} if path == COMPLETIONS else None, "an answer of another form"),
+        (lambda path, body: (404, {"error": "no such model"}), "answered 404: .*VLLM_SERVER_DEV_MODE=1"),
+        (
+            lambda path, body: (400, {"m": "no"}) if path == COMPLETIONS else None,
+            'completions answered 400: {"m": "no"}',
+        ),
+        (lambda path, body: {"success": False, "message": "no"}, "has not loaded .*weights-.*: no"),
+        (lambda path, body: (302, None), "answered 302"),
+    ],
+)
+def test_an_answer_that_cannot_be_trained_on_is_refused_by_name(stand_in, served, fault, message):
+    with pytest.raises(RolloutError, match=message):
+        served(stand_in(fault).url).generate(replace(REQUEST, sampling=replace(REQUEST.sampling, stop_token_ids=(0,))))
+
+
+def test_log_probs_that_rounding_has_lifted_above_0_are_0(stand_in, served):
+    lifted = unusable(logprobs={"token_logprobs": [1e-6, -0.0, -1.0, -2.0]})
+    (made, _), *_ = served(stand_in(lifted).url).generate(REQUEST)
+    assert made.logprobs.tolist() == [0, 0, -1, -2]
+
+
+def once(what):
+    """A server that answers its first completion so, and others that wait for that."""
+    asked = threading.Event()
+
+    def first(path, body):
+        if path == COMPLETIONS and not asked.is_set():
+            asked.set()
+            return what
+        return None
+
+    def second(path, body):
+        if path == COMPLETIONS:
+            asked.wait(20)
+
+    return first, second
+
+
+@pytest.mark.parametrize("what", ["reset", (503, {}), (500, {}), (429, {}), {"choices": [{"finish_reason": "abort"}]}])
+def test_what_a_server_has_not_answered_goes_to_the_others(stand_in, served, what):
+    servers = [stand_in(fault) for fault in once(what)]
+    rollout = served(*(server.url for server in servers))
+    assert same(rollout.generate(REQUEST))
+    assert rollout.take_counts()["servers/failures"] == 1
+    servers[1].end()
+    assert same(rollout.generate(replace(REQUEST, step=7)), replace(REQUEST, step=7))  # the first one is back
+    again = servers[0].paths().count("/collective_rpc")
+    assert again == (1 if what == (429, {}) else 2)  # it may have been started anew, unless it was only busy
+
+
+def test_a_server_that_is_killed_midway_and_started_anew_loads_the_weights_again(stand_in, served, until):
+    killed = threading.Event()
+
+    def fault(path, body):
+        return "reset" if killed.is_set() else time.sleep(0.01)
+
+    first, second = stand_in(fault), stand_in(lambda path, body: time.sleep(0.05))
+    rollout, found = served(first.url, second.url), []
+    request = replace(REQUEST, group_size=12)
+    thread = threading.Thread(target=lambda: found.append(rollout.generate(request)))
+    thread.start()
+    until(lambda: len(first.calls) > 8)
+    killed.set()
+    first.end()
+    until(lambda: rollout._balance._servers[0].failures)
+    anew = stand_in(port=first.server_address[1])
+    thread.join(20)
+    assert same(found[0], request)
+    until(lambda: COMPLETIONS in anew.paths() or len(second.calls) > 90)
+    if anew.calls:
+        assert anew.paths()[0] == "/pause?mode=abort"
+
+
+def test_without_any_server_the_run_waits_says_so_and_ends_with_one_line(stand_in, served, capsys):
+    server = stand_in()
+    rollout = served(server.url, patience=0.3)
+    server.end()
+    with pytest.raises(RolloutError, match=r"no server has answered for 0.3 s \(servers.patience_seconds\): .*refused"):
+        rollout.generate(REQUEST)
+    assert same(served(stand_in().url).generate(REQUEST))
+
+
+def test_a_request_that_only_times_out_ends_the_run(stand_in, served):
+    server = stand_in(lambda path, body: time.sleep(0.3) if path == COMPLETIONS else None)
+    with pytest.raises(RolloutError, match="a request has failed 4 times, .*no answer in 0.05 s"):
+        served(server.url, timeout=0.05).generate(ONE)
+
+
+def test_this_projects_servers_prove_the_weights_with_every_answer(stand_in, served):
+    checksum, wrong = [], [1]
+
+    def own(path, body):
+        if path != COMPLETIONS:
+            return {"success": True, "weights": checksum[0]}
+        choice = sampled({"seed": body["counters"][3], "prompt": body["prompt"]})
+        choice["sampler_logprobs"] = choice.pop("logprobs")["token_logprobs"]
+        wrong[0] -= 1  # the first answer is of a server that was started anew
+        return {"choices": [choice], "weights": "0" * 16 if wrong[0] == 0 else checksum[0]}
+
+    server = stand_in(own)
+    rollout = served(server.url, kind=KINDS["rpg_jax"])
+    checksum.append(f"{rollout.weights_checksum():016x}")
+    rollout.generate(REQUEST)
+    assert server.paths().count("/update_weights_from_disk") == 2
+    assert sorted({tuple(body["counters"]) for path, body in server.calls if path == COMPLETIONS}) == [
+        (1, 6, prompt, i) for prompt in range(100, 108) for i in (0, 1)
+    ]
+    checksum[0] = "1" * 16
+    rollout.sync_weights({"w": jnp.asarray(PARAMS["w"] + 1)}, 5)
+    with pytest.raises(RolloutError, match=f"has the weights {'1' * 16}, and the trainer"):
+        rollout.generate(ONE)
+
+
+def test_seeds_of_a_group_differ_and_depend_on_every_counter():
+    seeds = [seed_of(1, 2, 3, index) for index in range(64)]
+    assert len(set(seeds)) == 64 and all(0 <= seed < 2**31 for seed in seeds)
+    assert len({seed_of(*counters) for counters in ((1, 2, 3, 0), (2, 2, 3, 0), (1, 3, 3, 0), (1, 2, 4, 0))}) == 4
+
+
+def test_a_key_never_crosses_the_network_in_plain_text_nor_comes_back_in_a_message(stand_in, served):
+    key = ApiKey("k" * 20)
+    with pytest.raises(ValueError, match="the API key would go to http://10.0.0.7:8000 in plain text"):
+        Caller("http://10.0.0.7:8000", key=key, timeout=1)
+    for url in ("10.0.0.7:8000", "ftp://h", "http://", "http://h:x", "http://h/?a=b", "http://u:p@h"):
+        with pytest.raises(ValueError, match="is not of the form http://HOST:PORT"):
+            Caller(url, timeout=1)
+    server = stand_in(lambda path, body: (401, {"error": f"not {'k' * 20}"}))
+    with pytest.raises(RolloutError, match="answered 401") as refused:
+        served(server.url, key=key).generate(REQUEST)
+    assert "k" * 20 not in str(refused.value)
+
+
+def test_a_kind_that_cannot_return_the_log_probs_of_a_cut_refuses_the_cut():
+    with pytest.raises(ValueError, match="servers.kind=sglang returns log-probs from before rollout.top_p=0.9"):
+        KINDS["sglang"].check(Sampling(top_p=0.9), "sglang")
+    for name, kind in KINDS.items():
+        kind.check(Sampling(temperature=0.5), name)
+        assert all(json.dumps(body) and path.startswith("/") for path, body in kind.loads("/w", "3"))
