@@ -38,7 +38,7 @@ from rpg_jax.runs.sampling_layout import make_decoding
 def arguments(parser: cli.Parser) -> None:
     subject.arguments(parser)
     parser.add_argument("--repeats", type=int, default=7, help="timed updates of each setting (default 7)")
-    parser.add_beside("another setting, as model.lora.rank=16 or model.lora.rank=4,model.remat=full; repeat it for more")
+    parser.add_beside("another setting, as model.lora.rank=16 or model.lora.rank=4,model.remat=full; may be repeated")
 
 
 def run(arguments: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
@@ -114,7 +114,7 @@ def _sizes(contender: Contender) -> dict[str, Any]:
         "model_flops": one.step_flops,
     }
     if jax.devices()[0].platform != "gpu":
-        costs = count(contender.compiled.as_text())
+        costs = count(contender.compiled.as_text() or "")
         found |= {"program_flops": costs.flops, "program_bytes": costs.bytes}
     return {
         **found,

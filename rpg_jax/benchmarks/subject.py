@@ -144,11 +144,8 @@ def arguments(parser: cli.Parser) -> None:
     parser.add_config()
 
 
-def chosen(
-    arguments: argparse.Namespace, devices: Sequence[Any] | None = None, changes: Sequence[str] = ()
-) -> Subject:
-    """The subject that the options and `changes`, more overrides, choose, on `devices`; by default on all of this
-    machine.
+def chosen(arguments: argparse.Namespace, devices: Sequence[Any] | None = None, changes: Sequence[str] = ()) -> Subject:
+    """The subject that the options and `changes`, more overrides, choose, on `devices`; by default on all here.
 
     Raises:
       ValueError: an unknown field or file, or a config whose model has no published vocabulary.

@@ -69,7 +69,7 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(f"--no{name}", dest=name, action="store_false", help=argparse.SUPPRESS)
 
     def add_beside(self, help: str) -> None:
-        """Takes --beside=FIELD=VALUE,FIELD=VALUE, any number of times: `beside` has the settings, see `settings`."""
+        """Takes --beside=FIELD=VALUE,FIELD=VALUE any number of times, for `settings`."""
         self.add_argument("--beside", metavar="FIELD=VALUE", action="append", default=[], help=help)
 
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
