@@ -34,12 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_switch("search", default=False, help="first look for the fastest settings that fit, by arithmetic")
     parser.add_beside("compare the config with this setting, by arithmetic, as model.lora.rank=0; may be repeated")
     parser.add_switch("try", default=True, help="search for the smallest change that fits (default: yes; --notry)")
-    parser.add_argument(
-        "--mean_tokens", type=int, default=0, help="tokens of a mean completion; default: half of rollout.max_tokens"
-    )
-    parser.add_argument(
-        "--prompt_tokens", type=int, default=0, help="tokens of a mean prompt; default: 300, at most half of the limit"
-    )
+    parser.add_argument("--mean_tokens", type=int, default=0, help="of a completion; default: half of the limit")
+    parser.add_argument("--prompt_tokens", type=int, default=0, help="of a prompt; default: 300, or half of the limit")
     parser.add_argument(
         "--programs",
         type=lambda text: [name.strip() for name in text.split(",") if name],

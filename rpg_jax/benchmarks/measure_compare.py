@@ -7,15 +7,15 @@ together. Their updates take turns, and each round begins with another setting: 
 `seconds` is the median of --repeats updates after the first, with the least and the most; `of_first` is its ratio to
 the first column's.
 
-`program_flops` and `program_bytes` are counted in the compiled update, with what is computed again. XLA's own cost
-analysis counts a loop over layers once; here it counts once for each layer. Programs for GPUs hide their products in
-calls of libraries, so these two fields are not for them. `model_flops` is the mathematics without recomputation and
-without the adapters' own products.
+`program_flops` and `program_bytes` are those of one device, counted in the compiled update, with what is computed again.
+XLA's own cost analysis counts a loop over layers once; here it counts once for each layer. Programs for GPUs hide their
+products in calls of libraries, so these two fields are not for them. `model_flops` are the mathematics on all devices,
+without recomputation and without the adapters' own products.
 
-`arguments_bytes` to `in_place_bytes` are the compiler's, of the update on one device, and `peak_bytes` is their sum
-without what outputs overwrite. `base_bytes` are frozen, `trained_bytes` are weights or adapters, `slots_bytes` the
-optimizer's. `sync_bytes` are what a weight sync brings to the rollout in its dtype. Where the dtype is the trainer's
-and all weights are trained, one device has them once, and a sync copies nothing.
+All bytes are of one device. `arguments_bytes` to `in_place_bytes` are the compiler's, of the update, and `peak_bytes`
+is their sum without what outputs overwrite. `base_bytes` are frozen weights, `trained_bytes` weights or adapters,
+`slots_bytes` the optimizer's state. `sync_bytes` are what a weight sync brings to the rollout in its dtype. Where the
+dtype is the trainer's and all weights are trained, one device has them once, and a sync copies nothing.
 """
 
 import argparse

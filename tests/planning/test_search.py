@@ -62,7 +62,7 @@ def test_settings_are_planned_beside_each_other_without_a_compilation(monkeypatc
     assert json.loads(capsys.readouterr().out)["settings"] == {"as given": lora, "model.lora.rank=0": full}
     show(topology, found, console)
     text = console.export_text()
-    assert "does not fit" in text and "17.4 M" in text and "1.72 B" in text and "model.lora.rank=0" in text
+    assert "does not fit" in text and "17.4 M" in text and "1.72 B" in text and "model.lora.rank" in text
 
 
 def test_the_fastest_settings_that_fit_come_first(monkeypatch):
