@@ -7,7 +7,7 @@ together. Their updates take turns, and each round begins with another setting: 
 `seconds` is the median of --repeats updates after the first, with the least and the most; `of_first` is its ratio to
 the first column's.
 
-`program_flops` and `program_bytes` are those of one device, counted in the compiled update, with what is computed again.
+`program_flops` and `program_bytes` are of one device, counted in the compiled update, with what is computed again.
 XLA's own cost analysis counts a loop over layers once; here it counts once for each layer. Programs for GPUs hide their
 products in calls of libraries, so these two fields are not for them. `model_flops` are the mathematics on all devices,
 without recomputation and without the adapters' own products.

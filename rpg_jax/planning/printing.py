@@ -80,7 +80,11 @@ def show_beside(
     names = ["weights trained", "frozen base", "trained and slots", "a weight sync", "peak of training", "in program"]
     names += ["decode slots a chip", "peak of the rollout", "expected step, s"]
     title = f"{topology.name}, by arithmetic: GiB on a chip, of {topology.chip.hbm / _GIB:.2f}"
-    table = _table(title, ("", *(name.replace("=", "\n=") for name in found)), zip(names, *columns, strict=True))
+    table = _table(
+        title,
+        ("", *(name.replace(",", ",\n").replace("=", "\n=") for name in found)),
+        zip(names, *columns, strict=True),
+    )
     table.columns[0].justify, table.columns[0].no_wrap = "left", True
     for column in table.columns:
         column.overflow = "fold"
