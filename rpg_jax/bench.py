@@ -61,7 +61,7 @@ def _table(results: Sequence[Mapping[str, Any]]) -> str:
 
 def _cell(value: Any) -> str:
     if isinstance(value, float):
-        return f"{value:,.4f}"
+        return f"{value:,.4f}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:,}" if type(value) is int else str(value)
 
 

@@ -5,7 +5,8 @@
 One column for the config as given, full training here, and one for every --beside. All settings are on the devices
 together. Their updates take turns, and each round begins with another setting: a busy machine slows all alike.
 `seconds` is the median of --repeats updates after the first, with the least and the most; `of_first` is its ratio to
-the first column's.
+the first column's. `cpu_seconds` is the median CPU time of this process, over its threads: what other processes take
+from a machine changes it less.
 
 `program_flops` and `program_bytes` are of one device, counted in the compiled update, with what is computed again.
 XLA's own cost analysis counts a loop over layers once; here it counts once for each layer. Programs for GPUs hide their
@@ -58,12 +59,12 @@ class Contender:
             self.compiled = one.programs.fused.lower(one.learner.like, self.batch).compile()
         self.update()
 
-    def update(self) -> float:
-        """Seconds of an update."""
-        began = time.perf_counter()
+    def update(self) -> tuple[float, float]:
+        """Seconds of an update, and seconds of CPU time that this process used for it."""
+        began, used = time.perf_counter(), time.process_time()
         with self.one.layout.activate():
             self._state, _ = jax.block_until_ready(self.compiled(self._base, self._state, self.batch))
-        return time.perf_counter() - began
+        return time.perf_counter() - began, time.process_time() - used
 
 
 def bench_compare(subjects: Mapping[str, Subject], repeats: int) -> list[dict[str, Any]]:
@@ -71,26 +72,28 @@ def bench_compare(subjects: Mapping[str, Subject], repeats: int) -> list[dict[st
     for number, (name, one) in enumerate(subjects.items(), 1):
         progress(f"{one.name}, {name}: setting {number} of {len(subjects)}; weights, compiling")
         contenders.append(Contender(one))
-    seconds: list[list[float]] = [[] for _ in contenders]
+    times: list[list[tuple[float, float]]] = [[] for _ in contenders]
     for repeat in range(repeats):
         for turn in range(len(contenders)):
             place = (repeat + turn) % len(contenders)
-            seconds[place].append(contenders[place].update())
-        progress(f"round {repeat + 1} of {repeats}: " + ", ".join(f"{own[-1]:.3f} s" for own in seconds))
-    first = statistics.median(seconds[0])
+            times[place].append(contenders[place].update())
+        progress(f"round {repeat + 1} of {repeats}: " + ", ".join(f"{own[-1][0]:.3f} s" for own in times))
+    measured = [_times(contender.one, own) for contender, own in zip(contenders, times, strict=True)]
+    first = measured[0]["seconds"]
     return [
         {
             "bench": "compare",
             "setting": name,
-            **_times(contender.one, own),
-            "of_first": statistics.median(own) / first,
+            **own,
+            "of_first": own["seconds"] / first,
             **_sizes(contender),
         }
-        for name, contender, own in zip(subjects, contenders, seconds, strict=True)
+        for name, contender, own in zip(subjects, contenders, measured, strict=True)
     ]
 
 
-def _times(one: Subject, seconds: list[float]) -> dict[str, Any]:
+def _times(one: Subject, times: list[tuple[float, float]]) -> dict[str, Any]:
+    seconds, used = zip(*times, strict=True)
     median = statistics.median(seconds)
     return {
         "subject": one.name,
@@ -99,6 +102,7 @@ def _times(one: Subject, seconds: list[float]) -> dict[str, Any]:
         "seconds": median,
         "seconds_min": min(seconds),
         "seconds_max": max(seconds),
+        "cpu_seconds": statistics.median(used),
         "tokens_per_s": one.tokens / median,
     }
 
