@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
 from rpg_jax.environments.conversation import Environment
+from rpg_jax.rewards.loading import load
 
 Handed = Mapping[str, Any]
 """What a Python program hands over, by the name that the config has: classes, or objects with `reset` and `step`."""
@@ -33,7 +33,7 @@ class Declaration:
 
     def make(self, options: Mapping[str, Any]) -> Environment:
         """The environment. Raises ValueError if it is none, or does not take the options."""
-        factory = load(self.path) if self.handed is None else self.handed
+        factory = load(self.path, "environment") if self.handed is None else self.handed
         if not inspect.isclass(factory) and hasattr(factory, "step"):
             if options:
                 raise ValueError(f"{self.path} is an object that is made already: leave environment.options {{}}")
@@ -81,20 +81,6 @@ def name_of(environment: Any) -> str:
         )
     named = environment if hasattr(environment, "__qualname__") else type(environment)
     return f"{named.__module__}:{named.__qualname__}"
-
-
-def load(path: str) -> Callable[..., Any]:
-    """The class or function at "module:name". Raises ValueError if there is none."""
-    module, _, name = path.partition(":")
-    if not module or not name:
-        raise ValueError(f"environment.name={path!r} is not of the form module:name")
-    try:
-        factory = getattr(importlib.import_module(module), name, None)
-    except ImportError as error:
-        raise ValueError(f"cannot import {module!r} for the environment {path!r}: {error}") from error
-    if not callable(factory):
-        raise ValueError(f"module {module!r} has no class or function {name!r}")
-    return factory
 
 
 def checked(environment: Any, path: str) -> Environment:

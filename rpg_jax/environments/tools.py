@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import inspect
 import json
 import typing
@@ -12,6 +11,7 @@ from typing import Any
 
 from rpg_jax.environments.tool_calls import Call
 from rpg_jax.rewards.expression import evaluate
+from rpg_jax.rewards.loading import load
 
 TOOLS = {
     "calculator": "rpg_jax.environments.tools:calculator",
@@ -78,13 +78,9 @@ def make_tool(name: str, options: Mapping[str, Any]) -> Tool:
     Raises:
       ValueError: there is none, or an argument has another annotation, or none.
     """
-    module, _, attribute = TOOLS.get(name, name).partition(":")
-    if not attribute:
+    if name not in TOOLS and ":" not in name:
         raise ValueError(f"unknown tool {name!r}; known: {', '.join([*TOOLS, 'module:name'])}")
-    try:
-        function = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"there is no tool at {name!r}: {error}") from error
+    function = load(TOOLS.get(name, name), "tool")
     if inspect.isclass(function) or options:
         function = function(**options)
     called = function if inspect.isroutine(function) else type(function).__call__

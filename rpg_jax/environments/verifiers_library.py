@@ -17,8 +17,8 @@ from verifiers.clients import Client
 from verifiers.types import Response, ResponseMessage, ToolCall
 
 from rpg_jax.environments.conversation import Message, Posed, Turn
-from rpg_jax.environments.registry import load
 from rpg_jax.environments.tool_calls import parse
+from rpg_jax.rewards.loading import load
 
 _GAME = "verifiers_game"  # the key of an observation that says which conversation it belongs to
 _MOST_GAMES = 4096  # conversations that a length limit ended are forgotten beyond it
@@ -66,7 +66,7 @@ class Verifiers:
 
 def open_environment(id: str, arguments: Mapping[str, Any]) -> Any:
     """The environment. Raises ValueError if it is of a kind without turns of its own."""
-    made = load(id)(**arguments) if ":" in id else vf.load_environment(id, **arguments)
+    made = load(id, "environment")(**arguments) if ":" in id else vf.load_environment(id, **arguments)
     if not hasattr(made, "run_rollout"):
         raise ValueError(f"{id}: {type(made).__name__} has no run_rollout; it is no environment of verifiers below 0.4")
     return made
@@ -139,7 +139,7 @@ class _Policy(Client):
         super().__init__(game)
 
     def setup_client(self, config: Any) -> Any:
-        raise NotImplementedError
+        return config  # the game is the client
 
     async def to_native_tool(self, tool: Any) -> Any:
         return tool

@@ -131,7 +131,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
             config="configs/reasoning.py",
             paper="Not in the paper. Adapters (arXiv:2106.09685) on the matrices of attention and of the feed-forward "
             "layers, of a model whose layers are 64 wide",
-            rates=(2e-4, 1e-3, 3e-3),
+            rates=(1e-4, 2e-4, 4e-4),
             scan_seeds=(100,),
         ),
         "clips": Table(

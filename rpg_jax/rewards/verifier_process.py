@@ -9,7 +9,6 @@ It ignores the signals that end a run. `systemctl stop` sends them to all proces
 needs verdicts to finish its step.
 """
 
-import importlib
 import json
 import logging
 import os
@@ -20,6 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rpg_jax.rewards import descendants
+from rpg_jax.rewards.loading import load
 from rpg_jax.rewards.verdicts import BadScore, check_call, checked
 
 _DENIED = (
@@ -45,10 +45,10 @@ def main() -> None:
     verdicts = os.fdopen(os.dup(1), "w", encoding="utf-8")
     _silence()
     try:
-        made = {path: load(path)(**options) for path, options in setup["made"].items()}
+        made = {path: load(path, "environment")(**options) for path, options in setup["made"].items()}
         functions = {path: load_function(path, names, made) for path, names in setup["functions"].items()}
     except Exception as error:
-        _write(verdicts, {"failed": f"{type(error).__name__}: {error}"})
+        _write(verdicts, {"failed": str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"})
         return
     _confine(setup["memory_bytes"])
     own_pid = os.getpid()
@@ -71,22 +71,8 @@ def load_function(path: str, arguments: Sequence[str], made: Mapping[str, Any]) 
       ValueError: the path has another form, there is no such function, or it cannot be called with `arguments`.
     """
     owner, _, method = path.rpartition(".")
-    function = getattr(made[owner], method) if owner in made else load(path)
+    function = getattr(made[owner], method) if owner in made else load(path, "reward")
     check_call(function, path, arguments)
-    return function
-
-
-def load(path: str) -> Callable[..., Any]:
-    """What is at "module:name", and can be called. Raises ValueError if there is none, or the path has another form."""
-    module_name, _, name = path.partition(":")
-    if not module_name or not name:
-        raise ValueError(f"{path!r} is not of the form module:function")
-    try:
-        function = getattr(importlib.import_module(module_name), name, None)
-    except ImportError as error:
-        raise ValueError(f"cannot import {module_name!r} for the reward {path!r}: {error}") from error
-    if not callable(function):
-        raise ValueError(f"module {module_name!r} has no function {name!r}")
     return function
 
 

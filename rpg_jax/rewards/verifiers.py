@@ -1,10 +1,11 @@
 """The verifiers by name, and the verifier of each data source. A new task is one file here and one line."""
 
 import dataclasses
-import importlib
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
+
+from rpg_jax.rewards.loading import load
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,10 +37,7 @@ class Verifier:
         return ("completion", "answer", "prompt") if self.sees_prompt else ("completion", "answer")
 
     def load(self) -> Callable[..., Any]:
-        if self.function is not None:
-            return self.function
-        module, _, name = self.path.partition(":")
-        return getattr(importlib.import_module(module), name)
+        return load(self.path, "reward") if self.function is None else self.function
 
 
 JUDGE, ENVIRONMENT = "judge", "environment"

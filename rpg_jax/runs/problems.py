@@ -61,7 +61,7 @@ class Task:
             raise ValueError(f"unknown task.name {name!r}; known: {', '.join(NAMES)}")
         if name == "files":
             return _files(config, train, held_out)
-        task = cls(*GENERATED[name](config))
+        task = cls(**GENERATED[name](config)._asdict())
         own = _demonstrations(config, task.held_out) if train and config.warm_start.enabled else None
         if own is None:
             return task
@@ -116,7 +116,14 @@ class Task:
                     f"(longer than task.max_prompt_tokens={config.task.max_prompt_tokens})"
                 )
             if not kept.problems:
-                raise ValueError(f"{notes[-1]}: nothing is left; raise task.max_prompt_tokens")
+                shortest = min(
+                    (data.encode_prompt(p, tokenizer, thinking=config.task.thinking) for p in problems), key=len
+                )
+                raise ValueError(
+                    f"{notes[-1]}: nothing is left. The shortest has {len(shortest)} tokens and begins "
+                    f"{tokenizer.decode(shortest[:12].tolist())!r}: raise task.max_prompt_tokens, or choose a shorter "
+                    "task.template"
+                )
             return kept.problems
 
         held_out = {name: fitting(name, problems) for name, problems in self.held_out.items()}

@@ -218,8 +218,8 @@ def test_secrets_of_the_parent_are_not_in_the_workers(folder, monkeypatch):
 def test_a_function_that_cannot_be_imported_is_named(folder):
     for path, message in {
         "nowhere:f": "cannot import 'nowhere'",
-        "attacked:walk": "no function 'walk'",
-        "attacked": "not of the form module:function",
+        "attacked:walk": "no function or class 'walk'",
+        "attacked": "not of the form module:name",
     }.items():
         with WorkerPool({path: ARGUMENTS}, size=1) as pool, pytest.raises(ValueError, match=message):
             pool.wait_ready()
