@@ -18,12 +18,13 @@ from rpg_jax.runs import cli
 COMMANDS = {
     "step": "the update: seconds, tokens per second, model FLOP/s; against PyTorch",
     "memory": "a step's peak, measured, and what its programs ask for",
+    "compare": "the update under several settings, as adapters of some ranks beside full training: time and memory",
     "compile": "seconds to trace, lower and compile the update, by depth; for TPUs that are not there too",
     "rollout": "tokens per second of every rollout driver; against Hugging Face",
     "serve": "the gRPC server under closed and open load: throughput, time to first token, latency, errors",
 }
 """Name and one line of help. `rpg_jax.benchmarks.measure_NAME` has `arguments(parser)` and `run(options)`, which yields
-measurements and raises `ValueError` at options that do not go together."""
+measurements, or lists of them with equal fields, and raises `ValueError` at options that do not go together."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,16 +43,26 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def bench(options: argparse.Namespace) -> None:
-    """Prints every result of a command as soon as it is there."""
-    for result in options.measure(options):
-        print(json.dumps(result) if options.json else _table(result), flush=True)
+    """Prints every result of a command as soon as it is there; those that come as a list, side by side."""
+    for found in options.measure(options):
+        results = found if isinstance(found, list) else [found]
+        print("\n".join(map(json.dumps, results)) if options.json else _table(results), flush=True)
 
 
-def _table(result: Mapping[str, Any]) -> str:
+def _table(results: Sequence[Mapping[str, Any]]) -> str:
+    """A line for each field, and a column for each result."""
+    columns = [[_cell(value) for value in result.values()] for result in results]
+    widths = [max(16, *map(len, column)) for column in columns]
     return "\n".join(
-        f"{name:<34}{value:>16,.4f}" if isinstance(value, float) else f"{name:<34}{value!s:>16}"
-        for name, value in result.items()
+        f"{name:<34}" + "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
+        for name, *cells in zip(results[0], *columns, strict=True)
     )
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.4f}" if abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:,}" if type(value) is int else str(value)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,16 @@
 """Tells whether a run fits a TPU slice, and days and dollars of the run, before anyone pays for the slice.
 
   python -m rpg_jax.plan --config=configs/qwen3_4b_8k.py --topology=v5p:2x2x2
-  python -m rpg_jax.plan --config=configs/qwen3_4b_8k.py --topology=v6e:4x4 --json
-  python -m rpg_jax.plan --config=configs/qwen3_4b_8k.py --topology=v5p:4x4x4 --search
+  python -m rpg_jax.plan --config=configs/qwen3_4b_8k.py --topology=v5p:4x4x4 --search --json
+  python -m rpg_jax.plan --config=configs/qwen3_1p7b_gsm8k_lora.py --topology=v5e:1x1 --beside=model.lora.rank=0
 
 Compiles the run's own programs with the compiler for TPUs, on any CPU machine (after --get_compiler, which leaves the
 environment of the other commands as it is), and prints what each needs on a chip. The bound of a step is what
 the hardware allows at its peaks: no run with completions of such lengths is faster. What is expected has the
 efficiencies and latencies of rpg_jax/planning/efficiency.py, which are assumptions. If a program does not fit, the exit
 code is 1, and the command searches for the smallest change that fits (not with --notry). --search ranks layouts, slots,
-the cache's dtype, micro-batches and rematerialisation by arithmetic, and compiles the fastest that fits.
+the cache's dtype, micro-batches and rematerialisation by arithmetic, and compiles the fastest that fits. --beside puts
+the config and other settings beside each other by arithmetic, and compiles nothing.
 """
 
 import argparse
@@ -31,13 +32,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_switch("json", default=False, help="print one JSON object instead of tables")
     parser.add_switch("search", default=False, help="first look for the fastest settings that fit, by arithmetic")
+    parser.add_beside("compare the config with this setting, by arithmetic, as model.lora.rank=0; may be repeated")
     parser.add_switch("try", default=True, help="search for the smallest change that fits (default: yes; --notry)")
-    parser.add_argument(
-        "--mean_tokens", type=int, default=0, help="tokens of a mean completion; default: half of rollout.max_tokens"
-    )
-    parser.add_argument(
-        "--prompt_tokens", type=int, default=0, help="tokens of a mean prompt; default: 300, at most half of the limit"
-    )
+    parser.add_argument("--mean_tokens", type=int, default=0, help="of a completion; default: half of the limit")
+    parser.add_argument("--prompt_tokens", type=int, default=0, help="of a prompt; default: 300, or half of the limit")
     parser.add_argument(
         "--programs",
         type=lambda text: [name.strip() for name in text.split(",") if name],
@@ -55,6 +53,8 @@ def plan(options: argparse.Namespace) -> int:
 
         print(tpu_compiler.get())
         return 0
+    if options.beside:
+        return compare(options)
     loaded = config_files.load(options.config, options.overrides)
     from rpg_jax import planning  # loads JAX: wrong flags need not wait for it
     from rpg_jax.planning import plan_figures, printing, run_plan, search
@@ -79,6 +79,18 @@ def plan(options: argparse.Namespace) -> int:
     else:
         printing.show(topology, programs, step, change)
     return 0 if fits else 1
+
+
+def compare(options: argparse.Namespace) -> int:
+    """Prints the config and the settings of --beside, by arithmetic; returns 1 where the config does not fit."""
+    settings, given = cli.settings(options.beside), options.overrides
+    configs = {name: config_files.load(options.config, [*given, *own]).config for name, own in settings.items()}
+    from rpg_jax.planning import beside, parse, printing
+
+    topology = parse(options.topology)
+    found = beside.compare(configs, topology, mean=options.mean_tokens, prompt=options.prompt_tokens)
+    printing.show_beside(topology, found, as_json=options.json)
+    return 0 if next(iter(found.values())).fits(topology) else 1
 
 
 if __name__ == "__main__":

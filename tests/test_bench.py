@@ -48,9 +48,35 @@ def test_bench_step_memory_and_compile_report_the_update(capsys):
     assert all(c["compile_seconds"] < c["seconds"] for c in compiled)
 
 
+@pytest.mark.slow  # a benchmark
+def test_bench_compare_puts_adapters_beside_full_training(capsys):
+    small = ["--preset=tiny", "--config.rollout.prompts_per_step=2", "--repeats=1", "--beside=model.lora.rank=4"]
+    assert bench.main(["compare", *small, "--json"]) == 0
+    full, lora = map(json.loads, capsys.readouterr().out.splitlines())
+    assert (full["setting"], lora["setting"]) == ("as given", "model.lora.rank=4")
+    assert lora["of_first"] == pytest.approx(lora["seconds"] / full["seconds"])
+    assert full["trained"] == full["parameters"] == lora["parameters"] > 9 * lora["trained"]
+    assert full["base_bytes"] == 0 and lora["base_bytes"] == full["trained_bytes"]
+    for one in (full, lora):  # two slots for each number of AdamW, and counters
+        assert one["slots_bytes"] == pytest.approx(2 * one["trained_bytes"], abs=64)
+        assert one["sync_bytes"] == one["trained_bytes"], "float32"
+        assert one["in_place_bytes"] == pytest.approx(3 * one["trained_bytes"], abs=64), "the state is donated"
+    assert 0 < lora["program_flops"] < full["program_flops"] and lora["model_flops"] < full["model_flops"]
+
+
+def test_results_that_come_together_are_columns(monkeypatch, capsys):
+    found = [{"setting": "as given", "seconds": 0.5, "trained": 4096}, {"setting": "b", "seconds": 2.0, "trained": 1}]
+    monkeypatch.setattr("rpg_jax.benchmarks.measure_compare.run", lambda options: iter([found]))
+    assert bench.main(["compare"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines == [["setting", "as", "given", "b"], ["seconds", "0.5000", "2.0000"], ["trained", "4,096", "1"]]
+
+
 def test_bench_refuses_what_it_does_not_know(capsys):
     for wrong, message in (
         (["step", "--repeats=0"], "--repeats must be >= 1"),
+        (["compare", "--beside=model.lora.rank"], "write FIELD=VALUE,FIELD=VALUE"),
+        (["compare", "--beside=model.lora.rnak=4"], "rnak"),
         (["step", "--preset=w1", "--config=configs/tiny.py"], "not both"),
         (["step", "--config.model.remta=full"], "remta"),
         (["rollout", "--config.model.remat=full"], "unknown flag --config.model.remat"),

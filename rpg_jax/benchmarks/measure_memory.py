@@ -43,11 +43,5 @@ def bench_memory(one: Subject) -> dict[str, Any]:
         "state_bytes": sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves((base, state))),
     }
     for name, program in (("update", update), ("logprobs", logprobs)):
-        if (asked := program.memory_analysis()) is not None:  # some platforms do not say
-            result |= {
-                f"{name}_arguments_bytes": asked.argument_size_in_bytes,
-                f"{name}_temporaries_bytes": asked.temp_size_in_bytes,
-                f"{name}_outputs_bytes": asked.output_size_in_bytes,
-                f"{name}_in_place_bytes": asked.alias_size_in_bytes,
-            }
+        result |= {f"{name}_{part}": size for part, size in subject.asked_bytes(program).items()}
     return result

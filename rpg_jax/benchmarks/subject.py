@@ -144,8 +144,8 @@ def arguments(parser: cli.Parser) -> None:
     parser.add_config()
 
 
-def chosen(arguments: argparse.Namespace, devices: Sequence[Any] | None = None) -> Subject:
-    """The subject that the options choose, on `devices`; by default on all devices of this machine.
+def chosen(arguments: argparse.Namespace, devices: Sequence[Any] | None = None, changes: Sequence[str] = ()) -> Subject:
+    """The subject that the options and `changes`, more overrides, choose, on `devices`; by default on all here.
 
     Raises:
       ValueError: an unknown field or file, or a config whose model has no published vocabulary.
@@ -156,7 +156,7 @@ def chosen(arguments: argparse.Namespace, devices: Sequence[Any] | None = None) 
     preset = "" if arguments.config else arguments.preset or "w1"
     own = [f"--config.{field}={value}" for field, value in (_fields(preset) if preset else {}).items()]
     file = arguments.config or str(config_files.FOLDER / "base.py")
-    config = resolve(config_files.load(file, [*own, *arguments.overrides]).config)
+    config = resolve(config_files.load(file, [*own, *arguments.overrides, *changes]).config)
     if not preset and not (config.model.size or config.model.path):
         raise ValueError(f"{file} names no published model: set --config.model.size, or take a --preset")
     layout = make_layout(config, PRESETS[preset].model.vocab_size if preset else None, devices)
@@ -192,6 +192,18 @@ def peak_flops() -> float | None:
 def peak_bytes() -> int:
     """Bytes of resident memory of this process at its peak so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def asked_bytes(program: jax.stages.Compiled) -> dict[str, int]:
+    """What the compiler says of a program's memory on a device; empty where a platform does not say."""
+    if (asked := program.memory_analysis()) is None:
+        return {}
+    return {
+        "arguments_bytes": asked.argument_size_in_bytes,
+        "temporaries_bytes": asked.temp_size_in_bytes,
+        "outputs_bytes": asked.output_size_in_bytes,
+        "in_place_bytes": asked.alias_size_in_bytes,
+    }
 
 
 def measured_peak() -> int:

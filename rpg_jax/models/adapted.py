@@ -34,7 +34,7 @@ class Adapted:
         return Adapted(self.base[...], self.a, self.b)
 
     def __rmatmul__(self, x: jax.Array) -> jax.Array:
-        return x @ self.base + (x @ self.a) @ self.b
+        return x @ self.base + _recomputed(x @ self.a, self.b)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -52,6 +52,14 @@ class Adapted:
         a, b = (x.astype(wide).reshape(*lead, *ends) for x, ends in ((self.a, (-1, rank)), (self.b, (rank, -1))))
         product = jnp.matmul(a, b, precision=exact).reshape(base.shape)
         return (base.astype(wide) + product).astype(dtype or base.dtype)
+
+
+def _recomputed(x: jax.Array, b: jax.Array) -> jax.Array:
+    """x B as a product with a batch of one, which `model.remat=dots` does not keep.
+
+    It keeps x W, as wide as x B, and x A. From these, x B costs little, and the backward pass needs only the sum.
+    """
+    return jax.lax.dot_general(x[None], b[None], (((x.ndim,), (1,)), ((0,), (0,))))[0]
 
 
 Weight = jax.Array | Adapted

@@ -1,5 +1,6 @@
 """Shows a plan: tables for people, JSON for programs."""
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from rpg_jax.planning.beside import Estimate
 from rpg_jax.planning.compiling import Program
 from rpg_jax.planning.hlo import COLLECTIVES
 from rpg_jax.planning.search import Found
@@ -57,6 +59,41 @@ def show_search(topology: Topology, found: Sequence[Found], console: Console | N
     title = f"{len(found)} settings fit {topology.name} by arithmetic; the first is compiled"
     head = ("expected s a step", "days", "slots a chip", "settings")
     (console or Console()).print(_table(title, head, shown))
+
+
+def show_beside(
+    topology: Topology, found: Mapping[str, Estimate], console: Console | None = None, *, as_json: bool = False
+) -> None:
+    """Prints a column for each setting, or one JSON object: what is trained, what a chip holds, the expected step."""
+    if as_json:
+        own = {name: one.as_dict(topology) for name, one in found.items()}
+        print(json.dumps({"topology": topology.name, "hbm": topology.chip.hbm, "settings": own}))
+        return
+    columns: list[Sequence[str]] = []
+    for one in found.values():
+        (training, program), (sampling, _) = one.peak(sampling=False), one.peak(sampling=True)
+        sizes = (f"{size / _GIB:.2f}" for size in (one.base, one.state, one.synced, training))
+        fits = one.fits(topology)
+        slots, seconds = one.step["slots_of_a_chip"], one.step["expected"]["seconds"]
+        sampled = (f"{slots:g}", f"{sampling / _GIB:.2f}", _figure(seconds)) if fits else ("", "", "does not fit")
+        columns.append((_counted(one.trained), *sizes, program, *sampled))
+    names = ["weights trained", "frozen base", "trained and slots", "a weight sync", "peak of training", "in program"]
+    names += ["decode slots a chip", "peak of the rollout", "expected step, s"]
+    title = f"{topology.name}, by arithmetic: GiB on a chip, of {topology.chip.hbm / _GIB:.2f}"
+    table = _table(
+        title,
+        ("", *(name.replace(",", ",\n").replace("=", "\n=") for name in found)),
+        zip(names, *columns, strict=True),
+    )
+    table.columns[0].justify, table.columns[0].no_wrap = "left", True
+    for column in table.columns:
+        column.overflow = "fold"
+    table.caption = "no program was compiled"
+    (console or Console()).print(table)
+
+
+def _counted(number: int) -> str:
+    return f"{number / 1e6:,.1f} M" if number < 1e9 else f"{number / 1e9:,.2f} B"
 
 
 def as_json(topology: Topology, programs: Programs, figures: Mapping[str, Any], change: Change) -> dict[str, Any]:

@@ -39,7 +39,7 @@ def plan(
             "(or log-probs,start,add,apply) for the one that trains"
         )
     config, hbm = with_known_shapes(config), topology.chip.hbm
-    layout = make_layout(config, _vocabulary(config), topology.devices(), topology.host.devices(), hbm)
+    layout = make_layout(config, vocabulary(config), topology.devices(), topology.host.devices(), hbm)
     learner, decoding = make_learner(layout), make_decoding(layout)
     held, programs = resident(layout, learner, decoding), {}
     cuts = config.rollout.top_p < 1 or config.rollout.top_k or config.rollout.min_p
@@ -161,7 +161,7 @@ def with_known_shapes(config: ConfigDict) -> ConfigDict:
     return config
 
 
-def _vocabulary(config: ConfigDict) -> int | None:
+def vocabulary(config: ConfigDict) -> int | None:
     """The size of the tokenizer's vocabulary for a model without a published one; leaves no files."""
     if config.model.path or config.model.size:
         return None

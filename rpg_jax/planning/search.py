@@ -11,13 +11,11 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from rpg_jax import parallel
-from rpg_jax.planning import estimates, plan_figures
+from rpg_jax.planning import beside
 from rpg_jax.planning.lengths import Lengths
-from rpg_jax.planning.run_plan import resident, with_known_shapes
+from rpg_jax.planning.run_plan import with_known_shapes
 from rpg_jax.planning.topologies import Topology
-from rpg_jax.runs.layout import make_layout, rows_per_update
-from rpg_jax.runs.learner import make_learner
-from rpg_jax.runs.sampling_layout import make_decoding
+from rpg_jax.runs.layout import rows_per_update
 
 _TRUSTED = 0.8  # of a chip's memory for training: a compiler also needs room for what the arithmetic leaves out
 
@@ -98,20 +96,14 @@ def changed(config: ConfigDict, change: Change) -> ConfigDict:
 def _estimate(config: ConfigDict, topology: Topology, change: Change, lengths: Lengths | None) -> dict[str, float]:
     """Expected seconds, days, slots and peaks of memory after a change."""
     print("estimating", *(f"{field}={value}" for field, value in change.items()), file=sys.stderr, flush=True)
-    tried = changed(config, change)
-    layout = make_layout(tried, None, topology.devices(), topology.host.devices(), topology.chip.hbm)
-    decoding, learner = make_decoding(layout), make_learner(layout)
-    programs = estimates.programs(layout, decoding, resident(layout, learner, decoding))
-    assumed = lengths or plan_figures.lengths_of(tried)
-    step = plan_figures.step_figures(layout, decoding, programs, topology, assumed)
-    expected = step["expected"]
-    sampling = {name: p for name, p in programs.items() if name in ("prefill", "decode")}
+    found = beside.estimate(changed(config, change), topology, lengths)
+    expected = found.step["expected"]
     return {
         "rollout": sum(s for name, s in expected["phases"].items() if name.startswith(("prefill", "decode"))),
         "training": sum(s for name, s in expected["phases"].items() if not name.startswith(("prefill", "decode"))),
         "seconds": expected["seconds"],
         "days": expected["days"],
-        "slots_of_a_chip": step["slots_of_a_chip"],
-        "peak/sampling": max(p.hbm for p in sampling.values()),
-        "peak/training": max(p.hbm for name, p in programs.items() if name not in sampling),
+        "slots_of_a_chip": found.step["slots_of_a_chip"],
+        "peak/sampling": found.peak(sampling=True)[0],
+        "peak/training": found.peak(sampling=False)[0],
     }

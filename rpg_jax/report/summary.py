@@ -45,6 +45,7 @@ FILES = (
     ("report.html", "the page that shows rollouts and compares runs"),
     ("config.json", "the resolved configuration"),
     ("versions.json", "package versions and commit"),
+    ("base", "the weights that are frozen beside adapters"),
     ("checkpoints", "weights and training state; the same command continues from here"),
 )
 
@@ -135,6 +136,9 @@ def _work(records: list[dict[str, Any]]) -> str:
 def _settings(config: Mapping[str, Any], *, supervised: bool) -> str:
     fields = SUPERVISED if supervised else HIGHLIGHTS
     rows = [(name, f"`{config[field]}`") for field, name in fields if config.get(field) is not None]
+    rank, alpha, targets = (config.get(f"model.lora.{name}") for name in ("rank", "alpha", "targets"))
+    if rank and not supervised:
+        rows.append(("adapters", f"`rank {rank}, alpha {alpha:g}, {targets}`"))
     return f"## Settings\n\n{table(('', ''), rows)}" if rows else ""
 
 

@@ -68,6 +68,10 @@ class Parser(argparse.ArgumentParser):
         self.add_argument(f"--{name}", nargs="?", const=True, default=default, type=_boolean, metavar="BOOL", help=help)
         self.add_argument(f"--no{name}", dest=name, action="store_false", help=argparse.SUPPRESS)
 
+    def add_beside(self, help: str) -> None:
+        """Takes --beside=FIELD=VALUE,FIELD=VALUE any number of times, for `settings`."""
+        self.add_argument("--beside", metavar="FIELD=VALUE", action="append", default=[], help=help)
+
     def read(self, argv: Sequence[str]) -> argparse.Namespace:
         """The options of a command line; `overrides` are the arguments that change the config.
 
@@ -101,6 +105,21 @@ class Parser(argparse.ArgumentParser):
                 unit = f" [{field.unit}]" if field.unit else ""
                 lines.append(f"  {name:<38} {field.initial:<20} {field.text}{unit}\n")
         return "".join(lines)
+
+
+def settings(beside: Sequence[str]) -> dict[str, list[str]]:
+    """{setting: its overrides} of the config as given, and of every --beside.
+
+    Raises:
+      ValueError: a setting is not FIELD=VALUE,FIELD=VALUE.
+    """
+    found: dict[str, list[str]] = {"as given": []}
+    for setting in beside:
+        changes = [change.strip().removeprefix("--config.") for change in setting.split(",")]
+        if not all(change.partition("=")[0] and change.partition("=")[2] for change in changes):
+            raise ValueError(f"--beside={setting}: write FIELD=VALUE,FIELD=VALUE, as in model.lora.rank=16")
+        found[setting] = [f"--config.{change}" for change in changes]
+    return found
 
 
 def parser(name: str, description: str) -> Parser:

@@ -68,16 +68,25 @@ def has_copy(layout: Layout, decoding: Decoding) -> bool:
 
 def decoding_params(layout: Layout, decoding: Decoding) -> Any:
     """The model's weights as the rollout holds them: shapes, dtypes and shardings."""
-    apart = layout.lora is not None and not layout.config.model.lora.merged
-    params, shardings = layout.trained_shapes if apart else layout.param_shapes, decoding.shardings
+    params = synced_params(layout, decoding)
+    return attached(decoding_base(layout, decoding).weights, params) if _apart(layout) else params
+
+
+def synced_params(layout: Layout, decoding: Decoding) -> Any:
+    """What a sync brings to the rollout: all weights, or adapters that decode beside their base."""
+    apart, shardings = _apart(layout), decoding.shardings
+    params = layout.trained_shapes if apart else layout.param_shapes
     if decoding.dtype is not None:
         params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, decoding.dtype), params)
-    if apart:
-        return attached(decoding_base(layout, decoding).weights, placed(params, shardings or layout.adapter_shardings))
-    shardings = shardings or layout.param_shardings
-    if decoding.int8:
+    shardings = shardings or (layout.adapter_shardings if apart else layout.param_shardings)
+    if decoding.int8 and not apart:
         params, shardings = jax.eval_shape(quantized, params), quantized_shardings(shardings, params)
     return placed(params, shardings)
+
+
+def _apart(layout: Layout) -> bool:
+    """Whether the rollout decodes with adapters beside their base."""
+    return layout.lora is not None and not layout.config.model.lora.merged
 
 
 def decoding_base(layout: Layout, decoding: Decoding) -> models.Base:

@@ -55,6 +55,8 @@ EXECUTED = {
     "python -m rpg_jax.reproduce --table=estimators": "tests/reproduction/test_estimators.py",
     "python -m rpg_jax.reproduce": "tests/reproduction/test_tables.py",
     "python -m rpg_jax.bench": "tests/test_bench.py",
+    "python -m rpg_jax.plan --config=configs/qwen3_1p7b_gsm8k_lora": "tests/planning/test_search.py",  # --beside
+    "python -m rpg_jax.plan --config=configs/qwen3_4b_2k_lora": "tests/planning/test_search.py",
     "python -m rpg_jax.plan --config=configs/qwen": "not run: compiles for minutes; docs/plan.md has what it printed",
     "python -m rpg_jax.plan": "tests/test_plan.py",
 }
@@ -86,7 +88,7 @@ def flags_of(module: str, command: str = "") -> set[str]:
             name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
             if name in ("add_argument", "add_switch"):
                 found |= {a.removeprefix("--") for a in map(_text, call.args) if a}
-            found |= {"config"} if name == "add_config" else set()
+            found |= {name.removeprefix("add_")} if name in ("add_config", "add_beside") else set()
     return found
 
 

@@ -19,6 +19,9 @@ from pathlib import Path
 
 import pytest
 
+from rpg_jax.runs import config_files
+from rpg_jax.runs.resolve import resolve
+
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "launch" / "colab" / "rpg_small.ipynb"
 CELLS = json.loads(NOTEBOOK.read_text())["cells"]
@@ -111,6 +114,26 @@ def test_a_runtime_whose_jax_was_replaced_restarts(monkeypatch):
     colab.versions = [b"0.11.2", b"0.12.0"]
     colab.install()
     assert colab.restarted == [True]
+
+
+TRAINED = [source for source in CODE if "configs/qwen3" in source]
+
+
+@pytest.mark.parametrize("source", TRAINED, ids=["weights", "adapters"])
+@pytest.mark.parametrize("platform", ["cpu", "tpu"])
+def test_published_weights_are_trained_on_an_accelerator_only_by_a_config_that_resolves(source, platform, capsys):
+    given: list[list[str]] = []
+    follow = types.SimpleNamespace(follow=lambda command, folder, every: given.append(command))
+    names = {"PLATFORM": platform, "MEMORY": 16, "RUNS": "runs", "sys": sys, "live": follow}
+    exec(compile(python_of(source), "cell", "exec"), names)
+    if platform == "cpu":
+        assert not given and "no accelerator" in capsys.readouterr().out
+        return
+    ((_, _, module, config, path, *changes),) = given
+    assert module == "rpg_jax.train" and path.startswith("--config.model.path=qwen3-")
+    known = resolve(config_files.load(config.removeprefix("--config="), changes).config)
+    assert path.removeprefix("--config.model.path=") == known.model.size
+    assert (known.model.lora.rank > 0) == ("rpg_jax.export" in source and "--adapter" in source)
 
 
 @pytest.mark.soak

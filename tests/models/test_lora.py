@@ -144,6 +144,14 @@ def test_the_backward_pass_computes_no_gradient_of_frozen_matrices():
     assert own < 0.8 * full  # two products for every matrix in place of three, and attention
 
 
+def test_an_adapted_product_keeps_one_wide_result_for_the_backward_pass():
+    x, weight = jnp.ones((2, 3, 5)), Adapted(jnp.ones((5, 7)), jnp.ones((5, 2)), jnp.ones((2, 7)))
+    _, backward = jax.vjp(jax.checkpoint(lambda weight: jnp.sin(x @ weight), policy=models.REMAT["dots"]), weight)
+    kept = [leaf.shape for leaf in jax.tree.leaves(backward)]
+    assert kept.count((2, 3, 7)) == 1, "x W, and not x A B too"
+    assert kept.count((2, 3, 2)) == 1
+
+
 def test_experts_of_a_kernel_have_adapters_too():
     rng = np.random.default_rng(3)
     rows, W, a, b = (

@@ -1,13 +1,14 @@
 """The search ranks what fits by expected seconds; its estimates are near figures of compiled programs."""
 
 import io
+import json
 
 import jax
 import pytest
 from rich.console import Console
 
 from configs import qwen3_0p6b_gsm8k, qwen3_4b_8k
-from rpg_jax import planning
+from rpg_jax import plan, planning
 from rpg_jax.planning import estimates, printing, run_plan, search
 from rpg_jax.runs.layout import make_layout
 from rpg_jax.runs.learner import make_learner
@@ -39,6 +40,29 @@ def test_estimates_are_near_what_the_compiler_counted():
     assert found["log-probs"].costs.collectives["all-gather"] == pytest.approx(7.27e9, rel=0.15)
     assert found["start"].costs.flops == pytest.approx(901e12, rel=0.01)
     assert found["prefill"].costs.flops == pytest.approx(4.03e12, rel=0.01)
+
+
+def test_settings_are_planned_beside_each_other_without_a_compilation(monkeypatch, capsys):
+    """The figures are those of docs/lora.md."""
+    monkeypatch.setattr(jax.stages.Lowered, "compile", None)
+    shown, show, console = [], printing.show_beside, Console(record=True, width=80, file=io.StringIO())
+    monkeypatch.setattr(printing, "show_beside", lambda *found, as_json: shown.append(found))
+    command = ["--config=configs/qwen3_1p7b_gsm8k_lora.py", "--topology=v5e:1x1", "--beside=model.lora.rank=0"]
+    assert plan.main(command) == 0
+    ((topology, found),) = shown
+    lora, full = (one.as_dict(topology) for one in found.values())
+    assert (lora["trained"], full["trained"]) == (17_432_576, 1_720_574_976)
+    assert lora["fits"] and not full["fits"]
+    assert lora["base_bytes"] == full["sync_bytes"] == 2 * full["trained"], "bf16"
+    assert lora["state_bytes"] == pytest.approx(12 * lora["trained"], rel=1e-4)
+    assert lora["training_peak_bytes"] == pytest.approx(6.86 * GIB, rel=1e-2)
+    assert full["training_peak_bytes"] == pytest.approx(44.9 * GIB, rel=1e-2)
+    assert lora["step"]["expected"]["seconds"] == pytest.approx(298, rel=1e-2)
+    show(topology, found, as_json=True)
+    assert json.loads(capsys.readouterr().out)["settings"] == {"as given": lora, "model.lora.rank=0": full}
+    show(topology, found, console)
+    text = console.export_text()
+    assert "does not fit" in text and "17.4 M" in text and "1.72 B" in text and "model.lora.rank" in text
 
 
 def test_the_fastest_settings_that_fit_come_first(monkeypatch):

@@ -53,6 +53,14 @@ def test_settings_come_from_the_resolved_config(run_dir):
     assert row(text, "method", "`RPG-UFKL`") and row(text, "KL coefficient β", "`0.0001`")
 
 
+def test_adapters_are_a_setting_where_a_run_has_them(run_dir):
+    for rank in (0, 4):
+        lora = {"rank": rank, "alpha": 32.0, "targets": "all"}
+        (run_dir / "config.json").write_text(json.dumps({"model": {"lora": lora}}))
+        text = write_summary(run_dir).read_text()
+        assert row(text, "adapters", "`rank 4, alpha 32, all`") == ("| adapters |" in text) == bool(rank)
+
+
 def test_only_files_that_exist_are_listed(run_dir):
     text = write_summary(run_dir).read_text()
     assert "(metrics.jsonl)" in text and "curves.png" not in text
