@@ -23,6 +23,9 @@ os.environ["XLA_FLAGS"] = " ".join(
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # names of source lines take a quarter of lowering
 
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
 from rpg_jax.runs import cli
 
 cli.keep_pages()
@@ -44,6 +47,16 @@ def shared(tmp_path_factory):
     folder = Path(os.environ.get("RPG_TEST_SHARED", folder))
     folder.mkdir(exist_ok=True)
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_once(shared):
+    """Workers, and the processes that they start, keep compiled programs in one folder."""
+    options = {"jax_compilation_cache_dir": str(shared / "cache"), "jax_persistent_cache_min_compile_time_secs": 0}
+    for name, value in options.items():
+        os.environ[name.upper()] = str(value)
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()  # modules may have compiled something
 
 
 @pytest.fixture(scope="session")
