@@ -29,7 +29,8 @@ def sample(options: argparse.Namespace) -> None:
     """Prints each prompt and, indented, its completions; or chats."""
     loaded = cli.load_config(options)
     if options.chat:
-        return chat(options, loaded)
+        chat(options, loaded)
+        return
     if options.run is None or not options.prompt or loaded is not None:
         raise ValueError("give --run=runs/NAME and one or more --prompt=TEXT; --config goes with --chat alone")
     from rpg_jax.runs.policy import Policy  # loads JAX: wrong flags need not wait for it
@@ -38,7 +39,6 @@ def sample(options: argparse.Namespace) -> None:
     policy = Policy.from_run(options.run, step=options.step)
     for prompt, samples in zip(options.prompt, policy.sample(options.prompt, **how), strict=True):
         print(prompt, *(f"  {sample.text}" for sample in samples), sep="\n")
-    return None
 
 
 def chat(options: argparse.Namespace, loaded: config_files.Loaded | None) -> None:

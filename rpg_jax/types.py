@@ -6,7 +6,7 @@ positions of a row, `C` completion tokens of a row.
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Self
 
 import flax.struct
@@ -97,18 +97,23 @@ class Turns:
         return list(zip(edges[::2], edges[1::2], strict=True))
 
     def record(self) -> dict[str, Any]:
-        """JSON-able, exact to the bit; `from_record` reads it."""
+        """JSON-able, exact to the bit: the arguments of `of`."""
         return {"spans": self.spans, "rewards": self.rewards.tolist(), "error": self.error}
 
     @classmethod
-    def from_record(cls, record: Mapping[str, Any], length: int) -> Self:
-        """The turns of a completion of `length` tokens. Raises ValueError for observations outside it."""
+    def of(
+        cls, spans: Iterable[tuple[int, int]], rewards: Sequence[float], error: str | None = None, *, length: int
+    ) -> Self:
+        """The turns of a completion of `length` tokens, of which `spans` has the first and the end of each observation.
+
+        Raises ValueError for an observation outside of it.
+        """
         observed = np.zeros(length, bool)
-        for first, end in record["spans"]:
+        for first, end in spans:
             if not 0 <= first < end <= length:
                 raise ValueError(f"an observation from token {first} to {end} is not in a completion of {length}")
             observed[first:end] = True
-        return cls(observed, np.array(record["rewards"], np.float32), record["error"])
+        return cls(observed, np.array(rewards, np.float32), error)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,6 +28,7 @@ from rpg_jax.rollout.schedule import Usage
 from rpg_jax.types import FinishReason, Sampling
 
 _BARE = "simple"  # the bare loop
+_OPPONENT = "hf"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -84,59 +85,55 @@ def bench_rollout(
     memory of this process.
     """
     work = PRESETS[preset]
-    graphdef, params = models.init(work.model)
-    capacity = rollout.capacity(work.prompt_tokens, work.new_tokens)
-    decoding = rollout.Decoding(slots=work.slots, capacity=capacity, steps_per_dispatch=steps_per_dispatch)
-    there = [name for name in rollout.LOCAL_DRIVERS if rollout.find_driver(name) is rollout.DRIVERS[name]]
-    drivers: dict[str, Any] = {
-        name: rollout.make_rollout(name, work.model, graphdef, params, decoding) for name in there
-    }
+    drivers, parameters = _drivers(work, steps_per_dispatch)
     first = {name: _seconds(driver, work, 0) for name, driver in drivers.items()}
     engines = [name for name in drivers if name != _BARE]
     usage = {name: dataclasses.replace(drivers[name].usage) for name in engines}
-    seconds: dict[str, list[float]] = {name: [] for name in drivers}
-    theirs: list[float] = []
+    seconds: dict[str, list[float]] = {name: [] for name in (*drivers, _OPPONENT)}
     for repeat in range(repeats):
         for name, driver in drivers.items():
             seconds[name].append(_seconds(driver, work, repeat + 1))
         if opponent:
-            theirs.append(_seconds_of(opponent, work.tokens))
-    tokens = work.tokens
+            seconds[_OPPONENT].append(_seconds_of(opponent, work.tokens))
     bare = statistics.median(seconds[_BARE])
-    parameters = sum(x.size for x in jax.tree.leaves(params))
     result: dict[str, Any] = {
         "preset": preset,
         "device": jax.devices()[0].device_kind,
         "parameters": parameters,
-        "tokens": tokens,
+        "tokens": work.tokens,
         "bare_loop_seconds": bare,
-        "bare_loop_tokens_per_s": tokens / bare,
+        "bare_loop_tokens_per_s": work.tokens / bare,
         "bare_loop_first_seconds": first[_BARE],
     }
     for name in engines:
         figures = _figures(work, first[name], seconds[name], usage[name], drivers[name].usage)
         figures["of_bare_loop"] = bare / figures["seconds"]
+        if opponent:
+            figures["of_hf"] = statistics.median(seconds[_OPPONENT]) / figures["seconds"]
+        if prompter:
+            played = _conversations(drivers[name], work, prompter, repeats)
+            figures |= {f"turns_{field}": value for field, value in played.items()}
         prefix = "" if name == engines[0] else f"{name}_"
         result |= {f"{prefix}{field}": value for field, value in figures.items()}
-    step = result["decode_seconds"] * work.slots / tokens
-    result |= {
-        "decode_step_seconds": step,
-        "decode_gflop_per_s": 2 * parameters * work.slots / step / 1e9,
-        "peak_bytes": peak_bytes(),
-    }
+    step = result["decode_seconds"] * work.slots / work.tokens
+    result |= {"decode_step_seconds": step, "decode_gflop_per_s": 2 * parameters * work.slots / step / 1e9}
     if opponent:
-        other = statistics.median(theirs)
-        result |= {"hf_seconds": other, "hf_tokens_per_s": tokens / other}
-        result |= {f"{prefix}of_hf": other / result[f"{prefix}seconds"] for prefix in ("", "lockstep_")[: len(engines)]}
+        other = statistics.median(seconds[_OPPONENT])
+        result |= {"hf_seconds": other, "hf_tokens_per_s": work.tokens / other}
         opponent.close()
-    if prompter:
-        for name in engines:
-            prefix = "" if name == engines[0] else f"{name}_"
-            figures = _conversations(drivers[name], work, prompter, repeats)
-            result |= {f"{prefix}turns_{field}": value for field, value in figures.items()}
     for driver in drivers.values():
         driver.close()
-    return result
+    return result | {"peak_bytes": peak_bytes()}
+
+
+def _drivers(work: Work, steps_per_dispatch: int) -> tuple[dict[str, Any], int]:
+    """The drivers that are installed, by name, with one set of random weights; and the number of weights."""
+    graphdef, params = models.init(work.model)
+    capacity = rollout.capacity(work.prompt_tokens, work.new_tokens)
+    decoding = rollout.Decoding(slots=work.slots, capacity=capacity, steps_per_dispatch=steps_per_dispatch)
+    there = [name for name in rollout.LOCAL_DRIVERS if rollout.find_driver(name) is rollout.DRIVERS[name]]
+    drivers = {name: rollout.make_rollout(name, work.model, graphdef, params, decoding) for name in there}
+    return drivers, sum(x.size for x in jax.tree.leaves(params))
 
 
 def _conversations(driver: Any, work: Work, prompter: Prompter, repeats: int) -> dict[str, float]:

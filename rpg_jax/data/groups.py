@@ -116,7 +116,7 @@ def groups_from_bytes(packed: bytes) -> list[Group]:
             reason,
             int(versions[0]),
             versions if (versions != versions[0]).any() else None,
-            turns and Turns.from_record(turns, len(tokens)),
+            turns and Turns.of(**turns, length=len(tokens)),
         )
         for tokens, logprobs, reason, versions, turns in zip(
             split("tokens", "lengths"),

@@ -1,4 +1,4 @@
-"""Environments: problems that answer back. This package never imports JAX, but for `player`: its workers start fast."""
+"""Environments: problems that answer back. What their worker processes import never loads JAX, so they start fast."""
 
 from rpg_jax.environments.conversation import Environment as Environment
 from rpg_jax.environments.conversation import Message as Message

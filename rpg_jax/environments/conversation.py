@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Awaitable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from rpg_jax.rewards.verdicts import BadScore, checked_score
 
 Message = Mapping[str, Any]
 """One message of a chat: {"role": …, "content": …}, both text.
 
-Any other key is the environment's own, with a value of JSON. Chat templates do not see it, and `step` finds it again.
+Templates also see `name`, `reasoning_content`, `tool_calls` and `tool_call_id`, and the descriptions of tools under
+`tools` of the first message. Any other key is the environment's own, with a value of JSON: `step` finds it again.
 """
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -25,6 +26,11 @@ class Posed:
     question: str
     system: str = ""
     source: str = ""
+
+    @classmethod
+    def of(cls, problem: Any) -> Self:
+        """The fields that an environment sees of a `data.Problem`."""
+        return cls(*(getattr(problem, field.name) for field in dataclasses.fields(cls)))
 
     @property
     def messages(self) -> list[Message]:
@@ -52,8 +58,7 @@ class Environment(Protocol):
     """Answers the turns of a policy. It is made with the config's `environment.options` as keywords.
 
     Both functions are pure: equal arguments give equal results, and nothing is kept between two calls. Then it does not
-    matter which process runs them, and a process that is killed is replaced by another. Each may be a coroutine. An
-    environment may also have an attribute `tools`, a list of the descriptions that a chat template renders.
+    matter which process runs them, and a process that is killed is replaced by another. Each may be a coroutine.
     """
 
     def reset(self, problem: Posed) -> Sequence[Message] | Awaitable[Sequence[Message]]:

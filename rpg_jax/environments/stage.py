@@ -17,19 +17,18 @@ from rpg_jax.environments.conversation import Environment, Posed, Turn, checked_
 from rpg_jax.environments.registry import Declaration
 from rpg_jax.rewards.callables import InProcess
 from rpg_jax.rewards.pool import WorkerPool
-from rpg_jax.rewards.verdicts import BadScore, Task, Verdict
+from rpg_jax.rewards.verdicts import BadScore, FirstFailures, Task, Verdict
 
 _CALLED = "rpg_jax.environments.called:Called"
 _WAITING = 64  # threads that wait for an environment in this process
 _TOGETHER = 64  # problems that one thread opens
-_FIRST_PROBLEMS = 16  # with fewer, all may happen to be problems that an environment cannot play
 
 
 class Stage(contextlib.AbstractContextManager["Stage"]):
-    """An environment with its options, and threads that ask it. Processes start at the first call; `close` ends them.
+    """An environment with its options, and threads that ask it. `close` ends its processes.
 
-    Each thread has a worker process of its own. A call that hangs delays the calls after it in that thread until its
-    deadline, and no others.
+    Each thread that calls has a worker process, which starts at its first call. A call that hangs delays the calls
+    after it in that thread until its deadline, and no others.
 
     Args:
       declaration: of the environment.
@@ -37,6 +36,8 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
       workers: number of processes; by default one per CPU, at most 8.
       deadline_s: seconds that a call may take.
 
+    Raises:
+      ValueError: an environment of this process cannot be made.
     """
 
     def __init__(
@@ -49,12 +50,16 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
     ):
         self.name = declaration.path
         self._declaration, self._options, self._deadline_s = declaration, dict(options), deadline_s
-        self._size = workers or min(8, os.cpu_count() or 1)
-        self._threads = ThreadPoolExecutor(self._size if declaration.pooled else _WAITING, "environment")
-        self._in_process: InProcess | None = None
-        self._failed: set[int] | None = set()  # ids of problems, until a success
+        self._own: tuple[InProcess, Environment] | None = None  # of this process
         if not declaration.pooled:
-            self._in_process = InProcess(deadline_s)
+            environment = declaration.make(options)
+            self._own = InProcess(deadline_s), environment
+        size = workers or min(8, os.cpu_count() or 1)
+        self._pools: queue.LifoQueue[WorkerPool | None] = queue.LifoQueue()
+        for _ in range(size):
+            self._pools.put(None)  # not started yet
+        self._threads = ThreadPoolExecutor(size if declaration.pooled else _WAITING, "environment")
+        self._first = FirstFailures(f"environment.name={self.name}", "turn")
 
     def opened(self, problems: Sequence[Problem]) -> list[Problem]:
         """The problems with the messages of `reset`, in their order.
@@ -73,7 +78,7 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
         """
         [verdict] = self._ask([_task("step", problem, list(messages), completion)])
         verdict = verdict if verdict.value is None else _told(verdict.value)
-        self._expect_success(problem, verdict)
+        self._first.look([problem.prompt_id], [verdict])
         return verdict
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
@@ -83,12 +88,12 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
     def close(self) -> None:
         """Ends the processes after the calls that are under way there, and cancels those in this process."""
         self._threads.shutdown(wait=False, cancel_futures=True)
-        if self._in_process is not None:
-            self._in_process.close()
+        if self._own is not None:
+            self._own[0].close()
         self._threads.shutdown(wait=True)
-        if "_pools" in self.__dict__:
-            while not self._pools.empty():
-                self._pools.get().close()
+        while not self._pools.empty():
+            if pool := self._pools.get():
+                pool.close()
 
     def __exit__(self, *_) -> None:
         self.close()
@@ -98,49 +103,27 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
         return [_opened(self.name, *each) for each in zip(problems, verdicts, strict=True)]
 
     def _ask(self, tasks: Sequence[Task]) -> list[Verdict]:
-        if self._in_process is not None:
-            submit = self._in_process.submit
-            begun = [submit(functools.partial(called.call, self._own, task.function), task) for task in tasks]
+        if self._own is not None:
+            in_process, environment = self._own
+            begun = [in_process.submit(functools.partial(called.call, environment, t.function), t) for t in tasks]
             return [each.result() for each in begun]
         tasks = [dataclasses.replace(task, function=f"{_CALLED}.{task.function}") for task in tasks]
         pool = self._pools.get()
         try:
+            pool = pool or self._started()
             return pool.run(tasks)
         finally:
             self._pools.put(pool)
 
-    def _expect_success(self, problem: Problem, verdict: Verdict) -> None:
-        failed = self._failed
-        if failed is None:
-            return
-        if verdict.error is None:
-            self._failed = None
-            return
-        failed.add(problem.prompt_id)
-        if len(failed) >= _FIRST_PROBLEMS:
-            raise ValueError(
-                f"environment.name={self.name} has failed on every turn of its first {len(failed)} problems: "
-                f"{verdict.error}{f' ({verdict.detail})' if verdict.detail else ''}"
-            )
-
-    @functools.cached_property
-    def _own(self) -> Environment:
-        return self._declaration.make(self._options)
-
-    @functools.cached_property
-    def _pools(self) -> queue.SimpleQueue[WorkerPool]:
-        """One pool of a single process for each thread."""
+    def _started(self) -> WorkerPool:
+        """A pool of a single process."""
         functions = {f"{_CALLED}.{name}": arguments for name, arguments in called.METHODS.items()}
         made = {_CALLED: {"path": self._declaration.path, "options": self._options}}
-        pools: queue.SimpleQueue[WorkerPool] = queue.SimpleQueue()
-        for _ in range(self._size):
-            pools.put(WorkerPool(functions, made=made, size=1, deadline_s=self._deadline_s))
-        return pools
+        return WorkerPool(functions, made=made, size=1, deadline_s=self._deadline_s)
 
 
 def _task(name: str, problem: Problem, *others: Any) -> Task:
-    posed = {field.name: getattr(problem, field.name) for field in dataclasses.fields(Posed)}
-    return Task(name, (posed, *others), returns="object")
+    return Task(name, (dataclasses.asdict(Posed.of(problem)), *others), returns="object")
 
 
 def _opened(name: str, problem: Problem, verdict: Verdict) -> Problem:

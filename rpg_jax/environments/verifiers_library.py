@@ -139,7 +139,7 @@ class _Policy(Client):
         super().__init__(game)
 
     def setup_client(self, config: Any) -> Any:
-        raise NotImplementedError
+        return config  # the game is the client
 
     async def to_native_tool(self, tool: Any) -> Any:
         return tool

@@ -97,7 +97,7 @@ class Rollouts:
             "rewards": [float(f"{r:.4g}") for r in np.nan_to_num(self.rewards)],  # JSON has no word for infinity
             "verdicts": [c["verdict"] for c in t["completions"]],
             "finish": [c["finish_reason"] for c in t["completions"]],
-            "turns": [self._turns(c.get("turns")) for c in t["completions"]],
+            "turns": [self._turns(c["turns"]) for c in t["completions"]],
             "versions": [
                 [int(v.min()), int(v.max())] if len(v) else [0, 0] for v in np.split(self.versions, first[1:])
             ],
@@ -111,7 +111,7 @@ class Rollouts:
 
     @staticmethod
     def _turns(told: dict[str, Any] | None) -> dict[str, Any] | None:
-        """What the page shows of a conversation; files from before environments have none."""
+        """What the page shows of a conversation; None for a completion of one turn."""
         if told is None:
             return None
         rewards = [float(f"{r:.4g}") for r in np.nan_to_num(told["rewards"])]

@@ -18,7 +18,7 @@ from rpg_jax.rewards.math_dapo import normalise
 from rpg_jax.rewards.parts import FORMS, LENGTHS, check, is_verifier
 from rpg_jax.rewards.played import Played, of_all, total
 from rpg_jax.rewards.pool import WorkerPool
-from rpg_jax.rewards.verdicts import Task, Verdict
+from rpg_jax.rewards.verdicts import FirstFailures, Task, Verdict
 from rpg_jax.rewards.verifiers import (
     BY_SOURCE,
     ENVIRONMENT,
@@ -30,9 +30,6 @@ from rpg_jax.rewards.verifiers import (
     name_for_source,
     resolve,
 )
-
-# With fewer problems, all may happen to have reference answers that a verifier cannot read.
-_FIRST_PROBLEMS = 16
 
 
 class Scorable(Protocol):
@@ -54,7 +51,8 @@ class Scores:
       rewards: f32[N], Σ weight · part; advantages are computed from them.
       accuracy: f32[N], 1 where the verifier found the answer right, else 0; dynamic sampling and evaluation read it.
       parts: f32[N] by part name, unweighted.
-      errors: number of failed verdicts by kind (one of `verdicts.KINDS`); they count as wrong.
+      errors: number of failed verdicts by kind (one of `verdicts.KINDS`); they count as wrong. Failures of an
+        environment are not among them, see `types.Turns.error`.
       failures: N, the kind of error of the verdict that decides accuracy, or None.
     """
 
@@ -123,7 +121,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         decides = resolve(self._accuracy)
         self._graded = Graded(self._accuracy, right_above) if decides and decides.sees_prompt else None
         self._judge = Judge(Server(**self._options[JUDGE])) if JUDGE in weights else None
-        self._failed: dict[str, set[tuple[str, str]]] = {name: set() for name in verifiers}  # until a success
+        self._first = {name: FirstFailures(f"the reward {name!r}", "completion") for name in verifiers}
         self._pool_arguments: dict[str, Any] = {"size": workers, "deadline_s": deadline_s}
         self._pool: WorkerPool | None = None
         self._in_process = InProcess(deadline_s)
@@ -156,13 +154,10 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         if len(set(sizes)) > 1:
             raise ValueError(f"problems, texts, finish reasons, lengths and turns must be of one length, got {sizes}")
         failures: dict[str, list[str | None]] = {}
-        parts = {
-            name: self._played(turns, failures.setdefault(name, []))
-            if name == ENVIRONMENT
-            else self._part(name, problems, texts, np.asarray(lengths), failures.setdefault(name, []))
-            for name in self._weights
-        }
-        errors = collections.Counter(kind for kinds in failures.values() for kind in kinds if kind)
+        parts = {}
+        for name in self._weights:
+            parts[name], failures[name] = self._part(name, problems, texts, np.asarray(lengths), turns)
+        errors = collections.Counter(kind for name in parts if name != ENVIRONMENT for kind in failures[name] if kind)
         rewards = np.zeros(len(texts), np.float32)
         for name, weight in self._weights.items():
             rewards += np.float32(weight) * parts[name]
@@ -196,40 +191,24 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
     def __exit__(self, *_) -> None:
         self.close()
 
-    def _played(self, turns: Sequence[Played | None] | None, failures: list) -> np.ndarray:
-        played = of_all([None] if turns is None else turns)
-        failures += [each.error for each in played]
-        return np.array([total(each) for each in played], np.float32)
-
-    def _part(self, name: str, problems, texts, lengths: np.ndarray, failures: list) -> np.ndarray:
+    def _part(
+        self, name: str, problems, texts, lengths: np.ndarray, turns: Sequence[Played | None] | None
+    ) -> tuple[np.ndarray, list[str | None]]:
+        """A part's scores, and the kind of failure of each verdict; shaping terms have none."""
         options = self._options[name]
         if name in LENGTHS:
-            return LENGTHS[name](lengths, **options)
+            return LENGTHS[name](lengths, **options), []
         if name in FORMS:
-            return np.array([FORMS[name](text, **options) for text in texts], np.float32)
+            return np.array([FORMS[name](text, **options) for text in texts], np.float32), []
+        if name == ENVIRONMENT:
+            played = of_all([None] if turns is None else turns)
+            return np.array([total(each) for each in played], np.float32), [each.error for each in played]
         named = self._named[name]
         verifiers = [named or VERIFIERS[name_for_source(p.source)] for p in problems]
         verdicts = self._verdicts(verifiers, problems, texts, options)
-        self._expect_success(name, problems, verdicts)
-        failures += [v.error for v in verdicts]
+        self._first[name].look(((p.prompt, p.answer) for p in problems), verdicts)
         scores = [f.wrong if v.score is None else v.score for f, v in zip(verifiers, verdicts, strict=True)]
-        return np.array(scores, np.float32)
-
-    def _expect_success(self, name: str, problems: Sequence[Scorable], verdicts: Sequence[Verdict]) -> None:
-        """Raises a ValueError if a part has failed on every completion of its first `_FIRST_PROBLEMS` problems."""
-        failed = self._failed.get(name)
-        if failed is None:
-            return
-        if any(v.error is None for v in verdicts):
-            del self._failed[name]
-            return
-        failed |= {(p.prompt, p.answer) for p in problems}
-        if len(failed) >= _FIRST_PROBLEMS:
-            first = verdicts[0]
-            raise ValueError(
-                f"the reward {name!r} has failed on every completion of its first {len(failed)} problems: "
-                f"{first.error}{f' ({first.detail})' if first.detail else ''}"
-            )
+        return np.array(scores, np.float32), [v.error for v in verdicts]
 
     def _verdicts(self, verifiers: Sequence[Verifier], problems, texts, options) -> list[Verdict]:
         if self._judge is not None and verifiers and verifiers[0].remote:

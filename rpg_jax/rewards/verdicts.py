@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Literal
 
 KINDS = ("timeout", "crash", "memory", "error", "value", "forbidden", "unreachable", "status")
@@ -15,6 +15,7 @@ CHANCE = frozenset({"timeout", "crash", "memory", "unreachable", "status"})
 """The kinds that the load of the machine or a server may cause: the same call may succeed another time."""
 LARGEST = 1e6  # of a score's absolute value: sums over a group and their squares stay far inside float32
 LARGEST_OBJECT = 2**20  # bytes of an object's JSON
+_FIRST_PROBLEMS = 16  # with fewer, all may happen to be problems that a verifier or an environment cannot read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,6 +36,35 @@ class Verdict:
     error: str | None = None
     detail: str = ""
     value: dict[str, Any] | None = None
+
+
+class FirstFailures:
+    """Looks at the verdicts of one reward or environment until one succeeds. Several threads may use it.
+
+    Args:
+      what: the reward or environment, for the message.
+      unit: what is judged: "completion", "turn".
+    """
+
+    def __init__(self, what: str, unit: str):
+        self._what, self._unit = what, unit
+        self._failed: set[Hashable] | None = set()
+
+    def look(self, problems: Iterable[Hashable], verdicts: Sequence[Verdict]) -> None:
+        """Raises ValueError, with the first verdict's reason, once all verdicts of 16 problems have failed."""
+        failed = self._failed
+        if failed is None:
+            return
+        if any(verdict.error is None for verdict in verdicts):
+            self._failed = None
+            return
+        failed.update(problems)
+        if len(failed) >= _FIRST_PROBLEMS:
+            first = verdicts[0]
+            raise ValueError(
+                f"{self._what} has failed on every {self._unit} of its first {len(failed)} problems: "
+                f"{first.error}{f' ({first.detail})' if first.detail else ''}"
+            )
 
 
 class BadScore(ValueError):

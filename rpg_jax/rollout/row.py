@@ -34,14 +34,6 @@ class Written:
     error: str | None = None
     cut: bool = False
 
-    @property
-    def observed(self) -> np.ndarray:
-        """bool[count], the tokens of observations."""
-        mask = np.zeros(self.count, bool)
-        for first, end in self.observations:
-            mask[first:end] = True
-        return mask
-
     def extend(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
         """Adds tokens that weights of `version` drew, or read."""
         if not len(tokens):
@@ -135,7 +127,7 @@ class Row:
             if any(other != version for other, _ in written.spans):
                 mixed = np.repeat(*np.array(written.spans, np.int32).T)
             if self.environment is not None:
-                turns = Turns(written.observed, np.array(written.rewards, np.float32), written.error)
+                turns = Turns.of(written.observations, written.rewards, written.error, length=written.count)
             reason: FinishReason = "length" if written.cut else self._reason(tokens)
             self.made = Completion(tokens, logprobs, reason, version, mixed, turns)
         return self.made

@@ -22,7 +22,7 @@ _CHAINS = 50_000
 
 
 class Generated(NamedTuple):
-    """The fields of a `problems.Task`, in their order."""
+    """The fields of a `problems.Task`."""
 
     train: list[data.Problem]
     held_out: dict[str, list[data.Problem]]
@@ -100,8 +100,7 @@ def _played_by(pupil: Callable[[data.Problem, Sequence[str]], str], environment:
     """The conversations of a pupil, who takes a turn for a problem and the observations so far."""
 
     def conversation(problem: data.Problem) -> Demonstration:
-        posed = Posed(problem.prompt, problem.answer, problem.question, problem.system, problem.source)
-        return played(environment, posed, lambda heard: pupil(problem, heard), turns=turns)[-1]
+        return played(environment, Posed.of(problem), lambda heard: pupil(problem, heard), turns=turns)[-1]
 
     return lambda problems: [(problem, conversation(problem)) for problem in problems]
 

@@ -39,12 +39,7 @@ def weights_beside_adapters(config: ConfigDict) -> str | None:
 
 def of_problems(problems: Iterable[data.Problem]) -> str:
     """The digest of problems, in their order."""
-    fields = [field.name for field in dataclasses.fields(data.Problem) if field.name != "messages"]
-
-    def values(problem: data.Problem) -> tuple:
-        return (*(getattr(problem, name) for name in fields), *([problem.messages] if problem.messages else []))
-
-    return _digest(repr(values(problem)) for problem in problems)
+    return _digest(repr(dataclasses.astuple(problem)) for problem in problems)
 
 
 def of_weights(folder: Path) -> str:

@@ -25,8 +25,11 @@ class Seen(NamedTuple):
     stage: Stage | None
 
     def opened(self, problems: list[data.Problem]) -> list[data.Problem]:
-        """The problems with the prompts of the config's environment, if it has one."""
-        return problems if self.stage is None else self.stage.opened(problems)
+        """The problems with the prompts of the config's environment, if it has one; ends the environment."""
+        if self.stage is None:
+            return problems
+        with self.stage as stage:
+            return stage.opened(problems)
 
 
 def seen_by(file: str, overrides: Sequence[str]) -> Seen:

@@ -61,7 +61,7 @@ class Task:
             raise ValueError(f"unknown task.name {name!r}; known: {', '.join(NAMES)}")
         if name == "files":
             return _files(config, train, held_out)
-        task = cls(*GENERATED[name](config))
+        task = cls(**GENERATED[name](config)._asdict())
         own = _demonstrations(config, task.held_out) if train and config.warm_start.enabled else None
         if own is None:
             return task

@@ -96,7 +96,7 @@ def _record(whole: memoryview) -> Record:
     return Record(
         text["key"],
         [
-            Completion(tokens, logprobs, reason, version, turns=turns and Turns.from_record(turns, len(tokens)))
+            Completion(tokens, logprobs, reason, version, turns=turns and Turns.of(**turns, length=len(tokens)))
             for tokens, logprobs, reason, turns in parts
         ],
     )

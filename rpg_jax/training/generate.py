@@ -110,7 +110,7 @@ class GroupGenerator:
             [last_turn(c, self._decode) if c.turns else text for c, text in zip(flat, texts, strict=True)],
             [c.finish_reason for c in flat],
             [int(c.sampled.sum()) for c in flat],
-            **({"turns": [c.turns for c in flat]} if self._play else {}),
+            [c.turns for c in flat],
         )
         rewards = np.asarray(scores.rewards, np.float32)
         accuracy = np.asarray(scores.accuracy, np.float32)

@@ -40,9 +40,9 @@ def test_an_environment_that_hangs_dies_and_lies_is_counted_and_nothing_hangs(sh
     run(shared, tmp_path, *NAMED, *options)
     lines = metrics(tmp_path / "r")
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
-    failed = {name.partition("/")[2] for line in lines for name in line if name.startswith("verifier_errors/")}
+    failed = {name.partition("/")[2] for line in lines for name in line if name.startswith("environment_errors/")}
     assert failed == FAILURES
     for line in lines[1:]:
-        errors = sum(value for name, value in line.items() if name.startswith("verifier_errors/"))
+        errors = sum(value for name, value in line.items() if name.startswith("environment_errors/"))
         assert 0 < errors < line["groups_generated"] * 4, "some conversations fail, and others do not"
         assert 0 <= line["accuracy"] <= 1 and abs(line["reward"]) < 2

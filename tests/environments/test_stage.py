@@ -29,9 +29,9 @@ def test_reset_opens_the_prompt_and_its_own_prompt_changes_nothing(stage, tokeni
         ("collections:OrderedDict", {}, "OrderedDict has no reset"),
     ],
 )
-def test_an_environment_that_cannot_be_made_is_named(modules, problems, path, options, line):
-    with Stage(Declaration(path, pooled=False), options) as stage, pytest.raises(ValueError, match=line):
-        stage.opened(problems)
+def test_an_environment_that_cannot_be_made_is_named(modules, path, options, line):
+    with pytest.raises(ValueError, match=line):
+        Stage(Declaration(path, pooled=False), options)
 
 
 def test_closing_waits_for_nothing_that_hangs_in_this_process(modules, problems):

@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
+from rpg_jax.environments.__main__ import main
 from rpg_jax.environments.called import call
 
 
@@ -56,7 +57,26 @@ def library(monkeypatch):
     for name in ("Response", "ResponseMessage", "ToolCall"):
         setattr(sys.modules["verifiers.types"], name, SimpleNamespace)
     yield importlib.import_module("rpg_jax.environments.verifiers_library")
+    sys.modules.pop("rpg_jax.environments.verifiers_library", None)
+
+
+def test_its_problems_are_written_as_rows_and_what_hinders_it_is_one_line(library, tmp_path, capsys):
+    out = tmp_path / "rows.jsonl"
+    assert main(["count", f"--out={out}"]) == 0
+    assert [json.loads(line)["question"] for line in out.read_text().splitlines()] == ["Say 3"]
+    for wrong, line in {
+        f"--out={tmp_path}/nowhere/x": "No such file or directory",
+        "--arguments={": "'{' is no JSON",
+        "--arguments=[1]": "must be an object",
+    }.items():
+        with pytest.raises(SystemExit) as ended:
+            main(["count", f"--out={out}", wrong])
+        assert ended.value.code == 2 and line in capsys.readouterr().err
     sys.modules.pop("rpg_jax.environments.verifiers_library")
+    del sys.modules["verifiers"]
+    with pytest.raises(SystemExit):
+        main(["count", f"--out={out}"])
+    assert "No module named 'verifiers': pip install 'verifiers<0.4'" in capsys.readouterr().err
 
 
 def test_its_loop_asks_the_policy_and_its_score_is_the_last_turns_reward(library):

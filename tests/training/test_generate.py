@@ -52,7 +52,7 @@ PROBLEMS = [Problem(7, "a", "", "t"), Problem(9, "bc", "", "t")]
 def test_the_stop_token_is_not_scored_but_counts_as_length():
     asked = []
 
-    def scorer(problems, texts, reasons, lengths):
+    def scorer(problems, texts, reasons, lengths, turns):
         asked.extend(zip([p.prompt_id for p in problems], texts, reasons, lengths, strict=True))
         return scores(texts)
 
@@ -62,14 +62,14 @@ def test_the_stop_token_is_not_scored_but_counts_as_length():
 
 
 def test_groups_are_in_the_order_of_their_problems_whichever_is_complete_first():
-    groups = generator(FakeRollout(), lambda problems, texts, reasons, lengths: scores(texts))(PROBLEMS, step=0)
+    groups = generator(FakeRollout(), lambda problems, texts, *_: scores(texts))(PROBLEMS, step=0)
     assert [g.problem.prompt_id for g in groups] == [7, 9] and groups[1].texts == ["bc0", "bc1"]
     assert [g.rewards.tolist() for g in groups] == [[2, 2], [3, 3]]
     assert [g.parts.tolist() for g in groups] == [[[2], [2]], [[3], [3]]]
 
 
 def test_failed_verdicts_are_counted_until_they_are_taken():
-    asked = generator(FakeRollout(), lambda problems, texts, reasons, lengths: scores(texts, {"timeout": len(texts)}))
+    asked = generator(FakeRollout(), lambda problems, texts, *_: scores(texts, {"timeout": len(texts)}))
     asked(PROBLEMS, step=0)
     asked(PROBLEMS[:1], step=0)
     assert asked.take_errors() == {"timeout": 6} and asked.take_errors() == {}
@@ -86,7 +86,7 @@ def test_a_complete_group_is_scored_while_others_are_still_sampled():
 
             return super().generate(replace(request, on_group=then_wait))
 
-    def scorer(problems, texts, reasons, lengths):
+    def scorer(problems, texts, reasons, lengths, turns):
         scored.set()
         return scores(texts)
 
@@ -105,7 +105,7 @@ def test_every_group_that_is_complete_and_every_verdict_is_a_heartbeat():
 
             return super().generate(replace(request, on_group=watched))
 
-    def scorer(problems, texts, reasons, lengths):
+    def scorer(problems, texts, reasons, lengths, turns):
         return scores(texts)
 
     generator(Rollout(), scorer, beat=lambda: beats.append(threading.current_thread().name))(PROBLEMS, step=0)
@@ -115,7 +115,7 @@ def test_every_group_that_is_complete_and_every_verdict_is_a_heartbeat():
 def test_what_scoring_raises_is_raised_by_the_call_and_the_next_one_is_right():
     faults = [ValueError("no verifier for this source")]
 
-    def scorer(problems, texts, reasons, lengths):
+    def scorer(problems, texts, reasons, lengths, turns):
         if faults:
             raise faults.pop()
         return scores(texts)
@@ -134,7 +134,7 @@ def test_another_draw_is_another_seed_for_the_same_step():
             seeds.append((request.seed, request.step))
             return super().generate(request)
 
-    generate = generator(Rollout(), lambda problems, texts, reasons, lengths: scores(texts), seed=3)
+    generate = generator(Rollout(), lambda problems, texts, *_: scores(texts), seed=3)
     for draw in (0, 1, 2):
         generate(PROBLEMS[:1], step=5, draw=draw)
     assert seeds[0] == (3, 5) and len(set(seeds)) == 3 and {step for _, step in seeds} == {5}

@@ -101,14 +101,10 @@ def fault_of(group: Sequence[Completion], request: Request, vocab_size: int) -> 
             return f"tokens from {tokens.min()} to {tokens.max()}; the vocabulary has {vocab_size}"
         if not (logprobs <= 0).all() or not (logprobs > float("-inf")).all():
             return "log-probabilities that are positive or not finite"
-        if one.turns is not None and logprobs[one.turns.observed].any():
-            return "log-probabilities of tokens that an environment wrote"
-        if one.turns is not None and len(one.turns.rewards) != one.turns.numbers[-1] + 1:
-            return f"{len(one.turns.rewards)} rewards of {one.turns.numbers[-1] + 1} turns"
+        if one.turns is not None:
+            return "several turns, and a fleet has no environments"
         stopped = int(tokens[-1]) in sampling.stop_token_ids
         ended = stopped if one.finish_reason == "stop" else len(tokens) == sampling.max_tokens and not stopped
-        if one.turns is not None and one.finish_reason == "length":
-            ended = True  # by the limit of a turn, or before an observation without room
         if not ended or one.finish_reason not in ("stop", "length"):
             return f"a completion of {len(tokens)} tokens that ends with {one.finish_reason!r} and did not"
     return ""

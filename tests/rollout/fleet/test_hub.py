@@ -109,9 +109,9 @@ def test_wrong_weights_are_refused_by_name(hub):
         ({"logprobs": np.array([0, 0, 0, np.nan], np.float32)}, "log-probabilities that are positive or not finite"),
         ({"logprobs": np.array([0, 0, 0, 0.1], np.float32)}, "log-probabilities that are positive or not finite"),
         ({"finish_reason": "stop"}, "ends with 'stop' and did not"),
-        ({"turns": Turns(np.arange(4) == 2, np.ones(2, np.float32))}, "of tokens that an environment wrote"),
+        ({"turns": Turns(np.arange(4) == 2, np.ones(2, np.float32))}, "several turns, and a fleet has no environments"),
     ],
-    ids=["vocabulary", "lengths", "limit", "nan", "positive", "stop", "observed"],
+    ids=["vocabulary", "lengths", "limit", "nan", "positive", "stop", "turns"],
 )
 def test_what_is_no_group_of_the_request_is_refused(hub, change, reason):
     job = hub.begin(REQUEST, 0xAB, 3)
@@ -121,17 +121,6 @@ def test_what_is_no_group_of_the_request_is_refused(hub, change, reason):
         hub.complete("a", key(job, 0), [good, replace(bad, **change)])
     with pytest.raises(Refused, match="1 completions, not 2"):
         hub.complete("a", key(job, 0), [good])
-
-
-def test_a_turn_that_ran_into_its_own_limit_ends_a_conversation(hub):
-    job = hub.begin(REQUEST, 0xAB, 3)
-    lent(hub, "a")
-    turns = Turns(np.array([False, True, False]), np.ones(2, np.float32))
-    short = [
-        replace(one, tokens=one.tokens[:3], logprobs=np.float32([-1, 0, -1]), turns=turns)
-        for one in group_of(REQUEST, 0)
-    ]
-    assert hub.complete("a", key(job, 0), short)
 
 
 def test_results_of_an_earlier_request_are_late(hub):
