@@ -1,5 +1,6 @@
 """Tests run on eight virtual CPU devices, so that every sharding is exercised without an accelerator."""
 
+import collections
 import gc
 import json
 import os
@@ -30,6 +31,16 @@ from rpg_jax.runs import cli
 
 cli.keep_pages()
 gc.set_threshold(50_000)  # at 700 a tenth of the time goes to a search for garbage, of which tracing leaves little
+
+
+@pytest.hookimpl(trylast=True)  # after tests were deselected
+def pytest_collection_modifyitems(items):
+    """Puts files of whole runs first, then those with the most slow tests, so that no worker ends with a long file."""
+    slow, tests = collections.Counter(), collections.Counter()
+    for item in items:
+        tests[item.path] += 1
+        slow[item.path] += item.get_closest_marker("slow") is not None
+    items.sort(key=lambda i: (i.path.parent.name != "end_to_end", -slow[i.path], -tests[i.path], str(i.path)))
 
 
 def pytest_collection_finish():
