@@ -11,11 +11,10 @@ types="$(mktemp)"
 trap 'rm -f "$types"' EXIT
 .venv/bin/python -m mypy >"$types" 2>&1 &
 checker=$!
-# One worker more than CPUs: tests wait for processes, ports and deadlines. A file stays on one worker, because its tests share
-# fixtures, and files start in the order of tests/conftest.py: xdist's own begins with many tests, not with long ones.
-workers=$(($(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN) + 1))
+# tests/conftest.py says how many workers there are and in which order files start: xdist's own order begins with many tests, not
+# with long ones. A file stays on one worker, because its tests share fixtures.
 failed=0
-.venv/bin/python -m pytest -n "$workers" --dist loadfile --no-loadscope-reorder "$@" || failed=$?
+.venv/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder "$@" || failed=$?
 wait "$checker" || failed=$?
 cat "$types"
 exit "$failed"

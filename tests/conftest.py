@@ -33,6 +33,13 @@ cli.keep_pages()
 gc.set_threshold(50_000)  # at 700 a tenth of the time goes to a search for garbage, of which tracing leaves little
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """One worker more than CPUs: tests wait for processes, ports and deadlines."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return cpus + 1
+
+
 @pytest.hookimpl(trylast=True)  # after tests were deselected
 def pytest_collection_modifyitems(items):
     """Puts files of whole runs first, then those with the most slow tests, so that no worker ends with a long file."""
