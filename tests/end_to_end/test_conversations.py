@@ -15,7 +15,12 @@ NAMED = (*SETTINGS, "--config.run.name=r")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
-    [(), ("--config.rollout.driver=lockstep",), ("--config.rollout.max_staleness=1",)],
+    [
+        (),
+        ("--config.rollout.driver=lockstep",),
+        # The loss reads the sampler's bits, so no slot may be lent: as many slots as conversations.
+        ("--config.rollout.max_staleness=1", "--config.rollout.slots=32"),
+    ],
     ids=["orchestrator", "lockstep", "ahead"],
 )
 def test_a_run_killed_in_the_middle_of_conversations_ends_with_the_same_weights(shared, tmp_path, how):
