@@ -1,5 +1,6 @@
 """Tests run on eight virtual CPU devices, so that every sharding is exercised without an accelerator."""
 
+import collections
 import gc
 import json
 import os
@@ -23,10 +24,30 @@ os.environ["XLA_FLAGS"] = " ".join(
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # names of source lines take a quarter of lowering
 
+import jax
+from jax.experimental.compilation_cache import compilation_cache
+
 from rpg_jax.runs import cli
 
 cli.keep_pages()
 gc.set_threshold(50_000)  # at 700 a tenth of the time goes to a search for garbage, of which tracing leaves little
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers():
+    """One worker more than CPUs: tests wait for processes, ports and deadlines."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return cpus + 1
+
+
+@pytest.hookimpl(trylast=True)  # after tests were deselected
+def pytest_collection_modifyitems(items):
+    """Puts files of whole runs first, then those with the most slow tests, so that no worker ends with a long file."""
+    slow, tests = collections.Counter(), collections.Counter()
+    for item in items:
+        tests[item.path] += 1
+        slow[item.path] += item.get_closest_marker("slow") is not None
+    items.sort(key=lambda i: (i.path.parent.name != "end_to_end", -slow[i.path], -tests[i.path], str(i.path)))
 
 
 def pytest_collection_finish():
@@ -44,6 +65,16 @@ def shared(tmp_path_factory):
     folder = Path(os.environ.get("RPG_TEST_SHARED", folder))
     folder.mkdir(exist_ok=True)
     return folder
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compiled_once(shared):
+    """Workers, and the processes that they start, keep compiled programs in one folder."""
+    options = {"jax_compilation_cache_dir": str(shared / "cache"), "jax_persistent_cache_min_compile_time_secs": 0}
+    for name, value in options.items():
+        os.environ[name.upper()] = str(value)
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()  # modules may have compiled something
 
 
 @pytest.fixture(scope="session")

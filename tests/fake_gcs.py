@@ -37,7 +37,7 @@ class Fault:
     times: float = float("inf")
     methods: str = "GET POST PUT DELETE"
     path: str = ""
-    seconds: float = 0.2
+    seconds: float = 0.05
     seen: int = 0
 
     def hits(self, method: str, path: str) -> bool:
@@ -133,6 +133,7 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else a body waits 40 ms until the client has acknowledged the headers
     gcs: FakeGcs
     lagging = False
 

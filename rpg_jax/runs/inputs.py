@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable
@@ -39,7 +38,7 @@ def weights_beside_adapters(config: ConfigDict) -> str | None:
 
 def of_problems(problems: Iterable[data.Problem]) -> str:
     """The digest of problems, in their order."""
-    return _digest(repr(dataclasses.astuple(problem)) for problem in problems)
+    return _digest(repr(tuple(vars(problem).values())) for problem in problems)  # a tenth of the time of `astuple`
 
 
 def of_weights(folder: Path) -> str:

@@ -123,7 +123,8 @@ def use_compilation_cache(config: ConfigDict) -> None:
     Raises ValueError if that is neither a local path nor gs://BUCKET/FOLDER.
     """
     if config.run.compilation_cache and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        jax.config.update("jax_compilation_cache_dir", config.run.compilation_cache)
+        address = str(storage.absolute(config.run.compilation_cache))  # whichever folder the process moves to
+        jax.config.update("jax_compilation_cache_dir", address)
     address = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     if address and not storage.in_bucket(storage.absolute(address)):
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

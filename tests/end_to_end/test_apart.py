@@ -6,7 +6,6 @@ import shutil
 
 import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 from rpg_jax.rollout import weights_checksum
 from rpg_jax.runs import run_folder
@@ -18,19 +17,6 @@ from rpg_jax.runs.session import Session
 from tests.end_to_end import micro
 
 FOUR = {"rollout.devices": 4, "rollout.tensor": 2}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def compiled_once(tmp_path_factory):
-    options = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
-    before = {name: getattr(jax.config, name) for name in options}
-    for name, value in zip(options, (str(tmp_path_factory.mktemp("cache")), 0), strict=True):
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield
-    for name, value in before.items():
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
 
 
 def finished(runs, name, devices, changes):

@@ -89,8 +89,14 @@ def alone(warm, tmp_path_factory):
     return folder
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("processes", "driver"), [(4, "orchestrator"), (2, "lockstep")])
+@pytest.mark.parametrize(
+    ("processes", "driver"),  # every process compiles for itself
+    [
+        pytest.param(2, "orchestrator", marks=pytest.mark.slow),
+        pytest.param(2, "lockstep", marks=pytest.mark.soak),
+        pytest.param(4, "orchestrator", marks=pytest.mark.soak),
+    ],
+)
 def test_processes_train_as_one(alone, processes, driver):
     run(alone, processes, *LOGGED, f"--config.rollout.driver={driver}", f"--config.run.name={processes}-{driver}")
     assert_same_run(alone / "one", alone / f"{processes}-{driver}")

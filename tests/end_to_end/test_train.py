@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from rpg_jax import losses
+from rpg_jax import losses, train
 from rpg_jax.runs import cli, run_folder
 from rpg_jax.runs.resolve import resolve
 from tests.end_to_end import micro, whole_runs
@@ -217,7 +217,6 @@ def test_a_misspelt_field_is_one_line_that_names_the_right_one(shared, tmp_path)
     assert "'los.kl_coef'; did you mean loss.kl_coef?" in done.stderr
 
 
-@pytest.mark.slow  # a process that starts JAX
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
@@ -229,20 +228,20 @@ def test_a_misspelt_field_is_one_line_that_names_the_right_one(shared, tmp_path)
         ("kl_coef=3", "--config."),
     ],
 )
-def test_bad_values_are_one_line_with_the_fix(shared, tmp_path, override, expected):
-    done = run(shared, tmp_path, *override.split(), check=False)
-    assert done.returncode == 2 and done.stderr.strip().count("\n") == 0, done.stderr
-    assert expected in done.stderr
+def test_bad_values_are_one_line_with_the_fix(tmp_path, capsys, override, expected):
+    assert train.main([f"--config={MICRO}", f"--config.run.dir={tmp_path}", *override.split()]) == 2
+    said = capsys.readouterr().err
+    assert expected in said and said.strip().count("\n") == 0, said
 
 
-@pytest.mark.slow  # a process that starts JAX
-def test_a_named_run_with_another_config_is_refused_naming_the_field(shared, tmp_path):
+def test_a_named_run_with_another_config_is_refused_naming_the_field(tmp_path, capsys):
     config = micro.get_config()
-    config.run.dir, config.run.name, config.warm_start.dir = str(tmp_path), "r", f"{shared}/warm_starts"
+    config.run.dir, config.run.name = str(tmp_path), "r"
     run_folder.open_run(resolve(config), run_folder.of(config))
     (tmp_path / "r" / "metrics.jsonl").write_text('{"step": 1}\n')  # a run without a step is moved aside
-    done = run(shared, tmp_path, "--config.run.name=r", "--config.loss.kl_coef=0.5", check=False)
-    assert done.returncode == 2 and "loss.kl_coef was 0.0001, now 0.5" in done.stderr
+    flags = (f"--config.run.dir={tmp_path}", "--config.run.name=r", "--config.loss.kl_coef=0.5")
+    assert train.main([f"--config={MICRO}", *flags]) == 2
+    assert "loss.kl_coef was 0.0001, now 0.5" in capsys.readouterr().err
 
 
 def test_help_lists_every_field_with_its_meaning(shared, tmp_path):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rpg_jax import losses, reproduce
-from rpg_jax.reproduction import completion_laboratory, completion_page, completion_runs
+from rpg_jax.reproduction import completion_laboratory, completion_page, completion_runs, exact_tables
 from rpg_jax.reproduction.completion_estimators import (
     ESTIMATORS,
     exact_gradient,
@@ -160,8 +160,10 @@ def test_the_committed_page_gives_the_verdicts_of_completions_that_the_code_comp
 
 
 @pytest.mark.slow
-def test_the_laboratory_of_completions_writes_page_and_numbers(tmp_path):
+def test_the_laboratory_of_completions_writes_page_and_numbers(tmp_path, monkeypatch):
     """tests/reproduction/test_estimators.py has the page of both laboratories."""
+    few = dataclasses.replace(exact_tables.QUICK_SAMPLES, length=3, updates=32)
+    monkeypatch.setattr(exact_tables, "QUICK_SAMPLES", few)
     assert reproduce.main(["--table=completions", "--quick", f"--out={tmp_path}"]) == 0
     assert "sequence, weight W" in (tmp_path / "completions.md").read_text()
     assert list(tmp_path.glob("*completions.json"))

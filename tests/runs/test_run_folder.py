@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import pytest
 
 from configs import tiny
@@ -18,6 +19,17 @@ def test_a_run_older_than_a_field_says_which_and_what_to_do(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"older version, .* mesh\.replica, mesh\.fsdp.*versions\.json"):
         run_folder.read_config(tmp_path)
+
+
+def test_a_process_that_changes_its_folder_still_finds_its_compiled_programs(tmp_path, monkeypatch):
+    before = jax.config.jax_compilation_cache_dir
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    monkeypatch.chdir(tmp_path)
+    try:
+        run_folder.use_compilation_cache(tiny.get_config())
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "runs" / "compilation_cache")
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
 
 
 def test_a_folder_that_is_no_run_lists_those_that_are(tmp_path):

@@ -20,7 +20,7 @@ from rpg_jax.rollout import RolloutError
 from rpg_jax.rollout.jetstream import compat, orchestrator
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
 
-BATCHES = int(os.environ.get("RPG_STRESS_BATCHES", 1000))
+BATCHES = int(os.environ.get("RPG_STRESS_BATCHES", 300))
 CALLERS = 4
 STAGES = ("init_decode_state", "prefill", "insert", "generate", "release", "fetch")
 
