@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from rpg_jax import reproduce
-from rpg_jax.reproduction import estimator_page, exact_tables, laboratory
-from rpg_jax.reproduction.completion_laboratory import CompletionSettings
+from rpg_jax.reproduction import estimator_page, laboratory
 from rpg_jax.reproduction.estimators import CLIPS, COMPARATORS, KL_TERMS, converge, exact_gradient, moments, rpg
 from rpg_jax.reproduction.scenes import forward_kl_optimum, kl, make_scenes, reverse_kl_optimum
 
@@ -109,9 +108,7 @@ def test_a_verdict_needs_the_numbers_for_it():
 
 
 @pytest.mark.slow
-def test_the_command_writes_page_figure_and_numbers(tmp_path, capsys, monkeypatch):
-    few = dict(actions=2, length=3, prompts=2, end_prompts=1, end_steps=50, offline_steps=50)
-    monkeypatch.setattr(exact_tables, "QUICK_COMPLETIONS", CompletionSettings(**few))
+def test_the_command_writes_page_figure_and_numbers(tmp_path, capsys):
     assert reproduce.main(["--table=estimators", "--quick", f"--out={tmp_path}"]) == 0
     assert (tmp_path / "estimators.png").read_bytes().startswith(b"\x89PNG")
     assert "RPG-URKL" in (tmp_path / "estimators.json").read_text()
