@@ -40,7 +40,6 @@ def test_a_run_killed_in_the_middle_of_conversations_ends_with_the_same_weights(
 @pytest.mark.slow
 @pytest.mark.parametrize("driver", ["orchestrator", "lockstep"])
 def test_an_environment_that_hangs_dies_and_lies_is_counted_and_nothing_hangs(shared, tmp_path, driver):
-    run(shared, tmp_path, *NAMED, "--config.train.steps=1", "--config.run.name=warm")  # its warm start
     options = (MOODY, "--config.environment.deadline_seconds=3", f"--config.rollout.driver={driver}")
     run(shared, tmp_path, *NAMED, *options)
     lines = metrics(tmp_path / "r")
