@@ -14,6 +14,7 @@ from rpg_jax import evaluate, serve
 from rpg_jax.rollout.jetstream.compat import jetstream_pb2, jetstream_pb2_grpc
 from rpg_jax.runs import policy
 from tests import test_export
+from tests.modules import forget
 
 run = test_export.run
 
@@ -21,11 +22,7 @@ run = test_export.run
 @pytest.fixture
 def no_jetstream(monkeypatch):
     """JetStream is absent, and so is every module of ours that imports it."""
-    for name in [
-        name for name in sys.modules if name.startswith(("rpg_jax.rollout.jetstream", "rpg_jax.rollout.serving"))
-    ]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.delitem(sys.modules, "rpg_jax.runs.policy_server", raising=False)
+    forget(monkeypatch, "rpg_jax.rollout.jetstream", "rpg_jax.rollout.serving", "rpg_jax.runs.policy_server")
     monkeypatch.setitem(sys.modules, "jetstream", None)
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from rpg_jax import rollout
 from rpg_jax.rollout import driver
+from tests.modules import forget
 
 JETSTREAM = "rpg_jax.rollout.jetstream"
 
@@ -32,8 +33,7 @@ def test_without_jetstream_lockstep_takes_over_and_says_so_once(
 
 
 def test_jetstream_without_what_it_needs_is_one_line_with_the_fix(make, model, monkeypatch):
-    for name in [name for name in sys.modules if name.startswith((JETSTREAM, "seqio", "tiktoken"))]:
-        monkeypatch.delitem(sys.modules, name)
+    forget(monkeypatch, JETSTREAM, "seqio", "tiktoken")
     monkeypatch.setitem(sys.modules, "jetstream.core", None)
     with pytest.raises(ValueError, match=r"jetstream.*rpg_jax\[jetstream\].*rollout.driver=lockstep"):
         make("orchestrator", *model, slots=8)
