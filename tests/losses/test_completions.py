@@ -199,7 +199,7 @@ def test_both_estimators_of_a_reverse_divergence_agree_for_every_completion(dive
     np.testing.assert_allclose(*gradients, **EXACT)
 
 
-@pytest.mark.parametrize("divergence", DIVERGENCES)
+@pytest.mark.parametrize("divergence", [name for name in DIVERGENCES if DIVERGENCES[name].coefficients])
 def test_the_coefficients_are_those_of_the_gradient_weight(divergence):
     log_w, log_rho = jnp.asarray(np.random.default_rng(0).normal(0, 1, (2, 9)))
     a, b, c = DIVERGENCES[divergence].of_completions()
