@@ -64,6 +64,6 @@ def test_several_hosts_sample_ahead_of_training_through_a_fleet(tmp_path, monkey
 @pytest.mark.timeout(4 * 3600)
 def test_workers_that_are_killed_stopped_and_added_change_nothing(tmp_path):
     faulthandler.cancel_dump_traceback_later()  # pytest's, which ends a worker after 21 minutes
-    figures = chaos(tmp_path, steps=200, processes=2, seed=0, pause=(0.5, 4.0), patience=3 * 3600)
+    figures = chaos(tmp_path, steps=200, processes=2, seed=0, pause=(0.3, 2.0), patience=3 * 3600)
     print(figures)
     assert sum(figures["events"].values()) >= 40 and figures["differing"] == 0
