@@ -353,8 +353,9 @@ FIELDS = Section(
         steps=Field(100, "The number of steps.", "steps", range="[0, 1e9]"),
         updates_per_step=Field(2, "The mini-batches of a rollout batch, one update each.", "updates", range="[1, 1e5]"),
         epochs=Field(1, "The passes over a rollout batch.", range="[1, 1e4]"),
-        microbatch_size=Field(optional(int), "Rows of a forward and backward pass. Unset: one mini-batch.", "rows",
-            range="[1, 1e6]"),
+        microbatch_size=Field(optional(int), "Rows of a forward and backward pass. Unset: as many as fit the "
+            "memory of a device by arithmetic, and few enough that packed rows are full; where the memory is unknown "
+            "(CPU), a mini-batch.", "rows", range="[1, 1e6]"),
         packed_length=Field(optional(int), "The length of a row that several completions share. Unset: one completion "
             "a row, padded.", "tokens", range="[2, 1e7]"),
     ),

@@ -15,5 +15,4 @@ def get_config(variant: str = ""):
     c.model.size = "qwen2.5-7b"
     c.rollout.tensor = 4  # 3.8 GB of weights and one of the four key-value heads on a chip of 16 GB
     c.train.packed_length = 4096  # the longest row that fits a chip of 16 GB
-    c.train.microbatch_size = 64  # one row a chip on 64 chips
     return base.variant(c, variant)

@@ -14,5 +14,4 @@ def get_config(variant: str = ""):
     # Every chip gathers a layer's experts, 1.2 GB, for its own tokens. With an expert axis the tokens would travel
     # instead, each to eight experts: that is more bytes, and buffers must hold the worst imbalance.
     c.rollout.tensor = 4  # 15 GB of weights on a chip
-    c.train.microbatch_size = 64
     return base.variant(c, variant)

@@ -5,8 +5,8 @@ Command:   python -m rpg_jax.train --config=configs/qwen3_4b_2k.py --config.mode
              --config.method=RPG-REINFORCE-URKL
            The method brings the learning rate: 5e-7 for the REINFORCE estimators, 1e-6 for all others.
            model.size is there for `plan`, which then needs no weights.
-Hardware:  v5p:4x4x4, 0.6 days expected for 400 steps, with --config.train.microbatch_size=64; v5p:2x2x2 3.7 days,
-           v6e:4x4 2.6. docs/plan.md says what this rests on.
+Hardware:  v5p:4x4x4, 0.6 days expected for 400 steps; v5p:2x2x2 3.7 days, v6e:4x4 2.6.
+           docs/plan.md says what this rests on.
 Plan:      python -m rpg_jax.plan --config=configs/qwen3_4b_2k.py --topology=v5p:2x2x2
 """
 
@@ -33,7 +33,6 @@ def get_config(variant: str = ""):
     c.train.steps = 400
     c.train.updates_per_step = 16  # of 32 prompts each, all from one behaviour policy
     c.train.packed_length = 8192  # three to ten completions a row
-    c.train.microbatch_size = 16  # one row a chip on 16 chips, two rows on 8
 
     c.evaluation.k = 32
     c.checkpoint.every = 1  # updates take minutes, and those of a preempted step are done again

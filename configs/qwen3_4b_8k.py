@@ -2,8 +2,8 @@
 
 Command:   python -m rpg_jax.train --config=configs/qwen3_4b_8k.py --config.model.path=Qwen/Qwen3-4B \
              --config.method=RPG-REINFORCE-URKL
-Hardware:  v5p:4x4x4, 3.8 days expected for 400 steps, with --config.train.microbatch_size=64, one row a chip; v5p:2x2x2
-           27 days, v6e:4x4 25 days. docs/plan.md has memory and seconds.
+Hardware:  v5p:4x4x4, 3.8 days expected for 400 steps; v5p:2x2x2 27 days, v6e:4x4 25 days.
+           docs/plan.md has memory and seconds.
 """
 
 from configs import base, qwen3_4b_2k

@@ -24,6 +24,7 @@ from rpg_jax.runs.adapters import first_adapters, new_base
 from rpg_jax.runs.layout import Layout, make_layout, row_shape
 from rpg_jax.runs.learner import Learner, learner_programs, make_learner, policy_objective
 from rpg_jax.runs.resolve import resolve
+from rpg_jax.runs.training_memory import with_micro_batch
 from rpg_jax.training.state import TrainState
 from rpg_jax.training.step import Programs
 from rpg_jax.types import Batch, Rows
@@ -160,6 +161,7 @@ def chosen(arguments: argparse.Namespace, devices: Sequence[Any] | None = None, 
     if not preset and not (config.model.size or config.model.path):
         raise ValueError(f"{file} names no published model: set --config.model.size, or take a --preset")
     layout = make_layout(config, PRESETS[preset].model.vocab_size if preset else None, devices)
+    layout = with_micro_batch(layout)
     return Subject.of(preset or Path(file).stem, layout)
 
 

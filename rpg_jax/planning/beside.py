@@ -12,14 +12,14 @@ from ml_collections import ConfigDict
 from rpg_jax.planning import estimates, plan_figures
 from rpg_jax.planning.compiling import Program
 from rpg_jax.planning.lengths import Lengths
-from rpg_jax.planning.run_plan import resident, vocabulary, with_known_shapes
+from rpg_jax.planning.run_plan import layout_on, with_known_shapes
 from rpg_jax.planning.topologies import Topology
 from rpg_jax.rollout.footprint import bytes_on_a_device
 from rpg_jax.runs import memory
-from rpg_jax.runs.layout import make_layout
 from rpg_jax.runs.learner import make_learner
 from rpg_jax.runs.resolve import resolve
 from rpg_jax.runs.sampling_layout import make_decoding
+from rpg_jax.runs.training_memory import resident
 
 SAMPLING = frozenset({"prefill", "decode"})
 
@@ -84,8 +84,7 @@ def estimate(config: ConfigDict, topology: Topology, lengths: Lengths | None = N
       ValueError: no compiler for TPUs here, which knows the slices, or sizes that do not go together.
     """
     config = with_known_shapes(config)
-    place = topology.devices(), topology.host.devices(), topology.chip.hbm
-    layout = make_layout(config, vocabulary(config), *place)
+    layout = layout_on(config, topology)
     decoding, learner = make_decoding(layout), make_learner(layout)
     programs = estimates.programs(layout, decoding, resident(layout, learner, decoding))
     assumed = lengths or plan_figures.lengths_of(config)

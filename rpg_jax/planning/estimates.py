@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import jax
 
-from rpg_jax.models import QwenConfig
 from rpg_jax.models.sizes import parameter_count
 from rpg_jax.planning.compiling import Program
 from rpg_jax.planning.flops import forward_flops, token_flops, training_flops
 from rpg_jax.planning.hlo import Costs
 from rpg_jax.rollout import Decoding, footprint, prefill_shape
 from rpg_jax.runs import memory
-from rpg_jax.runs.layout import Layout, row_shape, rows_per_update
+from rpg_jax.runs.layout import Layout, row_shape
+from rpg_jax.runs.training_memory import bytes_of_a_number, own_peaks
 
 
 def programs(layout: Layout, decoding: Decoding, resident: dict[str, float]) -> dict[str, Program]:
     """The programs of a step with their operations, traffic and collectives; `resident` as for compiled programs.
 
     What is left out: activations that go to HBM and back between two products of a layer, copies, gaps in memory. The
-    peak of a training program has the activations that wait, the gradients, and one gathered layer. What remat=offload
-    sends to the host and back is not in the time.
+    peak of a training program is that of `own_peaks`. What remat=offload sends to the host and back is not in the time.
     """
     return {
         name: Program(name, 0, 0, 0, 0, resident[name], costs, costs.flops, 0.0, peak=peak)
@@ -32,14 +31,11 @@ def _training(layout: Layout) -> dict[str, tuple[Costs, float]]:
     c, model, shape, chips = layout.config, layout.model, row_shape(layout.config), layout.mesh.size
     sizes = {"rows": shape.rows, "length": shape.length, "predicted": shape.completion_length}
     weights, held = parameter_count(model), footprint.bytes_on_a_device(layout.abstract_trained)
-    frozen = 0 if layout.abstract_base is None else footprint.bytes_on_a_device(layout.abstract_base)
     summed = sum(4 * x.size for x in jax.tree.leaves(layout.trained_shapes))
-    width, layers = 2 if c.model.compute_dtype == "bfloat16" else 4, model.num_layers
+    width, layers = bytes_of_a_number(layout), model.num_layers
     split = layout.mesh.shape["fsdp"] > 1
     gathered = split * width * weights / layout.mesh.shape["tensor"]
     rows = shape.rows * shape.length / chips  # tokens of a chip
-    inputs = rows * layers * _kept(model, c.model.remat) * width
-    layer = 3 * width * weights / layers + 16 * rows * model.embed_dim * width
 
     def costs(flops: float, passes: int, *, gradients: bool = False) -> Costs:
         network = {"all-gather": passes * gathered, "reduce-scatter": gradients * split * summed}
@@ -47,26 +43,11 @@ def _training(layout: Layout) -> dict[str, tuple[Costs, float]]:
         traffic = passes * width * weights + 2 * passes * rows * layers * 16 * model.embed_dim * width
         return Costs(flops / chips, traffic, network, launches)
 
-    update = costs(training_flops(model, **sizes, remat=c.model.remat, frozen=frozen > 0), 3, gradients=True)
+    frozen = layout.lora is not None
+    update = costs(training_flops(model, **sizes, remat=c.model.remat, frozen=frozen), 3, gradients=True)
     forward = costs(forward_flops(model, **sizes), 1)
-    state, here = 3 * held, frozen + layer
-    found = {"log-probs": (forward, held + here)}
-    if shape.rows >= rows_per_update(c):
-        return {**found, "update": (update, state + held + inputs + here)}
-    return {
-        **found,
-        "start": (update, 2 * held + inputs + here),
-        "add": (update, 4 * held + inputs + here),
-        "apply": (Costs(0.0, 7 * held), state + held),
-    }
-
-
-def _kept(model: QwenConfig, remat: str) -> float:
-    """Activations of a token that wait in a layer for the backward pass."""
-    heads, pairs = model.num_heads * model.head_dim, 2 * model.num_kv_heads * model.head_dim
-    products = 2 * model.embed_dim + 2 * model.hidden_dim + heads + pairs
-    kept = {"full": 0, "offload": -model.embed_dim, "dots": products}
-    return model.embed_dim + kept.get(remat, products + 4 * model.embed_dim + model.hidden_dim + 2 * heads)
+    found = {"log-probs": forward, "update": update, "start": update, "add": update, "apply": Costs(0.0, 7 * held)}
+    return {name: (found[name], peak) for name, peak in own_peaks(layout).items()}
 
 
 def _sampling(layout: Layout, decoding: Decoding) -> dict[str, tuple[Costs, float]]:

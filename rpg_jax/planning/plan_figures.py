@@ -17,8 +17,8 @@ from rpg_jax.planning.topologies import Topology
 from rpg_jax.rollout import Decoding, footprint
 from rpg_jax.rollout.decoding import prompt_bucket, prompts_per_prefill
 from rpg_jax.runs import memory
-from rpg_jax.runs.algorithm import reference_rule
 from rpg_jax.runs.layout import Layout, row_shape
+from rpg_jax.runs.learner import reference_differs
 
 
 def lengths_of(config: ConfigDict, *, mean: float = 0, prompt: float = 0, spread: float = 0) -> Lengths:
@@ -110,8 +110,3 @@ def step_figures(
         "workers": likely.workers,
         "worker_chips": on.chip.one_host,
     }
-
-
-def reference_differs(config: ConfigDict) -> bool:
-    """Whether the reference may be another policy than the one that samples a step."""
-    return reference_rule(config).differs(config.train.updates_per_step * config.train.epochs)

@@ -11,15 +11,16 @@ from ml_collections import ConfigDict
 from rpg_jax.planning import lowering
 from rpg_jax.planning.compiling import Program, compile_program
 from rpg_jax.planning.lengths import Lengths
-from rpg_jax.planning.plan_figures import lengths_of, reference_differs, step_figures
+from rpg_jax.planning.plan_figures import lengths_of, step_figures
 from rpg_jax.planning.topologies import Topology
-from rpg_jax.rollout import Decoding, footprint
+from rpg_jax.rollout import Decoding
 from rpg_jax.runs import memory
 from rpg_jax.runs.experiment import make_stage, open_tokenizer
 from rpg_jax.runs.layout import Layout, make_layout, model_config, row_shape, rows_per_update
-from rpg_jax.runs.learner import Learner, learner_programs, make_learner, offloaded, policy_objective
+from rpg_jax.runs.learner import Learner, learner_programs, make_learner, policy_objective
 from rpg_jax.runs.problems import Task
 from rpg_jax.runs.sampling_layout import make_decoding
+from rpg_jax.runs.training_memory import resident, with_micro_batch
 
 
 def plan(
@@ -38,8 +39,8 @@ def plan(
             "each part as a slice: --programs=prefill,decode for the part that samples, --programs=log-probs,update "
             "(or log-probs,start,add,apply) for the one that trains"
         )
-    config, hbm = with_known_shapes(config), topology.chip.hbm
-    layout = make_layout(config, vocabulary(config), topology.devices(), topology.host.devices(), hbm)
+    config = with_known_shapes(config)
+    layout = layout_on(config, topology)
     learner, decoding = make_learner(layout), make_decoding(layout)
     held, programs = resident(layout, learner, decoding), {}
     cuts = config.rollout.top_p < 1 or config.rollout.top_k or config.rollout.min_p
@@ -51,6 +52,12 @@ def plan(
     if only or any(program.refused for program in programs.values()):
         return programs, {}
     return programs, step_figures(layout, decoding, programs, topology, lengths or lengths_of(config))
+
+
+def layout_on(config: ConfigDict, topology: Topology) -> Layout:
+    """The layout of a config on a slice, with the micro-batch that a run would take there."""
+    place = topology.devices(), topology.host.devices(), topology.chip.hbm
+    return with_micro_batch(make_layout(config, vocabulary(config), *place))
 
 
 def lowered_programs(layout: Layout, learner: Learner, decoding: Decoding) -> Iterator[lowering.Lowered]:
@@ -67,42 +74,12 @@ def lowered_programs(layout: Layout, learner: Learner, decoding: Decoding) -> It
     yield from lowering.sampling(layout.model, layout.graphdef, params, decoding, max_prompt_tokens=prompts)
 
 
-def resident(layout: Layout, learner: Learner, decoding: Decoding) -> dict[str, float]:
-    """Bytes on a chip that other owners hold while a program runs, by program.
-
-    The optimizer's state always stays, and so do frozen weights. A copy of the weights for decoding stays while the
-    trainer works. The cache stays while prompts are prefilled. A reference that differs from the policy is there for
-    its log-probs.
-    """
-    c, shape = layout.config, row_shape(layout.config)
-    weights = footprint.bytes_on_a_device(layout.abstract_trained)
-    frozen = 0 if layout.abstract_base is None else footprint.bytes_on_a_device(layout.abstract_base)
-    slots = footprint.bytes_on_a_device(learner.like) - weights  # without what waits on the host
-    params = memory.decoding_params(layout, decoding)
-    own = footprint.bytes_on_a_device(params) if memory.has_copy(layout, decoding) else 0
-    cache = footprint.cache_bytes(layout.model, decoding)
-    row = 4 * (3 * shape.length + 8 * shape.completion_length)
-    training = own + c.rollout.prompts_per_step * c.rollout.group_size * row / layout.mesh.size
-    stays = c.reference.resident and "reference" not in offloaded(c)
-    other = weights if stays or reference_differs(c) else 0
-    sampling = memory.held_while_sampling(layout, learner, decoding)
-    return {
-        "log-probs": training + slots + other,
-        "baseline": training + slots,
-        "start": training + slots,
-        "add": training + slots,
-        "apply": training + frozen,
-        "update": training,
-        "prefill": sampling + cache,
-        "decode": sampling,
-    }
-
-
 def smallest_change(config: ConfigDict, topology: Topology, programs: dict[str, Program]) -> dict[str, object] | None:
     """The first of `candidates` with which every program fits; None if there is none.
 
     Each candidate is compiled for the programs that did not fit.
     """
+    config = layout_on(with_known_shapes(config), topology).config
     failing = [name for name, p in programs.items() if not p.fits(topology.chip)]
     # A smaller micro-batch turns one update into three programs.
     only = [*failing, "start", "add", "apply"] if "update" in failing else failing

@@ -16,8 +16,7 @@ from rpg_jax.planning.lengths import Lengths
 from rpg_jax.planning.run_plan import with_known_shapes
 from rpg_jax.planning.topologies import Topology
 from rpg_jax.runs.layout import rows_per_update
-
-_TRUSTED = 0.8  # of a chip's memory for training: a compiler also needs room for what the arithmetic leaves out
+from rpg_jax.runs.training_memory import TRUSTED
 
 Change = Mapping[str, Any]
 
@@ -77,7 +76,7 @@ def _estimates(
         except ValueError:  # heads or rows that do not divide
             continue
         sampling = "rollout.tensor" in change  # whose slots leave room
-        room = topology.chip.hbm * (1 if sampling else _TRUSTED)
+        room = topology.chip.hbm * (1 if sampling else TRUSTED)
         if figures["peak/sampling" if sampling else "peak/training"] <= room:
             found.append((change, figures))
     return found

@@ -4,13 +4,11 @@ import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from ml_collections import ConfigDict
-
 from rpg_jax import data, models, rewards, rollout, storage
 from rpg_jax.runs.drift import Drift
 from rpg_jax.runs.experiment import Beat, Experiment, make_generator, make_rollout
 from rpg_jax.runs.layout import Layout, row_shape
-from rpg_jax.runs.learner import Learner, learner_programs, offloaded, policy_objective
+from rpg_jax.runs.learner import Learner, learner_programs, offloaded, policy_objective, reference_rule
 from rpg_jax.runs.resolve import loss_arguments, reward_arguments
 from rpg_jax.runs.rollout_files import RolloutFiles, token_numbers
 from rpg_jax.storage.snapshots import Snapshots
@@ -21,8 +19,6 @@ from rpg_jax.training.dynamic_sampling import DynamicSampling
 from rpg_jax.training.loop import Algorithm
 from rpg_jax.training.objective import advantages_fn
 from rpg_jax.training.reference import Reference
-from rpg_jax.training.reference_rules import Rule, make_rule
-from rpg_jax.types import Count
 
 
 def make_algorithm(
@@ -147,10 +143,3 @@ def make_reference(layout: Layout, folder: storage.Folder) -> Reference:
     if "reference" in offloaded(c):
         memory = "host"
     return Reference(reference_rule(c), snapshots=snapshots, like=layout.abstract_trained, memory=memory)
-
-
-def reference_rule(config: ConfigDict) -> Rule:
-    """When the config's reference moves."""
-    c = config.reference
-    every = Count.parse(c.every, "reference.every")
-    return make_rule(c.rule, every=every, kl_threshold=c.kl_threshold, kl_decay=c.kl_decay)

@@ -24,6 +24,7 @@ from rpg_jax.runs.layout import Layout, make_layout
 from rpg_jax.runs.problems import Task, encoder
 from rpg_jax.runs.resolve import environment_options, reward_arguments
 from rpg_jax.runs.sampling_layout import fitting_layout, make_decoding
+from rpg_jax.runs.training_memory import with_micro_batch
 from rpg_jax.training.generate import GroupGenerator
 from rpg_jax.types import Sampling
 
@@ -105,7 +106,8 @@ def open_experiment(
             task = task.opened(failing.enter_context(stage))
         tokenizer = open_tokenizer(config, task, run_dir)
         task, notes = (task.with_answers(config) if answers else task).encoded(tokenizer, config)
-        layout = (make_layout if train else fitting_layout)(config, tokenizer.vocab_size)
+        place = config, tokenizer.vocab_size
+        layout = with_micro_batch(make_layout(*place)) if train else fitting_layout(*place)
         failing.pop_all()  # from here on the experiment closes the stage
     return Experiment(layout, tokenizer, task, notes, stage)
 

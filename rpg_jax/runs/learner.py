@@ -1,4 +1,5 @@
-"""Makes from a config what updates weights: optimizer, learned baseline, the state's layout, the jitted programs."""
+"""Makes from a config what updates weights: optimizer, learned baseline, the state's layout, the jitted programs; and
+when the reference moves."""
 
 import dataclasses
 from typing import Any
@@ -11,6 +12,7 @@ from rpg_jax.runs.resolve import loss_arguments
 from rpg_jax.training.critic import Critic
 from rpg_jax.training.objective import Objective, mean_fn, policy_loss_fn
 from rpg_jax.training.optimizer import Optimizer, make_optimizer
+from rpg_jax.training.reference_rules import Rule, make_rule
 from rpg_jax.training.state import TrainState, abstract, create_state, state_shapes, state_shardings
 from rpg_jax.training.step import Programs, make_programs
 from rpg_jax.types import Count
@@ -104,6 +106,18 @@ def learner_programs(
         batch_sharding=layout.row_sharding,
         base=base,
     )
+
+
+def reference_rule(config: ConfigDict) -> Rule:
+    """When the config's reference moves."""
+    c = config.reference
+    every = Count.parse(c.every, "reference.every")
+    return make_rule(c.rule, every=every, kl_threshold=c.kl_threshold, kl_decay=c.kl_decay)
+
+
+def reference_differs(config: ConfigDict) -> bool:
+    """Whether the reference may be another policy than the one that samples a step."""
+    return reference_rule(config).differs(config.train.updates_per_step * config.train.epochs)
 
 
 def offloaded(config: ConfigDict) -> frozenset[str]:

@@ -10,6 +10,7 @@ from rich.console import Console
 from configs import qwen3_0p6b_gsm8k, qwen3_4b_8k
 from rpg_jax import plan, planning
 from rpg_jax.planning import estimates, printing, run_plan, search
+from rpg_jax.runs import training_memory
 from rpg_jax.runs.layout import make_layout
 from rpg_jax.runs.learner import make_learner
 from rpg_jax.runs.resolve import resolve
@@ -28,10 +29,10 @@ def devices(monkeypatch):
 def test_estimates_are_near_what_the_compiler_counted():
     """The compiled figures are those of docs/plan.md, of 16 slots and two rows a chip."""
     config = resolve(qwen3_4b_8k.get_config())
-    config.rollout.slots = 16
+    config.rollout.slots, config.train.microbatch_size = 16, 16
     layout = make_layout(config, None, SLICE.devices(), SLICE.host.devices(), SLICE.chip.hbm)
     decoding, learner = make_decoding(layout), make_learner(layout)
-    found = estimates.programs(layout, decoding, run_plan.resident(layout, learner, decoding))
+    found = estimates.programs(layout, decoding, training_memory.resident(layout, learner, decoding))
     decode = found["decode"]
     assert decode.hbm == pytest.approx(30.3 * GIB, rel=0.02)
     assert decode.costs.bytes == pytest.approx(27.3e9, rel=0.06)
