@@ -14,7 +14,8 @@ def local_folder(address: str | Path, *, weights: bool = True) -> Path:
     """The folder in Hugging Face layout at `address`: a local folder itself, or a copy that is kept on this host.
 
     Args:
-      address: a local path; gs://BUCKET/FOLDER; or OWNER/NAME on the hub, if there is no local folder of that name.
+      address: a local path; configs/NAME, a model that comes with the code; gs://BUCKET/FOLDER; or OWNER/NAME on the
+        hub, if there is no local folder of that name.
       weights: False fetches only config and tokenizer.
 
     Raises:
@@ -24,6 +25,8 @@ def local_folder(address: str | Path, *, weights: bool = True) -> Path:
     text, wanted = str(address), _DESCRIPTION + _WEIGHTS * weights
     if storage.in_bucket(text):
         return storage.local_copy(text, wanted)
+    if not Path(address).exists() and (shipped := _shipped(text)):
+        return shipped
     if Path(address).exists() or not _ON_HUB.fullmatch(text):
         storage.local(address)
         return Path(address)
@@ -37,3 +40,10 @@ def local_folder(address: str | Path, *, weights: bool = True) -> Path:
             f"{' '.join(str(error).split())[:200]}. Fetch it where there is a network: hf download {text} "
             f"--local-dir {text.rpartition('/')[2].lower()}"
         ) from error
+
+
+def _shipped(address: str) -> Path | None:
+    """A small model in configs/, which is beside the package in a checkout and in it in a wheel; None without one."""
+    package = Path(__file__).resolve().parents[1]
+    found = (home / address for home in (package.parent, package) if address.startswith("configs/"))
+    return next((folder for folder in found if (folder / "config.json").exists()), None)

@@ -28,6 +28,15 @@ def test_a_local_folder_is_itself_even_where_the_hub_might_have_its_name(hub, tm
     assert not hub
 
 
+def test_a_model_that_comes_with_the_code_is_found_from_any_folder(hub, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shipped = models.local_folder("configs/chains_start")
+    assert (shipped / "model.safetensors").stat().st_size < 300_000 and not hub
+    (tmp_path / "configs/chains_start").mkdir(parents=True)
+    assert str(models.local_folder("configs/chains_start")) == "configs/chains_start", "the user's own comes first"
+    assert models.local_folder("configs/none") == tmp_path / "snapshot", "a name on the hub"
+
+
 def test_the_hub_is_asked_for_safetensors_and_never_for_pickles(hub, tmp_path):
     assert models.local_folder("Qwen/Qwen3-4B") == tmp_path / "snapshot"
     models.local_folder("Qwen/Qwen3-4B", weights=False)
