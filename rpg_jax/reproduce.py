@@ -4,6 +4,7 @@
   python -m rpg_jax.reproduce --table=small --methods=DAPO,RPG-REINFORCE-URKL --seeds=3
   python -m rpg_jax.reproduce --table=small -- --config.train.steps=200     (what follows -- goes to every run)
   python -m rpg_jax.reproduce --table=small --from-data     (the page from the numbers that come with the code)
+  python -m rpg_jax.reproduce --table=reasoning --with-data --methods=RLOO     (one more row beside those numbers)
   python -m rpg_jax.reproduce --sweep optimizer.learning_rate=1e-4,3e-4 --methods=GRPO,RPG-REINFORCE-URKL --seeds=3
 
 The folder --out receives each table's page, figures and numbers in a folder of the table's name. It also receives the
@@ -79,6 +80,9 @@ def _parser() -> cli.Parser:
     parser.add_argument("--rates", type=Path, metavar="DATA", help="choose rates by the numbers of this sweep or table")
     parser.add_argument("--noscan", dest="scan", action="store_false", help="the config's learning rate in every row")
     parser.add_argument("--from-data", nargs="?", const=Path(), type=Path, metavar="DATA", help="page without runs")
+    parser.add_argument(
+        "--with-data", nargs="?", const=Path(), type=Path, metavar="DATA", help="add to these runs; repeat none of them"
+    )
     parser.add_argument("--out", type=Path, default=Path("reproduction"), help="folder (default: %(default)s)")
     parser.add_argument("--quick", action="store_true", help="a look, not a result: fewer rows, seeds and steps")
     return parser

@@ -8,6 +8,9 @@ from typing import Any, NamedTuple
 
 from rpg_jax.storage.json_files import read_if_there
 
+INPUTS = "inputs.json"
+START = "weights before the first step"  # in INPUTS
+
 
 class Line(NamedTuple):
     """A line of a JSON-lines file: its object, and its bytes without the line break."""
@@ -70,6 +73,11 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def read_versions(run_dir: Path) -> dict[str, Any]:
     """Reads the commit, the packages and the machine of the run; {} if the run ended before it wrote them."""
     return read_if_there(run_dir / "versions.json")
+
+
+def read_start(run_dir: Path) -> str:
+    """Reads the checksum of the weights before the first step; "" if the run did not write it."""
+    return read_if_there(run_dir / INPUTS).get(START, "")
 
 
 def series(records: Iterable[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:

@@ -24,15 +24,17 @@ def asked(options: argparse.Namespace, extra: Sequence[str], command: str) -> tu
         raise ValueError(f"give either --table or --sweep; the tables are {', '.join(TABLES)}")
     if options.sweep:
         methods = [method.strip() for method in options.methods.split(",")] if options.methods else []
+        if options.rates or options.with_data:
+            raise ValueError("--rates and --with-data are for tables: a sweep has its own values")
         name, table = sweep_table(options.config or SMALL_CONFIG, methods, options.sweep)
-        if options.rates:
-            raise ValueError("--rates is for tables: a sweep has its own values")
     else:
         name, table = options.table, TABLES[options.table]
         if options.config:
             raise ValueError(f"--config is for sweeps; --table={name} has {table.config}")
         rows = table.named(options.methods) if options.methods else None
         table = table.only(rows or (run_tables.quick_rows(table) if options.quick else list(table.rows)))
+    if options.with_data and (options.rates or options.quick or not options.scan):
+        raise ValueError("--with-data keeps the rates of the kept rows: leave out --rates, --quick and --noscan")
     if options.quick:
         extra = [f"--config.train.steps={run_tables.QUICK_STEPS}", *extra]
     job = Job(
@@ -43,6 +45,7 @@ def asked(options: argparse.Namespace, extra: Sequence[str], command: str) -> tu
         command,
         options.scan and not options.quick,
         options.rates,
+        _kept(options.with_data, name),
     )
     return name, table, job
 
@@ -53,14 +56,20 @@ def data_file(options: argparse.Namespace, extra: Sequence[str]) -> Path:
     Raises:
       ValueError: an option that only runs take, or neither a table nor a file.
     """
-    runs_only = ("sweep", "config", "methods", "seeds", "jobs", "rates", "quick")
-    if given := [f"--{name}" for name in runs_only if getattr(options, name)] + [*options.overrides, *extra]:
+    runs_only = ("sweep", "config", "methods", "seeds", "jobs", "rates", "with_data", "quick")
+    given = [f"--{name.replace('_', '-')}" for name in runs_only if getattr(options, name)]
+    if given := [*given, *options.overrides, *extra]:
         raise ValueError(f"--from-data makes the page of the runs as they were: leave out {', '.join(given)}")
     if options.from_data != Path():
         return options.from_data
     if not options.table:
         raise ValueError("--from-data needs --table, or a file as --from-data=NAME.json.gz")
     return run_tables.DATA / f"{options.table}.json.gz"
+
+
+def _kept(given: Path | None, name: str) -> Path | None:
+    """The file of `--with-data`: the one given, else the table's own."""
+    return run_tables.DATA / f"{name}.json.gz" if given == Path() else given
 
 
 def objective(options: argparse.Namespace, extra: Sequence[str]) -> Path:

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rpg_jax.report.run_files import flat, read_config, read_metrics, read_versions
+from rpg_jax.report.run_files import flat, read_config, read_metrics, read_start, read_versions
 from rpg_jax.reproduction.results import DYNAMICS, Record, Results, Run
 from rpg_jax.reproduction.table import Cell, Table
 from rpg_jax.storage import write_atomically
@@ -36,7 +36,7 @@ def collect(cells: Sequence[Cell], out: Path, columns: Sequence[str] = COLUMNS, 
             {key: _rounded(v) for key, v in record.items() if key in ("step", *columns) or evaluated and _of_set(key)}
             for record in read_metrics(folder)
         ]
-        runs.append(Run(cell.row, cell.seed, cell.name, config, versions, records))
+        runs.append(Run(cell.row, cell.seed, cell.name, config, versions, records, read_start(folder)))
     return runs
 
 
@@ -82,6 +82,7 @@ def _packed(results: Results) -> dict[str, Any]:
             versions.append(run.versions)
         own = {key: value for key, value in run.config.items() if key not in common}
         about = {"row": run.row, "seed": run.seed, "name": run.name, "versions": versions.index(run.versions)}
+        about |= {"start": run.start} if run.start else {}
         runs.append({**about, "config": own, "metrics": _columns(run.records)})
     return {
         "name": results.name,
@@ -103,7 +104,8 @@ def _unpacked(packed: Mapping[str, Any]) -> Results:
     runs = []
     for run in packed["runs"]:
         config, versions = {**packed["config"], **run["config"]}, packed["versions"][run["versions"]]
-        runs.append(Run(run["row"], run["seed"], run["name"], config, versions, _records(run["metrics"])))
+        about_run = run["row"], run["seed"], run["name"], config, versions
+        runs.append(Run(*about_run, _records(run["metrics"]), run.get("start", "")))
     return Results(
         packed["name"],
         Table(**about),

@@ -36,6 +36,7 @@ class Run:
       config: the resolved config by dotted names, without the fields that say where files lie.
       versions: commit, packages, Python and devices.
       records: one for each step, from step 0, with the metrics that the page needs.
+      start: checksum of the weights before the first step; "" if unknown.
     """
 
     row: str
@@ -44,6 +45,7 @@ class Run:
     config: Mapping[str, Any]
     versions: Mapping[str, Any]
     records: Sequence[Record]
+    start: str = ""
 
     @property
     def trained(self) -> list[Record]:

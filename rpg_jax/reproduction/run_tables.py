@@ -11,11 +11,12 @@ from pathlib import Path
 
 import jax
 
-from rpg_jax.reproduction import choice, result_files, sweep, table_page
+from rpg_jax.reproduction import choice, kept_runs, result_files, sweep, table_page
 from rpg_jax.reproduction.bars import progress_bars
 from rpg_jax.reproduction.cells import run_cells, steps_of
 from rpg_jax.reproduction.results import Results
 from rpg_jax.reproduction.table import LEARNING_RATE, Cell, Table
+from rpg_jax.reproduction.tables import TABLES
 from rpg_jax.runs import config_files
 
 SEEDS, QUICK_SEEDS, QUICK_STEPS = 5, 2, 20
@@ -37,6 +38,7 @@ class Job:
       command: what the page names as its origin.
       scan: whether a table's own scan chooses the learning rates; if not, rows have the config's.
       rates: data of a table or of a sweep whose runs choose the learning rates instead.
+      kept: data of the same table, whose runs are not repeated and are on the page too.
     """
 
     out: Path
@@ -46,22 +48,29 @@ class Job:
     command: str = ""
     scan: bool = True
     rates: Path | None = None
+    kept: Path | None = None
 
 
 def make_table(name: str, table: Table, job: Job) -> tuple[Path, dict[str, Path]]:
     """Runs a table; returns its page and the logs of the runs that failed.
 
     Raises:
-      ValueError: a run would be refused, a seed is both reported and chosen with, `job.rates` lacks a row, or no run
-        has a score.
+      ValueError: a run would be refused, a seed is both reported and chosen with, `job.rates` lacks a row, the runs of
+        `job.kept` do not go with the others, or no run has a score.
     """
     jax.config.update("jax_platforms", "cpu")  # of this process: the accelerator belongs to the runs
     sweep.check(table, job.extra)
-    scan, failed = _scan(name, table, job)
-    at_rates = table.with_settings(choice.best_values(scan)) if scan else table
-    cells = at_rates.cells(job.seeds)
+    kept = result_files.load(job.kept) if job.kept else None
+    if kept:
+        kept_runs.check(kept, name, table, job.extra)
+    scan, failed = _scan(name, table, job, kept.scan if kept else None)
+    chosen = {row: values for row, values in choice.best_values(scan).items() if row in table.rows} if scan else None
+    at_rates = table if chosen is None else table.with_settings(chosen)
+    cells = kept_runs.missing(at_rates.cells(job.seeds), kept)
     failed |= _run(cells, job)
     results = Results(name, table, result_files.collect(cells, job.out), *_about(job), scan)
+    if kept:
+        results = kept_runs.together(kept, results, list(TABLES[name].rows))
     if not any(run.scores() for run in results.runs):
         raise ValueError(f"{job.out / 'runs'} has no evaluated run of this table: look at {job.out / 'logs'}")
     data = job.out / name / f"{name}.json.gz"
@@ -108,7 +117,7 @@ def scan_from(data: Results, table: Table, extra: Sequence[str]) -> Results:
     return dataclasses.replace(found, table=scanned, runs=runs, scan=None)
 
 
-def _scan(name: str, table: Table, job: Job) -> tuple[Results | None, dict[str, Path]]:
+def _scan(name: str, table: Table, job: Job, kept: Results | None) -> tuple[Results | None, dict[str, Path]]:
     """The runs that choose the learning rates, and the logs of those that failed; None without such runs."""
     if job.rates is not None:
         given = scan_from(result_files.load(job.rates), table, job.extra)
@@ -118,10 +127,11 @@ def _scan(name: str, table: Table, job: Job) -> tuple[Results | None, dict[str, 
         return None, {}
     _check_seeds(table.scan_seeds, job.seeds)
     scanned = table.scan()
-    cells = scanned.cells(table.scan_seeds)
+    cells = kept_runs.missing(scanned.cells(table.scan_seeds), kept)
     failed = _run(cells, job)
     runs = result_files.collect(cells, job.out, result_files.SCAN_COLUMNS, evaluated=False)
-    return Results(f"{name}-scan", scanned, runs, *_about(job)), failed
+    scan = Results(f"{name}-scan", scanned, runs, *_about(job))
+    return (kept_runs.together(kept, scan, list(TABLES[name].scan().rows)) if kept else scan), failed
 
 
 def _about(job: Job) -> tuple[str, str, tuple[str, ...]]:
@@ -140,6 +150,8 @@ def _check_seeds(chosen_with: Collection[int], reported: Collection[int]) -> Non
 
 def _run(cells: Sequence[Cell], job: Job) -> dict[str, Path]:
     """Runs the cells that have not ended, with a bar; returns the logs of those that failed."""
+    if not cells:
+        return {}
     with progress_bars() as progress:
         bar = progress.add_task(f"0/{len(cells)} runs", total=None)
         printed = time.monotonic()

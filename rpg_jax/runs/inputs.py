@@ -11,10 +11,9 @@ from ml_collections import ConfigDict
 
 from rpg_jax import data, models
 from rpg_jax.parallel import hosts
+from rpg_jax.report.run_files import INPUTS, START
 from rpg_jax.runs.experiment import Experiment
 from rpg_jax.storage import json_files, write_atomically
-
-FILE = "inputs.json"
 
 
 def digests(experiment: Experiment) -> dict[str, str]:
@@ -61,7 +60,7 @@ def check(experiment: Experiment, folder: Path, *, begins: bool) -> None:
         loaded are not compared.
     """
     found = digests(experiment)
-    known = json_files.read_if_there(folder / FILE) if hosts.is_first() and not begins else {}
+    known = json_files.read_if_there(folder / INPUTS) if hosts.is_first() and not begins else {}
     known = json.loads(hosts.all_gather_bytes(json.dumps(known or found).encode())[0])
     if changed := [name for name, digest in found.items() if known.get(name, digest) != digest]:
         raise ValueError(
@@ -69,7 +68,17 @@ def check(experiment: Experiment, folder: Path, *, begins: bool) -> None:
             "another --config.run.name"
         )
     if begins and hosts.is_first():
-        write_atomically(folder / FILE, json.dumps(found, indent=2, sort_keys=True) + "\n")
+        write_atomically(folder / INPUTS, json.dumps(found, indent=2, sort_keys=True) + "\n")
+
+
+def note_start(folder: Path, checksum: int) -> None:
+    """Adds the checksum of the weights that training starts from, of the frozen ones beside adapters, to `INPUTS`.
+
+    Warm starts by one recipe differ from machine to machine, and runs are compared from one start.
+    """
+    if hosts.is_first():
+        known = json_files.read_if_there(folder / INPUTS) | {START: f"{checksum:016x}"}
+        write_atomically(folder / INPUTS, json.dumps(known, indent=2, sort_keys=True) + "\n")
 
 
 def _digest(texts: Iterable[str]) -> str:

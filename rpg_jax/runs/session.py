@@ -89,6 +89,8 @@ class Session:
         closing.callback(rollout.close)
         if new and config.warm_start.enabled and base is None:
             params = warm_started(experiment, params, rollout, *started[1:])
+        if new:
+            inputs.note_start(folder.files, weights_checksum(params if base is None else base.weights))
         journaled = self.keeper.journaled(experiment.layout, rollout)
         self.algorithm = make_algorithm(experiment, learner, journaled, scorer, folder, self.watchdog.beat, base)
         closing.callback(self.algorithm.collector.close)

@@ -14,15 +14,28 @@ def leave_a_run() -> Callable[..., None]:
     """Writes a run folder as training leaves it, in miniature."""
 
     def leave(
-        folder: Path, accuracy: float, *, steps=3, of=3, groups=4, gain=0.0, rule="every", commit="", **metrics: float
+        folder: Path,
+        accuracy: float,
+        *,
+        steps=3,
+        of=3,
+        groups=4,
+        gain=0.0,
+        rule="every",
+        commit="",
+        start="",
+        **metrics: float,
     ):
         """`steps` of `of` steps, each of `groups` groups of two completions; accuracy gains `gain` in each."""
         folder.mkdir(parents=True)
         if commit:
             versions = {"commit": commit, "packages": {"jax": "0.10.2"}, "devices": "1 x cpu", "command": ["/a/path"]}
             (folder / "versions.json").write_text(json.dumps(versions))
+        if start:
+            (folder / "inputs.json").write_text(json.dumps({"weights before the first step": start}))
         config = {
             "train": {"steps": of},
+            "warm_start": {"enabled": True},
             "evaluation": {"k": 2},
             "optimizer": {"learning_rate": 1e-4},
             "run": {"dir": str(folder.parent)},
