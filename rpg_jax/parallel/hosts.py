@@ -63,6 +63,29 @@ def all_gather_bytes(value: bytes) -> list[bytes]:
     return _over_devices(value, [len(one) - 1 if one.startswith(b"v") else int(one[1:]) for one in said])
 
 
+class SharedCounter:
+    """0, 1, 2, …: each `draw`, by any thread of any process, gets a number that no other draw gets.
+
+    To make one is a collective, but waits for nobody. When the next one is made, all processes have called another
+    collective since their last draw: then the first process deletes this one's number.
+    """
+
+    def __init__(self):
+        self._key, self._alone = f"rpg_jax/{next(_calls)}/drawn", itertools.count()
+        if is_first() and _drawn:
+            _service().key_value_delete(_drawn.pop())
+        if is_first() and jax.process_count() > 1:
+            _drawn.append(self._key)
+
+    def draw(self) -> int:
+        if jax.process_count() == 1:
+            return next(self._alone)
+        return _service().key_value_increment(self._key, 1) - 1
+
+
+_drawn: list[str] = []  # the key of the last counter
+
+
 def pmax(value: int) -> int:
     """The largest `value` of any process."""
     return value if jax.process_count() == 1 else max(map(int, _exchanged(b"%d" % value)))
@@ -106,14 +129,6 @@ def share(items: Sequence[T]) -> list[T]:
     Neighbours are often alike (long prompts, say), and this spreads them over the processes. Not a collective.
     """
     return list(items[jax.process_index() :: jax.process_count()])
-
-
-def interleave(shares: Sequence[Sequence[T]]) -> list[T]:
-    """The items in their first order, from the `share` of every process. Not a collective."""
-    items: list[Any] = [None] * sum(map(len, shares))
-    for process, own in enumerate(shares):
-        items[process :: len(shares)] = own
-    return items
 
 
 def placed(rows: Tree, sharding: jax.sharding.Sharding) -> Tree:

@@ -26,7 +26,13 @@ DISPATCH_SECONDS = 3e-3
 spends 1.4 ms of host time on a decode step of Qwen3-8B on v6e-8 (marin-community/marin#6229)."""
 
 CORRELATION = 0.5
-"""Correlation between the work of two completions of one prompt. It decides how unequal the shares of the hosts are."""
+"""Correlation between the work of two completions of one prompt. It decides how unequal the hosts are."""
+
+LONGEST_FIRST = 0.3
+"""Share of the wait for the last host that is left where the prompts with the longest completions begin first. That is
+so from the second pass over the prompts on. Simulated: 16 hosts of 240 slots, 1,536 groups of 16, lengths as below, the
+mean length of a group known to 15 %; without that order the last host is 4 % longer at work than the mean one, with it
+1.2 %."""
 
 PACKING = 0.98
 """Share of a packed row that is filled. Simulated: first-fit decreasing over 512 completions of a gamma distribution

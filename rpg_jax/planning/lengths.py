@@ -55,14 +55,22 @@ def decode_steps(completions: float, lengths: Lengths, slots: float) -> float:
     return lengths.mean * max(0.0, completions - slots) / slots + lengths.longest
 
 
-def imbalance(hosts: int, prompts: float, group: int, spread: float, correlation: float) -> float:
-    """The largest share of work of `hosts`, over the mean share: each has `prompts` groups of its own.
+def imbalance(hosts: int, prompts: float, group: int, slots: float, spread: float, correlation: float) -> float:
+    """The work of the host that ends last, over the mean work: `hosts` take groups from one list, as they have room.
 
-    A completion's work goes with the square of its length, whose coefficient of variation is about 2c. A host's share
-    of P groups of G completions then has 2c √((ρ + (1 - ρ) / G) / P). The largest of H normal shares is
-    Φ⁻¹((H - 0.375) / (H + 0.25)) standard deviations above the mean (Blom, 1958).
+    A completion's work goes with the square of its length, whose coefficient of variation is about 2c. P groups of G
+    completions then have 2c √((ρ + (1 - ρ) / G) / P). The largest of H normal sums is Φ⁻¹((H - 0.375) / (H + 0.25))
+    standard deviations above the mean (Blom, 1958). When the list is empty, a host has what is in its slots, groups
+    that are slots / GP of its work: what it began before evens out.
+
+    Args:
+      hosts: H, decoding meshes.
+      prompts: P, groups of a host in the mean.
+      slots: of a host.
+      correlation: ρ, between the work of completions of a group.
     """
     if hosts == 1:
         return 1.0
-    deviation = 2 * spread * math.sqrt((correlation + (1 - correlation) / group) / prompts)
-    return 1 + deviation * statistics.NormalDist().inv_cdf((hosts - 0.375) / (hosts + 0.25))
+    last = min(prompts, slots / group)
+    deviation = 2 * spread * math.sqrt((correlation + (1 - correlation) / group) / last)
+    return 1 + last / prompts * deviation * statistics.NormalDist().inv_cdf((hosts - 0.375) / (hosts + 0.25))

@@ -27,7 +27,7 @@ class Work:
       trained: groups that are trained on.
       group_size: completions of a prompt.
       lengths: of prompts and completions.
-      meshes: decoding meshes, each with its share of the prompts.
+      meshes: decoding meshes, which take prompts from one list.
       prefill_prompts: prompts of mean length in a dispatch of prefill.
       updates: mini-batches.
       epochs: passes over them.
@@ -98,10 +98,10 @@ def bound(work: Work, step: DecodeStep, programs: Mapping[str, Program], model: 
 
 def expected(work: Work, step: DecodeStep, programs: Mapping[str, Program], on: Topology) -> Phases:
     """Seconds of the phases at the efficiencies of `efficiency`: whole micro-batches and dispatches, a latency for each
-    collective, slots that empty in the end, and all hosts waiting for the one with the longest completions."""
+    collective, slots that empty in the end, and hosts that wait for the last one."""
     chip, own, lengths = on.chip, work.prompts / work.meshes, work.lengths
     seconds = {name: _run(program, work).expected(chip) for name, program in programs.items()}
-    share = imbalance(work.meshes, own, work.group_size, lengths.spread, efficiency.CORRELATION)
+    share = imbalance(work.meshes, own, work.group_size, step.slots, lengths.spread, efficiency.CORRELATION)
     decode = decode_expected(step, own * work.group_size, lengths, chip)
     batches = work.micro_batches * work.updates
     if "update" in seconds:
@@ -112,7 +112,7 @@ def expected(work: Work, step: DecodeStep, programs: Mapping[str, Program], on: 
     phases = {
         "prefill": math.ceil(own / work.prefill_prompts) * seconds["prefill"],
         **{f"decode: {part}": value for part, value in decode.items()},
-        "decode: spread over hosts": (share - 1) * sum(decode.values()),
+        "decode: spread over hosts": efficiency.LONGEST_FIRST * (share - 1) * sum(decode.values()),
         "log-probs": work.passes * batches * seconds["log-probs"],
         "update": work.epochs * update,
     }
@@ -188,9 +188,6 @@ def suggestions(
         int8 = (1 + 4 / head_dim) / 2  # a byte for two, and an f32 scale for each head
         tried = dataclasses.replace(step, cached=int8 * step.cached)
         found["rollout.int8_kv=True, with loss.sampler_correction"] = expected(work, tried, programs, on).total
-    waiting = now.seconds["decode: spread over hosts"]
-    if waiting:
-        found["hosts that take groups as they are free, not a fixed share"] = now.total - waiting
     needed = math.ceil(work.trained / UNKNOWN_SHARE)
     if work.prompts > needed:
         tried_work = dataclasses.replace(work, prompts=needed)

@@ -8,8 +8,11 @@ from rpg_jax.rollout.driver import LOCAL_DRIVERS as LOCAL_DRIVERS
 from rpg_jax.rollout.driver import find_driver as find_driver
 from rpg_jax.rollout.driver import make_rollout as make_rollout
 from rpg_jax.rollout.engine import QwenEngine as QwenEngine
+from rpg_jax.rollout.interface import Feedable as Feedable
 from rpg_jax.rollout.interface import Request as Request
 from rpg_jax.rollout.interface import Rollout as Rollout
+from rpg_jax.rollout.interface import Split as Split
+from rpg_jax.rollout.shared import SharedRollout as SharedRollout
 from rpg_jax.rollout.weights import RolloutError as RolloutError
 from rpg_jax.rollout.weights import Staged as Staged
 from rpg_jax.rollout.weights import Weights as Weights

@@ -1,7 +1,7 @@
 """The host's side of a rollout: it plans which prompts are prefilled together, and collects the completions."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -57,19 +57,15 @@ class Finish:
 
 
 class Planner:
-    """Turns requests into rows and chunks, and complete rows into completions; learns which prompts take long."""
+    """Turns requests into rows and chunks, and complete rows into completions."""
 
     def __init__(self, engine: QwenEngine):
         self._vocab_size, self._decoding = engine.config.vocab_size, engine.decoding
-        self._expected: dict[int, float] = {}
 
     def plan(self, request: Request) -> tuple[list[list[Row]], list[Chunk]]:
-        """Rows [P][G] in the order of the prompts, and chunks in the order in which they should run.
+        """Rows [P][G] in the order of the prompts, and chunks in the request's order.
 
         A prompt that is done has no rows, but its place in a chunk; a chunk without rows is left out.
-
-        Prompts with the longest completions so far, on average, come first, then the longest prompts. If only some
-        groups are wanted (`enough`), earlier completions do not count.
 
         Raises:
           ValueError: the engine cannot serve the request.
@@ -82,8 +78,7 @@ class Planner:
             ]
             for place, prompt in enumerate(request.prompts)
         ]
-        order = _longest_first(request, self._expected if request.enough is None else {})
-        return groups, self._chunks(request.prompts, order, groups)
+        return groups, self._chunks(request.prompts, request.order, groups)
 
     def completions(self, request: Request, groups: Sequence[Sequence[Row]], version: int) -> list[list[Completion]]:
         """The completions of complete rows that began under weights of `version`; [] for each group that
@@ -109,9 +104,6 @@ class Planner:
                         f"completion {index} of prompt {prompt_id} at step {step} has non-finite log-probabilities: "
                         f"the weights (version {row.written.spans[-1][0]}) give non-finite logits"
                     )
-        for prompt_id, group in zip(request.prompt_ids, made, strict=True):
-            if group:
-                self._expected[prompt_id] = sum(len(c.tokens) for c in group) / len(group)
         return made
 
     def _chunks(
@@ -137,11 +129,3 @@ class Planner:
                     completion.prompt_row = row
             chunks.append(Chunk(tokens, lengths, [row for i in taken for row in groups[i]]))
         return [chunk for chunk in chunks if chunk.rows]
-
-
-def _longest_first(request: Request, expected: Mapping[int, float]) -> list[int]:
-    """Places of the prompts in the order to run them; an unknown expected length counts as the mean of the others."""
-    known = [expected.get(prompt_id) for prompt_id in request.prompt_ids]
-    usual = float(np.mean([n for n in known if n is not None] or [0]))
-    to_come = [usual if n is None else n for n in known]
-    return sorted(range(len(known)), key=lambda i: (-to_come[i], -len(request.prompts[i])))

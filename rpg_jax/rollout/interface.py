@@ -1,8 +1,11 @@
 """The interface of a rollout: its methods, and the request for completions with its checks."""
 
+import abc
 import dataclasses
+import enum
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import numpy as np
@@ -65,6 +68,7 @@ class Request:
         prompts run in programs of the same shapes as if they were. Not together with `enough`.
       on_group: receives each kept group once, as soon as it is complete. Other threads wait while it runs, so it should
         only note the group down.
+      expected: tokens of a mean completion of each prompt, None where that is not known. The longest begin first.
       environment: answers every turn. A completion then is a conversation of at most `sampling.max_tokens` tokens, with
         the environment's. None: a completion is one turn.
 
@@ -81,6 +85,7 @@ class Request:
     enough: int | None = None
     done: frozenset[int] = frozenset()
     on_group: OnGroup | None = None
+    expected: Sequence[float | None] | None = None
     environment: Responder | None = None
 
     def __post_init__(self):
@@ -126,9 +131,32 @@ class Request:
                     f"fit a slot of {capacity} tokens; raise the rollout's capacity, or filter long prompts"
                 )
 
+    @property
+    def order(self) -> list[int]:
+        """The places in the order in which to begin them: the longest expected completions first, then the longest
+        prompts. An unknown expected length counts as the mean of the others."""
+        known = self.expected or [None] * len(self.prompts)
+        usual = float(np.mean([n for n in known if n is not None] or [0]))
+        to_come = [usual if n is None else n for n in known]
+        return sorted(range(len(known)), key=lambda i: (-to_come[i], -len(self.prompts[i])))
+
     def counters(self, place: int, index: int) -> tuple[int, int, int, int]:
         """(seed, step, prompt_id, index), the origin of the random key of one completion."""
         return self.seed, self.step, self.prompt_ids[place], index
+
+
+class Split(enum.Enum):
+    """How the hosts divide the prompts of a call.
+
+    SHARE: each host asks for its share, every n-th prompt.
+    TOGETHER: all hosts ask for all prompts, and decode each of them together.
+    TAKEN: all hosts ask for all prompts, and each samples those that it takes from a list. With `Request.enough`, as
+      SHARE.
+    """
+
+    SHARE = enum.auto()
+    TOGETHER = enum.auto()
+    TAKEN = enum.auto()
 
 
 class Rollout:
@@ -144,10 +172,12 @@ class Rollout:
     Attributes:
       apart: completions are sampled in processes of their own. `generate`, `exchange` and a sync of staged weights then
         launch no program here, so any thread may call them on any number of hosts.
+      split: how several hosts divide the prompts.
     """
 
     weights: Weights
     apart: bool = False
+    split: Split = Split.SHARE
 
     def stage_weights(self, params: Params) -> Staged:
         """A copy of the trainer's weights, which any thread may sync and verify later."""
@@ -170,7 +200,7 @@ class Rollout:
         return self.weights.checksum()
 
     def generate(self, request: Request) -> list[list[Completion]]:
-        """The completions of each prompt, in the order of the prompts.
+        """The completions of each prompt, in the order of the prompts; [] where another host took the prompt.
 
         Raises:
           ValueError: a prompt or a sampling parameter does not fit.
@@ -191,3 +221,16 @@ class Rollout:
 
     def close(self) -> None:
         """Ends threads and frees device memory."""
+
+
+class Feedable(Rollout, abc.ABC):
+    """A rollout that takes further requests while it samples others."""
+
+    @abc.abstractmethod
+    def begun(self, request: Request) -> AbstractContextManager[Callable[[], list[list[Completion]]]]:
+        """Begins `generate`, and gives what waits for its completions. An exception gives the request up."""
+
+    @property
+    @abc.abstractmethod
+    def has_room(self) -> bool:
+        """Whether no completion waits for a slot. Raises RolloutError if what samples has ended."""

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 
 from rpg_jax.parallel import hosts
 from rpg_jax.rewards.verdicts import CHANCE
-from rpg_jax.rollout.interface import Request, Rollout
+from rpg_jax.rollout.interface import Request, Rollout, Split
 from rpg_jax.rollout.weights import Params, Staged
 from rpg_jax.storage.journal import Journal
 from rpg_jax.types import Completion
@@ -27,18 +27,20 @@ class JournaledRollout(Rollout):
     answers depend on the problem and the conversation alone. A group that an environment with state of its own has
     answered is valid too, but sampled afresh it may differ.
 
+    Where hosts ask for the same prompts (`split`), each needs to know what the others have found. Hosts that decode
+    together use what all of them have found, and each journals every n-th group. Where each samples what it takes, one
+    of those that have found a group returns it.
+
     With `Request.enough`, the groups that are complete first depend on all others. So the journal serves only if it has
     as many groups as are wanted.
 
     Args:
       settings: of the decoding, by name; JSON-able.
-      spans_hosts: all hosts ask for the same prompts together. Each then journals every n-th group, and a group counts
-        as found if all hosts have found it.
     """
 
-    def __init__(self, own: Rollout, journal: Journal, settings: Mapping[str, Any], *, spans_hosts: bool = False):
-        self.weights, self.apart, self._own, self._journal = own.weights, own.apart, own, journal
-        self._settings, self._spans_hosts = dict(settings), spans_hosts
+    def __init__(self, own: Rollout, journal: Journal, settings: Mapping[str, Any]):
+        self.weights, self.apart, self.split, self._own, self._journal = own.weights, own.apart, own.split, own, journal
+        self._settings = dict(settings)
 
     def sync_weights(self, params: Params | Staged, version: int) -> None:
         self._own.sync_weights(params, version)
@@ -51,15 +53,20 @@ class JournaledRollout(Rollout):
 
     def generate(self, request: Request) -> list[list[Completion]]:
         keys, wanted = self._keys(request), request.enough or len(request.prompts)
-        found = self._agreed(self._journal.find(keys))
+        found, elsewhere = self._journal.find(keys), frozenset[int]()
+        if self.split is Split.TOGETHER:
+            found = self._found_by_all(found)
         if request.enough is not None:
             found = dict(list(found.items())[:wanted]) if len(found) >= wanted else {}
+        elif self.split is Split.TAKEN:
+            found, elsewhere = self._divided(found)
         for place, group in found.items():
             if request.on_group is not None:
                 request.on_group(place, group)
-        sizes = {"found": len(found) * request.group_size, "sampled": (wanted - len(found)) * request.group_size}
+        there = len(found) + len(elsewhere)
+        sizes = {"found": there * request.group_size, "sampled": (wanted - there) * request.group_size}
         self._journal.count(request.step, **sizes)
-        if len(found) == wanted:
+        if there == wanted:
             return [found.get(place, []) for place in range(len(keys))]
 
         def note(place: int, group: list[Completion]) -> None:
@@ -68,7 +75,7 @@ class JournaledRollout(Rollout):
             if request.on_group is not None:
                 request.on_group(place, group)
 
-        missing = dataclasses.replace(request, done=frozenset(found), on_group=note)
+        missing = dataclasses.replace(request, done=elsewhere.union(found), on_group=note)
         return [found.get(place, group) for place, group in enumerate(self._own.generate(missing))]
 
     def _keys(self, request: Request) -> list[Key]:
@@ -87,15 +94,26 @@ class JournaledRollout(Rollout):
         ]
 
     def _is_mine(self, place: int) -> bool:
-        return not self._spans_hosts or place % jax.process_count() == jax.process_index()
+        return self.split is not Split.TOGETHER or place % jax.process_count() == jax.process_index()
 
-    def _agreed(self, found: dict[int, list[Completion]]) -> dict[int, list[Completion]]:
-        """What every host has found, where all of them must sample the same groups."""
-        if not self._spans_hosts:
-            return found
-        told = hosts.all_gather_bytes(json.dumps(list(found)).encode())
-        by_all = set(found).intersection(*(json.loads(places) for places in told))
+    def _found_by_all(self, found: dict[int, list[Completion]]) -> dict[int, list[Completion]]:
+        by_all = set(found).intersection(*_found_by_each(found))
         return {place: group for place, group in found.items() if place in by_all}
+
+    def _divided(self, found: dict[int, list[Completion]]) -> tuple[dict[int, list[Completion]], frozenset[int]]:
+        """What this host returns of what it has found, and the places that others return."""
+        finders: dict[int, list[int]] = {}
+        for host, places in enumerate(_found_by_each(found)):
+            for place in places:
+                finders.setdefault(place, []).append(host)
+        returns = {place: having[place % len(having)] for place, having in finders.items()}
+        mine = {place: group for place, group in found.items() if returns[place] == jax.process_index()}
+        return mine, frozenset(finders) - frozenset(mine)
+
+
+def _found_by_each(found: Collection[int]) -> list[list[int]]:
+    """The places that each host has found. A collective."""
+    return [json.loads(places) for places in hosts.all_gather_bytes(json.dumps(list(found)).encode())]
 
 
 def _is_sound(group: list[Completion], version: int) -> bool:

@@ -13,7 +13,7 @@ import jax
 
 from rpg_jax.rollout.chunks import Chunk, Finish, Planner
 from rpg_jax.rollout.engine import QwenEngine
-from rpg_jax.rollout.interface import Request, Rollout
+from rpg_jax.rollout.interface import Request, Rollout, Split
 from rpg_jax.rollout.row import Row
 from rpg_jax.rollout.schedule import Schedule, Usage
 from rpg_jax.rollout.weights import Params, RolloutError, Staged
@@ -22,6 +22,8 @@ from rpg_jax.types import Completion
 
 class LockstepRollout(Rollout):
     """Calls from several threads run one after the other."""
+
+    split = Split.TOGETHER
 
     def __init__(self, engine: QwenEngine):
         self.engine, self.weights, self.usage = engine, engine.weights, Usage()

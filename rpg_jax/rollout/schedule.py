@@ -88,6 +88,11 @@ class Schedule:
         return not (self.live or self._waiting or self._asked or self._without_slot)
 
     @property
+    def waiting(self) -> int:
+        """Rows that wait for a slot."""
+        return len(self._waiting)
+
+    @property
     def hungry(self) -> bool:
         """Whether more slots are free, or to be lent, than rows wait."""
         return len(self._waiting) < len(self.free) + len(self._to_lend)

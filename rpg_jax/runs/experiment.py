@@ -164,13 +164,14 @@ def no_params(layout: Layout) -> Any:
 def make_rollout(layout: Layout, params: Any, base: models.Base | None = None) -> rollout.Rollout:
     """A rollout in this process with the policy's weights, by the config's driver, or by a worker's usual one.
 
-    With a base, `params` are the adapters beside it.
+    With a base, `params` are the adapters beside it. Several processes share one list of prompts.
     """
     chosen, decoding, merge = layout.config.rollout.driver, make_decoding(layout), layout.config.model.lora.merged
     driver = "orchestrator" if rollout.find_driver(chosen).remote else chosen
     if base is not None and not merge:
         base = decoding_base(layout, decoding, base)
-    return rollout.make_rollout(driver, layout.model, layout.graphdef, params, decoding, base=base, merge=merge)
+    own = rollout.make_rollout(driver, layout.model, layout.graphdef, params, decoding, base=base, merge=merge)
+    return rollout.SharedRollout(own) if jax.process_count() > 1 and isinstance(own, rollout.Feedable) else own
 
 
 def make_scorer(config: ConfigDict, functions: rewards.Functions = rewards.NO_FUNCTIONS) -> rewards.Scorer:
@@ -209,7 +210,6 @@ def make_generator(
         group_size=group_size,
         sampling=experiment.sampling(temperature),
         seed=seed,
-        spans_hosts=rollout.find_driver(c.rollout.driver).spans_hosts,
         beat=beat,
         play=play,
     )

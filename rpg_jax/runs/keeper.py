@@ -7,7 +7,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from rpg_jax import storage
-from rpg_jax.rollout import Rollout, find_driver
+from rpg_jax.rollout import Rollout
 from rpg_jax.rollout.journaled import JournaledRollout
 from rpg_jax.runs import run_folder
 from rpg_jax.runs.layout import Layout
@@ -77,8 +77,7 @@ class Keeper:
         if c.environment.name is not None:
             names = ("name", "options", "max_turns", "turn_tokens")
             settings |= {f"environment.{name}": c.environment[name] for name in names}
-        spans_hosts = find_driver(c.rollout.driver).spans_hosts
-        return JournaledRollout(own, self.journal, settings, spans_hosts=spans_hosts)
+        return JournaledRollout(own, self.journal, settings)
 
     def finish(self, step: int) -> None:
         """Waits for the checkpoint of `step`, the last of this process, and drops the journal of the steps before."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import json
+import operator
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -16,7 +18,7 @@ from rpg_jax.data.groups import groups_from_bytes, groups_to_bytes
 from rpg_jax.environments.player import Player
 from rpg_jax.parallel import hosts
 from rpg_jax.rewards import Scorer
-from rpg_jax.rollout import Request, Rollout
+from rpg_jax.rollout import Request, Rollout, Split
 from rpg_jax.types import Completion, Sampling
 
 _BETWEEN_DRAWS = 0x9E3779B1  # far from the small numbers that people choose as seeds
@@ -28,8 +30,8 @@ class GroupGenerator:
     A completion's random numbers depend on (seed, step, draw, prompt, index) only. So a prompt that occurs twice in a
     step needs two draws.
 
-    Each of n processes generates every n-th prompt; with `spans_hosts` all generate all prompts together. Each scores
-    every n-th group and returns all groups, in order. Several threads call `beat` when groups are complete or scored.
+    Processes divide the prompts as the rollout says (`Split`). Each scores what it samples, of what all sample together
+    every n-th group, and returns all groups, in order. Several threads call `beat` when groups are complete or scored.
     With `play`, an environment answers every turn: it makes the player of a request from the request's problems.
     """
 
@@ -43,14 +45,14 @@ class GroupGenerator:
         group_size: int,
         sampling: Sampling,
         seed: int,
-        spans_hosts: bool = False,
         beat: Callable[[], None] = lambda: None,
         play: Callable[[Sequence[Problem]], Player] | None = None,
     ):
-        self._spans_hosts, self.beat, self._play = spans_hosts, beat, play
+        self.beat, self._play = beat, play
         self._rollout, self._encode, self._decode, self._scorer = rollout, encode, decode, scorer
         self._group_size, self._sampling, self._seed = group_size, sampling, seed
         self._errors: collections.Counter[str] = collections.Counter()
+        self._lengths: dict[int, float] = {}  # tokens of a mean completion, by prompt_id: the same on all hosts
 
     def __call__(
         self,
@@ -61,43 +63,50 @@ class GroupGenerator:
         group_size: int | None = None,
         enough: int | None = None,
     ) -> list[Group]:
-        together = problems if self._spans_hosts else hosts.share(problems)
-        if enough is not None and not self._spans_hosts:
-            enough = len(hosts.share(range(enough)))
-        prompts = [self._encode(p) for p in together]
-        mine = hosts.share(range(len(together))) if self._spans_hosts else range(len(together))
-        player = self._play(together) if self._play else None
-        with _Scoring(self, together, prompts, set(mine)) as scoring:
+        split = self._rollout.split
+        places: Sequence[int] = range(len(problems))
+        if split is Split.SHARE or (split is Split.TAKEN and enough is not None):
+            places = hosts.share(places)
+            enough = None if enough is None else len(hosts.share(range(enough)))
+        asked = [problems[place] for place in places]
+        prompts = [self._encode(p) for p in asked]
+        scored = hosts.share(range(len(asked))) if split is Split.TOGETHER else range(len(asked))
+        player = self._play(asked) if self._play else None
+        with _Scoring(self, asked, prompts, set(scored)) as scoring:
             request = Request(
                 prompts,
-                prompt_ids=[p.prompt_id for p in together],
+                prompt_ids=[p.prompt_id for p in asked],
                 group_size=group_size or self._group_size,
                 sampling=self._sampling,
                 seed=(self._seed + draw * _BETWEEN_DRAWS) % 2**32,
                 step=step,
                 enough=enough,
                 on_group=scoring.add,
+                expected=None if enough is not None else [self._lengths.get(p.prompt_id) for p in asked],
                 environment=player,
             )
-            completions = self._rollout.generate(request)
+            self._rollout.generate(request)
             if player is not None:
                 player.check()
-        if jax.process_count() == 1:
-            made, errors = scoring.result()
-            self._errors.update(errors)
-            return made
-        places = [place for place, group in enumerate(completions) if group]
-        return self._joined(*scoring.result(), places)
+        made, errors = scoring.result()
+        groups = self._joined({places[i]: group for i, group in made.items()}, errors)
+        for group in groups:
+            self._lengths[group.problem.prompt_id] = float(np.mean([len(c.tokens) for c in group.completions]))
+        return groups
 
-    def _joined(self, own: list[Group], errors: dict[str, int], places: Sequence[int]) -> list[Group]:
-        """The groups of all processes, in order; where the rollout spans hosts, `places` has the place of each."""
-        for text in self._rollout.exchange(json.dumps(errors).encode()):
-            self._errors.update(json.loads(text))
-        parts = [groups_from_bytes(packed) for packed in self._rollout.exchange(groups_to_bytes(own))]
-        if not self._spans_hosts:
-            return hosts.interleave(parts)
-        waiting = [iter(part) for part in parts]
-        return [next(waiting[place % len(parts)]) for place in places]
+    def _joined(self, own: dict[int, Group], errors: dict[str, int]) -> list[Group]:
+        """The groups of all processes, by their places, in order."""
+        if jax.process_count() == 1:
+            self._errors.update(errors)
+            return [*own.values()]
+        places = list[int]()
+        for said in self._rollout.exchange(json.dumps([errors, [*own]]).encode()):
+            counted, at = json.loads(said)
+            self._errors.update(counted)
+            places += at
+        parts = [groups_from_bytes(packed) for packed in self._rollout.exchange(groups_to_bytes([*own.values()]))]
+        groups = zip(places, itertools.chain.from_iterable(parts), strict=True)
+        return [group for _, group in sorted(groups, key=operator.itemgetter(0))]
 
     def score(
         self, problems: Sequence[Problem], prompts: Sequence[np.ndarray], completions: Sequence[list[Completion]]
@@ -157,11 +166,12 @@ class _Scoring:
             self._complete.append((place, completions))
             self._looks.append(self._thread.submit(self._score_complete))
 
-    def result(self) -> tuple[list[Group], dict[str, int]]:
-        """Scored groups in the order of their problems, and failed verdicts by kind; raises what scoring raised."""
+    def result(self) -> tuple[dict[int, Group], dict[str, int]]:
+        """Scored groups by the places of their problems, in order, and failed verdicts by kind; raises what scoring
+        raised."""
         for look in self._looks:
             look.result()
-        return [self._groups[place] for place in sorted(self._groups)], dict(self._errors)
+        return dict(sorted(self._groups.items())), dict(self._errors)
 
     def _score_complete(self) -> None:
         batch = [self._complete.popleft() for _ in range(len(self._complete))]

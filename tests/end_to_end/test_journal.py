@@ -75,6 +75,5 @@ def test_hosts_that_are_killed_sample_what_is_missing(tmp_path, driver):
     resumed = test_processes.run(tmp_path, 2, *settings, "--config.run.name=killed", devices=2)[0]
     assert resumed.splitlines()[-1] == straight.splitlines()[-1]
     found = sum(found for found, _ in counts(killed))
-    own = {"orchestrator": ("0.groups",), "lockstep": ("0.groups", "1.groups")}[driver]  # metrics are of the first host
-    assert 0 < found <= sum(size for (_, name), size in complete.items() if name in own)
+    assert 0 < found <= sum(complete.values())
     assert metrics(killed) == metrics(tmp_path / "straight")

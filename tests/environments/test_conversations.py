@@ -6,6 +6,7 @@ from rpg_jax import rewards
 from rpg_jax.data.dialogue import last_shown
 from rpg_jax.environments.observations import Observations
 from rpg_jax.environments.player import Player
+from rpg_jax.rollout import Split
 from rpg_jax.training.generate import GroupGenerator
 from rpg_jax.types import Completion, Sampling, Turns
 from tests.environments.conftest import say
@@ -13,6 +14,8 @@ from tests.environments.conftest import say
 
 class Scripted:
     """A rollout that only asks. Completion i of every prompt says the turns of `script[i]`."""
+
+    split = Split.SHARE
 
     def __init__(self, script, tokenizer):
         self.script, self.tokenizer = script, tokenizer

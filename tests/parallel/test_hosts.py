@@ -27,18 +27,22 @@ def test_a_sharded_array_is_gathered_whole():
     np.testing.assert_array_equal(hosts.gathered(x), np.arange(24.0).reshape(8, 3))
 
 
-@pytest.mark.parametrize("processes", [1, 3])
-def test_interleaving_the_shares_restores_the_order(monkeypatch, processes):
-    monkeypatch.setattr(jax, "process_count", lambda: processes)
+def test_the_shares_of_all_processes_are_every_nth_item(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 3)
     shares = []
-    for process in range(processes):
+    for process in range(3):
         monkeypatch.setattr(jax, "process_index", lambda process=process: process)
         shares.append(hosts.share("abcdefgh"))
-    assert hosts.interleave(shares) == list("abcdefgh")
+    assert shares == [list("adg"), list("beh"), list("cf")]
+
+
+def test_a_counter_of_one_process_counts():
+    counter = hosts.SharedCounter()
+    assert [counter.draw() for _ in range(3)] == [0, 1, 2] and hosts.SharedCounter().draw() == 0
 
 
 SCRIPT = """
-import sys, time
+import json, sys, time
 import jax
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 port, process = sys.argv[1], int(sys.argv[2])
@@ -59,8 +63,14 @@ for turn in range(20):
     assert hosts.all_gather_bytes(f"{turn} of {process}".encode()) == [f"{turn} of {p}".encode() for p in range(2)]
     assert hosts.pmax(turn * process) == turn
 assert hosts.all_gather_bytes(b"x" * process) == [b"", b"x"]
+for _ in range(3):
+    counter, drawn = hosts.SharedCounter(), []
+    while (number := counter.draw()) < 100:
+        drawn.append(number)
+    every = [json.loads(one) for one in hosts.all_gather_bytes(json.dumps(drawn).encode())]
+    assert sorted(every[0] + every[1]) == list(range(100)), every
 hosts.barrier("test")
-assert len(hosts._service().key_value_dir_get("rpg_jax/")) <= 4, "old messages are deleted"
+assert len(hosts._service().key_value_dir_get("rpg_jax/")) <= 5, "old messages are deleted"
 assert not gathers, "nothing went over the devices"
 hosts._SMALL, hosts._PIECE = 8, 16
 sent = [b"0123456789" * 5, b"short"]

@@ -47,11 +47,12 @@ def test_one_wave_takes_as_long_as_its_longest_completion(lengths):
     assert decode_steps(10, lengths, slots=16) == decode_steps(16, lengths, slots=16) == lengths.longest
 
 
-def test_hosts_are_as_unequal_as_drawn_shares():
-    """16 hosts with 96 groups of 16 completions, of which those of a group are correlated by a half."""
+@pytest.mark.parametrize(("slots", "last"), [(240, 15), (10_000, 96)])
+def test_hosts_end_as_unequally_as_drawn_work_that_is_left_in_their_slots(slots, last):
+    """16 hosts, 96 groups of 16 completions each, of which those of a group are correlated by a half."""
     rng, spread = np.random.default_rng(1), 0.1
-    own = rng.standard_normal((100, 16, 96, 1)) * 0.5**0.5 + rng.standard_normal((100, 16, 96, 16)) * 0.5**0.5
-    work = ((1 + spread * own) ** 2).mean((2, 3))
-    measured = (work.max(1) / work.mean(1)).mean()
-    assert imbalance(16, 96, 16, spread, 0.5) - 1 == pytest.approx(measured - 1, rel=0.1)
-    assert imbalance(1, 96, 16, spread, 0.5) == 1
+    own = rng.standard_normal((100, 16, last, 1)) * 0.5**0.5 + rng.standard_normal((100, 16, last, 16)) * 0.5**0.5
+    work = ((1 + spread * own) ** 2).mean(3).sum(2)
+    waited = (work.max(1) - work.mean(1)).mean() / (96 * (1 + spread**2))
+    assert imbalance(16, 96, 16, slots, spread, 0.5) - 1 == pytest.approx(waited, rel=0.1)
+    assert imbalance(1, 96, 16, slots, spread, 0.5) == 1

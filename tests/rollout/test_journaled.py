@@ -1,5 +1,6 @@
 """A rollout with a journal gives the completions of one without, and samples only the groups that are missing."""
 
+import json
 import types
 from dataclasses import replace
 
@@ -7,7 +8,7 @@ import numpy as np
 import pytest
 
 from rpg_jax.parallel import hosts
-from rpg_jax.rollout import Request
+from rpg_jax.rollout import Request, Split
 from rpg_jax.rollout.interface import Rollout
 from rpg_jax.rollout.journaled import JournaledRollout
 from rpg_jax.storage.journal import Journal
@@ -20,9 +21,9 @@ REQUEST = Request(PROMPTS, [10, 11, 12, 13], group_size=2, sampling=Sampling(max
 class Fake(Rollout):
     """Completes prompt p of step s with [p, s, seed, index]; counts what it samples."""
 
-    def __init__(self, version=3, checksum=0xAB, logprob=-1.0, error=None):
+    def __init__(self, version=3, checksum=0xAB, logprob=-1.0, error=None, split=Split.SHARE):
         self.weights = types.SimpleNamespace(version=version, checksum=lambda: checksum)
-        self.logprob, self.sampled = logprob, []
+        self.logprob, self.split, self.sampled = logprob, split, []
         self.turns = Turns(np.array([False, False, True, False]), np.ones(2, np.float32), error)
 
     def generate(self, request):
@@ -43,11 +44,11 @@ class Fake(Rollout):
         return groups
 
 
-def process(folder, request=REQUEST, own=None, spans_hosts=False, **settings):
+def process(folder, request=REQUEST, own=None, **settings):
     """(tokens, prompts sampled, places told) of a process of its own."""
     own, told = own or Fake(), []
     journal = Journal(folder, max_bytes=1 << 20)
-    rollout = JournaledRollout(own, journal, settings, spans_hosts=spans_hosts)
+    rollout = JournaledRollout(own, journal, settings)
     groups = rollout.generate(replace(request, on_group=lambda place, group: told.append((place, group))))
     journal.close()
     assert all(groups[place] == group for place, group in told)
@@ -118,7 +119,23 @@ def test_with_enough_the_journal_serves_once_it_has_all_that_are_wanted(tmp_path
 def test_hosts_that_sample_together_use_what_all_of_them_have_found_and_keep_every_nth_group(tmp_path, monkeypatch):
     monkeypatch.setattr("jax.process_count", lambda: 2)
     monkeypatch.setattr(hosts, "all_gather_bytes", lambda mine: [mine, b"[0, 1, 2, 3]"])
-    assert process(tmp_path, spans_hosts=True)[1] == [10, 11, 12, 13]
-    assert process(tmp_path, spans_hosts=True)[1] == [11, 13], "the other host's file has these"
+    assert process(tmp_path, own=Fake(split=Split.TOGETHER))[1] == [10, 11, 12, 13]
+    assert process(tmp_path, own=Fake(split=Split.TOGETHER))[1] == [11, 13], "the other host's file has these"
     monkeypatch.setattr(hosts, "all_gather_bytes", lambda mine: [mine, b"[2, 3]"])
-    assert process(tmp_path, spans_hosts=True)[1] == [10, 11, 13]
+    assert process(tmp_path, own=Fake(split=Split.TOGETHER))[1] == [10, 11, 13]
+
+
+@pytest.mark.parametrize("others", [[], [0, 2], [1], [0, 1, 2, 3]], ids=["none", "the same", "another", "all"])
+@pytest.mark.parametrize("host", [0, 1])
+def test_of_hosts_that_take_prompts_one_returns_each_group_that_was_found(tmp_path, monkeypatch, others, host):
+    """This host's journal has places 0 and 2."""
+    process(tmp_path, part(0, 2))
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    monkeypatch.setattr("jax.process_index", lambda: host)
+    monkeypatch.setattr(hosts, "all_gather_bytes", lambda mine: [mine, json.dumps(others).encode()][:: 1 - 2 * host])
+    groups, sampled, told = process(tmp_path, own=Fake(split=Split.TAKEN))
+    found = {0, 2}.union(others)
+    assert sampled == [10 + place for place in range(4) if place not in found]
+    by_both = {place for place in (0, 2) if place in others}
+    mine = {0, 2} - by_both | {place for place in by_both if place % 2 == host}
+    assert told == sorted(mine.union(set(range(4)) - found)) == [place for place in range(4) if groups[place]]

@@ -367,7 +367,7 @@ def test_cancelled_groups_leave_their_slots_before_the_call_returns(build, work,
         assert len(calls) == done
 
 
-def test_prompts_whose_completions_were_long_are_begun_first(build, work, monkeypatch):
+def test_prompts_whose_completions_are_expected_to_be_long_are_begun_first(build, work, monkeypatch):
     engine = build("lockstep").engine
     monkeypatch.setattr(engine, "decoding", replace(engine.decoding, prefill_tokens=16))
     sampler = LockstepRollout(engine)
@@ -379,9 +379,7 @@ def test_prompts_whose_completions_were_long_are_begun_first(build, work, monkey
 
     monkeypatch.setattr(sampler.engine, "prefill", prefill)
     one_a_time = replace(work, prompts=[np.full(n, n, np.int32) for n in (9, 10, 11)], prompt_ids=[9, 10, 11])
-    groups = sampler.generate(one_a_time)
-    assert order == [[11], [10], [9]]  # only the lengths of the prompts are known
-    order.clear()
-    sampler.generate(one_a_time)
-    lengths = {n: sum(len(c.tokens) for c in group) for n, group in zip((9, 10, 11), groups, strict=True)}
-    assert order == [[n] for n in sorted(lengths, key=lambda n: (-lengths[n], -n))] != [[11], [10], [9]]
+    for expected, first in [(None, [11, 10, 9]), ([5, 4, 3], [9, 10, 11]), ([1, 3, None], [10, 11, 9])]:
+        sampler.generate(replace(one_a_time, expected=expected))
+        assert order == [[n] for n in first], "without lengths of completions, the longest prompts"
+        order.clear()

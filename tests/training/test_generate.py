@@ -1,5 +1,6 @@
 """Prompts become scored groups, in order, while others are still being sampled."""
 
+import json
 import threading
 from dataclasses import replace
 
@@ -7,7 +8,9 @@ import numpy as np
 import pytest
 
 from rpg_jax.data import Problem
+from rpg_jax.data.groups import groups_to_bytes
 from rpg_jax.rewards import Scores
+from rpg_jax.rollout import Split
 from rpg_jax.training.generate import GroupGenerator
 from rpg_jax.types import Completion, Sampling
 
@@ -23,6 +26,8 @@ def decode(ids):
 class FakeRollout:
     """Completes "ab" with "ab0.", "ab1.", … where "." is the stop token; the last completion runs out of length. Groups
     are complete from the last to the first."""
+
+    split = Split.SHARE
 
     def generate(self, request):
         def one(prompt, index):
@@ -138,3 +143,54 @@ def test_another_draw_is_another_seed_for_the_same_step():
     for draw in (0, 1, 2):
         generate(PROBLEMS[:1], step=5, draw=draw)
     assert seeds[0] == (3, 5) and len(set(seeds)) == 3 and {step for _, step in seeds} == {5}
+
+
+def test_the_mean_lengths_of_a_prompt_are_expected_of_it_later_and_not_where_the_first_groups_are_kept():
+    """The first groups that are complete would then depend on what was sampled before."""
+    asked = []
+
+    class Rollout(FakeRollout):
+        def generate(self, request):
+            asked.append(request.expected)
+            return super().generate(request)
+
+    generate = generator(Rollout(), lambda problems, texts, *_: scores(texts))
+    generate(PROBLEMS[1:], step=0)
+    generate(PROBLEMS, step=1)
+    generate(PROBLEMS, step=2, enough=1)
+    assert asked == [[None], [None, 3.5], None]
+
+
+def test_each_process_scores_what_it_took_and_all_have_all_groups_in_order(monkeypatch):
+    """Two processes; the other one took the prompts at the first and the last of five places."""
+    problems = [Problem(n, "abcde"[n], "", "t") for n in range(5)]
+
+    class Rollout(FakeRollout):
+        split, sent = Split.TAKEN, []
+
+        def generate(self, request):
+            def mine(place, group):
+                if 0 < place < 4:
+                    request.on_group(place, group)
+
+            assert len(request.prompts) == 5
+            return super().generate(replace(request, on_group=mine))
+
+        def exchange(self, value):
+            self.sent.append(value)
+            return [value, others[len(self.sent) - 1]]
+
+    def scorer(problems, texts, *_):
+        scored.extend(texts)
+        return scores(texts, {"timeout": 1})
+
+    scored = []
+    made = generator(FakeRollout(), lambda problems, texts, *_: scores(texts))(problems, step=0)
+    others = [json.dumps([{"timeout": 2}, [0, 4]]).encode(), groups_to_bytes([made[0], made[4]])]
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    generate = generator(Rollout(), scorer)
+    groups = generate(problems, step=0)
+    assert [g.problem.prompt_id for g in groups] == [0, 1, 2, 3, 4] and sorted(scored)[0] == "b0" and len(scored) == 6
+    assert [g.texts for g in groups] == [g.texts for g in made]
+    errors = generate.take_errors()["timeout"]
+    assert errors >= 3, "of both"

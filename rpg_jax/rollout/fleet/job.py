@@ -20,7 +20,7 @@ class Job:
 
     def __init__(self, number: int, request: Request, checksum: int, version: int):
         self.number, self.request, self.checksum, self.version = number, request, checksum, version
-        places = [place for place in range(len(request.prompts)) if place not in request.done]
+        places = [place for place in request.order if place not in request.done]
         self.wanted = len(places) if request.enough is None else request.enough
         self.taken = 0
         self.waiting = collections.deque(places)

@@ -69,7 +69,7 @@ class GuardedDriver(orchestrator.Driver):
         self._guard = threading.Lock()
         self._channels: set[Channel] = set()
         self._fault: BaseException | None = None
-        self._placed = 0
+        self._placed = self._received = self._waiting = 0
         self._keep_state, self._usage = keep_state, usage
         adapter = JetStreamEngine(engine)
         super().__init__(
@@ -98,6 +98,12 @@ class GuardedDriver(orchestrator.Driver):
         """Forgets a channel: nobody waits on it any more."""
         with self._guard:
             self._channels.discard(channel)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether nothing that was submitted waits for a slot. Raises RolloutError if the driver has ended."""
+        self.check_alive()
+        return self._placed == self._received and not self._waiting
 
     def check_alive(self) -> None:
         """Raises RolloutError if the driver or one of its threads has ended: nothing more would come."""
@@ -159,16 +165,16 @@ class GuardedDriver(orchestrator.Driver):
         slots, detokenize = self._generate_slots[idx], self._detokenize_backlogs[idx]
         count = engine.decoding.slots
         schedule = Schedule(engine, [self._take(slots) for _ in range(count)], self._usage)
-        received = 0
         if self._metrics_collector:
             gauge = self._metrics_collector.get_slots_available_percentage_metric(idx)
             gauge.set_function(lambda: len(schedule.free) / count)
         while self.live:
-            if schedule.empty and not self._keep_state and self._placed == received:
+            if schedule.empty and not self._keep_state and self._placed == self._received:
                 schedule.release_state()
-            while schedule.hungry and (self._placed > received or schedule.empty):
-                request, received = self._take(self._generate_backlogs[idx]), received + 1
+            while schedule.hungry and (self._placed > self._received or schedule.empty):
+                request = self._take(self._generate_backlogs[idx])
                 schedule.add(request.prefill_result, request.prefill_content.rows)
+                self._waiting, self._received = schedule.waiting, self._received + 1
             if ended := schedule.resume():
                 detokenize.put((0, packed(schedule.shown())))
                 schedule.free += [self._take(slots) for slot, row in ended if slot is not None]
@@ -177,10 +183,11 @@ class GuardedDriver(orchestrator.Driver):
                         row.channel.close(row)
             for slot, row in schedule.fill():
                 detokenize.put((slot, RowRequest(row, row.channel)))
+            self._waiting = schedule.waiting
             if not schedule.live:
                 schedule.wait(POLL)
                 continue
-            drawn = schedule.advance(more=self._placed > received)
+            drawn = schedule.advance(more=self._placed > self._received)
             left = schedule.settle(drawn)
             detokenize.put((0, packed(schedule.shown(drawn))))
             # The detokenize thread puts a slot back once it has delivered the completion.

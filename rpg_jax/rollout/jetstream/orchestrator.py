@@ -1,15 +1,16 @@
 """The orchestrator driver: a rollout over JetStream's threads, in process."""
 
+import contextlib
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
 from rpg_jax.rollout.chunks import Finish, Planner, Row
 from rpg_jax.rollout.engine import QwenEngine
-from rpg_jax.rollout.interface import Request, Rollout
+from rpg_jax.rollout.interface import Feedable, Request
 from rpg_jax.rollout.jetstream.compat import JetstreamMetricsCollector
 from rpg_jax.rollout.jetstream.guarded import POLL, GuardedDriver
 from rpg_jax.rollout.schedule import Usage
@@ -58,7 +59,7 @@ class Ticket:
             raise self._fault
 
 
-class JetStreamRollout(Rollout):
+class JetStreamRollout(Feedable):
     """Decodes in the threads of a `GuardedDriver`. Several threads may call `generate` at once.
 
     Args:
@@ -83,19 +84,33 @@ class JetStreamRollout(Rollout):
         self._finalizer = weakref.finalize(self, _stop, self._drivers)
 
     def generate(self, request: Request) -> list[list[Completion]]:
+        with self.begun(request) as completions:
+            return completions()
+
+    @contextlib.contextmanager
+    def begun(self, request: Request) -> Iterator[Callable[[], list[list[Completion]]]]:
         groups, chunks = self._planner.plan(request)
-        version = self.weights.version
-        if chunks:
-            driver, ticket = self.driver(), Ticket(request, groups)
-            try:
-                driver.submit(chunks, ticket)
+        version, driver, ticket = self.weights.version, self.driver(), Ticket(request, groups)
+
+        def completions() -> list[list[Completion]]:
+            if chunks:
                 ticket.wait(driver)
-            except BaseException:
-                ticket.abandon()
-                raise
-            finally:
-                driver.retire(ticket)
-        return self._planner.completions(request, groups, version)
+            return self._planner.completions(request, groups, version)
+
+        try:
+            if chunks:
+                driver.submit(chunks, ticket)
+            yield completions
+        except BaseException:
+            ticket.abandon()
+            raise
+        finally:
+            driver.retire(ticket)
+
+    @property
+    def has_room(self) -> bool:
+        with self._lock:
+            return not self._drivers or self._drivers[0].has_room
 
     def close(self) -> None:
         """Stops the threads and frees the cache; a later `generate` starts them again."""
