@@ -202,3 +202,12 @@ def test_a_fault_gives_up_all_requests_of_its_host(monkeypatch):
     with pytest.raises(RuntimeError, match="the threads have ended"):
         SharedRollout(own).generate(request(80, on_group=lambda *_: None))
     assert len(own.calls) == own.given_up == 3
+
+
+def test_over_the_real_engine_the_completions_are_those_of_the_oracle(build, work, expected, is_same):
+    own = build("orchestrator", 2)
+    assert is_same(SharedRollout(own).generate(work), expected)
+    with own.begun(work) as completions:
+        assert not own.has_room, "more completions than slots"
+        assert is_same(completions(), expected) and own.has_room
+    own.close()
