@@ -125,17 +125,17 @@ def test_hosts_that_sample_together_use_what_all_of_them_have_found_and_keep_eve
     assert process(tmp_path, own=Fake(split=Split.TOGETHER))[1] == [10, 11, 13]
 
 
-@pytest.mark.parametrize("others", [[], [0, 2], [1], [0, 1, 2, 3]], ids=["none", "the same", "another", "all"])
+@pytest.mark.parametrize("others", [[], [0, 3], [1], [0, 1, 2, 3]], ids=["none", "the same", "another", "all"])
 @pytest.mark.parametrize("host", [0, 1])
 def test_of_hosts_that_take_prompts_one_returns_each_group_that_was_found(tmp_path, monkeypatch, others, host):
-    """This host's journal has places 0 and 2."""
-    process(tmp_path, part(0, 2))
+    """This host's journal has places 0 and 3."""
+    process(tmp_path, part(0, 3))
     monkeypatch.setattr("jax.process_count", lambda: 2)
     monkeypatch.setattr("jax.process_index", lambda: host)
     monkeypatch.setattr(hosts, "all_gather_bytes", lambda mine: [mine, json.dumps(others).encode()][:: 1 - 2 * host])
     groups, sampled, told = process(tmp_path, own=Fake(split=Split.TAKEN))
-    found = {0, 2}.union(others)
+    found = {0, 3}.union(others)
     assert sampled == [10 + place for place in range(4) if place not in found]
-    by_both = {place for place in (0, 2) if place in others}
-    mine = {0, 2} - by_both | {place for place in by_both if place % 2 == host}
+    by_both = {place for place in (0, 3) if place in others}
+    mine = {0, 3} - by_both | {place for place in by_both if place % 2 == host}
     assert told == sorted(mine.union(set(range(4)) - found)) == [place for place in range(4) if groups[place]]

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import threading
+import time
 import types
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -123,17 +124,17 @@ def test_a_host_that_is_slow_leaves_the_rest_to_the_others(together):
 
 
 def test_no_host_takes_more_than_its_part_at_once_though_it_has_slots_for_all(together):
-    began = [threading.Event() for _ in range(HOSTS)]
-
-    def meet(host):
-        def before(ids):
-            began[host].set()
-            assert began[1 - host].wait(60), "one host has taken everything"
-
-        return before
-
-    found, _ = together([SharedRollout(Fake(1000, meet(host))) for host in range(HOSTS)], request(8))
-    assert all(any(groups) for groups in found)
+    may_end = threading.Event()
+    own = Fake(slots=1000, before=lambda ids: may_end.wait(60))
+    with ThreadPoolExecutor(1) as thread:
+        running = thread.submit(together, [SharedRollout(own)], request(8))
+        while len(own.calls) < 4:
+            time.sleep(0.001)
+        time.sleep(0.1)  # many looks
+        assert len(own.calls) == 4
+        may_end.set()
+        running.result()
+    assert len(own.calls) == 8, "the other host never came"
 
 
 def test_the_longest_expected_completions_are_taken_first(together):

@@ -173,7 +173,10 @@ def test_each_process_scores_what_it_took_and_all_have_all_groups_in_order(monke
                 if 0 < place < 4:
                     request.on_group(place, group)
 
-            assert len(request.prompts) == 5
+            if request.enough is None:
+                assert len(request.prompts) == 5
+            else:  # the share of the first of two processes
+                shares.append((len(request.prompts), request.enough))
             return super().generate(replace(request, on_group=mine))
 
         def exchange(self, value):
@@ -184,7 +187,7 @@ def test_each_process_scores_what_it_took_and_all_have_all_groups_in_order(monke
         scored.extend(texts)
         return scores(texts, {"timeout": 1})
 
-    scored = []
+    scored, shares = [], []
     made = generator(FakeRollout(), lambda problems, texts, *_: scores(texts))(problems, step=0)
     others = [json.dumps([{"timeout": 2}, [0, 4]]).encode(), groups_to_bytes([made[0], made[4]])]
     monkeypatch.setattr("jax.process_count", lambda: 2)
@@ -194,3 +197,7 @@ def test_each_process_scores_what_it_took_and_all_have_all_groups_in_order(monke
     assert [g.texts for g in groups] == [g.texts for g in made]
     errors = generate.take_errors()["timeout"]
     assert errors >= 3, "of both"
+    Rollout.sent.clear()
+    others[:] = [json.dumps([{}, []]).encode(), groups_to_bytes([])]
+    generate(problems, step=1, enough=3)
+    assert shares == [(3, 2)]
