@@ -18,7 +18,8 @@ from rpg_jax.models.logical import partition_spec, platform, shards, tensor_core
 
 _MASKED = -1e30
 _LANES = 128
-_BLOCK_BYTES = 2**19  # keys of a block; it then takes longer to arrive than a grid step takes to start
+_BLOCK_BYTES = 2**18  # least keys of a block: it then takes about as long to arrive as a grid step to start
+_WRITTEN_BYTES = 2**19  # most keys that one grid step of a write moves, of several layers
 
 _CACHE = (None, "slots", "act_kv_heads", None, None)
 
@@ -47,7 +48,7 @@ def ragged_attention(
         if K % cuts and cuts % K:
             raise ValueError(f"{cuts} devices share the query heads of {K} key-value heads; one must divide the other")
         heads = max(1, K // cuts)
-    block = _block(heads * H * keys.dtype.itemsize, capacity)
+    block = _block(heads * H, keys.dtype.itemsize, capacity)
 
     def plan(lengths):
         return _walk(jnp.minimum(lengths, capacity), capacity, block, min(tensor_cores(), len(lengths)))
@@ -99,10 +100,14 @@ def ragged_append(
     return jax.shard_map(_append, in_specs=specs, out_specs=specs[0], check_vma=False)(held, lengths, token)
 
 
-def _block(row_bytes: int, capacity: int) -> int:
-    """Positions of a block: a power of two, at least a tile, at most the whole capacity."""
-    fitting = max(_LANES, 1 << (_BLOCK_BYTES // row_bytes).bit_length() - 1)
-    return min(fitting, capacity)
+def _block(numbers: int, width: int, capacity: int) -> int:
+    """Positions of a block, whose keys have `numbers` of `width` bytes each: a power of two, or the whole capacity.
+
+    A slot reads half a block too much in the mean, and every block costs a grid step. `docs/performance.md` has the
+    cycles of both by the compiler's listing. int8 takes longer to expand than to arrive, so its blocks have more.
+    """
+    fitting = max(512 // width, _BLOCK_BYTES // (numbers * width))
+    return min(1 << fitting.bit_length() - 1, capacity)
 
 
 def _walk(lengths: jax.Array, capacity: int, block: int, cores: int) -> tuple[jax.Array, ...]:
@@ -196,7 +201,9 @@ def _add_block(block, length, q, k, v, keys, values, *rest):
     scores = jnp.where(jax.lax.broadcasted_iota(jnp.int32, scores.shape, 2) < filled, scores, _MASKED)
     higher = jnp.maximum(peak[...], scores.max(-1, keepdims=True))
     weights, decay = jnp.exp(scores - higher), jnp.exp(peak[...] - higher)
-    seen = jnp.where(jax.lax.broadcasted_iota(jnp.int32, values.shape, 1) < filled, values[...].astype(v.dtype), 0)
+    seen = values[...].astype(v.dtype)
+    if not scales:  # past the end a float may be NaN, and an int8 is finite: its weight of 0 suffices
+        seen = jnp.where(jax.lax.broadcasted_iota(jnp.int32, values.shape, 1) < filled, seen, 0)
     peak[...] = higher
     total[...] = total[...] * decay + weights.sum(-1, keepdims=True)
     if scales:
@@ -215,7 +222,7 @@ def _append(cache, lengths, token) -> tuple[jax.Array, ...]:
     (keys, values), (k, v) = cache[:2], token[:2]
     L, S, K, H, capacity = keys.shape
     lanes, rows = min(_LANES, capacity), min(32 // values.dtype.itemsize, capacity)
-    fitting = max(1, _BLOCK_BYTES // (K * H * lanes * keys.dtype.itemsize))
+    fitting = max(1, _WRITTEN_BYTES // (K * H * lanes * keys.dtype.itemsize))
     layers = math.gcd(L, 1 << fitting.bit_length() - 1)
 
     def tile(place, width):

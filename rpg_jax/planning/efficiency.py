@@ -8,6 +8,11 @@ HBM = 0.6
 """Share of HBM's bandwidth while decoding. Ragged paged attention reaches up to 0.86 in decode on TPU7x
 (arXiv:2604.15464). This engine's kernel reads whole blocks, half a block too much per slot, and so gets less."""
 
+HBM_INT8 = 0.4
+"""The same while attention reads a cache in int8, whose numbers a core expands. By the compiler's listing for v5p and
+3,085 attended positions, whole blocks take 1.5 (eight heads a chip) to 2.1 times (two heads) the cycles of the bytes at
+full bandwidth; in bf16 1.04 and 1.1. This keeps about that proportion."""
+
 FLOPS = 0.5
 """Share of peak FLOP/s in matrix products, recomputation counted as work. MaxText reports 0.44 to 0.50 of dense models
 on v6e, and on v5p 0.53 of Mixtral 8x7B and 0.65 of Llama 2 70B, without recomputation (maxtext.readthedocs.io, models

@@ -80,6 +80,7 @@ def decode_step_of(layout: Layout, decoding: Decoding, program: Program) -> Deco
         network=sum(program.costs.collectives.values()),
         collectives=program.costs.launches,
         steps_per_dispatch=decoding.steps_per_dispatch,
+        reading=efficiency.HBM_INT8 if decoding.int8_kv else efficiency.HBM,
     )
 
 

@@ -34,6 +34,7 @@ class DecodeStep:
       network: bytes that collectives bring.
       collectives: their number.
       steps_per_dispatch: steps between two looks by the host.
+      reading: expected share of HBM's bandwidth while attention reads the cache.
     """
 
     slots: float
@@ -44,6 +45,7 @@ class DecodeStep:
     network: float = 0.0
     collectives: float = 0.0
     steps_per_dispatch: int = 16
+    reading: float = efficiency.HBM
 
 
 def decode_bound(step: DecodeStep, completions: float, lengths: Lengths, chip: Chip) -> dict[str, float]:
@@ -72,7 +74,7 @@ def decode_expected(step: DecodeStep, completions: float, lengths: Lengths, chip
     network = step.network / (efficiency.ICI * chip.ici_bandwidth)
     return {
         "weights": steps * max(step.fixed / bandwidth, step.products / flops),
-        "cache": positions * max(step.cached / bandwidth, step.scores / flops),
+        "cache": positions * max(step.cached / (step.reading * chip.hbm_bandwidth), step.scores / flops),
         "latency": steps * (network + step.collectives * efficiency.COLLECTIVE_SECONDS),
         "host": steps / step.steps_per_dispatch * efficiency.DISPATCH_SECONDS,
     }

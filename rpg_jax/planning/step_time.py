@@ -186,7 +186,7 @@ def suggestions(
     found["a fleet of as many chips that samples a step ahead"] = now.beside_a_fleet
     if not int8_kv:
         int8 = (1 + 4 / head_dim) / 2  # a byte for two, and an f32 scale for each head
-        tried = dataclasses.replace(step, cached=int8 * step.cached)
+        tried = dataclasses.replace(step, cached=int8 * step.cached, reading=efficiency.HBM_INT8)
         found["rollout.int8_kv=True, with loss.sampler_correction"] = expected(work, tried, programs, on).total
     needed = math.ceil(work.trained / UNKNOWN_SHARE)
     if work.prompts > needed:

@@ -8,7 +8,7 @@ import pytest
 from rpg_jax import parallel
 from rpg_jax.models.attention import decode_attention
 from rpg_jax.models.kv_cache import KVCache
-from rpg_jax.models.ragged import _walk
+from rpg_jax.models.ragged import _block, _walk
 
 LAYERS, HEAD = 2, 16
 
@@ -72,7 +72,7 @@ def attend(implementation, token, cache):
 
 @pytest.fixture
 def blocks_of_32(monkeypatch):
-    monkeypatch.setattr("rpg_jax.models.ragged._block", lambda row_bytes, capacity: 32)
+    monkeypatch.setattr("rpg_jax.models.ragged._block", lambda numbers, width, capacity: 32)
 
 
 @pytest.mark.parametrize(
@@ -144,6 +144,15 @@ def test_appending_by_the_kernel_writes_the_same_bits(dtype):
     )
     for got, expected in zip(jax.tree.leaves(kernel), jax.tree.leaves(plain), strict=True):
         np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(expected, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("numbers", "width", "capacity", "positions"),
+    [(256, 2, 4096, 512), (1024, 2, 4096, 256), (128, 2, 4096, 1024), (256, 1, 4096, 1024), (1024, 1, 4096, 512)]
+    + [(256, 4, 4096, 256), (65_536, 4, 4096, 128), (256, 2, 96, 96), (192, 2, 4096, 512)],
+)
+def test_a_block_has_a_quarter_of_a_mebibyte_of_keys_or_a_few_hundred_positions(numbers, width, capacity, positions):
+    assert _block(numbers, width, capacity) == positions
 
 
 def test_the_tile_of_one_layer_may_exceed_a_block():

@@ -143,4 +143,5 @@ def test_the_best_change_comes_first():
     int8 = found["rollout.int8_kv=True, with loss.sampler_correction"]
     share = sum(s for name, s in now.seconds.items() if name.startswith("decode"))
     share /= share - now.seconds["decode: spread over hosts"]
-    assert now.total - int8 == pytest.approx(share * now.seconds["decode: cache"] * (1 - 33 / 64))
+    slower = efficiency.HBM / efficiency.HBM_INT8  # a byte of it takes longer
+    assert now.total - int8 == pytest.approx(share * now.seconds["decode: cache"] * (1 - 33 / 64 * slower))
