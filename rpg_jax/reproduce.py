@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     separator = given.index("--") if "--" in given else len(given)
 
     def reproduce(options: argparse.Namespace) -> int:
-        return carry_out(options, given[separator + 1 :], shlex.join(["python", "-m", "rpg_jax.reproduce", *given]))
+        return carry_out(options, given[separator + 1 :], _command(given))
 
     return cli.run(reproduce, _parser(), given[:separator])
 
@@ -60,6 +60,13 @@ def carry_out(options: argparse.Namespace, extra: Sequence[str], command: str) -
         print(f"{name} failed: {_last_line(log)} ({log})", file=sys.stderr)
     print(f"{page} in {time.perf_counter() - began:.0f} s")
     return 1 if failed else 0
+
+
+def _command(given: Sequence[str]) -> str:
+    """What a page names as its origin: the command without its folder, which is of one machine."""
+    pairs = zip(["", *given], given, strict=False)
+    kept = [word for before, word in pairs if before != "--out" and word.partition("=")[0] != "--out"]
+    return shlex.join(["python", "-m", "rpg_jax.reproduce", *kept])
 
 
 def _parser() -> cli.Parser:

@@ -144,6 +144,7 @@ def test_a_table_scans_chooses_runs_and_keeps_all(tmp_path, leave_a_run, without
     assert started[-4:] == [f"small-{method}-lr2e-4-seed{seed}" for seed in range(2) for method in ("GRPO", "DAPO")]
     text = (tmp_path / "small" / "small.md").read_text()
     assert "| GRPO | 50.0 ± 0.0 | 50.0 ± 0.0 | 60.0 ± 0.0 ✓ |" in text
+    assert "`python -m rpg_jax.reproduce --table=small --methods=GRPO,DAPO --seeds=2`" in text, "no folder"
     assert "4 runs of 3 steps and 12 that choose learning rates" in text and "60.0 ± 0.0" in text
     assert "**60.0**" not in text and "No value is marked as the highest: that takes 3 seeds" in text
     data = tmp_path / "small" / "small.json.gz"
