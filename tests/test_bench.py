@@ -33,6 +33,21 @@ def test_bench_rollout_reports_every_driver_as_one_json_object(capsys):
 
 
 @pytest.mark.slow  # a benchmark
+def test_bench_rollout_puts_both_peers_beside_every_driver(capsys, tmp_path):
+    python = tmp_path / "python"
+    answer = '{\\"seconds\\": 3, \\"tokens\\": 2560}'
+    python.write_text(f'#!/bin/sh\nread sizes\nwhile read again; do echo "{answer}"; done\n')
+    python.chmod(0o755)
+    peers = [f"--against={python}", f"--against-tunix={python}"]
+    assert bench.main(["rollout", "--preset=tiny", "--repeats=2", "--json", *peers]) == 0
+    result = json.loads(capsys.readouterr().out)
+    for peer in ("hf", "tunix"):
+        assert result[f"{peer}_seconds"] == 3 and result[f"{peer}_tokens_per_s"] == pytest.approx(2560 / 3)
+        for prefix in ("", "lockstep_"):
+            assert result[f"{prefix}of_{peer}"] == pytest.approx(3 / result[f"{prefix}seconds"])
+
+
+@pytest.mark.slow  # a benchmark
 def test_bench_step_memory_and_compile_report_the_update(capsys):
     small = ["--preset=tiny", "--config.rollout.prompts_per_step=2"]
     assert bench.main(["step", *small, "--repeats=1", "--json"]) == 0
@@ -98,5 +113,5 @@ def test_an_opponent_answers_once_before_it_is_asked_and_once_for_every_question
 def test_an_interpreter_that_cannot_be_the_opponent_is_an_error_with_its_name():
     with pytest.raises(ValueError, match="--against=no/such/python: "):
         Opponent("no/such/python", "torch_step.py", {})
-    with pytest.raises(ValueError, match="false gave no answer: see its message above; does it have torch"):
+    with pytest.raises(ValueError, match="false gave no answer: see its message above; has it the peer's packages"):
         Opponent("false", "torch_step.py", {})

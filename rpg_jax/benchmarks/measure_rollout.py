@@ -3,7 +3,8 @@
 They take turns within one run: a busy machine slows all of them alike.
 
 --turns=N adds conversations of as many tokens, in N turns, with an environment that replies at once.
---against=PYTHON adds Hugging Face's `generate` on the same work, by an interpreter that has torch and transformers.
+--against=PYTHON adds Hugging Face's `generate` on the same work, by an interpreter that has torch and transformers;
+--against-tunix=PYTHON adds Tunix's sampler, by one that has google-tunix. Only our drivers give log-probs, too.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import argparse
 import dataclasses
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -28,7 +30,7 @@ from rpg_jax.rollout.schedule import Usage
 from rpg_jax.types import FinishReason, Sampling
 
 _BARE = "simple"  # the bare loop
-_OPPONENT = "hf"
+_PEERS = {"hf": "hf_generate.py", "tunix": "tunix_generate.py"}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,17 +39,19 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps-per-dispatch", type=int, default=16)
     parser.add_argument("--turns", type=int, default=1, help="also conversations of so many turns")
     parser.add_argument("--observation-tokens", type=int, default=16, help="of each of the environment's replies")
-    parser.add_argument("--against", metavar="PYTHON", help="an interpreter that has torch and transformers")
+    parser.add_argument("--against", dest="hf", metavar="PYTHON", help="an interpreter that has torch and transformers")
+    parser.add_argument("--against-tunix", dest="tunix", metavar="PYTHON", help="an interpreter that has google-tunix")
 
 
 def run(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     if arguments.repeats < 1:
         raise ValueError(f"--repeats must be >= 1, got {arguments.repeats}")
-    opponent = _opponent(arguments.against, PRESETS[arguments.preset]) if arguments.against else None
+    asked = {peer: getattr(arguments, peer) for peer in _PEERS if getattr(arguments, peer)}
+    opponents = {peer: _opponent(peer, python, PRESETS[arguments.preset]) for peer, python in asked.items()}
     prompter = None
     if arguments.turns > 1:
         prompter = Prompter(PRESETS[arguments.preset].new_tokens, arguments.turns, arguments.observation_tokens)
-    yield bench_rollout(arguments.preset, arguments.repeats, arguments.steps_per_dispatch, opponent, prompter)
+    yield bench_rollout(arguments.preset, arguments.repeats, arguments.steps_per_dispatch, opponents, prompter)
 
 
 class Prompter:
@@ -74,7 +78,7 @@ def bench_rollout(
     preset: str,
     repeats: int,
     steps_per_dispatch: int,
-    opponent: Opponent | None = None,
+    opponents: Mapping[str, Opponent] = MappingProxyType({}),
     prompter: Prompter | None = None,
 ) -> dict[str, Any]:
     """Medians over `repeats` for each driver: seconds, tokens/s, prefill and decode seconds, slot occupancy.
@@ -89,12 +93,13 @@ def bench_rollout(
     first = {name: _seconds(driver, work, 0) for name, driver in drivers.items()}
     engines = [name for name in drivers if name != _BARE]
     usage = {name: dataclasses.replace(drivers[name].usage) for name in engines}
-    seconds: dict[str, list[float]] = {name: [] for name in (*drivers, _OPPONENT)}
+    seconds: dict[str, list[float]] = {name: [] for name in (*drivers, *opponents)}
     for repeat in range(repeats):
         for name, driver in drivers.items():
             seconds[name].append(_seconds(driver, work, repeat + 1))
-        if opponent:
-            seconds[_OPPONENT].append(_seconds_of(opponent, work.tokens))
+        for name, opponent in opponents.items():
+            seconds[name].append(_seconds_of(opponent, work.tokens))
+    others = {name: statistics.median(seconds[name]) for name in opponents}
     bare = statistics.median(seconds[_BARE])
     result: dict[str, Any] = {
         "preset": preset,
@@ -108,8 +113,7 @@ def bench_rollout(
     for name in engines:
         figures = _figures(work, first[name], seconds[name], usage[name], drivers[name].usage)
         figures["of_bare_loop"] = bare / figures["seconds"]
-        if opponent:
-            figures["of_hf"] = statistics.median(seconds[_OPPONENT]) / figures["seconds"]
+        figures |= {f"of_{peer}": other / figures["seconds"] for peer, other in others.items()}
         if prompter:
             played = _conversations(drivers[name], work, prompter, repeats)
             figures |= {f"turns_{field}": value for field, value in played.items()}
@@ -117,10 +121,9 @@ def bench_rollout(
         result |= {f"{prefix}{field}": value for field, value in figures.items()}
     step = result["decode_seconds"] * work.slots / work.tokens
     result |= {"decode_step_seconds": step, "decode_gflop_per_s": 2 * parameters * work.slots / step / 1e9}
-    if opponent:
-        other = statistics.median(seconds[_OPPONENT])
-        result |= {"hf_seconds": other, "hf_tokens_per_s": work.tokens / other}
-        opponent.close()
+    for peer, other in others.items():
+        result |= {f"{peer}_seconds": other, f"{peer}_tokens_per_s": work.tokens / other}
+        opponents[peer].close()
     for driver in drivers.values():
         driver.close()
     return result | {"peak_bytes": peak_bytes()}
@@ -173,17 +176,17 @@ def _figures(work: Work, first: float, seconds: list[float], before: Usage, afte
     }
 
 
-def _opponent(python: str, work: Work) -> Opponent:
+def _opponent(peer: str, python: str, work: Work) -> Opponent:
     if work.model.experts or work.model.family != "qwen3":
-        raise ValueError("--against knows dense Qwen3 models only")
+        raise ValueError("--against and --against-tunix know dense Qwen3 models only")
     sizes = {name: getattr(work, name) for name in ("prompts", "group_size", "prompt_tokens", "new_tokens")}
-    return Opponent(python, "hf_generate.py", {"model": dataclasses.asdict(work.model), **sizes})
+    return Opponent(python, _PEERS[peer], {"model": dataclasses.asdict(work.model), **sizes})
 
 
 def _seconds_of(opponent: Opponent, tokens: int) -> float:
     answer = opponent.work()
     if answer["tokens"] != tokens:
-        raise ValueError(f"generate made {answer['tokens']} tokens instead of {tokens}")
+        raise ValueError(f"a peer made {answer['tokens']} tokens instead of {tokens}")
     return answer["seconds"]
 
 

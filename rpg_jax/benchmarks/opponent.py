@@ -42,4 +42,5 @@ class Opponent:
             print(question, file=self._process.stdin, flush=True)
             return json.loads(self._process.stdout.readline())
         except (BrokenPipeError, json.JSONDecodeError):
-            raise ValueError(f"{self._python} gave no answer: see its message above; does it have torch?") from None
+            why = f"{self._python} gave no answer: see its message above; has it the peer's packages?"
+            raise ValueError(why) from None
