@@ -13,14 +13,13 @@ configs/small.py takes about two minutes of one CPU core; the warm start, which 
 """
 
 import argparse
-import shlex
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rpg_jax.reproduction import exact_tables, run_tables
+from rpg_jax.reproduction import exact_tables, origin, run_tables
 from rpg_jax.reproduction.options import OBJECTIVE, asked, data_file, objective
 from rpg_jax.reproduction.table import SMALL_CONFIG
 from rpg_jax.reproduction.tables import TABLES
@@ -35,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     separator = given.index("--") if "--" in given else len(given)
 
     def reproduce(options: argparse.Namespace) -> int:
-        return carry_out(options, given[separator + 1 :], _command(given))
+        return carry_out(options, given[separator + 1 :], origin.command(given))
 
     return cli.run(reproduce, _parser(), given[:separator])
 
@@ -60,13 +59,6 @@ def carry_out(options: argparse.Namespace, extra: Sequence[str], command: str) -
         print(f"{name} failed: {_last_line(log)} ({log})", file=sys.stderr)
     print(f"{page} in {time.perf_counter() - began:.0f} s")
     return 1 if failed else 0
-
-
-def _command(given: Sequence[str]) -> str:
-    """What a page names as its origin: the command without its folder, which is of one machine."""
-    pairs = zip(["", *given], given, strict=False)
-    kept = [word for before, word in pairs if before != "--out" and word.partition("=")[0] != "--out"]
-    return shlex.join(["python", "-m", "rpg_jax.reproduce", *kept])
 
 
 def _parser() -> cli.Parser:

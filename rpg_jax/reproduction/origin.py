@@ -1,6 +1,7 @@
 """Says on a page where its numbers come from: command, code, packages, machine, time."""
 
 import json
+import shlex
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,13 @@ from rpg_jax.report import markdown
 from rpg_jax.report.progress import duration
 from rpg_jax.report.run_files import series
 from rpg_jax.reproduction.results import Results, Run
+
+
+def command(given: Sequence[str]) -> str:
+    """What a page names as its origin: `given` without its folder, which is of one machine."""
+    pairs = zip(["", *given], given, strict=False)
+    kept = [word for before, word in pairs if before != "--out" and word.partition("=")[0] != "--out"]
+    return shlex.join(["python", "-m", "rpg_jax.reproduce", *kept])
 
 
 def line(results: Results) -> str:

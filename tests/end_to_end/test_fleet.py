@@ -21,7 +21,7 @@ def with_workers(folder, workers, processes, *overrides, devices=None):
         for _ in range(workers):
             crew.add()
         outputs = printed(trainer, timeout=600)
-        assert all(process.returncode == 0 for process in trainer), outputs
+        assert all(process.returncode == 0 for process in trainer), "\n\n".join(outputs)
         assert crew.ended(timeout=60) == [0] * workers
     return outputs
 
