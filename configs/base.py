@@ -195,6 +195,8 @@ FIELDS = Section(
         slots=Field(optional(int), "Completions decoded together on each device. Unset: as many as its memory holds "
             "beside everything else; 128 on all devices of a process together where that is not known, as on a CPU.",
             "completions", range="[1, 1e6]"),
+        threads=Field(1, "The threads that decode, each its share of the slots. One program seldom uses two cores of a "
+            "CPU, so a run with idle cores samples faster with two. Other devices need one.", range="[1, 1000]"),
         tensor=Field(optional(int), "Devices per copy of the decoding weights. Unset: the trainer's mesh.", "devices",
             range="[1, 1e6]"),
         expert=Field(optional(int), "For a mixture: groups of experts per copy, each on `tensor` devices.", "groups",
@@ -474,7 +476,7 @@ def variant(c: ConfigDict, name: str) -> ConfigDict:
     c.model.compute_dtype = "float32"
     c.task.max_prompt_tokens = min(c.task.max_prompt_tokens, 512)
     c.rollout.prompts_per_step, c.rollout.group_size, c.rollout.max_tokens = 4, 4, 16
-    c.rollout.slots, c.rollout.tensor, c.rollout.expert = None, None, None
+    c.rollout.slots, c.rollout.threads, c.rollout.tensor, c.rollout.expert = None, 1, None, None
     c.rewards.overlong_buffer = 8
     c.dynamic_sampling.enabled = False
     c.train.steps, c.train.updates_per_step, c.train.microbatch_size = 2, 2, 2

@@ -37,6 +37,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", choices=PRESETS, default="w1")
     parser.add_argument("--repeats", type=int, default=5, help="timed rollouts per driver (default 5)")
     parser.add_argument("--steps-per-dispatch", type=int, default=16)
+    parser.add_argument("--threads", type=int, default=1, help="that decode, all but the bare loop (default 1)")
     parser.add_argument("--turns", type=int, default=1, help="also conversations of so many turns")
     parser.add_argument("--observation-tokens", type=int, default=16, help="of each of the environment's replies")
     parser.add_argument("--against", dest="hf", metavar="PYTHON", help="an interpreter that has torch and transformers")
@@ -51,7 +52,8 @@ def run(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     prompter = None
     if arguments.turns > 1:
         prompter = Prompter(PRESETS[arguments.preset].new_tokens, arguments.turns, arguments.observation_tokens)
-    yield bench_rollout(arguments.preset, arguments.repeats, arguments.steps_per_dispatch, opponents, prompter)
+    decoding = {"steps_per_dispatch": arguments.steps_per_dispatch, "threads": arguments.threads}
+    yield bench_rollout(arguments.preset, arguments.repeats, decoding, opponents, prompter)
 
 
 class Prompter:
@@ -77,19 +79,20 @@ class Prompter:
 def bench_rollout(
     preset: str,
     repeats: int,
-    steps_per_dispatch: int,
+    decoding: Mapping[str, int],
     opponents: Mapping[str, Opponent] = MappingProxyType({}),
     prompter: Prompter | None = None,
 ) -> dict[str, Any]:
     """Medians over `repeats` for each driver: seconds, tokens/s, prefill and decode seconds, slot occupancy.
 
-    With a `prompter`, `turns_…` are of its conversations, see `_conversations`.
+    `decoding` holds further fields of `Decoding`. With a `prompter`, `turns_…` are of its conversations, see
+    `_conversations`.
 
     The fields of the first driver, `orchestrator` where JetStream is installed, have no prefix. `peak_bytes` is the
     memory of this process.
     """
     work = PRESETS[preset]
-    drivers, parameters = _drivers(work, steps_per_dispatch)
+    drivers, parameters = _drivers(work, decoding)
     first = {name: _seconds(driver, work, 0) for name, driver in drivers.items()}
     engines = [name for name in drivers if name != _BARE]
     usage = {name: dataclasses.replace(drivers[name].usage) for name in engines}
@@ -106,6 +109,7 @@ def bench_rollout(
         "device": jax.devices()[0].device_kind,
         "parameters": parameters,
         "tokens": work.tokens,
+        **decoding,
         "bare_loop_seconds": bare,
         "bare_loop_tokens_per_s": work.tokens / bare,
         "bare_loop_first_seconds": first[_BARE],
@@ -129,13 +133,13 @@ def bench_rollout(
     return result | {"peak_bytes": peak_bytes()}
 
 
-def _drivers(work: Work, steps_per_dispatch: int) -> tuple[dict[str, Any], int]:
+def _drivers(work: Work, decoding: Mapping[str, int]) -> tuple[dict[str, Any], int]:
     """The drivers that are installed, by name, with one set of random weights; and the number of weights."""
     graphdef, params = models.init(work.model)
     capacity = rollout.capacity(work.prompt_tokens, work.new_tokens)
-    decoding = rollout.Decoding(slots=work.slots, capacity=capacity, steps_per_dispatch=steps_per_dispatch)
+    how = rollout.Decoding(slots=work.slots, capacity=capacity, **decoding)
     there = [name for name in rollout.LOCAL_DRIVERS if rollout.find_driver(name) is rollout.DRIVERS[name]]
-    drivers = {name: rollout.make_rollout(name, work.model, graphdef, params, decoding) for name in there}
+    drivers = {name: rollout.make_rollout(name, work.model, graphdef, params, how) for name in there}
     return drivers, sum(x.size for x in jax.tree.leaves(params))
 
 

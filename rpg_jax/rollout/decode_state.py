@@ -63,6 +63,13 @@ class SlotSampling:
         return (tokens[:, None] == self.stop_tokens).any(-1) | (emitted >= self.limit)
 
 
+Insertion = tuple[int, int, int, tuple[int, int, int, int], Sampling]
+"""A row (slot, prefix row, emitted, counters, sampling) of `Insertions`."""
+
+Extension = tuple[int, np.ndarray, int, bool, int, int]
+"""A row (slot, tokens, start, begins, emitted, limit) of `Extensions`."""
+
+
 @flax.struct.dataclass
 class Insertions:
     """The rows that one `insert` puts into slots. Entries past `count` are ignored.
@@ -87,8 +94,8 @@ class Insertions:
     sampling: SlotSampling
 
     @classmethod
-    def of(cls, rows: Sequence[tuple[int, int, int, tuple[int, int, int, int], Sampling]], slots: int) -> Insertions:
-        """Numpy arrays of rows (slot, prefix row, emitted, counters, sampling)."""
+    def of(cls, rows: Sequence[Insertion], slots: int) -> Insertions:
+        """Numpy arrays of rows for programs of so many slots."""
         into, (prefix_rows, emitted) = np.full(slots, slots, np.int32), np.zeros((2, slots), np.int32)
         counters = np.zeros((4, slots), np.uint32)
         for i, (slot, prefix_row, drawn, origin, _) in enumerate(rows):
@@ -121,10 +128,8 @@ class Extensions:
     limit: Any
 
     @classmethod
-    def of(
-        cls, rows: Sequence[tuple[int, np.ndarray, int, bool, int, int]], slots: int, shape: tuple[int, int]
-    ) -> Extensions:
-        """Numpy arrays of rows (slot, tokens, start, begins, emitted, limit) for programs of `shape` (P, T)."""
+    def of(cls, rows: Sequence[Extension], slots: int, shape: tuple[int, int]) -> Extensions:
+        """Numpy arrays of rows for programs of so many slots and of `shape` (P, T)."""
         tokens, into = np.zeros(shape, np.int32), np.full(shape[0], slots, np.int32)
         lengths, starts, emitted, limits = np.zeros((4, shape[0]), np.int32)
         begins = np.zeros(shape[0], bool)

@@ -19,6 +19,8 @@ class Decoding:
 
     Attributes:
       slots: completions decoded together (S).
+      threads: threads that decode, each its share of the slots, on one device. A program of XLA's for CPUs seldom uses
+        two cores at a time; two programs do.
       capacity: tokens of a slot, prompt and completion together (C); see `capacity`.
       steps_per_dispatch: most decode steps between two looks by the host (K).
       prefill_tokens: tokens of one prefill, padding included.
@@ -37,11 +39,12 @@ class Decoding:
         trainer's shardings.
 
     Raises:
-      ValueError: a size below 1.
+      ValueError: a size below 1, or threads that do not divide the slots or are on several devices.
     """
 
     slots: int
     capacity: int
+    threads: int = 1
     steps_per_dispatch: int = 16
     prefill_tokens: int = PREFILL_TOKENS
     refill: float = 1 / 16
@@ -55,9 +58,15 @@ class Decoding:
     shardings: Any = None
 
     def __post_init__(self):
-        for name in ("slots", "capacity", "steps_per_dispatch"):
+        for name in ("slots", "capacity", "threads", "steps_per_dispatch"):
             if (value := getattr(self, name)) < 1:
                 raise ValueError(f"{name} must be >= 1, got {value}")
+        if self.slots % self.threads:
+            raise ValueError(f"{self.threads} threads must divide the {self.slots} slots")
+        if self.threads > 1 and self.mesh is not None and self.mesh.size > 1:
+            raise ValueError(
+                f"{self.threads} threads decode on one device, and the mesh has {self.mesh.size}; give one thread"
+            )
 
 
 def capacity(max_prompt_tokens: int, max_tokens: int) -> int:

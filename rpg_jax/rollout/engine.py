@@ -3,11 +3,15 @@
 `prefill` computes a prompt's cache once. `insert` copies it into a slot, with the completion's key and sampling
 parameters. `generate` draws tokens until the slot's own stop rule holds. `extend` appends an environment's tokens; then
 the slot draws on. Slots never see each other, and keys never see slots.
+
+Slot s is place s // n of thread s % n. Each of the n threads has a decode state of its own and launches its decoding:
+XLA runs what one thread launches on a CPU in the order of the calls.
 """
 
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,10 +22,13 @@ from flax import nnx
 
 from rpg_jax import parallel
 from rpg_jax.models import QwenConfig
-from rpg_jax.rollout.decode_state import DecodeState, Drawn, Extensions, Insertions, Prefix
+from rpg_jax.rollout.decode_state import DecodeState, Drawn, Extension, Extensions, Insertion, Insertions, Prefix
 from rpg_jax.rollout.decoding import Decoding, attention_bucket, prompt_bucket
 from rpg_jax.rollout.sampling import token_keys
 from rpg_jax.rollout.weights import Weights
+
+State = tuple[DecodeState, ...]
+"""The decode state of each thread."""
 
 TOP_TOKENS = 20
 _SCORED_TOGETHER = 128  # positions whose logits exist at one time
@@ -59,57 +66,79 @@ class QwenEngine:
             module = nnx.merge(graphdef, params)
             dtype, self._ragged = module.compute_dtype, module.decode_attention == "ragged"
         rules, int8 = tuple(decoding.rules.items()), decoding.int8_kv
-        sizes = decoding.slots, decoding.capacity, decoding.steps_per_dispatch
+        sizes = decoding.slots // decoding.threads, decoding.capacity, decoding.steps_per_dispatch
         self._programs = _make_programs(config, graphdef, *sizes, dtype, int8, decoding.mesh, rules)
+        self._threads = [ThreadPoolExecutor(1, f"rpg-decode-{i}") for i in range(decoding.threads)]
 
-    def init_decode_state(self) -> DecodeState:
+    def init_decode_state(self) -> State:
         """All slots free."""
         with self.weights.lock, self._scope():
-            return self._programs.init()
+            return tuple(self._programs.init() for _ in self._threads)
 
     def prefill(self, *, tokens: np.ndarray, lengths: np.ndarray) -> Prefix:
         """Prefills right-padded prompts i32[P, T] of `lengths` i32[P] in one forward pass."""
         with self.weights.pinned() as params, self._scope():
             return self._programs.prefill(params, tokens, lengths)
 
-    def insert(self, prefix: Prefix, state: DecodeState, rows: Insertions) -> DecodeState:
+    def insert(self, prefix: Prefix, state: State, rows: Sequence[Insertion]) -> State:
         """Copies rows of `prefix` into slots and starts them. The state is donated."""
         with self.weights.lock, self._scope():
-            return self._programs.insert(state, prefix, rows)
+            shares = [Insertions.of(share, self._places) for share in self._by_thread(rows)]
+            return tuple(
+                self._programs.insert(one, prefix, share) if share.count else one
+                for one, share in zip(state, shares, strict=True)
+            )
 
-    def extend(self, state: DecodeState, rows: Extensions) -> DecodeState:
-        """Appends tokens to slots that are not active, by one prefill of these tokens. The state is donated."""
+    def extend(self, state: State, rows: Sequence[Extension], shape: tuple[int, int]) -> State:
+        """Appends tokens to slots that are not active, by prefills of these tokens that have `shape`. The state is
+        donated."""
         with self.weights.pinned() as params, self._scope():
-            return self._programs.extend(params, state, rows)
+            return tuple(
+                self._programs.extend(params, one, Extensions.of(share, self._places, shape)) if share else one
+                for one, share in zip(state, self._by_thread(rows), strict=True)
+            )
 
     def generate(
-        self, state: DecodeState, *, floor: int = 0, attend_length: int | None = None
-    ) -> tuple[DecodeState, Drawn]:
+        self, state: State, *, idle: int | None = None, attend_length: int | None = None
+    ) -> tuple[State, Sequence[Drawn]]:
         """Draws up to K tokens per slot in one dispatch, for `fetch` to read. The state is donated.
 
         Args:
-          floor: the dispatch ends as soon as no more than this many slots are active, so that others can be refilled.
+          idle: the dispatch ends as soon as this many slots have become idle in it, so that others can be refilled;
+            each thread's share of it ends the thread's part. None: it ends with the last slot.
           attend_length: the caller's promise that no prompt with its completion is longer at the end of the dispatch;
             None is the capacity.
         """
         attend = capacity = self.decoding.capacity
         if attend_length is not None and not self._ragged:  # the ragged kernel reads only what each slot has filled
             attend = attention_bucket(attend_length, capacity)
-        with self.weights.pinned() as params, self._scope():
-            return self._programs.generate(params, state, np.int32(floor), attend)
+        with self.weights.pinned() as params:
+            share = np.int32(self._places if idle is None else max(1, idle // len(self._threads)))
 
-    def release(self, state: DecodeState, slots: Sequence[int]) -> DecodeState:
+            def launch(one: DecodeState) -> tuple[DecodeState, Drawn]:
+                with self._scope():
+                    return self._programs.generate(params, one, share, attend)
+
+            if len(state) == 1:
+                results = [launch(*state)]
+            else:
+                running = [thread.submit(launch, one) for thread, one in zip(self._threads, state, strict=True)]
+                results = [future.result() for future in running]
+        return tuple(state for state, _ in results), [drawn for _, drawn in results]
+
+    def release(self, state: State, slots: Sequence[int]) -> State:
         """Ends the completions in `slots`, which their caller has cancelled. The state is donated."""
         mask = np.zeros(self.decoding.slots, bool)
         mask[slots] = True
         with self.weights.lock, self._scope():
-            return self._programs.stop(state, mask)
+            return tuple(self._programs.stop(one, mask[i :: len(state)]) for i, one in enumerate(state))
 
-    def fetch(self, drawn: Drawn) -> Drawn:
-        """The result on the host, without the columns of steps that the dispatch did not take."""
-        drawn = jax.device_get(drawn)
-        taken = int(drawn.counts.max())
-        return replace(drawn, tokens=drawn.tokens[:, :taken], logprobs=drawn.logprobs[:, :taken])
+    def fetch(self, drawn: Sequence[Drawn]) -> Drawn:
+        """The result on the host, without the columns of steps that no thread took."""
+        parts = jax.device_get(drawn)
+        merged = jax.tree.map(lambda *arrays: np.stack(arrays, 1).reshape(-1, *arrays[0].shape[1:]), *parts)
+        taken = int(merged.counts.max())
+        return replace(merged, tokens=merged.tokens[:, :taken], logprobs=merged.logprobs[:, :taken])
 
     def score(self, tokens: np.ndarray) -> Scores:
         """The scores of the tokens i32[T] of a text, on the host, with K = `TOP_TOKENS` or the vocabulary's size."""
@@ -132,9 +161,19 @@ class QwenEngine:
             return {
                 "prefill": self._programs.prefill.lower(params, tokens, lengths),
                 "decode": self._programs.generate.lower(
-                    params, self._programs.state_shapes, np.int32(0), self.decoding.capacity
+                    params, self._programs.state_shapes, np.int32(1), self.decoding.capacity
                 ),
             }
+
+    @property
+    def _places(self) -> int:
+        """Slots of a thread."""
+        return self.decoding.slots // self.decoding.threads
+
+    def _by_thread(self, rows: Sequence[Any]) -> list[list[Any]]:
+        """Rows that begin with their slot, by thread, with their place there instead."""
+        n = self.decoding.threads
+        return [[(row[0] // n, *row[1:]) for row in rows if row[0] % n == i] for i in range(n)]
 
     def _scope(self) -> contextlib.AbstractContextManager:
         """Activates the mesh and its rules, which belong to the thread that dispatches."""
@@ -215,10 +254,11 @@ def _extend_slots(graphdef: nnx.GraphDef, params: Any, state: DecodeState, rows:
 
 
 def _decode_steps(
-    graphdef: nnx.GraphDef, steps: int, params: Any, state: DecodeState, floor: jax.Array, attend_length: int
+    graphdef: nnx.GraphDef, steps: int, params: Any, state: DecodeState, idle: jax.Array, attend_length: int
 ) -> tuple[DecodeState, Drawn]:
-    """Up to `steps` decode steps; ends early when no more than `floor` slots are active."""
+    """Up to `steps` decode steps; ends early when `idle` slots have become idle, or all."""
     module = nnx.merge(graphdef, params)
+    floor = jnp.maximum(0, state.active.sum() - idle)
 
     def step(carry):
         i, state, tokens, logprobs, counts = carry

@@ -10,9 +10,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rpg_jax.rollout.decode_state import DecodeState, Drawn, Extensions, Insertions, Prefix
+from rpg_jax.rollout.decode_state import Drawn, Extension, Prefix
 from rpg_jax.rollout.decoding import prompt_bucket
-from rpg_jax.rollout.engine import QwenEngine
+from rpg_jax.rollout.engine import QwenEngine, State
 from rpg_jax.rollout.interface import Reply
 from rpg_jax.rollout.row import Row
 
@@ -80,7 +80,7 @@ class Schedule:
         self._asked: dict[int, _Asked] = {}  # the longest wait comes first
         self._without_slot: list[_Asked] = []
         self._usage = usage
-        self._state: DecodeState | None = None
+        self._state: State | None = None
 
     @property
     def empty(self) -> bool:
@@ -129,8 +129,7 @@ class Schedule:
                     row.channel.close(row)
             if batch:
                 rows = [(slot, row.prompt_row, row.written.count, row.counters, row.of_turn) for slot, row in batch]
-                insertions = Insertions.of(rows, self.engine.decoding.slots)
-                self._state = self.engine.insert(prefix, self._state, insertions)
+                self._state = self.engine.insert(prefix, self._state, rows)
             filled += batch
         self.live.update(filled)
         return filled
@@ -142,14 +141,13 @@ class Schedule:
         """
         decoding, queued = self.engine.decoding, more or bool(self._waiting)
         ends = [len(r.prompt) + min(r.written.count + decoding.steps_per_dispatch, r.limit) for r in self.live.values()]
-        idle = max(1, int(decoding.slots * decoding.refill))
-        floor = max(0, len(self.live) - idle) if queued or self._asked else 0
+        idle = max(1, int(decoding.slots * decoding.refill)) if queued or self._asked else None
         began, weights = time.perf_counter(), self.engine.weights
         assert self._state is not None  # `fill` has allocated it
         with weights.lock:
             version = weights.version
-            self._state, drawn = self.engine.generate(self._state, floor=floor, attend_length=max(ends))
-        drawn = self.engine.fetch(drawn)
+            self._state, parts = self.engine.generate(self._state, idle=idle, attend_length=max(ends))
+        drawn = self.engine.fetch(parts)
         for slot, row in self.live.items():
             count = drawn.counts[slot]
             row.written.extend(drawn.tokens[slot, :count].copy(), drawn.logprobs[slot, :count].copy(), version)
@@ -215,9 +213,9 @@ class Schedule:
             drawn = Drawn(none.astype(np.int32), none.astype(np.float32), count, active, count)
         if not self._asked:
             return drawn
-        counts, active, held = drawn.counts.copy(), drawn.active.copy(), [*self._asked]
-        counts[held], active[held] = drawn.tokens.shape[1], True
-        return dataclasses.replace(drawn, counts=counts, active=active)
+        active = drawn.active.copy()
+        active[[*self._asked]] = True
+        return dataclasses.replace(drawn, active=active)
 
     def _lend(self, slot: int) -> int:
         """Takes the slot from a row that waits for its reply."""
@@ -236,7 +234,7 @@ class Schedule:
     def _extend(self, rows: Sequence[tuple[int, Row]]) -> None:
         """Appends each row's observation to its slot, in pieces that are as long as a program takes."""
         decoding = self.engine.decoding
-        by_round: dict[tuple[int, int], list[tuple[int, np.ndarray, int, bool, int, int]]] = {}
+        by_round: dict[tuple[int, int], list[Extension]] = {}
         for slot, row in rows:
             observation = row.written.tokens[-1]
             for first in range(0, len(observation), EXTENSION_TOKENS):
@@ -248,8 +246,6 @@ class Schedule:
         for (_, bucket), pieces in sorted(by_round.items()):
             most = min(EXTENSION_ROWS, max(1, EXTENSION_TOKENS // bucket))
             for i in range(0, len(pieces), most):
-                batch = pieces[i : i + most]
-                appended = Extensions.of(batch, decoding.slots, (most, bucket))
                 assert self._state is not None  # the rows are in slots
-                self._state = self.engine.extend(self._state, appended)
+                self._state = self.engine.extend(self._state, pieces[i : i + most], (most, bucket))
         self.live.update(rows)

@@ -35,7 +35,7 @@ _AROUND = (
 )  # sections that change no number of a run
 # Where things are computed: the numbers agree bit for bit only on the same mesh, step for step on any.
 _PLACES = ("mesh.", "sharding", "offload", "model.remat", "train.microbatch_size")
-_DECODING_PLACES = ("rollout.tensor", "rollout.expert", "rollout.devices", "rollout.slots")
+_DECODING_PLACES = ("rollout.tensor", "rollout.expert", "rollout.devices", "rollout.slots", "rollout.threads")
 # Fields that may differ when a run is resumed: they do not change what has been computed so far.
 _JUDGES = tuple(
     f"judge.{name}" for name in ("url", "parallel", "deadline_seconds", "attempts", "cache", "key_variable")

@@ -63,8 +63,9 @@ def make_decoding(layout: Layout) -> rollout.Decoding:
         rules=rules,
         shardings=shardings,
     )
-    each = memory.slots_of_a_device(layout, decoding) if c.rollout.slots is None else c.rollout.slots
-    return dataclasses.replace(decoding, slots=each * mesh.size)
+    threads = c.rollout.threads
+    each = c.rollout.slots or -(-memory.slots_of_a_device(layout, decoding) // threads) * threads
+    return dataclasses.replace(decoding, slots=each * mesh.size, threads=threads)
 
 
 def _decoding_mesh(layout: Layout) -> Mesh:

@@ -15,7 +15,7 @@ from flax import nnx
 from configs import tiny
 from rpg_jax import losses, models, parallel
 from rpg_jax.models.quantized import Int8, quantized
-from rpg_jax.rollout import LOCAL_DRIVERS, RolloutError
+from rpg_jax.rollout import LOCAL_DRIVERS, Decoding, RolloutError
 from rpg_jax.rollout.journaled import JournaledRollout
 from rpg_jax.rollout.lockstep import LockstepRollout
 from rpg_jax.runs.layout import make_layout
@@ -34,6 +34,36 @@ def test_every_driver_and_slot_count_gives_the_oracle_s_completions(build, work,
     told = []
     assert is_same(build(driver, slots).generate(replace(work, on_group=lambda *group: told.append(group))), expected)
     assert is_same([group for _, group in sorted(told, key=lambda place_and_group: place_and_group[0])], expected)
+
+
+@pytest.mark.parametrize(("driver", "threads"), [("orchestrator", 2), ("lockstep", 4)])
+def test_threads_that_decode_their_share_of_the_slots_give_the_same_completions(
+    build, work, expected, is_same, driver, threads
+):
+    """Refilled early and cancelled, too: the dispatch of one thread may end some steps before that of another."""
+    sampler = build(driver, threads=threads, refill=0.5)
+    before = dataclasses.replace(sampler.usage)
+    assert is_same(sampler.generate(work), expected)
+    assert sampler.usage.tokens - before.tokens == sum(len(c.tokens) for group in expected for c in group)
+    kept = sampler.generate(replace(work, enough=6))
+    assert sum(map(bool, kept)) == 6
+    assert is_same([group for group in kept if group], [e for e, group in zip(expected, kept, strict=True) if group])
+
+
+def test_threads_share_the_slots_of_one_device(model_config):
+    config = tiny.get_config()
+    config.rollout.threads, config.rollout.prompts_per_step, config.rollout.group_size = 2, 3, 7
+    decoding = make_decoding(make_layout(config, model_config.vocab_size, jax.devices()[:1]))
+    assert (decoding.slots % 2, decoding.threads) == (0, 2), "unset slots are as many as threads divide"
+    for fields, message in [
+        ({"slots": 9, "threads": 2}, "2 threads must divide the 9 slots"),
+        ({"slots": 8, "threads": 0}, "threads must be >= 1, got 0"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Decoding(capacity=16, **fields)
+    mesh = jax.sharding.AbstractMesh((2,), ("replica",))
+    with pytest.raises(ValueError, match="2 threads decode on one device, and the mesh has 2"):
+        Decoding(slots=8, capacity=16, threads=2, mesh=mesh)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from rpg_jax.rollout.decode_state import DecodeState, Drawn, Insertions, Prefix
-from rpg_jax.rollout.engine import QwenEngine
+from rpg_jax.rollout.decode_state import Drawn, Prefix
+from rpg_jax.rollout.engine import QwenEngine, State
 from rpg_jax.rollout.jetstream.compat import engine_api, tokenizer_pb2
 from rpg_jax.rollout.weights import Weights
 from rpg_jax.types import Sampling
@@ -35,7 +35,7 @@ class JetStreamEngine(engine_api.Engine):
     def load_params(self, *_args, **_kwargs) -> Weights:
         return self.engine.weights
 
-    def init_decode_state(self, *_args, **_kwargs) -> DecodeState:
+    def init_decode_state(self, *_args, **_kwargs) -> State:
         return self.engine.init_decode_state()
 
     def prefill(self, *, params, existing_prefix=None, padded_tokens, true_length) -> Prefix:
@@ -45,14 +45,13 @@ class JetStreamEngine(engine_api.Engine):
         tokens = np.atleast_2d(np.asarray(padded_tokens, np.int32))
         return self.engine.prefill(tokens=tokens, lengths=np.atleast_1d(np.asarray(true_length, np.int32)))
 
-    def insert(self, prefix: Prefix, decode_state: DecodeState, slot: int) -> DecodeState:
+    def insert(self, prefix: Prefix, decode_state: State, slot: int) -> State:
         """Starts row 0 of the prefix in `slot`; decodes greedily until the slot is full. The state is donated."""
         room = self.engine.decoding.capacity - prefix.cache.capacity
         greedy = Sampling(temperature=0.0, max_tokens=max(1, room))
-        rows = Insertions.of([(slot, 0, 0, (0, 0, 0, 0), greedy)], self.engine.decoding.slots)
-        return self.engine.insert(prefix, decode_state, rows)
+        return self.engine.insert(prefix, decode_state, [(slot, 0, 0, (0, 0, 0, 0), greedy)])
 
-    def generate(self, params, decode_state: DecodeState) -> tuple[DecodeState, engine_api.ResultTokens]:
+    def generate(self, params, decode_state: State) -> tuple[State, engine_api.ResultTokens]:
         """Draws up to K tokens per slot in one dispatch. The state is donated."""
         decode_state, drawn = self.engine.generate(decode_state)
         return decode_state, packed(self.engine.fetch(drawn))
@@ -84,13 +83,14 @@ def packed(drawn: Drawn) -> engine_api.ResultTokens:
 
     JetStream ends a completion at its first invalid lane. After the lanes of the n steps comes one lane that is valid
     while the slot goes on, so JetStream sees the end in the result that brings the last token. A slot that goes on has
-    no invalid lane, because it drew a token in each of the n steps.
+    no invalid lane: a step in which it drew nothing has the token -1, which `unpack` leaves out.
     """
     slots, steps = drawn.tokens.shape
     lanes = 2 * steps + 1
     data = np.zeros((slots, 2 * lanes + 1), np.int32)
-    data[:, : 2 * steps] = pack(drawn.tokens, drawn.logprobs)
-    data[:, lanes : 2 * lanes - 1] = np.repeat(np.arange(steps) < drawn.counts[:, None], 2, axis=1)
+    drew = np.arange(steps) < drawn.counts[:, None]
+    data[:, : 2 * steps] = pack(np.where(drew, drawn.tokens, -1), drawn.logprobs)
+    data[:, lanes : 2 * lanes - 1] = np.repeat(drew | drawn.active[:, None], 2, axis=1)
     data[:, 2 * lanes - 1], data[:, 2 * lanes] = drawn.active, drawn.emitted
     return engine_api.ResultTokens(
         data=data,
@@ -107,6 +107,7 @@ def pack(tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
 
 
 def unpack(lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens i32[n] and log-probabilities f32[n] of lanes i32[2n]."""
+    """Tokens i32[n] and log-probabilities f32[n] of lanes i32[2m], m - n of which have no token."""
     pairs = lanes.reshape(-1, 2)
+    pairs = pairs[pairs[:, 1] >= 0]
     return pairs[:, 1].copy(), np.ascontiguousarray(pairs[:, 0]).view(np.float32)
