@@ -52,7 +52,7 @@ def run(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     prompter = None
     if arguments.turns > 1:
         prompter = Prompter(PRESETS[arguments.preset].new_tokens, arguments.turns, arguments.observation_tokens)
-    decoding = {"steps_per_dispatch": arguments.steps_per_dispatch, "threads": arguments.threads}
+    decoding: dict[str, Any] = {"steps_per_dispatch": arguments.steps_per_dispatch, "threads": arguments.threads}
     yield bench_rollout(arguments.preset, arguments.repeats, decoding, opponents, prompter)
 
 
@@ -79,7 +79,7 @@ class Prompter:
 def bench_rollout(
     preset: str,
     repeats: int,
-    decoding: Mapping[str, int],
+    decoding: Mapping[str, Any],
     opponents: Mapping[str, Opponent] = MappingProxyType({}),
     prompter: Prompter | None = None,
 ) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def bench_rollout(
     return result | {"peak_bytes": peak_bytes()}
 
 
-def _drivers(work: Work, decoding: Mapping[str, int]) -> tuple[dict[str, Any], int]:
+def _drivers(work: Work, decoding: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     """The drivers that are installed, by name, with one set of random weights; and the number of weights."""
     graphdef, params = models.init(work.model)
     capacity = rollout.capacity(work.prompt_tokens, work.new_tokens)

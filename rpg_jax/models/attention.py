@@ -162,12 +162,8 @@ def decode_attention(
         keys = jax.lax.dynamic_index_in_dim(cache.keys, layer, keepdims=False)[..., :limit]
         values = jax.lax.dynamic_index_in_dim(cache.values, layer, keepdims=False)[..., :limit, :]
         scales = [jax.lax.dynamic_index_in_dim(x, layer, keepdims=False)[..., :limit] for x in cache.scales]
-        (S, N, H), K = q.shape, k.shape[1]
-        grouped = q.reshape(S, K, N // K, H) * (H**-0.5)
-        past = jnp.einsum("skgh,skhc->skgc", grouped, keys.astype(q.dtype), preferred_element_type=jnp.float32)
-        past = past * scales[0] if scales else past
-        filled = jnp.arange(keys.shape[-1]) < cache.lengths[:, None]
-        past = jnp.where(filled[:, None, None], past, _MASKED)
+        grouped = _grouped(q, k.shape[1])
+        past = _cached_logits(grouped, keys, cache.lengths, *scales[:1])
         own = jnp.einsum("skgh,skh->skg", grouped, k, preferred_element_type=jnp.float32)[..., None]
         peak = jnp.maximum(past.max(-1, keepdims=True), own)
         past, own = jnp.exp(past - peak), jnp.exp(own - peak)
@@ -175,6 +171,34 @@ def decode_attention(
         past = past * scales[1] if scales else past
         mixed = past.astype(v.dtype), values.astype(v.dtype)
         out = jnp.einsum("skgc,skch->skgh", *mixed, preferred_element_type=jnp.float32)
-        return ((out + own * v[:, :, None]) / total).astype(q.dtype).reshape(S, N, H)
+        return ((out + own * v[:, :, None]) / total).astype(q.dtype).reshape(q.shape)
 
     return attend
+
+
+def layer_attention(q: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.Array) -> jax.Array:
+    """[S, N, H] of one query [S, N, H] per slot over the first `lengths` i32[S] tokens, its own among them.
+
+    keys [S, K, H, C] and values [S, K, C, H] are one layer's of a cache.
+    """
+    past = _cached_logits(_grouped(q, keys.shape[1]), keys, lengths)
+    past = jnp.exp(past - past.max(-1, keepdims=True))
+    mixed = past.astype(q.dtype), values.astype(q.dtype)
+    out = jnp.einsum("skgc,skch->skgh", *mixed, preferred_element_type=jnp.float32)
+    return (out / past.sum(-1, keepdims=True)).astype(q.dtype).reshape(q.shape)
+
+
+def _grouped(q: jax.Array, K: int) -> jax.Array:
+    """Scaled queries [S, K, N / K, H] of q [S, N, H]."""
+    S, N, H = q.shape
+    return q.reshape(S, K, N // K, H) * (H**-0.5)
+
+
+def _cached_logits(
+    grouped: jax.Array, keys: jax.Array, lengths: jax.Array, scales: jax.Array | None = None
+) -> jax.Array:
+    """f32[S, K, G, C] of queries [S, K, G, H] and cached keys [S, K, H, C]; those past `lengths` are masked."""
+    logits = jnp.einsum("skgh,skhc->skgc", grouped, keys.astype(grouped.dtype), preferred_element_type=jnp.float32)
+    logits = logits if scales is None else logits * scales
+    filled = jnp.arange(keys.shape[-1]) < lengths[:, None]
+    return jnp.where(filled[:, None, None], logits, _MASKED)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
+from typing import Any
 
 import flax.struct
 import jax
@@ -36,14 +38,14 @@ class KVCache:
     three times as much. Entries at or past a slot's length are never read.
 
     Attributes:
-      keys: [L, S, K, H, C].
-      values: [L, S, K, C, H].
+      keys: [L, S, K, H, C]; of an unstacked cache, a tuple of L arrays.
+      values: [L, S, K, C, H]; the same.
       lengths: i32[S], number of tokens in each slot, which is also the place of the next token.
       scales: empty, or in an int8 cache f32[L, S, K, 1, C] of keys and of values; entry times scale is the number.
     """
 
-    keys: jax.Array
-    values: jax.Array
+    keys: Any
+    values: Any
     lengths: jax.Array
     scales: tuple[jax.Array, ...] = ()
 
@@ -69,11 +71,19 @@ class KVCache:
 
     @property
     def slots(self) -> int:
-        return self.keys.shape[1]
+        return self.lengths.shape[0]
 
     @property
     def capacity(self) -> int:
-        return self.keys.shape[-1]
+        return jax.tree.leaves(self.keys)[0].shape[-1]
+
+    def unstacked(self) -> KVCache:
+        """An array for each layer: a loop over tokens can then write and read each in place. Not for int8."""
+        return replace(self, keys=tuple(self.keys), values=tuple(self.values))
+
+    def stacked(self) -> KVCache:
+        """The opposite of `unstacked`."""
+        return replace(self, keys=jnp.stack(self.keys), values=jnp.stack(self.values))
 
     def insert(self, prefix: KVCache, slots: jax.Array | int, row: jax.Array | int = 0) -> KVCache:
         """Copies row `row` of `prefix`, whose capacity is at most this one's, into `slots`, an i32 or i32[G].
@@ -143,6 +153,20 @@ class KVCache:
             self.values.at[:, slots, :, places].set(values.swapaxes(0, 1), mode="drop"),
             self.lengths + 1,
             tuple(map(last, self.scales, scales)),
+        )
+
+    def append_to_layer(
+        self, layer: int, key: jax.Array, value: jax.Array, *, active: jax.Array | None = None
+    ) -> tuple[jax.Array, jax.Array]:
+        """One layer's keys [S, K, H, C] and values [S, K, C, H] with one token [S, K, H] at each slot's length.
+
+        For an unstacked cache. A full slot, and one outside the mask `active` bool[S], keeps its entries.
+        """
+        places = self.lengths if active is None else jnp.where(active, self.lengths, self.capacity)
+        keys, values, slots = self.keys[layer], self.values[layer], jnp.arange(self.slots)
+        return (
+            keys.at[slots, :, :, places].set(key.astype(keys.dtype), mode="drop"),
+            values.at[slots, :, places].set(value.astype(values.dtype), mode="drop"),
         )
 
 

@@ -1,7 +1,8 @@
 """The Qwen decoder: forward pass for training, prefill and decode for sampling, with one set of weights."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,7 +11,7 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 from rpg_jax.models import rope
-from rpg_jax.models.attention import IMPLEMENTATIONS, attention, decode_attention, extend_attention
+from rpg_jax.models.attention import IMPLEMENTATIONS, attention, decode_attention, extend_attention, layer_attention
 from rpg_jax.models.config import QwenConfig
 from rpg_jax.models.declare import Declare
 from rpg_jax.models.embedding import lookup
@@ -22,6 +23,9 @@ Params = dict[str, Any]
 
 _ONCE = {"xla_backend_optimization_level": 1}
 """XLA options of a program that runs once: on a CPU it compiles in a third of the time, with the same numbers."""
+
+_UNROLLED = 8
+"""The most layers that decoding on a CPU does not scan. A scan copies the weights and the cache of each layer."""
 
 REMAT: dict[str, Callable | None] = {
     "none": None,
@@ -119,16 +123,20 @@ class Qwen(nnx.Module):
         *,
         attend_length: int | None = None,
         active: jax.Array | None = None,
+        layers: Sequence[Params] | None = None,
     ) -> tuple[jax.Array, KVCache]:
         """Hidden states [S, D] of one new token per slot, i32[S], and the cache that holds it.
 
         Token s is written at cache.lengths[s] and attends to itself and to all tokens before it. Slots are independent.
         `attend_length` (static) is a promise that no length exceeds it; only that much of the cache is read. Slots
-        outside the mask `active` bool[S] keep their entries.
+        outside the mask `active` bool[S] keep their entries. With `layers`, of `unstacked_layers`, and an unstacked
+        cache the layers are not scanned; `attend_length` then counts the new token, too.
         """
         limit = cache.capacity if attend_length is None else attend_length
         if not 0 < limit <= cache.capacity:
             raise ValueError(f"attend_length {limit} must be in 1..{cache.capacity}, the cache's capacity")
+        if layers is not None:
+            return self._decode_unrolled(tokens, layers, cache, limit, active)
         axes = ("slots", None)
         table = rope.tables(self.config, cache.lengths[:, None])
         graphdef, weights = nnx.split(self.layers)
@@ -148,6 +156,34 @@ class Qwen(nnx.Module):
         inputs = (weights, jnp.arange(self.config.num_layers))
         x, (k, v) = jax.lax.scan(layer, self._embed(tokens[:, None], axes), inputs)
         return self._final(x)[:, 0], cache.append(k, v, active=active, implementation=implementation)
+
+    def _decode_unrolled(
+        self, tokens: jax.Array, layers: Sequence[Params], cache: KVCache, limit: int, active: jax.Array | None
+    ) -> tuple[jax.Array, KVCache]:
+        """`decode` with an unstacked cache. Each layer's is written before it is read: XLA would copy it otherwise."""
+        axes, table = ("slots", None), rope.tables(self.config, cache.lengths[:, None])
+        graphdef, held = nnx.graphdef(self.layers), []
+        x = self._embed(tokens[:, None], axes)
+        for i, weights in enumerate(layers):
+
+            def attend(q, k, v, i=i):
+                keys, values = cache.append_to_layer(i, k[:, 0], v[:, 0], active=active)
+                held.append((keys, values))
+                return layer_attention(q[:, 0], keys[..., :limit], values[..., :limit, :], cache.lengths + 1)[:, None]
+
+            x, *_ = nnx.merge(graphdef, weights)(x, table, attend, axes)
+        keys, values = zip(*held, strict=True)
+        return self._final(x)[:, 0], replace(cache, keys=keys, values=values, lengths=cache.lengths + 1)
+
+    def decodes_unrolled(self, cache: KVCache) -> bool:
+        """Whether a loop over tokens is faster with `unstacked_layers`: on CPUs, for few layers and no int8 cache."""
+        few = self.config.num_layers <= _UNROLLED and not cache.scales
+        return few and self.decode_attention == "xla" and platform() == "cpu"
+
+    def unstacked_layers(self) -> list[Params]:
+        """The weights of each layer. XLA slices them where this is called, so call it outside the loop over tokens."""
+        weights = nnx.state(self.layers)
+        return [jax.tree.map(lambda x, i=i: x[i], weights) for i in range(self.config.num_layers)]
 
     @property
     def decode_attention(self) -> str:

@@ -259,12 +259,16 @@ def _decode_steps(
     """Up to `steps` decode steps; ends early when `idle` slots have become idle, or all."""
     module = nnx.merge(graphdef, params)
     floor = jnp.maximum(0, state.active.sum() - idle)
+    layers = module.unstacked_layers() if module.decodes_unrolled(state.cache) else None
+    if layers:
+        state = replace(state, cache=state.cache.unstacked())
 
     def step(carry):
         i, state, tokens, logprobs, counts = carry
         drawn, logprob = state.sampling.draw(module.logits(state.hidden), token_keys(state.keys, state.emitted))
         emitted = state.emitted + state.active
-        hidden, cache = module.decode(drawn, state.cache, attend_length=attend_length, active=state.active)
+        how = {"attend_length": attend_length, "active": state.active, "layers": layers}
+        hidden, cache = module.decode(drawn, state.cache, **how)
         following = replace(state, cache=cache, hidden=hidden, emitted=emitted)
         following = following.stop(state.sampling.ends(drawn, emitted))
         tokens, logprobs = tokens.at[:, i].set(drawn), logprobs.at[:, i].set(-jnp.abs(logprob))
@@ -278,4 +282,6 @@ def _decode_steps(
     start = (jnp.int32(0), state, blank, blank.astype(jnp.float32), jnp.zeros(state.active.size, jnp.int32))
     with module.full_precision():
         _, state, tokens, logprobs, counts = jax.lax.while_loop(unfinished, step, start)
+    if layers:
+        state = replace(state, cache=state.cache.stacked())
     return state, Drawn(tokens, logprobs, counts, state.active, state.emitted)

@@ -138,6 +138,44 @@ def test_a_slot_that_is_not_active_keeps_its_entries():
     assert (grown.keys[:, 1, ..., 2] != cache.keys[:, 1, ..., 2]).any()
 
 
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen2", marks=pytest.mark.slow)])
+def test_layers_that_are_not_scanned_decode_as_scanned_ones(family):
+    """Three tokens: a slot of another length, one at the end of what is read, and one that is not active."""
+    config = FAMILIES[family]
+    graphdef, params = build(config)
+    _, prefix = prefill(graphdef, params, random_tokens((3, 4), seed=8), jnp.array([4, 1, 2]))
+    cache = KVCache.empty(config, slots=3, capacity=8)
+    for slot in range(3):
+        cache = cache.insert(prefix, slots=slot, row=slot)
+    steps, active = random_tokens((3, 3), seed=9), jnp.array([True, True, False])
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def both(unrolled, params, cache):
+        module = nnx.merge(graphdef, params)
+        layers = module.unstacked_layers() if unrolled else None
+        held, found = cache.unstacked() if unrolled else cache, []
+        for tokens in steps:
+            hidden, held = module.decode(tokens, held, attend_length=7, active=active, layers=layers)
+            found.append(hidden[:2])
+        return jnp.stack(found), held.stacked() if unrolled else held
+
+    (expected, grown), (hidden, own) = both(False, params, cache), both(True, params, cache)
+    np.testing.assert_allclose(hidden, expected, **ROUNDING)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, **ROUNDING), own, grown)
+    np.testing.assert_array_equal(own.lengths, [7, 4, 5])
+    assert (own.keys[:, 0] != cache.keys[:, 0]).any()
+    np.testing.assert_array_equal(own.keys[:, 2], cache.keys[:, 2])
+    np.testing.assert_array_equal(own.values[:, 2], cache.values[:, 2])
+
+
+@pytest.mark.parametrize(("layers", "int8", "unrolled"), [(2, False, True), (9, False, False), (2, True, False)])
+def test_few_layers_over_a_float_cache_are_not_scanned_on_a_cpu(layers, int8, unrolled):
+    config = dataclasses.replace(QWEN3, num_layers=layers)
+    module = nnx.merge(*models.abstract(config))
+    cache = jax.eval_shape(functools.partial(KVCache.empty, config, 2, 8, int8=int8))
+    assert module.decodes_unrolled(cache) == unrolled
+
+
 def test_one_prefix_fills_many_slots():
     graphdef, params = build(QWEN3)
     _, prefix = prefill(graphdef, params, random_tokens((2, 4)), jnp.array([4, 2]))
