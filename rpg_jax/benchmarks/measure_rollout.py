@@ -27,6 +27,7 @@ from rpg_jax.benchmarks.subject import PRESETS, Work, peak_bytes
 from rpg_jax.rollout import Request, Rollout
 from rpg_jax.rollout.interface import Reply
 from rpg_jax.rollout.schedule import Usage
+from rpg_jax.runs import cli
 from rpg_jax.types import FinishReason, Sampling
 
 _BARE = "simple"  # the bare loop
@@ -92,6 +93,8 @@ def bench_rollout(
     memory of this process.
     """
     work = PRESETS[preset]
+    if jax.default_backend() == "cpu":
+        cli.keep_buffers()  # as a run does
     drivers, parameters = _drivers(work, decoding)
     first = {name: _seconds(driver, work, 0) for name, driver in drivers.items()}
     engines = [name for name in drivers if name != _BARE]
