@@ -121,8 +121,9 @@ def test_the_log_probs_are_those_of_one_forward_pass_over_the_whole_conversation
         ("lockstep", {"patience_s": 0.0, "environment": Echo(delay=0.005)}),
         ("orchestrator", {}),
         ("orchestrator", {"patience_s": 0.0, "environment": Echo(delay=0.005)}),
+        ("orchestrator", {"threads": 2, "refill": 0.5}),
     ],
-    ids=["few slots", "lent slots", "orchestrator", "orchestrator, lent slots"],
+    ids=["few slots", "lent slots", "orchestrator", "orchestrator, lent slots", "orchestrator, two threads"],
 )
 def test_slots_drivers_and_slow_environments_change_no_token(talk, spoken, is_same, driver, options):
     groups, _, usage = talk(driver, **options)

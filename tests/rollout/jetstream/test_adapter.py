@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import numpy as np
+import pytest
 
-from rpg_jax.rollout.jetstream.adapter import JetStreamEngine, pack, unpack
+from rpg_jax.rollout.decode_state import Drawn
+from rpg_jax.rollout.jetstream.adapter import JetStreamEngine, TokenIds, pack, packed, unpack
 from rpg_jax.rollout.jetstream.compat import token_utils
 from rpg_jax.types import Sampling
 
@@ -38,3 +40,17 @@ def test_log_probabilities_travel_bit_for_bit_and_as_negative_integers():
     assert (lanes[::2] < 0).all() and lanes[1::2].tolist() == tokens.tolist()
     back = unpack(lanes)
     assert back[0].tolist() == tokens.tolist() and back[1].tobytes() == logprobs.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("slot", "drawn", "complete"), [(0, [4, 5, 6], False), (1, [7], False), (2, [8, 9], True), (3, [], False)]
+)
+def test_jetstream_ends_a_completion_whose_slot_ends_and_no_other(slot, drawn, complete):
+    """One that goes on may have drawn fewer tokens in the dispatch than others, or none."""
+    counts, active = np.array([3, 1, 2, 0], np.int32), np.array([True, True, False, True])
+    tokens = np.array([[4, 5, 6], [7, 1, 1], [8, 9, 1], [1, 1, 1]], np.int32)
+    result = packed(Drawn(tokens, np.full((4, 3), -0.5, np.float32), counts, active, counts))
+    (sample,), ended = token_utils.process_result_tokens(TokenIds(), slot, 16, result, np.zeros(1, bool), True)
+    lanes = np.array(sample.token_ids, np.int32)
+    assert unpack(lanes[: len(lanes) // 2 * 2])[0].tolist() == drawn
+    assert ended.tolist() == [complete]
