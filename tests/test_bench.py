@@ -5,7 +5,9 @@ import json
 import pytest
 
 from rpg_jax import bench
+from rpg_jax.benchmarks import machine
 from rpg_jax.benchmarks.opponent import Opponent
+from rpg_jax.benchmarks.subject import PRESETS
 
 
 @pytest.mark.slow  # a benchmark
@@ -30,6 +32,14 @@ def test_bench_rollout_reports_every_driver_as_one_json_object(capsys):
     assert 0 < result["decode_seconds"] < result["seconds"] * 1.01
     assert result["occupancy"] == result["lockstep_occupancy"] == 1.0
     assert result["peak_bytes"] > 1e7
+    assert 0 < result["decode_step_limit"] == pytest.approx(result["decode_of_limit"] * result["decode_step_seconds"])
+
+
+def test_the_limit_of_a_decode_step_is_that_of_operations_or_of_bytes():
+    model = PRESETS["w1"].model  # 4 layers, 4 query and 2 key-value heads of 64
+    operations, read = 8 * (2 * 1000 + 4 * 256 * 4 * 10), 4 * (1000 + 8 * 2 * 128 * 4 * 10)
+    assert machine.decode_limit(machine.Machine(1.0, 1e9), model, 1000, 8, 10) == operations
+    assert machine.decode_limit(machine.Machine(1e9, 1.0), model, 1000, 8, 10) == read
 
 
 @pytest.mark.slow  # a benchmark

@@ -22,6 +22,7 @@ import jax
 import numpy as np
 
 from rpg_jax import models, rollout
+from rpg_jax.benchmarks import machine
 from rpg_jax.benchmarks.opponent import Opponent
 from rpg_jax.benchmarks.subject import PRESETS, Work, peak_bytes
 from rpg_jax.rollout import Request, Rollout
@@ -89,6 +90,7 @@ def bench_rollout(
     `decoding` holds further fields of `Decoding`. With a `prompter`, `turns_…` are of its conversations, see
     `_conversations`.
 
+    `decode_of_limit` is the share of a decode step that this machine needs at its own measured rates, see `machine`.
     The fields of the first driver, `orchestrator` where JetStream is installed, have no prefix. `peak_bytes` is the
     memory of this process.
     """
@@ -127,7 +129,10 @@ def bench_rollout(
         prefix = "" if name == engines[0] else f"{name}_"
         result |= {f"{prefix}{field}": value for field, value in figures.items()}
     step = result["decode_seconds"] * work.slots / work.tokens
-    result |= {"decode_step_seconds": step, "decode_gflop_per_s": 2 * parameters * work.slots / step / 1e9}
+    most, length = machine.measured(), work.prompt_tokens + work.new_tokens / 2
+    limit = machine.decode_limit(most, work.model, parameters, work.slots, length)
+    result |= {"decode_step_seconds": step, "machine_gflop_per_s": most.flops / 1e9}
+    result |= {"machine_gb_per_s": most.bytes / 1e9, "decode_step_limit": limit, "decode_of_limit": limit / step}
     for peer, other in others.items():
         result |= {f"{peer}_seconds": other, f"{peer}_tokens_per_s": work.tokens / other}
         opponents[peer].close()

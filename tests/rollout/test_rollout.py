@@ -50,6 +50,30 @@ def test_threads_that_decode_their_share_of_the_slots_give_the_same_completions(
     assert is_same([group for group in kept if group], [e for e, group in zip(expected, kept, strict=True) if group])
 
 
+def test_a_released_slot_is_that_of_its_own_thread(build, work):
+    engine = build("lockstep", threads=2).engine
+    prefix = engine.prefill(tokens=np.array([[4] * 16], np.int32), lengths=np.array([16], np.int32))
+    rows = [(slot, 0, 0, (0, 0, 0, slot), Sampling(max_tokens=24)) for slot in (0, 1, 2, 5)]
+    state = engine.insert(prefix, engine.init_decode_state(), rows)
+    drawn = engine.fetch(engine.generate(engine.release(state, [1, 2]))[1])
+    assert np.flatnonzero(drawn.counts).tolist() == [0, 5]
+
+
+@pytest.mark.parametrize(
+    ("threads", "idle", "even", "odd"),
+    [(1, 1, 2, 2), (1, 2, 3, 3), (1, None, 16, 16), (2, 2, 2, 3), (2, 1, 2, 3), (2, 4, 16, 16), (2, None, 16, 16)],
+)
+def test_a_dispatch_ends_once_enough_slots_are_idle_and_each_thread_s_with_its_share(build, threads, idle, even, odd):
+    """Slots 0 and 1 end after 2 and 3 tokens, the others later than the dispatch."""
+    engine = build("lockstep", threads=threads).engine
+    prefix = engine.prefill(tokens=np.array([[4] * 16], np.int32), lengths=np.array([16], np.int32))
+    limits = [2, 3, *[24] * 6]
+    rows = [(slot, 0, 0, (0, 0, 0, slot), Sampling(max_tokens=limit)) for slot, limit in enumerate(limits)]
+    state = engine.insert(prefix, engine.init_decode_state(), rows)
+    counts = engine.fetch(engine.generate(state, idle=idle)[1]).counts
+    assert counts.tolist() == [min(limit, odd if slot % 2 else even) for slot, limit in enumerate(limits)]
+
+
 def test_threads_share_the_slots_of_one_device(model_config):
     config = tiny.get_config()
     config.rollout.threads, config.rollout.prompts_per_step, config.rollout.group_size = 2, 3, 7
