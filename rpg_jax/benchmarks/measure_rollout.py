@@ -129,6 +129,7 @@ def bench_rollout(
         prefix = "" if name == engines[0] else f"{name}_"
         result |= {f"{prefix}{field}": value for field, value in figures.items()}
     step = result["decode_seconds"] * work.slots / work.tokens
+    result["peak_bytes"] = peak_bytes()  # before the arrays of `machine`
     most, length = machine.measured(), work.prompt_tokens + work.new_tokens / 2
     limit = machine.decode_limit(most, work.model, parameters, work.slots, length)
     result |= {"decode_step_seconds": step, "machine_gflop_per_s": most.flops / 1e9}
@@ -138,7 +139,7 @@ def bench_rollout(
         opponents[peer].close()
     for driver in drivers.values():
         driver.close()
-    return result | {"peak_bytes": peak_bytes()}
+    return result
 
 
 def _drivers(work: Work, decoding: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
