@@ -196,7 +196,8 @@ FIELDS = Section(
             "beside everything else; 128 on all devices of a process together where that is not known, as on a CPU.",
             "completions", range="[1, 1e6]"),
         threads=Field(1, "The threads that decode, each its share of the slots. One program seldom uses two cores of a "
-            "CPU, so a run with idle cores samples faster with two. Other devices need one.", range="[1, 1000]"),
+            "CPU, so a run with idle cores samples faster with two. Other devices need one, and workers of a fleet "
+            "have one.", range="[1, 1000]"),
         tensor=Field(optional(int), "Devices per copy of the decoding weights. Unset: the trainer's mesh.", "devices",
             range="[1, 1e6]"),
         expert=Field(optional(int), "For a mixture: groups of experts per copy, each on `tensor` devices.", "groups",
