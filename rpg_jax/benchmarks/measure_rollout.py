@@ -128,18 +128,27 @@ def bench_rollout(
             figures |= {f"turns_{field}": value for field, value in played.items()}
         prefix = "" if name == engines[0] else f"{name}_"
         result |= {f"{prefix}{field}": value for field, value in figures.items()}
-    step = result["decode_seconds"] * work.slots / work.tokens
     result["peak_bytes"] = peak_bytes()  # before the arrays of `machine`
-    most, length = machine.measured(), work.prompt_tokens + work.new_tokens / 2
-    limit = machine.decode_limit(most, work.model, parameters, work.slots, length)
-    result |= {"decode_step_seconds": step, "machine_gflop_per_s": most.flops / 1e9}
-    result |= {"machine_gb_per_s": most.bytes / 1e9, "decode_step_limit": limit, "decode_of_limit": limit / step}
+    result |= _of_limit(work, parameters, result["decode_seconds"] * work.slots / work.tokens)
     for peer, other in others.items():
         result |= {f"{peer}_seconds": other, f"{peer}_tokens_per_s": work.tokens / other}
         opponents[peer].close()
     for driver in drivers.values():
         driver.close()
     return result
+
+
+def _of_limit(work: Work, parameters: int, step: float) -> dict[str, float]:
+    """A decode step of `step` seconds beside the least that this machine could take for it."""
+    most = machine.measured()
+    limit = machine.decode_limit(most, work.model, parameters, work.slots, work.prompt_tokens + work.new_tokens / 2)
+    return {
+        "decode_step_seconds": step,
+        "machine_gflop_per_s": most.flops / 1e9,
+        "machine_gb_per_s": most.bytes / 1e9,
+        "decode_step_limit": limit,
+        "decode_of_limit": limit / step,
+    }
 
 
 def _drivers(work: Work, decoding: Mapping[str, Any]) -> tuple[dict[str, Any], int]:

@@ -54,7 +54,7 @@ class Work:
 
 _small = functools.partial(QwenConfig, vocab_size=4096, num_layers=4, num_kv_heads=2, num_heads=4, head_dim=64)
 PRESETS = {
-    # Tunix and Hugging Face sample about 2,150 tokens/s of this work on two cores.
+    # docs/performance.md has Tunix and Hugging Face on the same work.
     "w1": Work(_small(embed_dim=256, hidden_dim=768), 4, 8, 64, 128, 32),
     "w1-wide": Work(_small(embed_dim=512, hidden_dim=1536), 8, 8, 64, 128, 64),
     "tiny": Work(_small(vocab_size=64, num_layers=3, embed_dim=128, head_dim=32, hidden_dim=320), 64, 8, 12, 5, 128),

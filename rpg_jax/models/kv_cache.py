@@ -133,7 +133,7 @@ class KVCache:
         A full slot, and one outside the mask `active` bool[S], keeps its entries. It works in place if this cache is
         donated.
         """
-        places = self.lengths if active is None else jnp.where(active, self.lengths, self.capacity)
+        places = self._next(active)
         scales: tuple[jax.Array, ...] = ()
         if self.scales:
             (keys, *key_scale), (values, *value_scale) = _steps(keys, -1), _steps(values, -1)
@@ -162,12 +162,16 @@ class KVCache:
 
         For an unstacked cache. A full slot, and one outside the mask `active` bool[S], keeps its entries.
         """
-        places = self.lengths if active is None else jnp.where(active, self.lengths, self.capacity)
-        keys, values, slots = self.keys[layer], self.values[layer], jnp.arange(self.slots)
+        places, slots = self._next(active), jnp.arange(self.slots)
+        keys, values = self.keys[layer], self.values[layer]
         return (
             keys.at[slots, :, :, places].set(key.astype(keys.dtype), mode="drop"),
             values.at[slots, :, places].set(value.astype(values.dtype), mode="drop"),
         )
+
+    def _next(self, active: jax.Array | None) -> jax.Array:
+        """i32[S], the place of each slot's next token; out of range for slots that are not active."""
+        return self.lengths if active is None else jnp.where(active, self.lengths, self.capacity)
 
 
 def _write_rows(

@@ -83,10 +83,9 @@ class QwenEngine:
     def insert(self, prefix: Prefix, state: State, rows: Sequence[Insertion]) -> State:
         """Copies rows of `prefix` into slots and starts them. The state is donated."""
         with self.weights.lock, self._scope():
-            shares = [Insertions.of(share, self._places) for share in self._by_thread(rows)]
             return tuple(
-                self._programs.insert(one, prefix, share) if share.count else one
-                for one, share in zip(state, shares, strict=True)
+                self._programs.insert(one, prefix, Insertions.of(share, self._places)) if share else one
+                for one, share in zip(state, self._by_thread(rows), strict=True)
             )
 
     def extend(self, state: State, rows: Sequence[Extension], shape: tuple[int, int]) -> State:
@@ -267,8 +266,9 @@ def _decode_steps(
         i, state, tokens, logprobs, counts = carry
         drawn, logprob = state.sampling.draw(module.logits(state.hidden), token_keys(state.keys, state.emitted))
         emitted = state.emitted + state.active
-        how = {"attend_length": attend_length, "active": state.active, "layers": layers}
-        hidden, cache = module.decode(drawn, state.cache, **how)
+        hidden, cache = module.decode(
+            drawn, state.cache, attend_length=attend_length, active=state.active, layers=layers
+        )
         following = replace(state, cache=cache, hidden=hidden, emitted=emitted)
         following = following.stop(state.sampling.ends(drawn, emitted))
         tokens, logprobs = tokens.at[:, i].set(drawn), logprobs.at[:, i].set(-jnp.abs(logprob))
