@@ -64,6 +64,7 @@ class Experiment:
       schedules: how often π_old and π_ref move.
       lengths: of completions.
       wrong: the verifier pays for a shortcut as well.
+      updates: of a run; 0 takes those of the task. Other updates have a scan of learning rates of their own.
     """
 
     rows: Sequence[str] = MAIN
@@ -71,6 +72,7 @@ class Experiment:
     schedules: Sequence[Schedule] = (Schedule(),)
     lengths: Sequence[int] = (5,)
     wrong: bool = False
+    updates: int = 0
 
 
 KL_COEFS = (0.02, 0.05, 0.1, 0.2, 0.5)
@@ -82,6 +84,8 @@ EXPERIMENTS: Mapping[str, Experiment] = MappingProxyType(
         "iterative": Experiment(schedules=(Schedule(8, 2),)),
         "lengths": Experiment(FEW, lengths=(12, 30)),
         "others": Experiment([row for row in ROWS if row not in MAIN]),
+        "longer": Experiment((BASELINE, _IN_REWARD, f"{TO_GO}: URKL"), updates=6_400),
+        "longer, per token": Experiment(("per token: URKL", _LIBRARIES[0]), KL_COEFS, updates=6_400),
     }
 )
 
@@ -117,6 +121,7 @@ class Unit:
       experiment: its name, or `SCAN`.
       row: key of `ROWS`.
       rates: of Adam; every run is made with each.
+      updates: of a run; 0 takes those of the task.
     """
 
     experiment: str
@@ -127,25 +132,39 @@ class Unit:
     rates: Sequence[float]
     seeds: Sequence[int]
     wrong: bool = False
+    updates: int = 0
 
     @property
     def name(self) -> str:
         schedule = f"{self.schedule.updates_a_batch} updates a batch"
         moves = f", reference every {self.schedule.reference_batches} batches" * bool(self.schedule.reference_batches)
-        return f"{self.experiment} | {self.row} | {self.length} tokens, {schedule}{moves}"
+        many = f", {self.updates:,} updates" * bool(self.updates)
+        return f"{self.experiment} | {self.row} | {self.length} tokens, {schedule}{moves}{many}"
+
+
+def scan_name(updates: int) -> str:
+    """The name of the scan that chooses the learning rates of runs of so many updates; 0: those of the task."""
+    return f"{SCAN}, {updates:,} updates" if updates else SCAN
 
 
 def scan_units(s: ObjectiveSettings, name: str) -> list[Unit]:
     """The runs that choose the learning rates of an experiment's rows."""
-    rows = s.experiments[name].rows
-    return [Unit(SCAN, row, s.task.length, Schedule(), (0.1,), s.rates, s.scan_seeds) for row in rows]
+    updates = s.experiments[name].updates
+    each = (0.1,), s.rates, s.scan_seeds, False, updates
+    return [Unit(scan_name(updates), row, s.task.length, Schedule(), *each) for row in s.experiments[name].rows]
 
 
 def units(s: ObjectiveSettings, name: str, rates: Mapping[str, float]) -> list[Unit]:
     """The reported runs of an experiment, each row with its learning rate."""
     experiment = s.experiments[name]
     return [
-        Unit(name, row, length, schedule, experiment.kl_coefs, (rates[row],), s.seeds, experiment.wrong)
+        Unit(
+            *(name, row, length, schedule, experiment.kl_coefs),
+            (rates[row],),
+            s.seeds,
+            experiment.wrong,
+            experiment.updates,
+        )
         for length in experiment.lengths
         for schedule in experiment.schedules
         for row in experiment.rows
@@ -153,5 +172,6 @@ def units(s: ObjectiveSettings, name: str, rates: Mapping[str, float]) -> list[U
 
 
 def count_units(s: ObjectiveSettings) -> int:
-    rows = {row for experiment in s.experiments.values() for row in experiment.rows}
-    return len(rows) + sum(len(units(s, name, dict.fromkeys(rows, 0.0))) for name in s.experiments)
+    scans = {unit.name for name in s.experiments for unit in scan_units(s, name)}
+    reported = (units(s, name, dict.fromkeys(e.rows, 0.0)) for name, e in s.experiments.items())
+    return len(scans) + sum(map(len, reported))

@@ -44,11 +44,11 @@ class Runs:
         return self._records
 
 
-def best_rates(records: Sequence[Record]) -> dict[str, float]:
-    """The learning rate of every row of the scan: least mean regret; the smaller one of equals."""
+def best_rates(records: Sequence[Record], scan: str = SCAN) -> dict[str, float]:
+    """The learning rate of every row of a scan: least mean regret; the smaller one of equals."""
     scanned: dict[str, dict[float, list[float]]] = {}
     for record in records:
-        if record["experiment"] == SCAN:
+        if record["experiment"] == scan:
             scanned.setdefault(record["row"], {}).setdefault(record["rate"], []).append(own_regret(record))
     return {row: min(sorted(by), key=lambda rate: float(np.mean(by[rate]))) for row, by in scanned.items()}
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from rpg_jax.reproduction.cells import alone_in
-from rpg_jax.reproduction.path_experiments import NO_KL, ROWS, ObjectiveSettings, Record, Unit, scan_units, units
+from rpg_jax.reproduction.path_experiments import NO_KL, ROWS, ObjectiveSettings, Record, Unit, scan_name, scan_units, units
 from rpg_jax.reproduction.path_outcomes import judge
 from rpg_jax.reproduction.path_records import best_rates
 from rpg_jax.reproduction.paths import PathSettings, make_verifier, start_of, train
@@ -28,7 +28,7 @@ from rpg_jax.storage import write_atomically
 def run_unit(s: PathSettings, unit: Unit) -> list[Record]:
     """Trains and judges every run of a unit. A loss without β is trained once, and judged with every β."""
     began, estimator = time.process_time(), ROWS[unit.row]
-    s = dataclasses.replace(s, length=unit.length)
+    s = dataclasses.replace(s, length=unit.length, updates=unit.updates or s.updates)
     run, found = jax.jit(train, static_argnums=(0, 1, 2, 3)), jax.jit(judge, static_argnums=(0, 1))
     records = []
     for seed in unit.seeds:
@@ -113,9 +113,9 @@ def _continue(
                 runs.extend(found)
                 on_unit(unit.name, len({record["unit"] for record in runs}))
 
-        for name in s.experiments:
+        for name, experiment in s.experiments.items():
             make(scan_units(s, name))
-            make(units(s, name, best_rates(runs)))
+            make(units(s, name, best_rates(runs, scan_name(experiment.updates))))
     return read(path.read_text(encoding="utf-8"))
 
 
