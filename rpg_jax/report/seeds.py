@@ -31,6 +31,23 @@ class Mean:
         """` ± half`, to one decimal; nothing for one seed."""
         return "" if math.isnan(self.half) else f" ± {self.half:.1f}"
 
+    @property
+    def excludes_zero(self) -> bool:
+        return abs(self.value) > self.half
+
+    def within(self, bound: float) -> bool:
+        """Whether the whole interval lies in ± `bound`, which must be stated before the runs: the difference is at most
+        `bound`. An interval that merely contains 0 says no such thing."""
+        return abs(self.value) + self.half <= bound
+
+    @property
+    def detectable(self) -> float:
+        """The smallest true difference that such runs find in four of five cases: (t_0.975 + t_0.8) standard errors."""
+        from scipy import stats
+
+        t = stats.t(self.seeds - 1).ppf([0.975, 0.8])
+        return float(self.half * t.sum() / t[0])
+
     def times(self, factor: float) -> Mean:
         return Mean(factor * self.value, factor * self.half, self.seeds)
 
@@ -74,6 +91,25 @@ def paired_difference(row: Mapping[int, float], baseline: Mapping[int, float]) -
     if not seeds:
         raise ValueError(f"no seed in common: {sorted(row)} and {sorted(baseline)}")
     return mean([row[seed] - baseline[seed] for seed in seeds])
+
+
+def pooled(values: Mapping[str, Mapping[int, float]], rows: Sequence[str]) -> dict[int, float]:
+    """{seed: mean over `rows`} for the seeds that all rows have. Rows that are one algorithm repeat one measurement."""
+    seeds = sorted(set.intersection(*(set(values[row]) for row in rows)))
+    return {seed: float(np.mean([values[row][seed] for row in rows])) for seed in seeds}
+
+
+def tally(differences: Sequence[Mean]) -> str:
+    """A sentence: how many intervals exclude 0, how many would by chance, and the signs.
+
+    Differences to one compared row share its runs, so their signs are not independent.
+    """
+    known = [d for d in differences if d.seeds > 1]
+    found, negative = sum(d.excludes_zero for d in known), sum(d.value < 0 for d in known)
+    return (
+        f"{found} of {len(known)} intervals exclude 0, where chance alone gives {len(known) / 20:.1f} on average; "
+        f"{negative} of {len(known)} differences are negative."
+    )
 
 
 def ranks(values: Sequence[float]) -> list[int]:

@@ -17,7 +17,16 @@ import jax
 import jax.numpy as jnp
 
 from rpg_jax.reproduction.cells import alone_in
-from rpg_jax.reproduction.path_experiments import NO_KL, ROWS, ObjectiveSettings, Record, Unit, scan_name, scan_units, units
+from rpg_jax.reproduction.path_experiments import (
+    NO_KL,
+    ROWS,
+    ObjectiveSettings,
+    Record,
+    Unit,
+    scan_name,
+    scan_units,
+    units,
+)
 from rpg_jax.reproduction.path_outcomes import judge
 from rpg_jax.reproduction.path_records import best_rates
 from rpg_jax.reproduction.paths import PathSettings, make_verifier, start_of, train

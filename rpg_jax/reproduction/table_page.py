@@ -12,7 +12,7 @@ from rpg_jax.reproduction.figures import PAPER, Scores, held_out_sets
 from rpg_jax.reproduction.results import Results
 from rpg_jax.reproduction.table import LEARNING_RATE, Table
 from rpg_jax.reproduction.tables import TABLES
-from rpg_jax.reproduction.training_tables import starred, training_table
+from rpg_jax.reproduction.training_tables import all_differences, starred, training_table
 from rpg_jax.runs import run_names
 from rpg_jax.storage import write_atomically
 
@@ -151,10 +151,12 @@ def _differences(table: Table, scores: Scores) -> list[str]:
             cells.append(starred(paired_difference(mine, theirs).times(100)))
         rows.append([row, *cells, other])
     missing = sorted(set(others.values()) - set(scores))
+    last = {s: {row: {x: 100 * c[s]["last"] for x, c in by.items()} for row, by in scores.items()} for s in sets}
     return [
         "Differences in Last, paired by seed, in points; one in *italics* has a 95 % interval that excludes 0.",
         *([f"{', '.join(missing)}: not run."] if missing else []),
         markdown.table(["", *sets, "compared with"], rows, numbers=range(1, 1 + len(sets))),
+        *all_differences(table, last),
     ]
 
 

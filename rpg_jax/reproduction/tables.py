@@ -42,6 +42,9 @@ _REASONING = (
     *("GRPO", "DAPO", "REINFORCE++", "REINFORCE++-Baseline", "RLOO", "Dr.GRPO", "GSPO", "CISPO", "DPPO-TV", "MaxRL"),
     *("KL-in-reward", *(name for name in METHODS if name.startswith("RPG-") and "SEQ" not in name)),
 )
+# At β = 1e-4, with the behaviour policy as the reference, these are PPO's clip on group-mean advantages to 2e-4 of the
+# gradient (tests/losses/test_one_algorithm.py).
+_ONE_ALGORITHM = {"the eight RPG rows": [name for name in METHODS if name.startswith("RPG-") and "SEQ" not in name]}
 _TO_GO = {f"{name}, to-go": name for name in _REASONING if "-REINFORCE-" in name}
 _ABLATED: Mapping[str, Fields] = {  # of RPG-REINFORCE-URKL: clip dual, β = 1e-4, the reference moves every batch
     "as published": {},
@@ -74,6 +77,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
             "critic, 1e-3, was not tuned",
             published=("table8_qwen2p5_7b_instruct",),
             rates=(5e-5, 1e-4, 2e-4),
+            pooled=_ONE_ALGORITHM,
         ),
         "lengths": Table(
             "Three lengths of completions",
@@ -106,6 +110,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
             published=("table3_qwen3_4b_8k", "table8_qwen2p5_7b_instruct"),
             rates=(1e-4, 2e-4, 4e-4),
             scan_seeds=(100,),
+            pooled=_ONE_ALGORITHM,
         ),
         "reasoning-ablations": Table(
             f"{_RPG} on chains of operations: clip, β, reference and λ",

@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 
 from rpg_jax.report import markdown
-from rpg_jax.report.seeds import Mean, mean, paired_difference
+from rpg_jax.report.seeds import Mean, mean, paired_difference, pooled, tally
 from rpg_jax.reproduction.results import DYNAMICS, Rows, Run
 from rpg_jax.reproduction.table import Table
 
@@ -44,8 +44,32 @@ def training_table(table: Table, rows: Rows) -> list[str]:
         "start of the run; every K: the policy after the last multiple of K steps or updates;\n"
         "κ: the policy at the end of the last step in which the average passed κ nats; –: the behaviour policy itself.",
         markdown.table(["", *heads, "compared with"], lines, numbers=range(1, 1 + len(heads))),
+        *all_differences(table, {"training accuracy": accuracy}),
         *critics,
     ]
+
+
+def all_differences(table: Table, columns: Mapping[str, Mapping[str, Mapping[int, float]]]) -> list[str]:
+    """Paragraphs on the differences of {column: {row: {seed: points}}} to the compared rows: the tally of all columns,
+    and the mean of rows that are one algorithm."""
+    differences = []
+    for values in columns.values():
+        for row, by_seed in values.items():
+            others = values.get(table.compared_with(row), {})
+            if row != table.compared_with(row) and by_seed.keys() & others.keys():
+                differences.append(paired_difference(by_seed, others))
+    parts = [tally(differences)] if len(differences) > 1 else []
+    for name, rows in table.pooled.items():
+        if all({*rows, table.baseline} <= values.keys() for values in columns.values()):
+            found = [
+                f"{column} {starred(paired_difference(pooled(values, rows), values[table.baseline]))}"
+                for column, values in columns.items()
+            ]
+            parts.append(
+                f"Of {name}, which are one algorithm here, differences from each other are noise. Their mean minus "
+                f"{table.baseline}: {', '.join(found)}."
+            )
+    return parts
 
 
 def _completions(by_seed: Mapping[int, Run]) -> float:
@@ -80,7 +104,7 @@ def difference(table: Table, row: str, values: Mapping[str, Mapping[int, float]]
 def starred(points: Mean) -> str:
     """A difference in points, in italics if its interval excludes 0."""
     text = f"{points.value:+.1f}{points.margin}"
-    return f"*{text}*" if abs(points.value) > points.half else text
+    return f"*{text}*" if points.excludes_zero else text
 
 
 def significant(m: Mean) -> str:
