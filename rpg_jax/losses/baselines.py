@@ -88,9 +88,10 @@ def reinforce_pp(
     clip_dual: ClipDual = 10.0,
     kl_coef: KLCoef = 1e-4,
 ) -> TokenLoss:
-    """PPO clip + β·k1, k1 = log π_θ − log π_ref as a loss (REINFORCE++, arXiv:2501.03262).
+    """PPO clip + β·k1, k1 = log π_θ − log π_ref as a loss (the REINFORCE++ recipes of arXiv:2505.17508).
 
-    The gradient of that term is β ∇log π_θ, whatever the reference: on-policy its expectation is zero.
+    The gradient of that term is β ∇log π_θ, whatever the reference. On-policy its expectation is zero
+    (arXiv:2506.09477). REINFORCE++ itself (arXiv:2501.03262) has k1 in the reward. Tunix has k1 in the loss by default.
 
     Raises:
       ValueError: β > 0 without `ref_logprobs`.
@@ -122,6 +123,8 @@ def cispo(
     """−SG(min(w, 1 + ε₂)) · A · log π_θ: no token loses its gradient (CISPO, arXiv:2506.13585 eq. 4 and 5).
 
     With `clip_low` the weight is at least 1 − ε₁ too. The paper's equation has this bound, and its runs do without.
+    The paper gives no ε₂. Public defaults are 0.28 (Trinity-RFT 0.3.2) and 0.2 (verl); ScaleRL (arXiv:2510.13786) caps
+    w at 5.
     """
     lower, upper = 0.0 if clip_low is None else 1 - clip_low, 1 + clip_high
     bounded = jnp.minimum(tokens.w, upper)

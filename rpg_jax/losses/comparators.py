@@ -52,7 +52,7 @@ def dppo(
       mask_threshold: δ; in probability for `tv` (0.15 in the public recipe), in nats for `kl` (0.05).
 
     Source: eq. 11 (loss), 12 (M), 13 and 14 (D). The paper's π_old is the rollout engine's own policy π_s:
-    `sampler_correction="anchor"`. δ: verl-project/verl pull request 5397. Its optional cap of w is left out.
+    `sampler_correction="anchor"`. δ: verl-project/verl pull request 5397, which also caps w at 20; here w has no cap.
     """
     p, q = jnp.exp(jax.lax.stop_gradient(tokens.logprobs)), jnp.exp(tokens.behaviour_logprobs)
     divergence = jnp.abs(p - q) if mask_divergence == "tv" else _binary_kl(tokens)

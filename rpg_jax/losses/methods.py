@@ -92,7 +92,7 @@ REGULARIZED = {
 # The public recipe of DPPO: verl-project/verl pull request 5397, examples/dppo_trainer.
 DPPO: dict[str, Any] = {"aggregate": "constant", "sampler_correction": "anchor"}
 REINFORCE_PP: dict[str, Any] = {
-    "source": "arXiv:2501.03262; public recipes of arXiv:2505.17508",
+    "source": "public recipes of arXiv:2505.17508; arXiv:2501.03262 has k₁ in the reward, not in the loss",
     "reference": "every",
     "dapo_batches": True,
     "kl_coef": 1e-4,
@@ -163,12 +163,24 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         ),
         "Dr.GRPO": row(ppo, "group_mean", "arXiv:2503.20783", aggregate="constant", **SYMMETRIC_CLIP),
         "GSPO": row(gspo, "group_standardised", "arXiv:2507.18071", clip_low=3e-4, clip_high=4e-4),
-        "CISPO": row(cispo, "group_standardised", "arXiv:2506.13585", clip_high=0.28),
+        "CISPO": row(
+            cispo, "group_standardised", "arXiv:2506.13585, which gives no ε₂; that of Trinity-RFT", clip_high=0.28
+        ),
         "DPPO-TV": row(
-            dppo, "group_mean", "arXiv:2602.04879; δ of verl", mask_divergence="tv", mask_threshold=0.15, **DPPO
+            dppo,
+            "group_mean",
+            "arXiv:2602.04879; δ of verl, not its cap of w",
+            mask_divergence="tv",
+            mask_threshold=0.15,
+            **DPPO,
         ),
         "DPPO-KL": row(
-            dppo, "group_mean", "arXiv:2602.04879; δ of verl", mask_divergence="kl", mask_threshold=0.05, **DPPO
+            dppo,
+            "group_mean",
+            "arXiv:2602.04879; δ of verl, not its cap of w",
+            mask_divergence="kl",
+            mask_threshold=0.05,
+            **DPPO,
         ),
         "SAPO": row(sapo, "group_standardised", "arXiv:2511.20347", tau_positive=1.0, tau_negative=1.05),
         "GMPO": row(gmpo, "group_standardised", "arXiv:2507.20673", clip_low=GMPO_LOW, clip_high=GMPO_HIGH),

@@ -98,7 +98,7 @@ ESTIMATORS = (
     Estimator("per token (GRPO)", "k₃", library("grpo", **NO_CLIP), "reverse"),
     Estimator("per token (corrected GRPO)", "w·k₃", library("grpo", kl_weighting="importance", **NO_CLIP), "reverse"),
     Estimator("per token", "k₂", k2_in_the_loss, "reverse"),
-    Estimator("per token (REINFORCE++)", "k₁", library("reinforce_pp", **NO_CLIP), "reverse"),
+    Estimator("per token (Tunix)", "k₁", library("reinforce_pp", **NO_CLIP), "reverse"),
 )
 # RKL differs from URKL, and FKL from UFKL, in noise alone.
 ENDS = tuple(

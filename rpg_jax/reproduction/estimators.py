@@ -85,7 +85,7 @@ KL_TERMS = (
         library("grpo", kl_weighting="importance", clip_low=1 - 1e-9, clip_high=1e9, clip_dual=None),
         "reverse",
     ),
-    Estimator("k₁ in the loss (REINFORCE++)", "−wA + βk₁", added(divergences.k1), "reverse"),
+    Estimator("k₁ in the loss (Tunix)", "−wA + βk₁", added(divergences.k1), "reverse"),
     Estimator("k₂ in the loss", "−wA + βk₂", added(divergences.k2), "reverse"),
     Estimator("k₃ in the loss (GRPO)", "−wA + βk₃", added(divergences.k3), "reverse"),
     Estimator("k₁ in the reward", "−w(A − β log(π_old/π_ref))", k1_in_reward, "reverse"),

@@ -12,7 +12,7 @@ from rpg_jax.reproduction.path_records import Runs
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SHOWN = (BASELINE, "to-go, weight w: URKL", "per token: URKL", "per token (GRPO): k₃", "per token (REINFORCE++): k₁")
+SHOWN = (BASELINE, "to-go, weight w: URKL", "per token: URKL", "per token (GRPO): k₃", "per token (Tunix): k₁")
 _PANELS = (  # title, experiment, quantity, (KL from, to), (quantity from, to)
     ("Expected reward", "strengths", "reward", (0, 5.2), (0.25, 1.02)),
     ("The same, larger", "strengths", "reward", (1.4, 3.6), (0.68, 1.01)),

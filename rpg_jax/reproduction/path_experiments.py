@@ -44,7 +44,7 @@ _LIBRARIES = (
     "per token (GRPO): k₃",
     "per token (corrected GRPO): w·k₃",
     "per token: k₂",
-    "per token (REINFORCE++): k₁",
+    "per token (Tunix): k₁",
 )
 _IN_REWARD = f"{STALE}, weight w: URKL"
 MAIN = (
