@@ -99,6 +99,14 @@ def pooled(values: Mapping[str, Mapping[int, float]], rows: Sequence[str]) -> di
     return {seed: float(np.mean([values[row][seed] for row in rows])) for seed in seeds}
 
 
+def over_starts(values: Mapping[str, Mapping[int, float]], rows: Sequence[str], others: Sequence[str]) -> Mean:
+    """Mean of row − other over starts: `rows` and `others` have one row for each start, whose seeds are averaged first.
+
+    Runs from one start share what that start is good for, so a start counts as one draw.
+    """
+    return mean([paired_difference(values[row], values[other]).value for row, other in zip(rows, others, strict=True)])
+
+
 def tally(differences: Sequence[Mean]) -> str:
     """A sentence: how many intervals exclude 0, how many would by chance, and the signs.
 

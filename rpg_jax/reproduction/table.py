@@ -42,6 +42,7 @@ class Table:
       baselines: row -> the row that it is compared with, if that is not `baseline`.
       pooled: name -> rows that are one algorithm to a thousandth of the gradient; their mean is compared too, since
         their differences from each other are noise.
+      starts: name -> rows that differ in the weights they start from. Their differences are compared over starts too.
       shown: the rows in figures with lines, if such figures have no room for all rows.
       rates: learning rates to choose from for each row, by runs with `scan_seeds`. Empty: the config's rate.
       scan_seeds: seeds of those runs; no other run has them.
@@ -56,6 +57,7 @@ class Table:
     published: Sequence[str] = ()
     baselines: Mapping[str, str] = dataclasses.field(default_factory=dict)
     pooled: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    starts: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     shown: Sequence[str] = ()
     rates: Sequence[float] = ()
     scan_seeds: Sequence[int] = (100, 101)

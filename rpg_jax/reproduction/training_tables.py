@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping
 
 from rpg_jax.report import markdown
-from rpg_jax.report.seeds import Mean, mean, paired_difference, pooled, tally
+from rpg_jax.report.seeds import Mean, mean, over_starts, paired_difference, pooled, tally
 from rpg_jax.reproduction.results import DYNAMICS, Rows, Run
 from rpg_jax.reproduction.table import Table
 
@@ -31,7 +31,7 @@ def training_table(table: Table, rows: Rows) -> list[str]:
         lines.append([row, *texts, *difference(table, row, accuracy)])
         if (explained := _late(by_seed, "explained_variance")) != "–":
             critics.append(
-                f"The critic of {row} explains {explained} of the variance of the returns; its mean value is "
+                f"Critic of the row {row}: it explains {explained} of the variance of the returns; its mean value is "
                 f"{_late(by_seed, 'value')}, the mean return {_late(by_seed, 'return')}."
             )
     return [
@@ -69,6 +69,11 @@ def all_differences(table: Table, columns: Mapping[str, Mapping[str, Mapping[int
                 f"Of {name}, which are one algorithm here, differences from each other are noise. Their mean minus "
                 f"{table.baseline}: {', '.join(found)}."
             )
+    for name, rows in table.starts.items():
+        others = [table.compared_with(row) for row in rows]
+        if others != list(rows) and all({*rows, *others} <= values.keys() for values in columns.values()):
+            found = [f"{column} {starred(over_starts(v, rows, others))}" for column, v in columns.items()]
+            parts.append(f"Over {len(rows)} starts, each the mean of its seeds, {name}: {', '.join(found)}.")
     return parts
 
 

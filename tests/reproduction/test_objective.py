@@ -146,6 +146,6 @@ def test_the_committed_page_is_that_of_the_committed_runs():
 def test_every_experiment_names_rows_and_compares_with_the_first():
     for name, experiment in EXPERIMENTS.items():
         assert set(experiment.rows) <= set(ROWS)
-        assert BASELINE in experiment.rows or name == "others"
-    assert count_units(ObjectiveSettings()) == 31 + 14 + 28 + 7 + 14 + 14 + 17
+        assert BASELINE in experiment.rows or name in ("others", "longer, per token")
+    assert count_units(ObjectiveSettings()) == 31 + 14 + 28 + 7 + 14 + 14 + 17 + 2 * 5
     assert Runs(RECORDS).rows("strengths") == [BASELINE, TOKEN, GRPO]

@@ -22,7 +22,8 @@ from tests.end_to_end.whole_runs import environment
 
 
 def test_the_small_table_has_every_method():
-    assert list(TABLES["small"].rows) == list(losses.METHODS)
+    named = [row.removesuffix(", untuned critic") for row in TABLES["small"].rows]
+    assert named == list(losses.METHODS)
 
 
 @pytest.mark.parametrize("name", TABLES)
