@@ -96,7 +96,10 @@ def test_a_critic_that_has_learned_nothing_shows_it(rows_of):
     critic = {"explained_variance": 0.01, "value": 0.4, "return": 0.7}
     rows = rows_of({("DAPO", 0): dict(accuracy=0.5), ("PPO, untuned critic", 0): dict(accuracy=0.5, **critic)})
     text = "\n".join(training_tables.training_table(SMALL, rows))
-    assert "Critic of the row PPO, untuned critic: it explains 0.01 of the variance of the returns; its mean value is 0.4" in text
+    assert (
+        "Critic of the row PPO, untuned critic: it explains 0.01 of the variance of the returns; its mean value is 0.4"
+        in text
+    )
     assert "the row DAPO" not in text
 
 
