@@ -376,7 +376,7 @@ FIELDS = Section(
             "= 0, 1, ... have s/N of the rate, so those of the first step have none. Over N updates: a slope, update u "
             "= 1, 2, ... has u/N of the rate.", "steps or updates"),
         b1=Field(0.9, "The decay of the gradient's mean. For sgd: its momentum; for schedule_free_adamw: its "
-            "interpolation.", range="[0, 1)"),
+            "interpolation, at least 0.1.", range="[0, 1)"),
         b2=Field(0.999, "The decay of the squared gradient's mean. For lion: of the slower mean.", range="[0, 1)"),
         eps=Field(1e-8, "The number that is added to the root of the squared gradient's mean.", range="[0, 1]"),
         weight_decay=Field(0.1, "The decoupled weight decay. It is multiplied by the learning rate.", range="[0, 100]"),

@@ -18,10 +18,12 @@ _DIRECTIONS: dict[str, Callable[[float, float, float], optax.GradientTransformat
     "lion": lambda b1, b2, eps: optax.scale_by_lion(b1, b2),
     "rmsprop": lambda b1, b2, eps: optax.scale_by_rms(b2, eps),
     "sgd": lambda b1, b2, eps: optax.trace(b1),
+    SCHEDULE_FREE: lambda b1, b2, eps: optax.scale_by_rms(b2, eps, eps_in_sqrt=False, bias_correction=True),
 }
-NAMES = (*_DIRECTIONS, SCHEDULE_FREE)
+NAMES = tuple(_DIRECTIONS)
 SCHEDULES = ("constant", "linear", "cosine")
 DECAYED = ("all", "matrices")
+_LEAST_B1 = 0.1  # of Schedule-Free
 
 
 class Optimizer(NamedTuple):
@@ -67,8 +69,8 @@ def make_optimizer(
     The learning rate rises over the warm-up. A warm-up of N steps is a stair: all updates of step
     s = 0, 1, … have s/N of the rate, so the first step's have none (complex-reasoning/RPG at ec8e30b,
     verl/workers/fsdp_workers.py: `lr_scheduler.step()` once a rollout batch). A warm-up of N updates is a slope: update
-    u = 1, 2, … has u/N of the rate. Schedule-Free's slope begins at 0. Then the rate is constant, or falls from update
-    to update to `final_rate` of it at `decay_until`, on a line or on half a cosine.
+    u = 1, 2, … has u/N of the rate. Then the rate is constant, or falls from update to update to `final_rate` of it at
+    `decay_until`, on a line or on half a cosine.
 
     Args:
       updates_per_step: of every step, for counts in steps. An update that is skipped does not count.
@@ -76,7 +78,8 @@ def make_optimizer(
       decay_until: the length of the schedule, warm-up included; None for a constant one.
 
     Raises:
-      ValueError: a name is unknown, a number is out of its range, or the schedule ends before the warm-up.
+      ValueError: a name is unknown, a number is out of its range, the schedule ends before the warm-up, or
+        Schedule-Free cannot compute its average.
     """
     if name not in NAMES:
         raise ValueError(f"unknown optimizer {name!r}; known: {', '.join(NAMES)}")
@@ -86,20 +89,19 @@ def make_optimizer(
         )
     if name == SCHEDULE_FREE and (schedule, decayed) != ("constant", "all"):
         raise ValueError(f"{name} takes optimizer.schedule=constant and optimizer.decayed=all: it averages instead")
-    slope = warmup.number if warmup.unit == "updates" else 0
     rate: optax.ScalarOrSchedule = learning_rate
-    if warmup.number and not slope:
+    if warmup.number and warmup.unit == "steps":
         rate = _stair(learning_rate, warmup.number, updates_per_step)
-    elif slope > 1 and name != SCHEDULE_FREE:
-        rate = optax.linear_schedule(learning_rate / slope, learning_rate, slope - 1)
+    elif warmup.number > 1:
+        rate = optax.linear_schedule(learning_rate / warmup.number, learning_rate, warmup.number - 1)
     if schedule != "constant":
         last = None if decay_until is None else _in_updates(decay_until, updates_per_step)
         rate = _falling(rate, schedule, _in_updates(warmup, updates_per_step), last, final_rate)
     shown = rate if callable(rate) else lambda update: learning_rate
-    if name == SCHEDULE_FREE:
-        return _schedule_free(rate, slope, dict(b1=b1, b2=b2, eps=eps, weight_decay=weight_decay), max_grad_norm, shown)
     decay = optax.add_decayed_weights(weight_decay, matrices if decayed == "matrices" else None)
     whole = optax.chain(_DIRECTIONS[name](b1, b2, eps), decay, optax.scale_by_learning_rate(rate))
+    if name == SCHEDULE_FREE:
+        return _schedule_free(whole, shown, b1, max_grad_norm)
     return Optimizer(whole.init, whole.update, lambda opt_state, params: params, (), max_grad_norm, shown)
 
 
@@ -113,15 +115,31 @@ def matrices(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(is_matrix, params)
 
 
-def _schedule_free(rate, slope: int, adam: dict[str, float], max_grad_norm: float, shown) -> Optimizer:
+def _schedule_free(
+    whole: optax.GradientTransformation, rate: Callable[[Any], Any], b1: float, max_grad_norm: float
+) -> Optimizer:
+    """Schedule-Free over Adam without momentum; γ_u is the rate of update u = 0, 1, … and m_u = max(γ_0, …, γ_u).
+
+    c_u = m_u² / Σ_{i ≤ u} m_i²,   z ← z − γ_u d,   x ← (1 − c_u) x + c_u z,   y ← (1 − b1) z + b1 x
+
+    d is Adam's direction at y, with weight decay. Source: facebookresearch/schedule_free, `adamw_schedulefree.py`.
+
+    Only y and z are stored, and x = (y − (1 − b1) z) / b1 has 1/b1 of their rounding error.
+    """
+    if b1 < _LEAST_B1:
+        raise ValueError(
+            f"optimizer.b1={b1:g} must be at least {_LEAST_B1} for {SCHEDULE_FREE}: it divides by b1 to compute its "
+            "average, which loses its digits; 0.9 is its own default"
+        )
     slots = ("b1", "z")
-    free = optax.contrib.schedule_free_adamw(rate, warmup_steps=slope or None, **adam)
+    # optax counts from 1 when it asks for the rate of the weight m_u², and from 0 for that of the step.
+    free = optax.contrib.schedule_free(whole, lambda count: rate(count - 1), b1)
 
     def average(opt_state, params):
         moved = jax.device_put({name: getattr(opt_state, name) for name in slots}, jax.memory.Space.Device)
         return optax.contrib.schedule_free_eval_params(opt_state._replace(**moved), params)
 
-    return Optimizer(free.init, free.update, average, slots, max_grad_norm, shown)
+    return Optimizer(free.init, free.update, average, slots, max_grad_norm, rate)
 
 
 def _stair(learning_rate: float, steps: int, updates_per_step: int) -> optax.Schedule:

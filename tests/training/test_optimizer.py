@@ -37,9 +37,9 @@ def test_a_warm_up_in_steps_is_a_stair_whose_first_step_has_no_learning_rate(nam
     assert found[:updates_per_step] == [0.0] * updates_per_step
 
 
-@pytest.mark.parametrize(("name", "first"), [("adamw", 1), ("schedule_free_adamw", 0)])
-def test_a_warm_up_in_updates_is_a_slope_whatever_a_steps_updates(name, first):
-    expected = np.minimum(np.arange(first, first + 6) / 4, 1) * RATE
+@pytest.mark.parametrize("name", ["adamw", "schedule_free_adamw"])
+def test_a_warm_up_in_updates_is_a_slope_whatever_a_steps_updates(name):
+    expected = np.minimum(np.arange(1, 7) / 4, 1) * RATE
     for updates_per_step in (1, 4):
         np.testing.assert_allclose(rates(name, (4, "updates"), 6, updates_per_step), expected, rtol=1e-5, atol=1e-12)
 
@@ -48,6 +48,57 @@ def test_a_warm_up_in_updates_is_a_slope_whatever_a_steps_updates(name, first):
 @pytest.mark.parametrize("name", ["adamw", "schedule_free_adamw"])
 def test_without_a_warm_up_the_rate_is_constant(name, unit):
     np.testing.assert_allclose(rates(name, (0, unit), 3, 2), [RATE] * 3, rtol=1e-5)
+
+
+def published_schedule_free(y, gradients, rates, b1, b2, eps, weight_decay):
+    """(x, y, z) after each update, in float64, by the loop of facebookresearch/schedule_free: c = r² / Σ r² of the
+    largest rate r so far, and 0 while all rates were 0."""
+    x, z, squares, largest, total = y, y, 0.0, 0.0, 0.0
+    for k, (g, rate) in enumerate(zip(gradients, rates, strict=True)):
+        largest = max(largest, rate)
+        total += largest**2
+        c = largest**2 / total if total else 0.0
+        squares = b2 * squares + (1 - b2) * g**2
+        z = z - rate * (g / (np.sqrt(squares / (1 - b2 ** (k + 1))) + eps) + weight_decay * y)
+        x = (1 - c) * x + c * z
+        y = (1 - b1) * z + b1 * x
+        yield x, y, z
+
+
+@pytest.mark.parametrize("b1", [0.9, 0.1])
+@pytest.mark.parametrize(
+    ("warmup", "shares"),
+    [
+        (Count(0, "steps"), [1.0] * 8),
+        (Count(1, "updates"), [1.0] * 8),
+        (Count(5, "updates"), [0.2, 0.4, 0.6, 0.8, 1, 1, 1, 1]),
+        (Count(3, "steps"), [0, 0, 1 / 3, 1 / 3, 2 / 3, 2 / 3, 1, 1]),
+    ],
+)
+def test_schedule_free_is_the_published_algorithm_in_and_after_the_warm_up(warmup, shares, b1):
+    draw = np.random.default_rng(0)
+    start, gradients, rate = draw.normal(size=5), draw.normal(size=(8, 5)), 0.1
+    numbers = dict(b1=b1, b2=0.99, eps=1e-8, weight_decay=0.1)
+    optimizer = make_optimizer(
+        "schedule_free_adamw", learning_rate=rate, warmup=warmup, updates_per_step=2, max_grad_norm=1.0, **numbers
+    )
+    params = jnp.asarray(start, jnp.float32)
+    state = optimizer.init(params)
+    published = published_schedule_free(start, gradients, [rate * share for share in shares], **numbers)
+    for gradient, expected in zip(gradients, published, strict=True):
+        change, state = optimizer.update(jnp.asarray(gradient, jnp.float32), state, params)
+        params = params + change
+        found = optimizer.evaluation_params(state, params), params, state.z
+        # float32 rounds numbers near 1 to 6e-8, and x has 1/b1 of that in each of 8 updates.
+        np.testing.assert_allclose(found, expected, rtol=0, atol=8 * 6e-8 / b1 + 5e-7)
+
+
+@pytest.mark.parametrize("b1", [0.0, 0.05])
+def test_schedule_free_refuses_an_interpolation_from_which_its_average_cannot_be_computed(b1):
+    given = dict(learning_rate=RATE, warmup=Count(0, "updates"), **{**NUMBERS, "b1": b1})
+    with pytest.raises(ValueError, match=f"optimizer.b1={b1:g} must be at least 0.1 for schedule_free_adamw"):
+        make_optimizer("schedule_free_adamw", **given)
+    assert make_optimizer("adamw", **given), "Adam needs no momentum"
 
 
 NUMBERS = dict(b1=0.9, b2=0.99, eps=1e-12, weight_decay=0.0, max_grad_norm=1.0)
