@@ -79,7 +79,7 @@ class Session:
         inputs.check(experiment, folder.files, begins=self.keeper.is_new)
         self.guard = Guard(config.rollout.max_sampler_gap, config.log.max_nonfinite_updates)
         learner, new = make_learner(experiment.layout), self.keeper.is_new
-        self.learning_rate = learner.optimizer.learning_rate
+        self.optimizer = learner.optimizer
         scorer = closing.enter_context(make_scorer(config, functions))
         started = experiment, scorer, folder.files, self.watchdog.beat
         base = open_base(experiment.layout, folder, functools.partial(drawn_base, *started), begins=new)
@@ -95,7 +95,7 @@ class Session:
         self.algorithm = make_algorithm(experiment, learner, journaled, scorer, folder, self.watchdog.beat, base)
         closing.callback(self.algorithm.collector.close)
         generator = evaluation_generator(experiment, rollout, scorer, self.watchdog.beat)
-        parts = generator, scorer, rollout, learner.optimizer, self.watchdog.beat
+        parts = generator, scorer, rollout, self.optimizer, self.watchdog.beat
         drift = make_drift(experiment, self.algorithm, folder) if config.evaluation.drift else None
         self.held_out = HeldOut(experiment.task.held_out, *parts, drift)
         self.log = RunLog(folder.files, samples=config.log.samples_per_step)
@@ -156,7 +156,7 @@ class Session:
         values = (
             step.values
             | self._costs()
-            | {"learning_rate": float(self.learning_rate(max(step.values["updates"] - 1, 0)))}
+            | {"learning_rate": float(self.optimizer.learning_rate(max(step.values["updates"] - 1, 0)))}
         )
         self.log.append_samples(step.number, step.generated)
         if fault := self.guard.fault(step.number, values, step.updates):
@@ -223,7 +223,8 @@ class Session:
     def _finish(self) -> int:
         self.keeper.finish(self.now.step)
         self.rollout.dismiss()
-        checksum = weights_checksum(self.now.state.params)
+        state, averages = self.now.state, bool(self.optimizer.evaluation_slots)
+        checksum = weights_checksum(self.optimizer.evaluation_params(state.opt_state, state.params))
         if not hosts.is_first():
             return 0
         files = self.folder.files
@@ -231,5 +232,5 @@ class Session:
             curves.draw_curves(files)
             summary.write_summary(files)
         print(self.folder.shown(summary.closing_message(files)))
-        print(f"weights checksum: {checksum:016x}")
+        print(f"weights checksum: {checksum:016x}" + averages * " (of the average, which evaluate and export use)")
         return 0

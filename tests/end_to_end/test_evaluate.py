@@ -58,6 +58,15 @@ def test_an_evaluation_names_the_weights_as_the_run_that_trained_them_did(traine
     assert last == "weights checksum: " + json.loads((evaluated / "scores.json").read_text())["settings"]["weights"]
 
 
+def test_schedule_free_prints_the_checksum_of_the_average_that_evaluations_use(trained, tmp_path):
+    shared, _ = trained
+    settings = ("--config.optimizer.name=schedule_free_adamw", f"--config.warm_start.dir={shared}/warm_starts")
+    printed = run(shared, "train", CONFIG, *settings, f"--config.run.dir={tmp_path}", "--config.run.name=r")
+    run(shared, "evaluate", f"--run={tmp_path / 'r'}", "--k=1", f"--out={tmp_path / 'out'}")
+    weights = json.loads((tmp_path / "out" / "scores.json").read_text())["settings"]["weights"]
+    assert f"weights checksum: {weights} (of the average" in printed.splitlines()[-1]
+
+
 KILLED = """
 import os, signal
 from rpg_jax import evaluate
