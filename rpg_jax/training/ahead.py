@@ -44,6 +44,7 @@ SWAPS = ("between", "midway")
 
 Found = tuple[Collected, Mapping[str, int]]  # the groups of a step, and failed verdicts by kind
 _LISTS = ("generated", "pending", "trained", "carried", "dropped")
+_COUNTS = ("cancelled", "first_batch")
 
 
 class AheadCollector(Collector):
@@ -206,7 +207,7 @@ def _marked(collected: Collected) -> Collected:
         for g in getattr(collected, name)
     }
     lists = {name: [marked[id(g)] for g in getattr(collected, name)] for name in _LISTS}
-    return Collected(**lists, cancelled=collected.cancelled)
+    return dataclasses.replace(collected, **lists)
 
 
 def _encode(found: Found) -> dict[str, Any]:
@@ -215,13 +216,13 @@ def _encode(found: Found) -> dict[str, Any]:
     distinct = list({id(g): g for members in lists.values() for g in members}.values())
     number = {id(g): i for i, g in enumerate(distinct)}
     places = {name: [number[id(g)] for g in members] for name, members in lists.items()}
-    counts = {"cancelled": collected.cancelled, "errors": dict(errors)}
-    return {"groups": encode_groups(distinct), "places": places, **counts}
+    counts = {name: getattr(collected, name) for name in _COUNTS}
+    return {"groups": encode_groups(distinct), "places": places, "counts": counts, "errors": dict(errors)}
 
 
 def _decode(state: Mapping[str, Any]) -> Future[Found]:
     distinct = decode_groups(state["groups"])
     lists = {name: [distinct[i] for i in places] for name, places in state["places"].items()}
     future: Future[Found] = Future()
-    future.set_result((Collected(**lists, cancelled=state["cancelled"]), state["errors"]))
+    future.set_result((Collected(**lists, **state["counts"]), state["errors"]))
     return future

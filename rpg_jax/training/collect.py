@@ -26,6 +26,7 @@ class Collected:
       carried: the groups for the next step to train.
       dropped: informative groups that no step trains.
       cancelled: the number of groups that were begun and then cancelled because enough others were complete.
+      first_batch: the number of groups that the first batch generated; None if there was one batch.
     """
 
     generated: list[Group]
@@ -34,6 +35,21 @@ class Collected:
     carried: list[Group] = dataclasses.field(default_factory=list)
     dropped: list[Group] = dataclasses.field(default_factory=list)
     cancelled: int = 0
+    first_batch: int | None = None
+
+    @property
+    def weights(self) -> np.ndarray:
+        """Weights f64[n] of the n generated groups, for unbiased means of a step. They sum to 1.
+
+        Σ w_i x_i = q mean(x | informative) + (1 − q) mean(x | uninformative)
+
+        q is the share of informative groups in the first batch. A step stops when enough groups are informative, so its
+        last batch has more of them than others, and the plain mean is biased. No group of the step decides the size of
+        the first batch, and no step stops because of anything else that a group has.
+        """
+        informative = np.array([g.informative for g in self.generated], bool)
+        kept, q = informative.sum(), informative[: self.first_batch].mean()
+        return np.where(informative, q / max(kept, 1), (1 - q) / max(len(informative) - kept, 1))
 
     @property
     def share(self) -> float | None:
@@ -99,13 +115,14 @@ def collect(
         made = batches.next(prompts_per_step)
         return Collected(made, [], made, cancelled=batches.begun - len(made))
     generated: list[Group] = []
-    kept = list(pending)
+    kept, first_batch = list(pending), None
     for _ in range(dynamic.max_batches):
         missing = prompts_per_step - len(kept)
         if missing <= 0:
             break
         now = _share(generated) if generated else share
         made = batches.next(dynamic.batch_size(prompts_per_step, missing=missing, share=now))
+        first_batch = first_batch or len(made)
         generated += made
         kept += [g for g in made if g.informative]
     if not kept or (len(kept) < prompts_per_step and dynamic.on_shortage == "error"):
@@ -114,7 +131,7 @@ def collect(
     carried = surplus[:prompts_per_step] if dynamic.surplus == "carry" else []
     dropped = surplus[len(carried) :]
     cancelled = batches.begun - len(generated)
-    return Collected(generated, list(pending), kept[:prompts_per_step], carried, dropped, cancelled)
+    return Collected(generated, list(pending), kept[:prompts_per_step], carried, dropped, cancelled, first_batch)
 
 
 class _Batches:

@@ -59,21 +59,22 @@ def step_metrics(
 def sampling_metrics(collected: Collected) -> dict[str, float]:
     """Means over the generated completions, the accounting of groups, and completion lengths in tokens.
 
+    The means are those of a prompt that is drawn at random: dynamic sampling does not bias them (`Collected.weights`).
     The length of a completion counts the tokens that the policy has sampled; see `conversation_metrics` for those of an
     environment. There are no means if the step generated nothing because all groups were carried over to it.
     """
     generated = collected.generated
     completions = [c for g in generated for c in g.completions]
-    sampled = [int(c.sampled.sum()) for c in completions]
-    means = {
-        "reward": lambda: np.mean([g.rewards.mean() for g in generated]),
-        "accuracy": lambda: np.mean([g.accuracy.mean() for g in generated]),
-        "completion_length": lambda: np.mean(sampled),
-        "truncated": lambda: np.mean([c.finish_reason == "length" for c in completions]),
+    sampled = [[int(c.sampled.sum()) for c in g.completions] for g in generated]
+    by_group = {
+        "reward": [g.rewards.mean() for g in generated],
+        "accuracy": [g.accuracy.mean() for g in generated],
+        "completion_length": [np.mean(own) for own in sampled],
+        "truncated": [np.mean([c.finish_reason == "length" for c in g.completions]) for g in generated],
     }
-    values = {name: float(mean()) for name, mean in means.items()} if generated else {}
+    values = {name: float(collected.weights @ x) for name, x in by_group.items()} if generated else {}
     values |= conversation_metrics([c.turns for c in completions if c.turns is not None])
-    return values | {"completion_tokens": sum(sampled)} | collected.accounting()
+    return values | {"completion_tokens": sum(map(sum, sampled))} | collected.accounting()
 
 
 def conversation_metrics(played: Sequence[Turns]) -> dict[str, float]:

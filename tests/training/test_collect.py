@@ -13,6 +13,7 @@ from rpg_jax.data import Problem
 from rpg_jax.data.groups import Group
 from rpg_jax.training.collect import collect
 from rpg_jax.training.dynamic_sampling import DynamicSampling
+from rpg_jax.training.measures import sampling_metrics
 from rpg_jax.types import Completion
 
 
@@ -146,6 +147,38 @@ def test_every_group_is_trained_carried_dropped_or_uninformative(need, batch, sh
         pending = step.carried
     fates = total["groups_trained"] + total["groups_dropped"] + total["groups_uninformative"] + len(pending)
     assert total["groups_generated"] == fates
+
+
+@pytest.mark.parametrize(
+    ("dynamic", "share", "sizes", "outcomes"),
+    [
+        (DynamicSampling(max_batches=3), 0.5, [2, 2, 2], {(0, 0): 0.1, (0, 1): 0.4, (1, 1): 0.5}),
+        (DynamicSampling(0, max_batches=2), 1.0, [1, 8], {(0, 1): 0.4, (1, 1): 0.6}),
+    ],
+)
+def test_the_logged_accuracy_and_reward_are_unbiased_wherever_sampling_stops(dynamic, share, sizes, outcomes):
+    """Over every outcome of every batch, with its probability. One group is missing; the plain mean is biased."""
+    true, drawn = sum(sum(accuracy) / 2 * p for accuracy, p in outcomes.items()), sum(sizes)
+    made = {accuracy: group(1, accuracy, [3 * a - 1 for a in accuracy]) for accuracy in outcomes}
+    expected = collections.Counter()
+    for sequence in itertools.product(outcomes, repeat=drawn):
+        rest, asked = iter(sequence), []
+
+        def sample(problems, *, step, enough, rest=rest, asked=asked):
+            asked.append(len(problems))
+            return [made[next(rest)] for _ in problems]
+
+        step = collect(
+            taking(), sample, prompts_per_step=2, step=0, dynamic=dynamic, pending=[group(0, (0, 1))], share=share
+        )
+        assert asked == sizes[: len(asked)]
+        values, chance = sampling_metrics(step), math.prod(outcomes[accuracy] for accuracy in sequence)
+        expected["accuracy"] += chance * values["accuracy"]
+        expected["reward"] += chance * values["reward"]
+        expected["plain"] += chance * np.mean([g.accuracy.mean() for g in step.generated])
+    assert expected["accuracy"] == pytest.approx(true, abs=1e-9)
+    assert expected["reward"] == pytest.approx(3 * true - 1, abs=1e-9)
+    assert expected["plain"] < true - 0.02, "steps that stop at once have more informative groups, and count as much"
 
 
 def test_a_shortage_is_a_smaller_batch_or_an_error_as_configured():
