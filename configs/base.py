@@ -14,7 +14,7 @@ FIELDS = Section(
     "The run as a whole.",
     method=Field("RPG-REINFORCE-URKL", "A row of the paper's tables.", choices="rpg_jax.losses:METHODS"),
     seed=Field(0, "The seed of every random number of the run.", range="[0, 1073741824)"),
-    sharding=Field(optional(str), 'Changes to the rules in parallel.RULES, as "vocab=tensor+context,kv_heads=". A '
+    sharding=Field(optional(str), 'Changes to the rules in parallel.RULES, as "embed=fsdp+context,kv_heads=". A '
         "logical axis without a mesh axis is replicated."),
     offload=Field("", "The arrays that wait in the host's memory until they are needed: optimizer, reference, or "
         "optimizer+reference."),

@@ -77,14 +77,28 @@ def test_its_tiny_variant_is_the_same_experiment_on_a_small_model(name):
 
 def test_sharding_rules_come_from_the_config():
     config = load("qwen3_0p6b_gsm8k").get_config()
-    config.sharding = "vocab=tensor+context, kv_heads="
+    config.sharding = "embed=fsdp+context, kv_heads="
     rules = make_layout(config, None).rules
-    assert rules["vocab"] == ("tensor", "context")
+    assert rules["embed"] == ("fsdp", "context")
     assert rules["kv_heads"] is None
-    assert rules["embed"] == parallel.RULES["embed"]
+    assert rules["vocab"] == parallel.RULES["vocab"]
     config.sharding = "vocab"
     with pytest.raises(ValueError, match="LOGICAL=MESH_AXIS"):
         make_layout(config, None)
+
+
+def test_rules_that_would_add_up_different_tokens_are_refused_before_anything_runs():
+    """Every command that has a model opens its layout first: training, sft, evaluation, samples, policies, plans."""
+    config = load("qwen3_0p6b_gsm8k").get_config()
+    config.mesh.update({"fsdp": 4, "context": 2})
+    config.sharding = "vocab=tensor+context,kv_heads="
+    with pytest.raises(ValueError, match="vocab and length both fall on mesh axis 'context'.*vocab= replicates it"):
+        make_layout(config, None)
+    config.mesh.update({"fsdp": 8, "context": 1})
+    config.rollout.tensor, config.sharding = 2, "slots=replica+tensor"
+    layout = make_layout(config, None)
+    with pytest.raises(ValueError, match="vocab and slots both fall on mesh axis 'tensor'"):
+        make_decoding(layout)
 
 
 def test_decoding_weights_are_cast_and_copied_only_where_the_config_asks():
@@ -133,12 +147,11 @@ def test_decoding_follows_the_config_s_sharding_and_copies_key_value_heads_that_
     rules = make_decoding(make_layout(config, None)).rules
     assert (rules["vocab"], rules["kv_heads"]) == (None, "tensor")
     config.model.size, config.rollout.tensor = "qwen3-4b", 8
-    assert make_decoding(make_layout(config, None)).rules["act_kv_heads"] == "tensor"
+    assert make_decoding(make_layout(config, None)).rules["kv_heads"] == "tensor"
     config = base.variant(config, "tiny")  # four heads, two of keys and values
     config.rollout.tensor = 4
     decoding = make_decoding(make_layout(config, 32))
-    assert decoding.rules["kv_heads"] is None and decoding.rules["act_kv_heads"] is None
-    assert decoding.rules["heads"] == "tensor"
+    assert (decoding.rules["kv_heads"], decoding.rules["heads"]) == (None, "tensor")
 
 
 def test_devices_that_only_sample_are_the_last_and_the_mesh_is_of_the_others(monkeypatch):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from rpg_jax.models.kv_cache import KVCache, decode_implementation
-from rpg_jax.models.logical import constrain, in_own_shard, partition_spec, platform, shards, wide_axes
+from rpg_jax.models.logical import constrain, in_own_shard, mesh_axes, partition_spec, platform, shards
 from rpg_jax.models.ragged import ragged_attention
 from rpg_jax.models.splash import splash_attention
 
@@ -51,7 +51,7 @@ def attention(
         implementation = _chosen(q.dtype)
     if implementation == "splash":
         return splash_attention(q, k, v, segment_ids, axes)
-    k, v = (constrain(x, axes[0], None, "act_kv_heads", None) for x in (k, v))
+    k, v = (constrain(x, axes[0], None, "kv_heads", None) for x in (k, v))
     if implementation == "cudnn":
         same = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
         return jax.nn.dot_product_attention(q, k, v, mask=same, is_causal=True, implementation="cudnn")
@@ -77,7 +77,7 @@ def _xla(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, axes)
 
     def block(queries, segments, index_q):
         scores = jnp.einsum("bkgth,bkhs->bkgts", queries, keys, preferred_element_type=jnp.float32)
-        scores = constrain(scores, axes[0], "act_kv_heads", None, axes[1], None)
+        scores = constrain(scores, axes[0], "kv_heads", None, axes[1], None)
         mask = (index_q[:, None] >= index) & (segments[:, :, None] == segment_ids[:, None, :])
         scores = jnp.where(mask[:, None, None], scores, _MASKED)
         weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
@@ -110,9 +110,9 @@ def extend_attention(
 
     held = (cache.keys, cache.values, *cache.scales)
     attend = _extend_attend
-    if (spec := partition_spec(None, "slots", "act_kv_heads", None, None)) is not None:
+    if (spec := partition_spec(None, "slots", "kv_heads", None, None)) is not None:
         # Each device answers for its own slots; XLA would gather the whole cache.
-        heads, whole = partition_spec(None, None, "act_kv_heads", None), PartitionSpec()
+        heads, whole = partition_spec(None, None, "kv_heads", None), PartitionSpec()
         specs = (heads, heads, heads, spec, whole, whole, whole)
         attend = jax.shard_map(attend, in_specs=specs, out_specs=heads, check_vma=False)
     return lambda q, k, v, layer: attend(q, k, v, held, layer, slots, starts)
@@ -138,7 +138,7 @@ def _extend_attend(q, k, v, cache, layer, slots, starts) -> jax.Array:
     out = jnp.einsum("pkgtc,pkch->pkgth", *mixed, preferred_element_type=jnp.float32)
     out += jnp.einsum("pkgts,pskh->pkgth", own.astype(v.dtype), v, preferred_element_type=jnp.float32)
     out = (out / total).astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(P, T, N, H)
-    axes = wide_axes("slots")
+    axes = mesh_axes("slots")
     return jax.lax.psum(jnp.where(mine[:, None, None, None], out, 0), axes) if axes else out
 
 

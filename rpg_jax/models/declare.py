@@ -18,11 +18,11 @@ class Declare:
         self.rngs, self.dtype = rngs, dtype
         self.lead = ((), ()) if stack is None else ((stack,), ("layers",))
 
-    def matrix(self, shape: tuple[int, ...], axes: tuple[str, ...], *, fan_in: float) -> nnx.Param:
+    def matrix(self, shape: tuple[int, ...], axes: tuple[str | None, ...], *, fan_in: float) -> nnx.Param:
         shape, axes = self.lead[0] + shape, self.lead[1] + axes
         normal = jax.random.truncated_normal(self.rngs.params(), -2, 2, shape, self.dtype)
         return nnx.Param(normal * (fan_in**-0.5 / _TRUNCATED_STD), axes=axes)
 
-    def constant(self, value: float, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param:
+    def constant(self, value: float, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
         shape, axes = self.lead[0] + shape, self.lead[1] + axes
         return nnx.Param(jnp.full(shape, value, self.dtype), axes=axes)

@@ -64,10 +64,9 @@ class KVCache:
     @classmethod
     def logical_axes(cls, *, int8: bool = False) -> KVCache:
         """A cache with a tuple of logical axis names in place of each array."""
-        lead = ("layers", "slots", "act_kv_heads")
-        along = (*lead, None, "cache_length")
-        names = along, (*lead, "cache_length", None), ("slots",), (along, along) if int8 else ()
-        return cls(*names)  # type: ignore[arg-type]  # names, not arrays
+        names = (None, "slots", "kv_heads", None, None)
+        axes = names, names, ("slots",), (names, names) if int8 else ()
+        return cls(*axes)  # type: ignore[arg-type]  # names, not arrays
 
     @property
     def slots(self) -> int:
@@ -116,9 +115,9 @@ class KVCache:
         chunk = chunk.rounded() if self.scales else chunk
         held, rows = ((x.keys, x.values, *x.scales) for x in (self, chunk))
         write = _write_rows
-        if (spec := partition_spec(None, "slots", "act_kv_heads", None, None)) is not None:
+        if (spec := partition_spec(None, "slots", "kv_heads", None, None)) is not None:
             # Each device writes into its own slots; XLA would gather the whole cache.
-            whole = partition_spec(None, None, "act_kv_heads", None, None)
+            whole = partition_spec(None, None, "kv_heads", None, None)
             write = jax.shard_map(
                 write, in_specs=(spec, whole, *[PartitionSpec()] * 3), out_specs=spec, check_vma=False
             )

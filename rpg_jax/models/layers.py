@@ -28,15 +28,15 @@ class Attention(nnx.Module):
     def __init__(self, config: QwenConfig, declare: Declare):
         D, N, K, H = config.embed_dim, config.num_heads, config.num_kv_heads, config.head_dim
         self.eps = config.rms_norm_eps
-        self.q = declare.matrix((D, N, H), ("embed", "heads", "head_dim"), fan_in=D)
-        self.k = declare.matrix((D, K, H), ("embed", "kv_heads", "head_dim"), fan_in=D)
-        self.v = declare.matrix((D, K, H), ("embed", "kv_heads", "head_dim"), fan_in=D)
-        self.o = declare.matrix((N, H, D), ("heads", "head_dim", "embed"), fan_in=N * H * 2 * config.num_layers)
+        self.q = declare.matrix((D, N, H), ("embed", "heads", None), fan_in=D)
+        self.k = declare.matrix((D, K, H), ("embed", "kv_heads", None), fan_in=D)
+        self.v = declare.matrix((D, K, H), ("embed", "kv_heads", None), fan_in=D)
+        self.o = declare.matrix((N, H, D), ("heads", None, "embed"), fan_in=N * H * 2 * config.num_layers)
         self.family = config.family
         if self.family == "qwen2":
-            self.q_bias = declare.constant(0.0, (N, H), ("heads", "head_dim"))
-            self.k_bias = declare.constant(0.0, (K, H), ("kv_heads", "head_dim"))
-            self.v_bias = declare.constant(0.0, (K, H), ("kv_heads", "head_dim"))
+            self.q_bias = declare.constant(0.0, (N, H), ("heads", None))
+            self.k_bias = declare.constant(0.0, (K, H), ("kv_heads", None))
+            self.v_bias = declare.constant(0.0, (K, H), ("kv_heads", None))
         else:
             self.q_norm = declare.constant(1.0, (H,), ("norm",))
             self.k_norm = declare.constant(1.0, (H,), ("norm",))
@@ -44,20 +44,20 @@ class Attention(nnx.Module):
     def project(self, x: jax.Array, table, axes) -> tuple[jax.Array, jax.Array, jax.Array]:
         """q [B, T, N, H], k and v [B, T, K, H] of x [B, T, D]; q and k are normed (in a Qwen3) and rotated."""
         q, k, v = (
-            project(x, weight[...], axes, ("embed",), (heads, "head_dim"))
+            project(x, weight[...], axes, ("embed",), (heads, None))
             for weight, heads in ((self.q, "heads"), (self.k, "kv_heads"), (self.v, "kv_heads"))
         )
         if self.family == "qwen2":
             q, k, v = (y + b[...].astype(x.dtype) for y, b in ((q, self.q_bias), (k, self.k_bias), (v, self.v_bias)))
         else:
             q, k = rms_norm(q, self.q_norm[...], self.eps), rms_norm(k, self.k_norm[...], self.eps)
-        q = constrain(rope.rotate(q, table), *axes, "act_heads", None)
-        k = constrain(rope.rotate(k, table), *axes, "act_kv_heads", None)
-        return q, k, constrain(v, *axes, "act_kv_heads", None)
+        q = constrain(rope.rotate(q, table), *axes, "heads", None)
+        k = constrain(rope.rotate(k, table), *axes, "kv_heads", None)
+        return q, k, constrain(v, *axes, "kv_heads", None)
 
     def output(self, x: jax.Array, axes) -> jax.Array:
         """The output projection [B, T, D] of the attended values x [B, T, N, H]."""
-        return project(x, self.o[...], axes, ("heads", "head_dim"), ("embed",))
+        return project(x, self.o[...], axes, ("heads", None), ("embed",))
 
 
 class MLP(nnx.Module):
@@ -86,6 +86,6 @@ class Block(nnx.Module):
     def __call__(self, x: jax.Array, table, attend: Callable, axes) -> tuple[jax.Array, jax.Array, jax.Array]:
         """The next x [B, T, D], and this layer's k and v [B, T, K, H]. `attend(q, k, v)` mixes tokens."""
         q, k, v = self.attention.project(rms_norm(x, self.attention_norm[...], self.eps), table, axes)
-        x = constrain(x + self.attention.output(attend(q, k, v), axes), *axes, "act_embed")
-        x = constrain(x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), axes), *axes, "act_embed")
+        x = constrain(x + self.attention.output(attend(q, k, v), axes), *axes, None)
+        x = constrain(x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), axes), *axes, None)
         return x, k, v

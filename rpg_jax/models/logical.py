@@ -1,9 +1,9 @@
 """Logical axes: how a model names the dimensions of its arrays without knowing the mesh.
 
-Parameters use `layers vocab embed heads kv_heads head_dim hidden experts router norm`; activations use `batch length`
-(rows and positions of a training batch), `prompts` (rows of a prefill), `slots` (rows of a decode step),
-`act_embed act_heads act_kv_heads act_hidden act_vocab act_experts` and `cache_length`. The rule table in force
-(`flax.linen.logical_axis_rules`) maps them to mesh axes. It is set outside the model.
+Parameters use `layers vocab embed heads kv_heads hidden experts router norm`. Activations use `batch length` (rows and
+positions of a training batch), `slots` (rows of a decode step), and `heads kv_heads`, because a device computes the
+heads whose weights it has. A dimension without a name is whole on every device. The rule table in force
+(`flax.linen.logical_axis_rules`) maps the names to mesh axes. `parallel.activate` sets it, outside the model.
 """
 
 import math
@@ -17,38 +17,35 @@ from jax.sharding import PartitionSpec
 def partition_spec(*names: str | None) -> PartitionSpec | None:
     """The PartitionSpec of logical names under the rules and the mesh in force; None without rules or mesh.
 
+    It leaves out mesh axes of one device.
+
     Raises:
       ValueError: the rules lack a name, or put two dimensions on one mesh axis.
     """
-    rules = dict(linen.get_logical_axis_rules())
-    if not rules or jax.sharding.get_abstract_mesh().empty:
+    rules, mesh = dict(linen.get_logical_axis_rules()), jax.sharding.get_abstract_mesh()
+    if not rules or mesh.empty:
         return None
     unknown = [n for n in names if n is not None and n not in rules]
     if unknown:
         raise ValueError(f"no sharding rule for logical axes {unknown}; the rules name {sorted(rules)}")
-    entries = [rules[n] if n is not None else None for n in names]
+    wide = {n: tuple(axis for axis in jax.tree.leaves(axes) if mesh.shape[axis] > 1) for n, axes in rules.items()}
+    entries = [() if n is None else wide[n] for n in names]
     used = jax.tree.leaves(entries)
     if len(used) != len(set(used)):
         raise ValueError(f"logical axes {names} put two dimensions on one mesh axis: {entries}")
-    return PartitionSpec(*entries)
+    return PartitionSpec(*(axes or None for axes in entries))
 
 
-def mesh_axes(name: str) -> tuple[str, ...]:
-    """The mesh axes of one logical axis under the rules in force; () without rules."""
+def mesh_axes(name: str | None) -> tuple[str, ...]:
+    """The mesh axes of several devices that cut a dimension of one logical axis; () without rules."""
     spec = partition_spec(name)
     return () if spec is None else tuple(jax.tree.leaves(tuple(spec)))
-
-
-def wide_axes(name: str | None) -> tuple[str, ...]:
-    """The `mesh_axes` that have more than one device."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return () if name is None else tuple(axis for axis in mesh_axes(name) if mesh.shape[axis] > 1)
 
 
 def shards(name: str | None) -> int:
     """The number of parts into which the rules and the mesh in force cut a dimension of one logical axis."""
     mesh = jax.sharding.get_abstract_mesh()
-    return 1 if name is None else math.prod(mesh.shape[axis] for axis in mesh_axes(name))
+    return math.prod(mesh.shape[axis] for axis in mesh_axes(name))
 
 
 def in_own_shard(index: jax.Array, name: str, size: int) -> tuple[jax.Array, jax.Array]:
@@ -56,7 +53,7 @@ def in_own_shard(index: jax.Array, name: str, size: int) -> tuple[jax.Array, jax
 
     A place elsewhere becomes some place of the shard. In a `jax.shard_map`, or without a mesh.
     """
-    axes = wide_axes(name)
+    axes = mesh_axes(name)
     local = index - jax.lax.axis_index(axes) * size if axes else index
     return jnp.clip(local, 0, size - 1), (local >= 0) & (local < size)
 

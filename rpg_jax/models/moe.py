@@ -10,7 +10,7 @@ from rpg_jax.models.adapted import weight_spec
 from rpg_jax.models.config import Experts, QwenConfig
 from rpg_jax.models.declare import Declare
 from rpg_jax.models.grouped import grouped_product
-from rpg_jax.models.logical import mesh_axes, partition_spec, wide_axes
+from rpg_jax.models.logical import mesh_axes, partition_spec
 from rpg_jax.models.project import gathered
 
 
@@ -42,7 +42,7 @@ class MoE(nnx.Module):
             expert_axes=mesh_axes("experts"),
             hidden_axes=mesh_axes("hidden"),
             token_axes=tuple(jax.tree.leaves(tuple(tokens))),
-            embed_axes=wide_axes("embed"),
+            embed_axes=mesh_axes("embed"),
         )
         wide = [weight_spec(w, ("embed",), ("hidden",), ("experts",)) for w in matrices[:2]]
         narrow = weight_spec(matrices[2], ("hidden",), ("embed",), ("experts",))

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from rpg_jax.models.adapted import Adapted, Names, Weight, as_matrix, weight_spec
-from rpg_jax.models.logical import partition_spec, wide_axes
+from rpg_jax.models.logical import mesh_axes, partition_spec
 
 
 def project(x: jax.Array, weight: Weight, axes: Names, inputs: Names, outputs: Names) -> jax.Array:
@@ -21,19 +21,19 @@ def project(x: jax.Array, weight: Weight, axes: Names, inputs: Names, outputs: N
       axes: logical names of B and T.
       inputs, outputs: logical names of the weight's dimensions; one of them may be "embed".
     """
-    where = partition_spec(*axes, *map(_activation, inputs))
+    where = partition_spec(*axes, *map(_of_activation, inputs))
     if where is None or jax.sharding.get_abstract_mesh().size == 1:
         return _product(x, weight, inputs=len(inputs))
     local = functools.partial(
         _product,
         inputs=len(inputs),
-        gather=wide_axes("embed"),
+        gather=mesh_axes("embed"),
         dimension=0 if "embed" in inputs else 1,
-        contracted=tuple(axis for name in inputs if name != "embed" for axis in wide_axes(name)),
+        contracted=tuple(axis for name in inputs for axis in mesh_axes(_of_activation(name))),
     )
     # check_vma=False: gathered weights are equal on all devices, which the type system cannot see.
     specs = (where, weight_spec(weight, inputs, outputs))
-    out = partition_spec(*axes, *map(_activation, outputs))
+    out = partition_spec(*axes, *map(_of_activation, outputs))
     return jax.shard_map(local, in_specs=specs, out_specs=out, check_vma=False)(x, weight)
 
 
@@ -83,6 +83,6 @@ def _multiply(x, matrix):
     return x.reshape(-1, matrix.shape[0]) @ matrix
 
 
-def _activation(name: str | None) -> str | None:
-    """The activation axis that a parameter axis produces or consumes."""
-    return {"heads": "act_heads", "kv_heads": "act_kv_heads", "embed": "act_embed"}.get(name or "")
+def _of_activation(name: str | None) -> str | None:
+    """The name that a parameter's dimension has in activations, where the model dimension is whole."""
+    return None if name == "embed" else name

@@ -70,7 +70,7 @@ class Qwen(nnx.Module):
         tokens: jax.Array,
         positions: jax.Array,
         segment_ids: jax.Array,
-        axes: tuple[str, str | None] = ("batch", "length"),
+        axes: tuple[str | None, str | None] = ("batch", "length"),
     ) -> jax.Array:
         """Hidden states [B, T, D] of tokens i32[B, T]; a token attends to itself and earlier tokens of its segment.
 
@@ -86,7 +86,7 @@ class Qwen(nnx.Module):
         """Hidden states [B, D] at the last token of right-padded prompts i32[B, T], and their cache (S = B, C = T)."""
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         segment_ids = (positions < lengths[:, None]).astype(jnp.int32)
-        hidden, (k, v) = self._forward(tokens, positions, segment_ids, ("prompts", None), keep_kv=True)
+        hidden, (k, v) = self._forward(tokens, positions, segment_ids, (None, None), keep_kv=True)
         last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
         return last, KVCache(k.transpose(0, 1, 3, 4, 2), v.transpose(0, 1, 3, 2, 4), lengths.astype(jnp.int32))
 
@@ -100,7 +100,7 @@ class Qwen(nnx.Module):
           lengths: i32[P], the number of new tokens of each row; 0 writes nothing.
           slots, starts: i32[P], the slot of each row, and its tokens so far. `cache.lengths` is not read and stays.
         """
-        axes = ("prompts", None)
+        axes = (None, None)
         table = rope.tables(self.config, starts[:, None] + jnp.arange(tokens.shape[1]))
         graphdef, weights = nnx.split(self.layers)
         over_cache = extend_attention(cache, slots, starts)
@@ -209,7 +209,7 @@ class Qwen(nnx.Module):
         return jnp.einsum("...d,vd->...v", hidden, self.head(), preferred_element_type=jnp.float32)
 
     def _embed(self, tokens: jax.Array, axes) -> jax.Array:
-        return constrain(lookup(self.embed[...], tokens, axes, self.compute_dtype), *axes, "act_embed")
+        return constrain(lookup(self.embed[...], tokens, axes, self.compute_dtype), *axes, None)
 
     def _final(self, x: jax.Array) -> jax.Array:
         return rms_norm(x, self.final_norm[...], self.config.rms_norm_eps)

@@ -14,14 +14,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
-from rpg_jax.models.logical import partition_spec, platform, shards, tensor_cores, wide_axes
+from rpg_jax.models.logical import mesh_axes, partition_spec, platform, shards, tensor_cores
 
 _MASKED = -1e30
 _LANES = 128
 _BLOCK_BYTES = 2**18  # least keys of a block: it then takes about as long to arrive as a grid step to start
 _WRITTEN_BYTES = 2**19  # most keys that one grid step of a write moves, of several layers
 
-_CACHE = (None, "slots", "act_kv_heads", None, None)
+_CACHE = (None, "slots", "kv_heads", None, None)
 
 
 def ragged_attention(
@@ -41,10 +41,10 @@ def ragged_attention(
       ValueError: devices share the query heads, and neither their number nor that of key-value heads divides the other.
     """
     _, _, K, H, capacity = keys.shape
-    cuts = shards("act_heads")
-    groups = K // shards("act_kv_heads")  # on a device
+    cuts = shards("heads")
+    groups = K // shards("kv_heads")  # on a device
     heads, first = groups, jnp.zeros(1, jnp.int32)
-    if shards("act_kv_heads") == 1 and cuts > 1:
+    if shards("kv_heads") == 1 and cuts > 1:
         if K % cuts and cuts % K:
             raise ValueError(f"{cuts} devices share the query heads of {K} key-value heads; one must divide the other")
         heads = max(1, K // cuts)
@@ -53,7 +53,7 @@ def ragged_attention(
     def plan(lengths):
         return _walk(jnp.minimum(lengths, capacity), capacity, block, min(tensor_cores(), len(lengths)))
 
-    slots, kv = partition_spec("slots"), partition_spec("slots", "act_kv_heads", None)
+    slots, kv = partition_spec("slots"), partition_spec("slots", "kv_heads", None)
     if slots is not None:
         plan = jax.shard_map(plan, in_specs=slots, out_specs=slots, check_vma=False)
     walk = plan(lengths)
@@ -61,13 +61,13 @@ def ragged_attention(
     def local(q, k, v, cache, layer, *walk):
         start = first
         if heads < groups:
-            index = jax.lax.axis_index(wide_axes("act_heads"))
+            index = jax.lax.axis_index(mesh_axes("heads"))
             start = (index * K // cuts // heads).astype(jnp.int32)[None]
             k, v = (jax.lax.dynamic_slice_in_dim(x, start[0] * heads, heads, axis=1) for x in (k, v))
         return _attend(q, k, v, cache, layer, start, walk, heads, block)
 
     if slots is not None:
-        queries, cache = partition_spec("slots", "act_heads", None), partition_spec(*_CACHE)
+        queries, cache = partition_spec("slots", "heads", None), partition_spec(*_CACHE)
         specs = (queries, kv, kv, cache, PartitionSpec(), *[slots] * len(walk))
         # check_vma=False: the kernel's outputs do not declare over which axes they vary.
         local = jax.shard_map(local, in_specs=specs, out_specs=queries, check_vma=False)

@@ -27,7 +27,7 @@ def splash_attention(
     of the row. The kernel is for TPUs; elsewhere it is interpreted, slowly.
     """
     T, H = q.shape[1], q.shape[3]
-    length_shards, head_shards = shards(axes[1]), shards("act_heads")
+    length_shards, head_shards = shards(axes[1]), shards("heads")
     block = min(BLOCK, _ceil(-(-T // length_shards), _LANES))
     padded = _ceil(T, block * length_shards)
     q, k, v = (jnp.pad(x, ((0, 0), (0, padded - T), (0, 0), (0, 0))) for x in (q * H**-0.5, k, v))
@@ -47,8 +47,8 @@ def splash_attention(
         return _rows(kernel, q, k, v, segment_ids, segment_ids)[:, :T]
     # Each device needs the key-value heads of its queries, so heads are repeated until they divide over the devices.
     k, v = (jnp.repeat(x, head_shards // math.gcd(x.shape[2], head_shards), axis=2) for x in (k, v))
-    q_spec = partition_spec(axes[0], axes[1], "act_heads", None)
-    kv_spec = partition_spec(axes[0], None, "act_heads", None)
+    q_spec = partition_spec(axes[0], axes[1], "heads", None)
+    kv_spec = partition_spec(axes[0], None, "heads", None)
     assert q_spec is not None  # as `rows` is not
     mesh = jax.sharding.get_abstract_mesh()
     kernel_spec = kernel.manual_sharding_spec(NamedSharding(mesh, PartitionSpec(q_spec[2], q_spec[1])))

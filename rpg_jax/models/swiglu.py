@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from rpg_jax.models.adapted import Weight, weight_spec
-from rpg_jax.models.logical import partition_spec, wide_axes
+from rpg_jax.models.logical import mesh_axes, partition_spec
 from rpg_jax.models.project import gathered
 
 _STRETCH = 2560  # most positions of a row that are multiplied together
@@ -25,7 +25,7 @@ def swiglu(x: jax.Array, gate: Weight, up: Weight, down: Weight, axes: tuple[str
     tokens = partition_spec(*axes, None)
     if tokens is None or jax.sharding.get_abstract_mesh().size == 1:
         return _in_stretches(x, *(w.astype(x.dtype) for w in (gate, up, down)))
-    local = functools.partial(_local, embed=wide_axes("embed"), hidden=wide_axes("hidden"))
+    local = functools.partial(_local, embed=mesh_axes("embed"), hidden=mesh_axes("hidden"))
     wide, narrow = (
         [weight_spec(w, ("embed",), ("hidden",)) for w in (gate, up)],
         weight_spec(down, ("hidden",), ("embed",)),

@@ -1,6 +1,7 @@
 """The table from logical axes of a model to mesh axes; it is checked, and each entry can be overridden."""
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
@@ -18,36 +19,34 @@ Rules = Mapping[str, MeshAxes]
 RULES: Rules = MappingProxyType(
     {
         # Parameters: FSDP shards the model dimension, tensor parallelism everything that is local to a head, a hidden
-        # unit or a vocabulary entry.
+        # unit or a vocabulary entry. Activations of heads lie where the heads are.
         "layers": None,
         "vocab": "tensor",
         "embed": "fsdp",
         "heads": "tensor",
         "kv_heads": "tensor",
-        "head_dim": None,
         "hidden": "tensor",
         "experts": "expert",
         "router": None,
         "norm": None,
-        # Activations of a training batch [batch, length, ...].
+        # Rows and positions of a training batch, and the rows of a decode step. Those of a prefill are few, and on
+        # every device.
         "batch": ("replica", "fsdp", "expert"),
         "length": "context",
-        "act_embed": None,
-        "act_heads": "tensor",
-        "act_kv_heads": "tensor",
-        "act_hidden": "tensor",
-        "act_vocab": "tensor",
-        "act_experts": "expert",
-        # Sampling: rows of a prefill are few and replicated, decode slots are many.
-        "prompts": None,
         "slots": ("replica", "fsdp", "expert"),
-        "cache_length": None,
     }
 )
 
+_SUMMED = ("vocab", "heads", "hidden")  # a device computes its part of a sum over these, for its tokens
+_TOKENS = ("batch", "length", "slots")
+
 
 def override(overrides: Mapping[str, MeshAxes], rules: Rules = RULES) -> Rules:
-    """`rules` with some entries replaced. Raises ValueError for an unknown logical axis or mesh axis."""
+    """`rules` with some entries replaced.
+
+    Raises:
+      ValueError: a logical axis or a mesh axis is unknown, or a rule names a mesh axis twice.
+    """
     unknown = sorted(set(overrides) - set(rules))
     if unknown:
         raise ValueError(f"unknown logical axes {unknown}; the rules name {', '.join(sorted(rules))}")
@@ -55,11 +54,13 @@ def override(overrides: Mapping[str, MeshAxes], rules: Rules = RULES) -> Rules:
         strangers = [axis for axis in _axes(axes) if axis not in MESH_AXES]
         if strangers:
             raise ValueError(f"rule {name} -> {axes}: no mesh axis {strangers}; the axes are {', '.join(MESH_AXES)}")
+        if len(set(_axes(axes))) < len(_axes(axes)):
+            raise ValueError(f"rule {name} -> {axes} names a mesh axis twice; name it once")
     return MappingProxyType({**rules, **{k: tuple(v) if isinstance(v, list) else v for k, v in overrides.items()}})
 
 
 def parse_rules(text: str | None) -> Rules:
-    """`RULES` with the entries of `text`, e.g. "embed=fsdp+context,vocab="; nothing behind the sign means replicated.
+    """`RULES` with the entries of `text`, e.g. "embed=fsdp+context,kv_heads="; nothing behind the sign: replicated.
 
     Raises ValueError if an entry has another form, and where `override` does.
     """
@@ -84,8 +85,9 @@ def shardings(logical_axes: Any, shapes: Any, mesh: Mesh, rules: Rules = RULES) 
 
     Raises:
       ValueError: `rules` lacks a name, two dimensions fall on one mesh axis, mesh axes do not divide a dimension, or
-        there are more or fewer names than dimensions. The message names the leaf.
+        there are more or fewer names than dimensions. The message names the leaf. Or as in `check`.
     """
+    check(rules, mesh.shape)
 
     def leaf(path, array, names):
         where = jax.tree_util.keystr(path) or "array"
@@ -96,9 +98,44 @@ def shardings(logical_axes: Any, shapes: Any, mesh: Mesh, rules: Rules = RULES) 
 
 @contextlib.contextmanager
 def activate(mesh: Mesh, rules: Rules = RULES) -> Iterator[None]:
-    """A context in which programs that are traced constrain their activations by `rules` on `mesh`."""
+    """A context in which programs that are traced constrain their activations by `rules` on `mesh`.
+
+    Raises ValueError as in `check`.
+    """
+    check(rules, mesh.shape)
     with jax.set_mesh(mesh), flax.linen.logical_axis_rules(tuple(rules.items())):
         yield
+
+
+def check(rules: Rules, sizes: Mapping[str, int]) -> None:
+    """Refuses rules under which a model would compute other numbers than on one device, on a mesh of `sizes`.
+
+    Where a device holds a part of the vocabulary, heads or hidden units, the results of its tokens are summed over the
+    devices that hold the other parts. These must hold the same tokens. So an axis that cuts the parts must not cut
+    rows or positions. The model dimension and experts may share their axes: their parts, or the tokens, are gathered.
+
+    Raises:
+      ValueError: such rules; a mesh axis that cuts both rows and positions; key-value heads that are neither on all
+        devices nor where the query heads are; a mesh axis that the mesh does not have.
+    """
+    absent = {f"{name} -> {axis}" for name in rules for axis in _axes(rules[name]) if axis not in sizes}
+    if absent:
+        raise ValueError(f"rules {', '.join(sorted(absent))}, but the mesh has {', '.join(sizes)}")
+    wide = {name: tuple(axis for axis in _axes(axes) if sizes[axis] > 1) for name, axes in rules.items()}
+    for part, tokens in itertools.product(_SUMMED, _TOKENS):
+        for axis in (axis for axis in wide[part] if axis in wide[tokens]):
+            raise ValueError(
+                f"sharding: {part} and {tokens} both fall on mesh axis {axis!r}, where the sum over {part} would add "
+                f"up different tokens; take {axis} from {part} ({part}= replicates it) or from {tokens}"
+            )
+    for axis in (axis for axis in wide["batch"] if axis in wide["length"]):
+        raise ValueError(f"sharding: batch and length both fall on mesh axis {axis!r}; take {axis} from one of them")
+    if wide["kv_heads"] not in ((), wide["heads"]):
+        keys, queries = ("+".join(wide[name]) or "no axis" for name in ("kv_heads", "heads"))
+        raise ValueError(
+            f"sharding: kv_heads fall on {keys} and heads on {queries}, so that a device lacks the key-value heads of "
+            "its queries; give both the same axes, or set kv_heads="
+        )
 
 
 def _partition_spec(where: str, shape: tuple[int, ...], names: Any, mesh: Mesh, rules: Rules) -> PartitionSpec:
@@ -111,8 +148,6 @@ def _partition_spec(where: str, shape: tuple[int, ...], names: Any, mesh: Mesh, 
             raise ValueError(f"{where}: no rule for logical axis {name!r}; the rules name {', '.join(sorted(rules))}")
         axes = _axes(rules[name]) if name is not None else ()
         for axis in axes:
-            if axis not in mesh.shape:
-                raise ValueError(f"{where}: rule {name} -> {axis}, but the mesh has {', '.join(mesh.axis_names)}")
             if axis in taken and mesh.shape[axis] > 1:
                 raise ValueError(f"{where}: {taken[axis]!r} and {name!r} both fall on mesh axis {axis!r}; override one")
             taken[axis] = str(name)

@@ -176,9 +176,8 @@ class DecodeState:
         """The names of every array's dimensions."""
         slot: Any = ("slots",)
         row: Any = ("slots", None)
-        hidden: Any = ("slots", "act_embed")
         sampling = SlotSampling(slot, slot, slot, slot, stop_tokens=row, limit=slot)
-        return cls(KVCache.logical_axes(int8=int8_kv), hidden, row, slot, sampling, active=slot)
+        return cls(KVCache.logical_axes(int8=int8_kv), row, row, slot, sampling, active=slot)
 
     def insert(self, prefix: Prefix, rows: Insertions) -> DecodeState:
         """Copies prefix rows into slots, and starts them."""

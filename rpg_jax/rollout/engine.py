@@ -242,7 +242,7 @@ def _score_text(graphdef: nnx.GraphDef, params: Any, tokens: jax.Array, length: 
         return Scores(logprobs[following], *jax.lax.top_k(logprobs, min(TOP_TOKENS, logprobs.size)))
 
     with module.full_precision():
-        hidden = module(tokens[None], positions, (positions < length).astype(jnp.int32), axes=("prompts", None))
+        hidden = module(tokens[None], positions, (positions < length).astype(jnp.int32), axes=(None, None))
         return jax.lax.map(scores, (hidden[0], jnp.roll(tokens, -1)), batch_size=_SCORED_TOGETHER)
 
 

@@ -47,7 +47,7 @@ def make_decoding(layout: Layout) -> rollout.Decoding:
     shardings = None
     if mesh is not layout.mesh:
         if layout.model.num_kv_heads % mesh.shape["tensor"]:
-            rules = parallel.override({"kv_heads": None, "act_kv_heads": None}, rules)
+            rules = parallel.override({"kv_heads": None}, rules)
         shapes, axes = layout.param_shapes, models.logical_axes(layout.model)
         if layout.lora is not None and not m.lora.merged:
             shapes, axes = layout.adapter_shapes, adapter_axes(layout.model, layout.lora)

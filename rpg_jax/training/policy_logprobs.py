@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from rpg_jax import losses
-from rpg_jax.models.logical import constrain, wide_axes
+from rpg_jax.models.logical import constrain, mesh_axes
 from rpg_jax.types import Rows
 
 # A device holds the logits of this many completion tokens at once. With a small vocabulary it holds more tokens, up to
@@ -46,7 +46,7 @@ def token_logprobs(
     """`policy_logprobs` of the hidden states of `completion_hidden`."""
     head, local_rows = model.head(), rows.targets.shape[0]
     if cut := _cut(*rows.targets.shape):
-        hidden = constrain(hidden, "batch", None, "act_embed")
+        hidden = constrain(hidden, "batch", None, None)
         local_rows //= math.prod(cut.mesh.shape[axis] for axis in cut.rows)
     chunk = max(1, max(_CHUNK, _LOGITS // head.shape[0]) // local_rows)
     options: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "cut": cut, "chunk_size": chunk}
@@ -58,7 +58,7 @@ def _cut(rows: int, positions: int) -> losses.Cut | None:
     mesh = jax.sharding.get_abstract_mesh()
 
     def axes(name: str, size: int) -> tuple[str, ...]:
-        wide = wide_axes(name)
+        wide = mesh_axes(name)
         return () if size % math.prod(mesh.shape[axis] for axis in wide) else wide
 
     cut = losses.Cut(mesh, axes("batch", rows), axes("length", positions), axes("vocab", 0), axes("embed", 0))

@@ -40,9 +40,7 @@ def test_a_mesh_that_does_not_cover_the_devices_is_refused(shape, message):
 
 def test_each_dimension_falls_on_the_axes_of_its_rule():
     mesh = make_mesh({"fsdp": 2, "tensor": 2, "replica": 2})
-    assert spec(("layers", "embed", "heads", "head_dim"), (3, 8, 4, 5), mesh) == PartitionSpec(
-        None, "fsdp", "tensor", None
-    )
+    assert spec(("layers", "embed", "heads", None), (3, 8, 4, 5), mesh) == PartitionSpec(None, "fsdp", "tensor", None)
     assert spec(("batch", "length", None), (8, 4, 3), mesh) == PartitionSpec(
         ("replica", "fsdp", "expert"), "context", None
     )
@@ -56,7 +54,7 @@ def test_rows_fall_on_every_axis_that_their_rule_names():
 
 
 def test_rules_are_read_from_the_config():
-    assert parse_rules("embed=fsdp+context, vocab=") == override({"embed": ("fsdp", "context"), "vocab": None})
+    assert parse_rules("embed=fsdp+context, kv_heads=") == override({"embed": ("fsdp", "context"), "kv_heads": None})
     assert parse_rules(None) == parse_rules("") == RULES
     with pytest.raises(ValueError, match="'embed' is not of the form"):
         parse_rules("embed")
@@ -78,6 +76,8 @@ def test_unknown_names_are_refused_with_the_known_ones():
         override({"kv_head": None})
     with pytest.raises(ValueError, match="no mesh axis.*tensor"):
         override({"kv_heads": "model"})
+    with pytest.raises(ValueError, match="embed.*names a mesh axis twice"):
+        override({"embed": ("fsdp", "fsdp")})
     with pytest.raises(ValueError, match=r"\['w'\].*no rule for logical axis 'embedding'"):
         shardings({"w": ("embedding",)}, {"w": jnp.zeros(8)}, mesh)
 

@@ -263,17 +263,22 @@ def test_an_unknown_driver_names_the_known_ones(build):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "shape",
-    [{"fsdp": 4, "tensor": 2}, pytest.param({"replica": 8}, marks=pytest.mark.slow)],
-    ids=["fsdp-tensor", "replica"],
+    ("shape", "sharding"),
+    [
+        ({"fsdp": 4, "tensor": 2}, "embed="),
+        ({"replica": 8}, "embed="),
+        ({"fsdp": 4, "tensor": 2}, "embed=tensor+fsdp,vocab=,heads=,kv_heads=,hidden="),
+        ({"context": 2, "tensor": 2, "replica": 2}, "embed=context+replica,layers=tensor,heads=,kv_heads=,hidden="),
+        ({"fsdp": 4, "tensor": 2}, "slots=,batch=,hidden=fsdp+tensor,embed=,kv_heads="),
+    ],
 )
 def test_decoding_spread_over_a_mesh_gives_the_same_completions(
-    make, model_config, model, work, expected, is_same, shape
+    make, model_config, model, work, expected, is_same, shape, sharding
 ):
-    """Lockstep over the mesh; weights in the decoding layout, split over `tensor` alone."""
+    """Lockstep over the mesh; weights in the decoding layout."""
     _, params = model
     mesh = parallel.make_mesh(shape)
-    rules = parallel.override({"embed": None})
+    rules = parallel.parse_rules(sharding)
     layout = parallel.shardings(models.logical_axes(model_config), params, mesh, rules)
     made = make("lockstep", *model, slots=8, mesh=mesh, rules=rules, shardings=layout)
     assert is_same(made.generate(work), expected)
@@ -288,7 +293,7 @@ def test_more_devices_than_key_value_heads_share_a_copy_of_the_weights(
     sizes = dataclasses.asdict(model_config)
     config.model.update({name: size for name, size in sizes.items() if name in config.model})
     config.rollout.tensor, config.rollout.slots = 4, 8
-    config.sharding = "vocab=,act_vocab="  # of 50
+    config.sharding = "vocab="  # of 50
     decoding = make_decoding(make_layout(config, sizes["vocab_size"]))
     assert (decoding.mesh.shape["tensor"], sizes["num_kv_heads"]) == (4, 2)
     others = {name: value for name, value in vars(decoding).items() if name != "capacity"}

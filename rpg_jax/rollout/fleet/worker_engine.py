@@ -132,7 +132,7 @@ def _decoding(
     mesh = Mesh(np.array(devices).reshape(shape), parallel.MESH_AXES, axis_types=(AxisType.Auto,) * len(shape))
     rules = parallel.parse_rules(spec["sharding"])
     if model.num_kv_heads % tensor:
-        rules = parallel.override({"kv_heads": None, "act_kv_heads": None}, rules)
+        rules = parallel.override({"kv_heads": None}, rules)
     decoding = Decoding(
         slots=mesh.size, capacity=spec["capacity"], int8=spec["int8"], int8_kv=spec["int8_kv"], mesh=mesh, rules=rules
     )
