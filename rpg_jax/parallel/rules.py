@@ -40,6 +40,9 @@ RULES: Rules = MappingProxyType(
 _SUMMED = ("vocab", "heads", "hidden")  # a device computes its part of a sum over these, for its tokens
 _TOKENS = ("batch", "length", "slots")
 
+# The caches of jax.jit do not know Flax's rules, under which a program is traced. They do know this.
+_IN_FORCE = jax.make_user_context()
+
 
 def override(overrides: Mapping[str, MeshAxes], rules: Rules = RULES) -> Rules:
     """`rules` with some entries replaced.
@@ -100,10 +103,11 @@ def shardings(logical_axes: Any, shapes: Any, mesh: Mesh, rules: Rules = RULES) 
 def activate(mesh: Mesh, rules: Rules = RULES) -> Iterator[None]:
     """A context in which programs that are traced constrain their activations by `rules` on `mesh`.
 
-    Raises ValueError as in `check`.
+    A jitted function that was traced under other rules is traced anew. Raises ValueError as in `check`.
     """
     check(rules, mesh.shape)
-    with jax.set_mesh(mesh), flax.linen.logical_axis_rules(tuple(rules.items())):
+    table = tuple(rules.items())
+    with jax.set_mesh(mesh), flax.linen.logical_axis_rules(table), _IN_FORCE(table):
         yield
 
 

@@ -9,7 +9,6 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import flax.linen
 import flax.nnx as nnx
 import flax.struct
 import jax
@@ -104,7 +103,8 @@ def make_programs(
 ) -> Programs:
     """Returns the programs with explicit shardings; compiles nothing yet.
 
-    It returns the same programs for equal arguments, mesh and rules: runs of one process trace and compile them once.
+    It returns the same programs for equal arguments: runs of one process trace and compile them once. Under other rules
+    (`parallel.activate`) they are traced anew.
 
     Args:
       graphdef: of the Flax NNX policy.
@@ -114,14 +114,13 @@ def make_programs(
       base: the frozen weights, if the state's params are adapters; arrays or `ShapeDtypeStruct`s, with shardings.
     """
     leaves, treedef = jax.tree.flatten(state_sharding)
-    given = graphdef, optimizer, objective, temperature, tuple(leaves), treedef, batch_sharding
-    programs = _make_programs(*given, tuple(flax.linen.get_logical_axis_rules()))
+    programs = _make_programs(graphdef, optimizer, objective, temperature, tuple(leaves), treedef, batch_sharding)
     return Programs(*(program and Program(program, base) for program in programs))
 
 
 @functools.lru_cache(maxsize=64)
-def _make_programs(graphdef, optimizer, objective, temperature, leaves, treedef, batch_sharding, rules):
-    """The jitted functions of `make_programs`, of hashable arguments; they are traced under `rules`."""
+def _make_programs(graphdef, optimizer, objective, temperature, leaves, treedef, batch_sharding):
+    """The jitted functions of `make_programs`, of hashable arguments."""
     state_sharding = treedef.unflatten(leaves)
     replicated = jax.sharding.NamedSharding(batch_sharding.mesh, jax.sharding.PartitionSpec())
     sums_sharding = Sums(grads=state_sharding.weights, metrics=replicated)

@@ -238,3 +238,31 @@ def test_every_override_is_right_or_refused(axes, monkeypatch):
             assert is_wrong("dense", overrides, axes, monkeypatch), (overrides, error)
             refused += 1
     assert accepted > 20 and refused > 5
+
+
+def test_a_jitted_function_is_traced_anew_under_other_rules():
+    traced = []
+
+    @jax.jit
+    def shards(x):
+        traced.append(models.logical.shards("embed"))
+        return x * traced[-1]
+
+    mesh, rules = mesh_of("fsdp", "replica"), parallel.RULES
+    for own in (rules, parallel.override({"embed": None}), rules, parallel.override({"embed": ("fsdp", "replica")})):
+        with parallel.activate(mesh, own):
+            assert int(shards(1)) == parallel.shards("embed", mesh.shape, own)
+    assert traced == [2, 1, 4]  # the first rules come twice
+
+
+def test_good_rules_after_bad_ones_give_the_good_numbers(monkeypatch):
+    """One jitted program, whose first trace adds up different tokens."""
+    mesh = mesh_of("fsdp")
+    table, tokens = jnp.arange(64.0).reshape(16, 4), jnp.arange(3, 11)[:, None]
+    looked_up = jax.jit(lambda *x: lookup(*x, ("batch", None), jnp.float32))
+    with monkeypatch.context() as patch:
+        patch.setattr("rpg_jax.parallel.rules.check", lambda rules, sizes: None)
+        with parallel.activate(mesh, parallel.parse_rules("vocab=fsdp,embed=")):
+            assert not np.array_equal(looked_up(table, tokens), table[tokens])
+    with parallel.activate(mesh):
+        np.testing.assert_array_equal(looked_up(table, tokens), table[tokens])
