@@ -19,7 +19,7 @@ here, with its name and its equations in the decorator. Everything is per token,
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +53,17 @@ class Divergence:
 
     def __call__(self, log_w: jax.Array, log_rho: jax.Array) -> jax.Array:
         return self.function(log_w, log_rho)
+
+    @property
+    def direction(self) -> Literal["forward", "reverse"]:
+        """`forward` for KL(π_ref‖π_θ), `reverse` for KL(π_θ‖π_ref), with or without mass terms.
+
+        In K the forward divergence is the term c ρ, the reverse one a log r. Raises ValueError for a mean of the two.
+        """
+        a, _, c = self.of_completions()
+        if (a == 0) == (c == 0):
+            raise ValueError(f"the divergence {self.objective} is neither forward nor reverse: a={a:g} and c={c:g}")
+        return "forward" if a == 0 else "reverse"
 
     def of_completions(self) -> Coefficients:
         """Its coefficients. Raises ValueError where the divergence declares none."""

@@ -73,7 +73,7 @@ def rpg(name: str, divergence: str, present: bool = False, **options: Any) -> Es
     """A row of the `rpg` loss without clip; `sequence` subtracts the KL's leave-one-out baseline."""
     losses = library("rpg", divergence=divergence, clip="none", **options)
     baseline = divergence if options.get("level") == "sequence" else None
-    return Estimator(name, divergence.upper(), losses, "reverse" if "r" in divergence else "forward", baseline, present)
+    return Estimator(name, divergence.upper(), losses, DIVERGENCES[divergence].direction, baseline, present)
 
 
 def each(name: str, **options: Any) -> tuple[Estimator, ...]:

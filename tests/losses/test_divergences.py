@@ -41,6 +41,15 @@ def test_gradient_weight_is_homogeneous(name):
     np.testing.assert_allclose(weight, jnp.exp(theta - old) * per_ratio, **EXACT)
 
 
+def test_the_direction_of_a_divergence_follows_from_its_gradient_weight_and_not_from_its_name():
+    assert {name: DIVERGENCES[name].direction for name in ("fkl", "ufkl", "rkl", "urkl")} == {
+        "fkl": "forward", "ufkl": "forward", "rkl": "reverse", "urkl": "reverse",
+    }  # fmt: skip
+    for name in ("js", "ujs"):
+        with pytest.raises(ValueError, match="neither forward nor reverse: a=0.5 and c=0.5"):
+            _ = DIVERGENCES[name].direction
+
+
 def test_weighted_k3_is_the_unnormalized_reverse_kl_at_every_sample():
     theta, old, ref = policies()
     weighted = jnp.exp(theta - old) * k3(ref - theta)
