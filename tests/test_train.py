@@ -34,6 +34,20 @@ def test_master_weights_in_which_updates_round_away_are_refused():
         check_training(config)
 
 
+@pytest.mark.parametrize(("name", "value", "off"), [("top_p", 0.9, 1), ("top_k", 5, 0), ("min_p", 0.1, 0)])
+def test_sampling_ahead_from_a_cut_distribution_is_refused_by_name(name, value, off):
+    """Stale completions would bring log-probs of the cut distribution, fresh ones get those of the full softmax."""
+    config = tiny.get_config()
+    config.rollout[name] = value
+    check_training(config)
+    config.rollout.max_staleness = 1
+    fix = f"set rollout.{name}={off}, or rollout.max_staleness=0"
+    with pytest.raises(ValueError, match=f"rollout.{name}={value} with rollout.max_staleness=1: .*{fix}"):
+        check_training(config)
+    config.rollout[name] = type(value)(off)
+    check_training(config)
+
+
 @pytest.mark.parametrize("field, package", [("wandb", "wandb"), ("tensorboard", "tensorboardX")])
 def test_a_writer_that_is_not_installed_is_named(monkeypatch, field, package):
     config = tiny.get_config()
