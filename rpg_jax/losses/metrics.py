@@ -29,7 +29,9 @@ def token_metrics(tokens: Tokens, events: dict[str, jax.Array]) -> Metrics:
     kl: w·k3 = w log r − w + ρ, whose mean under π_old is KL(π_θ‖π_ref) in nats per token at the prefixes that π_old
       wrote: unbiased, never negative, not clamped. Without `ref_logprobs` the reference is the behaviour policy.
     kl_k1, kl_k2, kl_k3: k1, k2 and k3 averaged over tokens of π_old without the weight w; biased wherever π_θ is not
-      π_old. behaviour_kl_k1, behaviour_kl_k3: the same against π_old instead of π_ref.
+      π_old.
+    behaviour_forward_kl_k1, behaviour_forward_kl_k3: −log w and w − 1 − log w, k1 and k3 at y = π_θ/π_old. The mean of
+      each under π_old is the forward KL of the update, KL(π_old‖π_θ), in nats per token; the second is never negative.
     sampler_gap, sampler_gap_max: mean and maximum of |log π_s − log π_old|.
     sampler_ratio, sampler_ratio_squared: u = π_old/π_s and u²; mean(u)² / mean(u²) is the effective sample size, as a
       fraction of the tokens.
@@ -44,9 +46,8 @@ def token_metrics(tokens: Tokens, events: dict[str, jax.Array]) -> Metrics:
     def largest(x: jax.Array) -> tuple[jax.Array, jax.Array]:
         return masking.masked_max(jnp.abs(x), tokens.mask), jnp.ones((), tokens.logprobs.dtype)
 
-    log_w, log_rho, log_y, log_behaviour_y, log_u = (
-        jnp.clip(x, -_SHOWN, _SHOWN)
-        for x in (tokens.log_w, tokens.log_rho, -tokens.log_r, -tokens.log_w, tokens.log_sampler_ratio)
+    log_w, log_rho, log_y, log_u = (
+        jnp.clip(x, -_SHOWN, _SHOWN) for x in (tokens.log_w, tokens.log_rho, -tokens.log_r, tokens.log_sampler_ratio)
     )
     pairs = {
         "importance_ratio": mean(jnp.exp(log_w)),
@@ -56,8 +57,8 @@ def token_metrics(tokens: Tokens, events: dict[str, jax.Array]) -> Metrics:
         "kl_k1": mean(k1(log_y)),
         "kl_k2": mean(k2(log_y)),
         "kl_k3": mean(k3(log_y)),
-        "behaviour_kl_k1": mean(k1(log_behaviour_y)),
-        "behaviour_kl_k3": mean(k3(log_behaviour_y)),
+        "behaviour_forward_kl_k1": mean(k1(log_w)),
+        "behaviour_forward_kl_k3": mean(k3(log_w)),
         **{f"{name}_fraction": mean(event) for name, event in events.items()},
     }
     if tokens.sampler_logprobs is not None:

@@ -18,6 +18,7 @@ _COSTS = ("groups_generated", "updates", "seconds", "time/compiling")
 COLUMNS = (*(key for key, _ in DYNAMICS.values()), "kl_k1", *_CRITIC, *_COSTS)  # and all of eval/
 SCAN_COLUMNS = ("accuracy", "seconds")  # of runs that choose learning rates; without eval/
 DIGITS = 4  # significant, of every number that is kept
+_RENAMED = {"behaviour_kl_k1": ("behaviour_forward_kl_k1", -1)}  # metrics of older runs: name and factor of today
 _PLACES = ("run.", "distributed.", "log.", "profile.", "warm_start.dir")  # they change no number of a run
 _MADE_WITH = ("commit", "uncommitted_changes", "python", "packages", "platform", "devices")
 
@@ -34,7 +35,7 @@ def collect(cells: Sequence[Cell], out: Path, columns: Sequence[str] = COLUMNS, 
         versions = {key: value for key, value in read_versions(folder).items() if key in _MADE_WITH}
         records = [
             {key: _rounded(v) for key, v in record.items() if key in ("step", *columns) or evaluated and _of_set(key)}
-            for record in read_metrics(folder)
+            for record in map(_of_today, read_metrics(folder))
         ]
         runs.append(Run(cell.row, cell.seed, cell.name, config, versions, records, read_start(folder)))
     return runs
@@ -59,6 +60,15 @@ def load(path: Path) -> Results:
         raise ValueError(f"no data in {path}: make the table first, or give --from-data=PATH") from None
     except (OSError, EOFError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is not the data of a table: {error}") from error
+
+
+def _of_today(record: Mapping[str, Any]) -> Record:
+    """The record with today's names for metrics."""
+    today: Record = {}
+    for key, value in record.items():
+        name, factor = _RENAMED.get(key, (key, 1))
+        today[name] = value if key == name or value is None else factor * value
+    return today
 
 
 def _of_set(key: str) -> bool:
@@ -134,4 +144,4 @@ def _records(blocks: Sequence[Mapping[str, list]]) -> list[Record]:
         for place, step in enumerate(block["step"]):
             record = by_step.setdefault(step, {"step": step})
             record |= {key: values[place] for key, values in block.items() if key != "step"}
-    return [by_step[step] for step in sorted(by_step)]
+    return [_of_today(by_step[step]) for step in sorted(by_step)]

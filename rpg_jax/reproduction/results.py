@@ -17,7 +17,7 @@ from rpg_jax.types import Count
 DYNAMICS = {
     "Training accuracy, %": ("accuracy", 100),
     "Entropy, nats per token": ("entropy", 1),
-    "KL to the behaviour policy, millinats per token": ("behaviour_kl_k1", -1000),  # k₁ of tokens from π_old
+    "KL to the behaviour policy, millinats per token": ("behaviour_forward_kl_k1", 1000),
     "Completion length, tokens": ("completion_length", 1),
     "Clipped tokens, %": ("clip_fraction", 100),
 }

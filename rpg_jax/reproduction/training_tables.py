@@ -85,10 +85,10 @@ def _completions(by_seed: Mapping[int, Run]) -> float:
 def _reference(by_seed: Mapping[int, Run]) -> str:
     """KL(π_old‖π_ref) in millinats per token, and the name of π_ref.
 
-    It is the difference of two metrics: the mean of log π_θ/π_ref minus the mean of log π_θ/π_old.
+    It is the sum of two metrics: the mean of log π_θ/π_ref and the mean of log π_old/π_θ.
     """
     anchor = next(iter(by_seed.values())).reference()
-    values = [1000 * (run.late("kl_k1") - run.late("behaviour_kl_k1")) for run in by_seed.values()]
+    values = [1000 * (run.late("kl_k1") + run.late("behaviour_forward_kl_k1")) for run in by_seed.values()]
     return f"{significant(mean(values))} ({anchor})" if anchor else "–"
 
 

@@ -235,8 +235,8 @@ def test_metrics_report_ratios_kl_and_the_sampler_gap(batch):
         "kl_k1": -log_y.mean(),
         "kl_k2": (log_y**2 / 2).mean(),
         "kl_k3": (np.exp(log_y) - 1 - log_y).mean(),
-        "behaviour_kl_k1": log_w.mean(),
-        "behaviour_kl_k3": (np.exp(-log_w) - 1 + log_w).mean(),
+        "behaviour_forward_kl_k1": -log_w.mean(),
+        "behaviour_forward_kl_k3": (np.exp(log_w) - 1 - log_w).mean(),
         "sampler_gap": np.abs(gap).mean(),
         "sampler_gap_max": np.abs(gap).max(),
         "sampler_ratio": np.exp(gap).mean(),
@@ -266,6 +266,9 @@ def test_the_reported_kl_is_that_of_the_policy_to_the_reference_off_policy_too(f
     exact = jnp.exp(policy) @ (policy - ref)
     np.testing.assert_allclose(expected["kl"], exact, rtol=1e-12)
     assert all(abs(expected[name] / exact - 1) > 0.1 for name in ("kl_k1", "kl_k2", "kl_k3"))
+    forward = jnp.exp(old) @ (old - policy)
+    for name in ("behaviour_forward_kl_k1", "behaviour_forward_kl_k3"):
+        np.testing.assert_allclose(expected[name], forward, rtol=1e-12)
 
 
 def test_a_batch_without_tokens_has_weight_zero_and_no_nan(batch):

@@ -43,7 +43,7 @@ def leave_a_run() -> Callable[..., None]:
             "reference": {"rule": rule, "every": "16 updates", "kl_threshold": 0.01, "kl_decay": 0.9},
         }
         (folder / "config.json").write_text(json.dumps(config))
-        metrics = {"entropy": 0.1, "behaviour_kl_k1": -2e-3, "kl_k1": 3e-3, "groups_generated": groups} | metrics
+        metrics = {"entropy": 0.1, "behaviour_forward_kl_k1": 2e-3, "kl_k1": 3e-3, "groups_generated": groups} | metrics
         with (folder / "metrics.jsonl").open("w") as file:
             for step in range(steps + 1):
                 right = accuracy + gain * step
