@@ -217,15 +217,15 @@ FIELDS = Section(
             "cancelled. No step waits for its longest completions, but prompts with short ones are favoured.",
             range="[0, 10]"),
         max_staleness=Field(0, "The steps that sampling may run ahead of training, on one device, on rollout.devices "
-            "or on a fleet. 0: they alternate.", "steps", range="[0, 1000]"),
+            "or on a fleet. 0: they alternate. Above 0 top_p, top_k and min_p must be off.", "steps",
+            range="[0, 1000]"),
         swap=Field("between", "When sampling runs ahead, new weights take over between batches (reproducible) or "
             "midway in completions.", choices="rpg_jax.training.ahead:SWAPS"),
         int8=Field(False, "Decode with 8-bit matrices; set loss.sampler_correction, raise max_sampler_gap."),
         int8_kv=Field(False, "Keep keys and values in 8 bits while decoding. The same advice applies."),
-        max_sampler_gap=Field(5e-2, "The run stops above this mean |log pi_s - log pi_old|. It is measured on "
-            "completions of the present weights: with max_staleness those of the first step, with swap=midway none. "
-            "With max_staleness and a loss.sampler_correction it is that of all, and the policy's drift counts.",
-            "nats", range="(0, inf]"),
+        max_sampler_gap=Field(5e-2, "The run stops above this mean |log pi_s - log pi|, pi being the weights that "
+            "sampled in the trainer's numerics. With max_staleness the trainer has them in the first step only, with "
+            "swap=midway in none.", "nats", range="(0, inf]"),
     ),
     fleet=Section(
         "rollout.driver=fleet: where the trainer listens for workers, and when it gives one up.",

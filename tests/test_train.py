@@ -48,6 +48,21 @@ def test_sampling_ahead_from_a_cut_distribution_is_refused_by_name(name, value, 
     check_training(config)
 
 
+def test_a_correction_of_tokens_is_refused_for_stale_completions_that_are_weighed_as_a_whole():
+    config = tiny.get_config()
+    config.rollout.max_staleness = 1
+    config.loss.level, config.loss.weight = "sequence", "product"
+    for kind in ("truncate", "mask"):
+        config.loss.sampler_correction = kind
+        message = f"loss.weight=product weighs whole completions, and loss.sampler_correction={kind} .*=sequence, or"
+        with pytest.raises(ValueError, match=message):
+            check_training(config)
+    config.loss.sampler_correction = "sequence"
+    check_training(config)
+    config.loss.sampler_correction, config.rollout.max_staleness = "truncate", 0
+    check_training(config)
+
+
 @pytest.mark.parametrize("field, package", [("wandb", "wandb"), ("tensorboard", "tensorboardX")])
 def test_a_writer_that_is_not_installed_is_named(monkeypatch, field, package):
     config = tiny.get_config()

@@ -17,7 +17,7 @@ from rpg_jax.losses.logprobs import Cut, token_logprobs
 from rpg_jax.losses.methods import METHODS, Method, get_method
 from rpg_jax.losses.metrics import Metrics, divided, merge, token_metrics
 from rpg_jax.losses.regularized_pg import kl_baseline
-from rpg_jax.losses.sampler_correction import SAMPLER_CORRECTIONS, correct
+from rpg_jax.losses.sampler_correction import SAMPLER_CORRECTIONS, carried_ratio, correct
 from rpg_jax.losses.tokens import Tokens, checked
 from rpg_jax.losses.values import explained_variance, gae, value_loss, value_metrics
 
@@ -35,6 +35,7 @@ __all__ = [
     "SAMPLER_CORRECTIONS",
     "advantages",
     "aggregate",
+    "carried_ratio",
     "divided",
     "explained_variance",
     "gae",

@@ -1,4 +1,4 @@
-"""The metrics of a loss: ratios, clip fractions, KL estimates, the gap between sampler and trainer.
+"""The metrics of a loss: ratios, clip fractions, KL estimates, the ratio between trainer and sampler.
 
 Every metric is a pair of f32 scalars (f64 for f64 inputs): (sum, weight) over unmasked tokens. `merge` adds the pairs
 of micro-batches and devices, then `divided` divides once. Under keys that end in `_max` the pair is (value, 1), and
@@ -32,7 +32,6 @@ def token_metrics(tokens: Tokens, events: dict[str, jax.Array]) -> Metrics:
       π_old.
     behaviour_forward_kl_k1, behaviour_forward_kl_k3: −log w and w − 1 − log w, k1 and k3 at y = π_θ/π_old. The mean of
       each under π_old is the forward KL of the update, KL(π_old‖π_θ), in nats per token; the second is never negative.
-    sampler_gap, sampler_gap_max: mean and maximum of |log π_s − log π_old|.
     sampler_ratio, sampler_ratio_squared: u = π_old/π_s and u²; mean(u)² / mean(u²) is the effective sample size, as a
       fraction of the tokens.
     <event>_fraction: fraction of tokens with an event of the loss: clip, clip_high, clip_low, clip_dual, ….
@@ -63,8 +62,6 @@ def token_metrics(tokens: Tokens, events: dict[str, jax.Array]) -> Metrics:
     }
     if tokens.sampler_logprobs is not None:
         pairs |= {
-            "sampler_gap": mean(jnp.abs(tokens.log_sampler_ratio)),
-            "sampler_gap_max": largest(tokens.log_sampler_ratio),
             "sampler_ratio": mean(jnp.exp(log_u)),
             "sampler_ratio_squared": mean(jnp.exp(2 * log_u)),
         }

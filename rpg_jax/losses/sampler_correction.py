@@ -5,6 +5,10 @@ r"""What a loss does about tokens that were drawn from π_s, the rollout engine'
 A correction multiplies each token's whole loss, KL term included, by a constant weight. A token of weight 0 still
 counts in the aggregate's divisor, as in the objectives of the papers named below.
 
+A kind that *carries a ratio* has u, or u_x, as a factor of its weight. Then within its bounds π_old cancels:
+w·u = π_θ/π_s whichever policy π_old is, so stale tokens may take the trainer's present policy as π_old. The other kinds
+leave the gradient to w alone, and π_old must be the policy that sampled (`training.loop.Algorithm`).
+
 Per token given its prefix, `truncate` and `mask` correct within their bounds. An objective of whole completions, rpg
 with `level="sequence"` and `weight="product"`, needs `sequence`: a token's own u leaves out the other tokens.
 """
@@ -12,7 +16,7 @@ with `level="sequence"` and `weight="product"`, needs `sequence`: a token's own 
 import dataclasses
 import inspect
 import math
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -31,24 +35,34 @@ class Correction:
     events: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
 
-SAMPLER_CORRECTIONS = Table(Declared)
+Carried = Literal["token", "completion"]
 
 
-@SAMPLER_CORRECTIONS.declare(r"\min(u, h)")
+@dataclasses.dataclass(frozen=True)
+class Kind(Declared):
+    """A declared correction, and whose ratio it carries within its bounds: u of the token, u_x of the completion."""
+
+    carries: Carried | None = None
+
+
+SAMPLER_CORRECTIONS = Table(Kind)
+
+
+@SAMPLER_CORRECTIONS.declare(r"\min(u, h)", carries="token")
 def truncate(tokens: Tokens, *, high: float = 2.0) -> Correction:
     """min(u, h): truncated importance sampling (fengyao.notion.site/off-policy-rl), exact per token for h = ∞."""
     u = jnp.exp(tokens.log_sampler_ratio)
     return Correction(tokens, jnp.minimum(u, high), {"sampler_ratio_truncated": u > high})
 
 
-@SAMPLER_CORRECTIONS.declare(r"u \cdot [l \le u \le h]")
+@SAMPLER_CORRECTIONS.declare(r"u \cdot [l \le u \le h]", carries="token")
 def mask(tokens: Tokens, *, low: float = 0.5, high: float = 5.0) -> Correction:
     """u where l ≤ u ≤ h, else 0: IcePop (arXiv:2510.18855), or masked importance sampling."""
     u = jnp.exp(tokens.log_sampler_ratio)
     return _kept(tokens, u, (u >= low) & (u <= high))
 
 
-@SAMPLER_CORRECTIONS.declare(r"u_x \cdot [l \le u_x \le h]")
+@SAMPLER_CORRECTIONS.declare(r"u_x \cdot [l \le u_x \le h]", carries="completion")
 def sequence(tokens: Tokens, *, low: float = 0.5, high: float = 2.0) -> Correction:
     """u_x where l ≤ u_x ≤ h, else 0: exact for completions where none is rejected (Seq-MIS of verl, commit 1dda039).
 
@@ -89,6 +103,11 @@ def anchor(tokens: Tokens) -> Correction:
 
 def _kept(tokens: Tokens, weight: jax.Array, kept: jax.Array) -> Correction:
     return Correction(tokens, jnp.where(kept, weight, 0), {"sampler_rejected": ~kept})
+
+
+def carried_ratio(kind: str | None) -> Carried | None:
+    """What the correction `kind` carries, see `Kind`; None too if there is no correction."""
+    return None if kind is None else lookup(SAMPLER_CORRECTIONS, "sampler_correction", kind).carries
 
 
 def correct(tokens: Tokens, kind: str | None, **bounds: Any) -> Correction:

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from rpg_jax import data, models, rewards, rollout, storage
+from rpg_jax import data, losses, models, rewards, rollout, storage
 from rpg_jax.runs.drift import Drift
 from rpg_jax.runs.experiment import Beat, Experiment, make_generator, make_rollout
 from rpg_jax.runs.layout import Layout, row_shape
@@ -53,6 +53,7 @@ def make_algorithm(
         token_rewards=functools.partial(token_rewards, **credit),
         programs=programs,
         reference=make_reference(layout, folder),
+        decoupled=c.rollout.max_staleness > 0 and losses.carried_ratio(c.loss.sampler_correction) is not None,
         updates_per_step=c.train.updates_per_step,
         epochs=c.train.epochs,
         after_updates=None if files is None else files.after_updates,
@@ -132,7 +133,6 @@ def make_collector(experiment: Experiment, own: rollout.Rollout, scorer: rewards
         max_staleness=c.rollout.max_staleness,
         steps=c.train.steps,
         swap=c.rollout.swap,
-        decoupled=c.loss.sampler_correction not in (None, "anchor"),
     )
 
 

@@ -68,6 +68,10 @@ Tokens come from $\pi_\mathrm{s}$, the policy in the rollout engine's numerics; 
 $\pi_\mathrm{old}$. `loss.sampler_correction` multiplies a token's whole loss by a constant weight: a function of
 $u = \pi_\mathrm{old}/\pi_\mathrm{s}$, of its product $u_x$ over the completion, or of its geometric mean $\bar u$.
 $[\cdot]$ is 1 where the condition holds, else 0. The bounds $l$ and $h$ are `loss.sampler_low` and `loss.sampler_high`.
+
+[Sampling ahead](running.md#sampling-ahead-of-training) draws tokens from a $\pi_\mathrm{s}$ of earlier weights. With a
+correction that has $u$ or $u_x$ as a factor, $\pi_\mathrm{old}$ then is the policy at the beginning of the step. With
+the others, and without a correction, it is $\pi_\mathrm{s}$ itself.
 """
 
 # The symbols of the hyperparameters that the column "clip" shows.

@@ -66,10 +66,10 @@ def check_training(config: ConfigDict) -> None:
     """Refuses, before anything is computed, settings that would stop or waste a training run after minutes.
 
     Raises:
-      ValueError: a published model without its weights, master weights that updates would not change, a cut of the
-        sampled distribution with sampling ahead, or an optional package that is asked for and not installed.
+      ValueError: a published model without its weights, master weights that updates would not change, a loss or
+        a distribution of samples that stale completions do not fit, or an optional package that is not installed.
     """
-    m, r = config.model, config.rollout
+    m = config.model
     if m.param_dtype != "float32":
         rate = config.optimizer.learning_rate or losses.get_method(config.method).learning_rate
         raise ValueError(
@@ -85,15 +85,29 @@ def check_training(config: ConfigDict) -> None:
             f"them): hf download Qwen/{name} --local-dir {m.size}, then --config.model.path={m.size}, or at once "
             f"--config.model.path=Qwen/{name}"
         )
+    if config.rollout.max_staleness:
+        _check_staleness(with_method(config))
+    for name in trackers.chosen(config.log.tracker):
+        trackers.needed(name)
+
+
+def _check_staleness(config: ConfigDict) -> None:
+    """Whether the ratios of stale completions are those that the loss takes them for; `config` has its method's row."""
+    r, loss = config.rollout, config.loss
     for name, off in {"top_p": 1.0, "top_k": 0, "min_p": 0.0}.items():
-        if r.max_staleness and r[name] != off:
+        if r[name] != off:
             raise ValueError(
                 f"rollout.{name}={r[name]:g} with rollout.max_staleness={r.max_staleness}: the log-probs of stale "
                 "completions would be of the cut distribution, and those of fresh ones of the full softmax; set "
                 f"rollout.{name}={off:g}, or rollout.max_staleness=0"
             )
-    for name in trackers.chosen(config.log.tracker):
-        trackers.needed(name)
+    kind = loss.sampler_correction
+    if loss.weight in ("product", "capped") and losses.carried_ratio(kind) == "token":
+        raise ValueError(
+            f"loss.weight={loss.weight} weighs whole completions, and loss.sampler_correction={kind} "
+            f"makes up for the staleness of single tokens (rollout.max_staleness={r.max_staleness}); set "
+            "loss.sampler_correction=sequence, or leave it unset"
+        )
 
 
 def _check_fields(config: ConfigDict) -> None:

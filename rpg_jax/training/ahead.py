@@ -9,10 +9,11 @@ the rollout's:
 - "midway": at once, also in the middle of completions. Tokens are fresher. Which weights sample a token depends on
   timing, so such a run is not reproducible.
 
-The loss weights every token by the log-probability with which it was drawn, unless it is `decoupled`. With "between",
-the trainer recomputes this number for completions of its present weights, as without this module. For completions of
-earlier weights, and for all completions with "midway", the rollout's number serves: entries of earlier weights stay in
-the KV cache, so no forward pass of one policy gives the same number.
+Groups carry the log-probability with which every token was drawn. With "between", the trainer recomputes this number
+for completions of its present weights, as without this module. For completions of earlier weights, and for all
+completions with "midway", the rollout's number serves: entries of earlier weights stay in the KV cache, so no forward
+pass of one policy gives the same number. It is of the distribution that was sampled, and the trainer's is of the full
+softmax. So sampling must not be cut by top-p, top-k or min-p (`runs.resolve.check_training`).
 
 On several devices the rollout has devices of its own. Two threads that launch programs on the same devices may launch
 them in another order on each device, and programs that exchange data across devices then wait for ever. So this
@@ -56,9 +57,6 @@ class AheadCollector(Collector):
         while it decodes.
       max_staleness: steps, at least 1.
       steps: of the run; nothing is sampled for later steps.
-      decoupled: the trainer's present policy π_prox is the behaviour policy of the loss, for stale completions too. So
-        w = π_θ/π_prox is clipped, and π_prox/π_s, which holds staleness and numerics, is left to the loss's sampler
-        correction (decoupled PPO: AReaL, arXiv:2505.24298).
 
     Raises:
       ValueError: an argument out of range, or several processes, whose threads would launch programs in different
@@ -77,7 +75,6 @@ class AheadCollector(Collector):
         max_staleness: int,
         steps: int,
         swap: str = "between",
-        decoupled: bool = False,
     ):
         if max_staleness < 1 or swap not in SWAPS:
             raise ValueError(
@@ -89,7 +86,7 @@ class AheadCollector(Collector):
                 "threads of several hosts launch programs that span them in different orders. Or set it to 0"
             )
         super().__init__(collect, take_errors, rollout, stream)
-        self._midway, self._decoupled = swap == "midway", decoupled
+        self._midway = swap == "midway"
         self._max_staleness, self._steps = max_staleness, steps
         self._jobs: dict[int, Future[Found]] = {}
         self._versions: dict[int, int] = {}
@@ -112,8 +109,6 @@ class AheadCollector(Collector):
         trained = collected.trained
         self._check(step, collected)
         known = trained if self._midway else without_present(trained, version)
-        if self._decoupled:
-            known = [dataclasses.replace(g, behaviour_logprobs=None) for g in trained]
         return Sampled(collected, errors, known, staleness=staleness(trained, version))
 
     def carry(self, carried: list[Group]) -> None:

@@ -35,6 +35,9 @@ class Algorithm:
       programs: the jitted log-prob pass and update.
       reference: the KL anchor; remembers when it moved.
       updates_per_step, epochs: mini-batches of a rollout batch (one behaviour policy), and passes over it.
+      decoupled: π_old is the policy at the beginning of the step, π_prox, for stale completions too. So w = π_θ/π_prox
+        is clipped, and π_prox/π_s is left to the loss's sampler correction, which must carry it
+        (`losses.carried_ratio`; decoupled PPO: AReaL, arXiv:2505.24298). Otherwise π_old is the policy that sampled.
       token_rewards: what each token of a batch's groups was paid, for a critic.
       after_updates: called with the step's number, batch and state while the batch exists; None for no call.
       beat: called whenever a program was launched or an update has ended.
@@ -47,6 +50,7 @@ class Algorithm:
     reference: Reference
     updates_per_step: int
     epochs: int = 1
+    decoupled: bool = False
     token_rewards: Callable[[Sequence[Group]], list[list[np.ndarray]]] | None = None
     after_updates: Callable[[int, Packed, TrainState], None] | None = None
     beat: Callable[[], None] = lambda: None
@@ -79,7 +83,7 @@ def train(
             clock.lap("rollout")
 
             batch = a.pack(sampled.trained, a.updates_per_step)
-            batch, entropy = add_logprobs(a, batch, state)
+            batch, measured = add_logprobs(a, batch, state)
             batch = add_advantages(a, batch, state)
             a.collector.carry(with_behaviour_logprobs(a, sampled.to_carry, state))
             clock.lap("logprobs")
@@ -93,17 +97,25 @@ def train(
             a.collector.publish(state.params, int(state.updates))
             clock.lap("sync")
             del batch  # the devices need its memory for the next rollouts
-            values = step_metrics(totals | entropy, sampled, state, a.reference, clock)
+            values = step_metrics(totals | measured, sampled, state, a.reference, clock)
         yield Step(number, state, values, updates, sampled.collected.generated)
 
 
 def add_logprobs(a: Algorithm, batch: Packed, state: TrainState) -> tuple[Packed, Metrics]:
-    """Adds log π_old and log π_ref by the trainer's own pass; also returns the metric `entropy`."""
+    """Adds log π_old and log π_ref by the trainer's own pass.
+
+    Also returns metrics: `entropy`; `sampler_gap` and `sampler_gap_max`, the mean and the maximum of |log π_s − log π|
+    over the tokens for which the trainer has computed log π under the weights that sampled them. The distance to other
+    weights is no fault of the sampler.
+    """
     present, entropies = zip(*(a.logprobs(state.params, b) for b in batch.batches), strict=True)
-    behaviour = present
+    drawn, compared = present, tuple(b.mask for b in batch.batches)
     if any(g.behaviour_logprobs for g in batch.groups):  # earlier weights sampled these tokens
         stored = batch.packing.scatter([g.stored_logprobs for g in batch.groups])
-        behaviour = tuple(jnp.where(jnp.isnan(s), x, s) for s, x in zip(stored, present, strict=True))
+        drawn = tuple(jnp.where(jnp.isnan(s), x, s) for s, x in zip(stored, present, strict=True))
+        if a.collector.lags:  # what is stored are the rollout's own numbers
+            compared = tuple(m * jnp.isnan(s) for m, s in zip(compared, stored, strict=True))
+    behaviour = present if a.decoupled else drawn
     if a.reference.is_behaviour:
         ref = behaviour
     elif a.reference.coincides():
@@ -111,13 +123,25 @@ def add_logprobs(a: Algorithm, batch: Packed, state: TrainState) -> tuple[Packed
     else:
         params = a.reference.params()
         ref = tuple(a.logprobs(params, b)[0] for b in batch.batches)
-    sums = [_sum_and_weight(x, b.mask) for x, b in zip(entropies, batch.batches, strict=True)]
-    return batch.add(behaviour_logprobs=behaviour, ref_logprobs=ref), losses.merge([{"entropy": s} for s in sums])
+    measured = [
+        {"entropy": _sum_and_weight(entropy, b.mask), **_gap(logprobs, b.sampler_logprobs, chosen)}
+        for b, entropy, logprobs, chosen in zip(batch.batches, entropies, drawn, compared, strict=True)
+    ]
+    return batch.add(behaviour_logprobs=behaviour, ref_logprobs=ref), losses.merge(measured)
 
 
 @jax.jit
 def _sum_and_weight(values: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
     return masking.masked_sum(values, mask), jnp.sum(mask)
+
+
+@jax.jit
+def _gap(logprobs: jax.Array, sampler_logprobs: jax.Array, mask: jax.Array) -> Metrics:
+    gap, tokens = jnp.abs(logprobs - sampler_logprobs), jnp.sum(mask)
+    return {
+        "sampler_gap": (masking.masked_sum(gap, mask), tokens),
+        "sampler_gap_max": (masking.masked_max(gap, mask), tokens),
+    }
 
 
 def add_advantages(a: Algorithm, batch: Packed, state: TrainState) -> Packed:

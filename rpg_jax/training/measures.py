@@ -37,8 +37,13 @@ class Clock:
 def step_metrics(
     totals: Mapping[str, Any], sampled: Sampled, state: TrainState, reference: Reference, clock: Clock
 ) -> dict[str, float]:
-    """The metrics of a step from the sums of its updates and the groups that it sampled."""
+    """The metrics of a step from the sums of its updates and the groups that it sampled.
+
+    A step that trains no token of weights that the trainer had has no `sampler_gap`.
+    """
     values = losses.divided(totals)
+    if not totals["sampler_gap"][1]:
+        del values["sampler_gap"], values["sampler_gap_max"]
     values |= sampling_metrics(sampled.collected)
     values |= {f"verifier_errors/{kind}": count for kind, count in sampled.errors.items()}
     values |= sampled.staleness
@@ -99,7 +104,7 @@ class Guard:
     """Stops a run whose rollout is not the policy, or whose updates are not finite.
 
     Attributes:
-      max_sampler_gap: mean |log π_s − log π_old|, nats per token, above which the run stops.
+      max_sampler_gap: the `sampler_gap` of `loop.add_logprobs`, nats per token, above which the run stops.
       max_nonfinite_updates: skipped updates in a row that stop the run.
       nonfinite_in_a_row: skipped updates since the last one that was applied.
     """
@@ -112,7 +117,7 @@ class Guard:
         """The reason to stop the run after a step with these metrics, and the fix; None if there is no reason."""
         for update in updates:
             self.nonfinite_in_a_row = self.nonfinite_in_a_row + 1 if update["nonfinite_updates"] else 0
-        gap = values["sampler_gap"]
+        gap = values.get("sampler_gap", 0.0)
         if not gap <= self.max_sampler_gap:
             return (
                 f"step {step}: sampler and trainer disagree by {gap:.2e} nats per token on average, more than "

@@ -6,9 +6,37 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import pytest
 
+from rpg_jax.losses import SAMPLER_CORRECTIONS, carried_ratio
+from tests.end_to_end.test_apart import finished
+
 ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("swap", ["between", "midway"])
+@pytest.mark.parametrize("kind", [None, *SAMPLER_CORRECTIONS])
+def test_stale_tokens_keep_their_ratio_to_the_sampler_in_the_loss_or_in_the_correction(tmp_path, kind, swap):
+    """One update a step: w is 1 where π_old is the policy at the beginning of the step, and π_old/π_s is 1 where π_old
+    is the sampler. The drift of a step is beyond `rollout.max_sampler_gap`, and no run ends by it."""
+    changes = {"rollout.max_staleness": 1, "rollout.swap": swap, "train.updates_per_step": 1}
+    changes |= {"optimizer.learning_rate": 2e-3, "optimizer.warmup": "0 updates", "rollout.max_sampler_gap": 1e-3}
+    changes |= {"loss.sampler_correction": kind} if kind else {}
+    first, *stale = finished(tmp_path, "run", jax.devices()[:1], changes)[1][1:]
+    assert len(stale) == 2 and all(r["grad_norm"] > 0 for r in (first, *stale))
+    if swap == "between":
+        assert first["sampler_gap"] < 1e-5 and [r["staleness_updates_max"] for r in stale] == [1, 1]
+    assert not any("sampler_gap" in r for r in (stale if swap == "between" else (first, *stale)))
+    for r in stale:
+        moved = r["staleness_updates"] > 0  # midway is a matter of timing
+        if carried_ratio(kind):
+            assert r["log_ratio_max"] < 1e-4 and (r["sampler_ess"] < 1 - 1e-5 or not moved), r
+        else:
+            assert r["sampler_ess"] == pytest.approx(1, abs=1e-6) and (r["log_ratio_max"] > 1e-2 or not moved), r
+        if kind == "geometric":
+            assert r["sampler_rejected_fraction"] == 0
 
 
 @pytest.mark.soak

@@ -99,4 +99,4 @@ def test_weights_reach_the_other_mesh_in_the_middle_of_completions(tmp_path):
     changes = {**FOUR, "rollout.max_staleness": 1, "rollout.swap": "midway"}
     records = finished(tmp_path, "midway", jax.devices(), changes)[1][1:]
     assert records[0]["staleness_updates_max"] == 0 and max(r["staleness_updates_max"] for r in records) <= 2
-    assert all(r["sampler_gap"] == 0 for r in records)  # weighted by what each token was drawn with
+    assert not any("sampler_gap" in r for r in records)  # no forward pass has the numbers of mixed weights

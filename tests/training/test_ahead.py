@@ -1,16 +1,23 @@
 """Sampling ahead of training: the bound on staleness, what stale tokens are weighted by, and resuming."""
 
 import dataclasses
+import itertools
 import threading
+from types import SimpleNamespace
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from rpg_jax import data
 from rpg_jax.data.groups import Group
+from rpg_jax.losses import SAMPLER_CORRECTIONS, carried_ratio, divided, token_loss
+from rpg_jax.losses.tokens import checked
 from rpg_jax.rollout import RolloutError
 from rpg_jax.training.ahead import AheadCollector, staleness, without_present
 from rpg_jax.training.collect import Collected
+from rpg_jax.training.loop import add_logprobs
 from rpg_jax.types import Completion, Turns
 
 PROBLEM = data.Problem(0, "p", "a", "t")
@@ -135,13 +142,196 @@ def test_the_age_of_a_token_that_an_environment_wrote_does_not_count():
     assert staleness([heard], version=4) == {"staleness_updates": 0, "staleness_updates_max": 0}
 
 
+SIZE, LENGTH, BETA = 3, 3, 0.1
+EVERY = np.array(list(itertools.product(range(SIZE), repeat=LENGTH)))
+PREFIX = np.stack([EVERY[:, :t] @ SIZE ** np.arange(t) + 40 * t for t in range(LENGTH)], 1)
+
+
+@pytest.fixture
+def policies():
+    """Logits f64[prefixes, V] of π_s, of π_prox after a drift, of π_θ and of π_ref; advantages f64[N]."""
+    rng = np.random.default_rng(7)
+    sampler, ref = rng.normal(0, 1, (2, 40 * LENGTH, SIZE))
+    present = sampler + 0.3 * rng.normal(size=sampler.shape)
+    theta = present + 0.2 * rng.normal(size=sampler.shape)
+    with jax.enable_x64(True):
+        yield sampler, present, theta, ref, rng.normal(size=len(EVERY))
+
+
+def along(logits):
+    """Log-probs [N, T] of the tokens of every completion."""
+    return jax.nn.log_softmax(jnp.asarray(logits))[PREFIX, EVERY]
+
+
+def drawn(logits, *versions):
+    """A group of every completion, with the log-probs under `logits`; each token is of its version."""
+    logprobs = np.asarray(along(logits))
+    every = [Completion(a, x, "length", versions[0], np.array(versions)) for a, x in zip(EVERY, logprobs, strict=True)]
+    zeros = np.zeros(len(EVERY))
+    return Group(PROBLEM, np.array([1]), every, [""] * len(EVERY), zeros, zeros)
+
+
+def with_logprobs(groups, present, ref=None, *, swap="between", decoupled=False):
+    """What the loop makes of `groups`, which weights `present` of version 1 train: its columns, and its metrics."""
+
+    def collect(step, carried, share):
+        return Collected(groups, [], groups)
+
+    ahead = AheadCollector(collect, dict, Weights(), Stream(), max_staleness=1, steps=2, swap=swap)
+    ahead.publish(present, 0)
+    ahead.take(0, present, 0)
+    trained = ahead.take(1, present, 1).trained
+    sampler = jnp.concatenate([jnp.stack([c.logprobs for c in g.completions]) for g in trained])
+    batch = SimpleNamespace(
+        batches=[SimpleNamespace(mask=jnp.ones(sampler.shape), sampler_logprobs=sampler)],
+        groups=trained,
+        packing=SimpleNamespace(scatter=lambda arrays: (jnp.concatenate([jnp.stack(x) for x in arrays]),)),
+        add=lambda **columns: {"sampler_logprobs": sampler} | {name: column for name, (column,) in columns.items()},
+    )
+
+    def logprobs(logits, _):
+        return jnp.tile(along(logits), (len(trained), 1)), jnp.zeros(sampler.shape)
+
+    reference = SimpleNamespace(is_behaviour=ref is None, coincides=lambda: False, params=lambda: ref)
+    algorithm = SimpleNamespace(logprobs=logprobs, collector=ahead, reference=reference, decoupled=decoupled)
+    return add_logprobs(algorithm, batch, SimpleNamespace(params=present))
+
+
+def mean_gradient(kind, policies, swap, **bounds):
+    """E_{π_s}[Σ_t ∇loss] in the logits of θ for stale completions, by the collector, the loop and the loss."""
+    sampler, present, theta, ref, advantages = policies
+    versions = (0, 0, 0) if swap == "between" else (0, 0, 1)
+    columns, _ = with_logprobs(
+        [drawn(sampler, *versions)], present, ref, swap=swap, decoupled=carried_ratio(kind) is not None
+    )
+    probability = jnp.exp(along(sampler).sum(1))
+
+    def expected(theta):
+        more = {"mask": jnp.ones(EVERY.shape), "advantages": advantages, "completion_ids": None}
+        tokens = checked(logprobs=along(theta), **columns, **more)
+        options = {"divergence": "urkl", "clip": "none", "kl_coef": BETA, "sampler_correction": kind, **bounds}
+        return probability @ token_loss("rpg", tokens, **options).values.sum(1)
+
+    return np.asarray(jax.grad(expected)(jnp.asarray(theta)))
+
+
+def by_hand(weigh, policies):
+    """−E_{π_s}[Σ_t c_t (A − β log π_θ/π_ref) ∇log π_θ], where c = `weigh`(log π_s, log π_prox, log π_θ [T]; A)."""
+    *logits, advantages = policies
+    tables = [np.asarray(jax.nn.log_softmax(jnp.asarray(x))) for x in logits]
+    gradient = np.zeros_like(tables[0])
+    for completion, prefixes, advantage in zip(EVERY, PREFIX, advantages, strict=True):
+        log_s, log_prox, log_theta, log_ref = (table[prefixes, completion] for table in tables)
+        c = np.broadcast_to(weigh(log_s, log_prox, log_theta, advantage), LENGTH)
+        for t, (prefix, token) in enumerate(zip(prefixes, completion, strict=True)):
+            score = np.eye(SIZE)[token] - np.exp(tables[2][prefix])
+            gradient[prefix] -= np.exp(log_s.sum()) * c[t] * (advantage - BETA * (log_theta - log_ref)[t]) * score
+    return gradient
+
+
+def whole(s, prox, theta, advantage):
+    """π_θ/π_s of the token: exact for prefixes and continuations of π_s."""
+    return np.exp(theta - s)
+
+
+INFINITE = float("inf")
+EXACT = {
+    None: ({}, whole),
+    "anchor": ({}, whole),
+    "truncate": ({"sampler_high": INFINITE}, whole),
+    "mask": ({"sampler_low": 0.0, "sampler_high": INFINITE}, whole),
+    "off_policy": ({"sampler_low": 0.0}, whole),
+    "geometric": ({}, whole),  # π_old is π_s: a ratio of 1 is within any bounds
+    # E_{π_s}[u_x …] = E_{π_prox}[…]: exact for prefixes and continuations of π_prox
+    "sequence": (
+        {"sampler_low": 0.0, "sampler_high": INFINITE},
+        lambda s, prox, theta, a: np.exp(theta - prox + (prox - s).sum()),
+    ),
+}
+STATED = {
+    "truncate": (
+        {"sampler_high": 1.1},
+        lambda s, prox, theta, a: np.exp(theta - prox) * np.minimum(np.exp(prox - s), 1.1),
+    ),
+    "mask": (
+        {"sampler_low": 0.9, "sampler_high": 1.2},
+        lambda s, prox, theta, a: np.exp(theta - s) * (np.abs(np.exp(prox - s) - 1.05) <= 0.15),
+    ),
+    "sequence": (
+        {"sampler_low": 0.8, "sampler_high": 1.3},
+        lambda s, prox, theta, a: np.exp(theta - prox + (prox - s).sum()) * (0.8 <= np.exp((prox - s).sum()) <= 1.3),
+    ),
+    "off_policy": (
+        {"sampler_low": 0.95},
+        lambda s, prox, theta, a: np.exp(theta - s) * (a >= 0 or np.exp((theta - s).mean()) >= 0.95),
+    ),
+}
+
+
+@pytest.mark.parametrize("swap", ["between", "midway"])
+@pytest.mark.parametrize("kind", [None, *SAMPLER_CORRECTIONS])
+def test_the_mean_gradient_of_stale_completions_is_exact_where_a_correction_has_no_bounds(policies, kind, swap):
+    bounds, weigh = EXACT[kind]
+    expected = by_hand(weigh, policies)
+    np.testing.assert_allclose(mean_gradient(kind, policies, swap, **bounds), expected, rtol=0, atol=1e-14)  # f64
+    dropped = by_hand(lambda s, prox, theta, a: np.exp(theta - prox), policies)  # π_prox as π_old, u left out
+    assert np.linalg.norm(dropped - expected) > 0.1 * np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize(("kind", "error"), [(None, 0), ("sequence", 0), ("truncate", 0.1), ("mask", 0.1)])
+def test_an_objective_of_whole_completions_is_exact_without_a_correction_and_with_that_of_the_completion(
+    policies, kind, error
+):
+    """The token's own ratio leaves out the other tokens' staleness, so the two are refused together."""
+    bounds, _ = EXACT[kind]
+    found = mean_gradient(kind, policies, "between", level="sequence", weight="product", **bounds)
+    sampler, present, theta, ref, advantages = policies
+
+    def objective(theta):
+        log_r = along(theta).sum(1) - along(ref).sum(1)
+        return jnp.exp(along(theta).sum(1)) @ (advantages - BETA * log_r)
+
+    expected = -np.asarray(jax.grad(objective)(jnp.asarray(theta)))
+    missed = np.linalg.norm(found - expected) / np.linalg.norm(expected)
+    assert missed > error if error else missed < 1e-13  # f64
+
+
+@pytest.mark.parametrize("kind", STATED)
+def test_the_mean_gradient_of_stale_completions_is_the_stated_one_where_bounds_cut(policies, kind):
+    bounds, weigh = STATED[kind]
+    expected = by_hand(weigh, policies)
+    np.testing.assert_allclose(mean_gradient(kind, policies, "between", **bounds), expected, rtol=0, atol=1e-14)  # f64
+    assert np.abs(expected - by_hand(EXACT[kind][1], policies)).max() > 1e-3, "the bounds cut something"
+
+
+def test_every_correction_has_its_exact_case_and_its_stated_one():
+    never_cut = {None, "anchor", "geometric"}
+    assert EXACT.keys() == {None, *SAMPLER_CORRECTIONS} and STATED.keys() == EXACT.keys() - never_cut
+
+
+def test_a_ratio_is_carried_by_the_corrections_whose_weight_has_it_as_a_factor():
+    carried = {kind: carried_ratio(kind) for kind in (None, *SAMPLER_CORRECTIONS)}
+    assert {kind: of for kind, of in carried.items() if of} == {
+        "truncate": "token", "mask": "token", "sequence": "completion",
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="unknown sampler_correction 'trunc'"):
+        carried_ratio("trunc")
+
+
 @pytest.mark.parametrize("decoupled", [False, True])
-def test_a_decoupled_loss_gets_the_behaviour_policy_from_the_trainer_and_keeps_the_rollouts_logprobs(decoupled):
-    ahead = ahead_of(Weights(), [], decoupled=decoupled)
-    ahead.take(0, {}, 10)
-    (stale,) = ahead.take(1, {}, 11).trained
-    assert stale.completions[0].weight_version == 10 and (stale.behaviour_logprobs is None) == decoupled
-    np.testing.assert_array_equal(stale.completions[0].logprobs, [-2])
+def test_the_gap_compares_the_sampler_with_the_weights_that_sampled_and_with_no_others(policies, decoupled):
+    sampler, present, *_ = policies
+    rounding = present + 1e-3 * np.random.default_rng(1).normal(size=present.shape)
+    fresh, stale, mixed = drawn(rounding, 1, 1, 1), drawn(sampler, 0, 0, 0), drawn(sampler, 0, 1, 1)
+    columns, metrics = with_logprobs([stale, fresh, mixed], present, decoupled=decoupled)
+    gap = np.abs(along(rounding) - along(present))
+    found = divided(metrics)
+    assert found["sampler_gap"] == pytest.approx(gap.mean()) and found["sampler_gap_max"] == pytest.approx(gap.max())
+    own = [along(present) if decoupled else along(sampler), along(present)]
+    np.testing.assert_array_equal(columns["behaviour_logprobs"], np.concatenate([own[0], own[1], own[0]]))
+    for groups, swap in (([stale, mixed], "between"), ([stale, fresh], "midway")):
+        metrics = with_logprobs(groups, present, swap=swap, decoupled=decoupled)[1]
+        assert metrics["sampler_gap"][1] == 0  # no token to compare
 
 
 def test_a_record_holds_the_batches_to_come_and_what_is_carried():

@@ -18,6 +18,7 @@ def test_a_gap_above_the_limit_or_no_number_is_a_fault(gap):
     fault = Guard(1e-3, 10).fault(7, {"sampler_gap": gap}, [FINE])
     assert fault.startswith("step 7: sampler and trainer disagree") and "rollout.max_sampler_gap=0.001" in fault
     assert Guard(1e-3, 10).fault(7, {"sampler_gap": 1e-3}, [FINE]) is None
+    assert Guard(1e-3, 10).fault(7, {}, [FINE]) is None  # the trainer had the weights of no token
 
 
 def test_skipped_updates_count_across_steps_until_one_is_applied():

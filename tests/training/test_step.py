@@ -273,13 +273,14 @@ def test_schedule_free_has_ratio_one_at_the_first_update_of_a_batch():
     algorithm = SimpleNamespace(
         logprobs=lambda params, batch: programs.logprobs(params, batch.rows),
         reference=SimpleNamespace(is_behaviour=True),
+        decoupled=False,
     )
     batch = dataclasses.replace(make_rollout_batch(4), groups=[])  # none was sampled by earlier weights
     [old] = add_logprobs(algorithm, batch, state)[0].batches
     averaged = programs.logprobs(optimizer.evaluation_params(state.opt_state, state.params), old.rows)[0]
     assert np.max(np.abs(averaged - old.behaviour_logprobs)[old.mask > 0]) > 1e-4
     _, metrics = programs.update(state, [old])
-    total, weight = metrics["behaviour_kl_k1"]
+    total, weight = metrics["behaviour_forward_kl_k1"]
     assert abs(total / weight) < 1e-6
 
 
