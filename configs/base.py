@@ -147,7 +147,8 @@ FIELDS = Section(
         overlong_buffer=Field(512, "The number of tokens before the limit over which the punishment grows.", "tokens",
             range="[0, 1048576]"),
         overlong_factor=Field(1.0, "The punishment at the limit.", range="[0, 1e6]"),
-        overlong_masking=Field(False, "Do not train on completions that the limit cuts off."),
+        overlong_masking=Field(False, "Do not train on completions that a limit ends: rollout.max_tokens, or of an "
+            "environment turn_tokens or max_turns."),
     ),
     judge=Section(
         'A judge or a reward model over HTTP: the part "judge" of rewards.parts.',

@@ -13,7 +13,7 @@ import flax.struct
 import jax
 import numpy as np
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "turns"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,8 +124,9 @@ class Completion:
       tokens: i32[n], with the stop token if one was drawn.
       logprobs: f32[n], of the distribution actually sampled from, as the rollout engine computed it; 0 at tokens that
         the environment wrote.
-      finish_reason: "stop" when the last token is a stop token, else "length"; a conversation whose last observation
-        had no room ends with "length" too.
+      finish_reason: "stop" where the policy or its environment ended it; the last token is a stop token. "length" where
+        the limit of tokens cut it off, or left no room for an observation. "turns" where the limit of turns ended a
+        conversation that its environment would have continued.
       weight_version: version of the weights that sampled the first token.
       token_versions: i32[n], the version that sampled each token; None if the weights did not change on the way.
       turns: of a conversation with an environment; None where there is none.
@@ -137,6 +138,11 @@ class Completion:
     weight_version: int
     token_versions: np.ndarray | None = None
     turns: Turns | None = None
+
+    @property
+    def truncated(self) -> bool:
+        """Whether a limit ended it, of tokens or of turns."""
+        return self.finish_reason != "stop"
 
     @property
     def sampled(self) -> np.ndarray:

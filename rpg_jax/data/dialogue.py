@@ -28,7 +28,7 @@ def last_turn(completion: Completion, decode: Callable[[Sequence[int]], str]) ->
     """The policy's last turn, without its stop token: what verifiers of texts read. Without turns it is all."""
     spans = () if completion.turns is None else completion.turns.spans
     tokens = completion.tokens[spans[-1][1] if spans else 0 :]
-    return decode((tokens[:-1] if completion.finish_reason == "stop" else tokens).tolist())
+    return decode((tokens if completion.finish_reason == "length" else tokens[:-1]).tolist())
 
 
 def last_shown(text: str) -> str:

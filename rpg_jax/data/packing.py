@@ -164,7 +164,7 @@ def pack(
       groups: P prompts with their completions.
       minibatches: U, the number of mini-batches; fewer if P is smaller.
       pad_id: written to padding; no result depends on it.
-      mask_truncated: do not train completions that ran into the length limit (mask 0).
+      mask_truncated: do not train completions that a limit ended, of tokens or of turns (mask 0).
       sharding: of the rows; None leaves numpy arrays on the host.
 
     Raises:
@@ -172,10 +172,7 @@ def pack(
     """
     if shape.rows < 1:
         raise ValueError(f"a micro-batch needs at least one row, got {shape.rows}")
-    trained = [
-        [0 if mask_truncated and c.finish_reason == "length" else int(c.sampled.sum()) for c in g.completions]
-        for g in groups
-    ]
+    trained = [[0 if mask_truncated and c.truncated else int(c.sampled.sum()) for c in g.completions] for g in groups]
     places: dict[tuple[int, int], Place] = {}
     batches: list[Batch] = []
     sizes: list[int] = []

@@ -70,8 +70,10 @@ class Player:
         if verdict.value is None:
             return Reply(None, error=verdict.error)
         observation, reward = verdict.value["observation"], verdict.value["reward"]
-        if verdict.value["done"] or finish_reason == "length" or turn >= self._max_turns:
+        if verdict.value["done"] or finish_reason == "length":
             return Reply(None, reward)
+        if turn >= self._max_turns:
+            return Reply(None, reward, out_of_turns=True)
         try:
             read = self._observations.encode(observation)
         except ValueError:  # the template refuses these messages

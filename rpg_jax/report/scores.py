@@ -43,7 +43,7 @@ def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 "most_frequent": _most_frequent(given),
                 "majority": float(vote),
                 "mean_tokens": float(np.mean([r["tokens"] for r in rows])),
-                "truncated": sum(r["finish_reason"] == "length" for r in rows),
+                "truncated": sum(r["finish_reason"] != "stop" for r in rows),
             }
             for rows, verdicts, given, vote in zip(problems, correct, answers, majority, strict=True)
         ],
@@ -65,7 +65,7 @@ def metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "maj_at_k": float(statistics.maj_at_k(answers, correct).mean()),
         "k": k,
         "completion_length": float(np.mean([r["tokens"] for r in records])),
-        "truncated": float(np.mean([r["finish_reason"] == "length" for r in records])),
+        "truncated": float(np.mean([r["finish_reason"] != "stop" for r in records])),
         **_of_conversations([r["turns"] for r in records if "turns" in r]),
     }
 

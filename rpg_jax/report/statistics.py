@@ -121,7 +121,7 @@ def estimate(by_problem: ArrayLike, *, level: float = 0.95, seed: int = 0) -> Es
 
 
 def length_statistics(lengths: ArrayLike, finish_reasons: Sequence[str]) -> dict[str, float]:
-    """Tokens of the completions (mean, median, 95 % quantile, longest) and the fraction that the limit cut off."""
+    """Tokens of the completions (mean, median, 95 % quantile, longest) and the fraction that a limit ended."""
     lengths = np.asarray(lengths)
     if len(lengths) != len(finish_reasons) or len(lengths) == 0:
         raise ValueError(f"{len(lengths)} lengths and {len(finish_reasons)} finish reasons: give one of each, or more")
@@ -130,7 +130,7 @@ def length_statistics(lengths: ArrayLike, finish_reasons: Sequence[str]) -> dict
         "length_median": float(np.median(lengths)),
         "length_q95": float(np.quantile(lengths, 0.95)),
         "length_max": float(lengths.max()),
-        "truncated": float(np.mean([reason == "length" for reason in finish_reasons])),
+        "truncated": float(np.mean([reason != "stop" for reason in finish_reasons])),
     }
 
 

@@ -142,7 +142,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         Args:
           problems: N, the problem of each completion (repeated within its group).
           texts: N decoded completions, without special tokens; of a conversation the policy's last turn.
-          finish_reasons: N, "stop" or "length".
+          finish_reasons: N, see `types.Completion`.
           lengths: i32[N] tokens that the policy has sampled, stop tokens included.
           turns: N, what an environment has paid; None where there is none.
 

@@ -27,11 +27,13 @@ class Reply:
       tokens: i32[m], m >= 1, that the policy reads before its next turn; None ends the conversation.
       reward: of the turn.
       error: the kind of failure, one of `rewards.KINDS`, that ended the conversation.
+      out_of_turns: the limit of turns ended the conversation, and the environment would have continued it.
     """
 
     tokens: np.ndarray | None
     reward: float = 0.0
     error: str | None = None
+    out_of_turns: bool = False
 
 
 class Responder(Protocol):

@@ -21,7 +21,7 @@ class Written:
       turn_start: the number of tokens before the present turn.
       observations: (first, end) of each observation.
       rewards, error: of the replies.
-      cut: an observation, with a token to draw after it, did not fit.
+      cut: "length" where an observation, with a token to draw after it, did not fit; "turns" at the limit of turns.
     """
 
     tokens: list[np.ndarray] = dataclasses.field(default_factory=list)
@@ -32,7 +32,7 @@ class Written:
     observations: list[tuple[int, int]] = dataclasses.field(default_factory=list)
     rewards: list[float] = dataclasses.field(default_factory=list)
     error: str | None = None
-    cut: bool = False
+    cut: FinishReason | None = None
 
     def extend(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
         """Adds tokens that weights of `version` drew, or read."""
@@ -110,10 +110,12 @@ class Row:
         """Notes a reply; whether the completion goes on. It ends where no token has room after an observation."""
         self.written.rewards.append(reply.reward)
         self.written.error = reply.error
+        if reply.out_of_turns:
+            self.written.cut = "turns"
         if reply.tokens is None:
             return False
         if self.written.count + len(reply.tokens) >= self.sampling.max_tokens:
-            self.written.cut = True
+            self.written.cut = "length"
             return False
         self.written.observe(reply.tokens, version)
         return True
@@ -128,8 +130,7 @@ class Row:
                 mixed = np.repeat(*np.array(written.spans, np.int32).T)
             if self.environment is not None:
                 turns = Turns.of(written.observations, written.rewards, written.error, length=written.count)
-            reason: FinishReason = "length" if written.cut else self._reason(tokens)
-            self.made = Completion(tokens, logprobs, reason, version, mixed, turns)
+            self.made = Completion(tokens, logprobs, written.cut or self._reason(tokens), version, mixed, turns)
         return self.made
 
     def _reason(self, tokens: np.ndarray) -> FinishReason:

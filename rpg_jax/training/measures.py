@@ -75,7 +75,7 @@ def sampling_metrics(collected: Collected) -> dict[str, float]:
         "reward": [g.rewards.mean() for g in generated],
         "accuracy": [g.accuracy.mean() for g in generated],
         "completion_length": [np.mean(own) for own in sampled],
-        "truncated": [np.mean([c.finish_reason == "length" for c in g.completions]) for g in generated],
+        "truncated": [np.mean([c.truncated for c in g.completions]) for g in generated],
     }
     values = {name: float(collected.weights @ x) for name, x in by_group.items()} if generated else {}
     values |= conversation_metrics([c.turns for c in completions if c.turns is not None])

@@ -69,6 +69,8 @@ def test_tokens_that_an_environment_wrote_are_read_and_not_trained(packed):
             np.testing.assert_array_equal(getattr(batch.rows, name), getattr(plain.rows, name), err_msg=name)
     cut = pack(groups, shape, mask_truncated=True)
     assert cut.packing.trained == [[2, 0]] and sum(b.rows.mask.sum() for b in cut.batches) == 2
+    out_of_turns = [dataclasses.replace(c, finish_reason="turns") for c in groups[0].completions]
+    assert pack([group([7], *out_of_turns)], shape, mask_truncated=True).packing.trained == [[0, 0]]
 
 
 def completions_of(packed, values):

@@ -51,6 +51,16 @@ def test_the_last_turn_and_one_that_is_cut_off_are_paid_for_and_not_answered(sta
     assert ask(player, tokenizer, "1", key=(1, 0), stop=False) == (None, -0.5, None)
 
 
+@pytest.mark.parametrize(
+    ("text", "stop", "out"), [("1", True, True), ("6", True, False), ("9", True, False), ("1", False, False)]
+)
+def test_only_what_the_environment_would_have_continued_is_out_of_turns(stage, tokenizer, problems, text, stop, out):
+    """Not where it is done, or where the limit of tokens has cut off the turn."""
+    player = make(stage, tokenizer, problems, max_turns=1)
+    reply = player.respond(0, 0, say(tokenizer, text, stop), "stop" if stop else "length").result(30)
+    assert (reply.tokens, reply.out_of_turns) == (None, out)
+
+
 KILLED = {
     "code: __import__('time').sleep(1000)": "timeout",
     "code: 10**10**10": "timeout",

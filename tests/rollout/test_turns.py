@@ -22,12 +22,12 @@ STOPS = (3, 5, 9, 17, 28, 33, 40, 46)
 
 
 class Echo:
-    """Replies with tokens that depend on the turn; ends after three turns, or as `end` says."""
+    """Replies with tokens that depend on the turn; ends after `most` turns."""
 
     turn_tokens = 6
 
-    def __init__(self, delay=0.0, longest=9):
-        self.delay, self.longest = delay, longest
+    def __init__(self, delay=0.0, longest=9, most=3, out_of_turns=False):
+        self.delay, self.longest, self.most, self.out_of_turns = delay, longest, most, out_of_turns
         self.turns: dict[tuple[int, int], list[list[int]]] = {}
         self.lock = threading.Lock()
         self.pool = ThreadPoolExecutor(8)
@@ -41,8 +41,8 @@ class Echo:
     def _reply(self, place, index, tokens, finish_reason, turn) -> Reply:
         if self.delay:
             time.sleep(self.delay * ((place + index) % 3))
-        if finish_reason == "length" or turn == 3:
-            return Reply(None, reward=10.0 + turn)
+        if finish_reason == "length" or turn == self.most:
+            return Reply(None, reward=10.0 + turn, out_of_turns=self.out_of_turns and finish_reason == "stop")
         length = 1 + (int(tokens.sum()) + index) % self.longest
         return Reply(np.arange(length, dtype=np.int32) * 7 % 50, reward=float(turn))
 
@@ -86,6 +86,17 @@ def test_a_conversation_has_the_turns_that_the_environment_read_and_the_tokens_t
             observed += c.turns.observed.sum()
     assert {len(c.turns.rewards) for group in groups for c in group} == {1, 2, 3}
     assert usage.extended_tokens == observed and usage.again_tokens == 0
+
+
+@pytest.mark.parametrize("driver", ["lockstep", pytest.param("orchestrator", marks=pytest.mark.slow)])
+def test_a_conversation_that_the_limit_of_turns_ends_says_so(talk, driver):
+    """Its bits are those of a conversation that its environment ends. A turn that is too long has its own reason."""
+    done, out = (sum(talk(driver, Echo(most=1, out_of_turns=out))[0], []) for out in (False, True))
+    for a, b in zip(done, out, strict=True):
+        assert a.tokens.tolist() == b.tokens.tolist() and a.logprobs.tobytes() == b.logprobs.tobytes()
+        assert (a.finish_reason, b.finish_reason) in {("stop", "turns"), ("length", "length")}
+        assert b.truncated and a.truncated == (a.finish_reason == "length")
+    assert {c.finish_reason for c in out} == {"length", "turns"}
 
 
 @pytest.mark.parametrize("driver", ["lockstep", "orchestrator"])

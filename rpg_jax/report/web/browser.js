@@ -6,6 +6,7 @@ const state = {run: 0, step: "", group: "", sort: "sampled", colour: "ratio", co
   all: [], list: [], at: 0};
 
 const MARKS = {right: "✓", wrong: "✗"};
+const CUT = {length: "cut off by the limit", turns: "out of turns"};
 
 const good = (c) => (c.verdict === "right" ? "right" : "wrong");
 
@@ -124,7 +125,7 @@ function row(c, i, height) {
     el("span", {class: `verdict ${good(c)}`, title: c.verdict, "aria-label": c.verdict},
       MARKS[c.verdict] || "!"),
     el("span", {}, fixed(c.reward, 2)), el("span", {}, signed(c.advantage, 2)),
-    el("span", {}, count(c.length - c.read), c.finish === "length" ? el("abbr", {title: "cut off by the limit"}, "…") : null),
+    el("span", {}, count(c.length - c.read), CUT[c.finish] ? el("abbr", {title: CUT[c.finish]}, "…") : null),
     el("span", {}, c.clipped ? fixed(100 * c.clipped, 0) : "·"), el("span", {}, number(c.kl, 2)),
     el("span", {class: "text"}, el("span", {class: "muted"}, shorten(c.own.groups[c.group].prompt, 16)), " ",
       shorten(textOf(c).slice(0, 160), 120)));
@@ -170,7 +171,7 @@ function member(c, chosen) {
     `reward ${fixed(c.reward, 2)}`, `advantage ${signed(c.advantage, 3)}`, `${count(c.length - c.read)} tokens`,
     ...(c.turns ? [`${c.turns.rewards.length} turns`, `${count(c.read)} tokens of the environment`] : []),
     ...(c.turns?.error ? [`environment failed: ${c.turns.error}`] : []),
-    c.finish === "length" ? "cut off by the limit" : c.finish, `weights ${versions}`,
+    CUT[c.finish] || c.finish, `weights ${versions}`,
   ];
   const made = el("article", {class: chosen ? "member chosen" : "member", "aria-current": chosen ? "true" : undefined},
     el("div", chosen ? {class: "facts"} : {class: "facts", role: "button", tabindex: "0"},

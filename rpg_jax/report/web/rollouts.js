@@ -109,7 +109,7 @@ function callsOf(completion) {
 
 const FILTERS = {
   wrong: {label: "wrong", keep: (all) => (c) => c.verdict !== "right"},
-  truncated: {label: "truncated", keep: (all) => (c) => c.finish === "length"},
+  truncated: {label: "truncated", keep: (all) => (c) => c.finish !== "stop"},
   clipped: {label: "most clipped", keep: (all) => above(all, "clipped")},
   kl: {label: "highest KL", keep: (all) => above(all, "kl")},
 };

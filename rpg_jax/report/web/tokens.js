@@ -54,7 +54,7 @@ function tokenSpans(completion, colour, focusable) {
   const line = el("div", {class: "tokens"}), marks = turnMarks(completion), calls = callsOf(completion);
   for (let i = 0; i < made; i++) {
     const token = start + i, text = piece(own, token);
-    const ends = i === length - 1 ? finish === "stop" : marks.get(i + 1) === "environment";
+    const ends = i === length - 1 ? finish !== "length" : marks.get(i + 1) === "environment";
     const span = el("span", focusable ? {tabindex: i ? "-1" : "0", "data-token": String(i)} : {"data-token": String(i)},
       text || (ends ? "end" : "·"));
     paint(span, own, token, colour);
