@@ -187,12 +187,15 @@ def advantages(
 def turn_advantages(name: str, returns: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
     """Advantages of turns: a turn's return to go, compared with those of the group at the same turn.
 
-        R_{i,t} = Σ_{j ≥ t} r_{i,j},   A_{i,t} = A(R_{·,t})_i over the completions of the group that have a turn t
+        R_{i,t} = Σ_{j ≥ t} r_{i,j},   A_{i,t} = A(R_{i,t}, {R_{j,s} : j ≠ i, T_j ≥ s})_i,   s = min(t, max_{j≠i} T_j)
 
-    Rewards of earlier turns are not in it: a turn cannot change them. The baseline of `leave_one_out` comes from other
-    completions alone, so the expected gradient is that of the rewards' sum. Where all completions of a group have the
-    same number of turns, and only the last turn pays, every turn has the advantage of its completion. A turn that no
-    other completion of the group has gets baseline 0.
+    T_j is the number of turns of completion j. So s is t, except at turns that no other completion of the group has.
+    These are compared with the last return of the longest others, which is what they had to compare with at turn s.
+
+    Rewards of earlier turns are not in R_{i,t}: a turn cannot change them. The baseline of `leave_one_out` comes from
+    other completions alone, which s does not change either, so the expected gradient is that of the rewards' sum. Where
+    all completions of a group have the same number of turns, and only the last turn pays, every turn has the advantage
+    of its completion. A group of one has baseline 0.
 
     Args:
       name: an advantage over a group.
@@ -204,7 +207,7 @@ def turn_advantages(name: str, returns: Sequence[Sequence[np.ndarray]]) -> list[
     Raises:
       ValueError: an advantage over the batch, or one from a critic.
 
-    Source: the return to go of REINFORCE; baselines by turn are ours.
+    Source: the return to go of REINFORCE; baselines by turn are ours, and so is what a turn without others has.
     """
     if name not in ADVANTAGES or ADVANTAGES[name].over != "group":
         able = ", ".join(n for n, declared in ADVANTAGES.items() if declared.over == "group")
@@ -212,13 +215,15 @@ def turn_advantages(name: str, returns: Sequence[Sequence[np.ndarray]]) -> list[
     found = [[np.zeros(len(own), np.float32) for own in group] for group in returns]
     compared: dict[int, list[tuple[int, int, list[int]]]] = collections.defaultdict(list)
     for p, group in enumerate(returns):
-        for turn in range(max(len(own) for own in group)):
-            members = [i for i, own in enumerate(group) if len(own) > turn]
+        *_, shared, longest = sorted([0, *map(len, group)])
+        for turn in range(longest):
+            at = min(turn, max(shared - 1, 0))
+            members = [i for i, own in enumerate(group) if len(own) > at]
             compared[len(members)].append((p, turn, members))
     for size, cells in compared.items():
         rewards = np.zeros((1 << (len(cells) - 1).bit_length(), size), np.float32)  # few shapes: fewer compilations
-        rewards[: len(cells)] = [[returns[p][i][turn] for i in members] for p, turn, members in cells]
+        rewards[: len(cells)] = [[returns[p][i][: turn + 1][-1] for i in members] for p, turn, members in cells]
         for (p, turn, members), row in zip(cells, np.asarray(advantages(name, rewards)), strict=False):
             for i, advantage in zip(members, row, strict=True):
-                found[p][i][turn] = advantage
+                found[p][i][turn : turn + 1] = advantage  # nothing, where the conversation was over
     return found

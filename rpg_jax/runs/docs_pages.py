@@ -54,7 +54,7 @@ The rewards $R_i$ of a prompt's $G$ completions give an advantage to each comple
 conversation with an environment is one completion, and the tokens that the environment wrote count nowhere. With
 `loss.credit=turn` each turn $t$ has its own advantage: $R_{i,t} = \sum_{j \ge t} r_{i,j}$, what it and later turns
 were paid, takes the place of $R_i$ and is compared with the $R_{\cdot,t}$ of the group's completions that have a turn
-$t$.
+$t$. A turn that no other completion has is compared with the last turns of the longest others.
 """
 
 _INTRODUCTION = """

@@ -1,5 +1,7 @@
 """What a turn is given credit for, and at which token a critic sees it."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -44,13 +46,72 @@ def test_a_critic_sees_rewards_at_the_last_token_that_the_policy_wrote():
 
 
 def test_a_turn_is_compared_with_the_groups_others_at_the_same_turn():
-    first, second, third = np.float32([3.0, 3.5, 1.5]), np.float32([2.0, 3.0]), np.float32([2.5])
+    """The third turn, which no other completion has, is compared with the last turn of the longest other."""
+    first, second, third = np.float32([3.0, 3.5, 1.5]), np.float32([2.0, 3.0]), np.float32([2.5, 3.0])
     expected = [np.asarray(losses.advantages("leave_one_out", x[None]))[0] for x in (first, second, third)]
     found = losses.turn_advantages("leave_one_out", [returns(GROUP, 2.0)])[0]
     assert [len(x) for x in found] == [3, 2, 1]
     np.testing.assert_array_equal(found[0], [expected[0][0], expected[1][0], expected[2][0]])
     np.testing.assert_array_equal(found[1], [expected[0][1], expected[1][1]])
     np.testing.assert_array_equal(found[2], [expected[0][2]])
+
+
+@pytest.mark.parametrize("name", ["group_mean", "group_standardised", "leave_one_out", "maxrl"])
+def test_the_longest_conversation_of_a_group_never_gets_a_raw_return(name):
+    """By definition, for all lengths of four conversations: two turns without others, and others that tie."""
+    paid = np.float32([2.0, 2.0, 1.0, 0.25])
+    for lengths in itertools.product((1, 2, 4), repeat=4):
+        group = [np.linspace(7, r, n, dtype=np.float32) for r, n in zip(paid, lengths, strict=True)]
+        [found] = losses.turn_advantages(name, [group])
+        for i, own in enumerate(group):
+            others = [x for j, x in enumerate(group) if j != i]
+            for t in range(len(own)):
+                s = min(t, max(map(len, others)) - 1)
+                row = np.array([[own[t], *(x[s] for x in others if len(x) > s)]])
+                assert row.size > 1
+                # f32, and a standard deviation that is 0 in f64 where rewards are equal.
+                np.testing.assert_allclose(found[i][t], losses.advantages(name, row)[0, 0], atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["group_mean", "group_standardised", "leave_one_out"])
+def test_conversations_that_were_paid_the_same_have_no_advantage_however_long_they_are(name):
+    group = [np.full(n, 2, np.float32) for n in (1, 2, 2, 5)]
+    assert not np.concatenate(losses.turn_advantages(name, [group])[0]).any()
+    [[alone]] = losses.turn_advantages(name, [[np.float32([3, 2])]])
+    np.testing.assert_allclose(alone, [3, 2], rtol=2e-6)  # 1e-6 is added to a deviation of 1
+
+
+def test_the_baseline_of_a_turn_without_others_changes_no_expected_gradient():
+    """Two turns at most: a first action stops or goes on. Every group of three conversations, by enumeration."""
+    logits, paths = np.array([0.3, -0.5, 0.2]), [(0,), (1, 2), (1, 0), (1, 1)]  # action 0 stops; 1 goes on
+    pays = {(0,): [1.0], (1, 2): [0.5, 3.0], (1, 0): [0.5, -1.0], (1, 1): [0.5, 0.25]}
+    first, second = logits[:2], logits
+    p1, p2 = np.exp(first) / np.exp(first).sum(), np.exp(second) / np.exp(second).sum()
+
+    def probability(path):
+        return p1[path[0]] * (p2[path[1]] if len(path) > 1 else 1)
+
+    def scores(path):  # of the turns, over both turns' logits
+        one, two = np.zeros(5), np.zeros(5)
+        one[:2] = np.eye(2)[path[0]] - p1
+        if len(path) > 1:
+            two[2:] = np.eye(3)[path[1]] - p2
+        return [one, two][: len(path)]
+
+    def to_go(path):
+        return np.cumsum(pays[path][::-1])[::-1]
+
+    exact = sum(probability(x) * sum(r * g for r, g in zip(to_go(x), scores(x), strict=True)) for x in paths)
+    found = np.zeros(5)
+    groups = list(itertools.product(paths, repeat=3))
+    for group, own in zip(
+        groups, losses.turn_advantages("leave_one_out", [[to_go(x) for x in g] for g in groups]), strict=True
+    ):
+        weight = np.prod([probability(x) for x in group]) / 3
+        found += weight * sum(
+            a * g for x, of in zip(group, own, strict=True) for a, g in zip(of, scores(x), strict=True)
+        )
+    np.testing.assert_allclose(found, exact, atol=1e-6)  # advantages are f32
 
 
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("group_mean", "leave_one_out", "maxrl")]
