@@ -140,6 +140,9 @@ FIELDS = Section(
             "seconds", range="(0, 3600]"),
         workers=Field(optional(int), "The processes for those verdicts. Unset: one per CPU, at most 8.", "processes",
             range="[1, 1000]"),
+        max_failures=Field(0.25, "The share of a step's completions that may lack a verdict because a verifier, a "
+            "judge or an environment has failed twice. They are not trained. A run with more of them ends.",
+            "of the completions", range="[0, 1]"),
         format=Field("number", 'The form that the part "format" asks for.',
             choices="rpg_jax.rewards.shaping:FORMATS"),
         overlong_shaping=Field(from_method(bool), "Punish completions close to the limit (DAPO, arXiv:2503.14476). The "

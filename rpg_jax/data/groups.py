@@ -6,6 +6,7 @@ import io
 import json
 import zlib
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -28,6 +29,8 @@ class Group:
         the present weights sampled the whole group, so that the trainer computes all of it.
       failures: for each completion the kind of failure of its verdict (see `rewards.Scores`), None for a good verdict;
         may be empty.
+      failed: for each completion the kind in which the machinery has failed on a verdict or on the conversation (see
+        `rewards.Scores`), else None; may be empty.
       parts: f32[G, N], the parts of the rewards, unweighted, in the config's order; None if nobody told.
     """
 
@@ -40,6 +43,21 @@ class Group:
     behaviour_logprobs: list[np.ndarray] | None = None
     failures: Sequence[str | None] = ()
     parts: np.ndarray | None = None
+    failed: Sequence[str | None] = ()
+
+    @property
+    def judged(self) -> np.ndarray:
+        """bool[G], the completions whose reward is known: all but those that `failed`."""
+        return np.array([kind is None for kind in self.failed] or [True] * len(self.completions))
+
+    @property
+    def counted(self) -> np.ndarray:
+        """bool[G], the completions that are trained, and that baselines are means over: those that are `judged`.
+
+        If a single one of several is judged, there is nothing to compare it with, and none is counted.
+        """
+        judged = self.judged
+        return judged & (judged.sum() > 1 or len(judged) == 1)
 
     @property
     def stored_logprobs(self) -> list[np.ndarray]:
@@ -48,8 +66,19 @@ class Group:
 
     @property
     def informative(self) -> bool:
-        """Whether raw accuracy differs between the completions."""
-        return bool(self.accuracy.min() < self.accuracy.max())
+        """Whether raw accuracy differs between the completions that are counted."""
+        accuracy = self.accuracy[self.counted]
+        return bool(accuracy.size and accuracy.min() < accuracy.max())
+
+    def rescored(self, members: np.ndarray, again: "Group") -> "Group":
+        """This group with the scores of `again`, whose completions are its `members`, i64[n]."""
+        scores: dict[str, Any] = {}
+        for name in ("rewards", "accuracy", "parts", "failures", "failed"):
+            own = getattr(self, name)
+            values = np.array(own, own.dtype if isinstance(own, np.ndarray) else object)
+            values[members] = getattr(again, name)
+            scores[name] = values if isinstance(own, np.ndarray) else values.tolist()
+        return dataclasses.replace(self, **scores)
 
 
 def encode_groups(groups: Sequence[Group]) -> str:
@@ -75,6 +104,7 @@ def groups_to_bytes(groups: Sequence[Group]) -> bytes:
         "texts": [g.texts for g in groups],
         "finish_reasons": [c.finish_reason for c in completions],
         "failures": [list(g.failures) for g in groups],
+        "failed": [list(g.failed) for g in groups],
         "turns": [c.turns and c.turns.record() for c in completions],
     }
     arrays = {
@@ -132,9 +162,10 @@ def groups_from_bytes(packed: bytes) -> list[Group]:
     parts = split("parts", "group_sizes") if len(a["parts"]) else [None] * len(members)
     return [
         Group(Problem(**problem), prompt, [completions[i] for i in chosen], texts_, rewards, accuracy,
-              behaviour and [behaviour[i] for i in chosen], failures, parts_)
-        for problem, prompt, chosen, texts_, rewards, accuracy, failures, parts_ in zip(
+              behaviour and [behaviour[i] for i in chosen], failures, parts_, failed)
+        for problem, prompt, chosen, texts_, rewards, accuracy, failures, parts_, failed in zip(
             texts["problems"], split("prompts", "prompt_lengths"), members, texts["texts"],
-            split("rewards", "group_sizes"), split("accuracy", "group_sizes"), texts["failures"], parts, strict=True,
+            split("rewards", "group_sizes"), split("accuracy", "group_sizes"), texts["failures"], parts,
+            texts["failed"], strict=True,
         )
     ]  # fmt: skip

@@ -35,12 +35,14 @@ class RowShape(NamedTuple):
 
 
 class Packable(Protocol):
-    """A prompt and its completions; a `Group` is one."""
+    """A prompt and its completions, of which those that are `counted` are trained; a `Group` is one."""
 
     @property
     def prompt(self) -> np.ndarray: ...
     @property
     def completions(self) -> Sequence[Completion]: ...
+    @property
+    def counted(self) -> Sequence[bool] | np.ndarray: ...
 
 
 P = TypeVar("P", bound=Packable)
@@ -158,7 +160,8 @@ def pack(
     Packing puts rows of similar length side by side. So every M-th row goes to the same micro-batch, and each
     micro-batch gets long and short rows. The last rows of a micro-batch may hold no tokens.
 
-    Tokens that an environment wrote are in the rows like all others, with mask 0.
+    Tokens that an environment wrote are in the rows like all others, with mask 0. So are completions that their group
+    does not count.
 
     Args:
       groups: P prompts with their completions.
@@ -172,7 +175,13 @@ def pack(
     """
     if shape.rows < 1:
         raise ValueError(f"a micro-batch needs at least one row, got {shape.rows}")
-    trained = [[0 if mask_truncated and c.truncated else int(c.sampled.sum()) for c in g.completions] for g in groups]
+    trained = [
+        [
+            int(c.sampled.sum()) if counted and not (mask_truncated and c.truncated) else 0
+            for c, counted in zip(g.completions, g.counted, strict=True)
+        ]
+        for g in groups
+    ]
     places: dict[tuple[int, int], Place] = {}
     batches: list[Batch] = []
     sizes: list[int] = []

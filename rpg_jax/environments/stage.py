@@ -17,7 +17,7 @@ from rpg_jax.environments.conversation import Environment, Posed, Turn, checked_
 from rpg_jax.environments.registry import Declaration
 from rpg_jax.rewards.callables import InProcess
 from rpg_jax.rewards.pool import WorkerPool
-from rpg_jax.rewards.verdicts import BadScore, FirstFailures, Task, Verdict
+from rpg_jax.rewards.verdicts import CHANCE, BadScore, FirstFailures, Task, Verdict
 
 _CALLED = "rpg_jax.environments.called:Called"
 _WAITING = 64  # threads that wait for an environment in this process
@@ -72,11 +72,17 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
     def step(self, problem: Problem, messages: Sequence[Mapping[str, Any]], completion: str) -> Verdict:
         """The answer to a turn as {observation, reward, done}, see `conversation.checked_turn`; waits for it.
 
+        After a failure by chance (`verdicts.CHANCE`) it is asked for once more, at once: the conversation holds a slot
+        of the rollout, and the environment's functions are pure.
+
         Raises:
           ValueError: the environment cannot be made, or every turn of its first problems has failed.
           RuntimeError: its processes do not start.
         """
-        [verdict] = self._ask([_task("step", problem, list(messages), completion)])
+        task = _task("step", problem, list(messages), completion)
+        [verdict] = self._ask([task])
+        if verdict.error in CHANCE:
+            [verdict] = self._ask([task])
         verdict = verdict if verdict.value is None else _told(verdict.value)
         self._first.look([problem.prompt_id], [verdict])
         return verdict

@@ -1,6 +1,9 @@
 """Advantages of completions from their rewards: A = R − b, one number a completion.
 
 All take f[P, G] rewards (P prompts, G completions each) and return f[P, G]. A group of one has baseline 0.
+
+`counted` is bool[P, G]: the completions that are compared and trained; None: all. The others are in no mean, minimum or
+deviation, and what a function returns for them has no meaning. A group has at least two of them, or none.
 """
 
 import collections
@@ -26,47 +29,58 @@ class Advantage(Declared):
     over: Literal["group", "batch"] = "group"
 
 
-# Functions of rewards. An advantage that averages over tokens also takes `lengths` i32[P, G]. An advantage that tells
-# the parts of a reward apart takes `parts` and `part_weights` instead.
+# Functions of rewards and of `counted`. An advantage that averages over tokens also takes `lengths` i32[P, G], with 0
+# for what is not counted. An advantage that tells the parts of a reward apart takes `parts` and `part_weights`
+# instead of rewards.
 ADVANTAGES = Table(Advantage)
 # Functions of rewards and of a critic's values, one number a token.
 LEARNED_ADVANTAGES = Table(Declared)
 
 
 @ADVANTAGES.declare(r"R_i - \tfrac1G \textstyle\sum_j R_j")
-def group_mean(rewards: jax.Array) -> jax.Array:
+def group_mean(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Array:
     """r − mean of the group (RPG, arXiv:2505.17508); exactly 0 where all rewards of a group are equal."""
     if rewards.shape[1] == 1:
         return rewards
-    relative = rewards - rewards[:, :1]  # a mean of equal numbers may be rounded, and is divided by a small std later
+    one = rewards[:, :1]
+    if counted is not None:
+        one = jnp.take_along_axis(rewards, jnp.argmax(counted, axis=1, keepdims=True), axis=1)
+    relative = rewards - one  # a mean of equal numbers may be rounded, and is divided by a small std later
+    if counted is not None:
+        relative = jnp.where(counted, relative, 0)
+        return relative - jnp.sum(relative, axis=1, keepdims=True) / jnp.maximum(_counts(counted), 1)
     return relative - jnp.mean(relative, axis=1, keepdims=True)
 
 
 @ADVANTAGES.declare(r"R_i - \mathrm{mean}_\mathrm{batch}(R)", over="batch")
-def batch_mean(rewards: jax.Array) -> jax.Array:
+def batch_mean(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Array:
     """r − mean of the batch."""
-    return rewards - jnp.mean(rewards)
+    return rewards - jnp.mean(rewards, where=counted)
 
 
 @ADVANTAGES.declare(r"(R_i - \mathrm{mean}_\mathrm{group}(R)) / (\mathrm{std}_\mathrm{group}(R) + 10^{-6})")
-def group_standardised(rewards: jax.Array) -> jax.Array:
+def group_standardised(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Array:
     """(r − mean) / (std + 1e-6) of the group, std with G − 1 (GRPO, arXiv:2402.03300; DAPO). A group of one: std 1."""
-    centred = group_mean(rewards)
-    deviation = jnp.std(centred, axis=1, keepdims=True, ddof=1) if rewards.shape[1] > 1 else 1.0
+    centred = group_mean(rewards, counted)
+    deviation = jnp.std(centred, axis=1, keepdims=True, ddof=1, where=counted) if rewards.shape[1] > 1 else 1.0
     return centred / (deviation + STANDARD_DEVIATION_FLOOR)
 
 
 @ADVANTAGES.declare(r"R_i - \tfrac{1}{G-1} \textstyle\sum_{j \ne i} R_j")
-def leave_one_out(rewards: jax.Array) -> jax.Array:
+def leave_one_out(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Array:
     """r − mean of the other completions of the group (RLOO, arXiv:2402.14740)."""
-    size = rewards.shape[1]
-    return rewards if size == 1 else group_mean(rewards) * (size / (size - 1))
+    if rewards.shape[1] == 1:
+        return rewards
+    if counted is None:
+        return group_mean(rewards) * (rewards.shape[1] / (rewards.shape[1] - 1))
+    size = _counts(counted)
+    return jnp.where(size > 1, group_mean(rewards, counted) * (size / jnp.maximum(size - 1, 1)), rewards)
 
 
 @ADVANTAGES.declare(
     r"(R_i - \mathrm{mean}_\mathrm{group}(R)) / (\mathrm{mean}_\mathrm{group}(R) - \min_\mathrm{group}(R))"
 )
-def maxrl(rewards: jax.Array) -> jax.Array:
+def maxrl(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Array:
     """(r − mean) / (mean − min) of the group, 0 where all rewards are equal (MaxRL, arXiv:2602.02710 Algorithm 1).
 
     For a reward of two values with success rate p this is the paper's (s − p)/p, s ∈ {0, 1}, whatever the two values
@@ -75,8 +89,8 @@ def maxrl(rewards: jax.Array) -> jax.Array:
     """
     if rewards.shape[1] == 1:
         return rewards
-    above = rewards - jnp.min(rewards, axis=1, keepdims=True)
-    mean = jnp.mean(above, axis=1, keepdims=True)
+    above = rewards - jnp.min(rewards, axis=1, keepdims=True, initial=jnp.inf, where=counted)
+    mean = jnp.mean(above, axis=1, keepdims=True, where=counted)
     return jnp.where(mean > 0, above / jnp.where(mean > 0, mean, 1) - 1, 0)
 
 
@@ -84,16 +98,23 @@ def maxrl(rewards: jax.Array) -> jax.Array:
     r"\mathrm{standardise}_\mathrm{batch}(\textstyle\sum_n \omega_n\, \mathrm{standardise}_\mathrm{group}(R_{n,i}))",
     over="batch",
 )
-def gdpo(parts: jax.Array, part_weights: jax.Array) -> jax.Array:
+def gdpo(parts: jax.Array, part_weights: jax.Array, counted: jax.Array | None = None) -> jax.Array:
     """Each part of the reward is standardised in its group, their weighted sum over the batch (GDPO, arXiv:2601.05242).
 
     So a part counts by its weight ω and not by its spread. `parts` is f[P, G, N], unweighted. Both standard deviations
     are of the number minus one, and 1e-6 is added to them; the public code (NVlabs/GDPO at b080e63) adds 1e-4.
     """
-    summed = jnp.sum(part_weights * jax.vmap(group_standardised, in_axes=-1, out_axes=-1)(parts), axis=-1)
-    centred = summed - jnp.mean(summed)
-    deviation = jnp.sqrt(jnp.sum(jnp.square(centred)) / max(centred.size - 1, 1))
+    standardised = jax.vmap(lambda part: group_standardised(part, counted), in_axes=-1, out_axes=-1)(parts)
+    summed = jnp.sum(part_weights * standardised, axis=-1)
+    centred = summed - jnp.mean(summed, where=counted)
+    count = max(centred.size - 1, 1) if counted is None else jnp.maximum(jnp.sum(counted) - 1, 1)
+    deviation = jnp.sqrt(jnp.sum(jnp.square(centred), where=counted) / count)
     return centred / (deviation + STANDARD_DEVIATION_FLOOR)
+
+
+def _counts(counted: jax.Array) -> jax.Array:
+    """i32[P, 1], the completions of each group that are counted."""
+    return jnp.sum(counted, axis=1, keepdims=True)
 
 
 def whiten(values: jax.Array, lengths: jax.Array) -> jax.Array:
@@ -117,9 +138,9 @@ def whitened_returns(rewards: jax.Array, lengths: jax.Array) -> jax.Array:
 
 
 @ADVANTAGES.declare(r"\mathrm{whiten}_\mathrm{tokens}(R_i - \mathrm{mean}_\mathrm{group}(R))", over="batch")
-def whitened_group_mean(rewards: jax.Array, lengths: jax.Array) -> jax.Array:
+def whitened_group_mean(rewards: jax.Array, lengths: jax.Array, counted: jax.Array | None = None) -> jax.Array:
     """`group_mean`, whitened over tokens (the baseline variant of REINFORCE++)."""
-    return whiten(group_mean(rewards), lengths)
+    return whiten(group_mean(rewards, counted), lengths)
 
 
 def advantages(
@@ -130,6 +151,7 @@ def advantages(
     mask: ArrayLike | None = None,
     parts: ArrayLike | None = None,
     part_weights: Sequence[float] | None = None,
+    counted: ArrayLike | None = None,
 ) -> jax.Array:
     """Advantages of a batch of groups.
 
@@ -140,12 +162,16 @@ def advantages(
       mask: [P, G, T], nonzero where a token is trained; another way to give `lengths`.
       parts, part_weights: f[P, G, N], the parts of which a reward is the weighted sum, and N weights. Only `gdpo` reads
         them; without `parts` the reward is the one part.
+      counted: bool[P, G], the completions that are trained; None: all. The others have advantage 0, and those that are
+        counted have what they have in a batch without the others. A single one of several has nothing to be compared
+        with: it has advantage 0, not its reward.
 
     Returns:
       f32[P, G] (f64 where the rewards are), to be repeated over the tokens of a completion. No gradient.
 
     Raises:
-      ValueError: an unknown or learned name, a wrong shape, or a whitened advantage without `lengths` or `mask`.
+      ValueError: an unknown or learned name, a wrong shape, a whitened advantage without `lengths` or `mask`, or an
+        advantage that cannot leave a completion out.
     """
     declared = lookup({**ADVANTAGES, **LEARNED_ADVANTAGES}, "advantage", name)
     if name in LEARNED_ADVANTAGES:
@@ -166,6 +192,20 @@ def advantages(
         lengths = jnp.sum(mask != 0, axis=-1)
     if lengths is not None and jnp.shape(lengths) != rewards.shape:
         raise ValueError(f"lengths must have the shape of rewards {rewards.shape}, got {jnp.shape(lengths)}")
+    left_out: dict[str, jax.Array] = {}
+    if counted is not None:
+        counted = jnp.asarray(counted, bool)
+        if counted.shape != rewards.shape:
+            raise ValueError(f"counted must have the shape of rewards {rewards.shape}, got {counted.shape}")
+        counted &= _counts(counted) > min(1, rewards.shape[1] - 1)
+        if declared.takes("counted"):
+            left_out["counted"] = counted
+        elif not declared.takes("lengths"):
+            raise ValueError(
+                f"advantage {name!r} cannot leave completions out: give its function a `counted` bool[P, G]"
+            )
+        if lengths is not None:
+            lengths = jnp.where(counted, jnp.asarray(lengths), 0)
     if declared.takes("parts"):
         if parts is None:
             parts, part_weights = rewards[..., None], None
@@ -176,15 +216,19 @@ def advantages(
                 f"parts must be [prompts, completions, {len(weights)} part_weights] for rewards {rewards.shape}, got "
                 f"{parts.shape}"
             )
-        return declared.function(parts, weights.astype(rewards.dtype))
-    if not declared.takes("lengths"):
-        return declared.function(rewards)
-    if lengths is None:
+        found = declared.function(parts, weights.astype(rewards.dtype), **left_out)
+    elif not declared.takes("lengths"):
+        found = declared.function(rewards, **left_out)
+    elif lengths is None:
         raise ValueError(f"{name} averages over tokens: give lengths [P, G] or mask [P, G, T]")
-    return declared.function(rewards, jnp.asarray(lengths))
+    else:
+        found = declared.function(rewards, jnp.asarray(lengths), **left_out)
+    return found if counted is None else jnp.where(counted, found, 0)
 
 
-def turn_advantages(name: str, returns: Sequence[Sequence[np.ndarray]]) -> list[list[np.ndarray]]:
+def turn_advantages(
+    name: str, returns: Sequence[Sequence[np.ndarray]], counted: Sequence[Sequence[bool] | np.ndarray] | None = None
+) -> list[list[np.ndarray]]:
     """Advantages of turns: a turn's return to go, compared with those of the group at the same turn.
 
         R_{i,t} = Σ_{j ≥ t} r_{i,j},   A_{i,t} = A(R_{i,t}, {R_{j,s} : j ≠ i, T_j ≥ s})_i,   s = min(t, max_{j≠i} T_j)
@@ -200,6 +244,7 @@ def turn_advantages(name: str, returns: Sequence[Sequence[np.ndarray]]) -> list[
     Args:
       name: an advantage over a group.
       returns: for each of P prompts and G completions f32[k], R_{i,1} … R_{i,k}.
+      counted: for each of them whether it is trained, as `advantages` has it; None: all. The others have advantage 0.
 
     Returns:
       f32[k] for each prompt and completion.
@@ -215,10 +260,11 @@ def turn_advantages(name: str, returns: Sequence[Sequence[np.ndarray]]) -> list[
     found = [[np.zeros(len(own), np.float32) for own in group] for group in returns]
     compared: dict[int, list[tuple[int, int, list[int]]]] = collections.defaultdict(list)
     for p, group in enumerate(returns):
-        *_, shared, longest = sorted([0, *map(len, group)])
-        for turn in range(longest):
+        lengths = [len(own) if counted is None or counted[p][i] else 0 for i, own in enumerate(group)]
+        *_, shared, longest = sorted([0, *lengths])
+        for turn in range(longest if shared or len(group) == 1 else 0):
             at = min(turn, max(shared - 1, 0))
-            members = [i for i, own in enumerate(group) if len(own) > at]
+            members = [i for i, length in enumerate(lengths) if length > at]
             compared[len(members)].append((p, turn, members))
     for size, cells in compared.items():
         rewards = np.zeros((1 << (len(cells) - 1).bit_length(), size), np.float32)  # few shapes: fewer compilations

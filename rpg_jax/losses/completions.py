@@ -111,7 +111,9 @@ def to_go(tokens: Tokens, divergence: Divergence, options: Options, *, low_varia
     return GradientWeights(ratio, kl_weight, tokens.advantages - kl_weight / ratio)
 
 
-def kl_baseline(divergence: Divergence, log_ratios: jax.Array, kl_coef: KLCoef) -> jax.Array:
+def kl_baseline(
+    divergence: Divergence, log_ratios: jax.Array, kl_coef: KLCoef, counted: jax.Array | None = None
+) -> jax.Array:
     """What the leave-one-out baseline of the regularized return adds to an advantage.
 
         β (a mean_{j≠i} log(π_old/π_ref)(x_j) + b − c)
@@ -121,13 +123,16 @@ def kl_baseline(divergence: Divergence, log_ratios: jax.Array, kl_coef: KLCoef) 
 
     Args:
       log_ratios: f[P, G], Σ_t log(π_old/π_ref) of each completion. Groups of one share one baseline.
+      counted: bool[P, G], the completions that are trained, see `losses.advantages`; None: all.
 
     Returns:
-      f[P, G], to be added to the advantages.
+      f[P, G], to be added to the advantages; 0 where a completion is not counted.
     """
     a, b, c = divergence.of_completions()
-    rows = log_ratios.reshape(1, -1) if log_ratios.shape[1] == 1 else log_ratios
-    return kl_coef * (a * (rows - leave_one_out(rows)).reshape(log_ratios.shape) + b - c)
+    shape = (1, -1) if log_ratios.shape[1] == 1 else log_ratios.shape
+    rows, own = log_ratios.reshape(shape), None if counted is None else counted.reshape(shape)
+    found = kl_coef * (a * (rows - leave_one_out(rows, own)).reshape(log_ratios.shape) + b - c)
+    return found if counted is None else jnp.where(counted, found, 0)
 
 
 def grouped_kl_baseline(tokens: Tokens, divergence: Divergence, kl_coef: KLCoef) -> jax.Array:

@@ -210,7 +210,13 @@ def completion_surrogate(tokens: Tokens, divergence: Divergence, kl_coef: KLCoef
 
 
 def kl_baseline(
-    log_ratios: jax.Array, *, divergence: str = "urkl", kl_coef: KLCoef = 1e-4, level: str = "token", **_: Any
+    log_ratios: jax.Array,
+    *,
+    counted: jax.Array | None = None,
+    divergence: str = "urkl",
+    kl_coef: KLCoef = 1e-4,
+    level: str = "token",
+    **_: Any,
 ) -> jax.Array:
     """What `rpg` with these hyperparameters lacks in its advantages if nobody gives it `group_ids`; f[P, G].
 
@@ -218,7 +224,8 @@ def kl_baseline(
 
     Args:
       log_ratios: f[P, G], Σ_t log(π_old/π_ref) of each completion.
+      counted: bool[P, G], the completions that are trained; None: all.
     """
     if level != "sequence":
         return jnp.zeros_like(log_ratios)
-    return completions.kl_baseline(DIVERGENCES[divergence], log_ratios, kl_coef)
+    return completions.kl_baseline(DIVERGENCES[divergence], log_ratios, kl_coef, counted)

@@ -9,6 +9,7 @@ import numpy as np
 
 from rpg_jax.report import statistics
 from rpg_jax.report.markdown import table
+from rpg_jax.rewards.verdicts import CHANCE
 
 
 def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -53,8 +54,9 @@ def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The metrics that training logs for a held-out set with k completions of each problem.
 
-    Mean@k with its standard error over problems, pass@1, 2, 4, … k, maj@k, k, mean tokens, the share that the limit
-    cut off; of conversations the mean number of turns and the share that a failure of the environment ended.
+    Mean@k with its standard error over problems, pass@1, 2, 4, … k, maj@k, k, mean tokens, the share that a limit
+    ended, the number that lack a verdict and count as wrong; of conversations the mean number of turns and the share
+    that a failure of the environment ended.
     """
     correct, answers, _ = _columns(records)
     mean, k = statistics.mean_at_k(correct), len(correct[0])
@@ -64,10 +66,21 @@ def metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "pass_at_k": float(statistics.pass_at_k(correct, k).mean()),
         "maj_at_k": float(statistics.maj_at_k(answers, correct).mean()),
         "k": k,
+        "no_verdict": sum(r["verdict"] in CHANCE for r in records),
         "completion_length": float(np.mean([r["tokens"] for r in records])),
         "truncated": float(np.mean([r["finish_reason"] != "stop" for r in records])),
         **_of_conversations([r["turns"] for r in records if "turns" in r]),
     }
+
+
+def without_verdict(name: str, records: Sequence[Mapping[str, Any]]) -> str:
+    """A line for people on the completions of the set `name` that lack a verdict; "" if none does."""
+    kinds = Counter(r["verdict"] for r in records if r["verdict"] in CHANCE)
+    counted = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+    said = (
+        f"note: {kinds.total()} of {len(records)} completions of {name} have no verdict and count as wrong ({counted})"
+    )
+    return said if kinds else ""
 
 
 def _of_conversations(played: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from rpg_jax.rewards.verdicts import BadScore, Task, Verdict, check_call, checked
+from rpg_jax.rewards.verdicts import Task, Verdict, check_call, checked, failure
 
 
 def name_of(function: Callable[..., Any]) -> str:
@@ -103,10 +103,8 @@ def _run(loop: asyncio.AbstractEventLoop) -> None:
 def _called(function: Callable[..., Any], task: Task) -> Verdict:
     try:
         return checked(task.returns, function(*task.arguments, **task.options))
-    except BadScore as error:
-        return Verdict(None, "value", str(error))
     except Exception as error:  # for instance a reference answer that the verifier cannot read
-        return Verdict(None, "error", f"{type(error).__name__}: {error}")
+        return failure(error)
 
 
 async def _awaited(function: Callable[..., Any], task: Task, deadline_s: float) -> Verdict:
@@ -114,10 +112,8 @@ async def _awaited(function: Callable[..., Any], task: Task, deadline_s: float) 
         return checked(task.returns, await asyncio.wait_for(function(*task.arguments, **task.options), deadline_s))
     except TimeoutError as error:
         return Verdict(None, "timeout", str(error) or f"no score within {deadline_s:g} s")
-    except BadScore as error:
-        return Verdict(None, "value", str(error))
     except Exception as error:
-        return Verdict(None, "error", f"{type(error).__name__}: {error}")
+        return failure(error)
 
 
 async def _cancel_others() -> None:

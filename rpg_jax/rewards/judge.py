@@ -100,11 +100,11 @@ class Server:
             if self.kind == "score":
                 found = [_checked(score) for score in reply["scores"]]
             else:
-                found = [self._graded(reply["choices"][0]["message"]["content"])]
-        except (KeyError, IndexError, TypeError) as error:
-            raise Failed("value", f"a reply of another form: {str(reply)[:100]}") from error
+                found = [self._graded(reply["choices"][0]["message"]["content"] or "")]
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise Failed("status", f"a reply of another form: {str(reply)[:100]}") from error
         if len(found) != count:
-            raise Failed("value", f"{len(found)} scores for {count} completions")
+            raise Failed("status", f"{len(found)} scores for {count} completions")
         return found
 
     def _graded(self, text: str) -> float | BadScore:
@@ -185,7 +185,7 @@ class Judge:
                     content += part
                     _left(deadline)
                     if len(content) > _MOST_BYTES:
-                        raise Failed("value", f"a reply of more than {_MOST_BYTES} bytes")
+                        raise Failed("status", f"a reply of more than {_MOST_BYTES} bytes")
             return json.loads(content)
         except urllib.error.HTTPError as error:
             after = error.headers.get("Retry-After", "")
@@ -205,7 +205,7 @@ class Judge:
                 ) from error
             raise Failed("unreachable", f"{self._url}: {error}", again=True) from error
         except ValueError as error:
-            raise Failed("value", f"the reply is no JSON: {content[:80]!r}") from error
+            raise Failed("status", f"the reply is no JSON: {content[:80]!r}") from error
 
 
 def _left(deadline: float) -> float:

@@ -18,7 +18,7 @@ from rpg_jax.rewards.math_dapo import normalise
 from rpg_jax.rewards.parts import FORMS, LENGTHS, check, is_verifier
 from rpg_jax.rewards.played import Played, of_all, total
 from rpg_jax.rewards.pool import WorkerPool
-from rpg_jax.rewards.verdicts import FirstFailures, Task, Verdict
+from rpg_jax.rewards.verdicts import CHANCE, FirstFailures, Task, Verdict
 from rpg_jax.rewards.verifiers import (
     BY_SOURCE,
     ENVIRONMENT,
@@ -54,6 +54,8 @@ class Scores:
       errors: number of failed verdicts by kind (one of `verdicts.KINDS`); they count as wrong. Failures of an
         environment are not among them, see `types.Turns.error`.
       failures: N, the kind of error of the verdict that decides accuracy, or None.
+      failed: N, the kind (of `verdicts.CHANCE`) in which the machinery has failed on a part or on the conversation, or
+        None. Nothing is known of such a completion: its numbers here are those of a wrong one, and it is not trained.
     """
 
     rewards: np.ndarray
@@ -61,6 +63,7 @@ class Scores:
     parts: dict[str, np.ndarray]
     errors: dict[str, int]
     failures: Sequence[str | None] = ()
+    failed: Sequence[str | None] = ()
 
 
 def make_scorer(
@@ -166,7 +169,10 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
             self._graded.look(s for s, kind in zip(parts[self._accuracy], failed, strict=True) if not kind)
         right = parts[self._accuracy] > self._right_above
         right[[kind is not None for kind in failures[self._accuracy]]] = False
-        return Scores(rewards, right.astype(np.float32), parts, dict(errors), failures[self._accuracy])
+        played = [turns and turns.error for turns in turns or [None] * len(texts)]
+        kinds = zip(played, *filter(None, failures.values()), strict=True)
+        failed = [next((kind for kind in own if kind in CHANCE), None) for own in kinds]
+        return Scores(rewards, right.astype(np.float32), parts, dict(errors), failures[self._accuracy], failed)
 
     def answers(self, problems: Sequence[Scorable], texts: Sequence[str], right: Sequence[bool]) -> list[str | None]:
         """The answers of N completions, as the verifier that decides accuracy compares them; None if it finds none.

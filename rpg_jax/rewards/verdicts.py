@@ -10,9 +10,13 @@ from typing import Any, Literal
 KINDS = ("timeout", "crash", "memory", "error", "value", "forbidden", "unreachable", "status")
 """How a verdict fails. error: the function raised. value: what it returned is no score, see `checked_score`.
 
-unreachable: a judge's server did not answer. status: it answered with an error of HTTP."""
+unreachable: a judge's server did not answer, or the function raised an OSError, as it does where it finds no server.
+status: the server answered with an error of HTTP, or in another form than it was asked for."""
 CHANCE = frozenset({"timeout", "crash", "memory", "unreachable", "status"})
-"""The kinds that the load of the machine or a server may cause: the same call may succeed another time."""
+"""The kinds that machinery may cause: the same call may succeed another time, so nothing is known of the completion.
+
+Under the other kinds a completion is wrong: what it says made the function raise, return no score, or do what is
+forbidden."""
 LARGEST = 1e6  # of a score's absolute value: sums over a group and their squares stay far inside float32
 LARGEST_OBJECT = 2**20  # bytes of an object's JSON
 _FIRST_PROBLEMS = 16  # with fewer, all may happen to be problems that a verifier or an environment cannot read
@@ -36,6 +40,15 @@ class Verdict:
     error: str | None = None
     detail: str = ""
     value: dict[str, Any] | None = None
+
+
+def failure(error: BaseException) -> Verdict:
+    """The verdict of a function that raised: "value" for a BadScore, a kind of `CHANCE` for what machinery raises."""
+    if isinstance(error, BadScore):
+        return Verdict(None, "value", str(error))
+    kinds = {MemoryError: "memory", TimeoutError: "timeout", OSError: "unreachable"}
+    kind = next((kind for of, kind in kinds.items() if isinstance(error, of)), "error")
+    return Verdict(None, kind, f"{type(error).__name__}: {error}")
 
 
 class FirstFailures:

@@ -20,7 +20,7 @@ from typing import Any
 
 from rpg_jax.rewards import descendants
 from rpg_jax.rewards.loading import load
-from rpg_jax.rewards.verdicts import BadScore, check_call, checked
+from rpg_jax.rewards.verdicts import check_call, checked, failure
 
 _DENIED = (
     *("os.system", "os.exec", "os.posix_spawn", "os.spawn", "os.startfile", "os.fork", "os.forkpty", "pty.spawn"),
@@ -81,12 +81,9 @@ def _judge(function: Callable[..., Any], task: dict[str, Any]) -> dict[str, Any]
     try:
         found = checked(task["returns"], function(*task["arguments"], **task["options"]))
         verdict: dict[str, Any] = {"score": found.score} if found.value is None else {"value": found.value}
-    except BadScore as error:
-        verdict = {"error": "value", "detail": str(error)[:200]}
-    except MemoryError:
-        verdict = {"error": "memory", "detail": "memory limit"}
     except BaseException as error:  # SystemExit and KeyboardInterrupt too: an answer must not end the process
-        verdict = {"error": "error", "detail": f"{type(error).__name__}: {error}"[:200]}
+        failed = failure(error)
+        verdict = {"error": failed.error, "detail": failed.detail[:200]}
     # A forbidden call counts even if the verifier swallowed the exception.
     return {"error": "forbidden", "detail": _denied[0]} if _denied else verdict
 

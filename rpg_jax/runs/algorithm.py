@@ -123,6 +123,7 @@ def make_collector(experiment: Experiment, own: rollout.Rollout, scorer: rewards
             pending=carried,
             share=share,
             overprovision=c.rollout.overprovision,
+            max_failures=c.rewards.max_failures,
         )
 
     parts = collected, generator.take_errors, own, stream

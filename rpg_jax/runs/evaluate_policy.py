@@ -143,11 +143,15 @@ def sample(
 def show(
     title: str, settings: dict[str, Any], records: dict[str, list[evaluation.Record]], folder: Path
 ) -> dict[str, Any]:
-    """Writes scores.json and scores.md, prints a row for each set, and returns the scores of the sets."""
+    """Writes scores.json and scores.md, prints a row for each set, and returns the scores of the sets.
+
+    It also prints how many completions have no verdict.
+    """
     by_set = {name: scores.summarise(own) for name, own in records.items()}
     write_atomically(folder / "scores.json", json_files.dumps({"settings": settings, "sets": by_set}, indent=1) + "\n")
     write_atomically(folder / "scores.md", scores.markdown(title, settings, by_set))
     _print(title, scores.one_row_a_set(by_set))
+    print("".join(f"{note}\n" for name, own in records.items() if (note := scores.without_verdict(name, own))), end="")
     return by_set
 
 

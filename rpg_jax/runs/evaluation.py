@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -11,6 +12,7 @@ import numpy as np
 
 from rpg_jax.data import Group, Problem
 from rpg_jax.data.dialogue import last_shown
+from rpg_jax.parallel import hosts
 from rpg_jax.report import scores
 from rpg_jax.rewards import Scorer
 from rpg_jax.rollout import Rollout
@@ -67,7 +69,10 @@ def set_scores(
     name: str, groups: Sequence[Group], scorer: Scorer, more: Mapping[str, float] = MappingProxyType({})
 ) -> dict[str, float]:
     """The scores of the groups of a held-out set, and `more` of them, as metrics "eval/<set>/<score>"."""
-    found = {**scores.metrics(records(name, groups, scorer)), **more}
+    own = records(name, groups, scorer)
+    if hosts.is_first() and (note := scores.without_verdict(name, own)):
+        print(note, file=sys.stderr)
+    found = {**scores.metrics(own), **more}
     return {f"eval/{name}/{key}": value for key, value in found.items()}
 
 

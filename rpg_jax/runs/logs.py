@@ -68,8 +68,9 @@ class RunLog:
         Call it before `append`, so that a step with metrics has its completions.
         """
         for group in groups[: self._samples_per_step] if hosts.is_first() else ():
-            for text, completion, reward, accuracy in zip(
-                group.texts, group.completions, group.rewards, group.accuracy, strict=True
+            failed = group.failed or [None] * len(group.texts)
+            for text, completion, reward, accuracy, failure in zip(
+                group.texts, group.completions, group.rewards, group.accuracy, failed, strict=True
             ):
                 self._samples.append(
                     {
@@ -79,6 +80,7 @@ class RunLog:
                         "answer": group.problem.answer,
                         "reward": reward,
                         "accuracy": accuracy,
+                        **({"failed": failure} if failure else {}),
                         **told(completion),
                     }
                 )

@@ -124,9 +124,11 @@ def encode(
     found: dict[str, int] = {}
     pieces = [found.setdefault(piece, len(found)) for c in completions for piece in _pieces(c.tokens, tokenizer)]
     verdicts = [
-        "right" if accuracy > 0.5 else failure or "wrong"
+        failed or ("right" if accuracy > 0.5 else failure or "wrong")
         for g in groups
-        for accuracy, failure in zip(g.accuracy, g.failures or [None] * len(g.accuracy), strict=True)
+        for accuracy, failure, failed in zip(
+            g.accuracy, g.failures or [None] * len(g.accuracy), g.failed or [None] * len(g.accuracy), strict=True
+        )
     ]
     text = {
         "step": step,

@@ -23,6 +23,7 @@ class _Pair:
 
     prompt: np.ndarray
     completions: Sequence[Completion]
+    counted: tuple[bool, ...] = (True,)
 
 
 def compute(

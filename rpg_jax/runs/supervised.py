@@ -68,6 +68,10 @@ class Example(NamedTuple):
     prompt: np.ndarray
     completions: list[Completion]
 
+    @property
+    def counted(self) -> list[bool]:
+        return [True] * len(self.completions)
+
 
 def examples_of(e: Experiment, problems: Sequence[data.Problem]) -> list[Example]:
     """The demonstrations of problems as tokens: the prompt as the policy sees it, and what it is to say."""

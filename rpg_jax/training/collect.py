@@ -17,7 +17,8 @@ from rpg_jax.training.dynamic_sampling import UNKNOWN_SHARE, DynamicSampling
 
 @dataclasses.dataclass(frozen=True)
 class Collected:
-    """The groups of a step. Each is in exactly one of `trained`, `carried` and `dropped`, or is uninformative.
+    """The groups of a step. Each is in exactly one of `trained`, `carried` and `dropped`, or is uninformative: with
+    dynamic sampling see `Group.informative`, without it those groups in which failures leave nothing to train.
 
     Attributes:
       generated: the groups that this step sampled, in order.
@@ -39,7 +40,7 @@ class Collected:
 
     @property
     def weights(self) -> np.ndarray:
-        """Weights f64[n] of the n generated groups, for unbiased means of a step. They sum to 1.
+        """Weights f64[n] of the n generated groups that have a verdict, for unbiased means of a step. They sum to 1.
 
         Σ w_i x_i = q mean(x | informative) + (1 − q) mean(x | uninformative)
 
@@ -47,8 +48,10 @@ class Collected:
         last batch has more of them than others, and the plain mean is biased. No group of the step decides the size of
         the first batch, and no step stops because of anything else that a group has.
         """
-        informative = np.array([g.informative for g in self.generated], bool)
-        kept, q = informative.sum(), informative[: self.first_batch].mean()
+        known = [g for g in self.generated if g.judged.any()]
+        first = sum(g.judged.any() for g in self.generated[: self.first_batch])
+        informative = np.array([g.informative for g in known], bool)
+        kept, q = informative.sum(), informative[: first or None].mean()
         return np.where(informative, q / max(kept, 1), (1 - q) / max(len(informative) - kept, 1))
 
     @property
@@ -88,6 +91,7 @@ def collect(
     pending: Sequence[Group] = (),
     share: float = UNKNOWN_SHARE,
     overprovision: float = 0.0,
+    max_failures: float = 1.0,
 ) -> Collected:
     """The groups of a step.
 
@@ -102,18 +106,19 @@ def collect(
       share: of informative groups to expect, from the step before.
       overprovision: the share of groups that a batch begins beyond its size. The first groups to be complete are kept,
         the others are cancelled. 0 waits for all, and only then does timing change no group.
+      max_failures: the largest share of the generated completions that may have failed, see `Group.failed`.
 
     Raises:
-      ValueError: no group was informative after `max_batches`, or too few with on_shortage = "error".
+      ValueError: more completions failed than `max_failures`, or so many that no group can be trained; no group was
+        informative after `max_batches`, or too few with on_shortage = "error".
     """
 
     if dynamic is None and not overprovision:
-        made = _repetitions_apart(take(prompts_per_step), generate, step)
-        return Collected(made, [], made)
+        return _as_it_comes(_repetitions_apart(take(prompts_per_step), generate, step), step, max_failures)
     batches = _Batches(take, generate, step, overprovision)
     if dynamic is None:
-        made = batches.next(prompts_per_step)
-        return Collected(made, [], made, cancelled=batches.begun - len(made))
+        collected = _as_it_comes(batches.next(prompts_per_step), step, max_failures)
+        return dataclasses.replace(collected, cancelled=batches.begun - len(collected.generated))
     generated: list[Group] = []
     kept, first_batch = list(pending), None
     for _ in range(dynamic.max_batches):
@@ -124,6 +129,7 @@ def collect(
         made = batches.next(dynamic.batch_size(prompts_per_step, missing=missing, share=now))
         first_batch = first_batch or len(made)
         generated += made
+        _check_failures(generated, step, max_failures)
         kept += [g for g in made if g.informative]
     if not kept or (len(kept) < prompts_per_step and dynamic.on_shortage == "error"):
         raise ValueError(f"step {step}: {_shortage(kept, prompts_per_step, generated, dynamic)}")
@@ -132,6 +138,26 @@ def collect(
     dropped = surplus[len(carried) :]
     cancelled = batches.begun - len(generated)
     return Collected(generated, list(pending), kept[:prompts_per_step], carried, dropped, cancelled, first_batch)
+
+
+def _as_it_comes(made: list[Group], step: int, max_failures: float) -> Collected:
+    """A step without dynamic sampling: of the groups that were made, it trains all in which something is counted."""
+    trained = [g for g in made if g.counted.any()]
+    _check_failures(made, step, max_failures if trained else -1.0)
+    return Collected(made, [], trained)
+
+
+def _check_failures(generated: Sequence[Group], step: int, most: float) -> None:
+    """Raises ValueError if a larger share than `most` of the completions failed; -1 where no group can be trained."""
+    completions = sum(len(g.completions) for g in generated)
+    kinds = collections.Counter(kind for g in generated for kind in g.failed if kind)
+    if kinds.total() > most * completions:
+        counted = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
+        limit = "so that no group can be trained" if most < 0 else f"more than rewards.max_failures={most:g}"
+        raise ValueError(
+            f"step {step + 1}: {kinds.total()} of {completions} completions have no verdict ({counted}), {limit}. Look "
+            "at the judge, the verifier or the environment, then continue the run with the same command"
+        )
 
 
 class _Batches:
@@ -153,7 +179,7 @@ class _Batches:
 
 
 def _shortage(kept: Sequence[Group], wanted: int, generated: Sequence[Group], dynamic: DynamicSampling) -> str:
-    accuracy = float(np.mean([g.accuracy.mean() for g in generated]))
+    accuracy = float(np.mean([g.accuracy[g.judged].mean() for g in generated if g.judged.any()]))
     return (
         f"dynamic sampling kept {len(kept)} of {wanted} groups after {dynamic.max_batches} "
         f"batches ({len(generated)} groups, mean accuracy {accuracy:.3f}): the problems are too easy or too hard. "

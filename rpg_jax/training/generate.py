@@ -127,9 +127,8 @@ class GroupGenerator:
         scored, first = [], 0
         for problem, prompt, group in zip(problems, prompts, completions, strict=True):
             own = slice(first, first := first + len(group))
-            failures = scores.failures[own]
-            scores_of_own = rewards[own], accuracy[own], None, failures, parts[own]
-            scored.append(Group(problem, prompt, group, texts[own], *scores_of_own))
+            known = rewards[own], accuracy[own], None, scores.failures[own], parts[own], scores.failed[own]
+            scored.append(Group(problem, prompt, group, texts[own], *known))
         return scored, dict(scores.errors)
 
     def take_errors(self) -> dict[str, int]:
@@ -142,6 +141,7 @@ class _Scoring:
     """Scores the groups of one call in a thread, all complete groups at a time. Leaving it waits for the scores.
 
     A verifier that hangs delays one batch of scores. It does not delay the rollout, and the next groups only briefly.
+    Verdicts that have failed by chance are asked for once more after all others.
     """
 
     def __init__(
@@ -168,18 +168,38 @@ class _Scoring:
 
     def result(self) -> tuple[dict[int, Group], dict[str, int]]:
         """Scored groups by the places of their problems, in order, and failed verdicts by kind; raises what scoring
-        raised."""
+        raised. A verdict that has failed twice counts twice."""
         for look in self._looks:
             look.result()
+        self._ask_again()
         return dict(sorted(self._groups.items())), dict(self._errors)
+
+    def _ask_again(self) -> None:
+        """Scores the completions once more on which a verifier or a judge has failed by chance.
+
+        No conversation: its environment has been asked twice already (see `Stage.step`), and its rollout is over.
+        """
+        failed = {
+            place: np.flatnonzero(~group.judged & [c.turns is None or c.turns.error is None for c in group.completions])
+            for place, group in self._groups.items()
+        }
+        places = [place for place, members in sorted(failed.items()) if members.size]
+        if not places:
+            return
+        completions = [[self._groups[place].completions[i] for i in failed[place]] for place in places]
+        again = self._scored(places, completions)
+        self._groups |= {place: self._groups[place].rescored(failed[place], group) for place, group in again.items()}
 
     def _score_complete(self) -> None:
         batch = [self._complete.popleft() for _ in range(len(self._complete))]
         if not batch:
             return
         places, completions = zip(*batch, strict=True)
+        self._groups |= self._scored(places, completions)
+
+    def _scored(self, places: Sequence[int], completions: Sequence[list[Completion]]) -> dict[int, Group]:
         problems, prompts = [self._problems[i] for i in places], [self._prompts[i] for i in places]
         scored, errors = self._generator.score(problems, prompts, completions)
-        self._groups |= zip(places, scored, strict=True)
         self._errors.update(errors)
         self._generator.beat()
+        return dict(zip(places, scored, strict=True))

@@ -66,34 +66,41 @@ def sampling_metrics(collected: Collected) -> dict[str, float]:
 
     The means are those of a prompt that is drawn at random: dynamic sampling does not bias them (`Collected.weights`).
     The length of a completion counts the tokens that the policy has sampled; see `conversation_metrics` for those of an
-    environment. There are no means if the step generated nothing because all groups were carried over to it.
+    environment. `failed` is the share of completions that `Group.failed` has; they are in no mean. There are no means
+    if the step generated nothing because all groups were carried over to it.
     """
-    generated = collected.generated
-    completions = [c for g in generated for c in g.completions]
-    sampled = [[int(c.sampled.sum()) for c in g.completions] for g in generated]
+    generated, completions = collected.generated, [c for g in collected.generated for c in g.completions]
+    judged = {id(g): [c for c, known in zip(g.completions, g.judged, strict=True) if known] for g in generated}
+    known = [g for g in generated if judged[id(g)]]
     by_group = {
-        "reward": [g.rewards.mean() for g in generated],
-        "accuracy": [g.accuracy.mean() for g in generated],
-        "completion_length": [np.mean(own) for own in sampled],
-        "truncated": [np.mean([c.truncated for c in g.completions]) for g in generated],
+        "reward": [g.rewards[g.judged].mean() for g in known],
+        "accuracy": [g.accuracy[g.judged].mean() for g in known],
+        "completion_length": [np.mean([c.sampled.sum() for c in judged[id(g)]]) for g in known],
+        "truncated": [np.mean([c.truncated for c in judged[id(g)]]) for g in known],
     }
-    values = {name: float(collected.weights @ x) for name, x in by_group.items()} if generated else {}
-    values |= conversation_metrics([c.turns for c in completions if c.turns is not None])
-    return values | {"completion_tokens": sum(map(sum, sampled))} | collected.accounting()
+    values = {name: float(collected.weights @ x) for name, x in by_group.items()} if known else {}
+    counted = [c for own in judged.values() for c in own]
+    values |= {"failed": 1 - len(counted) / len(completions)} if completions else {}
+    values |= conversation_metrics(*([c.turns for c in own if c.turns is not None] for own in (completions, counted)))
+    return values | {"completion_tokens": sum(int(c.sampled.sum()) for c in completions)} | collected.accounting()
 
 
-def conversation_metrics(played: Sequence[Turns]) -> dict[str, float]:
+def conversation_metrics(played: Sequence[Turns], judged: Sequence[Turns]) -> dict[str, float]:
     """What happened between the policy and an environment; nothing without conversations.
 
-    turns: mean number of the policy's turns. observed_length: mean number of tokens that the environment wrote.
+    turns: mean number of the policy's turns. observed_length: mean number of tokens that the environment wrote. Both
+    are means over the conversations that are `judged`.
     environment_failed: the share of conversations that a failure ended; `environment_errors/…` counts them by kind.
     """
     if not played:
         return {}
     errors = collections.Counter(turns.error for turns in played if turns.error is not None)
+    means = {
+        "turns": lambda: np.mean([len(turns.rewards) for turns in judged]),
+        "observed_length": lambda: np.mean([turns.observed.sum() for turns in judged]),
+    }
     return {
-        "turns": float(np.mean([len(turns.rewards) for turns in played])),
-        "observed_length": float(np.mean([turns.observed.sum() for turns in played])),
+        **({name: float(mean()) for name, mean in means.items()} if judged else {}),
         "environment_failed": errors.total() / len(played),
         **{f"environment_errors/{kind}": count for kind, count in sorted(errors.items())},
     }

@@ -60,7 +60,8 @@ def advantages_fn(
 
     def of_rewards(batch: RolloutBatch[Group]) -> np.ndarray | list[list[np.ndarray]]:
         if credit == "turn":
-            of_turns = losses.turn_advantages(advantage, [returns(g, environment_weight) for g in batch.groups])
+            paid = [returns(g, environment_weight) for g in batch.groups]
+            of_turns = losses.turn_advantages(advantage, paid, [g.counted for g in batch.groups])
             return [
                 [own[c.turn_numbers] for own, c in zip(of_group, g.completions, strict=True)]
                 for of_group, g in zip(of_turns, batch.groups, strict=True)
@@ -69,7 +70,8 @@ def advantages_fn(
         trained = np.array(batch.packing.trained, np.int32)
         known = [g.parts for g in batch.groups if g.parts is not None]
         parts = np.stack(known) if known else None
-        found = losses.advantages(advantage, rewards, lengths=trained, parts=parts, part_weights=part_weights)
+        of_parts: dict[str, Any] = {"parts": parts, "part_weights": part_weights}
+        found = losses.advantages(advantage, rewards, lengths=trained, counted=counted_of(batch), **of_parts)
         return np.asarray(found)
 
     def advantages(batch: RolloutBatch[Group]) -> np.ndarray | list[list[np.ndarray]]:
@@ -78,12 +80,18 @@ def advantages_fn(
             return result
         log_ratios = [b.known("behaviour_logprobs") - b.known("ref_logprobs") for b in batch.batches]
         sums = np.array([[np.sum(x) for x in own] for own in batch.of_sampled(log_ratios)], np.float32)
-        baseline = np.asarray(losses.kl_baseline(jnp.asarray(sums), **hyperparameters))
+        baseline = np.asarray(losses.kl_baseline(jnp.asarray(sums), counted=counted_of(batch), **hyperparameters))
         if isinstance(result, np.ndarray):
             return result + baseline
         return [[x + b for x, b in zip(*pair, strict=True)] for pair in zip(result, baseline, strict=True)]
 
     return advantages
+
+
+def counted_of(batch: RolloutBatch[Group]) -> jax.Array | None:
+    """bool[P, G], the completions that are trained (see `Group.counted`); None if all are."""
+    counted = np.stack([g.counted for g in batch.groups])
+    return None if counted.all() else jnp.asarray(counted)
 
 
 def supervised_loss(logprobs: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array, Metrics]:

@@ -18,6 +18,10 @@ class Prompted(NamedTuple):
     prompt: np.ndarray
     completions: list[Completion]
 
+    @property
+    def counted(self):
+        return [True] * len(self.completions)
+
 
 def completion(tokens, finish_reason="stop") -> Completion:
     return Completion(np.array(tokens, np.int32), -np.array(tokens, np.float32) / 10, finish_reason, 0)

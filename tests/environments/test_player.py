@@ -149,6 +149,29 @@ def test_an_environment_of_this_process_may_be_a_coroutine_and_a_deadline_holds(
         assert ask(player, tokenizer, "5", key=(0, 1)) == (left(1), -0.5, None)
 
 
+@pytest.mark.parametrize(("fails", "error"), [(1, None), (2, "timeout")])
+def test_a_turn_on_which_the_environment_failed_by_chance_is_asked_for_once_more(
+    modules, tokenizer, problems, monkeypatch, fails, error
+):
+    import adder
+
+    asked = []
+
+    def step(self, problem, messages, completion):
+        asked.append(completion)
+        if completion == "x":
+            raise ValueError("this is no number")
+        if len(asked) <= fails:
+            raise TimeoutError("busy")
+        return adder.Turn("", 1.0, True)
+
+    monkeypatch.setattr(adder.Adder, "step", step)
+    with Stage(Declaration("adder:Adder", pooled=False), {}) as stage:
+        player = make(stage, tokenizer, problems)
+        assert ask(player, tokenizer, "5") == (None, 0.0 if error else 1.0, error) and asked == ["5", "5"]
+        assert ask(player, tokenizer, "x", key=(0, 1))[2] == "error" and asked == ["5", "5", "x"]
+
+
 def test_without_a_chat_template_an_observation_is_its_text(stage, tokenizer, problems, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat", None)
     player = make(stage, tokenizer, problems)

@@ -140,3 +140,48 @@ def test_equal_rewards_have_whitened_advantages_of_exactly_zero(name, reward):
         np.testing.assert_array_equal(
             np.asarray(advantages(name, rewards.at[0, 2].set(5.0), lengths=lengths))[trained], 0
         )
+
+
+def by_definition(name, groups):
+    """Advantages of groups of any sizes, in numpy; a group is (rewards, lengths, parts [G, 2])."""
+
+    def standardised(x):
+        return (x - x.mean()) / (x.std(ddof=1) + 1e-6)
+
+    def whitened(values):
+        tokens = np.repeat(np.concatenate(values), np.concatenate([n for _, n, _ in groups]))
+        return [(x - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8) for x in values]
+
+    rewards = [r for r, _, _ in groups]
+    summed = [standardised(q[:, 0]) + 0.5 * standardised(q[:, 1]) for _, _, q in groups] if name == "gdpo" else rewards
+    own = {
+        "group_mean": lambda r: r - r.mean(),
+        "group_standardised": standardised,
+        "leave_one_out": lambda r: (r - r.mean()) * len(r) / (len(r) - 1),
+        "maxrl": lambda r: (r - r.mean()) / (r.mean() - r.min()),
+    }
+    if name in own:
+        return [own[name](r) for r in rewards]
+    if name == "batch_mean":
+        return [r - np.concatenate(rewards).mean() for r in rewards]
+    if name == "gdpo":
+        every = np.concatenate(summed)
+        return [(x - every.mean()) / (every.std(ddof=1) + 1e-6) for x in summed]
+    return whitened([r - r.mean() for r in rewards] if name == "whitened_group_mean" else rewards)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_what_is_not_counted_changes_no_advantage_and_has_none(name):
+    """Of five completions none, one, two, four and all are left out. Where one remains, it has no advantage either."""
+    rng = np.random.default_rng(3)
+    rewards, lengths, parts = rng.normal(size=(5, 5)), rng.integers(1, 9, (5, 5)), rng.normal(size=(5, 5, 2))
+    counted = np.array([[1, 1, 1, 1, 1], [0, 1, 1, 1, 1], [1, 0, 1, 0, 1], [0, 0, 0, 1, 0], [0, 0, 0, 0, 0]]) == 1
+    given = {"lengths": lengths, "parts": parts, "part_weights": (1.0, 0.5)}
+    found = np.asarray(advantages(name, rewards, counted=counted, **given))
+    left = [(rewards[p][counted[p]], lengths[p][counted[p]], parts[p][counted[p]]) for p in range(3)]
+    expected = by_definition(name, left)
+    np.testing.assert_allclose(found[:3][counted[:3]], np.concatenate(expected), rtol=1e-12)
+    assert not found[~counted].any() and not found[3:].any()
+    every = np.asarray(advantages(name, rewards, counted=np.ones((5, 5), bool), **given))
+    np.testing.assert_allclose(every, advantages(name, rewards, **given), rtol=1e-12)

@@ -169,10 +169,10 @@ def test_an_error_whose_text_does_not_come_is_known_by_its_status():
 
 
 @pytest.mark.parametrize("reply", [b"{", {"scores": [1.0]}, {"scores": [1, "x"]}, {"other": 1}])
-def test_a_reply_without_its_scores_is_an_error_of_value(served, reply):
+def test_a_reply_of_another_form_is_the_servers_failure_and_a_score_that_is_none_is_a_value(served, reply):
     url, _ = served(lambda body, n: (200, reply))
     found = [error for _, error in judged(url, items(2), kind="score")[0]]
-    assert found == (["value"] * 2 if reply != {"scores": [1, "x"]} else [None, "value"])
+    assert found == (["status"] * 2 if reply != {"scores": [1, "x"]} else [None, "value"])
 
 
 def test_a_deadline_holds_for_a_server_that_is_slow(served):

@@ -59,6 +59,10 @@ class Prompted(NamedTuple):
     prompt: np.ndarray
     completions: list[Completion]
 
+    @property
+    def counted(self):
+        return [True] * len(self.completions)
+
 
 def with_rewards(prompts, completions, rewards, shape):
     """Micro-batches of that shape, paid at the last tokens; their advantages and behaviour log-probs are 0."""

@@ -29,6 +29,10 @@ class Prompted(NamedTuple):
     prompt: np.ndarray
     completions: list[Completion]
 
+    @property
+    def counted(self):
+        return [True] * len(self.completions)
+
 
 def make_batches(seed=0, packed=False, rows=ROWS):
     return make_rollout_batch(seed, packed, rows).batches
