@@ -40,7 +40,12 @@ def test_a_run_killed_in_the_middle_of_conversations_ends_with_the_same_weights(
 @pytest.mark.slow
 @pytest.mark.parametrize("driver", ["orchestrator", "lockstep"])
 def test_an_environment_that_hangs_dies_and_lies_is_counted_and_nothing_hangs(shared, tmp_path, driver):
-    options = (MOODY, "--config.environment.deadline_seconds=3", f"--config.rollout.driver={driver}")
+    options = (
+        MOODY,
+        "--config.environment.deadline_seconds=3",
+        "--config.rewards.max_failures=0.9",
+        f"--config.rollout.driver={driver}",
+    )
     run(shared, tmp_path, *NAMED, *options)
     lines = metrics(tmp_path / "r")
     assert [line["step"] for line in lines] == [0, 1, 2, 3, 4]
@@ -50,3 +55,6 @@ def test_an_environment_that_hangs_dies_and_lies_is_counted_and_nothing_hangs(sh
         errors = sum(value for name, value in line.items() if name.startswith("environment_errors/"))
         assert 0 < errors < line["groups_generated"] * 4, "some conversations fail, and others do not"
         assert 0 <= line["accuracy"] <= 1 and abs(line["reward"]) < 2
+        lost = sum(line.get(f"environment_errors/{kind}", 0) for kind in ("timeout", "crash"))
+        assert round(line["failed"] * line["groups_generated"] * 4) == lost, "asked twice, and left out"
+        assert line["skipped_updates"] == 0

@@ -50,6 +50,16 @@ def test_training_notes_the_same_scores():
     assert noted["k"] == 4 and noted["completion_length"] == 37 / 8 and noted["truncated"] == 1 / 8
 
 
+def test_what_has_no_verdict_counts_as_wrong_and_is_said():
+    """A completion that made its verifier raise is wrong, and has a verdict."""
+    records = [*RECORDS, record(2, 0, "7", "unreachable"), record(2, 1, "7", "timeout"), record(2, 2, "7", "error")]
+    said = "note: 3 of 11 completions of held out have no verdict and count as wrong (2 timeout, 1 unreachable)"
+    assert scores.without_verdict("held out", records) == said
+    assert scores.without_verdict("held out", RECORDS[:3]) == ""
+    assert scores.metrics(RECORDS)["no_verdict"] == 1 and scores.metrics(RECORDS[4:])["no_verdict"] == 0
+    assert scores.summarise(records)["by_problem"][2]["right"] == 0
+
+
 def test_conversations_say_how_long_they_are_and_how_often_the_environment_failed():
     turns = [{"rewards": [0.0] * (1 + i % 2), "error": "timeout" if i == 3 else None} for i in range(8)]
     noted = scores.metrics([r | {"turns": t} for r, t in zip(RECORDS, turns, strict=True)])
