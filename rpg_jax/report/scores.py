@@ -15,9 +15,10 @@ from rpg_jax.rewards.verdicts import CHANCE
 def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Scores of one set, JSON-able. The completions of a problem count in the order of the records.
 
-    Mean@k, unbiased pass@1, 2, 4, … k and maj@k, each with its standard error clustered by problem and a bootstrap
-    interval of 95 % over problems; lengths in tokens; verdicts by kind; one row for each problem. Where problems have
-    different numbers of completions, pass@k goes up to the smallest number; Mean and maj take all completions.
+    Mean@k, unbiased pass@1, 2, 4, … k and maj@k, each with its standard error clustered by problem and its
+    interval of 95 % (`statistics.interval`); lengths in tokens; verdicts by kind; one row for each problem. Where
+    problems have different numbers of completions, pass@k goes up to the smallest number; Mean and maj take all
+    completions.
     """
     correct, answers, problems = _columns(records)
     counts = sorted({len(rows) for rows in problems})

@@ -15,7 +15,7 @@ from numpy.typing import ArrayLike
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A score in [0, 1]: its mean over problems, standard error clustered by problem, and bootstrap interval.
+    """A score in [0, 1]: its mean over problems, standard error clustered by problem, and 95 % interval.
 
     The standard error is nan for a single problem.
     """
@@ -97,27 +97,49 @@ def clustered_standard_error(by_problem: ArrayLike) -> float:
     return float(values.std(ddof=1) / np.sqrt(len(values))) if len(values) > 1 else float("nan")
 
 
-def bootstrap_interval(
-    by_problem: ArrayLike, *, level: float = 0.95, resamples: int = 10_000, seed: int = 0
-) -> tuple[float, float]:
-    """Percentile interval of the mean over problems, from `resamples` draws of P problems with replacement.
+def interval(by_problem: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+    """The 95 % confidence interval of the mean score of all problems like these P: f64[...], f64[...], in [0, 1].
+
+    With the mean m and the sum of squares S = Σ_p (x_p − m)²,
+      D = (S + 1) / (P m (1 − m) + 1), the variance between problems as a share of that of verdicts 0 and 1,
+      N = P / D, the verdicts that know as much as these problems, from P up to P k,
+      c = (N m + 2) / (N + 4),
+      c ± t · sqrt(c (1 − c) / (N + 3)), t the 0.975 quantile of Student's t with P + 3 degrees of freedom.
+    It is the usual interval of a mean after two right and two wrong verdicts are added. They are the 1 in D, and the 2
+    and the 4 in c. So problems that are all right do not make an interval without width. What is outside [0, 1] is cut
+    off, which loses no coverage.
+
+    Where k = 1, N = P and the interval holds Wilson's. It covers at least 94 %, by exact sums over 1 to 1000 problems
+    and means of 2 to 98 %; Wilson's covers 89 % where 4 % of 14 problems are right. For k > 1, and for pass@k, it
+    covers at least 93 %, by simulation over rates that differ between problems. The tests have both.
+
+    Args:
+      by_problem: f64[..., P], scores in [0, 1].
 
     Raises:
-      ValueError: a level outside (0, 1).
+      ValueError: no problem, or a score outside [0, 1].
+
+    Source: Agresti and Coull 1998 (four verdicts more); Kish 1965 (N and D, the design effect); Korn and Graubard 1998
+    (both together). They add nothing to D.
     """
-    if not 0 < level < 1:
-        raise ValueError(f"level must be in (0, 1), got {level}")
+    from scipy import stats
+
     values = np.asarray(by_problem, np.float64)
-    counts = np.random.default_rng(seed).multinomial(len(values), np.full(len(values), 1 / len(values)), resamples)
-    tail = (1 - level) / 2
-    low, high = np.quantile(counts @ values / len(values), [tail, 1 - tail])
-    return float(low), float(high)
+    problems = values.shape[-1]
+    if problems == 0 or not ((values >= 0) & (values <= 1)).all():
+        raise ValueError("an interval needs at least one problem, and scores in [0, 1]: pass accuracies, not rewards")
+    mean = values.mean(-1)
+    design = (problems * values.var(-1) + 1) / (problems * mean * (1 - mean) + 1)
+    size = problems / design
+    centre = (size * mean + 2) / (size + 4)
+    half = stats.t.ppf(0.975, problems + 3) * np.sqrt(centre * (1 - centre) / (size + 3))
+    return np.maximum(centre - half, 0.0), np.minimum(centre + half, 1.0)
 
 
-def estimate(by_problem: ArrayLike, *, level: float = 0.95, seed: int = 0) -> Estimate:
-    """Mean over problems of a per-problem score, with its clustered standard error and bootstrap interval."""
-    low, high = bootstrap_interval(by_problem, level=level, seed=seed)
-    return Estimate(float(np.asarray(by_problem).mean()), clustered_standard_error(by_problem), low, high)
+def estimate(by_problem: ArrayLike) -> Estimate:
+    """Mean over problems of a score in [0, 1], f64[P], with its clustered standard error and `interval`."""
+    low, high = interval(by_problem)
+    return Estimate(float(np.mean(by_problem)), clustered_standard_error(by_problem), float(low), float(high))
 
 
 def length_statistics(lengths: ArrayLike, finish_reasons: Sequence[str]) -> dict[str, float]:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections import defaultdict
 
+import numpy as np
 import pytest
 
 from rpg_jax import losses, reproduce
@@ -128,6 +129,20 @@ def test_differences_are_paired_by_seed():
     assert (d.value, d.half, d.seeds) == (pytest.approx(0.1), pytest.approx(0, abs=1e-12), 2)
     with pytest.raises(ValueError, match="no seed in common"):
         seeds.paired_difference({9: 0.0}, baseline)
+
+
+@pytest.mark.parametrize(("count", "right"), [(3, 0.5), (3, 0.97), (8, 0.9), (16, 0.97)])
+def test_intervals_of_paired_differences_cover_over_seeds(count, right):
+    # 256 held-out problems a run, rates of a config that differ between seeds, and a baseline that is 2 points lower.
+    rng, repetitions, problems = np.random.default_rng(0), 2000, 256
+    rates = np.clip(right + 0.01 * rng.normal(size=(2, repetitions, count)), 0, 1) - [[[0.0]], [[0.02]]]
+    row, baseline = rng.binomial(problems, rates) / problems
+    found = [
+        seeds.paired_difference(dict(enumerate(a)), dict(enumerate(b))) for a, b in zip(row, baseline, strict=True)
+    ]
+    # Clipped rates make the true difference a little smaller; the standard error of a share of 2,000 is 0.5 %.
+    truth = (rates[0] - rates[1]).mean()
+    assert np.mean([abs(d.value - truth) <= d.half for d in found]) >= 0.935
 
 
 def test_ranks_share_ties():
