@@ -139,7 +139,7 @@ def interval(by_problem: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
 def estimate(by_problem: ArrayLike) -> Estimate:
     """Mean over problems of a score in [0, 1], f64[P], with its clustered standard error and `interval`."""
     low, high = interval(by_problem)
-    return Estimate(float(np.mean(by_problem)), clustered_standard_error(by_problem), float(low), float(high))
+    return Estimate(float(np.asarray(by_problem).mean()), clustered_standard_error(by_problem), float(low), float(high))
 
 
 def length_statistics(lengths: ArrayLike, finish_reasons: Sequence[str]) -> dict[str, float]:

@@ -16,7 +16,7 @@ def extract_answer(completion: str, verifier: str | None = None) -> str | None:
     It is the text that the `verifier` of that name compares, in its normal form. Without a verifier, or with a user's
     own function, it is the first of these that exists, in the spelling that `math_dapo` compares: the last "Answer:"
     line, the last \\boxed{…}, the text after the last "####" or "#", the whole text if it is one line of at most 100
-    characters. The equality of "math_verify" has no normal form: it takes the last \\boxed{…}, else the first of these.
+    characters. The equality of "math_verify" has no normal form: see `votes`.
     """
     return _OF_VERIFIER.get(verifier or "", _any)(completion)
 
@@ -50,7 +50,6 @@ _OF_VERIFIER: dict[str, Callable[[str], str | None]] = {
     "exact": lambda completion: exact.final(completion) or None,
     "math_dapo": _answer_line,
     "boxed": _box,
-    "math_verify": lambda completion: _box(completion) or _any(completion),
     "gsm8k": _number,
     "countdown": expression.last_expression,
 }

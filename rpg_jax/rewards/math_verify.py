@@ -23,6 +23,23 @@ def math_verify(completion: str, answer: str) -> float:
     return float(verify(list(reference), _parse(completion), timeout_seconds=None))
 
 
+def read(completion: str) -> dict[str, str | None]:
+    """{"answer": what is found in the completion, as written}; None where nothing is."""
+    found = _completion(completion)
+    return {"answer": str(found[-1]) if found else None}  # the text comes after the expression that was made of it
+
+
+def equal(one: str, other: str) -> float:
+    """1 if the answers found in two completions are equal whichever is taken for the reference, else 0."""
+    found = list(_completion(one)), list(_completion(other))
+    return float(verify(*found, timeout_seconds=None) and verify(*reversed(found), timeout_seconds=None))
+
+
+@functools.lru_cache(maxsize=256)  # a pair's completions come again in other pairs
+def _completion(text: str) -> tuple:
+    return tuple(_parse(text))
+
+
 @functools.lru_cache(maxsize=1024)  # the completions of a group share their reference
 def _reference(answer: str) -> tuple:
     boxed = answer if "\\boxed" in answer else f"\\boxed{{{answer}}}"

@@ -14,7 +14,6 @@ from rpg_jax.rewards.callables import InProcess
 from rpg_jax.rewards.extraction import extract_answer
 from rpg_jax.rewards.graded import Graded
 from rpg_jax.rewards.judge import Judge, Server
-from rpg_jax.rewards.math_dapo import normalise
 from rpg_jax.rewards.parts import FORMS, LENGTHS, check, is_verifier
 from rpg_jax.rewards.played import Played, of_all, total
 from rpg_jax.rewards.pool import WorkerPool
@@ -30,6 +29,7 @@ from rpg_jax.rewards.verifiers import (
     name_for_source,
     resolve,
 )
+from rpg_jax.rewards.votes import Read, united
 
 
 class Scorable(Protocol):
@@ -174,17 +174,26 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         failed = [next((kind for kind in own if kind in CHANCE), None) for own in kinds]
         return Scores(rewards, right.astype(np.float32), parts, dict(errors), failures[self._accuracy], failed)
 
-    def answers(self, problems: Sequence[Scorable], texts: Sequence[str], right: Sequence[bool]) -> list[str | None]:
-        """The answers of N completions, as the verifier that decides accuracy compares them; None if it finds none.
+    def answers(self, problems: Sequence[Scorable], texts: Sequence[Sequence[str]]) -> list[list[str | None]]:
+        """The answers of the completions of P problems, as the verifier that decides accuracy compares them.
 
-        Under `math_verify`, all right answers to a problem count as one answer, however they are written.
+        None where it finds none. Equal answers to a problem are the same text. Where a verifier's equality has no
+        normal form, as that of `math_verify`, it compares the answers with each other (`votes.united`), in the pool.
+        No problem's reference answer is read.
         """
-        found = []
-        for problem, text, is_right in zip(problems, texts, right, strict=True):
-            name = name_for_source(problem.source) if self._accuracy == BY_SOURCE else self._accuracy
-            same = is_right and name == "math_verify"
-            found.append(normalise(problem.answer) if same else extract_answer(text, name))
-        return found
+        by_source = self._accuracy == BY_SOURCE
+        places = collections.defaultdict[str, list[int]](list)
+        for place, problem in enumerate(problems):
+            places[name_for_source(problem.source) if by_source else self._accuracy].append(place)
+        found: dict[int, list[str | None]] = {}
+        for name, own in places.items():
+            verifier, given = VERIFIERS.get(name), [texts[place] for place in own]
+            if verifier and verifier.equal:
+                answers = self._united(verifier, given)
+            else:
+                answers = [[extract_answer(text, name) for text in one] for one in given]
+            found |= zip(own, answers, strict=True)
+        return [found[place] for place in range(len(problems))]
 
     def close(self) -> None:
         """Ends the worker processes and the event loop, if there are any."""
@@ -231,10 +240,26 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         verdicts |= zip(own, self._in_process.verdicts(calls), strict=True)
         return [verdicts[i] for i in range(len(tasks))]
 
+    def _united(self, verifier: Verifier, texts: Sequence[Sequence[str]]) -> list[list[str | None]]:
+        """The answers that the verifier reads in each problem's completions, equal ones in one spelling."""
+        pool = self._start_pool()
+        tasks = [Task(verifier.read, (text,), returns="object") for own in texts for text in own]
+        answers = iter([(verdict.value or {}).get("answer") for verdict in pool.run(tasks)])
+        read = [[Read(found, text) if (found := next(answers)) else None for text in own] for own in texts]
+
+        def equal(pairs: Sequence[tuple[str, str]]) -> list[bool | None]:
+            verdicts = pool.run([Task(verifier.equal, pair) for pair in pairs])
+            return [None if verdict.score is None else verdict.score == 1 for verdict in verdicts]
+
+        return united(read, equal)
+
     def _start_pool(self) -> WorkerPool:
         if self._pool is None:
             named = [f for f in self._named.values() if f]
             by_source = VERIFIERS.values() if BY_SOURCE in self._weights else ()
-            functions = {f.path: f.arguments for f in (*named, *by_source) if f.pooled}
+            pooled = [f for f in (*named, *by_source) if f.pooled]
+            functions = {f.path: f.arguments for f in pooled}
+            functions |= {f.read: ("completion",) for f in pooled if f.read}
+            functions |= {f.equal: ("one", "other") for f in pooled if f.equal}
             self._pool = WorkerPool(functions, **self._pool_arguments)
         return self._pool

@@ -20,6 +20,8 @@ class Verifier:
       sees_prompt: the function also takes the prompt, as its third argument.
       remote: a server is asked, see `judge.Judge`; its options are the fields of `judge.Server`.
       played: nothing is called: an environment has paid for the turns of the completion, see `played`.
+      read, equal: where equality has no normal form, "module:function" of two more functions of the pool: the answer
+        of a completion as {"answer": text or None}, and 1 if two completions have equal answers, else 0.
       function: what a Python program handed over under the name `path`; None is loaded from `path`.
     """
 
@@ -29,6 +31,8 @@ class Verifier:
     sees_prompt: bool = False
     remote: bool = False
     played: bool = False
+    read: str = ""
+    equal: str = ""
     function: Callable[..., Any] | None = dataclasses.field(default=None, compare=False)
 
     @property
@@ -45,7 +49,12 @@ VERIFIERS = {
     "exact": Verifier("rpg_jax.rewards.exact:exact"),
     "math_dapo": Verifier("rpg_jax.rewards.math_dapo:math_dapo", wrong=-1.0),
     "boxed": Verifier("rpg_jax.rewards.boxed:boxed"),
-    "math_verify": Verifier("rpg_jax.rewards.math_verify:math_verify", pooled=True),
+    "math_verify": Verifier(
+        "rpg_jax.rewards.math_verify:math_verify",
+        pooled=True,
+        read="rpg_jax.rewards.math_verify:read",
+        equal="rpg_jax.rewards.math_verify:equal",
+    ),
     "gsm8k": Verifier("rpg_jax.rewards.gsm8k:gsm8k"),
     "countdown": Verifier("rpg_jax.rewards.expression:countdown"),
     JUDGE: Verifier("rpg_jax.rewards.judge:Judge", sees_prompt=True, remote=True),

@@ -143,9 +143,9 @@ def complete(
 def records(name: str, groups: Sequence[Group], scorer: Scorer) -> list[Record]:
     """One record for each completion of the groups of a held-out set."""
     found = []
-    for group in groups:
+    given = scorer.answers([group.problem for group in groups], [[*map(last_shown, g.texts)] for g in groups])
+    for group, answers in zip(groups, given, strict=True):
         right = [bool(a > 0.5) for a in group.accuracy]
-        answers = scorer.answers([group.problem] * len(right), [*map(last_shown, group.texts)], right)
         failures = group.failures or [None] * len(right)
         found += [
             {

@@ -30,8 +30,6 @@ def test_the_answer_of_a_completion(completion, answer):
     [
         ("math_dapo", "Answer: \\boxed{3}", "3"),
         ("math_dapo", "so \\boxed{3}", None),
-        ("math_verify", "Answer: 4, that is \\boxed{3}", "3"),
-        ("math_verify", "Answer: 4", "4"),
         ("boxed", "Answer: 4", None),
         ("gsm8k", "#### 1,000.00", "1000"),
         ("gsm8k", "about 7", None),
@@ -48,12 +46,4 @@ def test_the_answer_is_what_the_verifier_compares(verifier, completion, answer):
 def test_answers_follow_each_problems_own_verifier():
     problems = [Problem(0, "p", "9", "gsm8k"), Problem(1, "p", "9", "math_dapo")]
     with rewards.make_scorer("by_source") as scorer:
-        assert scorer.answers(problems, ["#### 9.0", "Answer: 9.0"], [True, False]) == ["9", "9.0"]
-
-
-def test_right_answers_are_one_answer_where_equality_is_not_a_spelling():
-    scorer = rewards.Scorer({"math_verify": 1.0}, {}, workers=1, deadline_s=10.0)
-    problems = [Problem(0, "p", "1/2", "math500")] * 3
-    texts = ["\\boxed{0.5}", "\\boxed{\\frac{2}{4}}", "\\boxed{0.6}"]
-    assert scorer.answers(problems, texts, [True, True, False]) == ["1/2", "1/2", "0.6"]
-    scorer.close()
+        assert scorer.answers(problems, [["#### 9.0", "9"], ["Answer: 9.0"]]) == [["9", None], ["9.0"]]
