@@ -159,7 +159,7 @@ def _partition_spec(where: str, shape: tuple[int, ...], names: Any, mesh: Mesh, 
         if size % parts:
             raise ValueError(
                 f"{where}: {name} of size {size} is not divided by {parts} devices of mesh axes {axes}; "
-                f"choose another mesh or override the rule ({name}=None replicates it)"
+                f"choose another mesh or override the rule ({name}= replicates it)"
             )
         entries.append(axes if len(axes) > 1 else axes[0] if axes else None)
     return PartitionSpec(*entries)

@@ -88,7 +88,7 @@ def test_a_collision_names_both_dimensions():
 
 
 def test_a_dimension_that_does_not_divide_is_refused_with_the_fix():
-    with pytest.raises(ValueError, match="kv_heads of size 2 is not divided by 8.*kv_heads=None"):
+    with pytest.raises(ValueError, match="kv_heads of size 2 is not divided by 8.*kv_heads= replicates it"):
         spec(("kv_heads",), (2,), make_mesh({"tensor": 8}))
 
 
