@@ -69,8 +69,9 @@ class MLP(nnx.Module):
         self.up = declare.matrix((D, F), ("embed", "hidden"), fan_in=D)
         self.down = declare.matrix((F, D), ("hidden", "embed"), fan_in=F * 2 * config.num_layers)
 
-    def __call__(self, x: jax.Array, axes) -> jax.Array:
-        return swiglu(x, self.gate[...], self.up[...], self.down[...], axes)
+    def __call__(self, x: jax.Array, axes) -> tuple[jax.Array, None]:
+        """The layer's output, and None: it has no experts to choose."""
+        return swiglu(x, self.gate[...], self.up[...], self.down[...], axes), None
 
 
 class Block(nnx.Module):
@@ -83,9 +84,12 @@ class Block(nnx.Module):
         self.mlp_norm = declare.constant(1.0, (config.embed_dim,), ("norm",))
         self.mlp = MoE(config, config.experts, declare) if config.experts else MLP(config, declare)
 
-    def __call__(self, x: jax.Array, table, attend: Callable, axes) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """The next x [B, T, D], and this layer's k and v [B, T, K, H]. `attend(q, k, v)` mixes tokens."""
+    def __call__(
+        self, x: jax.Array, table, attend: Callable, axes
+    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+        """The next x [B, T, D], this layer's k and v [B, T, K, H], and the experts that its tokens go to, i32[B, T, k],
+        or None without experts. `attend(q, k, v)` mixes tokens."""
         q, k, v = self.attention.project(rms_norm(x, self.attention_norm[...], self.eps), table, axes)
         x = constrain(x + self.attention.output(attend(q, k, v), axes), *axes, None)
-        x = constrain(x + self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), axes), *axes, None)
-        return x, k, v
+        mixed, experts = self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), axes)
+        return constrain(x + mixed, *axes, None), k, v, experts

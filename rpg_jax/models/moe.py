@@ -30,13 +30,13 @@ class MoE(nnx.Module):
         self.up = declare.matrix((E, D, F), ("experts", "embed", "hidden"), fan_in=D)
         self.down = declare.matrix((E, F, D), ("experts", "hidden", "embed"), fan_in=F * 2 * config.num_layers)
 
-    def __call__(self, x: jax.Array, axes) -> jax.Array:
-        """The mixture [B, T, D] of x [B, T, D]; `axes` names B and T."""
+    def __call__(self, x: jax.Array, axes) -> tuple[jax.Array, jax.Array]:
+        """The mixture [B, T, D] of x [B, T, D], and the experts that mix it, i32[B, T, k]; `axes` names B and T."""
         weights, experts = self.route(x)
         matrices = self.gate[...], self.up[...], self.down[...]
         tokens = partition_spec(*axes, None)
         if tokens is None:
-            return _mix(x, weights, experts, *(w.astype(x.dtype) for w in matrices)).astype(x.dtype)
+            return _mix(x, weights, experts, *(w.astype(x.dtype) for w in matrices)).astype(x.dtype), experts
         mix = functools.partial(
             _mix_sharded,
             expert_axes=mesh_axes("experts"),
@@ -49,7 +49,7 @@ class MoE(nnx.Module):
         # check_vma=False: the sums are equal along expert and hidden axes, which the type system cannot see.
         specs = (tokens, tokens, tokens, *wide, narrow)
         sharded = jax.shard_map(mix, in_specs=specs, out_specs=tokens, check_vma=False)
-        return sharded(x, weights, experts, *matrices).astype(x.dtype)
+        return sharded(x, weights, experts, *matrices).astype(x.dtype), experts
 
     def route(self, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Mixture weights f32[B, T, k] and expert indices i32[B, T, k] of x [B, T, D]."""

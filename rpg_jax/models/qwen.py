@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
@@ -79,14 +80,25 @@ class Qwen(nnx.Module):
           segment_ids: i32[B, T], 0 for padding.
           axes: the logical axes of `tokens`.
         """
-        hidden, _ = self._forward(tokens, positions, segment_ids, axes, keep_kv=False)
-        return hidden
+        return self._forward(tokens, positions, segment_ids, axes)[0]
+
+    def routed(
+        self,
+        tokens: jax.Array,
+        positions: jax.Array,
+        segment_ids: jax.Array,
+        axes: tuple[str, str | None] = ("batch", "length"),
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The hidden states of `__call__`, and the experts of every token in every layer, [B, T, L, k] of the smallest
+        unsigned integers that number them; None without experts."""
+        hidden, _, experts = self._forward(tokens, positions, segment_ids, axes, keep_experts=True)
+        return hidden, None if experts is None else self._numbered(jnp.moveaxis(experts, 0, 2))
 
     def prefill(self, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, KVCache]:
         """Hidden states [B, D] at the last token of right-padded prompts i32[B, T], and their cache (S = B, C = T)."""
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         segment_ids = (positions < lengths[:, None]).astype(jnp.int32)
-        hidden, (k, v) = self._forward(tokens, positions, segment_ids, (None, None), keep_kv=True)
+        hidden, (k, v), _ = self._forward(tokens, positions, segment_ids, (None, None), keep_kv=True)
         last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
         return last, KVCache(k.transpose(0, 1, 3, 4, 2), v.transpose(0, 1, 3, 2, 4), lengths.astype(jnp.int32))
 
@@ -107,7 +119,7 @@ class Qwen(nnx.Module):
 
         def layer(x, inputs):
             weights, index = inputs
-            x, k, v = nnx.merge(graphdef, weights)(x, table, lambda q, k, v: over_cache(q, k, v, index), axes)
+            x, k, v, _ = nnx.merge(graphdef, weights)(x, table, lambda q, k, v: over_cache(q, k, v, index), axes)
             return x, (k, v)
 
         inputs = (weights, jnp.arange(self.config.num_layers))
@@ -132,11 +144,24 @@ class Qwen(nnx.Module):
         outside the mask `active` bool[S] keep their entries. With `layers`, of `unstacked_layers`, and an unstacked
         cache the layers are not scanned; `attend_length` then counts the new token, too.
         """
+        return self.routed_decode(tokens, cache, attend_length=attend_length, active=active, layers=layers)[:2]
+
+    def routed_decode(
+        self,
+        tokens: jax.Array,
+        cache: KVCache,
+        *,
+        attend_length: int | None = None,
+        active: jax.Array | None = None,
+        layers: Sequence[Params] | None = None,
+    ) -> tuple[jax.Array, KVCache, jax.Array | None]:
+        """`decode`, and the new tokens' experts in every layer, [S, L, k] as of `routed`; None without experts."""
         limit = cache.capacity if attend_length is None else attend_length
         if not 0 < limit <= cache.capacity:
             raise ValueError(f"attend_length {limit} must be in 1..{cache.capacity}, the cache's capacity")
         if layers is not None:
-            return self._decode_unrolled(tokens, layers, cache, limit, active)
+            x, cache, experts = self._decode_unrolled(tokens, layers, cache, limit, active)
+            return x, cache, self._numbered(jnp.concatenate(experts, 1)) if self.config.experts else None
         axes = ("slots", None)
         table = rope.tables(self.config, cache.lengths[:, None])
         graphdef, weights = nnx.split(self.layers)
@@ -149,20 +174,22 @@ class Qwen(nnx.Module):
             def attend(q, k, v):
                 return over_cache(q[:, 0], k[:, 0], v[:, 0], index)[:, None]
 
-            x, k, v = nnx.merge(graphdef, weights)(x, table, attend, axes)
-            return x, (k[:, 0], v[:, 0])
+            x, k, v, experts = nnx.merge(graphdef, weights)(x, table, attend, axes)
+            return x, (k[:, 0], v[:, 0], experts)
 
         # The cache is only read inside the scan; carrying it would copy it at every layer.
         inputs = (weights, jnp.arange(self.config.num_layers))
-        x, (k, v) = jax.lax.scan(layer, self._embed(tokens[:, None], axes), inputs)
-        return self._final(x)[:, 0], cache.append(k, v, active=active, implementation=implementation)
+        x, (k, v, experts) = jax.lax.scan(layer, self._embed(tokens[:, None], axes), inputs)
+        cache = cache.append(k, v, active=active, implementation=implementation)
+        return self._final(x)[:, 0], cache, None if experts is None else self._numbered(experts[:, :, 0].swapaxes(0, 1))
 
     def _decode_unrolled(
         self, tokens: jax.Array, layers: Sequence[Params], cache: KVCache, limit: int, active: jax.Array | None
-    ) -> tuple[jax.Array, KVCache]:
-        """`decode` with an unstacked cache. Each layer's is written before it is read: XLA would copy it otherwise."""
+    ) -> tuple[jax.Array, KVCache, list[Any]]:
+        """`decode` with an unstacked cache, and each layer's experts [S, 1, k]. Each layer's cache is written before it
+        is read: XLA would copy it otherwise."""
         axes, table = ("slots", None), rope.tables(self.config, cache.lengths[:, None])
-        graphdef, held = nnx.graphdef(self.layers), []
+        graphdef, held, chosen = nnx.graphdef(self.layers), [], []
         x = self._embed(tokens[:, None], axes)
         for i, weights in enumerate(layers):
 
@@ -171,9 +198,10 @@ class Qwen(nnx.Module):
                 held.append((keys, values))
                 return layer_attention(q[:, 0], keys[..., :limit], values[..., :limit, :], cache.lengths + 1)[:, None]
 
-            x, *_ = nnx.merge(graphdef, weights)(x, table, attend, axes)
+            x, *_, experts = nnx.merge(graphdef, weights)(x, table, attend, axes)
+            chosen.append(experts)
         keys, values = zip(*held, strict=True)
-        return self._final(x)[:, 0], replace(cache, keys=keys, values=values, lengths=cache.lengths + 1)
+        return self._final(x)[:, 0], replace(cache, keys=keys, values=values, lengths=cache.lengths + 1), chosen
 
     def decodes_unrolled(self, cache: KVCache) -> bool:
         """Whether a loop over tokens is faster with `unstacked_layers`: on CPUs, for few layers and no int8 cache."""
@@ -214,7 +242,13 @@ class Qwen(nnx.Module):
     def _final(self, x: jax.Array) -> jax.Array:
         return rms_norm(x, self.final_norm[...], self.config.rms_norm_eps)
 
-    def _forward(self, tokens, positions, segment_ids, axes, *, keep_kv: bool):
+    def _numbered(self, experts: jax.Array) -> jax.Array:
+        """Numbers of experts in the smallest unsigned integers that have them."""
+        assert self.config.experts is not None
+        return experts.astype(np.min_scalar_type(self.config.experts.count - 1))
+
+    def _forward(self, tokens, positions, segment_ids, axes, *, keep_kv: bool = False, keep_experts: bool = False):
+        """Hidden states [B, T, D], and where they are kept k and v [L, B, T, K, H] and experts i32[L, B, T, k]."""
         table = rope.tables(self.config, positions)
         graphdef, weights = nnx.split(self.layers)
 
@@ -223,13 +257,13 @@ class Qwen(nnx.Module):
 
         def layer(x, weights):
             x = checkpoint_name(x, "layer_input")
-            x, k, v = nnx.merge(graphdef, weights)(x, table, attend, axes)
-            return x, (k, v) if keep_kv else None
+            x, k, v, experts = nnx.merge(graphdef, weights)(x, table, attend, axes)
+            return x, ((k, v) if keep_kv else None, experts if keep_experts else None)
 
         if REMAT[self.remat] is not None and not keep_kv:
             layer = jax.checkpoint(layer, policy=REMAT[self.remat], prevent_cse=False)
-        x, kv = jax.lax.scan(layer, self._embed(tokens, axes), weights)
-        return self._final(x), kv
+        x, (kv, experts) = jax.lax.scan(layer, self._embed(tokens, axes), weights)
+        return self._final(x), kv, experts
 
 
 def abstract(

@@ -12,6 +12,7 @@ from rpg_jax.rollout.interface import Feedable as Feedable
 from rpg_jax.rollout.interface import Request as Request
 from rpg_jax.rollout.interface import Rollout as Rollout
 from rpg_jax.rollout.interface import Split as Split
+from rpg_jax.rollout.replay import replay as replay
 from rpg_jax.rollout.shared import SharedRollout as SharedRollout
 from rpg_jax.rollout.weights import RolloutError as RolloutError
 from rpg_jax.rollout.weights import Staged as Staged

@@ -49,6 +49,18 @@ class Scores(NamedTuple):
     top_ids: Any
 
 
+class Replayed(NamedTuple):
+    """What a model computes at tokens that were drawn before.
+
+    Attributes:
+      logprobs: f32[S, K], of the token after each, at the slot's temperature and without cuts.
+      experts: [S, K, L, k], the experts of each token in each layer; None without experts.
+    """
+
+    logprobs: Any
+    experts: Any
+
+
 class QwenEngine:
     """A model, its weights, and the compiled programs that decode with them.
 
@@ -108,9 +120,7 @@ class QwenEngine:
           attend_length: the caller's promise that no prompt with its completion is longer at the end of the dispatch;
             None is the capacity.
         """
-        attend = capacity = self.decoding.capacity
-        if attend_length is not None and not self._ragged:  # the ragged kernel reads only what each slot has filled
-            attend = attention_bucket(attend_length, capacity)
+        attend = self._attended(attend_length)
         with self.weights.pinned() as params:
             share = np.int32(self._places if idle is None else max(1, idle // len(self._threads)))
 
@@ -125,6 +135,21 @@ class QwenEngine:
                 results = [future.result() for future in running]
         return tuple(state for state, _ in results), [drawn for _, drawn in results]
 
+    def replay(
+        self, state: State, tokens: np.ndarray, counts: np.ndarray, attend_length: int
+    ) -> tuple[State, Sequence[Replayed]]:
+        """Feeds the slots tokens i32[S, K + 1] that were drawn before, for `fetch_replayed`, by the computation of
+        `generate`.
+
+        Slot s reads its first counts[s] tokens, i32[S], each predicting the token after it. The state is donated.
+        """
+        attend, n = self._attended(attend_length), len(state)
+        with self.weights.pinned() as params, self._scope():
+            results = [
+                self._programs.replay(params, one, tokens[i::n], counts[i::n], attend) for i, one in enumerate(state)
+            ]
+        return tuple(state for state, _ in results), [replayed for _, replayed in results]
+
     def release(self, state: State, slots: Sequence[int]) -> State:
         """Ends the completions in `slots`, which their caller has cancelled. The state is donated."""
         mask = np.zeros(self.decoding.slots, bool)
@@ -134,10 +159,13 @@ class QwenEngine:
 
     def fetch(self, drawn: Sequence[Drawn]) -> Drawn:
         """The result on the host, without the columns of steps that no thread took."""
-        parts = jax.device_get(drawn)
-        merged = jax.tree.map(lambda *arrays: np.stack(arrays, 1).reshape(-1, *arrays[0].shape[1:]), *parts)
+        merged = _of_all_slots(drawn)
         taken = int(merged.counts.max())
         return replace(merged, tokens=merged.tokens[:, :taken], logprobs=merged.logprobs[:, :taken])
+
+    def fetch_replayed(self, replayed: Sequence[Replayed]) -> Replayed:
+        """The result on the host."""
+        return _of_all_slots(replayed)
 
     def score(self, tokens: np.ndarray) -> Scores:
         """The scores of the tokens i32[T] of a text, on the host, with K = `TOP_TOKENS` or the vocabulary's size."""
@@ -163,6 +191,12 @@ class QwenEngine:
                     params, self._programs.state_shapes, np.int32(1), self.decoding.capacity
                 ),
             }
+
+    def _attended(self, length: int | None) -> int:
+        """The positions of the cache that a dispatch reads where no slot is longer than `length` at its end."""
+        if length is None or self._ragged:  # the ragged kernel reads only what each slot has filled
+            return self.decoding.capacity
+        return attention_bucket(length, self.decoding.capacity)
 
     @property
     def _places(self) -> int:
@@ -190,6 +224,7 @@ class _Programs(NamedTuple):
     extend: jax.stages.Wrapped
     stop: jax.stages.Wrapped
     generate: jax.stages.Wrapped
+    replay: jax.stages.Wrapped
     state_shapes: DecodeState
 
 
@@ -221,6 +256,12 @@ def _make_programs(
         extend=jax.jit(functools.partial(_extend_slots, graphdef), donate_argnums=1, out_shardings=state),
         stop=jax.jit(DecodeState.stop, donate_argnums=0, out_shardings=state),
         generate=jax.jit(generate, donate_argnums=1, static_argnums=3, out_shardings=(state, drawn)),
+        replay=jax.jit(
+            functools.partial(_replay_steps, graphdef),
+            donate_argnums=1,
+            static_argnums=4,
+            out_shardings=(state, drawn),
+        ),
         state_shapes=shapes,
     )
 
@@ -285,3 +326,36 @@ def _decode_steps(
     if layers:
         state = replace(state, cache=state.cache.stacked())
     return state, Drawn(tokens, logprobs, counts, state.active, state.emitted)
+
+
+def _replay_steps(
+    graphdef: nnx.GraphDef, params: Any, state: DecodeState, tokens: jax.Array, counts: jax.Array, attend_length: int
+) -> tuple[DecodeState, Replayed]:
+    """The decode steps of `_decode_steps` on given tokens i32[S, K + 1], of which slot s reads counts[s]."""
+    module = nnx.merge(graphdef, params)
+    layers = module.unstacked_layers() if module.decodes_unrolled(state.cache) else None
+    cache = state.cache.unstacked() if layers else state.cache
+
+    def step(carry, inputs):
+        cache, last = carry
+        i, token, following = inputs
+        active = i < counts
+        cache = replace(cache, lengths=jnp.where(active, cache.lengths, 0))  # as `DecodeState.stop` does
+        hidden, cache, experts = module.routed_decode(
+            token, cache, attend_length=attend_length, active=active, layers=layers
+        )
+        logprobs = jax.nn.log_softmax(module.logits(hidden) / state.sampling.temperature[:, None])
+        chosen = jnp.take_along_axis(logprobs, following[:, None], axis=1)[:, 0]
+        return (cache, jnp.where(active[:, None], hidden, last)), Replayed(chosen, experts)
+
+    inputs = jnp.arange(tokens.shape[1] - 1), tokens[:, :-1].T, tokens[:, 1:].T
+    with module.full_precision():
+        (cache, hidden), found = jax.lax.scan(step, (cache, state.hidden), inputs)
+    state = replace(state, cache=cache.stacked() if layers else cache, hidden=hidden)
+    return state, jax.tree.map(lambda x: x.swapaxes(0, 1), found)
+
+
+def _of_all_slots(parts: Sequence[Any]) -> Any:
+    """The results of the threads, [S / n, …] each, on the host in the order of the slots."""
+    parts = jax.device_get(parts)
+    return jax.tree.map(lambda *arrays: np.stack(arrays, 1).reshape(-1, *arrays[0].shape[1:]), *parts)

@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -175,9 +175,11 @@ class Rollout:
       apart: completions are sampled in processes of their own. `generate`, `exchange` and a sync of staged weights then
         launch no program here, so any thread may call them on any number of hosts.
       split: how several hosts divide the prompts.
+      engine: the `QwenEngine` that decodes in this process; None where another program decodes.
     """
 
     weights: Weights
+    engine: Any = None
     apart: bool = False
     split: Split = Split.SHARE
 

@@ -40,7 +40,7 @@ class JournaledRollout(Rollout):
 
     def __init__(self, own: Rollout, journal: Journal, settings: Mapping[str, Any]):
         self.weights, self.apart, self.split, self._own, self._journal = own.weights, own.apart, own.split, own, journal
-        self._settings = dict(settings)
+        self._settings, self.engine = dict(settings), own.engine
 
     def sync_weights(self, params: Params | Staged, version: int) -> None:
         self._own.sync_weights(params, version)

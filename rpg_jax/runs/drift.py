@@ -32,7 +32,7 @@ class Drift:
     snapshots: Snapshots
     like: Any
     pack: Callable[[Sequence[Group]], RolloutBatch[Group]]
-    logprobs: Callable[[Any, Rows], tuple[jax.Array, jax.Array]]
+    logprobs: Callable[[Any, Rows], tuple[jax.Array, jax.Array, Any]]
 
     def begin(self, params: Any) -> None:
         """Keeps the initial policy."""
@@ -47,7 +47,7 @@ class Drift:
           Refused: the snapshot of the initial policy is missing or damaged.
         """
         batch, initial = self.pack(groups), self.snapshots.restore(0, self.like)
-        present, entropies = zip(*(self.logprobs(params, b.rows) for b in batch.batches), strict=True)
+        present, entropies = zip(*(self.logprobs(params, b.rows)[:2] for b in batch.batches), strict=True)
         before = (self.logprobs(initial, b.rows)[0] for b in batch.batches)
         ratios = [new - old for new, old in zip(present, before, strict=True)]
         kl = [np.mean([x.sum() for x in group]) for group in batch.of_sampled(ratios)]

@@ -79,7 +79,7 @@ class RolloutFiles:
 
     run_dir: Path
     tokenizer: Tokenizer
-    logprobs: Callable[[Any, Rows], tuple[jax.Array, jax.Array]]
+    logprobs: Callable[[Any, Rows], tuple[jax.Array, jax.Array, Any]]
     numbers: Numbers
     every: int
     groups: int
@@ -99,7 +99,7 @@ class RolloutFiles:
                 break
             shown += range(u, len(batch.groups), updates)  # as `data.pack` deals them
             micro_batches += minibatch
-        columns = [self.numbers(*self.logprobs(state.params, b.rows), b) for b in micro_batches]
+        columns = [self.numbers(*self.logprobs(state.params, b.rows)[:2], b) for b in micro_batches]
         shown = shown[: self.groups]
         numbers = batch.packing.gather(columns, shown)
         if hosts.is_first():

@@ -208,7 +208,7 @@ def held_out_loss(e: Experiment, programs: Programs, params: Any, problems: Sequ
     rows = row_shape(e.config)
     sums: list[Metrics] = []
     for batch in packed(e, examples, rows):
-        logprobs, _ = programs.logprobs(params, batch.rows)
+        logprobs = programs.logprobs(params, batch.rows)[0]
         sums.append({"loss": _sum_and_weight(logprobs, batch.mask)})
     return losses.divided(losses.merge(sums))["loss"]
 

@@ -201,7 +201,7 @@ def _marked(collected: Collected) -> Collected:
         for name in _LISTS
         for g in getattr(collected, name)
     }
-    lists = {name: [marked[id(g)] for g in getattr(collected, name)] for name in _LISTS}
+    lists: dict[str, Any] = {name: [marked[id(g)] for g in getattr(collected, name)] for name in _LISTS}
     return dataclasses.replace(collected, **lists)
 
 
@@ -217,7 +217,7 @@ def _encode(found: Found) -> dict[str, Any]:
 
 def _decode(state: Mapping[str, Any]) -> Future[Found]:
     distinct = decode_groups(state["groups"])
-    lists = {name: [distinct[i] for i in places] for name, places in state["places"].items()}
+    lists: dict[str, Any] = {name: [distinct[i] for i in places] for name, places in state["places"].items()}
     future: Future[Found] = Future()
     future.set_result((Collected(**lists, **state["counts"]), state["errors"]))
     return future

@@ -18,16 +18,21 @@ _CHUNK, _LOGITS = 256, 1 << 22
 
 def policy_logprobs(
     graphdef: Any, params: Any, rows: Rows, *, temperature: float, entropy: bool = False
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Log-probabilities, in nats, of the completion tokens of `rows` at the sampling temperature.
 
     Returns:
       logprobs: f32[B, C], differentiable in `params`; entries outside `rows.mask` mean nothing.
       entropy: f32[B, C] of the full next-token distribution, in nats, or None.
+      experts: [B, C, L, k], the numbers of the experts, unsigned integers, that the position before each token, which
+        predicts it, goes to in each layer; None for a model without experts.
     """
     model = nnx.merge(graphdef, params)
     with model.full_precision():
-        return token_logprobs(model, completion_hidden(model, rows), rows, temperature, entropy)
+        hidden, experts = model.routed(rows.tokens, rows.positions, rows.segment_ids)
+        if experts is not None:
+            experts = jnp.take_along_axis(experts, rows.predictors[..., None, None], axis=1)
+        return *token_logprobs(model, _predictors(hidden, rows), rows, temperature, entropy), experts
 
 
 def completion_hidden(model: Any, rows: Rows) -> jax.Array:
@@ -35,7 +40,10 @@ def completion_hidden(model: Any, rows: Rows) -> jax.Array:
 
     A NaN there would reach the gradient of the whole head, as 0 · NaN.
     """
-    hidden = model(rows.tokens, rows.positions, rows.segment_ids)
+    return _predictors(model(rows.tokens, rows.positions, rows.segment_ids), rows)
+
+
+def _predictors(hidden: jax.Array, rows: Rows) -> jax.Array:
     hidden = jnp.take_along_axis(hidden, rows.predictors[..., None], axis=1)
     return jnp.where((rows.mask[..., None] != 0) | jnp.isfinite(hidden), hidden, 0)
 

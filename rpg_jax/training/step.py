@@ -61,7 +61,8 @@ class Programs(NamedTuple):
     """The jitted programs of training, one compilation each.
 
     Attributes:
-      logprobs: (params, rows) -> (log-probs f32[B, C], entropy f32[B, C]).
+      logprobs: (params, rows) -> (log-probs f32[B, C], entropy f32[B, C], experts [B, C, L, k] or None), as of
+        `policy_logprobs`.
       fused: (state, batch) -> (state, metrics): an update from one micro-batch; `state` is donated.
       start: (weights, batch) -> Sums of the first micro-batch.
       add: (weights, sums, batch) -> Sums with one more micro-batch; `sums` is donated.

@@ -236,7 +236,8 @@ def test_padding_contents_never_change_a_hidden_state_or_gradient():
 
 
 def reference(params, config, tokens):
-    """One row in float64 NumPy: a Python loop over layers, heads repeated, rotation as complex numbers."""
+    """Hidden states [T, D] of one row, and its tokens' experts [T, L, k], in float64 NumPy: a Python loop over layers,
+    heads repeated, rotation as complex numbers, all experts computed."""
     weight = jax.tree.map(lambda x: np.asarray(x, np.float64), params)
     N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
     turns = np.exp(1j * np.arange(len(tokens))[:, None] * config.rope.theta ** (-np.arange(0, H, 2) / H))
@@ -248,7 +249,11 @@ def reference(params, config, tokens):
         turned = (x[..., : H // 2] + 1j * x[..., H // 2 :]) * turns[:, None]
         return np.concatenate([turned.real, turned.imag], -1)
 
-    x = weight["embed"][tokens]
+    def swiglu(x, gate, up, down):
+        gated = x @ gate
+        return (gated / (1 + np.exp(-gated)) * (x @ up)) @ down
+
+    x, chosen = weight["embed"][tokens], []
     for i in range(config.num_layers):
         layer = jax.tree.map(lambda w, i=i: w[i], weight["layers"])
         heads, mlp = layer["attention"], layer["mlp"]
@@ -261,9 +266,16 @@ def reference(params, config, tokens):
         mixed = np.einsum("nts,snh->tnh", scores / scores.sum(-1, keepdims=True), v)
         x = x + np.einsum("tnh,nhd->td", mixed, heads["o"])
         h = norm(x, layer["mlp_norm"])
-        gate = h @ mlp["gate"]
-        x = x + (gate / (1 + np.exp(-gate)) * (h @ mlp["up"])) @ mlp["down"]
-    return norm(x, weight["final_norm"])
+        matrices = [mlp[name] for name in ("gate", "up", "down")]
+        if config.experts is None:
+            x = x + swiglu(h, *matrices)
+            continue
+        shares = np.exp(h @ mlp["router"])
+        chosen.append(np.argsort(-shares, -1)[:, : config.experts.per_token])
+        shares = shares * (chosen[-1][..., None] == np.arange(config.experts.count)).any(1)
+        outs = np.stack([swiglu(h, *(w[e] for w in matrices)) for e in range(config.experts.count)], 1)
+        x = x + np.einsum("te,ted->td", shares / shares.sum(-1, keepdims=True), outs)
+    return norm(x, weight["final_norm"]), np.stack(chosen, 1) if chosen else None
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -273,9 +285,35 @@ def test_the_scanned_model_equals_a_loop_over_layers_in_float64(family):
     tokens = random_tokens((2, 9))
     hidden = forward(graphdef, params, tokens, *rows(tokens))
     for row in range(2):
-        np.testing.assert_allclose(hidden[row], reference(params, FAMILIES[family], tokens[row]), **ROUNDING)
+        np.testing.assert_allclose(hidden[row], reference(params, FAMILIES[family], tokens[row])[0], **ROUNDING)
     head = params["embed"] if FAMILIES[family].tie_embeddings else params["lm_head"]
     np.testing.assert_allclose(module.logits(hidden), hidden @ head.T, **ROUNDING)
+
+
+@pytest.mark.parametrize("layers", [2, 9], ids=["unrolled", "scanned"])
+def test_the_forward_pass_and_decoding_say_which_experts_a_token_goes_to(layers):
+    config = dataclasses.replace(MOE, num_layers=layers)
+    graphdef, params = build(config)
+    module = nnx.merge(graphdef, params)
+    tokens = random_tokens((2, 7))
+    expected = [reference(params, config, row) for row in tokens]
+    hidden, experts = jax.jit(lambda *batch: module.routed(*batch))(tokens, *rows(tokens))
+    assert experts.shape == (2, 7, layers, 3) and experts.dtype == jnp.uint8
+    for row in range(2):
+        np.testing.assert_allclose(hidden[row], expected[row][0], **ROUNDING)
+        np.testing.assert_array_equal(experts[row], expected[row][1])
+
+    @jax.jit
+    def step(token, cache):
+        unrolled = layers == 2
+        split = module.unstacked_layers() if unrolled else None
+        hidden, cache, experts = module.routed_decode(token, cache.unstacked() if unrolled else cache, layers=split)
+        return hidden, cache.stacked() if unrolled else cache, experts
+
+    cache = KVCache.empty(config, 2, 8, jnp.float32)
+    for t in range(7):
+        _, cache, experts = step(tokens[:, t], cache)
+        np.testing.assert_array_equal(experts, [chosen[t] for _, chosen in expected])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

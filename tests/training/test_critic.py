@@ -95,7 +95,7 @@ def make_batch():
 
 
 def with_baseline(programs, state, batch):
-    logprobs, _ = programs.logprobs(state.params, batch.rows)
+    logprobs = programs.logprobs(state.params, batch.rows)[0]
     advantages, returns, values = programs.baseline(state.weights, batch)
     new = dict(behaviour_logprobs=logprobs, ref_logprobs=logprobs, advantages=advantages)
     return dataclasses.replace(batch, **new, returns=returns, values=values)
