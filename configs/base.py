@@ -447,6 +447,10 @@ FIELDS = Section(
             "log-probabilities over the mini-batches of its groups. 0 is off.", "steps", range="[0, 1e12]"),
         rollouts_groups=Field(8, "The most groups in a record. A token takes up to 25 bytes on disk.", "groups",
             range="[1, 1e6]"),
+        routing_every=Field(optional(int), "For a mixture of experts: the steps between two comparisons of the experts "
+            "that sampler and trainer choose for a token. The first step has one too. It decodes completions of a "
+            "micro-batch again, one a slot, up to 1,024 tokens of each. Unset: 10 where one process samples and "
+            "trains without max_staleness, else 0. 0 is off.", "steps", range="[0, 1e12]"),
         tracker=Field("", "Where metrics go too: tensorboard, wandb, mlflow or trackio, or several, separated by "
             "commas. Each needs its package: pip install tensorboardX, wandb, mlflow or trackio."),
         project=Field("rpg_jax", "The project (wandb, trackio) or experiment (mlflow) of the run."),

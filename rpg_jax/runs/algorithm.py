@@ -4,6 +4,8 @@ import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
+import jax
+
 from rpg_jax import data, losses, models, rewards, rollout, storage
 from rpg_jax.runs.drift import Drift
 from rpg_jax.runs.experiment import Beat, Experiment, make_generator, make_rollout
@@ -19,6 +21,9 @@ from rpg_jax.training.dynamic_sampling import DynamicSampling
 from rpg_jax.training.loop import Algorithm
 from rpg_jax.training.objective import advantages_fn
 from rpg_jax.training.reference import Reference
+from rpg_jax.training.routing import Routing
+
+ROUTING_EVERY = 10  # steps, where log.routing_every is unset
 
 
 def make_algorithm(
@@ -57,8 +62,37 @@ def make_algorithm(
         updates_per_step=c.train.updates_per_step,
         epochs=c.train.epochs,
         after_updates=None if files is None else files.after_updates,
+        routing=make_routing(experiment, own),
         beat=beat,
     )
+
+
+def make_routing(experiment: Experiment, own: rollout.Rollout) -> Routing | None:
+    """What measures the routers of a model with experts; None for a dense model.
+
+    Raises:
+      ValueError: `log.routing_every` asks for a comparison with the sampler that is impossible here.
+    """
+    c, experts, every = experiment.config, experiment.layout.model.experts, experiment.config.log.routing_every
+    obstacles = {
+        "the model has no experts": experts is None,
+        f"rollout.driver={c.rollout.driver} does not decode by the engine of this process": own.engine is None,
+        f"rollout.max_staleness={c.rollout.max_staleness} samples with other weights": c.rollout.max_staleness > 0,
+        f"there are {jax.process_count()} processes": jax.process_count() > 1,
+    }
+    obstacle = next((text for text, holds in obstacles.items() if holds), None)
+    if every and obstacle:
+        raise ValueError(
+            f"log.routing_every={every} compares the experts of sampler and trainer, and {obstacle}: leave it unset"
+        )
+    if experts is None:
+        return None
+    if obstacle or every == 0:
+        return Routing(experts.count)
+    sampling = experiment.sampling(c.rollout.temperature)
+    replay = functools.partial(rollout.replay, own.engine, sampling=sampling)
+    cuts = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
+    return Routing(experts.count, every or ROUTING_EVERY, own.engine.decoding.slots, replay, cuts)
 
 
 def make_training_rollout(

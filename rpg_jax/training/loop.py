@@ -16,6 +16,7 @@ from rpg_jax.training.collect import Collector
 from rpg_jax.training.measures import Clock, step_metrics
 from rpg_jax.training.objective import Advantages
 from rpg_jax.training.reference import Reference
+from rpg_jax.training.routing import Routing, as_metrics, expert_load, load_metrics
 from rpg_jax.training.state import TrainState
 from rpg_jax.training.step import Programs
 from rpg_jax.types import Batch
@@ -39,6 +40,7 @@ class Algorithm:
         is clipped, and π_prox/π_s is left to the loss's sampler correction, which must carry it
         (`losses.carried_ratio`; decoupled PPO: AReaL, arXiv:2505.24298). Otherwise π_old is the policy that sampled.
       token_rewards: what each token of a batch's groups was paid, for a critic.
+      routing: measures the routers of a mixture of experts; None without experts.
       after_updates: called with the step's number, batch and state while the batch exists; None for no call.
       beat: called whenever a program was launched or an update has ended.
     """
@@ -53,10 +55,11 @@ class Algorithm:
     decoupled: bool = False
     token_rewards: Callable[[Sequence[Group]], list[list[np.ndarray]]] | None = None
     after_updates: Callable[[int, Packed, TrainState], None] | None = None
+    routing: Routing | None = None
     beat: Callable[[], None] = lambda: None
 
-    def logprobs(self, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array]:
-        """Log-probs and entropies f32[B, C] of a micro-batch."""
+    def logprobs(self, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+        """Log-probs and entropies f32[B, C] of a micro-batch, and its experts [B, C, L, k]."""
         self.beat()
         return self.programs.logprobs(params, batch.rows)
 
@@ -83,7 +86,7 @@ def train(
             clock.lap("rollout")
 
             batch = a.pack(sampled.trained, a.updates_per_step)
-            batch, measured = add_logprobs(a, batch, state)
+            batch, measured = add_logprobs(a, batch, state, number)
             batch = add_advantages(a, batch, state)
             a.collector.carry(with_behaviour_logprobs(a, sampled.to_carry, state))
             clock.lap("logprobs")
@@ -101,14 +104,14 @@ def train(
         yield Step(number, state, values, updates, sampled.collected.generated)
 
 
-def add_logprobs(a: Algorithm, batch: Packed, state: TrainState) -> tuple[Packed, Metrics]:
+def add_logprobs(a: Algorithm, batch: Packed, state: TrainState, step: int) -> tuple[Packed, Metrics]:
     """Adds log π_old and log π_ref by the trainer's own pass.
 
-    Also returns metrics: `entropy`; `sampler_gap` and `sampler_gap_max`, the mean and the maximum of |log π_s − log π|
-    over the tokens for which the trainer has computed log π under the weights that sampled them. The distance to other
-    weights is no fault of the sampler.
+    Also returns metrics: `entropy`, those of the routers, and `sampler_gap` and `sampler_gap_max`, the mean and the
+    maximum of |log π_s − log π| over the tokens for which the trainer has computed log π under the weights that sampled
+    them. The distance to other weights is no fault of the sampler.
     """
-    present, entropies = zip(*(a.logprobs(state.params, b) for b in batch.batches), strict=True)
+    present, measured = _present_pass(a, batch, state, step)
     drawn, compared = present, tuple(b.mask for b in batch.batches)
     if any(g.behaviour_logprobs for g in batch.groups):  # earlier weights sampled these tokens
         stored = batch.packing.scatter([g.stored_logprobs for g in batch.groups])
@@ -123,11 +126,29 @@ def add_logprobs(a: Algorithm, batch: Packed, state: TrainState) -> tuple[Packed
     else:
         params = a.reference.params()
         ref = tuple(a.logprobs(params, b)[0] for b in batch.batches)
-    measured = [
-        {"entropy": _sum_and_weight(entropy, b.mask), **_gap(logprobs, b.sampler_logprobs, chosen)}
-        for b, entropy, logprobs, chosen in zip(batch.batches, entropies, drawn, compared, strict=True)
+    gaps = [
+        _gap(logprobs, b.sampler_logprobs, chosen)
+        for b, logprobs, chosen in zip(batch.batches, drawn, compared, strict=True)
     ]
-    return batch.add(behaviour_logprobs=behaviour, ref_logprobs=ref), losses.merge(measured)
+    return batch.add(behaviour_logprobs=behaviour, ref_logprobs=ref), measured | losses.merge(gaps)
+
+
+def _present_pass(a: Algorithm, batch: Packed, state: TrainState, step: int) -> tuple[tuple[jax.Array, ...], Metrics]:
+    """Log-probs of all micro-batches under the present weights, and the metrics of this pass."""
+    replayed = a.routing.replayed(step, batch) if a.routing else []
+    present, sums, load, first = [], [], [], None
+    for b in batch.batches:
+        logprobs, entropy, experts = a.logprobs(state.params, b)
+        present.append(logprobs)
+        sums.append({"entropy": _sum_and_weight(entropy, b.mask)})
+        if a.routing and experts is not None:
+            load.append(expert_load(experts, b.mask, count=a.routing.experts))
+            first = experts if first is None else first  # those of all micro-batches would be large
+    metrics = losses.merge(sums)
+    if a.routing and first is not None:
+        values = load_metrics(np.sum(jax.device_get(load), 0)) | a.routing.metrics(batch, replayed, present[0], first)
+        metrics |= as_metrics(values)
+    return tuple(present), metrics
 
 
 @jax.jit

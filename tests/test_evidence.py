@@ -1,0 +1,285 @@
+"""docs/evidence.md and README.md say what the kept data say: every interval on them is recomputed here."""
+
+import functools
+import gzip
+import itertools
+import re
+from collections.abc import Callable, Sequence
+
+from rpg_jax.report.seeds import Mean, mean, paired_difference, pooled
+from rpg_jax.reproduction import path_records, path_runs, result_files, tables
+from rpg_jax.reproduction.path_experiments import BASELINE, NO_KL
+from rpg_jax.runs.config_files import ROOT
+
+DATA = ROOT / "docs" / "tables" / "data"
+EVIDENCE, README = "docs/evidence.md", "README.md"
+TOKEN, K1, K3 = "per token: URKL", "per token (Tunix): k₁", "per token (GRPO): k₃"
+STALE, TO_GO = "sequence, stale log r (KL in the reward), weight w: URKL", "to-go, weight w: URKL"
+RPG = tables.TABLES["reasoning"].pooled["the eight RPG rows"]
+
+
+@functools.cache
+def objective() -> path_records.Runs:
+    return path_records.Runs(path_runs.read(gzip.decompress((DATA / "objective.jsonl.gz").read_bytes()).decode()).runs)
+
+
+@functools.cache
+def scores(table: str, what: str = "training") -> dict[str, dict[int, float]]:
+    """{row: {seed: %}}: accuracy over the last third of training, or Last of a held-out set."""
+    rows = result_files.load(DATA / f"{table}.json.gz").rows()
+    if what == "training":
+        return {row: {s: 100 * run.late("accuracy") for s, run in by.items()} for row, by in rows.items()}
+    return {row: {s: 100 * run.scores()[what]["last"] for s, run in by.items()} for row, by in rows.items()}
+
+
+def at_middle(record: path_records.Record) -> float:
+    """J at β = 0.1, whatever β the run was trained with."""
+    return record["reward"] - 0.1 * record["kl"]
+
+
+def end(row: str, quantity: str | Callable = "regret", experiment: str = "strengths", **which) -> dict[int, float]:
+    """{seed: quantity at the end of training} of a row of the objective."""
+    value = quantity if callable(quantity) else lambda record: record[quantity]
+    found = {seed: value(record) for seed, record in objective().get(experiment, row, **which).items()}
+    assert found, (row, experiment, which)
+    return found
+
+
+def beyond(row: str, quantity: str | Callable = "regret", experiment="strengths", than=BASELINE, other=None, **which):
+    """The paired difference of a row to `than`."""
+    return paired_difference(end(row, quantity, experiment, **which), end(than, quantity, other or experiment, **which))
+
+
+def of(values: dict[int, float]) -> Mean:
+    return mean(list(values.values()))
+
+
+def points(table: str, row: str, other: str = "DAPO", what: str = "training") -> Mean:
+    values = scores(table, what)
+    return paired_difference(values[row], values[other])
+
+
+def eight(table: str, what: str = "training") -> Mean:
+    """The mean of the eight RPG rows minus DAPO."""
+    values = scores(table, what)
+    return paired_difference(pooled(values, RPG), values["DAPO"])
+
+
+def signed(m: Mean, digits: int = 1) -> str:
+    """A difference as pages write it, with a true minus sign."""
+    return f"{m.value:+.{digits}f} ± {m.half:.{digits}f}".replace("-", "−")
+
+
+def size(m: Mean, digits: int = 3) -> str:
+    """A difference whose direction the sentence says."""
+    return f"{abs(m.value):.{digits}f} ± {m.half:.{digits}f}"
+
+
+def moving_pairs() -> tuple[int, int]:
+    """Of all pairs of rows with a moving reference: those whose reward or KL differ by an interval without 0."""
+    rows, found, pairs = objective().rows("iterative"), 0, 0
+    for i, row in enumerate(rows):
+        for other in rows[:i]:
+            pairs += 1
+            found += any(beyond(row, q, "iterative", other).excludes_zero for q in ("reward", "kl"))
+    return found, pairs
+
+
+def own_best(row: str, experiment: str = "strengths") -> tuple[float, Mean]:
+    """The β with which a row comes closest to the best J at β = 0.1, and how far behind the first row it is then."""
+    base = end(BASELINE, at_middle, "strengths" if experiment == "strengths" else "longer")
+    each = {
+        beta: paired_difference(end(row, at_middle, experiment, kl_coef=beta), base)
+        for beta in objective().kl_coefs(experiment)
+    }
+    best = max(each, key=lambda beta: each[beta].value)
+    return best, each[best]
+
+
+def excluded(table: str, rows: Sequence[str], what: str = "training") -> int:
+    return sum(points(table, row, what=what).excludes_zero for row in rows)
+
+
+def negative(table: str, rows: Sequence[str], what: str = "training") -> int:
+    return sum(points(table, row, what=what).value < 0 for row in rows)
+
+
+def reward_at_equal_kl(row: str, kl_coef: float) -> Mean:
+    """Reward of a row's runs minus that of the first row at the same KL, on the line through its five β; by seed.
+
+    Seeds whose KL lies outside of that line are left out.
+    """
+    line = {beta: objective().get("strengths", BASELINE, beta) for beta in objective().kl_coefs("strengths")}
+    differences = []
+    for seed, record in objective().get("strengths", row, kl_coef).items():
+        of_seed = sorted((by_seed[seed]["kl"], by_seed[seed]["reward"]) for by_seed in line.values())
+        for (kl, reward), (next_kl, next_reward) in itertools.pairwise(of_seed):
+            if kl <= record["kl"] <= next_kl:
+                share = (record["kl"] - kl) / (next_kl - kl)
+                differences.append(record["reward"] - reward - share * (next_reward - reward))
+    return mean(differences)
+
+
+def at_equal_completions(table: str, row: str, other: str = "DAPO") -> Mean:
+    """Training accuracy of a row minus that of `other`, each at the last step within the completions of the cheaper."""
+    rows = result_files.load(DATA / f"{table}.json.gz").rows()
+    budget = min(mean([run.completions()[-1] for run in rows[name].values()]).value for name in (row, other))
+    accuracy = {
+        name: {
+            s: 100 * run.late("accuracy", sum(n <= budget for n in run.completions())) for s, run in rows[name].items()
+        }
+        for name in (row, other)
+    }
+    return paired_difference(accuracy[row], accuracy[other])
+
+
+def cell(page: str, row: str, column: int) -> str:
+    """A cell of the first table row that begins with `row`, on a page made by exact sums."""
+    line = next(
+        x for x in (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines() if x.startswith(f"| {row} |")
+    )
+    return line.split("|")[column + 1].strip()
+
+
+def cell_text(page: str, pattern: str) -> str:
+    return re.search(pattern, (ROOT / "docs" / page).read_text(encoding="utf-8"))[1]
+
+
+def each(values: Sequence[Mean], digits: int = 3) -> str:
+    """`a, b and c`"""
+    texts = [size(m, digits) for m in values]
+    return f"{', '.join(texts[:-1])} and {texts[-1]}"
+
+
+def claims() -> dict[str, tuple]:
+    """{fragment of a page: what fills its braces}."""
+    longer = {"experiment": "longer"}
+    many = {"experiment": "longer, per token", "other": "longer"}
+    weights = [
+        beyond("sequence, weight W: URKL"),
+        beyond("sequence, weight min(W, C): URKL", experiment="others", other="strengths"),
+        beyond("sequence, weight 1: URKL"),
+    ]
+    kinds = [
+        beyond(f"{level}: RKL", experiment="others", other="strengths", than=f"{level}: URKL")
+        for level in ("sequence, weight w", "sequence, weight W", "to-go, weight w", "per token")
+    ]
+    lengths = {row: [beyond(row)] + [beyond(row, experiment="lengths", length=n) for n in (12, 30)]
+               for row in (TOKEN, TO_GO, STALE, K3)}  # fmt: skip
+    rows, ablated = list(RPG), scores("reasoning-ablations")
+
+    def ablation(row: str, other: str = "as published") -> Mean:
+        return points("reasoning-ablations", row, other)
+
+    return {
+        # Objective, 1,600 updates.
+        "ends {} below the best possible": (size(of(end(BASELINE))),),
+        "per token it loses {} more": (size(beyond(TOKEN)),),
+        "k₃ {} more at the same β, and {} more at its own best β of {}": (
+            size(beyond(K3)), size(own_best(K3)[1]), f"{own_best(K3)[0]:g}"),
+        "At equal KL its reward is lower for β from 0.02 to 0.2, by {}": (
+            each([reward_at_equal_kl(K3, b) for b in (0.02, 0.05, 0.1, 0.2)]),),
+        "at β = 0.5 this is not resolved ({})": (signed(reward_at_equal_kl(K3, 0.5), 3),),
+        # 6,400 updates.
+        "With four times the updates, 6,400, it ends {} below the best possible": (size(of(end(BASELINE, **longer))),),
+        "per token {} more, to-go {} more": (size(beyond(TOKEN, **many)), size(beyond(TO_GO, **longer))),
+        "stale {} more, k₃ {} more at the same β and {} at its own best, {}": (
+            size(beyond(STALE, **longer)), size(beyond(K3, **many)),
+            size(own_best(K3, "longer, per token")[1]), f"{own_best(K3, 'longer, per token')[0]:g}"),
+        # Lengths.
+        "With 5, 12 and 30 tokens per token loses {}": (each(lengths[TOKEN]),),
+        "to-go {} (5, 12, 30)": (each(lengths[TO_GO]),),
+        "KL in the reward {} (5, 12, 30)": (each(lengths[STALE]),),
+        "k₃ {} (5, 12, 30)": (each(lengths[K3]),),
+        # A moving reference.
+        "{} of {} pairs of rows differ in reward or in KL": moving_pairs(),
+        "per token has {} less reward than completions": (size(beyond(TOKEN, "reward", "iterative"), 4),),
+        # No KL term.
+        "k₁ minus no KL term is {} in regret": (signed(beyond(K1, than=NO_KL.key), 3),),
+        "a difference of {} would have been seen": (f"{beyond(K1, than=NO_KL.key).detectable:.3f}",),
+        # Weights and kinds.
+        "W, min(W, C) and 1 against w: {}": (", ".join(signed(m, 3) for m in weights),),
+        "differences of {} would have been seen": (", ".join(f"{m.detectable:.3f}" for m in weights),),
+        "RKL minus URKL is {}": (", ".join(signed(m, 3) for m in kinds),),
+        # Stale.
+        "with 32 updates a batch it loses {}": (size(beyond(STALE, experiment="updates", updates_a_batch=32)),),
+        "with 8 the loss of {} is not resolved": (size(beyond(STALE)),),
+        "{} with one update a batch": (size(beyond(STALE, experiment="updates", updates_a_batch=1)),),
+        "to-go is {} behind": (size(beyond(TO_GO)),),
+        # A wrong verifier.
+        "k₃ has {} fewer right completions at β = 0.1 and {} at 0.2": (
+            size(beyond(K3, "right", "wrong verifier")), size(beyond(K3, "right", "wrong verifier", kl_coef=0.2))),
+        "URKL per token has {} at 0.1": (signed(beyond(TOKEN, "right", "wrong verifier"), 3),),
+        # β = 1e-4.
+        "their mean is {} points from DAPO": (signed(eight("reasoning")),),
+        "by seed {}": (", ".join(
+            f"{pooled(scores('reasoning'), RPG)[s] - scores('reasoning')['DAPO'][s]:+.2f}".replace("-", "−")
+            for s in sorted(scores("reasoning")["DAPO"])),),
+        "from the lower start {}": (signed(eight("reasoning-low-start")),),
+        "all {} rows of both pages are negative, and {} of {} intervals exclude 0": (
+            negative("reasoning", rows) + negative("reasoning-low-start", rows),
+            excluded("reasoning", rows) + excluded("reasoning-low-start", rows), 2 * len(rows)),
+        "Held out it is not resolved ({}, and a difference of {} would have been seen)": (
+            signed(eight("reasoning", "held out")), f"{eight('reasoning', 'held out').detectable:.1f}"),
+        "on short sums neither ({}, {})": (signed(eight("small")), f"{eight('small').detectable:.1f}"),
+        # What matters there.
+        "truncating the ratio without stopping the gradient leaves {} %, where the row has {}": (
+            size(of(ablated["clip truncate"]), 1), size(of(ablated["as published"]), 1)),
+        "no clip is not resolved ({})": (signed(ablation("clip none")),),
+        "With a reference that moves, β of 0, 0.001, 0.01 and 0.1 is {} from 1e-4": (
+            ", ".join(signed(ablation(f"β = {b}")) for b in ("0", "0.001", "0.01", "0.1")),),
+        "with a fixed one β = 0.1 costs {} points": (size(ablation("β = 0.1, fixed"), 1),),
+        "λ of 0.5, 0.9 and 1 is {} from λ = 0": (", ".join(
+            signed(ablation(f"β = 0.1, fixed, λ = {x}", "β = 0.1, fixed")) for x in ("0.5", "0.9", "1")),),
+        "GRPO is {} points behind DAPO at equal updates and {} ahead at equal completions": (
+            size(points("reasoning", "GRPO"), 1), size(at_equal_completions("reasoning", "GRPO"), 1)),
+        "MaxRL {} behind and {} ahead": (
+            size(points("reasoning", "MaxRL"), 1), size(at_equal_completions("reasoning", "MaxRL"), 1)),
+        "GSPO is {} points behind, KL-in-reward with its β = 0.1 and fixed reference {}": (
+            size(points("reasoning", "GSPO"), 1), size(points("reasoning", "KL-in-reward"), 1)),
+        "rank 16 is {} points from full training, rank 4 {} and rank 1 {}": (
+            *(signed(points("adapters", f"rank {n}", "full")) for n in (16, 4, 1)),),
+        "DAPO keeps {} % of a skill that is not trained, and the eight RPG rows {}": (
+            size(of(scores("reasoning", "old skill")["DAPO"]), 1),
+            size(of(pooled(scores("reasoning", "old skill"), RPG)), 1)),
+    }  # fmt: skip
+
+
+def plain(page: str) -> str:
+    """The text of a page without emphasis, on one line."""
+    return re.sub(r"\s+", " ", (ROOT / page).read_text(encoding="utf-8").replace("**", ""))
+
+
+def test_every_interval_of_the_page_is_that_of_the_kept_data():
+    text, wrong = plain(EVIDENCE), []
+    for fragment, values in claims().items():
+        expected = fragment.format(*values)
+        if expected in text:
+            text = text.replace(expected, "")
+        else:
+            wrong.append(expected)
+    assert wrong == [], "docs/evidence.md must say this"
+    critic = cell_text("tables/reasoning.md", r"it explains ([\d.]+ ± [\d.]+) of the variance")
+    left = text.replace(f"({critic} of the variance of returns)", "")
+    assert re.findall(r".{40}\d ± .{10}", left) == [], "an interval that no claim computes"
+
+
+def test_the_readme_says_the_same_as_the_page():
+    text = plain(README)
+    headline = [
+        f"ends {size(of(end(BASELINE)))} below the best possible",
+        f"Per token it loses {size(beyond(TOKEN))} more",
+        f"k₃ loses {size(beyond(K3))} more, or {size(own_best(K3)[1])} at its own best β",
+        f"their mean is {signed(eight('reasoning'))} points from DAPO",
+        f"held out that is not resolved ({signed(eight('reasoning', 'held out'))})",
+    ]
+    assert [x for x in headline if x not in text] == []
+
+
+def test_the_numbers_by_exact_sums_are_those_of_the_laboratory():
+    text = plain(EVIDENCE)
+    reverse, forward = (f"{100 * float(cell('estimators.md', f'per token | {d}', 3)):.0f} %" for d in ("URKL", "FKL"))
+    assert f"it is {reverse} off for reverse and {forward} for forward" in text
+    exact, token = (cell("estimators.md", row, 11) for row in ("sequence, weight W | RKL, URKL", "per token | URKL"))
+    assert f"{exact} times the mean gradient at a drift of 0.1 nats, where URKL per token has {token}" in text
+    assert {cell("estimators.md", "sequence, weight W | RKL, URKL", n) for n in (3, 4, 5, 6)} == {"0"}
