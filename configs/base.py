@@ -282,10 +282,10 @@ FIELDS = Section(
             choices=("none", "dual", "dual_through", "truncate", "reward")),
         form=Field(from_method(str), "rpg: the paper's formulas, or the public code's.", choices=("paper", "verl")),
         level=Field(from_method(str), "rpg: the sample of the objective: a token given its prefix, or a completion, by "
-            "its regularized return (sequence) or by the chain rule (to_go).",
+            "its regularized return (sequence) or by the chain rule (to_go). docs/methods.md: what completions need.",
             choices=("token", "sequence", "to_go")),
         weight=Field(from_method(str), "rpg of completions: the importance weight: the token's ratio, the "
-            "completion's (product, exact), the same capped, or none.",
+            "completion's (product: exact, without a clip), the same capped, or none.",
             choices=("token", "product", "capped", "none")),
         weight_cap=Field(from_method(float), "rpg: the cap of weight=capped.", range="(0, inf)"),
         kl_ratio=Field(from_method(str), "rpg, level=sequence: the policy whose log-ratio to the reference is in the "

@@ -113,6 +113,7 @@ def policy_loss(
     )
     result = token_loss(name, tokens, **hyperparameters)
     kind = hyperparameters.get("aggregate", LOSSES[name].aggregate)
+    LOSSES[name].check_aggregate(**hyperparameters | {"aggregate": kind})
     loss_sum, weight = aggregate(result.values, tokens, kind, hyperparameters.get("constant_length"))
     return loss_sum, weight, token_metrics(tokens, result.events)
 

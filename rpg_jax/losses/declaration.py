@@ -144,12 +144,14 @@ class Loss:
       function: (tokens, **hyperparameters) -> `TokenLoss`.
       equation: LaTeX of a token's loss, or a function of the hyperparameters that gives it.
       aggregate: name in `AGGREGATES`, for callers that give none.
+      check_aggregate: raises ValueError for an aggregate, its argument, that does not go with the hyperparameters.
       hyperparameters: the annotations of the function's keyword-only arguments.
     """
 
     function: Callable[..., TokenLoss]
     equation: str | Callable[..., str]
     aggregate: str = "token_mean"
+    check_aggregate: Callable[..., None] = lambda aggregate, **hyperparameters: None
 
     def __post_init__(self):
         self.hyperparameters = declared(self.function)

@@ -58,7 +58,19 @@ def equation(
     return rf"{loss}, \quad C = {c}, \quad A_\mathrm{{reg}} = A{terms}"
 
 
-@LOSSES.declare(equation)
+# The aggregates in which every completion counts with the sum over its tokens, whatever its length.
+TOKEN_SUMS = ("sequence_mean_token_sum", "constant")
+
+
+def check_aggregate(*, aggregate: str, level: str = "token", **_: Any) -> None:
+    if level != "token" and aggregate not in TOKEN_SUMS:
+        raise ValueError(
+            f"aggregate={aggregate!r} weights a completion by its length, so level={level!r} would not have the "
+            f"gradient of completions: use aggregate={' or '.join(map(repr, TOKEN_SUMS))}"
+        )
+
+
+@LOSSES.declare(equation, check_aggregate=check_aggregate)
 def rpg(
     tokens: Tokens,
     *,
@@ -91,8 +103,8 @@ def rpg(
       level: the objective's sample: a `token` given its prefix, or the completion, by its regularized return
         (`sequence`) or by the chain rule (`to_go`); see `completions`. With `group_ids` of `policy_loss`, `sequence`
         subtracts the KL's leave-one-out baseline.
-      weight, weight_cap: the importance weight of completions. `product` is W, and exact; `capped` min(W, cap); `token`
-        w; `none` 1.
+      weight, weight_cap: the importance weight of completions. `product` is W, exact, and has no clip; `capped`
+        min(W, cap); `token` w; `none` 1.
       kl_ratio: the policy in the log r of `sequence`: the `present` one, or `behaviour` for KL in the reward.
       trace_decay, trace_cap: λ and c̄ of `to_go`.
       kl_coef: β.
@@ -129,6 +141,11 @@ def _check_together(
         raise ValueError(f"form='verl' has tokens only: with level={level!r} use form='paper'")
     if level == "token" and weight != "token":
         raise ValueError(f"weight={weight!r} is one of completions: use level='sequence' or 'to_go'")
+    if weight == "product" and clip != "none":
+        raise ValueError(
+            f"weight='product' is the exact weight of a completion, which clip={clip!r} would bound: use clip='none', "
+            "or another weight"
+        )
     if level != "sequence" and (kl_ratio != "present" or tokens.group_ids is not None):
         raise ValueError(f"kl_ratio={kl_ratio!r} and group_ids need level='sequence', not {level!r}")
 

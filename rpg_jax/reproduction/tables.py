@@ -37,7 +37,7 @@ _SAMPLERS: Mapping[str, Fields] = {
     "8 bits, C = 2": {**_EIGHT_BITS, "loss__sampler_correction": "truncate"},
 }
 _UPDATES: Mapping[str, Fields] = {str(n): {"train__updates_per_step": n} if n != 8 else {} for n in (1, 8, 16)}
-# The rows of "reasoning", in the order of the paper's tables; to-go forms have the recipes of their methods.
+# The rows of "reasoning", in the order of the paper's tables.
 _REASONING = (
     *("GRPO", "DAPO", "REINFORCE++", "REINFORCE++-Baseline", "RLOO", "Dr.GRPO", "GSPO", "CISPO", "DPPO-TV", "MaxRL"),
     *("KL-in-reward", *(name for name in METHODS if name.startswith("RPG-") and "SEQ" not in name)),
@@ -56,6 +56,13 @@ _ADVANTAGES = {
 _MANY: Fields = {"evaluation__problems": 512, "evaluation__every": 30}  # half an interval of one run: below 3 points
 # A row of its own name: the critic explains none of the returns' variance, so this says nothing of PPO.
 _PPO = {"PPO, untuned critic": _method("PPO", critic__learning_rate=1e-3)}
+# What the gradient of completions needs. λ = 0 has the KL of tokens: it shows what these fields change by themselves.
+_OF_COMPLETIONS: Fields = {
+    "loss__level": "to_go",
+    "loss__advantage": "leave_one_out",
+    "loss__aggregate": "sequence_mean_token_sum",
+    "dynamic_sampling__enabled": False,
+}
 _ABLATED: Mapping[str, Fields] = {  # of RPG-REINFORCE-URKL: clip dual, β = 1e-4, the reference moves every batch
     "as published": {},
     **{f"clip {clip}": {"loss__clip": clip} for clip in _CLIPS if clip != "dual"},
@@ -70,9 +77,9 @@ _ABLATED: Mapping[str, Fields] = {  # of RPG-REINFORCE-URKL: clip dual, β = 1e-
     },
     "β = 0.1, fixed": {"loss__kl_coef": 0.1, "reference__rule": "fixed"},
     **{
-        f"β = 0.1, fixed, λ = {decay}": {"loss__kl_coef": 0.1, "reference__rule": "fixed", "loss__level": "to_go"}
+        f"β = 0.1, fixed, λ = {decay}": {"loss__kl_coef": 0.1, "reference__rule": "fixed", **_OF_COMPLETIONS}
         | ({"loss__trace_decay": decay} if decay != 1 else {})
-        for decay in (0.5, 0.9, 1)
+        for decay in (0, 0.5, 0.9, 1)
     },
 }
 
@@ -106,7 +113,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         "reasoning": Table(
             "Every kind of method on chains of operations",
             {name: _method(name) for name in _REASONING}
-            | {row: _method(name, loss__level="to_go") for row, name in _TO_GO.items()}
+            | {row: _method(name, **_OF_COMPLETIONS) for row, name in _TO_GO.items()}
             | _PPO,
             baseline="DAPO",
             baselines=_TO_GO,
@@ -126,7 +133,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
             {name: _method(_RPG, **fields) for name, fields in _ABLATED.items()},
             baseline="as published",
             baselines={f"β = 0.01, {name}": "β = 0.01" for name in ("every 10 batches", "κ", "fixed")}
-            | {f"β = 0.1, fixed, λ = {decay}": "β = 0.1, fixed" for decay in (0.5, 0.9, 1)},
+            | {f"β = 0.1, fixed, λ = {decay}": "β = 0.1, fixed" for decay in (0, 0.5, 0.9, 1)},
             shown=(
                 "as published",
                 "clip none",

@@ -36,9 +36,33 @@ of one token the two are the same. For longer ones the token level leaves out th
 reverse divergences, the KL of the tokens to come. [estimators.md](estimators.md) measures what that costs.
 
 For completions $W = \prod_t w_t$, $r_x = \prod_t r_t$, and $\rho_{\le t}$ is the ratio of a prefix. `sequence` gives
-every token the completion's regularized return, $A - \beta \log r_x$ for `rkl`, with a leave-one-out baseline of the
-KL in $A$. `to_go` adds to a token's KL the discounted KL of the tokens to come, $F$. `loss.weight` chooses $C$: $W$
-(`product`) is exact, off-policy too; the others are exact on-policy alone.
+every token the completion's regularized return, for `rkl` with the leave-one-out baseline
+
+$$A_{\mathrm{reg},i} = (R_i - \beta \log r_{x_i}) - \tfrac{1}{G-1} \textstyle\sum_{j \ne i}
+(R_j - \beta \log(\pi_\mathrm{old}/\pi_\mathrm{ref})(x_j)).$$
+
+The log-ratio of the completion itself is the present policy's. Those of the others are $\pi_\mathrm{old}$'s: so a group
+may be split over micro-batches. `to_go` adds to a token's KL the discounted KL of the tokens to come, $F$.
+
+`loss.weight` chooses $C$. $W$ (`product`) is exact, off-policy too; `to_go` then also needs `loss.trace_cap=inf`. The
+other weights are exact on-policy alone. Weight 1 (`none`) is the gradient of
+$\tfrac12 \mathrm{Var}_{\pi_\mathrm{old}}[R - \beta \log r_x]$ *if* the baseline is the present policy's, with
+$\log r_{x_j}$ in the formula above. The minimiser is then the optimum $\pi^* \propto \pi_\mathrm{ref} \exp(R/\beta)$,
+whatever $\pi_\mathrm{old}$ is. With the baseline of $\pi_\mathrm{old}$, which runs have, weight 1 reaches $\pi^*$ only if
+$\pi_\mathrm{old}$ follows $\pi_\theta$. Where $\pi_\mathrm{old}$ stays, it ends
+[0.193 below the best possible $J$](estimators.md#completions-of-several-tokens-where-does-it-end).
+
+The gradient of completions is more than a loss. A run with `loss.level=sequence` or `to_go` is refused unless it has
+
+- `loss.advantage=leave_one_out`. `group_mean` gives the rewards the factor $(G-1)/G$ and not the KL, so $\beta$ acts as
+  $\beta G/(G-1)$. Other advantages give each group a factor of its own;
+- `loss.aggregate=sequence_mean_token_sum` or `constant`. Means over tokens weight a completion by its length;
+- `dynamic_sampling.enabled=False` and `rewards.overlong_masking=False`. A group or a completion that is dropped takes
+  its KL along: where 78 % of the groups are informative, a $\beta$ of 0.1 acts as 0.073;
+- `loss.clip=none` with `loss.weight=product`.
+
+The rows `RPG-SEQ-…`, `KL-in-reward` and `Log-variance` have these values. At the level of tokens nothing of this is
+refused, because the rows of the paper have group means and dynamic sampling: their $\beta$ acts as another one too.
 """
 
 _GRPO = r"""

@@ -3,6 +3,7 @@
 import functools
 import json
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from rpg_jax import losses, models, rewards, rollout
+from rpg_jax.losses.regularized_pg import TOKEN_SUMS
 from rpg_jax.runs import config_files, trackers
 from rpg_jax.types import Count
 
@@ -110,10 +112,14 @@ def _check_staleness(config: ConfigDict) -> None:
         )
 
 
+def _value(config: ConfigDict, name: str) -> Any:
+    return functools.reduce(operator.getitem, name.split("."), config)
+
+
 def _check_fields(config: ConfigDict) -> None:
     """Every field against its declaration."""
     for name, field in config_files.fields().items():
-        field.check(name, functools.reduce(operator.getitem, name.split("."), config))
+        field.check(name, _value(config, name))
     if empty := [name for name, size in config.mesh.items() if size == 0]:
         raise ValueError(f"mesh.{empty[0]}=0: an axis has 1 device or more, or -1 for all that are left")
 
@@ -134,7 +140,34 @@ def _check_counts(config: ConfigDict) -> None:
         )
 
 
+# What the gradient of completions needs beside its loss. Other advantages multiply the rewards and not the KL, by
+# (G - 1)/G for group_mean. A mean over tokens weights completions by their lengths. A group or a completion that is
+# dropped takes its KL along.
+_OF_COMPLETIONS: Mapping[str, tuple[Any, ...]] = {
+    "loss.advantage": ("leave_one_out",),
+    "loss.aggregate": TOKEN_SUMS,
+    "dynamic_sampling.enabled": (False,),
+    "rewards.overlong_masking": (False,),
+}
+
+
+def _check_level(config: ConfigDict) -> None:
+    """Whether the gradient of completions, where it is asked for, has the config's beta and right directions."""
+    level = config.loss.level
+    if level in (None, "token"):
+        return
+    needed = {**_OF_COMPLETIONS, **({"loss.clip": ("none",)} if config.loss.weight == "product" else {})}
+    wrong = {name: able[0] for name, able in needed.items() if _value(config, name) not in able}
+    if wrong:
+        raise ValueError(
+            f"loss.level={level} does not have the gradient of completions with "
+            f"{', '.join(f'{name}={_value(config, name)}' for name in wrong)}: beta or the completions' weights would "
+            f"be others. Add {' '.join(f'--config.{name}={value}' for name, value in wrong.items())}"
+        )
+
+
 def _check_loss(config: ConfigDict) -> None:
+    _check_level(config)
     if config.loss.advantage not in losses.LEARNED_ADVANTAGES:
         losses.advantages(config.loss.advantage, np.zeros((2, 2)), lengths=np.ones((2, 2), np.int32))
         if config.loss.credit == "turn":

@@ -32,8 +32,8 @@ VARIANTS = {
     "ppo_shared": {"method": "PPO", "critic.trunk": "shared", "critic.gae_lambda": 0.9},
     "lora": {"model.lora.rank": 2, "optimizer.learning_rate": 3e-3, "train.microbatch_size": 4},
     "entropy": {"loss.entropy_coef": 0.01, **PACKED},
-    "turns": {**TALK, **CARRY, **PACKED, "loss.advantage": "leave_one_out", "loss.level": "sequence"},
-    "turns_ppo": {**TALK, "method": "PPO", "critic.gae_lambda": 0.9},
+    "turns": {**TALK, **PACKED, "method": "RPG-SEQ-RKL"},
+    "turns_ppo": {**TALK, **CARRY, "method": "PPO", "critic.gae_lambda": 0.9},
 }
 
 

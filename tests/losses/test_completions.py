@@ -14,10 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from configs import tiny
 from rpg_jax import losses
 from rpg_jax.losses import completions, token_loss
 from rpg_jax.losses.divergences import DIVERGENCES, gradient_weight
 from rpg_jax.losses.tokens import checked
+from rpg_jax.runs.resolve import resolve
 from tests.losses.oracles import ORACLES
 
 pytestmark = pytest.mark.usefixtures("x64")
@@ -231,7 +233,8 @@ def test_to_go_is_exact_on_policy_and_without_a_trace_it_is_the_token_level(dive
 def test_a_completion_of_one_token_is_a_token(divergence, clip):
     options = dict(divergence=divergence, clip=clip, kl_coef=KL_COEF)
     token = each_gradient(case(1), 1, **options)
-    for level, weight in itertools.product(("sequence", "to_go"), ("token", "product")):
+    options |= {"weight_cap": 1e9}  # none: W under a clip
+    for level, weight in itertools.product(("sequence", "to_go"), ("token", "product" if clip == "none" else "capped")):
         got = each_gradient(case(1), 1, level=level, weight=weight, **options)
         np.testing.assert_allclose(got, token, **EXACT, err_msg=f"{level} {weight}")
 
@@ -314,6 +317,82 @@ def test_the_leave_one_out_baseline_is_unbiased_over_groups(divergence):
     np.testing.assert_allclose(jax.jit(jax.grad(loss))(theta), exact_gradient(divergence, case_, length), **EXACT)
 
 
+# What promises −∇J: with W off-policy too, with the token's weight and the default clip on-policy.
+PROMISED = {
+    "sequence, W": (dict(level="sequence", weight="product", clip="none"), ("on", "off")),
+    "sequence, w": (dict(level="sequence"), ("on",)),
+    "to-go, W": (dict(level="to_go", weight="product", clip="none", trace_cap=float("inf")), ("on", "off")),
+    "to-go, w": (dict(level="to_go"), ("on",)),
+}
+AGGREGATE = {kind: {"constant_length": 5} if kind == "constant" else {} for kind in losses.AGGREGATES}
+
+
+@functools.cache
+def accepted(level, advantage, kind, dynamic):
+    """Whether a run may have this combination."""
+    config = tiny.get_config()
+    changes = {"method": "RPG-SEQ-RKL", "loss.level": level, "loss.advantage": advantage, "loss.aggregate": kind}
+    config.update_from_flattened_dict(changes | {"dynamic_sampling.enabled": dynamic})
+    try:
+        return resolve(config) is not None
+    except ValueError as error:
+        assert f"loss.level={level} does not have the gradient of completions with" in str(error)
+        return False
+
+
+def groups_of_three(case_, length, advantage, options):
+    """Every group of three: its completions, its advantages as a batch of its own, and its probability."""
+    _, old, ref, rewards = case_
+    members = np.stack([x.ravel() for x in np.indices((len(rewards),) * 3)], axis=1)
+    lengths = jnp.asarray(tree(length)[2].sum(axis=1)[members])
+    of_batch = jax.vmap(lambda paid, lengths: losses.advantages(advantage, paid[None], lengths=lengths[None])[0])
+    baseline = losses.kl_baseline(jnp.sum(old - ref, axis=1)[members], **options)
+    probabilities = jnp.prod(jnp.exp(jnp.sum(old, axis=1))[members], axis=1)
+    return members, of_batch(rewards[members], lengths) + baseline, probabilities
+
+
+def aggregated(kind, length, options):
+    """(θ, π_old, π_ref, members, advantages) -> ∇ of the loss of each group, through `aggregate`: compiled once."""
+
+    def loss(theta, old, ref, group, advantages):
+        columns = {"behaviour_logprobs": old[group], "ref_logprobs": ref[group], "advantages": advantages}
+        columns |= {"mask": jnp.asarray(tree(length)[2])[group], "sampler_logprobs": None, "completion_ids": None}
+        tokens = checked(logprobs=logprobs(theta, length)[group], **columns)
+        total, weight = losses.aggregate(token_loss("rpg", tokens, **options).values, tokens, kind, **AGGREGATE[kind])
+        return total / weight
+
+    return jax.jit(jax.vmap(jax.grad(loss), in_axes=(None, None, None, 0, 0)))
+
+
+@pytest.mark.parametrize("promise", [pytest.param(p, marks=() if p[-1] == "w" else pytest.mark.slow) for p in PROMISED])
+@pytest.mark.parametrize("divergence", ("rkl", pytest.param("fkl", marks=pytest.mark.slow)))
+def test_a_run_is_accepted_exactly_if_its_aggregated_gradient_is_exact(promise, divergence, length=2):
+    """Completions have one and two tokens, rewards are 0 or 1; dynamic sampling keeps groups whose rewards differ."""
+    options, policies = PROMISED[promise]
+    options = options | {"divergence": divergence, "kl_coef": KL_COEF}
+    gradients, allowed = {kind: aggregated(kind, length, options) for kind in losses.AGGREGATES}, []
+    for policy, advantage in itertools.product(policies, losses.ADVANTAGES):
+        theta, old, ref, rewards = case(length, policy)
+        case_ = theta, old, ref, jnp.where(rewards > 0, 1.0, 0.0)
+        exact = exact_gradient(divergence, case_, length)
+        members, advantages, probabilities = groups_of_three(case_, length, advantage, options)
+        informative = np.ptp(case_[3][members], axis=1) > 0
+        for kind, dynamic in itertools.product(losses.AGGREGATES, (False, True)):
+            weight = probabilities * informative if dynamic else probabilities
+            each = gradients[kind](theta, old, ref, members, advantages)
+            got = jnp.tensordot(weight / jnp.sum(weight), each, 1)
+            scale = jnp.vdot(exact, got) / jnp.vdot(exact, exact)
+            error = float(jnp.linalg.norm(got / scale - exact) / jnp.linalg.norm(exact))
+            here = f"{policy} {advantage} {kind} dynamic={dynamic}"
+            if accepted(options["level"], advantage, kind, dynamic):
+                allowed.append((kind, dynamic))
+                assert error < 1e-12, here  # sums of fewer than a thousand float64 terms of order one
+                assert scale * AGGREGATE[kind].get("constant_length", 1) == pytest.approx(1, rel=1e-12), here
+            else:
+                assert error > 0.003, here  # also at its best scale
+    assert set(allowed) == {("sequence_mean_token_sum", False), ("constant", False)}
+
+
 def packed(x, length):
     """[N, T] as [N / 2, 2T]: two completions a row."""
     return np.asarray(x).reshape(-1, 2 * length)
@@ -329,7 +408,8 @@ def test_packing_padding_and_split_groups_change_nothing(level, weight):
     new, mask = logprobs(case(length)[0], length)[:12], tree(length)[2][:12].copy()
     mask[3, 1] = 0  # an observation between two actions
     ids = mask * 0 + np.arange(1, 13)[:, None] % 2 + 1
-    options = dict(level=level, weight=weight, clip="truncate", divergence="js", kl_coef=KL_COEF, trace_decay=0.9)
+    options = dict(level=level, weight=weight, divergence="js", kl_coef=KL_COEF, trace_decay=0.9)
+    options |= dict(clip="none" if weight == "product" else "truncate", aggregate="sequence_mean_token_sum")
     arrays = {"logprobs": new, "behaviour_logprobs": old, "ref_logprobs": ref, "mask": mask}
     arrays["advantages"] = np.broadcast_to(np.asarray(rewards)[:, None], mask.shape)
     grouped = {"group_ids": groups} if level == "sequence" else {}
@@ -391,8 +471,17 @@ def test_one_completion_a_prompt_takes_the_batch_as_its_group():
         ({"kl_ratio": "behaviour", "level": "to_go"}, "need level='sequence'"),
         ({"form": "verl", "level": "sequence"}, "use form='paper'"),
         ({"clip": "dual_through"}, "needs estimator='differentiable'"),
+        ({"level": "sequence", "weight": "product", "clip": "dual"}, "clip='dual' would bound: use clip='none'"),
     ),
 )
 def test_options_that_do_not_go_together_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         losses_of(case(1)[0], case(1), 1, **options)
+
+
+@pytest.mark.parametrize("level", ("sequence", "to_go"))
+def test_an_aggregate_that_weights_completions_by_their_length_is_refused(level):
+    tokens = dict(logprobs=jnp.zeros((1, 2)), behaviour_logprobs=jnp.zeros((1, 2)), advantages=jnp.ones(1))
+    for aggregate in ({}, {"aggregate": "token_mean"}, {"aggregate": "sequence_mean_token_mean"}):
+        with pytest.raises(ValueError, match=f"level={level!r} would not .* use aggregate='sequence_mean_token_sum'"):
+            losses.policy_loss("rpg", **tokens, mask=jnp.ones((1, 2)), level=level, **aggregate)

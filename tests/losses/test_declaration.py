@@ -43,8 +43,10 @@ CHOICES = {
     "mask_divergence": {"tv", "kl"},
     "penalty_level": {"completion", "token"},
 }
-COMPLETIONS = {"level": "sequence"}
-GO_TOGETHER = {"behaviour": COMPLETIONS, "dual_through": {"estimator": "differentiable"}}
+TOKEN_SUMS = {"aggregate": "sequence_mean_token_sum"}
+COMPLETIONS = {"level": "sequence", "clip": "none", **TOKEN_SUMS}
+GO_TOGETHER = {"behaviour": COMPLETIONS, "sequence": TOKEN_SUMS, "to_go": TOKEN_SUMS}
+GO_TOGETHER |= {"dual_through": {"estimator": "differentiable"}}
 CHOICES_OF = {"kl_weighting": "grpo", "mask_divergence": "dppo", "penalty_level": "opmd"}  # the others: of rpg
 TINY = 1e-9
 RANGES = {  # name: how an error writes the range, values at its edge that are taken, and values beyond that are not

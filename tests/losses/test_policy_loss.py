@@ -79,9 +79,10 @@ def test_packing_leaves_loss_and_gradient_unchanged(batch):
     assert_same(found, with_gradients(every_aggregate(batch), lambda gradient: gradient), **ROUNDING)
 
 
+OF_COMPLETIONS = dict(weight="product", clip="none", aggregate="sequence_mean_token_sum")
 EVERY = [
     *((name, {}) for name in NAMES),
-    *(("rpg", dict(level=level, weight="product")) for level in ("sequence", "to_go")),
+    *(("rpg", dict(level=level, **OF_COMPLETIONS)) for level in ("sequence", "to_go")),
     *(("rpg", dict(sampler_correction=kind)) for kind in SAMPLER_CORRECTIONS),
     *(("ppo", dict(aggregate=kind, constant_length=10.0)) for kind in AGGREGATES),
 ]
@@ -109,9 +110,9 @@ def test_a_conversation_has_the_loss_of_its_turns_without_what_was_said_between_
 @pytest.mark.parametrize(
     ("name", "options"),
     [
-        ("rpg", dict(level="sequence", weight="product")),
+        ("rpg", dict(level="sequence", **OF_COMPLETIONS)),
         *(pytest.param(name, {}, marks=pytest.mark.slow) for name in ("rpg", "gspo")),
-        pytest.param("rpg", dict(level="to_go", weight="product"), marks=pytest.mark.slow),
+        pytest.param("rpg", dict(level="to_go", **OF_COMPLETIONS), marks=pytest.mark.slow),
     ],
 )
 def test_the_number_of_devices_leaves_loss_and_gradient_unchanged(batch, name, options):
@@ -203,7 +204,7 @@ FAR = (
     *(("rpg", dict(clip=clip, divergence=d)) for clip in ("none", "reward", "dual") for d in ("ufkl", "urkl")),
     ("rpg", dict(clip="none", divergence="ufkl", estimator="differentiable")),
     ("rpg", dict(clip="none", divergence="urkl", estimator="differentiable")),
-    *(("rpg", dict(clip="none", level=level, weight="product", divergence="js")) for level in ("sequence", "to_go")),
+    *(("rpg", dict(level=level, divergence="js", **OF_COMPLETIONS)) for level in ("sequence", "to_go")),
     ("grpo", {}),
     ("grpo", dict(kl_weighting="importance")),
 )

@@ -11,7 +11,7 @@ from rpg_jax.training.objective import advantages_fn
 from rpg_jax.types import Completion, Turns
 
 LENGTHS = ((3, 1, 4), (2, 5, 2))
-OPTIONS = dict(divergence="rkl", clip="none", kl_coef=0.3, level="sequence")
+OPTIONS = dict(divergence="rkl", clip="none", kl_coef=0.3, level="sequence", aggregate="sequence_mean_token_sum")
 
 
 def turns_of(length):
