@@ -48,8 +48,8 @@ may be split over micro-batches. `to_go` adds to a token's KL the discounted KL 
 other weights are exact on-policy alone. Weight 1 (`none`) is the gradient of
 $\tfrac12 \mathrm{Var}_{\pi_\mathrm{old}}[R - \beta \log r_x]$ *if* the baseline is the present policy's, with
 $\log r_{x_j}$ in the formula above. The minimiser is then the optimum $\pi^* \propto \pi_\mathrm{ref} \exp(R/\beta)$,
-whatever $\pi_\mathrm{old}$ is. With the baseline of $\pi_\mathrm{old}$, which runs have, weight 1 reaches $\pi^*$ only if
-$\pi_\mathrm{old}$ follows $\pi_\theta$. Where $\pi_\mathrm{old}$ stays, it ends
+whatever $\pi_\mathrm{old}$ is. With the baseline of $\pi_\mathrm{old}$, which runs have, weight 1 reaches $\pi^*$ only
+if $\pi_\mathrm{old}$ follows $\pi_\theta$. Where $\pi_\mathrm{old}$ stays, it ends
 [0.193 below the best possible $J$](estimators.md#completions-of-several-tokens-where-does-it-end).
 
 The gradient of completions is more than a loss. A run with `loss.level=sequence` or `to_go` is refused unless it has
