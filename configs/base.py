@@ -135,7 +135,9 @@ FIELDS = Section(
             "else exact."),
         accuracy=Field(optional(str), "The part that decides accuracy; it need not be among the parts. Unset: the "
             "first verifier among them."),
-        right_above=Field(0.0, "A completion is right where that part's score is above this.", range="[-1e6, 1e6]"),
+        right_above=Field(optional(float), "A completion is right where that part's score is above this. Unset: where "
+            "it is 1, and the part scores 1, 0 or -1 only. A judge, and whatever else grades, needs it.",
+            range="[-1e6, 1e6]"),
         deadline_seconds=Field(10.0, "The longest time for one verdict of math_verify or of your own function.",
             "seconds", range="(0, 3600]"),
         workers=Field(optional(int), "The processes for those verdicts. Unset: one per CPU, at most 8.", "processes",

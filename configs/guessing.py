@@ -27,6 +27,7 @@ def get_config():
     c.task.name = "guessing"
     c.environment.name = "guessing"
     c.environment.options = '{"base": 36}'
+    c.rewards.right_above = 0.0  # the guess that finds the secret pays 1, less what the guesses before it cost
     c.environment.max_turns = 5
     c.environment.turn_tokens = 3  # a digit, the stop token, and one to spare
     c.task.max_prompt_tokens = 3

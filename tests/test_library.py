@@ -31,6 +31,7 @@ SMALL = {
     "evaluation.every": 2,
     "task.template": "{question}=",
     "warm_start.enabled": False,
+    "rewards.right_above": 0.5,
 }
 ROWS = [{"question": f"{a}+{b}", "answer": str(a + b)} for a in range(6) for b in range(5)]
 REWARD = """

@@ -32,6 +32,7 @@ class Group:
       failed: for each completion the kind in which the machinery has failed on a verdict or on the conversation (see
         `rewards.Scores`), else None; may be empty.
       parts: f32[G, N], the parts of the rewards, unweighted, in the config's order; None if nobody told.
+      unshaped: f32[G], the rewards without their shaping terms; None if accuracy says as much.
     """
 
     problem: Problem
@@ -43,6 +44,7 @@ class Group:
     behaviour_logprobs: list[np.ndarray] | None = None
     failures: Sequence[str | None] = ()
     parts: np.ndarray | None = None
+    unshaped: np.ndarray | None = None
     failed: Sequence[str | None] = ()
 
     @property
@@ -66,14 +68,14 @@ class Group:
 
     @property
     def informative(self) -> bool:
-        """Whether raw accuracy differs between the completions that are counted."""
-        accuracy = self.accuracy[self.counted]
-        return bool(accuracy.size and accuracy.min() < accuracy.max())
+        """Whether counted completions differ in reward by more than shaping terms: in accuracy, or in their grades."""
+        scores = (self.accuracy if self.unshaped is None else self.unshaped)[self.counted]
+        return bool(scores.size and scores.min() < scores.max())
 
     def rescored(self, members: np.ndarray, again: "Group") -> "Group":
         """This group with the scores of `again`, whose completions are its `members`, i64[n]."""
         scores: dict[str, Any] = {}
-        for name in ("rewards", "accuracy", "parts", "failures", "failed"):
+        for name in ("rewards", "accuracy", "parts", "unshaped", "failures", "failed"):
             own = getattr(self, name)
             values = np.array(own, own.dtype if isinstance(own, np.ndarray) else object)
             values[members] = getattr(again, name)
@@ -95,7 +97,7 @@ def decode_groups(text: str) -> list[Group]:
 
 
 def groups_to_bytes(groups: Sequence[Group]) -> bytes:
-    """Groups as bytes, uncompressed; b"" for no groups. All have behaviour log-probs, or none has; and so for parts."""
+    """Groups as bytes, uncompressed; b"" for no groups. All have behaviour log-probs, or none has, and so on."""
     if not groups:
         return b""
     completions = [c for g in groups for c in g.completions]
@@ -122,6 +124,7 @@ def groups_to_bytes(groups: Sequence[Group]) -> bytes:
         "rewards": np.concatenate([g.rewards for g in groups]),
         "accuracy": np.concatenate([g.accuracy for g in groups]),
         "parts": np.concatenate([np.zeros((0, 0), np.float32) if g.parts is None else g.parts for g in groups]),
+        "unshaped": np.concatenate([np.zeros(0, np.float32) if g.unshaped is None else g.unshaped for g in groups]),
     }
     packed = io.BytesIO()
     np.savez(packed, allow_pickle=False, **arrays)
@@ -159,13 +162,15 @@ def groups_from_bytes(packed: bytes) -> list[Group]:
     ]
     members = np.split(np.arange(len(completions)), np.cumsum(a["group_sizes"])[:-1])
     behaviour = split("behaviour_logprobs", "lengths") if len(a["behaviour_logprobs"]) else None
-    parts = split("parts", "group_sizes") if len(a["parts"]) else [None] * len(members)
+    parts, unshaped = (
+        split(name, "group_sizes") if len(a[name]) else [None] * len(members) for name in ("parts", "unshaped")
+    )
     return [
         Group(Problem(**problem), prompt, [completions[i] for i in chosen], texts_, rewards, accuracy,
-              behaviour and [behaviour[i] for i in chosen], failures, parts_, failed)
-        for problem, prompt, chosen, texts_, rewards, accuracy, failures, parts_, failed in zip(
+              behaviour and [behaviour[i] for i in chosen], failures, parts_, unshaped_, failed)
+        for problem, prompt, chosen, texts_, rewards, accuracy, failures, parts_, unshaped_, failed in zip(
             texts["problems"], split("prompts", "prompt_lengths"), members, texts["texts"],
-            split("rewards", "group_sizes"), split("accuracy", "group_sizes"), texts["failures"], parts,
+            split("rewards", "group_sizes"), split("accuracy", "group_sizes"), texts["failures"], parts, unshaped,
             texts["failed"], strict=True,
         )
     ]  # fmt: skip

@@ -33,7 +33,7 @@ class Panel:
 
 
 PANELS = (
-    Panel("Reward", "mean per completion", "reward"),
+    Panel("Reward", "mean per completion", "reward", held_out="eval/reward"),
     Panel("Accuracy", "% of completions", "accuracy", 100, held_out="eval/accuracy", limits=(0, 102)),
     Panel("Completion length", "tokens", "completion_length"),
     Panel("Entropy", "nats per token", "entropy"),

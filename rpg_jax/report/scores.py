@@ -16,9 +16,9 @@ def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Scores of one set, JSON-able. The completions of a problem count in the order of the records.
 
     Mean@k, unbiased pass@1, 2, 4, … k and maj@k, each with its standard error clustered by problem and its
-    interval of 95 % (`statistics.interval`); lengths in tokens; verdicts by kind; one row for each problem. Where
-    problems have different numbers of completions, pass@k goes up to the smallest number; Mean and maj take all
-    completions.
+    interval of 95 % (`statistics.interval`); mean reward; lengths in tokens; verdicts by kind; one row for each
+    problem. Where problems have different numbers of completions, pass@k goes up to the smallest number; Mean and maj
+    take all completions.
     """
     correct, answers, problems = _columns(records)
     counts = sorted({len(rows) for rows in problems})
@@ -33,6 +33,7 @@ def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "completions": len(records),
         "k": counts[0] if len(counts) == 1 else counts,
         "scores": {name: _estimate(values) for name, values in by_problem.items()},
+        "reward": float(np.mean([r["reward"] for r in records])),
         "lengths": statistics.length_statistics(lengths, [r["finish_reason"] for r in records]),
         "verdicts": dict(sorted(Counter(r["verdict"] for r in records).items())),
         "without_answer": sum(a is None for given in answers for a in given),
@@ -55,9 +56,9 @@ def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The metrics that training logs for a held-out set with k completions of each problem.
 
-    Mean@k with its standard error over problems, pass@1, 2, 4, … k, maj@k, k, mean tokens, the share that a limit
-    ended, the number that lack a verdict and count as wrong; of conversations the mean number of turns and the share
-    that a failure of the environment ended.
+    Mean@k with its standard error over problems, pass@1, 2, 4, … k, maj@k, k, mean reward, mean tokens, the share that
+    a limit ended, the number that lack a verdict and count as wrong; of conversations the mean number of turns and the
+    share that a failure of the environment ended.
     """
     correct, answers, _ = _columns(records)
     mean, k = statistics.mean_at_k(correct), len(correct[0])
@@ -68,6 +69,7 @@ def metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         "maj_at_k": float(statistics.maj_at_k(answers, correct).mean()),
         "k": k,
         "no_verdict": sum(r["verdict"] in CHANCE for r in records),
+        "reward": float(np.mean([r["reward"] for r in records])),
         "completion_length": float(np.mean([r["tokens"] for r in records])),
         "truncated": float(np.mean([r["finish_reason"] != "stop" for r in records])),
         **_of_conversations([r["turns"] for r in records if "turns" in r]),
@@ -124,7 +126,8 @@ def markdown(title: str, settings: Mapping[str, Any], by_set: Mapping[str, Mappi
         lengths, verdicts = summary["lengths"], summary["verdicts"]
         parts.append(f"## {name}")
         parts.append(
-            f"{summary['completions']} completions; tokens: mean {lengths['length_mean']:.1f}, median "
+            f"{summary['completions']} completions; mean reward {summary['reward']:.4f}; "
+            f"tokens: mean {lengths['length_mean']:.1f}, median "
             f"{lengths['length_median']:.0f}, 95 % quantile {lengths['length_q95']:.0f}, longest "
             f"{lengths['length_max']:.0f}; {100 * lengths['truncated']:.1f} % cut off by the limit. Verdicts: "
             + ", ".join(f"{count} {kind}" for kind, count in verdicts.items())

@@ -70,9 +70,9 @@ def all_differences(table: Table, columns: Mapping[str, Mapping[str, Mapping[int
                 f"{table.baseline}: {', '.join(found)}."
             )
     for name, rows in table.starts.items():
-        others = [table.compared_with(row) for row in rows]
-        if others != list(rows) and all({*rows, *others} <= values.keys() for values in columns.values()):
-            found = [f"{column} {starred(over_starts(v, rows, others))}" for column, v in columns.items()]
+        compared = [table.compared_with(row) for row in rows]
+        if compared != list(rows) and all({*rows, *compared} <= values.keys() for values in columns.values()):
+            found = [f"{column} {starred(over_starts(v, rows, compared))}" for column, v in columns.items()]
             parts.append(f"Over {len(rows)} starts, each the mean of its seeds, {name}: {', '.join(found)}.")
     return parts
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from rpg_jax.rewards.graded import REMEDY
 from rpg_jax.rewards.judge import Server
 from rpg_jax.rewards.shaping import format_match, length_penalty, overlong_penalty
 from rpg_jax.rewards.verdicts import LARGEST
@@ -15,7 +16,13 @@ FORMS: dict[str, Callable[..., float]] = {"format": format_match}  # completion 
 LENGTHS: dict[str, Callable[..., np.ndarray]] = {"length": length_penalty, "overlong": overlong_penalty}  # of i32[N]
 
 
-def check(weights: Mapping[str, float], options: Mapping[str, Mapping[str, Any]]) -> None:
+def check(
+    weights: Mapping[str, float],
+    options: Mapping[str, Mapping[str, Any]],
+    *,
+    accuracy: str | None = None,
+    right_above: float | None = None,
+) -> None:
     """Raises as `make_scorer` does, but starts no process and therefore does not check a user's own functions."""
     for name in {**weights, **options}:
         if name not in weights:
@@ -31,6 +38,16 @@ def check(weights: Mapping[str, float], options: Mapping[str, Mapping[str, Any]]
             raise ValueError(f"the weight of the reward {name!r} must be a number within ±{LARGEST:g}, got {weight}")
     if not any(map(is_verifier, weights)):
         raise ValueError(f"no verifier among {list(weights)}, so nothing measures accuracy: add one of {[*VERIFIERS]}")
+    if accuracy is not None and (accuracy not in weights or not is_verifier(accuracy)):
+        raise ValueError(f"rewards.accuracy={accuracy!r} must be a verifier among the rewards {[*weights]}")
+    deciding = resolve(name := decides(weights, accuracy))
+    if right_above is None and deciding and deciding.graded:
+        raise ValueError(f"the reward {name!r} decides accuracy, and grades: {REMEDY}")
+
+
+def decides(weights: Mapping[str, float], accuracy: str | None) -> str:
+    """The part that decides accuracy: the one named, else the first verifier."""
+    return accuracy or next(filter(is_verifier, weights))
 
 
 def needs_answers(weights: Mapping[str, float]) -> bool:

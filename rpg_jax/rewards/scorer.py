@@ -14,7 +14,7 @@ from rpg_jax.rewards.callables import InProcess
 from rpg_jax.rewards.extraction import extract_answer
 from rpg_jax.rewards.graded import Graded
 from rpg_jax.rewards.judge import Judge, Server
-from rpg_jax.rewards.parts import FORMS, LENGTHS, check, is_verifier
+from rpg_jax.rewards.parts import FORMS, LENGTHS, check, decides, is_verifier
 from rpg_jax.rewards.played import Played, of_all, total
 from rpg_jax.rewards.pool import WorkerPool
 from rpg_jax.rewards.verdicts import CHANCE, FirstFailures, Task, Verdict
@@ -49,7 +49,8 @@ class Scores:
 
     Attributes:
       rewards: f32[N], Σ weight · part; advantages are computed from them.
-      accuracy: f32[N], 1 where the verifier found the answer right, else 0; dynamic sampling and evaluation read it.
+      unshaped: f32[N], the same sum without the shaping terms; dynamic sampling reads it.
+      accuracy: f32[N], 1 where the verifier found the answer right, else 0; evaluation reads it.
       parts: f32[N] by part name, unweighted.
       errors: number of failed verdicts by kind (one of `verdicts.KINDS`); they count as wrong. Failures of an
         environment are not among them, see `types.Turns.error`.
@@ -59,6 +60,7 @@ class Scores:
     """
 
     rewards: np.ndarray
+    unshaped: np.ndarray
     accuracy: np.ndarray
     parts: dict[str, np.ndarray]
     errors: dict[str, int]
@@ -73,7 +75,8 @@ def make_scorer(
     workers: int | None = None,
     deadline_s: float = 10.0,
     accuracy: str | None = None,
-    right_above: float = 0.0,
+    right_above: float | None = None,
+    begins: bool = True,
     functions: Functions = NO_FUNCTIONS,
 ) -> Scorer:
     """The scorer for one part name, or for {part name: weight}.
@@ -88,19 +91,20 @@ def make_scorer(
       workers: number of processes for the verifiers that need them; by default one per CPU, at most 8.
       deadline_s: seconds such a verifier, or an async function, may take for one completion.
       accuracy: the part that decides accuracy; None: the first verifier.
-      right_above: a completion is right where that part's score is above it.
+      right_above: a completion is right where that part's score is above it; None: where it is 1.
+      begins: without `right_above`, a grade (neither 1, 0 nor -1) among the first 1,000 scores is an error. False, for
+        a run that goes on: it is noted, and counts as wrong below 1.
       functions: of this process, plain or async, by their part's name; other parts are imported by name.
 
     Raises:
-      ValueError: a part or an option is unknown, an option is missing or out of its range, there is no verifier, or a
-        function cannot be imported or cannot be called as `verifiers.resolve` says.
+      ValueError: a part or an option is unknown, an option is missing or out of its range, there is no verifier, a part
+        that grades decides accuracy without `right_above`, or a function cannot be imported or cannot be called as
+        `verifiers.resolve` says.
     """
     weights = {reward: 1.0} if isinstance(reward, str) else dict(reward)
-    check(weights, options or {})
-    if accuracy is not None and (accuracy not in weights or not is_verifier(accuracy)):
-        raise ValueError(f"rewards.accuracy={accuracy!r} must be a verifier among the rewards {[*weights]}")
+    check(weights, options or {}, accuracy=accuracy, right_above=right_above)
     limits: dict[str, Any] = {"workers": workers, "deadline_s": deadline_s, "functions": functions}
-    return Scorer(weights, options or {}, **limits, accuracy=accuracy, right_above=right_above)
+    return Scorer(weights, options or {}, **limits, accuracy=accuracy, right_above=right_above, begins=begins)
 
 
 class Scorer(contextlib.AbstractContextManager["Scorer"]):
@@ -114,15 +118,15 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         workers: int | None,
         deadline_s: float,
         accuracy: str | None = None,
-        right_above: float = 0.0,
+        right_above: float | None = None,
+        begins: bool = True,
         functions: Functions = NO_FUNCTIONS,
     ):
         self._weights = dict(weights)
         self._options = {name: dict(options.get(name, {})) for name in weights}
         verifiers = [*filter(is_verifier, weights)]
-        self._accuracy, self._right_above = accuracy or verifiers[0], right_above
-        decides = resolve(self._accuracy)
-        self._graded = Graded(self._accuracy, right_above) if decides and decides.sees_prompt else None
+        self._accuracy, self._right_above = decides(weights, accuracy), right_above
+        self._graded = Graded(self._accuracy, refuses=begins) if right_above is None else None
         self._judge = Judge(Server(**self._options[JUDGE])) if JUDGE in weights else None
         self._first = {name: FirstFailures(f"the reward {name!r}", "completion") for name in verifiers}
         self._pool_arguments: dict[str, Any] = {"size": workers, "deadline_s": deadline_s}
@@ -151,7 +155,8 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
 
         Raises:
           ValueError: the arguments differ in length, "by_source" meets an unknown source, "environment" a completion
-            without turns, or a verifier has failed on all completions of its first problems.
+            without turns, a verifier has failed on all completions of its first problems, or a grade decides accuracy
+            (see `Graded`).
         """
         sizes = [len(x) for x in (problems, texts, finish_reasons, lengths, turns) if x is not None]
         if len(set(sizes)) > 1:
@@ -161,18 +166,22 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         for name in self._weights:
             parts[name], failures[name] = self._part(name, problems, texts, np.asarray(lengths), turns)
         errors = collections.Counter(kind for name in parts if name != ENVIRONMENT for kind in failures[name] if kind)
-        rewards = np.zeros(len(texts), np.float32)
+        rewards, unshaped = np.zeros((2, len(texts)), np.float32)
         for name, weight in self._weights.items():
             rewards += np.float32(weight) * parts[name]
+            if is_verifier(name):
+                unshaped += np.float32(weight) * parts[name]
         if self._graded is not None:
-            failed = failures[self._accuracy]
-            self._graded.look(s for s, kind in zip(parts[self._accuracy], failed, strict=True) if not kind)
-        right = parts[self._accuracy] > self._right_above
+            verdicts = zip(parts[self._accuracy], failures[self._accuracy], strict=True)
+            self._graded.look(score for score, kind in verdicts if not kind)
+        deciding, above = parts[self._accuracy], self._right_above
+        right = deciding >= 1 if above is None else deciding > above
         right[[kind is not None for kind in failures[self._accuracy]]] = False
         played = [turns and turns.error for turns in turns or [None] * len(texts)]
         kinds = zip(played, *filter(None, failures.values()), strict=True)
         failed = [next((kind for kind in own if kind in CHANCE), None) for own in kinds]
-        return Scores(rewards, right.astype(np.float32), parts, dict(errors), failures[self._accuracy], failed)
+        accuracy = right.astype(np.float32)
+        return Scores(rewards, unshaped, accuracy, parts, dict(errors), failures[self._accuracy], failed)
 
     def answers(self, problems: Sequence[Scorable], texts: Sequence[Sequence[str]]) -> list[list[str | None]]:
         """The answers of the completions of P problems, as the verifier that decides accuracy compares them.

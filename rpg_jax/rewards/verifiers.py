@@ -10,7 +10,7 @@ from rpg_jax.rewards.loading import load
 
 @dataclasses.dataclass(frozen=True)
 class Verifier:
-    """A function (completion, answer) -> score. A score above `rewards.right_above`, 0 unless set, means right.
+    """A function (completion, answer) -> score. Right is 1, or where it is set a score above `rewards.right_above`.
 
     Attributes:
       path: "module:function".
@@ -19,6 +19,7 @@ class Verifier:
       wrong: score of a wrong answer, and of an answer on which the verifier fails.
       sees_prompt: the function also takes the prompt, as its third argument.
       remote: a server is asked, see `judge.Judge`; its options are the fields of `judge.Server`.
+      graded: its scores say how good, not right or wrong: to decide accuracy it needs `rewards.right_above`.
       played: nothing is called: an environment has paid for the turns of the completion, see `played`.
       read, equal: where equality has no normal form, "module:function" of two more functions of the pool: the answer
         of a completion as {"answer": text or None}, and 1 if two completions have equal answers, else 0.
@@ -30,6 +31,7 @@ class Verifier:
     wrong: float = 0.0
     sees_prompt: bool = False
     remote: bool = False
+    graded: bool = False
     played: bool = False
     read: str = ""
     equal: str = ""
@@ -57,7 +59,7 @@ VERIFIERS = {
     ),
     "gsm8k": Verifier("rpg_jax.rewards.gsm8k:gsm8k"),
     "countdown": Verifier("rpg_jax.rewards.expression:countdown"),
-    JUDGE: Verifier("rpg_jax.rewards.judge:Judge", sees_prompt=True, remote=True),
+    JUDGE: Verifier("rpg_jax.rewards.judge:Judge", sees_prompt=True, remote=True, graded=True),
     ENVIRONMENT: Verifier("rpg_jax.rewards.played:total", sees_prompt=True, played=True),
 }
 

@@ -47,7 +47,7 @@ class HeldOut:
     drift: Drift | None = None
 
     def evaluate(self, step: int, state: TrainState, collector: Collector) -> dict[str, float]:
-        """Scores by set, and their mean as "eval/accuracy"; gives the rollout back with the weights of `state`."""
+        """Scores by set, and the means of `with_mean`; gives the rollout back with the weights of `state`."""
         values: dict[str, float] = {}
         version = int(state.updates)
         with collector.exclusive():
@@ -77,9 +77,12 @@ def set_scores(
 
 
 def with_mean(values: Mapping[str, float]) -> dict[str, float]:
-    """The `set_scores` of all sets, and the mean accuracy over sets as "eval/accuracy"."""
-    means = [value for key, value in values.items() if key.endswith("/mean_at_k")]
-    return {"eval/accuracy": float(np.mean(means)), **values}
+    """The `set_scores` of all sets, and means over sets: of accuracy "eval/accuracy", of rewards "eval/reward"."""
+
+    def mean(score: str) -> float:
+        return float(np.mean([value for key, value in values.items() if key.endswith(f"/{score}")]))
+
+    return {"eval/accuracy": mean("mean_at_k"), "eval/reward": mean("reward"), **values}
 
 
 @dataclasses.dataclass(frozen=True)

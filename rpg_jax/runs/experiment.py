@@ -174,11 +174,14 @@ def make_rollout(layout: Layout, params: Any, base: models.Base | None = None) -
     return rollout.SharedRollout(own) if jax.process_count() > 1 and isinstance(own, rollout.Feedable) else own
 
 
-def make_scorer(config: ConfigDict, functions: rewards.Functions = rewards.NO_FUNCTIONS) -> rewards.Scorer:
-    """The config's rewards; `functions` has those that a Python program handed over."""
+def make_scorer(
+    config: ConfigDict, functions: rewards.Functions = rewards.NO_FUNCTIONS, *, begins: bool = True
+) -> rewards.Scorer:
+    """The config's rewards; `functions` has those that a Python program handed over; of a run that `begins` or not."""
     c = config.rewards
     weights, options = reward_arguments(config)
     how: dict[str, Any] = {"workers": c.workers, "deadline_s": c.deadline_seconds, "functions": functions}
+    how["begins"] = begins
     return rewards.make_scorer(weights, options=options, accuracy=c.accuracy, right_above=c.right_above, **how)
 
 

@@ -28,7 +28,8 @@ def resolve(config: ConfigDict) -> ConfigDict:
     _check_fields(resolved)
     _check_counts(resolved)
     _check_loss(resolved)
-    rewards.check(*reward_arguments(resolved))
+    decided = {name: resolved.rewards[name] for name in ("accuracy", "right_above")}
+    rewards.check(*reward_arguments(resolved), **decided)
     _check_environment(resolved)
     return resolved.lock()
 

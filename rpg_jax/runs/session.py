@@ -80,7 +80,7 @@ class Session:
         self.guard = Guard(config.rollout.max_sampler_gap, config.log.max_nonfinite_updates)
         learner, new = make_learner(experiment.layout), self.keeper.is_new
         self.optimizer = learner.optimizer
-        scorer = closing.enter_context(make_scorer(config, functions))
+        scorer = closing.enter_context(make_scorer(config, functions, begins=new))
         started = experiment, scorer, folder.files, self.watchdog.beat
         base = open_base(experiment.layout, folder, functools.partial(drawn_base, *started), begins=new)
         first = init_params if base is None else first_adapters

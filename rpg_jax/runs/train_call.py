@@ -76,8 +76,8 @@ def train(
         trained on, and at most `evaluation.problems`.
       reward: a function, a part of `rewards.parts`, or weights by function or part. A function is called in this
         process as function(completion, answer, prompt), with three strings, and returns a number. A completion is
-        right where the part `rewards.accuracy`, unset the first verifier, is above `rewards.right_above`. Calls of an
-        async function run together; each may take `rewards.deadline_seconds`. The config knows a function as
+        right where the part `rewards.accuracy`, unset the first verifier, is 1, or above `rewards.right_above`. Calls
+        of an async function run together; each may take `rewards.deadline_seconds`. The config knows a function as
         "module:qualname"; one with another name is another run. None: the config's rewards.
       environment: answers every turn of the policy, see docs/environments.md: a class, which is made with the config's
         `environment.options`, an object with `reset` and `step`, or a name. A class or an object is called in this

@@ -122,13 +122,14 @@ class GroupGenerator:
             [c.turns for c in flat],
         )
         rewards = np.asarray(scores.rewards, np.float32)
+        unshaped = np.asarray(scores.unshaped, np.float32)
         accuracy = np.asarray(scores.accuracy, np.float32)
         parts = np.stack([*scores.parts.values()], -1)
         scored, first = [], 0
         for problem, prompt, group in zip(problems, prompts, completions, strict=True):
             own = slice(first, first := first + len(group))
-            known = rewards[own], accuracy[own], None, scores.failures[own], parts[own], scores.failed[own]
-            scored.append(Group(problem, prompt, group, texts[own], *known))
+            known = scores.failures[own], parts[own], unshaped[own], scores.failed[own]
+            scored.append(Group(problem, prompt, group, texts[own], rewards[own], accuracy[own], None, *known))
         return scored, dict(scores.errors)
 
     def take_errors(self) -> dict[str, int]:

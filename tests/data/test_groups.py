@@ -40,6 +40,7 @@ def make_groups(seed=0, count=5, carried=False):
             rng.integers(0, 2, len(lengths)).astype(np.float32),
             [rng.normal(size=n).astype(np.float32) for n in lengths] if carried else None,
             parts=rng.normal(size=(len(lengths), 2)).astype(np.float32) if carried else None,
+            unshaped=rng.normal(size=len(lengths)).astype(np.float32) if carried else None,
         )
 
     return [one(p) for p in range(count)]

@@ -14,6 +14,7 @@ FLAGS = (
     "--config.environment.turn_tokens=3",
     "--config.rollout.max_tokens=18",
     "--config.rewards.overlong_shaping=False",
+    "--config.rewards.right_above=0",  # every guess before the right one costs
 )
 MOODY = "--config.environment.name=tests.end_to_end.conversing:Moody"
 MOODS = {

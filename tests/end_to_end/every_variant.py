@@ -19,6 +19,7 @@ TALK = {
     "environment.turn_tokens": 3,
     "rollout.max_tokens": 18,
     "rewards.overlong_shaping": False,
+    "rewards.right_above": 0.0,
     "loss.credit": "turn",
 }
 CARRY = {"dynamic_sampling.enabled": True, "dynamic_sampling.surplus": "carry"}

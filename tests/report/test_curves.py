@@ -43,7 +43,9 @@ def test_held_out_accuracy_appears_once_there_is_an_evaluation(tmp_path):
     run_dir = log(tmp_path / "run", [{"step": 1, **FULL}])
     assert pixels(draw_curves(run_dir), HELD_OUT) == 0
     log(run_dir, [{"step": 1, **FULL, "eval/accuracy": 0.6}])
-    assert pixels(draw_curves(run_dir), HELD_OUT) > 0
+    accuracy = pixels(draw_curves(run_dir), HELD_OUT)
+    log(run_dir, [{"step": 1, **FULL, "eval/accuracy": 0.6, "eval/reward": 0.1}])
+    assert 0 < accuracy < pixels(draw_curves(run_dir), HELD_OUT), "the reward stands beside it"
 
 
 def test_killed_and_odd_runs_are_drawn_too(tmp_path):

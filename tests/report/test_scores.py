@@ -12,7 +12,7 @@ from rpg_jax.report import score_curve, scores
 def record(prompt_id, index, answer, verdict, tokens=4, finish="stop"):
     return {
         "prompt_id": prompt_id, "index": index, "reference": "7", "answer": answer, "verdict": verdict,
-        "tokens": tokens, "finish_reason": finish,
+        "tokens": tokens, "finish_reason": finish, "reward": 0.75 if verdict == "right" else 0.25,
     }  # fmt: skip
 
 
@@ -43,10 +43,12 @@ def test_every_score_has_an_error_over_problems_and_an_interval():
 
 
 def test_training_notes_the_same_scores():
-    noted, summary = scores.metrics(RECORDS), scores.summarise(RECORDS)["scores"]
+    noted, summary_of_all = scores.metrics(RECORDS), scores.summarise(RECORDS)
+    summary = summary_of_all["scores"]
     for name, score in (("mean_at_k", "Mean@4"), ("pass_at_k", "pass@4"), ("maj_at_k", "maj@4")):
         assert noted[name] == summary[score]["value"]
     assert noted["standard_error"] == summary["Mean@4"]["standard_error"]
+    assert noted["reward"] == summary_of_all["reward"] == (3 * 0.75 + 5 * 0.25) / 8
     assert noted["k"] == 4 and noted["completion_length"] == 37 / 8 and noted["truncated"] == 1 / 8
 
 
@@ -77,7 +79,12 @@ def test_the_page_has_a_row_for_every_problem_and_states_the_settings():
     assert "| AIME | 2 | Mean@4 | 0.3750 |" in page
     assert "| 0 | 7 | 2/4 | 7 | 0.50 | 4.0 | 0 |" in page
     assert "| 1 | 7 | 1/4 | 5\\|6 | 0.00 | 5.2 | 1 |" in page
-    assert "12.5 % cut off" in page and "1 timeout" in page and "| temperature | `1.0` |" in page
+    assert (
+        "12.5 % cut off" in page
+        and "mean reward 0.4375" in page
+        and "1 timeout" in page
+        and "| temperature | `1.0` |" in page
+    )
 
 
 def test_one_problem_has_no_standard_error():

@@ -27,7 +27,7 @@ def scored(reward, texts, **options):
 
 
 def test_a_function_is_called_here_and_its_failures_are_counted():
-    scores = scored({close: 2.0, "exact": 0.5}, ["4", "5", "?"])
+    scores = scored({close: 2.0, "exact": 0.5}, ["4", "5", "?"], accuracy="exact")
     assert scores.rewards.tolist() == [2.5, 1.0, 0.0] and scores.errors == {"error": 1}
     assert [*scores.parts] == [f"{HERE}:close", "exact"]
 
@@ -38,6 +38,54 @@ def test_a_failure_is_never_right_where_right_begins_below_zero():
 
     scores = scored(distance, ["4", "3", "?"], right_above=-0.5)
     assert scores.accuracy.tolist() == [1, 0, 0] and scores.failures == [None, None, "error"]
+
+
+def wellformed(completion, answer, prompt):
+    """0.1 for a whole number, 1 if it is right too."""
+    return 1.0 if completion == answer else 0.1 * completion.isdigit()
+
+
+def test_a_grade_that_decides_accuracy_is_refused_with_the_line_to_add():
+    texts = [*["5"] * 124, "4"]
+    line = r"decides accuracy, and its score 0\.1 is neither right \(1\) nor wrong .*: add --config.rewards.right_above"
+    with pytest.raises(ValueError, match=f"the reward '{HERE}:wellformed' {line}"):
+        scored(wellformed, texts)
+    named = scored(wellformed, texts, right_above=0.5)
+    assert named.rewards.mean() == pytest.approx(0.1072) and named.accuracy.mean() == pytest.approx(1 / 125)
+    assert scored(wellformed, texts, right_above=0.0).accuracy.mean() == 1.0, "who asks for it gets it"
+    assert scored({wellformed: 1.0, "exact": 0.0}, texts, accuracy="exact").accuracy.mean() == pytest.approx(1 / 125)
+
+
+@pytest.mark.parametrize("wrong", [0.0, -1.0])
+def test_verdicts_need_no_threshold(wrong, capsys):
+    scores = scored(lambda completion, answer, prompt: 1 if completion == answer else wrong, ["4", "5"])
+    assert scores.rewards.tolist() == [1, wrong] and scores.accuracy.tolist() == [1, 0] and not capsys.readouterr().err
+
+
+def test_a_rare_grade_is_noted_once_after_a_thousand_verdicts_and_in_a_run_that_goes_on(capsys):
+    weights, functions = rewards.named(wellformed)
+
+    def score(scorer, texts):
+        problems = [SimpleNamespace(prompt="", answer="4", source="s")] * len(texts)
+        return scorer(problems, texts, ["stop"] * len(texts), [1] * len(texts)).accuracy.tolist()
+
+    for begins, before in ((True, 1000), (False, 1)):
+        with rewards.make_scorer(weights, functions=functions, begins=begins) as scorer:
+            score(scorer, ["4"] * before)
+            assert [score(scorer, ["5", "4"]) for _ in range(3)] == [[0, 1]] * 3
+        said = capsys.readouterr().err
+        assert said.count("note: the reward") == 1 and "A score below 1 counts as wrong" in said
+    with rewards.make_scorer(weights, functions=functions) as scorer:
+        score(scorer, ["4"] * 999)
+        with pytest.raises(ValueError, match="neither right"):
+            score(scorer, ["5"])
+
+
+def test_what_dynamic_sampling_compares_is_the_reward_without_its_shaping_terms():
+    weights, how = {"exact": 1.0, wellformed: 0.5, "format": 0.25}, {"format": {"pattern": "number"}}
+    scores = scored(weights, ["4", "5", "x"], accuracy="exact", options=how)
+    assert scores.unshaped.tolist() == pytest.approx([1.5, 0.05, 0.0], rel=1e-6)  # f32
+    assert scores.rewards.tolist() == pytest.approx([1.75, 0.3, 0.0], rel=1e-6)
 
 
 def test_async_calls_run_together_where_a_loop_is_running_and_a_late_one_is_cancelled():

@@ -202,17 +202,14 @@ def test_a_judge_rewards_while_another_part_decides_accuracy(served):
     assert not rewards.needs_answers({"judge": 1.0}) and rewards.needs_answers(weights)
 
 
-def test_graded_scores_without_a_0_or_1_are_noted_once(served, capsys):
-    url, _ = served(lambda body, n: (200, {"scores": [0.25] * len(body["completions"])}))
-    options = {"judge": {"url": url, "kind": "score", "batch": 64}}
-    score(rewards.make_scorer("judge", options=options), [f"c{i}" for i in range(70)])
-    said = capsys.readouterr().err
-    assert "none of the first 70 scores of the reward 'judge' is exactly 0 or 1 (0.25 to 0.25)" in said
-    assert "which is 100% of them: set it, or name the part" in said
-    url, _ = served(lambda body, n: (200, {"scores": [0.25, 1.0] * 35}))
-    options = {"judge": {"url": url, "kind": "score", "batch": 70}}
-    score(rewards.make_scorer("judge", options=options), [f"c{i}" for i in range(70)])
-    assert not capsys.readouterr().err
+@pytest.mark.parametrize("weights", [{"judge": 1.0}, {"judge": 0.5, "exact": 0.5}])
+def test_a_judge_decides_accuracy_only_from_a_grade_on_that_somebody_names(weights):
+    options = {"judge": {"url": "http://x"}}
+    with pytest.raises(ValueError, match="reward 'judge' decides accuracy, and grades: add --config.rewards.right_abo"):
+        rewards.check(weights, options)
+    rewards.check(weights, options, right_above=0.0)
+    rewards.check({"exact": 1.0, **weights}, options)
+    rewards.check({**weights, "exact": 0.0}, options, accuracy="exact")
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,7 @@ def test_lists_of_different_lengths_are_refused():
 def test_an_environments_reward_is_the_sum_of_its_turns_and_failing_never_pays():
     paid = [SimpleNamespace(rewards=np.array(r, np.float32), error=e) for r, e in TURNS]
     arguments = [problem("1")] * 4, ["1", "2", "1", "1"], ["stop"] * 4, [1] * 4
-    with rewards.make_scorer({"environment": 2.0, "exact": 0.5}) as scorer:
+    with rewards.make_scorer({"environment": 2.0, "exact": 0.5}, right_above=0.0) as scorer:
         scores = scorer(*arguments, paid)
         assert scores.rewards.tolist() == [2.5, -1.0, 0.5, -0.5]
         assert scores.accuracy.tolist() == [1, 0, 0, 0]
@@ -103,7 +103,7 @@ def test_a_users_own_function_is_called_by_its_import_path(tmp_path, monkeypatch
     (tmp_path / "my_rewards.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     options = {"my_rewards:score": {"bonus": 0.5}}
-    with rewards.make_scorer({"my_rewards:score": 2.0}, options=options, workers=1) as scorer:
+    with rewards.make_scorer({"my_rewards:score": 2.0}, options=options, workers=1, right_above=0.5) as scorer:
         scores = scorer([SimpleNamespace(prompt="a", answer="b", source="s")], ["ab"], ["stop"], [2])
     assert scores.rewards.tolist() == [3.0] and scores.accuracy.tolist() == [1.0]
     with pytest.raises(ValueError, match="no function or class 'scored'"):

@@ -31,6 +31,8 @@ def resolved(**changes):
         ({"rewards.parts": "exact,format", "rewards.format": "numbr"}, "rewards.format='numbr': did you mean 'number'"),
         ({"rewards.parts": "exakt"}, "unknown reward 'exakt'; known: .*exact"),
         ({"rewards.parts": "format"}, "no verifier among"),
+        ({"rewards.parts": "exact,format", "rewards.accuracy": "format"}, "rewards.accuracy='format' must be a verif"),
+        ({"rewards.parts": "judge", "judge.url": "http://x"}, "decides accuracy, and grades: add --config.rewards.rig"),
         (
             {"rewards.parts": "environment"},
             "rewards.parts=environment is what an environment pays: set environment.name",

@@ -1,6 +1,7 @@
 """Dynamic sampling keeps exactly the informative groups, judged by raw accuracy, and accounts for all of them."""
 
 import collections
+import dataclasses
 import itertools
 import math
 
@@ -67,6 +68,12 @@ def test_without_dynamic_sampling_the_batch_is_taken_as_it_comes():
 def test_groups_are_judged_by_raw_accuracy_not_by_the_shaped_reward():
     assert not group(0, [1, 1], rewards=[1.0, 0.5]).informative
     assert group(0, [0, 1], rewards=[0.5, 0.5]).informative
+
+
+def test_grades_that_differ_are_informative_though_all_are_right_and_shaping_terms_are_not():
+    grades, equal = np.array([0.6, 0.9], np.float32), np.ones(2, np.float32)
+    assert dataclasses.replace(group(0, [1, 1]), unshaped=grades).informative
+    assert not dataclasses.replace(group(0, [1, 1], rewards=[1.0, 0.5]), unshaped=equal).informative
 
 
 def test_a_prompt_that_comes_round_again_within_a_step_is_generated_once():

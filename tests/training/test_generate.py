@@ -44,7 +44,7 @@ class FakeRollout:
 def scores(texts, errors=()):
     """The length of each text."""
     length = np.array([len(t) for t in texts], np.float32)
-    return Scores(length, np.ones(len(texts), np.float32), {"length": length}, dict(errors))
+    return Scores(length, -length, np.ones(len(texts), np.float32), {"length": length}, dict(errors))
 
 
 def generator(rollout, scorer, seed=0, **options):
