@@ -4,9 +4,12 @@ import functools
 import gzip
 import itertools
 import re
+import subprocess
 from collections.abc import Callable, Sequence
 
-from rpg_jax.report.seeds import Mean, mean, paired_difference, pooled
+import pytest
+
+from rpg_jax.report.seeds import Mean, mean, over_starts, paired_difference, pooled
 from rpg_jax.reproduction import path_records, path_runs, result_files, tables
 from rpg_jax.reproduction.path_experiments import BASELINE, NO_KL
 from rpg_jax.runs.config_files import ROOT
@@ -15,6 +18,7 @@ DATA = ROOT / "docs" / "tables" / "data"
 EVIDENCE, README = "docs/evidence.md", "README.md"
 TOKEN, K1, K3 = "per token: URKL", "per token (Tunix): k₁", "per token (GRPO): k₃"
 STALE, TO_GO = "sequence, stale log r (KL in the reward), weight w: URKL", "to-go, weight w: URKL"
+OWN, STANDARDISED = "RPG-REINFORCE-URKL", "RPG-REINFORCE-URKL, DAPO's advantage"
 RPG = tables.TABLES["reasoning"].pooled["the eight RPG rows"]
 
 
@@ -57,6 +61,11 @@ def of(values: dict[int, float]) -> Mean:
 def points(table: str, row: str, other: str = "DAPO", what: str = "training") -> Mean:
     values = scores(table, what)
     return paired_difference(values[row], values[other])
+
+
+def starts(row: str, other: str = "DAPO", what: str = "training") -> Mean:
+    """A row minus another over three starts, each the mean of its seeds."""
+    return over_starts(scores("starts", what), *([f"{name}, start {n}" for n in range(3)] for name in (row, other)))
 
 
 def eight(table: str, what: str = "training") -> Mean:
@@ -166,6 +175,7 @@ def claims() -> dict[str, tuple]:
     ]
     lengths = {row: [beyond(row)] + [beyond(row, experiment="lengths", length=n) for n in (12, 30)]
                for row in (TOKEN, TO_GO, STALE, K3)}  # fmt: skip
+    pairs = (STANDARDISED, OWN), (STANDARDISED, "DAPO"), (OWN, "DAPO")
     rows, ablated = list(RPG), scores("reasoning-ablations")
 
     def ablation(row: str, other: str = "as published") -> Mean:
@@ -182,7 +192,9 @@ def claims() -> dict[str, tuple]:
         "at β = 0.5 this is not resolved ({})": (signed(reward_at_equal_kl(K3, 0.5), 3),),
         # 6,400 updates.
         "With four times the updates, 6,400, it ends {} below the best possible": (size(of(end(BASELINE, **longer))),),
-        "per token {} more, to-go {} more": (size(beyond(TOKEN, **many)), size(beyond(TO_GO, **longer))),
+        "per token {} more, at its own best β of {} {} more, to-go {} more": (
+            size(beyond(TOKEN, **many)), f"{own_best(TOKEN, 'longer, per token')[0]:g}",
+            size(own_best(TOKEN, "longer, per token")[1]), size(beyond(TO_GO, **longer))),
         "stale {} more, k₃ {} more at the same β and {} at its own best, {}": (
             size(beyond(STALE, **longer)), size(beyond(K3, **many)),
             size(own_best(K3, "longer, per token")[1]), f"{own_best(K3, 'longer, per token')[0]:g}"),
@@ -204,7 +216,7 @@ def claims() -> dict[str, tuple]:
         # Stale.
         "with 32 updates a batch it loses {}": (size(beyond(STALE, experiment="updates", updates_a_batch=32)),),
         "with 8 the loss of {} is not resolved": (size(beyond(STALE)),),
-        "{} with one update a batch": (size(beyond(STALE, experiment="updates", updates_a_batch=1)),),
+        "{} is that of their learning rates": (size(beyond(STALE, experiment="updates", updates_a_batch=1)),),
         "to-go is {} behind": (size(beyond(TO_GO)),),
         # A wrong verifier.
         "k₃ has {} fewer right completions at β = 0.1 and {} at 0.2": (
@@ -222,6 +234,13 @@ def claims() -> dict[str, tuple]:
         "Held out it is not resolved ({}, and a difference of {} would have been seen)": (
             signed(eight("reasoning", "held out")), f"{eight('reasoning', 'held out').detectable:.1f}"),
         "on short sums neither ({}, {})": (signed(eight("small")), f"{eight('small').detectable:.1f}"),
+        # Three starts.
+        "RPG-REINFORCE-URKL with DAPO's advantage is {} points from the same row with its own": (
+            signed(starts(STANDARDISED, OWN)),),
+        "{} from DAPO": (signed(starts(STANDARDISED)),),
+        "the row as it is {}": (signed(starts(OWN)),),
+        "Held out nothing is resolved ({}, {} and {})": tuple(signed(starts(*pair, "held out")) for pair in pairs),
+        "DAPO ends at {} %": (each([of(scores("starts")[f"DAPO, start {n}"]) for n in range(3)], 1),),
         # What matters there.
         "truncating the ratio without stopping the gradient leaves {} %, where the row has {}": (
             size(of(ablated["clip truncate"]), 1), size(of(ablated["as published"]), 1)),
@@ -229,8 +248,6 @@ def claims() -> dict[str, tuple]:
         "With a reference that moves, β of 0, 0.001, 0.01 and 0.1 is {} from 1e-4": (
             ", ".join(signed(ablation(f"β = {b}")) for b in ("0", "0.001", "0.01", "0.1")),),
         "with a fixed one β = 0.1 costs {} points": (size(ablation("β = 0.1, fixed"), 1),),
-        "λ of 0.5, 0.9 and 1 is {} from λ = 0": (", ".join(
-            signed(ablation(f"β = 0.1, fixed, λ = {x}", "β = 0.1, fixed")) for x in ("0.5", "0.9", "1")),),
         "GRPO is {} points behind DAPO at equal updates and {} ahead at equal completions": (
             size(points("reasoning", "GRPO"), 1), size(at_equal_completions("reasoning", "GRPO"), 1)),
         "MaxRL {} behind and {} ahead": (
@@ -283,3 +300,35 @@ def test_the_numbers_by_exact_sums_are_those_of_the_laboratory():
     exact, token = (cell("estimators.md", row, 11) for row in ("sequence, weight W | RKL, URKL", "per token | URKL"))
     assert f"{exact} times the mean gradient at a drift of 0.1 nats, where URKL per token has {token}" in text
     assert {cell("estimators.md", "sequence, weight W | RKL, URKL", n) for n in (3, 4, 5, 6)} == {"0"}
+
+
+def test_a_held_out_score_of_512_problems_is_known_to_3_points():
+    rows = result_files.load(DATA / "starts.json.gz").rows()
+    runs = [run for by_seed in rows.values() for run in by_seed.values()]
+    errors = [run.evaluations()["held out"][-1]["standard_error"] for run in runs]
+    assert len(errors) == 27 and 1.96 * max(errors) < 0.03
+
+
+def test_runs_of_a_commit_that_is_not_here_were_made_again_to_the_last_digit():
+    kept, again = (result_files.load(DATA / f"{name}.json.gz").rows() for name in ("reasoning", "starts"))
+    for row, seed in itertools.product(("DAPO", OWN), range(3)):
+        old, new = kept[row][seed], again[f"{row}, start 0"][seed]
+        assert old.versions["commit"].startswith("ed295bd") and new.versions["commit"].startswith("7855e35")
+        for metric in ("entropy", "clip_fraction", "groups_generated"):
+            assert [r[metric] for r in old.trained] == [r[metric] for r in new.trained], (row, seed, metric)
+
+
+def test_kept_runs_name_commits_of_this_repository():
+    """But for one, whose runs were made again: see above."""
+    shallow = subprocess.run(["git", "rev-parse", "--is-shallow-repository"], cwd=ROOT, capture_output=True)
+    if shallow.stdout != b"false\n":
+        pytest.skip("needs the whole history")
+    named = {run.versions["commit"] for path in DATA.glob("*.json.gz") for run in result_files.load(path).all_runs()}
+    kept = path_runs.read(gzip.decompress((DATA / "objective.jsonl.gz").read_bytes()).decode())
+    named |= {code["commit"] for code in kept.code}
+
+    def absent(commit: str) -> bool:
+        asked = ["git", "merge-base", "--is-ancestor", commit, "HEAD"]
+        return subprocess.run(asked, cwd=ROOT, capture_output=True).returncode != 0
+
+    assert [commit[:7] for commit in sorted(named) if absent(commit)] == ["ed295bd"]

@@ -42,6 +42,7 @@ def text(kept: Kept) -> str:
         "lengths": _lengths,
         "wrong verifier": _wrong,
         "others": _others,
+        "longer": _longer,
     }
     for name, section in sections.items():
         parts += section(found) if found.has(name) else ()
@@ -231,6 +232,34 @@ def _others(found: Runs) -> tuple[str, ...]:
         "compared with the first row.",
         markdown.table(head, rows, numbers=range(2, len(head))),
     )
+
+
+def _longer(found: Runs) -> tuple[str, ...]:
+    """Runs of more updates: regrets, and J at the middle β of the rows that were trained with other β too."""
+    head = ["loss", "KL term", "regret, 1,600 updates", "6,400", "6,400 against the first row"]
+    head += [f"J at β = {MIDDLE:g} against the first row, trained with β = {b:g}" for b in found.kl_coefs("strengths")]
+    base, rows = found.get("longer", BASELINE), []
+    for name in ("longer", "longer, per token"):
+        for row in found.rows(name):
+            runs = found.get(name, row)
+            cells = [_text(_of(found.get("strengths", row), own_regret)), _text(_of(runs, own_regret))]
+            for beta in found.kl_coefs("strengths"):
+                trained = found.get(name, row, beta)
+                shown = trained and row != BASELINE
+                change = paired_difference(_of(trained, _middle_j), _of(base, _middle_j)) if shown else None
+                cells.append(_mean_text(change, sign="+") if change else "")
+            rows.append([*_names(row), *cells[:2], _against(runs, base), *cells[2:]])
+    return (
+        "## Longer runs",
+        f"6,400 updates instead of 1,600, each row at the best of the same three rates for so many. β = {MIDDLE:g}, 8 "
+        "updates a batch, fixed reference.",
+        markdown.table(head, rows, numbers=range(2, len(head))),
+    )
+
+
+def _middle_j(record: Record) -> float:
+    """J at β = `MIDDLE` of a run that was trained with any β."""
+    return record["reward"] - MIDDLE * record["kl"]
 
 
 def _rates(found: Runs) -> tuple[str, ...]:
