@@ -199,6 +199,7 @@ class Batch:
       behaviour_logprobs: f32[B, C], log π_old, recomputed by the trainer before the first update.
       ref_logprobs: f32[B, C], log π_ref; equal to `behaviour_logprobs` where the two policies coincide.
       advantages: f32[B, C].
+      kl_baseline: f32[B, C], the part of `advantages` that is the KL's own baseline; None where there is none.
       rewards: f32[B, C], what each token was paid; a learned baseline reads it.
       values: f32[B, C], of a learned baseline before the first update.
       returns: f32[B, C], the targets of the learned baseline.
@@ -209,6 +210,7 @@ class Batch:
     behaviour_logprobs: jax.Array | None = None
     ref_logprobs: jax.Array | None = None
     advantages: jax.Array | None = None
+    kl_baseline: jax.Array | None = None
     rewards: jax.Array | None = None
     values: jax.Array | None = None
     returns: jax.Array | None = None

@@ -2,10 +2,12 @@
 
 Every metric is a pair of f32 scalars (f64 for f64 inputs): (sum, weight) over unmasked tokens. `merge` adds the pairs
 of micro-batches and devices, then `divided` divides once. Under keys that end in `_max` the pair is (value, 1), and
-`merge` takes the maximum. No gradient.
+`merge` takes the maximum. Under keys that end in `_share` it is two sums of squares, and `divided` takes the root of
+their quotient: a quotient of norms. No gradient.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -81,11 +83,14 @@ def merge(parts: Sequence[Metrics]) -> Metrics:
 
 
 def divided(metrics: Mapping[str, tuple[jax.Array, jax.Array]]) -> dict[str, float]:
-    """Each (sum, weight) divided, as floats on the host; a weight of 0 gives 0. `_max` entries are values already.
+    """Each (sum, weight) divided, as floats on the host; a weight of 0 gives 0.
+
+    `_max` entries are values already, of `_share` entries it is the root.
 
     Call it once, after `merge` has summed over micro-batches: a mean of quotients depends on the split.
     """
-    return {
-        name: float(total) if name.endswith("_max") else float(total) / max(float(weight), 1e-9)
-        for name, (total, weight) in jax.device_get(dict(metrics)).items()
-    }
+    values = {}
+    for name, (total, weight) in jax.device_get(dict(metrics)).items():
+        quotient = float(total) if name.endswith("_max") else float(total) / max(float(weight), 1e-9)
+        values[name] = math.sqrt(quotient) if name.endswith("_share") else quotient
+    return values

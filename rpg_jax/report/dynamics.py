@@ -16,6 +16,7 @@ DYNAMICS = (
     *PANELS,
     *CONVERSATION_PANELS,
     Panel("Sampler–trainer gap", "nats per token, mean of absolute values", "sampler_gap"),
+    Panel("KL term's share of the gradient", "%, by norms over trained tokens", "kl_gradient_share", 100),
     Panel("Gradient norm", "before it is clipped", "grad_norm"),
     Panel("Learning rate", "of the step's last update", "learning_rate"),
     Panel("Speed", "completion tokens per second", "tokens_per_second"),

@@ -20,6 +20,7 @@ DYNAMICS = {
     "KL to the behaviour policy, millinats per token": ("behaviour_forward_kl_k1", 1000),
     "Completion length, tokens": ("completion_length", 1),
     "Clipped tokens, %": ("clip_fraction", 100),
+    "KL term's share of the gradient, %": ("kl_gradient_share", 100),
 }
 
 Record = dict[str, Any]

@@ -168,7 +168,8 @@ def _gap(logprobs: jax.Array, sampler_logprobs: jax.Array, mask: jax.Array) -> M
 def add_advantages(a: Algorithm, batch: Packed, state: TrainState) -> Packed:
     """Adds advantages: from the rewards of a group or batch, or from a critic's values of the tokens."""
     if a.advantages is not None:
-        return batch.add(advantages=batch.packing.scatter(a.advantages(batch)))
+        columns = a.advantages(batch)
+        return batch.add(**{name: batch.packing.scatter(values) for name, values in columns.items()})
     assert a.programs.baseline is not None and a.token_rewards is not None, "without advantages there is a critic"
     batch = batch.add(rewards=batch.packing.scatter(a.token_rewards(batch.groups)))
     advantages, returns, values = zip(*(a.programs.baseline(state.weights, b) for b in batch.batches), strict=True)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,12 +22,39 @@ LossFn = Callable[[jax.Array, Batch], tuple[jax.Array, jax.Array, Metrics]]
 
 @functools.lru_cache(maxsize=128, typed=True)
 def policy_loss_fn(name: str, **hyperparameters: Any) -> LossFn:
-    """`losses.policy_loss` of the columns of a batch; the same for equal arguments, as `mean_fn`."""
+    """`losses.policy_loss` of the columns of a batch, with the metric of `kl_share`; the same for equal arguments."""
+    kl_coef = hyperparameters.get("kl_coef", 1.0) if "kl_coef" in losses.LOSSES[name].hyperparameters else 0.0
+    regularized = isinstance(kl_coef, jax.Array) or kl_coef > 0
 
     def loss(logprobs: jax.Array, batch: Batch):
-        return losses.policy_loss(name, logprobs=logprobs, **batch.loss_inputs, **hyperparameters)
+        total, weight, metrics = losses.policy_loss(name, logprobs=logprobs, **batch.loss_inputs, **hyperparameters)
+        return total, weight, metrics | (kl_share(name, logprobs, batch, **hyperparameters) if regularized else {})
 
     return loss
+
+
+def kl_share(name: str, logprobs: jax.Array, batch: Batch, **hyperparameters: Any) -> Metrics:
+    """The KL term's share of the gradient, the metric `kl_gradient_share`; no gradient.
+
+        ‖g − g₀‖ / ‖g‖,   g = ∂(Σ loss)/∂ log π_θ of every trained token, g₀ = the same at β = 0
+
+    The norms are over the trained tokens. g₀ lacks the KL's baseline too, where advantages hold one. A clip may take
+    another branch at β = 0; the difference counts to the KL. The entropy bonus and the critic's loss are not in g. The
+    gradient of the weights is Σ_t g_t ∇log π_θ(a_t): tokens add up there, so its own share is larger where the KL's
+    parts agree more than the rewards' do.
+    """
+    # Behind the barrier the compiler cannot fuse this with the loss that is trained, whose bits stay as they are.
+    given = jax.lax.stop_gradient(logprobs), batch.loss_inputs, batch.kl_baseline
+    logprobs, inputs, baseline = jax.lax.optimization_barrier(given)
+    of_rewards = inputs["advantages"] if baseline is None else inputs["advantages"] - baseline
+
+    def total(logprobs: jax.Array, **changed: Any) -> jax.Array:
+        return losses.policy_loss(name, **inputs | {"logprobs": logprobs} | changed)[0]
+
+    whole = jax.grad(total)(logprobs, **hyperparameters)
+    part = whole - jax.grad(total)(logprobs, **hyperparameters | {"advantages": of_rewards, "kl_coef": 0.0})
+    squares = (masking.masked_sum(jnp.square(x), inputs["mask"]) for x in (part, whole))
+    return {"kl_gradient_share": (next(squares), next(squares))}
 
 
 @functools.lru_cache(maxsize=128, typed=True)
@@ -36,8 +63,11 @@ def mean_fn(aggregate: str, constant_length: int | None) -> losses.Mean:
     return lambda values, batch: losses.aggregate(values, batch, aggregate, constant_length)
 
 
-Advantages = Callable[[RolloutBatch[Group]], np.ndarray | list[list[np.ndarray]]]
-"""A batch with its log-probs -> for each prompt and completion a number, or f32[n], one a token."""
+Advantages = Callable[[RolloutBatch[Group]], Mapping[str, np.ndarray | list[list[np.ndarray]]]]
+"""A batch with its log-probs -> its columns `advantages` and, for RPG of completions, `kl_baseline`.
+
+A column has for each prompt and completion a number, or f32[n], one a token.
+"""
 
 
 def advantages_fn(
@@ -51,7 +81,8 @@ def advantages_fn(
 ) -> Advantages:
     """Advantages from the rewards of a batch; `part_weights` are those of the rewards' parts.
 
-    For RPG of completions they hold the leave-one-out baseline of the KL too: micro-batches may split a group.
+    For RPG of completions they hold the leave-one-out baseline of the KL too, which is the column `kl_baseline`:
+    micro-batches may split a group.
 
     Args:
       credit: "completion", or "turn" for advantages of turns (`losses.turn_advantages` of `credit.returns`).
@@ -74,16 +105,17 @@ def advantages_fn(
         found = losses.advantages(advantage, rewards, lengths=trained, counted=counted_of(batch), **of_parts)
         return np.asarray(found)
 
-    def advantages(batch: RolloutBatch[Group]) -> np.ndarray | list[list[np.ndarray]]:
+    def advantages(batch: RolloutBatch[Group]) -> Mapping[str, np.ndarray | list[list[np.ndarray]]]:
         result = of_rewards(batch)
         if loss != "rpg" or hyperparameters.get("level", "token") != "sequence":
-            return result
+            return {"advantages": result}
         log_ratios = [b.known("behaviour_logprobs") - b.known("ref_logprobs") for b in batch.batches]
         sums = np.array([[np.sum(x) for x in own] for own in batch.of_sampled(log_ratios)], np.float32)
         baseline = np.asarray(losses.kl_baseline(jnp.asarray(sums), counted=counted_of(batch), **hyperparameters))
         if isinstance(result, np.ndarray):
-            return result + baseline
-        return [[x + b for x, b in zip(*pair, strict=True)] for pair in zip(result, baseline, strict=True)]
+            return {"advantages": result + baseline, "kl_baseline": baseline}
+        both = [[x + b for x, b in zip(*pair, strict=True)] for pair in zip(result, baseline, strict=True)]
+        return {"advantages": both, "kl_baseline": baseline}
 
     return advantages
 

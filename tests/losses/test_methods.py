@@ -298,3 +298,36 @@ def test_a_row_is_a_loss_that_can_be_computed(name, batch):
 def test_an_unknown_method_names_the_known_ones_and_the_closest():
     with pytest.raises(ValueError, match="Did you mean 'RPG-REINFORCE-URKL'.*GRPO, GRPO-DeepSeekMath, DAPO"):
         get_method("RPG-REINFORCE-URLK")
+
+
+def test_the_eight_rpg_rows_are_ppos_clip_with_group_means_to_two_in_ten_thousand(x64):
+    """At their β of 1e-4 with the reference at π_old, and log-ratios as in training: 0.08 in the mean.
+
+    A token's KL gradient is about β = 1e-4 for fkl and rkl, the same for every token, which is noise: E[∇log π] = 0. It
+    is about β |log w| for ufkl and urkl. The advantages are of order one. So 2e-4 and 2e-5 of the gradient.
+    """
+    rng, size = np.random.default_rng(0), 16
+    rewards = np.where(rng.random((64, size)) < rng.random((64, 1)), 1.0, -1.0)
+    rewards = rewards[np.ptp(rewards, axis=1) > 0]  # dynamic sampling
+    old = -rng.exponential(0.5, (rewards.size, 30))
+    log_w = rng.normal(0, 0.1, old.shape)  # the mean of its absolute values is 0.08
+    arrays = dict(behaviour_logprobs=old, advantages=advantages("group_mean", rewards).ravel())
+
+    def gradient(method, **options):
+        def loss(logprobs):
+            total, weight, _ = policy_loss(
+                method.loss, logprobs=logprobs, mask=np.ones_like(old), aggregate=method.aggregate, **arrays, **options
+            )
+            return total / weight
+
+        return np.asarray(jax.grad(loss)(old + log_w))
+
+    ppo = gradient(METHODS["DAPO"], **METHODS["DAPO"].hyperparameters)
+    rows = {f"{kind}-{d}" for kind in ("RPG", "RPG-REINFORCE") for d in ("FKL", "UFKL", "RKL", "URKL")}
+    assert all(METHODS[row].advantage == "group_mean" and METHODS[row].reference == "every" for row in rows)
+    for row in rows:
+        difference = gradient(METHODS[row], **METHODS[row].hyperparameters) - ppo
+        distance = np.linalg.norm(difference) / np.linalg.norm(ppo)
+        normalised = row.endswith("-FKL") or row.endswith("-RKL")
+        assert distance < (2e-4 if normalised else 2e-5), row
+        assert distance > 1e-6, row

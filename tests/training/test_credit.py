@@ -123,8 +123,8 @@ def test_where_the_last_turn_alone_pays_a_turn_has_the_advantage_of_its_completi
     talks = [conversation([0] * n + [1, 0], x) for n, x in enumerate(pays, start=1)]
     groups = [group_of(*talks, rewards=np.float32([0.9, 0.1, 0.9, i])) for i in range(3)]
     batch = data.pack(groups, data.RowShape(12, 9, 8))
-    turns = advantages_fn(advantage, "ppo", credit="turn", environment_weight=0.7)(batch)
-    whole = advantages_fn(advantage, "ppo")(batch)
+    turns = advantages_fn(advantage, "ppo", credit="turn", environment_weight=0.7)(batch)["advantages"]
+    whole = advantages_fn(advantage, "ppo")(batch)["advantages"]
     for a, b in zip(batch.packing.scatter(turns), batch.packing.scatter(whole), strict=True):
         np.testing.assert_array_equal(a, b)
 
@@ -134,8 +134,8 @@ def test_the_kls_baseline_is_in_the_advantages_of_turns_too():
     batch = data.pack([GROUP], data.RowShape(3, 9, 8))
     one, zero = np.ones((3, 8), np.float32), np.zeros((3, 8), np.float32)
     batch = batch.add(behaviour_logprobs=[zero], ref_logprobs=[one])
-    plain = advantages_fn("leave_one_out", "rpg", **options | {"level": "token"})(batch)
-    found = advantages_fn("leave_one_out", "rpg", **options)(batch)
+    plain = advantages_fn("leave_one_out", "rpg", **options | {"level": "token"})(batch)["advantages"]
+    found = advantages_fn("leave_one_out", "rpg", **options)(batch)["advantages"]
     sampled = np.float32([[5, 2, 2]])
     expected = np.asarray(losses.kl_baseline(-sampled, divergence="rkl", kl_coef=0.3, level="sequence"))[0]
     for a, b, baseline in zip(found[0], plain[0], expected, strict=True):
