@@ -126,7 +126,8 @@ def assert_same(result, expected):
     for name, (total, weight) in expected[1].items():
         np.testing.assert_allclose(metrics[name][0], total, rtol=1e-4, atol=1e-4, err_msg=name)
         if not name.endswith("_max") and not name.startswith("grad_norm"):
-            np.testing.assert_allclose(metrics[name][1], weight, err_msg=name)
+            rtol = 1e-4 if name.endswith("_share") else 1e-7  # a sum of f32, and not a count
+            np.testing.assert_allclose(metrics[name][1], weight, rtol=rtol, err_msg=name)
 
 
 def largest_difference(a, b):
