@@ -16,7 +16,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rpg_jax import models, parallel
 from rpg_jax.models.embedding import lookup
-from rpg_jax.models.lora import adapter_axes
+from rpg_jax.models.lora import adapter_axes, init_adapters
 from rpg_jax.training.critic import Critic
 from rpg_jax.training.policy_logprobs import completion_hidden, token_logprobs
 from rpg_jax.types import Rows
@@ -58,7 +58,7 @@ def model_of(name, lora=False):
     value = {"weight": jnp.sin(jnp.arange(16.0)), "bias": jnp.float32(0.1)}
     if not lora:
         return graphdef, None, (params, {"value": value})
-    adapters = jax.tree.map(lambda x: x + 0.1, models.init_adapters(MODELS[name], LORA, seed=2))
+    adapters = jax.tree.map(lambda x: x + 0.1, init_adapters(MODELS[name], LORA, seed=2))
     return graphdef, models.Base(params, LORA.scale), (adapters, {"value": value})
 
 
