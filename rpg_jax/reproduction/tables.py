@@ -43,7 +43,7 @@ _REASONING = (
     *("KL-in-reward", *(name for name in METHODS if name.startswith("RPG-") and "SEQ" not in name)),
 )
 # At β = 1e-4, with the behaviour policy as the reference, these are PPO's clip on group-mean advantages to 2e-4 of the
-# gradient (tests/losses/test_one_algorithm.py).
+# gradient (tests/losses/test_methods.py).
 _ONE_ALGORITHM = {"the eight RPG rows": [name for name in METHODS if name.startswith("RPG-") and "SEQ" not in name]}
 _TO_GO = {f"{name}, to-go": name for name in _REASONING if "-REINFORCE-" in name}
 # Of "starts": three warm starts by one recipe, and two methods with each other's advantage.
