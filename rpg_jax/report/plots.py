@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:  # matplotlib takes a second to import: a run loads it when it draws
@@ -41,3 +42,8 @@ def png(figure: Figure) -> bytes:
     image = io.BytesIO()
     FigureCanvasAgg(figure).print_png(image)
     return image.getvalue()
+
+
+def legend_columns(labels: Sequence[str], width: float) -> int:
+    """The columns of a legend in `width` inches: a letter of size 9 takes 0.075, a handle with its gaps 0.6."""
+    return max(1, min(len(labels), int(width / (0.6 + 0.075 * max(map(len, labels), default=0)))))

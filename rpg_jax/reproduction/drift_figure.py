@@ -41,7 +41,8 @@ def draw_drift(rows: Mapping[str, Runs], sets: Sequence[str]) -> bytes | None:
     for ax in axes[-1]:
         ax.set_xlabel("step", color=plots.MUTED, fontsize=9)
     handles, labels = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6), frameon=False, fontsize=9)
+    columns = plots.legend_columns(labels, figure.get_figwidth())
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
     return plots.png(figure)
 
 

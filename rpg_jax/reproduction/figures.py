@@ -160,7 +160,8 @@ def _band(ax: Axes, curves: Iterable[Mapping[int, float]], scale: float, colour:
 
 def _legend(figure: Figure) -> None:
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False, fontsize=9)
+    columns = plots.legend_columns(labels, figure.get_figwidth())
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
 
 
 def _label(ax: Axes, title: str, below: str) -> None:
