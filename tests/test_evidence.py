@@ -191,13 +191,12 @@ def claims() -> dict[str, tuple]:
             each([reward_at_equal_kl(K3, b) for b in (0.02, 0.05, 0.1, 0.2)]),),
         "at β = 0.5 this is not resolved ({})": (signed(reward_at_equal_kl(K3, 0.5), 3),),
         # 6,400 updates.
-        "With four times the updates, 6,400, it ends {} below the best possible": (size(of(end(BASELINE, **longer))),),
-        "per token {} more, at its own best β of {} {} more, to-go {} more": (
-            size(beyond(TOKEN, **many)), f"{own_best(TOKEN, 'longer, per token')[0]:g}",
-            size(own_best(TOKEN, "longer, per token")[1]), size(beyond(TO_GO, **longer))),
-        "stale {} more, k₃ {} more at the same β and {} at its own best, {}": (
-            size(beyond(STALE, **longer)), size(beyond(K3, **many)),
-            size(own_best(K3, "longer, per token")[1]), f"{own_best(K3, 'longer, per token')[0]:g}"),
+        "With four times the updates the KL of completions ends {} below the best possible": (
+            size(of(end(BASELINE, **longer))),),
+        "per token loses {} more, or {} at its own best β": (
+            size(beyond(TOKEN, **many)), size(own_best(TOKEN, "longer, per token")[1])),
+        "to-go {}, KL in the reward {}": (size(beyond(TO_GO, **longer)), size(beyond(STALE, **longer))),
+        "k₃ {}, or {} at its own best β": (size(beyond(K3, **many)), size(own_best(K3, "longer, per token")[1])),
         # Lengths.
         "With 5, 12 and 30 tokens per token loses {}": (each(lengths[TOKEN]),),
         "to-go {} (5, 12, 30)": (each(lengths[TO_GO]),),
@@ -217,7 +216,7 @@ def claims() -> dict[str, tuple]:
         "with 32 updates a batch it loses {}": (size(beyond(STALE, experiment="updates", updates_a_batch=32)),),
         "with 8 the loss of {} is not resolved": (size(beyond(STALE)),),
         "{} is that of their learning rates": (size(beyond(STALE, experiment="updates", updates_a_batch=1)),),
-        "to-go is {} behind": (size(beyond(TO_GO)),),
+        "ends {} behind the form of completions": (size(beyond(TO_GO)),),
         # A wrong verifier.
         "k₃ has {} fewer right completions at β = 0.1 and {} at 0.2": (
             size(beyond(K3, "right", "wrong verifier")), size(beyond(K3, "right", "wrong verifier", kl_coef=0.2))),
