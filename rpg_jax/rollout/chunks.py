@@ -65,16 +65,18 @@ class Planner:
     def plan(self, request: Request) -> tuple[list[list[Row]], list[Chunk]]:
         """Rows [P][G] in the order of the prompts, and chunks in the request's order.
 
-        A prompt that is done has no rows, but its place in a chunk; a chunk without rows is left out.
+        A prompt that is done has no rows, but its place in a chunk; a chunk without rows is left out. Where no group is
+        wanted there are no rows.
 
         Raises:
           ValueError: the engine cannot serve the request.
         """
         request.check_fits(capacity=self._decoding.capacity, vocab_size=self._vocab_size)
+        done = range(len(request.prompts)) if request.enough == 0 else request.done
         groups = [
             [
                 Row(prompt, request.counters(place, index), request.sampling, place, environment=request.environment)
-                for index in range(0 if place in request.done else request.group_size)
+                for index in range(0 if place in done else request.group_size)
             ]
             for place, prompt in enumerate(request.prompts)
         ]

@@ -63,9 +63,10 @@ class Request:
       group_size: completions of each prompt.
       sampling: for all of them.
       seed, step: counters of the random keys, used modulo 2^32.
-      enough: the number of groups that are wanted; None for all. The first groups to be complete are kept, which
-        favours short completions. The others are cancelled and come back empty. Which groups are first depends on the
-        driver and its slots, and with "orchestrator" on timing too.
+      enough: the number of groups that are wanted; None for all. 0, for none, is the part of a host where fewer groups
+        are wanted than there are hosts. The first groups to be complete are kept, which favours short completions. The
+        others are cancelled and come back empty. Which groups are first depends on the driver and its slots, and with
+        "orchestrator" on timing too.
       done: places of prompts whose groups the caller already has. They come back empty and are not sampled; other
         prompts run in programs of the same shapes as if they were. Not together with `enough`.
       on_group: receives each kept group once, as soon as it is complete. Other threads wait while it runs, so it should
@@ -92,8 +93,8 @@ class Request:
 
     def __post_init__(self):
         stop, prompts = self.sampling.stop_token_ids, len(self.prompts)
-        if self.enough is not None and not 0 < self.enough <= prompts:
-            raise ValueError(f"enough must be from 1 to {prompts}, the number of prompts, got {self.enough}")
+        if self.enough is not None and not 0 <= self.enough <= prompts:
+            raise ValueError(f"enough must be from 0 to {prompts}, the number of prompts, got {self.enough}")
         if self.done and self.enough is not None:
             raise ValueError(f"done={sorted(self.done)} cannot be together with enough={self.enough}")
         if len(self.prompt_ids) != prompts:

@@ -52,7 +52,7 @@ class JournaledRollout(Rollout):
         self._own.close()
 
     def generate(self, request: Request) -> list[list[Completion]]:
-        keys, wanted = self._keys(request), request.enough or len(request.prompts)
+        keys, wanted = self._keys(request), len(request.prompts) if request.enough is None else request.enough
         found, elsewhere = self._journal.find(keys), frozenset[int]()
         if self.split is Split.TOGETHER:
             found = self._found_by_all(found)

@@ -38,8 +38,8 @@ class SimpleRollout(Rollout):
     def generate(self, request: Request) -> list[list[Completion]]:
         request.check_one_turn("the simple driver")
         request.check_fits(**self._limits)
-        if not request.prompts:
-            return []
+        if not request.prompts or request.enough == 0:
+            return [[] for _ in request.prompts]
         prompts, sampling, step, group_size = request.prompts, request.sampling, request.step, request.group_size
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         tokens = np.zeros((len(prompts), power_of_two(int(lengths.max()))), np.int32)

@@ -114,6 +114,7 @@ def test_with_enough_the_journal_serves_once_it_has_all_that_are_wanted(tmp_path
     assert process(tmp_path, some)[1:] == ([10, 11, 12], [0, 1, 2])
     groups, sampled, told = process(tmp_path, replace(REQUEST, enough=2))
     assert sampled == [] and told == [0, 1] and groups[2:] == [[], []]
+    assert process(tmp_path, replace(REQUEST, enough=0)) == ([[]] * 4, [], [])
 
 
 def test_hosts_that_sample_together_use_what_all_of_them_have_found_and_keep_every_nth_group(tmp_path, monkeypatch):

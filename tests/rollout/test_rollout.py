@@ -427,6 +427,9 @@ def test_of_more_groups_than_needed_the_first_are_kept_and_the_others_cancelled(
         ends = [max(len(c.tokens) for c in group) for group in expected]
         assert kept == sorted(sorted(range(10), key=lambda i: ends[i])[:6])
     assert is_same(sampler.generate(work), expected)
+    told = []
+    none = replace(work, enough=0, on_group=lambda place, _: told.append(place))
+    assert sampler.generate(none) == [[]] * 10 and not told, "a host whose share of the wanted groups is empty"
 
 
 def test_cancelled_groups_leave_their_slots_before_the_call_returns(build, work, monkeypatch):

@@ -201,3 +201,25 @@ def test_each_process_scores_what_it_took_and_all_have_all_groups_in_order(monke
     others[:] = [json.dumps([{}, []]).encode(), groups_to_bytes([])]
     generate(problems, step=1, enough=3)
     assert shares == [(3, 2)]
+
+
+@pytest.mark.parametrize("split", [Split.SHARE, Split.TAKEN])
+def test_a_host_without_a_share_of_the_wanted_groups_asks_for_none_and_gets_those_of_the_others(split, monkeypatch):
+    """The second of two processes, where one group of two is wanted."""
+    [made, _] = generator(FakeRollout(), lambda problems, texts, *_: scores(texts))(PROBLEMS, step=0)
+    others = [json.dumps([{}, [0]]).encode(), groups_to_bytes([made])]
+
+    class Rollout(FakeRollout):
+        def generate(self, request):
+            asked.append((len(request.prompts), request.enough))
+            return [[]]
+
+        def exchange(self, value):
+            return [others.pop(0), value]
+
+    asked, own = [], Rollout()
+    own.split = split
+    monkeypatch.setattr("jax.process_count", lambda: 2)
+    monkeypatch.setattr("jax.process_index", lambda: 1)
+    [group] = generator(own, lambda problems, texts, *_: scores(texts))(PROBLEMS, step=0, enough=1)
+    assert asked == [(1, 0)] and group.texts == made.texts and not others
