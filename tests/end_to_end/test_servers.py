@@ -138,3 +138,29 @@ def test_a_server_that_only_says_that_it_loads_the_weights_ends_the_run(server, 
     trainer = start(tmp_path, 1, *STEPS, "--config.seed=5", *by_server(server, "vllm", port, "stale"), devices=1)
     (output,) = printed(trainer, timeout=600)
     assert trainer[0].returncode and "sampler and trainer disagree by" in output, output
+
+
+@pytest.mark.parametrize(
+    ("changes", "line"),
+    [
+        (
+            ["--config.servers.kind=vllm"],
+            r"error: http://\S+/pause\?mode=abort answered 404: .*\(servers.kind=vllm needs vLLM with .*\)",
+        ),
+        (
+            ["--config.servers.model=other"],
+            r"error: http://\S+/v1/completions answered 400: .*model 'other' is not served .*",
+        ),
+        (
+            ["--config.model.hidden_dim=96"],
+            r"error: http://\S+/update_weights_from_disk answered 400: .* \(servers.kind=rpg_jax needs .* shapes, .*\)",
+        ),
+    ],
+    ids=["kind", "name", "shape"],
+)
+def test_a_server_that_does_not_fit_ends_the_run_with_one_line(server, tmp_path, changes, line):
+    overrides = by_server(server, "rpg_jax", server.port, f"misfit-{changes[0].rpartition('=')[2]}")
+    trainer = start(tmp_path, 1, *STEPS, *overrides, *changes, devices=1)
+    (output,) = printed(trainer, timeout=600)
+    assert trainer[0].returncode == 1 and "Traceback" not in output, output
+    assert re.search(f"^{line}$", output, re.MULTILINE), output

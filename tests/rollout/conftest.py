@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import pytest
 
@@ -103,3 +105,14 @@ def expected(build, work):
 @pytest.fixture(scope="session")
 def is_same():
     return same
+
+
+@pytest.fixture
+def until():
+    def until(condition, seconds=20):
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+
+    return until

@@ -1,7 +1,6 @@
 """Several servers of one policy: who is asked next, who rests after a failure, and who must load the weights first."""
 
 import dataclasses
-import functools
 import sys
 import threading
 import time
@@ -10,12 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from rpg_jax.rollout.served.answers import Aborted, Unusable
-from rpg_jax.rollout.served.calls import Batch, Caller, Refused, Superseded, Unavailable
+from rpg_jax.rollout.served.calls import Batch, Caller, Refused, ServerError, Superseded, Unavailable
 from rpg_jax.rollout.served.kinds import Kind
-from rpg_jax.rollout.weights import RolloutError
+from rpg_jax.rollout.served.standing import STRIKES, Server
 
-_MOST_FAULTS = 4  # of one request: then it is the request, or the servers' program
-_LONGEST_REST = 30.0  # seconds
+_MOST_FAULTS = 4  # of one request, at servers that were in order: then it is the request, or the servers' program
+_HEALTH_SECONDS = 5.0  # the longest wait for an answer about its health, of a server that rests or must load
+_QUIET_SECONDS = 30.0  # without an answer: then a server is asked for its health, and has as long for the answer
 _SAY_AFTER, _SAY_EVERY = 5.0, 60.0  # seconds without a server
 
 T = TypeVar("T")
@@ -34,37 +34,32 @@ class Loadable:
     checksum: int
 
 
-@dataclasses.dataclass(eq=False)
-class Server:
-    """One server as the trainer knows it.
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call of a server, begun at a time, for weights; `sound`: the server had answered since it failed last."""
 
-    Attributes:
-      caller: posts to it.
-      calls: under way.
-      label: of the weights that it has loaded; "" if that is not known.
-      failures: in a row; while there are any, it is asked one thing at a time.
-      rests_until: it is not asked before.
-      said: at its last failure.
-    """
+    server: Server
+    weights: Loadable
+    begun: float
+    sound: bool
 
-    caller: Caller
-    calls: int = 0
-    label: str = ""
-    failures: int = 0
-    rests_until: float = 0.0
-    said: str = ""
+    def is_wanted(self) -> bool:
+        """Whether the server has not failed since: a new process with other weights may accept the connection."""
+        return self.server.failed < self.begun
 
 
 class Balance:
     """Sends each request to the server with the fewest, of those that answer and have the present weights.
 
-    A server that fails rests, twice as long each time. Before it is asked again it loads the weights: it may have been
-    started anew. What it had not answered goes to the others. Any thread may call the methods.
+    A server that fails rests until its health is good again, longer each time that calls fail although it is. Then it
+    loads the weights: it may have been started anew. What it had not answered goes to the others, and comes back to it
+    only if no other lives. A server without room (429) gets fewer calls at once, and one more after each round.
+    Failures and refusals of calls that were under way together count once. Any thread may call the methods.
 
     Args:
       parallel: most calls under way at one server.
       patience: seconds without any server that answers, after which a call fails.
-      rest: seconds after the first failure.
+      rest: seconds after the first failure, and between health calls.
     """
 
     def __init__(
@@ -77,12 +72,14 @@ class Balance:
         rest: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._servers, self._kind = [Server(caller) for caller in callers], kind
-        self._parallel, self._patience, self._rest, self._clock = parallel, patience, rest, clock
-        self._changed = threading.Condition()
+        self._servers, self._kind = [Server(caller, parallel, rest) for caller in callers], kind
+        self._parallel, self._patience, self._clock = parallel, patience, clock
+        self._changed, self._closed = threading.Condition(), threading.Event()
         self._weights: Loadable | None = None
         self._answered = self._said = clock()
         self._counts: Counter[str] = Counter()
+        for server in self._servers:
+            threading.Thread(target=self._watch, args=(server,), name="rpg-health", daemon=True).start()
 
     @property
     def room(self) -> int:
@@ -105,119 +102,172 @@ class Balance:
         with self._changed:
             self._changed.notify_all()
 
+    def close(self) -> None:
+        """Ends the health calls."""
+        self._closed.set()
+
     def ask(self, body: Mapping[str, Any], read: Callable[[Any], T], batch: Batch) -> T:
         """The answer to a request for completions, as `read` understands it.
 
         Raises:
-          RolloutError: a server refuses or answers what cannot be used, or no server has answered for long.
+          ServerError: a server refuses or answers what cannot be used, no server has answered for long, or the request
+            has failed at several that were in order.
           Stopped: the batch has ended.
         """
-        faults = 0
+        failed, faults = set[Server](), 0
         while True:
-            server, weights = self._take(batch)
+            call = self._take(batch, failed)
             how: Unavailable | Superseded | None = None
             try:
-                self._load(server, weights, batch)
-                answer = server.caller.post("/v1/completions", body, batch, functools.partial(_has, server, weights))
-                self._check_weights(server, answer, weights)
+                self._load(call, batch)
+                answer = call.server.caller.post("/v1/completions", body, batch, call.is_wanted)
+                self._check_weights(call, answer, several=True)
                 return read(answer)
             except (Unavailable, Superseded) as error:
                 how = error
             except Aborted as error:
-                how = Unavailable(f"{server.caller.url}: {error}", fault=True)
-            except (Refused, Unusable) as error:
-                at = "" if isinstance(error, Refused) else f"{server.caller.url} returned no usable completion: "
-                raise RolloutError(f"{at}{error}") from None
+                how = Unavailable(f"{call.server.caller.url}: {error}", fault=True)
+            except Refused as error:
+                models = "; servers.model must name one of GET /v1/models" if error.status == 404 else ""
+                raise ServerError(f"{error}{models}") from None
+            except Unusable as error:
+                raise ServerError(f"{call.server.caller.url} returned no usable completion: {error}") from None
             finally:
-                self._return(server, how, batch)
+                self._return(call, how, batch)
             if batch.stopped:
                 raise Stopped
-            faults += isinstance(how, Unavailable) and how.fault
-            if faults >= _MOST_FAULTS:
-                raise RolloutError(f"a request has failed {faults} times, the last time so: {how}")
+            if isinstance(how, Unavailable) and not how.busy:
+                failed.add(call.server)
+                faults += how.fault and call.sound
+                if faults == _MOST_FAULTS:
+                    raise ServerError(f"a request has failed {faults} times, the last time so: {how}")
 
     def counts(self) -> dict[str, float]:
         """Servers that answer, and what happened since the last call."""
         with self._changed:
             taken, self._counts = self._counts, Counter()
-            alive = sum(not server.failures for server in self._servers)
-            return {"answering": alive, **{name: taken[name] for name in ("requests", "failures", "loads")}}
+            alive = sum(server.is_sound for server in self._servers)
+            return {"answering": alive, **{name: taken[name] for name in ("requests", "refused", "failures", "loads")}}
 
-    def _take(self, batch: Batch) -> tuple[Server, Loadable]:
-        """The server to ask next, with the call counted. Waits for one; raises RolloutError if none answers."""
+    def _take(self, batch: Batch, failed: set[Server]) -> Call:
+        """The next call, counted. Waits for a server; raises ServerError if none answers."""
         with self._changed:
             while True:
                 if batch.stopped:
                     raise Stopped
                 weights, now = self._weights, self._clock()
                 assert weights is not None, "weights are synced before anything is sampled"
-                if free := [server for server in self._servers if self._is_free(server, weights, now)]:
+                living = [server for server in self._servers if not server.resting]
+                others = [server for server in living if server not in failed] or living
+                if free := [server for server in others if server.is_free(weights.label, now)]:
                     server = min(free, key=lambda server: server.calls)
+                    if not server.calls:
+                        server.heard = now
                     server.calls += 1
-                    return server, weights
-                self._look(now)
-                self._changed.wait(0.1 if any(server.failures for server in self._servers) else 1.0)
+                    return Call(server, weights, now, server.is_sound)
+                self._say(now)
+                self._changed.wait(0.1 if any(server.until > now for server in self._servers) else 1.0)
 
-    def _is_free(self, server: Server, weights: Loadable, now: float) -> bool:
-        alone = server.failures or not _has(server, weights)
-        return now >= server.rests_until and server.calls < (1 if alone else self._parallel)
-
-    def _look(self, now: float) -> None:
-        """Says that no server answers, and raises RolloutError in the end."""
-        if not all(server.failures for server in self._servers):
+    def _say(self, now: float) -> None:
+        """Says that no server answers, and raises ServerError in the end."""
+        if any(not server.resting and (server.calls or not server.failures) for server in self._servers):
             return
         said = "; ".join(server.said for server in self._servers)
         if now - self._answered > self._patience:
-            raise RolloutError(f"no server has answered for {self._patience:g} s (servers.patience_seconds): {said}")
+            raise ServerError(f"no server has answered for {self._patience:g} s (servers.patience_seconds): {said}")
         if now - self._answered > _SAY_AFTER and now - self._said > (_SAY_EVERY if self._said > self._answered else 0):
             self._said = now
             print(f"waiting for servers since {now - self._answered:.0f} s: {said}", file=sys.stderr, flush=True)
 
-    def _return(self, server: Server, error: Unavailable | Superseded | None, batch: Batch) -> None:
+    def _return(self, call: Call, error: Unavailable | Superseded | None, batch: Batch) -> None:
+        server = call.server
         with self._changed:
             server.calls -= 1
-            now = self._clock()
+            server.heard = now = self._clock()
             if error is None:
                 self._counts["requests"] += 1
-                server.failures, self._answered = 0, now
-            elif not batch.stopped and isinstance(error, Unavailable):
-                self._counts["failures"] += 1
-                server.failures, server.said = server.failures + 1, str(error)
-                rest = max(error.after, min(self._rest * 2 ** (server.failures - 1), _LONGEST_REST))
-                server.rests_until = max(server.rests_until, now + rest)
-                if error.busy:
-                    self._answered = now
-                else:
-                    server.label = ""
-            self._changed.notify_all()
+                self._answered = now
+                server.note_answer()
+                self._changed.notify(2)  # its place, and the one that the limit may have got; thousands may wait
+            elif isinstance(error, Unavailable) and error.busy:
+                self._counts["refused"] += 1
+                self._answered = now
+                server.note_refusal(error, call.begun, now)
+            else:
+                if isinstance(error, Unavailable) and not batch.stopped:
+                    self._fail(server, error, call.begun)
+                self._changed.notify_all()
 
-    def _load(self, server: Server, weights: Loadable, batch: Batch) -> None:
-        """Makes a server load the weights if it has not; nothing else is under way there then."""
-        if _has(server, weights):
+    def _fail(self, server: Server, error: Unavailable, begun: float) -> None:
+        """Notes the failure of a call. A server that is healthy, and fails its calls all the same, is named."""
+        if not server.note_failure(error, begun, self._clock()):
             return
-        for path, body in self._kind.loads(weights.folder, weights.label):
+        self._counts["failures"] += 1
+        if server.failures == STRIKES:
+            healthy = f"{server.caller.url} says that it is healthy, and its last {STRIKES} calls have failed"
+            print(f"{healthy}; it rests, longer after each: {error}", file=sys.stderr, flush=True)
+
+    def _watch(self, server: Server) -> None:
+        """Asks for the health of a server that rests, or that is quiet while calls are under way."""
+        while not self._closed.is_set():
+            with self._changed:
+                begun, rests = self._clock(), server.resting
+                due = server.is_due(_QUIET_SECONDS, begun)
+            if not due:
+                self._closed.wait(server.rest / 4)
+                continue
+            how: Unavailable | None = None
             try:
+                server.caller.look(_HEALTH_SECONDS if rests else _QUIET_SECONDS)
+            except Unavailable as error:
+                how = error
+            with self._changed:
+                now, hangs = self._clock(), False
+                if rests:
+                    server.note_health(how, now)
+                elif how is not None and server.heard < begun:
+                    self._fail(server, how, begun)
+                    hangs = True
+                server.heard = now
+                self._changed.notify_all()
+            if hangs:
+                server.caller.break_off()
+
+    def _load(self, call: Call, batch: Batch) -> None:
+        """Makes a server load the weights if it has not; nothing else is under way there then.
+
+        Raises ServerError if it refuses.
+        """
+        server, weights = call.server, call.weights
+        if server.label == weights.label:
+            return
+        server.caller.look(_HEALTH_SECONDS)
+        try:
+            for path, body in self._kind.loads(weights.folder, weights.label):
                 answer = server.caller.post(path, body, batch)
-            except Refused as error:
-                raise Refused(f"{error} ({self._kind.needs})") from None
-            if isinstance(answer, Mapping) and answer.get("success") is False:
-                raise Refused(f"{server.caller.url}{path} has not loaded {weights.folder}: {answer.get('message')}")
-        self._check_weights(server, answer, weights)
+                if isinstance(answer, Mapping) and answer.get("success") is False:
+                    raise Refused(f"{server.caller.url}{path} has not loaded {weights.folder}: {answer.get('message')}")
+        except Refused as error:
+            raise ServerError(f"{error} ({self._kind.needs})") from None
+        except Unavailable as error:
+            if error.status:
+                error.args = (f"{error} ({self._kind.needs})",)
+            raise
+        self._check_weights(call, answer)
         with self._changed:
             self._counts["loads"] += 1
-            server.label = weights.label
+            if call.is_wanted():
+                server.label = weights.label
+                self._changed.notify_all()
 
-    def _check_weights(self, server: Server, answer: Any, weights: Loadable) -> None:
-        """Raises Unavailable if the answer is not from these weights, where the kind of server says from which."""
+    def _check_weights(self, call: Call, answer: Any, several: bool = False) -> None:
+        """Raises Unavailable if an answer names other weights, where the kind of server names them.
+
+        That of a completion names `several`: all that have drawn its tokens.
+        """
         if not self._kind.counters:
             return
+        url, expected = call.server.caller.url, f"{call.weights.checksum:016x}"
         found = answer.get("weights") if isinstance(answer, Mapping) else None
-        if found != f"{weights.checksum:016x}":
-            raise Unavailable(
-                f"{server.caller.url} has the weights {found}, and the trainer {weights.checksum:016x}", fault=True
-            )
-
-
-def _has(server: Server, weights: Loadable) -> bool:
-    """Whether a server has the weights. Once it has failed, a new process with others may accept connections."""
-    return server.label == weights.label
+        if found != ([expected] if several else expected):
+            raise Unavailable(f"{url} has the weights {found}, and the trainer {expected}", fault=True)

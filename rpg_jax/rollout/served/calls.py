@@ -1,4 +1,4 @@
-"""Calls of one server: JSON over HTTP, each with a deadline, and all of a batch can be ended at once."""
+"""Calls of one server: JSON over HTTP, each with a deadline. Those of a batch, or of a server, can be ended at once."""
 
 import contextlib
 import http.client
@@ -12,23 +12,30 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rpg_jax.rollout.serving.access import ApiKey, is_loopback
+from rpg_jax.rollout.weights import RolloutError
 
+CONNECT_SECONDS = 5.0
 _MOST_BYTES = 2**28  # of an answer
-_BUSY = (408, 425, 429, 500, 502, 503, 504)
+_PASSES = (408, 425, 429, 500, 502, 503, 504)
+
+
+class ServerError(RolloutError, ValueError):
+    """What servers do, or no longer do, ends the run. It is no fault of the program: its message is for the user."""
 
 
 class Unavailable(Exception):
     """A server does not answer now.
 
     Attributes:
+      status: of its answer; 0 if there is none.
       after: seconds that it asks to wait.
       busy: it lives, and has no room; otherwise it may have been started anew.
-      fault: the request may be what it cannot answer.
+      fault: it had the whole request, which may be what it cannot answer.
     """
 
-    def __init__(self, message: str, *, after: float = 0.0, busy: bool = False, fault: bool = False):
+    def __init__(self, message: str, *, status: int = 0, after: float = 0.0, fault: bool = False):
         super().__init__(message)
-        self.after, self.busy, self.fault = after, busy, fault
+        self.status, self.after, self.fault, self.busy = status, after, fault, status == 429
 
 
 class Superseded(Exception):
@@ -36,7 +43,15 @@ class Superseded(Exception):
 
 
 class Refused(Exception):
-    """A server does not do what it was asked, and would not the next time; the message has its reason."""
+    """A server does not do what it was asked, and would not the next time; the message has its reason.
+
+    Attributes:
+      status: of its answer.
+    """
+
+    def __init__(self, message: str, *, status: int = 200):
+        super().__init__(message)
+        self.status = status
 
 
 class Batch:
@@ -80,7 +95,7 @@ class Caller:
     """
 
     def __init__(self, url: str, *, key: ApiKey | None = None, certificate: str | None = None, timeout: float):
-        self.url, self._timeout = url.rstrip("/"), timeout
+        self.url, self._timeout, self._under_way = url.rstrip("/"), timeout, Batch()
         try:
             parts = urllib.parse.urlsplit(self.url)
             self._host, self._port, self._path = parts.hostname or "", parts.port, parts.path
@@ -103,37 +118,55 @@ class Caller:
 
         Raises Superseded if the call is not `wanted` once the server has accepted the connection.
         """
-        deadline = time.monotonic() + self._timeout
-        connection = self._connection()
-        with batch.member(connection):
-            try:
-                connection.connect()
-                if batch.stopped or not wanted():  # now, when `stop` finds a socket: who comes second sees the other
-                    raise Superseded
-                connection.request("POST", self._path + path, json.dumps(body), self._headers)
-                answer = connection.getresponse()
-                content = _read(connection, answer, deadline)
-            except TimeoutError:
-                raise Unavailable(f"{self.url}{path}: no answer in {self._timeout:g} s", fault=True) from None
-            except (OSError, http.client.HTTPException) as error:
-                reason = str(error) or type(error).__name__
-                raise Unavailable(f"{self.url}{path}: {reason}") from None
-        if answer.status in _BUSY:
-            after = answer.headers.get("Retry-After", "")
-            seconds = float(after) if after.isdecimal() else 0.0
-            how = {"busy": answer.status == 429, "fault": answer.status == 500}
-            raise Unavailable(self._said(path, answer.status, content), after=seconds, **how)
-        if answer.status != 200:
-            raise Refused(self._said(path, answer.status, content))
+        status, content = self._answer("POST", path, json.dumps(body), self._timeout, batch, wanted)
+        if status != 200:
+            raise Refused(self._said(path, status, content), status=status)
         try:
             return json.loads(content) if content.strip() else None
         except (ValueError, RecursionError):
             raise Refused(f"{self.url}{path} answered no JSON: {content[:80]!r}") from None
 
-    def _connection(self) -> http.client.HTTPConnection:
+    def look(self, timeout: float) -> None:
+        """Returns if the server answers GET /health in time; raises Unavailable if not, or if the status may pass."""
+        self._answer("GET", "/health", None, timeout, Batch(), lambda: True)
+
+    def break_off(self) -> None:
+        """Ends the calls under way, which raise Unavailable."""
+        ended, self._under_way = self._under_way, Batch()
+        ended.stop()
+
+    def _answer(
+        self, method: str, path: str, body: str | None, timeout: float, batch: Batch, wanted: Callable[[], bool]
+    ) -> tuple[int, bytes]:
+        """Status and content, where the status is none that passes."""
+        deadline = time.monotonic() + timeout
+        connection, sent = self._connection(min(CONNECT_SECONDS, timeout)), False
+        with batch.member(connection), self._under_way.member(connection):
+            try:
+                connection.connect()
+                if batch.stopped or not wanted():  # now, when `stop` finds a socket: who comes second sees the other
+                    raise Superseded
+                connection.sock.settimeout(timeout)
+                connection.request(method, self._path + path, body, self._headers)
+                sent = True
+                answer = connection.getresponse()
+                content = _read(connection, answer, deadline)
+            except TimeoutError:
+                what = f"no answer in {timeout:g} s" if sent else "it does not accept the connection, or the request"
+                raise Unavailable(f"{self.url}{path}: {what}", fault=sent) from None
+            except (OSError, http.client.HTTPException) as error:
+                reason = str(error) or type(error).__name__
+                raise Unavailable(f"{self.url}{path}: {reason}") from None
+        if answer.status in _PASSES:
+            after = answer.headers.get("Retry-After", "")
+            how: dict[str, Any] = {"after": float(after) if after.isdecimal() else 0.0, "fault": answer.status == 500}
+            raise Unavailable(self._said(path, answer.status, content), status=answer.status, **how)
+        return answer.status, content
+
+    def _connection(self, timeout: float) -> http.client.HTTPConnection:
         if self._tls is not None:
-            return http.client.HTTPSConnection(self._host, self._port, timeout=self._timeout, context=self._tls)
-        return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout)
+            return http.client.HTTPSConnection(self._host, self._port, timeout=timeout, context=self._tls)
+        return http.client.HTTPConnection(self._host, self._port, timeout=timeout)
 
     def _said(self, path: str, status: int, content: bytes) -> str:
         text = " ".join(content[:300].decode(errors="replace").split())

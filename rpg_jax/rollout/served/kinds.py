@@ -21,7 +21,7 @@ class Kind:
     Attributes:
       loads: from a folder of weights and a label to the calls, in order, that replace the server's weights by those.
         They end what the server still samples, and empty its cache of prefixes.
-      needs: how the server must be started for `loads`.
+      needs: what must serve, and how it must be started for `loads`, as a sentence.
       cut: the log-probabilities that it can return are those after top-p, top-k and min-p too.
       counters: it is this project's own: it draws this project's random numbers, and every answer has the checksum of
         the weights.
@@ -58,8 +58,21 @@ def _sglang(folder: str, label: str) -> list[Call]:
 
 
 KINDS = {
-    "vllm": Kind(_vllm, "start it with VLLM_SERVER_DEV_MODE=1, where only the trainer reaches it"),
-    "sglang": Kind(_sglang, "the server must see the folder servers.weights", cut=False),
-    "rpg_jax": Kind(_from_disk, "start it with --weights_from=FOLDER, the folder servers.weights", counters=True),
+    "vllm": Kind(
+        _vllm,
+        "servers.kind=vllm needs vLLM with a model of the trainer's shapes, started with VLLM_SERVER_DEV_MODE=1, where "
+        "only the trainer reaches it",
+    ),
+    "sglang": Kind(
+        _sglang,
+        "servers.kind=sglang needs SGLang with a model of the trainer's shapes, which sees the folder servers.weights",
+        cut=False,
+    ),
+    "rpg_jax": Kind(
+        _from_disk,
+        "servers.kind=rpg_jax needs this project's server with a model of the trainer's shapes, started with "
+        "--weights_from=FOLDER, the folder servers.weights",
+        counters=True,
+    ),
 }
 """By the value of the config field `servers.kind`."""

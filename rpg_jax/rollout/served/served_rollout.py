@@ -43,15 +43,16 @@ class ServedRollout(Rollout):
         request.check_fits(capacity=self._capacity, vocab_size=self._vocab_size)
         groups: list[list[Completion]] = [[] for _ in request.prompts]
         places = [place for place in range(len(groups)) if place not in request.done]
-        wanted, batch, version = request.enough or len(places), Batch(), self.weights.version
+        wanted = len(places) if request.enough is None else request.enough
+        batch, version = Batch(), self.weights.version
         made: dict[int, dict[int, Completion]] = {place: {} for place in places}
         self._balance.begin()
         asked: dict[Future[Completion], tuple[int, int]] = {}
         try:
-            for place in places:
+            for place in places if wanted else ():
                 for index in range(request.group_size):
                     asked[self._pool.submit(self._one, request, place, index, batch, version)] = place, index
-            for future in as_completed(asked) if wanted else ():
+            for future in as_completed(asked):
                 place, index = asked[future]
                 made[place][index] = future.result()
                 if len(made[place]) < request.group_size:
@@ -73,6 +74,7 @@ class ServedRollout(Rollout):
         return {f"servers/{name}": value for name, value in self._balance.counts().items()}
 
     def close(self) -> None:
+        self._balance.close()
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _one(self, request: Request, place: int, index: int, batch: Batch, version: int) -> Completion:

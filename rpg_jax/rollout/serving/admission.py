@@ -58,7 +58,9 @@ class Admission:
         self.codec, self.sampling, self._load = codec, sampling, load
         self._rollout, self._max_active = rollout, max_active
         self._arrivals = itertools.count()
-        self.active, self.draining, self._loading = 0, False, False
+        self.active, self.draining = 0, False
+        self._loading: asyncio.Task[int] | None = None
+        self._checksums: dict[int, int] = {}  # of the weights that have drawn, by version
 
     @property
     def capacity(self) -> int:
@@ -68,6 +70,11 @@ class Admission:
     @property
     def vocab_size(self) -> int:
         return self._rollout.engine.config.vocab_size
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is served, and no weights are loaded."""
+        return not self.active and self._loading is None
 
     def arrival(self) -> int:
         """The number of a new request, from which the random numbers of a request without a seed are made."""
@@ -86,7 +93,7 @@ class Admission:
         try:
             if self.draining:
                 raise Refused(grpc.StatusCode.UNAVAILABLE, "the server is shutting down; ask another")
-            if self._loading:
+            if self._loading is not None:
                 raise Refused(grpc.StatusCode.UNAVAILABLE, "the server loads other weights; retry later")
             if self.active > self._max_active:
                 full = f"{self._max_active} requests are being served; retry later"
@@ -110,26 +117,39 @@ class Admission:
     async def load(self, folder: str) -> int:
         """Loads the weights of a folder once no request is served any more; returns their checksum.
 
-        Raises Refused if clients may not, another load is under way, or the folder has no weights of this model.
+        Loads wait for each other. One that has begun ends, also if its caller is cancelled, and no request is admitted
+        before. Raises Refused if clients may not load weights, or the folder has no weights of this model.
         """
         if self._load is None:
             raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "start the server with --weights_from=FOLDER")
-        if self._loading or self.draining:
-            raise Refused(grpc.StatusCode.UNAVAILABLE, "the server loads other weights, or is shutting down")
-        self._loading = True
+        while self._loading is not None:
+            await asyncio.wait([self._loading])
+        if self.draining:
+            raise Refused(grpc.StatusCode.UNAVAILABLE, "the server is shutting down; ask another")
+        self._loading = asyncio.create_task(self._replace(self._load, folder))
+        return await asyncio.shield(self._loading)
+
+    async def _replace(self, load: Load, folder: str) -> int:
+        def loaded() -> int:
+            load(folder)
+            return self._rollout.weights_checksum()
+
         try:
             while self.active:
                 await asyncio.sleep(_LOOK)
-            await asyncio.to_thread(self._load, folder)
-            return self.weights_checksum()
+            return await asyncio.to_thread(loaded)
         except ValueError as error:
             raise Refused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
         finally:
-            self._loading = False
+            self._loading = None
 
-    def weights_checksum(self) -> int:
-        """Of the weights that sample."""
-        return self._rollout.weights_checksum()
+    def checksum(self, version: int) -> str:
+        """Names the weights of a version that has drawn tokens: their checksum, where this server has seen it."""
+        weights = self._rollout.weights
+        if version == weights.version:
+            self._checksums = {version: weights.checksum()}
+        found = self._checksums.get(version)
+        return f"version {version}" if found is None else f"{found:016x}"
 
     async def encode(self, text: str) -> list[int]:
         """The token ids of a text; a long text does not hold up others. Raises ValueError for a lone surrogate."""
@@ -149,8 +169,11 @@ class Admission:
 
     async def completion(
         self, prompt: np.ndarray, counters: tuple[int, int, int, int], sampling: Sampling
-    ) -> AsyncGenerator[tuple[np.ndarray, np.ndarray]]:
-        """Tokens and log-probabilities of a checked prompt, as they come. Closing the iterator frees its slot."""
+    ) -> AsyncGenerator[tuple[np.ndarray, np.ndarray, int]]:
+        """Tokens, their log-probabilities and the version of the weights that drew them, as they come.
+
+        The prompt is checked. Closing the iterator frees its slot.
+        """
         stream = _Stream()
         row = Row(prompt, counters, sampling, channel=stream)
         tokens = np.zeros((1, prompt_bucket(len(prompt), self._rollout.engine.decoding.capacity)), np.int32)
@@ -158,11 +181,16 @@ class Admission:
         driver = await asyncio.to_thread(self._rollout.driver)
         driver.submit([Chunk(tokens, np.array([len(prompt)], np.int32), [row])], stream)
         try:
+            piece = 0
             async for drawn, logprobs in stream.results():
+                if not len(drawn):
+                    continue
                 if not np.isfinite(logprobs).all():
                     raise RolloutError(_NO_POLICY)
                 _TOKENS.inc(len(drawn))
-                yield drawn, logprobs
+                version, _ = row.written.spans[piece]
+                piece += 1
+                yield drawn, logprobs, version
         finally:
             row.cancelled = True
             driver.retire(stream)

@@ -55,9 +55,10 @@ class Asked:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What one dispatch adds to choice `index`; the last piece has a finish_reason, "stop" or "length".
+    """What one dispatch, with weights of `version`, adds to choice `index`.
 
-    `token_ids` may be ahead of `text`, which waits for whole characters and for what may become a stop text.
+    The last piece has a finish_reason, "stop" or "length". `token_ids` may be ahead of `text`, which waits for whole
+    characters and for what may become a stop text.
     """
 
     index: int
@@ -65,11 +66,15 @@ class Piece:
     token_ids: list[int]
     sampler_logprobs: list[float]
     finish_reason: str | None
+    version: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """A whole completion; `scores` are those of its prompt and its tokens together, if the request wants them."""
+    """A whole completion, and the `versions` of the weights that drew it.
+
+    `scores` are those of its prompt and its tokens together, if the request wants them.
+    """
 
     index: int
     prompt: np.ndarray
@@ -78,6 +83,7 @@ class Choice:
     sampler_logprobs: list[float]
     finish_reason: str
     scores: Scores | None
+    versions: frozenset[int]
 
 
 async def pieces(admission: Admission, asked: Asked) -> AsyncGenerator[Piece]:
@@ -130,10 +136,10 @@ async def _completion(
     sampling, stops, drawn = asked.sampling, StopText(asked.stop), 0
     more, prompt = admission.text(sampling), asked.prompts[index // asked.n]
     async with contextlib.aclosing(admission.completion(prompt, counters, sampling)) as results:
-        async for tokens, logprobs in results:
+        async for tokens, logprobs, version in results:
             text, taken, reason = "", 0, None
             # One by one, a completion ends with the token that completes a stop text, whatever the dispatches are.
-            for some in np.split(tokens, len(tokens)) if asked.stop and len(tokens) else [tokens]:
+            for some in np.split(tokens, len(tokens)) if asked.stop else [tokens]:
                 new, stopped = stops.push(more(some))
                 text, taken = text + new, taken + len(some)
                 if stopped:
@@ -143,7 +149,7 @@ async def _completion(
             if reason is None and (taken and tokens[-1] in sampling.stop_token_ids or drawn == sampling.max_tokens):
                 reason = "stop" if tokens[-1] in sampling.stop_token_ids else "length"
                 text += stops.flush()
-            yield Piece(index, text, tokens[:taken].tolist(), logprobs[:taken].tolist(), reason)
+            yield Piece(index, text, tokens[:taken].tolist(), logprobs[:taken].tolist(), reason, version)
             if reason is not None:
                 return
 
@@ -156,4 +162,5 @@ async def _joined(admission: Admission, asked: Asked, index: int, own: list[Piec
     text, drawn_with = "".join(piece.text for piece in own), [x for piece in own for x in piece.sampler_logprobs]
     reason = own[-1].finish_reason if own else "length"
     assert reason is not None
-    return Choice(index, prompt, text, tokens, drawn_with, reason, scores)
+    versions = frozenset(piece.version for piece in own)
+    return Choice(index, prompt, text, tokens, drawn_with, reason, scores, versions)

@@ -123,14 +123,15 @@ class _Endpoint:
         return web.json_response(self._model)
 
     async def load(self, request: web.Request) -> web.Response:
-        """Loads the weights of the folder `model_path`; nothing else is served meanwhile."""
+        """Loads the weights of the folder `model_path`; nothing else is served meanwhile, also if the client leaves."""
         body = await _body(request)
         folder, label = body.take("model_path"), body.take("weight_version", "")
         body.end(_LOAD_UNUSED)
         if not isinstance(folder, str) or not isinstance(label, str):
             raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "model_path and weight_version must be texts")
         checksum = await self._admission.load(folder)
-        return web.json_response({"success": True, "message": f"loaded {folder}", "weights": f"{checksum:016x}"})
+        served = {"weight_version": label, "weights": f"{checksum:016x}"}
+        return web.json_response({"success": True, "message": f"loaded {folder}", **served})
 
     async def tokenizer_info(self, _: web.Request) -> web.Response:
         return web.json_response(tokenizer_form.INFO)
@@ -159,7 +160,8 @@ class _Endpoint:
                 written = await asyncio.to_thread(lambda: [form.choice(asked, choice) for choice in made])
                 answer = {"object": form.kind, "choices": written, "usage": completing.usage(asked, drawn)}
                 if asked.counters is not None:
-                    answer["weights"] = f"{self._admission.weights_checksum():016x}"
+                    versions = sorted(frozenset[int]().union(*(choice.versions for choice in made)))
+                    answer["weights"] = await asyncio.to_thread(lambda: [*map(self._admission.checksum, versions)])
                 return web.json_response(head | answer)
         except Refused as refused:
             if not response.prepared:

@@ -32,7 +32,7 @@ class Service(orchestrator.LLMOrchestrator):
                 prompt, terms = await self._read(request, context.invocation_metadata() or ())
                 is_text = request.WhichOneof("content") == "text_content"
                 more = self._admission.text(terms.sampling) if is_text else None
-                async for tokens, logprobs in self._admission.completion(prompt, terms.counters, terms.sampling):
+                async for tokens, logprobs, _ in self._admission.completion(prompt, terms.counters, terms.sampling):
                     sample = {"text": more(tokens)} if more else {"token_ids": _ids(terms, tokens, logprobs)}
                     content = jetstream_pb2.DecodeResponse.StreamContent
                     yield jetstream_pb2.DecodeResponse(stream_content=content(samples=[content.Sample(**sample)]))
@@ -159,7 +159,7 @@ class Server:
 
     async def _stop(self, grace: float) -> None:
         async def idle():
-            while self._admission.active:
+            while not self._admission.idle:
                 await asyncio.sleep(0.02)
 
         await asyncio.gather(self._grpc.stop(grace), asyncio.wait([asyncio.create_task(idle())], timeout=grace))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import jax
@@ -70,10 +69,16 @@ class StandIn(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.answer(None)
+
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         with self.server.lock:
             self.server.calls.append((self.path, body))
+        self.answer(body)
+
+    def answer(self, body):
         found = self.server.fault(self.path, body)
         if found == "reset":
             self.connection.shutdown(socket.SHUT_RDWR)
@@ -130,14 +135,3 @@ def write(folder, params):
     folder.mkdir(parents=True)
     np.save(folder / "w.npy", params["w"])
     (folder / "config.json").write_text("{}")
-
-
-@pytest.fixture
-def until():
-    def until(condition, seconds=20):
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-
-    return until

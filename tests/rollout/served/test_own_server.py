@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +17,8 @@ from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
 from rpg_jax.rollout.served.kinds import KINDS
 from rpg_jax.rollout.serving.server import Server
 from rpg_jax.types import Sampling
+
+from .proxy import FAULTS, Proxy
 
 pytest.importorskip("aiohttp")
 pytestmark = pytest.mark.slow  # an engine of its own is compiled
@@ -38,13 +42,13 @@ def server(build, letters, model_config, model):
 def trainer(server, served, model_config, model):
     """A rollout by the server, as a kind of server."""
 
-    def make(kind):
+    def make(kind, url=f"http://127.0.0.1:{server.http_port}", **options):
         def write(folder, params):
             models.save(folder, model_config, params)
 
         kind = replace(KINDS[kind], loads=KINDS["rpg_jax"].loads)
-        url = f"http://127.0.0.1:{server.http_port}"
-        return served(url, kind=kind, params=model[1], write=write, timeout=300, parallel=40)
+        options = {"timeout": 300, "parallel": 40} | options
+        return served(url, kind=kind, params=model[1], write=write, **options)
 
     return make
 
@@ -53,6 +57,18 @@ def test_a_trainer_gets_the_tokens_and_log_probs_of_an_engine_of_its_own(trainer
     rollout = trainer("rpg_jax")
     assert is_same(rollout.generate(work), expected)
     assert rollout.take_counts()["servers/loads"] == 1
+
+
+def test_behind_a_bad_network_they_are_the_same(trainer, server, work, expected, is_same):
+    faults = (fault for i in itertools.count() for fault in [*[None] * 5, FAULTS[i % len(FAULTS)]])
+    proxy = Proxy(server.http_port, faults)
+    rollout, total = trainer("rpg_jax", proxy.url, parallel=8), Counter()
+    for _ in range(3):
+        assert is_same(rollout.generate(work), expected)
+        total.update(rollout.take_counts())
+    proxy.end()
+    assert set(proxy.met) == {None, *FAULTS}
+    assert total["servers/requests"] == 120 and total["servers/failures"] > 5 and total["servers/loads"] > 5
 
 
 def test_in_the_form_of_vllm_each_completion_has_a_seed_and_the_log_probs_of_the_model(trainer, server, work):

@@ -12,7 +12,7 @@ import pytest
 
 from rpg_jax.rollout import RolloutError
 from rpg_jax.rollout.served.answers import seed_of
-from rpg_jax.rollout.served.calls import Caller
+from rpg_jax.rollout.served.calls import Caller, ServerError
 from rpg_jax.rollout.served.kinds import KINDS
 from rpg_jax.rollout.serving.access import ApiKey
 from rpg_jax.types import Sampling
@@ -60,7 +60,8 @@ def test_servers_load_the_weights_and_are_then_asked_with_every_parameter_named(
     assert len(loaded) == 4 and {int(w[0]) for w in loaded[2:]} == {1}
     assert len(list(Path(rollout.weights._home).iterdir())) == 1  # the folder before is gone
     assert rollout.take_counts() == {
-        **{"servers/answering": 2, "servers/requests": 32, "servers/failures": 0, "servers/loads": 4}
+        **{"servers/answering": 2, "servers/requests": 32, "servers/refused": 0, "servers/failures": 0},
+        **{"servers/loads": 4},
     }
 
 
@@ -82,6 +83,8 @@ def test_groups_that_the_caller_has_are_not_asked_and_enough_ends_the_calls_unde
     assert sum(map(bool, found)) == 3 and begun.is_set()
     until(lambda: rollout._balance._servers[0].calls == 0, seconds=5)  # broken off, not waited for
     assert rollout.take_counts()["servers/failures"] == 0
+    asked = len(server.calls)
+    assert rollout.generate(replace(REQUEST, enough=0)) == [[]] * 8 and len(server.calls) == asked
     hang.set()
     assert same(rollout.generate(REQUEST))
 
@@ -116,7 +119,11 @@ def unusable(**changes):
         ),
         (unusable(token_ids=[1, 2, 3]), "a completion of 3 tokens; the limit is 4"),
         (lambda path, body: {} if path == COMPLETIONS else None, "an answer of another form"),
-        (lambda path, body: (404, {"error": "no such model"}), "answered 404: .*VLLM_SERVER_DEV_MODE=1"),
+        (
+            lambda path, body: (404, {}) if path != "/health" else None,
+            r"/pause\?mode=abort answered 404: {} \(servers.kind=vllm needs vLLM .*VLLM_SERVER_DEV_MODE=1.*\)$",
+        ),
+        (lambda path, body: (404, {"m": "no"}) if path == COMPLETIONS else None, "servers.model must name one of GET"),
         (
             lambda path, body: (400, {"m": "no"}) if path == COMPLETIONS else None,
             'completions answered 400: {"m": "no"}',
@@ -126,7 +133,7 @@ def unusable(**changes):
     ],
 )
 def test_an_answer_that_cannot_be_trained_on_is_refused_by_name(stand_in, served, fault, message):
-    with pytest.raises(RolloutError, match=message):
+    with pytest.raises(ServerError, match=message):
         served(stand_in(fault).url).generate(replace(REQUEST, sampling=replace(REQUEST.sampling, stop_token_ids=(0,))))
 
 
@@ -158,7 +165,7 @@ def test_what_a_server_has_not_answered_goes_to_the_others(stand_in, served, wha
     servers = [stand_in(fault) for fault in once(what)]
     rollout = served(*(server.url for server in servers))
     assert same(rollout.generate(REQUEST))
-    assert rollout.take_counts()["servers/failures"] == 1
+    assert rollout.take_counts()["servers/refused" if what == (429, {}) else "servers/failures"] == 1
     servers[1].end()
     assert same(rollout.generate(replace(REQUEST, step=7)), replace(REQUEST, step=7))  # the first one is back
     again = servers[0].paths().count("/collective_rpc")
@@ -179,7 +186,7 @@ def test_a_server_that_is_killed_midway_and_started_anew_loads_the_weights_again
     until(lambda: len(first.calls) > 8)
     killed.set()
     first.end()
-    until(lambda: rollout._balance._servers[0].failures)
+    until(lambda: rollout._balance._servers[0].resting)
     anew = stand_in(port=first.server_address[1])
     thread.join(20)
     assert same(found[0], request)
@@ -198,32 +205,35 @@ def test_without_any_server_the_run_waits_says_so_and_ends_with_one_line(stand_i
 
 
 def test_a_request_that_only_times_out_ends_the_run(stand_in, served):
-    server = stand_in(lambda path, body: time.sleep(0.3) if path == COMPLETIONS else None)
-    with pytest.raises(RolloutError, match="a request has failed 4 times, .*no answer in 0.05 s"):
-        served(server.url, timeout=0.05).generate(ONE)
+    servers = [stand_in(lambda path, body: time.sleep(1) if path == COMPLETIONS else None) for _ in range(4)]
+    with pytest.raises(RolloutError, match="a request has failed 4 times, .*no answer in 0.3 s"):
+        served(*(server.url for server in servers), timeout=0.3, rest=1.0).generate(ONE)
 
 
 def test_this_projects_servers_prove_the_weights_with_every_answer(stand_in, served):
-    checksum, wrong = [], [1]
+    checksum, others = [], [["0" * 16]]  # the first answer is of a server that was started anew
 
     def own(path, body):
         if path != COMPLETIONS:
             return {"success": True, "weights": checksum[0]}
         choice = sampled({"seed": body["counters"][3], "prompt": body["prompt"]})
         choice["sampler_logprobs"] = choice.pop("logprobs")["token_logprobs"]
-        wrong[0] -= 1  # the first answer is of a server that was started anew
-        return {"choices": [choice], "weights": "0" * 16 if wrong[0] == 0 else checksum[0]}
+        return {"choices": [choice], "weights": others.pop() if others else checksum}
 
     server = stand_in(own)
     rollout = served(server.url, kind=KINDS["rpg_jax"])
     checksum.append(f"{rollout.weights_checksum():016x}")
     rollout.generate(REQUEST)
-    assert server.paths().count("/update_weights_from_disk") == 2
+    assert server.paths().count("/update_weights_from_disk") == 2 and not others
     assert sorted({tuple(body["counters"]) for path, body in server.calls if path == COMPLETIONS}) == [
         (1, 6, prompt, i) for prompt in range(100, 108) for i in (0, 1)
     ]
+    others.append([*checksum, "0" * 16])  # a completion of two policies
+    assert len(rollout.generate(ONE)[0]) == 1 and not others
+    assert server.paths().count("/update_weights_from_disk") == 3
     checksum[0] = "1" * 16
     rollout.sync_weights({"w": jnp.asarray(PARAMS["w"] + 1)}, 5)
+    rollout._balance._patience = 0.5
     with pytest.raises(RolloutError, match=f"has the weights {'1' * 16}, and the trainer"):
         rollout.generate(ONE)
 
@@ -253,3 +263,12 @@ def test_a_kind_that_cannot_return_the_log_probs_of_a_cut_refuses_the_cut():
     for name, kind in KINDS.items():
         kind.check(Sampling(temperature=0.5), name)
         assert all(json.dumps(body) and path.startswith("/") for path, body in kind.loads("/w", "3"))
+
+
+def test_a_server_that_cannot_load_is_named_with_what_its_kind_needs(stand_in, served, capsys):
+    """As vLLM with a model of other shapes: 500, again and again."""
+    server = stand_in(lambda path, body: (500, {"error": "shape mismatch"}) if path == "/collective_rpc" else None)
+    message = r"/collective_rpc answered 500: .*shape mismatch.*needs vLLM with a model of the trainer's shapes"
+    with pytest.raises(ServerError, match=f"no server has answered for 1 s .*{message}"):
+        served(server.url, patience=1).generate(REQUEST)
+    assert "its last 3 calls have failed; it rests" in capsys.readouterr().err

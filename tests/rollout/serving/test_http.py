@@ -87,7 +87,7 @@ def test_a_trainer_s_counters_give_its_completion_and_prompt_ids_and_other_weigh
     [choice], made = answer["choices"], build("simple").generate(Request(**one, sampling=sampling))[0][2]
     assert choice["token_ids"] == made.tokens.tolist() and choice["prompt_token_ids"] == asked["prompt"]
     np.testing.assert_allclose(choice["sampler_logprobs"], made.logprobs, atol=5e-6)  # f32 sums
-    assert choice["logprobs"] is None and answer["weights"] == f"{server._admission.weights_checksum():016x}"
+    assert choice["logprobs"] is None and answer["weights"] == [f"{server._rollout.weights_checksum():016x}"]
     [other] = completion(server, **asked, seed=5, stop_token_ids=[])["choices"]
     assert other["finish_reason"] == "length" and len(other["token_ids"]) == 24
     for wrong in ({"counters": [1, 2, 3]}, {"counters": [1, 2, 3, -1]}, {"counters": [1, 2, 3, 4], "n": 2}):
@@ -364,3 +364,99 @@ def test_a_shutdown_lets_what_runs_end_and_refuses_what_comes(build, letters, mo
     assert answers[0][0] == 200
     with pytest.raises(urllib.error.URLError):
         ask(made, {"prompt": "1"})
+
+
+LOADS = "/update_weights_from_disk"
+
+
+class Loader:
+    """Loads that take as long as `go` says; folder "3" has the weights times 3."""
+
+    def __init__(self, sampler, params):
+        self.sampler, self.params, self.go = sampler, params, threading.Event()
+        self.lock, self.live, self.most, self.loaded = threading.Lock(), 0, 0, []
+
+    def __call__(self, folder):
+        if not folder.isdecimal():
+            raise ValueError(f"{folder} has no weights")
+        with self.lock:
+            self.live += 1
+            self.most = max(self.most, self.live)
+        assert self.go.wait(30)
+        self.sampler.sync_weights(jax.tree.map(lambda x: x * int(folder), self.params), int(folder))
+        self.loaded.append(folder)
+        with self.lock:
+            self.live -= 1
+
+
+@pytest.fixture
+def loading(build, letters, model):
+    """A server whose weights clients replace, and its loader."""
+    sampler = JetStreamRollout(build("orchestrator").engine, keep_state=True)
+    loader = Loader(sampler, model[1])
+    made = Server(sampler, letters, Sampling(stop_token_ids=(5, 9)), http_port=0, load=loader)
+    yield made, loader
+    loader.go.set()
+    made.stop(grace=5)
+    sampler.sync_weights(model[1], 0)
+
+
+def test_a_client_that_leaves_ends_no_load_and_nothing_is_served_before_its_end(loading, until):
+    server, loader = loading
+    left = http.client.HTTPConnection("127.0.0.1", server.http_port)
+    left.request("POST", LOADS, json.dumps({"model_path": "4"}))
+    until(lambda: loader.live)
+    left.close()
+    answers = []
+    later = threading.Thread(target=lambda: answers.append(ask(server, {"model_path": "5"}, LOADS)))
+    later.start()
+    for _ in range(20):
+        status, answer = ask(server, {"prompt": "1"})
+        assert status == 503 and b"loads other weights" in answer
+    assert loader.live == 1 and loader.loaded == []
+    loader.go.set()
+    later.join(30)
+    assert loader.loaded == ["4", "5"] and loader.most == 1
+    served = json.loads(answers[0][1])["weights"]
+    assert served == f"{server._rollout.weights_checksum():016x}"
+    answer = completion(server, prompt="1", counters=[1, 2, 3, 4])
+    assert answer["weights"] == [served] and server._rollout.weights.version == 5
+
+
+def test_loads_follow_each_other_and_each_answer_names_the_weights_that_it_left(loading):
+    server, loader = loading
+    loader.go.set()
+    answers = {}
+
+    def load(folder):
+        answers[folder] = ask(server, {"model_path": folder, "weight_version": f"v{folder}"}, LOADS)
+
+    callers = [threading.Thread(target=load, args=(folder,)) for folder in ("2", "3", "4", "none")]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join(30)
+    assert loader.most == 1 and sorted(loader.loaded) == ["2", "3", "4"]
+    status, refusal = answers.pop("none")
+    assert status == 400 and b"none has no weights" in refusal
+    found = {folder: json.loads(answer) for folder, (_, answer) in answers.items()}
+    assert all(answer["weight_version"] == f"v{folder}" for folder, answer in found.items())
+    assert len({answer["weights"] for answer in found.values()}) == 3
+    assert found[loader.loaded[-1]]["weights"] == f"{server._rollout.weights_checksum():016x}"
+
+
+def test_a_completion_of_two_policies_names_both(loading, monkeypatch):
+    server, loader = loading
+    engine, original, dispatches = server._rollout.engine, server._rollout.engine.generate, []
+    asked = {"prompt": "1", "max_tokens": 40, "counters": [1, 2, 3, 4], "stop_token_ids": []}
+    [first] = completion(server, **asked)["weights"]
+
+    def changing(*args, **options):
+        dispatches.append(1)
+        if len(dispatches) == 2:
+            loader.sampler.sync_weights(jax.tree.map(lambda x: x * 2, loader.params), 2)
+        return original(*args, **options)
+
+    monkeypatch.setattr(engine, "generate", changing)
+    named = completion(server, **asked)["weights"]
+    assert named == [first, f"{server._rollout.weights_checksum():016x}"] and named[0] != named[1]
