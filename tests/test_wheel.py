@@ -52,7 +52,7 @@ def expected_files():
     package = ROOT / "rpg_jax"
     files = {path.relative_to(ROOT).as_posix() for path in package.rglob("*.py")}
     files |= {f"rpg_jax/configs/{path.name}" for path in (ROOT / "configs").glob("*.py")}
-    files |= {f"rpg_jax/configs/chains_start/{path.name}" for path in (ROOT / "configs/chains_start").iterdir()}
+    files |= {f"rpg_jax/{path.relative_to(ROOT)}" for path in (ROOT / "configs").glob("chains_start*/*")}
     files |= {path.relative_to(ROOT).as_posix() for path in package.rglob("*.json")}
     return (
         files

@@ -72,7 +72,7 @@ ROWS = {
         hyperparameters=dict(clip_low=0.2, clip_high=0.28, clip_dual=10.0),
         source="arXiv:2503.14476",
     ),
-    # arXiv:2501.03262: k1 as a loss, advantages whitened over the batch. The public recipes: ε, β, DAPO's batches, and
+    # arXiv:2501.03262: advantages whitened over the batch. The public recipes: k1 as a loss, ε, β, DAPO's batches, and
     # an iterative reference.
     "REINFORCE++": dict(
         loss="reinforce_pp",
@@ -81,7 +81,7 @@ ROWS = {
         reference="every",
         **DAPO_BATCHES,
         hyperparameters=dict(kl_coef=1e-4, clip_low=0.2, clip_high=0.28, clip_dual=10.0),
-        source="arXiv:2501.03262; public recipes of arXiv:2505.17508",
+        source="public recipes of arXiv:2505.17508; arXiv:2501.03262 has k₁ in the reward, not in the loss",
     ),
     # The same with the mean of the group as baseline.
     "REINFORCE++-Baseline": dict(
@@ -91,7 +91,7 @@ ROWS = {
         reference="every",
         **DAPO_BATCHES,
         hyperparameters=dict(kl_coef=1e-4, clip_low=0.2, clip_high=0.28, clip_dual=10.0),
-        source="arXiv:2501.03262; public recipes of arXiv:2505.17508",
+        source="public recipes of arXiv:2505.17508; arXiv:2501.03262 has k₁ in the reward, not in the loss",
     ),
     # arXiv:2505.17508 Tables 1 and 4 (differentiable) and Table 2 (reinforce). The public differentiable loss clips the
     # reward's term alone; Algorithm 2 clips by the regularized advantage.
@@ -148,7 +148,7 @@ ROWS = {
         hyperparameters=dict(clip_low=3e-4, clip_high=4e-4),
         source="arXiv:2507.18071",
     ),
-    # arXiv:2506.13585 eq. 4 and 5: the upper bound alone. ε₂ is DAPO's.
+    # arXiv:2506.13585 eq. 4 and 5: the upper bound alone. ε₂ is Trinity-RFT's default.
     "CISPO": dict(
         loss="cispo",
         advantage="group_standardised",
@@ -156,7 +156,7 @@ ROWS = {
         reference="behaviour",
         **PLAIN_BATCHES,
         hyperparameters=dict(clip_high=0.28),
-        source="arXiv:2506.13585",
+        source="arXiv:2506.13585, which gives no ε₂; that of Trinity-RFT",
     ),
     # Ours; β and the leave-one-out returns of the laboratory of completions.
     "RPG-SEQ-FKL": dict(
@@ -189,7 +189,7 @@ ROWS = {
             reference="behaviour",
             **PLAIN_BATCHES,
             hyperparameters=dict(mask_divergence=divergence, mask_threshold=delta, sampler_correction="anchor"),
-            source="arXiv:2602.04879; δ of verl",
+            source="arXiv:2602.04879; δ of verl, not its cap of w",
         )
         for divergence, delta in (("tv", 0.15), ("kl", 0.05))
     },

@@ -190,11 +190,12 @@ def with_logprobs(groups, present, ref=None, *, swap="between", decoupled=False)
     )
 
     def logprobs(logits, _):
-        return jnp.tile(along(logits), (len(trained), 1)), jnp.zeros(sampler.shape)
+        return jnp.tile(along(logits), (len(trained), 1)), jnp.zeros(sampler.shape), None
 
     reference = SimpleNamespace(is_behaviour=ref is None, coincides=lambda: False, params=lambda: ref)
-    algorithm = SimpleNamespace(logprobs=logprobs, collector=ahead, reference=reference, decoupled=decoupled)
-    return add_logprobs(algorithm, batch, SimpleNamespace(params=present))
+    parts = {"collector": ahead, "reference": reference, "decoupled": decoupled, "routing": None}
+    algorithm = SimpleNamespace(logprobs=logprobs, **parts)
+    return add_logprobs(algorithm, batch, SimpleNamespace(params=present), 1)
 
 
 def mean_gradient(kind, policies, swap, **bounds):

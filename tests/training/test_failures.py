@@ -10,6 +10,7 @@ import pytest
 from rpg_jax import data, losses, rewards
 from rpg_jax.data.groups import decode_groups, encode_groups
 from rpg_jax.losses import ADVANTAGES, AGGREGATES
+from rpg_jax.losses.regularized_pg import TOKEN_SUMS
 from rpg_jax.rollout import Split
 from rpg_jax.training.collect import Collected, collect
 from rpg_jax.training.dynamic_sampling import DynamicSampling
@@ -34,7 +35,7 @@ def group_of(scores, failed, lengths=None, prompt_id=0, paid=None, rng=None):
         completions.append(Completion(tokens, rng.normal(size=n).astype(np.float32), "stop", 0, turns=turns))
     scores = np.float32(scores)
     parts = np.stack([scores, rng.normal(size=len(scores))], -1).astype(np.float32)
-    known = ["?"] * len(scores), scores, (scores > 0).astype(np.float32), None, list(failed), parts, list(failed)
+    known = ["?"] * len(scores), scores, (scores > 0).astype(np.float32), None, list(failed), parts, None, list(failed)
     return data.Group(data.Problem(prompt_id, "?", "!", "t"), np.array([3, 3]), completions, *known)
 
 
@@ -57,7 +58,7 @@ def test_of_eight_right_completions_one_that_timed_out_gives_none_an_advantage(n
     assert not EIGHT.informative and batch.packing.trained == [[4] * 7 + [0]]
     parts = dataclasses.replace(EIGHT, parts=None)  # the second part is noise
     batch = dataclasses.replace(batch, groups=[parts])
-    np.testing.assert_array_equal(advantages_fn(name, "ppo")(batch), 0)
+    np.testing.assert_array_equal(advantages_fn(name, "ppo")(batch)["advantages"], 0)
     if name == "group_standardised":  # as it was trained before
         wrong = losses.advantages(name, EIGHT.rewards[None])[0]
         np.testing.assert_allclose([wrong[0], wrong[7]], [0.354, -2.475], atol=1e-3)
@@ -69,7 +70,7 @@ def test_a_conversation_whose_environment_timed_out_gives_none_an_advantage(cred
     paid = [[1, 1], [1, 1], [1, 1], [1, 0]]
     group = group_of([2, 2, 2, 0], [None] * 3 + ["timeout"], paid=paid)
     batch = data.pack([group], data.RowShape(4, 6, 4))
-    found = advantages_fn("leave_one_out", "ppo", credit=credit, environment_weight=1.0)(batch)
+    found = advantages_fn("leave_one_out", "ppo", credit=credit, environment_weight=1.0)(batch)["advantages"]
     assert not np.concatenate([np.ravel(x) for x in found[0]]).any()
     assert batch.packing.trained == [[3, 3, 3, 0]] and not group.informative
 
@@ -92,7 +93,7 @@ def batches(aggregate, loss, advantage, options, shape):
         batch = data.pack(chosen, shape)
         old, ref, new = (batch.packing.scatter(x) for x in columns)
         batch = batch.add(behaviour_logprobs=old, ref_logprobs=ref)
-        given = advantages_fn(advantage, loss, [1.0, 0.5], **options)(batch)
+        given = advantages_fn(advantage, loss, [1.0, 0.5], **options)(batch)["advantages"]
         batch = batch.add(advantages=batch.packing.scatter(given))
         hyper = {"aggregate": aggregate, **length, **options}
         sums, gradients = np.zeros(2), []
@@ -115,21 +116,20 @@ def batches(aggregate, loss, advantage, options, shape):
     return groups, of(groups, columns), absent
 
 
-@pytest.mark.parametrize("aggregate", AGGREGATES)
-@pytest.mark.parametrize("advantage", ADVANTAGES)
+COMPLETIONS = {"divergence": "rkl", "clip": "none", "kl_coef": 0.3, "level": "sequence"}
+
+
 @pytest.mark.parametrize(
-    ("loss", "options", "shape"),
+    ("aggregate", "loss", "options", "shape"),
     [
-        ("grpo", {"kl_coef": 0.1}, data.RowShape(3, 9, 6)),
-        pytest.param(
-            "rpg",
-            {"divergence": "rkl", "clip": "none", "kl_coef": 0.3, "level": "sequence"},
-            data.RowShape(4, 24, 18, True),
-            marks=pytest.mark.slow,
+        *((aggregate, "grpo", {"kl_coef": 0.1}, data.RowShape(3, 9, 6)) for aggregate in AGGREGATES),
+        *(
+            pytest.param(aggregate, "rpg", COMPLETIONS, data.RowShape(4, 24, 18, True), marks=pytest.mark.slow)
+            for aggregate in TOKEN_SUMS
         ),
     ],
-    ids=["tokens", "completions"],
 )
+@pytest.mark.parametrize("advantage", ADVANTAGES)
 def test_loss_and_gradient_are_those_of_the_batch_in_which_what_failed_is_absent(
     aggregate, advantage, loss, options, shape
 ):
@@ -174,7 +174,8 @@ def test_the_means_of_a_step_leave_out_what_failed():
     group = group_of([1, 0.5, 0], [None, None, "status"], [2, 4, 9])
     found = sampling_metrics(Collected([group, EIGHT, group_of([0, 0], ["crash"] * 2)], [], [group]))
     assert (found["reward"], found["accuracy"], found["failed"]) == (0.875, 1.0, 4 / 13)
-    assert found["completion_length"] == (2 + 4 + 7 * 4) / 9 and found["completion_tokens"] == 2 + 4 + 9 + 32 + 8
+    assert found["completion_length"] == ((2 + 4) / 2 + 4) / 2, "a mean over prompts, of those that have a verdict"
+    assert found["completion_tokens"] == 2 + 4 + 9 + 32 + 8
     none = sampling_metrics(Collected([group_of([0, 0], ["crash"] * 2)], [], [group]))
     assert none["failed"] == 1 and "reward" not in none
 
