@@ -61,19 +61,20 @@ def judge():
 
 @pytest.mark.slow
 def test_a_run_trains_what_a_flaky_judge_has_judged_and_says_how_much_it_left_out(warm, tmp_path, judge):
-    done = run(warm, tmp_path, *SETTINGS, judge(0.1))
+    done = run(warm, tmp_path, *SETTINGS, judge(0.15))
     lines = metrics(tmp_path / "r")
     for line in lines[1:]:
-        assert 0 < line["failed"] < 0.25 and line["skipped_updates"] == 0
+        assert 0 <= line["failed"] < 0.25 and line["skipped_updates"] == 0
         completions = 4 * line["groups_generated"]
         twice = round(line["failed"] * completions)
         assert line["verifier_errors/status"] > 2 * twice, "others failed once"
         assert 0 <= line["accuracy"] <= 1 and 0 < line["reward"] < 1
+    assert sum(line["failed"] for line in lines[1:]) > 0
     samples = [json.loads(line) for line in (tmp_path / "r" / "samples.jsonl").read_text().splitlines()]
     assert {s.get("failed") for s in samples} == {None, "status"}
     assert all(s["reward"] <= 0.5 for s in samples if s.get("failed"))
     assert "completions of held out have no verdict" not in done.stderr, "exact decides accuracy"
-    again = run(warm, tmp_path / "again", *SETTINGS, judge(0.1))
+    again = run(warm, tmp_path / "again", *SETTINGS, judge(0.15))
     assert checksum(again) == checksum(done), "what failed for ever failed for ever"
 
 
