@@ -225,7 +225,7 @@ def choices(axes):
     return found.values()
 
 
-@pytest.mark.slow  # compilations
+@pytest.mark.soak  # hundreds of compilations
 @pytest.mark.parametrize("axes", [("fsdp", "tensor"), ("fsdp", "context")], ids="+".join)
 def test_every_override_is_right_or_refused(axes, monkeypatch):
     """Refused rules are wrong, except where other programs than these are: of decode slots, of a TPU's kernel."""
