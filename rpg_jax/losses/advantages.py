@@ -183,15 +183,7 @@ def advantages(
     rewards = jax.lax.stop_gradient(rewards.astype(jnp.promote_types(rewards.dtype, jnp.float32)))
     if rewards.ndim != 2:
         raise ValueError(f"rewards must be [prompts, completions of a prompt], got shape {rewards.shape}")
-    if lengths is not None and mask is not None:
-        raise ValueError("give lengths or mask, not both")
-    if mask is not None:
-        mask = jnp.asarray(mask)
-        if mask.ndim != 3:
-            raise ValueError(f"mask must be [prompts, completions, tokens], got shape {mask.shape}")
-        lengths = jnp.sum(mask != 0, axis=-1)
-    if lengths is not None and jnp.shape(lengths) != rewards.shape:
-        raise ValueError(f"lengths must have the shape of rewards {rewards.shape}, got {jnp.shape(lengths)}")
+    lengths = _lengths(rewards, lengths, mask)
     left_out: dict[str, jax.Array] = {}
     if counted is not None:
         counted = jnp.asarray(counted, bool)
@@ -207,16 +199,7 @@ def advantages(
         if lengths is not None:
             lengths = jnp.where(counted, jnp.asarray(lengths), 0)
     if declared.takes("parts"):
-        if parts is None:
-            parts, part_weights = rewards[..., None], None
-        parts = jax.lax.stop_gradient(jnp.asarray(parts, rewards.dtype))
-        weights = jnp.ones(parts.shape[-1]) if part_weights is None else jnp.asarray(part_weights)
-        if parts.shape != (*rewards.shape, len(weights)):
-            raise ValueError(
-                f"parts must be [prompts, completions, {len(weights)} part_weights] for rewards {rewards.shape}, got "
-                f"{parts.shape}"
-            )
-        found = declared.function(parts, weights.astype(rewards.dtype), **left_out)
+        found = declared.function(*_parts(rewards, parts, part_weights), **left_out)
     elif not declared.takes("lengths"):
         found = declared.function(rewards, **left_out)
     elif lengths is None:
@@ -224,6 +207,36 @@ def advantages(
     else:
         found = declared.function(rewards, jnp.asarray(lengths), **left_out)
     return found if counted is None else jnp.where(counted, found, 0)
+
+
+def _lengths(rewards: jax.Array, lengths: ArrayLike | None, mask: ArrayLike | None) -> ArrayLike | None:
+    """`lengths`, or those of `mask`. Raises ValueError for both or for a wrong shape."""
+    if lengths is not None and mask is not None:
+        raise ValueError("give lengths or mask, not both")
+    if mask is not None:
+        mask = jnp.asarray(mask)
+        if mask.ndim != 3:
+            raise ValueError(f"mask must be [prompts, completions, tokens], got shape {mask.shape}")
+        lengths = jnp.sum(mask != 0, axis=-1)
+    if lengths is not None and jnp.shape(lengths) != rewards.shape:
+        raise ValueError(f"lengths must have the shape of rewards {rewards.shape}, got {jnp.shape(lengths)}")
+    return lengths
+
+
+def _parts(
+    rewards: jax.Array, parts: ArrayLike | None, part_weights: Sequence[float] | None
+) -> tuple[jax.Array, jax.Array]:
+    """The parts of the rewards, f[P, G, N], and their N weights. Raises ValueError for a wrong shape."""
+    if parts is None:
+        parts, part_weights = rewards[..., None], None
+    parts = jax.lax.stop_gradient(jnp.asarray(parts, rewards.dtype))
+    weights = jnp.ones(parts.shape[-1]) if part_weights is None else jnp.asarray(part_weights)
+    if parts.shape != (*rewards.shape, len(weights)):
+        raise ValueError(
+            f"parts must be [prompts, completions, {len(weights)} part_weights] for rewards {rewards.shape}, got "
+            f"{parts.shape}"
+        )
+    return parts, weights.astype(rewards.dtype)
 
 
 def turn_advantages(
