@@ -186,10 +186,7 @@ def advantages(
     lengths = _lengths(rewards, lengths, mask)
     left_out: dict[str, jax.Array] = {}
     if counted is not None:
-        counted = jnp.asarray(counted, bool)
-        if counted.shape != rewards.shape:
-            raise ValueError(f"counted must have the shape of rewards {rewards.shape}, got {counted.shape}")
-        counted &= _counts(counted) > min(1, rewards.shape[1] - 1)
+        counted = _compared(rewards, counted)
         if declared.takes("counted"):
             left_out["counted"] = counted
         elif not declared.takes("lengths"):
@@ -207,6 +204,14 @@ def advantages(
     else:
         found = declared.function(rewards, jnp.asarray(lengths), **left_out)
     return found if counted is None else jnp.where(counted, found, 0)
+
+
+def _compared(rewards: jax.Array, counted: ArrayLike) -> jax.Array:
+    """`counted` without the only one of a group of several. Raises ValueError for a wrong shape."""
+    counted = jnp.asarray(counted, bool)
+    if counted.shape != rewards.shape:
+        raise ValueError(f"counted must have the shape of rewards {rewards.shape}, got {counted.shape}")
+    return counted & (_counts(counted) > min(1, rewards.shape[1] - 1))
 
 
 def _lengths(rewards: jax.Array, lengths: ArrayLike | None, mask: ArrayLike | None) -> ArrayLike | None:

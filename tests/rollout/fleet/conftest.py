@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 
 import numpy as np
 import pytest
@@ -146,14 +145,3 @@ def make_fleet():
     yield make
     for fleet in made:
         fleet.close()
-
-
-@pytest.fixture
-def until():
-    def until(condition, seconds=20):
-        deadline = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < deadline
-            time.sleep(0.005)
-
-    return until
