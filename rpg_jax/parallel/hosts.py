@@ -1,9 +1,10 @@
 """Collectives over the processes of a run, on host values: barrier, all-gather, maximum, and placement on devices.
 
-Every process must call a collective, in the same order and from its main thread. With one process, none of them
-communicates. While a process waits for others, for minutes perhaps, it asks the coordination service that
-`jax.distributed` started: a device collective would look like a hang to the runtime of TPU slices, which reports one
-after five minutes. Only large values go over the devices, in pieces, once every process has arrived.
+Every process must call a collective, in the same order and from its main thread; an `Exchange` has an order of its own.
+With one process, none of them communicates. While a process waits for others, for minutes perhaps, it asks the
+coordination service that `jax.distributed` started: a device collective would look like a hang to the runtime of TPU
+slices, which reports one after five minutes. Only large values go over the devices, in pieces, once every process has
+arrived.
 """
 
 import contextlib
@@ -93,20 +94,55 @@ def pmax(value: int) -> int:
 
 def _exchanged(value: bytes) -> list[bytes]:
     """The small `value` of every process, through the coordination service."""
-    client, call, own = _service(), next(_calls), jax.process_index()
-    client.key_value_set_bytes(f"rpg_jax/{call}/{own}", value)
-    found = [
-        value if process == own else client.blocking_key_value_get_bytes(f"rpg_jax/{call}/{process}", _PATIENCE_MS)
-        for process in range(jax.process_count())
-    ]
-    # Who has all values of this call knows that all have begun it, and so that nobody reads those of the last one.
-    _spent.append(f"rpg_jax/{call}/{own}")
-    if len(_spent) > 1:
-        client.key_value_delete(_spent.pop(0))
-    return found
+    return _main.all_gather_bytes(value)
 
 
-_spent: list[str] = []  # keys of this process that others may still read
+class Exchange:
+    """All-gathers through the coordination service alone. No program runs on a device.
+
+    So one thread of each process may call `all_gather_bytes` at any time, also while the main thread launches programs.
+    The calls of one exchange have the same order in every process.
+
+    Args:
+      name: not shared with another exchange.
+    """
+
+    def __init__(self, name: str):
+        self._name, self._rounds = name, itertools.count()
+        self._spent: list[str] = []  # keys of this process that others may still read
+
+    def all_gather_bytes(self, value: bytes) -> list[bytes]:
+        """The `value` of every process, in the order of the processes. Lengths may differ."""
+        if jax.process_count() == 1:
+            return [value]
+        client, own, keys = _service(), jax.process_index(), f"rpg_jax/{self._name}/{next(self._rounds)}"
+        pieces = [value[start : start + _SMALL] for start in range(0, len(value), _SMALL)] or [b""]
+        mine = [f"{keys}/{own}/{number}" for number in range(len(pieces))]
+        for number, (key, piece) in enumerate(zip(mine, pieces, strict=True)):
+            last = number == len(pieces) - 1
+            client.key_value_set_bytes(key, (b"." if last else b"+") + piece)
+        found = [
+            value if process == own else _read(client, f"{keys}/{process}") for process in range(jax.process_count())
+        ]
+        # Who has all values of this call knows that all have begun it, and so that nobody reads those of the last one.
+        for key in self._spent:
+            client.key_value_delete(key)
+        self._spent = mine
+        return found
+
+
+_main = Exchange("main")  # of the main threads
+
+
+def _read(client: Any, prefix: str) -> bytes:
+    """The value whose pieces begin with `+`, the last one with `.`"""
+    pieces = list[bytes]()
+    for number in itertools.count():
+        piece = client.blocking_key_value_get_bytes(f"{prefix}/{number}", _PATIENCE_MS)
+        pieces.append(piece[1:])
+        if piece[:1] == b".":
+            break
+    return b"".join(pieces)
 
 
 def _over_devices(value: bytes, sizes: Sequence[int]) -> list[bytes]:

@@ -42,7 +42,7 @@ def test_a_counter_of_one_process_counts():
 
 
 SCRIPT = """
-import json, sys, time
+import json, sys, threading, time
 import jax
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 port, process = sys.argv[1], int(sys.argv[2])
@@ -76,6 +76,16 @@ hosts._SMALL, hosts._PIECE = 8, 16
 sent = [b"0123456789" * 5, b"short"]
 assert hosts.all_gather_bytes(sent[process]) == sent
 assert len(gathers) == 4, "in pieces"
+exchange, met = hosts.Exchange("thread"), []
+def meets():
+    for turn in range(10):
+        met.append(exchange.all_gather_bytes(sent[process] * turn) == [one * turn for one in sent])
+thread = threading.Thread(target=meets)
+thread.start()
+for turn in range(10):  # meanwhile, in an order of its own
+    assert hosts.pmax(turn * process) == turn
+thread.join()
+assert met == [True] * 10 and len(gathers) == 4, met
 hosts.barrier("test")
 print("equal", flush=True)
 if process:
