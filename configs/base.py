@@ -252,17 +252,20 @@ FIELDS = Section(
     servers=Section(
         "rollout.driver=servers: who samples, and how the weights get there; docs/servers.md.",
         urls=Field("", "The servers, as http://HOST:PORT,http://HOST:PORT. Each is one server, not a balancer before "
-            "several: every one is told to load the weights."),
+            "several: every one is told to load the weights. Servers that come and go: dns://NAME:PORT for all "
+            "addresses of a name, or file:PATH for the lines of a file or of a folder's files; looked at every 5 seconds."),
         kind=Field("vllm", "The servers' program.", choices="rpg_jax.rollout.served.kinds:KINDS"),
         model=Field(optional(str), "The name under which they have the model. Unset: it is their only one."),
         weights=Field(optional(str), "The folder into which the trainer writes the weights of every step. All servers "
             "see it under the same path."),
-        parallel=Field(256, "The completions that one server is asked for at once.", "completions", range="[1, 4096]"),
+        parallel=Field(256, "The completions that a process asks one server for at once. The server decodes as many as "
+            "it has slots, and should have room to let the others wait.", "completions", range="[1, 4096]"),
         timeout_seconds=Field(1800.0, "The longest time for one completion, its wait inside the server included, and "
             "for loading the weights.", "seconds", range="(0, 1e6]"),
         patience_seconds=Field(600.0, "The run stops after so long without any server that answers.", "seconds",
             range="(0, 1e6]"),
         certificate=Field(optional(str), "PEM file to trust for https addresses. Unset: the system's."),
+        certificate_name=Field(optional(str), "The name in the servers' certificate. Unset: the host of each address."),
         key_variable=Field("RPG_JAX_SERVERS_KEY", "The environment variable that holds the servers' API key, if they "
             "have one."),
     ),

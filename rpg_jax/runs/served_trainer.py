@@ -9,8 +9,10 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from rpg_jax import models, rollout, storage
+from rpg_jax.parallel import hosts
+from rpg_jax.rollout.served.addresses import Look, source
 from rpg_jax.rollout.served.balance import Balance
-from rpg_jax.rollout.served.calls import Caller
+from rpg_jax.rollout.served.calls import Client
 from rpg_jax.rollout.served.deployed import Deployed
 from rpg_jax.rollout.served.kinds import KINDS
 from rpg_jax.rollout.served.served_rollout import ServedRollout
@@ -24,15 +26,20 @@ def make_served(experiment: Experiment, params: Any, base: models.Base | None = 
     With a base, `params` are the adapters beside it, and servers get the two merged.
 
     Raises:
-      ValueError: an address, the key, the folder or another field does not fit; or several processes train.
+      ValueError: an address, the key, the folder or another field does not fit.
     """
     config, layout, tokenizer = experiment.config, experiment.layout, experiment.tokenizer
     c, m, kind = config.servers, config.model, KINDS[config.servers.kind]
     _check(config)
     kind.check(experiment.sampling(config.rollout.temperature), c.kind)
-    how: dict[str, Any] = {"certificate": c.certificate, "timeout": c.timeout_seconds, "key": _key(c.key_variable)}
-    callers = [Caller(url, **how) for url in _addresses(c.urls)]
-    balance = Balance(callers, kind, parallel=c.parallel, patience=c.patience_seconds)
+    client = Client(
+        key=_key(c.key_variable),
+        certificate=c.certificate,
+        certificate_name=c.certificate_name,
+        timeout=c.timeout_seconds,
+    )
+    addresses = _addresses(c.urls, client, shared=kind.counters)
+    balance = Balance(addresses, client, kind, parallel=c.parallel, patience=c.patience_seconds)
     original = {"base": models.local_folder(m.path, weights=False)} if m.path else {}
     ids = {"eos_token_id": tokenizer.eos_id, "bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
     known: dict[str, Any] = original or {"fields": ids}
@@ -56,21 +63,27 @@ def make_served(experiment: Experiment, params: Any, base: models.Base | None = 
 
 def _check(config: ConfigDict) -> None:
     r = config.rollout
-    if jax.process_count() > 1:
-        raise ValueError(
-            f"rollout.driver=servers trains in one process, not {jax.process_count()}: choose rollout.driver=fleet"
-        )
     if r.devices or r.swap == "midway":
         raise ValueError("rollout.driver=servers needs rollout.devices=0 and rollout.swap=between: servers sample")
     if r.int8 or r.int8_kv:
         raise ValueError("rollout.driver=servers: rollout.int8 and int8_kv are the servers' own choice; leave them out")
 
 
-def _addresses(text: str) -> list[str]:
-    urls = [url.strip() for url in text.split(",") if url.strip()]
-    if not urls or len(set(urls)) < len(urls):
-        raise ValueError(f"rollout.driver=servers needs different addresses in servers.urls, got {text!r}")
-    return urls
+def _addresses(text: str, client: Client, *, shared: bool) -> list[str] | Look:
+    """The servers of this process; all of them if processes can share servers.
+
+    Two processes would each make a server load the weights, and break off what it samples for the other. Only a server
+    that names its weights in each answer does without that.
+    """
+    found, processes = source(text, client.check), jax.process_count()
+    if shared or processes == 1:
+        return found
+    if callable(found) or len(found) < processes:
+        raise ValueError(
+            f"servers.urls={text}: {processes} processes train, and each needs a server of its own in a list of "
+            "addresses; only servers of servers.kind=rpg_jax are shared, and may come and go"
+        )
+    return hosts.share(found)
 
 
 def _key(variable: str) -> ApiKey | None:

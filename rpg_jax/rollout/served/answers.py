@@ -1,4 +1,4 @@
-"""The request for one completion, and the completion in its answer, checked before anything is trained on it."""
+"""The request for one turn of a completion, and the turn in its answer, checked before anything is trained on it."""
 
 import dataclasses
 import hashlib
@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from rpg_jax.rollout.fleet.job import fault_of
-from rpg_jax.rollout.interface import Request
-from rpg_jax.types import Completion
+from rpg_jax.rollout.row import Row
+from rpg_jax.types import Completion, Sampling
 
 _ROUNDING = 1e-5  # a log-prob of a sum of probabilities may be so much above 0
 
@@ -24,29 +23,31 @@ class Unusable(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """Asks for completion `index` of the prompt at `place` of `request`.
+    """Asks for the next turn of `row`: the whole completion, unless an environment answers it.
 
     Attributes:
       model: the name under which the server has the model; None for its only one.
       counters: send this project's counters of random numbers, and want its exact log-probabilities.
     """
 
-    request: Request
-    place: int
-    index: int
+    row: Row
     model: str | None = None
     counters: bool = False
 
     @property
-    def prompt(self) -> list[int]:
-        return np.asarray(self.request.prompts[self.place]).tolist()
+    def sampling(self) -> Sampling:
+        """Of this turn."""
+        return dataclasses.replace(self.row.sampling, max_tokens=self.row.limit - self.row.written.count)
 
     @property
     def body(self) -> dict[str, Any]:
-        """The request. Every sampling parameter is named: servers have defaults of their own, and models bring some."""
-        sampling = self.request.sampling
+        """The request. Every sampling parameter is named: servers have defaults of their own, and models bring some.
+
+        A later turn is asked with all tokens of the prompt, the turns and the observations before it.
+        """
+        sampling, written = self.sampling, self.row.written
         body: dict[str, Any] = {
-            "prompt": self.prompt,
+            "prompt": self.row.context.tolist(),
             "n": 1,
             "max_tokens": sampling.max_tokens,
             "temperature": sampling.temperature,
@@ -62,12 +63,12 @@ class Question:
         if self.model is not None:
             body["model"] = self.model
         if self.counters:
-            counters = (count % 2**32 for count in self.request.counters(self.place, self.index))
-            return {**body, "counters": [*counters], "sampler_logprobs": True}
-        return {**body, "seed": seed_of(*self.request.counters(self.place, self.index)), "logprobs": 0}
+            counters = [count % 2**32 for count in self.row.counters]
+            return {**body, "counters": counters, "drawn": written.count, "sampler_logprobs": True}
+        return {**body, "seed": seed_of(*self.row.counters, turn=len(written.observations)), "logprobs": 0}
 
     def completion(self, answer: Any, version: int, vocab_size: int) -> Completion:
-        """The completion in an answer, of weights `version`. Log-probs up to 1e-5 above 0 are taken as 0.
+        """The turn in an answer, of weights `version`. Log-probs up to 1e-5 above 0 are taken as 0.
 
         Raises Unusable if the answer has none, or one that is not of this request; Aborted if the server ended it.
         """
@@ -83,23 +84,38 @@ class Question:
             raise Aborted("the server has aborted a completion")
         if ids is None or prompt is None:
             raise Unusable("no token_ids or no prompt_token_ids: the server must know return_token_ids")
-        if prompt != self.prompt:
-            raise Unusable(f"it has read another prompt, of {len(prompt)} tokens in place of {len(self.prompt)}")
+        if prompt != (context := self.row.context.tolist()):
+            raise Unusable(f"it has read another prompt, of {len(prompt)} tokens in place of {len(context)}")
         if logprobs is None:
             raise Unusable("no log-probs of the sampled tokens")
         made = Completion(_tokens(ids), _logprobs(logprobs), reason, version)
-        single = dataclasses.replace(self.request, group_size=1)
-        if fault := fault_of([made], single, vocab_size):
+        if fault := fault_of(made, self.sampling, vocab_size):
             raise Unusable(
-                f"{fault}. It must stop at the tokens {list(self.request.sampling.stop_token_ids)} and no other, have "
-                f"room for {self.request.sampling.max_tokens} tokens, and return the log-probs of what it samples"
+                f"{fault}. It must stop at the tokens {list(self.sampling.stop_token_ids)} and no other, have room for "
+                f"{self.sampling.max_tokens} tokens, and return the log-probs of what it samples"
             )
         return made
 
 
-def seed_of(seed: int, step: int, prompt_id: int, index: int) -> int:
+def fault_of(one: Completion, sampling: Sampling, vocab_size: int) -> str:
+    """Why an answer is no completion of one turn; "" if it is one."""
+    tokens, logprobs = one.tokens, one.logprobs
+    if not 1 <= len(tokens) <= sampling.max_tokens or len(logprobs) != len(tokens):
+        return f"a completion of {len(tokens)} tokens; the limit is {sampling.max_tokens}"
+    if tokens.min() < 0 or tokens.max() >= vocab_size:
+        return f"tokens from {tokens.min()} to {tokens.max()}; the vocabulary has {vocab_size}"
+    if not (logprobs <= 0).all() or not (logprobs > float("-inf")).all():
+        return "log-probabilities that are positive or not finite"
+    stops = np.isin(tokens, sampling.stop_token_ids)
+    ended = stops[-1] if one.finish_reason == "stop" else len(tokens) == sampling.max_tokens and not stops[-1]
+    if not ended or stops[:-1].any() or one.finish_reason not in ("stop", "length"):
+        return f"a completion of {len(tokens)} tokens that ends with {one.finish_reason!r} and did not"
+    return ""
+
+
+def seed_of(seed: int, step: int, prompt_id: int, index: int, *, turn: int = 0) -> int:
     """A seed below 2^31, which every server takes. Those of one group are consecutive, so none comes twice there."""
-    digest = hashlib.sha256(f"{seed % 2**32}/{step}/{prompt_id}".encode()).digest()
+    digest = hashlib.sha256(f"{seed % 2**32}/{step}/{prompt_id}{f'/{turn}' if turn else ''}".encode()).digest()
     return (int.from_bytes(digest[:4], "little") + index) % 2**31
 
 

@@ -1,28 +1,27 @@
 """Several servers of one policy: who is asked next, who rests after a failure, and who must load the weights first."""
 
+import asyncio
 import dataclasses
 import sys
-import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
+from rpg_jax.rollout.served.addresses import Look
 from rpg_jax.rollout.served.answers import Aborted, Unusable
-from rpg_jax.rollout.served.calls import Batch, Caller, Refused, ServerError, Superseded, Unavailable
+from rpg_jax.rollout.served.calls import Caller, Client, Refused, ServerError, Unavailable
 from rpg_jax.rollout.served.kinds import Kind
 from rpg_jax.rollout.served.standing import STRIKES, Server
 
 _MOST_FAULTS = 4  # of one request, at servers that were in order: then it is the request, or the servers' program
 _HEALTH_SECONDS = 5.0  # the longest wait for an answer about its health, of a server that rests or must load
 _QUIET_SECONDS = 30.0  # without an answer: then a server is asked for its health, and has as long for the answer
+_FOLLOW_SECONDS = 5.0  # between two looks at addresses that may change
+_TICK_SECONDS = 0.1  # between two looks at the calls that wait for a server
 _SAY_AFTER, _SAY_EVERY = 5.0, 60.0  # seconds without a server
 
 T = TypeVar("T")
-
-
-class Stopped(Exception):
-    """The batch of a call has ended: nobody wants the answer."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,9 +42,13 @@ class Call:
     begun: float
     sound: bool
 
-    def is_wanted(self) -> bool:
-        """Whether the server has not failed since: a new process with other weights may accept the connection."""
-        return self.server.failed < self.begun
+
+@dataclasses.dataclass(frozen=True)
+class _Waiting:
+    """A request that waits for a server other than those that have `failed` it."""
+
+    failed: set[Server]
+    call: asyncio.Future[Call]
 
 
 class Balance:
@@ -54,9 +57,13 @@ class Balance:
     A server that fails rests until its health is good again, longer each time that calls fail although it is. Then it
     loads the weights: it may have been started anew. What it had not answered goes to the others, and comes back to it
     only if no other lives. A server without room (429) gets fewer calls at once, and one more after each round.
-    Failures and refusals of calls that were under way together count once. Any thread may call the methods.
+    Failures and refusals of calls that were under way together count once. A server whose address is no longer found
+    gets no further calls.
+
+    All coroutines run in one event loop, and `run` all the time. Any thread may call `use`, `begin` and `counts`.
 
     Args:
+      addresses: of the servers, or what looks for them.
       parallel: most calls under way at one server.
       patience: seconds without any server that answers, after which a call fails.
       rest: seconds after the first failure, and between health calls.
@@ -64,7 +71,8 @@ class Balance:
 
     def __init__(
         self,
-        callers: Sequence[Caller],
+        addresses: Sequence[str] | Look,
+        client: Client,
         kind: Kind,
         *,
         parallel: int,
@@ -72,131 +80,159 @@ class Balance:
         rest: float = 1.0,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self._servers, self._kind = [Server(caller, parallel, rest) for caller in callers], kind
-        self._parallel, self._patience, self._clock = parallel, patience, clock
-        self._changed, self._closed = threading.Condition(), threading.Event()
+        self._addresses, self._client, self._kind = addresses, client, kind
+        self._parallel, self._patience, self._rest, self._clock = parallel, patience, rest, clock
+        self._servers, self._watching = dict[str, Server](), dict[str, asyncio.Task[None]]()
+        self._waiting = deque[_Waiting]()
         self._weights: Loadable | None = None
         self._answered = self._said = clock()
+        self._not_found = "no address is known yet"
         self._counts: Counter[str] = Counter()
-        for server in self._servers:
-            threading.Thread(target=self._watch, args=(server,), name="rpg-health", daemon=True).start()
-
-    @property
-    def room(self) -> int:
-        """Calls that may be under way at once."""
-        return self._parallel * len(self._servers)
 
     def use(self, weights: Loadable) -> None:
         """Every server loads these weights before the next call that it gets."""
-        with self._changed:
-            self._weights = weights
+        self._weights = weights
 
     def begin(self) -> None:
         """The time without a server counts from now on."""
-        with self._changed:
-            self._answered = self._said = self._clock()
-
-    def end(self, batch: Batch) -> None:
-        """Ends the calls of a batch."""
-        batch.stop()
-        with self._changed:
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        """Ends the health calls."""
-        self._closed.set()
-
-    def ask(self, body: Mapping[str, Any], read: Callable[[Any], T], batch: Batch) -> T:
-        """The answer to a request for completions, as `read` understands it.
-
-        Raises:
-          ServerError: a server refuses or answers what cannot be used, no server has answered for long, or the request
-            has failed at several that were in order.
-          Stopped: the batch has ended.
-        """
-        failed, faults = set[Server](), 0
-        while True:
-            call = self._take(batch, failed)
-            how: Unavailable | Superseded | None = None
-            try:
-                self._load(call, batch)
-                answer = call.server.caller.post("/v1/completions", body, batch, call.is_wanted)
-                self._check_weights(call, answer, several=True)
-                return read(answer)
-            except (Unavailable, Superseded) as error:
-                how = error
-            except Aborted as error:
-                how = Unavailable(f"{call.server.caller.url}: {error}", fault=True)
-            except Refused as error:
-                models = "; servers.model must name one of GET /v1/models" if error.status == 404 else ""
-                raise ServerError(f"{error}{models}") from None
-            except Unusable as error:
-                raise ServerError(f"{call.server.caller.url} returned no usable completion: {error}") from None
-            finally:
-                self._return(call, how, batch)
-            if batch.stopped:
-                raise Stopped
-            if isinstance(how, Unavailable) and not how.busy:
-                failed.add(call.server)
-                faults += how.fault and call.sound
-                if faults == _MOST_FAULTS:
-                    raise ServerError(f"a request has failed {faults} times, the last time so: {how}")
+        self._answered = self._said = self._clock()
 
     def counts(self) -> dict[str, float]:
         """Servers that answer, and what happened since the last call."""
-        with self._changed:
-            taken, self._counts = self._counts, Counter()
-            alive = sum(server.is_sound for server in self._servers)
-            return {"answering": alive, **{name: taken[name] for name in ("requests", "refused", "failures", "loads")}}
+        taken, self._counts = self._counts, Counter()
+        alive = sum(server.is_sound for server in list(self._servers.values()))
+        return {"answering": alive, **{name: taken[name] for name in ("requests", "refused", "failures", "loads")}}
 
-    def _take(self, batch: Batch, failed: set[Server]) -> Call:
-        """The next call, counted. Waits for a server; raises ServerError if none answers."""
-        with self._changed:
+    async def run(self) -> None:
+        """Follows the servers' addresses and health, until it is cancelled."""
+        followed = self._clock()
+        if not callable(self._addresses):
+            self._follow(self._addresses)
+        try:
             while True:
-                if batch.stopped:
-                    raise Stopped
-                weights, now = self._weights, self._clock()
-                assert weights is not None, "weights are synced before anything is sampled"
-                living = [server for server in self._servers if not server.resting]
-                others = [server for server in living if server not in failed] or living
-                if free := [server for server in others if server.is_free(weights.label, now)]:
-                    server = min(free, key=lambda server: server.calls)
-                    if not server.calls:
-                        server.heard = now
-                    server.calls += 1
-                    return Call(server, weights, now, server.is_sound)
-                self._say(now)
-                self._changed.wait(0.1 if any(server.until > now for server in self._servers) else 1.0)
+                now = self._clock()
+                if callable(self._addresses) and now >= followed:
+                    followed = now + _FOLLOW_SECONDS
+                    await self._look(self._addresses)
+                if self._waiting:
+                    self._dispatch()
+                    self._say(now)
+                await asyncio.sleep(_TICK_SECONDS)
+        finally:
+            for task in self._watching.values():
+                task.cancel()
+            await self._client.close()
+
+    async def ask(self, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:
+        """The answer to a request for completions, as `read` understands it.
+
+        Raises ServerError if a server refuses or answers what cannot be used, if none has answered for long, or if the
+        request has failed at several that were in order.
+        """
+        failed, faults = set[Server](), 0
+        while True:
+            call = await self._take(failed)
+            error, answered = None, False
+            try:
+                await self._load(call)
+                answer, connected = await call.server.caller.post("/v1/completions", body)
+                self._check_weights(call, answer, several=True)
+                if not call.begun < call.server.failed < connected:  # else a new process may have accepted the call
+                    answered = True
+                    return read(answer)
+            except Unavailable as unavailable:
+                error = unavailable
+            except Aborted as aborted:
+                error = Unavailable(f"{call.server.caller.url}: {aborted}", fault=True)
+            except Refused as refused:
+                models = "; servers.model must name one of GET /v1/models" if refused.status == 404 else ""
+                raise ServerError(f"{refused}{models}") from None
+            except Unusable as unusable:
+                raise ServerError(f"{call.server.caller.url} returned no usable completion: {unusable}") from None
+            finally:
+                self._return(call, error, answered and error is None)
+            if error is not None and not error.busy:
+                failed.add(call.server)
+                faults += error.fault and call.sound
+                if faults == _MOST_FAULTS:
+                    raise ServerError(f"a request has failed {faults} times, the last time so: {error}")
+
+    async def _take(self, failed: set[Server]) -> Call:
+        """The next call, counted. Waits for a server; raises ServerError if none answers."""
+        wait = _Waiting(failed, asyncio.get_running_loop().create_future())
+        if failed:
+            self._waiting.appendleft(wait)  # it has waited before
+        else:
+            self._waiting.append(wait)
+        self._dispatch()
+        try:
+            return await wait.call
+        except asyncio.CancelledError:
+            if wait.call.done() and not wait.call.cancelled() and wait.call.exception() is None:
+                self._return(wait.call.result(), None, answered=False)
+            raise
+
+    def _dispatch(self) -> None:
+        """Gives servers to the requests that wait, in order."""
+        assert self._weights is not None, "weights are synced before anything is sampled"
+        now, left = self._clock(), list[_Waiting]()
+        while self._waiting:
+            wait = self._waiting.popleft()
+            if wait.call.done():  # cancelled
+                continue
+            server = self._next(wait.failed, now)
+            if server is not None:
+                if not server.calls:
+                    server.heard = now
+                server.calls += 1
+                wait.call.set_result(Call(server, self._weights, now, server.is_sound))
+                continue
+            left.append(wait)
+            if not wait.failed:  # then there is none for those behind it
+                break
+        self._waiting.extendleft(reversed(left))
+
+    def _next(self, failed: set[Server], now: float) -> Server | None:
+        """The free server with the fewest calls: one of those that have not failed, unless no other lives."""
+        assert self._weights is not None
+        living = [server for server in self._servers.values() if not server.resting]
+        others = [server for server in living if server not in failed] or living
+        free = [server for server in others if server.is_free(self._weights.label, now)]
+        return min(free, key=lambda server: server.calls, default=None)
 
     def _say(self, now: float) -> None:
-        """Says that no server answers, and raises ServerError in the end."""
-        if any(not server.resting and (server.calls or not server.failures) for server in self._servers):
+        """Says that no server answers; in the end the requests that wait for one fail."""
+        servers = self._servers.values()
+        if any(not server.resting and (server.calls or not server.failures) for server in servers):
             return
-        said = "; ".join(server.said for server in self._servers)
+        said = "; ".join(server.said for server in servers) or self._not_found
         if now - self._answered > self._patience:
-            raise ServerError(f"no server has answered for {self._patience:g} s (servers.patience_seconds): {said}")
-        if now - self._answered > _SAY_AFTER and now - self._said > (_SAY_EVERY if self._said > self._answered else 0):
+            message = f"no server has answered for {self._patience:g} s (servers.patience_seconds): {said}"
+            while self._waiting:
+                if not (call := self._waiting.popleft().call).done():
+                    call.set_exception(ServerError(message))
+        elif now - self._answered > _SAY_AFTER and now - self._said > (
+            _SAY_EVERY if self._said > self._answered else 0
+        ):
             self._said = now
             print(f"waiting for servers since {now - self._answered:.0f} s: {said}", file=sys.stderr, flush=True)
 
-    def _return(self, call: Call, error: Unavailable | Superseded | None, batch: Batch) -> None:
+    def _return(self, call: Call, error: Unavailable | None, answered: bool) -> None:
+        """Ends a call, which was answered, failed, or is no longer wanted."""
         server = call.server
-        with self._changed:
-            server.calls -= 1
-            server.heard = now = self._clock()
-            if error is None:
-                self._counts["requests"] += 1
-                self._answered = now
-                server.note_answer()
-                self._changed.notify(2)  # its place, and the one that the limit may have got; thousands may wait
-            elif isinstance(error, Unavailable) and error.busy:
-                self._counts["refused"] += 1
-                self._answered = now
-                server.note_refusal(error, call.begun, now)
-            else:
-                if isinstance(error, Unavailable) and not batch.stopped:
-                    self._fail(server, error, call.begun)
-                self._changed.notify_all()
+        server.calls -= 1
+        server.heard = now = self._clock()
+        if answered:
+            self._counts["requests"] += 1
+            self._answered = now
+            server.note_answer()
+        elif error is not None and error.busy:
+            self._counts["refused"] += 1
+            self._answered = now
+            server.note_refusal(error, call.begun, now)
+        elif error is not None:
+            self._fail(server, error, call.begun)
+        self._dispatch()
 
     def _fail(self, server: Server, error: Unavailable, begun: float) -> None:
         """Notes the failure of a call. A server that is healthy, and fails its calls all the same, is named."""
@@ -207,33 +243,48 @@ class Balance:
             healthy = f"{server.caller.url} says that it is healthy, and its last {STRIKES} calls have failed"
             print(f"{healthy}; it rests, longer after each: {error}", file=sys.stderr, flush=True)
 
-    def _watch(self, server: Server) -> None:
+    async def _look(self, look: Look) -> None:
+        """Looks for the servers' addresses; where they cannot be found now, the known ones stay."""
+        try:
+            found = await asyncio.wait_for(look(), _FOLLOW_SECONDS)
+        except (OSError, ValueError) as error:  # a TimeoutError is an OSError
+            self._not_found = f"servers.urls: {str(error) or 'no answer'}"
+            return
+        self._not_found = "servers.urls has no address now"
+        self._follow(found)
+
+    def _follow(self, urls: Sequence[str]) -> None:
+        """Begins to watch new servers, and gives no further calls to those that are gone."""
+        for url in self._servers.keys() - set(urls):
+            del self._servers[url]
+            self._watching.pop(url).cancel()
+        for url in urls:
+            if url not in self._servers:
+                self._servers[url] = server = Server(Caller(url, self._client), self._parallel, self._rest)
+                self._watching[url] = asyncio.create_task(self._watch(server))
+
+    async def _watch(self, server: Server) -> None:
         """Asks for the health of a server that rests, or that is quiet while calls are under way."""
-        while not self._closed.is_set():
-            with self._changed:
-                begun, rests = self._clock(), server.resting
-                due = server.is_due(_QUIET_SECONDS, begun)
-            if not due:
-                self._closed.wait(server.rest / 4)
+        while True:
+            begun, rests = self._clock(), server.resting
+            if not server.is_due(_QUIET_SECONDS, begun):
+                await asyncio.sleep(server.rest / 4)
                 continue
             how: Unavailable | None = None
             try:
-                server.caller.look(_HEALTH_SECONDS if rests else _QUIET_SECONDS)
+                await server.caller.look(_HEALTH_SECONDS if rests else _QUIET_SECONDS)
             except Unavailable as error:
                 how = error
-            with self._changed:
-                now, hangs = self._clock(), False
-                if rests:
-                    server.note_health(how, now)
-                elif how is not None and server.heard < begun:
-                    self._fail(server, how, begun)
-                    hangs = True
-                server.heard = now
-                self._changed.notify_all()
-            if hangs:
+            if rests:
+                server.note_health(how, self._clock())
+            elif how is not None and server.heard < begun:
+                self._fail(server, how, begun)
                 server.caller.break_off()
+            server.heard = self._clock()
+            if self._waiting:
+                self._dispatch()
 
-    def _load(self, call: Call, batch: Batch) -> None:
+    async def _load(self, call: Call) -> None:
         """Makes a server load the weights if it has not; nothing else is under way there then.
 
         Raises ServerError if it refuses.
@@ -241,10 +292,11 @@ class Balance:
         server, weights = call.server, call.weights
         if server.label == weights.label:
             return
-        server.caller.look(_HEALTH_SECONDS)
+        await server.caller.look(_HEALTH_SECONDS)
+        answer: Any = None
         try:
             for path, body in self._kind.loads(weights.folder, weights.label):
-                answer = server.caller.post(path, body, batch)
+                answer, _ = await server.caller.post(path, body)
                 if isinstance(answer, Mapping) and answer.get("success") is False:
                     raise Refused(f"{server.caller.url}{path} has not loaded {weights.folder}: {answer.get('message')}")
         except Refused as error:
@@ -254,11 +306,10 @@ class Balance:
                 error.args = (f"{error} ({self._kind.needs})",)
             raise
         self._check_weights(call, answer)
-        with self._changed:
-            self._counts["loads"] += 1
-            if call.is_wanted():
-                server.label = weights.label
-                self._changed.notify_all()
+        self._counts["loads"] += 1
+        if server.failed < call.begun:  # otherwise a new process, with other weights, may have answered in part
+            server.label = weights.label
+            self._dispatch()
 
     def _check_weights(self, call: Call, answer: Any, several: bool = False) -> None:
         """Raises Unavailable if an answer names other weights, where the kind of server names them.

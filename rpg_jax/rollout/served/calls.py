@@ -1,15 +1,16 @@
-"""Calls of one server: JSON over HTTP, each with a deadline. Those of a batch, or of a server, can be ended at once."""
+"""Calls of servers: JSON over HTTP by aiohttp, each with a deadline. All run in one event loop."""
 
-import contextlib
-import http.client
+import asyncio
 import json
-import socket
+import os
 import ssl
-import threading
 import time
 import urllib.parse
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
+
+import aiohttp
 
 from rpg_jax.rollout.serving.access import ApiKey, is_loopback
 from rpg_jax.rollout.weights import RolloutError
@@ -38,10 +39,6 @@ class Unavailable(Exception):
         self.status, self.after, self.fault, self.busy = status, after, fault, status == 429
 
 
-class Superseded(Exception):
-    """A call was not made: its batch has ended, or its server has failed meanwhile."""
-
-
 class Refused(Exception):
     """A server does not do what it was asked, and would not the next time; the message has its reason.
 
@@ -54,142 +51,147 @@ class Refused(Exception):
         self.status = status
 
 
-class Batch:
-    """Calls that end together: `stop` breaks those under way, and a call that begins later breaks at once."""
-
-    def __init__(self) -> None:
-        self._lock, self._live = threading.Lock(), set[http.client.HTTPConnection]()
-        self.stopped = False
-
-    @contextlib.contextmanager
-    def member(self, connection: http.client.HTTPConnection):
-        with self._lock:
-            self._live.add(connection)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._live.discard(connection)
-            connection.close()
-
-    def stop(self) -> None:
-        with self._lock:
-            self.stopped = True
-            for connection in self._live:
-                if connection.sock is not None:
-                    with contextlib.suppress(OSError):
-                        connection.sock.shutdown(socket.SHUT_RDWR)  # its thread reads an end; close would not wake it
-
-
-class Caller:
-    """Posts to one server. Any number of threads may.
+class Client:
+    """How this trainer calls servers.
 
     Args:
-      url: http://HOST:PORT or https://…; paths are added to it.
       key: sent as `Authorization: Bearer KEY`.
       certificate: PEM file to trust; None for the system's.
+      certificate_name: the name in the servers' certificate; None for the host of each address.
       timeout: seconds for one call.
 
     Raises:
-      ValueError: the url is none, the file cannot be read, or the key would cross the network in plain text.
+      ValueError: the file cannot be read.
     """
 
-    def __init__(self, url: str, *, key: ApiKey | None = None, certificate: str | None = None, timeout: float):
-        self.url, self._timeout, self._under_way = url.rstrip("/"), timeout, Batch()
+    def __init__(
+        self,
+        *,
+        key: ApiKey | None = None,
+        certificate: str | None = None,
+        certificate_name: str | None = None,
+        timeout: float,
+    ):
+        self.timeout, self._key, self._name = timeout, key, certificate_name
+        self._session: aiohttp.ClientSession | None = None
         try:
-            parts = urllib.parse.urlsplit(self.url)
-            self._host, self._port, self._path = parts.hostname or "", parts.port, parts.path
-        except ValueError:
-            self._host = ""
-        if not self._host or parts.scheme not in ("http", "https") or parts.query or parts.username:
-            raise ValueError(f"servers.urls: {url!r} is not of the form http://HOST:PORT")
-        self._headers = {"Content-Type": "application/json"}
-        if key is not None:
-            if parts.scheme == "http" and not is_loopback(self._host):
-                raise ValueError(f"the API key would go to {self.url} in plain text: give an https address")
-            self._headers["Authorization"] = key.header
-        try:
-            self._tls = ssl.create_default_context(cafile=certificate) if parts.scheme == "https" else None
+            self._tls = ssl.create_default_context(cafile=certificate)
         except OSError as error:
             raise ValueError(f"servers.certificate={certificate}: {error.strerror or error}") from None
 
-    def post(self, path: str, body: Mapping[str, Any], batch: Batch, wanted: Callable[[], bool] = lambda: True) -> Any:
-        """The JSON of the answer; None if it is empty. Raises Unavailable or Refused. No redirect is followed.
+    def check(self, url: str) -> str:
+        """The address. Raises ValueError if it is none, or if the key would cross the network in plain text."""
+        try:
+            parts = urllib.parse.urlsplit(url)
+            host, _ = parts.hostname or "", parts.port
+        except ValueError:
+            host = ""
+        if not host or parts.scheme not in ("http", "https") or parts.query or parts.username:
+            raise ValueError(f"servers.urls: {url!r} is not of the form http://HOST:PORT")
+        if self._key is not None and parts.scheme == "http" and not is_loopback(host):
+            raise ValueError(f"the API key would go to {url} in plain text: give an https address")
+        return url.rstrip("/")
 
-        Raises Superseded if the call is not `wanted` once the server has accepted the connection.
+    def request(self, method: str, url: str, body: bytes | None, noted: SimpleNamespace) -> Any:
+        """Opens a request, as aiohttp does; no redirect is followed.
+
+        `noted.connected` gets the time at which the server accepts the connection, in seconds of `time.monotonic`.
         """
-        status, content = self._answer("POST", path, json.dumps(body), self._timeout, batch, wanted)
+        if self._session is None:
+            self._session = self._opened()
+        named = {"server_hostname": self._name} if self._name is not None and url.startswith("https:") else {}
+        options: dict[str, Any] = {"allow_redirects": False, "trace_request_ctx": noted, **named}
+        return self._session.request(method, url, data=body, **options)
+
+    def without_key(self, text: str) -> str:
+        return text if self._key is None else text.replace(self._key.header.removeprefix("Bearer "), "…")
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    def _opened(self) -> aiohttp.ClientSession:
+        async def note(_session: Any, context: Any, _params: Any) -> None:
+            context.trace_request_ctx.connected = time.monotonic()
+
+        trace = aiohttp.TraceConfig()
+        trace.on_connection_create_end.append(note)
+        return aiohttp.ClientSession(
+            # One connection a call: a new process must not get what was meant for the one before it.
+            connector=aiohttp.TCPConnector(limit=0, force_close=True, ssl=self._tls),
+            timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS),
+            headers={} if self._key is None else {"Authorization": self._key.header},
+            cookie_jar=aiohttp.DummyCookieJar(),
+            trace_configs=[trace],
+        )
+
+
+class Caller:
+    """Calls one server, whose address `url` the client has checked."""
+
+    def __init__(self, url: str, client: Client):
+        self.url, self._client = url, client
+        self._under_way, self._broken = set[asyncio.Timeout](), set[asyncio.Timeout]()
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> tuple[Any, float]:
+        """The JSON of the answer, None if it is empty; and when the server accepted the connection, in seconds of
+        `time.monotonic`. Raises Unavailable or Refused."""
+        status, content, connected = await self._answer("POST", path, json.dumps(body).encode(), self._client.timeout)
         if status != 200:
             raise Refused(self._said(path, status, content), status=status)
         try:
-            return json.loads(content) if content.strip() else None
+            return (json.loads(content) if content.strip() else None), connected
         except (ValueError, RecursionError):
             raise Refused(f"{self.url}{path} answered no JSON: {content[:80]!r}") from None
 
-    def look(self, timeout: float) -> None:
+    async def look(self, timeout: float) -> None:
         """Returns if the server answers GET /health in time; raises Unavailable if not, or if the status may pass."""
-        self._answer("GET", "/health", None, timeout, Batch(), lambda: True)
+        await self._answer("GET", "/health", None, timeout)
 
     def break_off(self) -> None:
         """Ends the calls under way, which raise Unavailable."""
-        ended, self._under_way = self._under_way, Batch()
-        ended.stop()
+        for limit in self._under_way:
+            if not limit.expired():
+                self._broken.add(limit)
+                limit.reschedule(0)  # at once
 
-    def _answer(
-        self, method: str, path: str, body: str | None, timeout: float, batch: Batch, wanted: Callable[[], bool]
-    ) -> tuple[int, bytes]:
-        """Status and content, where the status is none that passes."""
-        deadline = time.monotonic() + timeout
-        connection, sent = self._connection(min(CONNECT_SECONDS, timeout)), False
-        with batch.member(connection), self._under_way.member(connection):
-            try:
-                connection.connect()
-                if batch.stopped or not wanted():  # now, when `stop` finds a socket: who comes second sees the other
-                    raise Superseded
-                connection.sock.settimeout(timeout)
-                connection.request(method, self._path + path, body, self._headers)
-                sent = True
-                answer = connection.getresponse()
-                content = _read(connection, answer, deadline)
-            except TimeoutError:
-                what = f"no answer in {timeout:g} s" if sent else "it does not accept the connection, or the request"
-                raise Unavailable(f"{self.url}{path}: {what}", fault=sent) from None
-            except (OSError, http.client.HTTPException) as error:
-                reason = str(error) or type(error).__name__
-                raise Unavailable(f"{self.url}{path}: {reason}") from None
+    async def _answer(self, method: str, path: str, body: bytes | None, timeout: float) -> tuple[int, bytes, float]:
+        """Status, content, and the time of the connection; the status is none that passes."""
+        noted, limit = SimpleNamespace(connected=None), asyncio.timeout(timeout)
+        try:
+            async with limit:
+                self._under_way.add(limit)
+                async with self._client.request(method, self.url + path, body, noted) as answer:
+                    content = await _read(answer)
+        except TimeoutError:  # of `limit`, or aiohttp's of the connection
+            if limit in self._broken:
+                raise Unavailable(f"{self.url}{path}: broken off, the server is silent") from None
+            connected = noted.connected is not None
+            what = f"no answer in {timeout:g} s" if connected else "it does not accept the connection"
+            raise Unavailable(f"{self.url}{path}: {what}", fault=connected) from None
+        except (OSError, aiohttp.ClientError) as error:
+            number = getattr(error, "errno", None)  # the messages of aiohttp repeat the address
+            reason = os.strerror(number) if number else str(error) or type(error).__name__
+            raise Unavailable(f"{self.url}{path}: {reason}") from None
+        finally:
+            self._under_way.discard(limit)
+            self._broken.discard(limit)
         if answer.status in _PASSES:
             after = answer.headers.get("Retry-After", "")
             how: dict[str, Any] = {"after": float(after) if after.isdecimal() else 0.0, "fault": answer.status == 500}
             raise Unavailable(self._said(path, answer.status, content), status=answer.status, **how)
-        return answer.status, content
-
-    def _connection(self, timeout: float) -> http.client.HTTPConnection:
-        if self._tls is not None:
-            return http.client.HTTPSConnection(self._host, self._port, timeout=timeout, context=self._tls)
-        return http.client.HTTPConnection(self._host, self._port, timeout=timeout)
+        return answer.status, content, noted.connected
 
     def _said(self, path: str, status: int, content: bytes) -> str:
-        text = " ".join(content[:300].decode(errors="replace").split())
-        if secret := self._headers.get("Authorization"):
-            text = text.replace(secret.removeprefix("Bearer "), "…")
+        text = self._client.without_key(" ".join(content[:300].decode(errors="replace").split()))
         return f"{self.url}{path} answered {status}: {text}"
 
 
-def _read(connection: http.client.HTTPConnection, answer: http.client.HTTPResponse, deadline: float) -> bytes:
-    """The body. Raises TimeoutError at the deadline, however slowly it comes, and HTTPException if it is cut short."""
-    parts, size = [], 0
-    while True:
-        if (left := deadline - time.monotonic()) <= 0:
-            raise TimeoutError
-        if connection.sock is not None:
-            connection.sock.settimeout(left)
-        part = answer.read1(2**16)
-        if not part:
-            break
-        parts.append(part)
-        size += len(part)
-        if size > _MOST_BYTES:
-            raise http.client.HTTPException(f"an answer of more than {_MOST_BYTES} bytes")
-    if answer.length:  # read1 does not say that the end came early
-        raise http.client.IncompleteRead(b"".join(parts), answer.length)
-    return b"".join(parts)
+async def _read(answer: aiohttp.ClientResponse) -> bytes:
+    """The body. Raises ClientPayloadError if it is cut short, or too long."""
+    content = bytearray()
+    async for part in answer.content.iter_any():
+        content += part
+        if len(content) > _MOST_BYTES:
+            raise aiohttp.ClientPayloadError(f"an answer of more than {_MOST_BYTES} bytes")
+    return bytes(content)

@@ -1,19 +1,30 @@
 """The trainer's side: a rollout whose completions come from servers."""
 
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+import asyncio
+import functools
+import json
+import queue
+import threading
+from collections.abc import Coroutine
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
+from rpg_jax.parallel import hosts
 from rpg_jax.rollout.interface import Request, Rollout
+from rpg_jax.rollout.row import Row
 from rpg_jax.rollout.served.answers import Question
-from rpg_jax.rollout.served.balance import Balance, Stopped
-from rpg_jax.rollout.served.calls import Batch
+from rpg_jax.rollout.served.balance import Balance
 from rpg_jax.rollout.served.deployed import Deployed
 from rpg_jax.types import Completion
 
+T = TypeVar("T")
+
 
 class ServedRollout(Rollout):
-    """One call of a server for each completion, as many at once as there is room for.
+    """One call of a server for each completion, or for each turn of one that an environment answers.
 
-    Servers load the weights before they sample with them, each when it is asked first.
+    Servers load the weights before they sample with them, each when it is asked first. Every process of the trainer
+    asks for its share of the prompts. All ask the same servers, so a server has work while any process has.
 
     Args:
       model: the name under which servers have the model; None for their only one.
@@ -36,51 +47,100 @@ class ServedRollout(Rollout):
         self.weights, self._balance = weights, balance
         self._model, self._counters = model, counters
         self._capacity, self._vocab_size = capacity, vocab_size
-        self._pool = ThreadPoolExecutor(balance.room, thread_name_prefix="rpg-served")
+        self._exchange = hosts.Exchange("served")
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rpg-served", daemon=True)
+        self._thread.start()
+        self._running = self._begin(balance.run())
 
     def generate(self, request: Request) -> list[list[Completion]]:
-        request.check_one_turn("a server")
         request.check_fits(capacity=self._capacity, vocab_size=self._vocab_size)
         groups: list[list[Completion]] = [[] for _ in request.prompts]
-        places = [place for place in range(len(groups)) if place not in request.done]
-        wanted = len(places) if request.enough is None else request.enough
-        batch, version = Batch(), self.weights.version
-        made: dict[int, dict[int, Completion]] = {place: {} for place in places}
+        made: queue.SimpleQueue[tuple[int, list[Completion]] | None] = queue.SimpleQueue()
         self._balance.begin()
-        asked: dict[Future[Completion], tuple[int, int]] = {}
+        asking = self._begin(self._all(request, made))
+        asking.add_done_callback(lambda _: made.put(None))
         try:
-            for place in places if wanted else ():
-                for index in range(request.group_size):
-                    asked[self._pool.submit(self._one, request, place, index, batch, version)] = place, index
-            for future in as_completed(asked):
-                place, index = asked[future]
-                made[place][index] = future.result()
-                if len(made[place]) < request.group_size:
-                    continue
-                groups[place] = [made[place][i] for i in range(request.group_size)]
+            while (found := made.get()) is not None:
+                place, groups[place] = found
                 if request.on_group is not None:
-                    request.on_group(place, groups[place])
-                wanted -= 1
-                if not wanted:
-                    break
-        finally:
-            for future in asked:
-                future.cancel()
-            self._balance.end(batch)
+                    request.on_group(*found)
+        except BaseException:
+            asking.cancel()
+            raise
+        asking.result()
         return groups
 
+    def exchange(self, value: bytes) -> list[bytes]:
+        return self._exchange.all_gather_bytes(value)
+
     def take_counts(self) -> dict[str, float]:
-        """Metrics of the servers since the last call."""
-        return {f"servers/{name}": value for name, value in self._balance.counts().items()}
+        """Metrics of the servers since the last call: sums over the processes, and of those that answer the fewest."""
+        counts = self._balance.counts()
+        all_counts = [json.loads(one) for one in hosts.all_gather_bytes(json.dumps(counts).encode())]
+        return {
+            f"servers/{name}": (min if name == "answering" else sum)(counts[name] for counts in all_counts)
+            for name in counts
+        }
 
     def close(self) -> None:
-        self._balance.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        async def end() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in others:
+                task.cancel()
+            await asyncio.gather(*others, return_exceptions=True)
 
-    def _one(self, request: Request, place: int, index: int, batch: Batch, version: int) -> Completion:
-        if batch.stopped:
-            raise Stopped
-        question = Question(request, place, index, self._model, self._counters)
-        return self._balance.ask(
-            question.body, lambda answer: question.completion(answer, version, self._vocab_size), batch
+        if not self._loop.is_closed():
+            self._begin(end()).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    def _begin(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    async def _all(self, request: Request, made: queue.SimpleQueue[Any]) -> None:
+        """Puts each complete group and its place into `made`, until as many are complete as are wanted."""
+        places = [place for place in request.order if place not in request.done]
+        wanted, version = len(places) if request.enough is None else request.enough, self.weights.version
+        if not wanted:
+            return
+        try:
+            async with asyncio.TaskGroup() as asked:  # a group that fails ends the others
+                groups = [asked.create_task(self._group(request, place, version)) for place in places]
+                for group in asyncio.as_completed(groups):
+                    made.put(await group)
+                    wanted -= 1
+                    if not wanted:
+                        break
+                for left in groups:
+                    left.cancel()
+        except BaseExceptionGroup as errors:
+            raise _first(errors) from None
+
+    async def _group(self, request: Request, place: int, version: int) -> tuple[int, list[Completion]]:
+        async with asyncio.TaskGroup() as asked:
+            group = [asked.create_task(self._one(request, place, i, version)) for i in range(request.group_size)]
+        return place, [one.result() for one in group]
+
+    async def _one(self, request: Request, place: int, index: int, version: int) -> Completion:
+        row = Row(
+            request.prompts[place],
+            request.counters(place, index),
+            request.sampling,
+            place,
+            environment=request.environment,
         )
+        while True:
+            question = Question(row, self._model, self._counters)
+            read = functools.partial(question.completion, version=version, vocab_size=self._vocab_size)
+            turn = await self._balance.ask(question.body, read)
+            row.written.extend(turn.tokens, turn.logprobs, version)
+            if row.environment is None or not row.take(await asyncio.wrap_future(row.ask()), version):
+                return row.completion()
+
+
+def _first(error: BaseException) -> BaseException:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

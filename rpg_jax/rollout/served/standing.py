@@ -12,7 +12,7 @@ _FEWER, _SHARE = 0.75, 16  # of the limit after a refusal; a round of answers ad
 
 @dataclasses.dataclass(eq=False)
 class Server:
-    """One server. All times are seconds of the balance's clock, whose lock guards the fields.
+    """One server. All times are seconds of the balance's clock.
 
     Failures of calls that were under way together are one incident, and so are refusals for want of room.
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 
@@ -168,29 +169,32 @@ class Admission:
         return prompt.astype(np.int32)
 
     async def completion(
-        self, prompt: np.ndarray, counters: tuple[int, int, int, int], sampling: Sampling
+        self, prompt: np.ndarray, counters: tuple[int, int, int, int], sampling: Sampling, drawn: int = 0
     ) -> AsyncGenerator[tuple[np.ndarray, np.ndarray, int]]:
         """Tokens, their log-probabilities and the version of the weights that drew them, as they come.
 
-        The prompt is checked. Closing the iterator frees its slot.
+        The prompt is checked. Its last `drawn` tokens are of the completion: random numbers go on after them. Closing
+        the iterator frees its slot.
         """
-        stream = _Stream()
-        row = Row(prompt, counters, sampling, channel=stream)
-        tokens = np.zeros((1, prompt_bucket(len(prompt), self._rollout.engine.decoding.capacity)), np.int32)
-        tokens[0, : len(prompt)] = prompt
+        stream, first = _Stream(), len(prompt) - drawn
+        whole = dataclasses.replace(sampling, max_tokens=drawn + sampling.max_tokens)
+        row = Row(prompt[:first], counters, whole, channel=stream)
+        row.written.extend(prompt[first:], np.zeros(drawn, np.float32), self._rollout.weights.version)
+        padded = np.zeros((1, prompt_bucket(len(prompt), self._rollout.engine.decoding.capacity)), np.int32)
+        padded[0, : len(prompt)] = prompt
+        piece = len(row.written.spans)
         driver = await asyncio.to_thread(self._rollout.driver)
-        driver.submit([Chunk(tokens, np.array([len(prompt)], np.int32), [row])], stream)
+        driver.submit([Chunk(padded, np.array([len(prompt)], np.int32), [row])], stream)
         try:
-            piece = 0
-            async for drawn, logprobs in stream.results():
-                if not len(drawn):
+            async for tokens, logprobs in stream.results():
+                if not len(tokens):
                     continue
                 if not np.isfinite(logprobs).all():
                     raise RolloutError(_NO_POLICY)
-                _TOKENS.inc(len(drawn))
+                _TOKENS.inc(len(tokens))
                 version, _ = row.written.spans[piece]
                 piece += 1
-                yield drawn, logprobs, version
+                yield tokens, logprobs, version
         finally:
             row.cancelled = True
             driver.retire(stream)

@@ -30,6 +30,7 @@ class Asked:
       prompt_ids: the answer has the token ids of the prompts.
       sampler_logprobs: it has the log-probabilities with which tokens were drawn; with `logprobs` it always has.
       counters: (seed, step, prompt_id, index) of a trainer's completion, in place of `seed`.
+      drawn: how many of the prompt's last tokens that completion has already, with the observations between its turns.
     """
 
     prompts: list[np.ndarray]
@@ -45,10 +46,13 @@ class Asked:
     prompt_ids: bool = False
     sampler_logprobs: bool = False
     counters: tuple[int, int, int, int] | None = None
+    drawn: int = 0
 
     def __post_init__(self):
         if self.counters is not None and (self.n * len(self.prompts) > 1 or self.seed is not None):
             raise ValueError("counters are those of one completion: leave n and seed out, and send one prompt")
+        if self.drawn and (self.counters is None or self.drawn >= len(self.prompts[0])):
+            raise ValueError(f"drawn={self.drawn} tokens of a completion need its counters, and a longer prompt")
         if self.stream and (self.echo or self.logprobs is not None):
             raise ValueError("a stream has no logprobs and no echo: leave stream out, or these")
 
@@ -135,7 +139,7 @@ async def _completion(
 ) -> AsyncGenerator[Piece]:
     sampling, stops, drawn = asked.sampling, StopText(asked.stop), 0
     more, prompt = admission.text(sampling), asked.prompts[index // asked.n]
-    async with contextlib.aclosing(admission.completion(prompt, counters, sampling)) as results:
+    async with contextlib.aclosing(admission.completion(prompt, counters, sampling, asked.drawn)) as results:
         async for tokens, logprobs, version in results:
             text, taken, reason = "", 0, None
             # One by one, a completion ends with the token that completes a stop text, whatever the dispatches are.

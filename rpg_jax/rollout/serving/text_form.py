@@ -60,6 +60,7 @@ class TextForm:
             prompt_ids=body.truth("return_token_ids"),
             sampler_logprobs=body.truth("sampler_logprobs"),
             counters=None if counters is None else (counters[0], counters[1], counters[2], counters[3]),
+            drawn=body.whole("drawn", 0, low=0),
         )
 
     def choice(self, asked: Asked, choice: Choice) -> dict[str, Any]:

@@ -13,7 +13,7 @@ import pytest
 
 from rpg_jax.rollout import Request
 from rpg_jax.rollout.served.balance import Balance
-from rpg_jax.rollout.served.calls import Caller
+from rpg_jax.rollout.served.calls import Client
 from rpg_jax.rollout.served.deployed import Deployed
 from rpg_jax.rollout.served.kinds import KINDS
 from rpg_jax.rollout.served.served_rollout import ServedRollout
@@ -116,8 +116,9 @@ def served(tmp_path):
     made = []
 
     def make(*urls, kind=KINDS["vllm"], params=PARAMS, write=write, timeout=20.0, key=None, model=None, **options):
-        callers = [Caller(url, timeout=timeout, key=key) for url in urls]
-        balance = Balance(callers, kind, **{"parallel": 4, "patience": 20.0, "rest": 0.01, **options})
+        client = Client(timeout=timeout, key=key)
+        addresses = urls if not callable(urls[0]) else urls[0]
+        balance = Balance(addresses, client, kind, **{"parallel": 4, "patience": 20.0, "rest": 0.01, **options})
         params = jax.tree.map(jax.numpy.asarray, params)
         weights = Deployed(params, tmp_path / "weights", write, balance.use)
         sizes = {"capacity": 48, "vocab_size": 100 if params.keys() == PARAMS.keys() else 50}
@@ -129,6 +130,11 @@ def served(tmp_path):
     yield make
     for rollout in made:
         rollout.close()
+
+
+def first_of(rollout):
+    """The first server as the rollout's balance knows it."""
+    return next(iter(rollout._balance._servers.values()))
 
 
 def write(folder, params):

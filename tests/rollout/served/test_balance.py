@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import socket
 import threading
@@ -13,10 +14,10 @@ import pytest
 
 from rpg_jax.rollout import RolloutError
 from rpg_jax.rollout.served import balance, calls
-from rpg_jax.rollout.served.calls import Caller, Unavailable
+from rpg_jax.rollout.served.calls import Caller, Client, Unavailable
 from rpg_jax.rollout.served.standing import Server
 
-from .conftest import REQUEST
+from .conftest import REQUEST, first_of
 from .proxy import FAULTS, Proxy
 from .test_served import COMPLETIONS, ONE, same
 
@@ -82,7 +83,15 @@ def test_a_server_that_falls_silent_midway_is_found_by_its_health_and_its_calls_
     assert rollout.take_counts()["servers/answering"] == 1
     silent.clear()
     go.set()
-    until(lambda: not rollout._balance._servers[0].resting)
+    until(lambda: not first_of(rollout).resting)
+
+
+async def posted(url):
+    client = Client(timeout=0.5)
+    try:
+        await Caller(url, client).post("/", {})
+    finally:
+        await client.close()
 
 
 def admits(most, seconds):
@@ -118,7 +127,7 @@ FULL = Unavailable("full", status=429)
 
 
 def test_a_rest_doubles_with_each_incident_and_is_never_longer_than_30_seconds():
-    server, rests, incidents = Server(Caller("http://127.0.0.1:1", timeout=1), most=24, rest=1.0), [], 0
+    server, rests, incidents = Server(Caller("http://127.0.0.1:1", Client(timeout=1)), most=24, rest=1.0), [], 0
     for now in range(1, 1101):
         for _ in range(24):  # calls that were under way together
             incidents += server.note_failure(Unavailable("no"), now - 0.5, now)
@@ -130,7 +139,7 @@ def test_a_rest_doubles_with_each_incident_and_is_never_longer_than_30_seconds()
 
 
 def test_refusals_of_calls_that_were_under_way_together_lower_the_limit_once():
-    server = Server(Caller("http://127.0.0.1:1", timeout=1), most=24, rest=1.0)
+    server = Server(Caller("http://127.0.0.1:1", Client(timeout=1)), most=24, rest=1.0)
     server.calls = 16
     for now in (1, 5):
         for _ in range(8):
@@ -176,7 +185,7 @@ def test_a_server_that_is_down_is_asked_for_its_health_alone(stand_in, served, u
     rollout.generate(replace(MANY, step=8))
     assert set(asked) == {"/health"}
     down.clear()
-    until(lambda: not rollout._balance._servers[0].resting)
+    until(lambda: not first_of(rollout).resting)
     asked.clear()
     rollout.generate(replace(MANY, step=9))
     assert asked.count("/collective_rpc") == 1 and COMPLETIONS in asked
@@ -211,7 +220,7 @@ def test_what_fails_before_a_request_is_sent_is_no_fault_of_the_request(served, 
     monkeypatch.setattr(calls, "CONNECT_SECONDS", 0.2)
     for accepts in (False, True):
         with pytest.raises(Unavailable) as failed:
-            Caller(silent(accepts), timeout=0.5).post("/", {}, calls.Batch())
+            asyncio.run(posted(silent(accepts)))
         assert failed.value.fault == accepts
 
 

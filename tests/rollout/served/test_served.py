@@ -12,12 +12,12 @@ import pytest
 
 from rpg_jax.rollout import RolloutError
 from rpg_jax.rollout.served.answers import seed_of
-from rpg_jax.rollout.served.calls import Caller, ServerError
+from rpg_jax.rollout.served.calls import Client, ServerError
 from rpg_jax.rollout.served.kinds import KINDS
 from rpg_jax.rollout.serving.access import ApiKey
 from rpg_jax.types import Sampling
 
-from .conftest import PARAMS, REQUEST, sampled
+from .conftest import PARAMS, REQUEST, first_of, sampled
 
 COMPLETIONS = "/v1/completions"
 ONE = replace(REQUEST, prompts=REQUEST.prompts[:1], prompt_ids=[100], group_size=1)
@@ -81,7 +81,7 @@ def test_groups_that_the_caller_has_are_not_asked_and_enough_ends_the_calls_unde
     hang.clear()
     found = rollout.generate(replace(REQUEST, step=7, enough=3))
     assert sum(map(bool, found)) == 3 and begun.is_set()
-    until(lambda: rollout._balance._servers[0].calls == 0, seconds=5)  # broken off, not waited for
+    until(lambda: first_of(rollout).calls == 0, seconds=5)  # broken off, not waited for
     assert rollout.take_counts()["servers/failures"] == 0
     asked = len(server.calls)
     assert rollout.generate(replace(REQUEST, enough=0)) == [[]] * 8 and len(server.calls) == asked
@@ -186,7 +186,7 @@ def test_a_server_that_is_killed_midway_and_started_anew_loads_the_weights_again
     until(lambda: len(first.calls) > 8)
     killed.set()
     first.end()
-    until(lambda: rollout._balance._servers[0].resting)
+    until(lambda: first_of(rollout).resting)
     anew = stand_in(port=first.server_address[1])
     thread.join(20)
     assert same(found[0], request)
@@ -247,10 +247,10 @@ def test_seeds_of_a_group_differ_and_depend_on_every_counter():
 def test_a_key_never_crosses_the_network_in_plain_text_nor_comes_back_in_a_message(stand_in, served):
     key = ApiKey("k" * 20)
     with pytest.raises(ValueError, match="the API key would go to http://10.0.0.7:8000 in plain text"):
-        Caller("http://10.0.0.7:8000", key=key, timeout=1)
+        Client(key=key, timeout=1).check("http://10.0.0.7:8000")
     for url in ("10.0.0.7:8000", "ftp://h", "http://", "http://h:x", "http://h/?a=b", "http://u:p@h"):
         with pytest.raises(ValueError, match="is not of the form http://HOST:PORT"):
-            Caller(url, timeout=1)
+            Client(timeout=1).check(url)
     server = stand_in(lambda path, body: (401, {"error": f"not {'k' * 20}"}))
     with pytest.raises(RolloutError, match="answered 401") as refused:
         served(server.url, key=key).generate(REQUEST)
