@@ -60,7 +60,7 @@ class AheadCollector(Collector):
 
     Raises:
       ValueError: an argument out of range, or several processes, whose threads would launch programs in different
-        orders unless workers sample.
+        orders unless servers sample.
     """
 
     lags = True
@@ -82,7 +82,7 @@ class AheadCollector(Collector):
             )
         if jax.process_count() > 1 and not rollout.apart:
             raise ValueError(
-                f"rollout.max_staleness={max_staleness} on {jax.process_count()} processes needs rollout.driver=fleet: "
+                f"rollout.max_staleness={max_staleness} on {jax.process_count()} processes needs rollout.driver=servers: "
                 "threads of several hosts launch programs that span them in different orders. Or set it to 0"
             )
         super().__init__(collect, take_errors, rollout, stream)

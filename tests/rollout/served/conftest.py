@@ -51,11 +51,11 @@ class StandIn(ThreadingHTTPServer):
 
     daemon_threads, request_queue_size = True, 256
 
-    def __init__(self, fault=lambda path, body: None, port=0):
+    def __init__(self, fault=lambda path, body: None, port=0, host="127.0.0.1"):
         self.fault, self.calls, self.lock = fault, [], threading.Lock()
-        super().__init__(("127.0.0.1", port), Handler)
+        super().__init__((host, port), Handler)
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
-        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+        self.url = f"http://{host}:{self.server_address[1]}"
 
     def handle_error(self, request, client_address):
         pass  # a client that has gone

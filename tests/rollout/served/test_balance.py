@@ -14,8 +14,10 @@ import pytest
 
 from rpg_jax.rollout import RolloutError
 from rpg_jax.rollout.served import balance, calls
+from rpg_jax.rollout.served.addresses import source
 from rpg_jax.rollout.served.calls import Caller, Client, Unavailable
 from rpg_jax.rollout.served.standing import Server
+from rpg_jax.rollout.serving.access import ApiKey
 
 from .conftest import REQUEST, first_of
 from .proxy import FAULTS, Proxy
@@ -241,3 +243,87 @@ def test_the_bits_are_those_without_faults_behind_a_network_that_drops_loses_del
     assert total["servers/failures"] > 10 and total["servers/loads"] > 24
     for proxy in proxies:
         proxy.end()
+
+
+def test_servers_of_a_file_or_a_folder_come_and_go_while_a_request_is_answered(
+    stand_in, served, tmp_path, monkeypatch, until
+):
+    monkeypatch.setattr(balance, "_FOLLOW_SECONDS", 0.05)
+    servers = [stand_in(lambda path, body: time.sleep(0.02) if path == COMPLETIONS else None) for _ in range(3)]
+    first, second, third = (server.url for server in servers)
+    folder = tmp_path / "servers"
+    rollout = served(source(f"file:{folder}", Client(timeout=1).check), parallel=1, patience=20)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(rollout.generate(replace(REQUEST, group_size=20))))
+    thread.start()  # there is no folder yet
+    time.sleep(0.3)
+    folder.mkdir()
+    (folder / "one").write_text(f"{first}  # spot\n")
+    until(lambda: COMPLETIONS in servers[0].paths())
+    (folder / "two").write_text(f"# two of them\n{second}\n{third}/\n")
+    until(lambda: all(COMPLETIONS in server.paths() for server in servers))
+    (folder / "two").write_text("no address\n")  # the known ones stay
+    time.sleep(0.2)
+    (folder / "one").unlink()
+    (folder / "two").write_text(third)
+    until(lambda: list(rollout._balance._servers) == [third])
+    asked = [len(server.calls) for server in servers[:2]]
+    thread.join(20)
+    assert same(found[0], replace(REQUEST, group_size=20))
+    assert all(len(server.calls) <= before + 1 for server, before in zip(servers[:2], asked, strict=True))
+    assert rollout.take_counts()["servers/failures"] == 0
+
+
+def test_a_name_is_resolved_again_and_stands_for_all_its_addresses(stand_in, served, monkeypatch, until):
+    monkeypatch.setattr(balance, "_FOLLOW_SECONDS", 0.05)
+    known, port = [], stand_in(host="127.0.0.2").server_address[1]
+    stand_in(host="127.0.0.3", port=port)
+
+    async def getaddrinfo(loop, name, at, **options):
+        if name != "servers.test":
+            return await original(loop, name, at, **options)
+        if not known:
+            raise socket.gaierror(-2, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, at)) for host in known]
+
+    original = asyncio.BaseEventLoop.getaddrinfo
+    monkeypatch.setattr(asyncio.BaseEventLoop, "getaddrinfo", getaddrinfo)
+    rollout = served(source(f"dns://servers.test:{port}", Client(timeout=1).check), patience=0.5)
+    with pytest.raises(RolloutError, match="no server has answered for 0.5 s .*Name or service not known"):
+        rollout.generate(ONE)
+    known[:] = ["127.0.0.2", "127.0.0.3"]
+    assert same(rollout.generate(MANY), MANY)
+    assert sorted(rollout._balance._servers) == [f"http://127.0.0.{i}:{port}" for i in (2, 3)]
+    known.pop()
+    until(lambda: len(rollout._balance._servers) == 1)
+    assert same(rollout.generate(ONE), ONE)
+
+
+@pytest.mark.parametrize("text", ["dns://servers", "dns://servers:x", "dns://:80", "dns://servers:80/path"])
+def test_a_name_without_a_port_is_refused(text):
+    with pytest.raises(ValueError, match="is not of the form dns://NAME:PORT"):
+        source(text, Client(timeout=1).check)
+
+
+def test_a_name_over_plain_text_gets_no_key():
+    with pytest.raises(ValueError, match="would go to http://servers:80 in plain text"):
+        source("dns://servers:80", Client(timeout=1, key=ApiKey("k" * 20)).check)
+    assert callable(source("dns+https://servers:80", Client(timeout=1, key=ApiKey("k" * 20)).check))
+
+
+def test_a_thousand_completions_wait_without_a_thread_each_and_one_that_is_given_up_leaves_no_call(
+    stand_in, served, until
+):
+    server = stand_in(lambda path, body: time.sleep(0.05) if path == COMPLETIONS else None)
+    rollout, before = served(server.url, parallel=8), threading.active_count()
+    request, failed = replace(REQUEST, group_size=125), []
+
+    def stops(place, group):
+        failed.append(threading.active_count())
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        rollout.generate(replace(request, on_group=stops))
+    assert failed[0] - before <= 10, "one a call in the stand-in"
+    until(lambda: not first_of(rollout).calls and not rollout._balance._waiting)
+    assert same(rollout.generate(ONE), ONE)

@@ -18,6 +18,7 @@ from rpg_jax.rollout.served.kinds import KINDS
 from rpg_jax.rollout.serving.server import Server
 from rpg_jax.types import Sampling
 
+from ..test_turns import STOPS, Echo
 from .proxy import FAULTS, Proxy
 
 pytest.importorskip("aiohttp")
@@ -69,6 +70,28 @@ def test_behind_a_bad_network_they_are_the_same(trainer, server, work, expected,
     proxy.end()
     assert set(proxy.met) == {None, *FAULTS}
     assert total["servers/requests"] == 120 and total["servers/failures"] > 5 and total["servers/loads"] > 5
+
+
+def test_conversations_are_those_of_an_engine_of_its_own_behind_a_bad_network_too(trainer, server, build, work):
+    """Each turn is a request of its own with all tokens so far: its random numbers go on where the last one ended."""
+    sampling = replace(work.sampling, stop_token_ids=STOPS)
+    talks = [Echo(longest=4), Echo(longest=4), Echo(longest=4)]
+    expected = build("lockstep").generate(replace(work, sampling=sampling, environment=talks[0]))
+    made = trainer("rpg_jax").generate(replace(work, sampling=sampling, environment=talks[1]))
+    faults = (fault for i in itertools.count() for fault in [*[None] * 7, FAULTS[i % len(FAULTS)]])
+    proxy = Proxy(server.http_port, faults)
+    again = trainer("rpg_jax", proxy.url, parallel=8).generate(replace(work, sampling=sampling, environment=talks[2]))
+    proxy.end()
+    assert {fault for fault in proxy.met} >= {None, "drop", "lose"}
+    assert talks[0].turns == talks[1].turns == talks[2].turns
+    assert {len(turns) for turns in talks[0].turns.values()} == {1, 2, 3}
+    for one, two, three in zip(sum(expected, []), sum(made, []), sum(again, []), strict=True):
+        for other in (two, three):
+            assert one.tokens.tolist() == other.tokens.tolist() and one.finish_reason == other.finish_reason
+            # An observation is appended to the cache there, and prefilled with all that was before it here.
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-5)
+            assert one.turns.rewards.tolist() == other.turns.rewards.tolist()
+            assert one.turns.observed.tolist() == other.turns.observed.tolist()
 
 
 def test_in_the_form_of_vllm_each_completion_has_a_seed_and_the_log_probs_of_the_model(trainer, server, work):

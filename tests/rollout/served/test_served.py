@@ -212,13 +212,15 @@ def test_a_request_that_only_times_out_ends_the_run(stand_in, served):
 
 def test_this_projects_servers_prove_the_weights_with_every_answer(stand_in, served):
     checksum, others = [], [["0" * 16]]  # the first answer is of a server that was started anew
+    lock = threading.Lock()
 
     def own(path, body):
         if path != COMPLETIONS:
             return {"success": True, "weights": checksum[0]}
         choice = sampled({"seed": body["counters"][3], "prompt": body["prompt"]})
         choice["sampler_logprobs"] = choice.pop("logprobs")["token_logprobs"]
-        return {"choices": [choice], "weights": others.pop() if others else checksum}
+        with lock:
+            return {"choices": [choice], "weights": others.pop() if others else checksum}
 
     server = stand_in(own)
     rollout = served(server.url, kind=KINDS["rpg_jax"])
