@@ -16,7 +16,7 @@ from rpg_jax.rollout.served.standing import STRIKES, Server
 
 _MOST_FAULTS = 4  # of one request, at servers that were in order: then it is the request, or the servers' program
 _HEALTH_SECONDS = 5.0  # the longest wait for an answer about its health, of a server that rests or must load
-_QUIET_SECONDS = 30.0  # without an answer: then a server is asked for its health, and has as long for the answer
+_QUIET_SECONDS = 10.0  # without an answer: then a server is asked for its health, and has twice as long to answer
 _FOLLOW_SECONDS = 5.0  # between two looks at addresses that may change
 _TICK_SECONDS = 0.1  # between two looks at the calls that wait for a server
 _SAY_AFTER, _SAY_EVERY = 5.0, 60.0  # seconds without a server
@@ -272,7 +272,7 @@ class Balance:
                 continue
             how: Unavailable | None = None
             try:
-                await server.caller.look(_HEALTH_SECONDS if rests else _QUIET_SECONDS)
+                await server.caller.look(_HEALTH_SECONDS if rests else 2 * _QUIET_SECONDS)
             except Unavailable as error:
                 how = error
             if rests:
