@@ -1,9 +1,9 @@
 """Real trainers whose completions come from a real server on loopback, in its own form and in that of vLLM."""
 
+import faulthandler
 import json
 import re
-import subprocess
-import sys
+import signal
 import threading
 import time
 import urllib.error
@@ -12,53 +12,21 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tests.end_to_end.fleet_chaos import SETTINGS
-from tests.end_to_end.test_processes import MICRO, assert_same_run, printed, records, reserve_port, run, samples, start
-from tests.end_to_end.whole_runs import ROOT, environment
+from tests.end_to_end import conversing
+from tests.end_to_end.servers_chaos import SETTINGS, ServerProcess, chaos
+from tests.end_to_end.test_journal import counts, journaled
+from tests.end_to_end.test_processes import assert_same_run, printed, records, run, samples, start
 
 pytest.importorskip("aiohttp")
 pytestmark = pytest.mark.slow
 
 STEPS = (*SETTINGS, "--config.train.steps=6", "--config.mesh.fsdp=1", "--config.mesh.replica=1")
-SERVES = [s for s in SETTINGS if s.startswith("--config.model.")] + ["--config.warm_start.seed=3"]  # other weights
-
-
-class ServerProcess:
-    """`rpg_jax.serve` on one port, which may be killed and started again."""
-
-    def __init__(self, folder):
-        self._folder, self._process = folder, None
-        reserved, self.port = reserve_port()
-        reserved.close()
-        self.start()
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *_):
-        self.kill()
-
-    def kill(self):
-        self._process.kill()
-        self._process.wait()
-
-    def start(self):
-        """Returns when it serves."""
-        flags = [f"--config={MICRO}", *SERVES, "--port=0", f"--http_port={self.port}"]
-        flags += [f"--weights_from={self._folder / 'weights'}"]
-        command = [sys.executable, "-m", "rpg_jax.serve", *flags]
-        env = environment(self._folder / "server")
-        options = {"cwd": ROOT, "env": env, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-        self._process = subprocess.Popen(command, **options)
-        line = self._process.stdout.readline()
-        assert f"over HTTP on port {self.port}" in line, line + self._process.communicate(timeout=60)[0]
-        threading.Thread(target=self._process.stdout.read, daemon=True).start()
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("served")
-    with ServerProcess(folder) as process:
+    with ServerProcess(folder, folder / "weights") as process:
         process.folder = folder
         yield process
 
@@ -87,8 +55,71 @@ def test_a_server_that_is_killed_and_started_anew_samples_what_the_trainer_alone
     assert trainer[0].returncode == 0, output
     assert sum(r.get("servers/failures", 0) for r in records(tmp_path / "served")) > 0
     assert_same_run(tmp_path / "alone", tmp_path / "served")
-    checksum = [re.search("weights checksum: .*", text).group() for text in (alone[0], output)]
-    assert checksum[0] == checksum[1]
+    assert checksum(alone[0]) == checksum(output)
+
+
+def checksum(output):
+    return re.search("weights checksum: .*", output).group()
+
+
+def test_a_trainer_that_is_killed_in_the_middle_of_a_step_samples_only_what_is_missing(server, tmp_path):
+    settings = (*STEPS, "--config.checkpoint.every=6", "--config.rollout.group_size=8")
+    alone = run(tmp_path, 1, *settings, "--config.run.name=alone", devices=1)
+    named = *settings, *by_server(server, "rpg_jax", server.port, "killed")
+    trainer, killed = start(tmp_path, 1, *named, devices=1)[0], tmp_path / "killed"
+    while not sum(journaled(killed).values()) > 40:  # in the second step: steps have 8 groups of 8
+        assert trainer.poll() is None, trainer.communicate()[0]
+        time.sleep(0.005)
+    trainer.send_signal(signal.SIGKILL)
+    trainer.communicate()
+    complete = sum(journaled(killed).values())
+    (output,) = run(tmp_path, 1, *named, devices=1)
+    assert checksum(output) == checksum(alone[0])
+    assert sum(found for found, _ in counts(killed)) == complete
+    assert_same_run(tmp_path / "alone", killed)
+
+
+def test_several_trainer_processes_sample_by_one_server_what_they_sample_alone(server, tmp_path):
+    common = (*SETTINGS, "--config.train.steps=4", "--config.mesh.fsdp=2", "--config.mesh.replica=1")
+    alone = run(tmp_path, 2, *common, "--config.run.name=alone", devices=2)
+    served = run(tmp_path, 2, *common, *by_server(server, "rpg_jax", server.port, "served-by-two"), devices=2)
+    assert_same_run(tmp_path / "alone", tmp_path / "served-by-two")
+    assert checksum(alone[0]) == checksum(served[0])
+    asked = [line["servers/requests"] for line in records(tmp_path / "served-by-two")[1:]]
+    assert asked == [32] * 4, "of both processes"
+
+
+def test_several_trainer_processes_sample_ahead_of_training(server, tmp_path):
+    """A batch comes from the weights one step before; one process trains on the same completions."""
+    common = (*SETTINGS, "--config.train.steps=4", "--config.rollout.max_staleness=1", "--config.evaluation.every=2")
+    common += ("--config.mesh.replica=1", "--config.optimizer.learning_rate=1e-5")
+    for processes in (1, 2):
+        named = by_server(server, "rpg_jax", server.port, f"ahead-{processes}")
+        run(tmp_path, processes, *common, f"--config.mesh.fsdp={processes}", *named, devices=processes)
+    assert samples(tmp_path / "ahead-1") == samples(tmp_path / "ahead-2")
+    assert max(line.get("staleness_updates_max", 0) for line in records(tmp_path / "ahead-2")) == 1
+
+
+def test_conversations_train_as_with_an_engine_of_the_trainer_s_own(tmp_path):
+    game = (*SETTINGS, *conversing.FLAGS, "--config.rewards.parts=environment:1", "--config.train.steps=3")
+    game += ("--config.mesh.fsdp=1", "--config.mesh.replica=1", "--config.rollout.slots=32")
+    alone = run(tmp_path, 1, *game, "--config.run.name=alone", devices=1)
+    with ServerProcess(tmp_path, tmp_path / "weights", *conversing.FLAGS) as server:
+        server.folder = tmp_path
+        served = run(tmp_path, 1, *game, *by_server(server, "rpg_jax", server.port, "served"), devices=1)
+    assert_same_run(tmp_path / "alone", tmp_path / "served")
+    assert checksum(alone[0]) == checksum(served[0])
+    assert max(line["servers/requests"] for line in records(tmp_path / "served")[1:]) > 32, "several turns"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(4 * 3600)
+@pytest.mark.parametrize("processes", [1, 2, 8])
+def test_servers_that_are_killed_stopped_and_added_behind_a_bad_network_change_nothing(tmp_path, processes):
+    faulthandler.cancel_dump_traceback_later()  # pytest's, which ends a worker after 21 minutes
+    figures = chaos(tmp_path, steps=200, processes=processes, seed=0, pause=(0.3, 2.0), every=20, patience=3 * 3600)
+    print(figures)
+    assert sum(figures["events"].values()) >= 40 and sum(figures["faults"].values()) >= 100
 
 
 class AsVLLM(ThreadingHTTPServer):
