@@ -82,8 +82,8 @@ class AheadCollector(Collector):
             )
         if jax.process_count() > 1 and not rollout.apart:
             raise ValueError(
-                f"rollout.max_staleness={max_staleness} on {jax.process_count()} processes needs rollout.driver=servers: "
-                "threads of several hosts launch programs that span them in different orders. Or set it to 0"
+                f"rollout.max_staleness={max_staleness} on {jax.process_count()} processes needs rollout.driver="
+                "servers: threads of several hosts launch programs that span them in different orders. Or set it to 0"
             )
         super().__init__(collect, take_errors, rollout, stream)
         self._midway = swap == "midway"

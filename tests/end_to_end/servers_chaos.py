@@ -215,7 +215,15 @@ def chaos(folder, *, steps, processes, seed, pause, every, patience, settings=()
     for record in records(folder / "served"):
         counts.update({k.removeprefix("servers/"): v for k, v in record.items() if k.startswith("servers/")})
     figures = {"steps": steps, "processes": processes, "completions": len(samples(folder / "served"))}
-    figures |= {"seconds": round(seconds), "alone": round(alone), "events": dict(events), "faults": dict(faults)}
+    idle = max(record.get("servers/longest_idle", 0.0) for record in records(folder / "served"))
+    assert idle < 2, f"{idle:.1f} s in which a server was idle while work waited"
+    figures |= {
+        "longest_idle": round(idle, 2),
+        "seconds": round(seconds),
+        "alone": round(alone),
+        "events": dict(events),
+        "faults": dict(faults),
+    }
     return figures | {name: int(counts[name]) for name in ("requests", "refused", "failures", "loads")}
 
 

@@ -88,6 +88,7 @@ class Balance:
         self._answered = self._said = clock()
         self._not_found = "no address is known yet"
         self._counts: Counter[str] = Counter()
+        self._longest_idle = 0.0
 
     def use(self, weights: Loadable) -> None:
         """Every server loads these weights before the next call that it gets."""
@@ -98,10 +99,15 @@ class Balance:
         self._answered = self._said = self._clock()
 
     def counts(self) -> dict[str, float]:
-        """Servers that answer, and what happened since the last call."""
+        """Servers that answer, and what happened since the last call.
+
+        `longest_idle` is the longest time, in seconds, for which a server that lives had no call while requests waited.
+        """
         taken, self._counts = self._counts, Counter()
+        idle, self._longest_idle = self._longest_idle, 0.0
         alive = sum(server.is_sound for server in list(self._servers.values()))
-        return {"answering": alive, **{name: taken[name] for name in ("requests", "refused", "failures", "loads")}}
+        counted = {name: taken[name] for name in ("requests", "refused", "failures", "loads")}
+        return {"answering": alive, **counted, "longest_idle": idle}
 
     async def run(self) -> None:
         """Follows the servers' addresses and health, until it is cancelled."""
@@ -114,6 +120,10 @@ class Balance:
                 if callable(self._addresses) and now >= followed:
                     followed = now + _FOLLOW_SECONDS
                     await self._look(self._addresses)
+                for server in self._servers.values():
+                    if server.resting or server.calls or not self._waiting:
+                        server.idle = now
+                    self._longest_idle = max(self._longest_idle, now - server.idle)
                 if self._waiting:
                     self._dispatch()
                     self._say(now)
@@ -134,6 +144,8 @@ class Balance:
             call = await self._take(failed)
             error, answered = None, False
             try:
+                if call.server.failed >= call.begun:  # it rests, and will get the weights after that
+                    continue
                 await self._load(call)
                 answer, connected = await call.server.caller.post("/v1/completions", body)
                 self._check_weights(call, answer, several=True)
@@ -261,6 +273,7 @@ class Balance:
         for url in urls:
             if url not in self._servers:
                 self._servers[url] = server = Server(Caller(url, self._client), self._parallel, self._rest)
+                server.idle = self._clock()
                 self._watching[url] = asyncio.create_task(self._watch(server))
 
     async def _watch(self, server: Server) -> None:

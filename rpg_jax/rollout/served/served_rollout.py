@@ -75,13 +75,11 @@ class ServedRollout(Rollout):
         return self._exchange.all_gather_bytes(value)
 
     def take_counts(self) -> dict[str, float]:
-        """Metrics of the servers since the last call: sums over the processes, and of those that answer the fewest."""
+        """Metrics of the servers since the last call, of all processes together."""
         counts = self._balance.counts()
-        all_counts = [json.loads(one) for one in hosts.all_gather_bytes(json.dumps(counts).encode())]
-        return {
-            f"servers/{name}": (min if name == "answering" else sum)(counts[name] for counts in all_counts)
-            for name in counts
-        }
+        said = [json.loads(one) for one in hosts.all_gather_bytes(json.dumps(counts).encode())]
+        together = {"answering": min, "longest_idle": max}
+        return {f"servers/{name}": together.get(name, sum)(one[name] for one in said) for name in counts}
 
     def close(self) -> None:
         async def end() -> None:

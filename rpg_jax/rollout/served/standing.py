@@ -24,6 +24,7 @@ class Server:
       calls: under way.
       label: of the weights that it has loaded; "" if that is not known.
       heard: when it answered last, or the first call under way began.
+      idle: when it had a call last, or no request waited.
       refused: when it had no room, of the last such incident.
       failed: when it failed, of the last incident.
       failures: incidents since its last answer to a call.
@@ -39,6 +40,7 @@ class Server:
     calls: int = 0
     label: str = ""
     heard: float = 0.0
+    idle: float = 0.0
     refused: float = -math.inf
     failed: float = -math.inf
     failures: int = 0
