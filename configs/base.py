@@ -194,16 +194,14 @@ FIELDS = Section(
     rollout=Section(
         "How completions are sampled.",
         driver=Field("orchestrator", "The driver of the decoding engine: JetStream's threads (orchestrator) or one "
-            "thread on any mesh (lockstep). fleet: workers sample, with engines of their own; docs/fleet.md. servers: "
-            "servers with OpenAI's completions do, such as vLLM's; docs/servers.md. simple is a plain sampler without "
-            "the engine, which serves as an oracle.",
+            "thread on any mesh (lockstep). servers: servers with OpenAI's completions sample, this project's own or "
+            "vLLM's; docs/servers.md. simple is a plain sampler without the engine, which serves as an oracle.",
             choices="rpg_jax.rollout:DRIVERS"),
         slots=Field(optional(int), "Completions decoded together on each device. Unset: as many as its memory holds "
             "beside everything else; 128 on all devices of a process together where that is not known, as on a CPU.",
             "completions", range="[1, 1e6]"),
         threads=Field(1, "The threads that decode, each its share of the slots. One program seldom uses two cores of a "
-            "CPU, so a run with idle cores samples faster with two. Other devices need one, and workers of a fleet "
-            "have one.", range="[1, 1000]"),
+            "CPU, so a run with idle cores samples faster with two. Other devices need one.", range="[1, 1000]"),
         tensor=Field(optional(int), "Devices per copy of the decoding weights. Unset: the trainer's mesh.", "devices",
             range="[1, 1e6]"),
         expert=Field(optional(int), "For a mixture: groups of experts per copy, each on `tensor` devices.", "groups",
@@ -223,7 +221,7 @@ FIELDS = Section(
             "cancelled. No step waits for its longest completions, but prompts with short ones are favoured.",
             range="[0, 10]"),
         max_staleness=Field(0, "The steps that sampling may run ahead of training, on one device, on rollout.devices "
-            "or on a fleet. 0: they alternate. Above 0 top_p, top_k and min_p must be off.", "steps",
+            "or on servers. 0: they alternate. Above 0 top_p, top_k and min_p must be off.", "steps",
             range="[0, 1000]"),
         swap=Field("between", "When sampling runs ahead, new weights take over between batches (reproducible) or "
             "midway in completions.", choices="rpg_jax.training.ahead:SWAPS"),
@@ -232,22 +230,6 @@ FIELDS = Section(
         max_sampler_gap=Field(5e-2, "The run stops above this mean |log pi_s - log pi|, pi being the weights that "
             "sampled in the trainer's numerics. With max_staleness the trainer has them in the first step only, with "
             "swap=midway in none.", "nats", range="(0, inf]"),
-    ),
-    fleet=Section(
-        "rollout.driver=fleet: where the trainer listens for workers, and when it gives one up.",
-        host=Field("127.0.0.1", "The address to listen on. Another than loopback needs certificate, private_key and a "
-            "key."),
-        port=Field(9100, "The port of process 0; process i has port + i. 0: free ones.", range="[0, 65535]"),
-        advertise=Field(optional(str), "The address of this process for workers, without the port. Unset: host, or the "
-            "one from which this machine reaches the coordinator."),
-        certificate=Field(optional(str), "PEM file of the TLS certificate, for the name rpg-fleet. Unset: the text of "
-            "the variable RPG_JAX_CERTIFICATE."),
-        private_key=Field(optional(str), "PEM file of its private key. Unset: the text of RPG_JAX_PRIVATE_KEY."),
-        key_file=Field(optional(str), "File of the key that workers must have. Unset: the variable RPG_JAX_API_KEY."),
-        lost_seconds=Field(20.0, "A worker that is not heard of for so long loses its groups to others.", "seconds",
-            range="[5, 1e6]"),
-        stall_seconds=Field(900.0, "And one that makes no progress for so long. Allow for one compilation.", "seconds",
-            range="[5, 1e6]"),
     ),
     servers=Section(
         "rollout.driver=servers: who samples, and how the weights get there; docs/servers.md.",

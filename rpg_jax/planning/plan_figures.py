@@ -89,7 +89,7 @@ def step_figures(
 ) -> dict[str, Any]:
     """Bound and expected time of a step and of the run without evaluations, what binds, and what to try next.
 
-    Prompts include dynamic sampling's oversampling. `workers` of a host each sample as fast as these chips train.
+    Prompts include dynamic sampling's oversampling. `servers` of a host each sample as fast as these chips train.
     """
     work, step = work_of(layout, decoding, lengths), decode_step_of(layout, decoding, programs["decode"])
     best = step_time.bound(work, step, programs, layout.model, on)
@@ -108,6 +108,6 @@ def step_figures(
         "expected": likely.as_dict(),
         "binds": step_time.binding(likely),
         "next": step_time.suggestions(work, step, programs, on, head_dim=head, int8_kv=int8),
-        "workers": likely.workers,
-        "worker_chips": on.chip.one_host,
+        "servers": likely.servers,
+        "server_chips": on.chip.one_host,
     }

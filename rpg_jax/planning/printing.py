@@ -170,7 +170,7 @@ def _step(topology: Topology, figures: Mapping[str, Any]) -> Table:
     steps = f"{figures['steps']:,.0f} steps"
     for title, key in (
         ("a step, s", "seconds"),
-        ("beside a fleet of as many chips, s", "seconds_beside_a_fleet"),
+        ("beside servers of as many chips, s", "seconds_beside_servers"),
         (f"{steps}, days", "days"),
         (f"{steps}, chip-hours", "chip_hours"),
         (f"{steps}, dollars (list price)", "dollars"),
@@ -206,7 +206,7 @@ def _closing(figures: Mapping[str, Any]) -> list[str]:
     return [
         f"binds: {figures['binds']}",
         f"{figures['steps']:,.0f} steps: {cost(expected)} expected; {cost(bound)} at the bound",
-        f"{figures['workers']:,.0f} workers of {figures['worker_chips']} chips each (rollout.driver=fleet, "
+        f"{figures['servers']:,.0f} servers of {figures['server_chips']} chips each (rollout.driver=servers, "
         "max_staleness=1) sample as fast as these chips train",
         "to try next: " + ("\n        then: ".join(tries) or "nothing that this plan knows makes a step 2 % faster"),
     ]

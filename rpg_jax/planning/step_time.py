@@ -150,13 +150,13 @@ class Phases:
         return self.total - self.rollout
 
     @property
-    def beside_a_fleet(self) -> float:
+    def beside_servers(self) -> float:
         """Seconds of a step where as many chips again sample one step ahead, and these only train."""
         return max(self.rollout, self.training)
 
     @property
-    def workers(self) -> int:
-        """Rollout workers, each a whole host of such chips, that sample a step ahead as fast as these chips train."""
+    def servers(self) -> int:
+        """Servers, each a whole host of such chips, that sample a step ahead as fast as these chips train."""
         return math.ceil(self.on.chips * self.rollout / self.training / (self.on.chip.one_host * self.on.chip.cores))
 
     def as_dict(self) -> dict[str, Any]:
@@ -165,7 +165,7 @@ class Phases:
         return {
             "phases": dict(self.seconds),
             "seconds": self.total,
-            "seconds_beside_a_fleet": self.beside_a_fleet,
+            "seconds_beside_servers": self.beside_servers,
             "days": run / 86_400,
             "chip_hours": hours * self.on.chips / self.on.chip.cores,
             "dollars": None if self.on.hourly is None else hours * self.on.hourly,
@@ -183,7 +183,7 @@ def suggestions(
 ) -> dict[str, float]:
     """Expected seconds of a step after each of some changes, the fastest first."""
     found, now = {}, expected(work, step, programs, on)
-    found["a fleet of as many chips that samples a step ahead"] = now.beside_a_fleet
+    found["servers of as many chips that sample a step ahead"] = now.beside_servers
     if not int8_kv:
         int8 = (1 + 4 / head_dim) / 2  # a byte for two, and an f32 scale for each head
         tried = dataclasses.replace(step, cached=int8 * step.cached, reading=efficiency.HBM_INT8)

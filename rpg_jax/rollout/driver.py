@@ -54,7 +54,6 @@ DRIVERS = {
     "orchestrator": Driver(_orchestrator, needs="jetstream", turns=True),
     "lockstep": Driver(lambda *model: LockstepRollout(QwenEngine(*model)), spans_hosts=True, turns=True),
     "simple": Driver(SimpleRollout, single_process=True),
-    "fleet": Driver(None, remote=True),
     "servers": Driver(None, remote=True, turns=True),
 }
 """By the value of the config field `rollout.driver`."""

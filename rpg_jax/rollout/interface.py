@@ -218,11 +218,8 @@ class Rollout:
         return hosts.all_gather_bytes(value)
 
     def take_counts(self) -> dict[str, float]:
-        """Metrics of those who sample, since the last call; only workers have any."""
+        """Metrics of those who sample, since the last call; only servers have any."""
         return {}
-
-    def dismiss(self) -> None:
-        """Says that no more completions are wanted, ever."""
 
     def close(self) -> None:
         """Ends threads and frees device memory."""

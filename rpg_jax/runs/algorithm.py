@@ -95,25 +95,16 @@ def make_routing(experiment: Experiment, own: rollout.Rollout) -> Routing | None
     return Routing(experts.count, every or ROUTING_EVERY, own.engine.decoding.slots, replay, cuts)
 
 
-def make_training_rollout(
-    experiment: Experiment, params: Any, beat: Beat, base: models.Base | None = None
-) -> rollout.Rollout:
-    """The rollout of the config's driver: in this process, by workers, or by servers.
+def make_training_rollout(experiment: Experiment, params: Any, base: models.Base | None = None) -> rollout.Rollout:
+    """The rollout of the config's driver: in this process, or by servers.
 
-    With a base, `params` are the adapters beside it. Raises ValueError if the fields of the two latter contradict each
-    other.
+    With a base, `params` are the adapters beside it. Raises ValueError if the fields of servers contradict each other.
     """
-    driver = experiment.config.rollout.driver
-    if not rollout.find_driver(driver).remote:
+    if not rollout.find_driver(experiment.config.rollout.driver).remote:
         return make_rollout(experiment.layout, params, base)
-    # Both need grpc, which not every installation has.
-    if driver == "servers":
-        from rpg_jax.runs.served_trainer import make_served
+    from rpg_jax.runs.served_trainer import make_served  # not every installation has what it needs
 
-        return make_served(experiment, params, base)
-    from rpg_jax.runs.fleet_trainer import make_fleet
-
-    return make_fleet(experiment, params, beat, base)
+    return make_served(experiment, params, base)
 
 
 def make_drift(experiment: Experiment, algorithm: Algorithm, folder: storage.Folder) -> Drift:

@@ -211,6 +211,6 @@ def _parts(devices: list[jax.Device], decoding: int) -> tuple[list[jax.Device], 
     if decoding and jax.process_count() > 1:
         raise ValueError(
             f"rollout.devices={decoding} needs a single process, not {jax.process_count()}: weights go from device to "
-            "device of one host. Set it to 0 on several hosts; rollout.driver=fleet samples on machines of its own"
+            "device of one host. Set it to 0 on several hosts; rollout.driver=servers samples on other machines"
         )
     return devices[: len(devices) - decoding], devices[len(devices) - decoding :]

@@ -66,7 +66,7 @@ def check(config: ConfigDict) -> None:
         raise ValueError(
             f"rollout.max_staleness={ahead} on {devices} devices needs some devices that only sample: two threads that "
             "launch programs on the same devices can block each other for ever. Set rollout.devices, "
-            f"to {devices // 2} for instance, or rollout.max_staleness=0, or rollout.driver=fleet"
+            f"to {devices // 2} for instance, or rollout.max_staleness=0, or rollout.driver=servers"
         )
     gathered = hosts.all_gather_bytes(json.dumps(facts(config)).encode())
     if difference := differences([json.loads(text) for text in gathered]):

@@ -30,7 +30,6 @@ _AROUND = (
     "checkpoint.",
     "log.",
     "profile.",
-    "fleet.",
     "servers.",
 )  # sections that change no number of a run
 # Where things are computed: the numbers agree bit for bit only on the same mesh, step for step on any.

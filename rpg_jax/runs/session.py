@@ -85,7 +85,7 @@ class Session:
         base = open_base(experiment.layout, folder, functools.partial(drawn_base, *started), begins=new)
         first = init_params if base is None else first_adapters
         params = (first if new else no_params)(experiment.layout)  # a resume reads weights once
-        self.rollout = rollout = make_training_rollout(experiment, params, self.watchdog.beat, base)
+        self.rollout = rollout = make_training_rollout(experiment, params, base)
         closing.callback(rollout.close)
         if new and config.warm_start.enabled and base is None:
             params = warm_started(experiment, params, rollout, *started[1:])
@@ -222,7 +222,6 @@ class Session:
 
     def _finish(self) -> int:
         self.keeper.finish(self.now.step)
-        self.rollout.dismiss()
         state, averages = self.now.state, bool(self.optimizer.evaluation_slots)
         checksum = weights_checksum(self.optimizer.evaluation_params(state.opt_state, state.params))
         if not hosts.is_first():

@@ -7,7 +7,7 @@ import pytest
 
 from rpg_jax.storage import journal_records
 from tests.end_to_end import test_processes, test_train
-from tests.end_to_end.fleet_chaos import SETTINGS as SMALL
+from tests.end_to_end.servers_chaos import SETTINGS as SMALL
 from tests.end_to_end.test_train import checksum, interrupted, metrics, run
 
 SETTINGS = ("--config.train.steps=6", "--config.checkpoint.every=3", "--config.run.name=r")

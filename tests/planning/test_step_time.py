@@ -127,8 +127,8 @@ def test_expected_is_slower_than_the_bound_in_every_phase():
 
 def test_days_and_dollars_are_those_of_all_steps_on_all_chips():
     found = step_time.Phases({"decode: cache": 300.0, "update": 60.0}, WORK, SLICE)
-    assert (found.rollout, found.training, found.beside_a_fleet) == (300, 60, 300)
-    assert found.workers == 64 * (300 / 60) / 4
+    assert (found.rollout, found.training, found.beside_servers) == (300, 60, 300)
+    assert found.servers == 64 * (300 / 60) / 4
     figures = found.as_dict()
     assert figures["days"] == pytest.approx(400 * 360 / 86_400)
     assert figures["dollars"] == pytest.approx(400 * 360 / 3600 * 64 * 4.20)

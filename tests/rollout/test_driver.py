@@ -17,7 +17,7 @@ JETSTREAM = "rpg_jax.rollout.jetstream"
 def test_one_driver_spans_hosts_and_one_refuses_several_processes():
     assert [name for name, driver in rollout.DRIVERS.items() if driver.spans_hosts] == ["lockstep"]
     assert [name for name, driver in rollout.DRIVERS.items() if driver.single_process] == ["simple"]
-    assert [name for name, driver in rollout.DRIVERS.items() if driver.remote] == ["fleet", "servers"]
+    assert [name for name, driver in rollout.DRIVERS.items() if driver.remote] == ["servers"]
 
 
 def test_without_jetstream_lockstep_takes_over_and_says_so_once(
@@ -44,7 +44,7 @@ import sys
 for name in ("jetstream", "grpc", "aiohttp"):
     sys.modules[name] = None
 import rpg_jax.train, rpg_jax.runs.session, rpg_jax.runs.supervised_session, rpg_jax.runs.evaluate_command
-assert not [name for name in sys.modules if name.startswith(("rpg_jax.rollout.jetstream", "rpg_jax.rollout.fleet"))]
+assert not [name for name in sys.modules if name.startswith(("rpg_jax.rollout.jetstream", "rpg_jax.rollout.served"))]
 """
 
 

@@ -1,1 +1,0 @@
-"""Rollouts by workers: processes of their own, outside the trainer's process group, that come and go."""
