@@ -6,7 +6,7 @@ A field whose default is `from_method(...)` takes its value from the row of `rpg
 
 from ml_collections import ConfigDict
 
-from rpg_jax.runs.fields import Field, Section, from_method, optional
+from rpg_jax.runs.fields import Field, Retired, Section, from_method, optional
 
 # A field takes as few lines as its text.
 # fmt: off
@@ -448,6 +448,35 @@ FIELDS = Section(
     ),
 )
 # fmt: on
+
+
+_FLEET = {
+    "host": "the flag --host of rpg_jax.serve",
+    "port": "the flag --http_port of rpg_jax.serve",
+    "advertise": "the flag --announce=FOLDER of rpg_jax.serve, and servers.urls=file:FOLDER",
+    "certificate": "the flag --certificate of rpg_jax.serve, and servers.certificate",
+    "private_key": "the flag --private_key of rpg_jax.serve",
+    "key_file": "the flag --api_key_file of rpg_jax.serve, and the variable that servers.key_variable names",
+    "lost_seconds": "nothing: a server that does not answer is asked for its health",
+    "stall_seconds": "servers.timeout_seconds",
+}
+RETIRED = (
+    Retired(
+        "rollout.driver",
+        "2026-11-24",
+        "start servers with `python -m rpg_jax.serve --config=… --http_port=8000 "
+        "--weights_from=FOLDER` and write --config.rollout.driver=servers --config.servers.kind=rpg_jax "
+        "--config.servers.urls=http://HOST:8000 --config.servers.weights=FOLDER; a run of a fleet goes on so under its "
+        "--config.run.name (docs/servers.md)",
+        value="fleet",
+        successor="servers",
+    ),
+    *(
+        Retired(f"fleet.{name}", "2026-11-24", f"{now} took its place (docs/servers.md)")
+        for name, now in _FLEET.items()
+    ),
+)
+"""Fields and values of earlier versions."""
 
 
 def get_config() -> ConfigDict:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from rpg_jax.runs.fields import Field, Section
+from rpg_jax.runs.fields import Field, Retired, Section
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 ROOT = _PACKAGE.parent
@@ -66,7 +66,8 @@ def changed(config: ConfigDict, changes: Mapping[str, Any]) -> ConfigDict:
     known, copy = fields(), ConfigDict(config)
     for name, value in changes.items():
         if name not in known:
-            raise ValueError(f"no config field {name!r}; did you mean {nearest(name)}?")
+            was = retired(name)
+            raise ValueError(was.line if was else f"no config field {name!r}; did you mean {nearest(name)}?")
         try:
             copy.update_from_flattened_dict({name: value})
         except (TypeError, KeyError, AttributeError) as error:
@@ -99,6 +100,17 @@ def fields() -> dict[str, Field]:
     return dict(declared().fields())
 
 
+def retired(name: str, value: Any = None) -> Retired | None:
+    """What earlier versions had by this name, or None."""
+    return next((row for row in all_retired() if row.concerns(name, value)), None)
+
+
+def all_retired() -> Sequence[Retired]:
+    """Every field and value of earlier versions."""
+    declared()
+    return sys.modules["configs.base"].RETIRED
+
+
 def nearest(name: str) -> str:
     """The field that somebody means by a name that no field has, by its initials (`lr`), its last part or its letters.
 
@@ -129,7 +141,12 @@ def _explained(error: Exception, overrides: Sequence[str]) -> str:
         match = OVERRIDE.match(argument)
         if match and match["field"] not in known and isinstance(error, KeyError | AttributeError | flags.Error):
             name = match["field"]
+            if was := retired(name):
+                return was.line
             return f"no config field {name!r}; did you mean {nearest(name)}? --help lists all of them"
+    section = str(error).strip("'\"") + "."  # of a file that sets a field of it
+    if was := next((row for row in all_retired() if row.name.startswith(section)), None):
+        return was.line
     flag, inside, trace = str(error).partition(": Error whilst parsing config file:")
     if inside:
         file, _, variant = flag.removeprefix("flag --config=").partition(":")

@@ -100,6 +100,37 @@ class Field:
         return f"{self.meaning} {self.values}".rstrip()
 
 
+@dataclasses.dataclass(frozen=True)
+class Retired:
+    """A field of earlier versions, or one value of a field. An error of its use says what took its place.
+
+    Attributes:
+      name: the dotted name of the field.
+      since: the date of the change, YYYY-MM-DD.
+      instead: what to write now.
+      value: the only value that is retired; None for the whole field.
+      successor: in an older run this value stands for the retired one.
+      decides: the field decided what a run computed. An older run that sets it is then refused, and otherwise goes on.
+    """
+
+    name: str
+    since: str
+    instead: str
+    value: Any = None
+    successor: Any = None
+    decides: bool = False
+
+    @property
+    def line(self) -> str:
+        """What an error says of it."""
+        value = "" if self.value is None else f"={self.value}"
+        return f"{self.name}{value} is retired since {self.since}: {self.instead}"
+
+    def concerns(self, name: str, value: Any = None) -> bool:
+        """Whether it is the field of that name, with that value."""
+        return name == self.name and self.value in (None, value)
+
+
 class Section:
     """Fields and sections of one name space, and what they have in common."""
 

@@ -120,7 +120,10 @@ def _value(config: ConfigDict, name: str) -> Any:
 def _check_fields(config: ConfigDict) -> None:
     """Every field against its declaration."""
     for name, field in config_files.fields().items():
-        field.check(name, _value(config, name))
+        value = _value(config, name)
+        if was := config_files.retired(name, value):
+            raise ValueError(was.line)
+        field.check(name, value)
     if empty := [name for name, size in config.mesh.items() if size == 0]:
         raise ValueError(f"mesh.{empty[0]}=0: an axis has 1 device or more, or -1 for all that are left")
 

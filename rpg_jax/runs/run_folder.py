@@ -1,6 +1,7 @@
 """The folder of a run: its name, its owner, its config, what it was made with, and whether it may be resumed."""
 
 import contextlib
+import functools
 import importlib.metadata
 import json
 import os
@@ -18,6 +19,7 @@ from rpg_jax import storage
 from rpg_jax.parallel import hosts
 from rpg_jax.report.run_files import flat, read_metrics
 from rpg_jax.runs import cli, config_files, run_names, versions
+from rpg_jax.runs.fields import Unset
 from rpg_jax.storage import json_files
 from rpg_jax.storage.json_files import read_if_there
 from rpg_jax.storage.leases import Lease
@@ -34,7 +36,10 @@ _AROUND = (
 )  # sections that change no number of a run
 # Where things are computed: the numbers agree bit for bit only on the same mesh, step for step on any.
 _PLACES = ("mesh.", "sharding", "offload", "model.remat", "train.microbatch_size")
-_DECODING_PLACES = ("rollout.tensor", "rollout.expert", "rollout.devices", "rollout.slots", "rollout.threads")
+_DECODING_PLACES = (
+    *("rollout.driver", "rollout.tensor", "rollout.expert", "rollout.devices"),
+    *("rollout.slots", "rollout.threads"),
+)
 # Fields that may differ when a run is resumed: they do not change what has been computed so far.
 _JUDGES = tuple(
     f"judge.{name}" for name in ("url", "parallel", "deadline_seconds", "attempts", "cache", "key_variable")
@@ -168,8 +173,11 @@ def open_run(config: ConfigDict, folder: storage.Folder) -> None:
 def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     """The fields in which two configs are of different runs, with both values; "" if there are none."""
     old, new = flat(json_files.finite(old)), flat(new)
-    names = sorted(name for name in {*old, *new} if not name.startswith(_MAY_CHANGE))
-    return "; ".join(f"{k} was {old.get(k)!r}, now {new.get(k)!r}" for k in names if old.get(k) != new.get(k))
+    gone = {row.name: row for row in config_files.all_retired() if row.value is None}
+    ignored = tuple(name for name, row in gone.items() if not row.decides)
+    names = sorted(name for name in {*old, *new} if not name.startswith((*_MAY_CHANGE, *ignored)))
+    now = {name: gone[name].line if name in gone else f"now {new.get(name)!r}" for name in names}
+    return "; ".join(f"{k} was {old.get(k)!r}, {now[k]}" for k in names if old.get(k) != new.get(k))
 
 
 def _stepped(folder: storage.Folder) -> bool:
@@ -180,12 +188,22 @@ def _stepped(folder: storage.Folder) -> bool:
 
 
 def read_config(path: Path) -> ConfigDict:
-    """The resolved config of a run. Raises ValueError if there is none, or if it lacks a field that is newer."""
+    """The resolved config of a run, in which retired values have become their successors.
+
+    A newer field that changes no number of a run has its default. Raises ValueError if there is no config, or if it
+    lacks another field that is newer.
+    """
     file = path / "config.json"
     if not file.exists():
         runs = sorted(str(p.parent) for p in path.parent.glob("*/config.json")) if path.parent.is_dir() else []
         raise ValueError(f"{path} is not a run folder (it has no config.json); there are: {', '.join(runs) or 'none'}")
     config = read_if_there(file)
+    for name, field in config_files.fields().items():
+        section, last = _of_section(config, name)
+        if name.startswith(_AROUND):
+            section.setdefault(last, None if isinstance(field.default, Unset) else field.default)
+        if was := config_files.retired(name, section.get(last)):
+            section[last] = was.successor
     known = flat(config)
     if missing := [name for name in config_files.fields() if name not in known]:
         raise ValueError(
@@ -194,9 +212,15 @@ def read_config(path: Path) -> ConfigDict:
         )
     for name, field in config_files.fields().items():
         if field.kind is float and isinstance(known[name], str):  # "inf"
-            section, _, last = name.rpartition(".")
-            (config[section] if section else config)[last] = float(known[name])
+            section, last = _of_section(config, name)
+            section[last] = float(known[name])
     return ConfigDict(config)
+
+
+def _of_section(config: dict[str, Any], name: str) -> tuple[dict[str, Any], str]:
+    """The section of a field inside nested dicts, made where there is none, and the field's name there."""
+    *sections, last = name.split(".")
+    return functools.reduce(lambda inside, section: inside.setdefault(section, {}), sections, config), last
 
 
 def as_json(config: ConfigDict) -> dict[str, Any]:

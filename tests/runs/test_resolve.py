@@ -42,6 +42,10 @@ def resolved(**changes):
         ({"environment.name": "m:E", "environment.turn_tokens": 6}, "environment.turn_tokens=6 is more than rollout"),
         ({"environment.name": "m:E", "rollout.driver": "simple"}, "rollout.driver=simple does not continue .*lockstep"),
         ({"environment.name": "m:E", "rollout.driver": "servers"}, "rollout.driver=servers does not continue"),
+        (
+            {"rollout.driver": "fleet"},
+            "rollout.driver=fleet is retired .* --config.rollout.driver=servers --config.serv",
+        ),
         ({"servers.kind": "vlm"}, "servers.kind='vlm': did you mean 'vllm'"),
         ({"loss.sampler_high": 2.0}, "sampler_high bounds a sampler_correction: name one"),
     ],

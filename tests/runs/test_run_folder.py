@@ -1,5 +1,6 @@
 """A run's config is read back, or the message says why not; a name stays in its folder; nothing is deleted."""
 
+import contextlib
 import json
 
 import jax
@@ -7,8 +8,10 @@ import pytest
 
 from configs import tiny
 from rpg_jax import train
-from rpg_jax.runs import run_folder
+from rpg_jax.runs import config_files, run_folder
+from rpg_jax.runs.fields import Retired
 from rpg_jax.runs.resolve import resolve
+from rpg_jax.storage.checkpoints import Checkpoints
 
 
 def test_a_run_older_than_a_field_says_which_and_what_to_do(tmp_path):
@@ -19,6 +22,68 @@ def test_a_run_older_than_a_field_says_which_and_what_to_do(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=r"older version, .* mesh\.replica, mesh\.fsdp.*versions\.json"):
         run_folder.read_config(tmp_path)
+
+
+def of_version_0_1(config):
+    """What the version before 24 November 2026 wrote as config.json of a run with a fleet."""
+    old = json.loads(config.to_json_best_effort())
+    old["fleet"] = {"host": "0.0.0.0", "port": 9100, "advertise": None, "lost_seconds": 20.0, "stall_seconds": 900.0}
+    old["rollout"]["driver"] = "fleet"
+    return old
+
+
+def test_a_run_of_a_fleet_goes_on_with_another_driver_and_is_read_as_a_run_of_servers(tmp_path):
+    config = made(tmp_path, "r")
+    folder = opened(tmp_path, "r")
+    (folder.files / "metrics.jsonl").write_text('{"step": 1}\n')
+    old = of_version_0_1(config)
+    for driver in ("servers", "orchestrator", "lockstep"):
+        (folder.files / "config.json").write_text(json.dumps(old))
+        assert run_folder.read_config(folder.files).rollout.driver == "servers"
+        again = opened(tmp_path, "r", **{"rollout.driver": driver})
+        assert (again.files / "metrics.jsonl").exists() and not (tmp_path / "replaced").exists()
+        assert run_folder.read_config(again.files).rollout.driver == driver
+
+
+def test_a_checkpoint_that_names_the_driver_of_a_fleet_is_of_the_same_run(tmp_path):
+    config = made(tmp_path, "r")
+    state, like = {"w": jax.numpy.ones(3)}, {"w": jax.ShapeDtypeStruct((3,), "float32")}
+    old = run_folder.identity(config) | {"rollout.driver": "fleet"}
+    with contextlib.closing(Checkpoints(tmp_path / "checkpoints", keep=1, identity=old)) as written:
+        written.save(1, state, {})
+    for seed, known in ((config.seed, True), (config.seed + 1, False)):
+        identity = run_folder.identity(config) | {"seed": seed}
+        with contextlib.closing(Checkpoints(tmp_path / "checkpoints", keep=1, identity=identity)) as read:
+            if known:
+                assert read.restore_last(like)[0] == 1
+            else:
+                with pytest.raises(ValueError, match="foreign, of a run with seed"):
+                    read.restore_last(like)
+
+
+def test_a_retired_field_that_decided_what_a_run_computed_is_named_with_what_took_its_place(tmp_path, monkeypatch):
+    table = (Retired("loss.sharpness", "2026-01-02", "write loss.kl_coef", decides=True), Retired("log.colour", "", ""))
+    monkeypatch.setattr(config_files, "all_retired", lambda: table)
+    folder = opened(tmp_path, "r")
+    (folder.files / "metrics.jsonl").write_text('{"step": 1}\n')
+    old = json.loads((folder.files / "config.json").read_text())
+    old["loss"]["sharpness"], old["log"]["colour"] = 2.0, "red"
+    (folder.files / "config.json").write_text(json.dumps(old))
+    line = r"another config: loss.sharpness was 2.0, loss.sharpness is retired since 2026-01-02: write loss.kl_coef\."
+    with pytest.raises(ValueError, match=line):
+        opened(tmp_path, "r")
+    del old["loss"]["sharpness"]
+    (folder.files / "config.json").write_text(json.dumps(old))
+    opened(tmp_path, "r")
+
+
+def test_a_run_older_than_a_field_that_changes_no_number_has_its_default(tmp_path):
+    folder = opened(tmp_path, "r")
+    old = json.loads((folder.files / "config.json").read_text())
+    del old["servers"], old["log"]["rollouts_groups"]
+    (folder.files / "config.json").write_text(json.dumps(old))
+    read, new = run_folder.read_config(folder.files), tiny.get_config()
+    assert read.servers.to_dict() == new.servers.to_dict() and read.log.rollouts_groups == 8
 
 
 def test_a_process_that_changes_its_folder_still_finds_its_compiled_programs(tmp_path, monkeypatch):
