@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 import signal
 import subprocess
 import sys
+import time
+import urllib.request
 
 import grpc
 import jax
@@ -51,9 +55,59 @@ def test_the_command_serves_text_and_drains_on_sigterm():
                 stub = jetstream_pb2_grpc.OrchestratorStub(channel)
                 assert list(stub.Decode(jetstream_pb2.DecodeRequest(text_content=text, max_tokens=5), timeout=120))
             process.send_signal(signal.SIGTERM)
-            assert "draining" in process.communicate(timeout=60)[0] and process.returncode == 0
+            assert "draining" in process.communicate(timeout=60)[0] and process.returncode == 128 + signal.SIGTERM
         finally:
             process.kill()
+
+
+TRAINERS = (
+    "--config=tests/end_to_end/micro.py",
+    "--config.rollout.driver=servers",
+    "--config.servers.kind=rpg_jax",
+    "--config.servers.urls=https://10.0.0.5:8000",
+    "--config.servers.weights=/absent",
+    "--config.run.name=r",
+    "--config.rollout.max_staleness=1",
+    "--config.loss.sampler_correction=truncate",
+)
+
+
+@pytest.mark.slow
+def test_a_server_of_a_trainers_own_command_line_is_announced_and_ends_with_0_when_nobody_asks_any_more(tmp_path):
+    pytest.importorskip("aiohttp")
+    flags = ["--port=0", "--http_port=0", f"--weights_from={tmp_path / 'weights'}", "--idle=4", "--announce_name=w0"]
+    command = [sys.executable, "-m", "rpg_jax.serve", *TRAINERS, *flags, f"--announce={tmp_path / 'servers'}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            port = re.search(r"over HTTP on port (\d+)", process.stdout.readline())[1]
+            address = (tmp_path / "servers" / "w0").read_text()
+            assert address == f"http://127.0.0.1:{port}\n"
+            body = json.dumps({"prompt": [1, 2], "max_tokens": 2}).encode()
+            headers, began = {"Content-Type": "application/json"}, time.monotonic()
+            while time.monotonic() < began + 8:  # twice as long as it waits when nobody asks
+                request = urllib.request.Request(address.strip() + "/v1/completions", body, headers)
+                assert len(json.load(urllib.request.urlopen(request, timeout=120))["choices"]) == 1
+                time.sleep(0.5)
+            asked = time.monotonic()
+            while process.poll() is None and time.monotonic() < asked + 60:
+                with contextlib.suppress(OSError):  # it may end meanwhile
+                    urllib.request.urlopen(address.strip() + "/health", timeout=5).read()
+                time.sleep(0.5)
+            assert process.poll() == 0 and time.monotonic() >= asked + 3
+            assert "no request for 4 s: draining" in process.stdout.read()
+            assert not any((tmp_path / "servers").iterdir())
+        finally:
+            process.kill()
+
+
+@pytest.mark.parametrize(
+    "flags", [["--announce=x"], ["--announce_name=w0", "--http_port=0"], ["--announce=x", "--announce_name=w0"]]
+)
+def test_an_announcement_without_an_address_is_one_line_with_the_fix(flags, capsys):
+    assert serve.main(["--config=configs/tiny.py", *flags]) == 2
+    assert capsys.readouterr().err == (
+        "error: --announce=FOLDER, which --announce_name needs, is of the HTTP address: add --http_port=8000\n"
+    )
 
 
 @pytest.mark.slow  # draws weights

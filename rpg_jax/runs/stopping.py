@@ -76,9 +76,9 @@ class StopRequest:
         self._deadline.start()
         self._asked.set()
 
-    def wait(self) -> None:
-        """Returns once the run has been asked to end."""
-        self._asked.wait()
+    def wait(self, seconds: float | None = None) -> bool:
+        """Returns once the run has been asked to end, or after so many seconds; whether it has been asked."""
+        return self._asked.wait(seconds)
 
     def agreed(self) -> int | None:
         """The signal that any process of the run has received. Collective: all processes ask after the same steps."""

@@ -14,7 +14,7 @@ import grpc
 
 ENVIRONMENT = "RPG_JAX_API_KEY"
 CERTIFICATE, PRIVATE_KEY = "RPG_JAX_CERTIFICATE", "RPG_JAX_PRIVATE_KEY"
-"""Variables that may hold the texts of a fleet's PEM files: a launcher fills variables from a store of secrets."""
+"""Variables that may hold the texts of a server's PEM files: a launcher fills variables from a store of secrets."""
 STALL_SECONDS = 30.0
 """A connection that brings no whole request head, no body or no reader for so long is closed."""
 
@@ -83,7 +83,10 @@ class Access:
         if is_loopback(self.host):
             return
         if self.certificate is None:
-            raise ValueError(f"host {self.host} is not loopback: it needs TLS, --certificate and --private_key")
+            variables = f"the variables {CERTIFICATE} and {PRIVATE_KEY}"
+            raise ValueError(
+                f"host {self.host} is not loopback: it needs TLS, --certificate and --private_key, or {variables}"
+            )
         if self.key is None:
             raise ValueError(f"host {self.host} is not loopback: it needs an API key, --api_key_file or {ENVIRONMENT}")
 

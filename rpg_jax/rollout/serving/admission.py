@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import itertools
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 
 import grpc
@@ -60,6 +61,7 @@ class Admission:
         self._rollout, self._max_active = rollout, max_active
         self._arrivals = itertools.count()
         self.active, self.draining = 0, False
+        self._ended = time.monotonic()  # the last request or load
         self._loading: asyncio.Task[int] | None = None
         self._checksums: dict[int, int] = {}  # of the weights that have drawn, by version
 
@@ -76,6 +78,11 @@ class Admission:
     def idle(self) -> bool:
         """Whether no request is served, and no weights are loaded."""
         return not self.active and self._loading is None
+
+    @property
+    def idle_seconds(self) -> float:
+        """The time since the last request or load ended, or since the start; 0 while one is under way."""
+        return time.monotonic() - self._ended if self.idle else 0.0
 
     def arrival(self) -> int:
         """The number of a new request, from which the random numbers of a request without a seed are made."""
@@ -112,6 +119,7 @@ class Admission:
             raise Refused(status, str(fault)) from fault
         finally:
             self.active -= 1
+            self._ended = time.monotonic()
             _ACTIVE.dec()
             count(status)
 
@@ -142,7 +150,7 @@ class Admission:
         except ValueError as error:
             raise Refused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
         finally:
-            self._loading = None
+            self._loading, self._ended = None, time.monotonic()
 
     def checksum(self, version: int) -> str:
         """Names the weights of a version that has drawn tokens: their checksum, where this server has seen it."""

@@ -123,6 +123,11 @@ class Server:
             self.stop(grace=0)
             raise ValueError(f"cannot serve on {self._access.host}:{port}: {error}") from error
 
+    @property
+    def idle_seconds(self) -> float:
+        """The time since the last request or load ended, or since the start; 0 while one is under way."""
+        return self._admission.idle_seconds
+
     def stop(self, grace: float = 30.0) -> None:
         """Refuses new requests, lets running ones end within `grace` seconds, then stops the driver."""
         self._admission.draining = True
