@@ -21,8 +21,9 @@ def startup_script(job: Job) -> str:
 
 
 def run_script(job: Job) -> str:
-    """The script that every worker runs as its service: the trainer, with secrets fetched by name."""
+    """The script that every worker runs as its service: the trainer or a server, with secrets fetched by name."""
     train = [".venv/bin/python", "-m", *job.command]
+    train += [f"--announce={job.addresses}"] if job.serves_for else []
     if job.secrets:
         secrets = [f"--project={job.tpu.project}", *(f"{variable}={name}" for variable, name in job.secrets)]
         train = [".venv/bin/python", "launch/cloud/with_secrets.py", *secrets, "--", *train]
@@ -62,8 +63,8 @@ exit "$status"
 
 
 def _purpose(job: Job) -> str:
-    if job.works_for:
-        return f"Samples for the trainer at {job.works_for}, until its run is over."
+    if job.serves_for:
+        return f"Serves for {job.serves_for}, until nobody asks any more."
     return f"Trains {job.name}; the same name resumes from its last checkpoint."
 
 

@@ -1,4 +1,4 @@
-"""A job: a config that trains on TPU slices under a name. The same name resumes the run."""
+"""A job: a config that trains on TPU slices under a name, or servers for such a run. The same name resumes the run."""
 
 import dataclasses
 import json
@@ -7,9 +7,13 @@ from typing import Any
 
 from cloud import accelerators
 from cloud.accelerators import Slice
+from cloud.errors import LaunchError
 
 ROOT = Path(__file__).resolve().parents[2]
 CAPACITIES = ("on-demand", "spot", "reserved")
+PORT = 8000  # of servers
+CERTIFICATE_NAME = "rpg-servers"  # the name in their certificate, as docs/servers.md makes it
+SERVERS_SECRETS = ("RPG_JAX_API_KEY", "RPG_JAX_CERTIFICATE", "RPG_JAX_PRIVATE_KEY")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,10 +77,10 @@ class Job:
     Attributes:
       name: of the run, the queued resource and the TPU VM; a DNS label.
       bucket: gs:// address for runs, launch files and the compilation cache.
-      trainer: arguments for `python -m rpg_jax.train`, or for `rpg_jax.rollout.worker` with `works_for`.
+      trainer: arguments for `python -m rpg_jax.train`, or for `rpg_jax.serve` with `serves_for`.
       secrets: (environment variable, name in Secret Manager) pairs.
       keep: whether a TPU stays, and costs, once its run has finished.
-      works_for: HOST:PORT of the trainer for which every worker of this job samples; None for a job that trains.
+      serves_for: name of the run for which every slice of this job is a server; None for a job that trains.
     """
 
     name: str
@@ -85,7 +89,7 @@ class Job:
     trainer: tuple[str, ...] = ()
     secrets: tuple[tuple[str, str], ...] = ()
     keep: bool = False
-    works_for: str | None = None
+    serves_for: str | None = None
 
     @property
     def vms(self) -> tuple[str, ...]:
@@ -103,9 +107,38 @@ class Job:
     @property
     def command(self) -> tuple[str, ...]:
         """The module that workers run, with the user's arguments and then those that the launcher sets."""
-        if self.works_for:
-            return ("rpg_jax.rollout.worker", *self.trainer, f"--trainer={self.works_for}")
+        if self.serves_for:
+            where = ("--host=0.0.0.0", f"--http_port={PORT}", f"--weights_from={self.bucket}/weights/{self.serves_for}")
+            return ("rpg_jax.serve", "--idle=3600", *self.trainer, *where)
         return ("rpg_jax.train", *self.trainer, f"--config.run.dir={self.runs}", f"--config.run.name={self.name}")
+
+    @property
+    def config(self) -> tuple[str, ...]:
+        """The user's arguments that are --config and its overrides; a server may have others too."""
+        kept, found = False, []
+        for argument in self.trainer:
+            kept = argument.startswith(("--config", "--noconfig")) or (kept and not argument.startswith("--"))
+            found += [argument] if kept else []
+        return tuple(found)
+
+    @property
+    def addresses(self) -> str:
+        """The folder in which servers on TPU VMs write where they are."""
+        return f"{self.bucket}/servers/{self.serves_for}"
+
+    def found_by(self, urls: str) -> str:
+        """What the command line of the run must have that these servers sample, where `urls` is how it finds them."""
+        secrets = dict(self.secrets)
+        wanted = {"RPG_JAX_SERVERS_KEY": "RPG_JAX_API_KEY", "RPG_JAX_CERTIFICATE": "RPG_JAX_CERTIFICATE"}
+        fields = {"kind": "rpg_jax", "urls": urls, "weights": f"{self.bucket}/weights"}
+        fields["certificate_name"] = CERTIFICATE_NAME
+        return " ".join(
+            [
+                *(f"--secret={variable}={secrets[own]}" for variable, own in wanted.items()),
+                "-- --config.rollout.driver=servers",
+                *(f"--config.servers.{name}={value}" for name, value in fields.items()),
+            ]
+        )
 
     def save(self, path: Path) -> None:
         fields = dataclasses.asdict(self)
@@ -130,6 +163,10 @@ def load(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     fields = json.loads(path.read_text())
+    if fields.pop("works_for", None):
+        raise LaunchError(
+            f"{path} is of a rollout worker, and servers sample now", "delete it, and pass --serves-for=RUN"
+        )
     fields["trainer"] = tuple(fields["trainer"])
     fields["secrets"] = tuple(tuple(pair) for pair in fields["secrets"])
     return fields

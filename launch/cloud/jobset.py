@@ -44,6 +44,7 @@ def manifest(job: Job, image: str, max_restarts: int, reservation: str | None = 
         service_account=f"serviceAccountName: {json.dumps(tpu.service_account)}" if tpu.service_account else "",
         arguments=f"\n{indent}".join(f"- {json.dumps(argument)}" for argument in entrypoint(job)),
         max_restarts=max_restarts,
+        pod_restarts=max_restarts if job.serves_for else 0,  # servers do not wait for each other
         grace_seconds=GRACE_SECONDS,
         no_restart=json.dumps(NO_RESTART),
     )

@@ -19,8 +19,8 @@ def parser(program: str, description: str, commands: dict[str, str]) -> argparse
     """Makes a parser of `program COMMAND [options] [-- trainer arguments]`."""
     made = argparse.ArgumentParser(
         program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
-        epilog="Everything after -- goes to `python -m rpg_jax.train` on all workers, or with --works-for to\n"
-        "`python -m rpg_jax.rollout.worker`. The same --name resumes.\n\n"
+        epilog="Everything after -- goes to `python -m rpg_jax.train` on all workers, or with --serves-for to\n"
+        "`python -m rpg_jax.serve`. The same --name resumes.\n\n"
         "commands:\n" + "\n".join(f"  {name:<8} {meaning}" for name, meaning in commands.items()),
     )  # fmt: skip
     made.add_argument("command", choices=list(commands), metavar="COMMAND", help="one of the commands below")
@@ -31,7 +31,7 @@ def parser(program: str, description: str, commands: dict[str, str]) -> argparse
     what.add_argument("--capacity", choices=CAPACITIES, help="default: on-demand")
     what.add_argument("--secret", action="append", metavar="VARIABLE=NAME", dest="secrets",
                       help="environment variable to fill from Secret Manager, by name; repeatable")  # fmt: skip
-    what.add_argument("--works-for", metavar="HOST:PORT", help="sample for this trainer (rollout.driver=fleet)")
+    what.add_argument("--serves-for", metavar="RUN", help="servers for the run of this name (rollout.driver=servers)")
     where = made.add_argument_group("where")
     where.add_argument("--zone", help="e.g. us-east5-a")
     where.add_argument("--project", help="default: gcloud's current project")
@@ -112,6 +112,13 @@ def check(launch: Launch, *, trainer: bool) -> None:
         launch.shell.say(f"  {note}")
     if not launch.shell.dry_run:
         launch.job.save(launch.staging / "job.json")
+
+
+def tell_how_they_are_found(launch: Launch, urls: str) -> None:
+    """Says what the command of the run must have that these servers sample."""
+    if launch.job.serves_for:
+        line = f"the command of {launch.job.serves_for} needs: {launch.job.found_by(urls)}"
+        print(f"# {line}") if launch.shell.dry_run else launch.shell.say(line)
 
 
 def confirm(question: str, launch: Launch) -> None:

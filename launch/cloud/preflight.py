@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cloud import extras, reach, words
 from cloud.errors import CommandError, Kind, LaunchError
-from cloud.job import CAPACITIES, ROOT, Job
+from cloud.job import CAPACITIES, ROOT, SERVERS_SECRETS, Job
 from cloud.shell import Shell
 
 PYTHON = ROOT / ".venv" / "bin" / "python"
@@ -25,8 +25,8 @@ def check(job: Job, shell: Shell, *, plan: bool = True, trainer: bool = True) ->
       LaunchError: a check failed; the message has one line for each mistake.
     """
     notes, problems = [], []
-    offline = [*words.FORMS, type_and_zone, capacity_is_one, workers_are_whole]
-    fits = [config_fits, plan_says_it_fits][: 1 + plan] if trainer and not job.works_for else []
+    offline = [*words.FORMS, type_and_zone, capacity_is_one, servers_are_whole]
+    fits = [config_fits, plan_says_it_fits][: 1 + (plan and not job.serves_for)] if trainer else []
     for checker in [*offline, *fits]:
         try:
             notes += checker(job)
@@ -57,15 +57,18 @@ def capacity_is_one(job: Job) -> Iterator[str]:
     yield f"capacity {job.tpu.capacity}"
 
 
-def workers_are_whole(job: Job) -> Iterator[str]:
-    """Checks that every slice of a job that works for a trainer is one host: a worker uses the chips of its host."""
-    if not job.works_for:
+def servers_are_whole(job: Job) -> Iterator[str]:
+    """Checks that every slice of a job that serves is one host, whose chips one server uses, and who may ask it."""
+    if not job.serves_for:
         return
+    if job.serves_for == job.name:
+        raise LaunchError(f"--serves-for={job.serves_for} is this job itself", f"--name={job.name}-servers")
     if job.tpu.slice.hosts > 1:
-        raise LaunchError(f"--type={job.tpu.type} with --works-for has several hosts", "take a slice of one host")
-    if job.trainer and any(argument.startswith(("--config", "--trainer")) for argument in job.trainer):
-        raise LaunchError(f"--works-for with {job.trainer[0]}", "a worker takes its config from the trainer")
-    yield f"samples for {job.works_for}"
+        raise LaunchError(f"--type={job.tpu.type} with --serves-for has several hosts", "take a slice of one host")
+    if missing := [name for name in SERVERS_SECRETS if name not in dict(job.secrets)]:
+        flags = " ".join(f"--secret={name}=name-in-secret-manager" for name in missing)
+        raise LaunchError("--serves-for: other machines ask these servers", f"{flags} (docs/servers.md makes them)")
+    yield f"serves for {job.serves_for}"
 
 
 def config_fits(job: Job) -> Iterator[str]:
@@ -86,7 +89,8 @@ def config_fits(job: Job) -> Iterator[str]:
     if not PYTHON.exists():
         yield "config not checked: there is no .venv here (bash launch/test.sh makes one)"
         return
-    done = resolve(job.trainer, job.tpu.slice.chips * job.tpu.slices, job.tpu.slices)
+    slices = 1 if job.serves_for else job.tpu.slices  # each is a server by itself
+    done = resolve(job.config, job.tpu.slice.chips * slices, slices)
     if done.returncode:
         raise LaunchError(f"the config does not resolve: {done.stderr.strip().splitlines()[-1]}")
     resolved = json.loads(done.stdout)
@@ -98,6 +102,8 @@ def config_fits(job: Job) -> Iterator[str]:
         )
     reach.all_is_there(config)
     yield "mesh " + (" × ".join(f"{axis} {n}" for axis, n in resolved["mesh"].items() if n > 1) or "of one chip")
+    if job.serves_for:
+        return
     yield batches_divide(config, resolved["row_shards"])
     yield from trackers_work(job, config["log"])
 

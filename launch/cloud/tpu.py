@@ -65,13 +65,13 @@ def setup(launch: Launch, vms: TpuVms) -> None:
 
 
 def run(launch: Launch, vms: TpuVms) -> None:
-    options.check(launch, trainer=True)
+    _check(launch)
     _send(launch, training=True)
     _start(launch, vms)
 
 
 def up(launch: Launch, vms: TpuVms) -> None:
-    options.check(launch, trainer=True)
+    _check(launch)
     _send(launch, training=True)
     _bring_up(launch, vms)
     setup(launch, vms)
@@ -126,6 +126,11 @@ def delete(launch: Launch, vms: TpuVms) -> None:
         f"deleted; the run stays. Storage still costs: {job.runs}/{job.name} and {job.files} "
         f"(gcloud storage rm --recursive ADDRESS), and {job.bucket}/jax-cache"
     )
+
+
+def _check(launch: Launch) -> None:
+    options.check(launch, trainer=True)
+    options.tell_how_they_are_found(launch, f"file:{launch.job.addresses}")
 
 
 def _send(launch: Launch, training: bool) -> None:

@@ -43,7 +43,7 @@ def bucket_is_an_address(job: Job) -> Iterator[str]:
 
 
 def place_is_plain(job: Job) -> Iterator[str]:
-    """Checks the forms of zone, project, network, service account and the trainer's address."""
+    """Checks the forms of zone, project, network, service account and the run that is served."""
     tpu = job.tpu
     if not ZONE.fullmatch(tpu.zone):
         raise LaunchError(f"--zone={tpu.zone!r} is not a zone", "e.g. --zone=us-east5-a")
@@ -51,7 +51,7 @@ def place_is_plain(job: Job) -> Iterator[str]:
         ("--project", tpu.project, r"[a-z0-9.:-]{1,63}"),
         ("--network", tpu.network, r"[-a-z0-9/_.]+"),
         ("--service-account", tpu.service_account, r"[-a-z0-9._]+(@[-a-z0-9.]+)?"),
-        ("--works-for", job.works_for, r"[-a-z0-9.]+:[0-9]+"),
+        ("--serves-for", job.serves_for, NAME.pattern),
     ):
         if value is not None and not re.fullmatch(pattern, value, re.IGNORECASE):
             raise LaunchError(f"{option}={value!r} is no such name", "write it as the cloud's console shows it")

@@ -5,7 +5,7 @@ import shlex
 
 from cloud import files, jobset, options
 from cloud.errors import CommandError, Kind, LaunchError
-from cloud.job import ROOT
+from cloud.job import PORT, ROOT
 from cloud.options import Launch, confirm
 from cloud.shell import Shell
 
@@ -75,6 +75,7 @@ def setup(launch: Launch) -> None:
 def run(launch: Launch) -> None:
     job, shell, image = launch.job, launch.shell, _image(launch)
     _capacity(launch)
+    options.tell_how_they_are_found(launch, f"dns+https://{job.name}:{PORT}")  # the headless service of a JobSet
     manifest = launch.staging / "jobset.yaml"
     shell.write(manifest, jobset.manifest(job, image, launch.options.max_restarts, launch.options.reservation))
     if _exists(launch):

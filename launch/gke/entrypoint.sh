@@ -21,8 +21,8 @@ export JAX_COMPILATION_CACHE_DIR="$bucket/jax-cache"
 python="${PYTHON:-.venv/bin/python}"
 "$python" launch/cloud/extras.py "${@:2}"
 command=("$python" -m "$@")
-if [ "$1" = rpg_jax.rollout.worker ]; then
-  unset "${!MEGASCALE_@}" # each worker is by itself, also where GKE takes the workers for slices of one job
+if [ "$1" = rpg_jax.serve ]; then
+  unset "${!MEGASCALE_@}" # each server is by itself, also where GKE takes the servers for slices of one job
 fi
 if [ "${#secrets[@]}" -gt 0 ]; then
   command=("$python" launch/cloud/with_secrets.py "--project=${GOOGLE_CLOUD_PROJECT:?}" "${secrets[@]}" -- "${command[@]}")

@@ -46,7 +46,6 @@ EXECUTED = {
     "python -m rpg_jax.evaluate": "tests/end_to_end/test_evaluate.py",
     "python -m rpg_jax.export": "tests/test_export.py",
     "python -m rpg_jax.serve": "tests/test_serve.py",
-    "python -m rpg_jax.rollout.worker": "tests/end_to_end/test_fleet.py",
     "python -m rpg_jax.sample": "tests/test_sample.py",
     "python -m rpg_jax.report": "tests/report/test_report.py",
     "python -m rpg_jax.data": "tests/data/test_prepare.py",

@@ -15,6 +15,10 @@ REPOSITORY = str(Path(__file__).parents[2])
 TINY = "-- --config=configs/tiny.py --config.mesh.fsdp=-1 --config.method=RPG-REINFORCE-URKL"
 V5P = "--type=v5p-16 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b"
 V6E = "--type=v6e-16 --zone=us-east5-b --bucket=gs://mine/team --name=rpg-4b --project=p --slices=2"
+SECRETS = (
+    "--secret=RPG_JAX_API_KEY=servers-key --secret=RPG_JAX_CERTIFICATE=servers-certificate "
+    "--secret=RPG_JAX_PRIVATE_KEY=servers-private-key"
+)
 
 RECIPES = {
     "tpu-up": ("tpu", f"up --dry-run {V5P} {TINY}"),
@@ -31,16 +35,15 @@ RECIPES = {
     "xpk-up": ("xpk", f"up --dry-run {V5P} --cluster=c --capacity=spot {TINY}"),
     "xpk-run-kubectl": ("xpk", f"run --dry-run {V6E} --cluster=c --kubectl --image=i:1 --secret=KEY=my-key {TINY}"),
     "xpk-run-reserved": ("xpk", f"run --dry-run {V5P} --image=i:1 --capacity=reserved --reservation=r {TINY}"),
-    "tpu-up-workers": (
+    "tpu-up-servers": (
         "tpu",
         "up --dry-run --type=v5p-8 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b-w0 --capacity=spot "
-        "--works-for=10.0.0.7:9100 --secret=RPG_JAX_API_KEY=fleet-key --secret=RPG_JAX_CERTIFICATE=fleet-certificate",
+        f"--serves-for=rpg-4b {SECRETS} {TINY} --idle=600",
     ),
-    "xpk-run-workers": (
+    "xpk-run-servers": (
         "xpk",
         "run --dry-run --type=v5p-8 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b-w --slices=8 --capacity=spot "
-        "--cluster=c --kubectl --image=i:1 --works-for=rpg-4b-slice-job-0-0.rpg-4b:9100 "
-        "--secret=RPG_JAX_API_KEY=fleet-key -- --driver=lockstep",
+        f"--cluster=c --kubectl --image=i:1 --serves-for=rpg-4b {SECRETS} {TINY}",
     ),
     "xpk-delete": ("xpk", f"delete --dry-run {V5P} --cluster=c"),
 }

@@ -11,9 +11,10 @@ import pytest
 
 from cloud import accelerators, extras, files, preflight, reach
 from cloud.errors import LaunchError
-from cloud.job import make_job
-from rpg_jax import planning
+from cloud.job import SERVERS_SECRETS, make_job
+from rpg_jax import planning, serve
 from rpg_jax.planning import tpu_compiler
+from rpg_jax.runs import serve_command
 
 TPU = "--type=v5p-16 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b"
 TRAINER = "-- --config=configs/tiny.py --config.mesh.fsdp=-1"
@@ -45,6 +46,73 @@ def test_mistakes_in_the_options(cloud, options, line):
     assert cloud.run(f"create {options} {TRAINER}") == 1
     assert line in "\n".join(cloud.errors())
     assert not cloud.called("create") and not cloud.called("storage")
+
+
+SERVERS = "--type=v5p-8 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b-w0 --serves-for=rpg-4b"
+SECRETS = " ".join(f"--secret={name}=x" for name in SERVERS_SECRETS)
+
+
+@pytest.mark.parametrize(
+    "options, line",
+    [
+        (
+            f"{SERVERS} --type=v5p-16 {SECRETS}",
+            "--type=v5p-16 with --serves-for has several hosts; take a slice of one",
+        ),
+        (
+            f"{SERVERS} --serves-for=rpg-4b-w0 {SECRETS}",
+            "--serves-for=rpg-4b-w0 is this job itself; --name=rpg-4b-w0-s",
+        ),
+        (f"{SERVERS} --serves-for=Rpg/4b {SECRETS}", "--serves-for='Rpg/4b' is no such name"),
+        (
+            f"{SERVERS} --secret=RPG_JAX_API_KEY=x",
+            "ask these servers; --secret=RPG_JAX_CERTIFICATE=name-in-secret-manager --secret=RPG_JAX_PRIVATE_KEY=name",
+        ),
+    ],
+)
+def test_mistakes_in_the_options_of_servers(cloud, options, line):
+    assert cloud.run(f"create {options} {TRAINER}") == 1
+    assert line in "\n".join(cloud.errors())
+    assert not cloud.called("create") and not cloud.called("storage")
+
+
+def test_servers_need_a_config_that_fits_one_slice_whatever_the_batches_are(cloud):
+    four = "--config=configs/tiny.py --config.rollout.prompts_per_step=1 --config.rollout.group_size=1"
+    assert cloud.run(f"create --dry-run {SERVERS} --slices=8 {SECRETS} -- {four} --config.mesh.fsdp 4 --idle 60") == 0
+    assert cloud.run(f"create {SERVERS} {SECRETS} -- --idle=60") == 1 and "no --config" in cloud.errors()[0]
+    assert cloud.run(f"create {SERVERS} {SECRETS} -- {four} --config.mesh.fsdp=3") == 1
+    assert "fsdp 3 x expert 1 x context 1 x tensor 1 does not cover 4" in cloud.errors()[0]
+
+
+@pytest.mark.parametrize("idle", [3600.0, 60.0])
+def test_a_server_takes_the_flags_that_the_launcher_sets_and_the_users_own(monkeypatch, idle):
+    own = ("--config=configs/tiny.py", "--config.seed=3", *([] if idle == 3600 else ["--idle=60"]))
+    place = {"type": "v5p-8", "zone": "us-east5-a", "project": "p", "bucket": "gs://mine"}
+    job = make_job(name="w0", trainer=own, serves_for="rpg-4b", **place)
+    taken = []
+    monkeypatch.setattr(serve_command, "serve", taken.append)
+    module, *flags = job.command
+    assert (module, serve.main(flags)) == ("rpg_jax.serve", 0)
+    found = taken[0]
+    assert (found.idle, found.host, found.http_port) == (idle, "0.0.0.0", 8000)
+    assert found.weights_from == "gs://mine/weights/rpg-4b" and found.overrides == ["--config.seed=3"]
+
+
+def test_what_is_remembered_of_a_worker_is_refused_with_what_took_its_place(cloud):
+    (cloud.home / "staging").mkdir()
+    remembered = {"name": "rpg-4b-w0", "trainer": [], "secrets": [], "works_for": "10.0.0.7:9100"}
+    (cloud.home / "staging" / "job.json").write_text(json.dumps(remembered))
+    assert cloud.run("status --name=rpg-4b-w0") == 1
+    assert "is of a rollout worker, and servers sample now; delete it, and pass --serves-for=RUN" in cloud.errors()[0]
+
+
+def test_what_an_earlier_version_remembered_of_a_trainer_is_read(cloud):
+    assert cloud.run(f"create {TPU} {TRAINER}") == 0, cloud.err
+    file = cloud.home / "staging" / "job.json"
+    fields = json.loads(file.read_text())
+    del fields["serves_for"]
+    file.write_text(json.dumps(fields | {"works_for": None}))
+    assert cloud.run("create --name=rpg-4b") == 0, cloud.err
 
 
 @pytest.mark.parametrize(

@@ -221,15 +221,15 @@ def test_pods_meet_at_the_first_host_of_the_first_slice(tmp_path):
         assert said == f"{meets} gs://b/jax-cache {secrets} -m rpg_jax.train --config=x.py\n"
 
 
-def test_a_pod_that_works_for_a_trainer_is_no_slice_of_a_job(tmp_path):
+def test_a_pod_that_serves_is_no_slice_of_a_job(tmp_path):
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\n[ "$1" != launch/cloud/extras.py ] || exit 0\necho "$MEGASCALE_NUM_SLICES $*"\n')
     python.chmod(0o755)
     pod = {"PATH": os.environ["PATH"], "PYTHON": str(python), "MEGASCALE_COORDINATOR_ADDRESS": "slice-0:8080"}
     pod |= {"MEGASCALE_NUM_SLICES": "4"}
-    command = ["bash", str(LAUNCH / "gke" / "entrypoint.sh"), "gs://b", "--", "rpg_jax.rollout.worker", "--trainer=t:1"]
+    command = ["bash", str(LAUNCH / "gke" / "entrypoint.sh"), "gs://b", "--", "rpg_jax.serve", "--config=x.py"]
     said = subprocess.run(command, env=pod, capture_output=True, text=True).stdout
-    assert said == " -m rpg_jax.rollout.worker --trainer=t:1\n"
+    assert said == " -m rpg_jax.serve --config=x.py\n"
 
 
 @pytest.fixture
