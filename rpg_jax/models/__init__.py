@@ -7,8 +7,11 @@ from rpg_jax.models.config import Yarn as Yarn
 from rpg_jax.models.hf_config import parse_config as parse_config
 from rpg_jax.models.hf_config import read_config as read_config
 from rpg_jax.models.hf_config import write_config as write_config
+from rpg_jax.models.hf_saving import Saving as Saving
+from rpg_jax.models.hf_saving import save as save
+from rpg_jax.models.hf_weights import InHostMemory as InHostMemory
 from rpg_jax.models.hf_weights import load as load
-from rpg_jax.models.hf_weights import save as save
+from rpg_jax.models.hf_weights import read as read
 from rpg_jax.models.kv_cache import KVCache as KVCache
 from rpg_jax.models.lora import Base as Base
 from rpg_jax.models.lora import Lora as Lora

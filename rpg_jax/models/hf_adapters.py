@@ -40,7 +40,7 @@ def save_adapters(folder: Path | str, config: QwenConfig, lora: Lora, adapters: 
         for index, name in entry.tensors():
             part = leaves[entry.path][index]
             whole = part if part.is_fully_addressable else multihost_utils.process_allgather(part, tiled=True)
-            held[name] = entry.write(np.asarray(whole, np.float32))
+            held[name] = np.ascontiguousarray(entry.write(np.asarray(whole, np.float32)))  # safetensors ignores strides
     if jax.process_index() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         save_file(held, folder / WEIGHTS, {"format": "pt"})

@@ -2,14 +2,22 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
+from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import PartitionSpec
 
 from rpg_jax.models.config import QwenConfig
 from rpg_jax.models.qwen import abstract
 
+INDEX = "model.safetensors.index.json"
+DTYPES: Mapping[str, str] = MappingProxyType({"float32": "F32", "bfloat16": "BF16", "float16": "F16"})
+"""The names of dtypes in safetensors."""
+
+Array = Any  # NumPy's or JAX's
 Index = tuple[slice, ...]
 
 
@@ -61,9 +69,28 @@ class Stored:
             out[at] = tensor[tuple(s for _, s in rest)].transpose(self.order)
         return out
 
-    def write(self, value: np.ndarray) -> np.ndarray:
-        """The stored tensor of one slice of the parameter, stacked axes indexed away."""
-        return np.ascontiguousarray(value.transpose(np.argsort(self.order))).reshape(self.tensor_shape)
+    def write(self, value: Array) -> Array:
+        """The stored tensors of the parameter, or of slices of it: [..., *tensor_shape], with the stacked axes as they
+        are. The value is NumPy's or JAX's."""
+        lead = value.ndim - len(self.order)
+        own = (lead + self.order.index(i) for i in range(len(self.order)))
+        return value.transpose(*range(lead), *own).reshape(*value.shape[:lead], *self.tensor_shape)
+
+    def restore(self, tensors: Array) -> Array:
+        """The parameter from its stored tensors [*stacked axes, *tensor_shape]."""
+        lead = range(self.stacked)
+        apart = tensors.reshape(*tensors.shape[: self.stacked], *(size for group in self.groups for size in group))
+        return apart.transpose(*lead, *(self.stacked + i for i in self.order))
+
+    def spec(self, spec: PartitionSpec) -> PartitionSpec:
+        """How the stored tensors are split where the parameter is split by `spec`: as far as whole groups go."""
+        axes = tuple(spec) + (None,) * (len(self.shape) - len(spec))
+        inner = [axes[self.stacked + self.order.index(i)] for i in range(len(self.order))]
+        found: list[Any] = []
+        for group in self.groups:
+            mine, inner = inner[: len(group)], inner[len(group) :]
+            found.append(mine[0] if not any(mine[1:]) else None)
+        return PartitionSpec(*axes[: self.stacked], *found)
 
 
 def layout(config: QwenConfig) -> list[Stored]:

@@ -1,8 +1,12 @@
-"""Reads and writes weights in Hugging Face layout, shard by shard, without pickles or a conversion step."""
+"""Reads weights in Hugging Face layout without pickles or a conversion step: shard by shard, or whole at once."""
 
 import contextlib
+import dataclasses
+import functools
 import json
+import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,18 +15,35 @@ import jax.numpy as jnp
 import ml_dtypes  # noqa: F401  numpy learns the name "bfloat16", which safetensors asks it for
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
-from jax.experimental import multihost_utils
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from rpg_jax.models.config import QwenConfig
-from rpg_jax.models.hf_config import write_config
-from rpg_jax.models.hf_layout import Index, Stored, layout
+from rpg_jax.models.hf_layout import DTYPES, INDEX, Index, Stored, layout
 from rpg_jax.models.qwen import Params
 from rpg_jax.storage.json_files import read_object
 
-_INDEX = "model.safetensors.index.json"
+_DTYPES = {name: np.dtype(dtype) for dtype, name in DTYPES.items()}
+_READERS = 16  # threads
 _ROWS = 4096  # rows compared at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class _Place:
+    """Where a tensor's bytes are: a file, the first of them, and the dtype's name in safetensors."""
+
+    path: Path
+    file: int
+    start: int
+    dtype: str
+
+    def read(self, into: np.ndarray) -> None:
+        """Fills a contiguous array. Other threads run meanwhile."""
+        left, place = into.reshape(-1).view(np.uint8).data, self.start
+        while left:
+            got = os.preadv(self.file, [left], place)
+            if not got:
+                raise ValueError(f"{self.path} is damaged: it was cut short while it was read")
+            left, place = left[got:], place + got
 
 
 class Folder(contextlib.ExitStack):
@@ -31,22 +52,39 @@ class Folder(contextlib.ExitStack):
     def __init__(self, path: Path | str, single: str = "model.safetensors"):
         super().__init__()
         self.path = Path(path)
-        index = self.path / _INDEX
+        index = self.path / INDEX
         names = _named_in(index) if index.is_file() and single == "model.safetensors" else [single]
         absent = [name for name in names if not (self.path / name).is_file()]
         if absent:
             raise ValueError(f"{self.path} lacks the weight files {_some(absent)} (only safetensors are read)")
         self._files: dict[str, Any] = {}
+        self._paths: dict[str, Path] = {}
         for name in names:
             try:
                 file = self.enter_context(safe_open(self.path / name, framework="numpy"))
             except (SafetensorError, OSError) as error:
                 raise ValueError(f"{self.path / name} is damaged: {error}. Copy it again from where it came") from error
             self._files |= dict.fromkeys(file.keys(), file)
+            self._paths |= dict.fromkeys(file.keys(), self.path / name)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor, by name."""
         return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._files.items()}
+
+    def places(self) -> dict[str, _Place]:
+        """Where every tensor's bytes are, while the folder is open. Raises ValueError for integers and eight bits."""
+        found = {}
+        for path in sorted(set(self._paths.values())):
+            file = os.open(path, os.O_RDONLY)
+            self.callback(os.close, file)
+            size = int.from_bytes(os.pread(file, 8, 0), "little")
+            head = json.loads(os.pread(file, size, 8))  # `safe_open` has checked it
+            head.pop("__metadata__", None)
+            for name, own in head.items():
+                if own["dtype"] not in _DTYPES:
+                    raise ValueError(f"{path} has {name} as {own['dtype']}; known: {', '.join(_DTYPES)}")
+                found[name] = _Place(path, file, 8 + size + own["data_offsets"][0], own["dtype"])
+        return found
 
     def fetch(self, name: str, index: Index) -> np.ndarray:
         """A slice of a tensor; nothing else of it is read."""
@@ -70,59 +108,67 @@ def load(folder: Path | str, config: QwenConfig, *, param_dtype=jnp.float32, sha
     return unflatten_dict(placed)
 
 
-def save(
-    folder: Path | str,
-    config: QwenConfig,
-    params: Params,
-    *,
-    dtype=None,
-    base: Path | str | None = None,
-    fields: Mapping[str, Any] | None = None,
-    max_file_bytes: int = 2 * 2**30,
-) -> None:
-    """Writes a folder that transformers loads: safetensors in files of at most `max_file_bytes`, index, config.json.
+@dataclasses.dataclass(frozen=True)
+class InHostMemory:
+    """The weights of a folder in host memory, in the dtype and order of their files.
 
-    Host memory holds one file at a time. With several processes, all must call it, and process 0 writes. The params may
-    be NumPy's.
-
-    Args:
-      dtype: dtype of the weights; None keeps that of the params.
-      base: folder whose other config fields are taken over.
-      fields: further fields of config.json, such as token ids.
+    Attributes:
+      tensors: [*stacked axes, *tensor_shape] of each parameter, by its path.
+      entries: how they are stored.
     """
-    folder, dtype = Path(folder), jnp.dtype(dtype or jax.tree.leaves(params)[0].dtype)
-    writes = jax.process_index() == 0
-    if writes:
-        folder.mkdir(parents=True, exist_ok=True)
-    stored = [(entry, index, name) for entry in layout(config) for index, name in entry.tensors()]
-    sizes = [np.prod(entry.tensor_shape, dtype=np.int64) * dtype.itemsize for entry, *_ in stored]
-    file_of = _assign(sizes, max_file_bytes)
-    total = max(file_of) + 1
-    files = [f"model-{i + 1:05d}-of-{total:05d}.safetensors" for i in range(total)]
-    if total == 1:
-        files = ["model.safetensors"]
-    held: dict[str, np.ndarray] = {}
-    leaves = flatten_dict(params)
-    for i, (entry, index, name) in enumerate(stored):
-        part = leaves[entry.path][index] if index else leaves[entry.path]
-        here = isinstance(part, np.ndarray) or part.is_fully_addressable
-        host = np.asarray(part) if here else multihost_utils.process_allgather(part, tiled=True)
-        held[name] = entry.write(host.astype(dtype))
-        if i + 1 == len(stored) or file_of[i + 1] != file_of[i]:
-            if writes:
-                save_file(held, folder / files[file_of[i]], {"format": "pt"})
-            held = {}
-    if not writes:
-        return
-    if total > 1:
-        weight_map = {name: files[i] for (*_, name), i in zip(stored, file_of, strict=True)}
-        record = {"metadata": {"total_size": int(sum(sizes))}, "weight_map": weight_map}
-        (folder / _INDEX).write_text(json.dumps(record, indent=2, sort_keys=True) + "\n")
-    kept = {}
-    if base is not None:
-        kept = read_object(Path(base) / "config.json")
-    written = write_config(config, dtype.name, kept | dict(fields or {}))
-    (folder / "config.json").write_text(json.dumps(written, indent=2) + "\n")
+
+    tensors: Mapping[tuple[str, ...], np.ndarray]
+    entries: list[Stored]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in self.tensors.values())
+
+    def placed(self, param_dtype: Any, shardings: Params) -> Params:
+        """The params on devices, as `load` returns them; a device holds its shard of one parameter twice meanwhile."""
+        where, found = flatten_dict(shardings), {}
+        for entry in self.entries:
+            sharding = where[entry.path]
+            stored = sharding
+            if isinstance(sharding, jax.sharding.NamedSharding):
+                stored = jax.sharding.NamedSharding(sharding.mesh, entry.spec(sharding.spec))
+            tensors = jax.device_put(self.tensors[entry.path], stored)
+            placed = _restored(sharding)(tensors, entry=entry, dtype=jnp.dtype(param_dtype))
+            found[entry.path] = jax.block_until_ready(placed)
+        return unflatten_dict(found)
+
+
+def read(folder: Path | str, config: QwenConfig) -> InHostMemory:
+    """Reads the whole folder into host memory, many tensors at a time, without a program on a device.
+
+    Raises ValueError as `load` does, or if the layers of a parameter have different dtypes; OSError if a read fails.
+    """
+    entries = layout(config)
+    with Folder(folder) as files, ThreadPoolExecutor(_READERS) as pool:
+        check_tensors(files, entries, head_is_tied=config.tie_embeddings)
+        places, found = files.places(), {}
+        for entry in entries:
+            dtypes = {places[name].dtype for _, name in entry.tensors()}
+            if len(dtypes) > 1:
+                raise ValueError(f"{files.path} has {entry.name} as {' and '.join(sorted(dtypes))}: export it anew")
+            array = np.empty(entry.shape[: entry.stacked] + entry.tensor_shape, _DTYPES[dtypes.pop()])
+            found[entry.path] = array
+        reads = [
+            pool.submit(places[name].read, found[entry.path][index])
+            for entry in entries
+            for index, name in entry.tensors()
+        ]
+        for one in reads:
+            one.result()
+    return InHostMemory(found, entries)
+
+
+@functools.cache
+def _restored(sharding: jax.sharding.Sharding) -> Any:
+    def restored(tensors: jax.Array, *, entry: Stored, dtype: Any) -> jax.Array:
+        return entry.restore(tensors).astype(dtype)
+
+    return jax.jit(restored, static_argnames=("entry", "dtype"), out_shardings=sharding)
 
 
 def _named_in(index: Path) -> list[str]:
@@ -170,17 +216,6 @@ def place(entry: Stored, sharding: jax.sharding.Sharding, dtype, files: Folder) 
         block = entry.read(tuple(slice(*span) for span in spans), dtype, files.fetch)
         shards += jax.block_until_ready([jax.device_put(block, device) for device in owners])
     return jax.make_array_from_single_device_arrays(entry.shape, sharding, shards)
-
-
-def _assign(sizes: list[int], limit: int) -> list[int]:
-    """The file number of each tensor: consecutive tensors share a file of at most `limit` bytes, if they fit in one."""
-    numbers, used, number = [], 0, 0
-    for size in sizes:
-        if used and used + size > limit:
-            used, number = 0, number + 1
-        used += size
-        numbers.append(number)
-    return numbers
 
 
 def _some(names: list[str]) -> str:

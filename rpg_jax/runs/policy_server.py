@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from rpg_jax import models
+from rpg_jax import models, storage
 from rpg_jax.rollout.jetstream.compat import JetstreamMetricsCollector
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
 from rpg_jax.rollout.serving.server import Server
@@ -29,16 +29,28 @@ def make_policy_server(policy: Policy, *, temperature: float, weights_from: str 
         chat, thinking = experiment.tokenizer.chat, experiment.config.task.thinking
         options["render"] = None if chat is None else functools.partial(chat, thinking=thinking)
         if weights_from is not None:
-            options["load"] = functools.partial(_load, experiment.layout, rollout, Path(weights_from).resolve())
+            options["disk"] = _Disk(experiment.layout, rollout, storage.local(weights_from).resolve())
         return Server(rollout, experiment.tokenizer, experiment.sampling(temperature), **options)
 
 
-def _load(layout: Layout, rollout: JetStreamRollout, home: Path, folder: str) -> None:
-    """Makes the weights of `folder` the rollout's. Raises ValueError if it is not in `home`, or of another model."""
-    path = Path(folder).resolve()
-    if not path.is_relative_to(home):
-        raise ValueError(f"{folder} is not inside {home}, the folder of --weights_from")
-    dtype = jnp.dtype(layout.config.model.param_dtype)
-    with layout.activate():
-        params = models.load(path, layout.model, param_dtype=dtype, shardings=layout.param_shardings)
-        rollout.sync_weights(params, rollout.weights.version + 1)
+class _Disk:
+    """The folders inside `home`, for the weights of a rollout."""
+
+    def __init__(self, layout: Layout, rollout: JetStreamRollout, home: Path):
+        self._layout, self._rollout, self._home = layout, rollout, home
+
+    def read(self, folder: str) -> models.InHostMemory:
+        """Raises ValueError if the folder is not in `home`, is not complete, or is of another model."""
+        path = Path(folder).resolve()
+        if not path.is_relative_to(self._home):
+            raise ValueError(f"{folder} is not inside {self._home}, the folder of --weights_from")
+        if not (path / "config.json").is_file():
+            raise ValueError(f"{folder} has no config.json, which is written last: it is not there, or not complete")
+        return models.read(path, self._layout.model)
+
+    def swap(self, weights: models.InHostMemory) -> int:
+        with self._layout.activate():
+            dtype = jnp.dtype(self._layout.config.model.compute_dtype)  # that of decoding, to which a sync casts
+            params = weights.placed(dtype, self._layout.param_shardings)
+            self._rollout.sync_weights(params, self._rollout.weights.version + 1)
+            return self._rollout.weights_checksum()

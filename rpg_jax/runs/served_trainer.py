@@ -19,6 +19,8 @@ from rpg_jax.rollout.served.served_rollout import ServedRollout
 from rpg_jax.rollout.serving.access import ApiKey
 from rpg_jax.runs.experiment import Experiment
 
+_FILE_BYTES = 512 * 2**20  # a process writes several files at once
+
 
 def make_served(experiment: Experiment, params: Any, base: models.Base | None = None) -> ServedRollout:
     """The trainer's end of its servers, none of which need be there yet.
@@ -46,7 +48,7 @@ def make_served(experiment: Experiment, params: Any, base: models.Base | None = 
     weights = Deployed(
         params,
         _home(c.weights, config.run.name),
-        lambda folder, params: models.save(folder, layout.model, params, **known),
+        models.Saving(layout.model, m.compute_dtype, max_file_bytes=_FILE_BYTES, **known),
         balance.use,
         dtype=None if m.compute_dtype == m.param_dtype else jnp.dtype(m.compute_dtype),
         base=base,

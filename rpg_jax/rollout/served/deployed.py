@@ -1,37 +1,62 @@
-"""The trainer's weights as servers read them: a folder in Hugging Face layout, written anew by every sync."""
+"""The trainer's weights as servers read them: a folder in Hugging Face layout for each version."""
 
 import dataclasses
+import itertools
+import json
 import shutil
-from collections.abc import Callable
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
-import jax
+import numpy as np
 
 from rpg_jax.models import Base
+from rpg_jax.parallel import hosts
 from rpg_jax.rollout.served.balance import Loadable
 from rpg_jax.rollout.weights import Params, RolloutError, Weights, weights_checksum
+from rpg_jax.storage import errors
+
+_LAST = "config.json"
+_made = itertools.count()  # equal in all processes, as they make these in the same order
 
 
-@dataclasses.dataclass(frozen=True)
-class HostCopy:
-    """Weights in host memory, and their checksum."""
+class Store(Protocol):
+    """Writes a version of the weights, each process its own part; see `models.Saving`."""
 
-    params: Params
+    def fetch(self, params: Params) -> Iterable[np.ndarray]: ...
+    def write(self, folder: Path, blocks: Sequence[np.ndarray]) -> int: ...
+    def complete(self, folder: Path) -> None: ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Deploying:
+    """Weights on their way into a folder; the result of `folder` comes once the folder is complete."""
+
     checksum: int
+    folder: Future[Path]
 
 
 class Deployed(Weights):
-    """The trainer's weights in a folder of their own below `home`; nothing is decoded here.
+    """The trainer's weights in folders `weights-CHECKSUM` below `home`; nothing is decoded here.
 
-    The folder of a sync replaces that of the one before. The first one is written by the first call of `sync` after
-    the constructor.
+    `stage` copies them to host memory, each process its part, and a thread writes the files while training goes on.
+    `sync` waits until every process has written. config.json comes last: a folder without it is none. The first folder
+    is written by the first `stage` or `sync` after the constructor.
+
+    There is one folder for the present weights, and one for each staged version that may still be synced. Those of
+    others go before the next one is written.
 
     Args:
       params: of the trainer; version 0.
-      home: a folder that the trainer writes and all servers read, under the same path. One run has it for itself.
-      write: writes weights into a folder.
-      use: receives each folder when it is complete.
+      home: a folder that all processes write and all servers read, under the same path. One run has it for itself.
+      store: writes into a folder.
+      use: receives each folder that servers load from now on.
+      announce: receives each folder as soon as it is complete, which may be long before. Called by a thread.
       dtype: of the weights in the folder; None for that of `params`.
       base: the frozen weights, if `params` are adapters; the folder has the two merged.
     """
@@ -40,52 +65,152 @@ class Deployed(Weights):
         self,
         params: Params,
         home: Path,
-        write: Callable[[Path, Params], None],
+        store: Store,
         use: Callable[[Loadable], None],
         *,
+        announce: Callable[[Loadable], None] = lambda _: None,
         dtype: Any = None,
         base: Base | None = None,
     ):
-        self._home, self._write, self._use = home, write, use
+        self._home, self._store, self._use, self._announce = home, store, use, announce
+        self._exchange = hosts.Exchange(f"weights {next(_made)}")
+        self._alive = weakref.WeakSet[Deploying]()  # those that may be synced, as somebody has them
+        self._last: Deploying | None = None
+        self._counts, self._counting = Counter[str](), threading.Lock()
         self._begun = False
         super().__init__(params, dtype=dtype, base=base, merge=True)
         self._begun = True
 
-    def stage(self, params: Params) -> HostCopy:  # type: ignore[override]  # on no device
-        """A copy in host memory; nothing else of a sync runs on the devices."""
+    def stage(self, params: Params) -> Deploying:  # type: ignore[override]  # on no device
+        """Copies this process's part to host memory, and has it written. All processes call it, on the main thread.
+
+        The devices hold all weights in `dtype` meanwhile, split as the trainer's are, and `Store` says what beside.
+        """
+        began = time.perf_counter()
         converted = self._converted(params)
         checksum = weights_checksum(converted)
-        return HostCopy(jax.device_get(converted), checksum)
+        if self._last is None or self._last.checksum != checksum:
+            blocks, before = list(self._store.fetch(converted)), self._last and self._last.folder
+            self._last = Deploying(checksum, Future())
+            self._alive.add(self._last)
+            # A daemon: where another process never comes, this one must be able to end.
+            work = (self._last.folder, before, checksum, blocks)
+            threading.Thread(target=self._run, args=work, name="rpg-weights", daemon=True).start()
+            self._count(copy_seconds=time.perf_counter() - began)
+        return self._last
 
-    def sync(self, params: Params | HostCopy, version: int) -> None:  # type: ignore[override]
-        """Writes the folder, and takes the last one away."""
+    def sync(self, params: Params | Deploying, version: int) -> None:  # type: ignore[override]
+        """Waits for the folder, and has servers load it.
+
+        Raises StorageFailure if a process could not write its part.
+        """
         if not self._begun:  # the weights of a run that continues are not read yet
             self._version, self._checksum = version, None
             return
-        copy = params if isinstance(params, HostCopy) else self.stage(params)
-        folder = self._home / f"weights-{copy.checksum:016x}"
-        if not (folder / "config.json").exists():
-            shutil.rmtree(made := folder.with_suffix(".partial"), ignore_errors=True)
-            self._write(made, copy.params)
-            shutil.rmtree(folder, ignore_errors=True)
-            made.rename(folder)
+        copy = params if isinstance(params, Deploying) else self.stage(params)
+        began = time.perf_counter()
+        folder = copy.folder.result()
+        self._count(wait_seconds=time.perf_counter() - began)
         with self.lock:
             self._version, self._checksum = version, copy.checksum
-        self._use(Loadable(str(folder), f"{version}-{copy.checksum:016x}", copy.checksum))
-        for other in self._home.glob("weights-*"):
-            if other != folder:
-                shutil.rmtree(other, ignore_errors=True)
+        self._use(_loadable(folder, copy.checksum))
 
     def checksum(self) -> int:
-        """Of the weights in the folder."""
+        """Of the weights that servers load."""
         assert self._checksum is not None, "a sync sets it"
         return self._checksum
 
-    def verify(self, params: Params | HostCopy) -> None:  # type: ignore[override]
+    def verify(self, params: Params | Deploying) -> None:  # type: ignore[override]
         """Raises RolloutError if the folder has other weights. What servers made of it, only some of them tell."""
-        own = params.checksum if isinstance(params, HostCopy) else weights_checksum(self._converted(params))
+        own = params.checksum if isinstance(params, Deploying) else weights_checksum(self._converted(params))
         if own != self.checksum():
             raise RolloutError(f"the servers' folder has weights {self.checksum():016x}, and the trainer {own:016x}")
 
     def pinned(self) -> NoReturn:  # type: ignore[override]
         raise RuntimeError("the weights are with the servers")
+
+    def take_counts(self) -> dict[str, float]:
+        """Metrics since the last call: bytes of all processes and of the one with the most, and seconds.
+
+        Those of the copy to host memory and of the wait are this process's, that of writing is the slowest process's.
+        """
+        with self._counting:
+            taken, self._counts = self._counts, Counter()
+        names = ("bytes", "bytes_of_a_process", "copy_seconds", "write_seconds", "wait_seconds")
+        return {f"servers/weights_{name}": taken[name] for name in names}
+
+    def _count(self, **values: float) -> None:
+        with self._counting:
+            self._counts.update(values)
+
+    def _run(self, done: Future[Path], before: Future[Path] | None, checksum: int, blocks: list[np.ndarray]) -> None:
+        """Writes a folder once the one before is written: all processes write in one order."""
+        try:
+            if before is not None:
+                before.result()
+            done.set_result(self._deploy(checksum, blocks))
+        except BaseException as error:
+            done.set_exception(error)
+
+    def _deploy(self, checksum: int, blocks: list[np.ndarray]) -> Path:
+        """Writes a folder with the other processes; the first one decides whether it is there already."""
+        folder = self._home / _name(checksum)
+        wanted = [one.checksum for one in list(self._alive)]
+        present = self._checksum
+        wanted += [checksum] if present is None else [checksum, present]
+        begun = self._together(folder, lambda: {"wanted": wanted, "there": self._begin(folder)})
+        keep, there = {_name(one) for own in begun for one in own["wanted"]}, begun[0]["there"]
+        said = self._together(folder, lambda: self._write(folder, [] if there else blocks, keep))
+        if not there:
+            self._together(folder, lambda: self._complete(folder))
+            sizes = [own["bytes"] for own in said]
+            seconds = max(own["seconds"] for own in said)
+            self._count(bytes=sum(sizes), bytes_of_a_process=max(sizes), write_seconds=seconds)
+        self._announce(_loadable(folder, checksum))
+        return folder
+
+    def _together(self, folder: Path, own: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+        """What `own` returns in every process. Raises StorageFailure in all of them if it raises in one."""
+        try:
+            said = own()
+        except Exception as error:
+            fault = errors.failure(folder, error)
+            said = {"reason": fault.reason, "kind": fault.kind.value}
+        everyone = [json.loads(one) for one in self._exchange.all_gather_bytes(json.dumps(said).encode())]
+        for process, one in enumerate(everyone):
+            if "reason" in one:
+                who = f" by process {process}" if len(everyone) > 1 else ""
+                raise errors.StorageFailure(f"{folder}, written{who}", one["reason"], errors.Kind(one["kind"]))
+        return everyone
+
+    def _begin(self, folder: Path) -> bool:
+        """Whether the folder is complete; if not, the first process removes what is left of an earlier attempt."""
+        if not hosts.is_first():
+            return False
+        there = (folder / _LAST).exists()
+        if not there:
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+        return there
+
+    def _write(self, folder: Path, blocks: list[np.ndarray], keep: set[str]) -> dict[str, float]:
+        began = time.perf_counter()
+        for other in self._home.glob("weights-*") if hosts.is_first() else ():
+            if other.name not in keep:
+                (other / _LAST).unlink(missing_ok=True)  # first: what is left is no folder of weights
+                shutil.rmtree(other, ignore_errors=True)
+        written = errors.retried(lambda: self._store.write(folder, blocks), folder) if blocks else 0
+        return {"bytes": written, "seconds": time.perf_counter() - began}
+
+    def _complete(self, folder: Path) -> dict[str, Any]:
+        if hosts.is_first():
+            self._store.complete(folder)
+        return {}
+
+
+def _name(checksum: int) -> str:
+    return f"weights-{checksum:016x}"
+
+
+def _loadable(folder: Path, checksum: int) -> Loadable:
+    return Loadable(str(folder), f"{checksum:016x}", checksum)

@@ -17,6 +17,7 @@ from rpg_jax.rollout.decoding import prompt_bucket
 from rpg_jax.rollout.engine import Scores
 from rpg_jax.rollout.interface import Request
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
+from rpg_jax.rollout.serving.loading import Disk, Loaded, Loads
 from rpg_jax.rollout.weights import RolloutError
 from rpg_jax.types import Sampling
 
@@ -24,9 +25,8 @@ _REQUESTS = prometheus_client.Counter("rpg_requests", "Decode requests by gRPC s
 _TOKENS = prometheus_client.Counter("rpg_tokens", "Tokens generated for clients")
 _ACTIVE = prometheus_client.Gauge("rpg_requests_active", "Decode requests being served")
 
-Load = Callable[[str], None]
-
 _LOOK = 0.01  # seconds
+_ENDS = "the server is shutting down; ask another"
 _NO_POLICY = "the weights give logits that are not finite: they are no policy"
 
 
@@ -51,18 +51,19 @@ class Admission:
       codec: encodes and decodes text.
       sampling: the default of each parameter that a request does not set; its `max_tokens` is not used.
       max_active: requests served or queued at once; more are refused with RESOURCE_EXHAUSTED.
-      load: makes the weights of a folder the rollout's; None if clients may not replace them. Raises ValueError.
+      disk: where weights come from that clients name; None if clients may not replace them.
     """
 
     def __init__(
-        self, rollout: JetStreamRollout, codec: Codec, sampling: Sampling, max_active: int, load: Load | None = None
+        self, rollout: JetStreamRollout, codec: Codec, sampling: Sampling, max_active: int, disk: Disk | None = None
     ):
-        self.codec, self.sampling, self._load = codec, sampling, load
+        self.codec, self.sampling = codec, sampling
         self._rollout, self._max_active = rollout, max_active
         self._arrivals = itertools.count()
         self.active, self.draining = 0, False
         self._ended = time.monotonic()  # the last request or load
-        self._loading: asyncio.Task[int] | None = None
+        self._loads = None if disk is None else Loads(disk, self._quiet, lambda: rollout.weights.version)
+        self._loading, self._swapping = set[asyncio.Task[Loaded]](), False
         self._checksums: dict[int, int] = {}  # of the weights that have drawn, by version
 
     @property
@@ -77,7 +78,7 @@ class Admission:
     @property
     def idle(self) -> bool:
         """Whether no request is served, and no weights are loaded."""
-        return not self.active and self._loading is None
+        return not self.active and not self._loading
 
     @property
     def idle_seconds(self) -> float:
@@ -100,8 +101,8 @@ class Admission:
         _ACTIVE.inc()
         try:
             if self.draining:
-                raise Refused(grpc.StatusCode.UNAVAILABLE, "the server is shutting down; ask another")
-            if self._loading is not None:
+                raise Refused(grpc.StatusCode.UNAVAILABLE, _ENDS)
+            if self._swapping:
                 raise Refused(grpc.StatusCode.UNAVAILABLE, "the server loads other weights; retry later")
             if self.active > self._max_active:
                 full = f"{self._max_active} requests are being served; retry later"
@@ -123,34 +124,45 @@ class Admission:
             _ACTIVE.dec()
             count(status)
 
-    async def load(self, folder: str) -> int:
-        """Loads the weights of a folder once no request is served any more; returns their checksum.
+    async def load(self, folder: str, label: str, *, prefetch: bool) -> Loaded:
+        """Replaces the weights by those of a folder, or reads them for a later load; see `Loads.load`.
 
-        Loads wait for each other. One that has begun ends, also if its caller is cancelled, and no request is admitted
-        before. Raises Refused if clients may not load weights, or the folder has no weights of this model.
+        Requests are served while the folder is read. What has begun ends, also if its caller is cancelled, and no
+        request is admitted from the end of reading to the end of the load. Raises Refused if clients may not load
+        weights, or the folder has no weights of this model, or cannot be read.
         """
-        if self._load is None:
+        if self._loads is None:
             raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "start the server with --weights_from=FOLDER")
-        while self._loading is not None:
-            await asyncio.wait([self._loading])
         if self.draining:
-            raise Refused(grpc.StatusCode.UNAVAILABLE, "the server is shutting down; ask another")
-        self._loading = asyncio.create_task(self._replace(self._load, folder))
-        return await asyncio.shield(self._loading)
+            raise Refused(grpc.StatusCode.UNAVAILABLE, _ENDS)
+        task = asyncio.create_task(self._loads.load(folder, label, prefetch=prefetch))
+        self._loading.add(task)
+        task.add_done_callback(self._note_end)
+        try:
+            return await asyncio.shield(task)
+        except ValueError as error:
+            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
+        except OSError as error:
+            raise Refused(grpc.StatusCode.INTERNAL, f"{folder} was not read: {error}") from error
 
-    async def _replace(self, load: Load, folder: str) -> int:
-        def loaded() -> int:
-            load(folder)
-            return self._rollout.weights_checksum()
+    def _note_end(self, load: asyncio.Task[Loaded]) -> None:
+        self._loading.discard(load)
+        self._ended = time.monotonic()
+        if not load.cancelled():
+            load.exception()  # heard also where its caller has gone
 
+    @contextlib.asynccontextmanager
+    async def _quiet(self) -> AsyncIterator[None]:
+        """No request is served in the block."""
+        if self.draining:
+            raise Refused(grpc.StatusCode.UNAVAILABLE, _ENDS)
+        self._swapping = True
         try:
             while self.active:
                 await asyncio.sleep(_LOOK)
-            return await asyncio.to_thread(loaded)
-        except ValueError as error:
-            raise Refused(grpc.StatusCode.INVALID_ARGUMENT, str(error)) from None
+            yield
         finally:
-            self._loading, self._ended = None, time.monotonic()
+            self._swapping = False
 
     def checksum(self, version: int) -> str:
         """Names the weights of a version that has drawn tokens: their checksum, where this server has seen it."""

@@ -14,7 +14,8 @@ from rpg_jax.rollout.jetstream.compat import jetstream_pb2, jetstream_pb2_grpc, 
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
 from rpg_jax.rollout.serving import wire
 from rpg_jax.rollout.serving.access import STALL_SECONDS, Access, ApiKey
-from rpg_jax.rollout.serving.admission import Admission, Load, Refused, count
+from rpg_jax.rollout.serving.admission import Admission, Refused, count
+from rpg_jax.rollout.serving.loading import Disk
 from rpg_jax.types import Sampling
 
 _IDLE_MS = 300_000
@@ -88,7 +89,7 @@ class Server:
       http_port: of the HTTP endpoint (see `serving.http`), and then an attribute too; None for none.
       name: the name of the model, for HTTP clients.
       render: the model's chat template for HTTP clients, see `chat_form.ChatForm`.
-      load: replaces the weights for HTTP clients, see `Admission`.
+      disk: where weights come from that HTTP clients name, see `Admission`.
 
     Raises:
       ValueError: a port is taken, or TLS is broken.
@@ -106,11 +107,11 @@ class Server:
         http_port: int | None = None,
         name: str = "policy",
         render: Callable[..., str] | None = None,
-        load: Load | None = None,
+        disk: Disk | None = None,
     ):
         self._rollout, self._name, self._access = rollout, name, access or Access()
         self._access.tls()  # before anything starts
-        self._admission = Admission(rollout, codec, sampling, max_active, load)
+        self._admission = Admission(rollout, codec, sampling, max_active, disk)
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rpg-server", daemon=True)
         self._thread.start()

@@ -115,12 +115,12 @@ def served(tmp_path):
     """A rollout by servers, with weights of its own; `options` are those of the balance and of calls."""
     made = []
 
-    def make(*urls, kind=KINDS["vllm"], params=PARAMS, write=write, timeout=20.0, key=None, model=None, **options):
+    def make(*urls, kind=KINDS["vllm"], params=PARAMS, store=None, timeout=20.0, key=None, model=None, **options):
         client = Client(timeout=timeout, key=key)
         addresses = urls if not callable(urls[0]) else urls[0]
         balance = Balance(addresses, client, kind, **{"parallel": 4, "patience": 20.0, "rest": 0.01, **options})
-        params = jax.tree.map(jax.numpy.asarray, params)
-        weights = Deployed(params, tmp_path / "weights", write, balance.use)
+        params, store = jax.tree.map(jax.numpy.asarray, params), store or Npy()
+        weights = Deployed(params, tmp_path / "weights", store, balance.use)
         sizes = {"capacity": 48, "vocab_size": 100 if params.keys() == PARAMS.keys() else 50}
         rollout = ServedRollout(balance, weights, model=model, counters=kind.counters, **sizes)
         rollout.sync_weights(params, 3)
@@ -137,7 +137,15 @@ def first_of(rollout):
     return next(iter(rollout._balance._servers.values()))
 
 
-def write(folder, params):
-    folder.mkdir(parents=True)
-    np.save(folder / "w.npy", params["w"])
-    (folder / "config.json").write_text("{}")
+class Npy:
+    """A store of one array."""
+
+    def fetch(self, params):
+        return [np.asarray(params["w"])]
+
+    def write(self, folder, blocks):
+        np.save(folder / "w.npy", blocks[0])
+        return blocks[0].nbytes
+
+    def complete(self, folder):
+        (folder / "config.json").write_text("{}")

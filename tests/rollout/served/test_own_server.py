@@ -30,10 +30,16 @@ def server(build, letters, model_config, model):
     rollout = JetStreamRollout(build("orchestrator").engine, keep_state=True)
     rollout.sync_weights(jax.tree.map(lambda x: x * 0.5, model[1]), 0)  # not those that the trainer has
 
-    def load(folder):
-        rollout.sync_weights(models.load(folder, model_config), 0)
+    class Disk:
+        def read(self, folder):
+            return models.read(folder, model_config)
 
-    made = Server(rollout, letters, Sampling(stop_token_ids=(7,)), max_active=2000, http_port=0, load=load)
+        def swap(self, weights):
+            one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+            rollout.sync_weights(weights.placed(np.float32, jax.tree.map(lambda _: one, model[1])), 0)
+            return rollout.weights_checksum()
+
+    made = Server(rollout, letters, Sampling(stop_token_ids=(7,)), max_active=2000, http_port=0, disk=Disk())
     yield made
     made.stop(grace=5)
     rollout.sync_weights(model[1], 0)
@@ -44,12 +50,9 @@ def trainer(server, served, model_config, model):
     """A rollout by the server, as a kind of server."""
 
     def make(kind, url=f"http://127.0.0.1:{server.http_port}", **options):
-        def write(folder, params):
-            models.save(folder, model_config, params)
-
         kind = replace(KINDS[kind], loads=KINDS["rpg_jax"].loads)
         options = {"timeout": 300, "parallel": 40} | options
-        return served(url, kind=kind, params=model[1], write=write, **options)
+        return served(url, kind=kind, params=model[1], store=models.Saving(model_config, np.float32), **options)
 
     return make
 

@@ -58,7 +58,8 @@ def test_servers_load_the_weights_and_are_then_asked_with_every_parameter_named(
     rollout.sync_weights({"w": jnp.asarray(PARAMS["w"] + 1)}, 4)
     assert rollout.generate(REQUEST)[0][0].weight_version == 4
     assert len(loaded) == 4 and {int(w[0]) for w in loaded[2:]} == {1}
-    assert len(list(Path(rollout.weights._home).iterdir())) == 1  # the folder before is gone
+    rollout.sync_weights({"w": jnp.asarray(PARAMS["w"] + 2)}, 5)
+    assert len(list(Path(rollout.weights._home).iterdir())) == 2  # the one before last is gone
     counts = rollout.take_counts()
     assert counts.pop("servers/longest_idle") < 0.3  # three looks
     assert counts == {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
@@ -10,6 +11,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import Future
 
 import jax
 import jax.numpy as jnp
@@ -369,84 +371,209 @@ def test_a_shutdown_lets_what_runs_end_and_refuses_what_comes(build, letters, mo
 LOADS = "/update_weights_from_disk"
 
 
-class Loader:
-    """Loads that take as long as `go` says; folder "3" has the weights times 3."""
+class Stretched:
+    """Weights in host memory: those of the model, times a number."""
+
+    def __init__(self, number):
+        self.number, self.nbytes = number, 100 * number
+
+
+class Disk:
+    """Folder "3" has the weights times 3. Reads and swaps take as long as `may_read` and `may_swap` say."""
 
     def __init__(self, sampler, params):
-        self.sampler, self.params, self.go = sampler, params, threading.Event()
-        self.lock, self.live, self.most, self.loaded = threading.Lock(), 0, 0, []
+        self.sampler, self.params = sampler, params
+        self.may_read, self.may_swap = threading.Event(), threading.Event()
+        self.may_read.set()
+        self.lock, self.live, self.most, self.reads, self.swaps = threading.Lock(), 0, 0, [], []
 
-    def __call__(self, folder):
-        if not folder.isdecimal():
-            raise ValueError(f"{folder} has no weights")
+    @contextlib.contextmanager
+    def one(self):
         with self.lock:
             self.live += 1
             self.most = max(self.most, self.live)
-        assert self.go.wait(30)
-        self.sampler.sync_weights(jax.tree.map(lambda x: x * int(folder), self.params), int(folder))
-        self.loaded.append(folder)
+        yield
         with self.lock:
             self.live -= 1
+
+    def read(self, folder):
+        self.reads.append(folder)
+        with self.one():
+            assert self.may_read.wait(30)
+        if folder == "gone":
+            raise OSError("the disk has gone")
+        if not folder.isdecimal():
+            raise ValueError(f"{folder} has no weights")
+        return Stretched(int(folder))
+
+    def swap(self, weights):
+        with self.one():
+            assert self.may_swap.wait(30)
+            version = self.sampler.weights.version + 1
+            self.sampler.sync_weights(jax.tree.map(lambda x: x * weights.number, self.params), version)
+            self.swaps.append(str(weights.number))
+        return self.sampler.weights_checksum()
 
 
 @pytest.fixture
 def loading(build, letters, model):
-    """A server whose weights clients replace, and its loader."""
+    """A server whose weights clients replace, and its disk."""
     sampler = JetStreamRollout(build("orchestrator").engine, keep_state=True)
-    loader = Loader(sampler, model[1])
-    made = Server(sampler, letters, Sampling(stop_token_ids=(5, 9)), http_port=0, load=loader)
-    yield made, loader
-    loader.go.set()
+    disk = Disk(sampler, model[1])
+    made = Server(sampler, letters, Sampling(stop_token_ids=(5, 9)), http_port=0, disk=disk)
+    yield made, disk
+    disk.may_read.set()
+    disk.may_swap.set()
     made.stop(grace=5)
     sampler.sync_weights(model[1], 0)
 
 
+def load(server, folder, **fields):
+    status, answer = ask(server, {"model_path": folder, **fields}, LOADS)
+    return status, json.loads(answer)
+
+
+def in_thread(call, *args, **fields):
+    """The result of a call, which is under way."""
+    found: Future = Future()
+    threading.Thread(target=lambda: found.set_result(call(*args, **fields)), daemon=True).start()
+    return found
+
+
 def test_a_client_that_leaves_ends_no_load_and_nothing_is_served_before_its_end(loading, until):
-    server, loader = loading
+    server, disk = loading
     left = http.client.HTTPConnection("127.0.0.1", server.http_port)
     left.request("POST", LOADS, json.dumps({"model_path": "4"}))
-    until(lambda: loader.live)
+    until(lambda: disk.reads and disk.live)
     left.close()
-    answers = []
-    later = threading.Thread(target=lambda: answers.append(ask(server, {"model_path": "5"}, LOADS)))
-    later.start()
+    later = in_thread(load, server, "5")
     for _ in range(20):
         status, answer = ask(server, {"prompt": "1"})
         assert status == 503 and b"loads other weights" in answer
-    assert loader.live == 1 and loader.loaded == []
-    loader.go.set()
-    later.join(30)
-    assert loader.loaded == ["4", "5"] and loader.most == 1
-    served = json.loads(answers[0][1])["weights"]
+    assert disk.live == 1 and disk.swaps == []
+    disk.may_swap.set()
+    served = later.result(30)[1]["weights"]
+    assert disk.swaps == ["4", "5"] and disk.most == 1
     assert served == f"{server._rollout.weights_checksum():016x}"
     answer = completion(server, prompt="1", counters=[1, 2, 3, 4])
-    assert answer["weights"] == [served] and server._rollout.weights.version == 5
+    assert answer["weights"] == [served] and server._rollout.weights.version == 2
 
 
 def test_loads_follow_each_other_and_each_answer_names_the_weights_that_it_left(loading):
-    server, loader = loading
-    loader.go.set()
-    answers = {}
+    server, disk = loading
+    disk.may_swap.set()
+    folders = ("2", "3", "4", "none", "gone")
+    found = {folder: in_thread(load, server, folder, weight_version=f"v{folder}") for folder in folders}
+    found = {folder: answer.result(30) for folder, answer in found.items()}
+    assert disk.most == 1 and sorted(disk.swaps) == ["2", "3", "4"]
+    status, refusal = found.pop("none")
+    assert status == 400 and "none has no weights" in refusal["error"]["message"]
+    status, refusal = found.pop("gone")
+    assert status == 500 and "gone was not read: the disk has gone" in refusal["error"]["message"]
+    assert all(answer["weight_version"] == f"v{folder}" for folder, (_, answer) in found.items())
+    assert len({answer["weights"] for _, answer in found.values()}) == 3
+    assert found[disk.swaps[-1]][1]["weights"] == f"{server._rollout.weights_checksum():016x}"
 
-    def load(folder):
-        answers[folder] = ask(server, {"model_path": folder, "weight_version": f"v{folder}"}, LOADS)
 
-    callers = [threading.Thread(target=load, args=(folder,)) for folder in ("2", "3", "4", "none")]
-    for caller in callers:
-        caller.start()
-    for caller in callers:
-        caller.join(30)
-    assert loader.most == 1 and sorted(loader.loaded) == ["2", "3", "4"]
-    status, refusal = answers.pop("none")
-    assert status == 400 and b"none has no weights" in refusal
-    found = {folder: json.loads(answer) for folder, (_, answer) in answers.items()}
-    assert all(answer["weight_version"] == f"v{folder}" for folder, answer in found.items())
-    assert len({answer["weights"] for answer in found.values()}) == 3
-    assert found[loader.loaded[-1]]["weights"] == f"{server._rollout.weights_checksum():016x}"
+def test_completions_go_on_while_a_folder_is_read_and_a_bad_folder_stops_none(loading, until):
+    server, disk = loading
+    disk.may_read.clear()
+    disk.may_swap.set()
+    before = f"{server._rollout.weights_checksum():016x}"
+    for folder, status in (("none", 400), ("3", 200)):
+        disk.may_read.clear()
+        answer = in_thread(load, server, folder)
+        until(lambda: disk.live)
+        for _ in range(5):
+            assert completion(server, prompt="1", counters=[1, 2, 3, 4])["weights"] == [before]
+        disk.may_read.set()
+        assert answer.result(30)[0] == status
+    assert (
+        completion(server, prompt="1", counters=[1, 2, 3, 4])["weights"] == [answer.result()[1]["weights"]] != [before]
+    )
+
+
+def test_a_load_waits_for_the_completions_under_way_and_they_keep_their_weights(loading, until, monkeypatch):
+    server, disk = loading
+    disk.may_swap.set()
+    engine, original, go, begun = server._rollout.engine, server._rollout.engine.generate, threading.Event(), []
+
+    def slow(*args, **options):
+        begun.append(1)
+        assert go.wait(30)
+        return original(*args, **options)
+
+    monkeypatch.setattr(engine, "generate", slow)
+    before = f"{server._rollout.weights_checksum():016x}"
+    drawn = in_thread(completion, server, prompt="1", counters=[1, 2, 3, 4])
+    until(lambda: begun)
+    loaded = in_thread(load, server, "3")
+    until(lambda: disk.reads)
+    until(lambda: ask(server, {"prompt": "1"})[0] == 503)
+    assert not disk.swaps and not loaded.done()
+    time.sleep(0.2)
+    go.set()
+    assert drawn.result(30)["weights"] == [before]
+    seconds = loaded.result(30)[1]["seconds"]
+    assert seconds["drain"] >= 0.2 and min(seconds.values()) >= 0 and loaded.result()[1]["bytes"] == 300
+
+
+def test_weights_that_are_loaded_already_are_not_loaded_again_unless_they_have_changed(loading, model):
+    server, disk = loading
+    disk.may_swap.set()
+    status, first = load(server, "3", weight_version="v")
+    assert status == 200
+    several = [in_thread(load, server, "3", weight_version="v") for _ in range(4)]
+    assert [one.result(30) for one in several] == [(200, first)] * 4 and disk.swaps == ["3"]
+    load(server, "3", weight_version="w")
+    assert disk.swaps == ["3", "3"], "another label: the folder may have changed"
+    for _ in range(2):
+        load(server, "3")
+    assert disk.swaps == ["3"] * 4, "without a label too"
+    load(server, "3", weight_version="v")
+    disk.sampler.sync_weights(model[1], disk.sampler.weights.version + 1)
+    assert load(server, "3", weight_version="v")[1]["weights"] == first["weights"]
+    assert disk.swaps == ["3"] * 6, "somebody else had replaced them"
+
+
+def test_a_prefetched_version_is_read_once_and_only_the_last_is_kept(loading):
+    server, disk = loading
+    disk.may_swap.set()
+    before = server._rollout.weights_checksum()
+    read = {"model_path": "3", "weight_version": "v3", "prefetch": True}
+    status, answer = ask(server, read, LOADS)
+    answer = json.loads(answer)
+    assert status == 200 and answer.pop("seconds").keys() == {"read"}
+    assert answer == {"success": True, "message": "read 3", "weight_version": "v3", "bytes": 300}
+    assert ask(server, read, LOADS)[0] == 200 and disk.reads == ["3"]
+    assert server._rollout.weights_checksum() == before and not disk.swaps
+    answer = load(server, "3", weight_version="v3")[1]
+    assert disk.reads == ["3"] and disk.swaps == ["3"] and answer["seconds"]["read"] == 0
+    assert answer["weights"] == f"{server._rollout.weights_checksum():016x}" != f"{before:016x}"
+    for folder in ("4", "5"):
+        load(server, folder, weight_version=folder, prefetch=True)
+    load(server, "4", weight_version="4")
+    load(server, "5", weight_version="5")
+    assert disk.reads == ["3", "4", "5", "4"] and disk.swaps == ["3", "4", "5"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prefetch": True}, "prefetch needs weight_version"),
+        ({"prefetch": 1, "weight_version": "v"}, "prefetch must be true or false, got 1"),
+        ({"weight_version": 3}, "model_path and weight_version must be texts"),
+        ({"load_format": "pickle"}, "load_format"),
+    ],
+)
+def test_a_wrong_field_of_a_load_is_named(loading, fields, message):
+    server, disk = loading
+    status, answer = load(server, "3", **fields)
+    assert status == 400 and message in answer["error"]["message"] and not disk.reads
 
 
 def test_a_completion_of_two_policies_names_both(loading, monkeypatch):
-    server, loader = loading
+    server, disk = loading
     engine, original, dispatches = server._rollout.engine, server._rollout.engine.generate, []
     asked = {"prompt": "1", "max_tokens": 40, "counters": [1, 2, 3, 4], "stop_token_ids": []}
     [first] = completion(server, **asked)["weights"]
@@ -454,7 +581,7 @@ def test_a_completion_of_two_policies_names_both(loading, monkeypatch):
     def changing(*args, **options):
         dispatches.append(1)
         if len(dispatches) == 2:
-            loader.sampler.sync_weights(jax.tree.map(lambda x: x * 2, loader.params), 2)
+            disk.sampler.sync_weights(jax.tree.map(lambda x: x * 2, disk.params), 2)
         return original(*args, **options)
 
     monkeypatch.setattr(engine, "generate", changing)

@@ -1,0 +1,253 @@
+"""Writes weights in Hugging Face layout: every process its own part, in parallel, and one file last of all."""
+
+import collections
+import dataclasses
+import functools
+import itertools
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import flatten_dict
+from jax.sharding import NamedSharding, PartitionSpec
+
+from rpg_jax.models.config import QwenConfig
+from rpg_jax.models.hf_config import write_config
+from rpg_jax.models.hf_layout import DTYPES, INDEX, Stored, layout
+from rpg_jax.models.qwen import Params
+from rpg_jax.parallel import hosts
+from rpg_jax.storage.files import naming, write_atomically
+from rpg_jax.storage.json_files import read_object
+
+_BLOCK_BYTES = 64 * 2**20
+_WRITERS = 4  # threads
+LAST = "config.json"  # a folder without this file is not complete
+
+
+@dataclasses.dataclass(frozen=True)
+class _Block:
+    """`count` slices of a stacked parameter's first axis, from `start` on; all of a parameter that is not stacked."""
+
+    entry: Stored
+    start: int
+    count: int
+
+    @functools.cached_property
+    def names(self) -> list[str]:
+        """Of the tensors, in the order in which the block has them."""
+        if not self.entry.stacked:
+            return [self.entry.name]
+        shape = (self.count, *self.entry.shape[1 : self.entry.stacked])
+        return [self.entry.name.format(self.start + first, *rest) for first, *rest in np.ndindex(*shape)]
+
+    @property
+    def size(self) -> int:
+        return len(self.names) * math.prod(self.entry.tensor_shape)
+
+
+class Saving:
+    """How the processes of a run write a model's weights into a folder that transformers, vLLM and SGLang read.
+
+    All processes call `fetch` and consume what it yields, then each calls `write`. When all have written, one of them
+    calls `complete`. The files are safetensors, an index where there are several, and config.json as the last.
+
+    The weights are divided into blocks of at most 64 MiB, or one layer of one matrix where that is larger. Every
+    process gets about as many bytes of blocks. Every file and its tensors belong to one process.
+
+    Args:
+      dtype: of the weights in the folder.
+      base: folder whose other config fields are taken over.
+      fields: further fields of config.json, such as token ids.
+      max_file_bytes: of a file, unless one block is larger.
+    """
+
+    def __init__(
+        self,
+        config: QwenConfig,
+        dtype: Any,
+        *,
+        base: Path | str | None = None,
+        fields: Mapping[str, Any] | None = None,
+        max_file_bytes: int = 2 * 2**30,
+    ):
+        self._config, self._dtype = config, jnp.dtype(dtype)
+        self._base, self._fields = base, dict(fields or {})
+        blocks = _blocks(config, min(_BLOCK_BYTES, max_file_bytes) // self._dtype.itemsize)
+        self._parts = _divided(blocks, jax.process_count())
+        files = [list(_files(part, max_file_bytes // self._dtype.itemsize)) for part in self._parts]
+        total, number = sum(map(len, files)), itertools.count(1)
+        single = ["model.safetensors"]
+        named = [{f"model-{next(number):05d}-of-{total:05d}.safetensors": f for f in own} for own in files]
+        self._files = named if total > 1 else [dict(zip(single, own, strict=False)) for own in files]
+
+    def fetch(self, params: Params) -> Iterator[np.ndarray]:
+        """The blocks of this process in host memory, in the dtype and order of the files. Runs on the main thread.
+
+        With several processes a device holds three whole blocks at most: one that is gathered, the one before, and the
+        one that is on its way to the host. `params` may be NumPy's.
+        """
+        leaves, own = flatten_dict(params), jax.process_index()
+        before: jax.Array | None = None
+        underway: jax.Array | None = None
+        for process, block in _by_turns(self._parts):
+            leaf = leaves[block.entry.path]
+            gathers = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+            if process != own and not gathers:
+                continue
+            where = NamedSharding(leaf.sharding.mesh, PartitionSpec()) if gathers else None
+            found = _program(where)(leaf, block.start, entry=block.entry, count=block.count, dtype=self._dtype)
+            jax.block_until_ready(before)  # a device has room for few blocks
+            before = found
+            if process == own:
+                if underway is not None:
+                    yield np.asarray(underway)
+                underway = found.addressable_data(0) if gathers else found
+                underway.copy_to_host_async()
+        if underway is not None:
+            yield np.asarray(underway)
+
+    def write(self, folder: Path, blocks: Sequence[np.ndarray]) -> int:
+        """Writes this process's files, several at once, from all that `fetch` yields; returns their bytes.
+
+        Any thread may call it. Raises OSError, which names the file.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        arrays = iter(blocks)
+        with ThreadPoolExecutor(_WRITERS) as pool:
+            files = [
+                pool.submit(self._write_file, folder / name, held, list(itertools.islice(arrays, len(held))))
+                for name, held in self._files[jax.process_index()].items()
+            ]
+            return sum(file.result() for file in files)
+
+    def write_slowly(self, folder: Path, blocks: Iterator[np.ndarray]) -> None:
+        """The same on the main thread, block by block as `fetch` yields them: host memory holds two."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, held in self._files[jax.process_index()].items():
+            self._write_file(folder / name, held, itertools.islice(blocks, len(held)))
+        collections.deque(blocks, maxlen=0)  # the last blocks may be others', which all processes gather
+
+    def complete(self, folder: Path) -> None:
+        """Writes the index and then config.json: every process has written its files, and the folder is there."""
+        owner = {
+            tensor: name
+            for own in self._files
+            for name, held in own.items()
+            for block in held
+            for tensor in block.names
+        }
+        if len(set(owner.values())) > 1:
+            size = sum(block.size for part in self._parts for block in part) * self._dtype.itemsize
+            record = {"metadata": {"total_size": size}, "weight_map": owner}
+            write_atomically(folder / INDEX, json.dumps(record, indent=2, sort_keys=True) + "\n")
+        kept = read_object(Path(self._base) / LAST) if self._base is not None else {}
+        written = write_config(self._config, self._dtype.name, kept | self._fields)
+        write_atomically(folder / LAST, json.dumps(written, indent=2) + "\n")
+
+    def _write_file(self, path: Path, blocks: list[_Block], arrays: Iterable[np.ndarray]) -> int:
+        with naming(path), path.open("wb") as file:
+            written = file.write(self._header(blocks))
+            for array in arrays:
+                written += file.write(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
+        return written
+
+    def _header(self, blocks: list[_Block]) -> bytes:
+        """What precedes the tensors of a file: github.com/huggingface/safetensors, "Format"."""
+        head: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for block in blocks:
+            size = block.size // len(block.names) * self._dtype.itemsize
+            for name in block.names:
+                place = {"data_offsets": [end, end + size], "shape": block.entry.tensor_shape}
+                head[name] = {"dtype": DTYPES[self._dtype.name], **place}
+                end += size
+        text = json.dumps(head).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+
+def save(
+    folder: Path | str,
+    config: QwenConfig,
+    params: Params,
+    *,
+    dtype: Any = None,
+    base: Path | str | None = None,
+    fields: Mapping[str, Any] | None = None,
+    max_file_bytes: int = 2 * 2**30,
+) -> None:
+    """Writes a folder as `Saving` does. With several processes, all must call it, and all must see the folder.
+
+    Host memory holds two blocks at a time. `dtype` None keeps that of the params; see `Saving` for the others.
+    """
+    folder = Path(folder)
+    saving = Saving(
+        config,
+        dtype or jax.tree.leaves(params)[0].dtype,
+        base=base,
+        fields=fields,
+        max_file_bytes=max_file_bytes,
+    )
+    saving.write_slowly(folder, saving.fetch(params))
+    hosts.barrier("weights are written")
+    if hosts.is_first():
+        saving.complete(folder)
+    hosts.barrier("the folder is complete")
+
+
+@functools.cache
+def _program(where: NamedSharding | None) -> Any:
+    """The program that makes a block of a parameter, as it is stored, under a sharding. The result is never the input,
+    which a trainer may donate."""
+
+    def stored(leaf: jax.Array, start: int, *, entry: Stored, count: int, dtype: Any) -> jax.Array:
+        if entry.stacked:
+            leaf = jax.lax.dynamic_slice_in_dim(leaf, start, count)
+        return jnp.copy(entry.write(leaf.astype(dtype)))
+
+    return jax.jit(stored, static_argnames=("entry", "count", "dtype"), out_shardings=where)
+
+
+def _blocks(config: QwenConfig, limit: int) -> Iterator[_Block]:
+    """All blocks, of at most `limit` numbers. Those of one parameter are alike, so that it has one program."""
+    for entry in layout(config):
+        layers = entry.shape[0] if entry.stacked else 1
+        row = math.prod(entry.shape) // layers
+        count = max(n for n in range(1, layers + 1) if layers % n == 0 and (n == 1 or n * row <= limit))
+        for start in range(0, layers, count):
+            yield _Block(entry, start, count)
+
+
+def _divided(blocks: Iterable[_Block], processes: int) -> list[list[_Block]]:
+    """The blocks of each process: the largest first, each to the process with the fewest numbers."""
+    numbered, held = list(enumerate(blocks)), [0] * processes
+    parts: list[list[tuple[int, _Block]]] = [[] for _ in held]
+    for place, block in sorted(numbered, key=lambda one: (-one[1].size, one[0])):
+        process = held.index(min(held))
+        parts[process].append((place, block))
+        held[process] += block.size
+    return [[block for _, block in sorted(part, key=lambda one: one[0])] for part in parts]
+
+
+def _by_turns(parts: list[list[_Block]]) -> Iterator[tuple[int, _Block]]:
+    """Every block and its process; the processes take turns, so that their copies to the host overlap."""
+    for turn in itertools.zip_longest(*parts):
+        yield from ((process, block) for process, block in enumerate(turn) if block is not None)
+
+
+def _files(blocks: list[_Block], limit: int) -> Iterator[list[_Block]]:
+    """Consecutive blocks that share a file of at most `limit` numbers."""
+    held: list[_Block] = []
+    for block in blocks:
+        if held and sum(one.size for one in held) + block.size > limit:
+            yield held
+            held = []
+        held.append(block)
+    if held:
+        yield held
