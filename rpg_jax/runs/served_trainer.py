@@ -50,6 +50,7 @@ def make_served(experiment: Experiment, params: Any, base: models.Base | None = 
         _home(c.weights, config.run.name),
         models.Saving(layout.model, m.compute_dtype, max_file_bytes=_FILE_BYTES, **known),
         balance.use,
+        announce=balance.announce,
         dtype=None if m.compute_dtype == m.param_dtype else jnp.dtype(m.compute_dtype),
         base=base,
     )

@@ -1,6 +1,7 @@
 """Several servers of one policy: who is asked next, who rests after a failure, and who must load the weights first."""
 
 import asyncio
+import contextlib
 import dataclasses
 import sys
 import time
@@ -60,7 +61,7 @@ class Balance:
     Failures and refusals of calls that were under way together count once. A server whose address is no longer found
     gets no further calls.
 
-    All coroutines run in one event loop, and `run` all the time. Any thread may call `use`, `begin` and `counts`.
+    All coroutines run in one event loop, and `run` all the time. Any thread may call the other methods.
 
     Args:
       addresses: of the servers, or what looks for them.
@@ -85,6 +86,7 @@ class Balance:
         self._servers, self._watching = dict[str, Server](), dict[str, asyncio.Task[None]]()
         self._waiting = deque[_Waiting]()
         self._weights: Loadable | None = None
+        self._next: Loadable | None = None
         self._answered = self._said = clock()
         self._not_found = "no address is known yet"
         self._counts: Counter[str] = Counter()
@@ -93,6 +95,10 @@ class Balance:
     def use(self, weights: Loadable) -> None:
         """Every server loads these weights before the next call that it gets."""
         self._weights = weights
+
+    def announce(self, weights: Loadable) -> None:
+        """Servers read these weights into memory while they sample on with others; `use` comes later."""
+        self._next = weights
 
     def begin(self) -> None:
         """The time without a server counts from now on."""
@@ -192,7 +198,7 @@ class Balance:
             wait = self._waiting.popleft()
             if wait.call.done():  # cancelled
                 continue
-            server = self._next(wait.failed, now)
+            server = self._chosen(wait.failed, now)
             if server is not None:
                 if not server.calls:
                     server.heard = now
@@ -204,7 +210,7 @@ class Balance:
                 break
         self._waiting.extendleft(reversed(left))
 
-    def _next(self, failed: set[Server], now: float) -> Server | None:
+    def _chosen(self, failed: set[Server], now: float) -> Server | None:
         """The free server with the fewest calls: one of those that have not failed, unless no other lives."""
         assert self._weights is not None
         living = [server for server in self._servers.values() if not server.resting]
@@ -280,6 +286,7 @@ class Balance:
         """Asks for the health of a server that rests, or that is quiet while calls are under way."""
         while True:
             begun, rests = self._clock(), server.resting
+            self._prefetch(server)
             if not server.is_due(_QUIET_SECONDS, begun):
                 await asyncio.sleep(server.rest / 4)
                 continue
@@ -296,6 +303,18 @@ class Balance:
             server.heard = self._clock()
             if self._waiting:
                 self._dispatch()
+
+    def _prefetch(self, server: Server) -> None:
+        """Makes a server read the weights that come next, once. Its load says what is wrong with them."""
+        weights, call = self._next, self._kind.prefetch
+        if weights is None or call is None or server.resting or weights.label in (server.label, server.read):
+            return
+
+        async def read() -> None:
+            with contextlib.suppress(Unavailable, Refused):
+                await server.caller.post(*call(weights.folder, weights.label))
+
+        server.read, server.reading = weights.label, asyncio.create_task(read())
 
     async def _load(self, call: Call) -> None:
         """Makes a server load the weights if it has not; nothing else is under way there then.

@@ -21,6 +21,7 @@ class Kind:
     Attributes:
       loads: from a folder of weights and a label to the calls, in order, that replace the server's weights by those.
         They end what the server still samples, and empty its cache of prefixes.
+      prefetch: to the call that makes the server read the weights while it samples with others; None if it cannot.
       needs: what must serve, and how it must be started for `loads`, as a sentence.
       cut: the log-probabilities that it can return are those after top-p, top-k and min-p too.
       counters: it is this project's own: it draws this project's random numbers, and every answer has the checksum of
@@ -29,6 +30,7 @@ class Kind:
 
     loads: Callable[[str, str], list[Call]]
     needs: str
+    prefetch: Callable[[str, str], Call] | None = None
     cut: bool = True
     counters: bool = False
 
@@ -52,6 +54,10 @@ def _from_disk(folder: str, label: str) -> list[Call]:
     return [("/update_weights_from_disk", {"model_path": folder, "weight_version": label})]
 
 
+def _read_ahead(folder: str, label: str) -> Call:
+    return "/update_weights_from_disk", {"model_path": folder, "weight_version": label, "prefetch": True}
+
+
 def _sglang(folder: str, label: str) -> list[Call]:
     [(path, body)] = _from_disk(folder, label)
     return [(path, {**body, "abort_all_requests": True, "flush_cache": True})]
@@ -72,6 +78,7 @@ KINDS = {
         _from_disk,
         "servers.kind=rpg_jax needs this project's server with a model of the trainer's shapes, started with "
         "--weights_from=FOLDER, the folder servers.weights",
+        prefetch=_read_ahead,
         counters=True,
     ),
 }

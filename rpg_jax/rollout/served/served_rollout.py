@@ -79,7 +79,8 @@ class ServedRollout(Rollout):
         counts = self._balance.counts()
         said = [json.loads(one) for one in hosts.all_gather_bytes(json.dumps(counts).encode())]
         together = {"answering": min, "longest_idle": max}
-        return {f"servers/{name}": together.get(name, sum)(one[name] for one in said) for name in counts}
+        found = {f"servers/{name}": together.get(name, sum)(one[name] for one in said) for name in counts}
+        return found | self.weights.take_counts()
 
     def close(self) -> None:
         async def end() -> None:

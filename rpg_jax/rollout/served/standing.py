@@ -1,5 +1,6 @@
 """One server as the trainer knows it: how many calls it gets at once, and when it rests after a failure."""
 
+import asyncio
 import dataclasses
 import math
 
@@ -23,6 +24,7 @@ class Server:
       limit: the most calls under way. It falls when the server has no room, and rises while it answers.
       calls: under way.
       label: of the weights that it has loaded; "" if that is not known.
+      read: the label of the weights that it was asked to read ahead, by the task `reading`.
       heard: when it answered last, or the first call under way began.
       idle: when it had a call last, or no request waited.
       refused: when it had no room, of the last such incident.
@@ -39,6 +41,8 @@ class Server:
     limit: float = dataclasses.field(init=False)
     calls: int = 0
     label: str = ""
+    read: str = ""
+    reading: asyncio.Task[None] | None = None
     heard: float = 0.0
     idle: float = 0.0
     refused: float = -math.inf
@@ -80,7 +84,8 @@ class Server:
             return False
         rest = self.rest * 2 ** min(self.failures, _DOUBLINGS)
         self.until = now + min(max(error.after, rest), _LONGEST_REST)
-        self.failed, self.failures, self.resting, self.label, self.said = now, self.failures + 1, True, "", str(error)
+        self.failed, self.failures, self.resting, self.said = now, self.failures + 1, True, str(error)
+        self.label = self.read = ""
         return True
 
     def note_health(self, error: Unavailable | None, now: float) -> None:
