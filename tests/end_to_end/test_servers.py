@@ -4,6 +4,7 @@ import faulthandler
 import json
 import re
 import signal
+import subprocess
 import threading
 import time
 import urllib.error
@@ -195,3 +196,42 @@ def test_a_server_that_does_not_fit_ends_the_run_with_one_line(server, tmp_path,
     (output,) = printed(trainer, timeout=600)
     assert trainer[0].returncode == 1 and "Traceback" not in output, output
     assert re.search(f"^{line}$", output, re.MULTILINE), output
+
+
+def test_a_run_of_a_fleet_goes_on_with_a_server_that_it_finds_by_its_announcement(tmp_path, monkeypatch):
+    """By TLS and with a key, as on Cloud TPU; the certificate's name is not the host's."""
+    alone = run(tmp_path, 1, *STEPS, "--config.run.name=alone", devices=1)
+    half = (*STEPS, "--config.train.steps=3", "--config.checkpoint.every=3", "--config.run.name=old")
+    run(tmp_path, 1, *half, "--config.rollout.driver=lockstep", devices=1)
+    file = tmp_path / "old" / "config.json"  # as the version before wrote it
+    old = json.loads(file.read_text())
+    old["rollout"]["driver"], old["fleet"] = "fleet", {"host": "127.0.0.1", "port": 9100, "lost_seconds": 20.0}
+    del old["servers"]["certificate_name"]
+    file.write_text(json.dumps(old))
+
+    pem = {"-keyout": tmp_path / "private.pem", "-out": tmp_path / "certificate.pem"}
+    certificate = "-subj /CN=rpg-servers -addext subjectAltName=DNS:rpg-servers"
+    command = f"openssl req -x509 -newkey rsa:2048 -nodes -days 2 {certificate}".split()
+    subprocess.run([*command, *(str(x) for pair in pem.items() for x in pair)], check=True, capture_output=True)
+    monkeypatch.setenv("RPG_JAX_CERTIFICATE", pem["-out"].read_text())
+    monkeypatch.setenv("RPG_JAX_PRIVATE_KEY", pem["-keyout"].read_text())
+    for variable in ("RPG_JAX_API_KEY", "RPG_JAX_SERVERS_KEY"):
+        monkeypatch.setenv(variable, "f0" * 16)
+    folder, flags = tmp_path / "addresses", ("--host=0.0.0.0", "--announce_name=s0")
+    with ServerProcess(tmp_path, tmp_path / "weights" / "old", *flags, f"--announce={folder}") as process:
+        assert (folder / "s0").read_text().startswith("https://")
+        resumed = (
+            "--config.rollout.driver=servers",
+            "--config.servers.kind=rpg_jax",
+            f"--config.servers.urls=file:{folder}",
+            f"--config.servers.weights={tmp_path / 'weights'}",
+            f"--config.servers.certificate={pem['-out']}",
+            "--config.servers.certificate_name=rpg-servers",
+            "--config.servers.patience_seconds=120",
+        )
+        (output,) = run(tmp_path, 1, *STEPS, *resumed, "--config.run.name=old", devices=1)
+        assert "after step 3" in output and checksum(output) == checksum(alone[0])
+        process.process.send_signal(signal.SIGTERM)
+        assert process.process.wait(timeout=60) == 128 + signal.SIGTERM
+    assert_same_run(tmp_path / "alone", tmp_path / "old")
+    assert not any(folder.iterdir())

@@ -41,7 +41,6 @@ def resolved(**changes):
         ({"environment.name": "m:E", "environment.options": "5"}, "environment.options='5' must be an object of JSON"),
         ({"environment.name": "m:E", "environment.turn_tokens": 6}, "environment.turn_tokens=6 is more than rollout"),
         ({"environment.name": "m:E", "rollout.driver": "simple"}, "rollout.driver=simple does not continue .*lockstep"),
-        ({"environment.name": "m:E", "rollout.driver": "servers"}, "rollout.driver=servers does not continue"),
         (
             {"rollout.driver": "fleet"},
             "rollout.driver=fleet is retired .* --config.rollout.driver=servers --config.serv",
