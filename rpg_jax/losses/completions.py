@@ -4,8 +4,8 @@ A completion is x = (a_1 … a_T). W = Π w_t, ρ_x and r_x are the ratios of co
 prefixes. The objective is J = E_{x~π_θ}[R(x)] − β D(π_θ, π_ref) over completions. With K = w (a log r + b) − c ρ of a
 divergence (`Divergence.coefficients`), both functions here give the G_t of ∇J = E_{π_old}[Σ_t G_t ∇log π_θ(a_t)].
 
-`token` level, which `regularized_pg.paper` has, takes the prefixes as given: it leaves out the prefixes' weights and,
-for reverse divergences, the KL that is still to come.
+`regularized_pg.rpg_tokens` takes the prefixes as given: it leaves out the prefixes' weights and, for reverse
+divergences, the KL that is still to come.
 
 Sources: KL in the reward with a leave-one-out baseline is RLOO (arXiv:2402.14740). Weight 1 is the gradient of the
 log-variance loss ½ Var_old[R − β log r_x] (VarGrad, arXiv:2010.10436; trajectory balance, arXiv:2201.13259) where the

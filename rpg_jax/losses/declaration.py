@@ -3,9 +3,9 @@ r"""How a loss, an advantage, an aggregate or a divergence is declared: one func
     @LOSSES.declare(r"-\mathrm{sg}(\min(w, 1+\varepsilon_2)) A \log\pi_\theta")
     def cispo(tokens: Tokens, *, clip_high: ClipHigh = 0.28) -> TokenLoss:
 
-adds a loss under the function's name. Symbols in equations: w = π_θ/π_old, ρ = π_ref/π_old, r = w/ρ, A the advantage,
-R rewards; sg stops the gradient. Keyword-only arguments are hyperparameters. Their annotations declare their values,
-and `check` applies the annotations at trace time:
+adds a loss under the function's name; `declare_own` adds one from outside this repository. Symbols in equations:
+w = π_θ/π_old, ρ = π_ref/π_old, r = w/ρ, A the advantage, R rewards; sg stops the gradient. Keyword-only arguments are
+hyperparameters. Their annotations declare their values, and `check` applies the annotations at trace time:
 
     kl_coef: Annotated[float, Range("[0, inf)")]       a number in a range; also None for `float | None`
     clip: Literal["none", "dual"]                      a word of a list
@@ -15,12 +15,15 @@ and `check` applies the annotations at trace time:
 import dataclasses
 import difflib
 import inspect
+import numbers
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from typing import Annotated, Any, Generic, Literal, NamedTuple, TypeVar
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Row = TypeVar("Row")
@@ -36,7 +39,8 @@ class Range(NamedTuple):
         return low < x < high or (x == low and self.text[0] == "[") or (x == high and self.text[-1] == "]")
 
 
-# Hyperparameters of several losses: β, then ε₁, ε₂ and c of the clips (None: no dual clip).
+# Hyperparameters of several losses: the estimator, β, then ε₁, ε₂ and c of the clips (None: no dual clip).
+Estimator = Literal["differentiable", "reinforce"]
 KLCoef = Annotated[float | jax.Array, Range("[0, inf)")]
 ClipLow = Annotated[float, Range("[0, 1)")]
 ClipHigh = Annotated[float, Range("[0, inf)")]
@@ -49,15 +53,42 @@ def declared(function: Callable[..., Any]) -> dict[str, Any]:
     Raises:
       TypeError: an argument that does not declare its values.
     """
-    hints = typing.get_type_hints(function, include_extras=True)
-    parameters = inspect.signature(function).parameters.values()
-    names = [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY]
+    hints, names = typing.get_type_hints(function, include_extras=True), list(keywords(function))
     for name in names:
         if typing.get_origin(hints.get(name)) is Literal:
             hints[name] = Annotated[str, typing.get_args(hints[name])]
         if typing.get_origin(hints.get(name)) is not Annotated:
             raise TypeError(f"{function.__name__} must declare {name} as Literal[...] or Annotated[float, Range(...)]")
     return {name: hints[name] for name in names}
+
+
+def keywords(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The keyword-only parameters of a function by name."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY}
+
+
+def passes_on_to(*functions: Callable[..., Any]) -> Callable[[Function], Function]:
+    """A decorator for a function that hands its `**options` to one of `functions`.
+
+    Their keyword-only parameters become those of the decorated function, annotations and defaults included. Where two
+    functions have a parameter of one name, the later function's counts, and the decorated function's own first.
+    """
+
+    def add(function: Function) -> Function:
+        sources = (*functions, function)
+        named = keywords(function)
+        for source in functions[::-1]:
+            named |= {name: parameter for name, parameter in keywords(source).items() if name not in named}
+        signature = inspect.signature(function)
+        own = [p for p in signature.parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+        whole = signature.replace(parameters=[*own, *named.values()])
+        hints = {name: hint for source in sources for name, hint in source.__annotations__.items()}
+        vars(function).update(__signature__=whole)
+        function.__annotations__ = hints
+        return function
+
+    return add
 
 
 def check(loss: str, declarations: Mapping[str, Any], given: Mapping[str, Any]) -> None:
@@ -73,11 +104,14 @@ def check(loss: str, declarations: Mapping[str, Any], given: Mapping[str, Any]) 
         if isinstance(value, jax.Array) or (value is None and optional):
             continue
         if not isinstance(allowed, Range):
-            if value not in allowed:
+            if not isinstance(value, str) or value not in allowed:
                 raise unknown(name, value, allowed)
-        elif isinstance(value, (bool, str)) or value is None or not allowed.holds(float(value)):
+            continue
+        number = isinstance(value, numbers.Real | np.ndarray | np.generic) and not isinstance(value, bool)
+        if not number or not allowed.holds(float(value)) or (kind is int and float(value) % 1):
+            whole = "a whole number " if kind is int else ""
             off = ", or None to switch it off" if optional else ""
-            raise ValueError(f"{name} of loss {loss!r} must be in {allowed.text}{off}; got {value!r}")
+            raise ValueError(f"{name} of loss {loss!r} must be {whole}in {allowed.text}{off}; got {value!r}")
 
 
 def unknown(what: str, name: object, known: Iterable[str]) -> ValueError:
@@ -113,6 +147,9 @@ class Table(dict[str, Row], Generic[Row]):
         super().__init__()
         self._row = row
 
+    def __repr__(self) -> str:
+        return f"Table({', '.join(self)})"
+
     def declare(self, *equations: Any, name: str = "", **options: Any) -> Callable[[Function], Function]:
         """Returns a decorator that adds a function under `name`, by default its own name, and leaves it unchanged."""
 
@@ -136,7 +173,7 @@ class TokenLoss:
     events: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True, eq=False)
 class Loss:
     """A declared loss.
 
@@ -145,19 +182,75 @@ class Loss:
       equation: LaTeX of a token's loss, or a function of the hyperparameters that gives it.
       aggregate: name in `AGGREGATES`, for callers that give none.
       check_aggregate: raises ValueError for an aggregate, its argument, that does not go with the hyperparameters.
+      name: of the loss in `LOSSES`; "" is the name of the function.
       hyperparameters: the annotations of the function's keyword-only arguments.
     """
 
     function: Callable[..., TokenLoss]
-    equation: str | Callable[..., str]
+    equation: str | Callable[..., str] = ""
     aggregate: str = "token_mean"
     check_aggregate: Callable[..., None] = lambda aggregate, **hyperparameters: None
+    name: str = ""
+    hyperparameters: Mapping[str, Any] = dataclasses.field(init=False)
 
     def __post_init__(self):
-        self.hyperparameters = declared(self.function)
+        object.__setattr__(self, "name", self.name or self.function.__name__)
+        object.__setattr__(self, "hyperparameters", declared(self.function))
 
     def latex(self, **hyperparameters: Any) -> str:
         return self.equation if isinstance(self.equation, str) else self.equation(**hyperparameters)
 
+    def check(self, given: Mapping[str, Any], of_every_loss: Mapping[str, Any]) -> None:
+        """Raises a ValueError as `check` does, and for a hyperparameter that has no default and is not given."""
+        check(self.name, {**self.hyperparameters, **of_every_loss}, given)
+        for name, parameter in keywords(self.function).items():
+            if parameter.default is parameter.empty and name not in given:
+                raise ValueError(f"loss {self.name!r} needs the hyperparameter {name}, which has no default: give it")
+
+    def __call__(self, tokens: Any, **hyperparameters: Any) -> TokenLoss:
+        """The loss of each token. Raises ValueError if the function returns something else than a `TokenLoss`."""
+        result = self.function(tokens, **hyperparameters)
+        wanted = jax.ShapeDtypeStruct(tokens.logprobs.shape, tokens.logprobs.dtype)
+        if not isinstance(result, TokenLoss):
+            raise ValueError(f"loss {self.name!r} must return a losses.TokenLoss, got {type(result).__name__}")
+        for name, array in {"values": result.values, **result.events}.items():
+            dtype = wanted.dtype if name == "values" else bool
+            if not hasattr(array, "dtype") or array.shape != wanted.shape or array.dtype != dtype:
+                got = f"{array.dtype}{list(array.shape)}" if hasattr(array, "dtype") else type(array).__name__
+                raise ValueError(
+                    f"loss {self.name!r} must return {name} as {jnp.dtype(dtype)}{list(wanted.shape)}, one a token; "
+                    f"got {got}"
+                )
+        return result
+
 
 LOSSES = Table(Loss)
+
+
+def declare_own(name: str, function: Callable[..., TokenLoss]) -> Loss:
+    """Adds a loss from outside this repository to `LOSSES`; the same entry again for the same function.
+
+    The contract is that of the losses here: `function(tokens, *, hyperparameters)` takes `Tokens` and returns a
+    `TokenLoss`, and annotations declare its hyperparameters.
+
+    Args:
+      name: "module:function", which a config has as `loss.name`.
+
+    Raises:
+      ValueError: `function` does not have this form.
+    """
+    if name in LOSSES and LOSSES[name].function is function:
+        return LOSSES[name]
+    if not inspect.isfunction(function):
+        raise ValueError(f"the loss {name!r} must be a function, made with def; got {type(function).__name__}")
+    others = [p.name for p in inspect.signature(function).parameters.values() if p.kind is not p.KEYWORD_ONLY]
+    if len(others) != 1:
+        raise ValueError(
+            f"the loss {name!r} is called with tokens, and its hyperparameters by keyword: write def "
+            f"{function.__name__}(tokens, *, tau=…); it has the positional arguments {others}"
+        )
+    try:
+        LOSSES[name] = Loss(function, name=name)
+    except (TypeError, NameError) as error:
+        raise ValueError(f"the loss {name!r}: {error}") from error
+    return LOSSES[name]

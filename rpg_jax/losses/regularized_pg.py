@@ -5,7 +5,8 @@ Reasoning" (arXiv:2505.17508), for any reference policy.
     ∇J   = E_{π_old}[G ∇log π_θ]           G = wA − βK, with K of `divergences`
     A_reg = G / w = A − β K/w              regularized advantage
 
-`paper` is the paper's form. `verl.verl` is the form of its public code.
+`rpg_tokens` has the paper's losses of tokens, `rpg_completions` the losses of whole completions, and `verl.verl_form`
+the losses of the paper's public code. `rpg` is the row of the registry, which chooses one of the three.
 """
 
 import functools
@@ -19,10 +20,23 @@ from rpg_jax import masking
 from rpg_jax.losses import clipping, completions
 from rpg_jax.losses.clipping import Bounds, weighted
 from rpg_jax.losses.completions import GradientWeights
-from rpg_jax.losses.declaration import LOSSES, ClipDual, ClipHigh, ClipLow, KLCoef, Range, TokenLoss
+from rpg_jax.losses.declaration import (
+    LOSSES,
+    ClipDual,
+    ClipHigh,
+    ClipLow,
+    Estimator,
+    KLCoef,
+    Range,
+    TokenLoss,
+    check,
+    declared,
+    keywords,
+    passes_on_to,
+)
 from rpg_jax.losses.divergences import DIVERGENCES, Divergence, gradient_weight
 from rpg_jax.losses.tokens import Tokens, bounded_exp
-from rpg_jax.losses.verl import verl
+from rpg_jax.losses.verl import verl_form
 
 Weight = Literal["token", "product", "capped", "none"]
 
@@ -70,92 +84,44 @@ def check_aggregate(*, aggregate: str, level: str = "token", **_: Any) -> None:
         )
 
 
-@LOSSES.declare(equation, check_aggregate=check_aggregate)
-def rpg(
+def rpg_tokens(
     tokens: Tokens,
     *,
     divergence: Annotated[str, DIVERGENCES] = "urkl",
-    estimator: Literal["differentiable", "reinforce"] = "reinforce",
+    estimator: Estimator = "reinforce",
     clip: Literal["none", "dual", "dual_through", "truncate", "reward"] = "dual",
-    form: Literal["paper", "verl"] = "paper",
-    level: Literal["token", "sequence", "to_go"] = "token",
-    weight: Weight = "token",
-    weight_cap: Annotated[float, Range("(0, inf)")] = 2.0,
-    kl_ratio: Literal["present", "behaviour"] = "present",
-    trace_decay: Annotated[float, Range("[0, 1]")] = 1.0,
-    trace_cap: Annotated[float, Range("(0, inf]")] = 1.0,
     kl_coef: KLCoef = 1e-4,
-    behaviour_mass: Annotated[float, Range("(0, inf)")] = 1.0,
     clip_low: ClipLow = 0.2,
     clip_high: ClipHigh = 0.28,
     clip_dual: ClipDual = 10.0,
 ) -> TokenLoss:
-    """The RPG loss per token.
+    """The losses of the paper: one token given its prefix is the sample of the objective.
+
+        estimator        clip="none"                   another clip
+        differentiable   −wA + βd                      −SG(C A − κ) π_θ/SG(π_θ), see `clipped`
+        reinforce        −SG(wA − βK) log π_θ          −SG(C A − κ) log π_θ
+
+    Both estimators have one gradient per token and clip: ∇L = −(wA − βK) ∇log π_θ where nothing is clipped.
 
     Args:
-      tokens: log-probabilities, advantages and mask; without `ref_logprobs` the reference is the behaviour policy.
-      divergence: D.
-      estimator: `differentiable` (Tables 1 and 4) or `reinforce` (Table 2, Appendix F); the same gradient per token
-        for `form="paper"`.
-      clip: `none`, `dual` (Algorithms 1 and 2), `dual_through` (Algorithm 1 as printed, where the gradient also flows
-        through A_reg), `truncate` (eq. 4.1) or `reward` (the reward term alone is clipped).
-      form: `paper`, or `verl` for the public code's functions.
-      level: the objective's sample: a `token` given its prefix, or the completion, by its regularized return
-        (`sequence`) or by the chain rule (`to_go`); see `completions`. With `group_ids` of `policy_loss`, `sequence`
-        subtracts the KL's leave-one-out baseline.
-      weight, weight_cap: the importance weight of completions. `product` is W, exact, and has no clip; `capped`
-        min(W, cap); `token` w; `none` 1.
-      kl_ratio: the policy in the log r of `sequence`: the `present` one, or `behaviour` for KL in the reward.
-      trace_decay, trace_cap: λ and c̄ of `to_go`.
+      divergence: D, a name of `DIVERGENCES`, with its d and K. Without `ref_logprobs` the reference is π_old.
+      estimator: `differentiable` (Tables 1 and 4) or `reinforce` (Table 2, Appendix F).
+      clip: `none`, `dual` (Algorithms 1 and 2), `truncate` (eq. 4.1) or `reward` (the reward term alone is clipped).
+        `dual_through` is Algorithm 1 as printed: where nothing is clipped the gradient is that of −w A_reg, through
+        A_reg too, by the loss −wA + βK.
       kl_coef: β.
-      behaviour_mass: Z = ∫ π_old, a factor of the loss for a behaviour policy that is not normalized.
       clip_low, clip_high, clip_dual: ε₁, ε₂ and c (None: no dual bound).
 
-    Returns:
-      f[B, T], to be minimised. ∇L = −Z · G ∇log π_θ where nothing is clipped; the gradient reaches `logprobs` only.
-
     Raises:
-      ValueError: options that no form, level or estimator has together.
+      ValueError: `dual_through` with another estimator, or `group_ids`.
 
-    Source: arXiv:2505.17508, sections 3 and 4; a reference other than π_old and the levels of completions are ours.
+    Source: arXiv:2505.17508, sections 3 and 4; a reference other than π_old is ours.
     """
-    bounds = Bounds(clip_low, clip_high, clip_dual)
-    _check_together(tokens, estimator, clip, form, level, weight, kl_ratio)
-    if level == "token":
-        result = {"paper": paper, "verl": verl}[form](tokens, divergence, estimator, clip, kl_coef, bounds)
-    else:
-        options = completions.Options(kl_coef, weight, weight_cap, kl_ratio, trace_decay, trace_cap)
-        result = of_completions(tokens, divergence, estimator, clip, level, options, bounds)
-    return TokenLoss(behaviour_mass * result.values, result.events)
-
-
-def _check_together(
-    tokens: Tokens, estimator: str, clip: str, form: str, level: str, weight: str, kl_ratio: str
-) -> None:
-    if clip == "dual_through" and (estimator, level, form) != ("differentiable", "token", "paper"):
-        raise ValueError(
-            "clip='dual_through', Algorithm 1 as printed, needs estimator='differentiable', level='token' and "
-            "form='paper'; otherwise use clip='dual'"
-        )
-    if form == "verl" and level != "token":
-        raise ValueError(f"form='verl' has tokens only: with level={level!r} use form='paper'")
-    if level == "token" and weight != "token":
-        raise ValueError(f"weight={weight!r} is one of completions: use level='sequence' or 'to_go'")
-    if weight == "product" and clip != "none":
-        raise ValueError(
-            f"weight='product' is the exact weight of a completion, which clip={clip!r} would bound: use clip='none', "
-            "or another weight"
-        )
-    if level != "sequence" and (kl_ratio != "present" or tokens.group_ids is not None):
-        raise ValueError(f"kl_ratio={kl_ratio!r} and group_ids need level='sequence', not {level!r}")
-
-
-def paper(tokens: Tokens, divergence: str, estimator: str, clip: str, kl_coef: KLCoef, bounds: Bounds) -> TokenLoss:
-    """The losses of the paper: `clipped` weights of tokens, or the differentiable surrogate −wA + βd.
-
-    `dual_through` has the gradient of −w A_reg where nothing is clipped, through A_reg too: −wA + βK.
-    """
-    d, unit = DIVERGENCES[divergence], jnp.zeros_like(tokens.log_w)
+    if clip == "dual_through" and estimator != "differentiable":
+        raise ValueError("clip='dual_through', Algorithm 1 as printed, needs estimator='differentiable'")
+    if tokens.group_ids is not None:
+        raise ValueError("group_ids need level='sequence': tokens have no baseline of the KL")
+    bounds, d, unit = Bounds(clip_low, clip_high, clip_dual), DIVERGENCES[divergence], jnp.zeros_like(tokens.log_w)
     kl_weight = kl_coef * gradient_weight(d, tokens.log_w, tokens.log_rho)
     regularized = tokens.advantages - kl_coef * gradient_weight(d, unit, -tokens.log_r)
     weights = GradientWeights(tokens.w, kl_weight, regularized)
@@ -167,6 +133,95 @@ def paper(tokens: Tokens, divergence: str, estimator: str, clip: str, kl_coef: K
         reward, events = clipping.reward_term(tokens, tokens.w, estimator, clip, bounds)
         return TokenLoss(reward + kl_coef * d(tokens.log_w, tokens.log_rho), events)
     return clipped(tokens, weights, estimator, clip, bounds)
+
+
+def rpg_completions(
+    tokens: Tokens,
+    *,
+    divergence: Annotated[str, DIVERGENCES] = "urkl",
+    estimator: Estimator = "reinforce",
+    clip: Literal["none", "dual", "truncate", "reward"] = "dual",
+    level: Literal["sequence", "to_go"] = "sequence",
+    weight: Weight = "token",
+    weight_cap: Annotated[float, Range("(0, inf)")] = 2.0,
+    kl_ratio: Literal["present", "behaviour"] = "present",
+    trace_decay: Annotated[float, Range("[0, 1]")] = 1.0,
+    trace_cap: Annotated[float, Range("(0, inf]")] = 1.0,
+    kl_coef: KLCoef = 1e-4,
+    clip_low: ClipLow = 0.2,
+    clip_high: ClipHigh = 0.28,
+    clip_dual: ClipDual = 10.0,
+) -> TokenLoss:
+    """The losses of whole completions: `clipped` with the gradient weights of `completions`.
+
+    With `differentiable`, weight `product` and no clip, the loss is the surrogate −WA + βd of the completion.
+
+    Args:
+      level: the completion counts by its regularized return (`sequence`) or by the chain rule (`to_go`). With
+        `group_ids`, `sequence` adds the KL's leave-one-out baseline to the advantages.
+      weight, weight_cap: the importance weight of a completion. `product` is W, exact, and has no clip; `capped`
+        min(W, cap); `token` w; `none` 1.
+      kl_ratio: the policy in the log r of `sequence`: the `present` one, or `behaviour` for KL in the reward.
+      trace_decay, trace_cap: λ and c̄ of `to_go`.
+      divergence, estimator, clip, kl_coef, clip_low, clip_high, clip_dual: as in `rpg_tokens`.
+
+    Raises:
+      ValueError: `product` with a clip, or `behaviour` or `group_ids` with `to_go`.
+
+    Source: ours, see `completions`.
+    """
+    if weight == "product" and clip != "none":
+        raise ValueError(
+            f"weight='product' is the exact weight of a completion, which clip={clip!r} would bound: use clip='none', "
+            "or another weight"
+        )
+    d, bounds = DIVERGENCES[divergence], Bounds(clip_low, clip_high, clip_dual)
+    options = completions.Options(kl_coef, weight, weight_cap, kl_ratio, trace_decay, trace_cap)
+    if level == "to_go":
+        if kl_ratio != "present" or tokens.group_ids is not None:
+            raise ValueError(f"kl_ratio={kl_ratio!r} and group_ids need level='sequence', not {level!r}")
+        return clipped(tokens, completions.to_go(tokens, d, options), estimator, clip, bounds)
+    if tokens.group_ids is not None:
+        tokens = tokens.plus_advantages(completions.grouped_kl_baseline(tokens, d, kl_coef))
+    if (estimator, clip, weight, kl_ratio) == ("differentiable", "none", "product", "present"):
+        return TokenLoss(completion_surrogate(tokens, d, kl_coef))
+    return clipped(tokens, completions.sequence(tokens, d, options), estimator, clip, bounds)
+
+
+@LOSSES.declare(equation, check_aggregate=check_aggregate)
+@passes_on_to(verl_form, rpg_completions, rpg_tokens)
+def rpg(
+    tokens: Tokens,
+    *,
+    form: Literal["paper", "verl"] = "paper",
+    level: Literal["token", "sequence", "to_go"] = "token",
+    behaviour_mass: Annotated[float, Range("(0, inf)")] = 1.0,
+    **options: Any,
+) -> TokenLoss:
+    """The row `rpg` of the registry: one of three losses, which have the other hyperparameters.
+
+        level               form    loss
+        token               paper   `rpg_tokens`
+        token               verl    `verl.verl_form`
+        sequence or to_go   paper   `rpg_completions`
+
+    Args:
+      behaviour_mass: Z = ∫ π_old, a factor of the loss for a behaviour policy that is not normalized.
+
+    Raises:
+      ValueError: as the chosen loss does, and for a choice that the chosen loss does not have.
+    """
+    chosen = rpg_completions if level != "token" else verl_form if form == "verl" else rpg_tokens
+    if form == "verl" and level != "token":
+        raise ValueError(f"form='verl' has tokens only: with level={level!r} use form='paper'")
+    if level == "token" and options.get("weight", "token") != "token":
+        raise ValueError(f"weight={options['weight']!r} is one of completions: use level='sequence' or 'to_go'")
+    if level == "token" and options.get("kl_ratio", "present") != "present":
+        raise ValueError(f"kl_ratio={options['kl_ratio']!r} and group_ids need level='sequence', not {level!r}")
+    own = {name: value for name, value in {"level": level, **options}.items() if name in keywords(chosen)}
+    check("rpg", declared(chosen), own)
+    result = chosen(tokens, **own)
+    return TokenLoss(behaviour_mass * result.values, result.events)
 
 
 def clipped(tokens: Tokens, weights: GradientWeights, estimator: str, clip: str, bounds: Bounds) -> TokenLoss:
@@ -192,26 +247,6 @@ def clipped(tokens: Tokens, weights: GradientWeights, estimator: str, clip: str,
         weight = jnp.where(region.clipped, bound * regularized, weight)
         return TokenLoss(weighted(weight, tokens, estimator), region.events())
     return TokenLoss(weighted(weight, tokens, estimator, region.clipped), region.events())
-
-
-def of_completions(
-    tokens: Tokens,
-    divergence: str,
-    estimator: str,
-    clip: str,
-    level: str,
-    options: completions.Options,
-    bounds: Bounds,
-) -> TokenLoss:
-    """The losses of completions: `clipped` weights of `completions`, or the differentiable surrogate."""
-    d = DIVERGENCES[divergence]
-    if level == "to_go":
-        return clipped(tokens, completions.to_go(tokens, d, options), estimator, clip, bounds)
-    if tokens.group_ids is not None:
-        tokens = tokens.plus_advantages(completions.grouped_kl_baseline(tokens, d, options.kl_coef))
-    if (estimator, clip, options.weight, options.kl_ratio) == ("differentiable", "none", "product", "present"):
-        return TokenLoss(completion_surrogate(tokens, d, options.kl_coef))
-    return clipped(tokens, completions.sequence(tokens, d, options), estimator, clip, bounds)
 
 
 def completion_surrogate(tokens: Tokens, divergence: Divergence, kl_coef: KLCoef) -> jax.Array:

@@ -4,13 +4,14 @@ docs/errata.md lists where they differ from the paper.
 """
 
 import math
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
 
 from rpg_jax.losses import clipping
 from rpg_jax.losses.clipping import Bounds, Region, weighted
-from rpg_jax.losses.declaration import KLCoef, TokenLoss, lookup
+from rpg_jax.losses.declaration import ClipDual, ClipHigh, ClipLow, Estimator, KLCoef, TokenLoss, lookup
 from rpg_jax.losses.divergences import DIVERGENCES, forward_kl, gradient_weight, reverse_kl
 from rpg_jax.losses.tokens import Tokens
 
@@ -26,23 +27,36 @@ VERL_DIVERGENCES = {name: DIVERGENCES[name].function for name in ("fkl", "ufkl",
 VERL_DIVERGENCES["js"] = difference_kl
 
 
-def verl(tokens: Tokens, divergence: str, estimator: str, clip: str, kl_coef: KLCoef, bounds: Bounds) -> TokenLoss:
-    """The public code's loss per token; the arguments are those of `regularized_pg.paper`.
+def verl_form(
+    tokens: Tokens,
+    *,
+    divergence: Annotated[str, DIVERGENCES] = "urkl",
+    estimator: Estimator = "reinforce",
+    clip: Literal["none", "dual", "truncate", "reward"] = "dual",
+    kl_coef: KLCoef = 1e-4,
+    clip_low: ClipLow = 0.2,
+    clip_high: ClipHigh = 0.28,
+    clip_dual: ClipDual = 10.0,
+) -> TokenLoss:
+    """The losses of the paper's public code; the arguments are those of `regularized_pg.rpg_tokens`.
 
         clip       differentiable                              reinforce
-        reward     compute_policy_loss + β kl_penalty *        reward term of `paper` + SG(β K) log π_θ
+        reward     compute_policy_loss + β kl_penalty *        reward term of `rpg_tokens` + SG(β K) log π_θ
         none       −wA + β kl_penalty                          −SG(wA − βK) log π_θ
         dual       as reinforce, on π_θ/SG(π_θ)                compute_policy_loss_reinforce, "clip_ppo" *
         truncate   as reinforce, on π_θ/SG(π_θ)                compute_policy_loss_reinforce, "clip_hard" *
 
-    A cell marked * reproduces a function of that code. The other cells are the nearest relatives. In `reward` and
+    A cell marked * reproduces a function of the public code. The other cells are the nearest relatives. In `reward` and
     `none`, kl_penalty and K depend on r = π_θ/π_ref without the factor ρ, clamped to ±10 with no gradient beyond (fkl
     is not clamped). In `dual` and `truncate` the reference is the behaviour policy, whatever `ref_logprobs` is, and K
     is evaluated at clip(w, 1 − ε₁, 1 + ε₂).
 
     Raises:
-      ValueError: a divergence that the public code does not have.
+      ValueError: a divergence that the public code does not have, or `group_ids`.
     """
+    if tokens.group_ids is not None:
+        raise ValueError("group_ids need level='sequence': the public code has no baseline of the KL")
+    bounds = Bounds(clip_low, clip_high, clip_dual)
     lookup(VERL_DIVERGENCES, "divergence", divergence)
     if clip in ("dual", "truncate"):
         return policy_loss_reinforce(tokens, divergence, estimator, clip, kl_coef, bounds)

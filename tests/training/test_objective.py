@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rpg_jax import data, losses
-from rpg_jax.losses.regularized_pg import rpg
+from rpg_jax.losses.regularized_pg import rpg_completions
 from rpg_jax.training.objective import advantages_fn, policy_loss_fn
 from rpg_jax.types import Completion, Turns
 
@@ -68,7 +68,7 @@ def test_other_losses_and_levels_have_the_advantages_of_the_rewards_alone():
 
 def test_the_baseline_has_the_defaults_of_the_loss():
     log_ratios = jnp.asarray([[0.3, -0.2, 1.0]])
-    defaults = {name: rpg.__kwdefaults__[name] for name in ("divergence", "kl_coef")}
+    defaults = {name: rpg_completions.__kwdefaults__[name] for name in ("divergence", "kl_coef")}
     expected = losses.kl_baseline(log_ratios, level="sequence", **defaults)
     np.testing.assert_array_equal(losses.kl_baseline(log_ratios, level="sequence"), expected)
     np.testing.assert_array_equal(losses.kl_baseline(log_ratios), 0)
