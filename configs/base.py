@@ -262,7 +262,10 @@ FIELDS = Section(
     ),
     loss=Section(
         "The loss of a token and its mean over a batch; docs/methods.md has the equations.",
-        name=Field(from_method(str), "The loss.", choices="rpg_jax.losses:LOSSES"),
+        name=Field(from_method(str), "The loss, or a function of your own as module:function (docs/library.md).",
+            choices="rpg_jax.losses:LOSSES"),
+        arguments=Field(from_method(str), "Hyperparameters of the loss that have no field here, as JSON: "
+            '{"tau": 0.5}.'),
         divergence=Field(from_method(str), "rpg: the divergence.", choices="rpg_jax.losses:DIVERGENCES"),
         estimator=Field(from_method(str), "rpg: the gradient's estimator.", choices=("differentiable", "reinforce")),
         clip=Field(from_method(str), "rpg: the clip of the importance ratio.",
@@ -310,7 +313,8 @@ FIELDS = Section(
             range="[0, inf)"),
         sampler_high=Field(optional(float), "Its upper bound h. Unset: the correction's own.", range="(0, inf]"),
         entropy_coef=Field(0.0, "The weight of the entropy bonus, nats per token. 0 is off.", range="[0, inf)"),
-        advantage=Field(from_method(str), "The advantage. gae needs a critic.",
+        advantage=Field(from_method(str), "The advantage, or a function of your own as module:function. gae needs a "
+            "critic.",
             choices="rpg_jax.losses:ADVANTAGES,LEARNED_ADVANTAGES"),
         credit=Field("completion", "What a turn of a conversation is given credit for: the reward of the whole "
             "completion, or what an environment paid from the turn on (turn), compared with the group's completions "

@@ -10,7 +10,13 @@ from typing import Any
 
 import jax
 
-from rpg_jax.losses.advantages import ADVANTAGES, LEARNED_ADVANTAGES, advantages, turn_advantages
+from rpg_jax.losses.advantages import (
+    ADVANTAGES,
+    LEARNED_ADVANTAGES,
+    advantages,
+    declare_own_advantage,
+    turn_advantages,
+)
 from rpg_jax.losses.aggregate import AGGREGATES, aggregate
 from rpg_jax.losses.calling import (
     cispo,
@@ -29,7 +35,7 @@ from rpg_jax.losses.calling import (
     token_loss,
     verl_form,
 )
-from rpg_jax.losses.declaration import LOSSES, Loss, Range, TokenLoss
+from rpg_jax.losses.declaration import LOSSES, Loss, Range, TokenLoss, declare_own_loss, find_loss
 from rpg_jax.losses.divergences import DIVERGENCES
 from rpg_jax.losses.logprobs import Cut, token_logprobs
 from rpg_jax.losses.methods import METHODS, Method, get_method
@@ -59,9 +65,12 @@ __all__ = [
     "aggregate",
     "carried_ratio",
     "cispo",
+    "declare_own_advantage",
+    "declare_own_loss",
     "divided",
     "dppo",
     "explained_variance",
+    "find_loss",
     "gae",
     "get_method",
     "gmpo",

@@ -8,7 +8,8 @@ deviation, and what a function returns for them has no meaning. A group has at l
 
 import collections
 import dataclasses
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import jax
@@ -143,6 +144,33 @@ def whitened_group_mean(rewards: jax.Array, lengths: jax.Array, counted: jax.Arr
     return whiten(group_mean(rewards, counted), lengths)
 
 
+_GIVEN = ("rewards", "counted", "lengths", "parts", "part_weights")
+
+
+def declare_own_advantage(name: str, function: Callable[..., jax.Array]) -> None:
+    """Adds an advantage from outside this repository to `ADVANTAGES`.
+
+    The contract is that of the advantages here: `function(rewards)` takes f[P, G] and returns f[P, G], and may ask for
+    `counted` and `lengths`; or it takes `parts` and `part_weights` instead of rewards. As nothing says that it compares
+    a group with itself alone, it has no form for turns.
+
+    Args:
+      name: "module:function", which a config has as `loss.advantage`.
+
+    Raises:
+      ValueError: `function` does not have this form.
+    """
+    if not inspect.isfunction(function):
+        raise ValueError(f"the advantage {name!r} must be a function, made with def; got {type(function).__name__}")
+    asked = list(inspect.signature(function).parameters)
+    if asked[:1] not in (["rewards"], ["parts"]) or set(asked) - set(_GIVEN):
+        raise ValueError(
+            f"the advantage {name!r} is called as {function.__name__}(rewards), and may ask for counted and lengths, "
+            f"or as {function.__name__}(parts, part_weights); it asks for {', '.join(asked) or 'nothing'}"
+        )
+    ADVANTAGES[name] = Advantage(function, r"\text{" + function.__name__ + "}", over="batch")
+
+
 def advantages(
     name: str,
     rewards: ArrayLike,
@@ -203,6 +231,8 @@ def advantages(
         raise ValueError(f"{name} averages over tokens: give lengths [P, G] or mask [P, G, T]")
     else:
         found = declared.function(rewards, jnp.asarray(lengths), **left_out)
+    if jnp.shape(found) != rewards.shape:
+        raise ValueError(f"advantage {name!r} must return the shape of rewards {rewards.shape}, got {jnp.shape(found)}")
     return found if counted is None else jnp.where(counted, found, 0)
 
 
@@ -274,7 +304,9 @@ def turn_advantages(
     """
     if name not in ADVANTAGES or ADVANTAGES[name].over != "group":
         able = ", ".join(n for n, declared in ADVANTAGES.items() if declared.over == "group")
-        raise ValueError(f"advantage {name!r} compares a whole batch and has no form for turns; choose one of {able}")
+        raise ValueError(
+            f"advantage {name!r} compares a whole batch, or may do so, and has no form for turns; choose one of {able}"
+        )
     found = [[np.zeros(len(own), np.float32) for own in group] for group in returns]
     compared: dict[int, list[tuple[int, int, list[int]]]] = collections.defaultdict(list)
     for p, group in enumerate(returns):

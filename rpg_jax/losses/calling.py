@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from rpg_jax.losses import baselines, comparators, regularized_pg, verl
 from rpg_jax.losses.aggregate import AGGREGATES, aggregate
-from rpg_jax.losses.declaration import LOSSES, Loss, Range, TokenLoss, lookup, passes_on_to
+from rpg_jax.losses.declaration import LOSSES, Loss, Range, TokenLoss, find_loss, passes_on_to
 from rpg_jax.losses.metrics import Metrics, token_metrics
 from rpg_jax.losses.sampler_correction import SAMPLER_CORRECTIONS, correct
 from rpg_jax.losses.tokens import Tokens, checked
@@ -76,7 +76,7 @@ def policy_loss(
         completion_ids=completion_ids,
         group_ids=group_ids,
     )
-    loss = name if isinstance(name, Loss) else lookup(LOSSES, "loss", name)
+    loss = find_loss(name)
     result = token_loss(loss, tokens, **hyperparameters)
     kind = hyperparameters.get("aggregate", loss.aggregate)
     loss.check_aggregate(**hyperparameters | {"aggregate": kind})
@@ -89,7 +89,7 @@ def token_loss(name: str | Loss, tokens: Tokens, **hyperparameters: Any) -> Toke
 
     `tokens` come from `tokens.checked`; the other arguments and the errors are those of `policy_loss`.
     """
-    loss = name if isinstance(name, Loss) else lookup(LOSSES, "loss", name)
+    loss = find_loss(name)
     loss.check(hyperparameters, _OF_EVERY_LOSS)
     correction = correct(
         tokens,

@@ -3,7 +3,7 @@ r"""How a loss, an advantage, an aggregate or a divergence is declared: one func
     @LOSSES.declare(r"-\mathrm{sg}(\min(w, 1+\varepsilon_2)) A \log\pi_\theta")
     def cispo(tokens: Tokens, *, clip_high: ClipHigh = 0.28) -> TokenLoss:
 
-adds a loss under the function's name; `declare_own` adds one from outside this repository. Symbols in equations:
+adds a loss under the function's name; `declare_own_loss` adds one from outside this repository. Symbols in equations:
 w = π_θ/π_old, ρ = π_ref/π_old, r = w/ρ, A the advantage, R rewards; sg stops the gradient. Keyword-only arguments are
 hyperparameters. Their annotations declare their values, and `check` applies the annotations at trace time:
 
@@ -227,7 +227,12 @@ class Loss:
 LOSSES = Table(Loss)
 
 
-def declare_own(name: str, function: Callable[..., TokenLoss]) -> Loss:
+def find_loss(loss: str | Loss) -> Loss:
+    """The row of `LOSSES` of that name, or `loss` itself. Raises ValueError for an unknown name."""
+    return loss if isinstance(loss, Loss) else lookup(LOSSES, "loss", loss)
+
+
+def declare_own_loss(name: str, function: Callable[..., TokenLoss]) -> Loss:
     """Adds a loss from outside this repository to `LOSSES`; the same entry again for the same function.
 
     The contract is that of the losses here: `function(tokens, *, hyperparameters)` takes `Tokens` and returns a

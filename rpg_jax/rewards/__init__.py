@@ -1,5 +1,6 @@
 """Rewards of completions. This package never imports JAX: its workers start fast and cannot touch a device."""
 
+from rpg_jax.rewards.callables import name_of as name_of
 from rpg_jax.rewards.callables import named as named
 from rpg_jax.rewards.extraction import extract_answer as extract_answer
 from rpg_jax.rewards.parts import check as check

@@ -13,13 +13,14 @@ from typing import Any
 from rpg_jax.rewards.verdicts import Task, Verdict, check_call, checked, failure
 
 
-def name_of(function: Callable[..., Any]) -> str:
+def name_of(function: Callable[..., Any], kind: str = "reward") -> str:
     """module:qualname of a function, of what `functools.partial` wraps, or of an object's class.
 
     Raises ValueError if it cannot be called.
     """
     if not callable(function):
-        raise ValueError(f"a reward is a function or the name of a part, got {type(function).__name__}")
+        part = " of a part" if kind == "reward" else ""
+        raise ValueError(f"a {kind} is a function or the name{part}, got {type(function).__name__}")
     while isinstance(function, functools.partial):
         function = function.func
     named = function if hasattr(function, "__qualname__") else type(function)

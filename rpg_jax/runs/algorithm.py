@@ -47,7 +47,10 @@ def make_algorithm(
     weights = reward_arguments(c)[0]
     credit = {"credit": c.loss.credit, "environment_weight": weights.get(rewards.ENVIRONMENT, 0.0)}
     if c.log.rollouts_every:
-        numbers, sizes = token_numbers(name, **hyperparameters), (c.log.rollouts_every, c.log.rollouts_groups)
+        numbers, sizes = (
+            token_numbers(losses.find_loss(name), **hyperparameters),
+            (c.log.rollouts_every, c.log.rollouts_groups),
+        )
         files = RolloutFiles(folder.files, experiment.tokenizer, programs.logprobs, numbers, *sizes)
     return Algorithm(
         collector=make_collector(experiment, own, scorer, beat),

@@ -1,15 +1,19 @@
-"""What a run reads and does not own: its problems, tokenizer and model. A resume finds them as they were, or stops."""
+"""What a run reads and does not own: problems, tokenizer, model, a loss from outside. A resume finds each as it was, or
+stops."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import inspect
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from ml_collections import ConfigDict
 
-from rpg_jax import data, models
+from rpg_jax import data, losses, models
 from rpg_jax.parallel import hosts
 from rpg_jax.report.run_files import INPUTS, START
 from rpg_jax.runs.experiment import Experiment
@@ -23,11 +27,29 @@ def digests(experiment: Experiment) -> dict[str, str]:
     found = {"model.tokenizer": experiment.tokenizer.digest(), "model.path": _digest([repr(experiment.layout.model)])}
     if path := weights_beside_adapters(experiment.config):
         found["model.path (weights)"] = of_weights(models.local_folder(path))
+    found |= {f"loss.{name}": digest for name, digest in of_own_functions(experiment.config).items()}
     if task.train:
         found[train] = of_problems(task.train)
     if task.demonstrated:
         found["warm_start.train"] = of_problems(task.demonstrated)
     return found | {f"{held_out}: {name}": of_problems(problems) for name, problems in task.held_out.items()}
+
+
+def of_own_functions(config: ConfigDict) -> dict[str, str]:
+    """The digests of the sources of a run's own loss and advantage, by "name" and "advantage".
+
+    The text of the function alone counts. A function without source text, as one typed into an interpreter, has none.
+    """
+    functions: dict[str, Callable[..., Any]] = {}
+    if ":" in (loss := config.loss.name) and loss in losses.LOSSES:
+        functions["name"] = losses.LOSSES[loss].function
+    if ":" in (advantage := config.loss.advantage) and advantage in losses.ADVANTAGES:
+        functions["advantage"] = losses.ADVANTAGES[advantage].function
+    found = {}
+    for field, function in functions.items():
+        with contextlib.suppress(OSError):
+            found[field] = _digest([inspect.getsource(function)])
+    return found
 
 
 def weights_beside_adapters(config: ConfigDict) -> str | None:

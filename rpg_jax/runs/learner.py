@@ -81,7 +81,7 @@ def policy_objective(config: ConfigDict, critic: Critic | None = None) -> Object
     """The config's loss and entropy bonus, and the loss of `critic`."""
     c, (name, hyperparameters) = config.loss, loss_arguments(config)
     return Objective(
-        policy_loss_fn(name, **hyperparameters),
+        policy_loss_fn(losses.find_loss(name), **hyperparameters),
         mean=mean_fn(c.aggregate, c.constant_length),
         entropy_coef=c.entropy_coef,
         critic=critic,

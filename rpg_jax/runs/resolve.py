@@ -1,9 +1,10 @@
 """Resolves a config: fills in the fields that its method decides, and checks fields before anything is computed."""
 
+import contextlib
 import functools
 import json
 import operator
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -13,6 +14,7 @@ from ml_collections import ConfigDict
 
 from rpg_jax import losses, models, rewards, rollout
 from rpg_jax.losses.regularized_pg import TOKEN_SUMS
+from rpg_jax.rewards.loading import load
 from rpg_jax.runs import config_files, trackers
 from rpg_jax.types import Count
 
@@ -40,6 +42,13 @@ def with_method(config: ConfigDict) -> ConfigDict:
     Raises ValueError if the method is unknown.
     """
     method = losses.get_method(config.method)
+    _declare_own(config)
+    own, given = config.loss.name or method.loss, _loss_object(config)
+    taken = method.hyperparameters
+    if own != method.loss:  # another loss takes from the row what both declare
+        declared = losses.LOSSES[own].hyperparameters if own in losses.LOSSES else ()
+        taken = {n: v for n, v in taken.items() if n in declared or n.startswith("sampler_")}
+    extra = {name: value for name, value in taken.items() if name not in config.loss} | given
     row = {
         "loss.name": method.loss,
         "loss.advantage": method.advantage,
@@ -48,10 +57,11 @@ def with_method(config: ConfigDict) -> ConfigDict:
         "dynamic_sampling.enabled": method.dynamic_sampling,
         "rewards.overlong_shaping": method.overlong_shaping,
         "optimizer.learning_rate": method.learning_rate,
-        **{f"loss.{name}": value for name, value in method.hyperparameters.items()},
+        **{f"loss.{name}": value for name, value in taken.items() if name not in extra},
     }
     resolved = config.copy_and_resolve_references()
     with resolved.unlocked():
+        resolved.loss.arguments = json.dumps(extra, sort_keys=True) if extra else None
         if resolved.loss.constant_length is None:
             constant = (resolved.loss.aggregate or method.aggregate) == "constant"
             row["loss.constant_length"] = resolved.rollout.max_tokens if constant else None
@@ -172,14 +182,43 @@ def _check_level(config: ConfigDict) -> None:
 
 def _check_loss(config: ConfigDict) -> None:
     _check_level(config)
-    if config.loss.advantage not in losses.LEARNED_ADVANTAGES:
-        losses.advantages(config.loss.advantage, np.zeros((2, 2)), lengths=np.ones((2, 2), np.int32))
+    advantage = config.loss.advantage
+    if advantage not in losses.LEARNED_ADVANTAGES:
+        with _named(f"loss.advantage={advantage}"):
+            losses.advantages(advantage, np.zeros((2, 2)), lengths=np.ones((2, 2), np.int32))
         if config.loss.credit == "turn":
-            losses.turn_advantages(config.loss.advantage, [[np.zeros(1, np.float32)]])
+            losses.turn_advantages(advantage, [[np.zeros(1, np.float32)]])
     name, hyperparameters = loss_arguments(config)
     one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
-    tokens = ("logprobs", "behaviour_logprobs", "advantages", "mask", "ref_logprobs", "sampler_logprobs")
-    jax.eval_shape(lambda **arrays: losses.policy_loss(name, **arrays, **hyperparameters), **dict.fromkeys(tokens, one))
+    names = ("logprobs", "behaviour_logprobs", "advantages", "mask", "ref_logprobs", "sampler_logprobs")
+    with _named(f"loss.name={name}"):
+        jax.eval_shape(
+            lambda **arrays: losses.policy_loss(name, **arrays, **hyperparameters), **dict.fromkeys(names, one)
+        )
+
+
+@contextlib.contextmanager
+def _named(what: str) -> Iterator[None]:
+    """Makes a ValueError that begins with `what` of anything else that a function of a user raises."""
+    try:
+        yield
+    except ValueError:
+        raise
+    except Exception as error:
+        lines = str(error).strip().splitlines() or [""]
+        raise ValueError(f"{what} raises {type(error).__name__}: {lines[0]}") from error
+
+
+def _declare_own(config: ConfigDict) -> None:
+    """Imports the loss and the advantage that the config names as module:function.
+
+    A function that a Python program handed over is declared already.
+    """
+    loss, advantage = config.loss.name or "", config.loss.advantage or ""
+    if ":" in loss and loss not in losses.LOSSES:
+        losses.declare_own_loss(loss, load(loss, "loss"))
+    if ":" in advantage and advantage not in losses.ADVANTAGES:
+        losses.declare_own_advantage(advantage, load(advantage, "advantage"))
 
 
 def _check_environment(config: ConfigDict) -> None:
@@ -204,21 +243,35 @@ def _check_environment(config: ConfigDict) -> None:
 
 def environment_options(config: ConfigDict) -> dict[str, Any]:
     """The keywords of the config's environment. Raises ValueError if they are not the JSON of an object."""
-    text = config.environment.options
+    return _json_object("environment.options", config.environment.options, '{"high": 50}')
+
+
+def _json_object(field: str, text: str, example: str) -> dict[str, Any]:
     try:
-        options = json.loads(text)
+        value = json.loads(text)
     except ValueError as error:
-        raise ValueError(f'environment.options={text!r} is not JSON ({error}): write it as {{"high": 50}}') from error
-    if not isinstance(options, dict):
-        raise ValueError(f'environment.options={text!r} must be an object of JSON, as {{"high": 50}}')
-    return options
+        raise ValueError(f"{field}={text!r} is not JSON ({error}): write it as {example}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{field}={text!r} must be an object of JSON, as {example}")
+    return value
+
+
+def _loss_object(config: ConfigDict) -> dict[str, Any]:
+    """The hyperparameters in `loss.arguments`.
+
+    Raises ValueError if the text is not JSON, or if a hyperparameter is set by its own field too.
+    """
+    given = _json_object("loss.arguments", config.loss.arguments or "{}", '{"tau": 0.5}')
+    if both := [name for name in given if config.loss.get(name) is not None]:
+        raise ValueError(f"loss.arguments and loss.{both[0]} both set {both[0]}: leave one out")
+    return given
 
 
 def loss_arguments(config: ConfigDict) -> tuple[str, dict[str, Any]]:
     """The name and the hyperparameters of `losses.policy_loss`."""
-    others = ("advantage", "credit", "entropy_coef")
+    others = ("advantage", "credit", "entropy_coef", "arguments")
     fields = {k: v for k, v in config.loss.to_dict().items() if v is not None and k not in others}
-    return fields.pop("name"), fields
+    return fields.pop("name"), fields | _loss_object(config)
 
 
 def reward_arguments(config: ConfigDict) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:

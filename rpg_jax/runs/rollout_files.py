@@ -48,7 +48,7 @@ Numbers = Callable[[jax.Array, jax.Array, Batch], jax.Array]
 
 
 @functools.lru_cache(maxsize=128, typed=True)
-def token_numbers(loss: str, **hyperparameters: Any) -> Numbers:
+def token_numbers(loss: str | losses.Loss, **hyperparameters: Any) -> Numbers:
     """A jitted function of log-probs and entropy f32[B, C] and their batch; it returns `COLUMNS`, f32[B, C, K].
 
     Equal arguments give the same function, so that runs of one process compile it once.

@@ -1,9 +1,11 @@
-"""What `rpg_jax.train` does for a Python program: the run of the command, with rows and rewards handed over."""
+"""What `rpg_jax.train` does for a Python program: the run of the command, with rows, rewards and losses handed over."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
+import json
 from collections.abc import Callable, Iterable, Mapping
 from os import PathLike, fspath
 from pathlib import Path
@@ -12,7 +14,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from rpg_jax import rewards
+from rpg_jax import losses, rewards
 from rpg_jax.environments.registry import name_of
 from rpg_jax.report.run_files import read_metrics
 from rpg_jax.runs import cli, config_files, given_rows, run_folder, train_command
@@ -59,6 +61,8 @@ def train(
     held_out: Iterable[Row] | Mapping[str, Iterable[Row]] | None = None,
     reward: Reward | Mapping[Reward, float] | None = None,
     environment: Any = None,
+    loss: Callable[..., Any] | str | None = None,
+    advantage: Callable[..., Any] | str | None = None,
 ) -> Result:
     """Trains a policy, or continues the run that an equal call or command has begun.
 
@@ -83,6 +87,12 @@ def train(
         `environment.options`, an object with `reset` and `step`, or a name. A class or an object is called in this
         process, and may be async. None: the config's environment, if it has one.
 
+      loss: a loss of your own, a function (tokens, *, hyperparameters) -> `losses.TokenLoss` as docs/library.md
+        describes, or the name of one. The keywords of a `functools.partial` of it become `loss.arguments`. The config
+        knows a function as "module:qualname", and a resume compares the text of its source. None: the method's loss.
+      advantage: an advantage of your own, a function of rewards f[P, G] that returns f[P, G], or the name of one. None:
+        the method's advantage.
+
     Raises:
       ValueError: something that was given does not fit; the message says the fix. Nothing has been trained.
       RuntimeError: the run was open and could not go on; the message says why. The same call continues it.
@@ -102,12 +112,36 @@ def train(
         functions |= {} if isinstance(environment, str) else {name: environment}
         fields["environment.name"] = name
         told["environment"] = name.rpartition(":")[2]
+    if loss is not None:
+        _refuse(overrides, "loss", "loss.name")
+        fields |= _own_loss(loss, overrides)
+        told["loss"] = fields["loss.name"].rpartition(":")[2]
+    if advantage is not None:
+        _refuse(overrides, "advantage", "loss.advantage")
+        fields["loss.advantage"] = advantage if isinstance(advantage, str) else rewards.name_of(advantage, "advantage")
+        if not isinstance(advantage, str):
+            losses.declare_own_advantage(fields["loss.advantage"], advantage)
+        told["advantage"] = fields["loss.advantage"].rpartition(":")[2]
     if data is not None or held_out is not None:
         _refuse(overrides, "data", "task.name", "task.train", "task.held_out_sets")
         fields |= _task(chosen, data, held_out)
         told["data"] = Path(fields["task.train"]).stem[:6]
     chosen = train_command.named(config_files.changed(chosen, fields), file, told)
     return Result(str(run_folder.of(chosen).home), train_command.run(chosen, functions) == 0)
+
+
+def _own_loss(loss: Callable[..., Any] | str, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a loss that is handed over, which is declared here."""
+    if isinstance(loss, str):
+        return {"loss.name": loss}
+    fields: dict[str, Any] = {"loss.name": rewards.name_of(loss, "loss")}
+    if isinstance(loss, functools.partial):
+        if loss.args or not inspect.isfunction(loss.func):
+            raise ValueError(f"the loss {fields['loss.name']!r}: give functools.partial a function and keywords alone")
+        _refuse(overrides, "loss=functools.partial(…)", "loss.arguments")
+        fields["loss.arguments"], loss = json.dumps(loss.keywords), loss.func
+    losses.declare_own_loss(fields["loss.name"], loss)
+    return fields
 
 
 def _opened(config: str | PathLike[str] | ConfigDict, overrides: Mapping[str, Any]) -> tuple[ConfigDict, str]:

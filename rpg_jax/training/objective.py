@@ -21,9 +21,9 @@ LossFn = Callable[[jax.Array, Batch], tuple[jax.Array, jax.Array, Metrics]]
 
 
 @functools.lru_cache(maxsize=128, typed=True)
-def policy_loss_fn(name: str, **hyperparameters: Any) -> LossFn:
+def policy_loss_fn(name: str | losses.Loss, **hyperparameters: Any) -> LossFn:
     """`losses.policy_loss` of the columns of a batch, with the metric of `kl_share`; the same for equal arguments."""
-    kl_coef = hyperparameters.get("kl_coef", 1.0) if "kl_coef" in losses.LOSSES[name].hyperparameters else 0.0
+    kl_coef = hyperparameters.get("kl_coef", 1.0) if "kl_coef" in losses.find_loss(name).hyperparameters else 0.0
     regularized = isinstance(kl_coef, jax.Array) or kl_coef > 0
 
     def loss(logprobs: jax.Array, batch: Batch):
@@ -33,7 +33,7 @@ def policy_loss_fn(name: str, **hyperparameters: Any) -> LossFn:
     return loss
 
 
-def kl_share(name: str, logprobs: jax.Array, batch: Batch, **hyperparameters: Any) -> Metrics:
+def kl_share(name: str | losses.Loss, logprobs: jax.Array, batch: Batch, **hyperparameters: Any) -> Metrics:
     """The KL term's share of the gradient, the metric `kl_gradient_share`; no gradient.
 
         ‖g − g₀‖ / ‖g‖,   g = ∂(Σ loss)/∂ log π_θ of every trained token, g₀ = the same at β = 0

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from rpg_jax import losses
-from rpg_jax.losses.declaration import declare_own
+from rpg_jax.losses.declaration import declare_own_loss
 
 RPG = ("divergence", "estimator", "clip", "kl_coef", "clip_low", "clip_high", "clip_dual")
 FUNCTIONS: dict[str, tuple[Any, str, dict[str, Any]]] = {  # function, row of the registry, what the row needs
@@ -119,7 +119,7 @@ def table():
 
 
 def test_a_loss_from_outside_is_called_and_reported_like_ours(batch, table):
-    declare_own("outside:gated", gated)
+    declare_own_loss("outside:gated", gated)
     total, weight, metrics = losses.policy_loss("outside:gated", **batch, tau=0.5)
     shown = losses.divided(metrics)
     log_w = np.asarray(batch["logprobs"] - batch["behaviour_logprobs"])
@@ -131,9 +131,9 @@ def test_a_loss_from_outside_is_called_and_reported_like_ours(batch, table):
 
 
 def test_the_same_function_keeps_its_entry_and_another_function_of_its_name_replaces_it(table):
-    first = declare_own("outside:gated", gated)
-    assert declare_own("outside:gated", gated) is first
-    assert declare_own("outside:gated", lambda tokens: gated(tokens, tau=1.0)) is not first
+    first = declare_own_loss("outside:gated", gated)
+    assert declare_own_loss("outside:gated", gated) is first
+    assert declare_own_loss("outside:gated", lambda tokens: gated(tokens, tau=1.0)) is not first
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_the_same_function_keeps_its_entry_and_another_function_of_its_name_repl
     ],
 )
 def test_its_hyperparameters_are_checked(batch, table, options, message):
-    declare_own("outside:gated", gated)
+    declare_own_loss("outside:gated", gated)
     with pytest.raises(ValueError, match=message):
         losses.policy_loss("outside:gated", **batch, **options)
 
@@ -169,7 +169,7 @@ def crowded(tokens, tau, *, strength: Annotated[float, losses.Range("[0, 1]")] =
 )
 def test_a_function_of_another_form_is_no_loss(table, function, message):
     with pytest.raises(ValueError, match=message):
-        declare_own("outside:f", function)
+        declare_own_loss("outside:f", function)
 
 
 @pytest.mark.parametrize(
@@ -186,6 +186,6 @@ def test_a_function_of_another_form_is_no_loss(table, function, message):
     ],
 )
 def test_what_a_loss_returns_is_checked(batch, table, function, message):
-    declare_own("outside:f", function)
+    declare_own_loss("outside:f", function)
     with pytest.raises(ValueError, match=f"loss 'outside:f' {message}"):
         losses.policy_loss("outside:f", **batch)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rpg_jax import data
+from rpg_jax import data, losses
 from rpg_jax.models import QwenConfig, Rope
 from rpg_jax.runs import inputs
 from rpg_jax.runs.problems import Task
@@ -20,7 +20,8 @@ def experiment(tmp_path):
     tokenizer = data.train_sentencepiece([p.prompt + p.answer for p in PROBLEMS], tmp_path / "tokenizer.model")
     task = Task(PROBLEMS[:3], {"hard": PROBLEMS[3:]}, ())
     model = SimpleNamespace(lora=SimpleNamespace(rank=0))
-    config = SimpleNamespace(task=SimpleNamespace(name="files"), model=model)
+    loss = SimpleNamespace(name="rpg", advantage="group_mean")
+    config = SimpleNamespace(task=SimpleNamespace(name="files"), model=model, loss=loss)
     return SimpleNamespace(tokenizer=tokenizer, task=task, config=config, layout=SimpleNamespace(model=MODEL))
 
 
@@ -89,3 +90,22 @@ def test_an_environments_messages_count():
     problem = data.Problem(0, "1+1=", "2", "t")
     messages = ({"role": "user", "content": "1+1=?"},)
     assert inputs.of_problems([problem]) != inputs.of_problems([dataclasses.replace(problem, messages=messages)])
+
+
+def test_another_source_of_an_own_loss_is_noticed(experiment, tmp_path, monkeypatch):
+    monkeypatch.setattr(losses.declaration, "LOSSES", table := {})  # where `declare_own_loss` writes
+    monkeypatch.setattr(losses, "LOSSES", table)
+    experiment.config.loss.name = "mine:pull"
+
+    def pull(tokens):
+        return losses.TokenLoss(-tokens.advantages * tokens.w)
+
+    def push(tokens):
+        return losses.TokenLoss(-2 * tokens.advantages * tokens.w)
+
+    losses.declare_own_loss("mine:pull", pull)
+    inputs.check(experiment, tmp_path, begins=True)
+    inputs.check(experiment, tmp_path, begins=False)
+    losses.declare_own_loss("mine:pull", push)
+    with pytest.raises(ValueError, match="^loss.name has changed since this run began: put the old content back"):
+        inputs.check(experiment, tmp_path, begins=False)

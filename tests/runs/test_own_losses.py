@@ -1,0 +1,156 @@
+"""A loss and an advantage from outside the repository, in a config: found by name, checked, and filled in."""
+
+from __future__ import annotations
+
+import functools
+import json
+from typing import Annotated, Any
+
+import jax.numpy as jnp
+import pytest
+
+import rpg_jax
+from configs import tiny
+from examples import own_loss
+from rpg_jax import losses
+from rpg_jax.runs import inputs
+from rpg_jax.runs.learner import policy_objective
+from rpg_jax.runs.resolve import loss_arguments, resolve, with_method
+
+OWN, MEDIAN = "examples.own_loss:tempered", "examples.own_loss:median_baseline"
+
+
+@pytest.fixture(autouse=True)
+def tables():
+    """The tables of losses and advantages are as before after each test."""
+    before = [(table, dict(table)) for table in (losses.LOSSES, losses.ADVANTAGES)]
+    yield
+    for table, rows in before:
+        table.clear()
+        table.update(rows)
+
+
+def resolved(**fields: Any):
+    config = tiny.get_config()
+    config.update_from_flattened_dict(fields)
+    return resolve(config)
+
+
+def test_a_loss_by_name_has_its_arguments_and_what_it_declares_of_the_method():
+    config = resolved(**{"loss.name": OWN, "loss.arguments": '{"tau":0.5}', "method": "RPG-REINFORCE-URKL"})
+    name, hyperparameters = loss_arguments(config)
+    assert name == OWN and hyperparameters == {"tau": 0.5, "kl_coef": 1e-4, "aggregate": "token_mean"}
+    assert config.loss.arguments == '{"tau": 0.5}' and config.loss.divergence is None
+    assert resolved(**{"loss.name": OWN, "loss.kl_coef": 0.3}).loss.kl_coef == 0.3
+
+
+def test_a_config_that_is_resolved_again_is_the_same():
+    once = resolved(**{"loss.name": OWN, "loss.arguments": '{"tau": 0.5}', "loss.advantage": MEDIAN})
+    assert with_method(once).to_dict() == once.to_dict()
+
+
+def test_the_rows_of_the_methods_fill_no_arguments():
+    for method in losses.METHODS:
+        config = tiny.get_config()
+        config.method = method
+        assert with_method(config).loss.arguments is None, method
+
+
+def test_a_hyperparameter_of_a_row_that_has_no_field_is_in_the_arguments(monkeypatch):
+    row = losses.methods.row(losses.baselines.ppo, "group_mean", "here", strength=0.7)
+    monkeypatch.setattr(losses.methods, "METHODS", {**losses.METHODS, "Strong": row})
+    config = tiny.get_config()
+    config.method = "Strong"
+    assert json.loads(with_method(config).loss.arguments) == {"strength": 0.7}
+
+
+def test_another_loss_of_ours_takes_from_the_row_what_both_declare():
+    config = resolved(**{"method": "RPG-REINFORCE-URKL", "loss.name": "sapo", "loss.arguments": '{"tau_positive": 2}'})
+    assert loss_arguments(config)[1] == {"tau_positive": 2, "aggregate": "token_mean"}
+    assert loss_arguments(resolved(**{"loss.name": "ppo"}))[1]["clip_high"] == 0.28  # of the row
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"loss.arguments": "tau=1"}, r'loss.arguments=.tau=1. is not JSON .*: write it as \{"tau": 0.5\}'),
+        ({"loss.arguments": "[1]"}, "must be an object of JSON"),
+        ({"loss.arguments": '{"tou": 1}'}, "unknown hyperparameter of loss '.*tempered': 'tou'. Did you mean 'tau'"),
+        ({"loss.arguments": '{"tau": "1"}'}, r"tau of loss '.*tempered' must be in \(0, 1\]; got '1'"),
+        ({"loss.arguments": '{"tau": [1]}'}, r"tau of loss '.*tempered' must be in \(0, 1\]; got \[1\]"),
+        ({"loss.arguments": '{"tau": 2}'}, r"tau of loss '.*tempered' must be in \(0, 1\]; got 2"),
+        ({"loss.arguments": '{"kl_coef": 1}', "loss.kl_coef": 1.0}, "loss.arguments and loss.kl_coef both set kl_coef"),
+        ({"loss.clip": "dual"}, "unknown hyperparameter of loss '.*tempered': 'clip'"),
+        ({"loss.name": "examples.own_loss:missing"}, "has no function or class 'missing' for the loss"),
+        ({"loss.name": "no_such_module:f"}, "cannot import 'no_such_module' for the loss"),
+        ({"loss.name": "examples.own_loss:"}, "not of the form module:name"),
+        ({"loss.name": "math:sin"}, "the loss 'math:sin' must be a function, made with def"),
+        ({"loss.advantage": "math:sin"}, "the advantage 'math:sin' must be a function, made with def"),
+        (
+            {"loss.advantage": "examples.own_loss:main"},
+            r"called as main\(rewards\).*it asks for steps, tau, overrides",
+        ),
+        ({"loss.advantage": MEDIAN, "loss.credit": "turn"}, "may do so, and has no form for turns"),
+        ({"loss.level": "sequence"}, "loss.level=sequence does not have the gradient of completions"),
+    ],
+)
+def test_what_does_not_fit_is_refused_when_the_config_is_resolved(fields, message):
+    with pytest.raises(ValueError, match=message) as error:
+        resolved(**{"loss.name": OWN} | fields)
+    assert "\n" not in str(error.value)
+
+
+def failing(tokens: losses.Tokens, *, tau: Annotated[float, losses.Range("(0, 1]")] = 1.0) -> losses.TokenLoss:
+    raise KeyError("no such thing\nand more")
+
+
+def flat(rewards):
+    return jnp.zeros(3)
+
+
+def test_what_a_function_raises_or_returns_is_told_in_one_line():
+    losses.declare_own_loss("outside:failing", failing)
+    losses.declare_own_advantage("outside:flat", flat)
+    with pytest.raises(ValueError, match="loss.name=outside:failing raises KeyError: "):
+        resolved(**{"loss.name": "outside:failing"})
+    with pytest.raises(ValueError, match=r"'outside:flat' must return the shape of rewards \(2, 2\), got \(3,\)"):
+        resolved(**{"loss.advantage": "outside:flat"})
+
+
+def test_another_function_of_the_same_name_is_another_objective():
+    """A notebook's cell that is run again: nothing compiled of the old function may be used."""
+    config = resolved(**{"loss.name": OWN})
+    first = policy_objective(config).loss
+    assert policy_objective(config).loss is first
+    losses.declare_own_loss(OWN, lambda tokens: own_loss.tempered(tokens, tau=0.1))
+    with config.unlocked():
+        config.loss.kl_coef = None
+    assert policy_objective(config).loss is not first
+
+
+def test_a_resume_compares_the_sources_of_the_functions(monkeypatch):
+    config = resolved(**{"loss.name": OWN, "loss.advantage": MEDIAN})
+    before = inputs.of_own_functions(config)
+    assert set(before) == {"name", "advantage"} and inputs.of_own_functions(resolved()) == {}
+    losses.declare_own_loss(OWN, failing)
+    after = inputs.of_own_functions(config)
+    assert after["name"] != before["name"] and after["advantage"] == before["advantage"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"loss": 3}, "a loss is a function or the name, got int"),
+        ({"loss": functools.partial(own_loss.tempered, None)}, "give functools.partial a function and keywords alone"),
+        ({"loss": own_loss.tempered, "overrides": {"loss.name": "ppo"}}, "say the same thing twice"),
+        (
+            {"loss": functools.partial(own_loss.tempered, tau=1), "overrides": {"loss.arguments": "{}"}},
+            "overrides of loss.arguments say the same thing twice",
+        ),
+        ({"advantage": own_loss.main}, "it asks for steps, tau, overrides"),
+        ({"advantage": flat, "overrides": {"loss.advantage": "maxrl"}}, "say the same thing twice"),
+    ],
+)
+def test_what_a_program_hands_over_wrongly_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        rpg_jax.train(**arguments)
