@@ -14,6 +14,7 @@ from rpg_jax import losses
 from rpg_jax.losses.declaration import declare_own_loss
 
 RPG = ("divergence", "estimator", "clip", "kl_coef", "clip_low", "clip_high", "clip_dual")
+OTHERS = ("ppo", "grpo", "reinforce_pp", "gspo", "cispo", "dppo", "sapo", "gmpo", "opmd")
 FUNCTIONS: dict[str, tuple[Any, str, dict[str, Any]]] = {  # function, row of the registry, what the row needs
     "rpg": (losses.rpg, "rpg", {}),
     "rpg_completions": (
@@ -22,7 +23,7 @@ FUNCTIONS: dict[str, tuple[Any, str, dict[str, Any]]] = {  # function, row of th
         {"level": "sequence", "aggregate": "sequence_mean_token_sum"},
     ),
     "verl_form": (losses.verl_form, "rpg", {"form": "verl"}),
-    **{name: (getattr(losses, name), name, {}) for name in losses.LOSSES if name != "rpg"},
+    **{name: (getattr(losses, name), name, {}) for name in OTHERS},
 }
 
 
