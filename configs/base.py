@@ -246,7 +246,8 @@ FIELDS = Section(
             "for loading the weights.", "seconds", range="(0, 1e6]"),
         patience_seconds=Field(600.0, "The run stops after so long without any server that answers.", "seconds",
             range="(0, 1e6]"),
-        certificate=Field(optional(str), "PEM file to trust for https addresses. Unset: the system's."),
+        certificate=Field(optional(str), "PEM file to trust for https addresses. Unset: the text of the variable "
+            "RPG_JAX_CERTIFICATE, else the system's."),
         certificate_name=Field(optional(str), "The name in the servers' certificate. Unset: the host of each address."),
         key_variable=Field("RPG_JAX_SERVERS_KEY", "The environment variable that holds the servers' API key, if they "
             "have one."),

@@ -16,7 +16,7 @@ from rpg_jax.rollout.served.calls import Client
 from rpg_jax.rollout.served.deployed import Deployed
 from rpg_jax.rollout.served.kinds import KINDS
 from rpg_jax.rollout.served.served_rollout import ServedRollout
-from rpg_jax.rollout.serving.access import ApiKey
+from rpg_jax.rollout.serving.access import CERTIFICATE, ApiKey, pem_file
 from rpg_jax.runs.experiment import Experiment
 
 _FILE_BYTES = 512 * 2**20  # a process writes several files at once
@@ -36,7 +36,7 @@ def make_served(experiment: Experiment, params: Any, base: models.Base | None = 
     kind.check(experiment.sampling(config.rollout.temperature), c.kind)
     client = Client(
         key=_key(c.key_variable),
-        certificate=c.certificate,
+        certificate=pem_file(c.certificate, CERTIFICATE),
         certificate_name=c.certificate_name,
         timeout=c.timeout_seconds,
     )

@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable
 
 from etils import epath
 
+from rpg_jax import storage
+
 Look = Callable[[], Awaitable[list[str]]]
 """Looks for the servers' addresses. Raises OSError or ValueError if they cannot be found now."""
 
@@ -28,7 +30,7 @@ def source(text: str, check: Callable[[str], str]) -> list[str] | Look:
       ValueError: no address, two equal ones, or one of another form.
     """
     if text.startswith("file:"):
-        path = epath.Path(text.removeprefix("file:"))
+        path = storage.absolute(text.removeprefix("file:"))
         return lambda: asyncio.to_thread(_lines, path, check)
     scheme, _, place = text.partition("://")
     if scheme in ("dns", "dns+https"):
@@ -58,6 +60,18 @@ def _resolver(text: str, scheme: str, place: str, check: Callable[[str], str]) -
 
 
 def _lines(path: epath.Path, check: Callable[[str], str]) -> list[str]:
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    """The addresses in a file, or in all files of a folder but those that are being written.
+
+    A line that is none hides no other. Raises ValueError if all are none.
+    """
+    files = [file for file in path.iterdir() if not file.name.startswith(".")] if path.is_dir() else [path]
     lines = [line.partition("#")[0].strip() for file in files for line in file.read_text().splitlines()]
-    return sorted({check(line) for line in lines if line})
+    found, faults = set[str](), list[ValueError]()
+    for line in filter(None, lines):
+        try:
+            found.add(check(line))
+        except ValueError as fault:
+            faults.append(fault)
+    if faults and not found:
+        raise faults[0]
+    return sorted(found)
