@@ -17,7 +17,7 @@ from rpg_jax.rollout.decoding import prompt_bucket
 from rpg_jax.rollout.engine import Scores
 from rpg_jax.rollout.interface import Request
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
-from rpg_jax.rollout.serving.loading import Disk, Loaded, Loads
+from rpg_jax.rollout.serving.weight_loads import Disk, Loaded, Loads
 from rpg_jax.rollout.weights import RolloutError
 from rpg_jax.types import Sampling
 

@@ -15,7 +15,7 @@ from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
 from rpg_jax.rollout.serving import wire
 from rpg_jax.rollout.serving.access import STALL_SECONDS, Access, ApiKey
 from rpg_jax.rollout.serving.admission import Admission, Refused, count
-from rpg_jax.rollout.serving.loading import Disk
+from rpg_jax.rollout.serving.weight_loads import Disk
 from rpg_jax.types import Sampling
 
 _IDLE_MS = 300_000
