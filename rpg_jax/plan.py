@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_switch("try", default=True, help="search for the smallest change that fits (default: yes; --notry)")
     parser.add_argument("--mean_tokens", type=int, default=0, help="of a completion; default: half of the limit")
     parser.add_argument("--prompt_tokens", type=int, default=0, help="of a prompt; default: 300, or half of the limit")
+    parser.add_argument("--store_gbs", type=cli.number(float, 1e-3), default=1.0, help="1e9 bytes/s a host, weights")
     parser.add_argument(
         "--programs",
         type=lambda text: [name.strip() for name in text.split(",") if name],
@@ -70,7 +71,7 @@ def plan(options: argparse.Namespace) -> int:
         config = search.changed(config, found[0].change)
         if not options.json:
             printing.show_search(topology, found)
-    programs, step = run_plan.plan(config, topology, only=options.programs, lengths=lengths)
+    programs, step = run_plan.plan(config, topology, options.programs, lengths=lengths, store=1e9 * options.store_gbs)
     fits = all(p.fits(topology.chip) for p in programs.values())
     change = None if fits or not getattr(options, "try") else run_plan.smallest_change(config, topology, programs)
     if options.json:

@@ -30,6 +30,13 @@ DISPATCH_SECONDS = 3e-3
 """Seconds between two dispatches of decode steps, while tokens reach the host and slots are filled. Levanter's engine
 spends 1.4 ms of host time on a decode step of Qwen3-8B on v6e-8 (marin-community/marin#6229)."""
 
+HOST = 8e9
+"""Bytes a second between the chips of a host and its memory: half of what PCIe 3.0 with 16 lanes carries."""
+
+STORE = 1e9
+"""Bytes a second with which a host writes weights into the folder that servers read, or reads them there. On two
+shared cores it was 0.9 to 3.7e9 in writing (`rpg_jax.bench weights`, November 2026). Disks differ: --store_gbs."""
+
 CORRELATION = 0.5
 """Correlation between the work of two completions of one prompt. It decides how unequal the hosts are."""
 

@@ -4,9 +4,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from rpg_jax.models import QwenConfig, splash
+from rpg_jax.models import QwenConfig, parameter_count, splash
 from rpg_jax.planning import efficiency, step_time
 from rpg_jax.planning.compiling import Program
 from rpg_jax.planning.flops import token_flops
@@ -32,7 +33,7 @@ def lengths_of(config: ConfigDict, *, mean: float = 0, prompt: float = 0, spread
     )
 
 
-def work_of(layout: Layout, decoding: Decoding, lengths: Lengths) -> Work:
+def work_of(layout: Layout, decoding: Decoding, lengths: Lengths, store: float = efficiency.STORE) -> Work:
     """What a step of the config has to do."""
     c, shape = layout.config, row_shape(layout.config)
     bucket = prompt_bucket(math.ceil(lengths.prompt), decoding.capacity)
@@ -52,6 +53,8 @@ def work_of(layout: Layout, decoding: Decoding, lengths: Lengths) -> Work:
         remat=c.model.remat,
         frozen=layout.lora is not None,
         run=_run(layout.model, lengths, shape.length) if shape.packed else 1.0,
+        weights=parameter_count(layout.model) * jnp.dtype(c.model.compute_dtype).itemsize,
+        store=store,
     )
 
 
@@ -85,13 +88,18 @@ def decode_step_of(layout: Layout, decoding: Decoding, program: Program) -> Deco
 
 
 def step_figures(
-    layout: Layout, decoding: Decoding, programs: Mapping[str, Program], on: Topology, lengths: Lengths
+    layout: Layout,
+    decoding: Decoding,
+    programs: Mapping[str, Program],
+    on: Topology,
+    lengths: Lengths,
+    store: float = efficiency.STORE,
 ) -> dict[str, Any]:
     """Bound and expected time of a step and of the run without evaluations, what binds, and what to try next.
 
     Prompts include dynamic sampling's oversampling. `servers` of a host each sample as fast as these chips train.
     """
-    work, step = work_of(layout, decoding, lengths), decode_step_of(layout, decoding, programs["decode"])
+    work, step = work_of(layout, decoding, lengths, store), decode_step_of(layout, decoding, programs["decode"])
     best = step_time.bound(work, step, programs, layout.model, on)
     likely = step_time.expected(work, step, programs, on)
     int8, head = decoding.int8_kv, layout.model.head_dim
@@ -110,4 +118,5 @@ def step_figures(
         "next": step_time.suggestions(work, step, programs, on, head_dim=head, int8_kv=int8),
         "servers": likely.servers,
         "server_chips": on.chip.one_host,
+        "weights_bytes": work.weights,
     }

@@ -203,11 +203,13 @@ def _closing(figures: Mapping[str, Any]) -> list[str]:
     now = expected["seconds"]
     faster = {change: seconds for change, seconds in figures["next"].items() if seconds < 0.98 * now}
     tries = [f"{change}: {_figure(seconds)} s a step in place of {_figure(now)}" for change, seconds in faster.items()]
+    keep = f"{figures['servers'] or 'no number of'} servers of {figures['server_chips']} chips each"
+    sync = ", ".join(f"{part} {_figure(seconds)} s" for part, seconds in expected["sync"].items())
     return [
         f"binds: {figures['binds']}",
         f"{figures['steps']:,.0f} steps: {cost(expected)} expected; {cost(bound)} at the bound",
-        f"{figures['servers']:,.0f} servers of {figures['server_chips']} chips each (rollout.driver=servers, "
-        "max_staleness=1) sample as fast as these chips train",
+        f"{keep} (rollout.driver=servers, max_staleness=1) sample as fast as these chips train",
+        f"a sync brings them {figures['weights_bytes'] / 1e9:.2f} GB: {sync}; writing is beside training",
         "to try next: " + ("\n        then: ".join(tries) or "nothing that this plan knows makes a step 2 % faster"),
     ]
 

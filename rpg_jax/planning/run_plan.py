@@ -8,7 +8,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from rpg_jax.planning import lowering
+from rpg_jax.planning import efficiency, lowering
 from rpg_jax.planning.compiling import Program, compile_program
 from rpg_jax.planning.lengths import Lengths
 from rpg_jax.planning.plan_figures import lengths_of, step_figures
@@ -24,7 +24,12 @@ from rpg_jax.runs.training_memory import resident, with_micro_batch
 
 
 def plan(
-    config: ConfigDict, topology: Topology, only: Sequence[str] | None = None, *, lengths: Lengths | None = None
+    config: ConfigDict,
+    topology: Topology,
+    only: Sequence[str] | None = None,
+    *,
+    lengths: Lengths | None = None,
+    store: float = efficiency.STORE,
 ) -> tuple[dict[str, Program], dict[str, Any]]:
     """Compiles every program of the run for `topology`, or the programs named in `only`.
 
@@ -51,7 +56,7 @@ def plan(
             programs[name] = compile_program(name, lowered, model_flops=flops, resident=held[name], cheapest=plain)
     if only or any(program.refused for program in programs.values()):
         return programs, {}
-    return programs, step_figures(layout, decoding, programs, topology, lengths or lengths_of(config))
+    return programs, step_figures(layout, decoding, programs, topology, lengths or lengths_of(config), store)
 
 
 def layout_on(config: ConfigDict, topology: Topology) -> Layout:

@@ -36,6 +36,8 @@ class Work:
       packed: whether completions share rows.
       remat: the activations that are computed again.
       frozen: whether only adapters are trained.
+      weights: bytes that a sync brings to servers.
+      store: bytes a second of a host, into the folder of these weights and from it.
       run: share of a micro-batch's operations that are run: attention skips blocks between completions of one row.
     """
 
@@ -54,6 +56,8 @@ class Work:
     remat: str
     frozen: bool = False
     run: float = 1.0
+    weights: float = 0.0
+    store: float = efficiency.STORE
 
     @property
     def tokens(self) -> float:
@@ -150,14 +154,31 @@ class Phases:
         return self.total - self.rollout
 
     @property
-    def beside_servers(self) -> float:
-        """Seconds of a step where as many chips again sample one step ahead, and these only train."""
-        return max(self.rollout, self.training)
+    def host_chips(self) -> int:
+        return self.on.chip.one_host * self.on.chip.cores
 
     @property
-    def servers(self) -> int:
-        """Servers, each a whole host of such chips, that sample a step ahead as fast as these chips train."""
-        return math.ceil(self.on.chips * self.rollout / self.training / (self.on.chip.one_host * self.on.chip.cores))
+    def sync(self) -> dict[str, float]:
+        """Seconds of a sync of servers. Training stands still for the copy to host memory, a server for the others; the
+        hosts write their parts while training goes on."""
+        whole = self.work.weights
+        own = whole / math.ceil(self.on.chips / self.host_chips)
+        parts = {"copy": own / efficiency.HOST, "write": own / self.work.store}
+        return parts | {"read": whole / self.work.store, "swap": whole / efficiency.HOST}
+
+    @property
+    def beside_servers(self) -> float:
+        """Seconds of a step where as many chips again sample one step ahead, and these only train."""
+        sync = self.sync
+        return max(self.rollout + sync["read"] + sync["swap"], self.training + sync["copy"], sync["write"])
+
+    @property
+    def servers(self) -> int | None:
+        """Servers, each a whole host of such chips, that sample a step ahead as fast as these chips train. None if a
+        server needs longer to load the weights than these chips to train."""
+        sync = self.sync
+        left = self.training + sync["copy"] - sync["read"] - sync["swap"]
+        return math.ceil(self.on.chips * self.rollout / left / self.host_chips) if left > 0 else None
 
     def as_dict(self) -> dict[str, Any]:
         run = self.work.steps * self.total
@@ -166,6 +187,7 @@ class Phases:
             "phases": dict(self.seconds),
             "seconds": self.total,
             "seconds_beside_servers": self.beside_servers,
+            "sync": self.sync,
             "days": run / 86_400,
             "chip_hours": hours * self.on.chips / self.on.chip.cores,
             "dollars": None if self.on.hourly is None else hours * self.on.hourly,
