@@ -108,8 +108,8 @@ class Job:
     def command(self) -> tuple[str, ...]:
         """The module that workers run, with the user's arguments and then those that the launcher sets."""
         if self.serves_for:
-            where = ("--host=0.0.0.0", f"--http_port={PORT}", f"--weights_from={self.bucket}/weights/{self.serves_for}")
-            return ("rpg_jax.serve", "--idle=3600", *self.trainer, *where)
+            defaults = ("--idle=3600", f"--weights_from={self.weights}")  # the user's own come later, and count
+            return ("rpg_jax.serve", *defaults, *self.trainer, "--host=0.0.0.0", f"--http_port={PORT}")
         return ("rpg_jax.train", *self.trainer, f"--config.run.dir={self.runs}", f"--config.run.name={self.name}")
 
     @property
@@ -122,6 +122,13 @@ class Job:
         return tuple(found)
 
     @property
+    def weights(self) -> str:
+        """The folder through which servers get weights: the user's --weights_from, or one in the bucket."""
+        flag = "--weights_from="
+        own = [argument.removeprefix(flag) for argument in self.trainer if argument.startswith(flag)]
+        return [f"{self.bucket}/weights", *own][-1]
+
+    @property
     def addresses(self) -> str:
         """The folder in which servers on TPU VMs write where they are."""
         return f"{self.bucket}/servers/{self.serves_for}"
@@ -130,7 +137,7 @@ class Job:
         """What the command line of the run must have that these servers sample, where `urls` is how it finds them."""
         secrets = dict(self.secrets)
         wanted = {"RPG_JAX_SERVERS_KEY": "RPG_JAX_API_KEY", "RPG_JAX_CERTIFICATE": "RPG_JAX_CERTIFICATE"}
-        fields = {"kind": "rpg_jax", "urls": urls, "weights": f"{self.bucket}/weights"}
+        fields = {"kind": "rpg_jax", "urls": urls, "weights": self.weights}
         fields["certificate_name"] = CERTIFICATE_NAME
         return " ".join(
             [

@@ -86,16 +86,20 @@ def test_servers_need_a_config_that_fits_one_slice_whatever_the_batches_are(clou
 
 @pytest.mark.parametrize("idle", [3600.0, 60.0])
 def test_a_server_takes_the_flags_that_the_launcher_sets_and_the_users_own(monkeypatch, idle):
-    own = ("--config=configs/tiny.py", "--config.seed=3", *([] if idle == 3600 else ["--idle=60"]))
+    weights, mine = ("gs://mine/weights", []) if idle == 3600 else ("/mnt/w", ["--idle=60", "--weights_from=/mnt/w"])
+    own = ("--config=configs/tiny.py", "--config.seed=3", *mine)
     place = {"type": "v5p-8", "zone": "us-east5-a", "project": "p", "bucket": "gs://mine"}
-    job = make_job(name="w0", trainer=own, serves_for="rpg-4b", **place)
+    job = make_job(
+        name="w0", trainer=own, serves_for="rpg-4b", secrets=tuple((name, "x") for name in SERVERS_SECRETS), **place
+    )
     taken = []
     monkeypatch.setattr(serve_command, "serve", taken.append)
     module, *flags = job.command
     assert (module, serve.main(flags)) == ("rpg_jax.serve", 0)
     found = taken[0]
     assert (found.idle, found.host, found.http_port) == (idle, "0.0.0.0", 8000)
-    assert found.weights_from == "gs://mine/weights/rpg-4b" and found.overrides == ["--config.seed=3"]
+    assert f"--config.servers.weights={weights} " in job.found_by("u") and found.weights_from == weights
+    assert found.overrides == ["--config.seed=3"]
 
 
 def test_what_is_remembered_of_a_worker_is_refused_with_what_took_its_place(cloud):
