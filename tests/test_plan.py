@@ -148,8 +148,9 @@ def test_the_figures_of_a_step_come_from_config_and_programs():
     printing.show(V5E, programs, found, None, console)
     text = console.export_text()
     assert "400 steps, days" in text
-    fits, binds, costs, _, first, *others = text[text.index("fits v5e") :].splitlines()  # the last lines
+    fits, binds, costs, _, weights, first, *others = text[text.index("fits v5e") :].splitlines()  # the last lines
     assert binds.startswith("binds: ") and re.match(r"400 steps: [\d.]+ days, \$[\d,]+ expected; [\d.]+ days", costs)
+    assert re.match(r"a sync brings them [\d.]+ GB: copy [\d.]+ s, write [\d.]+ s, read [\d.]+ s, swap", weights)
     assert first.startswith("to try next: ") and all(line.startswith("        then: ") for line in others)
     seconds = [float(line.split(": ")[-1].split()[0].replace(",", "")) for line in (first, *others)]
     assert seconds == sorted(seconds) and seconds[0] < found["expected"]["seconds"]

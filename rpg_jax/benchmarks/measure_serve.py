@@ -62,7 +62,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-active", type=int, default=1024, help="requests that the server started here admits")
 
 
-def run(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def run(arguments: argparse.Namespace) -> Iterator[dict[str, Any] | list[dict[str, Any]]]:
     work = PRESETS[arguments.preset]
     clients = work.slots if arguments.clients is None else arguments.clients
     if min(arguments.requests, clients) < 1 or (arguments.rate is not None and arguments.rate <= 0):
@@ -147,7 +147,8 @@ def _ask(url: str, checksum: int, work: Work, numbers: range, ready: Any) -> Non
     balance = Balance([url], Client(timeout=600), KINDS["rpg_jax"], parallel=256, patience=60)
     balance.use(Loadable("", "0", checksum))
     capacity = rollout.capacity(work.prompt_tokens, work.new_tokens)
-    own = ServedRollout(balance, _Known(), counters=True, capacity=capacity, vocab_size=work.model.vocab_size)
+    weights: Any = _Known()
+    own = ServedRollout(balance, weights, counters=True, capacity=capacity, vocab_size=work.model.vocab_size)
     dice = np.random.default_rng(1)
     prompts = dice.integers(0, work.model.vocab_size, (max(numbers) + 1, work.prompt_tokens)).astype(np.int32)
     limits = dice.integers(1, work.new_tokens + 1, max(numbers) + 1)

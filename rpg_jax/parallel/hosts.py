@@ -101,21 +101,18 @@ class Exchange:
     """All-gathers through the coordination service alone. No program runs on a device.
 
     So one thread of each process may call `all_gather_bytes` at any time, also while the main thread launches programs.
-    The calls of one exchange have the same order in every process.
-
-    Args:
-      name: not shared with another exchange.
+    All processes make their exchanges in the same order, and call each in the same order.
     """
 
-    def __init__(self, name: str):
-        self._name, self._rounds = name, itertools.count()
+    def __init__(self) -> None:
+        self._keys, self._rounds = f"rpg_jax/exchange {next(_exchanges)}", itertools.count()
         self._spent: list[str] = []  # keys of this process that others may still read
 
     def all_gather_bytes(self, value: bytes) -> list[bytes]:
         """The `value` of every process, in the order of the processes. Lengths may differ."""
         if jax.process_count() == 1:
             return [value]
-        client, own, keys = _service(), jax.process_index(), f"rpg_jax/{self._name}/{next(self._rounds)}"
+        client, own, keys = _service(), jax.process_index(), f"{self._keys}/{next(self._rounds)}"
         pieces = [value[start : start + _SMALL] for start in range(0, len(value), _SMALL)] or [b""]
         mine = [f"{keys}/{own}/{number}" for number in range(len(pieces))]
         for number, (key, piece) in enumerate(zip(mine, pieces, strict=True)):
@@ -131,7 +128,8 @@ class Exchange:
         return found
 
 
-_main = Exchange("main")  # of the main threads
+_exchanges = itertools.count()
+_main = Exchange()  # of the main threads
 
 
 def _read(client: Any, prefix: str) -> bytes:

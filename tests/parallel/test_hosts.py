@@ -76,7 +76,7 @@ hosts._SMALL, hosts._PIECE = 8, 16
 sent = [b"0123456789" * 5, b"short"]
 assert hosts.all_gather_bytes(sent[process]) == sent
 assert len(gathers) == 4, "in pieces"
-exchange, met = hosts.Exchange("thread"), []
+exchange, met = hosts.Exchange(), []
 def meets():
     for turn in range(10):
         met.append(exchange.all_gather_bytes(sent[process] * turn) == [one * turn for one in sent])

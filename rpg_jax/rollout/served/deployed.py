@@ -1,7 +1,6 @@
 """The trainer's weights as servers read them: a folder in Hugging Face layout for each version."""
 
 import dataclasses
-import itertools
 import json
 import shutil
 import threading
@@ -22,7 +21,6 @@ from rpg_jax.rollout.weights import Params, RolloutError, Weights, weights_check
 from rpg_jax.storage import errors
 
 _LAST = "config.json"
-_made = itertools.count()  # equal in all processes, as they make these in the same order
 
 
 class Store(Protocol):
@@ -73,7 +71,7 @@ class Deployed(Weights):
         base: Base | None = None,
     ):
         self._home, self._store, self._use, self._announce = home, store, use, announce
-        self._exchange = hosts.Exchange(f"weights {next(_made)}")
+        self._exchange = hosts.Exchange()
         self._alive = weakref.WeakSet[Deploying]()  # those that may be synced, as somebody has them
         self._last: Deploying | None = None
         self._counts, self._counting = Counter[str](), threading.Lock()

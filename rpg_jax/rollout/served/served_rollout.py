@@ -44,10 +44,10 @@ class ServedRollout(Rollout):
         capacity: int,
         vocab_size: int,
     ):
-        self.weights, self._balance = weights, balance
+        self.weights, self._deployed, self._balance = weights, weights, balance
         self._model, self._counters = model, counters
         self._capacity, self._vocab_size = capacity, vocab_size
-        self._exchange = hosts.Exchange("served")
+        self._exchange = hosts.Exchange()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rpg-served", daemon=True)
         self._thread.start()
@@ -80,7 +80,7 @@ class ServedRollout(Rollout):
         said = [json.loads(one) for one in hosts.all_gather_bytes(json.dumps(counts).encode())]
         together = {"answering": min, "longest_idle": max}
         found = {f"servers/{name}": together.get(name, sum)(one[name] for one in said) for name in counts}
-        return found | self.weights.take_counts()
+        return found | self._deployed.take_counts()
 
     def close(self) -> None:
         async def end() -> None:
