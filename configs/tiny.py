@@ -24,7 +24,6 @@ def get_config():
     c.task.max_prompt_tokens = 6  # "99+99="
     c.rollout.max_tokens = 5  # "198", the stop token, and one to spare
     c.rewards.overlong_buffer = 1
-    c.rollout.max_sampler_gap = 1e-3
 
     c.optimizer.learning_rate = 3e-4  # a small model from a short warm start; the paper's 1e-6 is for 4B and 7B
     c.optimizer.weight_decay = 0.0

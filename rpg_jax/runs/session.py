@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import math
 import sys
 import time
 from collections.abc import Iterator
@@ -36,7 +37,7 @@ from rpg_jax.runs.trackers import trackers_of
 from rpg_jax.runs.warm_start import drawn_base, warm_started
 from rpg_jax.runs.watchdog import Watchdog
 from rpg_jax.training.loop import Step, train
-from rpg_jax.training.measures import Guard
+from rpg_jax.training.measures import SAMPLER_GAPS, Guard
 from rpg_jax.training.state import TrainState
 
 
@@ -77,7 +78,11 @@ class Session:
         self.stop = StopRequest(config.run.stop_seconds, self._out_of_time)
         self.compilations, self.keeper = CompilationCounter(), Keeper(config, folder)
         inputs.check(experiment, folder.files, begins=self.keeper.is_new)
-        self.guard = Guard(config.rollout.max_sampler_gap, config.log.max_nonfinite_updates)
+        r = config.rollout
+        usual, most = SAMPLER_GAPS["bfloat16" if r.int8 or r.int8_kv else config.model.compute_dtype]
+        if r.max_sampler_gap is not None:
+            usual, most = math.inf, r.max_sampler_gap
+        self.guard = Guard(most, config.log.max_nonfinite_updates, usual)
         learner, new = make_learner(experiment.layout), self.keeper.is_new
         self.optimizer = learner.optimizer
         scorer = closing.enter_context(make_scorer(config, functions, begins=new))
@@ -162,6 +167,8 @@ class Session:
         if fault := self.guard.fault(step.number, values, step.updates):
             self.log.append(step.number, values)
             raise cli.RunLost(fault)
+        if told := self.guard.warning(step.number, values):
+            progress.note(told)
         stopped = self.stop.agreed()
         evaluates, saves = self._is_due(self.config.evaluation.every), self._is_due(self.config.checkpoint.every)
         if not evaluates:

@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import math
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -106,6 +107,10 @@ def conversation_metrics(played: Sequence[Turns], judged: Sequence[Turns]) -> di
     }
 
 
+SAMPLER_GAPS: Mapping[str, tuple[float, float]] = {"float32": (1e-4, 1e-4), "bfloat16": (0.02, 0.05)}
+"""By the coarser dtype of sampler and trainer: the gaps, in nats, above which a run is warned, and stops."""
+
+
 @dataclasses.dataclass
 class Guard:
     """Stops a run whose rollout is not the policy, or whose updates are not finite.
@@ -113,12 +118,25 @@ class Guard:
     Attributes:
       max_sampler_gap: the `sampler_gap` of `loop.add_logprobs`, nats per token, above which the run stops.
       max_nonfinite_updates: skipped updates in a row that stop the run.
+      usual_sampler_gap: the gap above which the run is warned once.
       nonfinite_in_a_row: skipped updates since the last one that was applied.
     """
 
     max_sampler_gap: float
     max_nonfinite_updates: int
+    usual_sampler_gap: float = math.inf
     nonfinite_in_a_row: int = 0
+
+    def warning(self, step: int, values: Mapping[str, float]) -> str | None:
+        """A line on a gap that is larger than usual, for the first step that has one."""
+        gap = values.get("sampler_gap", 0.0)
+        if not gap > self.usual_sampler_gap:
+            return None
+        usual, self.usual_sampler_gap = self.usual_sampler_gap, math.inf
+        return (
+            f"warning: step {step}: sampler and trainer disagree by {gap:.2e} nats per token on average, and rounding "
+            f"makes less than {usual:g}; the run stops above rollout.max_sampler_gap={self.max_sampler_gap:g}"
+        )
 
     def fault(self, step: int, values: Mapping[str, float], updates: Sequence[Mapping[str, float]]) -> str | None:
         """The reason to stop the run after a step with these metrics, and the fix; None if there is no reason."""

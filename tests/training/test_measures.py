@@ -7,7 +7,7 @@ import pytest
 
 from rpg_jax import data
 from rpg_jax.training.collect import Collected
-from rpg_jax.training.measures import Guard, sampling_metrics
+from rpg_jax.training.measures import SAMPLER_GAPS, Guard, sampling_metrics
 from rpg_jax.types import Completion, Turns
 
 FINE, SKIPPED = {"nonfinite_updates": 0.0}, {"nonfinite_updates": 1.0}
@@ -19,6 +19,16 @@ def test_a_gap_above_the_limit_or_no_number_is_a_fault(gap):
     assert fault.startswith("step 7: sampler and trainer disagree") and "rollout.max_sampler_gap=0.001" in fault
     assert Guard(1e-3, 10).fault(7, {"sampler_gap": 1e-3}, [FINE]) is None
     assert Guard(1e-3, 10).fault(7, {}, [FINE]) is None  # the trainer had the weights of no token
+
+
+def test_a_gap_above_what_rounding_makes_is_said_once_and_stops_nothing():
+    usual, most = SAMPLER_GAPS["bfloat16"]
+    guard = Guard(most, 10, usual)
+    gaps = [0.009, 0.03, 0.03, float("nan")]
+    told = [guard.warning(step, {"sampler_gap": gap}) for step, gap in enumerate(gaps)]
+    assert told[0] is None and told[2:] == [None, None]
+    assert told[1].startswith("warning: step 1: sampler and trainer disagree by 3.00e-02 nats") and "0.05" in told[1]
+    assert [bool(guard.fault(1, {"sampler_gap": gap}, [FINE])) for gap in gaps] == [False, False, False, True]
 
 
 def test_skipped_updates_count_across_steps_until_one_is_applied():
