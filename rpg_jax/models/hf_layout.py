@@ -93,8 +93,11 @@ class Stored:
         return PartitionSpec(*axes[: self.stacked], *found)
 
 
-def layout(config: QwenConfig) -> list[Stored]:
-    """How every parameter of a model is stored, in the order of the params tree."""
+def layout(config: QwenConfig, *, head: bool = False) -> list[Stored]:
+    """How every parameter of a model is stored, in the order of the params tree.
+
+    With `head` a tied embedding is stored a second time, as the head.
+    """
     D, N, K, H = config.embed_dim, config.num_heads, config.num_kv_heads, config.head_dim
     V, F = config.vocab_size, config.hidden_dim
     attention, mlp = "model.layers.{}.self_attn.", "model.layers.{}.mlp."
@@ -134,4 +137,7 @@ def layout(config: QwenConfig) -> list[Stored]:
         keys = tuple(entry.key for entry in path)
         name, groups, order = table["/".join(keys)]
         stored.append(Stored(keys, leaf.shape, name.count("{}"), name, groups, order))
+    if head and config.tie_embeddings:
+        [embed] = (entry for entry in stored if entry.path == ("embed",))
+        stored.append(dataclasses.replace(embed, name=table["lm_head"][0]))
     return stored

@@ -64,6 +64,7 @@ class Saving:
       dtype: of the weights in the folder.
       base: folder whose other config fields are taken over.
       fields: further fields of config.json, such as token ids.
+      head: with the head as a tensor of its own, also where it is the embedding.
       max_file_bytes: of a file, unless one block is larger.
     """
 
@@ -74,11 +75,12 @@ class Saving:
         *,
         base: Path | str | None = None,
         fields: Mapping[str, Any] | None = None,
+        head: bool = False,
         max_file_bytes: int = 2 * 2**30,
     ):
         self._config, self._dtype = config, jnp.dtype(dtype)
         self._base, self._fields = base, dict(fields or {})
-        blocks = _blocks(config, min(_BLOCK_BYTES, max_file_bytes) // self._dtype.itemsize)
+        blocks = _blocks(layout(config, head=head), min(_BLOCK_BYTES, max_file_bytes) // self._dtype.itemsize)
         self._parts = _divided(blocks, jax.process_count())
         files = [list(_files(part, max_file_bytes // self._dtype.itemsize)) for part in self._parts]
         total, number = sum(map(len, files)), itertools.count(1)
@@ -180,6 +182,7 @@ def save(
     dtype: Any = None,
     base: Path | str | None = None,
     fields: Mapping[str, Any] | None = None,
+    head: bool = False,
     max_file_bytes: int = 2 * 2**30,
 ) -> None:
     """Writes a folder as `Saving` does. With several processes, all must call it, and all must see the folder.
@@ -192,6 +195,7 @@ def save(
         dtype or jax.tree.leaves(params)[0].dtype,
         base=base,
         fields=fields,
+        head=head,
         max_file_bytes=max_file_bytes,
     )
     saving.write_slowly(folder, saving.fetch(params))
@@ -214,9 +218,9 @@ def _program(where: NamedSharding | None) -> Any:
     return jax.jit(stored, static_argnames=("entry", "count", "dtype"), out_shardings=where)
 
 
-def _blocks(config: QwenConfig, limit: int) -> Iterator[_Block]:
+def _blocks(entries: list[Stored], limit: int) -> Iterator[_Block]:
     """All blocks, of at most `limit` numbers. Those of one parameter are alike, so that it has one program."""
-    for entry in layout(config):
+    for entry in entries:
         layers = entry.shape[0] if entry.stacked else 1
         row = math.prod(entry.shape) // layers
         count = max(n for n in range(1, layers + 1) if layers % n == 0 and (n == 1 or n * row <= limit))

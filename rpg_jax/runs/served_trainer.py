@@ -1,6 +1,7 @@
 """Makes the rollout of a training run whose completions come from servers."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from rpg_jax.rollout.served.balance import Balance
 from rpg_jax.rollout.served.calls import Client
 from rpg_jax.rollout.served.deployed import Deployed
 from rpg_jax.rollout.served.kinds import KINDS
+from rpg_jax.rollout.served.probe import Probe, prober
 from rpg_jax.rollout.served.served_rollout import ServedRollout
 from rpg_jax.rollout.serving.access import CERTIFICATE, ApiKey, pem_file
 from rpg_jax.runs.experiment import Experiment
@@ -48,11 +50,12 @@ def make_served(experiment: Experiment, params: Any, base: models.Base | None = 
     weights = Deployed(
         params,
         _home(c.weights, config.run.name),
-        models.Saving(layout.model, m.compute_dtype, max_file_bytes=_FILE_BYTES, **known),
+        models.Saving(layout.model, m.compute_dtype, head=kind.head, max_file_bytes=_FILE_BYTES, **known),
         balance.use,
         announce=balance.announce,
         dtype=None if m.compute_dtype == m.param_dtype else jnp.dtype(m.compute_dtype),
         base=base,
+        probe=None if kind.counters else _probe(experiment),
     )
     return ServedRollout(
         balance,
@@ -61,6 +64,21 @@ def make_served(experiment: Experiment, params: Any, base: models.Base | None = 
         counters=kind.counters,
         capacity=rollout.capacity(config.task.max_prompt_tokens, config.rollout.max_tokens),
         vocab_size=layout.model.vocab_size,
+    )
+
+
+def _probe(experiment: Experiment) -> Callable[[Any], Probe]:
+    config, layout = experiment.config, experiment.layout
+    return prober(
+        layout.graphdef,
+        layout.model,
+        config.model.compute_dtype,
+        rows=layout.mesh.size,
+        replicated=layout.replicated,
+        prompt=config.task.max_prompt_tokens,
+        tokens=config.rollout.max_tokens,
+        known_ids=experiment.tokenizer.vocab_size,
+        model=config.servers.model,
     )
 
 

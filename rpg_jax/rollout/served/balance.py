@@ -13,6 +13,7 @@ from rpg_jax.rollout.served.addresses import Look
 from rpg_jax.rollout.served.answers import Aborted, Unusable
 from rpg_jax.rollout.served.calls import Caller, Client, Refused, ServerError, Unavailable
 from rpg_jax.rollout.served.kinds import Kind
+from rpg_jax.rollout.served.probe import Probe
 from rpg_jax.rollout.served.standing import STRIKES, Server
 
 _MOST_FAULTS = 4  # of one request, at servers that were in order: then it is the request, or the servers' program
@@ -27,11 +28,13 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Loadable:
-    """Weights that servers load: the folder that they read, its label, and the checksum of the trainer's."""
+    """Weights that servers load: the folder that they read, its label, the checksum of the trainer's, and what a
+    server that has them answers; None where its answers have the checksum."""
 
     folder: str
     label: str
     checksum: int
+    probe: Probe | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +93,8 @@ class Balance:
         self._answered = self._said = clock()
         self._not_found = "no address is known yet"
         self._counts: Counter[str] = Counter()
-        self._longest_idle = 0.0
+        self._longest_idle = self._gap = 0.0
+        self._warned = set[str]()
 
     def use(self, weights: Loadable) -> None:
         """Every server loads these weights before the next call that it gets."""
@@ -107,13 +111,16 @@ class Balance:
     def counts(self) -> dict[str, float]:
         """Servers that answer, and what happened since the last call.
 
-        `longest_idle` is the longest time, in seconds, for which a server that lives had no call while requests waited.
+        `longest_idle` is the longest time, in seconds, for which a server that lives had no call while requests waited;
+        `probe_gap` the largest difference of a probe, in nats.
         """
         taken, self._counts = self._counts, Counter()
         idle, self._longest_idle = self._longest_idle, 0.0
         alive = sum(server.is_sound for server in list(self._servers.values()))
         counted = {name: taken[name] for name in ("requests", "refused", "failures", "loads")}
-        return {"answering": alive, **counted, "longest_idle": idle}
+        gap, self._gap = self._gap, 0.0
+        probed = {"probe_gap": gap} if self._weights is not None and self._weights.probe is not None else {}
+        return {"answering": alive, **counted, "longest_idle": idle, **probed}
 
     async def run(self) -> None:
         """Follows the servers' addresses and health, until it is cancelled."""
@@ -291,8 +298,10 @@ class Balance:
                 await asyncio.sleep(server.rest / 4)
                 continue
             how: Unavailable | None = None
+            loads = self._weights is None or server.label != self._weights.label  # nothing else is answered then
+            path = self._kind.health if rests or not loads else "/health"
             try:
-                await server.caller.look(_HEALTH_SECONDS if rests else 2 * _QUIET_SECONDS)
+                await server.caller.look(_HEALTH_SECONDS if rests else 2 * _QUIET_SECONDS, path)
             except Unavailable as error:
                 how = error
             if rests:
@@ -324,7 +333,7 @@ class Balance:
         server, weights = call.server, call.weights
         if server.label == weights.label:
             return
-        await server.caller.look(_HEALTH_SECONDS)
+        await server.caller.look(_HEALTH_SECONDS, self._kind.health)
         answer: Any = None
         try:
             for path, body in self._kind.loads(weights.folder, weights.label):
@@ -334,14 +343,36 @@ class Balance:
         except Refused as error:
             raise ServerError(f"{error} ({self._kind.needs})") from None
         except Unavailable as error:
+            if error.status == 500 and self._kind.refuses is not None and self._kind.refuses in str(error):
+                raise ServerError(f"{error} ({self._kind.needs})") from None
             if error.status:
                 error.args = (f"{error} ({self._kind.needs})",)
             raise
         self._check_weights(call, answer)
+        if weights.probe is not None:
+            answer, _ = await server.caller.post("/v1/completions", weights.probe.body)
+            self._compare(server, weights.probe, answer)
         self._counts["loads"] += 1
         if server.failed < call.begun:  # otherwise a new process, with other weights, may have answered in part
             server.label = weights.label
             self._dispatch()
+
+    def _compare(self, server: Server, probe: Probe, answer: Any) -> None:
+        """Raises ServerError if a server's answer to a probe is not that of the trainer's weights."""
+        found, url = probe.difference(answer), server.caller.url
+        self._gap = max(self._gap, found.mean)
+        if not found.mean > probe.warns:
+            return
+        told = (
+            f"{url} and the trainer disagree by {found.mean:.2g} nats on average about a greedy completion, after it "
+            f"has loaded the trainer's weights: the log-prob of token {found.token} is {found.server:.4f} there and "
+            f"{found.trainer:.4f} here"
+        )
+        if found.mean > probe.fails:
+            raise ServerError(f"{told}. The limit is {probe.fails:g} ({self._kind.needs})")
+        if url not in self._warned:
+            self._warned.add(url)
+            print(f"warning: {told}. {probe.warns:g} is usual", file=sys.stderr, flush=True)
 
     def _check_weights(self, call: Call, answer: Any, several: bool = False) -> None:
         """Raises Unavailable if an answer names other weights, where the kind of server names them.

@@ -120,7 +120,8 @@ class Client:
             # One connection a call: a new process must not get what was meant for the one before it.
             connector=aiohttp.TCPConnector(limit=0, force_close=True, ssl=self._tls),
             timeout=aiohttp.ClientTimeout(total=None, connect=CONNECT_SECONDS),
-            headers={} if self._key is None else {"Authorization": self._key.header},
+            headers={"Content-Type": "application/json"}  # vLLM refuses others
+            | ({} if self._key is None else {"Authorization": self._key.header}),
             cookie_jar=aiohttp.DummyCookieJar(),
             trace_configs=[trace],
         )
@@ -144,9 +145,9 @@ class Caller:
         except (ValueError, RecursionError):
             raise Refused(f"{self.url}{path} answered no JSON: {content[:80]!r}") from None
 
-    async def look(self, timeout: float) -> None:
-        """Returns if the server answers GET /health in time; raises Unavailable if not, or if the status may pass."""
-        await self._answer("GET", "/health", None, timeout)
+    async def look(self, timeout: float, path: str = "/health") -> None:
+        """Returns if the server answers a GET in time; raises Unavailable if not, or if the status may pass."""
+        await self._answer("GET", path, None, timeout)
 
     def break_off(self) -> None:
         """Ends the calls under way, which raise Unavailable."""

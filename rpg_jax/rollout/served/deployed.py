@@ -17,6 +17,7 @@ import numpy as np
 from rpg_jax.models import Base
 from rpg_jax.parallel import hosts
 from rpg_jax.rollout.served.balance import Loadable
+from rpg_jax.rollout.served.probe import Probe
 from rpg_jax.rollout.weights import Params, RolloutError, Weights, weights_checksum
 from rpg_jax.storage import errors
 
@@ -33,10 +34,14 @@ class Store(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Deploying:
-    """Weights on their way into a folder; the result of `folder` comes once the folder is complete."""
+    """Weights on their way into a folder; the result of `folder` comes once the folder is complete.
+
+    `probe` is what servers answer that have loaded them, where they do not prove that otherwise.
+    """
 
     checksum: int
     folder: Future[Path]
+    probe: Probe | None = None
 
 
 class Deployed(Weights):
@@ -57,6 +62,7 @@ class Deployed(Weights):
       announce: receives each folder as soon as it is complete, which may be long before. Called by a thread.
       dtype: of the weights in the folder; None for that of `params`.
       base: the frozen weights, if `params` are adapters; the folder has the two merged.
+      probe: makes what servers must answer that have loaded weights; None where they prove that otherwise.
     """
 
     def __init__(
@@ -69,8 +75,9 @@ class Deployed(Weights):
         announce: Callable[[Loadable], None] = lambda _: None,
         dtype: Any = None,
         base: Base | None = None,
+        probe: Callable[[Params], Probe] | None = None,
     ):
-        self._home, self._store, self._use, self._announce = home, store, use, announce
+        self._home, self._store, self._use, self._announce, self._probe = home, store, use, announce, probe
         self._exchange = hosts.Exchange()
         self._alive = weakref.WeakSet[Deploying]()  # those that may be synced, as somebody has them
         self._last: Deploying | None = None
@@ -89,7 +96,7 @@ class Deployed(Weights):
         checksum = weights_checksum(converted)
         if self._last is None or self._last.checksum != checksum:
             blocks, before = list(self._store.fetch(converted)), self._last and self._last.folder
-            self._last = Deploying(checksum, Future())
+            self._last = Deploying(checksum, Future(), None if self._probe is None else self._probe(converted))
             self._alive.add(self._last)
             # A daemon: where another process never comes, this one must be able to end.
             work = (self._last.folder, before, checksum, blocks)
@@ -111,7 +118,7 @@ class Deployed(Weights):
         self._count(wait_seconds=time.perf_counter() - began)
         with self.lock:
             self._version, self._checksum = version, copy.checksum
-        self._use(_loadable(folder, copy.checksum))
+        self._use(_loadable(folder, copy.checksum, copy.probe))
 
     def checksum(self) -> int:
         """Of the weights that servers load."""
@@ -210,5 +217,5 @@ def _name(checksum: int) -> str:
     return f"weights-{checksum:016x}"
 
 
-def _loadable(folder: Path, checksum: int) -> Loadable:
-    return Loadable(str(folder), f"{checksum:016x}", checksum)
+def _loadable(folder: Path, checksum: int, probe: Probe | None = None) -> Loadable:
+    return Loadable(str(folder), f"{checksum:016x}", checksum, probe)

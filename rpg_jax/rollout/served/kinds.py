@@ -1,7 +1,7 @@
 """What differs between the programs that serve completions, each declared once.
 
-vLLM's terms are those of its documentation 0.32.0, and SGLang's those of its pages on RL of 2026. They were never run
-against this code.
+vLLM's terms were met with vLLM 0.32.0 on a CPU (`tests/end_to_end/test_vllm.py`). SGLang's are those of its pages on RL
+of 2026, and SGLang never ran against this code.
 """
 
 import dataclasses
@@ -25,7 +25,12 @@ class Kind:
       needs: what must serve, and how it must be started for `loads`, as a sentence.
       cut: the log-probabilities that it can return are those after top-p, top-k and min-p too.
       counters: it is this project's own: it draws this project's random numbers, and every answer has the checksum of
-        the weights.
+        the weights. The others are probed after each load.
+      refuses: what an answer 500 to a load says if the next one would be the same.
+      health: what is asked for the health of the program that samples, once it should be ready. vLLM's /health is that
+        of its HTTP server, which answers while the engine hangs.
+      head: a tied model's folder has the head as a tensor of its own too. vLLM keeps a packed copy of the head on a
+        CPU, which a reload replaces only where the folder has the tensor.
     """
 
     loads: Callable[[str, str], list[Call]]
@@ -33,6 +38,9 @@ class Kind:
     prefetch: Callable[[str, str], Call] | None = None
     cut: bool = True
     counters: bool = False
+    refuses: str | None = None
+    health: str = "/health"
+    head: bool = False
 
     def check(self, sampling: Sampling, name: str) -> None:
         """Raises ValueError if the server cannot return the log-probabilities of what it samples."""
@@ -66,8 +74,11 @@ def _sglang(folder: str, label: str) -> list[Call]:
 KINDS = {
     "vllm": Kind(
         _vllm,
-        "servers.kind=vllm needs vLLM with a model of the trainer's shapes, started with VLLM_SERVER_DEV_MODE=1, where "
-        "only the trainer reaches it",
+        "servers.kind=vllm needs vLLM with a model of the trainer's shapes, which sees the folder servers.weights, "
+        "started with VLLM_SERVER_DEV_MODE=1, where only the trainer reaches it",
+        refuses="collective_rpc method failed",
+        health="/is_paused",
+        head=True,
     ),
     "sglang": Kind(
         _sglang,

@@ -78,7 +78,7 @@ class ServedRollout(Rollout):
         """Metrics of the servers since the last call, of all processes together."""
         counts = self._balance.counts()
         said = [json.loads(one) for one in hosts.all_gather_bytes(json.dumps(counts).encode())]
-        together = {"answering": min, "longest_idle": max}
+        together = {"answering": min, "longest_idle": max, "probe_gap": max}
         found = {f"servers/{name}": together.get(name, sum)(one[name] for one in said) for name in counts}
         return found | self._deployed.take_counts()
 

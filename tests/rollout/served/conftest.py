@@ -74,6 +74,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def do_POST(self):
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.headers["Content-Type"] != "application/json":
+            self.send_error(400, "Unsupported Media Type: Only 'application/json' is allowed")  # as vLLM does
+            return
         with self.server.lock:
             self.server.calls.append((self.path, body))
         self.answer(body)

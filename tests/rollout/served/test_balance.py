@@ -185,7 +185,7 @@ def test_a_server_that_is_down_is_asked_for_its_health_alone(stand_in, served, u
     rollout.generate(replace(MANY, step=7))
     asked.clear()
     rollout.generate(replace(MANY, step=8))
-    assert set(asked) == {"/health"}
+    assert set(asked) == {"/is_paused"}
     down.clear()
     until(lambda: not first_of(rollout).resting)
     asked.clear()
