@@ -142,6 +142,7 @@ class Translate(BaseHTTPRequestHandler):
         if path == "/collective_rpc" and self.server.loads:
             assert body["method"] == "reload_weights"
             path, body = "/update_weights_from_disk", {"model_path": body["kwargs"]["weights_path"]}
+        body.pop("ignore_eos", None)  # of a probe, which names no stop token: then ours samples to the limit
         if path in ("/v1/completions", "/update_weights_from_disk"):
             url = f"http://127.0.0.1:{self.server.port}{path}"
             try:
@@ -170,7 +171,7 @@ def test_a_server_that_only_says_that_it_loads_the_weights_ends_the_run(server, 
     port = AsVLLM(server.port, loads=False).server_address[1]
     trainer = start(tmp_path, 1, *STEPS, "--config.seed=5", *by_server(server, "vllm", port, "stale"), devices=1)
     (output,) = printed(trainer, timeout=600)
-    assert trainer[0].returncode and "sampler and trainer disagree by" in output, output
+    assert trainer[0].returncode and "and the trainer disagree by" in output, output
 
 
 @pytest.mark.parametrize(
