@@ -49,11 +49,11 @@ SETTINGS = (
 )
 
 
-def weights(folder, seed, tokenizer, *, head=True, dtype="float32", **changes):
-    """Random weights whose next tokens are far from equally probable, in a folder that vLLM serves."""
+def weights(folder, seed, tokenizer, *, head=True, dtype="float32", scale=1.0, **changes):
+    """Random weights in a folder that vLLM serves; with `scale` 3 next tokens are far from equally probable."""
     config = dataclasses.replace(CONFIG, **changes)
     params = models.init(config, seed=seed, param_dtype=jnp.float32)[1]
-    params = jax.tree.map(lambda x: 3 * x if x.ndim > 1 else x, params)
+    params = jax.tree.map(lambda x: scale * x if x.ndim > 1 else x, params)
     models.save(folder, config, params, dtype=dtype, head=head, fields={"eos_token_id": tokenizer.eos_id})
     tokenizer.save(folder)
     file = folder / "tokenizer_config.json"  # transformers 5 wants names, and a class that knows no vocabulary
@@ -160,7 +160,7 @@ def test_after_each_load_the_log_probs_are_those_of_the_new_weights(servers, qwe
     answers = {}
     for name in ("a", "b", "a", "b"):
         if not (tmp_path / name).exists():
-            answers[name] = make(weights(tmp_path / name, {"a": 0, "b": 1}[name], qwen_like, **shape))
+            answers[name] = make(weights(tmp_path / name, {"a": 0, "b": 1}[name], qwen_like, scale=3, **shape))
         server.load(tmp_path / name)
         probe = answers[name]
         # float32: 64 products a sum, 2 layers; other programs round them otherwise
@@ -174,8 +174,8 @@ def test_without_the_head_in_the_folder_a_tied_model_keeps_its_old_head(servers,
     server, where = servers["tied"], jax.sharding.SingleDeviceSharding(jax.devices()[0])
     sizes = {"rows": 1, "replicated": where, "prompt": 64, "tokens": 8, "known_ids": 256, "model": "policy"}
     make = prober(models.abstract(CONFIG, compute_dtype=jnp.float32)[0], CONFIG, "float32", **sizes)
-    weights(tmp_path / "a", 0, qwen_like)
-    probe = make(weights(tmp_path / "b", 1, qwen_like, head=False))
+    weights(tmp_path / "a", 0, qwen_like, scale=3)
+    probe = make(weights(tmp_path / "b", 1, qwen_like, head=False, scale=3))
     server.load(tmp_path / "a")
     server.load(tmp_path / "b")
     assert probe.difference(server.post("/v1/completions", probe.body)).mean > 0.2
@@ -207,25 +207,6 @@ def test_in_bfloat16_a_run_trains_on_completions_whose_gap_is_that_of_rounding(s
     overrides = by_vllm(servers["bfloat16"], tmp_path / "first", "r", tmp_path / "weights")
     run(tmp_path, 1, *overrides, *settings, devices=1)
     assert 1e-5 < max(gaps(tmp_path / "r")) < 0.02  # 8 bits of a logit of about 4, and rounding in 2 layers
-
-
-def test_an_engine_that_is_killed_or_hangs_ends_no_run_and_the_gap_stays_that_of_float32(servers, qwen_like, tmp_path):
-    server = servers["tied"]
-    weights(tmp_path / "first", 5, qwen_like)
-    trainer = start(tmp_path, 1, *by_vllm(server, tmp_path / "first", "r", tmp_path / "weights"), devices=1)
-    metrics = tmp_path / "r" / "metrics.jsonl"
-    while not metrics.exists() or metrics.read_text().count("\n") < 3:
-        assert trainer[0].poll() is None, printed(trainer, timeout=60)
-        time.sleep(0.05)
-    os.kill(server.engine(), signal.SIGKILL)
-    server.process.wait(60)  # the HTTP server ends by itself
-    server.kill()
-    server.start()  # with the weights of its own folder
-    server.ready()
-    (output,) = printed(trainer, timeout=300)
-    assert trainer[0].returncode == 0, output
-    assert sum(record.get("servers/failures", 0) for record in records(tmp_path / "r")) > 0
-    assert max(gaps(tmp_path / "r")) < 1e-4
 
 
 def test_health_is_of_the_engine(servers):
@@ -262,3 +243,24 @@ def test_a_server_that_does_not_fit_ends_the_run_with_one_line(servers, qwen_lik
     assert trainer[0].returncode == 1 and "Traceback" not in output, output
     assert re.search(rf"^error: http://\S+{said}$", output, re.MULTILINE), output
     shutil.rmtree(tmp_path)
+
+
+def test_an_engine_that_is_killed_ends_no_run_and_the_gap_stays_that_of_float32(servers, qwen_like, tmp_path):
+    server = servers["tied"]
+    weights(tmp_path / "first", 5, qwen_like)
+    trainer = start(tmp_path, 1, *by_vllm(server, tmp_path / "first", "r", tmp_path / "weights"), devices=1)
+    metrics = tmp_path / "r" / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("\n") < 3:
+        assert trainer[0].poll() is None, printed(trainer, timeout=60)
+        time.sleep(0.05)
+    os.kill(server.engine(), signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while server.get(KIND.health) == 200:  # 500 while its HTTP server lives
+        assert time.monotonic() < deadline
+    server.kill()
+    server.start()  # with the weights of its own folder
+    server.ready()
+    (output,) = printed(trainer, timeout=300)
+    assert trainer[0].returncode == 0, output
+    assert sum(record.get("servers/failures", 0) for record in records(tmp_path / "r")) > 0
+    assert max(gaps(tmp_path / "r")) < 1e-4
