@@ -1,6 +1,5 @@
 """Reproduces the paper's comparisons, and ours, at a scale that a laptop can check; sweeps over any config field.
 
-  python -m rpg_jax.reproduce --table=estimators
   python -m rpg_jax.reproduce --table=small --methods=DAPO,RPG-REINFORCE-URKL --seeds=3
   python -m rpg_jax.reproduce --table=small -- --config.train.steps=200     (what follows -- goes to every run)
   python -m rpg_jax.reproduce --table=small --from-data     (the page from the numbers that come with the code)
@@ -19,14 +18,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rpg_jax.reproduction import exact_tables, origin, run_tables
-from rpg_jax.reproduction.options import OBJECTIVE, asked, data_file, objective
+from rpg_jax.reproduction import origin, run_tables
+from rpg_jax.reproduction.options import asked, data_file
 from rpg_jax.reproduction.table import SMALL_CONFIG
 from rpg_jax.reproduction.tables import TABLES
 from rpg_jax.runs import cli
-
-# Tables without training runs: (folder, quick) -> page.
-LABORATORIES = {"estimators": exact_tables.estimators, "completions": exact_tables.completions}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -44,11 +40,7 @@ def carry_out(options: argparse.Namespace, extra: Sequence[str], command: str) -
     began = time.perf_counter()
     failed: dict[str, Path] = {}
     try:
-        if options.table in LABORATORIES and not (options.sweep or options.from_data):
-            page = LABORATORIES[options.table](options.out, options.quick)
-        elif options.table == OBJECTIVE and not options.sweep:
-            page = objective(options, extra)
-        elif options.from_data is not None:
+        if options.from_data is not None:
             page = run_tables.page_from(data_file(options, extra), options.out)
         else:
             page, failed = run_tables.make_table(*asked(options, extra, command))
@@ -64,12 +56,7 @@ def carry_out(options: argparse.Namespace, extra: Sequence[str], command: str) -
 def _parser() -> cli.Parser:
     parser = cli.parser("reproduce", __doc__)
     tables = "; ".join(f"{name}: {table.title.lower()} ({len(table.rows)} rows)" for name, table in TABLES.items())
-    parser.add_argument(
-        "--table",
-        choices=[*LABORATORIES, OBJECTIVE, *TABLES],
-        help="estimators: the gradient of every loss by exact sums; completions: runs of tabular policies; objective: "
-        "the objective that every method reaches, by exact sums; " + tables,
-    )
+    parser.add_argument("--table", choices=TABLES, help=tables)
     seeds, quick, cores = run_tables.SEEDS, run_tables.QUICK_SEEDS, run_tables.cores()
     parser.add_argument("--sweep", action="append", metavar="FIELD=A,B", help="a table of every combination of values")
     parser.add_argument("--config", metavar="FILE", help=f"of a sweep (default: {SMALL_CONFIG})")

@@ -3,15 +3,18 @@
 import functools
 import gzip
 import itertools
+import json
 import re
 import subprocess
 from collections.abc import Callable, Sequence
 
 import pytest
 
+from experiments.objective import __main__ as programme
+from experiments.objective.design import BASELINE, NO_KL, Record
+from experiments.objective.records import Runs
 from rpg_jax.report.seeds import Mean, mean, over_starts, paired_difference, pooled
-from rpg_jax.reproduction import path_records, path_runs, result_files, tables
-from rpg_jax.reproduction.path_experiments import BASELINE, NO_KL
+from rpg_jax.reproduction import result_files, tables
 from rpg_jax.runs.config_files import ROOT
 
 DATA = ROOT / "docs" / "tables" / "data"
@@ -23,8 +26,8 @@ RPG = tables.TABLES["reasoning"].pooled["the eight RPG rows"]
 
 
 @functools.cache
-def objective() -> path_records.Runs:
-    return path_records.Runs(path_runs.read(gzip.decompress((DATA / "objective.jsonl.gz").read_bytes()).decode()).runs)
+def objective() -> Runs:
+    return Runs(programme.read(programme.DATA).runs)
 
 
 @functools.cache
@@ -36,7 +39,7 @@ def scores(table: str, what: str = "training") -> dict[str, dict[int, float]]:
     return {row: {s: 100 * run.scores()[what]["last"] for s, run in by.items()} for row, by in rows.items()}
 
 
-def at_middle(record: path_records.Record) -> float:
+def at_middle(record: Record) -> float:
     """J at β = 0.1, whatever β the run was trained with."""
     return record["reward"] - 0.1 * record["kl"]
 
@@ -323,8 +326,9 @@ def test_kept_runs_name_commits_of_this_repository():
     if shallow.stdout != b"false\n":
         pytest.skip("needs the whole history")
     named = {run.versions["commit"] for path in DATA.glob("*.json.gz") for run in result_files.load(path).all_runs()}
-    kept = path_runs.read(gzip.decompress((DATA / "objective.jsonl.gz").read_bytes()).decode())
-    named |= {code["commit"] for code in kept.code}
+    named |= {code["commit"] for code in programme.read(programme.DATA).code}
+    laboratories = (ROOT / "experiments").rglob("*.json.gz")
+    named |= {json.loads(gzip.decompress(path.read_bytes()))["made_with"]["commit"] for path in laboratories}
 
     def absent(commit: str) -> bool:
         asked = ["git", "merge-base", "--is-ancestor", commit, "HEAD"]

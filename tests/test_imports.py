@@ -106,6 +106,10 @@ def test_jetstream_is_imported_in_rollout_only():
     assert importers("jetstream") <= {"rollout"}
 
 
+def test_the_package_imports_no_research_programme():
+    assert (ROOT / "experiments").is_dir() and not importers("experiments")
+
+
 def test_config_ends_in_runs():
     above = {name for names in LAYERS[LAYER["runs"] :] for name in names}
     below = set(LAYER) - above

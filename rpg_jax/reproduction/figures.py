@@ -1,4 +1,4 @@
-"""Draws the figures of a table of runs: scores by row, pass@k by k, and the dynamics of training."""
+"""Draws the figures of a table of runs: scores by row, pass@k by k, the dynamics of training, and the drift."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -26,7 +26,15 @@ if TYPE_CHECKING:
 PAPER = Path(__file__).with_name("paper_tables.json")
 SHOWN = 6  # most rows in a figure with lines: the eye tells no more apart
 
+MEASURES = {  # of a held-out set by title, each with its scale
+    "accuracy, %": ("mean_at_k", 100),
+    "entropy, nats per token": ("entropy", 1),
+    "length, tokens": ("completion_length", 1),
+    "KL to the initial policy, nats": ("initial_kl", 1),  # of completions
+}
+
 Scores = dict[str, dict[int, CellScores]]  # {row: {seed: scores}}
+RecordsOfRuns = Sequence[Sequence[Mapping[str, Any]]]  # records by step, for each run
 
 
 def draw_scores(table: Table, scores: Scores) -> bytes:
@@ -125,6 +133,53 @@ def draw_values(sweep: Results, shown: Sequence[str]) -> bytes | None:
     if len(labels) > 1:
         figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=8)
     return plots.png(figure)
+
+
+def draw_drift(rows: Mapping[str, RecordsOfRuns], sets: Sequence[str]) -> bytes | None:
+    """PNG: a panel for each set and measure, a line for each row: the mean over seeds, and their range.
+
+    The error bars of the KL are of its estimate: ± 2 standard errors over prompts, the mean over seeds.
+
+    None if no run measured its drift (`evaluation.drift`).
+    """
+    records = [record for runs in rows.values() for run in runs for record in run]
+    if not any(f"eval/{name}/initial_kl" in record for record in records for name in sets):
+        return None
+    figure = plots.empty_figure(4.0 * len(MEASURES), 2.7 * len(sets) + 0.6)
+    axes = np.atleast_2d(figure.subplots(len(sets), len(MEASURES), sharex=True))
+    for name, line in zip(sets, axes, strict=True):
+        for ax, (title, (key, scale)) in zip(line, MEASURES.items(), strict=True):
+            for row, colour in zip(rows, plots.COLOURS, strict=False):
+                _draw_drift(ax, rows[row], f"eval/{name}/{key}", scale, colour, row)
+            plots.tidy(ax, f"{name}: {title}")
+            ax.locator_params(axis="x", integer=True)
+    for ax in axes[-1]:
+        ax.set_xlabel("step", color=plots.MUTED, fontsize=9)
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    columns = plots.legend_columns(labels, figure.get_figwidth())
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+    return plots.png(figure)
+
+
+def _draw_drift(ax: Any, runs: RecordsOfRuns, key: str, scale: float, colour: str, row: str) -> None:
+    """Draws a row's mean and range over seeds at the steps that all its runs have."""
+    steps, values = _shared(runs, key)
+    if not steps:
+        return
+    y = scale * values
+    ax.plot(steps, y.mean(0), color=colour, linewidth=1.5, label=row)
+    ax.fill_between(steps, y.min(0), y.max(0), color=colour, alpha=0.12, linewidth=0)
+    at, errors = _shared(runs, f"{key}_error")
+    if at == steps:
+        ax.errorbar(steps, y.mean(0), yerr=2 * scale * errors.mean(0), fmt="none", ecolor=colour, alpha=0.5)
+
+
+def _shared(runs: RecordsOfRuns, key: str) -> tuple[list[int], np.ndarray]:
+    """The steps at which every run that has a metric has it, and its values f64[runs, steps]."""
+    curves = [dict(zip(*series(run, key), strict=True)) for run in runs]
+    kept = [curve for curve in curves if curve]
+    steps = sorted(set.intersection(*map(set, kept))) if kept else []
+    return steps, np.array([[curve[step] for step in steps] for curve in kept])
 
 
 def rows_to_show(table: Table, scores: Scores) -> list[str]:

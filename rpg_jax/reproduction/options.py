@@ -1,16 +1,17 @@
 """Turns the options of `python -m rpg_jax.reproduce` into a table and the way to run it."""
 
 import argparse
+import operator
 from collections.abc import Sequence
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
-from rpg_jax.reproduction import objective_table, run_tables
+from rpg_jax.reproduction import run_tables
 from rpg_jax.reproduction.run_tables import Job
-from rpg_jax.reproduction.sweep import sweep_table
-from rpg_jax.reproduction.table import SMALL_CONFIG, Table
+from rpg_jax.reproduction.table import SMALL_CONFIG, Table, crossed
 from rpg_jax.reproduction.tables import TABLES
-
-OBJECTIVE = "objective"  # the table whose runs are no training runs, but which keeps their numbers
+from rpg_jax.runs import config_files, run_names
 
 
 def asked(options: argparse.Namespace, extra: Sequence[str], command: str) -> tuple[str, Table, Job]:
@@ -72,20 +73,6 @@ def _kept(given: Path | None, name: str) -> Path | None:
     return run_tables.DATA / f"{name}.json.gz" if given == Path() else given
 
 
-def objective(options: argparse.Namespace, extra: Sequence[str]) -> Path:
-    """Makes the table `OBJECTIVE`, by runs or from data; returns its page.
-
-    Raises:
-      ValueError: an option that this table does not take.
-    """
-    if given := [f"--{name}" for name in ("methods", "seeds", "config", "rates") if getattr(options, name)] + [*extra]:
-        raise ValueError(f"the table {OBJECTIVE} has its own rows, seeds and settings: leave out {', '.join(given)}")
-    if options.from_data is not None:
-        data = run_tables.DATA / "objective.jsonl.gz" if options.from_data == Path() else options.from_data
-        return objective_table.page_from(data, options.out)
-    return objective_table.objective(options.out, options.quick, options.jobs or run_tables.cores())
-
-
 def seeds(text: str | None) -> list[int]:
     """The seeds of "3", which are 0, 1, 2, or of the list "100,101"; none of None.
 
@@ -102,3 +89,49 @@ def seeds(text: str | None) -> list[int]:
     if not found or min(found) < 0 or len(set(found)) < len(found):
         raise ValueError(f"--seeds={text}: give a number of seeds, as 3, or different seeds, as 100,101")
     return found
+
+
+def sweep_table(config: str, methods: Sequence[str], sweeps: Sequence[str]) -> tuple[str, Table]:
+    """The name and the table of `sweeps`, each FIELD=VALUE,VALUE; without methods, with the method of the config.
+
+    Raises:
+      ValueError: an unknown field or method (with the nearest one), a value that the field does not take, a field or a
+        value that is given twice, a field that tells runs apart anyway.
+    """
+    fields: dict[str, list[Any]] = {}
+    for text in sweeps:
+        field, separator, values = text.removeprefix("--config.").partition("=")
+        if not separator or not all(value.strip() for value in values.split(",")):
+            raise ValueError(f"--sweep {text!r}: write FIELD=VALUE,VALUE, as in optimizer.learning_rate=1e-4,3e-4")
+        if field == "seed" or field.startswith("run."):
+            raise ValueError(f"--sweep {field}: --seeds and --out give every run its seed and its folder")
+        if field in fields:
+            raise ValueError(f"--sweep {field} is there twice: give all its values at once, separated by commas")
+        fields[field] = [_typed(config, field, value.strip()) for value in values.split(",")]
+        if len(set(fields[field])) < len(fields[field]):
+            raise ValueError(f"--sweep {text}: a value is there twice")
+    names = [*methods, *map(str, fields.pop("method", []))]
+    rows: dict[str, tuple[str, ...]] = {
+        name: (run_names.option("method", _typed(config, "method", name)),) for name in names
+    }
+    table = crossed(
+        rows or {"": ()},
+        fields,
+        title=f"Sweep of {' and '.join(fields) or 'method'}",
+        paper="A sweep: a row is compared with the first row of its method, and that one with the first row of all",
+        config=config,
+    )
+    swept = [run_names.short(field) for field in fields] or ["method"]
+    return "-".join(["sweep", Path(config.partition(":")[0]).stem, *swept]), table
+
+
+def _typed(config: str, field: str, text: str) -> Any:
+    """The value of a field as the config reads it from the command line."""
+    known = config_files.fields()
+    if field not in known:
+        near = config_files.nearest(field)
+        raise ValueError(f"no config field {field!r}; did you mean {near}? train --help lists all of them")
+    loaded = config_files.load(config, [run_names.option(field, text)])
+    value = reduce(operator.getitem, field.split("."), loaded.config)
+    known[field].check(field, value)
+    return value

@@ -1,6 +1,11 @@
-"""Makes a table from training runs: runs its scan and its cells, keeps their numbers, writes the page from these."""
+"""Makes a table from training runs: runs its scan and its cells, keeps their numbers, writes the page from these.
+
+Rows are compared from one warm start, and another machine's warm start may decide more than any row. Kept runs that
+started from other weights than the new runs are refused.
+"""
 
 import dataclasses
+import json
 import os
 import platform
 import subprocess
@@ -10,14 +15,14 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 import jax
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from rpg_jax.reproduction import choice, kept_runs, result_files, sweep, table_page
-from rpg_jax.reproduction.bars import progress_bars
+from rpg_jax.reproduction import choice, result_files, table_page
 from rpg_jax.reproduction.cells import run_cells, steps_of
-from rpg_jax.reproduction.results import Results
+from rpg_jax.reproduction.results import Results, Run
 from rpg_jax.reproduction.table import LEARNING_RATE, Cell, Table
 from rpg_jax.reproduction.tables import TABLES
-from rpg_jax.runs import config_files
+from rpg_jax.runs import config_files, resolve
 
 SEEDS, QUICK_SEEDS, QUICK_STEPS = 5, 2, 20
 QUICK_ROWS = ("GRPO", "DAPO", "RPG-REINFORCE-URKL")
@@ -59,18 +64,18 @@ def make_table(name: str, table: Table, job: Job) -> tuple[Path, dict[str, Path]
         `job.kept` do not go with the others, or no run has a score.
     """
     jax.config.update("jax_platforms", "cpu")  # of this process: the accelerator belongs to the runs
-    sweep.check(table, job.extra)
+    check_table(table, job.extra)
     kept = result_files.load(job.kept) if job.kept else None
     if kept:
-        kept_runs.check(kept, name, table, job.extra)
+        check_kept(kept, name, table, job.extra)
     scan, failed = _scan(name, table, job, kept.scan if kept else None)
     chosen = {row: values for row, values in choice.best_values(scan).items() if row in table.rows} if scan else None
     at_rates = table if chosen is None else table.with_settings(chosen)
-    cells = kept_runs.missing(at_rates.cells(job.seeds), kept)
+    cells = missing(at_rates.cells(job.seeds), kept)
     failed |= _run(cells, job)
     results = Results(name, table, result_files.collect(cells, job.out), *_about(job), scan)
     if kept:
-        results = kept_runs.together(kept, results, list(TABLES[name].rows))
+        results = together(kept, results, list(TABLES[name].rows))
     if not any(run.scores() for run in results.runs):
         raise ValueError(f"{job.out / 'runs'} has no evaluated run of this table: look at {job.out / 'logs'}")
     data = job.out / name / f"{name}.json.gz"
@@ -86,6 +91,95 @@ def page_from(data: Path, out: Path) -> Path:
     """
     results = result_files.load(data)
     return table_page.write_page(results, out / results.name)
+
+
+def check_table(table: Table, extra: Sequence[str]) -> None:
+    """Refuses a table, before anything runs, of which a run would be refused when it starts.
+
+    Raises:
+      ValueError: an unknown field, a value that a field does not take, or fields that do not go together. It names the
+        row.
+    """
+    known = config_files.fields()
+    for row, overrides in table.rows.items():
+        try:
+            loaded = config_files.load(table.config, [*overrides, *extra])
+            for field, value in loaded.overrides.items():
+                if field in known:
+                    known[field].check(field, value)
+            resolve.check_training(loaded.config)
+            resolve.resolve(loaded.config)
+        except ValueError as error:
+            raise ValueError(f"{row}: {error}" if row else str(error)) from error
+
+
+def check_kept(kept: Results, name: str, table: Table, extra: Sequence[str]) -> None:
+    """Refuses kept numbers that cannot stand on one page with runs of `table`.
+
+    Raises:
+      ValueError: they are of another table, have other overrides, or a row of both has other settings.
+    """
+    if (kept.name, kept.table.config) != (name, table.config):
+        raise ValueError(f"the kept numbers are of {kept.name} ({kept.table.config}), not of {name} ({table.config})")
+    if tuple(kept.extra) != tuple(extra):
+        raise ValueError(f"the kept runs of {name} have the overrides {list(kept.extra)}, not {list(extra)}")
+    for row in table.rows.keys() & kept.table.rows.keys():
+        if tuple(table.rows[row]) != tuple(kept.table.rows[row]):
+            raise ValueError(
+                f"the kept runs of {row} have {list(kept.table.rows[row])}, today's have {list(table.rows[row])}: "
+                "make the table without kept runs, or leave this row out of --methods"
+            )
+
+
+def missing(cells: Sequence[Cell], kept: Results | None) -> list[Cell]:
+    """The cells that the kept numbers lack, or whose run had not ended."""
+    ended = {(run.row, run.seed, run.name) for run in kept.runs if run.ended} if kept else set()
+    return [cell for cell in cells if (cell.row, cell.seed, cell.name) not in ended]
+
+
+def together(kept: Results, new: Results, order: Collection[str]) -> Results:
+    """The runs of both. Of a run that both have, the new one counts.
+
+    Args:
+      order: of the rows; those that it lacks come last.
+
+    Raises:
+      ValueError: they started from different weights.
+    """
+    _check_starts(kept, new)
+    rows = {**kept.table.rows, **new.table.rows}
+    names = [row for row in order if row in rows] + [row for row in rows if row not in order]
+    runs: dict[tuple[int, int], Run] = {}
+    for run in [*kept.runs, *new.runs]:
+        runs[run.seed, names.index(run.row)] = run
+    table = dataclasses.replace(
+        new.table,
+        rows={row: rows[row] for row in names},
+        baselines={**kept.table.baselines, **new.table.baselines},
+        swept={row: values for row, values in {**kept.table.swept, **new.table.swept}.items() if row in rows},
+    )
+    return dataclasses.replace(
+        new,
+        table=table,
+        runs=[runs[place] for place in sorted(runs)],
+        hardware="; ".join(dict.fromkeys([*kept.hardware.split("; "), *new.hardware.split("; ")])),
+    )
+
+
+def _check_starts(kept: Results, new: Results) -> None:
+    """Raises ValueError if runs of one model that was read or warm-started began with different weights."""
+    began: dict[str, dict[str, Run]] = {}
+    for run in [*kept.all_runs(), *new.all_runs()]:
+        if run.start and (run.config.get("warm_start.enabled") or run.config.get("model.path")):
+            model = json.dumps({key: v for key, v in run.config.items() if key.startswith("model.")}, sort_keys=True)
+            began.setdefault(model, {}).setdefault(run.start, run)
+    for starts in began.values():
+        if len(starts) > 1:
+            told = " and ".join(f"{run.name} ({start})" for start, run in starts.items())
+            raise ValueError(
+                f"{told} did not start from the same weights, so their rows cannot be compared: copy the warm start of "
+                "the kept runs into the folder warm_starts of these, or make the table without kept runs"
+            )
 
 
 def quick_rows(table: Table) -> list[str]:
@@ -112,8 +206,8 @@ def scan_from(data: Results, table: Table, extra: Sequence[str]) -> Results:
     by_name = {run.name: run.brief(result_files.SCAN_COLUMNS) for run in found.runs}
     cells = scanned.cells(sorted({run.seed for run in found.runs}))
     runs = [dataclasses.replace(by_name[cell.name], row=cell.row) for cell in cells if cell.name in by_name]
-    if missing := sorted(set(scanned.rows) - {run.row for run in runs}):
-        raise ValueError(f"{data.name} has no run of {', '.join(missing)}")
+    if absent := sorted(set(scanned.rows) - {run.row for run in runs}):
+        raise ValueError(f"{data.name} has no run of {', '.join(absent)}")
     return dataclasses.replace(found, table=scanned, runs=runs, scan=None)
 
 
@@ -127,11 +221,11 @@ def _scan(name: str, table: Table, job: Job, kept: Results | None) -> tuple[Resu
         return None, {}
     _check_seeds(table.scan_seeds, job.seeds)
     scanned = table.scan()
-    cells = kept_runs.missing(scanned.cells(table.scan_seeds), kept)
+    cells = missing(scanned.cells(table.scan_seeds), kept)
     failed = _run(cells, job)
     runs = result_files.collect(cells, job.out, result_files.SCAN_COLUMNS, evaluated=False)
     scan = Results(f"{name}-scan", scanned, runs, *_about(job))
-    return (kept_runs.together(kept, scan, list(TABLES[name].scan().rows)) if kept else scan), failed
+    return (together(kept, scan, list(TABLES[name].scan().rows)) if kept else scan), failed
 
 
 def _about(job: Job) -> tuple[str, str, tuple[str, ...]]:
@@ -166,6 +260,14 @@ def _run(cells: Sequence[Cell], job: Job) -> dict[str, Path]:
                 print(f"{text}; step {steps} of {total or '?'} in all; logs in {job.out / 'logs'}", file=sys.stderr)
 
         return run_cells(cells, job.out, jobs=job.jobs, extra=job.extra, on_progress=on_progress)
+
+
+def progress_bars() -> Progress:
+    """A description, a bar, the count, the time spent and the time left."""
+    return Progress(
+        *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
+        TimeRemainingColumn(),
+    )
 
 
 def cores() -> int:

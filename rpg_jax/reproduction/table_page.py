@@ -6,13 +6,12 @@ from pathlib import Path
 
 from rpg_jax.report import markdown
 from rpg_jax.report.seeds import QUANTITIES, SEEDS_TO_RANK, Mean, mean, paired_difference, ranks
-from rpg_jax.reproduction import choice, equal_cost, figures, origin
-from rpg_jax.reproduction.drift_figure import draw_drift
-from rpg_jax.reproduction.figures import PAPER, Scores, held_out_sets
+from rpg_jax.reproduction import choice, figures, origin
+from rpg_jax.reproduction.figures import PAPER, Scores, draw_drift, held_out_sets
 from rpg_jax.reproduction.results import Results
 from rpg_jax.reproduction.table import LEARNING_RATE, Table
 from rpg_jax.reproduction.tables import TABLES
-from rpg_jax.reproduction.training_tables import all_differences, starred, training_table
+from rpg_jax.reproduction.training_tables import all_differences, equal_cost, starred, training_table
 from rpg_jax.runs import run_names
 from rpg_jax.storage import write_atomically
 
@@ -34,7 +33,7 @@ def write_page(results: Results, folder: Path) -> Path:
     if not scores:
         raise ValueError(f"{results.name} has no evaluated run")
     name, table, rows = results.name, _in_words_of_today(results), results.rows()
-    equal = equal_cost.sections(table, rows)
+    equal = equal_cost(table, rows)
     parts = [f"# {table.title}", origin.line(results)]
     parts += origin.changed_rows(results, TABLES[name].rows) if name in TABLES else []
     parts += [_explanation(table, results, scores, unequal=bool(equal)), score_table(scores)]

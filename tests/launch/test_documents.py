@@ -19,14 +19,15 @@ from rpg_jax.runs import config_files
 from rpg_jax.runs.resolve import resolve
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((ROOT / "README.md", *(ROOT / "docs").glob("*.md")))
+PROGRAMMES = sorted((ROOT / "experiments").rglob("README.md"))
+PAGES = sorted((ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *PROGRAMMES))
 LINKED = sorted((ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")))
 DATED = {page for page in LINKED if page.parent.name == "log" and page.name != "README.md"}
 FENCE = re.compile(r"^```(?:sh)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCK = re.compile(r"^```[^\n]*\n.*?^```$", re.MULTILINE | re.DOTALL)  # of any language
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-PATH = re.compile(r"(?<![\w./-])(?:rpg_jax|configs|launch|tests|docs)/[\w./-]*[\w/]")
-INLINE = re.compile(r"`((?:\.venv/bin/)?python -m rpg_jax\.\w+[^`]*)`")
+PATH = re.compile(r"(?<![\w./-])(?:rpg_jax|experiments|configs|launch|tests|docs)/[\w./-]*[\w/]")
+INLINE = re.compile(r"`((?:\.venv/bin/)?python -m (?:rpg_jax|experiments)\.\w+[^`]*)`")
 MAKERS = ("extending.md", "own_data.md")  # pages that make files
 PROGRAMS = ("python", ".venv/bin/python", "bash", "launch/tpu", "launch/xpk")
 
@@ -51,7 +52,9 @@ EXECUTED = {
     "python -m rpg_jax.data": "tests/data/test_prepare.py",
     "python -m rpg_jax.environments": "not run: needs the package verifiers and an environment's own",
     "python -m rpg_jax.docs": "tests/test_docs.py",
-    "python -m rpg_jax.reproduce --table=estimators": "tests/reproduction/test_estimators.py",
+    "python -m experiments.estimators": "tests/experiments/test_estimators.py",
+    "python -m experiments.completions": "tests/experiments/test_completions.py",
+    "python -m experiments.objective": "tests/experiments/test_objective.py",
     "python -m rpg_jax.reproduce": "tests/reproduction/test_tables.py",
     "python -m rpg_jax.bench": "tests/test_bench.py",
     "python -m rpg_jax.plan --config=configs/qwen3_1p7b_gsm8k_lora": "tests/planning/test_search.py",  # --beside
@@ -79,6 +82,7 @@ def flags_of(module: str, command: str = "") -> set[str]:
     """The flags that a command's source declares."""
     module = module.replace(".", "/")
     files = [ROOT / "rpg_jax" / f"{module}.py", ROOT / "rpg_jax" / module / "__main__.py"]
+    files += [ROOT / module / "__main__.py", ROOT / "experiments/kept.py"] if module.startswith("experiments/") else []
     parts = (f"measure_{command}", "subject") if module == "bench" else ()
     files += [ROOT / "rpg_jax" / "benchmarks" / f"{name}.py" for name in parts]
     found = {"help", "debug"}
@@ -140,7 +144,7 @@ def test_what_a_documented_command_names_exists(page, line):
     for argument in arguments[:separator]:
         name = argument.partition("=")[0].removeprefix("--")
         if argument.startswith("--") and not name.startswith("config."):
-            assert name in known, f"rpg_jax.{module} has no flag --{name}; it has {sorted(known)}"
+            assert name in known, f"{words[2]} has no flag --{name}; it has {sorted(known)}"
     check_overrides(arguments)
 
 
@@ -152,7 +156,7 @@ def test_a_documented_command_is_executed_by_a_test_or_says_why_not(page, line):
     if page == "extending.md" and f"\n{line}\n" in (ROOT / "docs" / page).read_text():
         return  # tests/test_extending.py runs its blocks, whatever they are
     assert how.startswith("not run: ") or (ROOT / how).exists()
-    if (found := re.search(r"-m rpg_jax\.(\w+)", line)) and not how.startswith("not run: "):
+    if (found := re.search(r"-m (?:rpg_jax|experiments)\.(\w+)", line)) and not how.startswith("not run: "):
         assert found[1] in (ROOT / how).read_text(), f"{how} does not run {found[1]}"
 
 
@@ -176,7 +180,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", LINKED, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [*LINKED, *PROGRAMMES], ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_of_a_page_leads_somewhere(page):
     for link in LINK.findall(BLOCK.sub("", page.read_text())):
         if link.startswith(("https://", "http://")):
@@ -187,7 +191,7 @@ def test_every_link_of_a_page_leads_somewhere(page):
         assert not fragment or fragment in anchors(target), link
 
 
-@pytest.mark.parametrize("page", sorted({*LINKED} - DATED), ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", sorted({*LINKED, *PROGRAMMES} - DATED), ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_path_that_a_page_names_exists(page):
     text = page.read_text()
     made = set(re.findall(r"^```python\n# ([\w./]+)$", text, re.MULTILINE))  # by the page itself
@@ -196,7 +200,7 @@ def test_every_path_that_a_page_names_exists(page):
 
 
 def test_every_page_that_the_code_names_exists():
-    for folder in ("rpg_jax", "configs", "launch"):
+    for folder in ("rpg_jax", "experiments", "configs", "launch"):
         for file in (ROOT / folder).rglob("*.py"):
             for name in re.findall(r"\bdocs/[\w./-]+\.(?:md|png)", file.read_text()):
                 assert (ROOT / name).exists(), f"{file.relative_to(ROOT)} names {name}"

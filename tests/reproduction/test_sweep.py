@@ -8,8 +8,9 @@ import pytest
 
 from rpg_jax import reproduce
 from rpg_jax.reproduction import choice, run_tables
+from rpg_jax.reproduction.options import sweep_table
 from rpg_jax.reproduction.results import Results, Run
-from rpg_jax.reproduction.sweep import check, sweep_table
+from rpg_jax.reproduction.run_tables import check_table
 from rpg_jax.reproduction.table import LEARNING_RATE
 from rpg_jax.reproduction.tables import TABLES
 from rpg_jax.runs import run_names
@@ -61,7 +62,7 @@ def test_a_sweep_that_could_not_run_is_refused_before_it_starts(arguments, messa
 
 def test_a_tables_own_overrides_are_checked_too():
     with pytest.raises(ValueError, match="GRPO: no config field 'train.stepz'; did you mean train.steps"):
-        check(TABLES["small"], ["--config.train.stepz=3"])
+        check_table(TABLES["small"], ["--config.train.stepz=3"])
 
 
 def test_names_of_runs_say_what_differs_and_only_that():

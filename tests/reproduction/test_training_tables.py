@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from rpg_jax.report import seeds
-from rpg_jax.reproduction import equal_cost, result_files, table_page, training_tables
+from rpg_jax.reproduction import result_files, table_page, training_tables
 from rpg_jax.reproduction.results import Results
 from rpg_jax.reproduction.tables import TABLES
 
@@ -26,7 +26,7 @@ def rows_of(tmp_path, leave_a_run):
 @pytest.fixture
 def equal(rows_of):
     """The text under "At equal updates, completions and seconds"."""
-    return lambda runs: "\n".join(equal_cost.sections(SMALL, rows_of(runs)))
+    return lambda runs: "\n".join(training_tables.equal_cost(SMALL, rows_of(runs)))
 
 
 def test_rows_are_compared_where_they_have_spent_as_much_as_the_cheapest_in_all(equal):
@@ -68,7 +68,7 @@ def test_an_evaluation_that_lies_before_the_step_is_said_to(rows_of):
     rows = rows_of({("GRPO", 0): own | {"groups": 4}, ("DAPO", 0): own | {"groups": 5}})
     for key in [key for key in rows["DAPO"][0].records[4] if key.startswith("eval/")]:
         del rows["DAPO"][0].records[4][key]
-    assert "| DAPO | 4, evaluated at 3 | 32 |" in "\n".join(equal_cost.sections(SMALL, rows))
+    assert "| DAPO | 4, evaluated at 3 | 32 |" in "\n".join(training_tables.equal_cost(SMALL, rows))
 
 
 def test_a_page_whose_rows_differ_in_cost_says_so_before_its_first_number(tmp_path, leave_a_run, without_figures):

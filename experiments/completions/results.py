@@ -1,0 +1,111 @@
+"""The results on completions as tables, and the verdicts that follow from the numbers."""
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from experiments.completions.estimators import ENDS, ESTIMATORS, SAMPLED, Estimator
+from experiments.completions.exact import OBJECTIVES, CompletionSettings, Results, SampledSettings
+from rpg_jax.report import markdown
+
+SYMBOLS = {"reverse": "KL(π_θ‖π_ref)", "forward": "KL(π_ref‖π_θ)"}
+# A relative error below EXACT is rounding. A regret below REACHED is that of the optimum: the last stretch is slow.
+EXACT, REACHED = 1e-9, 1e-3
+
+
+def gradient_of(row: Mapping[str, Any]) -> str:
+    """The divergence whose gradient a KL term has: exactly, on-policy only, or none."""
+    largest = row["kl_term_largest"]
+    for how, drifts in (("exactly", slice(None)), ("on-policy only", slice(1))):
+        for level, divergence in OBJECTIVES:
+            if max(largest[f"{level}_{divergence}"][drifts]) < EXACT:
+                return f"{SYMBOLS[divergence]} of {level}, {how}"
+    return "neither"
+
+
+def optimum_of(row: Mapping[str, Any]) -> str:
+    """The optimum that a descent reaches for every β and prompt, or `neither`."""
+    reached = [d for d in SYMBOLS if np.max(row[f"regret_{d}"]) < REACHED]
+    return f"that of {SYMBOLS[reached[0]]}" if reached else "neither"
+
+
+def exact_tables(results: Results, s: CompletionSettings) -> dict[str, str]:
+    """The tables of docs/estimators.md on completions of several tokens, by the title of their section."""
+    drifts = ["on-policy", *(f"{drift:g}" for drift in s.drifts[1:])]
+    of = [f"{'completions: ' if i == 0 else ''}{x}" for i, x in enumerate(drifts)]
+    of += [f"{'tokens: ' if i == 0 else ''}{x}" for i, x in enumerate(drifts)]
+    whole_head = ["loss", "KL term", *of]
+    noisy = s.drifts.index(0.1) if 0.1 in s.drifts else -1
+    kl_rows, whole_rows = [], []
+    for e in ESTIMATORS:
+        row = results["errors"][e.key]
+        kl_rows.append([gradient_of(row), *_errors(row, "kl_term", e), _noise(row["noise"][noisy])])
+        whole_rows.append(_errors(row, "whole", e))
+    kl_head = ["loss", "KL term", "has the gradient of", *of, f"noise at {s.drifts[noisy]:g}"]
+    return {
+        "The KL term": markdown.table(kl_head, joined(ESTIMATORS, kl_rows), numbers=range(3, len(kl_head))),
+        "The whole loss": markdown.table(whole_head, joined(ESTIMATORS, whole_rows), numbers=range(2, len(whole_head))),
+        "Completions of several tokens: where does it end?": _ends(results, s),
+    }
+
+
+def sampled_tables(results: Results, s: SampledSettings) -> dict[str, str]:
+    """The table of docs/completions.md, by the title of its section."""
+    middle, rows = len(s.updates_a_batch) // 2, []
+    for e in SAMPLED:
+        row = results["sampled"][e.key]
+        regrets = [_interval(x) for x in row[f"regret_{e.meant}"]]
+        rows.append([*regrets, *(f"{np.mean(row[name][middle]):.3f}" for name in ("reward", "kl"))])
+    updates = [f"{'regret, updates a batch: ' if i == 0 else ''}{n}" for i, n in enumerate(s.updates_a_batch)]
+    at = f"at {s.updates_a_batch[middle]}"
+    head = ["loss", "KL term", *updates, f"reward {at}", f"KL {at}"]
+    return {"Tabular policies": markdown.table(head, joined(SAMPLED, rows), numbers=range(2, len(head)))}
+
+
+def _errors(row: Mapping[str, Any], part: str, e: Estimator) -> list[str]:
+    return [_number(x) for level in ("completions", "tokens") for x in row[part][f"{level}_{e.meant}"]]
+
+
+def _ends(results: Results, s: CompletionSettings) -> str:
+    rows = []
+    for e in ENDS:
+        refreshed, offline = (results["ends"][e.key][mode] for mode in ("refreshed", "offline"))
+        regrets = [regret(x) for x in refreshed[f"regret_{e.meant}"]]
+        middle = s.end_kl_coefs.index(s.kl_coef)
+        reward, kl = (f"{np.mean(refreshed[name][middle]):.3f}" for name in ("reward", "kl"))
+        stays = regret(offline[f"regret_{e.meant}"][0])
+        rows.append([optimum_of(refreshed), *regrets, reward, kl, stays, optimum_of(offline)])
+    betas = [f"{'regret at β = ' if i == 0 else ''}{beta:g}" for i, beta in enumerate(s.end_kl_coefs)]
+    beta = f"{s.kl_coef:g}"
+    columns = [*betas, f"reward at {beta}", f"KL at {beta}", f"π_old stays: regret at {beta}"]
+    head = ["loss", "KL term", "optimum reached", *columns, "optimum reached"]
+    return markdown.table(head, joined(ENDS, rows), numbers=range(3, len(head) - 1))
+
+
+def joined(estimators: Sequence[Estimator], rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The rows with the names of their losses and KL terms; neighbours with equal cells become one row."""
+    named = [(e.name, tuple(row), e.term) for e, row in zip(estimators, rows, strict=True)]
+    grouped = groupby(named, key=lambda x: x[:2])
+    return [[name, ", ".join(term for *_, term in members), *row] for (name, row), members in grouped]
+
+
+def regret(x: Sequence[float]) -> str:
+    """The mean over prompts, with the largest in brackets."""
+    return "0" if np.max(x) < REACHED / 2 else f"{np.mean(x):.3f} ({np.max(x):.3f})"
+
+
+def _number(x: float) -> str:
+    return "0" if x < EXACT else f"{x:.2g}"
+
+
+def _noise(x: float) -> str:
+    """Without a mean there is no relative noise."""
+    return "–" if x > 1 / EXACT else f"{x:.2g}"
+
+
+def _interval(x: Sequence[float]) -> str:
+    half = stats.t.ppf(0.975, len(x) - 1) * np.std(x, ddof=1) / np.sqrt(len(x))
+    return f"{np.mean(x):.3f} ± {half:.3f}"

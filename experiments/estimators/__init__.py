@@ -1,0 +1,1 @@
+"""Which gradient each loss has on completions of one token, by exact sums."""

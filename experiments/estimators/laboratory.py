@@ -1,0 +1,179 @@
+"""Measures bias, variance and destination of every estimator over random scenes, by exact sums."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from experiments.estimators.estimators import (
+    CLIPS,
+    COMPARATORS,
+    KL_TERMS,
+    SAMPLERS,
+    Estimator,
+    Moments,
+    converge,
+    exact_gradient,
+    moments,
+    rpg,
+)
+from experiments.estimators.scenes import Scene, forward_kl_optimum, kl, make_scenes, reverse_kl_optimum
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Settings of a laboratory run.
+
+    Results are medians over `scenes` random prompts with V = `tokens`. Distances are KL divergences from the behaviour
+    policy in nats: `reference_kl` of π_ref, `drifts` of π_θ, `sampler_kls` of π_s, `sampler_drift` of π_θ while that of
+    π_s varies. A fixed point is reached in `steps` updates with β = `fixed_point_kl_coef`, `refresh` of them from one
+    behaviour policy; its result is the worst of `fixed_point_scenes`. Elsewhere β is `kl_coef`.
+    """
+
+    tokens: int = 16
+    scenes: int = 256
+    kl_coef: float = 0.1
+    reference_kl: float = 0.1
+    drifts: tuple[float, ...] = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1, 3e-1, 1.0)
+    sampler_kls: tuple[float, ...] = (1e-5, 1e-4, 1e-3, 1e-2, 1e-1)
+    sampler_drift: float = 1e-2
+    fixed_point_kl_coef: float = 0.5
+    refresh: int = 16
+    steps: int = 40_000
+    fixed_point_scenes: int = 32
+    seed: int = 0
+
+
+# JSON-able: {experiment: {estimator: {quantity: [value per drift or sampler distance]}}}
+Results = dict[str, dict[str, dict[str, Any]]]
+
+
+def run(s: Settings, *, on_row: Callable[[str, str], None]) -> Results:
+    """Runs all experiments in float64; calls `on_row(experiment, row)` before each row."""
+    results: Results = {}
+    with jax.enable_x64(True):
+        at_sampler_kls = [_scenes(s, drift=s.sampler_drift, sampler_kl=distance) for distance in s.sampler_kls]
+        experiments: dict[str, tuple[Sequence[Estimator], Callable[[Estimator], dict[str, Any]]]] = {
+            "kl_terms": (KL_TERMS, lambda estimator: kl_term(estimator, s)),
+            "clips": (CLIPS, lambda estimator: whole_loss(estimator, s, drifting(s))),
+            "comparators": (COMPARATORS, lambda estimator: whole_loss(estimator, s, drifting(s))),
+            "sampler": (SAMPLERS, lambda estimator: whole_loss(estimator, s, at_sampler_kls)),
+            "fixed_points": (KL_TERMS, lambda estimator: fixed_point(estimator, s)),
+        }
+        for name, (estimators, measure) in experiments.items():
+            results[name] = {}
+            for estimator in estimators:
+                on_row(name, estimator.name)
+                results[name][estimator.name] = measure(estimator)
+        on_row("forms", "differentiable against reinforce")
+        results["forms"] = {"largest difference": difference_of_forms(s)}
+    return results
+
+
+def kl_term(estimator: Estimator, s: Settings) -> dict[str, list[float]]:
+    """Compares the KL term alone (A = 0) with both divergences: relative error of its mean, cosine, noise per token.
+
+    error_D  = |E g − β∇D| / |β∇D|        D = KL(π_θ‖π_ref) (reverse), KL(π_ref‖π_θ) (forward)
+    noise    = sqrt(tr Cov g) / |E g|
+    """
+
+    @_batched
+    def measure(scene: Scene) -> dict[str, jax.Array]:
+        got = moments(estimator.losses, scene, s.kl_coef, rewarded=False)
+        row = {"noise": _noise(got)}
+        for divergence in ("reverse", "forward"):
+            exact = exact_gradient(scene, s.kl_coef, divergence, rewarded=False)
+            row[f"error_{divergence}"] = _error(got.mean, exact)
+            row[f"cosine_{divergence}"] = _cosine(got.mean, exact)
+        return row
+
+    return _columns([measure(scenes) for scenes in drifting(s)])
+
+
+def whole_loss(estimator: Estimator, s: Settings, scenes: Iterable[Scene]) -> dict[str, list[float]]:
+    """Compares the whole loss, clips included, with −∇J of its objective: error, cosine, noise at each of `scenes`."""
+
+    @_batched
+    def measure(scene: Scene) -> dict[str, jax.Array]:
+        got = moments(estimator.losses, scene, s.kl_coef)
+        exact = exact_gradient(scene, s.kl_coef, estimator.meant)
+        return {"error": _error(got.mean, exact), "cosine": _cosine(got.mean, exact), "noise": _noise(got)}
+
+    return _columns([measure(at_distance) for at_distance in scenes])
+
+
+def fixed_point(estimator: Estimator, s: Settings) -> dict[str, float]:
+    """KL in nats from the end of the mean gradient's descent to the optimum of either objective; the worst over scenes.
+
+    `refreshed`: the behaviour policy becomes π_θ every `refresh` updates. `offline`: it never does.
+    """
+    beta = s.fixed_point_kl_coef
+
+    @_batched
+    def measure(scene: Scene) -> dict[str, jax.Array]:
+        row = {}
+        for name, refresh in (("refreshed", s.refresh), ("offline", 0)):
+            end = converge(estimator.losses, scene, beta, refresh=refresh, steps=s.steps)
+            for divergence, optimum in (("reverse", reverse_kl_optimum), ("forward", forward_kl_optimum)):
+                row[f"{name}_to_{divergence}"] = kl(end, optimum(scene.reference, scene.rewards, beta))
+        return row
+
+    start = _scenes(dataclasses.replace(s, scenes=s.fixed_point_scenes), drift=0.0)
+    return {name: float(np.max(values)) for name, values in measure(start).items()}
+
+
+def difference_of_forms(s: Settings) -> dict[str, float]:
+    """Largest relative difference between both forms of RPG, by divergence.
+
+    It is max |differentiable − reinforce| of mean and variance, over clips, drifts and scenes.
+    """
+    largest = {}
+    for divergence in ("fkl", "ufkl", "rkl", "urkl"):
+
+        @_batched
+        def measure(scene: Scene, divergence: str = divergence) -> list[jax.Array]:
+            found = []
+            for clip in ("none", "dual", "truncate", "reward"):
+                a, b = (
+                    moments(rpg(divergence, clip=clip, estimator=form), scene, s.kl_coef)
+                    for form in ("differentiable", "reinforce")
+                )
+                found += [_error(a.mean, b.mean), jnp.abs(a.variance / b.variance - 1)]
+            return found
+
+        largest[divergence] = max(float(np.max(measure(scenes))) for scenes in drifting(s))
+    return largest
+
+
+def drifting(s: Settings) -> Iterator[Scene]:
+    """The scenes at each of `drifts`: the same prompts and directions, further out."""
+    for drift in s.drifts:
+        yield _scenes(s, drift=drift)
+
+
+def _scenes(s: Settings, **distances: float) -> Scene:
+    return make_scenes(s.scenes, tokens=s.tokens, reference_kl=s.reference_kl, seed=s.seed, **distances)
+
+
+def _batched(function: Callable[[Scene], Any]) -> Callable[[Scene], Any]:
+    return jax.jit(jax.vmap(function))
+
+
+def _error(got: jax.Array, exact: jax.Array) -> jax.Array:
+    return jnp.linalg.norm(got - exact) / jnp.linalg.norm(exact)
+
+
+def _cosine(x: jax.Array, y: jax.Array) -> jax.Array:
+    return x @ y / (jnp.linalg.norm(x) * jnp.linalg.norm(y))
+
+
+def _noise(got: Moments) -> jax.Array:
+    return jnp.sqrt(got.variance) / jnp.linalg.norm(got.mean)
+
+
+def _columns(rows: list[dict[str, jax.Array]]) -> dict[str, list[float]]:
+    """The median over scenes of every quantity at every distance."""
+    return {name: [float(np.median(row[name])) for row in rows] for name in rows[0]}

@@ -1,0 +1,140 @@
+"""The laboratory's results as a figure and as tables, and the verdicts that follow from the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from experiments.estimators.estimators import CLIPS, COMPARATORS, KL_TERMS, SAMPLERS, Estimator
+from experiments.estimators.laboratory import Results, Settings
+from rpg_jax.report import markdown, plots
+from rpg_jax.report.plots import COLOURS, INK, MUTED
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+SYMBOLS = {"reverse": "KL(π_θ‖π_ref)", "forward": "KL(π_ref‖π_θ)"}
+# A median relative error below EXACT is rounding. LIMIT, at the smallest drift, tells a bias that vanishes on-policy
+# from a bias that does not: there the gradients of the two divergences differ by several times LIMIT.
+EXACT, LIMIT = 1e-9, 0.15
+# Exact estimators are drawn here in the figure, in place of zero.
+FLOOR = 1e-4
+# An end within this distance of an optimum, in nats, is that optimum: the last stretch of the descent is slow.
+REACHED = 1e-3
+
+
+def descends(row: Mapping[str, list[float]]) -> tuple[str | None, str]:
+    """The divergence whose gradient a KL term has, or None; and how well: exactly, on-policy only, neither."""
+    for divergence in SYMBOLS:
+        if max(row[f"error_{divergence}"]) < EXACT:
+            return divergence, "exactly"
+    nearest = min(SYMBOLS, key=lambda d: row[f"error_{d}"][0])
+    return (nearest, "on-policy only") if row[f"error_{nearest}"][0] < LIMIT else (None, "neither")
+
+
+def destination(row: Mapping[str, float], mode: str) -> str:
+    """The optimum that `mode` (`refreshed`, `offline`) reaches, or its distance from the nearest optimum."""
+    distances = {d: row[f"{mode}_to_{d}"] for d in SYMBOLS}
+    nearest = min(distances, key=distances.__getitem__)
+    optimum = f"that of {SYMBOLS[nearest]}"
+    return optimum if distances[nearest] < REACHED else f"neither ({distances[nearest]:.2f} nats from {optimum})"
+
+
+def draw(results: Results, s: Settings) -> bytes:
+    """PNG: bias of the KL terms, bias and noise of whole losses under clipping, bias with tokens from π_s."""
+    figure = plots.empty_figure(15, 8.4, w_pad=0.15, h_pad=0.15)
+    axes = figure.subplots(2, 2).flat
+    meant = {e.name: f"error_{descends(results['kl_terms'][e.name])[0] or e.meant}" for e in KL_TERMS}
+    panels = (
+        ("Bias of the KL term alone", "kl_terms", KL_TERMS, meant.__getitem__, s.drifts),
+        ("Bias of the whole loss, clips included", "clips", CLIPS, lambda name: "error", s.drifts),
+        ("Noise of one token's gradient", "clips", CLIPS, lambda name: "noise", s.drifts),
+        ("Bias where tokens come from another sampler", "sampler", SAMPLERS, lambda name: "error", s.sampler_kls),
+    )
+    for ax, (title, experiment, estimators, quantity, distances) in zip(axes, panels, strict=True):
+        lines = {e.name: results[experiment][e.name][quantity(e.name)] for e in estimators}
+        _panel(ax, title, lines, distances)
+        apart, whose = ("", "s") if experiment == "sampler" else ("drift ", "\\theta")
+        ax.set_xlabel(rf"{apart}$\mathrm{{KL}}(\pi_{whose}\,\Vert\,\pi_\mathrm{{old}})$, nats", color=MUTED)
+        ax.set_ylabel("standard deviation / |mean|" if title.startswith("Noise") else "relative error", color=MUTED)
+    return plots.png(figure)
+
+
+def _panel(ax: Axes, title: str, lines: Mapping[str, list[float]], distances: Sequence[float]) -> None:
+    """Draws a line for each estimator and names it beside the panel, highest end first; exact ones share a line."""
+    exact = [name for name, values in lines.items() if max(values) < EXACT]
+    colours = dict(zip(lines, COLOURS, strict=False))
+    for name in sorted(set(lines) - set(exact), key=lambda name: -lines[name][-1]):
+        shown = [v if v > FLOOR else float("nan") for v in lines[name]]
+        ax.plot(distances, shown, color=colours[name], marker="o", markersize=3.5, label=name)
+    if exact:
+        ax.plot(distances, [FLOOR] * len(distances), color=INK, linewidth=3, label="\n".join(["exact:", *exact]))
+    ax.set_xscale("log")
+    ax.set_yscale("log")
+    plots.tidy(ax, title)
+    ax.legend(fontsize=8, frameon=False, labelcolor=INK, loc="upper left", bbox_to_anchor=(1.0, 1.02))
+
+
+def tables(results: Results, s: Settings) -> dict[str, str]:
+    """The tables of docs/estimators.md on completions of one token, by the title of their section."""
+    return {
+        "Which KL each term pulls towards": _kl_terms(results, s),
+        "Where each KL term ends": _ends(results, s),
+        "What clipping costs": _loss_table(CLIPS, results["clips"], s.drifts),
+        "Losses of 2025 and 2026": _loss_table(COMPARATORS, results["comparators"], s.drifts),
+        "What a sampler that is not π_old costs": _loss_table(SAMPLERS, results["sampler"], s.sampler_kls),
+    }
+
+
+def verdict(row: Mapping[str, list[float]]) -> str:
+    """`descends` in words."""
+    divergence, how = descends(row)
+    return f"{SYMBOLS[divergence]}, {how}" if divergence else how
+
+
+def _kl_terms(results: Results, s: Settings) -> str:
+    shown, noisy = _decades(s.drifts), -3
+    rows = []
+    for e in KL_TERMS:
+        row = results["kl_terms"][e.name]
+        errors = row[f"error_{descends(row)[0] or e.meant}"]
+        cells = (_number(errors[i]) for i in shown)
+        rows.append([e.name, e.formula, verdict(row), *cells, _number(row["noise"][noisy])])
+    head = ["KL term", "loss of a token", "has the gradient of", *_heads("error at drift", s.drifts)]
+    return markdown.table([*head, f"noise at {s.drifts[noisy]:g}"], rows, numbers=range(3, 4 + len(shown)))
+
+
+def _ends(results: Results, s: Settings) -> str:
+    ends = results["fixed_points"].items()
+    rows = [(name, destination(row, "refreshed"), destination(row, "offline")) for name, row in ends]
+    refreshed = f"optimum reached, if π_old becomes π_θ every {s.refresh} updates"
+    return markdown.table(["KL term", refreshed, "optimum reached, if π_old stays"], rows)
+
+
+def _loss_table(
+    estimators: Sequence[Estimator], results: Mapping[str, Mapping[str, list[float]]], distances: Sequence[float]
+) -> str:
+    shown = _decades(distances)
+    last, rows = shown[-1], []
+    for e in estimators:
+        row = results[e.name]
+        errors = (_number(row["error"][i]) for i in shown)
+        rows.append([e.name, *errors, f"{row['cosine'][last]:.3f}", _number(row["noise"][last])])
+    far = f"{distances[last]:g}"
+    head = ["loss", *_heads("error at", distances), f"cosine at {far}", f"noise at {far}"]
+    return markdown.table(head, rows, numbers=range(1, len(head)))
+
+
+def _decades(distances: Sequence[float]) -> list[int]:
+    """Indices of the distances that are powers of ten: tables show these."""
+    return [i for i, distance in enumerate(distances) if f"{distance:.0e}"[0] == "1"]
+
+
+def _heads(first: str, distances: Sequence[float]) -> list[str]:
+    """The heads of the columns at the shown distances; the first one says what they are."""
+    heads = [f"{distances[i]:g}" for i in _decades(distances)]
+    return [f"{first} {heads[0]}", *heads[1:]]
+
+
+def _number(x: float) -> str:
+    return "0" if x < EXACT else f"{x:.2g}"

@@ -1,0 +1,65 @@
+"""What a laboratory leaves: a file of its numbers, and a page of tables without words."""
+
+import contextlib
+import dataclasses
+import gzip
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rpg_jax.reproduction.run_tables import progress_bars
+from rpg_jax.runs import cli, run_folder
+from rpg_jax.storage import write_atomically
+
+OnRow = Callable[[str, str], None]  # (experiment, row), called before each row
+
+
+def parser(name: str, description: str | None) -> cli.Parser:
+    """The parser of `python -m experiments.NAME`."""
+    made = cli.parser(name, description or "")
+    made.prog = f"python -m experiments.{name}"
+    made.add_argument("--out", type=Path, default=Path(f"runs/{name}"), help="folder (default: %(default)s)")
+    made.add_argument("--quick", action="store_true", help="a look, not a result: smaller settings")
+    return made
+
+
+@contextlib.contextmanager
+def counted(name: str, rows: int) -> Iterator[OnRow]:
+    """A progress bar of so many rows. The value is the function that counts one row."""
+    with progress_bars() as progress:
+        bar = progress.add_task(name, total=rows)
+        yield lambda experiment, row: progress.update(bar, advance=1, description=f"{experiment}: {row}")
+
+
+def made_with() -> dict[str, Any]:
+    """Commit, packages and machine, without the command, which has paths of one machine."""
+    return {name: value for name, value in run_folder.made_with().items() if name != "command"}
+
+
+def packed(text: bytes) -> bytes:
+    """Compressed; equal texts give equal bytes."""
+    return gzip.compress(text, 9, mtime=0)
+
+
+def write(path: Path, settings: Any, results: Mapping[str, Any]) -> None:
+    """Writes settings, results and the versions that made them to `path`, which ends in `.json.gz`."""
+    record = {"settings": dataclasses.asdict(settings), "made_with": made_with(), "results": results}
+    write_atomically(path, packed(json.dumps(record, ensure_ascii=False).encode()))
+
+
+def read(path: Path, settings: Any) -> dict[str, Any]:
+    """The results in a file of `write`.
+
+    Raises:
+      ValueError: the file has the results of other settings than `settings`.
+    """
+    record = json.loads(gzip.decompress(path.read_bytes()))
+    if record["settings"] != json.loads(json.dumps(dataclasses.asdict(settings))):
+        raise ValueError(f"{path} has the results of other settings: make the file again by its program")
+    return record["results"]
+
+
+def write_tables(path: Path, tables: Mapping[str, str]) -> None:
+    """Writes the tables, each below its title."""
+    write_atomically(path, "\n\n".join(f"## {title}\n\n{table}" for title, table in tables.items()) + "\n")

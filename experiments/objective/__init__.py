@@ -1,0 +1,1 @@
+"""Which objective each loss reaches, on a small Qwen whose completions can be enumerated."""

@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from experiments import kept
+from experiments.estimators import __main__ as program
+from experiments.estimators import laboratory, results
+from experiments.estimators.estimators import CLIPS, COMPARATORS, KL_TERMS, converge, exact_gradient, moments, rpg
+from experiments.estimators.scenes import forward_kl_optimum, kl, make_scenes, reverse_kl_optimum
+
+PAGE = Path(__file__).parents[2] / "docs" / "estimators.md"
+FEW = laboratory.Settings(scenes=4, drifts=(1e-3, 1e-1), fixed_point_scenes=2, steps=2_000)
+
+
+@pytest.fixture(autouse=True)
+def x64():
+    with jax.enable_x64(True):
+        yield
+
+
+def scene(**distances):
+    stacked = make_scenes(1, tokens=7, **{"drift": 0.2, "reference_kl": 0.1, "sampler_kl": 0.05} | distances)
+    return jax.tree.map(lambda x: x[0], stacked)
+
+
+def test_policies_lie_at_the_distances_asked_for():
+    x = scene()
+    for policy, distance in ((jax.nn.log_softmax(x.logits), 0.2), (x.reference, 0.1), (x.sampler, 0.05)):
+        np.testing.assert_allclose(kl(policy, x.behaviour), distance, rtol=1e-10)
+        np.testing.assert_allclose(jnp.sum(jnp.exp(policy)), 1, rtol=1e-12)
+
+
+# One of each kind in the default run: with a reference and without, clipped, of a completion's ratio.
+IN_EVERY_RUN = {"RPG-URKL", "k₃ in the loss (GRPO)", "RPG-URKL, clip dual", "GSPO"}
+
+
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        pytest.param(e, marks=() if e.name in IN_EVERY_RUN else pytest.mark.slow)
+        for e in (*KL_TERMS, *CLIPS, *COMPARATORS)
+    ],
+    ids=lambda e: e.name,
+)
+def test_moments_are_those_of_each_tokens_gradient(estimator):
+    x = scene()
+    got = moments(estimator.losses, x, 0.3)
+    advantages = x.rewards - jnp.exp(x.behaviour) @ x.rewards
+
+    @jax.jit
+    @jax.grad
+    def gradient_of(logits, token):
+        """Token's loss as a difference of sums: the others are held where they are."""
+        policy = jax.nn.log_softmax(logits)
+        others = jax.lax.stop_gradient(policy)
+        return estimator.losses(others.at[token].set(policy[token]), x, advantages, 0.3)
+
+    gradients = jnp.stack([gradient_of(x.logits, token) for token in range(7)])
+    sampled = jnp.exp(x.sampler)
+    mean = sampled @ gradients
+    np.testing.assert_allclose(got.mean, mean, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(got.variance, sampled @ jnp.sum((gradients - mean) ** 2, -1), rtol=1e-9)
+
+
+@pytest.mark.parametrize("divergence", ["reverse", "forward"])
+def test_closed_form_optima_have_no_gradient_left(divergence):
+    x = scene()
+    optimum = {"reverse": reverse_kl_optimum, "forward": forward_kl_optimum}[divergence](x.reference, x.rewards, 0.5)
+    gradient = exact_gradient(dataclasses.replace(x, logits=optimum), 0.5, divergence)
+    np.testing.assert_allclose(gradient, 0, atol=1e-12)
+    start = exact_gradient(dataclasses.replace(x, logits=x.behaviour), 0.5, divergence)
+    assert jnp.linalg.norm(start) > 1e-2
+
+
+def test_descending_the_mean_gradient_reaches_the_optimum_of_the_divergence():
+    x = scene(drift=0, sampler_kl=0)
+    end = converge(rpg("fkl"), x, 0.5, refresh=16, steps=3_000)
+    assert kl(end, forward_kl_optimum(x.reference, x.rewards, 0.5)) < 1e-6
+    assert kl(end, reverse_kl_optimum(x.reference, x.rewards, 0.5)) > 1e-3
+
+
+@pytest.mark.slow  # each estimator in the default run has a test of its moments
+def test_the_committed_page_gives_the_verdicts_that_the_code_computes():
+    verdicts = {}
+    for line in PAGE.read_text().splitlines():
+        cells = [cell.strip() for cell in line.split(" | ")]
+        if len(cells) == 8:
+            verdicts[cells[0].removeprefix("| ")] = cells[2]
+    for estimator in KL_TERMS:
+        assert verdicts[estimator.name] == results.verdict(laboratory.kl_term(estimator, FEW))
+
+
+def test_a_verdict_needs_the_numbers_for_it():
+    exact, biased = [1e-15, 1e-15], [0.03, 0.8]
+    assert results.descends({"error_reverse": exact, "error_forward": biased}) == ("reverse", "exactly")
+    assert results.descends({"error_reverse": [0.3, 0.9], "error_forward": biased}) == (
+        "forward",
+        "on-policy only",
+    )
+    assert results.descends({"error_reverse": [1.0, 1.0], "error_forward": [0.9, 1.0]}) == (None, "neither")
+
+
+@pytest.mark.slow
+def test_the_program_leaves_numbers_tables_and_figure(tmp_path, capsys):
+    assert program.main(["--quick", f"--out={tmp_path}"]) == 0
+    assert (tmp_path / "estimators.png").read_bytes().startswith(b"\x89PNG")
+    found = kept.read(tmp_path / "estimators.json.gz", program.QUICK)
+    assert "RPG-URKL" in found["kl_terms"]
+    assert "| RPG-URKL | −wA + β(w log r − w) | KL(π_θ‖π_ref), exactly |" in (tmp_path / "tables.md").read_text()
+    assert str(tmp_path / "tables.md") in capsys.readouterr().out.replace("\n", "")
+    with pytest.raises(ValueError, match="results of other settings"):
+        kept.read(tmp_path / "estimators.json.gz", program.SETTINGS)

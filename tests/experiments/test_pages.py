@@ -1,0 +1,219 @@
+"""The pages of the programmes are written by hand: here their tables and their results are computed from the data."""
+
+import functools
+import re
+
+import numpy as np
+import pytest
+
+from experiments import kept
+from experiments.completions import estimators as completions
+from experiments.completions import exact
+from experiments.completions import results as completion_results
+from experiments.estimators import laboratory
+from experiments.estimators import results as estimator_results
+from experiments.objective import __main__ as objective
+from experiments.objective import results as objective_results
+from experiments.objective.design import BASELINE, SCAN, ObjectiveSettings
+from experiments.objective.records import MIDDLE, Runs, best_rates, own_regret
+from rpg_jax.report.seeds import Mean, mean, paired_difference
+from rpg_jax.reproduction.origin import code_name
+from rpg_jax.runs.config_files import ROOT
+
+ONE_TOKEN, EXACT, SAMPLED = laboratory.Settings(), exact.CompletionSettings(), exact.SampledSettings()
+
+
+@functools.cache
+def numbers(file: str) -> dict:
+    settings = {"estimators/estimators": ONE_TOKEN, "completions/exact": EXACT, "completions/sampled": SAMPLED}[file]
+    return kept.read(ROOT / "experiments" / f"{file}.json.gz", settings)
+
+
+@functools.cache
+def runs() -> Runs:
+    return Runs(objective.read(objective.DATA).runs)
+
+
+def page(name: str) -> str:
+    return (ROOT / name).read_text(encoding="utf-8")
+
+
+def tables_of(text: str) -> dict[str, str]:
+    """{title of the section: its table} of a page."""
+    found, title, lines = {}, "", []
+    for line in [*text.splitlines(), ""]:
+        title = line.lstrip("# ") if line.startswith("#") else title
+        if line.startswith("|"):
+            lines.append(line)
+        elif lines:
+            assert title not in found, f"{title} has two tables"
+            found[title], lines = "\n".join(lines), []
+    return found
+
+
+def absent(name: str, claims: list[str]) -> list[str]:
+    """The claims that a page, on one line and without its tables, does not make. A claim counts once."""
+    text, missing = prose(name), []
+    for claim in claims:
+        if claim in text:
+            text = text.replace(claim, "", 1)
+        else:
+            missing.append(claim)
+    return missing
+
+
+def prose(name: str) -> str:
+    lines = [line for line in page(name).splitlines() if not line.startswith("|")]
+    return re.sub(r"\s+", " ", " ".join(lines).replace("**", ""))
+
+
+@pytest.mark.parametrize("name", ["estimators", "completions", "objective"])
+def test_every_table_of_the_page_is_that_of_the_data(name):
+    expected = {
+        "estimators": lambda: (
+            estimator_results.tables(numbers("estimators/estimators"), ONE_TOKEN)
+            | completion_results.exact_tables(numbers("completions/exact"), EXACT)
+        ),
+        "completions": lambda: completion_results.sampled_tables(numbers("completions/sampled"), SAMPLED),
+        "objective": lambda: objective_results.tables(runs()),
+    }[name]()
+    assert tables_of(page(f"docs/{name}.md")) == expected
+
+
+def test_the_sentences_on_one_token_have_the_settings_and_the_numbers_of_the_data():
+    s, forms = ONE_TOKEN, numbers("estimators/estimators")["forms"]["largest difference"]
+    claims = [
+        f"the median over {s.scenes} random prompts (seed {s.seed}) of an expectation over all {s.tokens} tokens",
+        f"π_ref is {s.reference_kl:g} nats from π_old",
+        f"for {s.steps:,} updates with β = {s.fixed_point_kl_coef:g}; it shows the worst of {s.fixed_point_scenes}",
+        f"β is {s.kl_coef:g}, ε that of the loss's method",
+        f"The drift is {s.sampler_drift:g}; columns",
+        f"The differentiable and the REINFORCE form of RPG agree to {max(forms.values()):.0e} in mean and variance",
+    ]
+    assert absent("docs/estimators.md", claims) == []
+
+
+def test_the_sentences_on_completions_have_the_settings_and_the_numbers_of_the_data():
+    s, errors, ends = EXACT, *(numbers("completions/exact")[name] for name in ("errors", "ends"))
+    whole = {
+        e.key: [errors[e.key][f"{part}_largest"][f"completions_{e.meant}"] for part in ("kl_term", "whole")]
+        for e in completions.ESTIMATORS
+        if e.name.startswith(("sequence, weight W", "to-go, exact"))
+    }
+    reverse, forward = (
+        errors[f"per token: {term}"]["kl_term"][f"completions_{divergence}"][0]
+        for term, divergence in (("URKL", "reverse"), ("UFKL", "forward"))
+    )
+
+    def stays(name: str) -> str:
+        return completion_results.regret(ends[f"{name}: URKL"]["offline"]["regret_reverse"][0])
+
+    claims = [
+        f"{s.actions} actions and completions of {s.length} actions; all {s.actions**s.length} completions are",
+        f"The reward is 1 for {100 * s.rewarded:.0f} % of them",
+        f"KL(π_old‖π_ref) is {s.behaviour_kl:g}, and",
+        f"Numbers are medians over {s.prompts} random prompts (seed {s.seed})",
+        f"0 stands for less than {completion_results.EXACT:.0e}".replace("e-09", "e-9"),
+        f"Their largest error, with and without reward, is {np.max(list(whole.values())):.0e}.",
+        f"On-policy it is {100 * reverse:.0f} % off the completions' gradient for KL(π_θ‖π_ref)",
+        f"and {100 * forward:.0f} % off for KL(π_ref‖π_θ)",
+        f"J = E[R] − βD, with β = {s.kl_coef:g}",
+        f"for {s.end_steps:,} updates, with a cosine decay of the learning rate from {s.learning_rate:g} to 0, from a "
+        f"π_old with KL(π_old‖π_ref) = {s.behaviour_kl:g}",
+        f"(the last two columns, {s.offline_steps:,} updates)",
+        f"Numbers are means over {s.end_prompts} prompts (seed {s.seed}), with the largest in brackets",
+        f"; 0 stands for less than {completion_results.REACHED / 2:g}",
+        f"the regret is below {completion_results.REACHED:g} for every β and prompt",
+        f"its regret is {stays('sequence, weight 1')} with the baseline of π_old and {stays(completions.LOG_VARIANCE)} "
+        "with the present one",
+    ]
+    assert absent("docs/estimators.md", claims) == []
+
+
+def test_the_sentences_on_sampled_completions_have_the_settings_and_the_numbers_of_the_data():
+    s, found = SAMPLED, numbers("completions/sampled")["sampled"]
+
+    def regret(name: str, updates: int) -> str:
+        return f"{np.mean(found[name]['regret_reverse'][s.updates_a_batch.index(updates)]):.3f}"
+
+    best = [np.array(row["reward"]) - s.kl_coef * np.array(row["kl"]) + row["regret_reverse"] for row in found.values()]
+    few, many = s.updates_a_batch[0], s.updates_a_batch[-1]
+    present, stale = "sequence, weight w: URKL", f"{completions.STALE}, weight w: URKL"
+    claims = [
+        f"{s.actions} actions, completions of {s.length} actions, reward 1 for {100 * s.rewarded:.0f} % of them",
+        f"A run has {s.prompts} prompts and {s.updates:,} updates. An update has a group of {s.group} completions",
+        f"β = {s.kl_coef:g}; Adam with learning rate {s.learning_rate:g}; leave-one-out",
+        f"by exact sums over all {s.actions**s.length} completions",
+        f"J* is {np.mean(best):.3f} for KL(π_θ‖π_ref)",
+        f"means over {s.seeds * s.prompts} prompts of {s.seeds} seeds",
+        f"Weight w with the present log-ratio ends {regret(present, few)} below J*, URKL per token "
+        f"{regret('per token: URKL', few)} and GRPO's k₃ {regret('per token (GRPO): k₃', few)}, with {few} update",
+        f"With {many} the stale log-ratio ends {regret(stale, many)} below",
+        f"and the present one {regret(present, many)}.",
+        f"on-policy, and still ends {regret(f'{completions.TO_GO}, k₃ form: URKL', few)} below.",
+    ]
+    assert absent("docs/completions.md", claims) == []
+    readme = f"URKL per token ends {regret('per token: URKL', few)} below, the sequence level {regret(present, few)}"
+    assert absent("experiments/completions/README.md", [readme]) == []
+
+
+def test_the_sentences_on_the_objective_have_the_settings_and_the_numbers_of_the_runs():
+    s, found, of_file = ObjectiveSettings(), runs(), objective.read(objective.DATA)
+    task = s.task
+
+    def quantity(row: str, name: str) -> dict[int, float]:
+        records = found.get("strengths", row)
+        return {seed: own_regret(r) if name == "regret" else r[name] for seed, r in records.items()}
+
+    def interval(m: Mean, sign: str = "") -> str:
+        return f"{m.value:{sign}.3f} ± {m.half:.3f}"
+
+    def against(row: str) -> str:
+        change = {
+            name: interval(paired_difference(quantity(row, name), quantity(BASELINE, name)), "+")
+            for name in ("regret", "kl", "reward")
+        }
+        return f"a regret of {change['regret']} (KL {change['kl']} nats, reward {change['reward']})"
+
+    first = {b: found.get("strengths", BASELINE, b).values() for b in found.kl_coefs("strengths")}
+    best = {b: mean([r["best_reward"] - b * r["best_kl"] for r in records]).value for b, records in first.items()}
+    mass = mean([r["mass"] for r in found.all if r["experiment"] == "strengths"]).value
+    chosen = best_rates(found.all)
+    scan = [r for r in found.all if r["experiment"] == SCAN]
+    at_an_end = sum(rate in (min(s.rates), max(s.rates)) for rate in chosen.values())
+    code = sorted({f"{code_name(x)}, {x['platform']}" for x in of_file.code})
+    hours = sum(r["cpu_seconds"] for r in found.all) / 3600
+    first_regret = mean(list(quantity(BASELINE, "regret").values()))
+    claims = [
+        f"A Qwen3 model of {task.layers} layers of width {task.width} draws paths of {task.length} symbols out of "
+        f"{task.symbols}.",
+        f"gives right paths {100 * mass:.0f} % of its probability",
+        f"A run has {task.updates:,} updates of {task.groups} groups of {task.group} completions",
+        f"the least regret of {', '.join(f'{rate:g}' for rate in s.rates)}, on other seeds",
+        f"by exact sums over all {task.symbols**task.length:,} completions of each prompt",
+        f"Numbers are means over {len(s.seeds)} seeds",
+        f"{len(found.all):,} runs, {hours:.1f} hours of one core; {len(code)} versions of the code: {'; '.join(code)}.",
+        f"At β = {MIDDLE:g} the KL term of whole completions ends {interval(first_regret)} below"
+        f" the best possible J. Against it, URKL per token has {against('per token: URKL')}, and GRPO's k₃ has "
+        f"{against('per token (GRPO): k₃')}.",
+        f"J* is {', '.join(f'{value:.3f} at β = {b:g}' for b, value in best.items())}.",
+        f"the standard error of one run's regret is at most {max(r.get('regret_error', 0) for r in found.all):.3f}",
+        f"Mean regret on seeds {', '.join(map(str, sorted({r['seed'] for r in scan})))} at β = {MIDDLE:g}",
+        f"For {at_an_end} of {len(chosen)} rows it lies at an end of the range",
+    ]
+    assert absent("docs/objective.md", claims) == []
+    assert prose("docs/objective.md").count("±") == sum(claim.count("±") for claim in claims) + 1, (
+        "± half of a 95 % interval"
+    )
+    assert not any(x["uncommitted_changes"] for x in of_file.code)
+    loses = {
+        row: interval(paired_difference(quantity(row, "regret"), quantity(BASELINE, "regret")))
+        for row in ("per token: URKL", "per token (GRPO): k₃", "to-go, weight w: URKL")
+    }
+    readme = [
+        f"ends {interval(first_regret)} below the best possible J. URKL per token has a regret of",
+        f"{loses['per token: URKL']} more, GRPO's k₃ of {loses['per token (GRPO): k₃']} more",
+        f"loses {loses['to-go, weight w: URKL']}",
+    ]
+    assert absent("experiments/objective/README.md", readme) == []
+    assert min(r["reward"] for r in found.all if r["experiment"] == "iterative") > 0.99
