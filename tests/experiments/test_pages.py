@@ -1,6 +1,8 @@
 """The pages of the programmes are written by hand: here their tables and their results are computed from the data."""
 
+import dataclasses
 import functools
+import json
 import re
 
 import numpy as np
@@ -206,6 +208,7 @@ def test_the_sentences_on_the_objective_have_the_settings_and_the_numbers_of_the
         "± half of a 95 % interval"
     )
     assert not any(x["uncommitted_changes"] for x in of_file.code)
+    assert of_file.settings == json.loads(json.dumps(dataclasses.asdict(s)))
     loses = {
         row: interval(paired_difference(quantity(row, "regret"), quantity(BASELINE, "regret")))
         for row in ("per token: URKL", "per token (GRPO): k₃", "to-go, weight w: URKL")

@@ -141,6 +141,7 @@ def test_it_runs_from_top_to_bottom(tmp_path, monkeypatch):
     nbformat, nbclient = pytest.importorskip("nbformat"), pytest.importorskip("nbclient")
     for name in (
         "rpg_jax",
+        "experiments",
         "configs",
         "tests/end_to_end",
         "docs/tables",
