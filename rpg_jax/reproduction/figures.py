@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 PAPER = Path(__file__).with_name("paper_tables.json")
 SHOWN = 6  # most rows in a figure with lines: the eye tells no more apart
 
-MEASURES = {  # of a held-out set by title, each with its scale
+DRIFT = {  # measures of a held-out set by title, each with its scale
     "accuracy, %": ("mean_at_k", 100),
     "entropy, nats per token": ("entropy", 1),
     "length, tokens": ("completion_length", 1),
@@ -145,10 +145,10 @@ def draw_drift(rows: Mapping[str, RecordsOfRuns], sets: Sequence[str]) -> bytes 
     records = [record for runs in rows.values() for run in runs for record in run]
     if not any(f"eval/{name}/initial_kl" in record for record in records for name in sets):
         return None
-    figure = plots.empty_figure(4.0 * len(MEASURES), 2.7 * len(sets) + 0.6)
-    axes = np.atleast_2d(figure.subplots(len(sets), len(MEASURES), sharex=True))
+    figure = plots.empty_figure(4.0 * len(DRIFT), 2.7 * len(sets) + 0.6)
+    axes = np.atleast_2d(figure.subplots(len(sets), len(DRIFT), sharex=True))
     for name, line in zip(sets, axes, strict=True):
-        for ax, (title, (key, scale)) in zip(line, MEASURES.items(), strict=True):
+        for ax, (title, (key, scale)) in zip(line, DRIFT.items(), strict=True):
             for row, colour in zip(rows, plots.COLOURS, strict=False):
                 _draw_drift(ax, rows[row], f"eval/{name}/{key}", scale, colour, row)
             plots.tidy(ax, f"{name}: {title}")
