@@ -109,6 +109,11 @@ class RunLog:
         if hosts.is_first():
             rollout_files.rewind(self._run_dir, step)
 
+    def drop_samples(self, step: int) -> None:
+        """Drops the completions of steps from `step` on."""
+        if hosts.is_first():
+            self._samples.rewind(step - 1)
+
     def _try(self, tracker: Tracker, what: str, do: Callable[[Tracker], None]) -> None:
         """Gives `what` to a tracker. A client whose server is away raises anything, and no run ends for that."""
         try:

@@ -120,12 +120,14 @@ class Guard:
       max_nonfinite_updates: skipped updates in a row that stop the run.
       usual_sampler_gap: the gap above which the run is warned once.
       nonfinite_in_a_row: skipped updates since the last one that was applied.
+      remedy: what to do about updates that are not finite.
     """
 
     max_sampler_gap: float
     max_nonfinite_updates: int
     usual_sampler_gap: float = math.inf
     nonfinite_in_a_row: int = 0
+    remedy: str = "lower optimizer.learning_rate or look at the last lines of samples.jsonl"
 
     def warning(self, step: int, values: Mapping[str, float]) -> str | None:
         """A line on a gap that is larger than usual, for the first step that has one."""
@@ -152,6 +154,6 @@ class Guard:
         if self.nonfinite_in_a_row >= self.max_nonfinite_updates:
             return (
                 f"step {step}: {self.nonfinite_in_a_row} updates in a row had a non-finite loss or gradient and "
-                "were skipped; lower optimizer.learning_rate or look at the last lines of samples.jsonl"
+                f"were skipped; {self.remedy}"
             )
         return None

@@ -9,7 +9,33 @@ import time
 
 import pytest
 
+from rpg_jax.storage.checkpoints import committed_steps
 from tests.end_to_end.whole_runs import ROOT, environment
+
+STOPPED = """
+import os, signal, sys, threading, time
+from rpg_jax import sft
+from rpg_jax.runs import evaluation, supervised
+
+def at(call, owner, name, do):
+    original, left = getattr(owner, name), [call]
+    def entered(*arguments):
+        left[0] -= 1
+        if left[0] == 0:
+            do()
+        return original(*arguments)
+    setattr(owner, name, entered)
+
+def told():
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(1)  # another thread hears it
+
+if sys.argv.pop(1) == "evaluation":
+    at(2, evaluation, "records", threading.Event().wait)  # the first is before the first update
+else:
+    at(4, supervised.Demonstrations, "__next__", told)
+sys.exit(sft.main())
+"""
 
 
 @pytest.fixture
@@ -29,9 +55,13 @@ def run(shared, tmp_path, popen):
         "warm_start.dir": tmp_path / "warm", "run.dir": tmp_path,
     }  # fmt: skip
 
+    (tmp_path / "stopped.py").write_text(STOPPED)
+
     def run(command, *flags, **changes):
+        """`command` is the name of one of ours, or the arguments of Python."""
         overrides = [f"--config.{name.replace('__', '.')}={value}" for name, value in {**fields, **changes}.items()]
-        argv = [sys.executable, "-m", f"rpg_jax.{command}", "--config=mine.py", *overrides, *flags]
+        program = ["-m", f"rpg_jax.{command}"] if isinstance(command, str) else command
+        argv = [sys.executable, *program, "--config=mine.py", *overrides, *flags]
         return popen(
             argv, cwd=tmp_path, env=environment(shared), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
@@ -69,3 +99,38 @@ def test_supervised_training_resumes_to_the_same_bits_and_rl_begins_with_its_exp
     assert records(tmp_path / "warm")[0]["eval/accuracy"] == last["eval/accuracy"], warm
     checksums = [re.search(r"weights checksum: (\w+)", text)[1] for text in (trained, warm)]
     assert checksums[0] == checksums[1], "RL from the export and RL with a warm start are the same run"
+
+
+def unclocked(folder):
+    """The metrics that no clock measured, and the completions that were kept."""
+    own = ("seconds", "tokens_per_second", "time/", "host/")
+    metrics = [{k: v for k, v in record.items() if not k.startswith(own)} for record in records(folder)]
+    return metrics, (folder / "samples.jsonl").read_text()
+
+
+@pytest.mark.slow  # five processes, each compiles
+def test_an_update_is_saved_before_its_evaluation_which_a_stop_leaves_to_the_run_that_continues(tmp_path, run):
+    short = {"warm_start__epochs": 1, "checkpoint__every": 4, "evaluation__every": 4}
+    straight = run("sft", run__name="straight", **short).communicate()[0]
+    expected = unclocked(tmp_path / "straight")
+    assert [r["step"] for r in expected[0]] == [*range(9)] and "eval/accuracy" in expected[0][4], straight
+
+    checkpoints, end = tmp_path / "evaluation" / "checkpoints", time.monotonic() + 120
+    process = run(["stopped.py", "evaluation"], run__name="evaluation", run__stop_seconds=1, **short)
+    while 4 not in committed_steps(checkpoints) and process.poll() is None:
+        assert time.monotonic() < end, "no checkpoint before the evaluation"
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)  # the evaluation of update 4 never ends
+    said = process.communicate(timeout=60)[0]
+    assert process.returncode == 128 + signal.SIGTERM and "the checkpoint of update 4 stands" in said, said
+
+    process = run(["stopped.py", "update"], run__name="update", run__stop_seconds=300, **short)
+    said = process.communicate()[0]
+    assert process.returncode == 128 + signal.SIGTERM and "stopped after update 4 and saved" in said, said
+
+    for name in ("evaluation", "update"):
+        assert [r["step"] for r in records(tmp_path / name)] == [0, 1, 2, 3], name
+        said = run("sft", run__name=name, **short).communicate()[0]
+        assert "after update 4" in said and "weights checksum" in said, said
+        assert said[said.index("weights checksum") :] == straight[straight.index("weights checksum") :], name
+        assert unclocked(tmp_path / name) == expected, name
