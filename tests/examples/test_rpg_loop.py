@@ -58,8 +58,7 @@ def test_only_the_right_answer_and_its_end_are_rewarded():
         assert rpg_loop.reward(problem, completion(text)) == expected
 
 
-@pytest.mark.slow  # two runs of about a minute
-@pytest.mark.parametrize("seed", (0, 1))
+@pytest.mark.parametrize("seed", [pytest.param(0, marks=pytest.mark.soak), pytest.param(1, marks=pytest.mark.slow)])
 def test_the_held_out_accuracy_rises(seed, shared, tmp_path):
     """From 0.44 to 0.62 and from 0.50 to 0.73 when this was written; the standard error of each number is 0.03."""
     arguments = ["-m", "examples.rpg_loop", f"--seed={seed}", f"--picture={tmp_path / 'curve.png'}"]
