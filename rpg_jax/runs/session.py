@@ -138,7 +138,7 @@ class BaseSession(abc.ABC):
         self.guard.nonfinite_in_a_row = int(record["nonfinite_in_a_row"])
         self.log.rewind(step)
         print(f"continuing {self.folder.home} after {self.unit} {step}")
-        return Position(state, step, None if self.log.has(step) else record["owed"])
+        return Position(state, step, None if self.log.has(step) else record.get("owed"))
 
     def _evaluate_at_start(self, progress: Progress) -> None:
         """Evaluates before the first step, or after the step that an earlier process saved and did not evaluate."""
@@ -192,10 +192,11 @@ class BaseSession(abc.ABC):
         self.checkpoints.wait()
 
     def _out_of_time(self) -> None:
+        saved, seconds = self.checkpoints.latest_step(), self.config.run.stop_seconds
+        stands = f"the checkpoint of {self.unit} {saved} stands, and the same command continues from it"
         print(
-            f"error: the work after {self.unit} {self.now.step} did not end within "
-            f"run.stop_seconds={self.config.run.stop_seconds:g} s; the checkpoint of {self.unit} "
-            f"{self.checkpoints.latest_step()} stands, and the same command continues from it",
+            f"error: the work after {self.unit} {self.now.step} did not end within run.stop_seconds={seconds:g} s; "
+            + (stands if saved is not None else "there is no checkpoint yet, and the same command begins again"),
             file=sys.stderr,
         )
 

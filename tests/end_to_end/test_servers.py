@@ -130,7 +130,7 @@ class AsVLLM(ThreadingHTTPServer):
     daemon_threads, request_queue_size = True, 256
 
     def __init__(self, port, loads=True):
-        self.port, self.loads = port, loads
+        self.port, self.loads, self.asked = port, loads, 0
         super().__init__(("127.0.0.1", 0), Translate)
         threading.Thread(target=self.serve_forever, daemon=True).start()
 
@@ -142,6 +142,7 @@ class Translate(BaseHTTPRequestHandler):
         if path == "/collective_rpc" and self.server.loads:
             assert body["method"] == "reload_weights"
             path, body = "/update_weights_from_disk", {"model_path": body["kwargs"]["weights_path"]}
+        self.server.asked += path == "/v1/completions"
         body.pop("ignore_eos", None)  # of a probe, which names no stop token: then ours samples to the limit
         if path in ("/v1/completions", "/update_weights_from_disk"):
             url = f"http://127.0.0.1:{self.server.port}{path}"
@@ -165,6 +166,26 @@ def test_in_the_form_of_vllm_a_run_trains_on_the_policy_s_own_completions_and_re
         run(tmp_path, 1, *STEPS, *overrides, devices=1)
         assert all(r["sampler_gap"] < 1e-4 for r in records(tmp_path / name) if r["step"])
     assert samples(tmp_path / "one") == samples(tmp_path / "two")
+
+
+def test_each_process_has_a_server_of_its_own_of_another_kind_and_where_one_loses_it_all_end(server, tmp_path):
+    servers = [AsVLLM(server.port) for _ in range(2)]
+    urls = ",".join(f"http://127.0.0.1:{one.server_address[1]}" for one in servers)
+    common = (*SETTINGS, "--config.train.steps=1000", "--config.mesh.fsdp=2", "--config.mesh.replica=1")
+    common += ("--config.distributed.heartbeat_timeout=15", "--config.servers.patience_seconds=5")
+    named = [*by_server(server, "vllm", 0, "lost"), f"--config.servers.urls={urls}"]
+    trainers, metrics = start(tmp_path, 2, *common, *named, devices=2), tmp_path / "lost" / "metrics.jsonl"
+    while not metrics.exists() or metrics.read_text().count("\n") < 3:
+        assert all(process.poll() is None for process in trainers), printed(trainers, timeout=60)
+        time.sleep(0.1)
+    assert all(one.asked for one in servers)
+    servers[1].shutdown()
+    servers[1].server_close()
+    lost = time.monotonic()
+    outputs = printed(trainers, timeout=120)
+    assert time.monotonic() - lost < 90 and all(process.returncode for process in trainers)
+    assert re.search(r"^error: no server has answered for 5 s .*refused", outputs[1], re.MULTILINE), outputs[1]
+    assert max(line["sampler_gap"] for line in records(tmp_path / "lost")[1:]) < 1e-4
 
 
 def test_a_server_that_only_says_that_it_loads_the_weights_ends_the_run(server, tmp_path):
