@@ -7,8 +7,11 @@ import difflib
 import faulthandler
 import logging
 import math
+import os
 import signal
 import sys
+import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,6 +27,7 @@ USAGE_ERROR = 2
 """Exit code of a user error. It tells a supervisor that another start would end in the same error."""
 GAVE_UP = 3
 """Exit code of an open run that has judged itself lost: another start would compute the same and end the same."""
+_FAREWELL_SECONDS = 5.0
 _EXTRAS = dict.fromkeys(("aiohttp", "grpc", "prometheus_client"), "rpg_jax[serve]")
 """What brings a package that need not be installed."""
 
@@ -154,13 +158,36 @@ def run(command: Callable[[argparse.Namespace], int | None], parser: Parser, arg
     except Exception as error:
         code = exit_code(error)
         if options.debug or code is None:
+            if _others_wait():
+                traceback.print_exc()
+                _leave(FAILED if code is None else code)
             raise
         install = f"; pip install '{_EXTRAS.get(getattr(error, 'name', None) or '', 'rpg_jax')}' brings it"
         print(f"error: {in_words(error)}{install if str(error).startswith('No module named') else ''}", file=sys.stderr)
+        if isinstance(error, Ended) and _others_wait():
+            _leave(code)
         return code
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
+
+
+def _others_wait() -> bool:
+    """Whether this is one of several processes of a run."""
+    jax = sys.modules.get("jax")
+    return jax is not None and jax.distributed.is_initialized() and jax.process_count() > 1
+
+
+def _leave(code: int) -> None:
+    """Ends this process at once. The others then miss its heartbeats, and end too.
+
+    Otherwise JAX would wait for them for five minutes, and they for this process. What ends all processes is said by
+    each of them before the first one goes.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    time.sleep(_FAREWELL_SECONDS)
+    os._exit(code)
 
 
 def exit_code(error: Exception) -> int | None:
