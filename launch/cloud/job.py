@@ -108,8 +108,8 @@ class Job:
     def command(self) -> tuple[str, ...]:
         """The module that workers run, with the user's arguments and then those that the launcher sets."""
         if self.serves_for:
-            defaults = ("--idle=3600", f"--weights_from={self.weights}")  # the user's own come later, and count
-            return ("rpg_jax.serve", *defaults, *self.trainer, "--host=0.0.0.0", f"--http_port={PORT}")
+            # The user's own --idle comes later, and counts.
+            return ("rpg_jax.serve", "--idle=3600", *self.trainer, "--host=0.0.0.0", f"--http_port={PORT}")
         return ("rpg_jax.train", *self.trainer, f"--config.run.dir={self.runs}", f"--config.run.name={self.name}")
 
     @property
@@ -123,10 +123,10 @@ class Job:
 
     @property
     def weights(self) -> str:
-        """The folder through which servers get weights: the user's --weights_from, or one in the bucket."""
+        """The folder through which servers get weights, the user's --weights_from; "" if there is none."""
         flag = "--weights_from="
         own = [argument.removeprefix(flag) for argument in self.trainer if argument.startswith(flag)]
-        return [f"{self.bucket}/weights", *own][-1]
+        return ["", *own][-1]
 
     @property
     def addresses(self) -> str:

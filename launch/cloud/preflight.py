@@ -68,7 +68,12 @@ def servers_are_whole(job: Job) -> Iterator[str]:
     if missing := [name for name in SERVERS_SECRETS if name not in dict(job.secrets)]:
         flags = " ".join(f"--secret={name}=name-in-secret-manager" for name in missing)
         raise LaunchError("--serves-for: other machines ask these servers", f"{flags} (docs/servers.md makes them)")
-    yield f"serves for {job.serves_for}"
+    if not job.weights.startswith("/"):
+        raise LaunchError(
+            f"--serves-for: weights do not go through a bucket, and --weights_from={job.weights} is no local folder",
+            "-- --weights_from=/FOLDER, one that the trainer and all servers have mounted",
+        )
+    yield f"serves for {job.serves_for}, with weights from {job.weights}"
 
 
 def config_fits(job: Job) -> Iterator[str]:

@@ -38,12 +38,12 @@ RECIPES = {
     "tpu-up-servers": (
         "tpu",
         "up --dry-run --type=v5p-8 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b-w0 --capacity=spot "
-        f"--serves-for=rpg-4b {SECRETS} {TINY} --idle=600",
+        f"--serves-for=rpg-4b {SECRETS} {TINY} --idle=600 --weights_from=/mnt/weights",
     ),
     "xpk-run-servers": (
         "xpk",
         "run --dry-run --type=v5p-8 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b-w --slices=8 --capacity=spot "
-        f"--cluster=c --kubectl --image=i:1 --serves-for=rpg-4b {SECRETS} {TINY}",
+        f"--cluster=c --kubectl --image=i:1 --serves-for=rpg-4b {SECRETS} {TINY} --weights_from=/mnt/weights",
     ),
     "xpk-delete": ("xpk", f"delete --dry-run {V5P} --cluster=c"),
 }

@@ -68,26 +68,33 @@ SECRETS = " ".join(f"--secret={name}=x" for name in SERVERS_SECRETS)
             f"{SERVERS} --secret=RPG_JAX_API_KEY=x",
             "ask these servers; --secret=RPG_JAX_CERTIFICATE=name-in-secret-manager --secret=RPG_JAX_PRIVATE_KEY=name",
         ),
+        (
+            f"{SERVERS} {SECRETS}",
+            "--weights_from= is no local folder; -- --weights_from=/FOLDER, one that the trainer and",
+        ),
+        (f"{SERVERS} {SECRETS} -- --weights_from=gs://mine/w", "and --weights_from=gs://mine/w is no local folder"),
     ],
 )
 def test_mistakes_in_the_options_of_servers(cloud, options, line):
-    assert cloud.run(f"create {options} {TRAINER}") == 1
+    trainer = TRAINER if " -- " not in options else TRAINER.replace("-- ", "")
+    assert cloud.run(f"create {options} {trainer}") == 1
     assert line in "\n".join(cloud.errors())
     assert not cloud.called("create") and not cloud.called("storage")
 
 
 def test_servers_need_a_config_that_fits_one_slice_whatever_the_batches_are(cloud):
     four = "--config=configs/tiny.py --config.rollout.prompts_per_step=1 --config.rollout.group_size=1"
-    assert cloud.run(f"create --dry-run {SERVERS} --slices=8 {SECRETS} -- {four} --config.mesh.fsdp 4 --idle 60") == 0
-    assert cloud.run(f"create {SERVERS} {SECRETS} -- --idle=60") == 1 and "no --config" in cloud.errors()[0]
-    assert cloud.run(f"create {SERVERS} {SECRETS} -- {four} --config.mesh.fsdp=3") == 1
+    own = "--weights_from=/mnt/w --idle=60"
+    assert cloud.run(f"create --dry-run {SERVERS} --slices=8 {SECRETS} -- {four} --config.mesh.fsdp 4 {own}") == 0
+    assert cloud.run(f"create {SERVERS} {SECRETS} -- {own}") == 1 and "no --config" in cloud.errors()[0]
+    assert cloud.run(f"create {SERVERS} {SECRETS} -- {four} --config.mesh.fsdp=3 {own}") == 1
     assert "fsdp 3 x expert 1 x context 1 x tensor 1 does not cover 4" in cloud.errors()[0]
 
 
 @pytest.mark.parametrize("idle", [3600.0, 60.0])
 def test_a_server_takes_the_flags_that_the_launcher_sets_and_the_users_own(monkeypatch, idle):
-    weights, mine = ("gs://mine/weights", []) if idle == 3600 else ("/mnt/w", ["--idle=60", "--weights_from=/mnt/w"])
-    own = ("--config=configs/tiny.py", "--config.seed=3", *mine)
+    weights, mine = "/mnt/w", ["--idle=60"] if idle == 60 else []
+    own = ("--config=configs/tiny.py", "--config.seed=3", "--weights_from=/mnt/w", *mine)
     place = {"type": "v5p-8", "zone": "us-east5-a", "project": "p", "bucket": "gs://mine"}
     job = make_job(
         name="w0", trainer=own, serves_for="rpg-4b", secrets=tuple((name, "x") for name in SERVERS_SECRETS), **place
