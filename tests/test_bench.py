@@ -23,11 +23,13 @@ def test_bench_serve_reports_a_closed_and_an_open_load(capsys):
 
 
 @pytest.mark.slow  # a benchmark, and three processes
-def test_bench_weights_reports_each_number_of_processes(capfd, tmp_path):
+def test_bench_weights_reports_each_number_of_processes(capfd, tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=1")  # of each process
     load = ["--trainers=1,2", "--layers=1", "--versions=1", f"--folder={tmp_path}"]
     assert bench.main(["weights", "--json", *load]) == 0
     alone, two = (json.loads(line) for line in capfd.readouterr().out.splitlines() if line.startswith("{"))
-    assert (alone["trainers"], two["trainers"]) == (1, 2) and alone["bytes"] == two["bytes"] > 9e7
+    assert (alone["trainers"], two["trainers"]) == (1, 2) and alone["bytes"] > 9e7
+    assert two["bytes"] == pytest.approx(alone["bytes"], abs=1e3), "a file has a header, and two processes write more"
     assert alone["bytes_of_a_process"] == alone["bytes"] and two["bytes_of_a_process"] < 0.8 * two["bytes"]
     parts = [two[f"{name}_s_per_gb"] for name in ("copy", "write", "read", "swap")]
     assert min(parts) > 0 and sum(parts) * two["bytes"] / 1e9 == pytest.approx(two["seconds"])
