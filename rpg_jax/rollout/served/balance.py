@@ -86,7 +86,7 @@ class Balance:
     ):
         self._addresses, self._client, self._kind = addresses, client, kind
         self._parallel, self._patience, self._rest, self._clock = parallel, patience, rest, clock
-        self._servers, self._watching = dict[str, Server](), dict[str, asyncio.Task[None]]()
+        self._servers, self._watching = dict[str, Server](), set[asyncio.Task[None]]()
         self._waiting = deque[_Waiting]()
         self._weights: Loadable | None = None
         self._next: Loadable | None = None
@@ -142,7 +142,7 @@ class Balance:
                     self._say(now)
                 await asyncio.sleep(_TICK_SECONDS)
         finally:
-            for task in self._watching.values():
+            for task in self._watching:
                 task.cancel()
             await self._client.close()
 
@@ -281,17 +281,20 @@ class Balance:
     def _follow(self, urls: Sequence[str]) -> None:
         """Begins to watch new servers, and gives no further calls to those that are gone."""
         for url in self._servers.keys() - set(urls):
-            del self._servers[url]
-            self._watching.pop(url).cancel()
+            self._servers.pop(url).gone = True
         for url in urls:
             if url not in self._servers:
                 self._servers[url] = server = Server(Caller(url, self._client), self._parallel, self._rest)
                 server.idle = self._clock()
-                self._watching[url] = asyncio.create_task(self._watch(server))
+                self._watching.add(task := asyncio.create_task(self._watch(server)))
+                task.add_done_callback(self._watching.discard)
 
     async def _watch(self, server: Server) -> None:
-        """Asks for the health of a server that rests, or that is quiet while calls are under way."""
-        while True:
+        """Asks for the health of a server that rests, or that is quiet while calls are under way.
+
+        One that is gone is watched until its last call has ended: a machine that vanishes closes no connection.
+        """
+        while server.calls or not server.gone:
             begun, rests = self._clock(), server.resting
             self._prefetch(server)
             if not server.is_due(_QUIET_SECONDS, begun):

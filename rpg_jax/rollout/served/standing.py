@@ -30,6 +30,7 @@ class Server:
       refused: when it had no room, of the last such incident.
       failed: when it failed, of the last incident.
       failures: incidents since its last answer to a call.
+      gone: its address is no longer found.
       resting: it has not said that it is healthy since the incident, or at all.
       until: nothing is asked before.
       said: at its last failure.
@@ -48,6 +49,7 @@ class Server:
     refused: float = -math.inf
     failed: float = -math.inf
     failures: int = 0
+    gone: bool = False
     resting: bool = True
     until: float = -math.inf
     said: str = "not reached yet"

@@ -273,6 +273,30 @@ def test_servers_of_a_file_or_a_folder_come_and_go_while_a_request_is_answered(
     assert rollout.take_counts()["servers/failures"] == 0
 
 
+def test_a_machine_that_vanishes_with_its_address_keeps_no_call(stand_in, served, tmp_path, monkeypatch, until):
+    """Nothing closes its connections, and the timeout of a call is long."""
+    monkeypatch.setattr(balance, "_FOLLOW_SECONDS", 0.05)
+    monkeypatch.setattr(balance, "_QUIET_SECONDS", 0.3)
+    vanished, go = threading.Event(), threading.Event()
+
+    def silent(path, body):
+        if vanished.is_set() or path == COMPLETIONS:
+            go.wait(20)
+
+    vanishing = stand_in(silent)
+    file = tmp_path / "servers"
+    file.write_text(vanishing.url)
+    rollout, found = served(source(f"file:{file}", Client(timeout=1).check), timeout=600), []
+    thread = threading.Thread(target=lambda: found.append(rollout.generate(REQUEST)))
+    thread.start()
+    until(lambda: COMPLETIONS in vanishing.paths())
+    vanished.set()
+    file.write_text(stand_in().url)
+    thread.join(10)
+    assert found and same(found[0])
+    go.set()
+
+
 def test_a_name_is_resolved_again_and_stands_for_all_its_addresses(stand_in, served, monkeypatch, until):
     monkeypatch.setattr(balance, "_FOLLOW_SECONDS", 0.05)
     known, port = [], stand_in(host="127.0.0.2").server_address[1]
