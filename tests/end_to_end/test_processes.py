@@ -43,9 +43,16 @@ def start(folder, processes, *overrides, devices=DEVICES, each=lambda i: []):
 
 
 def printed(running, timeout):
-    """What each process printed until it ended; none outlives the call."""
+    """What each process printed until it ended; none outlives the call.
+
+    Fails with the stacks of all threads, which faulthandler prints, if one does not end in time.
+    """
     try:
         return [process.communicate(timeout=timeout)[0] for process in running]
+    except subprocess.TimeoutExpired:
+        for process in running:
+            process.send_signal(signal.SIGABRT)
+        pytest.fail(f"no end after {timeout} s:\n" + "\n\n".join(process.communicate()[0] for process in running))
     finally:
         for process in running:
             process.kill()
