@@ -271,7 +271,8 @@ class Balance:
     async def _look(self, look: Look) -> None:
         """Looks for the servers' addresses; where they cannot be found now, the known ones stay."""
         try:
-            found = await asyncio.wait_for(look(), _FOLLOW_SECONDS)
+            async with asyncio.timeout(_FOLLOW_SECONDS):  # wait_for of Python 3.11 may lose a cancellation
+                found = await look()
         except (OSError, ValueError) as error:  # a TimeoutError is an OSError
             self._not_found = f"servers.urls: {str(error) or 'no answer'}"
             return

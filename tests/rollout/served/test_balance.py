@@ -16,6 +16,7 @@ from rpg_jax.rollout import RolloutError
 from rpg_jax.rollout.served import balance, calls
 from rpg_jax.rollout.served.addresses import source
 from rpg_jax.rollout.served.calls import Caller, Client, Unavailable
+from rpg_jax.rollout.served.kinds import KINDS
 from rpg_jax.rollout.served.standing import Server
 from rpg_jax.rollout.serving.access import ApiKey
 
@@ -295,6 +296,22 @@ def test_a_machine_that_vanishes_with_its_address_keeps_no_call(stand_in, served
     thread.join(10)
     assert found and same(found[0])
     go.set()
+
+
+def test_a_balance_that_is_cancelled_at_the_end_of_a_look_ends():
+    """`asyncio.wait_for` of Python 3.11 loses this cancellation, and the close of a rollout then waits for ever."""
+
+    async def cancelled():
+        async def look():
+            running.cancel()
+            return []
+
+        made = balance.Balance(look, Client(timeout=1), KINDS["vllm"], parallel=1, patience=1)
+        running = asyncio.create_task(made.run())
+        await asyncio.wait([running], timeout=2)
+        return running.cancelled()
+
+    assert asyncio.run(asyncio.wait_for(cancelled(), 10))
 
 
 def test_a_name_is_resolved_again_and_stands_for_all_its_addresses(stand_in, served, monkeypatch, until):
