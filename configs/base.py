@@ -6,7 +6,7 @@ A field whose default is `from_method(...)` takes its value from the row of `rpg
 
 from ml_collections import ConfigDict
 
-from rpg_jax.runs.fields import Field, Retired, Section, from_method, optional
+from rpg_jax.runs.config_files import Field, Retired, Section, from_method, optional
 
 # A field takes as few lines as its text.
 # fmt: off

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rpg_jax import losses as losses
     from rpg_jax.runs.policy import Policy as Policy
-    from rpg_jax.runs.samples import Sample as Sample
+    from rpg_jax.runs.policy import Sample as Sample
     from rpg_jax.runs.train_call import Result as Result
     from rpg_jax.runs.train_call import train as train
 
 __version__ = "0.1.0"
 __all__ = ["Policy", "Result", "Sample", "__version__", "losses", "train"]
 
-_OBJECTS = {"Policy": "rpg_jax.runs.policy", "Sample": "rpg_jax.runs.samples", "Result": "rpg_jax.runs.train_call"}
+_OBJECTS = {"Policy": "rpg_jax.runs.policy", "Sample": "rpg_jax.runs.policy", "Result": "rpg_jax.runs.train_call"}
 _MODULES = ("losses", "train")  # the command `rpg_jax.train` is a module that can be called
 
 

@@ -10,10 +10,17 @@ The results are completions.jsonl, one object per completion with its verdict, s
 command continues an evaluation that was killed, to the same bytes; docs/evaluation.md describes other layouts.
 """
 
+import argparse
+import signal
 import sys
+import tempfile
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from rpg_jax.runs import cli, evaluate_command
+from rpg_jax.runs import cli, config_files
+
+_STOPPED = 128 + signal.SIGINT
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -37,7 +44,94 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max_tokens", type=count, help="of a completion; default: rollout.max_tokens")
     parser.add_argument("--seed", type=int, help="of the completions; default: the config's")
     parser.add_argument("--out", help="folder to write; default: a folder of its own beside the run")
-    return cli.run(evaluate_command.evaluate, parser, argv)
+    return cli.run(evaluate, parser, argv)
+
+
+def evaluate(options: argparse.Namespace) -> int:
+    """Evaluates what the flags name; returns the exit code. Raises ValueError where they do not name a policy."""
+    loaded = cli.load_config(options)
+    if (options.run is None) == (options.folder is None):
+        raise ValueError("which policy? Give either --run=runs/NAME or --folder=MODEL with --config=FILE")
+    if options.run is not None and loaded is not None:
+        raise ValueError("a run has its own config: leave --config out, and set --sets, --k, --max_tokens, …")
+    if options.folder is not None and loaded is None:
+        raise ValueError("--folder needs --config=FILE for problems, limits and verifier: configs/qwen3_4b_2k.py")
+    if options.steps is not None and (options.run is None or options.server or options.step is not None):
+        raise ValueError("--steps takes the checkpoints of a --run: leave out --folder, --server and --step")
+    from rpg_jax import storage  # loads JAX: wrong flags need not wait for it
+
+    if options.out is not None:
+        storage.local(options.out)
+    return of_run(options) if loaded is None else of_folder(options, loaded)
+
+
+def of_folder(options: argparse.Namespace, loaded: config_files.Loaded) -> int:
+    """Evaluates a model in Hugging Face layout."""
+    from rpg_jax import storage
+    from rpg_jax.runs import evaluation, policy
+
+    with storage.Folder(loaded.config.run.dir) as home, tempfile.TemporaryDirectory() as scratch:
+        fields = {"model.path": options.folder, **changes(options)}
+        opened = policy.of_config(loaded.config, Path(scratch), fields, held_out=True, weights=options.server is None)
+        found = evaluation.evaluate(opened, Path(options.folder).name, home, **_how(options))
+    return _STOPPED if found is None else 0
+
+
+def of_run(options: argparse.Namespace) -> int:
+    """Evaluates one checkpoint of a run, or those of --steps, whose scores make a curve."""
+    from rpg_jax.runs import evaluation, policy, run_folder
+
+    how: dict[str, Any] = {"changes": changes(options), "held_out": True, "weights": options.server is None}
+    with run_folder.opened(options.run) as home:
+        if options.steps is None:
+            opened = policy.of_run(home, options.step, **how)
+            return _STOPPED if evaluation.evaluate(opened, home.home.name, home, **_how(options)) is None else 0
+        points = []
+        for step in _steps(options.steps, policy.kept_steps(home)):
+            opened = policy.of_run(home, step, **how)
+            out = options.out and str(Path(options.out) / f"step-{step}")
+            found = evaluation.evaluate(opened, home.home.name, home, **(_how(options) | {"out": out}))
+            if found is None:
+                return _STOPPED
+            points.append((step, found))
+            del opened  # its weights, before the next are read
+        folder = Path(options.out) if options.out else home.files / "evaluations"
+        print(home.shown(evaluation.show_curve(home.home.name, points, folder)))
+    return 0
+
+
+def _steps(text: str, kept: list[int]) -> list[int]:
+    """The steps of --steps, of which each has a checkpoint."""
+    if text == "all":
+        return kept
+    steps = sorted({int(part) for part in text.split(",") if part.strip().isdigit()})
+    if not steps or len(steps) != len(text.split(",")) or not set(steps) <= set(kept):
+        raise ValueError(
+            f"--steps={text}: give all, or steps of {kept} with commas between them; a run keeps more "
+            "with checkpoint.keep and checkpoint.permanent_every"
+        )
+    return steps
+
+
+def _how(options: argparse.Namespace) -> dict[str, Any]:
+    """The flags that evaluations take as they are."""
+    reach = {"certificate": options.server_certificate, "api_key_file": options.api_key_file}
+    return {"k": options.k, "out": options.out, "server": options.server, **reach}
+
+
+def changes(options: argparse.Namespace) -> dict[str, Any]:
+    """The config fields that the flags replace, by dotted name."""
+    sets = options.sets is not None
+    fields = {
+        "evaluation.temperature": options.temperature,
+        "evaluation.problems": options.problems or (sys.maxsize if sets else None),
+        "rollout.max_tokens": options.max_tokens,
+        "rewards.parts": options.rewards,
+        "seed": options.seed,
+        "task.name": "files" if sets else None,
+        "task.held_out_sets": options.sets,
+    }
+    return {name: value for name, value in fields.items() if value is not None}
 
 
 if __name__ == "__main__":

@@ -28,11 +28,9 @@ def export(options: argparse.Namespace) -> None:
     """Checks the flags and exports."""
     if options.run is None or options.out is None:
         raise ValueError("give the run and where to write it: --run=runs/NAME --out=FOLDER")
-    from rpg_jax.runs.policy import Policy, free_folder  # loads JAX: wrong flags need not wait for it
+    from rpg_jax.runs.policy import Policy, export_adapters, free_folder  # loads JAX: wrong flags need not wait for it
 
     if options.adapter:
-        from rpg_jax.runs.adapter_export import export_adapters
-
         if options.dtype:
             raise ValueError(f"adapters are written in float32: leave --dtype={options.dtype} or --adapter out")
         step = export_adapters(options.run, options.out, step=options.step)

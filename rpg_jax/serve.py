@@ -19,10 +19,11 @@ SIGTERM or Ctrl-C lets running requests end, for at most --grace seconds. A seco
 ends the server at once. The exit code is 0 after --idle, and 128 and its number after a signal.
 """
 
+import argparse
 import sys
 from collections.abc import Sequence
 
-from rpg_jax.runs import cli, serve_command
+from rpg_jax.runs import cli
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,7 +48,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--idle", type=cli.number(float, 1), help=idle)
     parser.add_argument("--announce", metavar="FOLDER", help="write the HTTP address into a file of this folder")
     parser.add_argument("--announce_name", metavar="NAME", help="of this file (default: HOST-PORT)")
-    return cli.run(serve_command.serve, parser, argv)
+    return cli.run(serve, parser, argv)
+
+
+def serve(options: argparse.Namespace) -> int:
+    """Checks the flags and serves; returns the exit code. Raises ValueError where the flags do not name a policy."""
+    if (options.announce or options.announce_name) and (options.http_port is None or not options.announce):
+        raise ValueError("--announce=FOLDER, which --announce_name needs, is of the HTTP address: add --http_port=8000")
+    loaded = cli.load_config(options)
+    if (options.run is None) == (loaded is None):
+        raise ValueError("which policy? Give either --run=runs/NAME or --config=FILE with --config.model.path=MODEL")
+    from rpg_jax.runs import policy_server  # loads JAX: wrong flags need not wait for it
+
+    return policy_server.serve(options, loaded)
 
 
 if __name__ == "__main__":

@@ -10,8 +10,8 @@ import pytest
 from configs import base
 from rpg_jax import losses, parallel
 from rpg_jax.runs.layout import make_layout, model_config
+from rpg_jax.runs.memory import make_decoding
 from rpg_jax.runs.resolve import resolve
-from rpg_jax.runs.sampling_layout import make_decoding
 
 ROOT = Path(__file__).parents[1]
 NAMES = sorted(path.stem for path in (ROOT / "configs").glob("*.py") if path.stem not in ("base", "__init__"))

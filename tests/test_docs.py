@@ -17,7 +17,7 @@ from rpg_jax.runs import config_files
 @pytest.mark.parametrize("name", docs.PAGES)
 def test_the_committed_page_is_what_the_code_says(name):
     committed = (config_files.ROOT / "docs" / name).read_text(encoding="utf-8")
-    assert committed == docs.page(name), "run python -m rpg_jax.docs"
+    assert committed == docs.PAGES[name](), "run python -m rpg_jax.docs"
 
 
 def test_the_pages_are_written_into_a_folder_that_is_new(tmp_path):
@@ -57,7 +57,7 @@ def test_every_field_has_a_meaning():
 
 
 def test_the_page_shows_default_unit_and_meaning_of_every_field():
-    page = docs.page("configuration.md")
+    page = docs.configuration_page()
     for name, field in config_files.fields().items():
         row = next(line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
         default, unit, meaning = (cell.strip() for cell in re.split(r"(?<!\\)\|", row)[2:5])

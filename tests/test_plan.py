@@ -14,11 +14,11 @@ from configs import qwen3_0p6b_gsm8k, qwen3_4b_2k, qwen3_4b_8k, tiny
 from rpg_jax import planning
 from rpg_jax.planning import plan_figures, printing, run_plan, tpu_compiler
 from rpg_jax.rollout import footprint
-from rpg_jax.runs import training_memory
+from rpg_jax.runs import memory
 from rpg_jax.runs.layout import make_layout
 from rpg_jax.runs.learner import make_learner
+from rpg_jax.runs.memory import make_decoding
 from rpg_jax.runs.resolve import resolve
-from rpg_jax.runs.sampling_layout import make_decoding
 
 V5E = planning.parse("v5e:2x4")
 GIB = 2**30
@@ -63,14 +63,14 @@ def test_a_critic_of_its_own_is_planned_too():
         config.train.microbatch_size = 8
         parts = parts_of(resolve(config), 32)
         lowered = [next(programs) for programs in [run_plan.lowered_programs(*parts)] for _ in range(2)]
-        names[method], held[method] = [name for name, _, _ in lowered], training_memory.resident(*parts)["decode"]
+        names[method], held[method] = [name for name, _, _ in lowered], memory.resident(*parts)["decode"]
     assert names == {"PPO": ["log-probs", "baseline"], "RLOO": ["log-probs", "update"]}
     assert held["PPO"] > 1.9 * held["RLOO"]
 
 
 def test_others_hold_the_optimizer_state_the_decoding_weights_and_the_cache():
     config = resolve(qwen3_0p6b_gsm8k.get_config())
-    held = training_memory.resident(*parts_of(config))
+    held = memory.resident(*parts_of(config))
     weights = 596_049_920  # of Qwen3-0.6B
     copy = 2 * weights  # bf16, whole on every device, since rollout.tensor is 1
     sharded = 4 * weights / 8
@@ -84,16 +84,14 @@ def test_others_hold_the_optimizer_state_the_decoding_weights_and_the_cache():
     config = config.copy_and_resolve_references()
     with config.unlocked():
         config.reference.every = "4 updates"
-    assert training_memory.resident(*parts_of(config))["log-probs"] == pytest.approx(
-        held["log-probs"] - sharded, rel=1e-3
-    )
+    assert memory.resident(*parts_of(config))["log-probs"] == pytest.approx(held["log-probs"] - sharded, rel=1e-3)
 
 
 @pytest.mark.parametrize("tensor", [None, 2])
 def test_a_chip_of_a_host_holds_its_share_of_the_weights_and_its_own_slots(tensor):
     config = resolve(qwen3_0p6b_gsm8k.get_config())
     config.rollout.tensor = tensor
-    held = training_memory.resident(*parts_of(config, host=jax.devices()[:4]))
+    held = memory.resident(*parts_of(config, host=jax.devices()[:4]))
     cache = 28 * 2 * 8 * 128 * 2 * (512 + 1024) * 32
     assert held["prefill"] - held["decode"] == pytest.approx(cache, rel=1e-2)
     weights = 2 * 596_049_920 / (tensor or 4)
@@ -103,7 +101,7 @@ def test_a_chip_of_a_host_holds_its_share_of_the_weights_and_its_own_slots(tenso
 
 def test_decoding_in_eight_bits_is_planned_in_eight_bits(monkeypatch):
     config = resolve(qwen3_0p6b_gsm8k.get_config("tiny"))
-    shared = training_memory.resident(*parts_of(config, 32))["update"]  # without a copy for the sampler
+    shared = memory.resident(*parts_of(config, 32))["update"]  # without a copy for the sampler
     config.rollout.int8 = True
     parts = parts_of(config, 32)
     monkeypatch.setattr(run_plan.lowering, "training", lambda *args, **kwargs: iter(()))
@@ -111,22 +109,22 @@ def test_decoding_in_eight_bits_is_planned_in_eight_bits(monkeypatch):
     matrices = sum(x.size for x in jax.tree.leaves(weights) if x.dtype == "int8")
     assert matrices == 2 * (64 * 16 * (4 + 2 + 2 + 4) + 3 * 64 * 128)
     wide = sum(x.size for x in jax.tree.leaves(weights) if x.dtype == "float32")
-    held = training_memory.resident(*parts)["update"] - shared
+    held = memory.resident(*parts)["update"] - shared
     assert (matrices + 4 * wide) / 8 < held < matrices / 8 + 4 * wide, "embeddings and matrices are spread, scales not"
 
 
 def test_what_is_offloaded_leaves_the_chips():
     config = resolve(qwen3_0p6b_gsm8k.get_config())
-    before = training_memory.resident(*parts_of(config))
+    before = memory.resident(*parts_of(config))
     config.offload = "optimizer+reference"
     config.reference.resident = True
-    after = training_memory.resident(*parts_of(config))
+    after = memory.resident(*parts_of(config))
     sharded = 4 * 596_049_920 / 8
     assert before["decode"] - after["decode"] == pytest.approx(2 * sharded, rel=1e-3)
     assert before["log-probs"] - after["log-probs"] == pytest.approx(2 * sharded, rel=1e-3), "there for its own pass"
     config.offload = "optimiser"
     with pytest.raises(ValueError, match=r"offload names \['optimiser'\]; known: optimizer, reference"):
-        training_memory.resident(*parts_of(config))
+        memory.resident(*parts_of(config))
 
 
 def test_the_figures_of_a_step_come_from_config_and_programs():

@@ -70,13 +70,13 @@ def prepare(options: argparse.Namespace, console: Console) -> None:
 def inspect(options: argparse.Namespace, console: Console, overrides: Sequence[str] = ()) -> None:
     """Prints counts by source, columns, lengths, bad rows and the first problems, as a config sees them if it is given.
 
-    Raises ValueError without sources, or as `load` and `inspect_data.seen_by` do.
+    Raises ValueError without sources, or as `load` and `experiment.data_settings` do.
     """
     seen, tokenizer = None, load_tokenizer(options.tokenizer) if options.tokenizer else None
     if options.config:
-        from rpg_jax.runs import inspect_data  # loads JAX: inspecting without a config need not wait for it
+        from rpg_jax.runs import experiment  # loads JAX: inspecting without a config need not wait for it
 
-        seen = inspect_data.seen_by(options.config, overrides)
+        seen = experiment.data_settings(options.config, overrides)
         tokenizer = tokenizer or seen.tokenizer
         options.sources, options.template = options.sources or seen.sources, options.template or seen.template
         options.thinking = options.thinking or seen.thinking

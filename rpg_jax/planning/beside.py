@@ -17,9 +17,8 @@ from rpg_jax.planning.topologies import Topology
 from rpg_jax.rollout.footprint import bytes_on_a_device
 from rpg_jax.runs import memory
 from rpg_jax.runs.learner import make_learner
+from rpg_jax.runs.memory import make_decoding, resident
 from rpg_jax.runs.resolve import resolve
-from rpg_jax.runs.sampling_layout import make_decoding
-from rpg_jax.runs.training_memory import resident
 
 SAMPLING = frozenset({"prefill", "decode"})
 

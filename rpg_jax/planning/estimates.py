@@ -11,7 +11,7 @@ from rpg_jax.planning.hlo import Costs
 from rpg_jax.rollout import Decoding, footprint, prefill_shape
 from rpg_jax.runs import memory
 from rpg_jax.runs.layout import Layout, row_shape
-from rpg_jax.runs.training_memory import bytes_of_a_number, own_peaks
+from rpg_jax.runs.memory import bytes_of_a_number, own_peaks
 
 
 def programs(layout: Layout, decoding: Decoding, resident: dict[str, float]) -> dict[str, Program]:

@@ -18,9 +18,8 @@ from rpg_jax.runs import memory
 from rpg_jax.runs.experiment import make_stage, open_tokenizer
 from rpg_jax.runs.layout import Layout, make_layout, model_config, row_shape, rows_per_update
 from rpg_jax.runs.learner import Learner, learner_programs, make_learner, policy_objective
+from rpg_jax.runs.memory import make_decoding, resident, with_micro_batch
 from rpg_jax.runs.problems import Task
-from rpg_jax.runs.sampling_layout import make_decoding
-from rpg_jax.runs.training_memory import resident, with_micro_batch
 
 
 def plan(

@@ -16,7 +16,7 @@ from rpg_jax.planning.lengths import Lengths
 from rpg_jax.planning.run_plan import with_known_shapes
 from rpg_jax.planning.topologies import Topology
 from rpg_jax.runs.layout import rows_per_update
-from rpg_jax.runs.training_memory import TRUSTED
+from rpg_jax.runs.memory import TRUSTED
 
 Change = Mapping[str, Any]
 

@@ -13,7 +13,7 @@ from rpg_jax.runs.layout import Layout, row_shape
 from rpg_jax.runs.learner import Learner, learner_programs, offloaded, policy_objective, reference_rule
 from rpg_jax.runs.resolve import loss_arguments, reward_arguments
 from rpg_jax.runs.rollout_files import RolloutFiles, token_numbers
-from rpg_jax.storage.snapshots import Snapshots
+from rpg_jax.storage.checkpoints import Snapshots
 from rpg_jax.training.ahead import AheadCollector
 from rpg_jax.training.collect import Collector, collect
 from rpg_jax.training.credit import token_rewards

@@ -3,12 +3,12 @@
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from rpg_jax import data, models, rewards, rollout, storage
@@ -18,13 +18,12 @@ from rpg_jax.environments.registry import NOTHING, Handed
 from rpg_jax.environments.registry import find as find_environment
 from rpg_jax.environments.stage import Stage
 from rpg_jax.parallel import hosts
-from rpg_jax.runs import cli, processes, run_folder
-from rpg_jax.runs.adapters import decoding_base
+from rpg_jax.runs import cli, config_files, processes, run_folder
 from rpg_jax.runs.layout import Layout, make_layout
+from rpg_jax.runs.memory import fitting_layout, make_decoding, with_micro_batch
 from rpg_jax.runs.problems import Task, encoder
-from rpg_jax.runs.resolve import environment_options, reward_arguments
-from rpg_jax.runs.sampling_layout import fitting_layout, make_decoding
-from rpg_jax.runs.training_memory import with_micro_batch
+from rpg_jax.runs.resolve import environment_options, reward_arguments, with_method
+from rpg_jax.runs.weights import decoding_base
 from rpg_jax.training.generate import GroupGenerator
 from rpg_jax.types import Sampling
 
@@ -142,25 +141,6 @@ def open_tokenizer(config: ConfigDict, task: Task, run_dir: Path) -> data.Tokeni
     return data.load_tokenizer(file)
 
 
-def init_params(layout: Layout) -> Any:
-    """The weights of `model.path`, or random ones; straight into their shards."""
-    m, dtype = layout.config.model, jnp.dtype(layout.config.model.param_dtype)
-    if m.path:
-        folder = models.local_folder(m.path)
-        return models.load(folder, layout.model, param_dtype=dtype, shardings=layout.param_shardings)
-    seed = layout.config.warm_start.seed
-    return models.init(layout.model, seed=seed, param_dtype=dtype, shardings=layout.param_shardings)[1]
-
-
-def no_params(layout: Layout) -> Any:
-    """Zeros in place of what is trained, which a run's checkpoint has: `model.path` is not read, not even fetched."""
-
-    def zeros() -> Any:
-        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), layout.trained_shapes)
-
-    return jax.jit(zeros, out_shardings=layout.trained_shardings)()
-
-
 def make_rollout(layout: Layout, params: Any, base: models.Base | None = None) -> rollout.Rollout:
     """A rollout in this process with the policy's weights, by the config's driver, or by a worker's usual one.
 
@@ -226,3 +206,46 @@ def evaluation_generator(
     seed = (experiment.config.seed + 0x5EED) % 2**31
     sizes = {"temperature": c.temperature, "group_size": c.k}
     return make_generator(experiment, own, scorer, **sizes, seed=seed, beat=beat)
+
+
+class DataSettings(NamedTuple):
+    """How a config reads rows and shows them to the policy."""
+
+    sources: list[str]
+    template: str | None
+    tokenizer: data.Tokenizer
+    thinking: bool
+    max_prompt_tokens: int
+    max_tokens: int
+    stage: Stage | None
+
+    def opened(self, problems: list[data.Problem]) -> list[data.Problem]:
+        """The problems with the prompts of the config's environment, if it has one; ends the environment."""
+        if self.stage is None:
+            return problems
+        with self.stage as stage:
+            return stage.opened(problems)
+
+
+def data_settings(file: str, overrides: Sequence[str]) -> DataSettings:
+    """How the config in `file` with `overrides` sees its data; without a tokenizer of its own it trains one.
+
+    Raises ValueError if the task is not one of files, or as a run's start does.
+    """
+    config = with_method(config_files.load(file, overrides).config)
+    if config.task.name != "files":
+        raise ValueError(
+            f"--config={file}: task.name={config.task.name!r} makes its problems itself; files are inspected with "
+            "--config.task.name=files --config.task.train=SOURCE"
+        )
+    with config.unlocked():
+        config.warm_start.enabled = True  # with what supervised training reads
+    task = Task.from_config(config, held_out=bool(config.task.held_out_sets))
+    stage = make_stage(config)
+    if stage is not None:
+        task = task.opened(stage)
+    with tempfile.TemporaryDirectory() as scratch:
+        tokenizer = open_tokenizer(config, task, Path(scratch))
+    t, limit = config.task, config.warm_start.max_tokens or config.rollout.max_tokens
+    sources = [s.strip() for s in ",".join(filter(None, (t.train, config.warm_start.train))).split(",") if s.strip()]
+    return DataSettings(sources, t.template, tokenizer, t.thinking, t.max_prompt_tokens, limit, stage)

@@ -11,7 +11,7 @@ from rpg_jax.rollout import Rollout
 from rpg_jax.rollout.journaled import JournaledRollout
 from rpg_jax.runs import run_folder
 from rpg_jax.runs.layout import Layout
-from rpg_jax.runs.sampling_layout import make_decoding
+from rpg_jax.runs.memory import make_decoding
 from rpg_jax.storage.checkpoints import Checkpoints
 from rpg_jax.storage.integrity import Refused
 from rpg_jax.storage.journal import Journal

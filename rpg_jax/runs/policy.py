@@ -5,32 +5,65 @@ from __future__ import annotations
 import dataclasses
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from rpg_jax import models, storage
-from rpg_jax.runs import cli, config_files, inputs, run_folder, samples, sequence_logprobs
-from rpg_jax.runs.adapters import first_adapters, merged_layout, new_base, open_base
-from rpg_jax.runs.experiment import Experiment, init_params, open_experiment
-from rpg_jax.runs.learner import make_learner
+from rpg_jax import data, models, storage
+from rpg_jax.models import hf_adapters
+from rpg_jax.rollout import Request
+from rpg_jax.runs import cli, config_files, inputs, run_folder
+from rpg_jax.runs.experiment import Experiment, make_rollout, open_experiment
+from rpg_jax.runs.learner import learner_programs, make_learner, policy_objective
 from rpg_jax.runs.resolve import resolve
-from rpg_jax.runs.samples import Sample
+from rpg_jax.runs.weights import first_adapters, init_params, merged_layout, new_base, open_base
 from rpg_jax.storage import integrity
 from rpg_jax.storage.checkpoints import committed_steps
 from rpg_jax.training.state import for_evaluation
+from rpg_jax.types import Completion, FinishReason
 
 Changes = Mapping[str, Any]
 NONE: Changes = MappingProxyType({})
 
 
+class Sample(NamedTuple):
+    """One completion of a prompt.
+
+    `text` is without special tokens. `tokens` i32[n] are the sampled ids, with the stop token if one was drawn, and
+    `logprobs` f32[n] their log-probabilities in nats, of the distribution sampled from. `finish_reason` is "stop" or
+    "length".
+    """
+
+    text: str
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    finish_reason: FinishReason
+
+
 def _warn(text: str) -> None:
     print(text, file=sys.stderr)
+
+
+_ROWS = 4  # of a device in one pass of `Policy.logprobs`
+_MULTIPLE = 128  # of the tokens of a row: few shapes are compiled, and every kernel takes them
+
+
+def _rounded(tokens: int) -> int:
+    return -(-tokens // _MULTIPLE) * _MULTIPLE
+
+
+@dataclasses.dataclass(frozen=True)
+class _Pair:
+    """A prompt with its completion, as `data.pack` takes them."""
+
+    prompt: np.ndarray
+    completions: Sequence[Completion]
+    counted: tuple[bool, ...] = (True,)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,12 +141,24 @@ class Policy:
           ValueError: a prompt with more tokens than the config's `task.max_prompt_tokens`.
         """
         tokens = self.encode(prompts)
-        for line in samples.surprises(self.experiment, prompts):
+        for line in self._surprises(prompts):
             note(line)
         sampling = self.experiment.sampling(temperature)
         if max_tokens is not None:
             sampling = dataclasses.replace(sampling, max_tokens=min(max_tokens, sampling.max_tokens))
-        return samples.draw(self.experiment, self.params, tokens, k=k, sampling=sampling, seed=seed, step=self.step)
+        layout, tokenizer = self.experiment.layout, self.experiment.tokenizer
+        with layout.activate():
+            rollout = make_rollout(layout, self.params)
+            try:
+                groups = rollout.generate(Request(tokens, range(len(tokens)), k, sampling, seed, self.step))
+            finally:
+                rollout.close()
+        stops = set(tokenizer.stop_token_ids)
+
+        def text(ids: np.ndarray) -> str:
+            return tokenizer.decode([t for t in ids.tolist() if t not in stops])
+
+        return [[Sample(text(c.tokens), c.tokens, c.logprobs, c.finish_reason) for c in group] for group in groups]
 
     def logprobs(
         self, prompts: Sequence[str], completions: Sequence[str | Sample | Sequence[int]], *, temperature: float = 1.0
@@ -124,22 +169,56 @@ class Policy:
         training computes, at `temperature`.
 
         Raises:
-          ValueError: the two lists differ in length, a prompt is too long, or a completion has no token.
+          ValueError: the two lists differ in length, a prompt is too long, or a completion has no token, or a token
+            that the model does not have.
         """
         if len(prompts) != len(completions):
             raise ValueError(f"{len(prompts)} prompts and {len(completions)} completions: give one prompt for each")
-        encode = self.experiment.tokenizer.encode
-        ids = [encode(c) if isinstance(c, str) else c.tokens if isinstance(c, Sample) else c for c in completions]
-        return sequence_logprobs.compute(
-            self.experiment, self.params, self.encode(prompts), ids, temperature=temperature
-        )
+        layout, tokenizer = self.experiment.layout, self.experiment.tokenizer
+        pairs = []
+        for i, (prompt, given) in enumerate(zip(self.encode(prompts), completions, strict=True)):
+            ids = tokenizer.encode(given) if isinstance(given, str) else given
+            tokens = np.asarray(ids.tokens if isinstance(ids, Sample) else ids, np.int32)
+            if tokens.ndim != 1 or not len(tokens):
+                raise ValueError(f"completion {i} has no token; its shape is {tokens.shape}")
+            if tokens.min() < 0 or tokens.max() >= layout.model.vocab_size:
+                raise ValueError(f"completion {i} has a token outside 0..{layout.model.vocab_size - 1}")
+            pairs.append(_Pair(prompt, [Completion(tokens, np.zeros(len(tokens), np.float32), "stop", 0)]))
+        if not pairs:
+            return []
+        length = max(len(p.prompt) + len(p.completions[0].tokens) for p in pairs)
+        longest = max(len(p.completions[0].tokens) for p in pairs)
+        shape = data.RowShape(_ROWS * layout.mesh.size, _rounded(length), _rounded(longest))
+        packed = data.pack(pairs, shape, pad_id=tokenizer.pad_id, sharding=layout.row_sharding)
+        with layout.activate():
+            learner, objective = make_learner(layout, supervised=True), policy_objective(layout.config)
+            programs = learner_programs(layout, learner, objective, temperature=temperature)
+            found = [programs.logprobs(self.params, batch.rows)[0] for batch in packed.batches]
+        return [own[0] for own in packed.packing.gather(found)]
 
     def encode(self, prompts: Sequence[str]) -> list[np.ndarray]:
         """The token ids i32[n] of each prompt, inside the chat template.
 
         Raises ValueError if a prompt has more tokens than `task.max_prompt_tokens`.
         """
-        return samples.encoded(self.experiment, prompts)
+        tokenizer, task = self.experiment.tokenizer, self.experiment.config.task
+        problems = [data.Problem(i, text, answer="", source="prompt") for i, text in enumerate(prompts)]
+        tokens = [data.encode_prompt(p, tokenizer, thinking=task.thinking) for p in problems]
+        for text, ids in zip(prompts, tokens, strict=True):
+            if len(ids) > task.max_prompt_tokens:
+                raise ValueError(
+                    f"{text!r} has {len(ids)} tokens, more than task.max_prompt_tokens={task.max_prompt_tokens}"
+                )
+        return tokens
+
+    def _surprises(self, prompts: Sequence[str]) -> Iterator[str]:
+        """A line on each prompt with characters that the tokenizer does not know, and on answers written backwards."""
+        config = self.experiment.config
+        for text in prompts:
+            if unknown := self.experiment.tokenizer.unknown(text):
+                yield f"{text!r}: the run's tokenizer does not know {', '.join(map(repr, unknown))}"
+        if config.task.name == "arithmetic" and config.task.reverse and not config.model.path:
+            yield "answers are written from the lowest digit (task.reverse): 24 is 42"
 
     def export(self, out: str | Path, *, dtype: str | None = None) -> None:
         """Writes the weights, their config and the tokenizer as a folder in Hugging Face layout.
@@ -240,3 +319,24 @@ def of_config(
         base, adapters = new_base(experiment.layout, init_params), first_adapters(experiment.layout)
         layout, params = merged_layout(experiment.layout, base, adapters)
         return Policy(dataclasses.replace(experiment, layout=layout), params, 0)
+
+
+def export_adapters(run: str, out: str, *, step: int | None = None) -> int:
+    """Writes the adapters of a checkpoint (default: the last) to the folder `out`, and returns its step.
+
+    Raises:
+      ValueError: `out` holds an adapter or is no local folder, the run trains all weights, or has no such checkpoint.
+    """
+    target = storage.local(out)
+    if (target / hf_adapters.CONFIG).exists():
+        raise ValueError(f"{target} already holds an adapter; choose another folder")
+    with run_folder.opened(run) as folder:
+        if not run_folder.read_config(folder.files).model.lora.rank:
+            raise ValueError(f"{run} trains all weights (model.lora.rank=0) and has no adapters; leave --adapter out")
+        policy = of_run(folder, step, merge=False)
+        layout = policy.experiment.layout
+        assert layout.lora is not None
+        with layout.activate():
+            base = layout.config.model.path
+            hf_adapters.save_adapters(target, layout.model, layout.lora, policy.params, base=base)
+    return policy.step

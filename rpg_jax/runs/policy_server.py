@@ -1,6 +1,12 @@
-"""The server of a policy: its JetStream driver behind gRPC and HTTP."""
+"""Serves a policy to an end: its JetStream driver behind gRPC and HTTP."""
 
+from __future__ import annotations
+
+import argparse
+import contextlib
 import functools
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -9,21 +15,78 @@ import jax.numpy as jnp
 from rpg_jax import models, storage
 from rpg_jax.rollout.jetstream.compat import JetstreamMetricsCollector
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
+from rpg_jax.rollout.serving.access import CERTIFICATE, PRIVATE_KEY, Access, ApiKey, pem_file
+from rpg_jax.rollout.serving.announced import address_of, announced, file_of
 from rpg_jax.rollout.serving.server import Server
+from rpg_jax.runs import config_files, policy, run_folder
 from rpg_jax.runs.experiment import make_rollout
 from rpg_jax.runs.layout import Layout
 from rpg_jax.runs.policy import Policy
+from rpg_jax.runs.stopping import StopRequest
+
+_CHANGES = {"rollout.driver": "orchestrator"}
+_CLOSING = 30.0  # seconds that closing may take after --grace
+_LOOK = 1.0  # seconds between two looks at the requests under way
+_PASSED = ("temperature", "port", "max_active", "http_port", "weights_from")
 
 
-def make_policy_server(policy: Policy, *, temperature: float, weights_from: str | None, **options: Any) -> Server:
-    """The running server of `policy`, whose config must name the driver "orchestrator".
+def serve(options: argparse.Namespace, loaded: config_files.Loaded | None) -> int:
+    """Serves the policy of `options.run`, or else of the config `loaded`; returns the exit code of `rpg_jax.serve`."""
+    files = pem_file(options.certificate, CERTIFICATE), pem_file(options.private_key, PRIVATE_KEY)
+    access = Access(options.host, *files, ApiKey.find(options.api_key_file))
+    access.tls()  # a broken file, or a wrong folder, is said before the weights are loaded
+    if options.announce:
+        file_of(options.announce, options.announce_name, options.http_port)
+    served, name = _opened(options, loaded)
+    model_name = Path(options.run or served.experiment.config.model.path or "policy").name
+    chosen = {flag: getattr(options, flag) for flag in _PASSED}
+    server = make_policy_server(served, name=model_name, access=access, **chosen)
+    del served  # the server has its own weights, in the dtype that decodes
+    return _until_the_end(server, name, access, options)
+
+
+def _opened(options: argparse.Namespace, loaded: config_files.Loaded | None) -> tuple[Policy, str]:
+    """The policy that the flags name, and its name."""
+    if loaded is None:
+        with run_folder.opened(options.run) as folder:
+            served = policy.of_run(folder, options.step, changes=_CHANGES)
+        return served, f"{options.run}, step {served.step},"
+    model = loaded.config.model
+    trains_tokenizer = not (model.tokenizer or model.path)  # on the problems' text
+    with tempfile.TemporaryDirectory() as scratch:
+        served = policy.of_config(loaded.config, Path(scratch), changes=_CHANGES, held_out=trains_tokenizer)
+    return served, model.path or "random weights"
+
+
+def _until_the_end(server: Server, name: str, access: Access, options: argparse.Namespace) -> int:
+    """Serves until a signal or --idle ends it, and lets running requests end; returns the exit code."""
+    also = "" if options.http_port is None else f", over HTTP on port {server.http_port}"
+    with StopRequest(options.grace + _CLOSING, _give_up).listening() as stop, contextlib.ExitStack() as closing:
+        closing.callback(server.stop, options.grace)  # once nobody is sent here any more
+        if options.announce:
+            file = file_of(options.announce, options.announce_name, server.http_port)
+            address = address_of(options.host, server.http_port, tls=access.certificate is not None)
+            closing.enter_context(announced(file, address))
+        print(f"serving {name} on {options.host}:{server.port}{also}", flush=True)
+        while not stop.wait(None if options.idle is None else _LOOK) and server.idle_seconds < options.idle:
+            pass
+        print("draining" if stop.signal else f"no request for {options.idle:g} s: draining", flush=True)
+    return 128 + stop.signal if stop.signal else 0
+
+
+def _give_up() -> None:
+    print("error: the server did not close in time; its process ends here", file=sys.stderr)
+
+
+def make_policy_server(served: Policy, *, temperature: float, weights_from: str | None, **options: Any) -> Server:
+    """The running server of `served`, whose config must name the driver "orchestrator".
 
     Requests that name no temperature have `temperature`. HTTP clients may have weights loaded from folders inside
     `weights_from`; None: they may not. `options` are further arguments of `Server`.
     """
-    experiment = policy.experiment
+    experiment = served.experiment
     with experiment.layout.activate():
-        made = make_rollout(experiment.layout, policy.params)
+        made = make_rollout(experiment.layout, served.params)
         assert isinstance(made, JetStreamRollout), "the driver is the orchestrator"
         rollout = JetStreamRollout(made.engine, keep_state=True, metrics_collector=JetstreamMetricsCollector())
         chat, thinking = experiment.tokenizer.chat, experiment.config.task.thinking

@@ -10,11 +10,18 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from rpg_jax import data, rewards
+from rpg_jax.data.guessing import DIGITS
+from rpg_jax.environments import Environment, Message, Posed
+from rpg_jax.environments.calculator import Calculator
+from rpg_jax.environments.demonstrations import played
+from rpg_jax.environments.narrowing import Narrowing
 from rpg_jax.environments.stage import Stage
-from rpg_jax.runs.generated import GENERATED, Demonstration, Examples, cut, listed
 from rpg_jax.runs.resolve import reward_arguments
 
-NAMES = (*GENERATED, "files")
+Demonstration = str | Sequence[Message]
+"""What supervised training imitates: one turn, or the messages after a prompt, of which it imitates the assistant's."""
+Examples = Callable[[Sequence[data.Problem]], list[tuple[data.Problem, Demonstration]]]
+_CHAINS = 50_000
 # The seed of procedural held-out sets, whatever `config.seed` is. Generators seed problem i with seed + i, and training
 # problems count from `config.seed`, so the two never meet.
 _HELD_OUT_SEED = 2**30
@@ -61,7 +68,7 @@ class Task:
             raise ValueError(f"unknown task.name {name!r}; known: {', '.join(NAMES)}")
         if name == "files":
             return _files(config, train, held_out)
-        task = cls(**GENERATED[name](config)._asdict())
+        task = GENERATED[name](config)
         own = _demonstrations(config, task.held_out) if train and config.warm_start.enabled else None
         if own is None:
             return task
@@ -136,6 +143,100 @@ def encoder(tokenizer: data.Tokenizer, config: ConfigDict) -> Callable[[data.Pro
     """Encodes a problem's prompt; keeps the last `task.max_prompt_tokens` tokens of a longer one."""
     limit, thinking = config.task.max_prompt_tokens, config.task.thinking
     return lambda problem: data.encode_prompt(problem, tokenizer, thinking=thinking)[-limit:]
+
+
+def _arithmetic(config: ConfigDict) -> Task:
+    t = config.task
+    task = data.Arithmetic(
+        operators=t.operations,
+        digits=t.digits,
+        reverse=t.reverse,
+        chain_of_thought=t.chain_of_thought,
+        held_out=t.held_out,
+    )
+    held_out = task.problems("held_out")
+    sets = {name: [p for p in held_out if task.belongs(p, name)] for name in _held_out_sets(config)}
+    if empty := [name for name, problems in sets.items() if not problems]:
+        raise ValueError(
+            f"set {empty[0]!r} has no problem of task.operations={t.operations!r} and task.digits={t.digits}: leave it "
+            "out of task.held_out_sets"
+        )
+    sets, notes = cut(sets, config.evaluation.problems)
+    return Task(task.problems("train", t.generated), sets, task.texts(), notes, _written_by(task.examples))
+
+
+def _chains(config: ConfigDict) -> Task:
+    t, count = config.task, config.evaluation.problems
+    fewest, _, most = t.links.partition("-")
+    if not (fewest.isdigit() and most.isdigit()):
+        raise ValueError(f"task.links must be FEWEST-MOST, as 5-8; got {t.links!r}")
+    task = data.Chains(operators=t.operations, links=(int(fewest), int(most)), held_out=t.held_out)
+    held_out = {name: task.problems(name, count) for name in _held_out_sets(config)}
+    train = task.problems("train", t.generated or _CHAINS)
+    return Task(train, held_out, task.texts(), (), _written_by(task.examples))
+
+
+def _guessing(config: ConfigDict) -> Task:
+    task = data.Guessing(held_out=config.task.held_out)
+    return _game(config, task, _played_by(task.guess, Narrowing(base=len(DIGITS)), config.environment.max_turns))
+
+
+def _calculator(config: ConfigDict) -> Task:
+    task = data.Calculations(held_out=config.task.held_out)
+    return _game(config, task, _played_by(task.turn, Calculator(), config.environment.max_turns))
+
+
+def _game(config: ConfigDict, task: data.Guessing | data.Calculations, examples: Examples) -> Task:
+    sets, notes = cut({name: task.problems(name) for name in _held_out_sets(config)}, config.evaluation.problems)
+    return Task(task.problems("train", config.task.generated), sets, task.texts(), notes, examples)
+
+
+GENERATED: Mapping[str, Callable[[ConfigDict], Task]] = {
+    "arithmetic": _arithmetic,
+    "chains": _chains,
+    "guessing": _guessing,
+    "calculator": _calculator,
+}
+"""The functions that make a generated task, by `task.name`."""
+NAMES = (*GENERATED, "files")
+
+
+def _written_by(examples: Callable[[Sequence[data.Problem]], list[tuple[str, str]]]) -> Examples:
+    """The pairs that a generated task writes; it may ask for another prompt in a problem's place."""
+
+    def pairs(problems: Sequence[data.Problem]) -> list[tuple[data.Problem, Demonstration]]:
+        written = zip(problems, examples(problems), strict=True)
+        return [(dataclasses.replace(p, prompt=prompt), target) for p, (prompt, target) in written]
+
+    return pairs
+
+
+def _played_by(pupil: Callable[[data.Problem, Sequence[str]], str], environment: Environment, turns: int) -> Examples:
+    """The conversations of a pupil, who takes a turn for a problem and the observations so far."""
+
+    def conversation(problem: data.Problem) -> Demonstration:
+        return played(environment, Posed.of(problem), lambda heard: pupil(problem, heard), turns=turns)[-1]
+
+    return lambda problems: [(problem, conversation(problem)) for problem in problems]
+
+
+def _held_out_sets(config: ConfigDict) -> list[str]:
+    return listed(config.task.held_out_sets or "held out")
+
+
+def cut(sets: Mapping[str, Sequence[data.Problem]], count: int) -> tuple[dict[str, list[data.Problem]], list[str]]:
+    """The first `count` problems of each set, and a line on each set that has more."""
+    notes = [
+        f"{name}: the first {count} of {len(problems)} problems; evaluation.problems={len(problems)} takes all"
+        for name, problems in sets.items()
+        if len(problems) > count
+    ]
+    return {name: [*problems[:count]] for name, problems in sets.items()}, notes
+
+
+def listed(text: str) -> list[str]:
+    """The parts of a text between commas."""
+    return [part.strip() for part in text.split(",") if part.strip()]
 
 
 def _files(config: ConfigDict, train: bool, held_out: bool) -> Task:

@@ -19,7 +19,7 @@ from rpg_jax import storage
 from rpg_jax.parallel import hosts
 from rpg_jax.report.run_files import flat, read_metrics
 from rpg_jax.runs import cli, config_files, run_names, versions
-from rpg_jax.runs.fields import Unset
+from rpg_jax.runs.config_files import Unset
 from rpg_jax.storage import json_files
 from rpg_jax.storage.json_files import read_if_there
 from rpg_jax.storage.leases import Lease

@@ -18,17 +18,9 @@ from rpg_jax.report import curves, summary
 from rpg_jax.report.progress import Progress
 from rpg_jax.rollout import weights_checksum
 from rpg_jax.runs import cli, inputs
-from rpg_jax.runs.adapters import first_adapters, open_base
 from rpg_jax.runs.algorithm import make_algorithm, make_drift, make_training_rollout
 from rpg_jax.runs.evaluation import HeldOut
-from rpg_jax.runs.experiment import (
-    Experiment,
-    entered,
-    evaluation_generator,
-    init_params,
-    make_scorer,
-    no_params,
-)
+from rpg_jax.runs.experiment import Experiment, entered, evaluation_generator, make_scorer
 from rpg_jax.runs.keeper import Keeper
 from rpg_jax.runs.learner import make_learner
 from rpg_jax.runs.logs import RunLog, host_metrics, plain
@@ -37,6 +29,7 @@ from rpg_jax.runs.stopping import StopRequest, watch_machine
 from rpg_jax.runs.trackers import trackers_of
 from rpg_jax.runs.warm_start import drawn_base, warm_started
 from rpg_jax.runs.watchdog import Watchdog
+from rpg_jax.runs.weights import first_adapters, init_params, no_params, open_base
 from rpg_jax.storage.checkpoints import Checkpoints
 from rpg_jax.training.loop import Step, train
 from rpg_jax.training.measures import SAMPLER_GAPS, Guard

@@ -16,9 +16,9 @@ from rpg_jax.environments import Message
 from rpg_jax.environments.observations import Observations
 from rpg_jax.losses import Metrics
 from rpg_jax.runs.experiment import Experiment
-from rpg_jax.runs.generated import Demonstration
 from rpg_jax.runs.layout import row_shape
 from rpg_jax.runs.learner import Learner, learner_programs, make_learner
+from rpg_jax.runs.problems import Demonstration
 from rpg_jax.training.objective import Objective, supervised_loss
 from rpg_jax.training.state import TrainState
 from rpg_jax.training.step import Programs

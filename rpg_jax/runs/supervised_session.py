@@ -16,18 +16,11 @@ from ml_collections import ConfigDict
 from rpg_jax import losses, storage
 from rpg_jax.runs import cli, inputs, run_folder
 from rpg_jax.runs.evaluation import set_scores, with_mean
-from rpg_jax.runs.experiment import (
-    Experiment,
-    entered,
-    evaluation_generator,
-    init_params,
-    make_rollout,
-    make_scorer,
-    no_params,
-)
+from rpg_jax.runs.experiment import Experiment, entered, evaluation_generator, make_rollout, make_scorer
 from rpg_jax.runs.logs import RunLog, host_metrics
 from rpg_jax.runs.session import BaseSession, Position
 from rpg_jax.runs.supervised import Demonstrations, held_out_loss, supervised_learner
+from rpg_jax.runs.weights import init_params, no_params
 from rpg_jax.storage.checkpoints import Checkpoints
 from rpg_jax.training.loop import Step
 from rpg_jax.training.measures import Guard

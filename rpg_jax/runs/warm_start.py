@@ -27,11 +27,12 @@ from rpg_jax.report.progress import Progress
 from rpg_jax.rewards import Scorer
 from rpg_jax.rollout import Rollout
 from rpg_jax.runs import inputs
-from rpg_jax.runs.experiment import Experiment, init_params, make_generator, make_rollout
+from rpg_jax.runs.experiment import Experiment, make_generator, make_rollout
 from rpg_jax.runs.layout import Layout
 from rpg_jax.runs.supervised import Demonstrations, several, supervised_config, supervised_learner
+from rpg_jax.runs.weights import init_params
+from rpg_jax.storage.checkpoints import Snapshots
 from rpg_jax.storage.integrity import Refused
-from rpg_jax.storage.snapshots import Snapshots
 from rpg_jax.training.state import TrainState
 
 CHECKED = 96  # completions of a check

@@ -7,33 +7,57 @@ within milliseconds. In a bucket it writes an object every `_FLUSH_SECONDS`, or 
 
 A journal only saves work. So whatever is wrong with it is said on stderr, and the group is sampled again: a damaged
 record, a file that cannot be read, a key with another value. A write that fails ends the journal of its step.
+
+A record is a group of completions with the key under which it was sampled:
+
+    magic    8 bytes
+    lengths  2 × u32, little-endian: of text and of arrays, in bytes
+    digest   32 bytes, SHA-256 of lengths, text and arrays
+    text     JSON: key; lengths, finish_reasons and turns of the completions
+    arrays   i32[n] tokens, then f32[n] log-probabilities; n tokens in all
+
+Records follow each other in a file. A record that is cut short or changed is skipped, and reading goes on at the next
+magic.
 """
 
 import collections
 import contextlib
+import hashlib
 import json
 import math
 import queue
+import struct
 import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from etils import epath
 
 from rpg_jax.parallel import hosts
-from rpg_jax.storage import journal_records
 from rpg_jax.storage.files import absolute, in_bucket
-from rpg_jax.storage.journal_records import Key, Record
-from rpg_jax.types import Completion
+from rpg_jax.types import Completion, Turns
 
 _FLUSH_SECONDS = 10.0  # of a bucket
 _FLUSH_BYTES = 1 << 26
 _WAITING = 4096  # groups; more of them wait only if a write hangs
 _CLOSE_SECONDS = 30.0
+_MAGIC = b"\x89rpgJL2\n"
+_HEAD = struct.Struct("<8s8s32s")  # magic, lengths, digest
+_LENGTHS = struct.Struct("<II")
+
+Key = Mapping[str, Any]  # JSON-able; `version` is that of the weights
+
+
+class Record(NamedTuple):
+    """A group as it was journaled; all its tokens are of the weights `key["version"]`."""
+
+    key: dict[str, Any]
+    completions: list[Completion]
 
 
 class Journal:
@@ -112,7 +136,7 @@ class Journal:
                 _say(f"{path} cannot be read, and its groups are sampled again: {error}")
                 continue
             self._writer.own(step, path.name, len(content))
-            records, damaged = journal_records.from_bytes(content)
+            records, damaged = from_bytes(content)
             if damaged:
                 _say(f"{path} is damaged in {damaged} places; the groups that were there are sampled again")
             for record in records:
@@ -177,7 +201,7 @@ class _Writer:
         step = key["step"]
         if step == self._failed or self._full:
             return
-        record = journal_records.to_bytes(key, completions)
+        record = to_bytes(key, completions)
         self._full = self._sizes.total() + len(record) > self._max_bytes
         if self._full:
             limit = f"checkpoint.journal_gib={self._max_bytes / 2**30:g}"
@@ -242,3 +266,71 @@ def _difference(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
 
 def _say(message: str) -> None:
     print(f"journal: {message}", file=sys.stderr, flush=True)
+
+
+def to_bytes(key: Key, completions: Sequence[Completion]) -> bytes:
+    """The record of a group, 8 bytes a token and about half a kilobyte more."""
+    tokens = np.concatenate([c.tokens for c in completions]).astype("<i4")
+    logprobs = np.concatenate([c.logprobs for c in completions]).astype("<f4")
+    text = {
+        "key": dict(key),
+        "lengths": [len(c.tokens) for c in completions],
+        "finish_reasons": [c.finish_reason for c in completions],
+        "turns": [c.turns and c.turns.record() for c in completions],
+    }
+    body, arrays = json.dumps(text).encode(), tokens.tobytes() + logprobs.tobytes()
+    lengths = _LENGTHS.pack(len(body), len(arrays))
+    return _HEAD.pack(_MAGIC, lengths, hashlib.sha256(lengths + body + arrays).digest()) + body + arrays
+
+
+def from_bytes(data: bytes) -> tuple[list[Record], int]:
+    """The whole records in `data`, and the number of places where there is something else."""
+    records: list[Record] = []
+    at, damaged, view = 0, 0, memoryview(data)
+    while at < len(data):
+        end = _end(view, at)
+        if end is None:
+            damaged += 1
+            following = data.find(_MAGIC, at + 1)
+            at = len(data) if following < 0 else following
+        else:
+            records.append(_record(view[at:end]))
+            at = end
+    return records, damaged
+
+
+def _end(view: memoryview, at: int) -> int | None:
+    """The end of the record that begins at `at`; None if there is no whole record."""
+    if len(view) - at < _HEAD.size:
+        return None
+    magic, lengths, digest = _HEAD.unpack_from(view, at)
+    end = at + _HEAD.size + sum(_LENGTHS.unpack(lengths))
+    if magic != _MAGIC or end > len(view):
+        return None
+    found = hashlib.sha256(lengths)
+    found.update(view[at + _HEAD.size : end])
+    return end if found.digest() == digest else None
+
+
+def _record(whole: memoryview) -> Record:
+    _, lengths, _ = _HEAD.unpack_from(whole)
+    middle = _HEAD.size + _LENGTHS.unpack(lengths)[0]
+    text = json.loads(bytes(whole[_HEAD.size : middle]))
+    tokens, logprobs = np.split(np.frombuffer(whole[middle:], "<i4"), 2)
+    ends = np.cumsum(text["lengths"])[:-1]
+    # Copies, so that the bytes of the file are freed and the arrays can be written to, as a rollout's can.
+    parts = zip(
+        np.split(tokens.astype(np.int32), ends),
+        np.split(logprobs.view("<f4").astype(np.float32), ends),
+        text["finish_reasons"],
+        text["turns"],
+        strict=True,
+    )
+    version = text["key"]["version"]
+    return Record(
+        text["key"],
+        [
+            Completion(tokens, logprobs, reason, version, turns=turns and Turns.of(**turns, length=len(tokens)))
+            for tokens, logprobs, reason, turns in parts
+        ],
+    )

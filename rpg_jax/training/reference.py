@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import jax
 
-from rpg_jax.storage.snapshots import Snapshots
+from rpg_jax.storage.checkpoints import Snapshots
 from rpg_jax.training.reference_rules import Rule
 from rpg_jax.training.state import in_device_memory, in_host_memory
 

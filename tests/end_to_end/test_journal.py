@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from rpg_jax.storage import journal_records
+from rpg_jax.storage import journal
 from tests.end_to_end import test_processes, test_train
 from tests.end_to_end.servers_chaos import SETTINGS as SMALL
 from tests.end_to_end.test_train import checksum, interrupted, metrics, run
@@ -17,7 +17,7 @@ def journaled(run_dir):
     """Completions in the journal by step and file, where it has no damage but at the end of a file."""
     found = {}
     for path in sorted((run_dir / "journal").rglob("*.groups")):
-        records, damaged = journal_records.from_bytes(path.read_bytes())
+        records, damaged = journal.from_bytes(path.read_bytes())
         assert damaged <= 1
         assert {r.key["step"] for r in records} <= {int(path.parent.name)}
         found[path.parent.name, path.name] = sum(len(r.completions) for r in records)

@@ -10,10 +10,8 @@ from rpg_jax import Policy
 from rpg_jax.models.hf_adapters import load_adapters
 from rpg_jax.models.lora import merged
 from rpg_jax.runs import run_folder
-from rpg_jax.runs.adapter_export import export_adapters
-from rpg_jax.runs.adapters import open_base
-from rpg_jax.runs.experiment import init_params
-from rpg_jax.runs.policy import of_run
+from rpg_jax.runs.policy import export_adapters, of_run
+from rpg_jax.runs.weights import init_params, open_base
 from tests.end_to_end.test_resume import metrics, rollouts
 from tests.end_to_end.whole_runs import completed, environment
 

@@ -14,7 +14,6 @@ from cloud.errors import LaunchError
 from cloud.job import SERVERS_SECRETS, make_job
 from rpg_jax import planning, serve
 from rpg_jax.planning import tpu_compiler
-from rpg_jax.runs import serve_command
 
 TPU = "--type=v5p-16 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b"
 TRAINER = "-- --config=configs/tiny.py --config.mesh.fsdp=-1"
@@ -100,7 +99,7 @@ def test_a_server_takes_the_flags_that_the_launcher_sets_and_the_users_own(monke
         name="w0", trainer=own, serves_for="rpg-4b", secrets=tuple((name, "x") for name in SERVERS_SECRETS), **place
     )
     taken = []
-    monkeypatch.setattr(serve_command, "serve", taken.append)
+    monkeypatch.setattr(serve, "serve", taken.append)
     module, *flags = job.command
     assert (module, serve.main(flags)) == ("rpg_jax.serve", 0)
     found = taken[0]

@@ -10,11 +10,11 @@ from rich.console import Console
 from configs import qwen3_0p6b_gsm8k, qwen3_4b_8k
 from rpg_jax import plan, planning
 from rpg_jax.planning import estimates, printing, run_plan, search
-from rpg_jax.runs import training_memory
+from rpg_jax.runs import memory
 from rpg_jax.runs.layout import make_layout
 from rpg_jax.runs.learner import make_learner
+from rpg_jax.runs.memory import make_decoding
 from rpg_jax.runs.resolve import resolve
-from rpg_jax.runs.sampling_layout import make_decoding
 
 SLICE = planning.parse("v5p:2x2x2")
 GIB = 2**30
@@ -32,7 +32,7 @@ def test_estimates_are_near_what_the_compiler_counted():
     config.rollout.slots, config.train.microbatch_size = 16, 16
     layout = make_layout(config, None, SLICE.devices(), SLICE.host.devices(), SLICE.chip.hbm)
     decoding, learner = make_decoding(layout), make_learner(layout)
-    found = estimates.programs(layout, decoding, training_memory.resident(layout, learner, decoding))
+    found = estimates.programs(layout, decoding, memory.resident(layout, learner, decoding))
     decode = found["decode"]
     assert decode.hbm == pytest.approx(30.3 * GIB, rel=0.02)
     assert decode.costs.bytes == pytest.approx(27.3e9, rel=0.06)

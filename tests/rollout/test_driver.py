@@ -43,7 +43,7 @@ ALONE = """
 import sys
 for name in ("jetstream", "grpc", "aiohttp"):
     sys.modules[name] = None
-import rpg_jax.train, rpg_jax.runs.session, rpg_jax.runs.supervised_session, rpg_jax.runs.evaluate_command
+import rpg_jax.train, rpg_jax.runs.session, rpg_jax.runs.supervised_session, rpg_jax.evaluate
 assert not [name for name in sys.modules if name.startswith(("rpg_jax.rollout.jetstream", "rpg_jax.rollout.served"))]
 """
 

@@ -19,7 +19,7 @@ from rpg_jax.rollout import LOCAL_DRIVERS, Decoding, RolloutError, replay
 from rpg_jax.rollout.journaled import JournaledRollout
 from rpg_jax.rollout.lockstep import LockstepRollout
 from rpg_jax.runs.layout import make_layout
-from rpg_jax.runs.sampling_layout import make_decoding
+from rpg_jax.runs.memory import make_decoding
 from rpg_jax.storage.journal import Journal
 from rpg_jax.types import Sampling
 

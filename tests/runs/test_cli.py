@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rpg_jax.runs import cli, config_files, fields
+from rpg_jax.runs import cli, config_files
 
 ROOT = Path(__file__).parents[2]
 
@@ -140,8 +140,8 @@ def test_a_wrong_flag_need_not_wait_for_jax():
 
 
 def test_a_field_shows_its_default_as_the_command_line_takes_it_and_what_it_takes():
-    field = fields.Field
-    shown = [1e-6, 0.05, "a", "", True, fields.optional(int), fields.from_method(float)]
+    field = config_files.Field
+    shown = [1e-6, 0.05, "a", "", True, config_files.optional(int), config_files.from_method(float)]
     assert [field(value, "").initial for value in shown] == [
         *("1e-6", "0.05", '"a"', '""', "True"),
         *("unset (int)", "method (float)"),
@@ -152,7 +152,11 @@ def test_a_field_shows_its_default_as_the_command_line_takes_it_and_what_it_take
 
 
 def test_a_config_has_the_declared_types_and_is_made_anew_each_time():
-    section = fields.Section("", a=fields.Field(1, ""), b=fields.Section("", c=fields.Field(fields.optional(str), "")))
+    section = config_files.Section(
+        "",
+        a=config_files.Field(1, ""),
+        b=config_files.Section("", c=config_files.Field(config_files.optional(str), "")),
+    )
     first, second = section.make_config(), section.make_config()
     first.a, first.b.c = 2, "x"
     assert (second.a, second.b.c, second.b.get_type("c")) == (1, None, str)

@@ -10,8 +10,9 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import tiny
-from rpg_jax.runs.experiment import init_params, make_scorer, make_stage, no_params
-from rpg_jax.runs.sampling_layout import fitting_layout, make_decoding
+from rpg_jax.runs.experiment import make_scorer, make_stage
+from rpg_jax.runs.memory import fitting_layout, make_decoding
+from rpg_jax.runs.weights import init_params, no_params
 
 
 def test_every_part_of_the_reward_gets_what_it_needs_from_the_config():

@@ -7,8 +7,8 @@ import jax
 from configs import qwen3_0p6b_gsm8k, qwen3_4b_8k, tiny
 from rpg_jax.rollout import footprint
 from rpg_jax.runs.layout import make_layout
+from rpg_jax.runs.memory import make_decoding
 from rpg_jax.runs.resolve import resolve
-from rpg_jax.runs.sampling_layout import make_decoding
 
 GIB = 2**30
 WEIGHTS = 4_022_468_096  # of Qwen3-4B

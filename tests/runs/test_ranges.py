@@ -8,7 +8,7 @@ import pytest
 from configs import tiny
 from rpg_jax import losses
 from rpg_jax.losses.declaration import Range
-from rpg_jax.runs import config_files, fields
+from rpg_jax.runs import config_files
 from rpg_jax.runs.resolve import resolve
 
 NUMBERS = {name: field for name, field in config_files.fields().items() if field.kind in (int, float)}
@@ -21,7 +21,7 @@ def ends(field):
 def test_every_number_has_a_range_and_every_default_is_in_it():
     assert not [name for name, field in NUMBERS.items() if not field.range]
     for name, field in config_files.fields().items():
-        if not isinstance(field.default, fields.Unset) and name != "rewards.format":
+        if not isinstance(field.default, config_files.Unset) and name != "rewards.format":
             field.check(name, field.default)
 
 

@@ -9,7 +9,7 @@ import pytest
 from configs import tiny
 from rpg_jax import train
 from rpg_jax.runs import config_files, run_folder
-from rpg_jax.runs.fields import Retired
+from rpg_jax.runs.config_files import Retired
 from rpg_jax.runs.resolve import resolve
 from rpg_jax.storage.checkpoints import Checkpoints
 

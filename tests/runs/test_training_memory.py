@@ -7,11 +7,11 @@ import pytest
 
 from configs import qwen3_0p6b_gsm8k, qwen3_4b_2k, tiny
 from rpg_jax.rollout import footprint
-from rpg_jax.runs import training_memory
+from rpg_jax.runs import memory
 from rpg_jax.runs.layout import make_layout, row_shape
 from rpg_jax.runs.learner import make_learner
+from rpg_jax.runs.memory import make_decoding
 from rpg_jax.runs.resolve import resolve
-from rpg_jax.runs.sampling_layout import make_decoding
 
 GIB = 2**30
 WEIGHTS = 4_022_468_096  # of Qwen3-4B
@@ -26,7 +26,7 @@ def layout_of(config, device_memory, devices=8, **changes):
 
 
 def rows_of(config, device_memory, **changes):
-    return training_memory.with_micro_batch(layout_of(config, device_memory, **changes)).config.train.microbatch_size
+    return memory.with_micro_batch(layout_of(config, device_memory, **changes)).config.train.microbatch_size
 
 
 def by_hand(rows):
@@ -43,15 +43,15 @@ def by_hand(rows):
 
 
 def test_the_peak_of_training_by_hand():
-    layout = training_memory.with_micro_batch(layout_of(qwen3_4b_2k.get_config(), 95.7 * GIB))
-    peak = training_memory.peak(layout, make_learner(layout), make_decoding(layout))
+    layout = memory.with_micro_batch(layout_of(qwen3_4b_2k.get_config(), 95.7 * GIB))
+    peak = memory.peak(layout, make_learner(layout), make_decoding(layout))
     assert peak == pytest.approx(by_hand(8), rel=1e-3)
 
 
 def test_the_largest_micro_batch_that_fits_four_fifths_of_a_device():
     config, padded = qwen3_4b_2k.get_config(), {"train.packed_length": None, "rollout.slots": 8}
-    layout = training_memory.with_micro_batch(layout_of(config, 60 * GIB, **padded))
-    needed = training_memory.peak(layout, make_learner(layout), make_decoding(layout)) / training_memory.TRUSTED
+    layout = memory.with_micro_batch(layout_of(config, 60 * GIB, **padded))
+    needed = memory.peak(layout, make_learner(layout), make_decoding(layout)) / memory.TRUSTED
     assert (rows := row_shape(layout.config).rows) in (64, 128, 256)
     assert rows_of(config, needed * 1.001, **padded) == rows
     assert rows_of(config, needed * 0.999, **padded) == rows // 2
@@ -77,9 +77,9 @@ def test_sampling_ahead_on_the_same_devices_leaves_less_for_training():
     ahead = layout_of(config, 16 * GIB, **changes, **{"rollout.max_staleness": 1})
     learner, decoding = make_learner(alone), make_decoding(alone)
     cache = footprint.cache_bytes(alone.model, decoding)
-    difference = training_memory.peak(ahead, learner, decoding) - training_memory.peak(alone, learner, decoding)
+    difference = memory.peak(ahead, learner, decoding) - memory.peak(alone, learner, decoding)
     assert difference == pytest.approx(cache) and cache > GIB / 4
-    sizes = [training_memory.with_micro_batch(layout).config.train.microbatch_size for layout in (alone, ahead)]
+    sizes = [memory.with_micro_batch(layout).config.train.microbatch_size for layout in (alone, ahead)]
     assert sizes[0] > sizes[1] >= 8
 
 
@@ -88,4 +88,4 @@ def test_a_size_that_is_given_stands_and_without_a_known_memory_nothing_is_chose
     assert rows_of(config, 95 * GIB, **{"train.microbatch_size": 64}) == 64
     config = tiny.get_config()
     layout = make_layout(config, 32)
-    assert training_memory.with_micro_batch(layout) is layout and layout.config.train.microbatch_size is None
+    assert memory.with_micro_batch(layout) is layout and layout.config.train.microbatch_size is None

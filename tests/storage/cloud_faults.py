@@ -18,8 +18,7 @@ from rpg_jax import storage
 from rpg_jax.rollout import weights_checksum
 from rpg_jax.runs import cli
 from rpg_jax.storage import errors
-from rpg_jax.storage.checkpoints import Checkpoints
-from rpg_jax.storage.snapshots import Snapshots
+from rpg_jax.storage.checkpoints import Checkpoints, Snapshots
 from tests.fake_gcs import FakeGcs
 from tests.storage.test_checkpoints import like, tree
 

@@ -10,9 +10,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from rpg_jax.rollout import weights_checksum
 from rpg_jax.storage import integrity
-from rpg_jax.storage.checkpoints import Checkpoints, committed_steps
+from rpg_jax.storage.checkpoints import Checkpoints, Snapshots, committed_steps
 from rpg_jax.storage.integrity import Damaged, Refused
-from rpg_jax.storage.snapshots import Snapshots
 from rpg_jax.training import optimizer, state
 from rpg_jax.types import Count
 

@@ -8,9 +8,8 @@ import pytest
 
 from rpg_jax import storage
 from rpg_jax.rollout import weights_checksum
-from rpg_jax.storage.checkpoints import Checkpoints
+from rpg_jax.storage.checkpoints import Checkpoints, Snapshots
 from rpg_jax.storage.journal import Journal
-from rpg_jax.storage.snapshots import Snapshots
 from rpg_jax.types import Completion
 from tests.fake_gcs import FakeGcs
 from tests.storage.test_checkpoints import like, tree

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rpg_jax.storage import journal, journal_records
+from rpg_jax.storage import journal
 from rpg_jax.storage.journal import Journal
 from rpg_jax.types import Completion, Turns
 
@@ -88,11 +88,11 @@ def test_a_record_that_a_kill_cut_short_is_dropped_and_what_follows_it_is_found(
 
 
 def test_any_flipped_bit_loses_one_record_and_no_other():
-    first, second, third = (journal_records.to_bytes(key(i), group(i)) for i in (7, 8, 9))
+    first, second, third = (journal.to_bytes(key(i), group(i)) for i in (7, 8, 9))
     for at in range(0, len(second), 7):
         broken = bytearray(second)
         broken[at] ^= 1 << at % 8
-        records, damaged = journal_records.from_bytes(first + bytes(broken) + third)
+        records, damaged = journal.from_bytes(first + bytes(broken) + third)
         assert [record.key["prompt_id"] for record in records] == [7, 9] and damaged >= 1, at
 
 
@@ -153,7 +153,7 @@ def test_a_write_that_hangs_delays_nobody(tmp_path, capsys, monkeypatch):
 
 
 def test_the_bound_holds_across_processes_until_the_next_checkpoint(tmp_path, capsys):
-    size = len(journal_records.to_bytes(key(7), group(7)))
+    size = len(journal.to_bytes(key(7), group(7)))
     written(tmp_path, 7, 8, max_bytes=int(1.5 * size))
     assert "is used up: no group is journaled until the next checkpoint" in capsys.readouterr().err
     one = Journal(tmp_path, max_bytes=int(1.5 * size))

@@ -13,7 +13,7 @@ from rpg_jax import data, models, parallel
 from rpg_jax.data import Group
 from rpg_jax.rollout import weights_checksum
 from rpg_jax.runs.rollout_files import RolloutFiles, token_numbers
-from rpg_jax.storage.snapshots import Snapshots
+from rpg_jax.storage.checkpoints import Snapshots
 from rpg_jax.training.ahead import AheadCollector
 from rpg_jax.training.collect import Collector, collect
 from rpg_jax.training.dynamic_sampling import DynamicSampling

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rpg_jax.storage.snapshots import Snapshots
+from rpg_jax.storage.checkpoints import Snapshots
 from rpg_jax.training.reference import Reference
 from rpg_jax.training.reference_rules import RULES, make_rule
 from rpg_jax.types import Count

@@ -1,4 +1,4 @@
-"""Training of adapters: the base that is frozen beside them, where it comes from, and the copy that decodes."""
+"""The weights that a run starts from; with adapters, the base that is frozen beside them and the copy that decodes."""
 
 import dataclasses
 from collections.abc import Callable
@@ -15,10 +15,29 @@ from rpg_jax.models.quantized import quantized
 from rpg_jax.parallel import hosts
 from rpg_jax.runs import memory
 from rpg_jax.runs.layout import Layout
-from rpg_jax.storage.snapshots import Snapshots
+from rpg_jax.storage.checkpoints import Snapshots
 
 Draw = Callable[[Layout], Any]
 """The weights of a layout without adapters, before any training by reinforcement."""
+
+
+def init_params(layout: Layout) -> Any:
+    """The weights of `model.path`, or random ones; straight into their shards."""
+    m, dtype = layout.config.model, jnp.dtype(layout.config.model.param_dtype)
+    if m.path:
+        folder = models.local_folder(m.path)
+        return models.load(folder, layout.model, param_dtype=dtype, shardings=layout.param_shardings)
+    seed = layout.config.warm_start.seed
+    return models.init(layout.model, seed=seed, param_dtype=dtype, shardings=layout.param_shardings)[1]
+
+
+def no_params(layout: Layout) -> Any:
+    """Zeros in place of what is trained, which a run's checkpoint has: `model.path` is not read, not even fetched."""
+
+    def zeros() -> Any:
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), layout.trained_shapes)
+
+    return jax.jit(zeros, out_shardings=layout.trained_shardings)()
 
 
 def open_base(layout: Layout, folder: storage.Folder, draw: Draw, *, begins: bool) -> models.Base | None:
