@@ -237,7 +237,7 @@ FIELDS = Section(
         urls=Field("", "The servers, as http://HOST:PORT,http://HOST:PORT. Each is one server, not a balancer before "
             "several: every one is told to load the weights. Servers that come and go: dns://NAME:PORT for all "
             "addresses of a name, or file:PATH for the lines of a file or of a folder's files, read every 5 seconds."),
-        kind=Field("vllm", "The servers' program.", choices="rpg_jax.rollout.served.kinds:KINDS"),
+        kind=Field("vllm", "The servers' program.", choices="rpg_jax.rollout.servers.server:KINDS"),
         model=Field(optional(str), "The name under which they have the model. Unset: it is their only one."),
         weights=Field(optional(str), "The folder into which the trainer writes the weights of every step. All servers "
             "see it under the same path."),

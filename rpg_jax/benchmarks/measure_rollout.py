@@ -26,7 +26,7 @@ from rpg_jax.benchmarks import machine
 from rpg_jax.benchmarks.opponent import Opponent
 from rpg_jax.benchmarks.subject import PRESETS, Work, peak_bytes
 from rpg_jax.rollout import Request, Rollout
-from rpg_jax.rollout.interface import Reply
+from rpg_jax.rollout.request import Reply
 from rpg_jax.rollout.schedule import Usage
 from rpg_jax.runs import cli
 from rpg_jax.types import FinishReason, Sampling

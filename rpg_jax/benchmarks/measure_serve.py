@@ -31,11 +31,11 @@ from rpg_jax import models, rollout
 from rpg_jax.benchmarks.subject import PRESETS, Work, peak_bytes
 from rpg_jax.rollout.jetstream.compat import jetstream_pb2, jetstream_pb2_grpc
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
-from rpg_jax.rollout.served.balance import Balance, Loadable
-from rpg_jax.rollout.served.calls import Client
-from rpg_jax.rollout.served.kinds import KINDS
-from rpg_jax.rollout.served.served_rollout import ServedRollout
-from rpg_jax.rollout.serving import wire
+from rpg_jax.rollout.servers.balance import Balance, Loadable
+from rpg_jax.rollout.servers.client import Client
+from rpg_jax.rollout.servers.rollout import ServersRollout
+from rpg_jax.rollout.servers.server import KINDS
+from rpg_jax.rollout.serving.client import Terms, encode_terms
 from rpg_jax.rollout.serving.server import Server
 from rpg_jax.types import Sampling
 
@@ -148,7 +148,7 @@ def _ask(url: str, checksum: int, work: Work, numbers: range, ready: Any) -> Non
     balance.use(Loadable("", "0", checksum))
     capacity = rollout.capacity(work.prompt_tokens, work.new_tokens)
     weights: Any = _Known()
-    own = ServedRollout(balance, weights, counters=True, capacity=capacity, vocab_size=work.model.vocab_size)
+    own = ServersRollout(balance, weights, counters=True, capacity=capacity, vocab_size=work.model.vocab_size)
     dice = np.random.default_rng(1)
     prompts = dice.integers(0, work.model.vocab_size, (max(numbers) + 1, work.prompt_tokens)).astype(np.int32)
     limits = dice.integers(1, work.new_tokens + 1, max(numbers) + 1)
@@ -213,10 +213,10 @@ async def _load(address: str, work: Work, arrive: Arrivals, requests: int) -> tu
         async def send(number: int) -> Answer:
             content = jetstream_pb2.DecodeRequest.TokenContent(token_ids=prompts[number].tolist())
             request = jetstream_pb2.DecodeRequest(token_content=content, max_tokens=work.new_tokens)
-            terms = wire.Terms((0, 0, number, 0), Sampling(max_tokens=work.new_tokens), False)
+            terms = Terms((0, 0, number, 0), Sampling(max_tokens=work.new_tokens), False)
             began, first, tokens = time.perf_counter(), 0.0, 0
             try:
-                async for reply in stub.Decode(request, metadata=wire.encode(terms)):
+                async for reply in stub.Decode(request, metadata=encode_terms(terms)):
                     tokens += len(reply.stream_content.samples[0].token_ids)
                     first = first or time.perf_counter() - began
             except grpc.aio.AioRpcError as error:

@@ -23,8 +23,8 @@ import numpy as np
 
 from rpg_jax import models, parallel
 from rpg_jax.parallel import hosts
-from rpg_jax.rollout.served.balance import Loadable
-from rpg_jax.rollout.served.deployed import Deployed
+from rpg_jax.rollout.servers.balance import Loadable
+from rpg_jax.rollout.servers.weight_folders import WeightFolders
 from rpg_jax.rollout.weights import weights_checksum
 
 
@@ -75,7 +75,7 @@ def _trainer(process: int, home: str, port: int, number: int, layers: int, versi
         lambda x, sharding: hosts.placed(dice.random(x.shape, np.float32), sharding).astype(jnp.bfloat16), shapes, where
     )
     used: list[Loadable] = []
-    deployed = Deployed(params, Path(home), models.Saving(config, jnp.bfloat16, max_file_bytes=2**27), used.append)
+    deployed = WeightFolders(params, Path(home), models.Saving(config, jnp.bfloat16, max_file_bytes=2**27), used.append)
     counts: list[dict[str, float]] = []
     change = jax.jit(lambda params: jax.tree.map(lambda x: x + jnp.bfloat16(1), params), donate_argnums=0)
     for version in range(versions + 1):

@@ -11,7 +11,7 @@ import numpy as np
 from rpg_jax.data import Problem
 from rpg_jax.environments.observations import Observations
 from rpg_jax.environments.stage import Stage
-from rpg_jax.rollout.interface import Reply
+from rpg_jax.rollout.request import Reply
 from rpg_jax.types import FinishReason
 
 

@@ -221,7 +221,7 @@ class DecodeState:
 
 
 @flax.struct.dataclass
-class Drawn:
+class DecodeResult:
     """The tokens that one dispatch of at most K decode steps drew; a slot's are the first entries of its row.
 
     Attributes:

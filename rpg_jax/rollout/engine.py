@@ -22,7 +22,7 @@ from flax import nnx
 
 from rpg_jax import parallel
 from rpg_jax.models import QwenConfig
-from rpg_jax.rollout.decode_state import DecodeState, Drawn, Extension, Extensions, Insertion, Insertions, Prefix
+from rpg_jax.rollout.decode_state import DecodeResult, DecodeState, Extension, Extensions, Insertion, Insertions, Prefix
 from rpg_jax.rollout.decoding import Decoding, attention_bucket, prompt_bucket
 from rpg_jax.rollout.sampling import token_keys
 from rpg_jax.rollout.weights import Weights
@@ -49,7 +49,7 @@ class Scores(NamedTuple):
     top_ids: Any
 
 
-class Replayed(NamedTuple):
+class ReplayResult(NamedTuple):
     """What a model computes at tokens that were drawn before.
 
     Attributes:
@@ -111,7 +111,7 @@ class QwenEngine:
 
     def generate(
         self, state: State, *, idle: int | None = None, attend_length: int | None = None
-    ) -> tuple[State, Sequence[Drawn]]:
+    ) -> tuple[State, Sequence[DecodeResult]]:
         """Draws up to K tokens per slot in one dispatch, for `fetch` to read. The state is donated.
 
         Args:
@@ -124,7 +124,7 @@ class QwenEngine:
         with self.weights.pinned() as params:
             share = np.int32(self._places if idle is None else max(1, idle // len(self._threads)))
 
-            def launch(one: DecodeState) -> tuple[DecodeState, Drawn]:
+            def launch(one: DecodeState) -> tuple[DecodeState, DecodeResult]:
                 with self._scope():
                     return self._programs.generate(params, one, share, attend)
 
@@ -137,7 +137,7 @@ class QwenEngine:
 
     def replay(
         self, state: State, tokens: np.ndarray, counts: np.ndarray, attend_length: int
-    ) -> tuple[State, Sequence[Replayed]]:
+    ) -> tuple[State, Sequence[ReplayResult]]:
         """Feeds the slots tokens i32[S, K + 1] that were drawn before, for `fetch_replayed`, by the computation of
         `generate`.
 
@@ -157,13 +157,13 @@ class QwenEngine:
         with self.weights.lock, self._scope():
             return tuple(self._programs.stop(one, mask[i :: len(state)]) for i, one in enumerate(state))
 
-    def fetch(self, drawn: Sequence[Drawn]) -> Drawn:
+    def fetch(self, drawn: Sequence[DecodeResult]) -> DecodeResult:
         """The result on the host, without the columns of steps that no thread took."""
         merged = _of_all_slots(drawn)
         taken = int(merged.counts.max())
         return replace(merged, tokens=merged.tokens[:, :taken], logprobs=merged.logprobs[:, :taken])
 
-    def fetch_replayed(self, replayed: Sequence[Replayed]) -> Replayed:
+    def fetch_replayed(self, replayed: Sequence[ReplayResult]) -> ReplayResult:
         """The result on the host."""
         return _of_all_slots(replayed)
 
@@ -295,7 +295,7 @@ def _extend_slots(graphdef: nnx.GraphDef, params: Any, state: DecodeState, rows:
 
 def _decode_steps(
     graphdef: nnx.GraphDef, steps: int, params: Any, state: DecodeState, idle: jax.Array, attend_length: int
-) -> tuple[DecodeState, Drawn]:
+) -> tuple[DecodeState, DecodeResult]:
     """Up to `steps` decode steps; ends early when `idle` slots have become idle, or all."""
     module = nnx.merge(graphdef, params)
     floor = jnp.maximum(0, state.active.sum() - idle)
@@ -325,12 +325,12 @@ def _decode_steps(
         _, state, tokens, logprobs, counts = jax.lax.while_loop(unfinished, step, start)
     if layers:
         state = replace(state, cache=state.cache.stacked())
-    return state, Drawn(tokens, logprobs, counts, state.active, state.emitted)
+    return state, DecodeResult(tokens, logprobs, counts, state.active, state.emitted)
 
 
 def _replay_steps(
     graphdef: nnx.GraphDef, params: Any, state: DecodeState, tokens: jax.Array, counts: jax.Array, attend_length: int
-) -> tuple[DecodeState, Replayed]:
+) -> tuple[DecodeState, ReplayResult]:
     """The decode steps of `_decode_steps` on given tokens i32[S, K + 1], of which slot s reads counts[s]."""
     module = nnx.merge(graphdef, params)
     layers = module.unstacked_layers() if module.decodes_unrolled(state.cache) else None
@@ -346,7 +346,7 @@ def _replay_steps(
         )
         logprobs = jax.nn.log_softmax(module.logits(hidden) / state.sampling.temperature[:, None])
         chosen = jnp.take_along_axis(logprobs, following[:, None], axis=1)[:, 0]
-        return (cache, jnp.where(active[:, None], hidden, last)), Replayed(chosen, experts)
+        return (cache, jnp.where(active[:, None], hidden, last)), ReplayResult(chosen, experts)
 
     inputs = jnp.arange(tokens.shape[1] - 1), tokens[:, :-1].T, tokens[:, 1:].T
     with module.full_precision():

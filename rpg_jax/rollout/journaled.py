@@ -11,7 +11,7 @@ import numpy as np
 
 from rpg_jax.parallel import hosts
 from rpg_jax.rewards.verdicts import CHANCE
-from rpg_jax.rollout.interface import Request, Rollout, Split
+from rpg_jax.rollout.request import Request, Rollout, Split
 from rpg_jax.rollout.weights import Params, Staged
 from rpg_jax.storage.journal import Journal
 from rpg_jax.types import Completion

@@ -1,4 +1,4 @@
-"""Decides which completion decodes in which slot and when a dispatch ends; all drivers of the engine use it."""
+"""Decides which prompts are prefilled together, which completion decodes in which slot, and when a dispatch ends."""
 
 import concurrent.futures
 import dataclasses
@@ -10,11 +10,133 @@ from typing import NamedTuple
 
 import numpy as np
 
-from rpg_jax.rollout.decode_state import Drawn, Extension, Prefix
-from rpg_jax.rollout.decoding import prompt_bucket
+from rpg_jax.rollout.decode_state import DecodeResult, Extension, Prefix
+from rpg_jax.rollout.decoding import power_of_two, prompt_bucket, prompts_per_prefill
 from rpg_jax.rollout.engine import QwenEngine, State
-from rpg_jax.rollout.interface import Reply
-from rpg_jax.rollout.row import Row
+from rpg_jax.rollout.request import Reply, Request, Row
+from rpg_jax.rollout.weights import RolloutError
+from rpg_jax.types import Completion
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class Chunk:
+    """Prompts that are prefilled in one forward pass, and the completions that start from them.
+
+    Attributes:
+      tokens: i32[P, T], right-padded. lengths: i32[P].
+      rows: completions; each names its prompt's row.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    rows: list[Row]
+
+
+class Finish:
+    """Counts down the rows of a request, `groups`. After the first `enough` complete groups, it cancels all others.
+
+    A group that is done already has no rows.
+    """
+
+    def __init__(self, request: Request, groups: Sequence[Sequence[Row]]):
+        self._groups, self._left, self._on_group = groups, [len(rows) for rows in groups], request.on_group
+        self._wanted = sum(map(bool, groups)) if request.enough is None else request.enough
+
+    @property
+    def over(self) -> bool:
+        """Whether all wanted groups are complete."""
+        return self._wanted == 0
+
+    def completed(self, row: Row) -> None:
+        """Notes that `row` has ended. Call it from one thread at a time, in the order in which rows end."""
+        self._left[row.group] -= 1
+        if self.over or self._left[row.group]:
+            return
+        self._wanted -= 1
+        if self._on_group is not None:
+            self._on_group(row.group, [one.completion() for one in self._groups[row.group]])
+        if self.over:
+            for rows, left in zip(self._groups, self._left, strict=True):
+                for other in rows if left else ():
+                    other.cancelled = True
+
+
+class Planner:
+    """Turns requests into rows and chunks, and complete rows into completions."""
+
+    def __init__(self, engine: QwenEngine):
+        self._vocab_size, self._decoding = engine.config.vocab_size, engine.decoding
+
+    def plan(self, request: Request) -> tuple[list[list[Row]], list[Chunk]]:
+        """Rows [P][G] in the order of the prompts, and chunks in the request's order.
+
+        A prompt that is done has no rows, but its place in a chunk; a chunk without rows is left out. Where no group is
+        wanted there are no rows.
+
+        Raises:
+          ValueError: the engine cannot serve the request.
+        """
+        request.check_fits(capacity=self._decoding.capacity, vocab_size=self._vocab_size)
+        done = range(len(request.prompts)) if request.enough == 0 else request.done
+        groups = [
+            [
+                Row(prompt, request.counters(place, index), request.sampling, place, environment=request.environment)
+                for index in range(0 if place in done else request.group_size)
+            ]
+            for place, prompt in enumerate(request.prompts)
+        ]
+        return groups, self._chunks(request.prompts, request.order, groups)
+
+    def completions(self, request: Request, groups: Sequence[Sequence[Row]], version: int) -> list[list[Completion]]:
+        """The completions of complete rows that began under weights of `version`; [] for each group that
+        is done already or cancelled.
+
+        Raises:
+          RolloutError: log-probabilities that are not finite, or tokens of other weights where `mixed` does not allow
+            them.
+        """
+        groups = [[] if group and group[0].cancelled else group for group in groups]
+        others = {v for group in groups for row in group for v, _ in row.written.spans} - {version}
+        if others and not self._decoding.mixed:
+            raise RolloutError(
+                f"weights changed from version {version} to {max(others)} during the rollout of step {request.step}: "
+                "its completions mix two policies; sync weights between rollouts"
+            )
+        made = [[row.completion() for row in group] for group in groups]
+        for rows, group in zip(groups, made, strict=True):
+            for row, one in zip(rows, group, strict=True):
+                if not np.isfinite(one.logprobs).all():
+                    _, step, prompt_id, index = row.counters
+                    raise RolloutError(
+                        f"completion {index} of prompt {prompt_id} at step {step} has non-finite log-probabilities: "
+                        f"the weights (version {row.written.spans[-1][0]}) give non-finite logits"
+                    )
+        return made
+
+    def _chunks(
+        self, prompts: Sequence[np.ndarray], order: Sequence[int], groups: Sequence[Sequence[Row]]
+    ) -> list[Chunk]:
+        """Chunks of one length bucket each, with as many prompts as a prefill takes.
+
+        The number of a prefill's rows is a power of two, and unused rows are padding. So prompts of any number and
+        length need few compiled shapes.
+        """
+        buckets = {i: prompt_bucket(len(prompts[i]), self._decoding.capacity) for i in order}
+        chunks, pending = [], list(order)
+        while pending:
+            width = buckets[pending[0]]
+            most = prompts_per_prefill(width, self._decoding.prefill_tokens)
+            taken = [i for i in pending if buckets[i] == width][:most]
+            pending = [i for i in pending if i not in taken]
+            height = power_of_two(len(taken))
+            tokens, lengths = np.zeros((height, width), np.int32), np.ones(height, np.int32)
+            for row, i in enumerate(taken):
+                tokens[row, : len(prompts[i])], lengths[row] = prompts[i], len(prompts[i])
+                for completion in groups[i]:
+                    completion.prompt_row = row
+            chunks.append(Chunk(tokens, lengths, [row for i in taken for row in groups[i]]))
+        return [chunk for chunk in chunks if chunk.rows]
+
 
 EXTENSION_TOKENS = 512
 """Tokens of one `extend`, padding included; longer observations are appended piece by piece."""
@@ -51,7 +173,7 @@ class Usage:
     waited_s: float = 0.0
 
 
-class _Asked(NamedTuple):
+class _PendingReply(NamedTuple):
     """A row whose environment was asked at the time `since`, in seconds of `time.perf_counter`."""
 
     row: Row
@@ -77,8 +199,8 @@ class Schedule:
     def __init__(self, engine: QwenEngine, free: Sequence[int], usage: Usage):
         self.engine, self.free, self.live = engine, list(free), dict[int, Row]()
         self._waiting: deque[tuple[Prefix, Row]] = deque()
-        self._asked: dict[int, _Asked] = {}  # the longest wait comes first
-        self._without_slot: list[_Asked] = []
+        self._asked: dict[int, _PendingReply] = {}  # the longest wait comes first
+        self._without_slot: list[_PendingReply] = []
         self._usage = usage
         self._state: State | None = None
 
@@ -134,7 +256,7 @@ class Schedule:
         self.live.update(filled)
         return filled
 
-    def advance(self, *, more: bool) -> Drawn:
+    def advance(self, *, more: bool) -> DecodeResult:
         """Runs one dispatch for the live slots, notes what their rows drew, and returns the result on the host.
 
         It ends early once enough slots are free for the rows that wait. `more`: further rows wait for their prefill.
@@ -160,7 +282,7 @@ class Schedule:
         usage.queued_tokens += tokens * queued
         return drawn
 
-    def settle(self, drawn: Drawn) -> list[tuple[int, Row]]:
+    def settle(self, drawn: DecodeResult) -> list[tuple[int, Row]]:
         """Takes the rows whose turn is over out of `live`; returns those that are complete, with the slots they leave.
 
         The environments of the others are asked.
@@ -169,7 +291,7 @@ class Schedule:
         for slot, row in ended:
             del self.live[slot]
             if row.environment is not None and not row.cancelled:
-                self._asked[slot] = _Asked(row, row.ask(), time.perf_counter())
+                self._asked[slot] = _PendingReply(row, row.ask(), time.perf_counter())
         return [(slot, row) for slot, row in ended if slot not in self._asked]
 
     def resume(self) -> list[tuple[int | None, Row]]:
@@ -203,14 +325,14 @@ class Schedule:
             concurrent.futures.wait(replies, timeout, concurrent.futures.FIRST_COMPLETED)
             self._usage.waited_s += time.perf_counter() - began
 
-    def shown(self, drawn: Drawn | None = None) -> Drawn:
+    def shown(self, drawn: DecodeResult | None = None) -> DecodeResult:
         """A dispatch's result, or that of none, in which a slot that waits for a reply goes on like a live one."""
         slots = self.engine.decoding.slots
         if drawn is None:
             active, none = np.zeros(slots, bool), np.zeros((slots, 0))
             active[[*self.live]] = True
             count = np.zeros(slots, np.int32)
-            drawn = Drawn(none.astype(np.int32), none.astype(np.float32), count, active, count)
+            drawn = DecodeResult(none.astype(np.int32), none.astype(np.float32), count, active, count)
         if not self._asked:
             return drawn
         active = drawn.active.copy()

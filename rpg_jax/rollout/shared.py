@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from rpg_jax.parallel import hosts
-from rpg_jax.rollout.interface import Feedable, Reply, Request, Responder, Rollout, Split
+from rpg_jax.rollout.request import Feedable, Reply, Request, Responder, Rollout, Split
 from rpg_jax.rollout.weights import Params, Staged
 from rpg_jax.types import Completion, FinishReason
 

@@ -11,7 +11,7 @@ from flax import nnx
 from rpg_jax.models import KVCache, QwenConfig
 from rpg_jax.rollout.decode_state import SlotSampling
 from rpg_jax.rollout.decoding import Decoding, power_of_two
-from rpg_jax.rollout.interface import Request, Rollout
+from rpg_jax.rollout.request import Request, Rollout
 from rpg_jax.rollout.sampling import completion_keys, token_keys
 from rpg_jax.rollout.weights import Params, RolloutError, Staged, Weights
 from rpg_jax.types import Completion

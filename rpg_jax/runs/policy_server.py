@@ -16,7 +16,7 @@ from rpg_jax import models, storage
 from rpg_jax.rollout.jetstream.compat import JetstreamMetricsCollector
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
 from rpg_jax.rollout.serving.access import CERTIFICATE, PRIVATE_KEY, Access, ApiKey, pem_file
-from rpg_jax.rollout.serving.announced import address_of, announced, file_of
+from rpg_jax.rollout.serving.access import address_of, announce, file_of
 from rpg_jax.rollout.serving.server import Server
 from rpg_jax.runs import config_files, policy, run_folder
 from rpg_jax.runs.experiment import make_rollout
@@ -66,7 +66,7 @@ def _until_the_end(server: Server, name: str, access: Access, options: argparse.
         if options.announce:
             file = file_of(options.announce, options.announce_name, server.http_port)
             address = address_of(options.host, server.http_port, tls=access.certificate is not None)
-            closing.enter_context(announced(file, address))
+            closing.enter_context(announce(file, address))
         print(f"serving {name} on {options.host}:{server.port}{also}", flush=True)
         while not stop.wait(None if options.idle is None else _LOOK) and server.idle_seconds < options.idle:
             pass

@@ -11,20 +11,19 @@ from ml_collections import ConfigDict
 
 from rpg_jax import models, rollout, storage
 from rpg_jax.parallel import hosts
-from rpg_jax.rollout.served.addresses import Look, source
-from rpg_jax.rollout.served.balance import Balance
-from rpg_jax.rollout.served.calls import Client
-from rpg_jax.rollout.served.deployed import Deployed
-from rpg_jax.rollout.served.kinds import KINDS
-from rpg_jax.rollout.served.probe import Probe, prober
-from rpg_jax.rollout.served.served_rollout import ServedRollout
+from rpg_jax.rollout.servers.balance import Balance
+from rpg_jax.rollout.servers.client import Client, Look, source
+from rpg_jax.rollout.servers.protocol import Probe, prober
+from rpg_jax.rollout.servers.rollout import ServersRollout
+from rpg_jax.rollout.servers.server import KINDS
+from rpg_jax.rollout.servers.weight_folders import WeightFolders
 from rpg_jax.rollout.serving.access import CERTIFICATE, ApiKey, pem_file
 from rpg_jax.runs.experiment import Experiment
 
 _FILE_BYTES = 512 * 2**20  # a process writes several files at once
 
 
-def make_served(experiment: Experiment, params: Any, base: models.Base | None = None) -> ServedRollout:
+def make_served(experiment: Experiment, params: Any, base: models.Base | None = None) -> ServersRollout:
     """The trainer's end of its servers, none of which need be there yet.
 
     With a base, `params` are the adapters beside it, and servers get the two merged.
@@ -47,7 +46,7 @@ def make_served(experiment: Experiment, params: Any, base: models.Base | None = 
     original = {"base": models.local_folder(m.path, weights=False)} if m.path else {}
     ids = {"eos_token_id": tokenizer.eos_id, "bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
     known: dict[str, Any] = original or {"fields": ids}
-    weights = Deployed(
+    weights = WeightFolders(
         params,
         _home(c.weights, config.run.name),
         models.Saving(layout.model, m.compute_dtype, head=kind.head, max_file_bytes=_FILE_BYTES, **known),
@@ -57,7 +56,7 @@ def make_served(experiment: Experiment, params: Any, base: models.Base | None = 
         base=base,
         probe=None if kind.counters else _probe(experiment),
     )
-    return ServedRollout(
+    return ServersRollout(
         balance,
         weights,
         model=c.model,

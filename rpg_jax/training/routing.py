@@ -15,11 +15,11 @@ import numpy as np
 from rpg_jax.data import Group, RolloutBatch
 from rpg_jax.losses import Metrics
 from rpg_jax.parallel import hosts
-from rpg_jax.rollout.engine import Replayed
+from rpg_jax.rollout.engine import ReplayResult
 
 _LONGEST = 1024  # tokens of a completion that a replay reads: it decodes one after the other
 
-Replay = Callable[[Sequence[np.ndarray], Sequence[np.ndarray]], list[Replayed]]
+Replay = Callable[[Sequence[np.ndarray], Sequence[np.ndarray]], list[ReplayResult]]
 """Prompts and completions, one prompt a completion -> what the sampler computes, as `rollout.replay`."""
 
 
@@ -83,7 +83,7 @@ class Routing:
     replay: Replay | None = None
     cuts: bool = False
 
-    def replayed(self, step: int, batch: RolloutBatch[Group]) -> list[tuple[int, int, Replayed]]:
+    def replayed(self, step: int, batch: RolloutBatch[Group]) -> list[tuple[int, int, ReplayResult]]:
         """(group, completion, replay) of some completions, where a replay is due. Call it where the sampler has the
         weights that sampled the batch and nothing else needs a rollout's memory. Collective.
 
@@ -106,7 +106,7 @@ class Routing:
     def metrics(
         self,
         batch: RolloutBatch[Group],
-        replayed: Sequence[tuple[int, int, Replayed]],
+        replayed: Sequence[tuple[int, int, ReplayResult]],
         logprobs: jax.Array,
         experts: jax.Array,
     ) -> dict[str, float]:

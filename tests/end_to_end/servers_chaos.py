@@ -21,7 +21,7 @@ from pathlib import Path
 
 from tests.end_to_end.test_processes import MICRO, assert_same_run, printed, records, reserve_port, run, samples, start
 from tests.end_to_end.whole_runs import ROOT, environment
-from tests.rollout.served.proxy import FAULTS, Proxy
+from tests.rollout.servers.proxy import FAULTS, Proxy
 
 SERVERS = 3
 MODEL = ("--config.model.num_layers=1", "--config.model.embed_dim=32", "--config.model.hidden_dim=64")

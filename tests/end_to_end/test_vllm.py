@@ -20,8 +20,8 @@ import jax.numpy as jnp
 import pytest
 
 from rpg_jax import models
-from rpg_jax.rollout.served.kinds import KINDS
-from rpg_jax.rollout.served.probe import prober
+from rpg_jax.rollout.servers.protocol import prober
+from rpg_jax.rollout.servers.server import KINDS
 from tests.end_to_end.test_processes import printed, records, reserve_port, run, start
 
 PYTHON = os.environ.get("RPG_JAX_VLLM_PYTHON")

@@ -12,8 +12,8 @@ from rpg_jax.environments.player import Player
 from rpg_jax.environments.registry import ENVIRONMENTS
 from rpg_jax.environments.stage import Stage
 from rpg_jax.rollout import Request
-from rpg_jax.rollout.interface import Rollout
 from rpg_jax.rollout.journaled import JournaledRollout
+from rpg_jax.rollout.request import Rollout
 from rpg_jax.storage.journal import Journal
 from rpg_jax.types import Completion, Sampling, Turns
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rpg_jax import rollout
-from rpg_jax.rollout.chunks import Planner
+from rpg_jax.rollout.schedule import Planner
 from rpg_jax.types import Sampling
 
 

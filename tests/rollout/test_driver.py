@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from rpg_jax import rollout
-from rpg_jax.rollout import driver
+from rpg_jax.rollout import drivers
 from tests.modules import forget
 
 JETSTREAM = "rpg_jax.rollout.jetstream"
@@ -23,8 +23,8 @@ def test_one_driver_spans_hosts_and_one_refuses_several_processes():
 def test_without_jetstream_lockstep_takes_over_and_says_so_once(
     make, model, work, expected, is_same, monkeypatch, capsys
 ):
-    monkeypatch.setattr(driver.importlib.util, "find_spec", lambda name: None)
-    driver._say_that_lockstep_takes_over.cache_clear()
+    monkeypatch.setattr(drivers.importlib.util, "find_spec", lambda name: None)
+    drivers._say_that_lockstep_takes_over.cache_clear()
     made = [make("orchestrator", *model, slots=8) for _ in range(2)]
     fix = "pip install --no-deps google-jetstream==0.2.2"
     assert capsys.readouterr().err == f"rollout.driver=lockstep takes over: orchestrator needs JetStream ({fix})\n"
@@ -44,7 +44,7 @@ import sys
 for name in ("jetstream", "grpc", "aiohttp"):
     sys.modules[name] = None
 import rpg_jax.train, rpg_jax.runs.session, rpg_jax.runs.supervised_session, rpg_jax.evaluate
-assert not [name for name in sys.modules if name.startswith(("rpg_jax.rollout.jetstream", "rpg_jax.rollout.served"))]
+assert not [name for name in sys.modules if name.startswith(("rpg_jax.rollout.jetstream", "rpg_jax.rollout.servers"))]
 """
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from rpg_jax.parallel import hosts
 from rpg_jax.rollout import Request, Split
-from rpg_jax.rollout.interface import Rollout
 from rpg_jax.rollout.journaled import JournaledRollout
+from rpg_jax.rollout.request import Rollout
 from rpg_jax.storage.journal import Journal
 from rpg_jax.types import Completion, Sampling, Turns
 

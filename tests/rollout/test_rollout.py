@@ -16,8 +16,8 @@ from configs import tiny
 from rpg_jax import losses, models, parallel
 from rpg_jax.models.quantized import Int8, quantized
 from rpg_jax.rollout import LOCAL_DRIVERS, Decoding, RolloutError, replay
+from rpg_jax.rollout.drivers import LockstepRollout
 from rpg_jax.rollout.journaled import JournaledRollout
-from rpg_jax.rollout.lockstep import LockstepRollout
 from rpg_jax.runs.layout import make_layout
 from rpg_jax.runs.memory import make_decoding
 from rpg_jax.storage.journal import Journal

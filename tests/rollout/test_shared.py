@@ -13,7 +13,7 @@ import pytest
 
 from rpg_jax.parallel import hosts
 from rpg_jax.rollout import Feedable, Request, SharedRollout
-from rpg_jax.rollout.interface import Reply
+from rpg_jax.rollout.request import Reply
 from rpg_jax.rollout.shared import parcels_of
 from rpg_jax.types import Completion, Sampling
 

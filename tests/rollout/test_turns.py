@@ -14,8 +14,8 @@ from flax import nnx
 
 from rpg_jax import losses
 from rpg_jax.rollout import Decoding, RolloutError
-from rpg_jax.rollout.driver import make_rollout
-from rpg_jax.rollout.interface import Reply
+from rpg_jax.rollout.drivers import make_rollout
+from rpg_jax.rollout.request import Reply
 
 CAPACITY = 128
 STOPS = (3, 5, 9, 17, 28, 33, 40, 46)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from rpg_jax.rollout.decode_state import Drawn, Prefix
+from rpg_jax.rollout.decode_state import DecodeResult, Prefix
 from rpg_jax.rollout.engine import QwenEngine, State
 from rpg_jax.rollout.jetstream.compat import engine_api, tokenizer_pb2
 from rpg_jax.rollout.weights import Weights
@@ -78,7 +78,7 @@ class JetStreamEngine(engine_api.Engine):
         return self.engine.decoding.mesh
 
 
-def packed(drawn: Drawn) -> engine_api.ResultTokens:
+def packed(drawn: DecodeResult) -> engine_api.ResultTokens:
     """A fetched result as JetStream reads it: lanes of tokens, lanes of validity, one lane of lengths.
 
     JetStream ends a completion at its first invalid lane. After the lanes of the n steps comes one lane that is valid

@@ -1,20 +1,203 @@
-"""The orchestrator driver: a rollout over JetStream's threads, in process."""
+"""The orchestrator driver: JetStream's Driver in process, guarded, and a rollout over its threads.
+
+Every fault, race or stop raises an exception in the calls that it concerns. One JetStream request is a chunk of
+prompts. The generate thread splits it into one request per completion, so that each completion takes and frees a slot
+of its own.
+"""
 
 import contextlib
+import functools
+import queue
 import threading
+import types
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from rpg_jax.rollout.chunks import Finish, Planner, Row
 from rpg_jax.rollout.engine import QwenEngine
-from rpg_jax.rollout.interface import Feedable, Request
-from rpg_jax.rollout.jetstream.compat import JetstreamMetricsCollector
-from rpg_jax.rollout.jetstream.guarded import POLL, GuardedDriver
-from rpg_jax.rollout.schedule import Usage
+from rpg_jax.rollout.jetstream.adapter import JetStreamEngine, packed, unpack
+from rpg_jax.rollout.jetstream.compat import JetstreamMetricsCollector, orchestrator
+from rpg_jax.rollout.request import Feedable, Request, Row
+from rpg_jax.rollout.schedule import Chunk, Finish, Planner, Schedule, Usage
+from rpg_jax.rollout.weights import RolloutError
 from rpg_jax.types import Completion
+
+POLL = 0.2  # seconds between two looks at whether a wait has become pointless
+
+
+class Channel(Protocol):
+    """The driver's threads report the rows of a request here."""
+
+    def add_result(self, result: tuple[np.ndarray, np.ndarray]) -> None:
+        """One row has got these tokens and log-probabilities."""
+
+    def close(self, row: Row) -> None:
+        """`row` is complete, or was cancelled."""
+
+    def set_exception(self, exception: BaseException) -> None:
+        """The driver has ended; nothing more comes."""
+
+
+class RowRequest(orchestrator.ActiveRequest):
+    """One completion in a slot, as JetStream's detokenize thread sees it."""
+
+    def __init__(self, row: Row, channel: Channel):
+        super().__init__(
+            max_tokens=row.sampling.max_tokens,
+            return_channel=types.SimpleNamespace(close=functools.partial(channel.close, row)),
+            complete=np.zeros(1, bool),
+            is_client_side_tokenization=True,
+        )
+        self._channel = channel
+
+    def enqueue_samples(self, generated_samples) -> None:
+        """Delivers the tokens of one dispatch. An odd lane at the end means that the slot goes on."""
+        lanes = np.array(generated_samples[0].token_ids, np.int32)
+        self._channel.add_result(unpack(lanes[: len(lanes) // 2 * 2]))
+
+
+class GuardedDriver(orchestrator.Driver):
+    """JetStream's Driver, but it neither kills the process nor leaves a caller waiting.
+
+    Args:
+      keep_state: keep the decode state allocated while there is nothing to decode.
+      usage: counts the dispatches.
+      metrics_collector: JetStream's, for Prometheus.
+    """
+
+    def __init__(self, engine: QwenEngine, *, keep_state: bool, usage: Usage, metrics_collector):
+        self._guard = threading.Lock()
+        self._channels: set[Channel] = set()
+        self._fault: BaseException | None = None
+        self._placed = self._received = self._waiting = 0
+        self._keep_state, self._usage = keep_state, usage
+        adapter = JetStreamEngine(engine)
+        super().__init__(
+            prefill_engines=[adapter],
+            generate_engines=[adapter],
+            prefill_params=[engine.weights],
+            generate_params=[engine.weights],
+            interleaved_mode=True,
+            jax_padding=False,
+            metrics_collector=metrics_collector,
+        )
+
+    def submit(self, chunks: Sequence[Chunk], channel: Channel) -> None:
+        """Queues chunks whose rows report to `channel`. Raises RolloutError if the driver has ended."""
+        with self._guard:
+            if not self.live:
+                raise self._error()
+            self._channels.add(channel)
+            for chunk in chunks:
+                self.place_request_on_prefill_queue(
+                    orchestrator.ActiveRequest(max_tokens=0, return_channel=channel, prefill_content=chunk)
+                )
+                self._placed += 1  # afterwards: an interrupt in between must leave nothing to wait for
+
+    def retire(self, channel: Channel) -> None:
+        """Forgets a channel: nobody waits on it any more."""
+        with self._guard:
+            self._channels.discard(channel)
+
+    @property
+    def has_room(self) -> bool:
+        """Whether nothing that was submitted waits for a slot. Raises RolloutError if the driver has ended."""
+        self.check_alive()
+        return self._placed == self._received and not self._waiting
+
+    def check_alive(self) -> None:
+        """Raises RolloutError if the driver or one of its threads has ended: nothing more would come."""
+        if not self.live or not all(thread.is_alive() for thread in self._all_threads):
+            raise self._error()
+
+    def on_fault(self, thread: str, fault: BaseException) -> None:
+        """Takes a thread's fault. The first fault ends the driver and every wait; later faults follow from it."""
+        with self._guard:
+            if self.live and not isinstance(fault, _Stopped):
+                self._fault = fault
+            self._end(thread)
+
+    def stop(self) -> None:
+        with self._guard:
+            self._end("driver")
+        # A callback, or the collection of garbage, may call this in one of the driver's own threads.
+        if threading.current_thread() in self._all_threads:
+            threading.Thread(target=super().stop, name="stop", daemon=True).start()
+        else:
+            super().stop()
+
+    def _end(self, thread: str) -> None:
+        self.live = False
+        for channel in self._channels:
+            channel.set_exception(self._error(thread))
+        self._channels.clear()
+        for slots in self._generate_slots:  # JetStream's `stop` wakes the threads that wait on other queues
+            with contextlib.suppress(queue.Full):
+                slots.put_nowait(None)
+
+    def _error(self, thread: str = "driver") -> RolloutError:
+        if self._fault is None:
+            return RolloutError("the rollout driver was stopped before this request was complete")
+        error = RolloutError(f"the rollout's {thread} thread failed: {type(self._fault).__name__}: {self._fault}")
+        error.__cause__ = self._fault
+        return error
+
+    def _process_prefill_content(self, request, tokenizer, is_bos, max_prefill_length):
+        """Chunks are padded already, and no BOS goes in front of token ids; so only `request` is read."""
+        return request.prefill_content.tokens, request.prefill_content.lengths
+
+    def _take(self, source: queue.Queue) -> Any:
+        """`source.get()` that ends with the driver."""
+        while self.live:
+            try:
+                item = source.get(timeout=POLL)
+            except queue.Empty:
+                continue
+            if item is None:
+                break
+            return item
+        raise _Stopped
+
+    def _generate_thread(self, idx: int) -> None:
+        """Replaces JetStream's loop, which inserts one request per call and runs up to eight dispatches ahead of their
+        reader. It also asserts that a slot is taken while another thread frees it, which is a race."""
+        engine: QwenEngine = self._generate_engines[idx].engine
+        slots, detokenize = self._generate_slots[idx], self._detokenize_backlogs[idx]
+        count = engine.decoding.slots
+        schedule = Schedule(engine, [self._take(slots) for _ in range(count)], self._usage)
+        if self._metrics_collector:
+            gauge = self._metrics_collector.get_slots_available_percentage_metric(idx)
+            gauge.set_function(lambda: len(schedule.free) / count)
+        while self.live:
+            if schedule.empty and not self._keep_state and self._placed == self._received:
+                schedule.release_state()
+            while schedule.hungry and (self._placed > self._received or schedule.empty):
+                request = self._take(self._generate_backlogs[idx])
+                schedule.add(request.prefill_result, request.prefill_content.rows)
+                self._waiting, self._received = schedule.waiting, self._received + 1
+            if ended := schedule.resume():
+                detokenize.put((0, packed(schedule.shown())))
+                schedule.free += [self._take(slots) for slot, row in ended if slot is not None]
+                for slot, row in ended:
+                    if slot is None:  # the detokenize thread does not know it
+                        row.channel.close(row)
+            for slot, row in schedule.fill():
+                detokenize.put((slot, RowRequest(row, row.channel)))
+            self._waiting = schedule.waiting
+            if not schedule.live:
+                schedule.wait(POLL)
+                continue
+            drawn = schedule.advance(more=self._placed > self._received)
+            left = schedule.settle(drawn)
+            detokenize.put((0, packed(schedule.shown(drawn))))
+            # The detokenize thread puts a slot back once it has delivered the completion.
+            schedule.free += [self._take(slots) for _ in left]
+
+
+class _Stopped(Exception):
+    """The driver was stopped while a thread waited."""
 
 
 class Ticket:

@@ -1,4 +1,4 @@
-"""The way of a request from a server to the driver, the same for all protocols: limits, checks, counts."""
+"""The way of a request from a server to the driver, the same for all protocols: limits, checks, counts, and loads."""
 
 import asyncio
 import contextlib
@@ -6,18 +6,19 @@ import dataclasses
 import itertools
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, Protocol
 
 import grpc
 import numpy as np
 import prometheus_client
 
 from rpg_jax.data.tokenizer import Codec, IncrementalDecoder
-from rpg_jax.rollout.chunks import Chunk, Row
 from rpg_jax.rollout.decoding import prompt_bucket
 from rpg_jax.rollout.engine import Scores
-from rpg_jax.rollout.interface import Request
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
-from rpg_jax.rollout.serving.weight_loads import Disk, Loaded, Loads
+from rpg_jax.rollout.request import Request
+from rpg_jax.rollout.schedule import Chunk, Row
 from rpg_jax.rollout.weights import RolloutError
 from rpg_jax.types import Sampling
 
@@ -43,6 +44,98 @@ class Refused(Exception):
         self.code = code
 
 
+class Disk(Protocol):
+    """Where weights come from. One thread at a time calls the methods, any one."""
+
+    def read(self, folder: str) -> Any:
+        """The weights of a folder in host memory, with their `nbytes`. Raises ValueError or OSError."""
+
+    def swap(self, weights: Any) -> int:
+        """Makes them those that draw, while none draw; returns their checksum."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadResult:
+    """What a load did.
+
+    Attributes:
+      nbytes: in host memory.
+      read: seconds of reading; 0 where the weights had been read before.
+      drain: seconds until the last completion of the weights before had ended.
+      swap: seconds on the way to the devices, and for the checksum.
+      checksum: of the weights that draw now; None if they have only been read.
+    """
+
+    nbytes: int
+    read: float
+    drain: float = 0.0
+    swap: float = 0.0
+    checksum: int | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class _HostWeights:
+    """Weights in host memory, and the folder and label that they were asked for by."""
+
+    key: tuple[str, str]
+    weights: Any
+    loaded: LoadResult
+
+
+class WeightLoader:
+    """The loads of one server, one after the other. All coroutines run in one event loop.
+
+    A label stands for the contents of its folder: what was loaded or read under it is not read again.
+
+    Args:
+      quiet: a context in which no completion is drawn; it waits for those under way.
+      version: of the weights that draw; a change says that somebody else has replaced them.
+    """
+
+    def __init__(self, disk: Disk, quiet: Callable[[], AbstractAsyncContextManager[None]], version: Callable[[], int]):
+        self._disk, self._quiet, self._version = disk, quiet, version
+        self._turn = asyncio.Lock()
+        self._ahead: _HostWeights | None = None
+        self._present: tuple[tuple[str, str], int, LoadResult] | None = None  # key, version, answer
+
+    async def load(self, folder: str, label: str = "", *, prefetch: bool = False) -> LoadResult:
+        """Reads the folder, then replaces the weights by those, or with `prefetch` keeps them for a later load.
+
+        One prefetched version is kept, the last. Raises ValueError and OSError of `Disk`; the weights stay then.
+        """
+        key = folder, label
+        async with self._turn:
+            if label and self._present is not None and self._present[:2] == (key, self._version()):
+                return self._present[2]
+            held = self._ahead
+            if label and held is not None and held.key == key:
+                if prefetch:
+                    return held.loaded
+                held = dataclasses.replace(held, loaded=dataclasses.replace(held.loaded, read=0.0))
+            else:
+                if prefetch:
+                    self._ahead = None  # host memory has room for one
+                held = await self._read(key)
+            if prefetch:
+                self._ahead = held
+                return held.loaded
+            if self._ahead is not None and self._ahead.key == key:
+                self._ahead = None
+            began = time.perf_counter()
+            async with self._quiet():
+                drained = time.perf_counter()
+                checksum = await asyncio.to_thread(self._disk.swap, held.weights)
+                swap = time.perf_counter() - drained
+            loaded = dataclasses.replace(held.loaded, drain=drained - began, swap=swap, checksum=checksum)
+            self._present = key, self._version(), loaded
+            return loaded
+
+    async def _read(self, key: tuple[str, str]) -> _HostWeights:
+        began = time.perf_counter()
+        weights = await asyncio.to_thread(self._disk.read, key[0])
+        return _HostWeights(key, weights, LoadResult(weights.nbytes, time.perf_counter() - began))
+
+
 class Admission:
     """Admits requests to the driver of a rollout.
 
@@ -62,8 +155,8 @@ class Admission:
         self._arrivals = itertools.count()
         self.active, self.draining = 0, False
         self._ended = time.monotonic()  # the last request or load
-        self._loads = None if disk is None else Loads(disk, self._quiet, lambda: rollout.weights.version)
-        self._loading, self._swapping = set[asyncio.Task[Loaded]](), False
+        self._loads = None if disk is None else WeightLoader(disk, self._quiet, lambda: rollout.weights.version)
+        self._loading, self._swapping = set[asyncio.Task[LoadResult]](), False
         self._checksums: dict[int, int] = {}  # of the weights that have drawn, by version
 
     @property
@@ -124,8 +217,8 @@ class Admission:
             _ACTIVE.dec()
             count(status)
 
-    async def load(self, folder: str, label: str, *, prefetch: bool) -> Loaded:
-        """Replaces the weights by those of a folder, or reads them for a later load; see `Loads.load`.
+    async def load(self, folder: str, label: str, *, prefetch: bool) -> LoadResult:
+        """Replaces the weights by those of a folder, or reads them for a later load; see `WeightLoader.load`.
 
         Requests are served while the folder is read. What has begun ends, also if its caller is cancelled, and no
         request is admitted from the end of reading to the end of the load. Raises Refused if clients may not load
@@ -145,7 +238,7 @@ class Admission:
         except OSError as error:
             raise Refused(grpc.StatusCode.INTERNAL, f"{folder} was not read: {error}") from error
 
-    def _note_end(self, load: asyncio.Task[Loaded]) -> None:
+    def _note_end(self, load: asyncio.Task[LoadResult]) -> None:
         self._loading.discard(load)
         self._ended = time.monotonic()
         if not load.cancelled():

@@ -1,5 +1,12 @@
-"""A rollout by a gRPC server, with the same interface and random numbers as in this process."""
+"""JetStream's gRPC service as a rollout, and the metadata for terms that JetStream's protocol lacks.
 
+The metadata say how a request is sampled, and whether it wants log-probabilities. A request without such metadata gets
+the answer that JetStream's own clients expect: text or token ids, without the stop token.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable
 from concurrent import futures
 from pathlib import Path
 from typing import Any, NoReturn, Self
@@ -7,13 +14,84 @@ from typing import Any, NoReturn, Self
 import grpc
 import numpy as np
 
-from rpg_jax.rollout.interface import Request, Rollout
 from rpg_jax.rollout.jetstream.adapter import unpack
 from rpg_jax.rollout.jetstream.compat import jetstream_pb2, jetstream_pb2_grpc
-from rpg_jax.rollout.serving import wire
+from rpg_jax.rollout.request import Request, Rollout
 from rpg_jax.rollout.serving.access import ApiKey, is_loopback
 from rpg_jax.rollout.weights import RolloutError
-from rpg_jax.types import Completion
+from rpg_jax.types import Completion, Sampling
+
+_PREFIX = "rpg-"
+_COUNTERS = ("seed", "step", "prompt-id", "index")
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """How one request is sampled.
+
+    Attributes:
+      counters: (seed, step, prompt_id, index) of its random key.
+      sampling: temperature, cuts, length and stop tokens.
+      lanes: answer with lanes of log-probability bits and tokens, including the stop token; see `adapter.pack`.
+    """
+
+    counters: tuple[int, int, int, int]
+    sampling: Sampling
+    lanes: bool
+
+
+def encode_terms(terms: Terms) -> tuple[tuple[str, str], ...]:
+    """gRPC metadata; `max_tokens` has a field of its own in the request."""
+    s = terms.sampling
+    values = dict(zip(_COUNTERS, terms.counters, strict=True)) | {
+        "temperature": repr(s.temperature),
+        "top-p": repr(s.top_p),
+        "top-k": s.top_k,
+        "min-p": repr(s.min_p),
+        "stop": ",".join(map(str, s.stop_token_ids)),
+        "lanes": int(terms.lanes),
+    }
+    return tuple((_PREFIX + name, str(value)) for name, value in values.items())
+
+
+def decode_terms(metadata: Iterable[tuple[str, str]], max_tokens: int, defaults: Terms) -> Terms:
+    """The terms of a request; `defaults` where the metadata has no value.
+
+    Raises:
+      ValueError: an unknown name, or a value that does not parse or is out of range.
+    """
+    given = {name[len(_PREFIX) :]: value for name, value in metadata if name.startswith(_PREFIX)}
+    s = defaults.sampling
+    counters = [_number(given, name, int, d) for name, d in zip(_COUNTERS, defaults.counters, strict=True)]
+    stop = given.pop("stop", None)
+    if stop is not None and not all(part.strip().isdecimal() for part in stop.split(",") if part):
+        raise ValueError(f"metadata rpg-stop must be token ids separated by commas, got {stop!r}")
+    sampling = Sampling(
+        temperature=_number(given, "temperature", float, s.temperature),
+        top_p=_number(given, "top-p", float, s.top_p),
+        top_k=_number(given, "top-k", int, s.top_k),
+        max_tokens=max_tokens,
+        min_p=_number(given, "min-p", float, s.min_p),
+        stop_token_ids=s.stop_token_ids if stop is None else tuple(int(part) for part in stop.split(",") if part),
+    )
+    lanes = bool(_number(given, "lanes", int, int(defaults.lanes)))
+    if given:
+        raise ValueError(f"unknown metadata {sorted(_PREFIX + name for name in given)}")
+    return Terms(tuple(counters), sampling, lanes)
+
+
+def _number(given: dict[str, str], name: str, kind: type, default):
+    text = given.pop(name, None)
+    if text is None:
+        return default
+    try:
+        value = kind(text)
+    except ValueError:
+        raise ValueError(f"metadata {_PREFIX}{name} must be a {kind.__name__}, got {text!r}") from None
+    if kind is float and not math.isfinite(value):
+        raise ValueError(f"metadata {_PREFIX}{name} must be finite, got {text!r}")
+    return value
+
 
 _OF_THE_CALLER = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICATED)
 
@@ -77,7 +155,7 @@ class GrpcRollout(Rollout):
             raise ValueError(f"a server completes all groups: enough must be None, got {request.enough}")
         groups = [
             [
-                self._pool.submit(self._one, prompt, wire.Terms(request.counters(place, index), request.sampling, True))
+                self._pool.submit(self._one, prompt, Terms(request.counters(place, index), request.sampling, True))
                 for index in range(request.group_size)
             ]
             for place, prompt in enumerate(request.prompts)
@@ -98,13 +176,15 @@ class GrpcRollout(Rollout):
         self._channel.close()  # ends the requests in flight, for which the pool waits
         self._pool.shutdown(cancel_futures=True)
 
-    def _one(self, prompt: np.ndarray, terms: wire.Terms) -> Completion:
+    def _one(self, prompt: np.ndarray, terms: Terms) -> Completion:
         request = jetstream_pb2.DecodeRequest(
             token_content=jetstream_pb2.DecodeRequest.TokenContent(token_ids=np.asarray(prompt).tolist()),
             max_tokens=terms.sampling.max_tokens,
         )
         try:
-            replies = self._stub.Decode(request, timeout=self._timeout, metadata=(*self._metadata, *wire.encode(terms)))
+            replies = self._stub.Decode(
+                request, timeout=self._timeout, metadata=(*self._metadata, *encode_terms(terms))
+            )
             lanes = [lane for reply in replies for lane in reply.stream_content.samples[0].token_ids]
         except grpc.RpcError as error:
             message = f"the server at {self._address} answered {error.code().name}: {error.details()}"

@@ -18,13 +18,11 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 from prometheus_client.exposition import choose_encoder
 
-from rpg_jax.rollout.serving import completing, tokenizer_form
+from rpg_jax.rollout.serving import completions, openai
 from rpg_jax.rollout.serving.access import STALL_SECONDS, Access, ApiKey
 from rpg_jax.rollout.serving.admission import Admission, Refused, count
-from rpg_jax.rollout.serving.body import Body
-from rpg_jax.rollout.serving.chat_form import ChatForm
-from rpg_jax.rollout.serving.completing import Asked
-from rpg_jax.rollout.serving.text_form import TextForm
+from rpg_jax.rollout.serving.completions import CompletionRequest
+from rpg_jax.rollout.serving.openai import ChatForm, RequestFields, TextForm
 
 _MOST_BYTES = 4 * 2**20  # of a request's body, as in gRPC
 _LOAD_UNUSED = {"flush_cache": (True,), "abort_all_requests": (False,)}
@@ -38,7 +36,7 @@ _STATUS = {
     grpc.StatusCode.INTERNAL: (500, "server_error"),
 }
 
-Convert = Callable[[Admission, Body], Awaitable[dict[str, Any]]]
+Convert = Callable[[Admission, RequestFields], Awaitable[dict[str, Any]]]
 
 
 async def start(
@@ -52,7 +50,7 @@ async def start(
     app = web.Application(middlewares=[_errors, _guard(access.key)], client_max_size=_MOST_BYTES)
     for path, form in (("/v1/completions", TextForm(admission)), ("/v1/chat/completions", ChatForm(admission, render))):
         app.router.add_post(path, functools.partial(endpoint.answer, form))
-    for path, convert in (("/tokenize", tokenizer_form.tokenize), ("/detokenize", tokenizer_form.detokenize)):
+    for path, convert in (("/tokenize", openai.tokenize), ("/detokenize", openai.detokenize)):
         app.router.add_post(path, functools.partial(endpoint.convert, convert))
     app.router.add_post("/update_weights_from_disk", endpoint.load)
     app.router.add_get("/tokenizer_info", endpoint.tokenizer_info)
@@ -148,7 +146,7 @@ class _Endpoint:
         return web.json_response(answer)
 
     async def tokenizer_info(self, _: web.Request) -> web.Response:
-        return web.json_response(tokenizer_form.INFO)
+        return web.json_response(openai.TOKENIZER_INFO)
 
     async def convert(self, convert: Convert, request: web.Request) -> web.Response:
         with self._admission.request():
@@ -168,11 +166,11 @@ class _Endpoint:
                 if asked.stream:
                     await self._stream(form, asked, head | {"object": form.piece_kind}, request, response)
                     return response
-                made = await completing.choices(self._admission, asked)
+                made = await completions.choices(self._admission, asked)
                 drawn = sum(len(choice.token_ids) for choice in made)
                 # In a thread: every token is decoded, and with logprobs up to 20 others beside it.
                 written = await asyncio.to_thread(lambda: [form.choice(asked, choice) for choice in made])
-                answer = {"object": form.kind, "choices": written, "usage": completing.usage(asked, drawn)}
+                answer = {"object": form.kind, "choices": written, "usage": completions.usage(asked, drawn)}
                 if asked.counters is not None:
                     versions = sorted(frozenset[int]().union(*(choice.versions for choice in made)))
                     answer["weights"] = await asyncio.to_thread(lambda: [*map(self._admission.checksum, versions)])
@@ -186,13 +184,13 @@ class _Endpoint:
     async def _stream(
         self,
         form: TextForm | ChatForm,
-        asked: Asked,
+        asked: CompletionRequest,
         head: dict[str, Any],
         request: web.Request,
         response: web.StreamResponse,
     ) -> None:
         begun, drawn = set[int](), 0
-        async with contextlib.aclosing(completing.pieces(self._admission, asked)) as pieces:
+        async with contextlib.aclosing(completions.pieces(self._admission, asked)) as pieces:
             async for piece in pieces:
                 if not response.prepared:  # not before: until the first piece a refusal has its own status
                     await response.prepare(request)
@@ -200,7 +198,7 @@ class _Endpoint:
                 begun.add(piece.index)
                 drawn += len(piece.token_ids)
         if asked.usage:
-            await _send(request, response, head | {"choices": [], "usage": completing.usage(asked, drawn)})
+            await _send(request, response, head | {"choices": [], "usage": completions.usage(asked, drawn)})
         await _send(request, response, None)
 
 
@@ -218,7 +216,7 @@ def _error(message: str, kind: str, code: str) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": None, "code": code}}
 
 
-async def _body(request: web.Request) -> Body:
+async def _body(request: web.Request) -> RequestFields:
     try:
         body = json.loads(await asyncio.wait_for(request.read(), STALL_SECONDS))
     except TimeoutError:
@@ -228,7 +226,7 @@ async def _body(request: web.Request) -> Body:
         raise ValueError(f"the request is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise ValueError(f"the request must be a JSON object, got a {type(body).__name__}")
-    return Body(body)
+    return RequestFields(body)
 
 
 async def _send(request: web.Request, response: web.StreamResponse, event: dict[str, Any] | None) -> None:

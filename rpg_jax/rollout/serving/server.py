@@ -12,10 +12,9 @@ from rpg_jax.data.tokenizer import Codec
 from rpg_jax.rollout.jetstream.adapter import pack
 from rpg_jax.rollout.jetstream.compat import jetstream_pb2, jetstream_pb2_grpc, orchestrator
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
-from rpg_jax.rollout.serving import wire
 from rpg_jax.rollout.serving.access import STALL_SECONDS, Access, ApiKey
-from rpg_jax.rollout.serving.admission import Admission, Refused, count
-from rpg_jax.rollout.serving.weight_loads import Disk
+from rpg_jax.rollout.serving.admission import Admission, Disk, Refused, count
+from rpg_jax.rollout.serving.client import Terms, decode_terms
 from rpg_jax.types import Sampling
 
 _IDLE_MS = 300_000
@@ -44,7 +43,7 @@ class Service(orchestrator.LLMOrchestrator):
         """The server is live until it drains, because the next request replaces a driver that has failed."""
         return jetstream_pb2.HealthCheckResponse(is_live=not self._admission.draining)
 
-    async def _read(self, request, metadata) -> tuple[np.ndarray, wire.Terms]:
+    async def _read(self, request, metadata) -> tuple[np.ndarray, Terms]:
         """Prompt and terms of a request. Raises ValueError if the engine cannot serve it."""
         content = request.WhichOneof("content")
         if content is None:
@@ -53,8 +52,8 @@ class Service(orchestrator.LLMOrchestrator):
             ids = await self._admission.encode(request.text_content.text)
         else:
             ids = list(request.token_content.token_ids)
-        defaults = wire.Terms((0, 0, self._admission.arrival(), 0), self._admission.sampling, False)
-        terms = wire.decode(metadata, request.max_tokens, defaults)
+        defaults = Terms((0, 0, self._admission.arrival(), 0), self._admission.sampling, False)
+        terms = decode_terms(metadata, request.max_tokens, defaults)
         if terms.lanes and content == "text_content":
             raise ValueError("rpg-lanes answers token_content only: log-probs belong to token ids")
         return self._admission.checked(ids, terms.sampling), terms
@@ -88,7 +87,7 @@ class Server:
       port: gRPC listens here; port 0 takes a free port, which the attribute `port` then holds.
       http_port: of the HTTP endpoint (see `serving.http`), and then an attribute too; None for none.
       name: the name of the model, for HTTP clients.
-      render: the model's chat template for HTTP clients, see `chat_form.ChatForm`.
+      render: the model's chat template for HTTP clients, see `openai.ChatForm`.
       disk: where weights come from that HTTP clients name, see `Admission`.
 
     Raises:
@@ -176,7 +175,7 @@ class Server:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
 
-def _ids(terms: wire.Terms, tokens: np.ndarray, logprobs: np.ndarray) -> list[int]:
+def _ids(terms: Terms, tokens: np.ndarray, logprobs: np.ndarray) -> list[int]:
     if terms.lanes:
         return pack(tokens, logprobs).tolist()
     return [t for t in tokens.tolist() if t not in terms.sampling.stop_token_ids]

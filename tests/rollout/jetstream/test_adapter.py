@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rpg_jax.rollout.decode_state import Drawn
+from rpg_jax.rollout.decode_state import DecodeResult
 from rpg_jax.rollout.jetstream.adapter import JetStreamEngine, TokenIds, pack, packed, unpack
 from rpg_jax.rollout.jetstream.compat import token_utils
 from rpg_jax.types import Sampling
@@ -49,7 +49,7 @@ def test_jetstream_ends_a_completion_whose_slot_ends_and_no_other(slot, drawn, c
     """One that goes on may have drawn fewer tokens in the dispatch than others, or none."""
     counts, active = np.array([3, 1, 2, 0], np.int32), np.array([True, True, False, True])
     tokens = np.array([[4, 5, 6], [7, 1, 1], [8, 9, 1], [1, 1, 1]], np.int32)
-    result = packed(Drawn(tokens, np.full((4, 3), -0.5, np.float32), counts, active, counts))
+    result = packed(DecodeResult(tokens, np.full((4, 3), -0.5, np.float32), counts, active, counts))
     (sample,), ended = token_utils.process_result_tokens(TokenIds(), slot, 16, result, np.zeros(1, bool), True)
     lanes = np.array(sample.token_ids, np.int32)
     assert unpack(lanes[: len(lanes) // 2 * 2])[0].tolist() == drawn

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from rpg_jax.rollout.serving.admission import Admission
-from rpg_jax.rollout.serving.stop_text import StopText
+from rpg_jax.rollout.serving.completions import StopText
 from rpg_jax.types import Sampling
 
 TEXT = "naïve 中文 😀!"

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from rpg_jax.rollout.serving.announced import address_of, announced, file_of
+from rpg_jax.rollout.serving.access import address_of, announce, file_of
 from tests.fake_gcs import FakeGcs
 
 
@@ -36,7 +36,7 @@ def test_a_server_that_listens_everywhere_is_reached_at_its_announced_address():
 
 def test_a_file_has_one_line_while_its_server_serves_and_then_goes(tmp_path):
     file = file_of(str(tmp_path / "new" / "servers"), "w0", 8000)
-    with announced(file, "http://10.0.0.5:8000"):
+    with announce(file, "http://10.0.0.5:8000"):
         assert [path.name for path in file.parent.iterdir()] == ["w0"]
         assert file.read_text() == "http://10.0.0.5:8000\n"
     assert not file.exists()
@@ -44,11 +44,11 @@ def test_a_file_has_one_line_while_its_server_serves_and_then_goes(tmp_path):
 
 def test_a_server_that_stops_leaves_the_file_of_the_server_that_replaced_it(tmp_path):
     file = file_of(str(tmp_path), "w0", 8000)
-    with announced(file, "http://10.0.0.5:8000"):
-        with announced(file, "http://10.0.0.6:8000"):  # it was started anew on another machine
+    with announce(file, "http://10.0.0.5:8000"):
+        with announce(file, "http://10.0.0.6:8000"):  # it was started anew on another machine
             pass
         assert not file.exists()  # and has ended too: nothing is left to delete
-    with announced(file, "http://10.0.0.5:8000"):
+    with announce(file, "http://10.0.0.5:8000"):
         file.write_text("http://10.0.0.6:8000\n")
     assert file.read_text() == "http://10.0.0.6:8000\n"
 
@@ -65,8 +65,8 @@ def test_two_servers_of_one_host_have_two_files(tmp_path):
 
 
 IN_A_BUCKET = """
-from rpg_jax.rollout.serving.announced import announced, file_of
-with announced(file_of("gs://bucket/servers/r", "w0", 8000), "https://10.0.0.5:8000"):
+from rpg_jax.rollout.serving.access import announce, file_of
+with announce(file_of("gs://bucket/servers/r", "w0", 8000), "https://10.0.0.5:8000"):
     print(file_of("gs://bucket/servers/r", "w0", 8000).read_text(), end="")
 """
 

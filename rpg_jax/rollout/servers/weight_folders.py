@@ -16,8 +16,8 @@ import numpy as np
 
 from rpg_jax.models import Base
 from rpg_jax.parallel import hosts
-from rpg_jax.rollout.served.balance import Loadable
-from rpg_jax.rollout.served.probe import Probe
+from rpg_jax.rollout.servers.balance import Loadable
+from rpg_jax.rollout.servers.protocol import Probe
 from rpg_jax.rollout.weights import Params, RolloutError, Weights, weights_checksum
 from rpg_jax.storage import errors
 
@@ -33,7 +33,7 @@ class Store(Protocol):
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Deploying:
+class PendingFolder:
     """Weights on their way into a folder; the result of `folder` comes once the folder is complete.
 
     `probe` is what servers answer that have loaded them, where they do not prove that otherwise.
@@ -44,7 +44,7 @@ class Deploying:
     probe: Probe | None = None
 
 
-class Deployed(Weights):
+class WeightFolders(Weights):
     """The trainer's weights in folders `weights-CHECKSUM` below `home`; nothing is decoded here.
 
     `stage` copies them to host memory, each process its part, and a thread writes the files while training goes on.
@@ -79,14 +79,14 @@ class Deployed(Weights):
     ):
         self._home, self._store, self._use, self._announce, self._probe = home, store, use, announce, probe
         self._exchange = hosts.Exchange()
-        self._alive = weakref.WeakSet[Deploying]()  # those that may be synced, as somebody has them
-        self._last: Deploying | None = None
+        self._alive = weakref.WeakSet[PendingFolder]()  # those that may be synced, as somebody has them
+        self._last: PendingFolder | None = None
         self._counts, self._counting = Counter[str](), threading.Lock()
         self._begun = False
         super().__init__(params, dtype=dtype, base=base, merge=True)
         self._begun = True
 
-    def stage(self, params: Params) -> Deploying:  # type: ignore[override]  # on no device
+    def stage(self, params: Params) -> PendingFolder:  # type: ignore[override]  # on no device
         """Copies this process's part to host memory, and has it written. All processes call it, on the main thread.
 
         The devices hold all weights in `dtype` meanwhile, split as the trainer's are, and `Store` says what beside.
@@ -96,7 +96,7 @@ class Deployed(Weights):
         checksum = weights_checksum(converted)
         if self._last is None or self._last.checksum != checksum:
             blocks, before = list(self._store.fetch(converted)), self._last and self._last.folder
-            self._last = Deploying(checksum, Future(), None if self._probe is None else self._probe(converted))
+            self._last = PendingFolder(checksum, Future(), None if self._probe is None else self._probe(converted))
             self._alive.add(self._last)
             # A daemon: where another process never comes, this one must be able to end.
             work = (self._last.folder, before, checksum, blocks)
@@ -104,7 +104,7 @@ class Deployed(Weights):
             self._count(copy_seconds=time.perf_counter() - began)
         return self._last
 
-    def sync(self, params: Params | Deploying, version: int) -> None:  # type: ignore[override]
+    def sync(self, params: Params | PendingFolder, version: int) -> None:  # type: ignore[override]
         """Waits for the folder, and has servers load it.
 
         Raises StorageFailure if a process could not write its part.
@@ -112,7 +112,7 @@ class Deployed(Weights):
         if not self._begun:  # the weights of a run that continues are not read yet
             self._version, self._checksum = version, None
             return
-        copy = params if isinstance(params, Deploying) else self.stage(params)
+        copy = params if isinstance(params, PendingFolder) else self.stage(params)
         began = time.perf_counter()
         folder = copy.folder.result()
         self._count(wait_seconds=time.perf_counter() - began)
@@ -125,9 +125,9 @@ class Deployed(Weights):
         assert self._checksum is not None, "a sync sets it"
         return self._checksum
 
-    def verify(self, params: Params | Deploying) -> None:  # type: ignore[override]
+    def verify(self, params: Params | PendingFolder) -> None:  # type: ignore[override]
         """Raises RolloutError if the folder has other weights. What servers made of it, only some of them tell."""
-        own = params.checksum if isinstance(params, Deploying) else weights_checksum(self._converted(params))
+        own = params.checksum if isinstance(params, PendingFolder) else weights_checksum(self._converted(params))
         if own != self.checksum():
             raise RolloutError(f"the servers' folder has weights {self.checksum():016x}, and the trainer {own:016x}")
 

@@ -14,7 +14,7 @@ import pytest
 from rpg_jax import models
 from rpg_jax.rollout import RolloutError
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
-from rpg_jax.rollout.served.kinds import KINDS
+from rpg_jax.rollout.servers.server import KINDS
 from rpg_jax.rollout.serving.server import Server
 from rpg_jax.types import Sampling
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from rpg_jax.rollout import Request
-from rpg_jax.rollout.served.balance import Balance
-from rpg_jax.rollout.served.calls import Client
-from rpg_jax.rollout.served.deployed import Deployed
-from rpg_jax.rollout.served.kinds import KINDS
-from rpg_jax.rollout.served.served_rollout import ServedRollout
+from rpg_jax.rollout.servers.balance import Balance
+from rpg_jax.rollout.servers.client import Client
+from rpg_jax.rollout.servers.rollout import ServersRollout
+from rpg_jax.rollout.servers.server import KINDS
+from rpg_jax.rollout.servers.weight_folders import WeightFolders
 from rpg_jax.types import Sampling
 
 PARAMS = {"w": np.arange(6, dtype=np.float32)}
@@ -123,9 +123,9 @@ def served(tmp_path):
         addresses = urls if not callable(urls[0]) else urls[0]
         balance = Balance(addresses, client, kind, **{"parallel": 4, "patience": 20.0, "rest": 0.01, **options})
         params, store = jax.tree.map(jax.numpy.asarray, params), store or Npy()
-        weights = Deployed(params, tmp_path / "weights", store, balance.use, announce=balance.announce)
+        weights = WeightFolders(params, tmp_path / "weights", store, balance.use, announce=balance.announce)
         sizes = {"capacity": 48, "vocab_size": 100 if params.keys() == PARAMS.keys() else 50}
-        rollout = ServedRollout(balance, weights, model=model, counters=kind.counters, **sizes)
+        rollout = ServersRollout(balance, weights, model=model, counters=kind.counters, **sizes)
         rollout.sync_weights(params, 3)
         made.append(rollout)
         return rollout

@@ -8,11 +8,10 @@ import numpy as np
 import pytest
 
 from rpg_jax import models
-from rpg_jax.rollout.served.answers import Unusable
-from rpg_jax.rollout.served.calls import ServerError
-from rpg_jax.rollout.served.deployed import Deployed
-from rpg_jax.rollout.served.probe import Probe, prober
-from tests.rollout.served.conftest import PARAMS, REQUEST, Npy
+from rpg_jax.rollout.servers.client import ServerError
+from rpg_jax.rollout.servers.protocol import Probe, Unusable, prober
+from rpg_jax.rollout.servers.weight_folders import WeightFolders
+from tests.rollout.servers.conftest import PARAMS, REQUEST, Npy
 
 CONFIG = models.QwenConfig(
     vocab_size=50, num_layers=2, embed_dim=16, num_heads=2, num_kv_heads=1, head_dim=8, hidden_dim=32
@@ -100,7 +99,7 @@ def asked(stand_in, served, tmp_path):
         server = stand_in(fault)
         rollout = served(server.url)
         params = jax.tree.map(jnp.asarray, PARAMS)
-        rollout.weights = Deployed(
+        rollout.weights = WeightFolders(
             params, tmp_path / "probed", Npy(), rollout._balance.use, probe=lambda _: probed(far)
         )
         rollout.sync_weights(params, 4)

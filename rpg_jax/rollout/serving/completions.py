@@ -1,21 +1,20 @@
-"""From what a request asks to its completions, for all of OpenAI's forms: side by side, whole or in pieces."""
+"""From a request's fields to its completions, for all of OpenAI's forms: side by side, whole or in pieces."""
 
 import asyncio
 import contextlib
 import dataclasses
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import numpy as np
 
 from rpg_jax.rollout.engine import Scores
 from rpg_jax.rollout.serving.admission import Admission
-from rpg_jax.rollout.serving.stop_text import StopText
 from rpg_jax.types import Sampling
 
 
 @dataclasses.dataclass(frozen=True)
-class Asked:
+class CompletionRequest:
     """What a request asks.
 
     Attributes:
@@ -90,7 +89,7 @@ class Choice:
     versions: frozenset[int]
 
 
-async def pieces(admission: Admission, asked: Asked) -> AsyncGenerator[Piece]:
+async def pieces(admission: Admission, asked: CompletionRequest) -> AsyncGenerator[Piece]:
     """The pieces of all choices as they come. Closing the iterator frees their slots."""
     queue: asyncio.Queue[Piece | None] = asyncio.Queue()
 
@@ -118,7 +117,7 @@ async def pieces(admission: Admission, asked: Asked) -> AsyncGenerator[Piece]:
         await asyncio.gather(everything, *tasks, return_exceptions=True)
 
 
-async def choices(admission: Admission, asked: Asked) -> list[Choice]:
+async def choices(admission: Admission, asked: CompletionRequest) -> list[Choice]:
     """The whole answer, in the order of the prompts."""
     made: list[list[Piece]] = [[] for _ in range(len(asked.prompts) * asked.n)]
     if asked.draw:
@@ -128,14 +127,14 @@ async def choices(admission: Admission, asked: Asked) -> list[Choice]:
     return [await _joined(admission, asked, index, own) for index, own in enumerate(made)]
 
 
-def usage(asked: Asked, tokens: int) -> dict[str, Any]:
+def usage(asked: CompletionRequest, tokens: int) -> dict[str, Any]:
     """OpenAI's count of the tokens that were read and drawn."""
     read = sum(map(len, asked.prompts))
     return {"prompt_tokens": read, "completion_tokens": tokens, "total_tokens": read + tokens}
 
 
 async def _completion(
-    admission: Admission, asked: Asked, index: int, counters: tuple[int, int, int, int]
+    admission: Admission, asked: CompletionRequest, index: int, counters: tuple[int, int, int, int]
 ) -> AsyncGenerator[Piece]:
     sampling, stops, drawn = asked.sampling, StopText(asked.stop), 0
     more, prompt = admission.text(sampling), asked.prompts[index // asked.n]
@@ -158,7 +157,7 @@ async def _completion(
                 return
 
 
-async def _joined(admission: Admission, asked: Asked, index: int, own: list[Piece]) -> Choice:
+async def _joined(admission: Admission, asked: CompletionRequest, index: int, own: list[Piece]) -> Choice:
     prompt, tokens = asked.prompts[index // asked.n], [token for piece in own for token in piece.token_ids]
     scores = None
     if asked.logprobs is not None:
@@ -168,3 +167,33 @@ async def _joined(admission: Admission, asked: Asked, index: int, own: list[Piec
     assert reason is not None
     versions = frozenset(piece.version for piece in own)
     return Choice(index, prompt, text, tokens, drawn_with, reason, scores, versions)
+
+
+class StopText:
+    """Passes a growing text on, up to the stop text that is complete first; holds back what may be one's beginning."""
+
+    def __init__(self, stops: Sequence[str]):
+        self._stops, self._held = stops, ""
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """The text that is certain now, and whether a stop text has ended it."""
+        self._held += text
+        found = [(place + len(stop), place) for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        if found:
+            _, begin = min(found)
+            certain, self._held = self._held[:begin], ""
+            return certain, True
+        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        cut = len(self._held) - keep
+        certain, self._held = self._held[:cut], self._held[cut:]
+        return certain, False
+
+    def flush(self) -> str:
+        """The rest, where the completion has ended without a stop text."""
+        rest, self._held = self._held, ""
+        return rest
+
+
+def _overlap(text: str, stop: str) -> int:
+    """The length of the longest proper beginning of `stop` at the end of `text`."""
+    return next((n for n in range(min(len(text), len(stop) - 1), 0, -1) if text.endswith(stop[:n])), 0)

@@ -13,11 +13,9 @@ from dataclasses import replace
 import pytest
 
 from rpg_jax.rollout import RolloutError
-from rpg_jax.rollout.served import balance, calls
-from rpg_jax.rollout.served.addresses import source
-from rpg_jax.rollout.served.calls import Caller, Client, Unavailable
-from rpg_jax.rollout.served.kinds import KINDS
-from rpg_jax.rollout.served.standing import Server
+from rpg_jax.rollout.servers import balance, client
+from rpg_jax.rollout.servers.client import Caller, Client, Unavailable, source
+from rpg_jax.rollout.servers.server import KINDS, Server
 from rpg_jax.rollout.serving.access import ApiKey
 
 from .conftest import REQUEST, first_of
@@ -63,7 +61,7 @@ def test_two_silent_servers_of_eight_cost_no_request_more_than_the_time_to_conne
     urls = [silent(accepts=True), silent(accepts=False)]
     servers = [stand_in(lambda path, body: time.sleep(0.02) if path == COMPLETIONS else None) for _ in range(6)]
     rollout = served(*urls, *(server.url for server in servers), timeout=600)
-    assert seconds_for(rollout, MANY) < calls.CONNECT_SECONDS
+    assert seconds_for(rollout, MANY) < client.CONNECT_SECONDS
     counts = rollout.take_counts()
     assert counts["servers/answering"] == 6 and counts["servers/failures"] == 0
 
@@ -220,7 +218,7 @@ def test_what_fails_before_a_request_is_sent_is_no_fault_of_the_request(served, 
     stand_in(port=closed.server_address[1])
     thread.join(20)
     assert same(found[0], ONE)
-    monkeypatch.setattr(calls, "CONNECT_SECONDS", 0.2)
+    monkeypatch.setattr(client, "CONNECT_SECONDS", 0.2)
     for accepts in (False, True):
         with pytest.raises(Unavailable) as failed:
             asyncio.run(posted(silent(accepts)))

@@ -1,4 +1,4 @@
-"""The trainer's side: a rollout whose completions come from servers."""
+"""The driver "servers": a rollout whose completions come from servers."""
 
 import asyncio
 import functools
@@ -10,17 +10,16 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from rpg_jax.parallel import hosts
-from rpg_jax.rollout.interface import Request, Rollout
-from rpg_jax.rollout.row import Row
-from rpg_jax.rollout.served.answers import Question
-from rpg_jax.rollout.served.balance import Balance
-from rpg_jax.rollout.served.deployed import Deployed
+from rpg_jax.rollout.request import Request, Rollout, Row
+from rpg_jax.rollout.servers.balance import Balance
+from rpg_jax.rollout.servers.protocol import TurnRequest
+from rpg_jax.rollout.servers.weight_folders import WeightFolders
 from rpg_jax.types import Completion
 
 T = TypeVar("T")
 
 
-class ServedRollout(Rollout):
+class ServersRollout(Rollout):
     """One call of a server for each completion, or for each turn of one that an environment answers.
 
     Servers load the weights before they sample with them, each when it is asked first. Every process of the trainer
@@ -37,7 +36,7 @@ class ServedRollout(Rollout):
     def __init__(
         self,
         balance: Balance,
-        weights: Deployed,
+        weights: WeightFolders,
         *,
         model: str | None = None,
         counters: bool = False,
@@ -131,7 +130,7 @@ class ServedRollout(Rollout):
             environment=request.environment,
         )
         while True:
-            question = Question(row, self._model, self._counters)
+            question = TurnRequest(row, self._model, self._counters)
             read = functools.partial(question.completion, version=version, vocab_size=self._vocab_size)
             turn = await self._balance.ask(question.body, read)
             row.written.extend(turn.tokens, turn.logprobs, version)

@@ -9,12 +9,9 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-from rpg_jax.rollout.served.addresses import Look
-from rpg_jax.rollout.served.answers import Aborted, Unusable
-from rpg_jax.rollout.served.calls import Caller, Client, Refused, ServerError, Unavailable
-from rpg_jax.rollout.served.kinds import Kind
-from rpg_jax.rollout.served.probe import Probe
-from rpg_jax.rollout.served.standing import STRIKES, Server
+from rpg_jax.rollout.servers.client import Caller, Client, Look, Refused, ServerError, Unavailable
+from rpg_jax.rollout.servers.protocol import Aborted, Probe, Unusable
+from rpg_jax.rollout.servers.server import STRIKES, Kind, Server
 
 _MOST_FAULTS = 4  # of one request, at servers that were in order: then it is the request, or the servers' program
 _HEALTH_SECONDS = 5.0  # the longest wait for an answer about its health, of a server that rests or must load

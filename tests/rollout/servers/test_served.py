@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from rpg_jax.rollout import RolloutError
-from rpg_jax.rollout.served.answers import seed_of
-from rpg_jax.rollout.served.calls import Client, ServerError
-from rpg_jax.rollout.served.kinds import KINDS
+from rpg_jax.rollout.servers.client import Client, ServerError
+from rpg_jax.rollout.servers.protocol import seed_of
+from rpg_jax.rollout.servers.server import KINDS
 from rpg_jax.rollout.serving.access import ApiKey
 from rpg_jax.types import Sampling
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from rpg_jax.rollout.served.deployed import Deployed
+from rpg_jax.rollout.servers.weight_folders import WeightFolders
 from rpg_jax.storage.errors import StorageFailure
 from tests.end_to_end.test_processes import reserve_port
 from tests.end_to_end.whole_runs import ROOT
@@ -47,20 +47,20 @@ def folders(home):
 
 @pytest.fixture
 def deployed(tmp_path):
-    store, used, announced = Slow(), [], []
-    made = Deployed(weights(0), tmp_path, store, used.append, announce=announced.append)
-    yield made, store, used, announced
+    store, used, announce = Slow(), [], []
+    made = WeightFolders(weights(0), tmp_path, store, used.append, announce=announce.append)
+    yield made, store, used, announce
     store.go.set()
 
 
 def test_training_goes_on_while_a_thread_writes_and_a_sync_waits_for_it(deployed, tmp_path):
-    made, store, used, announced = deployed
+    made, store, used, announce = deployed
     store.go.clear()
     staged = made.stage(weights(1))  # returns though nothing is written
-    assert not announced and not used
+    assert not announce and not used
     threading.Timer(0.3, store.go.set).start()
     made.sync(staged, 7)
-    assert announced == used and made.version == 7 and used[0].checksum == made.checksum()
+    assert announce == used and made.version == 7 and used[0].checksum == made.checksum()
     assert used[0].label == used[0].folder[-16:] == f"{used[0].checksum:016x}" and folders(tmp_path) == [1]
     counts = made.take_counts()
     assert counts["servers/weights_bytes"] == counts["servers/weights_bytes_of_a_process"] == 24
@@ -72,7 +72,7 @@ def test_the_same_weights_are_written_once(deployed, tmp_path):
     made, store, used, _ = deployed
     for version in range(3):
         made.sync(weights(1), version)
-    again = Deployed(weights(1), tmp_path, store, used.append)
+    again = WeightFolders(weights(1), tmp_path, store, used.append)
     again.sync(weights(1), 3)
     assert store.writes == 1 and len(set(used)) == 1 and again.take_counts()["servers/weights_bytes"] == 0
 
@@ -93,18 +93,18 @@ def test_a_folder_goes_when_it_is_neither_present_nor_staged(deployed, tmp_path)
 
 
 def test_what_a_killed_run_left_is_replaced_or_removed(tmp_path):
-    first = Deployed(weights(0), tmp_path, Slow(), lambda _: None)
+    first = WeightFolders(weights(0), tmp_path, Slow(), lambda _: None)
     first.sync(weights(1), 1)
     first.sync(weights(2), 2)
     [cut] = (folder for folder in tmp_path.iterdir() if number(folder) == 1)
     (cut / "config.json").unlink()
     (cut / "model-00003-of-00003.safetensors").write_bytes(b"of more processes")
-    Deployed(weights(0), tmp_path, Slow(), lambda _: None).sync(weights(1), 1)
+    WeightFolders(weights(0), tmp_path, Slow(), lambda _: None).sync(weights(1), 1)
     assert folders(tmp_path) == [1] and {file.name for file in cut.iterdir()} == {"config.json", "w.npy"}
 
 
 def test_a_folder_that_cannot_be_written_ends_the_sync_with_one_line(tmp_path):
-    made = Deployed(weights(0), tmp_path / "home", Slow(), lambda _: None)
+    made = WeightFolders(weights(0), tmp_path / "home", Slow(), lambda _: None)
     (tmp_path / "home").write_text("a file")
     for _ in range(2):  # whoever asks
         with pytest.raises(StorageFailure, match=r"weights-\w+, written: NotADirectoryError.*another try would end"):
@@ -118,7 +118,7 @@ def test_the_copy_stays_when_the_trainer_donates_its_weights(model, model_config
     written = store.write
     store.write = lambda *args: go.wait(30) and written(*args)
     params = jax.tree.map(jnp.copy, model[1])
-    made = Deployed(params, tmp_path, store, lambda _: None)
+    made = WeightFolders(params, tmp_path, store, lambda _: None)
     staged = made.stage(params)
     update = jax.jit(lambda params: jax.tree.map(lambda x: x + 1, params), donate_argnums=0)
     jax.block_until_ready(update(params))
@@ -140,7 +140,7 @@ from pathlib import Path
 from rpg_jax import models, parallel
 from rpg_jax.models import hf_saving, lora
 from rpg_jax.parallel import hosts
-from rpg_jax.rollout.served.deployed import Deployed
+from rpg_jax.rollout.servers.weight_folders import WeightFolders
 from rpg_jax.storage.errors import StorageFailure
 
 hf_saving._BLOCK_BYTES = 2**14
@@ -169,7 +169,7 @@ def deploy(name, config, mesh, adapters=None, dtype=jnp.bfloat16):
     (home / name).mkdir(parents=True, exist_ok=True)
     store = models.Saving(config, dtype or jnp.float32, max_file_bytes=2**15)
     with jax.set_mesh(mesh):
-        made = Deployed(params, home / name, store, used.append, dtype=dtype, base=base)
+        made = WeightFolders(params, home / name, store, used.append, dtype=dtype, base=base)
         staged = made.stage(params)
         found = []
         thread = threading.Thread(target=lambda: found.append(made.sync(staged, 1)))

@@ -1,0 +1,206 @@
+"""The drivers of a rollout, each declared once; the lockstep driver; and completions that are decoded a second time."""
+
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from rpg_jax.models import Base, QwenConfig
+from rpg_jax.rollout.decoding import Decoding
+from rpg_jax.rollout.engine import QwenEngine, ReplayResult
+from rpg_jax.rollout.request import Request, Rollout, Row, Split
+from rpg_jax.rollout.schedule import Chunk, Finish, Planner, Schedule, Usage
+from rpg_jax.rollout.simple import SimpleRollout
+from rpg_jax.rollout.weights import Params, RolloutError, Staged, Weights
+from rpg_jax.types import Completion, Sampling
+
+
+class LockstepRollout(Rollout):
+    """Calls from several threads run one after the other."""
+
+    split = Split.TOGETHER
+
+    def __init__(self, engine: QwenEngine):
+        self.engine, self.weights, self.usage = engine, engine.weights, Usage()
+        self._planner = Planner(engine)
+        self._busy = threading.Lock()
+
+    def sync_weights(self, params: Params | Staged, version: int) -> None:
+        """Waits until no rollout runs, unless completions may mix weights (`mixed`, on one process only)."""
+        with contextlib.nullcontext() if self.engine.decoding.mixed else self._busy:
+            super().sync_weights(params, version)
+
+    def generate(self, request: Request) -> list[list[Completion]]:
+        if request.environment is not None and jax.process_count() > 1:
+            raise ValueError("lockstep hosts cannot wait for an environment's replies: set rollout.driver=orchestrator")
+        groups, chunks = self._planner.plan(request)
+        with self._busy:
+            version = self.weights.version
+            try:
+                self._run(deque(chunks), Finish(request, groups))
+            except Exception as fault:
+                failed = f"the rollout of step {request.step} failed: {type(fault).__name__}: {fault}"
+                raise RolloutError(failed) from fault
+        return self._planner.completions(request, groups, version)
+
+    def _run(self, chunks: deque[Chunk], finish: Finish) -> None:
+        engine = self.engine
+        schedule = Schedule(engine, range(engine.decoding.slots), self.usage)
+
+        def leave(ended: Sequence[tuple[int | None, Row]]) -> None:
+            for slot, row in ended:
+                schedule.free += [] if slot is None else [slot]
+                finish.completed(row)
+
+        while not finish.over:
+            leave(schedule.resume())
+            while schedule.hungry and chunks:
+                chunk = chunks.popleft()
+                schedule.add(engine.prefill(tokens=chunk.tokens, lengths=chunk.lengths), chunk.rows)
+            schedule.fill()
+            if schedule.live:
+                leave(schedule.settle(schedule.advance(more=bool(chunks))))
+            elif not finish.over:
+                schedule.wait()
+
+
+@dataclasses.dataclass(frozen=True)
+class Driver:
+    """One way to run a rollout. Code that treats drivers differently asks this declaration, not the name.
+
+    Attributes:
+      make: makes its `Rollout` from the model's config and graphdef, `Weights` and `Decoding`.
+      spans_hosts: one rollout decodes all prompts on a mesh over all hosts. Otherwise each host decodes its share of
+        the prompts, on its own devices.
+      single_process: it cannot run in several processes.
+      needs: a package that need not be installed; without it lockstep takes over.
+      remote: other processes sample for a trainer, workers or servers; nothing is made here.
+      turns: it continues a completion after an environment's observation.
+    """
+
+    make: Callable[[QwenConfig, nnx.GraphDef, Weights, Decoding], Rollout] | None
+    spans_hosts: bool = False
+    single_process: bool = False
+    needs: str = ""
+    remote: bool = False
+    turns: bool = False
+
+
+def _orchestrator(*model: Any) -> Rollout:
+    """JetStream's threads. JetStream is imported here, so that the other drivers work without it."""
+    try:
+        from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
+    except ModuleNotFoundError as error:
+        fix = "pip install 'rpg_jax[jetstream]' brings what JetStream needs; or choose rollout.driver=lockstep"
+        raise ValueError(f"rollout.driver=orchestrator: {error}; {fix}") from error
+    return JetStreamRollout(QwenEngine(*model))
+
+
+DRIVERS = {
+    "orchestrator": Driver(_orchestrator, needs="jetstream", turns=True),
+    "lockstep": Driver(lambda *model: LockstepRollout(QwenEngine(*model)), spans_hosts=True, turns=True),
+    "simple": Driver(SimpleRollout, single_process=True),
+    "servers": Driver(None, remote=True, turns=True),
+}
+"""By the value of the config field `rollout.driver`."""
+
+LOCAL_DRIVERS = [name for name, driver in DRIVERS.items() if not driver.remote]
+"""The drivers that `make_rollout` makes."""
+
+
+def find_driver(name: str) -> Driver:
+    """The driver of that name, or lockstep where its package is not installed. Raises ValueError if there is none."""
+    if name not in DRIVERS:
+        raise ValueError(f"unknown rollout driver {name!r}; known: {', '.join(DRIVERS)}")
+    found = DRIVERS[name]
+    if found.needs and importlib.util.find_spec(found.needs) is None:
+        _say_that_lockstep_takes_over(name)
+        return DRIVERS["lockstep"]
+    return found
+
+
+@functools.cache  # once a process
+def _say_that_lockstep_takes_over(name: str) -> None:
+    from rpg_jax.rollout.jetstream import INSTALL
+
+    print(f"rollout.driver=lockstep takes over: {name} needs JetStream ({INSTALL})", file=sys.stderr)
+
+
+def make_rollout(
+    driver: str,
+    config: QwenConfig,
+    graphdef: nnx.GraphDef,
+    params: Params,
+    decoding: Decoding,
+    *,
+    base: Base | None = None,
+    merge: bool = False,
+) -> Rollout:
+    """The rollout of a driver, over a model of `config` and `graphdef` with the trainer's `params` as version 0.
+
+    If `params` are adapters, `base` are the frozen weights; see `Weights`, which has `merge` too.
+
+    Raises:
+      ValueError: the driver is unknown or remote, or lacks a package that its own package needs.
+    """
+    make = find_driver(driver).make
+    if make is None:
+        raise ValueError(f"rollout.driver={driver} needs a trainer; choose orchestrator or lockstep")
+    how = {"dtype": decoding.dtype, "shardings": decoding.shardings, "int8": decoding.int8}
+    weights = Weights(params, **how, base=base, merge=merge)
+    return make(config, graphdef, weights, decoding)
+
+
+def replay(
+    engine: QwenEngine, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], sampling: Sampling
+) -> list[ReplayResult]:
+    """What the engine computes at the tokens i32[n] of completions: entry t is about token t + 1, t = 0 … n - 2.
+
+    Prompts are prefilled, and then one token of every completion is decoded a step, in slots of the engine's number and
+    by its programs. The first token is left out: a prefill predicts it. Memory is that of a rollout.
+
+    Args:
+      prompts: one a completion, i32[m] each.
+      sampling: of the completions; its temperature is that of the log-probs.
+
+    Raises:
+      ValueError: there are more completions than slots, or one does not fit.
+    """
+    slots, K = engine.decoding.slots, engine.decoding.steps_per_dispatch
+    if not 0 < len(completions) <= slots:
+        raise ValueError(f"a replay takes 1 to {slots} completions, one a slot, got {len(completions)}")
+    request = Request(prompts, range(len(prompts)), 1, sampling, seed=0, step=0)
+    state = engine.init_decode_state()
+    for chunk in Planner(engine).plan(request)[1]:
+        prefix = engine.prefill(tokens=chunk.tokens, lengths=chunk.lengths)
+        rows = [(row.group, row.prompt_row, 0, row.counters, row.sampling) for row in chunk.rows]
+        state = engine.insert(prefix, state, rows)
+    read = np.zeros(slots, np.int32)
+    read[: len(completions)] = [len(tokens) - 1 for tokens in completions]
+    steps = -(-int(read.max()) // K) * K
+    given = np.zeros((slots, steps + 1), np.int32)
+    for row, tokens in zip(given, completions, strict=False):  # the other slots are idle
+        row[: len(tokens)] = tokens
+    longest, parts = max(map(len, prompts)), []
+    for first in range(0, steps, K):
+        block, counts = given[:, first : first + K + 1], np.clip(read - first, 0, K)
+        attend = min(longest + first + K, engine.decoding.capacity)
+        state, replayed = engine.replay(state, block, counts, attend)
+        parts.append(engine.fetch_replayed(replayed))
+    if not parts:
+        raise ValueError("a replay needs a completion of at least two tokens")
+    logprobs = np.concatenate([part.logprobs for part in parts], 1)
+    experts = None if parts[0].experts is None else np.concatenate([part.experts for part in parts], 1)
+    return [
+        ReplayResult(logprobs[s, :n], None if experts is None else experts[s, :n])
+        for s, n in enumerate(read[: len(completions)])
+    ]

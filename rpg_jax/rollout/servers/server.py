@@ -1,0 +1,190 @@
+"""A server as the trainer knows it: its program's way to load weights, how many calls it gets, when it rests.
+
+vLLM's terms were met with vLLM 0.32.0 on a CPU (`tests/end_to_end/test_vllm.py`). SGLang's are those of its pages on RL
+of 2026, and SGLang never ran against this code.
+"""
+
+import asyncio
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rpg_jax.rollout.servers.client import Caller, Unavailable
+from rpg_jax.types import Sampling
+
+Call = tuple[str, Mapping[str, Any]]
+"""A path, and the JSON object that is posted there."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """One program.
+
+    Attributes:
+      loads: from a folder of weights and a label to the calls, in order, that replace the server's weights by those.
+        They end what the server still samples, and empty its cache of prefixes.
+      prefetch: to the call that makes the server read the weights while it samples with others; None if it cannot.
+      needs: what must serve, and how it must be started for `loads`, as a sentence.
+      cut: the log-probabilities that it can return are those after top-p, top-k and min-p too.
+      counters: it is this project's own: it draws this project's random numbers, and every answer has the checksum of
+        the weights. The others are probed after each load.
+      refuses: what an answer 500 to a load says if the next one would be the same.
+      health: what is asked for the health of the program that samples, once it should be ready. vLLM's /health is that
+        of its HTTP server, which answers while the engine hangs.
+      head: a tied model's folder has the head as a tensor of its own too. vLLM keeps a packed copy of the head on a
+        CPU, which a reload replaces only where the folder has the tensor.
+    """
+
+    loads: Callable[[str, str], list[Call]]
+    needs: str
+    prefetch: Callable[[str, str], Call] | None = None
+    cut: bool = True
+    counters: bool = False
+    refuses: str | None = None
+    health: str = "/health"
+    head: bool = False
+
+    def check(self, sampling: Sampling, name: str) -> None:
+        """Raises ValueError if the server cannot return the log-probabilities of what it samples."""
+        cuts = {"top_p": (sampling.top_p, 1.0), "top_k": (sampling.top_k, 0), "min_p": (sampling.min_p, 0.0)}
+        on = [f"rollout.{field}={value:g}" for field, (value, off) in cuts.items() if value != off]
+        if on and not self.cut:
+            raise ValueError(
+                f"servers.kind={name} returns log-probs from before {' and '.join(on)}, and training needs those of "
+                "what is sampled: switch it off, or choose another kind"
+            )
+
+
+def _vllm(folder: str, label: str) -> list[Call]:
+    reload = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+    return [("/pause?mode=abort", {}), ("/collective_rpc", reload), ("/reset_prefix_cache", {}), ("/resume", {})]
+
+
+def _from_disk(folder: str, label: str) -> list[Call]:
+    return [("/update_weights_from_disk", {"model_path": folder, "weight_version": label})]
+
+
+def _read_ahead(folder: str, label: str) -> Call:
+    return "/update_weights_from_disk", {"model_path": folder, "weight_version": label, "prefetch": True}
+
+
+def _sglang(folder: str, label: str) -> list[Call]:
+    [(path, body)] = _from_disk(folder, label)
+    return [(path, {**body, "abort_all_requests": True, "flush_cache": True})]
+
+
+KINDS = {
+    "vllm": Kind(
+        _vllm,
+        "servers.kind=vllm needs vLLM with a model of the trainer's shapes, which sees the folder servers.weights, "
+        "started with VLLM_SERVER_DEV_MODE=1, where only the trainer reaches it",
+        refuses="collective_rpc method failed",
+        health="/is_paused",
+        head=True,
+    ),
+    "sglang": Kind(
+        _sglang,
+        "servers.kind=sglang needs SGLang with a model of the trainer's shapes, which sees the folder servers.weights",
+        cut=False,
+    ),
+    "rpg_jax": Kind(
+        _from_disk,
+        "servers.kind=rpg_jax needs this project's server with a model of the trainer's shapes, started with "
+        "--weights_from=FOLDER, the folder servers.weights",
+        prefetch=_read_ahead,
+        counters=True,
+    ),
+}
+"""By the value of the config field `servers.kind`."""
+
+
+STRIKES = 3  # incidents without an answer between them, at a server that says that it is healthy
+_LONGEST_REST, _DOUBLINGS = 30.0, 10  # seconds; a rest doubles no more often
+_FEWER, _SHARE = 0.75, 16  # of the limit after a refusal; a round of answers adds one, or a sixteenth of the limit
+
+
+@dataclasses.dataclass(eq=False)
+class Server:
+    """One server. All times are seconds of the balance's clock.
+
+    Failures of calls that were under way together are one incident, and so are refusals for want of room.
+
+    Attributes:
+      caller: posts to it.
+      most: calls at once, if it has room for them.
+      rest: seconds after the first incident, and between health calls that fail.
+      limit: the most calls under way. It falls when the server has no room, and rises while it answers.
+      calls: under way.
+      label: of the weights that it has loaded; "" if that is not known.
+      read: the label of the weights that it was asked to read ahead, by the task `reading`.
+      heard: when it answered last, or the first call under way began.
+      idle: when it had a call last, or no request waited.
+      refused: when it had no room, of the last such incident.
+      failed: when it failed, of the last incident.
+      failures: incidents since its last answer to a call.
+      gone: its address is no longer found.
+      resting: it has not said that it is healthy since the incident, or at all.
+      until: nothing is asked before.
+      said: at its last failure.
+    """
+
+    caller: Caller
+    most: int
+    rest: float
+    limit: float = dataclasses.field(init=False)
+    calls: int = 0
+    label: str = ""
+    read: str = ""
+    reading: asyncio.Task[None] | None = None
+    heard: float = 0.0
+    idle: float = 0.0
+    refused: float = -math.inf
+    failed: float = -math.inf
+    failures: int = 0
+    gone: bool = False
+    resting: bool = True
+    until: float = -math.inf
+    said: str = "not reached yet"
+
+    def __post_init__(self):
+        self.limit = self.most
+
+    @property
+    def is_sound(self) -> bool:
+        """Whether it has answered since it failed last."""
+        return not (self.resting or self.failures)
+
+    def is_free(self, label: str, now: float) -> bool:
+        """Whether it can have one more call for these weights. The one that loads them is alone."""
+        return now >= self.until and self.calls < (int(self.limit) if self.label == label else 1)
+
+    def is_due(self, quiet: float, now: float) -> bool:
+        """Whether to ask for its health: after a rest, or if it says nothing for `quiet` seconds of calls under way."""
+        return now >= self.until if self.resting else self.calls > 0 and now - self.heard >= quiet
+
+    def note_answer(self) -> None:
+        """Notes that a call was answered."""
+        self.failures, self.limit = 0, min(self.most, self.limit + 1 / min(self.limit, _SHARE))
+
+    def note_refusal(self, error: Unavailable, begun: float, now: float) -> None:
+        """Notes that it had no room for a call. It pauses only if it asks for that, or if no call of ours fills it."""
+        if begun > self.refused:
+            self.refused, self.limit = now, max(1, self.limit * _FEWER)
+            self.until = now + min(max(error.after, 0.0 if self.calls else self.rest), _LONGEST_REST)
+
+    def note_failure(self, error: Unavailable, begun: float, now: float) -> bool:
+        """Notes that a call failed; returns whether this is a new incident, after which it rests."""
+        if begun < self.failed:
+            return False
+        rest = self.rest * 2 ** min(self.failures, _DOUBLINGS)
+        self.until = now + min(max(error.after, rest), _LONGEST_REST)
+        self.failed, self.failures, self.resting, self.said = now, self.failures + 1, True, str(error)
+        self.label = self.read = ""
+        return True
+
+    def note_health(self, error: Unavailable | None, now: float) -> None:
+        """Notes what a health call of a rest has found; without an error the rest is over."""
+        self.resting = error is not None
+        if error is not None:
+            self.until, self.said = now + self.rest, str(error)

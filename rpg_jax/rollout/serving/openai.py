@@ -1,0 +1,323 @@
+"""OpenAI's form of text completions and of conversations, and vLLM's form of a tokenizer, as JSON objects."""
+
+import asyncio
+import json
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from rpg_jax.data.tokenizer import IncrementalDecoder
+from rpg_jax.rollout.engine import TOP_TOKENS
+from rpg_jax.rollout.serving.admission import Admission
+from rpg_jax.rollout.serving.completions import Choice, CompletionRequest, Piece
+from rpg_jax.types import Sampling
+
+_MOST_STOPS = 16
+
+
+class RequestFields:
+    """A request's fields; null counts as absent. Every method raises ValueError with the name of a wrong field."""
+
+    def __init__(self, fields: Mapping[str, Any]):
+        self._left = {name: value for name, value in fields.items() if value is not None}
+
+    def take(self, name: str, default: Any = None) -> Any:
+        """The field, of any type; it is not taken again."""
+        return self._left.pop(name, default)
+
+    def number(self, name: str, default: float) -> float:
+        value = self.take(name, default)
+        try:
+            number = float(value) if type(value) in (int, float) else math.nan
+        except OverflowError:
+            number = math.inf
+        if not math.isfinite(number):
+            raise ValueError(f"{name} must be a finite number, got {_short(value)}")
+        return number
+
+    def whole(self, name: str, default: int | None, low: int, high: int = 2**31 - 1) -> Any:
+        """A whole number in `low`..`high`, or the default."""
+        value = self.take(name, default)
+        if value is not default and (type(value) is not int or not low <= value <= high):
+            raise ValueError(f"{name} must be a whole number from {low} to {high}, got {_short(value)}")
+        return value
+
+    def truth(self, name: str) -> bool:
+        value = self.take(name, False)
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} must be true or false, got {_short(value)}")
+        return value
+
+    def flags(self, name: str, known: str) -> dict[str, bool]:
+        """An object that has no other entry than `known`, which is true or false."""
+        value = self.take(name, {})
+        if not isinstance(value, dict) or not all(key == known and isinstance(value[key], bool) for key in value):
+            raise ValueError(f'{name} must be {{"{known}": true or false}}, got {_short(value)}')
+        return value
+
+    def stops(self) -> tuple[str, ...]:
+        """`stop`: a text or a list of texts, at which a completion ends."""
+        value = self.take("stop", [])
+        texts = [value] if isinstance(value, str) else value
+        if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
+            raise ValueError(f"stop must be a text or a list of texts, none of them empty, got {_short(value)}")
+        if len(texts) > _MOST_STOPS:
+            raise ValueError(f"stop has {len(texts)} texts; {_MOST_STOPS} are the most")
+        return tuple(texts)
+
+    def wholes(self, name: str, low: int, high: int) -> list[int] | None:
+        """A list of whole numbers in `low`..`high`, or None."""
+        value = self.take(name)
+        fits = isinstance(value, list) and all(type(one) is int and low <= one <= high for one in value)
+        if value is not None and not fits:
+            raise ValueError(f"{name} must be a list of whole numbers from {low} to {high}, got {_short(value)}")
+        return value
+
+    def sampling(self, defaults: Sampling, max_tokens: int) -> Sampling:
+        """`temperature`, `top_p`, `top_k` (-1 and 0 are off), `min_p` and `stop_token_ids`."""
+        stops = self.wholes("stop_token_ids", 0, 2**31 - 1)
+        return Sampling(
+            temperature=self.number("temperature", defaults.temperature),
+            top_p=self.number("top_p", defaults.top_p),
+            top_k=max(0, self.whole("top_k", defaults.top_k, low=-1)),
+            min_p=self.number("min_p", defaults.min_p),
+            max_tokens=max_tokens,
+            stop_token_ids=defaults.stop_token_ids if stops is None else tuple(stops),
+        )
+
+    def end(self, unused: Mapping[str, Collection[Any] | None]) -> None:
+        """Raises ValueError if a field is left; `unused` ones may be left with a value that changes nothing.
+
+        Args:
+          unused: these values by field; None for all.
+        """
+        for name in sorted(self._left):
+            value, harmless = self._left[name], unused.get(name, ())
+            if harmless is not None and value not in harmless:
+                raise ValueError(f"{name}={_short(value)} is not supported here: leave {name} out")
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) < 100 else f"{text[:100]}…"
+
+
+MOST_CHOICES = 256
+"""Completions of one request."""
+
+UNUSED: dict[str, Collection[Any] | None] = {
+    "user": None,
+    "best_of": (1,),
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "logit_bias": ({},),
+}
+
+
+class TextForm:
+    """Reads requests and writes answers.
+
+    `kind` and `piece_kind` name their JSON objects, `prefix` begins an answer's id, and `unused` are the fields that
+    change nothing; see `RequestFields.end`.
+    """
+
+    kind = piece_kind = "text_completion"
+    prefix, unused = "cmpl", UNUSED | {"suffix": ("",)}
+
+    def __init__(self, admission: Admission):
+        self._admission = admission
+
+    async def read(self, body: RequestFields) -> CompletionRequest:
+        """What a request asks. Raises ValueError if it cannot be served."""
+        prompts = await self._prompts(body.take("prompt"))
+        n, echo = body.whole("n", 1, low=1, high=MOST_CHOICES), body.truth("echo")
+        if n * len(prompts) > MOST_CHOICES:
+            raise ValueError(f"{len(prompts)} prompts with n={n} are more than {MOST_CHOICES} completions; send fewer")
+        room = self._admission.capacity - max(map(len, prompts))
+        longest = body.whole("max_tokens", max(1, min(16, room)), low=0 if echo else 1)
+        sampling = body.sampling(self._admission.sampling, max(1, longest))
+        counters = body.wholes("counters", 0, 2**32 - 1)
+        if counters is not None and len(counters) != 4:
+            raise ValueError(f"counters must be [seed, step, prompt_id, index], got {len(counters)} numbers")
+        return CompletionRequest(
+            [self._admission.checked(prompt, sampling) for prompt in prompts],
+            sampling,
+            n=n,
+            seed=body.whole("seed", None, low=0),
+            stop=body.stops(),
+            draw=longest > 0,
+            logprobs=body.whole("logprobs", None, low=0, high=5),
+            echo=echo,
+            stream=body.truth("stream"),
+            usage=body.flags("stream_options", "include_usage").get("include_usage", False),
+            prompt_ids=body.truth("return_token_ids"),
+            sampler_logprobs=body.truth("sampler_logprobs"),
+            counters=None if counters is None else (counters[0], counters[1], counters[2], counters[3]),
+            drawn=body.whole("drawn", 0, low=0),
+        )
+
+    def choice(self, asked: CompletionRequest, choice: Choice) -> dict[str, Any]:
+        decode = self._admission.codec.decode
+        echoed = decode(choice.prompt.tolist()) if asked.echo else ""
+        made: dict[str, Any] = {"index": choice.index, "text": echoed + choice.text, "logprobs": None}
+        if choice.scores is not None:
+            first = 0 if asked.echo else len(choice.prompt)
+            made["logprobs"] = self._logprobs(asked, choice, [*choice.prompt.tolist(), *choice.token_ids], first)
+        if asked.sampler_logprobs or choice.scores is not None:
+            made["sampler_logprobs"] = choice.sampler_logprobs
+        if asked.prompt_ids:
+            made["prompt_token_ids"] = choice.prompt.tolist()
+        return made | {"finish_reason": choice.finish_reason, "token_ids": choice.token_ids}
+
+    def piece(self, piece: Piece, first: bool) -> dict[str, Any]:
+        reason, ids = piece.finish_reason, piece.token_ids
+        return {"index": piece.index, "text": piece.text, "logprobs": None, "finish_reason": reason, "token_ids": ids}
+
+    async def _prompts(self, prompt: Any) -> list[list[int]]:
+        """Token ids of `prompt`, which is a text, a list of token ids, or a list of such."""
+        several = [prompt] if isinstance(prompt, str) or _is_ids(prompt) else prompt
+        if (
+            not isinstance(several, list)
+            or not several
+            or not all(isinstance(one, str) or _is_ids(one) for one in several)
+        ):
+            raise ValueError("prompt must be a text, a list of token ids, or a list of such prompts")
+        if len(several) > MOST_CHOICES:
+            raise ValueError(f"prompt has {len(several)} prompts; {MOST_CHOICES} are the most")
+        return [await self._admission.encode(one) if isinstance(one, str) else one for one in several]
+
+    def _logprobs(self, asked: CompletionRequest, choice: Choice, ids: list[int], first: int) -> dict[str, Any]:
+        """Four lists over the tokens from place `first`; nothing comes before token 0, so its entries are null."""
+        scores, decode, decoder = choice.scores, self._admission.codec.decode, IncrementalDecoder(self._admission.codec)
+        assert scores is not None and asked.logprobs is not None
+        offsets, offset, tops, logprobs = [], 0, [], []
+        for place in range(first, len(ids)):
+            offsets.append(offset)
+            offset += len(decoder.push(ids[place : place + 1]))
+            logprobs.append(float(scores.logprobs[place]) if place else None)
+            best = zip(
+                scores.top_ids[place, : asked.logprobs], scores.top_logprobs[place, : asked.logprobs], strict=True
+            )
+            named = [(ids[place], scores.logprobs[place]), *best]
+            # Several tokens may have one text: the most probable of them is named.
+            top = {decode([int(i)]): float(p) for i, p in sorted(named, key=lambda pair: pair[1])}
+            tops.append(top if place else None)
+        tokens = [decode([i]) for i in ids[first:]]
+        return {"tokens": tokens, "token_logprobs": logprobs, "top_logprobs": tops, "text_offset": offsets}
+
+
+def _is_ids(prompt: Any) -> bool:
+    if not isinstance(prompt, list) or not all(type(token) is int for token in prompt):
+        return False
+    if not all(abs(token) < 2**31 for token in prompt):
+        raise ValueError("prompt has token ids of more than 32 bits")
+    return bool(prompt)
+
+
+class ChatForm:
+    """Reads requests and writes answers; has the attributes of `TextForm`.
+
+    Args:
+      render: from messages, and `thinking` where the request names it, to the prompt's text; None if the model has no
+        chat template, and then every request is refused.
+    """
+
+    kind, piece_kind = "chat.completion", "chat.completion.chunk"
+    prefix, unused = "chatcmpl", UNUSED | {"response_format": ({"type": "text"},), "tools": ([],)}
+
+    def __init__(self, admission: Admission, render: Callable[..., str] | None):
+        self._admission, self._render = admission, render
+
+    async def read(self, body: RequestFields) -> CompletionRequest:
+        """What a request asks. Raises ValueError if it cannot be served."""
+        if self._render is None:
+            raise ValueError("this model has no chat template: send its prompt to /v1/completions")
+        options = body.flags("chat_template_kwargs", "enable_thinking")
+        thinking = {"thinking": options["enable_thinking"]} if options else {}
+        text = await asyncio.to_thread(self._render, _messages(body.take("messages")), **thinking)
+        prompt = await self._admission.encode(text)
+        room = max(1, self._admission.capacity - len(prompt))
+        longest = body.whole("max_completion_tokens", body.whole("max_tokens", room, low=1), low=1)
+        sampling = body.sampling(self._admission.sampling, longest)
+        top = body.whole("top_logprobs", 0, low=0, high=TOP_TOKENS)
+        return CompletionRequest(
+            [self._admission.checked(prompt, sampling)],
+            sampling,
+            n=body.whole("n", 1, low=1, high=MOST_CHOICES),
+            seed=body.whole("seed", None, low=0),
+            stop=body.stops(),
+            logprobs=top if body.truth("logprobs") else None,
+            stream=body.truth("stream"),
+            usage=body.flags("stream_options", "include_usage").get("include_usage", False),
+        )
+
+    def choice(self, asked: CompletionRequest, choice: Choice) -> dict[str, Any]:
+        message = {"role": "assistant", "content": choice.text}
+        made: dict[str, Any] = {"index": choice.index, "message": message, "logprobs": None}
+        if choice.scores is not None:
+            made["logprobs"] = {"content": self._logprobs(asked, choice)}
+            made["sampler_logprobs"] = choice.sampler_logprobs
+        return made | {"finish_reason": choice.finish_reason, "token_ids": choice.token_ids}
+
+    def piece(self, piece: Piece, first: bool) -> dict[str, Any]:
+        delta = ({"role": "assistant"} if first else {}) | {"content": piece.text}
+        reason, ids = piece.finish_reason, piece.token_ids
+        return {"index": piece.index, "delta": delta, "logprobs": None, "finish_reason": reason, "token_ids": ids}
+
+    def _logprobs(self, asked: CompletionRequest, choice: Choice) -> list[dict[str, Any]]:
+        scores, k = choice.scores, asked.logprobs
+        assert scores is not None and k is not None
+
+        def named(token: int, logprob: float) -> dict[str, Any]:
+            text = self._admission.codec.decode([int(token)])
+            return {"token": text, "logprob": float(logprob), "bytes": list(text.encode())}
+
+        return [
+            named(token, scores.logprobs[place])
+            | {"top_logprobs": list(map(named, scores.top_ids[place, :k], scores.top_logprobs[place, :k]))}
+            for place, token in enumerate(choice.token_ids, len(choice.prompt))
+        ]
+
+
+def _messages(messages: Any) -> list[dict[str, Any]]:
+    """The messages with their content as text. Raises ValueError, which names the message, for any other form."""
+    if not isinstance(messages, list) or not messages:
+        raise ValueError("messages must be a list of at least one {role, content}")
+    made = []
+    for place, message in enumerate(messages):
+        content = message.get("content") if isinstance(message, dict) else None
+        if isinstance(content, list) and all(_is_text(part) for part in content):
+            content = "".join(part["text"] for part in content)
+        if not isinstance(content, str) or not isinstance(message.get("role"), str):
+            raise ValueError(f"messages[{place}] must have a role and a content, both texts")
+        made.append({**message, "content": content})
+    return made
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+_TOKENIZER_UNUSED = {"model": None, "add_special_tokens": (False,)}  # `encode` adds none
+TOKENIZER_INFO = {"tokenizer_class": "rpg_jax", "bos_token": None, "eos_token": None, "pad_token": None}
+"""Special tokens are not named: completions end at them here, and their texts are not part of answers."""
+
+
+async def tokenize(admission: Admission, body: RequestFields) -> dict[str, Any]:
+    """From `prompt`, a text, to its token ids. Raises ValueError for another field."""
+    text = body.take("prompt")
+    if not isinstance(text, str):
+        raise ValueError("prompt must be a text")
+    body.end(_TOKENIZER_UNUSED)
+    tokens = await admission.encode(text)
+    return {"tokens": tokens, "count": len(tokens), "max_model_len": admission.capacity}
+
+
+async def detokenize(admission: Admission, body: RequestFields) -> dict[str, Any]:
+    """From `tokens`, a list of token ids, to their text. Raises ValueError for an id outside the vocabulary."""
+    ids = body.take("tokens")
+    if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < admission.vocab_size for token in ids):
+        raise ValueError(f"tokens must be a list of token ids from 0 to {admission.vocab_size - 1}")
+    body.end(_TOKENIZER_UNUSED)
+    return {"prompt": admission.codec.decode(ids)}
