@@ -195,7 +195,7 @@ FIELDS = Section(
         "How completions are sampled.",
         driver=Field("orchestrator", "The driver of the decoding engine: JetStream's threads (orchestrator) or one "
             "thread on any mesh (lockstep). servers: servers with OpenAI's completions sample, this project's own or "
-            "vLLM's; docs/servers.md. simple is a plain sampler without the engine, which serves as an oracle.",
+            "vLLM's; docs/servers.md.",
             choices="rpg_jax.rollout:DRIVERS"),
         slots=Field(optional(int), "Completions decoded together on each device. Unset: as many as its memory holds "
             "beside everything else; 128 on all devices of a process together where that is not known, as on a CPU.",
@@ -476,6 +476,14 @@ RETIRED = (
         "--config.run.name (docs/servers.md)",
         value="fleet",
         successor="servers",
+    ),
+    Retired(
+        "rollout.driver",
+        "2026-11-24",
+        "write --config.rollout.driver=lockstep, which draws the same tokens; a run of the simple driver goes on so "
+        "under its --config.run.name",
+        value="simple",
+        successor="lockstep",
     ),
     *(
         Retired(f"fleet.{name}", "2026-11-24", f"{now} took its place (docs/servers.md)")

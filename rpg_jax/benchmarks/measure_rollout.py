@@ -1,4 +1,4 @@
-"""Times completions of exactly `max_tokens` tokens from random weights, by each driver and by a bare jitted loop.
+"""Times completions of exactly `max_tokens` tokens from random weights, by each driver.
 
 They take turns within one run: a busy machine slows all of them alike.
 
@@ -31,7 +31,6 @@ from rpg_jax.rollout.schedule import Usage
 from rpg_jax.runs import cli
 from rpg_jax.types import FinishReason, Sampling
 
-_BARE = "simple"  # the bare loop
 _PEERS = {"hf": "hf_generate.py", "tunix": "tunix_generate.py"}
 
 
@@ -39,7 +38,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", choices=PRESETS, default="w1")
     parser.add_argument("--repeats", type=int, default=5, help="timed rollouts per driver (default 5)")
     parser.add_argument("--steps-per-dispatch", type=int, default=16)
-    parser.add_argument("--threads", type=int, default=1, help="that decode, all but the bare loop (default 1)")
+    parser.add_argument("--threads", type=int, default=1, help="that decode (default 1)")
     parser.add_argument("--turns", type=int, default=1, help="also conversations of so many turns")
     parser.add_argument("--observation-tokens", type=int, default=16, help="of each of the environment's replies")
     parser.add_argument("--against", dest="hf", metavar="PYTHON", help="an interpreter that has torch and transformers")
@@ -99,8 +98,7 @@ def bench_rollout(
         cli.keep_buffers()  # as a run does
     drivers, parameters = _drivers(work, decoding)
     first = {name: _seconds(driver, work, 0) for name, driver in drivers.items()}
-    engines = [name for name in drivers if name != _BARE]
-    usage = {name: dataclasses.replace(drivers[name].usage) for name in engines}
+    usage = {name: dataclasses.replace(driver.usage) for name, driver in drivers.items()}
     seconds: dict[str, list[float]] = {name: [] for name in (*drivers, *opponents)}
     for repeat in range(repeats):
         for name, driver in drivers.items():
@@ -108,25 +106,20 @@ def bench_rollout(
         for name, opponent in opponents.items():
             seconds[name].append(_seconds_of(opponent, work.tokens))
     others = {name: statistics.median(seconds[name]) for name in opponents}
-    bare = statistics.median(seconds[_BARE])
     result: dict[str, Any] = {
         "preset": preset,
         "device": jax.devices()[0].device_kind,
         "parameters": parameters,
         "tokens": work.tokens,
         **decoding,
-        "bare_loop_seconds": bare,
-        "bare_loop_tokens_per_s": work.tokens / bare,
-        "bare_loop_first_seconds": first[_BARE],
     }
-    for name in engines:
+    for name in drivers:
         figures = _figures(work, first[name], seconds[name], usage[name], drivers[name].usage)
-        figures["of_bare_loop"] = bare / figures["seconds"]
         figures |= {f"of_{peer}": other / figures["seconds"] for peer, other in others.items()}
         if prompter:
             played = _conversations(drivers[name], work, prompter, repeats)
             figures |= {f"turns_{field}": value for field, value in played.items()}
-        prefix = "" if name == engines[0] else f"{name}_"
+        prefix = "" if name == next(iter(drivers)) else f"{name}_"
         result |= {f"{prefix}{field}": value for field, value in figures.items()}
     result["peak_bytes"] = peak_bytes()  # before the arrays of `machine`
     result |= _of_limit(work, parameters, result["decode_seconds"] * work.slots / work.tokens)

@@ -19,7 +19,6 @@ from rpg_jax.rollout.decoding import Decoding
 from rpg_jax.rollout.engine import QwenEngine, ReplayResult
 from rpg_jax.rollout.request import Request, Rollout, Row, Split
 from rpg_jax.rollout.schedule import Chunk, Finish, Planner, Schedule, Usage
-from rpg_jax.rollout.simple import SimpleRollout
 from rpg_jax.rollout.weights import Params, RolloutError, Staged, Weights
 from rpg_jax.types import Completion, Sampling
 
@@ -81,18 +80,14 @@ class Driver:
       make: makes its `Rollout` from the model's config and graphdef, `Weights` and `Decoding`.
       spans_hosts: one rollout decodes all prompts on a mesh over all hosts. Otherwise each host decodes its share of
         the prompts, on its own devices.
-      single_process: it cannot run in several processes.
       needs: a package that need not be installed; without it lockstep takes over.
       remote: other processes sample for a trainer, workers or servers; nothing is made here.
-      turns: it continues a completion after an environment's observation.
     """
 
     make: Callable[[QwenConfig, nnx.GraphDef, Weights, Decoding], Rollout] | None
     spans_hosts: bool = False
-    single_process: bool = False
     needs: str = ""
     remote: bool = False
-    turns: bool = False
 
 
 def _orchestrator(*model: Any) -> Rollout:
@@ -106,10 +101,9 @@ def _orchestrator(*model: Any) -> Rollout:
 
 
 DRIVERS = {
-    "orchestrator": Driver(_orchestrator, needs="jetstream", turns=True),
-    "lockstep": Driver(lambda *model: LockstepRollout(QwenEngine(*model)), spans_hosts=True, turns=True),
-    "simple": Driver(SimpleRollout, single_process=True),
-    "servers": Driver(None, remote=True, turns=True),
+    "orchestrator": Driver(_orchestrator, needs="jetstream"),
+    "lockstep": Driver(lambda *model: LockstepRollout(QwenEngine(*model)), spans_hosts=True),
+    "servers": Driver(None, remote=True),
 }
 """By the value of the config field `rollout.driver`."""
 

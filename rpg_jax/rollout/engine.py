@@ -1,4 +1,4 @@
-"""The engine that all drivers but `simple` call: prefill, insert, generate and extend over a fixed set of slots.
+"""The engine of the local drivers: prefill, insert, generate and extend over a fixed set of slots.
 
 `prefill` computes a prompt's cache once. `insert` copies it into a slot, with the completion's key and sampling
 parameters. `generate` draws tokens until the slot's own stop rule holds. `extend` appends an environment's tokens; then

@@ -163,8 +163,6 @@ def _decoding_mesh(layout: Layout) -> Mesh:
     """With `rollout.tensor` or `rollout.expert` set, a copy has that many devices. Otherwise each of `rollout.devices`
     has a copy. Without such devices the trainer's mesh decodes, or each host that decodes by itself (fsdp)."""
     c, devices = layout.config.rollout, layout.decoding_devices
-    if layout.decoding_hosts > 1 and rollout.find_driver(c.driver).single_process:
-        raise ValueError(f"rollout.driver={c.driver} decodes in one process; choose orchestrator or lockstep")
     if not c.devices and c.tensor is None and c.expert is None:
         return layout.mesh if layout.decoding_hosts == 1 else _mesh(devices, fsdp=len(devices))
     tensor, expert = c.tensor or 1, c.expert or 1

@@ -15,8 +15,16 @@ import jax.numpy as jnp
 from rpg_jax import models, storage
 from rpg_jax.rollout.jetstream.compat import JetstreamMetricsCollector
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
-from rpg_jax.rollout.serving.access import CERTIFICATE, PRIVATE_KEY, Access, ApiKey, pem_file
-from rpg_jax.rollout.serving.access import address_of, announce, file_of
+from rpg_jax.rollout.serving.access import (
+    CERTIFICATE,
+    PRIVATE_KEY,
+    Access,
+    ApiKey,
+    address_of,
+    announce,
+    file_of,
+    pem_file,
+)
 from rpg_jax.rollout.serving.server import Server
 from rpg_jax.runs import config_files, policy, run_folder
 from rpg_jax.runs.experiment import make_rollout

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from rpg_jax import losses, models, rewards, rollout
+from rpg_jax import losses, models, rewards
 from rpg_jax.losses.regularized_pg import TOKEN_SUMS
 from rpg_jax.rewards.loading import load
 from rpg_jax.runs import config_files, trackers
@@ -223,17 +223,12 @@ def _declare_own(config: ConfigDict) -> None:
 
 def _check_environment(config: ConfigDict) -> None:
     """Whether environment, reward and driver go together. A user's own environment is not imported."""
-    name, driver = config.environment.name, config.rollout.driver
+    name = config.environment.name
     if name is None:
         if rewards.ENVIRONMENT in reward_arguments(config)[0]:
             raise ValueError("rewards.parts=environment is what an environment pays: set environment.name too")
         return
     environment_options(config)
-    if not rollout.DRIVERS[driver].turns:
-        raise ValueError(
-            f"rollout.driver={driver} does not continue a completion after an observation, which "
-            f"environment.name={name} needs: choose {' or '.join(n for n, d in rollout.DRIVERS.items() if d.turns)}"
-        )
     turn, limit = config.environment.turn_tokens, config.rollout.max_tokens
     if turn is not None and turn > limit:
         raise ValueError(

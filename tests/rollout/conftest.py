@@ -8,6 +8,7 @@ import pytest
 from rpg_jax import models, rollout
 from rpg_jax.rollout import Decoding, Request
 from rpg_jax.types import Sampling
+from tests.rollout.simple import SimpleRollout
 
 CONFIG = models.QwenConfig(
     vocab_size=50, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, head_dim=8, hidden_dim=48
@@ -45,10 +46,13 @@ def model_config():
 
 @pytest.fixture(scope="session")
 def make():
-    """A new rollout, by driver name, over a model's graphdef and params."""
+    """A new rollout over a model's graphdef and params, by driver name; the oracle is called "simple"."""
 
     def make(driver: str, graphdef, params, **options):
-        return rollout.make_rollout(driver, CONFIG, graphdef, params, Decoding(capacity=CAPACITY, **options))
+        decoding = Decoding(capacity=CAPACITY, **options)
+        if driver == "simple":
+            return SimpleRollout(graphdef, params, decoding)
+        return rollout.make_rollout(driver, CONFIG, graphdef, params, decoding)
 
     return make
 

@@ -14,9 +14,8 @@ from tests.modules import forget
 JETSTREAM = "rpg_jax.rollout.jetstream"
 
 
-def test_one_driver_spans_hosts_and_one_refuses_several_processes():
+def test_one_driver_spans_hosts_and_one_is_remote():
     assert [name for name, driver in rollout.DRIVERS.items() if driver.spans_hosts] == ["lockstep"]
-    assert [name for name, driver in rollout.DRIVERS.items() if driver.single_process] == ["simple"]
     assert [name for name, driver in rollout.DRIVERS.items() if driver.remote] == ["servers"]
 
 

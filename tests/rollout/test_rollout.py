@@ -25,7 +25,7 @@ from rpg_jax.types import Sampling
 
 DRIVERS_AND_SLOTS = [
     *((driver, 8) for driver in LOCAL_DRIVERS),
-    *(pytest.param(driver, 32, marks=pytest.mark.slow) for driver in LOCAL_DRIVERS if driver != "simple"),
+    *(pytest.param(driver, 32, marks=pytest.mark.slow) for driver in LOCAL_DRIVERS),
 ]
 
 
@@ -272,7 +272,7 @@ def test_donated_weights_are_an_error_at_the_call_that_needs_them(build, model, 
 
 
 def test_an_unknown_driver_names_the_known_ones(build):
-    with pytest.raises(ValueError, match="orchestrator, lockstep, simple"):
+    with pytest.raises(ValueError, match="orchestrator, lockstep, servers"):
         build("vllm")
 
 
@@ -423,9 +423,6 @@ def test_of_more_groups_than_needed_the_first_are_kept_and_the_others_cancelled(
     assert is_same([groups[i] for i in kept], [expected[i] for i in kept])
     if driver != "orchestrator":
         assert is_same(sampler.generate(replace(work, enough=6)), groups)
-    if driver == "simple":  # where all groups begin at once, the last token of a group decides
-        ends = [max(len(c.tokens) for c in group) for group in expected]
-        assert kept == sorted(sorted(range(10), key=lambda i: ends[i])[:6])
     assert is_same(sampler.generate(work), expected)
     told = []
     none = replace(work, enough=0, on_group=lambda place, _: told.append(place))

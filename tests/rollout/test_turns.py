@@ -202,8 +202,3 @@ def test_conversations_that_are_not_wanted_any_more_free_their_slots(build, work
     groups = own.generate(dataclasses.replace(work, environment=Half(), enough=5))
     assert sum(map(bool, groups)) == 5 and not groups[2] and not groups[5]
     assert is_same(own.generate(work), expected)
-
-
-def test_a_driver_that_cannot_continue_a_completion_says_so(build, work):
-    with pytest.raises(ValueError, match="the simple driver cannot continue a completion"):
-        build("simple").generate(dataclasses.replace(work, environment=Echo()))

@@ -40,11 +40,11 @@ def resolved(**changes):
         ({"environment.name": "m:E", "environment.options": "high=5"}, "environment.options='high=5' is not JSON"),
         ({"environment.name": "m:E", "environment.options": "5"}, "environment.options='5' must be an object of JSON"),
         ({"environment.name": "m:E", "environment.turn_tokens": 6}, "environment.turn_tokens=6 is more than rollout"),
-        ({"environment.name": "m:E", "rollout.driver": "simple"}, "rollout.driver=simple does not continue .*lockstep"),
         (
             {"rollout.driver": "fleet"},
             "rollout.driver=fleet is retired .* --config.rollout.driver=servers --config.serv",
         ),
+        ({"rollout.driver": "simple"}, "rollout.driver=simple is retired .*write --config.rollout.driver=lockstep"),
         ({"servers.kind": "vlm"}, "servers.kind='vlm': did you mean 'vllm'"),
         ({"loss.sampler_high": 2.0}, "sampler_high bounds a sampler_correction: name one"),
     ],

@@ -108,7 +108,7 @@ def test_a_run_in_bfloat16_logs_the_load_and_the_experts_that_sampler_and_traine
 @pytest.mark.parametrize(
     ("changes", "experts", "engine", "reason"),
     [
-        ({"rollout.driver": "simple"}, 8, False, "rollout.driver=simple does not decode by the engine"),
+        ({"rollout.driver": "servers"}, 8, False, "rollout.driver=servers does not decode by the engine"),
         ({"rollout.max_staleness": 1}, 8, True, "rollout.max_staleness=1 samples with other weights"),
         ({}, None, True, "the model has no experts"),
     ],

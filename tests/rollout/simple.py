@@ -1,72 +1,52 @@
-"""The plain driver: prefill, then a jitted loop, one token at a time. The engine is tested and timed against it."""
+"""The oracle of the engine: prefill, then a jitted loop, one token of every completion at a time."""
+
+from __future__ import annotations
 
 import functools
-import threading
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from rpg_jax.models import KVCache, QwenConfig
+from rpg_jax.models import KVCache
+from rpg_jax.rollout import Decoding, Request
 from rpg_jax.rollout.decode_state import SlotSampling
-from rpg_jax.rollout.decoding import Decoding, power_of_two
-from rpg_jax.rollout.request import Request, Rollout
+from rpg_jax.rollout.decoding import power_of_two
 from rpg_jax.rollout.sampling import completion_keys, token_keys
-from rpg_jax.rollout.weights import Params, RolloutError, Staged, Weights
 from rpg_jax.types import Completion
 
 
-class SimpleRollout(Rollout):
-    """Decodes all completions of a request as one batch, until the last one stops.
+class SimpleRollout:
+    """Decodes all completions of a request as one batch, until the last completion stops.
 
-    Prompts that are done are decoded too, because the batch is one. Of the `decoding` it uses the capacity and
-    `int8_kv`: it has no slots, and decodes on the weights' devices.
+    Of the `decoding` it uses `int8_kv` alone: it has no slots, and it decodes on the weights' devices.
     """
 
-    def __init__(self, config: QwenConfig, graphdef: nnx.GraphDef, weights: Weights, decoding: Decoding):
-        self.weights, self._limits = weights, {"capacity": decoding.capacity, "vocab_size": config.vocab_size}
-        self._busy = threading.Lock()
+    def __init__(self, graphdef: nnx.GraphDef, params: Any, decoding: Decoding):
+        self._params = params
         complete = functools.partial(_complete, graphdef, decoding.int8_kv)
         self._complete = jax.jit(complete, static_argnames=("group_size", "max_tokens"))
 
-    def sync_weights(self, params: Params | Staged, version: int) -> None:
-        """Waits until no rollout runs."""
-        with self._busy:
-            super().sync_weights(params, version)
-
     def generate(self, request: Request) -> list[list[Completion]]:
-        request.check_one_turn("the simple driver")
-        request.check_fits(**self._limits)
-        if not request.prompts or request.enough == 0:
-            return [[] for _ in request.prompts]
-        prompts, sampling, step, group_size = request.prompts, request.sampling, request.step, request.group_size
+        prompts, sampling, group_size = request.prompts, request.sampling, request.group_size
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         tokens = np.zeros((len(prompts), power_of_two(int(lengths.max()))), np.int32)
         for row, prompt in zip(tokens, prompts, strict=True):
             row[: len(prompt)] = prompt
-        counters = (np.uint32(request.seed & 0xFFFFFFFF), np.uint32(step), np.asarray(request.prompt_ids, np.uint32))
+        prompt_ids = np.asarray(request.prompt_ids, np.uint32)
+        counters = (np.uint32(request.seed & 0xFFFFFFFF), np.uint32(request.step), prompt_ids)
         arrays, sizes = SlotSampling.of([sampling], 1), {"group_size": group_size, "max_tokens": sampling.max_tokens}
-        with self._busy, self.weights.pinned() as params:
-            version = self.weights.version
-            try:
-                drawn = jax.device_get(self._complete(params, tokens, lengths, counters, arrays, **sizes))
-            except Exception as fault:
-                raise RolloutError(f"the rollout of step {step} failed: {type(fault).__name__}: {fault}") from fault
-        _, logprobs, counts = drawn
-        if not np.isfinite(logprobs).all():
-            raise RolloutError(f"step {step}: non-finite log-probabilities under weights of version {version}")
+        drawn = jax.device_get(self._complete(self._params, tokens, lengths, counters, arrays, **sizes))
         completions = [
-            Completion(t[:n], p[:n], "stop" if t[n - 1] in sampling.stop_token_ids else "length", version)
+            Completion(t[:n], p[:n], "stop" if t[n - 1] in sampling.stop_token_ids else "length", 0)
             for t, p, n in zip(*drawn, strict=True)
         ]
-        groups = [completions[i : i + group_size] for i in range(0, len(completions), group_size)]
-        by_length = np.argsort(counts.reshape(-1, group_size).max(1), kind="stable")
-        first = [int(i) for i in by_length if i not in request.done][: request.enough]
-        if request.on_group is not None:
-            for i in first:
-                request.on_group(i, groups[i])
-        return [group if i in first else [] for i, group in enumerate(groups)]
+        return [completions[i : i + group_size] for i in range(0, len(completions), group_size)]
+
+    def close(self) -> None:
+        pass
 
 
 def _complete(graphdef, int8_kv, params, tokens, lengths, counters, sampling, *, group_size: int, max_tokens: int):
