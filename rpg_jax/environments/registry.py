@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any
 
 from rpg_jax.environments.conversation import Environment
-from rpg_jax.rewards.loading import load
+from rpg_jax.rewards.callables import load
 
 Handed = Mapping[str, Any]
 """What a Python program hands over, by the name that the config has: classes, or objects with `reset` and `step`."""

@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rpg_jax.environments.tool_calls import Call
+from rpg_jax.rewards.callables import load
 from rpg_jax.rewards.expression import evaluate
-from rpg_jax.rewards.loading import load
 
 TOOLS = {
     "calculator": "rpg_jax.environments.tools:calculator",

@@ -18,7 +18,7 @@ from verifiers.types import Response, ResponseMessage, ToolCall
 
 from rpg_jax.environments.conversation import Message, Posed, Turn
 from rpg_jax.environments.tool_calls import parse
-from rpg_jax.rewards.loading import load
+from rpg_jax.rewards.callables import load
 
 _GAME = "verifiers_game"  # the key of an observation that says which conversation it belongs to
 _MOST_GAMES = 4096  # conversations that a length limit ended are forgotten beyond it

@@ -3,11 +3,10 @@
 from rpg_jax.rewards.callables import name_of as name_of
 from rpg_jax.rewards.callables import named as named
 from rpg_jax.rewards.extraction import extract_answer as extract_answer
-from rpg_jax.rewards.parts import check as check
-from rpg_jax.rewards.parts import needs_answers as needs_answers
 from rpg_jax.rewards.scorer import Scorer as Scorer
 from rpg_jax.rewards.scorer import Scores as Scores
-from rpg_jax.rewards.scorer import make_scorer as make_scorer
 from rpg_jax.rewards.verifiers import ENVIRONMENT as ENVIRONMENT
 from rpg_jax.rewards.verifiers import NO_FUNCTIONS as NO_FUNCTIONS
 from rpg_jax.rewards.verifiers import Functions as Functions
+from rpg_jax.rewards.verifiers import check as check
+from rpg_jax.rewards.verifiers import needs_answers as needs_answers

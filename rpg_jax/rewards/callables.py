@@ -1,9 +1,10 @@
-"""Reward functions that a Python program hands over: named as the config keeps them, called in its own process."""
+"""Functions and classes of a user: loaded from "module:name", or handed over by a Python program and called there."""
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import importlib
 import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +12,27 @@ from concurrent.futures import Future
 from typing import Any
 
 from rpg_jax.rewards.verdicts import Task, Verdict, check_call, checked, failure
+
+
+def load(path: str, kind: str) -> Callable[..., Any]:
+    """What is at "module:name", and can be called.
+
+    Args:
+      kind: what it is to be, for the messages: "reward", "environment", "tool".
+
+    Raises:
+      ValueError: the path has another form, the module cannot be imported, or it has no such function or class.
+    """
+    module, _, name = path.partition(":")
+    if not module or not name:
+        raise ValueError(f"the {kind} {path!r} is not of the form module:name")
+    try:
+        found = getattr(importlib.import_module(module), name, None)
+    except ImportError as error:
+        raise ValueError(f"cannot import {module!r} for the {kind} {path!r}: {error}") from error
+    if not callable(found):
+        raise ValueError(f"module {module!r} has no function or class {name!r} for the {kind} {path!r}")
+    return found
 
 
 def name_of(function: Callable[..., Any], kind: str = "reward") -> str:

@@ -1,27 +1,36 @@
 """A pool of verifier processes that can be killed one task at a time."""
 
+from __future__ import annotations
+
 import collections
 import contextlib
+import dataclasses
 import itertools
 import json
 import os
 import selectors
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal
 
-from rpg_jax.rewards.member import STARTUP_S, Member
-from rpg_jax.rewards.verdicts import Task, Verdict
+from rpg_jax.rewards import descendants
+from rpg_jax.rewards.verdicts import KINDS, LARGEST_OBJECT, Task, Verdict, checked
+
+STARTUP_S = 120.0
+_MAX_VERDICT_BYTES = {"score": 4096, "object": LARGEST_OBJECT + 4096}
 
 
 class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
     """Runs tasks in `size` fresh Python processes without devices, secrets or a shell.
 
     A task that overruns `deadline_s`, crashes its process, or exceeds the memory limit loses its own verdict and
-    nothing else: the pool ends it, with all that it started (see `keeper`), and starts another. Each process works on
-    one task at a time, so the task at fault is always known. Only JSON crosses the pipes.
+    nothing else. The pool ends the process with all that the process started (see `descendants`), and starts another.
+    Each process works on one task at a time, so the task at fault is always known. Only JSON crosses the pipes.
 
     Args:
       functions: import paths "module:function" that the processes load before they start, each with the names of its
@@ -52,7 +61,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         self._made = {path: dict(options) for path, options in made.items()}
         self._deadline_s, self._memory_bytes, self._recycle_after = deadline_s, memory_bytes, recycle_after
         self._lock = threading.Lock()
-        self._members = [self._spawn() for _ in range(size or min(8, os.cpu_count() or 1))]
+        self._processes = [self._spawn() for _ in range(size or min(8, os.cpu_count() or 1))]
 
     def run(self, tasks: Sequence[Task]) -> list[Verdict]:
         """One verdict per task, in the order of the tasks. Threads take turns.
@@ -65,48 +74,48 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         if unknown:
             raise ValueError(f"this pool does not have {sorted(unknown)}; it has {[*self._functions]}")
         with self._lock:
-            if not self._members:
+            if not self._processes:
                 raise RuntimeError("this worker pool is closed")
             return self._run(tasks)
 
     def wait_ready(self) -> None:
         """Returns once every process has loaded its functions; raises as `run` does if one cannot be imported."""
         with self._lock:
-            while not all(member.ready for member in self._members):
+            while not all(process.ready for process in self._processes):
                 self._wait()
-                for member in self._members:
-                    if not member.ready:
-                        member.poll()
+                for process in self._processes:
+                    if not process.ready:
+                        process.poll()
 
     def close(self) -> None:
         """Kills the processes; the pool cannot be used afterwards."""
         with self._lock:
-            members, self._members = self._members, []
-            for member in members:
-                member.kill()
+            processes, self._processes = self._processes, []
+            for process in processes:
+                process.kill()
 
     def __exit__(self, *_) -> None:
         self.close()
 
     def _run(self, tasks: Sequence[Task]) -> list[Verdict]:
-        for i, member in enumerate(self._members):
-            if member.task_id is not None:  # of an earlier call that was interrupted
+        for i, process in enumerate(self._processes):
+            if process.task_id is not None:  # of an earlier call that was interrupted
                 self._replace(i, "rebuilt")
-        waiting = _Waiting(tasks, len(self._members))
+        waiting = _Waiting(tasks, len(self._processes))
         verdicts: list[Verdict | None] = [None] * len(tasks)
         unfinished = len(tasks)
         while unfinished:
-            for i, member in enumerate(self._members):
-                if member.ready and member.task_id is None:
+            for i, process in enumerate(self._processes):
+                if process.ready and process.task_id is None:
                     if not waiting:
                         continue
-                    if member.unusable():  # it failed while idle, so the next task is not to blame
+                    if process.unusable():  # it failed while idle, so the next task is not to blame
                         self._replace(i, "rebuilt")
                         continue
                     task_id = waiting.pop(i)
-                    member.send(task_id, tasks[task_id], self._deadline_s)
-                finished = member.task_id
-                verdict = member.poll()
+                    process.send(task_id, tasks[task_id], self._deadline_s)
+                finished = process.task_id
+                verdict = process.poll()
                 if verdict is None:
                     continue
                 if finished is not None:
@@ -118,54 +127,170 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         return verdicts  # type: ignore[return-value]
 
     def _account(self, i: int, verdict: Verdict) -> None:
-        """Counts an error, and replaces the member if it is dead, suspect or old."""
-        member = self._members[i]
+        """Counts an error, and replaces the process if it is dead, suspect or old."""
+        process = self._processes[i]
         if verdict.error is not None:
             self.counts[verdict.error] += 1
         if verdict.error in ("timeout", "crash", "memory", "forbidden"):
             self._replace(i, "rebuilt")
-        elif member.tasks_done >= self._recycle_after:
+        elif process.tasks_done >= self._recycle_after:
             self._replace(i, "recycled")
 
     def _replace(self, i: int, reason: str) -> None:
         self.counts[reason] += 1
-        self._members[i].kill()
-        self._members[i] = self._spawn()
+        self._processes[i].kill()
+        self._processes[i] = self._spawn()
 
     def _wait(self) -> None:
         """Sleeps until a pipe is ready or the nearest deadline passes."""
         with selectors.DefaultSelector() as selector:
-            for member in self._members:
-                if member.ready and member.task_id is None:
+            for process in self._processes:
+                if process.ready and process.task_id is None:
                     continue
-                selector.register(member.verdicts_fd, selectors.EVENT_READ)
-                if member.unsent:
-                    selector.register(member.tasks_fd, selectors.EVENT_WRITE)
+                selector.register(process.verdicts_fd, selectors.EVENT_READ)
+                if process.unsent:
+                    selector.register(process.tasks_fd, selectors.EVENT_WRITE)
             if selector.get_map():
-                nearest = min(m.deadline for m in self._members if not m.ready or m.task_id is not None)
+                nearest = min(p.deadline for p in self._processes if not p.ready or p.task_id is not None)
                 selector.select(max(0.0, nearest - time.monotonic()))
 
-    def _spawn(self) -> Member:
+    def _spawn(self) -> _Process:
         setup = {"functions": self._functions, "made": self._made, "memory_bytes": self._memory_bytes}
-        return Member(json.dumps({**setup, "startup_s": STARTUP_S, "deadline_s": self._deadline_s}))
+        return _Process(json.dumps({**setup, "startup_s": STARTUP_S, "deadline_s": self._deadline_s}))
 
 
 class _Waiting:
     """Tasks not yet sent. Neighbours with the same reference go to the same process, which parses it once."""
 
-    def __init__(self, tasks: Sequence[Task], members: int):
+    def __init__(self, tasks: Sequence[Task], processes: int):
         runs = itertools.groupby(range(len(tasks)), lambda i: tasks[i].arguments[1:])
         self._runs = collections.deque(collections.deque(run) for _, run in runs)
-        self._own: list[collections.deque[int]] = [collections.deque() for _ in range(members)]
+        self._own: list[collections.deque[int]] = [collections.deque() for _ in range(processes)]
         self._left = len(tasks)
 
     def __bool__(self) -> bool:
         return self._left > 0
 
-    def pop(self, member: int) -> int:
+    def pop(self, process: int) -> int:
         self._left -= 1
-        if not self._own[member] and self._runs:
-            self._own[member] = self._runs.popleft()
-        if self._own[member]:
-            return self._own[member].popleft()
-        return max(self._own, key=len).pop()  # helps the member with most to do
+        if not self._own[process] and self._runs:
+            self._own[process] = self._runs.popleft()
+        if self._own[process]:
+            return self._own[process].popleft()
+        return max(self._own, key=len).pop()  # helps the process with most to do
+
+
+class _Process:
+    """The parent's side of one verifier process: sends tasks, receives verdicts, notices every way to fail."""
+
+    def __init__(self, setup: str):
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "rpg_jax.rewards.verifier_process", setup],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=_environment(),
+            start_new_session=True,  # its own process group: what is left to kill where its keeper is gone
+        )
+        tasks, verdicts = self._process.stdin, self._process.stdout
+        assert tasks is not None and verdicts is not None  # both are pipes
+        self._pipes = tasks, verdicts
+        self.tasks_fd, self.verdicts_fd = tasks.fileno(), verdicts.fileno()
+        os.set_blocking(self.tasks_fd, False)
+        os.set_blocking(self.verdicts_fd, False)
+        self.ready = False
+        self.task_id: int | None = None
+        self._returns: Literal["score", "object"] = "score"
+        self.tasks_done = self._sent = 0
+        self.unsent = b""
+        self.deadline = time.monotonic() + STARTUP_S
+        self._received = b""
+
+    def send(self, task_id: int, task: Task, deadline_s: float) -> None:
+        self.task_id, self._returns = task_id, task.returns
+        self._sent += 1  # a line that is late, or that a function wrote, never answers a later task
+        self.deadline = time.monotonic() + deadline_s
+        self.unsent = json.dumps({"id": self._sent, **dataclasses.asdict(task)}).encode() + b"\n"
+
+    def unusable(self) -> bool:
+        """Whether the process died while it was idle, or wrote a line that no task asked for."""
+        return self._process.poll() is not None or self._read() or bool(self._received)
+
+    def poll(self) -> Verdict | None:
+        """Moves bytes without blocking, and returns the verdict once the task has ended or failed."""
+        try:
+            if self.unsent:
+                self.unsent = self.unsent[os.write(self.tasks_fd, self.unsent) :]
+        except BlockingIOError:
+            pass
+        except BrokenPipeError:
+            return self._failed("crash")
+        if self._read():
+            return self._failed("crash")
+        if b"\n" in self._received:
+            line, _, self._received = self._received.partition(b"\n")
+            return self._interpret(line)
+        if len(self._received) > _MAX_VERDICT_BYTES[self._returns]:
+            return self._failed("crash")
+        return self._failed("timeout") if time.monotonic() > self.deadline else None
+
+    def _read(self) -> bool:
+        """Reads the bytes that are in the pipe; true at the end of the pipe."""
+        try:
+            data = os.read(self.verdicts_fd, 65536)
+        except BlockingIOError:
+            return False
+        self._received += data
+        return not data
+
+    def _interpret(self, line: bytes) -> Verdict | None:
+        """The verdict in a line. A hostile completion may have written the line: anything else counts as a crash."""
+        try:
+            message = dict(json.loads(line))
+            if self.ready:
+                if message["id"] != self._sent or message.get("error") not in (None, *KINDS):
+                    raise ValueError
+                verdict = Verdict(None, message["error"], str(message["detail"])) if "error" in message else None
+                asked = "score" if self._returns == "score" else "value"
+                verdict = verdict or checked(self._returns, message[asked])
+                self.task_id = None
+                self.tasks_done += 1
+                return verdict
+        except (ValueError, RecursionError, KeyError, TypeError, OverflowError):
+            return self._failed("crash")
+        if "failed" in message:
+            raise ValueError(message["failed"])
+        self.ready = True
+        return None
+
+    def _failed(self, kind: str) -> Verdict:
+        if not self.ready:
+            raise RuntimeError(
+                f"a verifier process did not start ({kind}): try `python -m rpg_jax.rewards.verifier_process`"
+            )
+        self.task_id = None
+        code = self._process.poll()
+        return Verdict(None, kind, "" if code is None else f"exit code {code}")
+
+    def kill(self) -> None:
+        """Ends the process with all that it started, and waits for it."""
+        if descendants.AVAILABLE:
+            self._process.send_signal(descendants.END)
+        if not descendants.AVAILABLE or not self._ended(2.0):  # a verifier can stop a keeper that it sees
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._ended(5.0)
+        for pipe in self._pipes:
+            pipe.close()
+
+    def _ended(self, seconds: float) -> bool:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(seconds)
+        return self._process.returncode is not None
+
+
+def _environment() -> dict[str, str]:
+    """No secrets, no accelerator, one thread; and the parent's module search path, for a user's own verifiers."""
+    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR") if name in os.environ}
+    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+    return {**kept, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}

@@ -5,31 +5,39 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
 
 from rpg_jax.rewards.callables import InProcess
-from rpg_jax.rewards.extraction import extract_answer
-from rpg_jax.rewards.graded import Graded
+from rpg_jax.rewards.extraction import Read, extract_answer, united
 from rpg_jax.rewards.judge import Judge, Server
-from rpg_jax.rewards.parts import FORMS, LENGTHS, check, decides, is_verifier
-from rpg_jax.rewards.played import Played, of_all, total
 from rpg_jax.rewards.pool import WorkerPool
 from rpg_jax.rewards.verdicts import CHANCE, FirstFailures, Task, Verdict
 from rpg_jax.rewards.verifiers import (
     BY_SOURCE,
     ENVIRONMENT,
+    FORMS,
     JUDGE,
+    LENGTHS,
     NO_FUNCTIONS,
+    RIGHT_ABOVE,
     VERIFIERS,
     Functions,
     Verifier,
+    check,
+    decides,
+    is_verifier,
     name_for_source,
     resolve,
 )
-from rpg_jax.rewards.votes import Read, united
+
+VERDICTS = (-1.0, 0.0, 1.0)
+"""Wrong, wrong and right: the scores that need no threshold."""
+_FIRST_SCORES = 1000  # a part of the first step of a large run, the first steps of a small one
 
 
 class Scorable(Protocol):
@@ -41,6 +49,15 @@ class Scorable(Protocol):
     def answer(self) -> str: ...
     @property
     def source(self) -> str: ...
+
+
+class Played(Protocol):
+    """The fields of `types.Turns` that a scorer reads."""
+
+    @property
+    def rewards(self) -> np.ndarray: ...
+    @property
+    def error(self) -> str | None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,32 +85,22 @@ class Scores:
     failed: Sequence[str | None] = ()
 
 
-def make_scorer(
-    reward: str | Mapping[str, float],
-    *,
-    options: Mapping[str, Mapping[str, Any]] | None = None,
-    workers: int | None = None,
-    deadline_s: float = 10.0,
-    accuracy: str | None = None,
-    right_above: float | None = None,
-    begins: bool = True,
-    functions: Functions = NO_FUNCTIONS,
-) -> Scorer:
-    """The scorer for one part name, or for {part name: weight}.
+class Scorer(contextlib.AbstractContextManager["Scorer"]):
+    """Scores completions. Close it, or use it as a context, to end its worker processes.
 
-    Parts are the verifiers, "by_source" (each problem's own), "module:function" (a user's own), "environment" (what an
-    environment has paid for the turns), "format", "length" and "overlong". Beside "environment", the parts that read a
-    text read the policy's last turn.
+    Parts are the verifiers, "by_source" (each problem's own), "module:function" (a user's own), "environment" (the sum
+    that an environment has paid for the turns), "format", "length" and "overlong". Beside "environment", the parts that
+    read a text read the policy's last turn.
 
     Args:
-      reward: the part or parts.
+      reward: one part, or {part: weight}.
       options: keyword arguments by part, e.g. {"overlong": {"limit": 2048, "buffer": 512}}.
       workers: number of processes for the verifiers that need them; by default one per CPU, at most 8.
       deadline_s: seconds such a verifier, or an async function, may take for one completion.
       accuracy: the part that decides accuracy; None: the first verifier.
-      right_above: a completion is right where that part's score is above it; None: where it is 1.
+      right_above: a completion is right where the score of that part is above this number; None: where it is 1.
       begins: without `right_above`, a grade (neither 1, 0 nor -1) among the first 1,000 scores is an error. False, for
-        a run that goes on: it is noted, and counts as wrong below 1.
+        a run that goes on: the grade is noted once, and a score below 1 counts as wrong.
       functions: of this process, plain or async, by their part's name; other parts are imported by name.
 
     Raises:
@@ -101,33 +108,28 @@ def make_scorer(
         that grades decides accuracy without `right_above`, or a function cannot be imported or cannot be called as
         `verifiers.resolve` says.
     """
-    weights = {reward: 1.0} if isinstance(reward, str) else dict(reward)
-    check(weights, options or {}, accuracy=accuracy, right_above=right_above)
-    limits: dict[str, Any] = {"workers": workers, "deadline_s": deadline_s, "functions": functions}
-    return Scorer(weights, options or {}, **limits, accuracy=accuracy, right_above=right_above, begins=begins)
-
-
-class Scorer(contextlib.AbstractContextManager["Scorer"]):
-    """Scores completions; made by `make_scorer`. Close it, or use it as a context, to end its worker processes."""
 
     def __init__(
         self,
-        weights: Mapping[str, float],
-        options: Mapping[str, Mapping[str, Any]],
+        reward: str | Mapping[str, float],
         *,
-        workers: int | None,
-        deadline_s: float,
+        options: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+        workers: int | None = None,
+        deadline_s: float = 10.0,
         accuracy: str | None = None,
         right_above: float | None = None,
         begins: bool = True,
         functions: Functions = NO_FUNCTIONS,
     ):
-        self._weights = dict(weights)
+        weights = {reward: 1.0} if isinstance(reward, str) else dict(reward)
+        check(weights, options, accuracy=accuracy, right_above=right_above)
+        self._weights = weights
         self._options = {name: dict(options.get(name, {})) for name in weights}
-        verifiers = [*filter(is_verifier, weights)]
         self._accuracy, self._right_above = decides(weights, accuracy), right_above
-        self._graded = Graded(self._accuracy, refuses=begins) if right_above is None else None
+        self._grades_refused = _FIRST_SCORES if begins else 0  # scores to come among which a grade is an error
+        self._grade_noted = False
         self._judge = Judge(Server(**self._options[JUDGE])) if JUDGE in weights else None
+        verifiers = [*filter(is_verifier, weights)]
         self._first = {name: FirstFailures(f"the reward {name!r}", "completion") for name in verifiers}
         self._pool_arguments: dict[str, Any] = {"size": workers, "deadline_s": deadline_s}
         self._pool: WorkerPool | None = None
@@ -156,7 +158,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         Raises:
           ValueError: the arguments differ in length, "by_source" meets an unknown source, "environment" a completion
             without turns, a verifier has failed on all completions of its first problems, or a grade decides accuracy
-            (see `Graded`).
+            (see `begins`).
         """
         sizes = [len(x) for x in (problems, texts, finish_reasons, lengths, turns) if x is not None]
         if len(set(sizes)) > 1:
@@ -171,9 +173,9 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
             rewards += np.float32(weight) * parts[name]
             if is_verifier(name):
                 unshaped += np.float32(weight) * parts[name]
-        if self._graded is not None:
+        if self._right_above is None:
             verdicts = zip(parts[self._accuracy], failures[self._accuracy], strict=True)
-            self._graded.look(score for score, kind in verdicts if not kind)
+            self._check_for_grades([score for score, kind in verdicts if not kind])
         deciding, above = parts[self._accuracy], self._right_above
         right = deciding >= 1 if above is None else deciding > above
         right[[kind is not None for kind in failures[self._accuracy]]] = False
@@ -187,7 +189,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         """The answers of the completions of P problems, as the verifier that decides accuracy compares them.
 
         None where it finds none. Equal answers to a problem are the same text. Where a verifier's equality has no
-        normal form, as that of `math_verify`, it compares the answers with each other (`votes.united`), in the pool.
+        normal form, as that of `math_verify`, it compares the answers with each other (`united`), in the pool.
         No problem's reference answer is read.
         """
         by_source = self._accuracy == BY_SOURCE
@@ -225,7 +227,11 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         if name in FORMS:
             return np.array([FORMS[name](text, **options) for text in texts], np.float32), []
         if name == ENVIRONMENT:
-            played = of_all([None] if turns is None else turns)
+            played = [each for each in turns or () if each is not None]
+            if len(played) < len(texts):
+                raise ValueError(
+                    "the reward 'environment' needs completions that an environment played: set environment.name"
+                )
             return np.array([total(each) for each in played], np.float32), [each.error for each in played]
         named = self._named[name]
         verifiers = [named or VERIFIERS[name_for_source(p.source)] for p in problems]
@@ -262,6 +268,23 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
 
         return united(read, equal)
 
+    def _check_for_grades(self, scores: Sequence[float]) -> None:
+        """Refuses to call a score right or wrong where it is neither, and nobody has said from where on it is right.
+
+        A grade among the first scores is an error. A later grade is noted: a run does not end for one rare score after
+        hundreds of steps.
+        """
+        grade = next((score for score in scores if score not in VERDICTS), None)
+        if grade is None or self._grade_noted:
+            self._grades_refused -= len(scores)
+            return
+        part = f"the reward {self._accuracy!r} decides accuracy, and its score {grade:.3g}"
+        found = f"{part} is neither right (1) nor wrong (0, -1)"
+        if self._grades_refused > 0:
+            raise ValueError(f"{found}: {RIGHT_ABOVE}")
+        self._grade_noted = True
+        print(f"note: {found}. A score below 1 counts as wrong; in another run {RIGHT_ABOVE}", file=sys.stderr)
+
     def _start_pool(self) -> WorkerPool:
         if self._pool is None:
             named = [f for f in self._named.values() if f]
@@ -272,3 +295,9 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
             functions |= {f.equal: ("one", "other") for f in pooled if f.equal}
             self._pool = WorkerPool(functions, **self._pool_arguments)
         return self._pool
+
+
+def total(turns: Played) -> float:
+    """The sum of the turns' rewards. After a failure of the environment it is at most 0, so that failing never pays."""
+    paid = float(np.sum(turns.rewards, dtype=np.float64))
+    return paid if turns.error is None else min(paid, 0.0)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rpg_jax.rewards import descendants
-from rpg_jax.rewards.loading import load
+from rpg_jax.rewards.callables import load
 from rpg_jax.rewards.verdicts import check_call, checked, failure
 
 _DENIED = (

@@ -1,11 +1,20 @@
-"""The verifiers by name, and the verifier of each data source. A new task is one file here and one line."""
+"""The verifiers by name, the verifier of each data source, and the checks of a reward's parts.
+
+A new task is one file in this folder and one line in `VERIFIERS`.
+"""
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from rpg_jax.rewards.loading import load
+import numpy as np
+
+from rpg_jax.rewards.callables import load
+from rpg_jax.rewards.judge import Server
+from rpg_jax.rewards.shaping import format_match, length_penalty, overlong_penalty
+from rpg_jax.rewards.verdicts import LARGEST
 
 
 @dataclasses.dataclass(frozen=True)
@@ -14,16 +23,16 @@ class Verifier:
 
     Attributes:
       path: "module:function".
-      pooled: it runs in processes that can be killed, because its code may hang, exhaust memory or execute its input.
-        Other verifiers only compare strings, in a time that the length of their input bounds.
+      pooled: the function runs in processes that can be killed, because its code may hang, exhaust memory or execute
+        its input. Other verifiers only compare strings, in a time that the length of their input bounds.
       wrong: score of a wrong answer, and of an answer on which the verifier fails.
       sees_prompt: the function also takes the prompt, as its third argument.
-      remote: a server is asked, see `judge.Judge`; its options are the fields of `judge.Server`.
-      graded: its scores say how good, not right or wrong: to decide accuracy it needs `rewards.right_above`.
-      played: nothing is called: an environment has paid for the turns of the completion, see `played`.
+      remote: a server is asked, see `judge.Judge`; the options are the fields of `judge.Server`.
+      graded: scores say how good, not right or wrong. Such a verifier needs `rewards.right_above` to decide accuracy.
+      played: nothing is called: an environment has paid for the turns of the completion, see `scorer.total`.
       read, equal: where equality has no normal form, "module:function" of two more functions of the pool: the answer
         of a completion as {"answer": text or None}, and 1 if two completions have equal answers, else 0.
-      function: what a Python program handed over under the name `path`; None is loaded from `path`.
+      function: the function that a Python program handed over under the name `path`; None: it is loaded from `path`.
     """
 
     path: str
@@ -48,23 +57,23 @@ class Verifier:
 
 JUDGE, ENVIRONMENT = "judge", "environment"
 VERIFIERS = {
-    "exact": Verifier("rpg_jax.rewards.exact:exact"),
+    "exact": Verifier("rpg_jax.rewards.extraction:exact"),
     "math_dapo": Verifier("rpg_jax.rewards.math_dapo:math_dapo", wrong=-1.0),
-    "boxed": Verifier("rpg_jax.rewards.boxed:boxed"),
+    "boxed": Verifier("rpg_jax.rewards.extraction:boxed"),
     "math_verify": Verifier(
         "rpg_jax.rewards.math_verify:math_verify",
         pooled=True,
         read="rpg_jax.rewards.math_verify:read",
         equal="rpg_jax.rewards.math_verify:equal",
     ),
-    "gsm8k": Verifier("rpg_jax.rewards.gsm8k:gsm8k"),
+    "gsm8k": Verifier("rpg_jax.rewards.extraction:gsm8k"),
     "countdown": Verifier("rpg_jax.rewards.expression:countdown"),
     JUDGE: Verifier("rpg_jax.rewards.judge:Judge", sees_prompt=True, remote=True, graded=True),
-    ENVIRONMENT: Verifier("rpg_jax.rewards.played:total", sees_prompt=True, played=True),
+    ENVIRONMENT: Verifier("rpg_jax.rewards.scorer:total", sees_prompt=True, played=True),
 }
 
-# The reward that takes each problem's verifier from this table, by `Problem.source`.
 BY_SOURCE = "by_source"
+"""The reward that takes the verifier of each problem from `SOURCES`, by `Problem.source`."""
 SOURCES = {
     "arithmetic": "exact",
     "chains": "exact",
@@ -80,18 +89,25 @@ SOURCES = {
     "openai/gsm8k": "gsm8k",
     "countdown": "countdown",
 }
-
+FORMS: dict[str, Callable[..., float]] = {"format": format_match}
+"""Shaping terms of a completion's text: text -> score."""
+LENGTHS: dict[str, Callable[..., np.ndarray]] = {"length": length_penalty, "overlong": overlong_penalty}
+"""Shaping terms of the lengths of completions: i32[N] -> f32[N]."""
+RIGHT_ABOVE = (
+    "add --config.rewards.right_above=0.5 (a score above 0.5 is right), or --config.rewards.accuracy=PART, a part that "
+    "says right or wrong"
+)
 
 Functions = Mapping[str, Callable[..., Any]]
 NO_FUNCTIONS: Functions = MappingProxyType({})
 
 
 def resolve(name: str, functions: Functions = NO_FUNCTIONS) -> Verifier | None:
-    """The verifier called `name`, or a user's own function "module:function"; None if it is neither.
+    """The verifier called `name`, or a user's own function "module:function"; None if `name` is neither.
 
     A user's function gets (completion, answer, prompt) as strings and its options as keywords, and returns a number
-    as `Verifier` says. It runs in the worker pool: no files written, no processes, no network. One of
-    `functions`, which a Python program handed over under its name, runs in that program and may do all of this.
+    as `Verifier` says. The function runs in the worker pool: no files written, no processes, no network. A function in
+    `functions`, which a Python program handed over, runs in that program and may do all of this.
     """
     if name in functions:
         return Verifier(name, sees_prompt=True, function=functions[name])
@@ -111,3 +127,66 @@ def name_for_source(source: str) -> str:
     if source not in SOURCES:
         raise ValueError(f"no verifier is known for source {source!r}; name one instead of 'by_source': {[*VERIFIERS]}")
     return SOURCES[source]
+
+
+def check(
+    weights: Mapping[str, float],
+    options: Mapping[str, Mapping[str, Any]],
+    *,
+    accuracy: str | None = None,
+    right_above: float | None = None,
+) -> None:
+    """Raises as `Scorer` does, but starts no process and therefore does not check a user's own functions."""
+    for name in {**weights, **options}:
+        if name not in weights:
+            raise ValueError(f"options for {name!r}, which is not among the rewards {list(weights)}")
+        given = options.get(name, {})
+        _check_options(name, given)
+        if name in FORMS:
+            FORMS[name]("", **given)
+        if name in LENGTHS:
+            LENGTHS[name](np.ones(1, np.int32), **given)
+    for name, weight in weights.items():
+        if not abs(weight) <= LARGEST:
+            raise ValueError(f"the weight of the reward {name!r} must be a number within ±{LARGEST:g}, got {weight}")
+    if not any(map(is_verifier, weights)):
+        raise ValueError(f"no verifier among {list(weights)}, so nothing measures accuracy: add one of {[*VERIFIERS]}")
+    if accuracy is not None and (accuracy not in weights or not is_verifier(accuracy)):
+        raise ValueError(f"rewards.accuracy={accuracy!r} must be a verifier among the rewards {[*weights]}")
+    deciding = resolve(name := decides(weights, accuracy))
+    if right_above is None and deciding and deciding.graded:
+        raise ValueError(f"the reward {name!r} decides accuracy, and grades: {RIGHT_ABOVE}")
+
+
+def decides(weights: Mapping[str, float], accuracy: str | None) -> str:
+    """The part that decides accuracy: the one named, else the first verifier."""
+    return accuracy or next(filter(is_verifier, weights))
+
+
+def needs_answers(weights: Mapping[str, float]) -> bool:
+    """Whether a part compares completions with reference answers. A part that sees the prompt may do without."""
+    verifiers = {name: resolve(name) for name in weights if is_verifier(name)}
+    return any(verifier is None or not verifier.sees_prompt for verifier in verifiers.values())
+
+
+def is_verifier(name: str) -> bool:
+    return name == BY_SOURCE or resolve(name) is not None
+
+
+def _check_options(name: str, given: Mapping[str, Any]) -> None:
+    known = {**FORMS, **LENGTHS, BY_SOURCE: lambda: None}
+    verifier = resolve(name)
+    if name not in known and verifier is None:
+        names = ", ".join([*VERIFIERS, *known, "module:function"])
+        raise ValueError(f"unknown reward {name!r}; known: {names}")
+    if verifier and verifier.pooled:
+        return  # only an import of foreign code can tell
+    if verifier and verifier.remote:
+        Server(**given)
+        return
+    parameters = inspect.signature(verifier.load() if verifier else known[name]).parameters.values()
+    accepted = {p.name: p.default is p.empty for p in parameters if p.kind is p.KEYWORD_ONLY}
+    unknown = sorted(set(given) - set(accepted))
+    missing = sorted(k for k, required in accepted.items() if required and k not in given)
+    if unknown or missing:
+        raise ValueError(f"reward {name!r}: unknown options {unknown}, missing {missing}; it takes {sorted(accepted)}")

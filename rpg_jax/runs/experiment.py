@@ -162,7 +162,7 @@ def make_scorer(
     weights, options = reward_arguments(config)
     how: dict[str, Any] = {"workers": c.workers, "deadline_s": c.deadline_seconds, "functions": functions}
     how["begins"] = begins
-    return rewards.make_scorer(weights, options=options, accuracy=c.accuracy, right_above=c.right_above, **how)
+    return rewards.Scorer(weights, options=options, accuracy=c.accuracy, right_above=c.right_above, **how)
 
 
 def make_generator(

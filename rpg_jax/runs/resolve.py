@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from rpg_jax import losses, models, rewards
 from rpg_jax.losses.regularized_pg import TOKEN_SUMS
-from rpg_jax.rewards.loading import load
+from rpg_jax.rewards.callables import load
 from rpg_jax.runs import config_files, trackers
 from rpg_jax.types import Count
 
@@ -270,7 +270,7 @@ def loss_arguments(config: ConfigDict) -> tuple[str, dict[str, Any]]:
 
 
 def reward_arguments(config: ConfigDict) -> tuple[dict[str, float], dict[str, dict[str, Any]]]:
-    """The weights and the options of `rewards.make_scorer`, by part."""
+    """The weights and the options of `rewards.Scorer`, by part."""
     c, limit = config.rewards, config.rollout.max_tokens
     weights = _weights(_reward_parts(config))
     if c.accuracy is not None:

@@ -8,7 +8,7 @@ import pytest
 
 from rpg_jax.data import Chains
 from rpg_jax.data.chains import CHAIN_SETS, CHECK, MODULUS, OLD, solve
-from rpg_jax.rewards.exact import exact
+from rpg_jax.rewards.extraction import exact
 
 TASK = Chains()
 SETS = {name: TASK.problems(name, 200) for name in ("train", *CHAIN_SETS)}

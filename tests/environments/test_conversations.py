@@ -47,7 +47,7 @@ def test_groups_have_the_rewards_of_their_turns_and_texts_with_marks(stage, toke
         )
 
     rollout, played, lengths = Scripted([["1", "5"], ["code: 1 // 0"]], tokenizer), [], []
-    with rewards.make_scorer("environment", right_above=0.0) as scorer:
+    with rewards.Scorer("environment", right_above=0.0) as scorer:
         sizes = {"group_size": 2, "sampling": Sampling(), "seed": 0}
         made = GroupGenerator(
             rollout, lambda p: say(tokenizer, p.prompt), tokenizer.decode,

@@ -45,5 +45,5 @@ def test_the_answer_is_what_the_verifier_compares(verifier, completion, answer):
 
 def test_answers_follow_each_problems_own_verifier():
     problems = [Problem(0, "p", "9", "gsm8k"), Problem(1, "p", "9", "math_dapo")]
-    with rewards.make_scorer("by_source") as scorer:
+    with rewards.Scorer("by_source") as scorer:
         assert scorer.answers(problems, [["#### 9.0", "9"], ["Answer: 9.0"]]) == [["9", None], ["9.0"]]

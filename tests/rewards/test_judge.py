@@ -194,11 +194,11 @@ def test_a_judge_rewards_while_another_part_decides_accuracy(served):
     )
     options = {"judge": {"url": url}}
     weights = {"judge": 1.0, "exact": 0.0}
-    scores = score(rewards.make_scorer(weights, options=options, accuracy="exact"), ["1", "2", "bad"])
+    scores = score(rewards.Scorer(weights, options=options, accuracy="exact"), ["1", "2", "bad"])
     assert scores.rewards.tolist() == pytest.approx([0.6, 0.6, 0.0]) and scores.accuracy.tolist() == [1, 0, 0]
     assert scores.errors == {"value": 1} and scores.failures == [None, None, None]
-    assert score(rewards.make_scorer("judge", options=options, right_above=0.5), ["1", "2"]).accuracy.tolist() == [1, 1]
-    assert score(rewards.make_scorer("judge", options=options, right_above=0.6), ["1", "2"]).accuracy.tolist() == [0, 0]
+    assert score(rewards.Scorer("judge", options=options, right_above=0.5), ["1", "2"]).accuracy.tolist() == [1, 1]
+    assert score(rewards.Scorer("judge", options=options, right_above=0.6), ["1", "2"]).accuracy.tolist() == [0, 0]
     assert not rewards.needs_answers({"judge": 1.0}) and rewards.needs_answers(weights)
 
 
@@ -227,4 +227,4 @@ def test_a_judge_that_cannot_be_asked_is_refused_before_anything_runs(fields, re
 
 def test_accuracy_is_decided_by_a_verifier():
     with pytest.raises(ValueError, match=r"rewards\.accuracy='format' must be a verifier among"):
-        rewards.make_scorer({"exact": 1.0, "format": 1.0}, accuracy="format")
+        rewards.Scorer({"exact": 1.0, "format": 1.0}, accuracy="format")

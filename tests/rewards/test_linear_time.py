@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rpg_jax.rewards import boxed, exact, math_dapo, shaping
+from rpg_jax.rewards import extraction, math_dapo, shaping
 
 UNITS = [
     "{",
@@ -27,12 +27,12 @@ UNITS = [
 ]
 UNITS += ["#", "-", "1", " ", "=", "frac", "sqrt", "<think>", "</think>", "<think></think>", "\t\n", ",", "a ", "units"]
 FUNCTIONS = {
-    "boxed": lambda text: boxed.boxed(text, "7"),
-    "box": lambda text: boxed.boxed("\\boxed{" + text + "}", "7"),
-    "reference": lambda text: boxed.boxed("\\boxed{7}", text),
+    "boxed": lambda text: extraction.boxed(text, "7"),
+    "box": lambda text: extraction.boxed("\\boxed{" + text + "}", "7"),
+    "reference": lambda text: extraction.boxed("\\boxed{7}", text),
     "math_dapo": lambda text: math_dapo.math_dapo(text, "7"),
     "normalise": math_dapo.normalise,
-    "exact": lambda text: exact.exact(text, "7"),
+    "exact": lambda text: extraction.exact(text, "7"),
     **{name: shaping.FORMATS[name] for name in shaping.FORMATS},
 }
 

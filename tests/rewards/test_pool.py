@@ -150,16 +150,16 @@ def _processes_with(folder: Path) -> list[str]:
     return found
 
 
-def test_members_are_recycled_by_age_and_results_stay_in_order(folder):
+def test_processes_are_recycled_by_age_and_results_stay_in_order(folder):
     with WorkerPool(FUNCTIONS, size=2, deadline_s=5, recycle_after=7) as pool:
         assert [v.score for v in run(pool, map(str, range(30)))] == list(range(30))
         assert pool.counts["recycled"] >= 2 and pool.counts["rebuilt"] == 0
 
 
-def test_a_member_that_died_while_idle_costs_no_verdict(folder):
+def test_a_process_that_died_while_idle_costs_no_verdict(folder):
     with WorkerPool(FUNCTIONS, size=1, deadline_s=5) as pool:
         run(pool, ["1"])
-        process = pool._members[0]._process
+        process = pool._processes[0]._process
         process.kill()
         process.wait()
         assert run(pool, ["2", "3"]) == [Verdict(2.0), Verdict(3.0)]
@@ -169,11 +169,11 @@ def test_a_member_that_died_while_idle_costs_no_verdict(folder):
 def test_a_signal_to_all_processes_of_a_service_costs_no_verdict(folder):
     with WorkerPool(FUNCTIONS, size=1, deadline_s=5) as pool:
         pool.wait_ready()
-        threading.Timer(0.2, pool._members[0]._process.terminate).start()
+        threading.Timer(0.2, pool._processes[0]._process.terminate).start()
         assert run(pool, ["__import__('time').sleep(0.5) or 7"]) == [Verdict(7.0)]
 
 
-def test_a_member_without_a_task_does_not_overrun(folder):
+def test_a_process_without_a_task_does_not_overrun(folder):
     with WorkerPool(FUNCTIONS, size=2, deadline_s=1.5) as pool:
         pool.wait_ready()
         run(pool, ["1", "__import__('time').sleep(0.2) or 2"])

@@ -22,14 +22,14 @@ def score(scorer, pairs, lengths=None):
 def test_exact_match_ignores_the_working_and_white_space():
     right = [("46", "46"), ("46", " 46\n"), ("46", "6+0=6#46"), ("5-", "5-"), ("C#", "Answer: C\nAnswer: C#")]
     wrong = [("46", "#46#47"), ("46", "460"), ("46", ""), ("46", "46 or 47")]
-    scores = score(rewards.make_scorer("exact"), right + wrong)
+    scores = score(rewards.Scorer("exact"), right + wrong)
     assert scores.rewards.tolist() == scores.accuracy.tolist() == [1] * len(right) + [0] * len(wrong)
     assert scores.rewards.dtype == scores.accuracy.dtype == np.float32
 
 
 def test_rewards_are_weighted_sums_and_accuracy_is_the_verifier_alone():
     options = {"format": {"pattern": "number"}, "overlong": {"limit": 10, "buffer": 5}}
-    scorer = rewards.make_scorer({"exact": 1.0, "format": 0.1, "overlong": 2.0}, options=options)
+    scorer = rewards.Scorer({"exact": 1.0, "format": 0.1, "overlong": 2.0}, options=options)
     scores = score(scorer, [("46", "46"), ("46", "47"), ("46", "x")], lengths=[10, 2, 2])
     np.testing.assert_allclose(scores.rewards, [1 + 0.1 - 2, 0.1, 0], rtol=1e-6)  # f32 sums of three terms
     assert scores.accuracy.tolist() == [1, 0, 0]
@@ -38,13 +38,13 @@ def test_rewards_are_weighted_sums_and_accuracy_is_the_verifier_alone():
 
 def test_unknown_names_list_the_known_ones():
     with pytest.raises(ValueError, match="unknown reward 'exakt'; known: .*exact"):
-        rewards.make_scorer("exakt")
+        rewards.Scorer("exakt")
     with pytest.raises(ValueError, match="unknown options \\['patern'\\].*\\['pattern'\\]"):
-        rewards.make_scorer({"exact": 1, "format": 1}, options={"format": {"patern": "number"}})
+        rewards.Scorer({"exact": 1, "format": 1}, options={"format": {"patern": "number"}})
     with pytest.raises(ValueError, match="'overlong'.*missing \\['buffer', 'limit'\\]"):
-        rewards.make_scorer({"exact": 1, "overlong": 1})
+        rewards.Scorer({"exact": 1, "overlong": 1})
     with pytest.raises(ValueError, match="no verifier among \\['format'\\]"):
-        rewards.make_scorer("format")
+        rewards.Scorer("format")
 
 
 def test_an_option_out_of_its_range_is_refused_before_anything_is_scored():
@@ -54,18 +54,18 @@ def test_an_option_out_of_its_range_is_refused_before_anything_is_scored():
     }.items():
         part, option, value = options
         with pytest.raises(ValueError, match=message):
-            rewards.make_scorer({"exact": 1, part: 1}, options={part: {option: value}})
+            rewards.Scorer({"exact": 1, part: 1}, options={part: {option: value}})
 
 
 def test_lists_of_different_lengths_are_refused():
     with pytest.raises(ValueError, match="\\[1, 2, 1, 1\\]"):
-        rewards.make_scorer("exact")([problem("1")], ["1", "1"], ["stop"], [1])
+        rewards.Scorer("exact")([problem("1")], ["1", "1"], ["stop"], [1])
 
 
 def test_an_environments_reward_is_the_sum_of_its_turns_and_failing_never_pays():
     paid = [SimpleNamespace(rewards=np.array(r, np.float32), error=e) for r, e in TURNS]
     arguments = [problem("1")] * 4, ["1", "2", "1", "1"], ["stop"] * 4, [1] * 4
-    with rewards.make_scorer({"environment": 2.0, "exact": 0.5}, right_above=0.0) as scorer:
+    with rewards.Scorer({"environment": 2.0, "exact": 0.5}, right_above=0.0) as scorer:
         scores = scorer(*arguments, paid)
         assert scores.rewards.tolist() == [2.5, -1.0, 0.5, -0.5]
         assert scores.accuracy.tolist() == [1, 0, 0, 0]
@@ -86,15 +86,15 @@ def test_rewards_never_import_jax():
 
 def test_by_source_asks_each_problem_for_its_verifier():
     problems = [problem("46"), problem("7", "aime2025"), problem("7", "amc_23"), problem("18", "gsm8k")]
-    scores = rewards.make_scorer("by_source")(problems, ["46", "Answer: 7", "7", "#### 18"], ["stop"] * 4, [1] * 4)
+    scores = rewards.Scorer("by_source")(problems, ["46", "Answer: 7", "7", "#### 18"], ["stop"] * 4, [1] * 4)
     assert scores.rewards.tolist() == [1, 1, -1, 1]
     assert scores.accuracy.tolist() == [1, 1, 0, 1]
     with pytest.raises(ValueError, match="'poetry'"):
-        rewards.make_scorer("by_source")([problem("1", "poetry")], ["1"], ["stop"], [1])
+        rewards.Scorer("by_source")([problem("1", "poetry")], ["1"], ["stop"], [1])
 
 
 def test_a_reference_that_the_verifier_cannot_read_is_wrong_and_counted():
-    scores = rewards.make_scorer("gsm8k")([problem("many"), problem("3")], ["#### 3"] * 2, ["stop"] * 2, [1] * 2)
+    scores = rewards.Scorer("gsm8k")([problem("many"), problem("3")], ["#### 3"] * 2, ["stop"] * 2, [1] * 2)
     assert scores.rewards.tolist() == [0, 1] and scores.errors == {"error": 1}
 
 
@@ -103,11 +103,11 @@ def test_a_users_own_function_is_called_by_its_import_path(tmp_path, monkeypatch
     (tmp_path / "my_rewards.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     options = {"my_rewards:score": {"bonus": 0.5}}
-    with rewards.make_scorer({"my_rewards:score": 2.0}, options=options, workers=1, right_above=0.5) as scorer:
+    with rewards.Scorer({"my_rewards:score": 2.0}, options=options, workers=1, right_above=0.5) as scorer:
         scores = scorer([SimpleNamespace(prompt="a", answer="b", source="s")], ["ab"], ["stop"], [2])
     assert scores.rewards.tolist() == [3.0] and scores.accuracy.tolist() == [1.0]
     with pytest.raises(ValueError, match="no function or class 'scored'"):
-        rewards.make_scorer("my_rewards:scored", workers=1)
+        rewards.Scorer("my_rewards:scored", workers=1)
 
 
 def test_a_function_that_cannot_be_called_as_rewards_are_is_refused_before_it_is(tmp_path, monkeypatch):
@@ -115,17 +115,17 @@ def test_a_function_that_cannot_be_called_as_rewards_are_is_refused_before_it_is
     monkeypatch.syspath_prepend(str(tmp_path))
     expected = r"other_rewards:score is called as score\(completion, answer, prompt\), with strings, and is "
     with pytest.raises(ValueError, match=expected + r"score\(completion, answer\): too many positional"):
-        rewards.make_scorer("other_rewards:score", workers=1)
+        rewards.Scorer("other_rewards:score", workers=1)
 
 
 def test_a_verifier_that_fails_on_everything_at_first_stops_the_run_with_its_reason():
-    scorer = rewards.make_scorer("gsm8k")
+    scorer = rewards.Scorer("gsm8k")
     for n in range(15):
         assert score(scorer, [(f"none {n}", "#### 1")] * 8).errors == {"error": 8}
     with pytest.raises(
         ValueError, match="'gsm8k' has failed on every completion of its first 16 problems: error .*15'"
     ):
         score(scorer, [("none 15", "#### 1")])
-    scorer = rewards.make_scorer("gsm8k")
+    scorer = rewards.Scorer("gsm8k")
     score(scorer, [("1", "#### 1")])
     assert score(scorer, [(f"none {n}", "#### 1") for n in range(99)]).errors == {"error": 99}

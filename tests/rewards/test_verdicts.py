@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rpg_jax import rewards
-from rpg_jax.rewards import make_scorer, scorer
+from rpg_jax.rewards import Scorer, scorer
 from rpg_jax.rewards.verdicts import LARGEST, BadScore, checked_score
 from rpg_jax.rewards.verifier_process import _judge
 from tests.rewards.test_scorer import problem
@@ -43,7 +43,7 @@ def test_what_is_no_score_is_an_error_of_its_own_kind(name, monkeypatch):
         checked_score(BAD[name])
     assert _judge(lambda: BAD[name], {"arguments": (), "options": {}, "returns": "score"})["error"] == "value"
     monkeypatch.setattr(scorer.Verifier, "load", lambda self: lambda text, answer: BAD[name] if text == "bad" else 1.0)
-    with make_scorer("exact") as scored:
+    with Scorer("exact") as scored:
         scores = scored([problem("1")] * 3, ["bad", "good", "good"], ["stop"] * 3, [1] * 3)
     assert scores.errors == {"value": 1} and [*scores.failures] == ["value", None, None]
     assert scores.rewards.tolist() == [0, 1, 1] and scores.accuracy.tolist() == [0, 1, 1]

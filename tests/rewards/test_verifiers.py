@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from rpg_jax.rewards.boxed import boxed, last_boxed
 from rpg_jax.rewards.expression import countdown, evaluate
-from rpg_jax.rewards.gsm8k import gsm8k
+from rpg_jax.rewards.extraction import boxed, gsm8k, last_boxed
 from rpg_jax.rewards.verifiers import SOURCES, VERIFIERS, name_for_source
 
 

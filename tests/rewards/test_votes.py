@@ -10,7 +10,7 @@ import pytest
 
 from rpg_jax import rewards
 from rpg_jax.report.statistics import maj_at_k
-from rpg_jax.rewards.votes import MOST_COMPARED, Read, united
+from rpg_jax.rewards.extraction import MOST_COMPARED, Read, united
 
 
 def read(*answers):
@@ -81,7 +81,7 @@ def test_maj_at_k_under_math_verify_is_that_of_the_answers_and_does_not_know_the
     problems = [SimpleNamespace(prompt="", answer=answer, source="math500") for answer in WRITTEN]
     texts = [[f"so it is \\boxed{{{given}}}" for given in written] for written, *_ in WRITTEN.values()]
     odd = ["no answer", "it is 9,\nthat is 9 apples", "\\boxed{5\\%}", "\\boxed{5}", "\\boxed{0.05}"]
-    with rewards.make_scorer("by_source", workers=2) as scorer:
+    with rewards.Scorer("by_source", workers=2) as scorer:
         flat = [(problem, text) for problem, own in zip(problems, texts, strict=True) for text in own]
         scores = scorer(*zip(*flat, strict=True), ["stop"] * 10, [1] * 10)
         answers = scorer.answers(problems, texts)

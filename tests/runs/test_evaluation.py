@@ -35,7 +35,7 @@ class FakeSampler:
 def run(file):
     sampler = FakeSampler()
     chunks = evaluation.plan(SETS, lambda p: p.samples, completions=4)
-    with rewards.make_scorer("math_dapo") as scorer:
+    with rewards.Scorer("math_dapo") as scorer:
         done = list(evaluation.complete(file, chunks, sampler, scorer, step=3))
     return done, sampler.calls
 
@@ -75,5 +75,5 @@ def test_a_file_cut_anywhere_is_completed_to_the_same_bytes(tmp_path, cut):
 def test_a_failed_verdict_keeps_its_kind():
     group = FakeSampler().group(SETS["even"][0], 2)
     group = Group(**{**vars(group), "failures": [None, "timeout"]})
-    with rewards.make_scorer("math_dapo") as scorer:
+    with rewards.Scorer("math_dapo") as scorer:
         assert [r["verdict"] for r in evaluation.records("s", [group], scorer)] == ["right", "timeout"]
