@@ -1,11 +1,14 @@
 """The folder of a run: its name, its owner, its config, what it was made with, and whether it may be resumed."""
 
 import contextlib
+import datetime
 import functools
+import hashlib
 import importlib.metadata
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -18,48 +21,30 @@ from ml_collections import ConfigDict
 from rpg_jax import storage
 from rpg_jax.parallel import hosts
 from rpg_jax.report.run_files import flat, read_metrics
-from rpg_jax.runs import cli, config_files, run_names, versions
+from rpg_jax.runs import cli, config_files, run_names
 from rpg_jax.runs.config_files import Unset
 from rpg_jax.storage import json_files
-from rpg_jax.storage.json_files import read_if_there
+from rpg_jax.storage.json_files import read_if_there, read_object
 from rpg_jax.storage.leases import Lease
 
+LOCK = "requirements-tpu.lock"  # every package of a TPU worker with its version and its hash
 PROGRAM = "rpg_jax"
 """The mark in versions.json of a folder that this program made, and may therefore replace."""
-_AROUND = (
-    "run.",
-    "distributed.",
-    "checkpoint.",
-    "log.",
-    "profile.",
-    "servers.",
-)  # sections that change no number of a run
+_AROUND = ("run.", "distributed.", "checkpoint.", "log.", "profile.", "servers.")  # they change no number of a run
 # Where things are computed: the numbers agree bit for bit only on the same mesh, step for step on any.
 _PLACES = ("mesh.", "sharding", "offload", "model.remat", "train.microbatch_size")
-_DECODING_PLACES = (
-    *("rollout.driver", "rollout.tensor", "rollout.expert", "rollout.devices"),
-    *("rollout.slots", "rollout.threads"),
-)
+_DECODING_PLACES = ("driver", "tensor", "expert", "devices", "slots", "threads")
+_JUDGES = ("url", "parallel", "deadline_seconds", "attempts", "cache", "key_variable")
 # Fields that may differ when a run is resumed: they do not change what has been computed so far.
-_JUDGES = tuple(
-    f"judge.{name}" for name in ("url", "parallel", "deadline_seconds", "attempts", "cache", "key_variable")
-)
 _MAY_CHANGE = (
-    *(*_AROUND, *_PLACES, *_DECODING_PLACES, *_JUDGES),
+    *(*_AROUND, *_PLACES),
+    *(f"rollout.{name}" for name in _DECODING_PLACES),
+    *(f"judge.{name}" for name in _JUDGES),
     *("train.steps", "warm_start.dir", "rollout.max_sampler_gap"),
 )
 _PACKAGES = (
-    "jax",
-    "jaxlib",
-    "flax",
-    "optax",
-    "orbax-checkpoint",
-    "grain",
-    "google-jetstream",
-    "numpy",
-    "ml-collections",
-    "libtpu",
-    "tensorstore",
+    *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "google-jetstream", "numpy"),
+    *("ml-collections", "libtpu", "tensorstore"),
 )
 
 
@@ -161,7 +146,7 @@ def open_run(config: ConfigDict, folder: storage.Folder) -> None:
             "start over with --config.run.overwrite=True"
         )
     folder.files.mkdir(parents=True, exist_ok=True)
-    made, changed = versions.with_history(folder.files / "versions.json", made_with())
+    made, changed = versions_with_history(folder.files / "versions.json", made_with())
     if changed:
         print(f"not as at the last start of {config.run.name}: {changed}", file=sys.stderr)
     for name, value in {"versions.json": made, "config.json": resolved}.items():
@@ -239,25 +224,66 @@ def flat_fields(config: ConfigDict) -> dict[str, Any]:
 
 
 def made_with() -> dict[str, Any]:
-    """The program, its commit, package versions, Python, devices and the command line."""
+    """The program, its commit, package versions ("" for a package that is missing), Python, devices, command line."""
+    there = installed_packages()
     return {
         "program": PROGRAM,
         "commit": _git("rev-parse", "HEAD") or os.environ.get("RPG_COMMIT", ""),
         "uncommitted_changes": bool(_git("status", "--porcelain")),
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in _PACKAGES},
+        "packages": {name: there.get(normalised(name), "") for name in _PACKAGES},
         "platform": jax.default_backend(),
         "devices": f"{jax.device_count()} x {jax.devices()[0].device_kind}",
         "command": sys.argv,
     }
 
 
-def _version(package: str) -> str:
-    """The version of a package; "" if it is not installed, as JetStream may be."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
+def installed_packages() -> dict[str, str]:
+    """The version of every package of this Python, by its normalised name."""
+    found = ((d.metadata["Name"], d.version) for d in importlib.metadata.distributions())
+    return {normalised(name): version for name, version in sorted(found) if name}
+
+
+def lock_digest(there: Mapping[str, str], file: Path = config_files.ROOT / LOCK) -> str:
+    """The digest of the lockfile, where this Python has every package as it is locked; "" elsewhere."""
+    if not file.exists():
         return ""
+    wanted = re.findall(r"^([\w.-]+)==([^\s;\\]+)", text := file.read_text(), re.MULTILINE)
+    has_all = all(there.get(normalised(name)) == version for name, version in wanted)
+    return f"{LOCK} {hashlib.sha256(text.encode()).hexdigest()[:12]}" if has_all else ""
+
+
+def normalised(name: str) -> str:
+    """A package's name as PEP 503 compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def versions_with_history(file: Path, made_with: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
+    """The new content of versions.json, and in words what has changed since the start before; "" for a first start.
+
+    The content is this start's, with the earlier ones under `earlier`, oldest first. An earlier start that had the same
+    packages as the one after it is kept without its list.
+    """
+    there = installed_packages()
+    now = {**made_with, "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+    now |= {"installed": there, "lock": lock_digest(there)}
+    if not file.exists():
+        return now, ""
+    before = read_object(file)
+    earlier = before.pop("earlier", [])
+    told = _version_differences(before, now)
+    if before.get("installed") == there:
+        before.pop("installed", None)
+    return {**now, "earlier": [*earlier, before]}, told
+
+
+def _version_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """What differs between two starts of a run: commit, Python, devices, packages; "" if nothing does."""
+    named = {name: (before.get(name), now.get(name)) for name in ("commit", "python", "devices")}
+    old, new = (each.get("installed") or each.get("packages") or {} for each in (before, now))
+    named |= {name: (old.get(name), new.get(name)) for name in sorted({*old, *new})} if before.get("installed") else {}
+    changed = [f"{name} {was or 'none'} -> {has or 'none'}" for name, (was, has) in named.items() if was != has]
+    return ", ".join(changed)
 
 
 def _git(*arguments: str) -> str:

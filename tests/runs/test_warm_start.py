@@ -59,7 +59,7 @@ DEMONSTRATIONS = [f"{p.prompt}{p.demonstrations[0]}" for p in PROBLEMS]
 def test_a_demonstration_of_several_turns_trains_the_policys_tokens_and_reads_the_others():
     e = experiment_of([])
     e.config.environment.max_turns, e.config.rollout.max_tokens = 3, 20
-    task = Task(*GENERATED["guessing"](e.config))
+    task = GENERATED["guessing"](e.config)
     e.task, problem = task, next(p for p in task.train if len(task.examples([p])[0][1]) == 5)
     said = [message["content"] for message in task.examples([problem])[0][1]]
     [example] = examples_of(e, [problem])
