@@ -1,8 +1,6 @@
 """Problems, tokenizers and the rows that the trainer reads."""
 
-from rpg_jax.data.arithmetic import Arithmetic as Arithmetic
 from rpg_jax.data.calculations import Calculations as Calculations
-from rpg_jax.data.chains import Chains as Chains
 from rpg_jax.data.groups import Group as Group
 from rpg_jax.data.guessing import Guessing as Guessing
 from rpg_jax.data.packing import RolloutBatch as RolloutBatch
@@ -13,6 +11,8 @@ from rpg_jax.data.prompts import Problem as Problem
 from rpg_jax.data.prompts import PromptStream as PromptStream
 from rpg_jax.data.prompts import fingerprint as fingerprint
 from rpg_jax.data.sources import load as load
+from rpg_jax.data.synthetic import Arithmetic as Arithmetic
+from rpg_jax.data.synthetic import Chains as Chains
 from rpg_jax.data.templates import encode_prompt as encode_prompt
 from rpg_jax.data.templates import encode_prompts as encode_prompts
 from rpg_jax.data.tokenizer import Tokenizer as Tokenizer

@@ -1,15 +1,22 @@
-"""Chat templates as model repositories ship them: Jinja programs, run in a sandbox that ends."""
+"""Chat templates as model repositories ship them: programs of strangers, run in a sandbox that bounds time and size."""
 
 import json
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jinja2
 import jinja2.ext
-
-from rpg_jax.data.limits import Limited, joined
+import jinja2.sandbox
+from jinja2 import nodes
+from jinja2.runtime import Context
+from jinja2.visitor import NodeTransformer
 
 SEEN = ("role", "content", "name", "reasoning_content", "tool_calls", "tool_call_id")
+"""The keys of a message that a template sees."""
+STEPS = 100_000  # turns of loops and calls of a rendering: a conversation takes hundreds
+CHARACTERS = 10_000_000  # of a text
+_BITS = 4096  # of a whole number
 
 
 class ChatTemplate:
@@ -30,7 +37,7 @@ class ChatTemplate:
                 raise ValueError(f"the chat templates {sorted(named)} have no 'default'")
             template = named["default"]
         # A template comes with downloaded weights: the immutable sandbox keeps it from reaching Python's internals.
-        environment = Limited(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
+        environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
         environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
         environment.globals["raise_exception"] = _raise
         try:
@@ -50,7 +57,7 @@ class ChatTemplate:
 
         Raises:
           ValueError: the template rejects the messages, fails, or tries something that the sandbox forbids; or it
-            takes more steps than `limits.STEPS`, or makes a longer text than `limits.CHARACTERS`.
+            takes more steps than `STEPS`, or makes a longer text than `CHARACTERS`.
         """
         seen = [{key: value for key, value in message.items() if key in SEEN} for message in messages]
         tools = (messages[0].get("tools") if messages else None) or None
@@ -58,10 +65,92 @@ class ChatTemplate:
         values |= {"add_generation_prompt": add_generation_prompt, **self._special_tokens}
         self._environment.begin()
         try:
-            return joined(self._template.generate(**values))
+            return _within_limit(self._template.generate(**values))
         except Exception as error:  # a template is a program: it fails in every way
             raise ValueError(f"the chat template failed: {type(error).__name__}: {str(error)[:200]}") from error
 
 
 def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
+
+
+class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    """The immutable sandbox, which keeps a template from Python's internals, with a budget for each rendering."""
+
+    intercepted_binops = frozenset(("+", "*", "**"))
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self._left = threading.local()
+        self.filters |= {"_counted": _counted, "_joined": _joined}
+
+    def begin(self) -> None:
+        """Gives the thread a new budget."""
+        self._left.steps = STEPS
+
+    def spend(self) -> None:
+        """Takes a step. Raises TemplateError after the last."""
+        self._left.steps -= 1
+        if self._left.steps < 0:
+            raise jinja2.TemplateError(f"it takes more than {STEPS} steps")
+
+    def call(__self, __context: Context, __obj: Any, *arguments: Any, **keywords: Any) -> Any:
+        __self.spend()
+        return super().call(__context, __obj, *arguments, **keywords)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """A sum, product or power. Raises TemplateError before a large one is computed."""
+        if _size(operator, left, right) > CHARACTERS:
+            raise jinja2.TemplateError(f"the result of {operator} is too large")
+        return super().call_binop(context, operator, left, right)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        return _Budgeted().visit(super()._parse(source, name, filename))
+
+
+def _within_limit(pieces: Iterable[Any]) -> str:
+    """The texts in a row. Raises TemplateError beyond `CHARACTERS`."""
+    texts, length = [], 0
+    for piece in pieces:
+        texts.append(str(piece))
+        length += len(texts[-1])
+        if length > CHARACTERS:
+            raise jinja2.TemplateError(f"its text has more than {CHARACTERS} characters")
+    return "".join(texts)
+
+
+class _Budgeted(NodeTransformer):
+    """Lets every loop count its turns, and every concatenation its characters."""
+
+    def visit_For(self, node: nodes.For) -> nodes.Node:
+        self.generic_visit(node)
+        node.iter = nodes.Filter(node.iter, "_counted", [], [], None, None, lineno=node.lineno)
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return nodes.Filter(nodes.List(node.nodes), "_joined", [], [], None, None, lineno=node.lineno)
+
+
+@jinja2.pass_context  # so that Jinja does not run it while it compiles
+def _counted(context: Context, items: Iterable[Any]) -> Iterator[Any]:
+    for item in items:
+        context.environment.spend()  # type: ignore[attr-defined]
+        yield item
+
+
+@jinja2.pass_context
+def _joined(context: Context, items: Iterable[Any]) -> str:
+    return _within_limit(items)
+
+
+def _size(operator: str, left: Any, right: Any) -> float:
+    """About how large a result is: its length, or more than any length for a number of too many bits."""
+    numbers = [x for x in (left, right) if isinstance(x, int)]
+    if len(numbers) == 2:
+        bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()
+        return float("inf") if bits > _BITS else 0
+    lengths = [len(x) for x in (left, right) if isinstance(x, str | list | tuple)]
+    if operator == "*" and numbers and lengths:
+        return lengths[0] * max(numbers[0], 0)
+    return sum(lengths)

@@ -11,8 +11,16 @@ import pyarrow
 import pyarrow.parquet
 
 from rpg_jax.data.prompts import Problem
-from rpg_jax.data.rows import BadRow, Columns, Reading, read_row
-from rpg_jax.data.shapes import countdown_shape, gsm8k_shape, olympiad_shape, whole_number_shape
+from rpg_jax.data.rows import (
+    BadRow,
+    Columns,
+    Reading,
+    countdown_shape,
+    gsm8k_shape,
+    olympiad_shape,
+    read_row,
+    whole_number_shape,
+)
 
 _SHOWN = 5
 

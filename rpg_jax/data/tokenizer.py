@@ -6,6 +6,7 @@ import hashlib
 import io
 import json
 import os
+import shutil
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,11 +15,23 @@ import sentencepiece
 import tokenizers
 
 from rpg_jax import storage
-from rpg_jax.data import tokenizer_files
 from rpg_jax.data.chat import ChatTemplate
 from rpg_jax.storage.json_files import read_if_there
 
 _REPLACEMENT = "\ufffd"
+_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+    "tokenizer.model",
+)
+"""The files of a tokenizer in Hugging Face layout; generation_config.json names its stop tokens."""
+_SPACE = "\u2581"  # SentencePiece's own sign for a space
 
 
 class Codec(Protocol):
@@ -140,7 +153,42 @@ class SentencePieceTokenizer:
         return hashlib.sha256(self._model.serialized_model_proto()).hexdigest()
 
     def save(self, folder: Path) -> None:
-        tokenizer_files.write(self._model, folder)
+        """Writes tokenizer.model, tokenizer.json and tokenizer_config.json, which transformers and vLLM read.
+
+        The ids are the same, with one exception: the text of a special piece, "</s>" for instance, is this piece in
+        transformers, and single characters here.
+
+        Raises:
+          ValueError: a piece has several characters. Such a model has merges or a normalisation, which are not
+            converted.
+        """
+        model = self._model
+        pieces = [model.id_to_piece(i) for i in range(model.get_piece_size())]
+        special = {i for i in range(len(pieces)) if model.is_control(i) or model.is_unknown(i)}
+        if longer := [piece for i, piece in enumerate(pieces) if i not in special and len(piece) != 1]:
+            raise ValueError(
+                f"the tokenizer has pieces of several characters ({longer[0]!r}, …), and only models of single "
+                "characters are converted to tokenizer.json: give the export a tokenizer.json of your own, as "
+                "model.tokenizer"
+            )
+        converted = tokenizers.Tokenizer(tokenizers.models.Unigram([(piece, 0.0) for piece in pieces], model.unk_id()))
+        converted.normalizer = tokenizers.normalizers.Replace(" ", _SPACE)
+        converted.decoder = tokenizers.decoders.Sequence(
+            [tokenizers.decoders.Replace(_SPACE, " "), tokenizers.decoders.Fuse()]
+        )
+        converted.add_special_tokens(
+            [tokenizers.AddedToken(pieces[i], special=True, normalized=False) for i in sorted(special)]
+        )
+        named = {"pad": model.pad_id(), "eos": model.eos_id(), "bos": model.bos_id(), "unk": model.unk_id()}
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "clean_up_tokenization_spaces": False,
+            **{f"{name}_token": pieces[i] for name, i in named.items() if i >= 0},
+        }
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "tokenizer.model").write_bytes(model.serialized_model_proto())
+        converted.save(str(folder / "tokenizer.json"))
+        (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
 
 class HuggingFaceTokenizer:
@@ -196,7 +244,11 @@ class HuggingFaceTokenizer:
         return hashlib.sha256(json.dumps(self._about, sort_keys=True).encode()).hexdigest()
 
     def save(self, folder: Path) -> None:
-        tokenizer_files.copy(self._folder, folder)
+        """Copies the files in Hugging Face layout."""
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in _FILES:
+            if (self._folder / name).is_file():
+                shutil.copyfile(self._folder / name, folder / name)
 
     def _special_id(self, config: dict[str, Any], name: str) -> int | None:
         token = _content(config.get(name))

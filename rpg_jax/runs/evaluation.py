@@ -15,7 +15,7 @@ from rich.table import Table
 
 from rpg_jax import data, storage
 from rpg_jax.data import Group, Problem
-from rpg_jax.data.dialogue import last_shown
+from rpg_jax.data.groups import last_shown
 from rpg_jax.parallel import hosts
 from rpg_jax.report import markdown, score_curve, scores
 from rpg_jax.report.progress import Progress

@@ -28,7 +28,7 @@ import numpy as np
 
 from rpg_jax import losses
 from rpg_jax.data import Group, RolloutBatch
-from rpg_jax.data.dialogue import opening
+from rpg_jax.data.groups import opening
 from rpg_jax.data.tokenizer import IncrementalDecoder, Tokenizer
 from rpg_jax.losses.divergences import k3
 from rpg_jax.losses.tokens import checked

@@ -13,8 +13,7 @@ import jax
 import numpy as np
 
 from rpg_jax.data import Group, Problem
-from rpg_jax.data.dialogue import last_turn, shown
-from rpg_jax.data.groups import groups_from_bytes, groups_to_bytes
+from rpg_jax.data.groups import groups_from_bytes, groups_to_bytes, last_turn, shown
 from rpg_jax.environments.player import Player
 from rpg_jax.parallel import hosts
 from rpg_jax.rewards import Scorer

@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from rpg_jax.data.arithmetic import ANSWER_MARK, SETS, Arithmetic
 from rpg_jax.data.prompts import Problem
+from rpg_jax.data.synthetic import ANSWER_MARK, SETS, Arithmetic
 
 
 def value(prompt: str) -> int:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from rpg_jax.data import Chains
-from rpg_jax.data.chains import CHAIN_SETS, CHECK, MODULUS, OLD, solve
+from rpg_jax.data.synthetic import CHAIN_SETS, CHECK, MODULUS, OLD, solve
 from rpg_jax.rewards.extraction import exact
 
 TASK = Chains()

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from rpg_jax.data.dialogue import last_shown, last_turn, shown
+from rpg_jax.data.groups import last_shown, last_turn, shown
 from rpg_jax.types import Completion, Turns
 
 

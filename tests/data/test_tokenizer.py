@@ -5,7 +5,7 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rpg_jax.data.arithmetic import Arithmetic
+from rpg_jax.data.synthetic import Arithmetic
 from rpg_jax.data.tokenizer import IncrementalDecoder, load_tokenizer, train_sentencepiece
 
 
