@@ -38,14 +38,8 @@ FIELDS = Section(
             "the log-prob passes of a step, and the wait for the slowest process.", "seconds", range="(0, 1e9]"),
     ),
     distributed=Section(
-        "The processes of one run. On TPU pods the launcher and JAX set all of these fields.",
-        coordinator=Field(optional(str), "HOST[:PORT] of the first. Unset: JAX_COORDINATOR_ADDRESS, or one process."),
-        processes=Field(optional(int), "The number of processes. Unset: JAX_NUM_PROCESSES, or what JAX finds.",
-            range="[1, 1e6]"),
-        process_id=Field(optional(int), "The rank of this process, from 0. Unset: JAX_PROCESS_ID, or what JAX finds.",
-            range="[0, 1e6)"),
-        initialization_timeout=Field(1800, "How long a process waits for the others to start.", "seconds",
-            range="[1, 1e6]"),
+        "The processes of one run. JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID in a process's "
+        "environment say which it is; on TPU pods the launcher and JAX set them.",
         heartbeat_timeout=Field(optional(int), "A process is lost after this long without a sign of life. Unset: JAX's "
             "own, 100.", "seconds", range="[1, 1e6]"),
     ),
@@ -81,8 +75,6 @@ FIELDS = Section(
             rank=Field(0, "The rank of an adapter. 0: no adapters, all weights are trained.", range="[0, 1e5]"),
             alpha=Field(32.0, "An adapter's product has the factor alpha / rank.", range="(0, 1e6]"),
             targets=Field("all", "The matrices that get adapters.", choices="rpg_jax.models.lora:TARGETS"),
-            initializer=Field("uniform", "How A is drawn: from U(-1/sqrt(n), 1/sqrt(n)) for n inputs, or from "
-                "N(0, 1/rank^2). B begins at 0.", choices="rpg_jax.models.lora:INITIALIZERS"),
             path=Field(optional(str), "The folder of an adapter that the library peft has written: the run begins with "
                 "it. Its rank, alpha and targets must be those here."),
             int8=Field(False, "Keep the frozen matrices of the layers in 8 bits, for training and for sampling."),
@@ -138,10 +130,10 @@ FIELDS = Section(
         right_above=Field(optional(float), "A completion is right where that part's score is above this. Unset: where "
             "it is 1, and the part scores 1, 0 or -1 only. A judge, and whatever else grades, needs it.",
             range="[-1e6, 1e6]"),
-        deadline_seconds=Field(10.0, "The longest time for one verdict of math_verify or of your own function.",
-            "seconds", range="(0, 3600]"),
-        workers=Field(optional(int), "The processes for those verdicts. Unset: one per CPU, at most 8.", "processes",
-            range="[1, 1000]"),
+        deadline_seconds=Field(10.0, "The longest time for one verdict of math_verify or of your own function, and "
+            "for one answer of an environment.", "seconds", range="(0, 3600]"),
+        workers=Field(optional(int), "The processes for those verdicts, and as many for an environment's answers. "
+            "Unset: one per CPU, at most 8.", "processes", range="[1, 1000]"),
         max_failures=Field(0.25, "The share of a step's completions that may lack a verdict because a verifier, a "
             "judge or an environment has failed twice. They are not trained. A run with more of them ends.",
             "of the completions", range="[0, 1]"),
@@ -151,7 +143,6 @@ FIELDS = Section(
             "tokens of an environment do not count."),
         overlong_buffer=Field(512, "The number of tokens before the limit over which the punishment grows.", "tokens",
             range="[0, 1048576]"),
-        overlong_factor=Field(1.0, "The punishment at the limit.", range="[0, 1e6]"),
         overlong_masking=Field(False, "Do not train on completions that a limit ends: rollout.max_tokens, or of an "
             "environment turn_tokens or max_turns."),
     ),
@@ -169,11 +160,6 @@ FIELDS = Section(
         parallel=Field(16, "The requests that are under way at once.", "requests", range="[1, 1000]"),
         deadline_seconds=Field(60.0, "The longest time for a request and all its retries.", "seconds",
             range="(0, 3600]"),
-        attempts=Field(4, "How often a request is sent where the server is busy or not reachable; the pauses double.",
-            range="[1, 100]"),
-        cache=Field(100_000, "The verdicts that are remembered: an equal completion is not judged twice.", "verdicts",
-            range="[0, 1e8]"),
-        key_variable=Field("JUDGE_API_KEY", "The environment variable that holds the server's API key, if it has one."),
     ),
     environment=Section(
         "An environment answers the policy's turns: a completion is a conversation. docs/environments.md.",
@@ -187,9 +173,6 @@ FIELDS = Section(
             range="[1, 1048576]"),
         in_process=Field(False, "Call it in this process and not in workers: it may then be async, keep state and use "
             "the network, and nothing can stop it."),
-        deadline_seconds=Field(10.0, "The longest time for one answer.", "seconds", range="(0, 3600]"),
-        workers=Field(optional(int), "The processes for its answers. Unset: one per CPU, at most 8.", "processes",
-            range="[1, 1000]"),
     ),
     rollout=Section(
         "How completions are sampled.",
@@ -250,8 +233,6 @@ FIELDS = Section(
         certificate=Field(optional(str), "PEM file to trust for https addresses. Unset: the text of the variable "
             "RPG_JAX_CERTIFICATE, else the system's."),
         certificate_name=Field(optional(str), "The name in the servers' certificate. Unset: the host of each address."),
-        key_variable=Field("RPG_JAX_SERVERS_KEY", "The environment variable that holds the servers' API key, if they "
-            "have one."),
     ),
     dynamic_sampling=Section(
         "Prompts are drawn until a step has enough informative groups.",
@@ -259,15 +240,15 @@ FIELDS = Section(
         oversample=Field(1, "The prompts that are generated at once, in units of prompts_per_step. The paper has 3. 0: "
             "as many as should fill the step, by the share of informative groups so far.", range="[0, 1000]"),
         max_batches=Field(20, "The generation batches of a step before it gives up.", "batches", range="[1, 1e6]"),
-        on_shortage=Field("smaller", "Too few groups make a smaller batch, or an error.", choices=("smaller", "error")),
         surplus=Field("drop", "Drop surplus groups, or carry them to the next step.", choices=("drop", "carry")),
     ),
     loss=Section(
         "The loss of a token and its mean over a batch; docs/methods.md has the equations.",
         name=Field(from_method(str), "The loss, or a function of your own as module:function (docs/library.md).",
             choices="rpg_jax.losses:LOSSES"),
-        arguments=Field(from_method(str), "Hyperparameters of the loss that have no field here, as JSON: "
-            '{"tau": 0.5}.'),
+        arguments=Field(from_method(str), 'Hyperparameters of the loss that have no field here, as JSON: '
+            '{"tau": 0.5}. Of the shipped losses: weight_cap of rpg, mask_divergence and mask_threshold of dppo, '
+            "tau_positive and tau_negative of sapo, penalty_level of opmd; docs/methods.md."),
         divergence=Field(from_method(str), "rpg: the divergence.", choices="rpg_jax.losses:DIVERGENCES"),
         estimator=Field(from_method(str), "rpg: the gradient's estimator.", choices=("differentiable", "reinforce")),
         clip=Field(from_method(str), "rpg: the clip of the importance ratio.",
@@ -279,7 +260,6 @@ FIELDS = Section(
         weight=Field(from_method(str), "rpg of completions: the importance weight: the token's ratio, the "
             "completion's (product: exact, without a clip), the same capped, or none.",
             choices=("token", "product", "capped", "none")),
-        weight_cap=Field(from_method(float), "rpg: the cap of weight=capped.", range="(0, inf)"),
         kl_ratio=Field(from_method(str), "rpg, level=sequence: the policy whose log-ratio to the reference is in the "
             "return: the present one, or that of the rollout (behaviour: KL in the reward).",
             choices=("present", "behaviour")),
@@ -300,14 +280,6 @@ FIELDS = Section(
         aggregate=Field(from_method(str), "The mean of the tokens' losses.", choices="rpg_jax.losses:AGGREGATES"),
         constant_length=Field(from_method(int), "The length for aggregate=constant. Unset: rollout.max_tokens.",
             "tokens", range="[1, 1048576]"),
-        mask_divergence=Field(from_method(str), "dppo: the divergence that masks a token.", choices=("tv", "kl")),
-        mask_threshold=Field(from_method(float), "dppo: delta, the divergence beyond which a token has no gradient; a "
-            "probability for tv, nats for kl.", range="[0, inf]"),
-        tau_positive=Field(from_method(float), "sapo: the gate's temperature where the advantage is positive.",
-            range="(0, inf)"),
-        tau_negative=Field(from_method(float), "sapo: the gate's temperature where it is negative.", range="(0, inf)"),
-        penalty_level=Field(from_method(str), "opmd: the log-ratio that is squared. Unset: that of a completion.",
-            choices=("completion", "token")),
         sampler_correction=Field(from_method(str), "What makes up for tokens that the sampler's numerics drew: pi_s, "
             "not pi_old. docs/methods.md has the formulas. Unset: nothing.",
             choices="rpg_jax.losses:SAMPLER_CORRECTIONS"),
@@ -436,21 +408,15 @@ FIELDS = Section(
         samples_per_step=Field(2, "The prompts of a step whose completions go to samples.jsonl.", "prompts",
             range="[0, 1e6]"),
         rollouts_every=Field(10, "The steps between two records in rollouts/: groups with the numbers of every token, "
-            "for the report's browser. The first step is recorded too. A record costs one more pass of "
-            "log-probabilities over the mini-batches of its groups. 0 is off.", "steps", range="[0, 1e12]"),
-        rollouts_groups=Field(8, "The most groups in a record. A token takes up to 25 bytes on disk.", "groups",
-            range="[1, 1e6]"),
-        routing_every=Field(optional(int), "For a mixture of experts: the steps between two comparisons of the experts "
-            "that sampler and trainer choose for a token. The first step has one too. It decodes completions of a "
-            "micro-batch again, one a slot, up to 1,024 tokens of each. Unset: 10 where one process samples and "
-            "trains without max_staleness, else 0. 0 is off.", "steps", range="[0, 1e12]"),
+            "for the report's browser. The first step is recorded too. A record has 8 groups "
+            "and costs one more pass of log-probabilities over their mini-batches; a token takes up to 25 bytes. For a "
+            "mixture of experts that samples and trains in one process, these steps also compare the experts that "
+            "sampler and trainer choose. 0 is off.", "steps", range="[0, 1e12]"),
         tracker=Field("", "Where metrics go too: tensorboard, wandb, mlflow or trackio, or several, separated by "
             "commas. Each needs its package: pip install tensorboardX, wandb, mlflow or trackio."),
         project=Field("rpg_jax", "The project (wandb, trackio) or experiment (mlflow) of the run."),
         wandb_mode=Field("online", "wandb: online sends to the server; offline writes files into the run folder, to be "
             "synced later; disabled does neither.", choices=("online", "offline", "disabled")),
-        max_nonfinite_updates=Field(10, "The run stops after this many non-finite updates in a row.", "updates",
-            range="[1, 1e9]"),
     ),
 )
 # fmt: on
@@ -465,6 +431,30 @@ _FLEET = {
     "key_file": "the flag --api_key_file of rpg_jax.serve, and the variable that servers.key_variable names",
     "lost_seconds": "nothing: a server that does not answer is asked for its health",
     "stall_seconds": "servers.timeout_seconds",
+}
+_MOVED = {
+    "loss.weight_cap": '{"weight_cap": 2.0}',
+    "loss.mask_divergence": '{"mask_divergence": "kl"}',
+    "loss.mask_threshold": '{"mask_threshold": 0.1}',
+    "loss.tau_positive": '{"tau_positive": 1.0}',
+    "loss.tau_negative": '{"tau_negative": 1.05}',
+    "loss.penalty_level": '{"penalty_level": "token"}',
+}
+_GONE = {
+    "distributed.coordinator": "set the variable JAX_COORDINATOR_ADDRESS",
+    "distributed.processes": "set the variable JAX_NUM_PROCESSES",
+    "distributed.process_id": "set the variable JAX_PROCESS_ID",
+    "distributed.initialization_timeout": "processes wait half an hour for the others to start",
+    "judge.attempts": "a request is sent up to four times within judge.deadline_seconds",
+    "judge.cache": "100,000 verdicts are remembered",
+    "judge.key_variable": "put the key into the variable JUDGE_API_KEY",
+    "environment.deadline_seconds": "rewards.deadline_seconds holds for an environment's answers too",
+    "environment.workers": "rewards.workers holds for environments too",
+    "servers.key_variable": "put the key into the variable RPG_JAX_SERVERS_KEY",
+    "dynamic_sampling.on_shortage": "too few groups make a smaller batch",
+    "log.rollouts_groups": "a record has 8 groups",
+    "log.routing_every": "log.rollouts_every chooses these steps too",
+    "log.max_nonfinite_updates": "a run stops after 10 non-finite updates in a row",
 }
 RETIRED = (
     Retired(
@@ -489,6 +479,13 @@ RETIRED = (
         Retired(f"fleet.{name}", "2026-11-24", f"{now} took its place (docs/servers.md)")
         for name, now in _FLEET.items()
     ),
+    *(
+        Retired(name, "2026-11-24", f"write --config.loss.arguments='{example}'", into="loss.arguments")
+        for name, example in _MOVED.items()
+    ),
+    *(Retired(name, "2026-11-24", instead) for name, instead in _GONE.items()),
+    Retired("model.lora.initializer", "2026-11-24", "A is drawn uniformly", fixed="uniform"),
+    Retired("rewards.overlong_factor", "2026-11-24", "the punishment at the limit is 1", fixed=1.0),
 )
 """Fields and values of earlier versions."""
 

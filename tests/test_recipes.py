@@ -98,7 +98,7 @@ def recipe_of(config):
         "truncation": {"truncate": "left", "drop": "drop"}[c.task.too_long],
         "enable_overlong_buffer": c.rewards.overlong_shaping,
         "overlong_buffer_len": c.rewards.overlong_buffer,
-        "overlong_penalty_factor": c.rewards.overlong_factor,
+        "overlong_penalty_factor": 1.0,  # that of `overlong_penalty`
         "temperature": c.rollout.temperature,
         "top_p": c.rollout.top_p,
         "top_k": c.rollout.top_k or -1,

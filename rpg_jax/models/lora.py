@@ -6,7 +6,7 @@ matrices. Optimizer, checkpoints and the reference see this tree alone. `docs/lo
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -28,18 +28,6 @@ TARGETS: Mapping[str, frozenset[str]] = MappingProxyType(
 """The matrices that get adapters, by the value of `model.lora.targets`."""
 
 
-def _uniform(key: jax.Array, shape: tuple[int, ...], fan_in: int, rank: int, dtype) -> jax.Array:
-    return jax.random.uniform(key, shape, dtype, -1.0, 1.0) * fan_in**-0.5
-
-
-def _normal(key: jax.Array, shape: tuple[int, ...], fan_in: int, rank: int, dtype) -> jax.Array:
-    return jax.random.normal(key, shape, dtype) / rank
-
-
-INITIALIZERS: Mapping[str, Callable[..., jax.Array]] = MappingProxyType({"uniform": _uniform, "normal": _normal})
-"""How A is drawn: from U(-1/√n, 1/√n) for n inputs, or from N(0, 1/rank²). They are the two of the library peft."""
-
-
 @dataclasses.dataclass(frozen=True)
 class Lora:
     """The adapters of a model.
@@ -48,20 +36,17 @@ class Lora:
       rank: r, the width of A and the height of B.
       alpha: the adapter's product has the factor alpha / rank.
       targets: a name in `TARGETS`.
-      initializer: a name in `INITIALIZERS`. B begins at 0, so the first policy is the base itself.
     """
 
     rank: int
     alpha: float
     targets: str = "all"
-    initializer: str = "uniform"
 
     def __post_init__(self):
         if self.rank < 1 or self.alpha <= 0:
             raise ValueError(f"an adapter needs rank >= 1 and alpha > 0, got {self.rank=}, {self.alpha=}")
-        for name, table in (("targets", TARGETS), ("initializer", INITIALIZERS)):
-            if getattr(self, name) not in table:
-                raise ValueError(f"unknown lora.{name} {getattr(self, name)!r}; known: {', '.join(table)}")
+        if self.targets not in TARGETS:
+            raise ValueError(f"unknown lora.targets {self.targets!r}; known: {', '.join(TARGETS)}")
 
     @property
     def scale(self) -> float:
@@ -104,15 +89,18 @@ def adapter_axes(config: QwenConfig, lora: Lora) -> Params:
 def init_adapters(
     config: QwenConfig, lora: Lora, *, seed: int = 0, dtype=jnp.float32, shardings: Params | None = None
 ) -> Params:
-    """Draws adapters: A by the initializer, B = 0. They depend on `seed`, `config` and `lora` only."""
-    draw = INITIALIZERS[lora.initializer]
+    """Draws adapters: A from U(-1/√n, 1/√n) for n inputs, as the library peft does, and B = 0.
+
+    So the first policy is the base itself. The adapters depend on `seed`, `config` and `lora` only.
+    """
 
     def drawn(seed: jax.Array) -> Params:
         key, leaves = jax.random.key(seed), flatten_dict(adapter_shapes(config, lora, dtype))
         for i, entry in enumerate(adapted_matrices(config, lora)):
             a, b = leaves[*entry.path, "a"], leaves[*entry.path, "b"]
             fan_in = math.prod(entry.groups[1])
-            leaves[*entry.path, "a"] = draw(jax.random.fold_in(key, i), a.shape, fan_in, lora.rank, dtype)
+            uniform = jax.random.uniform(jax.random.fold_in(key, i), a.shape, dtype, -1.0, 1.0)
+            leaves[*entry.path, "a"] = uniform * fan_in**-0.5
             leaves[*entry.path, "b"] = jnp.zeros(b.shape, b.dtype)
         return unflatten_dict(leaves)
 

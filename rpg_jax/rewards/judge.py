@@ -27,6 +27,9 @@ PROMPT = (
     "Question:\n{prompt}\n\nReference answer:\n{answer}\n\nAnswer to grade:\n{completion}\n\n"
     "Grade the answer. End with a line that holds one number only, from 0 (wrong) to {scale} (right)."
 )
+ATTEMPTS = 4  # of a request
+REMEMBERED = 100_000  # verdicts
+KEY_VARIABLE = "JUDGE_API_KEY"  # the environment variable with the server's API key, if it has one
 _MOST_BYTES = 2**22  # of a reply
 _AGAIN = (408, 409, 425, 429, 500, 502, 503, 504)
 _NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
@@ -70,9 +73,6 @@ class Server:
     batch: int = 16
     parallel: int = 16
     deadline_seconds: float = 60.0
-    attempts: int = 4
-    cache: int = 100_000
-    key_variable: str = "JUDGE_API_KEY"
 
     def __post_init__(self):
         if not re.match(r"https?://", self.url or ""):
@@ -145,7 +145,7 @@ class Judge:
             verdicts |= zip(batch, found, strict=True)
         with self._lock:
             self._known |= {item: v.score for item, v in verdicts.items() if v.score is not None}
-            while len(self._known) > self.server.cache:
+            while len(self._known) > REMEMBERED:
                 self._known.popitem(last=False)
         return [verdicts[item] for item in items]
 
@@ -166,7 +166,7 @@ class Judge:
                 return [Verdict(None, "value", str(s)) if isinstance(s, BadScore) else Verdict(s) for s in scores]
             except Failed as error:
                 pause = max(error.after, 0.25 * 2**attempt * random.uniform(0.5, 1.5))
-                if not error.again or attempt >= self.server.attempts or time.monotonic() + pause > deadline:
+                if not error.again or attempt >= ATTEMPTS or time.monotonic() + pause > deadline:
                     return [Verdict(None, error.kind, str(error)[:200])] * len(batch)
             self._count("retries")
             self._sleep(pause)
@@ -174,7 +174,7 @@ class Judge:
     def _reply(self, body: dict[str, Any], deadline: float) -> Any:
         """The JSON of a reply. Raises Failed."""
         headers = {"Content-Type": "application/json"}
-        if key := os.environ.get(self.server.key_variable, "").strip():
+        if key := os.environ.get(KEY_VARIABLE, "").strip():
             headers["Authorization"] = f"Bearer {key}"
         request = urllib.request.Request(self._url, json.dumps(body).encode(), headers)
         self._count("requests")

@@ -50,10 +50,10 @@ def length_penalty(lengths: np.ndarray, *, limit: int) -> np.ndarray:
     return -np.asarray(lengths, np.float32) / np.float32(limit)
 
 
-def overlong_penalty(lengths: np.ndarray, *, limit: int, buffer: int, factor: float = 1.0) -> np.ndarray:
-    """Soft overlong punishment of DAPO, min(-(n - (L_max - B)) / B · factor, 0), f32[N].
+def overlong_penalty(lengths: np.ndarray, *, limit: int, buffer: int) -> np.ndarray:
+    """Soft overlong punishment of DAPO, min(-(n - (L_max - B)) / B, 0), f32[N].
 
-    It is 0 up to `limit - buffer` tokens, then falls linearly to -factor at `limit` tokens.
+    It is 0 up to `limit - buffer` tokens, then falls linearly to -1 at `limit` tokens.
 
     Args:
       lengths: i32[N], completion tokens, stop token included.
@@ -68,4 +68,4 @@ def overlong_penalty(lengths: np.ndarray, *, limit: int, buffer: int, factor: fl
     if not 0 < buffer <= limit:
         raise ValueError(f"overlong buffer must be in [1, limit={limit}] tokens, got {buffer}")
     excess = np.asarray(lengths, np.float32) - np.float32(limit - buffer)
-    return np.minimum(-excess / np.float32(buffer) * np.float32(factor), np.float32(0))
+    return np.minimum(-excess / np.float32(buffer), np.float32(0))

@@ -23,8 +23,6 @@ from rpg_jax.training.objective import advantages_fn
 from rpg_jax.training.reference import Reference
 from rpg_jax.training.routing import Routing
 
-ROUTING_EVERY = 10  # steps, where log.routing_every is unset
-
 
 def make_algorithm(
     experiment: Experiment,
@@ -47,11 +45,8 @@ def make_algorithm(
     weights = reward_arguments(c)[0]
     credit = {"credit": c.loss.credit, "environment_weight": weights.get(rewards.ENVIRONMENT, 0.0)}
     if c.log.rollouts_every:
-        numbers, sizes = (
-            token_numbers(losses.find_loss(name), **hyperparameters),
-            (c.log.rollouts_every, c.log.rollouts_groups),
-        )
-        files = RolloutFiles(folder.files, experiment.tokenizer, programs.logprobs, numbers, *sizes)
+        numbers = token_numbers(losses.find_loss(name), **hyperparameters)
+        files = RolloutFiles(folder.files, experiment.tokenizer, programs.logprobs, numbers, c.log.rollouts_every)
     return Algorithm(
         collector=make_collector(experiment, own, scorer, beat),
         pack=lambda groups, minibatches: data.pack(groups, row_shape(c), minibatches=minibatches, **packed),
@@ -73,29 +68,18 @@ def make_algorithm(
 def make_routing(experiment: Experiment, own: rollout.Rollout) -> Routing | None:
     """What measures the routers of a model with experts; None for a dense model.
 
-    Raises:
-      ValueError: `log.routing_every` asks for a comparison with the sampler that is impossible here.
+    Sampler and trainer are compared at the steps of `log.rollouts_every`, where one process samples by an engine of its
+    own with the weights that it trains.
     """
-    c, experts, every = experiment.config, experiment.layout.model.experts, experiment.config.log.routing_every
-    obstacles = {
-        "the model has no experts": experts is None,
-        f"rollout.driver={c.rollout.driver} does not decode by the engine of this process": own.engine is None,
-        f"rollout.max_staleness={c.rollout.max_staleness} samples with other weights": c.rollout.max_staleness > 0,
-        f"there are {jax.process_count()} processes": jax.process_count() > 1,
-    }
-    obstacle = next((text for text, holds in obstacles.items() if holds), None)
-    if every and obstacle:
-        raise ValueError(
-            f"log.routing_every={every} compares the experts of sampler and trainer, and {obstacle}: leave it unset"
-        )
+    c, experts, every = experiment.config, experiment.layout.model.experts, experiment.config.log.rollouts_every
     if experts is None:
         return None
-    if obstacle or every == 0:
+    if own.engine is None or c.rollout.max_staleness or jax.process_count() > 1 or not every:
         return Routing(experts.count)
     sampling = experiment.sampling(c.rollout.temperature)
     replay = functools.partial(rollout.replay, own.engine, sampling=sampling)
     cuts = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
-    return Routing(experts.count, every or ROUTING_EVERY, own.engine.decoding.slots, replay, cuts)
+    return Routing(experts.count, every, own.engine.decoding.slots, replay, cuts)
 
 
 def make_training_rollout(experiment: Experiment, params: Any, base: models.Base | None = None) -> rollout.Rollout:
@@ -139,7 +123,7 @@ def make_collector(experiment: Experiment, own: rollout.Rollout, scorer: rewards
     generator = make_generator(experiment, own, scorer, **sizes, beat=beat)
     rule = None
     if dynamic.enabled:
-        rule = DynamicSampling(dynamic.oversample, dynamic.max_batches, dynamic.on_shortage, dynamic.surplus)
+        rule = DynamicSampling(dynamic.oversample, dynamic.max_batches, dynamic.surplus)
 
     def collected(step: int, carried: Sequence[data.Group], share: float):
         return collect(

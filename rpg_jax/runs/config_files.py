@@ -256,7 +256,9 @@ class Retired:
       instead: what to write now.
       value: the only value that is retired; None for the whole field.
       successor: in an older run this value stands for the retired one.
-      decides: the field decided what a run computed. An older run that sets it is then refused, and otherwise goes on.
+      fixed: the field decided what a run computes, and now always has this value. An older run with another value is
+        refused. Without `fixed` an older run goes on, whatever the field was.
+      into: the field of JSON that holds this one now, if its value is not None: {"NAME": value}.
     """
 
     name: str
@@ -264,7 +266,8 @@ class Retired:
     instead: str
     value: Any = None
     successor: Any = None
-    decides: bool = False
+    fixed: Any = None
+    into: str | None = None
 
     @property
     def line(self) -> str:

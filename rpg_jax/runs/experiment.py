@@ -125,7 +125,8 @@ def make_stage(config: ConfigDict, handed: Handed = NOTHING) -> Stage | None:
             "choose orchestrator, or one process"
         )
     declaration = find_environment(c.name, in_process=c.in_process, handed=handed)
-    return Stage(declaration, environment_options(config), workers=c.workers, deadline_s=c.deadline_seconds)
+    workers, deadline = config.rewards.workers, config.rewards.deadline_seconds
+    return Stage(declaration, environment_options(config), workers=workers, deadline_s=deadline)
 
 
 def open_tokenizer(config: ConfigDict, task: Task, run_dir: Path) -> data.Tokenizer:

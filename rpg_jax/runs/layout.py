@@ -153,7 +153,7 @@ def lora_of(config: ConfigDict) -> models.Lora | None:
     c = config.model.lora
     if not c.rank:
         return None
-    return models.Lora(c.rank, c.alpha, c.targets, c.initializer)
+    return models.Lora(c.rank, c.alpha, c.targets)
 
 
 def abstract_model(config: ConfigDict, model: models.QwenConfig) -> tuple[Any, Any]:

@@ -1,7 +1,7 @@
 """The processes of one run: they join each other, and the run stops where they differ.
 
-On TPU slices the launcher sets JAX_COORDINATOR_ADDRESS and JAX finds the rest. Elsewhere, `distributed.processes` and
-`distributed.process_id`, or JAX_NUM_PROCESSES and JAX_PROCESS_ID, give the number of processes and the rank.
+On TPU slices the launcher sets JAX_COORDINATOR_ADDRESS and JAX finds the rest. Elsewhere JAX_NUM_PROCESSES and
+JAX_PROCESS_ID give the number of processes and the rank.
 """
 
 import hashlib
@@ -19,8 +19,8 @@ from rpg_jax.rollout import find_driver
 from rpg_jax.runs import run_folder
 
 PORT = 8476  # Google's automatic firewall rule does not open jax's own default, 8482 (jax#35905)
+_INITIALIZATION_SECONDS = 1800  # slices of one run may become ready minutes apart
 _GPUS = ("gpu", "cuda", "rocm")  # JAX calls all of them "gpu" once it has found them
-_OF_ONE_HOST = "distributed.process_id"
 
 
 def join(config: ConfigDict) -> None:
@@ -80,23 +80,22 @@ def settings(config: ConfigDict) -> dict[str, Any] | None:
       ValueError: several processes without a coordinator, or a rank out of range.
     """
     c, env = config.distributed, os.environ
-    coordinator = c.coordinator or env.get("JAX_COORDINATOR_ADDRESS")
-    processes = _number(c.processes, "JAX_NUM_PROCESSES")
-    process_id = _number(c.process_id, "JAX_PROCESS_ID")
+    coordinator = env.get("JAX_COORDINATOR_ADDRESS")
+    processes, process_id = _number("JAX_NUM_PROCESSES"), _number("JAX_PROCESS_ID")
     if not coordinator:
         if processes is not None and processes > 1:
             raise ValueError(
-                f"{processes} processes need distributed.coordinator=HOST:{PORT}, the address of the first"
+                f"{processes} processes need JAX_COORDINATOR_ADDRESS=HOST:{PORT}, the address of the first"
             )
         return None
     if processes is not None and (process_id is None or not 0 <= process_id < processes):
-        raise ValueError(f"distributed.process_id must be in 0..{processes - 1}, got {process_id}")
+        raise ValueError(f"JAX_PROCESS_ID must be in 0..{processes - 1}, got {process_id}")
     host, _, port = coordinator.rpartition(":") if ":" in coordinator else (coordinator, "", str(PORT))
     return {
         "coordinator_address": f"{host}:{port}",
         "num_processes": processes,
         "process_id": process_id,
-        "initialization_timeout": c.initialization_timeout,
+        "initialization_timeout": _INITIALIZATION_SECONDS,
         **({} if c.heartbeat_timeout is None else {"heartbeat_timeout_seconds": c.heartbeat_timeout}),
     }
 
@@ -104,7 +103,7 @@ def settings(config: ConfigDict) -> dict[str, Any] | None:
 def facts(config: ConfigDict) -> dict[str, Any]:
     """Facts that must be the same in all processes of a run; "host" is for the message."""
     made_with = run_folder.made_with()
-    fields = {k: v for k, v in run_folder.flat_fields(config).items() if k != _OF_ONE_HOST}
+    fields = run_folder.flat_fields(config)
     return {
         "host": socket.gethostname(),
         "platform": made_with["platform"],
@@ -130,8 +129,11 @@ def differences(all_facts: list[dict[str, Any]]) -> str:
     return "; ".join(named)
 
 
-def _number(value: int | None, variable: str) -> int | None:
-    return value if value is not None else int(os.environ[variable]) if os.environ.get(variable) else None
+def _number(variable: str) -> int | None:
+    text = os.environ.get(variable)
+    if text and not text.isdigit():
+        raise ValueError(f"{variable}={text!r} must be a whole number")
+    return int(text) if text else None
 
 
 def device_holders(proc: Path = Path("/proc")) -> dict[int, str]:

@@ -279,7 +279,7 @@ def reward_arguments(config: ConfigDict) -> tuple[dict[str, float], dict[str, di
     options["judge"] = config.judge.to_dict()
     if c.overlong_shaping:
         weights["overlong"] = 1.0
-        options["overlong"] = {"limit": limit, "buffer": c.overlong_buffer, "factor": c.overlong_factor}
+        options["overlong"] = {"limit": limit, "buffer": c.overlong_buffer}
     return weights, {name: given for name, given in options.items() if name in weights}
 
 

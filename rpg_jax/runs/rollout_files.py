@@ -82,7 +82,7 @@ class RolloutFiles:
     logprobs: Callable[[Any, Rows], tuple[jax.Array, jax.Array, Any]]
     numbers: Numbers
     every: int
-    groups: int
+    groups: int = 8
 
     def after_updates(self, step: int, batch: RolloutBatch[Group], state: TrainState) -> None:
         """Writes the file of `step` where one is due; `state` is what the step's updates led to.

@@ -1,6 +1,7 @@
 """The folder of a run: its name, its owner, its config, what it was made with, and whether it may be resumed."""
 
 import contextlib
+import copy
 import datetime
 import functools
 import hashlib
@@ -34,7 +35,7 @@ _AROUND = ("run.", "distributed.", "checkpoint.", "log.", "profile.", "servers."
 # Where things are computed: the numbers agree bit for bit only on the same mesh, step for step on any.
 _PLACES = ("mesh.", "sharding", "offload", "model.remat", "train.microbatch_size")
 _DECODING_PLACES = ("driver", "tensor", "expert", "devices", "slots", "threads")
-_JUDGES = ("url", "parallel", "deadline_seconds", "attempts", "cache", "key_variable")
+_JUDGES = ("url", "parallel", "deadline_seconds")
 # Fields that may differ when a run is resumed: they do not change what has been computed so far.
 _MAY_CHANGE = (
     *(*_AROUND, *_PLACES),
@@ -157,10 +158,10 @@ def open_run(config: ConfigDict, folder: storage.Folder) -> None:
 
 def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     """The fields in which two configs are of different runs, with both values; "" if there are none."""
-    old, new = flat(json_files.finite(old)), flat(new)
+    old, new = flat(_moved(json_files.finite(old))), flat(new)
     gone = {row.name: row for row in config_files.all_retired() if row.value is None}
-    ignored = tuple(name for name, row in gone.items() if not row.decides)
-    names = sorted(name for name in {*old, *new} if not name.startswith((*_MAY_CHANGE, *ignored)))
+    ignored = {name for name, row in gone.items() if row.fixed is None or row.fixed == old.get(name)}
+    names = sorted(name for name in {*old, *new} - ignored if not name.startswith(_MAY_CHANGE))
     now = {name: gone[name].line if name in gone else f"now {new.get(name)!r}" for name in names}
     return "; ".join(f"{k} was {old.get(k)!r}, {now[k]}" for k in names if old.get(k) != new.get(k))
 
@@ -173,7 +174,7 @@ def _stepped(folder: storage.Folder) -> bool:
 
 
 def read_config(path: Path) -> ConfigDict:
-    """The resolved config of a run, in which retired values have become their successors.
+    """The resolved config of a run, in which retired fields and values have become their successors.
 
     A newer field that changes no number of a run has its default. Raises ValueError if there is no config, or if it
     lacks another field that is newer.
@@ -182,7 +183,7 @@ def read_config(path: Path) -> ConfigDict:
     if not file.exists():
         runs = sorted(str(p.parent) for p in path.parent.glob("*/config.json")) if path.parent.is_dir() else []
         raise ValueError(f"{path} is not a run folder (it has no config.json); there are: {', '.join(runs) or 'none'}")
-    config = read_if_there(file)
+    config = _moved(read_if_there(file))
     for name, field in config_files.fields().items():
         section, last = _of_section(config, name)
         if name.startswith(_AROUND):
@@ -200,6 +201,17 @@ def read_config(path: Path) -> ConfigDict:
             section, last = _of_section(config, name)
             section[last] = float(known[name])
     return ConfigDict(config)
+
+
+def _moved(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of a run in which retired fields that moved into a field of JSON stand there."""
+    config = copy.deepcopy(dict(config))
+    for row in config_files.all_retired():
+        section, last = _of_section(config, row.name)
+        if row.into is not None and (value := section.pop(last, None)) is not None:
+            section, field = _of_section(config, row.into)
+            section[field] = json.dumps(json.loads(section.get(field) or "{}") | {last: value}, sort_keys=True)
+    return config
 
 
 def _of_section(config: dict[str, Any], name: str) -> tuple[dict[str, Any], str]:

@@ -20,6 +20,9 @@ from rpg_jax.rollout.servers.weight_folders import WeightFolders
 from rpg_jax.rollout.serving.access import CERTIFICATE, ApiKey, pem_file
 from rpg_jax.runs.experiment import Experiment
 
+KEY_VARIABLE = "RPG_JAX_SERVERS_KEY"
+"""The environment variable with the servers' API key, if they have one."""
+
 _FILE_BYTES = 512 * 2**20  # a process writes several files at once
 
 
@@ -36,7 +39,7 @@ def make_served(experiment: Experiment, params: Any, base: models.Base | None = 
     _check(config)
     kind.check(experiment.sampling(config.rollout.temperature), c.kind)
     client = Client(
-        key=_key(c.key_variable),
+        key=_key(),
         certificate=pem_file(c.certificate, CERTIFICATE),
         certificate_name=c.certificate_name,
         timeout=c.timeout_seconds,
@@ -106,12 +109,12 @@ def _addresses(text: str, client: Client, *, shared: bool) -> list[str] | Look:
     return hosts.share(found)
 
 
-def _key(variable: str) -> ApiKey | None:
-    text = os.environ.get(variable, "").strip()
+def _key() -> ApiKey | None:
+    text = os.environ.get(KEY_VARIABLE, "").strip()
     try:
         return ApiKey(text) if text else None
     except ValueError as error:
-        raise ValueError(f"servers.key_variable={variable}: {error}") from None
+        raise ValueError(f"the variable {KEY_VARIABLE}: {error}") from None
 
 
 def _home(folder: str | None, run: str) -> Path:

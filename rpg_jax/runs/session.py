@@ -225,7 +225,7 @@ class Session(BaseSession):
         usual, most = SAMPLER_GAPS["bfloat16" if r.int8 or r.int8_kv else config.model.compute_dtype]
         if r.max_sampler_gap is not None:
             usual, most = math.inf, r.max_sampler_gap
-        self.guard = Guard(most, config.log.max_nonfinite_updates, usual)
+        self.guard = Guard(most, usual)
         learner, new = make_learner(experiment.layout), self.keeper.is_new
         self.optimizer, self.last = learner.optimizer, config.train.steps
         scorer = closing.enter_context(make_scorer(config, functions, begins=new))

@@ -57,7 +57,7 @@ class Session(BaseSession):
         closing.callback(checkpoints.close)
         super().__init__(c, folder, closing, checkpoints)
         self.experiment = experiment
-        self.guard = Guard(math.inf, c.log.max_nonfinite_updates, remedy="lower warm_start.learning_rate")
+        self.guard = Guard(math.inf, remedy="lower warm_start.learning_rate")
         new = checkpoints.latest_step() is None
         inputs.check(experiment, folder.files, begins=new)
         self.batches = Demonstrations(experiment, c.warm_start.epochs)

@@ -110,7 +110,7 @@ def collect(
 
     Raises:
       ValueError: more completions failed than `max_failures`, or so many that no group can be trained; no group was
-        informative after `max_batches`, or too few with on_shortage = "error".
+        informative after `max_batches`.
     """
 
     if dynamic is None and not overprovision:
@@ -131,7 +131,7 @@ def collect(
         generated += made
         _check_failures(generated, step, max_failures)
         kept += [g for g in made if g.informative]
-    if not kept or (len(kept) < prompts_per_step and dynamic.on_shortage == "error"):
+    if not kept:
         raise ValueError(f"step {step}: {_shortage(kept, prompts_per_step, generated, dynamic)}")
     surplus = kept[prompts_per_step:]
     carried = surplus[:prompts_per_step] if dynamic.surplus == "carry" else []

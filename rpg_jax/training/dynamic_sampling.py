@@ -17,14 +17,12 @@ class DynamicSampling:
     Attributes:
       oversample: prompts of a batch, in units of prompts_per_step. 0: as many as should fill the step (`batch_size`).
       max_batches: the most generation batches a step may take.
-      on_shortage: "smaller" trains the groups that were kept; "error" stops the run.
       surplus: what to do with informative groups that the step does not need. "drop" forgets them. "carry" hands as
         many as one step needs to the next step, which trains them first. So no trained group is older than one step.
     """
 
     oversample: int = 1
     max_batches: int = 20
-    on_shortage: str = "smaller"
     surplus: str = "drop"
 
     def __post_init__(self):
@@ -33,11 +31,8 @@ class DynamicSampling:
                 f"dynamic sampling needs oversample >= 0 and max_batches >= 1, got {self.oversample} and "
                 f"{self.max_batches}"
             )
-        if self.on_shortage not in ("smaller", "error") or self.surplus not in ("drop", "carry"):
-            raise ValueError(
-                "dynamic sampling needs on_shortage 'smaller' or 'error' and surplus 'drop' or 'carry', got "
-                f"{self.on_shortage!r} and {self.surplus!r}"
-            )
+        if self.surplus not in ("drop", "carry"):
+            raise ValueError(f"dynamic sampling needs surplus 'drop' or 'carry', got {self.surplus!r}")
 
     def batch_size(self, prompts_per_step: int, *, missing: int, share: float) -> int:
         """Prompts of the next batch, of whose groups the share p in (0, 1] should be informative.

@@ -117,17 +117,17 @@ class Guard:
 
     Attributes:
       max_sampler_gap: the `sampler_gap` of `loop.add_logprobs`, nats per token, above which the run stops.
-      max_nonfinite_updates: skipped updates in a row that stop the run.
       usual_sampler_gap: the gap above which the run is warned once.
       nonfinite_in_a_row: skipped updates since the last one that was applied.
       remedy: what to do about updates that are not finite.
+      max_nonfinite_updates: skipped updates in a row that stop the run.
     """
 
     max_sampler_gap: float
-    max_nonfinite_updates: int
     usual_sampler_gap: float = math.inf
     nonfinite_in_a_row: int = 0
     remedy: str = "lower optimizer.learning_rate or look at the last lines of samples.jsonl"
+    max_nonfinite_updates: int = 10
 
     def warning(self, step: int, values: Mapping[str, float]) -> str | None:
         """A line on a gap that is larger than usual, for the first step that has one."""

@@ -42,7 +42,7 @@ def test_a_run_killed_in_the_middle_of_conversations_ends_with_the_same_weights(
 def test_an_environment_that_hangs_dies_and_lies_is_counted_and_nothing_hangs(shared, tmp_path, driver):
     options = (
         MOODY,
-        "--config.environment.deadline_seconds=3",
+        "--config.rewards.deadline_seconds=3",
         "--config.rewards.max_failures=0.9",
         f"--config.rollout.driver={driver}",
     )

@@ -14,7 +14,6 @@ SETTINGS = (
     "--config.rewards.accuracy=exact",
     "--config.judge.kind=score",
     "--config.judge.batch=1",
-    "--config.judge.attempts=1",
     "--config.judge.parallel=4",
     "--config.train.steps=3",
     "--config.evaluation.every=3",

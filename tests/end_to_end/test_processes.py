@@ -31,15 +31,17 @@ def start(folder, processes, *overrides, devices=DEVICES, each=lambda i: []):
     command = [sys.executable, "-m", "rpg_jax.train", f"--config={MICRO}"]
     command += [f"--config.run.dir={folder}", f"--config.warm_start.dir={folder}/warm_starts"]
     command += ["--config.mesh.fsdp=4", "--config.mesh.replica=2", *overrides]
-    found = [
-        [f"--config.distributed.coordinator=127.0.0.1:{port}", f"--config.distributed.processes={processes}"]
-        + [f"--config.distributed.process_id={i}", *each(i)]
-        for i in range(processes)
-    ]
-    options = {"cwd": ROOT, "env": env, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    ranks = [{}]
+    if processes > 1:
+        joined = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": f"{processes}"}
+        ranks = [joined | {"JAX_PROCESS_ID": f"{i}"} for i in range(processes)]
+    options = {"cwd": ROOT, "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     with reserved:
         options["pass_fds"] = [reserved.fileno()]
-        return [subprocess.Popen([*command, *(f if processes > 1 else [])], **options) for f in found]
+        return [
+            subprocess.Popen([*command, *(each(i) if processes > 1 else [])], env=env | rank, **options)
+            for i, rank in enumerate(ranks)
+        ]
 
 
 def printed(running, timeout):

@@ -121,10 +121,10 @@ def test_a_busy_server_is_asked_again_and_one_that_refuses_is_not(served):
     url, bodies = served(lambda body, n: (503, {}) if n < 2 else (200, chat("10")))
     assert judged(url, items(1)) == ([(1.0, None)], {"requests": 3, "retries": 2, "known": 0})
     url, bodies = served(lambda body, n: (503, {}))
-    assert judged(url, items(1), attempts=3)[0] == [(None, "status")] and len(bodies) == 3
+    assert judged(url, items(1))[0] == [(None, "status")] and len(bodies) == 4
     url, bodies = served(lambda body, n: (401, {}))
     assert judged(url, items(1))[0] == [(None, "status")] and len(bodies) == 1
-    assert judged("http://127.0.0.1:9", items(1), attempts=2)[0] == [(None, "unreachable")]
+    assert judged("http://127.0.0.1:9", items(1))[0] == [(None, "unreachable")]
 
 
 def test_the_key_goes_to_no_other_host_and_into_no_message(served, monkeypatch):

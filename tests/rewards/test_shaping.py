@@ -11,7 +11,7 @@ def test_overlong_penalty_starts_at_the_buffer_and_ends_at_minus_one():
     np.testing.assert_array_equal(
         overlong_penalty(lengths, limit=2048, buffer=512), np.float32([0, 0, -1 / 512, -0.5, -1])
     )
-    assert overlong_penalty([2048], limit=2048, buffer=512, factor=0.5) == np.float32(-0.5)
+    assert overlong_penalty([2048], limit=2048, buffer=512) == np.float32(-1)
     with pytest.raises(ValueError, match="limit=100.*got 200"):
         overlong_penalty([1], limit=100, buffer=200)
 

@@ -49,19 +49,20 @@ def test_a_config_that_is_resolved_again_is_the_same():
     assert with_method(once).to_dict() == once.to_dict()
 
 
-def test_the_rows_of_the_methods_fill_no_arguments():
+def test_the_arguments_have_the_hyperparameters_of_a_row_that_have_no_field():
+    filled = {}
     for method in losses.METHODS:
         config = tiny.get_config()
         config.method = method
-        assert with_method(config).loss.arguments is None, method
-
-
-def test_a_hyperparameter_of_a_row_that_has_no_field_is_in_the_arguments(monkeypatch):
-    row = losses.methods.row(losses.baselines.ppo, "group_mean", "here", strength=0.7)
-    monkeypatch.setattr(losses.methods, "METHODS", {**losses.METHODS, "Strong": row})
-    config = tiny.get_config()
-    config.method = "Strong"
-    assert json.loads(with_method(config).loss.arguments) == {"strength": 0.7}
+        if with_method(config).loss.arguments is not None:
+            filled[method] = json.loads(with_method(config).loss.arguments)
+    assert filled == {
+        "DPPO-TV": {"mask_divergence": "tv", "mask_threshold": 0.15},
+        "DPPO-KL": {"mask_divergence": "kl", "mask_threshold": 0.05},
+        "SAPO": {"tau_positive": 1.0, "tau_negative": 1.05},
+    }
+    one = resolved(**{"method": "SAPO", "loss.arguments": '{"tau_positive": 2.0}'})
+    assert loss_arguments(one)[1]["tau_positive"] == 2.0 and loss_arguments(one)[1]["tau_negative"] == 1.05
 
 
 def test_another_loss_of_ours_takes_from_the_row_what_both_declare():

@@ -32,25 +32,32 @@ def test_the_launchers_address_is_used_and_the_rest_left_to_jax(config, monkeypa
     assert processes.settings(config)["heartbeat_timeout_seconds"] == 20
 
 
-def test_an_address_without_a_port_gets_the_one_that_the_firewall_opens(config):
-    config.distributed.coordinator, config.distributed.processes, config.distributed.process_id = "first", 2, 1
+def of_several(monkeypatch, **variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(f"JAX_{name}", value)
+
+
+def test_an_address_without_a_port_gets_the_one_that_the_firewall_opens(config, monkeypatch):
+    of_several(monkeypatch, COORDINATOR_ADDRESS="first", NUM_PROCESSES="2", PROCESS_ID="1")
     settings = processes.settings(config)
     assert (settings["coordinator_address"], settings["process_id"]) == ("first:8476", 1)
 
 
-def test_contradictions_are_named(config):
-    config.distributed.processes = 2
-    with pytest.raises(ValueError, match=r"distributed\.coordinator=HOST:8476"):
+def test_contradictions_are_named(config, monkeypatch):
+    of_several(monkeypatch, NUM_PROCESSES="2")
+    with pytest.raises(ValueError, match=r"JAX_COORDINATOR_ADDRESS=HOST:8476"):
         processes.settings(config)
-    config.distributed.coordinator, config.distributed.process_id = "first:1", 2
-    with pytest.raises(ValueError, match=r"process_id must be in 0\.\.1, got 2"):
+    of_several(monkeypatch, COORDINATOR_ADDRESS="first:1", PROCESS_ID="2")
+    with pytest.raises(ValueError, match=r"JAX_PROCESS_ID must be in 0\.\.1, got 2"):
+        processes.settings(config)
+    of_several(monkeypatch, NUM_PROCESSES="two")
+    with pytest.raises(ValueError, match=r"JAX_NUM_PROCESSES='two' must be a whole number"):
         processes.settings(config)
 
 
-def test_the_rank_alone_makes_no_difference_and_any_other_fact_is_named_with_its_host(config):
+def test_a_fact_that_differs_is_named_with_its_host(config):
     config = resolve(config)
     first = processes.facts(config)
-    config.distributed.process_id = 1
     second = processes.facts(config)
     assert processes.differences([first, second]) == ""
     other = second | {"host": "worker-1", "commit": "abc", "platform": "tpu"}

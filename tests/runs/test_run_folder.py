@@ -62,7 +62,7 @@ def test_a_checkpoint_that_names_the_driver_of_a_fleet_is_of_the_same_run(tmp_pa
 
 
 def test_a_retired_field_that_decided_what_a_run_computed_is_named_with_what_took_its_place(tmp_path, monkeypatch):
-    table = (Retired("loss.sharpness", "2026-01-02", "write loss.kl_coef", decides=True), Retired("log.colour", "", ""))
+    table = (Retired("loss.sharpness", "2026-01-02", "write loss.kl_coef", fixed=1.0), Retired("log.colour", "", ""))
     monkeypatch.setattr(config_files, "all_retired", lambda: table)
     folder = opened(tmp_path, "r")
     (folder.files / "metrics.jsonl").write_text('{"step": 1}\n')
@@ -72,18 +72,32 @@ def test_a_retired_field_that_decided_what_a_run_computed_is_named_with_what_too
     line = r"another config: loss.sharpness was 2.0, loss.sharpness is retired since 2026-01-02: write loss.kl_coef\."
     with pytest.raises(ValueError, match=line):
         opened(tmp_path, "r")
-    del old["loss"]["sharpness"]
+    old["loss"]["sharpness"] = 1.0
     (folder.files / "config.json").write_text(json.dumps(old))
     opened(tmp_path, "r")
+
+
+def test_a_run_older_than_the_move_of_a_field_into_loss_arguments_goes_on(tmp_path):
+    folder = opened(tmp_path, "r", method="SAPO")
+    (folder.files / "metrics.jsonl").write_text('{"step": 1}\n')
+    old = json.loads((folder.files / "config.json").read_text())
+    assert json.loads(old["loss"]["arguments"]) == {"tau_negative": 1.05, "tau_positive": 1.0}
+    old["loss"] |= {"arguments": None, "tau_positive": 1.0, "tau_negative": 1.05, "mask_threshold": None}
+    (folder.files / "config.json").write_text(json.dumps(old))
+    opened(tmp_path, "r", method="SAPO")
+    assert json.loads(run_folder.read_config(folder.files).loss.arguments) == {
+        "tau_negative": 1.05,
+        "tau_positive": 1.0,
+    }
 
 
 def test_a_run_older_than_a_field_that_changes_no_number_has_its_default(tmp_path):
     folder = opened(tmp_path, "r")
     old = json.loads((folder.files / "config.json").read_text())
-    del old["servers"], old["log"]["rollouts_groups"]
+    del old["servers"], old["log"]["project"]
     (folder.files / "config.json").write_text(json.dumps(old))
     read, new = run_folder.read_config(folder.files), tiny.get_config()
-    assert read.servers.to_dict() == new.servers.to_dict() and read.log.rollouts_groups == 8
+    assert read.servers.to_dict() == new.servers.to_dict() and read.log.project == "rpg_jax"
 
 
 def test_a_process_that_changes_its_folder_still_finds_its_compiled_programs(tmp_path, monkeypatch):

@@ -23,14 +23,15 @@ URLS = {"servers.urls": "http://127.0.0.1:1"}
         (URLS | {"rollout.int8": True}, "int8 and int8_kv are the servers' own choice"),
         (URLS | {"rollout.swap": "midway"}, "needs rollout.devices=0 and rollout.swap=between"),
         (URLS | {"servers.kind": "sglang", "rollout.top_k": 5}, "returns log-probs from before rollout.top_k=5"),
-        (URLS | {"servers.key_variable": "SHORT"}, "servers.key_variable=SHORT: an API key has at least 16"),
+        (URLS | {"KEY": "k"}, "the variable RPG_JAX_SERVERS_KEY: an API key has at least 16"),
         (URLS | {"servers.certificate": "/none.pem", "servers.urls": "https://h"}, "servers.certificate=/none.pem: No"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(changes, message, monkeypatch):
-    monkeypatch.setenv("SHORT", "k")
+    monkeypatch.setenv("RPG_JAX_SERVERS_KEY", changes.get("KEY", ""))
     config = tiny.get_config()
-    config.update_from_flattened_dict({"rollout.driver": "servers", **changes})
+    fields = {name: value for name, value in changes.items() if name != "KEY"}
+    config.update_from_flattened_dict({"rollout.driver": "servers", **fields})
     config = resolve(config)
     tokenizer = SimpleNamespace(eos_id=0, bos_id=None, pad_id=0, stop_token_ids=[0])
 

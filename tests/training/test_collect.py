@@ -188,19 +188,15 @@ def test_the_logged_accuracy_and_reward_are_unbiased_wherever_sampling_stops(dyn
     assert expected["plain"] < true - 0.02, "steps that stop at once have more informative groups, and count as much"
 
 
-def test_a_shortage_is_a_smaller_batch_or_an_error_as_configured():
+def test_a_shortage_is_a_smaller_batch():
     def never(problems, *, step, enough=None):
         return [group(p.prompt_id, [0, 1] if p.prompt_id == 0 else [0, 0]) for p in problems]
 
-    smaller = DynamicSampling(max_batches=3, on_shortage="smaller")
-    step = run(smaller, never)
+    step = run(DynamicSampling(max_batches=3), never)
     assert len(step.trained) == 1 and len(step.generated) == 12
-    strict = DynamicSampling(max_batches=3, on_shortage="error")
-    with pytest.raises(ValueError, match="kept 1 of 4 groups after 3 batches"):
-        run(strict, never)
 
 
-def test_no_informative_group_at_all_is_an_error_even_where_smaller_batches_are_welcome():
+def test_no_informative_group_at_all_is_an_error():
     def hopeless(problems, *, step, enough=None):
         return [group(p.prompt_id, [0, 0]) for p in problems]
 

@@ -15,15 +15,15 @@ FINE, SKIPPED = {"nonfinite_updates": 0.0}, {"nonfinite_updates": 1.0}
 
 @pytest.mark.parametrize("gap", [2e-3, float("nan")])
 def test_a_gap_above_the_limit_or_no_number_is_a_fault(gap):
-    fault = Guard(1e-3, 10).fault(7, {"sampler_gap": gap}, [FINE])
+    fault = Guard(1e-3).fault(7, {"sampler_gap": gap}, [FINE])
     assert fault.startswith("step 7: sampler and trainer disagree") and "rollout.max_sampler_gap=0.001" in fault
-    assert Guard(1e-3, 10).fault(7, {"sampler_gap": 1e-3}, [FINE]) is None
-    assert Guard(1e-3, 10).fault(7, {}, [FINE]) is None  # the trainer had the weights of no token
+    assert Guard(1e-3).fault(7, {"sampler_gap": 1e-3}, [FINE]) is None
+    assert Guard(1e-3).fault(7, {}, [FINE]) is None  # the trainer had the weights of no token
 
 
 def test_a_gap_above_what_rounding_makes_is_said_once_and_stops_nothing():
     usual, most = SAMPLER_GAPS["bfloat16"]
-    guard = Guard(most, 10, usual)
+    guard = Guard(most, usual)
     gaps = [0.009, 0.03, 0.03, float("nan")]
     told = [guard.warning(step, {"sampler_gap": gap}) for step, gap in enumerate(gaps)]
     assert told[0] is None and told[2:] == [None, None]
@@ -32,7 +32,7 @@ def test_a_gap_above_what_rounding_makes_is_said_once_and_stops_nothing():
 
 
 def test_skipped_updates_count_across_steps_until_one_is_applied():
-    guard, values = Guard(1.0, 3), {"sampler_gap": 0.0}
+    guard, values = Guard(1.0, max_nonfinite_updates=3), {"sampler_gap": 0.0}
     assert guard.fault(1, values, [SKIPPED, SKIPPED]) is None
     assert guard.fault(2, values, [FINE, SKIPPED]) is None and guard.nonfinite_in_a_row == 1
     assert guard.fault(3, values, [SKIPPED]) is None
