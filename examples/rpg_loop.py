@@ -50,7 +50,7 @@ TASK = data.Arithmetic(digits=2, reverse=True, held_out=0.2)
 PROMPT_TOKENS, COMPLETION_TOKENS = len("99+99="), len("891\n")
 LENGTH = PROMPT_TOKENS + COMPLETION_TOKENS
 
-CONFIG = models.QwenConfig(
+CONFIG = models.DecoderConfig(
     vocab_size=len(CHARACTERS), num_layers=3, embed_dim=96, num_heads=4, num_kv_heads=2, head_dim=24, hidden_dim=256
 )
 

@@ -18,8 +18,8 @@ from experiments.completions.estimators import Estimator
 from experiments.completions.trees import Tree
 from rpg_jax.losses import advantages
 from rpg_jax.losses.tokens import checked
-from rpg_jax.models import qwen
-from rpg_jax.models.config import QwenConfig
+from rpg_jax.models import decoder
+from rpg_jax.models.config import DecoderConfig
 from rpg_jax.training.policy_logprobs import policy_logprobs
 from rpg_jax.types import Rows
 
@@ -59,8 +59,8 @@ class PathSettings:
         return np.arange(self.symbols, dtype=np.int32)[:, None]
 
     @property
-    def model(self) -> QwenConfig:
-        return QwenConfig(
+    def model(self) -> DecoderConfig:
+        return DecoderConfig(
             vocab_size=self.symbols,
             num_layers=self.layers,
             embed_dim=self.width,
@@ -246,4 +246,4 @@ def policies(graphdef: Any, params: Any, s: PathSettings) -> jax.Array:
 
 def start_of(s: PathSettings, seed: int) -> tuple[Any, Any]:
     """(graphdef, params) of a seed: random weights, the reference and the start."""
-    return qwen.init(s.model, seed=seed)
+    return decoder.init(s.model, seed=seed)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from rpg_jax.models import QwenConfig
+from rpg_jax.models import DecoderConfig
 
 _SIDE = 2048  # of the matrices of a product
 _NUMBERS = 1 << 26  # f32, 256 MiB: more than any cache holds
@@ -34,7 +34,7 @@ def measured() -> Machine:
     )
 
 
-def decode_limit(machine: Machine, model: QwenConfig, parameters: int, slots: int, length: float) -> float:
+def decode_limit(machine: Machine, model: DecoderConfig, parameters: int, slots: int, length: float) -> float:
     """The least seconds of a decode step in f32: max(operations / rate, bytes / rate).
 
     Operations are 2 for each weight and slot, and 4 N H L for each slot and token of its cache. Bytes are those of the

@@ -192,7 +192,7 @@ def _figures(work: Work, first: float, seconds: list[float], before: Usage, afte
 
 
 def _opponent(peer: str, python: str, work: Work) -> Opponent:
-    if work.model.experts or work.model.family != "qwen3":
+    if work.model.experts or work.model.qkv_bias or not work.model.qk_norm:
         raise ValueError("--against and --against-tunix know dense Qwen3 models only")
     sizes = {name: getattr(work, name) for name in ("prompts", "group_size", "prompt_tokens", "new_tokens")}
     return Opponent(python, _PEERS[peer], {"model": dataclasses.asdict(work.model), **sizes})

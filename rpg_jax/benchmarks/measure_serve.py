@@ -96,7 +96,7 @@ def _server(address: str | None, work: Work, max_active: int) -> Iterator[str]:
 def _rollout(work: Work) -> JetStreamRollout:
     graphdef, params = models.init(work.model)
     decoding = rollout.Decoding(slots=work.slots, capacity=rollout.capacity(work.prompt_tokens, work.new_tokens))
-    engine = rollout.QwenEngine(work.model, graphdef, rollout.Weights(params), decoding)
+    engine = rollout.DecodeEngine(work.model, graphdef, rollout.Weights(params), decoding)
     return JetStreamRollout(engine, keep_state=True)
 
 

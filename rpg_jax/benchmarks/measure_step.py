@@ -96,8 +96,7 @@ def _opponent(python: str, one: Subject) -> Opponent:
     if model.experts:
         raise ValueError("--against knows dense models only")
     names = ("vocab_size", "num_layers", *DIMENSIONS, "tie_embeddings", "rms_norm_eps")
-    biased = model.family == "qwen2"
-    kinds = {"attention_bias": biased, "qk_norm": not biased, "rope_theta": model.rope.theta}
+    kinds = {"attention_bias": model.qkv_bias, "qk_norm": model.qk_norm, "rope_theta": model.rope.theta}
     sizes = {
         "model": kinds | {name: getattr(model, name) for name in names},
         "rows": shape.rows,

@@ -65,7 +65,7 @@ def _trainer(process: int, home: str, port: int, number: int, layers: int, versi
     if number > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(f"127.0.0.1:{port}", number, process)
-    config = models.QwenConfig(vocab_size=2**15, num_layers=layers, embed_dim=1024, num_heads=16, num_kv_heads=8,
+    config = models.DecoderConfig(vocab_size=2**15, num_layers=layers, embed_dim=1024, num_heads=16, num_kv_heads=8,
                                head_dim=128, hidden_dim=3072)  # fmt: skip
     shapes = models.abstract(config)[1]
     mesh = parallel.make_mesh({"fsdp": number})

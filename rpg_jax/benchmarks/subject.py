@@ -17,7 +17,7 @@ import numpy as np
 
 from rpg_jax import models
 from rpg_jax.data import RowShape
-from rpg_jax.models import QwenConfig
+from rpg_jax.models import DecoderConfig
 from rpg_jax.planning import CHIPS, training_flops
 from rpg_jax.runs import cli, config_files
 from rpg_jax.runs.layout import Layout, make_layout, row_shape
@@ -40,7 +40,7 @@ DIMENSIONS = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "hidden_dim"
 class Work:
     """`prompts` x `group_size` completions of `new_tokens` after prompts of `prompt_tokens`, `slots` at a time."""
 
-    model: QwenConfig
+    model: DecoderConfig
     prompts: int
     group_size: int
     prompt_tokens: int
@@ -52,7 +52,7 @@ class Work:
         return self.prompts * self.group_size * self.new_tokens
 
 
-_small = functools.partial(QwenConfig, vocab_size=4096, num_layers=4, num_kv_heads=2, num_heads=4, head_dim=64)
+_small = functools.partial(DecoderConfig, vocab_size=4096, num_layers=4, num_kv_heads=2, num_heads=4, head_dim=64)
 PRESETS = {
     # docs/performance.md has Tunix and Hugging Face on the same work.
     "w1": Work(_small(embed_dim=256, hidden_dim=768), 4, 8, 64, 128, 32),

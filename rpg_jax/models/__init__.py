@@ -1,9 +1,15 @@
-"""Qwen in Flax NNX: weights, forward, prefill and decode, and folders in Hugging Face layout."""
+"""Decoders in Flax NNX, Qwen first: weights, forward, prefill and decode, and folders in Hugging Face layout."""
 
+from rpg_jax.models.config import DecoderConfig as DecoderConfig
 from rpg_jax.models.config import Experts as Experts
-from rpg_jax.models.config import QwenConfig as QwenConfig
 from rpg_jax.models.config import Rope as Rope
 from rpg_jax.models.config import Yarn as Yarn
+from rpg_jax.models.decoder import REMAT as REMAT
+from rpg_jax.models.decoder import Decoder as Decoder
+from rpg_jax.models.decoder import Params as Params
+from rpg_jax.models.decoder import abstract as abstract
+from rpg_jax.models.decoder import init as init
+from rpg_jax.models.decoder import logical_axes as logical_axes
 from rpg_jax.models.hf_config import parse_config as parse_config
 from rpg_jax.models.hf_config import read_config as read_config
 from rpg_jax.models.hf_config import write_config as write_config
@@ -16,12 +22,6 @@ from rpg_jax.models.kv_cache import KVCache as KVCache
 from rpg_jax.models.lora import Base as Base
 from rpg_jax.models.lora import Lora as Lora
 from rpg_jax.models.lora import policy_params as policy_params
-from rpg_jax.models.qwen import REMAT as REMAT
-from rpg_jax.models.qwen import Params as Params
-from rpg_jax.models.qwen import Qwen as Qwen
-from rpg_jax.models.qwen import abstract as abstract
-from rpg_jax.models.qwen import init as init
-from rpg_jax.models.qwen import logical_axes as logical_axes
 from rpg_jax.models.sizes import SIZES as SIZES
 from rpg_jax.models.sizes import parameter_count as parameter_count
 from rpg_jax.models.sizes import size as size

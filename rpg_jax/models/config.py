@@ -1,7 +1,6 @@
-"""The shape of a Qwen model: every number that its weights and its arithmetic depend on."""
+"""The shape of a decoder: every number and choice that its weights and its arithmetic depend on."""
 
 import dataclasses
-from typing import Literal
 
 # Beyond any model: a damaged config.json is refused before a million layers are laid out.
 LARGEST = {"vocab_size": 2**24, "num_layers": 1000, "embed_dim": 2**20, "num_heads": 2**14, "num_kv_heads": 2**14}
@@ -60,13 +59,18 @@ class Experts:
 
 
 @dataclasses.dataclass(frozen=True)
-class QwenConfig:
-    """A Qwen2, Qwen2.5, Qwen3 or Qwen3-MoE decoder.
+class DecoderConfig:
+    """A decoder with RMS norms, rotary positions, grouped-query attention and SwiGLU.
+
+    Families differ in the last fields. Qwen2 and Qwen2.5 have biases on q, k and v. Qwen3 has norms on q and k
+    instead, and Qwen3-MoE also has `experts`.
 
     Attributes:
       hidden_dim: width of the dense feed-forward layer; not used if there are `experts`.
-      family: "qwen2" (also Qwen2.5) has biases on q, k and v; "qwen3" has norms on q and k instead.
+      qkv_bias: whether the projections to q, k and v add a bias.
+      qk_norm: whether q and k pass an RMS norm over each head before the rotation.
       experts: the mixture that replaces the feed-forward layer; None is a dense model.
+      tie_embeddings: whether the embedding is also the output head.
     """
 
     vocab_size: int
@@ -76,7 +80,8 @@ class QwenConfig:
     num_kv_heads: int
     head_dim: int
     hidden_dim: int
-    family: Literal["qwen2", "qwen3"] = "qwen3"
+    qkv_bias: bool = False
+    qk_norm: bool = True
     rope: Rope = Rope()
     experts: Experts | None = None
     rms_norm_eps: float = 1e-6
@@ -94,7 +99,5 @@ class QwenConfig:
             raise ValueError(f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim must be even (rotary embedding turns pairs), got {self.head_dim}")
-        if self.family not in ("qwen2", "qwen3"):
-            raise ValueError(f"family must be 'qwen2' or 'qwen3', got {self.family!r}")
         if self.experts is None and self.hidden_dim < 1:
             raise ValueError(f"a dense model needs hidden_dim >= 1, got {self.hidden_dim}")

@@ -11,11 +11,11 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import multihost_utils
 from safetensors.numpy import save_file
 
-from rpg_jax.models.config import QwenConfig
+from rpg_jax.models.config import DecoderConfig
+from rpg_jax.models.decoder import Params
 from rpg_jax.models.hf_layout import Stored
 from rpg_jax.models.hf_weights import Folder, check_tensors, place
 from rpg_jax.models.lora import Lora, adapted_matrices
-from rpg_jax.models.qwen import Params
 from rpg_jax.storage.json_files import read_object
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -29,7 +29,7 @@ _OFF = (
 )
 
 
-def save_adapters(folder: Path | str, config: QwenConfig, lora: Lora, adapters: Params, *, base: str | None) -> None:
+def save_adapters(folder: Path | str, config: DecoderConfig, lora: Lora, adapters: Params, *, base: str | None) -> None:
     """Writes adapters in float32. With several processes, all must call it, and process 0 writes.
 
     Args:
@@ -62,7 +62,7 @@ def save_adapters(folder: Path | str, config: QwenConfig, lora: Lora, adapters: 
 
 
 def load_adapters(
-    folder: Path | str, config: QwenConfig, lora: Lora, *, dtype=jnp.float32, shardings: Params | None = None
+    folder: Path | str, config: DecoderConfig, lora: Lora, *, dtype=jnp.float32, shardings: Params | None = None
 ) -> Params:
     """Reads adapters of this model; each device reads its own shard only.
 
@@ -78,7 +78,7 @@ def load_adapters(
         return unflatten_dict({e.path: place(e, where[e.path], jnp.dtype(dtype), files) for e in stored})
 
 
-def _layout(config: QwenConfig, lora: Lora) -> list[Stored]:
+def _layout(config: DecoderConfig, lora: Lora) -> list[Stored]:
     """How A and B of every adapted matrix are stored: lora_A [r, inputs] and lora_B [outputs, r]."""
     found = []
     for entry in adapted_matrices(config, lora):
@@ -91,12 +91,12 @@ def _layout(config: QwenConfig, lora: Lora) -> list[Stored]:
     return found
 
 
-def _modules(config: QwenConfig, lora: Lora) -> list[str]:
+def _modules(config: DecoderConfig, lora: Lora) -> list[str]:
     """The names of the adapted modules, as q_proj."""
     return sorted({entry.name.split(".")[-2] for entry in adapted_matrices(config, lora)})
 
 
-def _check(folder: Path, config: QwenConfig, lora: Lora) -> None:
+def _check(folder: Path, config: DecoderConfig, lora: Lora) -> None:
     """Raises ValueError where the folder's adapters do not compute W + (alpha / rank) A B as `lora` says."""
     file = folder / CONFIG
     found: dict[str, Any] = read_object(file)

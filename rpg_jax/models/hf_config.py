@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rpg_jax.models.config import Experts, QwenConfig, Rope, Yarn
+from rpg_jax.models.config import DecoderConfig, Experts, Rope, Yarn
 from rpg_jax.storage.json_files import read_object
 
 FAMILIES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
 
 
-def read_config(folder: Path | str) -> QwenConfig:
+def read_config(folder: Path | str) -> DecoderConfig:
     """The model that `folder`/config.json describes.
 
     Raises:
@@ -28,7 +28,7 @@ def read_config(folder: Path | str) -> QwenConfig:
         raise ValueError(f"{path}: {reason}") from None
 
 
-def parse_config(fields: Mapping[str, Any]) -> QwenConfig:
+def parse_config(fields: Mapping[str, Any]) -> DecoderConfig:
     """The model that the fields of a config.json describe. Raises ValueError as `read_config` does, or KeyError."""
     model_type = fields.get("model_type")
     if "vision_config" in fields or "audio_config" in fields or "text_config" in fields:
@@ -44,7 +44,7 @@ def parse_config(fields: Mapping[str, Any]) -> QwenConfig:
             hidden_dim=fields["moe_intermediate_size"],
             renormalise=fields.get("norm_topk_prob", False),
         )
-    return QwenConfig(
+    return DecoderConfig(
         vocab_size=fields["vocab_size"],
         num_layers=fields["num_hidden_layers"],
         embed_dim=fields["hidden_size"],
@@ -52,7 +52,8 @@ def parse_config(fields: Mapping[str, Any]) -> QwenConfig:
         num_kv_heads=fields.get("num_key_value_heads") or heads,
         head_dim=fields.get("head_dim") or fields["hidden_size"] // heads,
         hidden_dim=fields["intermediate_size"],
-        family="qwen2" if model_type == "qwen2" else "qwen3",
+        qkv_bias=model_type == "qwen2",
+        qk_norm=model_type != "qwen2",
         rope=_rope(fields),
         experts=experts,
         rms_norm_eps=fields["rms_norm_eps"],
@@ -60,7 +61,7 @@ def parse_config(fields: Mapping[str, Any]) -> QwenConfig:
     )
 
 
-def write_config(config: QwenConfig, dtype: str, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def write_config(config: DecoderConfig, dtype: str, base: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """The fields of a config.json that transformers (4.51 and later) and `parse_config` read as `config`.
 
     Args:
@@ -69,9 +70,7 @@ def write_config(config: QwenConfig, dtype: str, base: Mapping[str, Any] | None 
         dropout, …) are taken over.
     """
     experts = config.experts
-    if config.family == "qwen2" and experts:
-        raise ValueError(f"transformers has no Qwen2 with experts alone (its own add a shared expert), got {config}")
-    model_type = "qwen3_moe" if experts else config.family
+    model_type = _model_type(config)
     if model_type == "qwen2" and config.head_dim * config.num_heads != config.embed_dim:
         raise ValueError(f"a Qwen2 has head_dim = embed_dim / num_heads, got {config}")
     yarn = config.rope.scaling and {k: v for k, v in dataclasses.asdict(config.rope.scaling).items() if v is not None}
@@ -106,6 +105,18 @@ def write_config(config: QwenConfig, dtype: str, base: Mapping[str, Any] | None 
             "mlp_only_layers": [],
         }
     return fields
+
+
+def _model_type(config: DecoderConfig) -> str:
+    """The name in `FAMILIES` of the family that a model belongs to."""
+    if config.qkv_bias and not config.qk_norm and config.experts:
+        raise ValueError(f"transformers has no Qwen2 with experts alone (its own add a shared expert), got {config}")
+    if config.qkv_bias == config.qk_norm:
+        raise ValueError(
+            "a model in Hugging Face layout has biases on q, k and v (Qwen2) or norms on q and k (Qwen3), got "
+            f"qkv_bias={config.qkv_bias}, qk_norm={config.qk_norm}"
+        )
+    return "qwen2" if config.qkv_bias else "qwen3_moe" if config.experts else "qwen3"
 
 
 def _refuse_what_is_not_computed(fields: Mapping[str, Any], model_type: str) -> None:

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from rpg_jax.models.config import QwenConfig
-from rpg_jax.models.qwen import abstract
+from rpg_jax.models.config import DecoderConfig
+from rpg_jax.models.decoder import abstract
 
 INDEX = "model.safetensors.index.json"
 DTYPES: Mapping[str, str] = MappingProxyType({"float32": "F32", "bfloat16": "BF16", "float16": "F16"})
@@ -93,7 +93,7 @@ class Stored:
         return PartitionSpec(*axes[: self.stacked], *found)
 
 
-def layout(config: QwenConfig, *, head: bool = False) -> list[Stored]:
+def layout(config: DecoderConfig, *, head: bool = False) -> list[Stored]:
     """How every parameter of a model is stored, in the order of the params tree.
 
     With `head` a tied embedding is stored a second time, as the head.

@@ -17,10 +17,10 @@ import numpy as np
 from flax.traverse_util import flatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
-from rpg_jax.models.config import QwenConfig
+from rpg_jax.models.config import DecoderConfig
+from rpg_jax.models.decoder import Params
 from rpg_jax.models.hf_config import write_config
 from rpg_jax.models.hf_layout import DTYPES, INDEX, Stored, layout
-from rpg_jax.models.qwen import Params
 from rpg_jax.parallel import hosts
 from rpg_jax.storage.files import naming, write_atomically
 from rpg_jax.storage.json_files import read_object
@@ -70,7 +70,7 @@ class Saving:
 
     def __init__(
         self,
-        config: QwenConfig,
+        config: DecoderConfig,
         dtype: Any,
         *,
         base: Path | str | None = None,
@@ -176,7 +176,7 @@ class Saving:
 
 def save(
     folder: Path | str,
-    config: QwenConfig,
+    config: DecoderConfig,
     params: Params,
     *,
     dtype: Any = None,

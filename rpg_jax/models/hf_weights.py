@@ -17,9 +17,9 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import SafetensorError, safe_open
 
-from rpg_jax.models.config import QwenConfig
+from rpg_jax.models.config import DecoderConfig
+from rpg_jax.models.decoder import Params
 from rpg_jax.models.hf_layout import DTYPES, INDEX, Index, Stored, layout
-from rpg_jax.models.qwen import Params
 from rpg_jax.storage.json_files import read_object
 
 _DTYPES = {name: np.dtype(dtype) for dtype, name in DTYPES.items()}
@@ -91,7 +91,9 @@ class Folder(contextlib.ExitStack):
         return self._files[name].get_slice(name)[index]
 
 
-def load(folder: Path | str, config: QwenConfig, *, param_dtype=jnp.float32, shardings: Params | None = None) -> Params:
+def load(
+    folder: Path | str, config: DecoderConfig, *, param_dtype=jnp.float32, shardings: Params | None = None
+) -> Params:
     """Loads the parameters of `config` from a folder of safetensors; each device reads its own shard only.
 
     Host memory holds one shard of one (stacked) parameter at a time. Floats are cast to `param_dtype` as they are read.
@@ -138,7 +140,7 @@ class InHostMemory:
         return unflatten_dict(found)
 
 
-def read(folder: Path | str, config: QwenConfig) -> InHostMemory:
+def read(folder: Path | str, config: DecoderConfig) -> InHostMemory:
     """Reads the whole folder into host memory, many tensors at a time, without a program on a device.
 
     Raises ValueError as `load` does, or if the layers of a parameter have different dtypes; OSError if a read fails.

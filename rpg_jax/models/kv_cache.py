@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from rpg_jax.models.config import QwenConfig
+from rpg_jax.models.config import DecoderConfig
 from rpg_jax.models.logical import in_own_shard, partition_spec, platform
 from rpg_jax.models.ragged import ragged_append
 
@@ -50,7 +50,9 @@ class KVCache:
     scales: tuple[jax.Array, ...] = ()
 
     @classmethod
-    def empty(cls, config: QwenConfig, slots: int, capacity: int, dtype=jnp.float32, *, int8: bool = False) -> KVCache:
+    def empty(
+        cls, config: DecoderConfig, slots: int, capacity: int, dtype=jnp.float32, *, int8: bool = False
+    ) -> KVCache:
         """A cache of empty slots, in `dtype` or in int8."""
         lead = (config.num_layers, slots, config.num_kv_heads)
         dtype = jnp.int8 if int8 else dtype

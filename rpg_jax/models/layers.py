@@ -1,4 +1,4 @@
-"""The parts of a Qwen block."""
+"""The parts of a decoder layer."""
 
 from collections.abc import Callable
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from rpg_jax.models import rope
-from rpg_jax.models.config import QwenConfig
+from rpg_jax.models.config import DecoderConfig
 from rpg_jax.models.declare import Declare
 from rpg_jax.models.logical import constrain
 from rpg_jax.models.moe import MoE
@@ -25,31 +25,31 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 class Attention(nnx.Module):
     """The projections of grouped-query attention, with q/k norm or q/k/v bias, and rotary positions."""
 
-    def __init__(self, config: QwenConfig, declare: Declare):
+    def __init__(self, config: DecoderConfig, declare: Declare):
         D, N, K, H = config.embed_dim, config.num_heads, config.num_kv_heads, config.head_dim
         self.eps = config.rms_norm_eps
         self.q = declare.matrix((D, N, H), ("embed", "heads", None), fan_in=D)
         self.k = declare.matrix((D, K, H), ("embed", "kv_heads", None), fan_in=D)
         self.v = declare.matrix((D, K, H), ("embed", "kv_heads", None), fan_in=D)
         self.o = declare.matrix((N, H, D), ("heads", None, "embed"), fan_in=N * H * 2 * config.num_layers)
-        self.family = config.family
-        if self.family == "qwen2":
+        self.qkv_bias, self.qk_norm = config.qkv_bias, config.qk_norm
+        if self.qkv_bias:
             self.q_bias = declare.constant(0.0, (N, H), ("heads", None))
             self.k_bias = declare.constant(0.0, (K, H), ("kv_heads", None))
             self.v_bias = declare.constant(0.0, (K, H), ("kv_heads", None))
-        else:
+        if self.qk_norm:
             self.q_norm = declare.constant(1.0, (H,), ("norm",))
             self.k_norm = declare.constant(1.0, (H,), ("norm",))
 
     def project(self, x: jax.Array, table, axes) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """q [B, T, N, H], k and v [B, T, K, H] of x [B, T, D]; q and k are normed (in a Qwen3) and rotated."""
+        """q [B, T, N, H], k and v [B, T, K, H] of x [B, T, D]; q and k are normed (with `qk_norm`) and rotated."""
         q, k, v = (
             project(x, weight[...], axes, ("embed",), (heads, None))
             for weight, heads in ((self.q, "heads"), (self.k, "kv_heads"), (self.v, "kv_heads"))
         )
-        if self.family == "qwen2":
+        if self.qkv_bias:
             q, k, v = (y + b[...].astype(x.dtype) for y, b in ((q, self.q_bias), (k, self.k_bias), (v, self.v_bias)))
-        else:
+        if self.qk_norm:
             q, k = rms_norm(q, self.q_norm[...], self.eps), rms_norm(k, self.k_norm[...], self.eps)
         q = constrain(rope.rotate(q, table), *axes, "heads", None)
         k = constrain(rope.rotate(k, table), *axes, "kv_heads", None)
@@ -63,7 +63,7 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """SwiGLU: down(silu(gate(x)) · up(x))."""
 
-    def __init__(self, config: QwenConfig, declare: Declare):
+    def __init__(self, config: DecoderConfig, declare: Declare):
         D, F = config.embed_dim, config.hidden_dim
         self.gate = declare.matrix((D, F), ("embed", "hidden"), fan_in=D)
         self.up = declare.matrix((D, F), ("embed", "hidden"), fan_in=D)
@@ -77,7 +77,7 @@ class MLP(nnx.Module):
 class Block(nnx.Module):
     """One decoder layer: x + attention(norm(x)), then x + mlp(norm(x))."""
 
-    def __init__(self, config: QwenConfig, declare: Declare):
+    def __init__(self, config: DecoderConfig, declare: Declare):
         self.eps = config.rms_norm_eps
         self.attention_norm = declare.constant(1.0, (config.embed_dim,), ("norm",))
         self.attention = Attention(config, declare)

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 from rpg_jax.models.adapted import Adapted
-from rpg_jax.models.config import QwenConfig
+from rpg_jax.models.config import DecoderConfig
+from rpg_jax.models.decoder import Params, logical_axes
 from rpg_jax.models.hf_layout import Stored, layout
 from rpg_jax.models.quantized import Int8
-from rpg_jax.models.qwen import Params, logical_axes
 
 _ATTENTION, _MLP = frozenset({"q", "k", "v", "o"}), frozenset({"gate", "up", "down"})
 TARGETS: Mapping[str, frozenset[str]] = MappingProxyType(
@@ -53,7 +53,7 @@ class Lora:
         return self.alpha / self.rank
 
 
-def adapted_matrices(config: QwenConfig, lora: Lora) -> list[Stored]:
+def adapted_matrices(config: DecoderConfig, lora: Lora) -> list[Stored]:
     """The matrices that get adapters. Their dimensions are [*stack, *inputs, *outputs], inputs as in `groups[1]`.
 
     Raises:
@@ -65,7 +65,7 @@ def adapted_matrices(config: QwenConfig, lora: Lora) -> list[Stored]:
     return [entry for entry in layout(config) if entry.path[-1] in TARGETS[lora.targets]]
 
 
-def adapter_shapes(config: QwenConfig, lora: Lora, dtype=jnp.float32) -> Params:
+def adapter_shapes(config: DecoderConfig, lora: Lora, dtype=jnp.float32) -> Params:
     """A `ShapeDtypeStruct` for every array of the adapters: a [*stack, *inputs, r] and b [*stack, r, *outputs]."""
     found = {}
     for entry in adapted_matrices(config, lora):
@@ -76,7 +76,7 @@ def adapter_shapes(config: QwenConfig, lora: Lora, dtype=jnp.float32) -> Params:
     return unflatten_dict(found)
 
 
-def adapter_axes(config: QwenConfig, lora: Lora) -> Params:
+def adapter_axes(config: DecoderConfig, lora: Lora) -> Params:
     """The logical axes of `adapter_shapes`: those of the matrix, and None for the rank, which no mesh splits."""
     found, names = {}, flatten_dict(logical_axes(config))
     for entry in adapted_matrices(config, lora):
@@ -87,7 +87,7 @@ def adapter_axes(config: QwenConfig, lora: Lora) -> Params:
 
 
 def init_adapters(
-    config: QwenConfig, lora: Lora, *, seed: int = 0, dtype=jnp.float32, shardings: Params | None = None
+    config: DecoderConfig, lora: Lora, *, seed: int = 0, dtype=jnp.float32, shardings: Params | None = None
 ) -> Params:
     """Draws adapters: A from U(-1/√n, 1/√n) for n inputs, as the library peft does, and B = 0.
 

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from rpg_jax.models.adapted import weight_spec
-from rpg_jax.models.config import Experts, QwenConfig
+from rpg_jax.models.config import DecoderConfig, Experts
 from rpg_jax.models.declare import Declare
 from rpg_jax.models.grouped import grouped_product
 from rpg_jax.models.logical import mesh_axes, partition_spec
@@ -22,7 +22,7 @@ class MoE(nnx.Module):
     experts, applies its own experts to them, and scatters the sums back. This is exact at any imbalance.
     """
 
-    def __init__(self, config: QwenConfig, experts: Experts, declare: Declare):
+    def __init__(self, config: DecoderConfig, experts: Experts, declare: Declare):
         D, E, F = config.embed_dim, experts.count, experts.hidden_dim
         self.k, self.renormalise = experts.per_token, experts.renormalise
         self.router = declare.matrix((D, E), ("embed", "router"), fan_in=D)

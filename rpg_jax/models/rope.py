@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rpg_jax.models.config import QwenConfig, Yarn
+from rpg_jax.models.config import DecoderConfig, Yarn
 
 
-def frequencies(config: QwenConfig) -> tuple[np.ndarray, float]:
+def frequencies(config: DecoderConfig) -> tuple[np.ndarray, float]:
     """Radians per position, theta^(-2i/H), f32[H/2], and the factor on queries and keys, 1 without YaRN."""
     pairs = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
     base = config.rope.theta**-pairs
@@ -32,7 +32,7 @@ def _yarn(base: np.ndarray, theta: float, head_dim: int, yarn: Yarn) -> tuple[np
     return blended.astype(np.float32), scale
 
 
-def tables(config: QwenConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+def tables(config: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Cosines and sines f32[B, T, 1, H/2] of positions i32[B, T]."""
     radians, scale = frequencies(config)
     angles = positions[..., None, None].astype(jnp.float32) * radians

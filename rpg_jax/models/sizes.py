@@ -9,13 +9,13 @@ import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from rpg_jax.models.config import Experts, QwenConfig, Rope
+from rpg_jax.models.config import DecoderConfig, Experts, Rope
 
 
-def _qwen2(layers, width, heads, kv_heads, hidden, *, eps=1e-6, context=131_072, theta=1e6) -> QwenConfig:
+def _qwen2(layers, width, heads, kv_heads, hidden, *, eps=1e-6, context=131_072, theta=1e6) -> DecoderConfig:
     """A Qwen2 or 2.5: the heads divide the width; up to 3B, embeddings are tied and the vocabulary has less padding."""
     small = width <= 2048
-    return QwenConfig(
+    return DecoderConfig(
         vocab_size=151_936 if small else 152_064,
         num_layers=layers,
         embed_dim=width,
@@ -23,16 +23,17 @@ def _qwen2(layers, width, heads, kv_heads, hidden, *, eps=1e-6, context=131_072,
         num_kv_heads=kv_heads,
         head_dim=width // heads,
         hidden_dim=hidden,
-        family="qwen2",
+        qkv_bias=True,
+        qk_norm=False,
         rope=Rope(theta, context),
         rms_norm_eps=eps,
         tie_embeddings=small,
     )
 
 
-def _qwen3(layers, width, heads, kv_heads, hidden, *, tied=False, experts=None) -> QwenConfig:
+def _qwen3(layers, width, heads, kv_heads, hidden, *, tied=False, experts=None) -> DecoderConfig:
     """A Qwen3: heads have size 128 at every width."""
-    return QwenConfig(
+    return DecoderConfig(
         vocab_size=151_936,
         num_layers=layers,
         embed_dim=width,
@@ -46,7 +47,7 @@ def _qwen3(layers, width, heads, kv_heads, hidden, *, tied=False, experts=None) 
     )
 
 
-def _long(config: QwenConfig, theta: float) -> QwenConfig:
+def _long(config: DecoderConfig, theta: float) -> DecoderConfig:
     """A 2507 release: the same shapes, trained at 256K positions."""
     return dataclasses.replace(config, rope=Rope(theta, 262_144))
 
@@ -57,7 +58,7 @@ _4B = _qwen3(36, 2560, 32, 8, 9728, tied=True)
 _30B = _qwen3(48, 2048, 32, 4, 6144, experts=Experts(128, 8, 768))
 _235B = _qwen3(94, 4096, 64, 4, 12_288, experts=Experts(128, 8, 1536))
 
-SIZES: Mapping[str, QwenConfig] = MappingProxyType(
+SIZES: Mapping[str, DecoderConfig] = MappingProxyType(
     {
         "Qwen2-0.5B": _qwen2(24, 896, 14, 2, 4864),
         "Qwen2-1.5B": _qwen2(28, 1536, 12, 2, 8960),
@@ -91,7 +92,7 @@ SIZES: Mapping[str, QwenConfig] = MappingProxyType(
 )
 
 
-def size(name: str) -> QwenConfig:
+def size(name: str) -> DecoderConfig:
     """The config of a published size, by name in any case ("qwen3-4b").
 
     Raises:
@@ -105,11 +106,11 @@ def size(name: str) -> QwenConfig:
     return known[name.lower()]
 
 
-def parameter_count(config: QwenConfig, *, active: bool = False) -> int:
+def parameter_count(config: DecoderConfig, *, active: bool = False) -> int:
     """The number of weights; with `active`, of the weights that one token's forward pass uses (k of E experts)."""
     D, H = config.embed_dim, config.head_dim
     attention = 2 * D * config.num_heads * H + 2 * D * config.num_kv_heads * H
-    attention += (config.num_heads + 2 * config.num_kv_heads) * H if config.family == "qwen2" else 2 * H
+    attention += (config.num_heads + 2 * config.num_kv_heads) * H * config.qkv_bias + 2 * H * config.qk_norm
     if config.experts:
         counted = config.experts.per_token if active else config.experts.count
         mlp = D * config.experts.count + counted * 3 * D * config.experts.hidden_dim

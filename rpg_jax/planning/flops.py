@@ -1,9 +1,9 @@
 """Floating-point operations of a model's mathematics; no program can do with fewer."""
 
-from rpg_jax.models import QwenConfig
+from rpg_jax.models import DecoderConfig
 
 
-def token_flops(config: QwenConfig, *, tokens: float, attended: float, predicted: float) -> float:
+def token_flops(config: DecoderConfig, *, tokens: float, attended: float, predicted: float) -> float:
     """Operations of a forward pass over `tokens` that attend to `attended` tokens each, in the mean.
 
     Logits are computed at `predicted` positions in all. Every multiply-add of a matrix product counts as two. Norms,
@@ -14,7 +14,7 @@ def token_flops(config: QwenConfig, *, tokens: float, attended: float, predicted
     return tokens * config.num_layers * (_layer(config) + scores_and_values) + predicted * head
 
 
-def forward_flops(config: QwenConfig, *, rows: int, length: int, predicted: int) -> float:
+def forward_flops(config: DecoderConfig, *, rows: int, length: int, predicted: int) -> float:
     """Operations of a forward pass over `rows` sequences of `length` tokens, with logits at `predicted` positions each.
 
     Causal attention counts half of the scores.
@@ -23,7 +23,7 @@ def forward_flops(config: QwenConfig, *, rows: int, length: int, predicted: int)
 
 
 def training_flops(
-    config: QwenConfig, *, rows: int, length: int, predicted: int, remat: str = "none", frozen: bool = False
+    config: DecoderConfig, *, rows: int, length: int, predicted: int, remat: str = "none", frozen: bool = False
 ) -> float:
     """Operations of a forward and a backward pass over sequences as in `forward_flops`."""
     sizes = {"tokens": rows * length, "attended": length / 2, "predicted": rows * predicted}
@@ -31,7 +31,7 @@ def training_flops(
 
 
 def token_training_flops(
-    config: QwenConfig,
+    config: DecoderConfig,
     *,
     tokens: float,
     attended: float,
@@ -57,7 +57,7 @@ def token_training_flops(
     return 3 * forward + (forward - layers) + again - saved
 
 
-def _layer(config: QwenConfig) -> float:
+def _layer(config: DecoderConfig) -> float:
     """Matrix products of one layer for one token, without scores and values of attention."""
     D, H = config.embed_dim, config.head_dim
     weights = 2 * D * config.num_heads * H + 2 * D * config.num_kv_heads * H
@@ -66,6 +66,6 @@ def _layer(config: QwenConfig) -> float:
     return 2.0 * (weights + 3 * D * _hidden_units(config))
 
 
-def _hidden_units(config: QwenConfig) -> int:
+def _hidden_units(config: DecoderConfig) -> int:
     """Hidden units of the feed-forward layer that a token sees; in a mixture the units of its experts."""
     return config.experts.per_token * config.experts.hidden_dim if config.experts else config.hidden_dim

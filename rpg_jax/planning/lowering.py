@@ -9,9 +9,9 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rpg_jax.data import RowShape
-from rpg_jax.models import QwenConfig
+from rpg_jax.models import DecoderConfig
 from rpg_jax.planning.flops import forward_flops, token_flops, training_flops
-from rpg_jax.rollout import Decoding, QwenEngine, Weights, prefill_shape
+from rpg_jax.rollout import DecodeEngine, Decoding, Weights, prefill_shape
 from rpg_jax.runs.memory import placed
 from rpg_jax.training.state import TrainState
 from rpg_jax.training.step import Programs, Sums
@@ -38,7 +38,7 @@ def training(
     programs: Programs,
     state: TrainState,
     batch: Batch,
-    model: QwenConfig,
+    model: DecoderConfig,
     *,
     micro_batches: int,
     remat: str,
@@ -71,11 +71,11 @@ def training(
 
 
 def sampling(
-    model: QwenConfig, graphdef: Any, params: Any, decoding: Decoding, *, max_prompt_tokens: int
+    model: DecoderConfig, graphdef: Any, params: Any, decoding: Decoding, *, max_prompt_tokens: int
 ) -> Iterator[Lowered]:
     """A prefill of the largest shape, and a decode step of all slots over a full cache."""
     assert decoding.mesh is not None, "a plan decodes on a mesh"
-    engine, chips = QwenEngine(model, graphdef, Weights(params), decoding), decoding.mesh.size
+    engine, chips = DecodeEngine(model, graphdef, Weights(params), decoding), decoding.mesh.size
     rows, length = prefill_shape(max_prompt_tokens, decoding.capacity)
     lowered = engine.lower(rows, length)
     yield "prefill", lowered["prefill"], forward_flops(model, rows=rows, length=length, predicted=0) / chips

@@ -7,7 +7,7 @@ from typing import Any
 import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from rpg_jax.models import QwenConfig, parameter_count, splash
+from rpg_jax.models import DecoderConfig, parameter_count, splash
 from rpg_jax.planning import efficiency, step_time
 from rpg_jax.planning.compiling import Program
 from rpg_jax.planning.flops import token_flops
@@ -58,7 +58,7 @@ def work_of(layout: Layout, decoding: Decoding, lengths: Lengths, store: float =
     )
 
 
-def _run(model: QwenConfig, lengths: Lengths, length: int) -> float:
+def _run(model: DecoderConfig, lengths: Lengths, length: int) -> float:
     """Share of a packed row's operations that are run: those of the blocks that hold a pair of one completion.
 
     A token attends to its completion and, in the mean, to no more than a block beyond it.

@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rpg_jax.models import QwenConfig
+from rpg_jax.models import DecoderConfig
 from rpg_jax.planning import efficiency
 from rpg_jax.planning.compiling import Program
 from rpg_jax.planning.flops import token_flops, token_training_flops
@@ -74,7 +74,7 @@ class Work:
         return math.ceil(needed / rows)
 
 
-def bound(work: Work, step: DecodeStep, programs: Mapping[str, Program], model: QwenConfig, on: Topology) -> Phases:
+def bound(work: Work, step: DecodeStep, programs: Mapping[str, Program], model: DecoderConfig, on: Topology) -> Phases:
     """Seconds of the phases at the hardware's peaks: tokens fill every row, attention stays within completions, each
     phase takes as long as its slowest resource."""
     chip, own = on.chip, work.prompts / work.meshes

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rpg_jax.models import KVCache, QwenConfig
+from rpg_jax.models import DecoderConfig, KVCache
 from rpg_jax.rollout.sampling import completion_keys, sample
 from rpg_jax.types import Sampling
 
@@ -160,7 +160,7 @@ class DecodeState:
     active: jax.Array
 
     @classmethod
-    def empty(cls, config: QwenConfig, slots: int, capacity: int, dtype, *, int8_kv: bool = False) -> DecodeState:
+    def empty(cls, config: DecoderConfig, slots: int, capacity: int, dtype, *, int8_kv: bool = False) -> DecodeState:
         """All slots free."""
         return cls(
             cache=KVCache.empty(config, slots, capacity, dtype, int8=int8_kv),

@@ -14,9 +14,9 @@ import jax
 import numpy as np
 from flax import nnx
 
-from rpg_jax.models import Base, QwenConfig
+from rpg_jax.models import Base, DecoderConfig
 from rpg_jax.rollout.decoding import Decoding
-from rpg_jax.rollout.engine import QwenEngine, ReplayResult
+from rpg_jax.rollout.engine import DecodeEngine, ReplayResult
 from rpg_jax.rollout.request import Request, Rollout, Row, Split
 from rpg_jax.rollout.schedule import Chunk, Finish, Planner, Schedule, Usage
 from rpg_jax.rollout.weights import Params, RolloutError, Staged, Weights
@@ -28,7 +28,7 @@ class LockstepRollout(Rollout):
 
     split = Split.TOGETHER
 
-    def __init__(self, engine: QwenEngine):
+    def __init__(self, engine: DecodeEngine):
         self.engine, self.weights, self.usage = engine, engine.weights, Usage()
         self._planner = Planner(engine)
         self._busy = threading.Lock()
@@ -84,7 +84,7 @@ class Driver:
       remote: other processes sample for a trainer, workers or servers; nothing is made here.
     """
 
-    make: Callable[[QwenConfig, nnx.GraphDef, Weights, Decoding], Rollout] | None
+    make: Callable[[DecoderConfig, nnx.GraphDef, Weights, Decoding], Rollout] | None
     spans_hosts: bool = False
     needs: str = ""
     remote: bool = False
@@ -97,12 +97,12 @@ def _orchestrator(*model: Any) -> Rollout:
     except ModuleNotFoundError as error:
         fix = "pip install 'rpg_jax[jetstream]' brings what JetStream needs; or choose rollout.driver=lockstep"
         raise ValueError(f"rollout.driver=orchestrator: {error}; {fix}") from error
-    return JetStreamRollout(QwenEngine(*model))
+    return JetStreamRollout(DecodeEngine(*model))
 
 
 DRIVERS = {
     "orchestrator": Driver(_orchestrator, needs="jetstream"),
-    "lockstep": Driver(lambda *model: LockstepRollout(QwenEngine(*model)), spans_hosts=True),
+    "lockstep": Driver(lambda *model: LockstepRollout(DecodeEngine(*model)), spans_hosts=True),
     "servers": Driver(None, remote=True),
 }
 """By the value of the config field `rollout.driver`."""
@@ -131,7 +131,7 @@ def _say_that_lockstep_takes_over(name: str) -> None:
 
 def make_rollout(
     driver: str,
-    config: QwenConfig,
+    config: DecoderConfig,
     graphdef: nnx.GraphDef,
     params: Params,
     decoding: Decoding,
@@ -155,7 +155,7 @@ def make_rollout(
 
 
 def replay(
-    engine: QwenEngine, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], sampling: Sampling
+    engine: DecodeEngine, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], sampling: Sampling
 ) -> list[ReplayResult]:
     """What the engine computes at the tokens i32[n] of completions: entry t is about token t + 1, t = 0 … n - 2.
 

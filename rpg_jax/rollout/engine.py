@@ -21,7 +21,7 @@ import numpy as np
 from flax import nnx
 
 from rpg_jax import parallel
-from rpg_jax.models import QwenConfig
+from rpg_jax.models import DecoderConfig
 from rpg_jax.rollout.decode_state import DecodeResult, DecodeState, Extension, Extensions, Insertion, Insertions, Prefix
 from rpg_jax.rollout.decoding import Decoding, attention_bucket, prompt_bucket
 from rpg_jax.rollout.sampling import token_keys
@@ -61,7 +61,7 @@ class ReplayResult(NamedTuple):
     experts: Any
 
 
-class QwenEngine:
+class DecodeEngine:
     """A model, its weights, and the compiled programs that decode with them.
 
     Args:
@@ -72,7 +72,7 @@ class QwenEngine:
       ValueError: the mesh does not divide the slots or the heads.
     """
 
-    def __init__(self, config: QwenConfig, graphdef: nnx.GraphDef, weights: Weights, decoding: Decoding):
+    def __init__(self, config: DecoderConfig, graphdef: nnx.GraphDef, weights: Weights, decoding: Decoding):
         self.config, self.graphdef, self.weights, self.decoding = config, graphdef, weights, decoding
         with weights.pinned() as params, self._scope():
             module = nnx.merge(graphdef, params)
@@ -230,7 +230,7 @@ class _Programs(NamedTuple):
 
 @functools.lru_cache(maxsize=8)
 def _make_programs(
-    config: QwenConfig,
+    config: DecoderConfig,
     graphdef: nnx.GraphDef,
     slots: int,
     capacity: int,

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from rpg_jax import parallel
-from rpg_jax.models import QwenConfig
+from rpg_jax.models import DecoderConfig
 from rpg_jax.rollout.decode_state import DecodeState
 from rpg_jax.rollout.decoding import Decoding
 
@@ -27,7 +27,7 @@ def slots_that_fit(memory: float, held: float, slot: float, *, tile: int, needed
     return min(fitting - fitting % tile if fitting > tile else fitting, needed)
 
 
-def slots_beside(held: float, memory: float | None, model: QwenConfig, decoding: Decoding, needed: int) -> int:
+def slots_beside(held: float, memory: float | None, model: DecoderConfig, decoding: Decoding, needed: int) -> int:
     """The slots of a device that has `memory` bytes and holds `held` of them; at most `needed`.
 
     `decoding` has one slot for each device of its mesh. Where the memory is unknown, all devices together have 128.
@@ -54,7 +54,7 @@ def bytes_on_a_device(tree: Any) -> float:
     return float(sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves))
 
 
-def cache_bytes(model: QwenConfig, decoding: Decoding) -> float:
+def cache_bytes(model: DecoderConfig, decoding: Decoding) -> float:
     """Bytes of the decode state on a device."""
     assert decoding.mesh is not None, "a layout decodes on a mesh"
     size, int8 = (decoding.slots, decoding.capacity, decoding.dtype or jnp.float32), {"int8_kv": decoding.int8_kv}

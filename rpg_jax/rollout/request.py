@@ -176,7 +176,7 @@ class Rollout:
       apart: completions are sampled in processes of their own. `generate`, `exchange` and a sync of staged weights then
         launch no program here, so any thread may call them on any number of hosts.
       split: how several hosts divide the prompts.
-      engine: the `QwenEngine` that decodes in this process; None where another program decodes.
+      engine: the `DecodeEngine` that decodes in this process; None where another program decodes.
     """
 
     weights: Weights

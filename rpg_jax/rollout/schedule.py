@@ -12,7 +12,7 @@ import numpy as np
 
 from rpg_jax.rollout.decode_state import DecodeResult, Extension, Prefix
 from rpg_jax.rollout.decoding import power_of_two, prompt_bucket, prompts_per_prefill
-from rpg_jax.rollout.engine import QwenEngine, State
+from rpg_jax.rollout.engine import DecodeEngine, State
 from rpg_jax.rollout.request import Reply, Request, Row
 from rpg_jax.rollout.weights import RolloutError
 from rpg_jax.types import Completion
@@ -64,7 +64,7 @@ class Finish:
 class Planner:
     """Turns requests into rows and chunks, and complete rows into completions."""
 
-    def __init__(self, engine: QwenEngine):
+    def __init__(self, engine: DecodeEngine):
         self._vocab_size, self._decoding = engine.config.vocab_size, engine.decoding
 
     def plan(self, request: Request) -> tuple[list[list[Row]], list[Chunk]]:
@@ -196,7 +196,7 @@ class Schedule:
       usage: counts the dispatches.
     """
 
-    def __init__(self, engine: QwenEngine, free: Sequence[int], usage: Usage):
+    def __init__(self, engine: DecodeEngine, free: Sequence[int], usage: Usage):
         self.engine, self.free, self.live = engine, list(free), dict[int, Row]()
         self._waiting: deque[tuple[Prefix, Row]] = deque()
         self._asked: dict[int, _PendingReply] = {}  # the longest wait comes first

@@ -36,7 +36,7 @@ class Layout:
     config: ConfigDict
     mesh: Mesh
     rules: parallel.Rules
-    model: models.QwenConfig
+    model: models.DecoderConfig
     graphdef: Any
     param_shapes: Any
     param_shardings: Any
@@ -156,7 +156,7 @@ def lora_of(config: ConfigDict) -> models.Lora | None:
     return models.Lora(c.rank, c.alpha, c.targets)
 
 
-def abstract_model(config: ConfigDict, model: models.QwenConfig) -> tuple[Any, Any]:
+def abstract_model(config: ConfigDict, model: models.DecoderConfig) -> tuple[Any, Any]:
     """(graphdef, `ShapeDtypeStruct`s of the weights) of a model in the config's dtypes and remat policy.
 
     Weights that are frozen beside adapters have the compute dtype.
@@ -167,7 +167,7 @@ def abstract_model(config: ConfigDict, model: models.QwenConfig) -> tuple[Any, A
     return models.abstract(model, dtype, compute_dtype=compute_dtype, remat=m.remat)
 
 
-def model_config(config: ConfigDict, vocab_size: int | None) -> models.QwenConfig:
+def model_config(config: ConfigDict, vocab_size: int | None) -> models.DecoderConfig:
     """The model of `model.path`, `model.size`, or the dimensions that the config gives."""
     m = config.model
     if m.path:
@@ -184,7 +184,7 @@ def model_config(config: ConfigDict, vocab_size: int | None) -> models.QwenConfi
     optional = {} if m.tie_embeddings is None else {"tie_embeddings": m.tie_embeddings}
     if m.rope_theta is not None:
         optional["rope"] = models.Rope(m.rope_theta)
-    return models.QwenConfig(vocab_size=vocab_size, **{name: m[name] for name in dimensions}, **optional)
+    return models.DecoderConfig(vocab_size=vocab_size, **{name: m[name] for name in dimensions}, **optional)
 
 
 def row_shape(config: ConfigDict) -> data.RowShape:

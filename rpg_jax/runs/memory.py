@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh
 from ml_collections import ConfigDict
 
 from rpg_jax import models, parallel, rollout
-from rpg_jax.models import QwenConfig
+from rpg_jax.models import DecoderConfig
 from rpg_jax.models.lora import adapter_axes, attached
 from rpg_jax.models.quantized import quantized, quantized_shardings
 from rpg_jax.models.sizes import parameter_count
@@ -286,7 +286,7 @@ def _sizes(layout: Layout) -> Iterator[int]:
     yield from (rows for rows in range(most, 0, -1) if whole % rows == 0 and rows % shards == 0)
 
 
-def _kept(model: QwenConfig, remat: str) -> float:
+def _kept(model: DecoderConfig, remat: str) -> float:
     """Activations of a token that wait in a layer for the backward pass.
 
     "none" also keeps what lies between the products, some of it in f32. Its sum was set by one compiled update, of

@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(PYTHON is None, reason="RPG_JAX_VLLM_PYTHON names no Python with vLLM"),
 ]
-CONFIG = models.QwenConfig(
+CONFIG = models.DecoderConfig(
     vocab_size=288, num_layers=2, embed_dim=64, num_heads=4, num_kv_heads=2, head_dim=32, hidden_dim=128
 )
 KIND = KINDS["vllm"]

@@ -109,3 +109,7 @@ def test_a_missing_file_or_field_is_named(tmp_path):
 def test_a_model_that_transformers_does_not_have_is_not_written():
     with pytest.raises(ValueError, match="transformers has no Qwen"):
         models.write_config(dataclasses.replace(models.size("Qwen2-7B"), experts=Experts(8, 2, 16)), "float32")
+    for bias in (False, True):
+        neither_or_both = dataclasses.replace(models.size("Qwen3-8B"), qkv_bias=bias, qk_norm=bias)
+        with pytest.raises(ValueError, match="biases on q, k and v .* or norms on q and k"):
+            models.write_config(neither_or_both, "float32")

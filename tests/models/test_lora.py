@@ -15,7 +15,7 @@ from rpg_jax.models.grouped import grouped_product
 from rpg_jax.models.lora import Base, Lora, adapter_axes, adapter_shapes, init_adapters, merged
 from rpg_jax.models.quantized import quantized
 
-DENSE = models.QwenConfig(
+DENSE = models.DecoderConfig(
     vocab_size=32, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=8, hidden_dim=24
 )
 MIXTURE = dataclasses.replace(DENSE, experts=models.Experts(count=4, per_token=2, hidden_dim=8))

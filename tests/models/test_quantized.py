@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 from rpg_jax import models, parallel
 from rpg_jax.models.quantized import Int8, quantized, quantized_shardings
 
-QWEN2 = models.QwenConfig(
+QWEN2 = models.DecoderConfig(
     vocab_size=50,
     num_layers=2,
     embed_dim=32,
@@ -16,7 +16,8 @@ QWEN2 = models.QwenConfig(
     num_kv_heads=2,
     head_dim=8,
     hidden_dim=48,
-    family="qwen2",
+    qkv_bias=True,
+    qk_norm=False,
 )
 
 
@@ -52,7 +53,7 @@ def test_scales_lie_where_their_channels_do():
 @pytest.mark.parametrize("family", ["dense", pytest.param("mixture", marks=pytest.mark.slow)])
 def test_the_rounded_model_is_close_to_the_model(family):
     mixture = {} if family == "dense" else {"experts": models.Experts(4, 2, 16)}
-    config = models.QwenConfig(
+    config = models.DecoderConfig(
         vocab_size=50, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, head_dim=8, hidden_dim=48, **mixture
     )
     graphdef, params = models.init(config)

@@ -10,7 +10,7 @@ from flax import nnx
 from rpg_jax import losses, models, planning
 from rpg_jax.models.lora import adapter_shapes
 
-DENSE = models.QwenConfig(
+DENSE = models.DecoderConfig(
     vocab_size=40, num_layers=3, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=6, hidden_dim=20
 )
 ROWS, LENGTH, PREDICTED = 2, 8, 5

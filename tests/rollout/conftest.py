@@ -10,7 +10,7 @@ from rpg_jax.rollout import Decoding, Request
 from rpg_jax.types import Sampling
 from tests.rollout.simple import SimpleRollout
 
-CONFIG = models.QwenConfig(
+CONFIG = models.DecoderConfig(
     vocab_size=50, num_layers=2, embed_dim=32, num_heads=4, num_kv_heads=2, head_dim=8, hidden_dim=48
 )
 CAPACITY = rollout.capacity(max_prompt_tokens=24, max_tokens=24)

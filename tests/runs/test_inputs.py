@@ -7,12 +7,12 @@ from types import SimpleNamespace
 import pytest
 
 from rpg_jax import data, losses
-from rpg_jax.models import QwenConfig, Rope
+from rpg_jax.models import DecoderConfig, Rope
 from rpg_jax.runs import inputs
 from rpg_jax.runs.problems import Task
 
 PROBLEMS = [data.Problem(i, f"{i}+1=", str(i + 1), "t") for i in range(4)]
-MODEL = QwenConfig(32, 1, 8, 2, 1, 4, 16)
+MODEL = DecoderConfig(32, 1, 8, 2, 1, 4, 16)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from rpg_jax.training.state import create_state, state_shardings
 from rpg_jax.training.step import make_programs
 from rpg_jax.types import Completion, Count
 
-MODEL = models.QwenConfig(
+MODEL = models.DecoderConfig(
     vocab_size=23, num_layers=1, embed_dim=16, num_heads=2, num_kv_heads=1, head_dim=8, hidden_dim=32,
     tie_embeddings=False,
 )  # fmt: skip

@@ -11,7 +11,7 @@ import pytest
 
 from configs import reasoning
 from rpg_jax import models
-from rpg_jax.models import Experts, QwenConfig, Rope
+from rpg_jax.models import DecoderConfig, Experts, Rope
 from rpg_jax.runs.algorithm import make_routing
 from rpg_jax.training.routing import Routing, agreement, expert_load, load_metrics
 from tests.end_to_end.whole_runs import ROOT, environment
@@ -57,7 +57,7 @@ def test_agreement_compares_sets_of_experts_and_splits_the_gap_by_tokens():
 def mixture(tmp_path_factory):
     """A folder with random weights of two layers of 16 experts, of which four serve a token, and a tokenizer."""
     folder, start = tmp_path_factory.mktemp("mixture"), ROOT / "configs" / "chains_start"
-    config = QwenConfig(
+    config = DecoderConfig(
         vocab_size=47, num_layers=2, embed_dim=64, num_heads=4, num_kv_heads=2, head_dim=16, hidden_dim=64,
         rope=Rope(100.0), tie_embeddings=True, experts=Experts(16, 4, 32),
     )  # fmt: skip

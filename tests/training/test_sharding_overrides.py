@@ -24,9 +24,9 @@ from rpg_jax.types import Rows
 DIMENSIONS = dict(
     vocab_size=32, num_layers=4, embed_dim=16, num_heads=8, num_kv_heads=4, head_dim=4, hidden_dim=16
 )  # every dimension divides by four devices
-DENSE = models.QwenConfig(**DIMENSIONS, tie_embeddings=False)
-TIED = models.QwenConfig(**DIMENSIONS, tie_embeddings=True)
-MOE = models.QwenConfig(**DIMENSIONS, tie_embeddings=True, experts=models.Experts(4, 2, 16, renormalise=True))
+DENSE = models.DecoderConfig(**DIMENSIONS, tie_embeddings=False)
+TIED = models.DecoderConfig(**DIMENSIONS, tie_embeddings=True)
+MOE = models.DecoderConfig(**DIMENSIONS, tie_embeddings=True, experts=models.Experts(4, 2, 16, renormalise=True))
 MODELS = {"dense": DENSE, "tied": TIED, "moe": MOE}
 LORA = models.Lora(rank=2, alpha=2.0)
 B, T, C = 8, 8, 4

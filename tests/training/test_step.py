@@ -19,7 +19,7 @@ from rpg_jax.training.state import TrainState, create_state, state_shardings
 from rpg_jax.training.step import Programs, make_programs
 from rpg_jax.types import Completion, Count
 
-MODEL = models.QwenConfig(
+MODEL = models.DecoderConfig(
     vocab_size=16, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=8, hidden_dim=32
 )
 ROWS = 16

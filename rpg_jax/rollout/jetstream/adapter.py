@@ -1,4 +1,4 @@
-"""JetStream's Engine interface around `QwenEngine`, and its results: floats packed into integer lanes.
+"""JetStream's Engine interface around `DecodeEngine`, and its results: floats packed into integer lanes.
 
 JetStream carries integers from the device to a caller. So a result row has two lanes for each decode step: the bits of
 the log-probability, which are a negative integer, and the token.
@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from rpg_jax.rollout.decode_state import DecodeResult, Prefix
-from rpg_jax.rollout.engine import QwenEngine, State
+from rpg_jax.rollout.engine import DecodeEngine, State
 from rpg_jax.rollout.jetstream.compat import engine_api, tokenizer_pb2
 from rpg_jax.rollout.weights import Weights
 from rpg_jax.types import Sampling
@@ -29,7 +29,7 @@ class JetStreamEngine(engine_api.Engine):
     samples_per_slot = 1
     colocated_cpus = None
 
-    def __init__(self, engine: QwenEngine):
+    def __init__(self, engine: DecodeEngine):
         self.engine = engine
 
     def load_params(self, *_args, **_kwargs) -> Weights:

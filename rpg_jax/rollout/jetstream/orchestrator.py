@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rpg_jax.rollout.engine import QwenEngine
+from rpg_jax.rollout.engine import DecodeEngine
 from rpg_jax.rollout.jetstream.adapter import JetStreamEngine, packed, unpack
 from rpg_jax.rollout.jetstream.compat import JetstreamMetricsCollector, orchestrator
 from rpg_jax.rollout.request import Feedable, Request, Row
@@ -67,7 +67,7 @@ class GuardedDriver(orchestrator.Driver):
       metrics_collector: JetStream's, for Prometheus.
     """
 
-    def __init__(self, engine: QwenEngine, *, keep_state: bool, usage: Usage, metrics_collector):
+    def __init__(self, engine: DecodeEngine, *, keep_state: bool, usage: Usage, metrics_collector):
         self._guard = threading.Lock()
         self._channels: set[Channel] = set()
         self._fault: BaseException | None = None
@@ -163,7 +163,7 @@ class GuardedDriver(orchestrator.Driver):
     def _generate_thread(self, idx: int) -> None:
         """Replaces JetStream's loop, which inserts one request per call and runs up to eight dispatches ahead of their
         reader. It also asserts that a slot is taken while another thread frees it, which is a race."""
-        engine: QwenEngine = self._generate_engines[idx].engine
+        engine: DecodeEngine = self._generate_engines[idx].engine
         slots, detokenize = self._generate_slots[idx], self._detokenize_backlogs[idx]
         count = engine.decoding.slots
         schedule = Schedule(engine, [self._take(slots) for _ in range(count)], self._usage)
@@ -253,7 +253,7 @@ class JetStreamRollout(Feedable):
 
     def __init__(
         self,
-        engine: QwenEngine,
+        engine: DecodeEngine,
         *,
         keep_state: bool = False,
         metrics_collector: JetstreamMetricsCollector | None = None,

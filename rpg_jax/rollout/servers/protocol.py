@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from rpg_jax.models import Params, QwenConfig
+from rpg_jax.models import DecoderConfig, Params
 from rpg_jax.rollout.request import Row
 from rpg_jax.types import Completion, Sampling
 
@@ -209,7 +209,7 @@ class Probe:
 
 def prober(
     graphdef: Any,
-    config: QwenConfig,
+    config: DecoderConfig,
     dtype: str,
     *,
     rows: int,

@@ -145,7 +145,7 @@ from rpg_jax.storage.errors import StorageFailure
 
 hf_saving._BLOCK_BYTES = 2**14
 home = Path(home) / f"of {processes}"
-dense = models.QwenConfig(
+dense = models.DecoderConfig(
     vocab_size=96, embed_dim=32, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16, hidden_dim=64,
     tie_embeddings=False,
 )

@@ -13,7 +13,7 @@ from rpg_jax.rollout.servers.protocol import Probe, Unusable, prober
 from rpg_jax.rollout.servers.weight_folders import WeightFolders
 from tests.rollout.servers.conftest import PARAMS, REQUEST, Npy
 
-CONFIG = models.QwenConfig(
+CONFIG = models.DecoderConfig(
     vocab_size=50, num_layers=2, embed_dim=16, num_heads=2, num_kv_heads=1, head_dim=8, hidden_dim=32
 )
 PROBE = Probe(

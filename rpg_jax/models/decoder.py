@@ -1,4 +1,4 @@
-"""The Qwen decoder: forward pass for training, prefill and decode for sampling, with one set of weights."""
+"""A decoder: forward pass for training, prefill and decode for sampling, with one set of weights."""
 
 import contextlib
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from rpg_jax.models import rope
 from rpg_jax.models.attention import IMPLEMENTATIONS, attention, decode_attention, extend_attention, layer_attention
-from rpg_jax.models.config import QwenConfig
+from rpg_jax.models.config import DecoderConfig
 from rpg_jax.models.declare import Declare
 from rpg_jax.models.embedding import lookup
 from rpg_jax.models.kv_cache import KVCache, decode_implementation
@@ -42,7 +42,7 @@ REMAT: dict[str, Callable | None] = {
 """What the forward pass keeps of a layer: everything, its matrix products, its input, or its input in host memory."""
 
 
-class Qwen(nnx.Module):
+class Decoder(nnx.Module):
     """Maps token ids to final-normed hidden states.
 
     Layers are stacked [L, ...] and scanned, so that compile time does not grow with L. Activations are in
@@ -50,7 +50,7 @@ class Qwen(nnx.Module):
     call the model enter `full_precision`.
     """
 
-    def __init__(self, config: QwenConfig, seed, param_dtype, compute_dtype, remat: str, attention: str):
+    def __init__(self, config: DecoderConfig, seed, param_dtype, compute_dtype, remat: str, attention: str):
         if remat not in REMAT:
             raise ValueError(f"unknown remat policy {remat!r}; known: {', '.join(REMAT)}")
         if attention not in IMPLEMENTATIONS:
@@ -267,22 +267,24 @@ class Qwen(nnx.Module):
 
 
 def abstract(
-    config: QwenConfig, param_dtype=jnp.float32, *, compute_dtype=jnp.float32, remat="none", attention="auto"
+    config: DecoderConfig, param_dtype=jnp.float32, *, compute_dtype=jnp.float32, remat="none", attention="auto"
 ) -> tuple[nnx.GraphDef, Params]:
     """The result of `init` with a ShapeDtypeStruct in place of every array."""
-    graphdef, state = nnx.split(nnx.eval_shape(lambda: Qwen(config, 0, param_dtype, compute_dtype, remat, attention)))
+    graphdef, state = nnx.split(
+        nnx.eval_shape(lambda: Decoder(config, 0, param_dtype, compute_dtype, remat, attention))
+    )
     return graphdef, nnx.to_pure_dict(state)
 
 
-def logical_axes(config: QwenConfig) -> Params:
+def logical_axes(config: DecoderConfig) -> Params:
     """The params tree with each array replaced by the tuple of its logical axis names."""
-    state = nnx.state(nnx.eval_shape(lambda: Qwen(config, 0, jnp.float32, jnp.float32, "none", "auto")), nnx.Param)
+    state = nnx.state(nnx.eval_shape(lambda: Decoder(config, 0, jnp.float32, jnp.float32, "none", "auto")), nnx.Param)
     axes = jax.tree.map(lambda p: p.get_metadata("axes"), state, is_leaf=lambda x: isinstance(x, nnx.Param))
     return nnx.to_pure_dict(axes)
 
 
 def init(
-    config: QwenConfig,
+    config: DecoderConfig,
     *,
     seed: int = 0,
     param_dtype=jnp.float32,
@@ -306,5 +308,5 @@ def init(
     return graphdef, draw(seed, config, param_dtype)
 
 
-def _draw(seed: jax.Array, config: QwenConfig, param_dtype) -> Params:
-    return nnx.to_pure_dict(nnx.state(Qwen(config, seed, param_dtype, jnp.float32, "none", "auto"), nnx.Param))
+def _draw(seed: jax.Array, config: DecoderConfig, param_dtype) -> Params:
+    return nnx.to_pure_dict(nnx.state(Decoder(config, seed, param_dtype, jnp.float32, "none", "auto"), nnx.Param))

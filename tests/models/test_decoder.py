@@ -10,9 +10,9 @@ import pytest
 from flax import nnx
 
 from rpg_jax import models, parallel
-from rpg_jax.models import Experts, KVCache, QwenConfig, Rope
+from rpg_jax.models import DecoderConfig, Experts, KVCache, Rope
 
-QWEN3 = QwenConfig(
+QWEN3 = DecoderConfig(
     vocab_size=64,
     num_layers=2,
     embed_dim=32,
@@ -23,9 +23,10 @@ QWEN3 = QwenConfig(
     rope=Rope(10_000.0),
     tie_embeddings=False,
 )
-QWEN2 = dataclasses.replace(QWEN3, tie_embeddings=True, family="qwen2", num_kv_heads=8)
+QWEN2 = dataclasses.replace(QWEN3, tie_embeddings=True, qkv_bias=True, qk_norm=False, num_kv_heads=8)
 MOE = dataclasses.replace(QWEN3, experts=Experts(8, 3, 16))
-FAMILIES = {"qwen3": QWEN3, "qwen2": QWEN2}
+PLAIN = dataclasses.replace(QWEN3, qk_norm=False)
+FAMILIES = {"qwen3": QWEN3, "qwen2": QWEN2, "plain": PLAIN}
 
 # f32: the orders of summation differ between the ways of computing the same hidden state of magnitude about 1.
 ROUNDING = dict(atol=1e-5, rtol=1e-5)
@@ -259,7 +260,7 @@ def reference(params, config, tokens):
         heads, mlp = layer["attention"], layer["mlp"]
         h = norm(x, layer["attention_norm"])
         q, k, v = (np.einsum("td,dnh->tnh", h, heads[n]) + heads.get(f"{n}_bias", 0) for n in "qkv")
-        if config.family == "qwen3":
+        if config.qk_norm:
             q, k = norm(q, heads["q_norm"]), norm(k, heads["k_norm"])
         q, k, v = rotate(q), np.repeat(rotate(k), N // K, 1), np.repeat(v, N // K, 1)
         scores = np.exp(np.einsum("tnh,snh->nts", q, k) / np.sqrt(H)) * np.tri(len(tokens))
