@@ -53,7 +53,7 @@ def exact_tables(results: Results, s: CompletionSettings) -> dict[str, str]:
 
 
 def sampled_tables(results: Results, s: SampledSettings) -> dict[str, str]:
-    """The table of docs/completions.md, by the title of its section."""
+    """The table of docs/estimators.md with sampled gradients, by the title of its section."""
     middle, rows = len(s.updates_a_batch) // 2, []
     for e in SAMPLED:
         row = results["sampled"][e.key]
@@ -62,7 +62,7 @@ def sampled_tables(results: Results, s: SampledSettings) -> dict[str, str]:
     updates = [f"{'regret, updates a batch: ' if i == 0 else ''}{n}" for i, n in enumerate(s.updates_a_batch)]
     at = f"at {s.updates_a_batch[middle]}"
     head = ["loss", "KL term", *updates, f"reward {at}", f"KL {at}"]
-    return {"Tabular policies": markdown.table(head, joined(SAMPLED, rows), numbers=range(2, len(head)))}
+    return {"With sampled gradients": markdown.table(head, joined(SAMPLED, rows), numbers=range(2, len(head)))}
 
 
 def _errors(row: Mapping[str, Any], part: str, e: Estimator) -> list[str]:

@@ -172,4 +172,4 @@ def test_the_program_leaves_numbers_and_tables(tmp_path, monkeypatch):
     assert "sequence, weight W: URKL" in kept.read(tmp_path / "sampled.json.gz", runs)["sampled"]
     titles = [line[3:] for line in (tmp_path / "tables.md").read_text().splitlines() if line.startswith("## ")]
     assert titles == ["The KL term", "The whole loss", "Completions of several tokens: where does it end?",
-                      "Tabular policies"]  # fmt: skip
+                      "With sampled gradients"]  # fmt: skip
