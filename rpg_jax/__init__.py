@@ -24,13 +24,17 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = ["Policy", "Result", "Sample", "__version__", "losses", "train"]
 
-_OBJECTS = {"Policy": "rpg_jax.runs.policy", "Sample": "rpg_jax.runs.policy", "Result": "rpg_jax.runs.train_call"}
-_MODULES = ("losses", "train")  # the command `rpg_jax.train` is a module that can be called
+_OBJECTS = {
+    "Policy": "rpg_jax.runs.policy",
+    "Sample": "rpg_jax.runs.policy",
+    "Result": "rpg_jax.runs.train_call",
+    "train": "rpg_jax.runs.train_call",
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"rpg_jax.{name}")
+    if name == "losses":
+        return importlib.import_module("rpg_jax.losses")
     if name in _OBJECTS:
         return getattr(importlib.import_module(_OBJECTS[name]), name)
     raise AttributeError(f"module 'rpg_jax' has no attribute {name!r}; it has {', '.join(__all__)}")

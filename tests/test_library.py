@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
@@ -51,6 +52,9 @@ def test_every_public_name_is_there_and_described():
             continue
         assert getattr(rpg_jax, name).__doc__, name
     assert callable(rpg_jax.train)
+    with pytest.raises(ImportError, match="rpg_jax.train is a function; the command's is rpg_jax.runs.train_command"):
+        importlib.import_module("rpg_jax.train")
+    assert callable(rpg_jax.train), "the module has not taken the function's place"
     with pytest.raises(AttributeError, match="no attribute 'trian'; it has Policy, Result"):
         rpg_jax.trian  # noqa: B018
 

@@ -15,8 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import rpg_jax
-from rpg_jax.runs import cli
-from rpg_jax.runs.train_command import train
+from rpg_jax.runs import cli, train_command
 
 
 def main() -> int:
@@ -37,9 +36,7 @@ def run(arguments: Sequence[str], log: Path) -> int:
         for stream in (1, 2):
             os.dup2(file.fileno(), stream)
     sys.argv = [str(Path(rpg_jax.__file__).parent / "train.py"), *arguments]  # noted in versions.json
-    parser = cli.parser("train", "")
-    parser.add_config()
-    code = cli.run(train, parser, arguments)
+    code = train_command.main(arguments)
     gc.collect()  # the run's arrays
     sys.stdout.flush()
     return code

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
 from types import MappingProxyType
@@ -14,14 +15,15 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from rpg_jax import losses, rewards
+from rpg_jax import losses, rewards, storage
 from rpg_jax.environments.registry import name_of
 from rpg_jax.report.run_files import read_metrics
-from rpg_jax.runs import cli, config_files, given_rows, run_folder, train_command
+from rpg_jax.runs import cli, config_files, run_folder, train_command
 from rpg_jax.runs.policy import Policy
 
 Row = Mapping[str, Any]
 Reward = Callable[..., Any] | str
+_FOLDER = "rows"  # of `run.dir`: the rows that programs have handed over
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,19 +158,18 @@ def _task(config: ConfigDict, data: Iterable[Row] | None, held_out: Any) -> dict
     """The fields of a task whose problems are `data` and `held_out`."""
     if data is None:
         raise ValueError("held_out=[…] needs data=[…] to train on")
-    train = given_rows.listed(data, "data")
+    train = listed_rows(data, "data")
     if held_out is None:
-        train, held_out = given_rows.split(train, config.evaluation.problems)
+        train, held_out = split_rows(train, config.evaluation.problems)
     sets = held_out if isinstance(held_out, Mapping) else {"held out": held_out}
     if strange := [name for name in sets if set(name) & set(",=")]:
         raise ValueError(f"held_out: the name of a set has no comma and no equals sign, got {strange[0]!r}")
     written = {
-        name: given_rows.write(given_rows.listed(rows, f"held_out[{name!r}]"), config.run.dir)
-        for name, rows in sets.items()
+        name: write_rows(listed_rows(rows, f"held_out[{name!r}]"), config.run.dir) for name, rows in sets.items()
     }
     return {
         "task.name": "files",
-        "task.train": given_rows.write(train, config.run.dir),
+        "task.train": write_rows(train, config.run.dir),
         "task.held_out_sets": ",".join(f"{name}={file}" for name, file in written.items()),
     }
 
@@ -176,3 +177,61 @@ def _task(config: ConfigDict, data: Iterable[Row] | None, held_out: Any) -> dict
 def _refuse(overrides: Mapping[str, Any], argument: str, *fields: str) -> None:
     if both := [field for field in fields if field in overrides]:
         raise ValueError(f"{argument}=… and overrides of {', '.join(both)} say the same thing twice: leave one out")
+
+
+def write_rows(rows: Sequence[Mapping[str, Any]], run_dir: str) -> str:
+    """Writes rows to `run_dir`/rows/DIGEST.jsonl and returns the path; equal rows are one file.
+
+    Where `run_dir` is in a bucket, the file is in runs/rows here: every host of a run reads its own.
+
+    Raises:
+      ValueError: a row is no object, or holds what JSON does not; the message has its number. Or `run_dir` has a comma.
+    """
+    content = "".join(_json_line(number, row) + "\n" for number, row in enumerate(rows)).encode()
+    folder = Path("runs" if storage.in_bucket(run_dir) else run_dir) / _FOLDER
+    if "," in str(folder):
+        raise ValueError(f"run.dir={run_dir!r} has a comma, which separates the files of task.train: choose another")
+    file = folder / f"{hashlib.sha256(content).hexdigest()[:12]}.jsonl"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        storage.write_atomically(file, content)
+    return str(file)
+
+
+def listed_rows(rows: Iterable[Mapping[str, Any]], name: str) -> list[Mapping[str, Any]]:
+    """The rows of a list, an iterator or a data set. Raises ValueError for none, or for splits in place of rows."""
+    if isinstance(rows, Mapping):
+        raise ValueError(f"{name} has the splits {[*rows]}: give the rows of one, as {name}=rows[{next(iter(rows))!r}]")
+    if not (found := list(rows)):
+        raise ValueError(f"{name} has no rows")
+    return found
+
+
+def split_rows(rows: Sequence[Mapping[str, Any]], most: int) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+    """(rows to train on, rows to evaluate on): of the latter a tenth, at least one and at most `most`, spread evenly.
+
+    Raises ValueError for a single row.
+    """
+    if len(rows) < 2:
+        raise ValueError("data has one row, and one at least is held out: give held_out=[…] too")
+    count = max(1, min(len(rows) // 10, most))
+    chosen = {i * len(rows) // count for i in range(count)}
+    return [row for i, row in enumerate(rows) if i not in chosen], [rows[i] for i in sorted(chosen)]
+
+
+def _json_line(number: int, row: Any) -> str:
+    if not isinstance(row, Mapping):
+        raise ValueError(f"row {number}: expected a dict, got {type(row).__name__}")
+    for name, value in row.items():
+        try:
+            json.dumps({name: value}, default=_plain)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"row {number}, {name!r}: {error}; leave this column out") from error
+    return json.dumps(dict(row), ensure_ascii=False, default=_plain)
+
+
+def _plain(value: Any) -> Any:
+    """A number or an array of numpy as JSON has it."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a value of the type {type(value).__name__} is no JSON")

@@ -1,18 +1,33 @@
-"""What `rpg_jax.train` does with its command line; a process may do it several times."""
+"""Trains a policy by regularized policy gradients.
+
+  python -m rpg_jax.train --config=configs/tiny.py --config.method=RPG-REINFORCE-URKL --config.seed=1
+
+The same command continues an interrupted run from its last checkpoint. A run leaves in runs/NAME: config.json,
+versions.json, metrics.jsonl, samples.jsonl, rollouts, curves.png, summary.md, checkpoints.
+
+A Python program calls a function: `rpg_jax.train("tiny", data=[…], reward=…)`; see docs/library.md.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from rpg_jax.runs import config_files
+from rpg_jax.runs import cli, config_files
 
 
-def train(options: argparse.Namespace) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit code. A process may call `main` several times."""
+    parser = cli.parser("train", __doc__)
+    parser.add_config("configs/tiny.py")
+    return cli.run(run_options, parser, argv)
+
+
+def run_options(options: argparse.Namespace) -> int:
     """Names the run, resolves its config and trains; returns the exit code."""
     config, file, overrides = config_files.load(options.config, options.overrides)
     return run(named(config, file, overrides))

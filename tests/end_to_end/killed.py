@@ -11,9 +11,8 @@ import os
 import sys
 import threading
 
-from rpg_jax import train
 from rpg_jax.environments.player import Player
-from rpg_jax.runs import evaluation
+from rpg_jax.runs import evaluation, train_command
 from rpg_jax.runs.session import Session
 from rpg_jax.storage.checkpoints import Checkpoints
 from rpg_jax.storage.journal import _Writer
@@ -66,4 +65,4 @@ if __name__ == "__main__":
     else:
         arm(sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), int(sys.argv[4]))
     sys.argv = sys.argv[:1] + sys.argv[5:]
-    sys.exit(train.main())
+    sys.exit(train_command.main())

@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from rpg_jax import losses, train
-from rpg_jax.runs import cli, run_folder
+from rpg_jax import losses
+from rpg_jax.runs import cli, run_folder, train_command
 from rpg_jax.runs.resolve import resolve
 from tests.end_to_end import micro, whole_runs
 from tests.end_to_end.whole_runs import MICRO, ROOT
@@ -229,7 +229,7 @@ def test_a_misspelt_field_is_one_line_that_names_the_right_one(shared, tmp_path)
     ],
 )
 def test_bad_values_are_one_line_with_the_fix(tmp_path, capsys, override, expected):
-    assert train.main([f"--config={MICRO}", f"--config.run.dir={tmp_path}", *override.split()]) == 2
+    assert train_command.main([f"--config={MICRO}", f"--config.run.dir={tmp_path}", *override.split()]) == 2
     said = capsys.readouterr().err
     assert expected in said and said.strip().count("\n") == 0, said
 
@@ -240,7 +240,7 @@ def test_a_named_run_with_another_config_is_refused_naming_the_field(tmp_path, c
     run_folder.open_run(resolve(config), run_folder.of(config))
     (tmp_path / "r" / "metrics.jsonl").write_text('{"step": 1}\n')  # a run without a step is moved aside
     flags = (f"--config.run.dir={tmp_path}", "--config.run.name=r", "--config.loss.kl_coef=0.5")
-    assert train.main([f"--config={MICRO}", *flags]) == 2
+    assert train_command.main([f"--config={MICRO}", *flags]) == 2
     assert "loss.kl_coef was 0.0001, now 0.5" in capsys.readouterr().err
 
 

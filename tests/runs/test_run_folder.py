@@ -7,8 +7,7 @@ import jax
 import pytest
 
 from configs import tiny
-from rpg_jax import train
-from rpg_jax.runs import config_files, run_folder
+from rpg_jax.runs import config_files, run_folder, train_command
 from rpg_jax.runs.config_files import Retired
 from rpg_jax.runs.resolve import resolve
 from rpg_jax.storage.checkpoints import Checkpoints
@@ -161,7 +160,9 @@ def test_a_name_is_one_folder_of_the_runs(tmp_path, name, overwrite):
 
 
 def test_a_name_is_checked_before_anything_else(tmp_path, capsys):
-    assert train.main([f"--config.run.dir={tmp_path}", "--config.run.name=", "--config.run.overwrite=True"]) == 2
+    assert (
+        train_command.main([f"--config.run.dir={tmp_path}", "--config.run.name=", "--config.run.overwrite=True"]) == 2
+    )
     assert capsys.readouterr().err.startswith("error: run.name='' cannot") and not [*tmp_path.iterdir()]
 
 

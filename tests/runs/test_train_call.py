@@ -9,35 +9,35 @@ import numpy as np
 import pytest
 
 from rpg_jax import data
-from rpg_jax.runs import given_rows
+from rpg_jax.runs import train_call
 
 ROWS = [{"question": f"{i}+1", "answer": i + 1} for i in range(30)]
 
 
 def test_equal_rows_are_one_file_that_is_read_as_any_other(tmp_path):
-    file = given_rows.write(ROWS, str(tmp_path))
-    again = given_rows.write([{**row, "answer": np.int64(row["answer"])} for row in ROWS], str(tmp_path))
-    assert file == again and given_rows.write(ROWS[1:], str(tmp_path)) != file
+    file = train_call.write_rows(ROWS, str(tmp_path))
+    again = train_call.write_rows([{**row, "answer": np.int64(row["answer"])} for row in ROWS], str(tmp_path))
+    assert file == again and train_call.write_rows(ROWS[1:], str(tmp_path)) != file
     assert [p.answer for p in data.load(file)[0]] == [str(i + 1) for i in range(30)]
     assert json.loads(Path(file).read_text().splitlines()[2]) == ROWS[2]
 
 
 def test_a_tenth_is_held_out_and_never_more_than_is_evaluated():
-    train, held_out = given_rows.split(ROWS, 256)
+    train, held_out = train_call.split_rows(ROWS, 256)
     assert [row["answer"] for row in held_out] == [1, 11, 21]
     assert len(train) == 27 and not any(row in train for row in held_out)
-    assert len(given_rows.split(ROWS, 2)[1]) == 2
-    assert given_rows.split(ROWS[:2], 256) == (ROWS[1:2], ROWS[:1])
+    assert len(train_call.split_rows(ROWS, 2)[1]) == 2
+    assert train_call.split_rows(ROWS[:2], 256) == (ROWS[1:2], ROWS[:1])
 
 
 def test_what_no_row_can_be_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"data has the splits \['train', 'test'\]: give the rows of one, as data"):
-        given_rows.listed({"train": ROWS, "test": ROWS}, "data")
+        train_call.listed_rows({"train": ROWS, "test": ROWS}, "data")
     with pytest.raises(ValueError, match="data has no rows"):
-        given_rows.listed(iter([]), "data")
+        train_call.listed_rows(iter([]), "data")
     with pytest.raises(ValueError, match="row 1, 'image': a value of the type bytes is no JSON; leave this column out"):
-        given_rows.write([ROWS[0], {**ROWS[1], "image": b""}], str(tmp_path))
+        train_call.write_rows([ROWS[0], {**ROWS[1], "image": b""}], str(tmp_path))
     with pytest.raises(ValueError, match="row 0: expected a dict, got str"):
-        given_rows.write(["1+1"], str(tmp_path))
+        train_call.write_rows(["1+1"], str(tmp_path))
     with pytest.raises(ValueError, match="data has one row, and one at least is held out"):
-        given_rows.split(ROWS[:1], 256)
+        train_call.split_rows(ROWS[:1], 256)
