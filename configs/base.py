@@ -293,7 +293,7 @@ FIELDS = Section(
         credit=Field("completion", "What a turn of a conversation is given credit for: the reward of the whole "
             "completion, or what an environment paid from the turn on (turn), compared with the group's completions "
             "at the same turn. A critic learns from what is paid at the end, or turn by turn.",
-            choices="rpg_jax.training.credit:CREDITS"),
+            choices="rpg_jax.training.objective:CREDITS"),
     ),
     critic=Section(
         "The learned baseline of loss.advantage=gae.",
@@ -313,7 +313,7 @@ FIELDS = Section(
         "The policy that anchors the KL term.",
         rule=Field(from_method(str), "When the reference moves to the present policy: every step (behaviour), never "
             "(fixed), every K steps or updates (every), or when the KL passes a threshold (kl).",
-            choices="rpg_jax.training.reference_rules:RULES"),
+            choices="rpg_jax.training.reference:RULES"),
         every=Field("1 step", "K of rule=every: every K-th step, when it ends, or every K-th update.",
             "steps or updates"),
         kl_threshold=Field(0.01, "kappa of rule=kl.", "nats per token", range="(0, inf)"),

@@ -15,7 +15,7 @@ from rpg_jax.report.markdown import table
 from rpg_jax.runs import cli, config_files
 from rpg_jax.runs.config_files import Field, Section, Unset
 from rpg_jax.storage import write_atomically
-from rpg_jax.training.reference_rules import RULES
+from rpg_jax.training.reference import RULES
 
 _FOLDER = config_files.ROOT / "docs"
 _CONFIGURATION = """# Configuration

@@ -24,7 +24,7 @@ class Method:
       loss: name in `LOSSES`.
       advantage: name in `ADVANTAGES`, or in `LEARNED_ADVANTAGES`, which need a critic.
       aggregate: name in `AGGREGATES`.
-      reference: the KL anchor, a name in `training.reference_rules.RULES`.
+      reference: the KL anchor, a name in `training.reference.RULES`.
       dynamic_sampling: draw prompts until enough groups have rewards that are not all equal.
       overlong_shaping: subtract from the reward of completions close to the length limit.
       learning_rate: of the policy, for pretrained models.

@@ -14,7 +14,7 @@ from rpg_jax.planning.flops import token_flops, token_training_flops
 from rpg_jax.planning.lengths import Lengths, imbalance
 from rpg_jax.planning.rollout_time import DecodeStep, decode_bound, decode_expected
 from rpg_jax.planning.topologies import Topology
-from rpg_jax.training.dynamic_sampling import UNKNOWN_SHARE
+from rpg_jax.training.collect import UNKNOWN_SHARE
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,7 @@ from rpg_jax.report import costs
 from rpg_jax.report.seeds import CellScores, scores_of
 from rpg_jax.report.summary import evaluations_in
 from rpg_jax.reproduction.table import Table
-from rpg_jax.training.reference_rules import make_rule
+from rpg_jax.training.reference import make_rule
 from rpg_jax.types import Count
 
 # Training metrics by title, each with its scale.

@@ -8,18 +8,16 @@ import jax
 
 from rpg_jax import data, losses, models, rewards, rollout, storage
 from rpg_jax.runs.drift import Drift
-from rpg_jax.runs.experiment import Beat, Experiment, make_generator, make_rollout
+from rpg_jax.runs.experiment import Experiment, make_generator, make_rollout
 from rpg_jax.runs.layout import Layout, row_shape
 from rpg_jax.runs.learner import Learner, learner_programs, offloaded, policy_objective, reference_rule
 from rpg_jax.runs.resolve import loss_arguments, reward_arguments
 from rpg_jax.runs.rollout_files import RolloutFiles, token_numbers
 from rpg_jax.storage.checkpoints import Snapshots
 from rpg_jax.training.ahead import AheadCollector
-from rpg_jax.training.collect import Collector, collect
-from rpg_jax.training.credit import token_rewards
-from rpg_jax.training.dynamic_sampling import DynamicSampling
+from rpg_jax.training.collect import Collector, DynamicSampling, collect
 from rpg_jax.training.loop import Algorithm
-from rpg_jax.training.objective import advantages_fn
+from rpg_jax.training.objective import advantages_fn, token_rewards
 from rpg_jax.training.reference import Reference
 from rpg_jax.training.routing import Routing
 
@@ -30,7 +28,6 @@ def make_algorithm(
     own: rollout.Rollout,
     scorer: rewards.Scorer,
     folder: storage.Folder,
-    beat: Beat,
     base: models.Base | None = None,
 ) -> Algorithm:
     """The parts of the config's training step; `base` are the frozen weights beside adapters."""
@@ -48,7 +45,7 @@ def make_algorithm(
         numbers = token_numbers(losses.find_loss(name), **hyperparameters)
         files = RolloutFiles(folder.files, experiment.tokenizer, programs.logprobs, numbers, c.log.rollouts_every)
     return Algorithm(
-        collector=make_collector(experiment, own, scorer, beat),
+        collector=make_collector(experiment, own, scorer),
         pack=lambda groups, minibatches: data.pack(groups, row_shape(c), minibatches=minibatches, **packed),
         advantages=None
         if learner.critic
@@ -61,7 +58,6 @@ def make_algorithm(
         epochs=c.train.epochs,
         after_updates=None if files is None else files.after_updates,
         routing=make_routing(experiment, own),
-        beat=beat,
     )
 
 
@@ -111,7 +107,7 @@ def make_drift(experiment: Experiment, algorithm: Algorithm, folder: storage.Fol
     return Drift(snapshots, like, lambda groups: algorithm.pack(groups, 1), algorithm.programs.logprobs)
 
 
-def make_collector(experiment: Experiment, own: rollout.Rollout, scorer: rewards.Scorer, beat: Beat) -> Collector:
+def make_collector(experiment: Experiment, own: rollout.Rollout, scorer: rewards.Scorer) -> Collector:
     """The collector of a step's groups, which samples in turn with training or ahead of it.
 
     Raises:
@@ -120,7 +116,7 @@ def make_collector(experiment: Experiment, own: rollout.Rollout, scorer: rewards
     c, dynamic = experiment.config, experiment.config.dynamic_sampling
     stream = data.PromptStream(experiment.task.train, seed=c.seed)
     sizes = {"temperature": c.rollout.temperature, "group_size": c.rollout.group_size, "seed": c.seed}
-    generator = make_generator(experiment, own, scorer, **sizes, beat=beat)
+    generator = make_generator(experiment, own, scorer, **sizes)
     rule = None
     if dynamic.enabled:
         rule = DynamicSampling(dynamic.oversample, dynamic.max_batches, dynamic.surplus)

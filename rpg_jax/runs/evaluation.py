@@ -30,6 +30,7 @@ from rpg_jax.runs.policy import Policy
 from rpg_jax.storage import json_files, write_atomically
 from rpg_jax.training.collect import Collector
 from rpg_jax.training.generate import GroupGenerator
+from rpg_jax.training.heartbeat import beat
 from rpg_jax.training.optimizer import Optimizer
 from rpg_jax.training.state import TrainState
 
@@ -43,7 +44,6 @@ class HeldOut:
     Attributes:
       sets: problems by the name of their set.
       generate: draws groups by `rollout`, with noise that training does not use.
-      doing: receives a line on the evaluation that begins.
       drift: measures how far the policy is from the policy before the first step; None measures nothing.
     """
 
@@ -52,7 +52,6 @@ class HeldOut:
     scorer: Scorer
     rollout: Rollout
     optimizer: Optimizer
-    doing: Callable[[str], None]
     drift: Drift | None = None
 
     def evaluate(self, step: int, state: TrainState, collector: Collector) -> dict[str, float]:
@@ -66,7 +65,7 @@ class HeldOut:
             if self.drift is not None and step == 0:
                 self.drift.begin(params)
             for name, problems in self.sets.items():
-                self.doing(f"the evaluation of {name} after step {step}")
+                beat(f"the evaluation of {name} after step {step}")
                 groups = self.generate(problems, step=step)
                 far = {} if self.drift is None else self.drift.metrics(groups, params)
                 values |= set_scores(name, groups, self.scorer, far)

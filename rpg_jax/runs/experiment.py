@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,8 +26,6 @@ from rpg_jax.runs.resolve import environment_options, reward_arguments, with_met
 from rpg_jax.runs.weights import decoding_base
 from rpg_jax.training.generate import GroupGenerator
 from rpg_jax.types import Sampling
-
-Beat = Callable[[], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -174,7 +172,6 @@ def make_generator(
     temperature: float,
     group_size: int,
     seed: int,
-    beat: Beat = lambda: None,
 ) -> GroupGenerator:
     """The generator of groups of `group_size` completions, which the rollout `own` draws and `scorer` scores."""
     c, play = experiment.config, None
@@ -194,19 +191,16 @@ def make_generator(
         group_size=group_size,
         sampling=experiment.sampling(temperature),
         seed=seed,
-        beat=beat,
         play=play,
     )
 
 
-def evaluation_generator(
-    experiment: Experiment, own: rollout.Rollout, scorer: rewards.Scorer, beat: Beat = lambda: None
-) -> GroupGenerator:
+def evaluation_generator(experiment: Experiment, own: rollout.Rollout, scorer: rewards.Scorer) -> GroupGenerator:
     """A generator with noise of its own, so that evaluating more or less never changes training."""
     c = experiment.config.evaluation
     seed = (experiment.config.seed + 0x5EED) % 2**31
     sizes = {"temperature": c.temperature, "group_size": c.k}
-    return make_generator(experiment, own, scorer, **sizes, seed=seed, beat=beat)
+    return make_generator(experiment, own, scorer, **sizes, seed=seed)
 
 
 class DataSettings(NamedTuple):

@@ -12,7 +12,7 @@ from rpg_jax.runs.resolve import loss_arguments
 from rpg_jax.training.critic import Critic
 from rpg_jax.training.objective import Objective, mean_fn, policy_loss_fn
 from rpg_jax.training.optimizer import Optimizer, make_optimizer
-from rpg_jax.training.reference_rules import Rule, make_rule
+from rpg_jax.training.reference import Rule, make_rule
 from rpg_jax.training.state import TrainState, abstract, create_state, state_shapes, state_shardings
 from rpg_jax.training.step import Programs, make_programs
 from rpg_jax.types import Count

@@ -23,7 +23,7 @@ from rpg_jax.rollout import Decoding, footprint
 from rpg_jax.rollout.footprint import LEFT_FREE, bytes_on_a_device, placed, slots_beside
 from rpg_jax.runs.layout import Layout, make_layout, row_shape, rows_per_update
 from rpg_jax.runs.learner import Learner, make_learner, offloaded, reference_differs
-from rpg_jax.training.dynamic_sampling import UNKNOWN_SHARE
+from rpg_jax.training.collect import UNKNOWN_SHARE
 
 
 def prompts_of_a_step(config: ConfigDict) -> int:

@@ -31,6 +31,7 @@ from rpg_jax.runs.warm_start import drawn_base, warm_started
 from rpg_jax.runs.watchdog import Watchdog
 from rpg_jax.runs.weights import first_adapters, init_params, no_params, open_base
 from rpg_jax.storage.checkpoints import Checkpoints
+from rpg_jax.training.heartbeat import beat
 from rpg_jax.training.loop import Step, train
 from rpg_jax.training.measures import SAMPLER_GAPS, Guard
 from rpg_jax.training.optimizer import Optimizer
@@ -119,7 +120,7 @@ class BaseSession(abc.ABC):
         Args:
           owed: metrics of this step. The process that evaluates the step, this one or one that resumes, writes them.
         """
-        self.watchdog.beat(f"the checkpoint of {self.unit} {self.now.step}")
+        beat(f"the checkpoint of {self.unit} {self.now.step}")
         self._write({"nonfinite_in_a_row": self.guard.nonfinite_in_a_row, "owed": plain(owed)})
 
     def _begin(self, now: Position) -> None:
@@ -229,7 +230,7 @@ class Session(BaseSession):
         learner, new = make_learner(experiment.layout), self.keeper.is_new
         self.optimizer, self.last = learner.optimizer, config.train.steps
         scorer = closing.enter_context(make_scorer(config, functions, begins=new))
-        started = experiment, scorer, folder.files, self.watchdog.beat
+        started = experiment, scorer, folder.files
         base = open_base(experiment.layout, folder, functools.partial(drawn_base, *started), begins=new)
         first = init_params if base is None else first_adapters
         params = (first if new else no_params)(experiment.layout)  # a resume reads weights once
@@ -240,10 +241,10 @@ class Session(BaseSession):
         if new:
             inputs.note_start(folder.files, weights_checksum(params if base is None else base.weights))
         journaled = self.keeper.journaled(experiment.layout, rollout)
-        self.algorithm = make_algorithm(experiment, learner, journaled, scorer, folder, self.watchdog.beat, base)
+        self.algorithm = make_algorithm(experiment, learner, journaled, scorer, folder, base)
         closing.callback(self.algorithm.collector.close)
-        generator = evaluation_generator(experiment, rollout, scorer, self.watchdog.beat)
-        parts = generator, scorer, rollout, self.optimizer, self.watchdog.beat
+        generator = evaluation_generator(experiment, rollout, scorer)
+        parts = generator, scorer, rollout, self.optimizer
         drift = make_drift(experiment, self.algorithm, folder) if config.evaluation.drift else None
         self.held_out = HeldOut(experiment.task.held_out, *parts, drift)
         closing.callback(self.keeper.close)
@@ -261,7 +262,7 @@ class Session(BaseSession):
     @contextlib.contextmanager
     def _around(self, step: int) -> Iterator[None]:
         """Tells the watchdog about a step, and traces the step where it was chosen."""
-        self.watchdog.beat(f"step {step}")
+        beat(f"step {step}")
         with watched(step, chosen_steps(self.config.profile.steps), self.folder.files):
             yield
 

@@ -22,6 +22,7 @@ from rpg_jax.runs.session import BaseSession, Position
 from rpg_jax.runs.supervised import Demonstrations, held_out_loss, supervised_learner
 from rpg_jax.runs.weights import init_params, no_params
 from rpg_jax.storage.checkpoints import Checkpoints
+from rpg_jax.training.heartbeat import beat
 from rpg_jax.training.loop import Step
 from rpg_jax.training.measures import Guard
 from rpg_jax.training.state import TrainState
@@ -65,15 +66,15 @@ class Session(BaseSession):
         learner, self.programs = supervised_learner(experiment, self.last)
         self.optimizer = learner.optimizer
         params = (init_params if new else no_params)(experiment.layout)
-        self.accuracy = Accuracy(experiment, params, closing, self.watchdog.beat)
+        self.accuracy = Accuracy(experiment, params, closing)
         self._begin(Position(learner.create(params)) if new else self._resumed(learner.like))
 
     def _steps(self) -> Iterator[Step]:
         while self.now.step < self.last:
             began, number = time.perf_counter(), self.now.step + 1
-            self.watchdog.beat(f"update {number}")
+            beat(f"update {number}")
             rate = float(self.optimizer.learning_rate(int(self.now.state.updates)))
-            state, metrics = self.programs.update(self.now.state, next(self.batches), self.watchdog.beat)
+            state, metrics = self.programs.update(self.now.state, next(self.batches))
             tokens = float(metrics["loss"][1])  # waits for the update
             values = losses.divided(metrics)
             values["nll"] = values.pop("loss")
@@ -87,7 +88,7 @@ class Session(BaseSession):
         e, params, step = self.experiment, self.now.state.params, self.now.step
         found: dict[str, float] = {}
         for name, problems in e.task.held_out.items():
-            self.watchdog.beat(f"the evaluation of {name} after update {step}")
+            beat(f"the evaluation of {name} after update {step}")
             loss = held_out_loss(e, self.programs, params, problems)
             found |= {} if loss is None else {f"held_out_nll/{name}": loss}
         mean = {"held_out_nll": float(np.mean([*found.values()]))} if found else {}
@@ -111,14 +112,14 @@ class Session(BaseSession):
 class Accuracy:
     """Scores completions of the held-out problems that have an answer; without such problems it measures nothing."""
 
-    def __init__(self, e: Experiment, params: Any, closing: contextlib.ExitStack, beat: Any):
+    def __init__(self, e: Experiment, params: Any, closing: contextlib.ExitStack):
         self._sets = {name: kept for name, own in e.task.held_out.items() if (kept := [p for p in own if p.answer])}
         if not self._sets:
             return
         self._scorer = closing.enter_context(make_scorer(e.config))
         self._rollout = make_rollout(e.layout, params)
         closing.callback(self._rollout.close)
-        self._generate = evaluation_generator(e, self._rollout, self._scorer, beat)
+        self._generate = evaluation_generator(e, self._rollout, self._scorer)
 
     def of(self, params: Any, step: int, log: RunLog) -> dict[str, float]:
         """The scores of every set, and their mean; some completions go to `log`."""

@@ -44,7 +44,6 @@ def warm_started(
     rollout: Rollout,
     scorer: Scorer,
     run_dir: Path,
-    beat: Callable[[], None] = lambda: None,
 ) -> Any:
     """Weights after supervised training: from the shared folder, or trained now from `params` and put there.
 
@@ -65,7 +64,7 @@ def warm_started(
             print(f"warm start refused: {error}; kept as {cache.move_aside(0)}, trained again", file=sys.stderr)
     if own_rollout:
         rollout = make_rollout(e.layout, params)
-    params = _train(e, batches, params, rollout, scorer, beat)
+    params = _train(e, batches, params, rollout, scorer)
     if own_rollout:
         rollout.close()
     cache.save(0, params)
@@ -75,32 +74,30 @@ def warm_started(
     return params
 
 
-def drawn_base(experiment: Experiment, scorer: Scorer, run_dir: Path, beat: Callable[[], None], layout: Layout) -> Any:
+def drawn_base(experiment: Experiment, scorer: Scorer, run_dir: Path, layout: Layout) -> Any:
     """The weights with which adapters begin: read or drawn in `layout`, and warm-started if the config says so."""
     params = init_params(layout)
     if not layout.config.warm_start.enabled:
         return params
     rollout = make_rollout(layout, params)
     try:
-        return warm_started(dataclasses.replace(experiment, layout=layout), params, rollout, scorer, run_dir, beat)
+        return warm_started(dataclasses.replace(experiment, layout=layout), params, rollout, scorer, run_dir)
     finally:
         rollout.close()
 
 
-def _train(
-    e: Experiment, batches: Demonstrations, params: Any, rollout: Rollout, scorer: Scorer, beat: Callable[[], None]
-) -> Any:
+def _train(e: Experiment, batches: Demonstrations, params: Any, rollout: Rollout, scorer: Scorer) -> Any:
     """Supervised training of `params`: some passes, or up to an accuracy on the first held-out set (`CHECKED`)."""
     c = e.config.warm_start
     total = None if c.epochs is None else Demonstrations(e, c.epochs).count()
     learner, programs = supervised_learner(e, total)
     state = learner.create(params)
     if total is not None:
-        return _train_for_epochs(total, batches, state, lambda state, batch: programs.update(state, batch, beat))
+        return _train_for_epochs(total, batches, state, programs.update)
     problems = next(iter(e.task.held_out.values()))
     each = -(-CHECKED // len(problems))
     drawn = {"temperature": e.config.evaluation.temperature, "group_size": each, "seed": c.seed}
-    generate = make_generator(e, rollout, scorer, **drawn, beat=beat)
+    generate = make_generator(e, rollout, scorer, **drawn)
 
     def accuracy(params: Any) -> float:
         rollout.sync_weights(params, 0)

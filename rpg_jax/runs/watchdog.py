@@ -13,6 +13,8 @@ from pathlib import Path
 
 import jax
 
+from rpg_jax.training import heartbeat
+
 STALLED = 75
 """Exit code of a stalled run: a supervisor may start it again."""
 
@@ -20,7 +22,7 @@ STALLED = 75
 class Watchdog:
     """Writes all stacks to stall.txt in `folder` and exits with `STALLED` after `seconds` without a heartbeat.
 
-    A complete group of completions, a launched program and a begun checkpoint are heartbeats. `last_words` is called
+    Every `heartbeat.beat` of this process counts, of any thread. `last_words` is called
     once stall.txt is complete, before the exit. If the interpreter itself is held, no Python thread runs; then C code
     writes the stacks a little later, and the exit code is 1.
     """
@@ -30,13 +32,12 @@ class Watchdog:
             raise ValueError(f"run.stall_seconds must be above 0, got {seconds}")
         name = f"stall-{jax.process_index()}.txt" if jax.process_count() > 1 else "stall.txt"
         self._path, self._seconds, self._last_words = folder / name, seconds, last_words
-        self._beat, self._doing = time.monotonic(), "the start"
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
         self._file = self._path.open("a")
-        self.beat()
+        heartbeat.beat()
         self._thread.start()
         return self
 
@@ -48,23 +49,18 @@ class Watchdog:
         if self._path.stat().st_size == 0:
             self._path.unlink()
 
-    def beat(self, doing: str | None = None) -> None:
-        """Records a heartbeat, and that `doing` begins where it is given. Any thread may call it at any rate."""
-        if doing is not None:
-            self._doing = doing
-        self._beat = time.monotonic()
-
     def _watch(self) -> None:
         armed = -math.inf
         while True:
-            if (beat := self._beat) > armed:
+            if (beat := heartbeat.latest().time) > armed:
                 faulthandler.dump_traceback_later(1.25 * self._seconds + 5, exit=True, file=self._file)
                 armed = beat
             if self._done.wait(min(1.0, self._seconds / 4)):
                 return
-            silent = time.monotonic() - self._beat
+            latest = heartbeat.latest()
+            silent = time.monotonic() - latest.time
             if silent > self._seconds:
-                message = f"stalled: no heartbeat for {silent:.0f} s, during {self._doing}; all stacks: {self._path}"
+                message = f"stalled: no heartbeat for {silent:.0f} s, during {latest.doing}; all stacks: {self._path}"
                 print(f"{message}\n", file=self._file, flush=True)
                 faulthandler.dump_traceback(file=self._file, all_threads=True)
                 print(f"error: {message}", file=sys.stderr, flush=True)

@@ -18,6 +18,7 @@ from rpg_jax.environments.player import Player
 from rpg_jax.parallel import hosts
 from rpg_jax.rewards import Scorer
 from rpg_jax.rollout import Request, Rollout, Split
+from rpg_jax.training.heartbeat import beat
 from rpg_jax.types import Completion, Sampling
 
 _BETWEEN_DRAWS = 0x9E3779B1  # far from the small numbers that people choose as seeds
@@ -30,7 +31,7 @@ class GroupGenerator:
     step needs two draws.
 
     Processes divide the prompts as the rollout says (`Split`). Each scores what it samples, of what all sample together
-    every n-th group, and returns all groups, in order. Several threads call `beat` when groups are complete or scored.
+    every n-th group, and returns all groups, in order. A group that is complete or scored is a heartbeat.
     With `play`, an environment answers every turn: it makes the player of a request from the request's problems.
     """
 
@@ -44,10 +45,9 @@ class GroupGenerator:
         group_size: int,
         sampling: Sampling,
         seed: int,
-        beat: Callable[[], None] = lambda: None,
         play: Callable[[Sequence[Problem]], Player] | None = None,
     ):
-        self.beat, self._play = beat, play
+        self._play = play
         self._rollout, self._encode, self._decode, self._scorer = rollout, encode, decode, scorer
         self._group_size, self._sampling, self._seed = group_size, sampling, seed
         self._errors: collections.Counter[str] = collections.Counter()
@@ -161,7 +161,7 @@ class _Scoring:
         self._thread.shutdown(wait=True, cancel_futures=kind is not None)
 
     def add(self, place: int, completions: list[Completion]) -> None:
-        self._generator.beat()
+        beat()
         if place in self._mine:
             self._complete.append((place, completions))
             self._looks.append(self._thread.submit(self._score_complete))
@@ -201,5 +201,5 @@ class _Scoring:
         problems, prompts = [self._problems[i] for i in places], [self._prompts[i] for i in places]
         scored, errors = self._generator.score(problems, prompts, completions)
         self._errors.update(errors)
-        self._generator.beat()
+        beat()
         return dict(zip(places, scored, strict=True))

@@ -13,6 +13,7 @@ from rpg_jax import losses, masking
 from rpg_jax.data import Group, RolloutBatch
 from rpg_jax.losses import Metrics
 from rpg_jax.training.collect import Collector
+from rpg_jax.training.heartbeat import beat
 from rpg_jax.training.measures import Clock, step_metrics
 from rpg_jax.training.objective import Advantages
 from rpg_jax.training.reference import Reference
@@ -42,7 +43,6 @@ class Algorithm:
       token_rewards: what each token of a batch's groups was paid, for a critic.
       routing: measures the routers of a mixture of experts; None without experts.
       after_updates: called with the step's number, batch and state while the batch exists; None for no call.
-      beat: called whenever a program was launched or an update has ended.
     """
 
     collector: Collector
@@ -56,11 +56,10 @@ class Algorithm:
     token_rewards: Callable[[Sequence[Group]], list[list[np.ndarray]]] | None = None
     after_updates: Callable[[int, Packed, TrainState], None] | None = None
     routing: Routing | None = None
-    beat: Callable[[], None] = lambda: None
 
     def logprobs(self, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Log-probs and entropies f32[B, C] of a micro-batch, and its experts [B, C, L, k]."""
-        self.beat()
+        beat()
         return self.programs.logprobs(params, batch.rows)
 
 
@@ -190,12 +189,12 @@ def update(a: Algorithm, batch: Packed, state: TrainState, step: int) -> tuple[T
     minibatches, running, summed = batch.minibatches * a.epochs, [], []
     a.reference.before_updates(state.params, step, len(minibatches))
     for micro_batches in minibatches:
-        state, metrics = a.programs.update(state, micro_batches, a.beat)
+        state, metrics = a.programs.update(state, micro_batches)
         a.reference.after_update(state.params)
         running.append(metrics)
     for metrics in running:
         summed.append(jax.device_get(metrics))  # waits for the update
-        a.beat()
+        beat()
     updates = [losses.divided(metrics) for metrics in summed]
     a.reference.after_step([values["kl"] for values in updates if not values["nonfinite_updates"]])
     return state, losses.merge(summed), updates

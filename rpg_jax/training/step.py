@@ -6,7 +6,7 @@ and divided once, so the result does not depend on the split, the packing or the
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import flax.nnx as nnx
@@ -18,10 +18,10 @@ import optax
 from rpg_jax import losses
 from rpg_jax.losses import Metrics
 from rpg_jax.models import Base, policy_params
-from rpg_jax.training import layerwise
 from rpg_jax.training.critic import Critic, CriticState
+from rpg_jax.training.heartbeat import beat
 from rpg_jax.training.objective import Objective
-from rpg_jax.training.optimizer import Optimizer
+from rpg_jax.training.optimizer import Optimizer, apply_by_layer
 from rpg_jax.training.policy_logprobs import completion_hidden, policy_logprobs, token_logprobs
 from rpg_jax.training.state import TrainState, in_device_memory
 from rpg_jax.types import Batch
@@ -78,10 +78,8 @@ class Programs(NamedTuple):
     apply: Program
     baseline: Program | None = None
 
-    def update(
-        self, state: TrainState, micro_batches: Sequence[Batch], beat: Callable[[], None] = lambda: None
-    ) -> tuple[TrainState, Metrics]:
-        """One optimizer update from all rows of `micro_batches`; `state` is donated, `beat` called between launches."""
+    def update(self, state: TrainState, micro_batches: Sequence[Batch]) -> tuple[TrainState, Metrics]:
+        """One optimizer update from all rows of `micro_batches`; `state` is donated. Each launch is a heartbeat."""
         if len(micro_batches) == 1:
             return self.fused(state, micro_batches[0])
         sums = self.start(state.weights, micro_batches[0])
@@ -218,7 +216,7 @@ def apply_gradients(
     def stepped(optimizer, grads, norm, opt_state, params):
         clip = jnp.minimum(1.0, optimizer.max_grad_norm / jnp.maximum(norm, 1e-30))
         opt_state = in_device_memory(opt_state)
-        return layerwise.apply(optimizer.update, grads, opt_state, params, scale=clip / weight, where=finite)
+        return apply_by_layer(optimizer.update, grads, opt_state, params, scale=clip / weight, where=finite)
 
     one = jnp.ones(())
     metrics = {

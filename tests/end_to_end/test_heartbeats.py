@@ -5,8 +5,8 @@ from collections import Counter
 import jax
 import pytest
 
-from rpg_jax.runs import session
-from rpg_jax.runs.watchdog import Watchdog
+from rpg_jax.runs import evaluation, session
+from rpg_jax.training import generate, loop, step
 from tests.end_to_end.test_apart import finished
 
 
@@ -14,13 +14,12 @@ from tests.end_to_end.test_apart import finished
 def test_groups_and_updates_of_steps_and_groups_of_evaluations_are_heartbeats(tmp_path, monkeypatch):
     beats, doing = Counter(), []
 
-    class Counting(Watchdog):
-        def beat(self, name=None):
-            doing.extend([name] if name else [])
-            beats[doing[-1] if doing else ""] += 1
-            super().beat(name)
+    def beat(name=None):
+        doing.extend([name] if name else [])
+        beats[doing[-1] if doing else ""] += 1
 
-    monkeypatch.setattr(session, "Watchdog", Counting)
+    for module in (session, evaluation, generate, loop, step):
+        monkeypatch.setattr(module, "beat", beat)
     finished(tmp_path, "r", jax.devices()[:1], {"train.steps": 1})
     before, after = (f"the evaluation of held out after step {step}" for step in (0, 1))
     assert doing == [before, "step 1", "the checkpoint of step 1", after]

@@ -5,21 +5,23 @@ import subprocess
 import sys
 
 from rpg_jax.runs.watchdog import STALLED, Watchdog
+from rpg_jax.training.heartbeat import beat
 
 SCRIPT = """
 import pathlib, sys, threading
 from rpg_jax.runs.watchdog import Watchdog
+from rpg_jax.training.heartbeat import beat
 
 def waits_for_what_never_comes():
     threading.Event().wait()
 
-with Watchdog(pathlib.Path(sys.argv[1]), 1.5) as watchdog:
-    watchdog.beat("step 7")
+with Watchdog(pathlib.Path(sys.argv[1]), 1.5):
+    beat("step 7")
 
     def groups():
         for _ in range(14):  # longer than the limit, and each far within it on a busy machine too
             threading.Event().wait(0.15)
-            watchdog.beat()
+            beat()
 
     if sys.argv[2] == "hang":
         waits_for_what_never_comes()
@@ -51,8 +53,8 @@ def test_a_heartbeat_costs_no_thread_and_nothing_is_armed_after_the_end(tmp_path
     calls = []
     monkeypatch.setattr(faulthandler, "dump_traceback_later", lambda *_, **__: calls.append("arm"))
     monkeypatch.setattr(faulthandler, "cancel_dump_traceback_later", lambda: calls.append("cancel"))
-    with Watchdog(tmp_path, 1000.0) as watchdog:
+    with Watchdog(tmp_path, 1000.0):
         for _ in range(10_000):
-            watchdog.beat()
-    watchdog.beat()  # of a thread that ends later
+            beat()
+    beat()  # of a thread that ends later
     assert calls[0] == "arm" and calls.index("cancel") == len(calls) - 1 < 1000

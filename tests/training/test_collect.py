@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from rpg_jax.data import Problem
 from rpg_jax.data.groups import Group
-from rpg_jax.training.collect import collect
-from rpg_jax.training.dynamic_sampling import DynamicSampling
+from rpg_jax.training.collect import DynamicSampling, collect
 from rpg_jax.training.measures import sampling_metrics
 from rpg_jax.types import Completion
 

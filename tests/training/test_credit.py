@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from rpg_jax import data, losses
-from rpg_jax.training.credit import returns, token_rewards
-from rpg_jax.training.objective import advantages_fn
+from rpg_jax.training.objective import advantages_fn, returns, token_rewards
 from rpg_jax.types import Completion, Turns
 
 

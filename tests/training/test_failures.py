@@ -12,8 +12,7 @@ from rpg_jax.data.groups import decode_groups, encode_groups
 from rpg_jax.losses import ADVANTAGES, AGGREGATES
 from rpg_jax.losses.regularized_pg import TOKEN_SUMS
 from rpg_jax.rollout import Split
-from rpg_jax.training.collect import Collected, collect
-from rpg_jax.training.dynamic_sampling import DynamicSampling
+from rpg_jax.training.collect import Collected, DynamicSampling, collect
 from rpg_jax.training.generate import GroupGenerator
 from rpg_jax.training.measures import sampling_metrics
 from rpg_jax.training.objective import advantages_fn

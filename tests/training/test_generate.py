@@ -98,7 +98,7 @@ def test_a_complete_group_is_scored_while_others_are_still_sampled():
     assert len(generator(Rollout(), scorer)(PROBLEMS, step=0)) == 2
 
 
-def test_every_group_that_is_complete_and_every_verdict_is_a_heartbeat():
+def test_every_group_that_is_complete_and_every_verdict_is_a_heartbeat(monkeypatch):
     beats, seen = [], []
 
     class Rollout(FakeRollout):
@@ -113,7 +113,8 @@ def test_every_group_that_is_complete_and_every_verdict_is_a_heartbeat():
     def scorer(problems, texts, reasons, lengths, turns):
         return scores(texts)
 
-    generator(Rollout(), scorer, beat=lambda: beats.append(threading.current_thread().name))(PROBLEMS, step=0)
+    monkeypatch.setattr("rpg_jax.training.generate.beat", lambda: beats.append(threading.current_thread().name))
+    generator(Rollout(), scorer)(PROBLEMS, step=0)
     assert seen == [True, True] and any(name.startswith("scoring") for name in beats)
 
 

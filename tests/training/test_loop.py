@@ -15,13 +15,11 @@ from rpg_jax.rollout import weights_checksum
 from rpg_jax.runs.rollout_files import RolloutFiles, token_numbers
 from rpg_jax.storage.checkpoints import Snapshots
 from rpg_jax.training.ahead import AheadCollector
-from rpg_jax.training.collect import Collector, collect
-from rpg_jax.training.dynamic_sampling import DynamicSampling
+from rpg_jax.training.collect import Collector, DynamicSampling, collect
 from rpg_jax.training.loop import Algorithm, train
 from rpg_jax.training.objective import Objective, advantages_fn, policy_loss_fn
 from rpg_jax.training.optimizer import make_optimizer
-from rpg_jax.training.reference import Reference
-from rpg_jax.training.reference_rules import make_rule
+from rpg_jax.training.reference import Reference, make_rule
 from rpg_jax.training.state import abstract, create_state, state_shardings
 from rpg_jax.training.step import make_programs
 from rpg_jax.types import Completion, Count
@@ -153,9 +151,9 @@ class Recorder:
     def __init__(self, programs):
         self.programs, self.logprobs, self.baseline, self.seen = programs, programs.logprobs, programs.baseline, []
 
-    def update(self, state, micro_batches, beat):
+    def update(self, state, micro_batches):
         self.seen += micro_batches
-        return self.programs.update(state, micro_batches, beat)
+        return self.programs.update(state, micro_batches)
 
 
 @pytest.mark.slow
@@ -258,11 +256,11 @@ def test_rule_kl_watches_the_kl_that_is_reported_of_each_update(parts, tmp_path,
     assert values["kl"] != pytest.approx(values["kl_k3"], rel=1e-3) and watched[1] > 1e-4
 
 
-def test_every_micro_batch_and_every_update_is_a_heartbeat(parts, tmp_path):
+def test_every_micro_batch_and_every_update_is_a_heartbeat(parts, tmp_path, monkeypatch):
     beats, fused = [], parts["programs"].fused
     programs = parts["programs"]._replace(fused=lambda *a: (beats.append("update"), fused(*a))[1])
-    beat = functools.partial(beats.append, "beat")
-    make_loop(parts, tmp_path, dynamic=None, batch_size=2, programs=programs, beat=beat).run_step()
+    monkeypatch.setattr("rpg_jax.training.loop.beat", functools.partial(beats.append, "beat"))
+    make_loop(parts, tmp_path, dynamic=None, batch_size=2, programs=programs).run_step()
     assert beats == ["beat"] * 2 + ["update"] * 2 + ["beat"] * 2  # log-probs of two micro-batches; both updates ended
 
 

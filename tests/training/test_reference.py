@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from rpg_jax.storage.checkpoints import Snapshots
-from rpg_jax.training.reference import Reference
-from rpg_jax.training.reference_rules import RULES, make_rule
+from rpg_jax.training.reference import RULES, Reference, make_rule
 from rpg_jax.types import Count
 
 SHARDING = jax.sharding.SingleDeviceSharding(jax.devices()[0])
