@@ -1,4 +1,4 @@
-"""Advantages against their definitions (their agreement with the public code is in test_official)."""
+"""Advantages against their definitions (their agreement with the public code is in test_verl)."""
 
 from __future__ import annotations
 
