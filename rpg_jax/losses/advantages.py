@@ -232,7 +232,7 @@ def advantages(
 
 
 def _of_rewards(name: str) -> Declared:
-    """The declaration of an advantage. Raises ValueError for an unknown name, and for an advantage that a critic learns."""
+    """The declaration of an advantage. Raises ValueError for an unknown name, and for one that a critic learns."""
     declared = lookup({**ADVANTAGES, **LEARNED_ADVANTAGES}, "advantage", name)
     if name in LEARNED_ADVANTAGES:
         raise ValueError(

@@ -70,7 +70,7 @@ class Completions:
 
 
 def sequence(tokens: Tokens, divergence: Divergence, options: Options) -> GradientWeights:
-    """x is the completion: a token has its completion's regularized return as its advantage.
+    """The objective of whole completions: the advantage of a token is the regularized return of its completion.
 
         G_t = C (A − β (a log r_x + b)) + β c ρ_{≤t}
 
@@ -85,16 +85,25 @@ def sequence(tokens: Tokens, divergence: Divergence, options: Options) -> Gradie
 
 
 def to_go(tokens: Tokens, divergence: Divergence, options: Options, *, low_variance: bool = False) -> GradientWeights:
-    """The chain rule, D(completions) = Σ_t E[D(token t | prefix)].
+    """The divergence of completions by the chain rule: a token pays for itself and for the tokens after it.
 
-        G_t = C A − β (P_t (w_t (a log r_t + b) + F_t) − c ρ_{≤t}),   F_t = λ min(w_t, c̄) (d_{t+1} + F_{t+1})
+    The divergence of completions is the sum of the divergences of tokens given their prefixes. Token t decides which
+    tokens follow. So its gradient weight G_t has its own divergence, and the divergence to come, F_t:
 
-    d = a w log r. C is that of `sequence`. P_t is W_{<t} (`product`), min(W_{<t}, cap) (`capped`) or 1. With
-    `product`, λ = 1 and no c̄ the gradient is exact. With `token`, λ = 1 it is exact on-policy, and with λ = 0 it is
-    that of tokens. A forward divergence's mass term b has the prefixes of π_ref.
+        G_t = C A − β (P_t (w_t (a log r_t + b) + F_t) − c ρ_{≤t})
+        F_t = λ min(w_t, c̄) (d_{t+1} + F_{t+1}),   d_t = a w_t log r_t
+
+    a, b, c are the coefficients of the divergence. λ is `trace_decay`, c̄ `trace_cap`; they discount the divergence to
+    come as GAE discounts rewards. C is the weight of the advantage, as in `sequence`. P_t is the weight of the prefix:
+    W_{<t} (`product`), min(W_{<t}, cap) (`capped`) or 1. The mass term b of a forward divergence is
+    an expectation over prefixes of π_ref, and has ρ_{<t} in place of P_t.
+
+    The gradient is exact with `product`, λ = 1 and c̄ = inf. With `token` and λ = 1 the gradient is exact on-policy.
+    With λ = 0 the gradient is the one of tokens.
 
     Args:
-      low_variance: d = a (w log r − w + ρ), which has the same expectation. Known to end far from the optimum.
+      low_variance: d_t = a (w_t log r_t − w_t + ρ_t), which has the same expectation. Runs with this d_t end far from
+        the optimum.
     """
     x, (a, b, c) = Completions(tokens), divergence.of_completions()
     w, log_prefix, log_rho_prefix = bounded_exp(x.log_w), x.prefix(x.log_w) - x.log_w, x.prefix(x.log_rho)
@@ -114,12 +123,13 @@ def to_go(tokens: Tokens, divergence: Divergence, options: Options, *, low_varia
 def kl_baseline(
     divergence: Divergence, log_ratios: jax.Array, kl_coef: KLCoef, counted: jax.Array | None = None
 ) -> jax.Array:
-    """What the leave-one-out baseline of the regularized return adds to an advantage.
+    """The KL's part of the leave-one-out baseline of the regularized return, to be added to an advantage.
 
         β (a mean_{j≠i} log(π_old/π_ref)(x_j) + b − c)
 
-    It is the mean of K over the other completions of the group at π_θ = π_old, with E[ρ] = 1 in place of ρ. It depends
-    neither on θ nor on x_i. So it changes no expectation under the exact weight, and micro-batches may split a group.
+    This part is the mean of K over the other completions of the group at π_θ = π_old, with E[ρ] = 1 in place of ρ. The
+    mean depends neither on θ nor on x_i. So the baseline changes no expectation under the exact weight, and
+    micro-batches may split a group.
 
     Args:
       log_ratios: f[P, G], Σ_t log(π_old/π_ref) of each completion. Groups of one share one baseline.

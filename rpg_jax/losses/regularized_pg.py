@@ -270,9 +270,9 @@ def kl_baseline(
     level: str = "token",
     **_: Any,
 ) -> jax.Array:
-    """What `rpg` with these hyperparameters lacks in its advantages if nobody gives it `group_ids`; f[P, G].
+    """The KL's part of the baseline, f[P, G], which the advantages need where `rpg` gets no `group_ids`.
 
-    `completions.kl_baseline` for level `sequence`, and 0 for other levels, which have no return of the KL.
+    `completions.kl_baseline` for level `sequence`. 0 for the other levels, whose return has no KL.
 
     Args:
       log_ratios: f[P, G], Σ_t log(π_old/π_ref) of each completion.

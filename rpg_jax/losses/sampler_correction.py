@@ -1,4 +1,4 @@
-r"""What a loss does about tokens that were drawn from π_s, the rollout engine's numerics, and not from π_old.
+r"""Corrections of a loss whose tokens were drawn from π_s, the rollout engine's numerics, and not from π_old.
 
     u = π_old/π_s of a token,  u_x = Π_t u_t of its completion,  ū = u_x^(1/T)
 
@@ -106,7 +106,7 @@ def _kept(tokens: Tokens, weight: jax.Array, kept: jax.Array) -> Correction:
 
 
 def carried_ratio(kind: str | None) -> Carried | None:
-    """What the correction `kind` carries, see `Kind`; None too if there is no correction."""
+    """The ratio that the correction `kind` carries, see the module; None without a correction."""
     return None if kind is None else lookup(SAMPLER_CORRECTIONS, "sampler_correction", kind).carries
 
 
