@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rpg_jax.runs import cli, config_files
+from rpg_jax.runs import cli
 
 ROOT = Path(__file__).parents[2]
 
@@ -122,45 +122,13 @@ def test_ctrl_c_is_one_line(capsys):
     assert capsys.readouterr().err == "interrupted\n"
 
 
-@pytest.mark.parametrize("name", ["configs/small.py", "small.py", "small"])
-def test_a_shipped_config_is_found_from_any_folder(tmp_path, monkeypatch, name):
-    monkeypatch.chdir(tmp_path)
-    assert config_files.load(name).config.model.num_layers == 3
-    (tmp_path / "small.py").write_text("from configs import tiny\ndef get_config():\n    return tiny.get_config()\n")
-    assert config_files.load(name).config.model.num_layers == (4 if name == "small.py" else 3), "one's own comes first"
-
-
 def test_a_wrong_flag_need_not_wait_for_jax():
-    script = "import sys\nfrom rpg_jax import COMMAND\ncode = COMMAND.main(['--sep=1'])\n"
+    script = "import sys\nfrom rpg_jax.COMMAND import main\ncode = main(['--sep=1'])\n"
     script += "assert not {'jax', 'rpg_jax.losses'} & set(sys.modules), 'imported'\nsys.exit(code)"
-    for name in ("evaluate", "serve", "plan", "export", "bench"):
+    for name in ("bench", "evaluate", "export", "plan", "runs.train_command", "sample", "serve", "sft"):
         command = [sys.executable, "-c", script.replace("COMMAND", name)]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ)
         assert done.returncode == 2 and done.stderr.startswith("error: "), done.stderr
-
-
-def test_a_field_shows_its_default_as_the_command_line_takes_it_and_what_it_takes():
-    field = config_files.Field
-    shown = [1e-6, 0.05, "a", "", True, config_files.optional(int), config_files.from_method(float)]
-    assert [field(value, "").initial for value in shown] == [
-        *("1e-6", "0.05", '"a"', '""', "True"),
-        *("unset (int)", "method (float)"),
-    ]
-    taken = [field(1, ""), field(1, "", range="[1, 9)"), field("", "", choices=("a", "b"))]
-    assert [f.values for f in taken] == ["", "In [1, 9).", "One of a, b."]
-    assert field("", "", choices="rpg_jax.losses:AGGREGATES").values.startswith("One of token_mean, ")
-
-
-def test_a_config_has_the_declared_types_and_is_made_anew_each_time():
-    section = config_files.Section(
-        "",
-        a=config_files.Field(1, ""),
-        b=config_files.Section("", c=config_files.Field(config_files.optional(str), "")),
-    )
-    first, second = section.make_config(), section.make_config()
-    first.a, first.b.c = 2, "x"
-    assert (second.a, second.b.c, second.b.get_type("c")) == (1, None, str)
-    assert [name for name, _ in section.fields()] == ["a", "b.c"]
 
 
 @pytest.mark.parametrize(
@@ -188,3 +156,22 @@ def test_a_file_that_fails_is_one_line_and_another_start_may_succeed(capsys, err
     assert errors.startswith(f"error: {said}") and errors.count("\n") == 1
     with pytest.raises(type(error)):
         cli.run(fail, command(), ["--debug"])
+
+
+GROWTH = """
+import ctypes
+from rpg_jax.runs.cli import keep_pages
+libc = ctypes.CDLL("libc.so.6")
+libc.sbrk.restype = libc.malloc.restype = ctypes.c_void_p
+assert keep_pages(1 << 26)
+before = libc.sbrk(0)
+while libc.sbrk(0) == before:
+    libc.malloc(64 * 1024)
+print(libc.sbrk(0) - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
+def test_the_heap_grows_by_the_pad():
+    grown = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, check=True, timeout=60)
+    assert int(grown.stdout) >= 1 << 26

@@ -1,12 +1,17 @@
-"""The decode slots that fit a device beside everything else."""
+"""The decode slots that fit a device beside everything else, and the rows of a micro-batch that fit."""
+
+from __future__ import annotations
 
 import dataclasses
 
 import jax
+import pytest
 
-from configs import qwen3_0p6b_gsm8k, qwen3_4b_8k, tiny
+from configs import qwen3_0p6b_gsm8k, qwen3_4b_2k, qwen3_4b_8k, tiny
 from rpg_jax.rollout import footprint
-from rpg_jax.runs.layout import make_layout
+from rpg_jax.runs import memory
+from rpg_jax.runs.layout import make_layout, row_shape
+from rpg_jax.runs.learner import make_learner
 from rpg_jax.runs.memory import make_decoding
 from rpg_jax.runs.resolve import resolve
 
@@ -75,3 +80,79 @@ def test_where_the_memory_is_unknown_all_devices_share_128_slots():
     assert make_decoding(dataclasses.replace(layout, config=config)).slots == 16
     config.rollout.slots = 3
     assert make_decoding(dataclasses.replace(layout, config=config)).slots == 24, "a number is that of each device"
+
+
+LAYERS, WIDTH, LENGTH = 36, 2560, 8192
+
+
+def layout_of(config, device_memory, devices=8, **changes):
+    config = resolve(config)
+    with config.unlocked():
+        config.update_from_flattened_dict({"train.microbatch_size": None, **changes})
+    return make_layout(config, None, jax.devices()[:devices], jax.devices()[:devices], device_memory)
+
+
+def rows_of(config, device_memory, **changes):
+    return memory.with_micro_batch(layout_of(config, device_memory, **changes)).config.train.microbatch_size
+
+
+def by_hand(rows):
+    """Bytes of a chip of eight as rows of Qwen3-4B are added to the gradients of an update of 512."""
+    trained = 4 * WEIGHTS / 8
+    tokens = rows * LENGTH / 8
+    state = 3 * trained  # weights and AdamW's slots
+    gradients = 3 * trained  # of this micro-batch, and the sum before and after
+    copy = 2 * WEIGHTS / 4  # of four chips that decode
+    waiting = tokens * LAYERS * WIDTH * 2  # remat=full keeps the input of each layer
+    layer = 3 * 2 * WEIGHTS / LAYERS + 16 * tokens * WIDTH * 2
+    batch = 512 * 16 * 4 * (3 + 8) * LENGTH / 8
+    return state + gradients + copy + waiting + layer + batch
+
+
+def test_the_peak_of_training_by_hand():
+    layout = memory.with_micro_batch(layout_of(qwen3_4b_2k.get_config(), 95.7 * GIB))
+    peak = memory.peak(layout, make_learner(layout), make_decoding(layout))
+    assert peak == pytest.approx(by_hand(8), rel=1e-3)
+
+
+def test_the_largest_micro_batch_that_fits_four_fifths_of_a_device():
+    config, padded = qwen3_4b_2k.get_config(), {"train.packed_length": None, "rollout.slots": 8}
+    layout = memory.with_micro_batch(layout_of(config, 60 * GIB, **padded))
+    needed = memory.peak(layout, make_learner(layout), make_decoding(layout)) / memory.TRUSTED
+    assert (rows := row_shape(layout.config).rows) in (64, 128, 256)
+    assert rows_of(config, needed * 1.001, **padded) == rows
+    assert rows_of(config, needed * 0.999, **padded) == rows // 2
+    assert rows_of(config, 1 * GIB, **padded) == 8, "one row a device is the smallest"
+
+
+def test_packed_rows_are_full_at_the_end_of_an_update_too(capsys):
+    """512 completions of 1,024 tokens and prompts of 1,024 fill 128 rows of 8,192, which eight devices share."""
+    config = qwen3_4b_2k.get_config()
+    assert rows_of(config, 1000 * GIB) == 8
+    assert "train.microbatch_size=8 of 512 rows an update, which fits 1000.0 GiB" in capsys.readouterr().err
+    assert rows_of(config, 1000 * GIB, **{"train.packed_length": 2048}) == 32, "8,192 tokens a device"
+    small = {"train.packed_length": 2048, "rollout.prompts_per_step": 32}
+    assert rows_of(config, 1000 * GIB, **small) == 8, "32 rows an update, an eighth of which is less than one a device"
+    assert rows_of(config, 1000 * GIB, **{"train.packed_length": None}) == 512
+    assert "=512" not in capsys.readouterr().err, "a whole mini-batch is nothing to tell"
+
+
+def test_sampling_ahead_on_the_same_devices_leaves_less_for_training():
+    config = qwen3_0p6b_gsm8k.get_config()
+    changes = {"train.packed_length": None, "rollout.slots": 64}
+    alone = layout_of(config, 16 * GIB, **changes)
+    ahead = layout_of(config, 16 * GIB, **changes, **{"rollout.max_staleness": 1})
+    learner, decoding = make_learner(alone), make_decoding(alone)
+    cache = footprint.cache_bytes(alone.model, decoding)
+    difference = memory.peak(ahead, learner, decoding) - memory.peak(alone, learner, decoding)
+    assert difference == pytest.approx(cache) and cache > GIB / 4
+    sizes = [memory.with_micro_batch(layout).config.train.microbatch_size for layout in (alone, ahead)]
+    assert sizes[0] > sizes[1] >= 8
+
+
+def test_a_size_that_is_given_stands_and_without_a_known_memory_nothing_is_chosen():
+    config = qwen3_4b_2k.get_config()
+    assert rows_of(config, 95 * GIB, **{"train.microbatch_size": 64}) == 64
+    config = tiny.get_config()
+    layout = make_layout(config, 32)
+    assert memory.with_micro_batch(layout) is layout and layout.config.train.microbatch_size is None

@@ -1,4 +1,4 @@
-"""Every number of a config has a range in its declaration, and a value outside it is refused by name."""
+"""Config files are found by name; every field has a type, every number a range, and a value outside it is refused."""
 
 import math
 import typing
@@ -10,6 +10,39 @@ from rpg_jax import losses
 from rpg_jax.losses.declaration import Range
 from rpg_jax.runs import config_files
 from rpg_jax.runs.resolve import resolve
+
+
+@pytest.mark.parametrize("name", ["configs/small.py", "small.py", "small"])
+def test_a_shipped_config_is_found_from_any_folder(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    assert config_files.load(name).config.model.num_layers == 3
+    (tmp_path / "small.py").write_text("from configs import tiny\ndef get_config():\n    return tiny.get_config()\n")
+    assert config_files.load(name).config.model.num_layers == (4 if name == "small.py" else 3), "one's own comes first"
+
+
+def test_a_field_shows_its_default_as_the_command_line_takes_it_and_what_it_takes():
+    field = config_files.Field
+    shown = [1e-6, 0.05, "a", "", True, config_files.optional(int), config_files.from_method(float)]
+    assert [field(value, "").initial for value in shown] == [
+        *("1e-6", "0.05", '"a"', '""', "True"),
+        *("unset (int)", "method (float)"),
+    ]
+    taken = [field(1, ""), field(1, "", range="[1, 9)"), field("", "", choices=("a", "b"))]
+    assert [f.values for f in taken] == ["", "In [1, 9).", "One of a, b."]
+    assert field("", "", choices="rpg_jax.losses:AGGREGATES").values.startswith("One of token_mean, ")
+
+
+def test_a_config_has_the_declared_types_and_is_made_anew_each_time():
+    section = config_files.Section(
+        "",
+        a=config_files.Field(1, ""),
+        b=config_files.Section("", c=config_files.Field(config_files.optional(str), "")),
+    )
+    first, second = section.make_config(), section.make_config()
+    first.a, first.b.c = 2, "x"
+    assert (second.a, second.b.c, second.b.get_type("c")) == (1, None, str)
+    assert [name for name, _ in section.fields()] == ["a", "b.c"]
+
 
 NUMBERS = {name: field for name, field in config_files.fields().items() if field.kind in (int, float)}
 
