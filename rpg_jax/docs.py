@@ -1,4 +1,4 @@
-"""Writes into docs/ what is made from the code: the tables of methods.md, and configuration.md.
+"""Writes the parts of docs/ that are made from the code: the tables of methods.md, and configuration.md.
 
 python -m rpg_jax.docs
 """

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def evaluate(options: argparse.Namespace) -> int:
-    """Evaluates what the flags name; returns the exit code. Raises ValueError where they do not name a policy."""
+    """Checks the flags and evaluates; returns the exit code. Raises ValueError where the flags do not name a policy."""
     loaded = cli.load_config(options)
     if (options.run is None) == (options.folder is None):
         raise ValueError("which policy? Give either --run=runs/NAME or --folder=MODEL with --config=FILE")
@@ -78,7 +78,7 @@ def of_folder(options: argparse.Namespace, loaded: config_files.Loaded) -> int:
 
 
 def of_run(options: argparse.Namespace) -> int:
-    """Evaluates one checkpoint of a run, or those of --steps, whose scores make a curve."""
+    """Evaluates one checkpoint of a run, or every checkpoint of --steps and draws the curve of the scores."""
     from rpg_jax.runs import evaluation, policy, run_folder
 
     how: dict[str, Any] = {"changes": changes(options), "held_out": True, "weights": options.server is None}

@@ -100,7 +100,7 @@ class _Person:
 
 
 def _line(read: Read) -> str:
-    """What the person says; "" ends the conversation."""
+    """The line that the person types; "" ends the conversation."""
     try:
         return read("> ")
     except EOFError:

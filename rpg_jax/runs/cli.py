@@ -29,7 +29,7 @@ GAVE_UP = 3
 """Exit code of an open run that has judged itself lost: another start would compute the same and end the same."""
 _FAREWELL_SECONDS = 5.0
 _EXTRAS = dict.fromkeys(("aiohttp", "grpc", "prometheus_client"), "rpg_jax[serve]")
-"""What brings a package that need not be installed."""
+"""The extra of rpg_jax that installs an optional package, by the package's module."""
 
 
 class Ended(RuntimeError):
@@ -41,7 +41,7 @@ class Ended(RuntimeError):
 
 
 class RunLost(ValueError):
-    """What an open run raises where it judges itself lost."""
+    """An open run raises this error where it judges itself lost."""
 
 
 @contextlib.contextmanager
@@ -181,8 +181,8 @@ def _others_wait() -> bool:
 def _leave(code: int) -> None:
     """Ends this process at once. The others then miss its heartbeats, and end too.
 
-    Otherwise JAX would wait for them for five minutes, and they for this process. What ends all processes is said by
-    each of them before the first one goes.
+    Otherwise JAX would wait for the others for five minutes, and the others for this process. The pause before the end
+    lets every process print its own error, where one error ends all of them.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -269,7 +269,7 @@ def prepare_process() -> None:
 
 
 def prepare_libraries() -> None:
-    """What a process needs that calls this package, be it the user's own: memory, flags and logs of libraries."""
+    """Settings of every process that calls this package, a user's Python program included: memory, flags, logs."""
     keep_pages()
     absl.flags.FLAGS.mark_as_parsed()  # Grain and Orbax read their defaults there
     absl.logging.set_verbosity(absl.logging.WARNING)  # Orbax reports every file it writes

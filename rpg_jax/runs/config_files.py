@@ -105,7 +105,7 @@ def fields() -> dict[str, Field]:
 
 
 def retired(name: str, value: Any = None) -> Retired | None:
-    """What earlier versions had by this name, or None."""
+    """The row of a field or value of earlier versions; None for a name that is not retired."""
     return next((row for row in all_retired() if row.concerns(name, value)), None)
 
 
@@ -132,7 +132,7 @@ def nearest(name: str) -> str:
 
 
 def _make_importable() -> None:
-    """Lets config files import each other as `configs.x`: the shipped ones, and those in configs/ of this folder."""
+    """Lets config files import each other as `configs.x`: shipped files, and files in configs/ of this folder."""
     package = types.ModuleType("configs")
     package.__path__ = [str(FOLDER), str(Path("configs").resolve())]
     sys.modules.setdefault("configs", package)
@@ -196,7 +196,7 @@ class Field:
 
     @property
     def value(self) -> Any:
-        """What a new config holds: the default, or a placeholder of its type."""
+        """The value in a new config: the default, or a placeholder of its type."""
         return placeholder(self.default.kind) if isinstance(self.default, Unset) else self.default
 
     @property
@@ -242,7 +242,7 @@ class Field:
 
     @property
     def text(self) -> str:
-        """The meaning, and what the field takes."""
+        """The meaning, and the values that the field takes."""
         return f"{self.meaning} {self.values}".rstrip()
 
 
@@ -271,7 +271,7 @@ class Retired:
 
     @property
     def line(self) -> str:
-        """What an error says of it."""
+        """The line of an error."""
         value = "" if self.value is None else f"={self.value}"
         return f"{self.name}{value} is retired since {self.since}: {self.instead}"
 
@@ -281,7 +281,7 @@ class Retired:
 
 
 class Section:
-    """Fields and sections of one name space, and what they have in common."""
+    """Fields and sections of one name space; `meaning` says what they have in common."""
 
     def __init__(self, meaning: str = "", **entries: Field | Section):
         self.meaning, self.entries = meaning, entries

@@ -1,4 +1,4 @@
-"""Evaluations on the held-out sets: their scores in training, or all completions in a file that survives a kill."""
+"""Evaluations on held-out sets: scores in the middle of training; whole evaluations, whose file survives a kill."""
 
 import dataclasses
 import hashlib
@@ -128,8 +128,9 @@ def complete(
 ) -> Iterator[tuple[Chunk, list[Record]]]:
     """Yields each chunk with its records, which are in `file` by then, one JSON object a line.
 
-    It reads the chunks that the file holds whole, cuts off what a kill left behind them, then samples and appends the
-    rest. Every chunk has a call of its own, so the bytes are those of an evaluation that was not killed.
+    First, the chunks that the file holds whole are read, and a line that a kill cut short is removed. Then the other
+    chunks are sampled and appended. Every chunk has a call of the rollout of its own, so the bytes do not depend on
+    where a kill came.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
@@ -205,7 +206,8 @@ def evaluate(
     Args:
       name: the policy's name in titles and file names.
       home: the folder in whose `evaluations` the results lie by default.
-      k: completions per problem. None: as many as its source repeats it, else `k`.
+      k: completions per problem. None: as many as the source repeats a problem, else
+        `evaluation.k`.
       out: the folder of the results.
       server: host:port of a server that samples in place of a rollout in this process.
       certificate, api_key_file: see `GrpcRollout.connect` and `ApiKey.find`.
@@ -247,7 +249,7 @@ def evaluate(
 
 
 def settings_of(policy: Policy, name: str, k: int | None, weights: str) -> dict[str, Any]:
-    """Everything that the completions and their verdicts depend on."""
+    """All settings that decide the completions and their verdicts."""
     c, held_out = policy.experiment.config, policy.experiment.task.held_out
     return {
         "policy": name,

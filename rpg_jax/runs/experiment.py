@@ -30,7 +30,7 @@ from rpg_jax.types import Sampling
 
 @dataclasses.dataclass(frozen=True)
 class Experiment:
-    """What train, evaluate, sample, serve and export share of one config.
+    """The parts of one config that train, evaluate, sample, serve and export share.
 
     `layout` has the model, the meshes and the config. `notes` are lines for people on splits that lost problems.
     `stage` plays the config's environment; its processes end by `close`.
@@ -53,7 +53,7 @@ class Experiment:
         return Sampling(temperature, c.top_p, c.top_k, c.max_tokens, tuple(self.tokenizer.stop_token_ids), c.min_p)
 
     def close(self) -> None:
-        """Ends what plays the environment."""
+        """Ends the processes of the environment."""
         if self.stage is not None:
             self.stage.close()
 
@@ -87,10 +87,10 @@ def open_experiment(
     """Makes everything but weights; keeps the tokenizer in `run_dir`.
 
     Args:
-      train: with the training problems. Without them the layout is one that fits these devices, see `fitting_layout`.
+      train: with the training problems. Without training problems the layout may be another, see `fitting_layout`.
       held_out: with the problems of evaluations.
       answers: without problems that have no answer, where the rewards need answers.
-      handed: an environment that a Python program handed over, by its name.
+      handed: environments of a Python program, by name.
 
     Raises:
       ValueError: there is no device, or the task, the environment, the tokenizer or the layout refuses the config.
@@ -110,9 +110,9 @@ def open_experiment(
 
 
 def make_stage(config: ConfigDict, handed: Handed = NOTHING) -> Stage | None:
-    """What asks the config's environment; None without one.
+    """Starts the config's environment; None without an environment.
 
-    Raises ValueError if there is none of that name, or one rollout spans several processes, which would all ask it.
+    Raises ValueError if no environment has the name, or if one rollout spans several processes: each would ask its own.
     """
     c = config.environment
     if c.name is None:

@@ -1,5 +1,4 @@
-"""What a run reads and does not own: problems, tokenizer, model, a loss from outside. A resume finds each as it was, or
-stops."""
+"""The inputs of a run: problems, tokenizer, model, own losses. A resume finds every input unchanged, or stops."""
 
 from __future__ import annotations
 

@@ -25,10 +25,10 @@ class Layout:
     Attributes:
       config: the resolved config.
       mesh: of the devices that train.
-      rules: from logical axes to those of `mesh`.
+      rules: from logical axes to axes of `mesh`.
       param_shapes, param_shardings: of the model's weights on `mesh`.
-      adapter_shapes, adapter_shardings: of the adapters that are trained in their place; None if the weights are.
-      decoding_devices: devices that decode together: those of `mesh`, those of one host, or other devices.
+      adapter_shapes, adapter_shardings: of the adapters, if adapters are trained and the weights frozen; else None.
+      decoding_devices: devices that decode together: all of `mesh`, all of one host, or other devices.
       decoding_hosts: hosts that decode by themselves, each its part of the prompts.
       device_memory: bytes of a device that programs can use; None where it is not known (CPU).
     """
@@ -57,17 +57,17 @@ class Layout:
 
     @property
     def trained_shapes(self) -> Any:
-        """The shapes of what is trained: the adapters, or all weights."""
+        """The shapes of the trained arrays: the adapters, or all weights."""
         return self.param_shapes if self.adapter_shapes is None else self.adapter_shapes
 
     @property
     def trained_shardings(self) -> Any:
-        """The shardings of what is trained."""
+        """The shardings of the trained arrays."""
         return self.param_shardings if self.adapter_shapes is None else self.adapter_shardings
 
     @property
     def abstract_trained(self) -> Any:
-        """The shapes, dtypes and shardings of what is trained."""
+        """The shapes, dtypes and shardings of the trained arrays."""
         return abstract(self.trained_shapes, self.trained_shardings)
 
     @property

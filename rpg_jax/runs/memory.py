@@ -1,4 +1,4 @@
-"""Bytes that the parts of a run hold on a device, and the decode slots that fit beside them."""
+"""The bytes of a run on a device, and the sizes that follow: copies that decode, their slots, micro-batches."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from rpg_jax.training.collect import UNKNOWN_SHARE
 
 
 def prompts_of_a_step(config: ConfigDict) -> int:
-    """Prompts that a step generates at once; with `dynamic_sampling.oversample` 0 those that it needs in the mean."""
+    """Prompts that a step generates at once; with `dynamic_sampling.oversample` 0 the mean of the prompts it needs."""
     wanted, dynamic = config.rollout.prompts_per_step, config.dynamic_sampling
     if not dynamic.enabled:
         return wanted
@@ -37,9 +37,9 @@ def prompts_of_a_step(config: ConfigDict) -> int:
 def slots_of_a_device(layout: Layout, decoding: Decoding) -> int:
     """The slots of a device where `rollout.slots` is unset; `decoding` has one slot for each device of its mesh.
 
-    It depends on the config and the kind of device alone. So a run that resumes on the same machine has the same
-    slots. While sampling runs ahead of training on the same devices, training keeps half of what is free. Where the
-    memory is unknown, all devices together have 128 slots.
+    The number depends on the config and the kind of device alone. So a run that resumes on the same machine has the
+    same slots. While sampling runs ahead of training on the same devices, training keeps half of the free memory. Where
+    the memory is unknown, all devices together have 128 slots.
     """
     c, mesh = layout.config, decoding.mesh
     assert mesh is not None, "a layout decodes on a mesh"
@@ -54,8 +54,8 @@ def slots_of_a_device(layout: Layout, decoding: Decoding) -> int:
 
 
 def held_while_sampling(layout: Layout, learner: Learner, decoding: Decoding) -> float:
-    """Bytes on a device that the trainer holds meanwhile: optimizer state, master weights that are not those that
-    decode, and a resident reference."""
+    """Bytes on a device that the trainer holds during sampling: the state of the optimizer, a resident reference, and
+    the master weights if a copy of them decodes."""
     trained, own = bytes_on_a_device(layout.abstract_trained), has_copy(layout, decoding)
     state = bytes_on_a_device(learner.like)  # without what waits on the host
     resident = layout.config.reference.resident and "reference" not in offloaded(layout.config)
@@ -81,7 +81,7 @@ def decoding_params(layout: Layout, decoding: Decoding) -> Any:
 
 
 def synced_params(layout: Layout, decoding: Decoding) -> Any:
-    """What a sync brings to the rollout: all weights, or adapters that decode beside their base."""
+    """The arrays that a sync brings to the rollout: all weights, or adapters that decode beside their base."""
     apart, shardings = _apart(layout), decoding.shardings
     params = layout.trained_shapes if apart else layout.param_shapes
     if decoding.dtype is not None:
@@ -187,9 +187,9 @@ _TOKENS = 8192  # of packed rows that a device is given at once; more saves gath
 def with_micro_batch(layout: Layout) -> Layout:
     """`layout` with the largest micro-batch that fits, where `train.microbatch_size` is unset.
 
-    That is the largest number of rows of `_sizes` whose peak, with what others hold meanwhile, takes at most 4/5 of a
-    device; the smallest if none fits. It depends on the config and the kind of device alone. Where the memory is
-    unknown (CPU), a micro-batch is a mini-batch. The choice is said on stderr.
+    `_sizes` lists the rows that a micro-batch may have. The first size whose `peak` takes at most 4/5 of a device is
+    chosen, or the smallest if none fits. The choice depends on the config and the kind of device alone, and is said on
+    stderr. Where the memory is unknown (CPU), a micro-batch is a mini-batch.
     """
     if layout.config.train.microbatch_size is not None or layout.device_memory is None:
         return layout
@@ -208,7 +208,7 @@ def with_micro_batch(layout: Layout) -> Layout:
 
 
 def peak(layout: Layout, learner: Learner, decoding: Decoding) -> float:
-    """Bytes on a device at the peak of training, with what others hold meanwhile."""
+    """Bytes on a device at the peak of training, the bytes of the rollout and of a resident reference included."""
     c, held = layout.config.rollout, resident(layout, learner, decoding)
     beside = footprint.cache_bytes(layout.model, decoding) if c.max_staleness and not c.devices else 0.0
     return beside + max(held[name] + own for name, own in own_peaks(layout).items())
@@ -217,8 +217,8 @@ def peak(layout: Layout, learner: Learner, decoding: Decoding) -> float:
 def own_peaks(layout: Layout) -> dict[str, float]:
     """Bytes at the peak of each program of training by arithmetic, without `resident`.
 
-    They are the activations that wait, the gradients, one gathered layer and the state that the program works on. What
-    a compiler keeps besides is left out: activations between two products of a layer, copies, gaps.
+    They are the activations that wait, the gradients, one gathered layer and the state that the program works on.
+    A compiler keeps more, which is left out: activations between two products of a layer, copies, gaps.
     """
     c, model, shape = layout.config, layout.model, row_shape(layout.config)
     held = footprint.bytes_on_a_device(layout.abstract_trained)
@@ -289,8 +289,8 @@ def _sizes(layout: Layout) -> Iterator[int]:
 def _kept(model: DecoderConfig, remat: str) -> float:
     """Activations of a token that wait in a layer for the backward pass.
 
-    "none" also keeps what lies between the products, some of it in f32. Its sum was set by one compiled update, of
-    Qwen3-4B in rows of 10,240 tokens on v5p:4x4x4: 87 thousand numbers.
+    With "none" the results between the matrix products wait too, some of them in f32. That sum was set by one compiled
+    update, of Qwen3-4B in rows of 10,240 tokens on v5p:4x4x4: 87 thousand numbers.
     """
     heads, pairs = model.num_heads * model.head_dim, 2 * model.num_kv_heads * model.head_dim
     products = 2 * model.embed_dim + 2 * model.hidden_dim + heads + pairs

@@ -89,7 +89,7 @@ class Policy:
           overrides: values of config fields, by dotted name, that replace the run's, as {"rollout.max_tokens": 64}.
 
         Raises:
-          ValueError: no such run or checkpoint; the message lists those that there are.
+          ValueError: no such run or checkpoint; the message lists the runs or checkpoints that there are.
         """
         cli.prepare_libraries()
         with run_folder.opened(str(run)) as folder:
@@ -165,8 +165,8 @@ class Policy:
     ) -> list[np.ndarray]:
         """log π(token | prompt, tokens before it) of every token of `completions[i]` after `prompts[i]`, f32[n], nats.
 
-        A completion is a text, a `Sample` or token ids. A text has no stop token at its end. They are the numbers that
-        training computes, at `temperature`.
+        A completion is a text, a `Sample` or token ids. A text has no stop token at its end. Training computes the
+        same numbers, at its own temperature.
 
         Raises:
           ValueError: the two lists differ in length, a prompt is too long, or a completion has no token, or a token
@@ -260,7 +260,8 @@ def of_run(
     """The policy of a run's checkpoint, by default the last.
 
     `changes` are values of config fields, by dotted name, that replace the run's. `held_out` loads the problems of
-    evaluations, and `weights` the weights. `merge` adds adapters to their base; without it, they are the params.
+    evaluations, and `weights` the weights. `merge` adds adapters to their base; without `merge` the params are the
+    adapters.
 
     Raises:
       ValueError: the folder holds no run, or not that checkpoint; the message lists the checkpoints.
@@ -301,9 +302,9 @@ def kept_steps(folder: storage.Folder) -> list[int]:
 def of_config(
     config: ConfigDict, scratch: Path, changes: Changes = NONE, held_out: bool = False, weights: bool = True
 ) -> Policy:
-    """The policy of `model.path`, or one with random weights, in `model.compute_dtype`: no optimizer needs more.
+    """The policy of `model.path`, or a policy with random weights, in `model.compute_dtype`: no optimizer needs more.
 
-    The adapters of `model.lora.path` are merged into it; new adapters would change nothing, and are left out.
+    The adapters of `model.lora.path` are merged into the weights. New adapters would change nothing, and are left out.
     `scratch` receives the tokenizer where one is trained. The other arguments are those of `of_run`.
     """
     changed = config.copy_and_resolve_references()

@@ -19,7 +19,7 @@ from rpg_jax.environments.stage import Stage
 from rpg_jax.runs.resolve import reward_arguments
 
 Demonstration = str | Sequence[Message]
-"""What supervised training imitates: one turn, or the messages after a prompt, of which it imitates the assistant's."""
+"""One turn, or the messages after a prompt. Supervised training imitates the turn, or the assistant's messages."""
 Examples = Callable[[Sequence[data.Problem]], list[tuple[data.Problem, Demonstration]]]
 _CHAINS = 50_000
 # The seed of procedural held-out sets, whatever `config.seed` is. Generators seed problem i with seed + i, and training
@@ -41,7 +41,7 @@ class Task:
       texts: a tokenizer is trained on them; they have every character of the prompts and answers.
       notes: lines on sets that are cut and on training problems that are left out.
       examples: makes (problem, demonstration) pairs for supervised training; by default of `demonstrations`.
-      demonstrated: problems with demonstrations, where they are not simply those of `train`.
+      demonstrated: problems with demonstrations; None: the problems of `train` have them.
     """
 
     train: list[data.Problem]
@@ -286,7 +286,7 @@ def _options(config: ConfigDict) -> dict[str, Any]:
 
 
 def _texts(problems: Iterable[data.Problem]) -> list[str]:
-    """What a tokenizer has to know of problems."""
+    """The texts of problems that a tokenizer has to know."""
     return [text for p in problems for text in (f"{p.system}{p.prompt}{p.answer}", *p.demonstrations)]
 
 

@@ -105,7 +105,7 @@ def check_training(config: ConfigDict) -> None:
 
 
 def _check_staleness(config: ConfigDict) -> None:
-    """Whether the ratios of stale completions are those that the loss takes them for; `config` has its method's row."""
+    """Refuses settings with which a loss would misread the ratios of stale completions; needs the method's row."""
     r, loss = config.rollout, config.loss
     for name, off in {"top_p": 1.0, "top_k": 0, "min_p": 0.0}.items():
         if r[name] != off:
@@ -199,7 +199,7 @@ def _check_loss(config: ConfigDict) -> None:
 
 @contextlib.contextmanager
 def _named(what: str) -> Iterator[None]:
-    """Makes a ValueError that begins with `what` of anything else that a function of a user raises."""
+    """Turns any other error of a user's function into a ValueError that begins with `what`."""
     try:
         yield
     except ValueError:

@@ -85,7 +85,7 @@ class RolloutFiles:
     groups: int = 8
 
     def after_updates(self, step: int, batch: RolloutBatch[Group], state: TrainState) -> None:
-        """Writes the file of `step` where one is due; `state` is what the step's updates led to.
+        """Writes the file of `step` where one is due; `state` is the state after the step's updates.
 
         Collective: all processes call it, and the first writes.
         """
@@ -167,7 +167,7 @@ def _of_policy(numbers: np.ndarray, completion: Completion) -> np.ndarray:
 
 
 def _pieces(tokens: np.ndarray, tokenizer: Tokenizer) -> list[str]:
-    """One text a token; joined they are the completion's text. The last has what is left of a cut character."""
+    """One text a token; in order they are the completion. The last text ends with the rest of a cut character."""
     decoder = IncrementalDecoder(tokenizer)
     pieces = [decoder.push([token]) for token in tokens.tolist()]
     pieces[-1:] = [piece + decoder.flush() for piece in pieces[-1:]]

@@ -110,7 +110,7 @@ def use_compilation_cache(config: ConfigDict) -> None:
 
     In a local folder it keeps small programs too: JAX by itself keeps those that compile for a second or more.
 
-    Raises ValueError if that is neither a local path nor gs://BUCKET/FOLDER.
+    Raises ValueError if the address is neither a local path nor gs://BUCKET/FOLDER.
     """
     if config.run.compilation_cache and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         address = str(storage.absolute(config.run.compilation_cache))  # whichever folder the process moves to
@@ -123,11 +123,11 @@ def use_compilation_cache(config: ConfigDict) -> None:
 def open_run(config: ConfigDict, folder: storage.Folder) -> None:
     """Makes or reopens the folder of a run and writes `config.json` and `versions.json` into it.
 
-    An earlier run makes room under `run.overwrite`, or if it has another config and never took a step: it is moved to
-    `replaced`, beside the runs.
+    An earlier run of the name is moved to `replaced`, beside the runs, if `run.overwrite` is set, or if the earlier run
+    has another config and never took a step.
 
     Raises:
-      ValueError: a run of this name has another config, and the message names the fields that differ; or what is there
+      ValueError: a run of this name has another config, and the message names the fields that differ; or the folder
         is not known to be a run.
     """
     folder.fetch()
@@ -226,7 +226,7 @@ def as_json(config: ConfigDict) -> dict[str, Any]:
 
 
 def identity(config: ConfigDict) -> dict[str, Any]:
-    """The fields that decide what a run computes. They are equal in a resumed run and its checkpoints."""
+    """The fields that decide the numbers of a run. A resumed run has the values of its checkpoints."""
     return {name: value for name, value in flat_fields(config).items() if not name.startswith(_MAY_CHANGE)}
 
 
@@ -271,10 +271,10 @@ def normalised(name: str) -> str:
 
 
 def versions_with_history(file: Path, made_with: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """The new content of versions.json, and in words what has changed since the start before; "" for a first start.
+    """The new content of versions.json, and the changes since the start before, in words; "" for a first start.
 
-    The content is this start's, with the earlier ones under `earlier`, oldest first. An earlier start that had the same
-    packages as the one after it is kept without its list.
+    The content describes this start, and under `earlier` the earlier starts, oldest first. The list of packages of an
+    earlier start is left out if the next start had the same packages.
     """
     there = installed_packages()
     now = {**made_with, "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
@@ -290,7 +290,7 @@ def versions_with_history(file: Path, made_with: Mapping[str, Any]) -> tuple[dic
 
 
 def _version_differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
-    """What differs between two starts of a run: commit, Python, devices, packages; "" if nothing does."""
+    """The differences between two starts of a run, in words: commit, Python, devices, packages; "" for none."""
     named = {name: (before.get(name), now.get(name)) for name in ("commit", "python", "devices")}
     old, new = (each.get("installed") or each.get("packages") or {} for each in (before, now))
     named |= {name: (old.get(name), new.get(name)) for name in sorted({*old, *new})} if before.get("installed") else {}

@@ -71,7 +71,7 @@ def shown(value: object) -> str:
 
 
 def settings(config: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """Every field of a run by its dotted name: file, overrides, and what the method sets.
+    """Every field of a run by its dotted name, after the config file, the overrides and the method's row.
 
     Raises:
       ValueError: there is no such file, field or method, or a value has another type.
@@ -82,10 +82,10 @@ def settings(config: str, overrides: Sequence[str]) -> dict[str, Any]:
 
 @functools.cache
 def run_name(config: str, overrides: tuple[str, ...]) -> str:
-    """The name of a run without its seed: config file, method, and the overrides without which it were another run.
+    """The name of a run without its seed: config file, method, and the overrides that change a field.
 
-    So equal runs have one name, even if one of them sets what the method or the file sets anyway, and different runs
-    have different names.
+    An override that repeats the value of the method or the file is left out. So equal runs have one name, and different
+    runs have different names.
 
     Raises:
       ValueError: as `settings`.
@@ -118,7 +118,7 @@ def _part(field: str, value: object) -> str:
 
 
 def _safe(text: str) -> str:
-    """A text that can be a part of a file name. What is lost in it is told by a hash."""
+    """The text as a part of a file name. A hash is added where characters were replaced or cut off."""
     safe = re.sub(r"[^\w.+=-]", "_", text, flags=re.ASCII)[:LONGEST]
     return safe if safe == text else f"{safe}~{hashlib.sha256(text.encode()).hexdigest()[:6]}"
 

@@ -1,4 +1,4 @@
-"""What `rpg_jax.train` does for a Python program: the run of the command, with rows, rewards and losses handed over."""
+"""`rpg_jax.train` for Python programs: the run of the command, with rows, rewards and losses as Python objects."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _own_loss(loss: Callable[..., Any] | str, overrides: Mapping[str, Any]) -> d
 
 
 def _opened(config: str | PathLike[str] | ConfigDict, overrides: Mapping[str, Any]) -> tuple[ConfigDict, str]:
-    """The config with its overrides, and what its runs are called after."""
+    """The config with its overrides, and the file that its runs are named after."""
     if isinstance(config, ConfigDict):
         return config_files.changed(config, overrides), "config"
     loaded = config_files.load(fspath(config))

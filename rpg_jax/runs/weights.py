@@ -32,7 +32,7 @@ def init_params(layout: Layout) -> Any:
 
 
 def no_params(layout: Layout) -> Any:
-    """Zeros in place of what is trained, which a run's checkpoint has: `model.path` is not read, not even fetched."""
+    """Zeros in place of the trained arrays, for a run whose checkpoint has them: `model.path` is not even fetched."""
 
     def zeros() -> Any:
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), layout.trained_shapes)

@@ -1,9 +1,13 @@
-"""Checkpoints of a run through Orbax: written asynchronously and atomically, verified when they are read.
+"""Checkpoints of a run, and snapshots of weights, through Orbax: written asynchronously and atomically, verified when
+they are read.
 
 On disk, checkpoints/STEP/state holds the arrays and a checksum of each. checkpoints/STEP/record holds everything else
 under a digest, and commit_success.txt is written last. A damaged checkpoint is refused with a reason and moved to
-checkpoints/refused, never deleted, and the checkpoint before it is used. What is damage, and what only storage that
-fails, `rpg_jax.storage.errors` says.
+checkpoints/refused, never deleted, and the checkpoint before it is used. `rpg_jax.storage.errors` tells damage from
+storage that does not answer.
+
+On disk, FOLDER/NUMBER holds a snapshot: weights with their checksums, and commit_success.txt. The reference policy,
+warm starts and frozen weights are kept as snapshots.
 """
 
 import json
@@ -29,13 +33,14 @@ FORMAT = 2  # version of the record and of the folder
 class Checkpoints:
     """The last few training states of a run, each with a JSON record of everything else that a resume needs.
 
-    A save returns once the arrays have left the devices. An atomic rename commits it, or in a bucket a marker. So a
-    process that is killed at any moment leaves the previous checkpoint in place.
+    A save returns once the arrays have left the devices. An atomic rename completes the checkpoint; in a bucket a
+    marker does. So a process that is killed at any moment leaves the previous checkpoint in place.
 
     Args:
       keep: number of the newest checkpoints that stay.
-      permanent_every: checkpoints of multiples of this step stay for ever; None: none does.
-      identity: what the run computes, by field. A checkpoint with other values is foreign. None reads any checkpoint.
+      permanent_every: checkpoints of multiples of this step stay for ever. None: no checkpoint does.
+      identity: the config fields that decide the numbers of the run. A checkpoint with other values is foreign. None
+        reads any checkpoint.
     """
 
     def __init__(
@@ -72,7 +77,8 @@ class Checkpoints:
     def save(self, step: int, state: Tree, record: Mapping[str, Any]) -> None:
         """Starts writing `state` and the JSON-able `record` under `step`; waits for the previous save first.
 
-        If storage failed transiently in the previous save, whose state is gone, it says so, and this save replaces it.
+        If storage failed transiently in the previous save, the state of that save is gone. A line says so, and this
+        save replaces the lost checkpoint.
         """
         try:
             self.wait()
@@ -86,7 +92,7 @@ class Checkpoints:
         self._last = step, state, envelope
 
     def _write(self, step: int, state: Tree, envelope: dict[str, Any]) -> None:
-        """Starts a save. After a transient error it deletes what there is of the step and starts again."""
+        """Starts a save. After a transient error, deletes the remains of the step and starts again."""
 
         def write() -> None:
             self._drop(step)
@@ -100,7 +106,7 @@ class Checkpoints:
         errors.written(write, self._directory / str(step), alone=jax.process_count() == 1)
 
     def _drop(self, step: int) -> None:
-        """Deletes what a save that failed has left of `step`, and makes Orbax forget it."""
+        """Deletes the remains of a failed save of `step`, and makes Orbax forget the step."""
         if step in self._manager.all_steps() and not _is_committed(path := self._directory / str(step)):
             if hosts.is_first() and path.exists():
                 path.rmtree()

@@ -1,12 +1,14 @@
-"""What an error of storage means, and what follows from it: one rule for disks, buckets and checkpoints.
+"""Classifies errors of storage, and decides what follows: one rule for disks, buckets and checkpoints.
 
 - *Transient*: the store did not answer, or asked to be asked again (HTTP 401, 408, 429 and 5xx; a reset; a timeout).
   `retried` asks again, `len(PAUSES)` times, with growing pauses. Then it raises `StorageFailure`, and the run ends with
-  exit code 1, after which a supervisor starts it again. 401 is among them, because tokens are renewed while a run goes.
-- *Damage*: the store did answer, and what it holds is not what was written: bytes that fail their checksum or cannot
-  be decoded, and files of a complete checkpoint that are shorter or gone. Only then may an older checkpoint be used.
-- *Permanent*: the store says no (HTTP 403, a missing bucket, a full or read-only disk), or the error is not known. It
-  is not tried again. The data stay where they are, and the run ends with exit code 1 too: a right that was granted
+  exit code 1, after which a supervisor starts the run again. 401 is transient, because tokens are renewed while a run
+  goes.
+- *Damage*: the store did answer, and its bytes differ from the bytes that were written. They fail their checksum,
+  cannot be decoded, or are fewer; or a file of a complete checkpoint is gone. Only then may an older checkpoint be
+  used.
+- *Permanent*: the store says no (HTTP 403, a missing bucket, a full or read-only disk), or the error is not known. The
+  call is not repeated. The data stay where they are, and the run ends with exit code 1 too: a right that was granted
   takes minutes to be known everywhere, and a disk may be emptied.
 - *The user's*: every other ValueError, such as a wrong field or a checkpoint of another run.
 
@@ -32,7 +34,7 @@ PAUSES = (1.0, 4.0, 15.0)  # seconds, beside the retries of gcsfs (6) and Tensor
 
 
 class Kind(enum.Enum):
-    """What an error of storage means; see the module."""
+    """The meaning of an error of storage; see the module."""
 
     TRANSIENT = "transient"
     DAMAGE = "damage"
@@ -104,7 +106,7 @@ def is_transient(error: BaseException) -> bool:
 
 
 def failure(what: object, error: BaseException) -> StorageFailure:
-    """The error as one line that names `what`; an error that is one already stays as it is."""
+    """The error as one line that names `what`. A `StorageFailure` stays as it is."""
     return error if isinstance(error, StorageFailure) else StorageFailure(str(what), one_line(error), kind_of(error))
 
 

@@ -1,7 +1,7 @@
 """Files of runs, on local disk or in a Google Cloud Storage bucket.
 
 Weights go to a bucket directly. All other files are small, and some libraries write only local files. So these files
-have a local folder, which is fetched from the bucket at the start and copied to it from then on.
+have a local folder: it is fetched from the bucket at the start, and its changes are copied to the bucket from then on.
 """
 
 from __future__ import annotations
@@ -61,9 +61,10 @@ def local(address: str | Path) -> Path:
 
 
 def local_copy(address: str, patterns: Sequence[str]) -> Path:
-    """The folder of a kept local copy of a bucket's files that match `patterns`, without subfolders.
+    """Copies the files of a bucket's folder that match `patterns`, and returns the local folder that keeps the copy.
 
-    Each file appears whole or not at all. One process of a host copies it, and again once it has changed in the bucket.
+    Subfolders are left out. Each file appears whole or not at all. One process of a host copies a file, and copies the
+    file again once it has changed in the bucket.
 
     Raises:
       ValueError: there is no such folder, or no file in it matches.
@@ -107,7 +108,7 @@ def write_atomically(path: Path, content: str | bytes | Callable[[BinaryIO], obj
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Names `path` in an OSError of the block that names no file: a write to a full disk raises such a one."""
+    """Names `path` in an OSError of the block that names no file, as the error of a write to a full disk."""
     try:
         yield
     except OSError as error:

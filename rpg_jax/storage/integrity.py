@@ -1,4 +1,4 @@
-"""Checks that data from disk is what was written: checksums of arrays, digests of records, errors with paths."""
+"""Compares data from disk with the data that was written: checksums of arrays, digests of records."""
 
 import contextlib
 import hashlib
@@ -31,7 +31,7 @@ class Refused(ValueError):
 
 
 class Damaged(Refused):
-    """A file or folder whose bytes are not those that were written; an older one may be used in its place."""
+    """A file or folder whose bytes differ from the bytes that were written; an older file may be used instead."""
 
 
 def signed(tree: Tree) -> dict[str, Tree]:
@@ -40,7 +40,7 @@ def signed(tree: Tree) -> dict[str, Tree]:
 
 
 def signed_like(like: Tree) -> dict[str, Tree]:
-    """The `ShapeDtypeStruct`s of `signed(tree)`, from those of `tree`."""
+    """The `ShapeDtypeStruct`s of `signed(tree)`; `like` are the `ShapeDtypeStruct`s of `tree`."""
     leaves = jax.tree.leaves(like)
     where = next(leaf for leaf in leaves if leaf is not LEFT_OUT).sharding
     everywhere = NamedSharding(where.mesh, PartitionSpec()) if isinstance(where, NamedSharding) else where
@@ -98,13 +98,13 @@ def unsealed(path: Any, value: Any) -> dict[str, Any]:
 
 
 def by_all(read: Callable[[], T]) -> T:
-    """The result of `read`, if it succeeds in every process: a host may find damage in what other hosts do not read.
+    """The result of `read`, if it succeeds in every process: a host may find damage that other hosts do not read.
 
     Collective. `read` must not wait for other processes.
 
     Raises:
-      Refused, StorageFailure: `read` raised it in at least one process. Every process raises the error of the first
-        such process.
+      Refused, StorageFailure: `read` raised the error in at least one process. Then every process raises the error of
+        the first process that has one.
     """
     value: T | None = None
     own: Exception | None = None
@@ -127,9 +127,9 @@ def by_all(read: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def judged(path: Any) -> Iterator[None]:
-    """Gives errors of the block the name `path`: damage is `Damaged`, what storage did not read is `StorageFailure`.
+    """Names `path` in errors of the block: damage becomes `Damaged`, a store that does not answer `StorageFailure`.
 
-    Any other ValueError is `Refused`: Orbax raises it where the arrays are not those that were asked for.
+    Any other ValueError becomes `Refused`: Orbax raises it where a checkpoint has other arrays than were asked for.
     """
     try:
         yield

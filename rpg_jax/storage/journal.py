@@ -1,12 +1,13 @@
-"""The journal: complete groups of completions in a run's folder, so that a resumed run samples only what is missing.
+"""The journal: complete groups of completions in a run's folder, so that a resumed run samples only the missing groups.
 
 A group depends only on its key: the weights, the seed, the step, the prompt and the sampling parameters. A thread
-appends groups to journal/STEP/ as they are completed. On disk each process has one file a step, to which it writes
-within milliseconds. In a bucket it writes an object every `_FLUSH_SECONDS`, or earlier if one would exceed
+appends groups to journal/STEP/ as they are completed. On disk each process appends to one file a step, within
+milliseconds. In a bucket each process writes an object every `_FLUSH_SECONDS`, or earlier if the object would exceed
 `_FLUSH_BYTES`.
 
-A journal only saves work. So whatever is wrong with it is said on stderr, and the group is sampled again: a damaged
-record, a file that cannot be read, a key with another value. A write that fails ends the journal of its step.
+A journal only saves work. So no fault of the journal stops a run. A damaged record, a file that cannot be read, a key
+with another value: the fault is said on stderr, and the group is sampled again. A write that fails ends the journal of
+its step.
 
 A record is a group of completions with the key under which it was sampled:
 
@@ -123,7 +124,7 @@ class Journal:
         return {f"host/{name}": taken[name] for name in ("journal_found", "journal_sampled")}
 
     def close(self) -> None:
-        """Writes what is left; after half a minute it gives up."""
+        """Writes the groups that wait; gives up after half a minute."""
         self._writer.close()
 
     def _load(self, step: int) -> dict[int, list[Record]]:

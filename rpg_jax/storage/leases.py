@@ -163,7 +163,7 @@ class Lease(contextlib.AbstractContextManager["Lease"]):
 
 
 class _Cell(Protocol):
-    """A file that is changed only by who knows its present version; the version of no file is None."""
+    """A file that a process may change only if it knows the present version. The version of a missing file is None."""
 
     def read(self) -> tuple[bytes | None, Any]: ...
 
