@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rpg_jax import losses
-from rpg_jax.report.markdown import table
+from rpg_jax.report.tables import markdown_table as table
 from rpg_jax.runs import cli, config_files
 from rpg_jax.runs.config_files import Field, Section, Unset
 from rpg_jax.storage import write_atomically

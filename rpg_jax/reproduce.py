@@ -12,15 +12,16 @@ configs/small.py takes about two minutes of one CPU core; the warm start, which 
 """
 
 import argparse
+import shlex
 import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from rpg_jax.reproduction import origin, run_tables
-from rpg_jax.reproduction.options import asked, data_file
-from rpg_jax.reproduction.table import SMALL_CONFIG
+from rpg_jax.reproduction import run_tables, sweeps, workers
+from rpg_jax.reproduction.run_tables import TableOptions
+from rpg_jax.reproduction.table import SMALL_CONFIG, Table
 from rpg_jax.reproduction.tables import TABLES
 from rpg_jax.runs import cli
 
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     separator = given.index("--") if "--" in given else len(given)
 
     def reproduce(options: argparse.Namespace) -> int:
-        return carry_out(options, given[separator + 1 :], origin.command(given))
+        return carry_out(options, given[separator + 1 :], _command(given))
 
     return cli.run(reproduce, _parser(), given[:separator])
 
@@ -53,11 +54,95 @@ def carry_out(options: argparse.Namespace, extra: Sequence[str], command: str) -
     return 1 if failed else 0
 
 
+def asked(options: argparse.Namespace, extra: Sequence[str], command: str) -> tuple[str, Table, TableOptions]:
+    """The name of the table, the table, and how it is run.
+
+    Raises:
+      ValueError: options that do not go together, or a value that one of them does not take.
+    """
+    extra = [*options.overrides, *extra]
+    if bool(options.sweep) == bool(options.table):
+        raise ValueError(f"give either --table or --sweep; the tables are {', '.join(TABLES)}")
+    if options.sweep:
+        methods = [method.strip() for method in options.methods.split(",")] if options.methods else []
+        if options.rates or options.with_data:
+            raise ValueError("--rates and --with-data are for tables: a sweep has its own values")
+        name, table = sweeps.sweep_table(options.config or SMALL_CONFIG, methods, options.sweep)
+    else:
+        name, table = options.table, TABLES[options.table]
+        if options.config:
+            raise ValueError(f"--config is for sweeps; --table={name} has {table.config}")
+        rows = table.named(options.methods) if options.methods else None
+        table = table.only(rows or (run_tables.quick_rows(table) if options.quick else list(table.rows)))
+    if options.with_data and (options.rates or options.quick or not options.scan):
+        raise ValueError("--with-data keeps the rates of the kept rows: leave out --rates, --quick and --noscan")
+    if options.quick:
+        extra = [f"--config.train.steps={run_tables.QUICK_STEPS}", *extra]
+    how = TableOptions(
+        options.out / "quick" if options.quick else options.out,
+        seeds(options.seeds) or range(run_tables.QUICK_SEEDS if options.quick else run_tables.SEEDS),
+        run_tables.jobs_at_once(options.jobs, run_tables.platform_name()),
+        extra,
+        command,
+        options.scan and not options.quick,
+        options.rates,
+        _kept(options.with_data, name),
+    )
+    return name, table, how
+
+
+def data_file(options: argparse.Namespace, extra: Sequence[str]) -> Path:
+    """The file of `--from-data`: the one given, else the table's own that comes with the code.
+
+    Raises:
+      ValueError: an option that only runs take, or neither a table nor a file.
+    """
+    runs_only = ("sweep", "config", "methods", "seeds", "jobs", "rates", "with_data", "quick")
+    given = [f"--{name.replace('_', '-')}" for name in runs_only if getattr(options, name)]
+    if given := [*given, *options.overrides, *extra]:
+        raise ValueError(f"--from-data makes the page of the runs as they were: leave out {', '.join(given)}")
+    if options.from_data != Path():
+        return options.from_data
+    if not options.table:
+        raise ValueError("--from-data needs --table, or a file as --from-data=NAME.json.gz")
+    return run_tables.DATA / f"{options.table}.json.gz"
+
+
+def _kept(given: Path | None, name: str) -> Path | None:
+    """The file of `--with-data`: the one given, else the table's own."""
+    return run_tables.DATA / f"{name}.json.gz" if given == Path() else given
+
+
+def seeds(text: str | None) -> list[int]:
+    """The seeds of "3", which are 0, 1, 2, or of the list "100,101"; none of None.
+
+    Raises:
+      ValueError: no such number or list.
+    """
+    if text is None:
+        return []
+    try:
+        numbers = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        numbers = []
+    found = numbers if "," in text else list(range(numbers[0])) if numbers else []
+    if not found or min(found) < 0 or len(set(found)) < len(found):
+        raise ValueError(f"--seeds={text}: give a number of seeds, as 3, or different seeds, as 100,101")
+    return found
+
+
+def _command(given: Sequence[str]) -> str:
+    """What a page names as its origin: `given` without its folder, which is of one machine."""
+    pairs = zip(["", *given], given, strict=False)
+    kept = [word for before, word in pairs if before != "--out" and word.partition("=")[0] != "--out"]
+    return shlex.join(["python", "-m", "rpg_jax.reproduce", *kept])
+
+
 def _parser() -> cli.Parser:
     parser = cli.parser("reproduce", __doc__)
     tables = "; ".join(f"{name}: {table.title.lower()} ({len(table.rows)} rows)" for name, table in TABLES.items())
     parser.add_argument("--table", choices=TABLES, help=tables)
-    seeds, quick, cores = run_tables.SEEDS, run_tables.QUICK_SEEDS, run_tables.cores()
+    seeds, quick, cores = run_tables.SEEDS, run_tables.QUICK_SEEDS, workers.cores()
     parser.add_argument("--sweep", action="append", metavar="FIELD=A,B", help="a table of every combination of values")
     parser.add_argument("--config", metavar="FILE", help=f"of a sweep (default: {SMALL_CONFIG})")
     parser.add_argument("--methods", help="rows, separated by commas (default: all; in a sweep the config's method)")

@@ -14,7 +14,7 @@ from experiments.objective import __main__ as programme
 from experiments.objective.design import BASELINE, NO_KL, Record
 from experiments.objective.records import Runs
 from rpg_jax.report.seeds import Mean, mean, over_starts, paired_difference, pooled
-from rpg_jax.reproduction import result_files, tables
+from rpg_jax.reproduction import results, tables
 from rpg_jax.runs.config_files import ROOT
 
 DATA = ROOT / "docs" / "tables" / "data"
@@ -33,7 +33,7 @@ def objective() -> Runs:
 @functools.cache
 def scores(table: str, what: str = "training") -> dict[str, dict[int, float]]:
     """{row: {seed: %}}: accuracy over the last third of training, or Last of a held-out set."""
-    rows = result_files.load(DATA / f"{table}.json.gz").rows()
+    rows = results.load(DATA / f"{table}.json.gz").rows()
     if what == "training":
         return {row: {s: 100 * run.late("accuracy") for s, run in by.items()} for row, by in rows.items()}
     return {row: {s: 100 * run.scores()[what]["last"] for s, run in by.items()} for row, by in rows.items()}
@@ -134,11 +134,11 @@ def reward_at_equal_kl(row: str, kl_coef: float) -> Mean:
 
 def at_equal_completions(table: str, row: str, other: str = "DAPO") -> Mean:
     """Training accuracy of a row minus that of `other`, each at the last step within the completions of the cheaper."""
-    rows = result_files.load(DATA / f"{table}.json.gz").rows()
-    budget = min(mean([run.completions()[-1] for run in rows[name].values()]).value for name in (row, other))
+    rows = results.load(DATA / f"{table}.json.gz").rows()
+    budget = min(mean([run.spent("completions") for run in rows[name].values()]).value for name in (row, other))
     accuracy = {
         name: {
-            s: 100 * run.late("accuracy", sum(n <= budget for n in run.completions())) for s, run in rows[name].items()
+            s: 100 * run.late("accuracy", run.last_step_within("completions", budget)) for s, run in rows[name].items()
         }
         for name in (row, other)
     }
@@ -305,14 +305,14 @@ def test_the_numbers_by_exact_sums_are_those_of_the_laboratory():
 
 
 def test_a_held_out_score_of_512_problems_is_known_to_3_points():
-    rows = result_files.load(DATA / "starts.json.gz").rows()
+    rows = results.load(DATA / "starts.json.gz").rows()
     runs = [run for by_seed in rows.values() for run in by_seed.values()]
-    errors = [run.evaluations()["held out"][-1]["standard_error"] for run in runs]
+    errors = [run.evaluations["held out"][-1]["standard_error"] for run in runs]
     assert len(errors) == 27 and 1.96 * max(errors) < 0.03
 
 
 def test_runs_of_a_commit_that_is_not_here_were_made_again_to_the_last_digit():
-    kept, again = (result_files.load(DATA / f"{name}.json.gz").rows() for name in ("reasoning", "starts"))
+    kept, again = (results.load(DATA / f"{name}.json.gz").rows() for name in ("reasoning", "starts"))
     for row, seed in itertools.product(("DAPO", OWN), range(3)):
         old, new = kept[row][seed], again[f"{row}, start 0"][seed]
         assert old.versions["commit"].startswith("ed295bd") and new.versions["commit"].startswith("7855e35")
@@ -325,7 +325,7 @@ def test_kept_runs_name_commits_of_this_repository():
     shallow = subprocess.run(["git", "rev-parse", "--is-shallow-repository"], cwd=ROOT, capture_output=True)
     if shallow.stdout != b"false\n":
         pytest.skip("needs the whole history")
-    named = {run.versions["commit"] for path in DATA.glob("*.json.gz") for run in result_files.load(path).all_runs()}
+    named = {run.versions["commit"] for path in DATA.glob("*.json.gz") for run in results.load(path).all_runs()}
     named |= {code["commit"] for code in programme.read(programme.DATA).code}
     laboratories = (ROOT / "experiments").rglob("*.json.gz")
     named |= {json.loads(gzip.decompress(path.read_bytes()))["made_with"]["commit"] for path in laboratories}

@@ -9,7 +9,7 @@ from scipy import stats
 
 from experiments.completions.estimators import ENDS, ESTIMATORS, SAMPLED, Estimator
 from experiments.completions.exact import OBJECTIVES, CompletionSettings, Results, SampledSettings
-from rpg_jax.report import markdown
+from rpg_jax.report.tables import markdown_table
 
 SYMBOLS = {"reverse": "KL(π_θ‖π_ref)", "forward": "KL(π_ref‖π_θ)"}
 # A relative error below EXACT is rounding. A regret below REACHED is that of the optimum: the last stretch is slow.
@@ -46,8 +46,8 @@ def exact_tables(results: Results, s: CompletionSettings) -> dict[str, str]:
         whole_rows.append(_errors(row, "whole", e))
     kl_head = ["loss", "KL term", "has the gradient of", *of, f"noise at {s.drifts[noisy]:g}"]
     return {
-        "The KL term": markdown.table(kl_head, joined(ESTIMATORS, kl_rows), numbers=range(3, len(kl_head))),
-        "The whole loss": markdown.table(whole_head, joined(ESTIMATORS, whole_rows), numbers=range(2, len(whole_head))),
+        "The KL term": markdown_table(kl_head, joined(ESTIMATORS, kl_rows), numbers=range(3, len(kl_head))),
+        "The whole loss": markdown_table(whole_head, joined(ESTIMATORS, whole_rows), numbers=range(2, len(whole_head))),
         "Completions of several tokens: where does it end?": _ends(results, s),
     }
 
@@ -62,7 +62,7 @@ def sampled_tables(results: Results, s: SampledSettings) -> dict[str, str]:
     updates = [f"{'regret, updates a batch: ' if i == 0 else ''}{n}" for i, n in enumerate(s.updates_a_batch)]
     at = f"at {s.updates_a_batch[middle]}"
     head = ["loss", "KL term", *updates, f"reward {at}", f"KL {at}"]
-    return {"With sampled gradients": markdown.table(head, joined(SAMPLED, rows), numbers=range(2, len(head)))}
+    return {"With sampled gradients": markdown_table(head, joined(SAMPLED, rows), numbers=range(2, len(head)))}
 
 
 def _errors(row: Mapping[str, Any], part: str, e: Estimator) -> list[str]:
@@ -82,7 +82,7 @@ def _ends(results: Results, s: CompletionSettings) -> str:
     beta = f"{s.kl_coef:g}"
     columns = [*betas, f"reward at {beta}", f"KL at {beta}", f"π_old stays: regret at {beta}"]
     head = ["loss", "KL term", "optimum reached", *columns, "optimum reached"]
-    return markdown.table(head, joined(ENDS, rows), numbers=range(3, len(head) - 1))
+    return markdown_table(head, joined(ENDS, rows), numbers=range(3, len(head) - 1))
 
 
 def joined(estimators: Sequence[Estimator], rows: Sequence[Sequence[str]]) -> list[list[str]]:

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 from experiments.estimators.estimators import CLIPS, COMPARATORS, KL_TERMS, SAMPLERS, Estimator
 from experiments.estimators.laboratory import Results, Settings
-from rpg_jax.report import markdown, plots
+from rpg_jax.report import plots
 from rpg_jax.report.plots import COLOURS, INK, MUTED
+from rpg_jax.report.tables import markdown_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -101,14 +102,14 @@ def _kl_terms(results: Results, s: Settings) -> str:
         cells = (_number(errors[i]) for i in shown)
         rows.append([e.name, e.formula, verdict(row), *cells, _number(row["noise"][noisy])])
     head = ["KL term", "loss of a token", "has the gradient of", *_heads("error at drift", s.drifts)]
-    return markdown.table([*head, f"noise at {s.drifts[noisy]:g}"], rows, numbers=range(3, 4 + len(shown)))
+    return markdown_table([*head, f"noise at {s.drifts[noisy]:g}"], rows, numbers=range(3, 4 + len(shown)))
 
 
 def _ends(results: Results, s: Settings) -> str:
     ends = results["fixed_points"].items()
     rows = [(name, destination(row, "refreshed"), destination(row, "offline")) for name, row in ends]
     refreshed = f"optimum reached, if π_old becomes π_θ every {s.refresh} updates"
-    return markdown.table(["KL term", refreshed, "optimum reached, if π_old stays"], rows)
+    return markdown_table(["KL term", refreshed, "optimum reached, if π_old stays"], rows)
 
 
 def _loss_table(
@@ -122,7 +123,7 @@ def _loss_table(
         rows.append([e.name, *errors, f"{row['cosine'][last]:.3f}", _number(row["noise"][last])])
     far = f"{distances[last]:g}"
     head = ["loss", *_heads("error at", distances), f"cosine at {far}", f"noise at {far}"]
-    return markdown.table(head, rows, numbers=range(1, len(head)))
+    return markdown_table(head, rows, numbers=range(1, len(head)))
 
 
 def _decades(distances: Sequence[float]) -> list[int]:

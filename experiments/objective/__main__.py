@@ -17,7 +17,8 @@ from experiments.objective import results, runs
 from experiments.objective.design import BASELINE, Experiment, ObjectiveSettings, count_units
 from experiments.objective.paths import PathSettings
 from experiments.objective.records import Runs
-from rpg_jax.reproduction.run_tables import cores, progress_bars
+from rpg_jax.reproduction.run_tables import progress_bars
+from rpg_jax.reproduction.workers import cores
 from rpg_jax.runs import cli
 from rpg_jax.storage import write_atomically
 

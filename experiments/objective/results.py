@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from experiments.objective.design import BASELINE, NO_KL, ROWS, SCAN, Record
 from experiments.objective.records import MIDDLE, Runs, Seeds, best_rates, own_regret
-from rpg_jax.report import markdown, plots
+from rpg_jax.report import plots
 from rpg_jax.report.seeds import Mean, mean, paired_difference
+from rpg_jax.report.tables import markdown_table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -109,7 +110,7 @@ def _strengths(found: Runs) -> str:
         regrets = [_text(_of(found.get("strengths", row, b), own_regret)) for b in betas]
         shown = [_text(_of(middle, quantity)) for quantity in ("reward", "kl")]
         rows.append([*_names(row), *regrets, _against(middle, found.get("strengths", BASELINE)), *shown])
-    return markdown.table(head, rows, numbers=range(2, len(head)))
+    return markdown_table(head, rows, numbers=range(2, len(head)))
 
 
 def _updates(found: Runs) -> str:
@@ -123,7 +124,7 @@ def _updates(found: Runs) -> str:
         change = _mean_text(paired_difference(many, few), sign="+") if many and few else ""
         regrets = [_text(_of(of(row, updates), own_regret)) for updates in (1, 8, 32)]
         rows.append([*_names(row), *regrets, change, _against(of(row, 32), of(BASELINE, 32))])
-    return markdown.table(head, rows, numbers=range(2, len(head)))
+    return markdown_table(head, rows, numbers=range(2, len(head)))
 
 
 def _iterative(found: Runs) -> str:
@@ -133,7 +134,7 @@ def _iterative(found: Runs) -> str:
         [*_names(row), *(_text(_of(found.get(name, row), quantity)) for name, quantity in shown)]
         for row in found.rows("iterative")
     ]
-    return markdown.table(head, rows, numbers=range(2, len(head)))
+    return markdown_table(head, rows, numbers=range(2, len(head)))
 
 
 def _lengths(found: Runs) -> str:
@@ -153,7 +154,7 @@ def _lengths(found: Runs) -> str:
         rows.append(
             [*_names(row), *regrets, *differences, *(_text(_of(of(row, lengths[-1]), q)) for q in ("kl", "reward"))]
         )
-    return markdown.table(head, rows, numbers=range(2, len(head)))
+    return markdown_table(head, rows, numbers=range(2, len(head)))
 
 
 def _wrong(found: Runs) -> str:
@@ -165,7 +166,7 @@ def _wrong(found: Runs) -> str:
         + [_text(_of(found.get("wrong verifier", row), q)) for q in ("reward", "kl")]
         for row in found.rows("wrong verifier")
     ]
-    return markdown.table(head, rows, numbers=range(2, len(head)))
+    return markdown_table(head, rows, numbers=range(2, len(head)))
 
 
 def _others(found: Runs) -> str:
@@ -176,7 +177,7 @@ def _others(found: Runs) -> str:
         if runs:
             shown = [_text(_of(runs, q)) for q in ("reward", "kl", "kl_from_ref")]
             rows.append([*_names(row), _text(_of(runs, own_regret)), _against(runs, base), *shown])
-    return markdown.table(head, rows, numbers=range(2, len(head)))
+    return markdown_table(head, rows, numbers=range(2, len(head)))
 
 
 def _longer(found: Runs) -> str:
@@ -194,7 +195,7 @@ def _longer(found: Runs) -> str:
                 change = paired_difference(_of(trained, _middle_j), _of(base, _middle_j)) if shown else None
                 cells.append(_mean_text(change, sign="+") if change else "")
             rows.append([*_names(row), *cells[:2], _against(runs, base), *cells[2:]])
-    return markdown.table(head, rows, numbers=range(2, len(head)))
+    return markdown_table(head, rows, numbers=range(2, len(head)))
 
 
 def _middle_j(record: Record) -> float:
@@ -213,4 +214,4 @@ def _rates(found: Runs) -> str:
             cells.append(f"{mean(values).value:.3f}" + " ←" * (rate == best))
         rows.append([*_names(row), *cells])
     head = ["loss", "KL term", *(f"{rate:g}" for rate in rates)]
-    return markdown.table(head, rows, numbers=range(2, len(head)))
+    return markdown_table(head, rows, numbers=range(2, len(head)))

@@ -30,7 +30,7 @@ from experiments.objective.design import (
 from experiments.objective.judge import judge
 from experiments.objective.paths import PathSettings, make_verifier, start_of, train
 from experiments.objective.records import best_rates
-from rpg_jax.reproduction.cells import alone_in
+from rpg_jax.reproduction.run_tables import alone_in
 from rpg_jax.storage import write_atomically
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from rpg_jax import storage
-from rpg_jax.report import curves, page, run_files, summary
+from rpg_jax.report import page, plots, run_files, summary
 
 
 def main() -> None:
@@ -35,7 +35,7 @@ def main() -> None:
                     print(f"left out: {address} has no step (no metrics.jsonl, or an empty one)", file=sys.stderr)
                     continue
                 folders.append(folder)
-                curves.draw_curves(folder.files)
+                plots.draw_curves(folder.files)
                 summary.write_summary(folder.files)
                 print(folder.shown(summary.closing_message(folder.files)))
             if not folders:

@@ -6,10 +6,10 @@ import html
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from rpg_jax.report.budgets import Budget, Row
-from rpg_jax.report.compare import Config, Json, anchor
 from rpg_jax.report.progress import duration
-from rpg_jax.report.seeds import QUANTITIES, SEEDS_TO_RANK, Mean
+from rpg_jax.report.run_files import QUANTITIES
+from rpg_jax.report.seeds import SEEDS_TO_RANK, Mean
+from rpg_jax.report.tables import Budget, Config, Json, Row, anchor
 
 HEADS = {"last": "Last", "best": "Best", "pass": "pass@"}
 COSTS = {"steps": "trained", "completions": "completions", "seconds": "time"}

@@ -10,17 +10,34 @@ import base64
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rpg_jax.report import budgets, compare, dynamics, html_tables, rollouts
+import numpy as np
+
+from rpg_jax.report import html_tables, rollouts, tables
+from rpg_jax.report.plots import CONVERSATION_PANELS, PANELS, Panel, curves_of, shared_points, smooth
+from rpg_jax.report.run_files import Run
+from rpg_jax.report.tables import Budget, Config, Json
 from rpg_jax.storage import write_atomically
 
 WEB = Path(__file__).with_name("web")
 SCRIPTS = ("core.js", "figures.js", "rollouts.js", "tokens.js", "browser.js")
 ROLLOUT_STEPS = 8  # of each run, by default
 NAMED = 8  # most runs that are named under the title
+DYNAMICS = (
+    *PANELS,
+    *CONVERSATION_PANELS,
+    Panel("Sampler–trainer gap", "nats per token, mean of absolute values", "sampler_gap"),
+    Panel("KL term's share of the gradient", "%, by norms over trained tokens", "kl_gradient_share", 100),
+    Panel("Gradient norm", "before it is clipped", "grad_norm"),
+    Panel("Learning rate", "of the step's last update", "learning_rate"),
+    Panel("Speed", "completion tokens per second", "tokens_per_second"),
+)
+COMPILING = ("time/compilations", "time/compiling")  # other times include these
+BETWEEN_STEPS = ("time/evaluation", "time/checkpoint")  # not in a step's "seconds"
+POINTS = 400  # most points of a curve
 
 
 def write_page(run_dirs: Sequence[Path], out: Path, *, rollout_steps: int = ROLLOUT_STEPS) -> Path:
@@ -31,12 +48,11 @@ def write_page(run_dirs: Sequence[Path], out: Path, *, rollout_steps: int = ROLL
     Raises:
       ValueError: a run has no steps, or its folder has a broken file.
     """
-    runs = [compare.Run.read(folder) for folder in run_dirs]
+    runs = [Run.read(folder) for folder in run_dirs]
     if empty := [str(run.folder) for run in runs if not run.records]:
         raise ValueError(f"no steps in {', '.join(empty)}: metrics.jsonl is missing or empty; run at least one step")
-    configs = compare.configs_of(runs)
-    courses = budgets.courses_of(configs)
-    data, chunks = page_data(configs, courses, rollout_steps=rollout_steps)
+    configs = tables.configs_of(runs)
+    data, chunks = page_data(configs, rollout_steps=rollout_steps)
     style = (WEB / "page.css").read_text(encoding="utf-8")
     script = "\n".join((WEB / name).read_text(encoding="utf-8") for name in SCRIPTS)
     contents = {
@@ -45,9 +61,9 @@ def write_page(run_dirs: Sequence[Path], out: Path, *, rollout_steps: int = ROLL
         "STYLE": style,
         "SCRIPT": script,
         "RUNS": _names(configs),
-        "RESULTS": _results(configs, courses),
-        "TIMING": html_tables.timing_table(configs, dynamics.timing(configs)),
-        "CONFIGS": html_tables.configs_table(configs, compare.differences(configs)),
+        "RESULTS": _results(configs),
+        "TIMING": html_tables.timing_table(configs, timing(configs)),
+        "CONFIGS": html_tables.configs_table(configs, tables.differences(configs)),
         "CHUNKS": "\n".join(f'<script type="text/plain" id="chunk-{i}">{c}</script>' for i, c in enumerate(chunks)),
         "DATA": embedded(data),
     }
@@ -58,34 +74,100 @@ def write_page(run_dirs: Sequence[Path], out: Path, *, rollout_steps: int = ROLL
     return out
 
 
-def page_data(
-    configs: Sequence[compare.Config], courses: Sequence[Sequence[budgets.Course]], *, rollout_steps: int
-) -> tuple[dict[str, Any], list[str]]:
+def page_data(configs: Sequence[Config], *, rollout_steps: int) -> tuple[dict[str, Any], list[str]]:
     """What figures and rollouts show: JSON-able data, and the packed rollouts that it names by their indices."""
     chunks: list[str] = []
     numbers = []
     shown = []
     for c, config in enumerate(configs):
         for run in config.runs:
+            assert run.folder is not None
             read = [rollouts.Rollouts.read(file) for file in rollouts.files(run.folder, steps=rollout_steps)]
             worst = sorted((g for r in read for g in r.worst_gaps()), key=lambda g: -abs(g["gap"]))[: rollouts.WORST]
             first = len(chunks)
             chunks += [r.packed() for r in read]
             numbers += [r.numbers for r in read]
             kept = [{"chunk": first + i, "step": r.step, "completions": len(r.lengths)} for i, r in enumerate(read)]
-            seed, steps = run.config.get("seed"), run.records[-1]["step"]
+            steps = run.records[-1]["step"]
             backwards = run.config.get("task.name") == "arithmetic" and run.config.get("task.reverse", False)
-            about = {"name": run.name, "config": c, "seed": seed, "steps": steps, "backwards": backwards}
+            about = {"name": run.name, "config": c, "seed": run.seed, "steps": steps, "backwards": backwards}
             shown.append({**about, "kept": kept, "worst": worst})
     data = {
         "configs": [c.label for c in configs],
         "runs": shown,
-        "dynamics": dynamics.dynamics(configs),
-        "axes": [_axis(budget, courses) for budget in budgets.budgets(courses)],
+        "dynamics": dynamics(configs),
+        "axes": [_axis(budget, configs) for budget in tables.budgets(configs)],
         "numbers": rollouts.NUMBERS,
         "scales": rollouts.scales(numbers),
     }
     return data, chunks
+
+
+def dynamics(configs: Sequence[Config]) -> list[Json]:
+    """The curves of each config in each of `DYNAMICS` that any run has.
+
+    A curve has its steps, and the mean, the least and the largest of the seeds' moving averages. `raw` is the mean
+    without moving averages; `held_out` are the points of the panel's second metric, if it has one.
+    """
+    curves = {panel: [_curve(c, panel) for c in configs] for panel in DYNAMICS}
+    differ = "; anchors differ: do not compare" if len({tables.anchor(c) for c in configs}) > 1 else ""
+    units = {panel: panel.unit + differ * (panel.key == "kl") for panel in curves}
+    return [{"title": panel.title, "unit": units[panel], "curves": own} for panel, own in curves.items() if any(own)]
+
+
+def timing(configs: Sequence[Config]) -> Json:
+    """Mean seconds of each part of a step, over all steps but each run's first, which compiles.
+
+    Evaluations and checkpoints come between steps; their time is spread over all steps.
+
+    Returns:
+      parts: names in order.
+      rows: for each config {seconds: [one for each part], total, tokens_per_second, compiling}, or None without steps;
+        `compiling` is in seconds per run.
+    """
+    timed = [[r for run in c.runs for r in [r for r in run.records if "seconds" in r][1:]] for c in configs]
+    keys = dict.fromkeys(k for own in timed for r in own for k in r if k.startswith("time/") and k not in COMPILING)
+    rows = [_times(c, own, list(keys)) if own else None for c, own in zip(configs, timed, strict=True)]
+    parts = [k.removeprefix("time/").replace("_", " ").replace("logprobs", "log-probs") for k in keys]
+    return {"parts": parts, "rows": rows}
+
+
+def _times(config: Config, records: Sequence[Mapping[str, Any]], keys: Sequence[str]) -> Json:
+    def mean_of(key: str) -> float:
+        return sum(r.get(key) or 0.0 for r in records) / len(records)
+
+    seconds = {key: mean_of(key) for key in keys}
+    step = mean_of("seconds")
+    tokens = sum(r["seconds"] * (r.get("tokens_per_second") or 0.0) for r in records) / len(records)
+    compiling = [sum(r.get("time/compiling") or 0.0 for r in run.records) for run in config.runs]
+    return {
+        "seconds": list(seconds.values()),
+        "total": step + sum(seconds.get(key, 0.0) for key in BETWEEN_STEPS),
+        "tokens_per_second": tokens / step if step else 0.0,
+        "compiling": sum(compiling) / len(compiling),
+    }
+
+
+def _curve(config: Config, panel: Panel) -> Json | None:
+    curves = curves_of(config.runs, panel.key)
+    if not any(curves):
+        return None
+    steps, values = shared_points(curves)
+    raw = panel.scale * values
+    averaged = np.array([smooth(row, len(steps) // 20 | 1) for row in raw])
+    kept = rollouts.evenly(len(steps), POINTS)
+    found: Json = {"steps": [steps[i] for i in kept], "raw": _rounded(raw.mean(0)[kept])}
+    for name, values in (("mean", averaged.mean(0)), ("low", averaged.min(0)), ("high", averaged.max(0))):
+        found[name] = _rounded(values[kept])
+    if panel.held_out:
+        at, scores = shared_points(curves_of(config.runs, panel.held_out))
+        means = panel.scale * scores.mean(0) if at else []
+        found["held_out"] = [[step, float(mean)] for step, mean in zip(at, means, strict=True)]
+    return found
+
+
+def _rounded(values: np.ndarray) -> list[float]:
+    return [float(f"{v:.5g}") for v in values]
 
 
 def embedded(data: Any) -> str:
@@ -94,9 +176,9 @@ def embedded(data: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _axis(budget: budgets.Budget, courses: Sequence[Sequence[budgets.Course]]) -> dict[str, Any]:
+def _axis(budget: Budget, configs: Sequence[Config]) -> dict[str, Any]:
     """An axis of the figures: its unit, the budget, and each config's costs by step, from step 0."""
-    costs = [budgets.mean_costs(own, budget.axis) for own in courses]
+    costs = [tables.mean_costs(config, budget.axis) for config in configs]
     unit, scale = budget.axis, 1
     if budget.axis == "seconds":
         longest = max(max(own) for own in costs)
@@ -105,23 +187,23 @@ def _axis(budget: budgets.Budget, courses: Sequence[Sequence[budgets.Course]]) -
     return {"name": budget.axis, "unit": unit, "budget": budget.amount / scale, "costs": costs}
 
 
-def _results(configs: Sequence[compare.Config], courses: Sequence[Sequence[budgets.Course]]) -> str:
+def _results(configs: Sequence[Config]) -> str:
     """The switch between axes, and the results on each; the style sheet shows those of the chosen axis."""
-    ks = {name: rows[-1].get("k") for own in courses for c in own for name, rows in c.evaluated.items()}
-    choices, tables, rows = [], [], []
-    for i, budget in enumerate(budgets.budgets(courses)):
+    ks = {name: own[-1].get("k") for c in configs for run in c.runs for name, own in run.evaluations.items()}
+    choices, shown, rows = [], [], []
+    for i, budget in enumerate(tables.budgets(configs)):
         given = {"checked": "checked"} if not i else {}
         radio = html_tables.element("input", type="radio", name="axis", value=budget.axis, **given)
         choices.append(html_tables.element("label", radio, f" {budget.axis}"))
-        rows = budgets.results(courses, budget)
+        rows = tables.rows_within(configs, budget)
         table = html_tables.results_table(configs, rows, ks, budget)
-        tables.append(html_tables.element("div", table, class_="at-equal", data_axis=budget.axis))
+        shown.append(html_tables.element("div", table, class_="at-equal", data_axis=budget.axis))
     legend = html_tables.element("legend", "Compare at equal")
     switch = html_tables.element("fieldset", legend, *choices, class_="switch")
-    return "".join((switch, *tables, html_tables.notes(configs, rows)))
+    return "".join((switch, *shown, html_tables.notes(configs, rows)))
 
 
-def _names(configs: Sequence[compare.Config]) -> str:
+def _names(configs: Sequence[Config]) -> str:
     """The runs under the title: their names, or their number where they are many."""
     runs = [run for config in configs for run in config.runs]
     if len(runs) > NAMED:

@@ -1,17 +1,80 @@
-"""The parts that all figures share: colours, an empty figure, axes without clutter, PNG bytes."""
+"""Draws every picture: the curves of a run, the scores of its checkpoints, and the figures of a table of runs.
+
+A line over steps is the mean over seeds, and the band around the line reaches from the least seed to the largest. The
+figures of tables take {row: …} in the order in which the rows are drawn.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import io
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from rpg_jax.report.run_files import Run, Scores, read_config, read_metrics, series
+from rpg_jax.report.seeds import mean
+from rpg_jax.storage import write_atomically
 
 if TYPE_CHECKING:  # matplotlib takes a second to import: a run loads it when it draws
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 INK, MUTED, GRID = "#222222", "#767676", "#e6e6e6"
+RAW, LINE, HELD_OUT = "#b9cde4", "#2a6db0", "#d1495b"  # of the curves of a run
 COLOURS = ("#2a6db0", "#d1495b", "#2e8b57", "#e09f3e", "#7b4ea3", "#4a4a4a", "#17a2a2", "#b5651d", "#9a9a9a", "#e377c2")
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """One metric, shown as `scale` times its value; `held_out` is drawn over it as markers."""
+
+    title: str
+    unit: str
+    key: str
+    scale: float = 1.0
+    held_out: str = ""
+    limits: tuple[float, float] | None = None
+
+
+PANELS = (
+    Panel("Reward", "mean per completion", "reward", held_out="eval/reward"),
+    Panel("Accuracy", "% of completions", "accuracy", 100, held_out="eval/accuracy", limits=(0, 102)),
+    Panel("Completion length", "tokens", "completion_length"),
+    Panel("Entropy", "nats per token", "entropy"),
+    Panel("KL to the reference", "millinats per token", "kl", 1000),
+    Panel("Clipped", "% of trained tokens", "clip_fraction", 100),
+)
+CONVERSATION_PANELS = (  # of a run with an environment, beside the others
+    Panel("Turns", "mean per conversation", "turns"),
+    Panel("Observations", "tokens per conversation", "observed_length"),
+    Panel("Environment failures", "% of conversations", "environment_failed", 100),
+)
+SUPERVISED_PANELS = (  # of a run on demonstrations
+    Panel("Loss", "nats per token", "nll", held_out="held_out_nll"),
+    Panel("Accuracy", "% of completions", "", 100, held_out="eval/accuracy", limits=(0, 102)),
+    Panel("Passes", "over the demonstrations", "epoch"),
+    Panel("Gradient norm", "before it is clipped", "grad_norm"),
+    Panel("Learning rate", "", "learning_rate"),
+    Panel("Speed", "trained tokens per second", "tokens_per_second"),
+)
+TABLE_PANELS = (  # of a table of runs; also the columns of its table of training
+    Panel("Training accuracy", "%", "accuracy", 100),
+    Panel("Entropy", "nats per token", "entropy"),
+    Panel("KL to the behaviour policy", "millinats per token", "behaviour_forward_kl_k1", 1000),
+    Panel("Completion length", "tokens", "completion_length"),
+    Panel("Clipped tokens", "%", "clip_fraction", 100),
+    Panel("KL term's share of the gradient", "%", "kl_gradient_share", 100),
+)
+DRIFT_PANELS = (  # of each held-out set, where a run measured its drift
+    Panel("accuracy", "%", "mean_at_k", 100),
+    Panel("entropy", "nats per token", "entropy"),
+    Panel("length", "tokens", "completion_length"),
+    Panel("KL to the initial policy", "nats", "initial_kl"),  # of completions
+)
 
 
 def empty_figure(
@@ -47,3 +110,255 @@ def png(figure: Figure) -> bytes:
 def legend_columns(labels: Sequence[str], width: float) -> int:
     """The columns of a legend in `width` inches: a letter of size 9 takes 0.075, a handle with its gaps 0.6."""
     return max(1, min(len(labels), int(width / (0.6 + 0.075 * max(map(len, labels), default=0)))))
+
+
+def name_axes(axes: Axes, title: str, below: str) -> None:
+    """Titles axes, and names the horizontal axis."""
+    tidy(axes, title)
+    axes.set_xlabel(below, color=MUTED, fontsize=9)
+
+
+def legend_below(figure: Figure) -> None:
+    """The legend of the first axes, below the figure."""
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    columns = legend_columns(labels, figure.get_figwidth())
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
+
+
+def smooth(values: np.ndarray, width: int) -> np.ndarray:
+    """The centred moving average over `width` values, at the ends over the values that exist."""
+    if width < 2 or len(values) < 2:
+        return values
+    window = np.ones(min(width, len(values)))
+    return np.convolve(values, window, "same") / np.convolve(np.ones(len(values)), window, "same")
+
+
+def shared_points(curves: Iterable[Mapping[int, float]]) -> tuple[list[int], np.ndarray]:
+    """The xs that all curves {x: y} share, and the ys there, f64[curves, xs]. An empty curve does not count."""
+    kept = [curve for curve in curves if curve]
+    xs = sorted(set.intersection(*map(set, kept))) if kept else []
+    return xs, np.array([[curve[x] for x in xs] for curve in kept])
+
+
+def curves_of(runs: Iterable[Run], metric: str) -> list[dict[int, float]]:
+    """{step: value} of a metric, for each run."""
+    return [dict(zip(*series(run.records, metric), strict=True)) for run in runs]
+
+
+def draw_band(axes: Axes, curves: Iterable[Mapping[int, float]], scale: float, colour: str, label: str) -> list[int]:
+    """Draws mean and range of the curves {x: y}; returns the xs that they share."""
+    xs, values = shared_points(curves)
+    if xs:
+        ys = scale * values
+        axes.plot(xs, ys.mean(0), color=colour, linewidth=1.6, label=label)
+        axes.fill_between(xs, ys.min(0), ys.max(0), color=colour, alpha=0.12, linewidth=0)
+    return xs
+
+
+def draw_curves(run_dir: Path) -> Path:
+    """Draws `curves.png` of a run folder from its `metrics.jsonl` and returns its path.
+
+    Raw values are thin lines, their centred moving averages are bold, held-out evaluations are markers. The panel of a
+    metric that the run does not have stays empty.
+
+    Raises:
+      ValueError: the folder has no step.
+    """
+    records = read_metrics(run_dir)
+    if not records:
+        raise ValueError(f"no steps to draw: {run_dir / 'metrics.jsonl'} is missing or empty; run at least one step")
+    supervised = any("epoch" in record for record in records)
+    panels = [*(SUPERVISED_PANELS if supervised else PANELS)]
+    if any(CONVERSATION_PANELS[0].key in record for record in records):
+        panels += CONVERSATION_PANELS
+    lines = len(panels) // 3
+    figure = empty_figure(11, 2.9 * lines, dpi=150, w_pad=0.18, h_pad=0.12)
+    method = "supervised" if supervised else read_config(run_dir).get("method")
+    parts = [run_dir.resolve().name, method, f"step {records[-1]['step']}"]
+    figure.suptitle("   ·   ".join(str(p) for p in parts if p), x=0.012, ha="left", fontsize=10, color=MUTED)
+    for axes, panel in zip(figure.subplots(lines, 3, sharex=True).flat, panels, strict=True):
+        _draw_panel(axes, panel, records)
+    for axes in figure.axes[-3:]:
+        axes.set_xlabel("step", color=MUTED, fontsize=9, loc="right")
+    path = run_dir / "curves.png"
+    write_atomically(path, png(figure))
+    return path
+
+
+def _draw_panel(axes: Axes, panel: Panel, records: Sequence[Mapping[str, Any]]) -> None:
+    steps, values = series(records, panel.key)
+    held_out_steps, held_out = series(records, panel.held_out) if panel.held_out else ([], [])
+    tidy(axes, panel.title, title_pad=18, grid="y")
+    axes.spines["bottom"].set_color(MUTED)
+    axes.locator_params(axis="y", nbins=5)
+    axes.locator_params(axis="x", integer=True)
+    axes.margins(x=0.02, y=0.08)
+    axes.text(0, 1.03, panel.unit, transform=axes.transAxes, fontsize=8.5, color=MUTED)
+    if panel.limits:
+        axes.set_ylim(*panel.limits)
+    if values:
+        raw = np.asarray(values) * panel.scale
+        mean = smooth(raw, len(raw) // 20 | 1)
+        axes.plot(steps, raw, color=RAW, linewidth=0.8)
+        axes.plot(steps, mean, color=LINE, linewidth=1.8, marker="o" if len(steps) == 1 else None, markersize=4)
+        _last(axes, f"{'training ' if held_out else ''}{mean[-1]:.3g}", LINE, height=1.03)
+    if held_out:
+        scored = np.asarray(held_out) * panel.scale
+        axes.plot(held_out_steps, scored, color=HELD_OUT, linewidth=1, marker="o", markersize=4, markeredgewidth=0)
+        _last(axes, f"held out {scored[-1]:.3g}", HELD_OUT, height=1.125)
+    if not values and not held_out:
+        axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color=MUTED)
+        axes.set_yticks([])
+
+
+def _last(axes: Axes, text: str, color: str, height: float) -> None:
+    """Writes the latest value above the panel, where it covers no data."""
+    axes.text(1, height, text, transform=axes.transAxes, ha="right", fontsize=9.5, fontweight="bold", color=color)
+
+
+def draw_checkpoints(title: str, points: Sequence[tuple[int, Mapping[str, Any]]]) -> bytes:
+    """A PNG of Mean@k of each set over the checkpoints of a run; bars are the 95 % intervals over problems.
+
+    Args:
+      points: (step, scores of each set as `scores.summarise` returns them), in the order of steps.
+    """
+    figure = empty_figure(7, 4, dpi=150)
+    axes = figure.subplots()
+    tidy(axes, title, grid="y")
+    apart = (points[-1][0] - points[0][0] or 1) / 150  # so that the bars of two sets do not cover each other
+    for i, (name, colour) in enumerate(zip(points[0][1], COLOURS, strict=False)):
+        means = [next(iter(by_set[name]["scores"].values())) for _, by_set in points]
+        values = [e["value"] for e in means]
+        bars = [[e["value"] - e["low"] for e in means], [e["high"] - e["value"] for e in means]]
+        steps = [step + i * apart for step, _ in points]
+        axes.errorbar(steps, values, bars, color=colour, linewidth=1.5, marker="o", markersize=4, capsize=2, label=name)
+    axes.set_ylabel("Mean@k", color=MUTED, fontsize=9)
+    axes.set_xlabel("step", color=MUTED, fontsize=9, loc="right")
+    axes.locator_params(axis="x", integer=True)
+    axes.legend(frameon=False, fontsize=9)
+    return png(figure)
+
+
+def draw_scores(scores: Mapping[str, Mapping[int, Scores]], compared_with: Mapping[str, str]) -> bytes:
+    """PNG: Last of each set. Rows lie below each other, with mean, 95 % interval and a dot for every seed.
+
+    Args:
+      scores: {row: {seed: scores}}.
+      compared_with: {row: the row that it is compared with}.
+    """
+    rows, names = list(scores), held_out_sets(scores)
+    figure = empty_figure(4.2 * len(names) + 1.5, 0.34 * len(rows) + 1.6)
+    for axes, name in zip(np.atleast_1d(figure.subplots(1, len(names), sharey=True)), names, strict=True):
+        for y, row in enumerate(rows):
+            values = [100 * of_run[name]["last"] for of_run in scores[row].values()]
+            m = mean(values)
+            compared = [place for place, other in enumerate(rows) if compared_with[other] == row]
+            colour = COLOURS[1] if compared else COLOURS[0]
+            axes.plot(values, [y] * len(values), "o", color=colour, alpha=0.25, markersize=4, markeredgewidth=0)
+            axes.errorbar(m.value, y, xerr=0 if math.isnan(m.half) else m.half, fmt="o", color=colour, markersize=5)
+            if compared:
+                axes.vlines(m.value, compared[0] - 0.5, compared[-1] + 0.5, color=colour, linewidth=0.8, alpha=0.5)
+        axes.set_yticks(range(len(rows)), rows)
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        low, high = axes.get_xlim()
+        axes.set_xlim(max(low, -2), min(high, 102))
+        name_axes(axes, name, "Mean@k after the last step, %")
+    return png(figure)
+
+
+def draw_dynamics(rows: Mapping[str, Sequence[Run]], sets: Sequence[str]) -> bytes:
+    """PNG: held-out accuracy of each set, then `TABLE_PANELS`, by step. A panel that no run has is left out."""
+    held_out = [Panel(name, "Mean@k in %", f"eval/{name}/mean_at_k", 100) for name in sets]
+    curves = {p: {row: curves_of(runs, p.key) for row, runs in rows.items()} for p in (*held_out, *TABLE_PANELS)}
+    curves = {panel: by_row for panel, by_row in curves.items() if any(any(own) for own in by_row.values())}
+    lines = math.ceil(len(curves) / 3)
+    figure = empty_figure(13, 3.2 * lines)
+    for place, (panel, by_row) in enumerate(curves.items(), start=1):
+        axes = figure.add_subplot(lines, 3, place)
+        for colour, (row, own) in zip(COLOURS, by_row.items(), strict=False):
+            draw_band(axes, own, panel.scale, colour, row)
+        name_axes(axes, f"{panel.title}, {panel.unit}", "step")
+        axes.locator_params(axis="x", integer=True)
+    legend_below(figure)
+    return png(figure)
+
+
+def draw_pass_at_k(rows: Mapping[str, Sequence[Run]], sets: Sequence[str]) -> bytes | None:
+    """PNG: pass@k of the last evaluation by k, one panel for each set. None if a row has no pass@k."""
+    figure = empty_figure(4.2 * len(sets) + 1.5, 3.6)
+    for axes, name in zip(np.atleast_1d(figure.subplots(1, len(sets), sharey=True)), sets, strict=True):
+        for colour, (row, runs) in zip(COLOURS, rows.items(), strict=False):
+            last = [run.evaluations[name][-1] for run in runs if name in run.evaluations]
+            curves = ({int(key[5:]): v for key, v in own.items() if key.startswith("pass@")} for own in last)
+            ks = draw_band(axes, curves, 100, colour, row)
+            if not ks:
+                return None
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(ks, ks)
+        name_axes(axes, name, "k; pass@k in % after the last step")
+    legend_below(figure)
+    return png(figure)
+
+
+def draw_values(
+    field: str, accuracy: Mapping[str, Mapping[float, Sequence[float]]], chosen: Mapping[str, float], shown: Any = str
+) -> bytes:
+    """PNG: accuracy by the value of a config field, a line for each row: the mean over seeds, and their range.
+
+    Args:
+      accuracy: {row: {value: accuracy of each run in %}}.
+      chosen: {row: the value whose point is filled}.
+      shown: a value as text.
+    """
+    numbers = sorted({value for by_value in accuracy.values() for value in by_value})
+    figure = empty_figure(7, 4.2)
+    axes = figure.subplots()
+    for (row, by_value), colour in zip(accuracy.items(), COLOURS, strict=False):
+        means = {value: sum(own) / len(own) for value, own in by_value.items() if own}
+        for value in means:
+            axes.vlines(value, min(by_value[value]), max(by_value[value]), color=colour, linewidth=1, alpha=0.4)
+        axes.plot(list(means), list(means.values()), "-", color=colour, linewidth=1.2, label=row)
+        for value, m in means.items():
+            filled = {"markersize": 7} if value == chosen.get(row) else {"markersize": 3.5, "markerfacecolor": "white"}
+            axes.plot(value, m, "o", color=colour, **filled)
+    if min(numbers) > 0 and max(numbers) > 2 * min(numbers):
+        axes.set_xscale("log")
+        axes.set_xticks(numbers, [shown(value) for value in numbers])
+        axes.set_xticks([], minor=True)
+    name_axes(axes, "Training accuracy over the last third, % (filled: chosen)", field)
+    handles, labels = axes.get_legend_handles_labels()
+    if len(labels) > 1:
+        figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=8)
+    return png(figure)
+
+
+def draw_drift(rows: Mapping[str, Sequence[Run]], sets: Sequence[str]) -> bytes | None:
+    """PNG: `DRIFT_PANELS` of each set by step. None if no run measured its drift (`evaluation.drift`).
+
+    The error bars of the KL are of its estimate: ± 2 standard errors over prompts, the mean over seeds.
+    """
+    if not any(any(curves_of(runs, f"eval/{name}/initial_kl")) for runs in rows.values() for name in sets):
+        return None
+    figure = empty_figure(4.0 * len(DRIFT_PANELS), 2.7 * len(sets) + 0.6)
+    grid = np.atleast_2d(figure.subplots(len(sets), len(DRIFT_PANELS), sharex=True))
+    for name, line in zip(sets, grid, strict=True):
+        for axes, panel in zip(line, DRIFT_PANELS, strict=True):
+            for (row, runs), colour in zip(rows.items(), COLOURS, strict=False):
+                curves = curves_of(runs, f"eval/{name}/{panel.key}")
+                steps = draw_band(axes, curves, panel.scale, colour, row)
+                at, errors = shared_points(curves_of(runs, f"eval/{name}/{panel.key}_error"))
+                if at and at == steps:
+                    means = panel.scale * shared_points(curves)[1].mean(0)
+                    bars = 2 * panel.scale * errors.mean(0)
+                    axes.errorbar(steps, means, yerr=bars, fmt="none", ecolor=colour, alpha=0.5)
+            tidy(axes, f"{name}: {panel.title}, {panel.unit}")
+            axes.locator_params(axis="x", integer=True)
+    for axes in grid[-1]:
+        axes.set_xlabel("step", color=MUTED, fontsize=9)
+    legend_below(figure)
+    return png(figure)
+
+
+def held_out_sets(scores: Mapping[str, Mapping[int, Scores]]) -> list[str]:
+    """The names of the held-out sets of {row: {seed: scores}}."""
+    return list(next(iter(next(iter(scores.values())).values())))

@@ -1,8 +1,18 @@
-"""Reads run folders that a run may still be writing, or that a killed run left in the middle of a line."""
+"""Reads the folders of runs, and computes scores and costs from the metrics of a run.
 
+A run may still write its files. A killed run may have left a file that ends in the middle of a line.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import functools
+import itertools
 import json
 import math
-from collections.abc import Iterable, Mapping
+import statistics
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -10,6 +20,10 @@ from rpg_jax.storage.json_files import read_if_there
 
 INPUTS = "inputs.json"
 START = "weights before the first step"  # in INPUTS
+
+Record = Mapping[str, Any]  # the metrics of a step
+Scores = dict[str, dict[str, float]]  # {set: {quantity of `QUANTITIES`, or `step`: value}} of a run
+QUANTITIES = ("last", "best", "pass")
 
 
 class Line(NamedTuple):
@@ -70,17 +84,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def read_versions(run_dir: Path) -> dict[str, Any]:
-    """Reads the commit, the packages and the machine of the run; {} if the run ended before it wrote them."""
-    return read_if_there(run_dir / "versions.json")
-
-
-def read_start(run_dir: Path) -> str:
-    """Reads the checksum of the weights before the first step; "" if the run did not write it."""
-    return read_if_there(run_dir / INPUTS).get(START, "")
-
-
-def series(records: Iterable[Mapping[str, Any]], key: str) -> tuple[list[int], list[float]]:
+def series(records: Iterable[Record], key: str) -> tuple[list[int], list[float]]:
     """The steps at which a metric is a finite number, and its values there."""
     points = [(record["step"], record[key]) for record in records if _is_finite(record.get(key))]
     return [step for step, _ in points], [float(value) for _, value in points]
@@ -88,3 +92,130 @@ def series(records: Iterable[Mapping[str, Any]], key: str) -> tuple[list[int], l
 
 def _is_finite(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def evaluations(records: Iterable[Record]) -> dict[str, list[dict[str, Any]]]:
+    """The evaluations of each held-out set, from the metrics `eval/<set>/<score>`.
+
+    Returns:
+      {set: [{step, k, mean_at_k, pass_at_k, maj_at_k, …}]}, in the order of steps.
+    """
+    found: dict[str, list[dict[str, Any]]] = {}
+    for record in records:
+        by_set: dict[str, dict[str, Any]] = {}
+        for key, value in record.items():
+            prefix, _, rest = key.partition("/")
+            name, _, score = rest.rpartition("/")
+            if prefix == "eval" and name:
+                by_set.setdefault(name, {"step": record["step"]})[score] = value
+        for name, scores in by_set.items():
+            found.setdefault(name, []).append(scores)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run, read from its folder or from the kept numbers of a table.
+
+    Attributes:
+      name: the name of its folder.
+      seed: its seed; None if the run has not written its config.
+      config: the resolved config by dotted names.
+      records: one for each step, in order. Step 0 has evaluations alone.
+      folder: None if the run was read from kept numbers.
+      row: the row of a table that the run belongs to; "" outside of tables.
+      versions: commit, packages, Python and devices; {} if the run ended before it wrote them.
+      start: checksum of the weights before the first step; "" if unknown.
+    """
+
+    name: str
+    seed: int
+    config: Mapping[str, Any]
+    records: Sequence[Record]
+    folder: Path | None = dataclasses.field(default=None, compare=False)
+    row: str = ""
+    versions: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    start: str = ""
+
+    @classmethod
+    def read(cls, folder: Path, row: str = "") -> Run:
+        """Reads the folder of a run. Files that the run has not written yet leave their attributes empty."""
+        config = flat(read_config(folder))
+        versions, start = read_if_there(folder / "versions.json"), read_if_there(folder / INPUTS).get(START, "")
+        name, seed = folder.resolve().name, config.get("seed")
+        return cls(name, seed, config, read_metrics(folder), folder, row, versions, start)  # type: ignore[arg-type]
+
+    @property
+    def trained(self) -> list[Record]:
+        """The records of the steps that trained."""
+        return [record for record in self.records if record["step"] > 0]
+
+    @property
+    def ended(self) -> bool:
+        """Whether all steps are done."""
+        return bool(self.records) and self.records[-1]["step"] == self.config.get("train.steps")
+
+    @functools.cached_property
+    def evaluations(self) -> dict[str, list[dict[str, Any]]]:
+        """As `evaluations` returns them."""
+        return evaluations(self.records)
+
+    def scores(self, until: int | None = None) -> Scores:
+        """The scores of each set by the evaluations up to the step `until` (default: all).
+
+        `last` is Mean@k of the last evaluation, `pass` its pass@k and `step` its step. `best` is the largest Mean@k, as
+        the paper defines Best.
+        """
+        scores = {}
+        for name, records in self.evaluations.items():
+            if counted := [record for record in records if until is None or record["step"] <= until]:
+                best, last = max(record["mean_at_k"] for record in counted), counted[-1]
+                own = {"last": last["mean_at_k"], "best": best, "pass": last["pass_at_k"], "step": last["step"]}
+                scores[name] = own
+        return scores
+
+    def late(self, metric: str, until: int | None = None) -> float:
+        """Mean of a metric over the last third of the steps up to `until` that have it; nan without a value."""
+        values = series((r for r in self.trained if until is None or r["step"] <= until), metric)[1]
+        third = values[-max(1, len(values) // 3) :]
+        return sum(third) / len(third) if third else math.nan
+
+    @functools.cached_property
+    def costs(self) -> dict[str, dict[int, float]]:
+        """{axis: {step: cost from the start of the run to the end of the step}}, from step 0, which costs nothing.
+
+        The axes are steps, updates, completions generated, of which dynamic sampling does not train all, and seconds
+        in steps, without evaluations and checkpoints. An axis that some step does not record is left out.
+
+        A step that compiled counts as the median step that did not: an earlier run may have kept the programs, and the
+        compilation may have begun before the step.
+        """
+        records = self.trained
+        steps = [record["step"] for record in records]
+        size = self.config.get("rollout.group_size")
+        found: dict[str, Sequence[float]] = {"steps": steps}
+        if all("updates" in record for record in records):
+            found["updates"] = [record["updates"] for record in records]
+        if size and all("groups_generated" in record for record in records):
+            found["completions"] = [*itertools.accumulate(size * record["groups_generated"] for record in records)]
+        usual = [record["seconds"] for record in records if "seconds" in record and not record.get("time/compiling")]
+        if usual and all("seconds" in record for record in records):
+            median = statistics.median(usual)
+            each = (median if record.get("time/compiling") else record["seconds"] for record in records)
+            found["seconds"] = [*itertools.accumulate(each)]
+        return {axis: {0: 0.0, **dict(zip(steps, spent, strict=True))} for axis, spent in found.items()}
+
+    def spent(self, axis: str, step: int | None = None) -> float:
+        """The cost up to the end of a step, by default of the last; up to the step before it if it is missing."""
+        steps = list(self.costs[axis])
+        return self.costs[axis][steps[-1 if step is None else bisect.bisect(steps, step) - 1]]
+
+    def last_step_within(self, axis: str, amount: float) -> int:
+        """The last step by which the run has spent no more than `amount`."""
+        most = amount * (1 + 1e-9)  # sums of seconds round
+        return max(step for step, cost in self.costs[axis].items() if cost <= most)
+
+    def brief(self, columns: Collection[str]) -> Run:
+        """The same run with these metrics alone."""
+        kept = [{key: value for key, value in r.items() if key in ("step", *columns)} for r in self.records]
+        return dataclasses.replace(self, records=kept)

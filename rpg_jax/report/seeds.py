@@ -1,20 +1,13 @@
-"""Last and Best of a run; means, intervals and paired differences over seeds."""
+"""Means over seeds, their intervals, and paired differences."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from rpg_jax.report.summary import evaluations
-
-# {set: {quantity: value}} of one run; the quantities are `last`, `best` and `pass` (pass@k of the last evaluation).
-CellScores = dict[str, dict[str, float]]
-QUANTITIES = ("last", "best", "pass")
 SEEDS_TO_RANK = 3  # of two seeds, the 95 % interval is 12.7 standard errors to either side
 
 
@@ -50,24 +43,6 @@ class Mean:
 
     def times(self, factor: float) -> Mean:
         return Mean(factor * self.value, factor * self.half, self.seeds)
-
-
-def cell_scores(run_dir: Path) -> CellScores:
-    """Scores of a run. Last is Mean@k after the last step; Best, as the paper defines it, the largest Mean@k."""
-    return scores_of(evaluations(run_dir))
-
-
-def scores_of(evaluated: Mapping[str, Sequence[Mapping[str, Any]]], *, until: int | None = None) -> CellScores:
-    """Scores of a run from its evaluations by set, in the order of steps; with `until`, from those up to it alone.
-
-    Last is Mean@k after the last step; Best, as the paper defines it, the largest Mean@k.
-    """
-    scores = {}
-    for name, records in evaluated.items():
-        if counted := [record for record in records if until is None or record["step"] <= until]:
-            best = max(record["mean_at_k"] for record in counted)
-            scores[name] = {"last": counted[-1]["mean_at_k"], "best": best, "pass": counted[-1]["pass_at_k"]}
-    return scores
 
 
 def mean(values: Sequence[float]) -> Mean:

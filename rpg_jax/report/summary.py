@@ -1,12 +1,12 @@
 """Writes `summary.md`, the page that a run leaves: scores, work, settings, files."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rpg_jax.report.markdown import table
 from rpg_jax.report.progress import duration
-from rpg_jax.report.run_files import flat, read_config, read_metrics, series
+from rpg_jax.report.run_files import Record, Run, series
+from rpg_jax.report.tables import markdown_table
 from rpg_jax.storage import write_atomically
 
 HIGHLIGHTS = (  # config field, name in the table
@@ -53,37 +53,14 @@ FILES = (
 )
 
 
-def evaluations(run_dir: Path) -> dict[str, list[dict[str, Any]]]:
-    """Reads the evaluations of each held-out set of a run, as `evaluations_in` returns them."""
-    return evaluations_in(read_metrics(run_dir))
-
-
-def evaluations_in(records: Iterable[Mapping[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The evaluations of each held-out set in the metrics `eval/<set>/<score>` of a run's records.
-
-    Returns:
-      {set: [{step, k, mean_at_k, pass_at_k, maj_at_k, …}]}, in the order of steps.
-    """
-    found: dict[str, list[dict[str, Any]]] = {}
-    for record in records:
-        by_set: dict[str, dict[str, Any]] = {}
-        for key, value in record.items():
-            prefix, _, rest = key.partition("/")
-            name, _, score = rest.rpartition("/")
-            if prefix == "eval" and name:
-                by_set.setdefault(name, {"step": record["step"]})[score] = value
-        for name, scores in by_set.items():
-            found.setdefault(name, []).append(scores)
-    return found
-
-
 def write_summary(run_dir: Path) -> Path:
     """Writes `summary.md` of a run, finished or interrupted, and returns its path."""
+    run = Run.read(run_dir)
     sections = [
-        f"# {run_dir.resolve().name}",
-        _scores(evaluations(run_dir)),
-        _work(read_metrics(run_dir)),
-        _settings(flat(read_config(run_dir)), supervised=any("epoch" in r for r in read_metrics(run_dir))),
+        f"# {run.name}",
+        _scores(run.evaluations),
+        _work(run.records),
+        _settings(run.config, supervised=any("epoch" in record for record in run.records)),
         _files(run_dir),
     ]
     path = run_dir / "summary.md"
@@ -93,10 +70,10 @@ def write_summary(run_dir: Path) -> Path:
 
 def closing_message(run_dir: Path) -> str:
     """The last lines that a run prints: its scores, and where to look."""
-    lines = []
-    if losses := series(read_metrics(run_dir), "held_out_nll")[1]:
+    run, lines = Run.read(run_dir), []
+    if losses := series(run.records, "held_out_nll")[1]:
         lines.append(f"held-out loss: {losses[0]:.3f} → {losses[-1]:.3f} nats per token")
-    for name, scores in evaluations(run_dir).items():
+    for name, scores in run.evaluations.items():
         first, last = scores[0], scores[-1]
         start = f"{first['mean_at_k']:.3f} (step {first['step']}) → " if first is not last else ""
         lines.append(f"{name} accuracy: {start}{last['mean_at_k']:.3f} (step {last['step']})")
@@ -115,10 +92,10 @@ def _scores(by_set: Mapping[str, list[dict[str, Any]]]) -> str:
             shown = [_score(score.get(key)) for key in ("mean_at_k", "standard_error", "pass_at_k", "maj_at_k")]
             rows.append((name, label, score["step"], score.get("k", "–"), *shown))
     head = ("set", "", "step", "k", "Mean@k", "standard error", "pass@k", "maj@k")
-    return f"## Scores\n\n{table(head, rows)}"
+    return f"## Scores\n\n{markdown_table(head, rows)}"
 
 
-def _work(records: list[dict[str, Any]]) -> str:
+def _work(records: Sequence[Record]) -> str:
     if not records:
         return "No step was finished."
     rows = [("steps", f"{records[-1]['step']}")]
@@ -133,7 +110,7 @@ def _work(records: list[dict[str, Any]]) -> str:
         rows.append(("largest sampler–trainer gap", f"{max(gaps):.1e} nats"))
     if skipped := series(records, "skipped_updates")[1]:
         rows.append(("updates skipped as not finite", f"{skipped[-1]:.0f}"))
-    return f"## Work\n\n{table(('', ''), rows)}"
+    return f"## Work\n\n{markdown_table(('', ''), rows)}"
 
 
 def _settings(config: Mapping[str, Any], *, supervised: bool) -> str:
@@ -142,12 +119,12 @@ def _settings(config: Mapping[str, Any], *, supervised: bool) -> str:
     rank, alpha, targets = (config.get(f"model.lora.{name}") for name in ("rank", "alpha", "targets"))
     if rank and not supervised:
         rows.append(("adapters", f"`rank {rank}, alpha {alpha:g}, {targets}`"))
-    return f"## Settings\n\n{table(('', ''), rows)}" if rows else ""
+    return f"## Settings\n\n{markdown_table(('', ''), rows)}" if rows else ""
 
 
 def _files(run_dir: Path) -> str:
     present = [(f"[{name}]({name})", note) for name, note in FILES if (run_dir / name).exists()]
-    return f"## Files\n\n{table(('', ''), present)}" if present else ""
+    return f"## Files\n\n{markdown_table(('', ''), present)}" if present else ""
 
 
 def _score(value: float | None) -> str:

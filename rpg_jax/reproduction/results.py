@@ -1,97 +1,32 @@
-"""The results of a table's runs: all that pages and figures show of them."""
+"""The results of a table: its rows as they were run, and its runs. One compact file keeps the results of a table.
+
+Rows are compared from one warm start, and another machine's warm start may decide more than any row. Kept runs that
+started from other weights than the new runs are refused.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import gzip
+import json
+import math
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from rpg_jax.report import costs
-from rpg_jax.report.seeds import CellScores, scores_of
-from rpg_jax.report.summary import evaluations_in
-from rpg_jax.reproduction.table import Table
-from rpg_jax.training.reference import make_rule
-from rpg_jax.types import Count
+from rpg_jax.report.plots import TABLE_PANELS
+from rpg_jax.report.run_files import Run
+from rpg_jax.reproduction.table import LEARNING_RATE, PlannedRun, Table
+from rpg_jax.storage import write_atomically
 
-# Training metrics by title, each with its scale.
-DYNAMICS = {
-    "Training accuracy, %": ("accuracy", 100),
-    "Entropy, nats per token": ("entropy", 1),
-    "KL to the behaviour policy, millinats per token": ("behaviour_forward_kl_k1", 1000),
-    "Completion length, tokens": ("completion_length", 1),
-    "Clipped tokens, %": ("clip_fraction", 100),
-    "KL term's share of the gradient, %": ("kl_gradient_share", 100),
-}
-
-Record = dict[str, Any]
-Evaluations = dict[str, list[Record]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """One run of a table.
-
-    Attributes:
-      row, seed: its place in the table.
-      name: of its folder.
-      config: the resolved config by dotted names, without the fields that say where files lie.
-      versions: commit, packages, Python and devices.
-      records: one for each step, from step 0, with the metrics that the page needs.
-      start: checksum of the weights before the first step; "" if unknown.
-    """
-
-    row: str
-    seed: int
-    name: str
-    config: Mapping[str, Any]
-    versions: Mapping[str, Any]
-    records: Sequence[Record]
-    start: str = ""
-
-    @property
-    def trained(self) -> list[Record]:
-        """The records of steps that trained; step 0 has only evaluations."""
-        return [record for record in self.records if "accuracy" in record]
-
-    @property
-    def ended(self) -> bool:
-        """Whether all steps are done."""
-        return bool(self.records) and self.records[-1]["step"] == self.config.get("train.steps")
-
-    def evaluations(self) -> Evaluations:
-        """{set: [{step, k, mean_at_k, …}]}, in the order of steps."""
-        return evaluations_in(self.records)
-
-    def scores(self) -> CellScores:
-        return scores_of(self.evaluations())
-
-    def late(self, metric: str, steps: int | None = None) -> float:
-        """`costs.late` of the first `steps` steps (default: of all)."""
-        return costs.late(self.trained[:steps], metric)
-
-    def completions(self) -> list[int]:
-        """Completions generated up to the end of each step."""
-        return costs.completions(self.trained, self.config["rollout.group_size"])
-
-    def updates(self) -> list[int]:
-        """Updates up to the end of each step."""
-        return [record["updates"] for record in self.trained]
-
-    def seconds(self) -> list[float]:
-        """`costs.seconds` of the run."""
-        return costs.seconds(self.trained)
-
-    def brief(self, columns: Collection[str]) -> Run:
-        """The same run with these metrics only."""
-        kept = [{key: value for key, value in r.items() if key in ("step", *columns)} for r in self.records]
-        return dataclasses.replace(self, records=kept)
-
-    def reference(self) -> str | None:
-        """The policy that anchors the KL term; None for the behaviour policy."""
-        numbers = {name: self.config[f"reference.{name}"] for name in ("kl_threshold", "kl_decay")}
-        every = Count.parse(self.config["reference.every"], "reference.every")
-        return make_rule(self.config["reference.rule"], every=every, **numbers).anchor()
-
+_CRITIC = ("explained_variance", "value", "return")
+_COSTS = ("groups_generated", "updates", "seconds", "time/compiling")
+COLUMNS = (*(panel.key for panel in TABLE_PANELS), "kl_k1", *_CRITIC, *_COSTS)  # and all of eval/
+SCAN_COLUMNS = ("accuracy", "seconds")  # of runs that choose learning rates; without eval/
+DIGITS = 4  # significant, of every number that is kept
+_RENAMED = {"behaviour_kl_k1": ("behaviour_forward_kl_k1", -1)}  # metrics of older runs: name and factor of today
+_PLACES = ("run.", "distributed.", "log.", "profile.", "warm_start.dir")  # they change no number of a run
+_MADE_WITH = ("commit", "uncommitted_changes", "python", "packages", "platform", "devices")
 
 Rows = dict[str, dict[int, Run]]  # {row: {seed: run}}
 
@@ -103,7 +38,7 @@ class Results:
     Attributes:
       name: of the table and its files.
       table: rows as they were run.
-      runs: in the order of the table's cells.
+      runs: in the order of the table's planned runs.
       command, hardware: what made the runs, and on what.
       extra: overrides of every run.
       scan: the runs that chose the learning rates; None without such a scan.
@@ -128,3 +63,233 @@ class Results:
     def all_runs(self) -> list[Run]:
         """The runs of the table and of its scan."""
         return [*self.runs, *(self.scan.runs if self.scan else ())]
+
+
+def collect(
+    planned: Sequence[PlannedRun], out: Path, columns: Sequence[str] = COLUMNS, *, evaluated: bool = True
+) -> list[Run]:
+    """Reads the planned runs that have started; numbers are rounded to `DIGITS`."""
+    runs = []
+    for plan in planned:
+        run = Run.read(out / "runs" / plan.name, plan.row)
+        if not run.config:
+            continue
+        records = [
+            {key: _rounded(v) for key, v in record.items() if key in ("step", *columns) or evaluated and _of_set(key)}
+            for record in map(_with_names_of_today, run.records)
+        ]
+        runs.append(
+            dataclasses.replace(
+                run,
+                seed=plan.seed,
+                config={key: value for key, value in run.config.items() if not key.startswith(_PLACES)},
+                versions={key: value for key, value in run.versions.items() if key in _MADE_WITH},
+                records=records,
+            )
+        )
+    return runs
+
+
+def save(results: Results, path: Path) -> None:
+    """Writes the results as compressed JSON. Equal results are equal bytes."""
+    text = json.dumps(_packed(results), separators=(",", ":"), ensure_ascii=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, gzip.compress(text.encode(), 9, mtime=0))
+
+
+def load(path: Path) -> Results:
+    """Reads what `save` wrote.
+
+    Raises:
+      ValueError: there is no such file, or it is of another kind.
+    """
+    try:
+        return _unpacked(json.loads(gzip.decompress(path.read_bytes())))
+    except FileNotFoundError:
+        raise ValueError(f"no data in {path}: make the table first, or give --from-data=PATH") from None
+    except (OSError, EOFError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not the data of a table: {error}") from error
+
+
+def check_kept(kept: Results, name: str, table: Table, extra: Sequence[str]) -> None:
+    """Refuses kept numbers that cannot stand on one page with runs of `table`.
+
+    Raises:
+      ValueError: they are of another table, have other overrides, or a row of both has other settings.
+    """
+    if (kept.name, kept.table.config) != (name, table.config):
+        raise ValueError(f"the kept numbers are of {kept.name} ({kept.table.config}), not of {name} ({table.config})")
+    if tuple(kept.extra) != tuple(extra):
+        raise ValueError(f"the kept runs of {name} have the overrides {list(kept.extra)}, not {list(extra)}")
+    for row in table.rows.keys() & kept.table.rows.keys():
+        if tuple(table.rows[row]) != tuple(kept.table.rows[row]):
+            raise ValueError(
+                f"the kept runs of {row} have {list(kept.table.rows[row])}, today's have {list(table.rows[row])}: "
+                "make the table without kept runs, or leave this row out of --methods"
+            )
+
+
+def missing(planned: Sequence[PlannedRun], kept: Results | None) -> list[PlannedRun]:
+    """The planned runs that the kept numbers lack, or that had not ended."""
+    ended = {(run.row, run.seed, run.name) for run in kept.runs if run.ended} if kept else set()
+    return [plan for plan in planned if (plan.row, plan.seed, plan.name) not in ended]
+
+
+def together(kept: Results, new: Results, order: Collection[str]) -> Results:
+    """The runs of both. Of a run that both have, the new one counts.
+
+    Args:
+      order: of the rows; those that it lacks come last.
+
+    Raises:
+      ValueError: they started from different weights.
+    """
+    _check_starts(kept, new)
+    rows = {**kept.table.rows, **new.table.rows}
+    names = [row for row in order if row in rows] + [row for row in rows if row not in order]
+    runs: dict[tuple[int, int], Run] = {}
+    for run in [*kept.runs, *new.runs]:
+        runs[run.seed, names.index(run.row)] = run
+    table = dataclasses.replace(
+        new.table,
+        rows={row: rows[row] for row in names},
+        baselines={**kept.table.baselines, **new.table.baselines},
+        swept={row: values for row, values in {**kept.table.swept, **new.table.swept}.items() if row in rows},
+    )
+    return dataclasses.replace(
+        new,
+        table=table,
+        runs=[runs[place] for place in sorted(runs)],
+        hardware="; ".join(dict.fromkeys([*kept.hardware.split("; "), *new.hardware.split("; ")])),
+    )
+
+
+def scan_from(data: Results, table: Table, extra: Sequence[str]) -> Results:
+    """The runs in `data`, of a sweep or of a table's scan, that choose the learning rate of each row of `table`.
+
+    Raises:
+      ValueError: the data have no sweep of the learning rate alone, have other overrides, or lack a row.
+    """
+    found = data if data.table.swept else data.scan
+    fields = {field for _, values in found.table.swept.values() for field in values} if found else set()
+    if found is None or fields != {LEARNING_RATE}:
+        raise ValueError(f"{data.name} is no sweep of {LEARNING_RATE} alone: it has {', '.join(fields) or 'no sweep'}")
+    if tuple(found.extra) != tuple(extra):
+        raise ValueError(f"the runs of {data.name} have the overrides {list(found.extra)}, not {list(extra)}")
+    rates = list(dict.fromkeys(values[LEARNING_RATE] for _, values in found.table.swept.values()))
+    scanned = dataclasses.replace(table, rates=rates).scan()
+    by_name = {run.name: run.brief(SCAN_COLUMNS) for run in found.runs}
+    planned = scanned.planned_runs(sorted({run.seed for run in found.runs}))
+    runs = [dataclasses.replace(by_name[plan.name], row=plan.row) for plan in planned if plan.name in by_name]
+    if absent := sorted(set(scanned.rows) - {run.row for run in runs}):
+        raise ValueError(f"{data.name} has no run of {', '.join(absent)}")
+    return dataclasses.replace(found, table=scanned, runs=runs, scan=None)
+
+
+def _check_starts(kept: Results, new: Results) -> None:
+    """Raises ValueError if runs of one model that was read or warm-started began with different weights."""
+    began: dict[str, dict[str, Run]] = {}
+    for run in [*kept.all_runs(), *new.all_runs()]:
+        if run.start and (run.config.get("warm_start.enabled") or run.config.get("model.path")):
+            model = json.dumps({key: v for key, v in run.config.items() if key.startswith("model.")}, sort_keys=True)
+            began.setdefault(model, {}).setdefault(run.start, run)
+    for starts in began.values():
+        if len(starts) > 1:
+            names = " and ".join(f"{run.name} ({start})" for start, run in starts.items())
+            raise ValueError(
+                f"{names} did not start from the same weights, so their rows cannot be compared: copy the warm start "
+                "of the kept runs into the folder warm_starts of these, or make the table without kept runs"
+            )
+
+
+def _with_names_of_today(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The record with today's names for metrics."""
+    today: dict[str, Any] = {}
+    for key, value in record.items():
+        name, factor = _RENAMED.get(key, (key, 1))
+        today[name] = value if key == name or value is None else factor * value
+    return today
+
+
+def _of_set(key: str) -> bool:
+    return key.startswith("eval/") and key.count("/") > 1
+
+
+def _rounded(value: Any) -> Any:
+    if not isinstance(value, float):
+        return value
+    return float(f"{value:.{DIGITS}g}") if math.isfinite(value) else None
+
+
+def _packed(results: Results) -> dict[str, Any]:
+    """JSON: what all configs share once, equal versions once, metrics by columns."""
+    configs = [run.config for run in results.runs]
+    common = {k: v for k, v in (configs[0] if configs else {}).items() if all(k in c and c[k] == v for c in configs)}
+    versions: list[Mapping[str, Any]] = []
+    runs = []
+    for run in results.runs:
+        if run.versions not in versions:
+            versions.append(run.versions)
+        own = {key: value for key, value in run.config.items() if key not in common}
+        about = {"row": run.row, "seed": run.seed, "name": run.name, "versions": versions.index(run.versions)}
+        about |= {"start": run.start} if run.start else {}
+        runs.append({**about, "config": own, "metrics": _columns(run.records)})
+    return {
+        "name": results.name,
+        "table": dataclasses.asdict(results.table),
+        "command": results.command,
+        "hardware": results.hardware,
+        "extra": list(results.extra),
+        "versions": versions,
+        "config": common,
+        "runs": runs,
+        "scan": _packed(results.scan) if results.scan else None,
+    }
+
+
+def _unpacked(packed: Mapping[str, Any]) -> Results:
+    about = dict(packed["table"])
+    about["rows"] = {row: tuple(overrides) for row, overrides in about["rows"].items()}
+    about["swept"] = {row: (group, values) for row, (group, values) in about["swept"].items()}
+    runs = []
+    for run in packed["runs"]:
+        runs.append(
+            Run(
+                name=run["name"],
+                seed=run["seed"],
+                config={**packed["config"], **run["config"]},
+                records=_records(run["metrics"]),
+                row=run["row"],
+                versions=packed["versions"][run["versions"]],
+                start=run.get("start", ""),
+            )
+        )
+    return Results(
+        packed["name"],
+        Table(**about),
+        runs,
+        packed["command"],
+        packed["hardware"],
+        tuple(packed["extra"]),
+        _unpacked(packed["scan"]) if packed["scan"] else None,
+    )
+
+
+def _columns(records: Sequence[Mapping[str, Any]]) -> list[dict[str, list]]:
+    """Metrics by columns; columns that have values at the same steps stand together with these steps."""
+    keys = dict.fromkeys(key for record in records for key in record if key != "step")
+    together: dict[tuple[int, ...], dict[str, list]] = {}
+    for key in keys:
+        steps = tuple(record["step"] for record in records if key in record)
+        block = together.setdefault(steps, {"step": list(steps)})
+        block[key] = [record[key] for record in records if key in record]
+    return list(together.values())
+
+
+def _records(blocks: Sequence[Mapping[str, list]]) -> list[dict[str, Any]]:
+    by_step: dict[int, dict[str, Any]] = {}
+    for block in blocks:
+        for place, step in enumerate(block["step"]):
+            record = by_step.setdefault(step, {"step": step})
+            record |= {key: values[place] for key, values in block.items() if key != "step"}
+    return [_with_names_of_today(by_step[step]) for step in sorted(by_step)]

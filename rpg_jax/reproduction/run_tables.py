@@ -1,28 +1,33 @@
-"""Makes a table from training runs: runs its scan and its cells, keeps their numbers, writes the page from these.
+"""Makes a table: trains the runs that choose learning rates and the reported runs, and writes the page from them.
 
-Rows are compared from one warm start, and another machine's warm start may decide more than any row. Kept runs that
-started from other weights than the new runs are refused.
+The numbers of the runs are kept beside the page. An interrupted table continues where it was.
 """
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import jax
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from rpg_jax.reproduction import choice, result_files, table_page
-from rpg_jax.reproduction.cells import run_cells, steps_of
-from rpg_jax.reproduction.results import Results, Run
-from rpg_jax.reproduction.table import LEARNING_RATE, Cell, Table
+import rpg_jax
+from rpg_jax.report.run_files import read_config, read_metrics
+from rpg_jax.reproduction import page, results, sweeps
+from rpg_jax.reproduction.results import Results
+from rpg_jax.reproduction.table import PlannedRun, Table
 from rpg_jax.reproduction.tables import TABLES
-from rpg_jax.runs import config_files, resolve
+from rpg_jax.reproduction.workers import Task, cores, run_tasks
+from rpg_jax.runs import config_files, resolve, train_command
+from rpg_jax.storage import write_atomically
 
 SEEDS, QUICK_SEEDS, QUICK_STEPS = 5, 2, 20
 QUICK_ROWS = ("GRPO", "DAPO", "RPG-REINFORCE-URKL")
@@ -32,7 +37,7 @@ DATA = config_files.ROOT / "docs" / "tables" / "data"
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class TableOptions:
     """How a table is run.
 
     Attributes:
@@ -56,31 +61,31 @@ class Job:
     kept: Path | None = None
 
 
-def make_table(name: str, table: Table, job: Job) -> tuple[Path, dict[str, Path]]:
+def make_table(name: str, table: Table, options: TableOptions) -> tuple[Path, dict[str, Path]]:
     """Runs a table; returns its page and the logs of the runs that failed.
 
     Raises:
-      ValueError: a run would be refused, a seed is both reported and chosen with, `job.rates` lacks a row, the runs of
-        `job.kept` do not go with the others, or no run has a score.
+      ValueError: a run would be refused, a seed is both reported and chosen with, `options.rates` lacks a row, the
+        runs of `options.kept` do not go with the others, or no run has a score.
     """
     jax.config.update("jax_platforms", "cpu")  # of this process: the accelerator belongs to the runs
-    check_table(table, job.extra)
-    kept = result_files.load(job.kept) if job.kept else None
+    check_table(table, options.extra)
+    kept = results.load(options.kept) if options.kept else None
     if kept:
-        check_kept(kept, name, table, job.extra)
-    scan, failed = _scan(name, table, job, kept.scan if kept else None)
-    chosen = {row: values for row, values in choice.best_values(scan).items() if row in table.rows} if scan else None
+        results.check_kept(kept, name, table, options.extra)
+    scan, failed = _scan(name, table, options, kept.scan if kept else None)
+    chosen = {row: values for row, values in sweeps.best_values(scan).items() if row in table.rows} if scan else None
     at_rates = table if chosen is None else table.with_settings(chosen)
-    cells = missing(at_rates.cells(job.seeds), kept)
-    failed |= _run(cells, job)
-    results = Results(name, table, result_files.collect(cells, job.out), *_about(job), scan)
+    planned = results.missing(at_rates.planned_runs(options.seeds), kept)
+    failed |= _run(planned, options)
+    found = Results(name, table, results.collect(planned, options.out), *_about(options), scan)
     if kept:
-        results = together(kept, results, list(TABLES[name].rows))
-    if not any(run.scores() for run in results.runs):
-        raise ValueError(f"{job.out / 'runs'} has no evaluated run of this table: look at {job.out / 'logs'}")
-    data = job.out / name / f"{name}.json.gz"
-    result_files.save(results, data)
-    return page_from(data, job.out), failed
+        found = results.together(kept, found, list(TABLES[name].rows))
+    if not any(run.scores() for run in found.runs):
+        raise ValueError(f"{options.out / 'runs'} has no evaluated run of this table: look at {options.out / 'logs'}")
+    data = options.out / name / f"{name}.json.gz"
+    results.save(found, data)
+    return page_from(data, options.out), failed
 
 
 def page_from(data: Path, out: Path) -> Path:
@@ -89,8 +94,8 @@ def page_from(data: Path, out: Path) -> Path:
     Raises:
       ValueError: there are no such data.
     """
-    results = result_files.load(data)
-    return table_page.write_page(results, out / results.name)
+    found = results.load(data)
+    return page.write_page(found, out / found.name)
 
 
 def check_table(table: Table, extra: Sequence[str]) -> None:
@@ -113,75 +118,6 @@ def check_table(table: Table, extra: Sequence[str]) -> None:
             raise ValueError(f"{row}: {error}" if row else str(error)) from error
 
 
-def check_kept(kept: Results, name: str, table: Table, extra: Sequence[str]) -> None:
-    """Refuses kept numbers that cannot stand on one page with runs of `table`.
-
-    Raises:
-      ValueError: they are of another table, have other overrides, or a row of both has other settings.
-    """
-    if (kept.name, kept.table.config) != (name, table.config):
-        raise ValueError(f"the kept numbers are of {kept.name} ({kept.table.config}), not of {name} ({table.config})")
-    if tuple(kept.extra) != tuple(extra):
-        raise ValueError(f"the kept runs of {name} have the overrides {list(kept.extra)}, not {list(extra)}")
-    for row in table.rows.keys() & kept.table.rows.keys():
-        if tuple(table.rows[row]) != tuple(kept.table.rows[row]):
-            raise ValueError(
-                f"the kept runs of {row} have {list(kept.table.rows[row])}, today's have {list(table.rows[row])}: "
-                "make the table without kept runs, or leave this row out of --methods"
-            )
-
-
-def missing(cells: Sequence[Cell], kept: Results | None) -> list[Cell]:
-    """The cells that the kept numbers lack, or whose run had not ended."""
-    ended = {(run.row, run.seed, run.name) for run in kept.runs if run.ended} if kept else set()
-    return [cell for cell in cells if (cell.row, cell.seed, cell.name) not in ended]
-
-
-def together(kept: Results, new: Results, order: Collection[str]) -> Results:
-    """The runs of both. Of a run that both have, the new one counts.
-
-    Args:
-      order: of the rows; those that it lacks come last.
-
-    Raises:
-      ValueError: they started from different weights.
-    """
-    _check_starts(kept, new)
-    rows = {**kept.table.rows, **new.table.rows}
-    names = [row for row in order if row in rows] + [row for row in rows if row not in order]
-    runs: dict[tuple[int, int], Run] = {}
-    for run in [*kept.runs, *new.runs]:
-        runs[run.seed, names.index(run.row)] = run
-    table = dataclasses.replace(
-        new.table,
-        rows={row: rows[row] for row in names},
-        baselines={**kept.table.baselines, **new.table.baselines},
-        swept={row: values for row, values in {**kept.table.swept, **new.table.swept}.items() if row in rows},
-    )
-    return dataclasses.replace(
-        new,
-        table=table,
-        runs=[runs[place] for place in sorted(runs)],
-        hardware="; ".join(dict.fromkeys([*kept.hardware.split("; "), *new.hardware.split("; ")])),
-    )
-
-
-def _check_starts(kept: Results, new: Results) -> None:
-    """Raises ValueError if runs of one model that was read or warm-started began with different weights."""
-    began: dict[str, dict[str, Run]] = {}
-    for run in [*kept.all_runs(), *new.all_runs()]:
-        if run.start and (run.config.get("warm_start.enabled") or run.config.get("model.path")):
-            model = json.dumps({key: v for key, v in run.config.items() if key.startswith("model.")}, sort_keys=True)
-            began.setdefault(model, {}).setdefault(run.start, run)
-    for starts in began.values():
-        if len(starts) > 1:
-            told = " and ".join(f"{run.name} ({start})" for start, run in starts.items())
-            raise ValueError(
-                f"{told} did not start from the same weights, so their rows cannot be compared: copy the warm start of "
-                "the kept runs into the folder warm_starts of these, or make the table without kept runs"
-            )
-
-
 def quick_rows(table: Table) -> list[str]:
     """The rows of a look: GRPO, DAPO and RPG-REINFORCE-URKL; in a table without them the baseline and the last two."""
     if set(QUICK_ROWS) <= set(table.rows):
@@ -189,49 +125,29 @@ def quick_rows(table: Table) -> list[str]:
     return [table.baseline, *[row for row in reversed(list(table.rows)) if row != table.baseline][:2]]
 
 
-def scan_from(data: Results, table: Table, extra: Sequence[str]) -> Results:
-    """The runs in `data`, of a sweep or of a table's scan, that choose the learning rate of each row of `table`.
-
-    Raises:
-      ValueError: the data have no sweep of the learning rate alone, have other overrides, or lack a row.
-    """
-    found = data if data.table.swept else data.scan
-    fields = {field for _, values in found.table.swept.values() for field in values} if found else set()
-    if found is None or fields != {LEARNING_RATE}:
-        raise ValueError(f"{data.name} is no sweep of {LEARNING_RATE} alone: it has {', '.join(fields) or 'no sweep'}")
-    if tuple(found.extra) != tuple(extra):
-        raise ValueError(f"the runs of {data.name} have the overrides {list(found.extra)}, not {list(extra)}")
-    rates = list(dict.fromkeys(values[LEARNING_RATE] for _, values in found.table.swept.values()))
-    scanned = dataclasses.replace(table, rates=rates).scan()
-    by_name = {run.name: run.brief(result_files.SCAN_COLUMNS) for run in found.runs}
-    cells = scanned.cells(sorted({run.seed for run in found.runs}))
-    runs = [dataclasses.replace(by_name[cell.name], row=cell.row) for cell in cells if cell.name in by_name]
-    if absent := sorted(set(scanned.rows) - {run.row for run in runs}):
-        raise ValueError(f"{data.name} has no run of {', '.join(absent)}")
-    return dataclasses.replace(found, table=scanned, runs=runs, scan=None)
-
-
-def _scan(name: str, table: Table, job: Job, kept: Results | None) -> tuple[Results | None, dict[str, Path]]:
+def _scan(
+    name: str, table: Table, options: TableOptions, kept: Results | None
+) -> tuple[Results | None, dict[str, Path]]:
     """The runs that choose the learning rates, and the logs of those that failed; None without such runs."""
-    if job.rates is not None:
-        given = scan_from(result_files.load(job.rates), table, job.extra)
-        _check_seeds({run.seed for run in given.runs}, job.seeds)
+    if options.rates is not None:
+        given = results.scan_from(results.load(options.rates), table, options.extra)
+        _check_seeds({run.seed for run in given.runs}, options.seeds)
         return given, {}
-    if not table.rates or not job.scan:
+    if not table.rates or not options.scan:
         return None, {}
-    _check_seeds(table.scan_seeds, job.seeds)
+    _check_seeds(table.scan_seeds, options.seeds)
     scanned = table.scan()
-    cells = missing(scanned.cells(table.scan_seeds), kept)
-    failed = _run(cells, job)
-    runs = result_files.collect(cells, job.out, result_files.SCAN_COLUMNS, evaluated=False)
-    scan = Results(f"{name}-scan", scanned, runs, *_about(job))
-    return (together(kept, scan, list(TABLES[name].scan().rows)) if kept else scan), failed
+    planned = results.missing(scanned.planned_runs(table.scan_seeds), kept)
+    failed = _run(planned, options)
+    runs = results.collect(planned, options.out, results.SCAN_COLUMNS, evaluated=False)
+    scan = Results(f"{name}-scan", scanned, runs, *_about(options))
+    return (results.together(kept, scan, list(TABLES[name].scan().rows)) if kept else scan), failed
 
 
-def _about(job: Job) -> tuple[str, str, tuple[str, ...]]:
+def _about(options: TableOptions) -> tuple[str, str, tuple[str, ...]]:
     """Command, hardware and overrides of a table's runs."""
-    hardware = f"{job.jobs} at once on {cores()} CPU core{'s' * (cores() > 1)} ({platform.machine()})"
-    return job.command, hardware, tuple(job.extra)
+    hardware = f"{options.jobs} at once on {cores()} CPU core{'s' * (cores() > 1)} ({platform.machine()})"
+    return options.command, hardware, tuple(options.extra)
 
 
 def _check_seeds(chosen_with: Collection[int], reported: Collection[int]) -> None:
@@ -242,24 +158,129 @@ def _check_seeds(chosen_with: Collection[int], reported: Collection[int]) -> Non
         )
 
 
-def _run(cells: Sequence[Cell], job: Job) -> dict[str, Path]:
-    """Runs the cells that have not ended, with a bar; returns the logs of those that failed."""
-    if not cells:
+def arguments(plan: PlannedRun, out: Path, extra: Sequence[str]) -> list[str]:
+    """The arguments of `rpg_jax.train` for a planned run; the same ones resume it."""
+    return [
+        *(f"--config={plan.config}", f"--config.seed={plan.seed}"),
+        *(f"--config.run.dir={out / 'runs'}", f"--config.run.name={plan.name}"),
+        *(f"--config.warm_start.dir={out / 'warm_starts'}", f"--config.run.compilation_cache={out / 'compiled'}"),
+        *plan.overrides,
+        *extra,
+    ]
+
+
+def progress_of(plan: PlannedRun, out: Path) -> tuple[int, bool]:
+    """(steps done, whether the run has ended)."""
+    folder = out / "runs" / plan.name
+    records = read_metrics(folder)
+    steps = int(records[-1]["step"]) if records else 0
+    return steps, bool(records) and steps == read_config(folder)["train"]["steps"] and (folder / "summary.md").exists()
+
+
+def steps_of(planned: Sequence[PlannedRun], out: Path) -> int:
+    """Steps of one run of this table; 0 before the first run has started."""
+    configs = (read_config(out / "runs" / plan.name) for plan in planned)
+    return next((int(config["train"]["steps"]) for config in configs if config), 0)
+
+
+def claim(out: Path, extra: Sequence[str]) -> None:
+    """Notes the overrides of all runs in `out`.
+
+    Raises:
+      ValueError: the runs in `out` have other overrides; they do not belong to this table.
+    """
+    note = out / "overrides.json"
+    if note.exists() and (found := json.loads(note.read_text(encoding="utf-8"))) != list(extra):
+        before, now = (shlex.join(overrides) or "no overrides" for overrides in (found, extra))
+        raise ValueError(f"the runs in {out} have {before}, not {now}: choose another --out, or delete that folder")
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(note, json.dumps(list(extra)) + "\n")
+
+
+@contextlib.contextmanager
+def alone_in(out: Path) -> Iterator[int]:
+    """Locks `out` against a second command. A process that inherits the descriptor holds the lock too.
+
+    Raises:
+      ValueError: another command, or a run that outlived its killed command, works in `out`.
+    """
+    with (out / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"another table is being run in {out}: wait for it, or choose another --out") from None
+        yield file.fileno()
+
+
+def _run(planned: Sequence[PlannedRun], options: TableOptions) -> dict[str, Path]:
+    """Trains the planned runs that have not ended, with a bar; returns the logs of those that failed."""
+    if not planned:
         return {}
     with progress_bars() as progress:
-        bar = progress.add_task(f"0/{len(cells)} runs", total=None)
+        bar = progress.add_task(f"0/{len(planned)} runs", total=None)
         printed = time.monotonic()
 
         def on_progress(steps: int, ended: int, running: list[str]) -> None:
             nonlocal printed
-            total = steps_of(cells, job.out) * len(cells)
-            text = f"{ended}/{len(cells)} runs; now {', '.join(running)}"
+            total = steps_of(planned, options.out) * len(planned)
+            text = f"{ended}/{len(planned)} runs; now {', '.join(running)}"
             progress.update(bar, completed=steps, total=total or None, description=text)
             if not progress.console.is_terminal and time.monotonic() - printed > LINE_SECONDS:
                 printed = time.monotonic()
-                print(f"{text}; step {steps} of {total or '?'} in all; logs in {job.out / 'logs'}", file=sys.stderr)
+                print(f"{text}; step {steps} of {total or '?'} in all; logs in {options.out / 'logs'}", file=sys.stderr)
 
-        return run_cells(cells, job.out, jobs=job.jobs, extra=job.extra, on_progress=on_progress)
+        return train_runs(planned, options.out, jobs=options.jobs, extra=options.extra, on_progress=on_progress)
+
+
+def train_runs(
+    planned: Sequence[PlannedRun],
+    out: Path,
+    *,
+    jobs: int,
+    extra: Sequence[str] = (),
+    on_progress: Callable[[int, int, list[str]], None] = lambda steps, ended, running: None,
+) -> dict[str, Path]:
+    """Trains the planned runs that have not ended; returns {"row, seed": log} of runs that failed.
+
+    In a new folder the first run is alone: it makes the warm start and the compiled programs that all runs share. If
+    it fails, no other run starts. Ctrl-C, SIGTERM and a closed terminal stop the runs after their steps in progress;
+    the same call continues them.
+
+    Raises:
+      ValueError: `out` has runs with other overrides than `extra`, or another command is at work in it.
+      KeyboardInterrupt, SystemExit: a signal stopped the runs.
+    """
+    claim(out, extra)
+    with alone_in(out) as lock:
+        (out / "logs").mkdir(parents=True, exist_ok=True)
+        progress = {plan.name: progress_of(plan, out) for plan in planned}
+        plans = {plan.name: plan for plan in planned if not progress[plan.name][1]}
+        tasks = [
+            Task(plan.name, WORK, arguments(plan, out, extra), out / "logs" / f"{plan.name}.log")
+            for plan in plans.values()
+        ]
+        failed: dict[str, Path] = {}
+
+        def on_tick(running: Sequence[Task]) -> None:
+            progress.update({task.name: progress_of(plans[task.name], out) for task in running})
+            steps, ends = zip(*progress.values(), strict=True)
+            on_progress(sum(steps), sum(ends), [str(plans[task.name]) for task in running])
+
+        first_alone = not any((out / "warm_starts").glob("*"))
+        for done in run_tasks(tasks, jobs=jobs, inherited=lock, first_alone=first_alone, on_tick=on_tick):
+            progress[done.task.name] = progress_of(plans[done.task.name], out)
+            if done.code:
+                failed[str(plans[done.task.name])] = done.task.log
+    return failed
+
+
+def train_in_worker(arguments: Sequence[str]) -> int:
+    """Trains one run in a worker process; returns the exit code of `rpg_jax.train`."""
+    sys.argv = [str(Path(rpg_jax.__file__).parent / "train.py"), *arguments]  # noted in versions.json
+    return train_command.main(arguments)
+
+
+WORK = f"{__name__}:{train_in_worker.__name__}"
 
 
 def progress_bars() -> Progress:
@@ -268,10 +289,6 @@ def progress_bars() -> Progress:
         *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
         TimeRemainingColumn(),
     )
-
-
-def cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def platform_name() -> str:

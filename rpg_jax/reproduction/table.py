@@ -11,7 +11,7 @@ LEARNING_RATE = "optimizer.learning_rate"
 
 
 @dataclasses.dataclass(frozen=True)
-class Cell:
+class PlannedRun:
     """One run of a table: a row and a seed."""
 
     row: str
@@ -87,14 +87,14 @@ class Table:
                 raise ValueError(f"no row {row!r} in this table; there are {', '.join(self.rows)}")
         return dataclasses.replace(self, rows={row: self.rows[row] for row in rows})
 
-    def cells(self, seeds: Sequence[int], rows: Sequence[str] | None = None) -> list[Cell]:
+    def planned_runs(self, seeds: Sequence[int], rows: Sequence[str] | None = None) -> list[PlannedRun]:
         """Every run, seed by seed: an interrupted table then has about as many seeds of every row.
 
         Raises:
           ValueError: an unknown row; the message lists the known ones.
         """
         chosen = self if rows is None else self.only(rows)
-        return [Cell(row, seed, self.config, tuple(chosen.rows[row])) for seed in seeds for row in chosen.rows]
+        return [PlannedRun(row, seed, self.config, tuple(chosen.rows[row])) for seed in seeds for row in chosen.rows]
 
     def with_settings(self, values: Mapping[str, Mapping[str, Any]]) -> "Table":
         """The same table with the values {row: {field: value}} in its rows, and without rows that have none."""

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from rpg_jax.data import Group, RolloutBatch
-from rpg_jax.report.statistics import clustered_standard_error
+from rpg_jax.report.scores import clustered_standard_error
 from rpg_jax.storage.checkpoints import Snapshots
 from rpg_jax.types import Rows
 

@@ -17,8 +17,9 @@ from rpg_jax import data, storage
 from rpg_jax.data import Group, Problem
 from rpg_jax.data.groups import last_shown
 from rpg_jax.parallel import hosts
-from rpg_jax.report import markdown, score_curve, scores
+from rpg_jax.report import plots, scores
 from rpg_jax.report.progress import Progress
+from rpg_jax.report.tables import markdown_table
 from rpg_jax.rewards import Scorer
 from rpg_jax.rollout import Rollout
 from rpg_jax.runs import run_folder
@@ -325,9 +326,9 @@ def show(title: str, settings: dict[str, Any], records: dict[str, list[Record]],
 
 def show_curve(name: str, points: list[tuple[int, dict[str, Any]]], folder: Path) -> str:
     """Writes curve.md and curve.png of (step, scores of the sets), prints the table, and returns where they are."""
-    rows = score_curve.rows(points)
-    write_atomically(folder / "curve.md", f"# {name}\n\n{markdown.table(rows[0], rows[1:])}\n")
-    write_atomically(folder / "curve.png", score_curve.draw(name, points))
+    rows = scores.one_row_a_checkpoint(points)
+    write_atomically(folder / "curve.md", f"# {name}\n\n{markdown_table(rows[0], rows[1:])}\n")
+    write_atomically(folder / "curve.png", plots.draw_checkpoints(name, points))
     _print(f"{name}: Mean@k ± standard error", rows)
     return f"the curve: {folder / 'curve.png'}, {folder / 'curve.md'}"
 

@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from rpg_jax import rewards, storage
 from rpg_jax.parallel import hosts
-from rpg_jax.report import curves, summary
+from rpg_jax.report import plots, summary
 from rpg_jax.report.progress import Progress
 from rpg_jax.rollout import weights_checksum
 from rpg_jax.runs import cli, inputs
@@ -201,7 +201,7 @@ class BaseSession(abc.ABC):
             return 0
         files = self.folder.files
         if not (files / "summary.md").exists() or self.now.step:
-            curves.draw_curves(files)
+            plots.draw_curves(files)
             summary.write_summary(files)
         print(self.folder.shown(summary.closing_message(files)))
         print(f"weights checksum: {checksum:016x}" + averages * " (of the average, which evaluate and export use)")

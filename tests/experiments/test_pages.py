@@ -19,7 +19,7 @@ from experiments.objective import results as objective_results
 from experiments.objective.design import BASELINE, SCAN, ObjectiveSettings
 from experiments.objective.records import MIDDLE, Runs, best_rates, own_regret
 from rpg_jax.report.seeds import Mean, mean, paired_difference
-from rpg_jax.reproduction.origin import code_name
+from rpg_jax.reproduction.page import code_name
 from rpg_jax.runs.config_files import ROOT
 
 ONE_TOKEN, EXACT, SAMPLED = laboratory.Settings(), exact.CompletionSettings(), exact.SampledSettings()

@@ -124,7 +124,7 @@ TRAINED = [source for source in CODE if "configs/qwen3" in source]
 def test_published_weights_are_trained_on_an_accelerator_only_by_a_config_that_resolves(source, platform, capsys):
     given: list[list[str]] = []
     follow = types.SimpleNamespace(follow=lambda command, folder, every: given.append(command))
-    names = {"PLATFORM": platform, "MEMORY": 16, "RUNS": "runs", "sys": sys, "live": follow}
+    names = {"PLATFORM": platform, "MEMORY": 16, "RUNS": "runs", "sys": sys, "notebook": follow}
     exec(compile(python_of(source), "cell", "exec"), names)
     if platform == "cpu":
         assert not given and "no accelerator" in capsys.readouterr().out

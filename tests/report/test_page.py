@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from rpg_jax.report import __main__ as report
-from rpg_jax.report import compare, dynamics, page, rollouts
+from rpg_jax.report import page, rollouts, tables
+from rpg_jax.report.run_files import Run
 
 EVIL = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\u2028%DATA%%CHUNKS%"
 
@@ -43,7 +44,7 @@ class Elements(HTMLParser):
 
 
 def read(folders):
-    return compare.configs_of([compare.Run.read(folder) for folder in folders])
+    return tables.configs_of([Run.read(folder) for folder in folders])
 
 
 def test_seeds_of_a_config_are_grouped_and_configs_named_by_what_tells_them_apart(leave_run, tmp_path):
@@ -56,14 +57,14 @@ def test_seeds_of_a_config_are_grouped_and_configs_named_by_what_tells_them_apar
         ("GRPO, kl_coef 0.2", ["c"]),
         ("DAPO", ["d"]),
     ]
-    assert compare.differences(configs) == [
+    assert tables.differences(configs) == [
         {"field": "loss.kl_coef", "values": ["0.1", "0.2", "–"]},
         {"field": "method", "values": ["GRPO", "GRPO", "DAPO"]},
     ]
 
 
 def test_curves_have_the_range_of_the_seeds_and_dots_where_it_was_evaluated(leave_run, tmp_path):
-    panels = dynamics.dynamics(read([leave_run(tmp_path / f"{s}", seed=s, accuracy=0.4 + 0.2 * s) for s in range(2)]))
+    panels = page.dynamics(read([leave_run(tmp_path / f"{s}", seed=s, accuracy=0.4 + 0.2 * s) for s in range(2)]))
     by_title = {panel["title"]: panel["curves"][0] for panel in panels}
     accuracy = by_title["Accuracy"]
     assert accuracy["steps"] == list(range(1, 11)) and accuracy["mean"][4] == pytest.approx(50)
@@ -73,7 +74,7 @@ def test_curves_have_the_range_of_the_seeds_and_dots_where_it_was_evaluated(leav
 
 
 def test_time_leaves_out_the_step_that_compiles(leave_run, tmp_path):
-    found = dynamics.timing(read([leave_run(tmp_path / "a")]))
+    found = page.timing(read([leave_run(tmp_path / "a")]))
     row = found["rows"][0]
     assert found["parts"] == ["rollout", "update", "evaluation"]
     assert row["seconds"] == pytest.approx([0.6, 0.3, 2 * 0.9 / 9])  # two evaluations, spread over nine steps

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 
-from rpg_jax.report.run_files import read_config, read_jsonl, read_metrics, series
+from rpg_jax.report.run_files import Run, read_config, read_jsonl, read_metrics, series
 
 
 def write(path, *records, tail=""):
@@ -39,3 +40,29 @@ def test_series_keep_finite_numbers_only():
     values = (0.5, None, float("nan"), float("inf"), "text", True, 2)
     records = [{"step": step, "x": value} for step, value in enumerate(values)]
     assert series(records, "x") == ([0, 6], [0.5, 2.0])
+
+
+STEPS = [
+    {"step": 1, "seconds": 9.0, "time/compiling": 20.0, "groups_generated": 4, "accuracy": 0.1},
+    {"step": 2, "seconds": 2.0, "groups_generated": 6, "accuracy": 0.2},
+    {"step": 3, "seconds": 4.0, "time/compiling": 0.0, "groups_generated": 4, "accuracy": 0.4},
+]
+
+
+def run_of(records):
+    return Run("a", 0, {"rollout.group_size": 8}, records)
+
+
+def test_a_step_that_compiled_costs_the_median_of_the_others():
+    assert run_of(STEPS).costs["seconds"] == {0: 0, 1: 3.0, 2: 5.0, 3: 9.0}
+    assert "seconds" not in run_of(STEPS[:1]).costs
+
+
+def test_completions_add_up_and_a_late_metric_is_of_the_last_third():
+    run = run_of(STEPS)
+    assert list(run.costs["completions"].values()) == [0, 32, 80, 112]
+    assert (run.spent("completions"), run.spent("completions", 2), run.spent("completions", 0)) == (112, 80, 0)
+    assert [run.last_step_within("completions", amount) for amount in (0, 79, 80, 1e9)] == [0, 1, 2, 3]
+    assert run.late("accuracy") == 0.4 and run.late("accuracy", until=2) == 0.2
+    assert run_of([*STEPS, *({**r, "step": r["step"] + 3} for r in STEPS)]).late("accuracy") == (0.2 + 0.4) / 2
+    assert math.isnan(run.late("kl"))

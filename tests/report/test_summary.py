@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from rpg_jax.report.summary import closing_message, evaluations, write_summary
+from rpg_jax.report.run_files import Run
+from rpg_jax.report.summary import closing_message, write_summary
 
 
 @pytest.fixture
@@ -72,7 +73,7 @@ def test_each_held_out_set_is_scored_by_itself(run_dir):
         later |= {f"eval/{name}/mean_at_k": mean, f"eval/{name}/standard_error": 0.05, f"eval/{name}/k": 32}
     with (run_dir / "metrics.jsonl").open("a") as log:
         log.write(json.dumps(later) + "\n")
-    found = evaluations(run_dir)
+    found = Run.read(run_dir).evaluations
     assert list(found) == ["held out", "easy", "hard/er"]
     assert found["hard/er"] == [{"step": 4, "mean_at_k": 0.2, "standard_error": 0.05, "k": 32}]
     assert row(write_summary(run_dir).read_text(), "hard/er", "Best", "4", "32", "0.2000", "0.0500", "–", "–")

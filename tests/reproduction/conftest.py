@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rpg_jax.reproduction import figures
+from rpg_jax.report import plots
 
 
 @pytest.fixture
@@ -60,4 +60,4 @@ def leave_a_run() -> Callable[..., None]:
 def without_figures(monkeypatch) -> None:
     """Pages are written without their figures, which take seconds."""
     for name in ("scores", "pass_at_k", "dynamics", "values"):
-        monkeypatch.setattr(figures, f"draw_{name}", lambda *_: None)
+        monkeypatch.setattr(plots, f"draw_{name}", lambda *_: None)

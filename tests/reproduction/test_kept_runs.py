@@ -8,7 +8,7 @@ import json
 import pytest
 
 from rpg_jax import reproduce
-from rpg_jax.reproduction import choice, result_files, run_tables
+from rpg_jax.reproduction import results, run_tables, sweeps
 
 FIRST = ["--table=small", "--methods=GRPO,DAPO", "--seeds=2"]
 
@@ -18,7 +18,7 @@ def started(leave_a_run, without_figures, monkeypatch):
     """Names of the cells that are run, in place of training; DAPO's best rate is 2e-4, that of others 5e-5."""
     names = []
 
-    def run_cells(cells, out, **_):
+    def train_runs(cells, out, **_):
         for cell in cells:
             if not (out / "runs" / cell.name).exists():
                 names.append(cell.name)
@@ -26,7 +26,7 @@ def started(leave_a_run, without_figures, monkeypatch):
                 leave_a_run(out / "runs" / cell.name, 0.6 if best in cell.name else 0.5, start=out.name)
         return {}
 
-    monkeypatch.setattr(run_tables, "run_cells", run_cells)
+    monkeypatch.setattr(run_tables, "train_runs", train_runs)
     monkeypatch.setattr(run_tables, "platform_name", lambda: "cpu")
     return names
 
@@ -36,7 +36,7 @@ def test_a_row_and_a_seed_are_added_without_the_runs_of_the_others(tmp_path, sta
     assert reproduce.main([*FIRST, here]) == 0
     kept = tmp_path / "kept.json.gz"
     (tmp_path / "first" / "small" / "small.json.gz").rename(kept)
-    before = result_files.load(kept)
+    before = results.load(kept)
     (tmp_path / "first" / "runs").rename(tmp_path / "gone")
     del started[:]
     assert reproduce.main(["--table=small", "--methods=DAPO,RLOO", "--seeds=3", here, f"--with-data={kept}"]) == 0
@@ -44,13 +44,13 @@ def test_a_row_and_a_seed_are_added_without_the_runs_of_the_others(tmp_path, sta
         *(f"small-RLOO{rate}-seed{seed}" for seed in (100, 101) for rate in ("-lr5e-5", "", "-lr2e-4")),
         *("small-RLOO-lr5e-5-seed0", "small-RLOO-lr5e-5-seed1", "small-DAPO-lr2e-4-seed2", "small-RLOO-lr5e-5-seed2"),
     ]
-    after = result_files.load(tmp_path / "first" / "small" / "small.json.gz")
+    after = results.load(tmp_path / "first" / "small" / "small.json.gz")
     assert list(after.table.rows) == ["GRPO", "DAPO", "RLOO"]  # the order of the table
     assert [(run.seed, run.row) for run in after.runs] == [
         *((0, "GRPO"), (0, "DAPO"), (0, "RLOO"), (1, "GRPO"), (1, "DAPO"), (1, "RLOO"), (2, "DAPO"), (2, "RLOO")),
     ]
     assert [run for run in after.runs if run.row == "GRPO"] == [run for run in before.runs if run.row == "GRPO"]
-    assert {group: row[-4:] for group, row in choice.best(after.scan).items()} == {
+    assert {group: row[-4:] for group, row in sweeps.best(after.scan).items()} == {
         "GRPO": "5e-5",
         "DAPO": "2e-4",
         "RLOO": "5e-5",

@@ -9,8 +9,8 @@ import json
 import pytest
 
 from rpg_jax import reproduce
-from rpg_jax.reproduction import result_files, run_tables, table_page
-from rpg_jax.reproduction.results import Results
+from rpg_jax.reproduction import page, run_tables
+from rpg_jax.reproduction.results import Results, _packed, collect, load, save
 from rpg_jax.reproduction.tables import TABLES
 
 GRPO_AND_DAPO = TABLES["small"].only(["GRPO", "DAPO"])
@@ -22,11 +22,11 @@ def results(tmp_path, leave_a_run):
     """The results of two fabricated runs; GRPO's has the commit `commits[0]`, DAPO's `commits[1]`."""
 
     def fabricate(commits=(A, A), seeds=(0,)):
-        cells = GRPO_AND_DAPO.cells(seeds)
+        cells = GRPO_AND_DAPO.planned_runs(seeds)
         for cell in cells:
             commit = commits[cell.row == "DAPO"]
             leave_a_run(tmp_path / "runs" / cell.name, 1 / 3, gain=0.0123456789, commit=commit, groups=4 + cell.seed)
-        runs = result_files.collect(cells, tmp_path)
+        runs = collect(cells, tmp_path)
         return Results("small", GRPO_AND_DAPO, runs, "python -m rpg_jax.reproduce --table=small", "1 at once")
 
     return fabricate
@@ -35,8 +35,8 @@ def results(tmp_path, leave_a_run):
 @pytest.mark.slow  # draws the figures of two pages
 def test_the_page_from_the_runs_is_the_page_from_the_data(tmp_path, results, capsys):
     from_runs, data = results(), tmp_path / "small.json.gz"
-    table_page.write_page(from_runs, tmp_path / "runs_page")
-    result_files.save(from_runs, data)
+    page.write_page(from_runs, tmp_path / "runs_page")
+    save(from_runs, data)
     assert reproduce.main([f"--from-data={data}", f"--out={tmp_path / 'again'}"]) == 0
     files = {path.name: path.read_bytes() for path in (tmp_path / "again" / "small").iterdir()}
     assert files == {path.name: path.read_bytes() for path in (tmp_path / "runs_page").iterdir()}
@@ -49,9 +49,9 @@ def test_data_keep_everything_but_places_and_digits_and_have_the_same_bytes_each
     scan = dataclasses.replace(made, name="small-scan", table=TABLES["small"].scan())
     made = dataclasses.replace(made, scan=scan, extra=("--config.train.steps=3",))
     for name in ("one", "two"):
-        result_files.save(made, tmp_path / name)
+        save(made, tmp_path / name)
     assert (tmp_path / "one").read_bytes() == (tmp_path / "two").read_bytes()
-    loaded = result_files.load(tmp_path / "one")
+    loaded = load(tmp_path / "one")
     assert loaded.runs == made.runs and loaded.scan.table.swept == scan.table.swept and loaded.extra == made.extra
     assert loaded.table.rows == made.table.rows and loaded.runs[0].late("accuracy") == 0.3704
     text = gzip.decompress((tmp_path / "one").read_bytes()).decode()
@@ -64,30 +64,30 @@ def test_a_metric_that_older_runs_call_otherwise_has_todays_name_and_sign(tmp_pa
         file = tmp_path / "runs" / run.name / "metrics.jsonl"
         file.write_text(file.read_text().replace(f'"{new}": 0.002', f'"{old}": -0.002'))
         assert old in file.read_text()
-    assert result_files.collect(made.table.cells((0,)), tmp_path) == made.runs
-    packed = result_files._packed(made)
+    assert collect(made.table.planned_runs((0,)), tmp_path) == made.runs
+    packed = _packed(made)
     for run in packed["runs"]:
         for block in run["metrics"]:
             if new in block:
                 block[old] = [-value for value in block.pop(new)]
     (tmp_path / "old.json.gz").write_bytes(gzip.compress(json.dumps(packed).encode()))
-    assert result_files.load(tmp_path / "old.json.gz").runs == made.runs
+    assert load(tmp_path / "old.json.gz").runs == made.runs
 
 
 def test_a_page_names_the_rows_of_each_commit(tmp_path, results, without_figures):
     made = results((A, B), seeds=(0, 1))
-    text = table_page.write_page(made, tmp_path).read_text()
+    text = page.write_page(made, tmp_path).read_text()
     assert "**2 versions of the code, see below**" in text and "## Versions of the code" in text
     assert "| commit aaaaaaa, jax 0.10.2 | – | GRPO |" in text and "| commit bbbbbbb, jax 0.10.2 | – | DAPO |" in text
     dirty = {**made.runs[0].versions, "uncommitted_changes": True, "packages": {"jax": "0.11.0", "flax": "1"}}
     runs = [dataclasses.replace(made.runs[0], versions=dirty), *made.runs[1:]]
-    text = table_page.write_page(dataclasses.replace(made, runs=runs), tmp_path).read_text()
+    text = page.write_page(dataclasses.replace(made, runs=runs), tmp_path).read_text()
     assert "| commit aaaaaaa with uncommitted changes, jax 0.11.0 | flax 1 | GRPO (seed 0) |" in text
     one = [dataclasses.replace(run, versions=made.runs[0].versions) for run in made.runs]
-    text = table_page.write_page(dataclasses.replace(made, runs=one), tmp_path).read_text()
+    text = page.write_page(dataclasses.replace(made, runs=one), tmp_path).read_text()
     assert "· commit aaaaaaa, jax 0.10.2 ·" in text and "Versions of the code" not in text
     table = dataclasses.replace(made.table, rows={**made.table.rows, "DAPO": ("--config.method=RPG-RKL",)})
-    text = table_page.write_page(dataclasses.replace(made, table=table), tmp_path).read_text()
+    text = page.write_page(dataclasses.replace(made, table=table), tmp_path).read_text()
     assert "the command has other settings today for DAPO." in text
 
 
@@ -103,7 +103,7 @@ def test_data_that_are_missing_or_foreign_are_an_error_of_one_line(tmp_path, cap
 
 def test_the_numbers_that_come_with_the_code_are_of_a_table():
     for data in run_tables.DATA.glob("*.json.gz"):
-        assert f"{result_files.load(data).name}.json.gz" == data.name
+        assert f"{load(data).name}.json.gz" == data.name
 
 
 @pytest.mark.slow  # draws the figures of a page
@@ -111,4 +111,4 @@ def test_the_numbers_that_come_with_the_code_are_of_a_table():
 def test_a_committed_page_is_that_of_its_committed_runs(tmp_path, data):
     page = run_tables.page_from(data, tmp_path)
     assert (run_tables.DATA.parent / page.name).read_text() == page.read_text()
-    assert not any(run.versions["uncommitted_changes"] for run in result_files.load(data).runs)
+    assert not any(run.versions["uncommitted_changes"] for run in load(data).runs)

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from rpg_jax import rewards
-from rpg_jax.report.statistics import maj_at_k
+from rpg_jax.report.scores import maj_at_k
 from rpg_jax.rewards.extraction import MOST_COMPARED, Read, united
 
 

@@ -1,22 +1,62 @@
-"""Chooses the best values of swept fields for each row, by one rule, and shows all that it chose from."""
+"""Sweeps over config fields: the table of a sweep, the best values of each row, and the accuracy of all values."""
 
 import itertools
 import math
-from collections.abc import Mapping
+import operator
+from collections.abc import Mapping, Sequence
+from functools import reduce
+from pathlib import Path
 from typing import Any
 
-from rpg_jax.report import markdown
 from rpg_jax.report.seeds import Mean, mean
+from rpg_jax.report.tables import markdown_table
 from rpg_jax.reproduction.results import Results
-from rpg_jax.runs import run_names
+from rpg_jax.reproduction.table import Table, crossed
+from rpg_jax.runs import config_files, run_names
 
 Values = Mapping[str, Any]  # {field: value}
-Scores = dict[str, dict[str, dict[int, float]]]  # {row without swept values: {row of the sweep: {seed: accuracy in %}}}
+Accuracy = dict[
+    str, dict[str, dict[int, float]]
+]  # {row without swept values: {row of the sweep: {seed: accuracy in %}}}
 
 
-def scores(sweep: Results) -> Scores:
+def sweep_table(config: str, methods: Sequence[str], sweeps: Sequence[str]) -> tuple[str, Table]:
+    """The name and the table of `sweeps`, each FIELD=VALUE,VALUE; without methods, with the method of the config.
+
+    Raises:
+      ValueError: an unknown field or method (with the nearest one), a value that the field does not take, a field or a
+        value that is given twice, a field that tells runs apart anyway.
+    """
+    fields: dict[str, list[Any]] = {}
+    for text in sweeps:
+        field, separator, values = text.removeprefix("--config.").partition("=")
+        if not separator or not all(value.strip() for value in values.split(",")):
+            raise ValueError(f"--sweep {text!r}: write FIELD=VALUE,VALUE, as in optimizer.learning_rate=1e-4,3e-4")
+        if field == "seed" or field.startswith("run."):
+            raise ValueError(f"--sweep {field}: --seeds and --out give every run its seed and its folder")
+        if field in fields:
+            raise ValueError(f"--sweep {field} is there twice: give all its values at once, separated by commas")
+        fields[field] = [_typed(config, field, value.strip()) for value in values.split(",")]
+        if len(set(fields[field])) < len(fields[field]):
+            raise ValueError(f"--sweep {text}: a value is there twice")
+    names = [*methods, *map(str, fields.pop("method", []))]
+    rows: dict[str, tuple[str, ...]] = {
+        name: (run_names.option("method", _typed(config, "method", name)),) for name in names
+    }
+    table = crossed(
+        rows or {"": ()},
+        fields,
+        title=f"Sweep of {' and '.join(fields) or 'method'}",
+        paper="A sweep: a row is compared with the first row of its method, and that one with the first row of all",
+        config=config,
+    )
+    swept = [run_names.short(field) for field in fields] or ["method"]
+    return "-".join(["sweep", Path(config.partition(":")[0]).stem, *swept]), table
+
+
+def late_accuracy(sweep: Results) -> Accuracy:
     """The late training accuracy of every run that has ended, in %."""
-    found: Scores = {}
+    found: Accuracy = {}
     for row, (group, _) in sweep.table.swept.items():
         found.setdefault(group, {})[row] = {
             run.seed: 100 * run.late("accuracy") for run in sweep.runs if run.row == row and run.ended
@@ -33,7 +73,7 @@ def best(sweep: Results) -> dict[str, str]:
     """
     seeds = {run.seed for run in sweep.runs}
     chosen = {}
-    for group, by_row in scores(sweep).items():
+    for group, by_row in late_accuracy(sweep).items():
         means = {
             row: sum(by_seed.values()) / len(by_seed)
             for row, by_seed in by_row.items()
@@ -53,18 +93,18 @@ def section(sweep: Results) -> list[str]:
     """Paragraphs and a table: the accuracy of every row with every value. The chosen one has a ✓."""
     chosen, combinations = best(sweep), _combinations(sweep)
     lines = []
-    for group, by_row in scores(sweep).items():
+    for group, by_row in late_accuracy(sweep).items():
         row = {run_names.label(sweep.table.swept[name][1]): name for name in by_row}
         cells = [_cell(by_row[row[label]], row[label] == chosen.get(group)) for label in combinations]
         lines.append([group or "all", *cells])
     seeds = sorted({run.seed for run in sweep.runs})
-    none = [group for group in scores(sweep) if group not in chosen]
+    none = [group for group in late_accuracy(sweep) if group not in chosen]
     return [
         "A cell is the mean training accuracy over the last third of the steps, in %, over the seed"
         f"{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))}, ± half of a 95 % interval.\n"
         "✓ marks the chosen cell of each row: the highest mean, of equal ones the first. A cell in which a run failed "
         "is not chosen.",
-        markdown.table(["", *combinations], lines, numbers=range(1, 1 + len(combinations))),
+        markdown_table(["", *combinations], lines, numbers=range(1, 1 + len(combinations))),
         *_ends(sweep),
         *([f"No value of {', '.join(none)} could be chosen: a run of each failed."] if none else []),
     ]
@@ -97,3 +137,15 @@ def _ends(sweep: Results) -> list[str]:
                     "a better one may lie beyond it."
                 )
     return sentences
+
+
+def _typed(config: str, field: str, text: str) -> Any:
+    """The value of a field as the config reads it from the command line."""
+    known = config_files.fields()
+    if field not in known:
+        near = config_files.nearest(field)
+        raise ValueError(f"no config field {field!r}; did you mean {near}? train --help lists all of them")
+    loaded = config_files.load(config, [run_names.option(field, text)])
+    value = reduce(operator.getitem, field.split("."), loaded.config)
+    known[field].check(field, value)
+    return value

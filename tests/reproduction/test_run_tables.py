@@ -13,10 +13,9 @@ import pytest
 
 from rpg_jax import losses, reproduce
 from rpg_jax.report import seeds
-from rpg_jax.reproduction import cells as runner
-from rpg_jax.reproduction import result_files, run_tables, table_page
-from rpg_jax.reproduction.results import Results
-from rpg_jax.reproduction.table import Cell
+from rpg_jax.reproduction import page, run_tables, workers
+from rpg_jax.reproduction.results import Results, collect
+from rpg_jax.reproduction.table import PlannedRun
 from rpg_jax.reproduction.tables import TABLES
 from rpg_jax.runs import resolve
 from tests.end_to_end.whole_runs import environment
@@ -31,7 +30,7 @@ def test_the_small_table_has_every_method():
 def test_every_table_has_its_baseline_and_distinct_runs(name):
     table = TABLES[name]
     assert {table.baseline, *table.baselines, *table.baselines.values(), *table.shown} <= set(table.rows)
-    cells = table.cells(range(2))
+    cells = table.planned_runs(range(2))
     assert len({cell.name for cell in cells}) == len(cells) == 2 * len(table.rows)
     assert len(set(map(tuple, table.rows.values()))) == len(table.rows)
 
@@ -52,15 +51,15 @@ def test_the_rows_of_the_papers_ablations_can_be_run():
 
 
 def write_page(name, cells, out):
-    results = Results(name, TABLES[name], result_files.collect(cells, out))
-    return table_page.write_page(results, out / name)
+    results = Results(name, TABLES[name], collect(cells, out))
+    return page.write_page(results, out / name)
 
 
 @pytest.mark.slow
 def test_runs_have_one_name_in_all_tables_exactly_if_they_are_the_same():
     names, configs = defaultdict(set), defaultdict(set)
     for table in TABLES.values():
-        for cell in table.cells([0]):
+        for cell in table.planned_runs([0]):
             c = importlib.import_module(cell.config.removesuffix(".py").replace("/", ".")).get_config()
             for field, value in (override.removeprefix("--config.").split("=") for override in cell.overrides):
                 section, key = field.rsplit(".", 1) if "." in field else ("", field)
@@ -86,10 +85,10 @@ def test_rows_whose_names_have_commas_can_be_chosen():
 
 
 def test_runs_of_other_overrides_are_never_taken_for_the_tables(tmp_path):
-    runner.claim(tmp_path, ["--config.train.steps=20"])
-    runner.claim(tmp_path, ["--config.train.steps=20"])
+    run_tables.claim(tmp_path, ["--config.train.steps=20"])
+    run_tables.claim(tmp_path, ["--config.train.steps=20"])
     with pytest.raises(ValueError, match="have --config.train.steps=20, not no overrides: choose another --out"):
-        runner.claim(tmp_path, [])
+        run_tables.claim(tmp_path, [])
 
 
 def test_runs_share_cores_and_a_gpus_memory_and_take_turns_on_a_tpu(monkeypatch):
@@ -111,9 +110,9 @@ def test_a_backend_that_does_not_start_is_an_error_of_one_line(monkeypatch, caps
 
 
 def test_two_commands_do_not_start_the_same_runs(tmp_path):
-    with runner.alone_in(tmp_path), pytest.raises(ValueError, match="another table is being run"):
-        runner.run_cells([], tmp_path, jobs=1)
-    assert runner.run_cells([], tmp_path, jobs=1) == {}
+    with run_tables.alone_in(tmp_path), pytest.raises(ValueError, match="another table is being run"):
+        run_tables.train_runs([], tmp_path, jobs=1)
+    assert run_tables.train_runs([], tmp_path, jobs=1) == {}
 
 
 def test_intervals_are_students():
@@ -150,7 +149,7 @@ def test_ranks_share_ties():
 
 
 def test_the_page_marks_best_and_second_and_flags_the_impossible(tmp_path, leave_a_run, without_figures):
-    cells = TABLES["small"].cells(range(3), ["DAPO", "GRPO", "RPG-URKL", "RLOO"])
+    cells = TABLES["small"].planned_runs(range(3), ["DAPO", "GRPO", "RPG-URKL", "RLOO"])
     for cell, accuracy in zip(cells, (0.5, 0.4, 0.7, 0.1, 0.6, 0.5, 0.8, 0.1, 0.55, 0.45, 0.75, 0.1), strict=True):
         leave_a_run(tmp_path / "runs" / cell.name, accuracy)
     text = write_page("small", cells, tmp_path).read_text()
@@ -161,13 +160,13 @@ def test_the_page_marks_best_and_second_and_flags_the_impossible(tmp_path, leave
     assert "At equal" not in text
     assert "12 runs of 3 steps · k = 2 · commit unknown · unknown device" in text
     assert "table8_qwen2p5_7b_instruct" in text
-    assert "52.61 (!)" in "\n".join(table_page.paper_table("table3_qwen3_4b_8k"))
+    assert "52.61 (!)" in "\n".join(page.paper_table("table3_qwen3_4b_8k"))
 
 
 def test_each_row_is_compared_with_its_own_and_a_row_without_is_named(tmp_path, leave_a_run, without_figures):
     table = TABLES["staleness"]
     rows = ["DAPO, 8", "DAPO, 16", "RPG-REINFORCE-URKL, 8", "RPG-REINFORCE-URKL, 16"]
-    cells = table.cells(range(2), rows)
+    cells = table.planned_runs(range(2), rows)
     for cell in cells:
         leave_a_run(tmp_path / "runs" / cell.name, {"DAPO, 8": 0.5, "DAPO, 16": 0.4}.get(cell.row, 0.7))
     text = write_page("staleness", cells, tmp_path).read_text()
@@ -183,25 +182,25 @@ FAKE_WORKER = """
 import json, pathlib, sys
 for line in sys.stdin:
     order = json.loads(line)
-    folder = pathlib.Path(order["arguments"][0]); folder.mkdir(parents=True, exist_ok=True)
+    folder = pathlib.Path(order["argument"][0]); folder.mkdir(parents=True, exist_ok=True)
     with open(folder.parent.parent / "started", "a") as f: f.write(folder.name + "\\n")
     (folder.parent.parent / "warm_starts" / "x").mkdir(parents=True, exist_ok=True)
     if "GRPO" in folder.name: open(order["log"], "a").write("out of cheese"); sys.exit(3)
     (folder / "config.json").write_text(json.dumps({"train": {"steps": 1}}))
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\\n")
     (folder / "summary.md").write_text("")
-    print(flush=True)
+    print(0, flush=True)
 """
 
 
 def test_failed_cells_are_reported_and_ended_ones_not_run_again(tmp_path, monkeypatch):
-    monkeypatch.setattr(runner, "WORKER", (sys.executable, "-c", FAKE_WORKER))
-    monkeypatch.setattr(runner, "arguments", lambda cell, out, extra: [str(out / "runs" / cell.name)])
-    monkeypatch.setattr(runner, "POLL_SECONDS", 0.02)
-    cells = TABLES["small"].cells([0], ["DAPO", "GRPO", "CISPO"])
+    monkeypatch.setattr(workers, "WORKER", (sys.executable, "-c", FAKE_WORKER))
+    monkeypatch.setattr(run_tables, "arguments", lambda cell, out, extra: [str(out / "runs" / cell.name)])
+    monkeypatch.setattr(workers, "POLL_SECONDS", 0.02)
+    cells = TABLES["small"].planned_runs([0], ["DAPO", "GRPO", "CISPO"])
     heard = []
     for _ in range(2):
-        failed = runner.run_cells(cells, tmp_path, jobs=2, on_progress=lambda *progress: heard.append(progress))
+        failed = run_tables.train_runs(cells, tmp_path, jobs=2, on_progress=lambda *progress: heard.append(progress))
         assert list(failed) == ["GRPO, seed 0"]
     assert "out of cheese" in failed["GRPO, seed 0"].read_text()
     started = (tmp_path / "started").read_text().split()
@@ -218,10 +217,11 @@ log.write_text(f"{os.getpid()}\\n"); time.sleep(60)
 
 TABLE = """
 import pathlib, sys
-from rpg_jax.reproduction import cells
+from rpg_jax.reproduction import workers
+from rpg_jax.reproduction.run_tables import train_runs
 from rpg_jax.reproduction.tables import TABLES
-cells.WORKER = (sys.executable, "-c", sys.argv[2])
-cells.run_cells(TABLES["small"].cells([0], ["DAPO"]), pathlib.Path(sys.argv[1]), jobs=1)
+workers.WORKER = (sys.executable, "-c", sys.argv[2])
+train_runs(TABLES["small"].planned_runs([0], ["DAPO"]), pathlib.Path(sys.argv[1]), jobs=1)
 """
 
 
@@ -242,17 +242,17 @@ def test_a_table_that_is_ended_leaves_no_run_that_another_command_starts_beside_
     code = table.wait(timeout=30)
     if number == signal.SIGKILL:
         with pytest.raises(ValueError, match="another table is being run"):
-            runner.run_cells([], tmp_path, jobs=1)
+            run_tables.train_runs([], tmp_path, jobs=1)
         os.kill(int(log.read_text()), signal.SIGTERM)
         wait_until((tmp_path / "stopped").exists)
     else:
         assert code == 128 + number and (tmp_path / "stopped").exists()
-        assert runner.run_cells([], tmp_path, jobs=1) == {}
+        assert run_tables.train_runs([], tmp_path, jobs=1) == {}
 
 
 def test_a_cells_arguments_name_run_method_and_shared_folders(tmp_path):
-    cell = Cell("RPG-URKL, κ", 3, "configs/small.py", ("--config.method=RPG-URKL", "--config.reference.rule=kl"))
-    arguments = runner.arguments(cell, tmp_path, ["--config.train.steps=9"])
+    cell = PlannedRun("RPG-URKL, κ", 3, "configs/small.py", ("--config.method=RPG-URKL", "--config.reference.rule=kl"))
+    arguments = run_tables.arguments(cell, tmp_path, ["--config.train.steps=9"])
     assert arguments[0] == "--config=configs/small.py" and arguments[-1] == "--config.train.steps=9"
     assert "--config.run.name=small-RPG-URKL-reference=kl-seed3" in arguments
 

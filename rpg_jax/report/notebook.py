@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from rpg_jax.report.curves import draw_curves
+from rpg_jax.report.plots import draw_curves
 from rpg_jax.report.run_files import read_metrics
 from rpg_jax.report.summary import closing_message
 

@@ -4,16 +4,17 @@ import sys
 
 import pytest
 
+from rpg_jax.reproduction.run_tables import WORK
 from tests.end_to_end.whole_runs import MICRO, environment
 
 SHORT = (f"--config={MICRO}", "--config.train.steps=2")
-WORKER = (sys.executable, "-m", "rpg_jax.reproduction.cell_worker")
+WORKER = (sys.executable, "-m", "rpg_jax.reproduction.workers")
 
 
 def order(folder, seed, *more):
     name = f"{folder}/seed{seed}"
     settings = f"--config.seed={seed}", f"--config.run.dir={folder}", f"--config.run.name=seed{seed}"
-    return {"arguments": [*SHORT, *settings, *more], "log": f"{name}.log"}
+    return {"function": WORK, "argument": [*SHORT, *settings, *more], "log": f"{name}.log"}
 
 
 def last_line(file):
@@ -29,7 +30,7 @@ def test_a_run_has_the_same_bits_alone_and_after_others_in_one_process(warm, tmp
             json.dumps(order(folder, seed, f"--config.warm_start.dir={warm}/warm_starts")) + "\n" for seed in seeds
         )
         done = subprocess.run(WORKER, input=orders, capture_output=True, text=True, check=True, env=env)
-        assert done.stdout == "\n" * len(seeds)
+        assert done.stdout == "0\n" * len(seeds)
     first, second = last_line(alone / "seed2.log"), last_line(after / "seed2.log")
     assert first.startswith("weights checksum: ") and first == second
     steps = [json.loads(line) for line in (after / "seed2" / "metrics.jsonl").read_text().splitlines()]

@@ -7,10 +7,11 @@ import dataclasses
 import pytest
 
 from rpg_jax import reproduce
-from rpg_jax.reproduction import choice, run_tables
-from rpg_jax.reproduction.options import sweep_table
-from rpg_jax.reproduction.results import Results, Run
+from rpg_jax.report.run_files import Run
+from rpg_jax.reproduction import run_tables, sweeps
+from rpg_jax.reproduction.results import Results, scan_from
 from rpg_jax.reproduction.run_tables import check_table
+from rpg_jax.reproduction.sweeps import sweep_table
 from rpg_jax.reproduction.table import LEARNING_RATE
 from rpg_jax.reproduction.tables import TABLES
 from rpg_jax.runs import run_names
@@ -20,7 +21,7 @@ RATES = "optimizer.learning_rate=1e-4,3e-4"
 
 def run_of(cell, accuracy, *, steps=3):
     records = [{"step": step, "accuracy": accuracy} for step in range(1, steps + 1)]
-    return Run(cell.row, cell.seed, cell.name, {"train.steps": 3}, {}, records)
+    return Run(cell.name, cell.seed, {"train.steps": 3}, records, row=cell.row)
 
 
 def test_a_sweep_is_the_table_of_every_combination():
@@ -54,7 +55,7 @@ def test_a_sweep_is_the_table_of_every_combination():
     ],
 )
 def test_a_sweep_that_could_not_run_is_refused_before_it_starts(arguments, message, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(run_tables, "run_cells", lambda *_, **__: pytest.fail("started"))
+    monkeypatch.setattr(run_tables, "train_runs", lambda *_, **__: pytest.fail("started"))
     monkeypatch.setattr(run_tables, "platform_name", lambda: "cpu")
     assert reproduce.main(["--sweep", *arguments, f"--out={tmp_path}"]) == 2
     assert message in capsys.readouterr().err
@@ -91,33 +92,33 @@ def scan():
     accuracy = {"GRPO, lr 5e-5": 0.5, "GRPO, lr 1e-4": 0.7, "DAPO, lr 5e-5": 0.9, "DAPO, lr 2e-4": 0.6}
     runs = [
         run_of(cell, accuracy.get(cell.row, 0.4) + 0.01 * (cell.seed - 100), steps=2 if failed else 3)
-        for cell in table.cells([100, 101])
+        for cell in table.planned_runs([100, 101])
         for failed in [(cell.row, cell.seed) == ("DAPO, lr 5e-5", 101)]
     ]
     return Results("small-scan", table, runs)
 
 
 def test_each_row_gets_its_best_rate_and_the_page_shows_all(scan):
-    assert choice.best_values(scan) == {"GRPO": {LEARNING_RATE: 1e-4}, "DAPO": {LEARNING_RATE: 2e-4}}
-    text = "\n".join(choice.section(scan))
+    assert sweeps.best_values(scan) == {"GRPO": {LEARNING_RATE: 1e-4}, "DAPO": {LEARNING_RATE: 2e-4}}
+    text = "\n".join(sweeps.section(scan))
     assert "| | lr 5e-5 | lr 1e-4 | lr 2e-4 |" in text and "| GRPO | 50.5 ± 6.4 | 70.5 ± 6.4 ✓ | 40.5 ± 6.4 |" in text
     assert "The largest value, lr 2e-4, is the chosen one of DAPO: a better one may lie beyond it." in text
     assert "smallest value" not in text and "seeds 100, 101" in text
-    rows = TABLES["small"].with_settings(choice.best_values(scan)).rows
+    rows = TABLES["small"].with_settings(sweeps.best_values(scan)).rows
     assert rows["DAPO"] == ("--config.method=DAPO", "--config.optimizer.learning_rate=0.0002") and len(rows) == 2
 
 
 def test_a_table_takes_its_rates_from_a_sweep_or_from_an_earlier_scan(scan):
     table = TABLES["small"].only(["DAPO"])
     _, swept = sweep_table("configs/small.py", ["DAPO"], ["optimizer.learning_rate=2e-4,1e-4"])
-    sweep = Results("sweep", swept, [run_of(cell, 0.1 * len(cell.row)) for cell in swept.cells([7])])
-    assert choice.best(run_tables.scan_from(sweep, table, [])) == {"DAPO": "DAPO, lr 2e-4"}
+    sweep = Results("sweep", swept, [run_of(cell, 0.1 * len(cell.row)) for cell in swept.planned_runs([7])])
+    assert sweeps.best(scan_from(sweep, table, [])) == {"DAPO": "DAPO, lr 2e-4"}
     kept = dataclasses.replace(scan, table=table, scan=scan)
-    assert choice.best(run_tables.scan_from(kept, table, [])) == {"DAPO": "DAPO, lr 2e-4"}
+    assert sweeps.best(scan_from(kept, table, [])) == {"DAPO": "DAPO, lr 2e-4"}
     with pytest.raises(ValueError, match="has no run of RLOO"):
-        run_tables.scan_from(sweep, TABLES["small"].only(["RLOO"]), [])
+        scan_from(sweep, TABLES["small"].only(["RLOO"]), [])
     with pytest.raises(ValueError, match="has the overrides|have the overrides"):
-        run_tables.scan_from(sweep, table, ["--config.train.steps=3"])
+        scan_from(sweep, table, ["--config.train.steps=3"])
     with pytest.raises(ValueError, match="seeds 7 choose the learning rates and would be reported too"):
         run_tables._check_seeds({7}, range(8))
 
@@ -130,14 +131,14 @@ def test_a_quick_look_has_the_three_rows_that_matter():
 def test_a_table_scans_chooses_runs_and_keeps_all(tmp_path, leave_a_run, without_figures, monkeypatch, capsys):
     started = []
 
-    def run_cells(cells, out, **_):
+    def train_runs(cells, out, **_):
         for cell in cells:
             if not (out / "runs" / cell.name).exists():
                 started.append(cell.name)
                 leave_a_run(out / "runs" / cell.name, 0.6 if "lr2e-4" in cell.name else 0.5)
         return {}
 
-    monkeypatch.setattr(run_tables, "run_cells", run_cells)
+    monkeypatch.setattr(run_tables, "train_runs", train_runs)
     monkeypatch.setattr(run_tables, "platform_name", lambda: "cpu")
     arguments = ["--table=small", "--methods=GRPO,DAPO", f"--out={tmp_path}"]
     assert reproduce.main([*arguments, "--seeds=2"]) == 0

@@ -1,4 +1,4 @@
-"""curves.png: drawn from whatever a run has logged so far, and showing it."""
+"""Pictures: curves.png from whatever a run has logged so far, and the drift of the rows of a table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,18 @@ import numpy as np
 import pytest
 from matplotlib.image import imread
 
-from rpg_jax.report.curves import CONVERSATION_PANELS, HELD_OUT, LINE, PANELS, draw_curves, smooth
+from rpg_jax.report.plots import (
+    CONVERSATION_PANELS,
+    HELD_OUT,
+    LINE,
+    PANELS,
+    curves_of,
+    draw_curves,
+    draw_drift,
+    shared_points,
+    smooth,
+)
+from rpg_jax.report.run_files import Run
 
 FULL = {panel.key: 0.01 for panel in PANELS}
 
@@ -64,3 +75,25 @@ def test_smoothing_keeps_length_level_and_ends():
     np.testing.assert_allclose(smooth(np.array([0.0, 3.0, 6.0]), 3), [1.5, 3.0, 4.5])
     assert smooth(np.array([1.0]), 9).tolist() == [1.0]
     assert smooth(np.arange(4.0), 9).shape == (4,)
+
+
+def drifted(last, kl=True):
+    values = ({"mean_at_k": 0.3, "entropy": 0.4, "completion_length": 33.0} for _ in range(last + 1))
+    measured = ({"initial_kl": 0.1 * step, "initial_kl_error": 0.02} if kl else {} for step in range(last + 1))
+    records = [
+        {"step": step, **{f"eval/A/{key}": x for key, x in (own | drift).items()}}
+        for step, (own, drift) in enumerate(zip(values, measured, strict=True))
+    ]
+    return Run("a", 0, {}, records)
+
+
+@pytest.mark.slow
+def test_drift_is_drawn_where_a_run_measured_it():
+    drawn = draw_drift({"GRPO": [drifted(3), drifted(2)], "DAPO": [drifted(3)]}, ["A"])
+    assert drawn.startswith(b"\x89PNG") and len(drawn) > 10_000
+    assert draw_drift({"GRPO": [drifted(3, kl=False)]}, ["A"]) is None
+
+
+def test_seeds_are_compared_at_the_steps_that_all_have():
+    steps, values = shared_points(curves_of([drifted(3), drifted(2)], "eval/A/initial_kl"))
+    assert steps == [0, 1, 2] and values.shape == (2, 3)

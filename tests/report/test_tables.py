@@ -6,7 +6,9 @@ import json
 
 import pytest
 
-from rpg_jax.report import budgets, compare, html_tables
+from rpg_jax.report import html_tables, tables
+from rpg_jax.report.run_files import Run
+from rpg_jax.report.tables import markdown_table
 
 
 @pytest.fixture
@@ -29,7 +31,7 @@ def leave(tmp_path):
             records.append({"step": step, "groups_generated": groups, "kl": step / 1000, "seconds": seconds + first})
             records[-1] |= {"time/compiling": first} | (_evaluation(accuracy + step / 100) if step % 2 == 0 else {})
         (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-        return compare.Run.read(folder)
+        return Run.read(folder)
 
     return leave
 
@@ -39,10 +41,9 @@ def _evaluation(accuracy):
 
 
 def at(axis, runs):
-    configs = compare.configs_of(runs)
-    courses = budgets.courses_of(configs)
-    budget = next(b for b in budgets.budgets(courses) if b.axis == axis)
-    return budget, budgets.results(courses, budget)
+    configs = tables.configs_of(runs)
+    budget = next(b for b in tables.budgets(configs) if b.axis == axis)
+    return budget, tables.rows_within(configs, budget)
 
 
 def test_each_axis_cuts_every_run_where_the_cheapest_ends(leave):
@@ -75,7 +76,7 @@ def test_intervals_are_over_seeds_and_differences_paired_by_seed(leave):
 
 def test_no_row_is_the_best_below_three_seeds(leave):
     runs = [leave("a", s) for s in range(3)] + [leave("b", s, accuracy=0.7) for s in range(2)]
-    configs = compare.configs_of(runs)
+    configs = tables.configs_of(runs)
     budget, rows = at("steps", runs)
     assert [row.ranks for row in rows] == [{}, {}]
     text = html_tables.results_table(configs, rows, {"easy": 4}, budget) + html_tables.notes(configs, rows)
@@ -83,15 +84,26 @@ def test_no_row_is_the_best_below_three_seeds(leave):
 
 
 def test_an_axis_that_a_run_does_not_record_is_left_out(leave):
-    courses = budgets.courses_of(compare.configs_of([leave("a", 0), leave("b", 0)]))
-    del courses[1][0].costs["seconds"]
-    assert [b.axis for b in budgets.budgets(courses)] == ["steps", "completions"]
+    configs = tables.configs_of([leave("a", 0), leave("b", 0)])
+    del configs[1].runs[0].costs["seconds"]
+    assert [b.axis for b in tables.budgets(configs)] == ["steps", "completions"]
 
 
 def test_kls_to_different_policies_carry_a_warning(leave):
     every = {"rule": "every", "every": "16 updates"}
     runs = [leave("a", 0), leave("b", 0, reference=every), leave("c", 0)]
-    configs = compare.configs_of(runs)
+    configs = tables.configs_of(runs)
     _, rows = at("steps", runs)
     assert "a: to the initial policy; b: to the policy after every 16 updates" in html_tables.notes(configs, rows)
     assert "anchors" not in html_tables.notes(configs[::2], rows[::2])
+
+
+def test_numbers_are_aligned_to_the_right_and_empty_cells_stay_cells():
+    assert (
+        markdown_table(("", "score"), [("a", 1), ("", 2.5)], numbers=(1,))
+        == "| | score |\n|---|--:|\n| a | 1 |\n| | 2.5 |"
+    )
+
+
+def test_text_cannot_end_a_cell_or_a_row():
+    assert markdown_table(("a",), [("x|y\nz",)]).splitlines()[2:] == ["| x\\|y z |"]

@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 
 from rpg_jax.report import seeds
-from rpg_jax.reproduction import result_files, table_page, training_tables
-from rpg_jax.reproduction.results import Results
+from rpg_jax.reproduction import page, training
+from rpg_jax.reproduction.results import Results, collect
 from rpg_jax.reproduction.tables import TABLES
 
 SMALL = TABLES["small"]
@@ -15,10 +15,10 @@ def rows_of(tmp_path, leave_a_run):
     """The rows of `small` from {(row, seed): how `leave_a_run` leaves the run}."""
 
     def rows(runs):
-        cells = [cell for cell in SMALL.cells(range(2)) if (cell.row, cell.seed) in runs]
+        cells = [cell for cell in SMALL.planned_runs(range(2)) if (cell.row, cell.seed) in runs]
         for cell in cells:
             leave_a_run(tmp_path / "runs" / cell.name, **runs[cell.row, cell.seed])
-        return Results("small", SMALL, result_files.collect(cells, tmp_path)).rows()
+        return Results("small", SMALL, collect(cells, tmp_path)).rows()
 
     return rows
 
@@ -26,7 +26,7 @@ def rows_of(tmp_path, leave_a_run):
 @pytest.fixture
 def equal(rows_of):
     """The text under "At equal updates, completions and seconds"."""
-    return lambda runs: "\n".join(training_tables.equal_cost(SMALL, rows_of(runs)))
+    return lambda runs: "\n".join(training.equal_cost(SMALL, rows_of(runs)))
 
 
 def test_rows_are_compared_where_they_have_spent_as_much_as_the_cheapest_in_all(equal):
@@ -49,7 +49,7 @@ def test_a_slow_row_gets_fewer_steps_and_compilation_is_no_cost(equal, rows_of):
     assert "### At equal completions" not in text
     run = rows_of({("RLOO", 0): fast})["RLOO"][0]
     run.records[1] |= {"seconds": 50.0, "time/compiling": 70.0}  # it counts compilations since the process started
-    assert run.seconds() == [1, 2, 3, 4, 5, 6]
+    assert list(run.costs["seconds"].values()) == [0, 1, 2, 3, 4, 5, 6]
 
 
 def test_rows_that_differ_by_a_batch_or_have_not_ended_are_no_other_cost(equal):
@@ -68,15 +68,15 @@ def test_an_evaluation_that_lies_before_the_step_is_said_to(rows_of):
     rows = rows_of({("GRPO", 0): own | {"groups": 4}, ("DAPO", 0): own | {"groups": 5}})
     for key in [key for key in rows["DAPO"][0].records[4] if key.startswith("eval/")]:
         del rows["DAPO"][0].records[4][key]
-    assert "| DAPO | 4, evaluated at 3 | 32 |" in "\n".join(training_tables.equal_cost(SMALL, rows))
+    assert "| DAPO | 4, evaluated at 3 | 32 |" in "\n".join(training.equal_cost(SMALL, rows))
 
 
 def test_a_page_whose_rows_differ_in_cost_says_so_before_its_first_number(tmp_path, leave_a_run, without_figures):
-    cells = SMALL.cells([0], ["GRPO", "DAPO"])
+    cells = SMALL.planned_runs([0], ["GRPO", "DAPO"])
     for cell, groups in zip(cells, (4, 8), strict=True):
         leave_a_run(tmp_path / "runs" / cell.name, 0.1, groups=groups)
-    results = Results("small", SMALL, result_files.collect(cells, tmp_path))
-    before, after = table_page.write_page(results, tmp_path).read_text().split("| GRPO |", maxsplit=1)
+    results = Results("small", SMALL, collect(cells, tmp_path))
+    before, after = page.write_page(results, tmp_path).read_text().split("| GRPO |", maxsplit=1)
     assert "(#at-equal-updates-completions-and-seconds)" in before
     assert "## At equal updates, completions and seconds" in after
 
@@ -88,14 +88,14 @@ def test_a_page_whose_rows_differ_in_cost_says_so_before_its_first_number(tmp_pa
 def test_the_kl_to_the_reference_says_which_one(rows_of, rule, shown):
     """Tokens are of π_old: log π_old/π_θ is 2e-3 in their mean, log π_θ/π_ref 3e-3."""
     rows = rows_of({("DAPO", 0): dict(accuracy=0.5, rule=rule)})
-    text = "\n".join(training_tables.training_table(SMALL, rows))
+    text = "\n".join(training.training_table(SMALL, rows))
     assert f"| DAPO | 50 | 0.1 | 2 | {shown} | 24 | – | – |" in text and "critic" not in text
 
 
 def test_a_critic_that_has_learned_nothing_shows_it(rows_of):
     critic = {"explained_variance": 0.01, "value": 0.4, "return": 0.7}
     rows = rows_of({("DAPO", 0): dict(accuracy=0.5), ("PPO, untuned critic", 0): dict(accuracy=0.5, **critic)})
-    text = "\n".join(training_tables.training_table(SMALL, rows))
+    text = "\n".join(training.training_table(SMALL, rows))
     assert (
         "Critic of the row PPO, untuned critic: it explains 0.01 of the variance of the returns; its mean value is 0.4"
         in text
@@ -105,6 +105,6 @@ def test_a_critic_that_has_learned_nothing_shows_it(rows_of):
 
 def test_numbers_have_the_digits_that_their_intervals_tell():
     shown = [seeds.Mean(74.123, 0.123, 3), seeds.Mean(170.2, 14.3, 3), seeds.Mean(0.5, float("nan"), 1)]
-    assert [training_tables.significant(m) for m in shown] == ["74.12 ± 0.12", "170 ± 14", "0.5"]
+    assert [training.significant(m) for m in shown] == ["74.12 ± 0.12", "170 ± 14", "0.5"]
     rounding = [seeds.Mean(-0.0, 0.0, 3), seeds.Mean(3e-6, 1.4e-5, 3), seeds.Mean(1e-7, float("nan"), 1)]
-    assert {training_tables.significant(m) for m in rounding} == {"0"}
+    assert {training.significant(m) for m in rounding} == {"0"}

@@ -1,13 +1,17 @@
 """Describes the training of a table's runs: dynamics, completions generated, the critic; rows at equal costs."""
 
-import dataclasses
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 
-from rpg_jax.report import markdown
+from rpg_jax.report.plots import TABLE_PANELS
+from rpg_jax.report.run_files import Run
 from rpg_jax.report.seeds import Mean, mean, over_starts, paired_difference, pooled, tally
-from rpg_jax.reproduction.results import DYNAMICS, Evaluations, Record, Rows, Run
+from rpg_jax.report.tables import markdown_table
+from rpg_jax.reproduction.results import Rows
 from rpg_jax.reproduction.table import Table
+from rpg_jax.training.reference import make_rule
+from rpg_jax.types import Count
 
 ROUNDING = 5e-5  # of a shown number
 UNEQUAL = 0.05  # share of a row's cost; one more batch, for a lack of mixed groups, costs 1 to 2 %
@@ -19,16 +23,13 @@ def training_table(table: Table, rows: Rows) -> list[str]:
     The difference in training accuracy to the compared row is paired by seed. Training accuracy averages many more
     completions than held-out accuracy: it has far less noise.
     """
-    dynamics = {
-        title: (key, scale)
-        for title, (key, scale) in DYNAMICS.items()
-        if any(_late(by_seed, key, scale) != "–" for by_seed in rows.values())
-    }
-    heads = [*dynamics, "KL to the reference, millinats per token", "Completions generated", "difference in accuracy"]
+    panels = [p for p in TABLE_PANELS if any(_late(by_seed, p.key, p.scale) != "–" for by_seed in rows.values())]
+    heads = [*(f"{panel.title}, {panel.unit}" for panel in panels), "KL to the reference, millinats per token"]
+    heads += ["Completions generated", "difference in accuracy"]
     accuracy = {row: {seed: 100 * c.late("accuracy") for seed, c in by_seed.items()} for row, by_seed in rows.items()}
     lines, critics = [], []
     for row, by_seed in rows.items():
-        texts = [_late(by_seed, key, scale) for key, scale in dynamics.values()]
+        texts = [_late(by_seed, panel.key, panel.scale) for panel in panels]
         texts += [_reference(by_seed), f"{_completions(by_seed):,.0f}"]
         lines.append([row, *texts, *difference(table, row, accuracy)])
         if (explained := _late(by_seed, "explained_variance")) != "–":
@@ -45,7 +46,7 @@ def training_table(table: Table, rows: Rows) -> list[str]:
         "The reference stands in brackets; KLs to different references cannot be compared. initial: the policy at the "
         "start of the run; every K: the policy after the last multiple of K steps or updates;\n"
         "κ: the policy at the end of the last step in which the average passed κ nats; –: the behaviour policy itself.",
-        markdown.table(["", *heads, "compared with"], lines, numbers=range(1, 1 + len(heads))),
+        markdown_table(["", *heads, "compared with"], lines, numbers=range(1, 1 + len(heads))),
         *all_differences(table, {"training accuracy": accuracy}),
         *critics,
     ]
@@ -81,7 +82,7 @@ def all_differences(table: Table, columns: Mapping[str, Mapping[str, Mapping[int
 
 def _completions(by_seed: Mapping[int, Run]) -> float:
     """Completions of a run, the mean over seeds."""
-    return sum(run.completions()[-1] for run in by_seed.values()) / len(by_seed)
+    return sum(run.spent("completions") for run in by_seed.values()) / len(by_seed)
 
 
 def _reference(by_seed: Mapping[int, Run]) -> str:
@@ -89,7 +90,10 @@ def _reference(by_seed: Mapping[int, Run]) -> str:
 
     It is the sum of two metrics: the mean of log π_θ/π_ref and the mean of log π_old/π_θ.
     """
-    anchor = next(iter(by_seed.values())).reference()
+    config = next(iter(by_seed.values())).config
+    numbers = {name: config[f"reference.{name}"] for name in ("kl_threshold", "kl_decay")}
+    every = Count.parse(config["reference.every"], "reference.every")
+    anchor = make_rule(config["reference.rule"], every=every, **numbers).anchor()
     values = [1000 * (run.late("kl_k1") + run.late("behaviour_forward_kl_k1")) for run in by_seed.values()]
     return f"{significant(mean(values))} ({anchor})" if anchor else "–"
 
@@ -124,30 +128,14 @@ def significant(m: Mean) -> str:
     return f"{m.value:.{decimals}f} ± {m.half:.{decimals}f}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Cost:
-    """What a row spends: its name, the amount up to each step of a run, and how an amount is written."""
-
-    name: str
-    of: Callable[[Run], Sequence[float]]
-    unit: str
-    note: str = ""
-
-    def shown(self, amount: float) -> str:
-        return f"{amount:,.0f} {self.unit}"
-
-
-COSTS = (
-    Cost("updates", Run.updates, "updates"),
-    Cost("completions", Run.completions, "completions"),
-    Cost(
-        "seconds",
-        Run.seconds,
-        "seconds",
-        "Seconds are the wall time of training steps, without evaluations and checkpoints; a step that compiled counts "
-        "as the run's median step. They hold for this machine and this program: runs and other work that share the "
-        "machine slow each other, so a difference of some percent between rows need not be theirs.",
-    ),
+COSTS = MappingProxyType(  # {axis of `Run.costs`: a note on it}
+    {
+        "updates": "",
+        "completions": "",
+        "seconds": "Seconds are the wall time of training steps, without evaluations and checkpoints; a step that "
+        "compiled counts as the run's median step. They hold for this machine and this program: runs and other work "
+        "that share the machine slow each other, so a difference of some percent between rows need not be theirs.",
+    }
 )
 
 
@@ -157,8 +145,8 @@ def equal_cost(table: Table, rows: Rows) -> list[str]:
     Runs that have not ended are left out. Nothing if the rows differ in no cost.
     """
     ended = _only(lambda run: run.ended, rows)
-    budgets = {cost: budget for cost in COSTS if (budget := _budget(cost, ended))}
-    unequal = [cost for cost, (least, most) in budgets.items() if most > (1 + UNEQUAL) * least]
+    totals = {axis: total for axis in COSTS if (total := _totals(axis, ended))}
+    unequal = [axis for axis, (least, most) in totals.items() if most > (1 + UNEQUAL) * least]
     if not unequal:
         return []
     parts = [
@@ -168,46 +156,45 @@ def equal_cost(table: Table, rows: Rows) -> list[str]:
         "of the last evaluation up to that step. All are in %.\n"
         "Differences (Δ) are paired by seed, in points; one in *italics* has a 95 % interval that excludes 0. "
         "None of these comparisons is the fair one: each answers a question of its own.",
-        _overview(table, ended, budgets),
+        _overview(table, ended, {axis: least for axis, (least, _) in totals.items()}),
     ]
-    for cost in unequal:
-        least, most = budgets[cost]
+    for axis in unequal:
+        least, most = totals[axis]
         parts += [
-            f"### At equal {cost.name}",
-            f"The cheapest row spends {cost.shown(least)}, the dearest {cost.shown(most)}. {cost.note}".strip(),
-            _equal_table(table, ended, cost, least),
+            f"### At equal {axis}",
+            f"The cheapest row spends {least:,.0f} {axis}, the dearest {most:,.0f} {axis}. {COSTS[axis]}".strip(),
+            _equal_table(table, ended, axis, least),
         ]
     return parts
 
 
-def _budget(cost: Cost, rows: Rows) -> tuple[float, float] | None:
-    """The least and the largest mean total of a row; None where it is not known for every run."""
-    totals = [mean([cost.of(run)[-1] for run in by_seed.values()]).value for by_seed in rows.values()]
-    return (min(totals), max(totals)) if totals and not math.isnan(sum(totals)) else None
+def _totals(axis: str, rows: Rows) -> tuple[float, float] | None:
+    """The least and the largest mean total of a row; None where a run does not record the axis."""
+    if not rows or not all(axis in run.costs for by_seed in rows.values() for run in by_seed.values()):
+        return None
+    totals = [mean([run.spent(axis) for run in by_seed.values()]).value for by_seed in rows.values()]
+    return min(totals), max(totals)
 
 
-def _steps(cost: Cost, run: Run, budget: float) -> int:
-    """The number of steps that spend at most `budget`."""
-    return sum(spent <= budget for spent in cost.of(run))
+def _within(rows: Rows, axis: str, budget: float) -> tuple[Rows, dict[tuple[str, int], int]]:
+    """The runs that take a step within a budget, and {(row, seed): the last step of the run within it}."""
+    rows = _only(lambda run: run.last_step_within(axis, budget) > 0, rows)
+    steps = {(row, s): run.last_step_within(axis, budget) for row, own in rows.items() for s, run in own.items()}
+    return rows, steps
 
 
-def _overview(table: Table, rows: Rows, budgets: Mapping[Cost, tuple[float, float]]) -> str:
+def _accuracy(rows: Rows, steps: Mapping[tuple[str, int], int]) -> dict[str, dict[int, float]]:
+    """{row: {seed: training accuracy in %}} by the steps up to those of `steps`."""
+    return {row: {s: 100 * run.late("accuracy", steps[row, s]) for s, run in own.items()} for row, own in rows.items()}
+
+
+def _overview(table: Table, rows: Rows, budgets: Mapping[str, float]) -> str:
     """Differences in training accuracy at each cost."""
-    by_cost = []
-    for cost, (budget, _) in budgets.items():
-        within = _only(lambda run, cost=cost, budget=budget: _steps(cost, run, budget) > 0, rows)  # type: ignore[misc]
-        accuracy = {
-            row: {seed: 100 * run.late("accuracy", _steps(cost, run, budget)) for seed, run in by_seed.items()}
-            for row, by_seed in within.items()
-        }
-        by_cost.append({row: difference(table, row, accuracy) for row in rows})
-    lines = [
-        [row, *(of[row][0] for of in by_cost), table.compared_with(row)]
-        for row in rows
-        if any(of[row][0] != "–" for of in by_cost)
-    ]
-    heads = [f"Δ at {cost.shown(least)}" for cost, (least, _) in budgets.items()]
-    return markdown.table(["training accuracy", *heads, "compared with"], lines, numbers=range(1, 1 + len(heads)))
+    by_axis = [_accuracy(*_within(rows, axis, budget)) for axis, budget in budgets.items()]
+    cells = {row: [difference(table, row, accuracy)[0] for accuracy in by_axis] for row in rows}
+    lines = [[row, *own, table.compared_with(row)] for row, own in cells.items() if any(cell != "–" for cell in own)]
+    heads = [f"Δ at {budget:,.0f} {axis}" for axis, budget in budgets.items()]
+    return markdown_table(["training accuracy", *heads, "compared with"], lines, numbers=range(1, 1 + len(heads)))
 
 
 def _only(keep: Callable[[Run], bool], rows: Rows) -> Rows:
@@ -215,34 +202,26 @@ def _only(keep: Callable[[Run], bool], rows: Rows) -> Rows:
     return {row: by_seed for row, by_seed in kept.items() if by_seed}
 
 
-def _equal_table(table: Table, all_rows: Rows, cost: Cost, budget: float) -> str:
-    rows = _only(lambda run: _steps(cost, run, budget) > 0, all_rows)
-    steps = {(row, s): _steps(cost, run, budget) for row, by_seed in rows.items() for s, run in by_seed.items()}
-    columns: dict[str, dict[str, dict[int, float]]] = {"while training": {}}  # {column: {row: {seed: %}}}
+def _equal_table(table: Table, all_rows: Rows, axis: str, budget: float) -> str:
+    rows, steps = _within(all_rows, axis, budget)
+    columns = {"while training": _accuracy(rows, steps)}  # {column: {row: {seed: %}}}
     evaluated: dict[str, set[int]] = {}
     for row, by_seed in rows.items():
         for seed, run in by_seed.items():
-            columns["while training"].setdefault(row, {})[seed] = 100 * run.late("accuracy", steps[row, seed])
-            for name, record in _scores(run.evaluations(), steps[row, seed]).items():
-                columns.setdefault(name, {}).setdefault(row, {})[seed] = 100 * record["mean_at_k"]
-                evaluated.setdefault(row, set()).add(record["step"])
+            for name, scores in run.scores(steps[row, seed]).items():
+                columns.setdefault(name, {}).setdefault(row, {})[seed] = 100 * scores["last"]
+                evaluated.setdefault(row, set()).add(int(scores["step"]))
     lines = []
     for row, by_seed in rows.items():
         at, scored = _span({steps[row, seed] for seed in by_seed}), _span(evaluated.get(row, set()))
-        updates = {run.trained[steps[row, seed] - 1]["updates"] for seed, run in by_seed.items()}
+        updates = {int(run.spent("updates", steps[row, seed])) for seed, run in by_seed.items()}
         means = [mean(list(by_row[row].values())) if row in by_row else None for by_row in columns.values()]
         values = [f"{m.value:.1f}{m.margin}" if m else "–" for m in means]
         differences, others = zip(*(difference(table, row, by_row) for by_row in columns.values()), strict=True)
         at = at if scored == at else f"{at}, evaluated at {scored}"
         lines.append([row, at, _span(updates), *values, *differences, others[0]])
     heads = ["step", "updates", *columns, *(f"Δ {name}" for name in columns)]
-    return markdown.table(["", *heads, "compared with"], lines, numbers=range(1, 1 + len(heads)))
-
-
-def _scores(evaluated: Evaluations, steps: int) -> dict[str, Record]:
-    """{set: the last evaluation within the first `steps` steps}."""
-    up_to = {name: [r for r in records if r["step"] <= steps] for name, records in evaluated.items()}
-    return {name: records[-1] for name, records in up_to.items() if records}
+    return markdown_table(["", *heads, "compared with"], lines, numbers=range(1, 1 + len(heads)))
 
 
 def _span(numbers: Collection[int]) -> str:

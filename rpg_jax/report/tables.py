@@ -1,0 +1,195 @@
+"""Tables of runs: a row is a config over its seeds, a column a quantity with a unit and an interval.
+
+Rows are compared at an equal cost: as many steps, completions or seconds as the cheapest run has spent at its end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+from rpg_jax.report.progress import duration
+from rpg_jax.report.run_files import QUANTITIES, Run, Scores
+from rpg_jax.report.seeds import Mean, mean, paired_difference, ranks_of
+
+# Runs of one config may differ in these fields: their places, logs and seeds.
+ASIDE = ("seed", "run.", "distributed.", "log.", "checkpoint.", "profile.")
+SHOWN_FIELDS = 2  # most fields in a label
+AXES = ("steps", "completions", "seconds")  # of `Run.costs`
+
+Json = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Runs that differ in their seeds alone; the label tells the config from others."""
+
+    label: str
+    runs: Sequence[Run]
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        return self.runs[0].config
+
+
+def configs_of(runs: Sequence[Run]) -> list[Config]:
+    """Groups runs by config, in the order given. A run without config.json is a config of its own."""
+    by_fields: dict[str, list[Run]] = {}
+    for run in runs:
+        counted = {k: v for k, v in run.config.items() if not k.startswith(ASIDE)}
+        by_fields.setdefault(json.dumps(counted or run.name, sort_keys=True), []).append(run)
+    groups = list(by_fields.values())
+    return [Config(_label(own[0], [g[0] for g in groups]), own) for own in groups]
+
+
+def differences(configs: Sequence[Config]) -> list[Json]:
+    """Fields whose values differ between configs, with each config's value as text."""
+    names = dict.fromkeys(name for c in configs for name in c.fields if not name.startswith(ASIDE))
+    rows = [{"field": name, "values": [_text(c.fields.get(name)) for c in configs]} for name in sorted(names)]
+    return [row for row in rows if len(set(row["values"])) > 1]
+
+
+def anchor(config: Config) -> str:
+    """The policy to which the KL of a config is measured, in words; "unknown" without a config."""
+    rule = config.fields.get("reference.rule")
+    return {
+        None: "unknown",
+        "fixed": "the initial policy",
+        "behaviour": "the policy that sampled",
+        "every": f"the policy after every {config.fields.get('reference.every')}",
+        "kl": f"the policy after the last KL above {config.fields.get('reference.kl_threshold')} nats",
+    }.get(rule, str(rule))
+
+
+def _label(run: Run, all_runs: Sequence[Run]) -> str:
+    """The method, and the fields that tell the run from others of its method."""
+    method = run.config.get("method")
+    if method is None:
+        return run.name
+    rivals = [r.config for r in all_runs if r.config.get("method") == method]
+    names = sorted({k for r in rivals for k in r if not k.startswith(ASIDE)})
+    fields = [k for k in names if any(r.get(k) != run.config.get(k) for r in rivals)]
+    parts = [f"{k.rpartition('.')[2]} {_text(run.config.get(k))}" for k in fields[:SHOWN_FIELDS]]
+    return ", ".join([str(method), *parts, *(["…"] if len(fields) > SHOWN_FIELDS else [])])
+
+
+def _text(value: Any) -> str:
+    return "–" if value is None else value if isinstance(value, str) else json.dumps(value)
+
+
+def markdown_table(head: Sequence[object], rows: Iterable[Sequence[object]], *, numbers: Collection[int] = ()) -> str:
+    """Writes a table; the columns in `numbers` are aligned to the right. Escapes `|` and line breaks in cells."""
+    rule = ("--:" if column in numbers else "---" for column in range(len(head)))
+    return "\n".join([_markdown_line(head), f"|{'|'.join(rule)}|", *map(_markdown_line, rows)])
+
+
+def _markdown_line(cells: Sequence[object]) -> str:
+    texts = (str(cell).replace("|", "\\|").replace("\n", " ") for cell in cells)
+    return " ".join(part for text in texts for part in ("|", text) if part) + " |"
+
+
+@dataclasses.dataclass(frozen=True)
+class Budget:
+    """The cost at which runs are compared: the cost of the whole of `run`, the cheapest run."""
+
+    axis: str
+    amount: float
+    run: str
+
+    @property
+    def text(self) -> str:
+        return duration(self.amount) if self.axis == "seconds" else f"{self.amount:,.0f} {self.axis}"
+
+
+def budgets(configs: Sequence[Config]) -> list[Budget]:
+    """One budget for each axis that every run records, in the order of `AXES`."""
+    runs = [run for config in configs for run in config.runs]
+    found = []
+    for axis in AXES:
+        if all(axis in run.costs for run in runs):
+            cheapest = min(runs, key=lambda run: run.spent(axis))
+            found.append(Budget(axis, cheapest.spent(axis), cheapest.name))
+    return found
+
+
+def mean_costs(config: Config, axis: str) -> list[float]:
+    """The cost up to the end of step 0, 1, 2, …: the mean over runs, for the steps that all of them have reached."""
+    last = int(min(run.spent("steps") for run in config.runs))
+    return [float(f"{_mean([run.spent(axis, step) for run in config.runs]):.6g}") for step in range(last + 1)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A config within a budget.
+
+    Attributes:
+      seeds: runs with an evaluation.
+      steps: the steps of their last evaluations within the budget.
+      spent: {axis: the cost up to the last step within the budget, the mean over runs}.
+      scores: {(set, quantity): score in %}.
+      ranks: {(set, quantity): 1 for the best config of the column, 2 for the second}; see `seeds.ranks_of`.
+      differences: {set: Last minus Last of the first config in points, paired by seed}.
+      kl: KL to the reference in millinats per token, over the last third of the steps; None without this metric.
+    """
+
+    seeds: int
+    steps: Sequence[int]
+    spent: Mapping[str, float]
+    scores: Mapping[tuple[str, str], Mean]
+    ranks: Mapping[tuple[str, str], int]
+    differences: Mapping[str, Mean]
+    kl: Mean | None
+
+
+def rows_within(configs: Sequence[Config], budget: Budget) -> list[Row]:
+    """One row for each config: its scores by the last evaluation within the budget, with 95 % intervals over seeds."""
+    cuts = [[(run, run.last_step_within(budget.axis, budget.amount)) for run in config.runs] for config in configs]
+    scored = [[(run.seed, s) for run, step in own if (s := run.scores(step))] for own in cuts]
+    columns = dict.fromkeys((name, q) for own in scored for _, s in own for name in s for q in QUANTITIES)
+    means: list[dict[tuple[str, str], Mean]] = [{} for _ in configs]
+    ranked: list[dict[tuple[str, str], int]] = [{} for _ in configs]
+    for name, quantity in columns:
+        values = {i: [100 * s[name][quantity] for _, s in own if name in s] for i, own in enumerate(scored)}
+        column = {i: mean(own) for i, own in values.items() if own}
+        for i, m in column.items():
+            means[i][name, quantity] = m
+        for i, rank in zip(column, ranks_of(list(column.values())), strict=False):
+            ranked[i][name, quantity] = rank
+    rows = []
+    for i, own in enumerate(cuts):
+        kls = [1000 * value for run, step in own if not math.isnan(value := run.late("kl", step))]
+        axes = [axis for axis in AXES if all(axis in run.costs for run, _ in own)]
+        rows.append(
+            Row(
+                seeds=len(scored[i]),
+                steps=sorted({max(int(x["step"]) for x in s.values()) for run, step in own if (s := run.scores(step))}),
+                spent={axis: _mean([run.spent(axis, step) for run, step in own]) for axis in axes},
+                scores=means[i],
+                ranks=ranked[i],
+                differences=_differences(scored[i], scored[0]) if i else {},
+                kl=mean(kls) if kls else None,
+            )
+        )
+    return rows
+
+
+def _differences(
+    row: Sequence[tuple[int | None, Scores]], baseline: Sequence[tuple[int | None, Scores]]
+) -> dict[str, Mean]:
+    """{set: difference in Last} of rows that are given as (seed, scores) of each run."""
+    found = {}
+    for name in dict.fromkeys(name for _, scores in row for name in scores):
+        mine, theirs = (
+            {seed: 100 * scores[name]["last"] for seed, scores in own if seed is not None and name in scores}
+            for own in (row, baseline)
+        )
+        if mine.keys() & theirs.keys():
+            found[name] = paired_difference(mine, theirs)
+    return found
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

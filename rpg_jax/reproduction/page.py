@@ -1,0 +1,312 @@
+"""Writes a table of runs as a page: its origin, scores with intervals, differences, dynamics, the paper's numbers."""
+
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rpg_jax.report import plots
+from rpg_jax.report.plots import held_out_sets
+from rpg_jax.report.progress import duration
+from rpg_jax.report.run_files import QUANTITIES, Run, Scores, series
+from rpg_jax.report.seeds import SEEDS_TO_RANK, Mean, mean, paired_difference, ranks
+from rpg_jax.report.tables import markdown_table
+from rpg_jax.reproduction import sweeps
+from rpg_jax.reproduction.results import Results
+from rpg_jax.reproduction.table import LEARNING_RATE, Table
+from rpg_jax.reproduction.tables import TABLES
+from rpg_jax.reproduction.training import all_differences, equal_cost, starred, training_table
+from rpg_jax.runs import run_names
+from rpg_jax.storage import write_atomically
+
+PAPER = Path(__file__).with_name("paper_tables.json")
+SHOWN = 6  # most rows in a figure with lines: the eye tells no more apart
+ScoresOfRows = dict[str, dict[int, Scores]]  # {row: {seed: scores}}
+HEADS = {"last": "Last", "best": "Best", "pass": "pass@k"}
+
+
+def write_page(results: Results, folder: Path) -> Path:
+    """Writes `<name>.md` and the figures `<name>*.png` into `folder`; returns the page.
+
+    The page depends on the results alone.
+
+    Raises:
+      ValueError: no run has a score yet.
+    """
+    scores: ScoresOfRows = {}
+    for run in results.runs:
+        if own := run.scores():
+            scores.setdefault(run.row, {})[run.seed] = own
+    if not scores:
+        raise ValueError(f"{results.name} has no evaluated run")
+    name, table, rows = results.name, _in_words_of_today(results), results.rows()
+    equal = equal_cost(table, rows)
+    parts = [f"# {table.title}", _origin(results)]
+    parts += _changed_rows(results, TABLES[name].rows) if name in TABLES else []
+    parts += [_explanation(table, results, scores, unequal=bool(equal)), score_table(scores)]
+    parts += ["## Differences", *_differences(table, scores)]
+    parts += ["## While training", *training_table(table, rows)]
+    parts += ["## At equal updates, completions and seconds", *equal] if equal else []
+    folder.mkdir(parents=True, exist_ok=True)
+    shown = {row: [run for run in results.runs if run.row == row] for row in _rows_to_show(table, scores)}
+    sets = held_out_sets(scores)
+    compared = {row: table.compared_with(row) for row in scores}
+    parts += _figure("Last by row", folder / f"{name}.png", plots.draw_scores(scores, compared))
+    parts += _figure("pass@k", folder / f"{name}-pass.png", plots.draw_pass_at_k(shown, sets))
+    parts += _figure("Training dynamics", folder / f"{name}-dynamics.png", plots.draw_dynamics(shown, sets))
+    parts += _figure("What changes beside accuracy", folder / f"{name}-drift.png", plots.draw_drift(shown, sets))
+    if sweep := results if table.swept else results.scan:  # the runs that values are chosen from
+        parts += ["## Learning rates" if results.scan else "## Best value of each method", *sweeps.section(sweep)]
+        values = _draw_values(sweep, table.shown)
+        parts += _figure("Training accuracy by value", folder / f"{name}-values.png", values)
+    parts += _code_of_rows(results)
+    parts += ["## The paper's own numbers"] if table.published else []
+    parts += [part for published in table.published for part in paper_table(published)]
+    page = folder / f"{name}.md"
+    write_atomically(page, "\n\n".join(parts) + "\n")
+    return page
+
+
+def _in_words_of_today(results: Results) -> Table:
+    """The table of the results, with its texts and comparisons of today; figures of a sweep show its best rows."""
+    if results.table.swept:
+        return dataclasses.replace(results.table, shown=list(sweeps.best(results).values()))
+    if results.name not in TABLES:
+        return results.table
+    return dataclasses.replace(TABLES[results.name], rows=results.table.rows, config=results.table.config)
+
+
+def _figure(caption: str, file: Path, image: bytes | None) -> list[str]:
+    """Writes a figure, if there is one; returns its place on the page."""
+    if image is None:
+        return []
+    write_atomically(file, image)
+    return [f"![{caption}]({file.name})"]
+
+
+def _rows_to_show(table: Table, scores: ScoresOfRows) -> list[str]:
+    """At most `SHOWN` rows: the rows that the table names, else the paper's six rows, else the first rows."""
+    rows = list(scores)
+    if len(rows) <= SHOWN:
+        return rows
+    published = json.loads(PAPER.read_text(encoding="utf-8"))["table3_qwen3_4b_8k"]
+    chosen = [row for row in table.shown or published if row in rows]
+    return (chosen or rows)[:SHOWN]
+
+
+def _draw_values(sweep: Results, shown: Sequence[str]) -> bytes | None:
+    """The figure of a sweep that changes one number; None of other sweeps.
+
+    The figure has a line for each row, or for the rows `shown` if there are more than colours.
+    """
+    fields = {field for _, values in sweep.table.swept.values() for field in values}
+    if len(fields) != 1:
+        return None
+    (field,) = fields
+    value_of = {row: values[field] for row, (_, values) in sweep.table.swept.items()}
+    numbers = [v for v in value_of.values() if isinstance(v, int | float) and not isinstance(v, bool)]
+    if len(numbers) < len(value_of) or len(set(numbers)) < 2:
+        return None
+    groups = sweeps.late_accuracy(sweep)
+    names = [group for group in groups if len(groups) <= len(plots.COLOURS) or group in shown] or list(groups)
+    accuracy = {
+        group: {value_of[row]: list(by_seed.values()) for row, by_seed in groups[group].items()} for group in names
+    }
+    chosen = {group: value_of[row] for group, row in sweeps.best(sweep).items()}
+    return plots.draw_values(field, accuracy, chosen, run_names.shown)
+
+
+def _explanation(table: Table, results: Results, scores: ScoresOfRows, *, unequal: bool) -> str:
+    lines = [
+        f"{table.paper}.",
+        _learning_rates(results),
+        "Scores are in %, at temperature 1. Last is Mean@k after the last step; Best is the largest Mean@k of all "
+        "evaluations: a maximum over noisy numbers, never below Last; pass@k is that of the last evaluation.",
+        "A cell is the mean over seeds ± half of a 95 % interval (Student's t), which can reach beyond 100 %.",
+    ]
+    if _marks(scores):
+        lines.append(
+            "In each column the **highest** value is bold and, in tables of four rows or more, the <u>second highest"
+            "</u> underlined. Neither means that a difference is real: see the next table."
+        )
+    else:
+        lines.append(f"No value is marked as the highest: that takes {SEEDS_TO_RANK} seeds of every row.")
+    if unequal:
+        lines.append(
+            "**All rows have taken equally many steps, but not all have spent the same**: "
+            "[equal updates, completions and seconds](#at-equal-updates-completions-and-seconds) compare them."
+        )
+    return "\n".join(lines)
+
+
+def _learning_rates(results: Results) -> str:
+    rates = sorted({run.config[LEARNING_RATE] for run in results.runs if LEARNING_RATE in run.config})
+    if results.scan:
+        seeds = sorted({run.seed for run in results.scan.runs})
+        return (
+            f"The learning rate of each row was chosen by one rule, on seeds {', '.join(map(str, seeds))}, which the "
+            "tables below do not have: see [learning rates](#learning-rates)."
+        )
+    if len(rates) == 1:
+        return f"All rows have the learning rate {run_names.shown(rates[0])}; it was not chosen for each row."
+    return f"The rows have the learning rates {', '.join(map(run_names.shown, rates))}."
+
+
+def _marks(scores: ScoresOfRows) -> bool:
+    return min(map(len, scores.values())) >= SEEDS_TO_RANK
+
+
+def score_table(scores: ScoresOfRows) -> str:
+    """Last, Best and pass@k of each set with intervals.
+
+    With seeds enough the best value is bold, the second underlined.
+    """
+    sets = held_out_sets(scores)
+    columns = []
+    for s in sets:
+        for q in QUANTITIES:
+            means = [mean([cell[s][q] for cell in by_seed.values()]) for by_seed in scores.values()]
+            places = ranks([m.value for m in means])
+            marked = [] if not _marks(scores) else [1, 2] if len(means) > 3 else [1]
+            columns.append([_marked(m.times(100), p if p in marked else 0) for m, p in zip(means, places, strict=True)])
+    cells = zip(*columns, strict=True)
+    rows = [[row, *own, len(by_seed)] for (row, by_seed), own in zip(scores.items(), cells, strict=True)]
+    head = ["", *(f"{s} {HEADS[q]}" for s in sets for q in QUANTITIES), "seeds"]
+    return markdown_table(head, rows, numbers=range(1, len(head)))
+
+
+def _differences(table: Table, scores: ScoresOfRows) -> list[str]:
+    """Paragraphs and a table: Last of each set minus Last of the compared row, paired by seed."""
+    sets, others = held_out_sets(scores), {row: table.compared_with(row) for row in scores}
+    rows = []
+    for row, by_seed in scores.items():
+        other = others[row]
+        if row == other or not set(by_seed) & set(scores.get(other, ())):
+            continue
+        cells = []
+        for s in sets:
+            mine, theirs = ({seed: cell[s]["last"] for seed, cell in scores[r].items()} for r in (row, other))
+            cells.append(starred(paired_difference(mine, theirs).times(100)))
+        rows.append([row, *cells, other])
+    missing = sorted(set(others.values()) - set(scores))
+    last = {s: {row: {x: 100 * c[s]["last"] for x, c in by.items()} for row, by in scores.items()} for s in sets}
+    return [
+        "Differences in Last, paired by seed, in points; one in *italics* has a 95 % interval that excludes 0.",
+        *([f"{', '.join(missing)}: not run."] if missing else []),
+        markdown_table(["", *sets, "compared with"], rows, numbers=range(1, 1 + len(sets))),
+        *all_differences(table, last),
+    ]
+
+
+def paper_table(table: str) -> list[str]:
+    """A paragraph and a table: the published numbers. A Last above its Best, which is impossible, is flagged."""
+    published = json.loads(PAPER.read_text(encoding="utf-8"))
+    rows, flagged = [], False
+    for row, by_set in published[table].items():
+        cells = []
+        for scores in by_set.values():
+            impossible = scores["last"] > scores["best"]
+            flagged |= impossible
+            cells += [f"{100 * scores['last']:.2f}{' (!)' * impossible}", f"{100 * scores['best']:.2f}"]
+        rows.append([row, *cells])
+    head = ["", *(f"{s} {q}" for s in next(iter(published[table].values())) for q in ("Last", "Best"))]
+    note = " (!) marks a Last above its Best, which is impossible." if flagged else ""
+    return [
+        f"Published numbers, not ours: {published['source']}; `{table}`, accuracy in %.{note}",
+        markdown_table(head, rows, numbers=range(1, len(head))),
+    ]
+
+
+def _marked(m: Mean, rank: int) -> str:
+    text = f"{m.value:.1f}"
+    return {1: f"**{text}**", 2: f"<u>{text}</u>"}.get(rank, text) + m.margin
+
+
+def _origin(results: Results) -> str:
+    """The command, its runs, their code, their machine and their time."""
+    runs = results.all_runs()
+    seconds = sum(sum(series(run.records, "seconds")[1]) for run in runs)
+    steps = sorted({run.config["train.steps"] for run in results.runs})
+    ks = sorted({run.config["evaluation.k"] for run in results.runs})
+    devices = sorted({run.versions.get("devices", "unknown device") for run in runs})
+    counts = f"{len(results.runs)} runs of {' or '.join(map(str, steps))} steps"
+    if results.scan:
+        counts += f" and {len(results.scan.runs)} that choose learning rates"
+    codes = list(_codes(runs).values())
+    return " · ".join(
+        (
+            f"`{results.command}`",
+            f"`{results.table.config}`",
+            counts,
+            f"k = {' or '.join(map(str, ks))}",
+            code_name(codes[0][0].versions) if len(codes) == 1 else f"**{len(codes)} versions of the code, see below**",
+            f"{' and '.join(devices)}, {results.hardware}",
+            f"{duration(seconds)} in training steps, summed over runs",
+            f"numbers of every step: `{results.name}.json.gz`; `--from-data` makes this page from it",
+        )
+    )
+
+
+def _code_of_rows(results: Results) -> list[str]:
+    """A paragraph and a table of the rows by commit and packages, if the runs do not share them; else nothing."""
+    codes = list(_codes(results.all_runs()).values())
+    if len(codes) < 2:
+        return []
+    reported = {id(run) for run in results.runs}
+    lines = []
+    for runs in codes:
+        own = [run for run in runs if id(run) in reported]
+        names = [_seeds(row, own, results.runs) for row in dict.fromkeys(run.row for run in own)]
+        names += [f"{len(runs) - len(own)} runs that chose learning rates"] if len(runs) > len(own) else []
+        lines.append([code_name(runs[0].versions), _packages(runs, codes), ", ".join(names)])
+    return [
+        "## Versions of the code",
+        "**The runs of this page were not made with one version of code and packages.** A difference between rows of "
+        "two versions can come from the versions.",
+        markdown_table(["code", "what differs else", "rows"], lines),
+    ]
+
+
+def _changed_rows(results: Results, today: Mapping[str, Sequence[str]]) -> list[str]:
+    """A paragraph on the rows that have other settings today, or are no row of the table any more; else nothing."""
+    rows = [row for row, overrides in results.table.rows.items() if tuple(today.get(row, ())) != tuple(overrides)]
+    if not rows:
+        return []
+    return [f"**Rows of their date**: the command has other settings today for {', '.join(rows)}."]
+
+
+def _codes(runs: Sequence[Run]) -> dict[str, list[Run]]:
+    """The runs by commit, packages, Python and device."""
+    found: dict[str, list[Run]] = {}
+    for run in runs:
+        found.setdefault(json.dumps(run.versions, sort_keys=True), []).append(run)
+    return found
+
+
+def code_name(versions: Mapping[str, Any]) -> str:
+    """Commit, uncommitted changes and JAX."""
+    changed = " with uncommitted changes" if versions.get("uncommitted_changes") else ""
+    packages = versions.get("packages", {})
+    made_with = f", jax {packages['jax']}" if packages.get("jax") else ""
+    return f"commit {versions.get('commit', '')[:7] or 'unknown'}{changed}{made_with}"
+
+
+def _packages(runs: Sequence[Run], codes: Sequence[Sequence[Run]]) -> str:
+    """Packages, Python and devices of these runs, if they are not those of all."""
+    flat = [_facts(code[0].versions) for code in codes]
+    own = _facts(runs[0].versions)
+    names = sorted({name for facts in flat for name in facts} - {"jax"})
+    differ = [f"{name} {own.get(name, '–')}" for name in names if len({facts.get(name) for facts in flat}) > 1]
+    return ", ".join(differ) or "–"
+
+
+def _facts(versions: Mapping[str, Any]) -> dict[str, str]:
+    return {name: str(versions.get(name, "")) for name in ("python", "devices")} | dict(versions.get("packages", {}))
+
+
+def _seeds(row: str, own: Sequence[Run], runs: Sequence[Run]) -> str:
+    """A row's name, with seeds if not all of its runs are among `own`."""
+    seeds = sorted(run.seed for run in own if run.row == row)
+    whole = len(seeds) == sum(run.row == row for run in runs)
+    return row if whole else f"{row} (seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))})"

@@ -1,0 +1,208 @@
+"""A pool of processes that carry out tasks one after another, each process on one core.
+
+A worker imports JAX once, and its tasks share compiled programs. A task that fails ends its worker, and the next task
+gets another. So a task is as alone as in a process of its own: a signal, the watchdog or an error ends no other task.
+
+`python -m rpg_jax.reproduction.workers` is a worker. It reads a task a line from stdin, as JSON, and writes the result
+of the function as a line of JSON to stdout after each task that ended well. After the first other task it ends with the
+exit code of the task.
+"""
+
+import collections
+import contextlib
+import dataclasses
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from rpg_jax.runs import cli
+
+POLL_SECONDS = 0.5
+WORKER = (sys.executable, "-m", "rpg_jax.reproduction.workers")
+_ENDS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A call of `function`, "module:name", with `argument`, which JSON can hold. All output goes to the file `log`.
+
+    The function returns an exit code, or a list or a dict: the result of a task that ended well.
+    """
+
+    name: str
+    function: str
+    argument: Any
+    log: Path
+
+
+@dataclasses.dataclass(frozen=True)
+class Done:
+    """A task that has ended: its exit code, and its result where the code is 0."""
+
+    task: Task
+    code: int
+    result: Any = None
+
+
+def cores() -> int:
+    """The cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+class Worker:
+    """A process that carries out tasks on one core, if the platform allows it.
+
+    Args:
+      place: of the core among those that this process may use; None leaves the choice to the system.
+      inherited: descriptors that the process inherits, for example of a lock.
+    """
+
+    def __init__(self, place: int | None, inherited: Sequence[int]):
+        self.task: Task | None = None
+        self._place, self._inherited = place, inherited
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def give(self, task: Task) -> None:
+        """Starts a task."""
+        self.task = task
+        if self._process is None or self._process.poll() is not None:
+            self._process = self._start(task.log)
+        assert self._process.stdin is not None
+        order = json.dumps({"function": task.function, "argument": task.argument, "log": str(task.log)})
+        with contextlib.suppress(BrokenPipeError):  # it has just ended: `take` returns the code
+            self._process.stdin.write(order.encode() + b"\n")
+            self._process.stdin.flush()
+
+    def take(self) -> Done | None:
+        """The end of the task, once, when it has ended; None before that."""
+        process, task = self._process, self.task
+        assert process is not None and process.stdout is not None and task is not None
+        code = process.poll()  # before the look: an answer that is written later is seen the next time
+        answer = select.select([process.stdout], [], [], 0)[0] and process.stdout.readline()
+        if not answer and code is None:
+            return None
+        self.task = None
+        return Done(task, 0, json.loads(answer)) if answer else Done(task, code or 1)
+
+    def terminate(self) -> None:
+        """Ends the process; a run in progress finishes its step and saves first."""
+        if self._process is not None:
+            self._process.terminate()
+
+    def wait(self) -> None:
+        if self._process is not None:
+            self._process.wait()
+
+    def _start(self, log: Path) -> subprocess.Popen[bytes]:
+        with log.open("ab") as errors:
+            process = subprocess.Popen(
+                WORKER,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                start_new_session=True,
+                pass_fds=self._inherited,
+                bufsize=0,
+            )
+        if self._place is not None:  # no preexec_fn: it can wait for ever for a lock that a thread held at the fork
+            with contextlib.suppress(ProcessLookupError):
+                os.sched_setaffinity(process.pid, {sorted(os.sched_getaffinity(0))[self._place]})
+        return process
+
+
+@contextlib.contextmanager
+def _workers(jobs: int, inherited: Sequence[int]) -> Iterator[tuple[list[Worker], list[int]]]:
+    """Yields the workers and the signals heard so far; ends the workers when it ends.
+
+    The handlers only note a signal. If a handler raised between the start of a process and its entry in a worker,
+    nothing would end that process.
+    """
+    can_bind = hasattr(os, "sched_setaffinity")
+    workers = [Worker(place if can_bind and 1 < jobs <= cores() else None, inherited) for place in range(jobs)]
+    heard: list[int] = []
+    asking = [number for number in _ENDS if signal.getsignal(number) is not signal.SIG_IGN]  # nohup ignores one
+    previous = {number: signal.signal(number, lambda number, _: heard.append(number)) for number in asking}
+    try:
+        yield workers, heard
+    finally:
+        for worker in workers:
+            worker.terminate()
+        for number, handler in previous.items():  # a second signal ends the wait below
+            signal.signal(number, handler)
+        for worker in workers:
+            worker.wait()
+    if heard:
+        raise KeyboardInterrupt if heard[0] == signal.SIGINT else SystemExit(128 + heard[0])
+
+
+def run_tasks(
+    tasks: Sequence[Task],
+    *,
+    jobs: int,
+    inherited: int,
+    first_alone: bool = False,
+    on_tick: Callable[[Sequence[Task]], None] = lambda running: None,
+) -> Iterator[Done]:
+    """Carries out tasks, `jobs` at once, and yields each when it has ended. Exhaust the iterator.
+
+    Args:
+      inherited: the descriptor of a lock, which the workers hold too.
+      first_alone: the first task runs alone, and no other starts if it fails.
+      on_tick: called with the tasks in progress, a few times a second.
+
+    Raises:
+      KeyboardInterrupt, SystemExit: a signal came; the tasks in progress were ended.
+    """
+    with _workers(jobs, [inherited]) as (workers, heard):
+        waiting, alone = collections.deque(tasks), first_alone
+        while (waiting or any(worker.task for worker in workers)) and not heard:
+            for worker in workers[: 1 if alone else jobs]:
+                if waiting and worker.task is None:
+                    worker.give(waiting.popleft())
+            time.sleep(POLL_SECONDS)
+            for worker in workers:
+                if worker.task is not None and (done := worker.take()) is not None:
+                    if alone and done.code:
+                        waiting.clear()
+                    alone = False
+                    yield done
+            on_tick([worker.task for worker in workers if worker.task])
+
+
+def main() -> int:
+    """A worker."""
+    cli.prepare_process()
+    answers = os.dup(1)
+    for line in sys.stdin:
+        order = json.loads(line)
+        with Path(order["log"]).open("ab") as file:
+            for stream in (1, 2):
+                os.dup2(file.fileno(), stream)
+        module, _, name = order["function"].partition(":")
+        try:
+            result = getattr(importlib.import_module(module), name)(order["argument"])
+        except Exception:
+            traceback.print_exc()
+            return 1
+        gc.collect()  # the arrays of the task
+        sys.stdout.flush()
+        if isinstance(result, int) and result:
+            return result
+        # A broken pipe: nobody waits for the result, because the command was killed.
+        with contextlib.suppress(BrokenPipeError), open(answers, "wb", closefd=False) as pipe:
+            pipe.write(json.dumps(result).encode() + b"\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
