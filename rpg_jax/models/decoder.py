@@ -11,14 +11,13 @@ import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from rpg_jax.models import rope
 from rpg_jax.models.attention import IMPLEMENTATIONS, attention, decode_attention, extend_attention, layer_attention
 from rpg_jax.models.config import DecoderConfig
-from rpg_jax.models.declare import Declare
-from rpg_jax.models.embedding import lookup
 from rpg_jax.models.kv_cache import KVCache, decode_implementation
-from rpg_jax.models.layers import Block, rms_norm
+from rpg_jax.models.layers import Block, rms_norm, rope_tables
 from rpg_jax.models.logical import constrain, platform
+from rpg_jax.models.projections import lookup
+from rpg_jax.models.weights import Declare
 
 Params = dict[str, Any]
 
@@ -113,7 +112,7 @@ class Decoder(nnx.Module):
           slots, starts: i32[P], the slot of each row, and its tokens so far. `cache.lengths` is not read and stays.
         """
         axes = (None, None)
-        table = rope.tables(self.config, starts[:, None] + jnp.arange(tokens.shape[1]))
+        table = rope_tables(self.config, starts[:, None] + jnp.arange(tokens.shape[1]))
         graphdef, weights = nnx.split(self.layers)
         over_cache = extend_attention(cache, slots, starts)
 
@@ -136,26 +135,18 @@ class Decoder(nnx.Module):
         attend_length: int | None = None,
         active: jax.Array | None = None,
         layers: Sequence[Params] | None = None,
-    ) -> tuple[jax.Array, KVCache]:
-        """Hidden states [S, D] of one new token per slot, i32[S], and the cache that holds it.
+    ) -> tuple[jax.Array, KVCache, jax.Array | None]:
+        """One new token per slot, i32[S]: its hidden states [S, D], the cache that holds it, its experts [S, L, k].
 
         Token s is written at cache.lengths[s] and attends to itself and to all tokens before it. Slots are independent.
-        `attend_length` (static) is a promise that no length exceeds it; only that much of the cache is read. Slots
-        outside the mask `active` bool[S] keep their entries. With `layers`, of `unstacked_layers`, and an unstacked
-        cache the layers are not scanned; `attend_length` then counts the new token, too.
-        """
-        return self.routed_decode(tokens, cache, attend_length=attend_length, active=active, layers=layers)[:2]
+        Experts are numbered as in `routed`, and are None in a dense model.
 
-    def routed_decode(
-        self,
-        tokens: jax.Array,
-        cache: KVCache,
-        *,
-        attend_length: int | None = None,
-        active: jax.Array | None = None,
-        layers: Sequence[Params] | None = None,
-    ) -> tuple[jax.Array, KVCache, jax.Array | None]:
-        """`decode`, and the new tokens' experts in every layer, [S, L, k] as of `routed`; None without experts."""
+        Args:
+          attend_length: a promise that no length exceeds it (static); only that much of the cache is read.
+          active: bool[S]; the other slots keep their entries.
+          layers: the weights by `unstacked_layers`, for an unstacked cache. The layers are then not scanned, and
+            `attend_length` counts the new token, too.
+        """
         limit = cache.capacity if attend_length is None else attend_length
         if not 0 < limit <= cache.capacity:
             raise ValueError(f"attend_length {limit} must be in 1..{cache.capacity}, the cache's capacity")
@@ -163,7 +154,7 @@ class Decoder(nnx.Module):
             x, cache, experts = self._decode_unrolled(tokens, layers, cache, limit, active)
             return x, cache, self._numbered(jnp.concatenate(experts, 1)) if self.config.experts else None
         axes = ("slots", None)
-        table = rope.tables(self.config, cache.lengths[:, None])
+        table = rope_tables(self.config, cache.lengths[:, None])
         graphdef, weights = nnx.split(self.layers)
         implementation = self.decode_attention
         over_cache = decode_attention(cache, attend_length=limit, implementation=implementation)
@@ -188,7 +179,7 @@ class Decoder(nnx.Module):
     ) -> tuple[jax.Array, KVCache, list[Any]]:
         """`decode` with an unstacked cache, and each layer's experts [S, 1, k]. Each layer's cache is written before it
         is read: XLA would copy it otherwise."""
-        axes, table = ("slots", None), rope.tables(self.config, cache.lengths[:, None])
+        axes, table = ("slots", None), rope_tables(self.config, cache.lengths[:, None])
         graphdef, held, chosen = nnx.graphdef(self.layers), [], []
         x = self._embed(tokens[:, None], axes)
         for i, weights in enumerate(layers):
@@ -249,7 +240,7 @@ class Decoder(nnx.Module):
 
     def _forward(self, tokens, positions, segment_ids, axes, *, keep_kv: bool = False, keep_experts: bool = False):
         """Hidden states [B, T, D], and where they are kept k and v [L, B, T, K, H] and experts i32[L, B, T, k]."""
-        table = rope.tables(self.config, positions)
+        table = rope_tables(self.config, positions)
         graphdef, weights = nnx.split(self.layers)
 
         def attend(q, k, v):

@@ -180,24 +180,18 @@ def save(
     params: Params,
     *,
     dtype: Any = None,
-    base: Path | str | None = None,
-    fields: Mapping[str, Any] | None = None,
-    head: bool = False,
-    max_file_bytes: int = 2 * 2**30,
+    **options: Any,
 ) -> None:
     """Writes a folder as `Saving` does. With several processes, all must call it, and all must see the folder.
 
-    Host memory holds two blocks at a time. `dtype` None keeps that of the params; see `Saving` for the others.
+    Host memory holds two blocks at a time.
+
+    Args:
+      dtype: of the weights in the folder; None keeps the dtype of the params.
+      options: further arguments of `Saving`.
     """
     folder = Path(folder)
-    saving = Saving(
-        config,
-        dtype or jax.tree.leaves(params)[0].dtype,
-        base=base,
-        fields=fields,
-        head=head,
-        max_file_bytes=max_file_bytes,
-    )
+    saving = Saving(config, dtype or jax.tree.leaves(params)[0].dtype, **options)
     saving.write_slowly(folder, saving.fetch(params))
     hosts.barrier("weights are written")
     if hosts.is_first():

@@ -1,18 +1,18 @@
-"""The parts of a decoder layer."""
+"""The parts of a decoder layer: RMS norm, attention's projections, rotary positions (RoPE) and feed-forward."""
 
+import math
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
-from rpg_jax.models import rope
-from rpg_jax.models.config import DecoderConfig
-from rpg_jax.models.declare import Declare
+from rpg_jax.models.config import DecoderConfig, Yarn
 from rpg_jax.models.logical import constrain
 from rpg_jax.models.moe import MoE
-from rpg_jax.models.project import project
-from rpg_jax.models.swiglu import swiglu
+from rpg_jax.models.projections import project, swiglu
+from rpg_jax.models.weights import Declare
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -51,8 +51,8 @@ class Attention(nnx.Module):
             q, k, v = (y + b[...].astype(x.dtype) for y, b in ((q, self.q_bias), (k, self.k_bias), (v, self.v_bias)))
         if self.qk_norm:
             q, k = rms_norm(q, self.q_norm[...], self.eps), rms_norm(k, self.k_norm[...], self.eps)
-        q = constrain(rope.rotate(q, table), *axes, "heads", None)
-        k = constrain(rope.rotate(k, table), *axes, "kv_heads", None)
+        q = constrain(rotate(q, table), *axes, "heads", None)
+        k = constrain(rotate(k, table), *axes, "kv_heads", None)
         return q, k, constrain(v, *axes, "kv_heads", None)
 
     def output(self, x: jax.Array, axes) -> jax.Array:
@@ -93,3 +93,40 @@ class Block(nnx.Module):
         x = constrain(x + self.attention.output(attend(q, k, v), axes), *axes, None)
         mixed, experts = self.mlp(rms_norm(x, self.mlp_norm[...], self.eps), axes)
         return constrain(x + mixed, *axes, None), k, v, experts
+
+
+def rope_frequencies(config: DecoderConfig) -> tuple[np.ndarray, float]:
+    """Radians per position, theta^(-2i/H), f32[H/2], and the factor on queries and keys, 1 without YaRN."""
+    pairs = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
+    base = config.rope.theta**-pairs
+    if config.rope.scaling is None:
+        return base.astype(np.float32), 1.0
+    return _yarn(base, config.rope.theta, config.head_dim, config.rope.scaling)
+
+
+def _yarn(base: np.ndarray, theta: float, head_dim: int, yarn: Yarn) -> tuple[np.ndarray, float]:
+    def pair_turning(turns: float) -> float:
+        """Index of the pair that makes this many turns over the original context."""
+        context = yarn.original_max_position_embeddings
+        return head_dim * math.log(context / (turns * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = max(math.floor(pair_turning(yarn.beta_fast)), 0)
+    high = min(math.ceil(pair_turning(yarn.beta_slow)), head_dim - 1)
+    stretched = np.clip((np.arange(head_dim // 2) - low) / max(high - low, 1e-3), 0, 1)
+    blended = base * (1 - stretched) + base / yarn.factor * stretched
+    scale = 0.1 * math.log(yarn.factor) + 1.0 if yarn.attention_factor is None else yarn.attention_factor
+    return blended.astype(np.float32), scale
+
+
+def rope_tables(config: DecoderConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines f32[B, T, 1, H/2] of positions i32[B, T]."""
+    radians, scale = rope_frequencies(config)
+    angles = positions[..., None, None].astype(jnp.float32) * radians
+    return jnp.cos(angles) * scale, jnp.sin(angles) * scale
+
+
+def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """x [B, T, N, H] turned by its positions; pair i is (x[i], x[i + H/2]). Computed in f32, returned in x's dtype."""
+    cos, sin = table
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

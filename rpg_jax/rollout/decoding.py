@@ -30,7 +30,7 @@ class Decoding:
       mixed: weights may be synced while completions are decoded, and each token carries its version. Without it, such a
         sync makes the rollout fail.
       dtype: of the decoding weights; None for the trainer's dtype.
-      int8: round the matrices of the decoding weights' layers to eight bits; see `models.quantized`.
+      int8: round the matrices of the decoding weights' layers to eight bits; see `models.weights.quantized`.
       int8_kv: keep keys and values in eight bits, with one scale per token and head.
       mesh: the devices that decode; None for JAX's default device. Slots and key-value heads are spread over them, and
         results are replicated.

@@ -307,7 +307,7 @@ def _decode_steps(
         i, state, tokens, logprobs, counts = carry
         drawn, logprob = state.sampling.draw(module.logits(state.hidden), token_keys(state.keys, state.emitted))
         emitted = state.emitted + state.active
-        hidden, cache = module.decode(
+        hidden, cache, _ = module.decode(
             drawn, state.cache, attend_length=attend_length, active=state.active, layers=layers
         )
         following = replace(state, cache=cache, hidden=hidden, emitted=emitted)
@@ -341,9 +341,7 @@ def _replay_steps(
         i, token, following = inputs
         active = i < counts
         cache = replace(cache, lengths=jnp.where(active, cache.lengths, 0))  # as `DecodeState.stop` does
-        hidden, cache, experts = module.routed_decode(
-            token, cache, attend_length=attend_length, active=active, layers=layers
-        )
+        hidden, cache, experts = module.decode(token, cache, attend_length=attend_length, active=active, layers=layers)
         logprobs = jax.nn.log_softmax(module.logits(hidden) / state.sampling.temperature[:, None])
         chosen = jnp.take_along_axis(logprobs, following[:, None], axis=1)[:, 0]
         return (cache, jnp.where(active[:, None], hidden, last)), ReplayResult(chosen, experts)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from rpg_jax.models import Base
 from rpg_jax.models.lora import attached, merged, scaled
-from rpg_jax.models.quantized import quantized, quantized_shardings
+from rpg_jax.models.weights import quantized, quantized_shardings
 from rpg_jax.parallel import checksums, hosts
 
 Params = Any
@@ -52,7 +52,7 @@ class Weights:
       dtype: cast floating-point weights to this once per sync (decoding reads every weight at every step).
       shardings: pytree of shardings like `params`: the decoding layout. A sync reaches it by one jitted reshard, or by
         one transfer if the layout has none of the trainer's devices.
-      int8: round the layers' matrices to eight bits; see `models.quantized`.
+      int8: round the layers' matrices to eight bits; see `models.weights.quantized`.
       base: the frozen weights, if `params` are adapters. Without `merge` they are in the decoding layout, `shardings`
         are those of adapters, and a sync moves adapters only.
       merge: each sync makes W + A B anew, on the trainer's devices; `shardings` are those of all weights.

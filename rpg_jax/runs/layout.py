@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from rpg_jax import data, models, parallel, rollout
 from rpg_jax.models.lora import adapter_axes, adapter_shapes
-from rpg_jax.models.quantized import quantized, quantized_shardings
+from rpg_jax.models.weights import quantized, quantized_shardings
 from rpg_jax.training.state import abstract
 
 

@@ -17,8 +17,8 @@ from ml_collections import ConfigDict
 from rpg_jax import models, parallel, rollout
 from rpg_jax.models import DecoderConfig
 from rpg_jax.models.lora import adapter_axes, attached
-from rpg_jax.models.quantized import quantized, quantized_shardings
 from rpg_jax.models.sizes import parameter_count
+from rpg_jax.models.weights import quantized, quantized_shardings
 from rpg_jax.rollout import Decoding, footprint
 from rpg_jax.rollout.footprint import LEFT_FREE, bytes_on_a_device, placed, slots_beside
 from rpg_jax.runs.layout import Layout, make_layout, row_shape, rows_per_update

@@ -15,7 +15,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from rpg_jax import data, models, storage
-from rpg_jax.models import hf_adapters
+from rpg_jax.models import lora
 from rpg_jax.rollout import Request
 from rpg_jax.runs import cli, config_files, inputs, run_folder
 from rpg_jax.runs.experiment import Experiment, make_rollout, open_experiment
@@ -329,7 +329,7 @@ def export_adapters(run: str, out: str, *, step: int | None = None) -> int:
       ValueError: `out` holds an adapter or is no local folder, the run trains all weights, or has no such checkpoint.
     """
     target = storage.local(out)
-    if (target / hf_adapters.CONFIG).exists():
+    if (target / lora.CONFIG).exists():
         raise ValueError(f"{target} already holds an adapter; choose another folder")
     with run_folder.opened(run) as folder:
         if not run_folder.read_config(folder.files).model.lora.rank:
@@ -339,5 +339,5 @@ def export_adapters(run: str, out: str, *, step: int | None = None) -> int:
         assert layout.lora is not None
         with layout.activate():
             base = layout.config.model.path
-            hf_adapters.save_adapters(target, layout.model, layout.lora, policy.params, base=base)
+            lora.save_adapters(target, layout.model, layout.lora, policy.params, base=base)
     return policy.step

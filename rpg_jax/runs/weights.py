@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from ml_collections import ConfigDict
 
 from rpg_jax import models, rollout, storage
-from rpg_jax.models.hf_adapters import load_adapters
-from rpg_jax.models.lora import init_adapters, merged
-from rpg_jax.models.quantized import quantized
+from rpg_jax.models.lora import init_adapters, load_adapters, merged
+from rpg_jax.models.weights import quantized
 from rpg_jax.parallel import hosts
 from rpg_jax.runs import memory
 from rpg_jax.runs.layout import Layout

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 
 from rpg_jax import Policy
-from rpg_jax.models.hf_adapters import load_adapters
-from rpg_jax.models.lora import merged
+from rpg_jax.models.lora import load_adapters, merged
 from rpg_jax.runs import run_folder
 from rpg_jax.runs.policy import export_adapters, of_run
 from rpg_jax.runs.weights import init_params, open_base

@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from rpg_jax.models.hf_config import read_config
-from rpg_jax.models.hf_weights import Folder
+from rpg_jax.models.hf_loading import Folder
 
 CONFIG = {
     "model_type": "qwen3",

@@ -53,7 +53,7 @@ def prefill(graphdef, params, tokens, lengths):
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="attend_length")
 def decode(graphdef, params, tokens, cache, attend_length=None):
-    return nnx.merge(graphdef, params).decode(tokens, cache, attend_length=attend_length)
+    return nnx.merge(graphdef, params).decode(tokens, cache, attend_length=attend_length)[:2]
 
 
 def random_tokens(shape, seed=0):
@@ -133,7 +133,7 @@ def test_a_slot_that_is_not_active_keeps_its_entries():
     _, prefix = prefill(graphdef, params, random_tokens((2, 4)), jnp.array([4, 2]))
     cache = KVCache.empty(QWEN3, slots=2, capacity=8).insert(prefix, slots=0).insert(prefix, slots=1, row=1)
     module = nnx.merge(graphdef, params)
-    _, grown = jax.jit(lambda c: module.decode(jnp.array([3, 3]), c, active=jnp.array([False, True])))(cache)
+    _, grown, _ = jax.jit(lambda c: module.decode(jnp.array([3, 3]), c, active=jnp.array([False, True])))(cache)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a[:, 0], b[:, 0]), grown.keys, cache.keys)
     np.testing.assert_array_equal(grown.values[:, 0], cache.values[:, 0])
     assert (grown.keys[:, 1, ..., 2] != cache.keys[:, 1, ..., 2]).any()
@@ -156,7 +156,7 @@ def test_layers_that_are_not_scanned_decode_as_scanned_ones(family):
         layers = module.unstacked_layers() if unrolled else None
         held, found = cache.unstacked() if unrolled else cache, []
         for tokens in steps:
-            hidden, held = module.decode(tokens, held, attend_length=7, active=active, layers=layers)
+            hidden, held, _ = module.decode(tokens, held, attend_length=7, active=active, layers=layers)
             found.append(hidden[:2])
         return jnp.stack(found), held.stacked() if unrolled else held
 
@@ -308,7 +308,7 @@ def test_the_forward_pass_and_decoding_say_which_experts_a_token_goes_to(layers)
     def step(token, cache):
         unrolled = layers == 2
         split = module.unstacked_layers() if unrolled else None
-        hidden, cache, experts = module.routed_decode(token, cache.unstacked() if unrolled else cache, layers=split)
+        hidden, cache, experts = module.decode(token, cache.unstacked() if unrolled else cache, layers=split)
         return hidden, cache.stacked() if unrolled else cache, experts
 
     cache = KVCache.empty(config, 2, 8, jnp.float32)
@@ -368,7 +368,7 @@ def test_remat_changes_no_gradient(gradient, remat):
 
 def test_feed_forward_in_stretches_changes_no_gradient(gradient, monkeypatch):
     plain = gradient()
-    monkeypatch.setattr("rpg_jax.models.swiglu._STRETCH", 5)
+    monkeypatch.setattr("rpg_jax.models.projections._STRETCH", 5)
     stretched = gradient(attention="xla")  # named, so that it is traced anew
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-4, rtol=1e-5), stretched, plain)
 
@@ -496,7 +496,7 @@ def test_decode_runs_sharded_over_slots_and_heads():
     _, cache = prefill(graphdef, params, tokens, jnp.full(8, 4))
 
     def step(params, tokens, cache):
-        return nnx.merge(graphdef, params).decode(tokens, cache)
+        return nnx.merge(graphdef, params).decode(tokens, cache)[:2]
 
     mesh = parallel.make_mesh({"fsdp": 2, "tensor": 4})
     placed = parallel.shardings(models.logical_axes(QWEN3), params, mesh)

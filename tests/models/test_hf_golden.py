@@ -56,7 +56,7 @@ def test_logits_and_greedy_continuations_are_those_of_transformers(loaded, name)
     @jax.jit
     def following(params, token, cache):
         module = nnx.merge(graphdef, params)
-        hidden, cache = module.decode(token, cache)
+        hidden, cache, _ = module.decode(token, cache)
         return module.logits(hidden).argmax(-1), cache
 
     token, cache = first(params, tokens[:, :5])
@@ -116,7 +116,7 @@ def test_every_device_reads_its_own_shard(loaded, name, mesh):
 def test_a_shard_is_read_without_the_rest_of_its_tensor(monkeypatch):
     config = models.read_config(GOLDEN / "qwen3")
     largest = 0
-    fetch = models.hf_weights.Folder.fetch
+    fetch = models.hf_loading.Folder.fetch
 
     def watch(self, name, index):
         nonlocal largest
@@ -124,7 +124,7 @@ def test_a_shard_is_read_without_the_rest_of_its_tensor(monkeypatch):
         largest = max(largest, block.size)
         return block
 
-    monkeypatch.setattr(models.hf_weights.Folder, "fetch", watch)
+    monkeypatch.setattr(models.hf_loading.Folder, "fetch", watch)
     mesh = parallel.make_mesh({"fsdp": 4, "tensor": 2})
     placed = parallel.shardings(models.logical_axes(config), models.abstract(config)[1], mesh)
     models.load(GOLDEN / "qwen3", config, shardings=placed)

@@ -10,10 +10,9 @@ import pytest
 from flax import nnx
 
 from rpg_jax import models, parallel
-from rpg_jax.models.adapted import Adapted
-from rpg_jax.models.grouped import grouped_product
 from rpg_jax.models.lora import Base, Lora, adapter_axes, adapter_shapes, init_adapters, merged
-from rpg_jax.models.quantized import quantized
+from rpg_jax.models.moe import grouped_product
+from rpg_jax.models.weights import Adapted, quantized
 
 DENSE = models.DecoderConfig(
     vocab_size=32, num_layers=2, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=8, hidden_dim=24

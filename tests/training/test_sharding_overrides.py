@@ -15,8 +15,8 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rpg_jax import models, parallel
-from rpg_jax.models.embedding import lookup
 from rpg_jax.models.lora import adapter_axes, init_adapters
+from rpg_jax.models.projections import lookup
 from rpg_jax.training.critic import Critic
 from rpg_jax.training.policy_logprobs import completion_hidden, token_logprobs
 from rpg_jax.types import Rows

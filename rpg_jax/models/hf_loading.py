@@ -1,10 +1,11 @@
-"""Reads weights in Hugging Face layout without pickles or a conversion step: shard by shard, or whole at once."""
+"""Reads weights in Hugging Face layout, without pickles or a conversion step: shard by shard, or whole at once."""
 
 import contextlib
 import dataclasses
 import functools
 import json
 import os
+import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors import SafetensorError, safe_open
 
+from rpg_jax import storage
 from rpg_jax.models.config import DecoderConfig
 from rpg_jax.models.decoder import Params
 from rpg_jax.models.hf_layout import DTYPES, INDEX, Index, Stored, layout
@@ -222,3 +224,47 @@ def place(entry: Stored, sharding: jax.sharding.Sharding, dtype, files: Folder) 
 
 def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
+_DESCRIPTION = ("*.json", "*.jinja", "*.txt", "*.model")  # config, tokenizer, chat template
+_WEIGHTS = ("*.safetensors",)  # never *.bin and *.pt, which are pickles: loading one executes it
+_ON_HUB = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
+def local_folder(address: str | Path, *, weights: bool = True) -> Path:
+    """The folder in Hugging Face layout at `address`: a local folder itself, or a copy that is kept on this host.
+
+    Args:
+      address: a local path; configs/NAME, a model that comes with the code; gs://BUCKET/FOLDER; or OWNER/NAME on the
+        hub, if there is no local folder of that name.
+      weights: False fetches only config and tokenizer.
+
+    Raises:
+      ValueError: the address is of another kind, or there is nothing.
+      StorageFailure: the bucket cannot be read, after retries.
+    """
+    text, wanted = str(address), _DESCRIPTION + _WEIGHTS * weights
+    if storage.in_bucket(text):
+        return storage.local_copy(text, wanted)
+    if not Path(address).exists() and (shipped := _shipped(text)):
+        return shipped
+    if Path(address).exists() or not _ON_HUB.fullmatch(text):
+        storage.local(address)
+        return Path(address)
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(text, allow_patterns=list(wanted), ignore_patterns=["*/*"]))
+    except Exception as error:  # the hub client and its transport raise errors of many kinds
+        raise ValueError(
+            f"{text} is not a local folder, and the hub did not provide it: {type(error).__name__}: "
+            f"{' '.join(str(error).split())[:200]}. Fetch it where there is a network: hf download {text} "
+            f"--local-dir {text.rpartition('/')[2].lower()}"
+        ) from error
+
+
+def _shipped(address: str) -> Path | None:
+    """A small model in configs/, which is beside the package in a checkout and in it in a wheel; None without one."""
+    package = Path(__file__).resolve().parents[1]
+    found = (home / address for home in (package.parent, package) if address.startswith("configs/"))
+    return next((folder for folder in found if (folder / "config.json").exists()), None)

@@ -12,8 +12,7 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from rpg_jax import models
-from rpg_jax.models.hf_adapters import load_adapters, save_adapters
-from rpg_jax.models.lora import Base, Lora
+from rpg_jax.models.lora import Base, Lora, load_adapters, save_adapters
 
 GOLDEN = Path(__file__).parent / "golden"
 FOLDER, LORA = GOLDEN / "qwen3_lora", Lora(rank=2, alpha=3.0)

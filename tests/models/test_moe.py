@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rpg_jax.models.grouped import grouped_product
+from rpg_jax.models.moe import grouped_product
 
 
 def test_the_kernels_agree_with_ragged_dot():

@@ -6,7 +6,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from rpg_jax import models, parallel
-from rpg_jax.models.quantized import Int8, quantized, quantized_shardings
+from rpg_jax.models.weights import Int8, quantized, quantized_shardings
 
 QWEN2 = models.DecoderConfig(
     vocab_size=50,

@@ -1,0 +1,167 @@
+"""The weights of a model: their declaration, int8 matrices, and matrices with a low-rank adapter."""
+
+import math
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import NamedSharding, PartitionSpec
+
+from rpg_jax.models.logical import partition_spec
+
+Names = tuple[str | None, ...]
+
+
+@flax.struct.dataclass
+class Adapted:
+    """W + A B. `x @ adapted` is x W + (x A) B, so that neither the sum nor the gradient of W is ever computed.
+
+    The model reads it like an array, because it reads every weight as `weight[...]`.
+
+    Attributes:
+      base: W [*stack, *inputs, *outputs]: an array or an `Int8`.
+      a: A [*stack, *inputs, r].
+      b: B [*stack, r, *outputs], which has the factor alpha / rank.
+    """
+
+    base: Any
+    a: jax.Array
+    b: jax.Array
+
+    def __getitem__(self, index: Any) -> "Adapted":
+        if index is not ...:
+            raise ValueError(f"an adapted matrix is read whole, as weight[...], not at {index}")
+        return Adapted(self.base[...], self.a, self.b)
+
+    def __rmatmul__(self, x: jax.Array) -> jax.Array:
+        return x @ self.base + _recomputed(x @ self.a, self.b)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.base.shape
+
+    def astype(self, dtype) -> "Adapted":
+        return Adapted(self.base.astype(dtype), self.a.astype(dtype), self.b.astype(dtype))
+
+    def merged(self, dtype=None) -> jax.Array:
+        """W + A B, summed in float32 and rounded once to `dtype`; by default W's."""
+        base = self.base[...]
+        stack = self.a.ndim + self.b.ndim - 2 - base.ndim
+        rank, lead, exact = self.a.shape[-1], base.shape[:stack], jax.lax.Precision.HIGHEST
+        wide = jnp.promote_types(base.dtype, jnp.float32)
+        a, b = (x.astype(wide).reshape(*lead, *ends) for x, ends in ((self.a, (-1, rank)), (self.b, (rank, -1))))
+        product = jnp.matmul(a, b, precision=exact).reshape(base.shape)
+        return (base.astype(wide) + product).astype(dtype or base.dtype)
+
+
+def _recomputed(x: jax.Array, b: jax.Array) -> jax.Array:
+    """x B as a product with a batch of one, which `model.remat=dots` does not keep.
+
+    It keeps x W, as wide as x B, and x A. From these, x B costs little, and the backward pass needs only the sum.
+    """
+    return jax.lax.dot_general(x[None], b[None], (((x.ndim,), (1,)), ((0,), (0,))))[0]
+
+
+Weight = jax.Array | Adapted
+
+
+def as_matrix(weight: Weight, inputs: int) -> Weight:
+    """The weight with its first `inputs` dimensions as one, and the others as one."""
+    if isinstance(weight, Adapted):
+        return Adapted(_flat(weight.base, inputs), _flat(weight.a, inputs), _flat(weight.b, 1))
+    return _flat(weight, inputs)
+
+
+def _flat(x: jax.Array, inputs: int) -> jax.Array:
+    return x.reshape(math.prod(x.shape[:inputs]), -1)
+
+
+def weight_spec(weight: Weight, inputs: Names, outputs: Names, stack: Names = ()) -> Any:
+    """The PartitionSpec of each array of a weight, by the logical names of its dimensions; ranks are not split."""
+    whole = partition_spec(*stack, *inputs, *outputs)
+    if not isinstance(weight, Adapted):
+        return whole
+    return Adapted(whole, partition_spec(*stack, *inputs, None), partition_spec(*stack, None, *outputs))  # type: ignore[arg-type]
+
+
+# The dimensions that each matrix of a layer sums over. All other weights keep their dtype: norms, biases, the router,
+# and the embeddings, whose errors would go straight into the logits.
+_CONTRACTED = {"q": (1,), "k": (1,), "v": (1,), "o": (1, 2), "gate": (-2,), "up": (-2,), "down": (-2,)}
+
+
+@flax.struct.dataclass
+class Int8:
+    """A matrix as values · scale. The model reads it like an array, because it reads every weight as `weight[...]`.
+
+    Attributes:
+      values: i8, of the matrix's shape.
+      scale: one per output channel, in the matrix's dtype; it has size 1 along the dimensions that are summed over.
+    """
+
+    values: jax.Array
+    scale: jax.Array
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        return (self.values.astype(self.scale.dtype) * self.scale)[index]
+
+
+def quantized(params: Any) -> Any:
+    """Rounds every matrix of the layers of `params` to int8; the largest entry of an output channel is 127 steps."""
+
+    def leaf(path, weight):
+        axes = _summed(path, weight)
+        if axes is None:
+            return weight
+        wide = weight.astype(jnp.float32)
+        scale = (jnp.maximum(jnp.max(jnp.abs(wide), axes, keepdims=True), 1e-30) / 127).astype(weight.dtype)
+        steps = jnp.round(wide / scale.astype(jnp.float32))  # the scale as it is stored: its rounding adds no error
+        return Int8(jnp.clip(steps, -127, 127).astype(jnp.int8), scale)
+
+    return jax.tree_util.tree_map_with_path(leaf, params)
+
+
+def quantized_shardings(shardings: Any, params: Any) -> Any:
+    """The shardings of `quantized(params)`, from the shardings of `params`."""
+
+    def leaf(path, weight, sharding: NamedSharding):
+        axes = _summed(path, weight)
+        if axes is None:
+            return sharding
+        spec = [*sharding.spec, *[None] * (weight.ndim - len(sharding.spec))]
+        for axis in axes:
+            spec[axis] = None
+        along = NamedSharding(sharding.mesh, PartitionSpec(*spec))
+        return Int8(sharding, along)  # type: ignore[arg-type]  # shardings, not arrays
+
+    return jax.tree_util.tree_map_with_path(leaf, params, shardings)
+
+
+def _summed(path: tuple[Any, ...], weight: Any) -> tuple[int, ...] | None:
+    """The dimensions that a stacked matrix [L, ...] sums over; None for a weight that keeps its dtype."""
+    return _CONTRACTED.get(getattr(path[-1], "key", "")) if weight.ndim > 2 else None
+
+
+_TRUNCATED_STD = 0.87962566103423978  # of a standard normal truncated to [-2, 2]
+
+
+class Declare:
+    """Creates parameters of one dtype; `stack`, the number of layers of a scanned stack, leads every shape.
+
+    Matrices are drawn from a normal distribution, truncated at two standard deviations and then scaled to the standard
+    deviation 1/√fan_in. This is unit gain at every width, and about the 0.02 of Qwen's own configs at their widths.
+    """
+
+    def __init__(self, rngs: nnx.Rngs, dtype, stack: int | None = None):
+        self.rngs, self.dtype = rngs, dtype
+        self.lead = ((), ()) if stack is None else ((stack,), ("layers",))
+
+    def matrix(self, shape: tuple[int, ...], axes: tuple[str | None, ...], *, fan_in: float) -> nnx.Param:
+        shape, axes = self.lead[0] + shape, self.lead[1] + axes
+        normal = jax.random.truncated_normal(self.rngs.params(), -2, 2, shape, self.dtype)
+        return nnx.Param(normal * (fan_in**-0.5 / _TRUNCATED_STD), axes=axes)
+
+    def constant(self, value: float, shape: tuple[int, ...], axes: tuple[str | None, ...]) -> nnx.Param:
+        shape, axes = self.lead[0] + shape, self.lead[1] + axes
+        return nnx.Param(jnp.full(shape, value, self.dtype), axes=axes)
