@@ -96,8 +96,8 @@ FIELDS = Section(
     task=Section(
         "The problems that the policy is trained and evaluated on.",
         name=Field("arithmetic", "Generated problems, of one operation (arithmetic), of several that are worked out "
-            "line by line (chains), or for the environment of that name (guessing, calculator); or problems from "
-            "files.", choices=("arithmetic", "chains", "guessing", "calculator", "files")),
+            "line by line (chains), or of a class of your own (module:Class, docs/environments.md); or problems from "
+            "files (files)."),
         max_prompt_tokens=Field(16, "The longest prompt, chat template included.", "tokens", range="[1, 1048576]"),
         too_long=Field("drop", "A longer prompt is dropped, or truncated on the left.", choices=("drop", "truncate")),
         thinking=Field(False, "Switch on the thinking mode of a chat template that has one."),
@@ -110,11 +110,11 @@ FIELDS = Section(
         reverse=Field(True, "arithmetic: write the answer from its lowest digit, the order in which one carries."),
         chain_of_thought=Field(False, "arithmetic: write the column sums before the answer."),
         held_out=Field(0.2, "Generated problems: the share that is kept for evaluation, of operand pairs, of chains or "
-            "of ranges.", range="(0, 1)"),
+            "of whatever a class of your own splits.", range="(0, 1)"),
         train=Field(optional(str), "files: parquet or JSONL files, names of data sets on the hub or "
             "reasoning_gym:NAME, separated by commas. Problems of the held-out sets are left out."),
         held_out_sets=Field(optional(str), "files: NAME=SOURCE,NAME=SOURCE; arithmetic: held out,carry,negative or "
-            "some of them; chains: held out,harder,old skill; calculator: held out,easy,hard."),
+            "some of them; chains: held out,harder,old skill; module:Class: the names that it knows."),
         template=Field(optional(str), "files: the prompt's template: paper, none, gsm8k, countdown, or a text with "
             "{question}. Unset: the prompts of the data."),
         bad_rows=Field("fatal", "files: a bad row is printed, and is fatal or skipped.", choices=("fatal", "skip")),
@@ -486,6 +486,17 @@ RETIRED = (
     *(Retired(name, "2026-11-24", instead) for name, instead in _GONE.items()),
     Retired("model.lora.initializer", "2026-11-24", "A is drawn uniformly", fixed="uniform"),
     Retired("rewards.overlong_factor", "2026-11-24", "the punishment at the limit is 1", fixed=1.0),
+    *(
+        Retired(
+            f"{section}.name",
+            "2026-11-24",
+            f"write --config.{section}.name={now}, which stands in examples/{game}.py (docs/environments.md)",
+            value=game,
+            successor=now,
+        )
+        for game in ("guessing", "calculator")
+        for section, now in (("task", f"examples.{game}:Problems"), ("environment", f"examples.{game}:Game"))
+    ),
 )
 """Fields and values of earlier versions."""
 

@@ -17,9 +17,9 @@ from configs import guessing
 
 def get_config():
     c = guessing.get_config()
-    c.task.name = "calculator"
+    c.task.name = "examples.calculator:Problems"
     c.task.held_out_sets = "held out,easy,hard"
-    c.environment.name = "calculator"
+    c.environment.name = "examples.calculator:Game"
     c.environment.options = '{"cost": 0.2}'
     c.environment.max_turns = 3
     c.environment.turn_tokens = 12  # "calc 37*84", the stop token, and one to spare

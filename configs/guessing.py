@@ -24,8 +24,8 @@ def get_config():
     c.model.hidden_dim = 192
     c.model.rope_theta = 100.0  # what was heard is a few tokens back
 
-    c.task.name = "guessing"
-    c.environment.name = "guessing"
+    c.task.name = "examples.guessing:Problems"
+    c.environment.name = "examples.guessing:Game"
     c.environment.options = '{"base": 36}'
     c.rewards.right_above = 0.0  # the guess that finds the secret pays 1, less what the guesses before it cost
     c.environment.max_turns = 5

@@ -1,8 +1,6 @@
 """Problems, tokenizers and the rows that the trainer reads."""
 
-from rpg_jax.data.calculations import Calculations as Calculations
 from rpg_jax.data.groups import Group as Group
-from rpg_jax.data.guessing import Guessing as Guessing
 from rpg_jax.data.packing import RolloutBatch as RolloutBatch
 from rpg_jax.data.packing import RowShape as RowShape
 from rpg_jax.data.packing import pack as pack

@@ -12,14 +12,21 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from rpg_jax.data.prompts import Problem
-from rpg_jax.environments import called
-from rpg_jax.environments.conversation import Environment, Posed, Turn, checked_messages, checked_turn
-from rpg_jax.environments.registry import Declaration
+from rpg_jax.environments.environment import (
+    METHODS,
+    Declaration,
+    Environment,
+    Posed,
+    Turn,
+    call,
+    checked_messages,
+    checked_turn,
+)
 from rpg_jax.rewards.callables import InProcess
 from rpg_jax.rewards.pool import WorkerPool
 from rpg_jax.rewards.verdicts import CHANCE, BadScore, FirstFailures, Task, Verdict
 
-_CALLED = "rpg_jax.environments.called:Called"
+_CALLED = "rpg_jax.environments.environment:Called"
 _WAITING = 64  # threads that wait for an environment in this process
 _TOGETHER = 64  # problems that one thread opens
 
@@ -70,7 +77,7 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
         return [problem for opened in self._threads.map(self._open, chunks) for problem in opened]
 
     def step(self, problem: Problem, messages: Sequence[Mapping[str, Any]], completion: str) -> Verdict:
-        """The answer to a turn as {observation, reward, done}, see `conversation.checked_turn`; waits for it.
+        """The answer to a turn as {observation, reward, done}, see `checked_turn`; waits for it.
 
         After a failure by chance (`verdicts.CHANCE`) it is asked for once more, at once: the conversation holds a slot
         of the rollout, and the environment's functions are pure.
@@ -111,7 +118,7 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
     def _ask(self, tasks: Sequence[Task]) -> list[Verdict]:
         if self._own is not None:
             in_process, environment = self._own
-            begun = [in_process.submit(functools.partial(called.call, environment, t.function), t) for t in tasks]
+            begun = [in_process.submit(functools.partial(call, environment, t.function), t) for t in tasks]
             return [each.result() for each in begun]
         tasks = [dataclasses.replace(task, function=f"{_CALLED}.{task.function}") for task in tasks]
         pool = self._pools.get()
@@ -123,7 +130,7 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
 
     def _started(self) -> WorkerPool:
         """A pool of a single process."""
-        functions = {f"{_CALLED}.{name}": arguments for name, arguments in called.METHODS.items()}
+        functions = {f"{_CALLED}.{name}": arguments for name, arguments in METHODS.items()}
         made = {_CALLED: {"path": self._declaration.path, "options": self._options}}
         return WorkerPool(functions, made=made, size=1, deadline_s=self._deadline_s)
 

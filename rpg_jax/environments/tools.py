@@ -1,22 +1,25 @@
-"""Tools: Python functions with a JSON schema, which a policy may call by name."""
+"""Problems that are solved with tools: the policy calls Python functions, reads the results, and answers.
+
+A call stands in the text as Qwen's chat template has the model write it.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
 import json
+import re
 import typing
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
-from rpg_jax.environments.tool_calls import Call
+from rpg_jax.environments.environment import Message, Posed, Turn
 from rpg_jax.rewards.callables import load
 from rpg_jax.rewards.expression import evaluate
+from rpg_jax.rewards.verifiers import BY_SOURCE, VERIFIERS, name_for_source, resolve
 
-TOOLS = {
-    "calculator": "rpg_jax.environments.tools:calculator",
-    "search": "rpg_jax.environments.table_search:Search",
-}
+TOOLS = {"calculator": "rpg_jax.environments.tools:calculator"}
+_DEFAULT: Mapping[str, Mapping[str, Any]] = {"calculator": {}}
 _TYPES: dict[Any, tuple[str, tuple[type, ...]]] = {
     str: ("string", (str,)),
     int: ("integer", (int,)),
@@ -26,6 +29,89 @@ _TYPES: dict[Any, tuple[str, tuple[type, ...]]] = {
     dict: ("object", (dict,)),
 }
 _LONGEST = 10_000  # characters of a result
+_THOUGHTS = "</think>"
+_BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
+
+
+class ToolUse:
+    """A turn with tool calls is answered by their results; the first turn without one is the answer, and verified.
+
+    The tools stand in the system turn, calls and results in the form of the model's chat template (Qwen's). The policy
+    reads an error as the result of a call that cannot be made.
+
+    Args:
+      tools: options by the name of a tool, see `make_tool`.
+      verifier: judges the answer without thoughts: one of `VERIFIERS`, "by_source" or "module:function". The score is
+        the reward of the last turn.
+      cost: the reward of each call is -cost.
+
+    Raises:
+      ValueError: there is no such tool or verifier, or the verifier asks a server.
+    """
+
+    def __init__(
+        self, *, tools: Mapping[str, Mapping[str, Any]] = _DEFAULT, verifier: str = "exact", cost: float = 0.0
+    ):
+        made = [make_tool(name, options) for name, options in tools.items()]
+        self._tools = {tool.name: tool for tool in made}
+        if len(self._tools) < len(made):
+            raise ValueError(f"two tools have one name: {', '.join(tool.name for tool in made)}")
+        found = None if verifier == BY_SOURCE else resolve(verifier)
+        if verifier != BY_SOURCE and (found is None or found.remote or found.played):
+            raise ValueError(f"unknown verifier {verifier!r} of an answer; known: {', '.join([*VERIFIERS, BY_SOURCE])}")
+        self._verifier, self._cost = found, float(cost)
+
+    def reset(self, problem: Posed) -> Sequence[Message]:
+        first, *others = problem.messages
+        return [{**first, "tools": [tool.description for tool in self._tools.values()]}, *others]
+
+    def step(self, problem: Posed, messages: Sequence[Message], completion: str) -> Turn:
+        text, calls = parse(completion)
+        if not calls:
+            return Turn("", self._score(problem, text), True)
+        results = [{"role": "tool", "content": _result(self._tools, call)} for call in calls]
+        return Turn(results, -self._cost * len(calls))
+
+    def _score(self, problem: Posed, text: str) -> float:
+        verifier = self._verifier or VERIFIERS[name_for_source(problem.source)]
+        seen = (problem.prompt,) if verifier.sees_prompt else ()
+        return float(verifier.load()(text, problem.answer, *seen))
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call that the model has written, or the `error` that keeps the text from being a call."""
+
+    name: str = ""
+    arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+    error: str | None = None
+
+
+def parse(completion: str) -> tuple[str, list[Call]]:
+    """The text outside thoughts and calls, and the calls `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
+
+    Text before the last `</think>` is a thought, whose calls do not count. A block that is not closed reaches to the
+    end of the completion. Blanks around the object are allowed, and nothing else. The time is linear in the length.
+    """
+    text = completion.rpartition(_THOUGHTS)[2]
+    return _BLOCK.sub("", text).strip(), [_call(block) for block in _BLOCK.findall(text)]
+
+
+def _call(block: str) -> Call:
+    try:
+        found = json.loads(block, parse_constant=_no_number)
+    except (ValueError, RecursionError) as error:
+        return Call(error=f"this is not JSON: {str(error)[:100]}")
+    if not isinstance(found, dict) or set(found) != {"name", "arguments"}:
+        return Call(error='a call is {"name": ..., "arguments": {...}}')
+    name, arguments = found["name"], found["arguments"]
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        return Call(error="name is a text, and arguments is an object")
+    return Call(name, arguments)
+
+
+def _no_number(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number of JSON")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +139,7 @@ class Tool:
         return {"type": "function", "function": {"name": self.name, "description": about, "parameters": parameters}}
 
     def call(self, arguments: Mapping[str, Any]) -> str:
-        """What the policy reads: the result as text, or what was wrong with the call, or what the function raised."""
+        """The result as text. If the call was wrong or the function raised, a line that begins with "error: "."""
         if unknown := sorted(set(arguments) - set(self.types)):
             return f"error: {self.name} takes {', '.join(self.types)}, not {', '.join(unknown)}"
         if missing := [name for name in self.required if name not in arguments]:
@@ -93,8 +179,8 @@ def make_tool(name: str, options: Mapping[str, Any]) -> Tool:
     return Tool(name.rpartition(":")[2], function, types, required)
 
 
-def answer(tools: Mapping[str, Tool], call: Call) -> str:
-    """What the policy reads after a call."""
+def _result(tools: Mapping[str, Tool], call: Call) -> str:
+    """The text that the policy reads after a call."""
     if call.error is not None:
         return f"error: {call.error}"
     if call.name not in tools:

@@ -16,8 +16,8 @@ import verifiers as vf
 from verifiers.clients import Client
 from verifiers.types import Response, ResponseMessage, ToolCall
 
-from rpg_jax.environments.conversation import Message, Posed, Turn
-from rpg_jax.environments.tool_calls import parse
+from rpg_jax.environments.environment import Message, Posed, Turn
+from rpg_jax.environments.tools import parse
 from rpg_jax.rewards.callables import load
 
 _GAME = "verifiers_game"  # the key of an observation that says which conversation it belongs to
@@ -154,14 +154,14 @@ class _Policy(Client):
         pass
 
     async def from_native_response(self, response: str) -> Response:
-        said, number = parse(response), next(self._numbers)
+        (text, written), number = parse(response), next(self._numbers)
         calls = [
             ToolCall(id=f"call_{number}_{i}", name=call.name, arguments=json.dumps(call.arguments))
-            for i, call in enumerate(said.calls)
+            for i, call in enumerate(written)
             if call.error is None
         ]
         message = ResponseMessage(
-            content=said.text if calls else response,
+            content=text if calls else response,
             tool_calls=calls or None,
             finish_reason="tool_calls" if calls else "stop",
             is_truncated=False,

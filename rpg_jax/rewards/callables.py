@@ -15,10 +15,10 @@ from rpg_jax.rewards.verdicts import Task, Verdict, check_call, checked, failure
 
 
 def load(path: str, kind: str) -> Callable[..., Any]:
-    """What is at "module:name", and can be called.
+    """The function or class at "module:name".
 
     Args:
-      kind: what it is to be, for the messages: "reward", "environment", "tool".
+      kind: the use of the function, for the messages: "reward", "environment", "tool", "task".
 
     Raises:
       ValueError: the path has another form, the module cannot be imported, or it has no such function or class.
@@ -29,18 +29,23 @@ def load(path: str, kind: str) -> Callable[..., Any]:
     try:
         found = getattr(importlib.import_module(module), name, None)
     except ImportError as error:
-        raise ValueError(f"cannot import {module!r} for the {kind} {path!r}: {error}") from error
+        where = "run where its folder is, or name the folder in PYTHONPATH"
+        raise ValueError(f"cannot import {module!r} for the {kind} {path!r}: {error}; {where}") from error
     if not callable(found):
         raise ValueError(f"module {module!r} has no function or class {name!r} for the {kind} {path!r}")
     return found
 
 
 def name_of(function: Callable[..., Any], kind: str = "reward") -> str:
-    """module:qualname of a function, of what `functools.partial` wraps, or of an object's class.
+    """module:qualname of a function, of the function that `functools.partial` wraps, or of an object's class.
 
-    Raises ValueError if it cannot be called.
+    Raises ValueError if the function cannot be called, nor is an environment with a method `step`.
     """
-    if not callable(function):
+    if kind == "environment" and not callable(function) and not hasattr(function, "step"):
+        raise ValueError(
+            f"environment is a name, a class, or an object with reset and step; got {type(function).__name__}"
+        )
+    if kind != "environment" and not callable(function):
         part = " of a part" if kind == "reward" else ""
         raise ValueError(f"a {kind} is a function or the name{part}, got {type(function).__name__}")
     while isinstance(function, functools.partial):

@@ -9,9 +9,8 @@ from ml_collections import ConfigDict
 
 from rpg_jax import data, storage
 from rpg_jax.environments import Message, Posed, Turn
-from rpg_jax.environments.observations import Observations
-from rpg_jax.environments.player import Player
-from rpg_jax.environments.registry import Declaration
+from rpg_jax.environments.environment import Declaration
+from rpg_jax.environments.player import Observations, Player
 from rpg_jax.environments.stage import Stage
 from rpg_jax.rollout import Request
 from rpg_jax.runs import policy, run_folder

@@ -12,10 +12,9 @@ import jax
 from ml_collections import ConfigDict
 
 from rpg_jax import data, models, rewards, rollout, storage
-from rpg_jax.environments.observations import Observations
-from rpg_jax.environments.player import Player
-from rpg_jax.environments.registry import NOTHING, Handed
-from rpg_jax.environments.registry import find as find_environment
+from rpg_jax.environments.environment import NOTHING, Handed
+from rpg_jax.environments.environment import find as find_environment
+from rpg_jax.environments.player import Observations, Player
 from rpg_jax.environments.stage import Stage
 from rpg_jax.parallel import hosts
 from rpg_jax.runs import cli, config_files, processes, run_folder

@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 from rpg_jax import data, losses, models
 from rpg_jax.parallel import hosts
 from rpg_jax.report.run_files import INPUTS, START
+from rpg_jax.rewards.callables import load
 from rpg_jax.runs.experiment import Experiment
 from rpg_jax.storage import json_files, write_atomically
 
@@ -27,6 +28,9 @@ def digests(experiment: Experiment) -> dict[str, str]:
     if path := weights_beside_adapters(experiment.config):
         found["model.path (weights)"] = of_weights(models.local_folder(path))
     found |= {f"loss.{name}": digest for name, digest in of_own_functions(experiment.config).items()}
+    if ":" in name:
+        with contextlib.suppress(OSError):  # no source text, as of a class typed into an interpreter
+            found["task.name"] = _digest([inspect.getsource(load(name, "task"))])
     if task.train:
         found[train] = of_problems(task.train)
     if task.demonstrated:

@@ -10,12 +10,9 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from rpg_jax import data, rewards
-from rpg_jax.data.guessing import DIGITS
-from rpg_jax.environments import Environment, Message, Posed
-from rpg_jax.environments.calculator import Calculator
-from rpg_jax.environments.demonstrations import played
-from rpg_jax.environments.narrowing import Narrowing
+from rpg_jax.environments import Message
 from rpg_jax.environments.stage import Stage
+from rpg_jax.rewards.callables import load
 from rpg_jax.runs.resolve import reward_arguments
 
 Demonstration = str | Sequence[Message]
@@ -64,11 +61,11 @@ class Task:
           ValueError: an unknown name, missing sources, bad rows in them, or a set without problems.
         """
         name = config.task.name
-        if name not in NAMES:
-            raise ValueError(f"unknown task.name {name!r}; known: {', '.join(NAMES)}")
         if name == "files":
             return _files(config, train, held_out)
-        task = GENERATED[name](config)
+        if name not in GENERATED and ":" not in name:
+            raise ValueError(f"unknown task.name {name!r}; known: {', '.join([*GENERATED, 'files', 'module:Class'])}")
+        task = GENERATED.get(name, _own)(config)
         own = _demonstrations(config, task.held_out) if train and config.warm_start.enabled else None
         if own is None:
             return task
@@ -176,29 +173,31 @@ def _chains(config: ConfigDict) -> Task:
     return Task(train, held_out, task.texts(), (), _written_by(task.examples))
 
 
-def _guessing(config: ConfigDict) -> Task:
-    task = data.Guessing(held_out=config.task.held_out)
-    return _game(config, task, _played_by(task.guess, Narrowing(base=len(DIGITS)), config.environment.max_turns))
+def _own(config: ConfigDict) -> Task:
+    """A task of the user's own: the class "module:Class" of `task.name`, made with `held_out=task.held_out`.
 
-
-def _calculator(config: ConfigDict) -> Task:
-    task = data.Calculations(held_out=config.task.held_out)
-    return _game(config, task, _played_by(task.turn, Calculator(), config.environment.max_turns))
-
-
-def _game(config: ConfigDict, task: data.Guessing | data.Calculations, examples: Examples) -> Task:
+    The class has `problems(name, count)`, for "train" and for each held-out set; `texts()`, with every character of the
+    task; and, for a warm start, `examples(problems, turns=environment.max_turns)`: a demonstration of each problem, as
+    text or as the messages of a conversation. Raises ValueError for a class without these methods.
+    """
+    make = load(config.task.name, "task")
+    task = make(held_out=config.task.held_out)
+    if missing := [name for name in ("problems", "texts") if not callable(getattr(task, name, None))]:
+        raise ValueError(f"task.name={config.task.name}: it has no {missing[0]}(); docs/environments.md has an example")
     sets, notes = cut({name: task.problems(name) for name in _held_out_sets(config)}, config.evaluation.problems)
+
+    def examples(problems: Sequence[data.Problem]) -> list[tuple[data.Problem, Demonstration]]:
+        shown = task.examples(problems, turns=config.environment.max_turns) if hasattr(task, "examples") else ()
+        return list(zip(problems, shown, strict=bool(shown)))
+
     return Task(task.problems("train", config.task.generated), sets, task.texts(), notes, examples)
 
 
 GENERATED: Mapping[str, Callable[[ConfigDict], Task]] = {
     "arithmetic": _arithmetic,
     "chains": _chains,
-    "guessing": _guessing,
-    "calculator": _calculator,
 }
 """The functions that make a generated task, by `task.name`."""
-NAMES = (*GENERATED, "files")
 
 
 def _written_by(examples: Callable[[Sequence[data.Problem]], list[tuple[str, str]]]) -> Examples:
@@ -209,15 +208,6 @@ def _written_by(examples: Callable[[Sequence[data.Problem]], list[tuple[str, str
         return [(dataclasses.replace(p, prompt=prompt), target) for p, (prompt, target) in written]
 
     return pairs
-
-
-def _played_by(pupil: Callable[[data.Problem, Sequence[str]], str], environment: Environment, turns: int) -> Examples:
-    """The conversations of a pupil, who takes a turn for a problem and the observations so far."""
-
-    def conversation(problem: data.Problem) -> Demonstration:
-        return played(environment, Posed.of(problem), lambda heard: pupil(problem, heard), turns=turns)[-1]
-
-    return lambda problems: [(problem, conversation(problem)) for problem in problems]
 
 
 def _held_out_sets(config: ConfigDict) -> list[str]:

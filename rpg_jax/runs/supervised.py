@@ -13,7 +13,7 @@ from ml_collections import ConfigDict
 
 from rpg_jax import data, losses, masking
 from rpg_jax.environments import Message
-from rpg_jax.environments.observations import Observations
+from rpg_jax.environments.player import Observations
 from rpg_jax.losses import Metrics
 from rpg_jax.runs.experiment import Experiment
 from rpg_jax.runs.layout import row_shape

@@ -16,7 +16,6 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from rpg_jax import losses, rewards, storage
-from rpg_jax.environments.registry import name_of
 from rpg_jax.report.run_files import read_metrics
 from rpg_jax.runs import cli, config_files, run_folder, train_command
 from rpg_jax.runs.policy import Policy
@@ -110,7 +109,7 @@ def train(
         told["reward"] = "+".join(part.rpartition(":")[2] for part in weights)
     if environment is not None:
         _refuse(overrides, "environment", "environment.name")
-        name = environment if isinstance(environment, str) else name_of(environment)
+        name = environment if isinstance(environment, str) else rewards.name_of(environment, "environment")
         functions |= {} if isinstance(environment, str) else {name: environment}
         fields["environment.name"] = name
         told["environment"] = name.rpartition(":")[2]

@@ -3,12 +3,12 @@
 import os
 import time
 
+from examples.guessing import Game
 from rpg_jax.environments import Turn
-from rpg_jax.environments.narrowing import Narrowing
 
 FLAGS = (
-    "--config.task.name=guessing",
-    "--config.environment.name=guessing",
+    "--config.task.name=examples.guessing:Problems",
+    "--config.environment.name=examples.guessing:Game",
     '--config.environment.options={"base": 36}',
     "--config.environment.max_turns=4",
     "--config.environment.turn_tokens=3",
@@ -33,7 +33,7 @@ def without_rounding(lines):
     return [{k: v for k, v in line.items() if not k.startswith("sampler_")} for line in lines]
 
 
-class Moody(Narrowing):
+class Moody(Game):
     """The game, but for guesses of a digit that is in `MOODS`."""
 
     def step(self, problem, messages, completion):

@@ -12,8 +12,8 @@ from tests.end_to_end import micro
 
 PACKED = {"train.packed_length": 33, "train.microbatch_size": 4}
 TALK = {
-    "task.name": "guessing",
-    "environment.name": "guessing",
+    "task.name": "examples.guessing:Problems",
+    "environment.name": "examples.guessing:Game",
     "environment.options": '{"base": 36}',
     "environment.max_turns": 4,
     "environment.turn_tokens": 3,

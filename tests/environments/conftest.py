@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from rpg_jax.data import Problem
-from rpg_jax.environments.registry import Declaration
+from rpg_jax.environments.environment import Declaration
 from rpg_jax.environments.stage import Stage
 
 # It adds what the policy says. "code: …" is run, as a bad environment would.

@@ -1,15 +1,13 @@
 """A request that is killed in the middle of its conversations is continued by a new process, to the bit."""
 
-import dataclasses
 import types
 
 import numpy as np
 import pytest
 
-from rpg_jax.data import Guessing
-from rpg_jax.data.guessing import DIGITS
+from examples.guessing import DIGITS, Problems
+from rpg_jax.environments import Declaration
 from rpg_jax.environments.player import Player
-from rpg_jax.environments.registry import ENVIRONMENTS
 from rpg_jax.environments.stage import Stage
 from rpg_jax.rollout import Request
 from rpg_jax.rollout.journaled import JournaledRollout
@@ -17,7 +15,7 @@ from rpg_jax.rollout.request import Rollout
 from rpg_jax.storage.journal import Journal
 from rpg_jax.types import Completion, Sampling, Turns
 
-PROBLEMS = Guessing().problems("train", 6)
+PROBLEMS = Problems().problems("train", 6)
 STOP = 0
 
 
@@ -66,7 +64,7 @@ class Guesser(Rollout):
 
 @pytest.fixture(scope="module")
 def stage():
-    with Stage(dataclasses.replace(ENVIRONMENTS["guessing"], pooled=False), {"base": 36}) as stage:
+    with Stage(Declaration("examples.guessing:Game", pooled=False), {"base": 36}) as stage:
         yield stage
 
 

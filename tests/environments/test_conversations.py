@@ -4,8 +4,7 @@ import numpy as np
 
 from rpg_jax import rewards
 from rpg_jax.data.groups import last_shown
-from rpg_jax.environments.observations import Observations
-from rpg_jax.environments.player import Player
+from rpg_jax.environments.player import Observations, Player
 from rpg_jax.rollout import Split
 from rpg_jax.training.generate import GroupGenerator
 from rpg_jax.types import Completion, Sampling, Turns

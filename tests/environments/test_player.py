@@ -5,9 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
-from rpg_jax.environments.observations import Observations
-from rpg_jax.environments.player import Player
-from rpg_jax.environments.registry import Declaration
+from rpg_jax.environments.environment import Declaration
+from rpg_jax.environments.player import Observations, Player
 from rpg_jax.environments.stage import Stage
 from tests.environments.conftest import say
 

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from rpg_jax.data import Problem, encode_prompt
-from rpg_jax.environments.registry import Declaration, find
+from rpg_jax.environments.environment import Declaration, find
 from rpg_jax.environments.stage import Stage
 
 

@@ -9,7 +9,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 from rpg_jax.environments.__main__ import main
-from rpg_jax.environments.called import call
+from rpg_jax.environments.environment import call
 
 
 class Client:

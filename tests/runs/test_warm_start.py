@@ -11,7 +11,7 @@ import pytest
 from rpg_jax import data
 from rpg_jax.data import Problem
 from rpg_jax.runs.experiment import make_scorer, open_experiment
-from rpg_jax.runs.problems import GENERATED, Task
+from rpg_jax.runs.problems import Task
 from rpg_jax.runs.resolve import resolve
 from rpg_jax.runs.supervised import Demonstrations, examples_of, packed, supervised_config
 from rpg_jax.runs.warm_start import cache_key, warm_started
@@ -59,7 +59,8 @@ DEMONSTRATIONS = [f"{p.prompt}{p.demonstrations[0]}" for p in PROBLEMS]
 def test_a_demonstration_of_several_turns_trains_the_policys_tokens_and_reads_the_others():
     e = experiment_of([])
     e.config.environment.max_turns, e.config.rollout.max_tokens = 3, 20
-    task = GENERATED["guessing"](e.config)
+    e.config.task.name = "examples.guessing:Problems"
+    task = Task.from_config(e.config)
     e.task, problem = task, next(p for p in task.train if len(task.examples([p])[0][1]) == 5)
     said = [message["content"] for message in task.examples([problem])[0][1]]
     [example] = examples_of(e, [problem])
@@ -82,7 +83,7 @@ def test_the_name_has_the_environment_where_there_is_one():
         return cache_key(supervised_config(config), {})
 
     assert key_of() == key_of(max_turns=3) == key(6, None)
-    assert len({key_of(), key_of(name="guessing"), key_of(name="guessing", max_turns=3)}) == 3
+    assert len({key_of(), key_of(name="a:Game"), key_of(name="a:Game", max_turns=3)}) == 3
 
 
 def texts_of(batch):

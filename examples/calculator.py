@@ -1,21 +1,32 @@
-"""Procedural arithmetic for an environment with a calculator: sums, products, and a pupil who rarely calls."""
+"""Arithmetic with a calculator that costs: problems, an environment with the calculator, a pupil who rarely calls.
+
+configs/calculator.py trains on the problems. examples/guessing.py is the simpler example.
+"""
+
+from __future__ import annotations
 
 import dataclasses
+import functools
 import zlib
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rpg_jax.data.prompts import Problem
+from rpg_jax.environments import Message, Posed, Turn, played
+from rpg_jax.rewards.expression import evaluate
 
-CALCULATION_SETS = ("held out", "easy", "hard")
-CALL = "calc "
+if TYPE_CHECKING:
+    from rpg_jax.data import Problem
+
+SETS = ("held out", "easy", "hard")
+CALL, UNREADABLE = "calc ", "?"
 _SMALL, _LARGE = 10, 99
 _FOUR_DIGITS = 32  # 32² > 1000 > 31²
 
 
 @dataclasses.dataclass(frozen=True)
-class Calculations:
+class Problems:
     """The task "37*84=" with answer "3108": answer it, or have the calculator of the environment work it out before.
 
     Operands have two digits. A sum is easy: it never carries, so that each column can be added by itself. A product is
@@ -43,15 +54,15 @@ class Calculations:
             raise ValueError(f"held_out must be in (0, 1), got {self.held_out}")
 
     def problems(self, name: str, count: int | None = None, *, seed: int = 0) -> list[Problem]:
-        """The first `count` problems of "train" or of one of `CALCULATION_SETS`, or as many as there are.
+        """The first `count` problems of "train" or of one of `SETS`, or as many as there are.
 
         Their order is drawn from `seed`; "easy" and "hard" have the sums and the products that are held out.
 
         Raises:
           ValueError: the name is unknown, or the set has fewer problems.
         """
-        if name not in ("train", *CALCULATION_SETS):
-            raise ValueError(f"calculator has the sets train, {', '.join(CALCULATION_SETS)}; got {name!r}")
+        if name not in ("train", *SETS):
+            raise ValueError(f"calculator has the sets train, {', '.join(SETS)}; got {name!r}")
         random = np.random.default_rng(seed)
         numbers = range(_SMALL, _LARGE + 1)
         pairs = [(a, b) for a in numbers for b in numbers if self._is_held_out(a, b) == (name != "train")]
@@ -62,6 +73,10 @@ class Calculations:
         if len(found) < (count or 1):
             raise ValueError(f"calculator has {len(found)} problems in {name!r}, fewer than {count}: ask for fewer")
         return found[:count]
+
+    def examples(self, problems: Sequence[Problem], *, turns: int) -> list[list[Message]]:
+        """The conversations of the pupil, of at most `turns` turns."""
+        return [played(Game(), Posed.of(p), functools.partial(self.turn, p), turns=turns)[-1] for p in problems]
 
     def turn(self, problem: Problem, heard: Sequence[str]) -> str:
         """The pupil's next turn after the results `heard`."""
@@ -89,9 +104,35 @@ class Calculations:
         return zlib.crc32(f"{self.seed} {min(a, b)} {max(a, b)}".encode()) < self.held_out * 2**32
 
     def _problem(self, a: int, operator: str, b: int) -> Problem:
+        from rpg_jax.data import Problem  # it loads JAX, and the processes that run `Game` start faster without
+
         answer = a + b if operator == "+" else a * b
         number = ("+*".index(operator) * (_LARGE + 1) + a) * (_LARGE + 1) + b
         return Problem(number, f"{a}{operator}{b}=", str(answer), "calculator")
+
+
+class Game:
+    """A turn that begins with `CALL` asks for the value of the expression behind it; any other turn is the answer.
+
+    A call costs `cost` and hears the value, an exact fraction ("7/2") where it is no whole number, or `UNREADABLE`. It
+    is parsed, never executed; `rewards.expression.evaluate` has the grammar. The answer ends the conversation. It pays
+    1 if it is the problem's, character by character but for blanks around it.
+    """
+
+    def __init__(self, cost: float = 0.1):
+        self._cost = cost
+
+    def reset(self, problem: Posed) -> Sequence[Message]:
+        return problem.messages
+
+    def step(self, problem: Posed, messages: Sequence[Message], completion: str) -> Turn:
+        if not completion.startswith(CALL):
+            return Turn(reward=float(completion.strip() == problem.answer), done=True)
+        try:
+            heard = str(evaluate(completion.removeprefix(CALL)))
+        except ValueError:
+            heard = UNREADABLE
+        return Turn(heard, -self._cost)
 
 
 def _with_mistake(digits: str, random: np.random.Generator) -> str:

@@ -1,17 +1,13 @@
 """Tool calls in Qwen's form. The texts of prompts and results are those of Qwen3-8B's own template, rendered once."""
 
-import json
-
 import pytest
 
 from rpg_jax.data import Problem
 from rpg_jax.data.chat import ChatTemplate
 from rpg_jax.data.templates import rendered
 from rpg_jax.environments import Posed
-from rpg_jax.environments.observations import Observations
-from rpg_jax.environments.tool_calls import Call, parse
-from rpg_jax.environments.tool_use import ToolUse
-from rpg_jax.environments.tools import make_tool
+from rpg_jax.environments.player import Observations
+from rpg_jax.environments.tools import Call, ToolUse, make_tool, parse
 
 POSED = Posed("What is 17*(2+3)?", "85", "What is 17*(2+3)?")
 TEMPLATE = """
@@ -100,9 +96,9 @@ def test_the_turn_without_a_call_is_the_answer_and_calls_cost():
     ],
 )
 def test_calls_are_read_exactly(completion, text, calls):
-    said = parse(completion)
-    assert said.text == text and len(said.calls) == len(calls)
-    for found, expected in zip(said.calls, calls, strict=True):
+    outside, read = parse(completion)
+    assert outside == text and len(read) == len(calls)
+    for found, expected in zip(read, calls, strict=True):
         assert found == expected if isinstance(expected, Call) else expected in found.error
 
 
@@ -121,18 +117,9 @@ def test_a_wrong_call_is_a_result_that_says_how():
         assert message["role"] == "tool" and message["content"].startswith(expected)
 
 
-def test_the_search_finds_the_rarest_words_first(tmp_path):
-    rows = [{"title": "Rhine", "text": "a river"}, {"title": "Rhone", "text": "a river in France"}, "the Seine"]
-    (tmp_path / "table.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    tool = make_tool("search", {"file": str(tmp_path / "table.jsonl"), "top": 2})
-    assert tool.name == "search" and tool.description["function"]["parameters"]["required"] == ["query"]
-    found = tool.call({"query": "river FRANCE"}).splitlines()
-    assert [json.loads(row)["title"] for row in found] == ["Rhone", "Rhine"]
-    assert tool.call({"query": "Danube"}) == "nothing found" and tool.call({"query": "seine"}) == "the Seine"
-    with pytest.raises(ValueError, match="cannot read file="):
-        make_tool("search", {"file": str(tmp_path / "no.jsonl")})
+def test_a_tool_without_annotations_is_refused():
     with pytest.raises(ValueError, match="must annotate x as str"):
-        make_tool("tests.environments.test_tool_use:call_me", {})
+        make_tool("tests.environments.test_tools:call_me", {})
 
 
 def call_me(x):

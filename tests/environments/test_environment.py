@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from rpg_jax.environments import Posed
-from rpg_jax.environments.registry import Declaration
+from rpg_jax.environments.environment import Declaration
 
 PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
 

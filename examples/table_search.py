@@ -1,4 +1,7 @@
-"""Search over the rows of a local file."""
+"""A tool of one's own for the environment "tools": search over the rows of a local file.
+
+docs/environments.md has the command that gives the tool to a policy.
+"""
 
 from __future__ import annotations
 

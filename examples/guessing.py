@@ -1,22 +1,35 @@
-"""Procedural guessing games: ranges of digits with a secret in each, and pupils who rarely listen."""
+"""A guessing game of one's own: its problems, the environment that answers guesses, and pupils to imitate.
+
+configs/guessing.py trains on the game. A task of one's own is a class with `problems`, `texts` and `examples`. An
+environment of one's own is a class with `reset` and `step`. docs/environments.md explains both.
+"""
+
+from __future__ import annotations
 
 import dataclasses
+import functools
+import re
 import zlib
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rpg_jax.data.prompts import Problem
+from rpg_jax.environments import Message, Posed, Turn, played
+
+if TYPE_CHECKING:
+    from rpg_jax.data import Problem
 
 DIGITS = "0123456789abcdefghijklmnopqrstuvwxyz"
 _LISTENS = 1 / 3
+_RANGE = re.compile(r"([0-9a-z]{1,12})-([0-9a-z]{1,12})$", re.IGNORECASE)
 
 
 @dataclasses.dataclass(frozen=True)
-class Guessing:
+class Problems:
     """The game "4-p" with answer "h": find the secret digit of a range of `DIGITS` by guesses, which are answered.
 
-    The environment `guessing` answers with the range that is left. With five guesses and ranges of 14 to 20 digits, a
+    The `Game` answers with the range that is left. With five guesses and ranges of 14 to 20 digits, a
     player who guesses at random finds 26 % of the secrets. One who guesses at random in what is left finds 76 %, and
     one who halves it finds all.
 
@@ -59,6 +72,11 @@ class Guessing:
         order = np.random.default_rng(seed).permutation(len(every))[:count]
         return [self._problem(*every[i]) for i in order.tolist()]
 
+    def examples(self, problems: Sequence[Problem], *, turns: int) -> list[list[Message]]:
+        """The conversations of the pupils, of at most `turns` turns."""
+        game = Game(base=len(DIGITS))
+        return [played(game, Posed.of(p), functools.partial(self.guess, p), turns=turns)[-1] for p in problems]
+
     def guess(self, problem: Problem, heard: Sequence[str]) -> str:
         """A pupil's next turn after the ranges `heard`; the problem decides which pupil it is."""
         random = np.random.default_rng([self.seed, problem.prompt_id])
@@ -78,5 +96,54 @@ class Guessing:
         return zlib.crc32(f"{self.seed} {first}-{last}".encode()) < self.held_out * 2**32
 
     def _problem(self, first: int, last: int, secret: int) -> Problem:
+        from rpg_jax.data import Problem  # it loads JAX, and the processes that run `Game` start faster without
+
         number = (first * len(DIGITS) + last) * len(DIGITS) + secret
         return Problem(number, f"{DIGITS[first]}-{DIGITS[last]}", DIGITS[secret], "guessing")
+
+
+class Game:
+    """A turn is a guess at the problem's answer, a whole number of the range at the end of its prompt ("4-p").
+
+    A wrong guess hears the numbers that are left: "i-p" where the secret is above h. So does any other text, which
+    changes nothing. The guess that finds the secret ends the conversation and pays 1, less `cost` for every turn before
+    it. All others pay nothing: if they cost something, a player who rarely wins would do best to give up. How many
+    turns there are is `environment.max_turns`. Numbers are written in a `base` of 2 to 36, where "z" is 35.
+
+    Raises:
+      ValueError: `base` is out of range, or a prompt does not end with a range.
+    """
+
+    def __init__(self, cost: float = 0.05, base: int = 10):
+        if not 2 <= base <= 36:
+            raise ValueError(f"base must be in [2, 36], got {base}")
+        self._cost, self._base = cost, base
+
+    def reset(self, problem: Posed) -> Sequence[Message]:
+        self._range(problem)
+        return problem.messages
+
+    def step(self, problem: Posed, messages: Sequence[Message], completion: str) -> Turn:
+        secret, (first, last) = int(problem.answer, self._base), self._range(problem)
+        before = [message["content"] for message in messages if message["role"] == "assistant"]
+        guesses = [self._number(text) for text in (*before, completion)]
+        if guesses[-1] == secret:
+            return Turn(reward=1 - self._cost * len(before), done=True)
+        known = [guess for guess in guesses if guess is not None]
+        first = max([first, *(guess + 1 for guess in known if guess < secret)])
+        last = min([last, *(guess - 1 for guess in known if guess > secret)])
+        return Turn("-".join(np.base_repr(number, self._base).lower() for number in (first, last)))
+
+    def _range(self, problem: Posed) -> tuple[int, int]:
+        found = _RANGE.search(problem.prompt.strip())
+        if found is None:
+            raise ValueError(f"a prompt of this game ends with a range, as '4-p', not {problem.prompt[-20:]!r}")
+        return int(found[1], self._base), int(found[2], self._base)
+
+    def _number(self, text: str) -> int | None:
+        if not re.fullmatch(r"\s*-?[0-9a-zA-Z]{1,12}\s*", text):
+            return None
+        try:
+            return int(text, self._base)
+        except ValueError:  # a digit of a higher base
+            return None

@@ -1,0 +1,272 @@
+"""The interface of an environment, the environments by name, and their calls as plain JSON.
+
+This file never loads JAX: the worker processes of environments import it, and start fast.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import inspect
+import threading
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Protocol, Self
+
+from rpg_jax.rewards.callables import load
+from rpg_jax.rewards.verdicts import BadScore, checked_score
+
+Message = Mapping[str, Any]
+"""One message of a chat: {"role": …, "content": …}, both text.
+
+Templates also see `name`, `reasoning_content`, `tool_calls` and `tool_call_id`, and the descriptions of tools under
+`tools` of the first message. Any other key is the environment's own, with a value of JSON: `step` finds it again.
+"""
+ROLES = ("system", "user", "assistant", "tool")
+
+
+@dataclasses.dataclass(frozen=True)
+class Posed:
+    """A problem as an environment sees it; all text, see `data.Problem`."""
+
+    prompt: str
+    answer: str
+    question: str
+    system: str = ""
+    source: str = ""
+
+    @classmethod
+    def of(cls, problem: Any) -> Self:
+        """The fields that an environment sees of a `data.Problem`."""
+        return cls(*(getattr(problem, field.name) for field in dataclasses.fields(cls)))
+
+    @property
+    def messages(self) -> list[Message]:
+        """The conversation that the problem's own prompt opens."""
+        system = [{"role": "system", "content": self.system}] if self.system else []
+        return [*system, {"role": "user", "content": self.prompt}]
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """An environment's answer to one turn of the policy.
+
+    Attributes:
+      observation: what the policy reads next: messages, or a text, which is a user's message. "" where `done`.
+      reward: of the turn; a completion's reward is the sum over its turns.
+      done: the conversation is over, and the policy reads no observation.
+    """
+
+    observation: str | Sequence[Message] = ""
+    reward: float = 0.0
+    done: bool = False
+
+
+class Environment(Protocol):
+    """Answers the turns of a policy. It is made with the config's `environment.options` as keywords.
+
+    Both functions are pure: equal arguments give equal results, and nothing is kept between two calls. Then it does not
+    matter which process runs them, and a process that is killed is replaced by another. Each may be a coroutine.
+    """
+
+    def reset(self, problem: Posed) -> Sequence[Message] | Awaitable[Sequence[Message]]:
+        """The messages of the prompt. The last one is not the assistant's."""
+        ...
+
+    def step(self, problem: Posed, messages: Sequence[Message], completion: str) -> Turn | Awaitable[Turn]:
+        """The answer to `completion`, the policy's turn after `messages`, without its stop token."""
+        ...
+
+
+METHODS = {"reset": ("problem",), "step": ("problem", "messages", "completion")}
+"""The methods of an environment and the names of their arguments."""
+Handed = Mapping[str, Any]
+"""What a Python program hands over, by the name that the config has: classes, or objects with `reset` and `step`."""
+NOTHING: Handed = MappingProxyType({})
+
+
+@dataclasses.dataclass(frozen=True)
+class Declaration:
+    """Where an environment is.
+
+    Attributes:
+      path: "module:Class", or the name of a function that makes the environment.
+      pooled: it runs in processes that can be killed, and have no network. Otherwise it runs in the trainer's process,
+        which its author then trusts with what the policy writes; it may keep state there.
+      handed: what a Python program handed over under the name `path`; None is loaded from `path`.
+    """
+
+    path: str
+    pooled: bool = True
+    handed: Any = dataclasses.field(default=None, compare=False)
+
+    def make(self, options: Mapping[str, Any]) -> Environment:
+        """The environment. Raises ValueError if it is none, or does not take the options."""
+        factory = load(self.path, "environment") if self.handed is None else self.handed
+        if not inspect.isclass(factory) and hasattr(factory, "step"):
+            if options:
+                raise ValueError(f"{self.path} is an object that is made already: leave environment.options {{}}")
+            return _checked_environment(factory, self.path)
+        try:
+            inspect.signature(factory).bind(**options)
+        except TypeError as error:
+            raise ValueError(f"environment.options {dict(options)} of {self.path}: {error}") from error
+        except ValueError:  # some builtin classes have no signature
+            pass
+        return _checked_environment(factory(**options), self.path)
+
+
+ENVIRONMENTS: dict[str, Declaration] = {
+    "tools": Declaration("rpg_jax.environments.tools:ToolUse"),
+    "verifiers": Declaration("rpg_jax.environments.verifiers_library:Verifiers", pooled=False),
+}
+
+
+def find(name: str, *, in_process: bool = False, handed: Handed = NOTHING) -> Declaration:
+    """The environment called `name`, one that was handed over under it, or a user's own at "module:name".
+
+    Raises ValueError if it is none of them.
+    """
+    if name in handed:
+        return Declaration(name, pooled=False, handed=handed[name])
+    if name in ENVIRONMENTS:
+        known = ENVIRONMENTS[name]
+        return dataclasses.replace(known, pooled=known.pooled and not in_process)
+    if ":" not in name:
+        raise ValueError(f"unknown environment.name {name!r}; known: {', '.join([*ENVIRONMENTS, 'module:name'])}")
+    return Declaration(name, pooled=not in_process)
+
+
+def _checked_environment(environment: Any, path: str) -> Environment:
+    """`environment` itself. Raises ValueError if it does not have what an environment has."""
+    for name, arguments in METHODS.items():
+        function = getattr(environment, name, None)
+        called = f"{name}({', '.join(arguments)})"
+        if not callable(function):
+            raise ValueError(f"{path} has no {called}: an environment has reset and step, see docs/environments.md")
+        try:
+            inspect.signature(function).bind(*arguments)
+        except TypeError as error:
+            raise ValueError(f"{path} is called as {called}: {error}") from error
+    return environment
+
+
+def checked_messages(value: Any) -> list[dict[str, Any]]:
+    """`value` as a list of messages; raises BadScore if it is something else, or text that UTF-8 cannot hold."""
+    if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence):
+        raise BadScore(f"messages are a list, got {type(value).__name__}")
+    return [_message(each) for each in value]
+
+
+def checked_turn(value: Any) -> dict[str, Any]:
+    """A turn as {observation, reward, done} of plain JSON; raises BadScore if it is none.
+
+    Its observation is a list of messages, empty where the conversation is over.
+    """
+    if not isinstance(value, Turn):
+        raise BadScore(f"step returns a Turn(observation, reward, done), got {type(value).__name__}")
+    if not isinstance(value.done, bool):
+        raise BadScore(f"Turn.done is True or False, got {type(value.done).__name__}")
+    told = value.observation
+    messages = [{"role": "user", "content": told}] if isinstance(told, str) else told
+    observation = [] if value.done else checked_messages(messages)
+    if not value.done and not observation:
+        raise BadScore("a turn that is not done has an observation")
+    return {"observation": observation, "reward": checked_score(value.reward), "done": value.done}
+
+
+def _message(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise BadScore(f"a message is a dict with role and content, got {type(value).__name__}")
+    role, content = value.get("role"), value.get("content")
+    if role not in ROLES or not isinstance(content, str):
+        raise BadScore(f"a message has a role of {', '.join(ROLES)} and a text as content, got {role!r:.40}")
+    try:
+        content.encode()
+    except UnicodeEncodeError as error:
+        raise BadScore(f"a message that is no text: {error.reason} at character {error.start}") from error
+    return dict(value)
+
+
+class Called:
+    """The methods of an environment that a worker process makes from the path of its class and its options."""
+
+    def __init__(self, path: str, options: Mapping[str, Any]):
+        self._environment = Declaration(path).make(options)
+
+    def reset(self, problem: dict[str, str]) -> dict[str, Any]:
+        return self._called("reset", problem)
+
+    def step(self, problem: dict[str, str], messages: list, completion: str) -> dict[str, Any]:
+        return self._called("step", problem, messages, completion)
+
+    def _called(self, name: str, problem: dict[str, str], *others: Any) -> dict[str, Any]:
+        value = getattr(self._environment, name)(Posed(**problem), *others)
+        return _checked_value(name, asyncio.run(_awaited(value)) if inspect.isawaitable(value) else value)
+
+
+async def call(environment: Environment, name: str, problem: dict[str, str], *others: Any) -> dict[str, Any]:
+    """Calls a method of an environment in this process: a coroutine is awaited, and others run in a thread.
+
+    If it is cancelled, as at a deadline, such a thread is left alone: it ends when the method returns, or never.
+    """
+    method, arguments = getattr(environment, name), (Posed(**problem), *others)
+    if inspect.iscoroutinefunction(method):
+        return _checked_value(name, await method(*arguments))
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[Any] = loop.create_future()
+
+    def finish(value: Any, error: BaseException | None) -> None:
+        if not result.done():
+            result.set_result(value) if error is None else result.set_exception(error)
+
+    def run() -> None:
+        value, error = None, None
+        try:
+            value = method(*arguments)
+        except BaseException as raised:  # SystemExit too: it must not end the thread without a result
+            error = RuntimeError(f"{type(raised).__name__}: {raised}") if not isinstance(raised, Exception) else raised
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(finish, value, error)
+
+    # Not a thread of an executor: the interpreter would wait at its end for one that hangs.
+    threading.Thread(target=run, name=f"environment {name}", daemon=True).start()
+    return _checked_value(name, await result)
+
+
+def _checked_value(name: str, value: Any) -> dict[str, Any]:
+    return checked_turn(value) if name == "step" else {"messages": checked_messages(value)}
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+Player = Callable[[Sequence[str]], str]
+"""The next turn of a player, by the observations that he has heard so far."""
+
+
+def played(
+    environment: Environment, problem: Posed, player: Player, *, turns: int
+) -> tuple[list[Message], float, list[Message]]:
+    """Plays one conversation of at most `turns` turns with an environment whose functions are no coroutines.
+
+    Returns:
+      prompt: the messages that open it.
+      reward: the sum over its turns.
+      conversation: the messages after the prompt; the player's, which are the assistant's, come first and last.
+    """
+    prompt: list[Message] = [*checked_messages(environment.reset(problem))]
+    conversation: list[Message] = []
+    heard: list[str] = []
+    reward = 0.0
+    for left in reversed(range(turns)):
+        said = player(heard)
+        answer = checked_turn(environment.step(problem, [*prompt, *conversation], said))
+        conversation.append({"role": "assistant", "content": said})
+        reward += answer["reward"]
+        if answer["done"] or not left:
+            break
+        conversation += answer["observation"]
+        heard.append("".join(message["content"] for message in answer["observation"]))
+    return prompt, reward, conversation
