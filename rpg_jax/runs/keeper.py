@@ -34,6 +34,7 @@ class Keeper:
             keep=c.keep,
             permanent_every=c.permanent_every,
             identity=run_folder.identity(config),
+            renewed=run_folder.renewed,
         )
         limit = int(c.journal_gib * 2**30)
         self.journal = Journal(folder.home / "journal", max_bytes=limit) if limit else None

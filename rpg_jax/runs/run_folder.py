@@ -188,8 +188,6 @@ def read_config(path: Path) -> ConfigDict:
         section, last = _of_section(config, name)
         if name.startswith(_AROUND):
             section.setdefault(last, None if isinstance(field.default, Unset) else field.default)
-        if was := config_files.retired(name, section.get(last)):
-            section[last] = was.successor
     known = flat(config)
     if missing := [name for name in config_files.fields() if name not in known]:
         raise ValueError(
@@ -204,14 +202,16 @@ def read_config(path: Path) -> ConfigDict:
 
 
 def _moved(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of a run in which retired fields that moved into a field of JSON stand there."""
-    config = copy.deepcopy(dict(config))
+    """The config of a run in which retired values have their successors, and fields that moved stand in their JSON."""
+    found = copy.deepcopy(dict(config))
     for row in config_files.all_retired():
-        section, last = _of_section(config, row.name)
+        section, last = _of_section(found, row.name)
+        if row.value is not None and section.get(last) == row.value:
+            section[last] = row.successor
         if row.into is not None and (value := section.pop(last, None)) is not None:
-            section, field = _of_section(config, row.into)
+            section, field = _of_section(found, row.into)
             section[field] = json.dumps(json.loads(section.get(field) or "{}") | {last: value}, sort_keys=True)
-    return config
+    return found
 
 
 def _of_section(config: dict[str, Any], name: str) -> tuple[dict[str, Any], str]:
@@ -228,6 +228,15 @@ def as_json(config: ConfigDict) -> dict[str, Any]:
 def identity(config: ConfigDict) -> dict[str, Any]:
     """The fields that decide the numbers of a run. A resumed run has the values of its checkpoints."""
     return {name: value for name, value in flat_fields(config).items() if not name.startswith(_MAY_CHANGE)}
+
+
+def renewed(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """The `identity` in an older checkpoint, by the fields and values of today."""
+    nested: dict[str, Any] = {}
+    for name, value in identity.items():
+        section, last = _of_section(nested, name)
+        section[last] = value
+    return flat(_moved(nested))
 
 
 def flat_fields(config: ConfigDict) -> dict[str, Any]:

@@ -53,8 +53,9 @@ class Session(BaseSession):
 
     def __init__(self, experiment: Experiment, folder: storage.Folder, closing: contextlib.ExitStack):
         c = experiment.config
-        options = {"keep": c.checkpoint.keep, "permanent_every": c.checkpoint.permanent_every}
-        checkpoints = Checkpoints(folder.home / "checkpoints", **options, identity=run_folder.identity(c))
+        options: dict[str, Any] = {"keep": c.checkpoint.keep, "permanent_every": c.checkpoint.permanent_every}
+        known: dict[str, Any] = {"identity": run_folder.identity(c), "renewed": run_folder.renewed}
+        checkpoints = Checkpoints(folder.home / "checkpoints", **options, **known)
         closing.callback(checkpoints.close)
         super().__init__(c, folder, closing, checkpoints)
         self.experiment = experiment

@@ -41,6 +41,7 @@ class Checkpoints:
       permanent_every: checkpoints of multiples of this step stay for ever. None: no checkpoint does.
       identity: the config fields that decide the numbers of the run. A checkpoint with other values is foreign. None
         reads any checkpoint.
+      renewed: translates the identity in an older checkpoint into the fields and values of today.
     """
 
     def __init__(
@@ -50,7 +51,9 @@ class Checkpoints:
         keep: int,
         permanent_every: int | None = None,
         identity: Mapping[str, Any] | None = None,
+        renewed: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
     ):
+        self._renewed = renewed
         self._directory = storage.absolute(directory)
         self._identity = None if identity is None else json.loads(json.dumps(finite(identity)))
         options = {"max_to_keep": keep, "keep_period": permanent_every, "enable_async_checkpointing": True}
@@ -131,7 +134,7 @@ class Checkpoints:
         envelope = integrity.unsealed(path / "record", stored)
         if envelope["format"] != FORMAT:
             raise Refused(path / "record", f"it has format {envelope['format']}, this version reads {FORMAT}")
-        theirs, own = finite(envelope["identity"] or {}), self._identity or {}
+        theirs, own = self._renewed(finite(envelope["identity"] or {})), self._identity or {}
         if differing := sorted(name for name, value in own.items() if theirs.get(name, ...) != value):
             named = "; ".join(f"{name} {theirs.get(name)!r}, here {own[name]!r}" for name in differing)
             raise Refused(path, f"it is foreign, of a run with {named}")

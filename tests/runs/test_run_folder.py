@@ -93,6 +93,29 @@ def test_a_run_older_than_the_move_of_a_field_into_loss_arguments_goes_on(tmp_pa
     }
 
 
+@pytest.mark.parametrize(
+    "older",
+    [
+        {"loss.arguments": None, "loss.tau_positive": 1.0, "loss.tau_negative": 1.05},
+        {"task.name": "guessing", "environment.name": "calculator"},
+    ],
+)
+def test_a_checkpoint_with_retired_fields_or_values_is_of_the_same_run(tmp_path, older):
+    config = tiny.get_config()
+    config.method, config.task.name = "SAPO", "examples.guessing:Problems"
+    config.environment.name = "examples.calculator:Game"
+    identity = run_folder.identity(resolve(config))
+    state, like = {"w": jax.numpy.ones(3)}, {"w": jax.ShapeDtypeStruct((3,), "float32")}
+    with contextlib.closing(Checkpoints(tmp_path / "c", keep=1, identity=identity | older)) as written:
+        written.save(1, state, {})
+    renewed = Checkpoints(tmp_path / "c", keep=1, identity=identity, renewed=run_folder.renewed)
+    with contextlib.closing(renewed) as read:
+        assert read.restore_last(like)[0] == 1
+    read = Checkpoints(tmp_path / "c", keep=1, identity=identity)
+    with contextlib.closing(read), pytest.raises(ValueError, match="foreign"):
+        read.restore_last(like)
+
+
 def test_a_run_older_than_a_field_that_changes_no_number_has_its_default(tmp_path):
     folder = opened(tmp_path, "r")
     old = json.loads((folder.files / "config.json").read_text())
