@@ -85,6 +85,7 @@ def flags_of(module: str, command: str = "") -> set[str]:
     files += [ROOT / module / "__main__.py", ROOT / "experiments/kept.py"] if module.startswith("experiments/") else []
     parts = (f"measure_{command}", "subject") if module == "bench" else ()
     files += [ROOT / "rpg_jax" / "benchmarks" / f"{name}.py" for name in parts]
+    files += [ROOT / "rpg_jax/runs/train_command.py"] if module == "train" else []
     found = {"help", "debug"}
     for file in filter(Path.exists, files):
         for call in (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)):
