@@ -9,11 +9,11 @@ from rpg_jax.rollout.drivers import find_driver as find_driver
 from rpg_jax.rollout.drivers import make_rollout as make_rollout
 from rpg_jax.rollout.drivers import replay as replay
 from rpg_jax.rollout.engine import DecodeEngine as DecodeEngine
-from rpg_jax.rollout.request import Feedable as Feedable
 from rpg_jax.rollout.request import Request as Request
-from rpg_jax.rollout.request import Rollout as Rollout
-from rpg_jax.rollout.request import Split as Split
-from rpg_jax.rollout.shared import SharedRollout as SharedRollout
+from rpg_jax.rollout.rollout import Feedable as Feedable
+from rpg_jax.rollout.rollout import GroupJournal as GroupJournal
+from rpg_jax.rollout.rollout import Rollout as Rollout
+from rpg_jax.rollout.rollout import Split as Split
 from rpg_jax.rollout.weights import RolloutError as RolloutError
 from rpg_jax.rollout.weights import Staged as Staged
 from rpg_jax.rollout.weights import Weights as Weights

@@ -17,7 +17,8 @@ from flax import nnx
 from rpg_jax.models import Base, DecoderConfig
 from rpg_jax.rollout.decoding import Decoding
 from rpg_jax.rollout.engine import DecodeEngine, ReplayResult
-from rpg_jax.rollout.request import Request, Rollout, Row, Split
+from rpg_jax.rollout.request import Request, Row
+from rpg_jax.rollout.rollout import Rollout, Split
 from rpg_jax.rollout.schedule import Chunk, Finish, Planner, Schedule, Usage
 from rpg_jax.rollout.weights import Params, RolloutError, Staged, Weights
 from rpg_jax.types import Completion, Sampling
@@ -38,7 +39,7 @@ class LockstepRollout(Rollout):
         with contextlib.nullcontext() if self.engine.decoding.mixed else self._busy:
             super().sync_weights(params, version)
 
-    def generate(self, request: Request) -> list[list[Completion]]:
+    def sample(self, request: Request) -> list[list[Completion]]:
         if request.environment is not None and jax.process_count() > 1:
             raise ValueError("lockstep hosts cannot wait for an environment's replies: set rollout.driver=orchestrator")
         groups, chunks = self._planner.plan(request)

@@ -1,18 +1,13 @@
 """A request for completions, the environment that answers it, and each completion in the making."""
 
-import abc
 import dataclasses
-import enum
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
 
-from rpg_jax.parallel import hosts
 from rpg_jax.rollout.decode_state import MAX_STOP_TOKENS
-from rpg_jax.rollout.weights import Params, Staged, Weights
 from rpg_jax.types import Completion, FinishReason, Sampling, Turns
 
 OnGroup = Callable[[int, list[Completion]], None]
@@ -112,11 +107,6 @@ class Request:
                     "one token id (encode an empty text as the BOS or another separator token)"
                 )
 
-    def check_one_turn(self, who: str) -> None:
-        """Raises ValueError if an environment should answer: `who` cannot continue a completion."""
-        if self.environment is not None:
-            raise ValueError(f"{who} cannot continue a completion after an environment's reply: choose another driver")
-
     def check_fits(self, *, capacity: int, vocab_size: int) -> None:
         """Raises ValueError if slots of `capacity` tokens and this vocabulary cannot serve the request as asked."""
         stop, max_tokens = self.sampling.stop_token_ids, self.sampling.max_tokens
@@ -146,96 +136,6 @@ class Request:
     def counters(self, place: int, index: int) -> tuple[int, int, int, int]:
         """(seed, step, prompt_id, index), the origin of the random key of one completion."""
         return self.seed, self.step, self.prompt_ids[place], index
-
-
-class Split(enum.Enum):
-    """How the hosts divide the prompts of a call.
-
-    SHARE: each host asks for its share, every n-th prompt.
-    TOGETHER: all hosts ask for all prompts, and decode each of them together.
-    TAKEN: all hosts ask for all prompts, and each samples those that it takes from a list. With `Request.enough`, as
-      SHARE.
-    """
-
-    SHARE = enum.auto()
-    TOGETHER = enum.auto()
-    TAKEN = enum.auto()
-
-
-class Rollout:
-    """Generates completions for the trainer, an evaluation or a server's client.
-
-    The random numbers of a completion's tokens depend on (seed, step, prompt_id, index) and the token's position; not
-    on slots, batching, order, driver or devices. So equal logits give equal tokens. Programs of different shapes round
-    logits differently: in float32 the tokens are still the same, unless two logits agree to seven digits; in bfloat16
-    a completion may change where two tokens are almost equally probable.
-
-    A driver that cannot take new weights while it decodes overrides `sync_weights`.
-
-    Attributes:
-      apart: completions are sampled in processes of their own. `generate`, `exchange` and a sync of staged weights then
-        launch no program here, so any thread may call them on any number of hosts.
-      split: how several hosts divide the prompts.
-      engine: the `DecodeEngine` that decodes in this process; None where another program decodes.
-    """
-
-    weights: Weights
-    engine: Any = None
-    apart: bool = False
-    split: Split = Split.SHARE
-
-    def stage_weights(self, params: Params) -> Staged:
-        """A copy of the trainer's weights, which any thread may sync and verify later."""
-        return self.weights.stage(params)
-
-    def sync_weights(self, params: Params | Staged, version: int) -> None:
-        """Makes `params` the rollout's weights; completions carry `version`.
-
-        Nothing is copied where dtype and layout are the trainer's: a trainer that then donates those arrays syncs again
-        before the next `generate`.
-        """
-        self.weights.sync(params, version)
-
-    def verify_weights(self, params: Params | Staged) -> None:
-        """Raises RolloutError unless the rollout's weights are `params` in its dtype, bit for bit."""
-        self.weights.verify(params)
-
-    def weights_checksum(self) -> int:
-        """`weights_checksum` of the rollout's weights, in its dtype."""
-        return self.weights.checksum()
-
-    def generate(self, request: Request) -> list[list[Completion]]:
-        """The completions of each prompt, in the order of the prompts; [] where another host took the prompt.
-
-        Raises:
-          ValueError: a prompt or a sampling parameter does not fit.
-          RolloutError: sampling failed; its cause is the fault. The next call starts afresh.
-        """
-        raise NotImplementedError
-
-    def exchange(self, value: bytes) -> list[bytes]:
-        """The `value` of every host that generates, in the order of the hosts."""
-        return hosts.all_gather_bytes(value)
-
-    def take_counts(self) -> dict[str, float]:
-        """Metrics of those who sample, since the last call; only servers have any."""
-        return {}
-
-    def close(self) -> None:
-        """Ends threads and frees device memory."""
-
-
-class Feedable(Rollout, abc.ABC):
-    """A rollout that takes further requests while it samples others."""
-
-    @abc.abstractmethod
-    def begun(self, request: Request) -> AbstractContextManager[Callable[[], list[list[Completion]]]]:
-        """Begins `generate`, and gives what waits for its completions. An exception gives the request up."""
-
-    @property
-    @abc.abstractmethod
-    def has_room(self) -> bool:
-        """Whether no completion waits for a slot. Raises RolloutError if what samples has ended."""
 
 
 @dataclasses.dataclass(eq=False, slots=True)

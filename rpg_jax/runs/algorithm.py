@@ -29,6 +29,7 @@ def make_algorithm(
     scorer: rewards.Scorer,
     folder: storage.Folder,
     base: models.Base | None = None,
+    journal: rollout.GroupJournal | None = None,
 ) -> Algorithm:
     """The parts of the config's training step; `base` are the frozen weights beside adapters."""
     c, layout = experiment.config, experiment.layout
@@ -45,7 +46,7 @@ def make_algorithm(
         numbers = token_numbers(losses.find_loss(name), **hyperparameters)
         files = RolloutFiles(folder.files, experiment.tokenizer, programs.logprobs, numbers, c.log.rollouts_every)
     return Algorithm(
-        collector=make_collector(experiment, own, scorer),
+        collector=make_collector(experiment, own, scorer, journal),
         pack=lambda groups, minibatches: data.pack(groups, row_shape(c), minibatches=minibatches, **packed),
         advantages=None
         if learner.critic
@@ -107,7 +108,12 @@ def make_drift(experiment: Experiment, algorithm: Algorithm, folder: storage.Fol
     return Drift(snapshots, like, lambda groups: algorithm.pack(groups, 1), algorithm.programs.logprobs)
 
 
-def make_collector(experiment: Experiment, own: rollout.Rollout, scorer: rewards.Scorer) -> Collector:
+def make_collector(
+    experiment: Experiment,
+    own: rollout.Rollout,
+    scorer: rewards.Scorer,
+    journal: rollout.GroupJournal | None,
+) -> Collector:
     """The collector of a step's groups, which samples in turn with training or ahead of it.
 
     Raises:
@@ -116,7 +122,7 @@ def make_collector(experiment: Experiment, own: rollout.Rollout, scorer: rewards
     c, dynamic = experiment.config, experiment.config.dynamic_sampling
     stream = data.PromptStream(experiment.task.train, seed=c.seed)
     sizes = {"temperature": c.rollout.temperature, "group_size": c.rollout.group_size, "seed": c.seed}
-    generator = make_generator(experiment, own, scorer, **sizes)
+    generator = make_generator(experiment, own, scorer, **sizes, journal=journal)
     rule = None
     if dynamic.enabled:
         rule = DynamicSampling(dynamic.oversample, dynamic.max_batches, dynamic.surplus)

@@ -149,7 +149,9 @@ def make_rollout(layout: Layout, params: Any, base: models.Base | None = None) -
     if base is not None and not merge:
         base = decoding_base(layout, decoding, base)
     own = rollout.make_rollout(driver, layout.model, layout.graphdef, params, decoding, base=base, merge=merge)
-    return rollout.SharedRollout(own) if jax.process_count() > 1 and isinstance(own, rollout.Feedable) else own
+    if jax.process_count() > 1 and isinstance(own, rollout.Feedable):
+        own.split = rollout.Split.TAKEN
+    return own
 
 
 def make_scorer(
@@ -171,6 +173,7 @@ def make_generator(
     temperature: float,
     group_size: int,
     seed: int,
+    journal: rollout.GroupJournal | None = None,
 ) -> GroupGenerator:
     """The generator of groups of `group_size` completions, which the rollout `own` draws and `scorer` scores."""
     c, play = experiment.config, None
@@ -191,6 +194,7 @@ def make_generator(
         sampling=experiment.sampling(temperature),
         seed=seed,
         play=play,
+        journal=journal,
     )
 
 

@@ -7,8 +7,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from rpg_jax import storage
-from rpg_jax.rollout import Rollout
-from rpg_jax.rollout.journaled import JournaledRollout
+from rpg_jax.rollout import GroupJournal
 from rpg_jax.runs import run_folder
 from rpg_jax.runs.layout import Layout
 from rpg_jax.runs.memory import make_decoding
@@ -69,16 +68,16 @@ class Keeper:
             self._prune_journal(earlier[-1])  # complete: a save waits for the one before
         self.seconds = time.perf_counter() - started
 
-    def journaled(self, layout: Layout, own: Rollout) -> Rollout:
-        """`own` with the journal before it; `own` itself without a journal, or where weights change within a group."""
+    def group_journal(self, layout: Layout) -> GroupJournal | None:
+        """The journal for the training rollout; None without a journal, or where weights change within a group."""
         c = layout.config
         if self.journal is None or make_decoding(layout).mixed:
-            return own
+            return None
         settings = {"driver": c.rollout.driver, "int8_kv": c.rollout.int8_kv, "compute_dtype": c.model.compute_dtype}
         if c.environment.name is not None:
             names = ("name", "options", "max_turns", "turn_tokens")
             settings |= {f"environment.{name}": c.environment[name] for name in names}
-        return JournaledRollout(own, self.journal, settings)
+        return GroupJournal(self.journal, settings)
 
     def finish(self, step: int) -> None:
         """Waits for the checkpoint of `step`, the last of this process, and drops the journal of the steps before."""

@@ -240,8 +240,8 @@ class Session(BaseSession):
             params = warm_started(experiment, params, rollout, *started[1:])
         if new:
             inputs.note_start(folder.files, weights_checksum(params if base is None else base.weights))
-        journaled = self.keeper.journaled(experiment.layout, rollout)
-        self.algorithm = make_algorithm(experiment, learner, journaled, scorer, folder, base)
+        journal = self.keeper.group_journal(experiment.layout)
+        self.algorithm = make_algorithm(experiment, learner, rollout, scorer, folder, base, journal)
         closing.callback(self.algorithm.collector.close)
         generator = evaluation_generator(experiment, rollout, scorer)
         parts = generator, scorer, rollout, self.optimizer

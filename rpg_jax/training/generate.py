@@ -17,7 +17,7 @@ from rpg_jax.data.groups import groups_from_bytes, groups_to_bytes, last_turn, s
 from rpg_jax.environments.player import Player
 from rpg_jax.parallel import hosts
 from rpg_jax.rewards import Scorer
-from rpg_jax.rollout import Request, Rollout, Split
+from rpg_jax.rollout import GroupJournal, Request, Rollout, Split
 from rpg_jax.training.heartbeat import beat
 from rpg_jax.types import Completion, Sampling
 
@@ -33,6 +33,7 @@ class GroupGenerator:
     Processes divide the prompts as the rollout says (`Split`). Each scores what it samples, of what all sample together
     every n-th group, and returns all groups, in order. A group that is complete or scored is a heartbeat.
     With `play`, an environment answers every turn: it makes the player of a request from the request's problems.
+    With `journal`, groups that the run's journal has are not sampled again.
     """
 
     def __init__(
@@ -46,8 +47,9 @@ class GroupGenerator:
         sampling: Sampling,
         seed: int,
         play: Callable[[Sequence[Problem]], Player] | None = None,
+        journal: GroupJournal | None = None,
     ):
-        self._play = play
+        self._play, self._journal = play, journal
         self._rollout, self._encode, self._decode, self._scorer = rollout, encode, decode, scorer
         self._group_size, self._sampling, self._seed = group_size, sampling, seed
         self._errors: collections.Counter[str] = collections.Counter()
@@ -84,7 +86,7 @@ class GroupGenerator:
                 expected=None if enough is not None else [self._lengths.get(p.prompt_id) for p in asked],
                 environment=player,
             )
-            self._rollout.generate(request)
+            self._rollout.generate(request, self._journal)
             if player is not None:
                 player.check()
         made, errors = scoring.result()

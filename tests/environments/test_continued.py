@@ -9,9 +9,7 @@ from examples.guessing import DIGITS, Problems
 from rpg_jax.environments import Declaration
 from rpg_jax.environments.player import Player
 from rpg_jax.environments.stage import Stage
-from rpg_jax.rollout import Request
-from rpg_jax.rollout.journaled import JournaledRollout
-from rpg_jax.rollout.request import Rollout
+from rpg_jax.rollout import GroupJournal, Request, Rollout
 from rpg_jax.storage.journal import Journal
 from rpg_jax.types import Completion, Sampling, Turns
 
@@ -30,7 +28,7 @@ class Guesser(Rollout):
         self.weights = types.SimpleNamespace(version=1, checksum=lambda: 1)
         self.asked, self.dies_at = [], dies_at
 
-    def generate(self, request):
+    def sample(self, request):
         live = {(p, i): ([], [], []) for p in range(len(PROBLEMS)) if p not in request.done for i in range(2)}
         made = {}
         while live:
@@ -79,7 +77,7 @@ def process(stage, folder, own):
     prompts = [np.array([ord(c) for c in p.prompt]) for p in PROBLEMS]
     request = Request(prompts, ids, 2, Sampling(max_tokens=16), 0, 1, environment=player, on_group=lambda *_: None)
     try:
-        groups = JournaledRollout(own, journal, {}).generate(request)
+        groups = own.generate(request, GroupJournal(journal, {}))
     finally:
         journal.close()
     return [[(c.tokens.tolist(), c.turns.observed.tolist(), c.turns.rewards.tolist()) for c in g] for g in groups]

@@ -19,7 +19,7 @@ class Scripted:
     def __init__(self, script, tokenizer):
         self.script, self.tokenizer = script, tokenizer
 
-    def generate(self, request):
+    def generate(self, request, journal=None):
         groups = [[self.play(request, place, i) for i in range(2)] for place in range(len(request.prompts))]
         for place, group in enumerate(groups):
             request.on_group(place, group)

@@ -227,7 +227,7 @@ class Talk:
     def __init__(self, turns=(None, None, None)):
         self.split, self.turns = Split.SHARE, turns
 
-    def generate(self, request):
+    def generate(self, request, journal=None):
         for place, prompt in enumerate(request.prompts):
             tokens = [np.array([*prompt, ord(str(i)), 1], np.int32) for i in range(request.group_size)]
             group = [

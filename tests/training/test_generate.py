@@ -29,7 +29,7 @@ class FakeRollout:
 
     split = Split.SHARE
 
-    def generate(self, request):
+    def generate(self, request, journal=None):
         def one(prompt, index):
             stopped = index < request.group_size - 1
             tokens = [*prompt, ord(str(index)), *([ord(".")] if stopped else [])]
@@ -84,7 +84,7 @@ def test_a_complete_group_is_scored_while_others_are_still_sampled():
     scored = threading.Event()
 
     class Rollout(FakeRollout):
-        def generate(self, request):
+        def generate(self, request, journal=None):
             def then_wait(place, group):
                 request.on_group(place, group)
                 assert scored.wait(60)
@@ -102,7 +102,7 @@ def test_every_group_that_is_complete_and_every_verdict_is_a_heartbeat(monkeypat
     beats, seen = [], []
 
     class Rollout(FakeRollout):
-        def generate(self, request):
+        def generate(self, request, journal=None):
             def watched(place, group):
                 before = len(beats)
                 request.on_group(place, group)
@@ -136,7 +136,7 @@ def test_another_draw_is_another_seed_for_the_same_step():
     seeds = []
 
     class Rollout(FakeRollout):
-        def generate(self, request):
+        def generate(self, request, journal=None):
             seeds.append((request.seed, request.step))
             return super().generate(request)
 
@@ -151,7 +151,7 @@ def test_the_mean_lengths_of_a_prompt_are_expected_of_it_later_and_not_where_the
     asked = []
 
     class Rollout(FakeRollout):
-        def generate(self, request):
+        def generate(self, request, journal=None):
             asked.append(request.expected)
             return super().generate(request)
 
@@ -169,7 +169,7 @@ def test_each_process_scores_what_it_took_and_all_have_all_groups_in_order(monke
     class Rollout(FakeRollout):
         split, sent = Split.TAKEN, []
 
-        def generate(self, request):
+        def generate(self, request, journal=None):
             def mine(place, group):
                 if 0 < place < 4:
                     request.on_group(place, group)
@@ -211,7 +211,7 @@ def test_a_host_without_a_share_of_the_wanted_groups_asks_for_none_and_gets_thos
     others = [json.dumps([{}, [0]]).encode(), groups_to_bytes([made])]
 
     class Rollout(FakeRollout):
-        def generate(self, request):
+        def generate(self, request, journal=None):
             asked.append((len(request.prompts), request.enough))
             return [[]]
 

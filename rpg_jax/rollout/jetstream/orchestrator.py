@@ -19,7 +19,8 @@ import numpy as np
 from rpg_jax.rollout.engine import DecodeEngine
 from rpg_jax.rollout.jetstream.adapter import JetStreamEngine, packed, unpack
 from rpg_jax.rollout.jetstream.compat import JetstreamMetricsCollector, orchestrator
-from rpg_jax.rollout.request import Feedable, Request, Row
+from rpg_jax.rollout.request import Request, Row
+from rpg_jax.rollout.rollout import Feedable
 from rpg_jax.rollout.schedule import Chunk, Finish, Planner, Schedule, Usage
 from rpg_jax.rollout.weights import RolloutError
 from rpg_jax.types import Completion
@@ -266,12 +267,8 @@ class JetStreamRollout(Feedable):
         # Threads hold the driver, never this object. So they stop when it is dropped, and at exit if it is still open.
         self._finalizer = weakref.finalize(self, _stop, self._drivers)
 
-    def generate(self, request: Request) -> list[list[Completion]]:
-        with self.begun(request) as completions:
-            return completions()
-
     @contextlib.contextmanager
-    def begun(self, request: Request) -> Iterator[Callable[[], list[list[Completion]]]]:
+    def begin(self, request: Request) -> Iterator[Callable[[], list[list[Completion]]]]:
         groups, chunks = self._planner.plan(request)
         version, driver, ticket = self.weights.version, self.driver(), Ticket(request, groups)
 

@@ -10,7 +10,8 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from rpg_jax.parallel import hosts
-from rpg_jax.rollout.request import Request, Rollout, Row
+from rpg_jax.rollout.request import Request, Row
+from rpg_jax.rollout.rollout import Rollout
 from rpg_jax.rollout.servers.balance import Balance
 from rpg_jax.rollout.servers.protocol import TurnRequest
 from rpg_jax.rollout.servers.weight_folders import WeightFolders
@@ -52,7 +53,7 @@ class ServersRollout(Rollout):
         self._thread.start()
         self._running = self._begin(balance.run())
 
-    def generate(self, request: Request) -> list[list[Completion]]:
+    def sample(self, request: Request) -> list[list[Completion]]:
         request.check_fits(capacity=self._capacity, vocab_size=self._vocab_size)
         groups: list[list[Completion]] = [[] for _ in request.prompts]
         made: queue.SimpleQueue[tuple[int, list[Completion]] | None] = queue.SimpleQueue()

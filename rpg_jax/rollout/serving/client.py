@@ -16,7 +16,8 @@ import numpy as np
 
 from rpg_jax.rollout.jetstream.adapter import unpack
 from rpg_jax.rollout.jetstream.compat import jetstream_pb2, jetstream_pb2_grpc
-from rpg_jax.rollout.request import Request, Rollout
+from rpg_jax.rollout.request import Request
+from rpg_jax.rollout.rollout import Rollout
 from rpg_jax.rollout.serving.access import ApiKey, is_loopback
 from rpg_jax.rollout.weights import RolloutError
 from rpg_jax.types import Completion, Sampling
@@ -149,8 +150,11 @@ class GrpcRollout(Rollout):
 
     stage_weights = sync_weights = verify_weights = weights_checksum = _refuse
 
-    def generate(self, request: Request) -> list[list[Completion]]:
-        request.check_one_turn("a server's client")
+    def sample(self, request: Request) -> list[list[Completion]]:
+        if request.environment is not None:
+            raise ValueError(
+                "a server's client cannot continue a completion after an environment's reply: choose another driver"
+            )
         if request.enough is not None:
             raise ValueError(f"a server completes all groups: enough must be None, got {request.enough}")
         groups = [

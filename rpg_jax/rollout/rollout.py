@@ -1,0 +1,353 @@
+"""The interface of a rollout, and the way of a request: through the journal, among the hosts, to the driver.
+
+`Rollout.generate` is the only entry. It asks the journal for groups that are complete already. The driver samples the
+others, by `sample`. Where hosts share one list of prompts, `sample_from_shared_list` gives the driver one parcel of
+prompts after the other.
+"""
+
+import abc
+import contextlib
+import dataclasses
+import enum
+import hashlib
+import json
+import math
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager
+from typing import Any
+
+import jax
+import numpy as np
+
+from rpg_jax.parallel import hosts
+from rpg_jax.rewards.verdicts import CHANCE
+from rpg_jax.rollout.request import Reply, Request, Responder
+from rpg_jax.rollout.weights import Params, Staged, Weights
+from rpg_jax.storage.journal import Journal
+from rpg_jax.types import Completion, FinishReason
+
+_PARCELS = 64  # of a host, in the mean: its last parcel is a small part of its work
+_LOOK = 0.005  # seconds between two looks at the slots
+
+Groups = list[list[Completion]]
+Key = dict[str, Any]
+
+
+class Split(enum.Enum):
+    """How the hosts divide the prompts of a call.
+
+    SHARE: each host asks for its share, every n-th prompt.
+    TOGETHER: all hosts ask for all prompts, and decode each of them together.
+    TAKEN: all hosts ask for all prompts, and each host samples the prompts that it takes from a shared list. With
+      `Request.enough`, as SHARE.
+    """
+
+    SHARE = enum.auto()
+    TOGETHER = enum.auto()
+    TAKEN = enum.auto()
+
+
+class Rollout:
+    """Generates completions for the trainer, an evaluation or a server's client. A driver implements `sample`.
+
+    The random numbers of a completion's tokens depend on (seed, step, prompt_id, index) and the token's position; not
+    on slots, batching, order, driver or devices. So equal logits give equal tokens. Programs of different shapes round
+    logits differently: in float32 the tokens are still the same, unless two logits agree to seven digits; in bfloat16
+    a completion may change where two tokens are almost equally probable.
+
+    A driver that cannot take new weights while it decodes overrides `sync_weights`.
+
+    Attributes:
+      apart: completions are sampled in processes of their own. `generate`, `exchange` and a sync of staged weights then
+        launch no program here, so any thread may call them on any number of hosts.
+      split: how several hosts divide the prompts. Only a `Feedable` rollout can have TAKEN.
+      engine: the `DecodeEngine` that decodes in this process; None where another program decodes.
+    """
+
+    weights: Weights
+    engine: Any = None
+    apart: bool = False
+    split: Split = Split.SHARE
+
+    def stage_weights(self, params: Params) -> Staged:
+        """A copy of the trainer's weights, which any thread may sync and verify later."""
+        return self.weights.stage(params)
+
+    def sync_weights(self, params: Params | Staged, version: int) -> None:
+        """Makes `params` the rollout's weights; completions carry `version`.
+
+        Nothing is copied where dtype and layout are the trainer's: a trainer that then donates those arrays syncs again
+        before the next `generate`.
+        """
+        self.weights.sync(params, version)
+
+    def verify_weights(self, params: Params | Staged) -> None:
+        """Raises RolloutError unless the rollout's weights are `params` in its dtype, bit for bit."""
+        self.weights.verify(params)
+
+    def weights_checksum(self) -> int:
+        """`weights_checksum` of the rollout's weights, in its dtype."""
+        return self.weights.checksum()
+
+    def generate(self, request: Request, journal: "GroupJournal | None" = None) -> Groups:
+        """The completions of each prompt, in the order of the prompts; [] where another host took the prompt.
+
+        With a journal, only the groups that the journal lacks are sampled. The completions are the same without it.
+
+        Raises:
+          ValueError: a prompt or a sampling parameter does not fit.
+          RolloutError: sampling failed; its cause is the fault. The next call starts afresh.
+        """
+        if journal is None:
+            return self._sampled(request)
+        kept = journal.look_up(request, self.weights, self.split)
+        for place, group in kept.groups.items():
+            if request.on_group is not None:
+                request.on_group(place, group)
+        groups = self._sampled(journal.missing(request, kept)) if kept.lacks else [[] for _ in request.prompts]
+        return [kept.groups.get(place, group) for place, group in enumerate(groups)]
+
+    def _sampled(self, request: Request) -> Groups:
+        if self.split is Split.TAKEN and request.enough is None:
+            assert isinstance(self, Feedable), "a list is shared by rollouts that can be fed"
+            return sample_from_shared_list(self, request)
+        return self.sample(request)
+
+    def sample(self, request: Request) -> Groups:
+        """The completions of each prompt of this host, sampled here or by servers; raises as `generate`."""
+        raise NotImplementedError
+
+    def exchange(self, value: bytes) -> list[bytes]:
+        """The `value` of every host that generates, in the order of the hosts."""
+        return hosts.all_gather_bytes(value)
+
+    def take_counts(self) -> dict[str, float]:
+        """Metrics of the programs that sample, since the last call; only servers have any."""
+        return {}
+
+    def close(self) -> None:
+        """Ends threads and frees device memory."""
+
+
+class Feedable(Rollout, abc.ABC):
+    """A rollout that takes further requests while it samples others."""
+
+    def sample(self, request: Request) -> Groups:
+        with self.begin(request) as completions:
+            return completions()
+
+    @abc.abstractmethod
+    def begin(self, request: Request) -> AbstractContextManager[Callable[[], Groups]]:
+        """Begins to sample, and gives a function that waits for the completions. An exception gives the request up."""
+
+    @property
+    @abc.abstractmethod
+    def has_room(self) -> bool:
+        """Whether no completion waits for a slot. Raises RolloutError if the threads that sample have ended."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """The groups of a request that a journal has.
+
+    Attributes:
+      keys: of all groups, by place.
+      groups: the groups that this host returns, by place.
+      elsewhere: the places of the groups that other hosts return.
+      lacks: some group is to be sampled.
+      split: how hosts divide the prompts.
+    """
+
+    keys: list[Key]
+    groups: dict[int, list[Completion]]
+    elsewhere: frozenset[int]
+    lacks: bool
+    split: Split
+
+
+class GroupJournal:
+    """The run's journal as a rollout uses it: it gives complete groups to a request, and keeps each new group.
+
+    A group's key has everything that its completions depend on: the checksum and the version of the weights, the
+    request's counters and sampling parameters, the prompt, and `settings`. With an environment this is so if its
+    answers depend on the problem and the conversation alone. An environment with state of its own may give another
+    group when the group is sampled afresh; the group in the journal is valid too.
+
+    Where hosts ask for the same prompts (`Split`), each host needs to know what the other hosts have found. Hosts that
+    decode together use the groups that all of them have found, and each host keeps every n-th group. Hosts that take
+    prompts from a list return a group once: one of the hosts that have found the group returns it.
+
+    With `Request.enough`, the groups that are complete first depend on all others. So the journal serves only if it has
+    as many groups as are wanted.
+
+    Args:
+      settings: of the decoding, by name; JSON-able.
+    """
+
+    def __init__(self, journal: Journal, settings: Mapping[str, Any]):
+        self._journal, self._settings = journal, dict(settings)
+
+    def look_up(self, request: Request, weights: Weights, split: Split) -> Kept:
+        """The groups of `request` under `weights` that the journal has. Hosts that ask for the same prompts meet."""
+        keys, wanted = self._keys(request, weights), len(request.prompts) if request.enough is None else request.enough
+        found, elsewhere = self._journal.find(keys), frozenset[int]()
+        if split is Split.TOGETHER:
+            by_all = set(found).intersection(*_found_by_each(found))
+            found = {place: group for place, group in found.items() if place in by_all}
+        if request.enough is not None:
+            found = dict(list(found.items())[:wanted]) if len(found) >= wanted else {}
+        elif split is Split.TAKEN:
+            found, elsewhere = _divided(found)
+        there = len(found) + len(elsewhere)
+        sizes = {"found": there * request.group_size, "sampled": (wanted - there) * request.group_size}
+        self._journal.count(request.step, **sizes)
+        return Kept(keys, found, elsewhere, there < wanted, split)
+
+    def missing(self, request: Request, kept: Kept) -> Request:
+        """`request` without the groups that are kept; each group that it completes is journaled."""
+
+        def note(place: int, group: list[Completion]) -> None:
+            mine = kept.split is not Split.TOGETHER or place % jax.process_count() == jax.process_index()
+            if mine and _is_sound(group, kept.keys[place]["version"]):
+                self._journal.add(kept.keys[place], group)
+            if request.on_group is not None:
+                request.on_group(place, group)
+
+        return dataclasses.replace(request, done=kept.elsewhere.union(kept.groups), on_group=note)
+
+    def _keys(self, request: Request, weights: Weights) -> list[Key]:
+        common = {
+            "weights": f"{weights.checksum():016x}",
+            "version": weights.version,
+            "seed": request.seed,
+            "step": request.step,
+            "group_size": request.group_size,
+            **dataclasses.asdict(request.sampling),
+            **self._settings,
+        }
+        return [
+            common | {"prompt_id": int(prompt_id), "prompt": _digest(prompt)}
+            for prompt_id, prompt in zip(request.prompt_ids, request.prompts, strict=True)
+        ]
+
+
+def _found_by_each(found: Collection[int]) -> list[list[int]]:
+    """The places that each host has found. A collective."""
+    return [json.loads(places) for places in hosts.all_gather_bytes(json.dumps(list(found)).encode())]
+
+
+def _divided(found: dict[int, list[Completion]]) -> tuple[dict[int, list[Completion]], frozenset[int]]:
+    """The part of `found` that this host returns, and the places that other hosts return. A collective."""
+    finders: dict[int, list[int]] = {}
+    for host, places in enumerate(_found_by_each(found)):
+        for place in places:
+            finders.setdefault(place, []).append(host)
+    returns = {place: having[place % len(having)] for place, having in finders.items()}
+    mine = {place: group for place, group in found.items() if returns[place] == jax.process_index()}
+    return mine, frozenset(finders) - frozenset(mine)
+
+
+def _is_sound(group: list[Completion], version: int) -> bool:
+    """Whether a group is a function of its key. The next process must not find another group.
+
+    Mixed weights and log-probabilities that are not finite stop the run. An environment's failure by chance, as a
+    timeout, does not: the next process asks the environment again.
+    """
+    return all(
+        c.token_versions is None
+        and c.weight_version == version
+        and np.isfinite(c.logprobs).all()
+        and (c.turns is None or c.turns.error not in CHANCE)
+        for c in group
+    )
+
+
+def _digest(prompt: np.ndarray) -> str:
+    return hashlib.sha256(np.asarray(prompt, "<i4").tobytes()).hexdigest()[:16]
+
+
+def sample_from_shared_list(rollout: Feedable, request: Request) -> Groups:
+    """The groups that this host takes from a list of all hosts, in their places; groups of other hosts are [].
+
+    With a fixed share of the prompts, all hosts would wait for the host whose completions are the longest. So a host
+    takes the next parcel when nothing waits for its slots. It never has more than its part of the list in progress.
+
+    The parcels depend on the prompts and the number of hosts only. So the programs, and with them the rounding, do not
+    depend on which host takes a parcel.
+    """
+    parcels = [parcel for parcel in parcels_of(request) if not request.done.issuperset(parcel)]
+    most, progress = math.ceil(len(parcels) / jax.process_count()), list[_Parcel]()
+    next_one, groups = hosts.SharedCounter(), [list[Completion]() for _ in request.prompts]
+    with contextlib.ExitStack() as begun:
+        while True:
+            while progress and not (rollout.has_room and sum(not one.complete for one in progress) < most):
+                time.sleep(_LOOK)
+            if (number := next_one.draw()) >= len(parcels):
+                break
+            parcel = _Parcel(request, parcels[number])
+            parcel.completions = begun.enter_context(rollout.begin(parcel.request))
+            progress.append(parcel)
+        for parcel in progress:
+            for place, group in zip(parcel.places, parcel.completions(), strict=True):
+                groups[place] = group
+    return groups
+
+
+def parcels_of(request: Request) -> list[list[int]]:
+    """Places of the request in parcels of 1, 2, 4, … prompts of like length. The parcels with the longest expected
+    completions come first."""
+    most = max(1, len(request.prompts) // (_PARCELS * jax.process_count()))
+    size = 1 << (most.bit_length() - 1)
+    by_length = sorted(range(len(request.prompts)), key=lambda place: -len(request.prompts[place]))
+    parcels = [by_length[first : first + size] for first in range(0, len(by_length), size)]
+    rank = {place: i for i, place in enumerate(request.order)}
+    return sorted(parcels, key=lambda parcel: sum(rank[place] for place in parcel) / len(parcel))
+
+
+class _Parcel:
+    """Some places of a request, as a request of their own.
+
+    Attributes:
+      complete: whether all its groups are complete.
+      completions: waits for them.
+    """
+
+    completions: Callable[[], Groups]
+
+    def __init__(self, whole: Request, places: Sequence[int]):
+        self.places, self._whole = places, whole
+        self._left = len([place for place in places if place not in whole.done])
+        self.request = dataclasses.replace(
+            whole,
+            prompts=[whole.prompts[place] for place in places],
+            prompt_ids=[whole.prompt_ids[place] for place in places],
+            done=frozenset(i for i, place in enumerate(places) if place in whole.done),
+            on_group=self._note,
+            expected=None,
+            environment=_Part(whole.environment, places) if whole.environment is not None else None,
+        )
+
+    @property
+    def complete(self) -> bool:
+        return self._left == 0
+
+    def _note(self, place: int, group: list[Completion]) -> None:
+        self._left -= 1
+        if self._whole.on_group is not None:
+            self._whole.on_group(self.places[place], group)
+
+
+class _Part:
+    """An environment for a parcel, whose places are numbered anew."""
+
+    def __init__(self, whole: Responder, places: Sequence[int]):
+        self._whole, self._places = whole, places
+
+    @property
+    def turn_tokens(self) -> int:
+        return self._whole.turn_tokens
+
+    def respond(self, place: int, index: int, tokens: np.ndarray, finish_reason: FinishReason) -> Future[Reply]:
+        return self._whole.respond(self._places[place], index, tokens, finish_reason)
