@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import jax
 import pytest
+from ml_collections import ConfigDict
 
 from configs import qwen3_0p6b_gsm8k, qwen3_4b_2k, qwen3_4b_8k, tiny
 from rpg_jax.rollout import footprint
 from rpg_jax.runs import memory
 from rpg_jax.runs.layout import make_layout, row_shape
 from rpg_jax.runs.learner import make_learner
-from rpg_jax.runs.memory import make_decoding
+from rpg_jax.runs.memory import fitting_layout, make_decoding
 from rpg_jax.runs.resolve import resolve
 
 GIB = 2**30
@@ -156,3 +158,31 @@ def test_a_size_that_is_given_stands_and_without_a_known_memory_nothing_is_chose
     config = tiny.get_config()
     layout = make_layout(config, 32)
     assert memory.with_micro_batch(layout) is layout and layout.config.train.microbatch_size is None
+
+
+@pytest.mark.parametrize(
+    "field, value, said",
+    [("rollout.tensor", 16, "does not divide 8 devices"), ("mesh.tensor", 32, "does not cover 8 devices"),
+     ("rollout.devices", 12, "rollout.devices=12 of 8 devices"), ("rollout.expert", 3, "does not divide 8 devices")],
+)  # fmt: skip
+def test_a_config_of_a_larger_machine_is_laid_out_on_this_one_and_says_so(field, value, said, capsys):
+    config = ConfigDict(json.loads(tiny.get_config().to_json_best_effort()))  # as a run's config.json is read
+    config.update_from_flattened_dict({field: value})
+    layout = fitting_layout(config, 32)
+    assert layout.mesh.shape["fsdp"] == 8 and make_decoding(layout).mesh is layout.mesh
+    error = capsys.readouterr().err
+    assert error.startswith("using mesh.fsdp=8 instead of the config's layout: ") and said in error
+    assert layout.config.rollout.devices == 0 and layout.config.rollout.tensor is None
+    section, name = field.split(".")
+    assert config[section][name] == value, "the config that was given is changed"
+
+
+def test_a_config_that_fits_is_left_as_it_is(capsys):
+    config = tiny.get_config()
+    config.rollout.tensor, config.mesh.tensor = 1, 2
+    layout = fitting_layout(config, 32)
+    assert (layout.mesh.shape["tensor"], make_decoding(layout).mesh.shape["tensor"]) == (2, 1)
+    assert not capsys.readouterr().err
+    config.model.num_layers = None
+    with pytest.raises(ValueError, match="which model"):
+        fitting_layout(config, 32)

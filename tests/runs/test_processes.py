@@ -1,6 +1,9 @@
 """How processes find each other, and what they say where they are not alike."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import pytest
@@ -8,6 +11,8 @@ import pytest
 from configs import tiny
 from rpg_jax.runs import processes
 from rpg_jax.runs.resolve import resolve
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -109,3 +114,14 @@ def test_a_process_that_holds_the_device_is_named(tmp_path):
         (folder / "3").symlink_to(device)
         (tmp_path / str(pid) / "cmdline").write_bytes(b"python\0train.py\0")
     assert processes.device_holders(tmp_path) == {101: "python train.py"}
+
+
+@pytest.mark.slow  # a process that starts JAX
+@pytest.mark.parametrize("platforms, override", [("cuda", []), ("", ["--config.run.platform=gpu"])])
+def test_an_accelerator_that_is_not_there_is_one_line(tmp_path, platforms, override):
+    command = [sys.executable, "-m", "rpg_jax.train", f"--config.run.dir={tmp_path}", *override]
+    env = os.environ | {"JAX_PLATFORMS": platforms, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 2 and not any(tmp_path.iterdir())
+    last = done.stderr.splitlines()[-1]  # CUDA itself may have said more
+    assert last.startswith("error: no accelerator on ") and "cuda" in last and "Traceback" not in done.stderr
