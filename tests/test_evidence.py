@@ -12,7 +12,7 @@ import pytest
 
 from experiments.objective import __main__ as programme
 from experiments.objective.design import BASELINE, NO_KL, Record
-from experiments.objective.records import Runs
+from experiments.objective.runs import Runs
 from rpg_jax.report.seeds import Mean, mean, over_starts, paired_difference, pooled
 from rpg_jax.reproduction import results, tables
 from rpg_jax.runs.config_files import ROOT

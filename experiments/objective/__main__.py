@@ -16,7 +16,6 @@ from experiments import kept
 from experiments.objective import results, runs
 from experiments.objective.design import BASELINE, Experiment, ObjectiveSettings, count_units
 from experiments.objective.paths import PathSettings
-from experiments.objective.records import Runs
 from rpg_jax.reproduction.run_tables import progress_bars
 from rpg_jax.reproduction.workers import cores
 from rpg_jax.runs import cli
@@ -38,7 +37,7 @@ def measure(options: argparse.Namespace) -> int:
     """Makes the runs that `--out` lacks, or reads those of `--from-data`; writes tables and figure."""
     options.out.mkdir(parents=True, exist_ok=True)
     data = options.from_data or make_runs(options.out, QUICK if options.quick else ObjectiveSettings(), options.jobs)
-    found = Runs(read(data).runs)
+    found = runs.Runs(read(data).runs)
     write_atomically(options.out / "objective.png", results.draw_frontier(found))
     kept.write_tables(options.out / "tables.md", results.tables(found))
     print(options.out / "tables.md")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from experiments.objective.design import BASELINE, NO_KL, ROWS, SCAN, Record
-from experiments.objective.records import MIDDLE, Runs, Seeds, best_rates, own_regret
+from experiments.objective.runs import MIDDLE, Runs, Seeds, best_rates, own_regret
 from rpg_jax.report import plots
 from rpg_jax.report.seeds import Mean, mean, paired_difference
 from rpg_jax.report.tables import markdown_table

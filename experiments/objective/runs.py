@@ -1,27 +1,25 @@
-"""Carries out the experiments on the objective: several processes, and a file that keeps what has been done."""
+"""The runs of the experiments on the objective: several processes make them, a file keeps them, tables look them up."""
 
-import concurrent.futures
 import dataclasses
-import functools
 import json
-import multiprocessing
-import os
-import signal
-import threading
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from experiments import kept
 from experiments.objective.design import (
     NO_KL,
     ROWS,
+    SCAN,
     ObjectiveSettings,
     Record,
+    Schedule,
     Unit,
     scan_name,
     scan_units,
@@ -29,9 +27,18 @@ from experiments.objective.design import (
 )
 from experiments.objective.judge import judge
 from experiments.objective.paths import PathSettings, make_verifier, start_of, train
-from experiments.objective.records import best_rates
 from rpg_jax.reproduction.run_tables import alone_in
+from rpg_jax.reproduction.workers import Task, run_tasks
 from rpg_jax.storage import write_atomically
+
+MIDDLE = 0.1  # β where an experiment has one
+Seeds = dict[int, Record]  # {seed: run}
+
+
+def run_in_worker(argument: Mapping[str, Any]) -> list[Record]:
+    """`run_unit` of settings and a unit that went through JSON."""
+    unit = argument["unit"]
+    return run_unit(PathSettings(**argument["settings"]), Unit(**unit | {"schedule": Schedule(**unit["schedule"])}))
 
 
 def run_unit(s: PathSettings, unit: Unit) -> list[Record]:
@@ -60,7 +67,7 @@ def run_unit(s: PathSettings, unit: Unit) -> list[Record]:
 
 @dataclasses.dataclass(frozen=True)
 class Kept:
-    """What the file of an objective table holds.
+    """The content of the file `objective.jsonl`.
 
     Attributes:
       settings: as JSON.
@@ -97,12 +104,17 @@ def run_objective(
     """
     settings = json.loads(json.dumps(dataclasses.asdict(s)))
     path.parent.mkdir(parents=True, exist_ok=True)
-    with alone_in(path.parent):
-        return _continue(s, settings, path, jobs, on_unit)
+    with alone_in(path.parent) as lock:
+        return _continue(s, settings, path, jobs, lock, on_unit)
 
 
 def _continue(
-    s: ObjectiveSettings, settings: dict[str, Any], path: Path, jobs: int, on_unit: Callable[[str, int], None]
+    s: ObjectiveSettings,
+    settings: dict[str, Any],
+    path: Path,
+    jobs: int,
+    lock: int,
+    on_unit: Callable[[str, int], None],
 ) -> Kept:
     if not path.exists():
         write_atomically(path, json.dumps({"settings": settings}, ensure_ascii=False) + "\n")
@@ -110,56 +122,73 @@ def _continue(
     if read(text).settings != settings:
         raise ValueError(f"the runs in {path} have other settings: choose another --out, or delete that file")
     write_atomically(path, text[: text.rfind("\n") + 1])
-    made_with = kept.made_with()
-    runs = read(text).runs
-    with _workers(jobs) as pool:
+    made_with, runs, log = kept.made_with(), read(text).runs, path.with_name("output.log")
 
-        def make(wanted: Sequence[Unit]) -> None:
-            done = {record["unit"] for record in runs}
-            for unit, found in _finished(pool, s.task, [unit for unit in wanted if unit.name not in done]):
-                with path.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"runs": found, "made_with": made_with}, ensure_ascii=False) + "\n")
-                runs.extend(found)
-                on_unit(unit.name, len({record["unit"] for record in runs}))
+    def make(wanted: Sequence[Unit]) -> None:
+        done = {record["unit"] for record in runs}
+        tasks = [
+            Task(unit.name, f"{__name__}:{run_in_worker.__name__}", argument, log)
+            for unit in wanted
+            if unit.name not in done
+            for argument in [{"settings": dataclasses.asdict(s.task), "unit": dataclasses.asdict(unit)}]
+        ]
+        for ended in run_tasks(tasks, jobs=jobs, inherited=lock):
+            if ended.code:
+                raise ValueError(f"{ended.task.name} failed: see {log}; the same command continues")
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"runs": ended.result, "made_with": made_with}, ensure_ascii=False) + "\n")
+            runs.extend(ended.result)
+            on_unit(ended.task.name, len({record["unit"] for record in runs}))
 
-        for name, experiment in s.experiments.items():
-            make(scan_units(s, name))
-            make(units(s, name, best_rates(runs, scan_name(experiment.updates))))
+    for name, experiment in s.experiments.items():
+        make(scan_units(s, name))
+        make(units(s, name, best_rates(runs, scan_name(experiment.updates))))
     return read(path.read_text(encoding="utf-8"))
 
 
-def _workers(jobs: int) -> concurrent.futures.ProcessPoolExecutor:
-    context = multiprocessing.get_context("spawn")
-    started = context.Value("i", 0)  # how many workers there are so far
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    own = cores if 1 < jobs <= len(cores) else []
-    given = started, own, os.getpid()
-    return concurrent.futures.ProcessPoolExecutor(jobs, context, initializer=_prepare, initargs=given)
+class Runs:
+    """Looks up runs; a row without β stands in every column of β."""
+
+    def __init__(self, records: Sequence[Record]):
+        self._records = records
+
+    def has(self, experiment: str) -> bool:
+        return any(r["experiment"] == experiment for r in self._records)
+
+    def get(self, experiment: str, row: str, kl_coef: float = MIDDLE, **wanted: object) -> Seeds:
+        wanted |= {"experiment": experiment, "row": row}
+        chosen = (r for r in self._records if all(r[name] == value for name, value in wanted.items()))
+        return {r["seed"]: r for r in chosen if math.isclose(r["kl_coef"], kl_coef)}
+
+    def rows(self, experiment: str) -> list[str]:
+        return self._values(experiment, "row")
+
+    def kl_coefs(self, experiment: str) -> list[float]:
+        return sorted(self._values(experiment, "kl_coef"))
+
+    def lengths(self, experiment: str) -> list[int]:
+        return sorted(self._values(experiment, "length"))
+
+    def _values(self, experiment: str, name: str) -> list:
+        """The values of the runs of an experiment under a name; rows in the order of `ROWS`."""
+        found = {r[name] for r in self._records if r["experiment"] == experiment}
+        return [row for row in ROWS if row in found] if name == "row" else list(found)
+
+    @property
+    def all(self) -> Sequence[Record]:
+        return self._records
 
 
-def _prepare(started: Any, cores: Sequence[int], parent: int) -> None:
-    """Keeps a worker to one of `cores`, if there are any. Ctrl-C ends it at once, and so does its parent's death."""
-    if cores:
-        with started.get_lock():
-            os.sched_setaffinity(0, {cores[started.value % len(cores)]})
-            started.value += 1
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+def best_rates(records: Sequence[Record], scan: str = SCAN) -> dict[str, float]:
+    """The learning rate of every row of a scan: least mean regret; the smaller one of equals."""
+    scanned: dict[str, dict[float, list[float]]] = {}
+    for record in records:
+        if record["experiment"] == scan:
+            scanned.setdefault(record["row"], {}).setdefault(record["rate"], []).append(own_regret(record))
+    return {row: min(sorted(by), key=lambda rate: float(np.mean(by[rate]))) for row, by in scanned.items()}
 
 
-def _finished(
-    pool: concurrent.futures.Executor, s: PathSettings, wanted: Sequence[Unit]
-) -> Iterator[tuple[Unit, list[Record]]]:
-    futures = {pool.submit(functools.partial(run_unit, s), unit): unit for unit in wanted}
-    try:
-        for future in concurrent.futures.as_completed(futures):
-            yield futures[future], future.result()
-    finally:
-        for future in futures:
-            future.cancel()
+def own_regret(record: Record) -> float:
+    """J* − J with the divergence that the row is meant for; samples know KL(π_θ‖π_ref) alone."""
+    forward = ROWS[record["row"]].meant == "forward" and "regret_forward" in record
+    return record["regret_forward" if forward else "regret"]

@@ -15,7 +15,7 @@ from experiments.objective import __main__ as program
 from experiments.objective import judge, paths, results, runs
 from experiments.objective.design import BASELINE, EXPERIMENTS, ROWS, SCAN, ObjectiveSettings, count_units
 from experiments.objective.paths import PathSettings, Schedule, Verifier
-from experiments.objective.records import Runs, best_rates
+from experiments.objective.runs import Runs, best_rates
 
 SMALL = PathSettings(symbols=3, length=3, layers=1, width=8, groups=2, group=4, updates=16)
 TOKEN, GRPO = "per token: URKL", "per token (GRPO): k₃"

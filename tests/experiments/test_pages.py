@@ -17,7 +17,7 @@ from experiments.estimators import results as estimator_results
 from experiments.objective import __main__ as objective
 from experiments.objective import results as objective_results
 from experiments.objective.design import BASELINE, SCAN, ObjectiveSettings
-from experiments.objective.records import MIDDLE, Runs, best_rates, own_regret
+from experiments.objective.runs import MIDDLE, Runs, best_rates, own_regret
 from rpg_jax.report.seeds import Mean, mean, paired_difference
 from rpg_jax.reproduction.page import code_name
 from rpg_jax.runs.config_files import ROOT
