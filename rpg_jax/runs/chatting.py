@@ -60,7 +60,7 @@ def play(config: ConfigDict, seed: int, read: Read = input) -> None:
 
 
 def talk(folder: storage.Folder, step: int | None, temperature: float, seed: int, read: Read = input) -> None:
-    """A person talks with a run's policy, which is asked as an environment asks it: the conversation only grows."""
+    """A person talks with a run's policy. The person is an environment to the policy: the conversation only grows."""
     opened = policy.of_run(folder, step)
     e, first = opened.experiment, _line(read)
     if not first:

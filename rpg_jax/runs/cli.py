@@ -46,9 +46,9 @@ class RunLost(ValueError):
 
 @contextlib.contextmanager
 def run_is_open() -> Iterator[None]:
-    """From here on no error is the user's: the config was accepted, and the same command has to continue the run.
+    """Inside the block no error is the user's: the config was accepted, and the same command has to continue the run.
 
-    A ValueError of the block, or one of storage, ends the command with one line and `FAILED`; `RunLost` with `GAVE_UP`.
+    A ValueError or an OSError of the block ends the command with one line and `FAILED`; `RunLost` with `GAVE_UP`.
     """
     try:
         yield
@@ -59,7 +59,7 @@ def run_is_open() -> Iterator[None]:
 
 
 class Parser(argparse.ArgumentParser):
-    """The flags of a command. An error is one line, and --help lists the config fields of a command that takes them."""
+    """The flags of a command. An error is one line. In a command with a config, --help lists the config fields."""
 
     def add_config(self, default: str | None = None) -> None:
         """Takes --config=FILE, and --config.FIELD=VALUE as overrides of its fields."""
@@ -142,9 +142,9 @@ def parser(name: str, description: str) -> Parser:
 def run(command: Callable[[argparse.Namespace], int | None], parser: Parser, argv: Sequence[str] | None = None) -> int:
     """Reads the command line and calls `command` with the options; returns the exit code.
 
-    A user error ends in one line and `USAGE_ERROR`. It is a `ValueError`, or a package that is not installed. A file
-    that was not read or written ends in one line and `FAILED`. So does a `ValueError` of storage that did not answer,
-    or of a run that is open. Everything else is a bug and keeps its traceback.
+    A user error, which is a `ValueError` or a missing package, ends in one line and `USAGE_ERROR`. Three errors end in
+    one line and `FAILED`: a file that cannot be read or written, a `ValueError` of storage that did not answer, and a
+    `ValueError` of an open run. Every other error is a bug and keeps its traceback.
 
     Args:
       argv: the arguments; None: this process's.

@@ -116,9 +116,9 @@ def all_retired() -> Sequence[Retired]:
 
 
 def nearest(name: str) -> str:
-    """The field that somebody means by a name that no field has, by its initials (`lr`), its last part or its letters.
+    """The field that a wrong name means, found by initials (`lr`), by the last part of the name, or by its letters.
 
-    Of a name without a section it may be several.
+    For a name without a section the answer may list several fields.
     """
     known, last = fields(), name.rpartition(".")[2]
 
@@ -139,7 +139,7 @@ def _make_importable() -> None:
 
 
 def _explained(error: Exception, overrides: Sequence[str]) -> str:
-    """One line for an error of config_flags; it names the nearest field where there is none of that name."""
+    """One line for an error of config_flags. For an unknown field the line names the nearest field."""
     known = fields()
     for argument in overrides:
         match = OVERRIDE.match(argument)
@@ -276,7 +276,7 @@ class Retired:
         return f"{self.name}{value} is retired since {self.since}: {self.instead}"
 
     def concerns(self, name: str, value: Any = None) -> bool:
-        """Whether it is the field of that name, with that value."""
+        """Whether the row is of the field `name`, with the value `value`."""
         return name == self.name and self.value in (None, value)
 
 

@@ -179,7 +179,7 @@ def records(name: str, groups: Sequence[Group], scorer: Scorer) -> list[Record]:
 
 
 def _parsed(line: bytes) -> Record | None:
-    """The record of a whole line; None for one that a kill cut short."""
+    """The record of a whole line; None for a line that a kill cut short."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -270,7 +270,8 @@ def settings_of(policy: Policy, name: str, k: int | None, weights: str) -> dict[
 
 
 def open_folder(out: str | None, stem: Path, settings: dict[str, Any]) -> Path:
-    """Makes or reopens the folder of an evaluation: `out`, or `stem` with a hash of `settings`, which it then holds.
+    """Makes or reopens the folder of an evaluation: `out`, or `stem` with a hash of `settings`. settings.json
+    in the folder holds the settings.
 
     Raises:
       ValueError: it holds another evaluation; the message names what differs.

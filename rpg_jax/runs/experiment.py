@@ -20,7 +20,7 @@ from rpg_jax.parallel import hosts
 from rpg_jax.runs import cli, config_files, processes, run_folder
 from rpg_jax.runs.layout import Layout, make_layout
 from rpg_jax.runs.memory import fitting_layout, make_decoding, with_micro_batch
-from rpg_jax.runs.problems import Task, encoder
+from rpg_jax.runs.problems import Task, encoder, listed
 from rpg_jax.runs.resolve import environment_options, reward_arguments, with_method
 from rpg_jax.runs.weights import decoding_base
 from rpg_jax.training.generate import GroupGenerator
@@ -59,9 +59,10 @@ class Experiment:
 
 @contextlib.contextmanager
 def entered(config: ConfigDict, **how: Any) -> Iterator[tuple[Experiment, storage.Folder, contextlib.ExitStack]]:
-    """The experiment and the folder of a run that begins or continues, on its mesh, and a stack to close at its end.
+    """Opens a run that begins or continues: its experiment, its folder, and a stack of things to close at its end.
 
-    `how` is that of `open_experiment`. Raises ValueError as that does, or if the folder refuses the config.
+    The mesh of the run is active in the block. `how` has arguments of `open_experiment`. Raises ValueError as
+    `open_experiment` does, and if the folder refuses the config.
     """
     processes.check(config)
     if processes.platform() == "cpu":
@@ -140,9 +141,10 @@ def open_tokenizer(config: ConfigDict, task: Task, run_dir: Path) -> data.Tokeni
 
 
 def make_rollout(layout: Layout, params: Any, base: models.Base | None = None) -> rollout.Rollout:
-    """A rollout in this process with the policy's weights, by the config's driver, or by a worker's usual one.
+    """A rollout in this process with the policy's weights, by the config's driver. In place of a remote driver, which
+    samples on servers, the orchestrator is taken.
 
-    With a base, `params` are the adapters beside it. Several processes share one list of prompts.
+    With a base, `params` are adapters. Several processes share one list of prompts.
     """
     chosen, decoding, merge = layout.config.rollout.driver, make_decoding(layout), layout.config.model.lora.merged
     driver = "orchestrator" if rollout.find_driver(chosen).remote else chosen
@@ -226,9 +228,9 @@ class DataSettings(NamedTuple):
 
 
 def data_settings(file: str, overrides: Sequence[str]) -> DataSettings:
-    """How the config in `file` with `overrides` sees its data; without a tokenizer of its own it trains one.
+    """How the config in `file` with `overrides` sees its data; a config without a tokenizer trains one.
 
-    Raises ValueError if the task is not one of files, or as a run's start does.
+    Raises ValueError if `task.name` is not "files", and as the start of a run does.
     """
     config = with_method(config_files.load(file, overrides).config)
     if config.task.name != "files":
@@ -245,5 +247,5 @@ def data_settings(file: str, overrides: Sequence[str]) -> DataSettings:
     with tempfile.TemporaryDirectory() as scratch:
         tokenizer = open_tokenizer(config, task, Path(scratch))
     t, limit = config.task, config.warm_start.max_tokens or config.rollout.max_tokens
-    sources = [s.strip() for s in ",".join(filter(None, (t.train, config.warm_start.train))).split(",") if s.strip()]
+    sources = listed(f"{t.train or ''},{config.warm_start.train or ''}")
     return DataSettings(sources, t.template, tokenizer, t.thinking, t.max_prompt_tokens, limit, stage)

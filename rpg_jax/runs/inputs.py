@@ -41,7 +41,8 @@ def digests(experiment: Experiment) -> dict[str, str]:
 def of_own_functions(config: ConfigDict) -> dict[str, str]:
     """The digests of the sources of a run's own loss and advantage, by "name" and "advantage".
 
-    The text of the function alone counts. A function without source text, as one typed into an interpreter, has none.
+    The text of the function alone counts. A function without source text has no digest, as a function that was typed
+    into an interpreter.
     """
     functions: dict[str, Callable[..., Any]] = {}
     if ":" in (loss := config.loss.name) and loss in losses.LOSSES:
@@ -97,9 +98,9 @@ def check(experiment: Experiment, folder: Path, *, begins: bool) -> None:
 
 
 def note_start(folder: Path, checksum: int) -> None:
-    """Adds the checksum of the weights that training starts from, of the frozen ones beside adapters, to `INPUTS`.
+    """Adds the checksum of the first weights to `INPUTS`; with adapters, the checksum of the frozen weights.
 
-    Warm starts by one recipe differ from machine to machine, and runs are compared from one start.
+    Equal recipes of a warm start give other weights on another machine, and runs are compared only from equal weights.
     """
     if hosts.is_first():
         known = json_files.read_if_there(folder / INPUTS) | {START: f"{checksum:016x}"}

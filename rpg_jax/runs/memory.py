@@ -160,8 +160,12 @@ def make_decoding(layout: Layout) -> rollout.Decoding:
 
 
 def _decoding_mesh(layout: Layout) -> Mesh:
-    """With `rollout.tensor` or `rollout.expert` set, a copy has that many devices. Otherwise each of `rollout.devices`
-    has a copy. Without such devices the trainer's mesh decodes, or each host that decodes by itself (fsdp)."""
+    """The mesh that decodes.
+
+    With `rollout.tensor` or `rollout.expert`, a copy of the weights has that many devices. Otherwise each of
+    `rollout.devices` has a copy. Without `rollout.devices` the trainer's mesh decodes; where hosts decode by
+    themselves, the devices of a host are one mesh (fsdp).
+    """
     c, devices = layout.config.rollout, layout.decoding_devices
     if not c.devices and c.tensor is None and c.expert is None:
         return layout.mesh if layout.decoding_hosts == 1 else _mesh(devices, fsdp=len(devices))

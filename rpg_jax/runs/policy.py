@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -43,10 +43,6 @@ class Sample(NamedTuple):
     tokens: np.ndarray
     logprobs: np.ndarray
     finish_reason: FinishReason
-
-
-def _warn(text: str) -> None:
-    print(text, file=sys.stderr)
 
 
 _ROWS = 4  # of a device in one pass of `Policy.logprobs`
@@ -129,20 +125,19 @@ class Policy:
         temperature: float = 1.0,
         max_tokens: int | None = None,
         seed: int = 0,
-        note: Callable[[str], None] = _warn,
     ) -> list[list[Sample]]:
         """`k` completions of each prompt; equal arguments give equal completions.
 
         The prompts pass the chat template, where the tokenizer has one. Temperature 0 is greedy. `max_tokens` is at
-        most the config's `rollout.max_tokens`, which is the default. `note` is called with a line on each surprise:
-        characters that the tokenizer does not know, and answers that are written backwards.
+        most the config's `rollout.max_tokens`, which is the default. A line on stderr says each surprise: characters
+        that the tokenizer does not know, and answers that are written backwards.
 
         Raises:
           ValueError: a prompt with more tokens than the config's `task.max_prompt_tokens`.
         """
         tokens = self.encode(prompts)
         for line in self._surprises(prompts):
-            note(line)
+            print(line, file=sys.stderr)
         sampling = self.experiment.sampling(temperature)
         if max_tokens is not None:
             sampling = dataclasses.replace(sampling, max_tokens=min(max_tokens, sampling.max_tokens))
@@ -225,7 +220,7 @@ class Policy:
 
         Args:
           out: a local folder that holds no model.
-          dtype: "float32" or "bfloat16", of the weights; None keeps that of `params`.
+          dtype: "float32" or "bfloat16", of the weights; None keeps the dtype of `params`.
 
         Raises:
           ValueError: `out` holds a model already, or is no local folder.

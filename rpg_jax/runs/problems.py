@@ -201,7 +201,7 @@ GENERATED: Mapping[str, Callable[[ConfigDict], Task]] = {
 
 
 def _written_by(examples: Callable[[Sequence[data.Problem]], list[tuple[str, str]]]) -> Examples:
-    """The pairs that a generated task writes; it may ask for another prompt in a problem's place."""
+    """The pairs of a generated task, whose examples may have other prompts than the problems."""
 
     def pairs(problems: Sequence[data.Problem]) -> list[tuple[data.Problem, Demonstration]]:
         written = zip(problems, examples(problems), strict=True)

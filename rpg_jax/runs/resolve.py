@@ -166,7 +166,7 @@ _OF_COMPLETIONS: Mapping[str, tuple[Any, ...]] = {
 
 
 def _check_level(config: ConfigDict) -> None:
-    """Whether the gradient of completions, where it is asked for, has the config's beta and right directions."""
+    """Refuses a gradient of completions whose beta or direction would not be the config's."""
     level = config.loss.level
     if level in (None, "token"):
         return

@@ -64,7 +64,7 @@ def default_name(config_file: str, config: ConfigDict, overrides: Mapping[str, A
 def of(config: ConfigDict) -> storage.Folder:
     """The folder `run.dir/run.name`, before it is opened.
 
-    Raises ValueError if `run.dir` is another kind of address, or `run.name` more or less than one folder in it.
+    Raises ValueError if `run.dir` is neither a local path nor in a bucket, or `run.name` is not the name of one folder.
     """
     run_names.check(config.run.name)
     if not config.run.dir:
@@ -96,7 +96,7 @@ def _stop_writing(reason: str) -> None:
 
 @contextlib.contextmanager
 def opened(address: str) -> Iterator[storage.Folder]:
-    """The folder of an earlier run. A `ValueError` of the block names it by its address, local or in a bucket."""
+    """The folder of an earlier run. A `ValueError` of the block names the folder by `address`."""
     with storage.Folder(address) as folder:
         folder.fetch()
         try:

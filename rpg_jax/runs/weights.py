@@ -79,7 +79,7 @@ def new_base(layout: Layout, draw: Draw) -> models.Base:
 
 
 def keeps_base(config: ConfigDict) -> bool:
-    """Whether a run's folder has the base of its adapters: it is not simply the weights of `model.path`."""
+    """Whether a run's folder keeps the base of its adapters. The weights of `model.path` need no copy."""
     return not config.model.path or config.warm_start.enabled
 
 

@@ -95,7 +95,7 @@ _TEXTS = (  # the first that matches decides; TensorStore's errors begin with a 
 
 
 def kind_of(error: BaseException) -> Kind:
-    """The kind of an error: the first of transient, permanent and damage that it, or a cause of it, is."""
+    """The kind of an error: the first of transient, permanent and damage that the error or one of its causes is."""
     found = {_own_kind(one) for one in _chain(error)}
     return next((kind for kind in (Kind.TRANSIENT, Kind.PERMANENT, Kind.DAMAGE) if kind in found), Kind.UNKNOWN)
 

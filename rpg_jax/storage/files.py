@@ -89,7 +89,7 @@ def local_copy(address: str, patterns: Sequence[str]) -> Path:
 
 
 def write_atomically(path: Path, content: str | bytes | Callable[[BinaryIO], object]) -> None:
-    """Replaces the file at `path` in one step, so that nobody ever reads half of it.
+    """Replaces the file at `path` in one step, so that nobody ever reads half of a file.
 
     A function as `content` receives the open file and writes to it.
     """
@@ -118,11 +118,11 @@ def naming(path: Path) -> Iterator[None]:
 
 
 class Folder:
-    """A run's folder, local or in a bucket; a context that keeps the bucket up to date until it ends.
+    """A run's folder, local or in a bucket; a context that keeps the bucket up to date until the end.
 
     Attributes:
       home: the folder that lasts; weights and the journal are written to it directly.
-      files: the local folder of all other files. It is `home` itself or, for a bucket, a temporary folder that starts
+      files: the local folder of all other files: `home` itself or, for a bucket, a temporary folder that starts
         empty. Its changes are copied to the bucket every half minute, at `push`, and at the end.
     """
 
@@ -229,7 +229,7 @@ def move(source: epath.Path, target: epath.Path) -> None:
 
 @contextlib.contextmanager
 def _read(address: str) -> Iterator[None]:
-    """Turns errors of reading a folder in a bucket into ValueError if it is not there, else into StorageFailure."""
+    """Turns errors of reading a bucket into ValueError where the folder is missing, else into StorageFailure."""
     try:
         yield
     except FileNotFoundError as error:
@@ -239,7 +239,7 @@ def _read(address: str) -> Iterator[None]:
 
 
 def _files(folder: epath.Path, prefix: str = "", skipped: tuple[str, ...] = ()) -> Iterator[tuple[str, epath.Path]]:
-    """(name relative to `folder`, path) of all files below it, without its subfolders `skipped`."""
+    """(name relative to `folder`, path) of all files below `folder`, without the subfolders `skipped`."""
     for path in sorted(folder.iterdir()) if folder.exists() else ():
         if path.name in skipped:
             continue

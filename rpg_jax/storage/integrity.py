@@ -50,8 +50,8 @@ def signed_like(like: Tree) -> dict[str, Tree]:
 def restored(path: Any, like: Tree) -> Tree:
     """The tree that was saved as `signed(tree)` at `path`, laid out as `like`, whose leaves may be `LEFT_OUT`.
 
-    Collective. It calls Orbax's handler directly. Orbax's checkpointers end in a barrier, at which hosts that have read
-    their shards would wait for ever for a host that failed.
+    Collective. Orbax's handler is called directly, without a checkpointer of Orbax. A checkpointer ends in a barrier,
+    and hosts that have read their shards would wait there for ever for a host that failed.
 
     Raises:
       Damaged: on any host, the tree is missing or has other bits than were written.

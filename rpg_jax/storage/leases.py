@@ -56,7 +56,7 @@ class Owner:
 
     @property
     def ended(self) -> bool | None:
-        """Whether the process is gone; None if it cannot be seen from here."""
+        """Whether the process is gone; None for a process of another machine or name space."""
         if not self.space or self.space != _space():
             return None
         return _started(self.process) != self.started
@@ -73,7 +73,8 @@ class Lease(contextlib.AbstractContextManager["Lease"]):
     time to end, as a process that was asked to stop does.
 
     Args:
-      lost: called with a line, by another thread, when another process has taken the lease. This one must then end.
+      lost: called with a line, by another thread, when another process has taken the lease. The present process must
+        then end.
     """
 
     def __init__(
