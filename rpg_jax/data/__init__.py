@@ -12,7 +12,7 @@ from rpg_jax.data.sources import load as load
 from rpg_jax.data.synthetic import Arithmetic as Arithmetic
 from rpg_jax.data.synthetic import Chains as Chains
 from rpg_jax.data.templates import encode_prompt as encode_prompt
-from rpg_jax.data.templates import encode_prompts as encode_prompts
+from rpg_jax.data.templates import filter_length as filter_length
 from rpg_jax.data.tokenizer import Tokenizer as Tokenizer
 from rpg_jax.data.tokenizer import load_tokenizer as load_tokenizer
 from rpg_jax.data.tokenizer import train_sentencepiece as train_sentencepiece

@@ -16,10 +16,10 @@ import rich.table
 from rich.console import Console
 from rich.text import Text
 
-from rpg_jax.data.prepare import decontaminate, filter_length, write_parquet
+from rpg_jax.data.prepare import decontaminate, write_parquet
 from rpg_jax.data.prompts import Problem
 from rpg_jax.data.sources import HUB, Report, load
-from rpg_jax.data.templates import TEMPLATES, encode_prompt, rendered
+from rpg_jax.data.templates import TEMPLATES, encode_prompt, filter_length, rendered
 from rpg_jax.data.tokenizer import Tokenizer, load_tokenizer
 
 _SHOWN_BAD = 10

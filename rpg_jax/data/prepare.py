@@ -1,9 +1,9 @@
-"""Makes a training file from loaded problems, without evaluation problems and without long prompts."""
+"""Makes a training file from loaded problems, without problems of an evaluation."""
 
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pyarrow
@@ -12,8 +12,6 @@ import pyarrow.parquet
 from rpg_jax import storage
 from rpg_jax.data.prompts import Problem
 from rpg_jax.data.rows import official_row
-from rpg_jax.data.templates import encode_prompt
-from rpg_jax.data.tokenizer import Tokenizer
 
 _MESSAGE = pyarrow.struct([("content", pyarrow.string()), ("role", pyarrow.string())])
 _EXTRA = [("index", pyarrow.int64()), ("raw_problem", pyarrow.string()), ("split", pyarrow.string())]
@@ -43,21 +41,10 @@ def decontaminate(
     if ngram < 1:
         raise ValueError(f"ngram must be >= 1 word, got {ngram}")
     known = {gram for problem in evaluation for gram in _grams(problem.question, ngram)}
-    return _parted(problems, lambda problem: known.isdisjoint(_grams(problem.question, ngram)))
-
-
-def filter_length(
-    problems: Iterable[Problem], tokenizer: Tokenizer, max_tokens: int, *, thinking: bool
-) -> tuple[list[Problem], list[Problem]]:
-    """Returns kept and removed problems. A removed one has a prompt above `max_tokens`, as `encode_prompt` makes it."""
-    return _parted(problems, lambda p: len(encode_prompt(p, tokenizer, thinking=thinking)) <= max_tokens)
-
-
-def _parted(problems: Iterable[Problem], keep: Callable[[Problem], bool]) -> tuple[list[Problem], list[Problem]]:
     kept: list[Problem] = []
     removed: list[Problem] = []
     for problem in problems:
-        (kept if keep(problem) else removed).append(problem)
+        (kept if known.isdisjoint(_grams(problem.question, ngram)) else removed).append(problem)
     return kept, removed
 
 

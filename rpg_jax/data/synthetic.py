@@ -32,7 +32,6 @@ class Arithmetic:
     Attributes:
       operators: any of "+-*".
       digits: operands are whole numbers below 10**digits.
-      zero_pad: write operands with all their digits ("07+34="), which makes every prompt equally long.
       reverse: write the answer's last digit first ("64" for 46, "5-" for -5): the order in which carries are known,
         which a small transformer learns much faster.
       chain_of_thought: let the completion write its digit-by-digit working, then `ANSWER_MARK`, then the answer.
@@ -43,7 +42,6 @@ class Arithmetic:
 
     operators: str = "+"
     digits: int = 2
-    zero_pad: bool = False
     reverse: bool = False
     chain_of_thought: bool = False
     held_out: float = 0.1
@@ -127,11 +125,10 @@ class Arithmetic:
     def _problem(self, code: int, prompt_id: int) -> Problem:
         index, a, b = self._operands(code)
         operator = self.operators[index]
-        width = self.digits if self.zero_pad else 1
         answer = str({"+": a + b, "-": a - b, "*": a * b}[operator])
         return Problem(
             prompt_id=prompt_id,
-            prompt=f"{a:0{width}d}{operator}{b:0{width}d}=",
+            prompt=f"{a}{operator}{b}=",
             answer=answer[::-1] if self.reverse else answer,
             source="arithmetic",
         )

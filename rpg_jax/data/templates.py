@@ -1,8 +1,6 @@
 """Prompts around questions: the paper's instruction, the model's chat template, and the limit on prompt length."""
 
-import dataclasses
 from collections.abc import Iterable
-from typing import Literal
 
 import numpy as np
 
@@ -47,23 +45,6 @@ def strip_template(prompt: str) -> str:
     return prompt
 
 
-@dataclasses.dataclass(frozen=True)
-class EncodedPrompts:
-    """Problems whose prompts fit, with their token ids.
-
-    Attributes:
-      problems: the problems that were kept, in order.
-      tokens: i32[n] by `prompt_id`.
-      dropped: number of problems left out because their prompt is too long.
-      truncated: number of prompts that lost tokens on their left.
-    """
-
-    problems: list[Problem]
-    tokens: dict[int, np.ndarray]
-    dropped: int
-    truncated: int
-
-
 def rendered(problem: Problem, tokenizer: Tokenizer, *, thinking: bool = True) -> str:
     """The text that the policy continues: the prompt inside the tokenizer's chat template, if it has one."""
     messages = problem.opening
@@ -77,30 +58,21 @@ def encode_prompt(problem: Problem, tokenizer: Tokenizer, *, thinking: bool = Tr
     return np.asarray(tokenizer.encode(rendered(problem, tokenizer, thinking=thinking)), np.int32)
 
 
-def encode_prompts(
-    problems: Iterable[Problem],
-    tokenizer: Tokenizer,
-    *,
-    max_tokens: int,
-    too_long: Literal["drop", "truncate"] = "drop",
-    thinking: bool = True,
-) -> EncodedPrompts:
-    """Encodes all prompts. A prompt above `max_tokens` is dropped, or keeps its last `max_tokens` tokens.
+def filter_length(
+    problems: Iterable[Problem], tokenizer: Tokenizer, max_tokens: int, *, thinking: bool
+) -> tuple[list[Problem], list[Problem]]:
+    """(problems whose prompts have at most `max_tokens` tokens, problems with longer prompts), both in order.
 
     Raises:
-      ValueError: `too_long` is unknown, or two problems share a `prompt_id`.
+      ValueError: two problems share a `prompt_id`.
     """
-    if too_long not in ("drop", "truncate"):
-        raise ValueError(f"too_long must be 'drop' or 'truncate', got {too_long!r}")
-    kept, tokens, dropped, truncated = [], {}, 0, 0
+    fitting: list[Problem] = []
+    longer: list[Problem] = []
+    known: set[int] = set()
     for problem in problems:
-        ids = encode_prompt(problem, tokenizer, thinking=thinking)
-        if len(ids) > max_tokens and too_long == "drop":
-            dropped += 1
-            continue
-        truncated += len(ids) > max_tokens
-        if problem.prompt_id in tokens:
+        if problem.prompt_id in known:
             raise ValueError(f"two problems have prompt_id {problem.prompt_id}; the second is {problem.prompt[:80]!r}")
-        kept.append(problem)
-        tokens[problem.prompt_id] = ids[-max_tokens:]
-    return EncodedPrompts(kept, tokens, dropped, truncated)
+        known.add(problem.prompt_id)
+        fits = len(encode_prompt(problem, tokenizer, thinking=thinking)) <= max_tokens
+        (fitting if fits else longer).append(problem)
+    return fitting, longer

@@ -112,23 +112,24 @@ class Task:
         notes = [*self.notes]
 
         def fitting(name: str, problems: list[data.Problem]) -> list[data.Problem]:
-            options = {"max_tokens": config.task.max_prompt_tokens, "too_long": config.task.too_long}
-            kept = data.encode_prompts(problems, tokenizer, thinking=config.task.thinking, **options)
-            if kept.dropped or kept.truncated:
+            limit, thinking = config.task.max_prompt_tokens, config.task.thinking
+            kept, longer = data.filter_length(problems, tokenizer, limit, thinking=thinking)
+            if longer:
+                truncates = config.task.too_long == "truncate"
+                dropped, truncated = (0, len(longer)) if truncates else (len(longer), 0)
+                kept = problems if truncates else kept
                 notes.append(
-                    f"{name}: of {len(problems)} prompts {kept.dropped} dropped and {kept.truncated} truncated "
-                    f"(longer than task.max_prompt_tokens={config.task.max_prompt_tokens})"
+                    f"{name}: of {len(problems)} prompts {dropped} dropped and {truncated} truncated "
+                    f"(longer than task.max_prompt_tokens={limit})"
                 )
-            if not kept.problems:
-                shortest = min(
-                    (data.encode_prompt(p, tokenizer, thinking=config.task.thinking) for p in problems), key=len
-                )
+            if not kept:
+                shortest = min((data.encode_prompt(p, tokenizer, thinking=thinking) for p in problems), key=len)
                 raise ValueError(
                     f"{notes[-1]}: nothing is left. The shortest has {len(shortest)} tokens and begins "
                     f"{tokenizer.decode(shortest[:12].tolist())!r}: raise task.max_prompt_tokens, or choose a shorter "
                     "task.template"
                 )
-            return kept.problems
+            return kept
 
         held_out = {name: fitting(name, problems) for name, problems in self.held_out.items()}
         train = fitting("train", self.train) if self.train else []

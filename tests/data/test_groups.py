@@ -1,11 +1,20 @@
-"""Groups are the same bits after a checkpoint, and after their way to another process."""
+"""Groups are the same bits after their way to a checkpoint or a process; conversations as text have marks."""
 
 import dataclasses
 
 import numpy as np
 
 from rpg_jax import data
-from rpg_jax.data.groups import Group, decode_groups, encode_groups, groups_from_bytes, groups_to_bytes
+from rpg_jax.data.groups import (
+    Group,
+    decode_groups,
+    encode_groups,
+    groups_from_bytes,
+    groups_to_bytes,
+    last_shown,
+    last_turn,
+    shown,
+)
 from rpg_jax.types import Completion, Turns
 
 
@@ -76,3 +85,25 @@ def test_groups_on_their_way_to_another_process_keep_their_failures_and_have_no_
         c.tokens.tolist() for g in groups for c in g.completions
     ]
     assert groups_from_bytes(groups_to_bytes([])) == []
+
+
+def decode(ids):
+    return "".join(map(chr, ids))
+
+
+def conversation_of(text, reason="stop"):
+    """A completion whose observations are written in upper case; "." stops a turn."""
+    observed = np.array([c.isupper() for c in text])
+    turns = Turns(observed, np.zeros(1, np.float32)) if observed.any() else None
+    return Completion(np.array([*map(ord, text)]), np.zeros(len(text), np.float32), reason, 0, turns=turns)
+
+
+def test_stop_tokens_are_left_out_and_the_last_turn_is_what_verifiers_read():
+    conversation = conversation_of("ab.NOc.YESd.")
+    text = shown(conversation, decode)
+    assert text == "ab\n<observation>\nNO\n</observation>\nc\n<observation>\nYES\n</observation>\nd"
+    assert last_turn(conversation, decode) == last_shown(text) == "d"
+    assert last_turn(conversation_of("a.Xbc", "length"), decode) == "bc"
+    text = shown(conversation_of("ab."), decode)
+    assert text == last_turn(conversation_of("ab."), decode) == last_shown("ab") == "ab"
+    assert shown(conversation_of("ab", "length"), decode) == "ab"

@@ -4,7 +4,7 @@ import pytest
 
 from rpg_jax.data.chat import ChatTemplate
 from rpg_jax.data.prompts import Problem
-from rpg_jax.data.templates import apply_template, encode_prompt, encode_prompts, strip_template
+from rpg_jax.data.templates import apply_template, encode_prompt, filter_length, strip_template
 from rpg_jax.data.tokenizer import train_sentencepiece
 
 PAPER = (
@@ -44,14 +44,8 @@ def test_prompts_go_through_the_chat_template_where_there_is_one(tokenizer):
     assert tokenizer.decode(encode_prompt(problem("abc"), tokenizer, thinking=False)) == "<|user|>abc"
 
 
-def test_long_prompts_are_dropped_or_lose_their_left_end_and_are_counted(tokenizer):
+def test_problems_with_long_prompts_are_apart_and_ids_are_distinct(tokenizer):
     problems = [problem("abc", 0), problem("abcdefg", 1), problem("efgh", 2)]
-    dropped = encode_prompts(problems, tokenizer, max_tokens=4)
-    assert (dropped.problems, dropped.dropped, dropped.truncated) == ([problems[0], problems[2]], 1, 0)
-    cut = encode_prompts(problems, tokenizer, max_tokens=4, too_long="truncate")
-    assert (cut.problems, cut.dropped, cut.truncated) == (problems, 0, 1)
-    assert [tokenizer.decode(cut.tokens[i]) for i in range(3)] == ["abc", "defg", "efgh"]
-    with pytest.raises(ValueError, match="too_long"):
-        encode_prompts(problems, tokenizer, max_tokens=4, too_long="ignore")
+    assert filter_length(problems, tokenizer, 4, thinking=True) == ([problems[0], problems[2]], [problems[1]])
     with pytest.raises(ValueError, match="prompt_id 0"):
-        encode_prompts([problems[0]] * 2, tokenizer, max_tokens=4)
+        filter_length([problems[0]] * 2, tokenizer, 4, thinking=True)
