@@ -20,7 +20,7 @@ author = "The rpg_jax authors"
 version = release = rpg_jax.__version__
 
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.mathjax", "sphinx.ext.napoleon"]
-exclude_patterns = ["tables/data/*.json*"]
+exclude_patterns = ["tables/data/*.json*", "log/*"]
 
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_dmath_allow_digits = False  # $10,200 is money, as on GitHub
@@ -63,8 +63,11 @@ def skipped(app, what, name, obj, skip, options):
 
 
 def out_of_the_site(app, docname, source):
-    """README.md and CONTRIBUTING.md at the top of the repository are no pages of the site: readers get the files."""
-    source[0] = re.sub(r"\]\((\.\./[A-Z]+\.md)\)", r"](path:\1)", source[0])
+    """README.md and CONTRIBUTING.md at the top of the repository, and the log, are no pages of the site.
+
+    A link gives the file; a place in the file, after #, works on GitHub alone.
+    """
+    source[0] = re.sub(r"\]\((\.\./[A-Z]+\.md|(?:\.\./)?log/[\w-]+\.md)(?:#[^)]*)?\)", r"](path:\1)", source[0])
 
 
 def setup(app):

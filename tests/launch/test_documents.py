@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 PROGRAMMES = sorted((ROOT / "experiments").rglob("README.md"))
 PAGES = sorted((ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *PROGRAMMES))
 LINKED = sorted((ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")))
-DATED = {page for page in LINKED if page.parent.name == "log" and page.name != "README.md"}
+DATED = {page for page in LINKED if page.parent.name == "log"}
 FENCE = re.compile(r"^```(?:sh)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCK = re.compile(r"^```[^\n]*\n.*?^```$", re.MULTILINE | re.DOTALL)  # of any language
 LINK = re.compile(r"\]\(([^)\s]+)\)")
