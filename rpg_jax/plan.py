@@ -58,17 +58,17 @@ def plan(options: argparse.Namespace) -> int:
         return compare(options)
     loaded = config_files.load(options.config, options.overrides)
     from rpg_jax import planning  # loads JAX: wrong flags need not wait for it
-    from rpg_jax.planning import plan_figures, printing, run_plan, search
+    from rpg_jax.planning import estimates, printing, run_plan
     from rpg_jax.runs.resolve import resolve
 
     topology, config = planning.parse(options.topology), resolve(loaded.config)
-    lengths = plan_figures.lengths_of(config, mean=options.mean_tokens, prompt=options.prompt_tokens)
-    found: list[search.Found] = []
+    lengths = run_plan.lengths_of(config, mean=options.mean_tokens, prompt=options.prompt_tokens)
+    found: list[estimates.Found] = []
     if options.search:
-        found = search.search(config, topology, lengths)
+        found = estimates.search(config, topology, lengths)
         if not found:
             raise ValueError(f"no settings that fit {topology.name} by arithmetic; take a larger slice")
-        config = search.changed(config, found[0].change)
+        config = run_plan.changed(config, found[0].change)
         if not options.json:
             printing.show_search(topology, found)
     programs, step = run_plan.plan(config, topology, options.programs, lengths=lengths, store=1e9 * options.store_gbs)
@@ -86,10 +86,10 @@ def compare(options: argparse.Namespace) -> int:
     """Prints the config and the settings of --beside, by arithmetic; returns 1 where the config does not fit."""
     settings, given = cli.settings(options.beside), options.overrides
     configs = {name: config_files.load(options.config, [*given, *own]).config for name, own in settings.items()}
-    from rpg_jax.planning import beside, parse, printing
+    from rpg_jax.planning import estimates, parse, printing
 
     topology = parse(options.topology)
-    found = beside.compare(configs, topology, mean=options.mean_tokens, prompt=options.prompt_tokens)
+    found = estimates.compare(configs, topology, mean=options.mean_tokens, prompt=options.prompt_tokens)
     printing.show_beside(topology, found, as_json=options.json)
     return 0 if next(iter(found.values())).fits(topology) else 1
 

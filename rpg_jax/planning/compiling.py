@@ -1,14 +1,27 @@
-"""Compiles a program for devices that need not be there, and keeps the compiler's figures."""
+"""The programs of a run: the operations of their mathematics, lowering on shapes alone, and compilation.
+
+The devices need not be there, and no array is made.
+"""
 
 import dataclasses
 import re
 import time
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, cast
 
 import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
 
+from rpg_jax.data import RowShape
+from rpg_jax.models import DecoderConfig
 from rpg_jax.planning import efficiency, hlo
 from rpg_jax.planning.topologies import Chip
+from rpg_jax.rollout import DecodeEngine, Decoding, Weights, prefill_shape
+from rpg_jax.runs.memory import placed
+from rpg_jax.training.state import TrainState
+from rpg_jax.training.step import Programs, Sums
+from rpg_jax.types import Batch, Rows
 
 _NEEDED = re.compile(r"[Uu]sed ([\d.]+)([KMGT]?)i?B? of ([\d.]+)([KMGT]?)i?B? hbm")
 _UNIT = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
@@ -100,3 +113,138 @@ def needed_bytes(message: str) -> float:
     """Bytes of HBM that a program wanted, from the compiler's refusal; 0 if it does not say."""
     match = _NEEDED.search(message)
     return float(match[1]) * _UNIT[match[2]] if match else 0.0
+
+
+Lowered = tuple[str, jax.stages.Lowered, float]
+"""Name, lowered program, and the model's own operations on one chip."""
+
+
+def batch_of(shape: RowShape, sharding: NamedSharding, *, critic: bool = False) -> Batch:
+    """A micro-batch of this shape with the columns that an update reads; `critic` adds those of a critic."""
+
+    def array(width: int, dtype: Any) -> Any:
+        return jax.ShapeDtypeStruct((shape.rows, width), dtype, sharding=sharding)
+
+    ids, targets = array(shape.length, jnp.int32), array(shape.completion_length, jnp.int32)
+    column = array(shape.completion_length, jnp.float32)
+    own = ("rewards", "values", "returns") if critic else ()
+    columns = dict.fromkeys(("behaviour_logprobs", "ref_logprobs", "advantages", *own), column)
+    return Batch(Rows(ids, ids, ids, targets, targets, targets, column), column, **columns)
+
+
+def training(
+    programs: Programs,
+    state: TrainState,
+    batch: Batch,
+    model: DecoderConfig,
+    *,
+    micro_batches: int,
+    remat: str,
+    frozen: bool = False,
+) -> Iterator[Lowered]:
+    """The log-prob pass, a critic's values, then the update: in one program, or in three for several micro-batches.
+
+    `frozen`: the programs train adapters beside frozen weights.
+    """
+    rows, length = batch.rows.tokens.shape
+    mesh = cast(NamedSharding, batch.rows.tokens.sharding).mesh
+    sizes: dict[str, Any] = {"rows": rows, "length": length, "predicted": batch.rows.targets.shape[1]}
+    step = training_flops(model, **sizes, remat=remat, frozen=frozen) / mesh.size
+    if state.critic is not None and "layers" in state.critic.params:  # a trunk of its own
+        step += training_flops(model, **{**sizes, "predicted": 0}, remat=remat) / mesh.size
+    yield "log-probs", programs.logprobs.lower(state.params, batch.rows), forward_flops(model, **sizes) / mesh.size
+    if programs.baseline is not None:
+        values = forward_flops(model, **{**sizes, "predicted": 0}) / mesh.size
+        known = dataclasses.replace(batch, advantages=None, values=None, returns=None)
+        yield "baseline", programs.baseline.lower(state.weights, known), values
+    if micro_batches == 1:
+        yield "update", programs.fused.lower(state, batch), step
+        return
+    shapes = programs.start.trace(state.weights, batch).out_info
+    where = jax.tree.map(lambda p: p.sharding, state.weights)
+    sums = Sums(placed(shapes.grads, where), placed(shapes.metrics, NamedSharding(mesh, PartitionSpec())))
+    yield "start", programs.start.lower(state.weights, batch), step
+    yield "add", programs.add.lower(state.weights, sums, batch), step
+    yield "apply", programs.apply.lower(state, sums), 0.0
+
+
+def sampling(
+    model: DecoderConfig, graphdef: Any, params: Any, decoding: Decoding, *, max_prompt_tokens: int
+) -> Iterator[Lowered]:
+    """A prefill of the largest shape, and a decode step of all slots over a full cache."""
+    assert decoding.mesh is not None, "a plan decodes on a mesh"
+    engine, chips = DecodeEngine(model, graphdef, Weights(params), decoding), decoding.mesh.size
+    rows, length = prefill_shape(max_prompt_tokens, decoding.capacity)
+    lowered = engine.lower(rows, length)
+    yield "prefill", lowered["prefill"], forward_flops(model, rows=rows, length=length, predicted=0) / chips
+    slots = decoding.slots
+    step = token_flops(model, tokens=slots, attended=decoding.capacity, predicted=slots)
+    yield "decode", lowered["decode"], step / chips
+
+
+def token_flops(config: DecoderConfig, *, tokens: float, attended: float, predicted: float) -> float:
+    """Operations of a forward pass over `tokens` that attend to `attended` tokens each, in the mean.
+
+    Logits are computed at `predicted` positions in all. Every multiply-add of a matrix product counts as two. Norms,
+    rotations and softmax do not count.
+    """
+    scores_and_values = 2 * 2 * config.num_heads * config.head_dim * attended
+    head = 2 * config.embed_dim * config.vocab_size
+    return tokens * config.num_layers * (_layer(config) + scores_and_values) + predicted * head
+
+
+def forward_flops(config: DecoderConfig, *, rows: int, length: int, predicted: int) -> float:
+    """Operations of a forward pass over `rows` sequences of `length` tokens, with logits at `predicted` positions each.
+
+    Causal attention counts half of the scores.
+    """
+    return token_flops(config, tokens=rows * length, attended=length / 2, predicted=rows * predicted)
+
+
+def training_flops(
+    config: DecoderConfig, *, rows: int, length: int, predicted: int, remat: str = "none", frozen: bool = False
+) -> float:
+    """Operations of a forward and a backward pass over sequences as in `forward_flops`."""
+    sizes = {"tokens": rows * length, "attended": length / 2, "predicted": rows * predicted}
+    return token_training_flops(config, **sizes, remat=remat, frozen=frozen)
+
+
+def token_training_flops(
+    config: DecoderConfig,
+    *,
+    tokens: float,
+    attended: float,
+    predicted: float,
+    remat: str = "none",
+    frozen: bool = False,
+) -> float:
+    """Operations of a forward and a backward pass: three forward passes, and recomputation.
+
+    The logits of every chunk are computed again. A remat policy that keeps layer inputs only (`full`, `offload`) also
+    computes the layers again, except the last product of each: no gradient needs its result. Attention's own backward
+    pass then computes the scores once more. `frozen` weights have no gradient, which saves a third of their products.
+    The products of adapters beside them are few and not counted.
+    """
+    forward = token_flops(config, tokens=tokens, attended=attended, predicted=predicted)
+    layers = token_flops(config, tokens=tokens, attended=attended, predicted=0)
+    again = 0.0
+    if remat in ("full", "offload"):
+        last = 2 * _hidden_units(config) * config.embed_dim
+        scores = 2 * config.num_heads * config.head_dim * attended
+        again = layers + tokens * config.num_layers * (scores - last)
+    saved = token_flops(config, tokens=tokens, attended=0, predicted=predicted) if frozen else 0.0
+    return 3 * forward + (forward - layers) + again - saved
+
+
+def _layer(config: DecoderConfig) -> float:
+    """Matrix products of one layer for one token, without scores and values of attention."""
+    D, H = config.embed_dim, config.head_dim
+    weights = 2 * D * config.num_heads * H + 2 * D * config.num_kv_heads * H
+    if config.experts:
+        weights += D * config.experts.count
+    return 2.0 * (weights + 3 * D * _hidden_units(config))
+
+
+def _hidden_units(config: DecoderConfig) -> int:
+    """Hidden units of the feed-forward layer that a token sees; in a mixture the units of its experts."""
+    return config.experts.per_token * config.experts.hidden_dim if config.experts else config.hidden_dim

@@ -1,20 +1,34 @@
-"""The costs of a run's programs by arithmetic, in place of a compiler's, for a search."""
+"""Plans by arithmetic, without a compiler: one config, several beside each other, or all choices of a search."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
 import jax
+from ml_collections import ConfigDict
 
+from rpg_jax import parallel
 from rpg_jax.models.sizes import parameter_count
-from rpg_jax.planning.compiling import Program
-from rpg_jax.planning.flops import forward_flops, token_flops, training_flops
+from rpg_jax.planning import run_plan
+from rpg_jax.planning.compiling import Program, forward_flops, token_flops, training_flops
 from rpg_jax.planning.hlo import Costs
+from rpg_jax.planning.run_plan import layout_on, with_known_shapes
+from rpg_jax.planning.step_time import Lengths
+from rpg_jax.planning.topologies import Topology
 from rpg_jax.rollout import Decoding, footprint, prefill_shape
+from rpg_jax.rollout.footprint import bytes_on_a_device
 from rpg_jax.runs import memory
-from rpg_jax.runs.layout import Layout, row_shape
-from rpg_jax.runs.memory import bytes_of_a_number, own_peaks
+from rpg_jax.runs.layout import Layout, row_shape, rows_per_update
+from rpg_jax.runs.learner import make_learner
+from rpg_jax.runs.memory import TRUSTED, bytes_of_a_number, make_decoding, own_peaks, resident
+from rpg_jax.runs.resolve import resolve
 
 
-def programs(layout: Layout, decoding: Decoding, resident: dict[str, float]) -> dict[str, Program]:
+def estimated_programs(layout: Layout, decoding: Decoding, resident: dict[str, float]) -> dict[str, Program]:
     """The programs of a step with their operations, traffic and collectives; `resident` as for compiled programs.
 
     What is left out: activations that go to HBM and back between two products of a layer, copies, gaps in memory. The
@@ -72,3 +86,155 @@ def _sampling(layout: Layout, decoding: Decoding) -> dict[str, tuple[Costs, floa
     sums = {"all-reduce": (2 * layers + 1) * 2 * rows * length * model.embed_dim * 2 * share * split}
     first = Costs(prefill, weights, sums, (2 * layers + 1) * split)
     return {"prefill": (first, weights), "decode": (decode, weights + cache + 3 * logits)}
+
+
+SAMPLING = frozenset({"prefill", "decode"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """A plan by arithmetic; bytes are of one chip.
+
+    Attributes:
+      trained: numbers that an update changes: weights, or adapters.
+      base: bytes of weights that are frozen.
+      state: bytes of what is trained and of the optimizer's state.
+      synced: bytes that a weight sync brings to the rollout.
+      programs: see `estimated_programs`.
+      step: see `run_plan.step_figures`.
+    """
+
+    trained: int
+    base: float
+    state: float
+    synced: float
+    programs: dict[str, Program]
+    step: dict[str, Any]
+
+    def peak(self, *, sampling: bool) -> tuple[float, str]:
+        """Bytes at the peak of the largest program of sampling or of training, with what others hold; its name."""
+        return max((p.hbm, name) for name, p in self.programs.items() if (name in SAMPLING) == sampling)
+
+    def seconds(self, *, sampling: bool) -> float:
+        """Expected seconds of a step's phases of sampling or of training."""
+        phases = self.step["expected"]["phases"]
+        return sum(s for name, s in phases.items() if name.startswith(("prefill", "decode")) == sampling)
+
+    def fits(self, topology: Topology) -> bool:
+        return all(p.fits(topology.chip) for p in self.programs.values())
+
+    def as_dict(self, topology: Topology) -> dict[str, Any]:
+        training, sampling = self.peak(sampling=False), self.peak(sampling=True)
+        return {
+            "fits": self.fits(topology),
+            "trained": self.trained,
+            "base_bytes": self.base,
+            "state_bytes": self.state,
+            "sync_bytes": self.synced,
+            "training_peak_bytes": training[0],
+            "training_peak_program": training[1],
+            "sampling_peak_bytes": sampling[0],
+            "step": self.step,
+        }
+
+
+def compare(
+    configs: Mapping[str, ConfigDict], topology: Topology, *, mean: float = 0, prompt: float = 0
+) -> dict[str, Estimate]:
+    """An estimate of each setting; `mean` and `prompt` as in `run_plan.lengths_of`."""
+    found = {}
+    for name, config in configs.items():
+        resolved = resolve(config)
+        found[name] = estimate(resolved, topology, run_plan.lengths_of(resolved, mean=mean, prompt=prompt))
+    return found
+
+
+def estimate(config: ConfigDict, topology: Topology, lengths: Lengths | None = None) -> Estimate:
+    """The plan of a resolved config by arithmetic.
+
+    Raises:
+      ValueError: no compiler for TPUs here, which knows the slices, or sizes that do not go together.
+    """
+    config = with_known_shapes(config)
+    layout = layout_on(config, topology)
+    decoding, learner = make_decoding(layout), make_learner(layout)
+    programs = estimated_programs(layout, decoding, resident(layout, learner, decoding))
+    assumed = lengths or run_plan.lengths_of(config)
+    return Estimate(
+        trained=sum(x.size for x in jax.tree.leaves(layout.trained_shapes)),
+        base=0.0 if layout.abstract_base is None else bytes_on_a_device(layout.abstract_base),
+        state=bytes_on_a_device(learner.like),
+        synced=bytes_on_a_device(memory.synced_params(layout, decoding)),
+        programs=programs,
+        step=run_plan.step_figures(layout, decoding, programs, topology, assumed),
+    )
+
+
+Change = Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """Settings that fit by arithmetic, {field: value}, and their expected seconds a step and days of the run."""
+
+    change: Change
+    slots_of_a_chip: float
+    seconds: float
+    days: float
+
+
+def search(config: ConfigDict, topology: Topology, lengths: Lengths | None = None) -> list[Found]:
+    """All combinations of the choices that fit, the fastest first.
+
+    Sampling and training are estimated apart, as they take turns: layouts of the decoding weights and the cache's
+    dtype, each with the slots that fill the memory; and micro-batches with what is computed again.
+    """
+    config = with_known_shapes(config)
+    now = _estimate(config, topology, {"rollout.slots": None}, lengths).step["expected"]
+    samplings = _estimates(config, topology, sampling_choices(config, topology), lengths)
+    trainings = _estimates(config, topology, training_choices(config, topology), lengths)
+    found = []
+    for (first, sampled), (second, trained) in itertools.product(samplings, trainings):
+        seconds = sampled.seconds(sampling=True) + trained.seconds(sampling=False)
+        days = now["days"] * seconds / now["seconds"]
+        found.append(Found({**first, **second}, sampled.step["slots_of_a_chip"], seconds, days))
+    return sorted(found, key=lambda one: one.seconds)
+
+
+def sampling_choices(config: ConfigDict, topology: Topology) -> Iterable[Change]:
+    """Chips of a copy of the decoding weights, up to those of a host, with a cache in bf16 and in int8."""
+    sizes = [n for n in (1, 2, 4, 8) if topology.host.chips % n == 0]
+    for tensor, int8_kv in itertools.product(sizes, (False, True)):
+        yield {"rollout.slots": None, "rollout.tensor": tensor, "rollout.int8_kv": int8_kv}
+
+
+def training_choices(config: ConfigDict, topology: Topology) -> Iterable[Change]:
+    """One, two or four rows for each shard of rows, if they divide an update; what the backward pass computes again."""
+    mesh = parallel.mesh_sizes(config.mesh.to_dict(), topology.chips, topology.slices)
+    shards = parallel.shards("batch", mesh, parallel.parse_rules(config.sharding))
+    sizes = [rows for rows in (shards, 2 * shards, 4 * shards) if rows_per_update(config) % rows == 0]
+    for rows, remat in itertools.product(sizes, ("full", "offload", "none")):
+        yield {"train.microbatch_size": rows, "model.remat": remat}
+
+
+def _estimates(
+    config: ConfigDict, topology: Topology, choices: Iterable[Change], lengths: Lengths | None
+) -> list[tuple[Change, Estimate]]:
+    """The choices whose own programs fit, with their plans."""
+    found = []
+    for change in choices:
+        try:
+            estimated = _estimate(config, topology, change, lengths)
+        except ValueError:  # heads or rows that do not divide
+            continue
+        sampling = "rollout.tensor" in change  # whose slots leave room
+        room = topology.chip.hbm * (1 if sampling else TRUSTED)
+        if estimated.peak(sampling=sampling)[0] <= room:
+            found.append((change, estimated))
+    return found
+
+
+def _estimate(config: ConfigDict, topology: Topology, change: Change, lengths: Lengths | None) -> Estimate:
+    """The plan of a config after a change."""
+    print("estimating", *(f"{field}={value}" for field, value in change.items()), file=sys.stderr, flush=True)
+    return estimate(run_plan.changed(config, change), topology, lengths)

@@ -8,10 +8,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from rpg_jax.planning.beside import Estimate
 from rpg_jax.planning.compiling import Program
+from rpg_jax.planning.estimates import Estimate, Found
 from rpg_jax.planning.hlo import COLLECTIVES
-from rpg_jax.planning.search import Found
 from rpg_jax.planning.topologies import Topology
 
 _GIB = 2**30

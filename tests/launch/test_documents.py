@@ -57,10 +57,10 @@ EXECUTED = {
     "python -m experiments.objective": "tests/experiments/test_objective.py",
     "python -m rpg_jax.reproduce": "tests/reproduction/test_tables.py",
     "python -m rpg_jax.bench": "tests/test_bench.py",
-    "python -m rpg_jax.plan --config=configs/qwen3_1p7b_gsm8k_lora": "tests/planning/test_search.py",  # --beside
-    "python -m rpg_jax.plan --config=configs/qwen3_4b_2k_lora": "tests/planning/test_search.py",
+    "python -m rpg_jax.plan --config=configs/qwen3_1p7b_gsm8k_lora": "tests/planning/test_estimates.py",  # --beside
+    "python -m rpg_jax.plan --config=configs/qwen3_4b_2k_lora": "tests/planning/test_estimates.py",
     "python -m rpg_jax.plan --config=configs/qwen": "not run: compiles for minutes; docs/plan.md has what it printed",
-    "python -m rpg_jax.plan": "tests/test_plan.py",
+    "python -m rpg_jax.plan": "tests/planning/test_run_plan.py",
 }
 
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jax.experimental import topologies
 
 from rpg_jax import models, parallel, planning
-from rpg_jax.planning import lowering, tpu_compiler
+from rpg_jax.planning import compiling, tpu_compiler
 from rpg_jax.rollout import Decoding
 
 pytestmark = pytest.mark.tpu_compile
@@ -160,9 +160,9 @@ def test_qwen3_4b_decodes_64_slots_of_4096_within_a_gibibyte_of_temporaries(topo
     config, chips = models.size("Qwen3-4B"), topology("v5p:2x2x1").devices
     mesh = parallel.make_mesh({"tensor": 4}, chips)
     graphdef, shapes = models.abstract(config, jnp.bfloat16, compute_dtype=jnp.bfloat16)
-    params = lowering.placed(shapes, parallel.shardings(models.logical_axes(config), shapes, mesh))
+    params = compiling.placed(shapes, parallel.shardings(models.logical_axes(config), shapes, mesh))
     decoding = Decoding(slots=64, capacity=4096, mesh=mesh)
-    _, (_, decode, _) = lowering.sampling(config, graphdef, params, decoding, max_prompt_tokens=256)
+    _, (_, decode, _) = compiling.sampling(config, graphdef, params, decoding, max_prompt_tokens=256)
     compiled = decode.compile()
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < 2**30 < memory.alias_size_in_bytes / 8

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rpg_jax.planning.lengths import Lengths, decode_steps, imbalance
+from rpg_jax.planning.step_time import Lengths, decode_steps, imbalance
 
 PROMPT = 30
 

@@ -7,8 +7,7 @@ import pytest
 
 from rpg_jax import models, planning
 from rpg_jax.planning import efficiency
-from rpg_jax.planning.lengths import Lengths
-from rpg_jax.planning.rollout_time import DecodeStep, decode_expected
+from rpg_jax.planning.step_time import DecodeStep, Lengths, decode_expected
 
 MODEL = models.size("Qwen3-8B")
 TOKEN = 36 * 2 * 8 * 128 * 2  # bytes of keys and values

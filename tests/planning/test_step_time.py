@@ -7,8 +7,7 @@ import pytest
 
 from rpg_jax import models, planning
 from rpg_jax.planning import efficiency, step_time
-from rpg_jax.planning.lengths import Lengths
-from rpg_jax.planning.rollout_time import DecodeStep, decode_bound, decode_expected
+from rpg_jax.planning.step_time import DecodeStep, Lengths, decode_bound, decode_expected
 
 MODEL = models.size("Qwen3-4B")
 SLICE = planning.parse("v5p:4x4x4")

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from configs import qwen3_0p6b_gsm8k, qwen3_4b_2k, qwen3_4b_8k, tiny
 from rpg_jax import planning
-from rpg_jax.planning import plan_figures, printing, run_plan, tpu_compiler
+from rpg_jax.planning import printing, run_plan, tpu_compiler
 from rpg_jax.rollout import footprint
 from rpg_jax.runs import memory
 from rpg_jax.runs.layout import make_layout
@@ -104,7 +104,7 @@ def test_decoding_in_eight_bits_is_planned_in_eight_bits(monkeypatch):
     shared = memory.resident(*parts_of(config, 32))["update"]  # without a copy for the sampler
     config.rollout.int8 = True
     parts = parts_of(config, 32)
-    monkeypatch.setattr(run_plan.lowering, "training", lambda *args, **kwargs: iter(()))
+    monkeypatch.setattr(run_plan.compiling, "training", lambda *args, **kwargs: iter(()))
     (weights,) = (low.in_avals[0][0] for name, low, _ in run_plan.lowered_programs(*parts) if name == "decode")
     matrices = sum(x.size for x in jax.tree.leaves(weights) if x.dtype == "int8")
     assert matrices == 2 * (64 * 16 * (4 + 2 + 2 + 4) + 3 * 64 * 128)
@@ -134,12 +134,12 @@ def test_the_figures_of_a_step_come_from_config_and_programs():
     names = ("log-probs", "start", "add", "apply", "prefill", "decode")
     programs = {name: program(name, flops=197e12) for name in names}
     programs["decode"].costs.bytes = 2.5e9 + footprint.cache_bytes(layout.model, decoding)
-    lengths = plan_figures.lengths_of(config, mean=1000)
+    lengths = run_plan.lengths_of(config, mean=1000)
     assert (lengths.prompt, lengths.mean, lengths.limit) == (300, 1000, 2048)
-    found = plan_figures.step_figures(layout, decoding, programs, V5E, lengths)
+    found = run_plan.step_figures(layout, decoding, programs, V5E, lengths)
     assert (found["prompts"], found["completions"], found["slots"]) == (1536, 1536 * 16, 384)
     assert found["slots_of_a_chip"] == 384 / 8
-    step = plan_figures.decode_step_of(layout, decoding, programs["decode"])
+    step = run_plan.decode_step_of(layout, decoding, programs["decode"])
     assert step.fixed == pytest.approx(2.5e9) and step.collectives == 0 and step.network == 1.8e9
     assert step.cached == pytest.approx(192 * 36 * 2 * 8 * 128 * 2 / 4, rel=1e-3)  # of one position, on a chip of four
     console = Console(record=True, width=120, file=io.StringIO())

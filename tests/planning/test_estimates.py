@@ -9,7 +9,7 @@ from rich.console import Console
 
 from configs import qwen3_0p6b_gsm8k, qwen3_4b_8k
 from rpg_jax import plan, planning
-from rpg_jax.planning import estimates, printing, run_plan, search
+from rpg_jax.planning import estimates, printing, run_plan
 from rpg_jax.runs import memory
 from rpg_jax.runs.layout import make_layout
 from rpg_jax.runs.learner import make_learner
@@ -69,14 +69,14 @@ def test_settings_are_planned_beside_each_other_without_a_compilation(monkeypatc
 def test_the_fastest_settings_that_fit_come_first(monkeypatch):
     samplings = [{"rollout.slots": None, "rollout.tensor": n, "rollout.int8_kv": False} for n in (1, 2, 3)]
     trainings = [{"train.microbatch_size": n, "model.remat": "full"} for n in (8, 16)]
-    monkeypatch.setattr(search, "sampling_choices", lambda *a: samplings)
-    monkeypatch.setattr(search, "training_choices", lambda *a: trainings)
+    monkeypatch.setattr(estimates, "sampling_choices", lambda *a: samplings)
+    monkeypatch.setattr(estimates, "training_choices", lambda *a: trainings)
     config = resolve(qwen3_0p6b_gsm8k.get_config())
-    found = search.search(config, SLICE)
+    found = estimates.search(config, SLICE)
     assert [one.seconds for one in found] == sorted(one.seconds for one in found)
     assert {one.change["rollout.tensor"] for one in found} == {1, 2}, "three does not divide the chips of a host"
     assert len(found) == 4
-    best = search.changed(config, found[0].change)
+    best = run_plan.changed(config, found[0].change)
     assert best.rollout.slots is None and best.rollout.tensor == found[0].change["rollout.tensor"]
     console = Console(record=True, width=120, file=io.StringIO())
     printing.show_search(SLICE, found, console)
@@ -86,12 +86,12 @@ def test_the_fastest_settings_that_fit_come_first(monkeypatch):
 
 def test_choices_are_whole_rows_of_every_shard_and_copies_within_a_host():
     config = resolve(qwen3_4b_8k.get_config())
-    rows = {change["train.microbatch_size"] for change in search.training_choices(config, SLICE)}
+    rows = {change["train.microbatch_size"] for change in estimates.training_choices(config, SLICE)}
     assert rows == {8, 16, 32}
-    assert {change["rollout.tensor"] for change in search.sampling_choices(config, SLICE)} == {1, 2, 4}
+    assert {change["rollout.tensor"] for change in estimates.sampling_choices(config, SLICE)} == {1, 2, 4}
 
 
 def test_what_does_not_fit_is_left_out():
     config = resolve(qwen3_4b_8k.get_config())
     change = [{"train.microbatch_size": 512, "model.remat": "none"}]
-    assert search._estimates(config, SLICE, change, None) == []
+    assert estimates._estimates(config, SLICE, change, None) == []
