@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rpg_jax.environments import Message, Posed, Turn, played
+from rpg_jax.environments import Message, Posed, Turn, play
 from rpg_jax.rewards.expression import evaluate
 
 if TYPE_CHECKING:
@@ -32,10 +32,10 @@ class Problems:
     Operands have two digits. A sum is easy: it never carries, so that each column can be added by itself. A product is
     hard: no small model works it out in its head. Products have four digits, their operands are 32 or more.
 
-    The pupil who writes the demonstrations of a warm start calls the calculator for a sixth of the problems, easy or
-    hard, and copies the result. Otherwise he answers at once: a sum with a wrong digit in a tenth of the cases, a
-    product with any number. So he gets 92 % of sums right, 17 % of products, and 35 % where a quarter of the problems
-    are sums.
+    A simulated pupil writes the demonstrations of a warm start. For a sixth of the problems, easy or hard, the pupil
+    calls the calculator and copies the result. Otherwise the pupil answers at once: a sum with a wrong digit in a tenth
+    of the cases, a product with any number. So 92 % of sums are right, 17 % of products, and 35 % of all problems where
+    a quarter of the problems are sums.
 
     Attributes:
       easy: share of sums among the problems of "train" and "held out".
@@ -76,7 +76,7 @@ class Problems:
 
     def examples(self, problems: Sequence[Problem], *, turns: int) -> list[list[Message]]:
         """The conversations of the pupil, of at most `turns` turns."""
-        return [played(Game(), Posed.of(p), functools.partial(self.turn, p), turns=turns)[-1] for p in problems]
+        return [play(Game(), Posed.of(p), functools.partial(self.turn, p), turns=turns)[-1] for p in problems]
 
     def turn(self, problem: Problem, heard: Sequence[str]) -> str:
         """The pupil's next turn after the results `heard`."""
@@ -114,9 +114,9 @@ class Problems:
 class Game:
     """A turn that begins with `CALL` asks for the value of the expression behind it; any other turn is the answer.
 
-    A call costs `cost` and hears the value, an exact fraction ("7/2") where it is no whole number, or `UNREADABLE`. It
-    is parsed, never executed; `rewards.expression.evaluate` has the grammar. The answer ends the conversation. It pays
-    1 if it is the problem's, character by character but for blanks around it.
+    A call costs `cost`, and is answered by the value: a whole number, an exact fraction ("7/2"), or `UNREADABLE`. The
+    expression is parsed, never executed; `rewards.expression.evaluate` has the grammar. An answer ends the
+    conversation, and pays 1 if it has the characters of the problem's answer, blanks around it aside.
     """
 
     def __init__(self, cost: float = 0.1):

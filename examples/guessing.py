@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from rpg_jax.environments import Message, Posed, Turn, played
+from rpg_jax.environments import Message, Posed, Turn, play
 
 if TYPE_CHECKING:
     from rpg_jax.data import Problem
@@ -33,8 +33,9 @@ class Problems:
     player who guesses at random finds 26 % of the secrets. One who guesses at random in what is left finds 76 %, and
     one who halves it finds all.
 
-    The demonstrations of a warm start are of two kinds of pupils. Two thirds repeat their first guess, whatever they
-    hear, and find 6 %. The others guess in the middle half of what is left and find 97 %. Together they have 36 %.
+    Two kinds of simulated pupils write the demonstrations of a warm start. Two thirds of the pupils repeat their first
+    guess, whatever the answer is, and find 6 %. The others guess in the middle half of the range that is left, and find
+    97 %. Together the pupils find 36 %.
 
     Attributes:
       sizes: the fewest and the most digits of a range.
@@ -75,10 +76,10 @@ class Problems:
     def examples(self, problems: Sequence[Problem], *, turns: int) -> list[list[Message]]:
         """The conversations of the pupils, of at most `turns` turns."""
         game = Game(base=len(DIGITS))
-        return [played(game, Posed.of(p), functools.partial(self.guess, p), turns=turns)[-1] for p in problems]
+        return [play(game, Posed.of(p), functools.partial(self.guess, p), turns=turns)[-1] for p in problems]
 
     def guess(self, problem: Problem, heard: Sequence[str]) -> str:
-        """A pupil's next turn after the ranges `heard`; the problem decides which pupil it is."""
+        """A pupil's next turn after the ranges `heard`. The problem decides which pupil plays."""
         random = np.random.default_rng([self.seed, problem.prompt_id])
         listens, places = random.random() < _LISTENS, random.random(1 + len(heard))
         left, place = (heard[-1], places[-1]) if listens and heard else (problem.prompt, places[0])
@@ -105,10 +106,10 @@ class Problems:
 class Game:
     """A turn is a guess at the problem's answer, a whole number of the range at the end of its prompt ("4-p").
 
-    A wrong guess hears the numbers that are left: "i-p" where the secret is above h. So does any other text, which
-    changes nothing. The guess that finds the secret ends the conversation and pays 1, less `cost` for every turn before
-    it. All others pay nothing: if they cost something, a player who rarely wins would do best to give up. How many
-    turns there are is `environment.max_turns`. Numbers are written in a `base` of 2 to 36, where "z" is 35.
+    A wrong guess is answered by the range that is left: "i-p" where the secret is above h. Any other text is answered
+    by the same range as before. The guess that finds the secret ends the conversation and pays 1, less `cost` for every
+    turn before. All other turns pay nothing: if a wrong guess cost something, a player who rarely wins would do best to
+    give up. `environment.max_turns` is the number of turns. Numbers are written in a `base` of 2 to 36; "z" is 35.
 
     Raises:
       ValueError: `base` is out of range, or a prompt does not end with a range.

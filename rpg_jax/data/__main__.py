@@ -120,7 +120,7 @@ def _counts(problems: Sequence[Problem], report: Report) -> rich.table.Table:
 
 
 def _columns(report: Report) -> rich.table.Table:
-    """Which column was read as what, and those that nobody reads."""
+    """The meaning of each column that was read, and the columns that nobody reads."""
     table = _table("columns", "read as", "column", "rows")
     for (meaning, column), rows in sorted(report.columns.taken.items()):
         table.add_row(meaning, Text(column), str(rows))
@@ -135,7 +135,7 @@ def _columns(report: Report) -> rich.table.Table:
 
 
 def _limits(problems: Sequence[Problem], seen: Any, thinking: bool) -> Iterator[str]:
-    """What the config's limits do to the rows."""
+    """The effect of the config's limits on the rows."""
     prompts = [len(encode_prompt(p, seen.tokenizer, thinking=thinking)) for p in problems]
     long = sum(n > seen.max_prompt_tokens for n in prompts)
     yield f"{long} of {len(prompts)} prompts are longer than task.max_prompt_tokens={seen.max_prompt_tokens}"

@@ -51,14 +51,14 @@ class Group:
 
     @property
     def judged(self) -> np.ndarray:
-        """bool[G], the completions whose reward is known: all but those that `failed`."""
+        """bool[G], the completions whose reward is known: all completions but the `failed`."""
         return np.array([kind is None for kind in self.failed] or [True] * len(self.completions))
 
     @property
     def counted(self) -> np.ndarray:
-        """bool[G], the completions that are trained, and that baselines are means over: those that are `judged`.
+        """bool[G], the completions that are trained and that a baseline is the mean of: the `judged` completions.
 
-        If a single one of several is judged, there is nothing to compare it with, and none is counted.
+        If only one of several completions is judged, there is nothing to compare it with, and no completion counts.
         """
         judged = self.judged
         return judged & (judged.sum() > 1 or len(judged) == 1)
@@ -94,7 +94,7 @@ def encode_groups(groups: Sequence[Group]) -> str:
 
 
 def decode_groups(text: str) -> list[Group]:
-    """The groups that `encode_groups` was given."""
+    """The inverse of `encode_groups`."""
     return groups_from_bytes(zlib.decompress(base64.b64decode(text))) if text else []
 
 
@@ -134,7 +134,7 @@ def groups_to_bytes(groups: Sequence[Group]) -> bytes:
 
 
 def groups_from_bytes(packed: bytes) -> list[Group]:
-    """The groups that `groups_to_bytes` was given."""
+    """The inverse of `groups_to_bytes`."""
     if not packed:
         return []
     with np.load(io.BytesIO(packed)) as arrays:

@@ -35,7 +35,7 @@ class RowShape(NamedTuple):
 
 
 class Packable(Protocol):
-    """A prompt and its completions, of which those that are `counted` are trained; a `Group` is one."""
+    """A prompt and its completions, as in a `Group`. The `counted` completions are trained."""
 
     @property
     def prompt(self) -> np.ndarray: ...
@@ -63,7 +63,7 @@ class Packing:
 
     Attributes:
       places: for each group, the place of each completion.
-      trained: i32[P, G] as nested lists, trained tokens of each completion: those that the policy sampled, or 0.
+      trained: i32[P, G] as nested lists, trained tokens of each completion: the tokens that the policy sampled, or 0.
       shape: of every micro-batch.
       micro_batches: M, their number.
       sharding: of scattered arrays; None leaves them on the host.

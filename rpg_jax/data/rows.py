@@ -87,7 +87,7 @@ def read_row(row: Any, reading: Reading, prompt_id: int, columns: Columns | None
     `ANSWER_KEYS`. Any row may have a demonstration under one of `DEMONSTRATION_KEYS`; then its answer may be missing.
 
     Args:
-      columns: counts the columns that were read, and those that were not.
+      columns: counts the columns that were read, and the other columns.
 
     Raises:
       BadRow: a key is missing, a type is wrong, or the prompt or the answer is empty.

@@ -150,10 +150,11 @@ class Chains:
     A completion writes each operation with its value, then `ANSWER_MARK` and the answer: "k+54l-31m*44#4". Names are
     successive letters from a random one on, and "a" follows "z". The verifier reads the answer alone.
 
-    The pupil who writes the demonstrations of a warm start has a belief about each of the 49 facts of an operator: the
-    wrong value with probability u⁶, u uniform per fact, else the right one. So he gets 82 % of operations and 39 % of
-    chains right, and is more often wrong than right on a seventh of the facts. Sometimes he checks a value: he works it
-    out once more, and the last one counts ("k+50?4"). Sometimes he leaves a line out.
+    A simulated pupil writes the demonstrations of a warm start. The pupil has a belief about each of the 49 facts of an
+    operator: the wrong value with probability u⁶, u uniform per fact, else the right value. So the pupil gets 82 % of
+    operations and 39 % of chains right, and is more often wrong than right on a seventh of the facts. Sometimes the
+    pupil checks a value: the operation is worked out once more, and the last value counts ("k+50?4"). Sometimes the
+    pupil leaves a line out.
 
     A quarter of the demonstrations show the old skill, which RL does not train: numbers without a modulus ("old:6*5" to
     "#30"), never wrong.

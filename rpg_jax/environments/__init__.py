@@ -6,4 +6,4 @@ from rpg_jax.environments.environment import Environment as Environment
 from rpg_jax.environments.environment import Message as Message
 from rpg_jax.environments.environment import Posed as Posed
 from rpg_jax.environments.environment import Turn as Turn
-from rpg_jax.environments.environment import played as played
+from rpg_jax.environments.environment import play as play

@@ -20,7 +20,7 @@ Message = Mapping[str, Any]
 """One message of a chat: {"role": …, "content": …}, both text.
 
 Templates also see `name`, `reasoning_content`, `tool_calls` and `tool_call_id`, and the descriptions of tools under
-`tools` of the first message. Any other key is the environment's own, with a value of JSON: `step` finds it again.
+`tools` of the first message. An environment may add keys of its own, with values of JSON: `step` finds them again.
 """
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -81,7 +81,7 @@ class Environment(Protocol):
 METHODS = {"reset": ("problem",), "step": ("problem", "messages", "completion")}
 """The methods of an environment and the names of their arguments."""
 Handed = Mapping[str, Any]
-"""What a Python program hands over, by the name that the config has: classes, or objects with `reset` and `step`."""
+"""The classes, or objects with `reset` and `step`, that a Python program hands over, by their names in the config."""
 NOTHING: Handed = MappingProxyType({})
 
 
@@ -91,9 +91,9 @@ class Declaration:
 
     Attributes:
       path: "module:Class", or the name of a function that makes the environment.
-      pooled: it runs in processes that can be killed, and have no network. Otherwise it runs in the trainer's process,
-        which its author then trusts with what the policy writes; it may keep state there.
-      handed: what a Python program handed over under the name `path`; None is loaded from `path`.
+      pooled: the environment runs in processes that can be killed and have no network. Otherwise the environment runs
+        in the trainer's process and may keep state there. Its author then answers for every text that a policy writes.
+      handed: the class or object that a Python program handed over under the name `path`; None: `path` is loaded.
     """
 
     path: str
@@ -101,7 +101,7 @@ class Declaration:
     handed: Any = dataclasses.field(default=None, compare=False)
 
     def make(self, options: Mapping[str, Any]) -> Environment:
-        """The environment. Raises ValueError if it is none, or does not take the options."""
+        """The environment. Raises ValueError if `path` leads to no environment, or the options do not fit."""
         factory = load(self.path, "environment") if self.handed is None else self.handed
         if not inspect.isclass(factory) and hasattr(factory, "step"):
             if options:
@@ -123,9 +123,9 @@ ENVIRONMENTS: dict[str, Declaration] = {
 
 
 def find(name: str, *, in_process: bool = False, handed: Handed = NOTHING) -> Declaration:
-    """The environment called `name`, one that was handed over under it, or a user's own at "module:name".
+    """The environment called `name`: of `handed`, of `ENVIRONMENTS`, or a user's own at "module:name".
 
-    Raises ValueError if it is none of them.
+    Raises ValueError for another name.
     """
     if name in handed:
         return Declaration(name, pooled=False, handed=handed[name])
@@ -138,7 +138,7 @@ def find(name: str, *, in_process: bool = False, handed: Handed = NOTHING) -> De
 
 
 def _checked_environment(environment: Any, path: str) -> Environment:
-    """`environment` itself. Raises ValueError if it does not have what an environment has."""
+    """`environment` itself. Raises ValueError if a method of `METHODS` is missing or takes other arguments."""
     for name, arguments in METHODS.items():
         function = getattr(environment, name, None)
         called = f"{name}({', '.join(arguments)})"
@@ -152,23 +152,23 @@ def _checked_environment(environment: Any, path: str) -> Environment:
 
 
 def checked_messages(value: Any) -> list[dict[str, Any]]:
-    """`value` as a list of messages; raises BadScore if it is something else, or text that UTF-8 cannot hold."""
+    """`value` as a list of messages. Raises BadScore for other values, and for text that UTF-8 cannot hold."""
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Sequence):
         raise BadScore(f"messages are a list, got {type(value).__name__}")
     return [_message(each) for each in value]
 
 
 def checked_turn(value: Any) -> dict[str, Any]:
-    """A turn as {observation, reward, done} of plain JSON; raises BadScore if it is none.
+    """A `Turn` as {observation, reward, done} of plain JSON. Raises BadScore for other values.
 
-    Its observation is a list of messages, empty where the conversation is over.
+    The observation is a list of messages, empty where the conversation is over.
     """
     if not isinstance(value, Turn):
         raise BadScore(f"step returns a Turn(observation, reward, done), got {type(value).__name__}")
     if not isinstance(value.done, bool):
         raise BadScore(f"Turn.done is True or False, got {type(value.done).__name__}")
-    told = value.observation
-    messages = [{"role": "user", "content": told}] if isinstance(told, str) else told
+    seen = value.observation
+    messages = [{"role": "user", "content": seen}] if isinstance(seen, str) else seen
     observation = [] if value.done else checked_messages(messages)
     if not value.done and not observation:
         raise BadScore("a turn that is not done has an observation")
@@ -188,8 +188,8 @@ def _message(value: Any) -> dict[str, Any]:
     return dict(value)
 
 
-class Called:
-    """The methods of an environment that a worker process makes from the path of its class and its options."""
+class WorkerEnvironment:
+    """An environment in a worker process, which makes the environment from the path of a class and its options."""
 
     def __init__(self, path: str, options: Mapping[str, Any]):
         self._environment = Declaration(path).make(options)
@@ -208,7 +208,7 @@ class Called:
 async def call(environment: Environment, name: str, problem: dict[str, str], *others: Any) -> dict[str, Any]:
     """Calls a method of an environment in this process: a coroutine is awaited, and others run in a thread.
 
-    If it is cancelled, as at a deadline, such a thread is left alone: it ends when the method returns, or never.
+    If the call is cancelled, as at a deadline, the thread is left alone: it ends when the method returns, or never.
     """
     method, arguments = getattr(environment, name), (Posed(**problem), *others)
     if inspect.iscoroutinefunction(method):
@@ -243,30 +243,30 @@ async def _awaited(value: Any) -> Any:
 
 
 Player = Callable[[Sequence[str]], str]
-"""The next turn of a player, by the observations that he has heard so far."""
+"""A scripted player: the observations so far, as texts -> the next turn."""
 
 
-def played(
+def play(
     environment: Environment, problem: Posed, player: Player, *, turns: int
 ) -> tuple[list[Message], float, list[Message]]:
-    """Plays one conversation of at most `turns` turns with an environment whose functions are no coroutines.
+    """Plays one conversation of at most `turns` turns. The environment's methods must not be coroutines.
 
     Returns:
-      prompt: the messages that open it.
-      reward: the sum over its turns.
-      conversation: the messages after the prompt; the player's, which are the assistant's, come first and last.
+      prompt: the messages with which the environment opens.
+      reward: the sum over the turns.
+      conversation: the messages after the prompt. The first and the last message are the player's (the assistant's).
     """
     prompt: list[Message] = [*checked_messages(environment.reset(problem))]
     conversation: list[Message] = []
-    heard: list[str] = []
+    observations: list[str] = []
     reward = 0.0
     for left in reversed(range(turns)):
-        said = player(heard)
-        answer = checked_turn(environment.step(problem, [*prompt, *conversation], said))
-        conversation.append({"role": "assistant", "content": said})
+        text = player(observations)
+        answer = checked_turn(environment.step(problem, [*prompt, *conversation], text))
+        conversation.append({"role": "assistant", "content": text})
         reward += answer["reward"]
         if answer["done"] or not left:
             break
         conversation += answer["observation"]
-        heard.append("".join(message["content"] for message in answer["observation"]))
+        observations.append("".join(message["content"] for message in answer["observation"]))
     return prompt, reward, conversation

@@ -20,8 +20,8 @@ _BEFORE = ({"role": "user", "content": _ASKED}, {"role": "assistant", "content":
 class Player:
     """The `Responder` of a rollout: keeps each conversation's messages, asks the environment, and encodes what it says.
 
-    A failure of the environment ends its conversation, with the kind of error. `check` raises what is no failure of a
-    single conversation.
+    A failure of the environment ends one conversation, with the kind of error. A fault of all conversations is kept,
+    and `check` raises it.
 
     Args:
       stage: asks the environment.
@@ -88,10 +88,10 @@ class Player:
 class Observations:
     """Encodes the messages that follow a turn of the policy, up to where its next turn begins.
 
-    With a chat template the tokens are those between the policy's stop token and its next turn: the end of the
-    assistant's message as far as the stop token does not have it, the messages, and the generation prompt. Earlier
-    turns are not rendered again, so that the context only grows: a template that would leave out the thoughts of
-    earlier turns does not do so here. Without a template the contents are encoded as they are.
+    With a chat template the tokens run from the policy's stop token to the policy's next turn: the rest of the
+    assistant's message after the stop token, the messages, and the generation prompt. Earlier turns are not rendered
+    again, so that the context only grows. So a template cannot leave out the thoughts of earlier turns. Without a
+    template the contents are encoded as they are.
 
     Raises:
       ValueError: the chat template does not take an assistant's message.

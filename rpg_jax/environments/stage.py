@@ -1,4 +1,4 @@
-"""Where an environment is played: worker processes that can be killed, or this process."""
+"""Calls of an environment, in worker processes that can be killed or in this process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rpg_jax.rewards.callables import InProcess
 from rpg_jax.rewards.pool import WorkerPool
 from rpg_jax.rewards.verdicts import CHANCE, BadScore, FirstFailures, Task, Verdict
 
-_CALLED = "rpg_jax.environments.environment:Called"
+_WORKER = "rpg_jax.environments.environment:WorkerEnvironment"
 _WAITING = 64  # threads that wait for an environment in this process
 _TOGETHER = 64  # problems that one thread opens
 
@@ -34,8 +34,8 @@ _TOGETHER = 64  # problems that one thread opens
 class Stage(contextlib.AbstractContextManager["Stage"]):
     """An environment with its options, and threads that ask it. `close` ends its processes.
 
-    Each thread that calls has a worker process, which starts at its first call. A call that hangs delays the calls
-    after it in that thread until its deadline, and no others.
+    Each thread has a worker process of its own, which starts at the first call. A call that hangs delays the next
+    calls of its thread until the deadline, and no other calls.
 
     Args:
       declaration: of the environment.
@@ -95,11 +95,11 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
         return verdict
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        """Calls a function that asks this stage in one of its threads."""
+        """Calls a function in a thread of this stage. The function may call `step`."""
         return self._threads.submit(function, *arguments)
 
     def close(self) -> None:
-        """Ends the processes after the calls that are under way there, and cancels those in this process."""
+        """Ends the worker processes after their current calls, and cancels the calls in this process."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         if self._own is not None:
             self._own[0].close()
@@ -120,7 +120,7 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
             in_process, environment = self._own
             begun = [in_process.submit(functools.partial(call, environment, t.function), t) for t in tasks]
             return [each.result() for each in begun]
-        tasks = [dataclasses.replace(task, function=f"{_CALLED}.{task.function}") for task in tasks]
+        tasks = [dataclasses.replace(task, function=f"{_WORKER}.{task.function}") for task in tasks]
         pool = self._pools.get()
         try:
             pool = pool or self._started()
@@ -130,8 +130,8 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
 
     def _started(self) -> WorkerPool:
         """A pool of a single process."""
-        functions = {f"{_CALLED}.{name}": arguments for name, arguments in METHODS.items()}
-        made = {_CALLED: {"path": self._declaration.path, "options": self._options}}
+        functions = {f"{_WORKER}.{name}": arguments for name, arguments in METHODS.items()}
+        made = {_WORKER: {"path": self._declaration.path, "options": self._options}}
         return WorkerPool(functions, made=made, size=1, deadline_s=self._deadline_s)
 
 
@@ -154,7 +154,7 @@ def _opened(name: str, problem: Problem, verdict: Verdict) -> Problem:
 
 
 def _told(value: dict[str, Any]) -> Verdict:
-    """The verdict with a turn of JSON, checked again: what a process wrote may be a lie."""
+    """The verdict on a turn of JSON from a worker process. The turn is checked again, because the process may lie."""
     try:
         turn = Turn(value.get("observation", ""), value.get("reward", 0.0), value.get("done", False))
         return Verdict(None, value=checked_turn(turn))

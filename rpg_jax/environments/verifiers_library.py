@@ -90,7 +90,7 @@ class _Game:
         self._task = asyncio.ensure_future(environment.run_rollout(row, _Policy(self), "policy", {}))
 
     async def answer(self, completion: str) -> list[dict[str, Any]] | None:
-        """What the environment says after a turn; None at the end."""
+        """The environment's messages after a turn; None at the end."""
         if self._known < 0 and await self._request() is None:
             raise ValueError("the environment ended before the first turn")
         self._said.put_nowait(completion)

@@ -1,4 +1,4 @@
-"""A verifier process leaves nothing running: its keeper ends whatever it started, new sessions included.
+"""A verifier process leaves nothing running: its keeper ends every process that the verifier started.
 
 A process group does not hold a process that calls `setsid`. On Linux a verifier process therefore gets a parent of its
 own, the keeper, which ends with it and ends all that descends from it. Where the system allows it, the verifier works

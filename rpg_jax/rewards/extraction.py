@@ -57,7 +57,7 @@ def extract_answer(completion: str, verifier: str | None = None) -> str | None:
     The answer is the text that the `verifier` of that name compares, in its normal form. Without a verifier, or with a
     user's own function, the answer is the first of these that exists, in the spelling that `math_dapo` compares: the
     last "Answer:" line, the last \\boxed{…}, the text after the last "####" or "#", the whole text if it is one line of
-    at most 100 characters. The equality of "math_verify" has no normal form: see `united`.
+    at most 100 characters. The equality of "math_verify" has no normal form: see `merge_equal_answers`.
     """
     return _OF_VERIFIER.get(verifier or "", _any)(completion)
 
@@ -127,8 +127,8 @@ _OF_VERIFIER: dict[str, Callable[[str], str | None]] = {
 
 
 MOST_COMPARED = 32
-"""The different spellings of a problem that are compared, the most frequent ones: at most 496 pairs a problem."""
-_MOST_FAILURES = 2  # of an answer: one that hangs every comparison costs two deadlines, not 31
+"""The number of spellings of a problem that are compared, the most frequent first: at most 496 pairs a problem."""
+_MOST_FAILURES = 2  # of an answer: an answer that hangs every comparison costs two deadlines, not 31
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,16 +143,17 @@ Equal = Callable[[Sequence[tuple[str, str]]], Sequence[bool | None]]
 """Whether the answers of each pair of completions are equal; None where that could not be decided."""
 
 
-def united(problems: Sequence[Sequence[Read | None]], equal: Equal) -> list[list[str | None]]:
+def merge_equal_answers(problems: Sequence[Sequence[Read | None]], equal: Equal) -> list[list[str | None]]:
     """The answers of P problems, of n_p completions each, where equal answers have one spelling.
 
-    Two completions have one answer if they write it alike, or if a chain of equal pairs joins the two. So equality is
-    transitive here, as that of math-verify is not (5 = 5 % = 0.05). The most frequent spelling stands for the joined
-    ones, the first of several. None, no answer, stays None.
+    The reference answer has no part in a vote. Two completions have one answer if both write the same text, or if a
+    chain of equal pairs joins the two texts. So equality is transitive here. The equality of math-verify is not
+    (5 = 5 % = 0.05). The most frequent spelling stands for all joined spellings; of several, the first. None stays
+    None.
 
-    The pairs are compared in rounds, each spelling with its next, then with its second next, and so on. Not compared
-    are pairs that are joined already, spellings of which two comparisons failed, and those after the `MOST_COMPARED`
-    most frequent.
+    The comparisons go in rounds: each spelling with the next, then with the second next, and so on. A pair is left out
+    if both are joined already, if two comparisons of one of them failed, or if one is not among the `MOST_COMPARED`
+    most frequent spellings.
     """
     answers = [_Answers(own) for own in problems]
     for apart in range(1, MOST_COMPARED):
@@ -163,7 +164,7 @@ def united(problems: Sequence[Sequence[Read | None]], equal: Equal) -> list[list
 
 
 class _Answers:
-    """The spellings of one problem, the most frequent first, and which of them are joined."""
+    """The spellings of the answers to one problem, the most frequent first, and the groups of joined spellings."""
 
     def __init__(self, given: Sequence[Read | None]):
         self._votes = collections.Counter(read.answer for read in given if read is not None)

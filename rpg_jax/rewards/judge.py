@@ -58,7 +58,7 @@ class Failed(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """Who is asked, and how; the fields are those of the config's section `judge`.
+    """The server and the form of its requests; the config's section `judge` has the same fields.
 
     Raises:
       ValueError: there is no url, or it is not one of HTTP; the prompt lacks {completion}.

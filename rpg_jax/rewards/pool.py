@@ -213,7 +213,7 @@ class _Process:
         self.unsent = json.dumps({"id": self._sent, **dataclasses.asdict(task)}).encode() + b"\n"
 
     def unusable(self) -> bool:
-        """Whether the process died while it was idle, or wrote a line that no task asked for."""
+        """Whether the idle process has died, or has written a line without a task."""
         return self._process.poll() is not None or self._read() or bool(self._received)
 
     def poll(self) -> Verdict | None:

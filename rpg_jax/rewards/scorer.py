@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from rpg_jax.rewards.callables import InProcess
-from rpg_jax.rewards.extraction import Read, extract_answer, united
+from rpg_jax.rewards.extraction import Read, extract_answer, merge_equal_answers
 from rpg_jax.rewards.judge import Judge, Server
 from rpg_jax.rewards.pool import WorkerPool
 from rpg_jax.rewards.verdicts import CHANCE, FirstFailures, Task, Verdict
@@ -29,7 +29,7 @@ from rpg_jax.rewards.verifiers import (
     Functions,
     Verifier,
     check,
-    decides,
+    deciding_part,
     is_verifier,
     name_for_source,
     resolve,
@@ -73,7 +73,7 @@ class Scores:
         environment are not among them, see `types.Turns.error`.
       failures: N, the kind of error of the verdict that decides accuracy, or None.
       failed: N, the kind (of `verdicts.CHANCE`) in which the machinery has failed on a part or on the conversation, or
-        None. Nothing is known of such a completion: its numbers here are those of a wrong one, and it is not trained.
+        None. Nothing is known of a completion with a kind: it has the numbers of a wrong completion and is not trained.
     """
 
     rewards: np.ndarray
@@ -125,7 +125,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         check(weights, options, accuracy=accuracy, right_above=right_above)
         self._weights = weights
         self._options = {name: dict(options.get(name, {})) for name in weights}
-        self._accuracy, self._right_above = decides(weights, accuracy), right_above
+        self._accuracy, self._right_above = deciding_part(weights, accuracy), right_above
         self._grades_refused = _FIRST_SCORES if begins else 0  # scores to come among which a grade is an error
         self._grade_noted = False
         self._judge = Judge(Server(**self._options[JUDGE])) if JUDGE in weights else None
@@ -188,9 +188,9 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
     def answers(self, problems: Sequence[Scorable], texts: Sequence[Sequence[str]]) -> list[list[str | None]]:
         """The answers of the completions of P problems, as the verifier that decides accuracy compares them.
 
-        None where it finds none. Equal answers to a problem are the same text. Where a verifier's equality has no
-        normal form, as that of `math_verify`, it compares the answers with each other (`united`), in the pool.
-        No problem's reference answer is read.
+        None where the verifier finds no answer. Equal answers to a problem are the same text. The equality of
+        `math_verify` has no normal form, so the verifier compares the answers with each other, in the pool (see
+        `merge_equal_answers`). No problem's reference answer is read.
         """
         by_source = self._accuracy == BY_SOURCE
         places = collections.defaultdict[str, list[int]](list)
@@ -200,7 +200,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         for name, own in places.items():
             verifier, given = VERIFIERS.get(name), [texts[place] for place in own]
             if verifier and verifier.equal:
-                answers = self._united(verifier, given)
+                answers = self._merged_answers(verifier, given)
             else:
                 answers = [[extract_answer(text, name) for text in one] for one in given]
             found |= zip(own, answers, strict=True)
@@ -232,7 +232,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
                 raise ValueError(
                     "the reward 'environment' needs completions that an environment played: set environment.name"
                 )
-            return np.array([total(each) for each in played], np.float32), [each.error for each in played]
+            return np.array([total_reward(each) for each in played], np.float32), [each.error for each in played]
         named = self._named[name]
         verifiers = [named or VERIFIERS[name_for_source(p.source)] for p in problems]
         verdicts = self._verdicts(verifiers, problems, texts, options)
@@ -255,7 +255,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         verdicts |= zip(own, self._in_process.verdicts(calls), strict=True)
         return [verdicts[i] for i in range(len(tasks))]
 
-    def _united(self, verifier: Verifier, texts: Sequence[Sequence[str]]) -> list[list[str | None]]:
+    def _merged_answers(self, verifier: Verifier, texts: Sequence[Sequence[str]]) -> list[list[str | None]]:
         """The answers that the verifier reads in each problem's completions, equal ones in one spelling."""
         pool = self._start_pool()
         tasks = [Task(verifier.read, (text,), returns="object") for own in texts for text in own]
@@ -266,13 +266,13 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
             verdicts = pool.run([Task(verifier.equal, pair) for pair in pairs])
             return [None if verdict.score is None else verdict.score == 1 for verdict in verdicts]
 
-        return united(read, equal)
+        return merge_equal_answers(read, equal)
 
     def _check_for_grades(self, scores: Sequence[float]) -> None:
-        """Refuses to call a score right or wrong where it is neither, and nobody has said from where on it is right.
+        """Looks for grades, which are neither right nor wrong without `right_above`.
 
-        A grade among the first scores is an error. A later grade is noted: a run does not end for one rare score after
-        hundreds of steps.
+        A grade among the first scores is an error. A later grade is noted once: a run does not end for one rare score
+        after hundreds of steps.
         """
         grade = next((score for score in scores if score not in VERDICTS), None)
         if grade is None or self._grade_noted:
@@ -297,7 +297,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         return self._pool
 
 
-def total(turns: Played) -> float:
+def total_reward(turns: Played) -> float:
     """The sum of the turns' rewards. After a failure of the environment it is at most 0, so that failing never pays."""
     paid = float(np.sum(turns.rewards, dtype=np.float64))
     return paid if turns.error is None else min(paid, 0.0)

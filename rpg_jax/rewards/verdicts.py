@@ -8,14 +8,14 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Literal
 
 KINDS = ("timeout", "crash", "memory", "error", "value", "forbidden", "unreachable", "status")
-"""How a verdict fails. error: the function raised. value: what it returned is no score, see `checked_score`.
+"""The kinds of failure of a verdict. error: the function raised. value: it returned no score, see `checked_score`.
 
 unreachable: a judge's server did not answer, or the function raised an OSError, as it does where it finds no server.
-status: the server answered with an error of HTTP, or in another form than it was asked for."""
+status: the server answered with an error of HTTP, or in a form that nobody asked for."""
 CHANCE = frozenset({"timeout", "crash", "memory", "unreachable", "status"})
-"""The kinds that machinery may cause: the same call may succeed another time, so nothing is known of the completion.
+"""The kinds that machinery may cause. The same call may succeed another time, so nothing is known of the completion.
 
-Under the other kinds a completion is wrong: what it says made the function raise, return no score, or do what is
+Under the other kinds a completion is wrong: its text made the function raise, return no score, or try what is
 forbidden."""
 LARGEST = 1e6  # of a score's absolute value: sums over a group and their squares stay far inside float32
 LARGEST_OBJECT = 2**20  # bytes of an object's JSON

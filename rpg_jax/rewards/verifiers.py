@@ -29,7 +29,7 @@ class Verifier:
       sees_prompt: the function also takes the prompt, as its third argument.
       remote: a server is asked, see `judge.Judge`; the options are the fields of `judge.Server`.
       graded: scores say how good, not right or wrong. Such a verifier needs `rewards.right_above` to decide accuracy.
-      played: nothing is called: an environment has paid for the turns of the completion, see `scorer.total`.
+      played: nothing is called: an environment has paid for the turns of the completion, see `scorer.total_reward`.
       read, equal: where equality has no normal form, "module:function" of two more functions of the pool: the answer
         of a completion as {"answer": text or None}, and 1 if two completions have equal answers, else 0.
       function: the function that a Python program handed over under the name `path`; None: it is loaded from `path`.
@@ -69,7 +69,7 @@ VERIFIERS = {
     "gsm8k": Verifier("rpg_jax.rewards.extraction:gsm8k"),
     "countdown": Verifier("rpg_jax.rewards.expression:countdown"),
     JUDGE: Verifier("rpg_jax.rewards.judge:Judge", sees_prompt=True, remote=True, graded=True),
-    ENVIRONMENT: Verifier("rpg_jax.rewards.scorer:total", sees_prompt=True, played=True),
+    ENVIRONMENT: Verifier("rpg_jax.rewards.scorer:total_reward", sees_prompt=True, played=True),
 }
 
 BY_SOURCE = "by_source"
@@ -153,12 +153,12 @@ def check(
         raise ValueError(f"no verifier among {list(weights)}, so nothing measures accuracy: add one of {[*VERIFIERS]}")
     if accuracy is not None and (accuracy not in weights or not is_verifier(accuracy)):
         raise ValueError(f"rewards.accuracy={accuracy!r} must be a verifier among the rewards {[*weights]}")
-    deciding = resolve(name := decides(weights, accuracy))
+    deciding = resolve(name := deciding_part(weights, accuracy))
     if right_above is None and deciding and deciding.graded:
         raise ValueError(f"the reward {name!r} decides accuracy, and grades: {RIGHT_ABOVE}")
 
 
-def decides(weights: Mapping[str, float], accuracy: str | None) -> str:
+def deciding_part(weights: Mapping[str, float], accuracy: str | None) -> str:
     """The part that decides accuracy: the one named, else the first verifier."""
     return accuracy or next(filter(is_verifier, weights))
 

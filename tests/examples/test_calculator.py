@@ -9,7 +9,7 @@ import pytest
 
 from examples.calculator import SETS as HELD_OUT_SETS
 from examples.calculator import Game, Problems
-from rpg_jax.environments import Declaration, Posed, Turn, played
+from rpg_jax.environments import Declaration, Posed, Turn, play
 
 TASK = Problems()
 SETS = {name: TASK.problems(name) for name in ("train", *HELD_OUT_SETS)}
@@ -101,7 +101,7 @@ def test_a_third_of_the_pupils_calculations_are_right_and_sums_more_often_than_p
     right = {"+": [], "*": []}
     for problem in TASK.problems("train", 1500):
         pupil = functools.partial(TASK.turn, problem)
-        _, reward, conversation = played(Game(), posed(problem), pupil, turns=3)
+        _, reward, conversation = play(Game(), posed(problem), pupil, turns=3)
         right[problem.prompt[2]].append(reward > 0)
         assert len(conversation) == (3 if conversation[0]["content"].startswith("calc ") else 1)
     assert 0.88 < np.mean(right["+"]) < 0.95 and 0.14 < np.mean(right["*"]) < 0.2

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from examples.guessing import DIGITS, Game, Problems
-from rpg_jax.environments import Declaration, Posed, Turn, played
+from rpg_jax.environments import Declaration, Posed, Turn, play
 
 TASK = Problems()
 TRAIN, HELD_OUT = TASK.problems("train"), TASK.problems("held out")
@@ -94,7 +94,7 @@ def player(problem, choose, *, listens=True):
 
 def found(make) -> float:
     """The share of secrets that players find in five turns."""
-    return np.mean([played(Game(base=36), posed(p), make(p), turns=TURNS)[1] > 0 for p in GAMES])
+    return np.mean([play(Game(base=36), posed(p), make(p), turns=TURNS)[1] > 0 for p in GAMES])
 
 
 def test_halving_finds_every_secret_and_the_pupils_of_the_warm_start_a_third():
@@ -108,7 +108,7 @@ def test_a_wrong_guess_hears_what_is_left_and_finding_the_secret_pays_less_for_e
     game, problem = Game(cost=0.1), Posed("Guess a number of 5-40", "19", "")
     for guesses, left in ((["18"], "19-40"), (["30"], "5-29"), (["9", "30", "7", "33"], "10-29"), (["-3"], "5-40")):
         turns = [*guesses, "19"]
-        _, reward, conversation = played(game, problem, lambda heard, turns=turns: turns[len(heard)], turns=5)
+        _, reward, conversation = play(game, problem, lambda heard, turns=turns: turns[len(heard)], turns=5)
         assert conversation[-2]["content"] == left and reward == pytest.approx(1 - 0.1 * len(guesses))
     for text in ("", "1 9", "19.0", "nineteen", "١٩", "1" * 19, "f", "1_0"):
         assert game.step(problem, [], text) == Turn("5-40")
@@ -126,6 +126,6 @@ def test_the_game_opens_with_the_problems_own_prompt_and_keeps_nothing():
 
 
 def test_a_conversation_ends_with_the_players_turn_after_the_last_that_he_has():
-    prompt, reward, conversation = played(Game(base=36), posed(GAMES[0]), lambda heard: "-1", turns=2)
+    prompt, reward, conversation = play(Game(base=36), posed(GAMES[0]), lambda heard: "-1", turns=2)
     assert prompt == [{"role": "user", "content": GAMES[0].prompt}]
     assert [m["role"] for m in conversation] == ["assistant", "user", "assistant"] and reward == 0
