@@ -1,9 +1,10 @@
-"""Writes the parts of docs/ that are made from the code: the tables of methods.md, and configuration.md.
+"""Writes what is made from the code: docs/configuration.md, the tables of docs/methods.md, configs/choices.json.
 
 python -m rpg_jax.docs
 """
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -38,15 +39,22 @@ _MORE = ("overlong shaping", "learning rate", "source")
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = cli.parser("docs", __doc__)
-    parser.add_argument("--out", type=Path, default=_FOLDER, help="folder to write (default: docs)")
+    parser.add_argument("--out", type=Path, default=config_files.ROOT, help="folder to write (default: the checkout)")
     return cli.run(write, parser, argv)
 
 
 def write(options: argparse.Namespace) -> None:
-    """Writes every page."""
-    options.out.mkdir(parents=True, exist_ok=True)
-    for name, page in PAGES.items():
-        write_atomically(options.out / name, page())
+    """Writes every file."""
+    for name, content in FILES.items():
+        (options.out / name).parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(options.out / name, content())
+        config_files.table_names.cache_clear()
+
+
+def choices_file() -> str:
+    """choices.json: the names in every table of choices, in the order of the table."""
+    fields = config_files.fields().values()
+    return json.dumps({f.choices: f.names for f in fields if isinstance(f.choices, str)}, indent=1) + "\n"
 
 
 def methods_page() -> str:
@@ -79,8 +87,12 @@ def configuration_page() -> str:
     return "\n\n".join([_CONFIGURATION.strip(), *(_section(name, section) for name, section in sections)]) + "\n"
 
 
-PAGES: Mapping[str, Callable[[], str]] = {"methods.md": methods_page, "configuration.md": configuration_page}
-"""The functions that make the text of a page, by its file."""
+FILES: Mapping[str, Callable[[], str]] = {
+    "configs/choices.json": choices_file,
+    "docs/methods.md": methods_page,
+    "docs/configuration.md": configuration_page,
+}
+"""The functions that make a file, by its path in the checkout."""
 
 
 def _row(named: tuple[str, losses.Method]) -> tuple[str, ...]:

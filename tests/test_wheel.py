@@ -51,7 +51,9 @@ def expected_files():
     """What a wheel holds beside what describes it."""
     package = ROOT / "rpg_jax"
     files = {path.relative_to(ROOT).as_posix() for path in package.rglob("*.py")}
-    files |= {f"rpg_jax/configs/{path.name}" for path in (ROOT / "configs").glob("*.py")}
+    files |= {f"rpg_jax/configs/{path.name}" for path in (ROOT / "configs").glob("*.py")} | {
+        "rpg_jax/configs/choices.json"
+    }
     files |= {f"rpg_jax/{path.relative_to(ROOT)}" for path in (ROOT / "configs").glob("chains_start*/*")}
     files |= {path.relative_to(ROOT).as_posix() for path in package.rglob("*.json")}
     return (

@@ -214,7 +214,7 @@ class Field:
 
     @property
     def names(self) -> list[str]:
-        """The choices; [] where there are none."""
+        """The choices; [] where there are none. A table of choices is imported, and JAX with it."""
         if not isinstance(self.choices, str):
             return list(self.choices)
         module, _, tables = self.choices.partition(":")
@@ -223,7 +223,8 @@ class Field:
     @property
     def values(self) -> str:
         """The choices or the range in words; "" where the field takes every value of its type."""
-        names = self.names
+        names = table_names().get(self.choices) if isinstance(self.choices, str) else self.choices
+        names = self.names if names is None else names
         return f"One of {', '.join(names)}." if names else f"In {self.range}." if self.range else ""
 
     def check(self, name: str, value: Any) -> None:
@@ -232,7 +233,7 @@ class Field:
         if names and value not in names and not (value is None and isinstance(self.default, Unset)):
             close = difflib.get_close_matches(str(value), names, n=1)
             nearest = f"did you mean {close[0]!r}? " if close else ""
-            raise ValueError(f"{name}={value!r}: {nearest}{self.values}")
+            raise ValueError(f"{name}={value!r}: {nearest}One of {', '.join(names)}.")
         if self.range and value is not None:
             from rpg_jax.losses.declaration import Range  # it loads JAX: --help need not wait for it
 
@@ -244,6 +245,12 @@ class Field:
     def text(self) -> str:
         """The meaning, and the values that the field takes."""
         return f"{self.meaning} {self.values}".rstrip()
+
+
+@functools.cache
+def table_names() -> dict[str, list[str]]:
+    """The names in each table of choices, as `python -m rpg_jax.docs` has written them: --help need not import JAX."""
+    return json.loads((FOLDER / "choices.json").read_text(encoding="utf-8"))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -81,6 +81,13 @@ def test_an_override_may_follow_its_value_a_space_or_no_and_is_recorded():
     assert file == "configs/tiny.py" and config.is_locked
 
 
+def test_help_names_every_choice_and_need_not_wait_for_jax():
+    script = "import sys\nfrom rpg_jax.runs.train_command import main\ntry:\n    main(['--help'])\nfinally:\n"
+    script += "    assert not {'jax', 'rpg_jax.losses'} & set(sys.modules), 'imported'"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and "One of token_mean, " in done.stdout, done.stderr
+
+
 def test_flags_that_are_on_by_default_are_switched_off_by_no():
     for arguments, expected in {(): True, ("--notry",): False, ("--try=false",): False, ("--try",): True}.items():
         assert getattr(command().read(arguments), "try") is expected
