@@ -1,7 +1,10 @@
 """A resume finds the problems, the tokenizer and the model that the run began with, or says which has changed."""
 
 import dataclasses
+import importlib
 import json
+import linecache
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -109,3 +112,16 @@ def test_another_source_of_an_own_loss_is_noticed(experiment, tmp_path, monkeypa
     losses.declare_own_loss("mine:pull", push)
     with pytest.raises(ValueError, match="^loss.name has changed since this run began: put the old content back"):
         inputs.check(experiment, tmp_path, begins=False)
+
+
+def test_another_text_of_an_own_task_is_noticed(experiment, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    experiment.config.task.name = "a_task_of_ones_own:Doubles"
+    found = []
+    for body in ("pass", "first = 1", "pass"):
+        (tmp_path / "a_task_of_ones_own.py").write_text(f"class Doubles:\n    {body}\n")
+        sys.modules.pop("a_task_of_ones_own", None)
+        importlib.invalidate_caches()
+        linecache.clearcache()
+        found.append(inputs.digests(experiment)["task.name"])
+    assert found[0] == found[2] != found[1]

@@ -143,3 +143,47 @@ def test_without_any_answer_the_fix_is_named(tmp_path):
     config.task.held_out_sets = f"A={written(tmp_path / 'a.jsonl', (7,))}"
     with pytest.raises(ValueError, match=r"train: 1 of 1 problems have no answer: give rows an `answer`, or name"):
         Task.from_config(config).with_answers(config)
+
+
+OWN = """
+from rpg_jax.data import Problem
+
+class Doubles:
+    def __init__(self, held_out):
+        self.first = round(held_out * 10)
+
+    def problems(self, name, count=None):
+        numbers = range(self.first) if name == "held out" else range(self.first, 10)
+        return [Problem(n, f"{n}+{n}=", str(2 * n), "doubles") for n in numbers][:count]
+
+    def texts(self):
+        return ["0123456789+="]
+
+class Shown(Doubles):
+    def examples(self, problems, *, turns):
+        return [f"{turns} {problem.answer}" for problem in problems]
+
+class Silent:
+    def __init__(self, held_out):
+        self.texts = list
+"""
+
+
+def test_a_class_of_ones_own_makes_the_problems_and_the_demonstrations(tmp_path, monkeypatch):
+    (tmp_path / "own_task.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = tiny.get_config()
+    config.task.name, config.task.held_out, config.task.generated = "own_task:Doubles", 0.2, 3
+    task = Task.from_config(config)
+    assert [p.prompt for p in task.train] == ["2+2=", "3+3=", "4+4="] and not task.examples(task.train)
+    assert [p.answer for p in task.held_out["held out"]] == ["0", "2"] and list(task.texts) == ["0123456789+="]
+    config.task.name, config.environment.max_turns = "own_task:Shown", 7
+    assert [text for _, text in Task.from_config(config).examples(task.train)] == ["7 4", "7 6", "7 8"]
+    for name, error in (
+        ("own_task:Silent", r"it has no problems\(\)"),
+        ("arithmatic", "known: arithmetic, chains, files, module:Class"),
+        ("own_tusk:Doubles", "cannot import 'own_tusk' for the task .*PYTHONPATH"),
+    ):
+        config.task.name = name
+        with pytest.raises(ValueError, match=error):
+            Task.from_config(config)
