@@ -1,4 +1,4 @@
-"""What a laboratory leaves: a file of its numbers, and a page of tables without words."""
+"""Files of a programme: its numbers, and a page of tables without words."""
 
 import contextlib
 import dataclasses

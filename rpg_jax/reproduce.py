@@ -132,7 +132,7 @@ def seeds(text: str | None) -> list[int]:
 
 
 def _command(given: Sequence[str]) -> str:
-    """What a page names as its origin: `given` without its folder, which is of one machine."""
+    """Returns the command that a page names as its origin, without `--out`, which is a folder of one machine."""
     pairs = zip(["", *given], given, strict=False)
     kept = [word for before, word in pairs if before != "--out" and word.partition("=")[0] != "--out"]
     return shlex.join(["python", "-m", "rpg_jax.reproduce", *kept])

@@ -30,7 +30,7 @@ def sampled_run(
     entries = tree.along(jnp.arange(tree.prefixes * tree.actions).reshape(-1, tree.actions))
 
     def chosen(tables: jax.Array, drawn: jax.Array) -> jax.Array:
-        """What completions i[P, G] pass in tables f[P, S, V]: f[P · G, T]."""
+        """The entries of tables f[P, S, V] that completions i[P, G] pass: f[P · G, T]."""
         return jax.vmap(lambda table, x: table.ravel()[entries[x]])(tables, drawn).reshape(-1, tree.length)
 
     def loss(logits: jax.Array, behaviour: jax.Array, drawn: jax.Array) -> jax.Array:

@@ -1,4 +1,4 @@
-"""What a run on paths has reached: exact sums where all completions can be enumerated, else independent samples."""
+"""Judges a run on paths by exact sums where all completions can be enumerated, else by independent samples."""
 
 import itertools
 from typing import Any

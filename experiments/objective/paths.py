@@ -74,7 +74,7 @@ class PathSettings:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Verifier:
-    """What is right, and what is paid.
+    """Says which completions are right, and which completions are paid.
 
     Attributes:
       allowed: bool[P, V, V], the steps from symbol to symbol that each prompt's graph allows.

@@ -1,4 +1,4 @@
-"""What the experiments on the objective found: tables, and the figure of the frontier."""
+"""The results of the experiments on the objective: tables, and the figure of the frontier."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class Kept:
 
 
 def read(text: str) -> Kept:
-    """The runs in the lines of such a file; a last line that was torn is left out.
+    """Reads the lines of `objective.jsonl`; a torn last line is left out.
 
     Raises:
       ValueError, KeyError: other text.

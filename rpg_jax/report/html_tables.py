@@ -76,7 +76,7 @@ def anchor_letters(configs: Sequence[Config]) -> dict[str, str]:
 
 
 def notes(configs: Sequence[Config], rows: Sequence[Row]) -> Markup:
-    """What the marks of the results mean, and a warning if KLs have different anchors."""
+    """Explains the marks of the results, and warns if KLs have different anchors."""
     parts = []
     if any(row.ranks for row in rows):
         parts.append("In each column the <b>best</b> value is bold, the <u>second</u> underlined.")

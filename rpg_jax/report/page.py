@@ -75,7 +75,10 @@ def write_page(run_dirs: Sequence[Path], out: Path, *, rollout_steps: int = ROLL
 
 
 def page_data(configs: Sequence[Config], *, rollout_steps: int) -> tuple[dict[str, Any], list[str]]:
-    """What figures and rollouts show: JSON-able data, and the packed rollouts that it names by their indices."""
+    """Returns the data of figures and rollouts, which JSON can hold, and the packed rollouts.
+
+    The data name the packed rollouts by their indices.
+    """
     chunks: list[str] = []
     numbers = []
     shown = []
@@ -188,7 +191,7 @@ def _axis(budget: Budget, configs: Sequence[Config]) -> dict[str, Any]:
 
 
 def _results(configs: Sequence[Config]) -> str:
-    """The switch between axes, and the results on each; the style sheet shows those of the chosen axis."""
+    """The switch between axes, and the results on each; the style sheet shows the results on the chosen axis."""
     ks = {name: own[-1].get("k") for c in configs for run in c.runs for name, own in run.evaluations.items()}
     choices, shown, rows = [], [], []
     for i, budget in enumerate(tables.budgets(configs)):

@@ -1,7 +1,7 @@
 """Draws every picture: the curves of a run, the scores of its checkpoints, and the figures of a table of runs.
 
 A line over steps is the mean over seeds, and the band around the line reaches from the least seed to the largest. The
-figures of tables take {row: …} in the order in which the rows are drawn.
+figures of tables take {row: …}, and draw the rows in this order.
 """
 
 from __future__ import annotations

@@ -39,25 +39,6 @@ def duration(seconds: float) -> str:
     return f"{seconds // 3600} h {seconds % 3600 // 60:02d} min"
 
 
-class Pace:
-    """The last step that is done, and the seconds that recent steps took. The first step compiles and never counts."""
-
-    def __init__(self, first: int, clock: Callable[[], float]):
-        self.step, self.clock = first, clock
-        self._done_at: float | None = None
-        self._seconds: deque[float] = deque(maxlen=20)
-
-    def done(self, step: int) -> None:
-        now = self.clock()
-        if self._done_at is not None and step > self.step:
-            self._seconds.append((now - self._done_at) / (step - self.step))
-        self.step, self._done_at = step, now
-
-    def seconds_until(self, step: int) -> float | None:
-        """Steps left times the median of the last step times; None before the second step."""
-        return max(step - self.step, 0) * median(self._seconds) if self._seconds else None
-
-
 class Progress:
     """Shows how far a run is; use it as a context manager.
 
@@ -82,7 +63,9 @@ class Progress:
         if (total is None) == (goal is None):
             raise ValueError(f"give either total (steps) or goal (an accuracy), got {total=} and {goal=}")
         self.total, self.goal, self.title, self.unit, self.every = total, goal, title, unit, every
-        self._pace = Pace(first, clock)
+        self.step, self._clock = first, clock
+        self._done_at: float | None = None
+        self._seconds: deque[float] = deque(maxlen=20)  # of recent steps; the first step compiles and never counts
         self._latest: dict[str, float] = {}
         self._printed_at, self._unprinted = -math.inf, False
         self._console = Console(file=stream or sys.stderr, highlight=False)
@@ -102,10 +85,13 @@ class Progress:
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows step `step` (1 is the first) as done, with its metrics."""
-        self._pace.done(step)
+        now = self._clock()
+        if self._done_at is not None and step > self.step:
+            self._seconds.append((now - self._done_at) / (step - self.step))
+        self.step, self._done_at = step, now
         self._latest.update(metrics)
         self._unprinted = True
-        if not self._live and (self._pace.clock() - self._printed_at >= self.every or step == self.total):
+        if not self._live and (now - self._printed_at >= self.every or step == self.total):
             self._print_line()
 
     def note(self, text: str) -> None:
@@ -116,7 +102,7 @@ class Progress:
         if self.goal is not None:
             value = self._latest.get("accuracy")
             return f"{self.title}: accuracy {'…' if value is None else f'{value:.2f}'} / {self.goal:.2f}"
-        return f"{self.title}: {self.unit} {self._pace.step}/{self.total}"
+        return f"{self.title}: {self.unit} {self.step}/{self.total}"
 
     def numbers(self) -> list[str]:
         in_headline = "accuracy" if self.goal is not None else ""
@@ -127,18 +113,22 @@ class Progress:
         ]
 
     def time_left(self) -> str:
-        """An estimate for the steps that are left; "" without a total, before the second step, and at the end."""
-        seconds = self._pace.seconds_until(self.total) if self.total else None
-        return "" if seconds is None or self._pace.step == self.total else f"{duration(seconds)} left"
+        """The steps that are left times the median of recent step times.
+
+        "" without a total, before the second step, and at the end.
+        """
+        if not self.total or not self._seconds or self.step == self.total:
+            return ""
+        return f"{duration(max(self.total - self.step, 0) * median(self._seconds))} left"
 
     def _fraction(self) -> float:
-        done = self._pace.step / self.total if self.total else self._latest.get("accuracy", 0.0) / (self.goal or 1.0)
+        done = self.step / self.total if self.total else self._latest.get("accuracy", 0.0) / (self.goal or 1.0)
         return min(max(done, 0.0), 1.0) if math.isfinite(done) else 0.0
 
     def _print_line(self) -> None:
         parts = [self.headline(), *self.numbers(), self.time_left()]
         self._console.print(" | ".join(part for part in parts if part), markup=False, soft_wrap=True)
-        self._printed_at, self._unprinted = self._pace.clock(), False
+        self._printed_at, self._unprinted = self._clock(), False
 
     def __rich__(self) -> Group:
         bar = ProgressBar(total=1.0, completed=self._fraction(), width=30, complete_style="blue", finished_style="blue")

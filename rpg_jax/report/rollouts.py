@@ -110,12 +110,12 @@ class Rollouts:
         return base64.b64encode(gzip.compress(content, 6, mtime=0)).decode()
 
     @staticmethod
-    def _turns(told: dict[str, Any] | None) -> dict[str, Any] | None:
-        """What the page shows of a conversation; None for a completion of one turn."""
-        if told is None:
+    def _turns(turns: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The numbers of a conversation that the page shows; None for a completion of one turn."""
+        if turns is None:
             return None
-        rewards = [float(f"{r:.4g}") for r in np.nan_to_num(told["rewards"])]
-        return {"spans": told["spans"], "rewards": rewards, "error": told["error"]}
+        rewards = [float(f"{r:.4g}") for r in np.nan_to_num(turns["rewards"])]
+        return {"spans": turns["spans"], "rewards": rewards, "error": turns["error"]}
 
     def worst_gaps(self) -> list[dict[str, Any]]:
         """The `WORST` tokens with the largest |log π_old − log π_s|, their places and the text around them."""

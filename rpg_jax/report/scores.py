@@ -5,7 +5,6 @@ error and interval here counts a problem, with all its completions, as one draw.
 completions. A record of an evaluation is one completion.
 """
 
-import dataclasses
 import itertools
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
@@ -16,19 +15,6 @@ from numpy.typing import ArrayLike
 
 from rpg_jax.report.tables import markdown_table
 from rpg_jax.rewards.verdicts import CHANCE
-
-
-@dataclasses.dataclass(frozen=True)
-class Estimate:
-    """A score in [0, 1]: its mean over problems, standard error clustered by problem, and 95 % interval.
-
-    The standard error is nan for a single problem.
-    """
-
-    value: float
-    standard_error: float
-    low: float
-    high: float
 
 
 def mean_at_k(correct: Sequence[ArrayLike]) -> np.ndarray:
@@ -141,10 +127,17 @@ def interval(by_problem: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
     return np.maximum(centre - half, 0.0), np.minimum(centre + half, 1.0)
 
 
-def estimate(by_problem: ArrayLike) -> Estimate:
-    """Mean over problems of a score in [0, 1], f64[P], with its clustered standard error and `interval`."""
+def estimate(by_problem: ArrayLike) -> dict[str, float | None]:
+    """A score in [0, 1] from the scores f64[P] of its problems, as JSON can hold it.
+
+    Returns:
+      value, the mean over problems; standard_error, clustered by problem, None for a single problem; low and high, the
+      ends of `interval`.
+    """
     low, high = interval(by_problem)
-    return Estimate(float(np.asarray(by_problem).mean()), clustered_standard_error(by_problem), float(low), float(high))
+    error = clustered_standard_error(by_problem)
+    value, known = float(np.asarray(by_problem).mean()), None if np.isnan(error) else error
+    return {"value": value, "standard_error": known, "low": float(low), "high": float(high)}
 
 
 def length_statistics(lengths: ArrayLike, finish_reasons: Sequence[str]) -> dict[str, float]:
@@ -199,7 +192,7 @@ def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "problems": len(problems),
         "completions": len(records),
         "k": counts[0] if len(counts) == 1 else counts,
-        "scores": {name: _estimate(values) for name, values in by_problem.items()},
+        "scores": {name: estimate(values) for name, values in by_problem.items()},
         "reward": float(np.mean([r["reward"] for r in records])),
         "lengths": length_statistics(lengths, [r["finish_reason"] for r in records]),
         "verdicts": dict(sorted(Counter(r["verdict"] for r in records).items())),
@@ -330,12 +323,6 @@ def _columns(records: Sequence[Mapping[str, Any]]) -> tuple[list, list, list]:
     problems = [list(rows) for _, rows in itertools.groupby(records, key=lambda r: r["prompt_id"])]
     correct = [[r["verdict"] == "right" for r in rows] for rows in problems]
     return correct, [[r["answer"] for r in rows] for rows in problems], problems
-
-
-def _estimate(by_problem: np.ndarray) -> dict[str, float | None]:
-    e = estimate(by_problem)
-    error = None if np.isnan(e.standard_error) else e.standard_error
-    return {"value": e.value, "standard_error": error, "low": e.low, "high": e.high}
 
 
 def _shown(estimate: Mapping[str, Any]) -> list[str]:

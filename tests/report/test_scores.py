@@ -140,18 +140,19 @@ def test_intervals_have_a_width_where_every_problem_has_the_same_score():
     assert high == 1 and low < 0.95 ** (1 / 30) and low > 0.85, "a rate of 0.9 gives 30 of 30 once in 24 times"
     for value in (0.0, 0.25, 1.0):
         one = estimate([value])
-        assert one.low < one.high and math.isnan(one.standard_error)
+        assert one["low"] < one["high"] and one["standard_error"] is None
         few = estimate([value] * 7)
-        assert few.low <= value <= few.high and few.high - few.low < one.high - one.low
+        assert few["low"] <= value <= few["high"]
+        assert few["high"] - few["low"] < one["high"] - one["low"]
 
 
 def test_an_interval_of_many_problems_is_the_normal_one():
     values = np.random.default_rng(1).beta(2, 2, 20_000)
     found = estimate(values)
-    spread = 1.96 * found.standard_error
+    spread = 1.96 * found["standard_error"]
     # The four verdicts more are 2e-4 of these, and D moves by as little.
     np.testing.assert_allclose(
-        [found.low, found.high], [found.value - spread, found.value + spread], atol=0.02 * spread
+        [found["low"], found["high"]], [found["value"] - spread, found["value"] + spread], atol=0.02 * spread
     )
 
 
