@@ -5,8 +5,7 @@ import json
 import pytest
 
 from rpg_jax import bench
-from rpg_jax.benchmarks import machine
-from rpg_jax.benchmarks.opponent import Opponent
+from rpg_jax.benchmarks.measure_rollout import Machine, decode_limit
 from rpg_jax.benchmarks.subject import PRESETS
 
 
@@ -52,23 +51,8 @@ def test_bench_rollout_reports_every_driver_as_one_json_object(capsys):
 def test_the_limit_of_a_decode_step_is_that_of_operations_or_of_bytes():
     model = PRESETS["w1"].model  # 4 layers, 4 query and 2 key-value heads of 64
     operations, read = 8 * (2 * 1000 + 4 * 256 * 4 * 10), 4 * (1000 + 8 * 2 * 128 * 4 * 10)
-    assert machine.decode_limit(machine.Machine(1.0, 1e9), model, 1000, 8, 10) == operations
-    assert machine.decode_limit(machine.Machine(1e9, 1.0), model, 1000, 8, 10) == read
-
-
-@pytest.mark.slow  # a benchmark
-def test_bench_rollout_puts_both_peers_beside_every_driver(capsys, tmp_path):
-    python = tmp_path / "python"
-    answer = '{\\"seconds\\": 3, \\"tokens\\": 2560}'
-    python.write_text(f'#!/bin/sh\nread sizes\nwhile read again; do echo "{answer}"; done\n')
-    python.chmod(0o755)
-    peers = [f"--against={python}", f"--against-tunix={python}"]
-    assert bench.main(["rollout", "--preset=tiny", "--repeats=2", "--json", *peers]) == 0
-    result = json.loads(capsys.readouterr().out)
-    for peer in ("hf", "tunix"):
-        assert result[f"{peer}_seconds"] == 3 and result[f"{peer}_tokens_per_s"] == pytest.approx(2560 / 3)
-        for prefix in ("", "lockstep_"):
-            assert result[f"{prefix}of_{peer}"] == pytest.approx(3 / result[f"{prefix}seconds"])
+    assert decode_limit(Machine(1.0, 1e9), model, 1000, 8, 10) == operations
+    assert decode_limit(Machine(1e9, 1.0), model, 1000, 8, 10) == read
 
 
 @pytest.mark.slow  # a benchmark
@@ -123,19 +107,3 @@ def test_bench_refuses_what_it_does_not_know(capsys):
         assert bench.main(wrong) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
-
-
-def test_an_opponent_answers_once_before_it_is_asked_and_once_for_every_question(tmp_path):
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\nread sizes\nwhile read question; do echo "$sizes"; done\n')
-    python.chmod(0o755)
-    opponent = Opponent(str(python), "torch_step.py", {"rows": 3})
-    assert opponent.first["rows"] == opponent.work()["rows"] == 3
-    opponent.close()
-
-
-def test_an_interpreter_that_cannot_be_the_opponent_is_an_error_with_its_name():
-    with pytest.raises(ValueError, match="--against=no/such/python: "):
-        Opponent("no/such/python", "torch_step.py", {})
-    with pytest.raises(ValueError, match="false gave no answer: see its message above; has it the peer's packages"):
-        Opponent("false", "torch_step.py", {})

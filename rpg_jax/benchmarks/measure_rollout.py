@@ -3,35 +3,33 @@
 They take turns within one run: a busy machine slows all of them alike.
 
 --turns=N adds conversations of as many tokens, in N turns, with an environment that replies at once.
---against=PYTHON adds Hugging Face's `generate` on the same work, by an interpreter that has torch and transformers;
---against-tunix=PYTHON adds Tunix's sampler, by one that has google-tunix. Only our drivers give log-probs, too.
+`python -m experiments.peers rollout` puts Hugging Face's `generate` and Tunix's sampler beside them.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from rpg_jax import models, rollout
-from rpg_jax.benchmarks import machine
-from rpg_jax.benchmarks.opponent import Opponent
-from rpg_jax.benchmarks.subject import PRESETS, Work, peak_bytes
+from rpg_jax.benchmarks.subject import PRESETS, Peer, Work, peak_bytes
+from rpg_jax.models import DecoderConfig
 from rpg_jax.rollout import Request, Rollout
 from rpg_jax.rollout.request import Reply
 from rpg_jax.rollout.schedule import Usage
 from rpg_jax.runs import cli
 from rpg_jax.types import FinishReason, Sampling
-
-_PEERS = {"hf": "hf_generate.py", "tunix": "tunix_generate.py"}
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -41,20 +39,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--threads", type=int, default=1, help="that decode (default 1)")
     parser.add_argument("--turns", type=int, default=1, help="also conversations of so many turns")
     parser.add_argument("--observation-tokens", type=int, default=16, help="of each of the environment's replies")
-    parser.add_argument("--against", dest="hf", metavar="PYTHON", help="an interpreter that has torch and transformers")
-    parser.add_argument("--against-tunix", dest="tunix", metavar="PYTHON", help="an interpreter that has google-tunix")
 
 
-def run(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def run(arguments: argparse.Namespace, peers: Mapping[str, Peer] = MappingProxyType({})) -> Iterator[dict[str, Any]]:
+    """The measurement; `peers`, by name, generate as many completions in turn with the drivers."""
     if arguments.repeats < 1:
         raise ValueError(f"--repeats must be >= 1, got {arguments.repeats}")
-    asked = {peer: getattr(arguments, peer) for peer in _PEERS if getattr(arguments, peer)}
-    opponents = {peer: _opponent(peer, python, PRESETS[arguments.preset]) for peer, python in asked.items()}
     prompter = None
     if arguments.turns > 1:
         prompter = Prompter(PRESETS[arguments.preset].new_tokens, arguments.turns, arguments.observation_tokens)
     decoding: dict[str, Any] = {"steps_per_dispatch": arguments.steps_per_dispatch, "threads": arguments.threads}
-    yield bench_rollout(arguments.preset, arguments.repeats, decoding, opponents, prompter)
+    yield bench_rollout(arguments.preset, arguments.repeats, decoding, peers, prompter)
 
 
 class Prompter:
@@ -81,7 +76,7 @@ def bench_rollout(
     preset: str,
     repeats: int,
     decoding: Mapping[str, Any],
-    opponents: Mapping[str, Opponent] = MappingProxyType({}),
+    peers: Mapping[str, Peer] = MappingProxyType({}),
     prompter: Prompter | None = None,
 ) -> dict[str, Any]:
     """Medians over `repeats` for each driver: seconds, tokens/s, prefill and decode seconds, slot occupancy.
@@ -89,7 +84,7 @@ def bench_rollout(
     `decoding` holds further fields of `Decoding`. With a `prompter`, `turns_…` are of its conversations, see
     `_conversations`.
 
-    `decode_of_limit` is the share of a decode step that this machine needs at its own measured rates, see `machine`.
+    `decode_of_limit` is the share of a decode step that this machine needs at its own measured rates, see `Machine`.
     The fields of the first driver, `orchestrator` where JetStream is installed, have no prefix. `peak_bytes` is the
     memory of this process.
     """
@@ -99,13 +94,13 @@ def bench_rollout(
     drivers, parameters = _drivers(work, decoding)
     first = {name: _seconds(driver, work, 0) for name, driver in drivers.items()}
     usage = {name: dataclasses.replace(driver.usage) for name, driver in drivers.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in (*drivers, *opponents)}
+    seconds: dict[str, list[float]] = {name: [] for name in (*drivers, *peers)}
     for repeat in range(repeats):
         for name, driver in drivers.items():
             seconds[name].append(_seconds(driver, work, repeat + 1))
-        for name, opponent in opponents.items():
-            seconds[name].append(_seconds_of(opponent, work.tokens))
-    others = {name: statistics.median(seconds[name]) for name in opponents}
+        for name, peer in peers.items():
+            seconds[name].append(_seconds_of(peer, work.tokens))
+    others = {name: statistics.median(seconds[name]) for name in peers}
     result: dict[str, Any] = {
         "preset": preset,
         "device": jax.devices()[0].device_kind,
@@ -121,11 +116,11 @@ def bench_rollout(
             figures |= {f"turns_{field}": value for field, value in played.items()}
         prefix = "" if name == next(iter(drivers)) else f"{name}_"
         result |= {f"{prefix}{field}": value for field, value in figures.items()}
-    result["peak_bytes"] = peak_bytes()  # before the arrays of `machine`
+    result["peak_bytes"] = peak_bytes()  # before the arrays of `measured`
     result |= _of_limit(work, parameters, result["decode_seconds"] * work.slots / work.tokens)
     for peer, other in others.items():
         result |= {f"{peer}_seconds": other, f"{peer}_tokens_per_s": work.tokens / other}
-        opponents[peer].close()
+        peers[peer].close()
     for driver in drivers.values():
         driver.close()
     return result
@@ -133,8 +128,8 @@ def bench_rollout(
 
 def _of_limit(work: Work, parameters: int, step: float) -> dict[str, float]:
     """A decode step of `step` seconds beside the least that this machine could take for it."""
-    most = machine.measured()
-    limit = machine.decode_limit(most, work.model, parameters, work.slots, work.prompt_tokens + work.new_tokens / 2)
+    most = measured()
+    limit = decode_limit(most, work.model, parameters, work.slots, work.prompt_tokens + work.new_tokens / 2)
     return {
         "decode_step_seconds": step,
         "machine_gflop_per_s": most.flops / 1e9,
@@ -191,15 +186,8 @@ def _figures(work: Work, first: float, seconds: list[float], before: Usage, afte
     }
 
 
-def _opponent(peer: str, python: str, work: Work) -> Opponent:
-    if work.model.experts or work.model.qkv_bias or not work.model.qk_norm:
-        raise ValueError("--against and --against-tunix know dense Qwen3 models only")
-    sizes = {name: getattr(work, name) for name in ("prompts", "group_size", "prompt_tokens", "new_tokens")}
-    return Opponent(python, _PEERS[peer], {"model": dataclasses.asdict(work.model), **sizes})
-
-
-def _seconds_of(opponent: Opponent, tokens: int) -> float:
-    answer = opponent.work()
+def _seconds_of(peer: Peer, tokens: int) -> float:
+    answer = peer.work()
     if answer["tokens"] != tokens:
         raise ValueError(f"a peer made {answer['tokens']} tokens instead of {tokens}")
     return answer["seconds"]
@@ -215,3 +203,52 @@ def _seconds(driver: Rollout, work: Work, step: int, prompter: Prompter | None =
     began = time.perf_counter()
     driver.generate(request)
     return time.perf_counter() - began
+
+
+_SIDE = 2048  # of the matrices of a product
+_NUMBERS = 1 << 26  # f32, 256 MiB: more than any cache holds
+
+
+class Machine(NamedTuple):
+    """Operations per second in f32 products, and bytes per second that one program reads."""
+
+    flops: float
+    bytes: float
+
+
+@functools.cache
+def measured() -> Machine:
+    """The default device, from medians of seven calls each."""
+    square = jnp.ones((_SIDE, _SIDE))
+    numbers = jnp.ones(_NUMBERS)
+    product = jax.jit(functools.partial(jnp.matmul, precision="highest"))  # all of f32, as a f32 model decodes
+    total = jax.jit(jnp.sum)
+    return Machine(
+        2 * _SIDE**3 / _call_seconds(lambda: product(square, square)),
+        4 * _NUMBERS / _call_seconds(lambda: total(numbers)),
+    )
+
+
+def decode_limit(machine: Machine, model: DecoderConfig, parameters: int, slots: int, length: float) -> float:
+    """The least seconds of a decode step in f32: max(operations / rate, bytes / rate).
+
+    Operations are 2 for each weight and slot, and 4 N H L for each slot and token of its cache. Bytes are those of the
+    weights and of the caches, each read once.
+
+    Args:
+      parameters: weights of the model; tied embeddings count once.
+      length: mean tokens of a slot.
+    """
+    heads, cached = model.num_heads * model.head_dim, 2 * model.num_kv_heads * model.head_dim
+    operations = slots * (2 * parameters + 4 * heads * model.num_layers * length)
+    read = 4 * (parameters + slots * cached * model.num_layers * length)
+    return max(operations / machine.flops, read / machine.bytes)
+
+
+def _call_seconds(call: Callable[[], jax.Array]) -> float:
+    times = []
+    for _ in range(8):
+        began = time.perf_counter()
+        call().block_until_ready()
+        times.append(time.perf_counter() - began)
+    return statistics.median(times[1:])

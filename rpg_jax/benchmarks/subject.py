@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -34,6 +34,18 @@ _GPU_FLOPS = {"H100": 989e12, "H200": 989e12, "A100": 312e12, "L4": 121e12, "V10
 _TPU_KINDS = {"TPU v4": "v4", "TPU v5 lite": "v5e", "TPU v5e": "v5e", "TPU v5": "v5p", "TPU v5p": "v5p"}
 _TPU_KINDS |= {"TPU v6 lite": "v6e", "TPU v6e": "v6e"}
 DIMENSIONS = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "hidden_dim")
+
+
+class Peer(Protocol):
+    """Another library that repeats the same work in a process of its own; see `experiments/peers`."""
+
+    first: Mapping[str, Any]
+    """The measurements of the first piece of work."""
+
+    def work(self) -> Mapping[str, Any]:
+        """Works once more and returns its measurements, `seconds` among them."""
+
+    def close(self) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,6 +55,7 @@ EXECUTED = {
     "python -m experiments.estimators": "tests/experiments/test_estimators.py",
     "python -m experiments.completions": "tests/experiments/test_completions.py",
     "python -m experiments.objective": "tests/experiments/test_objective.py",
+    "python -m experiments.peers": "tests/experiments/test_peers.py",
     "python -m rpg_jax.reproduce": "tests/reproduction/test_tables.py",
     "python -m rpg_jax.bench": "tests/test_bench.py",
     "python -m rpg_jax.plan --config=configs/qwen3_1p7b_gsm8k_lora": "tests/planning/test_estimates.py",  # --beside
@@ -83,7 +84,7 @@ def flags_of(module: str, command: str = "") -> set[str]:
     module = module.replace(".", "/")
     files = [ROOT / "rpg_jax" / f"{module}.py", ROOT / "rpg_jax" / module / "__main__.py"]
     files += [ROOT / module / "__main__.py", ROOT / "experiments/kept.py"] if module.startswith("experiments/") else []
-    parts = (f"measure_{command}", "subject") if module == "bench" else ()
+    parts = (f"measure_{command}", "subject") if module in ("bench", "experiments/peers") else ()
     files += [ROOT / "rpg_jax" / "benchmarks" / f"{name}.py" for name in parts]
     files += [ROOT / "rpg_jax/runs/train_command.py"] if module == "train" else []
     found = {"help", "debug"}

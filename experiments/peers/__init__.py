@@ -1,0 +1,1 @@
+"""Other libraries on the same work as ours, in one run on one machine."""
