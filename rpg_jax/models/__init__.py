@@ -2,6 +2,7 @@
 
 from rpg_jax.models.config import DecoderConfig as DecoderConfig
 from rpg_jax.models.config import Experts as Experts
+from rpg_jax.models.config import Llama3 as Llama3
 from rpg_jax.models.config import Rope as Rope
 from rpg_jax.models.config import Yarn as Yarn
 from rpg_jax.models.decoder import REMAT as REMAT
@@ -24,5 +25,6 @@ from rpg_jax.models.lora import Base as Base
 from rpg_jax.models.lora import Lora as Lora
 from rpg_jax.models.lora import policy_params as policy_params
 from rpg_jax.models.sizes import SIZES as SIZES
+from rpg_jax.models.sizes import hub_address as hub_address
 from rpg_jax.models.sizes import parameter_count as parameter_count
 from rpg_jax.models.sizes import size as size

@@ -28,6 +28,29 @@ class Yarn:
 
 
 @dataclasses.dataclass(frozen=True)
+class Llama3:
+    """Context extension of Llama 3.1 and later (arXiv:2407.21783), with the field names of Llama's published configs.
+
+    Frequencies that turn fewer than `low_freq_factor` times over the original context are divided by `factor`.
+    Frequencies that turn more than `high_freq_factor` times are kept, and frequencies in between are blended.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def __post_init__(self):
+        if self.factor < 1:
+            raise ValueError(f"llama3 factor must be >= 1 (1 leaves the context as it is), got {self.factor}")
+        if not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ValueError(
+                "llama3 needs 0 < low_freq_factor < high_freq_factor, got "
+                f"{self.low_freq_factor} and {self.high_freq_factor}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
 class Rope:
     """Rotary position embedding: pair i of a head of size H turns by theta^(-2i/H) radians a position.
 
@@ -36,7 +59,7 @@ class Rope:
 
     theta: float = 1_000_000.0
     max_position_embeddings: int = 32_768
-    scaling: Yarn | None = None
+    scaling: Yarn | Llama3 | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +86,7 @@ class DecoderConfig:
     """A decoder with RMS norms, rotary positions, grouped-query attention and SwiGLU.
 
     Families differ in the last fields. Qwen2 and Qwen2.5 have biases on q, k and v. Qwen3 has norms on q and k
-    instead, and Qwen3-MoE also has `experts`.
+    instead, and Qwen3-MoE also has `experts`. Llama and SmolLM2 have neither biases nor norms there.
 
     Attributes:
       hidden_dim: width of the dense feed-forward layer; not used if there are `experts`.

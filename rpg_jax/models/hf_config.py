@@ -5,10 +5,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rpg_jax.models.config import DecoderConfig, Experts, Rope, Yarn
+from rpg_jax.models.config import DecoderConfig, Experts, Llama3, Rope, Yarn
 from rpg_jax.storage.json_files import read_object
 
-FAMILIES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+FAMILIES = {
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "llama": "LlamaForCausalLM",
+}
+_EXTENSIONS: dict[str, type[Yarn] | type[Llama3]] = {"yarn": Yarn, "llama3": Llama3}
+_LLAMA_THETA = 1e4  # of Llama 2, whose older folders do not name it
 
 
 def read_config(folder: Path | str) -> DecoderConfig:
@@ -53,8 +60,8 @@ def parse_config(fields: Mapping[str, Any]) -> DecoderConfig:
         head_dim=fields.get("head_dim") or fields["hidden_size"] // heads,
         hidden_dim=fields["intermediate_size"],
         qkv_bias=model_type == "qwen2",
-        qk_norm=model_type != "qwen2",
-        rope=_rope(fields),
+        qk_norm=model_type in ("qwen3", "qwen3_moe"),
+        rope=_rope(fields, _LLAMA_THETA if model_type == "llama" else None),
         experts=experts,
         rms_norm_eps=fields["rms_norm_eps"],
         tie_embeddings=fields.get("tie_word_embeddings", False),
@@ -73,7 +80,8 @@ def write_config(config: DecoderConfig, dtype: str, base: Mapping[str, Any] | No
     model_type = _model_type(config)
     if model_type == "qwen2" and config.head_dim * config.num_heads != config.embed_dim:
         raise ValueError(f"a Qwen2 has head_dim = embed_dim / num_heads, got {config}")
-    yarn = config.rope.scaling and {k: v for k, v in dataclasses.asdict(config.rope.scaling).items() if v is not None}
+    if model_type == "llama" and config.embed_dim % config.num_heads:
+        raise ValueError(f"transformers reads a Llama only if num_heads divides embed_dim, got {config}")
     kept = {k: v for k, v in (base or {}).items() if k not in ("rope_parameters", "dtype", "num_local_experts")}
     fields = kept | {
         "architectures": [FAMILIES[model_type]],
@@ -86,13 +94,16 @@ def write_config(config: DecoderConfig, dtype: str, base: Mapping[str, Any] | No
         "num_key_value_heads": config.num_kv_heads,
         "intermediate_size": config.hidden_dim,
         "rope_theta": config.rope.theta,
-        "rope_scaling": yarn and {"rope_type": "yarn", **yarn},
+        "rope_scaling": _written_scaling(config.rope),
         "rms_norm_eps": config.rms_norm_eps,
         "tie_word_embeddings": config.tie_embeddings,
         "max_position_embeddings": config.rope.max_position_embeddings,
-        "use_sliding_window": False,
         "torch_dtype": dtype,
     }
+    if model_type == "llama":
+        fields |= {"mlp_bias": False, "pretraining_tp": 1}
+    else:
+        fields["use_sliding_window"] = False
     if model_type != "qwen2":
         fields |= {"head_dim": config.head_dim, "attention_bias": False}
     if experts:
@@ -109,14 +120,27 @@ def write_config(config: DecoderConfig, dtype: str, base: Mapping[str, Any] | No
 
 def _model_type(config: DecoderConfig) -> str:
     """The name in `FAMILIES` of the family that a model belongs to."""
-    if config.qkv_bias and not config.qk_norm and config.experts:
-        raise ValueError(f"transformers has no Qwen2 with experts alone (its own add a shared expert), got {config}")
-    if config.qkv_bias == config.qk_norm:
+    if config.experts and not (config.qk_norm and not config.qkv_bias):
         raise ValueError(
-            "a model in Hugging Face layout has biases on q, k and v (Qwen2) or norms on q and k (Qwen3), got "
+            "transformers has no such model: with experts it is a Qwen3-MoE, with norms on q and k and no biases, got "
             f"qkv_bias={config.qkv_bias}, qk_norm={config.qk_norm}"
         )
-    return "qwen2" if config.qkv_bias else "qwen3_moe" if config.experts else "qwen3"
+    if config.qkv_bias and config.qk_norm:
+        raise ValueError(
+            "a model in Hugging Face layout has biases on q, k and v (Qwen2), norms on q and k (Qwen3) or neither "
+            "(Llama), got both"
+        )
+    if config.qk_norm:
+        return "qwen3_moe" if config.experts else "qwen3"
+    return "qwen2" if config.qkv_bias else "llama"
+
+
+def _written_scaling(rope: Rope) -> dict[str, Any] | None:
+    """The field `rope_scaling` of a config.json."""
+    if rope.scaling is None:
+        return None
+    [kind] = [name for name, extension in _EXTENSIONS.items() if isinstance(rope.scaling, extension)]
+    return {"rope_type": kind} | {k: v for k, v in dataclasses.asdict(rope.scaling).items() if v is not None}
 
 
 def _refuse_what_is_not_computed(fields: Mapping[str, Any], model_type: str) -> None:
@@ -129,6 +153,8 @@ def _refuse_what_is_not_computed(fields: Mapping[str, Any], model_type: str) -> 
     expected |= {"partial_rotary_factor": 1.0, "use_mrope": False}
     if model_type != "qwen2":
         expected["attention_bias"] = False
+    if model_type == "llama":
+        expected |= {"mlp_bias": False, "pretraining_tp": 1, "rope_interleaved": False}
     if model_type == "qwen3_moe":
         expected |= {"decoder_sparse_step": 1, "mlp_only_layers": []}
     for name, value in expected.items():
@@ -136,24 +162,24 @@ def _refuse_what_is_not_computed(fields: Mapping[str, Any], model_type: str) -> 
             raise ValueError(f"{name} {fields[name]!r} is not supported for {model_type}, only {value!r}")
 
 
-def _rope(fields: Mapping[str, Any]) -> Rope:
+def _rope(fields: Mapping[str, Any], default_theta: float | None) -> Rope:
     """Reads the flat fields and `rope_scaling` of transformers 4, or the one dict `rope_parameters` of 5."""
     positions = fields["max_position_embeddings"]
     rope = dict(fields.get("rope_parameters") or fields.get("rope_scaling") or {})
-    theta = rope.pop("rope_theta", fields.get("rope_theta"))
+    theta = rope.pop("rope_theta", fields.get("rope_theta", default_theta))
     if theta is None:
         raise ValueError("neither rope_theta nor rope_parameters.rope_theta is given")
     old_name, new_name = rope.pop("type", None), rope.pop("rope_type", None)
     kind = new_name or old_name or "default"
     if kind == "default":
         return Rope(float(theta), positions)
-    if kind != "yarn":
-        raise ValueError(f"rope type {kind!r} is not supported, only 'default' and 'yarn'")
+    if kind not in _EXTENSIONS:
+        raise ValueError(f"rope type {kind!r} is not supported, only 'default', {', '.join(map(repr, _EXTENSIONS))}")
     rope.setdefault("original_max_position_embeddings", positions)
-    known = {field.name for field in dataclasses.fields(Yarn)}
+    known = {field.name: field.default is dataclasses.MISSING for field in dataclasses.fields(_EXTENSIONS[kind])}
     unknown = {k: v for k, v in rope.items() if k not in known and v is not None}
     if unknown:
-        raise ValueError(f"YaRN fields {unknown} are not supported; the known ones are {', '.join(sorted(known))}")
-    if "factor" not in rope:
-        raise ValueError("YaRN needs a factor")
-    return Rope(float(theta), positions, Yarn(**{k: v for k, v in rope.items() if v is not None}))
+        raise ValueError(f"{kind} fields {unknown} are not supported; the known ones are {', '.join(sorted(known))}")
+    if missing := [name for name, needed in known.items() if needed and rope.get(name) is None]:
+        raise ValueError(f"rope type {kind!r} needs {', '.join(missing)}")
+    return Rope(float(theta), positions, _EXTENSIONS[kind](**{k: v for k, v in rope.items() if v is not None}))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from rpg_jax.models.config import DecoderConfig, Yarn
+from rpg_jax.models.config import DecoderConfig, Llama3, Yarn
 from rpg_jax.models.logical import constrain
 from rpg_jax.models.moe import MoE
 from rpg_jax.models.projections import project, swiglu
@@ -99,9 +99,22 @@ def rope_frequencies(config: DecoderConfig) -> tuple[np.ndarray, float]:
     """Radians per position, theta^(-2i/H), f32[H/2], and the factor on queries and keys, 1 without YaRN."""
     pairs = np.arange(0, config.head_dim, 2, dtype=np.float64) / config.head_dim
     base = config.rope.theta**-pairs
-    if config.rope.scaling is None:
-        return base.astype(np.float32), 1.0
-    return _yarn(base, config.rope.theta, config.head_dim, config.rope.scaling)
+    match config.rope.scaling:
+        case Yarn() as yarn:
+            return _yarn(base, config.rope.theta, config.head_dim, yarn)
+        case Llama3() as llama3:
+            return (base / llama3_divisors(base, llama3)).astype(np.float32), 1.0
+    return base.astype(np.float32), 1.0
+
+
+def llama3_divisors(base: np.ndarray, llama3: Llama3) -> np.ndarray:
+    """The numbers by which llama3 divides the frequencies `base`, both f64[H/2]: 1 for fast pairs, `factor` for slow.
+
+    The frequencies in between are blended linearly in their turns over the original context.
+    """
+    turns = llama3.original_max_position_embeddings * base / (2 * math.pi)
+    kept = np.clip((turns - llama3.low_freq_factor) / (llama3.high_freq_factor - llama3.low_freq_factor), 0, 1)
+    return 1 / ((1 - kept) / llama3.factor + kept)
 
 
 def _yarn(base: np.ndarray, theta: float, head_dim: int, yarn: Yarn) -> tuple[np.ndarray, float]:

@@ -9,7 +9,7 @@ import difflib
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from rpg_jax.models.config import DecoderConfig, Experts, Rope
+from rpg_jax.models.config import DecoderConfig, Experts, Llama3, Rope
 
 
 def _qwen2(layers, width, heads, kv_heads, hidden, *, eps=1e-6, context=131_072, theta=1e6) -> DecoderConfig:
@@ -47,12 +47,30 @@ def _qwen3(layers, width, heads, kv_heads, hidden, *, tied=False, experts=None) 
     )
 
 
+def _llama(layers, width, heads, kv_heads, hidden, *, vocab=128_256, theta=5e5, context=131_072, factor=0.0, tied=True):
+    """A Llama 3 or SmolLM2; `factor` is that of llama3's context extension, 0 without it."""
+    return DecoderConfig(
+        vocab_size=vocab,
+        num_layers=layers,
+        embed_dim=width,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=width // heads,
+        hidden_dim=hidden,
+        qk_norm=False,
+        rope=Rope(theta, context, Llama3(factor, 1.0, 4.0, 8192) if factor else None),
+        rms_norm_eps=1e-5,
+        tie_embeddings=tied,
+    )
+
+
 def _long(config: DecoderConfig, theta: float) -> DecoderConfig:
     """A 2507 release: the same shapes, trained at 256K positions."""
     return dataclasses.replace(config, rope=Rope(theta, 262_144))
 
 
 _SMALL_CONTEXT = dict(context=32_768)
+_SMOL = dict(vocab=49_152, context=8192)
 _MATH = dict(context=4096, theta=1e4)
 _4B = _qwen3(36, 2560, 32, 8, 9728, tied=True)
 _30B = _qwen3(48, 2048, 32, 4, 6144, experts=Experts(128, 8, 768))
@@ -88,6 +106,13 @@ SIZES: Mapping[str, DecoderConfig] = MappingProxyType(
         "Qwen3-4B-2507": _long(_4B, 5e6),
         "Qwen3-30B-A3B-2507": _long(_30B, 1e7),
         "Qwen3-235B-A22B-2507": _long(_235B, 5e6),
+        "SmolLM2-135M": _llama(30, 576, 9, 3, 1536, theta=1e5, **_SMOL),
+        "SmolLM2-360M": _llama(32, 960, 15, 5, 2560, theta=1e5, **_SMOL),
+        "SmolLM2-1.7B": _llama(24, 2048, 32, 32, 8192, theta=1.3e5, **_SMOL),
+        "Llama-3.2-1B": _llama(16, 2048, 32, 8, 8192, factor=32.0),
+        "Llama-3.2-3B": _llama(28, 3072, 24, 8, 8192, factor=32.0),
+        "Llama-3.1-8B": _llama(32, 4096, 32, 8, 14_336, factor=8.0, tied=False),
+        "Llama-3.1-70B": _llama(80, 8192, 64, 8, 28_672, factor=8.0, tied=False),
     }
 )
 
@@ -104,6 +129,14 @@ def size(name: str) -> DecoderConfig:
         hint = f"did you mean {', '.join(near)}? " if near else ""
         raise ValueError(f"no published size {name!r}; {hint}The sizes are {', '.join(SIZES)}")
     return known[name.lower()]
+
+
+def hub_address(name: str) -> str:
+    """The repository OWNER/NAME of a published size on the Hugging Face hub. Raises ValueError as `size` does."""
+    size(name)
+    name = next(known for known in SIZES if known.lower() == name.lower())
+    owners = {"SmolLM2": "HuggingFaceTB", "Llama": "meta-llama"}
+    return f"{owners.get(name.partition('-')[0], 'Qwen')}/{name}"
 
 
 def parameter_count(config: DecoderConfig, *, active: bool = False) -> int:

@@ -91,12 +91,11 @@ def check_training(config: ConfigDict) -> None:
             "set offload=optimizer if memory is short"
         )
     if m.size and not m.path:
-        models.size(m.size)
-        name = next(name for name in models.SIZES if name.lower() == m.size.lower())
+        address = models.hub_address(m.size)
         raise ValueError(
             f"model.size={m.size!r} says only shapes, and training starts from weights (the config's first lines name "
-            f"them): hf download Qwen/{name} --local-dir {m.size}, then --config.model.path={m.size}, or at once "
-            f"--config.model.path=Qwen/{name}"
+            f"them): hf download {address} --local-dir {m.size}, then --config.model.path={m.size}, or at once "
+            f"--config.model.path={address}"
         )
     if config.rollout.max_staleness:
         _check_staleness(with_method(config))

@@ -15,18 +15,26 @@ import numpy as np
 
 GOLDEN = Path(__file__).parent / "golden"
 NEW_TOKENS = 10
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA3 |= {"original_max_position_embeddings": 64}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
 COMMON = dict(
     vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, rms_norm_eps=1e-5
 )
 QWEN3 = COMMON | dict(num_key_value_heads=2, head_dim=16, rope_theta=5e5, tie_word_embeddings=False)
 EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16)
+LLAMA = COMMON | dict(num_key_value_heads=2, head_dim=16)
 CASES = {
     "qwen2": ("Qwen2", COMMON | dict(num_key_value_heads=2, rope_theta=1e4, tie_word_embeddings=True)),
     "qwen3": ("Qwen3", QWEN3),
     "qwen3_yarn": ("Qwen3", QWEN3 | dict(num_hidden_layers=1, rope_scaling=YARN, max_position_embeddings=32)),
     "qwen3_moe": ("Qwen3Moe", QWEN3 | EXPERTS | dict(norm_topk_prob=True)),
     "qwen3_moe_unnormalised": ("Qwen3Moe", QWEN3 | EXPERTS | dict(num_hidden_layers=1, norm_topk_prob=False)),
+    "llama": ("Llama", LLAMA | dict(num_key_value_heads=1, head_dim=8, rope_theta=1e4, tie_word_embeddings=True)),
+    "llama3": (  # of the eight pairs, two are kept, three blended, three slowed
+        "Llama",
+        LLAMA | dict(rope_theta=50.0, rope_scaling=LLAMA3, max_position_embeddings=128, tie_word_embeddings=False),
+    ),
 }
 
 
@@ -35,7 +43,8 @@ def config_of(name: str):
     import transformers
 
     family, fields = CASES[name]
-    return getattr(transformers, f"{family}Config")(**fields, max_window_layers=fields["num_hidden_layers"])
+    window = {} if family == "Llama" else {"max_window_layers": fields["num_hidden_layers"]}
+    return getattr(transformers, f"{family}Config")(**fields, **window)
 
 
 def tokens() -> np.ndarray:
@@ -65,9 +74,11 @@ def load(folder: Path):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", nargs="*", default=list(CASES), help="default: all")
     parser.add_argument("--configs", action="store_true", help="write config.transformers4.json only")
-    if parser.parse_args().configs:
-        for name in CASES:
+    options = parser.parse_args()
+    if options.configs:
+        for name in options.cases:
             config = config_of(name)
             config.torch_dtype = "float32"
             config.architectures = [f"{CASES[name][0]}ForCausalLM"]
@@ -77,7 +88,8 @@ def main() -> None:
     import torch
     import transformers
 
-    for name, (family, _) in CASES.items():
+    for name in options.cases:
+        family = CASES[name][0]
         torch.manual_seed(0)
         model = getattr(transformers, f"{family}ForCausalLM")(config_of(name))
         for parameter in model.parameters():
@@ -85,7 +97,7 @@ def main() -> None:
             centre = parameter.data.mean() if parameter.dim() == 1 else 0.0
             parameter.data = centre + spread * torch.randn_like(parameter)
         model.save_pretrained(GOLDEN / name)
-        (GOLDEN / name / "generation_config.json").unlink()
+        (GOLDEN / name / "generation_config.json").unlink(missing_ok=True)
         np.savez_compressed(GOLDEN / name / "golden.npz", **compute(load(GOLDEN / name)))
 
 

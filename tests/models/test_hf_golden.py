@@ -1,4 +1,4 @@
-"""The three families agree with transformers, and a folder that is loaded and saved keeps its contents."""
+"""All families agree with transformers, and a folder that is loaded and saved keeps its contents."""
 
 import importlib.util
 import json
@@ -16,7 +16,7 @@ from rpg_jax import models, parallel
 from rpg_jax.models import KVCache
 
 GOLDEN = Path(__file__).parent / "golden"
-CASES = ["qwen2", "qwen3", "qwen3_yarn", "qwen3_moe", "qwen3_moe_unnormalised"]
+CASES = ["qwen2", "qwen3", "qwen3_yarn", "qwen3_moe", "qwen3_moe_unnormalised", "llama", "llama3"]
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_bf16_weights_survive_bit_equal(loaded, tmp_path):
 
 
 @pytest.mark.parametrize("mesh", [{"fsdp": 4, "tensor": 2}, {"expert": 2, "fsdp": 2, "replica": 2}], ids=str)
-@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe"])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "llama3"])
 def test_every_device_reads_its_own_shard(loaded, name, mesh):
     config, _, params = loaded[name]
     mesh = parallel.make_mesh(mesh)

@@ -26,6 +26,13 @@ PUBLISHED = {
     "Qwen3-32B": 32.8,
     "Qwen3-30B-A3B": 30.5,
     "Qwen3-235B-A22B": 235,
+    "SmolLM2-135M": 0.135,
+    "SmolLM2-360M": 0.362,
+    "SmolLM2-1.7B": 1.71,
+    "Llama-3.2-1B": 1.24,
+    "Llama-3.2-3B": 3.21,
+    "Llama-3.1-8B": 8.03,
+    "Llama-3.1-70B": 70.6,
 }
 
 
@@ -44,6 +51,12 @@ def test_parameter_count_is_that_of_the_weights(name):
 def test_active_parameters_of_a_mixture():
     assert models.parameter_count(models.size("Qwen3-30B-A3B"), active=True) / 1e9 == pytest.approx(3.3, rel=0.03)
     assert models.parameter_count(models.size("Qwen3-235B-A22B"), active=True) / 1e9 == pytest.approx(22, rel=0.03)
+
+
+def test_a_size_has_its_address_on_the_hub():
+    assert models.hub_address("qwen3-4b") == "Qwen/Qwen3-4B"
+    assert models.hub_address("smollm2-135m") == "HuggingFaceTB/SmolLM2-135M"
+    assert models.hub_address("llama-3.2-1b") == "meta-llama/Llama-3.2-1B"
 
 
 def test_names_are_found_in_any_case_and_typos_name_the_nearest():
