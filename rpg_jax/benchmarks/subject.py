@@ -209,7 +209,7 @@ def peak_bytes() -> int:
 
 
 def asked_bytes(program: jax.stages.Compiled) -> dict[str, int]:
-    """What the compiler says of a program's memory on a device; empty where a platform does not say."""
+    """The compiler's figures of a program's memory on a device; empty where a platform gives none."""
     if (asked := program.memory_analysis()) is None:
         return {}
     return {

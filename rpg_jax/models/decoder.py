@@ -38,7 +38,7 @@ REMAT: dict[str, Callable | None] = {
         offload_dst="pinned_host",
     ),
 }
-"""What the forward pass keeps of a layer: everything, its matrix products, its input, or its input in host memory."""
+"""The values of a layer that the forward pass keeps: all, the matrix products, the input, or the input on the host."""
 
 
 class Decoder(nnx.Module):

@@ -1,4 +1,4 @@
-"""Where each parameter lies in a folder of Hugging Face safetensors: tensor names, shapes and permutations."""
+"""The place of each parameter in a folder of Hugging Face safetensors: tensor names, shapes and permutations."""
 
 import dataclasses
 import math

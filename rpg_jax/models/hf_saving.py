@@ -1,4 +1,4 @@
-"""Writes weights in Hugging Face layout: every process its own part, in parallel, and one file last of all."""
+"""Writes weights in Hugging Face layout: every process writes its own part in parallel, and config.json comes last."""
 
 import collections
 import dataclasses
@@ -160,7 +160,7 @@ class Saving:
         return written
 
     def _header(self, blocks: list[_Block]) -> bytes:
-        """What precedes the tensors of a file: github.com/huggingface/safetensors, "Format"."""
+        """The bytes before the tensors of a file: github.com/huggingface/safetensors, "Format"."""
         head: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         end = 0
         for block in blocks:
@@ -213,7 +213,7 @@ def _program(where: NamedSharding | None) -> Any:
 
 
 def _blocks(entries: list[Stored], limit: int) -> Iterator[_Block]:
-    """All blocks, of at most `limit` numbers. Those of one parameter are alike, so that it has one program."""
+    """All blocks, of at most `limit` numbers. The blocks of a parameter are equal, so that one program makes them."""
     for entry in entries:
         layers = entry.shape[0] if entry.stacked else 1
         row = math.prod(entry.shape) // layers

@@ -84,7 +84,7 @@ def adapter_shapes(config: DecoderConfig, lora: Lora, dtype=jnp.float32) -> Para
 
 
 def adapter_axes(config: DecoderConfig, lora: Lora) -> Params:
-    """The logical axes of `adapter_shapes`: those of the matrix, and None for the rank, which no mesh splits."""
+    """The logical axes of `adapter_shapes`: the axes of the matrix, and None for the rank, which no mesh splits."""
     found, names = {}, flatten_dict(logical_axes(config))
     for entry in adapted_matrices(config, lora):
         axes, cut = names[entry.path], entry.stacked + len(entry.groups[1])
@@ -127,7 +127,7 @@ class Base:
 
 
 def policy_params(base: Base | None, trained: Params) -> Params:
-    """The params of the model: those that are trained, or with a base, the base with the trained adapters."""
+    """The params of the model: `trained` itself, or with a base, the base with `trained` as its adapters."""
     return trained if base is None else base.policy(trained)
 
 

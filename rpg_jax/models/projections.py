@@ -40,8 +40,8 @@ def project(x: jax.Array, weight: Weight, axes: Names, inputs: Names, outputs: N
 def gathered(weight: Weight, axes: tuple[str, ...], dimension: int, dtype) -> Weight:
     """All-gathers a weight in `dtype`, inside a `shard_map`; its shards lie along `dimension` over mesh `axes`.
 
-    Its gradient is reduce-scattered over the same axes, in the weight's own dtype. The weight is a matrix, or a stack
-    of matrices. Of an adapter, the side that has the dimension is gathered.
+    The gradient of the weight is reduce-scattered over the same axes, in the weight's own dtype. The weight is a matrix
+    or a stack of matrices. An adapter has two sides, A and B; only the side with the dimension is gathered.
     """
     if not isinstance(weight, Adapted):
         return _gathered(weight, axes, dimension, dtype)
@@ -69,8 +69,11 @@ _gathered.defvjp(_gathered_forward, _gathered_backward)
 
 
 def _product(x, weight, *, inputs, gather=(), dimension=0, contracted=()):
-    """x times the weight, gathered as a matrix. If it were gathered in its own shape, XLA:TPU would keep a second copy
-    of the stack of all layers in another layout. A matrix made of heads is made again in the backward pass."""
+    """x times the weight, which is gathered as a matrix.
+
+    If the weight were gathered in its own shape, XLA:TPU would keep a second copy of all layers in another layout. The
+    backward pass computes the matrix of a weight with head dimensions again.
+    """
     matrix = gathered(as_matrix(weight, inputs), gather, dimension, x.dtype)
     multiply = jax.checkpoint(_multiply) if gather and inputs > 1 else _multiply
     y = multiply(x, matrix).reshape(*x.shape[:2], -1, *weight.shape[inputs + 1 :])

@@ -20,11 +20,11 @@ _PADDING = 2**30
 def splash_attention(
     q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, axes: tuple[str | None, str | None]
 ) -> jax.Array:
-    """`attention.attention` that never holds scores in memory and never computes a block that the mask leaves empty.
+    """`attention.attention` by a kernel that never holds scores in memory and skips the blocks that the mask empties.
 
-    Such are the blocks above the diagonal and, in rows that completions share, the blocks of one completion's queries
-    and another's keys. On a mesh each device takes its rows, its heads and its stretch of the queries, against all keys
-    of the row. The kernel is for TPUs; elsewhere it is interpreted, slowly.
+    Two kinds of blocks are empty: blocks above the diagonal and, where completions share a row, blocks with the queries
+    of one completion and the keys of another. On a mesh each device computes its rows, its heads and its stretch of the
+    queries, against all keys of the row. The kernel is for TPUs. On other platforms the kernel is interpreted, slowly.
     """
     T, H = q.shape[1], q.shape[3]
     length_shards, head_shards = shards(axes[1]), shards("heads")

@@ -16,9 +16,10 @@ Names = tuple[str | None, ...]
 
 @flax.struct.dataclass
 class Adapted:
-    """W + A B. `x @ adapted` is x W + (x A) B, so that neither the sum nor the gradient of W is ever computed.
+    """A frozen matrix W with its adapter A B. `x @ adapted` is x W + (x A) B.
 
-    The model reads it like an array, because it reads every weight as `weight[...]`.
+    In this form, neither the sum W + A B nor the gradient of W is ever computed. The model reads every weight as
+    `weight[...]`, so an `Adapted` can stand in the place of an array.
 
     Attributes:
       base: W [*stack, *inputs, *outputs]: an array or an `Int8`.
@@ -57,9 +58,10 @@ class Adapted:
 
 
 def _recomputed(x: jax.Array, b: jax.Array) -> jax.Array:
-    """x B as a product with a batch of one, which `model.remat=dots` does not keep.
+    """x B as a product with a batch of one.
 
-    It keeps x W, as wide as x B, and x A. From these, x B costs little, and the backward pass needs only the sum.
+    The remat policy `dots` keeps the products without a batch: x W and x A. The backward pass computes x B again from
+    x A, which costs little. Keeping x B, too, would need as much memory as x W.
     """
     return jax.lax.dot_general(x[None], b[None], (((x.ndim,), (1,)), ((0,), (0,))))[0]
 
@@ -93,7 +95,7 @@ _CONTRACTED = {"q": (1,), "k": (1,), "v": (1,), "o": (1, 2), "gate": (-2,), "up"
 
 @flax.struct.dataclass
 class Int8:
-    """A matrix as values · scale. The model reads it like an array, because it reads every weight as `weight[...]`.
+    """A matrix as values · scale. The model reads every weight as `weight[...]`, so an `Int8` can replace an array.
 
     Attributes:
       values: i8, of the matrix's shape.

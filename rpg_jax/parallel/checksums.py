@@ -13,7 +13,8 @@ Tree = Any
 def of_tree(tree: Tree) -> jax.Array:
     """A checksum u32[2] of 64 bits over the bit patterns, places and names of all leaves.
 
-    A change of one element always changes it. Any other change goes unnoticed with a probability of about 2^-64.
+    A change of one element always changes the checksum. A change of several elements goes unnoticed with a probability
+    of about 2^-64.
     """
     return of_leaves(tree).sum(axis=0, dtype=jnp.uint32)
 

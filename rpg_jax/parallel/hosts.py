@@ -1,10 +1,11 @@
 """Collectives over the processes of a run, on host values: barrier, all-gather, maximum, and placement on devices.
 
-Every process must call a collective, in the same order and from its main thread; an `Exchange` has an order of its own.
-With one process, none of them communicates. While a process waits for others, for minutes perhaps, it asks the
-coordination service that `jax.distributed` started: a device collective would look like a hang to the runtime of TPU
-slices, which reports one after five minutes. Only large values go over the devices, in pieces, once every process has
-arrived.
+Every process must call the collectives in the same order and from its main thread. An `Exchange` has an order of its
+own. With one process, no collective communicates.
+
+A process may wait for others for minutes. During the wait, the process asks the coordination service that
+`jax.distributed` started. A device collective would not do: after five minutes of waiting, the runtime of TPU slices
+reports a hang. Only large values go over the devices, in pieces, after every process has arrived.
 """
 
 import contextlib
@@ -39,7 +40,7 @@ def _service() -> Any:
 
 
 def barrier(name: str) -> None:
-    """Returns once every process has called it; `name` is for messages."""
+    """Returns after every process has called `barrier`; `name` is for messages."""
     if jax.process_count() > 1:
         _service().wait_at_barrier(f"rpg_jax/{next(_calls)}/{name}", _PATIENCE_MS)
 
@@ -65,10 +66,11 @@ def all_gather_bytes(value: bytes) -> list[bytes]:
 
 
 class SharedCounter:
-    """0, 1, 2, …: each `draw`, by any thread of any process, gets a number that no other draw gets.
+    """A counter of the whole run: each `draw`, by any thread of any process, returns another number of 0, 1, 2, …
 
-    To make one is a collective, but waits for nobody. When the next one is made, all processes have called another
-    collective since their last draw: then the first process deletes this one's number.
+    All processes make a counter together, in the order of their collectives, but making a counter waits for nobody. The
+    coordination service stores the number. Process 0 deletes the stored number when the next counter is made. By then,
+    all processes must have called another collective after their last draw.
     """
 
     def __init__(self):
@@ -100,8 +102,9 @@ def _exchanged(value: bytes) -> list[bytes]:
 class Exchange:
     """All-gathers through the coordination service alone. No program runs on a device.
 
-    So one thread of each process may call `all_gather_bytes` at any time, also while the main thread launches programs.
-    All processes make their exchanges in the same order, and call each in the same order.
+    Therefore one thread of each process may call `all_gather_bytes` at any time, also while the main thread launches
+    programs. All processes must make their exchanges in the same order. In one exchange, all processes must make their
+    calls in the same order.
     """
 
     def __init__(self) -> None:
@@ -158,9 +161,10 @@ def _over_devices(value: bytes, sizes: Sequence[int]) -> list[bytes]:
 
 
 def share(items: Sequence[T]) -> list[T]:
-    """This process's part of `items`: process p of n takes items p, p + n, p + 2n, …
+    """The part of `items` that belongs to this process: process p of n takes items p, p + n, p + 2n, …
 
-    Neighbours are often alike (long prompts, say), and this spreads them over the processes. Not a collective.
+    Neighbours are often alike, for example long prompts. This order spreads neighbours over the processes. `share` is
+    not a collective.
     """
     return list(items[jax.process_index() :: jax.process_count()])
 
@@ -188,8 +192,8 @@ def gathered(x: jax.Array) -> np.ndarray:
 def local_copies(tree: Tree, shardings: Tree) -> Tree:
     """A whole copy of `tree` on each host, under the host-local `shardings`; `tree` is sharded over all hosts.
 
-    One reshard lays the arrays out as "replicated over hosts, sharded within a host". The addressable shards of the
-    result are the local arrays.
+    The copy takes two steps. First, one reshard replicates the arrays over hosts and shards them within each host. Then
+    each host makes its local arrays of the shards that its devices hold.
     """
 
     def wide(sharding: NamedSharding) -> NamedSharding:

@@ -1,4 +1,4 @@
-"""The table from logical axes of a model to mesh axes; it is checked, and each entry can be overridden."""
+"""The table from logical axes of a model to mesh axes, its checks, and its overrides."""
 
 import contextlib
 import itertools
@@ -112,11 +112,12 @@ def activate(mesh: Mesh, rules: Rules = RULES) -> Iterator[None]:
 
 
 def check(rules: Rules, sizes: Mapping[str, int]) -> None:
-    """Refuses rules under which a model would compute other numbers than on one device, on a mesh of `sizes`.
+    """Refuses rules under which a model on a mesh of `sizes` would compute other numbers than on one device.
 
-    Where a device holds a part of the vocabulary, heads or hidden units, the results of its tokens are summed over the
-    devices that hold the other parts. These must hold the same tokens. So an axis that cuts the parts must not cut
-    rows or positions. The model dimension and experts may share their axes: their parts, or the tokens, are gathered.
+    A device may hold a part of the vocabulary, of the heads or of the hidden units. The model then sums the results of
+    the device's tokens over the devices that hold the other parts. These devices must hold the same tokens. Therefore a
+    mesh axis that cuts the vocabulary, heads or hidden units must not cut rows or positions. The model dimension and
+    experts may share an axis with rows: before a product, devices gather the parts or the tokens.
 
     Raises:
       ValueError: such rules; a mesh axis that cuts both rows and positions; key-value heads that are neither on all

@@ -1,4 +1,4 @@
-"""What a run is expected to reach of a chip's peaks. This code has not run on a TPU: every value is an assumption.
+"""The shares of a chip's peaks that a run is expected to reach. No value is measured: this code has not run on a TPU.
 
 Each stands beside the public figures that it was set by. `docs/plan.md` compares what follows from them with reported
 runs.

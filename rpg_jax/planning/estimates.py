@@ -31,8 +31,9 @@ from rpg_jax.runs.resolve import resolve
 def estimated_programs(layout: Layout, decoding: Decoding, resident: dict[str, float]) -> dict[str, Program]:
     """The programs of a step with their operations, traffic and collectives; `resident` as for compiled programs.
 
-    What is left out: activations that go to HBM and back between two products of a layer, copies, gaps in memory. The
-    peak of a training program is that of `own_peaks`. What remat=offload sends to the host and back is not in the time.
+    The estimate leaves out activations that go to HBM and back between two products of a layer, copies, and gaps in
+    memory. The time also leaves out the traffic of remat=offload to the host and back. `own_peaks` gives the peaks of
+    the training programs.
     """
     return {
         name: Program(name, 0, 0, 0, 0, resident[name], costs, costs.flops, 0.0, peak=peak)

@@ -180,7 +180,7 @@ def _step(topology: Topology, figures: Mapping[str, Any]) -> Table:
 
 
 def _assumed(figures: Mapping[str, Any]) -> str:
-    """What the figures of a step rest on."""
+    """The assumptions behind the figures of a step."""
     return (
         f"{figures['prompts']:,.0f} prompts of {figures['prompt_tokens']:,.0f} tokens; {figures['completions']:,.0f} "
         f"completions of {figures['mean_tokens']:,.0f} in {figures['slots']:,.0f} slots "

@@ -177,7 +177,7 @@ def lengths_of(config: ConfigDict, *, mean: float = 0, prompt: float = 0, spread
 
 
 def work_of(layout: Layout, decoding: Decoding, lengths: Lengths, store: float = efficiency.STORE) -> Work:
-    """What a step of the config has to do."""
+    """The work of a step of the config."""
     c, shape = layout.config, row_shape(layout.config)
     bucket = prompt_bucket(math.ceil(lengths.prompt), decoding.capacity)
     return Work(

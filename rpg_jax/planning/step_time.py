@@ -31,7 +31,7 @@ from rpg_jax.training.collect import UNKNOWN_SHARE
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What one step of a run has to do.
+    """The work of one step of a run.
 
     Attributes:
       steps: of the run.
