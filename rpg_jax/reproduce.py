@@ -31,12 +31,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     separator = given.index("--") if "--" in given else len(given)
 
     def reproduce(options: argparse.Namespace) -> int:
-        return carry_out(options, given[separator + 1 :], _command(given))
+        return make(options, given[separator + 1 :], _command(given))
 
     return cli.run(reproduce, _parser(), given[:separator])
 
 
-def carry_out(options: argparse.Namespace, extra: Sequence[str], command: str) -> int:
+def make(options: argparse.Namespace, extra: Sequence[str], command: str) -> int:
     """Makes the table that `command` asks for, with the overrides `extra` in every run; returns the exit code."""
     began = time.perf_counter()
     failed: dict[str, Path] = {}
@@ -44,7 +44,7 @@ def carry_out(options: argparse.Namespace, extra: Sequence[str], command: str) -
         if options.from_data is not None:
             page = run_tables.page_from(data_file(options, extra), options.out)
         else:
-            page, failed = run_tables.make_table(*asked(options, extra, command))
+            page, failed = run_tables.make_table(*table_and_options(options, extra, command))
     except KeyboardInterrupt:
         print("interrupted; the same command continues", file=sys.stderr)
         return 128 + signal.SIGINT
@@ -54,7 +54,9 @@ def carry_out(options: argparse.Namespace, extra: Sequence[str], command: str) -
     return 1 if failed else 0
 
 
-def asked(options: argparse.Namespace, extra: Sequence[str], command: str) -> tuple[str, Table, TableOptions]:
+def table_and_options(
+    options: argparse.Namespace, extra: Sequence[str], command: str
+) -> tuple[str, Table, TableOptions]:
     """The name of the table, the table, and how it is run.
 
     Raises:

@@ -27,7 +27,7 @@ from experiments.objective.design import (
 )
 from experiments.objective.judge import judge
 from experiments.objective.paths import PathSettings, make_verifier, start_of, train
-from rpg_jax.reproduction.run_tables import alone_in
+from rpg_jax.reproduction.run_tables import locked
 from rpg_jax.reproduction.workers import Task, run_tasks
 from rpg_jax.storage import write_atomically
 
@@ -104,7 +104,7 @@ def run_objective(
     """
     settings = json.loads(json.dumps(dataclasses.asdict(s)))
     path.parent.mkdir(parents=True, exist_ok=True)
-    with alone_in(path.parent) as lock:
+    with locked(path.parent) as lock:
         return _continue(s, settings, path, jobs, lock, on_unit)
 
 

@@ -135,7 +135,7 @@ def missing(planned: Sequence[PlannedRun], kept: Results | None) -> list[Planned
     return [plan for plan in planned if (plan.row, plan.seed, plan.name) not in ended]
 
 
-def together(kept: Results, new: Results, order: Collection[str]) -> Results:
+def merge(kept: Results, new: Results, order: Collection[str]) -> Results:
     """The runs of both. Of a run that both have, the new one counts.
 
     Args:

@@ -80,7 +80,7 @@ def make_table(name: str, table: Table, options: TableOptions) -> tuple[Path, di
     failed |= _run(planned, options)
     found = Results(name, table, results.collect(planned, options.out), *_about(options), scan)
     if kept:
-        found = results.together(kept, found, list(TABLES[name].rows))
+        found = results.merge(kept, found, list(TABLES[name].rows))
     if not any(run.scores() for run in found.runs):
         raise ValueError(f"{options.out / 'runs'} has no evaluated run of this table: look at {options.out / 'logs'}")
     data = options.out / name / f"{name}.json.gz"
@@ -141,7 +141,7 @@ def _scan(
     failed = _run(planned, options)
     runs = results.collect(planned, options.out, results.SCAN_COLUMNS, evaluated=False)
     scan = Results(f"{name}-scan", scanned, runs, *_about(options))
-    return (results.together(kept, scan, list(TABLES[name].scan().rows)) if kept else scan), failed
+    return (results.merge(kept, scan, list(TABLES[name].scan().rows)) if kept else scan), failed
 
 
 def _about(options: TableOptions) -> tuple[str, str, tuple[str, ...]]:
@@ -183,7 +183,7 @@ def steps_of(planned: Sequence[PlannedRun], out: Path) -> int:
     return next((int(config["train"]["steps"]) for config in configs if config), 0)
 
 
-def claim(out: Path, extra: Sequence[str]) -> None:
+def check_overrides(out: Path, extra: Sequence[str]) -> None:
     """Notes the overrides of all runs in `out`.
 
     Raises:
@@ -198,7 +198,7 @@ def claim(out: Path, extra: Sequence[str]) -> None:
 
 
 @contextlib.contextmanager
-def alone_in(out: Path) -> Iterator[int]:
+def locked(out: Path) -> Iterator[int]:
     """Locks `out` against a second command. A process that inherits the descriptor holds the lock too.
 
     Raises:
@@ -250,8 +250,8 @@ def train_runs(
       ValueError: `out` has runs with other overrides than `extra`, or another command is at work in it.
       KeyboardInterrupt, SystemExit: a signal stopped the runs.
     """
-    claim(out, extra)
-    with alone_in(out) as lock:
+    check_overrides(out, extra)
+    with locked(out) as lock:
         (out / "logs").mkdir(parents=True, exist_ok=True)
         progress = {plan.name: progress_of(plan, out) for plan in planned}
         plans = {plan.name: plan for plan in planned if not progress[plan.name][1]}

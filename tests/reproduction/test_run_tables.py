@@ -85,10 +85,10 @@ def test_rows_whose_names_have_commas_can_be_chosen():
 
 
 def test_runs_of_other_overrides_are_never_taken_for_the_tables(tmp_path):
-    run_tables.claim(tmp_path, ["--config.train.steps=20"])
-    run_tables.claim(tmp_path, ["--config.train.steps=20"])
+    run_tables.check_overrides(tmp_path, ["--config.train.steps=20"])
+    run_tables.check_overrides(tmp_path, ["--config.train.steps=20"])
     with pytest.raises(ValueError, match="have --config.train.steps=20, not no overrides: choose another --out"):
-        run_tables.claim(tmp_path, [])
+        run_tables.check_overrides(tmp_path, [])
 
 
 def test_runs_share_cores_and_a_gpus_memory_and_take_turns_on_a_tpu(monkeypatch):
@@ -110,7 +110,7 @@ def test_a_backend_that_does_not_start_is_an_error_of_one_line(monkeypatch, caps
 
 
 def test_two_commands_do_not_start_the_same_runs(tmp_path):
-    with run_tables.alone_in(tmp_path), pytest.raises(ValueError, match="another table is being run"):
+    with run_tables.locked(tmp_path), pytest.raises(ValueError, match="another table is being run"):
         run_tables.train_runs([], tmp_path, jobs=1)
     assert run_tables.train_runs([], tmp_path, jobs=1) == {}
 

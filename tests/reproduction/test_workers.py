@@ -1,10 +1,12 @@
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
-from rpg_jax.reproduction.run_tables import WORK
+from rpg_jax.reproduction.run_tables import WORK, locked
+from rpg_jax.reproduction.workers import Task, run_tasks
 from tests.end_to_end.whole_runs import MICRO, environment
 
 SHORT = (f"--config={MICRO}", "--config.train.steps=2")
@@ -43,3 +45,23 @@ def test_a_worker_ends_with_the_code_of_the_run_that_failed_and_its_log_says_why
     done = subprocess.run(WORKER, input=orders, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
     assert "nonsense" in (tmp_path / "seed1.log").read_text() and not (tmp_path / "seed2.log").exists()
+
+
+def halves(numbers):
+    """A task of the test below, in a worker process."""
+    return {"halves": [1 / number for number in numbers], "process": os.getpid()}
+
+
+@pytest.mark.slow  # processes that start JAX
+def test_a_result_comes_back_and_a_task_that_raises_ends_no_other(tmp_path):
+    function = f"{__name__}:{halves.__name__}"
+    numbers = ([1, 2], [0], [4], [8])
+    tasks = [Task(str(i), function, own, tmp_path / f"{i}.log") for i, own in enumerate(numbers)]
+    with locked(tmp_path) as lock:
+        done = list(run_tasks(tasks, jobs=1, inherited=lock))
+        assert [d.code for d in done] == [0, 1, 0, 0]
+        assert [d.result["halves"] for d in done if not d.code] == [[1, 0.5], [0.25], [0.125]]
+        assert done[2].result["process"] == done[3].result["process"] != done[0].result["process"]
+        assert "ZeroDivisionError" in (tmp_path / "1.log").read_text()
+        failed_first = list(run_tasks(tasks[1:], jobs=2, inherited=lock, first_alone=True))
+    assert [(d.task.name, d.code) for d in failed_first] == [("1", 1)], "no other task starts"
