@@ -97,7 +97,6 @@ def test_a_package_has_the_same_range_wherever_it_is_named():
     assert {name: found for name, found in ranges.items() if len(found) > 1} == {}
 
 
-@pytest.mark.slow  # imports JAX
 def test_its_help_lists_every_field(unpacked, tmp_path):
     done = run(unpacked, tmp_path, "rpg_jax.train", "--help")
     assert done.returncode == 0 and "configs/tiny.py" in done.stdout and "rollout.slots" in done.stdout
