@@ -139,7 +139,7 @@ class Request:
 
 
 @dataclasses.dataclass(eq=False, slots=True)
-class Written:
+class Transcript:
     """The tokens of a completion so far, in pieces, one a dispatch and one an observation.
 
     Attributes:
@@ -192,7 +192,7 @@ class Row:
       channel: a driver with threads reports this row here; None for other drivers.
       prompt_row: the row of the prefill that has its tokens so far.
       cancelled: the caller no longer wants it; its slot is freed at the next dispatch.
-      written: what the policy and the environment have written, in order.
+      transcript: the tokens of the policy and of the environment, in order.
       made: its completion, once it has ended.
     """
 
@@ -204,19 +204,21 @@ class Row:
     channel: Any = None
     prompt_row: int = 0
     cancelled: bool = False
-    written: Written = dataclasses.field(default_factory=Written)
+    transcript: Transcript = dataclasses.field(default_factory=Transcript)
     made: Completion | None = None
 
     @property
     def length(self) -> int:
         """Tokens of the prompt and of the completion so far."""
-        return len(self.prompt) + self.written.count
+        return len(self.prompt) + self.transcript.count
 
     @property
     def limit(self) -> int:
         """The most tokens that the completion has at the end of its present turn."""
         most = self.sampling.max_tokens
-        return most if self.environment is None else min(most, self.written.turn_start + self.environment.turn_tokens)
+        return (
+            most if self.environment is None else min(most, self.transcript.turn_start + self.environment.turn_tokens)
+        )
 
     @property
     def of_turn(self) -> Sampling:
@@ -226,39 +228,39 @@ class Row:
     @property
     def context(self) -> np.ndarray:
         """i32[length], the prompt and the completion so far."""
-        return np.concatenate([self.prompt, *self.written.tokens])
+        return np.concatenate([self.prompt, *self.transcript.tokens])
 
     def ask(self) -> Future[Reply]:
         """Asks the environment for its reply to the turn that has just ended."""
         assert self.environment is not None
-        turn = np.concatenate(self.written.tokens)[self.written.turn_start :]
+        turn = np.concatenate(self.transcript.tokens)[self.transcript.turn_start :]
         return self.environment.respond(self.group, self.counters[-1], turn, self._reason(turn))
 
     def take(self, reply: Reply, version: int) -> bool:
         """Notes a reply; whether the completion goes on. It ends where no token has room after an observation."""
-        self.written.rewards.append(reply.reward)
-        self.written.error = reply.error
+        self.transcript.rewards.append(reply.reward)
+        self.transcript.error = reply.error
         if reply.out_of_turns:
-            self.written.cut = "turns"
+            self.transcript.cut = "turns"
         if reply.tokens is None:
             return False
-        if self.written.count + len(reply.tokens) >= self.sampling.max_tokens:
-            self.written.cut = "length"
+        if self.transcript.count + len(reply.tokens) >= self.sampling.max_tokens:
+            self.transcript.cut = "length"
             return False
-        self.written.observe(reply.tokens, version)
+        self.transcript.observe(reply.tokens, version)
         return True
 
     def completion(self) -> Completion:
         """The completion of a row that has ended."""
         if self.made is None:
-            written = self.written
-            tokens, logprobs = np.concatenate(written.tokens), np.concatenate(written.logprobs)
-            version, mixed, turns = written.spans[0][0], None, None
-            if any(other != version for other, _ in written.spans):
-                mixed = np.repeat(*np.array(written.spans, np.int32).T)
+            transcript = self.transcript
+            tokens, logprobs = np.concatenate(transcript.tokens), np.concatenate(transcript.logprobs)
+            version, mixed, turns = transcript.spans[0][0], None, None
+            if any(other != version for other, _ in transcript.spans):
+                mixed = np.repeat(*np.array(transcript.spans, np.int32).T)
             if self.environment is not None:
-                turns = Turns.of(written.observations, written.rewards, written.error, length=written.count)
-            self.made = Completion(tokens, logprobs, written.cut or self._reason(tokens), version, mixed, turns)
+                turns = Turns.of(transcript.observations, transcript.rewards, transcript.error, length=transcript.count)
+            self.made = Completion(tokens, logprobs, transcript.cut or self._reason(tokens), version, mixed, turns)
         return self.made
 
     def _reason(self, tokens: np.ndarray) -> FinishReason:

@@ -96,7 +96,7 @@ class Planner:
             them.
         """
         groups = [[] if group and group[0].cancelled else group for group in groups]
-        others = {v for group in groups for row in group for v, _ in row.written.spans} - {version}
+        others = {v for group in groups for row in group for v, _ in row.transcript.spans} - {version}
         if others and not self._decoding.mixed:
             raise RolloutError(
                 f"weights changed from version {version} to {max(others)} during the rollout of step {request.step}: "
@@ -109,7 +109,7 @@ class Planner:
                     _, step, prompt_id, index = row.counters
                     raise RolloutError(
                         f"completion {index} of prompt {prompt_id} at step {step} has non-finite log-probabilities: "
-                        f"the weights (version {row.written.spans[-1][0]}) give non-finite logits"
+                        f"the weights (version {row.transcript.spans[-1][0]}) give non-finite logits"
                     )
         return made
 
@@ -250,7 +250,7 @@ class Schedule:
                 elif row.channel is not None:
                     row.channel.close(row)
             if batch:
-                rows = [(slot, row.prompt_row, row.written.count, row.counters, row.of_turn) for slot, row in batch]
+                rows = [(slot, row.prompt_row, row.transcript.count, row.counters, row.of_turn) for slot, row in batch]
                 self._state = self.engine.insert(prefix, self._state, rows)
             filled += batch
         self.live.update(filled)
@@ -262,7 +262,9 @@ class Schedule:
         It ends early once enough slots are free for the rows that wait. `more`: further rows wait for their prefill.
         """
         decoding, queued = self.engine.decoding, more or bool(self._waiting)
-        ends = [len(r.prompt) + min(r.written.count + decoding.steps_per_dispatch, r.limit) for r in self.live.values()]
+        ends = [
+            len(r.prompt) + min(r.transcript.count + decoding.steps_per_dispatch, r.limit) for r in self.live.values()
+        ]
         idle = max(1, int(decoding.slots * decoding.refill)) if queued or self._asked else None
         began, weights = time.perf_counter(), self.engine.weights
         assert self._state is not None  # `fill` has allocated it
@@ -272,7 +274,7 @@ class Schedule:
         drawn = self.engine.fetch(parts)
         for slot, row in self.live.items():
             count = drawn.counts[slot]
-            row.written.extend(drawn.tokens[slot, :count].copy(), drawn.logprobs[slot, :count].copy(), version)
+            row.transcript.extend(drawn.tokens[slot, :count].copy(), drawn.logprobs[slot, :count].copy(), version)
         steps, tokens, usage = int(drawn.counts.max()), int(drawn.counts.sum()), self._usage
         usage.decode_s += time.perf_counter() - began
         usage.dispatches += 1
@@ -358,11 +360,11 @@ class Schedule:
         decoding = self.engine.decoding
         by_round: dict[tuple[int, int], list[Extension]] = {}
         for slot, row in rows:
-            observation = row.written.tokens[-1]
+            observation = row.transcript.tokens[-1]
             for first in range(0, len(observation), EXTENSION_TOKENS):
                 piece, start = observation[first : first + EXTENSION_TOKENS], row.length - len(observation) + first
                 bucket, last = prompt_bucket(len(piece), decoding.capacity), first + len(piece) == len(observation)
-                own = slot, piece, start, last, row.written.count, row.limit
+                own = slot, piece, start, last, row.transcript.count, row.limit
                 by_round.setdefault((first, bucket), []).append(own)
             self._usage.extended_tokens += len(observation)
         for (_, bucket), pieces in sorted(by_round.items()):

@@ -134,7 +134,7 @@ class ServersRollout(Rollout):
             question = TurnRequest(row, self._model, self._counters)
             read = functools.partial(question.completion, version=version, vocab_size=self._vocab_size)
             turn = await self._balance.ask(question.body, read)
-            row.written.extend(turn.tokens, turn.logprobs, version)
+            row.transcript.extend(turn.tokens, turn.logprobs, version)
             if row.environment is None or not row.take(await asyncio.wrap_future(row.ask()), version):
                 return row.completion()
 

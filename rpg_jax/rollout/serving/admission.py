@@ -292,10 +292,10 @@ class Admission:
         stream, first = _Stream(), len(prompt) - drawn
         whole = dataclasses.replace(sampling, max_tokens=drawn + sampling.max_tokens)
         row = Row(prompt[:first], counters, whole, channel=stream)
-        row.written.extend(prompt[first:], np.zeros(drawn, np.float32), self._rollout.weights.version)
+        row.transcript.extend(prompt[first:], np.zeros(drawn, np.float32), self._rollout.weights.version)
         padded = np.zeros((1, prompt_bucket(len(prompt), self._rollout.engine.decoding.capacity)), np.int32)
         padded[0, : len(prompt)] = prompt
-        piece = len(row.written.spans)
+        piece = len(row.transcript.spans)
         driver = await asyncio.to_thread(self._rollout.driver)
         driver.submit([Chunk(padded, np.array([len(prompt)], np.int32), [row])], stream)
         try:
@@ -305,7 +305,7 @@ class Admission:
                 if not np.isfinite(logprobs).all():
                     raise RolloutError(_NO_POLICY)
                 _TOKENS.inc(len(tokens))
-                version, _ = row.written.spans[piece]
+                version, _ = row.transcript.spans[piece]
                 piece += 1
                 yield tokens, logprobs, version
         finally:

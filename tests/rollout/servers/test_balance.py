@@ -20,7 +20,7 @@ from rpg_jax.rollout.serving.access import ApiKey
 
 from .conftest import REQUEST, first_of
 from .proxy import FAULTS, Proxy
-from .test_served import COMPLETIONS, ONE, same
+from .test_rollout import COMPLETIONS, ONE, same
 
 MANY = replace(REQUEST, group_size=5)  # 40 completions
 

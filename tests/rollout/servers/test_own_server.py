@@ -18,7 +18,7 @@ from rpg_jax.rollout.servers.server import KINDS
 from rpg_jax.rollout.serving.server import Server
 from rpg_jax.types import Sampling
 
-from ..test_turns import STOPS, Echo
+from ..test_schedule import STOPS, Echo
 from .proxy import FAULTS, Proxy
 
 pytest.importorskip("aiohttp")
