@@ -19,7 +19,7 @@ from rpg_jax.rollout.decoding import Decoding
 from rpg_jax.rollout.engine import DecodeEngine, ReplayResult
 from rpg_jax.rollout.request import Request, Row
 from rpg_jax.rollout.rollout import Rollout, Split
-from rpg_jax.rollout.schedule import Chunk, Finish, Planner, Schedule, Usage
+from rpg_jax.rollout.schedule import Chunk, Finish, Schedule, Usage, completions_of, plan
 from rpg_jax.rollout.weights import Params, RolloutError, Staged, Weights
 from rpg_jax.types import Completion, Sampling
 
@@ -31,7 +31,6 @@ class LockstepRollout(Rollout):
 
     def __init__(self, engine: DecodeEngine):
         self.engine, self.weights, self.usage = engine, engine.weights, Usage()
-        self._planner = Planner(engine)
         self._busy = threading.Lock()
 
     def sync_weights(self, params: Params | Staged, version: int) -> None:
@@ -42,7 +41,7 @@ class LockstepRollout(Rollout):
     def sample(self, request: Request) -> list[list[Completion]]:
         if request.environment is not None and jax.process_count() > 1:
             raise ValueError("lockstep hosts cannot wait for an environment's replies: set rollout.driver=orchestrator")
-        groups, chunks = self._planner.plan(request)
+        groups, chunks = plan(self.engine, request)
         with self._busy:
             version = self.weights.version
             try:
@@ -50,7 +49,7 @@ class LockstepRollout(Rollout):
             except Exception as fault:
                 failed = f"the rollout of step {request.step} failed: {type(fault).__name__}: {fault}"
                 raise RolloutError(failed) from fault
-        return self._planner.completions(request, groups, version)
+        return completions_of(request, groups, version, mixed=self.engine.decoding.mixed)
 
     def _run(self, chunks: deque[Chunk], finish: Finish) -> None:
         engine = self.engine
@@ -175,7 +174,7 @@ def replay(
         raise ValueError(f"a replay takes 1 to {slots} completions, one a slot, got {len(completions)}")
     request = Request(prompts, range(len(prompts)), 1, sampling, seed=0, step=0)
     state = engine.init_decode_state()
-    for chunk in Planner(engine).plan(request)[1]:
+    for chunk in plan(engine, request)[1]:
         prefix = engine.prefill(tokens=chunk.tokens, lengths=chunk.lengths)
         rows = [(row.group, row.prompt_row, 0, row.counters, row.sampling) for row in chunk.rows]
         state = engine.insert(prefix, state, rows)

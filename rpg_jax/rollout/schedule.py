@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from rpg_jax.rollout.decode_state import DecodeResult, Extension, Prefix
-from rpg_jax.rollout.decoding import power_of_two, prompt_bucket, prompts_per_prefill
+from rpg_jax.rollout.decoding import Decoding, power_of_two, prompt_bucket, prompts_per_prefill
 from rpg_jax.rollout.engine import DecodeEngine, State
 from rpg_jax.rollout.request import Reply, Request, Row
 from rpg_jax.rollout.weights import RolloutError
@@ -61,81 +61,81 @@ class Finish:
                     other.cancelled = True
 
 
-class Planner:
-    """Turns requests into rows and chunks, and complete rows into completions."""
+def plan(engine: DecodeEngine, request: Request) -> tuple[list[list[Row]], list[Chunk]]:
+    """Rows [P][G] in the order of the prompts, and chunks in the request's order.
 
-    def __init__(self, engine: DecodeEngine):
-        self._vocab_size, self._decoding = engine.config.vocab_size, engine.decoding
+    A prompt that is done has a place in a chunk and no rows. A chunk without rows is left out. Where no group is wanted
+    there are no rows.
 
-    def plan(self, request: Request) -> tuple[list[list[Row]], list[Chunk]]:
-        """Rows [P][G] in the order of the prompts, and chunks in the request's order.
-
-        A prompt that is done has no rows, but its place in a chunk; a chunk without rows is left out. Where no group is
-        wanted there are no rows.
-
-        Raises:
-          ValueError: the engine cannot serve the request.
-        """
-        request.check_fits(capacity=self._decoding.capacity, vocab_size=self._vocab_size)
-        done = range(len(request.prompts)) if request.enough == 0 else request.done
-        groups = [
-            [
-                Row(prompt, request.counters(place, index), request.sampling, place, environment=request.environment)
-                for index in range(0 if place in done else request.group_size)
-            ]
-            for place, prompt in enumerate(request.prompts)
+    Raises:
+      ValueError: the engine cannot serve the request.
+    """
+    request.check_fits(capacity=engine.decoding.capacity, vocab_size=engine.config.vocab_size)
+    done = range(len(request.prompts)) if request.enough == 0 else request.done
+    groups = [
+        [
+            Row(prompt, request.counters(place, index), request.sampling, place, environment=request.environment)
+            for index in range(0 if place in done else request.group_size)
         ]
-        return groups, self._chunks(request.prompts, request.order, groups)
+        for place, prompt in enumerate(request.prompts)
+    ]
+    return groups, _chunks(engine.decoding, request, groups)
 
-    def completions(self, request: Request, groups: Sequence[Sequence[Row]], version: int) -> list[list[Completion]]:
-        """The completions of complete rows that began under weights of `version`; [] for each group that
-        is done already or cancelled.
 
-        Raises:
-          RolloutError: log-probabilities that are not finite, or tokens of other weights where `mixed` does not allow
-            them.
-        """
-        groups = [[] if group and group[0].cancelled else group for group in groups]
-        others = {v for group in groups for row in group for v, _ in row.transcript.spans} - {version}
-        if others and not self._decoding.mixed:
-            raise RolloutError(
-                f"weights changed from version {version} to {max(others)} during the rollout of step {request.step}: "
-                "its completions mix two policies; sync weights between rollouts"
-            )
-        made = [[row.completion() for row in group] for group in groups]
-        for rows, group in zip(groups, made, strict=True):
-            for row, one in zip(rows, group, strict=True):
-                if not np.isfinite(one.logprobs).all():
-                    _, step, prompt_id, index = row.counters
-                    raise RolloutError(
-                        f"completion {index} of prompt {prompt_id} at step {step} has non-finite log-probabilities: "
-                        f"the weights (version {row.transcript.spans[-1][0]}) give non-finite logits"
-                    )
-        return made
+def _chunks(decoding: Decoding, request: Request, groups: Sequence[Sequence[Row]]) -> list[Chunk]:
+    """Chunks of one length bucket each, with as many prompts as a prefill takes.
 
-    def _chunks(
-        self, prompts: Sequence[np.ndarray], order: Sequence[int], groups: Sequence[Sequence[Row]]
-    ) -> list[Chunk]:
-        """Chunks of one length bucket each, with as many prompts as a prefill takes.
+    The number of a prefill's rows is a power of two, and unused rows are padding. So prompts of any number and length
+    need few compiled shapes.
+    """
+    prompts, pending = request.prompts, list(request.order)
+    buckets = {i: prompt_bucket(len(prompts[i]), decoding.capacity) for i in pending}
+    chunks = []
+    while pending:
+        width = buckets[pending[0]]
+        most = prompts_per_prefill(width, decoding.prefill_tokens)
+        together = [i for i in pending if buckets[i] == width][:most]
+        pending = [i for i in pending if i not in together]
+        height = power_of_two(len(together))
+        tokens, lengths = np.zeros((height, width), np.int32), np.ones(height, np.int32)
+        for row, i in enumerate(together):
+            tokens[row, : len(prompts[i])], lengths[row] = prompts[i], len(prompts[i])
+            for completion in groups[i]:
+                completion.prompt_row = row
+        chunks.append(Chunk(tokens, lengths, [row for i in together for row in groups[i]]))
+    return [chunk for chunk in chunks if chunk.rows]
 
-        The number of a prefill's rows is a power of two, and unused rows are padding. So prompts of any number and
-        length need few compiled shapes.
-        """
-        buckets = {i: prompt_bucket(len(prompts[i]), self._decoding.capacity) for i in order}
-        chunks, pending = [], list(order)
-        while pending:
-            width = buckets[pending[0]]
-            most = prompts_per_prefill(width, self._decoding.prefill_tokens)
-            taken = [i for i in pending if buckets[i] == width][:most]
-            pending = [i for i in pending if i not in taken]
-            height = power_of_two(len(taken))
-            tokens, lengths = np.zeros((height, width), np.int32), np.ones(height, np.int32)
-            for row, i in enumerate(taken):
-                tokens[row, : len(prompts[i])], lengths[row] = prompts[i], len(prompts[i])
-                for completion in groups[i]:
-                    completion.prompt_row = row
-            chunks.append(Chunk(tokens, lengths, [row for i in taken for row in groups[i]]))
-        return [chunk for chunk in chunks if chunk.rows]
+
+def completions_of(
+    request: Request, groups: Sequence[Sequence[Row]], version: int, *, mixed: bool
+) -> list[list[Completion]]:
+    """The completions of rows that have ended, and that began under weights of `version`.
+
+    A group that is done already or cancelled is [].
+
+    Args:
+      mixed: whether tokens of other weights are allowed; see `Decoding`.
+
+    Raises:
+      RolloutError: log-probabilities that are not finite, or tokens of other weights.
+    """
+    groups = [[] if group and group[0].cancelled else group for group in groups]
+    others = {v for group in groups for row in group for v, _ in row.transcript.spans} - {version}
+    if others and not mixed:
+        raise RolloutError(
+            f"weights changed from version {version} to {max(others)} during the rollout of step {request.step}: "
+            "its completions mix two policies; sync weights between rollouts"
+        )
+    made = [[row.completion() for row in group] for group in groups]
+    for rows, group in zip(groups, made, strict=True):
+        for row, one in zip(rows, group, strict=True):
+            if not np.isfinite(one.logprobs).all():
+                _, step, prompt_id, index = row.counters
+                raise RolloutError(
+                    f"completion {index} of prompt {prompt_id} at step {step} has non-finite log-probabilities: "
+                    f"the weights (version {row.transcript.spans[-1][0]}) give non-finite logits"
+                )
+    return made
 
 
 EXTENSION_TOKENS = 512

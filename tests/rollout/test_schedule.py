@@ -17,7 +17,7 @@ from rpg_jax import losses, rollout
 from rpg_jax.rollout import Decoding, RolloutError
 from rpg_jax.rollout.drivers import make_rollout
 from rpg_jax.rollout.request import Reply
-from rpg_jax.rollout.schedule import Planner
+from rpg_jax.rollout.schedule import plan
 from rpg_jax.types import Sampling
 
 CAPACITY = 128
@@ -212,7 +212,7 @@ def chunks(lengths, capacity, prefill_tokens, done=()):
     engine = types.SimpleNamespace(config=types.SimpleNamespace(vocab_size=50), decoding=decoding)
     prompts = [np.full(n, n % 50, np.int32) for n in lengths]
     request = rollout.Request(prompts, range(len(prompts)), 2, Sampling(max_tokens=8), 0, 0, done=frozenset(done))
-    return prompts, *Planner(engine).plan(request)
+    return prompts, *plan(engine, request)
 
 
 @pytest.mark.parametrize("max_prompt_tokens", [1, 16, 24, 40, 64])

@@ -21,7 +21,7 @@ from rpg_jax.rollout.jetstream.adapter import JetStreamEngine, packed, unpack
 from rpg_jax.rollout.jetstream.compat import JetstreamMetricsCollector, orchestrator
 from rpg_jax.rollout.request import Request, Row
 from rpg_jax.rollout.rollout import Feedable
-from rpg_jax.rollout.schedule import Chunk, Finish, Planner, Schedule, Usage
+from rpg_jax.rollout.schedule import Chunk, Finish, Schedule, Usage, completions_of, plan
 from rpg_jax.rollout.weights import RolloutError
 from rpg_jax.types import Completion
 
@@ -260,7 +260,6 @@ class JetStreamRollout(Feedable):
         metrics_collector: JetstreamMetricsCollector | None = None,
     ):
         self.engine, self.weights, self.usage = engine, engine.weights, Usage()
-        self._planner = Planner(engine)
         self._options: dict[str, Any] = {"keep_state": keep_state, "metrics_collector": metrics_collector}
         self._lock = threading.Lock()
         self._drivers: list[GuardedDriver] = []
@@ -269,13 +268,13 @@ class JetStreamRollout(Feedable):
 
     @contextlib.contextmanager
     def begin(self, request: Request) -> Iterator[Callable[[], list[list[Completion]]]]:
-        groups, chunks = self._planner.plan(request)
+        groups, chunks = plan(self.engine, request)
         version, driver, ticket = self.weights.version, self.driver(), Ticket(request, groups)
 
         def completions() -> list[list[Completion]]:
             if chunks:
                 ticket.wait(driver)
-            return self._planner.completions(request, groups, version)
+            return completions_of(request, groups, version, mixed=self.engine.decoding.mixed)
 
         try:
             if chunks:
