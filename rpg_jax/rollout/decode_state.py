@@ -222,7 +222,7 @@ class DecodeState:
 
 @flax.struct.dataclass
 class DecodeResult:
-    """The tokens that one dispatch of at most K decode steps drew; a slot's are the first entries of its row.
+    """The tokens of one dispatch of at most K decode steps. A slot's tokens are the first entries of its row.
 
     Attributes:
       tokens: i32[S, K].

@@ -27,8 +27,8 @@ class Decoding:
       refill: a dispatch ends early once this fraction of the slots is idle while completions wait.
       patience_s: seconds that a completion keeps its slot while its environment replies and others wait for a slot.
         After that it gives the slot away, and is prefilled again.
-      mixed: weights may be synced while completions are decoded, and each token carries its version. Without it, such a
-        sync makes the rollout fail.
+      mixed: weights may be synced while completions are decoded, and each token carries its version. Without `mixed`,
+        a sync during a rollout makes the rollout fail.
       dtype: of the decoding weights; None for the trainer's dtype.
       int8: round the matrices of the decoding weights' layers to eight bits; see `models.weights.quantized`.
       int8_kv: keep keys and values in eight bits, with one scale per token and head.

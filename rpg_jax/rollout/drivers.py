@@ -1,4 +1,9 @@
-"""The drivers of a rollout, each declared once; the lockstep driver; and completions that are decoded a second time."""
+"""The drivers of a rollout, each declared once; the lockstep driver; and a replay: completions decoded a second time.
+
+The lockstep driver works in the caller's thread: it prefills, fills free slots, dispatches, reads, and repeats. All
+hosts hold the values on which every decision depends. So the same schedule runs on a mesh that spans hosts, for models
+larger than one host. No other thread takes part, which makes it the fastest driver.
+"""
 
 import contextlib
 import dataclasses
@@ -157,7 +162,7 @@ def make_rollout(
 def replay(
     engine: DecodeEngine, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], sampling: Sampling
 ) -> list[ReplayResult]:
-    """What the engine computes at the tokens i32[n] of completions: entry t is about token t + 1, t = 0 … n - 2.
+    """The engine's results at the tokens i32[n] of completions: entry t is about token t + 1, t = 0 … n - 2.
 
     Prompts are prefilled, and then one token of every completion is decoded a step, in slots of the engine's number and
     by its programs. The first token is left out: a prefill predicts it. Memory is that of a rollout.

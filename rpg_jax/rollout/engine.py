@@ -50,7 +50,7 @@ class Scores(NamedTuple):
 
 
 class ReplayResult(NamedTuple):
-    """What a model computes at tokens that were drawn before.
+    """A model's results at tokens that were sampled before.
 
     Attributes:
       logprobs: f32[S, K], of the token after each, at the slot's temperature and without cuts.

@@ -58,17 +58,17 @@ class Request:
       group_size: completions of each prompt.
       sampling: for all of them.
       seed, step: counters of the random keys, used modulo 2^32.
-      enough: the number of groups that are wanted; None for all. 0, for none, is the part of a host where fewer groups
-        are wanted than there are hosts. The first groups to be complete are kept, which favours short completions. The
-        others are cancelled and come back empty. Which groups are first depends on the driver and its slots, and with
+      enough: the number of groups that are wanted; None for all. A host may have 0, where fewer groups are wanted than
+        there are hosts. The groups that are complete first are kept, which favours short completions. The other groups
+        are cancelled and come back empty. Which groups are first depends on the driver and its slots, and with
         "orchestrator" on timing too.
-      done: places of prompts whose groups the caller already has. They come back empty and are not sampled; other
-        prompts run in programs of the same shapes as if they were. Not together with `enough`.
-      on_group: receives each kept group once, as soon as it is complete. Other threads wait while it runs, so it should
-        only note the group down.
-      expected: tokens of a mean completion of each prompt, None where that is not known. The longest begin first.
-      environment: answers every turn. A completion then is a conversation of at most `sampling.max_tokens` tokens, with
-        the environment's. None: a completion is one turn.
+      done: places of prompts whose groups the caller already has. These groups are not sampled and come back empty.
+        Other prompts run in programs of the same shapes as without `done`. Not together with `enough`.
+      on_group: receives each kept group once, as soon as the group is complete. Other threads wait while `on_group`
+        runs, so it should only note the group down.
+      expected: tokens of a mean completion of each prompt; None where unknown. The longest completions begin first.
+      environment: answers every turn. A completion then is a conversation of at most `sampling.max_tokens` tokens, the
+        environment's tokens included. None: a completion is one turn.
 
     Raises:
       ValueError: a value out of range, or a prompt that is not a 1-D array of at least one token.
@@ -191,7 +191,7 @@ class Row:
       environment: answers its turns; None for a completion of one turn.
       channel: a driver with threads reports this row here; None for other drivers.
       prompt_row: the row of the prefill that has its tokens so far.
-      cancelled: the caller no longer wants it; its slot is freed at the next dispatch.
+      cancelled: the caller no longer wants the completion; its slot is freed at the next dispatch.
       transcript: the tokens of the policy and of the environment, in order.
       made: its completion, once it has ended.
     """
@@ -237,7 +237,8 @@ class Row:
         return self.environment.respond(self.group, self.counters[-1], turn, self._reason(turn))
 
     def take(self, reply: Reply, version: int) -> bool:
-        """Notes a reply; whether the completion goes on. It ends where no token has room after an observation."""
+        """Notes a reply, and returns whether the completion goes on. It ends if an observation leaves no room for a
+        token."""
         self.transcript.rewards.append(reply.reward)
         self.transcript.error = reply.error
         if reply.out_of_turns:

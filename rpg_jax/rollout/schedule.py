@@ -174,7 +174,7 @@ class Usage:
 
 
 class _PendingReply(NamedTuple):
-    """A row whose environment was asked at the time `since`, in seconds of `time.perf_counter`."""
+    """A row whose environment was asked for a reply at the time `since`, in seconds of `time.perf_counter`."""
 
     row: Row
     reply: Future[Reply]
@@ -188,8 +188,8 @@ class _PendingReply(NamedTuple):
 class Schedule:
     """Slots, the rows in them, and the rows that wait for one; owns the decode state. Used by one thread.
 
-    A row whose turn has ended keeps its slot while the environment replies. Where others wait for a slot, it may lose
-    it, and is prefilled again.
+    A row whose turn has ended keeps its slot while the environment replies. Where other rows wait for a slot, the row
+    may lose its slot; then it is prefilled again.
 
     Args:
       free: the slots to fill.
@@ -257,9 +257,12 @@ class Schedule:
         return filled
 
     def advance(self, *, more: bool) -> DecodeResult:
-        """Runs one dispatch for the live slots, notes what their rows drew, and returns the result on the host.
+        """Runs one dispatch for the live slots, adds the tokens to their rows, and returns the result on the host.
 
-        It ends early once enough slots are free for the rows that wait. `more`: further rows wait for their prefill.
+        The dispatch ends early once enough slots are free for the rows that wait.
+
+        Args:
+          more: whether further rows wait for their prefill.
         """
         decoding, queued = self.engine.decoding, more or bool(self._waiting)
         ends = [
@@ -285,9 +288,9 @@ class Schedule:
         return drawn
 
     def settle(self, drawn: DecodeResult) -> list[tuple[int, Row]]:
-        """Takes the rows whose turn is over out of `live`; returns those that are complete, with the slots they leave.
+        """Takes the rows whose turn is over out of `live`; returns (slot, row) of each complete row.
 
-        The environments of the others are asked.
+        A row with an environment is not complete: the environment is asked for its reply.
         """
         ended = [(slot, row) for slot, row in self.live.items() if not drawn.active[slot]]
         for slot, row in ended:
@@ -297,9 +300,9 @@ class Schedule:
         return [(slot, row) for slot, row in ended if slot not in self._asked]
 
     def resume(self) -> list[tuple[int | None, Row]]:
-        """Continues the rows whose replies have come; returns those that end with it, and the slots they leave.
+        """Continues the rows whose replies have come; returns (slot, row) of each row that ends with its reply.
 
-        A row that has lost its slot leaves None.
+        The slot is None where the row has lost its slot to another row.
         """
         in_slots = {slot: asked for slot, asked in self._asked.items() if asked.over}
         without = [asked for asked in self._without_slot if asked.over]
@@ -320,7 +323,7 @@ class Schedule:
         return ended
 
     def wait(self, timeout: float = 0.1) -> None:
-        """Waits for the next reply, if there is one to come, for at most `timeout` seconds."""
+        """Waits for the next reply for at most `timeout` seconds; returns at once if no reply is to come."""
         began = time.perf_counter()
         replies = [asked.reply for asked in (*self._asked.values(), *self._without_slot)]
         if replies:
@@ -328,7 +331,12 @@ class Schedule:
             self._usage.waited_s += time.perf_counter() - began
 
     def shown(self, drawn: DecodeResult | None = None) -> DecodeResult:
-        """A dispatch's result, or that of none, in which a slot that waits for a reply goes on like a live one."""
+        """The result of a dispatch, changed so that slots that wait for a reply look like slots that go on.
+
+        JetStream's detokenize thread ends a completion whose slot is not active. A slot that waits for its
+        environment's reply is not active, and its completion is not at an end. Without `drawn`, the result is that of a
+        dispatch in which no slot drew a token.
+        """
         slots = self.engine.decoding.slots
         if drawn is None:
             active, none = np.zeros(slots, bool), np.zeros((slots, 0))
@@ -356,7 +364,7 @@ class Schedule:
         self._usage.again_tokens += len(context)
 
     def _extend(self, rows: Sequence[tuple[int, Row]]) -> None:
-        """Appends each row's observation to its slot, in pieces that are as long as a program takes."""
+        """Appends each row's observation to its slot, in pieces of at most `EXTENSION_TOKENS` tokens."""
         decoding = self.engine.decoding
         by_round: dict[tuple[int, int], list[Extension]] = {}
         for slot, row in rows:

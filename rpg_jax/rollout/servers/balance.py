@@ -1,4 +1,4 @@
-"""Several servers of one policy: who is asked next, who rests after a failure, and who must load the weights first."""
+"""Several servers of one policy: which server is asked next, which rests, and which must load the weights first."""
 
 import asyncio
 import contextlib
@@ -25,8 +25,14 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Loadable:
-    """Weights that servers load: the folder that they read, its label, the checksum of the trainer's, and what a
-    server that has them answers; None where its answers have the checksum."""
+    """Weights that servers load.
+
+    Attributes:
+      folder: that servers read.
+      label: stands for the folder's contents.
+      checksum: of the trainer's weights.
+      probe: the answer of a server that has the weights; None where a server's answers have the checksum.
+    """
 
     folder: str
     label: str
@@ -53,13 +59,14 @@ class _Waiting:
 
 
 class Balance:
-    """Sends each request to the server with the fewest, of those that answer and have the present weights.
+    """Sends each request to the server with the fewest calls under way that answers and has the present weights.
 
-    A server that fails rests until its health is good again, longer each time that calls fail although it is. Then it
-    loads the weights: it may have been started anew. What it had not answered goes to the others, and comes back to it
-    only if no other lives. A server without room (429) gets fewer calls at once, and one more after each round.
-    Failures and refusals of calls that were under way together count once. A server whose address is no longer found
-    gets no further calls.
+    A server that fails rests until its health is good again. The rest is longer each time that calls fail although the
+    health is good. After its rest the server loads the weights, because it may have been started anew. The requests
+    that the server had not answered go to other servers, and come back only if no other server lives.
+
+    A server without room (429) gets fewer calls at once, and one more call after each round. Failures and refusals of
+    calls that were under way together count once. A server whose address is no longer found gets no further calls.
 
     All coroutines run in one event loop, and `run` all the time. Any thread may call the other methods.
 
@@ -364,16 +371,16 @@ class Balance:
         self._gap = max(self._gap, found.mean)
         if not found.mean > probe.warns:
             return
-        told = (
+        difference = (
             f"{url} and the trainer disagree by {found.mean:.2g} nats on average about a greedy completion, after it "
             f"has loaded the trainer's weights: the log-prob of token {found.token} is {found.server:.4f} there and "
             f"{found.trainer:.4f} here"
         )
         if found.mean > probe.fails:
-            raise ServerError(f"{told}. The limit is {probe.fails:g} ({self._kind.needs})")
+            raise ServerError(f"{difference}. The limit is {probe.fails:g} ({self._kind.needs})")
         if url not in self._warned:
             self._warned.add(url)
-            print(f"warning: {told}. {probe.warns:g} is usual", file=sys.stderr, flush=True)
+            print(f"warning: {difference}. {probe.warns:g} is usual", file=sys.stderr, flush=True)
 
     def _check_weights(self, call: Call, answer: Any, several: bool = False) -> None:
         """Raises Unavailable if an answer names other weights, where the kind of server names them.

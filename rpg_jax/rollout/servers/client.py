@@ -24,7 +24,7 @@ _PASSES = (408, 425, 429, 500, 502, 503, 504)
 
 
 class ServerError(RolloutError, ValueError):
-    """What servers do, or no longer do, ends the run. It is no fault of the program: its message is for the user."""
+    """A server's behaviour ends the run. The program has no fault, and the message is for the user."""
 
 
 class Unavailable(Exception):

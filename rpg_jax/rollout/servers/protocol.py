@@ -78,7 +78,7 @@ class TurnRequest:
     def completion(self, answer: Any, version: int, vocab_size: int) -> Completion:
         """The turn in an answer, of weights `version`. Log-probs up to 1e-5 above 0 are taken as 0.
 
-        Raises Unusable if the answer has none, or one that is not of this request; Aborted if the server ended it.
+        Raises Unusable if the answer has no turn, or a turn of another request; Aborted if the server ended the turn.
         """
         try:
             [choice] = answer["choices"]
@@ -190,7 +190,7 @@ class Probe:
         return TurnRequest(row, self.model)
 
     def difference(self, answer: Any) -> Difference:
-        """Compares an answer, up to the first token that is not the trainer's: what follows has another context.
+        """Compares an answer, up to the first token that is not the trainer's: later tokens have another context.
 
         The server's token may be another one where two are about equally probable. Then the difference is at least the
         trainer's log-probability of its own token minus that of the server's token. A token that is not among the K
@@ -219,7 +219,7 @@ def prober(
     known_ids: int,
     model: str | None = None,
 ) -> Callable[[Params], Probe]:
-    """What makes the probe of weights. Every process calls it, on the trainer's mesh.
+    """A function that makes the probe of weights. Every process calls the function, on the trainer's mesh.
 
     The prompt is 64 tokens, the same for all weights, drawn from the first `known_ids` of the vocabulary: after it no
     token is certain, so that each log-probability depends on all weights. Eight tokens follow.

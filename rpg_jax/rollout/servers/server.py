@@ -22,16 +22,16 @@ class Kind:
     """One program.
 
     Attributes:
-      loads: from a folder of weights and a label to the calls, in order, that replace the server's weights by those.
-        They end what the server still samples, and empty its cache of prefixes.
+      loads: from a folder of weights and a label to the calls, in order, that make the server use these weights. The
+        calls end the completions under way, and empty the server's cache of prefixes.
       prefetch: to the call that makes the server read the weights while it samples with others; None if it cannot.
       needs: what must serve, and how it must be started for `loads`, as a sentence.
-      cut: the log-probabilities that it can return are those after top-p, top-k and min-p too.
-      counters: it is this project's own: it draws this project's random numbers, and every answer has the checksum of
-        the weights. The others are probed after each load.
-      refuses: what an answer 500 to a load says if the next one would be the same.
-      health: what is asked for the health of the program that samples, once it should be ready. vLLM's /health is that
-        of its HTTP server, which answers while the engine hangs.
+      cut: the program can return log-probabilities after top-p, top-k and min-p.
+      counters: the program is this project's own: it draws this project's random numbers, and every answer has the
+        checksum of the weights. Servers of other programs are probed after each load.
+      refuses: the text in an answer 500 to a load which means that the next load would fail in the same way.
+      health: the path of the health of the program that samples. vLLM's /health is the health of its HTTP server, which
+        answers while the engine hangs.
       head: a tied model's folder has the head as a tensor of its own too. vLLM keeps a packed copy of the head on a
         CPU, which a reload replaces only where the folder has the tensor.
     """

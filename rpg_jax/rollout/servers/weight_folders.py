@@ -34,9 +34,12 @@ class Store(Protocol):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PendingFolder:
-    """Weights on their way into a folder; the result of `folder` comes once the folder is complete.
+    """Weights on their way into a folder.
 
-    `probe` is what servers answer that have loaded them, where they do not prove that otherwise.
+    Attributes:
+      checksum: of the weights.
+      folder: has its result once the folder is complete.
+      probe: the answer of a server that has loaded the weights; None where servers prove their weights otherwise.
     """
 
     checksum: int
@@ -47,22 +50,22 @@ class PendingFolder:
 class WeightFolders(Weights):
     """The trainer's weights in folders `weights-CHECKSUM` below `home`; nothing is decoded here.
 
-    `stage` copies them to host memory, each process its part, and a thread writes the files while training goes on.
-    `sync` waits until every process has written. config.json comes last: a folder without it is none. The first folder
-    is written by the first `stage` or `sync` after the constructor.
+    `stage` copies the weights to host memory, and a thread writes the files while training goes on. Each process copies
+    and writes its own part. `sync` waits until every process has written. The file config.json comes last: a folder
+    without config.json is not complete. The constructor writes nothing; the first `stage` or `sync` does.
 
-    There is one folder for the present weights, and one for each staged version that may still be synced. Those of
-    others go before the next one is written.
+    There is one folder for the present weights, and one folder for each staged version that may still be synced. The
+    folders of other versions are deleted before the next folder is written.
 
     Args:
       params: of the trainer; version 0.
-      home: a folder that all processes write and all servers read, under the same path. One run has it for itself.
+      home: a folder that all processes write and all servers read, under the same path. Each run has its own.
       store: writes into a folder.
       use: receives each folder that servers load from now on.
-      announce: receives each folder as soon as it is complete, which may be long before. Called by a thread.
+      announce: receives each folder as soon as the folder is complete, maybe long before `use`. A thread calls it.
       dtype: of the weights in the folder; None for that of `params`.
-      base: the frozen weights, if `params` are adapters; the folder has the two merged.
-      probe: makes what servers must answer that have loaded weights; None where they prove that otherwise.
+      base: the frozen weights, if `params` are adapters; the folder has both, merged.
+      probe: makes the answer of a server that has the weights; None where servers prove their weights otherwise.
     """
 
     def __init__(
@@ -79,7 +82,7 @@ class WeightFolders(Weights):
     ):
         self._home, self._store, self._use, self._announce, self._probe = home, store, use, announce, probe
         self._exchange = hosts.Exchange()
-        self._alive = weakref.WeakSet[PendingFolder]()  # those that may be synced, as somebody has them
+        self._alive = weakref.WeakSet[PendingFolder]()  # the folders that may be synced, because a caller holds them
         self._last: PendingFolder | None = None
         self._counts, self._counting = Counter[str](), threading.Lock()
         self._begun = False
@@ -87,9 +90,10 @@ class WeightFolders(Weights):
         self._begun = True
 
     def stage(self, params: Params) -> PendingFolder:  # type: ignore[override]  # on no device
-        """Copies this process's part to host memory, and has it written. All processes call it, on the main thread.
+        """Copies this process's part to host memory, and begins to write it. All processes call it, on the main thread.
 
-        The devices hold all weights in `dtype` meanwhile, split as the trainer's are, and `Store` says what beside.
+        During the copy the devices hold all weights once more, in `dtype`, split as the trainer's weights are. `Store`
+        says how much memory it needs besides.
         """
         began = time.perf_counter()
         converted = self._converted(params)
@@ -105,11 +109,11 @@ class WeightFolders(Weights):
         return self._last
 
     def sync(self, params: Params | PendingFolder, version: int) -> None:  # type: ignore[override]
-        """Waits for the folder, and has servers load it.
+        """Waits for the folder, and makes servers load the folder.
 
         Raises StorageFailure if a process could not write its part.
         """
-        if not self._begun:  # the weights of a run that continues are not read yet
+        if not self._begun:  # a run that continues has not read its weights yet
             self._version, self._checksum = version, None
             return
         copy = params if isinstance(params, PendingFolder) else self.stage(params)
@@ -126,7 +130,7 @@ class WeightFolders(Weights):
         return self._checksum
 
     def verify(self, params: Params | PendingFolder) -> None:  # type: ignore[override]
-        """Raises RolloutError if the folder has other weights. What servers made of it, only some of them tell."""
+        """Raises RolloutError if the folder has other weights. It does not ask servers for their weights."""
         own = params.checksum if isinstance(params, PendingFolder) else weights_checksum(self._converted(params))
         if own != self.checksum():
             raise RolloutError(f"the servers' folder has weights {self.checksum():016x}, and the trainer {own:016x}")
@@ -135,9 +139,9 @@ class WeightFolders(Weights):
         raise RuntimeError("the weights are with the servers")
 
     def take_counts(self) -> dict[str, float]:
-        """Metrics since the last call: bytes of all processes and of the one with the most, and seconds.
+        """Metrics since the last call: bytes of all processes, bytes of the process with the most, and seconds.
 
-        Those of the copy to host memory and of the wait are this process's, that of writing is the slowest process's.
+        The seconds of the copy and of the wait are this process's. The seconds of writing are the slowest process's.
         """
         with self._counting:
             taken, self._counts = self._counts, Counter()
@@ -149,7 +153,7 @@ class WeightFolders(Weights):
             self._counts.update(values)
 
     def _run(self, done: Future[Path], before: Future[Path] | None, checksum: int, blocks: list[np.ndarray]) -> None:
-        """Writes a folder once the one before is written: all processes write in one order."""
+        """Writes a folder after the folder before it: all processes write in one order."""
         try:
             if before is not None:
                 before.result()
@@ -175,7 +179,7 @@ class WeightFolders(Weights):
         return folder
 
     def _together(self, folder: Path, own: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-        """What `own` returns in every process. Raises StorageFailure in all of them if it raises in one."""
+        """The values that `own` returns in all processes. If `own` raises in one process, all raise StorageFailure."""
         try:
             said = own()
         except Exception as error:
@@ -189,7 +193,7 @@ class WeightFolders(Weights):
         return everyone
 
     def _begin(self, folder: Path) -> bool:
-        """Whether the folder is complete; if not, the first process removes what is left of an earlier attempt."""
+        """Whether the folder is complete. If not, the first process removes the rest of an earlier attempt."""
         if not hosts.is_first():
             return False
         there = (folder / _LAST).exists()
@@ -202,7 +206,7 @@ class WeightFolders(Weights):
         began = time.perf_counter()
         for other in self._home.glob("weights-*") if hosts.is_first() else ():
             if other.name not in keep:
-                (other / _LAST).unlink(missing_ok=True)  # first: what is left is no folder of weights
+                (other / _LAST).unlink(missing_ok=True)  # first: a folder without config.json is not complete
                 shutil.rmtree(other, ignore_errors=True)
         written = errors.retried(lambda: self._store.write(folder, blocks), folder) if blocks else 0
         return {"bytes": written, "seconds": time.perf_counter() - began}

@@ -51,12 +51,12 @@ class Disk(Protocol):
         """The weights of a folder in host memory, with their `nbytes`. Raises ValueError or OSError."""
 
     def swap(self, weights: Any) -> int:
-        """Makes them those that draw, while none draw; returns their checksum."""
+        """Puts `weights` in the place of the present weights, while nothing is sampled; returns their checksum."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LoadResult:
-    """What a load did.
+    """The result of a load.
 
     Attributes:
       nbytes: in host memory.

@@ -15,7 +15,7 @@ from rpg_jax.types import Sampling
 
 @dataclasses.dataclass(frozen=True)
 class CompletionRequest:
-    """What a request asks.
+    """A request for completions, with its fields checked.
 
     Attributes:
       prompts: i32[n] each.
@@ -58,7 +58,7 @@ class CompletionRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """What one dispatch, with weights of `version`, adds to choice `index`.
+    """The tokens that one dispatch, with weights of `version`, adds to choice `index`.
 
     The last piece has a finish_reason, "stop" or "length". `token_ids` may be ahead of `text`, which waits for whole
     characters and for what may become a stop text.

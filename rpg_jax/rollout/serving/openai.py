@@ -129,7 +129,7 @@ class TextForm:
         self._admission = admission
 
     async def read(self, body: RequestFields) -> CompletionRequest:
-        """What a request asks. Raises ValueError if it cannot be served."""
+        """The request in these fields. Raises ValueError if the request cannot be served."""
         prompts = await self._prompts(body.take("prompt"))
         n, echo = body.whole("n", 1, low=1, high=MOST_CHOICES), body.truth("echo")
         if n * len(prompts) > MOST_CHOICES:
@@ -230,7 +230,7 @@ class ChatForm:
         self._admission, self._render = admission, render
 
     async def read(self, body: RequestFields) -> CompletionRequest:
-        """What a request asks. Raises ValueError if it cannot be served."""
+        """The request in these fields. Raises ValueError if the request cannot be served."""
         if self._render is None:
             raise ValueError("this model has no chat template: send its prompt to /v1/completions")
         options = body.flags("chat_template_kwargs", "enable_thinking")
