@@ -118,9 +118,9 @@ def bench_rollout(
         result |= {f"{prefix}{field}": value for field, value in figures.items()}
     result["peak_bytes"] = peak_bytes()  # before the arrays of `measured`
     result |= _of_limit(work, parameters, result["decode_seconds"] * work.slots / work.tokens)
-    for peer, other in others.items():
-        result |= {f"{peer}_seconds": other, f"{peer}_tokens_per_s": work.tokens / other}
-        peers[peer].close()
+    for name, other in others.items():
+        result |= {f"{name}_seconds": other, f"{name}_tokens_per_s": work.tokens / other}
+        peers[name].close()
     for driver in drivers.values():
         driver.close()
     return result

@@ -10,7 +10,7 @@ mathematics without recomputation; `share_of_peak` is its share of the bf16 peak
 import argparse
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -51,7 +51,7 @@ def bench_step(one: Subject, repeats: int, start_peer: Callable[[Subject], Peer]
         first = subject.since_start()
         peer = start_peer(one) if start_peer else None
         ours: list[float] = []
-        theirs: list[dict[str, Any]] = []
+        theirs: list[Mapping[str, Any]] = []
         for repeat in range(repeats):
             began = time.perf_counter()
             state, metrics = jax.block_until_ready(update(base, state, batch))
