@@ -24,7 +24,7 @@ def digests(experiment: Experiment) -> dict[str, str]:
     """The digest of each input, by the config field that names it. Contents count, not places."""
     task, name = experiment.task, experiment.config.task.name
     train, held_out = ("task.train", "task.held_out_sets") if name == "files" else ("task", "task, held out")
-    found = {"model.tokenizer": experiment.tokenizer.digest(), "model.path": _digest([repr(experiment.layout.model)])}
+    found = {"model.tokenizer": experiment.tokenizer.digest(), "model.path": of_model(experiment.layout.model)}
     if path := weights_beside_adapters(experiment.config):
         found["model.path (weights)"] = of_weights(models.local_folder(path))
     found |= {f"loss.{name}": digest for name, digest in of_own_functions(experiment.config).items()}
@@ -36,6 +36,15 @@ def digests(experiment: Experiment) -> dict[str, str]:
     if task.demonstrated:
         found["warm_start.train"] = of_problems(task.demonstrated)
     return found | {f"{held_out}: {name}": of_problems(problems) for name, problems in task.held_out.items()}
+
+
+def of_model(model: models.DecoderConfig) -> str:
+    """The digest of a model's fields, in the words of the version that wrote the first runs: theirs go on."""
+    families = {"qkv_bias=False, qk_norm=True": "family='qwen3'", "qkv_bias=True, qk_norm=False": "family='qwen2'"}
+    text = repr(model).replace("DecoderConfig(", "QwenConfig(", 1)
+    for fields, family in families.items():
+        text = text.replace(fields, family, 1)
+    return _digest([text])
 
 
 def of_own_functions(config: ConfigDict) -> dict[str, str]:

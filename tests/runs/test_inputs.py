@@ -125,3 +125,15 @@ def test_another_text_of_an_own_task_is_noticed(experiment, tmp_path, monkeypatc
         linecache.clearcache()
         found.append(inputs.digests(experiment)["task.name"])
     assert found[0] == found[2] != found[1]
+
+
+@pytest.mark.parametrize(
+    ("family", "digest"),
+    [
+        ({}, "1635af315b0fc780d8775ce85118efbcb419782d3c99fd22f39afa18afd60783"),
+        ({"qkv_bias": True, "qk_norm": False}, "b6af11da2b34b6600f5aee3ad16b488ca551c6276b54bb5e9fad441ddf015059"),
+    ],
+)
+def test_the_digest_of_a_model_is_that_of_runs_of_before_the_decoder_had_its_name(family, digest):
+    model = DecoderConfig(14, 4, 128, 4, 2, 32, 384, rope=Rope(1e4), **family)
+    assert inputs.of_model(model) == digest  # of the program at 20b0e0a
