@@ -327,9 +327,10 @@ FIELDS = Section(
         epochs=Field(1, "The passes over a rollout batch.", range="[1, 1e4]"),
         microbatch_size=Field(optional(int), "Rows of a forward and backward pass. Unset: as many as fit the "
             "memory of a device by arithmetic, and few enough that packed rows are full; where the memory is unknown "
-            "(CPU), a mini-batch.", "rows", range="[1, 1e6]"),
-        packed_length=Field(optional(int), "The length of a row that several completions share. Unset: one completion "
-            "a row, padded.", "tokens", range="[2, 1e7]"),
+            "(CPU), a mini-batch, or few packed rows.", "rows", range="[1, 1e6]"),
+        packed_length=Field(optional(int), "The length of a row that several completions share. Completions of one "
+            "prompt then have the prompt's tokens once in a row, except on TPUs. Unset: one completion a row, padded.",
+            "tokens", range="[2, 1e7]"),
     ),
     optimizer=Section(
         "The optimizer of the policy.",

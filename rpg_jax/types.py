@@ -13,6 +13,9 @@ import flax.struct
 import jax
 import numpy as np
 
+BRANCH = 1 << 16
+"""The distance between the segment ids of a prompt's completions that share the prompt's tokens, see `Rows`."""
+
 FinishReason = Literal["stop", "length", "turns"]
 
 
@@ -166,9 +169,14 @@ class Completion:
 class Rows:
     """The input of a forward pass: prompts and completions in rows, padded or packed.
 
-    Segment id 0 is padding; positions restart in every segment. Entry c of row b is the completion token
-    `targets[b, c]`. The hidden state at `predictors[b, c]`, the position before the token, predicts it. The token
-    belongs to the completion `completion_ids[b, c]` of its row (1, 2, …; 0 is padding).
+    Segment id 0 is padding, and a token attends to the earlier tokens of its segment. Completions of a prompt may share
+    the prompt's tokens: the prompt has the id s, its completion number b has the id s + b · `BRANCH`, and a token of
+    the completion attends to the prompt and to the earlier tokens of its completion. Positions count from 0 in a
+    segment, and from the length of the prompt in a completion that shares the prompt.
+
+    Entry c of row b is the completion token `targets[b, c]`. The hidden state at `predictors[b, c]` predicts the token:
+    the hidden state of the token before, or of the prompt's last token. The token belongs to the completion
+    `completion_ids[b, c]` of its row (1, 2, …; 0 is padding).
 
     Attributes:
       tokens: i32[B, T].

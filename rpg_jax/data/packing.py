@@ -2,6 +2,10 @@
 
 A row holds prompt and completion one after the other, padded on the right only. So positions count from 0, and no
 result depends on the amount of padding. All rows of a run have one shape: a jitted step compiles once.
+
+Rows that completions share may hold a prompt once, and after the prompt all of its completions that fit. A completion
+attends to its prompt and to itself alone, so log-probabilities and gradients are the same, and the work on the prompt
+is done once. G completions of M tokens with a prompt of P tokens take P + G M tokens in place of G (P + M).
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from rpg_jax.parallel import hosts
-from rpg_jax.types import Batch, Completion, Rows
+from rpg_jax.types import BRANCH, Batch, Completion, Rows
 
 
 class RowShape(NamedTuple):
@@ -26,12 +30,14 @@ class RowShape(NamedTuple):
       length: T, tokens of a row, prompts included.
       completion_length: C, completion tokens of a row.
       packed: several completions may share a row; else a row holds one.
+      shared: completions in a packed row share the tokens of their prompt.
     """
 
     rows: int
     length: int
     completion_length: int
     packed: bool = False
+    shared: bool = False
 
 
 class Packable(Protocol):
@@ -156,7 +162,8 @@ def pack(
     """Groups in rows of one shape.
 
     Every U-th group goes to the same mini-batch, so that a shortage of groups is spread over all U mini-batches. With
-    `shape.packed` the longest completion of a mini-batch comes first, and each goes into the first row with room.
+    `shape.packed` the longest completion of a mini-batch comes first, and each goes into the first row with room. With
+    `shape.shared` a row that has the completion's prompt already comes first, and needs room for the completion alone.
     Packing puts rows of similar length side by side. So every M-th row goes to the same micro-batch, and each
     micro-batch gets long and short rows. The last rows of a micro-batch may hold no tokens.
 
@@ -220,14 +227,25 @@ def _shared_rows(groups: Sequence[Packable], chosen: Sequence[int], shape: RowSh
         return [[member] for member in members]
     rows: list[_Members] = []
     room: list[int] = []
-    for member in sorted(members, key=lambda member: -sizes[member]):
-        row = next((i for i, left in enumerate(room) if left >= sizes[member]), len(rows))
-        if row == len(rows):
-            rows.append([])
-            room.append(shape.length)
-        rows[row].append(member)
-        room[row] -= sizes[member]
-    return rows
+    holders: dict[int, list[int]] = {}  # the rows that have a group's prompt, where completions share prompts
+    for p, g in sorted(members, key=lambda member: -sizes[member]):
+        size, prompt = sizes[p, g], len(groups[p].prompt)
+        row = next((i for i in holders.get(p, []) if room[i] >= size - prompt), None)
+        if row is not None:
+            size -= prompt
+        else:
+            row = next((i for i, left in enumerate(room) if left >= size), len(rows))
+            if row == len(rows):
+                rows.append([])
+                room.append(shape.length)
+            if shape.shared:
+                holders.setdefault(p, []).append(row)
+        rows[row].append((p, g))
+        room[row] -= size
+    if not shape.shared:
+        return rows
+    groups_of = ([p for p, _ in row] for row in rows)  # in the order of their first completions
+    return [sorted(row, key=lambda member: own.index(member[0])) for row, own in zip(rows, groups_of, strict=True)]
 
 
 def _filled(
@@ -241,23 +259,30 @@ def _filled(
     predictors, completion_ids = np.zeros((2, B, C), np.int32)
     mask, sampler_logprobs = np.zeros((2, B, C), np.float32)
     for row, members in enumerate(rows):
-        start, first = 0, 0
+        start, first, segment, branch, last = 0, 0, 0, 0, 0
+        before = None  # the group of the completion before
         for index, (p, g) in enumerate(members, start=1):
             prompt, completion = groups[p].prompt, groups[p].completions[g]
             n, m = len(prompt), len(completion.tokens)
             if first + m > C:
                 raise ValueError(f"completion {g} of prompt {p} ends at token {first + m} of a row, above {C}")
-            span, entries = slice(start, start + n + m), slice(first, first + m)
-            tokens[row, span] = np.concatenate([prompt, completion.tokens])
-            positions[row, span] = np.arange(n + m)
-            segment_ids[row, span] = index
-            predictors[row, entries] = np.arange(start + n - 1, start + n - 1 + m)
+            if not (shape.shared and p == before):
+                segment, branch, before = segment + 1, 0, p
+                span = slice(start, start + n)
+                tokens[row, span], positions[row, span], segment_ids[row, span] = prompt, np.arange(n), segment
+                last, start = start + n - 1, start + n
+            branch += shape.shared
+            span, entries = slice(start, start + m), slice(first, first + m)
+            tokens[row, span], positions[row, span] = completion.tokens, n + np.arange(m)
+            segment_ids[row, span] = segment + branch * BRANCH
+            predictors[row, entries] = np.arange(start - 1, start - 1 + m)
+            predictors[row, first : first + min(m, 1)] = last
             targets[row, entries] = completion.tokens
             completion_ids[row, entries] = index
             mask[row, entries] = completion.sampled & (trained[p][g] > 0)
             sampler_logprobs[row, entries] = completion.logprobs
             where[p, g] = row, first, m
-            start, first = start + n + m, first + m
+            start, first = start + m, first + m
     arrays = [tokens, positions, segment_ids, predictors, targets, completion_ids, mask, sampler_logprobs]
     *rows_, sampled = cast(list[jax.Array], arrays)  # on the host, until they are placed
     return Batch(Rows(*rows_), sampled), where

@@ -13,6 +13,7 @@ from rpg_jax.models.kv_cache import KVCache, decode_implementation
 from rpg_jax.models.logical import constrain, in_own_shard, mesh_axes, partition_spec, platform, shards
 from rpg_jax.models.ragged import ragged_attention
 from rpg_jax.models.splash import splash_attention
+from rpg_jax.types import BRANCH
 
 _MASKED = -1e30  # finite, so that a row of padding, where all is masked, does not become NaN
 _BLOCK = 512  # queries that the path without a kernel takes at a time
@@ -28,7 +29,7 @@ def attention(
     axes: tuple[str | None, str | None] = ("batch", "length"),
     implementation: str = "auto",
 ) -> jax.Array:
-    """softmax(q kᵀ / √H) v, where a token attends to itself and to the earlier tokens of its segment.
+    """softmax(q kᵀ / √H) v, where a token attends to itself and to the earlier tokens that `attends` names.
 
     With context parallelism (`length` on mesh axes), each device keeps its stretch of the queries and gathers the keys
     and values of the whole row.
@@ -36,7 +37,8 @@ def attention(
     Args:
       q: [B, T, N, H].
       k, v: [B, T, K, H]; query head n reads key-value head n // (N / K).
-      segment_ids: i32[B, T]; tokens of one segment are contiguous and in order; 0 is padding.
+      segment_ids: i32[B, T], see `types.Rows`; tokens of one segment are contiguous and in order; 0 is padding.
+        "splash" takes no segments that share a prompt.
       axes: logical names of the first two dimensions.
       implementation: "xla"; "cudnn" (GPU, bf16 or f16; it holds a segment mask [B, 1, T, T] in memory); "splash" (TPU);
         or "auto", which follows the `logical.platform` that the program is compiled for. On a GPU it takes "cudnn" if q
@@ -53,9 +55,17 @@ def attention(
         return splash_attention(q, k, v, segment_ids, axes)
     k, v = (constrain(x, axes[0], None, "kv_heads", None) for x in (k, v))
     if implementation == "cudnn":
-        same = segment_ids[:, None, :, None] == segment_ids[:, None, None, :]
+        same = attends(segment_ids[:, None, :, None], segment_ids[:, None, None, :])
         return jax.nn.dot_product_attention(q, k, v, mask=same, is_causal=True, implementation="cudnn")
     return _xla(q, k, v, segment_ids, axes)
+
+
+def attends(queries: jax.Array, keys: jax.Array) -> jax.Array:
+    """Whether tokens may attend to earlier tokens, by the segment ids of both: the same segment, or its shared prompt.
+
+    The id of a segment modulo `types.BRANCH` is the id of its prompt, see `types.Rows`.
+    """
+    return (queries == keys) | (queries % BRANCH == keys)
 
 
 def _chosen(dtype: jnp.dtype) -> str:
@@ -78,7 +88,7 @@ def _xla(q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array, axes)
     def block(queries, segments, index_q):
         scores = jnp.einsum("bkgth,bkhs->bkgts", queries, keys, preferred_element_type=jnp.float32)
         scores = constrain(scores, axes[0], "kv_heads", None, axes[1], None)
-        mask = (index_q[:, None] >= index) & (segments[:, :, None] == segment_ids[:, None, :])
+        mask = (index_q[:, None] >= index) & attends(segments[:, :, None], segment_ids[:, None, :])
         scores = jnp.where(mask[:, None, None], scores, _MASKED)
         weights = jnp.exp(scores - jax.lax.stop_gradient(scores.max(-1, keepdims=True)))
         total = weights.sum(-1, keepdims=True)

@@ -9,7 +9,7 @@ import jax
 from rpg_jax import data, losses, models, rewards, rollout, storage
 from rpg_jax.runs.drift import Drift
 from rpg_jax.runs.experiment import Experiment, make_generator, make_rollout
-from rpg_jax.runs.layout import Layout, row_shape
+from rpg_jax.runs.layout import Layout, packing_shape
 from rpg_jax.runs.learner import Learner, learner_programs, offloaded, policy_objective, reference_rule
 from rpg_jax.runs.resolve import loss_arguments, reward_arguments
 from rpg_jax.runs.rollout_files import RolloutFiles, token_numbers
@@ -47,7 +47,7 @@ def make_algorithm(
         files = RolloutFiles(folder.files, experiment.tokenizer, programs.logprobs, numbers, c.log.rollouts_every)
     return Algorithm(
         collector=make_collector(experiment, own, scorer, journal),
-        pack=lambda groups, minibatches: data.pack(groups, row_shape(c), minibatches=minibatches, **packed),
+        pack=lambda groups, minibatches: data.pack(groups, packing_shape(layout), minibatches=minibatches, **packed),
         advantages=None
         if learner.critic
         else advantages_fn(c.loss.advantage, name, [*weights.values()], **credit, **hyperparameters),

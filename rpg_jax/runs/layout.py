@@ -196,6 +196,15 @@ def row_shape(config: ConfigDict) -> data.RowShape:
     return data.RowShape(rows, c.task.max_prompt_tokens + c.rollout.max_tokens, c.rollout.max_tokens)
 
 
+def packing_shape(layout: Layout) -> data.RowShape:
+    """`row_shape`, where completions in packed rows share their prompt's tokens.
+
+    The attention kernel for TPUs takes no such rows: there every completion has its prompt before it.
+    """
+    shape, [device, *_] = row_shape(layout.config), layout.mesh.devices.flat
+    return shape._replace(shared=shape.packed and device.platform != "tpu")
+
+
 def rows_per_update(config: ConfigDict) -> int:
     """Completions of a mini-batch."""
     return config.rollout.prompts_per_step // config.train.updates_per_step * config.rollout.group_size

@@ -21,7 +21,7 @@ from rpg_jax.models.sizes import parameter_count
 from rpg_jax.models.weights import quantized, quantized_shardings
 from rpg_jax.rollout import Decoding, footprint
 from rpg_jax.rollout.footprint import LEFT_FREE, bytes_on_a_device, placed, slots_beside
-from rpg_jax.runs.layout import Layout, make_layout, row_shape, rows_per_update
+from rpg_jax.runs.layout import Layout, make_layout, packing_shape, row_shape, rows_per_update
 from rpg_jax.runs.learner import Learner, make_learner, offloaded, reference_differs
 from rpg_jax.training.collect import UNKNOWN_SHARE
 
@@ -193,16 +193,19 @@ def with_micro_batch(layout: Layout) -> Layout:
 
     `_sizes` lists the rows that a micro-batch may have. The first size whose `peak` takes at most 4/5 of a device is
     chosen, or the smallest if none fits. The choice depends on the config and the kind of device alone, and is said on
-    stderr. Where the memory is unknown (CPU), a micro-batch is a mini-batch.
+    stderr. Where the memory is unknown (CPU), a micro-batch is a mini-batch, or the first of the sizes of
+    packed rows.
     """
-    if layout.config.train.microbatch_size is not None or layout.device_memory is None:
+    c, fitted = layout.config, layout
+    if c.train.microbatch_size is not None or (layout.device_memory is None and not c.train.packed_length):
         return layout
     learner, decoding = make_learner(layout), make_decoding(layout)
-    fitted = layout
     for rows in _sizes(layout):
         config = layout.config.copy_and_resolve_references()
         config.train.microbatch_size = rows
         fitted = dataclasses.replace(layout, config=config)
+        if layout.device_memory is None:
+            return fitted
         if peak(fitted, learner, decoding) <= TRUSTED * layout.device_memory:
             break
     if (rows := row_shape(fitted.config).rows) < (whole := rows_per_update(layout.config)):
@@ -285,7 +288,8 @@ def _sizes(layout: Layout) -> Iterator[int]:
     shards = parallel.shards("batch", dict(layout.mesh.shape), layout.rules)
     most = whole
     if c.train.packed_length:
-        filled = whole * (c.task.max_prompt_tokens + c.rollout.max_tokens) / 2 / c.train.packed_length
+        prompts = c.rollout.group_size if packing_shape(layout).shared else 1  # completions of each
+        filled = whole * (c.task.max_prompt_tokens / prompts + c.rollout.max_tokens) / 2 / c.train.packed_length
         most = max(shards, int(min(filled * _EMPTY, shards * _TOKENS / c.train.packed_length)))
     yield from (rows for rows in range(most, 0, -1) if whole % rows == 0 and rows % shards == 0)
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rpg_jax.data import RowShape, pack
-from rpg_jax.types import Completion, Turns
+from rpg_jax.types import BRANCH, Completion, Turns
 
 
 class Prompted(NamedTuple):
@@ -55,6 +55,29 @@ def test_a_row_is_prompt_then_completion_then_padding():
     assert packed.packing.scatter([[0.5]])[0].tolist() == [[0.5, 0.5, 0.5, 0]]
 
 
+def test_completions_of_a_prompt_share_its_tokens():
+    shape = RowShape(1, 12, 12, packed=True, shared=True)
+    packed = pack([group([7, 8], [3, 4, 1], [5, 1]), group([6], [2, 1])], shape, pad_id=9)
+    rows = packed.batches[0].rows
+    first, second = 1 + BRANCH, 1 + 2 * BRANCH
+    assert rows.tokens.tolist() == [[7, 8, 3, 4, 1, 5, 1, 6, 2, 1, 9, 9]]
+    assert rows.positions.tolist() == [[0, 1, 2, 3, 4, 2, 3, 0, 1, 2, 0, 0]]
+    assert rows.segment_ids.tolist() == [[1, 1, *[first] * 3, *[second] * 2, 2, 2 + BRANCH, 2 + BRANCH, 0, 0]]
+    assert rows.predictors.tolist() == [[1, 2, 3, 1, 5, 7, 8, 0, 0, 0, 0, 0]]
+    assert rows.targets.tolist() == [[3, 4, 1, 5, 1, 2, 1, *[9] * 5]]
+    assert rows.completion_ids.tolist() == [[1, 1, 1, 2, 2, 3, 3, *[0] * 5]]
+    apart = pack([group([7, 8], [3, 4, 1], [5, 1]), group([6], [2, 1])], shape._replace(shared=False))
+    assert len(packed.batches) == 1 and len(apart.batches) == 1 and apart.batches[0].rows.segment_ids.max() == 3
+
+
+def test_a_group_that_fills_several_rows_has_its_prompt_once_in_each():
+    groups = [group([7, 8, 9], *[[n, n, n, 1] for n in (2, 3, 4, 5)]), group([6], [2, 2, 1])]
+    made = pack(groups, RowShape(3, 11, 11, packed=True, shared=True))
+    rows = made.batches[0].rows.tokens.tolist()
+    assert rows[:2] == [[7, 8, 9, 2, 2, 2, 1, 3, 3, 3, 1], [7, 8, 9, 4, 4, 4, 1, 5, 5, 5, 1]]
+    assert rows[2][:4] == [6, 2, 2, 1] and len(made.batches) == 1
+
+
 def conversation(tokens, observed, finish_reason="stop"):
     one = completion(tokens, finish_reason)
     return dataclasses.replace(one, turns=Turns(np.isin(one.tokens, observed), np.zeros(2, np.float32)))
@@ -83,10 +106,14 @@ def completions_of(packed, values):
     for batch, value in zip(packed.batches, packed.packing.scatter(values), strict=True):
         r = batch.rows
         for b in range(len(r.tokens)):
-            for index in range(1, r.completion_ids[b].max() + 1):
-                entries, span = r.completion_ids[b] == index, r.segment_ids[b] == index
-                assert (r.tokens[b][r.predictors[b][entries] + 1] == r.targets[b][entries]).all()
-                assert (r.segment_ids[b][r.predictors[b][entries]] == index).all()
+            own = [*dict.fromkeys(r.segment_ids[b].tolist())]
+            own = [i for i in own if i > BRANCH] or [i for i in own if i]  # a shared prompt is no completion
+            for index, segment in enumerate(own, start=1):
+                entries = r.completion_ids[b] == index
+                span = (r.segment_ids[b] == segment) | (r.segment_ids[b] == segment % BRANCH)
+                read, n = np.flatnonzero(span), entries.sum()
+                assert (r.tokens[b][read[-n:]] == r.targets[b][entries]).all()
+                assert (r.predictors[b][entries] == read[-n - 1 : -1]).all()
                 row = (r.tokens[b][span], r.positions[b][span], r.targets[b][entries])
                 row += (batch.sampler_logprobs[b][entries], value[b][entries], r.mask[b][entries])
                 found.append(tuple(tuple(x.tolist()) for x in row))
@@ -99,9 +126,15 @@ def test_packed_rows_hold_the_padded_completions(rows, minibatches):
     padded = pack(groups, RowShape(15, 40, 40))
     packed = pack(groups, RowShape(rows, 40, 40, packed=True), minibatches=minibatches)
     assert completions_of(packed, values) == completions_of(padded, values)
-    taken = [sum(int((b.rows.segment_ids[:, 0] > 0).sum()) for b in p.batches) for p in (packed, padded)]
-    assert taken[0] < taken[1] == 15
-    assert sum((b.rows.segment_ids > 0).sum() for b in packed.batches) == (padded.batches[0].rows.segment_ids > 0).sum()
+    shared = pack(groups, RowShape(rows, 40, 40, packed=True, shared=True), minibatches=minibatches)
+    assert completions_of(shared, values) == completions_of(padded, values)
+    ways = (shared, packed, padded)
+    taken = [sum(int((b.rows.segment_ids[:, 0] > 0).sum()) for b in p.batches) for p in ways]
+    assert taken[0] <= taken[1] < taken[2] == 15
+    tokens = [sum((b.rows.segment_ids > 0).sum() for b in way.batches) for way in ways]
+    assert tokens[0] < tokens[1] == tokens[2]
+    once = sum(len(g.prompt) + sum(len(c.tokens) for c in g.completions) for g in groups)
+    assert tokens[0] == once or taken[0] > minibatches, "every prompt once, unless its completions fill several rows"
 
 
 def test_every_uth_group_makes_a_minibatch_and_every_mth_row_a_micro_batch():
@@ -125,12 +158,12 @@ def test_one_number_a_token_and_groups_of_any_size():
     seed=st.integers(0, 99),
     rows=st.integers(1, 6),
     minibatches=st.integers(1, 4),
-    packed=st.booleans(),
+    kind=st.sampled_from([(False, False), (True, False), (True, True)]),
     masked=st.booleans(),
 )
-def test_gather_is_the_inverse_of_scatter(seed, rows, minibatches, packed, masked):
+def test_gather_is_the_inverse_of_scatter(seed, rows, minibatches, kind, masked):
     groups = random_groups(seed, prompts=4)
-    made = pack(groups, RowShape(rows, 40, 40, packed), minibatches=minibatches, mask_truncated=masked)
+    made = pack(groups, RowShape(rows, 40, 40, *kind), minibatches=minibatches, mask_truncated=masked)
     values = [[np.arange(len(c.tokens)) + 10 * i + 100 * p for i, c in enumerate(g.completions)]
               for p, g in enumerate(groups)]  # fmt: skip
     arrays = made.packing.scatter(values)
