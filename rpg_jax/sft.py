@@ -27,20 +27,19 @@ def sft(options: argparse.Namespace) -> int:
     """Names the run, resolves its config, trains and exports."""
     config, file, overrides = cli.config_files.load(options.config, options.overrides)
     # They load JAX: wrong flags need not wait for it.
-    from rpg_jax.runs import policy, processes, run_folder, supervised_session, train_command
+    from rpg_jax.runs import policy, processes, run_folder, supervised, train_command
     from rpg_jax.runs.resolve import resolve
-    from rpg_jax.runs.supervised import supervised_config
 
     if options.out:
         policy.free_folder(options.out)
     if config.warm_start.epochs is None:
-        config.warm_start.epochs = supervised_session.PASSES
+        config.warm_start.epochs = supervised.PASSES
     if "seed" in overrides and "warm_start.seed" not in overrides:
         config.warm_start.seed = config.seed
     config = train_command.named(config, file, overrides, kind="sft")
     processes.join(config)
-    resolved = supervised_config(resolve(config))
-    code = supervised_session.run(resolved)
+    resolved = supervised.supervised_config(resolve(config))
+    code = supervised.run(resolved)
     if options.out and not code:
         trained = policy.Policy.from_run(str(run_folder.of(resolved).home))
         trained.export(options.out)

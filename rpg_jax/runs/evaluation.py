@@ -1,5 +1,7 @@
 """Evaluations on held-out sets: scores in the middle of training; whole evaluations, whose file survives a kill."""
 
+from __future__ import annotations
+
 import dataclasses
 import hashlib
 import json
@@ -9,33 +11,80 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import jax
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
 from rpg_jax import data, storage
-from rpg_jax.data import Group, Problem
+from rpg_jax.data import Group, Problem, RolloutBatch
 from rpg_jax.data.groups import last_shown
 from rpg_jax.parallel import hosts
 from rpg_jax.report import plots, scores
 from rpg_jax.report.progress import Progress
 from rpg_jax.report.tables import markdown_table
+from rpg_jax.report.scores import clustered_standard_error
 from rpg_jax.rewards import Scorer
 from rpg_jax.rollout import Rollout
 from rpg_jax.runs import run_folder
-from rpg_jax.runs.drift import Drift
 from rpg_jax.runs.experiment import Experiment, evaluation_generator, make_rollout, make_scorer
 from rpg_jax.runs.logs import told
 from rpg_jax.runs.memory import make_decoding
 from rpg_jax.runs.policy import Policy
 from rpg_jax.storage import json_files, write_atomically
+from rpg_jax.storage.checkpoints import Snapshots
 from rpg_jax.training.collect import Collector
 from rpg_jax.training.generate import GroupGenerator
 from rpg_jax.training.heartbeat import beat
 from rpg_jax.training.optimizer import Optimizer
 from rpg_jax.training.state import TrainState
+from rpg_jax.types import Rows
 
 Record = dict[str, Any]
+
+
+@dataclasses.dataclass
+class Drift:
+    """The entropy of a policy, and its KL to the initial policy: KL(π_θ‖π_initial) of completions, not of tokens.
+
+    The estimate of the KL is the mean over completions x ~ π_θ of Σ_t log π_θ(x_t) − log π_initial(x_t). It is unbiased
+    where the completions are drawn at the temperature of `logprobs`. It can be negative by chance.
+
+    Attributes:
+      snapshots: hold the initial policy as number 0.
+      like: shapes, dtypes and shardings of the weights.
+      pack: groups -> micro-batches.
+      logprobs: (weights, rows) -> log-probs and entropies f32[B, C].
+    """
+
+    snapshots: Snapshots
+    like: Any
+    pack: Callable[[Sequence[Group]], RolloutBatch[Group]]
+    logprobs: Callable[[Any, Rows], tuple[jax.Array, jax.Array, Any]]
+
+    def begin(self, params: Any) -> None:
+        """Keeps the initial policy."""
+        self.snapshots.save(0, params)
+
+    def metrics(self, groups: Sequence[Group], params: Any) -> dict[str, float]:
+        """Of groups that `params` completed: entropy in nats per token; KL in nats per completion, standard error.
+
+        The standard error is clustered by prompt.
+
+        Raises:
+          Refused: the snapshot of the initial policy is missing or damaged.
+        """
+        batch, initial = self.pack(groups), self.snapshots.restore(0, self.like)
+        present, entropies = zip(*(self.logprobs(params, b.rows)[:2] for b in batch.batches), strict=True)
+        before = (self.logprobs(initial, b.rows)[0] for b in batch.batches)
+        ratios = [new - old for new, old in zip(present, before, strict=True)]
+        kl = [np.mean([x.sum() for x in group]) for group in batch.of_sampled(ratios)]
+        tokens = [x for group in batch.of_sampled(entropies) for x in group]
+        return {
+            "entropy": float(np.concatenate(tokens).mean()),
+            "initial_kl": float(np.mean(kl)),
+            "initial_kl_error": clustered_standard_error(np.array(kl)),
+        }
 
 
 @dataclasses.dataclass(frozen=True)

@@ -61,3 +61,12 @@ def watched(step: int, traced: range, folder: Path) -> Iterator[None]:
             "smaller train.microbatch_size, model.remat=full or offload, fewer rollout.slots, a larger mesh.fsdp; "
             f"python -m rpg_jax.plan tells what fits before it is run. What filled them: pprof {profile}"
         ) from error
+
+
+def host_metrics() -> dict[str, float]:
+    """This process's resident memory in MiB and its open file descriptors; {} where the system does not tell."""
+    status, descriptors = Path("/proc/self/status"), Path("/proc/self/fd")
+    if not status.exists():
+        return {}
+    resident = next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmRSS:"))
+    return {"host/rss_mib": resident / 1024, "host/open_files": len(list(descriptors.iterdir()))}

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from rpg_jax import losses, models, rewards
 from rpg_jax.losses.regularized_pg import TOKEN_SUMS
 from rpg_jax.rewards.callables import load
-from rpg_jax.runs import config_files, trackers
+from rpg_jax.runs import config_files, logs
 from rpg_jax.types import Count
 
 
@@ -99,8 +99,8 @@ def check_training(config: ConfigDict) -> None:
         )
     if config.rollout.max_staleness:
         _check_staleness(with_method(config))
-    for name in trackers.chosen(config.log.tracker):
-        trackers.needed(name)
+    for name in logs.chosen(config.log.tracker):
+        logs.needed(name)
 
 
 def _check_staleness(config: ConfigDict) -> None:

@@ -1,9 +1,17 @@
-"""Supervised training on demonstrations: its config, its batches, its updates. Warm starts and `sft` are made of it."""
+"""Supervised training on demonstrations: its config, its batches, its trainer.
+
+A step of a supervised run is one update. The run's folder is that of a training run: `evaluate`, `sample`, `serve` and
+`export` take it, and the same command continues it. A warm start before reinforcement learning has the same batches.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,22 +19,142 @@ import jax.numpy as jnp
 import numpy as np
 from ml_collections import ConfigDict
 
-from rpg_jax import data, losses, masking
+from rpg_jax import data, losses, masking, storage
 from rpg_jax.environments import Message
 from rpg_jax.environments.player import Observations
 from rpg_jax.losses import Metrics
-from rpg_jax.runs.experiment import Experiment
+from rpg_jax.runs import cli
+from rpg_jax.runs.checkpointing import Checkpointing
+from rpg_jax.runs.evaluation import set_scores, with_mean
+from rpg_jax.runs.experiment import Experiment, entered, evaluation_generator, make_rollout, make_scorer
 from rpg_jax.runs.layout import row_shape
 from rpg_jax.runs.learner import Learner, learner_programs, make_learner
+from rpg_jax.runs.logs import RunLog
 from rpg_jax.runs.problems import Demonstration
+from rpg_jax.runs.profiling import host_metrics
+from rpg_jax.runs.session import Session
+from rpg_jax.runs.weights import init_params, no_params
+from rpg_jax.training.heartbeat import beat
+from rpg_jax.training.loop import Step
+from rpg_jax.training.measures import Guard
 from rpg_jax.training.objective import Objective, supervised_loss
 from rpg_jax.training.state import TrainState
 from rpg_jax.training.step import Programs
 from rpg_jax.types import Batch, Completion, Count, Turns
 
 _POOL = 16  # demonstrations for each row, before they are packed: few rows stay half empty
+PASSES = 3  # over the demonstrations, where warm_start.epochs is not set
 WARMUP = 20  # updates, over which the learning rate rises
 NO_BASELINE = "leave_one_out"  # an advantage without a learned baseline
+
+
+def run(config: ConfigDict) -> int:
+    """Runs or resumes supervised training by a `supervised_config` to its last update; returns the exit code.
+
+    Raises ValueError if the config has adapters: all weights are trained here.
+    """
+    if config.model.lora.rank:
+        raise ValueError(
+            f"model.lora.rank={config.model.lora.rank}: supervised training changes all weights; set it to 0 here, and "
+            "train adapters on the result by --config.model.path"
+        )
+    with entered(config, answers=False) as opened:
+        session = Session(*opened, make_trainer)
+        with cli.run_is_open():
+            return session.to_the_end()
+
+
+def make_trainer(
+    experiment: Experiment,
+    folder: storage.Folder,
+    *,
+    checkpointing: Checkpointing,
+    log: RunLog,
+    closing: contextlib.ExitStack,
+) -> tuple[SupervisedTrainer, Any]:
+    """The trainer of a run, and the weights that it begins with: random or loaded, or zeros for a resume."""
+    guard = Guard(math.inf, remedy="lower warm_start.learning_rate")
+    batches = Demonstrations(experiment, experiment.config.warm_start.epochs)
+    last = Demonstrations(experiment, experiment.config.warm_start.epochs).count()
+    learner, programs = supervised_learner(experiment, last)
+    params = (init_params if checkpointing.is_new else no_params)(experiment.layout)
+    accuracy = Accuracy(experiment, params, closing)
+    return SupervisedTrainer(experiment, learner, programs, batches, guard, last, accuracy, log), params
+
+
+@dataclasses.dataclass(frozen=True)
+class SupervisedTrainer:
+    """Trains on demonstrations; see `session.Trainer`."""
+
+    experiment: Experiment
+    learner: Learner
+    programs: Programs
+    batches: Demonstrations
+    guard: Guard
+    last: int
+    accuracy: Accuracy
+    log: RunLog
+    reference: None = None
+    title: str = "sft"
+    unit: str = "update"
+
+    def begin(self, state: TrainState) -> None:
+        """Does nothing: an evaluation hands its weights over itself."""
+
+    def step(self, state: TrainState, number: int) -> Step:
+        """One update from the next batch."""
+        began = time.perf_counter()
+        rate = float(self.learner.optimizer.learning_rate(int(state.updates)))
+        state, metrics = self.programs.update(state, next(self.batches))
+        tokens = float(metrics["loss"][1])  # waits for the update
+        values = losses.divided(metrics)
+        values["nll"] = values.pop("loss")
+        seconds = time.perf_counter() - began
+        values |= {"learning_rate": rate, "epoch": self.batches.epoch, "seconds": seconds}
+        values |= {"tokens_per_second": tokens / seconds, **host_metrics()}
+        return Step(number, state, values, [values])
+
+    def evaluate(self, state: TrainState, number: int) -> dict[str, float]:
+        """The loss on held-out demonstrations, and scores where problems have answers."""
+        found: dict[str, float] = {}
+        for name, problems in self.experiment.task.held_out.items():
+            beat(f"the evaluation of {name} after update {number}")
+            loss = held_out_loss(self.experiment, self.programs, state.params, problems)
+            found |= {} if loss is None else {f"held_out_nll/{name}": loss}
+        mean = {"held_out_nll": float(np.mean([*found.values()]))} if found else {}
+        self.log.drop_samples(number)  # an evaluation that a kill ended may have left completions
+        return {**mean, **found, **self.accuracy.of(state.params, number, self.log)}
+
+    def record(self) -> dict[str, Any]:
+        return {"supervised": self.batches.state()}
+
+    def restore(self, record: Mapping[str, Any]) -> None:
+        self.batches.restore(record["supervised"])
+
+
+class Accuracy:
+    """Scores completions of the held-out problems that have an answer; without such problems it measures nothing."""
+
+    def __init__(self, e: Experiment, params: Any, closing: contextlib.ExitStack):
+        self._sets = {name: kept for name, own in e.task.held_out.items() if (kept := [p for p in own if p.answer])}
+        if not self._sets:
+            return
+        self._scorer = closing.enter_context(make_scorer(e.config))
+        self._rollout = make_rollout(e.layout, params)
+        closing.callback(self._rollout.close)
+        self._generate = evaluation_generator(e, self._rollout, self._scorer)
+
+    def of(self, params: Any, step: int, log: RunLog) -> dict[str, float]:
+        """The scores of every set, and their mean; some completions go to `log`."""
+        if not self._sets:
+            return {}
+        self._rollout.sync_weights(params, step)
+        values: dict[str, float] = {}
+        for name, problems in self._sets.items():
+            groups = self._generate(problems, step=step)
+            log.append_samples(step, groups)
+            values |= set_scores(name, groups, self._scorer)
+        return with_mean(values)
 
 
 def supervised_config(config: ConfigDict) -> ConfigDict:

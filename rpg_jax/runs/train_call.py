@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ml_collections import ConfigDict
 
@@ -19,6 +19,9 @@ from rpg_jax import losses, rewards, storage
 from rpg_jax.report.run_files import read_metrics
 from rpg_jax.runs import cli, config_files, run_folder, train_command
 from rpg_jax.runs.policy import Policy
+
+if TYPE_CHECKING:
+    from rpg_jax.runs.session import OnStep
 
 Row = Mapping[str, Any]
 Reward = Callable[..., Any] | str
@@ -64,6 +67,7 @@ def train(
     environment: Any = None,
     loss: Callable[..., Any] | str | None = None,
     advantage: Callable[..., Any] | str | None = None,
+    on_step: OnStep | None = None,
 ) -> Result:
     """Trains a policy, or continues the run that an equal call or command has begun.
 
@@ -87,12 +91,14 @@ def train(
       environment: answers every turn of the policy, see docs/environments.md: a class, which is made with the config's
         `environment.options`, an object with `reset` and `step`, or a name. A class or an object is called in this
         process, and may be async. None: the config's environment, if it has one.
-
       loss: a loss of your own, a function (tokens, *, hyperparameters) -> `losses.TokenLoss` as docs/library.md
         describes, or the name of one. The keywords of a `functools.partial` of it become `loss.arguments`. The config
         knows a function as "module:qualname", and a resume compares the text of its source. None: the method's loss.
       advantage: an advantage of your own, a function of rewards f[P, G] that returns f[P, G], or the name of one. None:
         the method's advantage.
+      on_step: called with the record of each step, `training.loop.Step`, once the step is evaluated, if an evaluation
+        is due, and its line is written. The arrays of `state` live until the function returns. A ValueError of the
+        function ends the run, which the same call continues.
 
     Raises:
       ValueError: something that was given does not fit; the message says the fix. Nothing has been trained.
@@ -100,35 +106,57 @@ def train(
     """
     cli.prepare_libraries()
     chosen, file = _opened(config, overrides)
-    told, fields = dict(overrides), {}
-    functions: dict[str, Any] = {}
+    handed = _handed_over(overrides, reward=reward, environment=environment, loss=loss, advantage=advantage)
+    fields, named = handed.fields, dict(overrides) | handed.named
+    if data is not None or held_out is not None:
+        _refuse(overrides, "data", "task.name", "task.train", "task.held_out_sets")
+        fields |= _task(chosen, data, held_out)
+        named["data"] = Path(fields["task.train"]).stem[:6]
+    chosen = train_command.named(config_files.changed(chosen, fields), file, named)
+    return Result(str(run_folder.of(chosen).home), train_command.run(chosen, handed.functions, on_step) == 0)
+
+
+class _Handed(NamedTuple):
+    """The Python objects of a call, as a run needs them.
+
+    Attributes:
+      fields: config fields that name the objects, by dotted name.
+      named: the parts of the run's name.
+      functions: rewards and an environment, by their names in the config.
+    """
+
+    fields: dict[str, Any]
+    named: dict[str, Any]
+    functions: dict[str, Any]
+
+
+def _handed_over(
+    overrides: Mapping[str, Any], *, reward: Any, environment: Any, loss: Any, advantage: Any
+) -> _Handed:
+    """The fields and functions of the objects of a call. A loss and an advantage are declared here."""
+    fields, named, functions = _Handed({}, {}, {})
     if reward is not None:
         weights, functions = rewards.named(reward)
         _refuse(overrides, "reward", "rewards.parts")
         fields["rewards.parts"] = ",".join(f"{part}:{weight!r}" for part, weight in weights.items())
-        told["reward"] = "+".join(part.rpartition(":")[2] for part in weights)
+        named["reward"] = "+".join(part.rpartition(":")[2] for part in weights)
     if environment is not None:
         _refuse(overrides, "environment", "environment.name")
         name = environment if isinstance(environment, str) else rewards.name_of(environment, "environment")
         functions |= {} if isinstance(environment, str) else {name: environment}
         fields["environment.name"] = name
-        told["environment"] = name.rpartition(":")[2]
+        named["environment"] = name.rpartition(":")[2]
     if loss is not None:
         _refuse(overrides, "loss", "loss.name")
         fields |= _own_loss(loss, overrides)
-        told["loss"] = fields["loss.name"].rpartition(":")[2]
+        named["loss"] = fields["loss.name"].rpartition(":")[2]
     if advantage is not None:
         _refuse(overrides, "advantage", "loss.advantage")
         fields["loss.advantage"] = advantage if isinstance(advantage, str) else rewards.name_of(advantage, "advantage")
         if not isinstance(advantage, str):
             losses.declare_own_advantage(fields["loss.advantage"], advantage)
-        told["advantage"] = fields["loss.advantage"].rpartition(":")[2]
-    if data is not None or held_out is not None:
-        _refuse(overrides, "data", "task.name", "task.train", "task.held_out_sets")
-        fields |= _task(chosen, data, held_out)
-        told["data"] = Path(fields["task.train"]).stem[:6]
-    chosen = train_command.named(config_files.changed(chosen, fields), file, told)
-    return Result(str(run_folder.of(chosen).home), train_command.run(chosen, functions) == 0)
+        named["advantage"] = fields["loss.advantage"].rpartition(":")[2]
+    return _Handed(fields, named, functions)
 
 
 def _own_loss(loss: Callable[..., Any] | str, overrides: Mapping[str, Any]) -> dict[str, Any]:

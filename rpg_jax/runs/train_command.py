@@ -49,10 +49,14 @@ def named(config: ConfigDict, file: str, overrides: Mapping[str, Any], **kind: s
     return config
 
 
-def run(config: ConfigDict, functions: Mapping[str, Callable[..., Any]] = MappingProxyType({})) -> int:
-    """Joins the run's other processes and trains; returns the exit code. `functions` as in `session.run`."""
-    from rpg_jax.runs import processes, session
+def run(
+    config: ConfigDict,
+    functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+    on_step: Callable[..., None] | None = None,
+) -> int:
+    """Joins the run's other processes and trains as `reinforcement.run` does; returns the exit code."""
+    from rpg_jax.runs import processes, reinforcement
     from rpg_jax.runs.resolve import resolve
 
     processes.join(config)
-    return session.run(resolve(config), functions)
+    return reinforcement.run(resolve(config), functions, on_step)

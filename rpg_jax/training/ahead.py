@@ -67,7 +67,7 @@ class AheadCollector(Collector):
 
     def __init__(
         self,
-        collect: Callable[[int, Sequence[Group], float], Collected],
+        collect: Callable[..., Collected],
         take_errors: Callable[[], Mapping[str, int]],
         rollout: Rollout,
         stream: PromptStream,

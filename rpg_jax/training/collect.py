@@ -268,8 +268,8 @@ class Collector:
     """Collects the groups of a step when the step asks for them, so that sampling and training take turns.
 
     Args:
-      collect: the groups of step s (from 0), given the groups carried over to it and the share of informative groups
-        in the last step that generated any.
+      collect: `collect` with the run's stream, generator and sizes. `Collector` adds the step, from 0, the `pending`
+        groups, and the share of informative groups in the last step that generated any.
       take_errors: failed verdicts by kind since the last call.
       rollout: generates the completions.
       stream: of problems; `collect` reads it.
@@ -279,7 +279,7 @@ class Collector:
 
     def __init__(
         self,
-        collect: Callable[[int, Sequence[Group], float], Collected],
+        collect: Callable[..., Collected],
         take_errors: Callable[[], Mapping[str, int]],
         rollout: Rollout,
         stream: PromptStream,
@@ -331,6 +331,6 @@ class Collector:
         """Ends the work in the background, if there is any."""
 
     def _next(self, step: int) -> Collected:
-        collected = self._collect(step, self._carried, self._share)
+        collected = self._collect(step=step, pending=self._carried, share=self._share)
         self._share = collected.share or self._share
         return collected

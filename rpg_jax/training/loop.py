@@ -1,8 +1,7 @@
 """The algorithm: regularized policy gradients, iterative reference (arXiv:2505.17508, Algorithm 2 and section 4)."""
 
-import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,7 +22,6 @@ from rpg_jax.training.step import Programs
 from rpg_jax.types import Batch
 
 Packed = RolloutBatch[Group]
-Around = Callable[[int], contextlib.AbstractContextManager]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +30,7 @@ class Algorithm:
 
     Attributes:
       collector: rollouts, scores and dynamic sampling; remembers the groups that it carries over.
-      pack: groups and a number of mini-batches -> micro-batches.
+      pack: `data.pack` of groups and a number of `minibatches`; its other arguments are those of the run.
       advantages: of a batch with its log-probs, see `advantages_fn`; None if a critic estimates them.
       programs: the jitted log-prob pass and update.
       reference: the KL anchor; remembers when it moved.
@@ -46,7 +44,7 @@ class Algorithm:
     """
 
     collector: Collector
-    pack: Callable[[Sequence[Group], int], Packed]
+    pack: Callable[..., Packed]
     advantages: Advantages | None
     programs: Programs
     reference: Reference
@@ -65,42 +63,45 @@ class Algorithm:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The result of step `number` (from 1): its state and metrics, the metrics of each update, the groups generated."""
+    """The record of a finished step, which logs, trackers and a user's `on_step` receive.
+
+    Attributes:
+      number: of the step, from 1. The record before the first step has number 0.
+      state: the weights after the step, and the optimizer's. The next step donates the arrays.
+      metrics: of the step, by name; those of an evaluation too, if one followed the step.
+      updates: the metrics of each optimizer update of the step.
+      groups: the groups of completions that the step generated.
+    """
 
     number: int
     state: TrainState
-    values: dict[str, float]
-    updates: list[dict[str, float]]
-    generated: list[Group]
+    metrics: Mapping[str, float]
+    updates: Sequence[Mapping[str, float]] = ()
+    groups: Sequence[Group] = ()
 
 
-def train(
-    a: Algorithm, state: TrainState, first: int, last: int, around: Around = contextlib.nullcontext
-) -> Iterator[Step]:
-    """Takes and yields the steps `first` to `last` from `state`, which is donated; each is inside `around(number)`."""
-    for number in range(first, last + 1):
-        with around(number):
-            clock = Clock()
-            sampled = a.collector.take(number - 1, state.params, int(state.updates))
-            clock.lap("rollout")
+def take_step(a: Algorithm, state: TrainState, number: int) -> Step:
+    """Takes step `number`, from 1, from `state`, which is donated."""
+    clock = Clock()
+    sampled = a.collector.take(number - 1, state.params, int(state.updates))
+    clock.lap("rollout")
 
-            batch = a.pack(sampled.trained, a.updates_per_step)
-            batch, measured = add_logprobs(a, batch, state, number)
-            batch = add_advantages(a, batch, state)
-            a.collector.carry(with_behaviour_logprobs(a, sampled.to_carry, state))
-            clock.lap("logprobs")
+    batch = a.pack(sampled.trained, minibatches=a.updates_per_step)
+    batch, measured = add_logprobs(a, batch, state, number)
+    batch = add_advantages(a, batch, state)
+    a.collector.carry(with_behaviour_logprobs(a, sampled.to_carry, state))
+    clock.lap("logprobs")
 
-            state, totals, updates = update(a, batch, state, number)
-            clock.lap("update")
-            if a.after_updates is not None:
-                a.after_updates(number, batch, state)
-                clock.lap("rollout_files")
+    state, totals, updates = update(a, batch, state, number)
+    clock.lap("update")
+    if a.after_updates is not None:
+        a.after_updates(number, batch, state)
+        clock.lap("rollout_files")
 
-            a.collector.publish(state.params, int(state.updates))
-            clock.lap("sync")
-            del batch  # the devices need its memory for the next rollouts
-            values = step_metrics(totals | measured, sampled, state, a.reference, clock)
-        yield Step(number, state, values, updates, sampled.collected.generated)
+    a.collector.publish(state.params, int(state.updates))
+    clock.lap("sync")
+    metrics = step_metrics(totals | measured, sampled, state, a.reference, clock)
+    return Step(number, state, metrics, updates, sampled.collected.generated)
 
 
 def add_logprobs(a: Algorithm, batch: Packed, state: TrainState, step: int) -> tuple[Packed, Metrics]:
@@ -179,7 +180,7 @@ def with_behaviour_logprobs(a: Algorithm, groups: Sequence[Group], state: TrainS
     """`groups`, which a later step trains, with log-probs under the present weights. These weights sampled them."""
     if not groups:
         return []
-    batch = a.pack(groups, 1)
+    batch = a.pack(groups)
     known = batch.packing.gather([a.logprobs(state.params, b)[0] for b in batch.batches])
     return [dataclasses.replace(g, behaviour_logprobs=x) for g, x in zip(groups, known, strict=True)]
 

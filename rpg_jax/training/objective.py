@@ -78,45 +78,56 @@ def advantages_fn(
     environment_weight: float = 0.0,
     **hyperparameters: Any,
 ) -> Advantages:
-    """Advantages from the rewards of a batch; `part_weights` are those of the rewards' parts.
+    """The function from a batch to its advantages, which are computed from the rewards of the batch.
 
-    For RPG of completions they hold the leave-one-out baseline of the KL too, which is the column `kl_baseline`:
-    micro-batches may split a group.
+    RPG of completions has a leave-one-out baseline of the KL too. It is added to the advantages, and it is the column
+    `kl_baseline`: the micro-batches of an update may split a group, so the loss cannot compute it.
 
     Args:
-      credit: "completion", or "turn" for advantages of turns (`losses.turn_advantages` of `credit.returns`).
-      environment_weight: of the environment's part of the reward; only "turn" reads it.
+      part_weights: the weights of the parts of the reward.
+      credit: "completion", or "turn" for advantages of turns (`losses.turn_advantages` of `returns`).
+      environment_weight: the weight of the environment's part in the reward; only "turn" reads it.
     """
+    of_rewards = functools.partial(turn_advantages, advantage=advantage, environment_weight=environment_weight)
+    if credit == "completion":
+        of_rewards = functools.partial(completion_advantages, advantage=advantage, part_weights=part_weights)
+    if loss != "rpg" or hyperparameters.get("level", "token") != "sequence":
+        return lambda batch: {"advantages": of_rewards(batch)}
+    return lambda batch: with_kl_baseline(of_rewards(batch), batch, **hyperparameters)
 
-    def of_rewards(batch: RolloutBatch[Group]) -> np.ndarray | list[list[np.ndarray]]:
-        if credit == "turn":
-            paid = [returns(g, environment_weight) for g in batch.groups]
-            of_turns = losses.turn_advantages(advantage, paid, [g.counted for g in batch.groups])
-            return [
-                [own[c.turn_numbers] for own, c in zip(of_group, g.completions, strict=True)]
-                for of_group, g in zip(of_turns, batch.groups, strict=True)
-            ]
-        rewards = np.stack([g.rewards for g in batch.groups])
-        trained = np.array(batch.packing.trained, np.int32)
-        known = [g.parts for g in batch.groups if g.parts is not None]
-        parts = np.stack(known) if known else None
-        of_parts: dict[str, Any] = {"parts": parts, "part_weights": part_weights}
-        found = losses.advantages(advantage, rewards, lengths=trained, counted=counted_of(batch), **of_parts)
-        return np.asarray(found)
 
-    def advantages(batch: RolloutBatch[Group]) -> Mapping[str, np.ndarray | list[list[np.ndarray]]]:
-        result = of_rewards(batch)
-        if loss != "rpg" or hyperparameters.get("level", "token") != "sequence":
-            return {"advantages": result}
-        log_ratios = [b.known("behaviour_logprobs") - b.known("ref_logprobs") for b in batch.batches]
-        sums = np.array([[np.sum(x) for x in own] for own in batch.of_sampled(log_ratios)], np.float32)
-        baseline = np.asarray(losses.kl_baseline(jnp.asarray(sums), counted=counted_of(batch), **hyperparameters))
-        if isinstance(result, np.ndarray):
-            return {"advantages": result + baseline, "kl_baseline": baseline}
-        both = [[x + b for x, b in zip(*pair, strict=True)] for pair in zip(result, baseline, strict=True)]
-        return {"advantages": both, "kl_baseline": baseline}
+def completion_advantages(
+    batch: RolloutBatch[Group], *, advantage: str, part_weights: Sequence[float] = ()
+) -> np.ndarray:
+    """`losses.advantages` f32[P, G] of the rewards of completions."""
+    rewards = np.stack([g.rewards for g in batch.groups])
+    trained = np.array(batch.packing.trained, np.int32)
+    known = [g.parts for g in batch.groups if g.parts is not None]
+    of_parts: dict[str, Any] = {"parts": np.stack(known) if known else None, "part_weights": part_weights}
+    return np.asarray(losses.advantages(advantage, rewards, lengths=trained, counted=counted_of(batch), **of_parts))
 
-    return advantages
+
+def turn_advantages(batch: RolloutBatch[Group], *, advantage: str, environment_weight: float) -> list[list[np.ndarray]]:
+    """`losses.turn_advantages` of the returns of turns: f32[n] for each group and completion, one number a token."""
+    paid = [returns(g, environment_weight) for g in batch.groups]
+    of_turns = losses.turn_advantages(advantage, paid, [g.counted for g in batch.groups])
+    return [
+        [own[c.turn_numbers] for own, c in zip(of_group, g.completions, strict=True)]
+        for of_group, g in zip(of_turns, batch.groups, strict=True)
+    ]
+
+
+def with_kl_baseline(
+    advantages: np.ndarray | list[list[np.ndarray]], batch: RolloutBatch[Group], **hyperparameters: Any
+) -> Mapping[str, np.ndarray | list[list[np.ndarray]]]:
+    """The columns `advantages` and `kl_baseline`, which RPG of completions adds to them (`losses.kl_baseline`)."""
+    log_ratios = [b.known("behaviour_logprobs") - b.known("ref_logprobs") for b in batch.batches]
+    sums = np.array([[np.sum(x) for x in own] for own in batch.of_sampled(log_ratios)], np.float32)
+    baseline = np.asarray(losses.kl_baseline(jnp.asarray(sums), counted=counted_of(batch), **hyperparameters))
+    if isinstance(advantages, np.ndarray):
+        return {"advantages": advantages + baseline, "kl_baseline": baseline}
+    both = [[x + b for x, b in zip(*pair, strict=True)] for pair in zip(advantages, baseline, strict=True)]
+    return {"advantages": both, "kl_baseline": baseline}
 
 
 def counted_of(batch: RolloutBatch[Group]) -> jax.Array | None:

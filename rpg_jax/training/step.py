@@ -113,14 +113,28 @@ def make_programs(
       base: the frozen weights, if the state's params are adapters; arrays or `ShapeDtypeStruct`s, with shardings.
     """
     leaves, treedef = jax.tree.flatten(state_sharding)
-    programs = _make_programs(graphdef, optimizer, objective, temperature, tuple(leaves), treedef, batch_sharding)
-    return Programs(*(program and Program(program, base) for program in programs))
+    recipe = _Recipe(graphdef, optimizer, objective, temperature, tuple(leaves), treedef, batch_sharding)
+    return Programs(*(program and Program(program, base) for program in _jitted(recipe)))
+
+
+class _Recipe(NamedTuple):
+    """The arguments of `make_programs` that programs depend on, all hashable; the state's shardings are flattened."""
+
+    graphdef: Any
+    optimizer: Optimizer
+    objective: Objective
+    temperature: float
+    state_leaves: tuple[jax.sharding.Sharding, ...]
+    state_tree: Any
+    batch_sharding: jax.sharding.NamedSharding
 
 
 @functools.lru_cache(maxsize=64)
-def _make_programs(graphdef, optimizer, objective, temperature, leaves, treedef, batch_sharding):
-    """The jitted functions of `make_programs`, of hashable arguments."""
-    state_sharding = treedef.unflatten(leaves)
+def _jitted(recipe: _Recipe) -> Programs:
+    """The jitted functions of the programs; each takes the base first."""
+    graphdef, optimizer, objective = recipe.graphdef, recipe.optimizer, recipe.objective
+    temperature, batch_sharding = recipe.temperature, recipe.batch_sharding
+    state_sharding = recipe.state_tree.unflatten(recipe.state_leaves)
     replicated = jax.sharding.NamedSharding(batch_sharding.mesh, jax.sharding.PartitionSpec())
     sums_sharding = Sums(grads=state_sharding.weights, metrics=replicated)
     weights = state_sharding.weights
@@ -155,13 +169,13 @@ def _make_programs(graphdef, optimizer, objective, temperature, leaves, treedef,
         return jax.jit(program, in_shardings=(None, *inputs), out_shardings=outputs, donate_argnums=donated)
 
     stepped = (state_sharding, replicated)
-    return (
-        jitted(logprobs, (state_sharding.params, batch_sharding), batch_sharding),
-        jitted(fused, (state_sharding, batch_sharding), stepped, donated=1),
-        jitted(start, (weights, batch_sharding), sums_sharding),
-        jitted(add, (weights, sums_sharding, batch_sharding), sums_sharding, donated=2),
-        jitted(apply, (state_sharding, sums_sharding), stepped, donated=1),
-        jitted(baseline, (weights, batch_sharding), batch_sharding) if objective.critic else None,
+    return Programs(
+        logprobs=jitted(logprobs, (state_sharding.params, batch_sharding), batch_sharding),
+        fused=jitted(fused, (state_sharding, batch_sharding), stepped, donated=1),
+        start=jitted(start, (weights, batch_sharding), sums_sharding),
+        add=jitted(add, (weights, sums_sharding, batch_sharding), sums_sharding, donated=2),
+        apply=jitted(apply, (state_sharding, sums_sharding), stepped, donated=1),
+        baseline=jitted(baseline, (weights, batch_sharding), batch_sharding) if objective.critic else None,
     )
 
 

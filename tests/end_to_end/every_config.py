@@ -12,7 +12,7 @@ from absl import logging
 
 from rpg_jax.data import sources
 from rpg_jax.data.templates import apply_template
-from rpg_jax.runs import session
+from rpg_jax.runs import reinforcement
 from rpg_jax.runs.resolve import resolve
 
 
@@ -53,7 +53,7 @@ runs, *names = sys.argv[1:]
 for name in names:
     config = importlib.import_module(f"configs.{name}").get_config("tiny")
     config.run.dir, config.run.name = runs, name
-    code = session.run(resolve(config))
+    code = reinforcement.run(resolve(config))
     if code:
         raise SystemExit(f"{name} ended with {code}")
     log = (Path(runs) / name / "metrics.jsonl").read_text().splitlines()

@@ -4,7 +4,7 @@ import sys
 
 from absl import logging
 
-from rpg_jax.runs import run_folder, session
+from rpg_jax.runs import reinforcement, run_folder
 from rpg_jax.runs.resolve import resolve
 from tests.end_to_end import micro
 
@@ -15,6 +15,6 @@ for method in methods:
     config.method = method
     config.run.dir, config.run.name = runs, run_folder.default_name("micro.py", config, {})
     config.warm_start.dir = warm_starts
-    code = session.run(resolve(config))
+    code = reinforcement.run(resolve(config))
     if code:
         raise SystemExit(f"{method} ended with {code}")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from absl import logging
 
-from rpg_jax.runs import session
+from rpg_jax.runs import reinforcement
 from rpg_jax.runs.resolve import resolve
 from tests.end_to_end import micro
 
@@ -47,7 +47,7 @@ def run(runs, warm_starts, name, changes):
     config.log.rollouts_every = 2
     config.update_from_flattened_dict({**changes, "train.steps": 3})
     print(name, flush=True)
-    code = session.run(resolve(config))
+    code = reinforcement.run(resolve(config))
     if code:
         raise SystemExit(f"{name} ended with {code}")
 

@@ -53,7 +53,7 @@ def arm_saved(call, number):
         original(session, **keywords)
         left[0] -= 1
         if left[0] == 0:
-            session.keeper.checkpoints.wait()
+            session.checkpointing.checkpoints.wait()
             os.kill(os.getpid(), number)
 
     Session.save = save

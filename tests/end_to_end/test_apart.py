@@ -12,6 +12,7 @@ from rpg_jax.runs import run_folder
 from rpg_jax.runs.experiment import Experiment, open_tokenizer
 from rpg_jax.runs.layout import make_layout
 from rpg_jax.runs.problems import Task
+from rpg_jax.runs.reinforcement import make_trainer
 from rpg_jax.runs.resolve import resolve
 from rpg_jax.runs.session import Session
 from tests.end_to_end import micro
@@ -46,9 +47,9 @@ def finished(runs, name, devices, changes):
         task, notes = task.encoded(tokenizer, config)
         experiment = Experiment(make_layout(config, tokenizer.vocab_size, devices), tokenizer, task, notes)
         with experiment.layout.activate(), contextlib.ExitStack() as closing:
-            session = Session(experiment, folder, closing)
+            session = Session(experiment, folder, closing, make_trainer, journaled=True)
             assert session.to_the_end() == 0
-            k, rollout = config.rollout.devices, session.held_out.rollout
+            k, rollout = config.rollout.devices, session.trainer.held_out.rollout
             assert where(session.now.state) == set(devices[: len(devices) - k])
             with rollout.weights.pinned() as held:
                 assert where((held, rollout.engine.init_decode_state())) == set(devices[-k:])

@@ -42,7 +42,7 @@ ALONE = """
 import sys
 for name in ("jetstream", "grpc", "aiohttp"):
     sys.modules[name] = None
-import rpg_jax.runs.train_call, rpg_jax.runs.session, rpg_jax.runs.supervised_session, rpg_jax.evaluate
+import rpg_jax.runs.train_call, rpg_jax.runs.reinforcement, rpg_jax.runs.supervised, rpg_jax.evaluate
 assert not [name for name in sys.modules if name.startswith(("rpg_jax.rollout.jetstream", "rpg_jax.rollout.servers"))]
 """
 

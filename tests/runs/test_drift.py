@@ -8,8 +8,8 @@ import pytest
 
 from configs import reasoning
 from rpg_jax import data
-from rpg_jax.runs.algorithm import make_drift
-from rpg_jax.runs.drift import Drift
+from rpg_jax.runs.evaluation import Drift
+from rpg_jax.runs.reinforcement import make_drift
 from rpg_jax.runs.supervised import Example
 from rpg_jax.types import Completion, Turns
 

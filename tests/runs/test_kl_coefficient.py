@@ -90,7 +90,7 @@ def expected_gradient(config, stale):
     )
     algorithm = Algorithm(
         collector=SimpleNamespace(lags=False),
-        pack=lambda groups, u: data.pack(groups, SHAPE, minibatches=u, sharding=rows),
+        pack=functools.partial(data.pack, shape=SHAPE, sharding=rows),
         advantages=advantages_fn(config.loss.advantage, name, **hyperparameters),
         programs=programs,
         reference=SimpleNamespace(is_behaviour=False, coincides=lambda: False, params=lambda: ref),
@@ -107,7 +107,7 @@ def expected_gradient(config, stale):
         if config.dynamic_sampling.enabled and not group.informative:
             continue
         orders = math.factorial(SIZE) / math.prod(map(math.factorial, counts))
-        batch, _ = add_logprobs(algorithm, algorithm.pack([group], 1), state, 1)
+        batch, _ = add_logprobs(algorithm, algorithm.pack([group]), state, 1)
         (batch,) = add_advantages(algorithm, batch, state).batches
         sums = programs.start(state.weights, batch)
         gradient = ravel_pytree(sums.grads[0])[0] / sums.metrics["loss"][1]

@@ -9,6 +9,7 @@ import pytest
 
 from rpg_jax.report.run_files import read_metrics
 from rpg_jax.runs.logs import JsonLines, RunLog, told
+from rpg_jax.training.loop import Step
 from rpg_jax.types import Completion, Turns
 
 WHOLE = '{"step": 4, "text": "Grüße, 数学\u2028 ∑"}\n'.encode()
@@ -43,10 +44,10 @@ def test_a_tracker_whose_server_is_away_ends_no_run_and_is_named_once(tmp_path, 
     class Away:
         taken, is_away = [], True
 
-        def append(self, step, values):
+        def append(self, step):
             if self.is_away:
                 raise ConnectionError("no route\nto the server")
-            self.taken.append(step)
+            self.taken.append(step.number)
 
         def close(self):
             self.taken.append("closed")
@@ -56,7 +57,7 @@ def test_a_tracker_whose_server_is_away_ends_no_run_and_is_named_once(tmp_path, 
     log.trackers = [away := Away()]
     for step in range(1, 6):
         away.is_away = step not in (3, 5)
-        log.append(step, {"reward": 1.0})
+        log.append(Step(step, None, {"reward": 1.0}))
     log.close()
     assert away.taken == [3, 5, "closed"] and len(read_metrics(tmp_path)) == 5
     said = capsys.readouterr().err.splitlines()

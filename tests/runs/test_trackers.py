@@ -6,8 +6,8 @@ import sys
 import pytest
 
 from configs import base
-from rpg_jax.runs.logs import RunLog
-from rpg_jax.runs.trackers import TRACKERS, chosen, needed, trackers_of
+from rpg_jax.runs.logs import TRACKERS, RunLog, chosen, needed, trackers_of
+from rpg_jax.training.loop import Step
 
 
 @pytest.fixture
@@ -28,7 +28,8 @@ def logged_twice(config, name, folder):
         log = RunLog(folder, samples=0)
         log.trackers = trackers_of(config, folder, after=after)
         for step in steps:
-            log.append(step, {"eval/held out/pass@1": step + after / 8, "name": "text", "loss": float("nan")})
+            metrics = {"eval/held out/pass@1": step + after / 8, "name": "text", "loss": float("nan")}
+            log.append(Step(step, None, metrics))
         log.close()
 
 

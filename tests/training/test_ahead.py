@@ -59,10 +59,10 @@ class Weights:
 
 
 def ahead_of(weights, collected, **options):
-    def collect(step, carried, share):
+    def collect(step, pending, share):
         collected.append((step, weights.version))
         made = [group(weights.version)]
-        return Collected(made, list(carried), made)
+        return Collected(made, list(pending), made)
 
     options = {"max_staleness": 1, "steps": 100, **options}
     return AheadCollector(collect, lambda: {"timeout": 1}, weights, Stream(), **options)
@@ -82,7 +82,7 @@ def test_a_batch_comes_from_the_weights_of_as_many_steps_before_as_the_bound_say
 def test_sampling_overlaps_training_and_waits_at_the_bound():
     weights, begun, go = Weights(), [], threading.Event()
 
-    def collect(step, carried, share):
+    def collect(step, pending, share):
         begun.append(step)
         assert step == 0 or go.wait(20)
         return Collected([group(weights.version)], [], [group(weights.version)])
@@ -102,7 +102,7 @@ def test_sampling_overlaps_training_and_waits_at_the_bound():
 def test_a_token_older_than_the_bound_is_an_error():
     weights = Weights()
 
-    def collect(step, carried, share):
+    def collect(step, pending, share):
         made = [group(weights.version, weights.version - 5 * (step == 2))]
         return Collected(made, [], made)
 
@@ -116,7 +116,7 @@ def test_a_token_older_than_the_bound_is_an_error():
 def test_a_fault_in_sampling_is_raised_at_the_step_that_needs_the_batch():
     weights = Weights()
 
-    def collect(step, carried, share):
+    def collect(step, pending, share):
         if step == 1:
             raise OSError("device fell off the bus")
         return Collected([group(0)], [], [group(0)])
@@ -174,7 +174,7 @@ def drawn(logits, *versions):
 def with_logprobs(groups, present, ref=None, *, swap="between", decoupled=False):
     """What the loop makes of `groups`, which weights `present` of version 1 train: its columns, and its metrics."""
 
-    def collect(step, carried, share):
+    def collect(step, pending, share):
         return Collected(groups, [], groups)
 
     ahead = AheadCollector(collect, dict, Weights(), Stream(), max_staleness=1, steps=2, swap=swap)
@@ -336,9 +336,9 @@ def test_the_gap_compares_the_sampler_with_the_weights_that_sampled_and_with_no_
 
 
 def test_a_record_holds_the_batches_to_come_and_what_is_carried():
-    def collect(step, carried, share):
+    def collect(step, pending, share):
         made = [group(step, step + 1, logprob=-1 / (1 + step)), group(step)]
-        return Collected(made, list(carried), [*carried, made[0]], [made[1]])
+        return Collected(made, list(pending), [*pending, made[0]], [made[1]])
 
     def make():
         return AheadCollector(collect, lambda: {"timeout": 2}, Weights(), Stream(), max_staleness=2, steps=100)

@@ -1,8 +1,6 @@
 """The loop around the step: what carried groups are trained with, and that a resumed loop is the same loop."""
 
-import dataclasses
 import functools
-import itertools
 
 import jax
 import numpy as np
@@ -16,7 +14,7 @@ from rpg_jax.runs.rollout_files import RolloutFiles, token_numbers
 from rpg_jax.storage.checkpoints import Snapshots
 from rpg_jax.training.ahead import AheadCollector
 from rpg_jax.training.collect import Collector, DynamicSampling, collect
-from rpg_jax.training.loop import Algorithm, train
+from rpg_jax.training.loop import Algorithm, take_step
 from rpg_jax.training.objective import Objective, advantages_fn, policy_loss_fn
 from rpg_jax.training.optimizer import make_optimizer
 from rpg_jax.training.reference import Reference, make_rule
@@ -104,7 +102,7 @@ class Loop:
         self.algorithm, self.state, self.step = algorithm, state, 0
 
     def run_step(self):
-        (done,) = train(self.algorithm, self.state, self.step + 1, self.step + 1)
+        done = take_step(self.algorithm, self.state, self.step + 1)
         self.state, self.step = done.state, done.number
         return done
 
@@ -128,13 +126,11 @@ def make_loop(
     def take(wanted):
         return stream.take(batch_size or wanted)
 
-    def collected(step, carried, share):
-        return collect(take, generator, prompts_per_step=2, step=step, dynamic=dynamic, pending=carried, share=share)
-
+    collected = functools.partial(collect, take, generator, prompts_per_step=2, dynamic=dynamic)
     made = collected, generator.take_errors, rollout, stream
     algorithm = Algorithm(
         collector=AheadCollector(*made, **ahead) if ahead else Collector(*made),
-        pack=lambda groups, u: data.pack(groups, SHAPE, minibatches=u, sharding=parts["rows"]),
+        pack=functools.partial(data.pack, shape=SHAPE, sharding=parts["rows"]),
         advantages=advantages_fn("group_mean", "rpg"),
         programs=programs or parts["programs"],
         reference=Reference(rule, snapshots=Snapshots(folder / "reference"), like=like),
@@ -159,7 +155,7 @@ class Recorder:
 @pytest.mark.slow
 def test_a_reference_that_moves_every_second_step_counts_the_loops_steps(parts, tmp_path):
     loop = make_loop(parts, tmp_path, dynamic=None, every="2 steps")
-    assert [loop.run_step().values["reference_update"] for _ in range(3)] == [0, 4, 4]
+    assert [loop.run_step().metrics["reference_update"] for _ in range(3)] == [0, 4, 4]
 
 
 @pytest.mark.parametrize("rule", ["behaviour", "every"])
@@ -173,7 +169,7 @@ def test_carried_groups_are_trained_with_the_logprobs_of_the_weights_that_sample
     assert len(carried) == 2
     recorder.seen.clear()
     done = loop.run_step()
-    assert done.generated == [] and done.values["staleness"] == 1.0 and "reward" not in done.values
+    assert done.groups == [] and done.metrics["staleness"] == 1.0 and "reward" not in done.metrics
     assert len(recorder.seen) == 2  # one group each, in order
     for group, batch in zip(carried, recorder.seen, strict=True):
         chosen = np.asarray(batch.mask) > 0
@@ -212,12 +208,12 @@ def test_a_resumed_loop_is_the_same_loop_in_the_middle_of_an_epoch(parts, tmp_pa
     for _ in range(6):
         record, state = straight.record(), jax.tree.map(np.array, straight.state)
         carried_seen += len((record["ahead"] or {"carried": record["pending"]})["carried"])
-        history.append((record, state, straight.run_step().values))
+        history.append((record, state, straight.run_step().metrics))
     assert (carried_seen > 0) == (surplus != "drop")
     for record, state, expected in history[2:5:2]:
         resumed = make(tmp_path)
         resumed.restore(jax.device_put(state, parts["where"]), record)
-        values = resumed.run_step().values
+        values = resumed.run_step().metrics
         assert untimed(values) == untimed(expected)
         assert values.get("staleness_updates_max", 0) <= 2 * (max_staleness + (surplus != "drop"))
         while resumed.step < straight.step:
@@ -239,7 +235,7 @@ def test_keeping_rollouts_changes_no_bit_of_the_run(parts, tmp_path):
             files = RolloutFiles(folder, letters, parts["programs"].logprobs, numbers, every=1, groups=9)
             more = {"after_updates": files.after_updates}
         loop = make_loop(parts, folder, dynamic=DynamicSampling(surplus="carry"), batch_size=3, **more)
-        return loop, [untimed(loop.run_step().values) for _ in range(3)]
+        return loop, [untimed(loop.run_step().metrics) for _ in range(3)]
 
     (plain, values), (kept, same) = trained(tmp_path / "plain", False), trained(tmp_path / "kept", True)
     assert values == same and weights_checksum(plain.state) == weights_checksum(kept.state)
@@ -250,7 +246,7 @@ def test_rule_kl_watches_the_kl_that_is_reported_of_each_update(parts, tmp_path,
     recorder, watched = Recorder(parts["programs"]), []
     loop = make_loop(parts, tmp_path, dynamic=None, rule="kl", batch_size=2, programs=recorder)
     monkeypatch.setattr(loop.algorithm.reference, "after_step", watched.extend)
-    values = loop.run_step().values
+    values = loop.run_step().metrics
     tokens = [float(batch.mask.sum()) for batch in recorder.seen]
     assert values["kl"] == pytest.approx(np.average(watched, weights=tokens), rel=1e-5)  # f32
     assert values["kl"] != pytest.approx(values["kl_k3"], rel=1e-3) and watched[1] > 1e-4
@@ -265,7 +261,7 @@ def test_every_micro_batch_and_every_update_is_a_heartbeat(parts, tmp_path, monk
 
 
 def test_failed_verdicts_are_metrics_by_kind(parts, tmp_path):
-    assert make_loop(parts, tmp_path, dynamic=None, batch_size=2).run_step().values["verifier_errors/timeout"] == 1
+    assert make_loop(parts, tmp_path, dynamic=None, batch_size=2).run_step().metrics["verifier_errors/timeout"] == 1
 
 
 def test_a_shortage_makes_fewer_groups_and_no_empty_update(parts, tmp_path):
@@ -273,27 +269,13 @@ def test_a_shortage_makes_fewer_groups_and_no_empty_update(parts, tmp_path):
     trained = []
     while 1 not in trained:
         try:
-            trained.append(loop.run_step().values["groups_trained"])
+            trained.append(loop.run_step().metrics["groups_trained"])
         except ValueError as error:
             assert "kept 0 of 2" in str(error)
     assert int(loop.state.updates) == sum(trained)
 
 
-def test_steps_are_taken_one_by_one_and_the_caller_may_stop_between_them(parts, tmp_path):
-    """Nothing of a later step is done before the caller asks for it; each step runs inside its own context."""
-    loop, entered = make_loop(parts, tmp_path, dynamic=None, batch_size=2), []
-
-    @dataclasses.dataclass
-    class Around:
-        number: int
-
-        def __enter__(self):
-            entered.append(self.number)
-
-        def __exit__(self, *exception):
-            entered.append(-self.number)
-
-    steps = train(loop.algorithm, loop.state, 3, 9, Around)
-    first, second = itertools.islice(steps, 2)
-    assert (first.number, second.number) == (3, 4) and entered == [3, -3, 4, -4]
-    assert (int(second.state.updates), len(second.updates)) == (4, 2)
+def test_a_step_is_recorded_with_its_updates_and_its_groups(parts, tmp_path):
+    loop = make_loop(parts, tmp_path, dynamic=None, batch_size=2)
+    step = take_step(loop.algorithm, loop.state, 3)
+    assert (step.number, int(step.state.updates), len(step.updates), len(step.groups)) == (3, 2, 2, 2)

@@ -12,7 +12,7 @@ import pytest
 from configs import reasoning
 from rpg_jax import models
 from rpg_jax.models import DecoderConfig, Experts, Rope
-from rpg_jax.runs.algorithm import make_routing
+from rpg_jax.runs.reinforcement import make_routing
 from rpg_jax.training.routing import Routing, agreement, expert_load, load_metrics
 from tests.end_to_end.whole_runs import ROOT, environment
 

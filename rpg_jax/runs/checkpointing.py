@@ -18,14 +18,16 @@ from rpg_jax.training.reference import Reference
 from rpg_jax.training.state import TrainState
 
 
-class Keeper:
+class Checkpointing:
     """Keeps the checkpoints of a run in its folder, and knows which reference snapshot each needs.
+
+    A run without a reference policy, as supervised training is, needs no snapshots.
 
     Attributes:
       journal: of the groups that were sampled after the newest complete checkpoint; None if it is switched off.
     """
 
-    def __init__(self, config: ConfigDict, folder: storage.Folder):
+    def __init__(self, config: ConfigDict, folder: storage.Folder, *, journaled: bool):
         c = config.checkpoint
         self._folder, self.seconds = folder, 0.0
         self.checkpoints = Checkpoints(
@@ -36,7 +38,7 @@ class Keeper:
             renewed=run_folder.renewed,
         )
         limit = int(c.journal_gib * 2**30)
-        self.journal = Journal(folder.home / "journal", max_bytes=limit) if limit else None
+        self.journal = Journal(folder.home / "journal", max_bytes=limit) if limit and journaled else None
         self._references = {step: self._reference_of(step) for step in self.checkpoints.steps()}
 
     @property
@@ -44,26 +46,33 @@ class Keeper:
         """Whether the run has no checkpoint yet."""
         return self.checkpoints.latest_step() is None
 
-    def restore(self, like: TrainState, reference: Reference) -> tuple[int, TrainState, dict[str, Any]]:
+    def restore(self, like: TrainState, reference: Reference | None) -> tuple[int, TrainState, dict[str, Any]]:
         """(step, state, record) of the newest checkpoint that can be trusted. Raises ValueError if there is none."""
-        last = self.checkpoints.restore_last(like, lambda record: reference.check(record["reference"]))
+
+        def check(record: dict[str, Any]) -> None:
+            if reference is not None:
+                reference.check(record["reference"])
+
+        last = self.checkpoints.restore_last(like, check)
         assert last is not None, "there was a checkpoint a moment ago"
         self._references = {step: self._reference_of(step) for step in self.checkpoints.steps()}
         self._prune_journal(last[0])
         return last
 
-    def save(self, step: int, state: TrainState, record: Mapping[str, Any], reference: Reference) -> None:
+    def save(self, step: int, state: TrainState, record: Mapping[str, Any], reference: Reference | None) -> None:
         """Starts a checkpoint of everything that a resume needs, and deletes snapshots that nobody needs any more."""
         started, earlier = time.perf_counter(), self.checkpoints.steps()
-        record = {**record, "reference": reference.commit()}
+        if reference is not None:
+            record = {**record, "reference": reference.commit()}
         self._folder.push()  # whoever resumes from this checkpoint finds the logs up to it
         self.checkpoints.save(step, state, record)
-        self._references[step] = record["reference"]["number"]
-        # Until this save is complete, a checkpoint that makes room for it is still the last good one.
-        needed = [self._references[s] for s in (*earlier, step)]
-        known = [number for number in needed if number is not None]
-        if len(known) == len(needed):
-            reference.prune(known)
+        if reference is not None:
+            self._references[step] = record["reference"]["number"]
+            # Until this save is complete, a checkpoint that makes room for it is still the last good one.
+            needed = [self._references[s] for s in (*earlier, step)]
+            known = [number for number in needed if number is not None]
+            if len(known) == len(needed):
+                reference.prune(known)
         if earlier:
             self._prune_journal(earlier[-1])  # complete: a save waits for the one before
         self.seconds = time.perf_counter() - started
@@ -100,8 +109,8 @@ class Keeper:
             self.journal.prune(steps)  # steps are counted from 0 there
 
     def _reference_of(self, step: int) -> int | None:
-        """The reference snapshot that a checkpoint needs; None where its record cannot be read."""
+        """The reference snapshot that a checkpoint needs; None where its record names none or cannot be read."""
         try:
-            return self.checkpoints.record(step)["reference"]["number"]
+            return self.checkpoints.record(step).get("reference", {}).get("number")
         except Refused:
             return None

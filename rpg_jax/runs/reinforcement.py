@@ -1,0 +1,292 @@
+"""Reinforcement learning: makes the parts of a step from an experiment, and trains with them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import jax
+from ml_collections import ConfigDict
+
+from rpg_jax import data, losses, models, rewards, rollout, storage
+from rpg_jax.rollout import weights_checksum
+from rpg_jax.runs import cli, inputs
+from rpg_jax.runs.checkpointing import Checkpointing
+from rpg_jax.runs.evaluation import Drift, HeldOut
+from rpg_jax.runs.experiment import (
+    Experiment,
+    entered,
+    evaluation_generator,
+    make_generator,
+    make_rollout,
+    make_scorer,
+)
+from rpg_jax.runs.layout import Layout, packing_shape
+from rpg_jax.runs.learner import Learner, learner_programs, make_learner, offloaded, policy_objective, reference_rule
+from rpg_jax.runs.logs import RunLog
+from rpg_jax.runs.profiling import CompilationCounter, host_metrics
+from rpg_jax.runs.resolve import loss_arguments, reward_arguments
+from rpg_jax.runs.rollout_files import RolloutFiles, token_numbers
+from rpg_jax.runs.session import OnStep, Session
+from rpg_jax.runs.warm_start import drawn_base, warm_started
+from rpg_jax.runs.weights import first_adapters, init_params, no_params, open_base
+from rpg_jax.storage.checkpoints import Snapshots
+from rpg_jax.training.ahead import AheadCollector
+from rpg_jax.training.collect import Collector, DynamicSampling, collect
+from rpg_jax.training.loop import Algorithm, Step, take_step
+from rpg_jax.training.measures import SAMPLER_GAPS, Guard
+from rpg_jax.training.objective import advantages_fn, token_rewards
+from rpg_jax.training.reference import Reference
+from rpg_jax.training.routing import Routing
+from rpg_jax.training.state import TrainState
+
+
+def run(config: ConfigDict, functions: rewards.Functions = rewards.NO_FUNCTIONS, on_step: OnStep | None = None) -> int:
+    """Runs or resumes the training run of a resolved config to its last step; returns the exit code.
+
+    Args:
+      functions: those that a Python program handed over: rewards by their names in `rewards.parts`, and an environment
+        by `environment.name`.
+      on_step: receives the record of each step.
+    """
+    with entered(config, handed=functions) as opened:
+        make = functools.partial(make_trainer, functions=functions)
+        session = Session(*opened, make, journaled=True, on_step=on_step)
+        with cli.run_is_open():
+            return session.to_the_end()
+
+
+def make_trainer(
+    experiment: Experiment,
+    folder: storage.Folder,
+    *,
+    checkpointing: Checkpointing,
+    log: RunLog,
+    closing: contextlib.ExitStack,
+    functions: rewards.Functions = rewards.NO_FUNCTIONS,
+) -> tuple[ReinforcementTrainer, Any]:
+    """The trainer of a run, and the weights that the run begins with; zeros in their place if the run is resumed."""
+    del log  # the session writes the groups of a step
+    config, new, compilations = experiment.config, checkpointing.is_new, CompilationCounter()
+    guard, learner = make_guard(config), make_learner(experiment.layout)
+    scorer = closing.enter_context(make_scorer(config, functions, begins=new))
+    draw = functools.partial(drawn_base, experiment, scorer, folder.files)
+    base = open_base(experiment.layout, folder, draw, begins=new)
+    first = init_params if base is None else first_adapters
+    params = (first if new else no_params)(experiment.layout)  # a resume reads weights once
+    own = make_training_rollout(experiment, params, base)
+    closing.callback(own.close)
+    if new and config.warm_start.enabled and base is None:
+        params = warm_started(experiment, params, own, scorer, folder.files)
+    if new:
+        inputs.note_start(folder.files, weights_checksum(params if base is None else base.weights))
+    journal = checkpointing.group_journal(experiment.layout)
+    algorithm = make_algorithm(experiment, learner, own, scorer, folder, base, journal)
+    closing.callback(algorithm.collector.close)
+    held_out = HeldOut(
+        experiment.task.held_out,
+        evaluation_generator(experiment, own, scorer),
+        scorer,
+        own,
+        learner.optimizer,
+        make_drift(experiment, algorithm, folder) if config.evaluation.drift else None,
+    )
+    last = config.train.steps
+    return ReinforcementTrainer(algorithm, learner, guard, last, held_out, checkpointing, compilations), params
+
+
+@dataclasses.dataclass(frozen=True)
+class ReinforcementTrainer:
+    """Trains by reinforcement learning; see `session.Trainer`."""
+
+    algorithm: Algorithm
+    learner: Learner
+    guard: Guard
+    last: int
+    held_out: HeldOut
+    checkpointing: Checkpointing
+    compilations: CompilationCounter
+    title: str = "training"
+    unit: str = "step"
+
+    @property
+    def reference(self) -> Reference:
+        return self.algorithm.reference
+
+    def begin(self, state: TrainState) -> None:
+        """Gives the rollout the weights of `state`."""
+        self.algorithm.collector.sync(state.params, int(state.updates))
+
+    def step(self, state: TrainState, number: int) -> Step:
+        """Takes a step of the algorithm, and adds its costs to the metrics."""
+        step = take_step(self.algorithm, state, number)
+        rate = float(self.learner.optimizer.learning_rate(max(step.metrics["updates"] - 1, 0)))
+        return dataclasses.replace(step, metrics={**step.metrics, **self._costs(), "learning_rate": rate})
+
+    def evaluate(self, state: TrainState, number: int) -> dict[str, float]:
+        return self.held_out.evaluate(number, state, self.algorithm.collector)
+
+    def record(self) -> dict[str, Any]:
+        """The position of the problems and the groups that are carried over."""
+        return self.algorithm.collector.record()
+
+    def restore(self, record: Mapping[str, Any]) -> None:
+        self.algorithm.collector.restore(record)
+        self.algorithm.reference.restore(record["reference"])
+
+    def _costs(self) -> dict[str, float]:
+        """Compilations of the step, the host's memory and journal, seconds to start the checkpoint before the step."""
+        programs, seconds = self.compilations.take()
+        saving, journal = self.checkpointing.take_seconds(), self.checkpointing.journal
+        counted = {"time/compilations": len(programs), "time/compiling": seconds, "time/checkpoint": saving}
+        counted |= {} if journal is None else journal.take_counts()
+        return counted | self.held_out.rollout.take_counts() | host_metrics()
+
+
+def make_guard(config: ConfigDict) -> Guard:
+    """The guard of the run, by the coarser dtype of sampler and trainer."""
+    r = config.rollout
+    usual, most = SAMPLER_GAPS["bfloat16" if r.int8 or r.int8_kv else config.model.compute_dtype]
+    if r.max_sampler_gap is not None:
+        usual, most = math.inf, r.max_sampler_gap
+    return Guard(most, usual)
+
+
+def make_algorithm(
+    experiment: Experiment,
+    learner: Learner,
+    own: rollout.Rollout,
+    scorer: rewards.Scorer,
+    folder: storage.Folder,
+    base: models.Base | None = None,
+    journal: rollout.GroupJournal | None = None,
+) -> Algorithm:
+    """The parts of the config's training step; `base` are the frozen weights beside adapters."""
+    c, layout = experiment.config, experiment.layout
+    programs = learner_programs(layout, learner, policy_objective(c, learner.critic), base)
+    pack = functools.partial(
+        data.pack,
+        shape=packing_shape(layout),
+        pad_id=experiment.tokenizer.pad_id,
+        mask_truncated=c.rewards.overlong_masking,
+        sharding=layout.row_sharding,
+    )
+    (name, hyperparameters), files = loss_arguments(c), None
+    weights = reward_arguments(c)[0]
+    credit = {"credit": c.loss.credit, "environment_weight": weights.get(rewards.ENVIRONMENT, 0.0)}
+    if c.log.rollouts_every:
+        numbers = token_numbers(losses.find_loss(name), **hyperparameters)
+        files = RolloutFiles(folder.files, experiment.tokenizer, programs.logprobs, numbers, c.log.rollouts_every)
+    return Algorithm(
+        collector=make_collector(experiment, own, scorer, journal),
+        pack=pack,
+        advantages=None
+        if learner.critic
+        else advantages_fn(c.loss.advantage, name, [*weights.values()], **credit, **hyperparameters),
+        token_rewards=functools.partial(token_rewards, **credit),
+        programs=programs,
+        reference=make_reference(layout, folder),
+        decoupled=c.rollout.max_staleness > 0 and losses.carried_ratio(c.loss.sampler_correction) is not None,
+        updates_per_step=c.train.updates_per_step,
+        epochs=c.train.epochs,
+        after_updates=None if files is None else files.after_updates,
+        routing=make_routing(experiment, own),
+    )
+
+
+def make_routing(experiment: Experiment, own: rollout.Rollout) -> Routing | None:
+    """What measures the routers of a model with experts; None for a dense model.
+
+    Sampler and trainer are compared at the steps of `log.rollouts_every`, where one process samples by an engine of its
+    own with the weights that it trains.
+    """
+    c, experts, every = experiment.config, experiment.layout.model.experts, experiment.config.log.rollouts_every
+    if experts is None:
+        return None
+    if own.engine is None or c.rollout.max_staleness or jax.process_count() > 1 or not every:
+        return Routing(experts.count)
+    sampling = experiment.sampling(c.rollout.temperature)
+    replay = functools.partial(rollout.replay, own.engine, sampling=sampling)
+    cuts = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
+    return Routing(experts.count, every, own.engine.decoding.slots, replay, cuts)
+
+
+def make_training_rollout(experiment: Experiment, params: Any, base: models.Base | None = None) -> rollout.Rollout:
+    """The rollout of the config's driver: in this process, or by servers.
+
+    With a base, `params` are the adapters beside it. Raises ValueError if the fields of servers contradict each other.
+    """
+    if not rollout.find_driver(experiment.config.rollout.driver).remote:
+        return make_rollout(experiment.layout, params, base)
+    from rpg_jax.runs.served_trainer import make_served  # not every installation has what it needs
+
+    return make_served(experiment, params, base)
+
+
+def make_drift(experiment: Experiment, algorithm: Algorithm, folder: storage.Folder) -> Drift:
+    """The measure of the policy's distance to the policy before the first step, which the run's folder keeps.
+
+    Raises:
+      ValueError: evaluations draw from another distribution than the log-probabilities are of.
+    """
+    c = experiment.config
+    r, exact = c.rollout, (c.rollout.temperature, 1.0, 0, 0.0)
+    if (c.evaluation.temperature, r.top_p, r.top_k, r.min_p) != exact:
+        raise ValueError(
+            "evaluation.drift needs evaluation.temperature=rollout.temperature, rollout.top_p=1, top_k=0 and min_p=0: "
+            "otherwise completions are no samples of the policy that the log-probabilities are of"
+        )
+    snapshots, like = Snapshots(folder.home / "initial"), experiment.layout.abstract_trained
+    return Drift(snapshots, like, algorithm.pack, algorithm.programs.logprobs)
+
+
+def make_collector(
+    experiment: Experiment,
+    own: rollout.Rollout,
+    scorer: rewards.Scorer,
+    journal: rollout.GroupJournal | None,
+) -> Collector:
+    """The collector of a step's groups, which samples in turn with training or ahead of it.
+
+    Raises:
+      ValueError: sampling ahead is impossible here.
+    """
+    c, dynamic = experiment.config, experiment.config.dynamic_sampling
+    stream = data.PromptStream(experiment.task.train, seed=c.seed)
+    sizes = {"temperature": c.rollout.temperature, "group_size": c.rollout.group_size, "seed": c.seed}
+    generator = make_generator(experiment, own, scorer, **sizes, journal=journal)
+    rule = None
+    if dynamic.enabled:
+        rule = DynamicSampling(dynamic.oversample, dynamic.max_batches, dynamic.surplus)
+
+    collected = functools.partial(
+        collect,
+        stream.take,
+        generator,
+        prompts_per_step=c.rollout.prompts_per_step,
+        dynamic=rule,
+        overprovision=c.rollout.overprovision,
+        max_failures=c.rewards.max_failures,
+    )
+    parts = collected, generator.take_errors, own, stream
+    if not c.rollout.max_staleness:
+        return Collector(*parts)
+    return AheadCollector(
+        *parts,
+        max_staleness=c.rollout.max_staleness,
+        steps=c.train.steps,
+        swap=c.rollout.swap,
+    )
+
+
+def make_reference(layout: Layout, folder: storage.Folder) -> Reference:
+    """The config's reference policy, with its snapshots in the run's folder."""
+    c, snapshots = layout.config, Snapshots(folder.home / "reference")
+    memory: Literal["disk", "device", "host"] = "device" if c.reference.resident else "disk"
+    if "reference" in offloaded(c):
+        memory = "host"
+    return Reference(reference_rule(c), snapshots=snapshots, like=layout.abstract_trained, memory=memory)
