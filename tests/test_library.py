@@ -105,7 +105,11 @@ def test_a_run_from_python_is_the_commands_run(shared, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     import own
 
-    result = rpg_jax.train("tiny", data=iter(ROWS), reward=own.close, overrides={**SMALL, "run.dir": "python"})
+    steps, overrides = [], {**SMALL, "run.dir": "python"}
+    result = rpg_jax.train("tiny", data=iter(ROWS), reward=own.close, overrides=overrides, on_step=steps.append)
+    assert [step.number for step in steps] == [1, 2]
+    for step, line in zip(steps, result.metrics[1:], strict=True):
+        assert step.metrics["reward"] == line["reward"] and ("eval/accuracy" in step.metrics) == (step.number == 2)
     config = json.loads((tmp_path / "python" / "library" / "config.json").read_text())
     assert result.finished and config["rewards"]["parts"] == "own:close:1.0"
     fields = {**SMALL, "run.dir": "command", "rewards.parts": config["rewards"]["parts"], "task.name": "files"}

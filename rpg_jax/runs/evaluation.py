@@ -22,8 +22,8 @@ from rpg_jax.data.groups import last_shown
 from rpg_jax.parallel import hosts
 from rpg_jax.report import plots, scores
 from rpg_jax.report.progress import Progress
-from rpg_jax.report.tables import markdown_table
 from rpg_jax.report.scores import clustered_standard_error
+from rpg_jax.report.tables import markdown_table
 from rpg_jax.rewards import Scorer
 from rpg_jax.rollout import Rollout
 from rpg_jax.runs import run_folder

@@ -130,9 +130,7 @@ class _Handed(NamedTuple):
     functions: dict[str, Any]
 
 
-def _handed_over(
-    overrides: Mapping[str, Any], *, reward: Any, environment: Any, loss: Any, advantage: Any
-) -> _Handed:
+def _handed_over(overrides: Mapping[str, Any], *, reward: Any, environment: Any, loss: Any, advantage: Any) -> _Handed:
     """The fields and functions of the objects of a call. A loss and an advantage are declared here."""
     fields, named, functions = _Handed({}, {}, {})
     if reward is not None:
