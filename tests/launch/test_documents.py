@@ -56,7 +56,7 @@ EXECUTED = {
     "python -m experiments.completions": "tests/experiments/test_completions.py",
     "python -m experiments.objective": "tests/experiments/test_objective.py",
     "python -m experiments.peers": "tests/experiments/test_peers.py",
-    "python -m rpg_jax.reproduce": "tests/reproduction/test_tables.py",
+    "python -m rpg_jax.reproduce": "tests/reproduction/test_run_tables.py",
     "python -m rpg_jax.bench": "tests/test_bench.py",
     "python -m rpg_jax.plan --config=configs/qwen3_1p7b_gsm8k_lora": "tests/planning/test_estimates.py",  # --beside
     "python -m rpg_jax.plan --config=configs/qwen3_4b_2k_lora": "tests/planning/test_estimates.py",
