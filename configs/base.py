@@ -46,9 +46,9 @@ FIELDS = Section(
     model=Section(
         "The policy's network.",
         path=Field(optional(str), "The folder of weights and tokenizer in Hugging Face layout: a local path, "
-            "gs://BUCKET/FOLDER, or OWNER/NAME on the hub."),
-        size=Field(optional(str), "The name of a published model, e.g. qwen3-0.6b. It gives the shapes, which is "
-            "enough for plan and bench; train needs model.path too."),
+            "gs://BUCKET/FOLDER, or OWNER/NAME on the hub. Or a local FILE.gguf, which is converted once."),
+        size=Field(optional(str), "The name of a published model, e.g. qwen3-0.6b or smollm2-135m. It "
+            "gives the shapes, which is enough for plan and bench; train needs model.path too."),
         tokenizer=Field(optional(str), "The tokenizer's folder or address, as in model.path. Unset: model.path, or a "
             "tokenizer trained on the task's text."),
         num_layers=Field(optional(int), "The number of decoder blocks.", range="[1, 1000]"),

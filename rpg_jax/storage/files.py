@@ -60,6 +60,11 @@ def local(address: str | Path) -> Path:
     return Path(address)
 
 
+def cache_folder() -> Path:
+    """The folder of this host's kept copies."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rpg_jax"
+
+
 def local_copy(address: str, patterns: Sequence[str]) -> Path:
     """Copies the files of a bucket's folder that match `patterns`, and returns the local folder that keeps the copy.
 
@@ -71,8 +76,7 @@ def local_copy(address: str, patterns: Sequence[str]) -> Path:
       StorageFailure: the folder cannot be read, after retries.
     """
     source = absolute(address)
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rpg_jax"
-    target = cache / str(source).removeprefix("gs://")
+    target = cache_folder() / str(source).removeprefix("gs://")
     target.mkdir(parents=True, exist_ok=True)
     with (target / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

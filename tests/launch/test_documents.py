@@ -49,6 +49,7 @@ EXECUTED = {
     "python -m rpg_jax.serve": "tests/test_serve.py",
     "python -m rpg_jax.sample": "tests/test_sample.py",
     "python -m rpg_jax.report": "tests/report/test_report.py",
+    "python -m rpg_jax.data pretrained": "tests/models/test_pretrained.py",
     "python -m rpg_jax.data": "tests/data/test_prepare.py",
     "python -m rpg_jax.environments": "not run: needs the package verifiers and an environment's own",
     "python -m rpg_jax.docs": "tests/test_docs.py",

@@ -1,0 +1,344 @@
+"""GGUF files, the format of llama.cpp, as folders in Hugging Face layout: weights, config, tokenizer, chat template."""
+
+import dataclasses
+import fcntl
+import functools
+import hashlib
+import json
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from safetensors.numpy import save_file
+from tokenizers import normalizers, pre_tokenizers, processors
+
+from rpg_jax.models.config import DecoderConfig, Llama3
+from rpg_jax.models.hf_config import FAMILIES, parse_config
+from rpg_jax.models.hf_layout import INDEX, layout
+from rpg_jax.models.layers import llama3_divisors
+from rpg_jax.storage.files import cache_folder, write_atomically
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_VERSION = 1  # of the folders that are kept; another number makes them anew
+_FILE_BYTES = 2**30  # of a file of weights
+_FIX = "take the model's folder in Hugging Face layout instead"
+_KNOWN = {
+    *("vocab_size", "context_length", "embedding_length", "block_count", "feed_forward_length", "tensor_data_layout"),
+    *("attention.head_count", "attention.head_count_kv", "attention.layer_norm_rms_epsilon", "attention.key_length"),
+    *("attention.value_length", "rope.dimension_count", "rope.freq_base"),
+}
+_OFF = {"expert_count": 0, "expert_used_count": 0, "rope.scaling.type": "none"}
+_CONTROL, _USER_DEFINED = 3, 4  # kinds of tokens
+_NAMES = {
+    "model.embed_tokens": "token_embd",
+    "model.norm": "output_norm",
+    "lm_head": "output",
+    **{f"self_attn.{x}_proj": f"attn_{x}" for x in "qkv"},
+    "self_attn.o_proj": "attn_output",
+    **{f"self_attn.{x}_norm": f"attn_{x}_norm" for x in "qk"},
+    **{f"mlp.{x}_proj": f"ffn_{x}" for x in ("gate", "up", "down")},
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+}
+"""The name of a module in GGUF, by its name in Hugging Face layout, without "model.layers.N."."""
+
+
+def kept_folder(file: Path, *, weights: bool = True) -> Path:
+    """The folder that `convert` makes of a file, kept in this host's cache until the file changes.
+
+    One process of a host converts, and others wait. Raises ValueError as `convert` does.
+    """
+    found = file.resolve().stat()
+    about = [str(file.resolve()), found.st_size, found.st_mtime_ns, _VERSION]
+    target = cache_folder() / "gguf" / f"{file.stem}-{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]}"
+    target.mkdir(parents=True, exist_ok=True)
+    with (target / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (target / ("weights.done" if weights else "config.json")).exists():
+            size = convert(file, target, weights=weights)
+            if weights:
+                print(f"{file}: {size / 1e9:.2f} GB of weights in float32 are kept in {target}", file=sys.stderr)
+                (target / "weights.done").touch()
+    return target
+
+
+def convert(file: Path, folder: Path, *, weights: bool = True, report: Callable[[int, int], None] | None = None) -> int:
+    """Writes the model of a GGUF file into a folder that transformers loads too; returns the bytes of the weights.
+
+    The numbers are dequantised to float32 by the package gguf. Host memory holds one file of 1 GiB at a time, or one
+    matrix where it is larger.
+
+    Args:
+      weights: False writes config and tokenizer alone.
+      report: called with the bytes of weights that are written, and with those of all.
+
+    Raises:
+      ValueError: the package gguf is not installed, the file is damaged, or it has something that is not computed here,
+        which is named.
+    """
+    reader = _opened(file)
+    try:
+        metadata = _Metadata(reader)
+        tensors = {tensor.name: tensor for tensor in reader.tensors}
+        fields = _config_fields(metadata, tensors)
+        config = parse_config(fields)
+        needed = _needed(config, tensors)
+        described = _tokenizer_files(metadata, fields)
+    except (ValueError, KeyError, TypeError, IndexError) as error:
+        reason = f"it has no field {error}" if isinstance(error, KeyError) else error
+        raise ValueError(f"{file}: {reason}") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    size = 0
+    if weights:
+        size = _write_weights(file, folder, config, fields["model_type"], needed, report)
+    for name, content in (described | {"config.json": json.dumps(fields, indent=2) + "\n"}).items():
+        write_atomically(folder / name, content)
+    return size
+
+
+class _Metadata(Mapping):
+    """The key-value pairs of a GGUF file, each decoded when it is read."""
+
+    def __init__(self, reader: Any):
+        self._fields = reader.fields
+
+    def __getitem__(self, key: str) -> Any:
+        return self._fields[key].contents()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._fields)
+
+    def __len__(self) -> int:
+        return len(self._fields)
+
+
+def _opened(file: Path) -> Any:
+    try:
+        import gguf
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{file}: reading GGUF needs the package gguf: pip install 'rpg_jax[gguf]'") from error
+    try:
+        return gguf.GGUFReader(file)
+    except OSError:
+        raise
+    except Exception as error:  # the library checks little, and numpy raises errors of many kinds
+        raise ValueError(f"{file} is damaged or no GGUF file: {' '.join(str(error).split())[:200]}") from error
+
+
+def _config_fields(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of config.json. Raises ValueError for what is not computed, KeyError for what is missing."""
+    family = metadata["general.architecture"]
+    if family not in ARCHITECTURES:
+        raise ValueError(f"the architecture {family!r} is not read from GGUF, only {', '.join(ARCHITECTURES)}: {_FIX}")
+    own = {k.removeprefix(f"{family}."): metadata[k] for k in metadata if k.startswith(f"{family}.")}
+    for name in sorted(own.keys() - _KNOWN):
+        if own[name] != _OFF.get(name, ...):
+            raise ValueError(f"{family}.{name} = {own[name]!r} is not supported: {_FIX}")
+    width, heads = own["embedding_length"], own["attention.head_count"]
+    head_dim = own.get("attention.key_length", width // heads)
+    for name in ("rope.dimension_count", "attention.value_length"):
+        if own.get(name, head_dim) != head_dim:
+            raise ValueError(f"{family}.{name} = {own[name]} is not supported, only the heads' size {head_dim}: {_FIX}")
+    ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in _SPECIAL.items()}
+    return {
+        "architectures": [FAMILIES[family]],
+        "model_type": family,
+        "hidden_act": "silu",
+        "vocab_size": int(tensors["token_embd.weight"].shape[1]),
+        "num_hidden_layers": own["block_count"],
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "num_key_value_heads": own.get("attention.head_count_kv", heads),
+        "head_dim": head_dim,
+        "intermediate_size": own["feed_forward_length"],
+        "max_position_embeddings": own["context_length"],
+        # Stored in f32: the shortest decimal number that rounds to it is the one that was written.
+        "rms_norm_eps": float(str(np.float32(own["attention.layer_norm_rms_epsilon"]))),
+        "rope_theta": float(str(np.float32(own.get("rope.freq_base", 1e4)))),
+        "rope_scaling": _llama3(tensors.get("rope_freqs.weight"), head_dim, own.get("rope.freq_base", 1e4)),
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "torch_dtype": "float32",
+        **{f"{name}_token_id": number for name, number in ids.items() if number is not None and name != "unk"},
+    }
+
+
+def _llama3(divisors: Any, head_dim: int, theta: float) -> dict[str, Any] | None:
+    """The field `rope_scaling` from the numbers f32[H/2] that llama.cpp divides the frequencies by.
+
+    Their largest is the factor. `low_freq_factor` and `high_freq_factor` are 1 and 4 in every Llama that has been
+    published; the original context then follows from a pair that is blended, and all pairs must agree.
+    """
+    if divisors is None:
+        return None
+    found, base = np.asarray(divisors.data, np.float64), theta ** -(np.arange(0, head_dim, 2) / head_dim)
+    factor, context = float(found.max()), 8192
+    blended = (found > 1) & (found < factor)
+    if found.shape == base.shape and blended.any():
+        kept = (1 / found - 1 / factor) / (1 - 1 / factor)
+        context = max(round(float(np.median(((1 + 3 * kept) * 2 * np.pi / base)[blended]))), 1)
+    extension = Llama3(factor, 1.0, 4.0, context)
+    expected = llama3_divisors(base, extension)
+    if found.shape != expected.shape or not np.allclose(found, expected, rtol=1e-4):  # both rounded to f32
+        raise ValueError(f"rope_freqs.weight is not llama3 with low_freq_factor 1 and high_freq_factor 4: {_FIX}")
+    return {"rope_type": "llama3", **dataclasses.asdict(extension)}
+
+
+def _needed(config: DecoderConfig, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """The file's tensor for each name in Hugging Face layout. Raises ValueError where names or shapes do not fit."""
+    shapes = {name: entry.tensor_shape for entry in layout(config) for _, name in entry.tensors()}
+    named = {name: _gguf_name(name) for name in shapes}
+    missing = sorted(set(named.values()) - tensors.keys())
+    extra = sorted(tensors.keys() - set(named.values()) - {"rope_freqs.weight"})
+    if missing or extra:
+        told = [f"{len(x)} {kind}: {', '.join(x[:5])}" for kind, x in (("missing", missing), ("extra", extra)) if x]
+        raise ValueError(f"its tensors do not match its metadata: {'; '.join(told)}")
+    for name, own in named.items():
+        found = tuple(int(size) for size in reversed(tensors[own].shape))
+        if found != shapes[name]:
+            raise ValueError(f"its tensor {own} is {found}, not {shapes[name]}")
+    return {name: tensors[own] for name, own in named.items()}
+
+
+def _gguf_name(name: str) -> str:
+    """The name in GGUF of a tensor in Hugging Face layout."""
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    module, _, kind = name[layer.end() if layer else 0 :].rpartition(".")
+    return (f"blk.{layer[1]}." if layer else "") + f"{_NAMES[module]}.{kind}"
+
+
+def _write_weights(
+    file: Path,
+    folder: Path,
+    config: DecoderConfig,
+    family: str,
+    needed: Mapping[str, Any],
+    report: Callable[[int, int], None] | None,
+) -> int:
+    """Writes safetensors, and an index where there are several files. Returns the bytes of all numbers."""
+    sizes = {name: 4 * int(np.prod(tensor.shape)) for name, tensor in needed.items()}
+    files: list[list[str]] = [[]]
+    for name, size in sizes.items():
+        if files[-1] and sum(sizes[one] for one in files[-1]) + size > _FILE_BYTES:
+            files.append([])
+        files[-1].append(name)
+    owner: dict[str, str] = {}
+    written, total = 0, sum(sizes.values())
+    for number, names in enumerate(files, 1):
+        held, last = {}, f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        for name in names:
+            held[name] = _dequantised(file, needed[name])
+            if family == "llama" and (which := re.search(r"\.([qk])_proj\.weight", name)):
+                held[name] = unpermuted(held[name], config.num_heads if which[1] == "q" else config.num_kv_heads)
+            written += sizes[name]
+            if report:
+                report(written, total)
+        last = last if len(files) > 1 else "model.safetensors"
+        save_file(held, folder / f".{last}.partial", {"format": "pt"})
+        (folder / f".{last}.partial").replace(folder / last)
+        owner |= dict.fromkeys(names, last)
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": owner}
+        write_atomically(folder / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
+    return total
+
+
+def _dequantised(file: Path, tensor: Any) -> np.ndarray:
+    from gguf import quants
+
+    try:
+        return np.ascontiguousarray(quants.dequantize(tensor.data, tensor.tensor_type), np.float32)
+    except (NotImplementedError, ValueError) as error:
+        kind = tensor.tensor_type.name
+        raise ValueError(f"{file}: {tensor.name} is quantised as {kind}, which gguf does not read: {error}") from error
+
+
+def unpermuted(weight: np.ndarray, heads: int) -> np.ndarray:
+    """The rows of a projection to q or k in Hugging Face's order: pair i of a head is rows i and i + H/2.
+
+    llama.cpp keeps the two rows of a pair side by side in Llama's architecture.
+    """
+    rows, width = weight.shape
+    return np.ascontiguousarray(weight.reshape(heads, rows // heads // 2, 2, width).swapaxes(1, 2).reshape(rows, width))
+
+
+_SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+"""The word of a special token's id in GGUF, by its word in Hugging Face layout."""
+_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|{digits}"
+    r"| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def _by_regex(digits: str) -> pre_tokenizers.PreTokenizer:
+    split = pre_tokenizers.Split(tokenizers.Regex(_SPLIT.format(digits=digits)), "isolated")
+    return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def _single_digits() -> pre_tokenizers.PreTokenizer:
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level])
+
+
+_SPLITTERS: dict[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
+    "smollm": _single_digits,
+    "llama-bpe": functools.partial(_by_regex, r"\p{N}{1,3}"),
+    "qwen2": functools.partial(_by_regex, r"\p{N}"),
+}
+"""How a text is split before the merges, by the name in `tokenizer.ggml.pre`."""
+
+
+def _tokenizer_files(metadata: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, str]:
+    """The contents of the tokenizer's files. Raises ValueError for a kind of tokenizer that is not known here."""
+    kind, pre = metadata["tokenizer.ggml.model"], metadata.get("tokenizer.ggml.pre")
+    if kind != "gpt2" or pre not in _SPLITTERS:
+        raise ValueError(
+            f"its tokenizer (tokenizer.ggml.model {kind!r}, pre {pre!r}) is not read from GGUF, only byte-level BPE "
+            f"with pre {', '.join(_SPLITTERS)}: {_FIX}"
+        )
+    tokens: Sequence[str] = metadata["tokenizer.ggml.tokens"]
+    types = metadata.get("tokenizer.ggml.token_type") or [1] * len(tokens)
+    vocabulary = {token: i for i, token in enumerate(tokens)}
+    if len(vocabulary) != len(tokens) or len(types) != len(tokens) or len(tokens) > fields["vocab_size"]:
+        raise ValueError(f"its tokenizer is damaged: {len(tokens)} tokens, {len(vocabulary)} of them distinct")
+    merges = [(left, right) for left, _, right in (m.partition(" ") for m in metadata["tokenizer.ggml.merges"])]
+    try:
+        # Llama 3 takes a word that is a token as this token, whatever its merges say.
+        model = tokenizers.models.BPE(vocabulary, merges, ignore_merges=pre == "llama-bpe")
+    except Exception as error:  # the library raises this class
+        raise ValueError(f"its tokenizer is damaged: {' '.join(str(error).split())[:200]}") from error
+    made = tokenizers.Tokenizer(model)
+    if pre == "qwen2":
+        made.normalizer = normalizers.NFC()
+    made.pre_tokenizer, made.decoder = _SPLITTERS[pre](), tokenizers.decoders.ByteLevel()
+    for token, one in zip(tokens, types, strict=True):
+        if one in (_CONTROL, _USER_DEFINED):
+            made.add_tokens([tokenizers.AddedToken(token, normalized=False, special=one == _CONTROL)])
+    special = {}
+    for name, key in _SPECIAL.items():
+        number = metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if number is not None:
+            special[f"{name}_token"] = tokens[number]
+    if metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe") and "bos_token" in special:
+        bos = special["bos_token"]
+        made.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, vocabulary[bos])]
+        )
+    config: dict[str, Any] = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": fields["max_position_embeddings"],
+        **special,
+    }
+    if template := metadata.get("tokenizer.chat_template"):
+        config["chat_template"] = template
+    stops = [metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot")]
+    generation = {"eos_token_id": list(dict.fromkeys(stop for stop in stops if stop is not None))}
+    return {
+        "tokenizer.json": made.to_str(),
+        "tokenizer_config.json": json.dumps(config, indent=2, ensure_ascii=False) + "\n",
+        "generation_config.json": json.dumps(generation, indent=2) + "\n",
+    }
