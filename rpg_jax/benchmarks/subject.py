@@ -21,7 +21,7 @@ from rpg_jax.models import DecoderConfig
 from rpg_jax.planning import CHIPS, training_flops
 from rpg_jax.runs import cli, config_files
 from rpg_jax.runs.layout import Layout, make_layout, row_shape
-from rpg_jax.runs.learner import Learner, learner_programs, make_learner, policy_objective
+from rpg_jax.runs.learner import Learner, is_on_policy, learner_programs, make_learner, policy_objective
 from rpg_jax.runs.memory import with_micro_batch
 from rpg_jax.runs.resolve import resolve
 from rpg_jax.runs.weights import first_adapters, new_base
@@ -85,7 +85,7 @@ class Subject:
     @classmethod
     def of(cls, name: str, layout: Layout) -> Subject:
         learner = make_learner(layout, supervised=True)  # without a learned baseline
-        objective = policy_objective(layout.config)
+        objective = policy_objective(layout.config, on_policy=is_on_policy(layout))
         return cls(name, layout, learner, learner_programs(layout, learner, objective, layout.abstract_base))
 
     @property

@@ -20,7 +20,14 @@ from rpg_jax.rollout.decoding import prompt_bucket, prompts_per_prefill
 from rpg_jax.runs import memory
 from rpg_jax.runs.experiment import make_stage, open_tokenizer
 from rpg_jax.runs.layout import Layout, make_layout, model_config, row_shape, rows_per_update
-from rpg_jax.runs.learner import Learner, learner_programs, make_learner, policy_objective, reference_differs
+from rpg_jax.runs.learner import (
+    Learner,
+    is_on_policy,
+    learner_programs,
+    make_learner,
+    policy_objective,
+    reference_differs,
+)
 from rpg_jax.runs.memory import make_decoding, resident, with_micro_batch
 from rpg_jax.runs.problems import Task
 
@@ -70,7 +77,8 @@ def layout_on(config: ConfigDict, topology: Topology) -> Layout:
 def lowered_programs(layout: Layout, learner: Learner, decoding: Decoding) -> Iterator[compiling.Lowered]:
     """The programs of a training step and of its rollout, one at a time."""
     c, shape = layout.config, row_shape(layout.config)
-    objective, frozen = policy_objective(c, learner.critic), layout.lora is not None
+    objective = policy_objective(c, learner.critic, on_policy=is_on_policy(layout))
+    frozen = layout.lora is not None
     programs = learner_programs(layout, learner, objective, layout.abstract_base)
     batch = compiling.batch_of(shape, layout.row_sharding, critic=learner.critic is not None)
     sizes = {"micro_batches": rows_per_update(c) // shape.rows, "remat": c.model.remat, "frozen": frozen}
@@ -190,7 +198,7 @@ def work_of(layout: Layout, decoding: Decoding, lengths: Lengths, store: float =
         prefill_prompts=prompts_per_prefill(bucket, decoding.prefill_tokens),
         updates=c.train.updates_per_step,
         epochs=c.train.epochs,
-        passes=2 if reference_differs(c) else 1,
+        passes=(not is_on_policy(layout)) + reference_differs(c),
         micro_batch=(shape.rows, shape.length),
         packed=shape.packed,
         remat=c.model.remat,

@@ -77,15 +77,29 @@ def make_critic(layout: Layout) -> Critic | None:
     )
 
 
-def policy_objective(config: ConfigDict, critic: Critic | None = None) -> Objective:
-    """The config's loss and entropy bonus, and the loss of `critic`."""
+def policy_objective(config: ConfigDict, critic: Critic | None = None, *, on_policy: bool = False) -> Objective:
+    """The config's loss and entropy bonus, and the loss of `critic`; `on_policy` is that of `is_on_policy`."""
     c, (name, hyperparameters) = config.loss, loss_arguments(config)
     return Objective(
         policy_loss_fn(losses.find_loss(name), **hyperparameters),
         mean=mean_fn(c.aggregate, c.constant_length),
         entropy_coef=c.entropy_coef,
         critic=critic,
+        on_policy=on_policy,
     )
+
+
+def is_on_policy(layout: Layout) -> bool:
+    """Whether each step is one update, of what the weights before the update sampled, see `loop.Algorithm.on_policy`.
+
+    A critic, a mixture's routers and the KL's baseline of whole completions read a pass before the update. Groups that
+    are carried over, or sampled ahead, are of older weights.
+    """
+    c, (name, hyperparameters) = layout.config, loss_arguments(layout.config)
+    carries = c.dynamic_sampling.enabled and c.dynamic_sampling.surplus == "carry"
+    baseline = name == "rpg" and hyperparameters.get("level") == "sequence"
+    reads = baseline or layout.model.experts is not None or c.loss.advantage in losses.LEARNED_ADVANTAGES
+    return c.train.updates_per_step * c.train.epochs == 1 and not (carries or reads or c.rollout.max_staleness)
 
 
 def learner_programs(

@@ -26,7 +26,15 @@ from rpg_jax.runs.experiment import (
     make_scorer,
 )
 from rpg_jax.runs.layout import Layout, packing_shape
-from rpg_jax.runs.learner import Learner, learner_programs, make_learner, offloaded, policy_objective, reference_rule
+from rpg_jax.runs.learner import (
+    Learner,
+    is_on_policy,
+    learner_programs,
+    make_learner,
+    offloaded,
+    policy_objective,
+    reference_rule,
+)
 from rpg_jax.runs.logs import RunLog
 from rpg_jax.runs.profiling import CompilationCounter, host_metrics
 from rpg_jax.runs.resolve import loss_arguments, reward_arguments
@@ -167,7 +175,8 @@ def make_algorithm(
 ) -> Algorithm:
     """The parts of the config's training step; `base` are the frozen weights beside adapters."""
     c, layout = experiment.config, experiment.layout
-    programs = learner_programs(layout, learner, policy_objective(c, learner.critic), base)
+    objective = policy_objective(c, learner.critic, on_policy=is_on_policy(layout))
+    programs = learner_programs(layout, learner, objective, base)
     pack = functools.partial(
         data.pack,
         shape=packing_shape(layout),
@@ -193,7 +202,9 @@ def make_algorithm(
         decoupled=c.rollout.max_staleness > 0 and losses.carried_ratio(c.loss.sampler_correction) is not None,
         updates_per_step=c.train.updates_per_step,
         epochs=c.train.epochs,
+        on_policy=objective.on_policy,
         after_updates=None if files is None else files.after_updates,
+        is_recorded=lambda step: files is not None and files.is_due(step),
         routing=make_routing(experiment, own),
     )
 

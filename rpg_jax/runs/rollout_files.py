@@ -84,13 +84,15 @@ class RolloutFiles:
     every: int
     groups: int = 8
 
+    def is_due(self, step: int) -> bool:
+        """Whether a file of the step is to be written."""
+        return step == 1 or step % self.every == 0
+
     def after_updates(self, step: int, batch: RolloutBatch[Group], state: TrainState) -> None:
-        """Writes the file of `step` where one is due; `state` is the state after the step's updates.
+        """Writes the file of `step`; `state` is the state after the step's updates.
 
         Collective: all processes call it, and the first writes.
         """
-        if step != 1 and step % self.every:
-            return
         shown: list[int] = []
         micro_batches: list[Batch] = []
         updates = len(batch.minibatch_sizes)

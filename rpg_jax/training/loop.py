@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from rpg_jax import losses, masking
+from rpg_jax import losses
 from rpg_jax.data import Group, RolloutBatch
 from rpg_jax.losses import Metrics
 from rpg_jax.training.collect import Collector
 from rpg_jax.training.heartbeat import beat
-from rpg_jax.training.measures import Clock, step_metrics
+from rpg_jax.training.measures import Clock, sampler_gap, step_metrics, sum_and_weight
 from rpg_jax.training.objective import Advantages
 from rpg_jax.training.reference import Reference
 from rpg_jax.training.routing import Routing, as_metrics, expert_load, load_metrics
@@ -35,12 +35,15 @@ class Algorithm:
       programs: the jitted log-prob pass and update.
       reference: the KL anchor; remembers when it moved.
       updates_per_step, epochs: mini-batches of a rollout batch (one behaviour policy), and passes over it.
+      on_policy: a step has one update, of what the weights before the update sampled. Then π_old is the policy that is
+        trained, and the update itself gives log π_old, the entropy and the sampler's gap. No pass comes before it.
       decoupled: π_old is the policy at the beginning of the step, π_prox, for stale completions too. So w = π_θ/π_prox
         is clipped, and π_prox/π_s is left to the loss's sampler correction, which must carry it
         (`losses.carried_ratio`; decoupled PPO: AReaL, arXiv:2505.24298). Otherwise π_old is the policy that sampled.
       token_rewards: what each token of a batch's groups was paid, for a critic.
       routing: measures the routers of a mixture of experts; None without experts.
       after_updates: called with the step's number, batch and state while the batch exists; None for no call.
+      is_recorded: whether `after_updates` reads the batch of a step.
     """
 
     collector: Collector
@@ -50,9 +53,11 @@ class Algorithm:
     reference: Reference
     updates_per_step: int
     epochs: int = 1
+    on_policy: bool = False
     decoupled: bool = False
     token_rewards: Callable[[Sequence[Group]], list[list[np.ndarray]]] | None = None
     after_updates: Callable[[int, Packed, TrainState], None] | None = None
+    is_recorded: Callable[[int], bool] = lambda step: True
     routing: Routing | None = None
 
     def logprobs(self, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array | None]:
@@ -87,14 +92,19 @@ def take_step(a: Algorithm, state: TrainState, number: int) -> Step:
     clock.lap("rollout")
 
     batch = a.pack(sampled.trained, minibatches=a.updates_per_step)
-    batch, measured = add_logprobs(a, batch, state, number)
+    records = a.after_updates is not None and a.is_recorded(number)
+    if a.on_policy and not records:
+        batch, measured = add_reference(a, batch, state), {}
+    else:
+        batch, measured = add_logprobs(a, batch, state, number)
     batch = add_advantages(a, batch, state)
+    trained, measured = (for_the_update(a, batch), {}) if a.on_policy else (batch, measured)
     a.collector.carry(with_behaviour_logprobs(a, sampled.to_carry, state))
     clock.lap("logprobs")
 
-    state, totals, updates = update(a, batch, state, number)
+    state, totals, updates = update(a, trained, state, number)
     clock.lap("update")
-    if a.after_updates is not None:
+    if a.after_updates is not None and records:
         a.after_updates(number, batch, state)
         clock.lap("rollout_files")
 
@@ -102,6 +112,20 @@ def take_step(a: Algorithm, state: TrainState, number: int) -> Step:
     clock.lap("sync")
     metrics = step_metrics(totals | measured, sampled, state, a.reference, clock)
     return Step(number, state, metrics, updates, sampled.collected.generated)
+
+
+def add_reference(a: Algorithm, batch: Packed, state: TrainState) -> Packed:
+    """Adds log π_ref by a pass, unless the reference is the behaviour policy in every step."""
+    if not a.reference.differs(a.updates_per_step):
+        return batch
+    params = state.params if a.reference.coincides() else a.reference.params()
+    return batch.add(ref_logprobs=tuple(a.logprobs(params, b)[0] for b in batch.batches))
+
+
+def for_the_update(a: Algorithm, batch: Packed) -> Packed:
+    """The batch of an update that computes log π_old itself: without log π_old, nor a reference that is the same."""
+    dropped = {"behaviour_logprobs": None} | ({} if a.reference.differs(a.updates_per_step) else {"ref_logprobs": None})
+    return dataclasses.replace(batch, batches=[dataclasses.replace(b, **dropped) for b in batch.batches])
 
 
 def add_logprobs(a: Algorithm, batch: Packed, state: TrainState, step: int) -> tuple[Packed, Metrics]:
@@ -127,7 +151,7 @@ def add_logprobs(a: Algorithm, batch: Packed, state: TrainState, step: int) -> t
         params = a.reference.params()
         ref = tuple(a.logprobs(params, b)[0] for b in batch.batches)
     gaps = [
-        _gap(logprobs, b.sampler_logprobs, chosen)
+        sampler_gap(logprobs, b.sampler_logprobs, chosen)
         for b, logprobs, chosen in zip(batch.batches, drawn, compared, strict=True)
     ]
     return batch.add(behaviour_logprobs=behaviour, ref_logprobs=ref), measured | losses.merge(gaps)
@@ -140,7 +164,7 @@ def _present_pass(a: Algorithm, batch: Packed, state: TrainState, step: int) -> 
     for b in batch.batches:
         logprobs, entropy, experts = a.logprobs(state.params, b)
         present.append(logprobs)
-        sums.append({"entropy": _sum_and_weight(entropy, b.mask)})
+        sums.append({"entropy": sum_and_weight(entropy, b.mask)})
         if a.routing and experts is not None:
             load.append(expert_load(experts, b.mask, count=a.routing.experts))
             first = experts if first is None else first  # those of all micro-batches would be large
@@ -149,20 +173,6 @@ def _present_pass(a: Algorithm, batch: Packed, state: TrainState, step: int) -> 
         values = load_metrics(np.sum(jax.device_get(load), 0)) | a.routing.metrics(batch, replayed, present[0], first)
         metrics |= as_metrics(values)
     return tuple(present), metrics
-
-
-@jax.jit
-def _sum_and_weight(values: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return masking.masked_sum(values, mask), jnp.sum(mask)
-
-
-@jax.jit
-def _gap(logprobs: jax.Array, sampler_logprobs: jax.Array, mask: jax.Array) -> Metrics:
-    gap, tokens = jnp.abs(logprobs - sampler_logprobs), jnp.sum(mask)
-    return {
-        "sampler_gap": (masking.masked_sum(gap, mask), tokens),
-        "sampler_gap_max": (masking.masked_max(gap, mask), tokens),
-    }
 
 
 def add_advantages(a: Algorithm, batch: Packed, state: TrainState) -> Packed:

@@ -7,9 +7,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
-from rpg_jax import losses
+from rpg_jax import losses, masking
+from rpg_jax.losses import Metrics
 from rpg_jax.training.collect import Collected, Sampled
 from rpg_jax.training.reference import Reference
 from rpg_jax.training.state import TrainState
@@ -33,6 +36,22 @@ class Clock:
         """Seconds by part, seconds in all, and `tokens` per second."""
         total = self._last - self._start
         return {**self._laps, "seconds": total, "tokens_per_second": tokens / total}
+
+
+@jax.jit
+def sum_and_weight(values: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The sum over the tokens of the mask, and their number."""
+    return masking.masked_sum(values, mask), jnp.sum(mask)
+
+
+@jax.jit
+def sampler_gap(logprobs: jax.Array, sampler_logprobs: jax.Array, mask: jax.Array) -> Metrics:
+    """The mean and the maximum of |log π_s − log π| over the tokens of the mask, as sums and weights."""
+    gap, tokens = jnp.abs(logprobs - sampler_logprobs), jnp.sum(mask)
+    return {
+        "sampler_gap": (masking.masked_sum(gap, mask), tokens),
+        "sampler_gap_max": (masking.masked_max(gap, mask), tokens),
+    }
 
 
 def step_metrics(

@@ -149,7 +149,9 @@ class Objective:
     Attributes:
       loss: of the log-probs.
       mean: aggregates the bonus and the value loss in the way in which the loss aggregates its tokens.
-      entropy_coef: weight of the entropy bonus; at 0 no entropy is computed.
+      entropy_coef: weight of the entropy bonus; at 0 the bonus is not computed.
+      on_policy: π_old is the policy that is trained, see `loop.Algorithm`. The log-probs of the update are then also
+        log π_old, without a gradient, and its metrics have the entropy and the sampler's gap.
       critic: the learned baseline, or None.
 
     Raises:
@@ -160,6 +162,7 @@ class Objective:
     mean: losses.Mean | None = None
     entropy_coef: float = 0.0
     critic: Critic | None = None
+    on_policy: bool = False
 
     def __post_init__(self):
         if self.mean is None and (self.entropy_coef or self.critic):

@@ -140,6 +140,10 @@ class Reference:
         """Whether the reference of every completion is the policy that sampled it."""
         return self._rule.is_behaviour
 
+    def differs(self, updates_per_step: int) -> bool:
+        """Whether the reference may differ from the policy that samples a step, see `Rule.differs`."""
+        return self._rule.differs(updates_per_step)
+
     def coincides(self) -> bool:
         """Whether the present policy, the next behaviour policy, is the reference itself."""
         return self._rule.is_behaviour or self.number == self.updates

@@ -20,6 +20,7 @@ from rpg_jax.losses import Metrics
 from rpg_jax.models import Base, policy_params
 from rpg_jax.training.critic import Critic, CriticState
 from rpg_jax.training.heartbeat import beat
+from rpg_jax.training.measures import sampler_gap, sum_and_weight
 from rpg_jax.training.objective import Objective
 from rpg_jax.training.optimizer import Optimizer, apply_by_layer
 from rpg_jax.training.policy_logprobs import completion_hidden, policy_logprobs, token_logprobs
@@ -188,11 +189,19 @@ def _gradients(
         params, critic_params = weights
         model = nnx.merge(graphdef, policy_params(base, params))
         hidden = completion_hidden(model, batch.rows)
-        logprobs, entropy = token_logprobs(model, hidden, batch.rows, temperature, objective.entropy_coef > 0)
-        total, weight, metrics = objective.loss(logprobs, batch)
+        measures = objective.on_policy or objective.entropy_coef > 0
+        logprobs, entropy = token_logprobs(model, hidden, batch.rows, temperature, measures)
+        own, measured = batch, {}
+        if objective.on_policy:
+            own = dataclasses.replace(batch, behaviour_logprobs=jax.lax.stop_gradient(logprobs))
+            measured = {
+                "entropy": sum_and_weight(jax.lax.stop_gradient(entropy), batch.mask),
+                **sampler_gap(own.known("behaviour_logprobs"), batch.sampler_logprobs, batch.mask),
+            }
+        total, weight, metrics = objective.loss(logprobs, own)
         if objective.entropy_coef:
             total -= objective.entropy_coef * objective.mean(entropy, batch)[0]
-        metrics = {**metrics, "loss": (total, weight)}
+        metrics = {**metrics, **measured, "loss": (total, weight)}
         if (critic := objective.critic) is not None:
             values = critic.values(critic_params, hidden, batch.rows)
             value_total, value_metrics = critic.loss(values, batch, objective.mean)
