@@ -19,10 +19,12 @@ FOLDER, LORA = GOLDEN / "qwen3_lora", Lora(rank=2, alpha=3.0)
 CONFIG = models.read_config(GOLDEN / "qwen3")
 
 
-def test_logits_with_an_adapter_are_those_of_peft():
-    base = Base(models.load(GOLDEN / "qwen3", CONFIG), LORA.scale)
-    graphdef, tokens = models.abstract(CONFIG)[0], np.load(GOLDEN / "qwen3" / "golden.npz")["tokens"].astype(np.int32)
-    golden, adapters = np.load(FOLDER / "golden.npz"), load_adapters(FOLDER, CONFIG, LORA)
+@pytest.mark.parametrize("name", ["qwen3", "llama3"])
+def test_logits_with_an_adapter_are_those_of_peft(name):
+    config, folder = models.read_config(GOLDEN / name), GOLDEN / f"{name}_lora"
+    base = Base(models.load(GOLDEN / name, config), LORA.scale)
+    graphdef, tokens = models.abstract(config)[0], np.load(GOLDEN / name / "golden.npz")["tokens"].astype(np.int32)
+    golden, adapters = np.load(folder / "golden.npz"), load_adapters(folder, config, LORA)
 
     @jax.jit
     def logits(params):
@@ -33,13 +35,15 @@ def test_logits_with_an_adapter_are_those_of_peft():
     np.testing.assert_allclose(logits(base.policy(adapters)), golden["logits"], atol=5e-4)  # f32, another order of sums
 
 
-def test_a_saved_adapter_has_the_tensors_and_the_fields_of_the_one_that_was_loaded(tmp_path):
-    save_adapters(tmp_path, CONFIG, LORA, load_adapters(FOLDER, CONFIG, LORA), base="qwen3")
-    mine, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path, FOLDER))
+@pytest.mark.parametrize("name", ["qwen3", "llama3"])
+def test_a_saved_adapter_has_the_tensors_and_the_fields_of_the_one_that_was_loaded(tmp_path, name):
+    config, source = models.read_config(GOLDEN / name), GOLDEN / f"{name}_lora"
+    save_adapters(tmp_path, config, LORA, load_adapters(source, config, LORA), base=name)
+    mine, theirs = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path, source))
     assert mine.keys() == theirs.keys()
     for name, tensor in theirs.items():
         np.testing.assert_array_equal(mine[name], tensor, err_msg=name)
-    written, read = (json.loads((folder / "adapter_config.json").read_text()) for folder in (tmp_path, FOLDER))
+    written, read = (json.loads((folder / "adapter_config.json").read_text()) for folder in (tmp_path, source))
     assert {name: read[name] for name in written} == written
 
 
