@@ -32,7 +32,7 @@ def test_estimates_are_near_what_the_compiler_counted():
     config.rollout.slots, config.train.microbatch_size = 16, 16
     layout = make_layout(config, None, SLICE.devices(), SLICE.host.devices(), SLICE.chip.hbm)
     decoding, learner = make_decoding(layout), make_learner(layout)
-    found = estimates.programs(layout, decoding, memory.resident(layout, learner, decoding))
+    found = estimates.estimated_programs(layout, decoding, memory.resident(layout, learner, decoding))
     decode = found["decode"]
     assert decode.hbm == pytest.approx(30.3 * GIB, rel=0.02)
     assert decode.costs.bytes == pytest.approx(27.3e9, rel=0.06)
