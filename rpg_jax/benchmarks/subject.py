@@ -39,8 +39,9 @@ DIMENSIONS = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "hidden_dim"
 class Peer(Protocol):
     """Another library that repeats the same work in a process of its own; see `experiments/peers`."""
 
-    first: Mapping[str, Any]
-    """The measurements of the first piece of work."""
+    @property
+    def first(self) -> Mapping[str, Any]:
+        """The measurements of the first piece of work."""
 
     def work(self) -> Mapping[str, Any]:
         """Works once more and returns its measurements, `seconds` among them."""
@@ -101,7 +102,7 @@ class Subject:
     @property
     def step_flops(self) -> float:
         """Operations of the model in one step, on all devices; recomputation does not count."""
-        rows, length, predicted, _ = self.shape
+        rows, length, predicted, *_ = self.shape
         sizes: dict[str, Any] = {"rows": rows, "length": length, "predicted": predicted}
         return training_flops(self.layout.model, **sizes, frozen=self.layout.lora is not None)
 
@@ -123,7 +124,7 @@ class Subject:
         return self._batch(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.layout.row_sharding))
 
     def _batch(self, place: Callable[[np.ndarray], Any]) -> Batch:
-        (rows, length, completion, _), vocabulary = self.shape, self.layout.model.vocab_size
+        (rows, length, completion, *_), vocabulary = self.shape, self.layout.model.vocab_size
         prompt = length - min(completion, length - 1)
         rng = np.random.default_rng(0)
         tokens = rng.integers(0, vocabulary, (rows, length), dtype=np.int32)

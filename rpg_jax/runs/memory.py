@@ -196,21 +196,20 @@ def with_micro_batch(layout: Layout) -> Layout:
     stderr. Where the memory is unknown (CPU), a micro-batch is a mini-batch, or the first of the sizes of
     packed rows.
     """
-    c, fitted = layout.config, layout
-    if c.train.microbatch_size is not None or (layout.device_memory is None and not c.train.packed_length):
+    c, fitted, memory = layout.config, layout, layout.device_memory
+    if c.train.microbatch_size is not None or (memory is None and not c.train.packed_length):
         return layout
     learner, decoding = make_learner(layout), make_decoding(layout)
     for rows in _sizes(layout):
         config = layout.config.copy_and_resolve_references()
         config.train.microbatch_size = rows
         fitted = dataclasses.replace(layout, config=config)
-        if layout.device_memory is None:
-            return fitted
-        if peak(fitted, learner, decoding) <= TRUSTED * layout.device_memory:
+        if memory is None or peak(fitted, learner, decoding) <= TRUSTED * memory:
             break
-    if (rows := row_shape(fitted.config).rows) < (whole := rows_per_update(layout.config)):
-        gib = layout.device_memory / 2**30
-        print(f"train.microbatch_size={rows} of {whole} rows an update, which fits {gib:.1f} GiB", file=sys.stderr)
+    rows, whole = row_shape(fitted.config).rows, rows_per_update(layout.config)
+    if memory is not None and rows < whole:
+        fits = f"which fits {memory / 2**30:.1f} GiB"
+        print(f"train.microbatch_size={rows} of {whole} rows an update, {fits}", file=sys.stderr)
     return fitted
 
 

@@ -42,12 +42,18 @@ class Trainer(Protocol):
       reference: the KL anchor, whose snapshots a checkpoint needs; None without one.
     """
 
-    title: str
-    unit: str
-    last: int
-    learner: Learner
-    guard: Guard
-    reference: Reference | None
+    @property
+    def title(self) -> str: ...
+    @property
+    def unit(self) -> str: ...
+    @property
+    def last(self) -> int: ...
+    @property
+    def learner(self) -> Learner: ...
+    @property
+    def guard(self) -> Guard: ...
+    @property
+    def reference(self) -> Reference | None: ...
 
     def begin(self, state: TrainState) -> None:
         """Prepares for the steps after `state`."""

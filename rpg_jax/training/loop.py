@@ -93,8 +93,9 @@ def take_step(a: Algorithm, state: TrainState, number: int) -> Step:
 
     batch = a.pack(sampled.trained, minibatches=a.updates_per_step)
     records = a.after_updates is not None and a.is_recorded(number)
+    measured: Metrics = {}
     if a.on_policy and not records:
-        batch, measured = add_reference(a, batch, state), {}
+        batch = add_reference(a, batch, state)
     else:
         batch, measured = add_logprobs(a, batch, state, number)
     batch = add_advantages(a, batch, state)
@@ -124,8 +125,12 @@ def add_reference(a: Algorithm, batch: Packed, state: TrainState) -> Packed:
 
 def for_the_update(a: Algorithm, batch: Packed) -> Packed:
     """The batch of an update that computes log π_old itself: without log π_old, nor a reference that is the same."""
-    dropped = {"behaviour_logprobs": None} | ({} if a.reference.differs(a.updates_per_step) else {"ref_logprobs": None})
-    return dataclasses.replace(batch, batches=[dataclasses.replace(b, **dropped) for b in batch.batches])
+    other = a.reference.differs(a.updates_per_step)
+    own = [
+        dataclasses.replace(b, behaviour_logprobs=None, ref_logprobs=b.ref_logprobs if other else None)
+        for b in batch.batches
+    ]
+    return dataclasses.replace(batch, batches=own)
 
 
 def add_logprobs(a: Algorithm, batch: Packed, state: TrainState, step: int) -> tuple[Packed, Metrics]:

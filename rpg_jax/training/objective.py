@@ -88,6 +88,7 @@ def advantages_fn(
       credit: "completion", or "turn" for advantages of turns (`losses.turn_advantages` of `returns`).
       environment_weight: the weight of the environment's part in the reward; only "turn" reads it.
     """
+    of_rewards: Callable[[RolloutBatch[Group]], Any]
     of_rewards = functools.partial(turn_advantages, advantage=advantage, environment_weight=environment_weight)
     if credit == "completion":
         of_rewards = functools.partial(completion_advantages, advantage=advantage, part_weights=part_weights)

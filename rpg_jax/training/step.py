@@ -115,7 +115,8 @@ def make_programs(
     """
     leaves, treedef = jax.tree.flatten(state_sharding)
     recipe = _Recipe(graphdef, optimizer, objective, temperature, tuple(leaves), treedef, batch_sharding)
-    return Programs(*(program and Program(program, base) for program in _jitted(recipe)))
+    jitted = _jitted(recipe)._asdict()
+    return Programs(**{name: program and Program(program, base) for name, program in jitted.items()})
 
 
 class _Recipe(NamedTuple):
