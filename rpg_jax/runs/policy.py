@@ -103,7 +103,7 @@ class Policy:
         """The policy of a model in Hugging Face layout, in the config's `model.compute_dtype`.
 
         Args:
-          model: a folder, OWNER/NAME on the hub, or gs://BUCKET/FOLDER.
+          model: a folder, OWNER/NAME on the hub, gs://BUCKET/FOLDER, or a local FILE.gguf.
           max_prompt_tokens, max_tokens: the limits of prompts and completions.
           config, overrides: as in `rpg_jax.train`; of mesh, dtypes and rollout.
 
