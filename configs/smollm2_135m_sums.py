@@ -1,16 +1,16 @@
 """SmolLM2-135M-Instruct learns "What is a + b?" by RPG on two CPU cores.
 
-Commands:  python -m rpg_jax.data pretrained smollm2-135m
-           python -m rpg_jax.train --config=configs/smollm2_135m_sums.py --config.model.path=smollm2-135m
+Weights:   python -m rpg_jax.data pretrained smollm2-135m
+Command:   python -m rpg_jax.train --config=configs/smollm2_135m_sums.py --config.model.path=smollm2-135m
 Hardware:  two CPU cores, 6 GB of memory
 """
 
 from configs import base
 
 
-def get_config():
+def get_config(variant: str = ""):
     c = base.get_config()
-    c.model.path = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    c.model.size = "smollm2-135m"
     c.model.compute_dtype = "float32"  # CPUs emulate bfloat16
     c.model.remat = "none"
 
@@ -41,4 +41,4 @@ def get_config():
     c.evaluation.k = 1
     c.checkpoint.every = 8
     c.log.rollouts_every = 4
-    return c
+    return base.variant(c, variant)
