@@ -107,9 +107,9 @@ class Turns:
     def of(
         cls, spans: Iterable[tuple[int, int]], rewards: Sequence[float], error: str | None = None, *, length: int
     ) -> Self:
-        """The turns of a completion of `length` tokens, of which `spans` has the first and the end of each observation.
+        """The turns of a completion of `length` tokens. Observation i has the tokens first, …, end - 1 of spans[i].
 
-        Raises ValueError for an observation outside of it.
+        Raises ValueError if an observation is empty, or not within the completion.
         """
         observed = np.zeros(length, bool)
         for first, end in spans:
@@ -224,7 +224,7 @@ class Batch:
     returns: jax.Array | None = None
 
     def known(self, column: str) -> jax.Array:
-        """The array of a column. Raises ValueError if it is not computed yet."""
+        """The array of the column with this name. Raises ValueError if the batch does not have the column yet."""
         array = getattr(self, column)
         if array is None:
             raise ValueError(f"the batch has no {column} yet: add the column before the program that reads it")

@@ -140,7 +140,7 @@ def _of_limit(work: Work, parameters: int, step: float) -> dict[str, float]:
 
 
 def _drivers(work: Work, decoding: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
-    """The drivers that are installed, by name, with one set of random weights; and the number of weights."""
+    """Makes every installed driver on one set of random weights; returns them by name, and the number of weights."""
     graphdef, params = models.init(work.model)
     capacity = rollout.capacity(work.prompt_tokens, work.new_tokens)
     how = rollout.Decoding(slots=work.slots, capacity=capacity, **decoding)

@@ -224,7 +224,10 @@ def _named_on_hub(name: str) -> HubDataset:
 
 
 def _hub(data: HubDataset) -> Rows:
-    """Reads the parquet files that the hub makes of every public data set (its branch refs/convert/parquet)."""
+    """Yields the rows of a public data set, from the parquet files that the hub keeps on branch refs/convert/parquet.
+
+    Raises ValueError if the download fails, or the data set has no such config and split.
+    """
     import huggingface_hub
 
     # Its warnings tell of retries. The error itself is raised below.

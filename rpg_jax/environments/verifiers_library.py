@@ -90,7 +90,10 @@ class _Game:
         self._task = asyncio.ensure_future(environment.run_rollout(row, _Policy(self), "policy", {}))
 
     async def answer(self, completion: str) -> list[dict[str, Any]] | None:
-        """The environment's messages after a turn; None at the end."""
+        """Hands the policy's turn to the environment; returns the environment's next messages, or None at the end.
+
+        Raises ValueError if the environment ended before the first turn, or changed earlier messages.
+        """
         if self._known < 0 and await self._request() is None:
             raise ValueError("the environment ended before the first turn")
         self._said.put_nowait(completion)

@@ -19,7 +19,7 @@ KL_CLAMP = 10.0
 
 
 def difference_kl(log_w: jax.Array, log_rho: jax.Array) -> jax.Array:
-    """½ (w log(w/ρ) − ρ log(ρ/w)): the public code's `js`, against its own comment."""
+    """½ (w log(w/ρ) − ρ log(ρ/w)), `js` of the public code, whose comment has a plus there (docs/errata.md, row 11)."""
     return 0.5 * (reverse_kl(log_w, log_rho) - forward_kl(log_w, log_rho))
 
 

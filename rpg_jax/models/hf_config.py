@@ -119,7 +119,7 @@ def write_config(config: DecoderConfig, dtype: str, base: Mapping[str, Any] | No
 
 
 def _model_type(config: DecoderConfig) -> str:
-    """The name in `FAMILIES` of the family that a model belongs to."""
+    """The model's family, a key of `FAMILIES`. Raises ValueError if no family has these biases, norms and experts."""
     if config.experts and not (config.qk_norm and not config.qkv_bias):
         raise ValueError(
             "transformers has no such model: with experts it is a Qwen3-MoE, with norms on q and k and no biases, got "

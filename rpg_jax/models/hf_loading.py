@@ -271,10 +271,10 @@ def local_folder(address: str | Path, *, weights: bool = True) -> Path:
 
 
 def hub_copy(address: str, folder: Path) -> list[tuple[str, int, str]]:
-    """Copies OWNER/NAME on the hub into a folder; (name, bytes, sha256 that the hub states) of its files of weights.
+    """Copies the config, the tokenizer and the safetensors files of OWNER/NAME on the hub into a folder.
 
-    Raises:
-      ValueError: the hub does not provide it.
+    Returns (name, bytes, sha256) of every copied file that the hub keeps in Git LFS: the weights, and often
+    tokenizer.json. The hub states the sha256; nothing is checked here. Raises ValueError if the copy fails.
     """
     import huggingface_hub
 

@@ -38,10 +38,11 @@ class KVCache:
     three times as much. Entries at or past a slot's length are never read.
 
     Attributes:
-      keys: [L, S, K, H, C]; of an unstacked cache, a tuple of L arrays.
-      values: [L, S, K, C, H]; the same.
-      lengths: i32[S], number of tokens in each slot, which is also the place of the next token.
-      scales: empty, or in an int8 cache f32[L, S, K, 1, C] of keys and of values; entry times scale is the number.
+      keys: [L, S, K, H, C]; an unstacked cache has a tuple of L arrays [S, K, H, C].
+      values: [L, S, K, C, H]; an unstacked cache has a tuple of L arrays [S, K, C, H].
+      lengths: i32[S], the number of tokens in each slot; the next token goes to this position.
+      scales: an int8 cache has two arrays: the scales of keys f32[L, S, K, 1, C], and of values in the same shape. An
+        int8 entry times its scale is the key or value. Another cache has no scales.
     """
 
     keys: Any
@@ -79,7 +80,7 @@ class KVCache:
         return jax.tree.leaves(self.keys)[0].shape[-1]
 
     def unstacked(self) -> KVCache:
-        """An array for each layer: a loop over tokens can then write and read each in place. Not for int8."""
+        """Splits the cache into an array per layer, which a loop over tokens updates in place. Not for int8."""
         return replace(self, keys=tuple(self.keys), values=tuple(self.values))
 
     def stacked(self) -> KVCache:
@@ -87,9 +88,9 @@ class KVCache:
         return replace(self, keys=jnp.stack(self.keys), values=jnp.stack(self.values))
 
     def insert(self, prefix: KVCache, slots: jax.Array | int, row: jax.Array | int = 0) -> KVCache:
-        """Copies row `row` of `prefix`, whose capacity is at most this one's, into `slots`, an i32 or i32[G].
+        """Copies row `row` of `prefix`, one prompt, into one slot i32 or the slots i32[G] of its G completions.
 
-        It works in place if this cache is donated.
+        The copy is in place if this cache is donated. Raises ValueError if `prefix` has more capacity than this cache.
         """
         width = prefix.capacity
         if width > self.capacity:
@@ -104,15 +105,16 @@ class KVCache:
         return cache
 
     def rounded(self) -> KVCache:
-        """This cache in int8: the largest entry of a token's key (or value) in a head is 127 steps."""
+        """Rounds the cache to int8. Each key and each value of a head has its own scale, max |x| / 127."""
         (keys, key_scales), (values, value_scales) = _steps(self.keys, -2), _steps(self.values, -1)
         scales = key_scales, value_scales.swapaxes(-1, -2)
         return KVCache(keys.astype(jnp.int8), values.astype(jnp.int8), self.lengths, scales)
 
     def extend(self, chunk: KVCache, slots: jax.Array, starts: jax.Array) -> KVCache:
-        """Writes the first `chunk.lengths[p]` tokens of each row p of `chunk` into slots[p], from place starts[p] on.
+        """Writes the first `chunk.lengths[p]` tokens of each row p of `chunk` into slot slots[p], from starts[p] on.
 
-        A row of length 0 writes nothing. The lengths of this cache stay. It works in place if this cache is donated.
+        A row of length 0 writes nothing. This cache keeps its lengths: the caller sets them. If this cache is donated,
+        the write is in place.
         """
         chunk = chunk.rounded() if self.scales else chunk
         held, rows = ((x.keys, x.values, *x.scales) for x in (self, chunk))
@@ -129,10 +131,10 @@ class KVCache:
     def append(
         self, keys: jax.Array, values: jax.Array, *, active: jax.Array | None = None, implementation: str = "auto"
     ) -> KVCache:
-        """Writes one token [L, S, K, H] at each slot's length, and adds 1 to the lengths.
+        """Writes the keys and values [L, S, K, H] of one token a slot at the slot's length; adds 1 to every length.
 
-        A full slot, and one outside the mask `active` bool[S], keeps its entries. It works in place if this cache is
-        donated.
+        A full slot and a slot outside the mask `active` bool[S] keep their entries; their lengths grow all the same. If
+        this cache is donated, the write is in place.
         """
         places = self._next(active)
         scales: tuple[jax.Array, ...] = ()
@@ -159,9 +161,10 @@ class KVCache:
     def append_to_layer(
         self, layer: int, key: jax.Array, value: jax.Array, *, active: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:
-        """One layer's keys [S, K, H, C] and values [S, K, C, H] with one token [S, K, H] at each slot's length.
+        """Writes the key and value [S, K, H] of one token a slot into one layer of an unstacked cache.
 
-        For an unstacked cache. A full slot, and one outside the mask `active` bool[S], keeps its entries.
+        Returns the layer's keys [S, K, H, C] and values [S, K, C, H]; this cache stays as it is. A full slot and a slot
+        outside the mask `active` bool[S] keep their entries.
         """
         places, slots = self._next(active), jnp.arange(self.slots)
         keys, values = self.keys[layer], self.values[layer]
@@ -171,14 +174,14 @@ class KVCache:
         )
 
     def _next(self, active: jax.Array | None) -> jax.Array:
-        """i32[S], the place of each slot's next token; out of range for slots that are not active."""
+        """The position i32[S] of each slot's next token. An inactive slot gets `capacity`, where no write lands."""
         return self.lengths if active is None else jnp.where(active, self.lengths, self.capacity)
 
 
 def _write_rows(
     held: tuple[jax.Array, ...], chunk: tuple[jax.Array, ...], lengths: jax.Array, slots: jax.Array, starts: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """`KVCache.extend` for the arrays of a cache, keys first, then values, with all slots or this device's."""
+    """`KVCache.extend` on the arrays (keys, values, *scales) of a cache, of all slots or of one device's slots."""
     at, mine = in_own_shard(slots, "slots", held[0].shape[1])
     capacity, width = held[0].shape[-1], chunk[0].shape[-1]
 
@@ -208,7 +211,7 @@ def _put(slot: jax.Array, into: jax.Array, one: jax.Array) -> jax.Array:
 
 
 def _steps(x: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
-    """x as whole numbers of steps from -127 to 127, and the size of a step, f32, of length 1 along `axis`."""
+    """Rounds x to integers from -127 to 127, still f32; returns them and their scale, f32 of length 1 along `axis`."""
     x = x.astype(jnp.float32)
     scale = jnp.maximum(jnp.max(jnp.abs(x), axis, keepdims=True), 1e-30) / 127
     return jnp.clip(jnp.round(x / scale), -127, 127), scale

@@ -151,10 +151,10 @@ def compare(
 
 
 def estimate(config: ConfigDict, topology: Topology, lengths: Lengths | None = None) -> Estimate:
-    """The plan of a resolved config by arithmetic.
+    """Estimates the memory and the time of a resolved config by arithmetic; no program is compiled.
 
     Raises:
-      ValueError: no compiler for TPUs here, which knows the slices, or sizes that do not go together.
+      ValueError: libtpu, which describes the devices of a slice, is not installed, or sizes in the config conflict.
     """
     config = with_known_shapes(config)
     layout = layout_on(config, topology)

@@ -94,7 +94,11 @@ def _draw(logits: jax.Array, keys: jax.Array, greedy: jax.Array) -> tuple[jax.Ar
 
 
 def _smallest_kept(logits: jax.Array, top_p: jax.Array, top_k: jax.Array, min_p: jax.Array) -> jax.Array:
-    """The smallest logit f32[S] that top-k followed by top-p and min-p keeps; the largest is always kept."""
+    """The threshold f32[S] of each slot's logits f32[S, V]: sampling keeps the logits at or above the threshold.
+
+    The threshold is the highest of three: top-k's, top-p's over the renormalised tokens of top-k, and min-p's, which
+    is the largest logit plus log(min_p). It is at most the largest logit, so one token is always kept.
+    """
     order, vocabulary = _ordered(logits), logits.shape[-1]
     kept = jnp.where(top_k > 0, jnp.minimum(top_k, vocabulary), vocabulary)
     kth = _largest_reaching(order, jnp.ones_like(logits), kept)

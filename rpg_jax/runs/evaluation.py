@@ -228,7 +228,7 @@ def records(name: str, groups: Sequence[Group], scorer: Scorer) -> list[Record]:
 
 
 def _parsed(line: bytes) -> Record | None:
-    """The record of a whole line; None for a line that a kill cut short."""
+    """The record of a line; None for a line without its line feed, as a kill leaves it, or a line that is no JSON."""
     if not line.endswith(b"\n"):
         return None
     try:

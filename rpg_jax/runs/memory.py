@@ -75,7 +75,7 @@ def has_copy(layout: Layout, decoding: Decoding) -> bool:
 
 
 def decoding_params(layout: Layout, decoding: Decoding) -> Any:
-    """The model's weights as the rollout holds them: shapes, dtypes and shardings."""
+    """The `ShapeDtypeStruct`s, with shardings, of the weights that the rollout holds, a frozen base included."""
     params = synced_params(layout, decoding)
     return attached(decoding_base(layout, decoding).weights, params) if _apart(layout) else params
 

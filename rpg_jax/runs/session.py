@@ -206,7 +206,7 @@ class Session:
         return stopped
 
     def _is_due(self, every: int) -> bool:
-        """Whether work is due now that is done every `every` steps and after the last step."""
+        """Whether periodic work is due after this step: every `every` steps, and after the last step of the run."""
         return self.now.number % every == 0 or self.now.number == self.trainer.last
 
     def _evaluate(self) -> None:

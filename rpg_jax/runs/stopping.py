@@ -91,7 +91,7 @@ class StopRequest:
         return hosts.pmax(self.signal or 0) or None
 
     def saved(self) -> None:
-        """Cancels the deadline: the run is safe on disk."""
+        """Cancels the deadline of the request. Call it when the checkpoint of the last step is on disk."""
         if self._deadline is not None:
             self._deadline.cancel()
 

@@ -94,10 +94,10 @@ class AheadCollector(Collector):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="rpg-ahead")
 
     def take(self, step: int, params: Any, version: int) -> Sampled:
-        """The groups of `step`, which trains next from `params`; begins the batches that this step allows.
+        """Begins the batches of steps up to `step` + max_staleness, then waits for the groups of `step`.
 
         Raises:
-          RolloutError: sampling failed, or a token is from weights older than the bound.
+          RolloutError: sampling failed, or weights older than the bound drew a token.
         """
         self._versions = {s: v for s, v in self._versions.items() if s >= step - self._max_staleness - 1}
         self._versions[step] = version
@@ -119,14 +119,14 @@ class AheadCollector(Collector):
             self.sync(params, version)
 
     def sync(self, params: Any, version: int) -> None:
-        """As `Collector.sync`, with a copy of `params`: the rollout samples on while the trainer donates them."""
+        """As `Collector.sync`, with a copy of `params`: the next step donates `params` while the rollout samples."""
         super().sync(self._rollout.stage_weights(params), version)
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Waits for the batches that were begun, then keeps the rollout for the caller.
+        """Waits for all batches under way, then keeps the rollout for the caller.
 
-        For all of them, because hosts that sample and evaluate in different orders would wait for each other for ever.
+        If some hosts evaluated before a batch and other hosts after it, all would wait for each other for ever.
         """
         wait(self._jobs.values())
         with self._turn:
@@ -179,7 +179,7 @@ class AheadCollector(Collector):
 
 
 def without_present(groups: Sequence[Group], version: int) -> list[Group]:
-    """`groups` with NaN as the log-probs of completions of weights `version`, which the trainer has and recomputes."""
+    """The groups with the rollout's log-probs, but NaN where weights `version` sampled: the trainer has these weights."""
 
     def known(completion):
         present = (completion.versions[completion.sampled] == version).all()

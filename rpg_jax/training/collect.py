@@ -45,10 +45,11 @@ class DynamicSampling:
             raise ValueError(f"dynamic sampling needs surplus 'drop' or 'carry', got {self.surplus!r}")
 
     def batch_size(self, prompts_per_step: int, *, missing: int, share: float) -> int:
-        """Prompts of the next batch, of whose groups the share p in (0, 1] should be informative.
+        """The number of prompts in the next batch.
 
-        With `oversample` 0 it is ceil((m + 2 sqrt(m (1 - p))) / p) for m missing groups: the need in the mean, and two
-        standard deviations of the number of informative groups. At most 10 prompts_per_step.
+        With `oversample` 0 the number is ceil((m + 2 sqrt(m (1 - p))) / p), at most 10 prompts_per_step. m = `missing`
+        informative groups need m / p prompts in the mean, where p = `share` in (0, 1] of the groups is informative. The
+        square root is the standard deviation of the number of informative groups.
         """
         if self.oversample:
             return self.oversample * prompts_per_step
@@ -58,8 +59,10 @@ class DynamicSampling:
 
 @dataclasses.dataclass(frozen=True)
 class Collected:
-    """The groups of a step. Each is in exactly one of `trained`, `carried` and `dropped`, or is uninformative: with
-    dynamic sampling see `Group.informative`, without it those groups in which failures leave nothing to train.
+    """The groups of a step.
+
+    Every group is in exactly one of `trained`, `carried` and `dropped`, or it is uninformative. With dynamic sampling,
+    `Group.informative` decides. Without dynamic sampling, a group is uninformative if failures leave nothing to train.
 
     Attributes:
       generated: the groups that this step sampled, in order.
@@ -85,9 +88,10 @@ class Collected:
 
         Σ w_i x_i = q mean(x | informative) + (1 − q) mean(x | uninformative)
 
-        q is the share of informative groups in the first batch. A step stops when enough groups are informative, so its
-        last batch has more of them than others, and the plain mean is biased. No group of the step decides the size of
-        the first batch, and no step stops because of anything else that a group has.
+        q is the share of informative groups in the first batch. A step stops as soon as enough groups are informative.
+        So its last batch tends to have more informative groups than the other batches, and a plain mean over the step
+        is biased. The first batch is free of the bias, because its size is known before its groups are. The mean over
+        informative groups is unbiased, and so is the mean over uninformative groups: a step stops for no other reason.
         """
         known = [g for g in self.generated if g.judged.any()]
         first = sum(g.judged.any() for g in self.generated[: self.first_batch])
@@ -97,9 +101,9 @@ class Collected:
 
     @property
     def share(self) -> float | None:
-        """The share p of informative groups among the n generated ones, (n p + 1/2) / (n + 1/2); None without any.
+        """The smoothed share of informative groups, (k + 1/2) / (n + 1/2), for k informative groups of n generated.
 
-        It is above 0 where no group was informative, and 1 where all were.
+        The share is above 0 even for k = 0, because `batch_size` divides by it. It is 1 for k = n, and None for n = 0.
         """
         return _share(self.generated) if self.generated else None
 
@@ -136,17 +140,17 @@ def collect(
 ) -> Collected:
     """The groups of a step.
 
-    Without dynamic sampling a step trains the next `prompts_per_step` problems. With it, batches are generated until so
-    many groups are informative; the `pending` groups count. What a batch has depends on the order of the problems and
-    on finished groups alone. So the number of hosts and their speeds change no group.
+    Without dynamic sampling a step trains the next `prompts_per_step` problems. With dynamic sampling a step generates
+    batches until `prompts_per_step` groups are informative; the `pending` groups count. The size of a batch depends on
+    the order of the problems and on finished groups alone. So the number of hosts and their speeds change no group.
 
     Args:
-      take: the next n problems of the stream. It may repeat a prompt within a step, at the border of two epochs. The
-        repetition would get the same completions again, so it draws other random numbers; with dynamic sampling or
-        `overprovision` it is left out.
-      share: of informative groups to expect, from the step before.
-      overprovision: the share of groups that a batch begins beyond its size. The first groups to be complete are kept,
-        the others are cancelled. 0 waits for all, and only then does timing change no group.
+      take: returns the next n problems of the stream. A prompt may come twice within a step, at the border of two
+        epochs. With the same random numbers the second group would equal the first, so the second group draws other
+        random numbers. With dynamic sampling or `overprovision` the step leaves the second prompt out.
+      share: the share of informative groups to expect in the first batch.
+      overprovision: a batch begins this share of groups beyond its size. It keeps the groups that are complete first
+        and cancels the rest. With 0 a batch waits for all its groups. With more, the groups depend on timing.
       max_failures: the largest share of the generated completions that may have failed, see `Group.failed`.
 
     Raises:
@@ -182,14 +186,14 @@ def collect(
 
 
 def _as_it_comes(made: list[Group], step: int, max_failures: float) -> Collected:
-    """A step without dynamic sampling: of the groups that were made, it trains all in which something is counted."""
+    """The groups of a step without dynamic sampling, which trains every group that has a counted completion."""
     trained = [g for g in made if g.counted.any()]
     _check_failures(made, step, max_failures if trained else -1.0)
     return Collected(made, [], trained)
 
 
 def _check_failures(generated: Sequence[Group], step: int, most: float) -> None:
-    """Raises ValueError if a larger share than `most` of the completions failed; -1 where no group can be trained."""
+    """Raises ValueError if more than the share `most` of the completions failed; -1 if no group can be trained."""
     completions = sum(len(g.completions) for g in generated)
     kinds = collections.Counter(kind for g in generated for kind in g.failed if kind)
     if kinds.total() > most * completions:
@@ -202,7 +206,7 @@ def _check_failures(generated: Sequence[Group], step: int, most: float) -> None:
 
 
 class _Batches:
-    """The generation batches of one step, which have each prompt once; `begun` is the number of their groups."""
+    """The generation batches of one step; no prompt comes twice. `begun` is the number of groups begun so far."""
 
     def __init__(self, take: Callable[[int], list[Problem]], generate: Generate, step: int, overprovision: float):
         self._take, self._generate, self._step, self._overprovision = take, generate, step, overprovision
@@ -210,7 +214,7 @@ class _Batches:
         self.begun = 0
 
     def next(self, size: int) -> list[Group]:
-        """The finished groups of the next batch: with `overprovision` the first `size`, else those of all prompts."""
+        """Generates the next batch; returns its first `size` groups with `overprovision`, and all groups without."""
         drawn = self._take(math.ceil(size * (1 + self._overprovision)))
         fresh = list({p.prompt_id: p for p in drawn if p.prompt_id not in self._seen}.values())
         self._seen.update(p.prompt_id for p in fresh)
@@ -233,7 +237,7 @@ def _share(groups: Sequence[Group]) -> float:
 
 
 def _repetitions_apart(problems: Sequence[Problem], generate: Generate, step: int) -> list[Group]:
-    """One group per problem, in order; the n-th occurrence of a prompt is the n-th draw."""
+    """Generates one group per problem, in order. The n-th group of a prompt uses the random numbers of draw n - 1."""
     occurrences: collections.Counter[int] = collections.Counter()
     by_draw: dict[int, list[int]] = {}
     for i, problem in enumerate(problems):
@@ -268,9 +272,9 @@ class Collector:
     """Collects the groups of a step when the step asks for them, so that sampling and training take turns.
 
     Args:
-      collect: `collect` with the run's stream, generator and sizes. `Collector` adds the step, from 0, the `pending`
-        groups, and the share of informative groups in the last step that generated any.
-      take_errors: failed verdicts by kind since the last call.
+      collect: the function `collect` with the run's stream, generator and sizes bound. `Collector` passes `step`,
+        `pending` and `share`. `step` counts from 0. `share` is from the last step that generated groups.
+      take_errors: returns the number of failed verdicts of each kind since the last call.
       rollout: generates the completions.
       stream: of problems; `collect` reads it.
     """
@@ -312,7 +316,7 @@ class Collector:
         self._rollout.verify_weights(params)
 
     def exclusive(self) -> contextlib.AbstractContextManager:
-        """While entered, the rollout serves the caller alone. A caller that changes its weights then calls `sync`."""
+        """While entered, the rollout serves the caller alone. A caller that changes the weights must call `sync`."""
         return contextlib.nullcontext()
 
     def record(self) -> dict[str, Any]:

@@ -192,7 +192,7 @@ def add_advantages(a: Algorithm, batch: Packed, state: TrainState) -> Packed:
 
 
 def with_behaviour_logprobs(a: Algorithm, groups: Sequence[Group], state: TrainState) -> list[Group]:
-    """`groups`, which a later step trains, with log-probs under the present weights. These weights sampled them."""
+    """Groups for a later step, with log π_old of the weights in `state`, which sampled the groups."""
     if not groups:
         return []
     batch = a.pack(groups)

@@ -52,7 +52,10 @@ class Rule:
         return "initial"
 
     def last_move(self, step: int, before: int, after: int) -> int | None:
-        """The last update in (before, after], which step 1, 2, … has, after which the reference moves; or None."""
+        """The number of the last update of a step after which the reference moves; None if no update moves it.
+
+        Step number `step`, from 1, makes the updates `before` + 1 to `after` of the run.
+        """
         return None
 
     def moves_at(self, kl_average: float) -> bool:

@@ -20,23 +20,26 @@ from rpg_jax.rollout.engine import ReplayResult
 _LONGEST = 1024  # tokens of a completion that a replay reads: it decodes one after the other
 
 Replay = Callable[[Sequence[np.ndarray], Sequence[np.ndarray]], list[ReplayResult]]
-"""Prompts and completions, one prompt a completion -> what the sampler computes, as `rollout.replay`."""
+"""(prompts, completions), one prompt for each completion -> the results of `rollout.replay`."""
 
 
 @functools.partial(jax.jit, static_argnames="count")
 def expert_load(experts: jax.Array, mask: jax.Array, *, count: int) -> jax.Array:
-    """Tokens of each expert in each layer, i32[L, count], of experts [B, C, L, k] and the mask f32[B, C]."""
+    """Counts the tokens that each layer's router sends to each expert, i32[L, count].
+
+    `experts` [B, C, L, k] has the k experts of each token in each layer. Tokens with `mask` [B, C] 0 do not count.
+    """
     layers = jnp.arange(experts.shape[2])[:, None]
     tokens = jnp.broadcast_to(mask[..., None, None] != 0, experts.shape)
     return jnp.zeros((experts.shape[2], count), jnp.int32).at[layers, experts].add(tokens.astype(jnp.int32))
 
 
 def load_metrics(load: np.ndarray) -> dict[str, float]:
-    """How unevenly the experts are used, from their tokens [L, E]; all are 0 where they are used evenly.
+    """Metrics of the imbalance of the experts, from the number of tokens of each expert [L, E].
 
-    max_violation: max_e load_e / mean load - 1, MaxVio of arXiv:2408.15664, mean over layers; max_violation_worst: of
-    the layer where it is largest. cv: the coefficient of variation, std(load) / mean load (arXiv:1701.06538), mean over
-    layers. They are means over the tokens of a step, and NaN without any.
+    max_violation: max_e load_e / mean load - 1 (MaxVio of arXiv:2408.15664), mean over layers; max_violation_worst: of
+    the worst layer. cv: the coefficient of variation std(load) / mean load (arXiv:1701.06538), mean over layers. Every
+    metric is 0 for an even load, and NaN if a layer has no token.
     """
     mean = load.mean(1, keepdims=True)
     relative = np.divide(load, mean, out=np.full(load.shape, np.nan), where=mean > 0)
@@ -49,15 +52,15 @@ def load_metrics(load: np.ndarray) -> dict[str, float]:
 
 
 def agreement(sampler: np.ndarray, trainer: np.ndarray, gaps: np.ndarray) -> dict[str, float]:
-    """How often sampler and trainer send a token to other experts, and what becomes of its log-probability.
+    """How often sampler and trainer choose different experts for a token, and how far the log-probs then differ.
 
     pairs_differing: the share of (token, layer) pairs whose sets of experts differ. tokens_differing: the share of
-    tokens with such a layer. gap_differing, gap_same: mean |log π_s - log π_old| of these tokens and of the others, in
-    nats; each is left out where there is no such token.
+    tokens whose sets differ in at least one layer. gap_differing: mean |log π_s - log π_old| of the tokens that differ,
+    in nats; gap_same: the mean of the other tokens. A mean over no tokens is absent.
 
     Args:
-      sampler, trainer: [n, L, k], in any order of the k.
-      gaps: f32[n], nats.
+      sampler, trainer: experts of n tokens, [n, L, k]; the order of the k experts has no meaning.
+      gaps: f32[n], |log π_s - log π_old| of each token, in nats.
     """
     differing = (np.sort(sampler, -1) != np.sort(trainer, -1)).any(-1)
     tokens = differing.any(-1)
@@ -72,9 +75,14 @@ def agreement(sampler: np.ndarray, trainer: np.ndarray, gaps: np.ndarray) -> dic
 class Routing:
     """Measures the routers of a policy with `experts` experts a layer.
 
-    The load is that of every step's log-prob pass. `replay` computes again what the sampler has chosen, for the first
-    `completions` completions of the first micro-batch, in step 1 and every `every`-th; 0 never does. `cuts` says that
-    the sampler cuts the distribution, by top-p or such.
+    The log-prob pass of every step gives the load of the experts.
+
+    Attributes:
+      experts: the number of experts of a layer.
+      every: a replay runs in step 1 and in every `every`-th step; 0 runs no replay.
+      completions: a replay reads at most this many completions, all of the first micro-batch.
+      replay: decodes completions again, and returns the experts that the sampler chooses; None runs no replay.
+      cuts: the sampler cuts the distribution by top-p, top-k or min-p.
     """
 
     experts: int
@@ -84,10 +92,11 @@ class Routing:
     cuts: bool = False
 
     def replayed(self, step: int, batch: RolloutBatch[Group]) -> list[tuple[int, int, ReplayResult]]:
-        """(group, completion, replay) of some completions, where a replay is due. Call it where the sampler has the
-        weights that sampled the batch and nothing else needs a rollout's memory. Collective.
+        """Replays some completions if a replay is due; returns (group index, completion index, result) of each.
 
-        Carried groups are left out, as older weights sampled them. A conversation ends at its first observation.
+        Collective. Call it while the sampler still has the weights that sampled the batch, and while no other program
+        needs the memory of a rollout. Groups carried over are left out, because older weights sampled them. A replay of
+        a conversation stops at the first observation.
         """
         if self.replay is None or not self.every or (step != 1 and step % self.every):
             return []
@@ -110,10 +119,14 @@ class Routing:
         logprobs: jax.Array,
         experts: jax.Array,
     ) -> dict[str, float]:
-        """`agreement` with the trainer's log-probs [B, C] and experts [B, C, L, k] of the first micro-batch.
+        """The metrics of `agreement` between the replayed completions and the trainer, and `replay_gap`.
 
-        replay_gap: mean |log-prob of the replay - that which the sampler reported|, in nats. If it is not near 0, the
-        replay did not repeat what the sampler had computed. With `cuts` the two are not comparable: it is left out.
+        replay_gap: mean |log-prob of the replay - log-prob that the sampler reported|, in nats. A gap far from 0 means
+        that the replay did not repeat the sampler's computation. With `cuts` the sampler reports log-probs of the cut
+        distribution and the replay those of the full softmax, so the metric is absent.
+
+        Args:
+          logprobs, experts: the trainer's, [B, C] and [B, C, L, k], of the first micro-batch.
         """
         if not replayed:
             return {}
@@ -133,7 +146,7 @@ class Routing:
 
 
 def _first_turn(group: Group, index: int) -> np.ndarray:
-    """The tokens of a completion before the first that an environment wrote, at most `_LONGEST`."""
+    """The tokens of a completion before the environment's first token, at most `_LONGEST` of them."""
     completion = group.completions[index]
     own = np.logical_and.accumulate(completion.sampled)
     return completion.tokens[own][:_LONGEST]

@@ -102,7 +102,7 @@ def packed(drawn: DecodeResult) -> engine_api.ResultTokens:
 
 
 def pack(tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
-    """Lanes i32[..., 2n]: (bits of the log-probability, token) for each of the n tokens i32[..., n]."""
+    """Lanes i32[..., 2n] of n tokens: lane 2i has the bits of the i-th log-probability f32, lane 2i + 1 the token."""
     return np.stack([logprobs.view(np.int32), tokens], -1).reshape(*tokens.shape[:-1], -1)
 
 

@@ -44,7 +44,7 @@ class TurnRequest:
 
     @property
     def sampling(self) -> Sampling:
-        """Of this turn."""
+        """The sampling parameters of this turn. `max_tokens` is what the completion's limit leaves for the turn."""
         return dataclasses.replace(self.row.sampling, max_tokens=self.row.limit - self.row.transcript.count)
 
     @property

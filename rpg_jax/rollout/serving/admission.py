@@ -1,4 +1,4 @@
-"""The way of a request from a server to the driver, the same for all protocols: limits, checks, counts, and loads."""
+"""Admits the requests of every protocol to the driver: checks them, limits and counts them, and loads new weights."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ def count(code: grpc.StatusCode) -> None:
 
 
 class Refused(Exception):
-    """A request is not served to its end; holds the reason."""
+    """The server does not serve a request to its end. `code` and the message give the reason."""
 
     def __init__(self, code: grpc.StatusCode, message: str):
         super().__init__(message)
@@ -45,13 +45,13 @@ class Refused(Exception):
 
 
 class Disk(Protocol):
-    """Where weights come from. One thread at a time calls the methods, any one."""
+    """Reads weights and puts them on the devices. Any thread may call the methods, but never two at once."""
 
     def read(self, folder: str) -> Any:
-        """The weights of a folder in host memory, with their `nbytes`. Raises ValueError or OSError."""
+        """Reads a folder into host memory. The result has an attribute `nbytes`. Raises ValueError or OSError."""
 
     def swap(self, weights: Any) -> int:
-        """Puts `weights` in the place of the present weights, while nothing is sampled; returns their checksum."""
+        """Replaces the present weights by `weights`; returns their checksum. Nothing may be sampled meanwhile."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,11 +59,11 @@ class LoadResult:
     """The result of a load.
 
     Attributes:
-      nbytes: in host memory.
-      read: seconds of reading; 0 where the weights had been read before.
-      drain: seconds until the last completion of the weights before had ended.
-      swap: seconds on the way to the devices, and for the checksum.
-      checksum: of the weights that draw now; None if they have only been read.
+      nbytes: bytes of the weights in host memory.
+      read: seconds to read the weights; 0 if an earlier load had prefetched them.
+      drain: seconds of waiting for the last completion of the previous weights.
+      swap: seconds to copy the weights to the devices and to compute their checksum.
+      checksum: of the new weights; None after a prefetch, which leaves the previous weights in use.
     """
 
     nbytes: int
@@ -83,13 +83,15 @@ class _HostWeights:
 
 
 class WeightLoader:
-    """The loads of one server, one after the other. All coroutines run in one event loop.
+    """Loads weights into one server, one load after the other. All coroutines must run in one event loop.
 
-    A label stands for the contents of its folder: what was loaded or read under it is not read again.
+    A label names the contents of a folder. A second load with the same folder and label reads nothing, if the weights
+    are in use or prefetched. A load without a label always reads the folder.
 
     Args:
-      quiet: a context in which no completion is drawn; it waits for those under way.
-      version: of the weights that draw; a change says that somebody else has replaced them.
+      quiet: makes a context in which no completion is drawn. Entering waits for the completions under way.
+      version: returns the version of the weights in use. A version that no load has made says that something else has
+        replaced the weights.
     """
 
     def __init__(self, disk: Disk, quiet: Callable[[], AbstractAsyncContextManager[None]], version: Callable[[], int]):
@@ -99,9 +101,9 @@ class WeightLoader:
         self._present: tuple[tuple[str, str], int, LoadResult] | None = None  # key, version, answer
 
     async def load(self, folder: str, label: str = "", *, prefetch: bool = False) -> LoadResult:
-        """Reads the folder, then replaces the weights by those, or with `prefetch` keeps them for a later load.
+        """Reads a folder and replaces the weights in use; with `prefetch`, keeps what it read for a later load.
 
-        One prefetched version is kept, the last. Raises ValueError and OSError of `Disk`; the weights stay then.
+        Host memory keeps the last prefetch only. If `Disk` raises ValueError or OSError, the weights in use stay.
         """
         key = folder, label
         async with self._turn:
@@ -144,7 +146,7 @@ class Admission:
       codec: encodes and decodes text.
       sampling: the default of each parameter that a request does not set; its `max_tokens` is not used.
       max_active: requests served or queued at once; more are refused with RESOURCE_EXHAUSTED.
-      disk: where weights come from that clients name; None if clients may not replace them.
+      disk: reads the folders of weights that clients name; None if clients may not replace the weights.
     """
 
     def __init__(
@@ -179,7 +181,7 @@ class Admission:
         return time.monotonic() - self._ended if self.idle else 0.0
 
     def arrival(self) -> int:
-        """The number of a new request, from which the random numbers of a request without a seed are made."""
+        """Numbers a new request, from 0. A request without a seed gets its random numbers from this number."""
         return next(self._arrivals)
 
     @contextlib.contextmanager
@@ -220,9 +222,12 @@ class Admission:
     async def load(self, folder: str, label: str, *, prefetch: bool) -> LoadResult:
         """Replaces the weights by those of a folder, or reads them for a later load; see `WeightLoader.load`.
 
-        Requests are served while the folder is read. What has begun ends, also if its caller is cancelled, and no
-        request is admitted from the end of reading to the end of the load. Raises Refused if clients may not load
-        weights, or the folder has no weights of this model, or cannot be read.
+        The server goes on serving while it reads the folder. From the end of reading to the end of the load it refuses
+        new requests. A load that has begun goes on to its end even if the caller is cancelled.
+
+        Raises:
+          Refused: clients may not load weights, the server is shutting down, or the folder cannot be read or has no
+            weights of this model.
         """
         if self._loads is None:
             raise Refused(grpc.StatusCode.INVALID_ARGUMENT, "start the server with --weights_from=FOLDER")
@@ -246,7 +251,7 @@ class Admission:
 
     @contextlib.asynccontextmanager
     async def _quiet(self) -> AsyncIterator[None]:
-        """No request is served in the block."""
+        """Refuses new requests and waits for the requests under way; the block then runs while no request is served."""
         if self.draining:
             raise Refused(grpc.StatusCode.UNAVAILABLE, _ENDS)
         self._swapping = True
@@ -258,7 +263,7 @@ class Admission:
             self._swapping = False
 
     def checksum(self, version: int) -> str:
-        """Names the weights of a version that has drawn tokens: their checksum, where this server has seen it."""
+        """A name for the weights of a version: their checksum in hexadecimal, or "version N" if it is not known."""
         weights = self._rollout.weights
         if version == weights.version:
             self._checksums = {version: weights.checksum()}
@@ -284,10 +289,11 @@ class Admission:
     async def completion(
         self, prompt: np.ndarray, counters: tuple[int, int, int, int], sampling: Sampling, drawn: int = 0
     ) -> AsyncGenerator[tuple[np.ndarray, np.ndarray, int]]:
-        """Tokens, their log-probabilities and the version of the weights that drew them, as they come.
+        """Yields (tokens, log-probabilities, version of the weights that drew them) as the driver draws the tokens.
 
-        The prompt is checked. Its last `drawn` tokens are of the completion: random numbers go on after them. Closing
-        the iterator frees its slot.
+        `prompt` is from `checked`. Its last `drawn` tokens belong to the completion already, so the next token uses the
+        random number of position `drawn`. Close the iterator to free its slot. Raises RolloutError if a log-probability
+        is not finite.
         """
         stream, first = _Stream(), len(prompt) - drawn
         whole = dataclasses.replace(sampling, max_tokens=drawn + sampling.max_tokens)
@@ -323,9 +329,10 @@ class Admission:
         return scores
 
     def text(self, sampling: Sampling) -> Callable[[np.ndarray], str]:
-        """A function from a completion's next tokens to the text that they add, without stop tokens.
+        """Makes a decoder: a function from a completion's next tokens to the text that the tokens add.
 
-        The text ends with a whole character, until the completion's last token brings the rest of a cut one.
+        The decoder leaves out stop tokens. It holds back the bytes of an incomplete character until later tokens
+        complete the character, or until the completion ends.
         """
         decoder, drawn = IncrementalDecoder(self.codec), 0
 
