@@ -179,7 +179,7 @@ class AheadCollector(Collector):
 
 
 def without_present(groups: Sequence[Group], version: int) -> list[Group]:
-    """The groups with the rollout's log-probs, but NaN where weights `version` sampled: the trainer has these weights."""
+    """The groups with the rollout's log-probs, but NaN where weights `version` sampled: the trainer has them."""
 
     def known(completion):
         present = (completion.versions[completion.sampled] == version).all()
