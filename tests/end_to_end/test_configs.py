@@ -9,9 +9,9 @@ import pytest
 
 from tests.end_to_end.whole_runs import ROOT, completed, environment
 
-NAMES = sorted(
-    path.stem for path in (ROOT / "configs").glob("*.py") if "variant(c, variant)" in path.read_text(encoding="utf-8")
-)
+TEXTS = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "configs").glob("*.py")}
+GENERATED = {"smollm2_135m_sums"}  # a class makes the problems: no rows
+NAMES = sorted(name for name, text in TEXTS.items() if "variant(c, variant)" in text and name not in GENERATED)
 ALIKE = ("qwen3_0p6b_gsm8k", "qwen3_1p7b_gsm8k", "qwen3_4b_4k", "qwen3_4b_8k")  # but for sizes, limits and sets
 
 

@@ -40,6 +40,7 @@ def judge():
                 fails = share < ever or (first and share < (1 + ever) / 2)
                 text = b"" if fails else json.dumps({"scores": [round(share, 2)]}).encode()
                 self.send_response(503 if fails else 200)
+                self.send_header("Retry-After", "1000")  # beyond the deadline: a request is sent once
                 self.send_header("Content-Length", str(len(text)))
                 self.end_headers()
                 self.wfile.write(text)
