@@ -163,7 +163,7 @@ def pack(
 
     Every U-th group goes to the same mini-batch, so that a shortage of groups is spread over all U mini-batches. With
     `shape.packed` the longest completion of a mini-batch comes first, and each goes into the first row with room. With
-    `shape.shared` a row that has the completion's prompt already comes first, and needs room for the completion alone.
+    `shape.shared` the same is done with whole groups, each a prompt with all its completions.
     Packing puts rows of similar length side by side. So every M-th row goes to the same micro-batch, and each
     micro-batch gets long and short rows. The last rows of a micro-batch may hold no tokens.
 
@@ -225,27 +225,38 @@ def _shared_rows(groups: Sequence[Packable], chosen: Sequence[int], shape: RowSh
             )
     if not shape.packed:
         return [[member] for member in members]
+    if shape.shared:
+        return _rows_of_groups(groups, chosen, shape)
     rows: list[_Members] = []
     room: list[int] = []
-    holders: dict[int, list[int]] = {}  # the rows that have a group's prompt, where completions share prompts
-    for p, g in sorted(members, key=lambda member: -sizes[member]):
-        size, prompt = sizes[p, g], len(groups[p].prompt)
-        row = next((i for i in holders.get(p, []) if room[i] >= size - prompt), None)
-        if row is not None:
-            size -= prompt
-        else:
-            row = next((i for i, left in enumerate(room) if left >= size), len(rows))
+    for member in sorted(members, key=lambda member: -sizes[member]):
+        row = next((i for i, left in enumerate(room) if left >= sizes[member]), len(rows))
+        if row == len(rows):
+            rows.append([])
+            room.append(shape.length)
+        rows[row].append(member)
+        room[row] -= sizes[member]
+    return rows
+
+
+def _rows_of_groups(groups: Sequence[Packable], chosen: Sequence[int], shape: RowShape) -> list[_Members]:
+    """Groups by row, each with its prompt once: first-fit decreasing. Only a group that no row can hold is split."""
+    rows: list[_Members] = []
+    room: list[int] = []
+    lengths = {p: [len(c.tokens) for c in groups[p].completions] for p in chosen}
+    for p in sorted(chosen, key=lambda p: -len(groups[p].prompt) - sum(lengths[p])):
+        rest = sorted(range(len(lengths[p])), key=lambda g: -lengths[p][g])
+        while rest:
+            ends = np.cumsum([lengths[p][g] for g in rest]) + len(groups[p].prompt)
+            row, count = next((i for i, left in enumerate(room) if left >= ends[-1]), len(rows)), len(rest)
             if row == len(rows):
                 rows.append([])
                 room.append(shape.length)
-            if shape.shared:
-                holders.setdefault(p, []).append(row)
-        rows[row].append((p, g))
-        room[row] -= size
-    if not shape.shared:
-        return rows
-    groups_of = ([p for p, _ in row] for row in rows)  # in the order of their first completions
-    return [sorted(row, key=lambda member: own.index(member[0])) for row, own in zip(rows, groups_of, strict=True)]
+                count = int(np.searchsorted(ends, shape.length, side="right"))
+            rows[row] += [(p, g) for g in rest[:count]]
+            room[row] -= int(ends[count - 1])
+            rest = rest[count:]
+    return rows
 
 
 def _filled(
