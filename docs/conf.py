@@ -27,6 +27,7 @@ myst_dmath_allow_digits = False  # $10,200 is money, as on GitHub
 myst_heading_anchors = 4
 
 autodoc_default_options = {"members": True, "member-order": "bysource", "no-value": True}
+suppress_warnings = ["ref.python"]  # a word of a docstring that several classes have as a field
 autodoc_typehints = "none"  # the docstrings say dtype and shape; signatures keep their names and defaults
 default_role = "code"  # docstrings put names into single backticks, as Markdown does
 

@@ -119,7 +119,7 @@ class Reference:
     """Decides when the reference moves and brings its weights back.
 
     Args:
-      like: `ShapeDtypeStruct`s, with shardings, of the weights.
+      like: shapes, dtypes and shardings of the weights, as a tree of `ShapeDtypeStruct`.
       memory: the place of restored weights between steps: "disk" keeps no copy, "device" and "host" keep one there.
 
     Attributes:
