@@ -429,7 +429,7 @@ _FLEET = {
     "advertise": "the flag --announce=FOLDER of rpg_jax.serve, and servers.urls=file:FOLDER",
     "certificate": "the flag --certificate of rpg_jax.serve, and servers.certificate",
     "private_key": "the flag --private_key of rpg_jax.serve",
-    "key_file": "the flag --api_key_file of rpg_jax.serve, and the variable that servers.key_variable names",
+    "key_file": "the flag --api_key_file of rpg_jax.serve, and the variable RPG_JAX_SERVERS_KEY",
     "lost_seconds": "nothing: a server that does not answer is asked for its health",
     "stall_seconds": "servers.timeout_seconds",
 }

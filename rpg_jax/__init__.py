@@ -1,4 +1,4 @@
-"""RPG: regularized policy gradients (arXiv:2505.17508) for Qwen models on TPU, in JAX.
+"""RPG: regularized policy gradients (arXiv:2505.17508) for Qwen and Llama models on TPU, in JAX.
 
 From Python, as docs/library.md shows:
 

@@ -204,7 +204,8 @@ class Batch:
     Attributes:
       rows: the model's input.
       sampler_logprobs: f32[B, C], log π_s as the rollout engine reported it.
-      behaviour_logprobs: f32[B, C], log π_old, recomputed by the trainer before the first update.
+      behaviour_logprobs: f32[B, C], log π_old, recomputed by the trainer before the first update. None in a step of one
+        update, which computes log π_old itself.
       ref_logprobs: f32[B, C], log π_ref; equal to `behaviour_logprobs` where the two policies coincide.
       advantages: f32[B, C].
       kl_baseline: f32[B, C], the part of `advantages` that is the KL's own baseline; None where there is none.

@@ -49,7 +49,7 @@ class Split(enum.Enum):
     TAKEN = enum.auto()
 
 
-class Rollout:
+class Rollout(abc.ABC):
     """Generates completions for the trainer, an evaluation or a server's client. A driver implements `sample`.
 
     The random numbers of a completion's tokens depend on (seed, step, prompt_id, index) and the token's position; not
@@ -115,9 +115,9 @@ class Rollout:
             return sample_from_shared_list(self, request)
         return self.sample(request)
 
+    @abc.abstractmethod
     def sample(self, request: Request) -> Groups:
         """The completions of each prompt of this host, sampled here or by servers; raises as `generate`."""
-        raise NotImplementedError
 
     def exchange(self, value: bytes) -> list[bytes]:
         """The `value` of every host that generates, in the order of the hosts."""
@@ -127,11 +127,11 @@ class Rollout:
         """Metrics of the programs that sample, since the last call; only servers have any."""
         return {}
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027, most drivers hold nothing to end
         """Ends threads and frees device memory."""
 
 
-class Feedable(Rollout, abc.ABC):
+class Feedable(Rollout):
     """A rollout that takes further requests while it samples others."""
 
     def sample(self, request: Request) -> Groups:

@@ -33,7 +33,7 @@ class Critic:
     Attributes:
       trunk: "separate": a decoder of its own that starts from the policy's weights; "frozen": the policy's last hidden
         states, with no gradient to the policy; "shared": these states, and the value loss also trains the policy.
-      graphdef: of the separate trunk, a Qwen without output embedding.
+      graphdef: of the separate trunk, a decoder without output embedding.
       optimizer: of the critic's own parameters.
       gamma, gae_lambda: of `losses.gae`.
       clip: of `losses.value_loss`; None switches it off.
