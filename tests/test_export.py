@@ -14,9 +14,8 @@ from configs import tiny
 from rpg_jax import Policy, data, export, models
 from rpg_jax.runs import resolve, run_folder
 from rpg_jax.runs.experiment import open_experiment
-from rpg_jax.runs.learner import make_learner
+from rpg_jax.runs.learner import init_params, make_learner
 from rpg_jax.runs.problems import Task
-from rpg_jax.runs.weights import init_params
 from rpg_jax.storage.checkpoints import Checkpoints
 
 ROOT = str(Path(__file__).parents[1])

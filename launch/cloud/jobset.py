@@ -8,7 +8,7 @@ from cloud.job import ROOT, Job
 TEMPLATE = ROOT / "launch" / "gke" / "jobset.yaml"
 CHIPS_PER_POD = 4
 GRACE_SECONDS = 60
-STALLED = 75  # as in rpg_jax/runs/stopping.py
+STALLED = 75  # as in rpg_jax/runs/processes.py
 NO_RESTART = (2, 3)  # as in rpg_jax/runs/cli.py, a user error and a run that is lost: a restart ends the same
 RESTART_ON = (1, STALLED, *range(127, 256))  # an exception (a lost peer is one), a stall, signals
 

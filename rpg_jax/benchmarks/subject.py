@@ -21,10 +21,17 @@ from rpg_jax.models import DecoderConfig
 from rpg_jax.planning import CHIPS, training_flops
 from rpg_jax.runs import cli, config_files
 from rpg_jax.runs.layout import Layout, make_layout, row_shape
-from rpg_jax.runs.learner import Learner, is_on_policy, learner_programs, make_learner, policy_objective
+from rpg_jax.runs.learner import (
+    Learner,
+    first_adapters,
+    is_on_policy,
+    learner_programs,
+    make_learner,
+    new_base,
+    policy_objective,
+)
 from rpg_jax.runs.memory import with_micro_batch
 from rpg_jax.runs.resolve import resolve
-from rpg_jax.runs.weights import first_adapters, new_base
 from rpg_jax.training.state import TrainState
 from rpg_jax.training.step import Programs
 from rpg_jax.types import Batch, Rows

@@ -1,28 +1,40 @@
-"""Makes the parts of a run from a resolved config. Config ends here: everything below takes arguments."""
+"""Makes the parts of a run from a resolved config. Config ends here: everything below takes arguments.
+
+A run keeps the digests of its inputs: problems, tokenizer, model and own losses. A resume finds every input unchanged,
+or stops.
+"""
+
+from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
+import hashlib
+import inspect
+import json
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 from ml_collections import ConfigDict
 
-from rpg_jax import data, models, rewards, rollout, storage
+from rpg_jax import data, losses, models, rewards, rollout, storage
 from rpg_jax.environments.environment import NOTHING, Handed
 from rpg_jax.environments.environment import find as find_environment
 from rpg_jax.environments.player import Observations, Player
 from rpg_jax.environments.stage import Stage
+from rpg_jax.models.weights import quantized
 from rpg_jax.parallel import hosts
-from rpg_jax.runs import cli, config_files, processes, run_folder
+from rpg_jax.report.run_files import INPUTS, START
+from rpg_jax.rewards.callables import load
+from rpg_jax.runs import cli, config_files, memory, processes, run_folder
 from rpg_jax.runs.layout import Layout, make_layout
 from rpg_jax.runs.memory import fitting_layout, make_decoding, with_micro_batch
 from rpg_jax.runs.problems import Task, encoder, listed
 from rpg_jax.runs.resolve import environment_options, reward_arguments, with_method
-from rpg_jax.runs.weights import decoding_base
+from rpg_jax.storage import json_files, write_atomically
 from rpg_jax.training.generate import GroupGenerator
 from rpg_jax.types import Sampling
 
@@ -149,7 +161,7 @@ def make_rollout(layout: Layout, params: Any, base: models.Base | None = None) -
     chosen, decoding, merge = layout.config.rollout.driver, make_decoding(layout), layout.config.model.lora.merged
     driver = "orchestrator" if rollout.find_driver(chosen).remote else chosen
     if base is not None and not merge:
-        base = decoding_base(layout, decoding, base)
+        base = _decoding_base(layout, decoding, base)
     own = rollout.make_rollout(driver, layout.model, layout.graphdef, params, decoding, base=base, merge=merge)
     if jax.process_count() > 1 and isinstance(own, rollout.Feedable):
         own.split = rollout.Split.TAKEN
@@ -249,3 +261,120 @@ def data_settings(file: str, overrides: Sequence[str]) -> DataSettings:
     t, limit = config.task, config.warm_start.max_tokens or config.rollout.max_tokens
     sources = listed(f"{t.train or ''},{config.warm_start.train or ''}")
     return DataSettings(sources, t.template, tokenizer, t.thinking, t.max_prompt_tokens, limit, stage)
+
+
+def _decoding_base(layout: Layout, decoding: rollout.Decoding, base: models.Base) -> models.Base:
+    """The base that decodes beside adapters: the trainer's base, or a copy of it in another layout or in 8 bits."""
+    if not memory.has_copy(layout, decoding):
+        return base
+    weights, where = base.weights, jax.tree.map(lambda x: x.sharding, memory.decoding_base(layout, decoding).weights)
+    if decoding.int8 and not layout.config.model.lora.int8:
+        weights = jax.jit(quantized)(weights)
+    own = jax.tree.leaves(where)[0].is_fully_addressable
+    if own and not jax.tree.leaves(weights)[0].is_fully_addressable:
+        return dataclasses.replace(base, weights=hosts.local_copies(weights, where))
+    return dataclasses.replace(base, weights=jax.device_put(weights, where))
+
+
+def input_digests(experiment: Experiment) -> dict[str, str]:
+    """The digest of each input, by the config field that names it. Contents count, not places."""
+    task, name = experiment.task, experiment.config.task.name
+    train, held_out = ("task.train", "task.held_out_sets") if name == "files" else ("task", "task, held out")
+    found = {"model.tokenizer": experiment.tokenizer.digest(), "model.path": model_digest(experiment.layout.model)}
+    if path := weights_beside_adapters(experiment.config):
+        found["model.path (weights)"] = weights_digest(models.local_folder(path))
+    found |= {f"loss.{name}": digest for name, digest in function_digests(experiment.config).items()}
+    if ":" in name:
+        with contextlib.suppress(OSError):  # no source text, as of a class typed into an interpreter
+            found["task.name"] = _digest([inspect.getsource(load(name, "task"))])
+    if task.train:
+        found[train] = problems_digest(task.train)
+    if task.demonstrated:
+        found["warm_start.train"] = problems_digest(task.demonstrated)
+    return found | {f"{held_out}: {name}": problems_digest(problems) for name, problems in task.held_out.items()}
+
+
+def model_digest(model: models.DecoderConfig) -> str:
+    """The digest of a model's fields, in the words of the version that wrote the first runs: theirs go on."""
+    families = {"qkv_bias=False, qk_norm=True": "family='qwen3'", "qkv_bias=True, qk_norm=False": "family='qwen2'"}
+    text = repr(model).replace("DecoderConfig(", "QwenConfig(", 1)
+    for fields, family in families.items():
+        text = text.replace(fields, family, 1)
+    return _digest([text])
+
+
+def function_digests(config: ConfigDict) -> dict[str, str]:
+    """The digests of the sources of a run's own loss and advantage, by "name" and "advantage".
+
+    The text of the function alone counts. A function without source text has no digest, as a function that was typed
+    into an interpreter.
+    """
+    functions: dict[str, Callable[..., Any]] = {}
+    if ":" in (loss := config.loss.name) and loss in losses.LOSSES:
+        functions["name"] = losses.LOSSES[loss].function
+    if ":" in (advantage := config.loss.advantage) and advantage in losses.ADVANTAGES:
+        functions["advantage"] = losses.ADVANTAGES[advantage].function
+    found = {}
+    for field, function in functions.items():
+        with contextlib.suppress(OSError):
+            found[field] = _digest([inspect.getsource(function)])
+    return found
+
+
+def weights_beside_adapters(config: ConfigDict) -> str | None:
+    """The address of weights that every process of a run reads anew, because only adapters are in its checkpoints."""
+    return config.model.path if config.model.lora.rank and not config.warm_start.enabled else None
+
+
+def problems_digest(problems: Iterable[data.Problem]) -> str:
+    """The digest of problems, in their order."""
+    return _digest(repr(tuple(vars(problem).values())) for problem in problems)  # a tenth of the time of `astuple`
+
+
+def weights_digest(folder: Path) -> str:
+    """The digest of the safetensors in a folder: their names and all their bytes."""
+    found = []
+    for path in sorted(folder.glob("*.safetensors")):
+        with path.open("rb") as file:
+            found += [path.name, hashlib.file_digest(file, "sha256").hexdigest()]
+    return _digest(found)
+
+
+def check_inputs(experiment: Experiment, folder: Path, *, begins: bool) -> None:
+    """Compares the inputs with those of the run's beginning, which `folder` keeps. Collective.
+
+    Args:
+      begins: the run has no step yet, and its inputs are kept for later.
+
+    Raises:
+      ValueError: an input has changed, or the hosts read different ones; the message names it. Inputs that are not
+        loaded are not compared.
+    """
+    found = input_digests(experiment)
+    known = json_files.read_if_there(folder / INPUTS) if hosts.is_first() and not begins else {}
+    known = json.loads(hosts.all_gather_bytes(json.dumps(known or found).encode())[0])
+    if changed := [name for name, digest in found.items() if known.get(name, digest) != digest]:
+        raise ValueError(
+            f"{', '.join(changed)} has changed since this run began: put the old content back, or give this run "
+            "another --config.run.name"
+        )
+    if begins and hosts.is_first():
+        write_atomically(folder / INPUTS, json.dumps(found, indent=2, sort_keys=True) + "\n")
+
+
+def note_start(folder: Path, checksum: int) -> None:
+    """Adds the checksum of the first weights to `INPUTS`; with adapters, the checksum of the frozen weights.
+
+    Equal recipes of a warm start give other weights on another machine, and runs are compared only from equal weights.
+    """
+    if hosts.is_first():
+        known = json_files.read_if_there(folder / INPUTS) | {START: f"{checksum:016x}"}
+        write_atomically(folder / INPUTS, json.dumps(known, indent=2, sort_keys=True) + "\n")
+
+
+def _digest(texts: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for text in texts:
+        content = text.encode(errors="surrogatepass")
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return digest.hexdigest()

@@ -17,11 +17,19 @@ from ml_collections import ConfigDict
 from rpg_jax import data, models, storage
 from rpg_jax.models import lora
 from rpg_jax.rollout import Request
-from rpg_jax.runs import cli, config_files, inputs, run_folder
-from rpg_jax.runs.experiment import Experiment, make_rollout, open_experiment
-from rpg_jax.runs.learner import learner_programs, make_learner, policy_objective
+from rpg_jax.runs import cli, config_files, run_folder
+from rpg_jax.runs.experiment import Experiment, check_inputs, make_rollout, open_experiment
+from rpg_jax.runs.learner import (
+    first_adapters,
+    init_params,
+    learner_programs,
+    make_learner,
+    merged_layout,
+    new_base,
+    open_base,
+    policy_objective,
+)
 from rpg_jax.runs.resolve import resolve
-from rpg_jax.runs.weights import first_adapters, init_params, merged_layout, new_base, open_base
 from rpg_jax.storage import integrity
 from rpg_jax.storage.checkpoints import committed_steps
 from rpg_jax.training.state import for_evaluation
@@ -267,7 +275,7 @@ def of_run(
     if not weights:
         return Policy(experiment, None, step or 0)
     only = dataclasses.replace(experiment, task=dataclasses.replace(experiment.task, train=[], held_out={}))
-    inputs.check(only, folder.files, begins=False)  # the tokenizer and the model; problems may be any
+    check_inputs(only, folder.files, begins=False)  # the tokenizer and the model; problems may be any
     directory = storage.absolute(folder.home / "checkpoints")
     kept = kept_steps(folder)
     if step not in (None, *kept):

@@ -30,7 +30,7 @@ from rpg_jax.runs import config_files, policy, run_folder
 from rpg_jax.runs.experiment import make_rollout
 from rpg_jax.runs.layout import Layout
 from rpg_jax.runs.policy import Policy
-from rpg_jax.runs.stopping import StopRequest
+from rpg_jax.runs.processes import StopRequest
 
 _CHANGES = {"rollout.driver": "orchestrator"}
 _CLOSING = 30.0  # seconds that closing may take after --grace

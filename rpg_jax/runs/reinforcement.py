@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from rpg_jax import data, losses, models, rewards, rollout, storage
 from rpg_jax.rollout import weights_checksum
-from rpg_jax.runs import cli, inputs
+from rpg_jax.runs import cli
 from rpg_jax.runs.checkpointing import Checkpointing
 from rpg_jax.runs.evaluation import Drift, HeldOut
 from rpg_jax.runs.experiment import (
@@ -24,24 +24,27 @@ from rpg_jax.runs.experiment import (
     make_generator,
     make_rollout,
     make_scorer,
+    note_start,
 )
 from rpg_jax.runs.layout import Layout, packing_shape
 from rpg_jax.runs.learner import (
     Learner,
+    first_adapters,
+    init_params,
     is_on_policy,
     learner_programs,
     make_learner,
+    no_params,
     offloaded,
+    open_base,
     policy_objective,
     reference_rule,
 )
 from rpg_jax.runs.logs import RunLog
-from rpg_jax.runs.profiling import CompilationCounter, host_metrics
 from rpg_jax.runs.resolve import loss_arguments, reward_arguments
 from rpg_jax.runs.rollout_files import RolloutFiles, token_numbers
-from rpg_jax.runs.session import OnStep, Session
+from rpg_jax.runs.session import CompilationCounter, OnStep, Session, host_metrics
 from rpg_jax.runs.warm_start import drawn_base, warm_started
-from rpg_jax.runs.weights import first_adapters, init_params, no_params, open_base
 from rpg_jax.storage.checkpoints import Snapshots
 from rpg_jax.training.ahead import AheadCollector
 from rpg_jax.training.collect import Collector, DynamicSampling, collect
@@ -91,7 +94,7 @@ def make_trainer(
     if new and config.warm_start.enabled and base is None:
         params = warm_started(experiment, params, own, scorer, folder.files)
     if new:
-        inputs.note_start(folder.files, weights_checksum(params if base is None else base.weights))
+        note_start(folder.files, weights_checksum(params if base is None else base.weights))
     journal = checkpointing.group_journal(experiment.layout)
     algorithm = make_algorithm(experiment, learner, own, scorer, folder, base, journal)
     closing.callback(algorithm.collector.close)

@@ -1,26 +1,33 @@
-"""A run: the steps of its trainer, and around them evaluations, checkpoints, logs, signals and the watchdog."""
+"""A run: the steps of its trainer, and around them evaluations, checkpoints, logs, signals and the watchdog.
+
+The end of the file measures what steps cost: compilations, traces of chosen steps, and memory.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Protocol
+
+import jax
+import jax.monitoring
 
 from rpg_jax import storage
 from rpg_jax.parallel import hosts
 from rpg_jax.report import plots, summary
 from rpg_jax.report.progress import Progress
 from rpg_jax.rollout import weights_checksum
-from rpg_jax.runs import cli, inputs
+from rpg_jax.runs import cli
 from rpg_jax.runs.checkpointing import Checkpointing
-from rpg_jax.runs.experiment import Experiment
+from rpg_jax.runs.experiment import Experiment, check_inputs
 from rpg_jax.runs.learner import Learner
 from rpg_jax.runs.logs import RunLog, plain, trackers_of
-from rpg_jax.runs.profiling import chosen_steps, watched
-from rpg_jax.runs.stopping import StopRequest, Watchdog, watch_machine
+from rpg_jax.runs.processes import StopRequest, Watchdog, watch_machine
 from rpg_jax.training.heartbeat import beat
 from rpg_jax.training.loop import Step
 from rpg_jax.training.measures import Guard
@@ -109,7 +116,7 @@ class Session:
         self.log = RunLog(folder.files, samples=config.log.samples_per_step)
         closing.callback(self.log.close)
         self.checkpointing = Checkpointing(config, folder, journaled=journaled)
-        inputs.check(experiment, folder.files, begins=self.checkpointing.is_new)
+        check_inputs(experiment, folder.files, begins=self.checkpointing.is_new)
         made = make_trainer(experiment, folder, checkpointing=self.checkpointing, log=self.log, closing=closing)
         closing.callback(self.checkpointing.close)
         self.trainer, params = made
@@ -252,3 +259,66 @@ class Session:
 def _in_words(values: Mapping[str, float]) -> str:
     named = {"held_out_nll": "held-out nats per token", "eval/accuracy": "held-out accuracy"}
     return ", ".join(f"{name} {values[key]:.3f}" for key, name in named.items() if key in values) or "nothing held out"
+
+
+class CompilationCounter:
+    """Counts the programs that this process compiles, or fetches from the compilation cache, from now on."""
+
+    def __init__(self) -> None:
+        self._programs: list[str] = []
+        self._seconds = 0.0
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+
+    def _listen(self, event: str, duration_secs: float, **details: str | int) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            self._programs.append(str(details.get("fun_name", "")))
+            self._seconds += duration_secs
+
+    def take(self) -> tuple[list[str], float]:
+        """(names of the programs, seconds) since the last call."""
+        taken = self._programs, self._seconds
+        self._programs, self._seconds = [], 0.0
+        return taken
+
+
+def chosen_steps(text: str | None) -> range:
+    """The steps that a text names: "12", or "12-14" with both ends; None names none. Raises ValueError otherwise."""
+    if text is None:
+        return range(0)
+    match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)
+    if not match or int(match[2] or match[1]) < int(match[1]):
+        raise ValueError(f"profile.steps is one step or a range of steps, as 12 or 12-14, not {text!r}")
+    return range(int(match[1]), int(match[2] or match[1]) + 1)
+
+
+@contextlib.contextmanager
+def watched(step: int, traced: range, folder: Path) -> Iterator[None]:
+    """Traces a step of `traced` into `folder`/profile, for TensorBoard or Perfetto.
+
+    Raises:
+      RuntimeError: the devices ran out of memory. `folder`/memory.prof says what filled them; the message says what
+        helps.
+    """
+    trace = jax.profiler.trace(str(folder / "profile")) if step in traced else contextlib.nullcontext()
+    try:
+        with trace, jax.profiler.StepTraceAnnotation("step", step_num=step):
+            yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        profile = folder / "memory.prof"
+        jax.profiler.save_device_memory_profile(str(profile))
+        raise RuntimeError(
+            f"step {step}: the devices are out of memory ({str(error).splitlines()[0][:200]}). In this order: a "
+            "smaller train.microbatch_size, model.remat=full or offload, fewer rollout.slots, a larger mesh.fsdp; "
+            f"python -m rpg_jax.plan tells what fits before it is run. What filled them: pprof {profile}"
+        ) from error
+
+
+def host_metrics() -> dict[str, float]:
+    """This process's resident memory in MiB and its open file descriptors; {} where the system does not tell."""
+    status, descriptors = Path("/proc/self/status"), Path("/proc/self/fd")
+    if not status.exists():
+        return {}
+    resident = next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmRSS:"))
+    return {"host/rss_mib": resident / 1024, "host/open_files": len(list(descriptors.iterdir()))}

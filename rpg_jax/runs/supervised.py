@@ -28,12 +28,10 @@ from rpg_jax.runs.checkpointing import Checkpointing
 from rpg_jax.runs.evaluation import set_scores, with_mean
 from rpg_jax.runs.experiment import Experiment, entered, evaluation_generator, make_rollout, make_scorer
 from rpg_jax.runs.layout import row_shape
-from rpg_jax.runs.learner import Learner, learner_programs, make_learner
+from rpg_jax.runs.learner import Learner, init_params, learner_programs, make_learner, no_params
 from rpg_jax.runs.logs import RunLog
 from rpg_jax.runs.problems import Demonstration
-from rpg_jax.runs.profiling import host_metrics
-from rpg_jax.runs.session import Session
-from rpg_jax.runs.weights import init_params, no_params
+from rpg_jax.runs.session import Session, host_metrics
 from rpg_jax.training.heartbeat import beat
 from rpg_jax.training.loop import Step
 from rpg_jax.training.measures import Guard

@@ -26,11 +26,10 @@ from rpg_jax.parallel import hosts
 from rpg_jax.report.progress import Progress
 from rpg_jax.rewards import Scorer
 from rpg_jax.rollout import Rollout
-from rpg_jax.runs import inputs
-from rpg_jax.runs.experiment import Experiment, make_generator, make_rollout
+from rpg_jax.runs.experiment import Experiment, input_digests, make_generator, make_rollout, weights_digest
 from rpg_jax.runs.layout import Layout
+from rpg_jax.runs.learner import init_params
 from rpg_jax.runs.supervised import Demonstrations, several, supervised_config, supervised_learner
-from rpg_jax.runs.weights import init_params
 from rpg_jax.storage.checkpoints import Snapshots
 from rpg_jax.storage.integrity import Refused
 from rpg_jax.training.state import TrainState
@@ -225,7 +224,7 @@ def cache_key(config: ConfigDict, read: Mapping[str, str]) -> str:
 
 def _read(e: Experiment) -> dict[str, str]:
     """The digests of what a warm start reads."""
-    found = inputs.digests(e)
+    found = input_digests(e)
     if e.config.model.path:
-        found["weights"] = inputs.of_weights(models.local_folder(e.config.model.path))
+        found["weights"] = weights_digest(models.local_folder(e.config.model.path))
     return found

@@ -11,7 +11,7 @@ import yaml
 
 from cloud import jobset
 from cloud.job import make_job
-from rpg_jax.runs import cli, stopping
+from rpg_jax.runs import cli, processes
 
 TPU = "--type=v5p-16 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b --cluster=c"
 TRAINER = "-- --config=configs/tiny.py --config.mesh.fsdp=-1"
@@ -108,7 +108,7 @@ def test_every_exit_code_of_the_trainer_is_restarted_or_not_on_both_ways(cloud):
     ended = {0, cli.USAGE_ERROR, cli.GAVE_UP}
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGABRT, signal.SIGKILL, signal.SIGSEGV)  # some after saving
     crashed = 1  # an exception, a lost peer, a stall in which no Python thread runs
-    restarted = {crashed, stopping.STALLED, *(128 + number for number in signals)}
+    restarted = {crashed, processes.STALLED, *(128 + number for number in signals)}
     assert cloud.run(f"run {TPU} {TRAINER}", "xpk") == 0
     (command,) = cloud.called("workload create")
     manifest = (cloud.home / "staging" / "jobset.yaml").read_text()

@@ -11,7 +11,7 @@ import pytest
 
 from rpg_jax import data, losses
 from rpg_jax.models import DecoderConfig, Rope
-from rpg_jax.runs import inputs
+from rpg_jax.runs.experiment import check_inputs, input_digests, model_digest, problems_digest
 from rpg_jax.runs.problems import Task
 
 PROBLEMS = [data.Problem(i, f"{i}+1=", str(i + 1), "t") for i in range(4)]
@@ -44,17 +44,17 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_changed_data_is_named(experiment, tmp_path, change):
-    inputs.check(experiment, tmp_path, begins=True)
-    inputs.check(experiment, tmp_path, begins=False)
+    check_inputs(experiment, tmp_path, begins=True)
+    check_inputs(experiment, tmp_path, begins=False)
     experiment.task = dataclasses.replace(experiment.task, **CHANGES[change](experiment.task))
     name = "task.held_out_sets: hard" if change == "held out" else "task.train"
     with pytest.raises(ValueError, match=f"^{name} has changed since this run began: "):
-        inputs.check(experiment, tmp_path, begins=False)
-    inputs.check(experiment, tmp_path, begins=True)  # without a step, the run begins with the new data
+        check_inputs(experiment, tmp_path, begins=False)
+    check_inputs(experiment, tmp_path, begins=True)  # without a step, the run begins with the new data
 
 
 def test_two_swapped_pieces_of_the_tokenizer_are_noticed(experiment, tmp_path):
-    inputs.check(experiment, tmp_path, begins=True)
+    check_inputs(experiment, tmp_path, begins=True)
     file = tmp_path / "tokenizer.model"
     content = file.read_bytes()
     one, two = (b"\n\x01" + digit for digit in (b"1", b"2"))  # the field `piece` of a message, its length, its text
@@ -67,32 +67,32 @@ def test_two_swapped_pieces_of_the_tokenizer_are_noticed(experiment, tmp_path):
     experiment.tokenizer = data.load_tokenizer(file)
     assert experiment.tokenizer.decode(experiment.tokenizer.encode("1+2")) == "1+2", "it works, with other numbers"
     with pytest.raises(ValueError, match=r"^model\.tokenizer has changed"):
-        inputs.check(experiment, tmp_path, begins=False)
+        check_inputs(experiment, tmp_path, begins=False)
 
 
 def test_another_model_is_noticed_and_what_is_not_loaded_is_not_compared(experiment, tmp_path):
-    inputs.check(experiment, tmp_path, begins=True)
+    check_inputs(experiment, tmp_path, begins=True)
     experiment.task = dataclasses.replace(experiment.task, train=[], held_out={})
-    inputs.check(experiment, tmp_path, begins=False)
+    check_inputs(experiment, tmp_path, begins=False)
     experiment.layout.model = dataclasses.replace(MODEL, rope=Rope(1e4))
     with pytest.raises(ValueError, match=r"^model\.path has changed"):
-        inputs.check(experiment, tmp_path, begins=False)
+        check_inputs(experiment, tmp_path, begins=False)
 
 
 def test_the_digest_is_of_the_content_and_the_file_is_named_if_it_is_damaged(experiment, tmp_path):
-    inputs.check(experiment, tmp_path, begins=True)
+    check_inputs(experiment, tmp_path, begins=True)
     digests = json.loads((tmp_path / "inputs.json").read_text())
     again = data.train_sentencepiece([p.prompt + p.answer for p in PROBLEMS], tmp_path / "elsewhere" / "t.model")
     assert again.digest() == digests["model.tokenizer"] and len(set(digests.values())) == len(digests)
     (tmp_path / "inputs.json").write_text('{"task')
     with pytest.raises(ValueError, match=r"inputs\.json is damaged"):
-        inputs.check(experiment, tmp_path, begins=False)
+        check_inputs(experiment, tmp_path, begins=False)
 
 
 def test_an_environments_messages_count():
     problem = data.Problem(0, "1+1=", "2", "t")
     messages = ({"role": "user", "content": "1+1=?"},)
-    assert inputs.of_problems([problem]) != inputs.of_problems([dataclasses.replace(problem, messages=messages)])
+    assert problems_digest([problem]) != problems_digest([dataclasses.replace(problem, messages=messages)])
 
 
 def test_another_source_of_an_own_loss_is_noticed(experiment, tmp_path, monkeypatch):
@@ -107,11 +107,11 @@ def test_another_source_of_an_own_loss_is_noticed(experiment, tmp_path, monkeypa
         return losses.TokenLoss(-2 * tokens.advantages * tokens.w)
 
     losses.declare_own_loss("mine:pull", pull)
-    inputs.check(experiment, tmp_path, begins=True)
-    inputs.check(experiment, tmp_path, begins=False)
+    check_inputs(experiment, tmp_path, begins=True)
+    check_inputs(experiment, tmp_path, begins=False)
     losses.declare_own_loss("mine:pull", push)
     with pytest.raises(ValueError, match="^loss.name has changed since this run began: put the old content back"):
-        inputs.check(experiment, tmp_path, begins=False)
+        check_inputs(experiment, tmp_path, begins=False)
 
 
 def test_another_text_of_an_own_task_is_noticed(experiment, tmp_path, monkeypatch):
@@ -123,7 +123,7 @@ def test_another_text_of_an_own_task_is_noticed(experiment, tmp_path, monkeypatc
         sys.modules.pop("a_task_of_ones_own", None)
         importlib.invalidate_caches()
         linecache.clearcache()
-        found.append(inputs.digests(experiment)["task.name"])
+        found.append(input_digests(experiment)["task.name"])
     assert found[0] == found[2] != found[1]
 
 
@@ -136,4 +136,4 @@ def test_another_text_of_an_own_task_is_noticed(experiment, tmp_path, monkeypatc
 )
 def test_the_digest_of_a_model_is_that_of_runs_of_before_the_decoder_had_its_name(family, digest):
     model = DecoderConfig(14, 4, 128, 4, 2, 32, 384, rope=Rope(1e4), **family)
-    assert inputs.of_model(model) == digest  # of the program at 20b0e0a
+    assert model_digest(model) == digest  # of the program at 20b0e0a

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from rpg_jax.runs.profiling import CompilationCounter, chosen_steps, watched
+from rpg_jax.runs.session import CompilationCounter, chosen_steps, watched
 
 
 def test_one_step_or_a_range_is_traced():

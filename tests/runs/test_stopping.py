@@ -9,12 +9,12 @@ import time
 
 import pytest
 
-from rpg_jax.runs import stopping
-from rpg_jax.runs.stopping import StopRequest, watch_machine, watch_preemption
+from rpg_jax.runs import processes
+from rpg_jax.runs.processes import StopRequest, watch_machine, watch_preemption
 
 SCRIPT = """
 import sys, time
-from rpg_jax.runs.stopping import StopRequest
+from rpg_jax.runs.processes import StopRequest
 stop = StopRequest(float(sys.argv[1]), lambda: print("the checkpoint of step 4 stands", flush=True))
 with stop.listening():
     print("listening", flush=True)
@@ -30,7 +30,7 @@ with stop.listening():
 
 ELSEWHERE = """
 import signal, threading
-from rpg_jax.runs.stopping import StopRequest
+from rpg_jax.runs.processes import StopRequest
 threading.Thread(target=threading.Event().wait, daemon=True).start()
 with StopRequest(30, lambda: None).listening() as stop:
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
@@ -42,7 +42,7 @@ with StopRequest(30, lambda: None).listening() as stop:
 
 ENTERING = """
 import signal
-from rpg_jax.runs.stopping import StopRequest
+from rpg_jax.runs.processes import StopRequest
 install = signal.signal
 def install_and_get(number, handler):
     previous = install(number, handler)
@@ -58,7 +58,7 @@ with StopRequest(30, lambda: None).listening() as stop:
 
 TOGETHER = """
 import signal, time
-from rpg_jax.runs.stopping import StopRequest
+from rpg_jax.runs.processes import StopRequest
 with StopRequest(30, lambda: None).listening() as stop:
     stop.request()  # a preemption notice
     signal.raise_signal(signal.SIGTERM)
@@ -70,7 +70,7 @@ with StopRequest(30, lambda: None).listening() as stop:
 
 MUTE = """
 import threading
-from rpg_jax.runs.stopping import StopRequest
+from rpg_jax.runs.processes import StopRequest
 StopRequest(0.1, threading.Event().wait).request()
 threading.Event().wait(60)
 """
@@ -125,9 +125,9 @@ def test_last_words_that_hang_do_not_keep_the_process():
 
 def test_the_notice_is_awaited_on_a_tpu_vm_unless_the_address_is_empty(monkeypatch):
     asked, stop = [], StopRequest(60, lambda: None)
-    monkeypatch.setattr(stopping, "watch_preemption", lambda url, stop: asked.append(url))
+    monkeypatch.setattr(processes, "watch_preemption", lambda url, stop: asked.append(url))
     watch_machine("on a CPU", stop)
-    monkeypatch.setattr(stopping.jax, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(processes.jax, "default_backend", lambda: "tpu")
     watch_machine("", stop)
     watch_machine("on a TPU", stop)
     assert asked == ["on a TPU"]

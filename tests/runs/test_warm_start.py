@@ -11,11 +11,11 @@ import pytest
 from rpg_jax import data
 from rpg_jax.data import Problem
 from rpg_jax.runs.experiment import make_scorer, open_experiment
+from rpg_jax.runs.learner import init_params
 from rpg_jax.runs.problems import Task
 from rpg_jax.runs.resolve import resolve
 from rpg_jax.runs.supervised import Demonstrations, examples_of, packed, supervised_config
 from rpg_jax.runs.warm_start import cache_key, warm_started
-from rpg_jax.runs.weights import init_params
 from tests.end_to_end import micro
 
 

@@ -4,12 +4,12 @@ import faulthandler
 import subprocess
 import sys
 
-from rpg_jax.runs.stopping import STALLED, Watchdog
+from rpg_jax.runs.processes import STALLED, Watchdog
 from rpg_jax.training.heartbeat import beat
 
 SCRIPT = """
 import pathlib, sys, threading
-from rpg_jax.runs.stopping import Watchdog
+from rpg_jax.runs.processes import Watchdog
 from rpg_jax.training.heartbeat import beat
 
 def waits_for_what_never_comes():

@@ -4,8 +4,8 @@ import jax
 import pytest
 
 from configs import tiny
+from rpg_jax.runs.learner import init_params, no_params
 from rpg_jax.runs.memory import fitting_layout
-from rpg_jax.runs.weights import init_params, no_params
 
 
 def test_the_weights_of_a_resumed_run_are_not_read_from_the_model_too():
