@@ -197,12 +197,15 @@ def row_shape(config: ConfigDict) -> data.RowShape:
 
 
 def packing_shape(layout: Layout) -> data.RowShape:
-    """`row_shape`, where completions in packed rows share their prompt's tokens.
+    """`row_shape`, where completions in packed rows share their prompt's tokens."""
+    shape = row_shape(layout.config)
+    return shape._replace(shared=shape.packed and shares_prompts(layout))
 
-    The attention kernel for TPUs takes no such rows: there every completion has its prompt before it.
-    """
-    shape, [device, *_] = row_shape(layout.config), layout.mesh.devices.flat
-    return shape._replace(shared=shape.packed and device.platform != "tpu")
+
+def shares_prompts(layout: Layout) -> bool:
+    """Whether completions of a row may share a prompt. Not on TPUs: their attention kernel takes no such rows."""
+    [device, *_] = layout.mesh.devices.flat
+    return device.platform != "tpu"
 
 
 def rows_per_update(config: ConfigDict) -> int:

@@ -19,6 +19,7 @@ from rpg_jax.models import lora
 from rpg_jax.rollout import Request
 from rpg_jax.runs import cli, config_files, run_folder
 from rpg_jax.runs.experiment import Experiment, check_inputs, make_rollout, open_experiment
+from rpg_jax.runs.layout import Layout, shares_prompts
 from rpg_jax.runs.learner import (
     first_adapters,
     init_params,
@@ -54,20 +55,28 @@ class Sample(NamedTuple):
 
 
 _ROWS = 4  # of a device in one pass of `Policy.logprobs`
+_ROW = 512  # tokens of a row that several completions share, unless one alone needs more
 _MULTIPLE = 128  # of the tokens of a row: few shapes are compiled, and every kernel takes them
 
 
-def _rounded(tokens: int) -> int:
-    return -(-tokens // _MULTIPLE) * _MULTIPLE
-
-
-@dataclasses.dataclass(frozen=True)
-class _Pair:
-    """A prompt with its completion, as `data.pack` takes them."""
+class _Scored(NamedTuple):
+    """A prompt with its completions, as `data.pack` takes them."""
 
     prompt: np.ndarray
-    completions: Sequence[Completion]
-    counted: tuple[bool, ...] = (True,)
+    completions: list[Completion]
+
+    @property
+    def counted(self) -> Sequence[bool]:
+        return [True] * len(self.completions)
+
+
+def _shape(groups: Sequence[_Scored], layout: Layout) -> data.RowShape:
+    """Rows for `Policy.logprobs`: completions share a row and their prompt where the device can."""
+    one = max(len(g.prompt) + len(c.tokens) for g in groups for c in g.completions)
+    group = max(len(g.prompt) + sum(len(c.tokens) for c in g.completions) for g in groups)
+    shared = group > one and shares_prompts(layout)
+    length = -(-(max(one, min(group, _ROW)) if shared else one) // _MULTIPLE) * _MULTIPLE
+    return data.RowShape(_ROWS * layout.mesh.size, length, length, packed=shared, shared=shared)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +178,7 @@ class Policy:
         """log π(token | prompt, tokens before it) of every token of `completions[i]` after `prompts[i]`, f32[n], nats.
 
         A completion is a text, a `Sample` or token ids. A text has no stop token at its end. Training computes the
-        same numbers, at its own temperature.
+        same numbers, at its own temperature. Completions that follow each other and have one prompt share its work.
 
         Raises:
           ValueError: the two lists differ in length, a prompt is too long, or a completion has no token, or a token
@@ -178,7 +187,7 @@ class Policy:
         if len(prompts) != len(completions):
             raise ValueError(f"{len(prompts)} prompts and {len(completions)} completions: give one prompt for each")
         layout, tokenizer = self.experiment.layout, self.experiment.tokenizer
-        pairs = []
+        scored: list[_Scored] = []
         for i, (prompt, given) in enumerate(zip(self.encode(prompts), completions, strict=True)):
             ids = tokenizer.encode(given) if isinstance(given, str) else given
             tokens = np.asarray(ids.tokens if isinstance(ids, Sample) else ids, np.int32)
@@ -186,18 +195,17 @@ class Policy:
                 raise ValueError(f"completion {i} has no token; its shape is {tokens.shape}")
             if tokens.min() < 0 or tokens.max() >= layout.model.vocab_size:
                 raise ValueError(f"completion {i} has a token outside 0..{layout.model.vocab_size - 1}")
-            pairs.append(_Pair(prompt, [Completion(tokens, np.zeros(len(tokens), np.float32), "stop", 0)]))
-        if not pairs:
+            if not scored or prompts[i] != prompts[i - 1]:
+                scored.append(_Scored(prompt, []))
+            scored[-1].completions.append(Completion(tokens, np.zeros(len(tokens), np.float32), "stop", 0))
+        if not scored:
             return []
-        length = max(len(p.prompt) + len(p.completions[0].tokens) for p in pairs)
-        longest = max(len(p.completions[0].tokens) for p in pairs)
-        shape = data.RowShape(_ROWS * layout.mesh.size, _rounded(length), _rounded(longest))
-        packed = data.pack(pairs, shape, pad_id=tokenizer.pad_id, sharding=layout.row_sharding)
+        packed = data.pack(scored, _shape(scored, layout), pad_id=tokenizer.pad_id, sharding=layout.row_sharding)
         with layout.activate():
             learner, objective = make_learner(layout, supervised=True), policy_objective(layout.config)
             programs = learner_programs(layout, learner, objective, temperature=temperature)
             found = [programs.logprobs(self.params, batch.rows)[0] for batch in packed.batches]
-        return [own[0] for own in packed.packing.gather(found)]
+        return [own for group in packed.packing.gather(found) for own in group]
 
     def encode(self, prompts: Sequence[str]) -> list[np.ndarray]:
         """The token ids i32[n] of each prompt, inside the chat template.
