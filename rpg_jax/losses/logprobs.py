@@ -20,6 +20,7 @@ from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 Axes = tuple[str, ...]
 
+_SCALAR = PartitionSpec()
 _ABSENT = -1e30  # the logit of an entry that pads the vocabulary: finite, so that no difference of two is NaN
 
 
@@ -45,6 +46,7 @@ def token_logprobs(
     chunk_size: int = 256,
     entropy: bool = False,
     cut: Cut | None = None,
+    used: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
     """log softmax(hidden @ headᵀ / temperature)[targets], and the entropy of that distribution.
 
@@ -57,6 +59,8 @@ def token_logprobs(
         axes stay whole, so that a batch axis keeps its sharding.
       entropy: also return the entropy, nats. It costs nothing unless requested.
       cut: how the arrays lie on a mesh; hidden is then [B, T, D].
+      used: i32[], the number of leading positions of the T axis whose numbers are wanted. Chunks after these positions
+        are not computed: their outputs are 0, and so are their gradients. None computes all of them.
 
     Returns:
       log-probabilities f32[..., T], nats (f64 for f64 inputs), and entropy f32[..., T] or None.
@@ -78,17 +82,17 @@ def token_logprobs(
         raise ValueError(f"chunk_size must be >= 1 position, got {chunk_size}")
     if cut is not None and (hidden.ndim != 3 or not set(cut.width) <= set(cut.rows)):
         raise ValueError(f"a cut needs hidden [B, T, D] and its width axes among its rows: got {hidden.shape}, {cut}")
-    logprobs, entropies = _token_logprobs(hidden, head, targets, float(temperature), chunk_size, entropy, cut)
+    logprobs, entropies = _token_logprobs(hidden, head, targets, used, float(temperature), chunk_size, entropy, cut)
     return logprobs, entropies if entropy else None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4, 5, 6))
-def _token_logprobs(hidden, head, targets, temperature, chunk_size, entropy, cut):
-    return _forward(hidden, head, targets, temperature, chunk_size, entropy, cut)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
+def _token_logprobs(hidden, head, targets, used, temperature, chunk_size, entropy, cut):
+    return _forward(hidden, head, targets, used, temperature, chunk_size, entropy, cut)[0]
 
 
-def _forward(hidden, head, targets, temperature, chunk_size, entropy, cut):
-    def local(hidden, head, targets):
+def _forward(hidden, head, targets, used, temperature, chunk_size, entropy, cut):
+    def local(hidden, head, targets, used):
         words, first, entries = _vocab_shard(head, cut)
         chunks = max(1, -(-targets.shape[-1] // chunk_size))
 
@@ -105,20 +109,20 @@ def _forward(hidden, head, targets, temperature, chunk_size, entropy, cut):
             mean = _psum((jnp.exp(logits - normalizer[..., None]) * logits).sum(-1), cut)
             return None, (_shard(logprobs, cut), _shard(normalizer, cut), _shard(normalizer - mean, cut))
 
-        _, outputs = lax.scan(chunk, None, (_split(hidden, chunks, -2), _split(targets, chunks, -1)))
+        _, outputs = _scan(chunk, None, (_split(hidden, chunks, -2), _split(targets, chunks, -1)), used)
         return jax.tree.map(lambda x: _join(x, targets.shape), outputs)
 
     specs = _specs(cut)
     outputs = (specs[2], specs[2], specs[2] if entropy else None)
-    logprobs, normalizer, entropies = _on_mesh(local, cut, specs, outputs)(hidden, head, targets)
-    return (logprobs, entropies), (hidden, head, targets, normalizer, entropies)
+    logprobs, normalizer, entropies = _on_mesh(local, cut, (*specs, _SCALAR), outputs)(hidden, head, targets, used)
+    return (logprobs, entropies), (hidden, head, targets, used, normalizer, entropies)
 
 
 def _backward(temperature, chunk_size, entropy, cut, residuals, cotangents):
-    hidden, head, targets, normalizer, entropies = residuals
+    hidden, head, targets, used, normalizer, entropies = residuals
     accumulate = _accumulator(hidden, head)
 
-    def local(hidden, head, *per_token):
+    def local(hidden, head, used, *per_token):
         words, first, entries = _vocab_shard(head, cut)
         chunks = max(1, -(-hidden.shape[-2] // chunk_size))
 
@@ -138,7 +142,7 @@ def _backward(temperature, chunk_size, entropy, cut, residuals, cotangents):
             return words_gradient + g_words, _reduce_scatter(g_hidden, cut).astype(hidden.dtype)
 
         xs = (_split(hidden, chunks, -2), *jax.tree.map(lambda x: _split(x, chunks, -1), per_token))
-        g_words, g_hidden = lax.scan(chunk, jnp.zeros(words.shape, accumulate), xs)
+        g_words, g_hidden = _scan(chunk, jnp.zeros(words.shape, accumulate), xs, used)
         g_words = _psum_tokens(g_words, cut).astype(head.dtype)
         # A barrier on both: without it, XLA:TPU keeps the head's sum in f32 until the gradients of all layers are done.
         g_hidden, g_words = lax.optimization_barrier((g_hidden, g_words))
@@ -147,9 +151,9 @@ def _backward(temperature, chunk_size, entropy, cut, residuals, cotangents):
     g_logprobs, g_entropies = cotangents
     per_token = (targets, normalizer, entropies, g_logprobs, g_entropies if entropy else None)
     *outputs, spec = _specs(cut)
-    inputs = (*outputs, *jax.tree.map(lambda _: spec, per_token))
-    gradients = _on_mesh(local, cut, inputs, tuple(outputs))(hidden, head, *per_token)
-    return *gradients, None
+    inputs = (*outputs, _SCALAR, *jax.tree.map(lambda _: spec, per_token))
+    gradients = _on_mesh(local, cut, inputs, tuple(outputs))(hidden, head, used, *per_token)
+    return *gradients, None, None
 
 
 _token_logprobs.defvjp(_forward, _backward)
@@ -165,6 +169,23 @@ def _logits(hidden, words, temperature, entries):
     if isinstance(entries, int) and entries == words.shape[0]:
         return logits
     return jnp.where(lax.broadcasted_iota(jnp.int32, logits.shape, logits.ndim - 1) < entries, logits, _ABSENT)
+
+
+def _scan(chunk, carry, xs, used):
+    """`lax.scan(chunk, carry, xs)`, without the chunks that hold none of the first `used` positions."""
+    chunks, size = jax.tree.leaves(xs)[-1].shape[0], jax.tree.leaves(xs)[-1].shape[-1]
+    if used is None or chunks == 1:
+        return lax.scan(chunk, carry, xs)
+
+    def body(i, state):
+        carry, outputs = state
+        carry, own = chunk(carry, jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), xs))
+        return carry, jax.tree.map(lambda all_, x: lax.dynamic_update_index_in_dim(all_, x, i, 0), outputs, own)
+
+    first = jax.tree.map(lambda x: x[0], xs)
+    shapes = jax.eval_shape(chunk, carry, first)[1]
+    outputs = jax.tree.map(lambda x: jnp.zeros((chunks, *x.shape), x.dtype), shapes)
+    return lax.fori_loop(0, jnp.minimum(-(-used // size), chunks), body, (carry, outputs))
 
 
 # Arrays on a mesh. Tokens are [rows, chunk, ...] on one device and [devices, rows, chunk, ...] after `_all_gather`.

@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from rpg_jax import losses
-from rpg_jax.models.logical import constrain, mesh_axes
+from rpg_jax.models.logical import constrain, mesh_axes, platform
 from rpg_jax.types import Rows
 
-# A device holds the logits of this many completion tokens at once. With a small vocabulary it holds more tokens, up to
-# this many logits (16 MB in f32).
+# A device holds the logits of this many completion tokens at once; a CPU holds half as many, which is as fast. With a
+# small vocabulary a device holds more tokens, up to this many logits (16 MB in f32).
 _CHUNK, _LOGITS = 256, 1 << 22
 
 
@@ -51,14 +51,22 @@ def _predictors(hidden: jax.Array, rows: Rows) -> jax.Array:
 def token_logprobs(
     model: Any, hidden: jax.Array, rows: Rows, temperature: float, entropy: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """`policy_logprobs` of the hidden states of `completion_hidden`."""
-    head, local_rows = model.head(), rows.targets.shape[0]
+    """`policy_logprobs` of the hidden states of `completion_hidden`.
+
+    The head skips the columns after the last completion of the fullest row: shared prompts leave a row fewer completion
+    tokens than its length. On TPUs the head takes all columns, so that the compiler knows the cost of its loop.
+    """
+    head, local_rows, used, tokens = model.head(), rows.targets.shape[0], None, _CHUNK
+    if platform() != "tpu":
+        used = jnp.sum(jnp.any(rows.completion_ids > 0, axis=0), dtype=jnp.int32)
+    if platform() == "cpu":
+        tokens //= 2
     if cut := _cut(*rows.targets.shape):
         hidden = constrain(hidden, "batch", None, None)
         local_rows //= math.prod(cut.mesh.shape[axis] for axis in cut.rows)
-    chunk = max(1, max(_CHUNK, _LOGITS // head.shape[0]) // local_rows)
-    options: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "cut": cut, "chunk_size": chunk}
-    return losses.token_logprobs(hidden, head, rows.targets, **options)
+    chunk = max(1, max(tokens, _LOGITS // head.shape[0]) // local_rows)
+    options: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "cut": cut, "used": used}
+    return losses.token_logprobs(hidden, head, rows.targets, **options, chunk_size=chunk)
 
 
 def _cut(rows: int, positions: int) -> losses.Cut | None:

@@ -153,6 +153,34 @@ def test_a_cut_gives_the_numbers_of_one_device(axes):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12), found, expected)
 
 
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("used", [0, 1, 3, 6])
+@pytest.mark.parametrize("axes", [None, CUTS["vocabulary and width"], CUTS["positions"]], ids=["one", "cut", "split"])
+def test_positions_that_nobody_uses_are_skipped_and_change_no_other_number(axes, used):
+    cut = axes and Cut(Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("x", "y")), **axes)
+    hidden, head, targets = cut_inputs(jnp.float64)
+    wanted = jnp.arange(6) < used
+
+    def step(used):
+        def loss(hidden, head):
+            options = dict(temperature=0.7, chunk_size=2, entropy=True, cut=cut, used=used)
+            outputs = token_logprobs(hidden, head, targets, **options)
+            return sum(jnp.sum(jnp.where(wanted, x, 0) * jnp.cos(jnp.arange(6))) for x in outputs), outputs
+
+        return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))(hidden, head)
+
+    ((total, outputs), gradients), ((whole, all_outputs), expected) = step(jnp.int32(used)), step(None)
+    np.testing.assert_allclose(total, whole, rtol=0, atol=1e-12)
+    cut_off = [tuple(x[:, :used] for x in own) for own in (outputs, all_outputs)]
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12),
+        [gradients, cut_off[0]],
+        [expected, cut_off[1]],
+    )
+    if cut is None:
+        assert not np.any(outputs[0][:, -(-used // 2) * 2 :]) and np.all(outputs[0][:, :used])
+
+
 def test_a_cut_never_gathers_the_head_nor_exchanges_its_gradient_twice():
     cut = Cut(Mesh(np.array(jax.devices()[:8]), ("x",)), rows=("x",), width=("x",))
     hidden, head, targets = cut_inputs()

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import rpg_jax.training.policy_logprobs as module
 from rpg_jax import losses, models
 from rpg_jax.data import RowShape, pack
 from rpg_jax.training.policy_logprobs import completion_hidden, policy_logprobs
@@ -44,8 +45,14 @@ def prompted(rng, prompt, lengths):
     return Prompted(rng.integers(1, 50, prompt).astype(np.int32), completions, [True] * len(lengths))
 
 
+@pytest.mark.parametrize("logits", [1 << 22, 1], ids=["whole", "chunks"])
 @pytest.mark.parametrize("family", [{"qkv_bias": True}, {"qk_norm": True}], ids=["biases", "norms"])
-def test_completions_that_share_a_prompt_have_the_logprobs_and_the_gradients_of_completions_apart(family):
+def test_completions_that_share_a_prompt_have_the_logprobs_and_the_gradients_of_completions_apart(
+    family, logits, monkeypatch
+):
+    """In chunks of 8 tokens the head also skips the columns that no completion fills."""
+    monkeypatch.setattr(module, "_LOGITS", logits)
+    monkeypatch.setattr(module, "_CHUNK", 16)
     config = models.DecoderConfig(
         vocab_size=64,
         num_layers=2,
