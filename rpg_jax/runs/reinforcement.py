@@ -97,6 +97,7 @@ def make_trainer(
         note_start(folder.files, weights_checksum(params if base is None else base.weights))
     journal = checkpointing.group_journal(experiment.layout)
     algorithm = make_algorithm(experiment, learner, own, scorer, folder, base, journal)
+    algorithm = dataclasses.replace(algorithm, fault=guard.fault)
     closing.callback(algorithm.collector.close)
     held_out = HeldOut(
         experiment.task.held_out,

@@ -190,12 +190,12 @@ class Session:
 
     def _after(self, step: Step, progress: Progress) -> int | None:
         """Logs, saves and evaluates a step; returns the signal that ends the run, if there is one."""
-        self.now, guard = step, self.trainer.guard
+        self.now = step
         self.log.append_samples(step.number, step.groups)
-        if fault := guard.fault(step.number, step.metrics, step.updates):
+        if step.fault is not None:
             self.log.append(step)
-            raise cli.RunLost(fault)
-        if warning := guard.warning(step.number, step.metrics):
+            raise cli.RunLost(step.fault)
+        if warning := self.trainer.guard.warning(step.number, step.metrics):
             progress.note(warning)
         stopped = self.stop.agreed()
         evaluates, saves = self._is_due(self.config.evaluation.every), self._is_due(self.config.checkpoint.every)

@@ -110,7 +110,7 @@ class SupervisedTrainer:
         seconds = time.perf_counter() - began
         values |= {"learning_rate": rate, "epoch": self.batches.epoch, "seconds": seconds}
         values |= {"tokens_per_second": tokens / seconds, **host_metrics()}
-        return Step(number, state, values, [values])
+        return Step(number, state, values, [values], fault=self.guard.fault(number, values, [values]))
 
     def evaluate(self, state: TrainState, number: int) -> dict[str, float]:
         """The loss on held-out demonstrations, and scores where problems have answers."""

@@ -44,6 +44,8 @@ class Algorithm:
       routing: measures the routers of a mixture of experts; None without experts.
       after_updates: called with the step's number, batch and state while the batch exists; None for no call.
       is_recorded: whether `after_updates` reads the batch of a step.
+      fault: (number, metrics, metrics of each update) -> the reason to stop the run after this step, or None; see
+        `measures.Guard`. It is asked before the rollout gets the weights.
     """
 
     collector: Collector
@@ -59,6 +61,7 @@ class Algorithm:
     after_updates: Callable[[int, Packed, TrainState], None] | None = None
     is_recorded: Callable[[int], bool] = lambda step: True
     routing: Routing | None = None
+    fault: Callable[[int, Mapping[str, float], Sequence[Mapping[str, float]]], str | None] = lambda *_: None
 
     def logprobs(self, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         """Log-probs and entropies f32[B, C] of a micro-batch, and its experts [B, C, L, k]."""
@@ -76,6 +79,7 @@ class Step:
       metrics: of the step, by name; those of an evaluation too, if one followed the step.
       updates: the metrics of each optimizer update of the step.
       groups: the groups of completions that the step generated.
+      fault: the reason to stop the run after this step; the rollout did not get its weights. None if there is none.
     """
 
     number: int
@@ -83,6 +87,7 @@ class Step:
     metrics: Mapping[str, float]
     updates: Sequence[Mapping[str, float]] = ()
     groups: Sequence[Group] = ()
+    fault: str | None = None
 
 
 def take_step(a: Algorithm, state: TrainState, number: int) -> Step:
@@ -109,10 +114,13 @@ def take_step(a: Algorithm, state: TrainState, number: int) -> Step:
         a.after_updates(number, batch, state)
         clock.lap("rollout_files")
 
-    a.collector.publish(state.params, int(state.updates))
-    clock.lap("sync")
-    metrics = step_metrics(totals | measured, sampled, state, a.reference, clock)
-    return Step(number, state, metrics, updates, sampled.collected.generated)
+    totals |= measured
+    fault = a.fault(number, losses.divided(totals), updates)
+    if fault is None:
+        a.collector.publish(state.params, int(state.updates))
+        clock.lap("sync")
+    metrics = step_metrics(totals, sampled, state, a.reference, clock)
+    return Step(number, state, metrics, updates, sampled.collected.generated, fault)
 
 
 def add_reference(a: Algorithm, batch: Packed, state: TrainState) -> Packed:

@@ -41,3 +41,16 @@ def test_a_step_of_one_update_needs_no_pass_before_the_update(method, rows, tmp_
     assert files[0] == files[1] == ["000001.npz", "000002.npz"]
     read = [np.load(tmp_path / name / "r/rollouts/000002.npz")["tokens"] for name in ("on", "before")]
     np.testing.assert_allclose(*read, rtol=0, atol=1e-3)
+
+
+@pytest.mark.slow
+def test_a_step_without_a_pass_before_it_publishes_no_weights_of_a_sampler_that_is_not_the_policy(
+    tmp_path, monkeypatch
+):
+    published = []
+    monkeypatch.setattr(
+        "rpg_jax.training.collect.Collector.publish", lambda self, params, version: published.append(version)
+    )
+    with pytest.raises(RuntimeError, match="sampler and trainer disagree"):
+        trained(tmp_path, **{"rollout.max_sampler_gap": 1e-12, "log.rollouts_every": 0})
+    assert not published

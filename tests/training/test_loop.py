@@ -279,3 +279,17 @@ def test_a_step_is_recorded_with_its_updates_and_its_groups(parts, tmp_path):
     loop = make_loop(parts, tmp_path, dynamic=None, batch_size=2)
     step = take_step(loop.algorithm, loop.state, 3)
     assert (step.number, int(step.state.updates), len(step.updates), len(step.groups)) == (3, 2, 2, 2)
+
+
+@pytest.mark.parametrize("fault", [None, "sampler and trainer disagree"])
+def test_the_rollout_gets_the_weights_of_a_step_after_the_guard_has_let_it_pass(parts, tmp_path, fault):
+    asked, loop = [], None
+
+    def guard(number, values, updates):
+        asked.append((number, values["sampler_gap"], len(updates), loop.algorithm.collector._rollout.version))
+        return fault
+
+    loop = make_loop(parts, tmp_path, dynamic=None, batch_size=2, fault=guard)
+    step = loop.run_step()
+    assert step.fault == fault and asked == [(1, step.metrics["sampler_gap"], 2, 0)] and asked[0][1] > 0
+    assert loop.algorithm.collector._rollout.version == (2 if fault is None else 0)
