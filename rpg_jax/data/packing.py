@@ -225,36 +225,34 @@ def _shared_rows(groups: Sequence[Packable], chosen: Sequence[int], shape: RowSh
             )
     if not shape.packed:
         return [[member] for member in members]
+    units = [[member] for member in members]
     if shape.shared:
-        return _rows_of_groups(groups, chosen, shape)
-    rows: list[_Members] = []
-    room: list[int] = []
-    for member in sorted(members, key=lambda member: -sizes[member]):
-        row = next((i for i, left in enumerate(room) if left >= sizes[member]), len(rows))
-        if row == len(rows):
-            rows.append([])
-            room.append(shape.length)
-        rows[row].append(member)
-        room[row] -= sizes[member]
-    return rows
+        units = [[(p, g) for g in range(len(groups[p].completions))] for p in chosen if groups[p].completions]
+    return _first_fit(units, groups, shape.length)
 
 
-def _rows_of_groups(groups: Sequence[Packable], chosen: Sequence[int], shape: RowShape) -> list[_Members]:
-    """Groups by row, each with its prompt once: first-fit decreasing. Only a group that no row can hold is split."""
+def _first_fit(units: Sequence[_Members], groups: Sequence[Packable], length: int) -> list[_Members]:
+    """Completions that share a prompt by row, with the prompt once, the longest unit first.
+
+    Each unit goes into the first row with room. Only a unit that no row can hold is split, its longest completions first.
+    """
     rows: list[_Members] = []
     room: list[int] = []
-    lengths = {p: [len(c.tokens) for c in groups[p].completions] for p in chosen}
-    for p in sorted(chosen, key=lambda p: -len(groups[p].prompt) - sum(lengths[p])):
-        rest = sorted(range(len(lengths[p])), key=lambda g: -lengths[p][g])
+
+    def ends(unit: _Members) -> np.ndarray:
+        return np.cumsum([len(groups[p].completions[g].tokens) for p, g in unit]) + len(groups[unit[0][0]].prompt)
+
+    for unit in sorted(units, key=lambda unit: -ends(unit)[-1]):
+        rest = sorted(unit, key=lambda member: -len(groups[member[0]].completions[member[1]].tokens))
         while rest:
-            ends = np.cumsum([lengths[p][g] for g in rest]) + len(groups[p].prompt)
-            row, count = next((i for i, left in enumerate(room) if left >= ends[-1]), len(rows)), len(rest)
+            sizes, count = ends(rest), len(rest)
+            row = next((i for i, left in enumerate(room) if left >= sizes[-1]), len(rows))
             if row == len(rows):
                 rows.append([])
-                room.append(shape.length)
-                count = int(np.searchsorted(ends, shape.length, side="right"))
-            rows[row] += [(p, g) for g in rest[:count]]
-            room[row] -= int(ends[count - 1])
+                room.append(length)
+                count = int(np.searchsorted(sizes, length, side="right"))
+            rows[row] += rest[:count]
+            room[row] -= int(sizes[count - 1])
             rest = rest[count:]
     return rows
 
