@@ -234,7 +234,7 @@ def _shared_rows(groups: Sequence[Packable], chosen: Sequence[int], shape: RowSh
 def _first_fit(units: Sequence[_Members], groups: Sequence[Packable], length: int) -> list[_Members]:
     """Completions that share a prompt by row, with the prompt once, the longest unit first.
 
-    Each unit goes into the first row with room. Only a unit that no row can hold is split: the longest completion first.
+    Each unit goes into the first row with room. A unit that no row can hold is split: its longest completions first.
     """
     rows: list[_Members] = []
     room: list[int] = []
