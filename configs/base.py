@@ -24,8 +24,10 @@ FIELDS = Section(
         name=Field(optional(str), "The run's folder in run.dir. A run of the same name is continued. Unset: made of "
             "config file, method, the other overrides and seed, as tiny-grpo-lr3e-4-seed1."),
         overwrite=Field(False, "Start again: an earlier run of this name is moved to run.dir/replaced."),
-        compilation_cache=Field("runs/compilation_cache", "The folder that keeps compiled programs between runs. "
-            'JAX_COMPILATION_CACHE_DIR takes precedence. "" keeps none.'),
+        accept_changes=Field(False, "Go on although data, tokenizer, model or code of your own has changed since the "
+            "run began. The new content counts from then on."),
+        compilation_cache=Field(optional(str), "The folder that keeps compiled programs between runs. Unset: "
+            '~/.cache/rpg_jax/compiled. JAX_COMPILATION_CACHE_DIR takes precedence. "" keeps none.'),
         platform=Field(optional(str), "tpu, gpu or cpu; the run stops where there is none. Unset: what JAX finds."),
         stop_seconds=Field(25.0, "The longest time from SIGTERM or a preemption notice to the end of the process. An "
             "unfinished step is done again from the last checkpoint, with the groups of checkpoint.journal_gib; where "
@@ -416,8 +418,6 @@ FIELDS = Section(
         tracker=Field("", "Where metrics go too: tensorboard, wandb, mlflow or trackio, or several, separated by "
             "commas. Each needs its package: pip install tensorboardX, wandb, mlflow or trackio."),
         project=Field("rpg_jax", "The project (wandb, trackio) or experiment (mlflow) of the run."),
-        wandb_mode=Field("online", "wandb: online sends to the server; offline writes files into the run folder, to be "
-            "synced later; disabled does neither.", choices=("online", "offline", "disabled")),
     ),
 )
 # fmt: on
@@ -454,6 +454,7 @@ _GONE = {
     "servers.key_variable": "put the key into the variable RPG_JAX_SERVERS_KEY",
     "dynamic_sampling.on_shortage": "too few groups make a smaller batch",
     "log.rollouts_groups": "a record has 8 groups",
+    "log.wandb_mode": "set the variable WANDB_MODE to offline or disabled",
     "log.routing_every": "log.rollouts_every chooses these steps too",
     "log.max_nonfinite_updates": "a run stops after 10 non-finite updates in a row",
 }

@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--max_tokens", type=count, help="of a completion; default: rollout.max_tokens")
     parser.add_argument("--seed", type=int, help="of the completions; default: the config's")
     parser.add_argument("--out", help="folder to write; default: a folder of its own beside the run")
+    parser.add_switch("trust", default=False, help=cli.TRUST)
     return cli.run(evaluate, parser, argv)
 
 
@@ -82,6 +83,7 @@ def of_run(options: argparse.Namespace) -> int:
     from rpg_jax.runs import evaluation, policy, run_folder
 
     how: dict[str, Any] = {"changes": changes(options), "held_out": True, "weights": options.server is None}
+    how["trust"] = options.trust
     with run_folder.opened(options.run) as home:
         if options.steps is None:
             opened = policy.of_run(home, options.step, **how)

@@ -22,6 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--temperature", type=float, default=1.0, help="0 is greedy (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument("--step", type=int, help="checkpoint (default: the last)")
+    parser.add_switch("trust", default=False, help=cli.TRUST)
     return cli.run(sample, parser, argv)
 
 
@@ -47,7 +48,8 @@ def chat(options: argparse.Namespace, loaded: config_files.Loaded | None) -> Non
         raise ValueError("--chat needs --run=runs/NAME or --config=FILE, and not both")
     from rpg_jax.runs import chatting  # loads JAX
 
-    chatting.chat(options.run, loaded and loaded.config, options.step, options.temperature, options.seed)
+    asked = options.step, options.temperature, options.seed
+    chatting.chat(options.run, loaded and loaded.config, *asked, trust=options.trust)
 
 
 if __name__ == "__main__":

@@ -120,10 +120,9 @@ def trackers_work(job: Job, log: dict) -> Iterator[str]:
         yield f"workers install {' and '.join(asked)} as well"
     if asked and job.tpu.internal_ips:
         yield "workers without external addresses reach the package index only through Cloud NAT or a mirror"
-    if "wandb" in asked and log["wandb_mode"] == "online" and "WANDB_API_KEY" not in dict(job.secrets):
+    if "wandb" in asked and "WANDB_API_KEY" not in dict(job.secrets):
         raise LaunchError(
-            "log.tracker=wandb needs a key on the workers",
-            "pass --secret=WANDB_API_KEY=name-in-secret-manager, or --config.log.wandb_mode=offline",
+            "log.tracker=wandb needs a key on the workers", "pass --secret=WANDB_API_KEY=name-in-secret-manager"
         )
 
 

@@ -118,7 +118,6 @@ class Declaration:
 
 ENVIRONMENTS: dict[str, Declaration] = {
     "tools": Declaration("rpg_jax.environments.tools:ToolUse"),
-    "verifiers": Declaration("rpg_jax.environments.verifiers_library:Verifiers", pooled=False),
 }
 
 

@@ -26,7 +26,7 @@ from rpg_jax.reproduction.results import Results
 from rpg_jax.reproduction.table import PlannedRun, Table
 from rpg_jax.reproduction.tables import TABLES
 from rpg_jax.reproduction.workers import Task, cores, run_tasks
-from rpg_jax.runs import config_files, resolve, train_command
+from rpg_jax.runs import config_files, resolve, run_folder, train_command
 from rpg_jax.storage import write_atomically
 
 SEEDS, QUICK_SEEDS, QUICK_STEPS = 5, 2, 20
@@ -177,6 +177,17 @@ def progress_of(plan: PlannedRun, out: Path) -> tuple[int, bool]:
     return steps, bool(records) and steps == read_config(folder)["train"]["steps"] and (folder / "summary.md").exists()
 
 
+def check_config(plan: PlannedRun, out: Path, extra: Sequence[str]) -> None:
+    """Raises ValueError, which names the fields, if the run of `plan` has another config than its file has today."""
+    if there := read_config(out / "runs" / plan.name):
+        config = config_files.load(plan.config, arguments(plan, out, extra)[1:]).config
+        if differing := run_folder.differing(there, run_folder.as_json(resolve.with_method(config))):
+            raise ValueError(
+                f"{out / 'runs' / plan.name} is of another config: {differing}. Undo the change of {plan.config}, or "
+                "choose another --out"
+            )
+
+
 def steps_of(planned: Sequence[PlannedRun], out: Path) -> int:
     """Steps of one run of this table; 0 before the first run has started."""
     configs = (read_config(out / "runs" / plan.name) for plan in planned)
@@ -247,12 +258,15 @@ def train_runs(
     the same call continues them.
 
     Raises:
-      ValueError: `out` has runs with other overrides than `extra`, or another command is at work in it.
+      ValueError: `out` has runs with other overrides than `extra`, or of another config than `planned`, or another
+        command is at work in it.
       KeyboardInterrupt, SystemExit: a signal stopped the runs.
     """
     check_overrides(out, extra)
     with locked(out) as lock:
         (out / "logs").mkdir(parents=True, exist_ok=True)
+        for plan in planned:
+            check_config(plan, out, extra)
         progress = {plan.name: progress_of(plan, out) for plan in planned}
         plans = {plan.name: plan for plan in planned if not progress[plan.name][1]}
         tasks = [

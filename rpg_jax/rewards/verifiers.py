@@ -5,7 +5,7 @@ A new task is one file in this folder and one line in `VERIFIERS`.
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -114,6 +114,12 @@ def resolve(name: str, functions: Functions = NO_FUNCTIONS) -> Verifier | None:
     if ":" in name:
         return Verifier(name, pooled=True, sees_prompt=True)
     return VERIFIERS.get(name)
+
+
+def paths(names: Iterable[str]) -> list[str]:
+    """The "module:function" of each verifier among the parts `names`; of by_source those of all verifiers."""
+    found = {v for name in names for v in (VERIFIERS.values() if name == BY_SOURCE else [resolve(name)]) if v}
+    return sorted(verifier.path for verifier in found)
 
 
 def name_for_source(source: str) -> str:

@@ -16,16 +16,18 @@ from rpg_jax.rollout import Request
 from rpg_jax.runs import policy, run_folder
 from rpg_jax.runs.experiment import make_rollout, make_stage
 from rpg_jax.runs.problems import Task
-from rpg_jax.runs.resolve import resolve
+from rpg_jax.runs.resolve import check_trusted, resolve
 
 Read = Callable[[str], str]
 _FOREVER_S = 1e9
 
 
-def chat(run: str | None, config: ConfigDict | None, step: int | None, temperature: float, seed: int) -> None:
+def chat(
+    run: str | None, config: ConfigDict | None, step: int | None, temperature: float, seed: int, *, trust: bool = False
+) -> None:
     """Plays the environment of a run or a config; without one, talks with the run's policy.
 
-    Raises ValueError if there is neither.
+    Raises ValueError if there is neither, or if a run names an environment of its own and is not trusted.
     """
     if run is None:
         assert config is not None
@@ -34,7 +36,10 @@ def chat(run: str | None, config: ConfigDict | None, step: int | None, temperatu
         return play(resolve(config), seed)
     with run_folder.opened(run) as folder:
         own = run_folder.read_config(folder.files)
-        return play(own, seed) if own.environment.name is not None else talk(folder, step, temperature, seed)
+        if own.environment.name is None:
+            return talk(folder, step, temperature, seed)
+        check_trusted(own, run, trust=trust)
+        return play(own, seed)
 
 
 def play(config: ConfigDict, seed: int, read: Read = input) -> None:

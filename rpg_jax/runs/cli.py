@@ -27,6 +27,7 @@ USAGE_ERROR = 2
 """Exit code of a user error. It tells a supervisor that another start would end in the same error."""
 GAVE_UP = 3
 """Exit code of an open run that has judged itself lost: another start would compute the same and end the same."""
+TRUST = "import the code, and ask the judge, that the config of the run names: you know who wrote its folder"
 _FAREWELL_SECONDS = 5.0
 _EXTRAS = dict.fromkeys(("aiohttp", "grpc", "prometheus_client"), "rpg_jax[serve]")
 """The extra of rpg_jax that installs an optional package, by the package's module."""

@@ -16,7 +16,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from rpg_jax import data, storage
+from rpg_jax import data, rewards, storage
 from rpg_jax.data import Group, Problem, RolloutBatch
 from rpg_jax.data.groups import last_shown
 from rpg_jax.parallel import hosts
@@ -31,6 +31,7 @@ from rpg_jax.runs.experiment import Experiment, evaluation_generator, make_rollo
 from rpg_jax.runs.logs import told
 from rpg_jax.runs.memory import make_decoding
 from rpg_jax.runs.policy import Policy
+from rpg_jax.runs.resolve import reward_arguments
 from rpg_jax.storage import json_files, write_atomically
 from rpg_jax.storage.checkpoints import Snapshots
 from rpg_jax.training.collect import Collector
@@ -268,7 +269,7 @@ def evaluate(
     experiment = policy.experiment
     if server and experiment.stage is not None:
         raise ValueError("--server draws completions of one turn: leave it out, and the environment is played here")
-    run_folder.use_compilation_cache(experiment.config)
+    run_folder.use_compilation_cache()
     print("".join(f"{note}\n" for note in experiment.notes), end="")
     slots = make_decoding(experiment.layout).slots * experiment.layout.decoding_hosts
     with experiment.layout.activate():
@@ -281,7 +282,7 @@ def evaluate(
         else:
             rollout = make_rollout(experiment.layout, policy.params)
         try:
-            settings = settings_of(policy, name, k, server or f"{rollout.weights_checksum():016x}")
+            settings = settings_of(policy, name, k, f"{rollout.weights_checksum():016x}")
             folder = open_folder(out, home.files / "evaluations" / f"{name}-step-{policy.step}", settings)
             records = sample(
                 experiment, rollout, folder / "completions.jsonl", policy.step, k, _COMPLETIONS_PER_SLOT * slots
@@ -299,8 +300,11 @@ def evaluate(
 
 
 def settings_of(policy: Policy, name: str, k: int | None, weights: str) -> dict[str, Any]:
-    """All settings that decide the completions and their verdicts."""
+    """All settings that decide the completions and their verdicts, with the code of the verdicts: its key."""
     c, held_out = policy.experiment.config, policy.experiment.task.held_out
+    parts = reward_arguments(c)[0]
+    code = rewards.paths(parts) + ([c.environment.name] if ":" in (c.environment.name or "") else [])
+    uses = {"rewards": True, "judge": rewards.JUDGE in parts, "environment": c.environment.name is not None}
     return {
         "policy": name,
         "step": policy.step,
@@ -309,12 +313,14 @@ def settings_of(policy: Policy, name: str, k: int | None, weights: str) -> dict[
             name: f"{len(problems)} problems, {data.fingerprint(problems):08x}" for name, problems in held_out.items()
         },
         "k": k or f"as often as the source has a problem, else {c.evaluation.k}",
-        "rewards": c.rewards.parts,
         "seed": c.seed,
         "temperature": c.evaluation.temperature,
-        **{name: c.rollout[name] for name in ("top_p", "top_k", "min_p", "max_tokens")},
+        **{name: c.rollout[name] for name in ("top_p", "top_k", "min_p", "max_tokens", "int8", "int8_kv")},
+        "dtype": c.model.compute_dtype,
         "thinking": c.task.thinking,
-        **({"environment": {k: v for k, v in c.environment.items() if k != "workers"}} if c.environment.name else {}),
+        "tokenizer": policy.experiment.tokenizer.digest()[:16],
+        **{section: c[section].to_dict() for section, used in uses.items() if used},
+        "code": {path: rewards.source_digest(path)[:16] for path in code},
     }
 
 
@@ -323,13 +329,17 @@ def open_folder(out: str | None, stem: Path, settings: dict[str, Any]) -> Path:
     in the folder holds the settings.
 
     Raises:
-      ValueError: it holds another evaluation; the message names what differs.
+      ValueError: it holds another evaluation, and the message names what differs; or links, which may lead anywhere.
     """
     text = json_files.dumps(settings, indent=1) + "\n"
     folder = Path(out) if out else stem.with_name(f"{stem.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
     file = folder / "settings.json"
-    known = json.loads(file.read_text(encoding="utf-8")) if file.exists() else settings
-    differing = [f"{k} was {known.get(k)!r}, now {v!r}" for k, v in settings.items() if known.get(k) != v]
+    there = folder.iterdir() if folder.is_dir() else ()
+    if links := [p for p in ([*there] if out else [folder.parent, folder, *there]) if p.is_symlink()]:
+        raise ValueError(f"{links[0]} is a link, and nothing is written through it: remove it, or give another --out")
+    now = json.loads(text)
+    known = json_files.read_object(file) if file.exists() else now
+    differing = [f"{k} was {known.get(k)!r}, now {v!r}" for k, v in now.items() if known.get(k) != v]
     if differing:
         raise ValueError(f"{folder} holds another evaluation: {'; '.join(differing)}. Choose another --out")
     folder.mkdir(parents=True, exist_ok=True)

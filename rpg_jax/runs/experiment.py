@@ -10,17 +10,16 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-import inspect
 import json
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 from ml_collections import ConfigDict
 
-from rpg_jax import data, losses, models, rewards, rollout, storage
+from rpg_jax import data, models, rewards, rollout, storage
 from rpg_jax.environments.environment import NOTHING, Handed
 from rpg_jax.environments.environment import find as find_environment
 from rpg_jax.environments.player import Observations, Player
@@ -28,12 +27,11 @@ from rpg_jax.environments.stage import Stage
 from rpg_jax.models.weights import quantized
 from rpg_jax.parallel import hosts
 from rpg_jax.report.run_files import INPUTS, START
-from rpg_jax.rewards.callables import load
 from rpg_jax.runs import cli, config_files, memory, processes, run_folder
 from rpg_jax.runs.layout import Layout, make_layout
 from rpg_jax.runs.memory import fitting_layout, make_decoding, with_micro_batch
 from rpg_jax.runs.problems import Task, encoder, listed
-from rpg_jax.runs.resolve import environment_options, reward_arguments, with_method
+from rpg_jax.runs.resolve import environment_options, own_code, reward_arguments, with_method
 from rpg_jax.storage import json_files, write_atomically
 from rpg_jax.training.generate import GroupGenerator
 from rpg_jax.types import Sampling
@@ -44,7 +42,8 @@ class Experiment:
     """The parts of one config that train, evaluate, sample, serve and export share.
 
     `layout` has the model, the meshes and the config. `notes` are lines for people on splits that lost problems.
-    `stage` plays the config's environment; its processes end by `close`.
+    `stage` plays the config's environment; its processes end by `close`. `handed` are the rewards and the environment
+    of a Python program, by their names in the config.
     """
 
     layout: Layout
@@ -52,6 +51,7 @@ class Experiment:
     task: Task
     notes: list[str]
     stage: Stage | None = None
+    handed: Handed = dataclasses.field(default_factory=dict)
 
     @property
     def config(self) -> ConfigDict:
@@ -79,7 +79,7 @@ def entered(config: ConfigDict, **how: Any) -> Iterator[tuple[Experiment, storag
     processes.check(config)
     if processes.platform() == "cpu":
         cli.keep_buffers()
-    run_folder.use_compilation_cache(config)
+    run_folder.use_compilation_cache(config.run.compilation_cache)
     with run_folder.held(config) as folder:
         experiment = open_experiment(config, folder.files, **how)
         print("".join(f"{note}\n" for note in experiment.notes), end="")
@@ -100,7 +100,7 @@ def open_experiment(
 
     Args:
       train: with the training problems. Without training problems the layout may be another, see `fitting_layout`.
-      held_out: with the problems of evaluations.
+      held_out: with the problems of evaluations. Without both there is no task and no environment: no code is imported.
       answers: without problems that have no answer, where the rewards need answers.
       handed: environments of a Python program, by name.
 
@@ -108,9 +108,10 @@ def open_experiment(
       ValueError: there is no device, or the task, the environment, the tokenizer or the layout refuses the config.
     """
     processes.platform()
-    task = Task.from_config(config, train=train, held_out=held_out)
+    plays = train or held_out
+    task = Task.from_config(config, train=train, held_out=held_out) if plays else Task([], {}, ())
     with contextlib.ExitStack() as failing:
-        stage = make_stage(config, handed)
+        stage = make_stage(config, handed) if plays else None
         if stage is not None:
             task = task.opened(failing.enter_context(stage))
         tokenizer = open_tokenizer(config, task, run_dir)
@@ -118,7 +119,7 @@ def open_experiment(
         place = config, tokenizer.vocab_size
         layout = with_micro_batch(make_layout(*place)) if train else fitting_layout(*place)
         failing.pop_all()  # from here on the experiment closes the stage
-    return Experiment(layout, tokenizer, task, notes, stage)
+    return Experiment(layout, tokenizer, task, notes, stage, handed)
 
 
 def make_stage(config: ConfigDict, handed: Handed = NOTHING) -> Stage | None:
@@ -283,10 +284,6 @@ def input_digests(experiment: Experiment) -> dict[str, str]:
     found = {"model.tokenizer": experiment.tokenizer.digest(), "model.path": model_digest(experiment.layout.model)}
     if path := weights_beside_adapters(experiment.config):
         found["model.path (weights)"] = weights_digest(models.local_folder(path))
-    found |= {f"loss.{name}": digest for name, digest in function_digests(experiment.config).items()}
-    if ":" in name:
-        with contextlib.suppress(OSError):  # no source text, as of a class typed into an interpreter
-            found["task.name"] = _digest([inspect.getsource(load(name, "task"))])
     if task.train:
         found[train] = problems_digest(task.train)
     if task.demonstrated:
@@ -303,22 +300,15 @@ def model_digest(model: models.DecoderConfig) -> str:
     return _digest([text])
 
 
-def function_digests(config: ConfigDict) -> dict[str, str]:
-    """The digests of the sources of a run's own loss and advantage, by "name" and "advantage".
+def code_digests(config: ConfigDict, handed: Handed = NOTHING) -> dict[str, str]:
+    """The digest of each function and class of the user's own, by the field and the name in the config.
 
-    The text of the function alone counts. A function without source text has no digest, as a function that was typed
-    into an interpreter.
+    Of an object that a Python program `handed` over the text counts, of any other the file of its module. Code without
+    a source has no digest, as a function that was typed into an interpreter.
     """
-    functions: dict[str, Callable[..., Any]] = {}
-    if ":" in (loss := config.loss.name) and loss in losses.LOSSES:
-        functions["name"] = losses.LOSSES[loss].function
-    if ":" in (advantage := config.loss.advantage) and advantage in losses.ADVANTAGES:
-        functions["advantage"] = losses.ADVANTAGES[advantage].function
-    found = {}
-    for field, function in functions.items():
-        with contextlib.suppress(OSError):
-            found[field] = _digest([inspect.getsource(function)])
-    return found
+    named = own_code(config).items()
+    found = {f"{field} ({name})": rewards.source_digest(name, handed.get(name)) for name, field in named}
+    return {name: digest for name, digest in found.items() if digest}
 
 
 def weights_beside_adapters(config: ConfigDict) -> str | None:
@@ -347,19 +337,25 @@ def check_inputs(experiment: Experiment, folder: Path, *, begins: bool) -> None:
       begins: the run has no step yet, and its inputs are kept for later.
 
     Raises:
-      ValueError: an input has changed, or the hosts read different ones; the message names it. Inputs that are not
-        loaded are not compared.
+      ValueError: an input has changed without `run.accept_changes`, or the hosts read different ones; the message names
+        it. Inputs that are not loaded are not compared, nor is the code of a policy that is not trained.
     """
-    found = input_digests(experiment)
+    found, task = input_digests(experiment), experiment.task
+    if task.train or task.demonstrated:
+        found |= code_digests(experiment.config, experiment.handed)
     known = json_files.read_if_there(folder / INPUTS) if hosts.is_first() and not begins else {}
     known = json.loads(hosts.all_gather_bytes(json.dumps(known or found).encode())[0])
     if changed := [name for name, digest in found.items() if known.get(name, digest) != digest]:
-        raise ValueError(
-            f"{', '.join(changed)} has changed since this run began: put the old content back, or give this run "
-            "another --config.run.name"
-        )
-    if begins and hosts.is_first():
-        write_atomically(folder / INPUTS, json.dumps(found, indent=2, sort_keys=True) + "\n")
+        said = f"{', '.join(changed)} has changed since this run began"
+        if not experiment.config.run.accept_changes:
+            raise ValueError(
+                f"{said}: put the old content back, give this run another --config.run.name, or go on with the new "
+                "content by --config.run.accept_changes=True"
+            )
+        print(f"{said}, and the run goes on")
+    if (begins or changed) and hosts.is_first():
+        kept = found if begins else known | found
+        write_atomically(folder / INPUTS, json.dumps(kept, indent=2, sort_keys=True) + "\n")
 
 
 def note_start(folder: Path, checksum: int) -> None:

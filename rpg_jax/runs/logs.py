@@ -183,7 +183,6 @@ class Place(NamedTuple):
       folder: of the run; trackers without a server write there.
       name, project: of the run, which a later process continues under its name.
       config: the resolved config.
-      mode: of Weights & Biases: online, offline or disabled.
       after: an earlier process wrote the steps up to this one.
     """
 
@@ -191,7 +190,6 @@ class Place(NamedTuple):
     name: str
     project: str
     config: Mapping[str, Any]
-    mode: str = "online"
     after: int = 0
 
 
@@ -216,7 +214,7 @@ class WandB:
 
     def __init__(self, place: Place):
         named = {"id": place.name, "name": place.name, "project": place.project, "config": dict(place.config)}
-        self._run = needed("wandb").init(dir=str(place.folder), mode=place.mode, resume="allow", **named)
+        self._run = needed("wandb").init(dir=str(place.folder), resume="allow", **named)
         self._run.define_metric("*", step_metric="step")  # a resumed run repeats steps; wandb's own cannot go back
 
     def append(self, step: Step) -> None:
@@ -311,5 +309,5 @@ def needed(name: str) -> Any:
 def trackers_of(config: ConfigDict, folder: Path, *, after: int) -> list[Tracker]:
     """The trackers that the config asks for, from step `after` on. Raises ValueError as `chosen` and `needed` do."""
     fields = json_files.finite(json.loads(config.to_json_best_effort()))
-    place = Place(folder, config.run.name, config.log.project, fields, config.log.wandb_mode, after)
+    place = Place(folder, config.run.name, config.log.project, fields, after)
     return [TRACKERS[name].make(place) for name in chosen(config.log.tracker)]

@@ -30,7 +30,7 @@ from rpg_jax.runs.learner import (
     open_base,
     policy_objective,
 )
-from rpg_jax.runs.resolve import resolve
+from rpg_jax.runs.resolve import check_trusted, resolve
 from rpg_jax.storage import integrity
 from rpg_jax.storage.checkpoints import committed_steps
 from rpg_jax.training.state import for_evaluation
@@ -267,18 +267,23 @@ def of_run(
     held_out: bool = False,
     weights: bool = True,
     merge: bool = True,
+    trust: bool = False,
 ) -> Policy:
     """The policy of a run's checkpoint, by default the last.
 
     `changes` are values of config fields, by dotted name, that replace the run's. `held_out` loads the problems of
     evaluations, and `weights` the weights. `merge` adds adapters to their base; without `merge` the params are the
-    adapters.
+    adapters. Somebody else may have written the folder: without `trust` no code that its config names is imported.
 
     Raises:
       ValueError: the folder holds no run, or not that checkpoint; the message lists the checkpoints.
     """
     config = run_folder.read_config(folder.files)
     config.update_from_flattened_dict(changes)
+    if held_out:
+        check_trusted(config, folder.home, trust=trust)
+    if not (config.model.tokenizer or config.model.path or (folder.files / "tokenizer.model").is_file()):
+        raise ValueError(f"{folder.home} has no tokenizer.model: copy the run again from where it came")
     experiment = open_experiment(config, folder.files, train=False, held_out=held_out)
     if not weights:
         return Policy(experiment, None, step or 0)

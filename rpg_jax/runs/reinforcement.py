@@ -60,13 +60,12 @@ def run(config: ConfigDict, functions: rewards.Functions = rewards.NO_FUNCTIONS,
     """Runs or resumes the training run of a resolved config to its last step; returns the exit code.
 
     Args:
-      functions: those that a Python program handed over: rewards by their names in `rewards.parts`, and an environment
-        by `environment.name`.
+      functions: those that a Python program handed over: rewards, an environment, a loss and an advantage, by their
+        names in the config.
       on_step: receives the record of each step.
     """
     with entered(config, handed=functions) as opened:
-        make = functools.partial(make_trainer, functions=functions)
-        session = Session(*opened, make, journaled=True, on_step=on_step)
+        session = Session(*opened, make_trainer, journaled=True, on_step=on_step)
         with cli.run_is_open():
             return session.to_the_end()
 
@@ -78,13 +77,12 @@ def make_trainer(
     checkpointing: Checkpointing,
     log: RunLog,
     closing: contextlib.ExitStack,
-    functions: rewards.Functions = rewards.NO_FUNCTIONS,
 ) -> tuple[ReinforcementTrainer, Any]:
     """The trainer of a run, and the weights that the run begins with; zeros in their place if the run is resumed."""
     del log  # the session writes the groups of a step
     config, new, compilations = experiment.config, checkpointing.is_new, CompilationCounter()
     guard, learner = make_guard(config), make_learner(experiment.layout)
-    scorer = closing.enter_context(make_scorer(config, functions, begins=new))
+    scorer = closing.enter_context(make_scorer(config, experiment.handed, begins=new))
     draw = functools.partial(drawn_base, experiment, scorer, folder.files)
     base = open_base(experiment.layout, folder, draw, begins=new)
     first = init_params if base is None else first_adapters

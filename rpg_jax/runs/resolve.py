@@ -235,6 +235,35 @@ def _check_environment(config: ConfigDict) -> None:
         )
 
 
+def own_code(config: ConfigDict) -> dict[str, str]:
+    """The fields of a config that name functions and classes outside this package, by these names ("module:name").
+
+    The environment "tools" imports the tools and the verifier that its options name.
+    """
+    named = {"task.name": [config.task.name], "rewards.parts": [*reward_arguments(config)[0]]}
+    named |= {f"loss.{name}": [config.loss[name] or ""] for name in ("name", "advantage")}
+    named["environment.name"] = [config.environment.name or ""]
+    if config.environment.name == "tools":
+        options = environment_options(config)
+        named["environment.options"] = [*map(str, options.get("tools", ())), str(options.get("verifier"))]
+    return {name: field for field, names in named.items() for name in names if ":" in name}
+
+
+def check_trusted(config: ConfigDict, run: object, *, trust: bool) -> None:
+    """Refuses the config of a run that somebody else may have written, if it names code to import or a judge to ask.
+
+    Raises ValueError, which names them, without `trust`.
+    """
+    named = [f"imports {name!r} ({field})" for name, field in own_code(config).items() if field[:5] != "loss."]
+    if rewards.JUDGE in reward_arguments(config)[0]:
+        named.append(f"sends completions, and the variable JUDGE_API_KEY, to {config.judge.url!r} (judge.url)")
+    if named and not trust:
+        raise ValueError(
+            f"the config of {run} {'; it '.join(named)}: add --trust if you know who wrote this folder, or choose "
+            "other rewards by --rewards=exact"
+        )
+
+
 def environment_options(config: ConfigDict) -> dict[str, Any]:
     """The keywords of the config's environment. Raises ValueError if they are not the JSON of an object."""
     return _json_object("environment.options", config.environment.options, '{"high": 50}')

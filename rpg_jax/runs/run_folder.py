@@ -85,7 +85,9 @@ def held(config: ConfigDict) -> Iterator[storage.Folder]:
                 closing.enter_context(Lease(folder.home, _stop_writing))
             closing.enter_context(folder)
             if hosts.is_first():
-                open_run(config, folder)
+                with storage.locked(folder.files) if folder.files.exists() else contextlib.nullcontext():
+                    open_run(config, folder)
+                closing.enter_context(storage.locked(folder.files))
         yield folder
 
 
@@ -105,15 +107,18 @@ def opened(address: str) -> Iterator[storage.Folder]:
             raise ValueError(folder.shown(str(error))) from error
 
 
-def use_compilation_cache(config: ConfigDict) -> None:
-    """Keeps compiled programs between runs, in JAX_COMPILATION_CACHE_DIR or else in `run.compilation_cache`.
+def use_compilation_cache(folder: str | None = None) -> None:
+    """Keeps compiled programs between runs: in JAX_COMPILATION_CACHE_DIR, else in `folder`, else in the user's cache.
 
-    In a local folder it keeps small programs too: JAX by itself keeps those that compile for a second or more.
+    A compiled program is executed as it is. So the folder is the user's word, never that of a run's config.json.
+    "" keeps none. In a local folder it keeps small programs too: JAX by itself keeps those that compile for a second or
+    more.
 
     Raises ValueError if the address is neither a local path nor gs://BUCKET/FOLDER.
     """
-    if config.run.compilation_cache and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        address = str(storage.absolute(config.run.compilation_cache))  # whichever folder the process moves to
+    chosen = storage.cache_folder() / "compiled" if folder is None else folder
+    if chosen != "" and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        address = str(storage.absolute(chosen))  # whichever folder the process moves to
         jax.config.update("jax_compilation_cache_dir", address)
     address = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     if address and not storage.in_bucket(storage.absolute(address)):
@@ -133,17 +138,17 @@ def open_run(config: ConfigDict, folder: storage.Folder) -> None:
     folder.fetch()
     resolved, file = as_json(config), folder.files / "config.json"
     found = file.exists() or (folder.home / "checkpoints").exists()
-    differing = "" if config.run.overwrite or not file.exists() else _differing(read_if_there(file), resolved)
-    if found and (config.run.overwrite or (differing and not _stepped(folder))):
+    others = "" if config.run.overwrite or not file.exists() else differing(read_if_there(file), resolved)
+    if found and (config.run.overwrite or (others and not _stepped(folder))):
         if read_if_there(folder.files / "versions.json").get("program") != PROGRAM:
             raise ValueError(
                 f"{folder.home} does not say that it is a run of this program (versions.json), so it is not replaced: "
                 "move it away yourself, or give this run another --config.run.name"
             )
         print(f"the run of this name {'' if config.run.overwrite else 'took no step; it '}is now {folder.set_aside()}")
-    elif differing:
+    elif others:
         raise ValueError(
-            f"{folder.home} holds a run with another config: {differing}. Give this one another --config.run.name, or "
+            f"{folder.home} holds a run with another config: {others}. Give this one another --config.run.name, or "
             "start over with --config.run.overwrite=True"
         )
     folder.files.mkdir(parents=True, exist_ok=True)
@@ -156,7 +161,7 @@ def open_run(config: ConfigDict, folder: storage.Folder) -> None:
     folder.push()
 
 
-def _differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
+def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     """The fields in which two configs are of different runs, with both values; "" if there are none."""
     old, new = flat(_moved(json_files.finite(old))), flat(new)
     gone = {row.name: row for row in config_files.all_retired() if row.value is None}
@@ -198,6 +203,7 @@ def read_config(path: Path) -> ConfigDict:
         if field.kind is float and isinstance(known[name], str):  # "inf"
             section, last = _of_section(config, name)
             section[last] = float(known[name])
+    config["run"]["accept_changes"] = False  # the word of a command
     return ConfigDict(config)
 
 

@@ -172,7 +172,9 @@ class Session:
         trainer.restore(record)
         trainer.guard.nonfinite_in_a_row = int(record["nonfinite_in_a_row"])
         self.log.rewind(number)
-        print(f"continuing {self.folder.home} after {trainer.unit} {number}")
+        ended = number >= trainer.last
+        said = f"{self.folder.home} finished already; nothing is trained" if ended else f"continuing {self.folder.home}"
+        print(f"{said} after {trainer.unit} {number}")
         owed = None if self.log.has(number) else record.get("owed")
         self.owes = owed is not None
         return Step(number, state, owed or {})

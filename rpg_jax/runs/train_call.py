@@ -122,7 +122,7 @@ class _Handed(NamedTuple):
     Attributes:
       fields: config fields that name the objects, by dotted name.
       named: the parts of the run's name.
-      functions: rewards and an environment, by their names in the config.
+      functions: the objects by their names in the config.
     """
 
     fields: dict[str, Any]
@@ -147,12 +147,14 @@ def _handed_over(overrides: Mapping[str, Any], *, reward: Any, environment: Any,
     if loss is not None:
         _refuse(overrides, "loss", "loss.name")
         fields |= _own_loss(loss, overrides)
+        functions |= {} if isinstance(loss, str) else {fields["loss.name"]: loss}
         named["loss"] = fields["loss.name"].rpartition(":")[2]
     if advantage is not None:
         _refuse(overrides, "advantage", "loss.advantage")
         fields["loss.advantage"] = advantage if isinstance(advantage, str) else rewards.name_of(advantage, "advantage")
         if not isinstance(advantage, str):
             losses.declare_own_advantage(fields["loss.advantage"], advantage)
+            functions[fields["loss.advantage"]] = advantage
         named["advantage"] = fields["loss.advantage"].rpartition(":")[2]
     return _Handed(fields, named, functions)
 

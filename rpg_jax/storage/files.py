@@ -35,7 +35,7 @@ def absolute(address: str | Path | epath.Path) -> epath.Path:
     """
     text = str(address)
     if not re.match(r"[A-Za-z][\w+.-]*:/", text):
-        return epath.Path(address).resolve()
+        return epath.Path(os.path.realpath(address))  # epath's own `resolve` follows no links
     if not re.match(r"gs://[a-z0-9][-_.a-z0-9]+[a-z0-9](/|$)", text):
         raise ValueError(f"{text!r} is neither a local path nor gs://BUCKET/FOLDER")
     for module, package in (("gcsfs", "gcsfs"), ("google.cloud.storage", "google-cloud-storage")):
@@ -95,12 +95,17 @@ def local_copy(address: str, patterns: Sequence[str]) -> Path:
 def write_atomically(path: Path, content: str | bytes | Callable[[BinaryIO], object]) -> None:
     """Replaces the file at `path` in one step, so that nobody ever reads half of a file.
 
-    A function as `content` receives the open file and writes to it.
+    A function as `content` receives the open file and writes to it. No link is followed: a link at `path` is replaced.
+
+    Raises ValueError if `path` is a device, a pipe or a folder.
     """
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no file, and is not replaced: give another name")
     # A hidden name, so that `Folder` does not copy it; one of this process, so that two writers do not share it.
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
-        with naming(path), partial.open("wb") as file:
+        partial.unlink(missing_ok=True)  # of a killed process, or a link that somebody has laid there
+        with naming(path), partial.open("xb") as file:
             if callable(content):
                 content(file)
             else:
@@ -108,6 +113,25 @@ def write_atomically(path: Path, content: str | bytes | Callable[[BinaryIO], obj
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Holds a folder by its place on the disk, whatever the name that led there: a link, a mount, other letters.
+
+    Raises ValueError if another process of this machine holds it.
+    """
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{folder} is being written by another run, under another name of the folder") from None
+        except OSError:  # network file systems that lock no folders: the lease alone holds it
+            pass
+        yield
+    finally:
+        os.close(number)
 
 
 @contextlib.contextmanager

@@ -52,14 +52,15 @@ class Owner:
     def this_process(cls) -> Owner:
         since = time.strftime("%Y-%m-%d %H:%M:%S")
         token = secrets.token_hex(8)
-        return cls(socket.gethostname(), os.getpid(), _space(), _started(os.getpid()), since, token)
+        return cls(socket.gethostname(), os.getpid(), _space(), _started(os.getpid()) or "", since, token)
 
     @property
     def ended(self) -> bool | None:
-        """Whether the process is gone; None for a process of another machine or name space."""
+        """Whether the process is gone; None for a process of another machine or name space, or one that is hidden."""
         if not self.space or self.space != _space():
             return None
-        return _started(self.process) != self.started
+        started = _started(self.process)
+        return None if started is None else started != self.started
 
     def __str__(self) -> str:
         return f"process {self.process} on {self.host}, since {self.since}"
@@ -184,8 +185,9 @@ class _File:
 
     def swap(self, content: bytes | None, version: Any) -> Any:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        with (self._path.parent / ".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        lock = os.open(self._path.parent / ".lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+        with os.fdopen(lock, "w") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
             if self.read()[1] != version:
                 return None
             if content is None:
@@ -236,15 +238,25 @@ def _cell(path: epath.Path) -> _Cell:
 def _space() -> str:
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+        clock = Path("/proc/self/ns/time")  # of Linux 5.6 and later: it shifts the times of processes
+        return " ".join([boot, os.readlink("/proc/self/ns/pid"), os.readlink(clock) if clock.exists() else ""])
     except OSError:
         return ""
 
 
-def _started(process: int) -> str:
-    """When a process began, in ticks since the boot; "" if there is none of that number, or only its remains."""
+def _started(process: int) -> str | None:
+    """When a process began, in ticks since the boot; "" if there is none of that number, or only its remains.
+
+    None for a process that /proc does not show (hidepid), because it is another user's.
+    """
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
     except OSError:
-        return ""
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return ""
+        except OSError:
+            return None
+        return None
     return "" if fields[0] in "ZX" else fields[19]

@@ -17,7 +17,7 @@ from rpg_jax.reproduction import page, run_tables, workers
 from rpg_jax.reproduction.results import Results, collect
 from rpg_jax.reproduction.table import PlannedRun
 from rpg_jax.reproduction.tables import TABLES
-from rpg_jax.runs import resolve
+from rpg_jax.runs import config_files, resolve, run_folder
 from tests.end_to_end.whole_runs import environment
 
 
@@ -71,6 +71,23 @@ def test_runs_have_one_name_in_all_tables_exactly_if_they_are_the_same():
             configs[cell.name].add(config)
     assert all(len(found) == 1 for found in (*names.values(), *configs.values())), names.values()
     assert len(names) < sum(len(table.rows) for table in TABLES.values())
+
+
+def test_a_config_that_was_edited_between_two_seeds_is_refused_by_field(tmp_path, monkeypatch):
+    """The run of seed 0 has ended; the page would put both into one row."""
+    monkeypatch.chdir(tmp_path)
+    (file := tmp_path / "mine.py").write_text("from configs.tiny import get_config\n")
+    first, second = (PlannedRun("row", seed, "mine.py", ("--config.method=GRPO",)) for seed in (0, 1))
+    config = config_files.load("mine.py", run_tables.arguments(first, tmp_path, [])[1:]).config
+    run_folder.open_run(resolve.resolve(config), run_folder.of(config))
+    run_tables.check_config(first, tmp_path, [])
+    run_tables.check_config(second, tmp_path, [])
+    body = "    c = tiny.get_config()\n    c.optimizer.b1 = 0.5\n    return c\n"
+    file.write_text(f"from configs import tiny\ndef get_config():\n{body}")
+    with pytest.raises(
+        ValueError, match=r"is of another config: optimizer\.b1 was 0\.9, now 0\.5\. Undo the change of mine"
+    ):
+        run_tables.train_runs([first, second], tmp_path, jobs=1)
 
 
 def test_an_unknown_row_is_an_error_with_the_known_ones(capsys):
@@ -197,6 +214,7 @@ def test_failed_cells_are_reported_and_ended_ones_not_run_again(tmp_path, monkey
     monkeypatch.setattr(workers, "WORKER", (sys.executable, "-c", FAKE_WORKER))
     monkeypatch.setattr(run_tables, "arguments", lambda cell, out, extra: [str(out / "runs" / cell.name)])
     monkeypatch.setattr(workers, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(run_tables, "check_config", lambda *_: None)  # the worker of this test writes none
     cells = TABLES["small"].planned_runs([0], ["DAPO", "GRPO", "CISPO"])
     heard = []
     for _ in range(2):

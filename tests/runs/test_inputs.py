@@ -1,17 +1,17 @@
 """A resume finds the problems, the tokenizer and the model that the run began with, or says which has changed."""
 
 import dataclasses
-import importlib
+import functools
 import json
-import linecache
-import sys
 from types import SimpleNamespace
 
 import pytest
 
-from rpg_jax import data, losses
+from configs import tiny
+from rpg_jax import data
 from rpg_jax.models import DecoderConfig, Rope
-from rpg_jax.runs.experiment import check_inputs, input_digests, model_digest, problems_digest
+from rpg_jax.rewards import source_digest
+from rpg_jax.runs.experiment import check_inputs, model_digest, problems_digest
 from rpg_jax.runs.problems import Task
 
 PROBLEMS = [data.Problem(i, f"{i}+1=", str(i + 1), "t") for i in range(4)]
@@ -22,10 +22,11 @@ MODEL = DecoderConfig(32, 1, 8, 2, 1, 4, 16)
 def experiment(tmp_path):
     tokenizer = data.train_sentencepiece([p.prompt + p.answer for p in PROBLEMS], tmp_path / "tokenizer.model")
     task = Task(PROBLEMS[:3], {"hard": PROBLEMS[3:]}, ())
-    model = SimpleNamespace(lora=SimpleNamespace(rank=0))
-    loss = SimpleNamespace(name="rpg", advantage="group_mean")
-    config = SimpleNamespace(task=SimpleNamespace(name="files"), model=model, loss=loss)
-    return SimpleNamespace(tokenizer=tokenizer, task=task, config=config, layout=SimpleNamespace(model=MODEL))
+    config = tiny.get_config()
+    config.task.name = "files"
+    return SimpleNamespace(
+        tokenizer=tokenizer, task=task, config=config, layout=SimpleNamespace(model=MODEL), handed={}
+    )
 
 
 def changed(problems, **values):
@@ -95,36 +96,50 @@ def test_an_environments_messages_count():
     assert problems_digest([problem]) != problems_digest([dataclasses.replace(problem, messages=messages)])
 
 
-def test_another_source_of_an_own_loss_is_noticed(experiment, tmp_path, monkeypatch):
-    monkeypatch.setattr(losses.declaration, "LOSSES", table := {})  # where `declare_own_loss` writes
-    monkeypatch.setattr(losses, "LOSSES", table)
-    experiment.config.loss.name = "mine:pull"
+CODE = {
+    "loss.name": "mine_of_inputs:f",
+    "loss.advantage": "mine_of_inputs:f",
+    "rewards.parts": "exact:1,mine_of_inputs:f:0.5",
+    "environment.name": "mine_of_inputs:f",
+    "task.name": "mine_of_inputs:f",
+}
 
-    def pull(tokens):
-        return losses.TokenLoss(-tokens.advantages * tokens.w)
 
-    def push(tokens):
-        return losses.TokenLoss(-2 * tokens.advantages * tokens.w)
-
-    losses.declare_own_loss("mine:pull", pull)
+@pytest.mark.parametrize("field", CODE)
+def test_changed_code_stops_a_resume_until_it_is_accepted(experiment, tmp_path, monkeypatch, capsys, field):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (module := tmp_path / "mine_of_inputs.py").write_text("helper = 1\nraise SystemExit('imported')\n")
+    experiment.config.update_from_flattened_dict({field: CODE[field]})
     check_inputs(experiment, tmp_path, begins=True)
     check_inputs(experiment, tmp_path, begins=False)
-    losses.declare_own_loss("mine:pull", push)
-    with pytest.raises(ValueError, match="^loss.name has changed since this run began: put the old content back"):
+    module.write_text("helper = 2\n")
+    name = rf"{field} \(mine_of_inputs:f\)"
+    with pytest.raises(ValueError, match=rf"^{name} has changed .* go on .* by --config.run.accept_changes=True$"):
         check_inputs(experiment, tmp_path, begins=False)
+    experiment.config.run.accept_changes = True
+    check_inputs(experiment, tmp_path, begins=False)
+    assert "has changed since this run began, and the run goes on" in capsys.readouterr().out
+    experiment.config.run.accept_changes = False
+    check_inputs(experiment, tmp_path, begins=False)  # the new code counts now
+    module.write_text("helper = 3\n")
+    experiment.task = dataclasses.replace(experiment.task, train=[])
+    check_inputs(experiment, tmp_path, begins=False)  # a policy that is only read
 
 
-def test_another_text_of_an_own_task_is_noticed(experiment, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(str(tmp_path))
-    experiment.config.task.name = "a_task_of_ones_own:Doubles"
-    found = []
-    for body in ("pass", "first = 1", "pass"):
-        (tmp_path / "a_task_of_ones_own.py").write_text(f"class Doubles:\n    {body}\n")
-        sys.modules.pop("a_task_of_ones_own", None)
-        importlib.invalidate_caches()
-        linecache.clearcache()
-        found.append(input_digests(experiment)["task.name"])
-    assert found[0] == found[2] != found[1]
+def test_of_an_object_that_a_program_hands_over_the_text_counts(experiment, tmp_path):
+    def right(completion, answer, prompt):
+        return 1.0
+
+    def wrong(completion, answer, prompt):
+        return 0.0
+
+    experiment.config.rewards.parts, experiment.handed = "mine:f", {"mine:f": right}
+    check_inputs(experiment, tmp_path, begins=True)
+    check_inputs(experiment, tmp_path, begins=False)
+    experiment.handed = {"mine:f": functools.partial(wrong)}
+    with pytest.raises(ValueError, match=r"^rewards.parts \(mine:f\) has changed"):
+        check_inputs(experiment, tmp_path, begins=False)
+    assert source_digest("mine:f", len) == source_digest("no.such_module:f") == source_digest("rpg_jax.no:f") == ""
 
 
 @pytest.mark.parametrize(

@@ -130,8 +130,11 @@ def test_a_process_that_changes_its_folder_still_finds_its_compiled_programs(tmp
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
     monkeypatch.chdir(tmp_path)
     try:
-        run_folder.use_compilation_cache(tiny.get_config())
-        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "runs" / "compilation_cache")
+        run_folder.use_compilation_cache("mine")
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "mine")
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        run_folder.use_compilation_cache()  # no folder among the runs, which may be a stranger's
+        assert jax.config.jax_compilation_cache_dir == str(tmp_path / "cache" / "rpg_jax" / "compiled")
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
 

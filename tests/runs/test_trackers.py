@@ -16,7 +16,8 @@ def config(tmp_path, monkeypatch):
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     config = base.get_config()
-    config.run.name, config.log.project, config.log.wandb_mode = "r", "p", "offline"
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    config.run.name, config.log.project = "r", "p"
     return config
 
 

@@ -73,6 +73,28 @@ def test_an_owner_that_was_killed_on_this_machine_is_replaced_at_once(home, caps
     killed.communicate()
 
 
+def test_a_process_that_proc_hides_may_live(monkeypatch):
+    """As under hidepid=2: /proc shows no process of another user, and a signal to it is not permitted."""
+    hidden = dataclasses.replace(Owner.this_process(), process=2**22 + 1)
+    assert hidden.ended is True
+
+    def refuse(process, number):
+        raise PermissionError
+
+    monkeypatch.setattr(leases.os, "kill", refuse)
+    assert hidden.ended is None
+
+
+def test_an_owner_in_another_time_namespace_may_live(monkeypatch):
+    """There /proc tells another start of the same process."""
+    owner, readlink = Owner.this_process(), os.readlink
+    assert owner.ended is False
+    monkeypatch.setattr(
+        leases.os, "readlink", lambda path: "time:[1]" if str(path).endswith("time") else readlink(path)
+    )
+    assert dataclasses.replace(owner, started="1").ended is None
+
+
 def test_a_later_process_of_the_same_number_is_not_the_owner():
     owner = dataclasses.replace(Owner.this_process(), started="1")
     assert owner.ended and not Owner.this_process().ended and ELSEWHERE.ended is None

@@ -23,6 +23,8 @@ from rpg_jax.rollout.weights import RolloutError
 from rpg_jax.types import Completion, Sampling
 
 _PREFIX = "rpg-"
+WEIGHTS = _PREFIX + "weights"
+"""The trailing metadata of an answer: the checksum of the weights that drew it."""
 _COUNTERS = ("seed", "step", "prompt-id", "index")
 
 
@@ -98,7 +100,9 @@ _OF_THE_CALLER = (grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.UNAUTHENTICA
 
 
 class GrpcRollout(Rollout):
-    """The weights are the server's, so the weight methods refuse. Completions carry version 0.
+    """The weights are the server's, so the methods that replace weights refuse. Completions carry version 0.
+
+    All completions are of the weights that drew the first: a later answer of other weights is an error.
 
     Args:
       address: host:port.
@@ -118,6 +122,7 @@ class GrpcRollout(Rollout):
         timeout: float = 600.0,
     ):
         self._address, self._timeout = address, timeout
+        self._weights: str | None = None  # which drew the first answer
         self._metadata = () if key is None else (("authorization", key.header),)
         self._channel = (
             grpc.insecure_channel(address) if credentials is None else grpc.secure_channel(address, credentials)
@@ -148,7 +153,21 @@ class GrpcRollout(Rollout):
             "replace them, restart the server with another checkpoint"
         )
 
-    stage_weights = sync_weights = verify_weights = weights_checksum = _refuse
+    stage_weights = sync_weights = verify_weights = _refuse
+
+    def weights_checksum(self) -> int:
+        """The checksum of the server's weights, which it says with a completion of one token.
+
+        Raises ValueError if it does not say it.
+        """
+        self._one(np.zeros(1, np.int32), Terms((0, 0, 0, 0), Sampling(max_tokens=1), True))
+        try:
+            return int(self._weights or "", 16)
+        except ValueError:
+            raise ValueError(
+                f"the server at {self._address} does not say which weights it has, so no score can name them: start it "
+                "with python -m rpg_jax.serve of this version"
+            ) from None
 
     def sample(self, request: Request) -> list[list[Completion]]:
         if request.environment is not None:
@@ -190,10 +209,17 @@ class GrpcRollout(Rollout):
                 request, timeout=self._timeout, metadata=(*self._metadata, *encode_terms(terms))
             )
             lanes = [lane for reply in replies for lane in reply.stream_content.samples[0].token_ids]
+            weights = dict(replies.trailing_metadata() or ()).get(WEIGHTS)
         except grpc.RpcError as error:
             message = f"the server at {self._address} answered {error.code().name}: {error.details()}"
             kind = ValueError if error.code() in _OF_THE_CALLER else RolloutError
             raise kind(message) from error
+        if (self._weights or weights) != weights:
+            raise ValueError(
+                f"the server at {self._address} had the weights {self._weights}, and now has {weights}: completions of "
+                "both have no common score; give the same command again"
+            )
+        self._weights = weights
         tokens, logprobs = unpack(np.array(lanes, np.int32))
         stopped = int(tokens[-1]) in terms.sampling.stop_token_ids
         return Completion(tokens, logprobs, "stop" if stopped else "length", 0)

@@ -14,7 +14,7 @@ from rpg_jax.rollout.jetstream.compat import jetstream_pb2, jetstream_pb2_grpc, 
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
 from rpg_jax.rollout.serving.access import STALL_SECONDS, Access, ApiKey
 from rpg_jax.rollout.serving.admission import Admission, Disk, Refused, count
-from rpg_jax.rollout.serving.client import Terms, decode_terms
+from rpg_jax.rollout.serving.client import WEIGHTS, Terms, decode_terms
 from rpg_jax.types import Sampling
 
 _IDLE_MS = 300_000
@@ -32,10 +32,15 @@ class Service(orchestrator.LLMOrchestrator):
                 prompt, terms = await self._read(request, context.invocation_metadata() or ())
                 is_text = request.WhichOneof("content") == "text_content"
                 more = self._admission.text(terms.sampling) if is_text else None
-                async for tokens, logprobs, _ in self._admission.completion(prompt, terms.counters, terms.sampling):
+                versions: set[int] = set()
+                pieces = self._admission.completion(prompt, terms.counters, terms.sampling)
+                async for tokens, logprobs, version in pieces:
+                    versions.add(version)
                     sample = {"text": more(tokens)} if more else {"token_ids": _ids(terms, tokens, logprobs)}
                     content = jetstream_pb2.DecodeResponse.StreamContent
                     yield jetstream_pb2.DecodeResponse(stream_content=content(samples=[content.Sample(**sample)]))
+                names = await asyncio.to_thread(lambda: [*map(self._admission.checksum, sorted(versions))])
+                context.set_trailing_metadata(((WEIGHTS, ",".join(names)),))
         except Refused as refused:
             await context.abort(refused.code, str(refused))
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import grpc
+import jax
 import numpy as np
 import pytest
 
@@ -55,6 +56,25 @@ def test_completions_from_the_server_are_those_in_process(server, work, expected
     with pytest.raises(ValueError, match="does not fit"):
         client.generate(replace(work, prompts=[np.ones(40, np.int32)], prompt_ids=[0]))
     client.close()
+
+
+def test_a_server_names_its_weights_and_other_weights_give_no_common_score(build, letters, work):
+    rollout = JetStreamRollout(build("orchestrator").engine, keep_state=True)
+    made = Server(rollout, letters, Sampling())
+    client = GrpcRollout(f"127.0.0.1:{made.port}", parallel=4)
+    try:
+        assert client.weights_checksum() == (before := rollout.weights_checksum())
+        assert client.generate(work)
+        own = rollout.weights._synced
+        rollout.sync_weights(jax.tree.map(lambda x: 2 * x, own), 1)
+        with pytest.raises(
+            ValueError, match=f"had the weights {before:016x}, and now has {rollout.weights_checksum():016x}"
+        ):
+            client.generate(work)
+        rollout.sync_weights(own, 0)  # of an engine that other tests use
+    finally:
+        client.close()
+        made.stop(grace=5)
 
 
 @pytest.fixture(scope="module")
