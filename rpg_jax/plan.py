@@ -7,14 +7,16 @@
 Compiles the run's own programs with the compiler for TPUs, on any CPU machine (after --get_compiler, which leaves the
 environment of the other commands as it is), and prints what each needs on a chip. The bound of a step is what
 the hardware allows at its peaks: no run with completions of such lengths is faster. What is expected has the
-efficiencies and latencies of rpg_jax/planning/efficiency.py, which are assumptions. If a program does not fit, the exit
-code is 1, and the command searches for the smallest change that fits (not with --notry). --search ranks layouts, slots,
-the cache's dtype, micro-batches and rematerialisation by arithmetic, and compiles the fastest that fits. --beside puts
-the config and other settings beside each other by arithmetic, and compiles nothing.
+efficiencies and latencies of rpg_jax/planning/efficiency.py, which are assumptions.
+
+If a program does not fit, the exit code is 1, and the command lists settings that fit by arithmetic, or else a larger
+slice. --search ranks layouts, slots, the cache's dtype, micro-batches and rematerialisation by arithmetic first, and
+compiles the fastest that fits. --beside puts the config and other settings beside each other by arithmetic, and
+compiles nothing.
 """
 
 import argparse
-import dataclasses
+import functools
 import json
 import sys
 from collections.abc import Sequence
@@ -33,10 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_switch("json", default=False, help="print one JSON object instead of tables")
     parser.add_switch("search", default=False, help="first look for the fastest settings that fit, by arithmetic")
     parser.add_beside("compare the config with this setting, by arithmetic, as model.lora.rank=0; may be repeated")
-    parser.add_switch("try", default=True, help="search for the smallest change that fits (default: yes; --notry)")
     parser.add_argument("--mean_tokens", type=int, default=0, help="of a completion; default: half of the limit")
     parser.add_argument("--prompt_tokens", type=int, default=0, help="of a prompt; default: 300, or half of the limit")
-    parser.add_argument("--store_gbs", type=cli.number(float, 1e-3), default=1.0, help="1e9 bytes/s a host, weights")
     parser.add_argument(
         "--programs",
         type=lambda text: [name.strip() for name in text.split(",") if name],
@@ -48,50 +48,48 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def plan(options: argparse.Namespace) -> int:
-    """Compiles, prints, and returns 1 where something does not fit."""
+    """Compiles or estimates, prints, and returns 1 where the config does not fit."""
     if options.get_compiler:
         from rpg_jax.planning import tpu_compiler
 
         print(tpu_compiler.get())
         return 0
-    if options.beside:
-        return compare(options)
-    loaded = config_files.load(options.config, options.overrides)
+    settings, given = cli.settings(options.beside), options.overrides
+    loaded = {name: config_files.load(options.config, [*given, *own]).config for name, own in settings.items()}
     from rpg_jax import planning  # loads JAX: wrong flags need not wait for it
     from rpg_jax.planning import estimates, printing, run_plan
     from rpg_jax.runs.resolve import resolve
 
-    topology, config = planning.parse(options.topology), resolve(loaded.config)
-    lengths = run_plan.lengths_of(config, mean=options.mean_tokens, prompt=options.prompt_tokens)
-    found: list[estimates.Found] = []
+    topology, configs = planning.parse(options.topology), {name: resolve(config) for name, config in loaded.items()}
+    lengths = functools.partial(run_plan.lengths_of, mean=options.mean_tokens, prompt=options.prompt_tokens)
+    if options.beside:
+        found = {name: estimates.estimate(one, topology, lengths(one)) for name, one in configs.items()}
+        if options.json:
+            print(json.dumps(printing.as_json(topology, {}, {}, found)))
+        else:
+            printing.show_settings(topology, found)
+        return 0 if next(iter(found.values())).fits(topology) else 1
+    (config,) = configs.values()
+    found = {}
     if options.search:
-        found = estimates.search(config, topology, lengths)
+        found = estimates.search(config, topology, lengths(config))
         if not found:
             raise ValueError(f"no settings that fit {topology.name} by arithmetic; take a larger slice")
-        config = run_plan.changed(config, found[0].change)
+        config = next(iter(found.values())).config
         if not options.json:
-            printing.show_search(topology, found)
-    programs, step = run_plan.plan(config, topology, options.programs, lengths=lengths, store=1e9 * options.store_gbs)
-    fits = all(p.fits(topology.chip) for p in programs.values())
-    change = None if fits or not getattr(options, "try") else run_plan.smallest_change(config, topology, programs)
+            printing.show_settings(topology, found)
+    programs, step = run_plan.plan(config, topology, options.programs, lengths=lengths(config))
+    fits = all(program.fits(topology.chip) for program in programs.values())
+    if not fits and not options.search:
+        found = estimates.search(config, topology, lengths(config))
+    larger = None if fits or found else estimates.smallest_slice(config, topology, lengths(config))
     if options.json:
-        ranked = {"search": [dataclasses.asdict(one) for one in found]} if options.search else {}
-        print(json.dumps({**printing.as_json(topology, programs, step, change), **ranked}))
+        print(json.dumps(printing.as_json(topology, programs, step, found, larger)))
     else:
-        printing.show(topology, programs, step, change)
+        printing.show(topology, programs, step)
+        if not fits:
+            printing.show_fitting(topology, found, larger)
     return 0 if fits else 1
-
-
-def compare(options: argparse.Namespace) -> int:
-    """Prints the config and the settings of --beside, by arithmetic; returns 1 where the config does not fit."""
-    settings, given = cli.settings(options.beside), options.overrides
-    configs = {name: config_files.load(options.config, [*given, *own]).config for name, own in settings.items()}
-    from rpg_jax.planning import estimates, parse, printing
-
-    topology = parse(options.topology)
-    found = estimates.compare(configs, topology, mean=options.mean_tokens, prompt=options.prompt_tokens)
-    printing.show_beside(topology, found, as_json=options.json)
-    return 0 if next(iter(found.values())).fits(topology) else 1
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ The devices need not be there, and no array is made.
 """
 
 import dataclasses
-import re
 import time
 from collections.abc import Iterator
 from typing import Any, cast
@@ -23,9 +22,6 @@ from rpg_jax.training.state import TrainState
 from rpg_jax.training.step import Programs, Sums
 from rpg_jax.types import Batch, Rows
 
-_NEEDED = re.compile(r"[Uu]sed ([\d.]+)([KMGT]?)i?B? of ([\d.]+)([KMGT]?)i?B? hbm")
-_UNIT = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -37,8 +33,8 @@ class Program:
       resident: HBM that holds other arrays meanwhile.
       costs: operations and traffic; see `hlo.Costs`.
       model_flops: operations of the mathematics, the share of one chip.
-      seconds: of compilation.
-      refused: the compiler's reason if it found no room; the other numbers are then its estimate, or 0.
+      compile_seconds: of compilation.
+      refused: the compiler's reason if it found no room; it says how much was wanted. The other numbers are then 0.
       peak: HBM of the buffers that the compiler assigned, arguments included; 0 if it does not say.
       host: host memory for each chip, from remat=offload and the arrays that `offload` names.
     """
@@ -51,7 +47,7 @@ class Program:
     resident: float
     costs: hlo.Costs
     model_flops: float
-    seconds: float
+    compile_seconds: float
     refused: str = ""
     peak: float = 0.0
     host: float = 0.0
@@ -99,20 +95,14 @@ def compile_program(
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        seconds, needed = time.perf_counter() - start, needed_bytes(str(error))
+        seconds = time.perf_counter() - start
         reason = next(line for line in str(error).splitlines() if line.strip())
-        return Program(name, 0, needed, 0, 0, resident, hlo.Costs(), model_flops, seconds, reason[:300])
+        return Program(name, 0, 0, 0, 0, resident, hlo.Costs(), model_flops, seconds, reason[:300])
     seconds = time.perf_counter() - start
     m, costs = compiled.memory_analysis(), hlo.count(compiled.as_text(), cheapest=cheapest)
     sizes = m.argument_size_in_bytes, m.temp_size_in_bytes, m.output_size_in_bytes, m.alias_size_in_bytes
     host = m.host_argument_size_in_bytes + m.host_temp_size_in_bytes
     return Program(name, *sizes, resident, costs, model_flops, seconds, peak=m.peak_memory_in_bytes, host=host)
-
-
-def needed_bytes(message: str) -> float:
-    """Bytes of HBM that a program wanted, from the compiler's refusal; 0 if it does not say."""
-    match = _NEEDED.search(message)
-    return float(match[1]) * _UNIT[match[2]] if match else 0.0
 
 
 Lowered = tuple[str, jax.stages.Lowered, float]

@@ -30,22 +30,6 @@ DISPATCH_SECONDS = 3e-3
 """Seconds between two dispatches of decode steps, while tokens reach the host and slots are filled. Levanter's engine
 spends 1.4 ms of host time on a decode step of Qwen3-8B on v6e-8 (marin-community/marin#6229)."""
 
-HOST = 8e9
-"""Bytes a second between the chips of a host and its memory: half of what PCIe 3.0 with 16 lanes carries."""
-
-STORE = 1e9
-"""Bytes a second with which a host writes weights into the folder that servers read, or reads them there. On two
-shared cores it was 0.9 to 3.7e9 in writing (`rpg_jax.bench weights`, November 2026). Disks differ: --store_gbs."""
-
-CORRELATION = 0.5
-"""Correlation between the work of two completions of one prompt. It decides how unequal the hosts are."""
-
-LONGEST_FIRST = 0.3
-"""Share of the wait for the last host that is left where the prompts with the longest completions begin first. That is
-so from the second pass over the prompts on. Simulated: 16 hosts of 240 slots, 1,536 groups of 16, lengths as below, the
-mean length of a group known to 15 %; without that order the last host is 4 % longer at work than the mean one, with it
-1.2 %."""
-
 PACKING = 0.98
 """Share of a packed row that is filled. Simulated: first-fit decreasing over 512 completions of a gamma distribution
 (coefficient of variation 0.6, cut at the limit, twice its mean) fills 0.978 to 0.993 of rows of 4,096 to 10,240."""

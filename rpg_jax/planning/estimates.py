@@ -1,11 +1,12 @@
-"""Plans by arithmetic, without a compiler: one config, several beside each other, or all choices of a search."""
+"""Plans by arithmetic, without a compiler: a config, and a search among settings and slices."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
-import sys
 from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -21,11 +22,12 @@ from rpg_jax.planning.step_time import Lengths
 from rpg_jax.planning.topologies import Topology
 from rpg_jax.rollout import Decoding, footprint, prefill_shape
 from rpg_jax.rollout.footprint import bytes_on_a_device
-from rpg_jax.runs import memory
+from rpg_jax.runs import config_files, memory
 from rpg_jax.runs.layout import Layout, row_shape, rows_per_update
 from rpg_jax.runs.learner import make_learner
 from rpg_jax.runs.memory import TRUSTED, bytes_of_a_number, make_decoding, own_peaks, resident
-from rpg_jax.runs.resolve import resolve
+
+Change = Mapping[str, Any]
 
 
 def estimated_programs(layout: Layout, decoding: Decoding, resident: dict[str, float]) -> dict[str, Program]:
@@ -97,6 +99,7 @@ class Estimate:
     """A plan by arithmetic; bytes are of one chip.
 
     Attributes:
+      config: resolved.
       trained: numbers that an update changes: weights, or adapters.
       base: bytes of weights that are frozen.
       state: bytes of what is trained and of the optimizer's state.
@@ -105,6 +108,7 @@ class Estimate:
       step: see `run_plan.step_figures`.
     """
 
+    config: ConfigDict
     trained: int
     base: float
     state: float
@@ -112,42 +116,31 @@ class Estimate:
     programs: dict[str, Program]
     step: dict[str, Any]
 
-    def peak(self, *, sampling: bool) -> tuple[float, str]:
-        """Bytes at the peak of the largest program of sampling or of training, with what others hold; its name."""
-        return max((p.hbm, name) for name, p in self.programs.items() if (name in SAMPLING) == sampling)
+    def peak(self, *, sampling: bool) -> float:
+        """Bytes at the peak of the largest program of sampling or of training, with what others hold."""
+        return max(p.hbm for name, p in self.programs.items() if (name in SAMPLING) == sampling)
 
-    def seconds(self, *, sampling: bool) -> float:
-        """Expected seconds of a step's phases of sampling or of training."""
-        phases = self.step["expected"]["phases"]
-        return sum(s for name, s in phases.items() if name.startswith(("prefill", "decode")) == sampling)
+    @property
+    def seconds(self) -> float:
+        """Expected seconds of a step."""
+        return self.step["expected"]["seconds"]
 
     def fits(self, topology: Topology) -> bool:
-        return all(p.fits(topology.chip) for p in self.programs.values())
+        """Whether sampling fits, and training fits in the share `TRUSTED` of a chip."""
+        hbm = topology.chip.hbm
+        return self.peak(sampling=True) <= hbm and self.peak(sampling=False) <= TRUSTED * hbm
 
     def as_dict(self, topology: Topology) -> dict[str, Any]:
-        training, sampling = self.peak(sampling=False), self.peak(sampling=True)
         return {
             "fits": self.fits(topology),
             "trained": self.trained,
             "base_bytes": self.base,
             "state_bytes": self.state,
             "sync_bytes": self.synced,
-            "training_peak_bytes": training[0],
-            "training_peak_program": training[1],
-            "sampling_peak_bytes": sampling[0],
+            "training_peak_bytes": self.peak(sampling=False),
+            "sampling_peak_bytes": self.peak(sampling=True),
             "step": self.step,
         }
-
-
-def compare(
-    configs: Mapping[str, ConfigDict], topology: Topology, *, mean: float = 0, prompt: float = 0
-) -> dict[str, Estimate]:
-    """An estimate of each setting; `mean` and `prompt` as in `run_plan.lengths_of`."""
-    found = {}
-    for name, config in configs.items():
-        resolved = resolve(config)
-        found[name] = estimate(resolved, topology, run_plan.lengths_of(resolved, mean=mean, prompt=prompt))
-    return found
 
 
 def estimate(config: ConfigDict, topology: Topology, lengths: Lengths | None = None) -> Estimate:
@@ -160,82 +153,67 @@ def estimate(config: ConfigDict, topology: Topology, lengths: Lengths | None = N
     layout = layout_on(config, topology)
     decoding, learner = make_decoding(layout), make_learner(layout)
     programs = estimated_programs(layout, decoding, resident(layout, learner, decoding))
-    assumed = lengths or run_plan.lengths_of(config)
     return Estimate(
+        config=config,
         trained=sum(x.size for x in jax.tree.leaves(layout.trained_shapes)),
         base=0.0 if layout.abstract_base is None else bytes_on_a_device(layout.abstract_base),
         state=bytes_on_a_device(learner.like),
         synced=bytes_on_a_device(memory.synced_params(layout, decoding)),
         programs=programs,
-        step=run_plan.step_figures(layout, decoding, programs, topology, assumed),
+        step=run_plan.step_figures(layout, decoding, programs, topology, lengths or run_plan.lengths_of(config)),
     )
 
 
-Change = Mapping[str, Any]
+def search(config: ConfigDict, topology: Topology, lengths: Lengths | None = None) -> dict[str, Estimate]:
+    """The settings that fit by arithmetic, the fastest first, as "FIELD=VALUE,FIELD=VALUE".
 
-
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """Settings that fit by arithmetic, {field: value}, and their expected seconds a step and days of the run."""
-
-    change: Change
-    slots_of_a_chip: float
-    seconds: float
-    days: float
-
-
-def search(config: ConfigDict, topology: Topology, lengths: Lengths | None = None) -> list[Found]:
-    """All combinations of the choices that fit, the fastest first.
-
-    Sampling and training are estimated apart, as they take turns: layouts of the decoding weights and the cache's
-    dtype, each with the slots that fill the memory; and micro-batches with what is computed again.
+    Rows are spread over two or four chips, with `mesh.context`, only if nothing fits without.
     """
     config = with_known_shapes(config)
-    now = _estimate(config, topology, {"rollout.slots": None}, lengths).step["expected"]
-    samplings = _estimates(config, topology, sampling_choices(config, topology), lengths)
-    trainings = _estimates(config, topology, training_choices(config, topology), lengths)
-    found = []
-    for (first, sampled), (second, trained) in itertools.product(samplings, trainings):
-        seconds = sampled.seconds(sampling=True) + trained.seconds(sampling=False)
-        days = now["days"] * seconds / now["seconds"]
-        found.append(Found({**first, **second}, sampled.step["slots_of_a_chip"], seconds, days))
-    return sorted(found, key=lambda one: one.seconds)
-
-
-def sampling_choices(config: ConfigDict, topology: Topology) -> Iterable[Change]:
-    """Chips of a copy of the decoding weights, up to those of a host, with a cache in bf16 and in int8."""
-    sizes = [n for n in (1, 2, 4, 8) if topology.host.chips % n == 0]
-    for tensor, int8_kv in itertools.product(sizes, (False, True)):
-        yield {"rollout.slots": None, "rollout.tensor": tensor, "rollout.int8_kv": int8_kv}
-
-
-def training_choices(config: ConfigDict, topology: Topology) -> Iterable[Change]:
-    """One, two or four rows for each shard of rows, if they divide an update; what the backward pass computes again."""
-    mesh = parallel.mesh_sizes(config.mesh.to_dict(), topology.chips, topology.slices)
-    shards = parallel.shards("batch", mesh, parallel.parse_rules(config.sharding))
-    sizes = [rows for rows in (shards, 2 * shards, 4 * shards) if rows_per_update(config) % rows == 0]
-    for rows, remat in itertools.product(sizes, ("full", "offload", "none")):
-        yield {"train.microbatch_size": rows, "model.remat": remat}
-
-
-def _estimates(
-    config: ConfigDict, topology: Topology, choices: Iterable[Change], lengths: Lengths | None
-) -> list[tuple[Change, Estimate]]:
-    """The choices whose own programs fit, with their plans."""
-    found = []
-    for change in choices:
+    for spread in ({}, {"mesh.context": 2}, {"mesh.context": 4}):
+        found = {}
         try:
-            estimated = _estimate(config, topology, change, lengths)
-        except ValueError:  # heads or rows that do not divide
+            tried = list(choices(config, topology, spread))
+        except ValueError:  # so spread, the mesh does not cover the chips
             continue
-        sampling = "rollout.tensor" in change  # whose slots leave room
-        room = topology.chip.hbm * (1 if sampling else TRUSTED)
-        if estimated.peak(sampling=sampling)[0] <= room:
-            found.append((change, estimated))
-    return found
+        for choice in tried:
+            try:
+                estimated = estimate(config_files.changed(config, choice), topology, lengths)
+            except ValueError:  # heads or rows that do not divide
+                continue
+            if estimated.fits(topology):
+                found[",".join(f"{name}={value}" for name, value in choice.items() if value is not None)] = estimated
+        if found:
+            return dict(sorted(found.items(), key=lambda item: item[1].seconds))
+    return {}
 
 
-def _estimate(config: ConfigDict, topology: Topology, change: Change, lengths: Lengths | None) -> Estimate:
-    """The plan of a config after a change."""
-    print("estimating", *(f"{field}={value}" for field, value in change.items()), file=sys.stderr, flush=True)
-    return estimate(run_plan.changed(config, change), topology, lengths)
+def choices(config: ConfigDict, topology: Topology, spread: Change = MappingProxyType({})) -> Iterable[Change]:
+    """All combinations of the settings that a search tries, each with the fields `spread`.
+
+    They are the chips of a copy of the decoding weights, up to those of a host; a cache in bf16 or in int8, with the
+    slots that fill the memory; one, two or four rows of a micro-batch for each shard of rows, if they divide an update;
+    and what the backward pass computes again.
+    """
+    mesh = parallel.mesh_sizes(config_files.changed(config, spread).mesh.to_dict(), topology.chips, topology.slices)
+    shards = parallel.shards("batch", mesh, parallel.parse_rules(config.sharding))
+    rows = [rows for rows in (shards, 2 * shards, 4 * shards) if rows_per_update(config) % rows == 0]
+    tried = {
+        "rollout.tensor": [n for n in (1, 2, 4, 8) if topology.host.chips % n == 0],
+        "rollout.int8_kv": (False, True),
+        "train.microbatch_size": rows,
+        "model.remat": ("full", "offload", "none"),
+    }
+    for values in itertools.product(*tried.values()):
+        yield {**spread, "rollout.slots": None, **dict(zip(tried, values, strict=True))}
+
+
+def smallest_slice(config: ConfigDict, topology: Topology, lengths: Lengths | None = None) -> Topology | None:
+    """The next larger slice on which a config fits as it is, by arithmetic; None if there is none."""
+    larger = topology.larger()
+    while larger is not None:
+        with contextlib.suppress(ValueError):  # a mesh or a batch that does not divide
+            if estimate(config, larger, lengths).fits(larger):
+                return larger
+        larger = larger.larger()
+    return None

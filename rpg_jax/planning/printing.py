@@ -1,6 +1,6 @@
 """Shows a plan: tables for people, JSON for programs."""
 
-import json
+import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -9,119 +9,95 @@ from rich.console import Console
 from rich.table import Table
 
 from rpg_jax.planning.compiling import Program
-from rpg_jax.planning.estimates import Estimate, Found
-from rpg_jax.planning.hlo import COLLECTIVES
+from rpg_jax.planning.estimates import Estimate
 from rpg_jax.planning.topologies import Topology
 
 _GIB = 2**30
 Programs = Mapping[str, Program]
-Change = Mapping[str, Any] | None  # {field: value} of the smallest change that fits
-_MEMORY = ("hbm", "arguments", "temporaries", "outputs", "alias", "peak", "resident", "host")
 
 
-def show(
-    topology: Topology, programs: Programs, figures: Mapping[str, Any], change: Change, console: Console | None = None
-) -> None:
-    """Prints tables of memory, speed, network and the step, and the verdict.
+def show(topology: Topology, programs: Programs, figures: Mapping[str, Any], console: Console | None = None) -> None:
+    """Prints tables of memory, speed and the step, and the verdict.
 
     "others" are arrays in HBM that belong to other programs. "model's" are the operations of the mathematics. "of peak"
     is the rate of these operations in the time that the limit allows, as a share of the chip's peak.
     """
     console = console or Console()
     console.print(_memory(topology, programs), _speed(topology, programs))
-    if topology.chips > 1:
-        console.print(_network(programs))
     if figures:
         console.print(_step(topology, figures))
     misfits = [name for name, p in programs.items() if not p.fits(topology.chip)]
     if not misfits:
         console.print(f"[green]fits[/green] {topology.name}")
-        console.print(*_closing(figures), sep="\n", markup=False, soft_wrap=True)
+        if figures:
+            console.print(*_closing(figures), sep="\n", markup=False, soft_wrap=True)
         return
     console.print(f"[red]does not fit[/red] {topology.name}: {', '.join(misfits)}")
     for name in misfits:
         if programs[name].refused:
             console.print(f"  {name}: {programs[name].refused}", markup=False)
-    if change:
-        flags = (f"--{'' if field == 'topology' else 'config.'}{field}={value}" for field, value in change.items())
-        console.print("this change fits: " + " ".join(flags), markup=False)
-    else:
-        console.print("no change that fits was found")
 
 
-def show_search(topology: Topology, found: Sequence[Found], console: Console | None = None, rows: int = 8) -> None:
-    """Prints the fastest settings of a search, each as the flags that set it, and how many there are."""
-    shown = []
-    for one in found[:rows]:
-        flags = (f"--config.{field}={value}" for field, value in one.change.items() if value is not None)
-        shown.append((_figure(one.seconds), _figure(one.days), f"{one.slots_of_a_chip:g}", "\n".join(flags)))
-    title = f"{len(found)} settings fit {topology.name} by arithmetic; the first is compiled"
-    head = ("expected s a step", "days", "slots a chip", "settings")
-    (console or Console()).print(_table(title, head, shown))
-
-
-def show_beside(
-    topology: Topology, found: Mapping[str, Estimate], console: Console | None = None, *, as_json: bool = False
+def show_settings(
+    topology: Topology, found: Mapping[str, Estimate], console: Console | None = None, rows: int = 8
 ) -> None:
-    """Prints a column for each setting, or one JSON object: what is trained, what a chip holds, the expected step."""
-    if as_json:
-        own = {name: one.as_dict(topology) for name, one in found.items()}
-        print(json.dumps({"topology": topology.name, "hbm": topology.chip.hbm, "settings": own}))
-        return
-    columns: list[Sequence[str]] = []
-    for one in found.values():
-        (training, program), (sampling, _) = one.peak(sampling=False), one.peak(sampling=True)
-        sizes = (f"{size / _GIB:.2f}" for size in (one.base, one.state, one.synced, training))
-        fits = one.fits(topology)
-        slots, seconds = one.step["slots_of_a_chip"], one.step["expected"]["seconds"]
-        sampled = (f"{slots:g}", f"{sampling / _GIB:.2f}", _figure(seconds)) if fits else ("", "", "does not fit")
-        columns.append((_counted(one.trained), *sizes, program, *sampled))
-    names = ["weights trained", "frozen base", "trained and slots", "a weight sync", "peak of training", "in program"]
-    names += ["decode slots a chip", "peak of the rollout", "expected step, s"]
+    """Prints a row for each setting, `rows` at most: what is trained, what a chip holds, and the expected step."""
+    console, shown = console or Console(), list(found.items())[:rows]
+    table = []
+    for number, (_, one) in enumerate(shown, 1):
+        memory = (one.base, one.state, one.synced, one.peak(sampling=False), one.peak(sampling=True))
+        step = (f"{one.step['slots_of_a_chip']:g}", _figure(one.seconds)) if one.fits(topology) else ("", "no room")
+        trained = f"{one.trained / 1e6:,.1f} M" if one.trained < 1e9 else f"{one.trained / 1e9:,.2f} B"
+        table.append((str(number), trained, *(f"{size / _GIB:.2f}" for size in memory), *step))
     title = f"{topology.name}, by arithmetic: GiB on a chip, of {topology.chip.hbm / _GIB:.2f}"
-    table = _table(
-        title,
-        ("", *(name.replace(",", ",\n").replace("=", "\n=") for name in found)),
-        zip(names, *columns, strict=True),
-    )
-    table.columns[0].justify, table.columns[0].no_wrap = "left", True
-    for column in table.columns:
-        column.overflow = "fold"
-    table.caption = "no program was compiled"
-    (console or Console()).print(table)
+    head = ("", "trained", "frozen", "state", "sync", "training", "rollout", "slots", "s a step")
+    console.print(_table(title, head, table))
+    console.print("state: what is trained, and the optimizer's; training, rollout: peaks; slots: of decoding")
+    names = [f"{number}: {name}" for number, (name, _) in enumerate(shown, 1)]
+    console.print(*names, sep="\n", markup=False, soft_wrap=True)
 
 
-def _counted(number: int) -> str:
-    return f"{number / 1e6:,.1f} M" if number < 1e9 else f"{number / 1e9:,.2f} B"
+def show_fitting(topology: Topology, found: Mapping[str, Estimate], larger: Topology | None) -> None:
+    """Prints what would fit by arithmetic in place of a config that does not: settings, or else a larger slice."""
+    if found:
+        show_settings(topology, found)
+    elif larger is not None:
+        print(f"the config fits {larger.name}, by arithmetic; no settings that fit {topology.name} were found")
+    else:
+        print("no settings and no larger slice that fit were found")
 
 
-def as_json(topology: Topology, programs: Programs, figures: Mapping[str, Any], change: Change) -> dict[str, Any]:
-    """The plan as one object; bytes and seconds are of one chip."""
+def as_json(
+    topology: Topology,
+    programs: Programs,
+    figures: Mapping[str, Any],
+    settings: Mapping[str, Estimate],
+    larger: Topology | None = None,
+) -> dict[str, Any]:
+    """The plan as one object; bytes and seconds are of one chip.
+
+    `settings` are compared by arithmetic, and `larger` is a slice that fits by arithmetic.
+    """
     chip = topology.chip
     return {
         "topology": topology.name,
         "chips": topology.chips,
         "hbm": chip.hbm,
-        "fits": all(p.fits(chip) for p in programs.values()),
-        "smallest_change": dict(change) if change else None,
+        "fits": all(p.fits(chip) for p in programs.values()) if programs else None,
         "programs": {
             name: {
                 "fits": p.fits(chip),
-                **{part: getattr(p, part) for part in _MEMORY},
-                "flops": p.costs.flops,
-                "model_flops": p.model_flops,
-                "bytes": p.costs.bytes,
-                "collective_bytes": dict(p.costs.collectives),
-                "collectives": p.costs.launches,
+                "hbm": p.hbm,
+                **dataclasses.asdict(p),
                 "seconds_by_limit": p.limits(chip),
                 "limit": p.bound(chip)[0],
                 "seconds": p.bound(chip)[1],
-                "compile_seconds": p.seconds,
-                "refused": p.refused,
             }
             for name, p in programs.items()
         },
         "step": dict(figures),
+        "settings": {name: one.as_dict(topology) for name, one in settings.items()},
+        "larger": larger and larger.name,
     }
 
 
@@ -131,7 +107,7 @@ def _memory(topology: Topology, programs: Programs) -> Table:
         parts = (f"{part / _GIB:.2f}" for part in (p.arguments, p.temporaries, p.outputs, p.alias, p.resident))
         style = "green" if p.fits(topology.chip) else "red"
         peak, host = f"[{style}]{p.hbm / _GIB:.2f}[/{style}]", f"{p.host / _GIB:.2f}"
-        rows.append((name, *parts, peak, host, f"{p.seconds:.0f} s"))
+        rows.append((name, *parts, peak, host, f"{p.compile_seconds:.0f} s"))
     title = f"{topology.name}: GiB on each of {topology.chips} chips, of {topology.chip.hbm / _GIB:.2f}"
     return _table(title, ("program", "args", "temp", "out", "alias", "others", "peak", "host", "compile"), rows)
 
@@ -146,13 +122,6 @@ def _speed(topology: Topology, programs: Programs) -> Table:
         rows.append((name, *map(_figure, counts), limit, _figure(seconds * 1e3), share))
     title = "one run of each program, on each chip, at the peak of its limit"
     return _table(title, ("program", "TFLOP", "model's", "HBM GB", "ICI GB", "limit", "ms", "of peak"), rows)
-
-
-def _network(programs: Programs) -> Table:
-    received = {name: p.costs.collectives for name, p in programs.items()}
-    kinds = [kind for kind in COLLECTIVES if any(own.get(kind) for own in received.values())]
-    rows = [(name, *(_figure(own.get(kind, 0.0) / 1e9) for kind in kinds)) for name, own in received.items()]
-    return _table("GB that reach a chip over the network, by kind", ("program", *kinds), rows)
 
 
 def _step(topology: Topology, figures: Mapping[str, Any]) -> Table:
@@ -190,33 +159,20 @@ def _assumed(figures: Mapping[str, Any]) -> str:
 
 
 def _closing(figures: Mapping[str, Any]) -> list[str]:
-    """The last lines of a plan that fits: what binds, days and dollars, and what to try next, the best change first."""
-    if not figures:
-        return []
-    expected, bound = figures["expected"], figures["bound"]
+    """The last lines of a plan that fits: what binds, days and dollars."""
 
     def cost(side: Mapping[str, Any]) -> str:
         dollars = "" if side["dollars"] is None else f", ${side['dollars']:,.0f}"
         return f"{_figure(side['days'])} days{dollars}"
 
-    now = expected["seconds"]
-    faster = {change: seconds for change, seconds in figures["next"].items() if seconds < 0.98 * now}
-    tries = [f"{change}: {_figure(seconds)} s a step in place of {_figure(now)}" for change, seconds in faster.items()]
-    keep = f"{figures['servers'] or 'no number of'} servers of {figures['server_chips']} chips each"
-    sync = ", ".join(f"{part} {_figure(seconds)} s" for part, seconds in expected["sync"].items())
-    return [
-        f"binds: {figures['binds']}",
-        f"{figures['steps']:,.0f} steps: {cost(expected)} expected; {cost(bound)} at the bound",
-        f"{keep} (rollout.driver=servers, max_staleness=1) sample as fast as these chips train",
-        f"a sync brings them {figures['weights_bytes'] / 1e9:.2f} GB: {sync}; writing is beside training",
-        "to try next: " + ("\n        then: ".join(tries) or "nothing that this plan knows makes a step 2 % faster"),
-    ]
+    costs = f"{cost(figures['expected'])} expected; {cost(figures['bound'])} at the bound"
+    return [f"binds: {figures['binds']}", f"{figures['steps']:,.0f} steps: {costs}"]
 
 
 def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     table = Table(title=title)
     for column in head:
-        table.add_column(column, justify="left" if column in ("program", "limit", "settings") else "right")
+        table.add_column(column, justify="left" if column in ("program", "limit") else "right")
     for row in rows:
         table.add_row(*row)
     return table

@@ -1,4 +1,4 @@
-"""Plans a run: compiles its programs for a TPU slice, adds up memory and seconds, and looks for a change that fits."""
+"""Plans a run: compiles its programs for a TPU slice, and adds up memory and seconds."""
 
 import math
 import sys
@@ -7,10 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 from ml_collections import ConfigDict
 
-from rpg_jax.models import DecoderConfig, parameter_count, splash
+from rpg_jax.models import DecoderConfig, splash
 from rpg_jax.planning import compiling, efficiency, step_time
 from rpg_jax.planning.compiling import Program, compile_program, token_flops
 from rpg_jax.planning.step_time import DecodeStep, Lengths, Work
@@ -38,7 +37,6 @@ def plan(
     only: Sequence[str] | None = None,
     *,
     lengths: Lengths | None = None,
-    store: float = efficiency.STORE,
 ) -> tuple[dict[str, Program], dict[str, Any]]:
     """Compiles every program of the run for `topology`, or the programs named in `only`.
 
@@ -65,7 +63,7 @@ def plan(
             programs[name] = compile_program(name, lowered, model_flops=flops, resident=held[name], cheapest=plain)
     if only or any(program.refused for program in programs.values()):
         return programs, {}
-    return programs, step_figures(layout, decoding, programs, topology, lengths or lengths_of(config), store)
+    return programs, step_figures(layout, decoding, programs, topology, lengths or lengths_of(config))
 
 
 def layout_on(config: ConfigDict, topology: Topology) -> Layout:
@@ -89,53 +87,6 @@ def lowered_programs(layout: Layout, learner: Learner, decoding: Decoding) -> It
     yield from compiling.sampling(layout.model, layout.graphdef, params, decoding, max_prompt_tokens=prompts)
 
 
-def smallest_change(config: ConfigDict, topology: Topology, programs: dict[str, Program]) -> dict[str, object] | None:
-    """The first of `candidates` with which every program fits; None if there is none.
-
-    Each candidate is compiled for the programs that did not fit.
-    """
-    config = layout_on(with_known_shapes(config), topology).config
-    failing = [name for name, p in programs.items() if not p.fits(topology.chip)]
-    # A smaller micro-batch turns one update into three programs.
-    only = [*failing, "start", "add", "apply"] if "update" in failing else failing
-    for change, larger in candidates(config, topology, failing):
-        tried = changed(config, change)
-        if larger is not None and larger.chips > 1:
-            try:
-                found, _ = plan(tried, larger, only=only)
-            except ValueError:  # a mesh or batch that does not divide
-                continue
-            if all(p.fits(larger.chip) for p in found.values()):
-                return change if larger == topology else {**change, "topology": larger.name}
-    return None
-
-
-def candidates(
-    config: ConfigDict, topology: Topology, failing: list[str]
-) -> Iterator[tuple[dict[str, object], Topology | None]]:
-    """(changed fields, slice) to try, cheapest first.
-
-    Training: smaller micro-batches, layer inputs on the host, rows over several chips. Sampling: fewer decode slots,
-    weights over several chips. Then a larger slice.
-    """
-    rows = config.train.microbatch_size or rows_per_update(config)
-    if set(failing) & {"log-probs", "baseline", "update", "start", "add"}:
-        smallest = min(rows, topology.chips)
-        for size in sorted({rows // 2, rows // 4, smallest} - {0, rows}, reverse=True):
-            if size >= smallest:
-                yield {"train.microbatch_size": size}, topology
-        yield {"train.microbatch_size": smallest, "model.remat": "offload"}, topology
-        for context in (2, 4):
-            yield {"train.microbatch_size": max(1, smallest // context), "mesh.context": context}, topology
-    if set(failing) & {"prefill", "decode"}:
-        slots = config.rollout.slots or 0  # unset: as many as fit
-        for size in (slots // 2, slots // 4):
-            if size:
-                yield {"rollout.slots": size}, topology
-        yield {"rollout.tensor": min(4, topology.chips)}, topology
-    yield {}, topology.larger()
-
-
 def with_known_shapes(config: ConfigDict) -> ConfigDict:
     """`config`, or where `model.path` cannot be read here and `model.size` is set, a copy that has the size alone."""
     m = config.model
@@ -151,16 +102,6 @@ def with_known_shapes(config: ConfigDict) -> ConfigDict:
     return config
 
 
-def changed(config: ConfigDict, change: Mapping[str, Any]) -> ConfigDict:
-    """A copy of a config with other settings, {"section.field": value}."""
-    tried = config.copy_and_resolve_references()
-    with tried.unlocked():
-        for field, value in change.items():
-            section, name = field.split(".")
-            tried[section][name] = value
-    return tried
-
-
 def vocabulary(config: ConfigDict) -> int | None:
     """The size of the tokenizer's vocabulary for a model without a published one; leaves no files."""
     if config.model.path or config.model.size:
@@ -173,18 +114,18 @@ def vocabulary(config: ConfigDict) -> int | None:
         return open_tokenizer(config, task, Path(folder)).vocab_size
 
 
-def lengths_of(config: ConfigDict, *, mean: float = 0, prompt: float = 0, spread: float = 0) -> Lengths:
+def lengths_of(config: ConfigDict, *, mean: float = 0, prompt: float = 0) -> Lengths:
     """The lengths that a plan assumes; 0 takes half of rollout.max_tokens, and the figures of `efficiency`."""
     longest = config.task.max_prompt_tokens
     return Lengths(
         prompt=prompt or min(efficiency.PROMPT_TOKENS, longest / 2),
         mean=mean or config.rollout.max_tokens / 2,
-        spread=spread or efficiency.SPREAD,
+        spread=efficiency.SPREAD,
         limit=config.rollout.max_tokens,
     )
 
 
-def work_of(layout: Layout, decoding: Decoding, lengths: Lengths, store: float = efficiency.STORE) -> Work:
+def work_of(layout: Layout, decoding: Decoding, lengths: Lengths) -> Work:
     """The work of a step of the config."""
     c, shape = layout.config, row_shape(layout.config)
     bucket = prompt_bucket(math.ceil(lengths.prompt), decoding.capacity)
@@ -204,8 +145,6 @@ def work_of(layout: Layout, decoding: Decoding, lengths: Lengths, store: float =
         remat=c.model.remat,
         frozen=layout.lora is not None,
         run=_run(layout.model, lengths, shape.length) if shape.packed else 1.0,
-        weights=parameter_count(layout.model) * jnp.dtype(c.model.compute_dtype).itemsize,
-        store=store,
     )
 
 
@@ -244,16 +183,14 @@ def step_figures(
     programs: Mapping[str, Program],
     on: Topology,
     lengths: Lengths,
-    store: float = efficiency.STORE,
 ) -> dict[str, Any]:
-    """Bound and expected time of a step and of the run without evaluations, what binds, and what to try next.
+    """Bound and expected time of a step and of the run without evaluations, and what binds.
 
-    Prompts include dynamic sampling's oversampling. `servers` of a host each sample as fast as these chips train.
+    Prompts include dynamic sampling's oversampling.
     """
-    work, step = work_of(layout, decoding, lengths, store), decode_step_of(layout, decoding, programs["decode"])
+    work, step = work_of(layout, decoding, lengths), decode_step_of(layout, decoding, programs["decode"])
     best = step_time.bound(work, step, programs, layout.model, on)
     likely = step_time.expected(work, step, programs, on)
-    int8, head = decoding.int8_kv, layout.model.head_dim
     return {
         "prompts": work.prompts,
         "completions": work.prompts * work.group_size,
@@ -266,8 +203,4 @@ def step_figures(
         "bound": best.as_dict(),
         "expected": likely.as_dict(),
         "binds": step_time.binding(likely),
-        "next": step_time.suggestions(work, step, programs, on, head_dim=head, int8_kv=int8),
-        "servers": likely.servers,
-        "server_chips": on.chip.one_host,
-        "weights_bytes": work.weights,
     }

@@ -1,4 +1,4 @@
-"""Seconds, days and dollars of a step: the bound of the hardware, the expected time, what binds, and what to try next.
+"""Seconds, days and dollars of a step: the bound of the hardware, the expected time, and the phase that binds.
 
 The rollout, worked by hand for Qwen3-4B with completions of 8,192 tokens on v5p:4x4x4. There
 are 1,536 prompts of 300 tokens and 24,576 completions of 4,096 tokens in the mean with a coefficient of variation of
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import statistics
 from collections.abc import Mapping
 from typing import Any
 
@@ -26,7 +25,6 @@ from rpg_jax.models import DecoderConfig
 from rpg_jax.planning import efficiency
 from rpg_jax.planning.compiling import Program, token_flops, token_training_flops
 from rpg_jax.planning.topologies import Chip, Topology
-from rpg_jax.training.collect import UNKNOWN_SHARE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +46,6 @@ class Work:
       packed: whether completions share rows.
       remat: the activations that are computed again.
       frozen: whether only adapters are trained.
-      weights: bytes that a sync brings to servers.
-      store: bytes a second of a host, into the folder of these weights and from it.
       run: share of a micro-batch's operations that are run: attention skips blocks between completions of one row.
     """
 
@@ -68,8 +64,6 @@ class Work:
     remat: str
     frozen: bool = False
     run: float = 1.0
-    weights: float = 0.0
-    store: float = efficiency.STORE
 
     @property
     def tokens(self) -> float:
@@ -114,11 +108,10 @@ def bound(work: Work, step: DecodeStep, programs: Mapping[str, Program], model: 
 
 def expected(work: Work, step: DecodeStep, programs: Mapping[str, Program], on: Topology) -> Phases:
     """Seconds of the phases at the efficiencies of `efficiency`: whole micro-batches and dispatches, a latency for each
-    collective, slots that empty in the end, and hosts that wait for the last one."""
-    chip, own, lengths = on.chip, work.prompts / work.meshes, work.lengths
+    collective, and slots that empty in the end. Hosts wait for the last one, which is left out: 1 to 4 %."""
+    chip, own = on.chip, work.prompts / work.meshes
     seconds = {name: _run(program, work).expected(chip) for name, program in programs.items()}
-    share = imbalance(work.meshes, own, work.group_size, step.slots, lengths.spread, efficiency.CORRELATION)
-    decode = decode_expected(step, own * work.group_size, lengths, chip)
+    decode = decode_expected(step, own * work.group_size, work.lengths, chip)
     batches = work.micro_batches * work.updates
     if "update" in seconds:
         update = batches * seconds["update"]
@@ -128,7 +121,6 @@ def expected(work: Work, step: DecodeStep, programs: Mapping[str, Program], on: 
     phases = {
         "prefill": math.ceil(own / work.prefill_prompts) * seconds["prefill"],
         **{f"decode: {part}": value for part, value in decode.items()},
-        "decode: spread over hosts": efficiency.LONGEST_FIRST * (share - 1) * sum(decode.values()),
         "log-probs": work.passes * batches * seconds["log-probs"],
         "update": work.epochs * update,
     }
@@ -166,31 +158,10 @@ class Phases:
         return self.total - self.rollout
 
     @property
-    def host_chips(self) -> int:
-        return self.on.chip.one_host * self.on.chip.cores
-
-    @property
-    def sync(self) -> dict[str, float]:
-        """Seconds of a sync of servers. Training stands still for the copy to host memory, a server for the others; the
-        hosts write their parts while training goes on."""
-        whole = self.work.weights
-        own = whole / math.ceil(self.on.chips / self.host_chips)
-        parts = {"copy": own / efficiency.HOST, "write": own / self.work.store}
-        return parts | {"read": whole / self.work.store, "swap": whole / efficiency.HOST}
-
-    @property
     def beside_servers(self) -> float:
-        """Seconds of a step where as many chips again sample one step ahead, and these only train."""
-        sync = self.sync
-        return max(self.rollout + sync["read"] + sync["swap"], self.training + sync["copy"], sync["write"])
-
-    @property
-    def servers(self) -> int | None:
-        """Servers, each a whole host of such chips, that sample a step ahead as fast as these chips train. None if a
-        server needs longer to load the weights than these chips to train."""
-        sync = self.sync
-        left = self.training + sync["copy"] - sync["read"] - sync["swap"]
-        return math.ceil(self.on.chips * self.rollout / left / self.host_chips) if left > 0 else None
+        """Seconds of a step where as many chips again sample one step ahead, and these only train. What a sync of the
+        weights takes is left out."""
+        return max(self.rollout, self.training)
 
     def as_dict(self) -> dict[str, Any]:
         run = self.work.steps * self.total
@@ -199,7 +170,6 @@ class Phases:
             "phases": dict(self.seconds),
             "seconds": self.total,
             "seconds_beside_servers": self.beside_servers,
-            "sync": self.sync,
             "days": run / 86_400,
             "chip_hours": hours * self.on.chips / self.on.chip.cores,
             "dollars": None if self.on.hourly is None else hours * self.on.hourly,
@@ -210,31 +180,6 @@ def binding(phases: Phases) -> str:
     """The longest phase of what is expected, in words."""
     name = max(phases.seconds, key=phases.seconds.__getitem__)
     return f"{name}, {phases.seconds[name] / phases.total:.0%} of the expected step"
-
-
-def suggestions(
-    work: Work, step: DecodeStep, programs: Mapping[str, Program], on: Topology, *, head_dim: int, int8_kv: bool
-) -> dict[str, float]:
-    """Expected seconds of a step after each of some changes, the fastest first."""
-    found, now = {}, expected(work, step, programs, on)
-    found["servers of as many chips that sample a step ahead"] = now.beside_servers
-    if not int8_kv:
-        int8 = (1 + 4 / head_dim) / 2  # a byte for two, and an f32 scale for each head
-        tried = dataclasses.replace(step, cached=int8 * step.cached, reading=efficiency.HBM_INT8)
-        found["rollout.int8_kv=True, with loss.sampler_correction"] = expected(work, tried, programs, on).total
-    needed = math.ceil(work.trained / UNKNOWN_SHARE)
-    if work.prompts > needed:
-        tried_work = dataclasses.replace(work, prompts=needed)
-        change = (
-            f"dynamic_sampling.oversample=0 and surplus=carry, where {UNKNOWN_SHARE:.0%} of the groups are informative"
-        )
-        found[change] = expected(tried_work, step, programs, on).total
-    rows, length = work.micro_batch
-    if work.packed and rows > on.chips and rows % 2 == 0:
-        tried_work = dataclasses.replace(work, micro_batch=(rows // 2, length))
-        waste = work.micro_batches / (tried_work.micro_batches / 2)
-        found[f"train.microbatch_size={rows // 2}"] = now.total - now.training * (1 - 1 / waste)
-    return dict(sorted(found.items(), key=lambda item: item[1]))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -344,24 +289,3 @@ def decode_steps(completions: float, lengths: Lengths, slots: float) -> float:
     ended. It may be the longest: m (completions - slots) / slots + longest.
     """
     return lengths.mean * max(0.0, completions - slots) / slots + lengths.longest
-
-
-def imbalance(hosts: int, prompts: float, group: int, slots: float, spread: float, correlation: float) -> float:
-    """The work of the host that ends last, over the mean work: `hosts` take groups from one list, as they have room.
-
-    A completion's work goes with the square of its length, whose coefficient of variation is about 2c. P groups of G
-    completions then have 2c √((ρ + (1 - ρ) / G) / P). The largest of H normal sums is Φ⁻¹((H - 0.375) / (H + 0.25))
-    standard deviations above the mean (Blom, 1958). When the list is empty, a host has what is in its slots, groups
-    that are slots / GP of its work: what it began before evens out.
-
-    Args:
-      hosts: H, decoding meshes.
-      prompts: P, groups of a host in the mean.
-      slots: of a host.
-      correlation: ρ, between the work of completions of a group.
-    """
-    if hosts == 1:
-        return 1.0
-    last = min(prompts, slots / group)
-    deviation = 2 * spread * math.sqrt((correlation + (1 - correlation) / group) / last)
-    return 1 + last / prompts * deviation * statistics.NormalDist().inv_cdf((hosts - 0.375) / (hosts + 0.25))

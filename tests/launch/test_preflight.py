@@ -312,8 +312,8 @@ def test_the_plan_is_asked_and_its_answer_shown(cloud, monkeypatch, tmp_path):
     ]
     planned(f"print('compiling decode for v5p', file=sys.stderr); print({json.dumps(json.dumps(found))})")
     assert "compiling decode for v5p\n" in cloud.capsys.readouterr().err
-    found = {"fits": False, "programs": {"decode": {"fits": False}}, "smallest_change": {"rollout.slots": 64}}
-    with pytest.raises(LaunchError, match=r"decode would not fit v5p:2x2x2\*2; rollout.slots=64 would fit; --no-plan"):
+    found = {"fits": False, "programs": {"decode": {"fits": False}}, "settings": {"rollout.tensor=4": {}}}
+    with pytest.raises(LaunchError, match=r"decode would not fit v5p:2x2x2\*2; rollout.tensor=4 would fit by"):
         planned(f"print({json.dumps(json.dumps(found))}); sys.exit(1)")
 
 

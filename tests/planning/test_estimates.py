@@ -1,15 +1,13 @@
 """The search ranks what fits by expected seconds; its estimates are near figures of compiled programs."""
 
-import io
 import json
 
 import jax
 import pytest
-from rich.console import Console
 
 from configs import qwen3_0p6b_gsm8k, qwen3_4b_8k
 from rpg_jax import plan, planning
-from rpg_jax.planning import estimates, printing, run_plan
+from rpg_jax.planning import estimates, run_plan
 from rpg_jax.runs import memory
 from rpg_jax.runs.layout import make_layout
 from rpg_jax.runs.learner import make_learner
@@ -46,12 +44,10 @@ def test_estimates_are_near_what_the_compiler_counted():
 def test_settings_are_planned_beside_each_other_without_a_compilation(monkeypatch, capsys):
     """The figures are those of docs/lora.md."""
     monkeypatch.setattr(jax.stages.Lowered, "compile", None)
-    shown, show, console = [], printing.show_beside, Console(record=True, width=80, file=io.StringIO())
-    monkeypatch.setattr(printing, "show_beside", lambda *found, as_json: shown.append(found))
     command = ["--config=configs/qwen3_1p7b_gsm8k_lora.py", "--topology=v5e:1x1", "--beside=model.lora.rank=0"]
-    assert plan.main(command) == 0
-    ((topology, found),) = shown
-    lora, full = (one.as_dict(topology) for one in found.values())
+    assert plan.main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["settings"]
+    lora, full = found["as given"], found["model.lora.rank=0"]
     assert (lora["trained"], full["trained"]) == (17_432_576, 1_720_574_976)
     assert lora["fits"] and not full["fits"]
     assert lora["base_bytes"] == full["sync_bytes"] == 2 * full["trained"], "bf16"
@@ -59,39 +55,43 @@ def test_settings_are_planned_beside_each_other_without_a_compilation(monkeypatc
     assert lora["training_peak_bytes"] == pytest.approx(6.86 * GIB, rel=1e-2)
     assert full["training_peak_bytes"] == pytest.approx(44.9 * GIB, rel=1e-2)
     assert lora["step"]["expected"]["seconds"] == pytest.approx(298, rel=1e-2)
-    show(topology, found, as_json=True)
-    assert json.loads(capsys.readouterr().out)["settings"] == {"as given": lora, "model.lora.rank=0": full}
-    show(topology, found, console)
-    text = console.export_text()
-    assert "does not fit" in text and "17.4 M" in text and "1.72 B" in text and "model.lora.rank" in text
+    assert plan.main(command) == 0
+    text = capsys.readouterr().out
+    assert "no room" in text and "17.4 M" in text and "1.72 B" in text and "2: model.lora.rank=0" in text
 
 
-def test_the_fastest_settings_that_fit_come_first(monkeypatch):
-    samplings = [{"rollout.slots": None, "rollout.tensor": n, "rollout.int8_kv": False} for n in (1, 2, 3)]
-    trainings = [{"train.microbatch_size": n, "model.remat": "full"} for n in (8, 16)]
-    monkeypatch.setattr(estimates, "sampling_choices", lambda *a: samplings)
-    monkeypatch.setattr(estimates, "training_choices", lambda *a: trainings)
+def test_the_fastest_settings_that_fit_come_first():
     config = resolve(qwen3_0p6b_gsm8k.get_config())
+    config.rollout.slots = 64
     found = estimates.search(config, SLICE)
-    assert [one.seconds for one in found] == sorted(one.seconds for one in found)
-    assert {one.change["rollout.tensor"] for one in found} == {1, 2}, "three does not divide the chips of a host"
-    assert len(found) == 4
-    best = run_plan.changed(config, found[0].change)
-    assert best.rollout.slots is None and best.rollout.tensor == found[0].change["rollout.tensor"]
-    console = Console(record=True, width=120, file=io.StringIO())
-    printing.show_search(SLICE, found, console)
-    text = console.export_text()
-    assert "4 settings fit v5p:2x2x2" in text and "--config.train.microbatch_size=" in text and "slots=" not in text
+    assert [one.seconds for one in found.values()] == sorted(one.seconds for one in found.values())
+    assert all(one.fits(SLICE) for one in found.values())
+    name, best = next(iter(found.items()))
+    assert best.config.rollout.slots is None and best.config.mesh.context == 1
+    again = plan.cli.settings([name])[name]
+    assert all(override.startswith("--config.") for override in again) and len(again) == 4, "--beside takes the name"
 
 
 def test_choices_are_whole_rows_of_every_shard_and_copies_within_a_host():
-    config = resolve(qwen3_4b_8k.get_config())
-    rows = {change["train.microbatch_size"] for change in estimates.training_choices(config, SLICE)}
-    assert rows == {8, 16, 32}
-    assert {change["rollout.tensor"] for change in estimates.sampling_choices(config, SLICE)} == {1, 2, 4}
+    config, found = resolve(qwen3_4b_8k.get_config()), {}
+    for choice in estimates.choices(config, SLICE):
+        for field, value in choice.items():
+            found.setdefault(field, set()).add(value)
+    assert found["train.microbatch_size"] == {8, 16, 32} and found["rollout.tensor"] == {1, 2, 4}
+    assert found["rollout.slots"] == {None} and "mesh.context" not in found
 
 
-def test_what_does_not_fit_is_left_out():
-    config = resolve(qwen3_4b_8k.get_config())
-    change = [{"train.microbatch_size": 512, "model.remat": "none"}]
-    assert estimates._estimates(config, SLICE, change, None) == []
+def test_rows_are_spread_over_chips_if_nothing_else_fits(monkeypatch):
+    monkeypatch.setattr(estimates.Estimate, "fits", lambda one, topology: one.config.mesh.context == 2)
+    found = estimates.search(resolve(qwen3_4b_8k.get_config()), SLICE)
+    assert found and all(name.startswith("mesh.context=2,") for name in found)
+
+
+def test_what_fits_nowhere_on_the_slice_fits_a_larger_one(monkeypatch, capsys):
+    monkeypatch.setattr(run_plan, "lowered_programs", lambda *parts: iter([("decode", None, 1.0)]))
+    refused = planning.Program("decode", 0, 0, 0, 0, 0, planning.Costs(), 0, 0, "no room")
+    monkeypatch.setattr(run_plan, "compile_program", lambda *a, **k: refused)
+    monkeypatch.setattr(estimates.Estimate, "fits", lambda one, topology: topology.chips > 8)
+    command = ["--config=configs/qwen3_4b_8k.py", "--topology=v5e:2x2", "--programs=decode"]
+    assert plan.main(command) == 1
+    assert "the config fits v5e:4x4, by arithmetic" in capsys.readouterr().out

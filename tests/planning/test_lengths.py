@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rpg_jax.planning.step_time import Lengths, decode_steps, imbalance
+from rpg_jax.planning.step_time import Lengths, decode_steps
 
 PROMPT = 30
 
@@ -45,14 +45,3 @@ def test_decode_steps_are_about_those_of_a_queue_of_completions(drawn, slots):
 
 def test_one_wave_takes_as_long_as_its_longest_completion(lengths):
     assert decode_steps(10, lengths, slots=16) == decode_steps(16, lengths, slots=16) == lengths.longest
-
-
-@pytest.mark.parametrize(("slots", "last"), [(240, 15), (10_000, 96)])
-def test_hosts_end_as_unequally_as_drawn_work_that_is_left_in_their_slots(slots, last):
-    """16 hosts, 96 groups of 16 completions each, of which those of a group are correlated by a half."""
-    rng, spread = np.random.default_rng(1), 0.1
-    own = rng.standard_normal((100, 16, last, 1)) * 0.5**0.5 + rng.standard_normal((100, 16, last, 16)) * 0.5**0.5
-    work = ((1 + spread * own) ** 2).mean(3).sum(2)
-    waited = (work.max(1) - work.mean(1)).mean() / (96 * (1 + spread**2))
-    assert imbalance(16, 96, 16, slots, spread, 0.5) - 1 == pytest.approx(waited, rel=0.1)
-    assert imbalance(1, 96, 16, slots, spread, 0.5) == 1

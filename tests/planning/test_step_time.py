@@ -127,35 +127,7 @@ def test_expected_is_slower_than_the_bound_in_every_phase():
 def test_days_and_dollars_are_those_of_all_steps_on_all_chips():
     found = step_time.Phases({"decode: cache": 300.0, "update": 60.0}, WORK, SLICE)
     assert (found.rollout, found.training, found.beside_servers) == (300, 60, 300)
-    assert found.servers == 64 * (300 / 60) / 4
     figures = found.as_dict()
     assert figures["days"] == pytest.approx(400 * 360 / 86_400)
     assert figures["dollars"] == pytest.approx(400 * 360 / 3600 * 64 * 4.20)
     assert step_time.binding(found) == "decode: cache, 83% of the expected step"
-
-
-def test_weights_on_their_way_to_servers_hold_up_training_by_the_copy_and_sampling_by_the_load():
-    work = dataclasses.replace(WORK, weights=8e9, store=0.5e9)
-    found = step_time.Phases({"decode: cache": 300.0, "update": 60.0}, work, SLICE)
-    assert found.sync == {
-        "copy": 8 / 16 / 8,
-        "write": 1.0,
-        "read": 16.0,
-        "swap": 1.0,
-    }  # 16 hosts; each server reads all
-    assert found.beside_servers == 300 + 16 + 1
-    assert found.servers == math.ceil(64 * 300 / (60 + 0.0625 - 17) / 4)
-    slow = dataclasses.replace(found, work=dataclasses.replace(work, store=1e6))
-    assert slow.beside_servers == 300 + 8000 + 1 and slow.servers is None
-
-
-def test_the_best_change_comes_first():
-    options = {"head_dim": 128, "int8_kv": False}
-    found = step_time.suggestions(WORK, step(160), programs(), SLICE, **options)
-    assert list(found.values()) == sorted(found.values())
-    now = step_time.expected(WORK, step(160), programs(), SLICE)
-    int8 = found["rollout.int8_kv=True, with loss.sampler_correction"]
-    share = sum(s for name, s in now.seconds.items() if name.startswith("decode"))
-    share /= share - now.seconds["decode: spread over hosts"]
-    slower = efficiency.HBM / efficiency.HBM_INT8  # a byte of it takes longer
-    assert now.total - int8 == pytest.approx(share * now.seconds["decode: cache"] * (1 - 33 / 64 * slower))
