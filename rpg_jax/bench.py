@@ -16,9 +16,7 @@ from typing import Any
 from rpg_jax.runs import cli
 
 COMMANDS = {
-    "step": "the update: seconds, tokens per second, model FLOP/s",
-    "memory": "a step's peak, measured, and what its programs ask for",
-    "compare": "the update under several settings, as adapters of some ranks beside full training: time and memory",
+    "step": "the update, also under several settings beside each other: seconds, FLOP/s, memory",
     "compile": "seconds to trace, lower and compile the update, by depth; for TPUs that are not there too",
     "rollout": "tokens per second of every rollout driver",
     "serve": "the gRPC server under closed and open load: throughput, time to first token, latency, errors",

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return cli.run(bench.bench, parser, argv)
 
 
-def _step(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+def _step(options: argparse.Namespace) -> Iterator[list[dict[str, Any]]]:
     return measure_step.run(options, functools.partial(_torch_step, options.against))
 
 

@@ -1,8 +1,25 @@
-"""Times the update: forward, backward, clip and optimizer of one micro-batch, from random weights.
+"""Measures the update, forward, backward, clip and optimizer of one micro-batch, from random weights: time and memory.
 
-`seconds` is the median of --repeats updates after the first, `seconds_min` the least. `first_step_seconds` counts from
-the start of the process to the end of the first update, with imports and compilation. `model_flops_per_s` counts the
-mathematics without recomputation; `share_of_peak` is its share of the bf16 peak of the GPUs or TPUs.
+  python -m rpg_jax.bench step --preset=w1
+  python -m rpg_jax.bench step --preset=w1 --beside=model.lora.rank=4 --beside=model.lora.rank=16
+
+One column for the config as given, and one for every --beside. All settings are on the devices together. Their updates
+take turns, and each round begins with another setting: a busy machine slows all alike. `seconds` is the median of
+--repeats updates after the first, with the least and the most; `of_first` is its ratio to the first column's.
+`cpu_seconds` is the median CPU time of this process, over its threads: what other processes take from a machine changes
+it less. `first_step_seconds` ends with the first update, imports and compilation included; it begins with the process,
+or with the setting if that is not the first.
+
+`model_flops` are the mathematics on all devices, without recomputation and without the adapters' own products, and
+`share_of_peak` is their share of the bf16 peak of GPUs or TPUs. `program_flops` and `program_bytes` are of one device,
+counted in the compiled update, with what is computed again. XLA's own cost analysis counts a loop over layers once;
+here it counts once for each layer. Programs for GPUs hide their products in calls of libraries, so these two fields are
+not for them.
+
+All bytes are of one device. `arguments_bytes` to `in_place_bytes` are the compiler's. `peak_bytes` is measured, of all
+settings so far; on CPU it is that of the process. `base_bytes` are frozen weights, `trained_bytes` weights or adapters,
+`slots_bytes` the optimizer's state. `sync_bytes` are what a weight sync brings to the rollout in its dtype. Where the
+dtype is the trainer's and all weights are trained, one device has them once, and a sync copies nothing.
 
 `python -m experiments.peers step` puts the same update in PyTorch beside it.
 """
@@ -19,75 +36,122 @@ import jax
 from rpg_jax.benchmarks import subject
 from rpg_jax.benchmarks.subject import Peer, Subject, progress
 from rpg_jax.models import parameter_count
-from rpg_jax.runs.cli import Parser
+from rpg_jax.planning import count
+from rpg_jax.rollout.footprint import bytes_on_a_device
+from rpg_jax.runs import cli, memory
+from rpg_jax.runs.memory import make_decoding
 
 
-def arguments(parser: Parser) -> None:
+def arguments(parser: cli.Parser) -> None:
     subject.arguments(parser)
-    parser.add_argument("--repeats", type=int, default=7, help="timed updates (default 7)")
+    parser.add_argument("--repeats", type=int, default=7, help="timed updates of each setting (default 7)")
+    parser.add_beside("another setting, as model.lora.rank=16 or model.lora.rank=4,model.remat=full; may be repeated")
 
 
-def run(arguments: argparse.Namespace, start_peer: Callable[[Subject], Peer] | None = None) -> Iterator[dict[str, Any]]:
-    """The measurement; `start_peer` starts another library on a subject, beside ours."""
+def run(
+    arguments: argparse.Namespace, start_peer: Callable[[Subject], Peer] | None = None
+) -> Iterator[list[dict[str, Any]]]:
+    """The measurements; `start_peer` starts another library on the first subject, whose updates alternate with ours."""
     if arguments.repeats < 1:
         raise ValueError(f"--repeats must be >= 1, got {arguments.repeats}")
-    yield bench_step(subject.chosen(arguments), arguments.repeats, start_peer)
+    settings = cli.settings(arguments.beside).items()
+    yield bench_step(
+        {name: subject.chosen(arguments, changes=own) for name, own in settings}, arguments.repeats, start_peer
+    )
 
 
-def bench_step(one: Subject, repeats: int, start_peer: Callable[[Subject], Peer] | None) -> dict[str, Any]:
-    """The measurement of one subject.
+class Contender:
+    """The compiled update of one setting, with its arrays."""
 
-    `start_peer` starts another library after our first update. Its updates alternate with ours: a busy machine slows
-    both alike. `ratio` is our median over the peer's.
-    """
-    with one.layout.activate():
-        progress(f"{one.name}: {one.layout.model.num_layers} layers, {one.tokens} tokens per step; weights, compiling")
-        batch = one.batch()
-        with ThreadPoolExecutor(1) as pool:
-            compiling = pool.submit(one.programs.fused.lower(one.learner.like, batch).compile)
-            base, state = one.base(), one.state()
-            update = compiling.result()
-        state, _ = jax.block_until_ready(update(base, state, batch))
-        first = subject.since_start()
-        peer = start_peer(one) if start_peer else None
-        ours: list[float] = []
-        theirs: list[Mapping[str, Any]] = []
-        for repeat in range(repeats):
-            began = time.perf_counter()
-            state, metrics = jax.block_until_ready(update(base, state, batch))
-            ours.append(time.perf_counter() - began)
-            if peer:
-                theirs.append(peer.work())
-            versus = f", torch {theirs[-1]['seconds']:.3f} s" if theirs else ""
-            progress(f"step {repeat + 1} of {repeats}: {ours[-1]:.3f} s{versus}")
-    seconds, peak = statistics.median(ours), subject.peak_flops()
-    result = {
-        "bench": "step",
-        "subject": one.name,
-        "device": jax.devices()[0].device_kind,
-        "devices": jax.device_count(),
-        "parameters": parameter_count(one.layout.model),
-        "trained": sum(x.size for x in jax.tree.leaves(state.params)),
-        "tokens": one.tokens,
-        "seconds": seconds,
-        "seconds_min": min(ours),
-        "tokens_per_s": one.tokens / seconds,
-        "first_step_seconds": first,
-        "model_flops": one.step_flops,
-        "model_flops_per_s": one.step_flops / seconds,
-        "peak_bytes": subject.measured_peak(),
-        "loss": float(metrics["loss"][0] / metrics["loss"][1]),
-    }
-    if peak:
-        result["share_of_peak"] = one.step_flops / seconds / peak
+    def __init__(self, one: Subject, name: str, first_of_process: bool):
+        self.one, self.name, began = one, name, time.perf_counter()
+        self.times: list[tuple[float, float]] = []
+        with one.layout.activate():
+            self.batch = one.batch()
+            with ThreadPoolExecutor(1) as pool:
+                compiling = pool.submit(one.programs.fused.lower(one.learner.like, self.batch).compile)
+                self.base, self.state = one.base(), one.state()
+                self.compiled = compiling.result()
+        self.update()
+        self.first = subject.since_start() if first_of_process else time.perf_counter() - began
+        self.times.clear()
+
+    def update(self) -> None:
+        """An update; notes its seconds, and the seconds of CPU time that this process used for it."""
+        began, used = time.perf_counter(), time.process_time()
+        with self.one.layout.activate():
+            self.state, self.metrics = jax.block_until_ready(self.compiled(self.base, self.state, self.batch))
+        self.times.append((time.perf_counter() - began, time.process_time() - used))
+
+    def result(self, of: float | None = None) -> dict[str, Any]:
+        """The measurement; `of` is the median of the first column."""
+        one, (ours, used) = self.one, zip(*self.times, strict=True)
+        layout, asked, seconds = one.layout, subject.asked_bytes(self.compiled), statistics.median(ours)
+        trained, frozen, peak = bytes_on_a_device(one.learner.like.params), layout.abstract_base, subject.peak_flops()
+        found: dict[str, Any] = {
+            "bench": "step",
+            "setting": self.name,
+            "subject": one.name,
+            "device": jax.devices()[0].device_kind,
+            "devices": jax.device_count(),
+            "parameters": parameter_count(layout.model),
+            "trained": sum(x.size for x in jax.tree.leaves(one.learner.like.params)),
+            "tokens": one.tokens,
+            "seconds": seconds,
+            "seconds_min": min(ours),
+            "seconds_max": max(ours),
+            "cpu_seconds": statistics.median(used),
+            "of_first": seconds / (of or seconds),
+            "tokens_per_s": one.tokens / seconds,
+            "first_step_seconds": self.first,
+            "model_flops": one.step_flops,
+            "model_flops_per_s": one.step_flops / seconds,
+        }
+        if peak:
+            found["share_of_peak"] = one.step_flops / seconds / peak
+        if jax.devices()[0].platform != "gpu":
+            costs = count(self.compiled.as_text() or "")
+            found |= {"program_flops": costs.flops, "program_bytes": costs.bytes}
+        return {
+            **found,
+            **asked,
+            "peak_bytes": subject.measured_peak(),
+            "base_bytes": 0 if frozen is None else int(bytes_on_a_device(frozen)),
+            "trained_bytes": int(trained),
+            "slots_bytes": int(bytes_on_a_device(one.learner.like) - trained),
+            "sync_bytes": int(bytes_on_a_device(memory.synced_params(layout, make_decoding(layout)))),
+            "loss": float(self.metrics["loss"][0] / self.metrics["loss"][1]),
+        }
+
+
+def bench_step(
+    subjects: Mapping[str, Subject], repeats: int, start_peer: Callable[[Subject], Peer] | None
+) -> list[dict[str, Any]]:
+    """A measurement of each subject. `ratio` is our first median over the peer's."""
+    contenders: list[Contender] = []
+    for number, (name, one) in enumerate(subjects.items(), 1):
+        progress(f"{one.name}, {name}: setting {number} of {len(subjects)}; {one.tokens} tokens; weights, compiling")
+        contenders.append(Contender(one, name, number == 1))
+    peer = start_peer(contenders[0].one) if start_peer else None
+    theirs: list[Mapping[str, Any]] = []
+    for repeat in range(repeats):
+        for turn in range(len(contenders)):
+            contenders[(repeat + turn) % len(contenders)].update()
+        if peer:
+            theirs.append(peer.work())
+        versus = f", torch {theirs[-1]['seconds']:.3f} s" if theirs else ""
+        ours = ", ".join(f"{contender.times[-1][0]:.3f} s" for contender in contenders)
+        progress(f"round {repeat + 1} of {repeats}: {ours}{versus}")
+    first = contenders[0].result()
+    results = [first, *(contender.result(first["seconds"]) for contender in contenders[1:])]
     if peer:
         peer.close()
-        theirs_seconds = [answer["seconds"] for answer in theirs]
-        result |= {
-            "torch_seconds": statistics.median(theirs_seconds),
-            "torch_seconds_min": min(theirs_seconds),
+        seconds = [answer["seconds"] for answer in theirs]
+        first |= {
+            "torch_seconds": statistics.median(seconds),
+            "torch_seconds_min": min(seconds),
             "torch_first_step_seconds": peer.first["first_step_seconds"],
             "torch_peak_bytes": theirs[-1]["peak_bytes"],
+            "ratio": first["seconds"] / statistics.median(seconds),
         }
-        result["ratio"] = seconds / result["torch_seconds"]
-    return result
+    return results
