@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 VENV = ROOT / ".venv"
 STAMP = VENV / ".installed"
 BASE = "requirements.txt"  # the other requirements files include it
-JETSTREAM = "google-jetstream==0.2.2"
+JETSTREAM = "requirements-jetstream.lock"
 FREE_GB = 2.5  # 1.1 GB installed, and about as much while wheels are unpacked
 
 NETWORK_DOWN = re.compile(
@@ -36,8 +36,8 @@ class InstallError(Exception):
 
 def digest(requirements: str) -> str:
     """A digest that changes whenever the environment must be installed again."""
-    asked_for = [requirements.encode(), *((ROOT / name).read_bytes() for name in (BASE, requirements))]
-    return hashlib.sha256(b"\0".join([*asked_for, JETSTREAM.encode()])).hexdigest()
+    asked_for = [requirements.encode(), *((ROOT / name).read_bytes() for name in (BASE, requirements, JETSTREAM))]
+    return hashlib.sha256(b"\0".join(asked_for)).hexdigest()
 
 
 def state() -> str:
@@ -119,7 +119,7 @@ def install(requirements: str) -> None:
         make_venv()
     STAMP.write_text("installing")
     pip_install(f"--requirement={requirements}")
-    pip_install("--no-deps", JETSTREAM)
+    pip_install("--no-deps", "--require-hashes", f"--requirement={JETSTREAM}")
     STAMP.write_text(digest(requirements))
     show("")
     print(f"installed in {time.monotonic() - started:.0f} s", file=sys.stderr)

@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--api_key_file", help="file of the API key; default: the variable RPG_JAX_API_KEY")
     active, seconds = cli.number(int, 1), cli.number(float, 0)
     parser.add_argument("--weights_from", help="folder inside which HTTP clients may name weights to load")
-    parser.add_argument("--max_active", type=active, default=1024, help="requests served or queued (default: 1024)")
+    parser.add_argument("--max_active", type=active, default=1024, help="completions served or queued (default: 1024)")
     parser.add_argument("--temperature", type=seconds, default=1.0, help="default of a request; 0 is greedy")
     parser.add_argument("--grace", type=seconds, default=30.0, help="seconds for running requests at shutdown")
     idle = "end after so many seconds without a completion or a load (default: never); longer than a step's training"

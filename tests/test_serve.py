@@ -110,6 +110,45 @@ def test_an_announcement_without_an_address_is_one_line_with_the_fix(flags, caps
     )
 
 
+def place(home, kind):
+    """What a client names as `model_path`, in the folder of --weights_from."""
+    (home.parent / "secret").mkdir()
+    (home.parent / "secret" / "config.json").write_text("{}")
+    (home / "v1").mkdir(parents=True)
+    (home / "v1" / "config.json").write_text("{}")
+    if kind == "a link that leads out":
+        (home / "out").symlink_to(home.parent / "secret")
+        return str(home / "out")
+    if kind == "a file that leads out":
+        (home / "v1" / "model.safetensors").symlink_to(home.parent / "secret" / "config.json")
+        return str(home / "v1")
+    if kind == "a link to itself":
+        (home / "loop").symlink_to(home / "loop")
+        return str(home / "loop")
+    return {"dots": f"{home}/v1/../../secret", "a name without end": "a" * 5000, "a byte of no name": "v1\0"}[kind]
+
+
+KINDS = (
+    "a link that leads out",
+    "a file that leads out",
+    "a link to itself",
+    "dots",
+    "a name without end",
+    "a byte of no name",
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_that_a_client_names_lie_inside_the_folder(tmp_path, kind):
+    """A ValueError is an answer of 400, see tests/rollout/serving/test_http.py."""
+    from rpg_jax.runs import policy_server  # not above: another test forgets what imports JetStream
+
+    asked = place(home := tmp_path / "weights", kind)
+    with pytest.raises(ValueError, match=r"is not inside|is no folder|null byte") as refused:
+        policy_server._Disk(None, None, home).read(asked)
+    assert len(str(refused.value)) < 1000
+
+
 @pytest.mark.slow  # draws weights
 def test_a_configs_weights_are_held_in_the_dtype_that_decodes_and_the_config_stays_as_it_is(tmp_path):
     config = tiny.get_config()

@@ -3,14 +3,15 @@
 import gzip
 import io
 import shlex
+import shutil
 import subprocess
 import tarfile
 from pathlib import Path
 
+from cloud.errors import LaunchError
 from cloud.job import ROOT, Job
 from cloud.shell import Shell
 
-NOT_SENT = {".git", ".venv", "runs", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis"}
 COORDINATOR_PORT = 8476  # jax's default moved to 8482, which Google's automatic firewall rule does not open (jax#35905)
 
 
@@ -85,10 +86,14 @@ def commit() -> str:
 
 
 def sent() -> list[Path]:
-    """The files that workers get, relative to the root: all that git tracks; without git, all but build products."""
-    listed = [name for name in _git("ls-files", "-z").split("\0") if name]
-    paths = [Path(name) for name in listed] or [path.relative_to(ROOT) for path in ROOT.rglob("*")]
-    return sorted(path for path in paths if (ROOT / path).is_file() and not NOT_SENT & set(path.parts))
+    """The files that workers and images get, relative to the root: all that git tracks, and so no key, run or build.
+
+    Raises LaunchError where git does not say which files these are.
+    """
+    listed = [Path(name) for name in _git("ls-files", "-z").split("\0") if name]
+    if not listed:
+        raise LaunchError("git does not say which files a worker gets", "launch from a clone: git clone, then launch/")
+    return sorted(path for path in listed if (ROOT / path).is_file())
 
 
 def source_archive() -> bytes:
@@ -98,6 +103,18 @@ def source_archive() -> bytes:
         for path in sent():
             archive.add(ROOT / path, str(path), filter=_without_owner)
     return buffer.getvalue()
+
+
+def image_context(shell: Shell, folder: Path) -> Path:
+    """Copies the files of `sent` into `folder/source`, from which an image is built, and returns that folder."""
+    context = folder / "source"
+    shutil.rmtree(context, ignore_errors=True)
+    for path in sent():
+        (context / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / path, context / path)
+    if shell.dry_run:
+        print(f"# writes {context}")
+    return context
 
 
 def _without_owner(member: tarfile.TarInfo) -> tarfile.TarInfo:

@@ -14,7 +14,7 @@ suitable_python() { # images have Python 3.10; packages are locked for 3.12
   if python3 -c 'import sys, ensurepip; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null; then
     command -v python3
   else
-    python3 -m pip install --quiet uv >&2
+    python3 -m pip install --quiet --require-hashes --requirement=launch/uv.lock >&2
     python3 -m uv python install --quiet 3.12 >&2
     python3 -m uv python find 3.12
   fi

@@ -5,7 +5,7 @@ import shlex
 
 from cloud import files, jobset, options
 from cloud.errors import CommandError, Kind, LaunchError
-from cloud.job import PORT, ROOT
+from cloud.job import PORT
 from cloud.options import Launch, confirm
 from cloud.shell import Shell
 
@@ -67,8 +67,9 @@ def setup(launch: Launch) -> None:
             create_registry = ["gcloud", "artifacts", "repositories", "create", *registry]
             shell.do([*create_registry, "--repository-format=docker", "--quiet"])
     shell.do(["gcloud", "auth", "configure-docker", image.partition("/")[0], "--quiet"])
-    build = ["docker", "build", f"--file={ROOT / 'launch' / 'gke' / 'Dockerfile'}", "--platform=linux/amd64"]
-    shell.do([*build, f"--build-arg=COMMIT={files.commit()}", f"--tag={image}", str(ROOT)])
+    context = files.image_context(shell, launch.staging)  # not the folder itself, where keys may lie
+    build = ["docker", "build", f"--file={context / 'launch' / 'gke' / 'Dockerfile'}", "--platform=linux/amd64"]
+    shell.do([*build, f"--build-arg=COMMIT={files.commit()}", f"--tag={image}", str(context)])
     shell.do(["docker", "push", image])
 
 

@@ -25,6 +25,8 @@ from rpg_jax.data.prompts import Problem
 from rpg_jax.data.sources import HUB, Report, load
 from rpg_jax.data.templates import TEMPLATES, encode_prompt, filter_length, rendered
 from rpg_jax.data.tokenizer import Tokenizer, load_tokenizer
+from rpg_jax.report import screen
+from rpg_jax.runs import cli
 
 _SHOWN_BAD = 10
 _SHOWN_CHARACTERS = 600
@@ -32,11 +34,13 @@ _SHOWN_CHARACTERS = 600
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; a problem with the data or the arguments is one message and exit code 1."""
+    if arguments is None:
+        screen.guard()
     parser = _parser()
     options, overrides = parser.parse_known_args(arguments)
     if overrides and (options.command != "inspect" or not options.config):
         parser.error(f"unrecognized arguments: {' '.join(overrides)}")
-    console = Console()
+    console = screen.console()
     try:
         if options.command == "prepare":
             prepare(options, console)
@@ -44,8 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             pretrained(options, console)
         else:
             inspect(options, console, overrides)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
+    except (ValueError, OSError) as error:
+        print(f"error: {cli.in_words(error)}", file=sys.stderr)
         return 1
     return 0
 

@@ -11,6 +11,7 @@ from rich.table import Table
 from rpg_jax.planning.compiling import Program
 from rpg_jax.planning.estimates import Estimate
 from rpg_jax.planning.topologies import Topology
+from rpg_jax.report import screen
 
 _GIB = 2**30
 Programs = Mapping[str, Program]
@@ -22,17 +23,17 @@ def show(topology: Topology, programs: Programs, figures: Mapping[str, Any], con
     "others" are arrays in HBM that belong to other programs. "model's" are the operations of the mathematics. "of peak"
     is the rate of these operations in the time that the limit allows, as a share of the chip's peak.
     """
-    console = console or Console()
+    console = console or screen.console()
     console.print(_memory(topology, programs), _speed(topology, programs))
     if figures:
         console.print(_step(topology, figures))
     misfits = [name for name, p in programs.items() if not p.fits(topology.chip)]
     if not misfits:
-        console.print(f"[green]fits[/green] {topology.name}")
+        console.print(f"[green]fits[/green] {topology.name}", markup=True)
         if figures:
             console.print(*_closing(figures), sep="\n", markup=False, soft_wrap=True)
         return
-    console.print(f"[red]does not fit[/red] {topology.name}: {', '.join(misfits)}")
+    console.print(f"[red]does not fit[/red] {topology.name}: {', '.join(misfits)}", markup=True)
     for name in misfits:
         if programs[name].refused:
             console.print(f"  {name}: {programs[name].refused}", markup=False)
@@ -42,7 +43,7 @@ def show_settings(
     topology: Topology, found: Mapping[str, Estimate], console: Console | None = None, rows: int = 8
 ) -> None:
     """Prints a row for each setting, `rows` at most: what is trained, what a chip holds, and the expected step."""
-    console, shown = console or Console(), list(found.items())[:rows]
+    console, shown = console or screen.console(), list(found.items())[:rows]
     table = []
     for number, (_, one) in enumerate(shown, 1):
         memory = (one.base, one.state, one.synced, one.peak(sampling=False), one.peak(sampling=True))

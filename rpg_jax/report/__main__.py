@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 from rpg_jax import storage
-from rpg_jax.report import page, plots, run_files, summary
+from rpg_jax.report import page, plots, run_files, screen, summary
+from rpg_jax.runs import cli
 
 
 def main() -> None:
@@ -24,6 +25,7 @@ def main() -> None:
         default=page.ROLLOUT_STEPS,
         help="the most steps of a run whose rollouts the page shows",
     )
+    screen.guard()
     arguments = parser.parse_args()
     try:
         with contextlib.ExitStack() as stack:
@@ -43,8 +45,8 @@ def main() -> None:
             out = arguments.out or folders[0].files / "report.html"
             page.write_page([folder.files for folder in folders], out, rollout_steps=arguments.rollout_steps)
             print(folders[0].shown(f"page: {out}, {out.stat().st_size / 1e6:.1f} MB"))
-    except ValueError as error:
-        parser.error(str(error))
+    except (ValueError, OSError) as error:
+        parser.error(cli.in_words(error))
 
 
 if __name__ == "__main__":

@@ -10,11 +10,13 @@ from collections.abc import Callable, Mapping
 from statistics import median
 from typing import TextIO
 
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+from rpg_jax.report import screen
 
 SHOWN = (  # metric key, its name on the screen, format
     ("reward", "reward", "{:+.2f}"),
@@ -68,7 +70,7 @@ class Progress:
         self._seconds: deque[float] = deque(maxlen=20)  # of recent steps; the first step compiles and never counts
         self._latest: dict[str, float] = {}
         self._printed_at, self._unprinted = -math.inf, False
-        self._console = Console(file=stream or sys.stderr, highlight=False)
+        self._console = screen.console(stream or sys.stderr)
         self._live: Live | None = None
 
     def __enter__(self) -> Progress:

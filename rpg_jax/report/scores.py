@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
+from rpg_jax.report.screen import code, prose
 from rpg_jax.report.tables import markdown_table
 from rpg_jax.rewards.verdicts import CHANCE
 
@@ -295,10 +296,10 @@ def overview(by_set: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
 def markdown(title: str, settings: Mapping[str, Any], by_set: Mapping[str, Mapping[str, Any]]) -> str:
     """The page of an evaluation: all scores, then lengths, verdicts and every problem of each set."""
     head, *rows = overview(by_set)
-    parts = [f"# {title}", markdown_table(head, rows)]
+    parts = [f"# {prose(title)}", markdown_table(head, [[prose(row[0]), *row[1:]] for row in rows])]
     for name, summary in by_set.items():
         lengths, verdicts = summary["lengths"], summary["verdicts"]
-        parts.append(f"## {name}")
+        parts.append(f"## {prose(name)}")
         parts.append(
             f"{summary['completions']} completions; mean reward {summary['reward']:.4f}; "
             f"tokens: mean {lengths['length_mean']:.1f}, median "
@@ -309,12 +310,17 @@ def markdown(title: str, settings: Mapping[str, Any], by_set: Mapping[str, Mappi
         )
         head = ["problem", "reference", "right", "most frequent answer", "maj", "mean tokens", "cut off"]
         rows = [
-            [p["prompt_id"], p["reference"], f"{p['right']}/{p['completions']}", p["most_frequent"] or "–"]
+            [
+                p["prompt_id"],
+                prose(p["reference"]),
+                f"{p['right']}/{p['completions']}",
+                prose(p["most_frequent"] or "–"),
+            ]
             + [f"{p['majority']:.2f}", f"{p['mean_tokens']:.1f}", p["truncated"]]
             for p in summary["by_problem"]
         ]
         parts.append(markdown_table(head, rows))
-    parts += ["## Settings", markdown_table(("", ""), [(name, f"`{value}`") for name, value in settings.items()])]
+    parts += ["## Settings", markdown_table(("", ""), [(name, code(value)) for name, value in settings.items()])]
     return "\n\n".join(parts) + "\n"
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from rpg_jax.report.progress import duration
 from rpg_jax.report.run_files import Record, Run, series
+from rpg_jax.report.screen import code, prose
 from rpg_jax.report.tables import markdown_table
 from rpg_jax.storage import write_atomically
 
@@ -57,7 +58,7 @@ def write_summary(run_dir: Path) -> Path:
     """Writes `summary.md` of a run, finished or interrupted, and returns its path."""
     run = Run.read(run_dir)
     sections = [
-        f"# {run.name}",
+        f"# {prose(run.name)}",
         _scores(run.evaluations),
         _work(run.records),
         _settings(run.config, supervised=any("epoch" in record for record in run.records)),
@@ -90,7 +91,7 @@ def _scores(by_set: Mapping[str, list[dict[str, Any]]]) -> str:
         best = max(scores, key=lambda score: score["mean_at_k"])
         for label, score in (("Last", scores[-1]), ("Best", best)):
             shown = [_score(score.get(key)) for key in ("mean_at_k", "standard_error", "pass_at_k", "maj_at_k")]
-            rows.append((name, label, score["step"], score.get("k", "–"), *shown))
+            rows.append((prose(name), label, score["step"], score.get("k", "–"), *shown))
     head = ("set", "", "step", "k", "Mean@k", "standard error", "pass@k", "maj@k")
     return f"## Scores\n\n{markdown_table(head, rows)}"
 
@@ -115,7 +116,7 @@ def _work(records: Sequence[Record]) -> str:
 
 def _settings(config: Mapping[str, Any], *, supervised: bool) -> str:
     fields = SUPERVISED if supervised else HIGHLIGHTS
-    rows = [(name, f"`{config[field]}`") for field, name in fields if config.get(field) is not None]
+    rows = [(name, code(config[field])) for field, name in fields if config.get(field) is not None]
     rank, alpha, targets = (config.get(f"model.lora.{name}") for name in ("rank", "alpha", "targets"))
     if rank and not supervised:
         rows.append(("adapters", f"`rank {rank}, alpha {alpha:g}, {targets}`"))

@@ -20,6 +20,7 @@ import jax
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 import rpg_jax
+from rpg_jax.report import screen
 from rpg_jax.report.run_files import read_config, read_metrics
 from rpg_jax.reproduction import page, results, sweeps
 from rpg_jax.reproduction.results import Results
@@ -302,6 +303,7 @@ def progress_bars() -> Progress:
     return Progress(
         *(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()),
         TimeRemainingColumn(),
+        console=screen.console(),
     )
 
 

@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 import absl.flags
 import absl.logging
 
+from rpg_jax.report import screen
 from rpg_jax.runs import config_files
 
 FAILED = 1
@@ -262,9 +263,10 @@ def _mallopt(parameter: int, value: int) -> bool:
 
 
 def prepare_process() -> None:
-    """Settings of a process that runs commands: memory, stacks of crashes, flags and logs of libraries."""
+    """Settings of a process that runs commands: memory, stacks of crashes, the screen, flags and logs of libraries."""
     with contextlib.suppress(OSError, RuntimeError, ValueError):  # stderr is no file
         faulthandler.enable()
+    screen.guard()
     absl.logging.use_absl_handler()
     prepare_libraries()
 

@@ -13,14 +13,13 @@ from typing import Any
 
 import jax
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from rpg_jax import data, rewards, storage
 from rpg_jax.data import Group, Problem, RolloutBatch
 from rpg_jax.data.groups import last_shown
 from rpg_jax.parallel import hosts
-from rpg_jax.report import plots, scores
+from rpg_jax.report import plots, scores, screen
 from rpg_jax.report.progress import Progress
 from rpg_jax.report.scores import clustered_standard_error
 from rpg_jax.report.tables import markdown_table
@@ -387,7 +386,10 @@ def show(title: str, settings: dict[str, Any], records: dict[str, list[Record]],
 def show_curve(name: str, points: list[tuple[int, dict[str, Any]]], folder: Path) -> str:
     """Writes curve.md and curve.png of (step, scores of the sets), prints the table, and returns where they are."""
     rows = scores.one_row_a_checkpoint(points)
-    write_atomically(folder / "curve.md", f"# {name}\n\n{markdown_table(rows[0], rows[1:])}\n")
+    write_atomically(
+        folder / "curve.md",
+        f"# {screen.prose(name)}\n\n{markdown_table([screen.prose(h) for h in rows[0]], rows[1:])}\n",
+    )
     write_atomically(folder / "curve.png", plots.draw_checkpoints(name, points))
     _print(f"{name}: Mean@k ± standard error", rows)
     return f"the curve: {folder / 'curve.png'}, {folder / 'curve.md'}"
@@ -397,4 +399,4 @@ def _print(title: str, rows: list[list[str]]) -> None:
     table = Table(*rows[0], title=title)
     for row in rows[1:]:
         table.add_row(*row)
-    Console().print(table)
+    screen.console().print(table)

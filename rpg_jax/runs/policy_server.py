@@ -111,9 +111,13 @@ class _Disk:
         self._layout, self._rollout, self._home = layout, rollout, home
 
     def read(self, folder: str) -> models.InHostMemory:
-        """Raises ValueError if the folder is not in `home`, is not complete, or is of another model."""
-        path = Path(folder).resolve()
-        if not path.is_relative_to(self._home):
+        """Raises ValueError if the folder or a file in it is not in `home`, is not complete, or is of another model."""
+        try:
+            path = Path(folder).resolve()
+            inside = [path, *(file.resolve() for file in path.iterdir())] if path.is_dir() else [path]
+        except (OSError, RuntimeError) as error:  # a name without end, a link to itself
+            raise ValueError(f"{folder[:100]} is no folder: {type(error).__name__}") from error
+        if not all(one.is_relative_to(self._home) for one in inside):
             raise ValueError(f"{folder} is not inside {self._home}, the folder of --weights_from")
         if not (path / "config.json").is_file():
             raise ValueError(f"{folder} has no config.json, which is written last: it is not there, or not complete")

@@ -147,7 +147,8 @@ class Translate(BaseHTTPRequestHandler):
         if path in ("/v1/completions", "/update_weights_from_disk"):
             url = f"http://127.0.0.1:{self.server.port}{path}"
             try:
-                with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode())) as reply:
+                head = {"Content-Type": "application/json"}
+                with urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), head)) as reply:
                     content = reply.read()
             except urllib.error.HTTPError as error:
                 status, content = error.code, error.read()

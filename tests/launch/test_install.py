@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import subprocess
 import sys
 import textwrap
@@ -11,6 +12,8 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
+
+from rpg_jax.rollout.jetstream import INSTALL
 
 SOURCE = Path(__file__).parents[2] / "launch" / "install.py"
 
@@ -29,6 +32,7 @@ def install(tmp_path, monkeypatch):
     (root / "launch" / "install.py").write_text(SOURCE.read_text())
     (root / "requirements.txt").write_text("a\n")
     (root / "requirements-dev.txt").write_text("b\n")
+    (root / "requirements-jetstream.lock").write_text("c\n")
     spec = importlib.util.spec_from_file_location("install", root / "launch" / "install.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -62,7 +66,18 @@ def test_jetstream_comes_without_its_requirements(install):
     assert install.main() == 0
     ours, jetstream = calls(install)
     assert "--requirement=requirements-dev.txt" in ours and "--no-deps" not in ours
-    assert jetstream.endswith("--no-deps google-jetstream==0.2.2")
+    assert jetstream.endswith("--no-deps --require-hashes --requirement=requirements-jetstream.lock")
+
+
+@pytest.mark.parametrize(
+    ("file", "package"), [("requirements-jetstream.lock", INSTALL.split()[-1]), ("launch/uv.lock", "uv==")]
+)
+def test_what_is_installed_beside_the_lockfile_is_pinned_by_its_hash(file, package):
+    lines = (SOURCE.parents[1] / file).read_text().splitlines()
+    [pinned] = [line for line in lines if not line.startswith("#")]
+    assert pinned.startswith(package) and re.search(" --hash=sha256:[0-9a-f]{64}$", pinned)
+    used = {"launch/uv.lock": "launch/cloud/worker.sh"}.get(file, "launch/install.py")
+    assert "require-hashes" in (text := (SOURCE.parents[1] / used).read_text()) and file in text
 
 
 def test_second_start_installs_nothing(install):

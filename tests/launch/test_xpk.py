@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import fnmatch
 import json
 import re
 import signal
+import subprocess
 
 import pytest
 import yaml
 
-from cloud import jobset
-from cloud.job import make_job
+from cloud import files, jobset
+from cloud.errors import LaunchError
+from cloud.job import ROOT, make_job
+from cloud.shell import Shell
 from rpg_jax.runs import cli, processes
 
 TPU = "--type=v5p-16 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b --cluster=c"
@@ -42,6 +46,27 @@ def test_the_registry_is_made_where_it_is_missing(cloud):
     assert cloud.run(f"setup {TPU}", "xpk") == 0
     order = [call.split()[:4] for call in cloud.calls if "describe" not in call and "config" not in call]
     assert [words[0] for words in order] == ["gcloud", "docker", "docker"]
+
+
+def test_an_image_has_no_key_that_lies_in_the_folder(cloud, monkeypatch, tmp_path):
+    """docs/serving.md makes key.txt and private.pem in the present folder."""
+    root = tmp_path / "clone"
+    (root / "launch" / "gke").mkdir(parents=True)
+    tracked, keys = ["launch/gke/Dockerfile", "a.py"], ["key.txt", "private.pem", ".env", "launch/tls.key"]
+    for name in (*tracked, *keys):
+        (root / name).write_text(name)
+    monkeypatch.setattr(files, "ROOT", root)
+    monkeypatch.setattr(files, "_git", lambda *words: "\0".join(tracked) if words[0] == "ls-files" else "")
+    context = files.image_context(Shell(), tmp_path / "staging")
+    found = [str(path.relative_to(context)) for path in context.rglob("*") if path.is_file()]
+    assert sorted(found) == sorted(tracked) == sorted(map(str, files.sent()))
+    monkeypatch.setattr(files, "_git", lambda *words: "")
+    with pytest.raises(LaunchError, match="git does not say which files a worker gets"):
+        files.sent()
+    ignored = (ROOT / ".dockerignore").read_text()
+    for name in keys:
+        assert subprocess.run(["git", "check-ignore", "-q", name], cwd=ROOT).returncode == 0, name
+        assert any(fnmatch.fnmatch(f"x/{name}", line) for line in ignored.splitlines()), name
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ class Admission:
       rollout: its driver serves the requests.
       codec: encodes and decodes text.
       sampling: the default of each parameter that a request does not set; its `max_tokens` is not used.
-      max_active: requests served or queued at once; more are refused with RESOURCE_EXHAUSTED.
+      max_active: completions, and requests, served or queued at once; more are refused with RESOURCE_EXHAUSTED.
       disk: reads the folders of weights that clients name; None if clients may not replace the weights.
     """
 
@@ -156,6 +156,7 @@ class Admission:
         self._rollout, self._max_active = rollout, max_active
         self._arrivals = itertools.count()
         self.active, self.draining = 0, False
+        self._completions = 0  # of the active requests
         self._ended = time.monotonic()  # the last request or load
         self._loads = None if disk is None else WeightLoader(disk, self._quiet, lambda: rollout.weights.version)
         self._loading, self._swapping = set[asyncio.Task[LoadResult]](), False
@@ -185,13 +186,19 @@ class Admission:
         return next(self._arrivals)
 
     @contextlib.contextmanager
-    def request(self) -> Iterator[None]:
-        """Counts one request; the block reads and answers it.
+    def request(self) -> Iterator[Callable[[int], None]]:
+        """Counts one request; the block reads and answers it, and says how many completions the request takes.
 
         Raises:
           Refused: the server is full or shutting down, or the block raised ValueError or RolloutError.
         """
-        status = grpc.StatusCode.CANCELLED
+        status, taken = grpc.StatusCode.CANCELLED, 0
+
+        def take(count: int) -> None:
+            nonlocal taken
+            self._completions, taken = self._completions + count, count
+            self._check_room(self._completions)
+
         self.active += 1
         _ACTIVE.inc()
         try:
@@ -199,10 +206,8 @@ class Admission:
                 raise Refused(grpc.StatusCode.UNAVAILABLE, _ENDS)
             if self._swapping:
                 raise Refused(grpc.StatusCode.UNAVAILABLE, "the server loads other weights; retry later")
-            if self.active > self._max_active:
-                full = f"{self._max_active} requests are being served; retry later"
-                raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, full)
-            yield
+            self._check_room(self.active)
+            yield take
             status = grpc.StatusCode.OK
         except Refused as refused:
             status = refused.code
@@ -214,10 +219,15 @@ class Admission:
             status = grpc.StatusCode.INTERNAL
             raise Refused(status, str(fault)) from fault
         finally:
-            self.active -= 1
+            self.active, self._completions = self.active - 1, self._completions - taken
             self._ended = time.monotonic()
             _ACTIVE.dec()
             count(status)
+
+    def _check_room(self, wanted: int) -> None:
+        if wanted > self._max_active:
+            full = f"{self._max_active} completions are the most at once (--max_active); retry later, or ask for fewer"
+            raise Refused(grpc.StatusCode.RESOURCE_EXHAUSTED, full)
 
     async def load(self, folder: str, label: str, *, prefetch: bool) -> LoadResult:
         """Replaces the weights by those of a folder, or reads them for a later load; see `WeightLoader.load`.

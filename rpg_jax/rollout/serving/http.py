@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import re
 import time
 import uuid
 from collections.abc import Awaitable, Callable
@@ -19,7 +20,7 @@ from aiohttp.typedefs import Handler, Middleware
 from prometheus_client.exposition import choose_encoder
 
 from rpg_jax.rollout.serving import completions, openai
-from rpg_jax.rollout.serving.access import STALL_SECONDS, Access, ApiKey
+from rpg_jax.rollout.serving.access import STALL_SECONDS, Access, ApiKey, is_loopback
 from rpg_jax.rollout.serving.admission import Admission, Refused, count
 from rpg_jax.rollout.serving.completions import CompletionRequest
 from rpg_jax.rollout.serving.openai import ChatForm, RequestFields, TextForm
@@ -30,6 +31,7 @@ _GONE = 499  # the client has closed the connection: nobody reads the answer
 _STATUS = {
     grpc.StatusCode.INVALID_ARGUMENT: (400, "invalid_request_error"),
     grpc.StatusCode.UNAUTHENTICATED: (401, "authentication_error"),
+    grpc.StatusCode.PERMISSION_DENIED: (403, "permission_error"),
     grpc.StatusCode.DEADLINE_EXCEEDED: (408, "invalid_request_error"),
     grpc.StatusCode.RESOURCE_EXHAUSTED: (429, "rate_limit_error"),
     grpc.StatusCode.UNAVAILABLE: (503, "server_error"),
@@ -82,18 +84,32 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def _guard(key: ApiKey | None) -> Middleware:
-    """Refuses requests without the key before their body is read."""
+    """Refuses requests without the key before their body is read, and requests that a web page makes a browser send.
+
+    A page's request names the page as its Origin. A page whose name leads here (DNS rebinding) has a foreign Host: a
+    server without a key answers under the names of the loopback interface alone. JSON is what no form of a page sends.
+    """
 
     @web.middleware
     async def guard(request: web.Request, handler: Handler) -> web.StreamResponse:
-        if key is None or request.path == "/health" or key.opens(request.headers.get("Authorization")):
-            return await handler(request)
-        count(grpc.StatusCode.UNAUTHENTICATED)
-        raise Refused(
-            grpc.StatusCode.UNAUTHENTICATED, "the header Authorization: Bearer KEY is needed, with a valid key"
-        )
+        host, origin = request.headers.get("Host", "localhost"), request.headers.get("Origin")
+        if origin is not None and origin.partition("://")[2] != host:
+            raise _counted(grpc.StatusCode.PERMISSION_DENIED, f"pages of {origin} may not ask this server")
+        if key is None and not is_loopback(re.sub(r":\d+$", "", host)):
+            raise _counted(grpc.StatusCode.PERMISSION_DENIED, f"this server is not called {host}: ask localhost")
+        if key and request.path != "/health" and not key.opens(request.headers.get("Authorization")):
+            needed = "the header Authorization: Bearer KEY is needed, with a valid key"
+            raise _counted(grpc.StatusCode.UNAUTHENTICATED, needed)
+        if request.method == "POST" and request.content_type != "application/json":
+            raise _counted(grpc.StatusCode.INVALID_ARGUMENT, "the header Content-Type: application/json is needed")
+        return await handler(request)
 
     return guard
+
+
+def _counted(code: grpc.StatusCode, reason: str) -> Refused:
+    count(code)
+    return Refused(code, reason)
 
 
 class _Endpoint:
@@ -156,12 +172,13 @@ class _Endpoint:
         """Answers a request for completions in `form`, whole or as a stream of events."""
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-store"})
         try:
-            with self._admission.request():
+            with self._admission.request() as take:
                 body = await _body(request)
                 if (model := body.take("model", self._name)) != self._name:
                     raise ValueError(f"model {model!r} is not served here, {self._name!r} is")
                 asked = await form.read(body)
                 body.end(form.unused)
+                take(asked.n * len(asked.prompts))
                 head = {"id": f"{form.prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": self._name}
                 if asked.stream:
                     await self._stream(form, asked, head | {"object": form.piece_kind}, request, response)

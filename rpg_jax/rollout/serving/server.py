@@ -28,7 +28,8 @@ class Service(orchestrator.LLMOrchestrator):
 
     async def Decode(self, request, context) -> AsyncIterator[jetstream_pb2.DecodeResponse]:
         try:
-            with self._admission.request():
+            with self._admission.request() as take:
+                take(1)
                 prompt, terms = await self._read(request, context.invocation_metadata() or ())
                 is_text = request.WhichOneof("content") == "text_content"
                 more = self._admission.text(terms.sampling) if is_text else None

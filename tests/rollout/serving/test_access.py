@@ -61,7 +61,9 @@ def ask(guarded, pem):
     def ask(method, path, authorization=None, body=None):
         tls = ssl.create_default_context(cafile=pem["certificate"])
         connection = http.client.HTTPSConnection("localhost", guarded.http_port, timeout=300, context=tls)
-        connection.request(method, path, body, {} if authorization is None else {"Authorization": authorization})
+        headers = {"Content-Type": "application/json"} if body else {}
+        headers |= {} if authorization is None else {"Authorization": authorization}
+        connection.request(method, path, body, headers)
         reply = connection.getresponse()
         return reply.status, reply.read()
 

@@ -38,7 +38,7 @@ def render(messages, thinking=False):
 def server(build, letters):
     sampler = JetStreamRollout(build("orchestrator").engine, keep_state=True)
     made = Server(
-        sampler, letters, Sampling(stop_token_ids=(5, 9)), max_active=4, http_port=0, name="letters", render=render
+        sampler, letters, Sampling(stop_token_ids=(5, 9)), max_active=6, http_port=0, name="letters", render=render
     )
     yield made
     made.stop(grace=5)
@@ -47,7 +47,8 @@ def server(build, letters):
 def ask(server, body, path="/v1/completions"):
     """Status and answer."""
     data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
-    request = urllib.request.Request(f"http://127.0.0.1:{server.http_port}{path}", data)
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"http://127.0.0.1:{server.http_port}{path}", data, headers)
     try:
         with urllib.request.urlopen(request, timeout=300) as reply:
             return reply.status, reply.read()
@@ -281,10 +282,56 @@ def test_requests_that_cannot_be_served_are_400_with_the_reason(server, body, me
     assert status == 400 and message in json.loads(answer)["error"]["message"]
 
 
+PAGES = {
+    "a form": ({"Content-Type": "text/plain"}, 400),
+    "a form with a key": ({"Content-Type": "application/x-www-form-urlencoded"}, 400),
+    "no type": ({"Content-Type": ""}, 400),
+    "a script": ({"Content-Type": "application/json", "Origin": "https://evil.example"}, 403),
+    "a file": ({"Content-Type": "application/json", "Origin": "null"}, 403),
+    "another port": ({"Content-Type": "application/json", "Origin": "http://127.0.0.1:1"}, 403),
+    "a name that leads here": ({"Content-Type": "application/json", "Host": "evil.example"}, 403),
+    "such a name and a port": ({"Content-Type": "application/json", "Host": "localhost.evil.example:80"}, 403),
+}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_web_page_gets_no_answer(server, page):
+    headers, status = PAGES[page]
+    for method, path in (("POST", "/v1/completions"), ("POST", LOADS), ("GET", "/v1/models"), ("GET", "/metrics")):
+        connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
+        connection.request(method, path, b'{"prompt": "1"}' if method == "POST" else None, headers)
+        reply = connection.getresponse()
+        answer, simple = reply.read(), status == 400 and method == "GET"  # a GET without an Origin shows a page nothing
+        assert (reply.status == 200) if simple else (reply.status == status and b'"error"' in answer), (path, answer)
+        assert not any(name.lower().startswith("access-control") for name in reply.headers)
+        connection.close()
+
+
+@pytest.mark.parametrize("host", ["localhost", "127.0.0.1:9", "127.1.2.3", "[::1]:80"])
+def test_every_name_of_the_loopback_interface_is_answered(server, host):
+    connection = http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=60)
+    connection.request("GET", "/v1/models", headers={"Host": host, "Origin": f"http://{host}"})
+    assert connection.getresponse().status == 200
+    connection.close()
+
+
+def test_a_server_counts_completions_and_not_requests(server, until):
+    """A few streams of many completions that nobody reads leave no place, and the next client hears it at once."""
+    assert ask(server, {"prompt": "1", "n": 7})[0] == 429
+    held = http.client.HTTPConnection("127.0.0.1", server.http_port)
+    body = json.dumps({"prompt": "1", "n": 6, "max_tokens": 24, "stream": True, "stop_token_ids": []})
+    held.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+    until(lambda: server._admission._completions == 6)
+    assert ask(server, {"prompt": "1"})[0] == 429
+    held.close()
+    until(lambda: not server._admission.active and not server._admission._completions)
+    assert ask(server, {"prompt": ["1", "2"], "n": 3})[0] == 200
+
+
 def test_a_body_that_does_not_come_is_408_and_its_place_is_free_again(server, monkeypatch):
     monkeypatch.setattr("rpg_jax.rollout.serving.http.STALL_SECONDS", 0.2)
     head = {"Content-Type": "application/json", "Content-Length": "100"}
-    idle = [http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=20) for _ in range(4)]
+    idle = [http.client.HTTPConnection("127.0.0.1", server.http_port, timeout=20) for _ in range(6)]
     for connection in idle:
         connection.request("POST", "/v1/completions", b'{"prompt":', head)
     for connection in idle:
@@ -304,18 +351,18 @@ def test_a_full_server_says_429_and_a_fault_500(server, monkeypatch):
 
     monkeypatch.setattr(server._rollout.engine, "prefill", held)
     answers = []
-    callers = [threading.Thread(target=lambda: answers.append(ask(server, {"prompt": "1"})[0])) for _ in range(4)]
+    callers = [threading.Thread(target=lambda: answers.append(ask(server, {"prompt": "1"})[0])) for _ in range(6)]
     for caller in callers:
         caller.start()
     deadline = time.monotonic() + 20
-    while server._admission.active < 4:
+    while server._admission.active < 6:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert ask(server, {"prompt": "1"})[0] == 429
     go.set()
     for caller in callers:
         caller.join(timeout=30)
-    assert answers == [200] * 4
+    assert answers == [200] * 6
 
     def broken(**arguments):
         raise OSError("device fell off the bus")
@@ -334,6 +381,7 @@ def test_a_client_that_leaves_gives_its_slot_back_without_a_traceback(server, ca
         body = json.dumps({"prompt": "1", "max_tokens": 24, "stream": stream}).encode()
         connection.putrequest("POST", "/v1/completions")
         connection.putheader("Content-Length", str(len(body)))
+        connection.putheader("Content-Type", "application/json")
         connection.endheaders(body[:9] if cut else body)
         if reset:  # close() sends RST
             connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -443,7 +491,7 @@ def in_thread(call, *args, **fields):
 def test_a_client_that_leaves_ends_no_load_and_nothing_is_served_before_its_end(loading, until):
     server, disk = loading
     left = http.client.HTTPConnection("127.0.0.1", server.http_port)
-    left.request("POST", LOADS, json.dumps({"model_path": "4"}))
+    left.request("POST", LOADS, json.dumps({"model_path": "4"}), {"Content-Type": "application/json"})
     until(lambda: disk.reads and disk.live)
     left.close()
     later = in_thread(load, server, "5")

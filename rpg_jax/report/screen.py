@@ -1,0 +1,70 @@
+"""The screen: text that others wrote is shown, and cannot move the cursor, colour a line or fill a clipboard."""
+
+import io
+import re
+import sys
+from collections.abc import Iterable
+from typing import Any, TextIO
+
+from rich.console import Console
+from rich.segment import Segment
+
+# Control characters but tabs and line feeds; overrides of the writing direction, which show a text in another order.
+_HARMFUL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
+
+def plain(text: str) -> str:
+    """The text with its control characters as Python writes them: `\\x1b` for an escape."""
+    return _HARMFUL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def code(value: object) -> str:
+    """The value as code of Markdown, which holds no markup of its own."""
+    return "`" + plain(str(value)).replace("`", "'") + "`"
+
+
+def prose(text: object) -> str:
+    """The text as Markdown that shows it: its own markup, HTML and links are escaped."""
+    return re.sub(r"([\\`*_\[\]<&~])", r"\\\1", plain(str(text)))
+
+
+class _Plain(io.TextIOWrapper):
+    """Writes `plain` text to the file of the stream `raw`. Libraries take it for a file, and write no colours."""
+
+    def __init__(self, raw: io.TextIOWrapper):
+        self.raw, self._bars = raw, raw.name == "<stderr>"
+        lines = raw.line_buffering
+        # Nothing waits here: `raw` writes to the same buffer.
+        super().__init__(raw.buffer, raw.encoding, "backslashreplace", line_buffering=lines, write_through=True)
+
+    def write(self, text: str) -> int:
+        kept = "\r" if self._bars and text.startswith("\r") else ""  # a library's bar goes back to its line's start
+        super().write(kept + plain(text.removeprefix(kept)))
+        return len(text)
+
+    def isatty(self) -> bool:
+        return False
+
+
+def guard() -> None:
+    """Makes `print` and every other writer of this process show `plain` text, whatever the locale is.
+
+    A character that the locale lacks is escaped too. Programs that show tables and bars take `console`.
+    """
+    for name in ("stdout", "stderr"):
+        if type(stream := getattr(sys, name)) is io.TextIOWrapper:  # not in a notebook, nor under pytest
+            stream.reconfigure(errors="backslashreplace")
+            setattr(sys, name, _Plain(stream))
+
+
+class _Console(Console):
+    def render(self, *given: Any, **options: Any) -> Iterable[Segment]:
+        for segment in super().render(*given, **options):
+            yield segment if segment.control else segment._replace(text=plain(segment.text))
+
+
+def console(stream: TextIO | None = None) -> Console:
+    """A console of rich on `stream` or else on stdout, whose texts are `plain` and hold no markup."""
+    stream = sys.stdout if stream is None else stream
+    stream = stream.raw if isinstance(stream, _Plain) else stream  # its colours are the console's own
+    return _Console(file=stream, markup=False, emoji=False, highlight=False)
