@@ -47,7 +47,7 @@ class Adapted:
         return Adapted(self.base.astype(dtype), self.a.astype(dtype), self.b.astype(dtype))
 
     def merged(self, dtype=None) -> jax.Array:
-        """W + A B, summed in float32 and rounded once to `dtype`; by default W's."""
+        """W + A B, summed in float32 and rounded once to `dtype`. The default is the dtype of W."""
         base = self.base[...]
         stack = self.a.ndim + self.b.ndim - 2 - base.ndim
         rank, lead, exact = self.a.shape[-1], base.shape[:stack], jax.lax.Precision.HIGHEST
@@ -58,10 +58,10 @@ class Adapted:
 
 
 def _recomputed(x: jax.Array, b: jax.Array) -> jax.Array:
-    """x B as a product with a batch of one.
+    """The product x B, written with a batch dimension of size one.
 
-    The remat policy `dots` keeps the products without a batch: x W and x A. The backward pass computes x B again from
-    x A, which costs little. Keeping x B, too, would need as much memory as x W.
+    The remat policy `dots` keeps the products that have no batch dimension, which are x W and x A. So the backward pass
+    computes x B again from x A, which costs little. To keep x B would need as much memory as x W.
     """
     return jax.lax.dot_general(x[None], b[None], (((x.ndim,), (1,)), ((0,), (0,))))[0]
 
@@ -70,7 +70,7 @@ Weight = jax.Array | Adapted
 
 
 def as_matrix(weight: Weight, inputs: int) -> Weight:
-    """The weight with its first `inputs` dimensions as one, and the others as one."""
+    """The weight as a matrix: its first `inputs` dimensions become the rows, and the other dimensions the columns."""
     if isinstance(weight, Adapted):
         return Adapted(_flat(weight.base, inputs), _flat(weight.a, inputs), _flat(weight.b, 1))
     return _flat(weight, inputs)
@@ -81,7 +81,9 @@ def _flat(x: jax.Array, inputs: int) -> jax.Array:
 
 
 def weight_spec(weight: Weight, inputs: Names, outputs: Names, stack: Names = ()) -> Any:
-    """The PartitionSpec of each array of a weight, by the logical names of its dimensions; ranks are not split."""
+    """The PartitionSpec of each array of a weight, from the logical names of the weight's dimensions.
+
+    The rank of an adapter is not split."""
     whole = partition_spec(*stack, *inputs, *outputs)
     if not isinstance(weight, Adapted):
         return whole
@@ -99,7 +101,8 @@ class Int8:
 
     Attributes:
       values: i8, of the matrix's shape.
-      scale: one per output channel, in the matrix's dtype; it has size 1 along the dimensions that are summed over.
+      scale: a number for each output channel, in the matrix's dtype. Its shape is that of the matrix, with size 1 along
+        the dimensions that a product sums over.
     """
 
     values: jax.Array
@@ -110,7 +113,7 @@ class Int8:
 
 
 def quantized(params: Any) -> Any:
-    """Rounds every matrix of the layers of `params` to int8; the largest entry of an output channel is 127 steps."""
+    """Rounds every matrix of the layers to int8. In each output channel, 127 stands for the largest absolute value."""
 
     def leaf(path, weight):
         axes = _summed(path, weight)
@@ -141,7 +144,7 @@ def quantized_shardings(shardings: Any, params: Any) -> Any:
 
 
 def _summed(path: tuple[Any, ...], weight: Any) -> tuple[int, ...] | None:
-    """The dimensions that a stacked matrix [L, ...] sums over; None for a weight that keeps its dtype."""
+    """The dimensions of a stacked matrix [L, ...] that a product sums over; None if the weight keeps its dtype."""
     return _CONTRACTED.get(getattr(path[-1], "key", "")) if weight.ndim > 2 else None
 
 
@@ -149,10 +152,11 @@ _TRUNCATED_STD = 0.87962566103423978  # of a standard normal truncated to [-2, 2
 
 
 class Declare:
-    """Creates parameters of one dtype; `stack`, the number of layers of a scanned stack, leads every shape.
+    """Creates parameters of one dtype. In a scanned stack of layers, every shape begins with `stack`, their number.
 
-    Matrices are drawn from a normal distribution, truncated at two standard deviations and then scaled to the standard
-    deviation 1/√fan_in. This is unit gain at every width, and about the 0.02 of Qwen's own configs at their widths.
+    Matrices are drawn from a normal distribution that is truncated at two standard deviations, and are scaled to the
+    standard deviation 1/√fan_in. The gain is then 1 at every width. At the widths of Qwen, 1/√fan_in is about 0.02, the
+    number in Qwen's configs.
     """
 
     def __init__(self, rngs: nnx.Rngs, dtype, stack: int | None = None):

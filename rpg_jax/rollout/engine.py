@@ -4,8 +4,8 @@
 parameters. `generate` draws tokens until the slot's own stop rule holds. `extend` appends an environment's tokens; then
 the slot draws on. Slots never see each other, and keys never see slots.
 
-Slot s is place s // n of thread s % n. Each of the n threads has a decode state of its own and launches its decoding:
-XLA runs what one thread launches on a CPU in the order of the calls.
+With n threads, slot s is slot s // n of thread s % n. Each thread has its own decode state and launches its own
+programs. On a CPU, XLA runs the programs of one thread one after the other, so more threads use more cores.
 """
 
 import contextlib
@@ -37,11 +37,11 @@ _SCORED_TOGETHER = 128  # positions whose logits exist at one time
 class Scores(NamedTuple):
     """The model's own log-probabilities of a text's tokens, at temperature 1 and without truncation.
 
-    Entry t is about token t given those before it. Entry 0 has no meaning, because nothing comes before it.
+    Entry t is of token t given tokens 0 to t - 1. Entry 0 has no meaning, because no token precedes token 0.
 
     Attributes:
       logprobs: f32[T], of the text's tokens.
-      top_logprobs, top_ids: f32[T, K] and i32[T, K], of the K most probable tokens, the best first.
+      top_logprobs, top_ids: f32[T, K] and i32[T, K], of the K most probable tokens at each place, the best first.
     """
 
     logprobs: Any
@@ -50,10 +50,10 @@ class Scores(NamedTuple):
 
 
 class ReplayResult(NamedTuple):
-    """A model's results at tokens that were sampled before.
+    """The results of a model that reads tokens which were sampled earlier.
 
     Attributes:
-      logprobs: f32[S, K], of the token after each, at the slot's temperature and without cuts.
+      logprobs: f32[S, K], of each token that was sampled, at the slot's temperature and without cuts.
       experts: [S, K, L, k], the experts of each token in each layer; None without experts.
     """
 
@@ -66,7 +66,7 @@ class DecodeEngine:
 
     Args:
       config, graphdef: of the model; `nnx.merge(graphdef, params)` gives the module.
-      weights: the engine reads the current params from here at every dispatch.
+      weights: every dispatch reads the current params from this object.
 
     Raises:
       ValueError: the mesh does not divide the slots or the heads.
@@ -83,7 +83,7 @@ class DecodeEngine:
         self._threads = [ThreadPoolExecutor(1, f"rpg-decode-{i}") for i in range(decoding.threads)]
 
     def init_decode_state(self) -> State:
-        """All slots free."""
+        """The decode state in which all slots are free."""
         with self.weights.lock, self._scope():
             return tuple(self._programs.init() for _ in self._threads)
 
@@ -101,8 +101,10 @@ class DecodeEngine:
             )
 
     def extend(self, state: State, rows: Sequence[Extension], shape: tuple[int, int]) -> State:
-        """Appends tokens to slots that are not active, by prefills of these tokens that have `shape`. The state is
-        donated."""
+        """Appends tokens to slots that are not active.
+
+        It prefills the tokens in batches of `shape`. The state is donated.
+        """
         with self.weights.pinned() as params, self._scope():
             return tuple(
                 self._programs.extend(params, one, Extensions.of(share, self._places, shape)) if share else one
@@ -115,10 +117,10 @@ class DecodeEngine:
         """Draws up to K tokens per slot in one dispatch, for `fetch` to read. The state is donated.
 
         Args:
-          idle: the dispatch ends as soon as this many slots have become idle in it, so that others can be refilled;
-            each thread's share of it ends the thread's part. None: it ends with the last slot.
-          attend_length: the caller's promise that no prompt with its completion is longer at the end of the dispatch;
-            None is the capacity.
+          idle: the dispatch ends as soon as so many slots have become idle, so that they can be refilled. With several
+            threads, each thread ends once its share of `idle` is reached. None: the dispatch ends with the last slot.
+          attend_length: the caller promises that at the end of the dispatch no prompt with its completion is longer.
+            None stands for the capacity.
         """
         attend = self._attended(attend_length)
         with self.weights.pinned() as params:
@@ -138,10 +140,10 @@ class DecodeEngine:
     def replay(
         self, state: State, tokens: np.ndarray, counts: np.ndarray, attend_length: int
     ) -> tuple[State, Sequence[ReplayResult]]:
-        """Feeds the slots tokens i32[S, K + 1] that were drawn before, for `fetch_replayed`, by the computation of
-        `generate`.
+        """Feeds tokens i32[S, K + 1] that were drawn earlier to the slots, by the same computation as `generate`.
 
-        Slot s reads its first counts[s] tokens, i32[S], each predicting the token after it. The state is donated.
+        `counts` is i32[S]. Slot s reads its first counts[s] tokens, and each predicts the token after it.
+        `fetch_replayed` reads the result. The state is donated.
         """
         attend, n = self._attended(attend_length), len(state)
         with self.weights.pinned() as params, self._scope():
@@ -151,7 +153,7 @@ class DecodeEngine:
         return tuple(state for state, _ in results), [replayed for _, replayed in results]
 
     def release(self, state: State, slots: Sequence[int]) -> State:
-        """Ends the completions in `slots`, which their caller has cancelled. The state is donated."""
+        """Ends the completions in `slots`, because their caller has cancelled them. The state is donated."""
         mask = np.zeros(self.decoding.slots, bool)
         mask[slots] = True
         with self.weights.lock, self._scope():
@@ -176,7 +178,7 @@ class DecodeEngine:
         return jax.tree.map(lambda x: np.roll(x, 1, axis=0)[: len(tokens)], jax.device_get(scores))
 
     def lower(self, prompts: int, length: int) -> dict[str, jax.stages.Lowered]:
-        """The programs "prefill", of `prompts` prompts of `length` tokens, and "decode", over a full cache, uncompiled.
+        """The lowered programs "prefill", for `prompts` prompts of `length` tokens, and "decode", over a full cache.
 
         The engine's weights may be ShapeDtypeStructs.
         """
@@ -193,23 +195,23 @@ class DecodeEngine:
             }
 
     def _attended(self, length: int | None) -> int:
-        """The positions of the cache that a dispatch reads where no slot is longer than `length` at its end."""
+        """The number of cache positions that a dispatch reads if no slot is longer than `length` at the end."""
         if length is None or self._ragged:  # the ragged kernel reads only what each slot has filled
             return self.decoding.capacity
         return attention_bucket(length, self.decoding.capacity)
 
     @property
     def _places(self) -> int:
-        """Slots of a thread."""
+        """The number of slots of a thread."""
         return self.decoding.slots // self.decoding.threads
 
     def _by_thread(self, rows: Sequence[Any]) -> list[list[Any]]:
-        """Rows that begin with their slot, by thread, with their place there instead."""
+        """Groups rows by thread. A row begins with its slot, which becomes the slot's place within the thread."""
         n = self.decoding.threads
         return [[(row[0] // n, *row[1:]) for row in rows if row[0] % n == i] for i in range(n)]
 
     def _scope(self) -> contextlib.AbstractContextManager:
-        """Activates the mesh and its rules, which belong to the thread that dispatches."""
+        """Activates the mesh and its rules for the calling thread."""
         mesh, rules = self.decoding.mesh, self.decoding.rules
         return contextlib.nullcontext() if mesh is None else parallel.activate(mesh, rules)
 
@@ -240,7 +242,7 @@ def _make_programs(
     mesh: jax.sharding.Mesh | None,
     rules: tuple[tuple[str, Any], ...],
 ) -> _Programs:
-    """The same programs for equal arguments: several engines of a process trace and compile them once."""
+    """Returns the same programs for equal arguments, so that the engines of a process trace and compile them once."""
     empty = functools.partial(DecodeState.empty, config, slots, capacity, dtype, int8_kv=int8_kv)
     state, drawn, shapes = None, None, jax.eval_shape(empty)
     if mesh is not None:
@@ -273,7 +275,7 @@ def _prefill_prompts(graphdef: nnx.GraphDef, params: Any, tokens: jax.Array, len
 
 
 def _score_text(graphdef: nnx.GraphDef, params: Any, tokens: jax.Array, length: jax.Array) -> Scores:
-    """Scores of the token that follows each of the `length` tokens of i32[T]."""
+    """For each of the first `length` tokens of i32[T], the scores of the token that follows."""
     module = nnx.merge(graphdef, params)
     positions = jnp.arange(tokens.size)[None]
 
@@ -296,7 +298,7 @@ def _extend_slots(graphdef: nnx.GraphDef, params: Any, state: DecodeState, rows:
 def _decode_steps(
     graphdef: nnx.GraphDef, steps: int, params: Any, state: DecodeState, idle: jax.Array, attend_length: int
 ) -> tuple[DecodeState, DecodeResult]:
-    """Up to `steps` decode steps; ends early when `idle` slots have become idle, or all."""
+    """Runs up to `steps` decode steps. It ends early when `idle` slots have become idle, or when all slots are."""
     module = nnx.merge(graphdef, params)
     floor = jnp.maximum(0, state.active.sum() - idle)
     layers = module.unstacked_layers() if module.decodes_unrolled(state.cache) else None
@@ -331,7 +333,7 @@ def _decode_steps(
 def _replay_steps(
     graphdef: nnx.GraphDef, params: Any, state: DecodeState, tokens: jax.Array, counts: jax.Array, attend_length: int
 ) -> tuple[DecodeState, ReplayResult]:
-    """The decode steps of `_decode_steps` on given tokens i32[S, K + 1], of which slot s reads counts[s]."""
+    """Runs the decode steps of `_decode_steps` on given tokens i32[S, K + 1]; slot s reads counts[s] of its tokens."""
     module = nnx.merge(graphdef, params)
     layers = module.unstacked_layers() if module.decodes_unrolled(state.cache) else None
     cache = state.cache.unstacked() if layers else state.cache
@@ -354,6 +356,6 @@ def _replay_steps(
 
 
 def _of_all_slots(parts: Sequence[Any]) -> Any:
-    """The results of the threads, [S / n, …] each, on the host in the order of the slots."""
+    """Joins the threads' results [S / n, …] into one result on the host, in the order of the slots."""
     parts = jax.device_get(parts)
     return jax.tree.map(lambda *arrays: np.stack(arrays, 1).reshape(-1, *arrays[0].shape[1:]), *parts)

@@ -33,9 +33,9 @@ class Chunk:
 
 
 class Finish:
-    """Counts down the rows of a request, `groups`. After the first `enough` complete groups, it cancels all others.
+    """Counts the rows of a request that have not ended. When `enough` groups are complete, it cancels the other groups.
 
-    A group that is done already has no rows.
+    A group that an earlier process has completed has no rows.
     """
 
     def __init__(self, request: Request, groups: Sequence[Sequence[Row]]):
@@ -48,7 +48,7 @@ class Finish:
         return self._wanted == 0
 
     def completed(self, row: Row) -> None:
-        """Notes that `row` has ended. Call it from one thread at a time, in the order in which rows end."""
+        """Notes that `row` has ended. Only one thread may call this at a time, in the order in which rows end."""
         self._left[row.group] -= 1
         if self.over or self._left[row.group]:
             return
@@ -62,10 +62,10 @@ class Finish:
 
 
 def plan(engine: DecodeEngine, request: Request) -> tuple[list[list[Row]], list[Chunk]]:
-    """Rows [P][G] in the order of the prompts, and chunks in the request's order.
+    """Makes the rows [P][G] in the order of the prompts, and the chunks in the order of the request.
 
-    A prompt that is done has a place in a chunk and no rows. A chunk without rows is left out. Where no group is wanted
-    there are no rows.
+    A prompt whose group is complete already keeps its place in a chunk and gets no rows. A chunk without rows is left
+    out. A request that wants no group has no rows.
 
     Raises:
       ValueError: the engine cannot serve the request.
@@ -83,10 +83,10 @@ def plan(engine: DecodeEngine, request: Request) -> tuple[list[list[Row]], list[
 
 
 def _chunks(decoding: Decoding, request: Request, groups: Sequence[Sequence[Row]]) -> list[Chunk]:
-    """Chunks of one length bucket each, with as many prompts as a prefill takes.
+    """Splits prompts into chunks. The prompts of a chunk have one length bucket, and one prefill takes all of them.
 
-    The number of a prefill's rows is a power of two, and unused rows are padding. So prompts of any number and length
-    need few compiled shapes.
+    The number of rows of a prefill is a power of two, and unused rows are padding. So few shapes are compiled, whatever
+    the number and the lengths of the prompts are.
     """
     prompts, pending = request.prompts, list(request.order)
     buckets = {i: prompt_bucket(len(prompts[i]), decoding.capacity) for i in pending}
@@ -109,12 +109,12 @@ def _chunks(decoding: Decoding, request: Request, groups: Sequence[Sequence[Row]
 def completions_of(
     request: Request, groups: Sequence[Sequence[Row]], version: int, *, mixed: bool
 ) -> list[list[Completion]]:
-    """The completions of rows that have ended, and that began under weights of `version`.
+    """The completions of rows that have ended. The rows began under weights of `version`.
 
-    A group that is done already or cancelled is [].
+    The completions of a group that was complete before, or was cancelled, are [].
 
     Args:
-      mixed: whether tokens of other weights are allowed; see `Decoding`.
+      mixed: whether a completion may have tokens of other weights; see `Decoding`.
 
     Raises:
       RolloutError: log-probabilities that are not finite, or tokens of other weights.
@@ -155,11 +155,11 @@ class Usage:
     Attributes:
       decode_s: seconds between a dispatch and its result on the host.
       dispatches, steps: number of dispatches, and of the decode steps they took.
-      tokens: drawn by rows in slots.
+      tokens: tokens that were drawn.
       queued_steps, queued_tokens: steps and tokens of the dispatches that began while rows waited for a slot.
-      extended_tokens: of observations, appended to the cache of their slot.
-      again_tokens: prefilled a second time, because the slot was lent while the environment replied.
-      waited_s: seconds in which all rows waited for replies.
+      extended_tokens: tokens of observations that were appended to the cache of a slot.
+      again_tokens: tokens that were prefilled twice, because the slot was lent while the environment replied.
+      waited_s: seconds in which every row waited for a reply.
     """
 
     decode_s: float = 0.0
@@ -186,13 +186,13 @@ class _PendingReply(NamedTuple):
 
 
 class Schedule:
-    """Slots, the rows in them, and the rows that wait for one; owns the decode state. Used by one thread.
+    """The slots, the rows in them, and the rows that wait for a slot. It owns the decode state; one thread uses it.
 
     A row whose turn has ended keeps its slot while the environment replies. Where other rows wait for a slot, the row
     may lose its slot; then it is prefilled again.
 
     Args:
-      free: the slots to fill.
+      free: the slots that the schedule may fill.
       usage: counts the dispatches.
     """
 
@@ -206,7 +206,7 @@ class Schedule:
 
     @property
     def empty(self) -> bool:
-        """Whether no row is in a slot, none waits for one, and none for a reply."""
+        """Whether no row is in a slot, no row waits for a slot, and no row waits for a reply."""
         return not (self.live or self._waiting or self._asked or self._without_slot)
 
     @property
@@ -216,7 +216,7 @@ class Schedule:
 
     @property
     def hungry(self) -> bool:
-        """Whether more slots are free, or to be lent, than rows wait."""
+        """Whether the slots that are free or can be lent outnumber the rows that wait."""
         return len(self._waiting) < len(self.free) + len(self._to_lend)
 
     @property
@@ -234,7 +234,8 @@ class Schedule:
         self._state = None
 
     def fill(self) -> list[tuple[int, Row]]:
-        """Ends cancelled rows, and moves waiting rows into free slots, one insert per prefix; returns (slot, row)s."""
+        """Ends cancelled rows and moves waiting rows into free slots; returns a (slot, row) for each. A prefix has one
+        insert for all of its rows."""
         if self._state is None:
             self._state = self.engine.init_decode_state()
         if cancelled := [slot for slot, row in self.live.items() if row.cancelled]:
@@ -302,7 +303,7 @@ class Schedule:
     def resume(self) -> list[tuple[int | None, Row]]:
         """Continues the rows whose replies have come; returns (slot, row) of each row that ends with its reply.
 
-        The slot is None where the row has lost its slot to another row.
+        The slot is None if the row has lost its slot to another row.
         """
         in_slots = {slot: asked for slot, asked in self._asked.items() if asked.over}
         without = [asked for asked in self._without_slot if asked.over]
@@ -331,11 +332,11 @@ class Schedule:
             self._usage.waited_s += time.perf_counter() - began
 
     def shown(self, drawn: DecodeResult | None = None) -> DecodeResult:
-        """The result of a dispatch, changed so that slots that wait for a reply look like slots that go on.
+        """The result of a dispatch in which slots that wait for a reply look active.
 
-        JetStream's detokenize thread ends a completion whose slot is not active. A slot that waits for its
-        environment's reply is not active, and its completion is not at an end. Without `drawn`, the result is that of a
-        dispatch in which no slot drew a token.
+        JetStream's detokenize thread ends a completion whose slot is not active. A slot that waits for the reply of an
+        environment is not active, but its completion goes on. Without `drawn`, this is the result of a dispatch in
+        which no slot drew a token.
         """
         slots = self.engine.decoding.slots
         if drawn is None:

@@ -1,8 +1,9 @@
-"""The rollout's copy of the weights, which a sync replaces between dispatches, and a checksum that proves the sync.
+"""The rollout's copy of the weights. A sync replaces the copy between dispatches, and a checksum proves the sync.
 
-Two programs with collectives wait for each other for ever if two devices get them in different orders. So every
-decoding program is launched under `Weights.lock`. If the rollout has devices of its own, the trainer's thread calls
-`stage`, the only part of a sync that runs on the trainer's devices; the rest is a transfer.
+Suppose that two programs have collectives, and that two devices get the programs in different orders. Then each device
+waits for the other for ever. So every decoding program is launched under `Weights.lock`. If the rollout has its own
+devices, `stage` is the only part of a sync that runs on the trainer's devices, and the trainer's thread calls it. The
+other part is a transfer.
 """
 
 import contextlib
@@ -29,11 +30,11 @@ class RolloutError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Staged:
-    """Weights ready for a sync by any thread, at any time: the trainer donates none of these arrays.
+    """Weights that any thread may sync at any time, because the trainer donates none of these arrays.
 
     Attributes:
-      params: in the rollout's dtype; still on the trainer's devices if the rollout has devices of its own.
-      checksum: u32[2], from the devices of `params`.
+      params: in the rollout's dtype. If the rollout has its own devices, these arrays are still on the trainer's.
+      checksum: u32[2], computed on the devices of `params`.
     """
 
     params: Params
@@ -41,21 +42,23 @@ class Staged:
 
 
 class Weights:
-    """The weights that the rollout reads. They are dereferenced outside jit, so that a sync never recompiles.
+    """The weights that the rollout reads. Programs get them as arguments, so a sync compiles nothing again.
 
-    Without `dtype`, `shardings` and `int8` they are the trainer's own arrays, not copies. A trainer that donates its
-    arrays while completions are decoded does so under `lock`; `pinned` holds the lock from dereference to dispatch.
+    Without `dtype`, `shardings` and `int8`, the rollout reads the trainer's own arrays and has no copy. A trainer that
+    donates its arrays while completions are decoded must hold `lock`. `pinned` holds `lock` while a dispatch reads the
+    arrays.
 
     Args:
       params: pytree of arrays.
-      version: becomes the `weight_version` of completions.
-      dtype: cast floating-point weights to this once per sync (decoding reads every weight at every step).
-      shardings: pytree of shardings like `params`: the decoding layout. A sync reaches it by one jitted reshard, or by
-        one transfer if the layout has none of the trainer's devices.
-      int8: round the layers' matrices to eight bits; see `models.weights.quantized`.
-      base: the frozen weights, if `params` are adapters. Without `merge` they are in the decoding layout, `shardings`
-        are those of adapters, and a sync moves adapters only.
-      merge: each sync makes W + A B anew, on the trainer's devices; `shardings` are those of all weights.
+      version: the `weight_version` of completions that these weights sample.
+      dtype: each sync casts floating-point weights to this dtype, because a decode step reads every weight.
+      shardings: the decoding layout, a pytree of shardings like `params`. A sync brings the weights there by one jitted
+        reshard, or by one transfer if the layout has none of the trainer's devices.
+      int8: whether to round the layers' matrices to eight bits; see `models.weights.quantized`.
+      base: the frozen weights, if `params` are adapters. Without `merge`, `base` is in the decoding layout, `shardings`
+        are the shardings of the adapters, and a sync moves adapters only.
+      merge: whether each sync computes W + A B on the trainer's devices. Then `shardings` are the shardings of all
+        weights.
     """
 
     def __init__(
@@ -95,7 +98,7 @@ class Weights:
         return self._version
 
     def stage(self, params: Params) -> Staged:
-        """A copy of `params` for a later sync; does all work of the sync that runs on the devices of `params`."""
+        """A copy of `params` for a later sync. All work that must run on the devices of `params` is done here."""
         converted = self._converted(snapshot(params))
         with _on_mesh_of(converted):
             return Staged(converted, checksums.of_tree(converted))
@@ -114,19 +117,19 @@ class Weights:
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[Params]:
-        """The current weights; no sync replaces them until the block ends."""
+        """The current weights. No sync replaces the weights until the block ends."""
         with self.lock:
             yield self._params
 
     def checksum(self) -> int:
-        """Checksum of what the last sync brought, as the rollout holds it; computed once after each sync."""
+        """The checksum of the weights as the rollout holds them. It is computed once after each sync."""
         with self.lock:
             if self._checksum is None:
                 self._checksum = weights_checksum(self._synced)
             return self._checksum
 
     def verify(self, params: Params | Staged) -> None:
-        """Compares what the last sync brought with `params`, brought into the rollout's dtype and layout.
+        """Compares the rollout's weights with `params`, after bringing `params` into the rollout's dtype and layout.
 
         Raises:
           RolloutError: they differ in any bit.
@@ -142,7 +145,7 @@ class Weights:
                 )
 
     def _converted(self, params: Params | Staged) -> Params:
-        """`params` in the rollout's dtype, and in its layout unless the layout is on other devices."""
+        """`params` in the rollout's dtype, and in the rollout's layout unless the layout is on other devices."""
         if isinstance(params, Staged):
             return params.params
         return params if self._layout is None else self._layout(params)
@@ -150,7 +153,7 @@ class Weights:
 
 @jax.jit
 def snapshot(params: Params) -> Params:
-    """A copy, which stays when the trainer donates `params`."""
+    """A copy, which stays valid when the trainer donates `params`."""
     return jax.tree.map(jnp.copy, params)
 
 
@@ -167,13 +170,13 @@ def _number(checksum: jax.Array) -> int:
 
 
 def _apart(params: Params, shardings: Params | None) -> bool:
-    """Whether the two have no device in common."""
+    """Whether two pytrees have no device in common."""
     leaf, where = jax.tree.leaves(params)[0], jax.tree.leaves(shardings)
     return bool(where) and isinstance(leaf, jax.Array) and leaf.sharding.device_set.isdisjoint(where[0].device_set)
 
 
 def _on_mesh_of(params: Params) -> contextlib.AbstractContextManager:
-    """A context in which programs run on the mesh of `params`, which may be this host's alone."""
+    """A context in which programs run on the mesh of `params`. The mesh may have the devices of this host only."""
     sharding = jax.tree.leaves(params)[0].sharding
     mesh = getattr(sharding, "mesh", None)
     return jax.set_mesh(mesh) if isinstance(mesh, jax.sharding.Mesh) else contextlib.nullcontext()
@@ -184,7 +187,8 @@ def _layout(
 ) -> Callable[[Base | None, Params], Params]:
     """A function that brings weights into the decoding dtype and layout.
 
-    If `shardings` have only devices of this host and `params` have others too, it makes this host's own copy.
+    If `shardings` have only devices of this host, and `params` have devices of other hosts too, the function makes this
+    host's own copy.
     """
     leaf, where = jax.tree.leaves(params)[0], jax.tree.leaves(shardings)
     spans_hosts = isinstance(leaf, jax.Array) and not leaf.is_fully_addressable

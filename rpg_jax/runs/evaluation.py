@@ -27,7 +27,7 @@ from rpg_jax.rewards import Scorer
 from rpg_jax.rollout import Rollout
 from rpg_jax.runs import run_folder
 from rpg_jax.runs.experiment import Experiment, evaluation_generator, make_rollout, make_scorer
-from rpg_jax.runs.logs import told
+from rpg_jax.runs.logs import completion_entries
 from rpg_jax.runs.memory import make_decoding
 from rpg_jax.runs.policy import Policy
 from rpg_jax.runs.resolve import reward_arguments
@@ -220,7 +220,7 @@ def records(name: str, groups: Sequence[Group], scorer: Scorer) -> list[Record]:
                 "answer": answers[i],
                 "verdict": "right" if right[i] else failures[i] or "wrong",
                 "reward": float(group.rewards[i]),
-                **told(completion),
+                **completion_entries(completion),
             }
             for i, completion in enumerate(group.completions)
         ]

@@ -1,4 +1,4 @@
-"""The layout of a config's model on devices. It needs neither data nor weights."""
+"""The layout of a config's model on devices. To make a layout takes neither data nor weights."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ class Layout:
 
     Attributes:
       config: the resolved config.
-      mesh: of the devices that train.
-      rules: from logical axes to axes of `mesh`.
+      mesh: the mesh of the devices that train.
+      rules: map logical axes to axes of `mesh`.
       param_shapes, param_shardings: of the model's weights on `mesh`.
-      adapter_shapes, adapter_shardings: of the adapters, if adapters are trained and the weights frozen; else None.
-      decoding_devices: devices that decode together: all of `mesh`, all of one host, or other devices.
-      decoding_hosts: hosts that decode by themselves, each its part of the prompts.
-      device_memory: bytes of a device that programs can use; None where it is not known (CPU).
+      adapter_shapes, adapter_shardings: of the adapters, if the run trains adapters and freezes the weights; else None.
+      decoding_devices: the devices that decode together. They are all devices of `mesh`, the devices of one host, or
+        devices that do not train.
+      decoding_hosts: the number of hosts that decode alone, each a part of the prompts.
+      device_memory: bytes of a device that programs can use; None if it is not known, as on a CPU.
     """
 
     config: ConfigDict
@@ -47,7 +48,7 @@ class Layout:
     adapter_shardings: Any = None
 
     def activate(self) -> contextlib.AbstractContextManager:
-        """While entered, programs are traced for this mesh and these rules."""
+        """A context in which programs are traced for this mesh and these rules."""
         return parallel.activate(self.mesh, self.rules)
 
     @property
@@ -86,7 +87,7 @@ class Layout:
         return models.Base(abstract(shapes, shardings), self.lora.scale)
 
     def without_adapters(self, *, dtype: str) -> Layout:
-        """The layout of the model alone, all of whose weights may be trained; its params have `dtype`."""
+        """The layout of the same model without adapters. All of its weights may be trained, and they have `dtype`."""
         config = self.config.copy_and_resolve_references()
         config.model.lora.rank, config.model.param_dtype = 0, dtype
         graphdef, shapes = abstract_model(config, self.model)
@@ -95,12 +96,12 @@ class Layout:
 
     @property
     def replicated(self) -> NamedSharding:
-        """Every device of the mesh has the whole array."""
+        """The sharding with which every device of the mesh has the whole array."""
         return NamedSharding(self.mesh, PartitionSpec())
 
     @property
     def row_sharding(self) -> NamedSharding:
-        """The rows of a batch are spread over the data axes."""
+        """The sharding that spreads the rows of a batch over the data axes."""
         return NamedSharding(self.mesh, PartitionSpec(self.rules["batch"]))
 
 
@@ -111,13 +112,16 @@ def make_layout(
     host: Sequence[jax.Device] | None = None,
     device_memory: float | None = None,
 ) -> Layout:
-    """The layout on `devices` (default: all); `host` are the devices of one host (default: this process's).
+    """Makes the layout of a config.
 
-    `vocab_size` matters where the config gives the model's dimensions. `device_memory` is that of this process's
-    devices by default.
+    Args:
+      vocab_size: read only if the config gives the model's dimensions.
+      devices: that train and decode; by default all devices.
+      host: the devices of one host; by default the devices of this process.
+      device_memory: by default that of this process's devices.
 
     Raises:
-      ValueError: a mesh that does not cover the devices that train, or `rollout.devices` out of range.
+      ValueError: the mesh does not cover the devices that train, or `rollout.devices` is out of range.
     """
     model = model_config(config, vocab_size)
     devices = list(jax.devices() if devices is None else devices)
@@ -157,9 +161,9 @@ def lora_of(config: ConfigDict) -> models.Lora | None:
 
 
 def abstract_model(config: ConfigDict, model: models.DecoderConfig) -> tuple[Any, Any]:
-    """(graphdef, `ShapeDtypeStruct`s of the weights) of a model in the config's dtypes and remat policy.
+    """The graphdef of a model with the config's dtypes and remat policy, and `ShapeDtypeStruct`s of its weights.
 
-    Weights that are frozen beside adapters have the compute dtype.
+    Beside adapters, the frozen weights have the compute dtype.
     """
     m = config.model
     compute_dtype = jnp.dtype(m.compute_dtype)
@@ -168,7 +172,7 @@ def abstract_model(config: ConfigDict, model: models.DecoderConfig) -> tuple[Any
 
 
 def model_config(config: ConfigDict, vocab_size: int | None) -> models.DecoderConfig:
-    """The model of `model.path`, `model.size`, or the dimensions that the config gives."""
+    """The model that `model.path` or `model.size` names, or that has the config's own dimensions."""
     m = config.model
     if m.path:
         return models.read_config(models.local_folder(m.path, weights=False))
@@ -203,18 +207,18 @@ def packing_shape(layout: Layout) -> data.RowShape:
 
 
 def shares_prompts(layout: Layout) -> bool:
-    """Whether completions of a row may share a prompt. Not on TPUs: their attention kernel takes no such rows."""
+    """Whether completions of a row may share a prompt. They may not on TPUs, whose attention kernel lacks such rows."""
     [device, *_] = layout.mesh.devices.flat
     return device.platform != "tpu"
 
 
 def rows_per_update(config: ConfigDict) -> int:
-    """Completions of a mini-batch."""
+    """The number of completions of a mini-batch."""
     return config.rollout.prompts_per_step // config.train.updates_per_step * config.rollout.group_size
 
 
 def _parts(devices: list[jax.Device], decoding: int) -> tuple[list[jax.Device], list[jax.Device]]:
-    """The devices that train, and the last `decoding` devices, which only sample."""
+    """Splits the devices: the last `decoding` devices only sample, and the devices before them train."""
     if not 0 <= decoding < len(devices):
         raise ValueError(
             f"rollout.devices={decoding} of {len(devices)} devices would only sample: it must be at least 0 and leave "

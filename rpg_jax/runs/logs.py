@@ -93,7 +93,7 @@ class RunLog:
                         "reward": reward,
                         "accuracy": accuracy,
                         **({"failed": failure} if failure else {}),
-                        **told(completion),
+                        **completion_entries(completion),
                     }
                 )
 
@@ -140,11 +140,12 @@ class RunLog:
             self._failing.add(tracker)
 
 
-def told(completion: Completion) -> dict[str, Any]:
-    """What the files of completions say of each, beside its text and scores.
+def completion_entries(completion: Completion) -> dict[str, Any]:
+    """The entries of a completion in files of completions, beside its text and scores.
 
-    `tokens` are those that the policy has sampled. A conversation with an environment has `turns`: [first, end] of each
-    observation, in tokens of the completion, the rewards of the turns, and the kind of failure or null.
+    `tokens` is the number of tokens that the policy has sampled. A conversation with an environment has `turns`: the
+    [first, end] of each observation, in tokens of the completion; the rewards of the turns; and the kind of failure, or
+    null.
     """
     turns = {} if completion.turns is None else {"turns": completion.turns.record()}
     return {"tokens": int(completion.sampled.sum()), "finish_reason": completion.finish_reason, **turns}

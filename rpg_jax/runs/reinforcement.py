@@ -212,7 +212,7 @@ def make_algorithm(
 
 
 def make_routing(experiment: Experiment, own: rollout.Rollout) -> Routing | None:
-    """What measures the routers of a model with experts; None for a dense model.
+    """Measures the routers of a model with experts; None for a dense model.
 
     Sampler and trainer are compared at the steps of `log.rollouts_every`, where one process samples by an engine of its
     own with the weights that it trains.

@@ -1,4 +1,4 @@
-"""Resolves a config: fills in the fields that its method decides, and checks fields before anything is computed."""
+"""Resolves a config: takes unset fields from the method's row, and checks all fields before anything is computed."""
 
 import contextlib
 import functools
@@ -20,7 +20,7 @@ from rpg_jax.types import Count
 
 
 def resolve(config: ConfigDict) -> ConfigDict:
-    """A locked copy with the fields of the method filled in by `with_method`, after all checks.
+    """A locked copy that has passed all checks; `with_method` has filled in the fields of its method.
 
     Raises:
       ValueError: the method or a reward is unknown, the loss or a reward does not take a field that was set, a value is
@@ -37,7 +37,7 @@ def resolve(config: ConfigDict) -> ConfigDict:
 
 
 def with_method(config: ConfigDict) -> ConfigDict:
-    """A copy with every unset field of the method taken from its row of `losses.METHODS`.
+    """A copy in which the unset fields of the method have the values of the method's row in `losses.METHODS`.
 
     Raises ValueError if the method is unknown.
     """
@@ -76,11 +76,11 @@ def with_method(config: ConfigDict) -> ConfigDict:
 
 
 def check_training(config: ConfigDict) -> None:
-    """Refuses, before anything is computed, settings that would stop or waste a training run after minutes.
+    """Refuses settings that would stop or waste a training run after minutes of computation.
 
     Raises:
-      ValueError: a published model without its weights, master weights that updates would not change, a loss or
-        a distribution of samples that stale completions do not fit, or an optional package that is not installed.
+      ValueError: a published model lacks its weights, updates would not change the master weights, stale completions do
+        not fit the loss or the sampling distribution, or an optional package is not installed.
     """
     m = config.model
     if m.param_dtype != "float32":
@@ -104,7 +104,7 @@ def check_training(config: ConfigDict) -> None:
 
 
 def _check_staleness(config: ConfigDict) -> None:
-    """Refuses settings with which a loss would misread the ratios of stale completions; needs the method's row."""
+    """Refuses settings with which a loss would misread the ratios of stale completions. `with_method` comes before."""
     r, loss = config.rollout, config.loss
     for name, off in {"top_p": 1.0, "top_k": 0, "min_p": 0.0}.items():
         if r[name] != off:
@@ -127,7 +127,7 @@ def _value(config: ConfigDict, name: str) -> Any:
 
 
 def _check_fields(config: ConfigDict) -> None:
-    """Every field against its declaration."""
+    """Checks every field against its declaration."""
     for name, field in config_files.fields().items():
         value = _value(config, name)
         if was := config_files.retired(name, value):
@@ -165,7 +165,7 @@ _OF_COMPLETIONS: Mapping[str, tuple[Any, ...]] = {
 
 
 def _check_level(config: ConfigDict) -> None:
-    """Refuses a gradient of completions whose beta or direction would not be the config's."""
+    """Refuses settings that change the beta or the direction of a gradient of whole completions."""
     level = config.loss.level
     if level in (None, "token"):
         return
@@ -198,7 +198,7 @@ def _check_loss(config: ConfigDict) -> None:
 
 @contextlib.contextmanager
 def _named(what: str) -> Iterator[None]:
-    """Turns any other error of a user's function into a ValueError that begins with `what`."""
+    """Turns an error of a user's function into a ValueError whose message begins with `what`."""
     try:
         yield
     except ValueError:
@@ -221,7 +221,7 @@ def _declare_own(config: ConfigDict) -> None:
 
 
 def _check_environment(config: ConfigDict) -> None:
-    """Whether environment, reward and driver go together. A user's own environment is not imported."""
+    """Checks that environment, reward and driver go together. A user's own environment is not imported."""
     name = config.environment.name
     if name is None:
         if rewards.ENVIRONMENT in reward_arguments(config)[0]:
@@ -265,7 +265,7 @@ def check_trusted(config: ConfigDict, run: object, *, trust: bool) -> None:
 
 
 def environment_options(config: ConfigDict) -> dict[str, Any]:
-    """The keywords of the config's environment. Raises ValueError if they are not the JSON of an object."""
+    """The keyword arguments of the config's environment. Raises ValueError if the field is no JSON object."""
     return _json_object("environment.options", config.environment.options, '{"high": 50}')
 
 
@@ -316,7 +316,7 @@ def _reward_parts(config: ConfigDict) -> str:
 
 
 def _weights(parts: str) -> dict[str, float]:
-    """Weights by part of "exact:1,format:0.1,package.module:function"; a weight left out is 1."""
+    """The weight of each part in a text like "exact:1,format:0.1,package.module:function". The default weight is 1."""
     weights = {}
     for part in (p.strip() for p in parts.split(",")):
         name, _, weight = part.rpartition(":")

@@ -106,11 +106,12 @@ def sampling_metrics(collected: Collected) -> dict[str, float]:
 
 
 def conversation_metrics(played: Sequence[Turns], judged: Sequence[Turns]) -> dict[str, float]:
-    """What happened between the policy and an environment; nothing without conversations.
+    """Metrics of the conversations between the policy and an environment; {} without conversations.
 
-    turns: mean number of the policy's turns. observed_length: mean number of tokens that the environment wrote. Both
-    are means over the conversations that are `judged`.
-    environment_failed: the share of conversations that a failure ended; `environment_errors/…` counts them by kind.
+    turns: the mean number of the policy's turns. observed_length: the mean number of tokens that the environment wrote.
+    Both are means over the conversations that are `judged`.
+    environment_failed: the share of conversations that ended by a failure. environment_errors/KIND: the number of
+    failures of each kind.
     """
     if not played:
         return {}

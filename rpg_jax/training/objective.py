@@ -194,10 +194,10 @@ def returns(group: Group, environment_weight: float) -> list[np.ndarray]:
 
 
 def token_rewards(groups: Sequence[Group], credit: str, environment_weight: float) -> list[list[np.ndarray]]:
-    """What each token was paid, f32[n] for each group and completion, for a learned baseline.
+    """The reward of each token, f32[n] for each group and completion, for a learned baseline.
 
-    With credit "completion" the last token that the policy sampled gets the completion's reward; with "turn" the last
-    one of each turn gets what the turn was paid.
+    With credit "completion", the last token that the policy sampled gets the reward of the completion. With credit
+    "turn", the last token of each turn gets the reward of the turn. All other rewards are 0.
     """
     return [
         [

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rpg_jax.report.run_files import read_metrics
-from rpg_jax.runs.logs import JsonLines, RunLog, told
+from rpg_jax.runs.logs import JsonLines, RunLog, completion_entries
 from rpg_jax.training.loop import Step
 from rpg_jax.types import Completion, Turns
 
@@ -79,9 +79,13 @@ def test_a_conversation_is_told_with_its_turns():
     tokens = np.arange(4, dtype=np.int32)
     plain = Completion(tokens, np.zeros(4, np.float32), "stop", 0)
     turns = Turns(np.array([False, True, True, False]), np.float32([0.5, 1]), "timeout")
-    assert told(plain) == {"tokens": 4, "finish_reason": "stop"}
+    assert completion_entries(plain) == {"tokens": 4, "finish_reason": "stop"}
     told_turns = {"spans": [(1, 3)], "rewards": [0.5, 1.0], "error": "timeout"}
-    assert told(replace(plain, turns=turns)) == {"tokens": 2, "finish_reason": "stop", "turns": told_turns}
+    assert completion_entries(replace(plain, turns=turns)) == {
+        "tokens": 2,
+        "finish_reason": "stop",
+        "turns": told_turns,
+    }
 
 
 def test_numbers_of_every_library_are_plain_json_and_nonfinite_ones_null(tmp_path):

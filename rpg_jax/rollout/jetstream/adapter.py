@@ -17,14 +17,14 @@ from rpg_jax.types import Sampling
 
 
 class TokenIds:
-    """The tokenizer of an engine that takes and returns token ids; each slot's stop rule is on the device."""
+    """A tokenizer for JetStream's interface. The engine takes and returns token ids, and stops on the device."""
 
     stop_tokens: frozenset[int] = frozenset()
     bos_id, eos_id, pad_id = None, None, 0
 
 
 class JetStreamEngine(engine_api.Engine):
-    """JetStream's interface of an engine. `engine` has its own weights; the methods do not read their `params`."""
+    """JetStream's interface of an engine. `engine` has its own weights, so no method reads its argument `params`."""
 
     samples_per_slot = 1
     colocated_cpus = None
@@ -46,7 +46,7 @@ class JetStreamEngine(engine_api.Engine):
         return self.engine.prefill(tokens=tokens, lengths=np.atleast_1d(np.asarray(true_length, np.int32)))
 
     def insert(self, prefix: Prefix, decode_state: State, slot: int) -> State:
-        """Starts row 0 of the prefix in `slot`; decodes greedily until the slot is full. The state is donated."""
+        """Starts row 0 of the prefix in `slot`, with greedy decoding until the slot is full. The state is donated."""
         room = self.engine.decoding.capacity - prefix.cache.capacity
         greedy = Sampling(temperature=0.0, max_tokens=max(1, room))
         return self.engine.insert(prefix, decode_state, [(slot, 0, 0, (0, 0, 0, 0), greedy)])
@@ -79,11 +79,11 @@ class JetStreamEngine(engine_api.Engine):
 
 
 def packed(drawn: DecodeResult) -> engine_api.ResultTokens:
-    """A fetched result as JetStream reads it: lanes of tokens, lanes of validity, one lane of lengths.
+    """A fetched result in JetStream's form: lanes of tokens, lanes of validity, one lane of lengths.
 
-    JetStream ends a completion at its first invalid lane. After the lanes of the n steps comes one lane that is valid
-    while the slot goes on, so JetStream sees the end in the result that brings the last token. A slot that goes on has
-    no invalid lane: a step in which it drew nothing has the token -1, which `unpack` leaves out.
+    JetStream ends a completion at the first invalid lane. After the lanes of the n steps comes one more lane, which is
+    valid while the slot goes on. So JetStream sees the end in the result that brings the last token. A slot that goes
+    on must have no invalid lane. A step in which such a slot drew no token has the token -1, which `unpack` leaves out.
     """
     slots, steps = drawn.tokens.shape
     lanes = 2 * steps + 1
@@ -102,12 +102,12 @@ def packed(drawn: DecodeResult) -> engine_api.ResultTokens:
 
 
 def pack(tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
-    """Lanes i32[..., 2n] of n tokens: lane 2i has the bits of the i-th log-probability f32, lane 2i + 1 the token."""
+    """The lanes i32[..., 2n] of n tokens. Lane 2i has the bits of log-probability i, and lane 2i + 1 has token i."""
     return np.stack([logprobs.view(np.int32), tokens], -1).reshape(*tokens.shape[:-1], -1)
 
 
 def unpack(lanes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens i32[n] and log-probabilities f32[n] of lanes i32[2m], m - n of which have no token."""
+    """The tokens i32[n] and log-probabilities f32[n] of lanes i32[2m]; m - n pairs of lanes have no token."""
     pairs = lanes.reshape(-1, 2)
     pairs = pairs[pairs[:, 1] >= 0]
     return pairs[:, 1].copy(), np.ascontiguousarray(pairs[:, 0]).view(np.float32)

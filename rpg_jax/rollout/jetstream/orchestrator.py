@@ -1,6 +1,6 @@
-"""The orchestrator driver: JetStream's Driver in process, guarded, and a rollout over its threads.
+"""The orchestrator driver: JetStream's Driver in this process, and a rollout that uses the Driver's threads.
 
-Every fault, race or stop raises an exception in the calls that it concerns. One JetStream request is a chunk of
+A fault, a race or a stop raises an exception in each call that it affects. One JetStream request is a chunk of
 prompts. The generate thread splits it into one request per completion, so that each completion takes and frees a slot
 of its own.
 """
@@ -29,20 +29,20 @@ POLL = 0.2  # seconds between two looks at whether a wait has become pointless
 
 
 class Channel(Protocol):
-    """The driver's threads report the rows of a request here."""
+    """Receives the rows of a request from the driver's threads."""
 
     def add_result(self, result: tuple[np.ndarray, np.ndarray]) -> None:
-        """One row has got these tokens and log-probabilities."""
+        """Takes the next tokens and log-probabilities of a row."""
 
     def close(self, row: Row) -> None:
-        """`row` is complete, or was cancelled."""
+        """Notes that `row` is complete or was cancelled."""
 
     def set_exception(self, exception: BaseException) -> None:
-        """The driver has ended; nothing more comes."""
+        """Takes the fault that has ended the driver. No call follows."""
 
 
 class RowRequest(orchestrator.ActiveRequest):
-    """One completion in a slot, as JetStream's detokenize thread sees it."""
+    """JetStream's request of one completion, for the detokenize thread."""
 
     def __init__(self, row: Row, channel: Channel):
         super().__init__(
@@ -98,18 +98,18 @@ class GuardedDriver(orchestrator.Driver):
                 self._placed += 1  # afterwards: an interrupt in between must leave nothing to wait for
 
     def retire(self, channel: Channel) -> None:
-        """Forgets a channel: nobody waits on it any more."""
+        """Forgets a channel on which nobody waits any more."""
         with self._guard:
             self._channels.discard(channel)
 
     @property
     def has_room(self) -> bool:
-        """Whether nothing that was submitted waits for a slot. Raises RolloutError if the driver has ended."""
+        """Whether every row that was submitted has a slot or has ended. Raises RolloutError if the driver has ended."""
         self.check_alive()
         return self._placed == self._received and not self._waiting
 
     def check_alive(self) -> None:
-        """Raises RolloutError if the driver or one of its threads has ended: nothing more would come."""
+        """Raises RolloutError if the driver or one of its threads has ended, because no result would come any more."""
         if not self.live or not all(thread.is_alive() for thread in self._all_threads):
             raise self._error()
 
@@ -146,11 +146,11 @@ class GuardedDriver(orchestrator.Driver):
         return error
 
     def _process_prefill_content(self, request, tokenizer, is_bos, max_prefill_length):
-        """Chunks are padded already, and no BOS goes in front of token ids; so only `request` is read."""
+        """Reads `request` only, because chunks are padded already and need no BOS in front."""
         return request.prefill_content.tokens, request.prefill_content.lengths
 
     def _take(self, source: queue.Queue) -> Any:
-        """`source.get()` that ends with the driver."""
+        """Calls `source.get()`, and ends the wait if the driver ends."""
         while self.live:
             try:
                 item = source.get(timeout=POLL)
@@ -162,8 +162,8 @@ class GuardedDriver(orchestrator.Driver):
         raise _Stopped
 
     def _generate_thread(self, idx: int) -> None:
-        """Replaces JetStream's loop, which inserts one request per call and runs up to eight dispatches ahead of their
-        reader. It also asserts that a slot is taken while another thread frees it, which is a race."""
+        """Replaces JetStream's loop. That loop inserts one request per call, and runs up to eight dispatches ahead of
+        the thread that reads the results. It also asserts that a slot is taken while another thread frees the slot."""
         engine: DecodeEngine = self._generate_engines[idx].engine
         slots, detokenize = self._generate_slots[idx], self._detokenize_backlogs[idx]
         count = engine.decoding.slots
@@ -202,7 +202,7 @@ class _Stopped(Exception):
 
 
 class Ticket:
-    """The channel of a blocking call: counts its rows down, or takes the fault that ends the wait."""
+    """The channel of a blocking call. The call waits until all rows have ended, or until a fault comes."""
 
     def __init__(self, request: Request, groups: Sequence[Sequence[Row]]):
         self._left, self._finish = sum(map(len, groups)), Finish(request, groups)

@@ -1,4 +1,4 @@
-"""Several servers of one policy: which server is asked next, which rests, and which must load the weights first."""
+"""Spreads requests over several servers of one policy, and has each server load the weights before it samples."""
 
 import asyncio
 import contextlib
@@ -42,7 +42,13 @@ class Loadable:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call of a server, begun at a time, for weights; `sound`: the server had answered since it failed last."""
+    """A call of a server.
+
+    Attributes:
+      weights: which must sample.
+      begun: when the call began.
+      sound: whether the server had answered since its last failure.
+    """
 
     server: Server
     weights: Loadable
@@ -52,7 +58,7 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class _Waiting:
-    """A request that waits for a server other than those that have `failed` it."""
+    """A request that waits for a server. The servers in `failed` have failed this request already."""
 
     failed: set[Server]
     call: asyncio.Future[Call]
@@ -71,10 +77,10 @@ class Balance:
     All coroutines run in one event loop, and `run` all the time. Any thread may call the other methods.
 
     Args:
-      addresses: of the servers, or what looks for them.
-      parallel: most calls under way at one server.
-      patience: seconds without any server that answers, after which a call fails.
-      rest: seconds after the first failure, and between health calls.
+      addresses: of the servers, or a function that looks for the addresses.
+      parallel: the most calls under way at one server.
+      patience: a call fails once no server has answered for so many seconds.
+      rest: seconds of rest after the first failure, and between two health calls.
     """
 
     def __init__(
@@ -101,22 +107,25 @@ class Balance:
         self._warned = set[str]()
 
     def use(self, weights: Loadable) -> None:
-        """Every server loads these weights before the next call that it gets."""
+        """Every server must load these weights before its next call."""
         self._weights = weights
 
     def announce(self, weights: Loadable) -> None:
-        """Servers read these weights into memory while they sample on with others; `use` comes later."""
+        """Servers read these weights into memory and go on sampling with the present weights.
+
+        A call of `use` follows.
+        """
         self._next = weights
 
     def begin(self) -> None:
-        """The time without a server counts from now on."""
+        """Starts the clock of `patience` anew."""
         self._answered = self._said = self._clock()
 
     def counts(self) -> dict[str, float]:
-        """Servers that answer, and what happened since the last call.
+        """The number of servers that answer, and counts of the events since this was asked last.
 
-        `longest_idle` is the longest time, in seconds, for which a server that lives had no call while requests waited;
-        `probe_gap` the largest difference of a probe, in nats.
+        `longest_idle` is the longest time, in seconds, for which a living server had no call while requests waited.
+        `probe_gap` is the largest difference of a probe, in nats.
         """
         taken, self._counts = self._counts, Counter()
         idle, self._longest_idle = self._longest_idle, 0.0
@@ -187,7 +196,7 @@ class Balance:
                     raise ServerError(f"a request has failed {faults} times, the last time so: {error}")
 
     async def _take(self, failed: set[Server]) -> Call:
-        """The next call, counted. Waits for a server; raises ServerError if none answers."""
+        """Waits for a server, and counts a call there. Raises ServerError if no server answers for too long."""
         wait = _Waiting(failed, asyncio.get_running_loop().create_future())
         if failed:
             self._waiting.appendleft(wait)  # it has waited before
@@ -222,7 +231,7 @@ class Balance:
         self._waiting.extendleft(reversed(left))
 
     def _chosen(self, failed: set[Server], now: float) -> Server | None:
-        """The free server with the fewest calls: one of those that have not failed, unless no other lives."""
+        """The free server with the fewest calls. A server in `failed` is chosen only if no other server lives."""
         assert self._weights is not None
         living = [server for server in self._servers.values() if not server.resting]
         others = [server for server in living if server not in failed] or living
@@ -230,7 +239,7 @@ class Balance:
         return min(free, key=lambda server: server.calls, default=None)
 
     def _say(self, now: float) -> None:
-        """Says that no server answers; in the end the requests that wait for one fail."""
+        """Prints that no server answers. After `patience`, it fails the requests that wait."""
         servers = self._servers.values()
         if any(not server.resting and (server.calls or not server.failures) for server in servers):
             return
@@ -247,7 +256,7 @@ class Balance:
             print(f"waiting for servers since {now - self._answered:.0f} s: {said}", file=sys.stderr, flush=True)
 
     def _return(self, call: Call, error: Unavailable | None, answered: bool) -> None:
-        """Ends a call, which was answered, failed, or is no longer wanted."""
+        """Ends a call that was answered, that failed, or that is no longer wanted."""
         server = call.server
         server.calls -= 1
         server.heard = now = self._clock()
@@ -264,7 +273,7 @@ class Balance:
         self._dispatch()
 
     def _fail(self, server: Server, error: Unavailable, begun: float) -> None:
-        """Notes the failure of a call. A server that is healthy, and fails its calls all the same, is named."""
+        """Notes the failure of a call. It prints the name of a server that says it is healthy and still fails calls."""
         if not server.note_failure(error, begun, self._clock()):
             return
         self._counts["failures"] += 1
@@ -273,7 +282,7 @@ class Balance:
             print(f"{healthy}; it rests, longer after each: {error}", file=sys.stderr, flush=True)
 
     async def _look(self, look: Look) -> None:
-        """Looks for the servers' addresses; where they cannot be found now, the known ones stay."""
+        """Looks for the servers' addresses. If they cannot be found now, the known addresses stay."""
         try:
             async with asyncio.timeout(_FOLLOW_SECONDS):  # wait_for of Python 3.11 may lose a cancellation
                 found = await look()
@@ -295,9 +304,10 @@ class Balance:
                 task.add_done_callback(self._watching.discard)
 
     async def _watch(self, server: Server) -> None:
-        """Asks for the health of a server that rests, or that is quiet while calls are under way.
+        """Asks a server for its health while the server rests, and while it is silent during calls.
 
-        One that is gone is watched until its last call has ended: a machine that vanishes closes no connection.
+        A server that is gone is watched until its last call has ended, because a machine that vanishes closes no
+        connection.
         """
         while server.calls or not server.gone:
             begun, rests = self._clock(), server.resting
@@ -322,7 +332,7 @@ class Balance:
                 self._dispatch()
 
     def _prefetch(self, server: Server) -> None:
-        """Makes a server read the weights that come next, once. Its load says what is wrong with them."""
+        """Makes a server read the next weights ahead, once. Errors are ignored here: the load itself reports them."""
         weights, call = self._next, self._kind.prefetch
         if weights is None or call is None or server.resting or weights.label in (server.label, server.read):
             return
@@ -334,7 +344,7 @@ class Balance:
         server.read, server.reading = weights.label, asyncio.create_task(read())
 
     async def _load(self, call: Call) -> None:
-        """Makes a server load the weights if it has not; nothing else is under way there then.
+        """Makes a server load the weights, unless the server has them. No other call is under way there meanwhile.
 
         Raises ServerError if it refuses.
         """
@@ -383,9 +393,9 @@ class Balance:
             print(f"warning: {difference}. {probe.warns:g} is usual", file=sys.stderr, flush=True)
 
     def _check_weights(self, call: Call, answer: Any, several: bool = False) -> None:
-        """Raises Unavailable if an answer names other weights, where the kind of server names them.
+        """Raises Unavailable if an answer names other weights. Only some kinds of servers name their weights.
 
-        That of a completion names `several`: all that have drawn its tokens.
+        `several`: the answer is a completion, which lists all weights that have drawn its tokens.
         """
         if not self._kind.counters:
             return

@@ -1,4 +1,4 @@
-"""Who may ask a server, and where: its address, TLS, the API key of every request, and its address in a folder."""
+"""The address of a server, its TLS, the API key that every request needs, and the file that announces the address."""
 
 import contextlib
 import dataclasses
@@ -98,7 +98,7 @@ class Access:
             raise ValueError(f"host {self.host} is not loopback: it needs an API key, --api_key_file or {ENVIRONMENT}")
 
     def grpc_credentials(self) -> grpc.ServerCredentials | None:
-        """TLS of a gRPC server, which does not say what is wrong with a file: `tls` does."""
+        """TLS of a gRPC server. For a broken file, gRPC gives no reason; `tls` gives the reason."""
         if self.certificate is None or self.private_key is None:
             return None
         return grpc.ssl_server_credentials([(Path(self.private_key).read_bytes(), Path(self.certificate).read_bytes())])

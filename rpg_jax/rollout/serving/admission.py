@@ -75,7 +75,7 @@ class LoadResult:
 
 @dataclasses.dataclass(frozen=True)
 class _HostWeights:
-    """Weights in host memory, and the folder and label that they were asked for by."""
+    """Weights in host memory, with the folder and the label of the request for them."""
 
     key: tuple[str, str]
     weights: Any
@@ -273,7 +273,7 @@ class Admission:
             self._swapping = False
 
     def checksum(self, version: int) -> str:
-        """A name for the weights of a version: their checksum in hexadecimal, or "version N" if it is not known."""
+        """A name for the weights of a version: the checksum in hexadecimal, or "version N" if no checksum is known."""
         weights = self._rollout.weights
         if version == weights.version:
             self._checksums = {version: weights.checksum()}
@@ -281,7 +281,10 @@ class Admission:
         return f"version {version}" if found is None else f"{found:016x}"
 
     async def encode(self, text: str) -> list[int]:
-        """The token ids of a text; a long text does not hold up others. Raises ValueError for a lone surrogate."""
+        """The token ids of a text.
+
+        A long text does not delay other requests. Raises ValueError for a lone surrogate.
+        """
         try:
             text.encode()
         except UnicodeEncodeError as error:

@@ -1,7 +1,8 @@
-"""JetStream's gRPC service as a rollout, and the metadata for terms that JetStream's protocol lacks.
+"""A rollout whose completions come from JetStream's gRPC service.
 
-The metadata say how a request is sampled, and whether it wants log-probabilities. A request without such metadata gets
-the answer that JetStream's own clients expect: text or token ids, without the stop token.
+JetStream's protocol has no fields for sampling parameters, random numbers and log-probabilities. So gRPC metadata carry
+them. A request without these metadata gets the answer that JetStream's own clients expect: text or token ids, without
+the stop token.
 """
 
 import dataclasses
@@ -35,7 +36,8 @@ class Terms:
     Attributes:
       counters: (seed, step, prompt_id, index) of its random key.
       sampling: temperature, cuts, length and stop tokens.
-      lanes: answer with lanes of log-probability bits and tokens, including the stop token; see `adapter.pack`.
+      lanes: whether the answer has lanes of log-probability bits and tokens, see `adapter.pack`. These include the stop
+        token.
     """
 
     counters: tuple[int, int, int, int]
@@ -44,7 +46,7 @@ class Terms:
 
 
 def encode_terms(terms: Terms) -> tuple[tuple[str, str], ...]:
-    """gRPC metadata; `max_tokens` has a field of its own in the request."""
+    """The gRPC metadata of terms. `max_tokens` is not among them: JetStream's request has a field for it."""
     s = terms.sampling
     values = dict(zip(_COUNTERS, terms.counters, strict=True)) | {
         "temperature": repr(s.temperature),
@@ -58,7 +60,7 @@ def encode_terms(terms: Terms) -> tuple[tuple[str, str], ...]:
 
 
 def decode_terms(metadata: Iterable[tuple[str, str]], max_tokens: int, defaults: Terms) -> Terms:
-    """The terms of a request; `defaults` where the metadata has no value.
+    """The terms of a request. A term that the metadata lack has its value in `defaults`.
 
     Raises:
       ValueError: an unknown name, or a value that does not parse or is out of range.

@@ -1,4 +1,4 @@
-"""From a request's fields to its completions, for all of OpenAI's forms: side by side, whole or in pieces."""
+"""Draws the completions of a request, side by side. The answer comes whole or in pieces."""
 
 import asyncio
 import contextlib
@@ -19,17 +19,21 @@ class CompletionRequest:
 
     Attributes:
       prompts: i32[n] each.
-      sampling: of all completions; with `draw` False there are none.
+      sampling: the sampling parameters of all completions.
+      draw: whether to draw completions. Without them, the answer scores the prompt.
       n: completions of each prompt.
-      seed: of their random numbers; None draws other ones for every request.
-      stop: texts that end a completion and are left out of it.
-      logprobs: how many of the most probable tokens are named beside each token; None for no log-probabilities.
-      echo: the prompt is part of the answer.
-      stream, usage: the answer comes in pieces, and ends with the numbers of tokens.
-      prompt_ids: the answer has the token ids of the prompts.
-      sampler_logprobs: it has the log-probabilities with which tokens were drawn; with `logprobs` it always has.
+      seed: of the random numbers. None: every request has other random numbers.
+      stop: texts that end a completion. The completion ends before the text.
+      logprobs: how many of the most probable tokens are named beside each token; None: no log-probabilities.
+      echo: whether the answer has the prompt.
+      stream: whether the answer comes in pieces.
+      usage: whether a stream ends with the numbers of tokens.
+      prompt_ids: whether the answer has the token ids of the prompts.
+      sampler_logprobs: whether the answer has the log-probabilities with which tokens were drawn. With `logprobs` the
+        answer always has them.
       counters: (seed, step, prompt_id, index) of a trainer's completion, in place of `seed`.
-      drawn: how many of the prompt's last tokens that completion has already, with the observations between its turns.
+      drawn: of a trainer's completion, how many of the prompt's last tokens belong to it already, the observations
+        between its turns included.
     """
 
     prompts: list[np.ndarray]
@@ -58,10 +62,10 @@ class CompletionRequest:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """The tokens that one dispatch, with weights of `version`, adds to choice `index`.
+    """The tokens that one dispatch adds to the choice `index`. The dispatch had weights of `version`.
 
-    The last piece has a finish_reason, "stop" or "length". `token_ids` may be ahead of `text`, which waits for whole
-    characters and for what may become a stop text.
+    The last piece has a finish_reason, "stop" or "length". `token_ids` may be ahead of `text`: `text` holds back an
+    incomplete character, and the beginning of a possible stop text.
     """
 
     index: int
@@ -76,7 +80,7 @@ class Piece:
 class Choice:
     """A whole completion, and the `versions` of the weights that drew it.
 
-    `scores` are those of its prompt and its tokens together, if the request wants them.
+    `scores` are the scores of prompt and completion together; None if the request does not want them.
     """
 
     index: int
@@ -90,7 +94,7 @@ class Choice:
 
 
 async def pieces(admission: Admission, asked: CompletionRequest) -> AsyncGenerator[Piece]:
-    """The pieces of all choices as they come. Closing the iterator frees their slots."""
+    """Yields the pieces of all choices as they come. Close the iterator to free their slots."""
     queue: asyncio.Queue[Piece | None] = asyncio.Queue()
 
     async def feed(index: int, counters: tuple[int, int, int, int]) -> None:
@@ -170,13 +174,16 @@ async def _joined(admission: Admission, asked: CompletionRequest, index: int, ow
 
 
 class StopText:
-    """Passes a growing text on, up to the stop text that is complete first; holds back what may be one's beginning."""
+    """Passes on a growing text until a stop text is complete.
+
+    It holds back what may be the beginning of a stop text.
+    """
 
     def __init__(self, stops: Sequence[str]):
         self._stops, self._held = stops, ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """The text that is certain now, and whether a stop text has ended it."""
+        """Takes more text. Returns the text that is certain now, and whether a stop text has ended the completion."""
         self._held += text
         found = [(place + len(stop), place) for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if found:
@@ -189,7 +196,7 @@ class StopText:
         return certain, False
 
     def flush(self) -> str:
-        """The rest, where the completion has ended without a stop text."""
+        """Returns the text that was held back, for a completion that has ended without a stop text."""
         rest, self._held = self._held, ""
         return rest
 

@@ -16,13 +16,16 @@ _MOST_STOPS = 16
 
 
 class RequestFields:
-    """A request's fields; null counts as absent. Every method raises ValueError with the name of a wrong field."""
+    """The fields of a request.
+
+    A field that is null counts as absent. Methods raise ValueError that names a wrong field.
+    """
 
     def __init__(self, fields: Mapping[str, Any]):
         self._left = {name: value for name, value in fields.items() if value is not None}
 
     def take(self, name: str, default: Any = None) -> Any:
-        """The field, of any type; it is not taken again."""
+        """Removes a field, of any type, and returns its value."""
         return self._left.pop(name, default)
 
     def number(self, name: str, default: float) -> float:
@@ -86,10 +89,10 @@ class RequestFields:
         )
 
     def end(self, unused: Mapping[str, Collection[Any] | None]) -> None:
-        """Raises ValueError if a field is left; `unused` ones may be left with a value that changes nothing.
+        """Raises ValueError if a field is left. A field of `unused` may be left with a value that changes nothing.
 
         Args:
-          unused: these values by field; None for all.
+          unused: for each field, the values that change nothing; None: every value.
         """
         for name in sorted(self._left):
             value, harmless = self._left[name], unused.get(name, ())
@@ -116,10 +119,10 @@ UNUSED: dict[str, Collection[Any] | None] = {
 
 
 class TextForm:
-    """Reads requests and writes answers.
+    """Reads requests for text completions, and writes their answers.
 
-    `kind` and `piece_kind` name their JSON objects, `prefix` begins an answer's id, and `unused` are the fields that
-    change nothing; see `RequestFields.end`.
+    `kind` is the type of the JSON object of an answer, and `piece_kind` the type of a piece of a stream. The id of an
+    answer begins with `prefix`. `unused` are the fields that change nothing; see `RequestFields.end`.
     """
 
     kind = piece_kind = "text_completion"
@@ -188,7 +191,10 @@ class TextForm:
         return [await self._admission.encode(one) if isinstance(one, str) else one for one in several]
 
     def _logprobs(self, asked: CompletionRequest, choice: Choice, ids: list[int], first: int) -> dict[str, Any]:
-        """Four lists over the tokens from place `first`; nothing comes before token 0, so its entries are null."""
+        """Four lists over the tokens from place `first`.
+
+        The entries of token 0 are null, because no token precedes it.
+        """
         scores, decode, decoder = choice.scores, self._admission.codec.decode, IncrementalDecoder(self._admission.codec)
         assert scores is not None and asked.logprobs is not None
         offsets, offset, tops, logprobs = [], 0, [], []
@@ -216,11 +222,11 @@ def _is_ids(prompt: Any) -> bool:
 
 
 class ChatForm:
-    """Reads requests and writes answers; has the attributes of `TextForm`.
+    """Reads requests for chat completions, and writes their answers. It has the attributes of `TextForm`.
 
     Args:
-      render: from messages, and `thinking` where the request names it, to the prompt's text; None if the model has no
-        chat template, and then every request is refused.
+      render: makes the prompt's text from the messages, and from `thinking` if the request names it. None: the model
+        has no chat template, and every request is refused.
     """
 
     kind, piece_kind = "chat.completion", "chat.completion.chunk"

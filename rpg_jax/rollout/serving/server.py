@@ -1,4 +1,4 @@
-"""JetStream's gRPC service on our engine, and an HTTP service beside it; no request can end the driver."""
+"""JetStream's gRPC service and an HTTP service, both on our engine. No request can end the driver."""
 
 import asyncio
 import threading
@@ -46,7 +46,7 @@ class Service(orchestrator.LLMOrchestrator):
             await context.abort(refused.code, str(refused))
 
     async def HealthCheck(self, request, context=None):
-        """The server is live until it drains, because the next request replaces a driver that has failed."""
+        """The server is live until it drains. If the driver has failed, the next request starts a new driver."""
         return jetstream_pb2.HealthCheckResponse(is_live=not self._admission.draining)
 
     async def _read(self, request, metadata) -> tuple[np.ndarray, Terms]:
@@ -66,7 +66,7 @@ class Service(orchestrator.LLMOrchestrator):
 
 
 class KeyGuard(grpc.aio.ServerInterceptor):
-    """Refuses every call without the key as UNAUTHENTICATED, before its message is read; HealthCheck is open."""
+    """Refuses a call without the key as UNAUTHENTICATED before its message is read. HealthCheck needs no key."""
 
     def __init__(self, key: ApiKey):
         self._key = key
@@ -85,16 +85,16 @@ async def _refuse_key(_, context) -> None:
 
 
 class Server:
-    """The services on their ports, with an event loop of their own.
+    """Both services on their ports, in one event loop of a thread of their own.
 
     Args:
       rollout, codec, sampling, max_active: see `Admission`.
       access: the host, TLS and the API key of both services.
-      port: gRPC listens here; port 0 takes a free port, which the attribute `port` then holds.
-      http_port: of the HTTP endpoint (see `serving.http`), and then an attribute too; None for none.
+      port: the port of gRPC. 0 takes a free port; the attribute `port` has the number.
+      http_port: the port of the HTTP endpoint, see `serving.http`, and an attribute like `port`; None: no endpoint.
       name: the name of the model, for HTTP clients.
       render: the model's chat template for HTTP clients, see `openai.ChatForm`.
-      disk: where weights come from that HTTP clients name, see `Admission`.
+      disk: reads the folders of weights that HTTP clients name, see `Admission`.
 
     Raises:
       ValueError: a port is taken, or TLS is broken.
