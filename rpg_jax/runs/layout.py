@@ -201,8 +201,18 @@ def row_shape(config: ConfigDict) -> data.RowShape:
 
 
 def packing_shape(layout: Layout) -> data.RowShape:
-    """`row_shape`, where completions in packed rows share their prompt's tokens."""
+    """`row_shape`, where completions in packed rows share their prompt's tokens.
+
+    Raises:
+      ValueError: the rows of a micro-batch cannot be spread evenly over the devices that train them.
+    """
     shape = row_shape(layout.config)
+    ways = parallel.shards("batch", layout.mesh.shape, layout.rules)
+    if shape.rows % ways:
+        raise ValueError(
+            f"a micro-batch of {shape.rows} rows cannot be spread over {ways} devices: set train.microbatch_size to a "
+            f"multiple of {ways}, or mesh.fsdp to a divisor of {shape.rows}"
+        )
     return shape._replace(shared=shape.packed and shares_prompts(layout))
 
 

@@ -12,7 +12,7 @@ from ml_collections import ConfigDict
 from configs import qwen3_0p6b_gsm8k, qwen3_4b_2k, qwen3_4b_8k, tiny
 from rpg_jax.rollout import footprint
 from rpg_jax.runs import memory
-from rpg_jax.runs.layout import make_layout, row_shape
+from rpg_jax.runs.layout import make_layout, packing_shape, row_shape
 from rpg_jax.runs.learner import make_learner
 from rpg_jax.runs.memory import fitting_layout, make_decoding
 from rpg_jax.runs.resolve import resolve
@@ -186,3 +186,16 @@ def test_a_config_that_fits_is_left_as_it_is(capsys):
     config.model.num_layers = None
     with pytest.raises(ValueError, match="which model"):
         fitting_layout(config, 32)
+
+
+def test_a_micro_batch_that_the_devices_cannot_share_evenly_is_refused_by_name():
+    config = resolve(tiny.get_config())
+    with config.unlocked():
+        config.train.microbatch_size = 4
+    with pytest.raises(
+        ValueError, match="a micro-batch of 4 rows cannot be spread over 8 devices: set train.microbatch"
+    ):
+        packing_shape(make_layout(config, 32))
+    with config.unlocked():
+        config.train.microbatch_size = 16
+    assert packing_shape(make_layout(config, 32)).rows == 16
