@@ -78,7 +78,23 @@ def test_a_missing_checkpoint_and_a_full_folder_are_refused(run, tmp_path, capsy
         Policy.from_run(run[0], step=7)
     (tmp_path / "config.json").write_text("{}")
     assert export.main([f"--run={run[0]}", f"--out={tmp_path}"]) == 2
-    assert "already holds a model" in capsys.readouterr().err
+    assert "already holds files" in capsys.readouterr().err
+
+
+def test_a_full_disk_leaves_no_half_of_a_model_and_the_next_try_succeeds(run, tmp_path, monkeypatch, capsys):
+    out, write = tmp_path / "out", models.hf_saving.Saving.complete
+
+    def full(self, folder):
+        assert folder.name == ".out.partial" and any(folder.iterdir())
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(models.hf_saving.Saving, "complete", full)
+    assert export.main([f"--run={run[0]}", f"--out={out}"]) == 1
+    assert capsys.readouterr().err == f"error: No space left on device: {out}\n" and not list(tmp_path.iterdir())
+    monkeypatch.setattr(models.hf_saving.Saving, "complete", write)
+    out.mkdir()
+    assert export.main([f"--run={run[0]}", f"--out={out}"]) == 0
+    assert (out / "config.json").stat().st_size > 100 and [p.name for p in tmp_path.iterdir()] == ["out"]
 
 
 ANSWER = """

@@ -84,7 +84,7 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
 
         Raises:
           ValueError: the environment cannot be made, or every turn of its first problems has failed.
-          RuntimeError: its processes do not start.
+          ChildProcessError: its processes do not start.
         """
         task = _task("step", problem, list(messages), completion)
         [verdict] = self._ask([task])

@@ -19,13 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.experimental import multihost_utils
-from safetensors.numpy import save_file
+from safetensors import numpy as safetensors
 
 from rpg_jax.models.config import DecoderConfig
 from rpg_jax.models.decoder import Params, logical_axes
 from rpg_jax.models.hf_layout import Stored, layout
 from rpg_jax.models.hf_loading import Folder, check_tensors, place
 from rpg_jax.models.weights import Adapted, Int8
+from rpg_jax.storage.files import write_atomically
 from rpg_jax.storage.json_files import read_object
 
 _ATTENTION, _MLP = frozenset({"q", "k", "v", "o"}), frozenset({"gate", "up", "down"})
@@ -182,7 +183,7 @@ def save_adapters(folder: Path | str, config: DecoderConfig, lora: Lora, adapter
             held[name] = np.ascontiguousarray(entry.write(np.asarray(whole, np.float32)))  # safetensors ignores strides
     if jax.process_index() == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(held, folder / WEIGHTS, {"format": "pt"})
+        write_atomically(folder / WEIGHTS, safetensors.save(held, {"format": "pt"}))
         fields = {
             "peft_type": "LORA",
             "task_type": "CAUSAL_LM",
@@ -197,7 +198,7 @@ def save_adapters(folder: Path | str, config: DecoderConfig, lora: Lora, adapter
             "bias": "none",
             "fan_in_fan_out": False,
         }
-        (folder / CONFIG).write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
+        write_atomically(folder / CONFIG, json.dumps(fields, indent=2, sort_keys=True) + "\n")
 
 
 def load_adapters(

@@ -33,16 +33,27 @@ def main() -> None:
             for address in arguments.run:
                 folder = stack.enter_context(storage.Folder(address))
                 folder.fetch()
-                if not run_files.read_metrics(folder.files):
-                    print(f"left out: {address} has no step (no metrics.jsonl, or an empty one)", file=sys.stderr)
+                try:
+                    if not run_files.read_metrics(folder.files):
+                        raise ValueError("it has no step (no metrics.jsonl, or an empty one)")
+                    run = run_files.Run.read(folder.files)
+                    texts = page.page_of([run], rollout_steps=0), summary.summary_of(run)
+                    "".join((*texts, summary.closing_message(folder.files))).encode()
+                except Exception as error:  # its files may be anybody's: another run is shown all the same
+                    print(f"left out: {address}: {cli.in_words(error)}", file=sys.stderr)
                     continue
                 folders.append(folder)
-                plots.draw_curves(folder.files)
-                summary.write_summary(folder.files)
+                try:
+                    plots.draw_curves(folder.files)
+                    summary.write_summary(folder.files)
+                except OSError as error:
+                    print(f"not written beside the run: {cli.in_words(error)}", file=sys.stderr)
                 print(folder.shown(summary.closing_message(folder.files)))
             if not folders:
                 raise ValueError("none of these runs has a step: run at least one")
             out = arguments.out or folders[0].files / "report.html"
+            if arguments.out and out.exists() and not page.is_page(out):
+                raise ValueError(f"{out} is no page of this program, and is not replaced: give another --out")
             page.write_page([folder.files for folder in folders], out, rollout_steps=arguments.rollout_steps)
             print(folders[0].shown(f"page: {out}, {out.stat().st_size / 1e6:.1f} MB"))
     except (ValueError, OSError) as error:

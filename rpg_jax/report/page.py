@@ -48,7 +48,13 @@ def write_page(run_dirs: Sequence[Path], out: Path, *, rollout_steps: int = ROLL
     Raises:
       ValueError: a run has no steps, or its folder has a broken file.
     """
-    runs = [Run.read(folder) for folder in run_dirs]
+    out.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(out, page_of([Run.read(folder) for folder in run_dirs], rollout_steps=rollout_steps))
+    return out
+
+
+def page_of(runs: Sequence[Run], *, rollout_steps: int = ROLLOUT_STEPS) -> str:
+    """The text of the page. Raises ValueError for a run without steps."""
     if empty := [str(run.folder) for run in runs if not run.records]:
         raise ValueError(f"no steps in {', '.join(empty)}: metrics.jsonl is missing or empty; run at least one step")
     configs = tables.configs_of(runs)
@@ -68,10 +74,13 @@ def write_page(run_dirs: Sequence[Path], out: Path, *, rollout_steps: int = ROLL
         "DATA": embedded(data),
     }
     page = (WEB / "page.html").read_text(encoding="utf-8")
-    page = re.sub(r"%([A-Z-]+)%", lambda mark: contents[mark[1]], page)  # once: the text of runs may look like a mark
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(out, page)
-    return out
+    return re.sub(r"%([A-Z-]+)%", lambda mark: contents[mark[1]], page)  # once: the text of runs may look like a mark
+
+
+def is_page(file: Path) -> bool:
+    """Whether a file is a page that `write_page` has written."""
+    head = (WEB / "page.html").read_bytes()[:60]
+    return file.is_file() and file.read_bytes()[: len(head)] == head
 
 
 def page_data(configs: Sequence[Config], *, rollout_steps: int) -> tuple[dict[str, Any], list[str]]:
@@ -85,7 +94,7 @@ def page_data(configs: Sequence[Config], *, rollout_steps: int) -> tuple[dict[st
     for c, config in enumerate(configs):
         for run in config.runs:
             assert run.folder is not None
-            read = [rollouts.Rollouts.read(file) for file in rollouts.files(run.folder, steps=rollout_steps)]
+            read = [*rollouts.read_all(rollouts.files(run.folder, steps=rollout_steps))]
             worst = sorted((g for r in read for g in r.worst_gaps()), key=lambda g: -abs(g["gap"]))[: rollouts.WORST]
             first = len(chunks)
             chunks += [r.packed() for r in read]

@@ -10,7 +10,9 @@ import dataclasses
 import gzip
 import json
 import re
+import sys
 import zipfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ import numpy as np
 NUMBERS = ("behaviour", "gap", "ratio", "reference", "kl", "entropy", "advantage")
 STEP = re.compile("[0-9]{1,15}")  # the name of a rollout file; others in the folder are a person's own
 WORST = 24  # sampler–trainer gaps listed for each run
+MOST_BYTES = 2**28  # of a file in memory: 6 million tokens
 AROUND = 12  # tokens shown on each side of such a gap
 
 
@@ -65,6 +68,7 @@ class Rollouts:
           ValueError: it is not a whole rollout file; the message names it.
         """
         try:
+            _check_size(file)
             with np.load(file, allow_pickle=False) as arrays:
                 a = dict(arrays)
             text = json.loads(a["text"].tobytes())
@@ -79,8 +83,10 @@ class Rollouts:
                 "advantage": column["advantages"],
             }
             clip, versions = column["clip"].astype(np.uint8), a["weight_versions"]
-            return cls(text, a["group_sizes"], a["lengths"], a["rewards"], a["pieces"], versions, numbers, clip)
-        except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
+            read = cls(text, a["group_sizes"], a["lengths"], a["rewards"], a["pieces"], versions, numbers, clip)
+            read.packed(), read.worst_gaps()
+            return read
+        except Exception as error:  # its bytes may be anybody's: zlib, zipfile, NumPy and JSON each raise their own
             raise ValueError(f"{file} is not a whole rollout file ({error}); remove it") from error
 
     def packed(self) -> str:
@@ -134,11 +140,29 @@ class Rollouts:
         return found
 
 
+def _check_size(file: Path) -> None:
+    """Raises ValueError for a file that is more than `MOST_BYTES` in memory, which a small one may be as well."""
+    if not file.is_file():
+        raise ValueError("it is no file")
+    with zipfile.ZipFile(file) as packed:
+        if sum(member.file_size for member in packed.infolist()) > MOST_BYTES:
+            raise ValueError(f"it unpacks to more than {MOST_BYTES} bytes")
+
+
 def files(run_dir: Path, *, steps: int) -> list[Path]:
     """At most `steps` rollout files of a run: the first, the last, and others evenly between them."""
     named = [file for file in (run_dir / "rollouts").glob("*.npz") if STEP.fullmatch(file.stem)]
     found = sorted(named, key=lambda file: int(file.stem))
     return [found[i] for i in evenly(len(found), steps)]
+
+
+def read_all(found: Sequence[Path]) -> Iterator[Rollouts]:
+    """The files that can be read; a line on stderr names each of the others."""
+    for file in found:
+        try:
+            yield Rollouts.read(file)
+        except ValueError as error:
+            print(f"left out: {error}", file=sys.stderr)
 
 
 def evenly(count: int, most: int) -> list[int]:

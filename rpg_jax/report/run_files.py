@@ -16,7 +16,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rpg_jax.storage.json_files import read_if_there
+from rpg_jax.storage.json_files import read_bytes, read_if_there
 
 INPUTS = "inputs.json"
 START = "weights before the first step"  # in INPUTS
@@ -24,6 +24,8 @@ START = "weights before the first step"  # in INPUTS
 Record = Mapping[str, Any]  # the metrics of a step
 Scores = dict[str, dict[str, float]]  # {set: {quantity of `QUANTITIES`, or `step`: value}} of a run
 QUANTITIES = ("last", "best", "pass")
+_MOST_BYTES = 2**30  # of metrics.jsonl or samples.jsonl
+_LARGEST = 1e30  # of a metric
 
 
 class Line(NamedTuple):
@@ -37,9 +39,12 @@ def read_lines(path: Path) -> tuple[list[Line], bytes]:
     """The lines of a JSON-lines file, and the bytes of a last line that a kill or a full disk cut short.
 
     Raises:
-      ValueError: an earlier line is broken; the message has the file and the line's number.
+      ValueError: an earlier line is broken; the message has the file and the line's number. Or the file is no file.
     """
-    *complete, last = path.read_bytes().split(b"\n") if path.exists() else [b""]
+    try:
+        *complete, last = read_bytes(path, _MOST_BYTES).split(b"\n") if path.exists() else [b""]
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     lines = [Line(_record(path, number, content), content) for number, content in enumerate(complete, start=1)]
     try:  # an object without its line break is whole too
         return ([*lines, Line(_record(path, len(lines) + 1, last), last)], b"") if last else (lines, b"")
@@ -66,9 +71,25 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Reads one record for each step, in order. A resumed run can repeat a step: its later record counts."""
-    by_step = {record["step"]: record for record in read_jsonl(run_dir / "metrics.jsonl") if "step" in record}
+    """Reads one record for each step, in order. A resumed run can repeat a step: its later record counts.
+
+    Raises ValueError, as `read_lines` does too, for a step or a metric that no run has written.
+    """
+    by_step = {}
+    for record in read_jsonl(run_dir / "metrics.jsonl"):
+        if "step" in record:
+            if wrong := next(
+                (f"{key[:40]!r} is {value!r:.40}" for key, value in record.items() if not _is_metric(key, value)), ""
+            ):
+                raise ValueError(f"{run_dir / 'metrics.jsonl'}: {wrong}, which no run writes; remove this line")
+            by_step[record["step"]] = record
     return [by_step[step] for step in sorted(by_step)]
+
+
+def _is_metric(key: str, value: Any) -> bool:
+    if key == "step":
+        return type(value) is int and 0 <= value <= 10**12
+    return value is None or isinstance(value, bool) or (isinstance(value, int | float) and not abs(value) > _LARGEST)
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:

@@ -1,9 +1,11 @@
 """The screen: text that others wrote is shown, and cannot move the cursor, colour a line or fill a clipboard."""
 
+import contextlib
 import io
+import os
 import re
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, TextIO
 
 from rich.console import Console
@@ -39,8 +41,23 @@ class _Plain(io.TextIOWrapper):
 
     def write(self, text: str) -> int:
         kept = "\r" if self._bars and text.startswith("\r") else ""  # a library's bar goes back to its line's start
-        super().write(kept + plain(text.removeprefix(kept)))
+        with self._named():
+            super().write(kept + plain(text.removeprefix(kept)))
         return len(text)
+
+    def flush(self) -> None:
+        with self._named():
+            super().flush()
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        """Names the stream in an OSError, as of a full disk. What waits there, and what follows, is then dropped."""
+        try:
+            yield
+        except OSError as error:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            error.filename = self.name
+            raise
 
     def isatty(self) -> bool:
         return False

@@ -56,17 +56,22 @@ FILES = (
 
 def write_summary(run_dir: Path) -> Path:
     """Writes `summary.md` of a run, finished or interrupted, and returns its path."""
-    run = Run.read(run_dir)
+    path = run_dir / "summary.md"
+    write_atomically(path, summary_of(Run.read(run_dir)))
+    return path
+
+
+def summary_of(run: Run) -> str:
+    """The text of `summary.md`."""
+    assert run.folder is not None
     sections = [
         f"# {prose(run.name)}",
         _scores(run.evaluations),
         _work(run.records),
         _settings(run.config, supervised=any("epoch" in record for record in run.records)),
-        _files(run_dir),
+        _files(run.folder),
     ]
-    path = run_dir / "summary.md"
-    write_atomically(path, "\n\n".join(section for section in sections if section) + "\n")
-    return path
+    return "\n\n".join(section for section in sections if section) + "\n"
 
 
 def closing_message(run_dir: Path) -> str:

@@ -22,6 +22,7 @@ from rpg_jax.rewards import descendants
 from rpg_jax.rewards.verdicts import KINDS, LARGEST_OBJECT, Task, Verdict, checked
 
 STARTUP_S = 120.0
+_STARTS = 4  # of a process that ends before it is ready, as the kernel ends one where memory is short
 _MAX_VERDICT_BYTES = {"score": 4096, "object": LARGEST_OBJECT + 4096}
 
 
@@ -61,6 +62,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         self._made = {path: dict(options) for path, options in made.items()}
         self._deadline_s, self._memory_bytes, self._recycle_after = deadline_s, memory_bytes, recycle_after
         self._lock = threading.Lock()
+        self._lost: collections.Counter[int] = collections.Counter()  # processes that ended before they were ready
         self._processes = [self._spawn() for _ in range(size or min(8, os.cpu_count() or 1))]
 
     def run(self, tasks: Sequence[Task]) -> list[Verdict]:
@@ -68,7 +70,8 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
 
         Raises:
           ValueError: the pool lacks a task's function, or cannot import or call one of its own functions.
-          RuntimeError: the pool is closed, or its processes do not start.
+          RuntimeError: the pool is closed.
+          ChildProcessError: a process does not start, after four tries.
         """
         unknown = {task.function for task in tasks} - self._functions.keys()
         if unknown:
@@ -83,9 +86,9 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         with self._lock:
             while not all(process.ready for process in self._processes):
                 self._wait()
-                for process in self._processes:
+                for i, process in enumerate(self._processes):
                     if not process.ready:
-                        process.poll()
+                        self._poll(i)
 
     def close(self) -> None:
         """Kills the processes; the pool cannot be used afterwards."""
@@ -115,7 +118,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
                     task_id = waiting.pop(i)
                     process.send(task_id, tasks[task_id], self._deadline_s)
                 finished = process.task_id
-                verdict = process.poll()
+                verdict = self._poll(i)
                 if verdict is None:
                     continue
                 if finished is not None:
@@ -126,9 +129,23 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
             self._wait()
         return verdicts  # type: ignore[return-value]
 
+    def _poll(self, i: int) -> Verdict | None:
+        """The verdict of a process whose task has ended; a process that ended before it was ready is started again."""
+        try:
+            return self._processes[i].poll()
+        except _Lost as lost:
+            self._lost[i] += 1
+            if self._lost[i] < _STARTS:
+                self._replace(i, "rebuilt")
+                return None
+            raise ChildProcessError(
+                f"a verifier process ended {_STARTS} times before it was ready ({lost}): where memory is short, set a "
+                "smaller --config.rewards.workers; python -m rpg_jax.rewards.verifier_process shows other errors"
+            ) from None
+
     def _account(self, i: int, verdict: Verdict) -> None:
         """Counts an error, and replaces the process if it is dead, suspect or old."""
-        process = self._processes[i]
+        process, self._lost[i] = self._processes[i], 0
         if verdict.error is not None:
             self.counts[verdict.error] += 1
         if verdict.error in ("timeout", "crash", "memory", "forbidden"):
@@ -178,6 +195,10 @@ class _Waiting:
         if self._own[process]:
             return self._own[process].popleft()
         return max(self._own, key=len).pop()  # helps the process with most to do
+
+
+class _Lost(Exception):
+    """A process has ended, or is silent, before it was ready."""
 
 
 class _Process:
@@ -264,12 +285,10 @@ class _Process:
         return None
 
     def _failed(self, kind: str) -> Verdict:
-        if not self.ready:
-            raise RuntimeError(
-                f"a verifier process did not start ({kind}): try `python -m rpg_jax.rewards.verifier_process`"
-            )
-        self.task_id = None
         code = self._process.poll()
+        if not self.ready:
+            raise _Lost(kind if code is None else f"{kind}, exit code {code}")
+        self.task_id = None
         return Verdict(None, kind, "" if code is None else f"exit code {code}")
 
     def kill(self) -> None:

@@ -156,7 +156,9 @@ def run(command: Callable[[argparse.Namespace], int | None], parser: Parser, arg
     options = argparse.Namespace(debug=False)
     try:
         options = parser.read(sys.argv[1:] if argv is None else argv)
-        return command(options) or 0
+        ended = command(options) or 0
+        sys.stdout.flush()  # a full disk is an error of the command
+        return ended
     except Exception as error:
         code = exit_code(error)
         if options.debug or code is None:

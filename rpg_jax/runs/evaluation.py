@@ -31,7 +31,7 @@ from rpg_jax.runs.logs import completion_entries
 from rpg_jax.runs.memory import make_decoding
 from rpg_jax.runs.policy import Policy
 from rpg_jax.runs.resolve import reward_arguments
-from rpg_jax.storage import json_files, write_atomically
+from rpg_jax.storage import json_files, naming, write_atomically
 from rpg_jax.storage.checkpoints import Snapshots
 from rpg_jax.training.collect import Collector
 from rpg_jax.training.generate import GroupGenerator
@@ -194,7 +194,7 @@ def complete(
             lines = []
             own = records(chunk.set, generate(chunk.problems, step=step, group_size=chunk.samples), scorer)
             text = "".join(json_files.dumps(record) + "\n" for record in own).encode()
-            with file.open("r+b" if file.exists() else "wb") as out:
+            with naming(file), file.open("r+b" if file.exists() else "wb") as out:
                 out.truncate(size)
                 out.seek(size)
                 out.write(text)

@@ -235,11 +235,11 @@ class Policy:
         """Writes the weights, their config and the tokenizer as a folder in Hugging Face layout.
 
         Args:
-          out: a local folder that holds no model.
+          out: a local folder that is empty or not there. It appears when all of its files are written.
           dtype: "float32" or "bfloat16", of the weights; None keeps the dtype of `params`.
 
         Raises:
-          ValueError: `out` holds a model already, or is no local folder.
+          ValueError: `out` holds files already, or is no local folder.
         """
         out = free_folder(out)
         layout, tokenizer = self.experiment.layout, self.experiment.tokenizer
@@ -247,16 +247,16 @@ class Policy:
         base = models.local_folder(path, weights=False) if path else None
         ids = {"eos_token_id": tokenizer.eos_id, "bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
         taken: dict[str, Any] = {"fields": ids} if base is None else {"base": base}
-        with layout.activate():
-            models.save(out, layout.model, self.params, dtype=dtype and jnp.dtype(dtype), **taken)
-        tokenizer.save(out)
+        with storage.whole(out) as folder, layout.activate():
+            models.save(folder, layout.model, self.params, dtype=dtype and jnp.dtype(dtype), **taken)
+            tokenizer.save(folder)
 
 
 def free_folder(out: str | Path) -> Path:
-    """`out` as a local path. Raises ValueError if it holds a model already, or is no local folder."""
+    """`out` as a local path. Raises ValueError if it holds files already, or is no local folder."""
     folder = storage.local(out)
-    if (folder / "config.json").exists():
-        raise ValueError(f"{folder} already holds a model; choose another folder")
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise ValueError(f"{folder} already holds files; choose another folder")
     return folder
 
 
@@ -342,18 +342,16 @@ def export_adapters(run: str, out: str, *, step: int | None = None) -> int:
     """Writes the adapters of a checkpoint (default: the last) to the folder `out`, and returns its step.
 
     Raises:
-      ValueError: `out` holds an adapter or is no local folder, the run trains all weights, or has no such checkpoint.
+      ValueError: `out` holds files or is no local folder, the run trains all weights, or has no such checkpoint.
     """
-    target = storage.local(out)
-    if (target / lora.CONFIG).exists():
-        raise ValueError(f"{target} already holds an adapter; choose another folder")
+    target = free_folder(out)
     with run_folder.opened(run) as folder:
         if not run_folder.read_config(folder.files).model.lora.rank:
             raise ValueError(f"{run} trains all weights (model.lora.rank=0) and has no adapters; leave --adapter out")
         policy = of_run(folder, step, merge=False)
         layout = policy.experiment.layout
         assert layout.lora is not None
-        with layout.activate():
+        with storage.whole(target) as made, layout.activate():
             base = layout.config.model.path
-            lora.save_adapters(target, layout.model, layout.lora, policy.params, base=base)
+            lora.save_adapters(made, layout.model, layout.lora, policy.params, base=base)
     return policy.step

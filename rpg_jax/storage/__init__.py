@@ -9,4 +9,5 @@ from rpg_jax.storage.files import local_copy as local_copy
 from rpg_jax.storage.files import locked as locked
 from rpg_jax.storage.files import move as move
 from rpg_jax.storage.files import naming as naming
+from rpg_jax.storage.files import whole as whole
 from rpg_jax.storage.files import write_atomically as write_atomically

@@ -116,6 +116,23 @@ def write_atomically(path: Path, content: str | bytes | Callable[[BinaryIO], obj
 
 
 @contextlib.contextmanager
+def whole(folder: Path) -> Iterator[Path]:
+    """A folder beside `folder`, which takes its place when the block has ended well, and is deleted otherwise.
+
+    Raises OSError, which names the folder, if the folder holds anything by then.
+    """
+    partial = (folder := folder.absolute()).with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a killed process
+    try:
+        with naming(folder):
+            partial.mkdir(parents=True)
+            yield partial
+            partial.replace(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Holds a folder by its place on the disk, whatever the name that led there: a link, a mount, other letters.
 

@@ -10,12 +10,21 @@ from typing import Any
 def read_object(file: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises ValueError, which names the file, if it holds anything else."""
     try:
-        value = json.loads(file.read_bytes())
+        value = json.loads(read_bytes(file))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is damaged: {_reason(error)}. Copy it again from where it came") from error
     if not isinstance(value, dict):
         raise ValueError(f"{file} is damaged: it holds a {type(value).__name__}, not an object")
     return value
+
+
+def read_bytes(file: Path, most: int = 2**26) -> bytes:
+    """The bytes of a file. Raises ValueError for a pipe or a device, which may never end, and beyond `most` bytes."""
+    if not file.is_file():
+        raise ValueError("it is no file")
+    if file.stat().st_size > most:
+        raise ValueError(f"it has more than {most} bytes")
+    return file.read_bytes()
 
 
 def read_if_there(file: Path) -> dict[str, Any]:

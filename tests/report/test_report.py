@@ -33,7 +33,7 @@ def test_a_folder_without_steps_is_one_line(tmp_path, monkeypatch, capsys):
     with pytest.raises(SystemExit):
         report.main()
     errors = capsys.readouterr().err
-    assert f"left out: {tmp_path} has no step" in errors and "none of these runs has a step" in errors
+    assert f"left out: {tmp_path}: it has no step" in errors and "none of these runs has a step" in errors
 
 
 def test_a_run_without_steps_leaves_the_others_their_page(leave_run, tmp_path, monkeypatch, capsys):
@@ -45,4 +45,4 @@ def test_a_run_without_steps_leaves_the_others_their_page(leave_run, tmp_path, m
     monkeypatch.setattr(sys, "argv", ["report", str(empty), str(run)])
     report.main()
     assert "<table" in (run / "report.html").read_text() and not (empty / "report.html").exists()
-    assert f"left out: {empty} has no step" in capsys.readouterr().err
+    assert f"left out: {empty}: it has no step" in capsys.readouterr().err

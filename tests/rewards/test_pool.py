@@ -225,3 +225,30 @@ def test_a_function_that_cannot_be_imported_is_named(folder):
             pool.wait_ready()
     with WorkerPool(FUNCTIONS, size=1) as pool, pytest.raises(ValueError, match="does not have \\['other:f'\\]"):
         pool.run([Task("other:f", ("", ""))])
+
+
+KILLED_ONCE = """
+import os, pathlib, signal
+left = pathlib.Path(__file__).with_name("deaths")
+if (deaths := int(left.read_text())) > 0:
+    left.write_text(str(deaths - 1))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def run(completion, answer):
+    return 1.0
+"""
+
+
+@pytest.mark.parametrize(("deaths", "survives"), [(3, True), (4, False)])
+def test_a_process_that_is_killed_while_it_starts_is_started_again(tmp_path, monkeypatch, deaths, survives):
+    """As the kernel kills one where memory is short."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "dying.py").write_text(KILLED_ONCE)
+    (tmp_path / "deaths").write_text(str(deaths))
+    with WorkerPool({"dying:run": ARGUMENTS}, size=1) as pool:
+        if survives:
+            pool.wait_ready()
+            assert pool.run([Task("dying:run", ("a", "b"))])[0].score == 1.0 and pool.counts["rebuilt"] == 3
+        else:
+            with pytest.raises(OSError, match=r"ended 4 times before it was ready \(crash.*--config\.rewards\.workers"):
+                pool.wait_ready()
