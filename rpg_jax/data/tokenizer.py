@@ -45,9 +45,10 @@ class Codec(Protocol):
 class Tokenizer(Codec, Protocol):
     """The interface of a tokenizer.
 
-    `unknown` returns the characters of a text that have no token. `stop_token_ids` end a completion and are kept in it;
-    `eos_id` is the first of them. `chat` is None if the tokenizer has no chat template. `digest` is a hash of all that
-    encoding, decoding and ending depend on. `save` writes the files that `load_tokenizer` and transformers read.
+    `name` is the text of a single token, also of a special one, as "<|im_end|>". `unknown` returns the characters of a
+    text that have no token. `stop_token_ids` end a completion and are kept in it; `eos_id` is the first of them. `chat`
+    is None if the tokenizer has no chat template. `digest` is a hash of all that encoding, decoding and ending depend
+    on. `save` writes the files that `load_tokenizer` and transformers read.
     """
 
     vocab_size: int
@@ -56,6 +57,8 @@ class Tokenizer(Codec, Protocol):
     bos_id: int | None
     stop_token_ids: tuple[int, ...]
     chat: ChatTemplate | None
+
+    def name(self, token: int) -> str: ...
 
     def unknown(self, text: str) -> str: ...
 
@@ -145,6 +148,9 @@ class SentencePieceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(i) for i in ids])
+
+    def name(self, token: int) -> str:
+        return self._model.id_to_piece(token)
 
     def unknown(self, text: str) -> str:
         return "".join(c for c in dict.fromkeys(text) if self._model.unk_id() in self.encode(c))
@@ -236,6 +242,9 @@ class HuggingFaceTokenizer:
 
     def decode(self, ids: Sequence[int]) -> str:
         return self._model.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def name(self, token: int) -> str:
+        return self._model.id_to_token(token) or ""
 
     def unknown(self, text: str) -> str:
         return "".join(c for c in dict.fromkeys(text) if self.encode(c) in ([], [self._unknown_id]))

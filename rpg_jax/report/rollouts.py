@@ -98,6 +98,7 @@ class Rollouts:
         t, first = self.text, self.starts
         header = {
             **{name: t[name] for name in ("step", "weights", "pieces", "clip_states", "groups")},
+            "specials": t.get("specials", []),
             "sizes": self.sizes.tolist(),
             "lengths": self.lengths.tolist(),
             "rewards": [float(f"{r:.4g}") for r in np.nan_to_num(self.rewards)],  # JSON has no word for infinity

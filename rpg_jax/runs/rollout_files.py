@@ -3,13 +3,14 @@
 A file holds no pickles. It has P groups of G completions, N = P·G completions, and n tokens in all of them:
 
     text             u8[…], JSON: step, weights (version after the step), columns, clip_states, pieces (distinct token
-                     texts), groups (prompt_id, prompt, answer), completions (finish_reason, verdict, turns); turns
-                     is null or has spans ([first, end] of an environment's words), rewards and error
+                     texts), specials (numbers of the pieces that name a special token), groups (prompt_id, prompt,
+                     answer), completions (finish_reason, verdict, turns); turns is null or has spans ([first, end] of
+                     an environment's words), rewards and error
     group_sizes      i32[P]
     lengths          i32[N], tokens of each completion
     rewards          f32[N]
-    pieces           i32[n], number of each token's text. The texts in order are the completion. A token that ends in
-                     the middle of a character, or ends the completion, has the empty text
+    pieces           i32[n], number of each token's text. The texts in order are the completion, without the names of
+                     special tokens. A token that ends in the middle of a character has the empty text
     weight_versions  i32[n], of the weights that sampled a token
     tokens           f32[n, K], a column for each of `COLUMNS`, nats; NaN at tokens that an environment wrote
 """
@@ -123,8 +124,9 @@ def encode(
 ) -> bytes:
     """The bytes of a file; `numbers` are f32[n, K] for each group and completion."""
     completions, flat = [c for g in groups for c in g.completions], [x for group in numbers for x in group]
-    found: dict[str, int] = {}
-    pieces = [found.setdefault(piece, len(found)) for c in completions for piece in _pieces(c.tokens, tokenizer)]
+    found: dict[tuple[str, bool], int] = {}  # (text, whether it names a special token) -> its number
+    named = [piece for c in completions for piece in _pieces(c.tokens, tokenizer)]
+    pieces = [found.setdefault(piece, len(found)) for piece in named]
     verdicts = [
         failed or ("right" if accuracy > 0.5 else failure or "wrong")
         for g in groups
@@ -137,7 +139,8 @@ def encode(
         "weights": version,
         "columns": COLUMNS,
         "clip_states": CLIP_STATES,
-        "pieces": list(found),
+        "pieces": [text for text, _ in found],
+        "specials": [number for (_, special), number in found.items() if special],
         "groups": [
             {"prompt_id": g.problem.prompt_id, "prompt": opening(g.problem), "answer": g.problem.answer} for g in groups
         ],
@@ -168,9 +171,17 @@ def _of_policy(numbers: np.ndarray, completion: Completion) -> np.ndarray:
     return np.where(completion.sampled[:, None], numbers, observed.astype(np.float32))
 
 
-def _pieces(tokens: np.ndarray, tokenizer: Tokenizer) -> list[str]:
-    """One text a token; in order they are the completion. The last text ends with the rest of a cut character."""
-    decoder = IncrementalDecoder(tokenizer)
-    pieces = [decoder.push([token]) for token in tokens.tolist()]
-    pieces[-1:] = [piece + decoder.flush() for piece in pieces[-1:]]
-    return pieces
+def _pieces(tokens: np.ndarray, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
+    """One text a token, and whether the text is a special token's name; the others are, in order, the completion.
+
+    The last text ends with the rest of a cut character.
+    """
+    decoder, found = IncrementalDecoder(tokenizer), []
+    for token in tokens.tolist():
+        piece = decoder.push([token])
+        special = not piece and not tokenizer.decode([token])
+        found.append((tokenizer.name(token) if special else piece, special))
+    if rest := decoder.flush():
+        last, special = found[-1]
+        found[-1] = (rest if special else last + rest, False)
+    return found

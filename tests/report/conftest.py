@@ -22,6 +22,9 @@ class Letters:
     def decode(self, ids):
         return "".join("" if i == 0 else self.texts[i - 1] for i in ids)
 
+    def name(self, token):
+        return "<end>"
+
 
 def rollouts(step, *, groups, size, texts, prompt, tokens, seed=0, turns=None):
     """A rollout file: completion i of a group is right where i is odd, every fourth is cut off. All have `turns`."""

@@ -273,6 +273,29 @@ def test_a_conversation_shows_its_turns_and_what_the_environment_wrote_in_grey(d
     assert found.focused() not in ("2", "3") and found.trouble() == ([], [])
 
 
+def test_a_long_completion_shows_its_end_its_special_tokens_the_answer_and_what_is_sought(driver, leave_run, tmp_path):
+    run = leave_run(tmp_path / "a", tokens=300, texts=["up ", "down\n", "no answer "], prompt="Where to, for {}?")
+    found = Page(driver, page.write_page([run], tmp_path / "report.html"))
+    whole = found.run("return textOf(state.list[0])")
+    shown = found.find("#list .row .ending").get_attribute("innerText")
+    assert len(whole) > 1000 and shown.startswith("…") and " ".join(whole.split()).endswith(shown[1:])
+    assert found.text("#list .row .answer") == "7"
+    assert [end.text for end in found.all(".chosen .silent")] == ["<end>"] and "<end>" not in whole
+    assert "240 more" in found.text(".member:not(.chosen) .tokens") and "<end>" in found.text(".member:not(.chosen)")
+    found.find("#contains").send_keys("UP NO ans")
+    marked = found.run("return [...document.querySelectorAll('.chosen .found')].map(t => t.textContent)")
+    assert marked and marked == ["up ", "no answer "] * (len(marked) // 2)
+    assert "up no answer" in found.text("#list .row .place")
+    assert found.run(
+        "const f = document.querySelector('.chosen .found').getBoundingClientRect(), "
+        "p = document.querySelector('#detail').getBoundingClientRect(); return f.top >= p.top && f.bottom <= p.bottom"
+    )
+    found.find("#contains").clear()
+    found.find("#contains").send_keys("7")
+    assert found.text("#count").startswith("16 of 16"), "the reference answer is searched too"
+    assert found.trouble() == ([], [])
+
+
 def test_scripts_in_prompts_completions_and_names_are_text(driver, leave_run, tmp_path):
     run = leave_run(
         tmp_path / "<script>window.stolen = 1<script>", texts=[EVIL, "b"], prompt=EVIL, config={"method": EVIL}

@@ -27,6 +27,9 @@ class Letters:
         text = "".join(LETTERS[i] if i < 14 else f"<{i}>" for i in ids if i != 16)
         return text.replace("<15><14>", "é").replace("<15>", "\ufffd").replace("<14>", "\ufffd")
 
+    def name(self, token):
+        return f"<|{token}|>"
+
 
 class State:
     params, updates = None, 6
@@ -121,17 +124,21 @@ def test_only_mini_batches_with_wanted_groups_are_passed_again(tmp_path):
 
 def test_texts_are_whole_and_verdicts_named(written):
     text, arrays, _ = read(written, 3)
-    assert [text["pieces"][i] for i in arrays["pieces"]] == ["a", "b", "", *"cccccefg", "", "", "é", "", "d"]
+    end = "<|16|>"
+    assert [text["pieces"][i] for i in arrays["pieces"]] == ["a", "b", end, *"cccccefg", end, "", "é", end, "d"]
+    assert [text["pieces"][i] for i in text["specials"]] == [end]
     assert [c["verdict"] for c in text["completions"]] == ["wrong", "right", "wrong", "right", "timeout", "right"]
     assert [c["finish_reason"] for c in text["completions"]] == ["stop", "length", "length", "stop", "stop", "length"]
     assert text["groups"][2] == {"prompt_id": 1, "prompt": "p1", "answer": "a"}
 
 
 def test_a_character_that_the_limit_cut_is_shown_as_such():
-    group = make_group(0, [([1, 15], "length")])
-    content = rollout_files.encode(1, 0, [group], [[np.zeros((2, len(COLUMNS)), np.float32)]], Letters())
+    group = make_group(0, [([1, 15], "length"), ([1, 15, 16], "stop")])
+    numbers = [np.zeros((n, len(COLUMNS)), np.float32) for n in (2, 3)]
+    content = rollout_files.encode(1, 0, [group], [numbers], Letters())
     with np.load(io.BytesIO(content)) as arrays:
-        assert json.loads(arrays["text"].tobytes())["pieces"] == ["a", "\ufffd"]
+        text, pieces = json.loads(arrays["text"].tobytes()), arrays["pieces"]
+    assert [text["pieces"][i] for i in pieces] == ["a", "\ufffd", "a", "", "\ufffd"] and text["specials"] == []
 
 
 def test_tokens_of_an_environment_say_so_and_have_no_numbers():

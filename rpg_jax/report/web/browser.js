@@ -21,7 +21,7 @@ function browser() {
   fill("sort", Object.entries(ORDERS).map(([name, {label}]) => [name, label]));
   fill("colour", Object.entries(COLOURS).map(([name, {label}]) => [name, label]));
   byId("list-head").append(
-    ...["", "reward", "adv.", "tokens", "clip %", "KL", "text"].map((name) => el("span", {}, name)));
+    ...["", "reward", "adv.", "tokens", "clip %", "KL", "prompt and end", "answer"].map((name) => el("span", {}, name)));
   byId("filters").append(...Object.entries(FILTERS).map(([name, {label}]) => {
     const button = el("button", {type: "button", "aria-pressed": "false", "data-filter": name}, label);
     button.addEventListener("click", () => toggle(name));
@@ -75,10 +75,20 @@ async function chooseStep(step) {
   refresh();
 }
 
+const inLine = (text) => text.replace(/\s+/g, " ").trim();
+
 const shorten = (text, most) => {
-  const line = text.replace(/\s+/g, " ").trim();
+  const line = inLine(text);
   return line.length > most ? `${line.slice(0, most)}…` : line;
 };
+
+// The text around the first place of what is sought; without a place the end of the text.
+function excerpt(text, sought) {
+  const at = sought ? text.toLowerCase().indexOf(sought) : -1;
+  if (at >= 0) return [inLine(text.slice(Math.max(at - 60, 0), at)).slice(-24), shorten(text.slice(at, at + 240), 120)].join(" ");
+  const line = inLine(text.slice(-400));
+  return line.length > 120 || text.length > 400 ? `…${line.slice(-120)}` : line;
+}
 
 function toggle(name, on = !state.filters.has(name)) {
   on ? state.filters.add(name) : state.filters.delete(name);
@@ -94,7 +104,7 @@ function refresh() {
   const sought = state.contains.toLowerCase();
   if (sought) {
     const has = (text) => text.toLowerCase().includes(sought);
-    tests.push((c) => has(textOf(c)) || has(c.own.groups[c.group].prompt));
+    tests.push((c) => has(textOf(c)) || has(c.own.groups[c.group].prompt) || has(c.own.groups[c.group].answer));
   }
   const {value} = ORDERS[state.sort];
   const list = state.all.filter((c) => tests.every((test) => test(c)));
@@ -120,6 +130,8 @@ function rows() {
 }
 
 function row(c, i, height) {
+  const problem = c.own.groups[c.group], sought = state.contains.toLowerCase();
+  const ending = !sought || !textOf(c).toLowerCase().includes(sought);
   const made = el("div", {class: "row", role: "option", id: `row-${i}`, "data-row": String(i),
     "aria-selected": String(i === state.at), "aria-posinset": String(i + 1), "aria-setsize": String(state.list.length)},
     el("span", {class: `verdict ${good(c)}`, title: c.verdict, "aria-label": c.verdict},
@@ -127,8 +139,9 @@ function row(c, i, height) {
     el("span", {}, fixed(c.reward, 2)), el("span", {}, signed(c.advantage, 2)),
     el("span", {}, count(c.length - c.read), CUT[c.finish] ? el("abbr", {title: CUT[c.finish]}, "…") : null),
     el("span", {}, c.clipped ? fixed(100 * c.clipped, 0) : "·"), el("span", {}, number(c.kl, 2)),
-    el("span", {class: "text"}, el("span", {class: "muted"}, shorten(c.own.groups[c.group].prompt, 16)), " ",
-      shorten(textOf(c).slice(0, 160), 120)));
+    el("span", {class: "text"}, el("span", {class: "muted"}, shorten(problem.prompt, 16)),
+      el("span", {class: ending ? "ending" : "place"}, el("bdi", {dir: "ltr"}, excerpt(textOf(c), sought)))),
+    el("span", {class: "answer", title: problem.answer}, shorten(problem.answer, 24)));
   made.style.transform = `translateY(${i * height}px)`;
   return made;
 }
@@ -162,6 +175,7 @@ function detail(token = null) {
     member(chosen, true), ...members.filter((c) => c !== chosen).map((c) => member(c, false)));
   readout(strip, chosen, token ?? 0);
   place.scrollTop = 0;
+  if (token === null) place.querySelector(".chosen .found")?.scrollIntoView({block: "nearest"});
   if (token !== null) place.querySelector(`.chosen [data-token="${token}"]`)?.focus();
 }
 
@@ -187,7 +201,7 @@ function recolour() {
   for (const made of byId("detail").querySelectorAll(".member")) {
     const {own, start} = made.completion;
     for (const span of made.querySelectorAll("[data-token]")) {
-      const kept = ["silent", "call"].filter((name) => span.classList.contains(name));
+      const kept = ["silent", "call", "found"].filter((name) => span.classList.contains(name));
       paint(span, own, start + +span.dataset.token, state.colour);
       span.classList.add(...kept);
     }

@@ -80,31 +80,45 @@ function measured(own, start, length) {
 
 const piece = (own, token) => own.pieces[own.piece[token]];
 
+// Whether a token's piece is the name of a special token, which the completion's text does not have.
+const isSpecial = (own, token) => own.specials.includes(own.piece[token]);
+
 // The text of a completion; made at first use and kept.
 function textOf(completion) {
   if (completion.text === undefined) {
     const {own, start, length} = completion;
     const parts = [];
-    for (let t = start; t < start + length; t++) parts.push(piece(own, t));
+    for (let t = start; t < start + length; t++) if (!isSpecial(own, t)) parts.push(piece(own, t));
     completion.text = parts.join("");
   }
   return completion.text;
 }
 
-// The tokens of tool calls, as places in the completion.
-function callsOf(completion) {
-  if (completion.calls === undefined) {
-    const {own, start, length} = completion;
-    const inside = [...textOf(completion).matchAll(/<tool_call>[^]*?(?:<\/tool_call>|$)/g)].map((m) =>
-      [m.index, m.index + m[0].length]);
-    completion.calls = new Set();
-    for (let i = 0, at = 0; inside.length && i < length; i++) {
-      const from = at;
-      at += piece(own, start + i).length;
-      if (inside.some(([first, end]) => from < end && at > first)) completion.calls.add(i);
-    }
+// The tokens of a completion that overlap stretches [first, end] of its text, as places in the completion.
+function tokensIn(completion, stretches) {
+  const {own, start, length} = completion, found = new Set();
+  for (let i = 0, at = 0; stretches.length && i < length; i++) {
+    const from = at;
+    at += isSpecial(own, start + i) ? 0 : piece(own, start + i).length;
+    if (stretches.some(([first, end]) => from < end && at > first)) found.add(i);
   }
+  return found;
+}
+
+// The tokens of tool calls.
+function callsOf(completion) {
+  completion.calls ??= tokensIn(completion, [...textOf(completion).matchAll(/<tool_call>[^]*?(?:<\/tool_call>|$)/g)].map(
+    (m) => [m.index, m.index + m[0].length]));
   return completion.calls;
+}
+
+// The tokens of the text that is sought.
+function foundIn(completion, sought) {
+  const text = textOf(completion).toLowerCase(), stretches = [];
+  for (let at = sought ? text.indexOf(sought) : -1; at >= 0; at = text.indexOf(sought, at + sought.length)) {
+    stretches.push([at, at + sought.length]);
+  }
+  return tokensIn(completion, stretches);
 }
 
 const FILTERS = {

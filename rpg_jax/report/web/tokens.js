@@ -18,7 +18,7 @@ const CLIP_NOTES = {
   dual: "A < 0, ratio above c", "not trained": "not trained",
   observed: "written by the environment, not trained",
 };
-const PREVIEW = 120; // most tokens made of a completion that is not chosen: it shows three lines
+const PREVIEW = [20, 40]; // tokens made of the beginning and of the end of a completion that is not chosen
 const STRONGEST = 72; // % of the colour at the end of the scale
 
 const values = {
@@ -50,20 +50,25 @@ function paint(span, own, token, colour) {
 // The tokens of a completion; only the chosen completion's tokens can take the focus.
 function tokenSpans(completion, colour, focusable) {
   const {own, start, length, finish} = completion;
-  const made = focusable ? length : Math.min(length, PREVIEW);
+  const skipped = focusable ? 0 : Math.max(length - PREVIEW[0] - PREVIEW[1], 0);
   const line = el("div", {class: "tokens"}), marks = turnMarks(completion), calls = callsOf(completion);
-  for (let i = 0; i < made; i++) {
+  const found = foundIn(completion, state.contains.toLowerCase());
+  for (let i = 0; i < length; i++) {
+    if (skipped && i === PREVIEW[0]) {
+      line.append(el("span", {class: "muted"}, ` … ${count(skipped)} more … `));
+      i += skipped;
+    }
     const token = start + i, text = piece(own, token);
     const ends = i === length - 1 ? finish !== "length" : marks.get(i + 1) === "environment";
     const span = el("span", focusable ? {tabindex: i ? "-1" : "0", "data-token": String(i)} : {"data-token": String(i)},
       text || (ends ? "end" : "·"));
     paint(span, own, token, colour);
-    if (!text) span.classList.add("silent");
+    if (!text || isSpecial(own, token)) span.classList.add("silent");
     if (calls.has(i)) span.classList.add("call");
+    if (found.has(i)) span.classList.add("found");
     if (marks.has(i)) line.append(el("small", {class: "turn"}, marks.get(i)));
     line.append(span);
   }
-  if (made < length) line.append(el("span", {class: "muted"}, ` … ${count(length - made)} more`));
   return line;
 }
 
