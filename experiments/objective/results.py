@@ -15,11 +15,16 @@ from rpg_jax.report.tables import markdown_table
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-SHOWN = (BASELINE, "to-go, weight w: URKL", "per token: URKL", "per token (GRPO): k₃", "per token (Tunix): k₁")
+SHOWN = {  # row: its words in the figure
+    BASELINE: "KL of whole completions",
+    "to-go, weight w: URKL": "the same, each token with the KL to come",
+    "per token: URKL": "KL of each token alone",
+    "per token (GRPO): k₃": "GRPO's KL term (k₃)",
+    "per token (Tunix): k₁": "Tunix's default (k₁ in the loss)",
+}
 _PANELS = (  # title, experiment, quantity, (KL from, to), (quantity from, to)
-    ("Expected reward", "strengths", "reward", (0, 5.2), (0.25, 1.02)),
-    ("The same, larger", "strengths", "reward", (1.4, 3.6), (0.68, 1.01)),
-    ("Right completions, where the verifier is wrong", "wrong verifier", "right", (0, 5.2), (0, 1.02)),
+    ("Reward reached at a distance from the start", "strengths", "reward", (0, 5.2), (0.25, 1.02)),
+    ("Truly right answers, where the verifier can be fooled", "wrong verifier", "right", (0, 5.2), (0, 1.02)),
 )
 
 
@@ -41,7 +46,7 @@ def tables(found: Runs) -> dict[str, str]:
 def draw_frontier(found: Runs) -> bytes:
     """PNG: a line through the β of each row, means over seeds, with a point for every run and the best possible."""
     panels = [panel for panel in _PANELS if found.has(panel[1])]
-    figure = plots.empty_figure(5.2 * len(panels), 4.8)
+    figure = plots.empty_figure(6.4 * len(panels), 5.4)
     for ax, (title, experiment, quantity, xs, ys) in zip(
         [*figure.subplots(1, len(panels), squeeze=False).flat], panels, strict=True
     ):
@@ -49,9 +54,9 @@ def draw_frontier(found: Runs) -> bytes:
         plots.tidy(ax, title)
         ax.set_xlim(*xs)
         ax.set_ylim(*ys)
-        ax.set_xlabel("KL(π_θ‖π_ref), nats a completion", color=plots.MUTED, fontsize=9)
+        ax.set_xlabel("distance from the start: KL(π_θ‖π_ref), nats a completion", color=plots.MUTED)
     handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
     return plots.png(figure)
 
 
@@ -60,8 +65,10 @@ def _draw(ax: Axes, found: Runs, experiment: str, quantity: str) -> None:
     if quantity == "reward":
         best = [found.get(experiment, BASELINE, kl_coef).values() for kl_coef in kl_coefs]
         line = [tuple(mean([run[f"best_{q}"] for run in runs]).value for q in ("kl", "reward")) for runs in best]
-        ax.plot(*zip(*line, strict=True), color=plots.INK, linewidth=1.4, marker="|", label="best possible")
-    for colour, row in zip(plots.COLOURS, SHOWN, strict=False):
+        ax.plot(
+            *zip(*line, strict=True), color=plots.INK, linewidth=1.4, marker="|", label="best possible at this distance"
+        )
+    for colour, (row, words) in zip(plots.COLOURS, SHOWN.items(), strict=False):
         line = []
         for kl_coef in kl_coefs:
             if runs := found.get(experiment, row, kl_coef).values():
@@ -69,10 +76,10 @@ def _draw(ax: Axes, found: Runs, experiment: str, quantity: str) -> None:
                 ax.plot(*points, "o", color=colour, alpha=0.25, markersize=3.5, markeredgewidth=0)
                 line.append(tuple(mean(values).value for values in points))
         if line:
-            ax.plot(*zip(*line, strict=True), "o-", color=colour, markersize=5, linewidth=1.4, label=row)
+            ax.plot(*zip(*line, strict=True), "o-", color=colour, markersize=5, linewidth=1.4, label=words)
     if runs := found.get(experiment, NO_KL.key).values():
         points = [run["kl"] for run in runs], [run[quantity] for run in runs]
-        ax.plot(*points, "x", color=plots.MUTED, label=NO_KL.name)
+        ax.plot(*points, "x", color=plots.MUTED, label="no KL term (PPO)")
 
 
 def _of(runs: Seeds, quantity: str | Callable[[Record], float]) -> dict[int, float]:
