@@ -47,12 +47,6 @@ class Problems:
     held_out: float = 0.2
     seed: int = 0
 
-    def __post_init__(self):
-        if not 0 < self.easy < 1:
-            raise ValueError(f"easy must be in (0, 1), got {self.easy}")
-        if not 0 < self.held_out < 1:
-            raise ValueError(f"held_out must be in (0, 1), got {self.held_out}")
-
     def problems(self, name: str, count: int | None = None, *, seed: int = 0) -> list[Problem]:
         """The first `count` problems of "train" or of one of `SETS`, or as many as there are.
 

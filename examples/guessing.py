@@ -47,12 +47,6 @@ class Problems:
     held_out: float = 0.2
     seed: int = 0
 
-    def __post_init__(self):
-        if not 2 <= self.sizes[0] <= self.sizes[1] <= len(DIGITS):
-            raise ValueError(f"sizes must be (fewest, most) with 2 <= fewest <= most <= 36, got {self.sizes}")
-        if not 0 < self.held_out < 1:
-            raise ValueError(f"held_out must be in (0, 1), got {self.held_out}")
-
     def problems(self, name: str, count: int | None = None, *, seed: int = 0) -> list[Problem]:
         """The first `count` problems of "train" or "held out", or all, in an order drawn from `seed`.
 

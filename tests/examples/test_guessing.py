@@ -58,10 +58,7 @@ def test_one_pupil_in_three_guesses_near_the_middle_of_what_is_left_and_the_othe
     assert 0.45 < np.mean(places) < 0.55 and min(places) == 0 and max(places) == 1
 
 
-def test_wrong_sizes_sets_and_counts_are_refused():
-    for fields in ({"sizes": (1, 24)}, {"sizes": (24, 16)}, {"sizes": (16, 37)}, {"held_out": 0.0}):
-        with pytest.raises(ValueError, match=next(iter(fields))):
-            Problems(**fields)
+def test_wrong_sets_and_counts_are_refused():
     with pytest.raises(ValueError, match="has the sets train, held out"):
         TASK.problems("test")
     with pytest.raises(ValueError, match="ask for fewer"):
