@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def sample(options: argparse.Namespace) -> None:
-    """Prints each prompt and, indented, its completions; or chats."""
+    """Prints each prompt and, indented, its completions, of which … marks those that the limit cut; or chats."""
     loaded = cli.load_config(options)
     if options.chat:
         chat(options, loaded)
@@ -39,7 +39,10 @@ def sample(options: argparse.Namespace) -> None:
     how = {name: getattr(options, name) for name in ("k", "temperature", "seed")}
     policy = Policy.from_run(options.run, step=options.step)
     for prompt, samples in zip(options.prompt, policy.sample(options.prompt, **how), strict=True):
-        print(prompt, *(f"  {sample.text}" for sample in samples), sep="\n")
+        print(prompt)
+        for sample in samples:
+            cut = " …" if sample.finish_reason == "length" else ""
+            print(f"  {sample.text.replace(chr(10), chr(10) + 4 * ' ')}{cut}")
 
 
 def chat(options: argparse.Namespace, loaded: config_files.Loaded | None) -> None:

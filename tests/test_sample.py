@@ -6,9 +6,11 @@ import json
 import shutil
 
 import jax
+import numpy as np
 import pytest
 
-from rpg_jax import sample
+from rpg_jax import Policy, sample
+from rpg_jax.runs.policy import Sample
 from tests import test_export
 
 pytestmark = pytest.mark.slow  # a model is compiled
@@ -39,3 +41,12 @@ def test_an_accelerator_that_is_not_there_is_one_line(run, monkeypatch, capsys):
     assert sample.main([f"--run={run[0]}", "--prompt=1+2="]) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: no accelerator on ") and "no backend 'tpu'" in error and error.count("\n") == 1
+
+
+def test_a_completion_of_several_lines_stays_together_and_says_whether_it_was_cut(monkeypatch, capsys):
+    nothing = np.zeros(0)
+    answers = [[Sample("Two lines:\n1 + 1", nothing, nothing, "length"), Sample("2", nothing, nothing, "stop")]]
+    given = type("Given", (), {"sample": lambda self, prompts, **how: answers})()
+    monkeypatch.setattr(Policy, "from_run", staticmethod(lambda run, step: given))
+    assert sample.main(["--run=r", "--prompt=What is 1 + 1?", "--k=2"]) == 0
+    assert capsys.readouterr().out == "What is 1 + 1?\n  Two lines:\n    1 + 1 …\n  2\n"

@@ -1,6 +1,9 @@
 """The pretrained model that the configs name learns their tasks. Needs its folder, RPG_JAX_SMOLLM2=smollm2-135m."""
 
+import json
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -26,3 +29,29 @@ def test_smollm2_learns_the_task_of_its_config(name, tmp_path):
     fewest, most, passed = TASKS[name]
     assert fewest <= result.metrics[0]["eval/accuracy"] <= most
     assert result.metrics[-1]["eval/accuracy"] >= passed
+
+
+ANSWER = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval()
+asked = [torch.tensor([ids]) for ids in json.loads(sys.argv[2])]
+found = [model.generate(ids, do_sample=False, max_new_tokens=64)[0, ids.shape[1] :].tolist() for ids in asked]
+print(json.dumps(found))
+"""
+PROMPTS = ("What is 7 + 8?", "Tell me a short story about a bird.", "Name three colours.", "¿Qué hora es?")
+
+
+def test_transformers_answers_with_the_same_greedy_tokens_after_an_export(tmp_path):
+    python = os.environ.get("RPG_JAX_TRANSFORMERS_PYTHON")
+    if python is None:
+        pytest.importorskip("torch", reason="needs torch and transformers")
+        pytest.importorskip("transformers", reason="needs torch and transformers")
+    limits = {"max_prompt_tokens": 96, "max_tokens": 64, "overrides": {"model.compute_dtype": "float32"}}
+    policy = rpg_jax.Policy.from_pretrained(FOLDER, **limits)
+    policy.export(tmp_path / "out")
+    ids = json.dumps([prompt.tolist() for prompt in policy.encode(PROMPTS)])
+    command = [python or sys.executable, "-c", ANSWER, str(tmp_path / "out"), ids]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, cwd=tmp_path)
+    ours = [samples[0].tokens.tolist() for samples in policy.sample(PROMPTS, temperature=0.0)]
+    assert json.loads(done.stdout.splitlines()[-1]) == ours
