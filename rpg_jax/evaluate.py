@@ -3,7 +3,7 @@
   python -m rpg_jax.evaluate --run=runs/tiny-rpg-reinforce-urkl-seed0 --k=32
   python -m rpg_jax.evaluate --run=runs/tiny-rpg-reinforce-urkl-seed0 --steps=all
   python -m rpg_jax.evaluate --folder=Qwen3-4B --config=configs/qwen3_4b_2k.py --sets=AIME25=aime25.parquet
-  python -m rpg_jax.evaluate --run=runs/NAME --server=localhost:9000
+  python -m rpg_jax.evaluate --run=runs/NAME --server=http://localhost:8000
 
 The policy is a run's checkpoint, a folder in Hugging Face layout, or the one that `python -m rpg_jax.serve` serves.
 The results are completions.jsonl, one object per completion with its verdict, scores.md and scores.json. The same
@@ -30,8 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--step", type=int, help="checkpoint to evaluate; default: the last")
     parser.add_argument("--steps", help="100,200, or all: a table and a plot of the scores of these checkpoints")
     parser.add_argument("--folder", help="weights, as model.path; --config says problems, limits, verifier")
-    parser.add_argument("--server", help="host:port that samples; --run or --folder says with which tokenizer")
-    parser.add_argument("--server_certificate", help="PEM file that proves the server; without it no TLS")
+    parser.add_argument("--server", help="http://HOST:PORT that samples; --run or --folder says with which tokenizer")
+    parser.add_argument("--server_certificate", help="PEM file to trust for an https address")
     parser.add_argument("--api_key_file", help="file of the server's API key; default: the variable RPG_JAX_API_KEY")
     parser.add_argument("--sets", help="NAME=SOURCE, separated by commas; default: the config's held-out sets")
     parser.add_argument("--rewards", help="as rewards.parts, e.g. by_source; default: the config's")

@@ -4,9 +4,9 @@
   python -m rpg_jax.serve --config=configs/x.py --config.model.path=/models/Qwen3-0.6B
   python -m rpg_jax.serve --config=configs/x.py --http_port=8000 --weights_from=FOLDER --idle=3600
 
-JetStream's clients work against it; `rpg_jax.rollout.serving.client.GrpcRollout` also chooses seed, temperature and
-cuts per request and gets log-probabilities back. --http_port=8000 adds /v1/completions, /v1/chat/completions,
-/v1/models, /metrics and /health, which need aiohttp; docs/serving.md lists the fields of a request. The server listens
+JetStream's clients work against it. --http_port=8000 adds /v1/completions, /v1/chat/completions, /v1/models, /metrics
+and /health, which need aiohttp; docs/serving.md lists the fields of a request, and `evaluate --server` asks there. The
+server listens
 on the loopback interface. Another --host needs TLS, and an API key that clients send with every request:
 --api_key_file, or the variable RPG_JAX_API_KEY. The variables RPG_JAX_CERTIFICATE and RPG_JAX_PRIVATE_KEY may hold the
 texts of the PEM files.

@@ -14,7 +14,7 @@ import jax
 import pytest
 
 from configs import tiny
-from rpg_jax import evaluate, serve
+from rpg_jax import serve
 from rpg_jax.rollout.jetstream.compat import jetstream_pb2, jetstream_pb2_grpc
 from rpg_jax.runs import policy
 from tests import test_export
@@ -36,12 +36,6 @@ ABSENT = "error: JetStream is not installed: pip install --no-deps google-jetstr
 def test_serve_without_jetstream_is_one_line_with_the_fix(no_jetstream, capsys):
     assert serve.main(["--config=configs/tiny.py"]) == 2
     assert capsys.readouterr().err == ABSENT + "\n"
-
-
-@pytest.mark.slow  # a model is compiled
-def test_an_evaluation_by_a_server_without_jetstream_is_one_line_with_the_fix(run, no_jetstream, capsys):
-    assert evaluate.main([f"--run={run[0]}", "--server=localhost:1"]) == 2
-    assert capsys.readouterr().err.splitlines()[-1] == ABSENT
 
 
 @pytest.mark.slow

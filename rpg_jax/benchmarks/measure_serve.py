@@ -31,11 +31,7 @@ from rpg_jax import models, rollout
 from rpg_jax.benchmarks.subject import PRESETS, Work, peak_bytes
 from rpg_jax.rollout.jetstream.compat import jetstream_pb2, jetstream_pb2_grpc
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
-from rpg_jax.rollout.servers.balance import Balance, Loadable
-from rpg_jax.rollout.servers.client import Client
-from rpg_jax.rollout.servers.rollout import ServersRollout
-from rpg_jax.rollout.servers.server import KINDS
-from rpg_jax.rollout.serving.client import Terms, encode_terms
+from rpg_jax.rollout.servers.rollout import connect
 from rpg_jax.rollout.serving.server import Server
 from rpg_jax.types import Sampling
 
@@ -102,13 +98,13 @@ def _rollout(work: Work) -> JetStreamRollout:
 
 def _by_trainers(work: Work, numbers: list[int], requests: int) -> Iterator[dict[str, Any]]:
     served = _rollout(work)
-    made = Server(served, _NoText(), Sampling(), max_active=4 * requests, http_port=0, disk=_Same(served))
-    url, checksum = f"http://127.0.0.1:{made.http_port}", served.weights_checksum()
+    made = Server(served, _NoText(), Sampling(), max_active=4 * requests, http_port=0)
+    url = f"http://127.0.0.1:{made.http_port}"
     try:
-        _asked(url, checksum, work, 1, work.slots)  # compiles the programs
+        _asked(url, work, 1, work.slots)  # compiles the programs
         for number in numbers:
             before = dataclasses.replace(served.usage)
-            seconds = _asked(url, checksum, work, number, requests)
+            seconds = _asked(url, work, number, requests)
             tokens, steps = (getattr(served.usage, name) - getattr(before, name) for name in ("tokens", "steps"))
             yield {
                 "bench": "serve",
@@ -123,12 +119,12 @@ def _by_trainers(work: Work, numbers: list[int], requests: int) -> Iterator[dict
         made.stop(grace=5)
 
 
-def _asked(url: str, checksum: int, work: Work, processes: int, requests: int) -> float:
+def _asked(url: str, work: Work, processes: int, requests: int) -> float:
     """Seconds in which so many processes get their shares of the completions."""
     context = multiprocessing.get_context("spawn")
     ready = context.Barrier(processes + 1)
     asking = [
-        context.Process(target=_ask, args=(url, checksum, work, range(first, requests, processes), ready))
+        context.Process(target=_ask, args=(url, work, range(first, requests, processes), ready))
         for first in range(processes)
     ]
     for process in asking:
@@ -142,13 +138,10 @@ def _asked(url: str, checksum: int, work: Work, processes: int, requests: int) -
     return time.perf_counter() - began
 
 
-def _ask(url: str, checksum: int, work: Work, numbers: range, ready: Any) -> None:
+def _ask(url: str, work: Work, numbers: range, ready: Any) -> None:
     """One process of a trainer. Its completions have `new_tokens` tokens at most, and half of that on average."""
-    balance = Balance([url], Client(timeout=600), KINDS["rpg_jax"], parallel=256, patience=60)
-    balance.use(Loadable("", "0", checksum))
     capacity = rollout.capacity(work.prompt_tokens, work.new_tokens)
-    weights: Any = _Known()
-    own = ServersRollout(balance, weights, counters=True, capacity=capacity, vocab_size=work.model.vocab_size)
+    own = connect(url, certificate=None, key=None, parallel=256, capacity=capacity, vocab_size=work.model.vocab_size)
     dice = np.random.default_rng(1)
     prompts = dice.integers(0, work.model.vocab_size, (max(numbers) + 1, work.prompt_tokens)).astype(np.int32)
     limits = dice.integers(1, work.new_tokens + 1, max(numbers) + 1)
@@ -159,25 +152,6 @@ def _ask(url: str, checksum: int, work: Work, numbers: range, ready: Any) -> Non
     ]
     list(pool.map(own.generate, asked))
     own.close()
-
-
-class _Same:
-    """Every folder has the weights that the server has already."""
-
-    def __init__(self, served: JetStreamRollout):
-        self._served = served
-
-    def read(self, folder: str) -> np.ndarray:
-        return np.empty(0)
-
-    def swap(self, weights: np.ndarray) -> int:
-        return self._served.weights_checksum()
-
-
-class _Known:
-    """Weights that the server has already."""
-
-    version = 0
 
 
 Send = Callable[[int], Awaitable[Answer]]
@@ -213,10 +187,9 @@ async def _load(address: str, work: Work, arrive: Arrivals, requests: int) -> tu
         async def send(number: int) -> Answer:
             content = jetstream_pb2.DecodeRequest.TokenContent(token_ids=prompts[number].tolist())
             request = jetstream_pb2.DecodeRequest(token_content=content, max_tokens=work.new_tokens)
-            terms = Terms((0, 0, number, 0), Sampling(max_tokens=work.new_tokens), False)
             began, first, tokens = time.perf_counter(), 0.0, 0
             try:
-                async for reply in stub.Decode(request, metadata=encode_terms(terms)):
+                async for reply in stub.Decode(request):
                     tokens += len(reply.stream_content.samples[0].token_ids)
                     first = first or time.perf_counter() - began
             except grpc.aio.AioRpcError as error:

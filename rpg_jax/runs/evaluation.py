@@ -24,7 +24,7 @@ from rpg_jax.report.progress import Progress
 from rpg_jax.report.scores import clustered_standard_error
 from rpg_jax.report.tables import markdown_table
 from rpg_jax.rewards import Scorer
-from rpg_jax.rollout import Rollout
+from rpg_jax.rollout import Rollout, capacity
 from rpg_jax.runs import run_folder
 from rpg_jax.runs.experiment import Experiment, evaluation_generator, make_rollout, make_scorer
 from rpg_jax.runs.logs import completion_entries
@@ -259,8 +259,8 @@ def evaluate(
       k: completions per problem. None: as many as the source repeats a problem, else
         `evaluation.k`.
       out: the folder of the results.
-      server: host:port of a server that samples in place of a rollout in this process.
-      certificate, api_key_file: see `GrpcRollout.connect` and `ApiKey.find`.
+      server: the address of a server that samples in place of a rollout in this process, http://HOST:PORT.
+      certificate, api_key_file: see `connect` and `ApiKey.find`.
 
     Raises:
       ValueError: `out` holds another evaluation; the message names what differs.
@@ -273,24 +273,30 @@ def evaluate(
     slots = make_decoding(experiment.layout).slots * experiment.layout.decoding_hosts
     with experiment.layout.activate():
         if server:
+            from rpg_jax.rollout.servers.rollout import connect  # needs aiohttp, which other evaluations may lack
             from rpg_jax.rollout.serving.access import ApiKey
-            from rpg_jax.rollout.serving.client import GrpcRollout  # needs JetStream, which other evaluations may lack
 
-            key = ApiKey.find(api_key_file)
-            rollout: Rollout = GrpcRollout.connect(server, certificate=certificate, key=key, parallel=slots)
+            own: Rollout = connect(
+                server,
+                certificate=certificate,
+                key=ApiKey.find(api_key_file),
+                parallel=slots,
+                capacity=capacity(experiment.config.task.max_prompt_tokens, experiment.config.rollout.max_tokens),
+                vocab_size=experiment.layout.model.vocab_size,
+            )
         else:
-            rollout = make_rollout(experiment.layout, policy.params)
+            own = make_rollout(experiment.layout, policy.params)
         try:
-            settings = settings_of(policy, name, k, f"{rollout.weights_checksum():016x}")
+            settings = settings_of(policy, name, k, f"{own.weights_checksum():016x}")
             folder = open_folder(out, home.files / "evaluations" / f"{name}-step-{policy.step}", settings)
             records = sample(
-                experiment, rollout, folder / "completions.jsonl", policy.step, k, _COMPLETIONS_PER_SLOT * slots
+                experiment, own, folder / "completions.jsonl", policy.step, k, _COMPLETIONS_PER_SLOT * slots
             )
         except KeyboardInterrupt:
             print("stopped; what was sampled is kept, and the same command continues")
             return None
         finally:
-            rollout.close()
+            own.close()
             experiment.close()
     by_set = show(f"{name}, step {policy.step}" if policy.step else name, settings, records, folder)
     found = f"every problem: {folder / 'scores.md'}\nevery completion with its verdict: {folder / 'completions.jsonl'}"

@@ -150,9 +150,9 @@ def test_another_evaluation_is_not_mixed_in(trained, evaluated):
 
 def test_a_server_gives_the_bytes_that_the_run_gives(trained, evaluated, tmp_path, popen):
     shared, run_dir = trained
-    server = popen(command("serve", f"--run={run_dir}", "--port=0"), **options(shared))
-    port = next(line for line in server.stdout if line.startswith("serving")).strip().rpartition(":")[2]
-    where = (f"--run={run_dir}", f"--server=127.0.0.1:{port}", "--step=2", f"--out={tmp_path}")
+    server = popen(command("serve", f"--run={run_dir}", "--port=0", "--http_port=0"), **options(shared))
+    port = next(line for line in server.stdout if line.startswith("serving")).split()[-1]
+    where = (f"--run={run_dir}", f"--server=http://127.0.0.1:{port}", "--step=2", f"--out={tmp_path}")
     run(shared, "evaluate", *where, "--k=8")
     server.send_signal(signal.SIGTERM)
     server.communicate(timeout=120)

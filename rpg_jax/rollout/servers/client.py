@@ -80,7 +80,7 @@ class Client:
         try:
             self._tls = ssl.create_default_context(cafile=certificate)
         except OSError as error:
-            raise ValueError(f"servers.certificate={certificate}: {error.strerror or error}") from None
+            raise ValueError(f"the servers' certificate {certificate}: {error.strerror or error}") from None
 
     def check(self, url: str) -> str:
         """The address. Raises ValueError if it is none, or if the key would cross the network in plain text."""
@@ -90,7 +90,7 @@ class Client:
         except ValueError:
             host = ""
         if not host or parts.scheme not in ("http", "https") or parts.query or parts.username:
-            raise ValueError(f"servers.urls: {url!r} is not of the form http://HOST:PORT")
+            raise ValueError(f"the server's address {url!r} is not of the form http://HOST:PORT")
         if self._key is not None and parts.scheme == "http" and not is_loopback(host):
             raise ValueError(f"the API key would go to {url} in plain text: give an https address")
         return url.rstrip("/")
@@ -174,7 +174,8 @@ class Caller:
             what = f"no answer in {timeout:g} s" if connected else "it does not accept the connection"
             raise Unavailable(f"{self.url}{path}: {what}", fault=connected) from None
         except (OSError, aiohttp.ClientError) as error:
-            number = getattr(error, "errno", None)  # the messages of aiohttp repeat the address
+            # The messages of aiohttp repeat the address. One of TLS has the reason beside it, and the number says less.
+            number = None if isinstance(error, aiohttp.ClientSSLError) else getattr(error, "errno", None)
             reason = os.strerror(number) if number else str(error) or type(error).__name__
             raise Unavailable(f"{self.url}{path}: {reason}") from None
         finally:

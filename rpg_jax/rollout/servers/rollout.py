@@ -7,17 +7,23 @@ import queue
 import threading
 from collections.abc import Coroutine
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from rpg_jax.parallel import hosts
 from rpg_jax.rollout.request import Request, Row
 from rpg_jax.rollout.rollout import Rollout
-from rpg_jax.rollout.servers.balance import Balance
+from rpg_jax.rollout.servers.balance import Balance, Loadable
+from rpg_jax.rollout.servers.client import Caller, Client, Refused, ServerError, Unavailable
 from rpg_jax.rollout.servers.protocol import TurnRequest
+from rpg_jax.rollout.servers.server import KINDS
 from rpg_jax.rollout.servers.weight_folders import WeightFolders
+from rpg_jax.rollout.serving.access import ApiKey
+from rpg_jax.rollout.weights import Weights
 from rpg_jax.types import Completion
 
 T = TypeVar("T")
+_TIMEOUT = 600.0  # seconds for one completion of a server that is shared, its wait for a slot included
+_PATIENCE = 60.0  # seconds without an answer of that server
 
 
 class ServersRollout(Rollout):
@@ -37,7 +43,7 @@ class ServersRollout(Rollout):
     def __init__(
         self,
         balance: Balance,
-        weights: WeightFolders,
+        weights: "WeightFolders | ServersWeights",
         *,
         model: str | None = None,
         counters: bool = False,
@@ -137,6 +143,67 @@ class ServersRollout(Rollout):
             row.transcript.extend(turn.tokens, turn.logprobs, version)
             if row.environment is None or not row.take(await asyncio.wrap_future(row.ask()), version):
                 return row.completion()
+
+
+class ServersWeights(Weights):
+    """The weights of a server that serves others too. They can be neither read nor replaced from here."""
+
+    def __init__(self, url: str, checksum: int):
+        self._version, self._url, self._said = 0, url, checksum
+
+    def checksum(self) -> int:
+        """The checksum that the server has said."""
+        return self._said
+
+    def take_counts(self) -> dict[str, float]:
+        return {}
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise ValueError(f"the weights are those of the server {self._url}: restart it with another checkpoint")
+
+    stage = sync = verify = _refuse
+
+
+def connect(
+    url: str, *, certificate: str | None, key: ApiKey | None, parallel: int, capacity: int, vocab_size: int
+) -> ServersRollout:
+    """A rollout by one server of this project, `http://HOST:PORT`, which keeps its weights.
+
+    All completions are of the weights that the server has now: an answer of other weights is an error.
+
+    Args:
+      certificate: the PEM file to trust; None for the system's.
+      parallel: calls at once.
+      capacity, vocab_size: see `ServersRollout`.
+
+    Raises:
+      ValueError: the address, the key or the file does not fit, or the server does not answer as ours does.
+    """
+
+    def client() -> Client:
+        return Client(key=key, certificate=certificate, timeout=_TIMEOUT)
+
+    url = client().check(url)
+    checksum = asyncio.run(_weights_of(url, client()))
+    balance = Balance([url], client(), KINDS["rpg_jax"], parallel=parallel, patience=_PATIENCE)
+    balance.use(Loadable("", "", checksum))
+    weights = ServersWeights(url, checksum)
+    return ServersRollout(balance, weights, counters=True, capacity=capacity, vocab_size=vocab_size)
+
+
+async def _weights_of(url: str, client: Client) -> int:
+    """The checksum of a server's weights, which an answer of one token has."""
+    body = {"prompt": [0], "max_tokens": 1, "counters": [0, 0, 0, 0]}
+    try:
+        answer, _ = await Caller(url, client).post("/v1/completions", body)
+        [name] = answer["weights"]
+        return int(name, 16)
+    except (Unavailable, Refused) as error:
+        raise ServerError(str(error)) from None
+    except (KeyError, TypeError, ValueError):
+        raise ServerError(f"{url} does not say which weights it has: it must be python -m rpg_jax.serve") from None
+    finally:
+        await client.close()
 
 
 def _first(error: BaseException) -> BaseException:

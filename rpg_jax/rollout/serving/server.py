@@ -1,27 +1,28 @@
 """JetStream's gRPC service and an HTTP service, both on our engine. No request can end the driver."""
 
 import asyncio
+import dataclasses
 import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import grpc
-import numpy as np
 
 from rpg_jax.data.tokenizer import Codec
-from rpg_jax.rollout.jetstream.adapter import pack
 from rpg_jax.rollout.jetstream.compat import jetstream_pb2, jetstream_pb2_grpc, orchestrator
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
 from rpg_jax.rollout.serving.access import STALL_SECONDS, Access, ApiKey
 from rpg_jax.rollout.serving.admission import Admission, Disk, Refused, count
-from rpg_jax.rollout.serving.client import WEIGHTS, Terms, decode_terms
 from rpg_jax.types import Sampling
 
 _IDLE_MS = 300_000
 
 
 class Service(orchestrator.LLMOrchestrator):
-    """JetStream's Decode and HealthCheck."""
+    """JetStream's Decode and HealthCheck.
+
+    A request of JetStream's has a prompt and `max_tokens`. All other sampling parameters are the server's defaults.
+    """
 
     def __init__(self, admission: Admission):
         self._admission = admission
@@ -30,18 +31,16 @@ class Service(orchestrator.LLMOrchestrator):
         try:
             with self._admission.request() as take:
                 take(1)
-                prompt, terms = await self._read(request, context.invocation_metadata() or ())
+                sampling = dataclasses.replace(self._admission.sampling, max_tokens=request.max_tokens)
+                prompt = self._admission.checked(await self._read(request), sampling)
                 is_text = request.WhichOneof("content") == "text_content"
-                more = self._admission.text(terms.sampling) if is_text else None
-                versions: set[int] = set()
-                pieces = self._admission.completion(prompt, terms.counters, terms.sampling)
-                async for tokens, logprobs, version in pieces:
-                    versions.add(version)
-                    sample = {"text": more(tokens)} if more else {"token_ids": _ids(terms, tokens, logprobs)}
+                more = self._admission.text(sampling) if is_text else None
+                counters = 0, 0, self._admission.arrival(), 0
+                async for tokens, _, _ in self._admission.completion(prompt, counters, sampling):
+                    ids = [token for token in tokens.tolist() if token not in sampling.stop_token_ids]
+                    sample = {"text": more(tokens)} if more else {"token_ids": ids}
                     content = jetstream_pb2.DecodeResponse.StreamContent
                     yield jetstream_pb2.DecodeResponse(stream_content=content(samples=[content.Sample(**sample)]))
-                names = await asyncio.to_thread(lambda: [*map(self._admission.checksum, sorted(versions))])
-                context.set_trailing_metadata(((WEIGHTS, ",".join(names)),))
         except Refused as refused:
             await context.abort(refused.code, str(refused))
 
@@ -49,20 +48,14 @@ class Service(orchestrator.LLMOrchestrator):
         """The server is live until it drains. If the driver has failed, the next request starts a new driver."""
         return jetstream_pb2.HealthCheckResponse(is_live=not self._admission.draining)
 
-    async def _read(self, request, metadata) -> tuple[np.ndarray, Terms]:
-        """Prompt and terms of a request. Raises ValueError if the engine cannot serve it."""
+    async def _read(self, request) -> list[int]:
+        """The token ids of a request. Raises ValueError if it has none."""
         content = request.WhichOneof("content")
         if content is None:
             raise ValueError("the request has neither text_content nor token_content")
         if content == "text_content":
-            ids = await self._admission.encode(request.text_content.text)
-        else:
-            ids = list(request.token_content.token_ids)
-        defaults = Terms((0, 0, self._admission.arrival(), 0), self._admission.sampling, False)
-        terms = decode_terms(metadata, request.max_tokens, defaults)
-        if terms.lanes and content == "text_content":
-            raise ValueError("rpg-lanes answers token_content only: log-probs belong to token ids")
-        return self._admission.checked(ids, terms.sampling), terms
+            return await self._admission.encode(request.text_content.text)
+        return list(request.token_content.token_ids)
 
 
 class KeyGuard(grpc.aio.ServerInterceptor):
@@ -179,9 +172,3 @@ class Server:
 
     def _call(self, coroutine):
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
-
-
-def _ids(terms: Terms, tokens: np.ndarray, logprobs: np.ndarray) -> list[int]:
-    if terms.lanes:
-        return pack(tokens, logprobs).tolist()
-    return [t for t in tokens.tolist() if t not in terms.sampling.stop_token_ids]

@@ -19,9 +19,9 @@ import pytest
 
 from rpg_jax.rollout.jetstream.compat import jetstream_pb2, jetstream_pb2_grpc
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
+from rpg_jax.rollout.servers.rollout import connect
 from rpg_jax.rollout.serving import server as serving
 from rpg_jax.rollout.serving.access import ENVIRONMENT, Access, ApiKey, address_of, announce, file_of, pem_file
-from rpg_jax.rollout.serving.client import GrpcRollout
 from rpg_jax.rollout.serving.server import Server
 from rpg_jax.types import Sampling
 from tests.fake_gcs import FakeGcs
@@ -151,7 +151,7 @@ def test_http_with_the_key_gives_completions_and_metrics(ask):
     assert status == 404 and json.loads(answer)["error"]["message"] == "GET /nowhere: Not Found"
 
 
-def test_grpc_needs_the_key_for_all_but_health(guarded, pem, work):
+def test_grpc_needs_the_key_for_all_but_health(guarded, pem):
     address = f"localhost:{guarded.port}"
     with open(pem["certificate"], "rb") as file:
         credentials = grpc.ssl_channel_credentials(file.read())
@@ -166,20 +166,26 @@ def test_grpc_needs_the_key_for_all_but_health(guarded, pem, work):
         stalled = channel.stream_stream("/jetstream_proto.Orchestrator/Decode")(iter(threading.Event().wait, None))
         with pytest.raises(grpc.RpcError, match="valid one"):  # refused although its message never comes
             next(stalled)
-    few = GrpcRollout.connect(address, certificate=pem["certificate"], key=KEY, parallel=4)
+
+
+def test_a_rollout_by_a_guarded_server_has_its_key_and_trusts_its_certificate(guarded, pem, work, tmp_path):
+    sizes = {
+        "parallel": 4,
+        "capacity": guarded._rollout.engine.decoding.capacity,
+        "vocab_size": guarded._rollout.engine.config.vocab_size,
+    }
+    url = f"https://localhost:{guarded.http_port}"
+    few = connect(url, certificate=pem["certificate"], key=KEY, **sizes)
     assert few.generate(work)
     few.close()
-    none = GrpcRollout.connect(address, certificate=pem["certificate"], key=None, parallel=4)
-    with pytest.raises(ValueError, match="UNAUTHENTICATED"):
-        none.generate(work)
-    none.close()
-
-
-def test_a_client_sends_no_key_in_plain_text_to_another_machine(tmp_path):
-    with pytest.raises(ValueError, match="in plain text: pass --server_certificate"):
-        GrpcRollout.connect("10.0.0.1:9000", certificate=None, key=KEY, parallel=1)
+    with pytest.raises(ValueError, match="answered 401"):
+        connect(url, certificate=pem["certificate"], key=None, **sizes)
+    with pytest.raises(ValueError, match="certificate verify failed"):
+        connect(url, certificate=None, key=KEY, **sizes)
+    with pytest.raises(ValueError, match="in plain text: give an https address"):
+        connect("http://10.0.0.1:8000", certificate=None, key=KEY, **sizes)
     with pytest.raises(ValueError, match="absent: No such file"):
-        GrpcRollout.connect("10.0.0.1:9000", certificate=str(tmp_path / "absent"), key=KEY, parallel=1)
+        connect("https://10.0.0.1:8000", certificate=str(tmp_path / "absent"), key=KEY, **sizes)
 
 
 def test_a_connection_that_stalls_before_its_request_is_closed(build, letters, monkeypatch):

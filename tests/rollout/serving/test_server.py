@@ -18,7 +18,7 @@ import pytest
 from rpg_jax.rollout import RolloutError
 from rpg_jax.rollout.jetstream.compat import JetstreamMetricsCollector, jetstream_pb2, jetstream_pb2_grpc
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
-from rpg_jax.rollout.serving.client import GrpcRollout
+from rpg_jax.rollout.servers.rollout import connect
 from rpg_jax.rollout.serving.server import Server
 from rpg_jax.types import Sampling
 
@@ -28,7 +28,7 @@ def server(build, letters):
     made = Server(
         JetStreamRollout(build("orchestrator").engine, keep_state=True, metrics_collector=JetstreamMetricsCollector()),
         letters,
-        Sampling(stop_token_ids=(5, 9)),
+        Sampling(temperature=0.0, stop_token_ids=(5, 9)),
         max_active=60,
         http_port=0,
     )
@@ -42,6 +42,14 @@ def stub(server):
         yield jetstream_pb2_grpc.OrchestratorStub(channel)
 
 
+def rollout_by(server, parallel):
+    """The rollout of a client that asks the server over HTTP."""
+    own = server._rollout.engine
+    sizes = {"capacity": own.decoding.capacity, "vocab_size": own.config.vocab_size}
+    url = f"http://127.0.0.1:{server.http_port}"
+    return connect(url, certificate=None, key=None, parallel=parallel, **sizes)
+
+
 def ask(tokens=(1, 2, 3), max_tokens=4, text=None):
     if text is not None:
         content = {"text_content": jetstream_pb2.DecodeRequest.TextContent(text=text)}
@@ -51,7 +59,7 @@ def ask(tokens=(1, 2, 3), max_tokens=4, text=None):
 
 
 def test_completions_from_the_server_are_those_in_process(server, work, expected, is_same):
-    client = GrpcRollout(f"127.0.0.1:{server.port}", parallel=40)
+    client = rollout_by(server, 40)
     assert is_same(client.generate(work), expected)
     with pytest.raises(ValueError, match="does not fit"):
         client.generate(replace(work, prompts=[np.ones(40, np.int32)], prompt_ids=[0]))
@@ -60,15 +68,15 @@ def test_completions_from_the_server_are_those_in_process(server, work, expected
 
 def test_a_server_names_its_weights_and_other_weights_give_no_common_score(build, letters, work):
     rollout = JetStreamRollout(build("orchestrator").engine, keep_state=True)
-    made = Server(rollout, letters, Sampling())
-    client = GrpcRollout(f"127.0.0.1:{made.port}", parallel=4)
+    made = Server(rollout, letters, Sampling(), http_port=0)
+    client = rollout_by(made, 4)
     try:
         assert client.weights_checksum() == (before := rollout.weights_checksum())
         assert client.generate(work)
         own = rollout.weights._synced
         rollout.sync_weights(jax.tree.map(lambda x: 2 * x, own), 1)
         with pytest.raises(
-            ValueError, match=f"had the weights {before:016x}, and now has {rollout.weights_checksum():016x}"
+            ValueError, match=f"has the weights .*{rollout.weights_checksum():016x}.*, and the trainer {before:016x}"
         ):
             client.generate(work)
         rollout.sync_weights(own, 0)  # of an engine that other tests use
@@ -94,8 +102,8 @@ def test_a_thousand_completions_are_the_same_from_every_driver_and_number_of_slo
     for driver in ("orchestrator", "lockstep"):
         assert is_same(build(driver, slots).generate(asked), expected, atol=2e-5)  # the largest error of 20,000
     engine = build("orchestrator", slots).engine
-    made = Server(JetStreamRollout(engine, keep_state=True), letters, Sampling(), max_active=2000)
-    client = GrpcRollout(f"127.0.0.1:{made.port}", parallel=2 * slots)
+    made = Server(JetStreamRollout(engine, keep_state=True), letters, Sampling(), max_active=2000, http_port=0)
+    client = rollout_by(made, 2 * slots)
     try:
         assert is_same(client.generate(asked), expected, atol=2e-5)
     finally:
@@ -104,39 +112,28 @@ def test_a_thousand_completions_are_the_same_from_every_driver_and_number_of_slo
 
 
 def test_plain_jetstream_requests_get_text_or_token_ids_without_the_stop_token(stub, letters):
-    greedy = (("rpg-temperature", "0"),)
-    ids = [t for r in stub.Decode(ask(max_tokens=20), metadata=greedy) for t in r.stream_content.samples[0].token_ids]
-    replies = stub.Decode(ask(text="123", max_tokens=20), metadata=greedy)
-    words = [r.stream_content.samples[0].text for r in replies]
+    ids = [t for r in stub.Decode(ask(max_tokens=20)) for t in r.stream_content.samples[0].token_ids]
+    words = [r.stream_content.samples[0].text for r in stub.Decode(ask(text="123", max_tokens=20))]
     assert 0 < len(ids) <= 20 and not {5, 9} & set(ids)
     assert "".join(words) == letters.decode(ids)
     assert stub.HealthCheck(jetstream_pb2.HealthCheckRequest()).is_live
 
 
 @pytest.mark.parametrize(
-    ("request_", "metadata", "message"),
+    ("request_", "message"),
     [
-        (jetstream_pb2.DecodeRequest(max_tokens=3), (), "neither text_content nor token_content"),
-        (ask(tokens=()), (), "at least one token"),
-        (ask(text=""), (), "at least one token"),
-        (ask(tokens=[1] * 60), (), "does not fit"),
-        (ask(tokens=[1, 999]), (), "vocabulary"),
-        (ask(tokens=[-5]), (), "vocabulary"),
-        (ask(max_tokens=0), (), "max_tokens"),
-        (ask(), (("rpg-temperature", "hot"),), "must be a float"),
-        (ask(), (("rpg-temperature", "nan"),), "finite"),
-        (ask(), (("rpg-top-p", "2"),), "top_p"),
-        (ask(), (("rpg-min-p", "-1"),), "min_p"),
-        (ask(), (("rpg-stop", "1,x"),), "token ids"),
-        (ask(), (("rpg-stop", "99999999999"),), "stop tokens must be in the vocabulary"),
-        (ask(), (("rpg-top-k", "3000000000"),), "top_k must be below"),
-        (ask(), (("rpg-top-k", "9" * 30),), "top_k must be below"),
-        (ask(), (("rpg-beam", "4"),), "unknown metadata"),
+        (jetstream_pb2.DecodeRequest(max_tokens=3), "neither text_content nor token_content"),
+        (ask(tokens=()), "at least one token"),
+        (ask(text=""), "at least one token"),
+        (ask(tokens=[1] * 60), "does not fit"),
+        (ask(tokens=[1, 999]), "vocabulary"),
+        (ask(tokens=[-5]), "vocabulary"),
+        (ask(max_tokens=0), "max_tokens"),
     ],
 )
-def test_requests_that_cannot_be_served_are_invalid_arguments(stub, request_, metadata, message):
+def test_requests_that_cannot_be_served_are_invalid_arguments(stub, request_, message):
     with pytest.raises(grpc.RpcError, match=message) as caught:
-        list(stub.Decode(request_, metadata=metadata))
+        list(stub.Decode(request_))
     assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
 
 
@@ -193,7 +190,7 @@ def test_memory_stays_flat_under_requests_of_every_kind(server, stub):
 def test_abandoned_requests_give_their_slots_back(server, stub, work, expected, is_same):
     for _ in range(40):
         stub.Decode(ask(max_tokens=24)).cancel()
-    client = GrpcRollout(f"127.0.0.1:{server.port}", parallel=8)
+    client = rollout_by(server, 8)
     assert is_same(client.generate(work), expected)
     client.close()
 
@@ -242,32 +239,27 @@ def test_a_taken_port_is_a_clear_error(build, server, letters):
         Server(sampler, letters, Sampling(), port=server.port)
 
 
-def test_a_client_that_is_closed_does_not_wait_for_a_server_that_is_silent(work):
+def test_a_client_that_is_closed_does_not_wait_for_a_server_that_is_silent(server, work, monkeypatch):
     asked, over = threading.Event(), threading.Event()
+    client, original = rollout_by(server, 2), server._rollout.engine.prefill
 
-    class Silent(jetstream_pb2_grpc.OrchestratorServicer):
-        def Decode(self, request, context):
-            asked.set()
-            over.wait(60)
-            yield from ()
+    def held(**arguments):
+        asked.set()
+        assert over.wait(60)
+        return original(**arguments)
 
-    silent = grpc.server(futures.ThreadPoolExecutor(2))
-    jetstream_pb2_grpc.add_OrchestratorServicer_to_server(Silent(), silent)
-    client = GrpcRollout(f"127.0.0.1:{silent.add_insecure_port('127.0.0.1:0')}", parallel=2)
-    silent.start()
-    threading.Thread(target=pytest.raises, args=(RolloutError, client.generate, work), daemon=True).start()
+    monkeypatch.setattr(server._rollout.engine, "prefill", held)
+    fails = ((RolloutError, futures.CancelledError), client.generate, work)
+    threading.Thread(target=pytest.raises, args=fails, daemon=True).start()
     assert asked.wait(20)
     closing = threading.Thread(target=client.close, daemon=True)
     closing.start()
     closing.join(timeout=20)
     waits = closing.is_alive()
     over.set()
-    silent.stop(0)
     assert not waits
 
 
-def test_a_server_that_is_not_there_is_a_rollout_error(work):
-    client = GrpcRollout("127.0.0.1:1", parallel=2)
-    with pytest.raises(RolloutError, match="UNAVAILABLE"):
-        client.generate(work)
-    client.close()
+def test_a_server_that_is_not_there_is_one_line():
+    with pytest.raises(ValueError, match="http://127.0.0.1:1/v1/completions: Connection refused"):
+        connect("http://127.0.0.1:1", certificate=None, key=None, parallel=2, capacity=8, vocab_size=8)
