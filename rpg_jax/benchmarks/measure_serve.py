@@ -5,10 +5,6 @@ Without --server this process starts a server of random weights, and the clients
 `first_token` until the first reply with tokens, `latency` until the last reply, each at three percentiles of the
 requests that were served. `errors` counts the other requests by status. If the server cannot keep up with an open load,
 latency grows with --requests, and requests beyond the server's --max-active end as RESOURCE_EXHAUSTED.
-
---trainers=1,2,4,8 measures instead how a trainer's rollout by servers (`rollout.driver=servers`) scales with the
-processes of the trainer: the same completions, divided among so many processes, from one server over HTTP. `slots_used`
-is the share of decoded slots that drew a token.
 """
 
 import argparse
@@ -16,10 +12,8 @@ import asyncio
 import collections
 import contextlib
 import dataclasses
-import multiprocessing
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -31,7 +25,6 @@ from rpg_jax import models, rollout
 from rpg_jax.benchmarks.subject import PRESETS, Work, peak_bytes
 from rpg_jax.rollout.jetstream.compat import jetstream_pb2, jetstream_pb2_grpc
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
-from rpg_jax.rollout.servers.rollout import connect
 from rpg_jax.rollout.serving.server import Server
 from rpg_jax.types import Sampling
 
@@ -54,18 +47,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rate", type=float, help="requests a second of the open load (default: 0.8 of the closed load's)"
     )
-    parser.add_argument("--trainers", metavar="N,N,…", help="numbers of processes that ask together, over HTTP")
     parser.add_argument("--max-active", type=int, default=1024, help="requests that the server started here admits")
 
 
-def run(arguments: argparse.Namespace) -> Iterator[dict[str, Any] | list[dict[str, Any]]]:
+def run(arguments: argparse.Namespace) -> Iterator[dict[str, Any]]:
     work = PRESETS[arguments.preset]
     clients = work.slots if arguments.clients is None else arguments.clients
     if min(arguments.requests, clients) < 1 or (arguments.rate is not None and arguments.rate <= 0):
         raise ValueError("--requests, --clients and --rate must be positive")
-    if arguments.trainers is not None:
-        yield [*_by_trainers(work, [int(n) for n in arguments.trainers.split(",")], arguments.requests)]
-        return
     with _server(arguments.server, work, arguments.max_active) as address:
         asyncio.run(_load(address, work, partial(_closed, work.slots), work.slots))  # compiles the programs
         seconds, answers = asyncio.run(_load(address, work, partial(_closed, clients), arguments.requests))
@@ -94,64 +83,6 @@ def _rollout(work: Work) -> JetStreamRollout:
     decoding = rollout.Decoding(slots=work.slots, capacity=rollout.capacity(work.prompt_tokens, work.new_tokens))
     engine = rollout.DecodeEngine(work.model, graphdef, rollout.Weights(params), decoding)
     return JetStreamRollout(engine, keep_state=True)
-
-
-def _by_trainers(work: Work, numbers: list[int], requests: int) -> Iterator[dict[str, Any]]:
-    served = _rollout(work)
-    made = Server(served, _NoText(), Sampling(), max_active=4 * requests, http_port=0)
-    url = f"http://127.0.0.1:{made.http_port}"
-    try:
-        _asked(url, work, 1, work.slots)  # compiles the programs
-        for number in numbers:
-            before = dataclasses.replace(served.usage)
-            seconds = _asked(url, work, number, requests)
-            tokens, steps = (getattr(served.usage, name) - getattr(before, name) for name in ("tokens", "steps"))
-            yield {
-                "bench": "serve",
-                "trainers": number,
-                "device": jax.devices()[0].device_kind,
-                "completions": requests,
-                "seconds": seconds,
-                "tokens_per_s": tokens / seconds,
-                "slots_used": tokens / (steps * work.slots),
-            }
-    finally:
-        made.stop(grace=5)
-
-
-def _asked(url: str, work: Work, processes: int, requests: int) -> float:
-    """Seconds in which so many processes get their shares of the completions."""
-    context = multiprocessing.get_context("spawn")
-    ready = context.Barrier(processes + 1)
-    asking = [
-        context.Process(target=_ask, args=(url, work, range(first, requests, processes), ready))
-        for first in range(processes)
-    ]
-    for process in asking:
-        process.start()
-    ready.wait()
-    began = time.perf_counter()
-    for process in asking:
-        process.join()
-    if any(process.exitcode for process in asking):
-        raise RuntimeError("a trainer has failed; its message is above")
-    return time.perf_counter() - began
-
-
-def _ask(url: str, work: Work, numbers: range, ready: Any) -> None:
-    """One process of a trainer. Its completions have `new_tokens` tokens at most, and half of that on average."""
-    capacity = rollout.capacity(work.prompt_tokens, work.new_tokens)
-    own = connect(url, certificate=None, key=None, parallel=256, capacity=capacity, vocab_size=work.model.vocab_size)
-    dice = np.random.default_rng(1)
-    prompts = dice.integers(0, work.model.vocab_size, (max(numbers) + 1, work.prompt_tokens)).astype(np.int32)
-    limits = dice.integers(1, work.new_tokens + 1, max(numbers) + 1)
-    pool = ThreadPoolExecutor(len(numbers))
-    ready.wait()
-    asked = [
-        rollout.Request([prompts[i]], [i], 1, Sampling(max_tokens=int(limits[i])), seed=0, step=0) for i in numbers
-    ]
-    list(pool.map(own.generate, asked))
-    own.close()
 
 
 Send = Callable[[int], Awaitable[Answer]]
