@@ -2,7 +2,6 @@
 
 They take turns within one run: a busy machine slows all of them alike.
 
---turns=N adds conversations of as many tokens, in N turns, with an environment that replies at once.
 `python -m experiments.peers rollout` puts Hugging Face's `generate` and Tunix's sampler beside them.
 """
 
@@ -14,7 +13,6 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -26,10 +24,9 @@ from rpg_jax import models, rollout
 from rpg_jax.benchmarks.subject import PRESETS, Peer, Work, peak_bytes
 from rpg_jax.models import DecoderConfig
 from rpg_jax.rollout import Request, Rollout
-from rpg_jax.rollout.request import Reply
 from rpg_jax.rollout.schedule import Usage
 from rpg_jax.runs import cli
-from rpg_jax.types import FinishReason, Sampling
+from rpg_jax.types import Sampling
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,39 +34,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--repeats", type=int, default=5, help="timed rollouts per driver (default 5)")
     parser.add_argument("--steps-per-dispatch", type=int, default=16)
     parser.add_argument("--threads", type=int, default=1, help="that decode (default 1)")
-    parser.add_argument("--turns", type=int, default=1, help="also conversations of so many turns")
-    parser.add_argument("--observation-tokens", type=int, default=16, help="of each of the environment's replies")
 
 
 def run(arguments: argparse.Namespace, peers: Mapping[str, Peer] = MappingProxyType({})) -> Iterator[dict[str, Any]]:
     """The measurement; `peers`, by name, generate as many completions in turn with the drivers."""
     if arguments.repeats < 1:
         raise ValueError(f"--repeats must be >= 1, got {arguments.repeats}")
-    prompter = None
-    if arguments.turns > 1:
-        prompter = Prompter(PRESETS[arguments.preset].new_tokens, arguments.turns, arguments.observation_tokens)
     decoding: dict[str, Any] = {"steps_per_dispatch": arguments.steps_per_dispatch, "threads": arguments.threads}
-    yield bench_rollout(arguments.preset, arguments.repeats, decoding, peers, prompter)
-
-
-class Prompter:
-    """An environment that answers turns of equal length with `observation` tokens, `turns` in `length` tokens.
-
-    Raises:
-      ValueError: the observations leave no token for a turn.
-    """
-
-    def __init__(self, length: int, turns: int, observation: int):
-        self.observed = (turns - 1) * observation
-        self.turn_tokens = -(-(length - self.observed) // turns)
-        if self.turn_tokens < 1:
-            raise ValueError(f"{turns} turns with observations of {observation} tokens do not fit {length} tokens")
-        self._reply = Reply(np.ones(observation, np.int32))
-
-    def respond(self, place: int, index: int, tokens: np.ndarray, finish_reason: FinishReason) -> Future[Reply]:
-        reply: Future[Reply] = Future()
-        reply.set_result(self._reply if len(tokens) == self.turn_tokens else Reply(None))
-        return reply
+    yield bench_rollout(arguments.preset, arguments.repeats, decoding, peers)
 
 
 def bench_rollout(
@@ -77,13 +49,10 @@ def bench_rollout(
     repeats: int,
     decoding: Mapping[str, Any],
     peers: Mapping[str, Peer] = MappingProxyType({}),
-    prompter: Prompter | None = None,
 ) -> dict[str, Any]:
     """Medians over `repeats` for each driver: seconds, tokens/s, prefill and decode seconds, slot occupancy.
 
-    `decoding` holds further fields of `Decoding`. With a `prompter`, `turns_…` are of its conversations, see
-    `_conversations`.
-
+    `decoding` holds further fields of `Decoding`.
     `decode_of_limit` is the share of a decode step that this machine needs at its own measured rates, see `Machine`.
     The fields of the first driver, `orchestrator` where JetStream is installed, have no prefix. `peak_bytes` is the
     memory of this process.
@@ -111,9 +80,6 @@ def bench_rollout(
     for name in drivers:
         figures = _figures(work, first[name], seconds[name], usage[name], drivers[name].usage)
         figures |= {f"of_{peer}": other / figures["seconds"] for peer, other in others.items()}
-        if prompter:
-            played = _conversations(drivers[name], work, prompter, repeats)
-            figures |= {f"turns_{field}": value for field, value in played.items()}
         prefix = "" if name == next(iter(drivers)) else f"{name}_"
         result |= {f"{prefix}{field}": value for field, value in figures.items()}
     result["peak_bytes"] = peak_bytes()  # before the arrays of `measured`
@@ -149,29 +115,6 @@ def _drivers(work: Work, decoding: Mapping[str, Any]) -> tuple[dict[str, Any], i
     return drivers, sum(x.size for x in jax.tree.leaves(params))
 
 
-def _conversations(driver: Any, work: Work, prompter: Prompter, repeats: int) -> dict[str, float]:
-    """Conversations of as many tokens as the completions, the environment's among them, in turn with these.
-
-    of_single: tokens per second, over those of completions of one turn. prefilled_once: tokens of observations that
-    were prefilled, over those that the conversations have; above 1 if some were prefilled again.
-    """
-    _seconds(driver, work, 0, prompter)
-    before, seconds, single = dataclasses.replace(driver.usage), [], []
-    for repeat in range(repeats):
-        single.append(_seconds(driver, work, repeat + 1))
-        seconds.append(_seconds(driver, work, repeat + 1, prompter))
-    after, rounds = driver.usage, prompter.observed * work.prompts * work.group_size * repeats
-    median = statistics.median(seconds)
-    return {
-        "seconds": median,
-        "tokens_per_s": work.tokens / median,
-        "of_single": statistics.median(single) / median,
-        "prefilled_once": (after.extended_tokens - before.extended_tokens + after.again_tokens - before.again_tokens)
-        / rounds,
-        "waited_seconds": (after.waited_s - before.waited_s) / repeats,
-    }
-
-
 def _figures(work: Work, first: float, seconds: list[float], before: Usage, after: Usage) -> dict[str, float]:
     """The fields of one driver, from the seconds of each rollout and the usage of its slots before and after them."""
     median = statistics.median(seconds)
@@ -193,13 +136,13 @@ def _seconds_of(peer: Peer, tokens: int) -> float:
     return answer["seconds"]
 
 
-def _seconds(driver: Rollout, work: Work, step: int, prompter: Prompter | None = None) -> float:
+def _seconds(driver: Rollout, work: Work, step: int) -> float:
     prompts = [
         np.random.default_rng(i).integers(0, work.model.vocab_size, work.prompt_tokens).astype(np.int32)
         for i in range(work.prompts)
     ]
     sampling = Sampling(max_tokens=work.new_tokens)
-    request = Request(prompts, range(work.prompts), work.group_size, sampling, 0, step, environment=prompter)
+    request = Request(prompts, range(work.prompts), work.group_size, sampling, 0, step)
     began = time.perf_counter()
     driver.generate(request)
     return time.perf_counter() - began
