@@ -118,7 +118,7 @@ FIELDS = Section(
         held_out_sets=Field(optional(str), "files: NAME=SOURCE,NAME=SOURCE; arithmetic: held out,carry,negative or "
             "some of them; chains: held out,harder,old skill; module:Class: the names that it knows."),
         template=Field(optional(str), "files: the prompt's template: paper, none, gsm8k, countdown, or a text with "
-            "{question}. Unset: the prompts of the data."),
+            "{question}. Unset: a prompt of the data stays as it is, a bare question is put into the paper's."),
         bad_rows=Field("fatal", "files: a bad row is printed, and is fatal or skipped.", choices=("fatal", "skip")),
     ),
     rewards=Section(
@@ -142,8 +142,9 @@ FIELDS = Section(
         format=Field("number", 'The form that the part "format" asks for.',
             choices="rpg_jax.rewards.shaping:FORMATS"),
         overlong_shaping=Field(from_method(bool), "Punish completions close to the limit (DAPO, arXiv:2503.14476). The "
-            "tokens of an environment do not count."),
-        overlong_buffer=Field(512, "The number of tokens before the limit over which the punishment grows.", "tokens",
+            "tokens of an environment do not count. rpg_jax.train(reward=) without a method has none."),
+        overlong_buffer=Field(optional(int), "The number of tokens before the limit over which the punishment grows. "
+            "Unset: a quarter of rollout.max_tokens and at most 512, as the paper has 512 of 2048.", "tokens",
             range="[0, 1048576]"),
         overlong_masking=Field(False, "Do not train on completions that a limit ends: rollout.max_tokens, or of an "
             "environment turn_tokens or max_turns."),

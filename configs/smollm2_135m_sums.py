@@ -20,7 +20,6 @@ def get_config(variant: str = ""):
     c.task.max_prompt_tokens = 48
     c.rewards.parts = "examples.sums:last_number"
     c.rewards.overlong_shaping = False
-    c.rewards.overlong_buffer = 0
 
     c.rollout.max_tokens = 20
     c.rollout.prompts_per_step = 8

@@ -17,10 +17,8 @@ from rpg_jax.runs import cli
 
 COMMANDS = {
     "step": "the update, also under several settings beside each other: seconds, FLOP/s, memory",
-    "compile": "seconds to trace, lower and compile the update, by depth; for TPUs that are not there too",
     "rollout": "tokens per second of every rollout driver",
     "serve": "the gRPC server under closed and open load: throughput, time to first token, latency, errors",
-    "weights": "weights on their way from a trainer's processes to a server: seconds for each gigabyte",
 }
 """Name and one line of help. `rpg_jax.benchmarks.measure_NAME` has `arguments(parser)` and `run(options)`, which yields
 measurements, or lists of them with equal fields, and raises `ValueError` at options that do not go together."""

@@ -27,7 +27,7 @@ def sft(options: argparse.Namespace) -> int:
     """Names the run, resolves its config, trains and exports."""
     config, file, overrides = cli.config_files.load(options.config, options.overrides)
     # They load JAX: wrong flags need not wait for it.
-    from rpg_jax.runs import policy, processes, run_folder, supervised, train_command
+    from rpg_jax.runs import policy, processes, run_folder, supervised
     from rpg_jax.runs.resolve import resolve
 
     if options.out:
@@ -36,7 +36,7 @@ def sft(options: argparse.Namespace) -> int:
         config.warm_start.epochs = supervised.PASSES
     if "seed" in overrides and "warm_start.seed" not in overrides:
         config.warm_start.seed = config.seed
-    config = train_command.named(config, file, overrides, kind="sft")
+    config = run_folder.named(config, file, overrides, kind="sft")
     processes.join(config)
     resolved = supervised.supervised_config(resolve(config))
     code = supervised.run(resolved)

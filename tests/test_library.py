@@ -70,13 +70,13 @@ def test_a_change_of_a_config_names_the_field_or_its_type():
 
 def test_what_is_said_twice_or_not_at_all_is_refused():
     with pytest.raises(ValueError, match="reward=… and overrides of rewards.parts say the same thing twice"):
-        rpg_jax.train(reward="exact", overrides={"rewards.parts": "exact"})
+        rpg_jax.train("tiny", reward="exact", overrides={"rewards.parts": "exact"})
     with pytest.raises(ValueError, match="data=… and overrides of task.train say the same thing twice"):
-        rpg_jax.train(data=ROWS, overrides={"task.train": "x.jsonl"})
+        rpg_jax.train("tiny", data=ROWS, overrides={"task.train": "x.jsonl"})
     with pytest.raises(ValueError, match=r"held_out=\[…\] needs data=\[…\] to train on"):
-        rpg_jax.train(held_out=ROWS)
+        rpg_jax.train("tiny", held_out=ROWS)
     with pytest.raises(ValueError, match="the name of a set has no comma and no equals sign, got 'a=b'"):
-        rpg_jax.train(data=ROWS, held_out={"a=b": ROWS})
+        rpg_jax.train("tiny", data=ROWS, held_out={"a=b": ROWS})
 
 
 @pytest.mark.slow  # a process of its own

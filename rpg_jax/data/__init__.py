@@ -8,6 +8,7 @@ from rpg_jax.data.packing import rows_needed as rows_needed
 from rpg_jax.data.prompts import Problem as Problem
 from rpg_jax.data.prompts import PromptStream as PromptStream
 from rpg_jax.data.prompts import fingerprint as fingerprint
+from rpg_jax.data.sources import file_rows as file_rows
 from rpg_jax.data.sources import load as load
 from rpg_jax.data.synthetic import Arithmetic as Arithmetic
 from rpg_jax.data.synthetic import Chains as Chains

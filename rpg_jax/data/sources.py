@@ -161,6 +161,18 @@ def open_source(name: str, *, count: int, seed: int) -> tuple[Reading, Rows]:
     )
 
 
+def file_rows(path: Path) -> list[Any]:
+    """The rows of a file, or of the files in a folder, as they are. Raises ValueError for a row that does not parse."""
+    rows = []
+    for where, row in _files(path):
+        if isinstance(row, BadRow):
+            raise ValueError(f"{where}: {row}")
+        rows.append(row)
+    if not rows:
+        raise ValueError(f"{path} has no rows")
+    return rows
+
+
 def _files(path: Path) -> Rows:
     readers = {".parquet": _parquet, ".jsonl": _jsonl, ".json": _jsonl}
     files = sorted(f for f in path.iterdir() if f.suffix in (".parquet", ".jsonl")) if path.is_dir() else [path]

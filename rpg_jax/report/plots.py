@@ -202,6 +202,10 @@ def _draw_panel(axes: Axes, panel: Panel, records: Sequence[Mapping[str, Any]]) 
         axes.plot(steps, raw, color=RAW, linewidth=0.8)
         axes.plot(steps, mean, color=LINE, linewidth=1.8, marker="o" if len(steps) == 1 else None, markersize=4)
         _last(axes, f"{'training ' if held_out else ''}{mean[-1]:.3g}", LINE, height=1.03)
+        for part, colour in zip(_parts_of(panel.key, records), COLOURS[2:], strict=False):  # they add up to the metric
+            axes.plot(*series(records, f"{panel.key}/{part}"), color=colour, linewidth=1, label=part)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize=8, frameon=False, loc="best")
     if held_out:
         scored = np.asarray(held_out) * panel.scale
         axes.plot(held_out_steps, scored, color=HELD_OUT, linewidth=1, marker="o", markersize=4, markeredgewidth=0)
@@ -209,6 +213,11 @@ def _draw_panel(axes: Axes, panel: Panel, records: Sequence[Mapping[str, Any]]) 
     if not values and not held_out:
         axes.text(0.5, 0.5, "not logged", transform=axes.transAxes, ha="center", va="center", color=MUTED)
         axes.set_yticks([])
+
+
+def _parts_of(key: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The parts of a metric that the records have too: the metrics KEY/PART."""
+    return list(dict.fromkeys(name[len(key) + 1 :] for r in records for name in r if name.startswith(f"{key}/")))
 
 
 def _last(axes: Axes, text: str, color: str, height: float) -> None:

@@ -108,11 +108,10 @@ class Progress:
 
     def numbers(self) -> list[str]:
         in_headline = "accuracy" if self.goal is not None else ""
-        return [
-            f"{name} {form.format(self._latest[key])}"
-            for key, name, form in SHOWN
-            if key in self._latest and key != in_headline
-        ]
+        shown = {key: f"{name} {form.format(self._latest[key])}" for key, name, form in SHOWN if key in self._latest}
+        if parts := [f"{key[7:]} {value:+.2f}" for key, value in self._latest.items() if key.startswith("reward/")]:
+            shown["reward"] += f" ({', '.join(parts)})"
+        return [text for key, text in shown.items() if key != in_headline]
 
     def time_left(self) -> str:
         """The steps that are left times the median of recent step times.

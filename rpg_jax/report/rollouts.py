@@ -102,6 +102,8 @@ class Rollouts:
             "sizes": self.sizes.tolist(),
             "lengths": self.lengths.tolist(),
             "rewards": [float(f"{r:.4g}") for r in np.nan_to_num(self.rewards)],  # JSON has no word for infinity
+            "parts": t.get("parts", []),
+            "paid": [[float(f"{r:.4g}") for r in np.nan_to_num(own)] for own in t.get("paid", [])],
             "verdicts": [c["verdict"] for c in t["completions"]],
             "finish": [c["finish_reason"] for c in t["completions"]],
             "turns": [self._turns(c["turns"]) for c in t["completions"]],

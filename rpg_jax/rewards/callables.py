@@ -8,6 +8,7 @@ import hashlib
 import importlib
 import inspect
 import itertools
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -96,7 +97,7 @@ def named(rewards: Callable[..., Any] | str | Mapping[Any, float]) -> tuple[dict
     weights: dict[str, float] = {}
     functions: dict[str, Callable] = {}
     for reward, weight in given.items():
-        name = reward if isinstance(reward, str) else name_of(reward)
+        name = in_file(reward) if isinstance(reward, str) else name_of(reward)
         if name in weights:
             raise ValueError(f"two rewards are called {name}: give each function a name of its own, with def")
         weights[name] = float(weight)
@@ -104,6 +105,22 @@ def named(rewards: Callable[..., Any] | str | Mapping[Any, float]) -> tuple[dict
             check_call(reward, name, ("completion", "answer", "prompt"))
             functions[name] = reward
     return weights, functions
+
+
+def in_file(name: str) -> str:
+    """The name as module:function if it is FOLDER/module.py:function; the folder is importable from then on.
+
+    Raises ValueError if there is no such file.
+    """
+    file, _, function = name.rpartition(":")
+    if not file.endswith(".py"):
+        return name
+    path = Path(file).resolve()
+    if not path.is_file():
+        raise ValueError(f"the reward {name!r}: there is no file {path}")
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    return f"{path.stem}:{function}"
 
 
 def is_async(function: Callable[..., Any]) -> bool:

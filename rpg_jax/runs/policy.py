@@ -129,7 +129,7 @@ class Policy:
         """
         cli.prepare_libraries()
         limits = {"task.max_prompt_tokens": max_prompt_tokens, "rollout.max_tokens": max_tokens}
-        changes = {"model.path": str(model), **limits, "rewards.overlong_buffer": 1, **overrides}
+        changes = {"model.path": str(model), **limits, **overrides}
         loaded = config_files.changed(config_files.load(config).config, changes)
         with tempfile.TemporaryDirectory() as scratch:
             return of_config(loaded, Path(scratch))

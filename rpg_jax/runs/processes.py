@@ -51,7 +51,7 @@ def join(config: ConfigDict) -> None:
     asked = config.run.platform
     if asked:  # JAX then raises where the device is missing, instead of taking the CPU
         jax.config.update("jax_platforms", "cuda" if asked == "gpu" else asked)
-    if (arguments := settings(config)) is not None:
+    if (arguments := settings(config)) is not None and not jax.distributed.is_initialized():
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         jax.distributed.initialize(**arguments)
     found = platform()

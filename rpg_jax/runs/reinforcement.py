@@ -14,7 +14,7 @@ from ml_collections import ConfigDict
 
 from rpg_jax import data, losses, models, rewards, rollout, storage
 from rpg_jax.rollout import weights_checksum
-from rpg_jax.runs import cli
+from rpg_jax.runs import cli, processes
 from rpg_jax.runs.checkpointing import Checkpointing
 from rpg_jax.runs.evaluation import Drift, HeldOut
 from rpg_jax.runs.experiment import (
@@ -41,7 +41,7 @@ from rpg_jax.runs.learner import (
     reference_rule,
 )
 from rpg_jax.runs.logs import RunLog
-from rpg_jax.runs.resolve import loss_arguments, reward_arguments
+from rpg_jax.runs.resolve import loss_arguments, resolve, reward_arguments
 from rpg_jax.runs.rollout_files import RolloutFiles, token_numbers
 from rpg_jax.runs.session import CompilationCounter, OnStep, Session, host_metrics
 from rpg_jax.runs.warm_start import drawn_base, warm_started
@@ -56,6 +56,14 @@ from rpg_jax.training.routing import Routing
 from rpg_jax.training.state import TrainState
 
 
+def start(
+    config: ConfigDict, functions: rewards.Functions = rewards.NO_FUNCTIONS, on_step: OnStep | None = None
+) -> int:
+    """Joins the other processes of the run, resolves its config, and runs it as `run` does."""
+    processes.join(config)
+    return run(resolve(config), functions, on_step)
+
+
 def run(config: ConfigDict, functions: rewards.Functions = rewards.NO_FUNCTIONS, on_step: OnStep | None = None) -> int:
     """Runs or resumes the training run of a resolved config to its last step; returns the exit code.
 
@@ -65,6 +73,12 @@ def run(config: ConfigDict, functions: rewards.Functions = rewards.NO_FUNCTIONS,
       on_step: receives the record of each step.
     """
     with entered(config, handed=functions) as opened:
+        if config.rewards.overlong_shaping:
+            buffer, limit = config.rewards.overlong_buffer, config.rollout.max_tokens
+            print(
+                f"the reward is shaped: a completion loses up to 1 over the last {buffer} of {limit} tokens; without "
+                "shaping: rewards.overlong_shaping=False"
+            )
         session = Session(*opened, make_trainer, journaled=True, on_step=on_step)
         with cli.run_is_open():
             return session.to_the_end()
@@ -163,7 +177,7 @@ def make_guard(config: ConfigDict) -> Guard:
     usual, most = SAMPLER_GAPS["bfloat16" if r.int8 or r.int8_kv else config.model.compute_dtype]
     if r.max_sampler_gap is not None:
         usual, most = math.inf, r.max_sampler_gap
-    return Guard(most, usual)
+    return Guard(most, usual, limit=r.max_tokens)
 
 
 def make_algorithm(
@@ -191,7 +205,8 @@ def make_algorithm(
     credit = {"credit": c.loss.credit, "environment_weight": weights.get(rewards.ENVIRONMENT, 0.0)}
     if c.log.rollouts_every:
         numbers = token_numbers(losses.find_loss(name), **hyperparameters)
-        files = RolloutFiles(folder.files, experiment.tokenizer, programs.logprobs, numbers, c.log.rollouts_every)
+        how = {"every": c.log.rollouts_every, "parts": weights}
+        files = RolloutFiles(folder.files, experiment.tokenizer, programs.logprobs, numbers, **how)
     return Algorithm(
         collector=make_collector(experiment, own, scorer, journal),
         pack=pack,
@@ -207,6 +222,7 @@ def make_algorithm(
         on_policy=objective.on_policy,
         after_updates=None if files is None else files.after_updates,
         is_recorded=lambda step: files is not None and files.is_due(step),
+        reward_parts=weights,
         routing=make_routing(experiment, own),
     )
 

@@ -18,6 +18,9 @@ from rpg_jax.rewards.callables import load
 from rpg_jax.runs import config_files, logs
 from rpg_jax.types import Count
 
+_BUFFER = 512
+"""Tokens: the paper's overlong buffer. Where shaping is off the number has no effect, and is the one of older runs."""
+
 
 def resolve(config: ConfigDict) -> ConfigDict:
     """A locked copy that has passed all checks; `with_method` has filled in the fields of its method.
@@ -72,6 +75,9 @@ def with_method(config: ConfigDict) -> ConfigDict:
             section, name = path.split(".")
             if resolved[section][name] is None:
                 resolved[section][name] = value
+        if resolved.rewards.overlong_buffer is None:
+            quarter = max(1, resolved.rollout.max_tokens // 4) if resolved.rewards.overlong_shaping else _BUFFER
+            resolved.rewards.overlong_buffer = min(_BUFFER, quarter)
     return resolved
 
 

@@ -3,9 +3,10 @@
 A file holds no pickles. It has P groups of G completions, N = P·G completions, and n tokens in all of them:
 
     text             u8[…], JSON: step, weights (version after the step), columns, clip_states, pieces (distinct token
-                     texts), specials (numbers of the pieces that name a special token), groups (prompt_id, prompt,
-                     answer), completions (finish_reason, verdict, turns); turns is null or has spans ([first, end] of
-                     an environment's words), rewards and error
+                     texts), specials (numbers of the pieces that name a special token), parts (of a reward of several),
+                     paid (what each part adds, for each completion), groups (prompt_id, prompt, answer), completions
+                     (finish_reason, verdict, turns); turns is null or has spans ([first, end] of an environment's
+                     words), rewards and error
     group_sizes      i32[P]
     lengths          i32[N], tokens of each completion
     rewards          f32[N]
@@ -19,8 +20,9 @@ import dataclasses
 import functools
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -75,6 +77,7 @@ def token_numbers(loss: str | losses.Loss, **hyperparameters: Any) -> Numbers:
 class RolloutFiles:
     """Writes the rollout files: the first `groups` groups, mini-batch by mini-batch, of step 1 and every `every`-th.
 
+    `parts` has the weight of each part of the reward, in the order of `Group.parts`.
     A file costs a pass of log-probs over the mini-batches that hold its groups. It changes no number of the run.
     """
 
@@ -84,6 +87,7 @@ class RolloutFiles:
     numbers: Numbers
     every: int
     groups: int = 8
+    parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
     def is_due(self, step: int) -> bool:
         """Whether a file of the step is to be written."""
@@ -106,7 +110,8 @@ class RolloutFiles:
         shown = shown[: self.groups]
         numbers = batch.packing.gather(columns, shown)
         if hosts.is_first():
-            content = encode(step, int(state.updates), [batch.groups[p] for p in shown], numbers, self.tokenizer)
+            groups = [batch.groups[p] for p in shown]
+            content = encode(step, int(state.updates), groups, numbers, self.tokenizer, self.parts)
             folder = self.run_dir / FOLDER
             folder.mkdir(parents=True, exist_ok=True)
             write_atomically(folder / f"{step:06d}.npz", content)
@@ -120,9 +125,14 @@ def rewind(run_dir: Path, step: int) -> None:
 
 
 def encode(
-    step: int, version: int, groups: Sequence[Group], numbers: Sequence[Sequence[np.ndarray]], tokenizer: Tokenizer
+    step: int,
+    version: int,
+    groups: Sequence[Group],
+    numbers: Sequence[Sequence[np.ndarray]],
+    tokenizer: Tokenizer,
+    parts: Mapping[str, float] = MappingProxyType({}),
 ) -> bytes:
-    """The bytes of a file; `numbers` are f32[n, K] for each group and completion."""
+    """The bytes of a file; `numbers` are f32[n, K] for each group and completion, `parts` as in `RolloutFiles`."""
     completions, flat = [c for g in groups for c in g.completions], [x for group in numbers for x in group]
     found: dict[tuple[str, bool], int] = {}  # (text, whether it names a special token) -> its number
     named = [piece for c in completions for piece in _pieces(c.tokens, tokenizer)]
@@ -134,8 +144,12 @@ def encode(
             g.accuracy, g.failures or [None] * len(g.accuracy), g.failed or [None] * len(g.accuracy), strict=True
         )
     ]
+    apart = len(parts) > 1 and all(g.parts is not None for g in groups)
+    paid = [(g.parts * [*parts.values()]).tolist() for g in groups if g.parts is not None] if apart else []
     text = {
         "step": step,
+        "parts": list(parts) if apart else [],
+        "paid": [own for group in paid for own in group],
         "weights": version,
         "columns": COLUMNS,
         "clip_states": CLIP_STATES,

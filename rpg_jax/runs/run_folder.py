@@ -10,6 +10,7 @@ import json
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,7 @@ from rpg_jax.parallel import hosts
 from rpg_jax.report.run_files import flat, read_metrics
 from rpg_jax.runs import cli, config_files, run_names
 from rpg_jax.runs.config_files import Unset
+from rpg_jax.runs.resolve import check_training
 from rpg_jax.storage import json_files
 from rpg_jax.storage.json_files import read_if_there, read_object
 from rpg_jax.storage.leases import Lease
@@ -61,6 +63,18 @@ def default_name(config_file: str, config: ConfigDict, overrides: Mapping[str, A
     )
 
 
+def named(config: ConfigDict, file: str, overrides: Mapping[str, Any], **kind: str) -> ConfigDict:
+    """The config with a name for its run: `run.name`, or else `default_name` of the arguments.
+
+    Raises ValueError for what would stop or waste the run after minutes, and for a name that no folder can have.
+    """
+    check_training(config)
+    if config.run.name is None:
+        config.run.name = default_name(file, config, overrides, **kind)
+    run_names.check(config.run.name)
+    return config
+
+
 def of(config: ConfigDict) -> storage.Folder:
     """The folder `run.dir/run.name`, before it is opened.
 
@@ -76,10 +90,28 @@ def of(config: ConfigDict) -> storage.Folder:
 def held(config: ConfigDict) -> Iterator[storage.Folder]:
     """The folder of a run, opened by `open_run`; until the end, no other run writes there.
 
-    Raises ValueError as `of` and `open_run` do, and if another run is writing there.
+    A new run that fails before its first step leaves no folder, unless what is in it helps: groups that a resume takes
+    over, or a record of the failure. Raises ValueError as `of` and `open_run` do, and if another run is writing there.
     """
+    folder = of(config)
+    is_new = hosts.is_first() and not storage.in_bucket(folder.home) and not folder.home.exists()
+    try:
+        with _held(config, folder):
+            yield folder
+    except Exception:
+        if is_new and not _stepped(folder) and not any(map(_helps, folder.files.rglob("*"))):
+            shutil.rmtree(folder.home, ignore_errors=True)
+        raise
+
+
+def _helps(path: Any) -> bool:
+    """Whether a file is of use after a failure: the journal's groups, the stacks of a stall, the memory's owners."""
+    return path.name in ("stall.txt", "memory.prof") or (path.parent.name == "journal" and path.is_file())
+
+
+@contextlib.contextmanager
+def _held(config: ConfigDict, folder: storage.Folder) -> Iterator[None]:
     with contextlib.ExitStack() as closing:
-        folder = of(config)
         with hosts.first_alone("run folder"):
             if hosts.is_first():
                 closing.enter_context(Lease(folder.home, _stop_writing))
@@ -88,7 +120,7 @@ def held(config: ConfigDict) -> Iterator[storage.Folder]:
                 with storage.locked(folder.files) if folder.files.exists() else contextlib.nullcontext():
                     open_run(config, folder)
                 closing.enter_context(storage.locked(folder.files))
-        yield folder
+        yield
 
 
 def _stop_writing(reason: str) -> None:

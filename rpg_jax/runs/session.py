@@ -197,7 +197,7 @@ class Session:
         if step.fault is not None:
             self.log.append(step)
             raise cli.RunLost(step.fault)
-        if warning := self.trainer.guard.warning(step.number, step.metrics):
+        for warning in self.trainer.guard.warnings(step.number, step.metrics):
             progress.note(warning)
         stopped = self.stop.agreed()
         evaluates, saves = self._is_due(self.config.evaluation.every), self._is_due(self.config.checkpoint.every)

@@ -7,7 +7,7 @@ import functools
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
 from types import MappingProxyType
@@ -16,14 +16,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ml_collections import ConfigDict
 
 from rpg_jax import losses, rewards, storage
+from rpg_jax.data import file_rows
+from rpg_jax.parallel import hosts
 from rpg_jax.report.run_files import read_metrics
-from rpg_jax.runs import cli, config_files, run_folder, train_command
+from rpg_jax.runs import cli, config_files, fitting, processes, reinforcement, run_folder
 from rpg_jax.runs.policy import Policy
 
 if TYPE_CHECKING:
     from rpg_jax.runs.session import OnStep
 
 Row = Mapping[str, Any]
+Rows = Iterable[Row] | str | PathLike[str]
 Reward = Callable[..., Any] | str
 _FOLDER = "rows"  # of `run.dir`: the rows that programs have handed over
 
@@ -58,32 +61,37 @@ class Result:
 
 
 def train(
-    config: str | PathLike[str] | ConfigDict = "tiny",
+    config: str | PathLike[str] | ConfigDict | None = None,
     *,
-    overrides: Mapping[str, Any] = MappingProxyType({}),
-    data: Iterable[Row] | None = None,
-    held_out: Iterable[Row] | Mapping[str, Iterable[Row]] | None = None,
+    model: str | PathLike[str] | None = None,
+    data: Rows | None = None,
+    held_out: Rows | Mapping[str, Rows] | None = None,
     reward: Reward | Mapping[Reward, float] | None = None,
     environment: Any = None,
     loss: Callable[..., Any] | str | None = None,
     advantage: Callable[..., Any] | str | None = None,
+    overrides: Mapping[str, Any] = MappingProxyType({}),
     on_step: OnStep | None = None,
 ) -> Result:
     """Trains a policy, or continues the run that an equal call or command has begun.
+
+    `train(model="HuggingFaceTB/SmolLM2-135M-Instruct", data=rows, reward=function)` is enough: what nobody set is
+    chosen by `runs.fitting` from the model, the rows and the device, and printed with the fields that change it.
 
     It does what `python -m rpg_jax.train` does with the same config, prints the same, and leaves the same folder. The
     first SIGINT or SIGTERM saves and returns; a second one ends the process.
 
     Args:
       config: the name of a shipped config, a file (with its variant, as "configs/x.py:tiny"), or a `ConfigDict` with
-        all fields.
-      overrides: values of config fields by dotted name, {"train.steps": 50, "optimizer.learning_rate": 1e-4}.
-      data: problems to train on, a list, an iterator or a Hugging Face data set: dicts as docs/extending.md describes
-        the rows of a file, with a question and, unless the reward does without, an answer. They are kept in
-        `run.dir`/rows. None: the config's task.
+        all fields. None: the fields fit the model, which `model` names.
+      model: the weights to begin with, as `model.path` takes them: a folder, OWNER/NAME on the hub, FILE.gguf.
+      data: problems to train on, a list, an iterator, a Hugging Face data set, or the path of a JSONL or parquet file:
+        dicts as docs/extending.md describes the rows of a file, with a question and, unless the reward does without, an
+        answer. They are kept in `run.dir`/rows. None: the config's task.
       held_out: problems to evaluate on, or several sets of them by name. None: a tenth of `data`, which is then not
         trained on, and at most `evaluation.problems`.
-      reward: a function, a part of `rewards.parts`, or weights by function or part. A function is called in this
+      reward: a function, "FILE.py:function", a part of `rewards.parts`, or weights by function or part. The reward is
+        not shaped, unless `overrides` names a method or sets `rewards.overlong_shaping`. A function is called in this
         process as function(completion, answer, prompt), with three strings, and returns a number. A completion is
         right where the part `rewards.accuracy`, unset the first verifier, is 1, or above `rewards.right_above`. Calls
         of an async function run together; each may take `rewards.deadline_seconds`. The config knows a function as
@@ -96,6 +104,7 @@ def train(
         knows a function as "module:qualname", and a resume compares the text of its source. None: the method's loss.
       advantage: an advantage of your own, a function of rewards f[P, G] that returns f[P, G], or the name of one. None:
         the method's advantage.
+      overrides: values of config fields by dotted name, {"train.steps": 50, "optimizer.learning_rate": 1e-4}.
       on_step: called with the record of each step, `training.loop.Step`, once the step is evaluated, if an evaluation
         is due, and its line is written. The arrays of `state` live until the function returns. A ValueError of the
         function ends the run, which the same call continues.
@@ -105,15 +114,57 @@ def train(
       RuntimeError: the run was open and could not go on; the message says why. The same call continues it.
     """
     cli.prepare_libraries()
-    chosen, file = _opened(config, overrides)
-    handed = _handed_over(overrides, reward=reward, environment=environment, loss=loss, advantage=advantage)
-    fields, named = handed.fields, dict(overrides) | handed.named
+    given = {"reward": reward, "environment": environment, "loss": loss, "advantage": advantage}
+    chosen, functions = prepared(config, overrides, model=model, data=data, held_out=held_out, **given)
+    return Result(str(run_folder.of(chosen).home), reinforcement.start(chosen, functions, on_step) == 0)
+
+
+def prepared(
+    config: str | PathLike[str] | ConfigDict | None,
+    overrides: Mapping[str, Any],
+    *,
+    model: str | PathLike[str] | None,
+    data: Rows | None,
+    held_out: Rows | Mapping[str, Rows] | None,
+    **objects: Any,
+) -> tuple[ConfigDict, dict[str, Any]]:
+    """The config of a call, with the name of its run, and the functions that it handed over. Errors as of `train`."""
+    fits = config is None
+    if model is not None:
+        _refuse(overrides, "model", "model.path")
+        overrides = {"model.path": fspath(model), **overrides}
+    elif fits and "model.path" not in overrides:
+        raise ValueError(
+            'which model? Give model=FOLDER or "OWNER/NAME" of the hub with data and reward, or the name of a config, '
+            'as rpg_jax.train("tiny")'
+        )
+    chosen, file = _opened("base" if config is None else config, overrides)
+    if fits:
+        chosen = config_files.changed(chosen, fitting.neutral(overrides) | dict(overrides))
+        file = f"{Path(chosen.model.path).name.removesuffix('.gguf')}.model"
+    handed = _handed_over(overrides, **objects)
+    fields, named = handed.fields, {k: v for k, v in overrides.items() if k != "model.path" or not fits} | handed.named
+    if "rewards.parts" in fields and chosen.rewards.overlong_shaping is None and "method" not in overrides:
+        fields["rewards.overlong_shaping"] = False  # the reward is the reward that was handed over
     if data is not None or held_out is not None:
         _refuse(overrides, "data", "task.name", "task.train", "task.held_out_sets")
         fields |= _task(chosen, data, held_out)
         named["data"] = Path(fields["task.train"]).stem[:6]
-    chosen = train_command.named(config_files.changed(chosen, fields), file, named)
-    return Result(str(run_folder.of(chosen).home), train_command.run(chosen, handed.functions, on_step) == 0)
+    chosen = config_files.changed(chosen, fields)
+    if fits:
+        chosen = _fitted(chosen, {*overrides, *fields})
+    return run_folder.named(chosen, file, named), handed.functions
+
+
+def _fitted(config: ConfigDict, asked: Collection[str]) -> ConfigDict:
+    """The config with the fields that fit its model and its rows; says them."""
+    if not config.task.train:
+        raise ValueError("which problems? Give data=ROWS, or a file: data='rows.jsonl', --data=rows.jsonl")
+    processes.join(config)
+    found = fitting.fitted(config, asked, config.task.train.split(","))
+    if hosts.is_first():
+        print("chosen for this run, each with the field that changes it:", *found.lines, sep="\n", flush=True)
+    return config_files.changed(config, found.fields)
 
 
 class _Handed(NamedTuple):
@@ -130,7 +181,9 @@ class _Handed(NamedTuple):
     functions: dict[str, Any]
 
 
-def _handed_over(overrides: Mapping[str, Any], *, reward: Any, environment: Any, loss: Any, advantage: Any) -> _Handed:
+def _handed_over(
+    overrides: Mapping[str, Any], *, reward: Any, environment: Any = None, loss: Any = None, advantage: Any = None
+) -> _Handed:
     """The fields and functions of the objects of a call. A loss and an advantage are declared here."""
     fields, named, functions = _Handed({}, {}, {})
     if reward is not None:
@@ -181,7 +234,7 @@ def _opened(config: str | PathLike[str] | ConfigDict, overrides: Mapping[str, An
     return config_files.changed(loaded.config, overrides), loaded.file
 
 
-def _task(config: ConfigDict, data: Iterable[Row] | None, held_out: Any) -> dict[str, Any]:
+def _task(config: ConfigDict, data: Rows | None, held_out: Any) -> dict[str, Any]:
     """The fields of a task whose problems are `data` and `held_out`."""
     if data is None:
         raise ValueError("held_out=[…] needs data=[…] to train on")
@@ -225,8 +278,18 @@ def write_rows(rows: Sequence[Mapping[str, Any]], run_dir: str) -> str:
     return str(file)
 
 
-def listed_rows(rows: Iterable[Mapping[str, Any]], name: str) -> list[Mapping[str, Any]]:
-    """The rows of a list, an iterator or a data set. Raises ValueError for none, or for splits in place of rows."""
+def listed_rows(rows: Rows, name: str) -> list[Mapping[str, Any]]:
+    """The rows of a list, an iterator, a data set or a file.
+
+    Raises ValueError for none, for splits in place of rows, or for a file that is missing or cannot be read.
+    """
+    if isinstance(rows, str | PathLike):
+        if not Path(rows).exists():
+            raise ValueError(
+                f"{name}={fspath(rows)!r}: there is no such file; a data set by name is task.train=NAME with "
+                "task.held_out_sets=NAME=SOURCE (docs/own_data.md)"
+            )
+        return file_rows(Path(rows))
     if isinstance(rows, Mapping):
         raise ValueError(f"{name} has the splits {[*rows]}: give the rows of one, as {name}=rows[{next(iter(rows))!r}]")
     if not (found := list(rows)):

@@ -1,21 +1,18 @@
 """Trains a policy by regularized policy gradients.
 
+  python -m rpg_jax.train --model=smollm2-135m --data=rows.jsonl --reward=my.py:function
   python -m rpg_jax.train --config=configs/tiny.py --config.method=RPG-REINFORCE-URKL --config.seed=1
 
 The same command continues an interrupted run from its last checkpoint. A run leaves in runs/NAME: config.json,
 versions.json, metrics.jsonl, samples.jsonl, rollouts, curves.png, summary.md, checkpoints.
 
-A Python program calls a function: `rpg_jax.train("tiny", data=[…], reward=…)`; see docs/library.md.
+A Python program calls a function: `rpg_jax.train(model=…, data=[…], reward=…)`; see docs/library.md.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
-
-from ml_collections import ConfigDict
+from collections.abc import Sequence
 
 from rpg_jax.runs import cli, config_files
 
@@ -23,40 +20,26 @@ from rpg_jax.runs import cli, config_files
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit code. A process may call `main` several times."""
     parser = cli.parser("train", __doc__)
-    parser.add_config("configs/tiny.py")
+    parser.add_config()
+    parser.add_argument("--model", help="weights to begin with: a folder, OWNER/NAME on the hub, FILE.gguf")
+    parser.add_argument("--data", help="a JSONL or parquet file of problems; a tenth is held out without --held_out")
+    parser.add_argument("--held_out", help="a file of problems to evaluate on")
+    parser.add_argument("--reward", help="FILE.py:function, or a part of rewards.parts")
     return cli.run(run_options, parser, argv)
 
 
 def run_options(options: argparse.Namespace) -> int:
-    """Names the run, resolves its config and trains; returns the exit code."""
-    config, file, overrides = config_files.load(options.config, options.overrides)
-    return run(named(config, file, overrides))
+    """Names the run, resolves its config and trains; returns the exit code.
 
-
-def named(config: ConfigDict, file: str, overrides: Mapping[str, Any], **kind: str) -> ConfigDict:
-    """The config with a name for its run: `run.name`, or else `run_folder.default_name` of the arguments.
-
-    Raises ValueError for what would stop or waste the run after minutes, and for a name that no folder can have.
+    Without a config the fields fit the model, the rows and the device. Without those too the config is tiny.
     """
-    # They load JAX: wrong flags need not wait for it.
-    from rpg_jax.runs import run_folder, run_names
-    from rpg_jax.runs.resolve import check_training
+    given = {name: getattr(options, name) for name in ("model", "data", "held_out", "reward")}
+    if not any(given.values()):
+        loaded = config_files.load(options.config or "configs/tiny.py", options.overrides)
+        from rpg_jax.runs import reinforcement, run_folder  # load JAX: wrong flags need not wait for it
 
-    check_training(config)
-    if config.run.name is None:
-        config.run.name = run_folder.default_name(file, config, overrides, **kind)
-    run_names.check(config.run.name)
-    return config
+        return reinforcement.start(run_folder.named(*loaded))
+    from rpg_jax.runs import reinforcement, train_call
 
-
-def run(
-    config: ConfigDict,
-    functions: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
-    on_step: Callable[..., None] | None = None,
-) -> int:
-    """Joins the run's other processes and trains as `reinforcement.run` does; returns the exit code."""
-    from rpg_jax.runs import processes, reinforcement
-    from rpg_jax.runs.resolve import resolve
-
-    processes.join(config)
-    return reinforcement.run(resolve(config), functions, on_step)
+    overrides = config_files.load(options.config or "base", options.overrides).overrides
+    return reinforcement.start(*train_call.prepared(options.config, overrides, **given))

@@ -41,6 +41,7 @@ class Algorithm:
         is clipped, and π_prox/π_s is left to the loss's sampler correction, which must carry it
         (`losses.carried_ratio`; decoupled PPO: AReaL, arXiv:2505.24298). Otherwise π_old is the policy that sampled.
       token_rewards: what each token of a batch's groups was paid, for a critic.
+      reward_parts: the weight of each part of the reward, in the order of `Group.parts`.
       routing: measures the routers of a mixture of experts; None without experts.
       after_updates: called with the step's number, batch and state while the batch exists; None for no call.
       is_recorded: whether `after_updates` reads the batch of a step.
@@ -60,6 +61,7 @@ class Algorithm:
     token_rewards: Callable[[Sequence[Group]], list[list[np.ndarray]]] | None = None
     after_updates: Callable[[int, Packed, TrainState], None] | None = None
     is_recorded: Callable[[int], bool] = lambda step: True
+    reward_parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
     routing: Routing | None = None
     fault: Callable[[int, Mapping[str, float], Sequence[Mapping[str, float]]], str | None] = lambda *_: None
 
@@ -119,7 +121,7 @@ def take_step(a: Algorithm, state: TrainState, number: int) -> Step:
     if fault is None:
         a.collector.publish(state.params, int(state.updates))
         clock.lap("sync")
-    metrics = step_metrics(totals, sampled, state, a.reference, clock)
+    metrics = step_metrics(totals, sampled, state, a.reference, clock, a.reward_parts)
     return Step(number, state, metrics, updates, sampled.collected.generated, fault)
 
 

@@ -4,7 +4,8 @@ import collections
 import dataclasses
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -55,16 +56,21 @@ def sampler_gap(logprobs: jax.Array, sampler_logprobs: jax.Array, mask: jax.Arra
 
 
 def step_metrics(
-    totals: Mapping[str, Any], sampled: Sampled, state: TrainState, reference: Reference, clock: Clock
+    totals: Mapping[str, Any],
+    sampled: Sampled,
+    state: TrainState,
+    reference: Reference,
+    clock: Clock,
+    parts: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, float]:
-    """The metrics of a step from the sums of its updates and the groups that it sampled.
+    """The metrics of a step from the sums of its updates and the groups that it sampled; `parts` has reward weights.
 
     A step that trains no token of weights that the trainer had has no `sampler_gap`.
     """
     values = losses.divided(totals)
     if not totals["sampler_gap"][1]:
         del values["sampler_gap"], values["sampler_gap_max"]
-    values |= sampling_metrics(sampled.collected)
+    values |= sampling_metrics(sampled.collected, parts)
     values |= {f"verifier_errors/{kind}": count for kind, count in sampled.errors.items()}
     values |= sampled.staleness
     values |= {"updates": int(state.updates), "skipped_updates": int(state.skipped)}
@@ -81,13 +87,14 @@ def step_metrics(
     return values | clock.metrics(tokens=values["completion_tokens"])
 
 
-def sampling_metrics(collected: Collected) -> dict[str, float]:
+def sampling_metrics(collected: Collected, parts: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
     """Means over the generated completions, the accounting of groups, and completion lengths in tokens.
 
     The means are those of a prompt that is drawn at random: dynamic sampling does not bias them (`Collected.weights`).
     The length of a completion counts the tokens that the policy has sampled; see `conversation_metrics` for those of an
     environment. `failed` is the share of completions that `Group.failed` has; they are in no mean. There are no means
-    if the step generated nothing because all groups were carried over to it.
+    if the step generated nothing because all groups were carried over to it. A reward of several `parts` has
+    `reward/PART` for each: its share of `reward`, weight included.
     """
     generated, completions = collected.generated, [c for g in collected.generated for c in g.completions]
     judged = {id(g): [c for c, known in zip(g.completions, g.judged, strict=True) if known] for g in generated}
@@ -98,6 +105,10 @@ def sampling_metrics(collected: Collected) -> dict[str, float]:
         "completion_length": [np.mean([c.sampled.sum() for c in judged[id(g)]]) for g in known],
         "truncated": [np.mean([c.truncated for c in judged[id(g)]]) for g in known],
     }
+    apart = [g.parts[g.judged].mean(0) for g in known if g.parts is not None]  # f32[N] of each group
+    if len(parts) > 1 and len(apart) == len(known):
+        for place, (name, weight) in enumerate(parts.items()):
+            by_group[f"reward/{name}"] = [weight * means[place] for means in apart]
     values = {name: float(collected.weights @ x) for name, x in by_group.items()} if known else {}
     counted = [c for own in judged.values() for c in own]
     values |= {"failed": 1 - len(counted) / len(completions)} if completions else {}
@@ -140,6 +151,7 @@ class Guard:
       usual_sampler_gap: the gap above which the run is warned once.
       nonfinite_in_a_row: skipped updates since the last one that was applied.
       remedy: what to do about updates that are not finite.
+      limit: `rollout.max_tokens`, for the advice where most completions reach it; None where nothing is sampled.
       max_nonfinite_updates: skipped updates in a row that stop the run.
     """
 
@@ -148,9 +160,23 @@ class Guard:
     nonfinite_in_a_row: int = 0
     remedy: str = "lower optimizer.learning_rate or look at the last lines of samples.jsonl"
     max_nonfinite_updates: int = 10
+    limit: int | None = None
 
-    def warning(self, step: int, values: Mapping[str, float]) -> str | None:
-        """A line on a gap that is larger than usual, for the first step that has one."""
+    def warnings(self, step: int, values: Mapping[str, float]) -> Iterator[str]:
+        """A line on a gap that is larger than usual, for the first step that has one, and on a limit that is too low.
+
+        The limit is looked at in the first step alone.
+        """
+        if line := self._of_the_gap(step, values):
+            yield line
+        if self.limit is not None and step == 1 and (share := values.get("truncated", 0.0)) > 0.5:
+            yield (
+                f"warning: step 1: {share:.0%} of the completions were cut off at rollout.max_tokens={self.limit}, so "
+                f"unfinished texts are rewarded. Set rollout.max_tokens={4 * self.limit}, ask for short answers in the "
+                "prompt, or leave such completions out by rewards.overlong_masking=True"
+            )
+
+    def _of_the_gap(self, step: int, values: Mapping[str, float]) -> str | None:
         gap = values.get("sampler_gap", 0.0)
         if not gap > self.usual_sampler_gap:
             return None

@@ -25,10 +25,20 @@ def test_a_gap_above_what_rounding_makes_is_said_once_and_stops_nothing():
     usual, most = SAMPLER_GAPS["bfloat16"]
     guard = Guard(most, usual)
     gaps = [0.009, 0.03, 0.03, float("nan")]
-    told = [guard.warning(step, {"sampler_gap": gap}) for step, gap in enumerate(gaps)]
-    assert told[0] is None and told[2:] == [None, None]
-    assert told[1].startswith("warning: step 1: sampler and trainer disagree by 3.00e-02 nats") and "0.05" in told[1]
+    told = [[*guard.warnings(step, {"sampler_gap": gap})] for step, gap in enumerate(gaps)]
+    assert told[0] == [] and told[2:] == [[], []]
+    assert (
+        told[1][0].startswith("warning: step 1: sampler and trainer disagree by 3.00e-02 nats") and "0.05" in told[1][0]
+    )
     assert [bool(guard.fault(1, {"sampler_gap": gap}, [FINE])) for gap in gaps] == [False, False, False, True]
+
+
+def test_a_limit_that_cuts_most_completions_off_is_said_after_the_first_step_with_what_to_set():
+    guard = Guard(1.0, limit=16)
+    [line] = guard.warnings(1, {"truncated": 0.75})
+    assert "75% of the completions were cut off at rollout.max_tokens=16" in line and "rollout.max_tokens=64" in line
+    assert not [*guard.warnings(1, {"truncated": 0.5})] and not [*guard.warnings(2, {"truncated": 0.75})]
+    assert not [*Guard(1.0).warnings(1, {"truncated": 0.75})]  # supervised training samples nothing
 
 
 def test_skipped_updates_count_across_steps_until_one_is_applied():

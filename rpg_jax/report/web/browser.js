@@ -182,7 +182,7 @@ function detail(token = null) {
 function member(c, chosen) {
   const versions = c.versions[0] === c.versions[1] ? c.versions[0] : `${c.versions[0]} to ${c.versions[1]}`;
   const facts = [
-    `reward ${fixed(c.reward, 2)}`, `advantage ${signed(c.advantage, 3)}`, `${count(c.length - c.read)} tokens`,
+    `reward ${fixed(c.reward, 2)}${c.paid}`, `advantage ${signed(c.advantage, 3)}`, `${count(c.length - c.read)} tokens`,
     ...(c.turns ? [`${c.turns.rewards.length} turns`, `${count(c.read)} tokens of the environment`] : []),
     ...(c.turns?.error ? [`environment failed: ${c.turns.error}`] : []),
     CUT[c.finish] || c.finish, `weights ${versions}`,

@@ -51,6 +51,7 @@ function completions(own) {
         finish: own.finish[number],
         turns: own.turns[number],
         reward: own.rewards[number],
+        paid: own.parts.length ? ` = ${own.parts.map((part, k) => `${part} ${signed(own.paid[number][k], 2)}`).join(", ")}` : "",
         versions: own.versions[number],
         ...measured(own, start, length),
       });

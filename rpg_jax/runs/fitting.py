@@ -1,0 +1,145 @@
+"""The config of a run that is asked for by a model, rows and a reward: what nobody set is chosen here, and said.
+
+The fields in `NEUTRAL` do not depend on anything. The others follow from the model, the rows and the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from ml_collections import ConfigDict
+
+from rpg_jax import data, losses, models
+from rpg_jax.models.sizes import parameter_count
+from rpg_jax.runs import processes
+from rpg_jax.runs.run_names import shown
+
+NEUTRAL: Mapping[str, Any] = MappingProxyType(
+    {
+        "task.template": "none",  # a question is the prompt, inside the chat template of the model
+        "rewards.right_above": 0.5,
+        "rewards.overlong_shaping": False,
+        "dynamic_sampling.enabled": False,
+        "train.updates_per_step": 1,  # the update has the log-probs of the policy that sampled: one pass less
+        "optimizer.warmup": "3 updates",
+        "optimizer.weight_decay": 0.0,
+        "evaluation.problems": 64,
+        "evaluation.k": 1,
+    }
+)
+"""Fields that are the same for every model. A method that is asked for by name brings its own shaping and sampling."""
+_OF_METHODS = ("rewards.overlong_shaping", "dynamic_sampling.enabled")
+_SMALL: Mapping[str, Any] = {"rollout.prompts_per_step": 8, "rollout.max_tokens": 64, "train.steps": 40}
+_LARGE: Mapping[str, Any] = {"rollout.prompts_per_step": 64, "rollout.max_tokens": 512, "train.steps": 100}
+_ROW = 2048  # tokens of a row that completions share, unless one alone needs more
+_CPU_TOKENS = 1024  # of a micro-batch on a CPU: a few GB of activations for models that a CPU trains
+_COVERED = 0.99  # of the prompts are within the limit
+_ADAPTERS = 10  # the rate of adapters in units of the rate of all weights; docs/lora.md found 4 and 10 to be best
+
+
+class Fitted(NamedTuple):
+    """Fields by dotted name that nobody has set, and lines that say what was chosen and which field changes it."""
+
+    fields: dict[str, Any]
+    lines: list[str]
+
+
+def neutral(asked: Collection[str]) -> dict[str, Any]:
+    """The fields of `NEUTRAL` that are not `asked` for; a method asked for by name keeps its own."""
+    kept = _OF_METHODS if "method" in asked else ()
+    return {name: value for name, value in NEUTRAL.items() if name not in asked and name not in kept}
+
+
+def fitted(config: ConfigDict, asked: Collection[str], rows: Sequence[str]) -> Fitted:
+    """The fields that depend on the model, the rows and the device.
+
+    Args:
+      config: has `model.path`, `NEUTRAL` and everything that was asked for.
+      asked: dotted names of the fields that the caller has set.
+      rows: the sources of the problems to train on.
+
+    Raises:
+      ValueError: the model's architecture is not supported, no prompt fits the model's context, or a row is bad.
+    """
+    folder = models.local_folder(config.model.path, weights=False)
+    model = models.read_config(folder)  # before anything else: an architecture that is not supported is refused
+    tokenizer = data.load_tokenizer(folder)
+    on_cpu, kept = processes.platform() == "cpu", dict[str, Any]()
+
+    def choose(name: str, value: Any) -> Any:
+        if name in asked:
+            section, last = name.split(".")
+            return config[section][last]
+        kept[name] = value
+        return value
+
+    problems = data.load(rows, template=config.task.template, bad_rows=config.task.bad_rows)[0]
+    lengths = [len(data.encode_prompt(p, tokenizer, thinking=config.task.thinking)) for p in problems]
+    size, context = _SMALL if on_cpu else _LARGE, model.rope.max_position_embeddings
+    prompt = choose("task.max_prompt_tokens", int(np.quantile(lengths, _COVERED, method="higher")))
+    longest = choose("rollout.max_tokens", max(1, min(size["rollout.max_tokens"], context - prompt)))
+    prompts, group = choose("rollout.prompts_per_step", size["rollout.prompts_per_step"]), config.rollout.group_size
+    steps = choose("train.steps", size["train.steps"])
+    dtype, reason = _dtype(on_cpu)
+    dtype = choose("model.compute_dtype", dtype)
+    rate, said = _rate(parameter_count(model), adapters=bool(config.model.lora.rank))
+    rate = choose("optimizer.learning_rate", rate)
+    row = choose("train.packed_length", max(prompt + longest, min(prompt + group * longest, _ROW)))
+    if on_cpu:
+        choose("rollout.slots", min(prompts * group, 128))
+        micro, devices = min(max(1, _CPU_TOKENS // row), prompts * group), jax.device_count()
+        choose("train.microbatch_size", -(-micro // devices) * devices)
+        choose("model.remat", "none")
+    method = losses.get_method(config.method)
+    beta = config.loss.kl_coef if config.loss.kl_coef is not None else method.hyperparameters.get("kl_coef", 0.0)
+    shaped = config.rewards.overlong_shaping
+    shaped = method.overlong_shaping if shaped is None else shaped
+    inside = "as they are" if tokenizer.chat is None else "inside the model's chat template"
+    within = sum(n <= prompt for n in lengths)
+    reward = (config.rewards.parts or "exact").replace(":1.0", "")
+    loss = config.loss.name or config.method
+    table = [
+        (f"model: {config.model.path}, {parameter_count(model) / 1e6:,.3g} million weights", "model.path"),
+        (f"numbers: {dtype}{reason * ('model.compute_dtype' in kept)}", "model.compute_dtype"),
+        (
+            f"prompts: {inside}; at most {prompt} tokens, {within} of {len(lengths)} rows (longest {max(lengths)})",
+            "task.template, task.max_prompt_tokens",
+        ),
+        (f"completions: at most {longest} tokens, stop token included", "rollout.max_tokens"),
+        (f"reward: {reward}, {'with' if shaped else 'without'} overlong shaping", "rewards.overlong_shaping"),
+        (f"right, for accuracy: a score above {config.rewards.right_above:g}", "rewards.right_above"),
+        (f"method: {loss}, KL coefficient {shown(beta)}", "method, loss.kl_coef"),
+        (
+            f"learning rate: {shown(rate)}{said * ('optimizer.learning_rate' in kept)}",
+            "optimizer.learning_rate",
+        ),
+        (f"a step: {prompts} prompts x {group} completions", "rollout.prompts_per_step, rollout.group_size"),
+        (
+            f"length: {steps} steps, an evaluation every {config.evaluation.every}",
+            "train.steps, evaluation.every",
+        ),
+    ]
+    return Fitted(kept, [f"  {text}  [{fields}]" for text, fields in table])
+
+
+def _dtype(on_cpu: bool) -> tuple[str, str]:
+    """The dtype that is fast on the device, and the reason."""
+    if on_cpu:
+        return "float32", ", because CPUs emulate bfloat16"
+    capability = getattr(jax.devices()[0], "compute_capability", None)  # of GPUs alone
+    if capability is not None and float(capability) < 8:
+        return "float32", f", because a GPU of compute capability {capability} has no bfloat16"
+    return "bfloat16", ", which is fast here; weights and optimizer stay in float32"
+
+
+def _rate(weights: int, *, adapters: bool) -> tuple[float, str]:
+    """A learning rate for a pretrained model, with one digit, and the reason."""
+    rate = min(max(1e-6 * 4e9 / weights, 1e-6), 3e-5)
+    reason = ", because 4 billion weights learn at 1e-6 (the paper), 0.135 at 3e-5; between them in inverse proportion"
+    if adapters:
+        rate, reason = rate * _ADAPTERS, f"{reason}; {_ADAPTERS} times as much for adapters"
+    return float(f"{rate:.0e}"), reason
