@@ -50,3 +50,25 @@ def test_a_completion_of_several_lines_stays_together_and_says_whether_it_was_cu
     monkeypatch.setattr(Policy, "from_run", staticmethod(lambda run, step: given))
     assert sample.main(["--run=r", "--prompt=What is 1 + 1?", "--k=2"]) == 0
     assert capsys.readouterr().out == "What is 1 + 1?\n  Two lines:\n    1 + 1 …\n  2\n"
+
+
+def test_one_prompt_has_a_list_of_its_own_messages_are_a_prompt_and_chat_gives_the_same_text_in_pieces(run):
+    policy = Policy.from_run(run[0])
+    [[one], _] = policy.sample(["1+2=", "3+4="], seed=3)
+    asked = [{"role": "user", "content": "1+2="}]
+    assert [own.text for own in policy.sample("1+2=", seed=3)] == [one.text]
+    assert [own.text for own in policy.sample(asked, seed=3)] == [one.text]  # without a template the text is the prompt
+    pieces = list(policy.chat(asked, seed=3))
+    assert "".join(pieces) == one.text and len(pieces) > 1
+    rollouts = dict(policy._rollouts)
+    policy.sample("5+6=")
+    assert rollouts == policy._rollouts and min(rollouts)[0] <= jax.device_count()  # nothing is compiled again
+    with pytest.raises(ValueError, match='a message is {"role": "user", "content": "…"}, got {.content'):
+        policy.sample([{"content": "1+2="}])
+
+
+def test_a_model_is_asked_on_the_command_line_without_a_run(run, tmp_path, capsys):
+    Policy.from_run(run[0]).export(tmp_path / "model")
+    assert sample.main([f"--model={tmp_path / 'model'}", "--prompt=1+2=", "--k=1"]) == 0
+    assert capsys.readouterr().out.startswith("1+2=\n  ")
+    assert sample.main(["--prompt=1+2="]) == 2 and "--run=runs/NAME or --model=NAME" in capsys.readouterr().err

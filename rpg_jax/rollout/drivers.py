@@ -12,7 +12,7 @@ import importlib.util
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -50,13 +50,25 @@ class LockstepRollout(Rollout):
         with self._busy:
             version = self.weights.version
             try:
-                self._run(deque(chunks), Finish(request, groups))
+                for _ in self._run(deque(chunks), Finish(request, groups)):
+                    pass
             except Exception as fault:
                 failed = f"the rollout of step {request.step} failed: {type(fault).__name__}: {fault}"
                 raise RolloutError(failed) from fault
         return completions_of(request, groups, version, mixed=self.engine.decoding.mixed)
 
-    def _run(self, chunks: deque[Chunk], finish: Finish) -> None:
+    def stream(self, request: Request) -> Iterator[np.ndarray]:
+        """The tokens i32[n] of the one completion of a request, piece by piece, one a dispatch."""
+        groups, chunks = plan(self.engine, request)
+        [[row]], taken = groups, 0
+        with self._busy:
+            for _ in self._run(deque(chunks), Finish(request, groups)):
+                pieces = row.transcript.tokens
+                yield from pieces[taken:]
+                taken = len(pieces)
+
+    def _run(self, chunks: deque[Chunk], finish: Finish) -> Iterator[None]:
+        """Decodes until all completions have ended; returns to the caller after each dispatch."""
         engine = self.engine
         schedule = Schedule(engine, range(engine.decoding.slots), self.usage)
 
@@ -73,6 +85,7 @@ class LockstepRollout(Rollout):
             schedule.fill()
             if schedule.live:
                 leave(schedule.settle(schedule.advance(more=bool(chunks))))
+                yield
             elif not finish.over:
                 schedule.wait()
 

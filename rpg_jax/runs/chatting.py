@@ -7,14 +7,8 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from rpg_jax import data, storage
-from rpg_jax.environments import Message, Posed, Turn
-from rpg_jax.environments.environment import Declaration
-from rpg_jax.environments.player import Observations, Player
-from rpg_jax.environments.stage import Stage
-from rpg_jax.rollout import Request
 from rpg_jax.runs import policy, run_folder
-from rpg_jax.runs.experiment import make_rollout, make_stage
+from rpg_jax.runs.experiment import make_stage
 from rpg_jax.runs.problems import Task
 from rpg_jax.runs.resolve import check_trusted, resolve
 
@@ -37,7 +31,7 @@ def chat(
     with run_folder.opened(run) as folder:
         own = run_folder.read_config(folder.files)
         if own.environment.name is None:
-            return talk(folder, step, temperature, seed)
+            return talk(policy.of_run(folder, step), temperature, seed)
         check_trusted(own, run, trust=trust)
         return play(own, seed)
 
@@ -64,43 +58,17 @@ def play(config: ConfigDict, seed: int, read: Read = input) -> None:
         print(f"turns {turns}, reward {total:g}, reference answer {problem.answer!r}")
 
 
-def talk(folder: storage.Folder, step: int | None, temperature: float, seed: int, read: Read = input) -> None:
-    """A person talks with a run's policy. The person is an environment to the policy: the conversation only grows."""
-    opened = policy.of_run(folder, step)
-    e, first = opened.experiment, _line(read)
-    if not first:
-        return
-    [prompt] = opened.encode([first])
-    stage = Stage(Declaration("a person", pooled=False, handed=_Person(read)), {}, deadline_s=_FOREVER_S)
-    limit = e.config.rollout.max_tokens
-    with stage, e.layout.activate():
-        rollout = make_rollout(e.layout, opened.params)
-        observations = Observations(e.tokenizer, thinking=e.config.task.thinking)
-        problems = [data.Problem(0, first, "", "person")]
-        player = Player(stage, e.tokenizer.decode, observations, problems, max_turns=limit, turn_tokens=limit)
-        try:
-            asked = Request([prompt], [0], 1, e.sampling(temperature), seed, opened.step, environment=player)
-            [[completion]] = rollout.generate(asked)
-            player.check()
-        finally:
-            rollout.close()
-    if completion.finish_reason == "length":
-        print(f"the conversation is as long as rollout.max_tokens={limit} allows")
-
-
-class _Person:
-    """The environment of a policy that talks with a person."""
-
-    def __init__(self, read: Read):
-        self._read = read
-
-    def reset(self, problem: Posed) -> Sequence[Message]:
-        return problem.messages
-
-    def step(self, problem: Posed, messages: Sequence[Message], completion: str) -> Turn:
-        print(completion)
-        said = _line(self._read)
-        return Turn(said, 0.0, not said)
+def talk(opened: policy.Policy, temperature: float, seed: int, read: Read = input) -> None:
+    """A person talks with a policy, which reads the whole conversation at every turn."""
+    messages: list[dict[str, str]] = []
+    while said := _line(read):
+        messages.append({"role": "user", "content": said})
+        answer = ""
+        for piece in opened.chat(messages, temperature=temperature, seed=seed):
+            print(piece, end="", flush=True)
+            answer += piece
+        print()
+        messages.append({"role": "assistant", "content": answer})
 
 
 def _line(read: Read) -> str:

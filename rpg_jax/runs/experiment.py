@@ -153,13 +153,19 @@ def open_tokenizer(config: ConfigDict, task: Task, run_dir: Path) -> data.Tokeni
     return data.load_tokenizer(file)
 
 
-def make_rollout(layout: Layout, params: Any, base: models.Base | None = None) -> rollout.Rollout:
+def make_rollout(
+    layout: Layout, params: Any, base: models.Base | None = None, *, decoding: rollout.Decoding | None = None
+) -> rollout.Rollout:
     """A rollout in this process with the policy's weights, by the config's driver. In place of a remote driver, which
     samples on servers, the orchestrator is taken.
 
-    With a base, `params` are adapters. Several processes share one list of prompts.
+    With a base, `params` are adapters. With a `decoding` of the caller's own the driver is lockstep. Several processes
+    share one list of prompts.
     """
-    chosen, decoding, merge = layout.config.rollout.driver, make_decoding(layout), layout.config.model.lora.merged
+    merge, chosen = layout.config.model.lora.merged, layout.config.rollout.driver
+    if decoding is not None:
+        chosen = "lockstep"
+    decoding = decoding or make_decoding(layout)
     driver = "orchestrator" if rollout.find_driver(chosen).remote else chosen
     if base is not None and not merge:
         base = _decoding_base(layout, decoding, base)

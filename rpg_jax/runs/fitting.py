@@ -84,7 +84,7 @@ def fitted(config: ConfigDict, asked: Collection[str], rows: Sequence[str]) -> F
     longest = choose("rollout.max_tokens", max(1, min(size["rollout.max_tokens"], context - prompt)))
     prompts, group = choose("rollout.prompts_per_step", size["rollout.prompts_per_step"]), config.rollout.group_size
     steps = choose("train.steps", size["train.steps"])
-    dtype, reason = _dtype(on_cpu)
+    dtype, reason = fast_dtype()
     dtype = choose("model.compute_dtype", dtype)
     rate, said = _rate(parameter_count(model), adapters=bool(config.model.lora.rank))
     rate = choose("optimizer.learning_rate", rate)
@@ -126,9 +126,9 @@ def fitted(config: ConfigDict, asked: Collection[str], rows: Sequence[str]) -> F
     return Fitted(kept, [f"  {text}  [{fields}]" for text, fields in table])
 
 
-def _dtype(on_cpu: bool) -> tuple[str, str]:
+def fast_dtype() -> tuple[str, str]:
     """The dtype that is fast on the device, and the reason."""
-    if on_cpu:
+    if processes.platform() == "cpu":
         return "float32", ", because CPUs emulate bfloat16"
     capability = getattr(jax.devices()[0], "compute_capability", None)  # of GPUs alone
     if capability is not None and float(capability) < 8:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,10 +16,15 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from rpg_jax import data, models, storage
+from rpg_jax.data.tokenizer import IncrementalDecoder
 from rpg_jax.models import lora
 from rpg_jax.rollout import Request
+from rpg_jax.rollout.decoding import capacity, power_of_two
+from rpg_jax.rollout.drivers import LockstepRollout
+from rpg_jax.rollout.footprint import cache_bytes
 from rpg_jax.runs import cli, config_files, run_folder
 from rpg_jax.runs.experiment import Experiment, check_inputs, make_rollout, open_experiment
+from rpg_jax.runs.fitting import fast_dtype
 from rpg_jax.runs.layout import Layout, shares_prompts
 from rpg_jax.runs.learner import (
     first_adapters,
@@ -30,13 +36,15 @@ from rpg_jax.runs.learner import (
     open_base,
     policy_objective,
 )
+from rpg_jax.runs.memory import make_decoding
 from rpg_jax.runs.resolve import check_trusted, resolve
 from rpg_jax.storage import integrity
 from rpg_jax.storage.checkpoints import committed_steps
 from rpg_jax.training.state import for_evaluation
-from rpg_jax.types import Completion, FinishReason
+from rpg_jax.types import Completion, FinishReason, Sampling
 
 Changes = Mapping[str, Any]
+Messages = Sequence[Mapping[str, str]]
 NONE: Changes = MappingProxyType({})
 
 
@@ -54,6 +62,7 @@ class Sample(NamedTuple):
     finish_reason: FinishReason
 
 
+_CACHE = 4 << 30  # bytes of keys and values on a device, at most
 _ROWS = 4  # of a device in one pass of `Policy.logprobs`
 _ROW = 512  # tokens of a row that several completions share, unless one alone needs more
 _MULTIPLE = 128  # of the tokens of a row: few shapes are compiled, and every kernel takes them
@@ -105,6 +114,7 @@ class Policy:
           ValueError: no such run or checkpoint; the message lists the runs or checkpoints that there are.
         """
         cli.prepare_libraries()
+        run_folder.use_compilation_cache()
         with run_folder.opened(str(run)) as folder:
             return of_run(folder, step, overrides)
 
@@ -117,7 +127,7 @@ class Policy:
         config: str = "base",
         overrides: Changes = NONE,
     ) -> Policy:
-        """The policy of a model in Hugging Face layout, in the config's `model.compute_dtype`.
+        """The policy of a model in Hugging Face layout, in float32 on a CPU, in bfloat16 where it is fast.
 
         Args:
           model: a folder, OWNER/NAME on the hub, gs://BUCKET/FOLDER, or a local FILE.gguf.
@@ -128,6 +138,9 @@ class Policy:
           ValueError: there is no such model, or it is damaged; the message says what is missing.
         """
         cli.prepare_libraries()
+        run_folder.use_compilation_cache()
+        if "model.compute_dtype" not in overrides:
+            overrides = {"model.compute_dtype": fast_dtype()[0], **overrides}
         limits = {"task.max_prompt_tokens": max_prompt_tokens, "rollout.max_tokens": max_tokens}
         changes = {"model.path": str(model), **limits, **overrides}
         loaded = config_files.changed(config_files.load(config).config, changes)
@@ -136,41 +149,88 @@ class Policy:
 
     def sample(
         self,
-        prompts: Sequence[str],
+        prompts: str | Messages | Sequence[str | Messages],
         *,
         k: int = 1,
         temperature: float = 1.0,
         max_tokens: int | None = None,
         seed: int = 0,
-    ) -> list[list[Sample]]:
-        """`k` completions of each prompt; equal arguments give equal completions.
+    ) -> list[Any]:
+        """`k` completions of each prompt, a list of `Sample`s for each; of a single prompt its list.
 
-        The prompts pass the chat template, where the tokenizer has one. Temperature 0 is greedy. `max_tokens` is at
-        most the config's `rollout.max_tokens`, which is the default. A line on stderr says each surprise: characters
-        that the tokenizer does not know, and answers that are written backwards.
+        Equal arguments give equal completions.
+
+        A prompt is a text, or the messages of a conversation, [{"role": "user", "content": "…"}, …]. Prompts pass the
+        chat template, where the tokenizer has one. Temperature 0 is greedy. `max_tokens` is at most the config's
+        `rollout.max_tokens`, which is the default. The first call compiles. A line on stderr says each surprise:
+        characters that the tokenizer does not know, and answers that are written backwards.
 
         Raises:
-          ValueError: a prompt with more tokens than the config's `task.max_prompt_tokens`.
+          ValueError: a prompt with more tokens than the config's `task.max_prompt_tokens`, or messages of another form.
         """
-        tokens = self.encode(prompts)
-        for line in self._surprises(prompts):
+        single = isinstance(prompts, str) or bool(prompts and isinstance(prompts[0], Mapping))
+        asked: Sequence[Any] = [prompts] if single else prompts
+        tokens, tokenizer = self.encode(asked), self.experiment.tokenizer
+        for line in self._surprises(asked):
             print(line, file=sys.stderr)
-        sampling = self.experiment.sampling(temperature)
-        if max_tokens is not None:
-            sampling = dataclasses.replace(sampling, max_tokens=min(max_tokens, sampling.max_tokens))
-        layout, tokenizer = self.experiment.layout, self.experiment.tokenizer
-        with layout.activate():
-            rollout = make_rollout(layout, self.params)
-            try:
-                groups = rollout.generate(Request(tokens, range(len(tokens)), k, sampling, seed, self.step))
-            finally:
-                rollout.close()
+        sampling = self._sampling(temperature, max_tokens)
+        with self.experiment.layout.activate():
+            rollout = self._rollout(len(tokens) * k, max(map(len, tokens), default=1) + sampling.max_tokens)
+            groups = rollout.generate(Request(tokens, range(len(tokens)), k, sampling, seed, self.step))
         stops = set(tokenizer.stop_token_ids)
 
         def text(ids: np.ndarray) -> str:
             return tokenizer.decode([t for t in ids.tolist() if t not in stops])
 
-        return [[Sample(text(c.tokens), c.tokens, c.logprobs, c.finish_reason) for c in group] for group in groups]
+        found = [[Sample(text(c.tokens), c.tokens, c.logprobs, c.finish_reason) for c in group] for group in groups]
+        return found[0] if single else found
+
+    def chat(
+        self, messages: str | Messages, *, temperature: float = 1.0, max_tokens: int | None = None, seed: int = 0
+    ) -> Iterator[str]:
+        """The policy's answer to a text or a conversation, piece by piece, as it is decoded; arguments as of `sample`.
+
+        Joined, the pieces are the text of `sample`. To go on, append {"role": "assistant", "content": answer} and the
+        next message to `messages`, and call again.
+        """
+        [tokens], tokenizer = self.encode([messages]), self.experiment.tokenizer
+        sampling, stops = self._sampling(temperature, max_tokens), set(tokenizer.stop_token_ids)
+        decoder = IncrementalDecoder(tokenizer)
+        with self.experiment.layout.activate():
+            rollout = self._rollout(1, len(tokens) + sampling.max_tokens)
+            for piece in rollout.stream(Request([tokens], [0], 1, sampling, seed, self.step)):
+                yield decoder.push([t for t in piece.tolist() if t not in stops])
+        yield decoder.flush()
+
+    def _sampling(self, temperature: float, max_tokens: int | None) -> Sampling:
+        own = self.experiment.sampling(temperature)
+        return own if max_tokens is None else dataclasses.replace(own, max_tokens=min(max_tokens, own.max_tokens))
+
+    def _rollout(self, rows: int, length: int) -> LockstepRollout:
+        """A rollout of a size for `rows` completions whose prompts and tokens take `length`, kept for later calls.
+
+        One completion alone is decoded token by token, so that `chat` shows each at once.
+        """
+        c, layout = self.experiment.config, self.experiment.layout
+        most = capacity(c.task.max_prompt_tokens, c.rollout.max_tokens)
+        decoding = dataclasses.replace(make_decoding(layout), capacity=min(power_of_two(length), most))
+        if c.rollout.slots is None:
+            devices = decoding.slots if decoding.mesh is None else decoding.mesh.size
+            one = dataclasses.replace(decoding, slots=devices, threads=1)
+            fit = max(1, min(decoding.slots // devices, int(_CACHE // cache_bytes(layout.model, one))))
+            decoding = dataclasses.replace(one, slots=min(power_of_two(-(-rows // devices)), fit) * devices)
+        if rows == 1:
+            decoding = dataclasses.replace(decoding, steps_per_dispatch=1)
+        key = (decoding.slots, decoding.capacity, decoding.steps_per_dispatch)
+        if key not in self._rollouts:
+            made = make_rollout(layout, self.params, decoding=decoding)
+            assert isinstance(made, LockstepRollout), "it was asked for"
+            self._rollouts[key] = made
+        return self._rollouts[key]
+
+    @functools.cached_property
+    def _rollouts(self) -> dict[tuple[int, ...], LockstepRollout]:
+        return {}
 
     def logprobs(
         self, prompts: Sequence[str], completions: Sequence[str | Sample | Sequence[int]], *, temperature: float = 1.0
@@ -207,13 +267,13 @@ class Policy:
             found = [programs.logprobs(self.params, batch.rows)[0] for batch in packed.batches]
         return [own for group in packed.packing.gather(found) for own in group]
 
-    def encode(self, prompts: Sequence[str]) -> list[np.ndarray]:
+    def encode(self, prompts: Sequence[str | Messages]) -> list[np.ndarray]:
         """The token ids i32[n] of each prompt, inside the chat template.
 
-        Raises ValueError if a prompt has more tokens than `task.max_prompt_tokens`.
+        Raises ValueError if a prompt has more tokens than `task.max_prompt_tokens`, or a message no role or text.
         """
         tokenizer, task = self.experiment.tokenizer, self.experiment.config.task
-        problems = [data.Problem(i, text, answer="", source="prompt") for i, text in enumerate(prompts)]
+        problems = [_asked(i, prompt) for i, prompt in enumerate(prompts)]
         tokens = [data.encode_prompt(p, tokenizer, thinking=task.thinking) for p in problems]
         for text, ids in zip(prompts, tokens, strict=True):
             if len(ids) > task.max_prompt_tokens:
@@ -222,10 +282,10 @@ class Policy:
                 )
         return tokens
 
-    def _surprises(self, prompts: Sequence[str]) -> Iterator[str]:
+    def _surprises(self, prompts: Sequence[str | Messages]) -> Iterator[str]:
         """A line on each prompt with characters that the tokenizer does not know, and on answers written backwards."""
         config = self.experiment.config
-        for text in prompts:
+        for text in [prompt for prompt in prompts if isinstance(prompt, str)]:
             if unknown := self.experiment.tokenizer.unknown(text):
                 yield f"{text!r}: the run's tokenizer does not know {', '.join(map(repr, unknown))}"
         if config.task.name == "arithmetic" and config.task.reverse and not config.model.path:
@@ -250,6 +310,16 @@ class Policy:
         with storage.whole(out) as folder, layout.activate():
             models.save(folder, layout.model, self.params, dtype=dtype and jnp.dtype(dtype), **taken)
             tokenizer.save(folder)
+
+
+def _asked(number: int, prompt: str | Messages) -> data.Problem:
+    """A prompt as a problem. Raises ValueError for messages without a role or a text."""
+    if isinstance(prompt, str):
+        return data.Problem(number, prompt, answer="", source="prompt")
+    for message in prompt:
+        if not isinstance(message, Mapping) or any(not isinstance(message.get(k), str) for k in ("role", "content")):
+            raise ValueError(f'a message is {{"role": "user", "content": "…"}}, got {str(message)[:100]}')
+    return data.Problem(number, "", answer="", source="prompt", messages=tuple(prompt))
 
 
 def free_folder(out: str | Path) -> Path:
