@@ -202,7 +202,7 @@ def _fields(preset: str) -> Mapping[str, Any]:
 
 
 def peak_flops() -> float | None:
-    """bf16 operations per second of all devices of this machine together; None if unknown."""
+    """Peak bf16 operations per second of all devices of the run together; None if the kind of device is unknown."""
     device = jax.devices()[0]
     if device.platform == "tpu":
         kind = _TPU_KINDS.get(device.device_kind)

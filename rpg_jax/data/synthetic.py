@@ -261,7 +261,7 @@ class Chains:
 
     @functools.cached_property
     def _beliefs(self) -> tuple[np.ndarray, np.ndarray]:
-        """[operator, a, b]: the probability that the pupil is wrong, and by how much he then is."""
+        """[operator, a, b]: the probability that the pupil is wrong, and the mistake that a wrong pupil adds."""
         random, shape = np.random.default_rng(self.seed), (len(OPERATORS), MODULUS, MODULUS)
         return random.random(shape) ** 6, random.integers(1, MODULUS, size=shape)
 

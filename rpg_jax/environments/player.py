@@ -49,7 +49,7 @@ class Player:
         self._fault: Exception | None = None
 
     def respond(self, place: int, index: int, tokens: np.ndarray, finish_reason: FinishReason) -> Future[Reply]:
-        """As `Responder.respond`; the environment sees a turn that is cut off, too, and pays for it."""
+        """As `Responder.respond`. The environment also sees a turn that is cut off, and the turn gets a reward."""
         return self._stage.submit(self._reply, (place, index), tokens, finish_reason)
 
     def check(self) -> None:

@@ -144,7 +144,7 @@ class Rollouts:
 
 
 def _check_size(file: Path) -> None:
-    """Raises ValueError for a file that is more than `MOST_BYTES` in memory, which a small one may be as well."""
+    """Raises ValueError if `file` is no file or unpacks to more than `MOST_BYTES`. A small file may, too."""
     if not file.is_file():
         raise ValueError("it is no file")
     with zipfile.ZipFile(file) as packed:

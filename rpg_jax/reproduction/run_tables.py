@@ -321,7 +321,7 @@ def platform_name() -> str:
 
 
 def jobs_at_once(asked: int | None, backend: str) -> int:
-    """The number of runs at once. On a GPU they share its memory evenly.
+    """The number of runs at once: `asked`, else 1 on a TPU, else one per core. Lets runs share a GPU's memory evenly.
 
     Raises:
       ValueError: more than one run for a TPU, or fewer than one.

@@ -52,7 +52,7 @@ def keep() -> None:
 
 
 def own_pid_namespace(libc: ctypes.CDLL) -> bool:
-    """Puts the children to come into a new PID namespace; false where the system refuses."""
+    """From now on this process starts its children in a new PID namespace. Returns False if the system refuses."""
     if libc.unshare(_CLONE_NEWPID) == 0:
         return True
     uid, gid = os.getuid(), os.getgid()

@@ -265,7 +265,7 @@ def _mallopt(parameter: int, value: int) -> bool:
 
 
 def prepare_process() -> None:
-    """Settings of a process that runs commands: memory, stacks of crashes, the screen, flags and logs of libraries."""
+    """Prepares the process of a command or worker: crash stacks, plain printed text, logs, and `prepare_libraries`."""
     with contextlib.suppress(OSError, RuntimeError, ValueError):  # stderr is no file
         faulthandler.enable()
     screen.guard()
@@ -274,7 +274,7 @@ def prepare_process() -> None:
 
 
 def prepare_libraries() -> None:
-    """Settings of every process that calls this package, a user's Python program included: memory, flags, logs."""
+    """Sets malloc, absl's flags and log levels of a process that uses this package, a user's Python program too."""
     keep_pages()
     absl.flags.FLAGS.mark_as_parsed()  # Grain and Orbax read their defaults there
     absl.logging.set_verbosity(absl.logging.WARNING)  # Orbax reports every file it writes

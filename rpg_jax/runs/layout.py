@@ -163,7 +163,7 @@ def lora_of(config: ConfigDict) -> models.Lora | None:
 def abstract_model(config: ConfigDict, model: models.DecoderConfig) -> tuple[Any, Any]:
     """The graphdef of a model with the config's dtypes and remat policy, and `ShapeDtypeStruct`s of its weights.
 
-    Beside adapters, the frozen weights have the compute dtype.
+    With LoRA adapters, the frozen weights have the compute dtype.
     """
     m = config.model
     compute_dtype = jnp.dtype(m.compute_dtype)

@@ -75,8 +75,8 @@ def check(config: ConfigDict) -> None:
     """Checks this process against the config and against the other processes.
 
     Raises:
-      ValueError: sampling ahead would share devices with training, or processes differ; the message names the host and
-        the difference.
+      ValueError: sampling ahead would share devices with training, or processes differ in devices, versions or config.
+        If processes differ, the message names the hosts and the differences.
     """
     ahead, devices = config.rollout.max_staleness, jax.device_count()
     shared = not config.rollout.devices and not find_driver(config.rollout.driver).remote

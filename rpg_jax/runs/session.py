@@ -219,7 +219,7 @@ class Session:
         return self.now.number % every == 0 or self.now.number == self.trainer.last
 
     def _evaluate(self) -> None:
-        """Evaluates the present step, adds the scores to its metrics, and writes its line."""
+        """Evaluates the present step, adds the scores to the step's metrics, and writes the step's line of metrics."""
         started = time.perf_counter()
         scores = self.trainer.evaluate(self.now.state, self.now.number)
         seconds = {"time/evaluation": time.perf_counter() - started}

@@ -132,7 +132,7 @@ def with_kl_baseline(
 
 
 def counted_of(batch: RolloutBatch[Group]) -> jax.Array | None:
-    """bool[P, G], the completions that are trained (see `Group.counted`); None if all are."""
+    """bool[P, G], the completions that training uses (see `Group.counted`); None if training uses all of them."""
     counted = np.stack([g.counted for g in batch.groups])
     return None if counted.all() else jnp.asarray(counted)
 

@@ -149,7 +149,7 @@ def _stair(learning_rate: float, steps: int, updates_per_step: int) -> optax.Sch
 
 
 def _falling(rate: optax.ScalarOrSchedule, schedule: str, warm: int, last: int | None, final: float) -> optax.Schedule:
-    """`rate` times a factor that falls from 1, at the end of the warm-up, to `final` at update `last`, and stays."""
+    """`rate` times a factor: 1 up to update `warm`, falling to `final` at update `last`, and `final` after `last`."""
     if schedule not in SCHEDULES or last is None:
         raise ValueError(f"optimizer.schedule={schedule!r} must be one of {', '.join(SCHEDULES)}, with its length")
     if last <= warm:

@@ -376,7 +376,7 @@ class Balance:
             self._dispatch()
 
     def _compare(self, server: Server, probe: Probe, answer: Any) -> None:
-        """Raises ServerError if a server's answer to a probe is not that of the trainer's weights."""
+        """Raises ServerError if a server's log-probs are far from the trainer's. A smaller difference is a warning."""
         found, url = probe.difference(answer), server.caller.url
         self._gap = max(self._gap, found.mean)
         if not found.mean > probe.warns:
