@@ -32,8 +32,8 @@ def main() -> None:
             folders = []
             for address in arguments.run:
                 folder = stack.enter_context(storage.Folder(address))
-                folder.fetch()
                 try:
+                    folder.fetch()
                     if not run_files.read_metrics(folder.files):
                         raise ValueError("it has no step (no metrics.jsonl, or an empty one)")
                     run = run_files.Run.read(folder.files)

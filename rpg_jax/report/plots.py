@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -81,9 +82,13 @@ def empty_figure(
     width: float, height: float, *, dpi: int = 120, w_pad: float | None = None, h_pad: float | None = None
 ) -> Figure:
     """Makes a white figure of `width` x `height` inches; `w_pad` and `h_pad` lie around each panel."""
+    ours = "matplotlib" not in sys.modules
+    import matplotlib
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+    if ours:  # a file matplotlibrc of the present folder may have asked for LaTeX
+        matplotlib.rcdefaults()
     layout = ConstrainedLayoutEngine(w_pad=w_pad, h_pad=h_pad)
     return Figure(figsize=(width, height), dpi=dpi, facecolor="white", layout=layout)
 
@@ -99,9 +104,12 @@ def tidy(axes: Axes, title: str, *, title_pad: float | None = None, grid: Litera
 
 
 def png(figure: Figure) -> bytes:
-    """Draws a figure without a display."""
+    """Draws a figure without a display. A $ in a text is a $: names of runs and sets hold no formulas."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.text import Text
 
+    for text in figure.findobj(Text):
+        text.set_parse_math("mathdefault" in text.get_text())  # of a logarithmic axis
     image = io.BytesIO()
     FigureCanvasAgg(figure).print_png(image)
     return image.getvalue()

@@ -15,6 +15,9 @@ from rich.segment import Segment
 _HARMFUL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
+_NARROWEST = 40  # columns
+
+
 def plain(text: str) -> str:
     """The text with its control characters as Python writes them: `\\x1b` for an escape."""
     return _HARMFUL.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
@@ -84,4 +87,7 @@ def console(stream: TextIO | None = None) -> Console:
     """A console of rich on `stream` or else on stdout, whose texts are `plain` and hold no markup."""
     stream = sys.stdout if stream is None else stream
     stream = stream.raw if isinstance(stream, _Plain) else stream  # its colours are the console's own
-    return _Console(file=stream, markup=False, emoji=False, highlight=False)
+    made = _Console(file=stream, markup=False, emoji=False, highlight=False)
+    if made.width < _NARROWEST:  # the variable COLUMNS, which some programs set to 0
+        made.width = _NARROWEST
+    return made

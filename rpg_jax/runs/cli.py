@@ -157,7 +157,8 @@ def run(command: Callable[[argparse.Namespace], int | None], parser: Parser, arg
     try:
         options = parser.read(sys.argv[1:] if argv is None else argv)
         ended = command(options) or 0
-        sys.stdout.flush()  # a full disk is an error of the command
+        if sys.stdout is not None:  # it may be closed
+            sys.stdout.flush()  # a full disk is an error of the command
         return ended
     except Exception as error:
         code = exit_code(error)

@@ -241,6 +241,16 @@ class Field:
                 hint = "; for never, a number above train.steps" if name.endswith(".every") else ""
                 raise ValueError(f"{name}={value!r} must be in {self.range}{hint}")
 
+    def check_stored(self, name: str, value: Any, file: Path) -> None:
+        """Raises ValueError if a run's `file` has a value of another type, or outside the range."""
+        kinds = (self.kind, int) if self.kind is float else (self.kind,)
+        if value is None and isinstance(self.default, Unset):
+            return
+        if type(value) not in kinds:
+            raise ValueError(f"{file}: {name}={value!r:.60} must be of the type {self.kind.__name__}")
+        if not isinstance(self.choices, str):  # a table does not have the user's own functions
+            self.check(name, value)
+
     @property
     def text(self) -> str:
         """The meaning, and the values that the field takes."""

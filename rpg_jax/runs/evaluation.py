@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from rich.table import Table
 
-from rpg_jax import data, rewards, storage
+from rpg_jax import rewards, storage
 from rpg_jax.data import Group, Problem, RolloutBatch
 from rpg_jax.data.groups import last_shown
 from rpg_jax.parallel import hosts
@@ -26,7 +26,7 @@ from rpg_jax.report.tables import markdown_table
 from rpg_jax.rewards import Scorer
 from rpg_jax.rollout import Rollout, capacity
 from rpg_jax.runs import run_folder
-from rpg_jax.runs.experiment import Experiment, evaluation_generator, make_rollout, make_scorer
+from rpg_jax.runs.experiment import Experiment, evaluation_generator, make_rollout, make_scorer, problems_digest
 from rpg_jax.runs.logs import completion_entries
 from rpg_jax.runs.memory import make_decoding
 from rpg_jax.runs.policy import Policy
@@ -289,9 +289,9 @@ def evaluate(
         try:
             settings = settings_of(policy, name, k, f"{own.weights_checksum():016x}")
             folder = open_folder(out, home.files / "evaluations" / f"{name}-step-{policy.step}", settings)
-            records = sample(
-                experiment, own, folder / "completions.jsonl", policy.step, k, _COMPLETIONS_PER_SLOT * slots
-            )
+            with storage.files.locked(folder):
+                file = folder / "completions.jsonl"
+                records = sample(experiment, own, file, policy.step, k, _COMPLETIONS_PER_SLOT * slots)
         except KeyboardInterrupt:
             print("stopped; what was sampled is kept, and the same command continues")
             return None
@@ -315,7 +315,7 @@ def settings_of(policy: Policy, name: str, k: int | None, weights: str) -> dict[
         "step": policy.step,
         "weights": weights,
         "sets": {
-            name: f"{len(problems)} problems, {data.fingerprint(problems):08x}" for name, problems in held_out.items()
+            name: f"{len(problems)} problems, {problems_digest(problems)[:16]}" for name, problems in held_out.items()
         },
         "k": k or f"as often as the source has a problem, else {c.evaluation.k}",
         "seed": c.seed,
@@ -333,11 +333,14 @@ def open_folder(out: str | None, stem: Path, settings: dict[str, Any]) -> Path:
     """Makes or reopens the folder of an evaluation: `out`, or `stem` with a hash of `settings`. settings.json
     in the folder holds the settings.
 
+    The hash has a secret of the user: completions that came with somebody's run are never taken for this user's own.
+
     Raises:
       ValueError: it holds another evaluation, and the message names what differs; or links, which may lead anywhere.
     """
     text = json_files.dumps(settings, indent=1) + "\n"
-    folder = Path(out) if out else stem.with_name(f"{stem.name}-{hashlib.sha256(text.encode()).hexdigest()[:8]}")
+    digest = hashlib.sha256(storage.files.secret() + text.encode()).hexdigest()[:8]
+    folder = Path(out) if out else stem.with_name(f"{stem.name}-{digest}")
     file = folder / "settings.json"
     there = folder.iterdir() if folder.is_dir() else ()
     if links := [p for p in ([*there] if out else [folder.parent, folder, *there]) if p.is_symlink()]:

@@ -307,7 +307,7 @@ class Policy:
         base = models.local_folder(path, weights=False) if path else None
         ids = {"eos_token_id": tokenizer.eos_id, "bos_token_id": tokenizer.bos_id, "pad_token_id": tokenizer.pad_id}
         taken: dict[str, Any] = {"fields": ids} if base is None else {"base": base}
-        with storage.whole(out) as folder, layout.activate():
+        with storage.files.whole(out) as folder, layout.activate():
             models.save(folder, layout.model, self.params, dtype=dtype and jnp.dtype(dtype), **taken)
             tokenizer.save(folder)
 
@@ -421,7 +421,7 @@ def export_adapters(run: str, out: str, *, step: int | None = None) -> int:
         policy = of_run(folder, step, merge=False)
         layout = policy.experiment.layout
         assert layout.lora is not None
-        with storage.whole(target) as made, layout.activate():
+        with storage.files.whole(target) as made, layout.activate():
             base = layout.config.model.path
             lora.save_adapters(made, layout.model, layout.lora, policy.params, base=base)
     return policy.step

@@ -117,9 +117,9 @@ def _held(config: ConfigDict, folder: storage.Folder) -> Iterator[None]:
                 closing.enter_context(Lease(folder.home, _stop_writing))
             closing.enter_context(folder)
             if hosts.is_first():
-                with storage.locked(folder.files) if folder.files.exists() else contextlib.nullcontext():
+                with storage.files.locked(folder.files) if folder.files.exists() else contextlib.nullcontext():
                     open_run(config, folder)
-                closing.enter_context(storage.locked(folder.files))
+                closing.enter_context(storage.files.locked(folder.files))
         yield
 
 
@@ -148,13 +148,22 @@ def use_compilation_cache(folder: str | None = None) -> None:
 
     Raises ValueError if the address is neither a local path nor gs://BUCKET/FOLDER.
     """
-    chosen = storage.cache_folder() / "compiled" if folder is None else folder
+    chosen: str | Path = _own_cache() if folder is None else folder
     if chosen != "" and not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         address = str(storage.absolute(chosen))  # whichever folder the process moves to
         jax.config.update("jax_compilation_cache_dir", address)
     address = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     if address and not storage.in_bucket(storage.absolute(address)):
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def _own_cache() -> Path | str:
+    """The user's folder of compiled programs; "" for a user without a home, or whose home cannot be written."""
+    try:
+        (folder := storage.files.cache_folder() / "compiled").mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):
+        return ""
+    return folder if os.access(folder, os.W_OK) else ""
 
 
 def open_run(config: ConfigDict, folder: storage.Folder) -> None:
@@ -231,12 +240,14 @@ def read_config(path: Path) -> ConfigDict:
             f"{file} was written by an older version, which did not have {', '.join(missing)}. Add what that version "
             "did by these names (configs/base.py has their defaults), or check out the commit in versions.json"
         )
+    kept: dict[str, Any] = {}  # fields that no version has had are left out
     for name, field in config_files.fields().items():
-        if field.kind is float and isinstance(known[name], str):  # "inf"
-            section, last = _of_section(config, name)
-            section[last] = float(known[name])
-    config["run"]["accept_changes"] = False  # the word of a command
-    return ConfigDict(config)
+        value = float(known[name]) if field.kind is float and known[name] in ("inf", "-inf") else known[name]
+        field.check_stored(name, value, file)
+        section, last = _of_section(kept, name)
+        section[last] = value
+    kept["run"]["accept_changes"] = False  # the word of a command
+    return ConfigDict(kept)
 
 
 def _moved(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -253,9 +264,15 @@ def _moved(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _of_section(config: dict[str, Any], name: str) -> tuple[dict[str, Any], str]:
-    """The section of a field inside nested dicts, made where there is none, and the field's name there."""
+    """The section of a field inside nested dicts, made where there is none, and the field's name there.
+
+    Raises ValueError if something else has the name of the section.
+    """
     *sections, last = name.split(".")
-    return functools.reduce(lambda inside, section: inside.setdefault(section, {}), sections, config), last
+    found = functools.reduce(lambda inside, section: inside.setdefault(section, {}), sections, config)
+    if not isinstance(found, dict):
+        raise ValueError(f"{'.'.join(sections)} is a section of the config, and not {found!r:.60}")
+    return found, last
 
 
 def as_json(config: ConfigDict) -> dict[str, Any]:

@@ -272,7 +272,7 @@ def write_rows(rows: Sequence[Mapping[str, Any]], run_dir: str) -> str:
     if "," in str(folder):
         raise ValueError(f"run.dir={run_dir!r} has a comma, which separates the files of task.train: choose another")
     file = folder / f"{hashlib.sha256(content).hexdigest()[:12]}.jsonl"
-    if not file.exists():
+    if not file.exists() or file.read_bytes() != content:  # somebody may have edited it
         folder.mkdir(parents=True, exist_ok=True)
         storage.write_atomically(file, content)
     return str(file)

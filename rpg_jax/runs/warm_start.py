@@ -26,7 +26,14 @@ from rpg_jax.parallel import hosts
 from rpg_jax.report.progress import Progress
 from rpg_jax.rewards import Scorer
 from rpg_jax.rollout import Rollout
-from rpg_jax.runs.experiment import Experiment, input_digests, make_generator, make_rollout, weights_digest
+from rpg_jax.runs.experiment import (
+    Experiment,
+    code_digests,
+    input_digests,
+    make_generator,
+    make_rollout,
+    weights_digest,
+)
 from rpg_jax.runs.layout import Layout
 from rpg_jax.runs.learner import init_params
 from rpg_jax.runs.supervised import Demonstrations, several, supervised_config, supervised_learner
@@ -210,6 +217,9 @@ def cache_key(config: ConfigDict, read: Mapping[str, str]) -> str:
     if config.environment.name:
         asked = ("name", "options", "max_turns", "turn_tokens")  # in which process it runs does not count
         parts["environment"] = {name: config.environment[name] for name in asked}
+    r = config.rewards  # they decide the accuracy at which it stops
+    if (judged := [r.parts or "exact", r.accuracy, r.right_above]) != ["exact", None, None]:
+        parts["rewards"] = [*judged, code_digests(config)]
     apart = {
         "warm_start": ["dir", "max_tokens", "train", "enabled"],
         "evaluation": ["every", "drift"],

@@ -12,6 +12,7 @@ import importlib.util
 import itertools
 import os
 import re
+import secrets
 import shutil
 import tempfile
 import threading
@@ -63,6 +64,17 @@ def local(address: str | Path) -> Path:
 def cache_folder() -> Path:
     """The folder of this host's kept copies."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rpg_jax"
+
+
+def secret() -> bytes:
+    """Random bytes of this user on this host, which nobody who writes a folder elsewhere knows; b"" without a home."""
+    with contextlib.suppress(OSError, RuntimeError):
+        (file := cache_folder() / "secret").parent.mkdir(parents=True, exist_ok=True)
+        if not file.exists():
+            write_atomically(file, secrets.token_bytes(32))
+            file.chmod(0o600)
+        return file.read_bytes()
+    return b""
 
 
 def local_copy(address: str, patterns: Sequence[str]) -> Path:
@@ -143,7 +155,7 @@ def locked(folder: Path) -> Iterator[None]:
         try:
             fcntl.flock(number, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise ValueError(f"{folder} is being written by another run, under another name of the folder") from None
+            raise ValueError(f"{folder} is being written by another process: wait for its end, or stop it") from None
         except OSError:  # network file systems that lock no folders: the lease alone holds it
             pass
         yield
@@ -212,8 +224,14 @@ class Folder:
         return target
 
     def fetch(self) -> None:
-        """Copies everything except weights and the journal from the bucket to `files`."""
+        """Copies everything except weights and the journal from the bucket to `files`.
+
+        Raises ValueError for a local folder with a pipe or a device: whoever reads one may wait for ever.
+        """
         if not self._remote:
+            for path in self.files.rglob("*"):
+                if path.exists() and not (path.is_file() or path.is_dir()):
+                    raise ValueError(f"{path} is neither a file nor a folder: no run has one; remove it")
             return
         with errors.named(self.home):
             for name, path in errors.retried(lambda: list(_files(self.home, skipped=_IN_PLACE)), self.home):

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +18,7 @@ from rpg_jax.report.plots import (
     LINE,
     PANELS,
     curves_of,
+    draw_checkpoints,
     draw_curves,
     draw_drift,
     shared_points,
@@ -97,3 +102,29 @@ def test_drift_is_drawn_where_a_run_measured_it():
 def test_seeds_are_compared_at_the_steps_that_all_have():
     steps, values = shared_points(curves_of([drifted(3), drifted(2)], "eval/A/initial_kl"))
     assert steps == [0, 1, 2] and values.shape == (2, 3)
+
+
+def test_a_dollar_in_a_name_is_no_formula(tmp_path):
+    name = r"a$\frac{b$ and $\undefined$"
+    (folder := tmp_path / name).mkdir()
+    log(folder, [{"step": step, f"eval/{name}/mean_at_k": 0.5, "reward": 0.1} for step in (1, 2)])
+    assert draw_curves(folder).stat().st_size > 1000
+    assert draw_checkpoints(name, [(1, {name: {"scores": {"Mean@1": SCORE}}})])
+
+
+SCORE = {"value": 0.5, "standard_error": 0.1, "low": 0.3, "high": 0.7}
+ASKS_FOR_LATEX = """
+import io, sys
+from pathlib import Path
+from rpg_jax.report import plots
+figure = plots.empty_figure(2, 2)
+figure.subplots().set_title("a")
+sys.exit(not plots.png(figure))
+"""
+
+
+def test_a_matplotlibrc_of_the_present_folder_asks_for_no_latex(tmp_path):
+    (tmp_path / "matplotlibrc").write_text("text.usetex: True\nbackend: module://planted\n")
+    how = {"env": os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}, "cwd": tmp_path}
+    done = subprocess.run([sys.executable, "-c", ASKS_FOR_LATEX], capture_output=True, text=True, **how)
+    assert done.returncode == 0, done.stderr

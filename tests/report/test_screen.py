@@ -140,3 +140,16 @@ def test_every_command_guards_its_screen_and_nobody_writes_past_it():
         command = "if __name__ ==" in text and path.name not in ("verifier_process.py", "docs.py", "train.py")
         assert not command or "cli.run(" in text or "screen.guard()" in text or "prepare_process()" in text, path
     assert "screen.guard()" in (ROOT / "rpg_jax/runs/cli.py").read_text()
+
+
+@pytest.mark.parametrize("columns", ["0", "1", "-5", "abc"])
+def test_a_table_is_shown_whatever_the_environment_says_of_the_screen(tmp_path, columns):
+    (file := tmp_path / "rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
+    assert b"problem 0" in run("rpg_jax.data", "inspect", str(file), env={"COLUMNS": columns})
+
+
+def test_the_markup_of_rich_in_a_row_is_text(tmp_path):
+    row = {"question": "q", "answer": "2", "source": "[link=file:///etc/passwd]x[/link] [/never opened] :skull:"}
+    (file := tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    printed = run("rpg_jax.data", "inspect", str(file))
+    assert b"[link=file:///etc/passwd]x[/link] [/never opened] :skull:" in printed

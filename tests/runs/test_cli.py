@@ -182,3 +182,17 @@ print(libc.sbrk(0) - before)
 def test_the_heap_grows_by_the_pad():
     grown = subprocess.run([sys.executable, "-c", GROWTH], capture_output=True, text=True, check=True, timeout=60)
     assert int(grown.stdout) >= 1 << 26
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_closed_stream_is_no_error_of_a_command(tmp_path, closed):
+    code = "from rpg_jax.runs import cli; cli.sys.exit(cli.run(lambda options: print('done'), cli.parser('x', '')))"
+    done = subprocess.run(f'exec "{sys.executable}" -c "{code}" {closed}', shell=True, cwd=ROOT, capture_output=True)
+    assert done.returncode == 0 and b"Traceback" not in done.stderr
+
+
+def test_a_full_stdout_is_one_line_that_names_it():
+    code = "from rpg_jax.runs import cli; cli.sys.exit(cli.run(lambda options: print('done'), cli.parser('x', '')))"
+    with open("/dev/full", "w") as full:
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True, stdout=full)
+    assert (done.returncode, done.stderr) == (1, "error: No space left on device: <stdout>\n")

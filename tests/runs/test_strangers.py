@@ -9,8 +9,10 @@ import pytest
 
 from configs import tiny
 from rpg_jax import Policy, evaluate, export, sample
+from rpg_jax.data import Problem, fingerprint
 from rpg_jax.rewards.verifiers import VERIFIERS
 from rpg_jax.runs import evaluation, run_folder
+from rpg_jax.runs.experiment import problems_digest
 from rpg_jax.storage import write_atomically
 from rpg_jax.storage.leases import _File
 from tests import test_export
@@ -166,3 +168,66 @@ def test_the_code_of_a_verifier_is_in_the_key_of_an_evaluation(strange, monkeypa
     read = Path.read_bytes
     monkeypatch.setattr(Path, "read_bytes", lambda self: read(self) + b"\n# edited" * (self.suffix == ".py"))
     assert keyed(**fields) != before and not Path("imported").exists()
+
+
+def test_completions_that_came_with_a_run_are_not_taken_for_an_evaluation(tmp_path, monkeypatch):
+    """Whoever wrote the folder knows the settings, and would know where the results of this user will lie."""
+    names = set()
+    for user in ("theirs", "mine"):
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / user))
+        first, second = (evaluation.open_folder(None, tmp_path / user / "r" / "s", {"a": 1}) for _ in range(2))
+        assert first == second, "a user's own evaluation continues"
+        names.add(first.name)
+        assert (tmp_path / user / "rpg_jax" / "secret").stat().st_mode & 0o077 == 0
+    assert len(names) == 2
+
+
+def test_the_verifier_that_a_rows_source_chooses_is_in_the_key_of_an_evaluation():
+    key = {problems_digest([Problem(0, "1+1=", "2", source)]) for source in ("gsm8k", "math500")}
+    assert len(key) == 2 and fingerprint([Problem(0, "1", "2", "a")]) == fingerprint([Problem(0, "1", "2", "b")])
+
+
+@pytest.mark.parametrize("place", ["tokenizer.pipe", "checkpoints/3/state/pipe", "rollouts/zero"])
+def test_a_pipe_or_a_device_in_the_folder_is_not_waited_for(strange, place):
+    folder = strange()
+    (folder / place).parent.mkdir(exist_ok=True, parents=True)
+    os.symlink("/dev/zero", folder / place) if "zero" in place else os.mkfifo(folder / place)
+    with pytest.raises(ValueError, match=r"is neither a file nor a folder: no run has one; remove it"):
+        Policy.from_run(folder)
+
+
+VALUES = {
+    "rollout.slots": [10**12, "8", -1, 1.5, True, [1]],
+    "rollout.max_tokens": [0, None, "16", 2**40, {}],
+    "model.num_layers": ["3", 10**9, 0],
+    "model.compute_dtype": [1, None, "pickle"],
+    "train.steps": ["10", -5, 1e300],
+    "optimizer.b1": ["x", 2.0, None],
+    "task.thinking": ["yes", 1],
+    "rewards.parts": [3, ["exact"]],
+    "seed": ["0", 2**31, -1],
+    "mesh.fsdp": ["all", 10**7],
+}
+
+
+@pytest.mark.parametrize("field", VALUES)
+def test_a_value_that_no_run_has_written_is_refused_by_file_and_field(strange, field):
+    folder = strange()
+    whole = (folder / "config.json").read_text()
+    for value in VALUES[field]:
+        config = json.loads(whole)
+        section, name = field.rpartition(".")[::2]
+        (config[section] if section else config)[name] = value
+        (folder / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=field.replace(".", r"\.")):
+            Policy.from_run(folder)
+
+
+@pytest.mark.parametrize("key", ["a.b", "", "rewards", "judge", "run", "__class__", "x" * 10**5])
+def test_a_field_that_no_run_has_is_one_line(strange, capsys, tmp_path, key):
+    folder = strange()
+    config = json.loads((folder / "config.json").read_text())
+    config[key] = 1
+    (folder / "config.json").write_text(json.dumps(config))
+    code = export.main([f"--run={folder}", f"--out={tmp_path / 'out'}"])
+    assert code in (0, 2) and "Traceback" not in capsys.readouterr().err

@@ -41,3 +41,12 @@ def test_what_no_row_can_be_is_named(tmp_path):
         train_call.write_rows(["1+1"], str(tmp_path))
     with pytest.raises(ValueError, match="data has one row, and one at least is held out"):
         train_call.split_rows(ROWS[:1], 256)
+
+
+def test_rows_that_somebody_has_edited_are_written_again(tmp_path):
+    """The name of the file is the digest of the rows: a run on the same rows would else train on the edited ones."""
+    rows = [{"question": "1+1=", "answer": "2"}]
+    file = Path(train_call.write_rows(rows, str(tmp_path)))
+    before = file.read_text()
+    file.write_text(before.replace('"2"', '"3"'))
+    assert train_call.write_rows(rows, str(tmp_path)) == str(file) and file.read_text() == before

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 
+from configs import tiny
 from rpg_jax import data
 from rpg_jax.data import Problem
 from rpg_jax.runs.experiment import make_scorer, open_experiment
@@ -155,3 +156,18 @@ def test_runs_of_two_limits_start_from_the_same_weights(tmp_path, capsys):
     assert len(list((tmp_path / "warm").iterdir())) == 1
     for a, b in zip(*map(jax.tree.leaves, found), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def test_another_reward_is_another_warm_start(tmp_path, monkeypatch):
+    """The reward decides the accuracy at which it stops. A run of the default reward keeps the name that it had."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (module := tmp_path / "grade_of_warm_start.py").write_text("a = 1\n")
+    config, keys = resolve(tiny.get_config()), []
+    keys.append(cache_key(supervised_config(config), {}))
+    for parts, above in (("exact", 0.5), ("grade_of_warm_start:f", None), ("grade_of_warm_start:f", 0.5)):
+        with config.unlocked():
+            config.rewards.parts, config.rewards.right_above = parts, above
+        keys.append(cache_key(supervised_config(config), {}))
+    module.write_text("a = 2\n")
+    keys.append(cache_key(supervised_config(config), {}))
+    assert len(set(keys)) == 5

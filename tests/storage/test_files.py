@@ -42,17 +42,17 @@ def test_a_folder_has_one_lease_and_one_lock_whatever_its_name(tmp_path):
     (tmp_path / "elsewhere" / "s").symlink_to(tmp_path / "r")
     assert storage.Folder(tmp_path / "elsewhere" / "s").home == storage.Folder(tmp_path / "r").home
     command = [sys.executable, "-c", LOCKS, str(tmp_path / "elsewhere" / "s")]
-    with storage.locked(tmp_path / "r"):
-        assert (
-            "is being written by another run, under another name"
-            in subprocess.run(command, capture_output=True, text=True).stderr
-        )
+    with storage.files.locked(tmp_path / "r"):
+        assert "is being written by another process" in subprocess.run(command, capture_output=True, text=True).stderr
     assert subprocess.run(command).returncode == 0
 
 
-LOCKS = (
-    "import sys; from pathlib import Path; from rpg_jax import storage; storage.locked(Path(sys.argv[1])).__enter__()"
-)
+LOCKS = """
+import sys
+from pathlib import Path
+from rpg_jax import storage
+storage.files.locked(Path(sys.argv[1])).__enter__()
+"""
 
 
 def test_a_push_that_comes_after_the_end_leaves_the_bucket_as_it_is(tmp_path, monkeypatch):

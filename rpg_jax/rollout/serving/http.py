@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import logging
 import re
 import time
 import uuid
@@ -16,6 +17,7 @@ from typing import Any
 import grpc
 import prometheus_client
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 from aiohttp.typedefs import Handler, Middleware
 from prometheus_client.exposition import choose_encoder
 
@@ -63,6 +65,9 @@ async def start(
     # aiohttp's timeout of a connection begins when it opens, and again after an answer; it ends with a request's head.
     options: dict[str, Any] = {"access_log": None, "keepalive_timeout": STALL_SECONDS}
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0, **options)
+    # What is no HTTP is answered with 400; aiohttp would also write a traceback of each.
+    broken = HttpProcessingError, web.RequestPayloadError
+    logging.getLogger("aiohttp.server").addFilter(lambda r: not (r.exc_info and isinstance(r.exc_info[1], broken)))
     await runner.setup()
     await web.TCPSite(runner, access.host, port, ssl_context=access.tls()).start()
     return runner
@@ -239,6 +244,8 @@ async def _body(request: web.Request) -> RequestFields:
     except TimeoutError:
         late = f"the body took longer than {STALL_SECONDS:g} s to arrive; send it at once"
         raise Refused(grpc.StatusCode.DEADLINE_EXCEEDED, late) from None
+    except web.RequestPayloadError as error:  # an encoding that its bytes do not have
+        raise ValueError(f"the request cannot be read: {error}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the request is not JSON: {error}") from None
     if not isinstance(body, dict):

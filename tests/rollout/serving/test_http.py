@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import http.client
 import json
 import socket
@@ -305,6 +306,37 @@ def test_a_web_page_gets_no_answer(server, page):
         assert (reply.status == 200) if simple else (reply.status == status and b'"error"' in answer), (path, answer)
         assert not any(name.lower().startswith("access-control") for name in reply.headers)
         connection.close()
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+BROKEN = {
+    "a body of another encoding": (
+        HEAD + b"Content-Encoding: deflate\r\nContent-Length: 4\r\n\r\n\xff\xff\xff\xff",
+        400,
+    ),
+    "200 MB in 200 kB": (
+        HEAD
+        + b"Content-Encoding: gzip\r\nContent-Length: %d\r\n\r\n%s" % (len(BOMB := gzip.compress(b" " * 2**27)), BOMB),
+        413,
+    ),
+    "two hosts": (HEAD + b"Host: evil.example\r\n\r\n", 400),
+    "two types": (HEAD + b"Content-Type: text/plain\r\n\r\n", 400),
+    "no host": (b"GET /v1/models HTTP/1.1\r\n\r\n", 400),
+    "20,000 headers": (HEAD + b"".join(b"X-%d: y\r\n" % i for i in range(20_000)) + b"\r\n", 400),
+    "another address in the first line": (b"GET http://evil.example/ HTTP/1.1\r\nHost: evil.example\r\n\r\n", 403),
+    "a host with a user": (b"GET /metrics HTTP/1.1\r\nHost: localhost@evil.example\r\n\r\n", 403),
+    "6,000 digits": (HEAD + b"Content-Length: 6014\r\n\r\n" + b'{"prompt":"1' + b"1" * 6000 + b'"}', 400),
+    "UTF-16": (HEAD + b"Content-Length: 32\r\n\r\n" + '{"prompt": "1"}'.encode("utf-16"), 200),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_what_is_no_request_of_ours_is_answered_without_a_traceback(server, caplog, capfd, kind):
+    content, status = BROKEN[kind]
+    with socket.create_connection(("127.0.0.1", server.http_port), timeout=60) as connection:
+        connection.sendall(content)
+        assert int(connection.recv(1000).split()[1]) == status
+    assert not [record for record in caplog.records if record.exc_info] and "Traceback" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("host", ["localhost", "127.0.0.1:9", "127.1.2.3", "[::1]:80"])
