@@ -4,6 +4,7 @@ import contextlib
 import importlib.metadata
 import json
 import re
+from pathlib import Path
 
 import jax
 import pytest
@@ -125,6 +126,10 @@ def test_a_run_older_than_a_field_that_changes_no_number_has_its_default(tmp_pat
     assert read.servers.to_dict() == new.servers.to_dict() and read.log.project == "rpg_jax"
 
 
+def no_home():
+    raise RuntimeError("Could not determine home directory.")
+
+
 def test_a_process_that_changes_its_folder_still_finds_its_compiled_programs(tmp_path, monkeypatch):
     before = jax.config.jax_compilation_cache_dir
     monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
@@ -135,6 +140,12 @@ def test_a_process_that_changes_its_folder_still_finds_its_compiled_programs(tmp
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         run_folder.use_compilation_cache()  # no folder among the runs, which may be a stranger's
         assert jax.config.jax_compilation_cache_dir == str(tmp_path / "cache" / "rpg_jax" / "compiled")
+        (tmp_path / "file").touch()
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+        assert run_folder._own_cache() == "", "a home that cannot be written keeps none"
+        monkeypatch.delenv("XDG_CACHE_HOME")
+        monkeypatch.setattr(Path, "home", no_home)
+        assert run_folder._own_cache() == ""
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
 
