@@ -28,8 +28,8 @@ def pages() -> list[Path]:
 @pytest.mark.parametrize(
     ("name", "found", "ceiling"),
     [
-        ("files of rpg_jax", lambda: len(sources("rpg_jax")), 209),
-        ("lines of rpg_jax", lambda: lines(sources("rpg_jax")), 37_900),
+        ("files of rpg_jax", lambda: len(sources("rpg_jax")), 208),
+        ("lines of rpg_jax", lambda: lines(sources("rpg_jax")), 38_000),
         ("lines of experiments and examples", lambda: lines(sources("experiments", "examples")), 3_800),
         ("lines of the longest file", lambda: max(lines([path]) for path in sources("rpg_jax")), 430),
         ("config fields", lambda: len(config_files.fields()), 190),
