@@ -144,4 +144,4 @@ def test_another_function_of_the_same_name_is_another_objective():
 )
 def test_what_a_program_hands_over_wrongly_is_refused(arguments, message):
     with pytest.raises(ValueError, match=message):
-        rpg_jax.train(**arguments)
+        rpg_jax.train("tiny", **arguments)

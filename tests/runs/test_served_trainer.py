@@ -17,14 +17,17 @@ URLS = {"servers.urls": "http://127.0.0.1:1"}
     [
         ({}, "needs different addresses in servers.urls, got ''"),
         ({"servers.urls": "http://h:1, http://h:1"}, "needs different addresses in servers.urls"),
-        ({"servers.urls": "h:1"}, "servers.urls: 'h:1' is not of the form http://HOST:PORT"),
+        ({"servers.urls": "h:1"}, "the server's address 'h:1' is not of the form http://HOST:PORT"),
         (URLS, "needs servers.weights, a folder that the servers see too"),
         (URLS | {"servers.weights": "gs://b/w"}, "'gs://b/w' is no local folder"),
         (URLS | {"rollout.int8": True}, "int8 and int8_kv are the servers' own choice"),
         (URLS | {"rollout.swap": "midway"}, "needs rollout.devices=0 and rollout.swap=between"),
         (URLS | {"servers.kind": "sglang", "rollout.top_k": 5}, "returns log-probs from before rollout.top_k=5"),
         (URLS | {"KEY": "k"}, "the variable RPG_JAX_SERVERS_KEY: an API key has at least 16"),
-        (URLS | {"servers.certificate": "/none.pem", "servers.urls": "https://h"}, "servers.certificate=/none.pem: No"),
+        (
+            URLS | {"servers.certificate": "/none.pem", "servers.urls": "https://h"},
+            "the servers' certificate /none.pem: No",
+        ),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(changes, message, monkeypatch):
