@@ -16,7 +16,7 @@ def get_config(variant: str = ""):
     c.task.max_prompt_tokens = 72
     c.rewards.parts = "examples.sums:equation"
 
-    c.rollout.temperature = 0.6  # at 1 the policy solves half as many to begin with
+    c.rollout.temperature = 0.6  # at 1 the policy solves less than half as many to begin with
     c.rollout.max_tokens = 32
     c.train.packed_length = 328  # a prompt and its eight completions
     c.evaluation.temperature = 0.6
