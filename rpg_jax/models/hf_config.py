@@ -28,6 +28,11 @@ def read_config(folder: Path | str) -> DecoderConfig:
     if not path.is_file():
         raise ValueError(f"{folder} is not a Hugging Face model folder: it has no config.json")
     fields = read_object(path)
+    if {"rollout", "train"} <= fields.keys():
+        raise ValueError(
+            f"{folder} is a run and no model: python -m rpg_jax.export --run={folder} --out=FOLDER writes its policy "
+            "as one, and --config.model.path=FOLDER starts a new run from it"
+        )
     try:
         return parse_config(fields)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, ZeroDivisionError) as error:

@@ -108,6 +108,8 @@ def open_experiment(
       ValueError: there is no device, or the task, the environment, the tokenizer or the layout refuses the config.
     """
     processes.platform()
+    if train:
+        check_model(config)
     plays = train or held_out
     task = Task.from_config(config, train=train, held_out=held_out) if plays else Task([], {}, ())
     with contextlib.ExitStack() as failing:
@@ -117,9 +119,25 @@ def open_experiment(
         tokenizer = open_tokenizer(config, task, run_dir)
         task, notes = (task.with_answers(config) if answers else task).encoded(tokenizer, config)
         place = config, tokenizer.vocab_size
-        layout = with_micro_batch(make_layout(*place)) if train else fitting_layout(*place)
+        layout = memory.checked(with_micro_batch(make_layout(*place))) if train else fitting_layout(*place)
         failing.pop_all()  # from here on the experiment closes the stage
     return Experiment(layout, tokenizer, task, notes, stage, handed)
+
+
+def check_model(config: ConfigDict) -> None:
+    """Reads the description of `model.path` before anything is loaded.
+
+    Raises ValueError if its architecture is not supported, or if prompt and completion do not fit its context.
+    """
+    if not config.model.path:
+        return
+    model = models.read_config(models.local_folder(config.model.path, weights=False))
+    prompt, completion, context = config.task.max_prompt_tokens, config.rollout.max_tokens, model.rope
+    if prompt + completion > context.max_position_embeddings:
+        raise ValueError(
+            f"task.max_prompt_tokens={prompt} and rollout.max_tokens={completion} are more than the "
+            f"{context.max_position_embeddings} tokens that {config.model.path} has positions for: lower one of them"
+        )
 
 
 def make_stage(config: ConfigDict, handed: Handed = NOTHING) -> Stage | None:

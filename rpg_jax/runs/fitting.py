@@ -119,7 +119,7 @@ def fitted(config: ConfigDict, asked: Collection[str], rows: Sequence[str]) -> F
         ),
         (f"a step: {prompts} prompts x {group} completions", "rollout.prompts_per_step, rollout.group_size"),
         (
-            f"length: {steps} steps, an evaluation every {config.evaluation.every}",
+            f"length: {steps} steps, of which the first compiles, and an evaluation every {config.evaluation.every}",
             "train.steps, evaluation.every",
         ),
     ]

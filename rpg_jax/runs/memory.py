@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -211,6 +212,29 @@ def with_micro_batch(layout: Layout) -> Layout:
         fits = f"which fits {memory / 2**30:.1f} GiB"
         print(f"train.microbatch_size={rows} of {whole} rows an update, {fits}", file=sys.stderr)
     return fitted
+
+
+def checked(layout: Layout) -> Layout:
+    """`layout`, whose training and sampling fit the memory by arithmetic; on a CPU the memory is that of the machine.
+
+    Raises ValueError if they do not. What fits by arithmetic may still be too much for a compiler.
+    """
+    available = layout.device_memory
+    if available is None and jax.default_backend() == "cpu":
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / jax.local_device_count()
+    if available is None:
+        return layout
+    learner, decoding = make_learner(layout), make_decoding(layout)
+    needed = {"training": peak(layout, learner, decoding), "sampling": resident(layout, learner, decoding)["prefill"]}
+    name = max(needed, key=lambda key: needed[key])
+    if needed[name] > available:
+        c = layout.config
+        raise ValueError(
+            f"{name} needs {needed[name] / 2**30:.1f} GiB or more on a device with {available / 2**30:.1f}: lower "
+            f"rollout.max_tokens={c.rollout.max_tokens}, rollout.slots={decoding.slots} or "
+            f"train.microbatch_size={row_shape(c).rows}; python -m rpg_jax.plan has the sum"
+        )
+    return layout
 
 
 def peak(layout: Layout, learner: Learner, decoding: Decoding) -> float:

@@ -191,6 +191,11 @@ def _check_loss(config: ConfigDict) -> None:
     if advantage not in losses.LEARNED_ADVANTAGES:
         with _named(f"loss.advantage={advantage}"):
             losses.advantages(advantage, np.zeros((2, 2)), lengths=np.ones((2, 2), np.int32))
+            if config.rollout.group_size == 1 and _has_baseline(advantage, 2) and not _has_baseline(advantage, 1):
+                raise ValueError(
+                    f"rollout.group_size=1: loss.advantage={advantage} compares the completions of a prompt, and one "
+                    "alone has nothing to be compared with; set rollout.group_size=2 or more"
+                )
         if config.loss.credit == "turn":
             losses.turn_advantages(advantage, [[np.zeros(1, np.float32)]])
     name, hyperparameters = loss_arguments(config)
@@ -200,6 +205,13 @@ def _check_loss(config: ConfigDict) -> None:
         jax.eval_shape(
             lambda **arrays: losses.policy_loss(name, **arrays, **hyperparameters), **dict.fromkeys(names, one)
         )
+
+
+def _has_baseline(advantage: str, group: int) -> bool:
+    """Whether an advantage stays the same where all rewards rise by one, in groups of `group` completions."""
+    paid, lengths = np.arange(2.0 * group).reshape(2, group), np.ones((2, group), np.int32)
+    low, high = (losses.advantages(advantage, x, lengths=lengths) for x in (paid, paid + 1))
+    return bool(np.allclose(low, high, atol=1e-3))
 
 
 @contextlib.contextmanager

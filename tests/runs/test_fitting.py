@@ -102,3 +102,22 @@ def test_what_is_missing_is_named(tmp_path, capsys):
     with pytest.raises(ValueError, match="'gemma' is not supported; the families are"):
         rpg_jax.train(model=tmp_path, data=ROWS, reward=short, overrides={"run.dir": str(tmp_path)})
     assert train_command.main(["--data=rows.jsonl"]) == 2 and "which model" in capsys.readouterr().err
+
+
+def test_what_cannot_run_is_refused_by_name_before_weights_are_loaded(tmp_path, monkeypatch):
+    few = {"run.dir": str(tmp_path), "train.steps": 1}
+    with pytest.raises(
+        ValueError, match=r"rollout.max_tokens=100000 are more than the \d+ tokens that configs/chains_st"
+    ):
+        rpg_jax.train(model=MODEL, data=ROWS, reward=short, overrides={**few, "rollout.max_tokens": 100_000})
+    monkeypatch.setattr("os.sysconf", lambda name: 1000)  # a megabyte
+    with pytest.raises(
+        ValueError, match=r"(training|sampling) needs 0.0 GiB or more .*rollout.max_tokens=64, rollout.sl"
+    ):
+        rpg_jax.train(model=MODEL, data=ROWS, reward=short, overrides=few)
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.json").write_text('{"rollout": {}, "train": {}}')
+    with pytest.raises(ValueError, match="run is a run and no model: python -m rpg_jax.export --run="):
+        rpg_jax.train(model=run, data=ROWS, reward=short, overrides=few)
+    assert [path.name for path in tmp_path.iterdir() if path.name[0] != "."] == ["rows", "run"]

@@ -28,6 +28,7 @@ def resolved(**changes):
         ({"rewards.parts": "exact:nan"}, "the weight of the reward 'exact' must be a number within"),
         ({"train.updates_per_step": 3}, "rollout.prompts_per_step=64 must be a multiple of train.updates_per_step=3"),
         ({"rewards.overlong_buffer": 6}, r"rewards.overlong_buffer=6 must be in \[1, rollout.max_tokens=5\]"),
+        ({"rollout.group_size": 1}, "group_size=1: loss.advantage=group_mean compares the completions of a prompt"),
         ({"optimizer.warmup": "10"}, "optimizer.warmup='10' must be a number with its unit"),
         ({"reference.every": "2 epochs"}, "reference.every='2 epochs' must be a number with its unit"),
         ({"rewards.parts": "exact,format", "rewards.format": "numbr"}, "rewards.format='numbr': did you mean 'number'"),
@@ -60,6 +61,13 @@ def test_the_reward_is_the_environments_where_there_is_one_and_none_is_named():
     assert resolved().rewards.parts == "exact"
     assert resolved(**{"environment.name": "m:E"}).rewards.parts == "environment"
     assert resolved(**{"environment.name": "m:E", "rewards.parts": "exact"}).rewards.parts == "exact"
+
+
+def test_the_overlong_buffer_is_the_papers_share_of_the_limit_where_nobody_sets_it():
+    for limit, buffer in ((8, 2), (3, 1), (1024, 256), (2048, 512), (8192, 512)):
+        assert (
+            resolved(**{"rollout.max_tokens": limit, "rewards.overlong_buffer": None}).rewards.overlong_buffer == buffer
+        )
 
 
 def test_overlong_shaping_that_is_off_needs_no_buffer():
