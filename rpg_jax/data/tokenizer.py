@@ -7,7 +7,7 @@ import io
 import json
 import os
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -215,8 +215,7 @@ class HuggingFaceTokenizer:
         generation = read_if_there(file.with_name("generation_config.json"))
         self.vocab_size = self._model.get_vocab_size(with_added_tokens=True)
         eos = self._special_id(config, "eos_token")
-        stops = generation.get("eos_token_id", [])
-        stops = [stops] if isinstance(stops, int) else stops
+        stops = _stops(generation)
         self.stop_token_ids = tuple(dict.fromkeys(([] if eos is None else [eos]) + stops))
         if not self.stop_token_ids:
             raise ValueError(
@@ -253,11 +252,15 @@ class HuggingFaceTokenizer:
         return hashlib.sha256(json.dumps(self._about, sort_keys=True).encode()).hexdigest()
 
     def save(self, folder: Path) -> None:
-        """Copies the files in Hugging Face layout."""
+        """Copies the files in Hugging Face layout. A stop token that generation_config.json lacks is added there."""
         folder.mkdir(parents=True, exist_ok=True)
         for name in _FILES:
             if (self._folder / name).is_file():
                 shutil.copyfile(self._folder / name, folder / name)
+        generation = read_if_there(file := folder / "generation_config.json")
+        if not set(self.stop_token_ids) <= set(_stops(generation)):
+            generation["eos_token_id"] = [*self.stop_token_ids]
+            file.write_text(json.dumps(generation, indent=2) + "\n", encoding="utf-8")
 
     def _special_id(self, config: dict[str, Any], name: str) -> int | None:
         token = _content(config.get(name))
@@ -267,6 +270,12 @@ class HuggingFaceTokenizer:
         if token_id is None:
             raise ValueError(f"tokenizer_config.json names {name} {token!r}, which tokenizer.json does not have")
         return token_id
+
+
+def _stops(generation: Mapping[str, Any]) -> list[int]:
+    """The stop tokens of the fields of a generation_config.json."""
+    stops = generation.get("eos_token_id")
+    return [] if stops is None else [stops] if isinstance(stops, int) else stops
 
 
 class IncrementalDecoder:

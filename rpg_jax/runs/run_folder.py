@@ -104,9 +104,10 @@ def held(config: ConfigDict) -> Iterator[storage.Folder]:
         raise
 
 
-def _helps(path: Any) -> bool:
+def _helps(path: Path) -> bool:
     """Whether a file is of use after a failure: the journal's groups, the stacks of a stall, the memory's owners."""
-    return path.name in ("stall.txt", "memory.prof") or (path.parent.name == "journal" and path.is_file())
+    helps = path.name in ("stall.txt", "memory.prof") or "journal" in path.parent.parts
+    return helps and path.is_file() and path.stat().st_size > 0
 
 
 @contextlib.contextmanager

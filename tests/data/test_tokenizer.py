@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+
 import pytest
 import tokenizers
 from hypothesis import given, settings
@@ -134,3 +136,15 @@ def converted(tmp_path_factory):
 def test_a_tokenizer_of_hugging_face_is_saved_as_its_files(qwen_like, tmp_path):
     qwen_like.save(tmp_path / "copy")
     assert load_tokenizer(tmp_path / "copy").digest() == qwen_like.digest()
+
+
+@pytest.mark.parametrize("stops", [None, 0, [0], [0, 1]])
+def test_a_stop_token_that_the_generation_config_lacks_is_in_the_saved_one(tmp_path, stops):
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<eos>": 1}, unk_token="a"))
+    (own := tmp_path / "own").mkdir()
+    model.save(str(own / "tokenizer.json"))
+    (own / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    (own / "generation_config.json").write_text(json.dumps({"top_k": 5, "eos_token_id": stops}))
+    load_tokenizer(own).save(tmp_path / "saved")
+    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    assert saved["top_k"] == 5 and set(saved["eos_token_id"]) == {1, *([] if stops is None else {0})}

@@ -72,6 +72,14 @@ def test_a_call_trains_the_reward_that_was_passed_and_a_failure_leaves_no_folder
     with pytest.raises(ValueError, match="does not cover|devices"):
         rpg_jax.train(model=MODEL, data=ROWS, reward=reward, overrides={**few, "mesh.fsdp": 3})
     assert [path.name for path in (tmp_path / "runs").iterdir() if path.name[0] != "."] == ["rows"]
+
+    def fails(*arguments):
+        raise ValueError("the first evaluation fails")
+
+    with monkeypatch.context() as failing, pytest.raises(RuntimeError, match="the first evaluation fails"):
+        failing.setattr("rpg_jax.runs.evaluation.HeldOut.evaluate", fails)  # the session is open, its files are there
+        rpg_jax.train(model=MODEL, data=ROWS, reward=reward, overrides=few)
+    assert [path.name for path in (tmp_path / "runs").iterdir() if path.name[0] != "."] == ["rows"]
     result = rpg_jax.train(model=MODEL, data=ROWS, reward=reward, overrides=few)
     assert result.finished and result.metrics[1]["reward"] == 1.0  # nothing is taken from it
     assert not any(name.startswith("reward/") for name in result.metrics[1])
