@@ -163,14 +163,10 @@ def open_source(name: str, *, count: int, seed: int) -> tuple[Reading, Rows]:
 
 def file_rows(path: Path) -> list[Any]:
     """The rows of a file, or of the files in a folder, as they are. Raises ValueError for a row that does not parse."""
-    rows = []
-    for where, row in _files(path):
-        if isinstance(row, BadRow):
-            raise ValueError(f"{where}: {row}")
-        rows.append(row)
-    if not rows:
-        raise ValueError(f"{path} has no rows")
-    return rows
+    found = list(_files(path))
+    if bad := [f"{where}: {row}" for where, row in found if isinstance(row, BadRow)]:
+        raise ValueError(bad[0])
+    return [row for _, row in found]
 
 
 def _files(path: Path) -> Rows:

@@ -13,7 +13,6 @@ from rpg_jax.runs.problems import Task
 from rpg_jax.runs.resolve import check_trusted, resolve
 
 Read = Callable[[str], str]
-_FOREVER_S = 1e9
 
 
 def chat(

@@ -1,7 +1,4 @@
-"""The config of a run that is asked for by a model, rows and a reward: what nobody set is chosen here, and said.
-
-The fields in `NEUTRAL` do not depend on anything. The others follow from the model, the rows and the device.
-"""
+"""The config of a run that is asked for by a model, rows and a reward: what nobody set is chosen here, and said."""
 
 from __future__ import annotations
 
@@ -13,9 +10,10 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from rpg_jax import data, losses, models
+from rpg_jax import data, models
 from rpg_jax.models.sizes import parameter_count
 from rpg_jax.runs import processes
+from rpg_jax.runs.resolve import with_method
 from rpg_jax.runs.run_names import shown
 
 NEUTRAL: Mapping[str, Any] = MappingProxyType(
@@ -84,46 +82,32 @@ def fitted(config: ConfigDict, asked: Collection[str], rows: Sequence[str]) -> F
     longest = choose("rollout.max_tokens", max(1, min(size["rollout.max_tokens"], context - prompt)))
     prompts, group = choose("rollout.prompts_per_step", size["rollout.prompts_per_step"]), config.rollout.group_size
     steps = choose("train.steps", size["train.steps"])
-    dtype, reason = fast_dtype()
-    dtype = choose("model.compute_dtype", dtype)
-    rate, said = _rate(parameter_count(model), adapters=bool(config.model.lora.rank))
-    rate = choose("optimizer.learning_rate", rate)
+    (dtype, why), (rate, reason) = fast_dtype(), _rate(parameter_count(model), adapters=bool(config.model.lora.rank))
+    dtype, rate = choose("model.compute_dtype", dtype), choose("optimizer.learning_rate", rate)
     row = choose("train.packed_length", max(prompt + longest, min(prompt + group * longest, _ROW)))
     if on_cpu:
         choose("rollout.slots", min(prompts * group, 128))
         micro, devices = min(max(1, _CPU_TOKENS // row), prompts * group), jax.device_count()
         choose("train.microbatch_size", -(-micro // devices) * devices)
         choose("model.remat", "none")
-    method = losses.get_method(config.method)
-    beta = config.loss.kl_coef if config.loss.kl_coef is not None else method.hyperparameters.get("kl_coef", 0.0)
-    shaped = config.rewards.overlong_shaping
-    shaped = method.overlong_shaping if shaped is None else shaped
+    final, every = with_method(config), config.evaluation.every
+    shaped = "with" if final.rewards.overlong_shaping else "without"
     inside = "as they are" if tokenizer.chat is None else "inside the model's chat template"
-    within = sum(n <= prompt for n in lengths)
-    reward = (config.rewards.parts or "exact").replace(":1.0", "")
-    loss = config.loss.name or config.method
-    table = [
-        (f"model: {config.model.path}, {parameter_count(model) / 1e6:,.3g} million weights", "model.path"),
-        (f"numbers: {dtype}{reason * ('model.compute_dtype' in kept)}", "model.compute_dtype"),
-        (
-            f"prompts: {inside}; at most {prompt} tokens, {within} of {len(lengths)} rows (longest {max(lengths)})",
-            "task.template, task.max_prompt_tokens",
-        ),
-        (f"completions: at most {longest} tokens, stop token included", "rollout.max_tokens"),
-        (f"reward: {reward}, {'with' if shaped else 'without'} overlong shaping", "rewards.overlong_shaping"),
-        (f"right, for accuracy: a score above {config.rewards.right_above:g}", "rewards.right_above"),
-        (f"method: {loss}, KL coefficient {shown(beta)}", "method, loss.kl_coef"),
-        (
-            f"learning rate: {shown(rate)}{said * ('optimizer.learning_rate' in kept)}",
-            "optimizer.learning_rate",
-        ),
-        (f"a step: {prompts} prompts x {group} completions", "rollout.prompts_per_step, rollout.group_size"),
-        (
-            f"length: {steps} steps, of which the first compiles, and an evaluation every {config.evaluation.every}",
-            "train.steps, evaluation.every",
-        ),
+    within = f"{sum(n <= prompt for n in lengths)} of {len(lengths)} rows (longest {max(lengths)})"
+    why, reason = why * ("model.compute_dtype" in kept), reason * ("optimizer.learning_rate" in kept)
+    lines = [
+        f"model: {config.model.path}, {parameter_count(model) / 1e6:,.3g} million weights  [model.path]",
+        f"numbers: {dtype}{why}  [model.compute_dtype]",
+        f"prompts: {inside}; at most {prompt} tokens, {within}  [task.template, task.max_prompt_tokens]",
+        f"completions: at most {longest} tokens, stop token included  [rollout.max_tokens]",
+        f"reward: {final.rewards.parts.replace(':1.0', '')}, {shaped} overlong shaping  [rewards.overlong_shaping]",
+        f"right, for accuracy: a score above {config.rewards.right_above}  [rewards.right_above]",
+        f"method: {config.method}, KL coefficient {shown(final.loss.kl_coef or 0.0)}  [method, loss.kl_coef]",
+        f"learning rate: {shown(rate)}{reason}  [optimizer.learning_rate]",
+        f"a step: {prompts} prompts x {group} completions  [rollout.prompts_per_step, rollout.group_size]",
+        f"length: {steps} steps, the first compiles; an evaluation every {every}  [train.steps, evaluation.every]",
     ]
-    return Fitted(kept, [f"  {text}  [{fields}]" for text, fields in table])
+    return Fitted(kept, [f"  {line}" for line in lines])
 
 
 def fast_dtype() -> tuple[str, str]:

@@ -219,11 +219,8 @@ def checked(layout: Layout) -> Layout:
 
     Raises ValueError if they do not. What fits by arithmetic may still be too much for a compiler.
     """
-    available = layout.device_memory
-    if available is None and jax.default_backend() == "cpu":
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / jax.local_device_count()
-    if available is None:
-        return layout
+    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / jax.local_device_count()
+    available = layout.device_memory or (machine if jax.default_backend() == "cpu" else math.inf)
     learner, decoding = make_learner(layout), make_decoding(layout)
     needed = {"training": peak(layout, learner, decoding), "sampling": resident(layout, learner, decoding)["prefill"]}
     name = max(needed, key=lambda key: needed[key])

@@ -158,12 +158,10 @@ class Policy:
     ) -> list[Any]:
         """`k` completions of each prompt, a list of `Sample`s for each; of a single prompt its list.
 
-        Equal arguments give equal completions.
-
         A prompt is a text, or the messages of a conversation, [{"role": "user", "content": "…"}, …]. Prompts pass the
         chat template, where the tokenizer has one. Temperature 0 is greedy. `max_tokens` is at most the config's
-        `rollout.max_tokens`, which is the default. The first call compiles. A line on stderr says each surprise:
-        characters that the tokenizer does not know, and answers that are written backwards.
+        `rollout.max_tokens`, which is the default. Characters that the tokenizer does not know, and answers that are
+        written backwards, are said on stderr. Equal arguments give equal completions.
 
         Raises:
           ValueError: a prompt with more tokens than the config's `task.max_prompt_tokens`, or messages of another form.

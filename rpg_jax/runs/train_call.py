@@ -7,7 +7,7 @@ import functools
 import hashlib
 import inspect
 import json
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike, fspath
 from pathlib import Path
 from types import MappingProxyType
@@ -114,8 +114,8 @@ def train(
       RuntimeError: the run was open and could not go on; the message says why. The same call continues it.
     """
     cli.prepare_libraries()
-    given = {"reward": reward, "environment": environment, "loss": loss, "advantage": advantage}
-    chosen, functions = prepared(config, overrides, model=model, data=data, held_out=held_out, **given)
+    given = {"held_out": held_out, "reward": reward, "environment": environment, "loss": loss, "advantage": advantage}
+    chosen, functions = prepared(config, overrides, model=model, data=data, **given)
     return Result(str(run_folder.of(chosen).home), reinforcement.start(chosen, functions, on_step) == 0)
 
 
@@ -123,26 +123,24 @@ def prepared(
     config: str | PathLike[str] | ConfigDict | None,
     overrides: Mapping[str, Any],
     *,
-    model: str | PathLike[str] | None,
-    data: Rows | None,
-    held_out: Rows | Mapping[str, Rows] | None,
-    **objects: Any,
+    model: Any,
+    data: Any,
+    **given: Any,
 ) -> tuple[ConfigDict, dict[str, Any]]:
     """The config of a call, with the name of its run, and the functions that it handed over. Errors as of `train`."""
-    fits = config is None
+    fits, held_out = config is None, given.pop("held_out")
     if model is not None:
         _refuse(overrides, "model", "model.path")
         overrides = {"model.path": fspath(model), **overrides}
     elif fits and "model.path" not in overrides:
         raise ValueError(
-            'which model? Give model=FOLDER or "OWNER/NAME" of the hub with data and reward, or the name of a config, '
-            'as rpg_jax.train("tiny")'
+            'which model? Give model=FOLDER or "OWNER/NAME" of the hub, or a config, as rpg_jax.train("tiny")'
         )
     chosen, file = _opened("base" if config is None else config, overrides)
     if fits:
         chosen = config_files.changed(chosen, fitting.neutral(overrides) | dict(overrides))
         file = f"{Path(chosen.model.path).name.removesuffix('.gguf')}.model"
-    handed = _handed_over(overrides, **objects)
+    handed = _handed_over(overrides, **given)
     fields, named = handed.fields, {k: v for k, v in overrides.items() if k != "model.path" or not fits} | handed.named
     if "rewards.parts" in fields and chosen.rewards.overlong_shaping is None and "method" not in overrides:
         fields["rewards.overlong_shaping"] = False  # the reward is the reward that was handed over
@@ -151,20 +149,15 @@ def prepared(
         fields |= _task(chosen, data, held_out)
         named["data"] = Path(fields["task.train"]).stem[:6]
     chosen = config_files.changed(chosen, fields)
-    if fits:
-        chosen = _fitted(chosen, {*overrides, *fields})
-    return run_folder.named(chosen, file, named), handed.functions
-
-
-def _fitted(config: ConfigDict, asked: Collection[str]) -> ConfigDict:
-    """The config with the fields that fit its model and its rows; says them."""
-    if not config.task.train:
+    if fits and not chosen.task.train:
         raise ValueError("which problems? Give data=ROWS, or a file: data='rows.jsonl', --data=rows.jsonl")
-    processes.join(config)
-    found = fitting.fitted(config, asked, config.task.train.split(","))
-    if hosts.is_first():
-        print("chosen for this run, each with the field that changes it:", *found.lines, sep="\n", flush=True)
-    return config_files.changed(config, found.fields)
+    if fits:
+        processes.join(chosen)
+        found = fitting.fitted(chosen, {*overrides, *fields}, chosen.task.train.split(","))
+        if hosts.is_first():
+            print("chosen for this run, each with the field that changes it:", *found.lines, sep="\n", flush=True)
+        chosen = config_files.changed(chosen, found.fields)
+    return run_folder.named(chosen, file, named), handed.functions
 
 
 class _Handed(NamedTuple):
@@ -289,7 +282,7 @@ def listed_rows(rows: Rows, name: str) -> list[Mapping[str, Any]]:
                 f"{name}={fspath(rows)!r}: there is no such file; a data set by name is task.train=NAME with "
                 "task.held_out_sets=NAME=SOURCE (docs/own_data.md)"
             )
-        return file_rows(Path(rows))
+        rows = file_rows(Path(rows))
     if isinstance(rows, Mapping):
         raise ValueError(f"{name} has the splits {[*rows]}: give the rows of one, as {name}=rows[{next(iter(rows))!r}]")
     if not (found := list(rows)):

@@ -34,12 +34,8 @@ def run_options(options: argparse.Namespace) -> int:
     Without a config the fields fit the model, the rows and the device. Without those too the config is tiny.
     """
     given = {name: getattr(options, name) for name in ("model", "data", "held_out", "reward")}
-    if not any(given.values()):
-        loaded = config_files.load(options.config or "configs/tiny.py", options.overrides)
-        from rpg_jax.runs import reinforcement, run_folder  # load JAX: wrong flags need not wait for it
+    config = options.config or (None if any(given.values()) else "configs/tiny.py")
+    overrides = config_files.load(config or "base", options.overrides).overrides
+    from rpg_jax.runs import reinforcement, train_call  # load JAX: wrong flags need not wait for it
 
-        return reinforcement.start(run_folder.named(*loaded))
-    from rpg_jax.runs import reinforcement, train_call
-
-    overrides = config_files.load(options.config or "base", options.overrides).overrides
-    return reinforcement.start(*train_call.prepared(options.config, overrides, **given))
+    return reinforcement.start(*train_call.prepared(config, overrides, **given))

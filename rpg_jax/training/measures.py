@@ -167,24 +167,19 @@ class Guard:
 
         The limit is looked at in the first step alone.
         """
-        if line := self._of_the_gap(step, values):
-            yield line
+        gap, usual = values.get("sampler_gap", 0.0), self.usual_sampler_gap
+        if gap > usual:
+            self.usual_sampler_gap = math.inf
+            yield (
+                f"warning: step {step}: sampler and trainer disagree by {gap:.2e} nats per token on average, rounding "
+                f"makes less than {usual:g}; the run stops above rollout.max_sampler_gap={self.max_sampler_gap:g}"
+            )
         if self.limit is not None and step == 1 and (share := values.get("truncated", 0.0)) > 0.5:
             yield (
                 f"warning: step 1: {share:.0%} of the completions were cut off at rollout.max_tokens={self.limit}, so "
                 f"unfinished texts are rewarded. Set rollout.max_tokens={4 * self.limit}, ask for short answers in the "
                 "prompt, or leave such completions out by rewards.overlong_masking=True"
             )
-
-    def _of_the_gap(self, step: int, values: Mapping[str, float]) -> str | None:
-        gap = values.get("sampler_gap", 0.0)
-        if not gap > self.usual_sampler_gap:
-            return None
-        usual, self.usual_sampler_gap = self.usual_sampler_gap, math.inf
-        return (
-            f"warning: step {step}: sampler and trainer disagree by {gap:.2e} nats per token on average, and rounding "
-            f"makes less than {usual:g}; the run stops above rollout.max_sampler_gap={self.max_sampler_gap:g}"
-        )
 
     def fault(self, step: int, values: Mapping[str, float], updates: Sequence[Mapping[str, float]]) -> str | None:
         """The reason to stop the run after a step with these metrics, and the fix; None if there is no reason."""
