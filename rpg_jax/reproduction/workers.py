@@ -195,6 +195,7 @@ def main() -> int:
             traceback.print_exc()
             return 1
         gc.collect()  # the arrays of the task
+        cli.return_pages()
         sys.stdout.flush()
         if isinstance(result, int) and result:
             return result

@@ -258,6 +258,18 @@ def keep_buffers() -> bool:
     return _mallopt(-4, 0) and _mallopt(-1, never)  # M_MMAP_MAX, M_TRIM_THRESHOLD
 
 
+def return_pages() -> bool:
+    """Gives the memory that glibc keeps of freed buffers back to the system; returns whether there was any.
+
+    A process that trains several models would otherwise grow with each: the buffers of a run leave gaps that those of
+    the next run do not fit.
+    """
+    try:
+        return bool(ctypes.CDLL("libc.so.6").malloc_trim(0))
+    except (OSError, AttributeError):
+        return False
+
+
 def _mallopt(parameter: int, value: int) -> bool:
     try:
         return bool(ctypes.CDLL("libc.so.6").mallopt(parameter, value))

@@ -90,6 +90,7 @@ def fitted(config: ConfigDict, asked: Collection[str], rows: Sequence[str]) -> F
         micro, devices = min(max(1, _CPU_TOKENS // row), prompts * group), jax.device_count()
         choose("train.microbatch_size", -(-micro // devices) * devices)
         choose("model.remat", "none")
+        choose("checkpoint.every", 1)  # a step may outlast the time that a signal leaves
     final, every = with_method(config), config.evaluation.every
     shaped = "with" if final.rewards.overlong_shaping else "without"
     inside = "as they are" if tokenizer.chat is None else "inside the model's chat template"

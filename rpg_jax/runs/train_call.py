@@ -116,7 +116,9 @@ def train(
     cli.prepare_libraries()
     given = {"held_out": held_out, "reward": reward, "environment": environment, "loss": loss, "advantage": advantage}
     chosen, functions = prepared(config, overrides, model=model, data=data, **given)
-    return Result(str(run_folder.of(chosen).home), reinforcement.start(chosen, functions, on_step) == 0)
+    finished = reinforcement.start(chosen, functions, on_step) == 0
+    cli.return_pages()  # a notebook may train again
+    return Result(str(run_folder.of(chosen).home), finished)
 
 
 def prepared(

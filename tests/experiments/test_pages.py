@@ -18,6 +18,9 @@ from experiments.objective import __main__ as objective
 from experiments.objective import results as objective_results
 from experiments.objective.design import BASELINE, SCAN, ObjectiveSettings
 from experiments.objective.runs import MIDDLE, Runs, best_rates, own_regret
+from experiments.pretrained import __main__ as pretrained_program
+from experiments.pretrained import results as pretrained_results
+from experiments.pretrained import runs as pretrained_runs
 from rpg_jax.report.seeds import Mean, mean, paired_difference
 from rpg_jax.reproduction.page import code_name
 from rpg_jax.runs.config_files import ROOT
@@ -34,6 +37,10 @@ def numbers(file: str) -> dict:
 @functools.cache
 def runs() -> Runs:
     return Runs(objective.read(objective.DATA).runs)
+
+
+def pretrained() -> list[dict]:
+    return pretrained_runs.read(pretrained_program.DATA)
 
 
 def page(name: str) -> str:
@@ -69,7 +76,7 @@ def prose(name: str) -> str:
     return re.sub(r"\s+", " ", " ".join(lines).replace("**", ""))
 
 
-@pytest.mark.parametrize("name", ["estimators", "objective"])
+@pytest.mark.parametrize("name", ["estimators", "objective", "pretrained"])
 def test_every_table_of_the_page_is_that_of_the_data(name):
     expected = {
         "estimators": lambda: (
@@ -78,6 +85,7 @@ def test_every_table_of_the_page_is_that_of_the_data(name):
             | completion_results.sampled_tables(numbers("completions/sampled"), SAMPLED)
         ),
         "objective": lambda: objective_results.tables(runs()),
+        "pretrained": lambda: pretrained_results.tables(pretrained()),
     }[name]()
     assert tables_of(page(f"docs/{name}.md")) == expected
 
@@ -220,3 +228,42 @@ def test_the_sentences_on_the_objective_have_the_settings_and_the_numbers_of_the
     ]
     assert absent("experiments/objective/README.md", readme) == []
     assert min(r["reward"] for r in found.all if r["experiment"] == "iterative") > 0.99
+
+
+def test_the_sentences_on_the_pretrained_model_have_the_numbers_of_the_runs():
+    found = {(run["row"], run["kl_coef"]): run for run in pretrained()}
+    start = found.pop(("start", 0.0))
+
+    def objective_of(row: str, beta: float) -> str:
+        run = found[row, beta]
+        error = (run["reward_se"] ** 2 + (beta * run["kl_se"]) ** 2) ** 0.5
+        return f"{run['reward'] - beta * run['kl']:.2f} ± {error:.2f}".replace("-", "−")
+
+    def of(row: str, beta: float, name: str, digits: int = 2) -> str:
+        return f"{found[row, beta][name]:.{digits}f}"
+
+    ranks = [np.argsort(np.argsort([run[name] for run in found.values()])) for name in ("kl", "lost")]
+    hours = sum(run["train_seconds"] + run["judge_seconds"] for run in found.values()) / 3600
+    none, completions_, k3 = found["no KL", 0.0], "completions: RKL", "per token (GRPO): k₃"
+    to_come = sorted(of(row, 0.3, "reward") for row in (completions_, "to-go: URKL", "KL in the reward"))
+    middle = sorted(of(row, beta, "reward") for row, beta in found if beta == 0.1)
+    facts = sorted(f"{run['facts']:.2f}" for run in found.values())
+    claims = [
+        f"{len(found)} runs, {hours:.1f} hours",
+        f"({to_come[0]} to {to_come[-1]} of reward, the start has {start['reward']:.2f})",
+        f"URKL per token has {of('per token: URKL', 0.3, 'reward')} and k₃ {of(k3, 0.3, 'reward')}.",
+        f"the rewards are {middle[0]} to {middle[-1]}, without KL {none['reward']:.2f}",
+        f"completions has {objective_of(completions_, 0.03)}, k₃ {objective_of(k3, 0.03)} and no KL term "
+        f"{none['reward'] - 0.03 * none['kl']:.2f}.",
+        f"k₃ has {objective_of(k3, 0.3)}, the KL of completions {objective_of(completions_, 0.3)}.",
+        f"{start['perplexity']:.2f} before and at most {max(run['perplexity'] for run in found.values()):.2f} after",
+        f"rank correlation {np.corrcoef(ranks)[0, 1]:.2f} over the {len(found)} runs",
+        f"URKL per token ({of('per token: URKL', 0.03, 'lost', 3)} nats a token) and KL in the reward "
+        f"({of('KL in the reward', 0.03, 'lost', 3)}) lose less than the KL of completions "
+        f"({of(completions_, 0.03, 'lost', 3)}) for {of('per token: URKL', 0.03, 'reward')}, "
+        f"{of('KL in the reward', 0.03, 'reward')} and {of(completions_, 0.03, 'reward')} of reward; without KL it is "
+        f"{none['lost']:.3f}.",
+        f"the start answers {start['facts']:.2f}, the trained policies {facts[0]} to {facts[-1]}",
+    ]
+    assert absent("docs/pretrained.md", claims) == []
+    assert {run["seed"] for run in found.values()} == {0}

@@ -55,6 +55,7 @@ EXECUTED = {
     "python -m experiments.estimators": "tests/experiments/test_estimators.py",
     "python -m experiments.completions": "tests/experiments/test_completions.py",
     "python -m experiments.objective": "tests/experiments/test_objective.py",
+    "python -m experiments.pretrained": "tests/experiments/test_pretrained.py",
     "python -m experiments.peers": "tests/experiments/test_peers.py",
     "python -m rpg_jax.reproduce": "tests/reproduction/test_run_tables.py",
     "python -m rpg_jax.bench": "tests/test_bench.py",

@@ -196,3 +196,27 @@ def test_a_full_stdout_is_one_line_that_names_it():
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True, stdout=full)
     assert (done.returncode, done.stderr) == (1, "error: No space left on device: <stdout>\n")
+
+
+KEPT = """
+import ctypes
+from rpg_jax.runs.cli import keep_buffers, keep_pages, return_pages
+libc = ctypes.CDLL("libc.so.6")
+libc.malloc.restype, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_void_p]
+resident = lambda: int(open("/proc/self/statm").read().split()[1]) * 4096
+keep_pages(), keep_buffers()
+blocks = [libc.malloc(1 << 20) for _ in range(256)]
+for block in blocks:
+    ctypes.memset(block, 1, 1 << 20)
+for block in blocks[:-1]:
+    libc.free(block)
+before = resident()
+assert return_pages()
+print(before - resident())
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc only")
+def test_freed_memory_below_a_live_block_goes_back_to_the_system():
+    returned = subprocess.run([sys.executable, "-c", KEPT], capture_output=True, text=True, check=True, timeout=60)
+    assert int(returned.stdout) > 200 << 20
