@@ -78,7 +78,7 @@ def prepare(options: argparse.Namespace, console: Console) -> None:
 
 
 def pretrained(options: argparse.Namespace, console: Console) -> None:
-    """Fetches a model into a folder, and says what is done and how large it is. Raises ValueError as `fetch` does."""
+    """Fetches a model into a folder; prints each action and the model's size. Raises ValueError as `fetch` does."""
     from rpg_jax.models import pretrained  # loads JAX: data sets need not wait for it
 
     with Progress(*Progress.get_default_columns(), DownloadColumn(), console=console) as progress:
@@ -94,9 +94,9 @@ def pretrained(options: argparse.Namespace, console: Console) -> None:
 
 
 def inspect(options: argparse.Namespace, console: Console, overrides: Sequence[str] = ()) -> None:
-    """Prints counts by source, columns, lengths, bad rows and the first problems, as a config sees them if it is given.
+    """Prints counts by source, columns, lengths, bad rows and first problems. If a config is given, it reads the rows.
 
-    Raises ValueError without sources, or as `load` and `experiment.data_settings` do.
+    Raises ValueError if there are no sources, and where `load` and `experiment.data_settings` raise it.
     """
     seen, tokenizer = None, load_tokenizer(options.tokenizer) if options.tokenizer else None
     if options.config:
@@ -146,7 +146,7 @@ def _counts(problems: Sequence[Problem], report: Report) -> rich.table.Table:
 
 
 def _columns(report: Report) -> rich.table.Table:
-    """The meaning of each column that was read, and the columns that nobody reads."""
+    """A table of the columns that were read, with their meanings, and of the columns that were ignored."""
     table = _table("columns", "read as", "column", "rows")
     for (meaning, column), rows in sorted(report.columns.taken.items()):
         table.add_row(meaning, Text(column), str(rows))
@@ -161,7 +161,7 @@ def _columns(report: Report) -> rich.table.Table:
 
 
 def _limits(problems: Sequence[Problem], seen: Any, thinking: bool) -> Iterator[str]:
-    """The effect of the config's limits on the rows."""
+    """Yields two lines: how many prompts are too long for the config, and how many demonstrations it cuts off."""
     prompts = [len(encode_prompt(p, seen.tokenizer, thinking=thinking)) for p in problems]
     long = sum(n > seen.max_prompt_tokens for n in prompts)
     yield f"{long} of {len(prompts)} prompts are longer than task.max_prompt_tokens={seen.max_prompt_tokens}"

@@ -23,7 +23,7 @@ class ChatTemplate:
     """Renders a conversation into the text that the model was trained to continue.
 
     Args:
-      template: Jinja source, or the list of {name, template} that some repositories have (its "default" is taken).
+      template: Jinja source, or the list of {name, template} that some repositories have ("default" is used).
       special_tokens: bos_token, eos_token, … that the template may write.
 
     Raises:
@@ -53,11 +53,11 @@ class ChatTemplate:
     ) -> str:
         """The prompt text; `thinking` is Qwen3's `enable_thinking`, which other templates ignore.
 
-        The template sees the `tools` of the first message as its tools, and of every message the keys `SEEN`.
+        The template sees the `tools` of the first message as its tools. It sees the keys `SEEN` of every message.
 
         Raises:
-          ValueError: the template rejects the messages, fails, or tries something that the sandbox forbids; or it
-            takes more steps than `STEPS`, or makes a longer text than `CHARACTERS`.
+          ValueError: the template rejects the messages, fails, or tries something that the sandbox forbids; or the
+            template takes more than `STEPS` steps, or makes a text of more than `CHARACTERS` characters.
         """
         seen = [{key: value for key, value in message.items() if key in SEEN} for message in messages]
         tools = (messages[0].get("tools") if messages else None) or None
@@ -75,7 +75,7 @@ def _raise(message: str) -> None:
 
 
 class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    """The immutable sandbox, which keeps a template from Python's internals, with a budget for each rendering."""
+    """Jinja's immutable sandbox, which hides Python's internals from a template. Each rendering has a step budget."""
 
     intercepted_binops = frozenset(("+", "*", "**"))
 
@@ -85,11 +85,11 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         self.filters |= {"_counted": _counted, "_joined": _joined}
 
     def begin(self) -> None:
-        """Gives the thread a new budget."""
+        """Gives the present thread a new budget of `STEPS` steps."""
         self._left.steps = STEPS
 
     def spend(self) -> None:
-        """Takes a step. Raises TemplateError after the last."""
+        """Takes a step from the budget. Raises TemplateError if no step is left."""
         self._left.steps -= 1
         if self._left.steps < 0:
             raise jinja2.TemplateError(f"it takes more than {STEPS} steps")
@@ -99,7 +99,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *arguments, **keywords)
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """A sum, product or power. Raises TemplateError before a large one is computed."""
+        """Computes a sum, product or power. Raises TemplateError first if the result would be too large."""
         if _size(operator, left, right) > CHARACTERS:
             raise jinja2.TemplateError(f"the result of {operator} is too large")
         return super().call_binop(context, operator, left, right)
@@ -109,7 +109,7 @@ class _Sandbox(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 def _within_limit(pieces: Iterable[Any]) -> str:
-    """The texts in a row. Raises TemplateError beyond `CHARACTERS`."""
+    """The pieces as texts, concatenated. Raises TemplateError if they have more than `CHARACTERS` characters."""
     texts, length = [], 0
     for piece in pieces:
         texts.append(str(piece))
@@ -120,7 +120,7 @@ def _within_limit(pieces: Iterable[Any]) -> str:
 
 
 class _Budgeted(NodeTransformer):
-    """Lets every loop count its turns, and every concatenation its characters."""
+    """Changes a template so that every loop counts its iterations, and every concatenation counts its characters."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         self.generic_visit(node)
@@ -145,7 +145,7 @@ def _joined(context: Context, items: Iterable[Any]) -> str:
 
 
 def _size(operator: str, left: Any, right: Any) -> float:
-    """About how large a result is: its length, or more than any length for a number of too many bits."""
+    """The approximate length of a result. For numbers: infinity if the result has more than `_BITS` bits, else 0."""
     numbers = [x for x in (left, right) if isinstance(x, int)]
     if len(numbers) == 2:
         bits = left.bit_length() * abs(right) if operator == "**" else left.bit_length() + right.bit_length()

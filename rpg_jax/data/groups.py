@@ -1,4 +1,4 @@
-"""Groups, and the bytes in which they travel to other processes and into checkpoints, exact to the bit."""
+"""Groups, and their encoding in bytes for other processes and for checkpoints, exact to the bit."""
 
 import base64
 import dataclasses
@@ -27,14 +27,14 @@ class Group:
       texts: the completions as people read them, see `shown`.
       rewards: f32[G], shaped.
       accuracy: f32[G], raw, in [0, 1].
-      behaviour_logprobs: G arrays f32[n], log π_old of every token; NaN where the trainer has to compute it. None if
-        the present weights sampled the whole group, so that the trainer computes all of it.
-      failures: for each completion the kind of failure of its verdict (see `rewards.Scores`), None for a good verdict;
-        may be empty.
-      failed: for each completion the kind in which the machinery has failed on a verdict or on the conversation (see
-        `rewards.Scores`), else None; may be empty.
-      parts: f32[G, N], the parts of the rewards, unweighted, in the config's order; None if nobody told.
-      unshaped: f32[G], the rewards without their shaping terms; None if accuracy says as much.
+      behaviour_logprobs: G arrays f32[n], log π_old of every token; NaN where the trainer must compute log π_old. None
+        if the present weights sampled the whole group; then the trainer computes log π_old of all tokens.
+      failures: for each completion the kind of failure of its verdict (see `rewards.Scores`), or None if the verdict
+        did not fail; may be empty.
+      failed: for each completion the kind of failure if the verifier or the environment itself failed, else None (see
+        `rewards.Scores`); may be empty.
+      parts: f32[G, N], the parts of the rewards, unweighted, in the config's order; None if the parts are not known.
+      unshaped: f32[G], the rewards without their shaping terms; None if `accuracy` has the same information.
     """
 
     problem: Problem
@@ -51,31 +51,31 @@ class Group:
 
     @property
     def judged(self) -> np.ndarray:
-        """bool[G], the completions whose reward is known: all completions but the `failed`."""
+        """bool[G]: whether the reward of a completion is known, that is, `failed` has no kind for the completion."""
         return np.array([kind is None for kind in self.failed] or [True] * len(self.completions))
 
     @property
     def counted(self) -> np.ndarray:
-        """bool[G], the completions that are trained and that a baseline is the mean of: the `judged` completions.
+        """bool[G]: the `judged` completions. The update trains on them, and the baseline is the mean of their rewards.
 
-        If only one of several completions is judged, there is nothing to compare it with, and no completion counts.
+        If only one of several completions is judged, no other reward can be compared with its reward: all are False.
         """
         judged = self.judged
         return judged & (judged.sum() > 1 or len(judged) == 1)
 
     @property
     def stored_logprobs(self) -> list[np.ndarray]:
-        """`behaviour_logprobs`, or NaN for every token if it is None."""
+        """`behaviour_logprobs`: G arrays f32[n]. If the field is None, the arrays hold NaN for every token."""
         return self.behaviour_logprobs or [np.full(len(c.tokens), np.nan) for c in self.completions]
 
     @property
     def informative(self) -> bool:
-        """Whether counted completions differ in reward by more than shaping terms: in accuracy, or in their grades."""
+        """Whether the `counted` completions differ in `unshaped` reward, or in accuracy if `unshaped` is None."""
         scores = (self.accuracy if self.unshaped is None else self.unshaped)[self.counted]
         return bool(scores.size and scores.min() < scores.max())
 
     def rescored(self, members: np.ndarray, again: "Group") -> "Group":
-        """This group with the scores of `again`, whose completions are its `members`, i64[n]."""
+        """A copy of this group in which the completions with indices `members`, i64[n], have the scores of `again`."""
         scores: dict[str, Any] = {}
         for name in ("rewards", "accuracy", "parts", "unshaped", "failures", "failed"):
             own = getattr(self, name)
@@ -88,7 +88,7 @@ class Group:
 def encode_groups(groups: Sequence[Group]) -> str:
     """Groups as compressed text for a checkpoint's record; "" for no groups.
 
-    It has the arrays' bytes. Decimal numbers would take most of the time of a large run's checkpoint.
+    The text encodes the bytes of the arrays. Decimal numbers would take most of the time of a large checkpoint.
     """
     return base64.b64encode(zlib.compress(groups_to_bytes(groups), 1)).decode() if groups else ""
 
@@ -99,7 +99,7 @@ def decode_groups(text: str) -> list[Group]:
 
 
 def groups_to_bytes(groups: Sequence[Group]) -> bytes:
-    """Groups as bytes, uncompressed; b"" for no groups. All have behaviour log-probs, or none has, and so on."""
+    """Groups as bytes, uncompressed; b"" for no groups. An optional field is None in all groups or in no group."""
     if not groups:
         return b""
     completions = [c for g in groups for c in g.completions]
@@ -179,7 +179,7 @@ def groups_from_bytes(packed: bytes) -> list[Group]:
 
 
 def shown(completion: Completion, decode: Callable[[Sequence[int]], str]) -> str:
-    """A completion as people read it: without stop tokens, and with an environment's words between marks."""
+    """A completion as text for people, without stop tokens. Marks enclose what an environment wrote."""
     pieces, at = [], 0
     for first, end in () if completion.turns is None else completion.turns.spans:
         pieces += [decode(completion.tokens[at : first - 1].tolist()), _OPEN]
@@ -189,13 +189,13 @@ def shown(completion: Completion, decode: Callable[[Sequence[int]], str]) -> str
 
 
 def opening(problem: Problem) -> str:
-    """A problem's prompt as people read it: the messages with which an environment opens, if it has them."""
+    """A problem's prompt as text for people. If an environment opens with messages, the text is these messages."""
     messages = [f"{message['role']}: {message['content']}" for message in problem.messages]
     return "\n".join(messages) or problem.prompt
 
 
 def last_turn(completion: Completion, decode: Callable[[Sequence[int]], str]) -> str:
-    """The policy's last turn, without its stop token: what verifiers of texts read. Without turns it is all."""
+    """The text of the policy's last turn, without the stop token, for verifiers. Without turns: all of the text."""
     spans = () if completion.turns is None else completion.turns.spans
     tokens = completion.tokens[spans[-1][1] if spans else 0 :]
     return decode((tokens if completion.finish_reason == "length" else tokens[:-1]).tolist())

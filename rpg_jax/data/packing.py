@@ -1,11 +1,11 @@
-"""From ragged completions to rows of one fixed shape, and back.
+"""Packs completions of different lengths into rows of one fixed shape, and unpacks results.
 
 A row holds prompt and completion one after the other, padded on the right only. So positions count from 0, and no
 result depends on the amount of padding. All rows of a run have one shape: a jitted step compiles once.
 
-Rows that completions share may hold a prompt once, and after the prompt all of its completions that fit. A completion
-attends to its prompt and to itself alone, so log-probabilities and gradients are the same, and the work on the prompt
-is done once. G completions of M tokens with a prompt of P tokens take P + G M tokens in place of G (P + M).
+Several completions may share a row. Then the row may hold a prompt once, followed by all of its completions that fit.
+A completion attends to its prompt and to itself alone, so log-probabilities and gradients stay the same. G completions
+of M tokens with a prompt of P tokens take P + G M tokens in place of G (P + M).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class RowShape(NamedTuple):
       rows: B, rows of a micro-batch.
       length: T, tokens of a row, prompts included.
       completion_length: C, completion tokens of a row.
-      packed: several completions may share a row; else a row holds one.
+      packed: several completions may share a row; else a row holds one completion.
       shared: completions in a packed row share the tokens of their prompt.
     """
 
@@ -41,7 +41,7 @@ class RowShape(NamedTuple):
 
 
 class Packable(Protocol):
-    """A prompt and its completions, as in a `Group`. The `counted` completions are trained."""
+    """A prompt and its completions, as in a `Group`. The update trains on the `counted` completions."""
 
     @property
     def prompt(self) -> np.ndarray: ...
@@ -55,7 +55,7 @@ P = TypeVar("P", bound=Packable)
 
 
 class Place(NamedTuple):
-    """Where a completion lies: its tokens are the entries first … first + length of one row."""
+    """The place of a completion: its tokens are the entries first … first + length − 1 of one row."""
 
     micro_batch: int
     row: int
@@ -69,10 +69,10 @@ class Packing:
 
     Attributes:
       places: for each group, the place of each completion.
-      trained: i32[P, G] as nested lists, trained tokens of each completion: the tokens that the policy sampled, or 0.
-      shape: of every micro-batch.
-      micro_batches: M, their number.
-      sharding: of scattered arrays; None leaves them on the host.
+      trained: i32[P, G] as nested lists, number of tokens of each completion with mask 1: its sampled tokens, or 0.
+      shape: the shape of every micro-batch.
+      micro_batches: M, the number of micro-batches.
+      sharding: the sharding of scattered arrays; None leaves the arrays on the host.
     """
 
     places: list[list[Place]]
@@ -96,10 +96,10 @@ class Packing:
     def gather(
         self, arrays: Sequence[np.ndarray | jax.Array], groups: Sequence[int] | None = None
     ) -> list[list[np.ndarray]]:
-        """The inverse of `scatter`: for each group and completion [n, …].
+        """The inverse of `scatter`. Returns an array [n, …] for each completion of each group; n counts its tokens.
 
         Args:
-          arrays: [B, C, …] for each micro-batch, up to the last one that holds one of `groups`.
+          arrays: [B, C, …] for each micro-batch, up to the last micro-batch that holds one of `groups`.
           groups: the numbers of the groups to gather; None gathers all.
         """
         own = [x if isinstance(x, np.ndarray) else hosts.gathered(x) for x in arrays]
@@ -117,7 +117,7 @@ class RolloutBatch(Generic[P]):
 
     Attributes:
       groups: P groups.
-      packing: where their completions lie.
+      packing: the places of the groups' completions.
       batches: M micro-batches; the first mini-batch comes first.
       minibatch_sizes: micro-batches in each of the U mini-batches; they add up to M.
     """
@@ -134,7 +134,7 @@ class RolloutBatch(Generic[P]):
         return [[next(rest) for _ in range(size)] for size in self.minibatch_sizes]
 
     def of_sampled(self, arrays: Sequence[np.ndarray | jax.Array]) -> list[list[np.ndarray]]:
-        """`packing.gather`, without the tokens that an environment wrote."""
+        """The result of `packing.gather` for the sampled tokens alone, without tokens that an environment wrote."""
         return [
             [x[completion.sampled] for x, completion in zip(own, group.completions, strict=True)]
             for own, group in zip(self.packing.gather(arrays), self.groups, strict=True)
@@ -159,23 +159,23 @@ def pack(
     mask_truncated: bool = False,
     sharding: jax.sharding.Sharding | None = None,
 ) -> RolloutBatch[P]:
-    """Groups in rows of one shape.
+    """Packs groups into rows of one shape, and returns them as micro-batches.
 
     Every U-th group goes to the same mini-batch, so that a shortage of groups is spread over all U mini-batches. With
-    `shape.packed` the longest completion of a mini-batch comes first, and each goes into the first row with room. With
-    `shape.shared` the same is done with whole groups, each a prompt with all its completions.
+    `shape.packed` the longest completion of a mini-batch comes first, and each completion goes into the first row with
+    room. With `shape.shared` a whole group, a prompt with all its completions, goes into the first row with room.
     Packing puts rows of similar length side by side. So every M-th row goes to the same micro-batch, and each
     micro-batch gets long and short rows. The last rows of a micro-batch may hold no tokens.
 
-    Tokens that an environment wrote are in the rows like all others, with mask 0. So are completions that their group
-    does not count.
+    Tokens that an environment wrote are in the rows with mask 0. Completions that are not `counted` in their group are
+    in the rows with mask 0, too.
 
     Args:
       groups: P prompts with their completions.
       minibatches: U, the number of mini-batches; fewer if P is smaller.
       pad_id: written to padding; no result depends on it.
-      mask_truncated: do not train completions that a limit ended, of tokens or of turns (mask 0).
-      sharding: of the rows; None leaves numpy arrays on the host.
+      mask_truncated: do not train on completions that a limit of tokens or of turns ended (mask 0).
+      sharding: the sharding of the rows; None leaves numpy arrays on the host.
 
     Raises:
       ValueError: an empty prompt, a completion that does not fit a row, or a shape without rows.
@@ -205,7 +205,7 @@ def pack(
 
 
 def rows_needed(groups: Sequence[Packable], shape: RowShape) -> int:
-    """The rows that `pack` fills with groups as one mini-batch. Raises ValueError as `pack` does."""
+    """The number of rows that `pack` fills with `groups` as one mini-batch. Raises ValueError as `pack` does."""
     return len(_shared_rows(groups, range(len(groups)), shape))
 
 
@@ -213,7 +213,7 @@ _Members = list[tuple[int, int]]  # (group, completion) of each completion of a 
 
 
 def _shared_rows(groups: Sequence[Packable], chosen: Sequence[int], shape: RowShape) -> list[_Members]:
-    """The completions of the chosen groups by row: one a row, or, in packed rows, first-fit decreasing."""
+    """The completions of the chosen groups, by row. Packed rows fill by first-fit decreasing; other rows hold one."""
     members = [(p, g) for p in chosen for g in range(len(groups[p].completions))]
     sizes = {(p, g): len(groups[p].prompt) + len(groups[p].completions[g].tokens) for p, g in members}
     for (p, g), size in sizes.items():
@@ -232,9 +232,9 @@ def _shared_rows(groups: Sequence[Packable], chosen: Sequence[int], shape: RowSh
 
 
 def _first_fit(units: Sequence[_Members], groups: Sequence[Packable], length: int) -> list[_Members]:
-    """Completions that share a prompt by row, with the prompt once, the longest unit first.
+    """The completions by row, where a row holds a prompt once for all its completions. The longest unit comes first.
 
-    Each unit goes into the first row with room. A unit that no row can hold is split: its longest completions first.
+    Each unit goes into the first row with room. A unit that no row can hold is split, longest completions first.
     """
     rows: list[_Members] = []
     room: list[int] = []
@@ -260,7 +260,7 @@ def _first_fit(units: Sequence[_Members], groups: Sequence[Packable], length: in
 def _filled(
     rows: Sequence[_Members], groups: Sequence[Packable], trained: Sequence[Sequence[int]], shape: RowShape, pad_id: int
 ) -> tuple[Batch, dict[tuple[int, int], tuple[int, int, int]]]:
-    """One micro-batch of numpy arrays; and row, first entry and length of each of its completions."""
+    """One micro-batch of numpy arrays; and the row, the first entry and the length of each completion in it."""
     where = {}
     B, T, C = shape.rows, shape.length, shape.completion_length
     tokens, targets = np.full((B, T), pad_id, np.int32), np.full((B, C), pad_id, np.int32)

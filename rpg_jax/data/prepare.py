@@ -30,10 +30,10 @@ SCHEMA = pyarrow.schema(
 def decontaminate(
     problems: Iterable[Problem], evaluation: Iterable[Problem], *, ngram: int = 13
 ) -> tuple[list[Problem], list[Problem]]:
-    """Returns kept and removed problems. A removed one shares `ngram` words in a row with an evaluation question.
+    """Returns (problems to keep, problems to remove).
 
-    Questions are compared without their prompt templates, as lower-case words and numbers. A question shorter than
-    `ngram` words must be equal as a whole.
+    A removed problem shares `ngram` words in a row with an evaluation question. Questions are compared without prompt
+    templates, as lower-case words and numbers. A question shorter than `ngram` words must be equal as a whole.
 
     Raises:
       ValueError: `ngram` is below 1.

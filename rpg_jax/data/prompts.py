@@ -17,15 +17,15 @@ class Problem:
     Attributes:
       prompt_id: stable index, below 2**31; the noise of a completion is folded from it, so it must not depend on
         the order, the host or the number of problems asked for.
-      prompt: text of the user's turn; without a chat template, the text to continue.
-      answer: reference answer as its verifier reads it; empty for a row that has a demonstration and no answer.
+      prompt: text of the user's turn; without a chat template, the text that the policy continues.
+      answer: reference answer, in the form that the verifier reads; empty for a row with a demonstration and no answer.
       source: name of the task or data set.
-      samples: completions that the evaluation data asks for: how often it has the problem's row.
+      samples: completions that evaluation samples: the number of rows with this problem, or the sum of their `samples`.
       system: text of the system turn; empty for none.
-      question: the problem without any template around it, if it is known; else the prompt.
+      question: the problem without any template around it, if this text is known; else the prompt.
       demonstrations: completions to imitate in supervised training.
-      messages: the conversation that an environment opens with in place of `system` and `prompt`; the first may have
-        "tools" beside role and content. Empty without an environment.
+      messages: the conversation that an environment opens with, in place of `system` and `prompt`. The first message
+        may have "tools" as well as role and content. Empty without an environment.
     """
 
     prompt_id: int
@@ -54,10 +54,10 @@ class Problem:
 
 
 class PromptStream:
-    """An endless stream of problems. Every epoch is another permutation.
+    """An endless stream of problems. Every epoch has a permutation of its own.
 
-    The order depends on (problems, seed) only; every host reads all of it. The position counts problems. A state may be
-    restored in the middle of an epoch; the stream continues with the next unseen problem.
+    The order depends on (problems, seed) only; every host reads all problems. The position counts problems. After
+    `restore` in the middle of an epoch, the stream continues with the next unseen problem.
 
     Args:
       problems: N problems held in memory, or anything with `__len__` and `__getitem__`.
@@ -82,7 +82,7 @@ class PromptStream:
         self._consumed = 0
 
     def take(self, count: int) -> list[Problem]:
-        """The next `count` problems, which may reach into the next epoch."""
+        """The next `count` problems; the last of them may be of the next epoch."""
         self._consumed += count
         return [next(self._iterator) for _ in range(count)]
 
@@ -108,7 +108,7 @@ class PromptStream:
 
 
 def fingerprint(problems: Sequence[Problem]) -> int:
-    """CRC-32 of everything that a completion and its verdict depend on, in order."""
+    """CRC-32 of all fields of the problems that a completion or its verdict depends on, in the problems' order."""
     checksum = 0
     for p in problems:
         opening = (p.messages,) if p.messages else ()

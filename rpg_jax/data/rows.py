@@ -24,9 +24,9 @@ class Reading:
     """How rows are read.
 
     Attributes:
-      template: prompt template (see `TEMPLATES`). None keeps the data's own prompts and puts bare questions into the
-        paper's template.
-      source: replaces the rows' own `data_source`; None keeps it.
+      template: prompt template (see `TEMPLATES`). None keeps the data's own prompts, and puts questions without a
+        prompt into the paper's template.
+      source: replaces the rows' own `data_source`; None keeps `data_source`.
       shape: reads (question, answer) from a row; None means the official schema or the usual key names.
     """
 
@@ -37,11 +37,11 @@ class Reading:
 
 @dataclasses.dataclass
 class Columns:
-    """Which columns of how many rows were read.
+    """Counts of rows by the columns that were read or ignored.
 
     Attributes:
-      taken: rows by what was read and its column, as ("answer", "solution").
-      ignored: rows by a column that has a value and was not read.
+      taken: (meaning, column) -> number of rows in which the column was read so, e.g. ("answer", "solution").
+      ignored: column -> number of rows in which the column has a value and was not read.
     """
 
     taken: Counter[tuple[str, str]] = dataclasses.field(default_factory=Counter)
@@ -49,7 +49,7 @@ class Columns:
 
 
 class _Row(Mapping[str, Any]):
-    """A row that notes which of its columns were read, and as what."""
+    """A row that notes which of its columns were read, and the meaning that each column was read as."""
 
     def __init__(self, row: Mapping[str, Any]):
         self._row, self.looked_at, self.taken = row, set[str](), dict[str, str]()
@@ -66,7 +66,7 @@ class _Row(Mapping[str, Any]):
         return len(self._row)
 
     def first(self, meaning: str, keys: tuple[str, ...]) -> str | None:
-        """The first of `keys` that has a value, which is the row's `meaning`; None if none has."""
+        """The first of `keys` that has a value, noted as read for `meaning`; None if no key has a value."""
         for key in keys:
             if self.get(key) is not None:
                 self.taken[meaning] = key
@@ -79,12 +79,12 @@ class _Row(Mapping[str, Any]):
 
 
 def read_row(row: Any, reading: Reading, prompt_id: int, columns: Columns | None = None) -> Problem:
-    """The problem in a row.
+    """Returns the problem in a row.
 
     Without `reading.shape` a row has the official schema, {data_source, prompt: [{role, content}], ability,
     reward_model: {ground_truth, style}, extra_info: {index, raw_problem, split}}; or `messages`, one turn of the user
-    and one of the assistant, whose text is a demonstration; or it is flat, with one of `QUESTION_KEYS` and one of
-    `ANSWER_KEYS`. Any row may have a demonstration under one of `DEMONSTRATION_KEYS`; then its answer may be missing.
+    and one turn of the assistant, a demonstration; or a question under one of `QUESTION_KEYS` and an answer under one
+    of `ANSWER_KEYS`. Any row may have a demonstration under one of `DEMONSTRATION_KEYS`; then the answer is optional.
 
     Args:
       columns: counts the columns that were read, and the other columns.
@@ -131,7 +131,7 @@ def official_row(problem: Problem, index: int) -> dict[str, Any]:
 
 
 def _conversation(row: _Row, reading: Reading, prompt_id: int) -> Problem:
-    """A row of `messages`, the form of supervised data sets: the prompt stays as it is unless a template is set."""
+    """Reads a row of `messages`, the form of supervised data sets. The prompt changes only if a template is set."""
     messages = _turns(row["messages"], "messages")
     if [m["role"] for m in messages][-2:] != ["user", "assistant"] or len(messages) > 3:
         roles = [m["role"] for m in messages]
@@ -158,7 +158,7 @@ def _turns(messages: Any, name: str) -> list[Mapping[str, str]]:
 
 
 def _demonstrations(row: _Row) -> tuple[str, ...]:
-    """The texts under the first of `DEMONSTRATION_KEYS`: one, several, or the assistant's turn; () without any."""
+    """The demonstrations under the first of `DEMONSTRATION_KEYS` with a value: texts, or an assistant's turn. Or ()."""
     key = row.first("demonstration", DEMONSTRATION_KEYS)
     if key is None:
         return ()
@@ -227,7 +227,7 @@ def _problem(prompt_id: int, prompt, answer, source, samples, system, question, 
 
 
 def column(row: Mapping[str, Any], meaning: str, keys: tuple[str, ...]) -> str:
-    """The first of `keys` that has a value in the row. Raises BadRow if none has."""
+    """The first of `keys` that has a value in the row. Raises BadRow if no key has a value."""
     key = (row if isinstance(row, _Row) else _Row(row)).first(meaning, keys)
     if key is None:
         raise BadRow(f"none of {list(keys)} in it; it has {sorted(map(str, row))[:12]}")
@@ -235,7 +235,7 @@ def column(row: Mapping[str, Any], meaning: str, keys: tuple[str, ...]) -> str:
 
 
 def text_of(row: Mapping[str, Any], key: str) -> str:
-    """Text, or a number as text (JSON answers often are numbers): 7.0 is 7, as verifiers compare it."""
+    """A text unchanged, or a number as text (answers in JSON often are numbers). Verifiers expect "7" for 7.0."""
     if row.get(key) is None:
         raise BadRow(f"missing key {key!r}; it has {sorted(map(str, row))[:12]}")
     value = row[key]
@@ -247,7 +247,7 @@ def text_of(row: Mapping[str, Any], key: str) -> str:
 
 
 def whole_number_shape(row: Mapping[str, Any]) -> tuple[str, str]:
-    """The usual keys; an answer that is a whole number is written without decimals, as verifiers compare it."""
+    """(question, answer) under the usual keys. A whole number as answer has no decimals, as verifiers expect."""
     question = text_of(row, column(row, "question", QUESTION_KEYS))
     answer = text_of(row, column(row, "answer", ANSWER_KEYS))
     return question, answer.strip().removesuffix(".0")

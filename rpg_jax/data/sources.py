@@ -61,9 +61,9 @@ class Report:
 
     Attributes:
       rows: rows read.
-      repeated: rows that repeated an earlier problem; each adds to the samples of that problem.
+      repeated: rows that repeated an earlier problem; each row adds its samples to the problem's `samples`.
       bad: "file, row n: reason" for each row that could not be used.
-      columns: what was read from which column, and columns that nobody read.
+      columns: the columns that were read, with their meanings, and the columns that were ignored.
     """
 
     rows: int = 0
@@ -81,17 +81,17 @@ def load(
     count: int = 1000,
     seed: int = 0,
 ) -> tuple[list[Problem], Report]:
-    """The distinct problems of one or several sources, numbered in the order read, and a report on the rows.
+    """Returns the distinct problems of one or several sources, numbered in the order read, and a report on the rows.
 
-    A source is the path of a .parquet, .jsonl or .json file, or of a folder of the first two; a name in `HUB`; any hub
-    data set as "hf:owner/name/config/split"; or "reasoning_gym:task". Rows that repeat a problem become samples of it.
+    A source is the path of a .parquet, .jsonl or .json file, or of a folder of .parquet or .jsonl files; a name in
+    `HUB`; any hub data set as "hf:owner/name/config/split"; or "reasoning_gym:task". Repeated rows add samples.
 
     Args:
       sources: one or more sources.
       bad_rows: "fatal" raises if a row is bad; "skip" leaves bad rows out, and the report names them.
       template: see `Reading`.
       source: overrides the rows' `data_source`, which decides the verifier under the reward "by_source".
-      count, seed: of a procedural generator: the number of problems, and its seed.
+      count, seed: the number of problems and the seed of a procedural generator.
 
     Raises:
       ValueError: a source is unknown, a file is empty or cannot be read, there is no network, or no row is usable; with
@@ -141,7 +141,7 @@ Rows = Iterator[tuple[str, Any]]
 
 
 def open_source(name: str, *, count: int, seed: int) -> tuple[Reading, Rows]:
-    """How to read a source, and its rows as (where, row). A row that does not parse is a `BadRow`."""
+    """How to read a source, and the rows of the source as (place, row). A row that does not parse is a `BadRow`."""
     path = Path(name)
     if path.exists():
         return Reading(), _files(path)
@@ -162,7 +162,7 @@ def open_source(name: str, *, count: int, seed: int) -> tuple[Reading, Rows]:
 
 
 def file_rows(path: Path) -> list[Any]:
-    """The rows of a file, or of the files in a folder, as they are. Raises ValueError for a row that does not parse."""
+    """The unchanged rows of a file, or of the files in a folder. Raises ValueError for a row that does not parse."""
     found = list(_files(path))
     if bad := [f"{where}: {row}" for where, row in found if isinstance(row, BadRow)]:
         raise ValueError(bad[0])

@@ -14,9 +14,9 @@ from rpg_jax.data.prompts import Problem
 OPERATORS = "+-*"
 ANSWER_MARK = "#"
 SETS = ("held out", "carry", "negative")
-"""The held-out sets of `Arithmetic`."""
+"""The names of the held-out sets of `Arithmetic`."""
 CHAIN_SETS = ("held out", "harder", "old skill")
-"""The held-out sets of `Chains`."""
+"""The names of the held-out sets of `Chains`."""
 CHECK = "?"  # between a value and the same value once more
 OLD = "old:"  # begins a prompt of the old skill
 MODULUS = 7
@@ -32,12 +32,12 @@ class Arithmetic:
     Attributes:
       operators: any of "+-*".
       digits: operands are whole numbers below 10**digits.
-      reverse: write the answer's last digit first ("64" for 46, "5-" for -5): the order in which carries are known,
-        which a small transformer learns much faster.
+      reverse: write the answer's last digit first ("64" for 46, "5-" for -5). Carries are known in this order, so a
+        small transformer learns it much faster.
       chain_of_thought: let the completion write its digit-by-digit working, then `ANSWER_MARK`, then the answer.
-      held_out: fraction of operand pairs kept for evaluation. The split hashes the unordered pair, so neither a+b
-        nor b+a nor any other operation on a held-out pair is ever trained.
-      seed: seed of that split.
+      held_out: fraction of operand pairs kept for evaluation. The split hashes the unordered pair, so training has no
+        operation on a held-out pair: neither a+b nor b+a nor another operator.
+      seed: seed of the split.
     """
 
     operators: str = "+"
@@ -60,8 +60,8 @@ class Arithmetic:
     ) -> list[Problem]:
         """Distinct problems of a split in an order drawn from `seed`, with distinct prompt ids.
 
-        Without `count` it returns all problems of up to three digits. With more digits, 100,000 problems are drawn, and
-        the split has its share of them.
+        Without `count` it returns all problems if operands have up to three digits. With more digits, it draws 100,000
+        problems, and returns the problems of the split among them.
 
         Raises:
           ValueError: the split is unknown, or has fewer problems than asked for.
@@ -109,7 +109,7 @@ class Arithmetic:
         yield "0123456789=" + self.operators + "-" + (ANSWER_MARK + ";+*" if self.chain_of_thought else "")
 
     def _drawn_codes(self, space: int, draws: int, seed: int) -> np.ndarray:
-        """Codes in the order drawn, each prompt id once. More draws only add codes to the end."""
+        """Codes in the order of the draws, each prompt id once. More draws only add codes to the end."""
         codes = np.random.default_rng(seed).integers(space, size=draws)
         return codes[np.sort(np.unique(self._prompt_ids(codes), return_index=True)[1])]
 
@@ -161,11 +161,11 @@ class Chains:
 
     Attributes:
       operators: any of "+-*".
-      links: the fewest and the most operations of a training problem. Harder ones have one or two more.
-      checked: probability that a value is checked, and checked again.
-      skipped: probability that a line is left out, though never the last one.
+      links: the fewest and the most operations of a training problem. Harder problems have one or two more.
+      checked: probability that the pupil checks a value, and that the pupil then checks the value again.
+      skipped: probability that the pupil leaves out a line; the last line is never left out.
       held_out: share of prompts that is kept for evaluation, by a hash.
-      seed: of that hash and of the beliefs.
+      seed: seed of the hash and of the beliefs.
     """
 
     operators: str = OPERATORS
@@ -184,11 +184,11 @@ class Chains:
             raise ValueError(f"held_out must be in (0, 1), got {self.held_out}")
 
     def problems(self, name: str, count: int, *, seed: int = 0) -> list[Problem]:
-        """`count` distinct problems of "train" or of one of `CHAIN_SETS`, drawn from `seed`; fewer of the old skill,
-        which has 49 for each operator. A longer list only adds to the end.
+        """`count` distinct problems of "train" or of one of `CHAIN_SETS`, drawn from `seed`. The old skill has only 49
+        problems for each operator, so it may return fewer. A larger `count` only adds problems to the end.
 
         No chain of a held-out set is in "train", whatever the seeds. Every prompt of the old skill was in the warm
-        start: it is knowledge, to be kept.
+        start: the old skill is knowledge that RL should not lose.
 
         Raises:
           ValueError: the name is unknown, or `count` is above 100,000.
@@ -207,7 +207,7 @@ class Chains:
         return [Problem(number, prompt, solve(prompt), "chains") for number, prompt in found.items()]
 
     def examples(self, problems: Iterable[Problem]) -> list[tuple[str, str]]:
-        """(prompt, completion) of the pupil for each problem, or for a prompt of the old skill in its place."""
+        """A (prompt, completion) of the pupil for each problem. An old-skill prompt may replace the problem's."""
         pairs = []
         for problem in problems:
             random = np.random.default_rng([self.seed, problem.prompt_id])
@@ -277,7 +277,7 @@ def solve(prompt: str) -> str:
 
 
 def _parse_chain(prompt: str) -> tuple[list[tuple[str, str, str]], int]:
-    """The operations (letter, operator, digit) of a chain, and the number that they are applied to."""
+    """The operations (letter, operator, digit) of a chain, and the number that the first operation is applied to."""
     if not re.fullmatch(r"([a-z][-+*]\d)+:\d", prompt):
         raise ValueError(f"not a prompt of chains: {prompt!r}; expected e.g. 'k+5l-3m*4:7' or '{OLD}7*5'")
     return re.findall(r"([a-z])([-+*])(\d)", prompt), int(prompt[-1])

@@ -24,7 +24,7 @@ TEMPLATES = {
 
 
 def apply_template(template: str, question: str) -> str:
-    """The question inside the template of that name, or inside a text of the user's own that holds {question}.
+    """The question inside a template: `template` is the name of a template, or a text that holds {question}.
 
     Raises:
       ValueError: `template` is neither a known name nor a text with {question}.
@@ -39,7 +39,7 @@ def apply_template(template: str, question: str) -> str:
 
 
 def strip_template(prompt: str) -> str:
-    """The question of a prompt made with the paper's template; another prompt is returned unchanged."""
+    """The question of a prompt that has the paper's template. A prompt without the template is returned unchanged."""
     if prompt.startswith(_PAPER_BEFORE) and prompt.endswith(_PAPER_AFTER):
         return prompt[len(_PAPER_BEFORE) : -len(_PAPER_AFTER)]
     return prompt
@@ -54,7 +54,7 @@ def rendered(problem: Problem, tokenizer: Tokenizer, *, thinking: bool = True) -
 
 
 def encode_prompt(problem: Problem, tokenizer: Tokenizer, *, thinking: bool = True) -> np.ndarray:
-    """Token ids i32[n] of the prompt, as it is `rendered`."""
+    """Token ids i32[n] of the text that `rendered` makes of the prompt."""
     return np.asarray(tokenizer.encode(rendered(problem, tokenizer, thinking=thinking)), np.int32)
 
 

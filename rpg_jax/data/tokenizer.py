@@ -35,7 +35,7 @@ _SPACE = "\u2581"  # SentencePiece's own sign for a space
 
 
 class Codec(Protocol):
-    """From text to token ids and back. `encode` adds no special tokens, and `decode` leaves them out."""
+    """Turns text into token ids and back. `encode` adds no special tokens, and `decode` leaves special tokens out."""
 
     def encode(self, text: str) -> list[int]: ...
 
@@ -45,10 +45,10 @@ class Codec(Protocol):
 class Tokenizer(Codec, Protocol):
     """The interface of a tokenizer.
 
-    `name` is the text of a single token, also of a special one, as "<|im_end|>". `unknown` returns the characters of a
-    text that have no token. `stop_token_ids` end a completion and are kept in it; `eos_id` is the first of them. `chat`
-    is None if the tokenizer has no chat template. `digest` is a hash of all that encoding, decoding and ending depend
-    on. `save` writes the files that `load_tokenizer` and transformers read.
+    `name` is the text of a single token, also of a special token such as "<|im_end|>". `unknown` returns the characters
+    of a text that have no token. `stop_token_ids` end a completion, which keeps them; `eos_id` is the first of them.
+    `chat` is None if the tokenizer has no chat template. `digest` is a hash of all that encoding, decoding and stops
+    depend on. `save` writes the files that `load_tokenizer` and transformers read.
     """
 
     vocab_size: int
@@ -71,7 +71,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
     """The tokenizer in a folder, or in one file: `tokenizer.json` if there is one, else a SentencePiece `*.model`.
 
     Raises:
-      ValueError: there is neither; the message lists the files found.
+      ValueError: there is neither file; the message lists the files found.
     """
     path = Path(path)
     for file in (path, path / "tokenizer.json", path / "tokenizer.model", *sorted(path.glob("*.model"))):
@@ -161,8 +161,8 @@ class SentencePieceTokenizer:
     def save(self, folder: Path) -> None:
         """Writes tokenizer.model, tokenizer.json and tokenizer_config.json, which transformers and vLLM read.
 
-        The ids are the same, with one exception: the text of a special piece, "</s>" for instance, is this piece in
-        transformers, and single characters here.
+        The files give the same ids here and in transformers, with one exception: the text of a special piece, such as
+        "</s>", is one token in transformers, and single characters here.
 
         Raises:
           ValueError: a piece has several characters. Such a model has merges or a normalisation, which are not
@@ -201,7 +201,7 @@ class HuggingFaceTokenizer:
     """A `tokenizer.json` with the special tokens and chat template of the files beside it.
 
     It reads `tokenizer_config.json` (eos and pad token, chat template), `chat_template.jinja` and
-    `generation_config.json` (stop tokens: Qwen's chat models name two), as far as they exist.
+    `generation_config.json` (stop tokens: Qwen's chat models have two), if these files exist.
     """
 
     def __init__(self, file: str | os.PathLike[str]):
@@ -273,7 +273,7 @@ class HuggingFaceTokenizer:
 
 
 def _stops(generation: Mapping[str, Any]) -> list[int]:
-    """The stop tokens of the fields of a generation_config.json."""
+    """The stop tokens that the fields of a generation_config.json name."""
     stops = generation.get("eos_token_id")
     return [] if stops is None else [stops] if isinstance(stops, int) else stops
 
@@ -291,7 +291,7 @@ class IncrementalDecoder:
         self._emitted = 0  # ids[:emitted] are out, but stay as context: some decoders look at the previous token
 
     def push(self, ids: Iterable[int]) -> str:
-        """The text that `ids` complete; empty while a character is unfinished."""
+        """The new text that `ids` complete; "" while a character is unfinished."""
         self._ids += ids
         text = self._new_text()
         if text.endswith(_REPLACEMENT):
@@ -301,7 +301,7 @@ class IncrementalDecoder:
         return text
 
     def flush(self) -> str:
-        """The rest of the text at the end, replacement characters included."""
+        """The rest of the text, once all ids were pushed. An unfinished character becomes a replacement character."""
         text = self._new_text()
         self._ids, self._emitted = [], 0
         return text
