@@ -1,7 +1,7 @@
 """Collectives over the processes of a run, on host values: barrier, all-gather, maximum, and placement on devices.
 
-Every process must call the collectives in the same order and from its main thread. An `Exchange` has an order of its
-own. With one process, no collective communicates.
+Every process must call the collectives in the same order and from its main thread. The calls of an
+`Exchange` have an order of their own. With one process, no collective communicates.
 
 A process may wait for others for minutes. During the wait, the process asks the coordination service that
 `jax.distributed` started. A device collective would not do: after five minutes of waiting, the runtime of TPU slices
@@ -136,7 +136,7 @@ _main = Exchange()  # of the main threads
 
 
 def _read(client: Any, prefix: str) -> bytes:
-    """The value whose pieces begin with `+`, the last one with `.`"""
+    """The value stored in pieces under `prefix`. The last piece begins with `.`, each other piece with `+`."""
     pieces = list[bytes]()
     for number in itertools.count():
         piece = client.blocking_key_value_get_bytes(f"{prefix}/{number}", _PATIENCE_MS)
@@ -147,7 +147,7 @@ def _read(client: Any, prefix: str) -> bytes:
 
 
 def _over_devices(value: bytes, sizes: Sequence[int]) -> list[bytes]:
-    """The `value` of every process, of these `sizes`, by device collectives of at most `_PIECE` bytes a process."""
+    """The `value` of every process, whose lengths are `sizes`. A device collective takes `_PIECE` bytes a process."""
     pieces: list[list[bytes]] = [[] for _ in sizes]
     for start in range(0, max(sizes), _PIECE):
         mine = np.frombuffer(value[start : start + _PIECE], np.uint8)
@@ -170,7 +170,7 @@ def share(items: Sequence[T]) -> list[T]:
 
 
 def placed(rows: Tree, sharding: jax.sharding.Sharding) -> Tree:
-    """Arrays that every host holds whole, as global arrays under `sharding`.
+    """Makes global arrays under `sharding` from arrays that every host holds as a whole.
 
     Each process uploads only the shards of its own devices.
     """

@@ -46,7 +46,7 @@ def make_mesh(shape: Mapping[str, int] | None = None, devices: Sequence[jax.Devi
 def mesh_sizes(shape: Mapping[str, int], devices: int, slices: int = 1) -> dict[str, int]:
     """The size of every axis of `MESH_AXES` on this number of devices.
 
-    An axis that `shape` lacks has size 1. One axis may be -1 and takes the devices that are left. On several slices, a
+    An axis that `shape` lacks has size 1. One axis may be -1: it takes the devices that are left. On several slices, a
     `replica` of 1 becomes the number of slices: one copy of the parameters in each.
 
     Raises:

@@ -63,9 +63,9 @@ def override(overrides: Mapping[str, MeshAxes], rules: Rules = RULES) -> Rules:
 
 
 def parse_rules(text: str | None) -> Rules:
-    """`RULES` with the entries of `text`, e.g. "embed=fsdp+context,kv_heads="; nothing behind the sign: replicated.
+    """`RULES` with the entries of `text`, e.g. "embed=fsdp+context,kv_heads=". Without a mesh axis: replicated.
 
-    Raises ValueError if an entry has another form, and where `override` does.
+    Raises ValueError if an entry has another form, and where `override` raises ValueError.
     """
     overrides: dict[str, MeshAxes] = {}
     for entry in (part.strip() for part in (text or "").split(",") if part.strip()):
@@ -88,7 +88,7 @@ def shardings(logical_axes: Any, shapes: Any, mesh: Mesh, rules: Rules = RULES) 
 
     Raises:
       ValueError: `rules` lacks a name, two dimensions fall on one mesh axis, mesh axes do not divide a dimension, or
-        there are more or fewer names than dimensions. The message names the leaf. Or as in `check`.
+        there are more or fewer names than dimensions. The message names the leaf. Also where `check` raises it.
     """
     check(rules, mesh.shape)
 
@@ -120,8 +120,8 @@ def check(rules: Rules, sizes: Mapping[str, int]) -> None:
     experts may share an axis with rows: before a product, devices gather the parts or the tokens.
 
     Raises:
-      ValueError: such rules; a mesh axis that cuts both rows and positions; key-value heads that are neither on all
-        devices nor where the query heads are; a mesh axis that the mesh does not have.
+      ValueError: a mesh axis breaks this rule, cuts both rows and positions, or is missing in the mesh; or the
+        key-value heads are neither on all devices nor sharded as the query heads.
     """
     absent = {f"{name} -> {axis}" for name in rules for axis in _axes(rules[name]) if axis not in sizes}
     if absent:

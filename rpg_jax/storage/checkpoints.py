@@ -33,15 +33,15 @@ FORMAT = 2  # version of the record and of the folder
 class Checkpoints:
     """The last few training states of a run, each with a JSON record of everything else that a resume needs.
 
-    A save returns once the arrays have left the devices. An atomic rename completes the checkpoint; in a bucket a
-    marker does. So a process that is killed at any moment leaves the previous checkpoint in place.
+    A save returns once the arrays have left the devices. An atomic rename completes the checkpoint; in a bucket, a
+    marker file completes it. So a process that is killed at any moment leaves the previous checkpoint in place.
 
     Args:
       keep: number of the newest checkpoints that stay.
-      permanent_every: checkpoints of multiples of this step stay for ever. None: no checkpoint does.
-      identity: the config fields that decide the numbers of the run. A checkpoint with other values is foreign. None
-        reads any checkpoint.
-      renewed: translates the identity in an older checkpoint into the fields and values of today.
+      permanent_every: checkpoints at multiples of this step stay for ever. None: no checkpoint stays for ever.
+      identity: the config fields that decide the numbers of the run. A checkpoint with other values is refused. None
+        accepts any checkpoint.
+      renewed: translates the identity of an older checkpoint into present fields and values.
     """
 
     def __init__(
@@ -70,11 +70,11 @@ class Checkpoints:
         return make()  # it has barriers, which hosts that begin again would miss
 
     def latest_step(self) -> int | None:
-        """The newest step on disk, trusted or not, or None."""
+        """The newest step of a checkpoint on disk, whether it is damaged or not; None if there is no checkpoint."""
         return self._manager.latest_step()
 
     def steps(self) -> list[int]:
-        """Every step that is still kept, oldest first."""
+        """The step of every checkpoint that is still kept, oldest first."""
         return sorted(self._manager.all_steps())
 
     def save(self, step: int, state: Tree, record: Mapping[str, Any]) -> None:
@@ -95,7 +95,7 @@ class Checkpoints:
         self._last = step, state, envelope
 
     def _write(self, step: int, state: Tree, envelope: dict[str, Any]) -> None:
-        """Starts a save. After a transient error, deletes the remains of the step and starts again."""
+        """Starts a save. After a transient error, deletes the remains of the failed save and starts the save again."""
 
         def write() -> None:
             self._drop(step)
@@ -119,9 +119,9 @@ class Checkpoints:
         """The JSON record of `step` alone. Collective, as `restore` is.
 
         Raises:
-          Damaged: it is damaged or incomplete.
-          Refused: it is of another run or format; the message says which.
-          StorageFailure: it could not be read, after retries.
+          Damaged: the record is damaged or incomplete.
+          Refused: the record is of another run or format; the message names the difference.
+          StorageFailure: the record could not be read, after retries.
         """
         self.wait()
         return integrity.by_all(lambda: self._record(self._directory / str(step)))
@@ -144,9 +144,9 @@ class Checkpoints:
         """The state of `step`, laid out as the `ShapeDtypeStruct`s of `like`, on any mesh.
 
         Raises:
-          Damaged: it is damaged; the message names the arrays.
-          Refused: it holds other arrays than `like`.
-          StorageFailure: it could not be read, after retries.
+          Damaged: the state is damaged; the message names the arrays.
+          Refused: the state has other arrays than `like`.
+          StorageFailure: the state could not be read, after retries.
         """
         self.wait()
         return integrity.restored(self._directory / str(step) / "state", like)
@@ -156,13 +156,13 @@ class Checkpoints:
     ) -> tuple[int, Tree, dict[str, Any]] | None:
         """(step, state, record) of the newest checkpoint that can be trusted; None if there is no checkpoint.
 
-        A newer checkpoint that is damaged is named on stderr and moved to `refused`. `accept` raises Damaged if a
-        record needs something that is damaged.
+        A newer checkpoint that is damaged is named on stderr and moved to `refused`. `accept(record)` raises
+        Damaged if the record needs another file that is damaged.
 
         Raises:
-          Refused: the newest that is not damaged is of another run, or has other arrays; all stay where they are.
-          StorageFailure: storage failed, after retries; all stay where they are.
-          ValueError: there are checkpoints, and all are damaged; they stay where they are.
+          Refused: the newest undamaged checkpoint is of another run, or has other arrays than `like`.
+          StorageFailure: storage failed, after retries.
+          ValueError: all checkpoints are damaged. After any of these errors, all checkpoints stay where they are.
         """
         refused: list[tuple[int, str]] = []
         for step in json.loads(hosts.all_gather_bytes(json.dumps(self.steps()[::-1]).encode())[0]):
@@ -187,10 +187,10 @@ class Checkpoints:
         return None
 
     def wait(self) -> None:
-        """Returns once the last save is on disk. A save that failed is written again while its state is still there.
+        """Returns once the last save is on disk. A save that failed transiently is repeated if its state still exists.
 
         Raises:
-          StorageFailure: it could not be written.
+          StorageFailure: the checkpoint could not be written.
         """
         last, self._last = self._last, None
         where = self._directory / str(last[0] if last else "")
@@ -204,11 +204,11 @@ class Checkpoints:
             errors.written(self._manager.wait_until_finished, where, alone=False)
 
     def close(self) -> None:
-        """Finishes the last save and releases the background threads. Raises OSError if it could not be written."""
+        """Finishes the last save and releases the background threads. Raises OSError if the save failed."""
         errors.written(self._manager.close, self._directory, alone=False)
 
     def _clean_up(self) -> None:
-        """Deletes half-written checkpoints, once a checkpoint of that step or a later one is complete."""
+        """Deletes each half-written checkpoint, once a checkpoint of the same step or of a later step is complete."""
         latest = self.latest_step()
         superseded = [p for p in self._half_written if latest is not None and _step_of(p) <= latest]
         self._half_written = [p for p in self._half_written if p not in superseded]
@@ -240,11 +240,11 @@ class Snapshots:
         return self._directory / f"{number:08d}"
 
     def exists(self, number: int) -> bool:
-        """Whether there is a snapshot `number`, good or bad."""
+        """Whether there is a snapshot `number`, complete and undamaged or not."""
         return errors.retried(self._path(number).exists, self._path(number))
 
     def save(self, number: int, params: Tree) -> None:
-        """Starts writing `params`; replaces one of the same number. Raises StorageFailure, of the last save too."""
+        """Starts writing `params`; replaces a snapshot `number`. Raises StorageFailure if this or the last fails."""
         path = self._path(number)
 
         def write() -> None:
@@ -257,9 +257,9 @@ class Snapshots:
         """The weights of snapshot `number`, laid out as the `ShapeDtypeStruct`s of `like`, on any mesh.
 
         Raises:
-          Damaged: it is missing or damaged.
-          Refused: it holds other arrays than `like`.
-          StorageFailure: it could not be read, after retries.
+          Damaged: the snapshot is missing or damaged.
+          Refused: the snapshot has other arrays than `like`.
+          StorageFailure: the snapshot could not be read, after retries.
         """
         self.wait()
         path = self._path(number)
@@ -289,7 +289,7 @@ class Snapshots:
                 errors.retried(path.rmtree, path)
 
     def wait(self) -> None:
-        """Returns once the last save is on disk. Raises StorageFailure if it could not be written."""
+        """Returns once the last save is on disk. Raises StorageFailure if the snapshot could not be written."""
         errors.written(self._checkpointer.wait_until_finished, self._directory, alone=False)
 
     def close(self) -> None:
@@ -298,7 +298,7 @@ class Snapshots:
 
 
 def committed_steps(directory: Path | epath.Path) -> list[int]:
-    """Steps of the complete checkpoints in `directory`, oldest first; a run that writes there is not disturbed."""
+    """Steps of the complete checkpoints in `directory`, oldest first. A run may write there meanwhile."""
     there = directory.iterdir() if directory.exists() else ()
     return sorted(int(path.name) for path in there if path.name.isdigit() and _is_committed(path))
 

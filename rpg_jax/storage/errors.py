@@ -43,7 +43,7 @@ class Kind(enum.Enum):
 
 
 class StorageFailure(OSError):
-    """Storage was not read or written, transiently or permanently (`kind`). Nothing was moved or deleted."""
+    """Storage could not be read or written. `kind` is transient or permanent. No file was moved or deleted."""
 
     def __init__(self, what: str, reason: str, kind: Kind):
         super().__init__(f"{what}: {reason}{_FIX[kind]}")
@@ -95,13 +95,13 @@ _TEXTS = (  # the first that matches decides; TensorStore's errors begin with a 
 
 
 def kind_of(error: BaseException) -> Kind:
-    """The kind of an error: the first of transient, permanent and damage that the error or one of its causes is."""
+    """The kind of an error. If its causes are of several kinds: transient before permanent before damage."""
     found = {_own_kind(one) for one in _chain(error)}
     return next((kind for kind in (Kind.TRANSIENT, Kind.PERMANENT, Kind.DAMAGE) if kind in found), Kind.UNKNOWN)
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether another start of the program may well succeed."""
+    """Whether the error is transient, so that the program may succeed if it is started again."""
     return kind_of(error) is Kind.TRANSIENT
 
 
@@ -111,7 +111,7 @@ def failure(what: object, error: BaseException) -> StorageFailure:
 
 
 def one_line(error: BaseException) -> str:
-    """The text of an error, or of the cause that decided its kind, without TensorStore's specs, in one line."""
+    """The text of an error, or of the cause that decided its kind, in one line and without the specs of TensorStore."""
     kind = kind_of(error)
     told = next((one for one in _chain(error) if _own_kind(one) is kind), error)
     text = " ".join(re.sub(r"\s*\[(tensorstore_spec|http_response_body|source locations)=.*", "", str(told)).split())
@@ -122,7 +122,7 @@ def retried(call: Callable[[], T], what: object) -> T:
     """The result of `call`, which is repeated after transient errors. `call` may be cut short and run again.
 
     Raises:
-      StorageFailure: each try failed transiently, or one failed permanently. Other errors pass as they are.
+      StorageFailure: every try failed transiently, or a try failed permanently. Other errors are not changed.
     """
     for number in range(len(PAUSES) + 1):
         try:
@@ -152,7 +152,7 @@ def named(what: object) -> Iterator[None]:
 
 
 def written(write: Callable[[], object], path: object, *, alone: bool) -> None:
-    """Calls `write`, again after transient errors if this process is `alone`: hosts of several meet at its barriers.
+    """Calls `write`, repeated after transient errors if this process is `alone`: several hosts meet at its barriers.
 
     Raises StorageFailure, which names `path`, for every error.
     """
@@ -165,7 +165,7 @@ def written(write: Callable[[], object], path: object, *, alone: bool) -> None:
 
 
 def say(message: str) -> None:
-    """One line on stderr."""
+    """Prints a line to stderr."""
     print(message, file=sys.stderr, flush=True)
 
 
@@ -186,7 +186,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _own_kind(error: BaseException) -> Kind:
-    """The kind of an error without its causes."""
+    """The kind of an error by itself, whatever its causes are."""
     if isinstance(error, StorageFailure):
         return error.kind
     text, names = str(error), {kind.__name__ for kind in type(error).__mro__}

@@ -1,7 +1,7 @@
 """Files of runs, on local disk or in a Google Cloud Storage bucket.
 
 Weights go to a bucket directly. All other files are small, and some libraries write only local files. So these files
-have a local folder: it is fetched from the bucket at the start, and its changes are copied to the bucket from then on.
+have a local folder. It is fetched from the bucket at the start, and every change is then copied to the bucket.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ _COPY_SECONDS = 30.0
 
 
 def absolute(address: str | Path | epath.Path) -> epath.Path:
-    """A local path, made absolute, or gs://BUCKET/FOLDER.
+    """The absolute path of a local address, or the path of gs://BUCKET/FOLDER.
 
     Raises:
-      ValueError: the address is neither, or a package that buckets need is missing.
+      ValueError: the address has another form, or a package that buckets need is missing.
     """
     text = str(address)
     if not re.match(r"[A-Za-z][\w+.-]*:/", text):
@@ -55,19 +55,19 @@ def in_bucket(path: str | epath.Path) -> bool:
 
 
 def local(address: str | Path) -> Path:
-    """`address` as a local path. Raises ValueError for gs://…, which would name a local folder called "gs:"."""
+    """`address` as a local path. Raises ValueError for an address such as gs://…, which is not local."""
     if re.match(r"[A-Za-z][\w+.-]*:/", str(address)):
         raise ValueError(f"{str(address)!r} is no local folder: give one here, and copy it with gcloud storage cp -r")
     return Path(address)
 
 
 def cache_folder() -> Path:
-    """The folder of this host's kept copies."""
+    """The folder of this host in which copies of remote files are kept."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rpg_jax"
 
 
 def secret() -> bytes:
-    """Random bytes of this user on this host, which nobody who writes a folder elsewhere knows; b"" without a home."""
+    """Random bytes that only this user on this host can read; b"" if the user has no home folder."""
     with contextlib.suppress(OSError, RuntimeError):
         (file := cache_folder() / "secret").parent.mkdir(parents=True, exist_ok=True)
         if not file.exists():
@@ -107,7 +107,7 @@ def local_copy(address: str, patterns: Sequence[str]) -> Path:
 def write_atomically(path: Path, content: str | bytes | Callable[[BinaryIO], object]) -> None:
     """Replaces the file at `path` in one step, so that nobody ever reads half of a file.
 
-    A function as `content` receives the open file and writes to it. No link is followed: a link at `path` is replaced.
+    If `content` is a function, it receives the open file and writes to the file. A link at `path` is replaced.
 
     Raises ValueError if `path` is a device, a pipe or a folder.
     """
@@ -129,9 +129,9 @@ def write_atomically(path: Path, content: str | bytes | Callable[[BinaryIO], obj
 
 @contextlib.contextmanager
 def whole(folder: Path) -> Iterator[Path]:
-    """A folder beside `folder`, which takes its place when the block has ended well, and is deleted otherwise.
+    """Yields a temporary folder. It becomes `folder` if the block ends without an error; else it is deleted.
 
-    Raises OSError, which names the folder, if the folder holds anything by then.
+    Raises OSError, which names `folder`, if `folder` has files when the block ends.
     """
     partial = (folder := folder.absolute()).with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)  # of a killed process
@@ -146,9 +146,9 @@ def whole(folder: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Holds a folder by its place on the disk, whatever the name that led there: a link, a mount, other letters.
+    """Locks a folder by its inode, so that another name for the folder (a link, a mount) meets the same lock.
 
-    Raises ValueError if another process of this machine holds it.
+    Raises ValueError if another process of this machine holds the lock.
     """
     number = os.open(folder, os.O_RDONLY)
     try:
@@ -165,7 +165,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Names `path` in an OSError of the block that names no file, as the error of a write to a full disk."""
+    """Adds `path` to an OSError of the block that names no file, for example if the disk is full."""
     try:
         yield
     except OSError as error:
@@ -226,7 +226,7 @@ class Folder:
     def fetch(self) -> None:
         """Copies everything except weights and the journal from the bucket to `files`.
 
-        Raises ValueError for a local folder with a pipe or a device: whoever reads one may wait for ever.
+        Raises ValueError if a local folder has a pipe or a device: a process that reads a pipe may wait for ever.
         """
         if not self._remote:
             for path in self.files.rglob("*"):
@@ -241,7 +241,7 @@ class Folder:
                 self._copied[name] = _version(file)
 
     def push(self) -> None:
-        """Makes the bucket equal to the local folder as it is now; after the end of the context it does nothing."""
+        """Makes the bucket equal to the present local folder. After the end of the context, `push` does nothing."""
         if not self._remote:
             return
         with self._lock:
@@ -265,7 +265,7 @@ class Folder:
             errors.retried(remove if content is None else write, target)
 
     def shown(self, text: str) -> str:
-        """`text` with `home` in place of `files`, whose names do not last."""
+        """`text` with the path `home` in place of the path `files`, which is temporary."""
         return text.replace(str(self.files), str(self.home)) if self._remote else text
 
     def _copy_now_and_then(self) -> None:
@@ -277,7 +277,7 @@ class Folder:
 
 
 def move(source: epath.Path, target: epath.Path) -> None:
-    """Renames a folder. In a bucket it copies all objects, then deletes the originals, so that a kill loses none."""
+    """Renames a folder. In a bucket, copies all objects, then deletes the originals, so that a kill loses no object."""
     if not in_bucket(source):
         target.parent.mkdir(parents=True, exist_ok=True)
         source.rename(target)
@@ -292,7 +292,7 @@ def move(source: epath.Path, target: epath.Path) -> None:
 
 @contextlib.contextmanager
 def _read(address: str) -> Iterator[None]:
-    """Turns errors of reading a bucket into ValueError where the folder is missing, else into StorageFailure."""
+    """Turns an error of reading a bucket into ValueError if the folder is missing, else into StorageFailure."""
     try:
         yield
     except FileNotFoundError as error:

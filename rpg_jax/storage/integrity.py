@@ -48,15 +48,15 @@ def signed_like(like: Tree) -> dict[str, Tree]:
 
 
 def restored(path: Any, like: Tree) -> Tree:
-    """The tree that was saved as `signed(tree)` at `path`, laid out as `like`, whose leaves may be `LEFT_OUT`.
+    """The tree that was saved as `signed(tree)` at `path`, laid out as `like`. A leaf of `like` may be `LEFT_OUT`.
 
     Collective. Orbax's handler is called directly, without a checkpointer of Orbax. A checkpointer ends in a barrier,
     and hosts that have read their shards would wait there for ever for a host that failed.
 
     Raises:
       Damaged: on any host, the tree is missing or has other bits than were written.
-      Refused: it holds other arrays than `like`.
-      StorageFailure: a host could not read it, after retries.
+      Refused: the saved tree has other arrays than `like`.
+      StorageFailure: a host could not read the tree, after retries.
     """
 
     def read() -> Any:
@@ -74,7 +74,7 @@ def restored(path: Any, like: Tree) -> Tree:
 
 
 def differing(restored: Mapping[str, Tree]) -> list[str]:
-    """The names of the leaves of a restored `signed(tree)` that were read and do not have their checksum."""
+    """The names of the leaves of a restored `signed(tree)` that were read and differ from their checksums."""
     tree = restored["tree"]
     read = np.array([leaf is not LEFT_OUT for leaf in jax.tree.leaves(tree)])
     present = jax.tree.map(lambda leaf: None if leaf is LEFT_OUT else leaf, tree)
@@ -84,12 +84,12 @@ def differing(restored: Mapping[str, Tree]) -> list[str]:
 
 
 def sealed(value: Mapping[str, Any]) -> dict[str, Any]:
-    """A JSON-able object with the digest of its text."""
+    """A JSON-able object that holds the value and the digest of the value's text."""
     return {"sha256": _digest(value), "value": value}
 
 
 def unsealed(path: Any, value: Any) -> dict[str, Any]:
-    """The value that `sealed` received, read from `path`. Raises Damaged if its text has changed."""
+    """The value that `sealed` received, read from `path`. Raises Damaged if the text of the value has changed."""
     if not isinstance(value, Mapping) or set(value) != {"sha256", "value"}:
         raise Damaged(path, "it was not written by this version of the program")
     if _digest(value["value"]) != value["sha256"]:
@@ -98,7 +98,7 @@ def unsealed(path: Any, value: Any) -> dict[str, Any]:
 
 
 def by_all(read: Callable[[], T]) -> T:
-    """The result of `read`, if it succeeds in every process: a host may find damage that other hosts do not read.
+    """The result of `read`, if `read` succeeds in every process. A host may find damage that others do not read.
 
     Collective. `read` must not wait for other processes.
 

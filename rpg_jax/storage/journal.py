@@ -55,7 +55,7 @@ Key = Mapping[str, Any]  # JSON-able; `version` is that of the weights
 
 
 class Record(NamedTuple):
-    """A group as it was journaled; all its tokens are of the weights `key["version"]`."""
+    """A group from the journal. The weights `key["version"]` sampled all of its tokens."""
 
     key: dict[str, Any]
     completions: list[Completion]
@@ -65,7 +65,7 @@ class Journal:
     """The journal of one process of a run; `add` and `prune` return at once, whatever the disk does.
 
     Args:
-      max_bytes: the most that this process keeps; `prune` makes room.
+      max_bytes: the most bytes that this process keeps; `prune` makes room.
     """
 
     def __init__(self, directory: Path | epath.Path, *, max_bytes: int):
@@ -77,9 +77,9 @@ class Journal:
         self._counting = threading.Lock()
 
     def find(self, keys: Sequence[Key]) -> dict[int, list[Completion]]:
-        """The completions of groups that an earlier process completed, by their place in `keys`.
+        """{index in `keys`: completions} of the groups that an earlier process completed.
 
-        Each key has the integers `step`, equal for all, and `prompt_id` and `version`. A group is found once.
+        Each key has integers `step`, `prompt_id` and `version`; all keys have the same `step`. A group is found once.
         """
         step = keys[0]["step"] if keys else -1
         if step != self._loaded[0]:
@@ -102,23 +102,23 @@ class Journal:
         return found
 
     def add(self, key: Key, completions: Sequence[Completion]) -> None:
-        """Notes down a complete group."""
+        """Adds a complete group to the journal."""
         self._writer.add(key, completions)
 
     def prune(self, before: int) -> None:
-        """Deletes the groups of all processes for steps before `before`; the first process does."""
+        """Deletes the groups of all processes for steps before `before`. Only the first process deletes files."""
         self._left = {step for step in self._left if step >= before}
         self._writer.prune(before)
 
     def count(self, step: int, *, found: int, sampled: int) -> None:
-        """Counts completions for `take_counts`; says how many were found, if any."""
+        """Adds to the counts for `take_counts`. If completions were found, prints how many."""
         if found:
             _say(f"step {step + 1}: {found} completions were complete before the restart, {sampled} are sampled")
         with self._counting:
             self._counts.update(journal_found=found, journal_sampled=sampled)
 
     def take_counts(self) -> dict[str, float]:
-        """`host/journal_found` and `host/journal_sampled`, the completions that were counted since the last call."""
+        """The metrics `host/journal_found` and `host/journal_sampled`: completions counted since the last call."""
         with self._counting:
             taken, self._counts = self._counts, collections.Counter()
         return {f"host/{name}": taken[name] for name in ("journal_found", "journal_sampled")}
@@ -128,7 +128,7 @@ class Journal:
         self._writer.close()
 
     def _load(self, step: int) -> dict[int, list[Record]]:
-        """The records of a step by prompt_id, from the files of all processes: their number may have changed."""
+        """The records of a step by prompt_id, from the files of all earlier processes: their number may differ now."""
         by_prompt: dict[int, list[Record]] = {}
         for path in _entries(self._directory / str(step)):
             try:
@@ -148,7 +148,7 @@ class Journal:
 class _Writer:
     """Does the journal's work on its folder, job after job, in a thread of its own.
 
-    A group that cannot be written is given up: too many jobs wait, the disk is full, the bound is reached.
+    A group is dropped if it cannot be written: too many jobs wait, the disk is full, or `max_bytes` is reached.
     """
 
     def __init__(self, directory: epath.Path, max_bytes: int):
@@ -248,7 +248,7 @@ class _Writer:
 
 
 def _steps(directory: epath.Path) -> dict[int, epath.Path]:
-    """The steps of which there are groups, with their folders."""
+    """The steps that have groups in the journal, with the folders of the steps."""
     return {int(path.name): path for path in _entries(directory) if path.name.isdigit()}
 
 
@@ -285,7 +285,7 @@ def to_bytes(key: Key, completions: Sequence[Completion]) -> bytes:
 
 
 def from_bytes(data: bytes) -> tuple[list[Record], int]:
-    """The whole records in `data`, and the number of places where there is something else."""
+    """The whole records in `data`, and the number of places where `data` has other bytes."""
     records: list[Record] = []
     at, damaged, view = 0, 0, memoryview(data)
     while at < len(data):

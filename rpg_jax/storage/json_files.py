@@ -8,7 +8,7 @@ from typing import Any
 
 
 def read_object(file: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises ValueError, which names the file, if it holds anything else."""
+    """The object in a JSON file. Raises ValueError, which names the file, if the file holds anything else."""
     try:
         value = json.loads(read_bytes(file))
     except (ValueError, RecursionError) as error:
@@ -19,7 +19,7 @@ def read_object(file: Path) -> dict[str, Any]:
 
 
 def read_bytes(file: Path, most: int = 2**26) -> bytes:
-    """The bytes of a file. Raises ValueError beyond `most` bytes."""
+    """The bytes of a file. Raises ValueError if the file has more than `most` bytes."""
     if file.stat().st_size > most:
         raise ValueError(f"it has more than {most} bytes")
     return file.read_bytes()
@@ -31,7 +31,7 @@ def read_if_there(file: Path) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """`value` with the texts "inf", "-inf" and "nan" in place of these numbers, for which JSON has no word."""
+    """`value` with the texts "inf", "-inf" and "nan" in place of these numbers, which JSON cannot write."""
     if isinstance(value, Mapping):
         return {name: finite(each) for name, each in value.items()}
     if isinstance(value, list | tuple):

@@ -34,10 +34,10 @@ class Owner:
     """The process that holds a lease.
 
     Attributes:
-      space: the boot of the machine and the name space in which `process` is a number; "" where the system has none.
+      space: the boot of the machine and the namespace of the number `process`; "" where the system does not tell.
       started: when the process began, in the kernel's ticks; a later process of the same number has another value.
-      since: when it took the lease, for people.
-      token: made for this lease alone.
+      since: when the process took the lease, as text for people.
+      token: a text that no other lease has.
     """
 
     host: str
@@ -56,7 +56,7 @@ class Owner:
 
     @property
     def ended(self) -> bool | None:
-        """Whether the process is gone; None for a process of another machine or name space, or one that is hidden."""
+        """Whether the process is gone; None if the process is of another machine or namespace, or hidden."""
         if not self.space or self.space != _space():
             return None
         started = _started(self.process)
@@ -70,8 +70,8 @@ class Lease(contextlib.AbstractContextManager["Lease"]):
     """A context in which this process alone may write the folder `home`.
 
     Entering takes the lease. An owner on this machine either lives or has ended. An owner elsewhere is gone once its
-    beat stands still for `stale_seconds`; the clocks of the machines need not agree. One that beats on has twice this
-    time to end, as a process that was asked to stop does.
+    beat stands still for `stale_seconds`; the clocks of the machines need not agree. Entering waits twice this time for
+    an owner whose beat goes on, because the owner may have been asked to stop.
 
     Args:
       lost: called with a line, by another thread, when another process has taken the lease. The present process must
@@ -165,12 +165,12 @@ class Lease(contextlib.AbstractContextManager["Lease"]):
 
 
 class _Cell(Protocol):
-    """A file that a process may change only if it knows the present version. The version of a missing file is None."""
+    """A file that a process can change only if it knows the present version. A missing file has version None."""
 
     def read(self) -> tuple[bytes | None, Any]: ...
 
     def swap(self, content: bytes | None, version: Any) -> Any:
-        """Writes `content`, or deletes the file for None; the new version, or None if `version` is not the present."""
+        """Writes `content` (None: deletes the file). Returns the new version, or None if `version` is out of date."""
 
 
 class _File:
@@ -245,9 +245,9 @@ def _space() -> str:
 
 
 def _started(process: int) -> str | None:
-    """When a process began, in ticks since the boot; "" if there is none of that number, or only its remains.
+    """When a process began, in ticks since the boot; "" if no process has this number, or if it is a zombie.
 
-    None for a process that /proc does not show (hidepid), because it is another user's.
+    None if /proc hides the process (hidepid), because another user owns the process.
     """
     try:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
