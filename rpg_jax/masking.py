@@ -29,7 +29,7 @@ def completion_sum(x: jax.Array, mask: jax.Array, completion_ids: jax.Array | No
     Args:
       x: f[B, T].
       mask: [B, T], nonzero where a token counts.
-      completion_ids: i32[B, T] in 0 … T, which number the completions packed in a row; None is one completion a row.
+      completion_ids: i32[B, T] in 0 … T, the number of the token's completion in the row; None is one completion a row.
 
     Returns:
       f[B, T], constant over the tokens of a completion.
@@ -42,7 +42,7 @@ def completion_sum(x: jax.Array, mask: jax.Array, completion_ids: jax.Array | No
 
 
 def completion_mean(x: jax.Array, mask: jax.Array, completion_ids: jax.Array | None = None) -> jax.Array:
-    """The mean over the unmasked tokens of each token's own completion, f[B, T]; 0 if it has none."""
+    """The mean over the unmasked tokens of each token's own completion, f[B, T]; 0 without unmasked tokens."""
     lengths = completion_sum(jnp.ones_like(x), mask, completion_ids)
     return completion_sum(x, mask, completion_ids) / jnp.maximum(lengths, 1)
 
@@ -67,7 +67,7 @@ def completion_scan(
     decay: jax.Array | None = None,
     reverse: bool = False,
 ) -> jax.Array:
-    """y_t = x_t + decay_t · y_{t−1} along each completion; without `decay` the sum up to and with each token.
+    """y_t = x_t + decay_t · y_{t−1} along each completion; without `decay` y_t is the sum up to and with token t.
 
     It is one associative scan. The scan starts anew with each completion, so no neighbour in the row rounds its sums.
 

@@ -2,8 +2,8 @@
 
 All take f[P, G] rewards (P prompts, G completions each) and return f[P, G]. A group of one has baseline 0.
 
-`counted` is bool[P, G]: the completions that are compared and trained; None: all. The others are in no mean, minimum or
-deviation, and what a function returns for them has no meaning. A group has at least two of them, or none.
+`counted` is bool[P, G]: the completions that are compared and that the update trains on; None: all. No mean, minimum or
+deviation reads another completion, and its result has no meaning. A group has two counted completions or more, or none.
 """
 
 import collections
@@ -25,7 +25,7 @@ VARIANCE_FLOOR = 1e-8
 
 @dataclasses.dataclass(frozen=True)
 class Advantage(Declared):
-    """A declared advantage; `over` is what a completion is compared with: its own group, or all of the batch."""
+    """A declared advantage. `over` says with what a completion is compared: with its group, or with the whole batch."""
 
     over: Literal["group", "batch"] = "group"
 
@@ -61,7 +61,7 @@ def batch_mean(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Arra
 
 @ADVANTAGES.declare(r"(R_i - \mathrm{mean}_\mathrm{group}(R)) / (\mathrm{std}_\mathrm{group}(R) + 10^{-6})")
 def group_standardised(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Array:
-    """(r − mean) / (std + 1e-6) of the group, std with G − 1 (GRPO, arXiv:2402.03300; DAPO). A group of one: std 1."""
+    """(r − mean) / (std + 1e-6) of the group (GRPO, arXiv:2402.03300; DAPO). std has G − 1; for G = 1 std is 1."""
     centred = group_mean(rewards, counted)
     deviation = jnp.std(centred, axis=1, keepdims=True, ddof=1, where=counted) if rewards.shape[1] > 1 else 1.0
     return centred / (deviation + STANDARD_DEVIATION_FLOOR)
@@ -84,9 +84,9 @@ def leave_one_out(rewards: jax.Array, counted: jax.Array | None = None) -> jax.A
 def maxrl(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Array:
     """(r − mean) / (mean − min) of the group, 0 where all rewards are equal (MaxRL, arXiv:2602.02710 Algorithm 1).
 
-    For a reward of two values with success rate p this is the paper's (s − p)/p, s ∈ {0, 1}, whatever the two values
-    are; the paper assumes such a reward. In expectation over groups its gradient is Σ_{k=1}^{G−1} ∇pass@k / k, of the
-    series of ∇log p. A group of one keeps its reward.
+    The paper assumes a reward of two values. For such a reward with success rate p the advantage is the paper's
+    (s − p)/p, s ∈ {0, 1}, whatever the two values are. The expected gradient over groups is Σ_{k=1}^{G−1} ∇pass@k / k,
+    the first terms of the series of ∇log p. In a group of one the advantage is the reward.
     """
     if rewards.shape[1] == 1:
         return rewards
@@ -100,10 +100,10 @@ def maxrl(rewards: jax.Array, counted: jax.Array | None = None) -> jax.Array:
     over="batch",
 )
 def gdpo(parts: jax.Array, part_weights: jax.Array, counted: jax.Array | None = None) -> jax.Array:
-    """Each part of the reward is standardised in its group, their weighted sum over the batch (GDPO, arXiv:2601.05242).
+    """Standardises each part of a reward in its group, then the weighted sum over the batch (GDPO, arXiv:2601.05242).
 
-    So a part counts by its weight ω and not by its spread. `parts` is f[P, G, N], unweighted. Both standard deviations
-    are of the number minus one, and 1e-6 is added to them; the public code (NVlabs/GDPO at b080e63) adds 1e-4.
+    So the weight ω of a part says how much the part counts, whatever its spread is. `parts` is f[P, G, N], unweighted.
+    Both standard deviations divide by the number minus one. 1e-6 is added to both; NVlabs/GDPO at b080e63 adds 1e-4.
     """
     standardised = jax.vmap(lambda part: group_standardised(part, counted), in_axes=-1, out_axes=-1)(parts)
     summed = jnp.sum(part_weights * standardised, axis=-1)
@@ -114,14 +114,14 @@ def gdpo(parts: jax.Array, part_weights: jax.Array, counted: jax.Array | None = 
 
 
 def _counts(counted: jax.Array) -> jax.Array:
-    """i32[P, 1], the completions of each group that are counted."""
+    """i32[P, 1], the number of counted completions of each group."""
     return jnp.sum(counted, axis=1, keepdims=True)
 
 
 def whiten(values: jax.Array, lengths: jax.Array) -> jax.Array:
-    """(x − mean) · rsqrt(var + 1e-8) over tokens: a completion counts once per trained token; var with N − 1.
+    """(x − mean) · rsqrt(var + 1e-8) over tokens: a completion counts once per trained token. var divides by N − 1.
 
-    Equal values of all completions with tokens give exactly 0: a rounded mean would become a large advantage.
+    If all completions with tokens have equal values, the result is exactly 0: a rounded mean would become large.
     """
     tokens = lengths.astype(values.dtype)
     count = jnp.maximum(jnp.sum(tokens), 1)
@@ -150,12 +150,12 @@ _GIVEN = ("rewards", "counted", "lengths", "parts", "part_weights")
 def declare_own_advantage(name: str, function: Callable[..., jax.Array]) -> None:
     """Adds an advantage from outside this repository to `ADVANTAGES`.
 
-    The contract is that of the advantages here: `function(rewards)` takes f[P, G] and returns f[P, G], and may ask for
-    `counted` and `lengths`; or it takes `parts` and `part_weights` instead of rewards. As nothing says that it compares
-    a group with itself alone, it has no form for turns.
+    `function(rewards)` takes and returns f[P, G], as the advantages here do. The function may also ask for `counted`
+    and `lengths`, or take `parts` and `part_weights` instead of rewards. The function may compare different groups, so
+    `turn_advantages` refuses the advantage.
 
     Args:
-      name: "module:function", which a config has as `loss.advantage`.
+      name: "module:function", the value of `loss.advantage` in a config.
 
     Raises:
       ValueError: `function` does not have this form.
@@ -186,20 +186,20 @@ def advantages(
     Args:
       name: a name of `ADVANTAGES`.
       rewards: f[P, G], one a completion.
-      lengths: i32[P, G], trained tokens of each completion. Only the whitened advantages read it.
-      mask: [P, G, T], nonzero where a token is trained; another way to give `lengths`.
-      parts, part_weights: f[P, G, N], the parts of which a reward is the weighted sum, and N weights. Only `gdpo` reads
-        them; without `parts` the reward is the one part.
-      counted: bool[P, G], the completions that are trained; None: all. The others have advantage 0, and those that are
-        counted have what they have in a batch without the others. A single one of several has nothing to be compared
-        with: it has advantage 0, not its reward.
+      lengths: i32[P, G], the trained tokens of each completion. Only the whitened advantages read the lengths.
+      mask: [P, G, T], nonzero at a token that the update trains on. A mask takes the place of `lengths`.
+      parts, part_weights: f[P, G, N] and N weights. The weighted sum of the parts is the reward. Only `gdpo` reads the
+        parts; without `parts` the reward is the only part.
+      counted: bool[P, G], the completions that the update trains on; None: all. Other completions have advantage 0, and
+        they change no advantage. The only counted completion of a group of several has advantage 0, not its reward,
+        because no other completion can be compared with it.
 
     Returns:
-      f32[P, G] (f64 where the rewards are), to be repeated over the tokens of a completion. No gradient.
+      f32[P, G] (f64 for f64 rewards), one advantage for all tokens of a completion. No gradient.
 
     Raises:
-      ValueError: an unknown or learned name, a wrong shape, a whitened advantage without `lengths` or `mask`, or an
-        advantage that cannot leave a completion out.
+      ValueError: an unknown name, an advantage from a critic, a wrong shape, a whitened advantage without `lengths` or
+        `mask`, or `counted` for an advantage that cannot leave a completion out.
     """
     declared = _of_rewards(name)
     rewards = jnp.asarray(rewards)
@@ -232,7 +232,7 @@ def advantages(
 
 
 def _of_rewards(name: str) -> Declared:
-    """The declaration of an advantage. Raises ValueError for an unknown name, and for one that a critic learns."""
+    """The declaration of an advantage. Raises ValueError for an unknown name, and for an advantage from a critic."""
     declared = lookup({**ADVANTAGES, **LEARNED_ADVANTAGES}, "advantage", name)
     if name in LEARNED_ADVANTAGES:
         raise ValueError(
@@ -243,7 +243,7 @@ def _of_rewards(name: str) -> Declared:
 
 
 def _compared(rewards: jax.Array, counted: ArrayLike) -> jax.Array:
-    """`counted` without the only one of a group of several. Raises ValueError for a wrong shape."""
+    """`counted`, but False for a group's only counted completion if G > 1. Raises ValueError for a wrong shape."""
     counted = jnp.asarray(counted, bool)
     if counted.shape != rewards.shape:
         raise ValueError(f"counted must have the shape of rewards {rewards.shape}, got {counted.shape}")
@@ -251,7 +251,7 @@ def _compared(rewards: jax.Array, counted: ArrayLike) -> jax.Array:
 
 
 def _lengths(rewards: jax.Array, lengths: ArrayLike | None, mask: ArrayLike | None) -> ArrayLike | None:
-    """`lengths`, or those of `mask`. Raises ValueError for both or for a wrong shape."""
+    """`lengths`, or the lengths that `mask` has, or None. Raises ValueError for both or for a wrong shape."""
     if lengths is not None and mask is not None:
         raise ValueError("give lengths or mask, not both")
     if mask is not None:
@@ -283,30 +283,30 @@ def _parts(
 def turn_advantages(
     name: str, returns: Sequence[Sequence[np.ndarray]], counted: Sequence[Sequence[bool] | np.ndarray] | None = None
 ) -> list[list[np.ndarray]]:
-    """Advantages of turns: a turn's return to go, compared with those of the group at the same turn.
+    """Advantages of turns: the return to go of a turn is compared with the group's returns to go at the same turn.
 
         R_{i,t} = Σ_{j ≥ t} r_{i,j},   A_{i,t} = A(R_{i,t}, {R_{j,s} : j ≠ i, T_j ≥ s})_i,   s = min(t, max_{j≠i} T_j)
 
     T_j is the number of turns of completion j. So s is t, except at turns that no other completion of the group has.
-    These are compared with the last return of the longest others, which is what they had to compare with at turn s.
+    The return of such a turn is compared with the last return of the longest other completions.
 
-    Rewards of earlier turns are not in R_{i,t}: a turn cannot change them. The baseline of `leave_one_out` comes from
-    other completions alone, which s does not change either, so the expected gradient is that of the rewards' sum. Where
-    all completions of a group have the same number of turns, and only the last turn pays, every turn has the advantage
-    of its completion. A group of one has baseline 0.
+    R_{i,t} leaves out the rewards of earlier turns, because a turn cannot change them. The baseline of `leave_one_out`
+    depends on other completions alone, and s does too. So the expected gradient is the gradient of the sum of rewards.
+    If all completions of a group have the same number of turns and only the last turn has a reward, every turn has the
+    advantage of its completion. A group of one has baseline 0.
 
     Args:
       name: an advantage over a group.
       returns: for each of P prompts and G completions f32[k], R_{i,1} … R_{i,k}.
-      counted: for each of them whether it is trained, as `advantages` has it; None: all. The others have advantage 0.
+      counted: for each completion whether the update trains on it, as in `advantages`; None: all. Others have 0.
 
     Returns:
       f32[k] for each prompt and completion.
 
     Raises:
-      ValueError: an advantage over the batch, or one from a critic.
+      ValueError: the advantage is unknown, compares a whole batch, or comes from a critic.
 
-    Source: the return to go of REINFORCE; baselines by turn are ours, and so is what a turn without others has.
+    Source: the return to go is REINFORCE's. The baselines by turn and the rule for s are ours.
     """
     if name not in ADVANTAGES or ADVANTAGES[name].over != "group":
         able = ", ".join(n for n, declared in ADVANTAGES.items() if declared.over == "group")

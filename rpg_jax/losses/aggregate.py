@@ -1,4 +1,4 @@
-"""From per-token losses to (sum, weight). The one division happens after both are summed over the update batch.
+"""Per-token losses become (sum, weight). The caller adds both up over the update batch, and then divides once.
 
 So the loss does not depend on how the batch is split into micro-batches, packed, padded or spread over devices.
 """
@@ -13,7 +13,7 @@ from rpg_jax.losses.declaration import Declared, Table, lookup
 
 
 class Trained(Protocol):
-    """The trained tokens of `Tokens` or of a batch, and the completion that each belongs to."""
+    """The tokens that the update trains on (`mask`), and the completion of each token (`completion_ids`)."""
 
     @property
     def mask(self) -> jax.Array: ...
@@ -60,17 +60,17 @@ def _completions(values: jax.Array, tokens: Trained) -> jax.Array:
 
 
 def aggregate(values: jax.Array, tokens: Trained, kind: str, constant_length: float | None = None) -> Sums:
-    """Sum and weight of a per-token quantity; the aggregate is sum / weight.
+    """The sum and the weight of a per-token quantity, both scalars; the aggregate is sum / weight.
 
     Args:
       values: f[B, T].
-      tokens: their mask counts tokens, their `completion_ids` tell completions apart. A completion without an unmasked
-        token does not count.
+      tokens: `tokens.mask` says which tokens count, and `tokens.completion_ids` tells completions apart. A completion
+        without an unmasked token does not count.
       kind: a name of `AGGREGATES`.
       constant_length: tokens, for `constant`.
 
     Raises:
-      ValueError: an unknown kind, or `constant` without a length.
+      ValueError: `kind` is unknown, or `kind` is `constant` and `constant_length` is None.
     """
     declared = lookup(AGGREGATES, "aggregate", kind)
     length = (constant_length,) if declared.takes("constant_length") else ()

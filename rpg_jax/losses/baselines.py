@@ -27,8 +27,8 @@ _CLIP = r"\mathrm{clip}_\mathrm{PPO}(w, A)"
 def ppo(tokens: Tokens, *, clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2, clip_dual: ClipDual = 10.0) -> TokenLoss:
     """PPO with a dual clip: max(−wA, −clip(w, 1 − ε₁, 1 + ε₂)A), and where A < 0 at most −cA (arXiv:1912.09729).
 
-    With `clip_high` 0.28, "clip-higher", this is DAPO's loss (arXiv:2503.14476 eq. 10); with the aggregate `constant`,
-    Dr. GRPO's (arXiv:2503.20783).
+    With `clip_high` 0.28 ("clip-higher") the loss is the loss of DAPO (arXiv:2503.14476 eq. 10). With the aggregate
+    `constant` the loss is the loss of Dr. GRPO (arXiv:2503.20783).
     """
     values, region = clipping.ppo_dual_clip(tokens.w, tokens.advantages, Bounds(clip_low, clip_high, clip_dual))
     return TokenLoss(values, region.events())
@@ -60,9 +60,9 @@ def grpo(
       kl_weighting: `none` is GRPO as published, which averages k3 over tokens of π_old as if they came from π_θ.
         `importance` is the correction, β·w·k3 with the gradient through w: exactly ∇UKL(π_θ‖π_ref)
         (arXiv:2505.17508, section 3).
-      kl_clamp: bound of k3, without a gradient beyond it. The public code of arXiv:2505.17508 has 10; None is no bound.
-        In either case log(π_ref/π_θ) counts as at most `OVERFLOW`. The metric `kl_clamp_fraction` counts the tokens
-        beyond a bound. The corrected term is never clamped.
+      kl_clamp: bound of k3. A k3 beyond the bound has no gradient. The public code of arXiv:2505.17508 has 10; None is
+        no bound. With and without a bound log(π_ref/π_θ) counts as at most `OVERFLOW`. The metric `kl_clamp_fraction`
+        counts the tokens beyond a bound. The term of `importance` is never clamped.
 
     Raises:
       ValueError: β > 0 without `ref_logprobs`.
@@ -90,7 +90,7 @@ def reinforce_pp(
 ) -> TokenLoss:
     """PPO clip + β·k1, k1 = log π_θ − log π_ref as a loss (the REINFORCE++ recipes of arXiv:2505.17508).
 
-    The gradient of that term is β ∇log π_θ, whatever the reference. On-policy its expectation is zero
+    The gradient of the k1 term is β ∇log π_θ, whatever the reference. On-policy this gradient is zero in expectation
     (arXiv:2506.09477). REINFORCE++ itself (arXiv:2501.03262) has k1 in the reward. Tunix has k1 in the loss by default.
 
     Raises:
@@ -109,7 +109,7 @@ def gspo(tokens: Tokens, *, clip_low: ClipLow = 3e-4, clip_high: ClipHigh = 4e-4
     """PPO clip of the sequence ratio s = exp(mean over the completion of log w) (GSPO, arXiv:2507.18071 eq. 5 to 7).
 
     Every token of a completion carries its completion's loss, so `sequence_mean_token_mean` is the paper's mean over
-    completions. The gradient flows through s. The clip range is much narrower than for tokens: s averages the logs.
+    completions. The gradient flows through s. s averages the logs, so its clip range is much narrower than for tokens.
     """
     log_s = masking.completion_mean(tokens.log_w, tokens.mask, tokens.completion_ids)
     values, region = clipping.ppo_dual_clip(bounded_exp(log_s), tokens.advantages, Bounds(clip_low, clip_high, None))
@@ -122,7 +122,7 @@ def cispo(
 ) -> TokenLoss:
     """−SG(min(w, 1 + ε₂)) · A · log π_θ: no token loses its gradient (CISPO, arXiv:2506.13585 eq. 4 and 5).
 
-    With `clip_low` the weight is at least 1 − ε₁ too. The paper's equation has this bound, and its runs do without.
+    With `clip_low` the weight is at least 1 − ε₁ too. The paper's equation has this bound; the paper's runs have not.
     The paper gives no ε₂. Public defaults are 0.28 (Trinity-RFT 0.3.2) and 0.2 (verl); ScaleRL (arXiv:2510.13786) caps
     w at 5.
     """

@@ -47,17 +47,17 @@ def policy_loss(
       logprobs: f[B, T], log π_θ of the sampled tokens, nats; the only argument that a gradient reaches.
       behaviour_logprobs: f[B, T], log π_old, as the trainer recomputes it.
       advantages: f[B, T] or f[B].
-      mask: [B, T], nonzero where a token is trained. Elsewhere every input may hold anything, NaN included.
+      mask: [B, T], nonzero at a token that the update trains on. Elsewhere every input may hold anything, even NaN.
       ref_logprobs: f[B, T], log π_ref; None where the reference is the behaviour policy.
       sampler_logprobs: f[B, T], log π_s as the rollout engine reported it.
       completion_ids: i32[B, T] in 0 … T, tells the completions of a packed row apart (0 is padding); None is one
         completion a row.
-      group_ids: i32[B, T] or i32[B] in 0 … B·T, the prompt of each completion; only rpg with level="sequence" reads it,
-        for the leave-one-out baseline of the KL. None: the advantages hold it (`kl_baseline`), or there is none.
+      group_ids: i32[B, T] or i32[B] in 0 … B·T, the prompt of each completion. Only rpg with level="sequence" reads the
+        ids, for the KL's leave-one-out baseline. None: the advantages hold it (`kl_baseline`), or the loss has none.
       **hyperparameters: of the loss (the keyword arguments of its function), and `aggregate`, a name of `AGGREGATES`;
         `constant_length` in tokens, for aggregate `constant`;
-        `sampler_correction`, a name of `SAMPLER_CORRECTIONS` or None: what makes up for tokens that π_s drew and not
-        π_old, within the ratios `sampler_low` and `sampler_high` (None: the kind's own).
+        `sampler_correction`, a name of `SAMPLER_CORRECTIONS` or None: the correction for tokens that π_s drew, not
+        π_old; `sampler_low` and `sampler_high`, the bounds of its ratio (None: the correction's default).
 
     Returns:
       loss_sum and weight, f32 scalars (f64 for f64 inputs); metrics, name -> pair, see `metrics.token_metrics`.
@@ -130,8 +130,8 @@ def of_arrays(loss: Loss | Callable[..., TokenLoss]) -> ArrayLoss:
         value, metrics = of_arrays(loss)(logprobs, behaviour_logprobs, advantages, mask, tau=0.5)
 
     Args:
-      loss: a function (tokens, *, hyperparameters) -> `TokenLoss`, one of ours or your own (see `declaration`), or a
-        `Loss` of one.
+      loss: a function (tokens, *, hyperparameters) -> `TokenLoss`, of this package or your own (see `declaration`), or
+        a `Loss` of such a function.
     """
     rows = [loss] if isinstance(loss, Loss) else [row for row in LOSSES.values() if row.function is loss]
     declared = rows[0] if rows else Loss(loss)

@@ -42,7 +42,7 @@ class Bounds:
 
 @dataclasses.dataclass(frozen=True)
 class Region:
-    """Tokens whose ratio is clipped, bool[B, T] each: above 1 + ε₂, below 1 − ε₁, above c. Disjoint."""
+    """Tokens whose ratio is clipped, bool[B, T]: `high` above 1 + ε₂, `low` below 1 − ε₁, `dual` above c. Disjoint."""
 
     high: jax.Array
     low: jax.Array
@@ -63,10 +63,10 @@ class Region:
 
 
 def rpg_region(advantage: jax.Array, w: jax.Array, bounds: Bounds) -> Region:
-    """RPG-style clip (arXiv:2505.17508 Algorithms 1 and 2), bounds included.
+    """RPG-style clip (arXiv:2505.17508 Algorithms 1 and 2). A ratio at a bound counts as clipped.
 
     It clips a token with advantage >= 0 and w >= 1 + ε₂; with advantage < 0 and w <= 1 − ε₁; with advantage < 0 and
-    w >= c. The advantage is the regularized one, or the plain one where only the reward is clipped.
+    w >= c. `advantage` is the regularized advantage, or the plain advantage if only the reward is clipped.
     """
     slack = TIE_ULPS * float(jnp.finfo(w.dtype).eps)
     gain = advantage >= 0
@@ -83,7 +83,7 @@ def weighted(weight: jax.Array, tokens: Tokens, estimator: str, stopped: jax.Arr
     `reinforce`:       −SG(weight) · log π_θ
     `differentiable`:  −SG(weight) · π_θ/SG(π_θ), whose value is −weight
 
-    Where `stopped`, the gradient is zero and the value is kept. `weight` carries no gradient.
+    Where `stopped` is True, the gradient is zero and the value does not change. `weight` carries no gradient.
     """
     x = tokens.logprobs
     if estimator == "differentiable":
@@ -96,7 +96,7 @@ def weighted(weight: jax.Array, tokens: Tokens, estimator: str, stopped: jax.Arr
 def reward_term(
     tokens: Tokens, ratio: jax.Array, estimator: str, clip: str, bounds: Bounds
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """−C·A x, RPG's loss without its KL term, and its events.
+    """RPG's loss without the KL term, −C·A x as f[B, T], and its clip events; x is the estimator's, see `weighted`.
 
     For clip `none`, C = `ratio`. For clip `reward`, the sign of A decides the bound, and a clipped token has no
     gradient.
@@ -122,7 +122,7 @@ def ppo_dual_clip(w: jax.Array, advantages: jax.Array, bounds: Bounds) -> tuple[
       bounds: ε₁, ε₂ and c; `dual=None` leaves the last minimum out.
 
     Returns:
-      f[B, T], to be minimised, and the clipped tokens. At exact ties the gradient is that of the public PyTorch code.
+      f[B, T], to be minimised, and the clipped tokens. At exact ties the public PyTorch code has the same gradient.
 
     Source: arXiv:1707.06347 eq. 7 and arXiv:1912.09729 eq. 5.
     """

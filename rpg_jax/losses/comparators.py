@@ -39,10 +39,10 @@ def dppo(
     mask_divergence: Literal["tv", "kl"] = "tv",
     mask_threshold: Annotated[float, Range("[0, inf]")] = 0.15,
 ) -> TokenLoss:
-    """−M w A: a token loses its gradient by how far its probability moved, not by its ratio (DPPO, arXiv:2602.04879).
+    """−M w A: M drops a token's gradient if its probability moved too far, whatever its ratio (DPPO, arXiv:2602.04879).
 
     M = 0 where D > δ and the policy has moved as the advantage asks (A > 0 and w > 1, or A < 0 and w < 1); else M = 1.
-    D compares "this token or another", so it is a lower bound of the divergence over the vocabulary:
+    D compares the events "this token" and "another token", so D is a lower bound of the divergence over the vocabulary:
 
         tv   |π_θ − π_old|
         kl   π_old log(π_old/π_θ) + (1 − π_old) log((1 − π_old)/(1 − π_θ))
@@ -79,8 +79,8 @@ def _binary_kl(tokens: Tokens) -> jax.Array:
 def sapo(tokens: Tokens, *, tau_positive: Temperature = 1.0, tau_negative: Temperature = 1.05) -> TokenLoss:
     """−(4/τ) σ(τ(w − 1)) A: a smooth gate in place of a clip (SAPO, arXiv:2511.20347 eq. 5 and 6).
 
-    Its gradient is −4 p (1 − p) w A ∇log π_θ with p = σ(τ(w − 1)): that of −wA at w = 1, for every τ, and fading as w
-    leaves 1. τ is `tau_positive` where A > 0, else `tau_negative`.
+    The gradient is −4 p (1 − p) w A ∇log π_θ with p = σ(τ(w − 1)). At w = 1 it is the gradient of −wA, for every τ. It
+    fades as w moves away from 1. τ is `tau_positive` where A > 0, else `tau_negative`.
     """
     log_w = jnp.where(tokens.log_w < OVERFLOW, tokens.log_w, OVERFLOW)
     tau = jnp.where(tokens.advantages > 0, tau_positive, tau_negative).astype(log_w.dtype)
@@ -94,9 +94,9 @@ def sapo(tokens: Tokens, *, tau_positive: Temperature = 1.0, tau_negative: Tempe
 def gmpo(tokens: Tokens, *, clip_low: ClipLow = GMPO_LOW, clip_high: ClipHigh = GMPO_HIGH) -> TokenLoss:
     """−A · (Π_t w̄_t)^(1/T): the geometric mean of token ratios, each clipped on its own (GMPO, arXiv:2507.20673).
 
-    w̄ = min(w, 1 + ε₂) where A > 0, max(w, 1 − ε₁) where A < 0: a token beyond its bound has no gradient and its
-    completion keeps one. GSPO clips after the mean. Every token of a completion carries its completion's loss, so
-    `sequence_mean_token_mean` is the paper's mean over completions.
+    w̄ = min(w, 1 + ε₂) where A > 0, max(w, 1 − ε₁) where A < 0: beyond its bound a token has no gradient, but
+    the other tokens of its completion have. GSPO clips after the mean. Every token of a completion carries the loss of
+    its completion, so `sequence_mean_token_mean` is the paper's mean over completions.
 
     Source: the paper's objective, as TRL's documentation prints it (commit f2cd577); its code, callsys/GMPO at 205b2bf.
     """

@@ -1,15 +1,15 @@
-r"""RPG for completions: the gradient weights where the regularized objective is one of whole completions.
+r"""RPG for completions: the gradient weights of a regularized objective over whole completions.
 
-A completion is x = (a_1 … a_T). W = Π w_t, ρ_x and r_x are the ratios of completions, W_{<t} and ρ_{≤t} those of
-prefixes. The objective is J = E_{x~π_θ}[R(x)] − β D(π_θ, π_ref) over completions. With K = w (a log r + b) − c ρ of a
-divergence (`Divergence.coefficients`), both functions here give the G_t of ∇J = E_{π_old}[Σ_t G_t ∇log π_θ(a_t)].
+A completion is x = (a_1 … a_T). W = Π w_t, ρ_x and r_x are the ratios of completions, W_{<t} and ρ_{≤t} are
+ratios of prefixes. The objective is J = E_{x~π_θ}[R(x)] − β D(π_θ, π_ref) over completions. With a divergence's
+K = w (a log r + b) − c ρ (`Divergence.coefficients`), both functions give G_t in ∇J = E_{π_old}[Σ_t G_t ∇log π_θ(a_t)].
 
 `regularized_pg.rpg_tokens` takes the prefixes as given: it leaves out the prefixes' weights and, for reverse
 divergences, the KL that is still to come.
 
 Sources: KL in the reward with a leave-one-out baseline is RLOO (arXiv:2402.14740). Weight 1 is the gradient of the
 log-variance loss ½ Var_old[R − β log r_x] (VarGrad, arXiv:2010.10436; trajectory balance, arXiv:2201.13259) where the
-baseline has the present log-ratios. `kl_baseline` has those of π_old: off-policy weight 1 with it is biased.
+baseline has the present log-ratios. `kl_baseline` has π_old's log-ratios, so weight 1 with it is biased off-policy.
 """
 
 from typing import NamedTuple
@@ -60,7 +60,7 @@ class Completions:
         return masking.completion_scan(x, self.tokens.mask, self.tokens.completion_ids)
 
     def ratio(self, options: Options) -> jax.Array:
-        """The importance weight of a token's term; above 0, since it divides."""
+        """The importance weight C of each token, f[B, T]; above 0, because callers divide by it."""
         weight = options.weight
         if weight == "none":
             return jnp.ones_like(self.log_w)
@@ -85,7 +85,7 @@ def sequence(tokens: Tokens, divergence: Divergence, options: Options) -> Gradie
 
 
 def to_go(tokens: Tokens, divergence: Divergence, options: Options, *, low_variance: bool = False) -> GradientWeights:
-    """The divergence of completions by the chain rule: a token pays for itself and for the tokens after it.
+    """The divergence of completions by the chain rule: a token's weight has its own divergence and all later ones.
 
     The divergence of completions is the sum of the divergences of tokens given their prefixes. Token t decides which
     tokens follow. So its gradient weight G_t has its own divergence, and the divergence to come, F_t:
@@ -99,7 +99,7 @@ def to_go(tokens: Tokens, divergence: Divergence, options: Options, *, low_varia
     an expectation over prefixes of π_ref, and has ρ_{<t} in place of P_t.
 
     The gradient is exact with `product`, λ = 1 and c̄ = inf. With `token` and λ = 1 the gradient is exact on-policy.
-    With λ = 0 the gradient is the one of tokens.
+    With λ = 0 the gradient is the gradient of tokens.
 
     Args:
       low_variance: d_t = a (w_t log r_t − w_t + ρ_t), which has the same expectation. Runs with this d_t end far from
@@ -133,7 +133,7 @@ def kl_baseline(
 
     Args:
       log_ratios: f[P, G], Σ_t log(π_old/π_ref) of each completion. Groups of one share one baseline.
-      counted: bool[P, G], the completions that are trained, see `losses.advantages`; None: all.
+      counted: bool[P, G], the completions that the update trains on, see `losses.advantages`; None: all.
 
     Returns:
       f[P, G], to be added to the advantages; 0 where a completion is not counted.

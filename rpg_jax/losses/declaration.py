@@ -71,8 +71,8 @@ def keywords(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
 def passes_on_to(*functions: Callable[..., Any]) -> Callable[[Function], Function]:
     """A decorator for a function that hands its `**options` to one of `functions`.
 
-    Their keyword-only parameters become those of the decorated function, annotations and defaults included. Where two
-    functions have a parameter of one name, the later function's counts, and the decorated function's own first.
+    Their keyword-only parameters become parameters of the decorated function, with annotations and defaults. If two
+    functions have a parameter of one name, the later function's parameter counts. The decorated function comes first.
     """
 
     def add(function: Function) -> Function:
@@ -179,9 +179,9 @@ class Loss:
 
     Attributes:
       function: (tokens, **hyperparameters) -> `TokenLoss`.
-      equation: LaTeX of a token's loss, or a function of the hyperparameters that gives it.
-      aggregate: name in `AGGREGATES`, for callers that give none.
-      check_aggregate: raises ValueError for an aggregate, its argument, that does not go with the hyperparameters.
+      equation: LaTeX of a token's loss, or a function of the hyperparameters that returns this LaTeX.
+      aggregate: name in `AGGREGATES`, for callers that name no aggregate.
+      check_aggregate: takes `aggregate` and the hyperparameters; raises ValueError if they do not fit together.
       name: of the loss in `LOSSES`; "" is the name of the function.
       hyperparameters: the annotations of the function's keyword-only arguments.
     """
@@ -208,7 +208,7 @@ class Loss:
                 raise ValueError(f"loss {self.name!r} needs the hyperparameter {name}, which has no default: give it")
 
     def __call__(self, tokens: Any, **hyperparameters: Any) -> TokenLoss:
-        """The loss of each token. Raises ValueError if the function returns something else than a `TokenLoss`."""
+        """The loss of each token. Raises ValueError if the result is no `TokenLoss` or has a wrong shape or dtype."""
         result = self.function(tokens, **hyperparameters)
         wanted = jax.ShapeDtypeStruct(tokens.logprobs.shape, tokens.logprobs.dtype)
         if not isinstance(result, TokenLoss):
@@ -228,18 +228,18 @@ LOSSES = Table(Loss)
 
 
 def find_loss(loss: str | Loss) -> Loss:
-    """The row of `LOSSES` of that name, or `loss` itself. Raises ValueError for an unknown name."""
+    """The row of `LOSSES` with the name `loss`, or `loss` itself if it is a `Loss`. Raises ValueError if unknown."""
     return loss if isinstance(loss, Loss) else lookup(LOSSES, "loss", loss)
 
 
 def declare_own_loss(name: str, function: Callable[..., TokenLoss]) -> Loss:
-    """Adds a loss from outside this repository to `LOSSES`; the same entry again for the same function.
+    """Adds a loss from outside this repository to `LOSSES` and returns its row, the same row for the same function.
 
-    The contract is that of the losses here: `function(tokens, *, hyperparameters)` takes `Tokens` and returns a
-    `TokenLoss`, and annotations declare its hyperparameters.
+    `function(tokens, *, hyperparameters)` takes `Tokens` and returns a `TokenLoss`, as the losses here do. Annotations
+    declare the hyperparameters.
 
     Args:
-      name: "module:function", which a config has as `loss.name`.
+      name: "module:function", the value of `loss.name` in a config.
 
     Raises:
       ValueError: `function` does not have this form.

@@ -58,7 +58,7 @@ class Divergence:
     def direction(self) -> Literal["forward", "reverse"]:
         """`forward` for KL(π_ref‖π_θ), `reverse` for KL(π_θ‖π_ref), with or without mass terms.
 
-        In K the forward divergence is the term c ρ, the reverse one a log r. Raises ValueError for a mean of the two.
+        In K a forward divergence has the term c ρ, a reverse divergence the term a log r. Raises ValueError for a mean.
         """
         a, _, c = self.of_completions()
         if (a == 0) == (c == 0):
@@ -66,7 +66,7 @@ class Divergence:
         return "forward" if a == 0 else "reverse"
 
     def of_completions(self) -> Coefficients:
-        """Its coefficients. Raises ValueError where the divergence declares none."""
+        """The coefficients of the divergence. Raises ValueError if the divergence declares no coefficients."""
         if self.coefficients is None:
             raise ValueError(
                 f"the divergence {self.objective} is defined for tokens alone: declare its Coefficients(a, b, c), with "

@@ -48,7 +48,7 @@ def token_logprobs(
     cut: Cut | None = None,
     used: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array | None]:
-    """log softmax(hidden @ headᵀ / temperature)[targets], and the entropy of that distribution.
+    """log softmax(hidden @ headᵀ / temperature)[targets], and the entropy of the whole distribution.
 
     Args:
       hidden: f[..., T, D].
@@ -60,7 +60,7 @@ def token_logprobs(
       entropy: also return the entropy, nats. It costs nothing unless requested.
       cut: how the arrays lie on a mesh; hidden is then [B, T, D].
       used: i32[], the number of leading positions of the T axis whose numbers are wanted. Chunks after these positions
-        are not computed: their outputs are 0, and so are their gradients. None computes all of them.
+        are not computed: their outputs are 0, and so are their gradients. None computes all chunks.
 
     Returns:
       log-probabilities f32[..., T], nats (f64 for f64 inputs), and entropy f32[..., T] or None.
@@ -208,7 +208,7 @@ def _on_mesh(function, cut, in_specs, out_specs):
 
 
 def _vocab_shard(head, cut):
-    """This device's vocabulary entries [v, D], the index of the first, and the number that are not padding."""
+    """This device's vocabulary entries [v, D], the index of the first entry, and the number of real entries."""
     if cut is None:
         return head, 0, head.shape[0]
     entries, parts = head.shape[0], math.prod(cut.mesh.shape[axis] for axis in cut.width)

@@ -1,4 +1,4 @@
-"""The methods of the paper's tables: a row holds everything besides the model and the data.
+"""The methods of the paper's tables. A row holds all choices but the model and the data.
 
 A row's loss is `policy_loss(method.loss, aggregate=method.aggregate, **method.hyperparameters, …)` on the advantages
 `advantages(method.advantage, rewards, …)`. Aggregate `constant` (Dr. GRPO) also takes `constant_length`, the completion
@@ -73,8 +73,8 @@ def row(
 def regularized(divergence: str, estimator: str, *, source: str, **changed: Any) -> Method:
     """A row of RPG: group-mean advantages, token mean, RPG-style clip, β = 1e-4, DAPO's sampling and shaping.
 
-    The learning rate is that of the estimator's public recipes. `changed` replaces hyperparameters of `rpg` in this
-    recipe, for example kl_coef=0.1, or `learning_rate`.
+    The learning rate comes from the public recipes of the estimator. `changed` replaces hyperparameters of `rpg` in
+    this recipe, for example kl_coef=0.1, or `learning_rate`.
     """
     recipe: dict[str, Any] = {"divergence": divergence, "estimator": estimator, "clip": "dual", "kl_coef": 1e-4}
     recipe["learning_rate"] = {"differentiable": 1e-6, "reinforce": 5e-7}[estimator]
@@ -104,8 +104,8 @@ GRPO: dict[str, Any] = {"reference": "fixed", "kl_coef": 1e-3, **SYMMETRIC_CLIP}
 def of_completions(divergence: str, source: str, **hyperparameters: float | str) -> Method:
     """A row of RPG for completions: leave-one-out returns, a fixed reference, every completion with its token sum.
 
-    Dynamic sampling is off: it drops groups whose rewards are equal, and with them their KL. There are no rows of the
-    unnormalized divergences: the baseline takes their mass terms, so they have the gradients of these rows.
+    Dynamic sampling is off: it drops groups whose rewards are equal, and the KL of these groups too. The unnormalized
+    divergences have no rows: the baseline takes their mass terms, so these rows already have their gradients.
     """
     recipe: dict[str, Any] = {"estimator": "reinforce", "level": "sequence", "clip": "dual", "kl_coef": 0.1}
     return row(

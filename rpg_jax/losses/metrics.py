@@ -2,8 +2,8 @@
 
 Every metric is a pair of f32 scalars (f64 for f64 inputs): (sum, weight) over unmasked tokens. `merge` adds the pairs
 of micro-batches and devices, then `divided` divides once. Under keys that end in `_max` the pair is (value, 1), and
-`merge` takes the maximum. Under keys that end in `_share` it is two sums of squares, and `divided` takes the root of
-their quotient: a quotient of norms. No gradient.
+`merge` takes the maximum. Under keys that end in `_share` the pair is two sums of squares, and `divided` takes the root
+of their quotient: a quotient of norms. No metric has a gradient.
 """
 
 import dataclasses
@@ -83,11 +83,11 @@ def merge(parts: Sequence[Metrics]) -> Metrics:
 
 
 def divided(metrics: Mapping[str, tuple[jax.Array, jax.Array]]) -> dict[str, float]:
-    """Each (sum, weight) divided, as floats on the host; a weight of 0 gives 0.
+    """The quotient sum / weight of each metric, as floats on the host; a weight of 0 gives 0.
 
-    `_max` entries are values already, of `_share` entries it is the root.
+    An entry `_max` gives its value without a division. An entry `_share` gives the root of the quotient.
 
-    Call it once, after `merge` has summed over micro-batches: a mean of quotients depends on the split.
+    Call `divided` once, after `merge` has summed over micro-batches: a mean of quotients depends on the split.
     """
     values = {}
     for name, (total, weight) in jax.device_get(dict(metrics)).items():

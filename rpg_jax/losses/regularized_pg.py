@@ -107,8 +107,8 @@ def rpg_tokens(
       divergence: D, a name of `DIVERGENCES`, with its d and K. Without `ref_logprobs` the reference is π_old.
       estimator: `differentiable` (Tables 1 and 4) or `reinforce` (Table 2, Appendix F).
       clip: `none`, `dual` (Algorithms 1 and 2), `truncate` (eq. 4.1) or `reward` (the reward term alone is clipped).
-        `dual_through` is Algorithm 1 as printed: where nothing is clipped the gradient is that of −w A_reg, through
-        A_reg too, by the loss −wA + βK.
+        `dual_through` is Algorithm 1 as printed: where nothing is clipped the loss is −wA + βK, and its gradient is the
+        gradient of −w A_reg, through A_reg too.
       kl_coef: β.
       clip_low, clip_high, clip_dual: ε₁, ε₂ and c (None: no dual bound).
 
@@ -161,7 +161,7 @@ def rpg_completions(
         `group_ids`, `sequence` adds the KL's leave-one-out baseline to the advantages.
       weight, weight_cap: the importance weight of a completion. `product` is W, exact, and has no clip; `capped`
         min(W, cap); `token` w; `none` 1.
-      kl_ratio: the policy in the log r of `sequence`: the `present` one, or `behaviour` for KL in the reward.
+      kl_ratio: the policy in the log r of `sequence`: `present`, or the `behaviour` policy for KL in the reward.
       trace_decay, trace_cap: λ and c̄ of `to_go`.
       divergence, estimator, clip, kl_coef, clip_low, clip_high, clip_dual: as in `rpg_tokens`.
 
@@ -198,7 +198,7 @@ def rpg(
     behaviour_mass: Annotated[float, Range("(0, inf)")] = 1.0,
     **options: Any,
 ) -> TokenLoss:
-    """The row `rpg` of the registry: one of three losses, which have the other hyperparameters.
+    """The row `rpg` of the registry calls one of three losses, and passes the other hyperparameters to this loss.
 
         level               form    loss
         token               paper   `rpg_tokens`
@@ -209,7 +209,7 @@ def rpg(
       behaviour_mass: Z = ∫ π_old, a factor of the loss for a behaviour policy that is not normalized.
 
     Raises:
-      ValueError: as the chosen loss does, and for a choice that the chosen loss does not have.
+      ValueError: in the cases of the chosen loss, and for a hyperparameter that the chosen loss does not have.
     """
     chosen = rpg_completions if level != "token" else verl_form if form == "verl" else rpg_tokens
     if form == "verl" and level != "token":
@@ -252,7 +252,7 @@ def clipped(tokens: Tokens, weights: GradientWeights, estimator: str, clip: str,
 def completion_surrogate(tokens: Tokens, divergence: Divergence, kl_coef: KLCoef) -> jax.Array:
     """−WA + β d(log W, log ρ_x) of a completion, the differentiable surrogate, shared out over its T tokens; f[B, T].
 
-    Summed over tokens it is exact as `completions.sequence` with weight W is; a forward divergence here has ρ_x.
+    The sum over tokens is exact, as `completions.sequence` with weight W is. A forward divergence has ρ_x here.
     """
     mean = functools.partial(masking.completion_mean, mask=tokens.mask, completion_ids=tokens.completion_ids)
     total = functools.partial(masking.completion_sum, mask=tokens.mask, completion_ids=tokens.completion_ids)
@@ -276,7 +276,7 @@ def kl_baseline(
 
     Args:
       log_ratios: f[P, G], Σ_t log(π_old/π_ref) of each completion.
-      counted: bool[P, G], the completions that are trained; None: all.
+      counted: bool[P, G], the completions that the update trains on; None: all.
     """
     if level != "sequence":
         return jnp.zeros_like(log_ratios)

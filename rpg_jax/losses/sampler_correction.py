@@ -40,7 +40,7 @@ Carried = Literal["token", "completion"]
 
 @dataclasses.dataclass(frozen=True)
 class Kind(Declared):
-    """A declared correction, and whose ratio it carries within its bounds: u of the token, u_x of the completion."""
+    """A declared correction. `carries` names the ratio in its weight: the token's u, the completion's u_x, or None."""
 
     carries: Carried | None = None
 
@@ -83,8 +83,8 @@ def geometric(tokens: Tokens, *, low: float = 0.999, high: float = 1.001) -> Cor
 def off_policy(tokens: Tokens, *, low: float = math.exp(-0.5)) -> Correction:
     """0 for completions with A < 0 and mean log(π_s/π_θ) > δ = −log l, else 1 (DeepSeek-V3.2, arXiv:2512.02556).
 
-    "Off-policy sequence masking" there. The ratio holds the sampler's gap and the drift of the policy. The report gives
-    no δ; 0.5 nats a token is TRL's suggestion (commit f2cd577).
+    The report says "off-policy sequence masking" and gives no δ; TRL suggests 0.5 nats a token (commit f2cd577). The
+    ratio holds the sampler's gap and the drift of the policy.
     """
     log_ratio = jax.lax.stop_gradient(tokens.log_w) + tokens.log_sampler_ratio
     ratio = jnp.exp(masking.completion_mean(log_ratio, tokens.mask, tokens.completion_ids))
@@ -95,7 +95,7 @@ def off_policy(tokens: Tokens, *, low: float = math.exp(-0.5)) -> Correction:
 def anchor(tokens: Tokens) -> Correction:
     """π_s takes the place of π_old in every ratio: w = π_θ/π_s, clips included (arXiv:2602.04879, section 5.2).
 
-    A reference that is the behaviour policy, for lack of `ref_logprobs`, becomes π_s.
+    Without `ref_logprobs` the reference is the behaviour policy, so the reference becomes π_s too.
     """
     assert tokens.sampler_logprobs is not None
     return Correction(dataclasses.replace(tokens, behaviour_logprobs=tokens.sampler_logprobs), 1.0)
@@ -106,15 +106,15 @@ def _kept(tokens: Tokens, weight: jax.Array, kept: jax.Array) -> Correction:
 
 
 def carried_ratio(kind: str | None) -> Carried | None:
-    """The ratio that the correction `kind` carries, see the module; None without a correction."""
+    """Whose ratio the correction `kind` carries, "token" or "completion"; None if it carries no ratio."""
     return None if kind is None else lookup(SAMPLER_CORRECTIONS, "sampler_correction", kind).carries
 
 
 def correct(tokens: Tokens, kind: str | None, **bounds: Any) -> Correction:
-    """The correction `kind`, a name of `SAMPLER_CORRECTIONS`, or none; `low` and `high` as None are the kind's own.
+    """Applies the correction `kind`, a name of `SAMPLER_CORRECTIONS` or None. A bound of None is the default.
 
     Raises:
-      ValueError: bounds that the kind does not take or that leave nothing between them, or no sampler log-probability.
+      ValueError: `kind` is unknown or does not take a bound, low is not below high, or `sampler_logprobs` are missing.
     """
     given = {name: value for name, value in bounds.items() if value is not None}
     if kind is None:

@@ -15,7 +15,7 @@ LARGEST_LOG_RATIO = 20.0
 
 
 def bounded_exp(log_ratio: jax.Array) -> jax.Array:
-    """e^x, at most e^`LARGEST_LOG_RATIO`. Beyond that x the derivative is the bounded value, not zero."""
+    """e^x, at most e^`LARGEST_LOG_RATIO`. For a larger x the derivative is the bounded value, not zero."""
     return jnp.exp(log_ratio - stop_gradient(jnp.maximum(log_ratio - LARGEST_LOG_RATIO, 0)))
 
 
@@ -81,7 +81,7 @@ def checked(
     completion_ids: jax.Array | None,
     group_ids: jax.Array | None = None,
 ) -> Tokens:
-    """Tokens from raw arrays: shapes checked, masked entries replaced by 0, gradients stopped except of `logprobs`.
+    """Makes `Tokens` from raw arrays: checks shapes, sets masked entries to 0, stops all gradients but of `logprobs`.
 
     Raises:
       ValueError: an array is not of the shape of `logprobs` [B, T] (`advantages` and `group_ids` may be [B]), or

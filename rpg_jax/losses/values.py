@@ -1,9 +1,9 @@
 """A learned baseline: advantages of tokens from the values of the states before them, and the loss of the values.
 
 V_t is the value of the prefix that token t continues, so the end of a completion has value 0. Arrays are f32[B, T]
-(f64 for f64 inputs). `mask` is nonzero where a token counts: tokens that an environment wrote between two turns do not,
-and t + 1 is the next token that does. `completion_ids` i32 tells the completions of a packed row apart; None is one
-completion a row.
+(f64 for f64 inputs). `mask` is nonzero where a token counts. Tokens that an environment wrote between turns do not
+count, and t + 1 is the next token that counts. `completion_ids` i32 tells the completions of a packed row apart; None
+is one completion a row.
 """
 
 import jax
@@ -34,7 +34,7 @@ def gae(
     λ = 0 gives the one-step error δ; λ = 1 gives the discounted sum of rewards minus V.
 
     Args:
-      rewards: f[B, T], what each token was paid: usually a completion's reward at its last token, 0 elsewhere.
+      rewards: f[B, T], the reward of each token: usually a completion's reward at its last token, 0 elsewhere.
       values: f[B, T], V_t.
       mask: [B, T]; a token that does not count takes no time: neither γ nor λ discounts it.
       gamma, gae_lambda: in [0, 1].

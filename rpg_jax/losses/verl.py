@@ -1,6 +1,6 @@
 """The losses of the paper's public code, `verl/trainer/ppo/core_algos.py` of complex-reasoning/RPG at 6209206.
 
-docs/errata.md lists where they differ from the paper.
+docs/errata.md lists where these losses differ from the paper.
 """
 
 import math
@@ -19,7 +19,7 @@ KL_CLAMP = 10.0
 
 
 def difference_kl(log_w: jax.Array, log_rho: jax.Array) -> jax.Array:
-    """½ (w log(w/ρ) − ρ log(ρ/w)), `js` of the public code, whose comment has a plus there (docs/errata.md, row 11)."""
+    """½ (w log(w/ρ) − ρ log(ρ/w)): `js` of the public code. The code's comment has a plus (docs/errata.md, row 11)."""
     return 0.5 * (reverse_kl(log_w, log_rho) - forward_kl(log_w, log_rho))
 
 
