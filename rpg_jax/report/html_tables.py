@@ -25,14 +25,14 @@ class Markup(str):
 
 
 def element(tag: str, *children: object, **attributes: object) -> Markup:
-    """`element("td", "1.0", class_="number")`; an underscore in a name stands for a hyphen, a last one for nothing."""
+    """`element("td", "1.0", class_="number")`; `_` in a name becomes a hyphen; a last `_` is left out."""
     given = ((name.rstrip("_").replace("_", "-"), value) for name, value in attributes.items())
     opened = "".join(f' {name}="{escape(value)}"' for name, value in given)
     return Markup(f"<{tag}{opened}>" + ("" if tag == "input" else f"{''.join(map(escape, children))}</{tag}>"))
 
 
 def escape(content: object) -> str:
-    """Markup as it is; any other text with its special characters as references, in ASCII."""
+    """Returns `Markup` unchanged, and any other text in ASCII with references in place of special characters."""
     if isinstance(content, Markup):
         return content
     return html.escape(str(content)).encode("ascii", "xmlcharrefreplace").decode()
@@ -41,7 +41,7 @@ def escape(content: object) -> str:
 def results_table(
     configs: Sequence[Config], rows: Sequence[Row], ks: Mapping[str, int | None], budget: Budget
 ) -> Markup:
-    """A sentence on the budget, and the scores of every config within it; `ks` has the completions of a problem."""
+    """A sentence on the budget, and each config's scores within the budget. `ks`: the completions of a problem."""
     sets = [name for name in ks if any((name, "last") in row.scores for row in rows)]
     if not sets:
         return element("p", "No evaluation yet.", class_="muted")
@@ -70,7 +70,7 @@ def results_table(
 
 
 def anchor_letters(configs: Sequence[Config]) -> dict[str, str]:
-    """A letter for each policy to which a KL is measured; none if it is the same rule in all configs."""
+    """A letter for each policy to which a KL is measured; no letters if all configs measure to the same policy."""
     anchors = list(dict.fromkeys(map(anchor, configs)))
     return {name: chr(ord("a") + i) for i, name in enumerate(anchors)} if len(anchors) > 1 else {}
 
@@ -199,5 +199,5 @@ def _wide(table: Markup, label: str) -> Markup:
 
 
 def _key(i: int) -> Markup:
-    """Six colours that colour-blind people can tell apart; the next six configs have a round key."""
+    """The key of a config: one of six colours that colour-blind people can tell apart, round from the 7th config on."""
     return element("i", class_=f"key hue-{i % 6} dash-{i // 6 % 3}", aria_hidden="true")

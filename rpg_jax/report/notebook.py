@@ -17,8 +17,8 @@ from rpg_jax.report.summary import closing_message
 def follow(command: Sequence[str], run_dir: str | Path, *, every: float = 5.0) -> str:
     """Runs `command`, which trains in `run_dir`; draws the run's curves again every `every` seconds.
 
-    The command runs in a process of its own: the accelerator is free again when it ends. Returns the closing message
-    with the scores.
+    The command runs in a process of its own, so the accelerator is free again when the command ends. Returns the
+    closing message with the scores.
 
     Raises:
       ValueError: the command failed; the message holds the end of its output.

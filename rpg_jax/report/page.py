@@ -1,8 +1,8 @@
 """Writes `report.html`: one page that compares runs and browses their rollouts, without a server or a network.
 
 The page is made of the files in `web/`, of tables, and of the data of figures and rollouts, as text that no browser
-executes. Text of runs is not trusted: tables hold it escaped, all other parts make text nodes of it. A content security
-policy allows our script, by its hash, and nothing else: no other script and no request. Without scripts the page shows
+executes. Text of runs is not trusted: tables escape this text, and all other parts make text nodes of it. A content
+security policy allows our script, by its hash, but no other script and no request. Without scripts the page shows
 its tables, which is all but curves and rollouts.
 """
 
@@ -43,7 +43,7 @@ POINTS = 400  # most points of a curve
 def write_page(run_dirs: Sequence[Path], out: Path, *, rollout_steps: int = ROLLOUT_STEPS) -> Path:
     """Writes the page of runs, finished or not, to the file `out` and returns its path.
 
-    The page holds the rollouts of at most `rollout_steps` steps of each run. They lie evenly among the kept steps.
+    The page holds the rollouts of at most `rollout_steps` steps of each run, spread evenly over steps with rollouts.
 
     Raises:
       ValueError: a run has no steps, or its folder has a broken file.
@@ -84,7 +84,7 @@ def is_page(file: Path) -> bool:
 
 
 def page_data(configs: Sequence[Config], *, rollout_steps: int) -> tuple[dict[str, Any], list[str]]:
-    """Returns the data of figures and rollouts, which JSON can hold, and the packed rollouts.
+    """Returns (JSON-able data of figures and rollouts, packed rollouts).
 
     The data name the packed rollouts by their indices.
     """
@@ -118,7 +118,7 @@ def page_data(configs: Sequence[Config], *, rollout_steps: int) -> tuple[dict[st
 def dynamics(configs: Sequence[Config]) -> list[Json]:
     """The curves of each config in each of `DYNAMICS` that any run has.
 
-    A curve has its steps, and the mean, the least and the largest of the seeds' moving averages. `raw` is the mean
+    A curve has its steps, and the mean, minimum and maximum of the seeds' moving averages. `raw` is the mean
     without moving averages; `held_out` are the points of the panel's second metric, if it has one.
     """
     curves = {panel: [_curve(c, panel) for c in configs] for panel in DYNAMICS}
@@ -189,7 +189,7 @@ def embedded(data: Any) -> str:
 
 
 def _axis(budget: Budget, configs: Sequence[Config]) -> dict[str, Any]:
-    """An axis of the figures: its unit, the budget, and each config's costs by step, from step 0."""
+    """The data of an axis of the figures: its unit, the budget, and the costs of each config by step, from step 0."""
     costs = [tables.mean_costs(config, budget.axis) for config in configs]
     unit, scale = budget.axis, 1
     if budget.axis == "seconds":
@@ -216,7 +216,7 @@ def _results(configs: Sequence[Config]) -> str:
 
 
 def _names(configs: Sequence[Config]) -> str:
-    """The runs under the title: their names, or their number where they are many."""
+    """The text under the title: the names of the runs, or the number of the runs if there are many."""
     runs = [run for config in configs for run in config.runs]
     if len(runs) > NAMED:
         return f"{len(runs)} runs of {len(configs)} configs"

@@ -1,7 +1,7 @@
 """Draws every picture: the curves of a run, the scores of its checkpoints, and the figures of a table of runs.
 
-A line over steps is the mean over seeds, and the band around the line reaches from the least seed to the largest. The
-figures of tables take {row: …}, and draw the rows in this order.
+A line over steps is the mean over seeds, and the band around the line reaches from the lowest seed to the highest. The
+figures of tables take {row: …}, and draw the rows in the order of the dict.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COLOURS = ("#2a6db0", "#d1495b", "#2e8b57", "#e09f3e", "#7b4ea3", "#4a4a4a", "#1
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """One metric, shown as `scale` times its value; `held_out` is drawn over it as markers."""
+    """One metric, shown as `scale` times its value. The metric `held_out` is drawn over the lines as markers."""
 
     title: str
     unit: str
@@ -94,7 +94,7 @@ def empty_figure(
 
 
 def tidy(axes: Axes, title: str, *, title_pad: float | None = None, grid: Literal["both", "x", "y"] = "both") -> None:
-    """Titles axes; leaves them the bottom line and a light grid."""
+    """Titles axes, and removes all lines around them but the bottom line. Adds a light grid."""
     axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK, pad=title_pad)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
@@ -104,7 +104,7 @@ def tidy(axes: Axes, title: str, *, title_pad: float | None = None, grid: Litera
 
 
 def png(figure: Figure) -> bytes:
-    """Draws a figure without a display. A $ in a text is a $: names of runs and sets hold no formulas."""
+    """The PNG of a figure, drawn without a display. A $ in a text is drawn as $: no text is a formula."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.text import Text
 
@@ -116,7 +116,7 @@ def png(figure: Figure) -> bytes:
 
 
 def legend_columns(labels: Sequence[str], width: float) -> int:
-    """The columns of a legend in `width` inches: a letter of size 9 takes 0.075, a handle with its gaps 0.6."""
+    """The number of columns of a legend in `width` inches. A letter takes 0.075 inches, a handle with gaps 0.6."""
     return max(1, min(len(labels), int(width / (0.6 + 0.075 * max(map(len, labels), default=0)))))
 
 
@@ -134,7 +134,7 @@ def legend_below(figure: Figure) -> None:
 
 
 def smooth(values: np.ndarray, width: int) -> np.ndarray:
-    """The centred moving average over `width` values, at the ends over the values that exist."""
+    """The centred moving average over `width` values. At the ends, the average is over the values that exist."""
     if width < 2 or len(values) < 2:
         return values
     window = np.ones(min(width, len(values)))
@@ -142,7 +142,7 @@ def smooth(values: np.ndarray, width: int) -> np.ndarray:
 
 
 def shared_points(curves: Iterable[Mapping[int, float]]) -> tuple[list[int], np.ndarray]:
-    """The xs that all curves {x: y} share, and the ys there, f64[curves, xs]. An empty curve does not count."""
+    """The xs that all non-empty curves {x: y} share, and the ys at these xs, f64[curves, xs]."""
     kept = [curve for curve in curves if curve]
     xs = sorted(set.intersection(*map(set, kept))) if kept else []
     return xs, np.array([[curve[x] for x in xs] for curve in kept])
@@ -224,12 +224,12 @@ def _draw_panel(axes: Axes, panel: Panel, records: Sequence[Mapping[str, Any]]) 
 
 
 def _parts_of(key: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The parts of a metric that the records have too: the metrics KEY/PART."""
+    """The metrics KEY/PART in the records, which are the parts of the metric KEY."""
     return list(dict.fromkeys(name[len(key) + 1 :] for r in records for name in r if name.startswith(f"{key}/")))
 
 
 def _last(axes: Axes, text: str, color: str, height: float) -> None:
-    """Writes the latest value above the panel, where it covers no data."""
+    """Writes the latest value above the panel, where the text covers no data."""
     axes.text(1, height, text, transform=axes.transAxes, ha="right", fontsize=9.5, fontweight="bold", color=color)
 
 
@@ -257,7 +257,7 @@ def draw_checkpoints(title: str, points: Sequence[tuple[int, Mapping[str, Any]]]
 
 
 def draw_scores(scores: Mapping[str, Mapping[int, Scores]], compared_with: Mapping[str, str]) -> bytes:
-    """PNG: Last of each set. Rows lie below each other, with mean, 95 % interval and a dot for every seed.
+    """PNG: the score Last of each set. Each row has its mean, its 95 % interval and a dot for every seed.
 
     Args:
       scores: {row: {seed: scores}}.
@@ -284,7 +284,7 @@ def draw_scores(scores: Mapping[str, Mapping[int, Scores]], compared_with: Mappi
 
 
 def draw_dynamics(rows: Mapping[str, Sequence[Run]], sets: Sequence[str]) -> bytes:
-    """PNG: held-out accuracy of each set, then `TABLE_PANELS`, by step. A panel that no run has is left out."""
+    """PNG: held-out accuracy of each set, then `TABLE_PANELS`, by step. A panel without a run is left out."""
     held_out = [Panel(name, "Mean@k in %", f"eval/{name}/mean_at_k", 100) for name in sets]
     curves = {p: {row: curves_of(runs, p.key) for row, runs in rows.items()} for p in (*held_out, *TABLE_PANELS)}
     curves = {panel: by_row for panel, by_row in curves.items() if any(any(own) for own in by_row.values())}
@@ -320,12 +320,12 @@ def draw_pass_at_k(rows: Mapping[str, Sequence[Run]], sets: Sequence[str]) -> by
 def draw_values(
     field: str, accuracy: Mapping[str, Mapping[float, Sequence[float]]], chosen: Mapping[str, float], shown: Any = str
 ) -> bytes:
-    """PNG: accuracy by the value of a config field, a line for each row: the mean over seeds, and their range.
+    """PNG: accuracy by the value of a config field. A row is a line: the mean over seeds, with their range.
 
     Args:
       accuracy: {row: {value: accuracy of each run in %}}.
       chosen: {row: the value whose point is filled}.
-      shown: a value as text.
+      shown: formats a value as text.
     """
     numbers = sorted({value for by_value in accuracy.values() for value in by_value})
     figure = empty_figure(7, 4.2)
@@ -352,7 +352,7 @@ def draw_values(
 def draw_drift(rows: Mapping[str, Sequence[Run]], sets: Sequence[str]) -> bytes | None:
     """PNG: `DRIFT_PANELS` of each set by step. None if no run measured its drift (`evaluation.drift`).
 
-    The error bars of the KL are of its estimate: ± 2 standard errors over prompts, the mean over seeds.
+    The error bars of the KL are ± 2 standard errors over prompts, averaged over seeds.
     """
     if not any(any(curves_of(runs, f"eval/{name}/initial_kl")) for runs in rows.values() for name in sets):
         return None

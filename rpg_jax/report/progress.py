@@ -44,9 +44,9 @@ def duration(seconds: float) -> str:
 class Progress:
     """Shows how far a run is; use it as a context manager.
 
-    `Progress(120)` counts steps to 120. `Progress(goal=0.55, title="warm start")` ends when the accuracy reaches its
-    goal, after a number of steps that nobody knows. A metric that a step lacks keeps its last value: evaluations come
-    every few steps only.
+    `Progress(120)` counts steps to 120. `Progress(goal=0.55, title="warm start")` ends when the accuracy reaches the
+    goal; the number of steps is not known before. If a step lacks a metric, the last value stays: evaluations come only
+    every few steps.
     """
 
     def __init__(

@@ -65,7 +65,7 @@ class Rollouts:
         """Reads a file.
 
         Raises:
-          ValueError: it is not a whole rollout file; the message names it.
+          ValueError: the file is not a whole rollout file; the message names the file.
         """
         try:
             _check_size(file)
@@ -127,7 +127,7 @@ class Rollouts:
         return {"spans": turns["spans"], "rewards": rewards, "error": turns["error"]}
 
     def worst_gaps(self) -> list[dict[str, Any]]:
-        """The `WORST` tokens with the largest |log π_old − log π_s|, their places and the text around them."""
+        """The `WORST` tokens with the largest |log π_old − log π_s|: dicts with place, gap and text around."""
         gap = np.nan_to_num(self.numbers["gap"])
         found = []
         for token in np.argsort(-np.abs(gap), kind="stable")[:WORST].tolist():
@@ -144,7 +144,7 @@ class Rollouts:
 
 
 def _check_size(file: Path) -> None:
-    """Raises ValueError if `file` unpacks to more than `MOST_BYTES`. A small file may, too."""
+    """Raises ValueError if `file`, which is compressed, unpacks to more than `MOST_BYTES`."""
     with zipfile.ZipFile(file) as packed:
         if sum(member.file_size for member in packed.infolist()) > MOST_BYTES:
             raise ValueError(f"it unpacks to more than {MOST_BYTES} bytes")
@@ -158,7 +158,7 @@ def files(run_dir: Path, *, steps: int) -> list[Path]:
 
 
 def read_all(found: Sequence[Path]) -> Iterator[Rollouts]:
-    """The files that can be read; a line on stderr names each of the others."""
+    """Yields the rollouts of each file that can be read. A line on stderr names each file that cannot be read."""
     for file in found:
         try:
             yield Rollouts.read(file)
@@ -174,7 +174,7 @@ def evenly(count: int, most: int) -> list[int]:
 def scales(numbers: list[dict[str, np.ndarray]]) -> dict[str, float]:
     """The value at which the colours of each of `NUMBERS` end.
 
-    It is 1, 2 or 5 times a power of ten, and at least as large as 95 % of the absolute values.
+    The value is 1, 2 or 5 times a power of ten, and at least as large as 95 % of the absolute numbers.
     """
     found = {}
     for name in NUMBERS:

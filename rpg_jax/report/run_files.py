@@ -39,7 +39,7 @@ def read_lines(path: Path) -> tuple[list[Line], bytes]:
     """The lines of a JSON-lines file, and the bytes of a last line that a kill or a full disk cut short.
 
     Raises:
-      ValueError: an earlier line is broken; the message has the file and the line's number. Or the file is no file.
+      ValueError: a line before the last is broken (the message has file and line number), or the path is no file.
     """
     try:
         *complete, last = read_bytes(path, _MOST_BYTES).split(b"\n") if path.exists() else [b""]
@@ -63,7 +63,7 @@ def _record(path: Path, number: int, content: bytes) -> dict[str, Any]:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The objects of a JSON-lines file that a run may still be writing; a file that does not exist has none.
+    """The objects of a JSON-lines file that a run may still be writing; none if the file does not exist.
 
     Raises ValueError as `read_lines` does.
     """
@@ -71,9 +71,9 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """Reads one record for each step, in order. A resumed run can repeat a step: its later record counts.
+    """Reads one record for each step, in order. A resumed run can repeat a step: the later record counts.
 
-    Raises ValueError, as `read_lines` does too, for a step or a metric that no run has written.
+    Raises ValueError as `read_lines` does, and for a step or a metric that a run cannot have written.
     """
     by_step = {}
     for record in read_jsonl(run_dir / "metrics.jsonl"):
@@ -98,7 +98,7 @@ def read_config(run_dir: Path) -> dict[str, Any]:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flattens nested dicts; names become dotted."""
+    """A flat dict of nested dicts. A key is the dotted name, such as "model.size"."""
     found: dict[str, Any] = {}
     for key, value in tree.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
@@ -106,7 +106,7 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def series(records: Iterable[Record], key: str) -> tuple[list[int], list[float]]:
-    """The steps at which a metric is a finite number, and its values there."""
+    """The steps at which a metric is a finite number, and the values of the metric at these steps."""
     points = [(record["step"], record[key]) for record in records if _is_finite(record.get(key))]
     return [step for step, _ in points], [float(value) for _, value in points]
 
@@ -140,9 +140,9 @@ class Run:
 
     Attributes:
       name: the name of its folder.
-      seed: its seed; None if the run has not written its config.
-      config: the resolved config by dotted names.
-      records: one for each step, in order. Step 0 has evaluations alone.
+      seed: the seed of the run; None if the run has not written its config.
+      config: the resolved config, keyed by dotted names.
+      records: one record for each step, in order. The record of step 0 has evaluations alone.
       folder: None if the run was read from kept numbers.
       row: the row of a table that the run belongs to; "" outside of tables.
       versions: commit, packages, Python and devices; {} if the run ended before it wrote them.
@@ -178,14 +178,14 @@ class Run:
 
     @functools.cached_property
     def evaluations(self) -> dict[str, list[dict[str, Any]]]:
-        """As `evaluations` returns them."""
+        """{set: evaluations in the order of steps}, as the function `evaluations` returns them."""
         return evaluations(self.records)
 
     def scores(self, until: int | None = None) -> Scores:
         """The scores of each set by the evaluations up to the step `until` (default: all).
 
-        `last` is Mean@k of the last evaluation, `pass` its pass@k and `step` its step. `best` is the largest Mean@k, as
-        the paper defines Best.
+        `last` is Mean@k of the last evaluation, `pass` is its pass@k, and `step` is its step. `best` is the largest
+        Mean@k, as the paper defines Best.
         """
         scores = {}
         for name, records in self.evaluations.items():
@@ -205,11 +205,11 @@ class Run:
     def costs(self) -> dict[str, dict[int, float]]:
         """{axis: {step: cost from the start of the run to the end of the step}}, from step 0, which costs nothing.
 
-        The axes are steps, updates, completions generated, of which dynamic sampling does not train all, and seconds
-        in steps, without evaluations and checkpoints. An axis that some step does not record is left out.
+        The axes are steps, updates, completions generated (with those that dynamic sampling drops), and seconds in
+        steps, without evaluations and checkpoints. An axis is left out if a step does not record it.
 
-        A step that compiled counts as the median step that did not: an earlier run may have kept the programs, and the
-        compilation may have begun before the step.
+        The seconds of a step that compiled are replaced by the median of the other steps: compiled programs may be
+        of an earlier run, or compilation may have begun before the step.
         """
         records = self.trained
         steps = [record["step"] for record in records]
@@ -227,7 +227,7 @@ class Run:
         return {axis: {0: 0.0, **dict(zip(steps, spent, strict=True))} for axis, spent in found.items()}
 
     def spent(self, axis: str, step: int | None = None) -> float:
-        """The cost up to the end of a step, by default of the last; up to the step before it if it is missing."""
+        """The cost up to the end of `step` (default: the last step). If `step` is missing, the step before counts."""
         steps = list(self.costs[axis])
         return self.costs[axis][steps[-1 if step is None else bisect.bisect(steps, step) - 1]]
 
@@ -237,6 +237,6 @@ class Run:
         return max(step for step, cost in self.costs[axis].items() if cost <= most)
 
     def brief(self, columns: Collection[str]) -> Run:
-        """The same run with these metrics alone."""
+        """A copy of the run whose records have only the step and the metrics `columns`."""
         kept = [{key: value for key, value in r.items() if key in ("step", *columns)} for r in self.records]
         return dataclasses.replace(self, records=kept)

@@ -55,12 +55,12 @@ def maj_at_k(answers: Sequence[Sequence[Hashable]], correct: Sequence[ArrayLike]
     """Accuracy of the most frequent answer among k completions, f64[P].
 
     A tie counts as a uniformly random choice: its score is the fraction of the tied answers that is correct. None means
-    that no answer was found; it does not vote. Without any vote the answer is wrong. If k is below n_p, completions
+    that no answer was found, and does not vote. Without any vote the score is 0. If k is below n_p, completions
     vote in disjoint groups of k, in the order sampled; the score is the average over groups, and the remainder is not
     used.
 
     Args:
-      answers: P sequences of n_p answers or None. Normalise them first: only equal answers count as one.
+      answers: P sequences of n_p answers or None. Normalise the answers first: only equal texts count as one answer.
       correct: P sequences of n_p verdicts. If equal answers have different verdicts, their mean counts.
       k: completions that vote; None means all completions of a problem.
 
@@ -94,12 +94,12 @@ def interval(by_problem: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
 
     With the mean m and the sum of squares S = Σ_p (x_p − m)²,
       D = (S + 1) / (P m (1 − m) + 1), the variance between problems as a share of that of verdicts 0 and 1,
-      N = P / D, the verdicts that know as much as these problems, from P up to P k,
+      N = P / D, the number of independent verdicts with as much information, from P up to P k,
       c = (N m + 2) / (N + 4),
       c ± t · sqrt(c (1 − c) / (N + 3)), t the 0.975 quantile of Student's t with P + 3 degrees of freedom.
-    It is the usual interval of a mean after two right and two wrong verdicts are added. They are the 1 in D, and the 2
-    and the 4 in c. So problems that are all right do not make an interval without width. What is outside [0, 1] is cut
-    off, which loses no coverage.
+    This is the usual interval of a mean after two right and two wrong verdicts are added: the 1 in D, and the 2 and the
+    4 in c. So the interval has a width even if all problems are right. The part outside [0, 1] is cut off, and the
+    coverage stays the same.
 
     Where k = 1, N = P and the interval holds Wilson's. It covers at least 94 %, by exact sums over 1 to 1000 problems
     and means of 2 to 98 %; Wilson's covers 89 % where 4 % of 14 problems are right. For k > 1, and for pass@k, it
@@ -109,10 +109,10 @@ def interval(by_problem: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
       by_problem: f64[..., P], scores in [0, 1].
 
     Raises:
-      ValueError: no problem, or a score outside [0, 1].
+      ValueError: there is no problem, or a score is outside [0, 1].
 
     Source: Agresti and Coull 1998 (four verdicts more); Kish 1965 (N and D, the design effect); Korn and Graubard 1998
-    (both together). They add nothing to D.
+    (both together). These sources add nothing to D.
     """
     from scipy import stats
 
@@ -142,7 +142,7 @@ def estimate(by_problem: ArrayLike) -> dict[str, float | None]:
 
 
 def length_statistics(lengths: ArrayLike, finish_reasons: Sequence[str]) -> dict[str, float]:
-    """Tokens of the completions (mean, median, 95 % quantile, longest) and the fraction that a limit ended."""
+    """Tokens of the completions (mean, median, 95 % quantile, longest), and the fraction of them that a limit ended."""
     lengths = np.asarray(lengths)
     if len(lengths) != len(finish_reasons) or len(lengths) == 0:
         raise ValueError(f"{len(lengths)} lengths and {len(finish_reasons)} finish reasons: give one of each, or more")
@@ -217,9 +217,9 @@ def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 def metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """The metrics that training logs for a held-out set with k completions of each problem.
 
-    Mean@k with its standard error over problems, pass@1, 2, 4, … k, maj@k, k, mean reward, mean tokens, the share that
-    a limit ended, the number that lack a verdict and count as wrong; of conversations the mean number of turns and the
-    share that a failure of the environment ended.
+    Mean@k with its standard error over problems, pass@1, 2, 4, … k, maj@k, k, mean reward, mean tokens, the share of
+    completions that a limit ended, the number without a verdict, which count as wrong. For conversations also the mean
+    number of turns, and the share of conversations that a failure of the environment ended.
     """
     correct, answers, _ = _columns(records)
     mean, k = mean_at_k(correct), len(correct[0])
@@ -238,7 +238,7 @@ def metrics(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def without_verdict(name: str, records: Sequence[Mapping[str, Any]]) -> str:
-    """A line for people on the completions of the set `name` that lack a verdict; "" if none does."""
+    """A line that counts the completions of the set `name` without a verdict; "" if all completions have a verdict."""
     kinds = Counter(r["verdict"] for r in records if r["verdict"] in CHANCE)
     counted = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
     said = (
@@ -255,9 +255,9 @@ def _of_conversations(played: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def one_row_a_set(by_set: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """The table that fits a screen: Mean@k of every set with its error, and of several completions pass@k and maj@k.
+    """The table that fits a screen: Mean@k of every set with its standard error; pass@k and maj@k if k > 1.
 
-    Its header comes first.
+    The header comes first.
     """
     labels = {next(iter(summary["scores"])).partition("@")[2] for summary in by_set.values()}
     label = labels.pop() if len(labels) == 1 else "k"
@@ -285,7 +285,7 @@ def one_row_a_checkpoint(points: Sequence[tuple[int, Mapping[str, Any]]]) -> lis
 
 
 def overview(by_set: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """The table of all sets, with a row for each score; its header comes first. With k = 1 all scores are one."""
+    """The table of all sets, with a row for each score. The header comes first. With k = 1 all scores are the same."""
     lines = [["set", "problems", "score", "value", "standard error", "95 % interval"]]
     for name, summary in by_set.items():
         for score, e in list(summary["scores"].items())[: 1 if summary["k"] == 1 else None]:
@@ -332,7 +332,7 @@ def _columns(records: Sequence[Mapping[str, Any]]) -> tuple[list, list, list]:
 
 
 def _shown(estimate: Mapping[str, Any]) -> list[str]:
-    """Value, standard error and interval of a score."""
+    """Value, standard error and interval of a score, as text."""
     error = "–" if estimate["standard_error"] is None else f"{estimate['standard_error']:.4f}"
     return [f"{estimate['value']:.4f}", error, f"{estimate['low']:.4f} – {estimate['high']:.4f}"]
 

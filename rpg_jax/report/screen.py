@@ -1,4 +1,4 @@
-"""The screen: text that others wrote is shown, and cannot move the cursor, colour a line or fill a clipboard."""
+"""Shows text of others on the screen, so that it cannot move the cursor, colour a line or fill a clipboard."""
 
 import contextlib
 import io
@@ -24,17 +24,17 @@ def plain(text: str) -> str:
 
 
 def code(value: object) -> str:
-    """The value as code of Markdown, which holds no markup of its own."""
+    """The value as inline code in Markdown. No part of the value is read as markup."""
     return "`" + plain(str(value)).replace("`", "'") + "`"
 
 
 def prose(text: object) -> str:
-    """The text as Markdown that shows it: its own markup, HTML and links are escaped."""
+    """The text, escaped for Markdown: its markup, HTML and links are shown as plain text."""
     return re.sub(r"([\\`*_\[\]<&~])", r"\\\1", plain(str(text)))
 
 
 class _Plain(io.TextIOWrapper):
-    """Writes `plain` text to the file of the stream `raw`. Libraries take it for a file, and write no colours."""
+    """Writes `plain` text to the file of the stream `raw`. Libraries treat it as a file, and write no colours."""
 
     def __init__(self, raw: io.TextIOWrapper):
         self.raw, self._bars = raw, raw.name == "<stderr>"
@@ -54,7 +54,7 @@ class _Plain(io.TextIOWrapper):
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
-        """Names the stream in an OSError, as of a full disk. What waits there, and what follows, is then dropped."""
+        """Names the stream in an OSError, as of a full disk. Waiting and later output is then dropped."""
         try:
             yield
         except OSError as error:

@@ -21,7 +21,7 @@ class Mean:
 
     @property
     def margin(self) -> str:
-        """` ± half`, to one decimal; nothing for one seed."""
+        """` ± half`, to one decimal; "" for one seed."""
         return "" if math.isnan(self.half) else f" ± {self.half:.1f}"
 
     @property
@@ -29,13 +29,13 @@ class Mean:
         return abs(self.value) > self.half
 
     def within(self, bound: float) -> bool:
-        """Whether the whole interval lies in ± `bound`, which must be stated before the runs: the difference is at most
-        `bound`. An interval that merely contains 0 says no such thing."""
+        """Whether the whole interval lies in ± `bound`: then the difference is at most `bound`. State `bound` before
+        the runs. An interval that merely contains 0 does not show that the difference is small."""
         return abs(self.value) + self.half <= bound
 
     @property
     def detectable(self) -> float:
-        """The smallest true difference that such runs find in four of five cases: (t_0.975 + t_0.8) standard errors."""
+        """The smallest true difference that so many runs find with power 0.8: (t_0.975 + t_0.8) standard errors."""
         from scipy import stats
 
         t = stats.t(self.seeds - 1).ppf([0.975, 0.8])
@@ -60,7 +60,7 @@ def paired_difference(row: Mapping[int, float], baseline: Mapping[int, float]) -
     """Mean of (row − baseline) over the seeds that both have, with the interval of the differences.
 
     Raises:
-      ValueError: no seed in common.
+      ValueError: the two have no seed in common.
     """
     seeds = sorted(set(row) & set(baseline))
     if not seeds:
@@ -69,7 +69,7 @@ def paired_difference(row: Mapping[int, float], baseline: Mapping[int, float]) -
 
 
 def pooled(values: Mapping[str, Mapping[int, float]], rows: Sequence[str]) -> dict[int, float]:
-    """{seed: mean over `rows`} for the seeds that all rows have. Rows that are one algorithm repeat one measurement."""
+    """{seed: mean over `rows`} for the seeds that all rows have. The rows repeat the measurement of one algorithm."""
     seeds = sorted(set.intersection(*(set(values[row]) for row in rows)))
     return {seed: float(np.mean([values[row][seed] for row in rows])) for seed in seeds}
 
@@ -77,13 +77,13 @@ def pooled(values: Mapping[str, Mapping[int, float]], rows: Sequence[str]) -> di
 def over_starts(values: Mapping[str, Mapping[int, float]], rows: Sequence[str], others: Sequence[str]) -> Mean:
     """Mean of row − other over starts: `rows` and `others` have one row for each start, whose seeds are averaged first.
 
-    Runs from one start share what that start is good for, so a start counts as one draw.
+    Runs from one start are not independent, so each start counts as one draw.
     """
     return mean([paired_difference(values[row], values[other]).value for row, other in zip(rows, others, strict=True)])
 
 
 def tally(differences: Sequence[Mean]) -> str:
-    """A sentence: how many intervals exclude 0, how many would by chance, and the signs.
+    """A sentence: how many intervals exclude 0, how many would exclude 0 by chance, and the signs.
 
     Differences to one compared row share its runs, so their signs are not independent.
     """

@@ -88,7 +88,7 @@ def closing_message(run_dir: Path) -> str:
 
 
 def _scores(by_set: Mapping[str, list[dict[str, Any]]]) -> str:
-    """Last is the score after the last step, Best the largest of all evaluations, each with its own step."""
+    """Lines with Last, the score of the last evaluation, and Best, the highest score of all. Each has its step."""
     if not by_set:
         return "No evaluation yet."
     rows = []

@@ -25,7 +25,7 @@ Json = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Runs that differ in their seeds alone; the label tells the config from others."""
+    """Runs that differ in their seeds alone; the label distinguishes the config from others."""
 
     label: str
     runs: Sequence[Run]
@@ -65,7 +65,7 @@ def anchor(config: Config) -> str:
 
 
 def _label(run: Run, all_runs: Sequence[Run]) -> str:
-    """The method, and the fields that tell the run from others of its method."""
+    """The name of the method, and the fields in which the run differs from other runs of the method."""
     method = run.config.get("method")
     if method is None:
         return run.name
@@ -116,7 +116,7 @@ def budgets(configs: Sequence[Config]) -> list[Budget]:
 
 
 def mean_costs(config: Config, axis: str) -> list[float]:
-    """The cost up to the end of step 0, 1, 2, …: the mean over runs, for the steps that all of them have reached."""
+    """The mean cost over runs up to the end of step 0, 1, 2, …, for the steps that all runs have reached."""
     last = int(min(run.spent("steps") for run in config.runs))
     return [float(f"{_mean([run.spent(axis, step) for run in config.runs]):.6g}") for step in range(last + 1)]
 
@@ -127,11 +127,11 @@ class Row:
 
     Attributes:
       seeds: runs with an evaluation.
-      steps: the steps of their last evaluations within the budget.
+      steps: the steps of the runs' last evaluations within the budget.
       spent: {axis: the cost up to the last step within the budget, the mean over runs}.
       scores: {(set, quantity): score in %}.
       ranks: {(set, quantity): 1 for the best config of the column, 2 for the second}; see `seeds.ranks_of`.
-      differences: {set: Last minus Last of the first config in points, paired by seed}.
+      differences: {set: Last minus Last of the first config in percentage points, paired by seed}.
       kl: KL to the reference in millinats per token, over the last third of the steps; None without this metric.
     """
 
