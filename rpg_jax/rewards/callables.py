@@ -42,9 +42,9 @@ def load(path: str, kind: str) -> Callable[..., Any]:
 
 
 def source_digest(path: str, handed: Any = None) -> str:
-    """The digest of the code at "module:name": of the module's file, which is found without an import.
+    """The SHA-256 digest of the file of the module in "module:name". The module is not imported.
 
-    Of an object `handed` over by a Python program it is the text of the function or class alone. "" without a source.
+    If a Python program `handed` over an object, the digest is of the function's or class's source. "" without a source.
     """
     if handed is not None:
         while isinstance(handed, functools.partial):
@@ -68,7 +68,7 @@ def source_digest(path: str, handed: Any = None) -> str:
 def name_of(function: Callable[..., Any], kind: str = "reward") -> str:
     """module:qualname of a function, of the function that `functools.partial` wraps, or of an object's class.
 
-    Raises ValueError if the function cannot be called, nor is an environment with a method `step`.
+    Raises ValueError if `function` is not callable. An environment may instead be an object with a method `step`.
     """
     if kind == "environment" and not callable(function) and not hasattr(function, "step"):
         raise ValueError(
@@ -84,13 +84,13 @@ def name_of(function: Callable[..., Any], kind: str = "reward") -> str:
 
 
 def named(rewards: Callable[..., Any] | str | Mapping[Any, float]) -> tuple[dict[str, float], dict[str, Callable]]:
-    """The weights of parts by name, and the functions among them by the same name.
+    """Returns the weight of each part by name, and each part that is a function by the same name.
 
     Args:
       rewards: a function, the name of a part, or {function or name: weight}.
 
     Raises:
-      ValueError: something else, two functions of one name, or a function that is not called as
+      ValueError: `rewards` has another form, two functions have one name, or a function cannot be called as
         (completion, answer, prompt).
     """
     given = rewards if isinstance(rewards, Mapping) else {rewards: 1.0}
@@ -108,7 +108,7 @@ def named(rewards: Callable[..., Any] | str | Mapping[Any, float]) -> tuple[dict
 
 
 def in_file(name: str) -> str:
-    """The name as module:function if it is FOLDER/module.py:function; the folder is importable from then on.
+    """Turns FOLDER/module.py:function into module:function, and makes FOLDER importable. Returns other names unchanged.
 
     Raises ValueError if there is no such file.
     """
@@ -124,16 +124,16 @@ def in_file(name: str) -> str:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether a call returns a coroutine."""
+    """Whether a call of `function` returns a coroutine."""
     while isinstance(function, functools.partial):
         function = function.func
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
 
 
 class InProcess:
-    """Calls functions in this process; awaits the async ones, all of a batch together.
+    """Calls functions in this process. The async functions of a batch run at the same time.
 
-    They are awaited in a thread of their own, so the caller may have a running loop, as a notebook has.
+    Async functions run in a thread of their own, so the caller may have a running event loop, as a notebook has.
     """
 
     def __init__(self, deadline_s: float):
@@ -148,7 +148,7 @@ class InProcess:
         return [found[i] if i in found else _called(*call) for i, call in enumerate(calls)]
 
     def close(self) -> None:
-        """Cancels what still runs, and ends the thread."""
+        """Cancels the async calls that still run, and ends their thread."""
         if self._loop is not None:
             asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
             self._loop.call_soon_threadsafe(self._loop.stop)

@@ -28,8 +28,8 @@ _CLONE_NEWUSER, _CLONE_NEWPID = 0x10000000, 0x20000000
 def keep() -> None:
     """Forks, and returns in the child alone, where verifiers run.
 
-    The caller becomes the keeper. It ends as soon as the child has ended, with the child's exit code (128 + n after
-    signal n), or as soon as it receives `END` or its own parent is gone, however that ended.
+    The caller becomes the keeper. The keeper ends when the child has ended, with the child's exit code (128 + n after
+    signal n). The keeper also ends when it receives `END`, and when its own parent has ended for any reason.
     """
     if not AVAILABLE:
         return
@@ -84,7 +84,7 @@ def _watch(child: int, trainer: int, namespace: bool) -> NoReturn:
 
 
 def _reap(child: int) -> int | None:
-    """The child's exit code once it has ended; waits for nothing."""
+    """The exit code of the child; None if the child still runs. Does not wait."""
     with contextlib.suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
             if ended[0] == child:
@@ -107,7 +107,7 @@ def _exit_code(status: int) -> int:
 
 
 def _release_pipes() -> None:
-    """Else the other end of a verifier's pipes would not notice that it has ended."""
+    """Closes this process's copies of a verifier's pipes. Their reader then notices when the verifier ends."""
     nowhere = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):
         os.dup2(nowhere, fd)

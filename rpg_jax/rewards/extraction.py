@@ -127,7 +127,7 @@ _OF_VERIFIER: dict[str, Callable[[str], str | None]] = {
 
 
 MOST_COMPARED = 32
-"""The number of spellings of a problem that are compared, the most frequent first: at most 496 pairs a problem."""
+"""The verifier compares this many spellings of a problem's answer, the most frequent: at most 496 pairs a problem."""
 _MOST_FAILURES = 2  # of an answer: an answer that hangs every comparison costs two deadlines, not 31
 
 
@@ -140,7 +140,7 @@ class Read:
 
 
 Equal = Callable[[Sequence[tuple[str, str]]], Sequence[bool | None]]
-"""Whether the answers of each pair of completions are equal; None where that could not be decided."""
+"""Whether the answers of each pair of completions are equal; None for a pair whose comparison failed."""
 
 
 def merge_equal_answers(problems: Sequence[Sequence[Read | None]], equal: Equal) -> list[list[str | None]]:

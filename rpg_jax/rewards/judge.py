@@ -39,7 +39,7 @@ Item = tuple[str, str, str]
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Another address is an error of the status: urllib would send the key there, to whatever host it is."""
+    """Treats a redirect as an HTTP error. urllib would follow a redirect and send the API key to any host."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
@@ -49,7 +49,7 @@ _OPENER = urllib.request.build_opener(_NoRedirect)
 
 
 class Failed(Exception):
-    """Why a request has no reply: a kind of `verdicts.KINDS`, and whether another attempt may help."""
+    """A request failed. `kind` is one of `verdicts.KINDS`; `again` says whether another attempt may help."""
 
     def __init__(self, kind: str, detail: str, *, again: bool = False, after: float = 0.0):
         super().__init__(detail)
@@ -61,7 +61,7 @@ class Server:
     """The server and the form of its requests; the config's section `judge` has the same fields.
 
     Raises:
-      ValueError: there is no url, or it is not one of HTTP; the prompt lacks {completion}.
+      ValueError: `url` is missing or is not an HTTP address, or the prompt lacks {completion}.
     """
 
     url: str | None = None
@@ -84,7 +84,7 @@ class Server:
             raise ValueError("judge.prompt must contain {completion}; {prompt}, {answer} and {scale} are filled in too")
 
     def body(self, items: Sequence[Item]) -> dict[str, Any]:
-        """The request for a batch; of one item for a chat model, at temperature 0."""
+        """The JSON body of a request for a batch. A chat model gets one item a request, at temperature 0."""
         if self.kind == "score":
             completions, answers, prompts = (list(texts) for texts in zip(*items, strict=True))
             return {"model": self.model, "prompts": prompts, "completions": completions, "answers": answers}
@@ -95,7 +95,7 @@ class Server:
         return {"model": self.model, "messages": [message], "temperature": 0, "max_tokens": self.max_tokens}
 
     def scores(self, reply: Any, count: int) -> list[float | BadScore]:
-        """The scores in a reply, or why it holds none. Raises Failed if it is no reply to a batch of `count`."""
+        """The `count` scores in a reply, each a number or a BadScore. Raises Failed if the reply has another form."""
         try:
             if self.kind == "score":
                 found = [_checked(score) for score in reply["scores"]]
@@ -118,10 +118,10 @@ class Server:
 
 
 class Judge:
-    """Verdicts of a server. Threads may call it; equal questions are asked once.
+    """Asks a server for verdicts. Several threads may use one judge. Equal items of a call are sent once.
 
     Attributes:
-      counts: requests, retries, and answers that were known before.
+      counts: the numbers of requests, of retries, and of items whose score was known already.
     """
 
     def __init__(self, server: Server, *, sleep: Callable[[float], None] = time.sleep):
@@ -157,7 +157,7 @@ class Judge:
             self.counts[name] += more
 
     def _judged(self, batch: Sequence[Item]) -> list[Verdict]:
-        """Verdicts of one request; after a failure that may pass it is sent again, later and later."""
+        """Sends one request and returns its verdicts. If a failure may pass, sends again after ever longer pauses."""
         deadline, attempt = time.monotonic() + self.server.deadline_seconds, 0
         while True:
             attempt += 1
@@ -172,7 +172,7 @@ class Judge:
             self._sleep(pause)
 
     def _reply(self, body: dict[str, Any], deadline: float) -> Any:
-        """The JSON of a reply. Raises Failed."""
+        """Sends `body` and returns the JSON of the reply. Raises Failed if no such reply comes in time."""
         headers = {"Content-Type": "application/json"}
         if key := os.environ.get(KEY_VARIABLE, "").strip():
             headers["Authorization"] = f"Bearer {key}"

@@ -24,13 +24,13 @@ def math_verify(completion: str, answer: str) -> float:
 
 
 def read(completion: str) -> dict[str, str | None]:
-    """{"answer": what is found in the completion, as written}; None where nothing is."""
+    """{"answer": the answer in the completion, as written}. The value is None if the completion has no answer."""
     found = _completion(completion)
     return {"answer": str(found[-1]) if found else None}  # the text comes after the expression that was made of it
 
 
 def equal(one: str, other: str) -> float:
-    """1 if the answers found in two completions are equal whichever is taken for the reference, else 0."""
+    """1 if the answers in two completions are equal with either answer as the reference, else 0."""
     found = list(_completion(one)), list(_completion(other))
     return float(verify(*found, timeout_seconds=None) and verify(*reversed(found), timeout_seconds=None))
 

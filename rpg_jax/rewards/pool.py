@@ -36,8 +36,8 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
     Args:
       functions: import paths "module:function" that the processes load before they start, each with the names of its
         arguments.
-      made: classes "module:Class" with options: each process makes one object of each before it gives up its rights.
-        Its methods are functions "module:Class.method".
+      made: classes "module:Class" with options. Each process makes one object of each class before it gives up its
+        rights. The methods of the object are functions "module:Class.method".
       size: number of processes; by default one per CPU, at most 8.
       deadline_s: seconds a task may take.
       memory_bytes: address space that a process may use beyond the need of its imports.
@@ -130,7 +130,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
         return verdicts  # type: ignore[return-value]
 
     def _poll(self, i: int) -> Verdict | None:
-        """The verdict of a process whose task has ended; a process that ended before it was ready is started again."""
+        """Process `i`'s verdict if its task has ended, else None. Replaces a process that ended before it was ready."""
         try:
             return self._processes[i].poll()
         except _Lost as lost:
@@ -309,7 +309,7 @@ class _Process:
 
 
 def _environment() -> dict[str, str]:
-    """No secrets, no accelerator, one thread; and the parent's module search path, for a user's own verifiers."""
+    """The variables of a verifier process: no secrets, no accelerator, one thread, and the parent's module path."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR") if name in os.environ}
     path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
     return {**kept, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu", "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"}

@@ -71,9 +71,9 @@ class Scores:
       parts: f32[N] by part name, unweighted.
       errors: number of failed verdicts by kind (one of `verdicts.KINDS`); they count as wrong. Failures of an
         environment are not among them, see `types.Turns.error`.
-      failures: N, the kind of error of the verdict that decides accuracy, or None.
-      failed: N, the kind (of `verdicts.CHANCE`) in which the machinery has failed on a part or on the conversation, or
-        None. Nothing is known of a completion with a kind: it has the numbers of a wrong completion and is not trained.
+      failures: N items, the kind of error of the verdict that decides accuracy; None without an error.
+      failed: N items, a kind of `verdicts.CHANCE` if the machinery failed on a part or on the conversation, else None.
+        A completion with a kind has the numbers of a wrong completion, and the update does not train on it.
     """
 
     rewards: np.ndarray
@@ -96,12 +96,12 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
       reward: one part, or {part: weight}.
       options: keyword arguments by part, e.g. {"overlong": {"limit": 2048, "buffer": 512}}.
       workers: number of processes for the verifiers that need them; by default one per CPU, at most 8.
-      deadline_s: seconds such a verifier, or an async function, may take for one completion.
+      deadline_s: seconds that a verifier in a process, or an async function, may take for one completion.
       accuracy: the part that decides accuracy; None: the first verifier.
-      right_above: a completion is right where the score of that part is above this number; None: where it is 1.
+      right_above: a completion is right if the deciding score is above this number; None: if the score is at least 1.
       begins: without `right_above`, a grade (neither 1, 0 nor -1) among the first 1,000 scores is an error. False, for
         a run that goes on: the grade is noted once, and a score below 1 counts as wrong.
-      functions: of this process, plain or async, by their part's name; other parts are imported by name.
+      functions: plain or async functions that run in this process, by part name. Other parts are imported by name.
 
     Raises:
       ValueError: a part or an option is unknown, an option is missing or out of its range, there is no verifier, a part
@@ -153,7 +153,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
           texts: N decoded completions, without special tokens; of a conversation the policy's last turn.
           finish_reasons: N, see `types.Completion`.
           lengths: i32[N] tokens that the policy has sampled, stop tokens included.
-          turns: N, what an environment has paid; None where there is none.
+          turns: N items, the rewards that an environment gave to the turns; None without an environment.
 
         Raises:
           ValueError: the arguments differ in length, "by_source" meets an unknown source, "environment" a completion
@@ -256,7 +256,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
         return [verdicts[i] for i in range(len(tasks))]
 
     def _merged_answers(self, verifier: Verifier, texts: Sequence[Sequence[str]]) -> list[list[str | None]]:
-        """The answers that the verifier reads in each problem's completions, equal ones in one spelling."""
+        """The answers that the verifier reads in each problem's completions. Equal answers have one spelling."""
         pool = self._start_pool()
         tasks = [Task(verifier.read, (text,), returns="object") for own in texts for text in own]
         answers = iter([(verdict.value or {}).get("answer") for verdict in pool.run(tasks)])

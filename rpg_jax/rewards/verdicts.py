@@ -85,7 +85,7 @@ class BadScore(ValueError):
 
 
 def checked(returns: Literal["score", "object"], value: Any) -> Verdict:
-    """The verdict of a function that returned `value`. Raises BadScore if it is not what the task asks for."""
+    """The verdict of a function that returned `value`. Raises BadScore if `value` is not what the task asks for."""
     return Verdict(checked_score(value)) if returns == "score" else Verdict(None, value=checked_object(value))
 
 

@@ -19,7 +19,7 @@ from rpg_jax.rewards.verdicts import LARGEST
 
 @dataclasses.dataclass(frozen=True)
 class Verifier:
-    """A function (completion, answer) -> score. Right is 1, or where it is set a score above `rewards.right_above`.
+    """A function (completion, answer) -> score. A score is right if it is 1, or above `rewards.right_above` if set.
 
     Attributes:
       path: "module:function".
@@ -29,7 +29,7 @@ class Verifier:
       sees_prompt: the function also takes the prompt, as its third argument.
       remote: a server is asked, see `judge.Judge`; the options are the fields of `judge.Server`.
       graded: scores say how good, not right or wrong. Such a verifier needs `rewards.right_above` to decide accuracy.
-      played: nothing is called: an environment has paid for the turns of the completion, see `scorer.total_reward`.
+      played: no function is called. The score is the sum of an environment's rewards, see `scorer.total_reward`.
       read, equal: where equality has no normal form, "module:function" of two more functions of the pool: the answer
         of a completion as {"answer": text or None}, and 1 if two completions have equal answers, else 0.
       function: the function that a Python program handed over under the name `path`; None: it is loaded from `path`.

@@ -18,9 +18,9 @@ Read = Callable[[str], str]
 def chat(
     run: str | None, config: ConfigDict | None, step: int | None, temperature: float, seed: int, *, trust: bool = False
 ) -> None:
-    """Plays the environment of a run or a config; without one, talks with the run's policy.
+    """Plays the environment of a run or a config. If a run has no environment, talks with the run's policy.
 
-    Raises ValueError if there is neither, or if a run names an environment of its own and is not trusted.
+    Raises ValueError if a config has no environment, or if a run names code to import and `trust` is False.
     """
     if run is None:
         assert config is not None

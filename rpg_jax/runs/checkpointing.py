@@ -24,7 +24,7 @@ class Checkpointing:
     A run without a reference policy, as supervised training is, needs no snapshots.
 
     Attributes:
-      journal: of the groups that were sampled after the newest complete checkpoint; None if it is switched off.
+      journal: keeps the groups that were sampled after the newest complete checkpoint; None if no journal is kept.
     """
 
     def __init__(self, config: ConfigDict, folder: storage.Folder, *, journaled: bool):
@@ -94,12 +94,12 @@ class Checkpointing:
         self._prune_journal(step)
 
     def take_seconds(self) -> float:
-        """Seconds that starting a checkpoint took since this was asked last."""
+        """Seconds that the last start of a checkpoint took; 0 if none has started since the last call."""
         taken, self.seconds = self.seconds, 0.0
         return taken
 
     def close(self) -> None:
-        """Finishes what is being written, and ends the threads."""
+        """Finishes the checkpoint and the journal, and ends their threads."""
         self.checkpoints.close()
         if self.journal is not None:
             self.journal.close()

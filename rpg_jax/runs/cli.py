@@ -209,7 +209,7 @@ def exit_code(error: Exception) -> int | None:
 
 
 def in_words(error: Exception) -> str:
-    """The line of an error: a file that cannot be read or written is named."""
+    """The error as one line. The line names a file that cannot be read or written."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.strerror}: {error.filename}"
     return str(error) or type(error).__name__

@@ -62,7 +62,7 @@ def load(name: str, overrides: Sequence[str] = ()) -> Loaded:
 
 
 def changed(config: ConfigDict, changes: Mapping[str, Any]) -> ConfigDict:
-    """A locked copy with other values of some fields, by dotted name. References to changed fields follow.
+    """A locked copy of `config` with `changes`, {dotted name: value}. References to changed fields change too.
 
     Raises:
       ValueError: there is no such field, or a value has another type.
@@ -183,9 +183,9 @@ class Field:
     Attributes:
       default: the value, or an `Unset`.
       meaning: what the field does, in sentences.
-      unit: of the value, e.g. "seconds".
+      unit: the unit of the value, e.g. "seconds".
       choices: the values that the field takes, or "module:TABLE,TABLE", whose keys they are. Empty: any.
-      range: the interval of the value, as "[0, 1)" or "(0, inf]"; NaN is in none. Every number has one.
+      range: the interval of the value, as "[0, 1)" or "(0, inf]". Every number field has a range, and NaN is in none.
     """
 
     default: Any
@@ -228,7 +228,7 @@ class Field:
         return f"One of {', '.join(names)}." if names else f"In {self.range}." if self.range else ""
 
     def check(self, name: str, value: Any) -> None:
-        """Raises ValueError if a value is none of the choices or outside the range; `name` is the field's."""
+        """Raises ValueError if `value` is no choice or is outside the range. The message has the field's `name`."""
         names = self.names
         if names and value not in names and not (value is None and isinstance(self.default, Unset)):
             close = difflib.get_close_matches(str(value), names, n=1)
@@ -275,7 +275,7 @@ class Retired:
       successor: in an older run this value stands for the retired one.
       fixed: the field decided what a run computes, and now always has this value. An older run with another value is
         refused. Without `fixed` an older run goes on, whatever the field was.
-      into: the field of JSON that holds this one now, if its value is not None: {"NAME": value}.
+      into: the JSON field that now holds this field's value, as {"NAME": value}, if the value is not None.
     """
 
     name: str
@@ -293,7 +293,7 @@ class Retired:
         return f"{self.name}{value} is retired since {self.since}: {self.instead}"
 
     def concerns(self, name: str, value: Any = None) -> bool:
-        """Whether the row is of the field `name`, with the value `value`."""
+        """Whether this row retires the field `name`, or the value `value` of the field."""
         return name == self.name and self.value in (None, value)
 
 

@@ -67,7 +67,7 @@ class Drift:
         self.snapshots.save(0, params)
 
     def metrics(self, groups: Sequence[Group], params: Any) -> dict[str, float]:
-        """Of groups that `params` completed: entropy in nats per token; KL in nats per completion, standard error.
+        """Entropy (nats per token), and KL and its standard error (nats per completion), of groups from `params`.
 
         The standard error is clustered by prompt.
 
@@ -105,7 +105,7 @@ class HeldOut:
     drift: Drift | None = None
 
     def evaluate(self, step: int, state: TrainState, collector: Collector) -> dict[str, float]:
-        """Scores by set, and the means of `with_mean`; gives the rollout back with the weights of `state`."""
+        """Returns the scores of each set, and their means. Afterwards the rollout has the weights of `state`."""
         values: dict[str, float] = {}
         version = int(state.updates)
         with collector.exclusive():
@@ -126,7 +126,7 @@ class HeldOut:
 def set_scores(
     name: str, groups: Sequence[Group], scorer: Scorer, more: Mapping[str, float] = MappingProxyType({})
 ) -> dict[str, float]:
-    """The scores of the groups of a held-out set, and `more` of them, as metrics "eval/<set>/<score>"."""
+    """The scores of a held-out set's groups, and the scores in `more`, as metrics "eval/<set>/<score>"."""
     own = records(name, groups, scorer)
     if hosts.is_first() and (note := scores.without_verdict(name, own)):
         print(note, file=sys.stderr)
@@ -135,7 +135,7 @@ def set_scores(
 
 
 def with_mean(values: Mapping[str, float]) -> dict[str, float]:
-    """The `set_scores` of all sets, and means over sets: of accuracy "eval/accuracy", of rewards "eval/reward"."""
+    """`values`, which are the `set_scores` of all sets, and their means over sets "eval/accuracy" and "eval/reward"."""
 
     def mean(score: str) -> float:
         return float(np.mean([value for key, value in values.items() if key.endswith(f"/{score}")]))
@@ -305,7 +305,7 @@ def evaluate(
 
 
 def settings_of(policy: Policy, name: str, k: int | None, weights: str) -> dict[str, Any]:
-    """All settings that decide the completions and their verdicts, with the code of the verdicts: its key."""
+    """All settings that decide the completions and their verdicts, and digests of the code that gives verdicts."""
     c, held_out = policy.experiment.config, policy.experiment.task.held_out
     parts = reward_arguments(c)[0]
     code = rewards.paths(parts) + ([c.environment.name] if ":" in (c.environment.name or "") else [])
@@ -336,7 +336,7 @@ def open_folder(out: str | None, stem: Path, settings: dict[str, Any]) -> Path:
     The hash has a secret of the user: completions that came with somebody's run are never taken for this user's own.
 
     Raises:
-      ValueError: it holds another evaluation, and the message names what differs; or links, which may lead anywhere.
+      ValueError: the folder holds another evaluation, or a link is in the way. The message names what differs.
     """
     text = json_files.dumps(settings, indent=1) + "\n"
     digest = hashlib.sha256(storage.files.secret() + text.encode()).hexdigest()[:8]

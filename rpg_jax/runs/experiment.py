@@ -99,9 +99,9 @@ def open_experiment(
     """Makes everything but weights; keeps the tokenizer in `run_dir`.
 
     Args:
-      train: with the training problems. Without training problems the layout may be another, see `fitting_layout`.
-      held_out: with the problems of evaluations. Without both there is no task and no environment: no code is imported.
-      answers: without problems that have no answer, where the rewards need answers.
+      train: loads the training problems. Without training problems the layout may be another, see `fitting_layout`.
+      held_out: loads the problems of evaluations. Without `train` and `held_out`, no task or environment is imported.
+      answers: drops problems without an answer, if the rewards need answers.
       handed: environments of a Python program, by name.
 
     Raises:
@@ -174,8 +174,8 @@ def open_tokenizer(config: ConfigDict, task: Task, run_dir: Path) -> data.Tokeni
 def make_rollout(
     layout: Layout, params: Any, base: models.Base | None = None, *, decoding: rollout.Decoding | None = None
 ) -> rollout.Rollout:
-    """A rollout in this process with the policy's weights, by the config's driver. In place of a remote driver, which
-    samples on servers, the orchestrator is taken.
+    """A rollout in this process with the policy's weights, by the config's driver. The orchestrator replaces a remote
+    driver, which would sample on servers.
 
     With a base, `params` are adapters. With a `decoding` of the caller's own the driver is lockstep. Several processes
     share one list of prompts.
@@ -196,7 +196,7 @@ def make_rollout(
 def make_scorer(
     config: ConfigDict, functions: rewards.Functions = rewards.NO_FUNCTIONS, *, begins: bool = True
 ) -> rewards.Scorer:
-    """The config's rewards; `functions` has those that a Python program handed over; of a run that `begins` or not."""
+    """The scorer of the config's rewards. A Python program handed over `functions`. For `begins` see `Scorer`."""
     c = config.rewards
     weights, options = reward_arguments(config)
     how: dict[str, Any] = {"workers": c.workers, "deadline_s": c.deadline_seconds, "functions": functions}
@@ -316,7 +316,7 @@ def input_digests(experiment: Experiment) -> dict[str, str]:
 
 
 def model_digest(model: models.DecoderConfig) -> str:
-    """The digest of a model's fields, in the words of the version that wrote the first runs: theirs go on."""
+    """The digest of a model's fields, spelled as in the first version, so that runs of that version can resume."""
     families = {"qkv_bias=False, qk_norm=True": "family='qwen3'", "qkv_bias=True, qk_norm=False": "family='qwen2'"}
     text = repr(model).replace("DecoderConfig(", "QwenConfig(", 1)
     for fields, family in families.items():
@@ -327,8 +327,8 @@ def model_digest(model: models.DecoderConfig) -> str:
 def code_digests(config: ConfigDict, handed: Handed = NOTHING) -> dict[str, str]:
     """The digest of each function and class of the user's own, by the field and the name in the config.
 
-    Of an object that a Python program `handed` over the text counts, of any other the file of its module. Code without
-    a source has no digest, as a function that was typed into an interpreter.
+    The digest of an object that a Python program `handed` over is of its source text, any other of its module's file.
+    Code without a source, as a function that was typed into an interpreter, has no digest.
     """
     named = own_code(config).items()
     found = {f"{field} ({name})": rewards.source_digest(name, handed.get(name)) for name, field in named}

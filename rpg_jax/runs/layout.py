@@ -116,9 +116,9 @@ def make_layout(
 
     Args:
       vocab_size: read only if the config gives the model's dimensions.
-      devices: that train and decode; by default all devices.
+      devices: the devices that train and decode; by default all devices.
       host: the devices of one host; by default the devices of this process.
-      device_memory: by default that of this process's devices.
+      device_memory: bytes of a device; by default the memory of this process's first device.
 
     Raises:
       ValueError: the mesh does not cover the devices that train, or `rollout.devices` is out of range.

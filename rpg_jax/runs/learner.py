@@ -87,7 +87,7 @@ def make_critic(layout: Layout) -> Critic | None:
 
 
 def policy_objective(config: ConfigDict, critic: Critic | None = None, *, on_policy: bool = False) -> Objective:
-    """The config's loss and entropy bonus, and the loss of `critic`; `on_policy` is that of `is_on_policy`."""
+    """The config's loss and entropy bonus, and the loss of `critic`. For `on_policy` see `is_on_policy`."""
     c, (name, hyperparameters) = config.loss, loss_arguments(config)
     return Objective(
         policy_loss_fn(losses.find_loss(name), **hyperparameters),
@@ -99,7 +99,7 @@ def policy_objective(config: ConfigDict, critic: Critic | None = None, *, on_pol
 
 
 def is_on_policy(layout: Layout) -> bool:
-    """Whether each step is one update, of what the weights before the update sampled, see `loop.Algorithm.on_policy`.
+    """Whether a step is one update on completions of the weights before the update, see `loop.Algorithm.on_policy`.
 
     A critic, a mixture's routers and the KL's baseline of whole completions read a pass before the update. Groups that
     are carried over, or sampled ahead, are of older weights.
@@ -144,7 +144,7 @@ def reference_differs(config: ConfigDict) -> bool:
 
 
 def offloaded(config: ConfigDict) -> frozenset[str]:
-    """The arrays that lie in host memory between uses: "optimizer", "reference", both or none, else a ValueError."""
+    """The arrays in host memory between uses: any of "optimizer", "reference". Raises ValueError for another name."""
     names = frozenset(filter(None, config.offload.split("+")))
     if unknown := sorted(names - {"optimizer", "reference"}):
         raise ValueError(f"offload names {unknown}; known: optimizer, reference, optimizer+reference")

@@ -41,11 +41,11 @@ class JsonLines:
             file.write(line + "\n")
 
     def read(self) -> list[dict[str, Any]]:
-        """Every complete line; one that a kill cut short is left out. Raises ValueError as `read_lines` does."""
+        """The object of every complete line. Leaves out a line that a kill cut short. Raises as `read_lines` does."""
         return read_jsonl(self._path)
 
     def rewind(self, step: int) -> None:
-        """Drops the lines of steps after `step` and a line cut short, atomically; the latter is said.
+        """Atomically drops the lines of steps after `step`. Also drops a line that was cut short, and reports it.
 
         Raises ValueError as `read_lines` does, and for a line without a step.
         """
@@ -178,11 +178,11 @@ class Tracker(Protocol):
 
 
 class Place(NamedTuple):
-    """Of what a tracker keeps the metrics.
+    """The run whose metrics a tracker keeps.
 
     Attributes:
-      folder: of the run; trackers without a server write there.
-      name, project: of the run, which a later process continues under its name.
+      folder: the folder of the run. Trackers without a server write there.
+      name, project: the run's name and project. A later process continues the run under this name.
       config: the resolved config.
       after: an earlier process wrote the steps up to this one.
     """
@@ -228,7 +228,7 @@ class WandB:
 class MLflow:
     """A run of MLflow at MLFLOW_TRACKING_URI, or else in `mlflow.db` of the run's folder.
 
-    Its names take no sign but . - _ / : and blanks: another becomes "_".
+    MLflow's metric names have letters, digits, . - _ / : and blanks. Any other sign becomes "_".
     """
 
     def __init__(self, place: Place):

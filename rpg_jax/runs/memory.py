@@ -68,7 +68,7 @@ def held_while_sampling(layout: Layout, learner: Learner, decoding: Decoding) ->
 
 
 def has_copy(layout: Layout, decoding: Decoding) -> bool:
-    """Whether the weights that decode are others than the trainer's; of adapters, whether the base is another."""
+    """Whether the rollout holds its own copy of the trainer's weights; with adapters, its own copy of the base."""
     c = layout.config
     if layout.lora is not None:
         return c.model.lora.merged or decoding.shardings is not None or (decoding.int8 and not c.model.lora.int8)
@@ -109,7 +109,7 @@ def decoding_base(layout: Layout, decoding: Decoding) -> models.Base:
 
 
 def fitting_layout(config: ConfigDict, vocab_size: int) -> Layout:
-    """The config's layout; where it does not fit these devices, one copy of the weights over all of them.
+    """The config's layout. If it does not fit these devices, a layout with one copy of the weights over all devices.
 
     The change is said on stderr, and `layout.config` has it.
     """
@@ -215,9 +215,9 @@ def with_micro_batch(layout: Layout) -> Layout:
 
 
 def checked(layout: Layout) -> Layout:
-    """`layout`, whose training and sampling fit the memory by arithmetic; on a CPU the memory is that of the machine.
+    """Returns `layout` if training and sampling fit the memory by arithmetic. On a CPU the memory is the machine's.
 
-    Raises ValueError if they do not. What fits by arithmetic may still be too much for a compiler.
+    Raises ValueError if one of them does not fit. A run that fits by arithmetic may still need more than there is.
     """
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / jax.local_device_count()
     available = layout.device_memory or (machine if jax.default_backend() == "cpu" else math.inf)

@@ -95,7 +95,7 @@ class Policy:
     Attributes:
       experiment: tokenizer, problems, model and mesh.
       params: the weights as a nested dict of arrays, layers stacked on the first axis; None if they are not loaded.
-      step: of the checkpoint; 0 without one.
+      step: the step of the checkpoint; 0 without a checkpoint.
     """
 
     experiment: Experiment
@@ -156,7 +156,7 @@ class Policy:
         max_tokens: int | None = None,
         seed: int = 0,
     ) -> list[Any]:
-        """`k` completions of each prompt, a list of `Sample`s for each; of a single prompt its list.
+        """Draws `k` completions of each prompt. Returns a list of `Sample`s per prompt; for a single prompt, its list.
 
         A prompt is a text, or the messages of a conversation, [{"role": "user", "content": "…"}, …]. Prompts pass the
         chat template, where the tokenizer has one. Temperature 0 is greedy. `max_tokens` is at most the config's
@@ -294,7 +294,7 @@ class Policy:
 
         Args:
           out: a local folder that is empty or not there. It appears when all of its files are written.
-          dtype: "float32" or "bfloat16", of the weights; None keeps the dtype of `params`.
+          dtype: the dtype of the weights, "float32" or "bfloat16"; None keeps the dtype of `params`.
 
         Raises:
           ValueError: `out` holds files already, or is no local folder.

@@ -95,7 +95,7 @@ class Task:
         return dataclasses.replace(self, train=answered("train", self.train), held_out=held_out, notes=notes)
 
     def opened(self, stage: Stage) -> Task:
-        """The task whose problems have the messages that an environment opens with. Raises ValueError if it fails."""
+        """The task whose problems have the messages that `stage` opens with. Raises ValueError if `stage` fails."""
         train, shown = stage.opened(self.train), self.demonstrated
         held_out = {name: stage.opened(problems) for name, problems in self.held_out.items()}
         shown = shown and stage.opened(shown)
@@ -255,7 +255,7 @@ def _files(config: ConfigDict, train: bool, held_out: bool) -> Task:
 
 
 def _demonstrations(config: ConfigDict, sets: Mapping[str, Sequence[data.Problem]]) -> list[data.Problem] | None:
-    """The problems of `warm_start.train` that have demonstrations; None where it is not set."""
+    """The problems of `warm_start.train` that have demonstrations; None if `warm_start.train` is not set."""
     sources = config.warm_start.train
     if not sources:
         return None

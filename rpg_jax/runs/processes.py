@@ -183,8 +183,8 @@ class StopRequest:
 
     Args:
       seconds: the longest time from the request to the end of the process.
-      give_up: called at the deadline, before the process ends, to say what stands. The process ends even if it fails or
-        hangs.
+      give_up: called at the deadline, before the process ends, to say what is saved. The process ends even if `give_up`
+        fails or hangs.
     """
 
     def __init__(self, seconds: float, give_up: Callable[[], None]):
@@ -195,7 +195,7 @@ class StopRequest:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[StopRequest]:
-        """While entered, SIGTERM and SIGINT are requests; in another thread than the main one, which gets none, not."""
+        """Inside the block, SIGTERM and SIGINT ask the run to end. Outside the main thread, it changes nothing."""
         if threading.current_thread() is not threading.main_thread():
             yield self
             return
@@ -226,7 +226,7 @@ class StopRequest:
         self._asked.set()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Returns once the run has been asked to end, or after so many seconds; whether it has been asked."""
+        """Waits until the run has been asked to end, at most `seconds`. Returns whether it has been asked."""
         return self._asked.wait(seconds)
 
     def agreed(self) -> int | None:

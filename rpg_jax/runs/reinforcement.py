@@ -260,7 +260,7 @@ def make_drift(experiment: Experiment, algorithm: Algorithm, folder: storage.Fol
     """The measure of the policy's distance to the policy before the first step, which the run's folder keeps.
 
     Raises:
-      ValueError: evaluations draw from another distribution than the log-probabilities are of.
+      ValueError: evaluations do not sample from the distribution whose log-probabilities the trainer computes.
     """
     c = experiment.config
     r, exact = c.rollout, (c.rollout.temperature, 1.0, 0, 0.0)

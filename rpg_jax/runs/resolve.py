@@ -270,7 +270,7 @@ def own_code(config: ConfigDict) -> dict[str, str]:
 def check_trusted(config: ConfigDict, run: object, *, trust: bool) -> None:
     """Refuses the config of a run that somebody else may have written, if it names code to import or a judge to ask.
 
-    Raises ValueError, which names them, without `trust`.
+    Raises ValueError without `trust`. The message names the code and the judge.
     """
     named = [f"imports {name!r} ({field})" for name, field in own_code(config).items() if field[:5] != "loss."]
     if rewards.JUDGE in reward_arguments(config)[0]:

@@ -143,9 +143,8 @@ def opened(address: str) -> Iterator[storage.Folder]:
 def use_compilation_cache(folder: str | None = None) -> None:
     """Keeps compiled programs between runs: in JAX_COMPILATION_CACHE_DIR, else in `folder`, else in the user's cache.
 
-    A compiled program is executed as it is. So the folder is the user's word, never that of a run's config.json.
-    "" keeps none. In a local folder it keeps small programs too: JAX by itself keeps those that compile for a second or
-    more.
+    A compiled program is executed as it is. So only the user names the folder, never a run's config.json.
+    "" keeps no programs. A local folder also keeps programs that compile in less than a second, unlike JAX's default.
 
     Raises ValueError if the address is neither a local path nor gs://BUCKET/FOLDER.
     """
@@ -204,7 +203,7 @@ def open_run(config: ConfigDict, folder: storage.Folder) -> None:
 
 
 def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """The fields in which two configs are of different runs, with both values; "" if there are none."""
+    """The fields by which two configs describe different runs, with both values; "" if there are no such fields."""
     old, new = flat(_moved(json_files.finite(old))), flat(new)
     gone = {row.name: row for row in config_files.all_retired() if row.value is None}
     ignored = {name for name, row in gone.items() if row.fixed is None or row.fixed == old.get(name)}
