@@ -59,7 +59,7 @@ class Count:
         """The count in "10 steps", "1 step" or "16 updates"; the space may be left out.
 
         Raises:
-          ValueError: another text; the message has `name`, which is what the count is for.
+          ValueError: `text` has another form. The message names the count by `name`.
         """
         found = re.fullmatch(r"(\d+) ?(step|update)s?", text)
         if found is None:
@@ -79,8 +79,8 @@ class Turns:
 
     Attributes:
       observed: bool[n], the tokens that the environment wrote; the policy reads them and is never trained on them.
-      rewards: f32[k], what the environment paid for each of the k turns.
-      error: the kind of failure that ended the conversation, one of `rewards.KINDS`; None if none did.
+      rewards: f32[k], the environment's reward for each of the k turns.
+      error: the kind of failure that ended the conversation, one of `rewards.KINDS`; None without a failure.
     """
 
     observed: np.ndarray
@@ -95,7 +95,7 @@ class Turns:
 
     @property
     def spans(self) -> list[tuple[int, int]]:
-        """The first token and the end of each observation."""
+        """(first, end) of each observation: the index of its first token, and the index after its last token."""
         edges = np.flatnonzero(np.diff(self.observed.astype(np.int8), prepend=0, append=0)).tolist()
         return list(zip(edges[::2], edges[1::2], strict=True))
 
@@ -131,8 +131,8 @@ class Completion:
         the limit of tokens cut it off, or left no room for an observation. "turns" where the limit of turns ended a
         conversation that its environment would have continued.
       weight_version: version of the weights that sampled the first token.
-      token_versions: i32[n], the version that sampled each token; None if the weights did not change on the way.
-      turns: of a conversation with an environment; None where there is none.
+      token_versions: i32[n], the version that sampled each token; None if the same weights sampled all tokens.
+      turns: the turns of a conversation with an environment; None without an environment.
     """
 
     tokens: np.ndarray
@@ -144,12 +144,12 @@ class Completion:
 
     @property
     def truncated(self) -> bool:
-        """Whether a limit ended it, of tokens or of turns."""
+        """Whether a limit of tokens or of turns ended the completion."""
         return self.finish_reason != "stop"
 
     @property
     def sampled(self) -> np.ndarray:
-        """bool[n], the tokens that the policy has drawn: all but an environment's."""
+        """bool[n], True for tokens that the policy sampled, False for tokens that an environment wrote."""
         return np.ones(len(self.tokens), bool) if self.turns is None else ~self.turns.observed
 
     @property
@@ -185,7 +185,7 @@ class Rows:
       predictors: i32[B, C], indices into the T axis.
       targets: i32[B, C].
       completion_ids: i32[B, C].
-      mask: f32[B, C], 1 where the token is trained.
+      mask: f32[B, C], 1 at a token that the update trains on.
     """
 
     tokens: jax.Array
@@ -208,9 +208,9 @@ class Batch:
         update, which computes log π_old itself.
       ref_logprobs: f32[B, C], log π_ref; equal to `behaviour_logprobs` where the two policies coincide.
       advantages: f32[B, C].
-      kl_baseline: f32[B, C], the part of `advantages` that is the KL's own baseline; None where there is none.
-      rewards: f32[B, C], what each token was paid; a learned baseline reads it.
-      values: f32[B, C], of a learned baseline before the first update.
+      kl_baseline: f32[B, C], the part of `advantages` that is the KL's own baseline; None without a baseline of the KL.
+      rewards: f32[B, C], the reward of each token; a learned baseline reads the rewards.
+      values: f32[B, C], the values of a learned baseline before the first update.
       returns: f32[B, C], the targets of the learned baseline.
     """
 
@@ -241,7 +241,7 @@ class Batch:
 
     @property
     def loss_inputs(self) -> dict[str, Any]:
-        """The arguments of a loss (see `losses.policy_loss`) except the log-probs that it trains."""
+        """The arguments of a loss (see `losses.policy_loss`) except log π_θ."""
         return {
             "behaviour_logprobs": self.known("behaviour_logprobs"),
             "advantages": self.known("advantages"),

@@ -122,7 +122,7 @@ ENVIRONMENTS: dict[str, Declaration] = {
 
 
 def find(name: str, *, in_process: bool = False, handed: Handed = NOTHING) -> Declaration:
-    """The environment called `name`: of `handed`, of `ENVIRONMENTS`, or a user's own at "module:name".
+    """The environment `name`, found in `handed`, in `ENVIRONMENTS`, or at a user's own "module:name".
 
     Raises ValueError for another name.
     """
@@ -205,7 +205,7 @@ class WorkerEnvironment:
 
 
 async def call(environment: Environment, name: str, problem: dict[str, str], *others: Any) -> dict[str, Any]:
-    """Calls a method of an environment in this process: a coroutine is awaited, and others run in a thread.
+    """Calls a method of an environment in this process. A coroutine is awaited; another method runs in a thread.
 
     If the call is cancelled, as at a deadline, the thread is left alone: it ends when the method returns, or never.
     """

@@ -18,16 +18,16 @@ _BEFORE = ({"role": "user", "content": _ASKED}, {"role": "assistant", "content":
 
 
 class Player:
-    """The `Responder` of a rollout: keeps each conversation's messages, asks the environment, and encodes what it says.
+    """The `Responder` of a rollout: keeps each conversation's messages, asks the environment, encodes its messages.
 
-    A failure of the environment ends one conversation, with the kind of error. A fault of all conversations is kept,
-    and `check` raises it.
+    A failure of the environment ends one conversation, and the reply has the kind of error. A fault that concerns all
+    conversations is raised by `check`.
 
     Args:
       stage: asks the environment.
       decode: tokens to text, without special tokens.
       observations: messages to tokens.
-      problems: of the request's prompts, in their order.
+      problems: the problems of the request's prompts, in the order of the prompts.
       max_turns: turns of the policy in a conversation; the last one gets its reward and no observation.
       turn_tokens: tokens of a turn.
     """

@@ -38,13 +38,13 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
     calls of its thread until the deadline, and no other calls.
 
     Args:
-      declaration: of the environment.
-      options: its keywords.
+      declaration: says where the environment is.
+      options: the keywords that make the environment.
       workers: number of processes; by default one per CPU, at most 8.
       deadline_s: seconds that a call may take.
 
     Raises:
-      ValueError: an environment of this process cannot be made.
+      ValueError: the environment runs in this process and cannot be made.
     """
 
     def __init__(
@@ -71,20 +71,20 @@ class Stage(contextlib.AbstractContextManager["Stage"]):
     def opened(self, problems: Sequence[Problem]) -> list[Problem]:
         """The problems with the messages of `reset`, in their order.
 
-        Raises ValueError if `reset` fails on one of them, or the environment cannot be made.
+        Raises ValueError if `reset` fails on a problem, or the environment cannot be made.
         """
         chunks = [problems[i : i + _TOGETHER] for i in range(0, len(problems), _TOGETHER)]
         return [problem for opened in self._threads.map(self._open, chunks) for problem in opened]
 
     def step(self, problem: Problem, messages: Sequence[Mapping[str, Any]], completion: str) -> Verdict:
-        """The answer to a turn as {observation, reward, done}, see `checked_turn`; waits for it.
+        """Waits for the answer to a turn, a verdict on {observation, reward, done}, see `checked_turn`.
 
-        After a failure by chance (`verdicts.CHANCE`) it is asked for once more, at once: the conversation holds a slot
+        After a failure by chance (`verdicts.CHANCE`) it asks again once, and at once: the conversation holds a slot
         of the rollout, and the environment's functions are pure.
 
         Raises:
           ValueError: the environment cannot be made, or every turn of its first problems has failed.
-          ChildProcessError: its processes do not start.
+          ChildProcessError: the worker processes do not start.
         """
         task = _task("step", problem, list(messages), completion)
         [verdict] = self._ask([task])
@@ -154,7 +154,7 @@ def _opened(name: str, problem: Problem, verdict: Verdict) -> Problem:
 
 
 def _told(value: dict[str, Any]) -> Verdict:
-    """The verdict on a turn of JSON from a worker process. The turn is checked again, because the process may lie."""
+    """The verdict on a turn that a worker process sent as JSON. The turn is checked again: the process may lie."""
     try:
         turn = Turn(value.get("observation", ""), value.get("reward", 0.0), value.get("done", False))
         return Verdict(None, value=checked_turn(turn))

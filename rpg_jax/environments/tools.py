@@ -34,7 +34,7 @@ _BLOCK = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 
 
 class ToolUse:
-    """A turn with tool calls is answered by their results; the first turn without one is the answer, and verified.
+    """Answers a turn with tool calls by the results of the calls. The first turn without a call is the final answer.
 
     The tools stand in the system turn, calls and results in the form of the model's chat template (Qwen's). The policy
     reads an error as the result of a call that cannot be made.
@@ -46,7 +46,7 @@ class ToolUse:
       cost: the reward of each call is -cost.
 
     Raises:
-      ValueError: there is no such tool or verifier, or the verifier asks a server.
+      ValueError: a tool or the verifier is unknown, two tools have one name, or the verifier asks a server.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Call:
 def parse(completion: str) -> tuple[str, list[Call]]:
     """The text outside thoughts and calls, and the calls `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
 
-    Text before the last `</think>` is a thought, whose calls do not count. A block that is not closed reaches to the
+    Text before the last `</think>` is a thought, and its calls do not count. A block that is not closed reaches to the
     end of the completion. Blanks around the object are allowed, and nothing else. The time is linear in the length.
     """
     text = completion.rpartition(_THOUGHTS)[2]
@@ -156,13 +156,13 @@ class Tool:
 
 
 def make_tool(name: str, options: Mapping[str, Any]) -> Tool:
-    """The tool of that name: one of `TOOLS`, or "module:name", a function, or a class that `options` make callable.
+    """The tool `name`: one of `TOOLS`, or "module:name", a function, or a class that `options` make callable.
 
     Its schema comes from the function's annotations (str, int, float, bool, list, dict) and the first paragraph of its
     docstring.
 
     Raises:
-      ValueError: there is none, or an argument has another annotation, or none.
+      ValueError: the tool is unknown, or an argument has no such annotation.
     """
     if name not in TOOLS and ":" not in name:
         raise ValueError(f"unknown tool {name!r}; known: {', '.join([*TOOLS, 'module:name'])}")

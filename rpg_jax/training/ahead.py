@@ -1,8 +1,8 @@
 """Rollouts for later steps in a thread of their own while the trainer trains, with bounded staleness.
 
-The batch of step s begins when s − max_staleness steps are trained, not earlier. So no token comes from weights older
-than that. (A group that dynamic sampling carries over is one step older.) `swap` decides when trained weights replace
-the rollout's:
+The batch of step s begins when s − max_staleness steps are trained, not earlier. So no token comes from older
+weights. (A group that dynamic sampling carries over is one step older.) `swap` decides when trained weights replace
+the rollout's weights:
 
 - "between": between two batches. A batch comes from the weights after exactly max(0, s − max_staleness) steps. Runs
   are reproducible bit for bit, whatever the threads do.
@@ -56,11 +56,11 @@ class AheadCollector(Collector):
       rollout: on one device, or on other devices than the trainer's. If `swap` is "midway", it must accept weights
         while it decodes.
       max_staleness: steps, at least 1.
-      steps: of the run; nothing is sampled for later steps.
+      steps: the number of steps of the run; nothing is sampled for later steps.
 
     Raises:
-      ValueError: an argument out of range, or several processes, whose threads would launch programs in different
-        orders unless servers sample.
+      ValueError: an argument is out of range, or several processes sample without servers. Their threads would launch
+        programs in different orders.
     """
 
     lags = True
@@ -179,7 +179,7 @@ class AheadCollector(Collector):
 
 
 def without_present(groups: Sequence[Group], version: int) -> list[Group]:
-    """The groups with the rollout's log-probs, but NaN where weights `version` sampled: the trainer has them."""
+    """The groups with the rollout's log-probs; NaN for completions of weights `version`, which the trainer computes."""
 
     def known(completion):
         present = (completion.versions[completion.sampled] == version).all()

@@ -14,7 +14,7 @@ from rpg_jax.data.groups import decode_groups, encode_groups
 from rpg_jax.rollout import Rollout
 
 UNKNOWN_SHARE = 0.5
-"""The share of informative groups that is assumed before a run has generated any."""
+"""The share of informative groups that is assumed before a run has generated a group."""
 
 _DEVIATIONS = 2.0  # a batch that is just large enough in the mean is too small every second time
 _LARGEST = 10  # in units of prompts_per_step; a small share of informative groups is not known well
@@ -193,7 +193,7 @@ def _as_it_comes(made: list[Group], step: int, max_failures: float) -> Collected
 
 
 def _check_failures(generated: Sequence[Group], step: int, most: float) -> None:
-    """Raises ValueError if more than the share `most` of the completions failed; -1 if no group can be trained."""
+    """Raises ValueError if more than the share `most` of the completions failed. `most` -1: no group can be trained."""
     completions = sum(len(g.completions) for g in generated)
     kinds = collections.Counter(kind for g in generated for kind in g.failed if kind)
     if kinds.total() > most * completions:
@@ -254,7 +254,7 @@ class Sampled:
     """The result of `Collector.take`.
 
     Attributes:
-      collected: the groups of the step, by what became of them.
+      collected: the groups of the step, sorted by what the step does with each group.
       errors: failed verdicts by kind.
       trained: the groups to train now, with behaviour log-probs where the trainer cannot compute them.
       to_carry: the groups whose behaviour log-probs the trainer must note before it updates the weights.
@@ -310,7 +310,7 @@ class Collector:
         """Makes `params` the rollout's weights and verifies that it holds the same bits.
 
         Raises:
-          RolloutError: the checksums differ, so completions would come from another policy than the one trained.
+          RolloutError: the checksums differ, so completions would come from another policy than the trained policy.
         """
         self._rollout.sync_weights(params, version)
         self._rollout.verify_weights(params)
@@ -325,7 +325,7 @@ class Collector:
         return {"ahead": None, "stream": self._stream.state(), "pending": pending, "share": self._share}
 
     def restore(self, record: Mapping[str, Any]) -> None:
-        """Goes back to a record of `record`. Raises ValueError if another kind of collector wrote it."""
+        """Goes back to the state that `record` returned. Raises ValueError if another kind of collector wrote it."""
         if record["ahead"] is not None:
             raise ValueError("the checkpoint was written with rollout.max_staleness above 0 and this run has 0")
         self._stream.restore(record["stream"])

@@ -1,4 +1,4 @@
-"""The learned baseline V_φ: a head on hidden states, over a trunk of its own or the policy's."""
+"""The learned baseline V_φ: a head on the hidden states of its own trunk or of the policy's trunk."""
 
 import dataclasses
 from typing import Any
@@ -35,8 +35,8 @@ class Critic:
         states, with no gradient to the policy; "shared": these states, and the value loss also trains the policy.
       graphdef: of the separate trunk, a decoder without output embedding.
       optimizer: of the critic's own parameters.
-      gamma, gae_lambda: of `losses.gae`.
-      clip: of `losses.value_loss`; None switches it off.
+      gamma, gae_lambda: the arguments of `losses.gae`.
+      clip: the argument of `losses.value_loss`; None switches the clip off.
       coef: weight of the value loss; with Adam it matters for a shared trunk only.
     """
 
@@ -58,7 +58,7 @@ class Critic:
             )
 
     def init(self, policy: Any) -> Any:
-        """Parameters whose values are 0 everywhere; a separate trunk is a copy of the policy's."""
+        """Parameters of a critic whose every value is 0. A separate trunk is a copy of the policy's trunk."""
         trunk = {k: jax.tree.map(jnp.copy, v) for k, v in policy.items() if k != _OUTPUT}
         head = {"weight": jnp.zeros(policy["final_norm"].shape, jnp.float32), "bias": jnp.zeros((), jnp.float32)}
         return {**(trunk if self.trunk == "separate" else {}), _HEAD: head}

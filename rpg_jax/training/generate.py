@@ -30,9 +30,9 @@ class GroupGenerator:
     A completion's random numbers depend on (seed, step, draw, prompt, index) only. So a prompt that occurs twice in a
     step needs two draws.
 
-    Processes divide the prompts as the rollout says (`Split`). Each scores what it samples, of what all sample together
-    every n-th group, and returns all groups, in order. A group that is complete or scored is a heartbeat.
-    With `play`, an environment answers every turn: it makes the player of a request from the request's problems.
+    Processes divide the prompts as the rollout says (`Split`). A process scores the groups that it samples, or every
+    n-th group if all n sample together. It returns all groups, in order. A complete or scored group is a heartbeat.
+    With `play`, an environment answers every turn: `play` makes the player of a request from the request's problems.
     With `journal`, groups that the run's journal has are not sampled again.
     """
 
@@ -96,7 +96,7 @@ class GroupGenerator:
         return groups
 
     def _joined(self, own: dict[int, Group], errors: dict[str, int]) -> list[Group]:
-        """The groups of all processes, by their places, in order."""
+        """The groups of all processes, in the order of their problems."""
         if jax.process_count() == 1:
             self._errors.update(errors)
             return [*own.values()]
@@ -169,17 +169,17 @@ class _Scoring:
             self._looks.append(self._thread.submit(self._score_complete))
 
     def result(self) -> tuple[dict[int, Group], dict[str, int]]:
-        """Scored groups by the places of their problems, in order, and failed verdicts by kind; raises what scoring
-        raised. A verdict that has failed twice counts twice."""
+        """Scored groups by the places of their problems, in order, and the number of failed verdicts by kind. Raises
+        the error that scoring raised. A verdict that has failed twice counts twice."""
         for look in self._looks:
             look.result()
         self._ask_again()
         return dict(sorted(self._groups.items())), dict(self._errors)
 
     def _ask_again(self) -> None:
-        """Scores the completions once more on which a verifier or a judge has failed by chance.
+        """Scores completions once more if a verifier or a judge has failed on them by chance.
 
-        No conversation: its environment has been asked twice already (see `Stage.step`), and its rollout is over.
+        A conversation that failed is left out: its environment was asked twice (see `Stage.step`), its rollout is over.
         """
         failed = {
             place: np.flatnonzero(~group.judged & [c.turns is None or c.turns.error is None for c in group.completions])

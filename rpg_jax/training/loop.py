@@ -31,16 +31,16 @@ class Algorithm:
     Attributes:
       collector: rollouts, scores and dynamic sampling; remembers the groups that it carries over.
       pack: `data.pack` of groups and a number of `minibatches`; its other arguments are those of the run.
-      advantages: of a batch with its log-probs, see `advantages_fn`; None if a critic estimates them.
+      advantages: computes the advantages of a batch that has log-probs, see `advantages_fn`; None with a critic.
       programs: the jitted log-prob pass and update.
       reference: the KL anchor; remembers when it moved.
       updates_per_step, epochs: mini-batches of a rollout batch (one behaviour policy), and passes over it.
-      on_policy: a step has one update, of what the weights before the update sampled. Then π_old is the policy that is
-        trained, and the update itself gives log π_old, the entropy and the sampler's gap. No pass comes before it.
+      on_policy: a step has one update, on completions of the weights before the update. Then π_old is the policy in
+        training. The update itself computes log π_old, the entropy and the sampler's gap, without a pass before it.
       decoupled: π_old is the policy at the beginning of the step, π_prox, for stale completions too. So w = π_θ/π_prox
         is clipped, and π_prox/π_s is left to the loss's sampler correction, which must carry it
         (`losses.carried_ratio`; decoupled PPO: AReaL, arXiv:2505.24298). Otherwise π_old is the policy that sampled.
-      token_rewards: what each token of a batch's groups was paid, for a critic.
+      token_rewards: returns the reward of each token of groups; only a critic needs these rewards.
       reward_parts: the weight of each part of the reward, in the order of `Group.parts`.
       routing: measures the routers of a mixture of experts; None without experts.
       after_updates: called with the step's number, batch and state while the batch exists; None for no call.
@@ -77,11 +77,11 @@ class Step:
 
     Attributes:
       number: of the step, from 1. The record before the first step has number 0.
-      state: the weights after the step, and the optimizer's. The next step donates the arrays.
-      metrics: of the step, by name; those of an evaluation too, if one followed the step.
+      state: the weights and the optimizer's slots after the step. The next step donates the arrays.
+      metrics: the metrics of the step by name, and the scores of an evaluation if an evaluation followed the step.
       updates: the metrics of each optimizer update of the step.
       groups: the groups of completions that the step generated.
-      fault: the reason to stop the run after this step; the rollout did not get its weights. None if there is none.
+      fault: the reason to stop the run after this step; the rollout did not get its weights. None: the run goes on.
     """
 
     number: int
@@ -134,7 +134,7 @@ def add_reference(a: Algorithm, batch: Packed, state: TrainState) -> Packed:
 
 
 def for_the_update(a: Algorithm, batch: Packed) -> Packed:
-    """The batch of an update that computes log π_old itself: without log π_old, nor a reference that is the same."""
+    """The batch of an update that computes log π_old itself: without log π_old, without log π_ref if π_ref is π_old."""
     other = a.reference.differs(a.updates_per_step)
     own = [
         dataclasses.replace(b, behaviour_logprobs=None, ref_logprobs=b.ref_logprobs if other else None)
@@ -146,7 +146,7 @@ def for_the_update(a: Algorithm, batch: Packed) -> Packed:
 def add_logprobs(a: Algorithm, batch: Packed, state: TrainState, step: int) -> tuple[Packed, Metrics]:
     """Adds log π_old and log π_ref by the trainer's own pass.
 
-    Also returns metrics: `entropy`, those of the routers, and `sampler_gap` and `sampler_gap_max`, the mean and the
+    Also returns metrics: `entropy`, the routers' metrics, and `sampler_gap` and `sampler_gap_max`, the mean and the
     maximum of |log π_s − log π| over the tokens for which the trainer has computed log π under the weights that sampled
     them. The distance to other weights is no fault of the sampler.
     """

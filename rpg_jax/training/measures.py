@@ -41,7 +41,7 @@ class Clock:
 
 @jax.jit
 def sum_and_weight(values: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The sum over the tokens of the mask, and their number."""
+    """The sum over the tokens of the mask, and the number of these tokens."""
     return masking.masked_sum(values, mask), jnp.sum(mask)
 
 
@@ -65,7 +65,7 @@ def step_metrics(
 ) -> dict[str, float]:
     """The metrics of a step from the sums of its updates and the groups that it sampled; `parts` has reward weights.
 
-    A step that trains no token of weights that the trainer had has no `sampler_gap`.
+    `sampler_gap` is absent if the trainer has no log-probs of the weights that sampled the step's tokens.
     """
     values = losses.divided(totals)
     if not totals["sampler_gap"][1]:
@@ -90,11 +90,11 @@ def step_metrics(
 def sampling_metrics(collected: Collected, parts: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
     """Means over the generated completions, the accounting of groups, and completion lengths in tokens.
 
-    The means are those of a prompt that is drawn at random: dynamic sampling does not bias them (`Collected.weights`).
-    The length of a completion counts the tokens that the policy has sampled; see `conversation_metrics` for those of an
-    environment. `failed` is the share of completions that `Group.failed` has; they are in no mean. There are no means
-    if the step generated nothing because all groups were carried over to it. A reward of several `parts` has
-    `reward/PART` for each: its share of `reward`, weight included.
+    The means are for a prompt drawn at random: dynamic sampling does not bias them (`Collected.weights`). The length of
+    a completion counts the tokens that the policy sampled; `conversation_metrics` counts an environment's tokens.
+    `failed` is the share of completions without a verdict (`Group.failed`); no mean has these completions. There are no
+    means if all groups were carried over and the step generated none. If a reward has several `parts`, each part has
+    the metric `reward/PART`: the part's mean times its weight.
     """
     generated, completions = collected.generated, [c for g in collected.generated for c in g.completions]
     judged = {id(g): [c for c, known in zip(g.completions, g.judged, strict=True) if known] for g in generated}
@@ -139,7 +139,7 @@ def conversation_metrics(played: Sequence[Turns], judged: Sequence[Turns]) -> di
 
 
 SAMPLER_GAPS: Mapping[str, tuple[float, float]] = {"float32": (1e-4, 1e-4), "bfloat16": (0.02, 0.05)}
-"""By the coarser dtype of sampler and trainer: the gaps, in nats, above which a run is warned, and stops."""
+"""By the coarser dtype of sampler and trainer: the gap (nats) that causes a warning, and the gap that stops a run."""
 
 
 @dataclasses.dataclass
@@ -149,9 +149,9 @@ class Guard:
     Attributes:
       max_sampler_gap: the `sampler_gap` of `loop.add_logprobs`, nats per token, above which the run stops.
       usual_sampler_gap: the gap above which the run is warned once.
-      nonfinite_in_a_row: skipped updates since the last one that was applied.
+      nonfinite_in_a_row: the number of skipped updates since the last applied update.
       remedy: what to do about updates that are not finite.
-      limit: `rollout.max_tokens`, for the advice where most completions reach it; None where nothing is sampled.
+      limit: `rollout.max_tokens`, for the warning that most completions reach it; None if the run samples nothing.
       max_nonfinite_updates: skipped updates in a row that stop the run.
     """
 
@@ -163,9 +163,9 @@ class Guard:
     limit: int | None = None
 
     def warnings(self, step: int, values: Mapping[str, float]) -> Iterator[str]:
-        """A line on a gap that is larger than usual, for the first step that has one, and on a limit that is too low.
+        """Yields a warning at the first gap above the usual gap, and a warning if the limit of tokens is too low.
 
-        The limit is looked at in the first step alone.
+        The limit is too low if it cut off more than half of the completions of step 1.
         """
         gap, usual = values.get("sampler_gap", 0.0), self.usual_sampler_gap
         if gap > usual:

@@ -21,7 +21,7 @@ LossFn = Callable[[jax.Array, Batch], tuple[jax.Array, jax.Array, Metrics]]
 
 @functools.lru_cache(maxsize=128, typed=True)
 def policy_loss_fn(name: str | losses.Loss, **hyperparameters: Any) -> LossFn:
-    """`losses.policy_loss` of the columns of a batch, with the metric of `kl_share`; the same for equal arguments."""
+    """Returns `losses.policy_loss` as a `LossFn`, with the metric of `kl_share`. Equal arguments give one function."""
     kl_coef = hyperparameters.get("kl_coef", 1.0) if "kl_coef" in losses.find_loss(name).hyperparameters else 0.0
     regularized = isinstance(kl_coef, jax.Array) or kl_coef > 0
 
@@ -39,8 +39,8 @@ def kl_share(name: str | losses.Loss, logprobs: jax.Array, batch: Batch, **hyper
 
     The norms are over the trained tokens. g₀ lacks the KL's baseline too, where advantages hold one. A clip may take
     another branch at β = 0; the difference counts to the KL. The entropy bonus and the critic's loss are not in g. The
-    gradient of the weights is Σ_t g_t ∇log π_θ(a_t): tokens add up there, so its own share is larger where the KL's
-    parts agree more than the rewards' do.
+    gradient of the weights is Σ_t g_t ∇log π_θ(a_t). Tokens add up in this sum, so the KL's share of the sum is larger
+    if the KL's parts agree more than the parts of the rewards.
     """
     # Behind the barrier the compiler cannot fuse this with the loss that is trained, whose bits stay as they are.
     given = jax.lax.stop_gradient(logprobs), batch.loss_inputs, batch.kl_baseline
@@ -58,14 +58,14 @@ def kl_share(name: str | losses.Loss, logprobs: jax.Array, batch: Batch, **hyper
 
 @functools.lru_cache(maxsize=128, typed=True)
 def mean_fn(aggregate: str, constant_length: int | None) -> losses.Mean:
-    """`losses.aggregate` of values and a batch."""
+    """Returns `losses.aggregate` as a function of values and a batch."""
     return lambda values, batch: losses.aggregate(values, batch, aggregate, constant_length)
 
 
 Advantages = Callable[[RolloutBatch[Group]], Mapping[str, np.ndarray | list[list[np.ndarray]]]]
 """A batch with its log-probs -> its columns `advantages` and, for RPG of completions, `kl_baseline`.
 
-A column has for each prompt and completion a number, or f32[n], one a token.
+A column has one number for each prompt and completion, or f32[n] with one number for each token.
 """
 
 
@@ -148,7 +148,7 @@ class Objective:
     """The loss, minus an entropy bonus, plus the loss of a learned baseline.
 
     Attributes:
-      loss: of the log-probs.
+      loss: the loss of the log-probs.
       mean: aggregates the bonus and the value loss in the way in which the loss aggregates its tokens.
       entropy_coef: weight of the entropy bonus; at 0 the bonus is not computed.
       on_policy: π_old is the policy that is trained, see `loop.Algorithm`. The log-probs of the update are then also
@@ -179,11 +179,11 @@ CREDITS = ("completion", "turn")
 def returns(group: Group, environment_weight: float) -> list[np.ndarray]:
     """The returns to go of each completion's k turns, f32[k]: R_t = R − ω Σ_{j<t} r_j.
 
-    R is the completion's reward. So R_1 = R, and what R has beside the environment's rewards is paid with the last
-    turn: the other parts of the reward, and its shaping.
+    R is the completion's reward, so R_1 = R. The last turn gets the rest of R beyond the environment's rewards: the
+    other parts of the reward, and its shaping.
 
     Args:
-      environment_weight: ω, of the environment's part in the reward.
+      environment_weight: ω, the weight of the environment's part in the reward.
     """
     found = []
     for completion, reward in zip(group.completions, group.rewards, strict=True):
@@ -209,7 +209,7 @@ def token_rewards(groups: Sequence[Group], credit: str, environment_weight: floa
 
 
 def _at_the_ends(numbers: np.ndarray, sampled: np.ndarray, own: np.ndarray) -> np.ndarray:
-    """f32[n] with R_t − R_{t+1} at the last sampled token of turn t; a single return is that of all turns."""
+    """f32[n] with R_t − R_{t+1} at the last sampled token of turn t. A single return counts for all turns."""
     paid = np.zeros(len(numbers), np.float32)
     for turn, (now, later) in enumerate(zip(own, [*own[1:], np.float32(0)], strict=True)):
         last = np.flatnonzero(sampled & ((numbers == turn) | (len(own) == 1)))[-1]

@@ -33,7 +33,7 @@ class Optimizer(NamedTuple):
     `update` treats every element by itself (`apply_by_layer` runs it layer by layer), so the caller clips.
     `evaluation_params(opt_state, params)` returns `params` for all but Schedule-Free, which trains and samples with the
     interpolation y and is evaluated at the average x, which it computes from the slots `evaluation_slots` alone.
-    `learning_rate(u)` is that of update u = 0, 1, …
+    `learning_rate(u)` is the learning rate of update u = 0, 1, …
     """
 
     init: Callable[[Any], Any]
@@ -61,22 +61,22 @@ def make_optimizer(
     decay_until: Count | None = None,
     final_rate: float = 0.0,
 ) -> Optimizer:
-    """Returns the optimizer `name`: the same for equal arguments, so that programs with it are traced once.
+    """Returns the optimizer `name`. Equal arguments give the same object, so that programs are traced once.
 
     The names are those of optax: adamw, nadamw, lion, sgd (b1 is its momentum), rmsprop (b2 is its decay), all with
     decoupled weight decay, and schedule_free_adamw (Defazio et al., arXiv:2405.15682). Optimizers that read a whole
     matrix, as adafactor, lamb and muon do, are not among them: an update runs on a layer's shards, element by element.
 
     The learning rate rises over the warm-up. A warm-up of N steps is a stair: all updates of step
-    s = 0, 1, … have s/N of the rate, so the first step's have none (complex-reasoning/RPG at ec8e30b,
+    s = 0, 1, … have s/N of the rate, so step 0 has rate 0 (complex-reasoning/RPG at ec8e30b,
     verl/workers/fsdp_workers.py: `lr_scheduler.step()` once a rollout batch). A warm-up of N updates is a slope: update
     u = 1, 2, … has u/N of the rate. Then the rate is constant, or falls from update to update to `final_rate` of it at
     `decay_until`, on a line or on half a cosine.
 
     Args:
-      updates_per_step: of every step, for counts in steps. An update that is skipped does not count.
+      updates_per_step: the updates of a step, for counts in steps. An update that is skipped does not count.
       decayed: the weights that weight decay shrinks: all, or matrices only (not norms, not biases).
-      decay_until: the length of the schedule, warm-up included; None for a constant one.
+      decay_until: the length of the schedule, warm-up included; None for a constant schedule.
 
     Raises:
       ValueError: a name is unknown, a number is out of its range, the schedule ends before the warm-up, or
@@ -107,7 +107,7 @@ def make_optimizer(
 
 
 def matrices(params: Any) -> Any:
-    """True for every weight that is neither a norm's scale nor a bias, by its name."""
+    """A tree of bools: True for every weight whose name has neither "norm" nor "bias"."""
 
     def is_matrix(path: tuple[Any, ...], _: Any) -> bool:
         name = jax.tree_util.keystr(path, simple=True, separator="/")
@@ -144,7 +144,7 @@ def _schedule_free(
 
 
 def _stair(learning_rate: float, steps: int, updates_per_step: int) -> optax.Schedule:
-    """The learning rate of update 0, 1, …: s/steps of it in step s, and all of it after `steps` steps."""
+    """The learning rate of update 0, 1, …: s/steps of the full rate in step s, the full rate after `steps` steps."""
     return lambda update: learning_rate * jnp.minimum(1.0, (update // updates_per_step) / steps)
 
 

@@ -24,8 +24,8 @@ def policy_logprobs(
     Returns:
       logprobs: f32[B, C], differentiable in `params`; entries outside `rows.mask` mean nothing.
       entropy: f32[B, C] of the full next-token distribution, in nats, or None.
-      experts: [B, C, L, k], the numbers of the experts, unsigned integers, that the position before each token, which
-        predicts it, goes to in each layer; None for a model without experts.
+      experts: [B, C, L, k], unsigned integers: the k experts of each layer for the position that predicts the token.
+        None for a model without experts.
     """
     model = nnx.merge(graphdef, params)
     with model.full_precision():
@@ -36,9 +36,9 @@ def policy_logprobs(
 
 
 def completion_hidden(model: Any, rows: Rows) -> jax.Array:
-    """Hidden states [B, C, D] that predict the completion tokens; finite where no token is trained.
+    """Hidden states [B, C, D] that predict the completion tokens; finite outside `rows.mask`.
 
-    A NaN there would reach the gradient of the whole head, as 0 · NaN.
+    A NaN outside the mask would reach the gradient of the whole head, as 0 · NaN.
     """
     return _predictors(model(rows.tokens, rows.positions, rows.segment_ids), rows)
 
@@ -51,7 +51,7 @@ def _predictors(hidden: jax.Array, rows: Rows) -> jax.Array:
 def token_logprobs(
     model: Any, hidden: jax.Array, rows: Rows, temperature: float, entropy: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """`policy_logprobs` of the hidden states of `completion_hidden`.
+    """The log-probs and the entropy (or None) of `policy_logprobs`, from the hidden states of `completion_hidden`.
 
     The head skips the columns after the last completion of the fullest row: shared prompts leave a row fewer completion
     tokens than its length. On TPUs the head takes all columns, so that the compiler knows the cost of its loop.

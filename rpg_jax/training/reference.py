@@ -1,9 +1,9 @@
 """The reference policy, the anchor of the KL term, and its weights (arXiv:2505.17508, section 4).
 
 A snapshot lies on disk, through Orbax. It is restored for the log-prob pass only if the reference differs from the
-behaviour policy; if the two coincide, the behaviour log-probs serve for both. It is written only if it will be read. A
-reference that is the present policy is written when an update is about to change that policy. It is not written if the
-same step moves the reference again; every step does so where K is one step or divides a step's updates.
+behaviour policy; if the two coincide, the behaviour log-probs serve for both. A snapshot is written only if it will be
+read. A reference that is the present policy is written when an update is about to change the policy, unless the same
+step moves the reference again. Every step moves the reference if K is one step or divides a step's updates.
 """
 
 import dataclasses
@@ -111,7 +111,7 @@ RULES: Mapping[str, type[Rule]] = MappingProxyType(
 
 
 def make_rule(rule: str, *, every: Count, kl_threshold: float, kl_decay: float) -> Rule:
-    """The rule of that name in `RULES`. Raises ValueError for an unknown name or a number out of its range."""
+    """The rule with the name `rule` in `RULES`. Raises ValueError for an unknown name or a number out of its range."""
     return lookup(RULES, "reference rule", rule)(every, kl_threshold, kl_decay)
 
 
@@ -120,7 +120,7 @@ class Reference:
 
     Args:
       like: shapes, dtypes and shardings of the weights, as a tree of `ShapeDtypeStruct`.
-      memory: the place of restored weights between steps: "disk" keeps no copy, "device" and "host" keep one there.
+      memory: the place of restored weights between steps: "disk" keeps no copy, "device" and "host" keep a copy.
 
     Attributes:
       number: the number of updates that made the reference's weights.
@@ -159,7 +159,7 @@ class Reference:
             self._write(params)
 
     def after_update(self, params: Any) -> None:
-        """Counts an update; moves to `params` if this is the step's last move."""
+        """Counts an update. Moves the reference to `params` if the step's last move is due."""
         self.updates += 1
         if self.updates == self._next_move:
             self._move()
@@ -167,7 +167,7 @@ class Reference:
                 self._write(params)
 
     def after_step(self, token_kls: Sequence[float]) -> None:
-        """Adds each update's mean token KL to the average; moves to the present policy where the rule says so."""
+        """Adds each update's mean token KL to the average. Moves the reference to the present policy if it must."""
         decay, moves = self._rule.kl_decay, False
         for kl in token_kls if self._rule.watches_kl else ():
             self.kl_average = decay * self.kl_average + (1 - decay) * float(kl)

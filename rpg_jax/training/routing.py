@@ -1,7 +1,7 @@
 """Where the routers of a mixture of experts send tokens: how evenly, and whether sampler and trainer agree.
 
 In bfloat16, sampler and trainer round a router's logits differently. Where two experts are almost equally probable they
-choose different ones, and the token's log-probability changes by far more than rounding.
+choose different experts, and the token's log-probability changes by far more than rounding.
 """
 
 import dataclasses
@@ -126,7 +126,7 @@ class Routing:
         distribution and the replay those of the full softmax, so the metric is absent.
 
         Args:
-          logprobs, experts: the trainer's, [B, C] and [B, C, L, k], of the first micro-batch.
+          logprobs, experts: the trainer's log-probs [B, C] and experts [B, C, L, k] of the first micro-batch.
         """
         if not replayed:
             return {}

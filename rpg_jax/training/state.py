@@ -71,7 +71,7 @@ def create_state(params: Any, optimizer: Optimizer, where: TrainState, critic: C
 
 
 def state_shapes(params: Any, optimizer: Optimizer, critic: Critic | None = None) -> TrainState:
-    """Returns `create_state` of weights of these shapes as `ShapeDtypeStruct`s, without making an array."""
+    """Returns the `ShapeDtypeStruct`s of `create_state` for weights like `params`, without making an array."""
     return jax.eval_shape(lambda params: _first_state(params, optimizer, critic), params)
 
 

@@ -33,7 +33,7 @@ class Sums:
     """The sums over micro-batches before the one division.
 
     Attributes:
-      grads: of Σ loss, shaped and laid out like `TrainState.weights`; f32 if they are of several micro-batches.
+      grads: the gradient of Σ loss, in shape and layout of `TrainState.weights`; f32 for several micro-batches.
       metrics: pairs (sum, weight); the weight of "loss" is also the weight of `grads`.
     """
 
@@ -43,7 +43,7 @@ class Sums:
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A jitted program whose first argument is given: the frozen base of adapters, or None where all is trained."""
+    """A jitted program with its first argument bound: the frozen base weights of adapters, or None without adapters."""
 
     jitted: jax.stages.Wrapped
     base: Base | None
@@ -133,7 +133,7 @@ class _Recipe(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _jitted(recipe: _Recipe) -> Programs:
-    """The jitted functions of the programs; each takes the base first."""
+    """The jitted functions of the programs; each function takes the base weights as its first argument."""
     graphdef, optimizer, objective = recipe.graphdef, recipe.optimizer, recipe.objective
     temperature, batch_sharding = recipe.temperature, recipe.batch_sharding
     state_sharding = recipe.state_tree.unflatten(recipe.state_leaves)
