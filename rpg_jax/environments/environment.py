@@ -20,7 +20,7 @@ Message = Mapping[str, Any]
 """One message of a chat: {"role": …, "content": …}, both text.
 
 Templates also see `name`, `reasoning_content`, `tool_calls` and `tool_call_id`, and the descriptions of tools under
-`tools` of the first message. An environment may add keys of its own, with values of JSON: `step` finds them again.
+`tools` of the first message. An environment may add keys of its own, with values of JSON: `step` gets these keys back.
 """
 ROLES = ("system", "user", "assistant", "tool")
 

@@ -28,7 +28,7 @@ class Player:
       decode: tokens to text, without special tokens.
       observations: messages to tokens.
       problems: the problems of the request's prompts, in the order of the prompts.
-      max_turns: turns of the policy in a conversation; the last one gets its reward and no observation.
+      max_turns: turns of the policy in a conversation; the last turn gets a reward and no observation.
       turn_tokens: tokens of a turn.
     """
 

@@ -3,7 +3,7 @@
 All take f[P, G] rewards (P prompts, G completions each) and return f[P, G]. A group of one has baseline 0.
 
 `counted` is bool[P, G]: the completions that are compared and that the update trains on; None: all. No mean, minimum or
-deviation reads another completion, and its result has no meaning. A group has two counted completions or more, or none.
+deviation reads another completion, whose result has no meaning. A group of several has no single counted completion.
 """
 
 import collections

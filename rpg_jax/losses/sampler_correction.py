@@ -6,8 +6,8 @@ A correction multiplies each token's whole loss, KL term included, by a constant
 counts in the aggregate's divisor, as in the objectives of the papers named below.
 
 A kind that *carries a ratio* has u, or u_x, as a factor of its weight. Then within its bounds π_old cancels:
-w·u = π_θ/π_s whichever policy π_old is, so stale tokens may take the trainer's present policy as π_old. The other kinds
-leave the gradient to w alone, and π_old must be the policy that sampled (`training.loop.Algorithm`).
+w·u = π_θ/π_s whichever policy π_old is, so stale tokens may take the trainer's present policy as π_old. With the other
+kinds the gradient has w alone, so π_old must be the policy that sampled (`training.loop.Algorithm`).
 
 Per token given its prefix, `truncate` and `mask` correct within their bounds. An objective of whole completions, rpg
 with `level="sequence"` and `weight="product"`, needs `sequence`: a token's own u leaves out the other tokens.

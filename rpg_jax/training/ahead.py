@@ -12,8 +12,8 @@ the rollout's weights:
 Groups carry the log-probability with which every token was drawn. With "between", the trainer recomputes this number
 for completions of its present weights, as without this module. For completions of earlier weights, and for all
 completions with "midway", the rollout's number serves: entries of earlier weights stay in the KV cache, so no forward
-pass of one policy gives the same number. It is of the distribution that was sampled, and the trainer's is of the full
-softmax. So sampling must not be cut by top-p, top-k or min-p (`runs.resolve.check_training`).
+pass of one policy gives the same number. The rollout's number is of the sampled distribution, the trainer's of the
+full softmax. So sampling must not be cut by top-p, top-k or min-p (`runs.resolve.check_training`).
 
 On several devices the rollout has devices of its own. Two threads that launch programs on the same devices may launch
 them in another order on each device, and programs that exchange data across devices then wait for ever. So this
@@ -22,7 +22,7 @@ rollout's devices, except when the rollout is idle (an evaluation) or under the 
 "midway"). Staged weights pass from the trainer to the rollout by a transfer; completions pass on the host.
 
 A checkpoint waits for the batches under way and stores them with the groups carried over. A resumed run trains them;
-with "between" it is the same run. A run that is made longer afterwards differs from one that was long from the start:
+with "between" it is the same run. A run that is made longer later differs from a run that was long from the start:
 nothing is sampled beyond the last step, so its first new batches come from newer weights.
 """
 

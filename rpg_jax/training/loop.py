@@ -30,7 +30,7 @@ class Algorithm:
 
     Attributes:
       collector: rollouts, scores and dynamic sampling; remembers the groups that it carries over.
-      pack: `data.pack` of groups and a number of `minibatches`; its other arguments are those of the run.
+      pack: `data.pack` with the run's arguments bound; takes groups and a number of `minibatches`.
       advantages: computes the advantages of a batch that has log-probs, see `advantages_fn`; None with a critic.
       programs: the jitted log-prob pass and update.
       reference: the KL anchor; remembers when it moved.
@@ -93,7 +93,7 @@ class Step:
 
 
 def take_step(a: Algorithm, state: TrainState, number: int) -> Step:
-    """Takes step `number`, from 1, from `state`, which is donated."""
+    """Takes step `number` (the first step is 1) from `state`. The arrays of `state` are donated."""
     clock = Clock()
     sampled = a.collector.take(number - 1, state.params, int(state.updates))
     clock.lap("rollout")
@@ -211,7 +211,7 @@ def with_behaviour_logprobs(a: Algorithm, groups: Sequence[Group], state: TrainS
 
 
 def update(a: Algorithm, batch: Packed, state: TrainState, step: int) -> tuple[TrainState, Metrics, list]:
-    """One update a mini-batch, `epochs` times. Returns the state, summed metrics, and the metrics of each update."""
+    """Makes one update a mini-batch, `epochs` times. Returns the state, summed metrics, and each update's metrics."""
     minibatches, running, summed = batch.minibatches * a.epochs, [], []
     a.reference.before_updates(state.params, step, len(minibatches))
     for micro_batches in minibatches:

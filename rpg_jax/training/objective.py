@@ -151,8 +151,8 @@ class Objective:
       loss: the loss of the log-probs.
       mean: aggregates the bonus and the value loss in the way in which the loss aggregates its tokens.
       entropy_coef: weight of the entropy bonus; at 0 the bonus is not computed.
-      on_policy: π_old is the policy that is trained, see `loop.Algorithm`. The log-probs of the update are then also
-        log π_old, without a gradient, and its metrics have the entropy and the sampler's gap.
+      on_policy: π_old is the policy in training, see `loop.Algorithm`. Then the log-probs of the update are also
+        log π_old, without a gradient. The metrics of the update have the entropy and the sampler's gap.
       critic: the learned baseline, or None.
 
     Raises:

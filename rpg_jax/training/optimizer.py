@@ -31,8 +31,8 @@ class Optimizer(NamedTuple):
     """An optax transformation, the global norm to clip gradients to before it, and the weights that evaluation uses.
 
     `update` treats every element by itself (`apply_by_layer` runs it layer by layer), so the caller clips.
-    `evaluation_params(opt_state, params)` returns `params` for all but Schedule-Free, which trains and samples with the
-    interpolation y and is evaluated at the average x, which it computes from the slots `evaluation_slots` alone.
+    `evaluation_params(opt_state, params)` returns `params`. But Schedule-Free trains and samples with the interpolation
+    y, and is evaluated at the average x; `evaluation_params` computes x from y and the slots `evaluation_slots`.
     `learning_rate(u)` is the learning rate of update u = 0, 1, …
     """
 

@@ -220,6 +220,6 @@ class Reference:
         self.kl_average, self._kl_count = float(state["kl_average"]), int(state["kl_count"])
 
     def prune(self, numbers: Iterable[int]) -> None:
-        """Deletes the snapshots that neither the present state nor a kept checkpoint (`numbers`) needs."""
+        """Deletes all snapshots but the reference's own and `numbers`, the snapshots that checkpoints need."""
         if not self._rule.is_behaviour:
             self._snapshots.keep_only({self.number, *numbers})

@@ -122,8 +122,8 @@ class Routing:
         """The metrics of `agreement` between the replayed completions and the trainer, and `replay_gap`.
 
         replay_gap: mean |log-prob of the replay - log-prob that the sampler reported|, in nats. A gap far from 0 means
-        that the replay did not repeat the sampler's computation. With `cuts` the sampler reports log-probs of the cut
-        distribution and the replay those of the full softmax, so the metric is absent.
+        that the replay did not repeat the sampler's computation. With `cuts` the metric is absent: the sampler reports
+        log-probs of the cut distribution, and the replay reports log-probs of the full softmax.
 
         Args:
           logprobs, experts: the trainer's log-probs [B, C] and experts [B, C, L, k] of the first micro-batch.

@@ -52,7 +52,7 @@ def abstract(tree: Any, shardings: Any) -> Any:
 
 
 def for_evaluation(like: TrainState, optimizer: Optimizer) -> TrainState:
-    """An `abstract` state without the leaves that `evaluation_params` does not read; they stay on disk."""
+    """An `abstract` state without the leaves that `evaluation_params` does not read. These leaves stay on disk."""
 
     def slot(path: tuple[Any, ...], leaf: Any) -> Any:
         return leaf if jax.tree_util.keystr(path[:1], simple=True) in optimizer.evaluation_slots else LEFT_OUT
