@@ -37,7 +37,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, peers: Mapping[str, Peer] = MappingProxyType({})) -> Iterator[dict[str, Any]]:
-    """The measurement; `peers`, by name, generate as many completions in turn with the drivers."""
+    """Returns the measurement. `peers`, by name, generate as many completions, in turn with the drivers."""
     if arguments.repeats < 1:
         raise ValueError(f"--repeats must be >= 1, got {arguments.repeats}")
     decoding: dict[str, Any] = {"steps_per_dispatch": arguments.steps_per_dispatch, "threads": arguments.threads}
@@ -93,7 +93,7 @@ def bench_rollout(
 
 
 def _of_limit(work: Work, parameters: int, step: float) -> dict[str, float]:
-    """A decode step of `step` seconds beside the least that this machine could take for it."""
+    """Fields that compare a decode step of `step` seconds with the least seconds that this machine could take."""
     most = measured()
     limit = decode_limit(most, work.model, parameters, work.slots, work.prompt_tokens + work.new_tokens / 2)
     return {
@@ -175,8 +175,8 @@ def measured() -> Machine:
 def decode_limit(machine: Machine, model: DecoderConfig, parameters: int, slots: int, length: float) -> float:
     """The least seconds of a decode step in f32: max(operations / rate, bytes / rate).
 
-    Operations are 2 for each weight and slot, and 4 N H L for each slot and token of its cache. Bytes are those of the
-    weights and of the caches, each read once.
+    Operations are 2 for each weight and slot, and 4 N H L for each slot and token of its cache. Bytes are the bytes
+    of the weights and of the caches, each read once.
 
     Args:
       parameters: weights of the model; tied embeddings count once.

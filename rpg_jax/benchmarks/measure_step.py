@@ -77,14 +77,14 @@ class Contender:
         self.times.clear()
 
     def update(self) -> None:
-        """An update; notes its seconds, and the seconds of CPU time that this process used for it."""
+        """Makes an update; notes its seconds, and the seconds of CPU time that this process used for the update."""
         began, used = time.perf_counter(), time.process_time()
         with self.one.layout.activate():
             self.state, self.metrics = jax.block_until_ready(self.compiled(self.base, self.state, self.batch))
         self.times.append((time.perf_counter() - began, time.process_time() - used))
 
     def result(self, of: float | None = None) -> dict[str, Any]:
-        """The measurement; `of` is the median of the first column."""
+        """The measurement as a dict of fields. `of` is the median seconds of the first column."""
         one, (ours, used) = self.one, zip(*self.times, strict=True)
         layout, asked, seconds = one.layout, subject.asked_bytes(self.compiled), statistics.median(ours)
         trained, frozen, peak = bytes_on_a_device(one.learner.like.params), layout.abstract_base, subject.peak_flops()

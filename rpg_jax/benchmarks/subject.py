@@ -153,7 +153,7 @@ class Subject:
 
 
 def _random(layout: Layout) -> Any:
-    """Random weights of a layout."""
+    """Random weights in the shapes, dtypes and shardings of a layout."""
     m = layout.config.model
     dtypes = {"param_dtype": m.param_dtype, "compute_dtype": m.compute_dtype}
     return models.init(layout.model, **dtypes, remat=m.remat, shardings=layout.param_shardings)[1]
@@ -166,7 +166,7 @@ def arguments(parser: cli.Parser) -> None:
 
 
 def chosen(arguments: argparse.Namespace, devices: Sequence[Any] | None = None, changes: Sequence[str] = ()) -> Subject:
-    """The subject that the options and `changes`, more overrides, choose, on `devices`; by default on all here.
+    """The subject that the options choose, with the overrides `changes`, on `devices` (default: all devices).
 
     Raises:
       ValueError: an unknown field or file, or a config whose model has no published vocabulary.
@@ -217,7 +217,7 @@ def peak_bytes() -> int:
 
 
 def asked_bytes(program: jax.stages.Compiled) -> dict[str, int]:
-    """The compiler's figures of a program's memory on a device; empty where a platform gives none."""
+    """The compiler's figures of a program's memory on a device; empty if the platform gives no figures."""
     if (asked := program.memory_analysis()) is None:
         return {}
     return {
@@ -229,7 +229,7 @@ def asked_bytes(program: jax.stages.Compiled) -> dict[str, int]:
 
 
 def measured_peak() -> int:
-    """Bytes of device memory at the peak so far; on CPU `peak_bytes`."""
+    """Bytes of device memory at the peak so far; on CPU the result of `peak_bytes`."""
     return (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use") or peak_bytes()
 
 

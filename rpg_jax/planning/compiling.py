@@ -29,13 +29,13 @@ class Program:
 
     Attributes:
       arguments, temporaries, outputs, alias: HBM, from the compiler's memory analysis. `alias` are arguments that
-        outputs overwrite. On a TPU the temporaries count fragmentation twice: they can exceed those at the peak.
-      resident: HBM that holds other arrays meanwhile.
+        outputs overwrite. On a TPU the temporaries count fragmentation twice, and can exceed the real peak.
+      resident: HBM that holds arrays of other programs while this program runs.
       costs: operations and traffic; see `hlo.Costs`.
-      model_flops: operations of the mathematics, the share of one chip.
-      compile_seconds: of compilation.
-      refused: the compiler's reason if it found no room; it says how much was wanted. The other numbers are then 0.
-      peak: HBM of the buffers that the compiler assigned, arguments included; 0 if it does not say.
+      model_flops: one chip's share of the operations of the mathematics.
+      compile_seconds: seconds that compilation took.
+      refused: the compiler's message if the program does not fit, with the bytes needed. Other numbers are then 0.
+      peak: HBM of the buffers that the compiler assigned, arguments included; 0 if the compiler does not say.
       host: host memory for each chip, from remat=offload and the arrays that `offload` names.
     """
 
@@ -70,7 +70,7 @@ class Program:
         }
 
     def bound(self, chip: Chip) -> tuple[str, float]:
-        """The resource that limits the program, and its seconds: no run is faster."""
+        """The resource that limits the program, and the seconds of this resource: no run is faster."""
         limits = self.limits(chip)
         name = max(limits, key=limits.__getitem__)
         return name, limits[name]
@@ -85,9 +85,9 @@ class Program:
 def compile_program(
     name: str, lowered: Any, *, model_flops: float = 0.0, resident: float = 0.0, cheapest: bool = False
 ) -> Program:
-    """Compiles the result of `jax.jit(...).lower(...)`. A program that finds no room is a result, not an error.
+    """Compiles the result of `jax.jit(...).lower(...)`. A program that does not fit in HBM is a result, not an error.
 
-    `cheapest` counts the cheapest branch of its conditions.
+    With `cheapest`, the cheapest branch of each condition of the program counts.
     """
     start = time.perf_counter()
     try:
@@ -106,11 +106,11 @@ def compile_program(
 
 
 Lowered = tuple[str, jax.stages.Lowered, float]
-"""Name, lowered program, and the model's own operations on one chip."""
+"""(name, lowered program, operations of the model's mathematics on one chip)."""
 
 
 def batch_of(shape: RowShape, sharding: NamedSharding, *, critic: bool = False) -> Batch:
-    """A micro-batch of this shape with the columns that an update reads; `critic` adds those of a critic."""
+    """A micro-batch of this shape with the columns that an update reads; `critic` adds a critic's columns."""
 
     def array(width: int, dtype: Any) -> Any:
         return jax.ShapeDtypeStruct((shape.rows, width), dtype, sharding=sharding)
@@ -161,7 +161,7 @@ def training(
 def sampling(
     model: DecoderConfig, graphdef: Any, params: Any, decoding: Decoding, *, max_prompt_tokens: int
 ) -> Iterator[Lowered]:
-    """A prefill of the largest shape, and a decode step of all slots over a full cache."""
+    """Yields a prefill of the largest shape, and a decode step of all slots over a full cache."""
     assert decoding.mesh is not None, "a plan decodes on a mesh"
     engine, chips = DecodeEngine(model, graphdef, Weights(params), decoding), decoding.mesh.size
     rows, length = prefill_shape(max_prompt_tokens, decoding.capacity)
@@ -213,7 +213,7 @@ def token_training_flops(
     The logits of every chunk are computed again. A remat policy that keeps layer inputs only (`full`, `offload`) also
     computes the layers again, except the last product of each: no gradient needs its result. Attention's own backward
     pass then computes the scores once more. `frozen` weights have no gradient, which saves a third of their products.
-    The products of adapters beside them are few and not counted.
+    The products of adapters beside frozen weights are few and not counted.
     """
     forward = token_flops(config, tokens=tokens, attended=attended, predicted=predicted)
     layers = token_flops(config, tokens=tokens, attended=attended, predicted=0)

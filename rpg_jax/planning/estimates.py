@@ -68,7 +68,7 @@ def _training(layout: Layout) -> dict[str, tuple[Costs, float]]:
 
 
 def _sampling(layout: Layout, decoding: Decoding) -> dict[str, tuple[Costs, float]]:
-    """A decode step reads the weights of a chip and the whole cache; two sums over a copy's chips for each layer."""
+    """A decode step reads the weights of a chip and the whole cache. Each layer has two sums over a copy's chips."""
     assert decoding.mesh is not None, "a plan decodes on a mesh"
     model, slots, mesh = layout.model, decoding.slots, decoding.mesh
     tensor, layers = mesh.shape["tensor"], model.num_layers
@@ -99,10 +99,10 @@ class Estimate:
     """A plan by arithmetic; bytes are of one chip.
 
     Attributes:
-      config: resolved.
+      config: the resolved config.
       trained: numbers that an update changes: weights, or adapters.
       base: bytes of weights that are frozen.
-      state: bytes of what is trained and of the optimizer's state.
+      state: bytes of the trained numbers and of the optimizer's state.
       synced: bytes that a weight sync brings to the rollout.
       programs: see `estimated_programs`.
       step: see `run_plan.step_figures`.
@@ -117,7 +117,7 @@ class Estimate:
     step: dict[str, Any]
 
     def peak(self, *, sampling: bool) -> float:
-        """Bytes at the peak of the largest program of sampling or of training, with what others hold."""
+        """Bytes of HBM at the peak of the largest program of sampling or training, with other programs' arrays."""
         return max(p.hbm for name, p in self.programs.items() if (name in SAMPLING) == sampling)
 
     @property
@@ -167,7 +167,7 @@ def estimate(config: ConfigDict, topology: Topology, lengths: Lengths | None = N
 def search(config: ConfigDict, topology: Topology, lengths: Lengths | None = None) -> dict[str, Estimate]:
     """The settings that fit by arithmetic, the fastest first, as "FIELD=VALUE,FIELD=VALUE".
 
-    Rows are spread over two or four chips, with `mesh.context`, only if nothing fits without.
+    Rows are spread over two or four chips, with `mesh.context`, only if no setting fits without this spread.
     """
     config = with_known_shapes(config)
     for spread in ({}, {"mesh.context": 2}, {"mesh.context": 4}):
@@ -191,9 +191,9 @@ def search(config: ConfigDict, topology: Topology, lengths: Lengths | None = Non
 def choices(config: ConfigDict, topology: Topology, spread: Change = MappingProxyType({})) -> Iterable[Change]:
     """All combinations of the settings that a search tries, each with the fields `spread`.
 
-    They are the chips of a copy of the decoding weights, up to those of a host; a cache in bf16 or in int8, with the
-    slots that fill the memory; one, two or four rows of a micro-batch for each shard of rows, if they divide an update;
-    and what the backward pass computes again.
+    The settings: chips of a copy of the decoding weights, up to the chips of a host; a cache in bf16 or in int8, with
+    the slots that fill the memory; one, two or four rows of a micro-batch for each shard of rows, if they
+    divide an update; and the remat policy.
     """
     mesh = parallel.mesh_sizes(config_files.changed(config, spread).mesh.to_dict(), topology.chips, topology.slices)
     shards = parallel.shards("batch", mesh, parallel.parse_rules(config.sharding))
@@ -209,7 +209,7 @@ def choices(config: ConfigDict, topology: Topology, spread: Change = MappingProx
 
 
 def smallest_slice(config: ConfigDict, topology: Topology, lengths: Lengths | None = None) -> Topology | None:
-    """The next larger slice on which a config fits as it is, by arithmetic; None if there is none."""
+    """The next larger slice on which a config fits as it is, by arithmetic; None if no slice is large enough."""
     larger = topology.larger()
     while larger is not None:
         with contextlib.suppress(ValueError):  # a mesh or a batch that does not divide

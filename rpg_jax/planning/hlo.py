@@ -43,7 +43,7 @@ class Costs:
 
 
 def count(text: str, *, cheapest: bool = False) -> Costs:
-    """The costs of `compiled.as_text()`; of the branches of a condition the dearest runs, or the `cheapest`."""
+    """The costs of `compiled.as_text()`; of a condition, the dearest branch counts, or the `cheapest`."""
     module = _Module(text, min if cheapest else max)
     return module.costs(module.entry)
 
@@ -115,7 +115,7 @@ class _Module:
         return sum(sizes) + bytes_of(i.type)
 
     def _sliced(self, name: str, number: int) -> float | None:
-        """Bytes that a fused computation reads of a parameter; None if it does more than slice or update it."""
+        """Bytes that a fused computation reads of a parameter; None if it is not only sliced or updated."""
         body = self.computations[name]
         (parameter,) = (x for x in body if x.op == "parameter" and x.attributes.startswith(f"parameter({number})"))
         total = 0.0
@@ -268,13 +268,13 @@ def computations(text: str) -> tuple[dict[str, list[Instruction]], str]:
 
 
 def captured(pattern: str, text: str) -> tuple[str, ...]:
-    """The groups of a pattern's first match; none without a match."""
+    """The groups of a pattern's first match; () if the pattern does not match."""
     match = re.search(pattern, text)
     return match.groups() if match else ()
 
 
 def uses_of(name: str, body: list[Instruction]) -> Iterator[tuple[Instruction, int]]:
-    """The instructions that read a value, also through bitcasts, and its place among their operands."""
+    """Yields (instruction that reads the value, index of the value in its operands), also through bitcasts."""
     for x in body:
         for n, operand in enumerate(x.operands):
             if operand == name and x.op == "bitcast":
@@ -315,7 +315,7 @@ def shape_of(kind: str) -> tuple[int, ...]:
 
 
 def bytes_of(kind: str, everywhere: bool = False) -> float:
-    """Bytes of a type's arrays in HBM, or `everywhere`; a layout with S(n) is not in HBM."""
+    """Bytes of a type's arrays in HBM, or in all memories if `everywhere`. An array with layout S(n) is not in HBM."""
     total = 0.0
     for dtype, dims, layout in arrays_of(kind):
         width = _BYTES.get(dtype) or (int(match[0]) / 8 if (match := re.search(r"\d+", dtype)) else 0)

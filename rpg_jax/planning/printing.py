@@ -42,7 +42,7 @@ def show(topology: Topology, programs: Programs, figures: Mapping[str, Any], con
 def show_settings(
     topology: Topology, found: Mapping[str, Estimate], console: Console | None = None, rows: int = 8
 ) -> None:
-    """Prints a row for each setting, `rows` at most: what is trained, what a chip holds, and the expected step."""
+    """Prints a row for each of at most `rows` settings: trained numbers, bytes on a chip, and the expected step."""
     console, shown = console or screen.console(), list(found.items())[:rows]
     table = []
     for number, (_, one) in enumerate(shown, 1):

@@ -40,10 +40,10 @@ def plan(
 ) -> tuple[dict[str, Program], dict[str, Any]]:
     """Compiles every program of the run for `topology`, or the programs named in `only`.
 
-    Returns the programs and the figures of a step; no figures where a program is missing or finds no room.
+    Returns (programs, figures of a step). There are no figures if a program is missing or does not fit in HBM.
 
     Raises:
-      ValueError: no compiler for TPUs here, a config whose mesh or sizes do not go together, or `rollout.devices` set.
+      ValueError: no compiler for TPUs here, mesh and sizes of the config conflict, or `rollout.devices` is set.
     """
     if config.rollout.devices:
         raise ValueError(
@@ -88,7 +88,7 @@ def lowered_programs(layout: Layout, learner: Learner, decoding: Decoding) -> It
 
 
 def with_known_shapes(config: ConfigDict) -> ConfigDict:
-    """`config`, or where `model.path` cannot be read here and `model.size` is set, a copy that has the size alone."""
+    """`config`, or where `model.path` cannot be read here and `model.size` is set, a copy with the size alone."""
     m = config.model
     if not (m.path and m.size):
         return config
@@ -149,9 +149,9 @@ def work_of(layout: Layout, decoding: Decoding, lengths: Lengths) -> Work:
 
 
 def _run(model: DecoderConfig, lengths: Lengths, length: int) -> float:
-    """Share of a packed row's operations that are run: those of the blocks that hold a pair of one completion.
+    """Share of a packed row's operations that run: attention skips blocks without two tokens of one completion.
 
-    A token attends to its completion and, in the mean, to no more than a block beyond it.
+    A token attends to its completion and, in the mean, to no more than a block of other tokens.
     """
     attended = min(length / 2, lengths.attended_in_training + splash.BLOCK)
     within, whole = (token_flops(model, tokens=1, attended=n, predicted=1) for n in (attended, length / 2))
@@ -184,7 +184,7 @@ def step_figures(
     on: Topology,
     lengths: Lengths,
 ) -> dict[str, Any]:
-    """Bound and expected time of a step and of the run without evaluations, and what binds.
+    """Bound and expected time of a step and of the run without evaluations, and the phase that binds.
 
     Prompts include dynamic sampling's oversampling.
     """

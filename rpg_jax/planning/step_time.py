@@ -32,20 +32,20 @@ class Work:
     """The work of one step of a run.
 
     Attributes:
-      steps: of the run.
+      steps: steps of the run.
       prompts: groups that are sampled, dynamic sampling's oversampling included.
-      trained: groups that are trained on.
+      trained: groups that the updates train on.
       group_size: completions of a prompt.
-      lengths: of prompts and completions.
+      lengths: lengths of prompts and completions.
       meshes: decoding meshes, which take prompts from one list.
       prefill_prompts: prompts of mean length in a dispatch of prefill.
       updates: mini-batches.
-      epochs: passes over them.
-      passes: passes of log-probabilities: of the behaviour policy, and of a reference that differs.
+      epochs: passes over the mini-batches.
+      passes: log-probability passes, of the behaviour policy and of a reference that differs from it.
       micro_batch: (rows, tokens of a row).
       packed: whether completions share rows.
       remat: the activations that are computed again.
-      frozen: whether only adapters are trained.
+      frozen: whether updates train adapters alone.
       run: share of a micro-batch's operations that are run: attention skips blocks between completions of one row.
     """
 
@@ -67,7 +67,7 @@ class Work:
 
     @property
     def tokens(self) -> float:
-        """Prompt and completion tokens that are trained on."""
+        """Prompt and completion tokens of the groups that the updates train on."""
         return self.trained * self.group_size * (self.lengths.prompt + self.lengths.mean)
 
     @property
@@ -108,7 +108,7 @@ def bound(work: Work, step: DecodeStep, programs: Mapping[str, Program], model: 
 
 def expected(work: Work, step: DecodeStep, programs: Mapping[str, Program], on: Topology) -> Phases:
     """Seconds of the phases at the efficiencies of `efficiency`: whole micro-batches and dispatches, a latency for each
-    collective, and slots that empty in the end. Hosts wait for the last one, which is left out: 1 to 4 %."""
+    collective, and slots that empty in the end. The wait for the slowest host is left out: 1 to 4 %."""
     chip, own = on.chip, work.prompts / work.meshes
     seconds = {name: _run(program, work).expected(chip) for name, program in programs.items()}
     decode = decode_expected(step, own * work.group_size, work.lengths, chip)
@@ -130,7 +130,7 @@ def expected(work: Work, step: DecodeStep, programs: Mapping[str, Program], on: 
 
 
 def _run(program: Program, work: Work) -> Program:
-    """A program with the operations that it runs; its own count has attention over whole rows."""
+    """The program with the operations that run. The count of the program itself has attention over whole rows."""
     if program.name in ("prefill", "decode"):
         return program
     costs = dataclasses.replace(program.costs, flops=work.run * program.costs.flops)
@@ -159,8 +159,8 @@ class Phases:
 
     @property
     def beside_servers(self) -> float:
-        """Seconds of a step where as many chips again sample one step ahead, and these only train. What a sync of the
-        weights takes is left out."""
+        """Seconds of a step if these chips only train, and as many other chips sample one step ahead. The time of a
+        weight sync is left out."""
         return max(self.rollout, self.training)
 
     def as_dict(self) -> dict[str, Any]:
@@ -177,7 +177,7 @@ class Phases:
 
 
 def binding(phases: Phases) -> str:
-    """The longest phase of what is expected, in words."""
+    """The longest of the expected phases, in words."""
     name = max(phases.seconds, key=phases.seconds.__getitem__)
     return f"{name}, {phases.seconds[name] / phases.total:.0%} of the expected step"
 
@@ -187,13 +187,13 @@ class DecodeStep:
     """One decode step of all slots of a mesh, on one of its chips.
 
     Attributes:
-      slots: of the mesh.
+      slots: slots of the mesh.
       fixed: bytes to and from HBM at every step: weights, activations, logits.
       cached: bytes of the cache for one attended token of every slot.
       products: operations of matrix products.
       scores: operations of attention for one attended token of every slot.
       network: bytes that collectives bring.
-      collectives: their number.
+      collectives: number of collectives.
       steps_per_dispatch: steps between two looks by the host.
       reading: expected share of HBM's bandwidth while attention reads the cache.
     """
@@ -226,7 +226,7 @@ def decode_bound(step: DecodeStep, completions: float, lengths: Lengths, chip: C
 def decode_expected(step: DecodeStep, completions: float, lengths: Lengths, chip: Chip) -> dict[str, float]:
     """Seconds of the parts of decoding at the efficiencies of `efficiency`, one after the other.
 
-    weights: every step reads them and multiplies all slots with them, idle ones too. cache: attention. latency:
+    weights: every step reads the weights and multiplies all slots, also idle slots. cache: attention. latency:
     collectives. host: between dispatches. The slots empty one by one in the end.
     """
     tokens = completions * lengths.mean
@@ -246,10 +246,10 @@ class Lengths:
     """Lengths in tokens.
 
     Attributes:
-      prompt: of a mean prompt, p.
-      mean: of a mean completion, m.
-      spread: coefficient of variation of completions, c.
-      limit: of the longest completion.
+      prompt: p, the mean length of prompts.
+      mean: m, the mean length of completions.
+      spread: c, the coefficient of variation of the lengths of completions.
+      limit: the largest length of a completion.
     """
 
     prompt: float
@@ -272,7 +272,7 @@ class Lengths:
 
     @property
     def attended_in_training(self) -> float:
-        """The same over all tokens of prompts and completions, each attending to its past: E[(p + n)²] / 2(p + m)."""
+        """Tokens that a token of prompt or completion attends to in training, in the mean: E[(p + n)²] / 2(p + m)."""
         square = self.prompt**2 + 2 * self.prompt * self.mean + self.mean_square
         return square / (2 * (self.prompt + self.mean))
 
@@ -283,7 +283,7 @@ class Lengths:
 
 
 def decode_steps(completions: float, lengths: Lengths, slots: float) -> float:
-    """Decode steps until `completions` have passed through `slots`, of which each is refilled as soon as it is free.
+    """Decode steps until `completions` have passed through `slots`, where a free slot is refilled at once.
 
     Slots free themselves at a rate of slots / m a step, and the last completion starts when completions - slots have
     ended. It may be the longest: m (completions - slots) / slots + longest.

@@ -26,7 +26,7 @@ class Chip:
       flops: bf16 operations per second.
       hbm_bandwidth: bytes per second.
       ici_bandwidth: bytes per second into a chip, over all its links to other chips of the slice.
-      dimensions: of the torus.
+      dimensions: dimensions of the torus.
       pod: chips of the largest slice.
       one_host: chips of the largest slice on one host; larger slices have four chips per host.
       price: US dollars per chip and hour on demand, list price of 2025 for orientation; None if not known.
@@ -101,7 +101,7 @@ class Topology:
         return Topology(self.kind, shape)
 
     def larger(self) -> Topology | None:
-        """The next larger slice of the kind, with as many slices; None for the largest."""
+        """The next larger slice of this kind, in the same number of slices; None if this slice is the largest."""
         slices = [dataclasses.replace(parse(name), slices=self.slices) for name in known(self.kind)]
         return next((t for t in slices if t.chips > self.chips), None)
 

@@ -26,7 +26,7 @@ def requirement() -> str:
 
 
 def library() -> Path | None:
-    """The compiler's shared library: Python's own, or that of `folder`. None if there is neither."""
+    """The compiler's shared library: Python's own, or the library in `folder`. None if both are missing."""
     if found := importlib.util.find_spec("libtpu"):
         return Path(found.origin or "").with_name("libtpu.so")
     own = folder() / "libtpu" / "libtpu.so"
@@ -34,7 +34,7 @@ def library() -> Path | None:
 
 
 def get() -> str:
-    """Puts the compiler into `folder` by pip, if it is not there; says where it is.
+    """Puts the compiler into `folder` by pip, if it is not there; returns a line that names its place.
 
     Raises:
       ValueError: pip failed; the message is pip's last line.

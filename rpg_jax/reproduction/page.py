@@ -69,7 +69,7 @@ def write_page(results: Results, folder: Path) -> Path:
 
 
 def _in_words_of_today(results: Results) -> Table:
-    """The table of the results, with its texts and comparisons of today; figures of a sweep show its best rows."""
+    """The table of the results, with the present texts and comparisons. Figures of a sweep show its best rows."""
     if results.table.swept:
         return dataclasses.replace(results.table, shown=list(sweeps.best(results).values()))
     if results.name not in TABLES:
@@ -78,7 +78,7 @@ def _in_words_of_today(results: Results) -> Table:
 
 
 def _figure(caption: str, file: Path, image: bytes | None) -> list[str]:
-    """Writes a figure, if there is one; returns its place on the page."""
+    """Writes a figure if `image` is not None; returns the Markdown lines that show the figure."""
     if image is None:
         return []
     write_atomically(file, image)
@@ -96,7 +96,7 @@ def _rows_to_show(table: Table, scores: ScoresOfRows) -> list[str]:
 
 
 def _draw_values(sweep: Results, shown: Sequence[str]) -> bytes | None:
-    """The figure of a sweep that changes one number; None of other sweeps.
+    """The figure of a sweep that changes one number; None for other sweeps.
 
     The figure has a line for each row, or for the rows `shown` if there are more than colours.
     """
@@ -160,7 +160,7 @@ def _marks(scores: ScoresOfRows) -> bool:
 def score_table(scores: ScoresOfRows) -> str:
     """Last, Best and pass@k of each set with intervals.
 
-    With seeds enough the best value is bold, the second underlined.
+    If there are enough seeds, the best value is bold and the second best is underlined.
     """
     sets = held_out_sets(scores)
     columns = []
@@ -224,7 +224,7 @@ def _marked(m: Mean, rank: int) -> str:
 
 
 def _origin(results: Results) -> str:
-    """The command, its runs, their code, their machine and their time."""
+    """A line with the command, and the number, the code, the machine and the training time of its runs."""
     runs = results.all_runs()
     seconds = sum(sum(series(run.records, "seconds")[1]) for run in runs)
     steps = sorted({run.config["train.steps"] for run in results.runs})
@@ -277,7 +277,7 @@ def _changed_rows(results: Results, today: Mapping[str, Sequence[str]]) -> list[
 
 
 def _codes(runs: Sequence[Run]) -> dict[str, list[Run]]:
-    """The runs by commit, packages, Python and device."""
+    """The runs, grouped by commit, packages, Python and device."""
     found: dict[str, list[Run]] = {}
     for run in runs:
         found.setdefault(json.dumps(run.versions, sort_keys=True), []).append(run)
@@ -285,7 +285,7 @@ def _codes(runs: Sequence[Run]) -> dict[str, list[Run]]:
 
 
 def code_name(versions: Mapping[str, Any]) -> str:
-    """Commit, uncommitted changes and JAX."""
+    """The commit, whether it has uncommitted changes, and the version of JAX, as text."""
     changed = " with uncommitted changes" if versions.get("uncommitted_changes") else ""
     packages = versions.get("packages", {})
     made_with = f", jax {packages['jax']}" if packages.get("jax") else ""
@@ -293,7 +293,7 @@ def code_name(versions: Mapping[str, Any]) -> str:
 
 
 def _packages(runs: Sequence[Run], codes: Sequence[Sequence[Run]]) -> str:
-    """Packages, Python and devices of these runs, if they are not those of all."""
+    """Packages, Python and devices of these runs that not all runs share, as text; – if all are shared."""
     flat = [_facts(code[0].versions) for code in codes]
     own = _facts(runs[0].versions)
     names = sorted({name for facts in flat for name in facts} - {"jax"})

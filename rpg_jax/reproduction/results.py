@@ -36,10 +36,10 @@ class Results:
     """Everything that a table's page shows.
 
     Attributes:
-      name: of the table and its files.
+      name: the name of the table and of its files.
       table: rows as they were run.
       runs: in the order of the table's planned runs.
-      command, hardware: what made the runs, and on what.
+      command, hardware: the command that made the runs, and the hardware that ran them.
       extra: overrides of every run.
       scan: the runs that chose the learning rates; None without such a scan.
     """
@@ -115,7 +115,7 @@ def check_kept(kept: Results, name: str, table: Table, extra: Sequence[str]) -> 
     """Refuses kept numbers that cannot stand on one page with runs of `table`.
 
     Raises:
-      ValueError: they are of another table, have other overrides, or a row of both has other settings.
+      ValueError: the kept runs are of another table or have other overrides, or a row has other settings in `table`.
     """
     if (kept.name, kept.table.config) != (name, table.config):
         raise ValueError(f"the kept numbers are of {kept.name} ({kept.table.config}), not of {name} ({table.config})")
@@ -130,19 +130,19 @@ def check_kept(kept: Results, name: str, table: Table, extra: Sequence[str]) -> 
 
 
 def missing(planned: Sequence[PlannedRun], kept: Results | None) -> list[PlannedRun]:
-    """The planned runs that the kept numbers lack, or that had not ended."""
+    """The planned runs that are not in `kept`, or that had not ended there."""
     ended = {(run.row, run.seed, run.name) for run in kept.runs if run.ended} if kept else set()
     return [plan for plan in planned if (plan.row, plan.seed, plan.name) not in ended]
 
 
 def merge(kept: Results, new: Results, order: Collection[str]) -> Results:
-    """The runs of both. Of a run that both have, the new one counts.
+    """The runs of `kept` and `new`. If both have a run, the run of `new` counts.
 
     Args:
-      order: of the rows; those that it lacks come last.
+      order: the order of the rows; rows that are not in `order` come last.
 
     Raises:
-      ValueError: they started from different weights.
+      ValueError: runs of `kept` and `new` started from different weights.
     """
     _check_starts(kept, new)
     rows = {**kept.table.rows, **new.table.rows}

@@ -43,11 +43,11 @@ class TableOptions:
 
     Attributes:
       out: folder of the runs of all tables, and of a folder for each table.
-      seeds: of the reported runs.
+      seeds: seeds of the reported runs.
       jobs: runs at once.
       extra: overrides of every run.
       command: what the page names as its origin.
-      scan: whether a table's own scan chooses the learning rates; if not, rows have the config's.
+      scan: whether a table's own scan chooses the learning rates; if not, rows have the config's rate.
       rates: data of a table or of a sweep whose runs choose the learning rates instead.
       kept: data of the same table, whose runs are not repeated and are on the page too.
     """
@@ -93,7 +93,7 @@ def page_from(data: Path, out: Path) -> Path:
     """Writes the page and the figures of a table from its numbers, without a run; returns the page.
 
     Raises:
-      ValueError: there are no such data.
+      ValueError: there are no numbers of this table.
     """
     found = results.load(data)
     return page.write_page(found, out / found.name)
@@ -103,8 +103,8 @@ def check_table(table: Table, extra: Sequence[str]) -> None:
     """Refuses a table, before anything runs, of which a run would be refused when it starts.
 
     Raises:
-      ValueError: an unknown field, a value that a field does not take, or fields that do not go together. It names the
-        row.
+      ValueError: an unknown field, a value that a field does not take, or fields that do not go together.
+        The message names the row.
     """
     known = config_files.fields()
     for row, overrides in table.rows.items():
@@ -120,7 +120,7 @@ def check_table(table: Table, extra: Sequence[str]) -> None:
 
 
 def quick_rows(table: Table) -> list[str]:
-    """The rows of a look: GRPO, DAPO and RPG-REINFORCE-URKL; in a table without them the baseline and the last two."""
+    """The rows of a quick look: GRPO, DAPO and RPG-REINFORCE-URKL, or the baseline and the last two other rows."""
     if set(QUICK_ROWS) <= set(table.rows):
         return list(QUICK_ROWS)
     return [table.baseline, *[row for row in reversed(list(table.rows)) if row != table.baseline][:2]]
@@ -129,7 +129,7 @@ def quick_rows(table: Table) -> list[str]:
 def _scan(
     name: str, table: Table, options: TableOptions, kept: Results | None
 ) -> tuple[Results | None, dict[str, Path]]:
-    """The runs that choose the learning rates, and the logs of those that failed; None without such runs."""
+    """(runs that choose the learning rates, or None without such runs; logs of the scan runs that failed)."""
     if options.rates is not None:
         given = results.scan_from(results.load(options.rates), table, options.extra)
         _check_seeds({run.seed for run in given.runs}, options.seeds)
@@ -160,7 +160,7 @@ def _check_seeds(chosen_with: Collection[int], reported: Collection[int]) -> Non
 
 
 def arguments(plan: PlannedRun, out: Path, extra: Sequence[str]) -> list[str]:
-    """The arguments of `rpg_jax.train` for a planned run; the same ones resume it."""
+    """The arguments of `rpg_jax.train` for a planned run; the same arguments resume the run."""
     return [
         *(f"--config={plan.config}", f"--config.seed={plan.seed}"),
         *(f"--config.run.dir={out / 'runs'}", f"--config.run.name={plan.name}"),
@@ -225,7 +225,7 @@ def locked(out: Path) -> Iterator[int]:
 
 
 def _run(planned: Sequence[PlannedRun], options: TableOptions) -> dict[str, Path]:
-    """Trains the planned runs that have not ended, with a bar; returns the logs of those that failed."""
+    """Trains the planned runs that have not ended, with a bar; returns the logs of the runs that failed."""
     if not planned:
         return {}
     with progress_bars() as progress:

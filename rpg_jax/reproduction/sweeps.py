@@ -21,7 +21,7 @@ Accuracy = dict[
 
 
 def sweep_table(config: str, methods: Sequence[str], sweeps: Sequence[str]) -> tuple[str, Table]:
-    """The name and the table of `sweeps`, each FIELD=VALUE,VALUE; without methods, with the method of the config.
+    """The name and the table of `sweeps`, each FIELD=VALUE,VALUE; without methods, the config's method counts.
 
     Raises:
       ValueError: an unknown field or method (with the nearest one), a value that the field does not take, a field or a
@@ -68,8 +68,8 @@ def best(sweep: Results) -> dict[str, str]:
     """{row without swept values: its best row of the sweep}.
 
     The rule: the highest mean, over the seeds, of the training accuracy over the last third of the steps; of equal
-    means the first. A row of the sweep in which a run failed or diverged is never best. A group without any other row
-    is missing.
+    means, the first counts. A row of the sweep in which a run failed or diverged is never best. A group without any
+    other row is missing.
     """
     seeds = {run.seed for run in sweep.runs}
     chosen = {}
@@ -90,7 +90,7 @@ def best_values(sweep: Results) -> dict[str, Values]:
 
 
 def section(sweep: Results) -> list[str]:
-    """Paragraphs and a table: the accuracy of every row with every value. The chosen one has a ✓."""
+    """Paragraphs and a table: the accuracy of every row with every value. The chosen value has a ✓."""
     chosen, combinations = best(sweep), _combinations(sweep)
     lines = []
     for group, by_row in late_accuracy(sweep).items():

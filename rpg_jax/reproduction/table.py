@@ -33,11 +33,11 @@ class Table:
     """Rows that differ in a few config fields, over the same seeds.
 
     Attributes:
-      title: of the page.
+      title: title of the page.
       rows: name -> overrides of `config`, the method first.
       baseline: the row that other rows are compared with.
       paper: where the paper has this comparison, and what differs here.
-      config: of every run.
+      config: the config file of every run.
       published: the paper's own tables to show on the page, by their names in paper_tables.json.
       baselines: row -> the row that it is compared with, if that is not `baseline`.
       pooled: name -> rows that are one algorithm to a thousandth of the gradient; their mean is compared too, since
@@ -45,7 +45,7 @@ class Table:
       starts: name -> rows that differ in the weights they start from. Their differences are compared over starts too.
       shown: the rows in figures with lines, if such figures have no room for all rows.
       rates: learning rates to choose from for each row, by runs with `scan_seeds`. Empty: the config's rate.
-      scan_seeds: seeds of those runs; no other run has them.
+      scan_seeds: seeds of the runs that choose learning rates; no other run has these seeds.
       swept: of a sweep, row -> (the row without the swept values, {field: value}).
     """
 
@@ -64,7 +64,7 @@ class Table:
     swept: Mapping[str, tuple[str, Mapping[str, Any]]] = dataclasses.field(default_factory=dict)
 
     def compared_with(self, row: str) -> str:
-        """The row that `row` is compared with; its own name if there is none."""
+        """The row that `row` is compared with; `row` itself if it is compared with no other row."""
         return self.baselines.get(row, self.baseline)
 
     def named(self, text: str) -> list[str]:
@@ -97,7 +97,7 @@ class Table:
         return [PlannedRun(row, seed, self.config, tuple(chosen.rows[row])) for seed in seeds for row in chosen.rows]
 
     def with_settings(self, values: Mapping[str, Mapping[str, Any]]) -> "Table":
-        """The same table with the values {row: {field: value}} in its rows, and without rows that have none."""
+        """The same table with the values {row: {field: value}} in its rows, and without rows that have no values."""
         rows = {
             row: (*self.rows[row], *(run_names.option(field, value) for field, value in own.items()))
             for row, own in values.items()
@@ -120,7 +120,7 @@ def crossed(
 ) -> Table:
     """The table of each row with every combination of the fields' values, row by row.
 
-    A row is compared with the first combination of its own, and that one with the first of the table.
+    A new row is compared with the first combination of its row. The first combination is compared with the first row.
     """
     combinations: list[dict[str, Any]] = [{}]
     for field, values in fields.items():

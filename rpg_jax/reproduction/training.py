@@ -104,7 +104,7 @@ def _late(by_seed: Mapping[int, Run], metric: str, scale: float = 1) -> str:
 
 
 def difference(table: Table, row: str, values: Mapping[str, Mapping[int, float]]) -> tuple[str, str]:
-    """`values` of a row minus those of the compared row, paired by seed; and the name of the compared row."""
+    """(difference, name of the compared row), as text: the row's `values` minus the compared row's, paired by seed."""
     other = table.compared_with(row)
     mine, theirs = values.get(row, {}), values.get(other, {})
     if row == other or not mine.keys() & theirs.keys():
@@ -142,7 +142,7 @@ COSTS = MappingProxyType(  # {axis of `Run.costs`: a note on it}
 def equal_cost(table: Table, rows: Rows) -> list[str]:
     """An overview of the differences in training accuracy, then paragraphs and a table for each cost that differs.
 
-    Runs that have not ended are left out. Nothing if the rows differ in no cost.
+    Runs that have not ended are left out. Empty if the rows have equal costs.
     """
     ended = _only(lambda run: run.ended, rows)
     totals = {axis: total for axis in COSTS if (total := _totals(axis, ended))}
@@ -169,7 +169,7 @@ def equal_cost(table: Table, rows: Rows) -> list[str]:
 
 
 def _totals(axis: str, rows: Rows) -> tuple[float, float] | None:
-    """The least and the largest mean total of a row; None where a run does not record the axis."""
+    """The least and the largest of the rows' mean totals; None if a run does not record the axis."""
     if not rows or not all(axis in run.costs for by_seed in rows.values() for run in by_seed.values()):
         return None
     totals = [mean([run.spent(axis) for run in by_seed.values()]).value for by_seed in rows.values()]
@@ -184,7 +184,7 @@ def _within(rows: Rows, axis: str, budget: float) -> tuple[Rows, dict[tuple[str,
 
 
 def _accuracy(rows: Rows, steps: Mapping[tuple[str, int], int]) -> dict[str, dict[int, float]]:
-    """{row: {seed: training accuracy in %}} by the steps up to those of `steps`."""
+    """{row: {seed: training accuracy in %}} over the last third of the steps up to `steps`."""
     return {row: {s: 100 * run.late("accuracy", steps[row, s]) for s, run in own.items()} for row, own in rows.items()}
 
 
@@ -225,5 +225,5 @@ def _equal_table(table: Table, all_rows: Rows, axis: str, budget: float) -> str:
 
 
 def _span(numbers: Collection[int]) -> str:
-    """The least and the largest number, as in 29–31; one number if they are equal; – without any."""
+    """The least and the largest number, as in 29–31; one number if they are equal; – without numbers."""
     return "–".join(str(n) for n in sorted({min(numbers), max(numbers)})) if numbers else "–"

@@ -47,7 +47,7 @@ class Task:
 
 @dataclasses.dataclass(frozen=True)
 class Done:
-    """A task that has ended: its exit code, and its result where the code is 0."""
+    """A task that has ended: its exit code, and its result if the exit code is 0."""
 
     task: Task
     code: int
@@ -63,7 +63,7 @@ class Worker:
     """A process that carries out tasks on one core, if the platform allows it.
 
     Args:
-      place: of the core among those that this process may use; None leaves the choice to the system.
+      place: index of the core among the cores that this process may use; None leaves the choice to the system.
       inherited: descriptors that the process inherits, for example of a lock.
     """
 
@@ -84,7 +84,7 @@ class Worker:
             self._process.stdin.flush()
 
     def take(self) -> Done | None:
-        """The end of the task, once, when it has ended; None before that."""
+        """Returns `Done` once, after the task has ended; None before."""
         process, task = self._process, self.task
         assert process is not None and process.stdout is not None and task is not None
         code = process.poll()  # before the look: an answer that is written later is seen the next time
@@ -95,7 +95,7 @@ class Worker:
         return Done(task, 0, json.loads(answer)) if answer else Done(task, code or 1)
 
     def terminate(self) -> None:
-        """Ends the process; a run in progress finishes its step and saves first."""
+        """Sends the process a signal to end. A run in progress finishes its step and saves first."""
         if self._process is not None:
             self._process.terminate()
 
@@ -122,7 +122,7 @@ class Worker:
 
 @contextlib.contextmanager
 def _workers(jobs: int, inherited: Sequence[int]) -> Iterator[tuple[list[Worker], list[int]]]:
-    """Yields the workers and the signals heard so far; ends the workers when it ends.
+    """Yields the workers and the signals heard so far; ends the workers when the context ends.
 
     The handlers only note a signal. If a handler raised between the start of a process and its entry in a worker,
     nothing would end that process.
@@ -180,7 +180,7 @@ def run_tasks(
 
 
 def main() -> int:
-    """A worker."""
+    """Runs as a worker: carries out tasks from stdin until a task fails or stdin ends."""
     cli.prepare_process()
     answers = os.dup(1)
     for line in sys.stdin:
