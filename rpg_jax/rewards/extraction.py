@@ -30,7 +30,7 @@ def exact(completion: str, answer: str) -> float:
 
 
 def boxed(completion: str, answer: str) -> float:
-    """1 if the last \\boxed{…} and the reference have the same normal form (that of `math_dapo`), else 0."""
+    """1 if the last \\boxed{…} and the reference have the same normal form (see `math_dapo.normalise`), else 0."""
     found = last_boxed(completion)
     reference = last_boxed(answer)
     return float(found is not None and normalise(found) == normalise(answer if reference is None else reference))
@@ -152,7 +152,7 @@ def merge_equal_answers(problems: Sequence[Sequence[Read | None]], equal: Equal)
     None.
 
     The comparisons go in rounds: each spelling with the next, then with the second next, and so on. A pair is left out
-    if both are joined already, if two comparisons of one of them failed, or if one is not among the `MOST_COMPARED`
+    if a chain joins it already, if two comparisons of a spelling failed, or if a spelling is not in the `MOST_COMPARED`
     most frequent spellings.
     """
     answers = [_Answers(own) for own in problems]

@@ -69,8 +69,8 @@ class Scores:
       unshaped: f32[N], the same sum without the shaping terms; dynamic sampling reads it.
       accuracy: f32[N], 1 where the verifier found the answer right, else 0; evaluation reads it.
       parts: f32[N] by part name, unweighted.
-      errors: number of failed verdicts by kind (one of `verdicts.KINDS`); they count as wrong. Failures of an
-        environment are not among them, see `types.Turns.error`.
+      errors: number of failed verdicts by kind (of `verdicts.KINDS`). Such a completion counts as wrong.
+        Failures of an environment are not counted here, see `types.Turns.error`.
       failures: N items, the kind of error of the verdict that decides accuracy; None without an error.
       failed: N items, a kind of `verdicts.CHANCE` if the machinery failed on a part or on the conversation, else None.
         A completion with a kind has the numbers of a wrong completion, and the update does not train on it.

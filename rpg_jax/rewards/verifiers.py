@@ -117,7 +117,7 @@ def resolve(name: str, functions: Functions = NO_FUNCTIONS) -> Verifier | None:
 
 
 def paths(names: Iterable[str]) -> list[str]:
-    """The "module:function" of each verifier among the parts `names`; of by_source those of all verifiers."""
+    """The "module:function" of each verifier among the parts `names`; "by_source" stands for all verifiers."""
     found = {v for name in names for v in (VERIFIERS.values() if name == BY_SOURCE else [resolve(name)]) if v}
     return sorted(verifier.path for verifier in found)
 
@@ -165,7 +165,7 @@ def check(
 
 
 def deciding_part(weights: Mapping[str, float], accuracy: str | None) -> str:
-    """The part that decides accuracy: the one named, else the first verifier."""
+    """The part that decides accuracy: the named part, else the first verifier."""
     return accuracy or next(filter(is_verifier, weights))
 
 

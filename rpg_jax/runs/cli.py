@@ -178,7 +178,7 @@ def run(command: Callable[[argparse.Namespace], int | None], parser: Parser, arg
 
 
 def _others_wait() -> bool:
-    """Whether this is one of several processes of a run."""
+    """Whether the run has several processes, of which this process is one."""
     jax = sys.modules.get("jax")
     return jax is not None and jax.distributed.is_initialized() and jax.process_count() > 1
 
@@ -186,8 +186,8 @@ def _others_wait() -> bool:
 def _leave(code: int) -> None:
     """Ends this process at once. The others then miss its heartbeats, and end too.
 
-    Otherwise JAX would wait for the others for five minutes, and the others for this process. The pause before the end
-    lets every process print its own error, where one error ends all of them.
+    Otherwise JAX would wait for the other processes for five minutes, and they for this process. The pause before the
+    end lets every process print its own error, if one error ends all processes.
     """
     sys.stdout.flush()
     sys.stderr.flush()
@@ -261,8 +261,8 @@ def keep_buffers() -> bool:
 def return_pages() -> bool:
     """Gives the memory that glibc keeps of freed buffers back to the system; returns whether there was any.
 
-    A process that trains several models would otherwise grow with each: the buffers of a run leave gaps that those of
-    the next run do not fit.
+    A process that trains several models would otherwise grow with each model: the gaps that one run's buffers leave do
+    not fit the buffers of the next run.
     """
     try:
         return bool(ctypes.CDLL("libc.so.6").malloc_trim(0))

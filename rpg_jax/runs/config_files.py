@@ -265,14 +265,14 @@ def table_names() -> dict[str, list[str]]:
 
 @dataclasses.dataclass(frozen=True)
 class Retired:
-    """A field of earlier versions, or one value of a field. An error of its use says what took its place.
+    """A field, or one value of a field, of earlier versions. Using it is an error, which says what replaces it.
 
     Attributes:
       name: the dotted name of the field.
       since: the date of the change, YYYY-MM-DD.
       instead: what to write now.
       value: the only value that is retired; None for the whole field.
-      successor: in an older run this value stands for the retired one.
+      successor: the value that replaces the retired value in the config of an older run.
       fixed: the field decided what a run computes, and now always has this value. An older run with another value is
         refused. Without `fixed` an older run goes on, whatever the field was.
       into: the JSON field that now holds this field's value, as {"NAME": value}, if the value is not None.
@@ -304,7 +304,7 @@ class Section:
         self.meaning, self.entries = meaning, entries
 
     def sections(self, name: str = "") -> Iterator[tuple[str, Section]]:
-        """(dotted name, section) of this section, called `name`, and of those inside it."""
+        """(dotted name, section) of this section, called `name`, and of every section inside it."""
         yield name, self
         for key, entry in self.entries.items():
             if isinstance(entry, Section):

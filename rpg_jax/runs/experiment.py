@@ -143,7 +143,7 @@ def check_model(config: ConfigDict) -> None:
 def make_stage(config: ConfigDict, handed: Handed = NOTHING) -> Stage | None:
     """Starts the config's environment; None without an environment.
 
-    Raises ValueError if no environment has the name, or if one rollout spans several processes: each would ask its own.
+    Raises ValueError if no environment has the name, or if one rollout spans several processes.
     """
     c = config.environment
     if c.name is None:
@@ -327,7 +327,7 @@ def model_digest(model: models.DecoderConfig) -> str:
 def code_digests(config: ConfigDict, handed: Handed = NOTHING) -> dict[str, str]:
     """The digest of each function and class of the user's own, by the field and the name in the config.
 
-    The digest of an object that a Python program `handed` over is of its source text, any other of its module's file.
+    If a Python program `handed` over an object, the digest is of its source text; otherwise of its module's file.
     Code without a source, as a function that was typed into an interpreter, has no digest.
     """
     named = own_code(config).items()
@@ -355,14 +355,14 @@ def weights_digest(folder: Path) -> str:
 
 
 def check_inputs(experiment: Experiment, folder: Path, *, begins: bool) -> None:
-    """Compares the inputs with those of the run's beginning, which `folder` keeps. Collective.
+    """Compares the run's inputs with their digests from its beginning, which `folder` keeps. Collective.
 
     Args:
       begins: the run has no step yet, and its inputs are kept for later.
 
     Raises:
-      ValueError: an input has changed without `run.accept_changes`, or the hosts read different ones; the message names
-        it. Inputs that are not loaded are not compared, nor is the code of a policy that is not trained.
+      ValueError: an input has changed without `run.accept_changes`, or hosts read different inputs. The message has the
+        input. Inputs that are not loaded are not compared, nor is code without problems to train on.
     """
     found, task = input_digests(experiment), experiment.task
     if task.train or task.demonstrated:

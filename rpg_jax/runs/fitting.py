@@ -47,7 +47,7 @@ class Fitted(NamedTuple):
 
 
 def neutral(asked: Collection[str]) -> dict[str, Any]:
-    """The fields of `NEUTRAL` that are not `asked` for; a method asked for by name keeps its own."""
+    """The fields of `NEUTRAL` that are not `asked` for. A method that is asked for keeps its shaping and sampling."""
     kept = _OF_METHODS if "method" in asked else ()
     return {name: value for name, value in NEUTRAL.items() if name not in asked and name not in kept}
 

@@ -26,8 +26,8 @@ class Layout:
       config: the resolved config.
       mesh: the mesh of the devices that train.
       rules: map logical axes to axes of `mesh`.
-      param_shapes, param_shardings: of the model's weights on `mesh`.
-      adapter_shapes, adapter_shardings: of the adapters, if the run trains adapters and freezes the weights; else None.
+      param_shapes, param_shardings: the shapes and shardings of the model's weights on `mesh`.
+      adapter_shapes, adapter_shardings: the shapes and shardings of the adapters; None if the run trains all weights.
       decoding_devices: the devices that decode together. They are all devices of `mesh`, the devices of one host, or
         devices that do not train.
       decoding_hosts: the number of hosts that decode alone, each a part of the prompts.
@@ -217,7 +217,7 @@ def packing_shape(layout: Layout) -> data.RowShape:
 
 
 def shares_prompts(layout: Layout) -> bool:
-    """Whether completions of a row may share a prompt. They may not on TPUs, whose attention kernel lacks such rows."""
+    """Whether completions of a row may share a prompt. On TPUs they may not: the attention kernel cannot do it."""
     [device, *_] = layout.mesh.devices.flat
     return device.platform != "tpu"
 

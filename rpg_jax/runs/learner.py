@@ -31,7 +31,7 @@ from rpg_jax.types import Count
 class Learner:
     """How weights are updated.
 
-    `critic` is the learned baseline, or None; `shapes` and `shardings` are those of the train state's leaves.
+    `critic` is the learned baseline, or None. The train state's leaves have `shapes` and `shardings`.
     """
 
     optimizer: Optimizer
@@ -67,7 +67,7 @@ def optimizer_arguments(config: ConfigDict) -> dict[str, Any]:
 
 
 def make_critic(layout: Layout) -> Critic | None:
-    """The learned baseline, where the advantages need one."""
+    """The learned baseline; None if the advantages need no learned baseline."""
     config, c = layout.config, layout.config.critic
     if config.loss.advantage not in losses.LEARNED_ADVANTAGES:
         return None
@@ -139,7 +139,7 @@ def reference_rule(config: ConfigDict) -> Rule:
 
 
 def reference_differs(config: ConfigDict) -> bool:
-    """Whether the reference may be another policy than the one that samples a step."""
+    """Whether the reference may be another policy than the policy that samples a step."""
     return reference_rule(config).differs(config.train.updates_per_step * config.train.epochs)
 
 
@@ -156,7 +156,7 @@ Draw = Callable[[Layout], Any]
 
 
 def init_params(layout: Layout) -> Any:
-    """The weights of `model.path`, or random ones; straight into their shards."""
+    """Loads the weights of `model.path`, or draws random weights, straight into their shards."""
     m, dtype = layout.config.model, jnp.dtype(layout.config.model.param_dtype)
     if m.path:
         folder = models.local_folder(m.path)

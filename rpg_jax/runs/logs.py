@@ -41,7 +41,7 @@ class JsonLines:
             file.write(line + "\n")
 
     def read(self) -> list[dict[str, Any]]:
-        """The object of every complete line. Leaves out a line that a kill cut short. Raises as `read_lines` does."""
+        """The objects of all lines but a line that a kill cut short. Raises ValueError as `read_lines` does."""
         return read_jsonl(self._path)
 
     def rewind(self, step: int) -> None:
@@ -128,7 +128,7 @@ class RunLog:
             self._samples.rewind(step - 1)
 
     def _try(self, tracker: Tracker, what: str, do: Callable[[Tracker], None]) -> None:
-        """Gives `what` to a tracker. A client whose server is away raises anything, and no run ends for that."""
+        """Gives `what` to a tracker. Reports an error of the tracker, and lets the run go on."""
         try:
             do(tracker)
             self._failing.discard(tracker)
@@ -184,7 +184,7 @@ class Place(NamedTuple):
       folder: the folder of the run. Trackers without a server write there.
       name, project: the run's name and project. A later process continues the run under this name.
       config: the resolved config.
-      after: an earlier process wrote the steps up to this one.
+      after: the last step that an earlier process wrote.
     """
 
     folder: Path
@@ -289,7 +289,7 @@ TRACKERS = {
 
 
 def chosen(text: str) -> list[str]:
-    """The trackers that `log.tracker` names, separated by commas. Raises ValueError for an unknown one."""
+    """The trackers that `log.tracker` names, separated by commas. Raises ValueError for an unknown tracker."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if unknown := [name for name in names if name not in TRACKERS]:
         raise ValueError(f"log.tracker={text!r}: no tracker {unknown[0]!r}; there are {', '.join(TRACKERS)}")

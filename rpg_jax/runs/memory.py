@@ -179,7 +179,7 @@ def _decoding_mesh(layout: Layout) -> Mesh:
 
 
 def _mesh(devices: Sequence[jax.Device], **sizes: int) -> Mesh:
-    """`devices` in their order: one program reshards the trainer's weights."""
+    """A mesh of `devices` in their order, so that one program can reshard the trainer's weights."""
     shape = [sizes.get(axis, 1) for axis in parallel.MESH_AXES]
     return Mesh(np.array(devices).reshape(shape), parallel.MESH_AXES, axis_types=(AxisType.Auto,) * len(shape))
 

@@ -111,7 +111,7 @@ class Policy:
           overrides: values of config fields, by dotted name, that replace the run's, as {"rollout.max_tokens": 64}.
 
         Raises:
-          ValueError: no such run or checkpoint; the message lists the runs or checkpoints that there are.
+          ValueError: there is no such run or checkpoint. The message lists the runs or checkpoints that exist.
         """
         cli.prepare_libraries()
         run_folder.use_compilation_cache()
@@ -236,7 +236,7 @@ class Policy:
         """log π(token | prompt, tokens before it) of every token of `completions[i]` after `prompts[i]`, f32[n], nats.
 
         A completion is a text, a `Sample` or token ids. A text has no stop token at its end. Training computes the
-        same numbers, at its own temperature. Completions that follow each other and have one prompt share its work.
+        same numbers, at its own temperature. Neighbouring completions with equal prompts share the prompt's work.
 
         Raises:
           ValueError: the two lists differ in length, a prompt is too long, or a completion has no token, or a token
@@ -389,7 +389,7 @@ def of_config(
     """The policy of `model.path`, or a policy with random weights, in `model.compute_dtype`: no optimizer needs more.
 
     The adapters of `model.lora.path` are merged into the weights. New adapters would change nothing, and are left out.
-    `scratch` receives the tokenizer where one is trained. The other arguments are those of `of_run`.
+    A tokenizer that is trained here is written to `scratch`. For the other arguments see `of_run`.
     """
     changed = config.copy_and_resolve_references()
     changed.update_from_flattened_dict({"model.param_dtype": config.model.compute_dtype, **changes})

@@ -35,7 +35,7 @@ class Task:
     Attributes:
       train: problems to learn from.
       held_out: problems to evaluate on, by the name of their set.
-      texts: a tokenizer is trained on them; they have every character of the prompts and answers.
+      texts: texts to train a tokenizer on. They have every character of the prompts and answers.
       notes: lines on sets that are cut and on training problems that are left out.
       examples: makes (problem, demonstration) pairs for supervised training; by default of `demonstrations`.
       demonstrated: problems with demonstrations; None: the problems of `train` have them.
@@ -284,7 +284,7 @@ def _texts(problems: Iterable[data.Problem]) -> list[str]:
 def _without(
     sets: Mapping[str, Sequence[data.Problem]], problems: Sequence[data.Problem]
 ) -> tuple[list[data.Problem], list[str]]:
-    """The training problems that no held-out set has, and a line on the others. Raises ValueError if none is left."""
+    """The training problems that no held-out set has, and a line on the rest. Raises ValueError if all are held out."""
     known = {(p.system, p.prompt) for held_out in sets.values() for p in held_out}
     kept = [p for p in problems if (p.system, p.prompt) not in known]
     if not kept:

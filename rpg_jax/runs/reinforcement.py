@@ -68,7 +68,7 @@ def run(config: ConfigDict, functions: rewards.Functions = rewards.NO_FUNCTIONS,
     """Runs or resumes the training run of a resolved config to its last step; returns the exit code.
 
     Args:
-      functions: those that a Python program handed over: rewards, an environment, a loss and an advantage, by their
+      functions: rewards, an environment, a loss and an advantage that a Python program handed over, by their
         names in the config.
       on_step: receives the record of each step.
     """

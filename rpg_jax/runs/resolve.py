@@ -19,7 +19,7 @@ from rpg_jax.runs import config_files, logs
 from rpg_jax.types import Count
 
 _BUFFER = 512
-"""Tokens: the paper's overlong buffer. Where shaping is off the number has no effect, and is the one of older runs."""
+"""Tokens: the paper's overlong buffer. Without shaping the number has no effect, and is as in older runs."""
 
 
 def resolve(config: ConfigDict) -> ConfigDict:
@@ -110,7 +110,7 @@ def check_training(config: ConfigDict) -> None:
 
 
 def _check_staleness(config: ConfigDict) -> None:
-    """Refuses settings with which a loss would misread the ratios of stale completions. `with_method` comes before."""
+    """Refuses settings with which a loss would misread the ratios of stale completions. Call `with_method` before."""
     r, loss = config.rollout, config.loss
     for name, off in {"top_p": 1.0, "top_k": 0, "min_p": 0.0}.items():
         if r[name] != off:

@@ -178,7 +178,7 @@ def encode(
 
 
 def _of_policy(numbers: np.ndarray, completion: Completion) -> np.ndarray:
-    """f32[n, K] without numbers at tokens that an environment wrote: they are no policy's."""
+    """f32[n, K], NaN at tokens that an environment wrote. The column `clip` says "observed" there."""
     if completion.turns is None:
         return numbers
     observed = np.where(np.array(COLUMNS) == "clip", CLIP_STATES.index("observed"), np.nan)
@@ -186,7 +186,7 @@ def _of_policy(numbers: np.ndarray, completion: Completion) -> np.ndarray:
 
 
 def _pieces(tokens: np.ndarray, tokenizer: Tokenizer) -> list[tuple[str, bool]]:
-    """One text a token, and whether the text is a special token's name; the others are, in order, the completion.
+    """(text, whether the text is the name of a special token) of each token. The other texts are the completion.
 
     The last text ends with the rest of a cut character.
     """

@@ -213,7 +213,7 @@ def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
 
 
 def _stepped(folder: storage.Folder) -> bool:
-    """Whether a run has taken a step: a checkpoint, whole or not, or metrics of one."""
+    """Whether a run has taken a step: it has a checkpoint, whole or not, or the metrics of a step."""
     checkpoints = folder.home / "checkpoints"
     kept = checkpoints.exists() and any(path.name[:1].isdigit() for path in checkpoints.iterdir())
     return kept or any(record["step"] > 0 for record in read_metrics(folder.files))

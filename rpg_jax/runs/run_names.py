@@ -28,7 +28,7 @@ TAKEN = ("replaced", "warm_starts", "compilation_cache", "rows")  # folders of t
 
 
 def check(name: str) -> None:
-    """Raises ValueError if `name` cannot be a run's: it is one component of a path, local or in a bucket."""
+    """Raises ValueError if `name` cannot be a run's name, which is one component of a path, local or in a bucket."""
     reasons = {
         "it is empty": not name,
         "it begins with a dot": name.startswith("."),

@@ -27,7 +27,7 @@ _FILE_BYTES = 512 * 2**20  # a process writes several files at once
 
 
 def make_served(experiment: Experiment, params: Any, base: models.Base | None = None) -> ServersRollout:
-    """The trainer's end of its servers, none of which need be there yet.
+    """The rollout that takes completions from servers. The servers need not run yet.
 
     With a base, `params` are the adapters beside it, and servers get the two merged.
 
@@ -93,10 +93,10 @@ def _check(config: ConfigDict) -> None:
 
 
 def _addresses(text: str, client: Client, *, shared: bool) -> list[str] | Look:
-    """The servers of this process; all of them if processes can share servers.
+    """The servers of this process: all servers if processes can share a server, else a part of them.
 
     Two processes would each make a server load the weights, and break off what it samples for the other. Only a server
-    that names its weights in each answer does without that.
+    that names its weights in each answer can serve several.
     """
     found, processes = source(text, client.check), jax.process_count()
     if shared or processes == 1:

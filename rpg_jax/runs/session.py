@@ -46,7 +46,7 @@ class Trainer(Protocol):
       last: the number of the last step.
       learner: the optimizer, and the layout of the state.
       guard: stops the run because of its metrics.
-      reference: the KL anchor, whose snapshots a checkpoint needs; None without one.
+      reference: the KL anchor, whose snapshots a checkpoint needs; None without a reference.
     """
 
     @property
@@ -93,7 +93,7 @@ class MakeTrainer(Protocol):
 
 
 class Session:
-    """A run in progress, and the order of what follows each of its steps: its line, checkpoint, evaluation and stop.
+    """A run in progress. After each step it logs the step, saves a checkpoint and evaluates if due, and may stop.
 
     Attributes:
       now: the record of the last finished step; before the first step a record with number 0.
@@ -166,7 +166,7 @@ class Session:
         self.checkpointing.save(self.now.number, self.now.state, record, self.trainer.reference)
 
     def _resumed(self) -> Step:
-        """The position of the newest checkpoint that can be trusted, to which everything else goes back."""
+        """Takes trainer and logs back to the newest checkpoint that can be trusted. Returns the record of its step."""
         trainer = self.trainer
         number, state, record = self.checkpointing.restore(trainer.learner.like, trainer.reference)
         trainer.restore(record)
@@ -284,7 +284,7 @@ class CompilationCounter:
 
 
 def chosen_steps(text: str | None) -> range:
-    """The steps that a text names: "12", or "12-14" with both ends; None names none. Raises ValueError otherwise."""
+    """The steps in "12", or in "12-14" with both ends; None names no step. Raises ValueError for other text."""
     if text is None:
         return range(0)
     match = re.fullmatch(r"(\d+)(?:-(\d+))?", text)

@@ -156,7 +156,7 @@ class Accuracy:
 
 
 def supervised_config(config: ConfigDict) -> ConfigDict:
-    """A resolved config as supervised training has it: its limit of completions, its optimizer, no learned baseline."""
+    """A resolved config with supervised training's limit of completions and optimizer, and no learned baseline."""
     own = config.copy_and_resolve_references()
     c = own.warm_start
     with own.unlocked():
@@ -178,7 +178,7 @@ def supervised_config(config: ConfigDict) -> ConfigDict:
 def supervised_learner(e: Experiment, updates: int | None = None) -> tuple[Learner, Programs]:
     """The learner of a supervised config, and the programs that minimise the mean negative log-likelihood.
 
-    A learning rate that falls ends at update `updates`. Raises ValueError if there is no such number.
+    A falling learning rate ends at update `updates`. Raises ValueError if the rate falls and `updates` is None.
     """
     schedule = e.config.warm_start.schedule
     if schedule != "constant" and updates is None:
@@ -200,7 +200,7 @@ class Example(NamedTuple):
 
 
 def examples_of(e: Experiment, problems: Sequence[data.Problem]) -> list[Example]:
-    """The demonstrations of problems as tokens: the prompt as the policy sees it, and what it is to say."""
+    """The demonstrations of problems as tokens: the prompt as the policy sees it, and the completion to imitate."""
     c, found = e.config, []
     observations = Observations(e.tokenizer, thinking=c.task.thinking)
     for problem, shown in e.task.examples(problems):
@@ -212,10 +212,10 @@ def examples_of(e: Experiment, problems: Sequence[data.Problem]) -> list[Example
 def imitated(
     shown: Demonstration, tokenizer: data.Tokenizer, observations: Observations, max_tokens: int
 ) -> Completion:
-    """A demonstration as a completion, cut off where the policy's are.
+    """Turns a demonstration into a completion of at most `max_tokens` tokens.
 
-    Each of the policy's turns has a stop token: it learns to stop too. What an environment said between them is read
-    and not trained.
+    Each turn of the policy ends with a stop token, so that the policy learns to stop. The policy reads the messages of
+    an environment, and the loss leaves them out.
     """
     messages = [{"role": "assistant", "content": shown}] if isinstance(shown, str) else shown
     tokens: list[int] = []
@@ -305,7 +305,7 @@ class Demonstrations:
         return {"drawn": self._begun[0], "stream": self._begun[1], "used": self._used}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continues where `state` was taken. Raises ValueError if it is of other problems."""
+        """Continues where `state` was taken. Raises ValueError if `state` belongs to other problems."""
         self._stream.restore(state["stream"])
         self._drawn, self._pool = state["drawn"], iter(())
         for _ in range(state["used"]):
@@ -327,7 +327,7 @@ def several(
 
 
 def held_out_loss(e: Experiment, programs: Programs, params: Any, problems: Sequence[data.Problem]) -> float | None:
-    """The mean negative log-likelihood of the demonstrations of problems, nats per token; None if there are none."""
+    """The mean negative log-likelihood of the demonstrations, nats per token; None if there are no demonstrations."""
     examples = examples_of(e, problems)
     if not examples:
         return None

@@ -36,7 +36,7 @@ class Result:
     """A run that `train` has taken to its end, or that a signal has stopped.
 
     Attributes:
-      folder: of the run, a local path or gs://BUCKET/….
+      folder: the folder of the run, a local path or gs://BUCKET/….
       finished: whether the last step is done. If it is not, the same call continues.
     """
 
@@ -45,7 +45,7 @@ class Result:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """One dict a step, the first before training (step 0): the lines of metrics.jsonl."""
+        """The lines of metrics.jsonl, one dict per step. Step 0 has the metrics before training."""
         with run_folder.opened(self.folder) as folder:
             return read_metrics(folder.files)
 
@@ -75,8 +75,8 @@ def train(
 ) -> Result:
     """Trains a policy, or continues the run that an equal call or command has begun.
 
-    `train(model="HuggingFaceTB/SmolLM2-135M-Instruct", data=rows, reward=function)` is enough: what nobody set is
-    chosen by `runs.fitting` from the model, the rows and the device, and printed with the fields that change it.
+    `train(model="HuggingFaceTB/SmolLM2-135M-Instruct", data=rows, reward=function)` is enough. `runs.fitting` then
+    chooses the other fields from the model, the rows and the device, and prints each choice with its field.
 
     It does what `python -m rpg_jax.train` does with the same config, prints the same, and leaves the same folder. The
     first SIGINT or SIGTERM saves and returns; a second one ends the process.
@@ -88,19 +88,19 @@ def train(
       data: problems to train on, a list, an iterator, a Hugging Face data set, or the path of a JSONL or parquet file:
         dicts as docs/extending.md describes the rows of a file, with a question and, unless the reward does without, an
         answer. They are kept in `run.dir`/rows. None: the config's task.
-      held_out: problems to evaluate on, or several sets of them by name. None: a tenth of `data`, which is then not
-        trained on, and at most `evaluation.problems`.
+      held_out: problems to evaluate on, or several sets of them by name. None: a tenth of `data`, and at most
+        `evaluation.problems` rows. Training then leaves these rows out.
       reward: a function, "FILE.py:function", a part of `rewards.parts`, or weights by function or part. The reward is
         not shaped, unless `overrides` names a method or sets `rewards.overlong_shaping`. A function is called in this
         process as function(completion, answer, prompt), with three strings, and returns a number. A completion is
-        right where the part `rewards.accuracy`, unset the first verifier, is 1, or above `rewards.right_above`. Calls
+        right if the part `rewards.accuracy` (default: the first verifier) is 1, or above `rewards.right_above`. Calls
         of an async function run together; each may take `rewards.deadline_seconds`. The config knows a function as
-        "module:qualname"; one with another name is another run. None: the config's rewards.
+        "module:qualname"; a function with another name makes another run. None: the config's rewards.
       environment: answers every turn of the policy, see docs/environments.md: a class, which is made with the config's
         `environment.options`, an object with `reset` and `step`, or a name. A class or an object is called in this
         process, and may be async. None: the config's environment, if it has one.
       loss: a loss of your own, a function (tokens, *, hyperparameters) -> `losses.TokenLoss` as docs/library.md
-        describes, or the name of one. The keywords of a `functools.partial` of it become `loss.arguments`. The config
+        describes, or its name. The keywords of a `functools.partial` of the loss become `loss.arguments`. The config
         knows a function as "module:qualname", and a resume compares the text of its source. None: the method's loss.
       advantage: an advantage of your own, a function of rewards f[P, G] that returns f[P, G], or the name of one. None:
         the method's advantage.
@@ -110,7 +110,7 @@ def train(
         function ends the run, which the same call continues.
 
     Raises:
-      ValueError: something that was given does not fit; the message says the fix. Nothing has been trained.
+      ValueError: an argument does not fit; the message says how to mend it. Training has not begun.
       RuntimeError: the run was open and could not go on; the message says why. The same call continues it.
     """
     cli.prepare_libraries()
@@ -129,7 +129,7 @@ def prepared(
     data: Any,
     **given: Any,
 ) -> tuple[ConfigDict, dict[str, Any]]:
-    """The config of a call, with the name of its run, and the functions that it handed over. Errors as of `train`."""
+    """The config of a call, with a run's name, and the functions that the call handed over. Raises as `train` does."""
     fits, held_out = config is None, given.pop("held_out")
     if model is not None:
         _refuse(overrides, "model", "model.path")
@@ -208,7 +208,7 @@ def _handed_over(
 
 
 def _own_loss(loss: Callable[..., Any] | str, overrides: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a loss that is handed over, which is declared here."""
+    """Declares a loss that was handed over, and returns the config fields that name the loss."""
     if isinstance(loss, str):
         return {"loss.name": loss}
     fields: dict[str, Any] = {"loss.name": rewards.name_of(loss, "loss")}
@@ -260,7 +260,7 @@ def write_rows(rows: Sequence[Mapping[str, Any]], run_dir: str) -> str:
     Where `run_dir` is in a bucket, the file is in runs/rows here: every host of a run reads its own.
 
     Raises:
-      ValueError: a row is no object, or holds what JSON does not; the message has its number. Or `run_dir` has a comma.
+      ValueError: `run_dir` has a comma, or a row is no dict of JSON values. The message has the number of the row.
     """
     content = "".join(_json_line(number, row) + "\n" for number, row in enumerate(rows)).encode()
     folder = Path("runs" if storage.in_bucket(run_dir) else run_dir) / _FOLDER
@@ -276,7 +276,7 @@ def write_rows(rows: Sequence[Mapping[str, Any]], run_dir: str) -> str:
 def listed_rows(rows: Rows, name: str) -> list[Mapping[str, Any]]:
     """The rows of a list, an iterator, a data set or a file.
 
-    Raises ValueError for none, for splits in place of rows, or for a file that is missing or cannot be read.
+    Raises ValueError if there are no rows, if there are splits in place of rows, or if a file cannot be read.
     """
     if isinstance(rows, str | PathLike):
         if not Path(rows).exists():
@@ -293,7 +293,7 @@ def listed_rows(rows: Rows, name: str) -> list[Mapping[str, Any]]:
 
 
 def split_rows(rows: Sequence[Mapping[str, Any]], most: int) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
-    """(rows to train on, rows to evaluate on): of the latter a tenth, at least one and at most `most`, spread evenly.
+    """(rows to train on, rows to evaluate on). A tenth is for evaluation, spread evenly, at least 1 and at most `most`.
 
     Raises ValueError for a single row.
     """

@@ -137,7 +137,7 @@ def _train_for_epochs(
 class Target:
     """A warm start stops at the first check with an accuracy in [`min_accuracy`, `max_accuracy`].
 
-    Checks are `check_every` updates apart at first, and half as far after an overshoot. After `max_updates` it fails.
+    Checks are `check_every` updates apart at first, and half as far after an overshoot. After `max_updates`, it fails.
     """
 
     min_accuracy: float
@@ -164,7 +164,7 @@ def train_to_accuracy(
     *,
     on_check: Callable[[int, float], None] = lambda updates, accuracy: None,
 ) -> tuple[TrainState, float]:
-    """Trains until `accuracy(params)` lies in the target's range; returns the state and that accuracy.
+    """Trains until `accuracy(params)` lies in the target's range; returns the state and its accuracy.
 
     A check above the range restores the last state below it, and half as many updates follow. So the range is hit
     however steep the curve is.
@@ -197,9 +197,9 @@ def train_to_accuracy(
 
 
 def home(config: ConfigDict) -> epath.Path:
-    """The folder of shared warm starts: `warm_start.dir`, or for runs in a bucket a folder there, for every host.
+    """The folder of shared warm starts: `warm_start.dir`. If only the runs are in a bucket, a folder beside the runs.
 
-    Raises ValueError if it is neither a local path nor gs://BUCKET/FOLDER.
+    Raises ValueError if `warm_start.dir` or `run.dir` is neither a local path nor gs://BUCKET/FOLDER.
     """
     chosen, runs = storage.absolute(config.warm_start.dir), storage.absolute(config.run.dir)
     return runs / "warm_starts" if storage.in_bucket(runs) and not storage.in_bucket(chosen) else chosen
