@@ -26,7 +26,7 @@ def load(path: str, kind: str) -> Callable[..., Any]:
       kind: the use of the function, for the messages: "reward", "environment", "tool", "task".
 
     Raises:
-      ValueError: the path has another form, the module cannot be imported, or it has no such function or class.
+      ValueError: the path has another form, the module cannot be imported, or the module has no such name.
     """
     module, _, name = path.partition(":")
     if not module or not name:

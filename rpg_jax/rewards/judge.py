@@ -1,6 +1,6 @@
 """A judge or a reward model behind HTTP: many requests at once, a deadline for each verdict, retries, a cache.
 
-A judge is asked as a chat model is (`kind="chat"`, OpenAI's /chat/completions), one completion a request. A scoring
+A judge gets chat requests (`kind="chat"`, OpenAI's /chat/completions), each with one completion. A scoring
 endpoint (`kind="score"`) gets {"prompts", "completions", "answers"}, lists of texts, and returns {"scores": [numbers]}.
 Both are asked in threads, while the policy samples other completions.
 """

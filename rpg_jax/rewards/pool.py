@@ -82,7 +82,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
             return self._run(tasks)
 
     def wait_ready(self) -> None:
-        """Returns once every process has loaded its functions; raises as `run` does if one cannot be imported."""
+        """Waits until every process has loaded its functions. Raises as `run` does if a function cannot be imported."""
         with self._lock:
             while not all(process.ready for process in self._processes):
                 self._wait()

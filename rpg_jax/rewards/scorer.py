@@ -95,7 +95,7 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
     Args:
       reward: one part, or {part: weight}.
       options: keyword arguments by part, e.g. {"overlong": {"limit": 2048, "buffer": 512}}.
-      workers: number of processes for the verifiers that need them; by default one per CPU, at most 8.
+      workers: number of processes for the verifiers that need processes; by default one per CPU, at most 8.
       deadline_s: seconds that a verifier in a process, or an async function, may take for one completion.
       accuracy: the part that decides accuracy; None: the first verifier.
       right_above: a completion is right if the deciding score is above this number; None: if the score is at least 1.

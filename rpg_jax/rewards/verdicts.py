@@ -1,4 +1,4 @@
-"""Tasks of verifiers, which functions can be one, and their verdicts: a score within bounds, or the kind of error."""
+"""Tasks of verifiers, and their verdicts: a score within bounds, or the kind of error. Checks a verifier's function."""
 
 import dataclasses
 import inspect

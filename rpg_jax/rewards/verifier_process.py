@@ -68,7 +68,7 @@ def load_function(path: str, arguments: Sequence[str], made: Mapping[str, Any]) 
     """The function at "module:function", or the method "module:Class.method" of one of the objects `made`.
 
     Raises:
-      ValueError: the path has another form, there is no such function, or it cannot be called with `arguments`.
+      ValueError: the path has another form, there is no such function, or the function does not take `arguments`.
     """
     owner, _, method = path.rpartition(".")
     function = getattr(made[owner], method) if owner in made else load(path, "reward")

@@ -176,11 +176,11 @@ def plan(sets: Mapping[str, Sequence[Problem]], samples: Callable[[Problem], int
 def complete(
     file: Path, chunks: Sequence[Chunk], generate: GroupGenerator, scorer: Scorer, *, step: int
 ) -> Iterator[tuple[Chunk, list[Record]]]:
-    """Yields each chunk with its records, which are in `file` by then, one JSON object a line.
+    """Yields each chunk with its records. `file` then holds these records, one JSON object a line.
 
     First, the chunks that the file holds whole are read, and a line that a kill cut short is removed. Then the other
-    chunks are sampled and appended. Every chunk has a call of the rollout of its own, so the bytes do not depend on
-    where a kill came.
+    chunks are sampled and appended. A separate call of the rollout samples each chunk, so the bytes do not depend
+    on the time of a kill.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []

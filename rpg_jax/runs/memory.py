@@ -133,7 +133,7 @@ def make_decoding(layout: Layout) -> rollout.Decoding:
     are on each of its devices. `rollout.slots` unset takes as many slots as fit, see `slots_of_a_device`.
 
     Raises:
-      ValueError: copies that do not divide the devices, or a driver that cannot decode in several processes.
+      ValueError: the size of a copy does not divide the devices, or the driver cannot decode in several processes.
     """
     c, m, mesh, rules = layout.config, layout.config.model, _decoding_mesh(layout), layout.rules
     shardings = None
@@ -217,7 +217,7 @@ def with_micro_batch(layout: Layout) -> Layout:
 def checked(layout: Layout) -> Layout:
     """Returns `layout` if training and sampling fit the memory by arithmetic. On a CPU the memory is the machine's.
 
-    Raises ValueError if one of them does not fit. A run that fits by arithmetic may still need more than there is.
+    Raises ValueError if one of them does not fit. A run that fits by arithmetic may still fail in practice.
     """
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / jax.local_device_count()
     available = layout.device_memory or (machine if jax.default_backend() == "cpu" else math.inf)

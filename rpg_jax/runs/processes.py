@@ -95,7 +95,7 @@ def settings(config: ConfigDict) -> dict[str, Any] | None:
     """The arguments of `jax.distributed.initialize`; None for a run of one process.
 
     Raises:
-      ValueError: several processes without a coordinator, or a rank out of range.
+      ValueError: several processes have no coordinator, or a rank is out of range.
     """
     c, env = config.distributed, os.environ
     coordinator = env.get("JAX_COORDINATOR_ADDRESS")

@@ -1,7 +1,7 @@
 """Supervised training on demonstrations: its config, its batches, its trainer.
 
-A step of a supervised run is one update. The run's folder is that of a training run: `evaluate`, `sample`, `serve` and
-`export` take it, and the same command continues it. A warm start before reinforcement learning has the same batches.
+A step of a supervised run is one update. `evaluate`, `sample`, `serve` and `export` take the run's folder, and the same
+command continues the run. A warm start before reinforcement learning has the same batches.
 """
 
 from __future__ import annotations
