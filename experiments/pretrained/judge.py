@@ -39,7 +39,7 @@ def start_answers(start: Policy, file: Path) -> list[Sample]:
         answers = start.sample(questions(), max_tokens=ANSWER, seed=7)
         lines = [{"tokens": s.tokens.tolist(), "logprobs": s.logprobs.tolist()} for (s,) in answers]
         write_atomically(file, json.dumps(lines))
-    kept = json.loads(file.read_text())
+    kept = json.loads(file.read_text(encoding="utf-8"))
     return [Sample("", np.array(s["tokens"]), np.array(s["logprobs"], np.float32), "length") for s in kept]
 
 
