@@ -61,7 +61,7 @@ def attention(
 
 
 def attends(queries: jax.Array, keys: jax.Array) -> jax.Array:
-    """Whether tokens may attend to earlier tokens, by the segment ids of both: the same segment, or its shared prompt.
+    """Whether tokens may attend to earlier tokens, by the segment ids of both: equal ids, or the id of the prompt.
 
     The id of a segment modulo `types.BRANCH` is the id of its prompt, see `types.Rows`.
     """
@@ -161,8 +161,8 @@ def decode_attention(
     returns [S, N, H] in q's dtype. Entries at or past `cache.lengths` are ignored.
 
     Args:
-      attend_length: a promise that no length exceeds it; "xla" then reads only that much of every slot.
-      implementation: "xla"; "ragged", a TPU kernel that reads only what each slot has filled; or "auto".
+      attend_length: a promise that no length is larger; "xla" then reads only so many tokens of a slot.
+      implementation: "xla"; "ragged", a TPU kernel that reads only the filled part of each slot; or "auto".
     """
     if decode_implementation(implementation) == "ragged":
         return ragged_attention(cache.keys, cache.values, cache.lengths, cache.scales)
@@ -187,9 +187,9 @@ def decode_attention(
 
 
 def layer_attention(q: jax.Array, keys: jax.Array, values: jax.Array, lengths: jax.Array) -> jax.Array:
-    """[S, N, H] of one query [S, N, H] per slot over the first `lengths` i32[S] tokens, its own among them.
+    """[S, N, H] of one query [S, N, H] per slot over the first `lengths` i32[S] tokens, the new token included.
 
-    keys [S, K, H, C] and values [S, K, C, H] are one layer's of a cache.
+    `keys` [S, K, H, C] and `values` [S, K, C, H] are the arrays of one layer of a cache.
     """
     past = _cached_logits(_grouped(q, keys.shape[1]), keys, lengths)
     past = jnp.exp(past - past.max(-1, keepdims=True))
@@ -207,7 +207,7 @@ def _grouped(q: jax.Array, K: int) -> jax.Array:
 def _cached_logits(
     grouped: jax.Array, keys: jax.Array, lengths: jax.Array, scales: jax.Array | None = None
 ) -> jax.Array:
-    """f32[S, K, G, C] of queries [S, K, G, H] and cached keys [S, K, H, C]; those past `lengths` are masked."""
+    """Logits f32[S, K, G, C] of queries [S, K, G, H] and keys [S, K, H, C]; logits past `lengths` are masked."""
     logits = jnp.einsum("skgh,skhc->skgc", grouped, keys.astype(grouped.dtype), preferred_element_type=jnp.float32)
     logits = logits if scales is None else logits * scales
     filled = jnp.arange(keys.shape[-1]) < lengths[:, None]

@@ -142,7 +142,7 @@ class Decoder(nnx.Module):
         Experts are numbered as in `routed`, and are None in a dense model.
 
         Args:
-          attend_length: a promise that no length exceeds it (static); only that much of the cache is read.
+          attend_length: a promise that no length is larger (static); only so many tokens of a slot are read.
           active: bool[S]; the other slots keep their entries.
           layers: the weights by `unstacked_layers`, for an unstacked cache. The layers are then not scanned, and
             `attend_length` counts the new token, too.

@@ -74,7 +74,7 @@ def convert(file: Path, folder: Path, *, weights: bool = True, report: Callable[
 
     Args:
       weights: False writes config and tokenizer alone.
-      report: called with the bytes of weights that are written, and with those of all.
+      report: called with the bytes of weights that are written, and the bytes of all weights.
 
     Raises:
       ValueError: the package gguf is not installed, the file is damaged, or it has something that is not computed here,
@@ -130,7 +130,7 @@ def _opened(file: Path) -> Any:
 
 
 def _config_fields(metadata: Mapping[str, Any], tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of config.json. Raises ValueError for what is not computed, KeyError for what is missing."""
+    """The fields of config.json. Raises ValueError for a feature that is not computed, KeyError for a missing key."""
     family = metadata["general.architecture"]
     if family not in ARCHITECTURES:
         raise ValueError(f"the architecture {family!r} is not read from GGUF, only {', '.join(ARCHITECTURES)}: {_FIX}")

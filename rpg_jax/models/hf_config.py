@@ -22,7 +22,7 @@ def read_config(folder: Path | str) -> DecoderConfig:
     """The model that `folder`/config.json describes.
 
     Raises:
-      ValueError: there is no such file, or a field asks for something that is not computed here; the message names it.
+      ValueError: there is no such file, or a field asks for what is not computed; the message names the field.
     """
     path = Path(folder) / "config.json"
     if not path.is_file():

@@ -177,7 +177,7 @@ def _restored(sharding: jax.sharding.Sharding) -> Any:
 
 
 def _named_in(index: Path) -> list[str]:
-    """The files that an index names. Raises ValueError if it is none, or names a file outside its folder."""
+    """The files that an index names. Raises ValueError if `index` is no index or names other folders."""
     names = read_object(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(n, str) and Path(n).name == n for n in names.values()):
         raise ValueError(f"{index} is damaged: its weight_map does not name files of this folder")
@@ -200,7 +200,7 @@ def check_tensors(files: Folder, stored: list[Stored], *, head_is_tied: bool = F
 
 
 def _check_tied(files: Folder, found: dict[str, tuple[int, ...]]) -> None:
-    """Refuses a stored head that differs from the embedding; a tied model may store an equal one."""
+    """Refuses a stored head that differs from the embedding; a tied model may store an equal head."""
     head, embed = "lm_head.weight", "model.embed_tokens.weight"
     same = found[head] == found.get(embed)
     for start in range(0, found[head][0] if same else 0, _ROWS):

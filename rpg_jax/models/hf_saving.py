@@ -65,7 +65,7 @@ class Saving:
       base: folder whose other config fields are taken over.
       fields: further fields of config.json, such as token ids.
       head: with the head as a tensor of its own, also where it is the embedding.
-      max_file_bytes: of a file, unless one block is larger.
+      max_file_bytes: the most bytes of a file, unless one block is larger.
     """
 
     def __init__(

@@ -70,7 +70,7 @@ class MLP(nnx.Module):
         self.down = declare.matrix((F, D), ("hidden", "embed"), fan_in=F * 2 * config.num_layers)
 
     def __call__(self, x: jax.Array, axes) -> tuple[jax.Array, None]:
-        """The layer's output, and None: it has no experts to choose."""
+        """(the layer's output, None): a dense layer has no experts to choose."""
         return swiglu(x, self.gate[...], self.up[...], self.down[...], axes), None
 
 
@@ -139,7 +139,7 @@ def rope_tables(config: DecoderConfig, positions: jax.Array) -> tuple[jax.Array,
 
 
 def rotate(x: jax.Array, table: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """x [B, T, N, H] turned by its positions; pair i is (x[i], x[i + H/2]). Computed in f32, returned in x's dtype."""
+    """x [B, T, N, H] rotated by `table`; pair i is (x[i], x[i + H/2]). Computed in f32, returned in x's dtype."""
     cos, sin = table
     a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)

@@ -147,7 +147,7 @@ def attached(weights: Params, adapters: Params) -> Params:
 
 
 def merged(params: Params, dtype=None) -> Params:
-    """`params` with W + A B, rounded once, in place of every `Adapted`; `dtype` is that of all weights, if given."""
+    """`params` with W + A B, rounded once, in place of every `Adapted`. All weights are cast to `dtype`, if given."""
 
     def leaf(x: Any) -> Any:
         if isinstance(x, Adapted):

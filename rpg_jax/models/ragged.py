@@ -170,7 +170,7 @@ def _attend(q, k, v, cache, layer, first, walk, heads: int, block: int) -> jax.A
 
 
 def _step(core, index, bounds):
-    """The step of a core; past its last one it stays there, so nothing is fetched."""
+    """The step of a core at `index`. Past the last step of the core it is the last step, so nothing is fetched."""
     return jnp.minimum(bounds[core] + index, bounds[core + 1] - 1)
 
 

@@ -101,7 +101,7 @@ class Int8:
 
     Attributes:
       values: i8, of the matrix's shape.
-      scale: a number for each output channel, in the matrix's dtype. Its shape is that of the matrix, with size 1 along
+      scale: a number for each output channel, in the matrix's dtype. Its shape is the matrix's shape, with size 1 along
         the dimensions that a product sums over.
     """
 

@@ -45,7 +45,7 @@ class SlotSampling:
 
     @classmethod
     def of(cls, samplings: Sequence[Sampling], slots: int) -> SlotSampling:
-        """Numpy arrays whose first entries are `samplings`; the others are zero and have no stop token."""
+        """Numpy arrays [slots, …] that begin with `samplings`. The other entries are zero and have no stop token."""
         temperature, top_p, min_p = np.zeros((3, slots), np.float32)
         top_k, limit = np.zeros((2, slots), np.int32)
         stop_tokens = np.full((slots, MAX_STOP_TOKENS), -1, np.int32)
@@ -80,7 +80,7 @@ class Insertions:
         are out of range.
       emitted: i32[S], tokens of the completion that are in the prefix already.
       seed, step, prompt_id, index: u32[S], the counters of its random key.
-      sampling: of each row.
+      sampling: the sampling parameters of each row.
     """
 
     count: Any
@@ -95,7 +95,7 @@ class Insertions:
 
     @classmethod
     def of(cls, rows: Sequence[Insertion], slots: int) -> Insertions:
-        """Numpy arrays of rows for programs of so many slots."""
+        """Numpy arrays of `rows`, for programs with `slots` slots."""
         into, (prefix_rows, emitted) = np.full(slots, slots, np.int32), np.zeros((2, slots), np.int32)
         counters = np.zeros((4, slots), np.uint32)
         for i, (slot, prefix_row, drawn, origin, _) in enumerate(rows):
@@ -112,10 +112,10 @@ class Extensions:
 
     Attributes:
       tokens: i32[P, T], right-padded. lengths: i32[P], 0 where a row is padding.
-      slots: i32[P]; of padding, out of range.
-      starts: i32[P], tokens in the slot.
-      begins: bool[P], whether the slot draws tokens again after these. Otherwise further tokens are to be appended.
-      emitted: i32[P], tokens of the completion with these.
+      slots: i32[P], the slot of each row; out of range where a row is padding.
+      starts: i32[P], the number of tokens in the slot before.
+      begins: bool[P], whether the slot then draws tokens again. Otherwise further tokens are to be appended.
+      emitted: i32[P], tokens of the completion, `tokens` included.
       limit: i32[P], the most tokens of the completion at the end of its next turn.
     """
 
@@ -129,7 +129,7 @@ class Extensions:
 
     @classmethod
     def of(cls, rows: Sequence[Extension], slots: int, shape: tuple[int, int]) -> Extensions:
-        """Numpy arrays of rows for programs of so many slots and of `shape` (P, T)."""
+        """Numpy arrays of `rows`, for programs with `slots` slots and `shape` (P, T)."""
         tokens, into = np.zeros(shape, np.int32), np.full(shape[0], slots, np.int32)
         lengths, starts, emitted, limits = np.zeros((4, shape[0]), np.int32)
         begins = np.zeros(shape[0], bool)
@@ -148,7 +148,7 @@ class DecodeState:
       hidden: [S, D], from which each slot's next token is predicted.
       keys: u32[S, 2], raw completion keys.
       emitted: i32[S], tokens of the completion so far.
-      sampling: of each slot.
+      sampling: the sampling parameters of each slot.
       active: bool[S], slots whose completion has not ended.
     """
 
@@ -161,7 +161,7 @@ class DecodeState:
 
     @classmethod
     def empty(cls, config: DecoderConfig, slots: int, capacity: int, dtype, *, int8_kv: bool = False) -> DecodeState:
-        """All slots free."""
+        """A state in which all slots are free."""
         return cls(
             cache=KVCache.empty(config, slots, capacity, dtype, int8=int8_kv),
             hidden=jnp.zeros((slots, config.embed_dim), dtype),
@@ -198,7 +198,7 @@ class DecodeState:
         )
 
     def continued(self, rows: Extensions, hidden: jax.Array, cache: KVCache) -> DecodeState:
-        """Starts the rows that begin again, from their last `hidden` [P, D] and a cache that holds their tokens."""
+        """Starts the rows with `begins`. `hidden` [P, D] is of each last token, and `cache` has the rows' tokens."""
         slots = jnp.where(rows.begins, rows.slots, self.active.size)
 
         def put(into, values):
@@ -226,8 +226,8 @@ class DecodeResult:
 
     Attributes:
       tokens: i32[S, K].
-      logprobs: f32[S, K] in nats. The sign bit is always set: probability 1 gives -0.0. So the bits of each are a
-        negative integer, which no token id is.
+      logprobs: f32[S, K] in nats. The sign bit is always set: probability 1 gives -0.0. So the bits of a log-prob
+        are a negative integer, and a token id is never negative.
       counts: i32[S], number of tokens that each slot drew.
       active: bool[S], slots whose completion goes on.
       emitted: i32[S], number of tokens of each slot's completion so far.

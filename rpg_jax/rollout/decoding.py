@@ -29,14 +29,14 @@ class Decoding:
         After that it gives the slot away, and is prefilled again.
       mixed: weights may be synced while completions are decoded, and each token carries its version. Without `mixed`,
         a sync during a rollout makes the rollout fail.
-      dtype: of the decoding weights; None for the trainer's dtype.
+      dtype: the dtype of the decoding weights; None for the trainer's dtype.
       int8: round the matrices of the decoding weights' layers to eight bits; see `models.weights.quantized`.
       int8_kv: keep keys and values in eight bits, with one scale per token and head.
       mesh: the devices that decode; None for JAX's default device. Slots and key-value heads are spread over them, and
         results are replicated.
       rules: from logical axes to axes of `mesh`.
-      shardings: of the decoding weights on `mesh`, which may have other devices than the trainer's mesh; None for the
-        trainer's shardings.
+      shardings: the shardings of the decoding weights on `mesh`; None for the trainer's shardings. `mesh` may have
+        other devices than the trainer's mesh.
 
     Raises:
       ValueError: a size below 1, or threads that do not divide the slots or are on several devices.
@@ -70,12 +70,12 @@ class Decoding:
 
 
 def capacity(max_prompt_tokens: int, max_tokens: int) -> int:
-    """Tokens of a slot that holds such a prompt and completion: a multiple of 16."""
+    """The tokens of a slot for the longest prompt and completion, rounded up to a multiple of 16."""
     return -(-(max_prompt_tokens + max_tokens) // _CAPACITY_MULTIPLE) * _CAPACITY_MULTIPLE
 
 
 def prompt_bucket(length: int, capacity: int) -> int:
-    """The length to which a prompt is padded: a power of two, or `capacity` where that is smaller."""
+    """The length to which a prompt is padded: a power of two, or `capacity` if `capacity` is smaller."""
     return min(max(_SMALLEST_BUCKET, power_of_two(length)), capacity)
 
 

@@ -20,7 +20,7 @@ class Reply:
 
     Attributes:
       tokens: i32[m], m >= 1, that the policy reads before its next turn; None ends the conversation.
-      reward: of the turn.
+      reward: the reward of the turn.
       error: the kind of failure, one of `rewards.KINDS`, that ended the conversation.
       out_of_turns: the limit of turns ended the conversation, and the environment would have continued it.
     """
@@ -36,7 +36,7 @@ class Responder(Protocol):
 
     @property
     def turn_tokens(self) -> int:
-        """The most tokens of one turn. A turn that runs into it ends the conversation, as running out of room does."""
+        """The most tokens of one turn. A turn that this limit cuts off ends the conversation."""
         ...
 
     def respond(self, place: int, index: int, tokens: np.ndarray, finish_reason: FinishReason) -> Future[Reply]:
@@ -56,7 +56,7 @@ class Request:
       prompts: i32[n] token ids each, n >= 1.
       prompt_ids: stable ids, one per prompt. Two prompts with the same id share their random numbers.
       group_size: completions of each prompt.
-      sampling: for all of them.
+      sampling: the sampling parameters of all completions.
       seed, step: counters of the random keys, used modulo 2^32.
       enough: the number of groups that are wanted; None for all. A host may have 0, where fewer groups are wanted than
         there are hosts. The groups that are complete first are kept, which favours short completions. The other groups
@@ -127,7 +127,7 @@ class Request:
     @property
     def order(self) -> list[int]:
         """The places in the order in which to begin them: the longest expected completions first, then the longest
-        prompts. An unknown expected length counts as the mean of the others."""
+        prompts. An unknown expected length counts as the mean of the known lengths."""
         known = self.expected or [None] * len(self.prompts)
         usual = float(np.mean([n for n in known if n is not None] or [0]))
         to_come = [usual if n is None else n for n in known]
@@ -140,15 +140,15 @@ class Request:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class Transcript:
-    """The tokens of a completion so far, in pieces, one a dispatch and one an observation.
+    """The tokens of a completion so far, in pieces: one for each dispatch and each observation.
 
     Attributes:
       tokens, logprobs: i32[n] and f32[n]; an observation's log-probabilities are 0.
       spans: for each piece, the version of the weights and the number of tokens.
-      count: tokens in all.
+      count: the number of tokens.
       turn_start: the number of tokens before the present turn.
       observations: (first, end) of each observation.
-      rewards, error: of the replies.
+      rewards, error: the rewards of all replies, and the error of the last reply.
       cut: "length" where an observation, with a token to draw after it, did not fit; "turns" at the limit of turns.
     """
 
@@ -163,7 +163,7 @@ class Transcript:
     cut: FinishReason | None = None
 
     def extend(self, tokens: np.ndarray, logprobs: np.ndarray, version: int) -> None:
-        """Adds tokens that weights of `version` drew, or read."""
+        """Adds tokens that weights of `version` drew, or read as an observation."""
         if not len(tokens):
             return
         self.tokens.append(tokens)
@@ -185,15 +185,15 @@ class Row:
 
     Attributes:
       prompt: i32[n].
-      counters: (seed, step, prompt_id, index), the origin of its random key.
-      sampling: of the whole completion.
-      group: its prompt's place in the request.
-      environment: answers its turns; None for a completion of one turn.
+      counters: (seed, step, prompt_id, index), the origin of the completion's random key.
+      sampling: the sampling parameters of the whole completion.
+      group: the prompt's place in the request.
+      environment: answers the completion's turns; None for a completion of one turn.
       channel: a driver with threads reports this row here; None for other drivers.
-      prompt_row: the row of the prefill that has its tokens so far.
+      prompt_row: the row of the prefill that has the tokens so far.
       cancelled: the caller no longer wants the completion; its slot is freed at the next dispatch.
       transcript: the tokens of the policy and of the environment, in order.
-      made: its completion, once it has ended.
+      made: the completion, once it has ended.
     """
 
     prompt: np.ndarray
@@ -237,8 +237,8 @@ class Row:
         return self.environment.respond(self.group, self.counters[-1], turn, self._reason(turn))
 
     def take(self, reply: Reply, version: int) -> bool:
-        """Notes a reply, and returns whether the completion goes on. It ends if an observation leaves no room for a
-        token."""
+        """Notes a reply, and returns whether the completion goes on. The completion ends if an observation leaves no
+        room for a token."""
         self.transcript.rewards.append(reply.reward)
         self.transcript.error = reply.error
         if reply.out_of_turns:

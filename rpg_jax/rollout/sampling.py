@@ -14,7 +14,7 @@ PURPOSE = 0x5A3F1E
 def completion_keys(seed: jax.Array, step: jax.Array, prompt_id: jax.Array, index: jax.Array) -> jax.Array:
     """Key of completion `index` of a prompt: fold_in over (seed, purpose, step, prompt_id, index).
 
-    Each is u32[S]. Returns raw threefry keys u32[S, 2]; `token_keys` folds in the token position.
+    Each argument is u32[S]. Returns raw threefry keys u32[S, 2]; `token_keys` folds in the token position.
     """
 
     def chain(seed, *counters):
@@ -37,7 +37,7 @@ def sample(
     """Draws a token per slot from softmax(logits / temperature), cut to top-k, nucleus and min-p, renormalised.
 
     The nucleus is the smallest set of most probable tokens whose mass, under the distribution that top-k left, reaches
-    `top_p`. It includes tokens that tie with its least probable one. Min-p keeps tokens of at least `min_p` times the
+    `top_p`. It includes tokens that tie with its least probable token. Min-p keeps tokens of at least `min_p` times the
     highest probability (arXiv:2407.01082). Temperature 0 takes the most probable token (the first of equals) and
     ignores all cuts.
 
@@ -50,9 +50,9 @@ def sample(
       min_p: f32[S] in [0, 1]; 0 is off.
 
     Returns:
-      tokens i32[S]; logprobs f32[S] in nats, of the renormalised distribution: 0 where greedy, a point mass.
+      tokens i32[S]; logprobs f32[S] in nats, of the renormalised distribution; 0 where temperature is 0.
 
-    The vocabulary is never sorted: the cuts are found by bisection, and only if some slot asks for one.
+    The vocabulary is never sorted: the cuts are found by bisection, and only if some slot asks for a cut.
     """
     greedy = temperature == 0
     scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
@@ -97,7 +97,7 @@ def _smallest_kept(logits: jax.Array, top_p: jax.Array, top_k: jax.Array, min_p:
     """The threshold f32[S] of each slot's logits f32[S, V]: sampling keeps the logits at or above the threshold.
 
     The threshold is the highest of three: top-k's, top-p's over the renormalised tokens of top-k, and min-p's, which
-    is the largest logit plus log(min_p). It is at most the largest logit, so one token is always kept.
+    is the largest logit plus log(min_p). It is at most the largest logit, so sampling keeps a token.
     """
     order, vocabulary = _ordered(logits), logits.shape[-1]
     kept = jnp.where(top_k > 0, jnp.minimum(top_k, vocabulary), vocabulary)

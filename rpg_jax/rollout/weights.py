@@ -33,7 +33,7 @@ class Staged:
     """Weights that any thread may sync at any time, because the trainer donates none of these arrays.
 
     Attributes:
-      params: in the rollout's dtype. If the rollout has its own devices, these arrays are still on the trainer's.
+      params: in the rollout's dtype. If the rollout has its own devices, these arrays are on the trainer's devices.
       checksum: u32[2], computed on the devices of `params`.
     """
 
@@ -104,7 +104,7 @@ class Weights:
             return Staged(converted, checksums.of_tree(converted))
 
     def sync(self, params: Params | Staged, version: int) -> None:
-        """Replaces the weights, from the next dispatch on."""
+        """Replaces the rollout's weights, from the next dispatch on."""
         moved = None
         if self._elsewhere is not None:  # before the lock: decoding goes on during the transfer
             moved = jax.device_put(self._converted(params), self._elsewhere)
@@ -132,7 +132,7 @@ class Weights:
         """Compares the rollout's weights with `params`, after bringing `params` into the rollout's dtype and layout.
 
         Raises:
-          RolloutError: they differ in any bit.
+          RolloutError: the two differ in any bit.
         """
         trainer = _number(params.checksum) if isinstance(params, Staged) else weights_checksum(self._converted(params))
         with self.lock:
@@ -153,7 +153,7 @@ class Weights:
 
 @jax.jit
 def snapshot(params: Params) -> Params:
-    """A copy, which stays valid when the trainer donates `params`."""
+    """A copy of `params`. The copy stays valid when the trainer donates `params`."""
     return jax.tree.map(jnp.copy, params)
 
 
@@ -170,7 +170,7 @@ def _number(checksum: jax.Array) -> int:
 
 
 def _apart(params: Params, shardings: Params | None) -> bool:
-    """Whether two pytrees have no device in common."""
+    """Whether `params` and `shardings` have no device in common."""
     leaf, where = jax.tree.leaves(params)[0], jax.tree.leaves(shardings)
     return bool(where) and isinstance(leaf, jax.Array) and leaf.sharding.device_set.isdisjoint(where[0].device_set)
 

@@ -28,9 +28,9 @@ class Loadable:
     """Weights that servers load.
 
     Attributes:
-      folder: that servers read.
-      label: stands for the folder's contents.
-      checksum: of the trainer's weights.
+      folder: the folder that servers read.
+      label: a name for the folder's contents.
+      checksum: the checksum of the trainer's weights.
       probe: the answer of a server that has the weights; None where a server's answers have the checksum.
     """
 
@@ -45,7 +45,7 @@ class Call:
     """A call of a server.
 
     Attributes:
-      weights: which must sample.
+      weights: the weights that must sample.
       begun: when the call began.
       sound: whether the server had answered since its last failure.
     """
@@ -77,7 +77,7 @@ class Balance:
     All coroutines run in one event loop, and `run` all the time. Any thread may call the other methods.
 
     Args:
-      addresses: of the servers, or a function that looks for the addresses.
+      addresses: the addresses of the servers, or a function that looks for the addresses.
       parallel: the most calls under way at one server.
       patience: a call fails once no server has answered for so many seconds.
       rest: seconds of rest after the first failure, and between two health calls.
@@ -122,7 +122,7 @@ class Balance:
         self._answered = self._said = self._clock()
 
     def counts(self) -> dict[str, float]:
-        """The number of servers that answer, and counts of the events since this was asked last.
+        """The number of servers that answer, and counts of the events since the last call of `counts`.
 
         `longest_idle` is the longest time, in seconds, for which a living server had no call while requests waited.
         `probe_gap` is the largest difference of a probe, in nats.
@@ -162,8 +162,8 @@ class Balance:
     async def ask(self, body: Mapping[str, Any], read: Callable[[Any], T]) -> T:
         """The answer to a request for completions, as `read` understands it.
 
-        Raises ServerError if a server refuses or answers what cannot be used, if none has answered for long, or if the
-        request has failed at several that were in order.
+        Raises ServerError if a server refuses or its answer cannot be used, if no server has answered for long, or if
+        the request has failed at several servers that were in order.
         """
         failed, faults = set[Server](), 0
         while True:
@@ -293,7 +293,7 @@ class Balance:
         self._follow(found)
 
     def _follow(self, urls: Sequence[str]) -> None:
-        """Begins to watch new servers, and gives no further calls to those that are gone."""
+        """Begins to watch new servers, and gives no further calls to servers that are gone."""
         for url in self._servers.keys() - set(urls):
             self._servers.pop(url).gone = True
         for url in urls:
@@ -344,9 +344,9 @@ class Balance:
         server.read, server.reading = weights.label, asyncio.create_task(read())
 
     async def _load(self, call: Call) -> None:
-        """Makes a server load the weights, unless the server has them. No other call is under way there meanwhile.
+        """Makes a server load the weights, unless the server has them. Meanwhile the server has no other call.
 
-        Raises ServerError if it refuses.
+        Raises ServerError if the server refuses.
         """
         server, weights = call.server, call.weights
         if server.label == weights.label:

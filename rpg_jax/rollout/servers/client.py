@@ -31,10 +31,10 @@ class Unavailable(Exception):
     """A server does not answer now.
 
     Attributes:
-      status: of its answer; 0 if there is none.
-      after: seconds that it asks to wait.
-      busy: it lives, and has no room; otherwise it may have been started anew.
-      fault: it had the whole request, which may be what it cannot answer.
+      status: the HTTP status of the server's answer; 0 if there is no answer.
+      after: the seconds that the server asks to wait.
+      busy: the server lives, and has no room. Otherwise the server may have been started anew.
+      fault: the server had the whole request. The request itself may be the cause of the failure.
     """
 
     def __init__(self, message: str, *, status: int = 0, after: float = 0.0, fault: bool = False):
@@ -43,10 +43,10 @@ class Unavailable(Exception):
 
 
 class Refused(Exception):
-    """A server does not do what it was asked, and would not the next time; the message has its reason.
+    """A server refuses a request, and would refuse it again. The message has the server's reason.
 
     Attributes:
-      status: of its answer.
+      status: the HTTP status of the server's answer.
     """
 
     def __init__(self, message: str, *, status: int = 200):
@@ -83,7 +83,7 @@ class Client:
             raise ValueError(f"the servers' certificate {certificate}: {error.strerror or error}") from None
 
     def check(self, url: str) -> str:
-        """The address. Raises ValueError if it is none, or if the key would cross the network in plain text."""
+        """Returns the address. Raises ValueError if `url` is no address, or the key would be sent in plain text."""
         try:
             parts = urllib.parse.urlsplit(url)
             host, _ = parts.hostname or "", parts.port
@@ -193,7 +193,7 @@ class Caller:
 
 
 async def _read(answer: aiohttp.ClientResponse) -> bytes:
-    """The body. Raises ClientPayloadError if it is cut short, or too long."""
+    """The body of an answer. Raises ClientPayloadError if the body is cut short, or too long."""
     content = bytearray()
     async for part in answer.content.iter_any():
         content += part
@@ -220,7 +220,7 @@ def source(text: str, check: Callable[[str], str]) -> list[str] | Look:
       check: returns an address, or raises ValueError with what is wrong with it.
 
     Raises:
-      ValueError: no address, two equal ones, or one of another form.
+      ValueError: there is no address, two addresses are equal, or an address has another form.
     """
     if text.startswith("file:"):
         path = storage.absolute(text.removeprefix("file:"))
@@ -255,7 +255,7 @@ def _resolver(text: str, scheme: str, place: str, check: Callable[[str], str]) -
 def _lines(path: epath.Path, check: Callable[[str], str]) -> list[str]:
     """The addresses in a file, or in all files of a folder but those that are being written.
 
-    A line that is none hides no other. Raises ValueError if all are none.
+    A line that is no address is skipped. Raises ValueError if there are lines and no line is an address.
     """
     files = [file for file in path.iterdir() if not file.name.startswith(".")] if path.is_dir() else [path]
     lines = [line.partition("#")[0].strip() for file in files for line in file.read_text().splitlines()]

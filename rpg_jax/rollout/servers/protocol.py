@@ -26,7 +26,7 @@ class Aborted(Exception):
 
 
 class Unusable(Exception):
-    """An answer holds no completion of its request; the message says why, and what the server lacks."""
+    """An answer holds no completion of its request; the message has the reason, and what the server lacks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +34,7 @@ class TurnRequest:
     """Asks for the next turn of `row`: the whole completion, unless an environment answers it.
 
     Attributes:
-      model: the name under which the server has the model; None for its only one.
+      model: the name under which the server has the model; None for the server's only model.
       counters: send this project's counters of random numbers, and want its exact log-probabilities.
     """
 
@@ -122,7 +122,7 @@ def fault_of(one: Completion, sampling: Sampling, vocab_size: int) -> str:
 
 
 def seed_of(seed: int, step: int, prompt_id: int, index: int, *, turn: int = 0) -> int:
-    """A seed below 2^31, which every server takes. Those of one group are consecutive, so none comes twice there."""
+    """A seed below 2^31, which every server takes. The seeds of a group are consecutive, so they all differ."""
     digest = hashlib.sha256(f"{seed % 2**32}/{step}/{prompt_id}{f'/{turn}' if turn else ''}".encode()).digest()
     return (int.from_bytes(digest[:4], "little") + index) % 2**31
 
@@ -165,8 +165,8 @@ class Probe:
     Attributes:
       prompt: i32[P].
       tokens: i32[N, K], the most probable tokens of each place after the most probable ones before it, best first.
-      logprobs: f32[N, K], theirs, in nats.
-      model: the name under which the server has the model; None for its only one.
+      logprobs: f32[N, K], the log-probabilities of `tokens`, in nats.
+      model: the name under which the server has the model; None for the server's only model.
       warns, fails: mean differences, in nats, above which a probe is a warning and a fault.
       vocab_size: of the model.
     """

@@ -27,13 +27,13 @@ _PATIENCE = 60.0  # seconds without an answer of that server
 
 
 class ServersRollout(Rollout):
-    """One call of a server for each completion, or for each turn of one that an environment answers.
+    """One call of a server for each completion, or for each turn of a completion if there is an environment.
 
     Servers load the weights before they sample with them, each when it is asked first. Every process of the trainer
     asks for its share of the prompts. All ask the same servers, so a server has work while any process has.
 
     Args:
-      model: the name under which servers have the model; None for their only one.
+      model: the name under which servers have the model; None for the only model of a server.
       counters: servers draw this project's random numbers, see `Kind`.
       capacity: most tokens of a prompt and its completion.
     """
@@ -105,7 +105,7 @@ class ServersRollout(Rollout):
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     async def _all(self, request: Request, made: queue.SimpleQueue[Any]) -> None:
-        """Puts each complete group and its place into `made`, until as many are complete as are wanted."""
+        """Puts each complete group and its place into `made`, until the wanted number of groups is complete."""
         places = [place for place in request.order if place not in request.done]
         wanted, version = len(places) if request.enough is None else request.enough, self.weights.version
         if not wanted:
@@ -152,7 +152,7 @@ class ServersWeights(Weights):
         self._version, self._url, self._said = 0, url, checksum
 
     def checksum(self) -> int:
-        """The checksum that the server has said."""
+        """The checksum of the weights, as the server gave it."""
         return self._said
 
     def take_counts(self) -> dict[str, float]:

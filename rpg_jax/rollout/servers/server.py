@@ -111,22 +111,22 @@ class Server:
     Failures of calls that were under way together are one incident, and so are refusals for want of room.
 
     Attributes:
-      caller: posts to it.
-      most: calls at once, if it has room for them.
+      caller: posts to the server.
+      most: the most calls at once, if the server has room for all of them.
       rest: seconds after the first incident, and between health calls that fail.
-      limit: the most calls under way. It falls when the server has no room, and rises while it answers.
-      calls: under way.
-      label: of the weights that it has loaded; "" if that is not known.
-      read: the label of the weights that it was asked to read ahead, by the task `reading`.
-      heard: when it answered last, or the first call under way began.
-      idle: when it had a call last, or no request waited.
-      refused: when it had no room, of the last such incident.
-      failed: when it failed, of the last incident.
-      failures: incidents since its last answer to a call.
-      gone: its address is no longer found.
-      resting: it has not said that it is healthy since the incident, or at all.
-      until: nothing is asked before.
-      said: at its last failure.
+      limit: the most calls under way. It falls when the server has no room, and rises while the server answers.
+      calls: the number of calls under way.
+      label: the label of the weights that the server has loaded; "" if unknown.
+      read: the label of the weights that the task `reading` has asked the server to read ahead.
+      heard: the time of the server's last answer, or of the begin of the first call under way.
+      idle: the last time at which the server had a call, or no request waited.
+      refused: the time of the last incident in which the server had no room.
+      failed: the time of the last incident in which the server failed.
+      failures: the number of incidents since the server's last answer to a call.
+      gone: whether the server's address is no longer found.
+      resting: whether the server has not yet said that it is healthy, at all or since the last incident.
+      until: the time before which the server is asked nothing.
+      said: the message of the server's last failure.
     """
 
     caller: Caller
@@ -152,15 +152,15 @@ class Server:
 
     @property
     def is_sound(self) -> bool:
-        """Whether it has answered since it failed last."""
+        """Whether the server has answered a call since its last failure, and does not rest."""
         return not (self.resting or self.failures)
 
     def is_free(self, label: str, now: float) -> bool:
-        """Whether it can have one more call for these weights. The one that loads them is alone."""
+        """Whether the server can have one more call for the weights `label`. The call that loads weights is alone."""
         return now >= self.until and self.calls < (int(self.limit) if self.label == label else 1)
 
     def is_due(self, quiet: float, now: float) -> bool:
-        """Whether to ask for its health: after a rest, or if it says nothing for `quiet` seconds of calls under way."""
+        """Whether to ask for the server's health: after a rest, or after `quiet` silent seconds of calls under way."""
         return now >= self.until if self.resting else self.calls > 0 and now - self.heard >= quiet
 
     def note_answer(self) -> None:
@@ -168,13 +168,13 @@ class Server:
         self.failures, self.limit = 0, min(self.most, self.limit + 1 / min(self.limit, _SHARE))
 
     def note_refusal(self, error: Unavailable, begun: float, now: float) -> None:
-        """Notes that it had no room for a call. It pauses only if it asks for that, or if no call of ours fills it."""
+        """Notes that the server had no room for a call. The server pauses if it asks to, or has no call of ours."""
         if begun > self.refused:
             self.refused, self.limit = now, max(1, self.limit * _FEWER)
             self.until = now + min(max(error.after, 0.0 if self.calls else self.rest), _LONGEST_REST)
 
     def note_failure(self, error: Unavailable, begun: float, now: float) -> bool:
-        """Notes that a call failed; returns whether this is a new incident, after which it rests."""
+        """Notes that a call failed. Returns whether the failure is a new incident, after which the server rests."""
         if begun < self.failed:
             return False
         rest = self.rest * 2 ** min(self.failures, _DOUBLINGS)
@@ -184,7 +184,7 @@ class Server:
         return True
 
     def note_health(self, error: Unavailable | None, now: float) -> None:
-        """Notes what a health call of a rest has found; without an error the rest is over."""
+        """Notes the result of a health call during a rest. If `error` is None, the rest is over."""
         self.resting = error is not None
         if error is not None:
             self.until, self.said = now + self.rest, str(error)

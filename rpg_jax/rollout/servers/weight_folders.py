@@ -37,8 +37,8 @@ class PendingFolder:
     """Weights on their way into a folder.
 
     Attributes:
-      checksum: of the weights.
-      folder: has its result once the folder is complete.
+      checksum: the checksum of the weights.
+      folder: the future of the folder, which has a result once the folder is complete.
       probe: the answer of a server that has loaded the weights; None where servers prove their weights otherwise.
     """
 
@@ -58,12 +58,12 @@ class WeightFolders(Weights):
     folders of other versions are deleted before the next folder is written.
 
     Args:
-      params: of the trainer; version 0.
+      params: the trainer's weights, version 0.
       home: a folder that all processes write and all servers read, under the same path. Each run has its own.
       store: writes into a folder.
       use: receives each folder that servers load from now on.
       announce: receives each folder as soon as the folder is complete, maybe long before `use`. A thread calls it.
-      dtype: of the weights in the folder; None for that of `params`.
+      dtype: the dtype of the weights in the folder; None for the dtype of `params`.
       base: the frozen weights, if `params` are adapters; the folder has both, merged.
       probe: makes the answer of a server that has the weights; None where servers prove their weights otherwise.
     """
@@ -125,7 +125,7 @@ class WeightFolders(Weights):
         self._use(_loadable(folder, copy.checksum, copy.probe))
 
     def checksum(self) -> int:
-        """Of the weights that servers load."""
+        """The checksum of the weights that servers load."""
         assert self._checksum is not None, "a sync sets it"
         return self._checksum
 
