@@ -241,7 +241,7 @@ def local_folder(address: str | Path, *, weights: bool = True) -> Path:
       weights: False fetches only config and tokenizer.
 
     Raises:
-      ValueError: the address is of another kind, or there is nothing.
+      ValueError: the address is of another kind, or nothing is at the address.
       StorageFailure: the bucket cannot be read, after retries.
     """
     text, wanted = str(address), _DESCRIPTION + _WEIGHTS * weights

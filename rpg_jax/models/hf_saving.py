@@ -54,7 +54,7 @@ class _Block:
 class Saving:
     """How the processes of a run write a model's weights into a folder that transformers, vLLM and SGLang read.
 
-    All processes call `fetch` and consume what it yields, then each calls `write`. When all have written, one of them
+    All processes call `fetch` and consume what it yields, then each calls `write`. When all have written, one process
     calls `complete`. The files are safetensors, an index where there are several, and config.json as the last.
 
     The weights are divided into blocks of at most 64 MiB, or one layer of one matrix where that is larger. Every

@@ -33,7 +33,7 @@ def decode_implementation(name: str) -> str:
 class KVCache:
     """Rotated keys and values of the tokens so far, for `S` independent slots of capacity `C`.
 
-    The position axis is the last one of keys, and the head axis is the last one of values. So the two matrix products
+    The position axis is the last axis of keys, and the head axis is the last axis of values. So the two matrix products
     of a decode step read them as stored. With [C, K, H] for both, XLA:CPU transposes them at every step, which costs
     three times as much. Entries at or past a slot's length are never read.
 

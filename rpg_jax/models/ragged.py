@@ -31,7 +31,7 @@ def ragged_attention(
 
     The grid runs over a list of (slot, block), made once for all layers. Two TensorCores of a device each take half of
     the list, cut between two slots. On a mesh each device takes its slots and heads. A device that has all key-value
-    heads takes those of its queries.
+    heads takes the heads of its queries.
 
     Args:
       keys, values, lengths: [L, S, K, H, C], [L, S, K, C, H] and i32[S].
