@@ -347,8 +347,10 @@ def test_every_name_of_the_loopback_interface_is_answered(server, host):
     connection.close()
 
 
-def test_a_server_counts_completions_and_not_requests(server, until):
+def test_a_server_counts_completions_and_not_requests(server, until, monkeypatch):
     """A few streams of many completions that nobody reads leave no place, and the next client hears it at once."""
+    go, original = threading.Event(), server._rollout.engine.prefill
+    monkeypatch.setattr(server._rollout.engine, "prefill", lambda **given: go.wait(30) and original(**given))
     assert ask(server, {"prompt": "1", "n": 7})[0] == 429
     held = http.client.HTTPConnection("127.0.0.1", server.http_port)
     body = json.dumps({"prompt": "1", "n": 6, "max_tokens": 24, "stream": True, "stop_token_ids": []})
@@ -356,6 +358,7 @@ def test_a_server_counts_completions_and_not_requests(server, until):
     until(lambda: server._admission._completions == 6)
     assert ask(server, {"prompt": "1"})[0] == 429
     held.close()
+    go.set()
     until(lambda: not server._admission.active and not server._admission._completions)
     assert ask(server, {"prompt": ["1", "2"], "n": 3})[0] == 200
 
