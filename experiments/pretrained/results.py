@@ -1,5 +1,6 @@
 """The page's tables and its figure."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -42,7 +43,7 @@ def of(runs: Sequence[Record], row: str, kl_coef: float) -> list[Record]:
 
 def _text(values: Sequence[float], digits: int) -> str:
     m = mean(values)
-    return f"{m.value:.{digits}f}" + (f" ± {m.half:.{digits}f}" if m.half == m.half else "")
+    return f"{m.value:.{digits}f}" + ("" if math.isnan(m.half) else f" ± {m.half:.{digits}f}")
 
 
 def draw(runs: Sequence[Record]) -> bytes:

@@ -51,6 +51,17 @@ class Packable(Protocol):
     def counted(self) -> Sequence[bool] | np.ndarray: ...
 
 
+class Example(NamedTuple):
+    """A prompt with completions that all count: to imitate, or to score."""
+
+    prompt: np.ndarray
+    completions: list[Completion]
+
+    @property
+    def counted(self) -> list[bool]:
+        return [True] * len(self.completions)
+
+
 P = TypeVar("P", bound=Packable)
 
 

@@ -68,18 +68,7 @@ _ROW = 512  # tokens of a row that several completions share, unless one alone n
 _MULTIPLE = 128  # of the tokens of a row: few shapes are compiled, and every kernel takes them
 
 
-class _Scored(NamedTuple):
-    """A prompt with its completions, as `data.pack` takes them."""
-
-    prompt: np.ndarray
-    completions: list[Completion]
-
-    @property
-    def counted(self) -> Sequence[bool]:
-        return [True] * len(self.completions)
-
-
-def _shape(groups: Sequence[_Scored], layout: Layout) -> data.RowShape:
+def _shape(groups: Sequence[data.Example], layout: Layout) -> data.RowShape:
     """Rows for `Policy.logprobs`: completions share a row and their prompt where the device can."""
     one = max(len(g.prompt) + len(c.tokens) for g in groups for c in g.completions)
     group = max(len(g.prompt) + sum(len(c.tokens) for c in g.completions) for g in groups)
@@ -245,7 +234,7 @@ class Policy:
         if len(prompts) != len(completions):
             raise ValueError(f"{len(prompts)} prompts and {len(completions)} completions: give one prompt for each")
         layout, tokenizer = self.experiment.layout, self.experiment.tokenizer
-        scored: list[_Scored] = []
+        scored: list[data.Example] = []
         for i, (prompt, given) in enumerate(zip(self.encode(prompts), completions, strict=True)):
             ids = tokenizer.encode(given) if isinstance(given, str) else given
             tokens = np.asarray(ids.tokens if isinstance(ids, Sample) else ids, np.int32)
@@ -254,7 +243,7 @@ class Policy:
             if tokens.min() < 0 or tokens.max() >= layout.model.vocab_size:
                 raise ValueError(f"completion {i} has a token outside 0..{layout.model.vocab_size - 1}")
             if not scored or prompts[i] != prompts[i - 1]:
-                scored.append(_Scored(prompt, []))
+                scored.append(data.Example(prompt, []))
             scored[-1].completions.append(Completion(tokens, np.zeros(len(tokens), np.float32), "stop", 0))
         if not scored:
             return []

@@ -12,7 +12,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -188,24 +188,13 @@ def supervised_learner(e: Experiment, updates: int | None = None) -> tuple[Learn
     return learner, learner_programs(e.layout, learner, Objective(supervised_loss), temperature=1.0)
 
 
-class Example(NamedTuple):
-    """A prompt with one completion to imitate."""
-
-    prompt: np.ndarray
-    completions: list[Completion]
-
-    @property
-    def counted(self) -> list[bool]:
-        return [True] * len(self.completions)
-
-
-def examples_of(e: Experiment, problems: Sequence[data.Problem]) -> list[Example]:
+def examples_of(e: Experiment, problems: Sequence[data.Problem]) -> list[data.Example]:
     """The demonstrations of problems as tokens: the prompt as the policy sees it, and the completion to imitate."""
     c, found = e.config, []
     observations = Observations(e.tokenizer, thinking=c.task.thinking)
     for problem, shown in e.task.examples(problems):
         prompt = data.encode_prompt(problem, e.tokenizer, thinking=c.task.thinking)[-c.task.max_prompt_tokens :]
-        found.append(Example(prompt, [imitated(shown, e.tokenizer, observations, c.rollout.max_tokens)]))
+        found.append(data.Example(prompt, [imitated(shown, e.tokenizer, observations, c.rollout.max_tokens)]))
     return found
 
 
@@ -234,7 +223,7 @@ def _spoken(messages: Sequence[Message], tokenizer: data.Tokenizer) -> list[int]
     return [token for m in messages for token in (*tokenizer.encode(m["content"]), tokenizer.eos_id)]
 
 
-def packed(e: Experiment, examples: Sequence[Example], shape: data.RowShape) -> list[Batch]:
+def packed(e: Experiment, examples: Sequence[data.Example], shape: data.RowShape) -> list[Batch]:
     """Examples as micro-batches on the devices."""
     return data.pack(examples, shape, pad_id=e.tokenizer.pad_id, sharding=e.layout.row_sharding).batches
 

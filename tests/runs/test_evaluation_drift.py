@@ -8,9 +8,9 @@ import pytest
 
 from configs import reasoning
 from rpg_jax import data
+from rpg_jax.data import Example
 from rpg_jax.runs.evaluation import Drift
 from rpg_jax.runs.reinforcement import make_drift
-from rpg_jax.runs.supervised import Example
 from rpg_jax.types import Completion, Turns
 
 
