@@ -41,13 +41,13 @@ def digest(requirements: str) -> str:
 
 
 def state() -> str:
-    return STAMP.read_text().strip() if STAMP.exists() else ""
+    return STAMP.read_text(encoding="utf-8").strip() if STAMP.exists() else ""
 
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Holds an exclusive lock. The system drops it when the process ends, however it ends."""
-    with path.open("w") as handle:
+    with path.open("w", encoding="utf-8") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -68,7 +68,9 @@ def works() -> bool:
 def make_venv() -> None:
     if VENV.is_symlink() or (VENV.exists() and not VENV.is_dir()):
         raise InstallError(f"{VENV} is in the way: remove it")
-    made = subprocess.run([sys.executable, "-m", "venv", "--clear", str(VENV)], capture_output=True, text=True)
+    made = subprocess.run(
+        [sys.executable, "-m", "venv", "--clear", str(VENV)], capture_output=True, text=True, errors="replace"
+    )
     if made.returncode:
         raise InstallError(explain(made.stdout + made.stderr))
 
@@ -88,7 +90,9 @@ def pip_install(*arguments: str) -> None:
     command = [str(VENV / "bin" / "python"), "-m", "pip", "install", "--disable-pip-version-check", "--no-input"]
     command += ["--progress-bar=off", "--retries=2", "--prefer-binary"]
     command += ["--no-compile", *arguments]  # saves a quarter of the time; Python compiles a module at its first import
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace"
+    )
     seen, packages = [], 0
     for line in process.stdout:
         seen.append(line)
@@ -117,10 +121,10 @@ def install(requirements: str) -> None:
     print(f"installing into .venv with Python {sys.version.split()[0]} (about a minute, once) ...", file=sys.stderr)
     if state() == "installing" or not works():
         make_venv()
-    STAMP.write_text("installing")
+    STAMP.write_text("installing", encoding="utf-8")
     pip_install(f"--requirement={requirements}")
     pip_install("--no-deps", "--require-hashes", f"--requirement={JETSTREAM}")
-    STAMP.write_text(digest(requirements))
+    STAMP.write_text(digest(requirements), encoding="utf-8")
     show("")
     print(f"installed in {time.monotonic() - started:.0f} s", file=sys.stderr)
 

@@ -162,7 +162,7 @@ def _parser() -> cli.Parser:
 
 
 def _last_line(log: Path) -> str:
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
     return lines[-1] if lines else "no output"
 
 

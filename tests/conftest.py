@@ -116,8 +116,8 @@ def qwen_like(tmp_path_factory):
     model.add_special_tokens(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     model.save(str(folder / "tokenizer.json"))
     config = {"eos_token": {"content": "<|im_end|>"}, "pad_token": "<|endoftext|>", "chat_template": TEMPLATE}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [258, 256]}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [258, 256]}), encoding="utf-8")
     return load_tokenizer(folder)
 
 

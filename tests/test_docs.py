@@ -70,6 +70,6 @@ def test_the_site_is_made_without_a_warning(tmp_path):
     pytest.importorskip("sphinx", reason="pip install '.[docs]'")
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "docs", str(tmp_path)]
     subprocess.run(command, cwd=config_files.ROOT, check=True, timeout=600)
-    methods = (tmp_path / "methods.html").read_text()
+    methods = (tmp_path / "methods.html").read_text(encoding="utf-8")
     assert 'class="math' in methods and "searchindex.js" in {path.name for path in tmp_path.iterdir()}
-    assert "rpg_jax.losses.divergences.reverse_kl" in (tmp_path / "api" / "losses.html").read_text()
+    assert "rpg_jax.losses.divergences.reverse_kl" in (tmp_path / "api" / "losses.html").read_text(encoding="utf-8")

@@ -49,12 +49,12 @@ def test_what_was_trained_is_what_loads(run, tmp_path):
     jax.tree.map(np.testing.assert_array_equal, models.load(tmp_path / "out", model), weights)
     own, again = policy.experiment.tokenizer, data.load_tokenizer(tmp_path / "out")
     assert again.encode("12+3=15") == own.encode("12+3=15") and again.stop_token_ids == own.stop_token_ids
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] is not None
+    assert json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))["eos_token_id"] is not None
 
 
 def test_half_the_bytes_on_request(run, tmp_path):
     Policy.from_run(run[0]).export(tmp_path / "out", dtype="bfloat16")
-    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))["torch_dtype"] == "bfloat16"
 
 
 def test_no_task_is_made(run, tmp_path, monkeypatch):
@@ -76,7 +76,7 @@ def test_a_bucket_to_write_to_is_one_line_with_the_fix(run, module, tmp_path):
 def test_a_missing_checkpoint_and_a_full_folder_are_refused(run, tmp_path, capsys):
     with pytest.raises(ValueError, match=r"does not have the checkpoint of step 7; it keeps steps \[3\]"):
         Policy.from_run(run[0], step=7)
-    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "config.json").write_text("{}", encoding="utf-8")
     assert export.main([f"--run={run[0]}", f"--out={tmp_path}"]) == 2
     assert "already holds files" in capsys.readouterr().err
 

@@ -14,7 +14,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```(python|sh)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SECTIONS = dict(part.split("\n", 1) for part in (ROOT / "docs" / "extending.md").read_text().split("\n## ")[1:])
+SECTIONS = dict(
+    part.split("\n", 1) for part in (ROOT / "docs" / "extending.md").read_text(encoding="utf-8").split("\n## ")[1:]
+)
 
 SMALL = {  # a run of seconds, whatever the example: sizes and times, nothing that an example is about
     "train.steps": 2,
@@ -59,14 +61,14 @@ def carry_out(folder: Path, kind: str, text: str) -> None:
     if kind == "python":
         comment, text = text.split("\n", 1)
         name, _, table = comment.removeprefix("# ").partition(", in ")
-        before = (folder / name).read_text() if (folder / name).exists() else ""
+        before = (folder / name).read_text(encoding="utf-8") if (folder / name).exists() else ""
         if table:
             rows = re.compile(rf"(^{table}\b.*?)(^ *\}}$)", re.MULTILINE | re.DOTALL)
             after, found = rows.subn(lambda m: m[1] + text + m[2], before)
             assert found == 1, f"{found} tables {table} in {name}"
         else:
             after = f"{before}\n\n{text}" if before else text
-        (folder / name).write_text(after)
+        (folder / name).write_text(after, encoding="utf-8")
         return
     environment = dict(os.environ, JAX_PLATFORMS="cpu", XLA_FLAGS="", PYTHONPATH=str(folder))
     for line in text.splitlines():
@@ -96,7 +98,7 @@ def test_the_worked_example_works(copy, changed, section):
     runs = set(copy.glob("runs/*/metrics.jsonl")) - before
     assert len(runs) == SECTIONS[section].count("\npython -m rpg_jax.train")
     for run in runs:
-        assert json.loads(run.read_text().splitlines()[-1])["step"] == SMALL["train.steps"]
+        assert json.loads(run.read_text(encoding="utf-8").splitlines()[-1])["step"] == SMALL["train.steps"]
 
 
 def test_the_page_has_four_examples():

@@ -51,7 +51,7 @@ def imports(path: Path) -> list[tuple[str, int]]:
     """(dotted name, line) of everything a file imports, inside functions too; relative names resolved."""
     package = module_name(path).split(".") if path.name == "__init__.py" else module_name(path).split(".")[:-1]
     found = []
-    for node in ast.walk(ast.parse((ROOT / path).read_text())):
+    for node in ast.walk(ast.parse((ROOT / path).read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

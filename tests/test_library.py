@@ -20,7 +20,9 @@ from tests import test_export
 from tests.end_to_end.whole_runs import completed, environment
 
 ROOT = Path(__file__).parents[1]
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", (ROOT / "docs" / "library.md").read_text(), re.MULTILINE | re.DOTALL)
+BLOCKS = re.findall(
+    r"^```python\n(.*?)^```$", (ROOT / "docs" / "library.md").read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+)
 LOOP, TORCH, RUN, POLICY = BLOCKS
 run = test_export.run
 
@@ -100,7 +102,7 @@ def test_the_pages_run_and_its_policy_work_in_another_folder(shared, tmp_path):
 
 @pytest.mark.slow  # two runs
 def test_a_run_from_python_is_the_commands_run(shared, tmp_path, monkeypatch):
-    (tmp_path / "own.py").write_text(REWARD)
+    (tmp_path / "own.py").write_text(REWARD, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.chdir(tmp_path)
     import own
@@ -110,7 +112,7 @@ def test_a_run_from_python_is_the_commands_run(shared, tmp_path, monkeypatch):
     assert [step.number for step in steps] == [1, 2]
     for step, line in zip(steps, result.metrics[1:], strict=True):
         assert step.metrics["reward"] == line["reward"] and ("eval/accuracy" in step.metrics) == (step.number == 2)
-    config = json.loads((tmp_path / "python" / "library" / "config.json").read_text())
+    config = json.loads((tmp_path / "python" / "library" / "config.json").read_text(encoding="utf-8"))
     assert result.finished and config["rewards"]["parts"] == "own:close:1.0"
     fields = {**SMALL, "run.dir": "command", "rewards.parts": config["rewards"]["parts"], "task.name": "files"}
     fields["rewards.overlong_shaping"] = False  # a reward that is handed over is not shaped
@@ -118,7 +120,7 @@ def test_a_run_from_python_is_the_commands_run(shared, tmp_path, monkeypatch):
     flags = [f"--config.{name}={value}" for name, value in fields.items()]
     env = environment(shared, devices=jax.device_count()) | {"PYTHONPATH": f"{ROOT}:{tmp_path}"}
     completed(["-m", "rpg_jax.train", "--config=tiny", *flags], env, cwd=tmp_path)
-    lines = (tmp_path / "command" / "library" / "metrics.jsonl").read_text().splitlines()
+    lines = (tmp_path / "command" / "library" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(lines) == len(result.metrics) == 3
     for line, mine in zip(lines, result.metrics, strict=True):
         for name, value in json.loads(line).items():
@@ -146,7 +148,7 @@ def test_an_environment_that_is_handed_over_plays_in_this_process(tmp_path, monk
     monkeypatch.chdir(tmp_path)
     again, changes = Again(), {"environment.max_turns": 3, "rollout.max_tokens": 48, "rewards.overlong_shaping": False}
     result = rpg_jax.train("tiny", data=ROWS, environment=again, overrides={**SMALL, **changes})
-    config = json.loads((Path(result.folder) / "config.json").read_text())
+    config = json.loads((Path(result.folder) / "config.json").read_text(encoding="utf-8"))
     assert result.finished and config["environment"]["name"] == "tests.test_library:Again"
     assert config["rewards"]["parts"] == "environment" and -0.3 <= result.metrics[-1]["reward"] <= 1
     later = [said for said in again.heard if len(said) > 1]
@@ -175,5 +177,5 @@ def test_a_policy_samples_what_it_says_and_scores_what_it_sampled(run):
 
 def python(program: str, folder: Path, shared: Path) -> str:
     """What a program prints that runs in `folder`, with this package on its path."""
-    (folder / "program.py").write_text(program)
+    (folder / "program.py").write_text(program, encoding="utf-8")
     return completed(["program.py"], environment(shared), cwd=folder).stdout

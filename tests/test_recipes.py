@@ -17,13 +17,13 @@ from rpg_jax.runs.learner import optimizer_arguments
 from rpg_jax.runs.resolve import resolve
 from rpg_jax.types import Count
 
-FACTS = json.loads((Path(__file__).parent / "recipes.json").read_text())
+FACTS = json.loads((Path(__file__).parent / "recipes.json").read_text(encoding="utf-8"))
 RECIPES = {
     name: FACTS["common"] | dict(zip(FACTS["fields"], values, strict=True)) for name, values in FACTS["recipes"].items()
 }
 CONFIGS = {"Qwen2.5-Math-7B": qwen2p5_math_7b, "Qwen2.5-7B-Instruct": qwen2p5_7b_instruct_2k}
 ROOT = Path(__file__).parents[1]
-PAPER_TABLES = json.loads((ROOT / "rpg_jax" / "reproduction" / "paper_tables.json").read_text())
+PAPER_TABLES = json.loads((ROOT / "rpg_jax" / "reproduction" / "paper_tables.json").read_text(encoding="utf-8"))
 ERRATA = (ROOT / "docs" / "errata.md").read_text(encoding="utf-8")
 
 

@@ -74,7 +74,7 @@ def test_a_server_of_a_trainers_own_command_line_is_announced_and_ends_with_0_wh
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
             port = re.search(r"over HTTP on port (\d+)", process.stdout.readline())[1]
-            address = (tmp_path / "servers" / "w0").read_text()
+            address = (tmp_path / "servers" / "w0").read_text(encoding="utf-8")
             assert address == f"http://127.0.0.1:{port}\n"
             body = json.dumps({"prompt": [1, 2], "max_tokens": 2}).encode()
             headers, began = {"Content-Type": "application/json"}, time.monotonic()
@@ -107,9 +107,9 @@ def test_an_announcement_without_an_address_is_one_line_with_the_fix(flags, caps
 def place(home, kind):
     """What a client names as `model_path`, in the folder of --weights_from."""
     (home.parent / "secret").mkdir()
-    (home.parent / "secret" / "config.json").write_text("{}")
+    (home.parent / "secret" / "config.json").write_text("{}", encoding="utf-8")
     (home / "v1").mkdir(parents=True)
-    (home / "v1" / "config.json").write_text("{}")
+    (home / "v1" / "config.json").write_text("{}", encoding="utf-8")
     if kind == "a link that leads out":
         (home / "out").symlink_to(home.parent / "secret")
         return str(home / "out")

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("rpg_jax", "configs", "setup.py", "pyproject.toml", "requirements.txt", "README.md", "LICENSE")
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,10 @@ def test_every_command_is_a_module_and_every_module_with_a_config_or_a_run_a_com
     package = ROOT / "rpg_jax"
     there = {}
     for file in (*package.glob("*.py"), package / "data/__main__.py", package / "report/__main__.py"):
-        if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in ast.parse(file.read_text()).body):
+        if any(
+            isinstance(node, ast.FunctionDef) and node.name == "main"
+            for node in ast.parse(file.read_text(encoding="utf-8")).body
+        ):
             module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
             there[f"rpg-{module.removesuffix('.__main__').rpartition('.')[2]}"] = f"{module}:main"
     there.pop("rpg-docs")  # writes the pages of a checkout
@@ -88,7 +91,7 @@ def test_every_command_is_a_module_and_every_module_with_a_config_or_a_run_a_com
 
 
 def test_a_package_has_the_same_range_wherever_it_is_named():
-    lines = [line for file in ROOT.glob("requirements*.txt") for line in file.read_text().splitlines()]
+    lines = [line for file in ROOT.glob("requirements*.txt") for line in file.read_text(encoding="utf-8").splitlines()]
     lines += [line for extra in PROJECT["optional-dependencies"].values() for line in extra]
     ranges = {}
     for wanted in (Requirement(line.partition("#")[0]) for line in lines if line and line[0].isalnum()):
@@ -116,7 +119,7 @@ def test_it_is_one_package_with_a_version_its_extras_and_its_commands(wheel):
     with zipfile.ZipFile(wheel) as files:
         named = {name for name in files.namelist() if ".dist-info/" not in name}
         told = {Path(name).name: files.read(name).decode() for name in files.namelist() if name not in named}
-    version = re.search(r'__version__ = "(.+)"', (ROOT / "rpg_jax" / "__init__.py").read_text())[1]
+    version = re.search(r'__version__ = "(.+)"', (ROOT / "rpg_jax" / "__init__.py").read_text(encoding="utf-8"))[1]
     assert named == expected_files() and wheel.name.startswith(f"rpg_jax-{version}-")
     assert f"\nVersion: {version}\n" in told["METADATA"]
     scripts = configparser.ConfigParser()

@@ -18,7 +18,7 @@ COORDINATOR_PORT = 8476  # jax's default moved to 8482, which Google's automatic
 def startup_script(job: Job) -> str:
     """The script that every worker runs at each boot."""
     head = f"#!/bin/bash\n# Startup script of {job.name}.\nFILES={shlex.quote(job.files)}\n\n"
-    return head + (Path(__file__).parent / "worker.sh").read_text()
+    return head + (Path(__file__).parent / "worker.sh").read_text(encoding="utf-8")
 
 
 def run_script(job: Job) -> str:
@@ -125,7 +125,7 @@ def _without_owner(member: tarfile.TarInfo) -> tarfile.TarInfo:
 
 def _git(*arguments: str) -> str:
     try:
-        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True)
+        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, encoding="utf-8")
     except OSError:
         return ""
     return done.stdout if done.returncode == 0 else ""

@@ -151,7 +151,7 @@ class Job:
         fields = dataclasses.asdict(self)
         fields |= fields.pop("tpu")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(fields, indent=2) + "\n")
+        path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
 def make_job(**fields: Any) -> Job:
@@ -169,7 +169,7 @@ def load(path: Path) -> dict[str, Any]:
     """Fields of a saved job; {} if nothing was launched under this name from here."""
     if not path.exists():
         return {}
-    fields = json.loads(path.read_text())
+    fields = json.loads(path.read_text(encoding="utf-8"))
     if fields.pop("works_for", None):
         raise LaunchError(
             f"{path} is of a rollout worker, and servers sample now", "delete it, and pass --serves-for=RUN"

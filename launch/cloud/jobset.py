@@ -31,7 +31,7 @@ def manifest(job: Job, image: str, max_restarts: int, reservation: str | None = 
         "reserved": f"cloud.google.com/reservation-name: {json.dumps(reservation)}",
         "on-demand": "",
     }
-    text = string.Template(TEMPLATE.read_text()).substitute(
+    text = string.Template(TEMPLATE.read_text(encoding="utf-8")).substitute(
         name=job.name,
         image=image,
         project=json.dumps(tpu.project),

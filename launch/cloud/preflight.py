@@ -130,7 +130,7 @@ def resolve(trainer: tuple[str, ...], chips: int, slices: int) -> subprocess.Com
     """Has the Python of .venv print config, mesh and row shards as JSON: the launcher's Python has no packages."""
     where = [f"--chips={chips}", f"--slices={slices}"]
     command = [str(PYTHON), str(Path(__file__).parent / "resolve.py"), *where, *trainer]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace")
 
 
 def batches_divide(config: dict, shards: int) -> str:
@@ -182,8 +182,10 @@ def plan_says_it_fits(job: Job) -> Iterator[str]:
 def _answer(command: list[str]) -> tuple[str, list[str]]:
     """What a command prints, and the lines that it says meanwhile, which are shown at once: a plan takes minutes."""
     said = []
-    with tempfile.TemporaryFile("w+") as out:
-        with subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=subprocess.PIPE, text=True) as process:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as out:
+        with subprocess.Popen(
+            command, cwd=ROOT, stdout=out, stderr=subprocess.PIPE, text=True, errors="replace"
+        ) as process:
             for line in process.stderr or ():
                 said.append(line.strip())
                 if line.startswith("compiling"):

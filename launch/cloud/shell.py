@@ -60,13 +60,13 @@ class Shell:
     def attempt(self, command: list[str]) -> tuple[int, str, str]:
         """Runs a command once: (exit code, stdout, stderr)."""
         self._require(command[0])
-        done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", stdin=subprocess.DEVNULL)
         return done.returncode, done.stdout, done.stderr
 
     def write(self, path: Path, content: str, executable: bool = False) -> None:
         """Writes a file of the launch, also in a dry run."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(content)
+        path.write_text(content, encoding="utf-8")
         path.chmod(0o755 if executable else 0o644)
         if self.dry_run:
             print(f"# writes {path}")

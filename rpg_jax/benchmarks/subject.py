@@ -242,5 +242,5 @@ def since_start() -> float:
     stat = Path("/proc/self/stat")
     if not stat.exists():
         return time.process_time()
-    ticks = int(stat.read_text().rpartition(")")[2].split()[19])
+    ticks = int(stat.read_bytes().rpartition(b")")[2].split()[19])
     return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / 100

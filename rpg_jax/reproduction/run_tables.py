@@ -314,7 +314,7 @@ def platform_name() -> str:
       ValueError: JAX does not start.
     """
     asked = [sys.executable, "-c", "import jax; print(jax.default_backend())"]
-    answer = subprocess.run(asked, capture_output=True, text=True)
+    answer = subprocess.run(asked, capture_output=True, text=True, errors="replace")
     if answer.returncode:
         raise ValueError(f"JAX does not start: {(answer.stderr.splitlines() or ['no message'])[-1]}")
     return answer.stdout.split()[-1]

@@ -59,9 +59,9 @@ def own_pid_namespace(libc: ctypes.CDLL) -> bool:
     if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWPID) != 0:
         return False
     with contextlib.suppress(OSError):  # without these lines the user has no name, and the same rights
-        Path("/proc/self/setgroups").write_text("deny")
-        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1")
-        Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1")
+        Path("/proc/self/setgroups").write_text("deny", encoding="utf-8")
+        Path("/proc/self/uid_map").write_text(f"{uid} {uid} 1", encoding="utf-8")
+        Path("/proc/self/gid_map").write_text(f"{gid} {gid} 1", encoding="utf-8")
     return True
 
 
@@ -96,7 +96,7 @@ def _children() -> list[int]:
     own, children = os.getpid(), []
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if int((process / "stat").read_text().rpartition(")")[2].split()[1]) == own:
+            if int((process / "stat").read_bytes().rpartition(b")")[2].split()[1]) == own:
                 children.append(int(process.name))
     return children
 

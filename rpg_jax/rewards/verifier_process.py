@@ -104,7 +104,7 @@ def _silence() -> None:
 def _confine(memory_bytes: int) -> None:
     limits = {"CORE": 0, "FSIZE": 0, "NOFILE": 64}
     if sys.platform == "linux":  # elsewhere these two are not enforced or not there
-        with open("/proc/self/statm") as statm:
+        with open("/proc/self/statm", encoding="utf-8") as statm:
             virtual = int(statm.read().split()[0]) * resource.getpagesize()
         limits |= {"AS": virtual + memory_bytes, "NPROC": 0}
     for name, value in limits.items():

@@ -324,7 +324,7 @@ def lock_digest(there: Mapping[str, str], file: Path = config_files.ROOT / LOCK)
     """The digest of the lockfile, where this Python has every package as it is locked; "" elsewhere."""
     if not file.exists():
         return ""
-    wanted = re.findall(r"^([\w.-]+)==([^\s;\\]+)", text := file.read_text(), re.MULTILINE)
+    wanted = re.findall(r"^([\w.-]+)==([^\s;\\]+)", text := file.read_text(encoding="utf-8"), re.MULTILINE)
     has_all = all(there.get(normalised(name)) == version for name, version in wanted)
     return f"{LOCK} {hashlib.sha256(text.encode()).hexdigest()[:12]}" if has_all else ""
 
@@ -367,7 +367,11 @@ def _git(*arguments: str) -> str:
         return ""  # installed from a wheel; a repository around it is another's
     try:
         done = subprocess.run(
-            ["git", "-C", str(config_files.ROOT), *arguments], capture_output=True, text=True, timeout=10
+            ["git", "-C", str(config_files.ROOT), *arguments],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=10,
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""

@@ -322,5 +322,6 @@ def host_metrics() -> dict[str, float]:
     status, descriptors = Path("/proc/self/status"), Path("/proc/self/fd")
     if not status.exists():
         return {}
-    resident = next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmRSS:"))
+    lines = status.read_text(encoding="utf-8").splitlines()
+    resident = next(int(line.split()[1]) for line in lines if line.startswith("VmRSS:"))
     return {"host/rss_mib": resident / 1024, "host/open_files": len(list(descriptors.iterdir()))}

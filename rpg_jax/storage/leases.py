@@ -237,7 +237,7 @@ def _cell(path: epath.Path) -> _Cell:
 
 def _space() -> str:
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         clock = Path("/proc/self/ns/time")  # of Linux 5.6 and later: it shifts the times of processes
         return " ".join([boot, os.readlink("/proc/self/ns/pid"), os.readlink(clock) if clock.exists() else ""])
     except OSError:
@@ -250,7 +250,7 @@ def _started(process: int) -> str | None:
     None if /proc hides the process (hidepid), because another user owns the process.
     """
     try:
-        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].decode().split()
     except OSError:
         try:
             os.kill(process, 0)

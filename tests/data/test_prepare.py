@@ -40,8 +40,8 @@ def test_what_is_written_loads_as_the_same_problems(tmp_path):
 @pytest.fixture
 def files(tmp_path):
     rows = [{"question": f"number {n} " + "long " * n, "answer": str(n)} for n in (1, 2, 3, 3, 50)]
-    (tmp_path / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows) + "broken\n")
-    (tmp_path / "test.jsonl").write_text(json.dumps(rows[1]) + "\n")
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows) + "broken\n", encoding="utf-8")
+    (tmp_path / "test.jsonl").write_text(json.dumps(rows[1]) + "\n", encoding="utf-8")
     train_sentencepiece([json.dumps(rows)], tmp_path / "tokenizer.model")
     return tmp_path
 
@@ -106,7 +106,7 @@ class Opens:
 def test_inspect_says_what_each_column_is_and_shows_the_prompt_as_a_config_renders_it(files, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "150")
     rows = [{"question": f"q{i}", "solution": "s" * i, "level": 3, "completion": "so s"} for i in range(1, 4)]
-    (files / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (files / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     fields = (
         "task.name=files",
         f"task.train={files / 'own.jsonl'}",
@@ -130,7 +130,7 @@ def test_inspect_says_what_each_column_is_and_shows_the_prompt_as_a_config_rende
         ),
     ):
         assert text in out, out
-    (files / "opens.py").write_text(OPENS)
+    (files / "opens.py").write_text(OPENS, encoding="utf-8")
     monkeypatch.syspath_prepend(str(files))
     overrides += ["--config.environment.name=opens:Opens", "--config.environment.in_process"]
     assert run("inspect", "--config=configs/tiny.py", *overrides, "--examples=1") == 0

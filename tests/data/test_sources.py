@@ -34,7 +34,8 @@ def parquet(path: Path, rows) -> str:
 
 
 def jsonl(path: Path, rows) -> str:
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     return str(path)
 
 
@@ -157,7 +158,7 @@ def test_an_unknown_source_says_what_is_known(tmp_path):
     with pytest.raises(ValueError, match="did you mean 'gsm8k'.*reasoning_gym:task"):
         load("gsm8")
     with pytest.raises(ValueError, match="cannot read .csv"):
-        (tmp_path / "a.csv").write_text("x")
+        (tmp_path / "a.csv").write_text("x", encoding="utf-8")
         load(str(tmp_path / "a.csv"))
     with pytest.raises(ValueError, match="hf:owner/name/config/split"):
         load("hf:openai/gsm8k")
@@ -234,7 +235,7 @@ def test_reasoning_gym_is_asked_for_questions_and_never_to_score(monkeypatch):
 )
 def test_a_value_that_is_no_answer_is_named_with_its_row(tmp_path, row, reason):
     file = tmp_path / "data.jsonl"
-    file.write_text('{"question": "1+1", "answer": 2}\n' + row + "\n")
+    file.write_text('{"question": "1+1", "answer": 2}\n' + row + "\n", encoding="utf-8")
     with pytest.raises(ValueError, match=f"data.jsonl, line 2: {reason}"):
         load(str(file))
 
@@ -245,7 +246,7 @@ SPELLINGS = {"7.0": "7", "-7.0": "-7", "7": "7", "0.5": "0.5", "-0.0": "0", "1e3
 @pytest.mark.parametrize(("number", "text"), SPELLINGS.items())
 def test_a_number_has_the_spelling_that_verifiers_compare(tmp_path, number, text):
     file = tmp_path / "data.jsonl"
-    file.write_text(f'{{"question": "q", "answer": {number}}}\n')
+    file.write_text(f'{{"question": "q", "answer": {number}}}\n', encoding="utf-8")
     assert load(str(file))[0][0].answer == text
 
 

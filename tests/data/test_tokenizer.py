@@ -102,7 +102,7 @@ def test_a_sentencepiece_model_cut_short_is_named(tmp_path, share):
 def test_a_damaged_file_of_a_hugging_face_tokenizer_is_named(tmp_path, name, content):
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<eos>": 1}, unk_token="a"))
     model.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
+    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}', encoding="utf-8")
     load_tokenizer(tmp_path)
     (tmp_path / name).write_bytes(content)
     if name == "generation_config.json" and content.startswith(b"{") and content != b"{":
@@ -143,8 +143,8 @@ def test_a_stop_token_that_the_generation_config_lacks_is_in_the_saved_one(tmp_p
     model = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<eos>": 1}, unk_token="a"))
     (own := tmp_path / "own").mkdir()
     model.save(str(own / "tokenizer.json"))
-    (own / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}')
-    (own / "generation_config.json").write_text(json.dumps({"top_k": 5, "eos_token_id": stops}))
+    (own / "tokenizer_config.json").write_text('{"eos_token": "<eos>"}', encoding="utf-8")
+    (own / "generation_config.json").write_text(json.dumps({"top_k": 5, "eos_token_id": stops}), encoding="utf-8")
     load_tokenizer(own).save(tmp_path / "saved")
-    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text())
+    saved = json.loads((tmp_path / "saved" / "generation_config.json").read_text(encoding="utf-8"))
     assert saved["top_k"] == 5 and set(saved["eos_token_id"]) == {1, *([] if stops is None else {0})}

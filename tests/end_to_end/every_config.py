@@ -63,5 +63,5 @@ for name in names:
     code = reinforcement.run(resolve(config))
     if code:
         raise SystemExit(f"{name} ended with {code}")
-    log = (Path(runs) / name / "metrics.jsonl").read_text().splitlines()
+    log = (Path(runs) / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["step"] for line in log] == [0, 1, 2], name

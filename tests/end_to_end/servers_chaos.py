@@ -114,7 +114,7 @@ class Servers:
             self.proxies.append(Proxy(server.port, faults))
             url = self.proxies[-1].url
         self._all.append(server)
-        (self.addresses / f"server{server.port}").write_text(url)
+        (self.addresses / f"server{server.port}").write_text(url, encoding="utf-8")
         self.start(server)
 
     def start(self, server):
@@ -197,7 +197,7 @@ def chaos(folder, *, steps, processes, seed, pause, every, patience, settings=()
         metrics, first = folder / "served" / "metrics.jsonl", None
         while all(process.poll() is None for process in trainer):
             assert time.monotonic() - began < patience, "it hangs"
-            if not metrics.exists() or metrics.read_text().count("\n") < 2:
+            if not metrics.exists() or metrics.read_text(encoding="utf-8").count("\n") < 2:
                 time.sleep(0.2)
                 continue
             first = first or time.monotonic()

@@ -48,7 +48,9 @@ def test_a_policy_learns_from_batches_that_are_a_step_old(tmp_path, swap):
     plain = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_DISABLE_MOST_OPTIMIZATIONS")}
     done = subprocess.run(command, cwd=ROOT, env=plain, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    lines = [json.loads(line) for line in (tmp_path / "ahead" / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.loads(line) for line in (tmp_path / "ahead" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert lines[-1]["eval/accuracy"] > lines[0]["eval/accuracy"] + 0.05
     ages = [line["staleness_updates_max"] for line in lines[2:]]
     assert max(ages) == 2  # the updates of one step

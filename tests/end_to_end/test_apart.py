@@ -53,7 +53,7 @@ def finished(runs, name, devices, changes):
             assert where(session.now.state) == set(devices[: len(devices) - k])
             with rollout.weights.pinned() as held:
                 assert where((held, rollout.engine.init_decode_state())) == set(devices[-k:])
-    records = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (runs / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     clocked = ("time/", "host/", "seconds", "tokens_per_second")
     unclocked = [{k: v for k, v in r.items() if not k.startswith(clocked)} for r in records]
     return weights_checksum(session.now.state), unclocked

@@ -40,7 +40,7 @@ def trained(warm, tmp_path_factory):
     folder = tmp_path_factory.mktemp("evaluated")
     settings = (f"--config.run.dir={folder}", "--config.run.name=r", f"--config.warm_start.dir={warm}/warm_starts")
     every = "--config.checkpoint.every=1"
-    (folder / "r.txt").write_text(run(warm, "train", CONFIG, every, *settings))
+    (folder / "r.txt").write_text(run(warm, "train", CONFIG, every, *settings), encoding="utf-8")
     return warm, folder / "r"
 
 
@@ -54,8 +54,12 @@ def evaluated(trained, tmp_path_factory):
 
 
 def test_an_evaluation_names_the_weights_as_the_run_that_trained_them_did(trained, evaluated):
-    last = (trained[1].parent / "r.txt").read_text().splitlines()[-1]
-    assert last == "weights checksum: " + json.loads((evaluated / "scores.json").read_text())["settings"]["weights"]
+    last = (trained[1].parent / "r.txt").read_text(encoding="utf-8").splitlines()[-1]
+    assert (
+        last
+        == "weights checksum: "
+        + json.loads((evaluated / "scores.json").read_text(encoding="utf-8"))["settings"]["weights"]
+    )
 
 
 def test_schedule_free_prints_the_checksum_of_the_average_that_evaluations_use(trained, tmp_path):
@@ -63,7 +67,7 @@ def test_schedule_free_prints_the_checksum_of_the_average_that_evaluations_use(t
     settings = ("--config.optimizer.name=schedule_free_adamw", f"--config.warm_start.dir={shared}/warm_starts")
     printed = run(shared, "train", CONFIG, *settings, f"--config.run.dir={tmp_path}", "--config.run.name=r")
     run(shared, "evaluate", f"--run={tmp_path / 'r'}", "--k=1", f"--out={tmp_path / 'out'}")
-    weights = json.loads((tmp_path / "out" / "scores.json").read_text())["settings"]["weights"]
+    weights = json.loads((tmp_path / "out" / "scores.json").read_text(encoding="utf-8"))["settings"]["weights"]
     assert f"weights checksum: {weights} (of the average" in printed.splitlines()[-1]
 
 
@@ -106,7 +110,7 @@ def write_sums(file, sums):
         }
         for prompt, answer in sums
     ]
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return file
 
 
@@ -117,7 +121,9 @@ def test_problems_that_a_file_repeats_are_sampled_as_often(trained, tmp_path):
     sets = (f"--sets=sums={file},again={file}", "--rewards=by_source", f"--out={tmp_path / 'out'}")
     printed = run(shared, "evaluate", f"--run={run_dir}", *sets)
     assert "Mean@2–3" in printed
-    records = [json.loads(line) for line in (tmp_path / "out" / "completions.jsonl").read_text().splitlines()]
+    records = [
+        json.loads(line) for line in (tmp_path / "out" / "completions.jsonl").read_text(encoding="utf-8").splitlines()
+    ]
     assert [(r["set"], r["prompt"], r["index"]) for r in records] == [
         (name, prompt, i) for name in ("sums", "again") for prompt, k in (("1+2=", 3), ("12+9=", 2)) for i in range(k)
     ]
@@ -128,14 +134,14 @@ def test_all_problems_of_a_named_set_are_scored_unless_problems_says_how_many(tr
     for wanted, scored in ((), 40), (("--problems=3",), 3):  # the run's own evaluation.problems is 32
         out = tmp_path / str(scored)
         run(trained[0], "evaluate", f"--run={trained[1]}", f"--sets=sums={file}", "--k=1", f"--out={out}", *wanted)
-        assert len((out / "completions.jsonl").read_text().splitlines()) == scored
+        assert len((out / "completions.jsonl").read_text(encoding="utf-8").splitlines()) == scored
 
 
 def test_the_checkpoints_of_a_run_make_a_curve(trained, tmp_path):
     shared, run_dir = trained
     printed = run(shared, "evaluate", f"--run={run_dir}", "--steps=all", "--k=1", f"--out={tmp_path}")
-    _, rule, *rows = (tmp_path / "curve.md").read_text().splitlines()[2:]
-    scores = [json.loads((tmp_path / f"step-{step}" / "scores.json").read_text()) for step in (1, 2)]
+    _, rule, *rows = (tmp_path / "curve.md").read_text(encoding="utf-8").splitlines()[2:]
+    scores = [json.loads((tmp_path / f"step-{step}" / "scores.json").read_text(encoding="utf-8")) for step in (1, 2)]
     means = [one["sets"]["held out"]["scores"]["Mean@1"] for one in scores]
     assert rows == [f"| {i} | {e['value']:.4f} ± {e['standard_error']:.4f} |" for i, e in enumerate(means, start=1)]
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG") and "curve.png" in printed

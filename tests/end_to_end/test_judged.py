@@ -70,7 +70,7 @@ def test_a_run_trains_what_a_flaky_judge_has_judged_and_says_how_much_it_left_ou
         assert line["verifier_errors/status"] > 2 * twice, "others failed once"
         assert 0 <= line["accuracy"] <= 1 and 0 < line["reward"] < 1
     assert sum(line["failed"] for line in lines[1:]) > 0
-    samples = [json.loads(line) for line in (tmp_path / "r" / "samples.jsonl").read_text().splitlines()]
+    samples = [json.loads(line) for line in (tmp_path / "r" / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
     assert {s.get("failed") for s in samples} == {None, "status"}
     assert all(s["reward"] <= 0.5 for s in samples if s.get("failed"))
     assert "completions of held out have no verdict" not in done.stderr, "exact decides accuracy"

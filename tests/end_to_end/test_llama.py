@@ -33,13 +33,15 @@ def train(tmp_path, path, **more):
 
 def test_a_gguf_file_is_trained_sampled_and_exported_as_a_llama(tmp_path, file, monkeypatch):
     rewarded = "def even(completion: str, answer: str, prompt: str) -> float:\n    return len(completion) % 2 * 1.0\n"
-    (tmp_path / "rewarded_llama.py").write_text(rewarded)  # random weights answer nothing, and are told apart by it
+    (tmp_path / "rewarded_llama.py").write_text(
+        rewarded, encoding="utf-8"
+    )  # random weights answer nothing, and are told apart by it
     monkeypatch.syspath_prepend(str(tmp_path))
     result = train(tmp_path, file, **{"rewards.parts": "rewarded_llama:even"})
     policy = Policy.from_run(result.folder)
     trained = policy.sample(["1+1="], k=2, temperature=0.0)[0]
     policy.export(tmp_path / "out")
-    fields = json.loads((tmp_path / "out" / "config.json").read_text())
+    fields = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
     assert (fields["architectures"], fields["model_type"]) == (["LlamaForCausalLM"], "llama")
     assert models.read_config(tmp_path / "out") == models.read_config(GOLDEN / "llama3")
     assert {"tokenizer.json", "tokenizer_config.json", "generation_config.json"} <= {

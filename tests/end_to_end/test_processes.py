@@ -69,11 +69,11 @@ def run(folder, processes, *overrides, **options):
 
 
 def records(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def samples(folder):
-    lines = (json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines())
+    lines = (json.loads(line) for line in (folder / "samples.jsonl").read_text(encoding="utf-8").splitlines())
     return [(r["step"], r["prompt"], r["completion"], r["tokens"], r["reward"]) for r in lines]
 
 
@@ -94,7 +94,7 @@ def alone(warm, tmp_path_factory):
     """The run of one process."""
     folder = tmp_path_factory.mktemp("alone")
     (folder / "warm_starts").symlink_to(warm / "warm_starts")
-    (folder / "one.txt").write_text(run(folder, 1, *LOGGED, "--config.run.name=one")[0])
+    (folder / "one.txt").write_text(run(folder, 1, *LOGGED, "--config.run.name=one")[0], encoding="utf-8")
     return folder
 
 
@@ -118,7 +118,7 @@ def test_the_same_weights_have_the_same_checksum_on_any_number_of_processes(alon
     layout = ("--config.mesh.fsdp=2", "--config.mesh.replica=4")
     again = run(alone, processes, *LOGGED, *layout, f"--config.run.name=ended{processes}")[0]
     assert "after step 4" in again
-    assert again.splitlines()[-1] == (alone / "one.txt").read_text().splitlines()[-1]
+    assert again.splitlines()[-1] == (alone / "one.txt").read_text(encoding="utf-8").splitlines()[-1]
     assert again.splitlines()[-1].startswith("weights checksum: ")
 
 
@@ -139,7 +139,7 @@ def test_a_killed_process_ends_the_others_with_an_error_once_its_heartbeats_are_
         tmp_path, 2, "--config.train.steps=10000", "--config.run.name=r", "--config.distributed.heartbeat_timeout=15"
     )
     metrics = tmp_path / "r" / "metrics.jsonl"
-    while not metrics.exists() or metrics.read_text().count("\n") < 3:
+    while not metrics.exists() or metrics.read_text(encoding="utf-8").count("\n") < 3:
         assert all(process.poll() is None for process in running)
         time.sleep(0.2)
     running[1].send_signal(signal.SIGKILL)

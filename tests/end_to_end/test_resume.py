@@ -11,7 +11,7 @@ from tests.end_to_end.whole_runs import completed, environment
 
 def metrics(folder):
     """The lines of steps without what a clock measured or an evaluation added."""
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     clocked = ("time/", "host/", "seconds", "tokens_per_second", "eval/")
     return [{k: v for k, v in r.items() if not k.startswith(clocked)} for r in records]
 

@@ -47,7 +47,7 @@ def test_a_server_that_is_killed_and_started_anew_samples_what_the_trainer_alone
     alone = run(tmp_path, 1, *STEPS, "--config.run.name=alone", devices=1)
     trainer = start(tmp_path, 1, *STEPS, *by_server(server, "rpg_jax", server.port, "served"), devices=1)
     metrics = tmp_path / "served" / "metrics.jsonl"
-    while not metrics.exists() or metrics.read_text().count("\n") < 2:
+    while not metrics.exists() or metrics.read_text(encoding="utf-8").count("\n") < 2:
         assert trainer[0].poll() is None, printed(trainer, timeout=60)
         time.sleep(0.05)
     server.kill()  # it comes back with random weights
@@ -176,7 +176,7 @@ def test_each_process_has_a_server_of_its_own_of_another_kind_and_where_one_lose
     common += ("--config.distributed.heartbeat_timeout=15", "--config.servers.patience_seconds=5")
     named = [*by_server(server, "vllm", 0, "lost"), f"--config.servers.urls={urls}"]
     trainers, metrics = start(tmp_path, 2, *common, *named, devices=2), tmp_path / "lost" / "metrics.jsonl"
-    while not metrics.exists() or metrics.read_text().count("\n") < 3:
+    while not metrics.exists() or metrics.read_text(encoding="utf-8").count("\n") < 3:
         assert all(process.poll() is None for process in trainers), printed(trainers, timeout=60)
         time.sleep(0.1)
     assert all(one.asked for one in servers)
@@ -228,22 +228,22 @@ def test_a_run_of_a_fleet_goes_on_with_a_server_that_it_finds_by_its_announcemen
     half = (*STEPS, "--config.train.steps=3", "--config.checkpoint.every=3", "--config.run.name=old")
     run(tmp_path, 1, *half, "--config.rollout.driver=lockstep", devices=1)
     file = tmp_path / "old" / "config.json"  # as the version before wrote it
-    old = json.loads(file.read_text())
+    old = json.loads(file.read_text(encoding="utf-8"))
     old["rollout"]["driver"], old["fleet"] = "fleet", {"host": "127.0.0.1", "port": 9100, "lost_seconds": 20.0}
     del old["servers"]["certificate_name"]
-    file.write_text(json.dumps(old))
+    file.write_text(json.dumps(old), encoding="utf-8")
 
     pem = {"-keyout": tmp_path / "private.pem", "-out": tmp_path / "certificate.pem"}
     certificate = "-subj /CN=rpg-servers -addext subjectAltName=DNS:rpg-servers"
     command = f"openssl req -x509 -newkey rsa:2048 -nodes -days 2 {certificate}".split()
     subprocess.run([*command, *(str(x) for pair in pem.items() for x in pair)], check=True, capture_output=True)
-    monkeypatch.setenv("RPG_JAX_CERTIFICATE", pem["-out"].read_text())
-    monkeypatch.setenv("RPG_JAX_PRIVATE_KEY", pem["-keyout"].read_text())
+    monkeypatch.setenv("RPG_JAX_CERTIFICATE", pem["-out"].read_text(encoding="utf-8"))
+    monkeypatch.setenv("RPG_JAX_PRIVATE_KEY", pem["-keyout"].read_text(encoding="utf-8"))
     for variable in ("RPG_JAX_API_KEY", "RPG_JAX_SERVERS_KEY"):
         monkeypatch.setenv(variable, "f0" * 16)
     folder, flags = tmp_path / "addresses", ("--host=0.0.0.0", "--announce_name=s0")
     with ServerProcess(tmp_path, tmp_path / "weights" / "old", *flags, f"--announce={folder}") as process:
-        assert (folder / "s0").read_text().startswith("https://")
+        assert (folder / "s0").read_text(encoding="utf-8").startswith("https://")
         resumed = (
             "--config.rollout.driver=servers",
             "--config.servers.kind=rpg_jax",

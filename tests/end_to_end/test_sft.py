@@ -41,10 +41,12 @@ sys.exit(sft.main())
 @pytest.fixture
 def run(shared, tmp_path, popen):
     """Runs a command with the files of docs/own_data.md, with fewer rows and weights."""
-    blocks = re.findall(r"```python\n# (\w+\.py)\n(.*?)```", (ROOT / "docs" / "own_data.md").read_text(), re.DOTALL)
+    blocks = re.findall(
+        r"```python\n# (\w+\.py)\n(.*?)```", (ROOT / "docs" / "own_data.md").read_text(encoding="utf-8"), re.DOTALL
+    )
     for name, text in blocks:
         (tmp_path / name).write_text(
-            text.replace("rows[:1500]", "rows[:120]").replace("rows[1500:1700]", "rows[120:140]")
+            text.replace("rows[:1500]", "rows[:120]").replace("rows[1500:1700]", "rows[120:140]"), encoding="utf-8"
         )
     subprocess.run([sys.executable, "rows.py"], cwd=tmp_path, check=True)
     fields = {
@@ -55,7 +57,7 @@ def run(shared, tmp_path, popen):
         "warm_start.dir": tmp_path / "warm", "run.dir": tmp_path,
     }  # fmt: skip
 
-    (tmp_path / "stopped.py").write_text(STOPPED)
+    (tmp_path / "stopped.py").write_text(STOPPED, encoding="utf-8")
 
     def run(command, *flags, **changes):
         """`command` is the name of one of ours, or the arguments of Python."""
@@ -71,7 +73,7 @@ def run(shared, tmp_path, popen):
 
 def records(folder):
     path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] if path.exists() else []
 
 
 @pytest.mark.slow  # four processes, each compiles
@@ -105,7 +107,7 @@ def unclocked(folder):
     """The metrics that no clock measured, and the completions that were kept."""
     own = ("seconds", "tokens_per_second", "time/", "host/")
     metrics = [{k: v for k, v in record.items() if not k.startswith(own)} for record in records(folder)]
-    return metrics, (folder / "samples.jsonl").read_text()
+    return metrics, (folder / "samples.jsonl").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow  # five processes, each compiles

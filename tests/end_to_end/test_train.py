@@ -46,7 +46,7 @@ def checksum(done):
 
 def metrics(folder, times=False):
     """The lines of metrics.jsonl without what a clock measured."""
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     own = ("seconds", "tokens_per_second", "time/", "host/")
     return lines if times else [{k: v for k, v in r.items() if not k.startswith(own)} for r in lines]
 
@@ -68,7 +68,7 @@ def test_every_method_trains_and_leaves_a_complete_run_folder(warm, tmp_path, me
     for name in methods:
         method = losses.METHODS[name]
         folder = tmp_path / f"micro-{name.lower()}-seed0"
-        config = json.loads((folder / "config.json").read_text())
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         assert config["loss"]["name"] == method.loss and config["reference"]["rule"] == method.reference
         records = metrics(folder)
         assert [r["step"] for r in records] == [0, 1, 2]
@@ -126,7 +126,7 @@ def test_a_run_killed_at_any_moment_ends_with_the_weights_and_metrics_of_one_tha
 
 def metrics_or_nothing(folder):
     file = folder / "metrics.jsonl"
-    return file.read_text().splitlines() if file.exists() else []
+    return file.read_text(encoding="utf-8").splitlines() if file.exists() else []
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +238,9 @@ def test_a_named_run_with_another_config_is_refused_naming_the_field(tmp_path, c
     config = micro.get_config()
     config.run.dir, config.run.name = str(tmp_path), "r"
     run_folder.open_run(resolve(config), run_folder.of(config))
-    (tmp_path / "r" / "metrics.jsonl").write_text('{"step": 1}\n')  # a run without a step is moved aside
+    (tmp_path / "r" / "metrics.jsonl").write_text(
+        '{"step": 1}\n', encoding="utf-8"
+    )  # a run without a step is moved aside
     flags = (f"--config.run.dir={tmp_path}", "--config.run.name=r", "--config.loss.kl_coef=0.5")
     assert train_command.main([f"--config={MICRO}", *flags]) == 2
     assert "loss.kl_coef was 0.0001, now 0.5" in capsys.readouterr().err

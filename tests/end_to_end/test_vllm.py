@@ -57,8 +57,11 @@ def weights(folder, seed, tokenizer, *, head=True, dtype="float32", scale=1.0, *
     models.save(folder, config, params, dtype=dtype, head=head, fields={"eos_token_id": tokenizer.eos_id})
     tokenizer.save(folder)
     file = folder / "tokenizer_config.json"  # transformers 5 wants names, and a class that knows no vocabulary
-    fields = json.loads(file.read_text()) | {"eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
-    file.write_text(json.dumps(fields))
+    fields = json.loads(file.read_text(encoding="utf-8")) | {
+        "eos_token": "<|im_end|>",
+        "tokenizer_class": "PreTrainedTokenizerFast",
+    }
+    file.write_text(json.dumps(fields), encoding="utf-8")
     return params
 
 
@@ -96,7 +99,9 @@ class Server:
         """Waits until it serves."""
         deadline = time.monotonic() + 300
         while self.get("/health") != 200:
-            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text()[-3000:]
+            assert self.process.poll() is None and time.monotonic() < deadline, self.log.read_text(encoding="utf-8")[
+                -3000:
+            ]
             time.sleep(0.5)
         return self
 
@@ -250,7 +255,7 @@ def test_an_engine_that_is_killed_ends_no_run_and_the_gap_stays_that_of_float32(
     weights(tmp_path / "first", 5, qwen_like)
     trainer = start(tmp_path, 1, *by_vllm(server, tmp_path / "first", "r", tmp_path / "weights"), devices=1)
     metrics = tmp_path / "r" / "metrics.jsonl"
-    while not metrics.exists() or metrics.read_text().count("\n") < 3:
+    while not metrics.exists() or metrics.read_text(encoding="utf-8").count("\n") < 3:
         assert trainer[0].poll() is None, printed(trainer, timeout=60)
         time.sleep(0.05)
     os.kill(server.engine(), signal.SIGKILL)

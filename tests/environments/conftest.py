@@ -45,7 +45,7 @@ def tokenizer(qwen_like):
 def modules(tmp_path_factory):
     """A folder of modules that worker processes find too."""
     folder = tmp_path_factory.mktemp("modules")
-    (folder / "adder.py").write_text(ADDER)
+    (folder / "adder.py").write_text(ADDER, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
         yield folder

@@ -6,13 +6,13 @@ from pathlib import Path
 from rpg_jax.environments import Posed
 from rpg_jax.environments.environment import Declaration
 
-PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
 
 
 def test_the_twenty_lines_of_the_page_play(tmp_path, monkeypatch):
     code = re.search(r"```python\n# again.py\n(.*?)```", PAGE, re.DOTALL)[1]
     assert len(code.splitlines()) <= 20
-    (tmp_path / "page_again.py").write_text(code)
+    (tmp_path / "page_again.py").write_text(code, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     environment = Declaration("page_again:Again").make({"cost": 0.2})
     posed = Posed("1+1?", "2", "1+1?")

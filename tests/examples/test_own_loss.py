@@ -36,7 +36,7 @@ FIELDS = {
 
 
 def test_it_has_at_most_80_lines():
-    assert len(Path(own_loss.__file__).read_text().splitlines()) <= 80
+    assert len(Path(own_loss.__file__).read_text(encoding="utf-8").splitlines()) <= 80
 
 
 def test_the_loss_is_the_formula_of_its_docstring():
@@ -68,7 +68,7 @@ def command(folder, fields):
 
 def numbers(folder):
     """The metrics of every step without those that measure the machine."""
-    lines = map(json.loads, (folder / "own" / "metrics.jsonl").read_text().splitlines())
+    lines = map(json.loads, (folder / "own" / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     aside = ("time/", "host/", "seconds", "tokens_per_second")
     return [{k: v for k, v in line.items() if not k.startswith(aside)} for line in lines]
 
@@ -91,15 +91,15 @@ def test_a_run_from_python_and_one_from_the_command_line_that_stopped_are_the_sa
     completed(command(tmp_path / "other", changed), env)
     runs = [tmp_path / "python" / "own", tmp_path / "other" / "own"]
     completed(["-m", "rpg_jax.report", *runs], env)
-    page = (runs[0] / "report.html").read_text()
+    page = (runs[0] / "report.html").read_text(encoding="utf-8")
     assert "loss.arguments" in page and "0.25" in page, "the table of what differs"
-    summary = (runs[0] / "summary.md").read_text()
+    summary = (runs[0] / "summary.md").read_text(encoding="utf-8")
     assert "| loss | `examples.own_loss:tempered` |" in summary
     assert '| hyperparameters of the loss | `{"tau": 0.5}` |' in summary
 
 
 def test_the_command_of_its_head_has_the_names_of_the_functions():
-    head = ast.get_docstring(ast.parse(Path(own_loss.__file__).read_text()))
+    head = ast.get_docstring(ast.parse(Path(own_loss.__file__).read_text(encoding="utf-8")))
     for name, value in FIELDS.items():
         assert f"--config.{name}=" in head and str(value) in head
     assert (ROOT / "examples" / "own_loss.py").is_file()

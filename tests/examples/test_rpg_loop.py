@@ -14,7 +14,7 @@ from rpg_jax import data
 from rpg_jax.types import Completion
 from tests.end_to_end.whole_runs import completed, environment
 
-SOURCE = Path(rpg_loop.__file__).read_text()
+SOURCE = Path(rpg_loop.__file__).read_text(encoding="utf-8")
 TREE = ast.parse(SOURCE)
 
 

@@ -151,7 +151,10 @@ def test_sampled_runs_come_near_the_optimum():
 
 
 def test_the_committed_page_gives_the_verdicts_of_completions_that_the_code_computes():
-    lines = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in PAGE.read_text().splitlines()]
+    lines = [
+        [cell.strip() for cell in line.strip("| ").split(" | ")]
+        for line in PAGE.read_text(encoding="utf-8").splitlines()
+    ]
     verdicts = {(cells[0], cells[1]): cells[2] for cells in lines if len(cells) == 12}
     few = CompletionSettings(actions=2, length=3, prompts=2, drifts=(0.0, 0.1))
     found = exact.gradient_errors(few, [TOKEN, SEQUENCE], lambda *_: None)
@@ -170,6 +173,8 @@ def test_the_program_leaves_numbers_and_tables(tmp_path, monkeypatch):
     assert program.main(["--quick", f"--out={tmp_path}"]) == 0
     assert "sequence, weight W: URKL" in kept.read(tmp_path / "exact.json.gz", sums)["errors"]
     assert "sequence, weight W: URKL" in kept.read(tmp_path / "sampled.json.gz", runs)["sampled"]
-    titles = [line[3:] for line in (tmp_path / "tables.md").read_text().splitlines() if line.startswith("## ")]
+    titles = [
+        line[3:] for line in (tmp_path / "tables.md").read_text(encoding="utf-8").splitlines() if line.startswith("## ")
+    ]
     assert titles == ["The KL term", "The whole loss", "Completions of several tokens: where does it end?",
                       "With sampled gradients"]  # fmt: skip

@@ -88,7 +88,7 @@ def test_descending_the_mean_gradient_reaches_the_optimum_of_the_divergence():
 @pytest.mark.slow  # each estimator in the default run has a test of its moments
 def test_the_committed_page_gives_the_verdicts_that_the_code_computes():
     verdicts = {}
-    for line in PAGE.read_text().splitlines():
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
         cells = [cell.strip() for cell in line.split(" | ")]
         if len(cells) == 8:
             verdicts[cells[0].removeprefix("| ")] = cells[2]
@@ -112,7 +112,9 @@ def test_the_program_leaves_numbers_tables_and_figure(tmp_path, capsys):
     assert (tmp_path / "estimators.png").read_bytes().startswith(b"\x89PNG")
     found = kept.read(tmp_path / "estimators.json.gz", program.QUICK)
     assert "RPG-URKL" in found["kl_terms"]
-    assert "| RPG-URKL | −wA + β(w log r − w) | KL(π_θ‖π_ref), exactly |" in (tmp_path / "tables.md").read_text()
+    assert "| RPG-URKL | −wA + β(w log r − w) | KL(π_θ‖π_ref), exactly |" in (tmp_path / "tables.md").read_text(
+        encoding="utf-8"
+    )
     assert str(tmp_path / "tables.md") in capsys.readouterr().out.replace("\n", "")
     with pytest.raises(ValueError, match="results of other settings"):
         kept.read(tmp_path / "estimators.json.gz", program.SETTINGS)

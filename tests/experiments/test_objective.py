@@ -103,7 +103,7 @@ def kept(folder, records=RECORDS, settings=None):
     head = {"settings": settings or json.loads(json.dumps(dataclasses.asdict(ObjectiveSettings())))}
     lines = [json.dumps(head), json.dumps({"runs": records, "made_with": CODE}), '{"runs": [{"torn']
     path = folder / "objective.jsonl"
-    path.write_text("\n".join(lines))
+    path.write_text("\n".join(lines), encoding="utf-8")
     return path
 
 
@@ -116,7 +116,7 @@ def test_each_row_takes_the_rate_of_the_least_regret_of_its_own_objective():
 
 def test_a_torn_line_is_dropped_and_other_settings_are_refused(tmp_path):
     path = kept(tmp_path)
-    assert len(runs.read(path.read_text()).runs) == len(RECORDS)
+    assert len(runs.read(path.read_text(encoding="utf-8")).runs) == len(RECORDS)
     with pytest.raises(ValueError, match="other settings: choose another --out"):
         runs.run_objective(ObjectiveSettings(seeds=(0,)), path, jobs=1)
 
@@ -126,7 +126,7 @@ def test_the_tables_have_paired_differences_and_come_from_the_kept_runs_alone(tm
     data = tmp_path / "objective.jsonl.gz"
     data.write_bytes(files.packed(path.read_bytes()))
     assert program.main([f"--from-data={data}", f"--out={out}"]) == 0
-    text = (out / "tables.md").read_text()
+    text = (out / "tables.md").read_text(encoding="utf-8")
     assert "| per token | URKL | 0.160 ± 0.025 | +0.050 ± 0.000 |" in text
     assert "| per token (GRPO) | k₃ | 0.190 ± 0.025 | +0.080 ± 0.050 |" in text
     assert "0.100 ←" in text and (out / "objective.png").stat().st_size > 10_000

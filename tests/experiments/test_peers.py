@@ -12,7 +12,7 @@ from experiments.peers.opponent import Opponent
 def test_a_rollout_puts_both_peers_beside_every_driver(capsys, tmp_path):
     python = tmp_path / "python"
     answer = '{\\"seconds\\": 3, \\"tokens\\": 2560}'
-    python.write_text(f'#!/bin/sh\nread sizes\nwhile read again; do echo "{answer}"; done\n')
+    python.write_text(f'#!/bin/sh\nread sizes\nwhile read again; do echo "{answer}"; done\n', encoding="utf-8")
     python.chmod(0o755)
     pythons = [f"--against={python}", f"--against-tunix={python}"]
     assert peers.main(["rollout", "--preset=tiny", "--repeats=2", "--json", *pythons]) == 0
@@ -30,7 +30,7 @@ def test_a_rollout_without_a_peer_says_what_is_missing(capsys):
 
 def test_an_opponent_answers_once_before_it_is_asked_and_once_for_every_question(tmp_path):
     python = tmp_path / "python"
-    python.write_text('#!/bin/sh\nread sizes\nwhile read question; do echo "$sizes"; done\n')
+    python.write_text('#!/bin/sh\nread sizes\nwhile read question; do echo "$sizes"; done\n', encoding="utf-8")
     python.chmod(0o755)
     opponent = Opponent(str(python), "torch_step.py", {"rows": 3})
     assert opponent.first["rows"] == opponent.work()["rows"] == 3

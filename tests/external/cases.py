@@ -26,7 +26,7 @@ def cases(group: str) -> list[Any]:
     return [
         pytest.param(case, id=f"{file.stem}-{case['test']}-{number}")
         for file in sorted(FOLDER.glob("*.json"))
-        for number, case in enumerate(json.loads(file.read_text()).get(group, []))
+        for number, case in enumerate(json.loads(file.read_text(encoding="utf-8")).get(group, []))
     ]
 
 

@@ -13,8 +13,8 @@ from rpg_jax.rewards.math_dapo import normalise
 from rpg_jax.rewards.shaping import overlong_penalty
 from tests.external.cases import FOLDER, cases, compare
 
-MATH_VERIFY = json.loads((FOLDER / "math_verify.json").read_text())
-REASONING_GYM = json.loads((FOLDER / "reasoning_gym.json").read_text())
+MATH_VERIFY = json.loads((FOLDER / "math_verify.json").read_text(encoding="utf-8"))
+REASONING_GYM = json.loads((FOLDER / "reasoning_gym.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("case", cases("verdicts"))

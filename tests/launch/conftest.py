@@ -37,7 +37,9 @@ class Cloud:
 
     def script(self, *rules: dict) -> None:
         """Rules of fake_cloud.py; `times` is 1 unless given."""
-        (self.home / "script.json").write_text(json.dumps([{"times": 1, "code": 1, **rule} for rule in rules]))
+        (self.home / "script.json").write_text(
+            json.dumps([{"times": 1, "code": 1, **rule} for rule in rules]), encoding="utf-8"
+        )
 
     def run(self, line: str, program: str = "tpu") -> int:
         """`tpu up --name=x -- --config=...`: exit code; output is kept in `out` and `err`."""
@@ -51,7 +53,11 @@ class Cloud:
     @property
     def calls(self) -> list[str]:
         log = self.home / "calls.jsonl"
-        return [" ".join(json.loads(line)) for line in log.read_text().splitlines()] if log.exists() else []
+        return (
+            [" ".join(json.loads(line)) for line in log.read_text(encoding="utf-8").splitlines()]
+            if log.exists()
+            else []
+        )
 
     def called(self, part: str) -> list[str]:
         return [call for call in self.calls if part in call]
@@ -66,7 +72,7 @@ def cloud(tmp_path, monkeypatch, capsys):
     programs.mkdir()
     for name in ("gcloud", "xpk", "kubectl", "docker"):
         fake = Path(__file__).parent / "fake_cloud.py"
-        (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "{fake}" {name} "$@"\n')
+        (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}" -IS "{fake}" {name} "$@"\n', encoding="utf-8")
         (programs / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     monkeypatch.setenv("FAKE_CLOUD", str(tmp_path))

@@ -51,11 +51,11 @@ FLAGS = {
 
 def answer(line: str, argv: list[str], home: Path) -> int:
     script = home / "script.json"
-    rules = json.loads(script.read_text()) if script.exists() else []
+    rules = json.loads(script.read_text(encoding="utf-8")) if script.exists() else []
     for rule in rules:
         if rule["times"] and re.search(rule["match"], line):
             rule["times"] -= 1
-            script.write_text(json.dumps(rules))
+            script.write_text(json.dumps(rules), encoding="utf-8")
             print(rule.get("stdout", ""))
             print(rule.get("stderr", ""), file=sys.stderr)
             return rule.get("code", 0)

@@ -68,7 +68,7 @@ EXECUTED = {
 
 def commands(page: Path) -> list[str]:
     """The commands of a page's fenced blocks and those in its sentences, without what is said about them."""
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     lines = [line for block in FENCE.findall(text) for line in block.replace("\\\n", " ").splitlines()]
     lines = [re.sub(r"^(?:[A-Z_]+=\S+ )+", "", line) for line in lines]  # variables of the environment
     lines = [re.sub(r"^rpg-(\w+)", r"python -m rpg_jax.\1", line) for line in lines]  # commands of a wheel
@@ -90,7 +90,9 @@ def flags_of(module: str, command: str = "") -> set[str]:
     files += [ROOT / "rpg_jax/runs/train_command.py"] if module == "train" else []
     found = {"help", "debug"}
     for file in filter(Path.exists, files):
-        for call in (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call)):
+        for call in (
+            node for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))) if isinstance(node, ast.Call)
+        ):
             name = call.func.attr if isinstance(call.func, ast.Attribute) else ""
             if name in ("add_argument", "add_switch"):
                 found |= {a.removeprefix("--") for a in map(_text, call.args) if a}
@@ -107,7 +109,7 @@ def check_overrides(arguments: list[str]) -> None:
     file = next((a.partition("=")[2] for a in arguments if a.startswith("--config=")), "configs/tiny.py")
     path, _, variant = file.partition(":")
     path = path if "/" in path or path.endswith(".py") else f"configs/{path}.py"
-    made = "".join((ROOT / "docs" / page).read_text() for page in MAKERS)
+    made = "".join((ROOT / "docs" / page).read_text(encoding="utf-8") for page in MAKERS)
     if f"# {path}\n" in made:  # a file that the page makes
         path = "configs/tiny.py"
     assert (ROOT / path).exists(), path
@@ -156,11 +158,11 @@ def test_a_documented_command_is_executed_by_a_test_or_says_why_not(page, line):
     line = line.removeprefix(".venv/bin/")
     how = next((how for start, how in EXECUTED.items() if line.startswith(start)), None)
     assert how, f"{page}: say in EXECUTED which test runs {line!r}, or why none does"
-    if page == "extending.md" and f"\n{line}\n" in (ROOT / "docs" / page).read_text():
+    if page == "extending.md" and f"\n{line}\n" in (ROOT / "docs" / page).read_text(encoding="utf-8"):
         return  # tests/test_extending.py runs its blocks, whatever they are
     assert how.startswith("not run: ") or (ROOT / how).exists()
     if (found := re.search(r"-m (?:rpg_jax|experiments)\.(\w+)", line)) and not how.startswith("not run: "):
-        assert found[1] in (ROOT / how).read_text(), f"{how} does not run {found[1]}"
+        assert found[1] in (ROOT / how).read_text(encoding="utf-8"), f"{how} does not run {found[1]}"
 
 
 @pytest.mark.parametrize("program, line", LAUNCHERS, ids=lambda value: value[:40])
@@ -179,13 +181,13 @@ def test_the_documents_show_commands():
 
 def anchors(page: Path) -> set[str]:
     """The fragments that GitHub gives the headings of a page."""
-    headings = re.findall(r"^#+ (.+)$", BLOCK.sub("", page.read_text()), re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", BLOCK.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", [*LINKED, *PROGRAMMES], ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_link_of_a_page_leads_somewhere(page):
-    for link in LINK.findall(BLOCK.sub("", page.read_text())):
+    for link in LINK.findall(BLOCK.sub("", page.read_text(encoding="utf-8"))):
         if link.startswith(("https://", "http://")):
             continue
         name, _, fragment = link.partition("#")
@@ -196,7 +198,7 @@ def test_every_link_of_a_page_leads_somewhere(page):
 
 @pytest.mark.parametrize("page", sorted({*LINKED, *PROGRAMMES} - DATED), ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_path_that_a_page_names_exists(page):
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     made = set(re.findall(r"^```python\n# ([\w./]+)$", text, re.MULTILINE))  # by the page itself
     missing = [path for path in PATH.findall(text) if path not in made and not (ROOT / path).exists()]
     assert not missing
@@ -205,26 +207,30 @@ def test_every_path_that_a_page_names_exists(page):
 def test_every_page_that_the_code_names_exists():
     for folder in ("rpg_jax", "experiments", "configs", "launch"):
         for file in (ROOT / folder).rglob("*.py"):
-            for name in re.findall(r"\bdocs/[\w./-]+\.(?:md|png)", file.read_text()):
+            for name in re.findall(r"\bdocs/[\w./-]+\.(?:md|png)", file.read_text(encoding="utf-8")):
                 assert (ROOT / name).exists(), f"{file.relative_to(ROOT)} names {name}"
 
 
 def test_the_index_of_the_documents_links_every_page():
     index = ROOT / "docs" / "README.md"
-    linked = {(index.parent / link.partition("#")[0]).resolve() for link in LINK.findall(index.read_text())}
+    linked = {
+        (index.parent / link.partition("#")[0]).resolve() for link in LINK.findall(index.read_text(encoding="utf-8"))
+    }
     assert {*LINKED} - linked == {index}
 
 
 def test_every_difference_in_errata_names_tests_that_exist():
-    text = (ROOT / "docs" / "errata.md").read_text()
+    text = (ROOT / "docs" / "errata.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \|.*\| ([^|]+) \|$", text, re.MULTILINE)
     assert [int(number) for number, _ in rows] == list(range(1, len(rows) + 1))
     for number, shown in rows:
         assert "`test_" in shown, f"row {number} names no test"
         for file, names in re.findall(r"`(test_\w+)`(?:: ((?:`[^`]+`(?:, )?)+))?", shown):
-            source = "".join(path.read_text() for path in (ROOT / "tests").rglob(f"{file}.py"))
+            source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob(f"{file}.py"))
             if not source:  # a test named without its file belongs to the file before it
-                source = "".join(path.read_text() for path in (ROOT / "tests" / "losses").glob("test_*.py"))
+                source = "".join(
+                    path.read_text(encoding="utf-8") for path in (ROOT / "tests" / "losses").glob("test_*.py")
+                )
                 names = f"`{file}`"
             for name in re.findall(r"`([^`]+)`", names):
                 for part in filter(None, re.split("…", name)):

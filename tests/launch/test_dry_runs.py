@@ -58,13 +58,13 @@ def test_dry_run_prints_what_would_run(cloud, name):
     for written in ("run.sh", "jobset.yaml"):
         path = cloud.home / "staging" / written
         if path.exists():
-            text += f"\n=== {written}\n{path.read_text()}"
+            text += f"\n=== {written}\n{path.read_text(encoding='utf-8')}"
     text = text.replace(str(cloud.home / "staging"), "STAGING").replace(REPOSITORY, "REPOSITORY")
     golden = GOLDEN / f"{name}.txt"
     if os.environ.get("REGENERATE"):
         golden.parent.mkdir(exist_ok=True)
-        golden.write_text(text)
-    assert text == golden.read_text()
+        golden.write_text(text, encoding="utf-8")
+    assert text == golden.read_text(encoding="utf-8")
 
 
 def test_every_dry_run_command_is_one_the_real_programs_take(cloud):

@@ -29,10 +29,10 @@ def install(tmp_path, monkeypatch):
     """The installer of a repository in a path with a space, whose new venvs hold a fake pip that logs its calls."""
     root = tmp_path / "a repository"
     (root / "launch").mkdir(parents=True)
-    (root / "launch" / "install.py").write_text(SOURCE.read_text())
-    (root / "requirements.txt").write_text("a\n")
-    (root / "requirements-dev.txt").write_text("b\n")
-    (root / "requirements-jetstream.lock").write_text("c\n")
+    (root / "launch" / "install.py").write_text(SOURCE.read_text(encoding="utf-8"), encoding="utf-8")
+    (root / "requirements.txt").write_text("a\n", encoding="utf-8")
+    (root / "requirements-dev.txt").write_text("b\n", encoding="utf-8")
+    (root / "requirements-jetstream.lock").write_text("c\n", encoding="utf-8")
     spec = importlib.util.spec_from_file_location("install", root / "launch" / "install.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -44,14 +44,14 @@ def install(tmp_path, monkeypatch):
 def fake_venv(module, pip=FAKE_PIP):
     python = module.VENV / "bin" / "python"
     python.parent.mkdir(parents=True, exist_ok=True)
-    python.write_text(pip)
+    python.write_text(pip, encoding="utf-8")
     python.chmod(0o755)
     (module.VENV / "bin" / "python.log").unlink(missing_ok=True)
 
 
 def calls(module):
     log = module.VENV / "bin" / "python.log"
-    return log.read_text().splitlines() if log.exists() else []
+    return log.read_text(encoding="utf-8").splitlines() if log.exists() else []
 
 
 def fails(module, capsys):
@@ -73,11 +73,11 @@ def test_jetstream_comes_without_its_requirements(install):
     ("file", "package"), [("requirements-jetstream.lock", INSTALL.split()[-1]), ("launch/uv.lock", "uv==")]
 )
 def test_what_is_installed_beside_the_lockfile_is_pinned_by_its_hash(file, package):
-    lines = (SOURCE.parents[1] / file).read_text().splitlines()
+    lines = (SOURCE.parents[1] / file).read_text(encoding="utf-8").splitlines()
     [pinned] = [line for line in lines if not line.startswith("#")]
     assert pinned.startswith(package) and re.search(" --hash=sha256:[0-9a-f]{64}$", pinned)
     used = {"launch/uv.lock": "launch/cloud/worker.sh"}.get(file, "launch/install.py")
-    assert "require-hashes" in (text := (SOURCE.parents[1] / used).read_text()) and file in text
+    assert "require-hashes" in (text := (SOURCE.parents[1] / used).read_text(encoding="utf-8")) and file in text
 
 
 def test_second_start_installs_nothing(install):
@@ -89,7 +89,7 @@ def test_second_start_installs_nothing(install):
 
 def test_changed_requirements_are_installed_into_the_same_venv(install):
     install.main()
-    (install.ROOT / "requirements.txt").write_text("a>2\n")
+    (install.ROOT / "requirements.txt").write_text("a>2\n", encoding="utf-8")
     kept = install.VENV / "kept"
     kept.touch()
     assert install.main() == 0
@@ -98,7 +98,7 @@ def test_changed_requirements_are_installed_into_the_same_venv(install):
 
 def test_interrupted_installation_is_made_anew(install):
     install.main()
-    install.STAMP.write_text("installing")
+    install.STAMP.write_text("installing", encoding="utf-8")
     assert install.main() == 0
     assert len(calls(install)) == 2  # the log went with the old venv
     assert install.state() == install.digest("requirements-dev.txt")
@@ -112,7 +112,7 @@ def test_venv_whose_interpreter_is_gone_is_made_anew(install):
 
 
 def test_other_requirements_are_another_environment(install, monkeypatch):
-    (install.ROOT / "requirements-tpu.txt").write_text("b\n")
+    (install.ROOT / "requirements-tpu.txt").write_text("b\n", encoding="utf-8")
     install.main()
     monkeypatch.setattr(sys, "argv", ["install.py", "--requirements=requirements-tpu.txt"])
     install.main()

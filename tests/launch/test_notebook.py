@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 import types
-import urllib.parse
 import urllib.request
 from pathlib import Path
 
@@ -24,7 +23,7 @@ from rpg_jax.runs.resolve import resolve
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = ROOT / "launch" / "colab" / "rpg_small.ipynb"
-CELLS = json.loads(NOTEBOOK.read_text())["cells"]
+CELLS = json.loads(NOTEBOOK.read_text(encoding="utf-8"))["cells"]
 CODE = ["".join(cell["source"]) for cell in CELLS if cell["cell_type"] == "code"]
 
 
@@ -41,7 +40,7 @@ def test_no_cell_defines_anything():
 
 
 def test_it_is_small_names_no_machine_and_waits_for_nobody():
-    text = NOTEBOOK.read_text()
+    text = NOTEBOOK.read_text(encoding="utf-8")
     assert not [source for source in CODE if "input(" in source]
     assert len(text) < 300_000
     assert "/work" not in text and "/tmp" not in text

@@ -111,7 +111,7 @@ def test_a_server_takes_the_flags_that_the_launcher_sets_and_the_users_own(monke
 def test_what_is_remembered_of_a_worker_is_refused_with_what_took_its_place(cloud):
     (cloud.home / "staging").mkdir()
     remembered = {"name": "rpg-4b-w0", "trainer": [], "secrets": [], "works_for": "10.0.0.7:9100"}
-    (cloud.home / "staging" / "job.json").write_text(json.dumps(remembered))
+    (cloud.home / "staging" / "job.json").write_text(json.dumps(remembered), encoding="utf-8")
     assert cloud.run("status --name=rpg-4b-w0") == 1
     assert "is of a rollout worker, and servers sample now; delete it, and pass --serves-for=RUN" in cloud.errors()[0]
 
@@ -119,9 +119,9 @@ def test_what_is_remembered_of_a_worker_is_refused_with_what_took_its_place(clou
 def test_what_an_earlier_version_remembered_of_a_trainer_is_read(cloud):
     assert cloud.run(f"create {TPU} {TRAINER}") == 0, cloud.err
     file = cloud.home / "staging" / "job.json"
-    fields = json.loads(file.read_text())
+    fields = json.loads(file.read_text(encoding="utf-8"))
     del fields["serves_for"]
-    file.write_text(json.dumps(fields | {"works_for": None}))
+    file.write_text(json.dumps(fields | {"works_for": None}), encoding="utf-8")
     assert cloud.run("create --name=rpg-4b") == 0, cloud.err
 
 
@@ -301,7 +301,7 @@ def test_the_plan_is_asked_and_its_answer_shown(cloud, monkeypatch, tmp_path):
     job = make_job(name="n", bucket="gs://b", trainer=("--config=x",), **tpu)
 
     def planned(program):
-        (tmp_path / "rpg_jax" / "plan.py").write_text(f"import sys; asked = sys.argv[1:]; {program}")
+        (tmp_path / "rpg_jax" / "plan.py").write_text(f"import sys; asked = sys.argv[1:]; {program}", encoding="utf-8")
         return list(preflight.plan_says_it_fits(job))
 
     with pytest.raises(LaunchError, match=r"plan: \['--config=x', '--json', '--topology=v5p:2x2x2\*2'\]; --no-plan"):

@@ -43,7 +43,7 @@ def run(repository, script, *arguments, pythons=None, **environment):
     """Runs a script where only `pythons` (name -> kind of fake) are installed."""
     path = repository.parent / "bin"
     for name, kind in (pythons or {"python3": WORKING}).items():
-        (path / name).write_text(kind.format(name=name))
+        (path / name).write_text(kind.format(name=name), encoding="utf-8")
         (path / name).chmod(0o755)
     environment = {"PATH": str(path), "HOME": os.environ.get("HOME", "/"), **environment}
     command = ["bash", str(repository / script), *arguments]
@@ -59,7 +59,7 @@ def test_names_on_path_that_do_not_run_are_passed_over(repository):
 
 def test_named_interpreter_comes_first(repository):
     other = repository.parent / "other"
-    other.write_text(WORKING.format(name="other"))
+    other.write_text(WORKING.format(name="other"), encoding="utf-8")
     other.chmod(0o755)
     assert run(repository, "launch/local.sh", PYTHON=str(other)).stderr == "other installs\n"
 

@@ -79,13 +79,13 @@ def test_a_tpu_that_is_to_be_kept_is_kept_and_costs(cloud):
     assert cloud.run(f"up {TPU} --keep {TRAINER}") == 0
     assert len(cloud.called("queued-resources delete")) == 0
     assert "kept: the TPU still costs about $33.60 an hour" in cloud.err
-    run = (cloud.home / "staging" / "run.sh").read_text()
+    run = (cloud.home / "staging" / "run.sh").read_text(encoding="utf-8")
     assert "queued-resources delete" not in run
 
 
 def test_a_worker_whose_run_has_finished_deletes_its_own_tpu(cloud):
     assert cloud.run(f"create {TPU} {TRAINER}") == 0
-    run = (cloud.home / "staging" / "run.sh").read_text()
+    run = (cloud.home / "staging" / "run.sh").read_text(encoding="utf-8")
     marks, frees = run.index("/finished"), run.index("gcloud compute tpus queued-resources delete rpg-4b")
     assert marks < frees < run.index("\nfi\nexit")
 
@@ -287,7 +287,7 @@ def test_later_commands_remember_what_was_launched(cloud):
     assert cloud.run("status --name=rpg-4b") == 0
     assert "--zone=us-east5-a" in cloud.called("queued-resources describe")[-1]
     assert cloud.run("run --name=rpg-4b") == 0
-    assert "--config.mesh.fsdp=-1" in (cloud.home / "staging" / "run.sh").read_text()
+    assert "--config.mesh.fsdp=-1" in (cloud.home / "staging" / "run.sh").read_text(encoding="utf-8")
 
 
 def test_no_secret_value_reaches_a_command_or_a_file(cloud, monkeypatch):
@@ -295,7 +295,7 @@ def test_no_secret_value_reaches_a_command_or_a_file(cloud, monkeypatch):
     cloud.run(f"up {TPU} --no-watch --secret=WANDB_API_KEY=wandb-key {TRAINER}")
     written = [path.read_bytes() for path in cloud.home.rglob("*") if path.is_file()]
     assert not any(b"s3cr3t-value" in content for content in written)
-    assert "WANDB_API_KEY=wandb-key" in (cloud.home / "staging" / "run.sh").read_text()
+    assert "WANDB_API_KEY=wandb-key" in (cloud.home / "staging" / "run.sh").read_text(encoding="utf-8")
 
 
 def test_a_missing_gcloud_is_one_line(cloud, monkeypatch):

@@ -63,28 +63,28 @@ class Worker:
         for name, text in {
             "gcloud": GCLOUD, "curl": CURL, "systemctl": SYSTEMCTL, "systemd-run": SYSTEMD_RUN, "python3": PYTHON
         }.items():  # fmt: skip
-            (home / "bin" / name).write_text(text)
+            (home / "bin" / name).write_text(text, encoding="utf-8")
             (home / "bin" / name).chmod(0o755)
         self.upload("one")
-        (self.bucket / "run.sh").write_text(files.run_script(JOB))
+        (self.bucket / "run.sh").write_text(files.run_script(JOB), encoding="utf-8")
         script = files.startup_script(JOB).replace("/opt/rpg", str(home / "opt")).replace("/var/log", str(home))
-        (home / "startup.sh").write_text(script)
+        (home / "startup.sh").write_text(script, encoding="utf-8")
 
     def upload(self, content):
-        (self.home / "file").write_text(content)
+        (self.home / "file").write_text(content, encoding="utf-8")
         with tarfile.open(self.bucket / "source.tar.gz", "w:gz") as archive:
             archive.add(self.home / "file", "launch/install.py")
 
     def boot(self, *arguments, **environment):
         """What was called while the startup script ran, and what it printed."""
-        self.log.write_text("")
+        self.log.write_text("", encoding="utf-8")
         self.environment = {"PATH": f"{self.home / 'bin'}:{os.environ['PATH']}", "LOG": str(self.log)}
         self.environment |= {"BUCKET": str(self.bucket), "ACTIVE": str(self.home / "active"), **environment}
         done = subprocess.run(
             ["bash", str(self.home / "startup.sh"), *arguments], env=self.environment, capture_output=True, text=True
         )
         assert done.returncode == 0, done.stderr
-        return self.log.read_text(), done.stdout
+        return self.log.read_text(encoding="utf-8"), done.stdout
 
 
 @pytest.fixture
@@ -107,11 +107,14 @@ def test_what_runs_is_left_alone_when_asked_again(worker):
 
 def test_another_command_or_other_code_replaces_what_runs(worker):
     worker.boot()
-    for change in (lambda: (worker.bucket / "run.sh").write_text("# other"), lambda: worker.upload("two")):
+    for change in (
+        lambda: (worker.bucket / "run.sh").write_text("# other", encoding="utf-8"),
+        lambda: worker.upload("two"),
+    ):
         change()
         log, _ = worker.boot("run")
         assert log.index("systemctl stop rpg") < log.index("install.py") < log.index("systemd-run")
-    assert (worker.home / "opt" / "repository" / "launch" / "install.py").read_text() == "two"
+    assert (worker.home / "opt" / "repository" / "launch" / "install.py").read_text(encoding="utf-8") == "two"
 
 
 def test_new_code_keeps_the_environment(worker):
@@ -136,7 +139,7 @@ def test_a_finished_or_stopped_run_is_not_started_by_a_boot(worker):
 
 def test_stop_and_status(worker):
     worker.boot()
-    (worker.home / "rpg.log").write_text("step 1\nstep 2\n")
+    (worker.home / "rpg.log").write_text("step 1\nstep 2\n", encoding="utf-8")
     assert worker.boot("status", WORKER="1")[1] == "worker 1: active: step 2\n"
     log, said = worker.boot("stop")
     assert "systemctl stop rpg" in log and said == "worker 0 done\n"
@@ -157,7 +160,7 @@ def train(worker, **environment):
     worker.boot()
     python = worker.home / "opt" / "repository" / ".venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
-    python.write_text(TRAINER)
+    python.write_text(TRAINER, encoding="utf-8")
     python.chmod(0o755)
     command = ["bash", str(worker.bucket / "run.sh")]
     environment = {**worker.environment, "TPU_ENV": "", **environment}
@@ -202,7 +205,9 @@ def test_a_stop_waits_for_the_trainer_to_save(worker):
 def test_pods_meet_at_the_first_host_of_the_first_slice(tmp_path):
     python = tmp_path / "python"
     extras = '[ "$1" != launch/cloud/extras.py ] || exit 0'
-    python.write_text(f'#!/bin/sh\n{extras}\necho "$JAX_COORDINATOR_ADDRESS $JAX_COMPILATION_CACHE_DIR $*"\n')
+    python.write_text(
+        f'#!/bin/sh\n{extras}\necho "$JAX_COORDINATOR_ADDRESS $JAX_COMPILATION_CACHE_DIR $*"\n', encoding="utf-8"
+    )
     python.chmod(0o755)
     command = [
         "bash",
@@ -223,7 +228,9 @@ def test_pods_meet_at_the_first_host_of_the_first_slice(tmp_path):
 
 def test_a_pod_that_serves_is_no_slice_of_a_job(tmp_path):
     python = tmp_path / "python"
-    python.write_text('#!/bin/sh\n[ "$1" != launch/cloud/extras.py ] || exit 0\necho "$MEGASCALE_NUM_SLICES $*"\n')
+    python.write_text(
+        '#!/bin/sh\n[ "$1" != launch/cloud/extras.py ] || exit 0\necho "$MEGASCALE_NUM_SLICES $*"\n', encoding="utf-8"
+    )
     python.chmod(0o755)
     pod = {"PATH": os.environ["PATH"], "PYTHON": str(python), "MEGASCALE_COORDINATOR_ADDRESS": "slice-0:8080"}
     pod |= {"MEGASCALE_NUM_SLICES": "4"}

@@ -54,7 +54,7 @@ def test_an_image_has_no_key_that_lies_in_the_folder(cloud, monkeypatch, tmp_pat
     (root / "launch" / "gke").mkdir(parents=True)
     tracked, keys = ["launch/gke/Dockerfile", "a.py"], ["key.txt", "private.pem", ".env", "launch/tls.key"]
     for name in (*tracked, *keys):
-        (root / name).write_text(name)
+        (root / name).write_text(name, encoding="utf-8")
     monkeypatch.setattr(files, "ROOT", root)
     monkeypatch.setattr(files, "_git", lambda *words: "\0".join(tracked) if words[0] == "ls-files" else "")
     context = files.image_context(Shell(), tmp_path / "staging")
@@ -63,7 +63,7 @@ def test_an_image_has_no_key_that_lies_in_the_folder(cloud, monkeypatch, tmp_pat
     monkeypatch.setattr(files, "_git", lambda *words: "")
     with pytest.raises(LaunchError, match="git does not say which files a worker gets"):
         files.sent()
-    ignored = (ROOT / ".dockerignore").read_text()
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8")
     for name in keys:
         assert subprocess.run(["git", "check-ignore", "-q", name], cwd=ROOT).returncode == 0, name
         assert any(fnmatch.fnmatch(f"x/{name}", line) for line in ignored.splitlines()), name
@@ -136,7 +136,7 @@ def test_every_exit_code_of_the_trainer_is_restarted_or_not_on_both_ways(cloud):
     restarted = {crashed, processes.STALLED, *(128 + number for number in signals)}
     assert cloud.run(f"run {TPU} {TRAINER}", "xpk") == 0
     (command,) = cloud.called("workload create")
-    manifest = (cloud.home / "staging" / "jobset.yaml").read_text()
+    manifest = (cloud.home / "staging" / "jobset.yaml").read_text(encoding="utf-8")
     for code in ended | restarted:
         wanted = "ended" if code in ended else "restarted"
         assert (outcome_on_xpk(command, code), outcome_on_jobset(manifest, code)) == (wanted, wanted), code

@@ -19,7 +19,7 @@ import pytest
 from rpg_jax.losses import METHODS, advantages, policy_loss
 from tests.losses.oracles import ORACLES
 
-GOLDEN = json.loads((Path(__file__).parent / "golden" / "official.json").read_text())
+GOLDEN = json.loads((Path(__file__).parent / "golden" / "official.json").read_text(encoding="utf-8"))
 # Both sides round a few dozen float64 operations on numbers below 1e4.
 TOLERANCE = 1e-11
 

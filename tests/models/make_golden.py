@@ -82,7 +82,7 @@ def main() -> None:
             config = config_of(name)
             config.torch_dtype = "float32"
             config.architectures = [f"{CASES[name][0]}ForCausalLM"]
-            (GOLDEN / name / "config.transformers4.json").write_text(config.to_json_string())
+            (GOLDEN / name / "config.transformers4.json").write_text(config.to_json_string(), encoding="utf-8")
         return
 
     import torch

@@ -47,9 +47,9 @@ def write(name: str) -> None:
     model.save_pretrained(folder)
     (folder / "README.md").unlink(missing_ok=True)
     file = folder / "adapter_config.json"
-    fields = json.loads(file.read_text()) | {"base_model_name_or_path": name}
+    fields = json.loads(file.read_text(encoding="utf-8")) | {"base_model_name_or_path": name}
     fields["target_modules"] = sorted(fields["target_modules"])  # peft writes a set
-    file.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n")
+    file.write_text(json.dumps(fields, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     (folder / "adapter_model.safetensors").chmod(0o644)
     np.savez_compressed(folder / "golden.npz", logits=logits(model, name), base_logits=logits(base(name), name))
 

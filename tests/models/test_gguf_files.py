@@ -26,7 +26,7 @@ from rpg_jax.models import gguf_files  # noqa: E402
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny_gguf import CASES, GOLDEN, TEXTS, messages, write  # noqa: E402
 
-READ = json.loads((GOLDEN / "gguf.json").read_text()) if (GOLDEN / "gguf.json").exists() else {}
+READ = json.loads((GOLDEN / "gguf.json").read_text(encoding="utf-8")) if (GOLDEN / "gguf.json").exists() else {}
 
 
 @pytest.fixture(autouse=True)

@@ -90,7 +90,7 @@ def test_every_spelling_of_yarn_is_the_same_yarn(fields):
     ],
 )
 def test_what_is_not_computed_is_refused_by_name(tmp_path, fields, message):
-    (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B | fields))
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_4B | fields), encoding="utf-8")
     with pytest.raises(ValueError, match=message) as error:
         models.read_config(tmp_path)
     assert str(tmp_path) in str(error.value)
@@ -107,7 +107,9 @@ def test_mixtures_with_dense_layers_are_refused():
 def test_a_missing_file_or_field_is_named(tmp_path):
     with pytest.raises(ValueError, match=r"has no config\.json"):
         models.read_config(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({k: v for k, v in QWEN3_4B.items() if k != "hidden_size"}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({k: v for k, v in QWEN3_4B.items() if k != "hidden_size"}), encoding="utf-8"
+    )
     with pytest.raises(ValueError, match="no field 'hidden_size'"):
         models.read_config(tmp_path)
 

@@ -69,8 +69,8 @@ def test_logits_and_greedy_continuations_are_those_of_transformers(loaded, name)
 
 @pytest.mark.parametrize("name", CASES)
 def test_both_styles_of_config_say_the_same(name):
-    new = json.loads((GOLDEN / name / "config.json").read_text())
-    old = json.loads((GOLDEN / name / "config.transformers4.json").read_text())
+    new = json.loads((GOLDEN / name / "config.json").read_text(encoding="utf-8"))
+    old = json.loads((GOLDEN / name / "config.transformers4.json").read_text(encoding="utf-8"))
     assert "rope_parameters" in new and "dtype" in new
     assert "rope_theta" in old and "torch_dtype" in old
     assert models.parse_config(old) == models.parse_config(new)
@@ -97,7 +97,7 @@ def test_load_export_load_is_bit_equal(loaded, tmp_path, name):
 def test_bf16_weights_survive_bit_equal(loaded, tmp_path):
     config, _, params = loaded["qwen3"]
     models.save(tmp_path, config, params, dtype=jnp.bfloat16)
-    assert json.loads((tmp_path / "config.json").read_text())["torch_dtype"] == "bfloat16"
+    assert json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))["torch_dtype"] == "bfloat16"
     half = models.load(tmp_path, config, param_dtype=jnp.bfloat16)
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(a, b.astype(jnp.bfloat16)), half, params)
 

@@ -80,7 +80,7 @@ def test_a_bucket_is_copied_once_and_again_where_it_has_changed(monkeypatch, tmp
         before = (folder / "model.safetensors").stat().st_ino
         gcs.put("qwen/config.json", b"one that is longer")
         models.local_folder("gs://bucket/qwen")
-        assert (folder / "config.json").read_text() == "one that is longer"
+        assert (folder / "config.json").read_text(encoding="utf-8") == "one that is longer"
         assert (folder / "model.safetensors").stat().st_ino == before, "unchanged, not copied again"
         gcs.put("pickled/pytorch_model.bin", b"")
         with pytest.raises(ValueError, match=r"gs://bucket/pickled has no file \*\.json or .*\*\.safetensors"):

@@ -30,7 +30,7 @@ NUMBERS = [name for name, value in CONFIG.items() if isinstance(value, int) and 
 def test_a_number_that_is_none_of_a_model_is_refused_with_its_file(tmp_path, name, value):
     if value == 10**6 + 1 and name in ("vocab_size", "hidden_size", "intermediate_size"):
         value *= 10**3
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {name: value}))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {name: value}), encoding="utf-8")
     with pytest.raises(ValueError, match=r"config\.json: ") as error:
         read_config(tmp_path)
     assert "\n" not in str(error.value)
@@ -39,7 +39,7 @@ def test_a_number_that_is_none_of_a_model_is_refused_with_its_file(tmp_path, nam
 @pytest.mark.parametrize("name", ["rope_theta", "rms_norm_eps"])
 @pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), "x", None])
 def test_a_constant_that_makes_no_sense_is_refused(tmp_path, name, value):
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {name: value}))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {name: value}), encoding="utf-8")
     with pytest.raises(ValueError, match=r"config\.json: "):
         read_config(tmp_path)
 
@@ -73,6 +73,6 @@ def test_safetensors_cut_short_are_named(tmp_path, share):
     ],
 )
 def test_an_index_that_names_no_files_of_its_folder_is_refused(tmp_path, index):
-    (tmp_path / "model.safetensors.index.json").write_text(index)
+    (tmp_path / "model.safetensors.index.json").write_text(index, encoding="utf-8")
     with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json is damaged: "):
         Folder(tmp_path)

@@ -41,7 +41,7 @@ def test_processes_write_about_as_many_bytes_and_together_the_folder_of_one(tmp_
     assert found.keys() == original.keys()
     for key, tensor in original.items():
         np.testing.assert_array_equal(found[key], tensor, err_msg=key)
-    index = json.loads((tmp_path / models.hf_layout.INDEX).read_text())
+    index = json.loads((tmp_path / models.hf_layout.INDEX).read_text(encoding="utf-8"))
     assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in original.values())
     for key, file in index["weight_map"].items():
         assert key in load_file(tmp_path / file), "the index names the file"

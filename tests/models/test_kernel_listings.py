@@ -78,7 +78,7 @@ def compile_kernels(folder, topology, kernel, *, cache="bf16", queries=32):
 def listed(folder, kernel, stage):
     """The text of the largest listing of a kernel at a stage of compilation."""
     found = folder.glob(f"*-{kernel}*-{stage}.txt")
-    return max(found, key=lambda path: path.stat().st_size).read_text()
+    return max(found, key=lambda path: path.stat().st_size).read_text(encoding="utf-8")
 
 
 def cycles(folder, kernel):

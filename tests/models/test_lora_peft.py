@@ -43,7 +43,9 @@ def test_a_saved_adapter_has_the_tensors_and_the_fields_of_the_one_that_was_load
     assert mine.keys() == theirs.keys()
     for name, tensor in theirs.items():
         np.testing.assert_array_equal(mine[name], tensor, err_msg=name)
-    written, read = (json.loads((folder / "adapter_config.json").read_text()) for folder in (tmp_path, source))
+    written, read = (
+        json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")) for folder in (tmp_path, source)
+    )
     assert {name: read[name] for name in written} == written
 
 
@@ -59,8 +61,8 @@ def test_a_saved_adapter_has_the_tensors_and_the_fields_of_the_one_that_was_load
 )
 def test_an_adapter_that_means_something_else_is_refused_in_one_line(tmp_path, changes, lora, said):
     folder = shutil.copytree(FOLDER, tmp_path / "adapter")
-    fields = json.loads((folder / "adapter_config.json").read_text()) | changes
-    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    fields = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8")) | changes
+    (folder / "adapter_config.json").write_text(json.dumps(fields), encoding="utf-8")
     with pytest.raises(ValueError, match=said):
         load_adapters(folder, CONFIG, lora)
 

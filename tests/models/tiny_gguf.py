@@ -43,7 +43,7 @@ def write(path: Path, name: str, *, quantised: bool = False, metadata=None, tens
     import gguf
     from safetensors.numpy import load_file
 
-    config = json.loads((GOLDEN / name / "config.json").read_text())
+    config = json.loads((GOLDEN / name / "config.json").read_text(encoding="utf-8"))
     family, rope = config["model_type"], config["rope_parameters"]
     tokens, merges = vocabulary()
     fields = {
@@ -142,7 +142,7 @@ def main() -> None:
                 "ids": [tokenizer(text, add_special_tokens=False).input_ids for text in TEXTS],
                 "rendered": tokenizer.apply_chat_template(messages(), tokenize=False),
             }
-    (GOLDEN / "gguf.json").write_text(json.dumps(read) + "\n")
+    (GOLDEN / "gguf.json").write_text(json.dumps(read) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -68,7 +68,7 @@ def leave_run():
             "run": {"name": folder.name},
             **(config or {}),
         }
-        (folder / "config.json").write_text(json.dumps(tree))
+        (folder / "config.json").write_text(json.dumps(tree), encoding="utf-8")
         records = [{"step": 0, **evaluation(accuracy / 2)}]
         for step in range(1, 11):
             first = 5.0 if step == 1 else 0.0
@@ -78,7 +78,9 @@ def leave_run():
                  "seconds": 1.0 + first, "tokens_per_second": 100.0}
                 | (evaluation(accuracy - 0.02 * (step == 10)) | {"time/evaluation": 0.9} if step % 5 == 0 else {})
             )  # fmt: skip
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        (folder / "metrics.jsonl").write_text(
+            "".join(json.dumps(record) + "\n" for record in records), encoding="utf-8"
+        )
         options = {"groups": 4, "size": 4, "texts": list("abcdefg"), "prompt": "{}+1=", "tokens": 6, **kept}
         (folder / "rollouts").mkdir()
         for step in (1, 10):

@@ -67,8 +67,10 @@ FILES = ("metrics.jsonl", "config.json", "versions.json", "inputs.json", "rollou
 def fuzz(leave_run, tmp_path, monkeypatch, capsys, file, seeds, draw):
     monkeypatch.setattr(plots, "draw_curves", draw)
     run = leave_run(tmp_path / "run")
-    (run / "inputs.json").write_text(json.dumps({"task.train": "0" * 64, run_files.START: "0" * 16}))
-    (run / "versions.json").write_text(json.dumps({"commit": "0" * 40, "packages": {"jax": "0.10.2"}, "earlier": []}))
+    (run / "inputs.json").write_text(json.dumps({"task.train": "0" * 64, run_files.START: "0" * 16}), encoding="utf-8")
+    (run / "versions.json").write_text(
+        json.dumps({"commit": "0" * 40, "packages": {"jax": "0.10.2"}, "earlier": []}), encoding="utf-8"
+    )
     whole, outcomes = (run / file).read_bytes(), {True: 0, False: 0}
     for seed in seeds:
         (run / file).write_bytes(content := changed(whole, random.Random(seed)))
@@ -149,11 +151,14 @@ def test_a_folder_that_cannot_be_written_is_reported_elsewhere(leave_run, tmp_pa
 
 def test_a_page_replaces_a_page_and_no_other_file(leave_run, tmp_path, monkeypatch, capsys):
     run, out = leave_run(tmp_path / "run"), tmp_path / "notes.md"
-    out.write_text("mine")
+    out.write_text("mine", encoding="utf-8")
     monkeypatch.setattr(sys, "argv", ["report", str(run), f"--out={out}"])
     with pytest.raises(SystemExit):
         report.main()
-    assert "is no page of this program, and is not replaced" in capsys.readouterr().err and out.read_text() == "mine"
+    assert (
+        "is no page of this program, and is not replaced" in capsys.readouterr().err
+        and out.read_text(encoding="utf-8") == "mine"
+    )
     out.unlink()
     report.main()
     report.main()

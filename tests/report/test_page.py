@@ -125,7 +125,7 @@ def test_text_of_runs_stays_text(leave_run, tmp_path):
     folder = leave_run(
         tmp_path / "<script>alert(0)<script>", texts=[EVIL, "\u2029"], prompt=EVIL + "{}", config={"method": EVIL}
     )
-    text = page.write_page([folder], tmp_path / "out/report.html").read_text()
+    text = page.write_page([folder], tmp_path / "out/report.html").read_text(encoding="utf-8")
     found = Elements(text)
     scripts = [attributes for tag, attributes in found.tags if tag == "script"]
     assert scripts == [
@@ -142,7 +142,7 @@ def test_text_of_runs_stays_text(leave_run, tmp_path):
 
 
 def test_the_policy_names_our_script_and_style_and_no_source_else(leave_run, tmp_path):
-    text = page.write_page([leave_run(tmp_path / "a")], tmp_path / "report.html").read_text()
+    text = page.write_page([leave_run(tmp_path / "a")], tmp_path / "report.html").read_text(encoding="utf-8")
     found = Elements(text)
     policy = next(own["content"] for tag, own in found.tags if own.get("http-equiv") == "Content-Security-Policy")
     for kind, content in (("script", found.scripts["script"]), ("style", found.scripts["style"])):
@@ -155,7 +155,7 @@ def test_the_policy_names_our_script_and_style_and_no_source_else(leave_run, tmp
 
 
 def test_without_scripts_the_page_has_its_tables(leave_run, tmp_path):
-    text = page.write_page([leave_run(tmp_path / "a")], tmp_path / "report.html").read_text()
+    text = page.write_page([leave_run(tmp_path / "a")], tmp_path / "report.html").read_text(encoding="utf-8")
     body = re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
     cells = re.findall(r"<td[^>]*>(.*?)</td>", body)
     assert "<span>48.0</span><small></small>" in cells and "step 10" in cells, "Last, and the step that it is of"
@@ -176,11 +176,13 @@ def test_a_broken_rollout_file_is_named(leave_run, tmp_path, monkeypatch, capsys
     monkeypatch.setattr(sys, "argv", ["report", str(run)])
     report.main()
     assert f"left out: {file} is not a whole rollout file" in capsys.readouterr().err
-    assert (run / "report.html").read_text().count('id="chunk-') == 1, "the other file is shown"
+    assert (run / "report.html").read_text(encoding="utf-8").count('id="chunk-') == 1, "the other file is shown"
 
 
 def test_the_web_files_are_package_data():
     root = Path(__file__).parents[2]
-    patterns = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"]["rpg_jax"]
+    patterns = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"][
+        "package-data"
+    ]["rpg_jax"]
     packaged = {file for pattern in patterns for file in (root / "rpg_jax").glob(pattern)}
     assert set(page.WEB.iterdir()) <= packaged

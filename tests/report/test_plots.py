@@ -31,7 +31,9 @@ FULL = {panel.key: 0.01 for panel in PANELS}
 
 def log(run_dir, records, tail=""):
     run_dir.mkdir(exist_ok=True)
-    (run_dir / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records) + tail)
+    (run_dir / "metrics.jsonl").write_text(
+        "".join(json.dumps(record) + "\n" for record in records) + tail, encoding="utf-8"
+    )
     return run_dir
 
 
@@ -124,7 +126,7 @@ sys.exit(not plots.png(figure))
 
 
 def test_a_matplotlibrc_of_the_present_folder_asks_for_no_latex(tmp_path):
-    (tmp_path / "matplotlibrc").write_text("text.usetex: True\nbackend: module://planted\n")
+    (tmp_path / "matplotlibrc").write_text("text.usetex: True\nbackend: module://planted\n", encoding="utf-8")
     how = {"env": os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}, "cwd": tmp_path}
     done = subprocess.run([sys.executable, "-c", ASKS_FOR_LATEX], capture_output=True, text=True, **how)
     assert done.returncode == 0, done.stderr

@@ -11,12 +11,14 @@ from rpg_jax.report import __main__ as report
 def test_curves_and_summary_are_made_again_from_the_logs(tmp_path, monkeypatch, capsys):
     scores = [{"eval/held_out/mean_at_k": 0.5 + 0.1 * s, "eval/held_out/pass_at_k": 1.0} for s in (0, 1, 2)]
     records = [{"step": s, "reward": 0.1 * s, **own} for s, own in enumerate(scores)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
     monkeypatch.setattr(sys, "argv", ["report", str(tmp_path)])
     report.main()
     assert "held_out accuracy: 0.500 (step 0) → 0.700 (step 2)" in capsys.readouterr().out
-    assert "<table" in (tmp_path / "report.html").read_text()
-    assert (tmp_path / "curves.png").stat().st_size > 0 and "0.7000" in (tmp_path / "summary.md").read_text()
+    assert "<table" in (tmp_path / "report.html").read_text(encoding="utf-8")
+    assert (tmp_path / "curves.png").stat().st_size > 0 and "0.7000" in (tmp_path / "summary.md").read_text(
+        encoding="utf-8"
+    )
 
 
 def test_several_runs_share_a_page_where_it_is_asked_for(leave_run, tmp_path, monkeypatch, capsys):
@@ -24,7 +26,7 @@ def test_several_runs_share_a_page_where_it_is_asked_for(leave_run, tmp_path, mo
     out = tmp_path / "pages" / "both.html"
     monkeypatch.setattr(sys, "argv", ["report", *map(str, runs), f"--out={out}", "--rollout-steps=1"])
     report.main()
-    assert f"page: {out}" in capsys.readouterr().out and out.read_text().count('id="chunk-') == 2
+    assert f"page: {out}" in capsys.readouterr().out and out.read_text(encoding="utf-8").count('id="chunk-') == 2
     assert all((run / "summary.md").exists() for run in runs)
 
 
@@ -39,10 +41,10 @@ def test_a_folder_without_steps_is_one_line(tmp_path, monkeypatch, capsys):
 def test_a_run_without_steps_leaves_the_others_their_page(leave_run, tmp_path, monkeypatch, capsys):
     run, empty = leave_run(tmp_path / "run"), tmp_path / "empty"
     empty.mkdir()
-    (empty / "config.json").write_text("{}")
+    (empty / "config.json").write_text("{}", encoding="utf-8")
     for stray in ("notes.npz", "best-10.npz", "٣.npz", "1e3.npz"):  # a person's own files
-        (run / "rollouts" / stray).write_text("mine")
+        (run / "rollouts" / stray).write_text("mine", encoding="utf-8")
     monkeypatch.setattr(sys, "argv", ["report", str(empty), str(run)])
     report.main()
-    assert "<table" in (run / "report.html").read_text() and not (empty / "report.html").exists()
+    assert "<table" in (run / "report.html").read_text(encoding="utf-8") and not (empty / "report.html").exists()
     assert f"left out: {empty}: it has no step" in capsys.readouterr().err

@@ -11,7 +11,7 @@ from rpg_jax.report.run_files import Run, read_config, read_jsonl, read_metrics,
 
 
 def write(path, *records, tail=""):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records) + tail)
+    path.write_text("".join(json.dumps(record) + "\n" for record in records) + tail, encoding="utf-8")
     return path
 
 
@@ -22,7 +22,7 @@ def test_an_unfinished_last_line_is_dropped(tmp_path):
 
 def test_a_broken_line_in_the_middle_is_named(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    path.write_text('{"step": 1}\n{"st\n{"step": 3}\n', encoding="utf-8")
     with pytest.raises(ValueError, match=r"metrics\.jsonl:2"):
         read_jsonl(path)
 

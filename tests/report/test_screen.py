@@ -76,7 +76,9 @@ def test_colours_of_the_console_are_its_own():
 @pytest.mark.parametrize("column", ["question", "answer", "source", "demonstration"])
 def test_rows_of_data_are_shown_as_text(tmp_path, column):
     row = {"question": "1+1=", "answer": "2", "source": "s", column: HOSTILE}
-    (file := tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n" + json.dumps({HOSTILE: 1}) + "\n")
+    (file := tmp_path / "rows.jsonl").write_text(
+        json.dumps(row) + "\n" + json.dumps({HOSTILE: 1}) + "\n", encoding="utf-8"
+    )
     printed = run("rpg_jax.data", "inspect", str(file))
     assert not RAW.search(printed) and b"evil.example" in printed
 
@@ -84,8 +86,10 @@ def test_rows_of_data_are_shown_as_text(tmp_path, column):
 def hostile_run(folder):
     folder.mkdir()
     metrics = {"step": 1, f"eval/{HOSTILE}/mean_at_k": 0.5, f"eval/{HOSTILE}/pass_at_k": 0.5}
-    (folder / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
-    (folder / "config.json").write_text(json.dumps({"method": HOSTILE, "loss": {"name": HOSTILE}, "seed": 0}))
+    (folder / "metrics.jsonl").write_text(json.dumps(metrics) + "\n", encoding="utf-8")
+    (folder / "config.json").write_text(
+        json.dumps({"method": HOSTILE, "loss": {"name": HOSTILE}, "seed": 0}), encoding="utf-8"
+    )
     return folder
 
 
@@ -139,17 +143,17 @@ def test_every_command_guards_its_screen_and_nobody_writes_past_it():
                 assert name != "Progress" or "rich.progress" not in text or "console=" in ast.unparse(node)
         command = "if __name__ ==" in text and path.name not in ("verifier_process.py", "docs.py", "train.py")
         assert not command or "cli.run(" in text or "screen.guard()" in text or "prepare_process()" in text, path
-    assert "screen.guard()" in (ROOT / "rpg_jax/runs/cli.py").read_text()
+    assert "screen.guard()" in (ROOT / "rpg_jax/runs/cli.py").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("columns", ["0", "1", "-5", "abc"])
 def test_a_table_is_shown_whatever_the_environment_says_of_the_screen(tmp_path, columns):
-    (file := tmp_path / "rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
+    (file := tmp_path / "rows.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n', encoding="utf-8")
     assert b"problem 0" in run("rpg_jax.data", "inspect", str(file), env={"COLUMNS": columns})
 
 
 def test_the_markup_of_rich_in_a_row_is_text(tmp_path):
     row = {"question": "q", "answer": "2", "source": "[link=file:///etc/passwd]x[/link] [/never opened] :skull:"}
-    (file := tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n")
+    (file := tmp_path / "rows.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
     printed = run("rpg_jax.data", "inspect", str(file))
     assert b"[link=file:///etc/passwd]x[/link] [/never opened] :skull:" in printed

@@ -26,8 +26,10 @@ def run_dir(tmp_path):
         }
         for step, mean, gap in ((1, 0.5, 1e-6), (2, 0.75, 3e-5), (3, 0.625, 2e-6))
     ]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    (tmp_path / "config.json").write_text(json.dumps({"method": "RPG-UFKL", "loss": {"kl_coef": 1e-4}}))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    (tmp_path / "config.json").write_text(
+        json.dumps({"method": "RPG-UFKL", "loss": {"kl_coef": 1e-4}}), encoding="utf-8"
+    )
     return tmp_path
 
 
@@ -36,13 +38,13 @@ def row(text, *cells):
 
 
 def test_last_and_best_carry_their_own_step_and_pass_at_k(run_dir):
-    text = write_summary(run_dir).read_text()
+    text = write_summary(run_dir).read_text(encoding="utf-8")
     assert row(text, "held out", "Last", "3", "4", "0.6250", "–", "0.7250", "–")
     assert row(text, "held out", "Best", "2", "4", "0.7500", "–", "0.8500", "–")
 
 
 def test_work_adds_up_over_steps_and_takes_the_largest_gap(run_dir):
-    text = write_summary(run_dir).read_text()
+    text = write_summary(run_dir).read_text(encoding="utf-8")
     assert row(text, "time in steps", "2 min 30 s")
     assert row(text, "completion tokens", "4,500")
     assert row(text, "completion tokens per second", "30")
@@ -50,20 +52,20 @@ def test_work_adds_up_over_steps_and_takes_the_largest_gap(run_dir):
 
 
 def test_settings_come_from_the_resolved_config(run_dir):
-    text = write_summary(run_dir).read_text()
+    text = write_summary(run_dir).read_text(encoding="utf-8")
     assert row(text, "method", "`RPG-UFKL`") and row(text, "KL coefficient β", "`0.0001`")
 
 
 def test_adapters_are_a_setting_where_a_run_has_them(run_dir):
     for rank in (0, 4):
         lora = {"rank": rank, "alpha": 32.0, "targets": "all"}
-        (run_dir / "config.json").write_text(json.dumps({"model": {"lora": lora}}))
-        text = write_summary(run_dir).read_text()
+        (run_dir / "config.json").write_text(json.dumps({"model": {"lora": lora}}), encoding="utf-8")
+        text = write_summary(run_dir).read_text(encoding="utf-8")
         assert row(text, "adapters", "`rank 4, alpha 32, all`") == ("| adapters |" in text) == bool(rank)
 
 
 def test_only_files_that_exist_are_listed(run_dir):
-    text = write_summary(run_dir).read_text()
+    text = write_summary(run_dir).read_text(encoding="utf-8")
     assert "(metrics.jsonl)" in text and "curves.png" not in text
 
 
@@ -76,11 +78,13 @@ def test_each_held_out_set_is_scored_by_itself(run_dir):
     found = Run.read(run_dir).evaluations
     assert list(found) == ["held out", "easy", "hard/er"]
     assert found["hard/er"] == [{"step": 4, "mean_at_k": 0.2, "standard_error": 0.05, "k": 32}]
-    assert row(write_summary(run_dir).read_text(), "hard/er", "Best", "4", "32", "0.2000", "0.0500", "–", "–")
+    assert row(
+        write_summary(run_dir).read_text(encoding="utf-8"), "hard/er", "Best", "4", "32", "0.2000", "0.0500", "–", "–"
+    )
 
 
 def test_a_run_that_did_nothing_still_has_a_summary(tmp_path):
-    text = write_summary(tmp_path).read_text()
+    text = write_summary(tmp_path).read_text(encoding="utf-8")
     assert "No evaluation yet." in text and "No step was finished." in text
 
 

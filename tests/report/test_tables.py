@@ -24,13 +24,15 @@ def leave(tmp_path):
             "rollout": {"group_size": 4},
             "reference": reference or {"rule": "fixed"},
         }
-        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         records = [{"step": 0, **_evaluation(accuracy)}]
         for step in range(1, steps + 1):
             first = 10.0 if step == 1 else 0.0
             records.append({"step": step, "groups_generated": groups, "kl": step / 1000, "seconds": seconds + first})
             records[-1] |= {"time/compiling": first} | (_evaluation(accuracy + step / 100) if step % 2 == 0 else {})
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+        (folder / "metrics.jsonl").write_text(
+            "".join(json.dumps(record) + "\n" for record in records), encoding="utf-8"
+        )
         return Run.read(folder)
 
     return leave

@@ -30,9 +30,9 @@ def leave_a_run() -> Callable[..., None]:
         folder.mkdir(parents=True)
         if commit:
             versions = {"commit": commit, "packages": {"jax": "0.10.2"}, "devices": "1 x cpu", "command": ["/a/path"]}
-            (folder / "versions.json").write_text(json.dumps(versions))
+            (folder / "versions.json").write_text(json.dumps(versions), encoding="utf-8")
         if start:
-            (folder / "inputs.json").write_text(json.dumps({"weights before the first step": start}))
+            (folder / "inputs.json").write_text(json.dumps({"weights before the first step": start}), encoding="utf-8")
         config = {
             "train": {"steps": of},
             "warm_start": {"enabled": True},
@@ -42,7 +42,7 @@ def leave_a_run() -> Callable[..., None]:
             "rollout": {"group_size": 2},
             "reference": {"rule": rule, "every": "16 updates", "kl_threshold": 0.01, "kl_decay": 0.9},
         }
-        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         metrics = {"entropy": 0.1, "behaviour_forward_kl_k1": 2e-3, "kl_k1": 3e-3, "groups_generated": groups} | metrics
         with (folder / "metrics.jsonl").open("w") as file:
             for step in range(steps + 1):
@@ -51,7 +51,7 @@ def leave_a_run() -> Callable[..., None]:
                 evals = {f"eval/{name}/{key}": value for name in ("held out", "carry") for key, value in scores.items()}
                 trained = {"accuracy": right, "updates": 8 * step, **metrics} if step else {}
                 file.write(json.dumps({"step": step, "seconds": 1.0, **evals, **trained}) + "\n")
-        (folder / "summary.md").write_text("done")
+        (folder / "summary.md").write_text("done", encoding="utf-8")
 
     return leave
 

@@ -62,8 +62,10 @@ def test_a_metric_that_older_runs_call_otherwise_has_todays_name_and_sign(tmp_pa
     made, old, new = results(), "behaviour_kl_k1", "behaviour_forward_kl_k1"
     for run in made.runs:
         file = tmp_path / "runs" / run.name / "metrics.jsonl"
-        file.write_text(file.read_text().replace(f'"{new}": 0.002', f'"{old}": -0.002'))
-        assert old in file.read_text()
+        file.write_text(
+            file.read_text(encoding="utf-8").replace(f'"{new}": 0.002', f'"{old}": -0.002'), encoding="utf-8"
+        )
+        assert old in file.read_text(encoding="utf-8")
     assert collect(made.table.planned_runs((0,)), tmp_path) == made.runs
     packed = _packed(made)
     for run in packed["runs"]:
@@ -76,18 +78,18 @@ def test_a_metric_that_older_runs_call_otherwise_has_todays_name_and_sign(tmp_pa
 
 def test_a_page_names_the_rows_of_each_commit(tmp_path, results, without_figures):
     made = results((A, B), seeds=(0, 1))
-    text = page.write_page(made, tmp_path).read_text()
+    text = page.write_page(made, tmp_path).read_text(encoding="utf-8")
     assert "**2 versions of the code, see below**" in text and "## Versions of the code" in text
     assert "| commit aaaaaaa, jax 0.10.2 | – | GRPO |" in text and "| commit bbbbbbb, jax 0.10.2 | – | DAPO |" in text
     dirty = {**made.runs[0].versions, "uncommitted_changes": True, "packages": {"jax": "0.11.0", "flax": "1"}}
     runs = [dataclasses.replace(made.runs[0], versions=dirty), *made.runs[1:]]
-    text = page.write_page(dataclasses.replace(made, runs=runs), tmp_path).read_text()
+    text = page.write_page(dataclasses.replace(made, runs=runs), tmp_path).read_text(encoding="utf-8")
     assert "| commit aaaaaaa with uncommitted changes, jax 0.11.0 | flax 1 | GRPO (seed 0) |" in text
     one = [dataclasses.replace(run, versions=made.runs[0].versions) for run in made.runs]
-    text = page.write_page(dataclasses.replace(made, runs=one), tmp_path).read_text()
+    text = page.write_page(dataclasses.replace(made, runs=one), tmp_path).read_text(encoding="utf-8")
     assert "· commit aaaaaaa, jax 0.10.2 ·" in text and "Versions of the code" not in text
     table = dataclasses.replace(made.table, rows={**made.table.rows, "DAPO": ("--config.method=RPG-RKL",)})
-    text = page.write_page(dataclasses.replace(made, table=table), tmp_path).read_text()
+    text = page.write_page(dataclasses.replace(made, table=table), tmp_path).read_text(encoding="utf-8")
     assert "the command has other settings today for DAPO." in text
 
 
@@ -110,5 +112,5 @@ def test_the_numbers_that_come_with_the_code_are_of_a_table():
 @pytest.mark.parametrize("data", sorted(run_tables.DATA.glob("*.json.gz")), ids=lambda path: path.name)
 def test_a_committed_page_is_that_of_its_committed_runs(tmp_path, data):
     page = run_tables.page_from(data, tmp_path)
-    assert (run_tables.DATA.parent / page.name).read_text() == page.read_text()
+    assert (run_tables.DATA.parent / page.name).read_text(encoding="utf-8") == page.read_text(encoding="utf-8")
     assert not any(run.versions["uncommitted_changes"] for run in load(data).runs)

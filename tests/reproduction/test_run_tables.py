@@ -76,14 +76,14 @@ def test_runs_have_one_name_in_all_tables_exactly_if_they_are_the_same():
 def test_a_config_that_was_edited_between_two_seeds_is_refused_by_field(tmp_path, monkeypatch):
     """The run of seed 0 has ended; the page would put both into one row."""
     monkeypatch.chdir(tmp_path)
-    (file := tmp_path / "mine.py").write_text("from configs.tiny import get_config\n")
+    (file := tmp_path / "mine.py").write_text("from configs.tiny import get_config\n", encoding="utf-8")
     first, second = (PlannedRun("row", seed, "mine.py", ("--config.method=GRPO",)) for seed in (0, 1))
     config = config_files.load("mine.py", run_tables.arguments(first, tmp_path, [])[1:]).config
     run_folder.open_run(resolve.resolve(config), run_folder.of(config))
     run_tables.check_config(first, tmp_path, [])
     run_tables.check_config(second, tmp_path, [])
     body = "    c = tiny.get_config()\n    c.optimizer.b1 = 0.5\n    return c\n"
-    file.write_text(f"from configs import tiny\ndef get_config():\n{body}")
+    file.write_text(f"from configs import tiny\ndef get_config():\n{body}", encoding="utf-8")
     with pytest.raises(
         ValueError, match=r"is of another config: optimizer\.b1 was 0\.9, now 0\.5\. Undo the change of mine"
     ):
@@ -169,7 +169,7 @@ def test_the_page_marks_best_and_second_and_flags_the_impossible(tmp_path, leave
     cells = TABLES["small"].planned_runs(range(3), ["DAPO", "GRPO", "RPG-URKL", "RLOO"])
     for cell, accuracy in zip(cells, (0.5, 0.4, 0.7, 0.1, 0.6, 0.5, 0.8, 0.1, 0.55, 0.45, 0.75, 0.1), strict=True):
         leave_a_run(tmp_path / "runs" / cell.name, accuracy)
-    text = write_page("small", cells, tmp_path).read_text()
+    text = write_page("small", cells, tmp_path).read_text(encoding="utf-8")
     assert "| RPG-URKL | **75.0** ± 12.4 | **76.0** ± 12.4" in text
     assert "| DAPO | <u>55.0</u> ± 12.4" in text
     assert "| RPG-URKL | *+20.0 ± 0.0* | *+20.0 ± 0.0* | DAPO |" in text
@@ -186,13 +186,13 @@ def test_each_row_is_compared_with_its_own_and_a_row_without_is_named(tmp_path, 
     cells = table.planned_runs(range(2), rows)
     for cell in cells:
         leave_a_run(tmp_path / "runs" / cell.name, {"DAPO, 8": 0.5, "DAPO, 16": 0.4}.get(cell.row, 0.7))
-    text = write_page("staleness", cells, tmp_path).read_text()
+    text = write_page("staleness", cells, tmp_path).read_text(encoding="utf-8")
     for row, other, points in ((rows[1], rows[0], "*-10.0 ± 0.0*"), (rows[3], rows[2], "+0.0 ± 0.0")):
         assert f"| {row} | {points} | {points} | {other} |" in text
         assert f"| {points} | {other} |\n" in text.split("## While training")[1]
     assert f"\n| {rows[2]} |" not in text.split("## Differences")[1].split("## While training")[0]
     cells = [cell for cell in cells if cell.row != rows[2]]
-    assert f"{rows[2]}: not run." in write_page("staleness", cells, tmp_path).read_text()
+    assert f"{rows[2]}: not run." in write_page("staleness", cells, tmp_path).read_text(encoding="utf-8")
 
 
 FAKE_WORKER = """
@@ -220,8 +220,8 @@ def test_failed_cells_are_reported_and_ended_ones_not_run_again(tmp_path, monkey
     for _ in range(2):
         failed = run_tables.train_runs(cells, tmp_path, jobs=2, on_progress=lambda *progress: heard.append(progress))
         assert list(failed) == ["GRPO, seed 0"]
-    assert "out of cheese" in failed["GRPO, seed 0"].read_text()
-    started = (tmp_path / "started").read_text().split()
+    assert "out of cheese" in failed["GRPO, seed 0"].read_text(encoding="utf-8")
+    started = (tmp_path / "started").read_text(encoding="utf-8").split()
     assert sorted(started) == ["small-CISPO-seed0", "small-DAPO-seed0", *2 * ["small-GRPO-seed0"]]
     assert heard[-1] == (2, 2, [])
 
@@ -255,13 +255,13 @@ def wait_until(condition):
 def test_a_table_that_is_ended_leaves_no_run_that_another_command_starts_beside_it(tmp_path, popen, number):
     table = popen([sys.executable, "-c", TABLE, tmp_path, SLOW_WORKER])
     log = tmp_path / "logs" / "small-DAPO-seed0.log"
-    wait_until(lambda: log.exists() and log.read_text().endswith("\n"))
+    wait_until(lambda: log.exists() and log.read_text(encoding="utf-8").endswith("\n"))
     table.send_signal(number)
     code = table.wait(timeout=30)
     if number == signal.SIGKILL:
         with pytest.raises(ValueError, match="another table is being run"):
             run_tables.train_runs([], tmp_path, jobs=1)
-        os.kill(int(log.read_text()), signal.SIGTERM)
+        os.kill(int(log.read_text(encoding="utf-8")), signal.SIGTERM)
         wait_until((tmp_path / "stopped").exists)
     else:
         assert code == 128 + number and (tmp_path / "stopped").exists()
@@ -287,5 +287,5 @@ def test_a_table_of_real_runs_from_command_to_page(shared, tmp_path, monkeypatch
         "train.steps": 2, "evaluation.k": 2, "evaluation.problems": 8,
     }  # fmt: skip
     assert reproduce.main([*arguments, *(f"--config.{name}={value}" for name, value in small.items())]) == 0
-    text = (tmp_path / "small" / "small.md").read_text()
+    text = (tmp_path / "small" / "small.md").read_text(encoding="utf-8")
     assert "| DAPO |" in text and "| GRPO |" in text

@@ -56,7 +56,7 @@ def test_a_row_and_a_seed_are_added_without_the_runs_of_the_others(tmp_path, sta
         "RLOO": "5e-5",
     }
     assert len(after.scan.runs) == 18 and after.hardware == before.hardware
-    text = (tmp_path / "first" / "small" / "small.md").read_text()
+    text = (tmp_path / "first" / "small" / "small.md").read_text(encoding="utf-8")
     assert "8 runs of 3 steps and 18 that choose learning rates" in text
 
 

@@ -144,7 +144,7 @@ def test_a_table_scans_chooses_runs_and_keeps_all(tmp_path, leave_a_run, without
     assert reproduce.main([*arguments, "--seeds=2"]) == 0
     assert len(started) == 2 * 3 * 2 + 2 * 2
     assert started[-4:] == [f"small-{method}-lr2e-4-seed{seed}" for seed in range(2) for method in ("GRPO", "DAPO")]
-    text = (tmp_path / "small" / "small.md").read_text()
+    text = (tmp_path / "small" / "small.md").read_text(encoding="utf-8")
     assert "| GRPO | 50.0 ± 0.0 | 50.0 ± 0.0 | 60.0 ± 0.0 ✓ |" in text
     assert "`python -m rpg_jax.reproduce --table=small --methods=GRPO,DAPO --seeds=2`" in text, "no folder"
     assert "4 runs of 3 steps and 12 that choose learning rates" in text and "60.0 ± 0.0" in text
@@ -152,10 +152,10 @@ def test_a_table_scans_chooses_runs_and_keeps_all(tmp_path, leave_a_run, without
     data = tmp_path / "small" / "small.json.gz"
     assert reproduce.main([*arguments, "--seeds=3", f"--rates={data}"]) == 0
     assert [name[-5:] for name in started[16:]] == ["seed2", "seed2"] and "**60.0**" in (
-        (tmp_path / "small" / "small.md").read_text()
+        (tmp_path / "small" / "small.md").read_text(encoding="utf-8")
     )
     assert reproduce.main([*arguments, "--seeds=100,7", f"--rates={data}"]) == 2
     assert "seeds 100 choose the learning rates" in capsys.readouterr().err
     assert reproduce.main(["--sweep", RATES, "--methods=GRPO,DAPO", "--seeds=3", f"--out={tmp_path}"]) == 0
-    text = (tmp_path / "sweep-small-lr" / "sweep-small-lr.md").read_text()
+    text = (tmp_path / "sweep-small-lr" / "sweep-small-lr.md").read_text(encoding="utf-8")
     assert "| GRPO, lr 3e-4 | +0.0 ± 0.0 | +0.0 ± 0.0 | GRPO, lr 1e-4 |" in text and "## Best value of each" in text

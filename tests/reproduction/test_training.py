@@ -76,7 +76,7 @@ def test_a_page_whose_rows_differ_in_cost_says_so_before_its_first_number(tmp_pa
     for cell, groups in zip(cells, (4, 8), strict=True):
         leave_a_run(tmp_path / "runs" / cell.name, 0.1, groups=groups)
     results = Results("small", SMALL, collect(cells, tmp_path))
-    before, after = page.write_page(results, tmp_path).read_text().split("| GRPO |", maxsplit=1)
+    before, after = page.write_page(results, tmp_path).read_text(encoding="utf-8").split("| GRPO |", maxsplit=1)
     assert "(#at-equal-updates-completions-and-seconds)" in before
     assert "## At equal updates, completions and seconds" in after
 

@@ -20,7 +20,7 @@ def order(folder, seed, *more):
 
 
 def last_line(file):
-    return file.read_text().splitlines()[-1]
+    return file.read_text(encoding="utf-8").splitlines()[-1]
 
 
 @pytest.mark.slow  # four runs in two processes
@@ -35,7 +35,7 @@ def test_a_run_has_the_same_bits_alone_and_after_others_in_one_process(warm, tmp
         assert done.stdout == "0\n" * len(seeds)
     first, second = last_line(alone / "seed2.log"), last_line(after / "seed2.log")
     assert first.startswith("weights checksum: ") and first == second
-    steps = [json.loads(line) for line in (after / "seed2" / "metrics.jsonl").read_text().splitlines()]
+    steps = [json.loads(line) for line in (after / "seed2" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     assert sum(step.get("time/compilations", 0) for step in steps) == 0
 
 
@@ -44,7 +44,7 @@ def test_a_worker_ends_with_the_code_of_the_run_that_failed_and_its_log_says_why
     orders = json.dumps(order(tmp_path, 1, "--config.method=nonsense")) + "\n" + json.dumps(order(tmp_path, 2)) + "\n"
     done = subprocess.run(WORKER, input=orders, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (2, "")
-    assert "nonsense" in (tmp_path / "seed1.log").read_text() and not (tmp_path / "seed2.log").exists()
+    assert "nonsense" in (tmp_path / "seed1.log").read_text(encoding="utf-8") and not (tmp_path / "seed2.log").exists()
 
 
 def halves(numbers):
@@ -62,6 +62,6 @@ def test_a_result_comes_back_and_a_task_that_raises_ends_no_other(tmp_path):
         assert [d.code for d in done] == [0, 1, 0, 0]
         assert [d.result["halves"] for d in done if not d.code] == [[1, 0.5], [0.25], [0.125]]
         assert done[2].result["process"] == done[3].result["process"] != done[0].result["process"]
-        assert "ZeroDivisionError" in (tmp_path / "1.log").read_text()
+        assert "ZeroDivisionError" in (tmp_path / "1.log").read_text(encoding="utf-8")
         failed_first = list(run_tasks(tasks[1:], jobs=2, inherited=lock, first_alone=True))
     assert [(d.task.name, d.code) for d in failed_first] == [("1", 1)], "no other task starts"

@@ -9,7 +9,10 @@ from rpg_jax.rewards.math_dapo import extract, math_dapo, normalise
 
 # 1,200 completions and references, 130 picked by hand and the rest drawn from fragments of the rules; verdicts
 # computed once with `verl.utils.reward_score.math_dapo.compute_score` of the PyPI package verl 0.5.0.
-CASES = [json.loads(line) for line in (Path(__file__).parent / "math_dapo_cases.jsonl").read_text().splitlines()]
+CASES = [
+    json.loads(line)
+    for line in (Path(__file__).parent / "math_dapo_cases.jsonl").read_text(encoding="utf-8").splitlines()
+]
 
 
 def test_verdicts_are_those_of_the_official_function():

@@ -25,7 +25,7 @@ OS = "__import__('os')"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("verifier")
-    (folder / "attacked.py").write_text(SOURCE)
+    (folder / "attacked.py").write_text(SOURCE, encoding="utf-8")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))
         yield folder
@@ -88,8 +88,8 @@ SUBREAPER = "from rpg_jax.rewards import descendants\ndescendants.own_pid_namesp
 @pytest.mark.parametrize("customization", ["", SUBREAPER], ids=["namespace, where the system has one", "subreaper"])
 def test_a_child_made_behind_the_interpreter_is_gone_with_its_parent(tmp_path, monkeypatch, customization):
     """It must neither answer for its parent nor outlive it, even in a session of its own."""
-    (tmp_path / "attacked.py").write_text(SOURCE)
-    (tmp_path / "sitecustomize.py").write_text(customization)
+    (tmp_path / "attacked.py").write_text(SOURCE, encoding="utf-8")
+    (tmp_path / "sitecustomize.py").write_text(customization, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     with WorkerPool(FUNCTIONS, size=2, deadline_s=1.0) as pool:
         pool.wait_ready()
@@ -106,8 +106,8 @@ def test_a_child_made_behind_the_interpreter_is_gone_with_its_parent(tmp_path, m
 @pytest.mark.parametrize("customization", ["", SUBREAPER], ids=["namespace, where the system has one", "subreaper"])
 @pytest.mark.parametrize("attack", [ESCAPE, ESCAPE + " and 10**10**10"], ids=["idle", "at work"])
 def test_nothing_outlives_a_trainer_that_is_killed(tmp_path, popen, customization, attack):
-    (tmp_path / "attacked.py").write_text(SOURCE)
-    (tmp_path / "sitecustomize.py").write_text(customization)
+    (tmp_path / "attacked.py").write_text(SOURCE, encoding="utf-8")
+    (tmp_path / "sitecustomize.py").write_text(customization, encoding="utf-8")
     code = f"""if True:
         import time
         from rpg_jax.rewards.pool import Task, WorkerPool
@@ -142,7 +142,7 @@ def _processes_with(folder: Path) -> list[str]:
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            environment, state = (process / "environ").read_bytes(), (process / "stat").read_text()
+            environment, state = (process / "environ").read_bytes(), (process / "stat").read_text(encoding="utf-8")
         except OSError:
             continue
         if bytes(folder) in environment and state.rpartition(")")[2].split()[0] != "Z":
@@ -194,7 +194,7 @@ def test_a_call_after_an_interrupted_one_gets_its_own_verdicts(folder, monkeypat
 
 
 def test_an_import_that_hangs_ends_without_the_parent(folder):
-    (folder / "hanging.py").write_text("__import__('time').sleep(60)")
+    (folder / "hanging.py").write_text("__import__('time').sleep(60)", encoding="utf-8")
     setup = {
         "functions": {"hanging:f": ARGUMENTS},
         "made": {},
@@ -243,8 +243,8 @@ def run(completion, answer):
 def test_a_process_that_is_killed_while_it_starts_is_started_again(tmp_path, monkeypatch, deaths, survives):
     """As the kernel kills one where memory is short."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "dying.py").write_text(KILLED_ONCE)
-    (tmp_path / "deaths").write_text(str(deaths))
+    (tmp_path / "dying.py").write_text(KILLED_ONCE, encoding="utf-8")
+    (tmp_path / "deaths").write_text(str(deaths), encoding="utf-8")
     with WorkerPool({"dying:run": ARGUMENTS}, size=1) as pool:
         if survives:
             pool.wait_ready()

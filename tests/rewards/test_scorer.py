@@ -100,7 +100,7 @@ def test_a_reference_that_the_verifier_cannot_read_is_wrong_and_counted():
 
 def test_a_users_own_function_is_called_by_its_import_path(tmp_path, monkeypatch):
     source = "def score(completion, answer, prompt, *, bonus=0):\n    return (completion == prompt + answer) + bonus\n"
-    (tmp_path / "my_rewards.py").write_text(source)
+    (tmp_path / "my_rewards.py").write_text(source, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     options = {"my_rewards:score": {"bonus": 0.5}}
     with rewards.Scorer({"my_rewards:score": 2.0}, options=options, workers=1, right_above=0.5) as scorer:
@@ -111,7 +111,7 @@ def test_a_users_own_function_is_called_by_its_import_path(tmp_path, monkeypatch
 
 
 def test_a_function_that_cannot_be_called_as_rewards_are_is_refused_before_it_is(tmp_path, monkeypatch):
-    (tmp_path / "other_rewards.py").write_text("def score(completion, answer):\n    return 1\n")
+    (tmp_path / "other_rewards.py").write_text("def score(completion, answer):\n    return 1\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     expected = r"other_rewards:score is called as score\(completion, answer, prompt\), with strings, and is "
     with pytest.raises(ValueError, match=expected + r"score\(completion, answer\): too many positional"):

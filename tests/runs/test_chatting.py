@@ -20,7 +20,7 @@ class Again:
 
 
 def played(tmp_path, monkeypatch, capsys, *lines):
-    (tmp_path / "again_game.py").write_text(GAME)
+    (tmp_path / "again_game.py").write_text(GAME, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     config = tiny.get_config()
     changes = {"name": "again_game:Again", "in_process": True, "max_turns": 3}

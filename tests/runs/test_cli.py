@@ -193,7 +193,7 @@ def test_a_closed_stream_is_no_error_of_a_command(tmp_path, closed):
 
 def test_a_full_stdout_is_one_line_that_names_it():
     code = "from rpg_jax.runs import cli; cli.sys.exit(cli.run(lambda options: print('done'), cli.parser('x', '')))"
-    with open("/dev/full", "w") as full:
+    with open("/dev/full", "w", encoding="utf-8") as full:
         done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=subprocess.PIPE, text=True, stdout=full)
     assert (done.returncode, done.stderr) == (1, "error: No space left on device: <stdout>\n")
 

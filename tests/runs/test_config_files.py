@@ -16,7 +16,9 @@ from rpg_jax.runs.resolve import resolve
 def test_a_shipped_config_is_found_from_any_folder(tmp_path, monkeypatch, name):
     monkeypatch.chdir(tmp_path)
     assert config_files.load(name).config.model.num_layers == 3
-    (tmp_path / "small.py").write_text("from configs import tiny\ndef get_config():\n    return tiny.get_config()\n")
+    (tmp_path / "small.py").write_text(
+        "from configs import tiny\ndef get_config():\n    return tiny.get_config()\n", encoding="utf-8"
+    )
     assert config_files.load(name).config.model.num_layers == (4 if name == "small.py" else 3), "one's own comes first"
 
 

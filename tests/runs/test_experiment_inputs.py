@@ -82,10 +82,10 @@ def test_another_model_is_noticed_and_what_is_not_loaded_is_not_compared(experim
 
 def test_the_digest_is_of_the_content_and_the_file_is_named_if_it_is_damaged(experiment, tmp_path):
     check_inputs(experiment, tmp_path, begins=True)
-    digests = json.loads((tmp_path / "inputs.json").read_text())
+    digests = json.loads((tmp_path / "inputs.json").read_text(encoding="utf-8"))
     again = data.train_sentencepiece([p.prompt + p.answer for p in PROBLEMS], tmp_path / "elsewhere" / "t.model")
     assert again.digest() == digests["model.tokenizer"] and len(set(digests.values())) == len(digests)
-    (tmp_path / "inputs.json").write_text('{"task')
+    (tmp_path / "inputs.json").write_text('{"task', encoding="utf-8")
     with pytest.raises(ValueError, match=r"inputs\.json is damaged"):
         check_inputs(experiment, tmp_path, begins=False)
 
@@ -108,11 +108,13 @@ CODE = {
 @pytest.mark.parametrize("field", CODE)
 def test_changed_code_stops_a_resume_until_it_is_accepted(experiment, tmp_path, monkeypatch, capsys, field):
     monkeypatch.syspath_prepend(str(tmp_path))
-    (module := tmp_path / "mine_of_inputs.py").write_text("helper = 1\nraise SystemExit('imported')\n")
+    (module := tmp_path / "mine_of_inputs.py").write_text(
+        "helper = 1\nraise SystemExit('imported')\n", encoding="utf-8"
+    )
     experiment.config.update_from_flattened_dict({field: CODE[field]})
     check_inputs(experiment, tmp_path, begins=True)
     check_inputs(experiment, tmp_path, begins=False)
-    module.write_text("helper = 2\n")
+    module.write_text("helper = 2\n", encoding="utf-8")
     name = rf"{field} \(mine_of_inputs:f\)"
     with pytest.raises(ValueError, match=rf"^{name} has changed .* go on .* by --config.run.accept_changes=True$"):
         check_inputs(experiment, tmp_path, begins=False)
@@ -121,7 +123,7 @@ def test_changed_code_stops_a_resume_until_it_is_accepted(experiment, tmp_path, 
     assert "has changed since this run began, and the run goes on" in capsys.readouterr().out
     experiment.config.run.accept_changes = False
     check_inputs(experiment, tmp_path, begins=False)  # the new code counts now
-    module.write_text("helper = 3\n")
+    module.write_text("helper = 3\n", encoding="utf-8")
     experiment.task = dataclasses.replace(experiment.task, train=[])
     check_inputs(experiment, tmp_path, begins=False)  # a policy that is only read
 

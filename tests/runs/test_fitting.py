@@ -88,8 +88,8 @@ def test_a_call_trains_the_reward_that_was_passed_and_a_failure_leaves_no_folder
 
 def test_the_command_takes_a_file_of_rows_and_a_function_in_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    (tmp_path / "mine_of_fitting.py").write_text("def f(completion, answer):\n    return 1.0\n")
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    (tmp_path / "mine_of_fitting.py").write_text("def f(completion, answer):\n    return 1.0\n", encoding="utf-8")
     seen = []
     monkeypatch.setattr(reinforcement, "start", lambda config, functions: seen.append((config, functions)) or 0)
     arguments = ["--data=rows.jsonl", "--reward=mine_of_fitting.py:f", "--config.train.steps=3"]
@@ -106,7 +106,7 @@ def test_what_is_missing_is_named(tmp_path, capsys):
         rpg_jax.train(model=MODEL, reward=short, overrides={"run.dir": str(tmp_path)})
     with pytest.raises(ValueError, match="there is no such file"):
         rpg_jax.train(model=MODEL, data=str(tmp_path / "none.jsonl"), reward=short)
-    (tmp_path / "config.json").write_text('{"model_type": "gemma"}')
+    (tmp_path / "config.json").write_text('{"model_type": "gemma"}', encoding="utf-8")
     with pytest.raises(ValueError, match="'gemma' is not supported; the families are"):
         rpg_jax.train(model=tmp_path, data=ROWS, reward=short, overrides={"run.dir": str(tmp_path)})
     assert train_command.main(["--data=rows.jsonl"]) == 2 and "which model" in capsys.readouterr().err
@@ -125,7 +125,7 @@ def test_what_cannot_run_is_refused_by_name_before_weights_are_loaded(tmp_path, 
         rpg_jax.train(model=MODEL, data=ROWS, reward=short, overrides=few)
     run = tmp_path / "run"
     run.mkdir()
-    (run / "config.json").write_text('{"rollout": {}, "train": {}}')
+    (run / "config.json").write_text('{"rollout": {}, "train": {}}', encoding="utf-8")
     with pytest.raises(ValueError, match="run is a run and no model: python -m rpg_jax.export --run="):
         rpg_jax.train(model=run, data=ROWS, reward=short, overrides=few)
     assert [path.name for path in tmp_path.iterdir() if path.name[0] != "."] == ["rows", "run"]

@@ -31,7 +31,7 @@ def files(**task):
 
 def written(path, questions):
     rows = [{"question": str(q), "answer": "1", "source": "gsm8k"} for q in questions]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
 
 
@@ -106,7 +106,7 @@ def test_sources_of_splits_that_nobody_needs_are_not_opened():
 
 
 def demonstrated(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     return str(path)
 
 
@@ -170,7 +170,7 @@ class Silent:
 
 
 def test_a_class_of_ones_own_makes_the_problems_and_the_demonstrations(tmp_path, monkeypatch):
-    (tmp_path / "own_task.py").write_text(OWN)
+    (tmp_path / "own_task.py").write_text(OWN, encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     config = tiny.get_config()
     config.task.name, config.task.held_out, config.task.generated = "own_task:Doubles", 0.2, 3

@@ -41,7 +41,7 @@ def test_a_hang_dumps_all_stacks_and_exits_with_its_own_code(tmp_path):
     done = run(tmp_path, "hang")
     assert done.returncode == STALLED
     assert "error: stalled: no heartbeat for" in done.stderr and "during step 7" in done.stderr
-    assert "waits_for_what_never_comes" in (tmp_path / "stall.txt").read_text()
+    assert "waits_for_what_never_comes" in (tmp_path / "stall.txt").read_text(encoding="utf-8")
 
 
 def test_heartbeats_of_any_thread_keep_a_run_alive_and_leave_nothing(tmp_path):

@@ -19,10 +19,10 @@ from rpg_jax.storage.checkpoints import Checkpoints
 
 def test_a_run_older_than_a_field_says_which_and_what_to_do(tmp_path):
     config = json.loads(resolve(tiny.get_config()).to_json_best_effort())
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     assert run_folder.read_config(tmp_path).mesh.fsdp == -1
     del config["mesh"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(ValueError, match=r"older version, .* mesh\.replica, mesh\.fsdp.*versions\.json"):
         run_folder.read_config(tmp_path)
 
@@ -38,10 +38,10 @@ def of_version_0_1(config):
 def test_a_run_of_a_fleet_goes_on_with_another_driver_and_is_read_as_a_run_of_servers(tmp_path):
     config = made(tmp_path, "r")
     folder = opened(tmp_path, "r")
-    (folder.files / "metrics.jsonl").write_text('{"step": 1}\n')
+    (folder.files / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
     old = of_version_0_1(config)
     for driver in ("servers", "orchestrator", "lockstep"):
-        (folder.files / "config.json").write_text(json.dumps(old))
+        (folder.files / "config.json").write_text(json.dumps(old), encoding="utf-8")
         assert run_folder.read_config(folder.files).rollout.driver == "servers"
         again = opened(tmp_path, "r", **{"rollout.driver": driver})
         assert (again.files / "metrics.jsonl").exists() and not (tmp_path / "replaced").exists()
@@ -68,25 +68,25 @@ def test_a_retired_field_that_decided_what_a_run_computed_is_named_with_what_too
     table = (Retired("loss.sharpness", "2026-01-02", "write loss.kl_coef", fixed=1.0), Retired("log.colour", "", ""))
     monkeypatch.setattr(config_files, "all_retired", lambda: table)
     folder = opened(tmp_path, "r")
-    (folder.files / "metrics.jsonl").write_text('{"step": 1}\n')
-    old = json.loads((folder.files / "config.json").read_text())
+    (folder.files / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
+    old = json.loads((folder.files / "config.json").read_text(encoding="utf-8"))
     old["loss"]["sharpness"], old["log"]["colour"] = 2.0, "red"
-    (folder.files / "config.json").write_text(json.dumps(old))
+    (folder.files / "config.json").write_text(json.dumps(old), encoding="utf-8")
     line = r"another config: loss.sharpness was 2.0, loss.sharpness is retired since 2026-01-02: write loss.kl_coef\."
     with pytest.raises(ValueError, match=line):
         opened(tmp_path, "r")
     old["loss"]["sharpness"] = 1.0
-    (folder.files / "config.json").write_text(json.dumps(old))
+    (folder.files / "config.json").write_text(json.dumps(old), encoding="utf-8")
     opened(tmp_path, "r")
 
 
 def test_a_run_older_than_the_move_of_a_field_into_loss_arguments_goes_on(tmp_path):
     folder = opened(tmp_path, "r", method="SAPO")
-    (folder.files / "metrics.jsonl").write_text('{"step": 1}\n')
-    old = json.loads((folder.files / "config.json").read_text())
+    (folder.files / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
+    old = json.loads((folder.files / "config.json").read_text(encoding="utf-8"))
     assert json.loads(old["loss"]["arguments"]) == {"tau_negative": 1.05, "tau_positive": 1.0}
     old["loss"] |= {"arguments": None, "tau_positive": 1.0, "tau_negative": 1.05, "mask_threshold": None}
-    (folder.files / "config.json").write_text(json.dumps(old))
+    (folder.files / "config.json").write_text(json.dumps(old), encoding="utf-8")
     opened(tmp_path, "r", method="SAPO")
     assert json.loads(run_folder.read_config(folder.files).loss.arguments) == {
         "tau_negative": 1.05,
@@ -119,9 +119,9 @@ def test_a_checkpoint_with_retired_fields_or_values_is_of_the_same_run(tmp_path,
 
 def test_a_run_older_than_a_field_that_changes_no_number_has_its_default(tmp_path):
     folder = opened(tmp_path, "r")
-    old = json.loads((folder.files / "config.json").read_text())
+    old = json.loads((folder.files / "config.json").read_text(encoding="utf-8"))
     del old["servers"], old["log"]["project"]
-    (folder.files / "config.json").write_text(json.dumps(old))
+    (folder.files / "config.json").write_text(json.dumps(old), encoding="utf-8")
     read, new = run_folder.read_config(folder.files), tiny.get_config()
     assert read.servers.to_dict() == new.servers.to_dict() and read.log.project == "rpg_jax"
 
@@ -152,7 +152,7 @@ def test_a_process_that_changes_its_folder_still_finds_its_compiled_programs(tmp
 
 def test_a_folder_that_is_no_run_lists_those_that_are(tmp_path):
     (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "config.json").write_text("{}")
+    (tmp_path / "a" / "config.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ValueError, match=f"no config.json.*{tmp_path / 'a'}"):
         run_folder.read_config(tmp_path / "b")
 
@@ -167,7 +167,7 @@ def test_a_run_goes_on_with_other_slots_and_micro_batches_but_not_with_another_l
     run_folder.open_run(config, run_folder.of(config))
     assert run_folder.identity(config) == before
     config.loss.kl_coef = 0.5
-    (tmp_path / "r" / "metrics.jsonl").write_text('{"step": 1}\n')
+    (tmp_path / "r" / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
     with pytest.raises(ValueError, match=r"another config: loss\.kl_coef was"):
         run_folder.open_run(config, run_folder.of(config))
 
@@ -210,15 +210,15 @@ def test_what_is_replaced_is_moved_aside_each_time(tmp_path):
     for number in range(3):
         folder = opened(tmp_path, "r", overwrite=True)
         assert not (folder.files / "work").exists()
-        (folder.files / "work").write_text(str(number))
-    assert [(tmp_path / "replaced" / f"r-{k}" / "work").read_text() for k in range(2)] == ["0", "1"]
+        (folder.files / "work").write_text(str(number), encoding="utf-8")
+    assert [(tmp_path / "replaced" / f"r-{k}" / "work").read_text(encoding="utf-8") for k in range(2)] == ["0", "1"]
 
 
 @pytest.mark.parametrize("foreign", [{}, {"program": "another"}, {"model_type": "qwen3"}])
 def test_only_a_folder_of_this_program_is_replaced(tmp_path, foreign):
     (tmp_path / "r").mkdir()
-    (tmp_path / "r" / "config.json").write_text(json.dumps(foreign))
-    (tmp_path / "r" / "versions.json").write_text(json.dumps(foreign))
+    (tmp_path / "r" / "config.json").write_text(json.dumps(foreign), encoding="utf-8")
+    (tmp_path / "r" / "versions.json").write_text(json.dumps(foreign), encoding="utf-8")
     for overwrite in (True, False):
         with pytest.raises(ValueError, match="does not say that it is a run of this program"):
             opened(tmp_path, "r", overwrite=overwrite)
@@ -227,20 +227,20 @@ def test_only_a_folder_of_this_program_is_replaced(tmp_path, foreign):
 
 def test_a_folder_without_a_run_keeps_its_files(tmp_path):
     (tmp_path / "r").mkdir()
-    (tmp_path / "r" / "output.txt").write_text("of a notebook")
+    (tmp_path / "r" / "output.txt").write_text("of a notebook", encoding="utf-8")
     folder = opened(tmp_path, "r", overwrite=True)
     assert (folder.files / "output.txt").exists() and not (tmp_path / "replaced").exists()
 
 
 def test_a_run_that_took_no_step_leaves_its_name_to_the_next(tmp_path, capsys):
     folder = opened(tmp_path, "r")
-    (folder.files / "metrics.jsonl").write_text('{"step": 0, "eval/accuracy": 0.5}\n')
-    (folder.files / "tokenizer.model").write_text("of other data")
+    (folder.files / "metrics.jsonl").write_text('{"step": 0, "eval/accuracy": 0.5}\n', encoding="utf-8")
+    (folder.files / "tokenizer.model").write_text("of other data", encoding="utf-8")
     again = opened(tmp_path, "r", **{"loss.kl_coef": 0.5})
     assert "took no step" in capsys.readouterr().out and run_folder.read_config(again.files).loss.kl_coef == 0.5
     assert not (again.files / "tokenizer.model").exists() and (tmp_path / "replaced" / "r-0" / "metrics.jsonl").exists()
     for step in ("metrics", "checkpoint"):
-        (tmp_path / "r" / "metrics.jsonl").write_text('{"step": 1}\n' if step == "metrics" else "")
+        (tmp_path / "r" / "metrics.jsonl").write_text('{"step": 1}\n' if step == "metrics" else "", encoding="utf-8")
         if step == "checkpoint":
             (tmp_path / "r" / "checkpoints" / "2").mkdir(parents=True)
         with pytest.raises(ValueError, match=r"another config: loss\.kl_coef was 0\.5"):
@@ -251,7 +251,7 @@ def test_a_run_that_took_no_step_leaves_its_name_to_the_next(tmp_path, capsys):
 @pytest.mark.parametrize("name", ["config.json", "versions.json"])
 def test_a_damaged_file_is_named(tmp_path, name, content):
     folder = opened(tmp_path, "r")
-    (folder.files / name).write_text(content)
+    (folder.files / name).write_text(content, encoding="utf-8")
     with pytest.raises(ValueError, match=f"{name} is damaged"):
         opened(tmp_path, "r", **{"loss.kl_coef": 0.5})
 
@@ -287,10 +287,10 @@ def no_number(text):
 
 def test_infinity_is_text_in_the_files_and_a_number_in_the_config(tmp_path):
     folder = opened(tmp_path, "r", **{"method": "DAPO", "loss.clip_dual": float("inf")})
-    written = json.loads((folder.files / "config.json").read_text(), parse_constant=no_number)
+    written = json.loads((folder.files / "config.json").read_text(encoding="utf-8"), parse_constant=no_number)
     assert written["loss"]["clip_dual"] == "inf"
     assert run_folder.read_config(folder.files).loss.clip_dual == float("inf")
-    (folder.files / "metrics.jsonl").write_text('{"step": 1}\n')
+    (folder.files / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
     opened(tmp_path, "r", **{"method": "DAPO", "loss.clip_dual": float("inf")})
     json.dumps(run_folder.identity(made(tmp_path, "r", **{"loss.clip_dual": float("inf")})), allow_nan=False)
 
@@ -298,7 +298,7 @@ def test_infinity_is_text_in_the_files_and_a_number_in_the_config(tmp_path):
 def started(tmp_path, made_with):
     """The content of versions.json after one more start, and what the start said."""
     content, told = run_folder.versions_with_history(tmp_path / "versions.json", made_with)
-    (tmp_path / "versions.json").write_text(json.dumps(content))
+    (tmp_path / "versions.json").write_text(json.dumps(content), encoding="utf-8")
     return content, told
 
 
@@ -318,7 +318,9 @@ def test_every_start_is_kept_and_what_changed_is_named(tmp_path, monkeypatch):
 
 def test_a_run_of_the_locked_packages_says_so(tmp_path):
     file = tmp_path / run_folder.LOCK
-    file.write_text("jax==0.10.2 \\\n    --hash=sha256:00\nML_collections==1.1.0 ; python_version >= '3.11'\n")
+    file.write_text(
+        "jax==0.10.2 \\\n    --hash=sha256:00\nML_collections==1.1.0 ; python_version >= '3.11'\n", encoding="utf-8"
+    )
     there = {"jax": "0.10.2", "ml-collections": "1.1.0", "more": "1"}
     assert run_folder.lock_digest(there, file).startswith("requirements-tpu.lock ")
     assert run_folder.lock_digest(there | {"jax": "0.11.0"}, file) == ""
@@ -326,11 +328,11 @@ def test_a_run_of_the_locked_packages_says_so(tmp_path):
 
 
 def test_the_lockfile_has_every_requirement_within_its_range_and_by_its_hash():
-    text = (config_files.ROOT / run_folder.LOCK).read_text()
+    text = (config_files.ROOT / run_folder.LOCK).read_text(encoding="utf-8")
     locked = {run_folder.normalised(n): v for n, v in re.findall(r"^([\w.-]+)==(\S+) \\$", text, re.MULTILINE)}
     assert {"jax", "jaxlib", "libtpu"} <= set(locked) and text.count("--hash=sha256:") >= len(locked)
     for name in ("requirements.txt", "requirements-tpu.txt"):
-        lines = (config_files.ROOT / name).read_text().splitlines()
+        lines = (config_files.ROOT / name).read_text(encoding="utf-8").splitlines()
         for wanted in (Requirement(line.partition("#")[0]) for line in lines if line and line[0].isalnum()):
             assert wanted.specifier.contains(locked[run_folder.normalised(wanted.name)]), wanted
 

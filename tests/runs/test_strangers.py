@@ -33,15 +33,15 @@ def strange(run, tmp_path, monkeypatch):
     """Makes a run folder with other values of some fields; the module `planted` leaves a file if it is imported."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "planted.py").write_text("open('imported', 'w')\n")
+    (tmp_path / "planted.py").write_text("open('imported', 'w')\n", encoding="utf-8")
 
     def make(**fields):
         folder = Path(shutil.copytree(run[0], tmp_path / "strange"))
-        config = json.loads((folder / "config.json").read_text())
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         for name, value in fields.items():
             section, field = name.split(".")
             config[section][field] = value
-        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         return folder
 
     return make
@@ -81,8 +81,10 @@ def test_compiled_programs_come_from_the_users_cache_alone(strange, tmp_path, mo
 
 def test_a_run_never_says_for_itself_that_its_changes_are_accepted(strange):
     folder = strange(**{"run.accept_changes": True})
-    inputs = json.loads((folder / "inputs.json").read_text()) if (folder / "inputs.json").exists() else {}
-    (folder / "inputs.json").write_text(json.dumps(inputs | {"model.tokenizer": "another"}))
+    inputs = (
+        json.loads((folder / "inputs.json").read_text(encoding="utf-8")) if (folder / "inputs.json").exists() else {}
+    )
+    (folder / "inputs.json").write_text(json.dumps(inputs | {"model.tokenizer": "another"}), encoding="utf-8")
     with pytest.raises(ValueError, match=r"^model\.tokenizer has changed since this run began"):
         Policy.from_run(folder)
 
@@ -99,7 +101,7 @@ def test_a_tokenizer_is_not_trained_into_the_folder(strange, tmp_path):
 @pytest.mark.parametrize("link", ["evaluations", "evaluations/s-1", "evaluations/s-1/completions.jsonl"])
 def test_an_evaluation_writes_through_no_link(tmp_path, link):
     (victim := tmp_path / "victim").mkdir()
-    (victim / "kept").write_text("kept")
+    (victim / "kept").write_text("kept", encoding="utf-8")
     place = tmp_path / "run" / link
     place.parent.mkdir(parents=True)
     place.symlink_to(victim / "kept" if link.endswith("jsonl") else victim)
@@ -108,11 +110,11 @@ def test_an_evaluation_writes_through_no_link(tmp_path, link):
     if link != "evaluations/s-1":  # by --out, a link is the user's
         with pytest.raises(ValueError, match=r"is a link, and nothing is written through it: remove it"):
             evaluation.open_folder(out if link.endswith("jsonl") else None, stem, {"a": 1})
-    assert [p.name for p in victim.iterdir()] == ["kept"] and (victim / "kept").read_text() == "kept"
+    assert [p.name for p in victim.iterdir()] == ["kept"] and (victim / "kept").read_text(encoding="utf-8") == "kept"
 
 
 def test_the_lock_of_a_lease_and_a_file_in_the_making_follow_no_link(tmp_path):
-    (victim := tmp_path / "victim").write_text("kept")
+    (victim := tmp_path / "victim").write_text("kept", encoding="utf-8")
     (tmp_path / ".owners").mkdir()
     (tmp_path / ".owners" / ".lock").symlink_to(victim)
     with pytest.raises(OSError, match="symbolic link"):
@@ -120,7 +122,9 @@ def test_the_lock_of_a_lease_and_a_file_in_the_making_follow_no_link(tmp_path):
     (tmp_path / f".scores.md.{os.getpid()}.partial").symlink_to(victim)
     (tmp_path / "scores.md").symlink_to(victim)
     write_atomically(tmp_path / "scores.md", "new")
-    assert victim.read_text() == "kept" and (tmp_path / "scores.md").read_text() == "new"
+    assert (
+        victim.read_text(encoding="utf-8") == "kept" and (tmp_path / "scores.md").read_text(encoding="utf-8") == "new"
+    )
     assert not (tmp_path / "scores.md").is_symlink()
 
 
@@ -213,12 +217,12 @@ VALUES = {
 @pytest.mark.parametrize("field", VALUES)
 def test_a_value_that_no_run_has_written_is_refused_by_file_and_field(strange, field):
     folder = strange()
-    whole = (folder / "config.json").read_text()
+    whole = (folder / "config.json").read_text(encoding="utf-8")
     for value in VALUES[field]:
         config = json.loads(whole)
         section, name = field.rpartition(".")[::2]
         (config[section] if section else config)[name] = value
-        (folder / "config.json").write_text(json.dumps(config))
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         with pytest.raises(ValueError, match=field.replace(".", r"\.")):
             Policy.from_run(folder)
 
@@ -226,8 +230,8 @@ def test_a_value_that_no_run_has_written_is_refused_by_file_and_field(strange, f
 @pytest.mark.parametrize("key", ["a.b", "", "rewards", "judge", "run", "__class__", "x" * 10**5])
 def test_a_field_that_no_run_has_is_one_line(strange, capsys, tmp_path, key):
     folder = strange()
-    config = json.loads((folder / "config.json").read_text())
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     config[key] = 1
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     code = export.main([f"--run={folder}", f"--out={tmp_path / 'out'}"])
     assert code in (0, 2) and "Traceback" not in capsys.readouterr().err

@@ -19,7 +19,7 @@ def test_equal_rows_are_one_file_that_is_read_as_any_other(tmp_path):
     again = train_call.write_rows([{**row, "answer": np.int64(row["answer"])} for row in ROWS], str(tmp_path))
     assert file == again and train_call.write_rows(ROWS[1:], str(tmp_path)) != file
     assert [p.answer for p in data.load(file)[0]] == [str(i + 1) for i in range(30)]
-    assert json.loads(Path(file).read_text().splitlines()[2]) == ROWS[2]
+    assert json.loads(Path(file).read_text(encoding="utf-8").splitlines()[2]) == ROWS[2]
 
 
 def test_a_tenth_is_held_out_and_never_more_than_is_evaluated():
@@ -47,6 +47,6 @@ def test_rows_that_somebody_has_edited_are_written_again(tmp_path):
     """The name of the file is the digest of the rows: a run on the same rows would else train on the edited ones."""
     rows = [{"question": "1+1=", "answer": "2"}]
     file = Path(train_call.write_rows(rows, str(tmp_path)))
-    before = file.read_text()
-    file.write_text(before.replace('"2"', '"3"'))
-    assert train_call.write_rows(rows, str(tmp_path)) == str(file) and file.read_text() == before
+    before = file.read_text(encoding="utf-8")
+    file.write_text(before.replace('"2"', '"3"'), encoding="utf-8")
+    assert train_call.write_rows(rows, str(tmp_path)) == str(file) and file.read_text(encoding="utf-8") == before

@@ -161,13 +161,13 @@ def test_runs_of_two_limits_start_from_the_same_weights(tmp_path, capsys):
 def test_another_reward_is_another_warm_start(tmp_path, monkeypatch):
     """The reward decides the accuracy at which it stops. A run of the default reward keeps the name that it had."""
     monkeypatch.syspath_prepend(str(tmp_path))
-    (module := tmp_path / "grade_of_warm_start.py").write_text("a = 1\n")
+    (module := tmp_path / "grade_of_warm_start.py").write_text("a = 1\n", encoding="utf-8")
     config, keys = resolve(tiny.get_config()), []
     keys.append(cache_key(supervised_config(config), {}))
     for parts, above in (("exact", 0.5), ("grade_of_warm_start:f", None), ("grade_of_warm_start:f", 0.5)):
         with config.unlocked():
             config.rewards.parts, config.rewards.right_above = parts, above
         keys.append(cache_key(supervised_config(config), {}))
-    module.write_text("a = 2\n")
+    module.write_text("a = 2\n", encoding="utf-8")
     keys.append(cache_key(supervised_config(config), {}))
     assert len(set(keys)) == 5

@@ -50,13 +50,13 @@ def expect(found: object, wanted: object) -> None:
 
 def push() -> None:
     with storage.Folder(HOME) as folder:
-        (folder.files / "metrics.jsonl").write_text("line")
+        (folder.files / "metrics.jsonl").write_text("line", encoding="utf-8")
 
 
 def fetched() -> str:
     with storage.Folder(HOME) as folder:
         folder.fetch()
-        return (folder.files / "metrics.jsonl").read_text()
+        return (folder.files / "metrics.jsonl").read_text(encoding="utf-8")
 
 
 def snapshots() -> Snapshots:
@@ -75,7 +75,7 @@ def snapshot() -> int:
 
 
 def weights() -> str:
-    return (storage.local_copy("gs://bucket/qwen", ["*.safetensors"]) / "a.safetensors").read_text()
+    return (storage.local_copy("gs://bucket/qwen", ["*.safetensors"]) / "a.safetensors").read_text(encoding="utf-8")
 
 
 def damage(gcs: FakeGcs) -> None:

@@ -59,7 +59,9 @@ def flip_a_bit(step):
 
 def edit_the_record(step):
     file = step / "record" / "metadata"
-    file.write_text(file.read_text().replace('"at": 15', '"at": 16').replace('"at":15', '"at":16'))
+    file.write_text(
+        file.read_text(encoding="utf-8").replace('"at": 15', '"at": 16').replace('"at":15', '"at":16'), encoding="utf-8"
+    )
 
 
 def cut_the_record(step):

@@ -59,9 +59,9 @@ def test_a_push_that_comes_after_the_end_leaves_the_bucket_as_it_is(tmp_path, mo
     monkeypatch.setattr(storage.files, "in_bucket", lambda path: True)  # a local folder stands in for the bucket
     with storage.Folder(tmp_path / "r") as folder:
         folder.home.mkdir()
-        (folder.files / "metrics.jsonl").write_text("all of them")
+        (folder.files / "metrics.jsonl").write_text("all of them", encoding="utf-8")
     folder.push()
-    assert (tmp_path / "r" / "metrics.jsonl").read_text() == "all of them" and not folder.files.exists()
+    assert (tmp_path / "r" / "metrics.jsonl").read_text(encoding="utf-8") == "all of them" and not folder.files.exists()
 
 
 def test_the_end_waits_for_a_copy_that_is_under_way(tmp_path, monkeypatch):
@@ -80,7 +80,7 @@ def test_the_end_waits_for_a_copy_that_is_under_way(tmp_path, monkeypatch):
     monkeypatch.setattr(storage.Folder, "push", slow_push)
     with storage.Folder(tmp_path / "r") as folder:
         folder.home.mkdir()
-        (folder.files / "metrics.jsonl").write_text("all of them")
+        (folder.files / "metrics.jsonl").write_text("all of them", encoding="utf-8")
         assert began.wait(10)
     assert copied == [True], "the copier found the local folder as it was"
     assert (tmp_path / "r" / "metrics.jsonl").exists()
@@ -95,22 +95,22 @@ def test_an_address_where_a_local_folder_is_asked_for_is_refused(address):
 @pytest.mark.parametrize("content", ["new", b"new", lambda file: file.write(b"new")], ids=["text", "bytes", "writer"])
 def test_atomic_writing_leaves_only_the_file(tmp_path, content):
     path = tmp_path / "summary.md"
-    path.write_text("old")
+    path.write_text("old", encoding="utf-8")
     storage.write_atomically(path, content)
-    assert path.read_text() == "new" and list(tmp_path.iterdir()) == [path]
+    assert path.read_text(encoding="utf-8") == "new" and list(tmp_path.iterdir()) == [path]
 
 
 def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path):
     def fail(file):
         file.write(b"half")
-        assert path.read_text() == "old"
+        assert path.read_text(encoding="utf-8") == "old"
         raise OSError("disk full")
 
     path = tmp_path / "summary.md"
-    path.write_text("old")
+    path.write_text("old", encoding="utf-8")
     with pytest.raises(OSError, match="disk full"):
         storage.write_atomically(path, fail)
-    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+    assert path.read_text(encoding="utf-8") == "old" and list(tmp_path.iterdir()) == [path]
 
 
 @pytest.fixture
@@ -129,7 +129,7 @@ def test_a_bucket_has_what_the_local_folder_has_and_gives_it_back(gcs):
     with storage.Folder("gs://bucket/runs/r") as first:
         (first.files / "rollouts").mkdir()
         for name in ("metrics.jsonl", "rollouts/1.npz", "rollouts/2.npz", ".half.partial"):
-            (first.files / name).write_text(name)
+            (first.files / name).write_text(name, encoding="utf-8")
         first.push()
         before = dict(gcs.generations)
         (first.files / "rollouts" / "2.npz").unlink()
@@ -146,7 +146,11 @@ def test_a_bucket_has_what_the_local_folder_has_and_gives_it_back(gcs):
     assert gcs.generations["runs/r/rollouts/1.npz"] == before["runs/r/rollouts/1.npz"], "unchanged, not copied again"
     with storage.Folder("gs://bucket/runs/r") as second:
         second.fetch()
-        files = {str(f.relative_to(second.files)): f.read_text() for f in second.files.rglob("*") if f.is_file()}
+        files = {
+            str(f.relative_to(second.files)): f.read_text(encoding="utf-8")
+            for f in second.files.rglob("*")
+            if f.is_file()
+        }
         assert files == {"metrics.jsonl": "metrics.jsonl and more", "rollouts/1.npz": "rollouts/1.npz"}
         second.set_aside()
     assert {name.removeprefix("runs/replaced/r-0/") for name in gcs.objects} == {

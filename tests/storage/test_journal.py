@@ -116,7 +116,7 @@ def test_a_group_of_another_key_is_refused_by_name(tmp_path, capsys, change, sai
 
 
 def test_a_folder_that_cannot_be_read_is_said_and_nothing_is_found(tmp_path, capsys):
-    (tmp_path / "journal").write_text("no folder")
+    (tmp_path / "journal").write_text("no folder", encoding="utf-8")
     assert found(tmp_path / "journal", 7) == [] and "cannot be read" in capsys.readouterr().err
 
 

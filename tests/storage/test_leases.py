@@ -173,7 +173,7 @@ def test_a_beat_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatc
         monkeypatch.setattr(leases, "write_atomically", lambda *_: failed.set() or full())
         assert failed.wait(5)
         monkeypatch.setattr(leases, "write_atomically", original)
-        before = json.loads((tmp_path / ".owners" / "r.json").read_text())["beat"]
-        while json.loads((tmp_path / ".owners" / "r.json").read_text())["beat"] == before:
+        before = json.loads((tmp_path / ".owners" / "r.json").read_text(encoding="utf-8"))["beat"]
+        while json.loads((tmp_path / ".owners" / "r.json").read_text(encoding="utf-8"))["beat"] == before:
             pass
     assert "got no sign of life from this process: full" in capsys.readouterr().err

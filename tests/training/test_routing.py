@@ -61,7 +61,10 @@ def mixture(tmp_path_factory):
         vocab_size=47, num_layers=2, embed_dim=64, num_heads=4, num_kv_heads=2, head_dim=16, hidden_dim=64,
         rope=Rope(100.0), tie_embeddings=True, experts=Experts(16, 4, 32),
     )  # fmt: skip
-    ids = {name: json.loads((start / "config.json").read_text())[name] for name in ("eos_token_id", "pad_token_id")}
+    ids = {
+        name: json.loads((start / "config.json").read_text(encoding="utf-8"))[name]
+        for name in ("eos_token_id", "pad_token_id")
+    }
     models.save(folder, config, models.init(config, seed=1)[1], dtype=jnp.float32, fields=ids)
     for file in start.glob("tokenizer*"):
         (folder / file.name).write_bytes(file.read_bytes())
@@ -83,7 +86,7 @@ def trained(shared, mixture, out, **changes):
     done = subprocess.run(
         command, cwd=ROOT, env=environment(shared), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
-    lines = (out / "r" / "metrics.jsonl").read_text().splitlines() if done.returncode == 0 else []
+    lines = (out / "r" / "metrics.jsonl").read_text(encoding="utf-8").splitlines() if done.returncode == 0 else []
     return done, [json.loads(line) for line in lines][1:]
 
 

@@ -258,7 +258,7 @@ def _lines(path: epath.Path, check: Callable[[str], str]) -> list[str]:
     A line that is no address is skipped. Raises ValueError if there are lines and no line is an address.
     """
     files = [file for file in path.iterdir() if not file.name.startswith(".")] if path.is_dir() else [path]
-    lines = [line.partition("#")[0].strip() for file in files for line in file.read_text().splitlines()]
+    lines = [line.partition("#")[0].strip() for file in files for line in file.read_text(encoding="utf-8").splitlines()]
     found, faults = set[str](), list[ValueError]()
     for line in filter(None, lines):
         try:

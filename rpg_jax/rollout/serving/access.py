@@ -55,7 +55,7 @@ class ApiKey:
             return None
         source = f"the environment variable {ENVIRONMENT}" if file is None else file
         try:
-            return cls((environment[ENVIRONMENT] if file is None else Path(file).read_text()).strip())
+            return cls((environment[ENVIRONMENT] if file is None else Path(file).read_text(encoding="utf-8")).strip())
         except OSError as error:
             raise ValueError(f"the API key's file {file}: {error.strerror}") from None
         except ValueError as error:
@@ -196,11 +196,11 @@ def announce(file: epath.Path, address: str) -> Iterator[None]:
 def _write(file: epath.Path, text: str) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     if storage.in_bucket(file):
-        file.write_text(text)  # an object of a bucket appears whole
+        file.write_text(text, encoding="utf-8")  # an object of a bucket appears whole
     else:
         storage.write_atomically(storage.local(file), text)
 
 
 def _delete(file: epath.Path, address: str) -> None:
-    if file.exists() and file.read_text().strip() == address:
+    if file.exists() and file.read_text(encoding="utf-8").strip() == address:
         file.unlink()

@@ -151,4 +151,4 @@ class Npy:
         return blocks[0].nbytes
 
     def complete(self, folder):
-        (folder / "config.json").write_text("{}")
+        (folder / "config.json").write_text("{}", encoding="utf-8")

@@ -257,13 +257,13 @@ def test_servers_of_a_file_or_a_folder_come_and_go_while_a_request_is_answered(
     thread.start()  # there is no folder yet
     time.sleep(0.3)
     folder.mkdir()
-    (folder / "one").write_text(f"{first}  # spot\n")
+    (folder / "one").write_text(f"{first}  # spot\n", encoding="utf-8")
     until(lambda: COMPLETIONS in servers[0].paths())
-    (folder / "two").write_text(f"# two of them\n{second}\n{third}/\n")
+    (folder / "two").write_text(f"# two of them\n{second}\n{third}/\n", encoding="utf-8")
     until(lambda: all(COMPLETIONS in server.paths() for server in servers))
-    (folder / ".two.1.partial").write_text(first)  # half-written by one that was killed
+    (folder / ".two.1.partial").write_text(first, encoding="utf-8")  # half-written by one that was killed
     (folder / "one").unlink()
-    (folder / "two").write_text(f"no address\n{third}")
+    (folder / "two").write_text(f"no address\n{third}", encoding="utf-8")
     until(lambda: list(rollout._balance._servers) == [third])
     asked = [len(server.calls) for server in servers[:2]]
     thread.join(20)
@@ -284,13 +284,13 @@ def test_a_machine_that_vanishes_with_its_address_keeps_no_call(stand_in, served
 
     vanishing = stand_in(silent)
     file = tmp_path / "servers"
-    file.write_text(vanishing.url)
+    file.write_text(vanishing.url, encoding="utf-8")
     rollout, found = served(source(f"file:{file}", Client(timeout=1).check), timeout=600), []
     thread = threading.Thread(target=lambda: found.append(rollout.generate(REQUEST)))
     thread.start()
     until(lambda: COMPLETIONS in vanishing.paths())
     vanished.set()
-    file.write_text(stand_in().url)
+    file.write_text(stand_in().url, encoding="utf-8")
     thread.join(10)
     assert found and same(found[0])
     go.set()

@@ -105,7 +105,7 @@ def test_what_a_killed_run_left_is_replaced_or_removed(tmp_path):
 
 def test_a_folder_that_cannot_be_written_ends_the_sync_with_one_line(tmp_path):
     made = WeightFolders(weights(0), tmp_path / "home", Slow(), lambda _: None)
-    (tmp_path / "home").write_text("a file")
+    (tmp_path / "home").write_text("a file", encoding="utf-8")
     for _ in range(2):  # whoever asks
         with pytest.raises(StorageFailure, match=r"weights-\w+, written: NotADirectoryError.*another try would end"):
             made.sync(weights(1), 1)
@@ -232,7 +232,9 @@ def test_the_folder_of_several_processes_is_that_of_one_to_the_bit_and_a_full_di
             assert all(
                 found[key].tobytes() == x.tobytes() and found[key].shape == x.shape for key, x in expected.items()
             )
-            assert json.loads((folder / "config.json").read_text()) == json.loads((of_one / "config.json").read_text())
+            assert json.loads((folder / "config.json").read_text(encoding="utf-8")) == json.loads(
+                (of_one / "config.json").read_text(encoding="utf-8")
+            )
 
 
 def tensors(folder):

@@ -93,13 +93,13 @@ def test_other_machines_are_served_with_tls_and_a_key_only(asked, message):
 
 def test_a_key_comes_from_a_file_or_the_environment_and_its_errors_name_the_source(tmp_path):
     file = tmp_path / "key"
-    file.write_text("0123456789abcdef\n")
+    file.write_text("0123456789abcdef\n", encoding="utf-8")
     assert ApiKey.find(str(file), {}).header == "Bearer 0123456789abcdef"
     assert ApiKey.find(str(file), {ENVIRONMENT: "f" * 16}).header == "Bearer 0123456789abcdef"
     assert ApiKey.find(None, {ENVIRONMENT: "f" * 16}).opens("Bearer " + "f" * 16)
     assert ApiKey.find(None, {}) is None
     for text in ("", "short", "one two three four five", "é" * 20):
-        file.write_text(text)
+        file.write_text(text, encoding="utf-8")
         with pytest.raises(ValueError, match=f"{file}: an API key has at least 16"):
             ApiKey.find(str(file), {})
         with pytest.raises(ValueError, match=f"environment variable {ENVIRONMENT}: an API key"):
@@ -109,7 +109,7 @@ def test_a_key_comes_from_a_file_or_the_environment_and_its_errors_name_the_sour
 
 
 def test_the_pem_text_of_a_variable_is_in_no_folder(pem, monkeypatch):
-    texts = {name: Path(file).read_text() for name, file in pem.items()}
+    texts = {name: Path(file).read_text(encoding="utf-8") for name, file in pem.items()}
     files = {name: pem_file(None, name, texts) for name in texts}
     assert Access(**files).tls() is not None and Access(**files).grpc_credentials() is not None
     assert [Path(file).stat().st_nlink for file in files.values()] == [0, 0]
@@ -121,7 +121,7 @@ def test_the_pem_text_of_a_variable_is_in_no_folder(pem, monkeypatch):
 
 def test_tls_from_a_broken_file_is_an_error_before_anything_starts(build, letters, tmp_path, pem):
     broken = tmp_path / "broken.pem"
-    broken.write_text("no certificate")
+    broken.write_text("no certificate", encoding="utf-8")
     access = Access(certificate=str(broken), private_key=pem["private_key"])
     with pytest.raises(ValueError, match="TLS with .*broken.pem"):
         Server(JetStreamRollout(build("orchestrator").engine), letters, Sampling(), access=access)
@@ -263,7 +263,7 @@ def test_a_file_has_one_line_while_its_server_serves_and_then_goes(tmp_path):
     file = file_of(str(tmp_path / "new" / "servers"), "w0", 8000)
     with announce(file, "http://10.0.0.5:8000"):
         assert [path.name for path in file.parent.iterdir()] == ["w0"]
-        assert file.read_text() == "http://10.0.0.5:8000\n"
+        assert file.read_text(encoding="utf-8") == "http://10.0.0.5:8000\n"
     assert not file.exists()
 
 
@@ -274,8 +274,8 @@ def test_a_server_that_stops_leaves_the_file_of_the_server_that_replaced_it(tmp_
             pass
         assert not file.exists()  # and has ended too: nothing is left to delete
     with announce(file, "http://10.0.0.5:8000"):
-        file.write_text("http://10.0.0.6:8000\n")
-    assert file.read_text() == "http://10.0.0.6:8000\n"
+        file.write_text("http://10.0.0.6:8000\n", encoding="utf-8")
+    assert file.read_text(encoding="utf-8") == "http://10.0.0.6:8000\n"
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "a/b", "../x", "-x", "a b", "a\nb"])

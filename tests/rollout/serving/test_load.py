@@ -33,7 +33,7 @@ ASKED = [  # body, status; every sixth request is left before its answer
 
 
 def resident(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 async def ask(session: aiohttp.ClientSession, number: int) -> str:
@@ -116,4 +116,4 @@ def test_memory_stays_flat_and_no_place_is_lost(tmp_path):
             assert server.wait(60) == 0
         finally:
             server.kill()
-    assert "Traceback" not in errors.read_text()
+    assert "Traceback" not in errors.read_text(encoding="utf-8")

@@ -167,7 +167,7 @@ def test_a_flood_is_refused_beyond_capacity_and_the_rest_is_served(server, stub,
 @pytest.mark.slow
 def test_memory_stays_flat_under_requests_of_every_kind(server, stub):
     def resident():
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        return int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def load(rounds):
         for number in range(rounds):
