@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import functools
 import hashlib
@@ -41,28 +42,72 @@ def load(path: str, kind: str) -> Callable[..., Any]:
     return found
 
 
-def source_digest(path: str, handed: Any = None) -> str:
-    """The SHA-256 digest of the file of the module in "module:name". The module is not imported.
+def source_digests(path: str, handed: Any = None) -> dict[str, str]:
+    """The SHA-256 digests of the code behind "module:name", by names for messages. Nothing is imported.
 
-    If a Python program `handed` over an object, the digest is of the function's or class's source. "" without a source.
+    The first digest is of the module's file, under the name `path`. Each module that the file imports, directly or
+    not, has a digest of its own if its file lies beside the first file, or below the folder of the first file or the
+    present folder. Installed packages, the standard library and this package are left out, as are imports by computed
+    names. If a Python program `handed` over an object, the one digest is of the function's or class's source text.
+    Code without a source has no digest.
     """
     if handed is not None:
         while isinstance(handed, functools.partial):
             handed = handed.func
         try:
-            return hashlib.sha256(
-                inspect.getsource(handed if hasattr(handed, "__qualname__") else type(handed)).encode()
-            ).hexdigest()
+            source = inspect.getsource(handed if hasattr(handed, "__qualname__") else type(handed))
         except (OSError, TypeError):  # typed into an interpreter, or written in C
-            return ""
+            return {}
+        return {path: hashlib.sha256(source.encode()).hexdigest()}
+    first = path.partition(":")[0]
+    files: dict[str, Path] = {}
+    waiting = [first]
+    while waiting:
+        module = waiting.pop()
+        if module in files or (file := _file_of(module)) is None:
+            continue
+        if module != first and not _is_own(module, file, {files[first].parent, Path.cwd()}):
+            continue
+        files[module] = file
+        waiting += _imported(module, file)
+    names = {module: path if module == first else f"{path} imports {module}" for module in files}
+    return {names[module]: hashlib.sha256(file.read_bytes()).hexdigest() for module, file in files.items()}
+
+
+def _file_of(module: str) -> Path | None:
+    """The file of a module, found without an import."""
     found, where = None, None
-    for module in itertools.accumulate(path.partition(":")[0].split("."), "{}.{}".format):
-        found = PathFinder.find_spec(module, where)
+    for name in itertools.accumulate(module.split("."), "{}.{}".format):
+        found = PathFinder.find_spec(name, where)
         if found is None:
-            return ""
+            return None
         where = found.submodule_search_locations
-    file = Path((found and found.origin) or "")
-    return hashlib.sha256(file.read_bytes()).hexdigest() if file.is_file() else ""
+    file = Path((found and found.origin) or "").absolute()
+    return file if file.is_file() else None
+
+
+def _is_own(module: str, file: Path, folders: set[Path]) -> bool:
+    if module.partition(".")[0] in sys.stdlib_module_names | {"rpg_jax"} or "site-packages" in file.parts:
+        return False
+    return not folders.isdisjoint(file.parents)
+
+
+def _imported(module: str, file: Path) -> set[str]:
+    """The modules that the import statements of a file may mean, with the packages around each module."""
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (SyntaxError, ValueError):  # no Python: a compiled module
+        return set()
+    package = module if file.name == "__init__.py" else module.rpartition(".")[0]
+    named = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            named |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = list(filter(None, [*parents, node.module]))
+            named |= {".".join(base), *(".".join([*base, alias.name]) for alias in node.names)}
+    return {part for name in named if name for part in itertools.accumulate(name.split("."), "{}.{}".format)}
 
 
 def name_of(function: Callable[..., Any], kind: str = "reward") -> str:

@@ -325,7 +325,7 @@ def settings_of(policy: Policy, name: str, k: int | None, weights: str) -> dict[
         "thinking": c.task.thinking,
         "tokenizer": policy.experiment.tokenizer.digest()[:16],
         **{section: c[section].to_dict() for section, used in uses.items() if used},
-        "code": {path: rewards.source_digest(path)[:16] for path in code},
+        "code": {name: digest[:16] for path in code for name, digest in rewards.source_digests(path).items()},
     }
 
 

@@ -325,14 +325,12 @@ def model_digest(model: models.DecoderConfig) -> str:
 
 
 def code_digests(config: ConfigDict, handed: Handed = NOTHING) -> dict[str, str]:
-    """The digest of each function and class of the user's own, by the field and the name in the config.
-
-    If a Python program `handed` over an object, the digest is of its source text; otherwise of its module's file.
-    Code without a source, as a function that was typed into an interpreter, has no digest.
-    """
-    named = own_code(config).items()
-    found = {f"{field} ({name})": rewards.source_digest(name, handed.get(name)) for name, field in named}
-    return {name: digest for name, digest in found.items() if digest}
+    """The digests of the user's own code, by the field and the name in the config (`rewards.source_digests`)."""
+    return {
+        f"{field} ({name})": digest
+        for path, field in own_code(config).items()
+        for name, digest in rewards.source_digests(path, handed.get(path)).items()
+    }
 
 
 def weights_beside_adapters(config: ConfigDict) -> str | None:

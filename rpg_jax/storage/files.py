@@ -71,8 +71,7 @@ def secret() -> bytes:
     with contextlib.suppress(OSError, RuntimeError):
         (file := cache_folder() / "secret").parent.mkdir(parents=True, exist_ok=True)
         if not file.exists():
-            write_atomically(file, secrets.token_bytes(32))
-            file.chmod(0o600)
+            write_atomically(file, secrets.token_bytes(32), mode=0o600)
         return file.read_bytes()
     return b""
 
@@ -104,10 +103,11 @@ def local_copy(address: str, patterns: Sequence[str]) -> Path:
     return target
 
 
-def write_atomically(path: Path, content: str | bytes | Callable[[BinaryIO], object]) -> None:
+def write_atomically(path: Path, content: str | bytes | Callable[[BinaryIO], object], *, mode: int = 0o666) -> None:
     """Replaces the file at `path` in one step, so that nobody ever reads half of a file.
 
     If `content` is a function, it receives the open file and writes to the file. A link at `path` is replaced.
+    The file never has more permissions than `mode`, and those that the umask forbids are left out.
 
     Raises ValueError if `path` is a device, a pipe or a folder.
     """
@@ -117,7 +117,7 @@ def write_atomically(path: Path, content: str | bytes | Callable[[BinaryIO], obj
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         partial.unlink(missing_ok=True)  # of a killed process, or a link that somebody has laid there
-        with naming(path), partial.open("xb") as file:
+        with naming(path), open(partial, "xb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
             if callable(content):
                 content(file)
             else:

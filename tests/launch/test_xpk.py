@@ -69,6 +69,13 @@ def test_an_image_has_no_key_that_lies_in_the_folder(cloud, monkeypatch, tmp_pat
         assert any(fnmatch.fnmatch(f"x/{name}", line) for line in ignored.splitlines()), name
 
 
+def test_the_base_of_an_image_is_named_by_its_digest():
+    bases = re.findall(
+        "^FROM (.*)$", (ROOT / "launch" / "gke" / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert bases and all(re.fullmatch(r"[\w.:/-]+@sha256:[0-9a-f]{64}", base) for base in bases)
+
+
 @pytest.mark.parametrize(
     "command, rule, line",
     [

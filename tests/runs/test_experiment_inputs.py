@@ -10,7 +10,7 @@ import pytest
 from configs import tiny
 from rpg_jax import data
 from rpg_jax.models import DecoderConfig, Rope
-from rpg_jax.rewards import source_digest
+from rpg_jax.rewards import source_digests
 from rpg_jax.runs.experiment import check_inputs, model_digest, problems_digest
 from rpg_jax.runs.problems import Task
 
@@ -141,7 +141,40 @@ def test_of_an_object_that_a_program_hands_over_the_text_counts(experiment, tmp_
     experiment.handed = {"mine:f": functools.partial(wrong)}
     with pytest.raises(ValueError, match=r"^rewards.parts \(mine:f\) has changed"):
         check_inputs(experiment, tmp_path, begins=False)
-    assert source_digest("mine:f", len) == source_digest("no.such_module:f") == source_digest("rpg_jax.no:f") == ""
+    assert source_digests("mine:f", len) == source_digests("no.such_module:f") == source_digests("rpg_jax.no:f") == {}
+
+
+def test_a_helper_that_a_reward_imports_stops_a_resume_when_somebody_edits_it(experiment, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "mine_with_help.py").write_text("import json\n\nimport numpy\n\nimport my_help.numbers\n", "utf-8")
+    (package := tmp_path / "my_help").mkdir()
+    (package / "__init__.py").touch()
+    (package / "numbers.py").write_text("def f():\n    from . import deep\n    raise SystemExit('run')\n", "utf-8")
+    (package / "deep.py").write_text("import mine_with_help\n", "utf-8")
+    (package / "unused.py").touch()
+    experiment.config.rewards.parts = "mine_with_help:f"
+    known = source_digests("mine_with_help:f")
+    names = {"my_help", "my_help.numbers", "my_help.deep"}
+    assert known.keys() == {"mine_with_help:f"} | {f"mine_with_help:f imports {name}" for name in names}
+    check_inputs(experiment, tmp_path, begins=True)
+    check_inputs(experiment, tmp_path, begins=False)
+    (package / "deep.py").write_text("import mine_with_help  # edited\n", "utf-8")
+    named = r"^rewards.parts \(mine_with_help:f imports my_help.deep\) has changed since this run began"
+    with pytest.raises(ValueError, match=named):
+        check_inputs(experiment, tmp_path, begins=False)
+
+
+def test_installed_packages_below_the_present_folder_are_no_code_of_the_users_own(tmp_path, monkeypatch):
+    (installed := tmp_path / ".venv" / "lib" / "site-packages").mkdir(parents=True)
+    (installed / "a_package_of_others.py").touch()
+    (elsewhere := tmp_path / "elsewhere").mkdir()
+    (elsewhere / "mine_alone.py").write_text("import a_package_of_others, beside_the_run, no_such_module\n", "utf-8")
+    (tmp_path / "beside_the_run.py").write_text("this is no Python", "utf-8")
+    for folder in (installed, elsewhere, tmp_path):
+        monkeypatch.syspath_prepend(str(folder))
+    assert source_digests("mine_alone:f").keys() == {"mine_alone:f"}
+    monkeypatch.chdir(tmp_path)
+    assert source_digests("mine_alone:f").keys() == {"mine_alone:f", "mine_alone:f imports beside_the_run"}
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,8 @@
 """Where runs lie: addresses that are none are refused, and a bucket has what the local folder has."""
 
+import os
+import pathlib
+import stat
 import subprocess
 import sys
 import threading
@@ -98,6 +101,29 @@ def test_atomic_writing_leaves_only_the_file(tmp_path, content):
     path.write_text("old", encoding="utf-8")
     storage.write_atomically(path, content)
     assert path.read_text(encoding="utf-8") == "new" and list(tmp_path.iterdir()) == [path]
+
+
+def test_the_secret_is_this_users_alone_from_its_first_byte(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    modes = []
+
+    def replace(partial, target):
+        modes.append(stat.S_IMODE(partial.stat().st_mode))
+        os.replace(partial, target)
+
+    monkeypatch.setattr(pathlib.Path, "replace", replace)
+    umask = os.umask(0)
+    try:
+        first = storage.files.secret()
+    finally:
+        os.umask(umask)
+    assert modes == [0o600] and len(first) == 32 and storage.files.secret() == first
+    assert stat.S_IMODE((tmp_path / "rpg_jax" / "secret").stat().st_mode) == 0o600
+    # The file in the making is opened with this mode, so there is no moment before a chmod.
+    storage.files.write_atomically(
+        tmp_path / "a", lambda file: modes.append(os.fstat(file.fileno()).st_mode), mode=0o600
+    )
+    assert stat.S_IMODE(modes[-1]) == 0o600
 
 
 def test_a_write_that_fails_leaves_the_old_file_alone(tmp_path):
