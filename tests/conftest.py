@@ -134,3 +134,10 @@ def popen():
     for process in started:
         process.kill()
         process.wait()
+
+
+@pytest.fixture
+def x64():
+    """Float64 for one test."""
+    with jax.enable_x64(True):
+        yield

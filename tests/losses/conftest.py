@@ -2,17 +2,9 @@
 
 from __future__ import annotations
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-
-
-@pytest.fixture
-def x64():
-    """Float64 for one test."""
-    with jax.enable_x64(True):
-        yield
 
 
 @pytest.fixture
