@@ -23,6 +23,9 @@ FIELDS = Section(
         dir=Field("runs", "The folder of all runs: a local path or gs://BUCKET/FOLDER."),
         name=Field(optional(str), "The run's folder in run.dir. A run of the same name is continued. Unset: made of "
             "config file, method, the other overrides and seed, as tiny-grpo-lr3e-4-seed1."),
+        start_from=Field(optional(str), "A new run begins where another run stood: runs/A@100 is after its step 100, "
+            "runs/A after its last checkpoint. Weights, optimizer, step number, position in the problems and reference "
+            "are taken over; docs/running.md."),
         overwrite=Field(False, "Start again: an earlier run of this name is moved to run.dir/replaced."),
         accept_changes=Field(False, "Go on although data, tokenizer, model or code of your own has changed since the "
             "run began. The new content counts from then on."),
@@ -320,7 +323,6 @@ FIELDS = Section(
         every=Field("1 step", "K of rule=every: every K-th step, when it ends, or every K-th update.",
             "steps or updates"),
         kl_threshold=Field(0.01, "kappa of rule=kl.", "nats per token", range="(0, inf)"),
-        kl_decay=Field(0.9, "The decay per update of the moving average of the token KL, for rule=kl.", range="[0, 1)"),
         resident=Field(False, "Keep the reference's weights in device memory between steps."),
     ),
     train=Section(
@@ -488,6 +490,7 @@ RETIRED = (
     ),
     *(Retired(name, "2026-11-24", instead) for name, instead in _GONE.items()),
     Retired("model.lora.initializer", "2026-11-24", "A is drawn uniformly", fixed="uniform"),
+    Retired("reference.kl_decay", "2026-11-25", "the moving average of the KL decays by 0.9 per update", fixed=0.9),
     Retired("rewards.overlong_factor", "2026-11-24", "the punishment at the limit is 1", fixed=1.0),
     *(
         Retired(

@@ -89,7 +89,7 @@ def of_run(options: argparse.Namespace) -> int:
             opened = policy.of_run(home, options.step, **how)
             return _STOPPED if evaluation.evaluate(opened, home.home.name, home, **_how(options)) is None else 0
         points = []
-        for step in _steps(options.steps, policy.kept_steps(home)):
+        for step in _steps(options.steps, run_folder.kept_steps(home)):
             opened = policy.of_run(home, step, **how)
             out = options.out and str(Path(options.out) / f"step-{step}")
             found = evaluation.evaluate(opened, home.home.name, home, **(_how(options) | {"out": out}))

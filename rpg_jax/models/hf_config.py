@@ -30,8 +30,9 @@ def read_config(folder: Path | str) -> DecoderConfig:
     fields = read_object(path)
     if {"rollout", "train"} <= fields.keys():
         raise ValueError(
-            f"{folder} is a run and no model: python -m rpg_jax.export --run={folder} --out=FOLDER writes its policy "
-            "as one, and --config.model.path=FOLDER starts a new run from it"
+            f"{folder} is a run and no model: --config.run.start_from={folder} begins a new run where it stands, with "
+            f"its optimizer; python -m rpg_jax.export --run={folder} --out=FOLDER, then model.path=FOLDER takes its "
+            "weights alone"
         )
     try:
         return parse_config(fields)

@@ -41,7 +41,10 @@ def escape(content: object) -> str:
 def results_table(
     configs: Sequence[Config], rows: Sequence[Row], ks: Mapping[str, int | None], budget: Budget
 ) -> Markup:
-    """A sentence on the budget, and each config's scores within the budget. `ks`: the completions of a problem."""
+    """A sentence on the budget, each config's scores within the budget, and why a difference is left out.
+
+    `ks`: the completions of a problem.
+    """
     sets = [name for name in ks if any((name, "last") in row.scores for row in rows)]
     if not sets:
         return element("p", "No evaluation yet.", class_="muted")
@@ -66,7 +69,14 @@ def results_table(
     sentence = f"Every run is shown at its last evaluation within {budget.text}: all that {budget.run} has spent."
     head = element("thead", element("tr", *top), element("tr", *map(_head, ["", *heads])))
     table = element("table", head, element("tbody", *lines))
-    return Markup(element("p", sentence, class_="note") + _wide(table, f"Results at equal {budget.axis}"))
+    left_out = [
+        element("p", f"{config.label}: Δ of {name} is left out, because {why}.", class_="warning", role="note")
+        for config, row in zip(configs, rows, strict=True)
+        for name, why in row.left_out.items()
+    ]
+    return Markup(
+        "".join((element("p", sentence, class_="note"), _wide(table, f"Results at equal {budget.axis}"), *left_out))
+    )
 
 
 def anchor_letters(configs: Sequence[Config]) -> dict[str, str]:
@@ -76,7 +86,7 @@ def anchor_letters(configs: Sequence[Config]) -> dict[str, str]:
 
 
 def notes(configs: Sequence[Config], rows: Sequence[Row]) -> Markup:
-    """Explains the marks of the results, and warns if KLs have different anchors."""
+    """Explains the marks of the results, names the parents of branches, and warns if KLs have different anchors."""
     parts = []
     if any(row.ranks for row in rows):
         parts.append("In each column the <b>best</b> value is bold, the <u>second</u> underlined.")
@@ -85,6 +95,9 @@ def notes(configs: Sequence[Config], rows: Sequence[Row]) -> Markup:
     if len(configs) > 1:
         parts.append(BASELINE_NOTE)
     found = [element("p", Markup(" ".join(parts)), class_="note")] if parts else []
+    for run in (run for config in configs for run in config.runs if run.parent):
+        begun = f"{run.name} was begun from {run.parent}: its completions and its time are counted from there."
+        found.append(element("p", begun, class_="note"))
     if letters := anchor_letters(configs):
         named = "; ".join(f"{letter}: to {name}" for name, letter in letters.items())
         warning = f"KLs with different letters have different anchors and cannot be compared. {named}."

@@ -20,6 +20,8 @@ from rpg_jax.storage.json_files import read_bytes, read_if_there
 
 INPUTS = "inputs.json"
 START = "weights before the first step"  # in INPUTS
+HELD_OUT = ("task, held out", "task.held_out_sets")  # in INPUTS, before the name of a set
+PARENT = "begun from"  # in INPUTS of a branch: the run and the step, as runs/A@100
 
 Record = Mapping[str, Any]  # the metrics of a step
 Scores = dict[str, dict[str, float]]  # {set: {quantity of `QUANTITIES`, or `step`: value}} of a run
@@ -147,6 +149,8 @@ class Run:
       row: the row of a table that the run belongs to; "" outside of tables.
       versions: commit, packages, Python and devices; {} if the run ended before it wrote them.
       start: checksum of the weights before the first step; "" if unknown.
+      problems: {set: digest of its problems} of the held-out sets; {} if unknown.
+      parent: the run and the step from which the run began, as "runs/A@100"; "" for a run that began anew.
     """
 
     name: str
@@ -157,19 +161,30 @@ class Run:
     row: str = ""
     versions: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     start: str = ""
+    problems: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    parent: str = ""
 
     @classmethod
     def read(cls, folder: Path, row: str = "") -> Run:
         """Reads the folder of a run. Files that the run has not written yet leave their attributes empty."""
         config = flat(read_config(folder))
-        versions, start = read_if_there(folder / "versions.json"), read_if_there(folder / INPUTS).get(START, "")
-        name, seed = folder.resolve().name, config.get("seed")
-        return cls(name, seed, config, read_metrics(folder), folder, row, versions, start)  # type: ignore[arg-type]
+        versions, inputs = read_if_there(folder / "versions.json"), read_if_there(folder / INPUTS)
+        start, parent = (str(inputs.get(name, "")) for name in (START, PARENT))
+        named = (key.partition(": ") + (digest,) for key, digest in inputs.items())
+        problems = {name: str(digest) for field, _, name, digest in named if field in HELD_OUT}
+        name, seed, records = folder.resolve().name, config.get("seed"), read_metrics(folder)
+        return cls(name, seed, config, records, folder, row, versions, start, problems, parent)  # type: ignore[arg-type]
+
+    @property
+    def begun(self) -> int:
+        """The step before the first step: 0, or the step of the parent."""
+        step = self.parent.rpartition("@")[2]
+        return int(step) if step.isdecimal() and len(step) < 13 else 0
 
     @property
     def trained(self) -> list[Record]:
         """The records of the steps that trained."""
-        return [record for record in self.records if record["step"] > 0]
+        return [record for record in self.records if record["step"] > self.begun]
 
     @property
     def ended(self) -> bool:

@@ -68,7 +68,7 @@ def summary_of(run: Run) -> str:
         f"# {prose(run.name)}",
         _scores(run.evaluations),
         _work(run.records),
-        _settings(run.config, supervised=any("epoch" in record for record in run.records)),
+        _settings(run, supervised=any("epoch" in record for record in run.records)),
         _files(run.folder),
     ]
     return "\n\n".join(section for section in sections if section) + "\n"
@@ -119,9 +119,10 @@ def _work(records: Sequence[Record]) -> str:
     return f"## Work\n\n{markdown_table(('', ''), rows)}"
 
 
-def _settings(config: Mapping[str, Any], *, supervised: bool) -> str:
-    fields = SUPERVISED if supervised else HIGHLIGHTS
-    rows = [(name, code(config[field])) for field, name in fields if config.get(field) is not None]
+def _settings(run: Run, *, supervised: bool) -> str:
+    config, fields = run.config, SUPERVISED if supervised else HIGHLIGHTS
+    rows = [("begun from", code(run.parent))] if run.parent else []
+    rows += [(name, code(config[field])) for field, name in fields if config.get(field) is not None]
     rank, alpha, targets = (config.get(f"model.lora.{name}") for name in ("rank", "alpha", "targets"))
     if rank and not supervised:
         rows.append(("adapters", f"`rank {rank}, alpha {alpha:g}, {targets}`"))

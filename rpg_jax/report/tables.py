@@ -16,7 +16,7 @@ from rpg_jax.report.run_files import QUANTITIES, Run, Scores
 from rpg_jax.report.seeds import Mean, mean, paired_difference, ranks_of
 
 # Runs of one config may differ in these fields: their places, logs and seeds.
-ASIDE = ("seed", "run.", "distributed.", "log.", "checkpoint.", "profile.")
+_ASIDE = ("seed", "run.", "distributed.", "log.", "checkpoint.", "profile.")
 SHOWN_FIELDS = 2  # most fields in a label
 AXES = ("steps", "completions", "seconds")  # of `Run.costs`
 
@@ -39,15 +39,20 @@ def configs_of(runs: Sequence[Run]) -> list[Config]:
     """Groups runs by config, in the order given. A run without config.json is a config of its own."""
     by_fields: dict[str, list[Run]] = {}
     for run in runs:
-        counted = {k: v for k, v in run.config.items() if not k.startswith(ASIDE)}
+        counted = {k: v for k, v in run.config.items() if not is_aside(k)}
         by_fields.setdefault(json.dumps(counted or run.name, sort_keys=True), []).append(run)
     groups = list(by_fields.values())
     return [Config(_label(own[0], [g[0] for g in groups]), own) for own in groups]
 
 
+def is_aside(field: str) -> bool:
+    """Whether runs of one config may differ in a field. The parent of a branch is in its config."""
+    return field.startswith(_ASIDE) and field != "run.start_from"
+
+
 def differences(configs: Sequence[Config]) -> list[Json]:
     """Fields whose values differ between configs, with each config's value as text."""
-    names = dict.fromkeys(name for c in configs for name in c.fields if not name.startswith(ASIDE))
+    names = dict.fromkeys(name for c in configs for name in c.fields if not is_aside(name))
     rows = [{"field": name, "values": [_text(c.fields.get(name)) for c in configs]} for name in sorted(names)]
     return [row for row in rows if len(set(row["values"])) > 1]
 
@@ -70,7 +75,7 @@ def _label(run: Run, all_runs: Sequence[Run]) -> str:
     if method is None:
         return run.name
     rivals = [r.config for r in all_runs if r.config.get("method") == method]
-    names = sorted({k for r in rivals for k in r if not k.startswith(ASIDE)})
+    names = sorted({k for r in rivals for k in r if not is_aside(k)})
     fields = [k for k in names if any(r.get(k) != run.config.get(k) for r in rivals)]
     parts = [f"{k.rpartition('.')[2]} {_text(run.config.get(k))}" for k in fields[:SHOWN_FIELDS]]
     return ", ".join([str(method), *parts, *(["…"] if len(fields) > SHOWN_FIELDS else [])])
@@ -132,6 +137,7 @@ class Row:
       scores: {(set, quantity): score in %}.
       ranks: {(set, quantity): 1 for the best config of the column, 2 for the second}; see `seeds.ranks_of`.
       differences: {set: Last minus Last of the first config in percentage points, paired by seed}.
+      left_out: {set: why its difference is left out}.
       kl: KL to the reference in millinats per token, over the last third of the steps; None without this metric.
     """
 
@@ -141,13 +147,14 @@ class Row:
     scores: Mapping[tuple[str, str], Mean]
     ranks: Mapping[tuple[str, str], int]
     differences: Mapping[str, Mean]
+    left_out: Mapping[str, str]
     kl: Mean | None
 
 
 def rows_within(configs: Sequence[Config], budget: Budget) -> list[Row]:
     """One row for each config: its scores by the last evaluation within the budget, with 95 % intervals over seeds."""
     cuts = [[(run, run.last_step_within(budget.axis, budget.amount)) for run in config.runs] for config in configs]
-    scored = [[(run.seed, s) for run, step in own if (s := run.scores(step))] for own in cuts]
+    scored = [[(run, s) for run, step in own if (s := run.scores(step))] for own in cuts]
     columns = dict.fromkeys((name, q) for own in scored for _, s in own for name in s for q in QUANTITIES)
     means: list[dict[tuple[str, str], Mean]] = [{} for _ in configs]
     ranked: list[dict[tuple[str, str], int]] = [{} for _ in configs]
@@ -156,11 +163,13 @@ def rows_within(configs: Sequence[Config], budget: Budget) -> list[Row]:
         column = {i: mean(own) for i, own in values.items() if own}
         for i, m in column.items():
             means[i][name, quantity] = m
-        for i, rank in zip(column, ranks_of(list(column.values())), strict=False):
+        comparable = not unlike([each for own in scored for each in own], name)
+        for i, rank in zip(column, ranks_of(list(column.values())) if comparable else (), strict=False):
             ranked[i][name, quantity] = rank
     rows = []
     for i, own in enumerate(cuts):
         kls = [1000 * value for run, step in own if not math.isnan(value := run.late("kl", step))]
+        left_out = {name: why for name, _ in means[i] if i and (why := unlike([*scored[i], *scored[0]], name))}
         axes = [axis for axis in AXES if all(axis in run.costs for run, _ in own)]
         rows.append(
             Row(
@@ -169,21 +178,39 @@ def rows_within(configs: Sequence[Config], budget: Budget) -> list[Row]:
                 spent={axis: _mean([run.spent(axis, step) for run, step in own]) for axis in axes},
                 scores=means[i],
                 ranks=ranked[i],
-                differences=_differences(scored[i], scored[0]) if i else {},
+                differences=_differences(scored[i], scored[0], left_out) if i else {},
+                left_out=left_out,
                 kl=mean(kls) if kls else None,
             )
         )
     return rows
 
 
-def _differences(
-    row: Sequence[tuple[int | None, Scores]], baseline: Sequence[tuple[int | None, Scores]]
-) -> dict[str, Mean]:
-    """{set: difference in Last} of rows that are given as (seed, scores) of each run."""
+Scored = Sequence[tuple[Run, Scores]]
+
+
+def unlike(scored: Scored, name: str) -> str:
+    """Why the scores of a set cannot be compared between these runs; "" if all are of equal evaluations.
+
+    Equal evaluations have the same problems, as many completions of each, and the same temperature. An evaluation
+    before the first step is of a policy that the run has not trained.
+    """
+    runs = [(run, scores[name]["step"]) for run, scores in scored if name in scores]
+    if early := [run.name for run, step in runs if step <= run.begun]:
+        return f"{early[0]} has no evaluation after its first step"
+    for field in ("evaluation.problems", "evaluation.k", "evaluation.temperature"):
+        if len(values := {_text(run.config.get(field)) for run, _ in runs}) > 1:
+            return f"{field} is {' and '.join(sorted(values))}"
+    digests = {run.problems.get(name, "") for run, _ in runs} - {""}
+    return "its problems differ" if len(digests) > 1 else ""
+
+
+def _differences(row: Scored, baseline: Scored, left_out: Collection[str]) -> dict[str, Mean]:
+    """{set: difference in Last} of the rows' runs, without the sets that are left out."""
     found = {}
-    for name in dict.fromkeys(name for _, scores in row for name in scores):
+    for name in dict.fromkeys(name for _, scores in row for name in scores if name not in left_out):
         mine, theirs = (
-            {seed: 100 * scores[name]["last"] for seed, scores in own if seed is not None and name in scores}
+            {run.seed: 100 * scores[name]["last"] for run, scores in own if run.seed is not None and name in scores}
             for own in (row, baseline)
         )
         if mine.keys() & theirs.keys():

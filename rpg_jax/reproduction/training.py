@@ -91,9 +91,8 @@ def _reference(by_seed: Mapping[int, Run]) -> str:
     It is the sum of two metrics: the mean of log π_θ/π_ref and the mean of log π_old/π_θ.
     """
     config = next(iter(by_seed.values())).config
-    numbers = {name: config[f"reference.{name}"] for name in ("kl_threshold", "kl_decay")}
     every = Count.parse(config["reference.every"], "reference.every")
-    anchor = make_rule(config["reference.rule"], every=every, **numbers).anchor()
+    anchor = make_rule(config["reference.rule"], every=every, kl_threshold=config["reference.kl_threshold"]).anchor()
     values = [1000 * (run.late("kl_k1") + run.late("behaviour_forward_kl_k1")) for run in by_seed.values()]
     return f"{significant(mean(values))} ({anchor})" if anchor else "–"
 

@@ -8,7 +8,7 @@ from ml_collections import ConfigDict
 
 from rpg_jax import storage
 from rpg_jax.rollout import GroupJournal
-from rpg_jax.runs import run_folder
+from rpg_jax.runs import branching, cli, run_folder
 from rpg_jax.runs.layout import Layout
 from rpg_jax.runs.memory import make_decoding
 from rpg_jax.storage.checkpoints import Checkpoints
@@ -24,6 +24,7 @@ class Checkpointing:
     A run without a reference policy, as supervised training is, needs no snapshots.
 
     Attributes:
+      parent: the checkpoint of another run that this run begins with; None for a run that begins anew or goes on.
       journal: keeps the groups that were sampled after the newest complete checkpoint; None if no journal is kept.
     """
 
@@ -36,7 +37,9 @@ class Checkpointing:
             permanent_every=c.permanent_every,
             identity=run_folder.identity(config),
             renewed=run_folder.renewed,
+            freed=cli.return_pages,  # on a CPU the gaps of a save's copies would stay, and grow with each save
         )
+        self.parent = branching.parent_of(config, folder.files) if self.is_new else None
         limit = int(c.journal_gib * 2**30)
         self.journal = Journal(folder.home / "journal", max_bytes=limit) if limit and journaled else None
         self._references = {step: self._reference_of(step) for step in self.checkpoints.steps()}
@@ -45,6 +48,11 @@ class Checkpointing:
     def is_new(self) -> bool:
         """Whether the run has no checkpoint yet."""
         return self.checkpoints.latest_step() is None
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether the run begins with the weights of its config, and not with those of a checkpoint."""
+        return self.is_new and self.parent is None
 
     def restore(self, like: TrainState, reference: Reference | None) -> tuple[int, TrainState, dict[str, Any]]:
         """(step, state, record) of the newest checkpoint that can be trusted. Raises ValueError if there is none."""

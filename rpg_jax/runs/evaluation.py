@@ -55,12 +55,14 @@ class Drift:
       like: shapes, dtypes and shardings of the weights.
       pack: groups -> micro-batches.
       logprobs: (weights, rows) -> log-probs and entropies f32[B, C].
+      start: the step before the run's first step; 0, or the step of the parent that the run begins from.
     """
 
     snapshots: Snapshots
     like: Any
     pack: Callable[[Sequence[Group]], RolloutBatch[Group]]
     logprobs: Callable[[Any, Rows], tuple[jax.Array, jax.Array, Any]]
+    start: int = 0
 
     def begin(self, params: Any) -> None:
         """Keeps the initial policy."""
@@ -112,7 +114,7 @@ class HeldOut:
             params = self.optimizer.evaluation_params(state.opt_state, state.params)
             if params is not state.params or collector.lags:
                 self.rollout.sync_weights(params, version)
-            if self.drift is not None and step == 0:
+            if self.drift is not None and step == self.drift.start:
                 self.drift.begin(params)
             for name, problems in self.sets.items():
                 beat(f"the evaluation of {name} after step {step}")

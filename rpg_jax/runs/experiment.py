@@ -26,8 +26,8 @@ from rpg_jax.environments.player import Observations, Player
 from rpg_jax.environments.stage import Stage
 from rpg_jax.models.weights import quantized
 from rpg_jax.parallel import hosts
-from rpg_jax.report.run_files import INPUTS, START
-from rpg_jax.runs import cli, config_files, memory, processes, run_folder
+from rpg_jax.report.run_files import INPUTS, PARENT, START
+from rpg_jax.runs import branching, cli, config_files, memory, processes, run_folder
 from rpg_jax.runs.layout import Layout, make_layout
 from rpg_jax.runs.memory import fitting_layout, make_decoding, with_micro_batch
 from rpg_jax.runs.problems import Task, encoder, listed
@@ -81,6 +81,7 @@ def entered(config: ConfigDict, **how: Any) -> Iterator[tuple[Experiment, storag
         cli.keep_buffers()
     run_folder.use_compilation_cache(config.run.compilation_cache)
     with run_folder.held(config) as folder:
+        branching.adopt_tokenizer(config, folder.files)
         experiment = open_experiment(config, folder.files, **how)
         print("".join(f"{note}\n" for note in experiment.notes), end="")
         with contextlib.closing(experiment), experiment.layout.activate(), contextlib.ExitStack() as closing:
@@ -352,8 +353,8 @@ def weights_digest(folder: Path) -> str:
     return _digest(found)
 
 
-def check_inputs(experiment: Experiment, folder: Path, *, begins: bool) -> None:
-    """Compares the run's inputs with their digests from its beginning, which `folder` keeps. Collective.
+def check_inputs(experiment: Experiment, folder: Path, *, begins: bool) -> dict[str, str]:
+    """Compares the run's inputs with their digests from its beginning, which `folder` keeps; returns them. Collective.
 
     Args:
       begins: the run has no step yet, and its inputs are kept for later.
@@ -378,15 +379,18 @@ def check_inputs(experiment: Experiment, folder: Path, *, begins: bool) -> None:
     if (begins or changed) and hosts.is_first():
         kept = found if begins else known | found
         write_atomically(folder / INPUTS, json.dumps(kept, indent=2, sort_keys=True) + "\n")
+    return found
 
 
-def note_start(folder: Path, checksum: int) -> None:
+def note_start(folder: Path, checksum: int, parent: branching.Parent | None = None) -> None:
     """Adds the checksum of the first weights to `INPUTS`; with adapters, the checksum of the frozen weights.
 
     Equal recipes of a warm start give other weights on another machine, and runs are compared only from equal weights.
+    A branch also notes its `parent`, and the checksum of the weights that it takes over.
     """
     if hosts.is_first():
         known = json_files.read_if_there(folder / INPUTS) | {START: f"{checksum:016x}"}
+        known |= {} if parent is None else {PARENT: parent.name}
         write_atomically(folder / INPUTS, json.dumps(known, indent=2, sort_keys=True) + "\n")
 
 

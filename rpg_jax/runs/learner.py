@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 from rpg_jax import losses, models, storage
 from rpg_jax.models.lora import init_adapters, load_adapters, merged
 from rpg_jax.models.weights import quantized
+from rpg_jax.runs.branching import Parent
 from rpg_jax.runs.layout import Layout, abstract_model
 from rpg_jax.runs.resolve import loss_arguments
 from rpg_jax.storage.checkpoints import Snapshots
@@ -135,7 +136,7 @@ def reference_rule(config: ConfigDict) -> Rule:
     """When the config's reference moves."""
     c = config.reference
     every = Count.parse(c.every, "reference.every")
-    return make_rule(c.rule, every=every, kl_threshold=c.kl_threshold, kl_decay=c.kl_decay)
+    return make_rule(c.rule, every=every, kl_threshold=c.kl_threshold)
 
 
 def reference_differs(config: ConfigDict) -> bool:
@@ -174,11 +175,13 @@ def no_params(layout: Layout) -> Any:
     return jax.jit(zeros, out_shardings=layout.trained_shardings)()
 
 
-def open_base(layout: Layout, folder: storage.Folder, draw: Draw, *, begins: bool) -> models.Base | None:
+def open_base(
+    layout: Layout, folder: storage.Folder, draw: Draw, *, begins: bool, parent: Parent | None = None
+) -> models.Base | None:
     """The frozen weights of a run; None if all weights are trained. Collective.
 
     The weights of `model.path` are read from there each time. Other weights, random or of a warm start, are drawn when
-    the run `begins`; its folder keeps them once, in `base`.
+    the run `begins`, or are those of its `parent`; its folder keeps them once, in `base`.
 
     Raises:
       Refused: the base in the folder is missing or damaged.
@@ -191,7 +194,7 @@ def open_base(layout: Layout, folder: storage.Folder, draw: Draw, *, begins: boo
     assert like is not None
     if not begins:
         return dataclasses.replace(like, weights=kept.restore(0, like.weights))
-    base = new_base(layout, draw)
+    base = new_base(layout, draw) if parent is None else dataclasses.replace(like, weights=parent.base(like.weights))
     kept.save(0, base.weights)
     kept.close()
     return base

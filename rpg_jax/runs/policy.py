@@ -39,7 +39,6 @@ from rpg_jax.runs.learner import (
 from rpg_jax.runs.memory import make_decoding
 from rpg_jax.runs.resolve import check_trusted, resolve
 from rpg_jax.storage import integrity
-from rpg_jax.storage.checkpoints import committed_steps
 from rpg_jax.training.state import for_evaluation
 from rpg_jax.types import Completion, FinishReason, Sampling
 
@@ -347,10 +346,7 @@ def of_run(
     only = dataclasses.replace(experiment, task=dataclasses.replace(experiment.task, train=[], held_out={}))
     check_inputs(only, folder.files, begins=False)  # the tokenizer and the model; problems may be any
     directory = storage.absolute(folder.home / "checkpoints")
-    kept = kept_steps(folder)
-    if step not in (None, *kept):
-        raise ValueError(f"{folder.home} does not have the checkpoint of step {step}; it keeps steps {kept}")
-    step = kept[-1] if step is None else step
+    step = run_folder.checkpoint_step(folder, step)
     with experiment.layout.activate():
         learner = make_learner(experiment.layout)
         needed = for_evaluation(learner.like, learner.optimizer)  # the optimizer's moments are twice the weights
@@ -361,15 +357,6 @@ def of_run(
             layout, params = merged_layout(experiment.layout, base, params)
             experiment = dataclasses.replace(experiment, layout=layout)
         return Policy(experiment, params, step)
-
-
-def kept_steps(folder: storage.Folder) -> list[int]:
-    """The steps of a run's checkpoints. Raises ValueError if it has none."""
-    if kept := committed_steps(storage.absolute(folder.home / "checkpoints")):
-        return kept
-    config = run_folder.read_config(folder.files)
-    first = min(config.checkpoint.every, config.train.steps)
-    raise ValueError(f"{folder.home} has no checkpoint yet; the first comes at step {first}")
 
 
 def of_config(

@@ -94,30 +94,33 @@ def make_trainer(
 ) -> tuple[ReinforcementTrainer, Any]:
     """The trainer of a run, and the weights that the run begins with; zeros in their place if the run is resumed."""
     del log  # the session writes the groups of a step
-    config, new, compilations = experiment.config, checkpointing.is_new, CompilationCounter()
+    config, compilations, parent = experiment.config, CompilationCounter(), checkpointing.parent
+    new, needs_weights = checkpointing.is_new, checkpointing.needs_weights
     guard, learner = make_guard(config), make_learner(experiment.layout)
     scorer = closing.enter_context(make_scorer(config, experiment.handed, begins=new))
     draw = functools.partial(drawn_base, experiment, scorer, folder.files)
-    base = open_base(experiment.layout, folder, draw, begins=new)
+    base = open_base(experiment.layout, folder, draw, begins=new, parent=parent)
     first = init_params if base is None else first_adapters
-    params = (first if new else no_params)(experiment.layout)  # a resume reads weights once
+    params = (first if needs_weights else no_params)(experiment.layout)  # a resume reads weights once
     own = make_training_rollout(experiment, params, base)
     closing.callback(own.close)
-    if new and config.warm_start.enabled and base is None:
+    if needs_weights and config.warm_start.enabled and base is None:
         params = warm_started(experiment, params, own, scorer, folder.files)
-    if new:
+    if needs_weights:
         note_start(folder.files, weights_checksum(params if base is None else base.weights))
     journal = checkpointing.group_journal(experiment.layout)
     algorithm = make_algorithm(experiment, learner, own, scorer, folder, base, journal)
     algorithm = dataclasses.replace(algorithm, fault=guard.fault)
     closing.callback(algorithm.collector.close)
+    if parent is not None:
+        print(parent.move(config, algorithm.collector, algorithm.reference))
     held_out = HeldOut(
         experiment.task.held_out,
         evaluation_generator(experiment, own, scorer),
         scorer,
         own,
         learner.optimizer,
-        make_drift(experiment, algorithm, folder) if config.evaluation.drift else None,
+        make_drift(experiment, algorithm, folder, parent.step if parent else 0) if config.evaluation.drift else None,
     )
     last = config.train.steps
     return ReinforcementTrainer(algorithm, learner, guard, last, held_out, checkpointing, compilations), params
@@ -256,8 +259,8 @@ def make_training_rollout(experiment: Experiment, params: Any, base: models.Base
     return make_served(experiment, params, base)
 
 
-def make_drift(experiment: Experiment, algorithm: Algorithm, folder: storage.Folder) -> Drift:
-    """The measure of the policy's distance to the policy before the first step, which the run's folder keeps.
+def make_drift(experiment: Experiment, algorithm: Algorithm, folder: storage.Folder, start: int) -> Drift:
+    """The measure of the policy's distance to the policy after step `start`, before the run's first step.
 
     Raises:
       ValueError: evaluations do not sample from the distribution whose log-probabilities the trainer computes.
@@ -270,7 +273,7 @@ def make_drift(experiment: Experiment, algorithm: Algorithm, folder: storage.Fol
             "otherwise completions are no samples of the policy that the log-probabilities are of"
         )
     snapshots, like = Snapshots(folder.home / "initial"), experiment.layout.abstract_trained
-    return Drift(snapshots, like, algorithm.pack, algorithm.programs.logprobs)
+    return Drift(snapshots, like, algorithm.pack, algorithm.programs.logprobs, start)
 
 
 def make_collector(

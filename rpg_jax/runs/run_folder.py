@@ -22,11 +22,12 @@ from ml_collections import ConfigDict
 
 from rpg_jax import storage
 from rpg_jax.parallel import hosts
-from rpg_jax.report.run_files import flat, read_metrics
+from rpg_jax.report.run_files import Run, flat
 from rpg_jax.runs import cli, config_files, run_names
 from rpg_jax.runs.config_files import Unset
 from rpg_jax.runs.resolve import check_training
 from rpg_jax.storage import json_files
+from rpg_jax.storage.checkpoints import committed_steps
 from rpg_jax.storage.json_files import read_if_there, read_object
 from rpg_jax.storage.leases import Lease
 
@@ -45,6 +46,7 @@ _MAY_CHANGE = (
     *(f"judge.{name}" for name in _JUDGES),
     *("train.steps", "warm_start.dir", "rollout.max_sampler_gap"),
 )
+START_FROM = "run.start_from"  # of the section `run` this field alone decides numbers
 _PACKAGES = (
     *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "google-jetstream", "numpy"),
     *("ml-collections", "libtpu", "tensorstore"),
@@ -58,6 +60,8 @@ def default_name(config_file: str, config: ConfigDict, overrides: Mapping[str, A
     """
     named = ("method", "seed", "train.steps", "warm_start.dir")
     other = {k: v for k, v in overrides.items() if k not in named and not k.startswith(_AROUND)}
+    if config.run.start_from:
+        other["from"] = Path(config.run.start_from).name
     return "-".join(
         [Path(config_file).stem, kind or config.method.lower(), *run_names.values_part(other), f"seed{config.seed}"]
     )
@@ -207,16 +211,36 @@ def differing(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
     old, new = flat(_moved(json_files.finite(old))), flat(new)
     gone = {row.name: row for row in config_files.all_retired() if row.value is None}
     ignored = {name for name, row in gone.items() if row.fixed is None or row.fixed == old.get(name)}
-    names = sorted(name for name in {*old, *new} - ignored if not name.startswith(_MAY_CHANGE))
+    names = sorted(name for name in {*old, *new} - ignored if not _may_change(name))
     now = {name: gone[name].line if name in gone else f"now {new.get(name)!r}" for name in names}
     return "; ".join(f"{k} was {old.get(k)!r}, {now[k]}" for k in names if old.get(k) != new.get(k))
+
+
+def _may_change(name: str) -> bool:
+    return name.startswith(_MAY_CHANGE) and name != START_FROM
 
 
 def _stepped(folder: storage.Folder) -> bool:
     """Whether a run has taken a step: it has a checkpoint, whole or not, or the metrics of a step."""
     checkpoints = folder.home / "checkpoints"
     kept = checkpoints.exists() and any(path.name[:1].isdigit() for path in checkpoints.iterdir())
-    return kept or any(record["step"] > 0 for record in read_metrics(folder.files))
+    return kept or bool(Run.read(folder.files).trained)
+
+
+def kept_steps(folder: storage.Folder) -> list[int]:
+    """The steps of a run's checkpoints. Raises ValueError if it has none."""
+    if kept := committed_steps(storage.absolute(folder.home / "checkpoints")):
+        return kept
+    every = read_config(folder.files).checkpoint.every
+    raise ValueError(f"{folder.home} has no checkpoint yet; there is one after each {every} steps and after the last")
+
+
+def checkpoint_step(folder: storage.Folder, step: int | None) -> int:
+    """`step`, of which the run has a checkpoint; None is the last checkpoint. Raises ValueError if there is none."""
+    kept = kept_steps(folder)
+    if step not in (None, *kept):
+        raise ValueError(f"{folder.home} does not have the checkpoint of step {step}; it keeps steps {kept}")
+    return kept[-1] if step is None else step
 
 
 def read_config(path: Path) -> ConfigDict:
@@ -282,7 +306,8 @@ def as_json(config: ConfigDict) -> dict[str, Any]:
 
 def identity(config: ConfigDict) -> dict[str, Any]:
     """The fields that decide the numbers of a run. A resumed run has the values of its checkpoints."""
-    return {name: value for name, value in flat_fields(config).items() if not name.startswith(_MAY_CHANGE)}
+    found = {name: value for name, value in flat_fields(config).items() if not _may_change(name)}
+    return {name: value for name, value in found.items() if name != START_FROM or value}  # older runs lack it
 
 
 def renewed(identity: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from rpg_jax.report.progress import Progress
 from rpg_jax.rollout import weights_checksum
 from rpg_jax.runs import cli
 from rpg_jax.runs.checkpointing import Checkpointing
-from rpg_jax.runs.experiment import Experiment, check_inputs
+from rpg_jax.runs.experiment import Experiment, check_inputs, note_start
 from rpg_jax.runs.learner import Learner
 from rpg_jax.runs.logs import RunLog, plain, trackers_of
 from rpg_jax.runs.processes import StopRequest, Watchdog, watch_machine
@@ -96,7 +96,8 @@ class Session:
     """A run in progress. After each step it logs the step, saves a checkpoint and evaluates if due, and may stop.
 
     Attributes:
-      now: the record of the last finished step; before the first step a record with number 0.
+      now: the record of the last finished step; before the first step a record with number 0, or the parent's step.
+      begins: whether the run had no checkpoint when it was opened.
       owes: whether the step of `now` is saved and not yet evaluated, so that its metrics are not yet written.
     """
 
@@ -116,12 +117,18 @@ class Session:
         self.log = RunLog(folder.files, samples=config.log.samples_per_step)
         closing.callback(self.log.close)
         self.checkpointing = Checkpointing(config, folder, journaled=journaled)
-        check_inputs(experiment, folder.files, begins=self.checkpointing.is_new)
+        self.begins, parent = self.checkpointing.is_new, self.checkpointing.parent
+        inputs = check_inputs(experiment, folder.files, begins=self.begins)
+        if parent is not None:
+            parent.check(config, inputs)
         made = make_trainer(experiment, folder, checkpointing=self.checkpointing, log=self.log, closing=closing)
         closing.callback(self.checkpointing.close)
         self.trainer, params = made
         self.owes = False
-        if self.checkpointing.is_new:
+        if parent is not None:
+            self.now = Step(parent.step, parent.state(self.trainer.learner.like), {})
+            note_start(folder.files, weights_checksum(self.now.state.params), parent)
+        elif self.begins:
             self.now = Step(0, self.trainer.learner.create(params), {})
         else:
             self.now = self._resumed()
@@ -181,9 +188,9 @@ class Session:
 
     def _evaluate_at_start(self, progress: Progress) -> None:
         """Evaluates before the first step, or after the step that an earlier process saved and did not evaluate."""
-        if self.now.number == 0:
+        if self.begins:
             self.log.rewind(-1)
-            start = self.trainer.evaluate(self.now.state, 0)
+            start = self.trainer.evaluate(self.now.state, self.now.number)
             self.log.append(dataclasses.replace(self.now, metrics=start))
             progress.note(f"before the first {self.trainer.unit}: {_in_words(start)}")
         elif self.owes:

@@ -56,6 +56,11 @@ def run(config: ConfigDict) -> int:
             f"model.lora.rank={config.model.lora.rank}: supervised training changes all weights; set it to 0 here, and "
             "train adapters on the result by --config.model.path"
         )
+    if config.run.start_from:
+        raise ValueError(
+            f"run.start_from={config.run.start_from}: supervised training begins with weights alone. Export the run, "
+            "and give --config.model.path"
+        )
     with entered(config, answers=False) as opened:
         session = Session(*opened, make_trainer)
         with cli.run_is_open():

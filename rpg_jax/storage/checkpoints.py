@@ -13,7 +13,7 @@ warm starts and frozen weights are kept as snapshots.
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import orbax.checkpoint as ocp
@@ -42,6 +42,7 @@ class Checkpoints:
       identity: the config fields that decide the numbers of the run. A checkpoint with other values is refused. None
         accepts any checkpoint.
       renewed: translates the identity of an older checkpoint into present fields and values.
+      freed: called before a save, once the copies of the arrays that the save before made are free.
     """
 
     def __init__(
@@ -52,8 +53,9 @@ class Checkpoints:
         permanent_every: int | None = None,
         identity: Mapping[str, Any] | None = None,
         renewed: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict,
+        freed: Callable[[], object] = lambda: None,
     ):
-        self._renewed = renewed
+        self._renewed, self._freed = renewed, freed
         self._directory = storage.absolute(directory)
         self._identity = None if identity is None else json.loads(json.dumps(finite(identity)))
         options = {"max_to_keep": keep, "keep_period": permanent_every, "enable_async_checkpointing": True}
@@ -89,6 +91,7 @@ class Checkpoints:
             if error.kind is not Kind.TRANSIENT:
                 raise
             _say(f"{error.what}: {error.reason}; the checkpoint of step {step} replaces it")
+        self._freed()
         self._clean_up()
         envelope = integrity.sealed({"format": FORMAT, "identity": self._identity, "record": record})
         self._write(step, state, envelope)
@@ -127,18 +130,12 @@ class Checkpoints:
         return integrity.by_all(lambda: self._record(self._directory / str(step)))
 
     def _record(self, path: epath.Path) -> dict[str, Any]:
-        if not errors.retried(lambda: _is_committed(path), path):
-            raise Damaged(path, "it is half-written: commit_success.txt is missing")
-        with integrity.judged(path / "record"):
-            stored = errors.retried(lambda: ocp.JsonCheckpointHandler().restore(path / "record"), path / "record")
-        envelope = integrity.unsealed(path / "record", stored)
-        if envelope["format"] != FORMAT:
-            raise Refused(path / "record", f"it has format {envelope['format']}, this version reads {FORMAT}")
-        theirs, own = self._renewed(finite(envelope["identity"] or {})), self._identity or {}
+        found = read_record(path)
+        theirs, own = self._renewed(finite(found.identity)), self._identity or {}
         if differing := sorted(name for name, value in own.items() if theirs.get(name, ...) != value):
             named = "; ".join(f"{name} {theirs.get(name)!r}, here {own[name]!r}" for name in differing)
             raise Refused(path, f"it is foreign, of a run with {named}")
-        return dict(envelope["record"])
+        return found.record
 
     def restore(self, step: int, like: Tree) -> Tree:
         """The state of `step`, laid out as the `ShapeDtypeStruct`s of `like`, on any mesh.
@@ -233,7 +230,6 @@ class Snapshots:
 
     def __init__(self, directory: Path | epath.Path):
         self._directory = storage.absolute(directory)
-        errors.retried(lambda: self._directory.mkdir(parents=True, exist_ok=True), self._directory)
         self._checkpointer = ocp.StandardCheckpointer()
 
     def _path(self, number: int) -> epath.Path:
@@ -248,6 +244,7 @@ class Snapshots:
         path = self._path(number)
 
         def write() -> None:
+            self._directory.mkdir(parents=True, exist_ok=True)
             self._checkpointer.save(path, integrity.signed(params), force=True)
 
         self.wait()
@@ -295,6 +292,25 @@ class Snapshots:
     def close(self) -> None:
         """Finishes the last save and releases the background threads."""
         errors.written(self._checkpointer.close, self._directory, alone=False)
+
+
+class Recorded(NamedTuple):
+    """The JSON of a checkpoint: the `identity` of its run, and the `record` that a resume needs."""
+
+    identity: dict[str, Any]
+    record: dict[str, Any]
+
+
+def read_record(path: epath.Path) -> Recorded:
+    """The JSON of the checkpoint at `path`, whichever run it is of. Raises as `Checkpoints.record` does."""
+    if not errors.retried(lambda: _is_committed(path), path):
+        raise Damaged(path, "it is half-written: commit_success.txt is missing")
+    with integrity.judged(path / "record"):
+        stored = errors.retried(lambda: ocp.JsonCheckpointHandler().restore(path / "record"), path / "record")
+    envelope = integrity.unsealed(path / "record", stored)
+    if envelope["format"] != FORMAT:
+        raise Refused(path / "record", f"it has format {envelope['format']}, this version reads {FORMAT}")
+    return Recorded(dict(envelope["identity"] or {}), dict(envelope["record"]))
 
 
 def committed_steps(directory: Path | epath.Path) -> list[int]:

@@ -331,6 +331,10 @@ class Collector:
         self._stream.restore(record["stream"])
         self._carried, self._share = decode_groups(record["pending"]), record["share"]
 
+    def move_to(self, stream: Mapping[str, Any]) -> None:
+        """Goes to a position in the problems, as `record` has it. Raises ValueError if it is one in other problems."""
+        self._stream.restore(dict(stream))
+
     def close(self) -> None:
         """Ends the work in the background, if there is any."""
 

@@ -92,6 +92,7 @@ def sampling_metrics(collected: Collected, parts: Mapping[str, float] = MappingP
 
     The means are for a prompt drawn at random: dynamic sampling does not bias them (`Collected.weights`). The length of
     a completion counts the tokens that the policy sampled; `conversation_metrics` counts an environment's tokens.
+    `equal_rewards` is the share of prompts whose completions all have one reward.
     `failed` is the share of completions without a verdict (`Group.failed`); no mean has these completions. There are no
     means if all groups were carried over and the step generated none. If a reward has several `parts`, each part has
     the metric `reward/PART`: the part's mean times its weight.
@@ -104,6 +105,7 @@ def sampling_metrics(collected: Collected, parts: Mapping[str, float] = MappingP
         "accuracy": [g.accuracy[g.judged].mean() for g in known],
         "completion_length": [np.mean([c.sampled.sum() for c in judged[id(g)]]) for g in known],
         "truncated": [np.mean([c.truncated for c in judged[id(g)]]) for g in known],
+        "equal_rewards": [np.ptp(g.rewards[g.judged]) == 0 for g in known],
     }
     apart = [g.parts[g.judged].mean(0) for g in known if g.parts is not None]  # f32[N] of each group
     if len(parts) > 1 and len(apart) == len(known):
@@ -163,9 +165,10 @@ class Guard:
     limit: int | None = None
 
     def warnings(self, step: int, values: Mapping[str, float]) -> Iterator[str]:
-        """Yields a warning at the first gap above the usual gap, and a warning if the limit of tokens is too low.
+        """Yields a warning at the first gap above the usual gap, and warnings after step 1 that name what hinders.
 
-        The limit is too low if it cut off more than half of the completions of step 1.
+        The limit of tokens is too low if it cut off more than half of the completions. Nothing is learned where the
+        completions of each prompt have one reward.
         """
         gap, usual = values.get("sampler_gap", 0.0), self.usual_sampler_gap
         if gap > usual:
@@ -179,6 +182,13 @@ class Guard:
                 f"warning: step 1: {share:.0%} of the completions were cut off at rollout.max_tokens={self.limit}, so "
                 f"unfinished texts are rewarded. Set rollout.max_tokens={4 * self.limit}, ask for short answers in the "
                 "prompt, or leave such completions out by rewards.overlong_masking=True"
+            )
+
+        if step == 1 and values.get("equal_rewards", 0.0) == 1:
+            yield (
+                f"warning: step 1: the completions of each prompt have equal rewards (mean {values['reward']:.3g}). "
+                "Nothing is learned from equal rewards. Look at samples.jsonl: give easier problems, let the reward "
+                "grade what is almost right, or raise rollout.group_size"
             )
 
     def fault(self, step: int, values: Mapping[str, float], updates: Sequence[Mapping[str, float]]) -> str | None:

@@ -7,7 +7,7 @@ step moves the reference again. Every step moves the reference if K is one step 
 """
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, Literal
 
@@ -34,7 +34,7 @@ class Rule:
 
     every: Count
     kl_threshold: float
-    kl_decay: float
+    kl_decay: float = 0.9
 
     meaning: ClassVar[str] = "the policy that the run started from"
     is_behaviour: ClassVar[bool] = False  # the policy that sampled a completion is its reference
@@ -110,9 +110,12 @@ RULES: Mapping[str, type[Rule]] = MappingProxyType(
 )
 
 
-def make_rule(rule: str, *, every: Count, kl_threshold: float, kl_decay: float) -> Rule:
-    """The rule with the name `rule` in `RULES`. Raises ValueError for an unknown name or a number out of its range."""
-    return lookup(RULES, "reference rule", rule)(every, kl_threshold, kl_decay)
+def make_rule(rule: str, **numbers: Any) -> Rule:
+    """The rule with the name `rule` in `RULES`; `numbers` are the attributes of `Rule`.
+
+    Raises ValueError for an unknown name or a number out of its range.
+    """
+    return lookup(RULES, "reference rule", rule)(**numbers)
 
 
 class Reference:
@@ -213,6 +216,20 @@ class Reference:
         """Raises ValueError if the weights that a state of `commit` needs are missing or damaged."""
         if not self._rule.is_behaviour and not state["unwritten"]:
             self._read(int(state["number"]))
+
+    def begin_at(self, updates: int) -> None:
+        """Makes the present policy, which `updates` updates have made, the reference."""
+        self.updates = updates
+        self.number = 0 if self._rule.is_behaviour else updates
+
+    def take_over(self, state: Mapping[str, Any], read: Callable[[int, Any], Any]) -> None:
+        """Takes over the reference of another run, whose `commit` returned `state`.
+
+        `read(number, like)` returns the weights of a snapshot of that run, laid out as `like`.
+        """
+        self.restore(state)
+        if not self._rule.is_behaviour and not self._unwritten:
+            self._write(read(self.number, self._like))
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes back to a state that `commit` returned."""

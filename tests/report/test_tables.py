@@ -15,7 +15,7 @@ from rpg_jax.report.tables import markdown_table
 def leave(tmp_path):
     """Writes runs that are evaluated at every second step, at `accuracy` + step / 100."""
 
-    def leave(method, seed, *, steps=4, groups=2, seconds=1.0, accuracy=0.5, reference=None):
+    def leave(method, seed, *, steps=4, groups=2, seconds=1.0, accuracy=0.5, reference=None, inputs=None, **fields):
         folder = tmp_path / f"{method}-{seed}"
         folder.mkdir()
         config = {
@@ -23,7 +23,9 @@ def leave(tmp_path):
             "seed": seed,
             "rollout": {"group_size": 4},
             "reference": reference or {"rule": "fixed"},
+            **fields,
         }
+        (folder / "inputs.json").write_text(json.dumps(inputs or {}), encoding="utf-8")
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         records = [{"step": 0, **_evaluation(accuracy)}]
         for step in range(1, steps + 1):
@@ -74,6 +76,40 @@ def test_intervals_are_over_seeds_and_differences_paired_by_seed(leave):
     assert a.differences == {} and (b.differences["easy"].value, b.differences["easy"].seeds) == (pytest.approx(20), 2)
     assert b.differences["easy"].half == pytest.approx(0, abs=1e-9), "seeds 1 and 2 differ equally"
     assert (a.ranks["easy", "last"], b.ranks["easy", "last"]) == (2, 1)
+
+
+EASY = "task.held_out_sets: easy"
+
+
+@pytest.mark.parametrize(
+    ("other", "why"),
+    [
+        ({"evaluation": {"k": 8}}, "evaluation.k is 4 and 8"),
+        ({"evaluation": {"k": 4, "problems": 9}}, "evaluation.problems is 9 and –"),
+        ({"evaluation": {"k": 4}, "inputs": {EASY: "2"}}, "its problems differ"),
+        ({"evaluation": {"k": 4}, "steps": 1}, "b-0 has no evaluation after its first step"),
+        ({"evaluation": {"k": 4}, "inputs": {"begun from": "runs/p@4"}}, "b-0 has no evaluation after its first step"),
+    ],
+)
+def test_evaluations_that_are_not_of_the_same_problems_have_no_difference_and_no_ranks(leave, other, why):
+    runs = [leave("a", seed, evaluation={"k": 4}, inputs={EASY: "1"}) for seed in range(3)]
+    configs = tables.configs_of([*runs, *(leave("b", seed, **other) for seed in range(3))])
+    budget = tables.budgets(configs)[0]
+    a, b = rows = tables.rows_within(configs, budget)
+    assert b.differences == {} and b.left_out == {"easy": why} and not a.left_out
+    assert ("easy", "last") not in a.ranks | b.ranks and ("easy", "last") in b.scores
+    shown = html_tables.results_table(configs, rows, {"easy": 4}, budget)
+    assert f"&#916; of easy is left out, because {html_tables.escape(why)}." in shown
+
+
+def test_a_branch_is_another_config_than_its_parent_and_is_named_with_it(leave):
+    parent = leave("a", 0, steps=6)
+    branch = leave("b", 0, steps=6, inputs={"begun from": "runs/a@2"}, run={"start_from": "runs/a@2", "dir": "x"})
+    assert [r["step"] for r in branch.trained] == [3, 4, 5, 6] and len(tables.configs_of([parent, branch])) == 2
+    assert branch.costs["completions"] == {0: 0, 3: 8, 4: 16, 5: 24, 6: 32}
+    configs = tables.configs_of([parent, branch])
+    said = html_tables.notes(configs, tables.rows_within(configs, tables.budgets(configs)[0]))
+    assert "b-0 was begun from runs/a@2" in said and "a-0 was begun" not in said
 
 
 def test_no_row_is_the_best_below_three_seeds(leave):

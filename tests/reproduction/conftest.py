@@ -40,7 +40,7 @@ def leave_a_run() -> Callable[..., None]:
             "optimizer": {"learning_rate": 1e-4},
             "run": {"dir": str(folder.parent)},
             "rollout": {"group_size": 2},
-            "reference": {"rule": rule, "every": "16 updates", "kl_threshold": 0.01, "kl_decay": 0.9},
+            "reference": {"rule": rule, "every": "16 updates", "kl_threshold": 0.01},
         }
         (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
         metrics = {"entropy": 0.1, "behaviour_forward_kl_k1": 2e-3, "kl_k1": 3e-3, "groups_generated": groups} | metrics

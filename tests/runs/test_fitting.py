@@ -126,6 +126,6 @@ def test_what_cannot_run_is_refused_by_name_before_weights_are_loaded(tmp_path, 
     run = tmp_path / "run"
     run.mkdir()
     (run / "config.json").write_text('{"rollout": {}, "train": {}}', encoding="utf-8")
-    with pytest.raises(ValueError, match="run is a run and no model: python -m rpg_jax.export --run="):
+    with pytest.raises(ValueError, match="run is a run and no model: --config.run.start_from=.* python -m rpg_jax.exp"):
         rpg_jax.train(model=run, data=ROWS, reward=short, overrides=few)
     assert [path.name for path in tmp_path.iterdir() if path.name[0] != "."] == ["rows", "run"]

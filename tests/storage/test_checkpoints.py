@@ -192,6 +192,15 @@ def test_checkpoints_come_back_bit_for_bit_and_only_the_last_are_kept(tmp_path):
     checkpoints.close()
 
 
+def test_memory_is_given_back_before_a_save_once_the_save_before_is_on_disk(tmp_path):
+    found = []
+    checkpoints = Checkpoints(tmp_path / "c", keep=3, freed=lambda: found.append(committed_steps(tmp_path / "c")))
+    for step in (1, 2):
+        checkpoints.save(step, tree(step), {})
+    checkpoints.close()
+    assert found == [[], [1]]
+
+
 def test_a_save_is_not_disturbed_by_donating_its_buffers(tmp_path):
     checkpoints = Checkpoints(tmp_path / "c", keep=1)
     state = tree(1, width=200_000)

@@ -41,6 +41,13 @@ def test_a_limit_that_cuts_most_completions_off_is_said_after_the_first_step_wit
     assert not [*Guard(1.0).warnings(1, {"truncated": 0.75})]  # supervised training samples nothing
 
 
+def test_a_first_step_from_which_nothing_can_be_learned_is_said_with_what_helps():
+    [line] = Guard(1.0).warnings(1, {"equal_rewards": 1.0, "reward": 0.0})
+    assert "equal rewards (mean 0)" in line and "let the reward grade" in line
+    assert not [*Guard(1.0).warnings(1, {"equal_rewards": 0.9, "reward": 0.0})]
+    assert not [*Guard(1.0).warnings(2, {"equal_rewards": 1.0, "reward": 0.0})]
+
+
 def test_skipped_updates_count_across_steps_until_one_is_applied():
     guard, values = Guard(1.0, max_nonfinite_updates=3), {"sampler_gap": 0.0}
     assert guard.fault(1, values, [SKIPPED, SKIPPED]) is None

@@ -36,7 +36,7 @@ def steps(reference, per_step, count, kls=(), first=1):
 
 
 def written(tmp_path):
-    return sorted(int(p.name) for p in (tmp_path / "reference").iterdir())
+    return sorted(int(p.name) for p in (tmp_path / "reference").glob("*"))
 
 
 def test_behaviour_rule_always_coincides_and_writes_nothing(tmp_path):
@@ -173,6 +173,23 @@ def test_a_rule_says_whether_the_reference_ever_costs_a_pass(tmp_path, rule, upd
         passes += not reference.coincides()
         steps(reference, updates_per_step, 1, kls=[0.0], first=step)
     assert make_rule(rule, every=every, kl_threshold=0.1, kl_decay=0.5).differs(updates_per_step) == (passes > 0)
+
+
+def test_a_reference_is_taken_over_with_its_weights_or_begins_at_the_present_policy(tmp_path):
+    parent, snapshots = make(tmp_path, "fixed"), Snapshots(tmp_path / "reference")
+    steps(parent, 2, 3)
+    branch = make(tmp_path / "b", "fixed")
+    branch.take_over(parent.commit(), snapshots.restore)
+    np.testing.assert_array_equal(branch.params()["w"], weights(0)["w"])
+    assert (branch.number, branch.updates, branch.coincides()) == (0, 6, False)
+    anew = make(tmp_path / "c", "fixed")
+    anew.begin_at(6)
+    assert (anew.number, anew.updates, anew.coincides()) == (6, 6, True)
+    steps(anew, 2, 1, first=4)
+    np.testing.assert_array_equal(anew.params()["w"], weights(6)["w"])
+    behaviour = make(tmp_path / "d", "behaviour")
+    behaviour.begin_at(6)
+    assert behaviour.coincides() and behaviour.number == 0
 
 
 def test_a_rule_names_its_anchor():

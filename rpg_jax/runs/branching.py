@@ -1,0 +1,171 @@
+"""A run that begins where another run stood: `run.start_from=runs/A@100` begins after step 100 of the run A.
+
+The new run is a branch, and A is its parent. The branch counts on: its first step is 101. It takes over weights,
+optimizer slots, the count of updates and the position in the problems, and the reference if the fields of `reference`
+are equal. With an equal config the branch computes what the parent has computed, to the bit. Every field may differ
+that leaves the arrays of the checkpoint as they are.
+
+The parent may be of somebody else. So only arrays, JSON, the typed config and the tokenizer are read; no code that the
+parent's config names is imported.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from etils import epath
+from ml_collections import ConfigDict
+
+from rpg_jax import losses, storage
+from rpg_jax.parallel import hosts
+from rpg_jax.report.run_files import INPUTS, PARENT
+from rpg_jax.runs import run_folder
+from rpg_jax.storage import integrity, json_files
+from rpg_jax.storage.checkpoints import Snapshots, read_record
+from rpg_jax.training.collect import Collector
+from rpg_jax.training.reference import Reference
+from rpg_jax.training.state import TrainState
+
+_SAME = ("optimizer.name", *(f"model.lora.{name}" for name in ("rank", "alpha", "targets", "int8")))
+_OF_ADAPTERS = ("model.compute_dtype", "warm_start.enabled")  # they decide the frozen weights, and who keeps them
+_INPUTS = {
+    "model.path": "the shapes of the model are",
+    "model.tokenizer": "the tokenizer is",
+    "model.path (weights)": "the frozen weights beside the adapters are",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Parent:
+    """A checkpoint of another run, with which a branch begins.
+
+    Attributes:
+      home: the folder of the run, which is only read.
+      step: the step of the checkpoint.
+      config: the config of the run, by dotted name.
+      inputs: the digests of the run's inputs.
+      identity, record: the JSON of the checkpoint.
+    """
+
+    home: epath.Path
+    step: int
+    config: Mapping[str, Any]
+    inputs: Mapping[str, Any]
+    identity: Mapping[str, Any]
+    record: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The run and the step, as "runs/A@100"."""
+        return f"{self.home}@{self.step}"
+
+    def check(self, config: ConfigDict, inputs: Mapping[str, str]) -> None:
+        """Compares the parent with the config and the inputs of the branch.
+
+        Raises ValueError if the branch cannot take over the arrays of the checkpoint. The message has the field.
+        """
+        if not {"stream", "reference"} <= self.record.keys():
+            raise ValueError(self._refused("it is no run of rpg_jax.train, and has no position to go on from"))
+        if config.train.steps <= self.step:
+            steps = self.step + config.train.steps
+            raise ValueError(
+                f"run.start_from={self.name} begins after step {self.step}, and train.steps={config.train.steps} is "
+                f"the number of the last step: set train.steps={steps} for {config.train.steps} steps more"
+            )
+        own = run_folder.flat_fields(config)
+        needed = [*_SAME, *(_OF_ADAPTERS if own["model.lora.rank"] else ())]
+        if any(fields["loss.advantage"] in losses.LEARNED_ADVANTAGES for fields in (own, self.config)):
+            needed += ["loss.advantage", "critic.trunk"]
+        for name in needed:
+            if own[name] != self.config[name]:
+                raise ValueError(self._refused(f"{name} is {self.config[name]!r} there and {own[name]!r} here"))
+        for name, what in _INPUTS.items():
+            if name in inputs and self.inputs.get(name, inputs[name]) != inputs[name]:
+                raise ValueError(self._refused(f"{what} another there"))
+
+    def state(self, like: TrainState) -> TrainState:
+        """The weights, slots and counts, laid out as `like`. Raises ValueError if the arrays are others or damaged."""
+        try:
+            return integrity.restored(storage.absolute(self.home / "checkpoints" / str(self.step) / "state"), like)
+        except integrity.Damaged:
+            raise
+        except integrity.Refused as error:
+            raise ValueError(self._refused(f"its arrays are others than this config's ({error.reason})")) from error
+
+    def base(self, like: Any) -> Any:
+        """The frozen weights beside adapters that the parent keeps, laid out as `like`."""
+        return Snapshots(self.home / "base").restore(0, like)
+
+    def move(self, config: ConfigDict, collector: Collector, reference: Reference) -> str:
+        """Moves collector and reference to the parent's position, as far as it holds for the branch.
+
+        Returns a line that says what is taken over, and what begins anew.
+        """
+        anew, now = [], {k: v for k, v in run_folder.identity(config).items() if k != run_folder.START_FROM}
+        then = {k: v for k, v in run_folder.renewed(self.identity).items() if k != run_folder.START_FROM}
+        if now == then:
+            collector.restore(self.record)
+        else:
+            try:
+                collector.move_to(self.record["stream"])
+            except ValueError:
+                anew.append("the order of the problems, which or whose seed are others")
+        if all(then.get(name) == value for name, value in now.items() if name.startswith("reference.")):
+            snapshots = Snapshots(self.home / "reference")
+            reference.take_over(self.record["reference"], snapshots.restore)
+        else:
+            reference.begin_at(int(self.record["reference"]["updates"]))
+            anew.append("the reference, because fields of reference differ")
+        return f"begins after step {self.step} of {self.home}" + (f"; anew: {', '.join(anew)}" if anew else "")
+
+    def _refused(self, reason: str) -> str:
+        return (
+            f"run.start_from={self.name}: {reason}. To begin with the weights alone: python -m rpg_jax.export "
+            f"--run={self.home} --step={self.step} --out=FOLDER, then --config.model.path=FOLDER"
+        )
+
+
+def parsed(text: str) -> tuple[str, int | None]:
+    """The run and the step of "runs/A@100"; the step is None for "runs/A"."""
+    found = re.fullmatch(r"(.+?)(?:@(\d{1,12}))?", text)
+    if not found:
+        raise ValueError(f"run.start_from={text!r} is the folder of a run and a step, as runs/A@100")
+    return found[1], None if found[2] is None else int(found[2])
+
+
+def parent_of(config: ConfigDict, files: Path) -> Parent | None:
+    """The parent that a new run begins from; None without `run.start_from`. Collective.
+
+    A run that begins once more, because it ended before its first checkpoint, begins from the step that its `files`
+    name.
+
+    Raises ValueError if there is no such run or checkpoint, or if the record of the checkpoint cannot be read.
+    """
+    if not config.run.start_from:
+        return None
+    address, step = parsed(config.run.start_from)
+    noted = str(json_files.read_if_there(files / INPUTS).get(PARENT, ""))
+    with run_folder.opened(address) as folder:
+        theirs = run_folder.read_config(folder.files)
+        if step is None and re.fullmatch(rf"{re.escape(str(folder.home))}@\d+", noted):
+            step = parsed(noted)[1]
+        step = run_folder.checkpoint_step(folder, step)
+        path = storage.absolute(folder.home / "checkpoints" / str(step))
+        found = integrity.by_all(lambda: read_record(path))
+        inputs = json_files.read_if_there(folder.files / INPUTS)
+        return Parent(folder.home, step, run_folder.flat_fields(theirs), inputs, found.identity, found.record)
+
+
+def adopt_tokenizer(config: ConfigDict, files: Path) -> None:
+    """Copies the tokenizer that the parent has trained to the branch: their vocabularies must be one."""
+    own = files / "tokenizer.model"
+    if not config.run.start_from or config.model.tokenizer or config.model.path or own.exists():
+        return
+    with run_folder.opened(parsed(config.run.start_from)[0]) as folder:
+        theirs = folder.files / own.name
+        if hosts.is_first() and theirs.is_file():
+            storage.write_atomically(own, json_files.read_bytes(theirs))
