@@ -113,7 +113,6 @@ FIELDS = Section(
         links=Field("5-8", "chains: FEWEST-MOST operations of a training problem."),
         digits=Field(2, "arithmetic: the most digits of an operand.", range="[1, 9]"),
         reverse=Field(True, "arithmetic: write the answer from its lowest digit, the order in which one carries."),
-        chain_of_thought=Field(False, "arithmetic: write the column sums before the answer."),
         held_out=Field(0.2, "Generated problems: the share that is kept for evaluation, of operand pairs, of chains or "
             "of whatever a class of your own splits.", range="(0, 1)"),
         train=Field(optional(str), "files: parquet or JSONL files, names of data sets on the hub or "
@@ -382,7 +381,6 @@ FIELDS = Section(
             "fit. train.microbatch_size, where it is set, is that of supervised training too.", "rows",
             range="[1, 1e6]"),
         check_every=Field(50, "The updates between checks; halved after an overshoot.", "updates", range="[1, 1e9]"),
-        max_updates=Field(5000, "The updates after which the warm start gives up.", "updates", range="[1, 1e9]"),
     ),
     evaluation=Section(
         "Evaluations on the held-out sets.",
@@ -460,6 +458,7 @@ _GONE = {
     "log.wandb_mode": "set the variable WANDB_MODE to offline or disabled",
     "log.routing_every": "log.rollouts_every chooses these steps too",
     "log.max_nonfinite_updates": "a run stops after 10 non-finite updates in a row",
+    "warm_start.max_updates": "a warm start gives up after 20,000 updates",
 }
 RETIRED = (
     Retired(
@@ -492,6 +491,7 @@ RETIRED = (
     Retired("model.lora.initializer", "2026-11-24", "A is drawn uniformly", fixed="uniform"),
     Retired("reference.kl_decay", "2026-11-25", "the moving average of the KL decays by 0.9 per update", fixed=0.9),
     Retired("rewards.overlong_factor", "2026-11-24", "the punishment at the limit is 1", fixed=1.0),
+    Retired("task.chain_of_thought", "2026-11-25", "task.name=chains has working to write", fixed=False),
     *(
         Retired(
             f"{section}.name",

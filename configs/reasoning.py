@@ -56,7 +56,6 @@ def get_config():
     c.warm_start.check_every = 250
     c.warm_start.min_accuracy = 0.22  # guessing has 0.14
     c.warm_start.max_accuracy = 0.4
-    c.warm_start.max_updates = 12_000
 
     c.train.steps = 60
     c.train.updates_per_step = 16

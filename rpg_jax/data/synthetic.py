@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import numpy as np
@@ -34,7 +34,6 @@ class Arithmetic:
       digits: operands are whole numbers below 10**digits.
       reverse: write the answer's last digit first ("64" for 46, "5-" for -5). Carries are known in this order, so a
         small transformer learns it much faster.
-      chain_of_thought: let the completion write its digit-by-digit working, then `ANSWER_MARK`, then the answer.
       held_out: fraction of operand pairs kept for evaluation. The split hashes the unordered pair, so training has no
         operation on a held-out pair: neither a+b nor b+a nor another operator.
       seed: seed of the split.
@@ -43,7 +42,6 @@ class Arithmetic:
     operators: str = "+"
     digits: int = 2
     reverse: bool = False
-    chain_of_thought: bool = False
     held_out: float = 0.1
     seed: int = 0
 
@@ -95,10 +93,7 @@ class Arithmetic:
 
     def target(self, problem: Problem) -> str:
         """The completion that a supervised warm start imitates, without the stop token."""
-        if not self.chain_of_thought:
-            return problem.answer
-        a, operator, b = _parse_arithmetic(problem.prompt)
-        return f"{';'.join(_working(a, operator, b))}{ANSWER_MARK}{problem.answer}"
+        return problem.answer
 
     def examples(self, problems: Iterable[Problem]) -> list[tuple[str, str]]:
         """(prompt, target completion) pairs for the supervised warm start."""
@@ -106,7 +101,7 @@ class Arithmetic:
 
     def texts(self) -> Iterator[str]:
         """A small corpus with every character that the task can write, for training a tokenizer."""
-        yield "0123456789=" + self.operators + "-" + (ANSWER_MARK + ";+*" if self.chain_of_thought else "")
+        yield "0123456789=" + self.operators + "-"
 
     def _drawn_codes(self, space: int, draws: int, seed: int) -> np.ndarray:
         """Codes in the order of the draws, each prompt id once. More draws only add codes to the end."""
@@ -304,32 +299,6 @@ def _carries(a: int, operator: str, b: int) -> int:
         carry = int(column > 9 or column < 0)
         count, a, b = count + carry, a // 10, b // 10
     return count
-
-
-def _working(a: int, operator: str, b: int) -> Sequence[str]:
-    """Steps from the last digit on: digit+digit+carry, digit-digit-borrow (larger first), or partial products."""
-    if operator == "*":
-        steps, total = [], 0
-        for place, digit in enumerate(reversed(str(b))):
-            partial = int(digit) * 10**place
-            steps.append(f"{a}*{partial}={a * partial}")
-            if place:
-                steps.append(f"{total}+{a * partial}={total + a * partial}")
-            total += a * partial
-        return steps
-    if operator == "-" and a < b:
-        a, b = b, a
-    steps, carry = [], 0
-    for place in range(max(len(str(a)), len(str(b)))):
-        x, y = a // 10**place % 10, b // 10**place % 10
-        if operator == "+":
-            steps.append(f"{x}+{y}+{carry}={x + y + carry}")
-            carry = (x + y + carry) // 10
-        else:
-            borrow = int(x - y - carry < 0)
-            steps.append(f"{x + 10 * borrow}-{y}-{carry}={x + 10 * borrow - y - carry}")
-            carry = borrow
-    return steps
 
 
 def _uniform(keys: np.ndarray, seed: int) -> np.ndarray:

@@ -1,6 +1,6 @@
 """The tables that can be reproduced: the runs of each row, and the row that it is compared with."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from types import MappingProxyType
 
 from rpg_jax.losses import METHODS
@@ -15,28 +15,8 @@ def _method(name: str, **fields: object) -> tuple[str, ...]:
     return (f"--config.method={name}", *overrides)
 
 
-def _crossed(methods: Iterable[str], variants: Mapping[str, Fields]) -> dict[str, tuple[str, ...]]:
-    """The rows `METHOD, VARIANT`, method by method."""
-    return {f"{method}, {name}": _method(method, **fields) for method in methods for name, fields in variants.items()}
-
-
-_RPG, _DIFFERENTIABLE, _FORWARD = "RPG-REINFORCE-URKL", "RPG-URKL", "RPG-REINFORCE-UFKL"
-_LENGTHS, _OF_LENGTHS = (20, 22, 32), ("GRPO", "DAPO", _DIFFERENTIABLE, _RPG)
-_SUMS = {"task__chain_of_thought": True}
-_CLIPS = ("dual", "truncate", "reward", "none")
-_OWN_CLIP = {method: METHODS[method].hyperparameters["clip"] for method in (_DIFFERENTIABLE, _RPG)}
-_RATIOS: Mapping[str, Fields] = {
-    f"({low}, {high})": {"loss__clip_low": low, "loss__clip_high": high} if high != 0.28 else {}
-    for low, high in ((0.1, 0.1), (0.2, 0.2), (0.2, 0.28), (0.3, 0.4))
-}
-_OPTIMIZERS: Mapping[str, Fields] = {"AdamW": {}, "Schedule-Free": {"optimizer__name": "schedule_free_adamw"}}
-_EIGHT_BITS: Fields = {"rollout__int8": True, "rollout__int8_kv": True, "rollout__max_sampler_gap": 0.1}
-_SAMPLERS: Mapping[str, Fields] = {
-    "same weights": {},
-    "8 bits": _EIGHT_BITS,
-    "8 bits, C = 2": {**_EIGHT_BITS, "loss__sampler_correction": "truncate"},
-}
-_UPDATES: Mapping[str, Fields] = {str(n): {"train__updates_per_step": n} if n != 8 else {} for n in (1, 8, 16)}
+_RPG, _DIFFERENTIABLE = "RPG-REINFORCE-URKL", "RPG-URKL"
+_PRETRAINED = ("GRPO", "DAPO", _DIFFERENTIABLE, _RPG, "REINFORCE++-Baseline", "RPG-SEQ-RKL", "KL-in-reward")
 # Of "pretrained": with two updates a step the second one is off-policy.
 _OF_SMOLLM2: Fields = {
     "model__path": "smollm2-135m",
@@ -72,7 +52,7 @@ _OF_COMPLETIONS: Fields = {
 }
 _ABLATED: Mapping[str, Fields] = {  # of RPG-REINFORCE-URKL: clip dual, β = 1e-4, the reference moves every batch
     "as published": {},
-    **{f"clip {clip}": {"loss__clip": clip} for clip in _CLIPS if clip != "dual"},
+    **{f"clip {clip}": {"loss__clip": clip} for clip in ("truncate", "reward", "none")},
     **{f"β = {beta}": {"loss__kl_coef": beta} for beta in (0, 1e-3, 1e-2, 1e-1)},
     **{
         f"β = 0.01, {name}": {"loss__kl_coef": 1e-2, **reference}
@@ -101,21 +81,6 @@ TABLES: Mapping[str, Table] = MappingProxyType(
             published=("table8_qwen2p5_7b_instruct",),
             rates=(5e-5, 1e-4, 2e-4),
             pooled=_ONE_ALGORITHM,
-        ),
-        "lengths": Table(
-            "Three lengths of completions",
-            {
-                f"{method}, {n}": _method(method, **_SUMS, rollout__max_tokens=n, warm_start__max_tokens=max(_LENGTHS))
-                for n in _LENGTHS
-                for method in _OF_LENGTHS
-            },
-            baseline="DAPO, 22",
-            baselines={f"{method}, {n}": f"DAPO, {n}" for method in _OF_LENGTHS for n in _LENGTHS},
-            shown=[f"{method}, {n}" for method in ("GRPO", _RPG) for n in _LENGTHS],
-            paper="In the paper: Tables 3, 5 and 6 (8K, 4K and 2K tokens). Here completions write the column sums "
-            "before the answer, 10 to 22 tokens in all: a limit of 20 is too short for many completions, a limit of 32 "
-            "for none. All rows start from the same weights and are evaluated under their own limit",
-            published=("table3_qwen3_4b_8k", "table5_qwen3_4b_4k", "table6_qwen3_4b_2k"),
         ),
         "reasoning": Table(
             "Every kind of method on chains of operations",
@@ -180,10 +145,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
         ),
         "pretrained": Table(
             "SmolLM2-135M-Instruct learns sums by eight methods",
-            {
-                name: _method(name, **_OF_SMOLLM2)
-                for name in (*_OF_LENGTHS, "REINFORCE++-Baseline", "RPG-SEQ-RKL", "KL-in-reward")
-            }
+            {name: _method(name, **_OF_SMOLLM2) for name in _PRETRAINED}
             | {"no KL": _method(_RPG, **_OF_SMOLLM2, loss__kl_coef=0)},
             baseline="DAPO",
             config="configs/smollm2_135m_sums.py",
@@ -194,78 +156,6 @@ TABLES: Mapping[str, Table] = MappingProxyType(
             published=("table3_qwen3_4b_8k", "table8_qwen2p5_7b_instruct"),
             rates=(1e-5, 3e-5, 1e-4),
             scan_seeds=(100,),
-        ),
-        "clips": Table(
-            "The four clips, and the public code's form",
-            {
-                f"{method}, {clip}": _method(method, **({} if clip == own else {"loss__clip": clip}))
-                for method, own in _OWN_CLIP.items()
-                for clip in _CLIPS
-            }
-            | {f"{method}, {own}, verl": _method(method, loss__form="verl") for method, own in _OWN_CLIP.items()},
-            baseline=f"{_RPG}, dual",
-            baselines={
-                f"{_DIFFERENTIABLE}, {clip}": f"{_DIFFERENTIABLE}, reward" for clip in (*_CLIPS, "reward, verl")
-            },
-            paper="Not in the paper, whose section 4 has two of the four clips",
-        ),
-        "clip-ratios": Table(
-            "Clip ratios ε₁, ε₂",
-            _crossed((_FORWARD, _RPG), _RATIOS),
-            baseline=f"{_RPG}, (0.2, 0.28)",
-            baselines={f"{_FORWARD}, {ratios}": f"{_FORWARD}, (0.2, 0.28)" for ratios in _RATIOS},
-            paper="In the paper: Figure 8, which has (0.1, 0.1) and (0.2, 0.28) of both divergences",
-        ),
-        "kl": Table(
-            "KL coefficient and reference",
-            {
-                f"β = {beta}": _method(_FORWARD, **({"loss__kl_coef": beta} if beta != 1e-4 else {}))
-                for beta in (0, 1e-4, 1e-3, 1e-2, 1e-1)
-            }
-            | {"β = 0.001, fixed": _method(_FORWARD, loss__kl_coef=1e-3, reference__rule="fixed")}
-            | {
-                f"β = 0.001, every {k}": _method(_FORWARD, loss__kl_coef=1e-3, reference__every=f"{k}updates")
-                for k in (8, 64)
-            }
-            | {"β = 0.001, κ": _method(_FORWARD, loss__kl_coef=1e-3, reference__rule="kl")},
-            baseline="β = 0.0001",
-            baselines={f"β = 0.001, {rule}": "β = 0.001" for rule in ("fixed", "every 8", "every 64", "κ")},
-            paper="In the paper: Figure 9 (RPG-REINFORCE-UFKL with β = 1e-4 and 1e-3, and 1e-3 without an iterative "
-            "reference); the rule κ is from section 4. Rows that name no reference refresh it every 16 updates",
-        ),
-        "grpo": Table(
-            "GRPO's KL term as published, and with the weight that it lacks",
-            {
-                f"β = {beta}, {term}": _method("GRPO-DeepSeekMath", **(strength | weighting))
-                for beta, strength in ((0.001, {}), (0.1, {"loss__kl_coef": 0.1}))
-                for term, weighting in (("k₃", {}), ("w·k₃", {"loss__kl_weighting": "importance"}))
-            },
-            baseline="β = 0.001, k₃",
-            baselines={"β = 0.1, w·k₃": "β = 0.1, k₃"},
-            paper="The correction is the paper's; the comparison is ours. All rows are GRPO-DeepSeekMath, with "
-            "no bound on k₃",
-        ),
-        "optimizers": Table(
-            "AdamW against Schedule-Free AdamW",
-            _crossed(("DAPO", _RPG), _OPTIMIZERS),
-            baseline="DAPO, AdamW",
-            baselines={f"{_RPG}, {name}": f"{_RPG}, AdamW" for name in _OPTIMIZERS},
-            paper="Not in the paper, which names AdamW; half of the public recipes use Schedule-Free",
-        ),
-        "sampler": Table(
-            "A rollout engine in eight bits, with and without truncated importance sampling",
-            _crossed(("DAPO", _RPG), _SAMPLERS),
-            baseline=f"{_RPG}, same weights",
-            baselines={f"DAPO, {name}": "DAPO, same weights" for name in _SAMPLERS},
-            paper="Not in the paper. Weights, keys and values are rounded to eight bits in the rollout engine, not in "
-            "the trainer",
-        ),
-        "staleness": Table(
-            "Updates from one behaviour policy",
-            _crossed(("DAPO", _RPG), _UPDATES),
-            baseline="DAPO, 8",
-            baselines={f"{_RPG}, {updates}": f"{_RPG}, 8" for updates in _UPDATES},
-            paper="Not in the paper, which makes 16 updates",
         ),
     }
 )

@@ -149,7 +149,6 @@ def _arithmetic(config: ConfigDict) -> Task:
         operators=t.operations,
         digits=t.digits,
         reverse=t.reverse,
-        chain_of_thought=t.chain_of_thought,
         held_out=t.held_out,
     )
     held_out = task.problems("held_out")

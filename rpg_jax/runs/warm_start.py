@@ -109,7 +109,7 @@ def _train(e: Experiment, batches: Demonstrations, params: Any, rollout: Rollout
         rollout.sync_weights(params, 0)
         return float(np.mean([g.accuracy.mean() for g in generate(problems, step=0)]))
 
-    target = Target(c.min_accuracy, c.max_accuracy, c.check_every, c.max_updates)
+    target = Target(c.min_accuracy, c.max_accuracy, c.check_every)
     with Progress(goal=c.min_accuracy, title="warm start") as progress:
 
         def show(updates: int, value: float) -> None:
@@ -143,7 +143,7 @@ class Target:
     min_accuracy: float
     max_accuracy: float
     check_every: int
-    max_updates: int
+    max_updates: int = 20_000
 
     def __post_init__(self):
         if not 0 <= self.min_accuracy < self.max_accuracy <= 1:
@@ -192,7 +192,7 @@ def train_to_accuracy(
     raise ValueError(
         f"no check of the warm start was inside [min_accuracy, max_accuracy]=[{target.min_accuracy}, "
         f"{target.max_accuracy}] in {done} updates, the last was {'above' if above else 'below'} it ({reached:.3f}): "
-        f"raise warm_start.max_updates, or {'lower' if above else 'raise'} warm_start.learning_rate"
+        f"{'lower' if above else 'raise'} warm_start.learning_rate, or widen the range"
     )
 
 

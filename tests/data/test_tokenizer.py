@@ -24,7 +24,7 @@ def test_characters_without_a_token_are_named_once_and_bytes_know_all(characters
 
 
 def test_sentencepiece_gives_each_character_of_the_task_its_own_piece(tmp_path):
-    task = Arithmetic(operators="+-*", chain_of_thought=True)
+    task = Arithmetic(operators="+-*")
     tokenizer = train_sentencepiece(task.texts(), tmp_path / "tokenizer.model")
     for prompt, target in task.examples(task.problems("train", 50)):
         ids = tokenizer.encode(prompt + target)

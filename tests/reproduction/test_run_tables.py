@@ -35,21 +35,6 @@ def test_every_table_has_its_baseline_and_distinct_runs(name):
     assert len(set(map(tuple, table.rows.values()))) == len(table.rows)
 
 
-def test_the_rows_of_the_papers_ablations_can_be_run():
-    """Figure 8: two clip ranges of both divergences. Figure 9: β, and no iterative reference at β = 1e-3."""
-    ratios, kl = TABLES["clip-ratios"].rows, TABLES["kl"].rows
-    for divergence in ("UFKL", "URKL"):
-        low, high = (ratios[f"RPG-REINFORCE-{divergence}, {bounds}"] for bounds in ("(0.1, 0.1)", "(0.2, 0.28)"))
-        assert low[0] == high[0] == f"--config.method=RPG-REINFORCE-{divergence}"
-        assert low[1:] == ("--config.loss.clip_low=0.1", "--config.loss.clip_high=0.1") and not high[1:]
-    figure_9 = {"β = 0.0001": (), "β = 0.001": ("loss.kl_coef=0.001",)}
-    figure_9["β = 0.001, fixed"] = (*figure_9["β = 0.001"], "reference.rule=fixed")
-    for row, fields in figure_9.items():
-        assert kl[row] == ("--config.method=RPG-REINFORCE-UFKL", *(f"--config.{field}" for field in fields))
-    lengths = {row.split(", ")[0] for row in TABLES["lengths"].rows}
-    assert {"RPG-URKL", "RPG-REINFORCE-URKL"} <= lengths, "Tables 3, 5 and 6 compare the two"
-
-
 def write_page(name, cells, out):
     results = Results(name, TABLES[name], collect(cells, out))
     return page.write_page(results, out / name)
@@ -96,9 +81,10 @@ def test_an_unknown_row_is_an_error_with_the_known_ones(capsys):
 
 
 def test_rows_whose_names_have_commas_can_be_chosen():
-    assert TABLES["lengths"].named("DAPO, 20,GRPO, 32") == ["DAPO, 20", "GRPO, 32"]
+    table = TABLES["reasoning-ablations"]
+    assert table.named("β = 0.1, fixed,clip none") == ["β = 0.1, fixed", "clip none"]
     assert TABLES["small"].named("GRPO, DAPO") == ["GRPO", "DAPO"]
-    assert TABLES["lengths"].named("DAPO,21") == ["DAPO", "21"]
+    assert table.named("clip none,21") == ["clip none", "21"]
 
 
 def test_runs_of_other_overrides_are_never_taken_for_the_tables(tmp_path):
@@ -181,18 +167,19 @@ def test_the_page_marks_best_and_second_and_flags_the_impossible(tmp_path, leave
 
 
 def test_each_row_is_compared_with_its_own_and_a_row_without_is_named(tmp_path, leave_a_run, without_figures):
-    table = TABLES["staleness"]
-    rows = ["DAPO, 8", "DAPO, 16", "RPG-REINFORCE-URKL, 8", "RPG-REINFORCE-URKL, 16"]
+    rpg = "RPG-REINFORCE-URKL"
+    table = TABLES["starts"]
+    rows = ["DAPO, start 0", f"{rpg}, start 0", "DAPO, start 1", f"{rpg}, start 1"]
     cells = table.planned_runs(range(2), rows)
     for cell in cells:
-        leave_a_run(tmp_path / "runs" / cell.name, {"DAPO, 8": 0.5, "DAPO, 16": 0.4}.get(cell.row, 0.7))
-    text = write_page("staleness", cells, tmp_path).read_text(encoding="utf-8")
+        leave_a_run(tmp_path / "runs" / cell.name, {rows[0]: 0.5, rows[1]: 0.4}.get(cell.row, 0.7))
+    text = write_page("starts", cells, tmp_path).read_text(encoding="utf-8")
     for row, other, points in ((rows[1], rows[0], "*-10.0 ± 0.0*"), (rows[3], rows[2], "+0.0 ± 0.0")):
         assert f"| {row} | {points} | {points} | {other} |" in text
         assert f"| {points} | {other} |\n" in text.split("## While training")[1]
     assert f"\n| {rows[2]} |" not in text.split("## Differences")[1].split("## While training")[0]
     cells = [cell for cell in cells if cell.row != rows[2]]
-    assert f"{rows[2]}: not run." in write_page("staleness", cells, tmp_path).read_text(encoding="utf-8")
+    assert f"{rows[2]}: not run." in write_page("starts", cells, tmp_path).read_text(encoding="utf-8")
 
 
 FAKE_WORKER = """

@@ -40,12 +40,12 @@ def test_a_range_inside_one_update_is_an_error_that_says_what_to_change():
 
 
 def test_a_range_never_reached_is_an_error_with_the_last_accuracy():
-    with pytest.raises(ValueError, match=r"in 200 updates, the last was below it \(0.100\): .* raise warm_start.learn"):
+    with pytest.raises(ValueError, match=r"in 200 updates, the last was below it \(0.100\): raise warm_start.learn"):
         run(lambda n: 0.1, max_updates=200)
 
 
 def test_a_range_overshot_at_the_last_check_is_said_to_be_overshot():
-    with pytest.raises(ValueError, match=r"in 50 updates, the last was above it \(1.000\): .* lower warm_start.learn"):
+    with pytest.raises(ValueError, match=r"in 50 updates, the last was above it \(1.000\): lower warm_start.learn"):
         run(lambda n: 0.0 if n < 20 else 1.0, max_updates=50)
 
 
