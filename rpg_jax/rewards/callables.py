@@ -17,7 +17,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-from rpg_jax.rewards.verdicts import Task, Verdict, check_call, checked, failure
+from rpg_jax.rewards.verdicts import REWARD, Task, Verdict, check_call, checked, failure
 
 
 def load(path: str, kind: str) -> Callable[..., Any]:
@@ -136,7 +136,7 @@ def named(rewards: Callable[..., Any] | str | Mapping[Any, float]) -> tuple[dict
 
     Raises:
       ValueError: `rewards` has another form, two functions have one name, or a function cannot be called as
-        (completion, answer, prompt).
+        (completion, answer, prompt) or (completion, answer).
     """
     given = rewards if isinstance(rewards, Mapping) else {rewards: 1.0}
     weights: dict[str, float] = {}
@@ -147,7 +147,7 @@ def named(rewards: Callable[..., Any] | str | Mapping[Any, float]) -> tuple[dict
             raise ValueError(f"two rewards are called {name}: give each function a name of its own, with def")
         weights[name] = float(weight)
         if not isinstance(reward, str):
-            check_call(reward, name, ("completion", "answer", "prompt"))
+            check_call(reward, name, REWARD)
             functions[name] = reward
     return weights, functions
 

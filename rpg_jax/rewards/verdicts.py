@@ -80,6 +80,10 @@ class FirstFailures:
             )
 
 
+REWARD = ("completion", "answer", "prompt")
+"""The arguments of a user's reward."""
+
+
 class BadScore(ValueError):
     """A function returned something else than its task asks for."""
 
@@ -115,16 +119,30 @@ def checked_object(value: Any) -> dict[str, Any]:
     return value
 
 
-def check_call(function: Callable[..., Any], path: str, arguments: Sequence[str]) -> None:
-    """Raises ValueError if `function`, known as `path`, cannot be called with `arguments` and its own keywords."""
+def check_call(function: Callable[..., Any], path: str, arguments: Sequence[str]) -> int:
+    """The number of `arguments` that `function`, known as `path`, is called with, beside its own keywords.
+
+    A reward need not take the prompt: a function of two arguments, or whose third one is an option of its own with a
+    default, is called with completion and answer alone. Raises ValueError if the function takes other arguments.
+    """
     try:
         signature = inspect.signature(function)
     except ValueError:  # some builtin functions have none
-        return
-    options = {p.name: None for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
+        return len(arguments)
+    given = signature.parameters.values()
+    options = {p.name: None for p in given if p.kind is p.KEYWORD_ONLY}
+    if tuple(arguments) == REWARD and not any(p.kind is p.VAR_POSITIONAL for p in given):
+        third = [p for p in given if p.kind is not p.KEYWORD_ONLY and p.kind is not p.VAR_KEYWORD][2:3]
+        needs_prompt = third and (third[0].default is inspect.Parameter.empty or third[0].name == REWARD[2])
+        asked = arguments if needs_prompt else arguments[:2]
+    else:
+        asked = arguments
     try:
-        signature.bind(*arguments, **options)
+        signature.bind(*asked, **options)
+        return len(asked)
     except TypeError as error:
         name = path.partition(":")[2]
-        called = f"{name}({', '.join(arguments)})"
+        called = f"{name}({', '.join(arguments)})" + f" or {name}({', '.join(REWARD[:2])})" * (
+            tuple(arguments) == REWARD
+        )
         raise ValueError(f"{path} is called as {called}, with strings, and is {name}{signature}: {error}") from error

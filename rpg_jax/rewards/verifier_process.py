@@ -57,23 +57,25 @@ def main() -> None:
     for line in tasks:
         task = json.loads(line)
         signal.setitimer(signal.ITIMER_REAL, 2 * setup["deadline_s"] + 1)
-        verdict = _judge(functions[task["function"]], task)
+        function, count = functions[task["function"]]
+        verdict = _judge(function, {**task, "arguments": task["arguments"][:count]})
         if os.getpid() != own_pid:  # a child that a verifier forked in spite of the limits
             os._exit(1)
         signal.setitimer(signal.ITIMER_REAL, 0)
         _write(verdicts, {"id": task["id"], **verdict})
 
 
-def load_function(path: str, arguments: Sequence[str], made: Mapping[str, Any]) -> Callable[..., Any]:
+def load_function(path: str, arguments: Sequence[str], made: Mapping[str, Any]) -> tuple[Callable[..., Any], int]:
     """The function at "module:function", or the method "module:Class.method" of one of the objects `made`.
+
+    Also returns the number of `arguments` that the function is called with, see `check_call`.
 
     Raises:
       ValueError: the path has another form, there is no such function, or the function does not take `arguments`.
     """
     owner, _, method = path.rpartition(".")
     function = getattr(made[owner], method) if owner in made else load(path, "reward")
-    check_call(function, path, arguments)
-    return function
+    return function, check_call(function, path, arguments)
 
 
 def _judge(function: Callable[..., Any], task: dict[str, Any]) -> dict[str, Any]:

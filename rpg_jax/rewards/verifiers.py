@@ -14,7 +14,7 @@ import numpy as np
 from rpg_jax.rewards.callables import load
 from rpg_jax.rewards.judge import Server
 from rpg_jax.rewards.shaping import format_match, length_penalty, overlong_penalty
-from rpg_jax.rewards.verdicts import LARGEST
+from rpg_jax.rewards.verdicts import LARGEST, REWARD, check_call
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Verifier:
     @property
     def arguments(self) -> tuple[str, ...]:
         """The names of the function's arguments, all strings."""
-        return ("completion", "answer", "prompt") if self.sees_prompt else ("completion", "answer")
+        return REWARD if self.sees_prompt else REWARD[:2]
 
     def load(self) -> Callable[..., Any]:
         return load(self.path, "reward") if self.function is None else self.function
@@ -105,12 +105,13 @@ NO_FUNCTIONS: Functions = MappingProxyType({})
 def resolve(name: str, functions: Functions = NO_FUNCTIONS) -> Verifier | None:
     """The verifier called `name`, or a user's own function "module:function"; None if `name` is neither.
 
-    A user's function gets (completion, answer, prompt) as strings and its options as keywords, and returns a number
-    as `Verifier` says. The function runs in the worker pool: no files written, no processes, no network. A function in
+    A user's function gets (completion, answer, prompt), or (completion, answer) if it takes two, as strings and its
+    options as keywords, and returns a number as `Verifier` says. The function runs in the worker pool: no files written, no processes, no network. A function in
     `functions`, which a Python program handed over, runs in that program and may do all of this.
     """
     if name in functions:
-        return Verifier(name, sees_prompt=True, function=functions[name])
+        function = functions[name]
+        return Verifier(name, sees_prompt=check_call(function, name, REWARD) == len(REWARD), function=function)
     if ":" in name:
         return Verifier(name, pooled=True, sees_prompt=True)
     return VERIFIERS.get(name)

@@ -92,10 +92,11 @@ def train(
         `evaluation.problems` rows. Training then leaves these rows out.
       reward: a function, "FILE.py:function", a part of `rewards.parts`, or weights by function or part. The reward is
         not shaped, unless `overrides` names a method or sets `rewards.overlong_shaping`. A function is called in this
-        process as function(completion, answer, prompt), with three strings, and returns a number. A completion is
-        right if the part `rewards.accuracy` (default: the first verifier) is 1, or above `rewards.right_above`. Calls
-        of an async function run together; each may take `rewards.deadline_seconds`. The config knows a function as
-        "module:qualname"; a function with another name makes another run. None: the config's rewards.
+        process as function(completion, answer, prompt), or as function(completion, answer) if it takes two, with
+        strings, and returns a number. A completion is right if the part `rewards.accuracy` (default: the first
+        verifier) is 1, or above `rewards.right_above`. Calls of an async function run together; each may take
+        `rewards.deadline_seconds`. The config knows a function as "module:qualname"; a function with another name makes
+        another run. None: the config's rewards.
       environment: answers every turn of the policy, see docs/environments.md: a class, which is made with the config's
         `environment.options`, an object with `reset` and `step`, or a name. A class or an object is called in this
         process, and may be async. None: the config's environment, if it has one.

@@ -112,7 +112,30 @@ def test_what_cannot_be_named_or_called_is_refused_before_anything_runs():
     assert [*rewards.named(functools.partial(close, digits=2))[0]] == [f"{HERE}:close"]
     with pytest.raises(ValueError, match=rf"two rewards are called {HERE}:.*<lambda>: give each function a name"):
         rewards.named({(lambda c, a, p: 1): 1.0, (lambda c, a, p: 0): 1.0})
-    with pytest.raises(ValueError, match=r"is called as .*\(completion, answer, prompt\), with strings"):
+    with pytest.raises(ValueError, match=r"\(completion, answer, prompt\) or .*\(completion, answer\), with strings"):
         rewards.named(lambda completion: 1.0)
     with pytest.raises(ValueError, match="a reward is a function or the name of a part, got int"):
         rewards.named({3: 1.0})
+
+
+def two(completion, answer):
+    return float(completion == answer)
+
+
+def option(completion, answer, tolerance=0.5):
+    return float(abs(float(completion) - float(answer)) < tolerance)
+
+
+async def waits(completion, answer):
+    return float(completion == answer)
+
+
+def three(completion, answer, prompt=""):
+    return float(prompt == "2+2=" and completion == answer)
+
+
+@pytest.mark.parametrize("function", [two, option, waits, three])
+def test_a_reward_may_leave_the_prompt_out_here_and_in_a_worker(function):
+    assert scored(function, ["4", "5"]).rewards.tolist() == [1, 0]
+    if function is not waits:  # workers call plain functions
+        assert scored(f"{HERE}:{function.__name__}", ["4", "5"], workers=1).rewards.tolist() == [1, 0]

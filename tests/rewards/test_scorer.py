@@ -111,10 +111,12 @@ def test_a_users_own_function_is_called_by_its_import_path(tmp_path, monkeypatch
 
 
 def test_a_function_that_cannot_be_called_as_rewards_are_is_refused_before_it_is(tmp_path, monkeypatch):
-    (tmp_path / "other_rewards.py").write_text("def score(completion, answer):\n    return 1\n", encoding="utf-8")
+    (tmp_path / "other_rewards.py").write_text("def score(completion):\n    return 1\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
-    expected = r"other_rewards:score is called as score\(completion, answer, prompt\), with strings, and is "
-    with pytest.raises(ValueError, match=expected + r"score\(completion, answer\): too many positional"):
+    expected = (
+        r"other_rewards:score is called as score\(completion, answer, prompt\) or score\(completion, answer\), with "
+    )
+    with pytest.raises(ValueError, match=expected + r"strings, and is score\(completion\): too many positional"):
         rewards.Scorer("other_rewards:score", workers=1)
 
 
