@@ -18,7 +18,6 @@ from rpg_jax.runs import cli
 COMMANDS = {
     "step": "the update, also under several settings beside each other: seconds, FLOP/s, memory",
     "rollout": "tokens per second of every rollout driver",
-    "serve": "the gRPC server under closed and open load: throughput, time to first token, latency, errors",
 }
 """Name and one line of help. `rpg_jax.benchmarks.measure_NAME` has `arguments(parser)` and `run(options)`, which yields
 measurements, or lists of them with equal fields, and raises `ValueError` at options that do not go together."""

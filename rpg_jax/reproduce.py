@@ -67,8 +67,8 @@ def table_and_options(
         raise ValueError(f"give either --table or --sweep; the tables are {', '.join(TABLES)}")
     if options.sweep:
         methods = [method.strip() for method in options.methods.split(",")] if options.methods else []
-        if options.rates or options.with_data:
-            raise ValueError("--rates and --with-data are for tables: a sweep has its own values")
+        if options.with_data:
+            raise ValueError("--with-data is for tables: a sweep has its own values")
         name, table = sweeps.sweep_table(options.config or SMALL_CONFIG, methods, options.sweep)
     else:
         name, table = options.table, TABLES[options.table]
@@ -76,8 +76,8 @@ def table_and_options(
             raise ValueError(f"--config is for sweeps; --table={name} has {table.config}")
         rows = table.named(options.methods) if options.methods else None
         table = table.only(rows or (run_tables.quick_rows(table) if options.quick else list(table.rows)))
-    if options.with_data and (options.rates or options.quick or not options.scan):
-        raise ValueError("--with-data keeps the rates of the kept rows: leave out --rates, --quick and --noscan")
+    if options.with_data and (options.quick or not options.scan):
+        raise ValueError("--with-data keeps the rates of the kept rows: leave out --quick and --noscan")
     if options.quick:
         extra = [f"--config.train.steps={run_tables.QUICK_STEPS}", *extra]
     how = TableOptions(
@@ -87,7 +87,6 @@ def table_and_options(
         extra,
         command,
         options.scan and not options.quick,
-        options.rates,
         _kept(options.with_data, name),
     )
     return name, table, how
@@ -99,7 +98,7 @@ def data_file(options: argparse.Namespace, extra: Sequence[str]) -> Path:
     Raises:
       ValueError: an option that only runs take, or neither a table nor a file.
     """
-    runs_only = ("sweep", "config", "methods", "seeds", "jobs", "rates", "with_data", "quick")
+    runs_only = ("sweep", "config", "methods", "seeds", "jobs", "with_data", "quick")
     given = [f"--{name.replace('_', '-')}" for name in runs_only if getattr(options, name)]
     if given := [*given, *options.overrides, *extra]:
         raise ValueError(f"--from-data makes the page of the runs as they were: leave out {', '.join(given)}")
@@ -150,7 +149,6 @@ def _parser() -> cli.Parser:
     parser.add_argument("--methods", help="rows, separated by commas (default: all; in a sweep the config's method)")
     parser.add_argument("--seeds", help=f"a number N, for 0 ... N-1, or a list (default: {seeds}, --quick {quick})")
     parser.add_argument("--jobs", type=int, help=f"runs at once (default: one a core, {cores}; on a TPU 1)")
-    parser.add_argument("--rates", type=Path, metavar="DATA", help="choose rates by the numbers of this sweep or table")
     parser.add_argument("--noscan", dest="scan", action="store_false", help="the config's learning rate in every row")
     parser.add_argument("--from-data", nargs="?", const=Path(), type=Path, metavar="DATA", help="page without runs")
     parser.add_argument(

@@ -9,20 +9,17 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from rpg_jax import models, rollout
 from rpg_jax.benchmarks.subject import PRESETS, Peer, Work, peak_bytes
-from rpg_jax.models import DecoderConfig
 from rpg_jax.rollout import Request, Rollout
 from rpg_jax.rollout.schedule import Usage
 from rpg_jax.runs import cli
@@ -53,7 +50,6 @@ def bench_rollout(
     """Medians over `repeats` for each driver: seconds, tokens/s, prefill and decode seconds, slot occupancy.
 
     `decoding` holds further fields of `Decoding`.
-    `decode_of_limit` is the share of a decode step that this machine needs at its own measured rates, see `Machine`.
     The fields of the first driver, `orchestrator` where JetStream is installed, have no prefix. `peak_bytes` is the
     memory of this process.
     """
@@ -82,27 +78,13 @@ def bench_rollout(
         figures |= {f"of_{peer}": other / figures["seconds"] for peer, other in others.items()}
         prefix = "" if name == next(iter(drivers)) else f"{name}_"
         result |= {f"{prefix}{field}": value for field, value in figures.items()}
-    result["peak_bytes"] = peak_bytes()  # before the arrays of `measured`
-    result |= _of_limit(work, parameters, result["decode_seconds"] * work.slots / work.tokens)
+    result["peak_bytes"] = peak_bytes()
     for name, other in others.items():
         result |= {f"{name}_seconds": other, f"{name}_tokens_per_s": work.tokens / other}
         peers[name].close()
     for driver in drivers.values():
         driver.close()
     return result
-
-
-def _of_limit(work: Work, parameters: int, step: float) -> dict[str, float]:
-    """Fields that compare a decode step of `step` seconds with the least seconds that this machine could take."""
-    most = measured()
-    limit = decode_limit(most, work.model, parameters, work.slots, work.prompt_tokens + work.new_tokens / 2)
-    return {
-        "decode_step_seconds": step,
-        "machine_gflop_per_s": most.flops / 1e9,
-        "machine_gb_per_s": most.bytes / 1e9,
-        "decode_step_limit": limit,
-        "decode_of_limit": limit / step,
-    }
 
 
 def _drivers(work: Work, decoding: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
@@ -146,52 +128,3 @@ def _seconds(driver: Rollout, work: Work, step: int) -> float:
     began = time.perf_counter()
     driver.generate(request)
     return time.perf_counter() - began
-
-
-_SIDE = 2048  # of the matrices of a product
-_NUMBERS = 1 << 26  # f32, 256 MiB: more than any cache holds
-
-
-class Machine(NamedTuple):
-    """Operations per second in f32 products, and bytes per second that one program reads."""
-
-    flops: float
-    bytes: float
-
-
-@functools.cache
-def measured() -> Machine:
-    """The default device, from medians of seven calls each."""
-    square = jnp.ones((_SIDE, _SIDE))
-    numbers = jnp.ones(_NUMBERS)
-    product = jax.jit(functools.partial(jnp.matmul, precision="highest"))  # all of f32, as a f32 model decodes
-    total = jax.jit(jnp.sum)
-    return Machine(
-        2 * _SIDE**3 / _call_seconds(lambda: product(square, square)),
-        4 * _NUMBERS / _call_seconds(lambda: total(numbers)),
-    )
-
-
-def decode_limit(machine: Machine, model: DecoderConfig, parameters: int, slots: int, length: float) -> float:
-    """The least seconds of a decode step in f32: max(operations / rate, bytes / rate).
-
-    Operations are 2 for each weight and slot, and 4 N H L for each slot and token of its cache. Bytes are the bytes
-    of the weights and of the caches, each read once.
-
-    Args:
-      parameters: weights of the model; tied embeddings count once.
-      length: mean tokens of a slot.
-    """
-    heads, cached = model.num_heads * model.head_dim, 2 * model.num_kv_heads * model.head_dim
-    operations = slots * (2 * parameters + 4 * heads * model.num_layers * length)
-    read = 4 * (parameters + slots * cached * model.num_layers * length)
-    return max(operations / machine.flops, read / machine.bytes)
-
-
-def _call_seconds(call: Callable[[], jax.Array]) -> float:
-    times = []
-    for _ in range(8):
-        began = time.perf_counter()
-        call().block_until_ready()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[1:])

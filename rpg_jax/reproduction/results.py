@@ -16,7 +16,7 @@ from typing import Any
 
 from rpg_jax.report.plots import TABLE_PANELS
 from rpg_jax.report.run_files import Run
-from rpg_jax.reproduction.table import LEARNING_RATE, PlannedRun, Table
+from rpg_jax.reproduction.table import PlannedRun, Table
 from rpg_jax.storage import write_atomically
 
 _CRITIC = ("explained_variance", "value", "return")
@@ -162,28 +162,6 @@ def merge(kept: Results, new: Results, order: Collection[str]) -> Results:
         runs=[runs[place] for place in sorted(runs)],
         hardware="; ".join(dict.fromkeys([*kept.hardware.split("; "), *new.hardware.split("; ")])),
     )
-
-
-def scan_from(data: Results, table: Table, extra: Sequence[str]) -> Results:
-    """The runs in `data`, of a sweep or of a table's scan, that choose the learning rate of each row of `table`.
-
-    Raises:
-      ValueError: the data have no sweep of the learning rate alone, have other overrides, or lack a row.
-    """
-    found = data if data.table.swept else data.scan
-    fields = {field for _, values in found.table.swept.values() for field in values} if found else set()
-    if found is None or fields != {LEARNING_RATE}:
-        raise ValueError(f"{data.name} is no sweep of {LEARNING_RATE} alone: it has {', '.join(fields) or 'no sweep'}")
-    if tuple(found.extra) != tuple(extra):
-        raise ValueError(f"the runs of {data.name} have the overrides {list(found.extra)}, not {list(extra)}")
-    rates = list(dict.fromkeys(values[LEARNING_RATE] for _, values in found.table.swept.values()))
-    scanned = dataclasses.replace(table, rates=rates).scan()
-    by_name = {run.name: run.brief(SCAN_COLUMNS) for run in found.runs}
-    planned = scanned.planned_runs(sorted({run.seed for run in found.runs}))
-    runs = [dataclasses.replace(by_name[plan.name], row=plan.row) for plan in planned if plan.name in by_name]
-    if absent := sorted(set(scanned.rows) - {run.row for run in runs}):
-        raise ValueError(f"{data.name} has no run of {', '.join(absent)}")
-    return dataclasses.replace(found, table=scanned, runs=runs, scan=None)
 
 
 def _check_starts(kept: Results, new: Results) -> None:

@@ -48,7 +48,6 @@ class TableOptions:
       extra: overrides of every run.
       command: what the page names as its origin.
       scan: whether a table's own scan chooses the learning rates; if not, rows have the config's rate.
-      rates: data of a table or of a sweep whose runs choose the learning rates instead.
       kept: data of the same table, whose runs are not repeated and are on the page too.
     """
 
@@ -58,7 +57,6 @@ class TableOptions:
     extra: Sequence[str] = ()
     command: str = ""
     scan: bool = True
-    rates: Path | None = None
     kept: Path | None = None
 
 
@@ -66,8 +64,8 @@ def make_table(name: str, table: Table, options: TableOptions) -> tuple[Path, di
     """Runs a table; returns its page and the logs of the runs that failed.
 
     Raises:
-      ValueError: a run would be refused, a seed is both reported and chosen with, `options.rates` lacks a row, the
-        runs of `options.kept` do not go with the others, or no run has a score.
+      ValueError: a run would be refused, a seed is both reported and chosen with, the runs of `options.kept` do not go
+        with the others, or no run has a score.
     """
     jax.config.update("jax_platforms", "cpu")  # of this process: the accelerator belongs to the runs
     check_table(table, options.extra)
@@ -130,10 +128,6 @@ def _scan(
     name: str, table: Table, options: TableOptions, kept: Results | None
 ) -> tuple[Results | None, dict[str, Path]]:
     """(runs that choose the learning rates, or None without such runs; logs of the scan runs that failed)."""
-    if options.rates is not None:
-        given = results.scan_from(results.load(options.rates), table, options.extra)
-        _check_seeds({run.seed for run in given.runs}, options.seeds)
-        return given, {}
     if not table.rates or not options.scan:
         return None, {}
     _check_seeds(table.scan_seeds, options.seeds)

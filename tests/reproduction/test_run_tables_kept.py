@@ -84,10 +84,10 @@ def test_runs_that_cannot_stand_on_one_page_are_refused(tmp_path, started, capsy
     assert "(first) and small-RLOO" in (error := capsys.readouterr().err)
     assert "did not start from the same weights" in error and "copy the warm start of the kept runs" in error
     for arguments, message in (
-        (["--table=kl"], "the kept numbers are of small (configs/small.py), not of kl"),
+        (["--table=starts"], "the kept numbers are of small (configs/small.py), not of starts"),
         ([*FIRST, "--", "--config.train.steps=4"], "the kept runs of small have the overrides [], not ['--config.tra"),
-        ([*FIRST, "--noscan"], "leave out --rates, --quick and --noscan"),
-        (["--sweep", "optimizer.learning_rate=1e-4"], "--rates and --with-data are for tables"),
+        ([*FIRST, "--noscan"], "leave out --quick and --noscan"),
+        (["--sweep", "optimizer.learning_rate=1e-4"], "--with-data is for tables"),
     ):
         at = arguments.index("--") if "--" in arguments else len(arguments)
         with_data = [*arguments[:at], f"--with-data={kept}", f"--out={tmp_path / 'third'}", *arguments[at:]]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from rpg_jax import reproduce
 from rpg_jax.report.run_files import Run
 from rpg_jax.reproduction import run_tables, sweeps
-from rpg_jax.reproduction.results import Results, scan_from
+from rpg_jax.reproduction.results import Results
 from rpg_jax.reproduction.run_tables import check_table
 from rpg_jax.reproduction.sweeps import sweep_table
 from rpg_jax.reproduction.table import LEARNING_RATE
@@ -108,21 +106,6 @@ def test_each_row_gets_its_best_rate_and_the_page_shows_all(scan):
     assert rows["DAPO"] == ("--config.method=DAPO", "--config.optimizer.learning_rate=0.0002") and len(rows) == 2
 
 
-def test_a_table_takes_its_rates_from_a_sweep_or_from_an_earlier_scan(scan):
-    table = TABLES["small"].only(["DAPO"])
-    _, swept = sweep_table("configs/small.py", ["DAPO"], ["optimizer.learning_rate=2e-4,1e-4"])
-    sweep = Results("sweep", swept, [run_of(cell, 0.1 * len(cell.row)) for cell in swept.planned_runs([7])])
-    assert sweeps.best(scan_from(sweep, table, [])) == {"DAPO": "DAPO, lr 2e-4"}
-    kept = dataclasses.replace(scan, table=table, scan=scan)
-    assert sweeps.best(scan_from(kept, table, [])) == {"DAPO": "DAPO, lr 2e-4"}
-    with pytest.raises(ValueError, match="has no run of RLOO"):
-        scan_from(sweep, TABLES["small"].only(["RLOO"]), [])
-    with pytest.raises(ValueError, match="has the overrides|have the overrides"):
-        scan_from(sweep, table, ["--config.train.steps=3"])
-    with pytest.raises(ValueError, match="seeds 7 choose the learning rates and would be reported too"):
-        run_tables._check_seeds({7}, range(8))
-
-
 def test_a_quick_look_has_the_three_rows_that_matter():
     assert run_tables.quick_rows(TABLES["small"]) == ["GRPO", "DAPO", "RPG-REINFORCE-URKL"]
     assert run_tables.quick_rows(TABLES["adapters"]) == ["full", "rank 16", "rank 4"]
@@ -149,12 +132,11 @@ def test_a_table_scans_chooses_runs_and_keeps_all(tmp_path, leave_a_run, without
     assert "`python -m rpg_jax.reproduce --table=small --methods=GRPO,DAPO --seeds=2`" in text, "no folder"
     assert "4 runs of 3 steps and 12 that choose learning rates" in text and "60.0 ± 0.0" in text
     assert "**60.0**" not in text and "No value is marked as the highest: that takes 3 seeds" in text
-    data = tmp_path / "small" / "small.json.gz"
-    assert reproduce.main([*arguments, "--seeds=3", f"--rates={data}"]) == 0
+    assert reproduce.main([*arguments, "--seeds=3"]) == 0
     assert [name[-5:] for name in started[16:]] == ["seed2", "seed2"] and "**60.0**" in (
         (tmp_path / "small" / "small.md").read_text(encoding="utf-8")
     )
-    assert reproduce.main([*arguments, "--seeds=100,7", f"--rates={data}"]) == 2
+    assert reproduce.main([*arguments, "--seeds=100,7"]) == 2
     assert "seeds 100 choose the learning rates" in capsys.readouterr().err
     assert reproduce.main(["--sweep", RATES, "--methods=GRPO,DAPO", "--seeds=3", f"--out={tmp_path}"]) == 0
     text = (tmp_path / "sweep-small-lr" / "sweep-small-lr.md").read_text(encoding="utf-8")
