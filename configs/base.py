@@ -205,9 +205,6 @@ FIELDS = Section(
         top_k=Field(0, "Sample from this many most probable tokens. 0 is off.", "tokens", range="[0, 1e6]"),
         min_p=Field(0.0, "The least probability of a token, as a share of the most probable token's. 0 is off.",
             range="[0, 1)"),
-        overprovision=Field(0.0, "The share of groups that are begun beyond the need; the last to finish are "
-            "cancelled. No step waits for its longest completions, but prompts with short ones are favoured.",
-            range="[0, 10]"),
         max_staleness=Field(0, "The steps that sampling may run ahead of training, on one device, on rollout.devices "
             "or on servers. 0: they alternate. Above 0 top_p, top_k and min_p must be off.", "steps",
             range="[0, 1000]"),
@@ -491,6 +488,12 @@ RETIRED = (
     Retired("model.lora.initializer", "2026-11-24", "A is drawn uniformly", fixed="uniform"),
     Retired("reference.kl_decay", "2026-11-25", "the moving average of the KL decays by 0.9 per update", fixed=0.9),
     Retired("rewards.overlong_factor", "2026-11-24", "the punishment at the limit is 1", fixed=1.0),
+    Retired(
+        "rollout.overprovision",
+        "2026-11-25",
+        "a step waits for all its groups; with rollout.max_staleness training fills the wait",
+        fixed=0.0,
+    ),
     Retired("task.chain_of_thought", "2026-11-25", "task.name=chains has working to write", fixed=False),
     *(
         Retired(

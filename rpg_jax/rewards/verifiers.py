@@ -105,9 +105,10 @@ NO_FUNCTIONS: Functions = MappingProxyType({})
 def resolve(name: str, functions: Functions = NO_FUNCTIONS) -> Verifier | None:
     """The verifier called `name`, or a user's own function "module:function"; None if `name` is neither.
 
-    A user's function gets (completion, answer, prompt), or (completion, answer) if it takes two, as strings and its
-    options as keywords, and returns a number as `Verifier` says. The function runs in the worker pool: no files written, no processes, no network. A function in
-    `functions`, which a Python program handed over, runs in that program and may do all of this.
+    A user's function gets (completion, answer, prompt), or (completion, answer) if it takes two, as strings. It gets
+    its options as keywords, and returns a number as `Verifier` says. It runs in the worker pool, where it writes no
+    files, starts no processes and has no network. A function in `functions`, which a Python program handed over, runs
+    in that program and may do all of this.
     """
     if name in functions:
         function = functions[name]

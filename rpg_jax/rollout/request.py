@@ -58,13 +58,9 @@ class Request:
       group_size: completions of each prompt.
       sampling: the sampling parameters of all completions.
       seed, step: counters of the random keys, used modulo 2^32.
-      enough: the number of groups that are wanted; None for all. A host may have 0, where fewer groups are wanted than
-        there are hosts. The groups that are complete first are kept, which favours short completions. The other groups
-        are cancelled and come back empty. Which groups are first depends on the driver and its slots, and with
-        "orchestrator" on timing too.
       done: places of prompts whose groups the caller already has. These groups are not sampled and come back empty.
-        Other prompts run in programs of the same shapes as without `done`. Not together with `enough`.
-      on_group: receives each kept group once, as soon as the group is complete. Other threads wait while `on_group`
+        Other prompts run in programs of the same shapes as without `done`.
+      on_group: receives each group once, as soon as the group is complete. Other threads wait while `on_group`
         runs, so it should only note the group down.
       expected: tokens of a mean completion of each prompt; None where unknown. The longest completions begin first.
       environment: answers every turn. A completion then is a conversation of at most `sampling.max_tokens` tokens, the
@@ -80,7 +76,6 @@ class Request:
     sampling: Sampling
     seed: int
     step: int
-    enough: int | None = None
     done: frozenset[int] = frozenset()
     on_group: OnGroup | None = None
     expected: Sequence[float | None] | None = None
@@ -88,10 +83,6 @@ class Request:
 
     def __post_init__(self):
         stop, prompts = self.sampling.stop_token_ids, len(self.prompts)
-        if self.enough is not None and not 0 <= self.enough <= prompts:
-            raise ValueError(f"enough must be from 0 to {prompts}, the number of prompts, got {self.enough}")
-        if self.done and self.enough is not None:
-            raise ValueError(f"done={sorted(self.done)} cannot be together with enough={self.enough}")
         if len(self.prompt_ids) != prompts:
             raise ValueError(f"{prompts} prompts but {len(self.prompt_ids)} prompt_ids; give one id per prompt")
         if self.group_size < 1:

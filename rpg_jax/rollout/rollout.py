@@ -40,8 +40,7 @@ class Split(enum.Enum):
 
     SHARE: each host asks for its share, every n-th prompt.
     TOGETHER: all hosts ask for all prompts, and decode each of them together.
-    TAKEN: all hosts ask for all prompts, and each host samples the prompts that it takes from a shared list. With
-      `Request.enough`, as SHARE.
+    TAKEN: all hosts ask for all prompts, and each host samples the prompts that it takes from a shared list.
     """
 
     SHARE = enum.auto()
@@ -110,7 +109,7 @@ class Rollout(abc.ABC):
         return [kept.groups.get(place, group) for place, group in enumerate(groups)]
 
     def _sampled(self, request: Request) -> Groups:
-        if self.split is Split.TAKEN and request.enough is None:
+        if self.split is Split.TAKEN:
             assert isinstance(self, Feedable), "a list is shared by rollouts that can be fed"
             return sample_from_shared_list(self, request)
         return self.sample(request)
@@ -179,9 +178,6 @@ class GroupJournal:
     decode together use the groups that all of them have found, and each host keeps every n-th group. Hosts that take
     prompts from a list return a group once: one of the hosts that have found the group returns it.
 
-    With `Request.enough`, the groups that are complete first depend on all others. So the journal serves only if it has
-    as many groups as are wanted.
-
     Args:
       settings: of the decoding, by name; JSON-able.
     """
@@ -191,14 +187,12 @@ class GroupJournal:
 
     def look_up(self, request: Request, weights: Weights, split: Split) -> Kept:
         """The groups of `request` under `weights` that the journal has. Hosts that ask for the same prompts meet."""
-        keys, wanted = self._keys(request, weights), len(request.prompts) if request.enough is None else request.enough
+        keys, wanted = self._keys(request, weights), len(request.prompts)
         found, elsewhere = self._journal.find(keys), frozenset[int]()
         if split is Split.TOGETHER:
             by_all = set(found).intersection(*_found_by_each(found))
             found = {place: group for place, group in found.items() if place in by_all}
-        if request.enough is not None:
-            found = dict(list(found.items())[:wanted]) if len(found) >= wanted else {}
-        elif split is Split.TAKEN:
+        if split is Split.TAKEN:
             found, elsewhere = _divided(found)
         there = len(found) + len(elsewhere)
         sizes = {"found": there * request.group_size, "sampled": (wanted - there) * request.group_size}

@@ -33,49 +33,44 @@ class Chunk:
 
 
 class Finish:
-    """Counts the rows of a request that have not ended. When `enough` groups are complete, it cancels the other groups.
+    """Counts the rows of a request that have not ended, and hands each complete group to `on_group`.
 
     A group that an earlier process has completed has no rows.
     """
 
     def __init__(self, request: Request, groups: Sequence[Sequence[Row]]):
         self._groups, self._left, self._on_group = groups, [len(rows) for rows in groups], request.on_group
-        self._wanted = sum(map(bool, groups)) if request.enough is None else request.enough
+        self._incomplete = sum(map(bool, groups))
 
     @property
     def over(self) -> bool:
-        """Whether all wanted groups are complete."""
-        return self._wanted == 0
+        """Whether all groups are complete."""
+        return self._incomplete == 0
 
     def completed(self, row: Row) -> None:
         """Notes that `row` has ended. Only one thread may call this at a time, in the order in which rows end."""
         self._left[row.group] -= 1
-        if self.over or self._left[row.group]:
+        if self._left[row.group]:
             return
-        self._wanted -= 1
+        self._incomplete -= 1
         if self._on_group is not None:
             self._on_group(row.group, [one.completion() for one in self._groups[row.group]])
-        if self.over:
-            for rows, left in zip(self._groups, self._left, strict=True):
-                for other in rows if left else ():
-                    other.cancelled = True
 
 
 def plan(engine: DecodeEngine, request: Request) -> tuple[list[list[Row]], list[Chunk]]:
     """Makes the rows [P][G] in the order of the prompts, and the chunks in the order of the request.
 
     A prompt whose group is complete already keeps its place in a chunk and gets no rows. A chunk without rows is left
-    out. A request that wants no group has no rows.
+    out.
 
     Raises:
       ValueError: the engine cannot serve the request.
     """
     request.check_fits(capacity=engine.decoding.capacity, vocab_size=engine.config.vocab_size)
-    done = range(len(request.prompts)) if request.enough == 0 else request.done
     groups = [
         [
             Row(prompt, request.counters(place, index), request.sampling, place, environment=request.environment)
-            for index in range(0 if place in done else request.group_size)
+            for index in range(0 if place in request.done else request.group_size)
         ]
         for place, prompt in enumerate(request.prompts)
     ]
@@ -111,7 +106,7 @@ def completions_of(
 ) -> list[list[Completion]]:
     """The completions of rows that have ended. The rows began under weights of `version`.
 
-    The completions of a group that was complete before, or was cancelled, are [].
+    The completions of a group that was complete before are [].
 
     Args:
       mixed: whether a completion may have tokens of other weights; see `Decoding`.
@@ -119,7 +114,6 @@ def completions_of(
     Raises:
       RolloutError: log-probabilities that are not finite, or tokens of other weights.
     """
-    groups = [[] if group and group[0].cancelled else group for group in groups]
     others = {v for group in groups for row in group for v, _ in row.transcript.spans} - {version}
     if others and not mixed:
         raise RolloutError(

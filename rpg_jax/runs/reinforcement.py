@@ -301,7 +301,6 @@ def make_collector(
         generator,
         prompts_per_step=c.rollout.prompts_per_step,
         dynamic=rule,
-        overprovision=c.rollout.overprovision,
         max_failures=c.rewards.max_failures,
     )
     parts = collected, generator.take_errors, own, stream

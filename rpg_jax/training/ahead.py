@@ -45,7 +45,6 @@ SWAPS = ("between", "midway")
 
 Found = tuple[Collected, Mapping[str, int]]  # the groups of a step, and failed verdicts by kind
 _LISTS = ("generated", "pending", "trained", "carried", "dropped")
-_COUNTS = ("cancelled", "first_batch")
 
 
 class AheadCollector(Collector):
@@ -211,7 +210,7 @@ def _encode(found: Found) -> dict[str, Any]:
     distinct = list({id(g): g for members in lists.values() for g in members}.values())
     number = {id(g): i for i, g in enumerate(distinct)}
     places = {name: [number[id(g)] for g in members] for name, members in lists.items()}
-    counts = {name: getattr(collected, name) for name in _COUNTS}
+    counts = {"first_batch": collected.first_batch}
     return {"groups": encode_groups(distinct), "places": places, "counts": counts, "errors": dict(errors)}
 
 
@@ -219,5 +218,5 @@ def _decode(state: Mapping[str, Any]) -> Future[Found]:
     distinct = decode_groups(state["groups"])
     lists: dict[str, Any] = {name: [distinct[i] for i in places] for name, places in state["places"].items()}
     future: Future[Found] = Future()
-    future.set_result((Collected(**lists, **state["counts"]), state["errors"]))
+    future.set_result((Collected(**lists, first_batch=state["counts"]["first_batch"]), state["errors"]))
     return future

@@ -70,7 +70,6 @@ class Collected:
       trained: the groups to train now.
       carried: the groups for the next step to train.
       dropped: informative groups that no step trains.
-      cancelled: the number of groups that were begun and then cancelled because enough others were complete.
       first_batch: the number of groups that the first batch generated; None if there was one batch.
     """
 
@@ -79,7 +78,6 @@ class Collected:
     trained: list[Group]
     carried: list[Group] = dataclasses.field(default_factory=list)
     dropped: list[Group] = dataclasses.field(default_factory=list)
-    cancelled: int = 0
     first_batch: int | None = None
 
     @property
@@ -118,7 +116,6 @@ class Collected:
             "groups_carried_out": len(self.carried),
             "groups_dropped": len(self.dropped),
             "groups_trained": len(self.trained),
-            "groups_cancelled": self.cancelled,
             "staleness": len(self.pending) / max(len(self.trained), 1),
         }
 
@@ -135,7 +132,6 @@ def collect(
     dynamic: DynamicSampling | None,
     pending: Sequence[Group] = (),
     share: float = UNKNOWN_SHARE,
-    overprovision: float = 0.0,
     max_failures: float = 1.0,
 ) -> Collected:
     """The groups of a step.
@@ -147,31 +143,28 @@ def collect(
     Args:
       take: returns the next n problems of the stream. A prompt may come twice within a step, at the border of two
         epochs. With the same random numbers the second group would equal the first, so the second group draws other
-        random numbers. With dynamic sampling or `overprovision` the step leaves the second prompt out.
+        random numbers. With dynamic sampling the step leaves the second prompt out.
       share: the share of informative groups to expect in the first batch.
-      overprovision: a batch begins this share of groups beyond its size. It keeps the groups that are complete first
-        and cancels the rest. With 0 a batch waits for all its groups. With more, the groups depend on timing.
       max_failures: the largest share of the generated completions that may have failed, see `Group.failed`.
 
     Raises:
       ValueError: more completions failed than `max_failures`, or so many that no group can be trained; no group was
         informative after `max_batches`.
     """
-
-    if dynamic is None and not overprovision:
-        return _as_it_comes(_repetitions_apart(take(prompts_per_step), generate, step), step, max_failures)
-    batches = _Batches(take, generate, step, overprovision)
     if dynamic is None:
-        collected = _as_it_comes(batches.next(prompts_per_step), step, max_failures)
-        return dataclasses.replace(collected, cancelled=batches.begun - len(collected.generated))
+        return _as_it_comes(_repetitions_apart(take(prompts_per_step), generate, step), step, max_failures)
     generated: list[Group] = []
+    seen: set[int] = set()
     kept, first_batch = list(pending), None
     for _ in range(dynamic.max_batches):
         missing = prompts_per_step - len(kept)
         if missing <= 0:
             break
         now = _share(generated) if generated else share
-        made = batches.next(dynamic.batch_size(prompts_per_step, missing=missing, share=now))
+        drawn = take(dynamic.batch_size(prompts_per_step, missing=missing, share=now))
+        fresh = list({p.prompt_id: p for p in drawn if p.prompt_id not in seen}.values())
+        seen.update(p.prompt_id for p in fresh)
+        made = generate(fresh, step=step) if fresh else []
         first_batch = first_batch or len(made)
         generated += made
         _check_failures(generated, step, max_failures)
@@ -181,8 +174,7 @@ def collect(
     surplus = kept[prompts_per_step:]
     carried = surplus[:prompts_per_step] if dynamic.surplus == "carry" else []
     dropped = surplus[len(carried) :]
-    cancelled = batches.begun - len(generated)
-    return Collected(generated, list(pending), kept[:prompts_per_step], carried, dropped, cancelled, first_batch)
+    return Collected(generated, list(pending), kept[:prompts_per_step], carried, dropped, first_batch)
 
 
 def _as_it_comes(made: list[Group], step: int, max_failures: float) -> Collected:
@@ -203,24 +195,6 @@ def _check_failures(generated: Sequence[Group], step: int, most: float) -> None:
             f"step {step + 1}: {kinds.total()} of {completions} completions have no verdict ({counted}), {limit}. Look "
             "at the judge, the verifier or the environment, then continue the run with the same command"
         )
-
-
-class _Batches:
-    """The generation batches of one step; no prompt comes twice. `begun` is the number of groups begun so far."""
-
-    def __init__(self, take: Callable[[int], list[Problem]], generate: Generate, step: int, overprovision: float):
-        self._take, self._generate, self._step, self._overprovision = take, generate, step, overprovision
-        self._seen: set[int] = set()
-        self.begun = 0
-
-    def next(self, size: int) -> list[Group]:
-        """Generates the next batch; returns its first `size` groups with `overprovision`, and all groups without."""
-        drawn = self._take(math.ceil(size * (1 + self._overprovision)))
-        fresh = list({p.prompt_id: p for p in drawn if p.prompt_id not in self._seen}.values())
-        self._seen.update(p.prompt_id for p in fresh)
-        self.begun += len(fresh)
-        enough = min(size, len(fresh)) if self._overprovision else None
-        return self._generate(fresh, step=self._step, enough=enough) if fresh else []
 
 
 def _shortage(kept: Sequence[Group], wanted: int, generated: Sequence[Group], dynamic: DynamicSampling) -> str:

@@ -25,7 +25,7 @@ _BETWEEN_DRAWS = 0x9E3779B1  # far from the small numbers that people choose as 
 
 
 class GroupGenerator:
-    """Generates and scores one group a problem, or only the `enough` groups that are complete first.
+    """Generates and scores one group a problem.
 
     A completion's random numbers depend on (seed, step, draw, prompt, index) only. So a prompt that occurs twice in a
     step needs two draws.
@@ -62,13 +62,11 @@ class GroupGenerator:
         step: int,
         draw: int = 0,
         group_size: int | None = None,
-        enough: int | None = None,
     ) -> list[Group]:
         split = self._rollout.split
         places: Sequence[int] = range(len(problems))
-        if split is Split.SHARE or (split is Split.TAKEN and enough is not None):
+        if split is Split.SHARE:
             places = hosts.share(places)
-            enough = None if enough is None else len(hosts.share(range(enough)))
         asked = [problems[place] for place in places]
         prompts = [self._encode(p) for p in asked]
         scored = hosts.share(range(len(asked))) if split is Split.TOGETHER else range(len(asked))
@@ -81,9 +79,8 @@ class GroupGenerator:
                 sampling=self._sampling,
                 seed=(self._seed + draw * _BETWEEN_DRAWS) % 2**32,
                 step=step,
-                enough=enough,
                 on_group=scoring.add,
-                expected=None if enough is not None else [self._lengths.get(p.prompt_id) for p in asked],
+                expected=[self._lengths.get(p.prompt_id) for p in asked],
                 environment=player,
             )
             self._rollout.generate(request, self._journal)

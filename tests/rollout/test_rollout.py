@@ -40,7 +40,7 @@ class Fake(Feedable):
 
     def _complete(self, request):
         groups = [[] for _ in request.prompts]
-        for place in [p for p in range(len(groups)) if p not in request.done][: request.enough]:
+        for place in [p for p in range(len(groups)) if p not in request.done]:
             groups[place] = [
                 Completion(
                     np.array([request.prompt_ids[place], request.step, request.seed, i], np.int32),
@@ -117,16 +117,6 @@ def test_a_group_that_stops_the_run_is_not_found_by_the_next(tmp_path):
 def test_a_failure_of_an_environment_that_may_be_chance_is_not_found_by_the_next(tmp_path, error, asked_again):
     process(tmp_path, own=Fake(error=error))
     assert process(tmp_path)[1] == ([10, 11, 12, 13] if asked_again else [])
-
-
-def test_with_enough_the_journal_serves_once_it_has_all_that_are_wanted(tmp_path):
-    """Otherwise which of the others are first would depend on what was complete before."""
-    some = replace(REQUEST, enough=3)
-    process(tmp_path, part(3))
-    assert process(tmp_path, some)[1:] == ([10, 11, 12], [0, 1, 2])
-    groups, sampled, told = process(tmp_path, replace(REQUEST, enough=2))
-    assert sampled == [] and told == [0, 1] and groups[2:] == [[], []]
-    assert process(tmp_path, replace(REQUEST, enough=0)) == ([[]] * 4, [], [])
 
 
 def test_hosts_that_sample_together_use_what_all_of_them_have_found_and_keep_every_nth_group(tmp_path, monkeypatch):
@@ -301,13 +291,6 @@ def test_parcels_are_small_parts_of_a_hosts_work_and_have_prompts_of_like_length
         assert {len(parcel) for parcel in parcels[:-1]} <= {size} and sorted(sum(parcels, [])) == list(range(prompts))
         lengths = [place % 5 for parcel in parcels for place in parcel]
         assert lengths == sorted(lengths, reverse=True)
-
-
-def test_with_enough_each_host_asks_for_its_own(together):
-    """Which groups are first is then each host's own matter."""
-    one, other = Host(), Host()
-    together([one, other], numbered(6, enough=2))
-    assert one.calls == other.calls == [[100 + p for p in range(6)]]
 
 
 def test_an_environment_hears_the_places_of_the_whole_request(together):

@@ -192,21 +192,6 @@ def test_a_rollout_that_is_closed_while_an_environment_hangs_leaves_no_caller_wa
     assert is_same(own.generate(work), expected)
 
 
-@pytest.mark.parametrize("driver", ["lockstep", "orchestrator"])
-def test_conversations_that_are_not_wanted_any_more_free_their_slots(build, work, is_same, driver, expected):
-    """Half of the groups are enough; the environment never answers two of the others."""
-    hung: Future[Reply] = Future()
-
-    class Half(Echo):
-        def respond(self, place, index, *turn):
-            return hung if place in (2, 5) else super().respond(place, index, *turn)
-
-    own = build(driver)
-    groups = own.generate(dataclasses.replace(work, environment=Half(), enough=5))
-    assert sum(map(bool, groups)) == 5 and not groups[2] and not groups[5]
-    assert is_same(own.generate(work), expected)
-
-
 def chunks(lengths, capacity, prefill_tokens, done=()):
     decoding = rollout.Decoding(slots=8, capacity=capacity, prefill_tokens=prefill_tokens)
     engine = types.SimpleNamespace(config=types.SimpleNamespace(vocab_size=50), decoding=decoding)

@@ -32,7 +32,7 @@ def stream(batch_size, count=10**6):
         yield [Problem(next(ids), "p", "a", "t") for _ in range(batch_size)]
 
 
-def every_third_is_informative(problems, *, step, draw=0, enough=None):
+def every_third_is_informative(problems, *, step, draw=0):
     return [group(p.prompt_id, [0, 1] if p.prompt_id % 3 == 0 else [1, 1]) for p in problems]
 
 
@@ -78,7 +78,7 @@ def test_grades_that_differ_are_informative_though_all_are_right_and_shaping_ter
 def test_a_prompt_that_comes_round_again_within_a_step_is_generated_once():
     seen = []
 
-    def sample(problems, *, step, enough=None):
+    def sample(problems, *, step):
         seen.extend(p.prompt_id for p in problems)
         return every_third_is_informative(problems, step=step)
 
@@ -101,7 +101,7 @@ def test_without_dynamic_sampling_a_prompt_that_comes_round_again_gets_other_ran
     assert [g.accuracy[0] for g in step.trained] == [0, 0, 0, 1, 1, 1, 2]
 
 
-def all_informative(problems, *, step, enough=None):
+def all_informative(problems, *, step):
     return [group(p.prompt_id, [0, 1]) for p in problems]
 
 
@@ -135,7 +135,7 @@ def test_carried_groups_are_trained_first_and_never_carried_again():
 def test_every_group_is_trained_carried_dropped_or_uninformative(need, batch, share, surplus, seed):
     rng = np.random.default_rng(seed)
 
-    def sample(problems, *, step, enough=None):
+    def sample(problems, *, step):
         return [group(p.prompt_id, [0, 1] if rng.random() < share else [1, 1]) for p in problems]
 
     problems, dynamic = stream(batch), DynamicSampling(surplus=surplus, max_batches=200)
@@ -170,7 +170,7 @@ def test_the_logged_accuracy_and_reward_are_unbiased_wherever_sampling_stops(dyn
     for sequence in itertools.product(outcomes, repeat=drawn):
         rest, asked = iter(sequence), []
 
-        def sample(problems, *, step, enough, rest=rest, asked=asked):
+        def sample(problems, *, step, rest=rest, asked=asked):
             asked.append(len(problems))
             return [made[next(rest)] for _ in problems]
 
@@ -188,7 +188,7 @@ def test_the_logged_accuracy_and_reward_are_unbiased_wherever_sampling_stops(dyn
 
 
 def test_a_shortage_is_a_smaller_batch():
-    def never(problems, *, step, enough=None):
+    def never(problems, *, step):
         return [group(p.prompt_id, [0, 1] if p.prompt_id == 0 else [0, 0]) for p in problems]
 
     step = run(DynamicSampling(max_batches=3), never)
@@ -196,31 +196,11 @@ def test_a_shortage_is_a_smaller_batch():
 
 
 def test_no_informative_group_at_all_is_an_error():
-    def hopeless(problems, *, step, enough=None):
+    def hopeless(problems, *, step):
         return [group(p.prompt_id, [0, 0]) for p in problems]
 
     with pytest.raises(ValueError, match="mean accuracy 0.000"):
         run(DynamicSampling(max_batches=2), hopeless)
-
-
-@pytest.mark.parametrize("dynamic", [None, DynamicSampling()])
-def test_of_every_batch_the_first_groups_are_taken_and_the_others_counted(dynamic):
-    def sample(problems, *, step, enough):
-        return every_third_is_informative(problems[:enough], step=step)
-
-    step = collect(taking(), sample, prompts_per_step=4, step=0, dynamic=dynamic, overprovision=0.5)
-    batches = 1 if dynamic is None else 2
-    assert len(step.trained) == 4 and len(step.generated) == 4 * batches
-    assert step.accounting()["groups_cancelled"] == 2 * batches
-
-
-def test_a_batch_of_fewer_prompts_than_are_wanted_is_taken_whole():
-    def sample(problems, *, step, enough):
-        assert enough == len(problems) == 3
-        return every_third_is_informative(problems, step=step)
-
-    step = collect(taking(3), sample, prompts_per_step=4, step=0, dynamic=None, overprovision=0.5)
-    assert ids(step.trained) == [0, 1, 2] and step.accounting()["groups_cancelled"] == 0
 
 
 @pytest.mark.parametrize(("share", "size"), [(1.0, 64), (0.5, 151), (0.2, 392), (0.01, 640)])
@@ -233,7 +213,7 @@ def test_a_batch_has_the_prompts_that_should_fill_the_step(share, size):
 def test_a_batch_after_the_first_is_as_large_as_what_is_missing_asks_for():
     asked = []
 
-    def sample(problems, *, step, enough=None):
+    def sample(problems, *, step):
         asked.append(len(problems))
         return every_third_is_informative(problems, step=step)
 
@@ -250,7 +230,7 @@ def test_batches_of_the_needed_size_generate_little_more_than_the_share_asks_for
     rng, take, pending, seen = np.random.default_rng(0), taking(), [], 1.0
     generated, batches, steps = 0, 0, 60
 
-    def sample(problems, *, step, enough=None):
+    def sample(problems, *, step):
         nonlocal batches
         batches += 1
         return [group(p.prompt_id, [0, 1] if rng.random() < share else [1, 1]) for p in problems]

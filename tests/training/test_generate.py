@@ -158,8 +158,7 @@ def test_the_mean_lengths_of_a_prompt_are_expected_of_it_later_and_not_where_the
     generate = generator(Rollout(), lambda problems, texts, *_: scores(texts))
     generate(PROBLEMS[1:], step=0)
     generate(PROBLEMS, step=1)
-    generate(PROBLEMS, step=2, enough=1)
-    assert asked == [[None], [None, 3.5], None]
+    assert asked == [[None], [None, 3.5]]
 
 
 def test_each_process_scores_what_it_took_and_all_have_all_groups_in_order(monkeypatch):
@@ -174,10 +173,7 @@ def test_each_process_scores_what_it_took_and_all_have_all_groups_in_order(monke
                 if 0 < place < 4:
                     request.on_group(place, group)
 
-            if request.enough is None:
-                assert len(request.prompts) == 5
-            else:  # the share of the first of two processes
-                shares.append((len(request.prompts), request.enough))
+            assert len(request.prompts) == 5
             return super().generate(replace(request, on_group=mine))
 
         def exchange(self, value):
@@ -188,7 +184,7 @@ def test_each_process_scores_what_it_took_and_all_have_all_groups_in_order(monke
         scored.extend(texts)
         return scores(texts, {"timeout": 1})
 
-    scored, shares = [], []
+    scored = []
     made = generator(FakeRollout(), lambda problems, texts, *_: scores(texts))(problems, step=0)
     others = [json.dumps([{"timeout": 2}, [0, 4]]).encode(), groups_to_bytes([made[0], made[4]])]
     monkeypatch.setattr("jax.process_count", lambda: 2)
@@ -198,29 +194,3 @@ def test_each_process_scores_what_it_took_and_all_have_all_groups_in_order(monke
     assert [g.texts for g in groups] == [g.texts for g in made]
     errors = generate.take_errors()["timeout"]
     assert errors >= 3, "of both"
-    Rollout.sent.clear()
-    others[:] = [json.dumps([{}, []]).encode(), groups_to_bytes([])]
-    generate(problems, step=1, enough=3)
-    assert shares == [(3, 2)]
-
-
-@pytest.mark.parametrize("split", [Split.SHARE, Split.TAKEN])
-def test_a_host_without_a_share_of_the_wanted_groups_asks_for_none_and_gets_those_of_the_others(split, monkeypatch):
-    """The second of two processes, where one group of two is wanted."""
-    [made, _] = generator(FakeRollout(), lambda problems, texts, *_: scores(texts))(PROBLEMS, step=0)
-    others = [json.dumps([{}, [0]]).encode(), groups_to_bytes([made])]
-
-    class Rollout(FakeRollout):
-        def generate(self, request, journal=None):
-            asked.append((len(request.prompts), request.enough))
-            return [[]]
-
-        def exchange(self, value):
-            return [others.pop(0), value]
-
-    asked, own = [], Rollout()
-    own.split = split
-    monkeypatch.setattr("jax.process_count", lambda: 2)
-    monkeypatch.setattr("jax.process_index", lambda: 1)
-    [group] = generator(own, lambda problems, texts, *_: scores(texts))(PROBLEMS, step=0, enough=1)
-    assert asked == [(1, 0)] and group.texts == made.texts and not others

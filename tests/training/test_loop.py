@@ -34,7 +34,7 @@ class FakeGenerator:
     def __init__(self, rollout):
         self.rollout = rollout
 
-    def __call__(self, problems, *, step, draw=0, enough=None):
+    def __call__(self, problems, *, step, draw=0):
         return [self._group(problem, step, draw) for problem in problems]
 
     def _group(self, problem, step, draw):

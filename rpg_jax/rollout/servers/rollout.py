@@ -105,21 +105,14 @@ class ServersRollout(Rollout):
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     async def _all(self, request: Request, made: queue.SimpleQueue[Any]) -> None:
-        """Puts each complete group and its place into `made`, until the wanted number of groups is complete."""
+        """Puts each complete group and its place into `made`."""
         places = [place for place in request.order if place not in request.done]
-        wanted, version = len(places) if request.enough is None else request.enough, self.weights.version
-        if not wanted:
-            return
+        version = self.weights.version
         try:
             async with asyncio.TaskGroup() as asked:  # a group that fails ends the others
                 groups = [asked.create_task(self._group(request, place, version)) for place in places]
                 for group in asyncio.as_completed(groups):
                     made.put(await group)
-                    wanted -= 1
-                    if not wanted:
-                        break
-                for left in groups:
-                    left.cancel()
         except BaseExceptionGroup as errors:
             raise _first(errors) from None
 
