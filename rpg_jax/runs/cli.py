@@ -292,6 +292,14 @@ def prepare_libraries() -> None:
     absl.flags.FLAGS.mark_as_parsed()  # Grain and Orbax read their defaults there
     absl.logging.set_verbosity(absl.logging.WARNING)  # Orbax reports every file it writes
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # its tracebacks; `rpg_jax.storage.errors` says it in a line
+    # Orbax raises what it logs, and TensorStore's writes that fail after the first one find no loop to tell it to.
+    absl.logging.get_absl_logger().addFilter(lambda record: "orbax" not in record.pathname or not record.exc_info)
+    sys.unraisablehook = _unraisable
+
+
+def _unraisable(caught: Any) -> None:
+    if str(caught.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(caught)
 
 
 def _boolean(text: str) -> bool:

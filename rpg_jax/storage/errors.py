@@ -111,11 +111,16 @@ def failure(what: object, error: BaseException) -> StorageFailure:
 
 
 def one_line(error: BaseException) -> str:
-    """The text of an error, or of the cause that decided its kind, in one line and without the specs of TensorStore."""
+    """The text of an error, or of the cause that decided its kind, in one line and without the specs of TensorStore.
+
+    A long text keeps its beginning, which names the array, and its end, which names the reason.
+    """
     kind = kind_of(error)
     told = next((one for one in _chain(error) if _own_kind(one) is kind), error)
-    text = " ".join(re.sub(r"\s*\[(tensorstore_spec|http_response_body|source locations)=.*", "", str(told)).split())
-    return f"{type(told).__name__}: {text}"[:300] if text else type(told).__name__
+    specs = r"\s*\[(tensorstore_spec|http_response_body|source locations|os_error_code)=.*"
+    text = " ".join(re.sub(specs, "", str(told)).split())
+    text = text if len(text) <= 300 else f"{text[:150]} ... {text[-140:]}"
+    return f"{type(told).__name__}: {text}" if text else type(told).__name__
 
 
 def retried(call: Callable[[], T], what: object) -> T:

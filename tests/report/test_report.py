@@ -1,6 +1,7 @@
 """A run folder is enough to draw its pages again."""
 
 import json
+import os
 import sys
 
 import pytest
@@ -42,7 +43,7 @@ def test_a_run_without_steps_leaves_the_others_their_page(leave_run, tmp_path, m
     run, empty = leave_run(tmp_path / "run"), tmp_path / "empty"
     empty.mkdir()
     (empty / "config.json").write_text("{}", encoding="utf-8")
-    for stray in ("notes.npz", "best-10.npz", "٣.npz", "1e3.npz"):  # a person's own files
+    for stray in ("notes.npz", "best-10.npz", os.fsdecode("٣.npz".encode()), "1e3.npz"):  # a person's own files
         (run / "rollouts" / stray).write_text("mine", encoding="utf-8")
     monkeypatch.setattr(sys, "argv", ["report", str(empty), str(run)])
     report.main()
