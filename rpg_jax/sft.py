@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = cli.parser("sft", __doc__)
     parser.add_config("configs/tiny.py")
     parser.add_argument("--out", help="folder for the trained policy, in Hugging Face layout")
-    return cli.run(sft, parser, argv)
+    return cli.run(sft, parser, argv, joins=True)
 
 
 def sft(options: argparse.Namespace) -> int:

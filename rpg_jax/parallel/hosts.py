@@ -10,8 +10,10 @@ reports a hang. Only large values go over the devices, in pieces, after every pr
 
 import contextlib
 import itertools
+import json
+import socket
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -24,6 +26,7 @@ T = TypeVar("T")
 _PATIENCE_MS = 7 * 24 * 3600 * 1000  # a lost process ends the wait sooner, by its heartbeats; a stall by the watchdog
 _SMALL = 1 << 20  # bytes of a value that go through the service; its messages may have four times as many
 _PIECE = 1 << 26  # bytes of each process that a device holds at once of a larger value
+_FAILURE = "rpg_jax/failure"  # the key of the first failure
 _calls = itertools.count()  # equal in all processes, as they call collectives in the same order
 
 
@@ -37,6 +40,37 @@ def _service() -> Any:
     client = distributed.global_state.client
     assert client is not None, "jax.distributed.initialize has not run"
     return client
+
+
+def has_service() -> bool:
+    """Whether the coordination service, through which processes meet, runs in this process."""
+    return distributed.global_state.service is not None
+
+
+class Failure(NamedTuple):
+    """The first process of a run that failed, the name of its machine, one line that says why, and its exit code."""
+
+    process: int
+    machine: str
+    reason: str
+    code: int
+
+
+def publish_failure(reason: str, code: int) -> None:
+    """Tells all processes that this process has failed, unless another process has failed first."""
+    failure = Failure(distributed.global_state.process_id, socket.gethostname(), reason, code)
+    with contextlib.suppress(jax.errors.JaxRuntimeError):  # the key exists, or the service has gone
+        _service().key_value_set(_FAILURE, json.dumps(failure))
+
+
+def published_failure() -> Failure | None:
+    """The failure that a process has published; None if there is none. Raises JaxRuntimeError without a service."""
+    try:
+        return Failure(*json.loads(_service().key_value_try_get(_FAILURE)))
+    except jax.errors.JaxRuntimeError as error:
+        if "NOT_FOUND" in str(error):
+            return None
+        raise
 
 
 def barrier(name: str) -> None:

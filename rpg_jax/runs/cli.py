@@ -10,7 +10,6 @@ import math
 import os
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -29,7 +28,6 @@ USAGE_ERROR = 2
 GAVE_UP = 3
 """Exit code of an open run that has judged itself lost: another start would compute the same and end the same."""
 TRUST = "import the code, and ask the judge, that the config of the run names: you know who wrote its folder"
-_FAREWELL_SECONDS = 5.0
 _EXTRAS = dict.fromkeys(("aiohttp", "grpc", "prometheus_client"), "rpg_jax[serve]")
 """The extra of rpg_jax that installs an optional package, by the package's module."""
 
@@ -100,7 +98,7 @@ class Parser(argparse.ArgumentParser):
         return options
 
     def error(self, message: str) -> NoReturn:
-        self.exit(USAGE_ERROR, f"error: {message}\n")
+        raise ValueError(message)  # `run` makes one line of it
 
     def format_help(self) -> str:
         """The help of all flags, and in a command with a config a line for every field, its default and its meaning."""
@@ -141,7 +139,13 @@ def parser(name: str, description: str) -> Parser:
     return made
 
 
-def run(command: Callable[[argparse.Namespace], int | None], parser: Parser, argv: Sequence[str] | None = None) -> int:
+def run(
+    command: Callable[[argparse.Namespace], int | None],
+    parser: Parser,
+    argv: Sequence[str] | None = None,
+    *,
+    joins: bool = False,
+) -> int:
     """Reads the command line and calls `command` with the options; returns the exit code.
 
     A user error, which is a `ValueError` or a missing package, ends in one line and `USAGE_ERROR`. Three errors end in
@@ -150,9 +154,11 @@ def run(command: Callable[[argparse.Namespace], int | None], parser: Parser, arg
 
     Args:
       argv: the arguments; None: this process's.
+      joins: the processes of several machines run the command together, and end together if one of them fails.
     """
     if argv is None:
         prepare_process()
+    several = joins and "JAX_COORDINATOR_ADDRESS" in os.environ
     options = argparse.Namespace(debug=False)
     try:
         options = parser.read(sys.argv[1:] if argv is None else argv)
@@ -161,38 +167,26 @@ def run(command: Callable[[argparse.Namespace], int | None], parser: Parser, arg
             sys.stdout.flush()  # a full disk is an error of the command
         return ended
     except Exception as error:
-        code = exit_code(error)
+        code, reason = exit_code(error), in_words(error)
         if options.debug or code is None:
-            if _others_wait():
+            if several:
                 traceback.print_exc()
-                _leave(FAILED if code is None else code)
+                _end_together(reason, FAILED if code is None else code)
             raise
         install = f"; pip install '{_EXTRAS.get(getattr(error, 'name', None) or '', 'rpg_jax')}' brings it"
-        print(f"error: {in_words(error)}{install if str(error).startswith('No module named') else ''}", file=sys.stderr)
-        if isinstance(error, Ended) and _others_wait():
-            _leave(code)
-        return code
+        print(f"error: {reason}{install if reason.startswith('No module named') else ''}", file=sys.stderr)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 128 + signal.SIGINT
+        code, reason = 128 + signal.SIGINT, "interrupted"
+        print(reason, file=sys.stderr)
+    if several:
+        _end_together(reason, code)
+    return code
 
 
-def _others_wait() -> bool:
-    """Whether the run has several processes, of which this process is one."""
-    jax = sys.modules.get("jax")
-    return jax is not None and jax.distributed.is_initialized() and jax.process_count() > 1
+def _end_together(reason: str, code: int) -> None:
+    from rpg_jax.runs import joining  # loads JAX
 
-
-def _leave(code: int) -> None:
-    """Ends this process at once. The others then miss its heartbeats, and end too.
-
-    Otherwise JAX would wait for the other processes for five minutes, and they for this process. The pause before the
-    end lets every process print its own error, if one error ends all processes.
-    """
-    sys.stdout.flush()
-    sys.stderr.flush()
-    time.sleep(_FAREWELL_SECONDS)
-    os._exit(code)
+    joining.fail(" ".join(reason.split()), code)
 
 
 def exit_code(error: Exception) -> int | None:

@@ -1,7 +1,4 @@
-"""The processes of one run: they join each other, the run stops where they differ, and a signal ends them early.
-
-On TPU slices the launcher sets JAX_COORDINATOR_ADDRESS and JAX finds the rest. Elsewhere JAX_NUM_PROCESSES and
-JAX_PROCESS_ID give the number of processes and the rank.
+"""The processes of one run: the run stops where they differ, and a signal ends them early.
 
 A signal, or a preemption notice, ends a run within seconds; a second signal ends it at once. The run finishes and saves
 the step in progress if that ends in time. It leaves an evaluation that is due after the step to the run that continues.
@@ -33,11 +30,9 @@ from ml_collections import ConfigDict
 
 from rpg_jax.parallel import hosts
 from rpg_jax.rollout import find_driver
-from rpg_jax.runs import run_folder
+from rpg_jax.runs import joining, run_folder
 from rpg_jax.training import heartbeat
 
-PORT = 8476  # Google's automatic firewall rule does not open jax's own default, 8482 (jax#35905)
-_INITIALIZATION_SECONDS = 1800  # slices of one run may become ready minutes apart
 _GPUS = ("gpu", "cuda", "rocm")  # JAX calls all of them "gpu" once it has found them
 
 
@@ -51,9 +46,10 @@ def join(config: ConfigDict) -> None:
     asked = config.run.platform
     if asked:  # JAX then raises where the device is missing, instead of taking the CPU
         jax.config.update("jax_platforms", "cuda" if asked == "gpu" else asked)
-    if (arguments := settings(config)) is not None and not jax.distributed.is_initialized():
+    arguments = joining.settings(config.distributed.heartbeat_timeout)
+    if arguments is not None and not jax.distributed.is_initialized():
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(**arguments)
+        joining.initialize(arguments)
     found = platform()
     if asked and found != ("gpu" if asked in _GPUS else asked):
         raise ValueError(f"run.platform={asked!r}, but JAX found {found!r} on {socket.gethostname()}")
@@ -91,33 +87,6 @@ def check(config: ConfigDict) -> None:
         raise ValueError(f"the hosts of this run are not alike: {difference}")
 
 
-def settings(config: ConfigDict) -> dict[str, Any] | None:
-    """The arguments of `jax.distributed.initialize`; None for a run of one process.
-
-    Raises:
-      ValueError: several processes have no coordinator, or a rank is out of range.
-    """
-    c, env = config.distributed, os.environ
-    coordinator = env.get("JAX_COORDINATOR_ADDRESS")
-    processes, process_id = _number("JAX_NUM_PROCESSES"), _number("JAX_PROCESS_ID")
-    if not coordinator:
-        if processes is not None and processes > 1:
-            raise ValueError(
-                f"{processes} processes need JAX_COORDINATOR_ADDRESS=HOST:{PORT}, the address of the first"
-            )
-        return None
-    if processes is not None and (process_id is None or not 0 <= process_id < processes):
-        raise ValueError(f"JAX_PROCESS_ID must be in 0..{processes - 1}, got {process_id}")
-    host, _, port = coordinator.rpartition(":") if ":" in coordinator else (coordinator, "", str(PORT))
-    return {
-        "coordinator_address": f"{host}:{port}",
-        "num_processes": processes,
-        "process_id": process_id,
-        "initialization_timeout": _INITIALIZATION_SECONDS,
-        **({} if c.heartbeat_timeout is None else {"heartbeat_timeout_seconds": c.heartbeat_timeout}),
-    }
-
-
 def facts(config: ConfigDict) -> dict[str, Any]:
     """Facts that must be the same in all processes of a run; "host" is for the message."""
     made_with = run_folder.made_with()
@@ -145,13 +114,6 @@ def differences(all_facts: list[dict[str, Any]]) -> str:
             if first.get(name) != other.get(name)
         ]
     return "; ".join(named)
-
-
-def _number(variable: str) -> int | None:
-    text = os.environ.get(variable)
-    if text and not text.isdigit():
-        raise ValueError(f"{variable}={text!r} must be a whole number")
-    return int(text) if text else None
 
 
 def device_holders(proc: Path = Path("/proc")) -> dict[int, str]:

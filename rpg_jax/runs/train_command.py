@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--data", help="a JSONL or parquet file of problems; a tenth is held out without --held_out")
     parser.add_argument("--held_out", help="a file of problems to evaluate on")
     parser.add_argument("--reward", help="FILE.py:function, or a part of rewards.parts")
-    return cli.run(run_options, parser, argv)
+    return cli.run(run_options, parser, argv, joins=True)
 
 
 def run_options(options: argparse.Namespace) -> int:

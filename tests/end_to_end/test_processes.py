@@ -1,6 +1,7 @@
 """Several processes on loopback are one run: the same completions, weights and checkpoints as one process has."""
 
 import json
+import re
 import shutil
 import signal
 import socket
@@ -26,11 +27,16 @@ def reserve_port():
 
 def start(folder, processes, *overrides, devices=DEVICES, each=lambda i: []):
     """All processes of one run with `devices` virtual devices between them."""
-    reserved, port = reserve_port()
     env = environment(folder / f"of {processes}", devices=devices // processes)
     command = [sys.executable, "-m", "rpg_jax.train", f"--config={MICRO}"]
     command += [f"--config.run.dir={folder}", f"--config.warm_start.dir={folder}/warm_starts"]
     command += ["--config.mesh.fsdp=4", "--config.mesh.replica=2", *overrides]
+    return launched(command, env, processes, each)
+
+
+def launched(command, env, processes, each=lambda i: []):
+    """The processes of `command`, which join each other on loopback; process i has the arguments `each(i)` too."""
+    reserved, port = reserve_port()
     ranks = [{}]
     if processes > 1:
         joined = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}", "JAX_NUM_PROCESSES": f"{processes}"}
@@ -146,6 +152,62 @@ def test_a_killed_process_ends_the_others_with_an_error_once_its_heartbeats_are_
     killed = time.monotonic()
     printed(running[:1], timeout=120)
     assert running[0].returncode != 0 and time.monotonic() - killed < 60
+
+
+FAILING = """
+import os, signal, sys, time
+from rpg_jax.parallel import hosts
+from rpg_jax.runs import cli, processes
+
+how, one = sys.argv.pop(1), sys.argv.pop(1) == os.environ["JAX_PROCESS_ID"]
+def command(options):
+    if how == "a bug before it joins" and one:
+        raise RuntimeError("no such thing")
+    processes.join(cli.load_config(options).config)
+    hosts.barrier("all are there")
+    print("at", time.time())
+    if one:
+        error = {"no weights": ValueError, "an open run": cli.RunLost, "a full disk": OSError}[how]
+        with cli.run_is_open() if how == "an open run" else contextlib.nullcontext():
+            raise error("no such thing")
+    if how != "a full disk":  # then the others are done, and wait for each other
+        hosts.barrier("which one never reaches")
+
+parser = cli.parser("train", "")
+parser.add_config("configs/tiny.py")
+sys.exit(cli.run(command, parser, joins=True))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("how", "one", "code"),
+    [
+        ("a bug before it joins", 1, 1),
+        ("no weights", 1, 2),
+        ("no weights", 0, 2),
+        ("an open run", 1, 3),
+        ("a full disk", 0, 1),
+    ],
+)
+def test_one_process_that_fails_ends_all_within_seconds_with_its_code_and_reason(tmp_path, how, one, code):
+    command = [sys.executable, "-c", "import contextlib\n" + FAILING, how, str(one)]
+    running = launched(command, environment(tmp_path), 2)
+    outputs = printed(running, timeout=120)
+    ended = time.time()
+    assert [process.returncode for process in running] == [code] * 2, outputs
+    assert f"error: process {one} on {socket.gethostname()} failed: " in outputs[1 - one], outputs
+    assert all("no such thing" in output for output in outputs)
+    if began := re.findall(r"at (\S+)", outputs[0]):
+        assert ended - float(began[0]) < 15, "JAX's own time is 300 s"
+
+
+@pytest.mark.slow
+def test_a_wrong_flag_of_one_process_ends_all_of_them(tmp_path):
+    running = start(tmp_path, 2, each=lambda i: ["--config.no_such_field=1"] * i)
+    outputs = printed(running, timeout=120)
+    assert [process.returncode for process in running] == [2, 2], outputs
+    assert all("no config field 'no_such_field'" in output for output in outputs)
 
 
 @pytest.mark.slow

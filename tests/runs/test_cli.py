@@ -30,10 +30,7 @@ def read(*arguments):
 
 def told(capsys, *arguments):
     """The error of such a command line."""
-    try:
-        code = cli.run(cli.load_config, command(), arguments)
-    except SystemExit as ended:  # argparse's own way out
-        code = ended.code
+    code = cli.run(cli.load_config, command(), arguments)
     said = capsys.readouterr()
     assert code == cli.USAGE_ERROR and not said.out
     return said.err

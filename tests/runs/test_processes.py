@@ -22,44 +22,6 @@ def config(monkeypatch):
     return tiny.get_config()
 
 
-def test_without_a_coordinator_a_run_is_one_process(config):
-    assert processes.settings(config) is None
-
-
-def test_the_launchers_address_is_used_and_the_rest_left_to_jax(config, monkeypatch):
-    monkeypatch.setenv("JAX_COORDINATOR_ADDRESS", "10.0.0.2:8476")
-    settings = processes.settings(config)
-    assert settings["coordinator_address"] == "10.0.0.2:8476"
-    assert settings["num_processes"] is settings["process_id"] is None
-    assert settings["initialization_timeout"] >= 600
-    assert not {"heartbeat_timeout_seconds", "shutdown_timeout_seconds"} & set(settings), "JAX's own"
-    config.distributed.heartbeat_timeout = 20
-    assert processes.settings(config)["heartbeat_timeout_seconds"] == 20
-
-
-def of_several(monkeypatch, **variables):
-    for name, value in variables.items():
-        monkeypatch.setenv(f"JAX_{name}", value)
-
-
-def test_an_address_without_a_port_gets_the_one_that_the_firewall_opens(config, monkeypatch):
-    of_several(monkeypatch, COORDINATOR_ADDRESS="first", NUM_PROCESSES="2", PROCESS_ID="1")
-    settings = processes.settings(config)
-    assert (settings["coordinator_address"], settings["process_id"]) == ("first:8476", 1)
-
-
-def test_contradictions_are_named(config, monkeypatch):
-    of_several(monkeypatch, NUM_PROCESSES="2")
-    with pytest.raises(ValueError, match=r"JAX_COORDINATOR_ADDRESS=HOST:8476"):
-        processes.settings(config)
-    of_several(monkeypatch, COORDINATOR_ADDRESS="first:1", PROCESS_ID="2")
-    with pytest.raises(ValueError, match=r"JAX_PROCESS_ID must be in 0\.\.1, got 2"):
-        processes.settings(config)
-    of_several(monkeypatch, NUM_PROCESSES="two")
-    with pytest.raises(ValueError, match=r"JAX_NUM_PROCESSES='two' must be a whole number"):
-        processes.settings(config)
-
-
 def test_a_fact_that_differs_is_named_with_its_host(config):
     config = resolve(config)
     first = processes.facts(config)

@@ -1,0 +1,120 @@
+"""The processes of one run join each other, and end together if one of them fails.
+
+On TPU slices the launcher sets JAX_COORDINATOR_ADDRESS and JAX finds the rest. Elsewhere JAX_NUM_PROCESSES and
+JAX_PROCESS_ID give the number of processes and the rank.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import jax
+
+from rpg_jax.parallel import hosts
+
+PORT = 8476  # Google's automatic firewall rule does not open jax's own default, 8482 (jax#35905)
+_INITIALIZATION_SECONDS = 1800  # slices of one run may become ready minutes apart
+_LOOK_SECONDS = 1.0
+_FAREWELL_SECONDS = 3.0  # several looks of the other processes
+_failing = threading.Event()
+
+
+def initialize(arguments: dict[str, Any]) -> None:
+    """Joins the other processes. From then on, this process ends if another one publishes that it has failed."""
+    jax.distributed.initialize(**arguments)
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(_LOOK_SECONDS):
+            try:
+                failure = hosts.published_failure()
+            except jax.errors.JaxRuntimeError:  # process 0 has gone, and JAX ends this process
+                return
+            if failure is not None and not _failing.is_set():
+                who = f"process {failure.process} on {failure.machine}"
+                print(f"error: {who} failed: {failure.reason}", file=sys.stderr)
+                _leave(failure.code)
+
+    def finish() -> None:
+        jax.distributed.shutdown()  # waits for the other processes, which may still fail
+        over.set()
+        watching.join()  # a thread in C code would abort the process where the interpreter ends
+
+    (watching := threading.Thread(target=watch, name="failures", daemon=True)).start()
+    atexit.register(finish)
+
+
+def fail(reason: str, code: int) -> None:
+    """Ends this process of a run of several with exit code `code`. The others print the reason and end with this code.
+
+    A process that has not joined the others joins them first: they would wait for it for half an hour. Where several
+    fail at once, all end with the code of one of them. Returns if the run has one process.
+    """
+    try:
+        if not jax.distributed.is_initialized():
+            if (arguments := settings()) is None:
+                return
+            print("joining the other processes of this run to tell them", file=sys.stderr, flush=True)
+            nobody = threading.Timer(_INITIALIZATION_SECONDS / 3, _leave, [code])  # JAX would abort the process
+            nobody.daemon = True
+            nobody.start()
+            jax.distributed.initialize(**arguments)
+            nobody.cancel()
+    except (ValueError, RuntimeError):
+        return
+    _failing.set()
+    hosts.publish_failure(reason, code)
+    time.sleep(_FAREWELL_SECONDS)
+    first = None
+    with contextlib.suppress(jax.errors.JaxRuntimeError):
+        first = hosts.published_failure()
+    _leave(first.code if first else code)
+
+
+def _leave(code: int) -> None:
+    """Ends this process at once: JAX would wait for the other processes for five minutes."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if hosts.has_service():  # the others ask it, and JAX aborts those that it leaves alone
+        time.sleep(_FAREWELL_SECONDS + 1)
+    os._exit(code)
+
+
+def settings(heartbeat_timeout: int | None = None) -> dict[str, Any] | None:
+    """The arguments of `jax.distributed.initialize`; None for a run of one process.
+
+    Raises:
+      ValueError: several processes have no coordinator, or a rank is out of range.
+    """
+    env = os.environ
+    coordinator = env.get("JAX_COORDINATOR_ADDRESS")
+    processes, process_id = _number("JAX_NUM_PROCESSES"), _number("JAX_PROCESS_ID")
+    if not coordinator:
+        if processes is not None and processes > 1:
+            raise ValueError(
+                f"{processes} processes need JAX_COORDINATOR_ADDRESS=HOST:{PORT}, the address of the first"
+            )
+        return None
+    if processes is not None and (process_id is None or not 0 <= process_id < processes):
+        raise ValueError(f"JAX_PROCESS_ID must be in 0..{processes - 1}, got {process_id}")
+    host, _, port = coordinator.rpartition(":") if ":" in coordinator else (coordinator, "", str(PORT))
+    return {
+        "coordinator_address": f"{host}:{port}",
+        "num_processes": processes,
+        "process_id": process_id,
+        "initialization_timeout": _INITIALIZATION_SECONDS,
+        **({} if heartbeat_timeout is None else {"heartbeat_timeout_seconds": heartbeat_timeout}),
+    }
+
+
+def _number(variable: str) -> int | None:
+    text = os.environ.get(variable)
+    if text and not text.isdigit():
+        raise ValueError(f"{variable}={text!r} must be a whole number")
+    return int(text) if text else None
