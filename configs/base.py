@@ -32,12 +32,10 @@ FIELDS = Section(
         compilation_cache=Field(optional(str), "The folder that keeps compiled programs between runs. Unset: "
             '~/.cache/rpg_jax/compiled. JAX_COMPILATION_CACHE_DIR takes precedence. "" keeps none.'),
         platform=Field(optional(str), "tpu, gpu or cpu; the run stops where there is none. Unset: what JAX finds."),
-        stop_seconds=Field(25.0, "The longest time from SIGTERM or a preemption notice to the end of the process. An "
+        stop_seconds=Field(25.0, "The longest time from SIGTERM to the end of the process. An "
             "unfinished step is done again from the last checkpoint, with the groups of checkpoint.journal_gib; where "
             "updates take minutes, set checkpoint.every=1.",
             "seconds", range="[0, 1e6]"),
-        preemption_url=Field("http://metadata.google.internal/computeMetadata/v1/instance/preempted", "The address "
-            'that announces the preemption of a TPU VM. "" asks nobody.'),
         stall_seconds=Field(3600.0, "The longest time without progress: no group is completed, no update ends. After "
             "it the run writes the stacks of all threads to stall.txt and ends. Allow for one compilation, one save, "
             "the log-prob passes of a step, and the wait for the slowest process.", "seconds", range="(0, 1e9]"),
@@ -444,6 +442,7 @@ _GONE = {
     "distributed.processes": "set the variable JAX_NUM_PROCESSES",
     "distributed.process_id": "set the variable JAX_PROCESS_ID",
     "distributed.initialization_timeout": "processes wait half an hour for the others to start",
+    "run.preemption_url": "a machine that is preempted sends SIGTERM",
     "judge.attempts": "a request is sent up to four times within judge.deadline_seconds",
     "judge.cache": "100,000 verdicts are remembered",
     "judge.key_variable": "put the key into the variable JUDGE_API_KEY",

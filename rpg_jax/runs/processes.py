@@ -1,6 +1,6 @@
 """The processes of one run: the run stops where they differ, and a signal ends them early.
 
-A signal, or a preemption notice, ends a run within seconds; a second signal ends it at once. The run finishes and saves
+A signal ends a run within seconds; a second signal ends it at once. The run finishes and saves
 the step in progress if that ends in time. It leaves an evaluation that is due after the step to the run that continues.
 No step is saved halfway. A step that does not end within `run.stop_seconds` is lost: the process ends at that deadline,
 and the next run repeats every step since the last complete checkpoint, to the same bits. A watchdog ends a run that has
@@ -20,7 +20,6 @@ import socket
 import sys
 import threading
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -224,38 +223,6 @@ class StopRequest:
             words.join(_LAST_WORDS)
         finally:
             os._exit(128 + (self.signal or 0))
-
-
-def watch_machine(url: str, stop: StopRequest) -> None:
-    """Watches for a preemption on a TPU VM, unless `url` is ""."""
-    if url and jax.default_backend() == "tpu":
-        watch_preemption(url, stop)
-
-
-def watch_preemption(url: str, stop: StopRequest, *, retry_seconds: float = 5.0) -> None:
-    """Starts a thread that requests a stop once the machine's metadata server answers TRUE at `url`.
-
-    The server answers when its value changes, so the notice arrives within a second.
-    """
-
-    def watch() -> None:
-        state = "?last_etag=0"
-        while stop.signal is None:
-            request = urllib.request.Request(
-                f"{url}{state}&wait_for_change=true&timeout_sec=60", headers={"Metadata-Flavor": "Google"}
-            )
-            try:
-                with urllib.request.urlopen(request, timeout=90) as answer:
-                    state = f"?last_etag={answer.headers.get('ETag', '0')}"
-                    preempted = answer.read().strip().upper() == b"TRUE"
-            except OSError:
-                threading.Event().wait(retry_seconds)
-                continue
-            if preempted and stop.signal is None:
-                print("preemption notice: saving and stopping", file=sys.stderr, flush=True)
-                stop.request()
-
-    threading.Thread(target=watch, name="preemption", daemon=True).start()
 
 
 STALLED = 75

@@ -27,7 +27,7 @@ from rpg_jax.runs.checkpointing import Checkpointing
 from rpg_jax.runs.experiment import Experiment, check_inputs, note_start
 from rpg_jax.runs.learner import Learner
 from rpg_jax.runs.logs import RunLog, plain, trackers_of
-from rpg_jax.runs.processes import StopRequest, Watchdog, watch_machine
+from rpg_jax.runs.processes import StopRequest, Watchdog
 from rpg_jax.training.heartbeat import beat
 from rpg_jax.training.loop import Step
 from rpg_jax.training.measures import Guard
@@ -139,7 +139,6 @@ class Session:
         """Steps until the last, or until a signal asks to stop; returns the exit code."""
         trainer, stopped = self.trainer, None
         trainer.begin(self.now.state)
-        watch_machine(self.config.run.preemption_url, self.stop)
         shown = Progress(trainer.last, first=self.now.number, title=trainer.title, unit=trainer.unit)
         traced = chosen_steps(self.config.profile.steps)
         with self.stop.listening(), self.watchdog, shown as progress:

@@ -1,16 +1,11 @@
 """The first signal is a request, the second the end; a step that takes too long is cut off at the deadline."""
 
-import http.server
 import signal
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
-
-from rpg_jax.runs import processes
-from rpg_jax.runs.processes import StopRequest, watch_machine, watch_preemption
 
 SCRIPT = """
 import sys, time
@@ -60,7 +55,7 @@ TOGETHER = """
 import signal, time
 from rpg_jax.runs.processes import StopRequest
 with StopRequest(30, lambda: None).listening() as stop:
-    stop.request()  # a preemption notice
+    stop.request()  # by the program itself
     signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGINT)
     time.sleep(0.2)
@@ -121,44 +116,3 @@ def test_no_signal_is_lost_and_one_request_that_comes_as_several_is_one(script):
 @pytest.mark.slow  # as above
 def test_last_words_that_hang_do_not_keep_the_process():
     assert subprocess.run([sys.executable, "-c", MUTE], timeout=50).returncode == 128 + signal.SIGTERM
-
-
-def test_the_notice_is_awaited_on_a_tpu_vm_unless_the_address_is_empty(monkeypatch):
-    asked, stop = [], StopRequest(60, lambda: None)
-    monkeypatch.setattr(processes, "watch_preemption", lambda url, stop: asked.append(url))
-    watch_machine("on a CPU", stop)
-    monkeypatch.setattr(processes.jax, "default_backend", lambda: "tpu")
-    watch_machine("", stop)
-    watch_machine("on a TPU", stop)
-    assert asked == ["on a TPU"]
-
-
-def test_a_preemption_notice_is_a_request():
-    asked = []
-
-    class Metadata(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            asked.append((self.path, self.headers["Metadata-Flavor"]))
-            if len(asked) == 1:
-                self.send_error(503)
-                return
-            self.send_response(200)
-            self.send_header("ETag", f"e{len(asked)}")
-            self.end_headers()
-            self.wfile.write(b"FALSE" if len(asked) == 2 else b"TRUE")
-
-        def log_message(self, *arguments):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Metadata)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    stop = StopRequest(60, lambda: None)
-    watch_preemption(f"http://127.0.0.1:{server.server_port}/preempted", stop, retry_seconds=0.01)
-    for _ in range(500):
-        if stop.signal:
-            break
-        time.sleep(0.02)
-    server.shutdown()
-    stop.saved()
-    assert stop.signal == signal.SIGTERM
-    assert asked[2] == ("/preempted?last_etag=e2&wait_for_change=true&timeout_sec=60", "Google")
