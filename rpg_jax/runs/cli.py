@@ -26,7 +26,7 @@ FAILED = 1
 USAGE_ERROR = 2
 """Exit code of a user error. It tells a supervisor that another start would end in the same error."""
 GAVE_UP = 3
-"""Exit code of an open run that has judged itself lost: another start would compute the same and end the same."""
+"""Exit code of a run that is lost: another start would compute the same and end the same (rpg_jax.runs.failures)."""
 TRUST = "import the code, and ask the judge, that the config of the run names: you know who wrote its folder"
 _EXTRAS = dict.fromkeys(("aiohttp", "grpc", "prometheus_client"), "rpg_jax[serve]")
 """The extra of rpg_jax that installs an optional package, by the package's module."""
@@ -167,14 +167,16 @@ def run(
             sys.stdout.flush()  # a full disk is an error of the command
         return ended
     except Exception as error:
-        code, reason = exit_code(error), in_words(error)
+        code, reason, again = exit_code(error), in_words(error), getattr(error, "ends_again", "")
         if options.debug or code is None:
-            if several:
-                traceback.print_exc()
-                _end_together(reason, FAILED if code is None else code)
-            raise
+            if not (several or again):
+                raise
+            traceback.print_exc()
+        if again:
+            code, reason = GAVE_UP, f"{reason}; {again}"
         install = f"; pip install '{_EXTRAS.get(getattr(error, 'name', None) or '', 'rpg_jax')}' brings it"
         print(f"error: {reason}{install if reason.startswith('No module named') else ''}", file=sys.stderr)
+        code = FAILED if code is None else code
     except KeyboardInterrupt:
         code, reason = 128 + signal.SIGINT, "interrupted"
         print(reason, file=sys.stderr)

@@ -304,8 +304,7 @@ def watched(step: int, traced: range, folder: Path) -> Iterator[None]:
     """Traces a step of `traced` into `folder`/profile, for TensorBoard or Perfetto.
 
     Raises:
-      RuntimeError: the devices ran out of memory. `folder`/memory.prof says what filled them; the message says what
-        helps.
+      RunLost: the devices ran out of memory. `folder`/memory.prof says what filled them; the message says what helps.
     """
     trace = jax.profiler.trace(str(folder / "profile")) if step in traced else contextlib.nullcontext()
     try:
@@ -316,7 +315,7 @@ def watched(step: int, traced: range, folder: Path) -> Iterator[None]:
             raise
         profile = folder / "memory.prof"
         jax.profiler.save_device_memory_profile(str(profile))
-        raise RuntimeError(
+        raise cli.RunLost(
             f"step {step}: the devices are out of memory ({str(error).splitlines()[0][:200]}). In this order: a "
             "smaller train.microbatch_size, model.remat=full or offload, fewer rollout.slots, a larger mesh.fsdp; "
             f"python -m rpg_jax.plan tells what fits before it is run. What filled them: pprof {profile}"

@@ -96,7 +96,7 @@ _TEXTS = (  # the first that matches decides; TensorStore's errors begin with a 
 
 def kind_of(error: BaseException) -> Kind:
     """The kind of an error. If its causes are of several kinds: transient before permanent before damage."""
-    found = {_own_kind(one) for one in _chain(error)}
+    found = {_own_kind(one) for one in chain(error)}
     return next((kind for kind in (Kind.TRANSIENT, Kind.PERMANENT, Kind.DAMAGE) if kind in found), Kind.UNKNOWN)
 
 
@@ -116,7 +116,7 @@ def one_line(error: BaseException) -> str:
     A long text keeps its beginning, which names the array, and its end, which names the reason.
     """
     kind = kind_of(error)
-    told = next((one for one in _chain(error) if _own_kind(one) is kind), error)
+    told = next((one for one in chain(error) if _own_kind(one) is kind), error)
     specs = r"\s*\[(tensorstore_spec|http_response_body|source locations|os_error_code)=.*"
     text = " ".join(re.sub(specs, "", str(told)).split())
     text = text if len(text) <= 300 else f"{text[:150]} ... {text[-140:]}"
@@ -180,7 +180,7 @@ class _Answer(Exception):
         self.status_code = status_code
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def chain(error: BaseException | None) -> Iterator[BaseException]:
     seen: set[int] = set()
     while error is not None and id(error) not in seen:
         seen.add(id(error))
