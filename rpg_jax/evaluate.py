@@ -1,7 +1,6 @@
 """Evaluates a policy on held-out problems: Mean@k, pass@k, maj@k, with errors over problems.
 
   python -m rpg_jax.evaluate --run=runs/tiny-rpg-reinforce-urkl-seed0 --k=32
-  python -m rpg_jax.evaluate --run=runs/tiny-rpg-reinforce-urkl-seed0 --steps=all
   python -m rpg_jax.evaluate --folder=Qwen3-4B --config=configs/qwen3_4b_2k.py --sets=AIME25=aime25.parquet
   python -m rpg_jax.evaluate --run=runs/NAME --server=http://localhost:8000
 
@@ -28,7 +27,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_config()
     parser.add_argument("--run", help="folder of the run whose checkpoint is evaluated")
     parser.add_argument("--step", type=int, help="checkpoint to evaluate; default: the last")
-    parser.add_argument("--steps", help="100,200, or all: a table and a plot of the scores of these checkpoints")
     parser.add_argument("--folder", help="weights, as model.path; --config says problems, limits, verifier")
     parser.add_argument("--server", help="http://HOST:PORT that samples; --run or --folder says with which tokenizer")
     parser.add_argument("--server_certificate", help="PEM file to trust for an https address")
@@ -57,8 +55,6 @@ def evaluate(options: argparse.Namespace) -> int:
         raise ValueError("a run has its own config: leave --config out, and set --sets, --k, --max_tokens, …")
     if options.folder is not None and loaded is None:
         raise ValueError("--folder needs --config=FILE for problems, limits and verifier: configs/qwen3_4b_2k.py")
-    if options.steps is not None and (options.run is None or options.server or options.step is not None):
-        raise ValueError("--steps takes the checkpoints of a --run: leave out --folder, --server and --step")
     from rpg_jax import storage  # loads JAX: wrong flags need not wait for it
 
     if options.out is not None:
@@ -79,40 +75,14 @@ def of_folder(options: argparse.Namespace, loaded: config_files.Loaded) -> int:
 
 
 def of_run(options: argparse.Namespace) -> int:
-    """Evaluates one checkpoint of a run, or every checkpoint of --steps and draws the curve of the scores."""
+    """Evaluates a checkpoint of a run."""
     from rpg_jax.runs import evaluation, policy, run_folder
 
     how: dict[str, Any] = {"changes": changes(options), "held_out": True, "weights": options.server is None}
-    how["trust"] = options.trust
     with run_folder.opened(options.run) as home:
-        if options.steps is None:
-            opened = policy.of_run(home, options.step, **how)
-            return _STOPPED if evaluation.evaluate(opened, home.home.name, home, **_how(options)) is None else 0
-        points = []
-        for step in _steps(options.steps, run_folder.kept_steps(home)):
-            opened = policy.of_run(home, step, **how)
-            out = options.out and str(Path(options.out) / f"step-{step}")
-            found = evaluation.evaluate(opened, home.home.name, home, **(_how(options) | {"out": out}))
-            if found is None:
-                return _STOPPED
-            points.append((step, found))
-            del opened  # its weights, before the next are read
-        folder = Path(options.out) if options.out else home.files / "evaluations"
-        print(home.shown(evaluation.show_curve(home.home.name, points, folder)))
-    return 0
-
-
-def _steps(text: str, kept: list[int]) -> list[int]:
-    """The steps of --steps, of which each has a checkpoint."""
-    if text == "all":
-        return kept
-    steps = sorted({int(part) for part in text.split(",") if part.strip().isdigit()})
-    if not steps or len(steps) != len(text.split(",")) or not set(steps) <= set(kept):
-        raise ValueError(
-            f"--steps={text}: give all, or steps of {kept} with commas between them; a run keeps more "
-            "with checkpoint.keep and checkpoint.permanent_every"
-        )
-    return steps
+        opened = policy.of_run(home, options.step, **how, trust=options.trust)
+        found = evaluation.evaluate(opened, home.home.name, home, **_how(options))
+    return _STOPPED if found is None else 0
 
 
 def _how(options: argparse.Namespace) -> dict[str, Any]:

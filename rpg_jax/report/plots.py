@@ -1,4 +1,4 @@
-"""Draws every picture: the curves of a run, the scores of its checkpoints, and the figures of a table of runs.
+"""Draws every picture: the curves of a run, and the figures of a table of runs.
 
 A line over steps is the mean over seeds, and the band around the line reaches from the lowest seed to the highest. The
 figures of tables take {row: …}, and draw the rows in the order of the dict.
@@ -231,29 +231,6 @@ def _parts_of(key: str, records: Sequence[Mapping[str, Any]]) -> list[str]:
 def _last(axes: Axes, text: str, color: str, height: float) -> None:
     """Writes the latest value above the panel, where the text covers no data."""
     axes.text(1, height, text, transform=axes.transAxes, ha="right", fontsize=9.5, fontweight="bold", color=color)
-
-
-def draw_checkpoints(title: str, points: Sequence[tuple[int, Mapping[str, Any]]]) -> bytes:
-    """A PNG of Mean@k of each set over the checkpoints of a run; bars are the 95 % intervals over problems.
-
-    Args:
-      points: (step, scores of each set as `scores.summarise` returns them), in the order of steps.
-    """
-    figure = empty_figure(7, 4, dpi=150)
-    axes = figure.subplots()
-    tidy(axes, title, grid="y")
-    apart = (points[-1][0] - points[0][0] or 1) / 150  # so that the bars of two sets do not cover each other
-    for i, (name, colour) in enumerate(zip(points[0][1], COLOURS, strict=False)):
-        means = [next(iter(by_set[name]["scores"].values())) for _, by_set in points]
-        values = [e["value"] for e in means]
-        bars = [[e["value"] - e["low"] for e in means], [e["high"] - e["value"] for e in means]]
-        steps = [step + i * apart for step, _ in points]
-        axes.errorbar(steps, values, bars, color=colour, linewidth=1.5, marker="o", markersize=4, capsize=2, label=name)
-    axes.set_ylabel("Mean@k", color=MUTED, fontsize=9)
-    axes.set_xlabel("step", color=MUTED, fontsize=9, loc="right")
-    axes.locator_params(axis="x", integer=True)
-    axes.legend(frameon=False, fontsize=9)
-    return png(figure)
 
 
 def draw_scores(scores: Mapping[str, Mapping[int, Scores]], compared_with: Mapping[str, str]) -> bytes:

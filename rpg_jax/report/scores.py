@@ -270,20 +270,6 @@ def one_row_a_set(by_set: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     return lines
 
 
-def one_row_a_checkpoint(points: Sequence[tuple[int, Mapping[str, Any]]]) -> list[list[str]]:
-    """A row for each checkpoint and a column for each set, Mean@k ± its standard error; the header comes first.
-
-    Args:
-      points: (step, scores of each set as `summarise` returns them), in the order of steps.
-    """
-    names = list(points[0][1])
-    lines = [["step", *names]]
-    for step, by_set in points:
-        means = [next(iter(by_set[name]["scores"].values())) for name in names]
-        lines.append([str(step), *(f"{e['value']:.4f} ± {e['standard_error'] or 0:.4f}" for e in means)])
-    return lines
-
-
 def overview(by_set: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     """The table of all sets, with a row for each score. The header comes first. With k = 1 all scores are the same."""
     lines = [["set", "problems", "score", "value", "standard error", "95 % interval"]]

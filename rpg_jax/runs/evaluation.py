@@ -19,10 +19,9 @@ from rpg_jax import rewards, storage
 from rpg_jax.data import Group, Problem, RolloutBatch
 from rpg_jax.data.groups import last_shown
 from rpg_jax.parallel import hosts
-from rpg_jax.report import plots, scores, screen
+from rpg_jax.report import scores, screen
 from rpg_jax.report.progress import Progress
 from rpg_jax.report.scores import clustered_standard_error
-from rpg_jax.report.tables import markdown_table
 from rpg_jax.rewards import Scorer
 from rpg_jax.rollout import Rollout, capacity
 from rpg_jax.runs import run_folder
@@ -392,18 +391,6 @@ def show(title: str, settings: dict[str, Any], records: dict[str, list[Record]],
     _print(title, scores.one_row_a_set(by_set))
     print("".join(f"{note}\n" for name, own in records.items() if (note := scores.without_verdict(name, own))), end="")
     return by_set
-
-
-def show_curve(name: str, points: list[tuple[int, dict[str, Any]]], folder: Path) -> str:
-    """Writes curve.md and curve.png of (step, scores of the sets), prints the table, and returns where they are."""
-    rows = scores.one_row_a_checkpoint(points)
-    write_atomically(
-        folder / "curve.md",
-        f"# {screen.prose(name)}\n\n{markdown_table([screen.prose(h) for h in rows[0]], rows[1:])}\n",
-    )
-    write_atomically(folder / "curve.png", plots.draw_checkpoints(name, points))
-    _print(f"{name}: Mean@k ± standard error", rows)
-    return f"the curve: {folder / 'curve.png'}, {folder / 'curve.md'}"
 
 
 def _print(title: str, rows: list[list[str]]) -> None:

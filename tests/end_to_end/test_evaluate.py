@@ -137,18 +137,6 @@ def test_all_problems_of_a_named_set_are_scored_unless_problems_says_how_many(tr
         assert len((out / "completions.jsonl").read_text(encoding="utf-8").splitlines()) == scored
 
 
-def test_the_checkpoints_of_a_run_make_a_curve(trained, tmp_path):
-    shared, run_dir = trained
-    printed = run(shared, "evaluate", f"--run={run_dir}", "--steps=all", "--k=1", f"--out={tmp_path}")
-    _, rule, *rows = (tmp_path / "curve.md").read_text(encoding="utf-8").splitlines()[2:]
-    scores = [json.loads((tmp_path / f"step-{step}" / "scores.json").read_text(encoding="utf-8")) for step in (1, 2)]
-    means = [one["sets"]["held out"]["scores"]["Mean@1"] for one in scores]
-    assert rows == [f"| {i} | {e['value']:.4f} ± {e['standard_error']:.4f} |" for i, e in enumerate(means, start=1)]
-    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG") and "curve.png" in printed
-    refused = run(shared, "evaluate", f"--run={run_dir}", "--steps=1,7", code=2)
-    assert refused.startswith("error: --steps=1,7: give all, or steps of [1, 2] with commas between them")
-
-
 def test_another_evaluation_is_not_mixed_in(trained, evaluated):
     output = run(trained[0], "evaluate", f"--run={trained[1]}", "--k=4", f"--out={evaluated}", code=2)
     assert "k was 8, now 4" in output

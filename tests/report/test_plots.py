@@ -18,7 +18,6 @@ from rpg_jax.report.plots import (
     LINE,
     PANELS,
     curves_of,
-    draw_checkpoints,
     draw_curves,
     draw_drift,
     shared_points,
@@ -111,10 +110,8 @@ def test_a_dollar_in_a_name_is_no_formula(tmp_path):
     (folder := tmp_path / name).mkdir()
     log(folder, [{"step": step, f"eval/{name}/mean_at_k": 0.5, "reward": 0.1} for step in (1, 2)])
     assert draw_curves(folder).stat().st_size > 1000
-    assert draw_checkpoints(name, [(1, {name: {"scores": {"Mean@1": SCORE}}})])
 
 
-SCORE = {"value": 0.5, "standard_error": 0.1, "low": 0.3, "high": 0.7}
 ASKS_FOR_LATEX = """
 import io, sys
 from pathlib import Path

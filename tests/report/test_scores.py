@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from rpg_jax.report import plots, scores
+from rpg_jax.report import scores
 from rpg_jax.report.scores import (
     clustered_standard_error,
     estimate,
@@ -284,12 +284,3 @@ def test_one_completion_a_problem_is_one_row_and_a_screen_has_one_row_a_set():
     two = scores.one_row_a_set({name: scores.summarise(RECORDS) for name in ("AIME", "AMC")})
     assert two[0][2] == "Mean@4" and two[0][5:] == ["pass@4", "maj@4"] and two[2][5:] == ["1.0000", "0.2500"]
     assert scores.one_row_a_set({"a": single, "b": scores.summarise(RECORDS)})[0][5:] == ["pass@k", "maj@k"]
-
-
-def test_a_curve_has_a_row_for_each_checkpoint_and_a_line_for_each_set():
-    points = [(step, {name: scores.summarise(RECORDS) for name in ("AIME", "AMC")}) for step in (10, 20)]
-    assert scores.one_row_a_checkpoint(points) == [
-        ["step", "AIME", "AMC"],
-        *([step, "0.3750 ± 0.1250", "0.3750 ± 0.1250"] for step in ("10", "20")),
-    ]
-    assert plots.draw_checkpoints("run", points).startswith(b"\x89PNG")
