@@ -140,7 +140,7 @@ FIELDS = Section(
             "judge or an environment has failed twice. They are not trained. A run with more of them ends.",
             "of the completions", range="[0, 1]"),
         format=Field("number", 'The form that the part "format" asks for.',
-            choices="rpg_jax.rewards.shaping:FORMATS"),
+            choices="rpg_jax.rewards.verifiers:FORMATS"),
         overlong_shaping=Field(from_method(bool), "Punish completions close to the limit (DAPO, arXiv:2503.14476). The "
             "tokens of an environment do not count. rpg_jax.train(reward=) without a method has none."),
         overlong_buffer=Field(optional(int), "The number of tokens before the limit over which the punishment grows. "

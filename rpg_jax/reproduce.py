@@ -21,8 +21,7 @@ from pathlib import Path
 
 from rpg_jax.reproduction import run_tables, sweeps, workers
 from rpg_jax.reproduction.run_tables import TableOptions
-from rpg_jax.reproduction.table import SMALL_CONFIG, Table
-from rpg_jax.reproduction.tables import TABLES
+from rpg_jax.reproduction.tables import SMALL_CONFIG, TABLES, Table
 from rpg_jax.runs import cli
 
 

@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from rpg_jax.data.prompts import Problem
-from rpg_jax.data.templates import apply_template, strip_template
+from rpg_jax.data.prompts import Problem, apply_template, strip_template
 
 QUESTION_KEYS = ("question", "problem", "prompt", "raw_problem")
 ANSWER_KEYS = ("answer", "final_answer", "ground_truth", "solution")

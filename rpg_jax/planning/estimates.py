@@ -20,12 +20,11 @@ from rpg_jax.planning.hlo import Costs
 from rpg_jax.planning.run_plan import layout_on, with_known_shapes
 from rpg_jax.planning.step_time import Lengths
 from rpg_jax.planning.topologies import Topology
-from rpg_jax.rollout import Decoding, footprint, prefill_shape
-from rpg_jax.rollout.footprint import bytes_on_a_device
+from rpg_jax.rollout import Decoding, prefill_shape
 from rpg_jax.runs import config_files, memory
 from rpg_jax.runs.layout import Layout, row_shape, rows_per_update
 from rpg_jax.runs.learner import make_learner
-from rpg_jax.runs.memory import TRUSTED, bytes_of_a_number, make_decoding, own_peaks, resident
+from rpg_jax.runs.memory import TRUSTED, bytes_of_a_number, bytes_on_a_device, make_decoding, own_peaks, resident
 
 Change = Mapping[str, Any]
 
@@ -47,7 +46,7 @@ def _training(layout: Layout) -> dict[str, tuple[Costs, float]]:
     """Weights are gathered for every pass and gradients are summed once; a collective for each layer and pass."""
     c, model, shape, chips = layout.config, layout.model, row_shape(layout.config), layout.mesh.size
     sizes = {"rows": shape.rows, "length": shape.length, "predicted": shape.completion_length}
-    weights, held = parameter_count(model), footprint.bytes_on_a_device(layout.abstract_trained)
+    weights, held = parameter_count(model), memory.bytes_on_a_device(layout.abstract_trained)
     summed = sum(4 * x.size for x in jax.tree.leaves(layout.trained_shapes))
     width, layers = bytes_of_a_number(layout), model.num_layers
     split = layout.mesh.shape["fsdp"] > 1
@@ -72,8 +71,8 @@ def _sampling(layout: Layout, decoding: Decoding) -> dict[str, tuple[Costs, floa
     assert decoding.mesh is not None, "a plan decodes on a mesh"
     model, slots, mesh = layout.model, decoding.slots, decoding.mesh
     tensor, layers = mesh.shape["tensor"], model.num_layers
-    weights = footprint.bytes_on_a_device(memory.decoding_params(layout, decoding))
-    cache, copies = footprint.cache_bytes(model, decoding), mesh.size // (tensor * mesh.shape["expert"])
+    weights = memory.bytes_on_a_device(memory.decoding_params(layout, decoding))
+    cache, copies = memory.cache_bytes(model, decoding), mesh.size // (tensor * mesh.shape["expert"])
     own = slots / copies  # of a copy
     logits = 4 * own * model.vocab_size
     split = tensor > 1

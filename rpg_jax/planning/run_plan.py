@@ -14,7 +14,7 @@ from rpg_jax.planning import compiling, efficiency, step_time
 from rpg_jax.planning.compiling import Program, compile_program, token_flops
 from rpg_jax.planning.step_time import DecodeStep, Lengths, Work
 from rpg_jax.planning.topologies import Topology
-from rpg_jax.rollout import Decoding, footprint
+from rpg_jax.rollout import Decoding
 from rpg_jax.rollout.decoding import prompt_bucket, prompts_per_prefill
 from rpg_jax.runs import memory
 from rpg_jax.runs.experiment import make_stage, open_tokenizer
@@ -162,7 +162,7 @@ def decode_step_of(layout: Layout, decoding: Decoding, program: Program) -> Deco
     """A decode step from the costs of its program, which count the cache as full."""
     assert decoding.mesh is not None, "a plan decodes on a mesh"
     model, slots, chips = layout.model, decoding.slots, decoding.mesh.size
-    cache = footprint.cache_bytes(model, decoding)
+    cache = memory.cache_bytes(model, decoding)
     products = token_flops(model, tokens=slots, attended=0, predicted=slots)
     return DecodeStep(
         slots=slots,

@@ -14,8 +14,7 @@ from rpg_jax.report.seeds import SEEDS_TO_RANK, Mean, mean, paired_difference, r
 from rpg_jax.report.tables import markdown_table
 from rpg_jax.reproduction import sweeps
 from rpg_jax.reproduction.results import Results
-from rpg_jax.reproduction.table import LEARNING_RATE, Table
-from rpg_jax.reproduction.tables import TABLES
+from rpg_jax.reproduction.tables import LEARNING_RATE, TABLES, Table
 from rpg_jax.reproduction.training import all_differences, equal_cost, starred, training_table
 from rpg_jax.runs import run_names
 from rpg_jax.storage import write_atomically

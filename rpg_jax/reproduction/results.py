@@ -16,7 +16,7 @@ from typing import Any
 
 from rpg_jax.report.plots import TABLE_PANELS
 from rpg_jax.report.run_files import Run
-from rpg_jax.reproduction.table import PlannedRun, Table
+from rpg_jax.reproduction.tables import PlannedRun, Table
 from rpg_jax.storage import write_atomically
 
 _CRITIC = ("explained_variance", "value", "return")

@@ -24,8 +24,7 @@ from rpg_jax.report import screen
 from rpg_jax.report.run_files import read_config, read_metrics
 from rpg_jax.reproduction import page, results, sweeps
 from rpg_jax.reproduction.results import Results
-from rpg_jax.reproduction.table import PlannedRun, Table
-from rpg_jax.reproduction.tables import TABLES
+from rpg_jax.reproduction.tables import TABLES, PlannedRun, Table
 from rpg_jax.reproduction.workers import Task, cores, run_tasks
 from rpg_jax.runs import config_files, resolve, run_folder, train_command
 from rpg_jax.storage import write_atomically

@@ -11,7 +11,7 @@ from typing import Any
 from rpg_jax.report.seeds import Mean, mean
 from rpg_jax.report.tables import markdown_table
 from rpg_jax.reproduction.results import Results
-from rpg_jax.reproduction.table import Table, crossed
+from rpg_jax.reproduction.tables import Table, crossed
 from rpg_jax.runs import config_files, run_names
 
 Values = Mapping[str, Any]  # {field: value}

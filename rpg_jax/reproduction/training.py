@@ -9,7 +9,7 @@ from rpg_jax.report.run_files import Run
 from rpg_jax.report.seeds import Mean, mean, over_starts, paired_difference, pooled, tally
 from rpg_jax.report.tables import markdown_table
 from rpg_jax.reproduction.results import Rows
-from rpg_jax.reproduction.table import Table
+from rpg_jax.reproduction.tables import Table
 from rpg_jax.training.reference import make_rule
 from rpg_jax.types import Count
 

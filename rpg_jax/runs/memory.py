@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 import sys
@@ -20,11 +21,61 @@ from rpg_jax.models import DecoderConfig
 from rpg_jax.models.lora import adapter_axes, attached
 from rpg_jax.models.sizes import parameter_count
 from rpg_jax.models.weights import quantized, quantized_shardings
-from rpg_jax.rollout import Decoding, footprint
-from rpg_jax.rollout.footprint import LEFT_FREE, bytes_on_a_device, placed, slots_beside
+from rpg_jax.rollout import Decoding
+from rpg_jax.rollout.decode_state import DecodeState
 from rpg_jax.runs.layout import Layout, make_layout, packing_shape, row_shape, rows_per_update
 from rpg_jax.runs.learner import Learner, make_learner, offloaded, reference_differs
 from rpg_jax.training.collect import UNKNOWN_SHARE
+
+UNKNOWN_MEMORY_SLOTS = 128  # over all devices that decode together
+LEFT_FREE = 1 / 16  # of a device: prefilled prompts that wait, temporaries, gaps
+_LOGITS = 4  # arrays f32[slots, vocabulary] at the peak of a decode step
+_TILE = 16  # slots of a copy: rows of a bf16 tile
+
+
+def slots_that_fit(memory: float, held: float, slot: float, *, tile: int, needed: int) -> int:
+    """Decode slots of a device: those that fit, in whole tiles, but no more than `needed`, and at least one.
+
+    floor((memory × 15/16 - held) / slot): bytes of the device, of what else it holds, and of a slot.
+    """
+    fitting = max(1, math.floor((memory * (1 - LEFT_FREE) - held) / slot))
+    return min(fitting - fitting % tile if fitting > tile else fitting, needed)
+
+
+def slots_beside(held: float, memory: float | None, model: DecoderConfig, decoding: Decoding, needed: int) -> int:
+    """The slots of a device that has `memory` bytes and holds `held` of them; at most `needed`.
+
+    `decoding` has one slot for each device of its mesh. Where the memory is unknown, all devices together have 128.
+    """
+    mesh = decoding.mesh
+    assert mesh is not None, "slots are counted on a mesh"
+    if memory is None:
+        return min(needed, -(-UNKNOWN_MEMORY_SLOTS // mesh.size))
+    copy = mesh.shape["tensor"] * mesh.shape["expert"]
+    slot = cache_bytes(model, decoding) + _LOGITS * 4 * model.vocab_size * copy
+    return slots_that_fit(memory, held, slot, tile=-(-_TILE // copy), needed=needed)
+
+
+def placed(shapes: Any, shardings: Any) -> Any:
+    """ShapeDtypeStructs with shardings; `shardings` is a tree like `shapes`, or one for all."""
+    if isinstance(shardings, jax.sharding.Sharding):
+        shardings = jax.tree.map(lambda _: shardings, shapes)
+    return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
+
+
+def bytes_on_a_device(tree: Any) -> float:
+    """Bytes of ShapeDtypeStructs with shardings; arrays in host memory do not count."""
+    leaves = [x for x in jax.tree.leaves(tree) if x.sharding.memory_kind in (None, "device")]
+    return float(sum(math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in leaves))
+
+
+def cache_bytes(model: DecoderConfig, decoding: Decoding) -> float:
+    """Bytes of the decode state on a device."""
+    assert decoding.mesh is not None, "a layout decodes on a mesh"
+    size, int8 = (decoding.slots, decoding.capacity, decoding.dtype or jnp.float32), {"int8_kv": decoding.int8_kv}
+    shapes = jax.eval_shape(functools.partial(DecodeState.empty, model, *size, **int8))
+    where = parallel.shardings(DecodeState.logical_axes(**int8), shapes, decoding.mesh, decoding.rules)
+    return bytes_on_a_device(placed(shapes, where))
 
 
 def prompts_of_a_step(config: ConfigDict) -> int:
@@ -237,7 +288,7 @@ def checked(layout: Layout) -> Layout:
 def peak(layout: Layout, learner: Learner, decoding: Decoding) -> float:
     """Bytes on a device at the peak of training, the bytes of the rollout and of a resident reference included."""
     c, held = layout.config.rollout, resident(layout, learner, decoding)
-    beside = footprint.cache_bytes(layout.model, decoding) if c.max_staleness and not c.devices else 0.0
+    beside = cache_bytes(layout.model, decoding) if c.max_staleness and not c.devices else 0.0
     return beside + max(held[name] + own for name, own in own_peaks(layout).items())
 
 
@@ -248,8 +299,8 @@ def own_peaks(layout: Layout) -> dict[str, float]:
     A compiler keeps more, which is left out: activations between two products of a layer, copies, gaps.
     """
     c, model, shape = layout.config, layout.model, row_shape(layout.config)
-    held = footprint.bytes_on_a_device(layout.abstract_trained)
-    frozen = 0.0 if layout.abstract_base is None else footprint.bytes_on_a_device(layout.abstract_base)
+    held = bytes_on_a_device(layout.abstract_trained)
+    frozen = 0.0 if layout.abstract_base is None else bytes_on_a_device(layout.abstract_base)
     width, layers = bytes_of_a_number(layout), model.num_layers
     rows = shape.rows * shape.length / layout.mesh.size  # tokens of a device
     inputs = rows * layers * _kept(model, c.model.remat) * width
@@ -269,12 +320,12 @@ def resident(layout: Layout, learner: Learner, decoding: Decoding) -> dict[str, 
     its log-probs.
     """
     c, shape = layout.config, row_shape(layout.config)
-    weights = footprint.bytes_on_a_device(layout.abstract_trained)
-    frozen = 0 if layout.abstract_base is None else footprint.bytes_on_a_device(layout.abstract_base)
-    slots = footprint.bytes_on_a_device(learner.like) - weights  # without what waits on the host
+    weights = bytes_on_a_device(layout.abstract_trained)
+    frozen = 0 if layout.abstract_base is None else bytes_on_a_device(layout.abstract_base)
+    slots = bytes_on_a_device(learner.like) - weights  # without what waits on the host
     params = decoding_params(layout, decoding)
-    own = footprint.bytes_on_a_device(params) if has_copy(layout, decoding) else 0
-    cache = footprint.cache_bytes(layout.model, decoding)
+    own = bytes_on_a_device(params) if has_copy(layout, decoding) else 0
+    cache = cache_bytes(layout.model, decoding)
     row = 4 * (3 * shape.length + 8 * shape.completion_length)
     training = own + c.rollout.prompts_per_step * c.rollout.group_size * row / layout.mesh.size
     stays = c.reference.resident and "reference" not in offloaded(c)

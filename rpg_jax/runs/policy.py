@@ -21,7 +21,6 @@ from rpg_jax.models import lora
 from rpg_jax.rollout import Request
 from rpg_jax.rollout.decoding import capacity, power_of_two
 from rpg_jax.rollout.drivers import LockstepRollout
-from rpg_jax.rollout.footprint import cache_bytes
 from rpg_jax.runs import cli, config_files, run_folder
 from rpg_jax.runs.experiment import Experiment, check_inputs, make_rollout, open_experiment
 from rpg_jax.runs.fitting import fast_dtype
@@ -36,7 +35,7 @@ from rpg_jax.runs.learner import (
     open_base,
     policy_objective,
 )
-from rpg_jax.runs.memory import make_decoding
+from rpg_jax.runs.memory import cache_bytes, make_decoding
 from rpg_jax.runs.resolve import check_trusted, resolve
 from rpg_jax.storage import integrity
 from rpg_jax.training.state import for_evaluation

@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 
 from rpg_jax.data.chat import ChatTemplate
-from rpg_jax.data.prompts import Problem
-from rpg_jax.data.templates import apply_template, encode_prompt, filter_length, strip_template
+from rpg_jax.data.prompts import Problem, apply_template, encode_prompt, filter_length, strip_template
 from rpg_jax.data.tokenizer import train_sentencepiece
 
 PAPER = (

@@ -11,7 +11,7 @@ from pathlib import Path
 from absl import logging
 
 from rpg_jax.data import sources
-from rpg_jax.data.templates import apply_template
+from rpg_jax.data.prompts import apply_template
 from rpg_jax.runs import reinforcement
 from rpg_jax.runs.resolve import resolve
 

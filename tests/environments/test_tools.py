@@ -4,7 +4,7 @@ import pytest
 
 from rpg_jax.data import Problem
 from rpg_jax.data.chat import ChatTemplate
-from rpg_jax.data.templates import rendered
+from rpg_jax.data.prompts import rendered
 from rpg_jax.environments import Posed
 from rpg_jax.environments.player import Observations
 from rpg_jax.environments.tools import Call, ToolUse, make_tool, parse

@@ -10,7 +10,7 @@ import pytest
 from rpg_jax.data import sources
 from rpg_jax.rewards import verifiers
 from rpg_jax.rewards.math_dapo import normalise
-from rpg_jax.rewards.shaping import overlong_penalty
+from rpg_jax.rewards.verifiers import overlong_penalty
 from tests.external.cases import FOLDER, cases, compare
 
 MATH_VERIFY = json.loads((FOLDER / "math_verify.json").read_text(encoding="utf-8"))

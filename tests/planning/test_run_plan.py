@@ -13,7 +13,6 @@ from rich.console import Console
 from configs import qwen3_0p6b_gsm8k, qwen3_4b_2k, qwen3_4b_8k, tiny
 from rpg_jax import planning
 from rpg_jax.planning import printing, run_plan, tpu_compiler
-from rpg_jax.rollout import footprint
 from rpg_jax.runs import memory
 from rpg_jax.runs.layout import make_layout
 from rpg_jax.runs.learner import make_learner
@@ -127,7 +126,7 @@ def test_the_figures_of_a_step_come_from_config_and_programs():
     layout, _, decoding = parts_of(config, host=jax.devices()[:4])
     names = ("log-probs", "start", "add", "apply", "prefill", "decode")
     programs = {name: program(name, flops=197e12) for name in names}
-    programs["decode"].costs.bytes = 2.5e9 + footprint.cache_bytes(layout.model, decoding)
+    programs["decode"].costs.bytes = 2.5e9 + memory.cache_bytes(layout.model, decoding)
     lengths = run_plan.lengths_of(config, mean=1000)
     assert (lengths.prompt, lengths.mean, lengths.limit) == (300, 1000, 2048)
     found = run_plan.step_figures(layout, decoding, programs, V5E, lengths)

@@ -15,8 +15,7 @@ from rpg_jax import losses, reproduce
 from rpg_jax.report import seeds
 from rpg_jax.reproduction import page, run_tables, workers
 from rpg_jax.reproduction.results import Results, collect
-from rpg_jax.reproduction.table import PlannedRun
-from rpg_jax.reproduction.tables import TABLES
+from rpg_jax.reproduction.tables import TABLES, PlannedRun
 from rpg_jax.runs import config_files, resolve, run_folder
 from tests.end_to_end.whole_runs import environment
 

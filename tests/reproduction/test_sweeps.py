@@ -10,8 +10,7 @@ from rpg_jax.reproduction import run_tables, sweeps
 from rpg_jax.reproduction.results import Results
 from rpg_jax.reproduction.run_tables import check_table
 from rpg_jax.reproduction.sweeps import sweep_table
-from rpg_jax.reproduction.table import LEARNING_RATE
-from rpg_jax.reproduction.tables import TABLES
+from rpg_jax.reproduction.tables import LEARNING_RATE, TABLES
 from rpg_jax.runs import run_names
 
 RATES = "optimizer.learning_rate=1e-4,3e-4"

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rpg_jax.rewards import extraction, math_dapo, shaping
+from rpg_jax.rewards import extraction, math_dapo, verifiers
 
 UNITS = [
     "{",
@@ -33,7 +33,7 @@ FUNCTIONS = {
     "math_dapo": lambda text: math_dapo.math_dapo(text, "7"),
     "normalise": math_dapo.normalise,
     "exact": lambda text: extraction.exact(text, "7"),
-    **{name: shaping.FORMATS[name] for name in shaping.FORMATS},
+    **{name: verifiers.FORMATS[name] for name in verifiers.FORMATS},
 }
 
 
@@ -120,7 +120,7 @@ texts = st.lists(st.sampled_from([*UNITS, "x", "٣", "\u2028", "\r", "\x0b", "\\
 @given(texts)
 def test_the_rules_are_the_published_ones(text):
     for name, pattern in PUBLISHED.items():
-        assert shaping.FORMATS[name](text) == (pattern.fullmatch(text) is not None), name
+        assert verifiers.FORMATS[name](text) == (pattern.fullmatch(text) is not None), name
     assert "\n".join(map(math_dapo._first_math, text.split("\n"))) == FIRST_MATH.sub(r"$\1$", text)
     assert "\n".join(map(math_dapo._unboxed, text.split("\n"))) == BOXED.sub(r"\1", text)
     for command, pattern in WRAPPERS.items():

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from rpg_jax.rewards.shaping import format_match, length_penalty, overlong_penalty
+from rpg_jax.rewards.verifiers import format_match, length_penalty, overlong_penalty
 
 
 def test_overlong_penalty_starts_at_the_buffer_and_ends_at_minus_one():

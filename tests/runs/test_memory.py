@@ -10,7 +10,6 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import qwen3_0p6b_gsm8k, qwen3_4b_2k, qwen3_4b_8k, tiny
-from rpg_jax.rollout import footprint
 from rpg_jax.runs import memory
 from rpg_jax.runs.layout import make_layout, packing_shape, row_shape
 from rpg_jax.runs.learner import make_learner
@@ -31,13 +30,11 @@ def decoding_of(config, device_memory, **changes):
 
 
 def test_slots_that_fit_by_hand():
-    assert (
-        footprint.slots_that_fit(160, held=50, slot=10, tile=4, needed=99) == 8
-    )  # (150 - 50) / 10 = 10, in tiles of 4
-    assert footprint.slots_that_fit(160, held=50, slot=10, tile=1, needed=99) == 10
-    assert footprint.slots_that_fit(160, held=50, slot=40, tile=4, needed=99) == 2  # less than a tile
-    assert footprint.slots_that_fit(160, held=50, slot=1, tile=4, needed=6) == 6
-    assert footprint.slots_that_fit(160, held=155, slot=10, tile=4, needed=6) == 1
+    assert memory.slots_that_fit(160, held=50, slot=10, tile=4, needed=99) == 8  # (150 - 50) / 10 = 10, in tiles of 4
+    assert memory.slots_that_fit(160, held=50, slot=10, tile=1, needed=99) == 10
+    assert memory.slots_that_fit(160, held=50, slot=40, tile=4, needed=99) == 2  # less than a tile
+    assert memory.slots_that_fit(160, held=50, slot=1, tile=4, needed=6) == 6
+    assert memory.slots_that_fit(160, held=155, slot=10, tile=4, needed=6) == 1
 
 
 def test_slots_fill_what_weights_and_optimizer_leave():
@@ -145,7 +142,7 @@ def test_sampling_ahead_on_the_same_devices_leaves_less_for_training():
     alone = layout_of(config, 16 * GIB, **changes)
     ahead = layout_of(config, 16 * GIB, **changes, **{"rollout.max_staleness": 1})
     learner, decoding = make_learner(alone), make_decoding(alone)
-    cache = footprint.cache_bytes(alone.model, decoding)
+    cache = memory.cache_bytes(alone.model, decoding)
     difference = memory.peak(ahead, learner, decoding) - memory.peak(alone, learner, decoding)
     assert difference == pytest.approx(cache) and cache > GIB / 4
     sizes = [memory.with_micro_batch(layout).config.train.microbatch_size for layout in (alone, ahead)]
