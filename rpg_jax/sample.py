@@ -6,12 +6,20 @@ python -m rpg_jax.sample --chat --config=tiny --config.environment.name=module:C
 python -m rpg_jax.sample --chat --run=runs/NAME   # the run's environment; without one, its policy answers you
 """
 
+from __future__ import annotations
+
 import argparse
 import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rpg_jax.runs import cli, config_files
+
+if TYPE_CHECKING:
+    from ml_collections import ConfigDict
+
+    from rpg_jax.runs.policy import Policy
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -52,16 +60,79 @@ def sample(options: argparse.Namespace) -> None:
 
 
 def chat(options: argparse.Namespace, loaded: config_files.Loaded | None) -> None:
-    """Plays the environment of a config or a run, or talks with the run's policy."""
+    """Plays the environment of a config or a run, or talks with a policy.
+
+    Raises ValueError if a config has no environment, or if a run names code to import and --trust is not given.
+    """
     if (options.run, options.model, loaded).count(None) != 2:
         raise ValueError("--chat needs --run=runs/NAME, --model=NAME or --config=FILE, and one of them alone")
-    from rpg_jax.runs import chatting  # loads JAX
-    from rpg_jax.runs.policy import Policy
+    from rpg_jax.runs import policy, run_folder  # loads JAX
+    from rpg_jax.runs.resolve import check_trusted, resolve
 
     if options.model:
-        return chatting.talk(Policy.from_pretrained(options.model), options.temperature, options.seed)
-    asked = options.step, options.temperature, options.seed
-    chatting.chat(options.run, loaded and loaded.config, *asked, trust=options.trust)
+        return talk(policy.Policy.from_pretrained(options.model), options.temperature, options.seed)
+    if loaded is not None:
+        if loaded.config.environment.name is None:
+            raise ValueError("--chat with a config plays its environment: add --config.environment.name=NAME")
+        return play(resolve(loaded.config), options.seed)
+    with run_folder.opened(options.run) as folder:
+        own = run_folder.read_config(folder.files)
+        if own.environment.name is None:
+            return talk(policy.of_run(folder, options.step), options.temperature, options.seed)
+        check_trusted(own, options.run, trust=options.trust)
+        return play(own, options.seed)
+
+
+def play(config: ConfigDict, seed: int, read: Callable[[str], str] = input) -> None:
+    """A person is the policy: answers the held-out problem number `seed` of the first set, turn by turn."""
+    from rpg_jax.runs.experiment import make_stage  # loads JAX
+    from rpg_jax.runs.problems import Task
+
+    stage = make_stage(config)
+    assert stage is not None
+    with stage:
+        problems = next(iter(Task.from_config(config, train=False).held_out.values()))
+        [problem] = stage.opened([problems[seed % len(problems)]])
+        messages, total, turns = _show(problem.opening), 0.0, 0
+        while turns < config.environment.max_turns and (said := _line(read)):
+            turns += 1
+            verdict = stage.step(problem, messages, said)
+            if verdict.value is None:
+                print(f"the environment failed: {verdict.error} ({verdict.detail})")
+                return
+            total += verdict.value["reward"]
+            print(f"reward {verdict.value['reward']:g}")
+            if verdict.value["done"]:
+                break
+            messages += [{"role": "assistant", "content": said}, *_show(verdict.value["observation"])]
+        print(f"turns {turns}, reward {total:g}, reference answer {problem.answer!r}")
+
+
+def talk(opened: Policy, temperature: float, seed: int, read: Callable[[str], str] = input) -> None:
+    """A person talks with a policy, which reads the whole conversation at every turn."""
+    messages: list[dict[str, str]] = []
+    while said := _line(read):
+        messages.append({"role": "user", "content": said})
+        answer = ""
+        for piece in opened.chat(messages, temperature=temperature, seed=seed):
+            print(piece, end="", flush=True)
+            answer += piece
+        print()
+        messages.append({"role": "assistant", "content": answer})
+
+
+def _line(read: Callable[[str], str]) -> str:
+    """The line that the person types; "" ends the conversation."""
+    try:
+        return read("> ")
+    except EOFError:
+        return ""
+
+
+def _show(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    for message in messages:
+        print(f"[{message['role']}] {message['content']}")
+    return list(messages)
 
 
 if __name__ == "__main__":

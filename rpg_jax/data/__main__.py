@@ -20,9 +20,8 @@ from rich.console import Console
 from rich.progress import DownloadColumn, Progress
 from rich.text import Text
 
-from rpg_jax.data.prepare import decontaminate, write_parquet
 from rpg_jax.data.prompts import TEMPLATES, Problem, encode_prompt, filter_length, rendered
-from rpg_jax.data.sources import HUB, Report, load
+from rpg_jax.data.sources import HUB, Report, decontaminate, load, write_parquet
 from rpg_jax.data.tokenizer import Tokenizer, load_tokenizer
 from rpg_jax.report import screen
 from rpg_jax.runs import cli

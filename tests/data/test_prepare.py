@@ -7,9 +7,8 @@ import pytest
 
 from rpg_jax.data.__main__ import main
 from rpg_jax.data.chat import ChatTemplate
-from rpg_jax.data.prepare import decontaminate, write_parquet
 from rpg_jax.data.prompts import Problem
-from rpg_jax.data.sources import load
+from rpg_jax.data.sources import decontaminate, load, write_parquet
 from rpg_jax.data.tokenizer import load_tokenizer, train_sentencepiece
 
 WORDS = [f"word{n}" for n in range(15)]

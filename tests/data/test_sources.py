@@ -11,9 +11,8 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from rpg_jax.data.prepare import write_parquet
 from rpg_jax.data.prompts import apply_template
-from rpg_jax.data.sources import load
+from rpg_jax.data.sources import load, write_parquet
 from rpg_jax.rewards.expression import countdown
 
 

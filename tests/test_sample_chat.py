@@ -1,8 +1,8 @@
 """A person is the policy of an environment."""
 
 from configs import tiny
-from rpg_jax.runs.chatting import play
 from rpg_jax.runs.resolve import resolve
+from rpg_jax.sample import play
 
 GAME = """
 from rpg_jax.environments import Turn
