@@ -106,9 +106,6 @@ ENDS = tuple(
     for e in ESTIMATORS
     if e.term not in ("RKL", "FKL", "w·k₃") and "½" not in e.name and (e.name, e.term) != (TO_GO, "UFKL")
 )
-SAMPLED = tuple(
-    e for e in ENDS if e.term not in ("k₂", "k₁") and not e.present and not e.name.startswith("to-go, exact")
-)
 
 
 def tokens_of(tree: Tree, prompt: Prompt, advantages: jax.Array) -> Tokens:

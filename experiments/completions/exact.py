@@ -24,8 +24,8 @@ OBJECTIVES = tuple((level, divergence) for level in ("completions", "tokens") fo
 
 
 @dataclasses.dataclass(frozen=True)
-class Family:
-    """The prompts of an experiment, and what all experiments share; distances are KL divergences, in nats a completion.
+class CompletionSettings:
+    """Settings of the exact sums; distances are KL divergences, in nats a completion.
 
     Attributes:
       actions: V.
@@ -34,29 +34,6 @@ class Family:
       kl_coef: β.
       learning_rate: of Adam; in descents along the mean gradient the first one of a cosine decay.
       seed: of the prompts.
-    """
-
-    actions: int = 3
-    length: int = 6
-    rewarded: float = 0.15
-    kl_coef: float = 0.1
-    learning_rate: float = 0.05
-    seed: int = 0
-
-    @property
-    def tree(self) -> Tree:
-        return Tree(self.actions, self.length)
-
-    def make_prompts(self, count: int, drift: float = 0.0, *, behaviour_kl: float) -> Prompt:
-        distances = {"drift": drift, "behaviour_kl": behaviour_kl}
-        return make_prompts(count, self.tree, rewarded=self.rewarded, seed=self.seed, **distances)
-
-
-@dataclasses.dataclass(frozen=True)
-class CompletionSettings(Family):
-    """Settings of the exact sums.
-
-    Attributes:
       behaviour_kl: distance of π_old from π_ref.
       prompts: random prompts; gradient errors are medians over them.
       drifts: distances of π_θ from π_old.
@@ -66,6 +43,12 @@ class CompletionSettings(Family):
       offline_steps: the same where π_old stays.
     """
 
+    actions: int = 3
+    length: int = 6
+    rewarded: float = 0.15
+    kl_coef: float = 0.1
+    learning_rate: float = 0.05
+    seed: int = 0
     behaviour_kl: float = 1.0
     prompts: int = 32
     drifts: tuple[float, ...] = (0.0, 0.01, 0.1, 1.0)
@@ -74,24 +57,13 @@ class CompletionSettings(Family):
     end_steps: int = 4_000
     offline_steps: int = 16_000
 
+    @property
+    def tree(self) -> Tree:
+        return Tree(self.actions, self.length)
 
-@dataclasses.dataclass(frozen=True)
-class SampledSettings(Family):
-    """Settings of the runs with sampled gradients.
-
-    Attributes:
-      seeds: runs.
-      prompts: prompts of a run.
-      group: completions of a prompt in an update.
-      updates: updates of a run.
-      updates_a_batch: updates before π_old becomes π_θ. Each takes completions of its own.
-    """
-
-    seeds: int = 3
-    prompts: int = 8
-    group: int = 8
-    updates: int = 4_000
-    updates_a_batch: tuple[int, ...] = (1, 8, 32)
+    def make_prompts(self, count: int, drift: float = 0.0, *, behaviour_kl: float) -> Prompt:
+        distances = {"drift": drift, "behaviour_kl": behaviour_kl}
+        return make_prompts(count, self.tree, rewarded=self.rewarded, seed=self.seed, **distances)
 
 
 # JSON-able: {experiment: {estimator: {…: numbers}}}

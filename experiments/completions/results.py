@@ -5,10 +5,9 @@ from itertools import groupby
 from typing import Any
 
 import numpy as np
-from scipy import stats
 
-from experiments.completions.estimators import ENDS, ESTIMATORS, SAMPLED, Estimator
-from experiments.completions.exact import OBJECTIVES, CompletionSettings, Results, SampledSettings
+from experiments.completions.estimators import ENDS, ESTIMATORS, Estimator
+from experiments.completions.exact import OBJECTIVES, CompletionSettings, Results
 from rpg_jax.report.tables import markdown_table
 
 SYMBOLS = {"reverse": "KL(π_θ‖π_ref)", "forward": "KL(π_ref‖π_θ)"}
@@ -52,19 +51,6 @@ def exact_tables(results: Results, s: CompletionSettings) -> dict[str, str]:
     }
 
 
-def sampled_tables(results: Results, s: SampledSettings) -> dict[str, str]:
-    """The table of docs/estimators.md with sampled gradients, by the title of its section."""
-    middle, rows = len(s.updates_a_batch) // 2, []
-    for e in SAMPLED:
-        row = results["sampled"][e.key]
-        regrets = [_interval(x) for x in row[f"regret_{e.meant}"]]
-        rows.append([*regrets, *(f"{np.mean(row[name][middle]):.3f}" for name in ("reward", "kl"))])
-    updates = [f"{'regret, updates a batch: ' if i == 0 else ''}{n}" for i, n in enumerate(s.updates_a_batch)]
-    at = f"at {s.updates_a_batch[middle]}"
-    head = ["loss", "KL term", *updates, f"reward {at}", f"KL {at}"]
-    return {"With sampled gradients": markdown_table(head, joined(SAMPLED, rows), numbers=range(2, len(head)))}
-
-
 def _errors(row: Mapping[str, Any], part: str, e: Estimator) -> list[str]:
     return [_number(x) for level in ("completions", "tokens") for x in row[part][f"{level}_{e.meant}"]]
 
@@ -104,8 +90,3 @@ def _number(x: float) -> str:
 def _noise(x: float) -> str:
     """Without a mean there is no relative noise."""
     return "–" if x > 1 / EXACT else f"{x:.2g}"
-
-
-def _interval(x: Sequence[float]) -> str:
-    half = stats.t.ppf(0.975, len(x) - 1) * np.std(x, ddof=1) / np.sqrt(len(x))
-    return f"{np.mean(x):.3f} ± {half:.3f}"

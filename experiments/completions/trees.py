@@ -99,6 +99,8 @@ def policy_at_distance(tree: Tree, base: np.ndarray, distance: float, direction:
     low, high = 0.0, 1.0
     while not beyond(high):
         high *= 2
+        if high > 1e6:
+            raise ValueError(f"no policy in this direction is {distance:g} nats away: ask for less")
     for _ in range(60):
         middle = (low + high) / 2
         low, high = (low, middle) if beyond(middle) else (middle, high)

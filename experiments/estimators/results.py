@@ -54,14 +54,16 @@ def draw(results: Results, s: Settings) -> bytes:
     )
     for ax, (title, experiment, estimators, quantity, distances) in zip(axes, panels, strict=True):
         lines = {e.name: results[experiment][e.name][quantity(e.name)] for e in estimators}
-        _panel(ax, title, lines, distances)
-        apart, whose = ("", "s") if experiment == "sampler" else ("drift ", "\\theta")
-        ax.set_xlabel(rf"{apart}$\mathrm{{KL}}(\pi_{whose}\,\Vert\,\pi_\mathrm{{old}})$, nats", color=MUTED)
+        panel(ax, title, lines, distances)
+        apart = "KL(π_s‖π_old)" if experiment == "sampler" else "drift KL(π_θ‖π_old)"
+        ax.set_xlabel(f"{apart}, nats", color=MUTED)
         ax.set_ylabel("standard deviation / |mean|" if title.startswith("Noise") else "relative error", color=MUTED)
     return plots.png(figure)
 
 
-def _panel(ax: Axes, title: str, lines: Mapping[str, list[float]], distances: Sequence[float]) -> None:
+def panel(
+    ax: Axes, title: str, lines: Mapping[str, list[float]], distances: Sequence[float], legend: bool = True
+) -> None:
     """Draws a line for each estimator and names it beside the panel, highest end first; exact ones share a line."""
     exact = [name for name, values in lines.items() if max(values) < EXACT]
     colours = dict(zip(lines, COLOURS, strict=False))
@@ -73,6 +75,8 @@ def _panel(ax: Axes, title: str, lines: Mapping[str, list[float]], distances: Se
     ax.set_xscale("log")
     ax.set_yscale("log")
     plots.tidy(ax, title)
+    if not legend:
+        return
     ax.legend(fontsize=8, frameon=False, labelcolor=INK, loc="upper left", bbox_to_anchor=(1.0, 1.02))
 
 

@@ -107,9 +107,15 @@ def png(figure: Figure) -> bytes:
     """The PNG of a figure, drawn without a display. A $ in a text is drawn as $: no text is a formula."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.text import Text
+    from matplotlib.ticker import LogFormatter
 
+    for axis in (axis for axes in figure.axes for axis in (axes.xaxis, axes.yaxis) if axis.get_scale() == "log"):
+        formatter = axis.get_major_formatter()
+        if "mathdefault" in formatter(10.0):  # matplotlib writes powers of ten as formulas
+            axis.set_major_formatter(LogFormatter())
+            axis.set_minor_formatter(LogFormatter())
     for text in figure.findobj(Text):
-        text.set_parse_math("mathdefault" in text.get_text())  # of a logarithmic axis
+        text.set_parse_math(False)
     image = io.BytesIO()
     FigureCanvasAgg(figure).print_png(image)
     return image.getvalue()

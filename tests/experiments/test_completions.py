@@ -12,7 +12,7 @@ import pytest
 
 from experiments import kept
 from experiments.completions import __main__ as program
-from experiments.completions import exact, results, sampled
+from experiments.completions import exact, results, staleness
 from experiments.completions.estimators import (
     ESTIMATORS,
     exact_gradient,
@@ -20,7 +20,8 @@ from experiments.completions.estimators import (
     moments,
     tokens_of,
 )
-from experiments.completions.exact import CompletionSettings, SampledSettings, end_of_descent, outcome
+from experiments.completions.exact import CompletionSettings, end_of_descent, outcome
+from experiments.completions.staleness import StalenessSettings
 from experiments.completions.trees import Tree, make_prompts
 from rpg_jax import losses
 
@@ -143,11 +144,29 @@ def test_the_optimum_has_no_regret_and_no_gradient():
             np.testing.assert_allclose(zero, 0, **ROUNDING)
 
 
-def test_sampled_runs_come_near_the_optimum():
-    s = SampledSettings(actions=2, length=3, rewarded=0.4, seeds=1, prompts=2, updates=320)
-    s = dataclasses.replace(s, updates_a_batch=(4,), kl_coef=0.3)
-    found = sampled.sampled(s, [ROWS["sequence, weight w: URKL"]], lambda *_: None)
-    assert np.max(found["sequence, weight w: URKL"]["regret_reverse"]) < 0.03, "at the start it is above 0.1"
+def test_an_update_of_many_completions_has_the_error_of_its_bias_and_few_that_of_the_noise():
+    """By hand: the mean over all pairs of completions is the mean, and its variance is half of one completion's."""
+    s = StalenessSettings(lengths=(2,), drifts=(0.05,), prompts=1)
+    found = staleness.run(s, lambda *_: None)
+    tree, prompts = staleness.prompts_at(s, 2)
+    x = jax.tree.map(lambda a: a[0, 0], prompts)
+    with jax.enable_x64(True):
+        gradient = exact_gradient("completions", "reverse", tree, x, s.kl_coef)
+        token = moments(ROWS["per token: URKL"], tree, x, s.kl_coef)
+    size = np.linalg.norm(gradient)
+    expected = np.linalg.norm(token.mean - gradient) / size, np.sqrt(token.variance) / size
+    row = found["per token: URKL"]
+    np.testing.assert_allclose((row["bias"][0][0], row["noise"][0][0]), expected, rtol=1e-6)
+    np.testing.assert_allclose(staleness.error(row, 1e18), row["bias"], rtol=1e-6)
+    np.testing.assert_allclose(staleness.error(row, 2), np.hypot(row["bias"], np.array(row["noise"]) / 2**0.5))
+    assert found["sequence, weight W: URKL"]["bias"][0][0] < 1e-9 < found["sequence, weight w: URKL"]["bias"][0][0]
+
+
+def test_a_distance_that_no_policy_has_is_refused():
+    with pytest.raises(ValueError, match="ask for less"):
+        StalenessSettings(lengths=(2,), drifts=(5.0,), prompts=1) and staleness.prompts_at(
+            StalenessSettings(lengths=(2,), drifts=(5.0,), prompts=1), 2
+        )
 
 
 def test_the_committed_page_gives_the_verdicts_of_completions_that_the_code_computes():
@@ -167,14 +186,16 @@ def test_the_committed_page_gives_the_verdicts_of_completions_that_the_code_comp
 @pytest.mark.slow
 def test_the_program_leaves_numbers_and_tables(tmp_path, monkeypatch):
     sums = dataclasses.replace(program.QUICK_EXACT, length=3, end_steps=32, offline_steps=32)
-    runs = dataclasses.replace(program.QUICK_SAMPLED, length=3, updates=32)
+    stale = dataclasses.replace(program.QUICK_STALENESS, lengths=(3,))
     monkeypatch.setattr(program, "QUICK_EXACT", sums)
-    monkeypatch.setattr(program, "QUICK_SAMPLED", runs)
+    monkeypatch.setattr(program, "QUICK_STALENESS", stale)
     assert program.main(["--quick", f"--out={tmp_path}"]) == 0
     assert "sequence, weight W: URKL" in kept.read(tmp_path / "exact.json.gz", sums)["errors"]
-    assert "sequence, weight W: URKL" in kept.read(tmp_path / "sampled.json.gz", runs)["sampled"]
+    assert "sequence, weight W: URKL" in kept.read(tmp_path / "staleness.json.gz", stale)
+    assert (tmp_path / "staleness.png").read_bytes().startswith(b"\x89PNG")
     titles = [
         line[3:] for line in (tmp_path / "tables.md").read_text(encoding="utf-8").splitlines() if line.startswith("## ")
     ]
     assert titles == ["The KL term", "The whole loss", "Completions of several tokens: where does it end?",
-                      "With sampled gradients"]  # fmt: skip
+                      "Staleness and length: bias or noise?",
+                      *(f"Least error of an update of {n:,} completions" for n in stale.completions)]  # fmt: skip

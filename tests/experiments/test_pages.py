@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import math
 import re
 
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from experiments import kept
 from experiments.completions import estimators as completions
-from experiments.completions import exact
+from experiments.completions import exact, staleness
 from experiments.completions import results as completion_results
 from experiments.estimators import laboratory
 from experiments.estimators import results as estimator_results
@@ -25,12 +26,13 @@ from rpg_jax.report.seeds import Mean, mean, paired_difference
 from rpg_jax.reproduction.page import code_name
 from rpg_jax.runs.config_files import ROOT
 
-ONE_TOKEN, EXACT, SAMPLED = laboratory.Settings(), exact.CompletionSettings(), exact.SampledSettings()
+ONE_TOKEN, EXACT, STALENESS = laboratory.Settings(), exact.CompletionSettings(), staleness.StalenessSettings()
 
 
 @functools.cache
 def numbers(file: str) -> dict:
-    settings = {"estimators/estimators": ONE_TOKEN, "completions/exact": EXACT, "completions/sampled": SAMPLED}[file]
+    settings = {"estimators/estimators": ONE_TOKEN, "completions/exact": EXACT, "completions/staleness": STALENESS}
+    settings = settings[file]
     return kept.read(ROOT / "experiments" / f"{file}.json.gz", settings)
 
 
@@ -82,7 +84,7 @@ def test_every_table_of_the_page_is_that_of_the_data(name):
         "estimators": lambda: (
             estimator_results.tables(numbers("estimators/estimators"), ONE_TOKEN)
             | completion_results.exact_tables(numbers("completions/exact"), EXACT)
-            | completion_results.sampled_tables(numbers("completions/sampled"), SAMPLED)
+            | staleness.tables(numbers("completions/staleness"), STALENESS)
         ),
         "objective": lambda: objective_results.tables(runs()),
         "pretrained": lambda: pretrained_results.tables(pretrained()),
@@ -140,31 +142,36 @@ def test_the_sentences_on_completions_have_the_settings_and_the_numbers_of_the_d
     assert absent("docs/estimators.md", claims) == []
 
 
-def test_the_sentences_on_sampled_completions_have_the_settings_and_the_numbers_of_the_data():
-    s, found = SAMPLED, numbers("completions/sampled")["sampled"]
-
-    def regret(name: str, updates: int) -> str:
-        return f"{np.mean(found[name]['regret_reverse'][s.updates_a_batch.index(updates)]):.3f}"
-
-    best = [np.array(row["reward"]) - s.kl_coef * np.array(row["kl"]) + row["regret_reverse"] for row in found.values()]
-    few, many = s.updates_a_batch[0], s.updates_a_batch[-1]
-    present, stale = "sequence, weight w: URKL", f"{completions.STALE}, weight w: URKL"
+def test_the_sentences_on_staleness_have_the_settings_and_the_numbers_of_the_data():
+    s, found = STALENESS, numbers("completions/staleness")
+    few, some = s.completions[:2]
+    at = {f"{drift:g}": j for j, drift in enumerate(s.drifts)}
+    token, capped, exact_rule = (
+        found[f"{name}: URKL"] for name in ("per token", "sequence, weight min(W, 2)", "to-go, exact")
+    )
+    every = {key: staleness.error(row, few)[-1] for key, row in found.items()}
+    noises = {key: row["noise"][-1][at["0.1"]] for key, row in found.items()}
+    noise = exact_rule["noise"][-1]
+    k3, none = found["per token (GRPO): k₃"]["bias"][-1], found["no KL term: none"]["bias"][-1]
+    errors = {key: staleness.error(row, some)[-1] for key, row in found.items()}
+    stale = range(at["0.01"], len(s.drifts))
     claims = [
-        f"{s.actions} actions, completions of {s.length} actions, reward 1 for {100 * s.rewarded:.0f} % of them",
-        f"A run has {s.prompts} prompts and {s.updates:,} updates. An update has a group of {s.group} completions",
-        f"β = {s.kl_coef:g}; Adam with learning rate {s.learning_rate:g}; leave-one-out",
-        f"by exact sums over all {s.actions**s.length} completions",
-        f"J* is {np.mean(best):.3f} for KL(π_θ‖π_ref)",
-        f"means over {s.seeds * s.prompts} prompts of {s.seeds} seeds",
-        f"Weight w with the present log-ratio ends {regret(present, few)} below J*, URKL per token "
-        f"{regret('per token: URKL', few)} and GRPO's k₃ {regret('per token (GRPO): k₃', few)}, with {few} update",
-        f"With {many} the stale log-ratio ends {regret(stale, many)} below",
-        f"and the present one {regret(present, many)}.",
-        f"on-policy, and still ends {regret(f'{completions.TO_GO}, k₃ form: URKL', few)} below.",
+        f"completions of {s.lengths[0]} to {s.lengths[-1]} actions",
+        f"Numbers are medians over {s.prompts} random prompts (seed 0), by exact sums over up to "
+        f"{s.actions ** s.lengths[-1]:,} completions",
+        f"With {few} completions of {s.lengths[-1]} tokens every row's error is above "
+        f"{math.floor(10 * min(map(min, every.values()))) / 10}",
+        f"at 12 tokens from {noise[0]:.1f} to {noise[at['0.03']]:.1f} at {12 * 0.03:.2f} nats and {noise[-1]:.1f} at",
+        f"{staleness.error(capped, some)[-1][at['0.03']]:.2f} at 0.03, where URKL per token has "
+        f"{staleness.error(token, some)[-1][at['0.03']]:.2f}",
     ]
     assert absent("docs/estimators.md", claims) == []
-    readme = f"URKL per token ends {regret('per token: URKL', few)} below, the sequence level {regret(present, few)}"
-    assert absent("experiments/completions/README.md", [readme]) == []
+    assert all(min(every, key=lambda key, j=j: every[key][j]) == "per token: URKL" for j in range(at["0.01"] + 1))
+    assert max(every["no KL term: none"][: at["0.01"] + 1] - every["per token: URKL"][: at["0.01"] + 1]) < 0.05
+    assert min(noises, key=noises.get) == "sequence, weight min(W, 2): URKL"
+    assert capped["bias"][-1][at["0.03"]] < 0.5 * found["sequence, weight w: URKL"]["bias"][-1][at["0.03"]]
+    assert all(min(errors, key=lambda key, j=j: errors[key][j]) == "sequence, weight min(W, 2): URKL" for j in stale)
+    assert [a > b for a, b in zip(k3, none, strict=True)] == [j >= at["0.03"] for j in range(len(s.drifts))]
 
 
 def test_the_sentences_on_the_objective_have_the_settings_and_the_numbers_of_the_runs():

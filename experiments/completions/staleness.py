@@ -1,0 +1,128 @@
+"""How far one update's gradient is from the gradient of J, by staleness and length: bias and noise by exact sums.
+
+An update averages N independent completions of a prompt. Its relative error is sqrt(bias² + noise² / N) with
+bias = |E g − ∇J| / |∇J| and noise = sqrt(tr Cov g) / |∇J|: of the whole loss, without a clip, for J of completions.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from experiments.completions import exact
+from experiments.completions.estimators import NO_CLIP, STALE, TO_GO, Estimator, exact_gradient, library, moments, rpg
+from experiments.completions.trees import Prompt
+from experiments.estimators.results import panel
+from rpg_jax.report import plots
+from rpg_jax.report.plots import MUTED
+from rpg_jax.report.tables import markdown_table
+
+_SEQUENCE: dict[str, Any] = {"level": "sequence"}
+ROWS = (
+    Estimator("no KL term", "none", library("ppo", **NO_CLIP), "reverse"),
+    rpg("per token", "urkl"),
+    Estimator("per token (GRPO)", "k₃", library("grpo", **NO_CLIP), "reverse"),
+    rpg("sequence, weight w", "urkl", **_SEQUENCE),
+    rpg("sequence, weight min(W, 2)", "urkl", weight="capped", weight_cap=2.0, **_SEQUENCE),
+    rpg("sequence, weight W", "urkl", weight="product", **_SEQUENCE),
+    rpg(TO_GO, "urkl", level="to_go"),
+    rpg("to-go, exact", "urkl", level="to_go", weight="product", trace_cap=float("inf")),
+    rpg(STALE, "urkl", kl_ratio="behaviour", **_SEQUENCE),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class StalenessSettings:
+    """Settings of the map; distances are in nats a token.
+
+    Attributes:
+      actions, lengths: V, and each T.
+      drifts: KL(π_θ‖π_old).
+      behaviour_kl: KL(π_old‖π_ref).
+      kl_coef: β.
+      prompts: random prompts; results are medians over them.
+      completions: N of an update.
+    """
+
+    actions: int = 2
+    lengths: tuple[int, ...] = (4, 6, 8, 10, 12)
+    drifts: tuple[float, ...] = (1e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1)
+    behaviour_kl: float = 1 / 6
+    kl_coef: float = 0.1
+    prompts: int = 32
+    completions: tuple[int, ...] = (16, 512, 16384)
+
+
+Map = dict[str, dict[str, list[list[float]]]]  # {row: {"bias", "noise": [length][drift]}}
+
+
+def run(s: StalenessSettings, on_row: exact.OnRow) -> Map:
+    """Medians over the prompts, in float64; calls `on_row` before each row of each length."""
+    found: Map = {row.key: {"bias": [], "noise": []} for row in ROWS}
+    with jax.enable_x64(True):
+        for length in s.lengths:
+            tree, prompts = prompts_at(s, length)
+            for row in ROWS:
+                on_row(f"length {length}", row.key)
+
+                def of_one(prompt: Prompt, row: Estimator = row, tree: Any = tree) -> tuple[jax.Array, ...]:
+                    gradient = exact_gradient("completions", row.meant, tree, prompt, s.kl_coef)
+                    got = moments(row, tree, prompt, s.kl_coef)
+                    size = jax.numpy.linalg.norm(gradient)
+                    return jax.numpy.linalg.norm(got.mean - gradient) / size, jax.numpy.sqrt(got.variance) / size
+
+                values = jax.jit(jax.vmap(jax.vmap(of_one)))(prompts)
+                for name, x in zip(("bias", "noise"), values, strict=True):
+                    found[row.key][name].append(np.median(x, axis=1).tolist())
+    return found
+
+
+def prompts_at(s: StalenessSettings, length: int) -> tuple[Any, Prompt]:
+    """The tree of a length, and the prompts at each drift, [drifts, prompts, ...]."""
+    family = exact.CompletionSettings(
+        actions=s.actions,
+        length=length,
+        prompts=s.prompts,
+        behaviour_kl=s.behaviour_kl * length,
+        drifts=tuple(drift * length for drift in s.drifts),
+    )
+    return family.tree, exact.drifting(family)
+
+
+def error(row: Mapping[str, list[list[float]]], completions: float) -> np.ndarray:
+    """The relative error of an update of so many completions, f64[lengths, drifts]."""
+    return np.sqrt(np.square(row["bias"]) + np.square(row["noise"]) / completions)
+
+
+def tables(found: Map, s: StalenessSettings) -> dict[str, str]:
+    """The tables of docs/estimators.md on staleness, by the title of their section."""
+    drifts = [f"{'drift a token: ' if i == 0 else ''}{drift:g}" for i, drift in enumerate(s.drifts)]
+    cells = {
+        key: [f"{b:.2f} / {n:.1f}" for b, n in zip(row["bias"][-1], row["noise"][-1], strict=True)]
+        for key, row in found.items()
+    }
+    made = {"Staleness and length: bias or noise?": _table(["loss", *drifts], [[k, *v] for k, v in cells.items()])}
+    for n in s.completions:
+        errors = {key: error(row, n) for key, row in found.items()}
+        rows = []
+        for i, length in enumerate(s.lengths):
+            best = [min(errors, key=lambda key, at=(i, j): errors[key][at]) for j in range(len(s.drifts))]
+            rows.append([str(length), *(f"{key}, {errors[key][i, j]:.2f}" for j, key in enumerate(best))])
+        made[f"Least error of an update of {n:,} completions"] = _table(["tokens", *drifts], rows)
+    return made
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    return markdown_table(head, rows, numbers=range(1, len(head)))
+
+
+def draw(found: Map, s: StalenessSettings) -> bytes:
+    """PNG: the error of updates of each size at the longest length, by drift."""
+    figure = plots.empty_figure(15, 4.2, w_pad=0.15)
+    for ax, n in zip(figure.subplots(1, len(s.completions)), s.completions, strict=True):
+        lines = {key: error(row, n)[-1].tolist() for key, row in found.items()}
+        panel(ax, f"{n:,} completions an update", lines, s.drifts, legend=n == s.completions[-1])
+        ax.set_xlabel("drift KL(π_θ‖π_old), nats a token", color=MUTED)
+    return plots.png(figure)
