@@ -19,18 +19,18 @@ _STARTS = 3
 def ends_again(folder: storage.Folder, error: Exception, *, stepped: bool) -> str:
     """Why another start of the run in `folder` would end with `error` too; "" if another start may go on.
 
-    Memory that a program needs does not change from start to start. Before the first step, nothing changes between two
-    starts. Later, `NOTE` in the folder counts the starts that ended with the same error after the same checkpoint: the
-    third is the last. Errors of storage, of a lost process and of the user do not count.
+    Memory that a program needs does not change from start to start, and a bug before the first step stays. Of other
+    errors, such as a judge that does not answer, `NOTE` in the folder counts the starts that ended with the same text
+    after the same checkpoint: the third is the last. Errors of storage, of a lost process and of the user do not count.
     """
-    if cli.exit_code(error) not in (None, cli.FAILED):
+    if (code := cli.exit_code(error)) not in (None, cli.FAILED):
         return ""
     causes = list(errors.chain(error))
     if any(isinstance(one, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(one) for one in causes):
         return "another start would need the same memory"
     if errors.is_transient(error) or any(isinstance(one, OSError) for one in causes):
         return ""
-    if not stepped:
+    if code is None and not stepped:
         return "it took no step, and another start would end the same"
     file, times, before = folder.home / NOTE, 1, None
     now = [max(committed_steps(folder.home / "checkpoints"), default=0), errors.one_line(error)]
