@@ -12,9 +12,11 @@ import os
 import sys
 import threading
 import time
+import types
 from typing import Any
 
 import jax
+from jax._src import compiler
 
 from rpg_jax.parallel import hosts
 
@@ -28,6 +30,7 @@ _failing = threading.Event()
 def initialize(arguments: dict[str, Any]) -> None:
     """Joins the other processes. From then on, this process ends if another one publishes that it has failed."""
     jax.distributed.initialize(**arguments)
+    _keep_every_program()
     over = threading.Event()
 
     def watch() -> None:
@@ -48,6 +51,17 @@ def initialize(arguments: dict[str, Any]) -> None:
 
     (watching := threading.Thread(target=watch, name="failures", daemon=True)).start()
     atexit.register(finish)
+
+
+def _keep_every_program() -> None:
+    """Makes every process write its programs to the compilation cache. JAX lets process 0 alone write.
+
+    A program's key holds the devices that run it, so the processes of a run share no keys, and all but process 0 would
+    compile everything at each start. The function of JAX that writes gets process number 0 in place of its own.
+    """
+    first = types.SimpleNamespace(global_state=types.SimpleNamespace(process_id=0))
+    if write := getattr(compiler, "_cache_write", None):
+        compiler._cache_write = types.FunctionType(write.__code__, {**vars(compiler), "distributed": first})
 
 
 def fail(reason: str, code: int) -> None:

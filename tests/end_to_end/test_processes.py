@@ -202,6 +202,34 @@ def test_one_process_that_fails_ends_all_within_seconds_with_its_code_and_reason
         assert ended - float(began[0]) < 15, "JAX's own time is 300 s"
 
 
+COMPILING = """
+import collections
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rpg_jax.runs import joining
+
+seen = collections.Counter()
+jax.monitoring.register_event_listener(lambda event, **_: seen.update([event.rpartition("/")[2]]))
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+joining.initialize(joining.settings())
+for devices in (jax.devices(), jax.local_devices()):  # a program of the run, and one of this process
+    sharding = NamedSharding(Mesh(np.array(devices), "x"), PartitionSpec("x"))
+    x = jax.make_array_from_callback((8,), sharding, lambda index: np.arange(8.0)[index])
+    jax.jit(lambda x: (x * len(devices)).sum())(x)
+print(f"hits {seen['cache_hits']} misses {seen['cache_misses']}")
+"""
+
+
+@pytest.mark.slow
+def test_every_process_finds_the_programs_that_it_compiled_at_the_last_start(tmp_path):
+    env = environment(tmp_path, devices=2)
+    found = []
+    for _ in range(2):
+        running = launched([sys.executable, "-c", COMPILING], env, 2)
+        found.append([re.search(r"hits \d+ misses \d+", output)[0] for output in printed(running, timeout=120)])
+    assert found == [["hits 0 misses 2"] * 2, ["hits 2 misses 0"] * 2]
+
+
 @pytest.mark.slow
 def test_a_wrong_flag_of_one_process_ends_all_of_them(tmp_path):
     running = start(tmp_path, 2, each=lambda i: ["--config.no_such_field=1"] * i)
