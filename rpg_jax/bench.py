@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def bench(options: argparse.Namespace) -> None:
-    """Prints every result of a command as soon as it is there; those that come as a list, side by side."""
+    """Prints every result of a command as soon as the result is there. A list of results is printed side by side."""
     for found in options.measure(options):
         results = found if isinstance(found, list) else [found]
         print("\n".join(map(json.dumps, results)) if options.json else _table(results), flush=True)

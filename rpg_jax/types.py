@@ -56,7 +56,7 @@ class Count:
 
     @classmethod
     def parse(cls, text: str, name: str = "a count") -> Self:
-        """The count in "10 steps", "1 step" or "16 updates"; the space may be left out.
+        """Reads a count such as "10 steps", "1 step" or "16updates".
 
         Raises:
           ValueError: `text` has another form. The message names the count by `name`.
@@ -89,7 +89,7 @@ class Turns:
 
     @property
     def numbers(self) -> np.ndarray:
-        """i32[n], the turn that each token belongs to, from 0; an observation belongs to the turn before it."""
+        """i32[n], the number of each token's turn, from 0. An observation has the number of the turn before it."""
         begins = np.diff((~self.observed).astype(np.int8), prepend=0) == 1
         return np.maximum(np.cumsum(begins) - 1, 0).astype(np.int32)
 
@@ -121,7 +121,7 @@ class Turns:
 
 @dataclasses.dataclass(frozen=True)
 class Completion:
-    """One sampled completion, in token ids; never re-tokenised. With an environment it has all turns of a conversation.
+    """One sampled completion in token ids, as they were sampled. With an environment: all turns of a conversation.
 
     Attributes:
       tokens: i32[n], with the stop token if one was drawn.

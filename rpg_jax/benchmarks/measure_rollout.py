@@ -98,7 +98,7 @@ def _drivers(work: Work, decoding: Mapping[str, Any]) -> tuple[dict[str, Any], i
 
 
 def _figures(work: Work, first: float, seconds: list[float], before: Usage, after: Usage) -> dict[str, float]:
-    """The fields of one driver, from the seconds of each rollout and the usage of its slots before and after them."""
+    """The fields of one driver, by the seconds of each rollout and the usage of slots before and after all rollouts."""
     median = statistics.median(seconds)
     decode = (after.decode_s - before.decode_s) / len(seconds)
     return {

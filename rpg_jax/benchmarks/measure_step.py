@@ -50,7 +50,7 @@ def arguments(parser: cli.Parser) -> None:
 def run(
     arguments: argparse.Namespace, start_peer: Callable[[Subject], Peer] | None = None
 ) -> Iterator[list[dict[str, Any]]]:
-    """The measurements; `start_peer` starts another library on the first subject, whose updates alternate with ours."""
+    """The measurements. `start_peer` starts another library, whose updates take turns with the first subject's."""
     if arguments.repeats < 1:
         raise ValueError(f"--repeats must be >= 1, got {arguments.repeats}")
     settings = cli.settings(arguments.beside).items()

@@ -31,7 +31,7 @@ _SHOWN_CHARACTERS = 600
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; a problem with the data or the arguments is one message and exit code 1."""
+    """Runs one command. An error of the data or the arguments is printed as one line, with exit code 1."""
     if arguments is None:
         screen.guard()
     parser = _parser()
@@ -159,7 +159,7 @@ def _columns(report: Report) -> rich.table.Table:
 
 
 def _limits(problems: Sequence[Problem], seen: Any, thinking: bool) -> Iterator[str]:
-    """Yields two lines: how many prompts are too long for the config, and how many demonstrations it cuts off."""
+    """Yields two lines: the number of prompts that are too long for the config, and of demonstrations that are cut."""
     prompts = [len(encode_prompt(p, seen.tokenizer, thinking=thinking)) for p in problems]
     long = sum(n > seen.max_prompt_tokens for n in prompts)
     yield f"{long} of {len(prompts)} prompts are longer than task.max_prompt_tokens={seen.max_prompt_tokens}"

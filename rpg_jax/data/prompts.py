@@ -85,12 +85,12 @@ class PromptStream:
         self._consumed = 0
 
     def take(self, count: int) -> list[Problem]:
-        """The next `count` problems; the last of them may be of the next epoch."""
+        """The next `count` problems. The last problems may be of the next epoch."""
         self._consumed += count
         return [next(self._iterator) for _ in range(count)]
 
     def state(self) -> dict[str, Any]:
-        """The position as a JSON-able dict; the same on every host."""
+        """The position in the stream as a JSON-able dict. All hosts have the same position."""
         return {"consumed": self._consumed, "iterator": self._iterator.get_state(), **self._identity}
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ ROLES = ("system", "user", "assistant", "tool")
 
 @dataclasses.dataclass(frozen=True)
 class Posed:
-    """A problem as an environment sees it; all text, see `data.Problem`."""
+    """The fields of a problem that an environment sees, all of them text. See `data.Problem`."""
 
     prompt: str
     answer: str
@@ -65,8 +65,8 @@ class Turn:
 class Environment(Protocol):
     """Answers the turns of a policy. It is made with the config's `environment.options` as keywords.
 
-    Both functions are pure: equal arguments give equal results, and nothing is kept between two calls. Then it does not
-    matter which process runs them, and a process that is killed is replaced by another. Each may be a coroutine.
+    Both functions are pure: equal arguments give equal results, and nothing is kept between two calls. So any process
+    may run them, and another process may replace a process that was killed. Each function may be a coroutine.
     """
 
     def reset(self, problem: Posed) -> Sequence[Message] | Awaitable[Sequence[Message]]:
@@ -207,7 +207,7 @@ class WorkerEnvironment:
 async def call(environment: Environment, name: str, problem: dict[str, str], *others: Any) -> dict[str, Any]:
     """Calls a method of an environment in this process. A coroutine is awaited; another method runs in a thread.
 
-    If the call is cancelled, as at a deadline, the thread is left alone: it ends when the method returns, or never.
+    If the call is cancelled, as at a deadline, nothing stops the thread. The thread ends when the method returns.
     """
     method, arguments = getattr(environment, name), (Posed(**problem), *others)
     if inspect.iscoroutinefunction(method):

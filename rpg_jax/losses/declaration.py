@@ -151,7 +151,7 @@ class Table(dict[str, Row], Generic[Row]):
         return f"Table({', '.join(self)})"
 
     def declare(self, *equations: Any, name: str = "", **options: Any) -> Callable[[Function], Function]:
-        """Returns a decorator that adds a function under `name`, by default its own name, and leaves it unchanged."""
+        """A decorator that adds a row for its function to this table. The key is `name`, or the function's name."""
 
         def add(function: Function) -> Function:
             self[name or function.__name__] = self._row(function, *equations, **options)

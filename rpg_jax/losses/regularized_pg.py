@@ -225,15 +225,15 @@ def rpg(
 
 
 def clipped(tokens: Tokens, weights: GradientWeights, estimator: str, clip: str, bounds: Bounds) -> TokenLoss:
-    """A loss with the gradient −G ∇log π_θ, G = ratio · A − κ with κ the KL's weight, under a clip.
+    """A loss whose gradient is −G ∇log π_θ, where G = ratio · A − κ, κ is the KL's weight and A_reg is G / ratio.
 
         none       −SG(G) x
         dual       −SG(C A − κ) x       no gradient where C is a bound
         truncate   −SG(C A_reg) x       the gradient never vanishes
         reward     −SG(C A) x + SG(κ) x, no gradient of the first term where C is a bound
 
-    x is log π_θ (`reinforce`) or π_θ/SG(π_θ) (`differentiable`). C is the ratio, or the bound 1 + ε₂, 1 − ε₁ or c that
-    the sign of the advantage makes effective: Algorithm 2, lines 19–34, which also have the value C A − κ.
+    x is log π_θ (`reinforce`) or π_θ/SG(π_θ) (`differentiable`). C is the ratio, or a bound: 1 + ε₂, 1 − ε₁ or c. The
+    sign of the advantage decides which bound holds (Algorithm 2, lines 19–34, whose value is C A − κ too).
     """
     ratio, kl_weight, regularized = weights
     if clip in ("none", "reward"):

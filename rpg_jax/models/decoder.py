@@ -200,7 +200,7 @@ class Decoder(nnx.Module):
         return few and self.decode_attention == "xla" and platform() == "cpu"
 
     def unstacked_layers(self) -> list[Params]:
-        """The weights of each layer. XLA slices them where this is called, so call it outside the loop over tokens."""
+        """The weights of each layer. XLA slices the weights at this call, so call it outside the loop over tokens."""
         weights = nnx.state(self.layers)
         return [jax.tree.map(lambda x, i=i: x[i], weights) for i in range(self.config.num_layers)]
 

@@ -69,8 +69,8 @@ def kept_folder(file: Path, *, weights: bool = True) -> Path:
 def convert(file: Path, folder: Path, *, weights: bool = True, report: Callable[[int, int], None] | None = None) -> int:
     """Writes the model of a GGUF file into a folder that transformers loads too; returns the bytes of the weights.
 
-    The numbers are dequantised to float32 by the package gguf. Host memory holds one file of 1 GiB at a time, or one
-    matrix where it is larger.
+    The package gguf dequantises the numbers to float32. Host memory holds one file of 1 GiB at a time, or one matrix if
+    the matrix is larger.
 
     Args:
       weights: False writes config and tokenizer alone.

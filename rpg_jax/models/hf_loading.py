@@ -90,7 +90,7 @@ class Folder(contextlib.ExitStack):
         return found
 
     def fetch(self, name: str, index: Index) -> np.ndarray:
-        """A slice of a tensor; nothing else of it is read."""
+        """A slice of a tensor. Only the bytes of the slice are read."""
         return self._files[name].get_slice(name)[index]
 
 
@@ -130,7 +130,7 @@ class InHostMemory:
         return sum(array.nbytes for array in self.tensors.values())
 
     def placed(self, param_dtype: Any, shardings: Params) -> Params:
-        """The params on devices, as `load` returns them; a device holds its shard of one parameter twice meanwhile."""
+        """The params on devices, as `load` returns them. Meanwhile, a device holds its shard of one parameter twice."""
         where, found = flatten_dict(shardings), {}
         for entry in self.entries:
             sharding = where[entry.path]
@@ -295,7 +295,7 @@ def hub_copy(address: str, folder: Path) -> list[tuple[str, int, str]]:
 
 
 def _shipped(address: str) -> Path | None:
-    """A small model in configs/, which is beside the package in a checkout and in it in a wheel; None without one."""
+    """The folder of a small model that comes with the code, as configs/NAME; None if there is no such model."""
     package = Path(__file__).resolve().parents[1]
     found = (home / address for home in (package.parent, package) if address.startswith("configs/"))
     return next((folder for folder in found if (folder / "config.json").exists()), None)

@@ -91,8 +91,8 @@ class Saving:
     def fetch(self, params: Params) -> Iterator[np.ndarray]:
         """The blocks of this process in host memory, in the dtype and order of the files. Runs on the main thread.
 
-        With several processes a device holds three whole blocks at most: one that is gathered, the one before, and the
-        one that is on its way to the host. `params` may be NumPy's.
+        With several processes a device holds at most three whole blocks: the block that is gathered, the block before,
+        and the block that is copied to the host. `params` may be NumPy arrays.
         """
         leaves, own = flatten_dict(params), jax.process_index()
         before: jax.Array | None = None
@@ -115,7 +115,7 @@ class Saving:
             yield np.asarray(underway)
 
     def write(self, folder: Path, blocks: Sequence[np.ndarray]) -> int:
-        """Writes this process's files, several at once, from all that `fetch` yields; returns their bytes.
+        """Writes the files of this process from the blocks of `fetch`, several files at once. Returns their bytes.
 
         Any thread may call it. Raises OSError, which names the file.
         """
@@ -129,7 +129,7 @@ class Saving:
             return sum(file.result() for file in files)
 
     def write_slowly(self, folder: Path, blocks: Iterator[np.ndarray]) -> None:
-        """The same on the main thread, block by block as `fetch` yields them: host memory holds two."""
+        """As `write`, but on the main thread, block by block as `fetch` yields them. Host memory holds two blocks."""
         folder.mkdir(parents=True, exist_ok=True)
         for name, held in self._files[jax.process_index()].items():
             self._write_file(folder / name, held, itertools.islice(blocks, len(held)))

@@ -133,7 +133,7 @@ class KVCache:
     ) -> KVCache:
         """Writes the keys and values [L, S, K, H] of one token a slot at the slot's length; adds 1 to every length.
 
-        A full slot and a slot outside the mask `active` bool[S] keep their entries; their lengths grow all the same. If
+        A full slot and a slot outside the mask `active` bool[S] keep their entries. Their lengths grow too. If
         this cache is donated, the write is in place.
         """
         places = self._next(active)
@@ -163,8 +163,8 @@ class KVCache:
     ) -> tuple[jax.Array, jax.Array]:
         """Writes the key and value [S, K, H] of one token a slot into one layer of an unstacked cache.
 
-        Returns the layer's keys [S, K, H, C] and values [S, K, C, H]; this cache stays as it is. A full slot and a slot
-        outside the mask `active` bool[S] keep their entries.
+        Returns the layer's keys [S, K, H, C] and values [S, K, C, H]. This cache itself does not change. A full
+        slot keeps its entries, and so does a slot outside the mask `active` bool[S].
         """
         places, slots = self._next(active), jnp.arange(self.slots)
         keys, values = self.keys[layer], self.values[layer]

@@ -37,7 +37,7 @@ def partition_spec(*names: str | None) -> PartitionSpec | None:
 
 
 def mesh_axes(name: str | None) -> tuple[str, ...]:
-    """The mesh axes of several devices that cut a dimension of one logical axis; () without rules."""
+    """The mesh axes, of more than one device, that split a dimension of one logical axis; () without rules."""
     spec = partition_spec(name)
     return () if spec is None else tuple(jax.tree.leaves(tuple(spec)))
 

@@ -117,7 +117,7 @@ def init_adapters(
 
 @flax.struct.dataclass
 class Base:
-    """The frozen weights of a model, and the factor of the adapters beside them."""
+    """The frozen weights of a model, and the factor alpha / rank of its adapters."""
 
     weights: Params
     scale: float = flax.struct.field(pytree_node=False)

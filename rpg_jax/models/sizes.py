@@ -48,7 +48,7 @@ def _qwen3(layers, width, heads, kv_heads, hidden, *, tied=False, experts=None) 
 
 
 def _llama(layers, width, heads, kv_heads, hidden, *, vocab=128_256, theta=5e5, context=131_072, factor=0.0, tied=True):
-    """A Llama 3 or SmolLM2; `factor` is that of llama3's context extension, 0 without it."""
+    """A Llama 3 or SmolLM2. `factor` is the factor of llama3's context extension; 0: no extension."""
     return DecoderConfig(
         vocab_size=vocab,
         num_layers=layers,

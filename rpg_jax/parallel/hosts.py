@@ -36,7 +36,7 @@ def is_first() -> bool:
 
 
 def _service() -> Any:
-    """The client of the coordination service. JAX does not export it; Orbax takes it from the same place."""
+    """The client of the coordination service. JAX does not export the client; Orbax takes it from the same place."""
     client = distributed.global_state.client
     assert client is not None, "jax.distributed.initialize has not run"
     return client
@@ -81,7 +81,7 @@ def barrier(name: str) -> None:
 
 @contextlib.contextmanager
 def first_alone(name: str) -> Iterator[None]:
-    """Process 0 runs the block while the others wait; then the others run it. `name` is for messages."""
+    """Process 0 runs the block first; then all other processes run the block. Error messages show `name`."""
     if not is_first():
         barrier(name)
     yield

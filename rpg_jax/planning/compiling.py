@@ -25,7 +25,7 @@ from rpg_jax.types import Batch, Rows
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The needs of one program on each chip; memory is in bytes.
+    """What one program needs on each chip. Memory is in bytes.
 
     Attributes:
       arguments, temporaries, outputs, alias: HBM, from the compiler's memory analysis. `alias` are arguments that
@@ -227,7 +227,7 @@ def token_training_flops(
 
 
 def _layer(config: DecoderConfig) -> float:
-    """Matrix products of one layer for one token, without scores and values of attention."""
+    """Operations of one layer's matrix products for one token, without attention's scores and values."""
     D, H = config.embed_dim, config.head_dim
     weights = 2 * D * config.num_heads * H + 2 * D * config.num_kv_heads * H
     if config.experts:

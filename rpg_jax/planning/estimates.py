@@ -95,7 +95,7 @@ SAMPLING = frozenset({"prefill", "decode"})
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A plan by arithmetic; bytes are of one chip.
+    """A plan by arithmetic. Bytes are those of one chip.
 
     Attributes:
       config: the resolved config.
@@ -188,11 +188,11 @@ def search(config: ConfigDict, topology: Topology, lengths: Lengths | None = Non
 
 
 def choices(config: ConfigDict, topology: Topology, spread: Change = MappingProxyType({})) -> Iterable[Change]:
-    """All combinations of the settings that a search tries, each with the fields `spread`.
+    """Yields all combinations of the settings that a search tries, each with the fields `spread`.
 
-    The settings: chips of a copy of the decoding weights, up to the chips of a host; a cache in bf16 or in int8, with
-    the slots that fill the memory; one, two or four rows of a micro-batch for each shard of rows, if they
-    divide an update; and the remat policy.
+    A search tries: 1 to 8 chips for a copy of the decoding weights, within one host; a cache in bf16 or in int8, with
+    the slots that fill the memory; micro-batches of one, two or four rows for each shard of rows, if these divide an
+    update; and three remat policies.
     """
     mesh = parallel.mesh_sizes(config_files.changed(config, spread).mesh.to_dict(), topology.chips, topology.slices)
     shards = parallel.shards("batch", mesh, parallel.parse_rules(config.sharding))
@@ -208,7 +208,7 @@ def choices(config: ConfigDict, topology: Topology, spread: Change = MappingProx
 
 
 def smallest_slice(config: ConfigDict, topology: Topology, lengths: Lengths | None = None) -> Topology | None:
-    """The next larger slice on which a config fits as it is, by arithmetic; None if no slice is large enough."""
+    """The next larger slice that the unchanged config fits, by arithmetic; None if no slice is large enough."""
     larger = topology.larger()
     while larger is not None:
         with contextlib.suppress(ValueError):  # a mesh or a batch that does not divide

@@ -75,7 +75,7 @@ def as_json(
     settings: Mapping[str, Estimate],
     larger: Topology | None = None,
 ) -> dict[str, Any]:
-    """The plan as one object; bytes and seconds are of one chip.
+    """The plan as one JSON object. Bytes and seconds are those of one chip.
 
     `settings` are compared by arithmetic, and `larger` is a slice that fits by arithmetic.
     """
@@ -126,7 +126,7 @@ def _speed(topology: Topology, programs: Programs) -> Table:
 
 
 def _step(topology: Topology, figures: Mapping[str, Any]) -> Table:
-    """Bound and expected side by side; a phase that only one of them has leaves the other's cell empty."""
+    """A table with the columns bound and expected. A cell is empty if its column does not have the phase."""
     table = Table(title=f"an RL step on {topology.chips} chips, and the run", show_header=True)
     for column in ("", "bound", "expected"):
         table.add_column(column, justify="left" if column == "" else "right")

@@ -103,7 +103,7 @@ def with_known_shapes(config: ConfigDict) -> ConfigDict:
 
 
 def vocabulary(config: ConfigDict) -> int | None:
-    """The size of the tokenizer's vocabulary for a model without a published one; leaves no files."""
+    """The size of the vocabulary of a tokenizer that the run trains; None for a published model. Leaves no files."""
     if config.model.path or config.model.size:
         return None
     task, stage = Task.from_config(config), make_stage(config)

@@ -177,7 +177,7 @@ class Phases:
 
 
 def binding(phases: Phases) -> str:
-    """The longest of the expected phases, in words."""
+    """A sentence that names the longest of the expected phases."""
     name = max(phases.seconds, key=phases.seconds.__getitem__)
     return f"{name}, {phases.seconds[name] / phases.total:.0%} of the expected step"
 
@@ -210,9 +210,9 @@ class DecodeStep:
 
 
 def decode_bound(step: DecodeStep, completions: float, lengths: Lengths, chip: Chip) -> dict[str, float]:
-    """Seconds that each resource takes at its peak for `completions` of the mesh: no run with such lengths is faster.
+    """Seconds that each resource takes at its peak to decode `completions` on the mesh. No run can be faster.
 
-    All slots are busy until the end, or one completion has the longest length; the cache is read where it is filled.
+    All slots are busy until the end, or one completion has the longest length. Only filled parts of the cache are read.
     """
     tokens = completions * lengths.mean
     steps, positions = max(tokens / step.slots, lengths.longest), tokens / step.slots * lengths.attended
@@ -224,10 +224,10 @@ def decode_bound(step: DecodeStep, completions: float, lengths: Lengths, chip: C
 
 
 def decode_expected(step: DecodeStep, completions: float, lengths: Lengths, chip: Chip) -> dict[str, float]:
-    """Seconds of the parts of decoding at the efficiencies of `efficiency`, one after the other.
+    """Expected seconds of each part of decoding, by the efficiencies of `efficiency`. The parts follow each other.
 
     weights: every step reads the weights and multiplies all slots, also idle slots. cache: attention. latency:
-    collectives. host: between dispatches. The slots empty one by one in the end.
+    collectives. host: the time between dispatches. At the end the slots become idle one by one.
     """
     tokens = completions * lengths.mean
     steps, positions = decode_steps(completions, lengths, step.slots), tokens / step.slots * lengths.attended

@@ -96,12 +96,12 @@ class Topology:
 
     @property
     def host(self) -> Topology:
-        """The part of the slice on one host; a compiler sees it as a slice. A small slice is on one host as a whole."""
+        """The part of this slice that is on one host, as a slice of its own. A small slice is whole on one host."""
         shape = self.shape if math.prod(self.shape) <= self.chip.one_host else (2, 2, 1)[: self.chip.dimensions]
         return Topology(self.kind, shape)
 
     def larger(self) -> Topology | None:
-        """The next larger slice of this kind, in the same number of slices; None if this slice is the largest."""
+        """The next larger slice of the same kind and the same number of slices; None if there is none."""
         slices = [dataclasses.replace(parse(name), slices=self.slices) for name in known(self.kind)]
         return next((t for t in slices if t.chips > self.chips), None)
 

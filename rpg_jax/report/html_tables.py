@@ -25,7 +25,7 @@ class Markup(str):
 
 
 def element(tag: str, *children: object, **attributes: object) -> Markup:
-    """`element("td", "1.0", class_="number")`; `_` in a name becomes a hyphen; a last `_` is left out."""
+    """An HTML element, as `element("td", "1.0", class_="number")`. `_` in a name is a hyphen, a last `_` is dropped."""
     given = ((name.rstrip("_").replace("_", "-"), value) for name, value in attributes.items())
     opened = "".join(f' {name}="{escape(value)}"' for name, value in given)
     return Markup(f"<{tag}{opened}>" + ("" if tag == "input" else f"{''.join(map(escape, children))}</{tag}>"))
@@ -80,7 +80,7 @@ def results_table(
 
 
 def anchor_letters(configs: Sequence[Config]) -> dict[str, str]:
-    """A letter for each policy to which a KL is measured; no letters if all configs measure to the same policy."""
+    """A letter for each reference policy of a KL; no letters if all configs have the same reference policy."""
     anchors = list(dict.fromkeys(map(anchor, configs)))
     return {name: chr(ord("a") + i) for i, name in enumerate(anchors)} if len(anchors) > 1 else {}
 

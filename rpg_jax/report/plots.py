@@ -160,7 +160,7 @@ def curves_of(runs: Iterable[Run], metric: str) -> list[dict[int, float]]:
 
 
 def draw_band(axes: Axes, curves: Iterable[Mapping[int, float]], scale: float, colour: str, label: str) -> list[int]:
-    """Draws mean and range of the curves {x: y}; returns the xs that they share."""
+    """Draws mean and range of the curves {x: y}. Returns the xs that all curves have."""
     xs, values = shared_points(curves)
     if xs:
         ys = scale * values

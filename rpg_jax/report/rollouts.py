@@ -120,7 +120,7 @@ class Rollouts:
 
     @staticmethod
     def _turns(turns: dict[str, Any] | None) -> dict[str, Any] | None:
-        """The numbers of a conversation that the page shows; None for a completion of one turn."""
+        """The parts of a conversation that the page shows; None for a completion of one turn."""
         if turns is None:
             return None
         rewards = [float(f"{r:.4g}") for r in np.nan_to_num(turns["rewards"])]

@@ -95,7 +95,7 @@ def _is_metric(key: str, value: Any) -> bool:
 
 
 def read_config(run_dir: Path) -> dict[str, Any]:
-    """Reads the resolved config as nested dicts; {} if the run ended before it wrote one."""
+    """Reads the resolved config as nested dicts; {} if the run ended before it wrote its config."""
     return read_if_there(run_dir / "config.json")
 
 
@@ -193,7 +193,7 @@ class Run:
 
     @functools.cached_property
     def evaluations(self) -> dict[str, list[dict[str, Any]]]:
-        """{set: evaluations in the order of steps}, as the function `evaluations` returns them."""
+        """The evaluations of each held-out set in the order of steps; see the function `evaluations`."""
         return evaluations(self.records)
 
     def scores(self, until: int | None = None) -> Scores:

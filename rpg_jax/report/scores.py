@@ -174,10 +174,10 @@ def _checked(correct: Sequence[ArrayLike]) -> list[np.ndarray]:
 
 
 def summarise(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Scores of one set, JSON-able. The completions of a problem count in the order of the records.
+    """The scores of one set, as JSON can hold them. The completions of a problem count in the order of the records.
 
-    Mean@k, unbiased pass@1, 2, 4, … k and maj@k, each with its standard error clustered by problem and its
-    interval of 95 % (`interval`); mean reward; lengths in tokens; verdicts by kind; one row for each
+    The scores are Mean@k, unbiased pass@1, 2, 4, … k and maj@k. Each score has a standard error, clustered by problem,
+    and a 95 % interval (`interval`). Beside them: mean reward, lengths in tokens, verdicts by kind, and a row for each
     problem. Where problems have different numbers of completions, pass@k goes up to the smallest number; Mean and maj
     take all completions.
     """

@@ -21,7 +21,7 @@ class Mean:
 
     @property
     def margin(self) -> str:
-        """` ± half`, to one decimal; "" for one seed."""
+        """The text " ± half" with one decimal; "" if there is one seed."""
         return "" if math.isnan(self.half) else f" ± {self.half:.1f}"
 
     @property

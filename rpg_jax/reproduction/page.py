@@ -97,7 +97,7 @@ def _rows_to_show(table: Table, scores: ScoresOfRows) -> list[str]:
 def _draw_values(sweep: Results, shown: Sequence[str]) -> bytes | None:
     """The figure of a sweep that changes one number; None for other sweeps.
 
-    The figure has a line for each row, or for the rows `shown` if there are more than colours.
+    The figure has a line for each row. If there are more rows than colours, only the rows `shown` have a line.
     """
     fields = {field for _, values in sweep.table.swept.values() for field in values}
     if len(fields) != 1:
@@ -248,7 +248,7 @@ def _origin(results: Results) -> str:
 
 
 def _code_of_rows(results: Results) -> list[str]:
-    """A paragraph and a table of the rows by commit and packages, if the runs do not share them; else nothing."""
+    """A paragraph and a table of the rows by commit and packages. Nothing if all runs have the same."""
     codes = list(_codes(results.all_runs()).values())
     if len(codes) < 2:
         return []

@@ -254,7 +254,7 @@ def _unpacked(packed: Mapping[str, Any]) -> Results:
 
 
 def _columns(records: Sequence[Mapping[str, Any]]) -> list[dict[str, list]]:
-    """Metrics by columns; columns that have values at the same steps stand together with these steps."""
+    """The metrics by columns. Columns with values at the same steps share one block, which has the steps."""
     keys = dict.fromkeys(key for record in records for key in record if key != "step")
     together: dict[tuple[int, ...], dict[str, list]] = {}
     for key in keys:

@@ -126,7 +126,7 @@ def quick_rows(table: Table) -> list[str]:
 def _scan(
     name: str, table: Table, options: TableOptions, kept: Results | None
 ) -> tuple[Results | None, dict[str, Path]]:
-    """(runs that choose the learning rates, or None without such runs; logs of the scan runs that failed)."""
+    """Returns (the runs that choose the learning rates, or None if none do; the logs of those runs that failed)."""
     if not table.rates or not options.scan:
         return None, {}
     _check_seeds(table.scan_seeds, options.seeds)
@@ -183,7 +183,7 @@ def check_config(plan: PlannedRun, out: Path, extra: Sequence[str]) -> None:
 
 
 def steps_of(planned: Sequence[PlannedRun], out: Path) -> int:
-    """Steps of one run of this table; 0 before the first run has started."""
+    """The number of steps of a run of this table; 0 before the first run has started."""
     configs = (read_config(out / "runs" / plan.name) for plan in planned)
     return next((int(config["train"]["steps"]) for config in configs if config), 0)
 
@@ -247,9 +247,9 @@ def train_runs(
 ) -> dict[str, Path]:
     """Trains the planned runs that have not ended; returns {"row, seed": log} of runs that failed.
 
-    In a new folder the first run is alone: it makes the warm start and the compiled programs that all runs share. If
-    it fails, no other run starts. Ctrl-C, SIGTERM and a closed terminal stop the runs after their steps in progress;
-    the same call continues them.
+    In a new folder the first run is alone, and makes the warm start and the compiled programs that all runs share. If
+    the first run fails, no other run starts. Ctrl-C, SIGTERM and a closed terminal stop the runs after their steps in
+    progress; the same call continues them.
 
     Raises:
       ValueError: `out` has runs with other overrides than `extra`, or of another config than `planned`, or another
@@ -314,7 +314,7 @@ def platform_name() -> str:
 
 
 def jobs_at_once(asked: int | None, backend: str) -> int:
-    """The number of runs at once: `asked`, else 1 on a TPU, else one per core. Lets runs share a GPU's memory evenly.
+    """The number of runs at a time: `asked`, else 1 on a TPU, else one per core. Runs share a GPU's memory evenly.
 
     Raises:
       ValueError: more than one run for a TPU, or fewer than one.

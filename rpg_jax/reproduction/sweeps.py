@@ -65,7 +65,7 @@ def late_accuracy(sweep: Results) -> Accuracy:
 
 
 def best(sweep: Results) -> dict[str, str]:
-    """{row without swept values: its best row of the sweep}.
+    """The best row of the sweep for each row of the table before the sweep, as {row: row of the sweep}.
 
     The rule: the highest mean, over the seeds, of the training accuracy over the last third of the steps; of equal
     means, the first counts. A row of the sweep in which a run failed or diverged is never best. A group without any
@@ -85,7 +85,7 @@ def best(sweep: Results) -> dict[str, str]:
 
 
 def best_values(sweep: Results) -> dict[str, Values]:
-    """{row without swept values: its best values}."""
+    """The best values of the swept fields for each row of the table before the sweep, as {row: {field: value}}."""
     return {group: sweep.table.swept[row][1] for group, row in best(sweep).items()}
 
 

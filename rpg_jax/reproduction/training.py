@@ -118,7 +118,7 @@ def starred(points: Mean) -> str:
 
 
 def significant(m: Mean) -> str:
-    """A mean with as many decimals as give the interval two digits; 0 if only rounding keeps it from 0."""
+    """A mean as text. Its decimals give the interval two digits. A mean that differs from 0 by rounding only is 0."""
     if abs(m.value) < ROUNDING and not m.half >= ROUNDING:
         return "0"
     if not m.half > 1e-9 * abs(m.value):  # one seed, or equal numbers up to rounding
@@ -224,5 +224,5 @@ def _equal_table(table: Table, all_rows: Rows, axis: str, budget: float) -> str:
 
 
 def _span(numbers: Collection[int]) -> str:
-    """The least and the largest number, as in 29–31; one number if they are equal; – without numbers."""
+    """The least and the largest number, as "29–31". A single number if both are equal; "–" without numbers."""
     return "–".join(str(n) for n in sorted({min(numbers), max(numbers)})) if numbers else "–"

@@ -60,7 +60,7 @@ def cores() -> int:
 
 
 class Worker:
-    """A process that carries out tasks on one core, if the platform allows it.
+    """A process that carries out tasks. It is bound to one core, if the platform can bind processes.
 
     Args:
       place: index of the core among the cores that this process may use; None leaves the choice to the system.
@@ -153,7 +153,7 @@ def run_tasks(
     first_alone: bool = False,
     on_tick: Callable[[Sequence[Task]], None] = lambda running: None,
 ) -> Iterator[Done]:
-    """Carries out tasks, `jobs` at once, and yields each when it has ended. Exhaust the iterator.
+    """Carries out tasks, `jobs` at a time, and yields each task when it has ended. Exhaust the iterator.
 
     Args:
       inherited: the descriptor of a lock, which the workers hold too.

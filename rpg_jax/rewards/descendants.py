@@ -26,7 +26,7 @@ _CLONE_NEWUSER, _CLONE_NEWPID = 0x10000000, 0x20000000
 
 
 def keep() -> None:
-    """Forks, and returns in the child alone, where verifiers run.
+    """Forks. Returns only in the child, in which verifiers run.
 
     The caller becomes the keeper. The keeper ends when the child has ended, with the child's exit code (128 + n after
     signal n). The keeper also ends when it receives `END`, and when its own parent has ended for any reason.

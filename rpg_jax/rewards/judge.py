@@ -58,7 +58,7 @@ class Failed(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """The server and the form of its requests; the config's section `judge` has the same fields.
+    """The server of a judge, and the form of the requests. The config's section `judge` has the same fields.
 
     Raises:
       ValueError: `url` is missing or is not an HTTP address, or the prompt lacks {completion}.

@@ -177,7 +177,7 @@ class WorkerPool(contextlib.AbstractContextManager["WorkerPool"]):
 
 
 class _Waiting:
-    """Tasks not yet sent. Neighbours with the same reference go to the same process, which parses it once."""
+    """The tasks that wait for a process. Neighbours with one reference go to one process, which parses it once."""
 
     def __init__(self, tasks: Sequence[Task], processes: int):
         runs = itertools.groupby(range(len(tasks)), lambda i: tasks[i].arguments[1:])
@@ -292,7 +292,7 @@ class _Process:
         return Verdict(None, kind, "" if code is None else f"exit code {code}")
 
     def kill(self) -> None:
-        """Ends the process with all that it started, and waits for it."""
+        """Ends the process and every process that it has started, and waits for the end."""
         if descendants.AVAILABLE:
             self._process.send_signal(descendants.END)
         if not descendants.AVAILABLE or not self._ended(2.0):  # a verifier can stop a keeper that it sees

@@ -298,6 +298,6 @@ class Scorer(contextlib.AbstractContextManager["Scorer"]):
 
 
 def total_reward(turns: Played) -> float:
-    """The sum of the turns' rewards. After a failure of the environment it is at most 0, so that failing never pays."""
+    """The sum of the turns' rewards. After a failure of the environment the sum is at most 0: failing never pays."""
     paid = float(np.sum(turns.rewards, dtype=np.float64))
     return paid if turns.error is None else min(paid, 0.0)

@@ -30,7 +30,7 @@ from rpg_jax.types import Completion, Sampling
 
 
 class LockstepRollout(Rollout):
-    """Calls from several threads run one after the other."""
+    """Decodes in the thread that calls `generate`. Calls from several threads run one after the other."""
 
     split = Split.TOGETHER
 
@@ -58,7 +58,7 @@ class LockstepRollout(Rollout):
         return completions_of(request, groups, version, mixed=self.engine.decoding.mixed)
 
     def stream(self, request: Request) -> Iterator[np.ndarray]:
-        """The tokens i32[n] of the one completion of a request, piece by piece, one a dispatch."""
+        """Yields the tokens i32[n] of the request's only completion, dispatch by dispatch."""
         groups, chunks = plan(self.engine, request)
         [[row]], taken = groups, 0
         with self._busy:
@@ -109,7 +109,7 @@ class Driver:
 
 
 def _orchestrator(*model: Any) -> Rollout:
-    """JetStream's threads. JetStream is imported here, so that the other drivers work without it."""
+    """The driver with JetStream's threads. Only this function imports JetStream: other drivers work without it."""
     try:
         from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
     except ModuleNotFoundError as error:
@@ -159,7 +159,7 @@ def make_rollout(
 ) -> Rollout:
     """The rollout of a driver, over a model of `config` and `graphdef` with the trainer's `params` as version 0.
 
-    If `params` are adapters, `base` are the frozen weights; see `Weights`, which has `merge` too.
+    If `params` are adapters, `base` are the frozen weights. `Weights` describes `base` and `merge`.
 
     Raises:
       ValueError: the driver is unknown or remote, or lacks a package that its own package needs.

@@ -88,7 +88,7 @@ class DecodeEngine:
             return tuple(self._programs.init() for _ in self._threads)
 
     def prefill(self, *, tokens: np.ndarray, lengths: np.ndarray) -> Prefix:
-        """Reads right-padded prompts i32[P, T] in one forward pass; `lengths` i32[P] are without the padding."""
+        """Reads right-padded prompts i32[P, T] in one forward pass. `lengths` i32[P] do not count the padding."""
         with self.weights.pinned() as params, self._scope():
             return self._programs.prefill(params, tokens, lengths)
 

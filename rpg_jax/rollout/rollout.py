@@ -77,7 +77,7 @@ class Rollout(abc.ABC):
     def sync_weights(self, params: Params | Staged, version: int) -> None:
         """Makes `params` the rollout's weights; completions carry `version`.
 
-        Nothing is copied where dtype and layout are the trainer's: a trainer that then donates those arrays syncs again
+        If dtype and layout are the trainer's, nothing is copied. A trainer that donates these arrays must sync again
         before the next `generate`.
         """
         self.weights.sync(params, version)
@@ -116,7 +116,7 @@ class Rollout(abc.ABC):
 
     @abc.abstractmethod
     def sample(self, request: Request) -> Groups:
-        """The completions of each prompt of this host, sampled here or by servers; raises as `generate`."""
+        """Samples the completions of each prompt, in this process or by servers. Raises as `generate` does."""
 
     def exchange(self, value: bytes) -> list[bytes]:
         """The `value` of every host that generates, in the order of the hosts."""
@@ -200,7 +200,7 @@ class GroupJournal:
         return Kept(keys, found, elsewhere, there < wanted, split)
 
     def missing(self, request: Request, kept: Kept) -> Request:
-        """`request` without the groups that are kept; each group that it completes is journaled."""
+        """`request` without the groups that the journal has. The journal keeps each group that is completed."""
 
         def note(place: int, group: list[Completion]) -> None:
             mine = kept.split is not Split.TOGETHER or place % jax.process_count() == jax.process_index()

@@ -180,10 +180,10 @@ class _PendingReply(NamedTuple):
 
 
 class Schedule:
-    """The slots, the rows in them, and the rows that wait for a slot. It owns the decode state; one thread uses it.
+    """The slots, the rows in the slots, and the rows that wait for a slot. One thread uses a schedule.
 
-    A row whose turn has ended keeps its slot while the environment replies. Where other rows wait for a slot, the row
-    may lose its slot; then it is prefilled again.
+    A schedule owns the decode state. A row whose turn has ended keeps its slot while the environment replies. If other
+    rows wait, the row may lose its slot, and is prefilled again after the reply.
 
     Args:
       free: the slots that the schedule may fill.
@@ -215,7 +215,7 @@ class Schedule:
 
     @property
     def _to_lend(self) -> list[int]:
-        """The slots whose rows have waited too long; the longest wait comes first."""
+        """The slots whose rows have waited too long for a reply. The slot with the longest wait comes first."""
         latest = time.perf_counter() - self.engine.decoding.patience_s
         return [slot for slot, asked in self._asked.items() if asked.since <= latest and not asked.over]
 
@@ -318,7 +318,7 @@ class Schedule:
         return ended
 
     def wait(self, timeout: float = 0.1) -> None:
-        """Waits for the next reply for at most `timeout` seconds; returns at once if no reply is to come."""
+        """Waits for the next reply, but at most `timeout` seconds. Returns at once if no row waits for a reply."""
         began = time.perf_counter()
         replies = [asked.reply for asked in (*self._asked.values(), *self._without_slot)]
         if replies:

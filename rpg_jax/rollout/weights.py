@@ -25,7 +25,7 @@ Params = Any
 
 
 class RolloutError(RuntimeError):
-    """A rollout failed; `__cause__` holds the fault, if there is one."""
+    """A rollout failed. `__cause__` is the error that caused this, if there is one."""
 
 
 @dataclasses.dataclass(frozen=True)

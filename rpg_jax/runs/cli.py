@@ -41,7 +41,7 @@ class Ended(RuntimeError):
 
 
 class RunLost(ValueError):
-    """An open run raises this error where it judges itself lost."""
+    """A run that another start cannot mend: the command ends with `GAVE_UP`, and a supervisor starts it no more."""
 
 
 @contextlib.contextmanager
@@ -112,7 +112,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def settings(beside: Sequence[str]) -> dict[str, list[str]]:
-    """{setting: its overrides} of the config as given, and of every --beside.
+    """The settings to compare, as {name: overrides}: the config as it is, and the config with each --beside.
 
     Raises:
       ValueError: a setting is not FIELD=VALUE,FIELD=VALUE.
@@ -192,7 +192,7 @@ def _end_together(reason: str, code: int) -> None:
 
 
 def exit_code(error: Exception) -> int | None:
-    """The exit code of a command that ends with `error`, as one line; None for a bug, which keeps its traceback."""
+    """The exit code of a command that `error` ends. None for a bug: the error then keeps its traceback."""
     from rpg_jax.storage import errors  # it is light, but wrong flags need not wait for it
 
     if isinstance(error, Ended):
@@ -283,7 +283,7 @@ def prepare_process() -> None:
 
 
 def prepare_libraries() -> None:
-    """Sets malloc, absl's flags and log levels of a process that uses this package, a user's Python program too."""
+    """Prepares the process for libraries: malloc keeps pages, absl's flags are read, and Orbax and gcsfs log less."""
     keep_pages()
     absl.flags.FLAGS.mark_as_parsed()  # Grain and Orbax read their defaults there
     absl.logging.set_verbosity(absl.logging.WARNING)  # Orbax reports every file it writes

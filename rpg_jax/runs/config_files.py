@@ -214,7 +214,7 @@ class Field:
 
     @property
     def names(self) -> list[str]:
-        """The choices; [] where there are none. A table of choices is imported, and JAX with it."""
+        """The choices; [] if the field takes any value. The table of the choices is imported, and maybe JAX with it."""
         if not isinstance(self.choices, str):
             return list(self.choices)
         module, _, tables = self.choices.partition(":")
@@ -222,7 +222,7 @@ class Field:
 
     @property
     def values(self) -> str:
-        """The choices or the range in words; "" where the field takes every value of its type."""
+        """A sentence with the choices or the range; "" if the field takes every value of its type."""
         names = table_names().get(self.choices) if isinstance(self.choices, str) else self.choices
         names = self.names if names is None else names
         return f"One of {', '.join(names)}." if names else f"In {self.range}." if self.range else ""
@@ -265,7 +265,7 @@ def table_names() -> dict[str, list[str]]:
 
 @dataclasses.dataclass(frozen=True)
 class Retired:
-    """A field, or one value of a field, of earlier versions. Using it is an error, which says what replaces it.
+    """A field of earlier versions, or one value of a field. Its use is an error that names the replacement.
 
     Attributes:
       name: the dotted name of the field.
@@ -298,7 +298,7 @@ class Retired:
 
 
 class Section:
-    """Fields and sections of one name space; `meaning` says what they have in common."""
+    """A part of a config: fields and sections by name. `meaning` says what they have in common."""
 
     def __init__(self, meaning: str = "", **entries: Field | Section):
         self.meaning, self.entries = meaning, entries

@@ -229,7 +229,7 @@ def records(name: str, groups: Sequence[Group], scorer: Scorer) -> list[Record]:
 
 
 def _parsed(line: bytes) -> Record | None:
-    """The record of a line; None for a line without its line feed, as a kill leaves it, or a line that is no JSON."""
+    """The record of a line; None if the line is no JSON, or has no line feed because a kill cut it short."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -359,9 +359,9 @@ def open_folder(out: str | None, stem: Path, settings: dict[str, Any]) -> Path:
 def sample(
     experiment: Experiment, rollout: Rollout, file: Path, step: int, k: int | None, completions: int
 ) -> dict[str, list[Record]]:
-    """The records of every set; samples records that `file` does not have yet, and adds them to it.
+    """The records of every set. The records that `file` lacks are sampled and added to the file.
 
-    A call of the rollout samples about `completions`.
+    A call of the rollout samples about `completions` completions.
     """
     c = experiment.config
     chunks = plan(

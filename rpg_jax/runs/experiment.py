@@ -55,7 +55,7 @@ class Experiment:
 
     @property
     def config(self) -> ConfigDict:
-        """The resolved config; without training problems it may have another mesh, see `fitting_layout`."""
+        """The resolved config. Without training problems the mesh may be another, see `fitting_layout`."""
         return self.layout.config
 
     def sampling(self, temperature: float) -> Sampling:
@@ -142,7 +142,7 @@ def check_model(config: ConfigDict) -> None:
 
 
 def make_stage(config: ConfigDict, handed: Handed = NOTHING) -> Stage | None:
-    """Starts the config's environment; None without an environment.
+    """Starts the environment of the config; None if the config names no environment.
 
     Raises ValueError if no environment has the name, or if one rollout spans several processes.
     """
@@ -160,7 +160,7 @@ def make_stage(config: ConfigDict, handed: Handed = NOTHING) -> Stage | None:
 
 
 def open_tokenizer(config: ConfigDict, task: Task, run_dir: Path) -> data.Tokenizer:
-    """The tokenizer of the model's folder; without one, a SentencePiece model trained on the task's texts."""
+    """The tokenizer of the model's folder. No folder: a SentencePiece model that is trained on the task's texts."""
     if address := config.model.tokenizer or config.model.path:
         return data.load_tokenizer(models.local_folder(address, weights=False))
     file = run_dir / "tokenizer.model"
@@ -258,7 +258,7 @@ class DataSettings(NamedTuple):
     stage: Stage | None
 
     def opened(self, problems: list[data.Problem]) -> list[data.Problem]:
-        """The problems with the prompts of the config's environment, if it has one; ends the environment."""
+        """The problems with the prompts of the config's environment. Ends the environment. Without one: no change."""
         if self.stage is None:
             return problems
         with self.stage as stage:
@@ -266,7 +266,7 @@ class DataSettings(NamedTuple):
 
 
 def data_settings(file: str, overrides: Sequence[str]) -> DataSettings:
-    """How the config in `file` with `overrides` sees its data; a config without a tokenizer trains one.
+    """How the config in `file`, with `overrides`, reads its data. Trains a tokenizer if the config names none.
 
     Raises ValueError if `task.name` is not "files", and as the start of a run does.
     """
@@ -290,7 +290,7 @@ def data_settings(file: str, overrides: Sequence[str]) -> DataSettings:
 
 
 def _decoding_base(layout: Layout, decoding: rollout.Decoding, base: models.Base) -> models.Base:
-    """The base that decodes beside adapters: the trainer's base, or a copy of it in another layout or in 8 bits."""
+    """The frozen weights for decoding: the trainer's own, or a copy in another layout or in 8 bits."""
     if not memory.has_copy(layout, decoding):
         return base
     weights, where = base.weights, jax.tree.map(lambda x: x.sharding, memory.decoding_base(layout, decoding).weights)

@@ -53,10 +53,10 @@ def neutral(asked: Collection[str]) -> dict[str, Any]:
 
 
 def fitted(config: ConfigDict, asked: Collection[str], rows: Sequence[str]) -> Fitted:
-    """The fields that depend on the model, the rows and the device.
+    """Chooses values for the fields that the caller has not set, by the model, the rows and the device.
 
     Args:
-      config: has `model.path`, `NEUTRAL` and everything that was asked for.
+      config: has `model.path`, the values of `NEUTRAL`, and the fields that the caller has set.
       asked: dotted names of the fields that the caller has set.
       rows: the sources of the problems to train on.
 

@@ -35,7 +35,7 @@ class JsonLines:
         self._path = path
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Writes one line, which survives a kill of the process from then on; non-finite numbers become null."""
+        """Writes one line. A later kill of the process does not lose the line. Non-finite numbers become null."""
         line = json.dumps(plain(record), ensure_ascii=False, allow_nan=False)
         with naming(self._path), self._path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
@@ -297,7 +297,7 @@ def chosen(text: str) -> list[str]:
 
 
 def needed(name: str) -> Any:
-    """The module of a tracker. Raises ValueError, which has the fix, if it is not installed."""
+    """The module of a tracker. Raises ValueError with the fix if the module is not installed."""
     kind = TRACKERS[name]
     try:
         return importlib.import_module(kind.module)

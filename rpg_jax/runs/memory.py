@@ -57,7 +57,7 @@ def slots_beside(held: float, memory: float | None, model: DecoderConfig, decodi
 
 
 def placed(shapes: Any, shardings: Any) -> Any:
-    """ShapeDtypeStructs with shardings; `shardings` is a tree like `shapes`, or one for all."""
+    """ShapeDtypeStructs with shardings. `shardings` is a tree like `shapes`, or one sharding for all leaves."""
     if isinstance(shardings, jax.sharding.Sharding):
         shardings = jax.tree.map(lambda _: shardings, shapes)
     return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings)
@@ -79,7 +79,7 @@ def cache_bytes(model: DecoderConfig, decoding: Decoding) -> float:
 
 
 def prompts_of_a_step(config: ConfigDict) -> int:
-    """Prompts that a step generates at once; with `dynamic_sampling.oversample` 0 the mean of the prompts it needs."""
+    """Prompts of a generation batch. For `dynamic_sampling.oversample` 0: the prompts that a step needs on average."""
     wanted, dynamic = config.rollout.prompts_per_step, config.dynamic_sampling
     if not dynamic.enabled:
         return wanted
@@ -87,7 +87,7 @@ def prompts_of_a_step(config: ConfigDict) -> int:
 
 
 def slots_of_a_device(layout: Layout, decoding: Decoding) -> int:
-    """The slots of a device where `rollout.slots` is unset; `decoding` has one slot for each device of its mesh.
+    """The slots of a device if `rollout.slots` is unset. `decoding` has one slot for each device of its mesh.
 
     The number depends on the config and the kind of device alone. So a run that resumes on the same machine has the
     same slots. While sampling runs ahead of training on the same devices, training keeps half of the free memory. Where
@@ -150,7 +150,7 @@ def _apart(layout: Layout) -> bool:
 
 
 def decoding_base(layout: Layout, decoding: Decoding) -> models.Base:
-    """The frozen weights as a rollout with adapters beside them holds them: shapes, dtypes and shardings."""
+    """Shapes, dtypes and shardings of the frozen weights in a rollout that keeps the adapters apart."""
     assert decoding.mesh is not None and layout.lora is not None, "a layout with adapters decodes on a mesh"
     shapes = layout.param_shapes
     where = parallel.shardings(models.logical_axes(layout.model), shapes, decoding.mesh, decoding.rules)
@@ -162,7 +162,7 @@ def decoding_base(layout: Layout, decoding: Decoding) -> models.Base:
 def fitting_layout(config: ConfigDict, vocab_size: int) -> Layout:
     """The config's layout. If it does not fit these devices, a layout with one copy of the weights over all devices.
 
-    The change is said on stderr, and `layout.config` has it.
+    The change is printed to stderr, and stands in `layout.config`.
     """
     try:
         layout = make_layout(config, vocab_size)
@@ -214,7 +214,7 @@ def make_decoding(layout: Layout) -> rollout.Decoding:
 def _decoding_mesh(layout: Layout) -> Mesh:
     """The mesh that decodes.
 
-    With `rollout.tensor` or `rollout.expert`, a copy of the weights has that many devices. Otherwise each of
+    `rollout.tensor` and `rollout.expert` set the number of devices of a copy of the weights. Otherwise each of
     `rollout.devices` has a copy. Without `rollout.devices` the trainer's mesh decodes; where hosts decode by
     themselves, the devices of a host are one mesh (fsdp).
     """
@@ -241,12 +241,11 @@ _TOKENS = 8192  # of packed rows that a device is given at once; more saves gath
 
 
 def with_micro_batch(layout: Layout) -> Layout:
-    """`layout` with the largest micro-batch that fits, where `train.microbatch_size` is unset.
+    """Chooses `train.microbatch_size` if it is unset: the largest micro-batch that fits. Returns the new layout.
 
-    `_sizes` lists the rows that a micro-batch may have. The first size whose `peak` takes at most 4/5 of a device is
-    chosen, or the smallest if none fits. The choice depends on the config and the kind of device alone, and is said on
-    stderr. Where the memory is unknown (CPU), a micro-batch is a mini-batch, or the first of the sizes of
-    packed rows.
+    `_sizes` lists the sizes, the largest first. A size fits if its `peak` takes at most 4/5 of a device. If no size
+    fits, the smallest is chosen. The choice depends on the config and the kind of device only, and is printed to
+    stderr. On a CPU the memory is unknown: a micro-batch then is a mini-batch, or for packed rows the first size.
     """
     c, fitted, memory = layout.config, layout, layout.device_memory
     if c.train.microbatch_size is not None or (memory is None and not c.train.packed_length):

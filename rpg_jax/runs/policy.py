@@ -146,9 +146,9 @@ class Policy:
         """Draws `k` completions of each prompt. Returns a list of `Sample`s per prompt; for a single prompt, its list.
 
         A prompt is a text, or the messages of a conversation, [{"role": "user", "content": "…"}, …]. Prompts pass the
-        chat template, where the tokenizer has one. Temperature 0 is greedy. `max_tokens` is at most the config's
-        `rollout.max_tokens`, which is the default. Characters that the tokenizer does not know, and answers that are
-        written backwards, are said on stderr. Equal arguments give equal completions.
+        chat template, if the tokenizer has one. Temperature 0 is greedy. `max_tokens` is at most the config's
+        `rollout.max_tokens`, which is the default. A line on stderr names characters that the tokenizer does not know,
+        another says if answers are written backwards. Equal arguments give equal completions.
 
         Raises:
           ValueError: a prompt with more tokens than the config's `task.max_prompt_tokens`, or messages of another form.
@@ -192,9 +192,9 @@ class Policy:
         return own if max_tokens is None else dataclasses.replace(own, max_tokens=min(max_tokens, own.max_tokens))
 
     def _rollout(self, rows: int, length: int) -> LockstepRollout:
-        """A rollout of a size for `rows` completions whose prompts and tokens take `length`, kept for later calls.
+        """A rollout with room for `rows` completions of `length` tokens, prompts included. Later calls use it again.
 
-        One completion alone is decoded token by token, so that `chat` shows each at once.
+        A single completion is decoded token by token, so that `chat` shows each token at once.
         """
         c, layout = self.experiment.config, self.experiment.layout
         most = capacity(c.task.max_prompt_tokens, c.rollout.max_tokens)

@@ -192,7 +192,7 @@ def make_algorithm(
     base: models.Base | None = None,
     journal: rollout.GroupJournal | None = None,
 ) -> Algorithm:
-    """The parts of the config's training step; `base` are the frozen weights beside adapters."""
+    """The parts of the training step. If the run trains adapters, `base` are the frozen weights."""
     c, layout = experiment.config, experiment.layout
     objective = policy_objective(c, learner.critic, on_policy=is_on_policy(layout))
     programs = learner_programs(layout, learner, objective, base)
@@ -231,10 +231,9 @@ def make_algorithm(
 
 
 def make_routing(experiment: Experiment, own: rollout.Rollout) -> Routing | None:
-    """Measures the routers of a model with experts; None for a dense model.
+    """The comparison of the experts that sampler and trainer choose; None for a model without experts.
 
-    Sampler and trainer are compared at the steps of `log.rollouts_every`, where one process samples by an engine of its
-    own with the weights that it trains.
+    It runs at the steps of `log.rollouts_every`, if a single process both samples, by its own engine, and trains.
     """
     c, experts, every = experiment.config, experiment.layout.model.experts, experiment.config.log.rollouts_every
     if experts is None:
@@ -250,7 +249,7 @@ def make_routing(experiment: Experiment, own: rollout.Rollout) -> Routing | None
 def make_training_rollout(experiment: Experiment, params: Any, base: models.Base | None = None) -> rollout.Rollout:
     """The rollout of the config's driver: in this process, or by servers.
 
-    With a base, `params` are the adapters beside it. Raises ValueError if the fields of servers contradict each other.
+    If there is a `base`, `params` are its adapters. Raises ValueError if the fields of servers contradict each other.
     """
     if not rollout.find_driver(experiment.config.rollout.driver).remote:
         return make_rollout(experiment.layout, params, base)

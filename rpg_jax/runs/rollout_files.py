@@ -52,7 +52,7 @@ Numbers = Callable[[jax.Array, jax.Array, Batch], jax.Array]
 
 @functools.lru_cache(maxsize=128, typed=True)
 def token_numbers(loss: str | losses.Loss, **hyperparameters: Any) -> Numbers:
-    """A jitted function of log-probs and entropy f32[B, C] and their batch; it returns `COLUMNS`, f32[B, C, K].
+    """A jitted function (log-probs f32[B, C], entropy f32[B, C], batch) -> f32[B, C, K], the numbers of `COLUMNS`.
 
     Equal arguments give the same function, so that runs of one process compile it once.
     """
@@ -96,7 +96,7 @@ class RolloutFiles:
     def after_updates(self, step: int, batch: RolloutBatch[Group], state: TrainState) -> None:
         """Writes the file of `step`; `state` is the state after the step's updates.
 
-        Collective: all processes call it, and the first writes.
+        Collective: all processes call it, and the first process writes.
         """
         shown: list[int] = []
         micro_batches: list[Batch] = []

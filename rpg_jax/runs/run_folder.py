@@ -54,9 +54,9 @@ _PACKAGES = (
 
 
 def default_name(config_file: str, config: ConfigDict, overrides: Mapping[str, Any], kind: str | None = None) -> str:
-    """Config file, method, other overrides and seed, as tiny-grpo-lr3e-4-seed1: the same command is the same run.
+    """The name of a run: config file, method, other overrides and seed, as tiny-grpo-lr3e-4-seed1.
 
-    `kind` replaces the method, which means nothing for a run that is not RL.
+    So the same command continues the same run. A run without a method, as a supervised run, gives a `kind` instead.
     """
     named = ("method", "seed", "train.steps", "warm_start.dir")
     other = {k: v for k, v in overrides.items() if k not in named and not k.startswith(_AROUND)}
@@ -164,7 +164,7 @@ def use_compilation_cache(folder: str | None = None) -> None:
 
 
 def _own_cache() -> Path | str:
-    """The user's folder of compiled programs; "" for a user without a home, or whose home cannot be written."""
+    """The user's folder of compiled programs; "" if the user has no home, or cannot write there."""
     try:
         (folder := storage.files.cache_folder() / "compiled").mkdir(parents=True, exist_ok=True)
     except (OSError, RuntimeError):
@@ -348,7 +348,7 @@ def installed_packages() -> dict[str, str]:
 
 
 def lock_digest(there: Mapping[str, str], file: Path = config_files.ROOT / LOCK) -> str:
-    """The digest of the lockfile, where this Python has every package as it is locked; "" elsewhere."""
+    """The digest of the lockfile if this Python has every package in the locked version, else ""."""
     if not file.exists():
         return ""
     wanted = re.findall(r"^([\w.-]+)==([^\s;\\]+)", text := file.read_text(encoding="utf-8"), re.MULTILINE)

@@ -55,7 +55,7 @@ def field_of(override: str) -> str:
 
 
 def short(field: str) -> str:
-    """A field's name in the names of runs and rows: its last part, or all of it where two fields share that part."""
+    """A field's short name: its last part, or the whole name if another field has the same last part."""
     last = field.rpartition(".")[2]
     shared = _last_parts()[last] > 1 or last in SHORT.values()
     return SHORT.get(field) or (field if shared else last)

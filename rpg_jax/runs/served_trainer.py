@@ -29,7 +29,7 @@ _FILE_BYTES = 512 * 2**20  # a process writes several files at once
 def make_served(experiment: Experiment, params: Any, base: models.Base | None = None) -> ServersRollout:
     """The rollout that takes completions from servers. The servers need not run yet.
 
-    With a base, `params` are the adapters beside it, and servers get the two merged.
+    If there is a `base`, `params` are its adapters, and servers get base and adapters merged.
 
     Raises:
       ValueError: an address, the key, the folder or another field does not fit.
@@ -95,8 +95,8 @@ def _check(config: ConfigDict) -> None:
 def _addresses(text: str, client: Client, *, shared: bool) -> list[str] | Look:
     """The servers of this process: all servers if processes can share a server, else a part of them.
 
-    Two processes would each make a server load the weights, and break off what it samples for the other. Only a server
-    that names its weights in each answer can serve several.
+    If two processes ask one server, each makes the server load weights, which breaks off the completions for the other
+    process. Only a server that names its weights in each answer can serve several processes.
     """
     found, processes = source(text, client.check), jax.process_count()
     if shared or processes == 1:

@@ -79,7 +79,7 @@ class Trainer(Protocol):
 
 
 class MakeTrainer(Protocol):
-    """Makes a trainer, and the weights that it begins with; `closing` ends what the trainer starts."""
+    """Makes a trainer and its first weights. `closing` ends the threads and processes that the trainer starts."""
 
     def __call__(
         self,
@@ -234,7 +234,7 @@ class Session:
         self.owes = False
 
     def _tell(self, progress: Progress) -> None:
-        """Shows the present step; gives it to `on_step`, unless the process that resumes evaluates the step first."""
+        """Shows the present step, and calls `on_step`, unless the next process has to evaluate the step first."""
         progress.update(self.now.number, self.now.metrics)
         if self.on_step is not None and not self.owes:
             self.on_step(self.now)
@@ -323,7 +323,7 @@ def watched(step: int, traced: range, folder: Path) -> Iterator[None]:
 
 
 def host_metrics() -> dict[str, float]:
-    """This process's resident memory in MiB and its open file descriptors; {} where the system does not tell."""
+    """This process's resident memory in MiB and its open file descriptors; {} if the system does not say."""
     status, descriptors = Path("/proc/self/status"), Path("/proc/self/fd")
     if not status.exists():
         return {}

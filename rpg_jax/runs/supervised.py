@@ -136,7 +136,7 @@ class SupervisedTrainer:
 
 
 class Accuracy:
-    """Scores completions of the held-out problems that have an answer; without such problems it measures nothing."""
+    """Scores completions of the held-out problems that have an answer. If none has an answer, there is no score."""
 
     def __init__(self, e: Experiment, params: Any, closing: contextlib.ExitStack):
         self._sets = {name: kept for name, own in e.task.held_out.items() if (kept := [p for p in own if p.answer])}
@@ -161,7 +161,7 @@ class Accuracy:
 
 
 def supervised_config(config: ConfigDict) -> ConfigDict:
-    """A resolved config with supervised training's limit of completions and optimizer, and no learned baseline."""
+    """A copy of the config for supervised training: AdamW and the limit of `warm_start`, and no learned baseline."""
     own = config.copy_and_resolve_references()
     c = own.warm_start
     with own.unlocked():

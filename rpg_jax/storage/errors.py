@@ -101,7 +101,7 @@ def kind_of(error: BaseException) -> Kind:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether the error is transient, so that the program may succeed if it is started again."""
+    """Whether the error is transient: the program may succeed if it is started again."""
     return kind_of(error) is Kind.TRANSIENT
 
 

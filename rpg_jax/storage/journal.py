@@ -62,7 +62,7 @@ class Record(NamedTuple):
 
 
 class Journal:
-    """The journal of one process of a run; `add` and `prune` return at once, whatever the disk does.
+    """The journal of one process of a run. `add` and `prune` never wait for the disk.
 
     Args:
       max_bytes: the most bytes that this process keeps; `prune` makes room.
@@ -77,7 +77,7 @@ class Journal:
         self._counting = threading.Lock()
 
     def find(self, keys: Sequence[Key]) -> dict[int, list[Completion]]:
-        """{index in `keys`: completions} of the groups that an earlier process completed.
+        """The groups that an earlier process completed, as {index in `keys`: completions}.
 
         Each key has integers `step`, `prompt_id` and `version`; all keys have the same `step`. A group is found once.
         """

@@ -123,7 +123,7 @@ class AheadCollector(Collector):
 
     @contextlib.contextmanager
     def exclusive(self) -> Iterator[None]:
-        """Waits for all batches under way, then keeps the rollout for the caller.
+        """Waits for all batches that are being sampled, then keeps the rollout for the caller.
 
         If some hosts evaluated before a batch and other hosts after it, all would wait for each other for ever.
         """
@@ -132,7 +132,7 @@ class AheadCollector(Collector):
             yield
 
     def record(self) -> dict[str, Any]:
-        """As `Collector.record`; waits for the batches under way."""
+        """As `Collector.record`. Waits for the batches that are being sampled."""
         ahead = {
             "batches": {str(step): _encode(job.result()) for step, job in self._jobs.items()},
             "carried": encode_groups(self._carried),
@@ -152,7 +152,7 @@ class AheadCollector(Collector):
         self._stream.restore(record["stream"])
 
     def close(self) -> None:
-        """Begins no more batches; the batch under way ends with its rollout."""
+        """Begins no more batches. The batch that is being sampled ends with its rollout."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _sample(self, step: int, policy: Staged | None, version: int) -> Found:
@@ -194,7 +194,7 @@ def staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
 
 
 def _marked(collected: Collected) -> Collected:
-    """The groups with the rollout's log-probs as behaviour log-probs; a group stays one object in all its lists."""
+    """The groups with the rollout's log-probs as behaviour log-probs. A group is the same object in all its lists."""
     marked = {
         id(g): dataclasses.replace(g, behaviour_logprobs=[c.logprobs for c in g.completions])
         for name in _LISTS

@@ -243,7 +243,7 @@ class Sampled:
 
 
 class Collector:
-    """Collects the groups of a step when the step asks for them, so that sampling and training take turns.
+    """Collects the groups of a step when the step asks for the groups. So sampling and training take turns.
 
     Args:
       collect: the function `collect` with the run's stream, generator and sizes bound. `Collector` passes `step`,
@@ -281,7 +281,7 @@ class Collector:
         self.sync(params, version)
 
     def sync(self, params: Any, version: int) -> None:
-        """Makes `params` the rollout's weights and verifies that it holds the same bits.
+        """Makes `params` the weights of the rollout, and verifies that the rollout holds the same bits.
 
         Raises:
           RolloutError: the checksums differ, so completions would come from another policy than the trained policy.

@@ -137,10 +137,10 @@ class GroupGenerator:
 
 
 class _Scoring:
-    """Scores the groups of one call in a thread, all complete groups at a time. Leaving it waits for the scores.
+    """Scores the groups of one call in a thread, all complete groups at a time. Leaving the context waits for scores.
 
-    A verifier that hangs delays one batch of scores. It does not delay the rollout, and the next groups only briefly.
-    Verdicts that have failed by chance are asked for once more after all others.
+    A verifier that hangs delays one batch of scores. The rollout goes on, and the next groups wait only briefly. If a
+    verdict has failed by chance, the verifier is asked once more, after all other verdicts.
     """
 
     def __init__(

@@ -28,7 +28,7 @@ class Clock:
         self._laps: dict[str, float] = {}
 
     def lap(self, name: str) -> None:
-        """Ends the part `name`, which began where the part before it ended."""
+        """Notes the seconds of the part `name`, from the end of the part before until now."""
         now = time.perf_counter()
         self._laps[f"time/{name}"] = now - self._last
         self._last = now
@@ -165,7 +165,7 @@ class Guard:
     limit: int | None = None
 
     def warnings(self, step: int, values: Mapping[str, float]) -> Iterator[str]:
-        """Yields a warning at the first gap above the usual gap, and warnings after step 1 that name what hinders.
+        """Yields a warning at the first gap above the usual gap, and warnings after step 1 of what hinders learning.
 
         The limit of tokens is too low if it cut off more than half of the completions. Nothing is learned where the
         completions of each prompt have one reward.

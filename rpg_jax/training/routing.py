@@ -119,13 +119,14 @@ class Routing:
         logprobs: jax.Array,
         experts: jax.Array,
     ) -> dict[str, float]:
-        """The metrics of `agreement` between the replayed completions and the trainer, and `replay_gap`.
+        """The metrics of `agreement` between the experts of sampler and trainer, and `routing/replay_gap`.
 
         replay_gap: mean |log-prob of the replay - log-prob that the sampler reported|, in nats. A gap far from 0 means
-        that the replay did not repeat the sampler's computation. With `cuts` the metric is absent: the sampler reports
-        log-probs of the cut distribution, and the replay reports log-probs of the full softmax.
+        that the replay did not repeat the sampler's computation. If top-p, top-k or min-p cut the distribution that
+        was sampled (`cuts`), the metric is absent: the replay reports log-probs of the full softmax.
 
         Args:
+          replayed: (group, completion, result) of each completion that a sampler's program has computed once more.
           logprobs, experts: the trainer's log-probs [B, C] and experts [B, C, L, k] of the first micro-batch.
         """
         if not replayed:

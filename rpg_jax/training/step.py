@@ -30,7 +30,7 @@ from rpg_jax.types import Batch
 
 @flax.struct.dataclass
 class Sums:
-    """The sums over micro-batches before the one division.
+    """Sums over the micro-batches of an update. The update divides once, after the last micro-batch.
 
     Attributes:
       grads: the gradient of Σ loss, in shape and layout of `TrainState.weights`; f32 for several micro-batches.
@@ -103,8 +103,8 @@ def make_programs(
 ) -> Programs:
     """Returns the programs with explicit shardings; compiles nothing yet.
 
-    It returns the same programs for equal arguments: runs of one process trace and compile them once. Under other rules
-    (`parallel.activate`) they are traced anew.
+    Equal arguments return the same programs, so runs of one process trace and compile the programs once. Under other
+    rules (`parallel.activate`) the programs are traced anew.
 
     Args:
       graphdef: of the Flax NNX policy.

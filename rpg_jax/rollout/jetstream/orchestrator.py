@@ -297,7 +297,7 @@ class JetStreamRollout(Feedable):
             _stop(self._drivers)
 
     def driver(self) -> GuardedDriver:
-        """The running driver: a fresh one if the last one has failed or was closed."""
+        """The running driver. If the last driver has failed or was closed, a new driver is started."""
         with self._lock:
             if not self._drivers or not self._drivers[0].live:
                 _stop(self._drivers)

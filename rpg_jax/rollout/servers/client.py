@@ -138,8 +138,8 @@ class Caller:
         self._under_way, self._broken = set[asyncio.Timeout](), set[asyncio.Timeout]()
 
     async def post(self, path: str, body: Mapping[str, Any]) -> tuple[Any, float]:
-        """The JSON of the answer, None if it is empty; and when the server accepted the connection, in seconds of
-        `time.monotonic`. Raises Unavailable or Refused."""
+        """Returns (JSON of the answer, None for an empty answer; time at which the server accepted the connection, in
+        seconds of `time.monotonic`). Raises Unavailable or Refused."""
         status, content, connected = await self._answer("POST", path, json.dumps(body).encode(), self._client.timeout)
         if status != 200:
             raise Refused(self._said(path, status, content), status=status)
@@ -153,7 +153,7 @@ class Caller:
         await self._answer("GET", path, None, timeout)
 
     def break_off(self) -> None:
-        """Ends the calls under way, which raise Unavailable."""
+        """Ends the calls that wait for an answer: they raise Unavailable."""
         for limit in self._under_way:
             if not limit.expired():
                 self._broken.add(limit)

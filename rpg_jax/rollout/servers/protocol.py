@@ -26,7 +26,7 @@ class Aborted(Exception):
 
 
 class Unusable(Exception):
-    """An answer holds no completion of its request; the message has the reason, and what the server lacks."""
+    """A server's answer holds no completion of the request. The message says why, and what the server lacks."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,7 +106,7 @@ class TurnRequest:
 
 
 def fault_of(one: Completion, sampling: Sampling, vocab_size: int) -> str:
-    """Why an answer is no completion of one turn; "" if it is one."""
+    """The reason why an answer is no completion of one turn; "" if the answer is a completion."""
     tokens, logprobs = one.tokens, one.logprobs
     if not 1 <= len(tokens) <= sampling.max_tokens or len(logprobs) != len(tokens):
         return f"a completion of {len(tokens)} tokens; the limit is {sampling.max_tokens}"
@@ -160,7 +160,7 @@ class Difference:
 @dataclasses.dataclass(frozen=True)
 class Probe:
     """N greedy tokens after a prompt, as the trainer computes them. The server reads the prompt in one pass, through
-    its cache of prefixes, and decodes the others one by one.
+    its cache of prefixes, and decodes the N tokens one by one.
 
     Attributes:
       prompt: i32[P].
@@ -192,9 +192,9 @@ class Probe:
     def difference(self, answer: Any) -> Difference:
         """Compares an answer, up to the first token that is not the trainer's: later tokens have another context.
 
-        The server's token may be another one where two are about equally probable. Then the difference is at least the
-        trainer's log-probability of its own token minus that of the server's token. A token that is not among the K
-        best counts as the last of the K. Raises Unusable as `TurnRequest.completion`.
+        If two tokens are about equally probable, the server may choose the other one. The difference then is at least
+        log π(trainer's token) − log π(server's token), by the trainer's π. A token that is not among the K best counts
+        as the last of the K. Raises Unusable as `TurnRequest.completion`.
         """
         made, found = self._question.completion(answer, 0, self.vocab_size), list[tuple[float, int, float, float]]()
         for token, server, tokens, logprobs in zip(made.tokens, made.logprobs, self.tokens, self.logprobs, strict=True):

@@ -29,8 +29,8 @@ _PATIENCE = 60.0  # seconds without an answer of that server
 class ServersRollout(Rollout):
     """One call of a server for each completion, or for each turn of a completion if there is an environment.
 
-    Servers load the weights before they sample with them, each when it is asked first. Every process of the trainer
-    asks for its share of the prompts. All ask the same servers, so a server has work while any process has.
+    A server loads the weights before its first completion of these weights. Every process of the trainer asks for its
+    share of the prompts. All processes ask the same servers, so a server is idle only if no process has work.
 
     Args:
       model: the name under which servers have the model; None for the only model of a server.
@@ -139,7 +139,7 @@ class ServersRollout(Rollout):
 
 
 class ServersWeights(Weights):
-    """The weights of a server that serves others too. They can be neither read nor replaced from here."""
+    """The weights of a server that has other clients too. This process can neither read nor replace the weights."""
 
     def __init__(self, url: str, checksum: int):
         self._version, self._url, self._said = 0, url, checksum
@@ -160,9 +160,9 @@ class ServersWeights(Weights):
 def connect(
     url: str, *, certificate: str | None, key: ApiKey | None, parallel: int, capacity: int, vocab_size: int
 ) -> ServersRollout:
-    """A rollout by one server of this project, `http://HOST:PORT`, which keeps its weights.
+    """A rollout by one server of this project, `http://HOST:PORT`. The server is never told to load weights.
 
-    All completions are of the weights that the server has now: an answer of other weights is an error.
+    All completions are of the weights that the server has now. An answer of other weights is an error.
 
     Args:
       certificate: the PEM file to trust; None for the system's.

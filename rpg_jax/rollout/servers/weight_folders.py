@@ -153,7 +153,7 @@ class WeightFolders(Weights):
             self._counts.update(values)
 
     def _run(self, done: Future[Path], before: Future[Path] | None, checksum: int, blocks: list[np.ndarray]) -> None:
-        """Writes a folder after the folder before it: all processes write in one order."""
+        """Waits for the folder before, then writes this folder. So all processes write the folders in one order."""
         try:
             if before is not None:
                 before.result()
@@ -162,7 +162,7 @@ class WeightFolders(Weights):
             done.set_exception(error)
 
     def _deploy(self, checksum: int, blocks: list[np.ndarray]) -> Path:
-        """Writes a folder with the other processes; the first one decides whether it is there already."""
+        """All processes write a folder together. The first process decides whether the folder is complete already."""
         folder = self._home / _name(checksum)
         wanted = [one.checksum for one in list(self._alive)]
         present = self._checksum

@@ -62,7 +62,7 @@ class ApiKey:
             raise ValueError(f"{source}: {error}") from None
 
     def opens(self, authorization: str | None) -> bool:
-        """Whether a header has this key; takes the same time for every wrong key."""
+        """Whether a header has this key. The comparison takes the same time for every wrong key."""
         return hmac.compare_digest(_digest(authorization or ""), self._digest)
 
 
@@ -116,11 +116,11 @@ class Access:
 
 
 def pem_file(path: str | None, variable: str, environment: Mapping[str, str] = os.environ) -> str | None:
-    """`path`; without it a file with the PEM text of the variable; None without both.
+    """`path`, or else the path of a file with the PEM text in `variable`; None if both are missing.
 
-    The file is in memory, and it goes with this process, however that ends: no private key stays on a disk.
+    The file is in memory and ends with this process. So no private key stays on a disk.
 
-    Raises ValueError where the system has no such files.
+    Raises ValueError if the system has no files in memory.
     """
     if path is not None or variable not in environment:
         return path
@@ -167,7 +167,7 @@ def address_of(host: str, port: int, *, tls: bool) -> str:
 def file_of(folder: str, name: str | None, port: int) -> epath.Path:
     """The file of a server in `folder`, local or gs://BUCKET/…; by default it is called HOST-PORT.
 
-    Raises ValueError if the folder is another kind of address, or the name more or less than one file in it.
+    Raises ValueError if the folder is an address of another kind, or the name is not the name of one file.
     """
     name = f"{socket.gethostname()}-{port}" if name is None else name
     if not re.fullmatch(r"[A-Za-z0-9][-\w.]*", name):
@@ -179,9 +179,9 @@ def file_of(folder: str, name: str | None, port: int) -> epath.Path:
 
 @contextlib.contextmanager
 def announce(file: epath.Path, address: str) -> Iterator[None]:
-    """While entered, `file` has the address. It is written in one step, and stays if the process is killed.
+    """Inside the block, `file` has the address. The file appears whole, and stays if the process is killed.
 
-    In the end it is deleted, unless another server of the same name has replaced it.
+    At the end of the block the file is deleted, unless another server of the same name has replaced the file.
 
     Raises StorageFailure if the file cannot be written, after retries.
     """

@@ -51,7 +51,7 @@ class Disk(Protocol):
         """Reads a folder into host memory. The result has an attribute `nbytes`. Raises ValueError or OSError."""
 
     def swap(self, weights: Any) -> int:
-        """Replaces the present weights by `weights`; returns their checksum. Nothing may be sampled meanwhile."""
+        """Replaces the present weights by `weights`, and returns the new checksum. Nothing may be sampled meanwhile."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,7 +178,7 @@ class Admission:
 
     @property
     def idle_seconds(self) -> float:
-        """The time since the last request or load ended, or since the start; 0 while one is under way."""
+        """Seconds since the last request or load ended, or since the start; 0 while a request or a load goes on."""
         return time.monotonic() - self._ended if self.idle else 0.0
 
     def arrival(self) -> int:
@@ -187,7 +187,7 @@ class Admission:
 
     @contextlib.contextmanager
     def request(self) -> Iterator[Callable[[int], None]]:
-        """Counts one request; the block reads and answers it, and says how many completions the request takes.
+        """Counts one request while the block answers it. The block says how many completions the request takes.
 
         Raises:
           Refused: the server is full or shutting down, or the block raised ValueError or RolloutError.
@@ -232,7 +232,7 @@ class Admission:
     async def load(self, folder: str, label: str, *, prefetch: bool) -> LoadResult:
         """Replaces the weights by those of a folder, or reads them for a later load; see `WeightLoader.load`.
 
-        The server goes on serving while it reads the folder. From the end of reading to the end of the load it refuses
+        The server serves while it reads the folder. From the end of reading to the end of the load it refuses
         new requests. A load that has begun goes on to its end even if the caller is cancelled.
 
         Raises:
@@ -360,7 +360,7 @@ class Admission:
 
 
 class _Stream:
-    """The channel of one request: the driver's threads write it, the event loop reads it."""
+    """The channel of one request. The driver's threads write tokens into the channel; the event loop reads them."""
 
     def __init__(self):
         self._loop, self._queue = asyncio.get_running_loop(), asyncio.Queue()

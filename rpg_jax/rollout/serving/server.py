@@ -124,7 +124,7 @@ class Server:
 
     @property
     def idle_seconds(self) -> float:
-        """The time since the last request or load ended, or since the start; 0 while one is under way."""
+        """Seconds since the last request or load ended, or since the start; 0 while a request or a load goes on."""
         return self._admission.idle_seconds
 
     def stop(self, grace: float = 30.0) -> None:
