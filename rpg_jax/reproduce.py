@@ -4,6 +4,7 @@
   python -m rpg_jax.reproduce --table=small -- --config.train.steps=200     (what follows -- goes to every run)
   python -m rpg_jax.reproduce --table=small --from-data     (the page from the numbers that come with the code)
   python -m rpg_jax.reproduce --table=reasoning --with-data --methods=RLOO     (one more row beside those numbers)
+  python -m rpg_jax.reproduce --methods=GRPO,RPG-REINFORCE-URKL --seeds=3 --config=mine.py
   python -m rpg_jax.reproduce --sweep optimizer.learning_rate=1e-4,3e-4 --methods=GRPO,RPG-REINFORCE-URKL --seeds=3
 
 The folder --out receives each table's page, figures and numbers in a folder of the table's name. It also receives the
@@ -62,13 +63,15 @@ def table_and_options(
       ValueError: options that do not go together, or a value that one of them does not take.
     """
     extra = [*options.overrides, *extra]
-    if bool(options.sweep) == bool(options.table):
-        raise ValueError(f"give either --table or --sweep; the tables are {', '.join(TABLES)}")
-    if options.sweep:
+    if bool(options.sweep or not options.table and options.methods) == bool(options.table):
+        raise ValueError(
+            f"give either --table, or --methods or --sweep for a table of your own; the tables are {', '.join(TABLES)}"
+        )
+    if not options.table:
         methods = [method.strip() for method in options.methods.split(",")] if options.methods else []
         if options.with_data:
             raise ValueError("--with-data is for tables: a sweep has its own values")
-        name, table = sweeps.sweep_table(options.config or SMALL_CONFIG, methods, options.sweep)
+        name, table = sweeps.sweep_table(options.config or SMALL_CONFIG, methods, options.sweep or [])
     else:
         name, table = options.table, TABLES[options.table]
         if options.config:

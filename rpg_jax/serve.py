@@ -1,7 +1,7 @@
 """Serves a policy over gRPC with JetStream's protocol, and over HTTP to OpenAI's clients.
 
   python -m rpg_jax.serve --run=runs/tiny-rpg-reinforce-urkl-seed0 --port=9000
-  python -m rpg_jax.serve --config=configs/x.py --config.model.path=/models/Qwen3-0.6B
+  python -m rpg_jax.serve --model=/models/Qwen3-0.6B --http_port=8000
   python -m rpg_jax.serve --config=configs/x.py --http_port=8000 --weights_from=FOLDER --idle=3600
 
 JetStream's clients work against it. --http_port=8000 adds /v1/completions, /v1/chat/completions, /v1/models, /metrics
@@ -10,6 +10,9 @@ server listens
 on the loopback interface. Another --host needs TLS, and an API key that clients send with every request:
 --api_key_file, or the variable RPG_JAX_API_KEY. The variables RPG_JAX_CERTIFICATE and RPG_JAX_PRIVATE_KEY may hold the
 texts of the PEM files.
+
+Prompt and completion together may have as many tokens as the model has positions for, or --context. As many are decoded
+at a time as then fit: on a CPU into 4 GiB.
 
 The third line is that of a server for a trainer with rollout.driver=servers: give it the trainer's own --config and
 overrides, and as FOLDER the trainer's servers.weights. The server may start before the trainer. With --idle it ends
@@ -30,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = cli.parser("serve", __doc__)
     parser.add_config()
     parser.add_argument("--run", help="folder of the run whose checkpoint is served")
+    parser.add_argument("--model", help="in place of a run a model, as --config.model.path takes it")
     parser.add_argument("--step", type=int, help="checkpoint to serve; default: the last")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     port = cli.number(int, 0, 65535)
@@ -40,6 +44,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--private_key", help=f"PEM file of its private key; {of_variable} RPG_JAX_PRIVATE_KEY")
     parser.add_argument("--api_key_file", help="file of the API key; default: the variable RPG_JAX_API_KEY")
     active, seconds = cli.number(int, 1), cli.number(float, 0)
+    longest = (
+        "tokens of prompt and completion together (default: the model's positions; with --weights_from the config's)"
+    )
+    parser.add_argument("--context", type=cli.number(int, 2), help=longest)
     parser.add_argument("--weights_from", help="folder inside which HTTP clients may name weights to load")
     parser.add_argument("--max_active", type=active, default=1024, help="completions served or queued (default: 1024)")
     parser.add_argument("--temperature", type=seconds, default=1.0, help="default of a request; 0 is greedy")
@@ -55,9 +63,15 @@ def serve(options: argparse.Namespace) -> int:
     """Checks the flags and serves; returns the exit code. Raises ValueError where the flags do not name a policy."""
     if (options.announce or options.announce_name) and (options.http_port is None or not options.announce):
         raise ValueError("--announce=FOLDER, which --announce_name needs, is of the HTTP address: add --http_port=8000")
-    loaded = cli.load_config(options)
+    if options.model is not None and options.config is None:  # the fields that a config would have
+        options.config, options.overrides = "base", [f"--config.model.path={options.model}", *options.overrides]
+    elif options.model is not None:
+        raise ValueError("--model takes no --config: leave --model out, and add --config.model.path=MODEL")
+    loaded = cli.load_config(options) if options.run is None or options.config else None
     if (options.run is None) == (loaded is None):
-        raise ValueError("which policy? Give either --run=runs/NAME or --config=FILE with --config.model.path=MODEL")
+        raise ValueError("which policy? Give one of --run=runs/NAME, --model=NAME and --config=FILE")
+    if options.run is not None and options.overrides:
+        raise ValueError(f"{options.overrides[0]}: a run has its own config, and --run takes no field of it")
     from rpg_jax.runs import policy_server  # loads JAX: wrong flags need not wait for it
 
     return policy_server.serve(options, loaded)

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -16,7 +18,7 @@ import pytest
 from configs import tiny
 from rpg_jax import serve
 from rpg_jax.rollout.jetstream.compat import jetstream_pb2, jetstream_pb2_grpc
-from rpg_jax.runs import policy
+from rpg_jax.runs import config_files, policy
 from tests import test_export
 from tests.modules import forget
 
@@ -157,4 +159,91 @@ def test_a_configs_weights_are_held_in_the_dtype_that_decodes_and_the_config_sta
 def test_no_policy_named_is_one_line_with_the_fix():
     done = subprocess.run([sys.executable, "-m", "rpg_jax.serve"], capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
-    assert done.stderr.strip().splitlines()[-1].startswith("error: which policy? Give either --run")
+    assert done.stderr.strip().splitlines()[-1].startswith("error: which policy? Give one of --run")
+
+
+MODEL = "configs/chains_start"  # it has positions for 32768 tokens
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--run=x", "--config.seed=1"], "--config.seed=1: a run has its own config, and --run takes no field of it"),
+        (["--model=x", "--config=tiny"], "--model takes no --config: leave --model out, and add --config.model.path="),
+        (["--run=x", "--model=y"], "which policy? Give one of --run=runs/NAME, --model=NAME and --config=FILE"),
+        ([f"--model={MODEL}", "--context=99999"], "--context=99999: the model has positions for 32768 tokens"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line_with_what_serve_takes(flags, said, capsys):
+    assert serve.main([*flags, "--port=0"]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {said}")
+
+
+def test_a_taken_port_is_said_with_its_flag_before_weights_are_read(capsys):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert serve.main([f"--model={MODEL}", "--port=0", f"--http_port={port}"]) == 2
+    said = f"error: cannot serve on 127.0.0.1:{port}: Address already in use; choose another --http_port\n"
+    assert capsys.readouterr().err == said
+
+
+def test_the_limits_of_a_server_are_those_of_its_model_and_slots_fit_4_gib(tmp_path):
+    from rpg_jax.rollout.footprint import cache_bytes
+    from rpg_jax.runs import policy_server
+    from rpg_jax.runs.memory import make_decoding
+
+    config = config_files.changed(tiny.get_config(), {"model.path": MODEL, "rollout.slots": 512})
+    served = policy.of_config(config, tmp_path, weights=False)
+    for tokens, room in ((None, 32768), (96, 96)):
+        layout = policy_server.with_context(served, tokens).experiment.layout
+        decoding = make_decoding(layout)
+        assert decoding.capacity == room
+        assert cache_bytes(layout.model, decoding) <= policy.CACHE and decoding.slots >= 1
+    assert decoding.slots == 512 * jax.device_count(), "where they fit, the slots are those of the config"
+
+
+@pytest.mark.slow  # a server and three trainers in processes of their own
+def test_errors_of_servers_are_one_line_each_in_a_trainer(tmp_path):
+    pytest.importorskip("aiohttp")
+    key = tmp_path / "key"
+    key.write_text("0123456789abcdef0123456789abcdef", encoding="utf-8")
+    weights, runs = tmp_path / "weights", tmp_path / "runs"
+    trains = [
+        *TRAINERS[:3],
+        f"--config.servers.weights={weights}",
+        f"--config.run.dir={runs}",
+        "--config.train.steps=99",
+    ]
+    trains += [
+        "--config.servers.patience_seconds=5",
+        "--config.warm_start.enabled=False",
+        "--config.evaluation.every=99",
+    ]
+    flags = ["--port=0", "--http_port=0", f"--weights_from={weights}", f"--api_key_file={key}"]
+
+    def trainer(port, secret):
+        urls = f"--config.servers.urls=http://127.0.0.1:{port}"
+        env = os.environ | {"RPG_JAX_SERVERS_KEY": secret}
+        command = [sys.executable, "-m", "rpg_jax.train", *trains, urls]
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env)
+
+    def last_words(process, timeout=240):
+        said = process.communicate(timeout=timeout)[1]
+        assert process.returncode == 1 and "Traceback" not in said
+        return said.strip().splitlines()[-1]
+
+    command = [sys.executable, "-m", "rpg_jax.serve", *TRAINERS, *flags]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        try:
+            port = re.search(r"over HTTP on port (\d+)", server.stdout.readline())[1]
+            wrong = last_words(trainer(port, "f" * 32))
+            assert wrong.startswith("error: ") and "answered 401" in wrong and "RPG_JAX_SERVERS_KEY" in wrong
+            dies = trainer(port, key.read_text(encoding="utf-8"))
+            while "step 1/" not in (line := dies.stdout.readline() + dies.stderr.readline()):
+                assert line
+            server.kill()
+            gone = last_words(dies)
+            assert gone.startswith("error: no server has answered for 5 s (servers.patience_seconds)")
+            assert "Traceback" not in server.communicate(timeout=60)[1]
+        finally:
+            server.kill()

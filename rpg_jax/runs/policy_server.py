@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import sys
 import tempfile
@@ -13,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from rpg_jax import models, storage
+from rpg_jax.rollout.footprint import cache_bytes
 from rpg_jax.rollout.jetstream.compat import JetstreamMetricsCollector
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
 from rpg_jax.rollout.serving.access import (
@@ -28,7 +30,9 @@ from rpg_jax.rollout.serving.access import (
 from rpg_jax.rollout.serving.server import Server
 from rpg_jax.runs import config_files, policy, run_folder
 from rpg_jax.runs.experiment import make_rollout
+from rpg_jax.runs.fitting import fast_dtype
 from rpg_jax.runs.layout import Layout
+from rpg_jax.runs.memory import make_decoding
 from rpg_jax.runs.policy import Policy
 from rpg_jax.runs.processes import StopRequest
 
@@ -42,10 +46,14 @@ def serve(options: argparse.Namespace, loaded: config_files.Loaded | None) -> in
     """Serves the policy of `options.run`, or else of the config `loaded`; returns the exit code of `rpg_jax.serve`."""
     files = pem_file(options.certificate, CERTIFICATE), pem_file(options.private_key, PRIVATE_KEY)
     access = Access(options.host, *files, ApiKey.find(options.api_key_file))
-    access.tls()  # a broken file, or a wrong folder, is said before the weights are loaded
+    access.tls()  # a broken file, a wrong folder or a taken port is said before the weights are loaded
+    for flag in ("port", "http_port"):
+        access.check_free(flag, getattr(options, flag))
     if options.announce:
         file_of(options.announce, options.announce_name, options.http_port)
     served, name = _opened(options, loaded)
+    if options.context is not None or options.weights_from is None:
+        served = with_context(served, options.context)
     model_name = Path(options.run or served.experiment.config.model.path or "policy").name
     chosen = {flag: getattr(options, flag) for flag in _PASSED}
     server = make_policy_server(served, name=model_name, access=access, **chosen)
@@ -60,10 +68,38 @@ def _opened(options: argparse.Namespace, loaded: config_files.Loaded | None) -> 
             served = policy.of_run(folder, options.step, changes=_CHANGES)
         return served, f"{options.run}, step {served.step},"
     model = loaded.config.model
+    if options.model and "model.compute_dtype" not in loaded.overrides:
+        loaded.config.model.compute_dtype = fast_dtype()[0]
     trains_tokenizer = not (model.tokenizer or model.path)  # on the problems' text
     with tempfile.TemporaryDirectory() as scratch:
         served = policy.of_config(loaded.config, Path(scratch), changes=_CHANGES, held_out=trains_tokenizer)
     return served, model.path or "random weights"
+
+
+def with_context(served: Policy, tokens: int | None) -> Policy:
+    """`served` for prompts and completions of `tokens` tokens together; None: as many as the model has positions for.
+
+    It has as many slots as fit the device, on a CPU into 4 GiB, and no more than `rollout.slots`, if that is set.
+
+    Raises ValueError if the model has fewer positions.
+    """
+    layout = served.experiment.layout
+    positions = layout.model.rope.max_position_embeddings
+    tokens = positions if tokens is None else tokens
+    if tokens > positions:
+        raise ValueError(f"--context={tokens}: the model has positions for {positions} tokens, give at most as many")
+    config = layout.config.copy_and_resolve_references()
+    config.task.max_prompt_tokens, config.rollout.max_tokens = tokens - tokens // 2, tokens // 2
+    asked, config.rollout.slots, config.rollout.threads = config.rollout.slots, None, 1
+    wide = dataclasses.replace(layout, config=config)
+    decoding = make_decoding(wide)
+    devices = 1 if decoding.mesh is None else decoding.mesh.size
+    fitting = usual = decoding.slots // devices
+    if layout.device_memory is None:
+        one = dataclasses.replace(decoding, slots=devices)
+        fitting = int(policy.CACHE // cache_bytes(layout.model, one))
+    config.rollout.slots = max(1, min(asked or usual, fitting))
+    return dataclasses.replace(served, experiment=dataclasses.replace(served.experiment, layout=wide))
 
 
 def _until_the_end(server: Server, name: str, access: Access, options: argparse.Namespace) -> int:
@@ -76,6 +112,8 @@ def _until_the_end(server: Server, name: str, access: Access, options: argparse.
             address = address_of(options.host, server.http_port, tls=access.certificate is not None)
             closing.enter_context(announce(file, address))
         print(f"serving {name} on {options.host}:{server.port}{also}", flush=True)
+        room, slots = server.decoding.capacity, server.decoding.slots
+        print(f"prompt and completion: up to {room} tokens; {slots} completions are decoded at a time", flush=True)
         while not stop.wait(None if options.idle is None else _LOOK) and server.idle_seconds < options.idle:
             pass
         print("draining" if stop.signal else f"no request for {options.idle:g} s: draining", flush=True)

@@ -35,6 +35,18 @@ def test_a_sweep_is_the_table_of_every_combination():
     assert list(sweep_table("configs/small.py", [], [RATES])[1].rows) == ["lr 1e-4", "lr 3e-4"]
 
 
+def test_methods_and_seeds_alone_are_a_table_of_any_config(tmp_path, monkeypatch):
+    asked = {}
+    monkeypatch.setattr(
+        run_tables,
+        "make_table",
+        lambda name, table, how: (asked.update(name=name, table=table, how=how), ("page", {}))[1],
+    )
+    assert reproduce.main(["--methods=GRPO,DAPO", "--seeds=3", "--config=tiny", f"--out={tmp_path}"]) == 0
+    assert asked["table"].rows == {"GRPO": ("--config.method=GRPO",), "DAPO": ("--config.method=DAPO",)}
+    assert (asked["name"], asked["table"].config, list(asked["how"].seeds)) == ("sweep-tiny-method", "tiny", [0, 1, 2])
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -48,7 +60,7 @@ def test_a_sweep_is_the_table_of_every_combination():
         (["train.updates_per_step=1,7"], "updates 7: rollout.prompts_per_step=64 must be a multiple of"),
         (["seed=1,2"], "--sweep seed: --seeds and --out give every run its seed"),
         (["train.steps=1", "--seeds=x"], "--seeds=x: give a number of seeds"),
-        (["train.steps=1", "--table=small"], "give either --table or --sweep"),
+        (["train.steps=1", "--table=small"], "give either --table, or --methods or --sweep"),
     ],
 )
 def test_a_sweep_that_could_not_run_is_refused_before_it_starts(arguments, message, tmp_path, capsys, monkeypatch):

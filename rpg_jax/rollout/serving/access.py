@@ -97,6 +97,16 @@ class Access:
         if self.key is None:
             raise ValueError(f"host {self.host} is not loopback: it needs an API key, --api_key_file or {ENVIRONMENT}")
 
+    def check_free(self, flag: str, port: int | None) -> None:
+        """Raises ValueError, with the flag's name, if another program listens on the port; None and 0 are free."""
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        try:
+            socket.create_server((self.host, port or 0), family=family).close()
+        except OSError as error:
+            raise ValueError(
+                f"cannot serve on {self.host}:{port}: {os.strerror(error.errno or 0)}; choose another --{flag}"
+            ) from error
+
     def grpc_credentials(self) -> grpc.ServerCredentials | None:
         """TLS of a gRPC server. For a broken file, gRPC gives no reason; `tls` gives the reason."""
         if self.certificate is None or self.private_key is None:

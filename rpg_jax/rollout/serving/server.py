@@ -89,6 +89,8 @@ class Server:
       render: the model's chat template for HTTP clients, see `openai.ChatForm`.
       disk: reads the folders of weights that HTTP clients name, see `Admission`.
 
+    `decoding` has the slots, and their capacity: the tokens of prompt and completion together.
+
     Raises:
       ValueError: a port is taken, or TLS is broken.
     """
@@ -120,7 +122,8 @@ class Server:
                 self.http_port = self._call(self._start_http(http_port, render))
         except (RuntimeError, OSError) as error:
             self.stop(grace=0)
-            raise ValueError(f"cannot serve on {self._access.host}:{port}: {error}") from error
+            raise ValueError(f"cannot serve on {self._access.host}: {error}") from error
+        self.decoding = rollout.engine.decoding
 
     @property
     def idle_seconds(self) -> float:
