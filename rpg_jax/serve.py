@@ -11,8 +11,8 @@ on the loopback interface. Another --host needs TLS, and an API key that clients
 --api_key_file, or the variable RPG_JAX_API_KEY. The variables RPG_JAX_CERTIFICATE and RPG_JAX_PRIVATE_KEY may hold the
 texts of the PEM files.
 
-Prompt and completion together may have as many tokens as the model has positions for, or --context. As many are decoded
-at a time as then fit: on a CPU into 4 GiB.
+Prompt and completion together may have as many tokens as the model has positions for (on a CPU at most 8192), or
+--context. As many are decoded at a time as then fit: on a CPU into 1 GiB.
 
 The third line is that of a server for a trainer with rollout.driver=servers: give it the trainer's own --config and
 overrides, and as FOLDER the trainer's servers.weights. The server may start before the trainer. With --idle it ends

@@ -60,7 +60,7 @@ class Sample(NamedTuple):
     finish_reason: FinishReason
 
 
-CACHE = 4 << 30  # bytes of keys and values on a device, at most
+_CACHE = 4 << 30  # bytes of keys and values on a device, at most
 _ROWS = 4  # of a device in one pass of `Policy.logprobs`
 _ROW = 512  # tokens of a row that several completions share, unless one alone needs more
 _MULTIPLE = 128  # of the tokens of a row: few shapes are compiled, and every kernel takes them
@@ -202,7 +202,7 @@ class Policy:
         if c.rollout.slots is None:
             devices = decoding.slots if decoding.mesh is None else decoding.mesh.size
             one = dataclasses.replace(decoding, slots=devices, threads=1)
-            fit = max(1, min(decoding.slots // devices, int(CACHE // cache_bytes(layout.model, one))))
+            fit = max(1, min(decoding.slots // devices, int(_CACHE // cache_bytes(layout.model, one))))
             decoding = dataclasses.replace(one, slots=min(power_of_two(-(-rows // devices)), fit) * devices)
         if rows == 1:
             decoding = dataclasses.replace(decoding, steps_per_dispatch=1)

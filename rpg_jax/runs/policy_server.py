@@ -37,6 +37,8 @@ from rpg_jax.runs.policy import Policy
 from rpg_jax.runs.processes import StopRequest
 
 _CHANGES = {"rollout.driver": "orchestrator"}
+_CPU_CONTEXT = 8192
+_CPU_CACHE = 1 << 30  # bytes of keys and values: a CPU copies them now and then
 _CLOSING = 30.0  # seconds that closing may take after --grace
 _LOOK = 1.0  # seconds between two looks at the requests under way
 _PASSED = ("temperature", "port", "max_active", "http_port", "weights_from")
@@ -77,15 +79,17 @@ def _opened(options: argparse.Namespace, loaded: config_files.Loaded | None) -> 
 
 
 def with_context(served: Policy, tokens: int | None) -> Policy:
-    """`served` for prompts and completions of `tokens` tokens together; None: as many as the model has positions for.
+    """`served` for prompts and completions of `tokens` tokens together; None: as many as the model has positions for,
+    and at most 8192 on a CPU.
 
-    It has as many slots as fit the device, on a CPU into 4 GiB, and no more than `rollout.slots`, if that is set.
+    It has as many slots as fit the device, on a CPU into 1 GiB, and no more than `rollout.slots`, if that is set.
 
     Raises ValueError if the model has fewer positions.
     """
     layout = served.experiment.layout
     positions = layout.model.rope.max_position_embeddings
-    tokens = positions if tokens is None else tokens
+    on_cpu = layout.device_memory is None
+    tokens = (min(positions, _CPU_CONTEXT) if on_cpu else positions) if tokens is None else tokens
     if tokens > positions:
         raise ValueError(f"--context={tokens}: the model has positions for {positions} tokens, give at most as many")
     config = layout.config.copy_and_resolve_references()
@@ -95,9 +99,9 @@ def with_context(served: Policy, tokens: int | None) -> Policy:
     decoding = make_decoding(wide)
     devices = 1 if decoding.mesh is None else decoding.mesh.size
     fitting = usual = decoding.slots // devices
-    if layout.device_memory is None:
+    if on_cpu:
         one = dataclasses.replace(decoding, slots=devices)
-        fitting = int(policy.CACHE // cache_bytes(layout.model, one))
+        fitting = int(_CPU_CACHE // cache_bytes(layout.model, one))
     config.rollout.slots = max(1, min(asked or usual, fitting))
     return dataclasses.replace(served, experiment=dataclasses.replace(served.experiment, layout=wide))
 

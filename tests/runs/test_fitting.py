@@ -43,6 +43,7 @@ def test_what_was_asked_for_stays_and_a_method_by_name_brings_its_shaping(tmp_pa
     assert (config.rollout.max_tokens, config.optimizer.learning_rate) == (5, 1e-4)
     assert config.rewards.overlong_shaping is None and config.dynamic_sampling.enabled is None  # the method's row
     assert config.train.packed_length >= config.task.max_prompt_tokens + 5
+    assert [config_of(tmp_path, **{"train.steps": n}).evaluation.every for n in (3, 24, 400)] == [1, 6, 10]
 
 
 def test_the_limit_of_prompts_holds_99_percent_of_the_rows(tmp_path):
@@ -54,7 +55,14 @@ def test_the_limit_of_prompts_holds_99_percent_of_the_rows(tmp_path):
 
 @pytest.mark.parametrize(
     ("weights", "adapters", "rate"),
-    [(135e6, False, 3e-5), (0.6e9, False, 7e-6), (4e9, False, 1e-6), (70e9, False, 1e-6), (4e9, True, 1e-5)],
+    [
+        (135e6, False, 1e-5),
+        (135e6, True, 1e-4),
+        (0.6e9, False, 7e-6),
+        (4e9, False, 1e-6),
+        (70e9, False, 1e-6),
+        (4e9, True, 1e-5),
+    ],
 )
 def test_the_rate_falls_with_the_size_and_has_its_reason(weights, adapters, rate):
     found, reason = fitting._rate(int(weights), adapters=adapters)

@@ -189,6 +189,8 @@ class Caller:
 
     def _said(self, path: str, status: int, content: bytes) -> str:
         text = self._client.without_key(" ".join(content[:300].decode(errors="replace").split()))
+        if status == 401:
+            text = "it has another API key; a trainer reads RPG_JAX_SERVERS_KEY, and evaluate --api_key_file"
         return f"{self.url}{path} answered {status}: {text}"
 
 
