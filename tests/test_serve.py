@@ -188,9 +188,9 @@ def test_a_taken_port_is_said_with_its_flag_before_weights_are_read(capsys):
 
 
 def test_the_limits_of_a_server_are_those_of_its_model_and_slots_fit_the_memory(tmp_path):
-    from rpg_jax.rollout.footprint import cache_bytes
+
     from rpg_jax.runs import policy_server
-    from rpg_jax.runs.memory import make_decoding
+    from rpg_jax.runs.memory import cache_bytes, make_decoding
 
     config = config_files.changed(tiny.get_config(), {"model.path": MODEL, "rollout.slots": 512})
     served = policy.of_config(config, tmp_path, weights=False)

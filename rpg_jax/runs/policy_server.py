@@ -14,7 +14,6 @@ from typing import Any
 import jax.numpy as jnp
 
 from rpg_jax import models, storage
-from rpg_jax.rollout.footprint import cache_bytes
 from rpg_jax.rollout.jetstream.compat import JetstreamMetricsCollector
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
 from rpg_jax.rollout.serving.access import (
@@ -32,7 +31,7 @@ from rpg_jax.runs import config_files, policy, run_folder
 from rpg_jax.runs.experiment import make_rollout
 from rpg_jax.runs.fitting import fast_dtype
 from rpg_jax.runs.layout import Layout
-from rpg_jax.runs.memory import make_decoding
+from rpg_jax.runs.memory import cache_bytes, make_decoding
 from rpg_jax.runs.policy import Policy
 from rpg_jax.runs.processes import StopRequest
 
