@@ -2,7 +2,7 @@
 
 Command:   python -m rpg_jax.train --config=configs/qwen3_4b_8k.py --config.model.path=Qwen/Qwen3-4B \
              --config.method=RPG-REINFORCE-URKL
-Hardware:  v5p:4x4x4, 3.8 days expected for 400 steps; v5p:2x2x2 27 days, v6e:4x4 25 days.
+Hardware:  v5p:4x4x4, 3.8 days expected for 400 steps (3.4 to 4.9); v5p:2x2x2 29 days, v6e:4x4 27 days.
            docs/plan.md has memory and seconds.
 """
 

@@ -105,11 +105,11 @@ def tables(found: Map, s: StalenessSettings) -> dict[str, str]:
     }
     made = {"Staleness and length: bias or noise?": _table(["loss", *drifts], [[k, *v] for k, v in cells.items()])}
     for n in s.completions:
-        errors = {key: error(row, n) for key, row in found.items()}
+        every = {key: error(row, n) for key, row in found.items()}
         rows = []
         for i, length in enumerate(s.lengths):
-            best = [min(errors, key=lambda key, at=(i, j): errors[key][at]) for j in range(len(s.drifts))]
-            rows.append([str(length), *(f"{key}, {errors[key][i, j]:.2f}" for j, key in enumerate(best))])
+            at_each = ([(errors[i, j], key) for key, errors in every.items()] for j in range(len(s.drifts)))
+            rows.append([str(length), *("{1}, {0:.2f}".format(*min(pairs)) for pairs in at_each)])
         made[f"Least error of an update of {n:,} completions"] = _table(["tokens", *drifts], rows)
     return made
 

@@ -4,14 +4,19 @@ Each stands beside the public figures that it was set by. `docs/plan.md` compare
 runs.
 """
 
-HBM = 0.6
-"""Share of HBM's bandwidth while decoding. Ragged paged attention reaches up to 0.86 in decode on TPU7x
-(arXiv:2604.15464). This engine's kernel reads whole blocks, half a block too much per slot, and so gets less."""
+HBM = 0.5
+"""Share of HBM's bandwidth while decoding, and in other programs. Published engines reach 0.38 to 0.51 of it in whole
+decode steps: sglang-jax with Qwen3-8B on v6e-4 (docs/plan.md has its rows), and tpu-inference about 0.49 with Qwen3-32B
+in fp8 on TPU7x (its pull request 1961)."""
 
-HBM_INT8 = 0.4
-"""The same while attention reads a cache in int8, whose numbers a core expands. By the compiler's listing for v5p and
-3,085 attended positions, whole blocks take 1.5 (eight heads a chip) to 2.1 times (two heads) the cycles of the bytes at
-full bandwidth; in bf16 1.04 and 1.1. This keeps about that proportion."""
+HBM_BAND = (0.35, 0.6)
+"""The least and the most that a plan considers. 0.35 is somewhat below the slowest published row with a large batch.
+The kernel of ragged paged attention alone reaches up to 0.86 on TPU7x (arXiv:2604.15464), a whole step less."""
+
+INT8 = 2 / 3
+"""Factor of this share while attention reads a cache in int8, whose numbers a core expands. By the compiler's listing
+for v5p and 3,085 attended positions, whole blocks take 1.5 (eight heads a chip) to 2.1 times (two heads) the cycles of
+the bytes at full bandwidth; in bf16 1.04 and 1.1."""
 
 FLOPS = 0.5
 """Share of peak FLOP/s in matrix products, recomputation counted as work. MaxText reports 0.44 to 0.50 of dense models
@@ -21,10 +26,10 @@ tiering)."""
 ICI = 0.6
 """Share of the bandwidth of all links of a chip. A collective over some axes of the torus uses only their links."""
 
-COLLECTIVE_SECONDS = 30e-6
+COLLECTIVE_SECONDS = 27e-6
 """Latency of one collective of a decode step, with the small programs between two of them. It is set by one reported
 device time: Levanter decodes eight completions of Qwen3-8B on v6e-8 at 4.9 ms a step (marin-community/marin#6229). The
-bytes take 2.4 ms at 0.6 of HBM's bandwidth; 74 collectives share the rest. The hops alone take some microseconds."""
+bytes take 2.9 ms at half of HBM's bandwidth; 74 collectives share the rest. The hops alone take some microseconds."""
 
 DISPATCH_SECONDS = 3e-3
 """Seconds between two dispatches of decode steps, while tokens reach the host and slots are filled. Levanter's engine

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from rpg_jax.planning import efficiency
 from rpg_jax.planning.compiling import Program
 from rpg_jax.planning.estimates import Estimate
 from rpg_jax.planning.topologies import Topology
@@ -126,11 +127,11 @@ def _speed(topology: Topology, programs: Programs) -> Table:
 
 
 def _step(topology: Topology, figures: Mapping[str, Any]) -> Table:
-    """A table with the columns bound and expected. A cell is empty if its column does not have the phase."""
+    """A table with the columns bound, expected and slowest. A cell is empty if its column does not have the phase."""
     table = Table(title=f"an RL step on {topology.chips} chips, and the run", show_header=True)
-    for column in ("", "bound", "expected"):
+    for column in ("", "bound", "expected", "slowest"):
         table.add_column(column, justify="left" if column == "" else "right")
-    sides = [figures[side] for side in ("bound", "expected")]
+    sides = [figures[side] for side in ("bound", "expected", "slowest")]
     for name in dict.fromkeys(name for side in sides for name in side["phases"]):
         table.add_row(
             f"{name}, s", *(_figure(side["phases"][name]) if name in side["phases"] else "" for side in sides)
@@ -142,6 +143,7 @@ def _step(topology: Topology, figures: Mapping[str, Any]) -> Table:
         ("beside servers of as many chips, s", "seconds_beside_servers"),
         (f"{steps}, days", "days"),
         (f"{steps}, chip-hours", "chip_hours"),
+        ("a step, dollars (list price)", "step_dollars"),
         (f"{steps}, dollars (list price)", "dollars"),
     ):
         table.add_row(title, *("?" if side[key] is None else _figure(side[key]) for side in sides))
@@ -155,7 +157,8 @@ def _assumed(figures: Mapping[str, Any]) -> str:
         f"{figures['prompts']:,.0f} prompts of {figures['prompt_tokens']:,.0f} tokens; {figures['completions']:,.0f} "
         f"completions of {figures['mean_tokens']:,.0f} in {figures['slots']:,.0f} slots "
         f"({figures['slots_of_a_chip']:,.1f} a chip); {figures['micro_batches']:,.0f} micro-batches; "
-        "without evaluations and compilation"
+        f"without evaluations and compilation; decoding at {efficiency.HBM:g} of HBM's bandwidth, slowest "
+        f"{efficiency.HBM_BAND[0]:g}"
     )
 
 
@@ -166,7 +169,8 @@ def _closing(figures: Mapping[str, Any]) -> list[str]:
         dollars = "" if side["dollars"] is None else f", ${side['dollars']:,.0f}"
         return f"{_figure(side['days'])} days{dollars}"
 
-    costs = f"{cost(figures['expected'])} expected; {cost(figures['bound'])} at the bound"
+    ends = " to ".join(cost(figures[side]) for side in ("fastest", "slowest"))
+    costs = f"{cost(figures['expected'])} expected ({ends}); {cost(figures['bound'])} at the bound"
     return [f"binds: {figures['binds']}", f"{figures['steps']:,.0f} steps: {costs}"]
 
 

@@ -173,7 +173,7 @@ def decode_step_of(layout: Layout, decoding: Decoding, program: Program) -> Deco
         network=sum(program.costs.collectives.values()),
         collectives=program.costs.launches,
         steps_per_dispatch=decoding.steps_per_dispatch,
-        reading=efficiency.HBM_INT8 if decoding.int8_kv else efficiency.HBM,
+        reading=efficiency.INT8 if decoding.int8_kv else 1.0,
     )
 
 
@@ -186,11 +186,13 @@ def step_figures(
 ) -> dict[str, Any]:
     """Bound and expected time of a step and of the run without evaluations, and the phase that binds.
 
-    Prompts include dynamic sampling's oversampling.
+    `fastest` and `slowest` are expected at the ends of `efficiency.HBM_BAND`. Prompts include dynamic sampling's
+    oversampling.
     """
     work, step = work_of(layout, decoding, lengths), decode_step_of(layout, decoding, programs["decode"])
     best = step_time.bound(work, step, programs, layout.model, on)
     likely = step_time.expected(work, step, programs, on)
+    slowest, fastest = (step_time.expected(work, step, programs, on, hbm) for hbm in efficiency.HBM_BAND)
     return {
         "prompts": work.prompts,
         "completions": work.prompts * work.group_size,
@@ -202,5 +204,7 @@ def step_figures(
         "steps": work.steps,
         "bound": best.as_dict(),
         "expected": likely.as_dict(),
+        "fastest": fastest.as_dict(),
+        "slowest": slowest.as_dict(),
         "binds": step_time.binding(likely),
     }

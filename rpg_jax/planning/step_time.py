@@ -106,12 +106,17 @@ def bound(work: Work, step: DecodeStep, programs: Mapping[str, Program], model: 
     return Phases(phases, work, on)
 
 
-def expected(work: Work, step: DecodeStep, programs: Mapping[str, Program], on: Topology) -> Phases:
+def expected(
+    work: Work, step: DecodeStep, programs: Mapping[str, Program], on: Topology, hbm: float = efficiency.HBM
+) -> Phases:
     """Seconds of the phases at the efficiencies of `efficiency`: whole micro-batches and dispatches, a latency for each
-    collective, and slots that empty in the end. The wait for the slowest host is left out: 1 to 4 %."""
+    collective, and slots that empty in the end. The wait for the slowest host is left out: 1 to 4 %.
+
+    `hbm` is the share of HBM's bandwidth while decoding.
+    """
     chip, own = on.chip, work.prompts / work.meshes
     seconds = {name: _run(program, work).expected(chip) for name, program in programs.items()}
-    decode = decode_expected(step, own * work.group_size, work.lengths, chip)
+    decode = decode_expected(step, own * work.group_size, work.lengths, chip, hbm)
     batches = work.micro_batches * work.updates
     if "update" in seconds:
         update = batches * seconds["update"]
@@ -173,6 +178,7 @@ class Phases:
             "days": run / 86_400,
             "chip_hours": hours * self.on.chips / self.on.chip.cores,
             "dollars": None if self.on.hourly is None else hours * self.on.hourly,
+            "step_dollars": None if self.on.hourly is None else self.total / 3600 * self.on.hourly,
         }
 
 
@@ -195,7 +201,7 @@ class DecodeStep:
       network: bytes that collectives bring.
       collectives: number of collectives.
       steps_per_dispatch: steps between two looks by the host.
-      reading: expected share of HBM's bandwidth while attention reads the cache.
+      reading: factor of the expected share of HBM's bandwidth while attention reads the cache.
     """
 
     slots: float
@@ -206,7 +212,7 @@ class DecodeStep:
     network: float = 0.0
     collectives: float = 0.0
     steps_per_dispatch: int = 16
-    reading: float = efficiency.HBM
+    reading: float = 1.0
 
 
 def decode_bound(step: DecodeStep, completions: float, lengths: Lengths, chip: Chip) -> dict[str, float]:
@@ -223,19 +229,22 @@ def decode_bound(step: DecodeStep, completions: float, lengths: Lengths, chip: C
     }
 
 
-def decode_expected(step: DecodeStep, completions: float, lengths: Lengths, chip: Chip) -> dict[str, float]:
+def decode_expected(
+    step: DecodeStep, completions: float, lengths: Lengths, chip: Chip, hbm: float = efficiency.HBM
+) -> dict[str, float]:
     """Expected seconds of each part of decoding, by the efficiencies of `efficiency`. The parts follow each other.
 
     weights: every step reads the weights and multiplies all slots, also idle slots. cache: attention. latency:
-    collectives. host: the time between dispatches. At the end the slots become idle one by one.
+    collectives. host: the time between dispatches. At the end the slots become idle one by one. `hbm` is the share of
+    HBM's bandwidth.
     """
     tokens = completions * lengths.mean
     steps, positions = decode_steps(completions, lengths, step.slots), tokens / step.slots * lengths.attended
-    bandwidth, flops = efficiency.HBM * chip.hbm_bandwidth, efficiency.FLOPS * chip.flops
+    bandwidth, flops = hbm * chip.hbm_bandwidth, efficiency.FLOPS * chip.flops
     network = step.network / (efficiency.ICI * chip.ici_bandwidth)
     return {
         "weights": steps * max(step.fixed / bandwidth, step.products / flops),
-        "cache": positions * max(step.cached / (step.reading * chip.hbm_bandwidth), step.scores / flops),
+        "cache": positions * max(step.cached / (step.reading * bandwidth), step.scores / flops),
         "latency": steps * (network + step.collectives * efficiency.COLLECTIVE_SECONDS),
         "host": steps / step.steps_per_dispatch * efficiency.DISPATCH_SECONDS,
     }

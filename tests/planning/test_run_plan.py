@@ -140,7 +140,12 @@ def test_the_figures_of_a_step_come_from_config_and_programs():
     text = console.export_text()
     assert "400 steps, days" in text
     _, binds, costs = text[text.index("fits v5e") :].splitlines()  # the last lines
-    assert binds.startswith("binds: ") and re.match(r"400 steps: [\d.]+ days, \$[\d,]+ expected; [\d.]+ days", costs)
+    assert binds.startswith("binds: ") and re.match(
+        r"400 steps: [\d.]+ days, \$[\d,]+ expected \([\d.]+ days, \$[\d,]+ to [\d.]+ days, \$[\d,]+\); [\d.]+ days",
+        costs,
+    )
+    assert found["bound"]["seconds"] < found["fastest"]["seconds"] < found["expected"]["seconds"]
+    assert found["expected"]["seconds"] < found["slowest"]["seconds"]
 
 
 def test_each_program_is_announced_before_it_is_compiled(monkeypatch, capsys):
