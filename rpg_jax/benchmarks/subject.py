@@ -8,7 +8,7 @@ import functools
 import resource
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -124,13 +124,6 @@ class Subject:
 
     def batch(self) -> Batch:
         """Random tokens in rows without padding, each completion at its row's end; policies are a little apart."""
-        return self._batch(lambda x: jax.device_put(x, self.layout.row_sharding))
-
-    def batch_shapes(self) -> Batch:
-        """Shapes, dtypes and shardings of `batch`."""
-        return self._batch(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self.layout.row_sharding))
-
-    def _batch(self, place: Callable[[np.ndarray], Any]) -> Batch:
         (rows, length, completion, *_), vocabulary = self.shape, self.layout.model.vocab_size
         prompt = length - min(completion, length - 1)
         rng = np.random.default_rng(0)
@@ -148,7 +141,8 @@ class Subject:
         }
         columns = {"sampler_logprobs": near, "behaviour_logprobs": near, "ref_logprobs": reference}
         model = {"tokens": tokens, "positions": places, "segment_ids": ones}
-        own, columns = jax.tree.map(place, (model | trained, columns | {"advantages": advantages}))
+        placed = jax.device_put((model | trained, columns | {"advantages": advantages}), self.layout.row_sharding)
+        own, columns = placed
         return Batch(rows=Rows(**own), **columns)
 
 

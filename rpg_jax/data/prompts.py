@@ -165,9 +165,12 @@ def rendered(problem: Problem, tokenizer: Tokenizer, *, thinking: bool = True) -
     return tokenizer.chat(messages, thinking=thinking)
 
 
-def encode_prompt(problem: Problem, tokenizer: Tokenizer, *, thinking: bool = True) -> np.ndarray:
-    """Token ids i32[n] of the text that `rendered` makes of the prompt."""
-    return np.asarray(tokenizer.encode(rendered(problem, tokenizer, thinking=thinking)), np.int32)
+def encode_prompt(
+    problem: Problem, tokenizer: Tokenizer, *, thinking: bool = True, limit: int | None = None
+) -> np.ndarray:
+    """Token ids i32[n] of the text that `rendered` makes of the prompt; with a `limit`, the last `limit` of them."""
+    ids = np.asarray(tokenizer.encode(rendered(problem, tokenizer, thinking=thinking)), np.int32)
+    return ids if limit is None else ids[-limit:]
 
 
 def filter_length(

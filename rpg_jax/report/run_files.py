@@ -12,7 +12,7 @@ import itertools
 import json
 import math
 import statistics
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -250,8 +250,3 @@ class Run:
         """The last step by which the run has spent no more than `amount`."""
         most = amount * (1 + 1e-9)  # sums of seconds round
         return max(step for step, cost in self.costs[axis].items() if cost <= most)
-
-    def brief(self, columns: Collection[str]) -> Run:
-        """A copy of the run whose records have only the step and the metrics `columns`."""
-        kept = [{key: value for key, value in r.items() if key in ("step", *columns)} for r in self.records]
-        return dataclasses.replace(self, records=kept)

@@ -30,7 +30,7 @@ from rpg_jax.report.run_files import INPUTS, PARENT, START
 from rpg_jax.runs import branching, cli, config_files, memory, processes, run_folder
 from rpg_jax.runs.layout import Layout, make_layout
 from rpg_jax.runs.memory import fitting_layout, make_decoding, with_micro_batch
-from rpg_jax.runs.problems import Task, encoder, listed
+from rpg_jax.runs.problems import Task, listed
 from rpg_jax.runs.resolve import environment_options, own_code, reward_arguments, with_method
 from rpg_jax.storage import json_files, write_atomically
 from rpg_jax.training.generate import GroupGenerator
@@ -225,9 +225,10 @@ def make_generator(
             "turn_tokens": c.environment.turn_tokens or c.rollout.max_tokens,
         }
         play = functools.partial(Player, *asked, **limits)
+    read = {"tokenizer": experiment.tokenizer, "thinking": c.task.thinking, "limit": c.task.max_prompt_tokens}
     return GroupGenerator(
         own,
-        encoder(experiment.tokenizer, c),
+        functools.partial(data.encode_prompt, **read),
         experiment.tokenizer.decode,
         scorer,
         group_size=group_size,

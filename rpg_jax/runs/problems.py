@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 from ml_collections import ConfigDict
 
 from rpg_jax import data, rewards
@@ -135,12 +134,6 @@ class Task:
         train = fitting("train", self.train) if self.train else []
         shown = fitting("demonstrations", [*self.demonstrated]) if self.demonstrated else self.demonstrated
         return dataclasses.replace(self, train=train, held_out=held_out, demonstrated=shown), notes
-
-
-def encoder(tokenizer: data.Tokenizer, config: ConfigDict) -> Callable[[data.Problem], np.ndarray]:
-    """Encodes a problem's prompt; keeps the last `task.max_prompt_tokens` tokens of a longer one."""
-    limit, thinking = config.task.max_prompt_tokens, config.task.thinking
-    return lambda problem: data.encode_prompt(problem, tokenizer, thinking=thinking)[-limit:]
 
 
 def _arithmetic(config: ConfigDict) -> Task:
