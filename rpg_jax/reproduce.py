@@ -95,7 +95,7 @@ def table_and_options(
 
 
 def data_file(options: argparse.Namespace, extra: Sequence[str]) -> Path:
-    """The file of `--from-data`: the one given, else the table's own that comes with the code.
+    """The file that `--from-data` names. Without a name: the table's file that comes with the code.
 
     Raises:
       ValueError: an option that only runs take, or neither a table nor a file.
@@ -112,12 +112,12 @@ def data_file(options: argparse.Namespace, extra: Sequence[str]) -> Path:
 
 
 def _kept(given: Path | None, name: str) -> Path | None:
-    """The file of `--with-data`: the one given, else the table's own."""
+    """The file that `--with-data` names. Without a name: the table's file that comes with the code."""
     return run_tables.DATA / f"{name}.json.gz" if given == Path() else given
 
 
 def seeds(text: str | None) -> list[int]:
-    """The seeds of "3", which are 0, 1, 2, or of the list "100,101"; none of None.
+    """The seeds of a text: "3" means 0, 1 and 2; "100,101" is a list. No seeds for None.
 
     Raises:
       ValueError: no such number or list.

@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def sample(options: argparse.Namespace) -> None:
-    """Prints each prompt and, indented, its completions, of which … marks those that the limit cut; or chats."""
+    """Prints each prompt and, indented, its completions. A completion that the limit cuts ends with "…". Or chats."""
     loaded = cli.load_config(options)
     if options.chat:
         chat(options, loaded)

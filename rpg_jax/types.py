@@ -100,7 +100,7 @@ class Turns:
         return list(zip(edges[::2], edges[1::2], strict=True))
 
     def record(self) -> dict[str, Any]:
-        """JSON-able, exact to the bit: the arguments of `of`."""
+        """The arguments of `of` as JSON can hold them. Every bit of the numbers is kept."""
         return {"spans": self.spans, "rewards": self.rewards.tolist(), "error": self.error}
 
     @classmethod

@@ -224,7 +224,7 @@ _Members = list[tuple[int, int]]  # (group, completion) of each completion of a 
 
 
 def _shared_rows(groups: Sequence[Packable], chosen: Sequence[int], shape: RowShape) -> list[_Members]:
-    """The completions of the chosen groups, by row. Packed rows fill by first-fit decreasing; other rows hold one."""
+    """The completions of the chosen groups, row by row. Packed rows fill by first-fit decreasing; others have one."""
     members = [(p, g) for p in chosen for g in range(len(groups[p].completions))]
     sizes = {(p, g): len(groups[p].prompt) + len(groups[p].completions[g].tokens) for p, g in members}
     for (p, g), size in sizes.items():
@@ -271,7 +271,7 @@ def _first_fit(units: Sequence[_Members], groups: Sequence[Packable], length: in
 def _filled(
     rows: Sequence[_Members], groups: Sequence[Packable], trained: Sequence[Sequence[int]], shape: RowShape, pad_id: int
 ) -> tuple[Batch, dict[tuple[int, int], tuple[int, int, int]]]:
-    """One micro-batch of numpy arrays; and the row, the first entry and the length of each completion in it."""
+    """Returns (a micro-batch of numpy arrays; row, first entry and length of each of its completions)."""
     where = {}
     B, T, C = shape.rows, shape.length, shape.completion_length
     tokens, targets = np.full((B, T), pad_id, np.int32), np.full((B, C), pad_id, np.int32)

@@ -234,7 +234,7 @@ def _divided(blocks: Iterable[_Block], processes: int) -> list[list[_Block]]:
 
 
 def _by_turns(parts: list[list[_Block]]) -> Iterator[tuple[int, _Block]]:
-    """Every block and its process; the processes take turns, so that their copies to the host overlap."""
+    """Yields (process, block) for every block. The processes take turns, so their copies to the host overlap."""
     for turn in itertools.zip_longest(*parts):
         yield from ((process, block) for process, block in enumerate(turn) if block is not None)
 

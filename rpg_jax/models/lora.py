@@ -38,7 +38,7 @@ TARGETS: Mapping[str, frozenset[str]] = MappingProxyType(
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """The adapters of a model.
+    """Which matrices of a model have adapters, and how wide the adapters are.
 
     Attributes:
       rank: r, the width of A and the height of B.
@@ -204,7 +204,7 @@ def save_adapters(folder: Path | str, config: DecoderConfig, lora: Lora, adapter
 def load_adapters(
     folder: Path | str, config: DecoderConfig, lora: Lora, *, dtype=jnp.float32, shardings: Params | None = None
 ) -> Params:
-    """Reads adapters of this model; each device reads its own shard only.
+    """Reads the adapters in a folder of the library peft. Each device reads its own shard only.
 
     Raises:
       ValueError: the folder has adapters of another kind, rank, alpha or targets, or of another model.

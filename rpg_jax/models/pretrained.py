@@ -86,7 +86,7 @@ def fetch(name: str, folder: Path, *, origin: str | None = None, say: Callable[[
 
 
 def _from_hub(published: Published, target: Path, say: Callable[[str], None]) -> None:
-    """Copies a repository; every large file must have the checksum that the hub keeps for it."""
+    """Copies a repository. Raises ValueError if a large file has another checksum than the hub states."""
     say(f"fetching {published.hub} from the Hugging Face hub")
     for name, size, expected in hub_copy(published.hub, target):
         _check(target / name, expected)

@@ -88,7 +88,7 @@ def lowered_programs(layout: Layout, learner: Learner, decoding: Decoding) -> It
 
 
 def with_known_shapes(config: ConfigDict) -> ConfigDict:
-    """`config`, or where `model.path` cannot be read here and `model.size` is set, a copy with the size alone."""
+    """`config`. If path and size of a model are set, and the path cannot be read here: a copy without the path."""
     m = config.model
     if not (m.path and m.size):
         return config

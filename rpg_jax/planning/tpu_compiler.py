@@ -34,7 +34,7 @@ def library() -> Path | None:
 
 
 def get() -> str:
-    """Puts the compiler into `folder` by pip, if it is not there; returns a line that names its place.
+    """Installs the compiler into `folder` by pip if it is missing. Returns a line that names the place.
 
     Raises:
       ValueError: pip failed; the message is pip's last line.

@@ -81,7 +81,7 @@ DRIFT_PANELS = (  # of each held-out set, where a run measured its drift
 def empty_figure(
     width: float, height: float, *, dpi: int = 120, w_pad: float | None = None, h_pad: float | None = None
 ) -> Figure:
-    """Makes a white figure of `width` x `height` inches; `w_pad` and `h_pad` lie around each panel."""
+    """Makes a white figure of `width` x `height` inches. `w_pad` and `h_pad` are the inches around each panel."""
     ours = "matplotlib" not in sys.modules
     import matplotlib
     from matplotlib.figure import Figure
@@ -155,7 +155,7 @@ def shared_points(curves: Iterable[Mapping[int, float]]) -> tuple[list[int], np.
 
 
 def curves_of(runs: Iterable[Run], metric: str) -> list[dict[int, float]]:
-    """{step: value} of a metric, for each run."""
+    """For each run the values of a metric, as {step: value}."""
     return [dict(zip(*series(run.records, metric), strict=True)) for run in runs]
 
 

@@ -66,7 +66,7 @@ class Table:
     swept: Mapping[str, tuple[str, Mapping[str, Any]]] = dataclasses.field(default_factory=dict)
 
     def compared_with(self, row: str) -> str:
-        """The row that `row` is compared with; `row` itself if it is compared with no other row."""
+        """The row that `row` is compared with; `row` itself if there is no other row to compare with."""
         return self.baselines.get(row, self.baseline)
 
     def named(self, text: str) -> list[str]:
@@ -90,7 +90,7 @@ class Table:
         return dataclasses.replace(self, rows={row: self.rows[row] for row in rows})
 
     def planned_runs(self, seeds: Sequence[int], rows: Sequence[str] | None = None) -> list[PlannedRun]:
-        """Every run, seed by seed: an interrupted table then has about as many seeds of every row.
+        """Every run of the table, seed by seed. So an interrupted table has about equally many seeds of every row.
 
         Raises:
           ValueError: an unknown row; the message lists the known ones.

@@ -30,7 +30,7 @@ def read(completion: str) -> dict[str, str | None]:
 
 
 def equal(one: str, other: str) -> float:
-    """1 if the answers in two completions are equal with either answer as the reference, else 0."""
+    """1 if math-verify finds the answers of two completions equal, whichever of them is the reference; else 0."""
     found = list(_completion(one)), list(_completion(other))
     return float(verify(*found, timeout_seconds=None) and verify(*reversed(found), timeout_seconds=None))
 

@@ -86,7 +86,7 @@ class Checkpointing:
         self.seconds = time.perf_counter() - started
 
     def group_journal(self, layout: Layout) -> GroupJournal | None:
-        """The journal for the training rollout; None without a journal, or where weights change within a group."""
+        """The journal of the training rollout; None if there is no journal, or if weights may change within a group."""
         c = layout.config
         if self.journal is None or make_decoding(layout).mixed:
             return None

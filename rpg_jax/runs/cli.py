@@ -46,9 +46,10 @@ class RunLost(ValueError):
 
 @contextlib.contextmanager
 def run_is_open() -> Iterator[None]:
-    """Inside the block no error is the user's: the config was accepted, and the same command has to continue the run.
+    """Marks the part of a command in which the run is open: the config was accepted, so no error is the user's.
 
-    A ValueError or an OSError of the block ends the command with one line and `FAILED`; `RunLost` with `GAVE_UP`.
+    A ValueError or an OSError of the block ends the command with one line and the exit code `FAILED`: the same command
+    continues the run. `RunLost` ends the command with `GAVE_UP`.
     """
     try:
         yield

@@ -306,7 +306,7 @@ def evaluate(
 
 
 def settings_of(policy: Policy, name: str, k: int | None, weights: str) -> dict[str, Any]:
-    """All settings that decide the completions and their verdicts, and digests of the code that gives verdicts."""
+    """The settings on which completions and verdicts depend, and the digests of the code that gives verdicts."""
     c, held_out = policy.experiment.config, policy.experiment.task.held_out
     parts = reward_arguments(c)[0]
     code = rewards.paths(parts) + ([c.environment.name] if ":" in (c.environment.name or "") else [])

@@ -51,7 +51,7 @@ class Learner:
 
 
 def make_learner(layout: Layout, *, supervised: bool = False, **optimizer_changes: Any) -> Learner:
-    """The config's learner; `supervised` leaves the learned baseline out."""
+    """The learner of the layout's config. A `supervised` learner has no learned baseline."""
     optimizer = make_optimizer(**{**optimizer_arguments(layout.config), **optimizer_changes})
     critic = None if supervised else make_critic(layout)
     trained, offload = (layout.trained_shapes, layout.trained_shardings), "optimizer" in offloaded(layout.config)
@@ -233,7 +233,7 @@ def first_adapters(layout: Layout) -> Any:
 
 
 def merged_layout(layout: Layout, base: models.Base | None, adapters: Any) -> tuple[Layout, Any]:
-    """A layout without adapters, and its weights W + (alpha / rank) A B in the compute dtype; `base` is taken over."""
+    """Returns (a layout without adapters, its weights W + (alpha / rank) A B in the compute dtype). Consumes `base`."""
     whole = layout.without_adapters(dtype=layout.config.model.compute_dtype)
 
     def merge(base: models.Base, adapters: Any) -> Any:

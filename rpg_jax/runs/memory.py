@@ -312,11 +312,11 @@ def own_peaks(layout: Layout) -> dict[str, float]:
 
 
 def resident(layout: Layout, learner: Learner, decoding: Decoding) -> dict[str, float]:
-    """Bytes on a device that other owners hold while a program runs, by program.
+    """For each program, the bytes on a device that are not the program's own arguments but stay there while it runs.
 
-    The optimizer's state always stays, and so do frozen weights. A copy of the weights for decoding stays while the
-    trainer works. The cache stays while prompts are prefilled. A reference that differs from the policy is there for
-    its log-probs.
+    The optimizer's state and frozen weights always stay. A copy of the weights for decoding stays while the trainer
+    works. The cache stays while prompts are prefilled. During the log-probs of a reference that differs from the
+    policy, its weights are there too.
     """
     c, shape = layout.config, row_shape(layout.config)
     weights = bytes_on_a_device(layout.abstract_trained)

@@ -314,7 +314,7 @@ def make_collector(
 
 
 def make_reference(layout: Layout, folder: storage.Folder) -> Reference:
-    """The config's reference policy, with its snapshots in the run's folder."""
+    """The reference policy of the config. Its snapshots are in the run's folder."""
     c, snapshots = layout.config, Snapshots(folder.home / "reference")
     memory: Literal["disk", "device", "host"] = "device" if c.reference.resident else "disk"
     if "reference" in offloaded(c):

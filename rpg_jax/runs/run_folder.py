@@ -248,8 +248,8 @@ def checkpoint_step(folder: storage.Folder, step: int | None) -> int:
 def read_config(path: Path) -> ConfigDict:
     """The resolved config of a run, in which retired fields and values have become their successors.
 
-    A newer field that changes no number of a run has its default. Raises ValueError if there is no config, or if it
-    lacks another field that is newer.
+    A field that is newer than the run has its default if the field changes no number of a run. Raises ValueError if
+    there is no config, or if the config lacks another newer field.
     """
     file = path / "config.json"
     if not file.exists():

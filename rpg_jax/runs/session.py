@@ -136,7 +136,7 @@ class Session:
         self.log.trackers = trackers_of(config, folder.files, after=after) if hosts.is_first() else []
 
     def to_the_end(self) -> int:
-        """Steps until the last, or until a signal asks to stop; returns the exit code."""
+        """Takes steps until the last step, or until a signal asks to stop. Returns the exit code."""
         trainer, stopped = self.trainer, None
         trainer.begin(self.now.state)
         shown = Progress(trainer.last, first=self.now.number, title=trainer.title, unit=trainer.unit)

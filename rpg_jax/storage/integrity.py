@@ -35,7 +35,7 @@ class Damaged(Refused):
 
 
 def signed(tree: Tree) -> dict[str, Tree]:
-    """`tree` with u32[L, 2] `checksums` of its leaves, computed on the devices that hold them."""
+    """`tree`, and u32[L, 2] `checksums` of its leaves, each computed on the devices that hold the leaf."""
     return {"tree": tree, "checksums": checksums.of_leaves(tree)}
 
 

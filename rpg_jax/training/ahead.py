@@ -178,7 +178,7 @@ class AheadCollector(Collector):
 
 
 def without_present(groups: Sequence[Group], version: int) -> list[Group]:
-    """The groups with the rollout's log-probs; NaN for completions of weights `version`, which the trainer computes."""
+    """The groups with the rollout's log-probs. Completions of weights `version` get NaN: the trainer computes these."""
 
     def known(completion):
         present = (completion.versions[completion.sampled] == version).all()

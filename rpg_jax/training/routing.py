@@ -154,5 +154,5 @@ def _first_turn(group: Group, index: int) -> np.ndarray:
 
 
 def as_metrics(values: dict[str, float]) -> Metrics:
-    """Numbers that need no division, as (sum, weight)."""
+    """Turns numbers into metrics (sum, weight) with the weight 1."""
     return {name: (jnp.float32(value), jnp.float32(1)) for name, value in values.items()}

@@ -108,7 +108,7 @@ _FEWER, _SHARE = 0.75, 16  # of the limit after a refusal; a round of answers ad
 class Server:
     """One server. All times are seconds of the balance's clock.
 
-    Failures of calls that were under way together are one incident, and so are refusals for want of room.
+    Calls that were open at the same time and failed count as one incident. The same holds for calls that are refused.
 
     Attributes:
       caller: posts to the server.

@@ -45,7 +45,7 @@ class Refused(Exception):
 
 
 class Disk(Protocol):
-    """Reads weights and puts them on the devices. Any thread may call the methods, but never two at once."""
+    """Reads weights and puts them on the devices. Any thread may call the methods, but only one thread at a time."""
 
     def read(self, folder: str) -> Any:
         """Reads a folder into host memory. The result has an attribute `nbytes`. Raises ValueError or OSError."""
