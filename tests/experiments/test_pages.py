@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import math
 import re
@@ -238,8 +239,12 @@ def test_the_sentences_on_the_objective_have_the_settings_and_the_numbers_of_the
 
 
 def test_the_sentences_on_the_pretrained_model_have_the_numbers_of_the_runs():
-    found = {(run["row"], run["kl_coef"]): run for run in pretrained()}
-    start = found.pop(("start", 0.0))
+    every = [run for run in pretrained() if run["row"] != "start"]
+    start = next(run for run in pretrained() if run["row"] == "start")
+    found = {(run["row"], run["kl_coef"]): run for run in every if run["seed"] == 0}
+    none, completions_, k3 = "no KL", "completions: RKL", "per token (GRPO): k₃"
+    token, reward = "per token: URKL", "KL in the reward"
+    kinds = (completions_, "to-go: URKL", token, k3, reward)
 
     def objective_of(row: str, beta: float) -> str:
         run = found[row, beta]
@@ -249,28 +254,53 @@ def test_the_sentences_on_the_pretrained_model_have_the_numbers_of_the_runs():
     def of(row: str, beta: float, name: str, digits: int = 2) -> str:
         return f"{found[row, beta][name]:.{digits}f}"
 
-    ranks = [np.argsort(np.argsort([run[name] for run in found.values()])) for name in ("kl", "lost")]
-    hours = sum(run["train_seconds"] + run["judge_seconds"] for run in found.values()) / 3600
-    none, completions_, k3 = found["no KL", 0.0], "completions: RKL", "per token (GRPO): k₃"
-    to_come = sorted(of(row, 0.3, "reward") for row in (completions_, "to-go: URKL", "KL in the reward"))
-    middle = sorted(of(row, beta, "reward") for row, beta in found if beta == 0.1)
-    facts = sorted(f"{run['facts']:.2f}" for run in found.values())
+    def seeds(row: str, name: str) -> dict[int, float]:
+        beta = 0.0 if row == none else 0.1
+        return {run["seed"]: run[name] for run in every if (run["row"], run["kl_coef"]) == (row, beta)}
+
+    def against(row: str) -> str:
+        m = paired_difference(seeds(row, "reward"), seeds(none, "reward"))
+        return f"{m.value:.2f} ± {m.half:.2f}".replace("-", "−")
+
+    def less(row: str) -> str:
+        m = paired_difference(seeds(none, "lost"), seeds(row, "lost"))
+        return f"{m.value:.3f} ± {m.half:.3f}"
+
+    def mean_of(row: str, name: str, digits: int = 2) -> str:
+        m = mean(list(seeds(row, name).values()))
+        return f"{m.value:.{digits}f} ± {m.half:.{digits}f}"
+
+    def ranks(a: str, b: str) -> str:
+        places = [np.argsort(np.argsort([run[name] for run in every])) for name in (a, b)]
+        return f"rank correlation {np.corrcoef(places)[0, 1]:.2f} over the {len(every)} runs"
+
+    hours = sum(run["train_seconds"] + run["judge_seconds"] for run in every) / 3600
+    to_come = sorted(of(row, 0.3, "reward") for row in (completions_, "to-go: URKL", reward))
+    facts = sorted(f"{run['facts']:.2f}" for run in every if run["seed"])
+    first_none = found[none, 0.0]
     claims = [
-        f"{len(found)} runs, {hours:.1f} hours",
+        f"{len(every)} runs, {hours:.1f} hours",
+        f"in all rows ({ranks('kl', 'reward')})",
+        f"Without it the reward is {mean_of(none, 'reward')}. Against that, the KL of completions has "
+        f"{against(completions_)}, URKL per token {against(token)}, k₃ {against(k3)} and KL in the reward "
+        f"{against(reward)}; to-go has {against('to-go: URKL')}, not resolved",
         f"({to_come[0]} to {to_come[-1]} of reward, the start has {start['reward']:.2f})",
-        f"URKL per token has {of('per token: URKL', 0.3, 'reward')} and k₃ {of(k3, 0.3, 'reward')}.",
-        f"the rewards are {middle[0]} to {middle[-1]}, without KL {none['reward']:.2f}",
+        f"URKL per token has {of(token, 0.3, 'reward')} and k₃ {of(k3, 0.3, 'reward')}.",
         f"completions has {objective_of(completions_, 0.03)}, k₃ {objective_of(k3, 0.03)} and no KL term "
-        f"{none['reward'] - 0.03 * none['kl']:.2f}.",
+        f"{first_none['reward'] - 0.03 * first_none['kl']:.2f}.",
         f"k₃ has {objective_of(k3, 0.3)}, the KL of completions {objective_of(completions_, 0.3)}.",
-        f"{start['perplexity']:.2f} before and at most {max(run['perplexity'] for run in found.values()):.2f} after",
-        f"rank correlation {np.corrcoef(ranks)[0, 1]:.2f} over the {len(found)} runs",
-        f"URKL per token ({of('per token: URKL', 0.03, 'lost', 3)} nats a token) and KL in the reward "
-        f"({of('KL in the reward', 0.03, 'lost', 3)}) lose less than the KL of completions "
-        f"({of(completions_, 0.03, 'lost', 3)}) for {of('per token: URKL', 0.03, 'reward')}, "
-        f"{of('KL in the reward', 0.03, 'reward')} and {of(completions_, 0.03, 'reward')} of reward; without KL it is "
-        f"{none['lost']:.3f}.",
-        f"the start answers {start['facts']:.2f}, the trained policies {facts[0]} to {facts[-1]}",
+        f"{start['perplexity']:.2f} before and at most {max(run['perplexity'] for run in every):.2f} after",
+        f"no KL term loses {mean_of(none, 'lost', 3)}; at β = 0.1 the KL of completions loses {less(completions_)} "
+        f"less, URKL per token {less(token)}, k₃ {less(k3)} and KL in the reward {less(reward)} less",
+        f"grows with the reward ({ranks('reward', 'lost')})",
+        f"the start answers {start['facts']:.2f}",
+        f"the other two seeds answer {facts[0]} to {facts[-1]}. Over three seeds no KL term has "
+        f"{mean_of(none, 'facts')}",
     ]
     assert absent("docs/pretrained.md", claims) == []
-    assert {run["seed"] for run in found.values()} == {0}
+    assert min(run["facts"] for run in found.values()) > start["facts"]
+    for a, b in itertools.combinations(kinds, 2):
+        for name in ("reward", "kl", "lost"):
+            m = paired_difference(seeds(a, name), seeds(b, name))
+            assert abs(m.value) < m.half, (a, b, name)
+    assert {run["seed"] for run in every if run["kl_coef"] not in (0.0, 0.1)} == {0}
