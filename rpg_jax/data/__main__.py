@@ -20,9 +20,8 @@ from rich.console import Console
 from rich.progress import DownloadColumn, Progress
 from rich.text import Text
 
-from rpg_jax.data.prompts import TEMPLATES, Problem, encode_prompt, filter_length, rendered
+from rpg_jax.data.prompts import TEMPLATES, Problem, encode_prompt, rendered
 from rpg_jax.data.sources import HUB, Report, decontaminate, load, write_parquet
-from rpg_jax.data.tokenizer import Tokenizer, load_tokenizer
 from rpg_jax.report import screen
 from rpg_jax.runs import cli
 
@@ -53,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def prepare(options: argparse.Namespace, console: Console) -> None:
-    """Loads, deduplicates, decontaminates, filters by length, writes, and reports what was removed."""
+    """Loads problems, removes repetitions and problems of evaluations, writes a file, and prints what was removed."""
     if not options.sources:
         raise ValueError("what to prepare? Give files or data sets")
     problems, report = _load(options)
@@ -65,12 +64,6 @@ def prepare(options: argparse.Namespace, console: Console) -> None:
         evaluation, _ = load(options.against)
         problems, removed = decontaminate(problems, evaluation, ngram=options.ngram)
         console.print(f"{len(removed)} removed: they share {options.ngram} words in a row with an evaluation problem")
-    if options.max_prompt_tokens:
-        if not options.tokenizer:
-            raise ValueError("--max_prompt_tokens needs --tokenizer, the folder of the model's tokenizer")
-        tokenizer, limit = load_tokenizer(options.tokenizer), options.max_prompt_tokens
-        problems, removed = filter_length(problems, tokenizer, limit, thinking=options.thinking)
-        console.print(f"{len(removed)} removed: prompt above {options.max_prompt_tokens} tokens")
     write_parquet(problems, options.output)
     console.print(f"{len(problems)} problems written to {options.output}")
 
@@ -96,14 +89,12 @@ def inspect(options: argparse.Namespace, console: Console, overrides: Sequence[s
 
     Raises ValueError if there are no sources, and where `load` and `experiment.data_settings` raise it.
     """
-    seen, tokenizer = None, load_tokenizer(options.tokenizer) if options.tokenizer else None
+    seen = None
     if options.config:
         from rpg_jax.runs import experiment  # loads JAX: inspecting without a config need not wait for it
 
         seen = experiment.data_settings(options.config, overrides)
-        tokenizer = tokenizer or seen.tokenizer
         options.sources, options.template = options.sources or seen.sources, options.template or seen.template
-        options.thinking = options.thinking or seen.thinking
     if not options.sources:
         raise ValueError("what to inspect? Give files or data sets, or --config=FILE")
     problems, report = _load(options)
@@ -111,14 +102,14 @@ def inspect(options: argparse.Namespace, console: Console, overrides: Sequence[s
         problems = seen.opened(problems)
     console.print(_counts(problems, report))
     console.print(_columns(report))
-    console.print(_lengths(problems, tokenizer, options.thinking))
+    console.print(_lengths(problems, seen))
     if report.bad:
         console.print(_bad_rows(report))
     if seen is not None:
-        for line in _limits(problems, seen, options.thinking):
+        for line in _limits(problems, seen):
             console.print(Text(line))
     for problem in problems[: options.examples]:
-        console.print(_example(problem, tokenizer, options.thinking))
+        console.print(_example(problem, seen))
 
 
 def _load(options: argparse.Namespace):
@@ -158,9 +149,9 @@ def _columns(report: Report) -> rich.table.Table:
     return table
 
 
-def _limits(problems: Sequence[Problem], seen: Any, thinking: bool) -> Iterator[str]:
+def _limits(problems: Sequence[Problem], seen: Any) -> Iterator[str]:
     """Yields two lines: the number of prompts that are too long for the config, and of demonstrations that are cut."""
-    prompts = [len(encode_prompt(p, seen.tokenizer, thinking=thinking)) for p in problems]
+    prompts = [len(encode_prompt(p, seen.tokenizer, thinking=seen.thinking)) for p in problems]
     long = sum(n > seen.max_prompt_tokens for n in prompts)
     yield f"{long} of {len(prompts)} prompts are longer than task.max_prompt_tokens={seen.max_prompt_tokens}"
     shown = [len(seen.tokenizer.encode(text)) + 1 for p in problems for text in p.demonstrations]
@@ -168,7 +159,7 @@ def _limits(problems: Sequence[Problem], seen: Any, thinking: bool) -> Iterator[
     yield f"{cut} of {len(shown)} demonstrations are cut off after {seen.max_tokens} tokens (warm_start.max_tokens)"
 
 
-def _lengths(problems: Sequence[Problem], tokenizer: Tokenizer | None, thinking: bool) -> rich.table.Table:
+def _lengths(problems: Sequence[Problem], seen: Any) -> rich.table.Table:
     lengths = {
         "prompt, characters": [len(p.prompt) for p in problems],
         "question, characters": [len(p.question) for p in problems],
@@ -176,8 +167,8 @@ def _lengths(problems: Sequence[Problem], tokenizer: Tokenizer | None, thinking:
     }
     if shown := [len(text) for p in problems for text in p.demonstrations]:
         lengths["demonstration, characters"] = shown
-    if tokenizer is not None:
-        lengths["prompt, tokens"] = [len(encode_prompt(p, tokenizer, thinking=thinking)) for p in problems]
+    if seen is not None:
+        lengths["prompt, tokens"] = [len(encode_prompt(p, seen.tokenizer, thinking=seen.thinking)) for p in problems]
     table = _table("lengths", "", "shortest", "median", "90 %", "99 %", "longest")
     for name, values in lengths.items():
         table.add_row(name, *(f"{np.quantile(values, q, method='nearest'):.0f}" for q in (0, 0.5, 0.9, 0.99, 1)))
@@ -193,13 +184,13 @@ def _bad_rows(report: Report) -> rich.table.Table:
     return table
 
 
-def _example(problem: Problem, tokenizer: Tokenizer | None, thinking: bool) -> rich.table.Table:
+def _example(problem: Problem, seen: Any) -> rich.table.Table:
     table = _table(f"problem {problem.prompt_id}", "field", "value")
     fields = {name: str(getattr(problem, name)) for name in ("source", "samples", "system", "prompt", "answer")}
     fields |= dict(zip(("demonstration",), problem.demonstrations, strict=False))
-    if tokenizer is not None:
-        fields["the policy reads"] = rendered(problem, tokenizer, thinking=thinking)
-        fields["tokens"] = " ".join(map(str, encode_prompt(problem, tokenizer, thinking=thinking)))
+    if seen is not None:
+        fields["the policy reads"] = rendered(problem, seen.tokenizer, thinking=seen.thinking)
+        fields["tokens"] = " ".join(map(str, encode_prompt(problem, seen.tokenizer, thinking=seen.thinking)))
     for name, value in fields.items():
         cut = f" … ({len(value)} characters)" if len(value) > _SHOWN_CHARACTERS else ""
         if value:
@@ -228,18 +219,13 @@ def _parser() -> argparse.ArgumentParser:
         "--template", help=f"{', '.join(TEMPLATES)}, or a text with {{question}}; default: as the data is"
     )
     shared.add_argument("--source", help="overrides data_source, which decides the verifier under reward by_source")
-    shared.add_argument("--tokenizer", help="folder or file of the model's tokenizer, to count tokens")
-    shared.add_argument("--thinking", action="store_true", help="count tokens as they are with task.thinking=True")
     shared.add_argument("--count", type=int, default=1000, help="problems a generator makes (default %(default)s)")
     shared.add_argument("--seed", type=int, default=0, help="of a generator (default %(default)s)")
 
-    prepare_ = commands.add_parser(
-        "prepare", parents=[shared], help="convert, deduplicate, decontaminate, filter, write"
-    )
+    prepare_ = commands.add_parser("prepare", parents=[shared], help="convert, deduplicate, decontaminate, write")
     prepare_.add_argument("--output", required=True, help="parquet file to write")
     prepare_.add_argument("--against", nargs="*", default=[], help="evaluation sets to keep out")
     prepare_.add_argument("--ngram", type=int, default=13, help="words in a row that count as the same (default 13)")
-    prepare_.add_argument("--max_prompt_tokens", type=int, help="drop longer prompts (chat template included)")
     prepare_.add_argument("--bad_rows", choices=["fatal", "skip"], default="fatal", help="default %(default)s")
 
     pretrained_ = commands.add_parser("pretrained", help="fetch a small published model, with a checksum")

@@ -6,10 +6,9 @@ import json
 import pytest
 
 from rpg_jax.data.__main__ import main
-from rpg_jax.data.chat import ChatTemplate
 from rpg_jax.data.prompts import Problem
 from rpg_jax.data.sources import decontaminate, load, write_parquet
-from rpg_jax.data.tokenizer import load_tokenizer, train_sentencepiece
+from rpg_jax.data.tokenizer import train_sentencepiece
 
 WORDS = [f"word{n}" for n in range(15)]
 
@@ -53,39 +52,23 @@ def test_prepare_writes_the_clean_set_and_counts_what_went(files, capsys):
     common = ("prepare", files / "train.jsonl", "--output", files / "out.parquet", "--template", "none")
     assert run(*common) == 1
     assert "train.jsonl, line 6: not JSON" in capsys.readouterr().err
-    filters = ("--against", files / "test.jsonl", "--tokenizer", files / "tokenizer.model", "--max_prompt_tokens", 60)
-    assert run(*common, "--bad_rows", "skip", *filters) == 0
+    assert run(*common, "--bad_rows", "skip", "--against", files / "test.jsonl") == 0
     out, err = capsys.readouterr()
     assert "skipped: " in err and "line 6" in err
-    for line in ("6 rows read: 4 problems, 1 repetitions", "1 bad rows", "1 removed: they share", "1 removed: prompt"):
+    for line in ("6 rows read: 4 problems, 1 repetitions", "1 bad rows", "1 removed: they share"):
         assert line in out
     kept, _ = load(str(files / "out.parquet"))
-    assert [(p.answer, p.samples) for p in kept] == [("1", 1), ("3", 2)]
-
-
-def test_prompts_are_measured_without_thinking_unless_asked(files, capsys, monkeypatch):
-    """As `task.thinking` has it; Qwen3's template is four tokens longer without."""
-    ending = "{% if not enable_thinking %}" + "long " * 20 + "{% endif %}"
-    tokenizer = load_tokenizer(files / "tokenizer.model")
-    tokenizer.chat = ChatTemplate("{% for m in messages %}{{ m.content }}{% endfor %}" + ending)
-    monkeypatch.setattr("rpg_jax.data.__main__.load_tokenizer", lambda _: tokenizer)
-    filters = ("--tokenizer", "any", "--max_prompt_tokens", 40, "--template", "none")
-    common = ("prepare", files / "test.jsonl", "--output", files / "out.parquet", *filters)
-    assert run(*common) == 1 and "nothing to write" in capsys.readouterr().err
-    assert run(*common, "--thinking") == 0 and "0 removed: prompt" in capsys.readouterr().out
+    assert [(p.answer, p.samples) for p in kept] == [("1", 1), ("3", 2), ("50", 1)]
 
 
 def test_inspect_prints_counts_lengths_examples_and_problems(files, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "150")
-    tokenizer = files / "tokenizer.model"
-    assert (
-        run("inspect", files / "train.jsonl", "--source", "[red]mine", "--tokenizer", tokenizer, "--examples", 1) == 0
-    )
+    assert run("inspect", files / "train.jsonl", "--source", "[red]mine", "--examples", 1) == 0
     out = capsys.readouterr().out
     for text in (
         "6 rows: 4 problems, 1 repetitions, 1 bad",
         "[red]mine",
-        "prompt, tokens",
+        "prompt, characters",
         "line 6: not JSON",
         "number 1",
     ):
@@ -140,12 +123,9 @@ def test_inspect_says_what_each_column_is_and_shows_the_prompt_as_a_config_rende
     assert run("inspect", "--config=configs/tiny.py") == 1 and "makes its problems itself" in capsys.readouterr().err
 
 
-def test_a_missing_file_or_option_is_one_line(files, capsys):
+def test_a_missing_file_is_one_line(files, capsys):
     assert run("inspect", files / "nowhere.jsonl") == 1
     assert capsys.readouterr().err.startswith("error: no file or folder")
-    assert run("prepare", files / "test.jsonl", "--output", files / "o.parquet", "--max_prompt_tokens", 5) == 1
-    assert "needs --tokenizer" in capsys.readouterr().err
-    assert not (files / "o.parquet").exists()
 
 
 def test_samples_are_not_lost_by_preparing_twice(tmp_path):
