@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--server_certificate", help="PEM file to trust for an https address")
     parser.add_argument("--api_key_file", help="file of the server's API key; default: the variable RPG_JAX_API_KEY")
     parser.add_argument("--sets", help="NAME=SOURCE, separated by commas; default: the config's held-out sets")
-    parser.add_argument("--rewards", help="as rewards.parts, e.g. by_source; default: the config's")
+    parser.add_argument("--rewards", help="as rewards.parts, or FILE.py:function; default: the config's")
     count = cli.number(int, 1)
     parser.add_argument(
         "--k", type=count, help="completions per problem; default: as often as its source repeats it, else evaluation.k"
@@ -93,12 +93,14 @@ def _how(options: argparse.Namespace) -> dict[str, Any]:
 
 def changes(options: argparse.Namespace) -> dict[str, Any]:
     """The config fields that the flags replace, by dotted name."""
+    from rpg_jax.rewards.callables import in_file
+
     sets = options.sets is not None
     fields = {
         "evaluation.temperature": options.temperature,
         "evaluation.problems": options.problems or (sys.maxsize if sets else None),
         "rollout.max_tokens": options.max_tokens,
-        "rewards.parts": options.rewards,
+        "rewards.parts": options.rewards and in_file(options.rewards),
         "seed": options.seed,
         "task.name": "files" if sets else None,
         "task.held_out_sets": options.sets,

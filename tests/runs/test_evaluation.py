@@ -1,9 +1,11 @@
 """An evaluation killed anywhere goes on to the same bytes, and samples only what is missing."""
 
+import argparse
+
 import numpy as np
 import pytest
 
-from rpg_jax import rewards
+from rpg_jax import evaluate, rewards
 from rpg_jax.data import Problem
 from rpg_jax.data.groups import Group
 from rpg_jax.runs import evaluation
@@ -77,3 +79,12 @@ def test_a_failed_verdict_keeps_its_kind():
     group = Group(**{**vars(group), "failures": [None, "timeout"]})
     with rewards.Scorer("math_dapo") as scorer:
         assert [r["verdict"] for r in evaluation.records("s", [group], scorer)] == ["right", "timeout"]
+
+
+def test_a_reward_in_a_file_is_a_reward_of_evaluate_too(tmp_path):
+    (tmp_path / "mine_here.py").write_text("def score(completion, answer):\n    return 1.0\n", encoding="utf-8")
+    flags = dict.fromkeys(("sets", "temperature", "problems", "max_tokens", "seed"))
+    asked = argparse.Namespace(rewards=f"{tmp_path}/mine_here.py:score", **flags)
+    assert evaluate.changes(asked) == {"rewards.parts": "mine_here:score"}
+    asked.rewards = "exact"
+    assert evaluate.changes(asked) == {"rewards.parts": "exact"}

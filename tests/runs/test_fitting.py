@@ -58,7 +58,8 @@ def test_the_limit_of_prompts_holds_99_percent_of_the_rows(tmp_path):
     [
         (135e6, False, 1e-5),
         (135e6, True, 1e-4),
-        (0.6e9, False, 7e-6),
+        (0.6e9, False, 4e-6),
+        (1e5, False, 2e-4),
         (4e9, False, 1e-6),
         (70e9, False, 1e-6),
         (4e9, True, 1e-5),
