@@ -8,6 +8,7 @@ import argparse
 import contextlib
 import fcntl
 import hashlib
+import importlib.util
 import re
 import shutil
 import subprocess
@@ -21,6 +22,7 @@ VENV = ROOT / ".venv"
 STAMP = VENV / ".installed"
 BASE = "requirements.txt"  # the other requirements files include it
 JETSTREAM = "requirements-jetstream.lock"
+UV = "launch/uv.lock"
 FREE_GB = 2.5  # 1.1 GB installed, and about as much while wheels are unpacked
 
 NETWORK_DOWN = re.compile(
@@ -65,11 +67,32 @@ def works() -> bool:
         return False
 
 
-def make_venv() -> None:
+def suitable_python(requirements: str) -> str:
+    """This Python, if the packages of `requirements` are for it and it makes environments; else one that uv fetches.
+
+    The images of TPU VMs have Python 3.10. Lockfiles are for 3.12.
+    """
+    versions = [(3, 12)] if requirements.endswith(".lock") else [(3, 11), (3, 12), (3, 13)]
+    if sys.version_info[:2] in versions and importlib.util.find_spec("ensurepip"):
+        return sys.executable
+    print(f"fetching Python 3.12 by uv: this is {sys.version.split()[0]}", file=sys.stderr, flush=True)
+    uv = [sys.executable, "-m", "uv", "python"]
+    for command in (
+        [sys.executable, "-m", "pip", "install", "--quiet", "--require-hashes", f"--requirement={UV}"],
+        [*uv, "install", "--quiet", "3.12"],
+        [*uv, "find", "3.12"],
+    ):
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, errors="replace")
+        if done.returncode:
+            raise InstallError(f"{explain(done.stdout + done.stderr)}; or install Python 3.12 yourself")
+    return done.stdout.strip()
+
+
+def make_venv(python: str) -> None:
     if VENV.is_symlink() or (VENV.exists() and not VENV.is_dir()):
         raise InstallError(f"{VENV} is in the way: remove it")
     made = subprocess.run(
-        [sys.executable, "-m", "venv", "--clear", str(VENV)], capture_output=True, text=True, errors="replace"
+        [python, "-m", "venv", "--clear", str(VENV)], capture_output=True, text=True, errors="replace"
     )
     if made.returncode:
         raise InstallError(explain(made.stdout + made.stderr))
@@ -118,9 +141,9 @@ def install(requirements: str) -> None:
     free = shutil.disk_usage(ROOT).free / 1e9
     if free < FREE_GB:
         raise InstallError(f"no room for the environment: {free:.1f} GB free in {ROOT}, {FREE_GB} GB needed")
-    print(f"installing into .venv with Python {sys.version.split()[0]} (about a minute, once) ...", file=sys.stderr)
+    print("installing into .venv (about a minute, once) ...", file=sys.stderr)
     if state() == "installing" or not works():
-        make_venv()
+        make_venv(suitable_python(requirements))
     STAMP.write_text("installing", encoding="utf-8")
     pip_install(f"--requirement={requirements}")
     pip_install("--no-deps", "--require-hashes", f"--requirement={JETSTREAM}")

@@ -12,8 +12,6 @@ from cloud.errors import LaunchError
 from cloud.job import ROOT, Job
 from cloud.shell import Shell
 
-COORDINATOR_PORT = 8476  # jax's default moved to 8482, which Google's automatic firewall rule does not open (jax#35905)
-
 
 def startup_script(job: Job) -> str:
     """The script that every worker runs at each boot."""
@@ -23,60 +21,30 @@ def startup_script(job: Job) -> str:
 
 def run_script(job: Job) -> str:
     """The script that every worker runs as its service: the trainer or a server, with secrets fetched by name."""
-    train = [".venv/bin/python", "-m", *job.command]
-    train += [f"--announce={job.addresses}"] if job.serves_for else []
+    command = [".venv/bin/python", "-m", *job.command]
+    command += [f"--announce={job.addresses}"] if job.serves_for else []
     if job.secrets:
         secrets = [f"--project={job.tpu.project}", *(f"{variable}={name}" for variable, name in job.secrets)]
-        train = [".venv/bin/python", "launch/cloud/with_secrets.py", *secrets, "--", *train]
-    words = [shlex.quote(word) for word in train]
-    options = train.index(job.command[0]) + 1
-    command = " \\\n  ".join([" ".join(words[:options]), *words[options:]])
-    return f"""#!/bin/bash
-# {_purpose(job)}
-attribute() {{
-  curl -sf -H 'Metadata-Flavor: Google' "http://metadata.google.internal/computeMetadata/v1/instance/attributes/$1"
-}}
-coordinator="$(attribute tpu-env | sed -n "s/^MEGASCALE_COORDINATOR_ADDRESS: *'\\([^:']*\\).*/\\1/p")"
-if [ -z "$coordinator" ]; then
-  coordinator="$(attribute worker-network-endpoints | cut -d, -f1 | cut -d: -f3)"
-fi
-export JAX_COORDINATOR_ADDRESS="$coordinator:{COORDINATOR_PORT}"
-export JAX_COMPILATION_CACHE_DIR={shlex.quote(job.bucket)}/jax-cache
-export JAX_PLATFORMS=tpu
-export RPG_COMMIT={shlex.quote(commit())}
-
-.venv/bin/python launch/cloud/extras.py {shlex.join(job.trainer)} || exit 1
-
-trap : TERM  # the trainer gets the signal too; wait for it to save
-{command} &
-trainer=$!
-wait "$trainer"
-status=$?
-while kill -0 "$trainer" 2>/dev/null; do
-  wait "$trainer"
-  status=$?
-done
-if [ "$status" = 0 ] && [ "$(attribute agent-worker-number)" = 0 ]; then
-  date --utc +%FT%TZ | gcloud storage cp - {shlex.quote(job.files)}/finished
-{_free(job)}fi
-exit "$status"
-"""
+        command = [".venv/bin/python", "launch/cloud/with_secrets.py", *secrets, "--", *command]
+    free = ["gcloud", "compute", "tpus", "queued-resources", "delete", job.name, *job.tpu.place, "--quiet", "--async"]
+    head = {
+        "FILES": shlex.quote(job.files),
+        "BUCKET": shlex.quote(job.bucket),
+        "COMMIT": shlex.quote(commit()),
+        "CONFIG": f"({shlex.join(job.trainer)})",
+        "COMMAND": f"({shlex.join(command)})",
+        "FREE": "()" if job.keep else f"({shlex.join([*free, '--force'])})",
+        "DEADLINE": str(job.deadline()),
+    }
+    lines = "\n".join(f"{name}={value}" for name, value in head.items())
+    text = (Path(__file__).parent / "run.sh").read_text(encoding="utf-8")
+    return f"#!/bin/bash\n# {_purpose(job)}\n{lines}\n\n{text}"
 
 
 def _purpose(job: Job) -> str:
     if job.serves_for:
         return f"Serves for {job.serves_for}, until nobody asks any more."
     return f"Trains {job.name}; the same name resumes from its last checkpoint."
-
-
-def _free(job: Job) -> str:
-    """The line that deletes the TPU from its first worker, where its service account may; otherwise launch/tpu does."""
-    if job.keep:
-        return ""
-    family = "tpu-vm" if job.tpu.direct else "queued-resources"
-    words = ["gcloud", "compute", "tpus", family, "delete", job.name, *job.tpu.place, "--quiet", "--async"]
-    words += [] if job.tpu.direct else ["--force"]
-    return f"  {shlex.join(words)} || echo 'the TPU is still there and costs: launch/tpu delete'\n"
 
 
 def commit() -> str:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,6 @@ class TpuRequest:
       service_account: of the workers; None is the project's default.
       network: VPC network; None is `default`.
       internal_ips: whether workers have no external addresses.
-      direct: whether to create the TPU VM at once, without the queue.
       valid_for: how long the request may queue.
       chip_price: dollars per chip and hour; None takes the price list.
     """
@@ -40,8 +40,7 @@ class TpuRequest:
     service_account: str | None = None
     network: str | None = None
     internal_ips: bool = False
-    direct: bool = False
-    valid_for: str = "24h"
+    valid_for: str = "30d"
     chip_price: float | None = None
 
     @property
@@ -79,7 +78,8 @@ class Job:
       bucket: gs:// address for runs, launch files and the compilation cache.
       trainer: arguments for `python -m rpg_jax.train`, or for `rpg_jax.serve` with `serves_for`.
       secrets: (environment variable, name in Secret Manager) pairs.
-      keep: whether a TPU stays, and costs, once its run has finished.
+      keep: whether a TPU stays, and costs, once its run has ended.
+      max_hours: after so many hours the run is saved and the TPU deleted; None sets no limit.
       serves_for: name of the run for which every slice of this job is a server; None for a job that trains.
     """
 
@@ -89,12 +89,17 @@ class Job:
     trainer: tuple[str, ...] = ()
     secrets: tuple[tuple[str, str], ...] = ()
     keep: bool = False
+    max_hours: float | None = None
     serves_for: str | None = None
 
     @property
     def vms(self) -> tuple[str, ...]:
         """Names of the TPU VMs, one for each slice, as queued resources number them."""
         return (self.name,) if self.tpu.slices == 1 else tuple(f"{self.name}-{i}" for i in range(self.tpu.slices))
+
+    def deadline(self) -> int:
+        """When `max_hours` from now are over, in seconds since 1970; 0 without a limit."""
+        return int(time.time() + 3600 * self.max_hours) if self.max_hours else 0
 
     @property
     def files(self) -> str:
@@ -174,6 +179,7 @@ def load(path: Path) -> dict[str, Any]:
         raise LaunchError(
             f"{path} is of a rollout worker, and servers sample now", "delete it, and pass --serves-for=RUN"
         )
+    fields.pop("direct", None)  # of older launches
     fields["trainer"] = tuple(fields["trainer"])
     fields["secrets"] = tuple(tuple(pair) for pair in fields["secrets"])
     return fields

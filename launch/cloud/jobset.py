@@ -15,7 +15,8 @@ RESTART_ON = (1, STALLED, *range(127, 256))  # an exception (a lost peer is one)
 
 def entrypoint(job: Job) -> list[str]:
     """Arguments of the image's entry point."""
-    return [job.bucket, *(f"{variable}={name}" for variable, name in job.secrets), "--", *job.command]
+    secrets = [f"{variable}={name}" for variable, name in job.secrets]
+    return [job.bucket, str(job.deadline()), *secrets, "--", *job.command]
 
 
 def pods_per_slice(job: Job) -> int:

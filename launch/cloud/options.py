@@ -45,7 +45,9 @@ def parser(program: str, description: str, commands: dict[str, str]) -> argparse
     how.add_argument("--staging", type=Path, help="folder for the written files (default: runs/launch/NAME)")
     how.add_argument("--no-plan", action="store_true", help="do not ask rpg_jax.plan whether the config fits")
     how.add_argument("--chip-price", type=float, help="dollars per chip and hour, in place of the price list")
-    how.add_argument("--timeout", type=float, default=24 * 3600.0, help="seconds to wait for capacity (default: a day)")
+    how.add_argument("--timeout", type=float, default=30 * 24 * 3600.0, help="seconds to wait (default: a month)")
+    how.add_argument("--keep", action="store_true", default=None, help="keep what costs when the run has ended")
+    how.add_argument("--max-hours", type=float, help="save, end and free everything so many hours from now")
     return made
 
 

@@ -15,7 +15,7 @@ FIXES = {
     Kind.DISABLED: "run: gcloud services enable tpu.googleapis.com storage.googleapis.com",
     Kind.PERMISSION: "ask for roles/tpu.admin, roles/iam.serviceAccountUser, roles/storage.objectAdmin in this project",
     Kind.QUOTA: "ask for more at console.cloud.google.com/iam-admin/quotas, or take a smaller --type or another zone",
-    Kind.STOCKOUT: "try --capacity=spot, another zone, or leave out --direct so that the request waits in the queue",
+    Kind.STOCKOUT: "try --capacity=spot or another zone",
     Kind.TRANSIENT: "the cloud kept failing; run the same command again later",
 }
 

@@ -1,7 +1,5 @@
 """launch/tpu runs a config on Cloud TPU VMs, from request to teardown."""
 
-import itertools
-import re
 import shlex
 
 from cloud import accelerators, files, options
@@ -15,7 +13,7 @@ DESCRIPTION = """Runs a config on Cloud TPU VMs.
   launch/tpu up --type=v5p-16 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b -- --config=configs/x.py
 """
 COMMANDS = {
-    "up": "create, wait, setup, run; then brings a preempted TPU back until the run has finished, and deletes it",
+    "up": "create, wait, setup, run; then brings a preempted TPU back until the run has ended, and deletes it",
     "create": "checks everything, uploads the code and requests the TPU",
     "wait": "waits until the TPU is up",
     "setup": "installs on all workers",
@@ -28,15 +26,12 @@ COMMANDS = {
     "types": "lists the accelerator types",
 }
 WATCH_SECONDS = 60.0
-VISIT_EVERY = 10  # visits the workers at every tenth look at the TPU's state
 
 
 def main(argv: list[str], shell: Shell | None = None) -> int:
     """Runs one command and returns its exit code."""
     parser = options.parser("launch/tpu", DESCRIPTION, COMMANDS)
-    parser.add_argument("--direct", action="store_true", default=None, help="create the TPU VM without a queue")
-    parser.add_argument("--keep", action="store_true", default=None, help="keep a TPU whose run has finished; it costs")
-    parser.add_argument("--valid-for", help="how long a request may queue (default: 24h)")
+    parser.add_argument("--valid-for", help="how long a request may queue (default: 30d)")
     parser.add_argument("--worker", default="0", help="for logs and ssh: the worker's number in its slice, or all")
     parser.add_argument("--slice", type=int, default=0, dest="slice_number", help="for logs and ssh: its number")
     parser.add_argument("--no-watch", action="store_true", help="up: return once the run has started")
@@ -138,8 +133,8 @@ def _send(launch: Launch, training: bool) -> None:
     written = files.write(launch.shell, launch.job, launch.staging)
     chosen = written if training else [path for path in written if path.name != "run.sh"]
     launch.shell.do(["gcloud", "storage", "cp", "--quiet", *map(str, chosen), f"{launch.job.files}/"])
-    if training:
-        _remove(launch, "finished")
+    for name in ("finished", "failed") if training else ():
+        _remove(launch, name)
 
 
 def _bring_up(launch: Launch, vms: TpuVms) -> None:
@@ -186,8 +181,8 @@ def _watch(launch: Launch, vms: TpuVms) -> None:
     )
     if launch.shell.dry_run:
         print(f"# then every {WATCH_SECONDS:.0f} s, until the first succeeds:")
-    looks = itertools.count(1)
     while not _is_there(launch, "finished"):
+        _check_not_failed(launch)
         _check_wanted(launch)
         state, reason = vms.state()
         if launch.shell.dry_run:
@@ -196,8 +191,6 @@ def _watch(launch: Launch, vms: TpuVms) -> None:
         if state not in UP:
             launch.shell.say(f"{launch.job.name} is {state}{f' ({reason})' if reason else ''}")
             _bring_up(launch, vms)
-        elif next(looks) % VISIT_EVERY == 0:
-            _check_workers(launch, vms)
         launch.shell.sleep(WATCH_SECONDS)
     launch.shell.say(f"finished: {launch.job.runs}/{launch.job.name}")
     _free(launch, vms)
@@ -215,23 +208,19 @@ def _free(launch: Launch, vms: TpuVms) -> None:
     launch.shell.report("deleted the TPU (--keep would have kept it); the run stays in the bucket")
 
 
+def _check_not_failed(launch: Launch) -> None:
+    """Raises LaunchError if a worker has given up the run; it has deleted the TPU, unless --keep was given."""
+    if _is_there(launch, "failed"):
+        reason = launch.shell.ask(["gcloud", "storage", "cat", f"{launch.job.files}/failed"]).strip()
+        kept = f"; the TPU costs {launch.job.tpu.rate} until launch/tpu delete" if launch.job.keep else ""
+        raise LaunchError(
+            f"the run has failed: {reason}{kept}", f"read {launch.job.files}/logs; launch/tpu up continues the run"
+        )
+
+
 def _check_wanted(launch: Launch) -> None:
     if not _is_there(launch, "run.sh") and not launch.shell.dry_run:
         raise LaunchError(f"{launch.job.name} was stopped or deleted elsewhere", "launch/tpu up continues the run")
-
-
-def _check_workers(launch: Launch, vms: TpuVms) -> None:
-    """Raises LaunchError if a worker has given up the run after too many failures: nothing else ends the wait."""
-    try:
-        said = vms.on_all_workers(_on_worker(launch, "status"), tries=1)
-    except LaunchError:
-        return  # out of reach for now; the TPU's state will show a loss
-    if gave_up := re.findall(r"^worker \d+: failed: .*$", said, re.MULTILINE):
-        raise LaunchError(
-            f"the run has failed; {gave_up[0]}",
-            f"look: launch/tpu logs --name={launch.job.name}, then up again; the TPU costs {launch.job.tpu.rate} until "
-            "launch/tpu delete",
-        )
 
 
 def _is_there(launch: Launch, name: str) -> bool:

@@ -28,35 +28,30 @@ class TpuVms:
 
     def create_command(self, startup: Path) -> list[str]:
         name, tpu, runtime = self.job.name, self.tpu, self.tpu.slice.generation.runtime
-        if tpu.direct:
-            command = [*TPU_VM, "create", name, *tpu.place, f"--version={runtime}"]
-        else:
-            command = [*QUEUED_RESOURCES, "create", name, *tpu.place, f"--runtime-version={runtime}"]
-            command += [f"--node-id={name}"] if tpu.slices == 1 else [f"--node-count={tpu.slices}"]
-            command += [f"--node-prefix={name}"] if tpu.slices > 1 else []
-            command += [f"--valid-until-duration={tpu.valid_for}"]
+        command = [*QUEUED_RESOURCES, "create", name, *tpu.place, f"--runtime-version={runtime}"]
+        command += [f"--node-id={name}"] if tpu.slices == 1 else [f"--node-count={tpu.slices}"]
+        command += [f"--node-prefix={name}"] if tpu.slices > 1 else []
+        command += [f"--valid-until-duration={tpu.valid_for}"]
         command += [f"--accelerator-type={tpu.type}", f"--metadata-from-file=startup-script={startup}"]
         command += {"spot": ["--spot"], "reserved": ["--reserved"], "on-demand": []}[tpu.capacity]
         command += [f"--service-account={tpu.service_account}"] if tpu.service_account else []
         command += [f"--network={tpu.network}"] if tpu.network else []
         command += ["--internal-ips"] if tpu.internal_ips else []
-        command += [] if tpu.direct else ["--async"]  # the queue answers at once; a direct request says what it lacks
-        return [*command, f"--labels=rpg-run={name}", "--quiet"]
+        return [*command, "--async", f"--labels=rpg-run={name}", "--quiet"]
 
     def state(self) -> tuple[str, str]:
         """(state, reason) of the queued resource, or of a TPU VM in it that is not up; ABSENT if there is none."""
-        if not self.tpu.direct:
-            described = self._describe(QUEUED_RESOURCES, self.job.name)
-            if described is None:
-                return ABSENT, ""
-            state = described.get("state", {}).get("state", "UNKNOWN")
-            if state != "ACTIVE":
-                failed = described.get("state", {}).get("failedData", {}).get("error", {})
-                return state, failed.get("message", "")
+        described = self._describe(QUEUED_RESOURCES, self.job.name)
+        if described is None:
+            return ABSENT, ""
+        state = described.get("state", {}).get("state", "UNKNOWN")
+        if state != "ACTIVE":
+            failed = described.get("state", {}).get("failedData", {}).get("error", {})
+            return state, failed.get("message", "")
         for vm in self.job.vms:
             described = self._describe(TPU_VM, vm)
             if described is None:
-                return (ABSENT, "") if self.tpu.direct else ("SUSPENDED", f"{vm} is gone")
+                return "SUSPENDED", f"{vm} is gone"
             if (state := described.get("state", "UNKNOWN")) not in UP:
                 return state, f"{vm}: {described.get('healthDescription', '')}".strip(": ")
         return "ACTIVE", ""
@@ -118,9 +113,8 @@ class TpuVms:
 
     def delete(self) -> None:
         """Deletes the TPU; it may be gone already."""
-        family, force = (TPU_VM, []) if self.tpu.direct else (QUEUED_RESOURCES, ["--force"])
         with ignored(Kind.NOT_FOUND):
-            self.shell.do([*family, "delete", self.job.name, *self.tpu.place, *force, "--quiet"])
+            self.shell.do([*QUEUED_RESOURCES, "delete", self.job.name, *self.tpu.place, "--force", "--quiet"])
 
     def ssh_command(self, vm: str, worker: str, command: str | None = None) -> list[str]:
         ssh = [*TPU_VM, "ssh", vm, *self.tpu.place, f"--worker={worker}", "--quiet"]
@@ -161,11 +155,8 @@ class TpuVms:
 
     def _check_type(self) -> None:
         """Raises LaunchError if the TPU of this name is of another type."""
-        if self.tpu.direct:
-            existing = [self._describe(TPU_VM, self.job.name) or {}]
-        else:
-            specs = (self._describe(QUEUED_RESOURCES, self.job.name) or {}).get("tpu", {}).get("nodeSpec", [])
-            existing = [spec.get("node", {}) for spec in specs]
+        specs = (self._describe(QUEUED_RESOURCES, self.job.name) or {}).get("tpu", {}).get("nodeSpec", [])
+        existing = [spec.get("node", {}) for spec in specs]
         types = {vm["acceleratorType"].rpartition("/")[2] for vm in existing if vm.get("acceleratorType")}
         if types - {self.tpu.type}:
             raise LaunchError(

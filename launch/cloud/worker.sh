@@ -10,16 +10,6 @@ metadata() {
 }
 active() { systemctl is-active --quiet rpg; }
 
-suitable_python() { # images have Python 3.10; packages are locked for 3.12
-  if python3 -c 'import sys, ensurepip; sys.exit(sys.version_info[:2] != (3, 12))' 2>/dev/null; then
-    command -v python3
-  else
-    python3 -m pip install --quiet --require-hashes --requirement=launch/uv.lock >&2
-    python3 -m uv python install --quiet 3.12 >&2
-    python3 -m uv python find 3.12
-  fi
-}
-
 fetch() { # fetch NAME: copies the file from the bucket to new/NAME; fails if the bucket does not have it
   gcloud storage cp --quiet "$FILES/$1" "$root/new/$1" >/dev/null 2>&1
 }
@@ -34,15 +24,14 @@ install() {
     mv "$root/unpacked" "$root/repository"
     cp "$root/new/source.tar.gz" "$root/source.tar.gz"
   fi
-  (cd "$root/repository" && "$(suitable_python)" launch/install.py --requirements=requirements-tpu.lock)
+  (cd "$root/repository" && python3 launch/install.py --requirements=requirements-tpu.lock)
 }
 
-start() { # restarts after a crash, up to five times an hour, and not after 2 or 3; a stop has a minute to save
+start() { # run.sh starts the trainer again after a crash; a stop has a minute to save
   cp "$root/new/run.sh" "$root/run.sh"
   systemctl reset-failed rpg 2>/dev/null || true
   systemd-run --quiet --unit=rpg --working-directory="$root/repository" \
-    --property=Restart=on-failure --property="RestartPreventExitStatus=2 3" --property=RestartSec=15 \
-    --property=StartLimitIntervalSec=3600 --property=StartLimitBurst=5 --property=TimeoutStopSec=60 \
+    --property=TimeoutStopSec=60 \
     --property="StandardOutput=append:$log" --property="StandardError=append:$log" \
     /bin/bash "$root/run.sh"
 }
@@ -52,6 +41,8 @@ run() {
     echo "nothing to run: $FILES/run.sh does not exist"
   elif gcloud storage ls "$FILES/finished" >/dev/null 2>&1; then
     echo "already finished"
+  elif gcloud storage ls "$FILES/failed" >/dev/null 2>&1; then
+    echo "given up: launch/tpu up or run starts it again"
   elif active && cmp -s "$root/new/run.sh" "$root/run.sh" && cmp -s "$root/new/source.tar.gz" "$root/source.tar.gz"; then
     echo "already running"
   else

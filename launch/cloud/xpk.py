@@ -4,7 +4,7 @@ import json
 import shlex
 
 from cloud import files, jobset, options
-from cloud.errors import CommandError, Kind, LaunchError
+from cloud.errors import CommandError, Kind, LaunchError, ignored
 from cloud.job import PORT
 from cloud.options import Launch, confirm
 from cloud.shell import Shell
@@ -14,7 +14,7 @@ DESCRIPTION = """Runs a config on Cloud TPU under GKE, through XPK.
   launch/xpk up --cluster=mine --type=v5p-16 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b -- --config=configs/x.py
 """
 COMMANDS = {
-    "up": "create, setup, run, wait; an existing cluster is kept",
+    "up": "create, setup, run, wait; deletes the cluster that it made, and keeps one that was there",
     "create": "checks everything and makes the cluster, unless it is there",
     "setup": "builds the image and pushes it",
     "run": "submits the workload; after a failure it restarts and continues the run of this name",
@@ -33,26 +33,58 @@ def main(argv: list[str], shell: Shell | None = None) -> int:
     parser.add_argument("--cluster", help="GKE cluster (default: the run's name)")
     parser.add_argument("--image", help="default: an image of this commit in the region's Artifact Registry")
     parser.add_argument("--reservation", help="the reservation's name, for --capacity=reserved")
-    parser.add_argument("--max-restarts", type=int, default=50, help="of the workload, after failures or preemptions")
+    parser.add_argument("--max-restarts", type=int, default=20, help="of the workload, after failures or preemptions")
     parser.add_argument("--kubectl", action="store_true", help="run: apply the JobSet manifest, without xpk")
     return options.run(parser, argv, shell, lambda launch: HANDLERS[launch.options.command](launch))
 
 
 def up(launch: Launch) -> None:
-    create(launch)
+    is_new = create(launch)
     setup(launch)
     run(launch)
     wait(launch)
+    if is_new and not launch.job.keep:
+        _delete(launch)
 
 
-def create(launch: Launch) -> None:
+def create(launch: Launch) -> bool:
+    """Makes the cluster; returns whether it is new. The node pools of a cluster that exists are left as they are.
+
+    XPK adds node pools to a cluster that exists, and deletes those of another type; with --quiet it does not ask.
+    """
     tpu, capacity = launch.job.tpu, _capacity(launch)
     options.check(launch, trainer=bool(launch.job.trainer))
-    # `xpk cluster create` adds node pools to an existing cluster and leaves a complete one alone
     command = ["xpk", "cluster", "create", *_cluster(launch), f"--tpu-type={tpu.type}", f"--num-slices={tpu.slices}"]
-    command += [capacity, "--enable-workload-identity", "--quiet"]
+    command += [capacity, "--enable-workload-identity"]
     command += [f"--custom-cluster-arguments=--network={tpu.network}"] if tpu.network else []
-    launch.shell.do(command)
+    pools = _node_pools(launch)
+    if pools is None:
+        launch.shell.do([*command, "--quiet"])
+        return True
+    has = [pool["name"] for pool in pools if _is_of(pool, tpu.slice.topology)]
+    if len(has) < tpu.slices:
+        raise LaunchError(
+            f"cluster {_name(launch)} exists and has {len(has)} node pools of {tpu.type}, not {tpu.slices}",
+            f"take a --cluster of your own, or run what asks before it deletes node pools: {shlex.join(command)}",
+        )
+    launch.shell.say(f"cluster {_name(launch)} exists, with {', '.join(has)}: left as it is")
+    return False
+
+
+def _node_pools(launch: Launch) -> list[dict] | None:
+    """The node pools of the cluster; None if there is no cluster."""
+    region = [f"--region={launch.job.tpu.region}", f"--project={launch.job.tpu.project}"]
+    command = ["gcloud", "container", "node-pools", "list", f"--cluster={_name(launch)}", *region, "--format=json"]
+    with ignored(Kind.NOT_FOUND):
+        answer = launch.shell.ask(command)
+        return None if launch.shell.dry_run else json.loads(answer or "[]")
+    return None
+
+
+def _is_of(pool: dict, topology: str) -> bool:
+    """Whether a node pool is of TPUs in this topology; slices of one host do not always name theirs."""
+    machine, placed = pool.get("config", {}).get("machineType", ""), pool.get("placementPolicy", {}).get("tpuTopology")
+    return machine.startswith("ct") and placed in (None, topology)
 
 
 def setup(launch: Launch) -> None:
@@ -134,8 +166,13 @@ def stop(launch: Launch) -> None:
 
 
 def delete(launch: Launch) -> None:
-    job, tpu = launch.job, launch.job.tpu
+    tpu = launch.job.tpu
     confirm(f"delete cluster {_name(launch)}: {tpu.slices} × {tpu.slice}, {tpu.rate}?", launch)
+    _delete(launch)
+
+
+def _delete(launch: Launch) -> None:
+    job, tpu = launch.job, launch.job.tpu
     try:
         launch.shell.do(["xpk", "cluster", "delete", *_cluster(launch), "--force"])
     except CommandError as error:

@@ -21,19 +21,19 @@ FLAGS = {
     "gcloud secrets describe": set(),
     "gcloud storage buckets describe": set(),
     "gcloud storage cp": set(),
+    "gcloud storage cat": set(),
     "gcloud storage ls": set(),
     "gcloud storage rm": {"--recursive"},
     "gcloud artifacts repositories describe": {"--location"},
     "gcloud artifacts repositories create": {"--location", "--repository-format"},
+    "gcloud container node-pools list": {"--cluster", "--region"},
     "gcloud container clusters get-credentials": {"--region", "--zone"},
     "gcloud compute tpus accelerator-types list": {"--zone"},
     "gcloud compute tpus queued-resources create": CREATE
     | {"--runtime-version", "--node-id", "--node-count", "--node-prefix", "--valid-until-duration"},
     "gcloud compute tpus queued-resources describe": {"--zone"},
     "gcloud compute tpus queued-resources delete": {"--zone", "--force", "--async"},
-    "gcloud compute tpus tpu-vm create": CREATE | {"--version"},
     "gcloud compute tpus tpu-vm describe": {"--zone"},
-    "gcloud compute tpus tpu-vm delete": {"--zone", "--async"},
     "gcloud compute tpus tpu-vm ssh": {"--zone", "--worker", "--command", "--internal-ip"},
     "xpk cluster create": XPK
     | {"--tpu-type", "--num-slices", "--spot", "--on-demand", "--reservation", "--enable-workload-identity"}
@@ -65,7 +65,10 @@ def answer(line: str, argv: list[str], home: Path) -> int:
     elif "accelerator-types list" in line:
         print(flags["--filter"].partition("=")[2])
     elif "buckets describe" in line:
-        print("US-EAST5")
+        print(json.dumps({"location": "US-EAST5", "soft_delete_policy": {"retentionDurationSeconds": "0"}}))
+    elif "node-pools list" in line:
+        print("ERROR: (gcloud.container.node-pools.list) NOT_FOUND: Not found: cluster.", file=sys.stderr)
+        return 1
     elif "queued-resources describe" in line:
         print(json.dumps({"state": {"state": "ACTIVE"}}))
     elif "tpu-vm describe" in line:

@@ -27,7 +27,7 @@ RECIPES = {
         "tpu",
         f"create --dry-run {V5P} --capacity=reserved --service-account=a@b --network=n {TINY}",
     ),
-    "tpu-create-direct": ("tpu", f"create --dry-run {V5P} --direct --internal-ips {TINY}"),
+    "tpu-create-internal": ("tpu", f"create --dry-run {V5P} --internal-ips --keep {TINY}"),
     "tpu-stop": ("tpu", f"stop --dry-run {V5P}"),
     "tpu-delete": ("tpu", f"delete --dry-run {V6E}"),
     "tpu-logs": ("tpu", f"logs --dry-run {V6E} --slice=1 --worker=3"),

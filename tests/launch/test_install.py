@@ -36,7 +36,7 @@ def install(tmp_path, monkeypatch):
     spec = importlib.util.spec_from_file_location("install", root / "launch" / "install.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    monkeypatch.setattr(module, "make_venv", lambda: fake_venv(module))
+    monkeypatch.setattr(module, "make_venv", lambda python: fake_venv(module))
     monkeypatch.setattr(sys, "argv", ["install.py"])
     return module
 
@@ -76,8 +76,31 @@ def test_what_is_installed_beside_the_lockfile_is_pinned_by_its_hash(file, packa
     lines = (SOURCE.parents[1] / file).read_text(encoding="utf-8").splitlines()
     [pinned] = [line for line in lines if not line.startswith("#")]
     assert pinned.startswith(package) and re.search(" --hash=sha256:[0-9a-f]{64}$", pinned)
-    used = {"launch/uv.lock": "launch/cloud/worker.sh"}.get(file, "launch/install.py")
-    assert "require-hashes" in (text := (SOURCE.parents[1] / used).read_text(encoding="utf-8")) and file in text
+    assert "require-hashes" in (text := SOURCE.read_text(encoding="utf-8")) and file in text
+
+
+def test_the_python_of_a_tpu_vm_has_uv_fetch_the_one_that_the_lockfile_is_for(install, monkeypatch, capsys):
+    ran = []
+
+    def run(command, **_):
+        ran.append(command[1:])
+        return subprocess.CompletedProcess(command, code, "/root/uv/python3.12\n", "ERROR: no wheel for uv")
+
+    monkeypatch.setattr(install.subprocess, "run", run)
+    monkeypatch.setattr(install.sys, "version_info", (3, 11, 7))
+    assert install.suitable_python("requirements-dev.txt") == sys.executable and not ran
+    code = 0
+    assert install.suitable_python("requirements-tpu.lock") == "/root/uv/python3.12"
+    assert [command[:4] for command in ran] == [
+        ["-m", "pip", "install", "--quiet"],
+        ["-m", "uv", "python", "install"],
+        ["-m", "uv", "python", "find"],
+    ]
+    assert "--require-hashes" in ran[0] and "--requirement=launch/uv.lock" in ran[0]
+    monkeypatch.setattr(install.sys, "version_info", (3, 10, 12))
+    code = 1
+    with pytest.raises(install.InstallError, match="no wheel for uv; or install Python 3.12 yourself"):
+        install.suitable_python("requirements-dev.txt")
 
 
 def test_second_start_installs_nothing(install):
@@ -151,7 +174,7 @@ def test_a_failing_pip_is_one_clear_line_and_leaves_no_stamp(install, monkeypatc
         END
         exit 1
     """)
-    monkeypatch.setattr(install, "make_venv", lambda: fake_venv(install, pip))
+    monkeypatch.setattr(install, "make_venv", lambda python: fake_venv(install, pip))
     assert means in fails(install, capsys)
     assert install.state() == "installing"
 

@@ -36,7 +36,6 @@ def replaced(option, value):
         (replaced("--type", "h100-8"), "no accelerator type 'h100-8'; use --type=v4-8"),
         (replaced("--zone", "us-east5"), "--zone='us-east5' is not a zone"),
         (replaced("--bucket", "mine"), "--bucket='mine' is not a bucket; use gs://NAME"),
-        (f"{TPU} --slices=2 --direct", "--direct cannot create 2 slices; leave it out"),
         (f"{TPU} --slices=0", "--slices=0; use 1 or more"),
         (f"{TPU} --secret=wandb=x", "--secret=wandb=…; write --secret=VARIABLE=name-in-secret-manager"),
     ],
@@ -166,7 +165,10 @@ def test_all_mistakes_are_shown_at_once(cloud):
             {"match": "buckets describe", "stderr": "ERROR: gs://mine not found: 404."},
             "gcloud storage buckets create gs://mine",
         ),
-        ({"match": "buckets describe", "code": 0, "stdout": "EUROPE-WEST4"}, "is in europe-west4, the TPU in us-east5"),
+        (
+            {"match": "buckets describe", "code": 0, "stdout": '{"location": "EUROPE-WEST4"}'},
+            "is in europe-west4, the TPU in us-east5",
+        ),
         (
             {"match": "storage cp", "stderr": "ERROR: HTTPError 403: no storage.objects.create"},
             "roles/storage.objectAdmin",
@@ -183,7 +185,7 @@ def test_mistakes_that_the_cloud_knows(cloud, rule, line):
 
 
 def test_a_zone_that_no_table_knows_is_asked_of_the_cloud(cloud):
-    cloud.script({"match": "buckets describe", "code": 0, "stdout": "ASIA-SOUTH9"})
+    cloud.script({"match": "buckets describe", "code": 0, "stdout": '{"location": "ASIA-SOUTH9"}'})
     assert cloud.run(f"create {replaced('--zone', 'asia-south9-c')} {TRAINER}") == 0, cloud.err
     assert "no v5p known here in zone asia-south9-c: asking the cloud" in cloud.err
     assert "--zone=asia-south9-c" in cloud.called("accelerator-types")[0]
@@ -208,8 +210,24 @@ def test_a_worker_installs_the_packages_that_its_config_asks_for(monkeypatch):
     assert extras.main(["--config=configs/none.py"]) == 0, "the trainer says so"
 
 
+def test_a_bucket_that_keeps_what_is_deleted_is_named_with_its_cost(cloud):
+    kept = {"location": "US-EAST5", "soft_delete_policy": {"retentionDurationSeconds": "604800"}}
+    cloud.script({"match": "buckets describe", "code": 0, "stdout": json.dumps(kept)})
+    assert cloud.run(f"create {TPU} {TRAINER}") == 0
+    assert "keeps every replaced checkpoint for 7 days more" in cloud.err
+    assert "gcloud storage buckets update gs://mine --clear-soft-delete" in cloud.err
+    cloud.script({"match": "buckets describe", "stderr": "ERROR: NOT_FOUND: no such bucket"})
+    assert cloud.run(f"create {TPU} {TRAINER}") == 1 and "--soft-delete-duration=0" in cloud.errors()[0]
+
+
+def test_a_run_that_would_start_over_at_every_restart_is_refused(cloud):
+    assert cloud.run(f"create {TPU} {TRAINER} --config.run.overwrite=True") == 1
+    assert "every restart would start over; take another --name, or gcloud storage mv" in cloud.errors()[0]
+    assert not cloud.called("create")
+
+
 def test_a_multi_region_that_holds_the_zone_is_near_enough(cloud):
-    cloud.script({"match": "buckets describe", "code": 0, "stdout": "US"})
+    cloud.script({"match": "buckets describe", "code": 0, "stdout": '{"location": "US"}'})
     assert cloud.run(f"create {TPU} {TRAINER}") == 0
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import threading
 import time
 
 import pytest
 
-from cloud import tpu
 from cloud.shell import Shell
 
 TPU = "--type=v5p-16 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b"
@@ -83,11 +83,18 @@ def test_a_tpu_that_is_to_be_kept_is_kept_and_costs(cloud):
     assert "queued-resources delete" not in run
 
 
-def test_a_worker_whose_run_has_finished_deletes_its_own_tpu(cloud):
+def test_workers_delete_their_own_tpu_when_the_run_has_ended(cloud):
     assert cloud.run(f"create {TPU} {TRAINER}") == 0
     run = (cloud.home / "staging" / "run.sh").read_text(encoding="utf-8")
-    marks, frees = run.index("/finished"), run.index("gcloud compute tpus queued-resources delete rpg-4b")
-    assert marks < frees < run.index("\nfi\nexit")
+    assert "FREE=(gcloud compute tpus queued-resources delete rpg-4b --zone=us-east5-a" in run and "--force)" in run
+    assert "\nDEADLINE=0\n" in run and "no limit: --max-hours=N" in cloud.err
+
+
+def test_a_limit_of_hours_is_a_time_on_the_workers_and_has_its_price(cloud):
+    assert cloud.run(f"create {TPU} --max-hours=10 {TRAINER}") == 0
+    run = (cloud.home / "staging" / "run.sh").read_text(encoding="utf-8")
+    (deadline,) = re.findall(r"^DEADLINE=(\d+)$", run, re.MULTILINE)
+    assert 35_900 < int(deadline) - time.time() <= 36_000 and "at most $336: --max-hours=10" in cloud.err
 
 
 def test_a_run_that_was_stopped_or_deleted_elsewhere_is_not_brought_back(cloud):
@@ -99,16 +106,17 @@ def test_a_run_that_was_stopped_or_deleted_elsewhere_is_not_brought_back(cloud):
     assert "stopped or deleted elsewhere" in cloud.errors()[0] and not cloud.called("queued-resources create")
 
 
-def test_a_run_that_its_workers_have_given_up_is_not_waited_for(cloud, monkeypatch):
-    monkeypatch.setattr(tpu, "VISIT_EVERY", 2)
-    said = "worker 0: activating: step 3\nworker 1: failed: error: no such file"
+@pytest.mark.parametrize("keep", ["", "--keep"])
+def test_a_run_that_a_worker_has_given_up_is_not_waited_for(cloud, keep):
     cloud.script(
-        {"match": "ssh.* status$", "code": 0, "stdout": said},
-        *[{"match": "storage ls .*finished", "times": 3, **NOT_FOUND}, {"match": "storage ls .*finished", "code": 0}],
+        {"match": "storage ls .*failed", "code": 0},
+        {"match": "storage cat", "code": 0, "stdout": "worker 1 ended with exit code 2"},
     )
-    assert cloud.run(f"up {TPU} {TRAINER}") == 1
-    assert len(cloud.waits) == 1 and "worker 1: failed: error: no such file" in cloud.errors()[0]
-    assert "launch/tpu logs" in cloud.errors()[0] and "$33.60 an hour" in cloud.errors()[0]
+    assert cloud.run(f"up {TPU} {keep} {TRAINER}") == 1
+    assert cloud.waits == [] and "the run has failed: worker 1 ended with exit code 2" in cloud.errors()[0]
+    assert "gs://mine/launch/rpg-4b/logs" in cloud.errors()[0]
+    assert ("$33.60 an hour" in cloud.errors()[0]) == bool(keep)
+    assert any(call.endswith("launch/rpg-4b/failed") for call in cloud.called("storage rm")), "of an earlier launch"
 
 
 def test_ctrl_c_ends_a_command_on_workers_that_do_not_answer(cloud, monkeypatch):
@@ -144,18 +152,6 @@ def test_no_capacity_is_asked_for_again_with_growing_pauses_up_to_the_cap(cloud)
     assert len(cloud.called("queued-resources create")) == 3
     assert cloud.waits == [30.0, 60.0]
     assert "no more capacity" in cloud.errors()[0] and "another zone" in cloud.errors()[0]
-
-
-def test_no_capacity_at_once_advises_the_queue(cloud):
-    cloud.script(
-        {"match": "tpu-vm describe", **NOT_FOUND},
-        {
-            "match": "tpu-vm create",
-            "stderr": "ERROR: (gcloud) RESOURCE_EXHAUSTED: There is no more capacity in the zone",
-        },
-    )
-    assert cloud.run(f"create {TPU} --direct {TRAINER}") == 1
-    assert "leave out --direct" in cloud.errors()[0]
 
 
 @pytest.mark.parametrize(

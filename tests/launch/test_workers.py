@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tarfile
 import threading
+import time
 
 import pytest
 
@@ -27,9 +28,13 @@ GCLOUD = """\
 echo "gcloud $*" >> "$LOG"
 eval last=\\${$#}
 case "$*" in
-  "storage cp --quiet gs://"*) cp "$BUCKET/$(basename "$4")" "$last" ;;
-  "storage cp - "*) cat > "$BUCKET/$(basename "$last")" ;;
-  "storage ls "*) ls "$BUCKET/$(basename "$last")" ;;
+  "storage cp --quiet gs://"*) cp "$FAKE_BUCKET/$(basename "$4")" "$last" ;;
+  "storage cp - "*)
+    [ -z "$DOWN" ] || { rm "$DOWN" && exit 1; } 2>/dev/null
+    cat > "$FAKE_BUCKET/$(basename "$last")"
+    ;;
+  "storage cp "*) cp "$3" "$FAKE_BUCKET/$(basename "$last")" ;;
+  "storage ls "*) ls "$FAKE_BUCKET/$(basename "$last")" ;;
 esac
 """
 CURL = """\
@@ -79,7 +84,7 @@ class Worker:
         """What was called while the startup script ran, and what it printed."""
         self.log.write_text("", encoding="utf-8")
         self.environment = {"PATH": f"{self.home / 'bin'}:{os.environ['PATH']}", "LOG": str(self.log)}
-        self.environment |= {"BUCKET": str(self.bucket), "ACTIVE": str(self.home / "active"), **environment}
+        self.environment |= {"FAKE_BUCKET": str(self.bucket), "ACTIVE": str(self.home / "active"), **environment}
         done = subprocess.run(
             ["bash", str(self.home / "startup.sh"), *arguments], env=self.environment, capture_output=True, text=True
         )
@@ -95,7 +100,7 @@ def worker(tmp_path):
 def test_a_fresh_machine_installs_and_starts_by_itself(worker):
     log, said = worker.boot()
     assert "install.py --requirements=requirements-tpu.lock" in log
-    assert "systemd-run" in log and "Restart=on-failure" in log and "StartLimitBurst=5" in log
+    assert "systemd-run" in log and "Restart=" not in log, "run.sh starts the trainer again"
     assert said == "started\nworker 0 done\n"
 
 
@@ -131,7 +136,9 @@ def test_new_code_keeps_the_environment(worker):
 def test_a_finished_or_stopped_run_is_not_started_by_a_boot(worker):
     (worker.bucket / "finished").touch()
     assert "already finished" in worker.boot()[1]
-    (worker.bucket / "finished").unlink()
+    (worker.bucket / "finished").rename(worker.bucket / "failed")
+    assert "given up" in worker.boot()[1]
+    (worker.bucket / "failed").unlink()
     (worker.bucket / "run.sh").unlink()
     log, said = worker.boot()
     assert "nothing to run" in said and "systemd-run" not in log
@@ -149,6 +156,7 @@ TRAINER = """\
 #!/bin/sh
 [ "$1" != launch/cloud/extras.py ] || exit 0
 echo "$JAX_COORDINATOR_ADDRESS $JAX_COMPILATION_CACHE_DIR $*"
+[ -z "$ONCE" ] || { rm "$ONCE" && exit 1; } 2>/dev/null
 trap 'sleep 0.2; echo saved; exit 143' TERM
 [ -z "$HANG" ] || { touch "$HANG"; while :; do sleep 0.05; done; }
 exit "${STATUS:-0}"
@@ -163,7 +171,9 @@ def train(worker, **environment):
     python.write_text(TRAINER, encoding="utf-8")
     python.chmod(0o755)
     command = ["bash", str(worker.bucket / "run.sh")]
-    environment = {**worker.environment, "TPU_ENV": "", **environment}
+    (worker.home / "rpg.log").write_text("a traceback\n", encoding="utf-8")
+    own = {"TPU_ENV": "", "PAUSE": "0", "LOG_FILE": str(worker.home / "rpg.log"), "DOWN": "", "ONCE": ""}
+    environment = {**worker.environment, **own, **environment}
     where = worker.home / "opt" / "repository"
     return subprocess.Popen(
         command, cwd=where, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
@@ -183,12 +193,48 @@ def test_several_slices_meet_at_slice_zero(worker):
     assert train(worker, TPU_ENV=env).communicate()[0].startswith("10.9.9.9:8476 ")
 
 
-@pytest.mark.parametrize("status, number, finished", [("0", "0", True), ("0", "1", False), ("1", "0", False)])
-def test_only_the_first_worker_of_a_successful_run_marks_it_finished(worker, status, number, finished):
-    run = train(worker, STATUS=status, WORKER=number)
+def freed(worker):
+    return worker.log.read_text(encoding="utf-8").count("queued-resources delete rpg-4b")
+
+
+@pytest.mark.parametrize("number", ["0", "1"])
+def test_only_the_first_worker_of_a_successful_run_marks_it_finished_and_frees_the_tpu(worker, number):
+    run = train(worker, WORKER=number)
     run.communicate()
-    assert run.returncode == int(status)
-    assert (worker.bucket / "finished").exists() == finished
+    assert run.returncode == 0 and not (worker.bucket / "failed").exists()
+    assert (worker.bucket / "finished").exists() == bool(freed(worker)) == (number == "0")
+
+
+def test_a_bucket_that_does_not_answer_at_the_end_is_asked_again(worker):
+    (down := worker.home / "down").touch()
+    assert train(worker, DOWN=str(down)).wait() == 0
+    assert (worker.bucket / "finished").exists() and not down.exists()
+
+
+@pytest.mark.parametrize("status, starts", [("1", 6), ("134", 6), ("2", 1), ("3", 1)])
+def test_a_run_that_fails_is_given_up_with_its_log_and_frees_the_tpu(worker, status, starts):
+    run = train(worker, STATUS=status, WORKER="1")
+    said = run.communicate()[0]
+    assert run.returncode == int(status) and said.count("rpg_jax.train") == starts
+    note = (worker.bucket / "failed").read_text(encoding="utf-8")
+    assert note == f"worker 1 ended with exit code {status} after {6 if starts > 1 else 0} failures\n"
+    assert (worker.bucket / "worker-1.log").read_text(encoding="utf-8") == "a traceback\n" and freed(worker) == 1
+    assert not (worker.bucket / "finished").exists()
+
+
+def test_a_run_that_fails_once_goes_on(worker):
+    (once := worker.home / "once").touch()
+    run = train(worker, ONCE=str(once))
+    assert run.communicate()[0].count("rpg_jax.train") == 2 and (worker.bucket / "finished").exists()
+
+
+def test_a_run_past_its_hours_is_saved_and_freed(worker):
+    script = worker.bucket / "run.sh"
+    limited = script.read_text(encoding="utf-8").replace("DEADLINE=0", f"DEADLINE={int(time.time()) + 4}")
+    script.write_text(limited, encoding="utf-8")
+    run = train(worker, HANG=str(worker.home / "started"))
+    assert "saved" in run.communicate(timeout=60)[0] and run.returncode == 124 and freed(worker) == 1
+    assert (worker.bucket / "failed").read_text(encoding="utf-8") == "--max-hours is over; the run is saved\n"
 
 
 def test_a_stop_waits_for_the_trainer_to_save(worker):
@@ -199,7 +245,7 @@ def test_a_stop_waits_for_the_trainer_to_save(worker):
     os.killpg(run.pid, 15)  # as systemd does: to every process of the service
     said = run.communicate()[0]
     assert said.splitlines()[-1] == "saved" and run.returncode == 143
-    assert not (worker.bucket / "finished").exists()
+    assert not (worker.bucket / "finished").exists() and not freed(worker)
 
 
 def test_pods_meet_at_the_first_host_of_the_first_slice(tmp_path):
@@ -213,6 +259,7 @@ def test_pods_meet_at_the_first_host_of_the_first_slice(tmp_path):
         "bash",
         str(LAUNCH / "gke" / "entrypoint.sh"),
         "gs://b",
+        "0",
         "K=name",
         "--",
         "rpg_jax.train",
@@ -234,9 +281,26 @@ def test_a_pod_that_serves_is_no_slice_of_a_job(tmp_path):
     python.chmod(0o755)
     pod = {"PATH": os.environ["PATH"], "PYTHON": str(python), "MEGASCALE_COORDINATOR_ADDRESS": "slice-0:8080"}
     pod |= {"MEGASCALE_NUM_SLICES": "4"}
-    command = ["bash", str(LAUNCH / "gke" / "entrypoint.sh"), "gs://b", "--", "rpg_jax.serve", "--config=x.py"]
+    command = ["bash", str(LAUNCH / "gke" / "entrypoint.sh"), "gs://b", "0", "--", "rpg_jax.serve", "--config=x.py"]
     said = subprocess.run(command, env=pod, capture_output=True, text=True).stdout
     assert said == " -m rpg_jax.serve --config=x.py\n"
+
+
+@pytest.mark.parametrize(
+    ("does", "ends", "pauses"),
+    [("exit 0", 0, False), ("exit 2", 2, False), ("exit 1", 1, True), ("sleep 30 & wait $!", 3, False)],
+)
+def test_a_pod_that_fails_soon_pauses_before_all_start_again_and_one_past_its_hours_ends(tmp_path, does, ends, pauses):
+    python = tmp_path / "python"
+    start = f"trap 'exit 143' TERM\n{does}\n"
+    python.write_text(f'#!/bin/sh\n[ "$1" != launch/cloud/extras.py ] || exit 0\n{start}', encoding="utf-8")
+    python.chmod(0o755)
+    deadline = str(int(time.time()) + 2) if ends == 3 else "0"
+    command = ["bash", str(LAUNCH / "gke" / "entrypoint.sh"), "gs://b", deadline, "--", "rpg_jax.train"]
+    pod = {"PATH": os.environ["PATH"], "PYTHON": str(python), "TPU_WORKER_HOSTNAMES": "host-0", "PAUSE": "3"}
+    began = time.monotonic()
+    assert subprocess.run(command, env=pod, capture_output=True).returncode == ends
+    assert (time.monotonic() - began > 3) == pauses or ends == 3
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ def test_a_run_that_ended_is_submitted_anew_and_resumes(cloud, ended):
     cloud.script(jobsets(ended))
     assert cloud.run(f"run {TPU} {TRAINER}", "xpk") == 0
     (call,) = cloud.called("workload create")
-    assert "--config.run.name=rpg-4b" in call and "--max-restarts=50" in call
+    assert "--config.run.name=rpg-4b" in call and "--max-restarts=20" in call
 
 
 def test_the_registry_is_made_where_it_is_missing(cloud):
@@ -67,6 +67,38 @@ def test_an_image_has_no_key_that_lies_in_the_folder(cloud, monkeypatch, tmp_pat
     for name in keys:
         assert subprocess.run(["git", "check-ignore", "-q", name], cwd=ROOT).returncode == 0, name
         assert any(fnmatch.fnmatch(f"x/{name}", line) for line in ignored.splitlines()), name
+
+
+def pool(name, topology, machine="ct5p-hightpu-4t"):
+    return {"name": name, "config": {"machineType": machine}, "placementPolicy": {"tpuTopology": topology}}
+
+
+POOLS = "gcloud container node-pools list"
+OTHERS = [pool("theirs", "4x4x4"), pool("default-pool", None, "e2-standard-4")]
+
+
+def test_the_node_pools_of_a_cluster_that_exists_are_never_changed(cloud):
+    for pools in ([], OTHERS):
+        cloud.script({"match": "node-pools list", "code": 0, "times": 9, "stdout": json.dumps(pools)})
+        assert cloud.run(f"up {TPU} {TRAINER}", "xpk") == 1
+        assert "cluster c exists and has 0 node pools of v5p-16, not 1" in cloud.errors()[0]
+        assert "asks before it deletes node pools: xpk cluster create" in cloud.errors()[0]
+        assert "--quiet" not in cloud.errors()[0] and not cloud.called("cluster create")
+    fits = json.dumps([*OTHERS, pool("ours", "2x2x2")])
+    cloud.script({"match": "node-pools list", "code": 0, "times": 9, "stdout": fits})
+    assert cloud.run(f"up {TPU} {TRAINER}", "xpk") == 0
+    assert cloud.called("workload create") and not cloud.called("cluster ")
+    assert "cluster c exists, with ours: left as it is" in cloud.err
+
+
+def test_a_cluster_that_up_has_made_is_deleted_at_the_end_unless_it_is_to_be_kept(cloud):
+    cloud.script({"match": "node-pools list", "times": 1, "stderr": "ERROR: NOT_FOUND: no cluster"})
+    assert cloud.run(f"up {TPU} {TRAINER}", "xpk") == 0
+    order = [call.split()[1:3] for call in cloud.calls if "cluster create" in call or "cluster delete" in call]
+    assert order == [["create", "--cluster=c"], ["delete", "--cluster=c"]] or len(order) == 2
+    before = len(cloud.called("cluster delete"))
+    assert cloud.run(f"up {TPU} --keep {TRAINER}", "xpk") == 0
+    assert len(cloud.called("cluster delete")) == before
 
 
 def test_the_base_of_an_image_is_named_by_its_digest():
@@ -114,7 +146,7 @@ def test_the_manifest_asks_for_every_chip_of_every_slice(type_, pods, chips):
     (container,) = pod["containers"]
     assert (replicated["replicas"], replicated["template"]["spec"]["parallelism"]) == (3, pods)
     assert container["resources"]["limits"]["google.com/tpu"] == chips and pods * chips == job.tpu.slice.chips
-    assert container["args"][:4] == ["gs://b", "--", "rpg_jax.train", '--config.x="a: b"']
+    assert container["args"][:5] == ["gs://b", "0", "--", "rpg_jax.train", '--config.x="a: b"']
     assert spec["failurePolicy"]["maxRestarts"] == 7
 
 
