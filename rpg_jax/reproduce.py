@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def make(options: argparse.Namespace, extra: Sequence[str], command: str) -> int:
-    """Makes the table that `command` asks for, with the overrides `extra` in every run; returns the exit code."""
+    """Makes the table that the options ask for. Every run has the overrides `extra`. Returns the exit code."""
     began = time.perf_counter()
     failed: dict[str, Path] = {}
     try:

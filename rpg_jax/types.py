@@ -154,7 +154,7 @@ class Completion:
 
     @property
     def turn_numbers(self) -> np.ndarray:
-        """i32[n], see `Turns.numbers`; 0 for a completion of one turn."""
+        """i32[n], the number of each token's turn, see `Turns.numbers`. All 0 for a completion of one turn."""
         return np.zeros(len(self.tokens), np.int32) if self.turns is None else self.turns.numbers
 
     @property

@@ -44,7 +44,7 @@ DIMENSIONS = ("embed_dim", "num_heads", "num_kv_heads", "head_dim", "hidden_dim"
 
 
 class Peer(Protocol):
-    """Another library that repeats the same work in a process of its own; see `experiments/peers`."""
+    """Another library, in a process of its own, that does the same work again and again. See `experiments/peers`."""
 
     @property
     def first(self) -> Mapping[str, Any]:
@@ -206,7 +206,7 @@ def peak_flops() -> float | None:
 
 
 def peak_bytes() -> int:
-    """Bytes of resident memory of this process at its peak so far."""
+    """The most bytes of resident memory that this process has had so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

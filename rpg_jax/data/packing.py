@@ -152,7 +152,7 @@ class RolloutBatch(Generic[P]):
         ]
 
     def add(self, **columns: Sequence[jax.Array]) -> RolloutBatch[P]:
-        """The same batch with more columns; a column is f32[B, C] for each micro-batch."""
+        """The batch with more columns. A column is a list: f32[B, C] for each micro-batch."""
         rows = zip(*columns.values(), strict=True)
         batches = [
             dataclasses.replace(batch, **dict(zip(columns, arrays, strict=True)))

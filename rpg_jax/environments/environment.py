@@ -63,7 +63,7 @@ class Turn:
 
 
 class Environment(Protocol):
-    """Answers the turns of a policy. It is made with the config's `environment.options` as keywords.
+    """Answers the turns of a policy. The keywords of the class are the config's `environment.options`.
 
     Both functions are pure: equal arguments give equal results, and nothing is kept between two calls. So any process
     may run them, and another process may replace a process that was killed. Each function may be a coroutine.

@@ -60,7 +60,7 @@ class Completions:
         return masking.completion_scan(x, self.tokens.mask, self.tokens.completion_ids)
 
     def ratio(self, options: Options) -> jax.Array:
-        """The importance weight C of each token, f[B, T]; above 0, because callers divide by it."""
+        """The importance weight C of each token, f[B, T]. C is above 0, because callers divide by C."""
         weight = options.weight
         if weight == "none":
             return jnp.ones_like(self.log_w)

@@ -49,9 +49,10 @@ def shards(name: str | None) -> int:
 
 
 def in_own_shard(index: jax.Array, name: str, size: int) -> tuple[jax.Array, jax.Array]:
-    """Places within this device's shard, of `size` entries, of i32 places along an axis; and which of them are in it.
+    """Turns i32 places along an axis into places of this device's shard, which has `size` entries.
 
-    A place elsewhere becomes some place of the shard. In a `jax.shard_map`, or without a mesh.
+    Returns (places in the shard, whether each place is in the shard). A place outside becomes some place of the shard.
+    Call this in a `jax.shard_map`, or without a mesh.
     """
     axes = mesh_axes(name)
     local = index - jax.lax.axis_index(axes) * size if axes else index

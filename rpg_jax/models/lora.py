@@ -85,7 +85,7 @@ def adapter_shapes(config: DecoderConfig, lora: Lora, dtype=jnp.float32) -> Para
 
 
 def adapter_axes(config: DecoderConfig, lora: Lora) -> Params:
-    """The logical axes of `adapter_shapes`: the axes of the matrix, and None for the rank, which no mesh splits."""
+    """The logical axes of `adapter_shapes`: the axes of the matrix, and None for the rank, which is not split."""
     found, names = {}, flatten_dict(logical_axes(config))
     for entry in adapted_matrices(config, lora):
         axes, cut = names[entry.path], entry.stacked + len(entry.groups[1])

@@ -115,7 +115,7 @@ def vocabulary(config: ConfigDict) -> int | None:
 
 
 def lengths_of(config: ConfigDict, *, mean: float = 0, prompt: float = 0) -> Lengths:
-    """The lengths that a plan assumes; 0 takes half of rollout.max_tokens, and the figures of `efficiency`."""
+    """The lengths that a plan assumes. 0 means: half of rollout.max_tokens, and the prompt of `efficiency`."""
     longest = config.task.max_prompt_tokens
     return Lengths(
         prompt=prompt or min(efficiency.PROMPT_TOKENS, longest / 2),
@@ -159,7 +159,7 @@ def _run(model: DecoderConfig, lengths: Lengths, length: int) -> float:
 
 
 def decode_step_of(layout: Layout, decoding: Decoding, program: Program) -> DecodeStep:
-    """A decode step from the costs of its program, which count the cache as full."""
+    """The costs of a decode step, from the costs of its program. The program's costs count the cache as full."""
     assert decoding.mesh is not None, "a plan decodes on a mesh"
     model, slots, chips = layout.model, decoding.slots, decoding.mesh.size
     cache = memory.cache_bytes(model, decoding)

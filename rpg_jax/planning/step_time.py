@@ -273,9 +273,9 @@ class Lengths:
 
     @property
     def attended(self) -> float:
-        """Cached tokens that a decoded token attends to, in the mean over all decoded tokens.
+        """Cached tokens that a decoded token attends to, on average over all decoded tokens.
 
-        A completion of n tokens reads p, p + 1, …, p + n - 1 of them. So it is p + (E[n²] / E[n] - 1) / 2.
+        The tokens of a completion of n tokens attend to p, p + 1, …, p + n - 1. The mean is p + (E[n²] / E[n] - 1) / 2.
         """
         return self.prompt + (self.mean_square / self.mean - 1) / 2
 

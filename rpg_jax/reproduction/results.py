@@ -136,7 +136,7 @@ def missing(planned: Sequence[PlannedRun], kept: Results | None) -> list[Planned
 
 
 def merge(kept: Results, new: Results, order: Collection[str]) -> Results:
-    """The runs of `kept` and `new`. If both have a run, the run of `new` counts.
+    """The runs of `kept` and of `new` together. If both have the same run, the run of `new` counts.
 
     Args:
       order: the order of the rows; rows that are not in `order` come last.

@@ -64,7 +64,7 @@ class FirstFailures:
         self._failed: set[Hashable] | None = set()
 
     def look(self, problems: Iterable[Hashable], verdicts: Sequence[Verdict]) -> None:
-        """Raises ValueError, with the first verdict's reason, once all verdicts of 16 problems have failed."""
+        """Raises ValueError if all verdicts of the first 16 problems have failed. The message has the first reason."""
         failed = self._failed
         if failed is None:
             return

@@ -206,7 +206,7 @@ class Field:
 
     @property
     def initial(self) -> str:
-        """The default as the command line takes it, or "unset" or "method" with the type."""
+        """The default as --help shows it: the value, or "unset" or "method" with the type."""
         if isinstance(self.default, Unset):
             return f"{'method' if self.default.by_method else 'unset'} ({self.default.kind.__name__})"
         text = json.dumps(self.default) if isinstance(self.default, str) else repr(self.default)
@@ -242,7 +242,7 @@ class Field:
                 raise ValueError(f"{name}={value!r} must be in {self.range}{hint}")
 
     def check_stored(self, name: str, value: Any, file: Path) -> None:
-        """Raises ValueError if a run's `file` has a value of another type, or outside the range."""
+        """Raises ValueError if the value in a run's `file` has another type, or is outside the range."""
         kinds = (self.kind, int) if self.kind is float else (self.kind,)
         if value is None and isinstance(self.default, Unset):
             return

@@ -256,8 +256,8 @@ def evaluate(
 
     Args:
       name: the policy's name in titles and file names.
-      home: the folder in whose `evaluations` the results lie by default.
-      k: completions per problem. None: as many as the source repeats a problem, else
+      home: the folder of the results by default: they go into its folder `evaluations`.
+      k: completions per problem. None: the number of times that the source has the problem, if it is above 1; else
         `evaluation.k`.
       out: the folder of the results.
       server: the address of a server that samples in place of a rollout in this process, http://HOST:PORT.

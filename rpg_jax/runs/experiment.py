@@ -318,7 +318,7 @@ def input_digests(experiment: Experiment) -> dict[str, str]:
 
 
 def model_digest(model: models.DecoderConfig) -> str:
-    """The digest of a model's fields, spelled as in the first version, so that runs of that version can resume."""
+    """The digest of a model's fields. It spells them as the first version did, so older runs can resume."""
     families = {"qkv_bias=False, qk_norm=True": "family='qwen3'", "qkv_bias=True, qk_norm=False": "family='qwen2'"}
     text = repr(model).replace("DecoderConfig(", "QwenConfig(", 1)
     for fields, family in families.items():

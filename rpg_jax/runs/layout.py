@@ -78,7 +78,7 @@ class Layout:
 
     @property
     def abstract_base(self) -> models.Base | None:
-        """The shapes, dtypes and shardings of the frozen weights beside adapters; None without adapters."""
+        """Shapes, dtypes and shardings of the frozen weights, if the run trains adapters; None if it does not."""
         if self.lora is None:
             return None
         shapes, shardings = self.param_shapes, self.param_shardings

@@ -103,7 +103,7 @@ def facts(config: ConfigDict) -> dict[str, Any]:
 
 
 def differences(all_facts: list[dict[str, Any]]) -> str:
-    """The differences of each process from the first, in words; "" if there are none."""
+    """A text with the differences between each process and the first process; "" if there are none."""
     first, named = all_facts[0], []
     for process, other in enumerate(all_facts[1:], start=1):
         named += [

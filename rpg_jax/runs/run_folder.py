@@ -137,7 +137,7 @@ def _stop_writing(reason: str) -> None:
 
 @contextlib.contextmanager
 def opened(address: str) -> Iterator[storage.Folder]:
-    """The folder of an earlier run. A `ValueError` of the block names the folder by `address`."""
+    """Opens the folder of an earlier run. A `ValueError` of the block names the folder by its `address`."""
     with storage.Folder(address) as folder:
         folder.fetch()
         try:
@@ -302,7 +302,7 @@ def _of_section(config: dict[str, Any], name: str) -> tuple[dict[str, Any], str]
 
 
 def as_json(config: ConfigDict) -> dict[str, Any]:
-    """A config as config.json and trackers have it: infinite numbers as text."""
+    """The config as config.json and trackers hold it: an infinite number is a text."""
     return json_files.finite(json.loads(config.to_json_best_effort()))
 
 

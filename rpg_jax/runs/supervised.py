@@ -75,7 +75,7 @@ def make_trainer(
     log: RunLog,
     closing: contextlib.ExitStack,
 ) -> tuple[SupervisedTrainer, Any]:
-    """The trainer of a run, and the weights that it begins with: random or loaded, or zeros for a resume."""
+    """The trainer of a run and its first weights: random or loaded weights, or zeros for a run that resumes."""
     guard = Guard(math.inf, remedy="lower warm_start.learning_rate")
     batches = Demonstrations(experiment, experiment.config.warm_start.epochs)
     last = Demonstrations(experiment, experiment.config.warm_start.epochs).count()
@@ -295,7 +295,7 @@ class Demonstrations:
             found += -(-data.rows_needed(examples, self._shape) // (self._shape.rows * self._together))
 
     def state(self) -> dict[str, Any]:
-        """The position as a JSON-able dict."""
+        """The position in the demonstrations as a JSON-able dict."""
         return {"drawn": self._begun[0], "stream": self._begun[1], "used": self._used}
 
     def restore(self, state: dict[str, Any]) -> None:

@@ -81,7 +81,7 @@ def warm_started(
 
 
 def drawn_base(experiment: Experiment, scorer: Scorer, run_dir: Path, layout: Layout) -> Any:
-    """The weights with which adapters begin: read or drawn in `layout`, and warm-started if the config says so."""
+    """The frozen weights of a run with adapters: loaded or random, and after a warm start if there is one."""
     params = init_params(layout)
     if not layout.config.warm_start.enabled:
         return params

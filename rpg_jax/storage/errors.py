@@ -95,7 +95,7 @@ _TEXTS = (  # the first that matches decides; TensorStore's errors begin with a 
 
 
 def kind_of(error: BaseException) -> Kind:
-    """The kind of an error. If its causes are of several kinds: transient before permanent before damage."""
+    """The kind of an error. Of several causes, a transient one decides; then a permanent one; then damage."""
     found = {_own_kind(one) for one in chain(error)}
     return next((kind for kind in (Kind.TRANSIENT, Kind.PERMANENT, Kind.DAMAGE) if kind in found), Kind.UNKNOWN)
 

@@ -109,7 +109,7 @@ class GroupGenerator:
     def score(
         self, problems: Sequence[Problem], prompts: Sequence[np.ndarray], completions: Sequence[list[Completion]]
     ) -> tuple[list[Group], dict[str, int]]:
-        """Each problem's completions as a scored group, and failed verdicts by kind (see `rewards.Scores.errors`)."""
+        """Scores the completions of each problem. Returns (groups, number of failed verdicts by kind)."""
         flat = [c for group in completions for c in group]
         texts = [shown(c, self._decode) for c in flat]
         scores = self._scorer(

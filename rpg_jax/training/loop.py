@@ -202,7 +202,7 @@ def add_advantages(a: Algorithm, batch: Packed, state: TrainState) -> Packed:
 
 
 def with_behaviour_logprobs(a: Algorithm, groups: Sequence[Group], state: TrainState) -> list[Group]:
-    """Groups for a later step, with log π_old of the weights in `state`, which sampled the groups."""
+    """The groups for a later step, with their log π_old. The weights in `state` have sampled the groups."""
     if not groups:
         return []
     batch = a.pack(groups)

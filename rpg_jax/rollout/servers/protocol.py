@@ -122,7 +122,7 @@ def fault_of(one: Completion, sampling: Sampling, vocab_size: int) -> str:
 
 
 def seed_of(seed: int, step: int, prompt_id: int, index: int, *, turn: int = 0) -> int:
-    """A seed below 2^31, which every server takes. The seeds of a group are consecutive, so they all differ."""
+    """A seed below 2^31, as every server takes it. The seeds of a group are consecutive, so all differ."""
     digest = hashlib.sha256(f"{seed % 2**32}/{step}/{prompt_id}{f'/{turn}' if turn else ''}".encode()).digest()
     return (int.from_bytes(digest[:4], "little") + index) % 2**31
 

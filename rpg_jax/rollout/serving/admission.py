@@ -164,7 +164,7 @@ class Admission:
 
     @property
     def capacity(self) -> int:
-        """The most tokens of a prompt and its completion."""
+        """The most tokens that a prompt and its completion may have together."""
         return self._rollout.engine.decoding.capacity
 
     @property

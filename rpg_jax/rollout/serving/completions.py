@@ -132,7 +132,7 @@ async def choices(admission: Admission, asked: CompletionRequest) -> list[Choice
 
 
 def usage(asked: CompletionRequest, tokens: int) -> dict[str, Any]:
-    """OpenAI's count of the tokens that were read and drawn."""
+    """The field `usage` of OpenAI's answers: the numbers of prompt tokens and of sampled tokens."""
     read = sum(map(len, asked.prompts))
     return {"prompt_tokens": read, "completion_tokens": tokens, "total_tokens": read + tokens}
 
