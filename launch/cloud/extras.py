@@ -1,6 +1,6 @@
-"""Installs the optional packages that a config asks for, on a worker: `extras.py --config=configs/x.py ...`.
+"""Installs the trackers that a config asks for, on a worker: `extras.py --config=configs/x.py ...`.
 
-Runs before the trainer, with its arguments and the Python of .venv. Without such packages it installs nothing.
+Runs before the trainer, with its arguments and the Python of .venv, and installs nothing where no tracker is missing.
 """
 
 import importlib.util
@@ -8,29 +8,18 @@ import subprocess
 import sys
 from pathlib import Path
 
-# a name in log.tracker: (module, package)
-PACKAGES = {
-    "wandb": ("wandb", "wandb>=0.19,<1"),
-    "tensorboard": ("tensorboardX", "tensorboardX>=2.6,<3"),
-    "mlflow": ("mlflow", "mlflow>=3,<4"),
-    "trackio": ("trackio", "trackio>=0.2,<1"),
-}
+ROOT = Path(__file__).resolve().parents[2]
+LOCK = "requirements-trackers.lock"
+MODULES = {"wandb": "wandb", "tensorboard": "tensorboardX"}  # of the trackers that LOCK has
 
 
 def asked_for(log: dict) -> list[str]:
-    """The modules that the section `log` of a resolved config needs."""
-    names = [name.strip() for name in (log.get("tracker") or "").split(",")]
-    return [module for name, (module, _) in PACKAGES.items() if name in names]
-
-
-def missing(modules: list[str]) -> list[str]:
-    """The packages of those of `modules` that are not installed here."""
-    packages = dict(PACKAGES.values())
-    return [packages[module] for module in modules if importlib.util.find_spec(module) is None]
+    """The trackers of the section `log` of a resolved config."""
+    return [name.strip() for name in (log.get("tracker") or "").split(",") if name.strip()]
 
 
 def main(argv: list[str]) -> int:
-    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+    sys.path.insert(0, str(ROOT))
     from rpg_jax.runs import cli
 
     parser = cli.parser("train", __doc__)
@@ -39,14 +28,13 @@ def main(argv: list[str]) -> int:
         loaded = cli.load_config(parser.read(argv))
     except ValueError:
         return 0  # the trainer says what is wrong
-    packages = missing(asked_for(loaded.config.log.to_dict())) if loaded else []
-    if not packages:
+    asked = asked_for(loaded.config.log.to_dict()) if loaded else []
+    missing = [name for name in asked if importlib.util.find_spec(MODULES.get(name, name)) is None]
+    if not missing:
         return 0
-    print(f"installing {', '.join(packages)}", flush=True)
-    done = subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-input", *packages])
-    if done.returncode:
-        print(f"error: {', '.join(packages)} could not be installed, which the config asks for", file=sys.stderr)
-    return done.returncode
+    print(f"installing {', '.join(missing)}", flush=True)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-input"]
+    return subprocess.run([*pip, "--require-hashes", f"--requirement={ROOT / LOCK}"]).returncode
 
 
 if __name__ == "__main__":

@@ -116,8 +116,11 @@ def config_fits(job: Job) -> Iterator[str]:
 
 
 def trackers_work(job: Job, log: dict) -> Iterator[str]:
-    """Checks that workers can log as the config asks: they install the packages, and W&B needs a key."""
+    """Checks that workers can log as the config asks: the packages are locked, and W&B has its key."""
     asked = extras.asked_for(log)
+    if unknown := [name for name in asked if name not in extras.MODULES]:
+        locked = " or ".join(extras.MODULES)
+        raise LaunchError(f"log.tracker={unknown[0]}: workers install locked packages alone", f"take {locked}")
     if asked:
         yield f"workers install {' and '.join(asked)} as well"
     if asked and job.tpu.internal_ips:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import namedtuple
 from pathlib import Path
@@ -196,7 +197,19 @@ def test_workers_install_what_the_config_logs_to_and_wandb_needs_its_key(cloud):
     assert cloud.run(f"create {TPU} {wandb}") == 1
     assert "log.tracker=wandb needs a key on the workers; pass --secret=WANDB_API_KEY=" in cloud.errors()[0]
     assert cloud.run(f"create {TPU} --secret=WANDB_API_KEY=k --internal-ips {wandb},tensorboard") == 0
-    assert "workers install wandb and tensorboardX as well" in cloud.err and "Cloud NAT" in cloud.err
+    assert "workers install wandb and tensorboard as well" in cloud.err and "Cloud NAT" in cloud.err
+
+
+def test_a_tracker_without_hashes_is_refused_and_the_locked_ones_have_the_packages_of_the_workers(cloud):
+    assert cloud.run(f"create {TPU} {TRAINER} --config.log.tracker=mlflow") == 1
+    assert "log.tracker=mlflow: workers install locked packages alone; take wandb or tensorboard" in cloud.errors()[0]
+    packages, trackers = (
+        dict(re.findall(r"^([\w.-]+)==(\S+) \\$", (extras.ROOT / name).read_text(encoding="utf-8"), re.MULTILINE))
+        for name in ("requirements-tpu.lock", extras.LOCK)
+    )
+    assert {module.lower() for module in extras.MODULES.values()} <= trackers.keys()
+    shared = packages.keys() & trackers.keys()
+    assert len(shared) > 10 and all(packages[name] == trackers[name] for name in shared)
 
 
 def test_a_worker_installs_the_packages_that_its_config_asks_for(monkeypatch):
@@ -206,7 +219,9 @@ def test_a_worker_installs_the_packages_that_its_config_asks_for(monkeypatch):
     config = ["--config=configs/tiny.py", "--config.log.tracker=tensorboard"]
     assert extras.main(config) == 0 and not asked, "tensorboardX is there"
     assert extras.main([*config, "--config.log.tracker=wandb,tensorboard"]) == 0
-    assert [command[1:] for command in asked] == [["-m", "pip", "install", "--quiet", "--no-input", "wandb>=0.19,<1"]]
+    (command,) = asked
+    assert command[1:4] == ["-m", "pip", "install"] and "--require-hashes" in command
+    assert command[-1].endswith("/requirements-trackers.lock")
     assert extras.main(["--config=configs/none.py"]) == 0, "the trainer says so"
 
 
