@@ -42,9 +42,15 @@ def up(launch: Launch) -> None:
     is_new = create(launch)
     setup(launch)
     run(launch)
-    wait(launch)
-    if is_new and not launch.job.keep:
+    failure = None
+    try:
+        wait(launch)
+    except CommandError as error:  # the workload has failed, or the command that waits has
+        failure = error
+    if is_new and not launch.job.keep and not _exists(launch):
         _delete(launch)
+    if failure is not None:
+        raise failure
 
 
 def create(launch: Launch) -> bool:

@@ -73,7 +73,6 @@ def pool(name, topology, machine="ct5p-hightpu-4t"):
     return {"name": name, "config": {"machineType": machine}, "placementPolicy": {"tpuTopology": topology}}
 
 
-POOLS = "gcloud container node-pools list"
 OTHERS = [pool("theirs", "4x4x4"), pool("default-pool", None, "e2-standard-4")]
 
 
@@ -91,14 +90,20 @@ def test_the_node_pools_of_a_cluster_that_exists_are_never_changed(cloud):
     assert "cluster c exists, with ours: left as it is" in cloud.err
 
 
-def test_a_cluster_that_up_has_made_is_deleted_at_the_end_unless_it_is_to_be_kept(cloud):
-    cloud.script({"match": "node-pools list", "times": 1, "stderr": "ERROR: NOT_FOUND: no cluster"})
-    assert cloud.run(f"up {TPU} {TRAINER}", "xpk") == 0
-    order = [call.split()[1:3] for call in cloud.calls if "cluster create" in call or "cluster delete" in call]
-    assert order == [["create", "--cluster=c"], ["delete", "--cluster=c"]] or len(order) == 2
-    before = len(cloud.called("cluster delete"))
-    assert cloud.run(f"up {TPU} --keep {TRAINER}", "xpk") == 0
-    assert len(cloud.called("cluster delete")) == before
+@pytest.mark.parametrize(
+    ("option", "waiting", "then", "deleted"),
+    [
+        ("", {"code": 0}, jobsets("Completed"), True),
+        ("", {"code": 125, "stderr": "Job has failed"}, jobsets("Failed"), True),
+        ("", {"code": 1, "stderr": "lost the network"}, jobsets(), False),
+        ("--keep", {"code": 0}, jobsets("Completed"), False),
+    ],
+)
+def test_a_cluster_that_up_has_made_is_deleted_once_its_workload_has_ended(cloud, option, waiting, then, deleted):
+    none = {"match": "get jobsets", "code": 0, "stdout": "{}"}
+    cloud.script(none, {"match": "workload list", **waiting}, then)
+    assert cloud.run(f"up {TPU} {option} {TRAINER}", "xpk") == (waiting["code"] != 0)
+    assert bool(cloud.called("cluster delete")) == deleted
 
 
 def test_the_base_of_an_image_is_named_by_its_digest():
