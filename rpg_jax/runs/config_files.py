@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import difflib
 import functools
@@ -67,17 +68,17 @@ def changed(config: ConfigDict, changes: Mapping[str, Any]) -> ConfigDict:
     Raises:
       ValueError: there is no such field, or a value has another type.
     """
-    known, copy = fields(), ConfigDict(config)
+    known, changing = fields(), copy.deepcopy(config)  # `ConfigDict(config)` would share its unset fields
     for name, value in changes.items():
         if name not in known:
             was = retired(name)
             raise ValueError(was.line if was else f"no config field {name!r}; did you mean {nearest(name)}?")
         try:
-            copy.update_from_flattened_dict({name: value})
+            changing.update_from_flattened_dict({name: value})
         except (TypeError, KeyError, AttributeError) as error:
             kind = known[name].kind.__name__
             raise ValueError(f"{name}={value!r} must be of the type {kind}: {' '.join(str(error).split())}") from error
-    return copy.lock()
+    return changing.lock()
 
 
 def find(name: str) -> Path:

@@ -61,7 +61,7 @@ def default_name(config_file: str, config: ConfigDict, overrides: Mapping[str, A
     named = ("method", "seed", "train.steps", "warm_start.dir")
     other = {k: v for k, v in overrides.items() if k not in named and not k.startswith(_AROUND)}
     if config.run.start_from:
-        other["from"] = Path(config.run.start_from).name
+        other["from"] = Path(config.run.start_from).name.replace("@", "-")
     return "-".join(
         [Path(config_file).stem, kind or config.method.lower(), *run_names.values_part(other), f"seed{config.seed}"]
     )

@@ -47,6 +47,7 @@ def test_a_branch_with_an_equal_config_repeats_its_parent_to_the_bit(parent, tmp
     assert list(numbers(branch)) == [3, 4]
     assert all(numbers(parent)[step] == found for step, found in numbers(branch).items())
     assert_same_weights(parent, branch)
+    assert [r["step"] for r in branch.metrics] == [2, 3, 4], "one row a step"
     begun = branch.metrics[0]
     assert begun["step"] == 2 and "eval/accuracy" in begun and "reward" not in begun, "its start is evaluated"
     inputs = json.loads((tmp_path / "b" / INPUTS).read_text(encoding="utf-8"))
@@ -73,11 +74,14 @@ def test_a_branch_that_is_stopped_continues_to_the_same_bits_without_its_parent(
 
 
 def test_what_a_branch_begins_anew_is_said(parent, tmp_path, capsys):
-    trained(tmp_path, "b", **{"run.start_from": parent.folder, "train.steps": 5, "seed": 1, "reference.rule": "kl"})
+    change = {"seed": 1, "reference.rule": "kl", "evaluation.drift": True}
+    branch = trained(tmp_path, "b", **change, **{"run.start_from": parent.folder, "train.steps": 5})
     said = capsys.readouterr().out
     assert f"begins after step 4 of {parent.folder}; anew: the order of the problems" in said
     assert "the reference, because fields of reference differ" in said
     assert Run.read(tmp_path / "b").trained[0]["reference_update"] == 8, "two updates a step: the policy after step 4"
+    drift = [row["eval/held out/initial_kl"] for row in branch.metrics]
+    assert abs(drift[0]) < 1e-4 < abs(drift[1]), "measured from the policy with which the branch begins"
 
 
 @pytest.mark.slow  # three runs with a compiled adapter each

@@ -107,3 +107,11 @@ def test_the_ranges_of_the_losses_are_those_of_the_fields():
         allowed = typing.get_args(hint)[-1]
         if isinstance(allowed, Range) and f"loss.{name}" in NUMBERS:
             assert NUMBERS[f"loss.{name}"].range == allowed.text, name
+
+
+def test_a_change_leaves_the_config_as_it_was_with_its_unset_fields_too():
+    before = config_files.load("tiny").config
+    first = config_files.changed(before, {"run.name": "a", "seed": 1})
+    second = config_files.changed(first, {"run.name": "b"})
+    assert (before.run.name, first.run.name, second.run.name) == (None, "a", "b")
+    assert (before.seed, first.seed, second.seed) == (0, 1, 1)

@@ -339,3 +339,13 @@ def test_the_lockfile_has_every_requirement_within_its_range_and_by_its_hash():
 
 def test_all_packages_of_this_python_are_listed():
     assert run_folder.installed_packages()["jax"] == importlib.metadata.version("jax")
+
+
+def test_a_branch_is_named_after_its_parent_and_another_parent_makes_another_run():
+    change = {"run.start_from": "gs://mine/runs/a@40", "method": "GRPO"}
+    config = config_files.changed(config_files.load("tiny").config, change)
+    assert run_folder.default_name("tiny.py", config, change) == "tiny-grpo-from=a-40-seed0"
+    other = config_files.changed(config, {"run.start_from": "gs://mine/runs/a@41"})
+    one, two = (run_folder.identity(resolve(each)) for each in (config, other))
+    assert {name for name in one if one[name] != two[name]} == {"run.start_from"}
+    assert "run.start_from" not in run_folder.identity(resolve(tiny.get_config())), "as checkpoints of older runs"
