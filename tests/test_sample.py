@@ -32,8 +32,9 @@ def test_a_run_without_a_checkpoint_says_when_the_first_comes(run, tmp_path, cap
     young = tmp_path / "young"
     shutil.copytree(run[0], young, ignore=shutil.ignore_patterns("checkpoints"))
     assert sample.main([f"--run={young}", "--prompt=1+2="]) == 2
-    first = json.loads((young / "config.json").read_text(encoding="utf-8"))["checkpoint"]["every"]
-    assert capsys.readouterr().err == f"error: {young} has no checkpoint yet; the first comes at step {first}\n"
+    every = json.loads((young / "config.json").read_text(encoding="utf-8"))["checkpoint"]["every"]
+    when = f"there is one after each {every} steps and after the last"
+    assert capsys.readouterr().err == f"error: {young} has no checkpoint yet; {when}\n"
 
 
 def test_an_accelerator_that_is_not_there_is_one_line(run, monkeypatch, capsys):
