@@ -13,11 +13,10 @@ DESCRIPTION = """Runs a config on Cloud TPU VMs.
   launch/tpu up --type=v5p-16 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b -- --config=configs/x.py
 """
 COMMANDS = {
-    "up": "create, wait, setup, run; then brings a preempted TPU back until the run has ended, and deletes it",
+    "up": "create, wait, run; then brings a preempted TPU back until the run has ended, and deletes it",
     "create": "checks everything, uploads the code and requests the TPU",
     "wait": "waits until the TPU is up",
-    "setup": "installs on all workers",
-    "run": "trains on all workers, in the background; a run of this name continues where it was",
+    "run": "installs and trains on all workers, in the background; a run of this name continues where it was",
     "logs": "follows the log of one worker (--worker, --slice)",
     "status": "shows the TPU, each worker, and the cost",
     "ssh": "opens a shell on one worker, or runs the command after --",
@@ -54,11 +53,6 @@ def wait(launch: Launch, vms: TpuVms) -> None:
     vms.wait(launch.options.timeout)
 
 
-def setup(launch: Launch, vms: TpuVms) -> None:
-    vms.on_all_workers(_on_worker(launch, "setup"))
-    launch.shell.report("installed on all workers")
-
-
 def run(launch: Launch, vms: TpuVms) -> None:
     _check(launch)
     _send(launch, training=True)
@@ -69,7 +63,6 @@ def up(launch: Launch, vms: TpuVms) -> None:
     _check(launch)
     _send(launch, training=True)
     _bring_up(launch, vms)
-    setup(launch, vms)
     _start(launch, vms)
     if launch.options.no_watch:
         launch.shell.say("nobody watches: a lost TPU stays lost until launch/tpu up runs again")
@@ -253,4 +246,4 @@ def _vm(launch: Launch) -> str:
     return vms[launch.options.slice_number]
 
 
-HANDLERS = {f.__name__: f for f in (up, create, wait, setup, run, logs, status, ssh, stop, delete)}
+HANDLERS = {f.__name__: f for f in (up, create, wait, run, logs, status, ssh, stop, delete)}

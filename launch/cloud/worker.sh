@@ -1,5 +1,5 @@
 # Runs on every worker: at each boot as its startup script (without an argument, like `run`), and when launch/tpu asks for
-# setup, run, stop or status. Every part may run again at any time. The header that launch/tpu writes above sets FILES
+# run, stop or status. Every part may run again at any time. The header that launch/tpu writes above sets FILES
 # (gs://.../launch/NAME).
 set -euo pipefail
 root=/opt/rpg log=/var/log/rpg.log
@@ -62,10 +62,6 @@ mkdir -p "$root/new"
 exec 9>"$root/lock"
 flock 9
 case "${1:-run}" in
-  setup)
-    fetch source.tar.gz
-    if active; then echo "running; left as it is"; else install; fi
-    ;;
   run)
     fetch source.tar.gz
     run

@@ -31,13 +31,13 @@ def absent():
     return {"match": DESCRIBE, **NOT_FOUND}
 
 
-def test_a_new_request_is_created_awaited_set_up_and_run(cloud):
+def test_a_new_request_is_created_awaited_and_run(cloud):
     cloud.script(absent(), queue("WAITING_FOR_RESOURCES", 2), queue("PROVISIONING"))
     assert cloud.run(UP) == 0
     assert len(cloud.called("queued-resources create")) == 1
     assert len(cloud.waits) == 3
     ran = [call.rpartition(" ")[2] for call in cloud.called("tpu-vm ssh")]
-    assert ran == ["setup", "run"]
+    assert ran == ["run"]
     assert all("--worker=all" in call for call in cloud.called("tpu-vm ssh"))
 
 
@@ -133,7 +133,7 @@ def test_ctrl_c_ends_a_command_on_workers_that_do_not_answer(cloud, monkeypatch)
     cloud.script({"match": "tpu-vm ssh", "times": 9, "stderr": "ssh: Connection timed out"})
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a background process ignores it
     try:
-        assert cloud.run(f"setup {TPU}") == 130
+        assert cloud.run(f"stop {TPU}") == 130
     finally:
         signal.signal(signal.SIGINT, previous)
     assert len(cloud.called("tpu-vm ssh")) == 1 and "interrupted here" in cloud.err
@@ -195,10 +195,8 @@ def test_a_second_start_of_the_same_command_is_no_error(cloud):
 
 
 def test_workers_that_do_not_answer_are_tried_again_by_number(cloud):
-    cloud.script(
-        {"match": "worker=all.*setup", "stdout": "worker 0 done", "stderr": "ssh: connect: Connection refused"}
-    )
-    assert cloud.run(f"setup {TPU}") == 0
+    cloud.script({"match": "worker=all.*stop", "stdout": "worker 0 done", "stderr": "ssh: connect: Connection refused"})
+    assert cloud.run(f"stop {TPU}") == 0
     assert ["--worker=1" in call for call in cloud.called("tpu-vm ssh")] == [False, True]
 
 
@@ -224,7 +222,7 @@ def test_waiting_for_what_was_never_requested_says_so(cloud):
     assert "does not exist in us-east5-a; create it" in cloud.errors()[0]
 
 
-@pytest.mark.parametrize("command", ["setup", "stop", "status", "logs", "ssh", "wait", "delete --yes"])
+@pytest.mark.parametrize("command", ["stop", "status", "logs", "ssh", "wait", "delete --yes"])
 @pytest.mark.parametrize(
     "options",
     [

@@ -127,7 +127,6 @@ def test_new_code_keeps_the_environment(worker):
     venv = worker.home / "opt" / "repository" / ".venv"
     venv.mkdir()
     worker.upload("two")
-    worker.boot("setup")
     worker.boot("stop")
     worker.boot("run")
     assert venv.exists()
