@@ -27,13 +27,14 @@ def run_script(job: Job) -> str:
         secrets = [f"--project={job.tpu.project}", *(f"{variable}={name}" for variable, name in job.secrets)]
         command = [".venv/bin/python", "launch/cloud/with_secrets.py", *secrets, "--", *command]
     free = ["gcloud", "compute", "tpus", "queued-resources", "delete", job.name, *job.tpu.place, "--quiet", "--async"]
+    kept = job.keep or (job.serves_for and job.tpu.slices > 1)  # a server that ends leaves those of other slices alone
     head = {
         "FILES": shlex.quote(job.files),
         "BUCKET": shlex.quote(job.bucket),
         "COMMIT": shlex.quote(commit()),
         "CONFIG": f"({shlex.join(job.trainer)})",
         "COMMAND": f"({shlex.join(command)})",
-        "FREE": "()" if job.keep else f"({shlex.join([*free, '--force'])})",
+        "FREE": "()" if kept else f"({shlex.join([*free, '--force'])})",
         "DEADLINE": str(job.deadline()),
     }
     lines = "\n".join(f"{name}={value}" for name, value in head.items())
