@@ -199,12 +199,13 @@ FIELDS = Section(
         max_tokens=Field(16, "The longest completion, stop token included.", "tokens", range="[1, 1048576]"),
         temperature=Field(1.0, "The temperature of sampling, and of the log-probabilities in the loss.",
             range="[0.01, 100]"),
-        top_p=Field(1.0, "Sample from the most probable tokens that hold this probability. 1 is off.", range="(0, 1]"),
+        top_p=Field(1.0, "Sample from the most probable tokens that hold this probability. 1 is off. Training takes no "
+            "cut, top_p, top_k or min_p; evaluate, sample and serve do.", range="(0, 1]"),
         top_k=Field(0, "Sample from this many most probable tokens. 0 is off.", "tokens", range="[0, 1e6]"),
         min_p=Field(0.0, "The least probability of a token, as a share of the most probable token's. 0 is off.",
             range="[0, 1)"),
         max_staleness=Field(0, "The steps that sampling may run ahead of training, on one device, on rollout.devices "
-            "or on servers. 0: they alternate. Above 0 top_p, top_k and min_p must be off.", "steps",
+            "or on servers. 0: they alternate.", "steps",
             range="[0, 1000]"),
         swap=Field("between", "When sampling runs ahead, new weights take over between batches (reproducible) or "
             "midway in completions.", choices="rpg_jax.training.ahead:SWAPS"),
@@ -250,7 +251,9 @@ FIELDS = Section(
             '{"tau": 0.5}. Of the shipped losses: weight_cap of rpg, mask_divergence and mask_threshold of dppo, '
             "tau_positive and tau_negative of sapo, penalty_level of opmd; docs/methods.md."),
         divergence=Field(from_method(str), "rpg: the divergence.", choices="rpg_jax.losses:DIVERGENCES"),
-        estimator=Field(from_method(str), "rpg: the gradient's estimator.", choices=("differentiable", "reinforce")),
+        estimator=Field(from_method(str), "rpg: the gradient's estimator. exact: the KL at a token's prefix is summed "
+            "over the vocabulary, which takes the reference's weights to every update; for level token and to_go.",
+            choices=("differentiable", "reinforce", "exact")),
         clip=Field(from_method(str), "rpg: the clip of the importance ratio.",
             choices=("none", "dual", "dual_through", "truncate", "reward")),
         form=Field(from_method(str), "rpg: the paper's formulas, or the public code's.", choices=("paper", "verl")),
@@ -312,12 +315,16 @@ FIELDS = Section(
     reference=Section(
         "The policy that anchors the KL term.",
         rule=Field(from_method(str), "When the reference moves to the present policy: every step (behaviour), never "
-            "(fixed), every K steps or updates (every), or when the KL passes a threshold (kl).",
+            "(fixed), every K steps or updates (every), or when the KL passes a threshold (kl); or a teacher is the "
+            "reference. Unset with reference.path: teacher.",
             choices="rpg_jax.training.reference:RULES"),
         every=Field("1 step", "K of rule=every: every K-th step, when it ends, or every K-th update.",
             "steps or updates"),
         kl_threshold=Field(0.01, "kappa of rule=kl.", "nats per token", range="(0, inf)"),
-        resident=Field(False, "Keep the reference's weights in device memory between steps."),
+        path=Field(optional(str), "A teacher, which rule=teacher takes as the reference: a model of any supported "
+            "family with the policy's tokenizer, as in model.path. It is held in model.compute_dtype."),
+        resident=Field(False, "Keep the reference's weights in device memory between steps. A teacher's always stay, "
+            "unless offload names the reference."),
     ),
     train=Section(
         "Steps and batches. A step samples one rollout batch and trains on it.",
@@ -538,4 +545,6 @@ def variant(c: ConfigDict, name: str) -> ConfigDict:
     c.train.packed_length = c.task.max_prompt_tokens + c.rollout.max_tokens  # short prompts leave a part of it empty
     c.evaluation.every, c.evaluation.problems, c.evaluation.k = 2, 4, 4
     c.checkpoint.every = 2
+    if c.reference.path:  # the policy before the first step is the teacher
+        c.reference.path, c.reference.rule = None, "fixed"
     return c

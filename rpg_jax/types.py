@@ -209,6 +209,9 @@ class Batch:
       ref_logprobs: f32[B, C], log π_ref; equal to `behaviour_logprobs` where the two policies coincide.
       advantages: f32[B, C].
       kl_baseline: f32[B, C], the part of `advantages` that is the KL's own baseline; None without a baseline of the KL.
+      ref_hidden: [B, C, E], the reference's hidden states that predict the tokens; only a loss that sums the KL over
+        the vocabulary reads them, one micro-batch at a time.
+      prefix_kl: the KL of that sum, `losses.PrefixKL`; the update computes it.
       rewards: f32[B, C], the reward of each token; a learned baseline reads the rewards.
       values: f32[B, C], the values of a learned baseline before the first update.
       returns: f32[B, C], the targets of the learned baseline.
@@ -220,6 +223,8 @@ class Batch:
     ref_logprobs: jax.Array | None = None
     advantages: jax.Array | None = None
     kl_baseline: jax.Array | None = None
+    ref_hidden: jax.Array | None = None
+    prefix_kl: Any = None
     rewards: jax.Array | None = None
     values: jax.Array | None = None
     returns: jax.Array | None = None
@@ -249,4 +254,5 @@ class Batch:
             "ref_logprobs": self.ref_logprobs,
             "sampler_logprobs": self.sampler_logprobs,
             "completion_ids": self.completion_ids,
+            "prefix_kl": self.prefix_kl,
         }

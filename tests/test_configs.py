@@ -34,6 +34,7 @@ def test_it_resolves_for_every_method(name):
     config = load(name).get_config()
     for method in losses.METHODS:
         config.method = method
+        config.reference.path = "teacher" if losses.METHODS[method].reference == "teacher" else None
         resolve(config)
 
 

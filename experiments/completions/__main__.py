@@ -1,7 +1,7 @@
 """Measures losses on completions of several tokens: gradients, ends, and how bias and noise grow with staleness.
 
 python -m experiments.completions --out=runs/completions
-python -m experiments.completions exact        (one part: exact, staleness)
+python -m experiments.completions exact        (one part: exact, vocabulary, staleness)
 """
 
 import argparse
@@ -9,7 +9,7 @@ import sys
 
 from experiments import kept
 from experiments.completions import exact, results, staleness
-from experiments.completions.estimators import ENDS, ESTIMATORS
+from experiments.completions.estimators import ENDS, ESTIMATORS, VOCABULARY
 from experiments.completions.exact import CompletionSettings
 from experiments.completions.staleness import StalenessSettings
 from rpg_jax.runs import cli
@@ -30,6 +30,12 @@ def measure(options: argparse.Namespace) -> int:
             found = exact.run_exact(sums, on_row=on_row)
         kept.write(options.out / "exact.json.gz", sums, found)
         tables |= results.exact_tables(found, sums)
+    if options.part in (None, "vocabulary"):
+        sums = QUICK_EXACT if options.quick else CompletionSettings()
+        with kept.counted("completions", len(VOCABULARY)) as on_row:
+            errors = exact.run_vocabulary(sums, on_row=on_row)
+        kept.write(options.out / "vocabulary.json.gz", sums, errors)
+        tables |= results.vocabulary_table(errors, sums)
     if options.part in (None, "staleness"):
         how = QUICK_STALENESS if options.quick else StalenessSettings()
         with kept.counted("completions", len(staleness.ROWS) * len(how.lengths)) as on_row:
@@ -44,7 +50,7 @@ def measure(options: argparse.Namespace) -> int:
 
 def main(argv: list[str] | None = None) -> int:
     parser = kept.parser("completions", __doc__)
-    parser.add_argument("part", nargs="?", choices=("exact", "staleness"), help="one part (default: all)")
+    parser.add_argument("part", nargs="?", choices=("exact", "vocabulary", "staleness"), help="one part (default: all)")
     return cli.run(measure, parser, argv)
 
 

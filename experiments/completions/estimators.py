@@ -13,8 +13,7 @@ import jax.numpy as jnp
 from experiments.completions.trees import Prompt, Tree
 from experiments.estimators.estimators import Moments
 from experiments.estimators.scenes import divergence_to
-from rpg_jax.losses import LOSSES, completions, divergences, regularized_pg, token_loss
-from rpg_jax.losses.clipping import Bounds
+from rpg_jax.losses import LOSSES, PrefixKL, completions, divergences, token_loss
 from rpg_jax.losses.divergences import DIVERGENCES
 from rpg_jax.losses.tokens import Tokens, checked
 
@@ -63,12 +62,6 @@ def k2_in_the_loss(tokens: Tokens, kl_coef: Scalar) -> jax.Array:
     return library("ppo", **NO_CLIP)(tokens, kl_coef) + kl_coef * divergences.k2(-tokens.log_r)
 
 
-def to_go_in_the_k3_form(tokens: Tokens, kl_coef: Scalar) -> jax.Array:
-    """`to_go` with d = w log r − w + ρ of the tokens to come, which no hyperparameter of the loss offers."""
-    weights = completions.to_go(tokens, DIVERGENCES["urkl"], completions.Options(kl_coef), low_variance=True)
-    return regularized_pg.clipped(tokens, weights, "reinforce", "none", Bounds(0.2, 0.2, None)).values
-
-
 def rpg(name: str, divergence: str, present: bool = False, **options: Any) -> Estimator:
     """A row of the `rpg` loss without clip; `sequence` subtracts the KL's leave-one-out baseline."""
     losses = library("rpg", divergence=divergence, clip="none", **options)
@@ -80,19 +73,26 @@ def each(name: str, **options: Any) -> tuple[Estimator, ...]:
     return tuple(rpg(name, divergence, **options) for divergence in ("rkl", "urkl", "fkl", "ufkl"))
 
 
+def with_prefix_baseline(tokens: Tokens, kl_coef: Scalar) -> jax.Array:
+    """URKL per token with the baseline −β KL(π_θ‖π_ref) of the prefix (vOPD, arXiv:2605.07865)."""
+    known = tokens.plus_advantages(kl_coef * jax.lax.stop_gradient(completions.prefix_kl(tokens).reverse))
+    return library("rpg", divergence="urkl", clip="none")(known, kl_coef)
+
+
 ONE: dict[str, Any] = {"level": "sequence", "weight": "none"}
+WHOLE = "KL over the vocabulary"
 TO_GO, STALE = "to-go, weight w", "sequence, stale log r (KL in the reward)"
 LOG_VARIANCE = "sequence, weight 1, present baseline"
+EXACT_TO_GO: dict[str, Any] = {"level": "to_go", "weight": "product", "trace_cap": float("inf")}
 ESTIMATORS = (
     *each("per token"),
     *each("sequence, weight W", level="sequence", weight="product"),
     *each("sequence, weight w", level="sequence"),
     *each("sequence, weight 1", **ONE),
     rpg(LOG_VARIANCE, "urkl", present=True, **ONE),
-    *each("to-go, exact", level="to_go", weight="product", trace_cap=float("inf")),
+    *each("to-go, exact", **EXACT_TO_GO),
     *(rpg(TO_GO, d, level="to_go") for d in ("urkl", "ufkl")),
     rpg(f"{TO_GO}, λ = ½", "urkl", level="to_go", trace_decay=0.5),
-    Estimator(f"{TO_GO}, k₃ form", "URKL", to_go_in_the_k3_form, "reverse"),
     rpg(f"{STALE}, weight w", "urkl", level="sequence", kl_ratio="behaviour"),
     rpg(f"{STALE}, weight W", "urkl", level="sequence", kl_ratio="behaviour", weight="product"),
     Estimator("per token (GRPO)", "k₃", library("grpo", **NO_CLIP), "reverse"),
@@ -106,12 +106,27 @@ ENDS = tuple(
     for e in ESTIMATORS
     if e.term not in ("RKL", "FKL", "w·k₃") and "½" not in e.name and (e.name, e.term) != (TO_GO, "UFKL")
 )
+# The sampled term beside its mean given the prefix. Summed over the vocabulary RKL is URKL, and FKL is UFKL.
+VOCABULARY = (
+    *each("per token"),
+    Estimator("per token, baseline of the prefix (vOPD)", "URKL", with_prefix_baseline, "reverse"),
+    *(rpg(f"per token, {WHOLE}", d, estimator="exact") for d in ("rkl", "fkl")),
+    *each("to-go, exact", **EXACT_TO_GO),
+    *(rpg(f"to-go, exact, {WHOLE}", d, estimator="exact", **EXACT_TO_GO) for d in ("rkl", "fkl")),
+)
+
+
+def prefix_kl(policy: jax.Array, reference: jax.Array) -> PrefixKL:
+    """KL of two log-policies f[..., V] at each prefix, f[...]."""
+    both = ((policy, reference), (reference, policy))
+    return PrefixKL(*(jnp.sum(jnp.exp(of) * (of - to), axis=-1) for of, to in both))
 
 
 def tokens_of(tree: Tree, prompt: Prompt, advantages: jax.Array) -> Tokens:
     """All completions of a prompt as a batch [N, T]; advantages f[N]."""
     policy, behaviour, reference = (tree.along(x) for x in (prompt.policy, prompt.behaviour, prompt.reference))
     return checked(
+        prefix_kl=prefix_kl(*map(tree.at_prefixes, (prompt.policy, prompt.reference))),
         logprobs=policy,
         behaviour_logprobs=behaviour,
         ref_logprobs=reference,
@@ -143,14 +158,22 @@ def expected_advantages(
 def moments(estimator: Estimator, tree: Tree, prompt: Prompt, kl_coef: Scalar, *, rewarded: Scalar = 1.0) -> Moments:
     """Mean f[S, V] and total variance of a completion's gradient in the logits. `rewarded` 0 takes A as 0."""
     tokens = tokens_of(tree, prompt, expected_advantages(estimator, tree, prompt, kl_coef, rewarded))
-    g = jax.grad(lambda x: jnp.sum(estimator.losses(dataclasses.replace(tokens, logprobs=x), kl_coef)))(tokens.logprobs)
+
+    def visited(logits: jax.Array) -> tuple[jax.Array, PrefixKL]:
+        policy = jax.nn.log_softmax(logits)
+        chosen = jnp.take_along_axis(policy, tree.along(actions)[..., None], axis=-1)[..., 0]
+        return chosen, prefix_kl(policy, tree.at_prefixes(prompt.reference))
+
+    def loss(logprobs: jax.Array, kl: PrefixKL) -> jax.Array:
+        return jnp.sum(estimator.losses(dataclasses.replace(tokens, logprobs=logprobs, prefix_kl=kl), kl_coef))
+
+    actions = jnp.broadcast_to(jnp.arange(tree.actions), prompt.policy.shape)
+    at_prefixes, to_table = jax.vjp(tree.at_prefixes, prompt.policy)
+    numbers, to_logits = jax.vjp(visited, at_prefixes)
+    [each] = to_logits(jax.grad(loss, argnums=(0, 1))(*numbers))  # f[N, T, V]: no completion passes a prefix twice
     sampled = jnp.exp(tree.completions(prompt.behaviour))
-    _, pull = jax.vjp(lambda logits: tree.along(jax.nn.log_softmax(logits)), prompt.policy)
-    mean = pull(sampled[:, None] * g)[0]
-    probabilities = jnp.exp(prompt.policy)
-    score_norms = 1 - 2 * probabilities + jnp.sum(probabilities**2, axis=-1, keepdims=True)  # |e_a − π|²
-    second = sampled @ jnp.sum(g**2 * tree.along(score_norms), axis=1)
-    return Moments(mean, second - jnp.sum(mean**2))
+    [mean] = to_table(sampled[:, None, None] * each)
+    return Moments(mean, sampled @ jnp.sum(each**2, axis=(1, 2)) - jnp.sum(mean**2))
 
 
 def objective(

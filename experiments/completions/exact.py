@@ -13,6 +13,7 @@ import optax
 from experiments.completions.estimators import (
     ENDS,
     ESTIMATORS,
+    VOCABULARY,
     Estimator,
     exact_gradient,
     moments,
@@ -75,6 +76,12 @@ def run_exact(s: CompletionSettings, *, on_row: OnRow = lambda experiment, row: 
     """Gradient errors and end points by exact sums, in float64; calls `on_row` before each row."""
     with jax.enable_x64(True):
         return {"errors": gradient_errors(s, ESTIMATORS, on_row), "ends": ends(s, ENDS, on_row)}
+
+
+def run_vocabulary(s: CompletionSettings, *, on_row: OnRow = lambda experiment, row: None) -> Results:
+    """Gradient errors and noise of a KL that is summed over the vocabulary, beside its samples, in float64."""
+    with jax.enable_x64(True):
+        return {"errors": gradient_errors(s, VOCABULARY, on_row)}
 
 
 def drifting(s: CompletionSettings) -> Prompt:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.completions.estimators import ENDS, ESTIMATORS, Estimator
+from experiments.completions.estimators import ENDS, ESTIMATORS, VOCABULARY, Estimator
 from experiments.completions.exact import OBJECTIVES, CompletionSettings, Results
 from rpg_jax.report.tables import markdown_table
 
@@ -49,6 +49,17 @@ def exact_tables(results: Results, s: CompletionSettings) -> dict[str, str]:
         "The whole loss": markdown_table(whole_head, joined(ESTIMATORS, whole_rows), numbers=range(2, len(whole_head))),
         "Completions of several tokens: where does it end?": _ends(results, s),
     }
+
+
+def vocabulary_table(results: Results, s: CompletionSettings) -> dict[str, str]:
+    """The table of docs/estimators.md on a KL that is summed over the vocabulary, by the title of its section."""
+    rows = []
+    for e in VOCABULARY:
+        row = results["errors"][e.key]
+        rows.append([e.name, e.term, gradient_of(row), *map(_noise, row["noise"])])
+    drifts = ["noise on-policy", *(f"at {drift:g}" for drift in s.drifts[1:])]
+    head = ["loss", "KL term", "has the gradient of", *drifts]
+    return {"The KL summed over the vocabulary": markdown_table(head, rows, numbers=range(3, len(head)))}
 
 
 def _errors(row: Mapping[str, Any], part: str, e: Estimator) -> list[str]:

@@ -32,6 +32,10 @@ class Tree:
         levels = jnp.split(table, np.cumsum([self.actions**t for t in range(self.length - 1)]))
         return jnp.stack([jnp.repeat(x.ravel(), self.actions**self.length // x.size) for x in levels], axis=1)
 
+    def at_prefixes(self, table: jax.Array) -> jax.Array:
+        """The rows of a table f[S, V] at the prefixes that each completion passes: f[N, T, V]."""
+        return jnp.stack([self.along(jnp.broadcast_to(x[:, None], table.shape)) for x in table.T], axis=-1)
+
     def through(self, masses: jax.Array) -> jax.Array:
         """The sum of f[N] over the completions that pass each entry of a table: f[S, V]."""
         levels = [masses.reshape(self.actions ** (t + 1), -1).sum(1) for t in range(self.length)]

@@ -14,7 +14,7 @@ from rpg_jax.storage import write_atomically
 
 SETTINGS = laboratory.Settings()
 QUICK = laboratory.Settings(scenes=16, fixed_point_scenes=4)
-ROWS = 2 * len(KL_TERMS) + len(CLIPS) + len(COMPARATORS) + len(SAMPLERS) + 1
+ROWS = 2 * len(KL_TERMS) + len(CLIPS) + len(COMPARATORS) + len(SAMPLERS)
 
 
 def measure(options: argparse.Namespace) -> int:

@@ -18,7 +18,6 @@ from experiments.estimators.estimators import (
     converge,
     exact_gradient,
     moments,
-    rpg,
 )
 from experiments.estimators.scenes import Scene, forward_kl_optimum, kl, make_scenes, reverse_kl_optimum
 
@@ -68,8 +67,6 @@ def run(s: Settings, *, on_row: Callable[[str, str], None]) -> Results:
             for estimator in estimators:
                 on_row(name, estimator.name)
                 results[name][estimator.name] = measure(estimator)
-        on_row("forms", "differentiable against reinforce")
-        results["forms"] = {"largest difference": difference_of_forms(s)}
     return results
 
 
@@ -123,29 +120,6 @@ def fixed_point(estimator: Estimator, s: Settings) -> dict[str, float]:
 
     start = _scenes(dataclasses.replace(s, scenes=s.fixed_point_scenes), drift=0.0)
     return {name: float(np.max(values)) for name, values in measure(start).items()}
-
-
-def difference_of_forms(s: Settings) -> dict[str, float]:
-    """Largest relative difference between both forms of RPG, by divergence.
-
-    It is max |differentiable − reinforce| of mean and variance, over clips, drifts and scenes.
-    """
-    largest = {}
-    for divergence in ("fkl", "ufkl", "rkl", "urkl"):
-
-        @_batched
-        def measure(scene: Scene, divergence: str = divergence) -> list[jax.Array]:
-            found = []
-            for clip in ("none", "dual", "truncate", "reward"):
-                a, b = (
-                    moments(rpg(divergence, clip=clip, estimator=form), scene, s.kl_coef)
-                    for form in ("differentiable", "reinforce")
-                )
-                found += [_error(a.mean, b.mean), jnp.abs(a.variance / b.variance - 1)]
-            return found
-
-        largest[divergence] = max(float(np.max(measure(scenes))) for scenes in drifting(s))
-    return largest
 
 
 def drifting(s: Settings) -> Iterator[Scene]:

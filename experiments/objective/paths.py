@@ -188,7 +188,7 @@ def train(
     groups = jnp.repeat(jnp.arange(s.groups), s.group) if estimator.baseline else None
     each = schedule.updates_a_batch
 
-    def loss(params: Any, rows: Rows, columns: dict[str, jax.Array]) -> jax.Array:
+    def loss(params: Any, rows: Rows, columns: dict[str, Any]) -> jax.Array:
         logprobs = logprobs_of(graphdef, params, rows)
         tokens = checked(
             logprobs=logprobs,

@@ -16,7 +16,7 @@ from rpg_jax.losses.aggregate import AGGREGATES, aggregate
 from rpg_jax.losses.declaration import LOSSES, Loss, Range, TokenLoss, find_loss, passes_on_to
 from rpg_jax.losses.metrics import Metrics, token_metrics
 from rpg_jax.losses.sampler_correction import SAMPLER_CORRECTIONS, correct
-from rpg_jax.losses.tokens import Tokens, checked
+from rpg_jax.losses.tokens import PrefixKL, Tokens, checked
 
 _OF_EVERY_LOSS = {
     "aggregate": Annotated[str, AGGREGATES],
@@ -38,13 +38,14 @@ def policy_loss(
     sampler_logprobs: jax.Array | None = None,
     completion_ids: jax.Array | None = None,
     group_ids: jax.Array | None = None,
+    prefix_kl: PrefixKL | None = None,
     **hyperparameters: Any,
 ) -> tuple[jax.Array, jax.Array, Metrics]:
     """A policy-gradient loss as (sum, weight), to be minimised as sum / weight.
 
     Args:
       name: a name of `LOSSES`, or one of its rows.
-      logprobs: f[B, T], log π_θ of the sampled tokens, nats; the only argument that a gradient reaches.
+      logprobs: f[B, T], log π_θ of the sampled tokens, nats. A gradient reaches `logprobs` and `prefix_kl` alone.
       behaviour_logprobs: f[B, T], log π_old, as the trainer recomputes it.
       advantages: f[B, T] or f[B].
       mask: [B, T], nonzero at a token that the update trains on. Elsewhere every input may hold anything, even NaN.
@@ -54,6 +55,8 @@ def policy_loss(
         completion a row.
       group_ids: i32[B, T] or i32[B] in 0 … B·T, the prompt of each completion. Only rpg with level="sequence" reads the
         ids, for the KL's leave-one-out baseline. None: the advantages hold it (`kl_baseline`), or the loss has none.
+      prefix_kl: the KL to the reference at the tokens' prefixes, of `token_divergences`; only rpg with
+        estimator="exact" reads the KL.
       **hyperparameters: of the loss (the keyword arguments of its function), and `aggregate`, a name of `AGGREGATES`;
         `constant_length` in tokens, for aggregate `constant`;
         `sampler_correction`, a name of `SAMPLER_CORRECTIONS` or None: the correction for tokens that π_s drew, not
@@ -75,6 +78,7 @@ def policy_loss(
         sampler_logprobs=sampler_logprobs,
         completion_ids=completion_ids,
         group_ids=group_ids,
+        prefix_kl=prefix_kl,
     )
     loss = find_loss(name)
     result = token_loss(loss, tokens, **hyperparameters)
@@ -108,13 +112,14 @@ ArrayLoss = Callable[..., tuple[jax.Array, Metrics]]
 _ARRAYS = """
 The arguments:
 
-  logprobs: f[B, T], log π_θ of the sampled tokens, nats. The gradient reaches `logprobs` alone.
+  logprobs: f[B, T], log π_θ of the sampled tokens, nats. The gradient reaches `logprobs` and `prefix_kl` alone.
   behaviour_logprobs: f[B, T], log π_old of the same tokens.
   advantages: f[B] or f[B, T].
   mask: [B, T], nonzero where a token is trained. Elsewhere every array may hold anything.
   ref_logprobs: f[B, T], log π_ref; None where the reference is the behaviour policy.
   completion_ids: i32[B, T], tells the completions of a packed row apart; None is one completion a row.
   group_ids: i32[B], the prompt of each completion; only `rpg_completions` reads `group_ids`.
+  prefix_kl: the KL to the reference at the tokens' prefixes, of `token_divergences`; only estimator="exact" reads it.
   aggregate: the mean over tokens, a name of `AGGREGATES`; `constant` needs `constant_length`, in tokens.
   The other arguments are the hyperparameters of the loss, explained above.
 
@@ -145,6 +150,7 @@ def of_arrays(loss: Loss | Callable[..., TokenLoss]) -> ArrayLoss:
         ref_logprobs: jax.Array | None = None,
         completion_ids: jax.Array | None = None,
         group_ids: jax.Array | None = None,
+        prefix_kl: PrefixKL | None = None,
         aggregate: str = declared.aggregate,
         constant_length: float | None = None,
         **hyperparameters: Any,
@@ -158,6 +164,7 @@ def of_arrays(loss: Loss | Callable[..., TokenLoss]) -> ArrayLoss:
             ref_logprobs=ref_logprobs,
             completion_ids=completion_ids,
             group_ids=group_ids,
+            prefix_kl=prefix_kl,
             aggregate=aggregate,
             constant_length=constant_length,
             **hyperparameters,

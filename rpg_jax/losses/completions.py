@@ -22,7 +22,7 @@ from rpg_jax import masking
 from rpg_jax.losses.advantages import leave_one_out
 from rpg_jax.losses.declaration import KLCoef
 from rpg_jax.losses.divergences import Divergence
-from rpg_jax.losses.tokens import LARGEST_LOG_RATIO, Tokens, bounded_exp
+from rpg_jax.losses.tokens import LARGEST_LOG_RATIO, PrefixKL, Tokens, bounded_exp
 
 
 class GradientWeights(NamedTuple):
@@ -42,6 +42,7 @@ class Options(NamedTuple):
     kl_ratio: str = "present"
     trace_decay: float = 1.0
     trace_cap: float = 1.0
+    exact: bool = False
 
 
 class Completions:
@@ -68,6 +69,17 @@ class Completions:
         ratio = jnp.exp(jnp.clip(log_ratio, -LARGEST_LOG_RATIO, LARGEST_LOG_RATIO))
         return jnp.minimum(ratio, options.cap) if weight == "capped" else ratio
 
+    def prefix_ratio(self, options: Options) -> jax.Array:
+        """The importance weight P of each token's prefix: W_{<t} (`product`), min(W_{<t}, cap) (`capped`) or 1."""
+        if options.weight not in ("product", "capped"):
+            return jnp.ones_like(self.log_w)
+        ratio = bounded_exp(self.prefix(self.log_w) - self.log_w)
+        return jnp.minimum(ratio, options.cap) if options.weight == "capped" else ratio
+
+    def reference_prefix_ratio(self) -> jax.Array:
+        """ρ_{<t}."""
+        return bounded_exp(self.prefix(self.log_rho) - self.log_rho)
+
 
 def sequence(tokens: Tokens, divergence: Divergence, options: Options) -> GradientWeights:
     """The objective of whole completions: the advantage of a token is the regularized return of its completion.
@@ -84,7 +96,7 @@ def sequence(tokens: Tokens, divergence: Divergence, options: Options) -> Gradie
     return GradientWeights(ratio, ratio * penalty - forward, tokens.advantages - penalty + forward / ratio)
 
 
-def to_go(tokens: Tokens, divergence: Divergence, options: Options, *, low_variance: bool = False) -> GradientWeights:
+def to_go(tokens: Tokens, divergence: Divergence, options: Options) -> GradientWeights:
     """The divergence of completions by the chain rule: a token's weight has its own divergence and all later ones.
 
     The divergence of completions is the sum of the divergences of tokens given their prefixes. Token t decides which
@@ -94,30 +106,54 @@ def to_go(tokens: Tokens, divergence: Divergence, options: Options, *, low_varia
         F_t = λ min(w_t, c̄) (d_{t+1} + F_{t+1}),   d_t = a w_t log r_t
 
     a, b, c are the coefficients of the divergence. λ is `trace_decay`, c̄ `trace_cap`; they discount the divergence to
-    come as GAE discounts rewards. C is the weight of the advantage, as in `sequence`. P_t is the weight of the prefix:
-    W_{<t} (`product`), min(W_{<t}, cap) (`capped`) or 1. The mass term b of a forward divergence is
-    an expectation over prefixes of π_ref, and has ρ_{<t} in place of P_t.
+    come as GAE discounts rewards. C is the weight of the advantage, as in `sequence`. P_t is the weight of the prefix,
+    see `Completions.prefix_ratio`. The mass term b of a forward divergence is an expectation over prefixes of π_ref,
+    and has ρ_{<t} in place of P_t.
 
     The gradient is exact with `product`, λ = 1 and c̄ = inf. With `token` and λ = 1 the gradient is exact on-policy.
     With λ = 0 the gradient is the gradient of tokens.
 
-    Args:
-      low_variance: d_t = a (w_t log r_t − w_t + ρ_t), which has the same expectation. Runs with this d_t end far from
-        the optimum.
+    With `exact`, `prefix_divergence` has the divergences of the tokens themselves. Then G_t = C A − β P_t F_t, and
+    d_t = a KL(π_θ‖π_ref) at the prefix of token t, summed over the vocabulary.
     """
     x, (a, b, c) = Completions(tokens), divergence.of_completions()
-    w, log_prefix, log_rho_prefix = bounded_exp(x.log_w), x.prefix(x.log_w) - x.log_w, x.prefix(x.log_rho)
-    weight, kl_coef = options.weight, options.kl_coef
-    own = jnp.ones_like(w) if weight == "none" else w
-    prefix = bounded_exp(log_prefix) if weight in ("product", "capped") else jnp.ones_like(w)
-    prefix = jnp.minimum(prefix, options.cap) if weight == "capped" else prefix
-    d = a * (w * x.log_r - (w - bounded_exp(x.log_rho) if low_variance else 0))
+    w, prefix, kl_coef = bounded_exp(x.log_w), x.prefix_ratio(options), options.kl_coef
+    d = a * (stop_gradient(prefix_kl(tokens).reverse) if options.exact else w * x.log_r)
     decay = options.trace_decay * jnp.minimum(w, options.trace_cap)
     ahead = masking.completion_scan(d, tokens.mask, tokens.completion_ids, decay=decay, reverse=True) - d
-    mass_prefix = prefix if a else bounded_exp(log_rho_prefix - x.log_rho)
-    reverse = prefix * (own * a * x.log_r + ahead) + mass_prefix * own * b
-    ratio, kl_weight = x.ratio(options), kl_coef * (reverse - c * bounded_exp(log_rho_prefix))
+    if options.exact:
+        kl_weight = kl_coef * prefix * ahead
+    else:
+        own = jnp.ones_like(w) if options.weight == "none" else w
+        reverse = prefix * (own * a * x.log_r + ahead) + (prefix if a else x.reference_prefix_ratio()) * own * b
+        kl_weight = kl_coef * (reverse - c * bounded_exp(x.prefix(x.log_rho)))
+    ratio = x.ratio(options)
     return GradientWeights(ratio, kl_weight, tokens.advantages - kl_weight / ratio)
+
+
+def prefix_divergence(tokens: Tokens, divergence: Divergence, options: Options | None = None) -> jax.Array:
+    """Each token's divergence of next-token distributions over the vocabulary, with its gradient; f[B, T], nats.
+
+        a P_t KL(π_θ‖π_ref) + c ρ_{<t} KL(π_ref‖π_θ), at the prefix of token t
+
+    The weights of the prefixes are constants. Without `options` the prefixes are given, and both weights are 1. The
+    distributions are normalized, so a mass term has no gradient.
+    """
+    a, _, c = divergence.of_completions()
+    x, (reverse, forward) = Completions(tokens), prefix_kl(tokens)
+    if options is None:
+        return a * reverse + c * forward
+    return a * x.prefix_ratio(options) * reverse + c * x.reference_prefix_ratio() * forward
+
+
+def prefix_kl(tokens: Tokens) -> PrefixKL:
+    """`tokens.prefix_kl`. Raises ValueError without it."""
+    if tokens.prefix_kl is None:
+        raise ValueError(
+            "estimator='exact' sums the KL over the vocabulary: give prefix_kl, the field kl of what "
+            "losses.token_divergences returns, or use another estimator"
+        )
+    return tokens.prefix_kl
 
 
 def kl_baseline(

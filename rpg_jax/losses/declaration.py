@@ -39,8 +39,7 @@ class Range(NamedTuple):
         return low < x < high or (x == low and self.text[0] == "[") or (x == high and self.text[-1] == "]")
 
 
-# Hyperparameters of several losses: the estimator, β, then ε₁, ε₂ and c of the clips (None: no dual clip).
-Estimator = Literal["differentiable", "reinforce"]
+# Hyperparameters of several losses: β, then ε₁, ε₂ and c of the clips (None: no dual clip).
 KLCoef = Annotated[float | jax.Array, Range("[0, inf)")]
 ClipLow = Annotated[float, Range("[0, 1)")]
 ClipHigh = Annotated[float, Range("[0, inf)")]
@@ -171,6 +170,10 @@ class TokenLoss:
 
     values: jax.Array
     events: dict[str, jax.Array] = dataclasses.field(default_factory=dict)
+
+    def plus(self, values: jax.Array) -> "TokenLoss":
+        """The same loss with another term; the events stay."""
+        return TokenLoss(self.values + values, self.events)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

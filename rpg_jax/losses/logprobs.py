@@ -1,5 +1,8 @@
 """Log-probabilities of given tokens from hidden states, without the logits of all tokens at once.
 
+`token_logprobs` reads one policy. `token_divergences` also reads a reference policy, and sums the KL of the two
+next-token distributions over the whole vocabulary, in the same chunks.
+
 The vocabulary is the largest axis of the program: logits of 4096 tokens over 152k words are 2.5 GB in f32. So the
 forward and the backward pass take tokens in chunks, and the backward pass computes a chunk's logits again.
 
@@ -17,6 +20,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+from rpg_jax.losses.tokens import PrefixKL
 
 Axes = tuple[str, ...]
 
@@ -71,6 +76,71 @@ def token_logprobs(
     Raises:
       ValueError: shapes that do not match, temperature <= 0, chunk_size < 1, or a cut that does not fit the shapes.
     """
+    _check(hidden, head, targets, temperature, chunk_size, cut)
+    how = (float(temperature), chunk_size, entropy, cut)
+    logprobs, entropies, _ = _token_numbers(hidden, head, targets, used, None, *how)
+    return logprobs, entropies
+
+
+class TokenNumbers(NamedTuple):
+    """The numbers of a token from the next-token distributions of a policy and of a reference at the token's prefix.
+
+    Attributes:
+      logprobs, ref_logprobs: f32[..., T], the log-probabilities of the token under both policies.
+      entropy: f32[..., T] of the policy, or None.
+      kl: the KL of the two distributions in both directions.
+    """
+
+    logprobs: jax.Array
+    entropy: jax.Array | None
+    ref_logprobs: jax.Array
+    kl: PrefixKL
+
+
+def token_divergences(
+    hidden: jax.Array,
+    head: jax.Array,
+    targets: jax.Array,
+    ref_hidden: jax.Array,
+    ref_head: jax.Array,
+    *,
+    temperature: float = 1.0,
+    chunk_size: int = 256,
+    entropy: bool = False,
+    cut: Cut | None = None,
+    used: jax.Array | None = None,
+) -> TokenNumbers:
+    """`token_logprobs` of a policy and of a reference, and the KL of their distributions over the vocabulary, in nats.
+
+        reverse = Σ_a π(a|s) log(π/π_ref)(a|s)        ∂reverse/∂z_a = π(a|s) (log(π/π_ref)(a|s) − reverse)
+        forward = Σ_a π_ref(a|s) log(π_ref/π)(a|s)    ∂forward/∂z_a = π(a|s) − π_ref(a|s)
+
+    s is the prefix of a token and z the policy's logits over the temperature. A chunk holds the logits of both
+    policies. The gradient reaches `hidden` and `head`; the reference is a constant.
+
+    Args:
+      ref_hidden: f[..., T, E], hidden states of the reference, whose width E may be another.
+      ref_head: f[V, E].
+      hidden, head, targets, temperature, chunk_size, entropy, cut, used: as in `token_logprobs`. `cut` shards
+        `ref_hidden` and `ref_head` in the way of `hidden` and `head`.
+
+    Raises:
+      ValueError: as `token_logprobs`, and for a reference of another vocabulary or of other tokens.
+
+    Source: the Rao-Blackwell estimate of arXiv:2504.10637 is the sum of `reverse` over the tokens of a completion.
+    """
+    _check(hidden, head, targets, temperature, chunk_size, cut)
+    if ref_hidden.shape[:-1] != targets.shape or ref_head.shape != (head.shape[0], ref_hidden.shape[-1]):
+        raise ValueError(
+            "ref_hidden [..., T, E] and ref_head [V, E] do not match head [V, D] and targets [..., T]: "
+            f"got {ref_hidden.shape}, {ref_head.shape}, {head.shape} and {targets.shape}"
+        )
+    reference, how = (ref_hidden, ref_head), (float(temperature), chunk_size, entropy, cut)
+    logprobs, entropies, (ref_logprobs, *kl) = _token_numbers(hidden, head, targets, used, reference, *how)
+    return TokenNumbers(logprobs, entropies, ref_logprobs, PrefixKL(*kl))
+
+
+def _check(hidden, head, targets, temperature, chunk_size, cut):
     if hidden.ndim < 2 or head.ndim != 2 or hidden.shape[-1] != head.shape[1] or targets.shape != hidden.shape[:-1]:
         raise ValueError(
             "hidden [..., T, D], head [V, D] and targets [..., T] do not match: "
@@ -82,52 +152,69 @@ def token_logprobs(
         raise ValueError(f"chunk_size must be >= 1 position, got {chunk_size}")
     if cut is not None and (hidden.ndim != 3 or not set(cut.width) <= set(cut.rows)):
         raise ValueError(f"a cut needs hidden [B, T, D] and its width axes among its rows: got {hidden.shape}, {cut}")
-    logprobs, entropies = _token_logprobs(hidden, head, targets, used, float(temperature), chunk_size, entropy, cut)
-    return logprobs, entropies if entropy else None
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
-def _token_logprobs(hidden, head, targets, used, temperature, chunk_size, entropy, cut):
-    return _forward(hidden, head, targets, used, temperature, chunk_size, entropy, cut)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
+def _token_numbers(hidden, head, targets, used, reference, temperature, chunk_size, entropy, cut):
+    """Log-probs, entropies or None, and (ref_logprobs, reverse, forward), or None without a reference."""
+    return _forward(hidden, head, targets, used, reference, temperature, chunk_size, entropy, cut)[0]
 
 
-def _forward(hidden, head, targets, used, temperature, chunk_size, entropy, cut):
-    def local(hidden, head, targets, used):
+def _forward(hidden, head, targets, used, reference, temperature, chunk_size, entropy, cut):
+    def local(hidden, head, targets, used, reference):
         words, first, entries = _vocab_shard(head, cut)
+        ref_hidden, ref_words = _reference_shard(reference, cut)
         chunks = max(1, -(-targets.shape[-1] // chunk_size))
 
         def chunk(_, xs):
             logits = _logits(_all_gather(xs[0], cut), words, temperature, entries)
-            peak = _pmax(logits.max(-1), cut)
-            normalizer = peak + jnp.log(_psum(jnp.exp(logits - peak[..., None]).sum(-1), cut))
-            index = _all_gather(xs[1], cut)[..., None] - first
+            normalizer = _normalizer(logits, cut)
+            index = _all_gather(xs[2], cut)[..., None] - first
             held = (index >= 0) & (index < entries)
-            chosen = jnp.take_along_axis(logits, jnp.where(held, index, 0), axis=-1)
-            logprobs = _psum(jnp.where(held, chosen, 0)[..., 0], cut) - normalizer
-            if not entropy:
-                return None, (_shard(logprobs, cut), _shard(normalizer, cut), None)
-            mean = _psum((jnp.exp(logits - normalizer[..., None]) * logits).sum(-1), cut)
-            return None, (_shard(logprobs, cut), _shard(normalizer, cut), _shard(normalizer - mean, cut))
+            index = jnp.where(held, index, 0)
 
-        _, outputs = _scan(chunk, None, (_split(hidden, chunks, -2), _split(targets, chunks, -1)), used)
+            def chosen(logits):
+                return _psum(jnp.where(held, jnp.take_along_axis(logits, index, axis=-1), 0)[..., 0], cut)
+
+            logprobs, h_entropy, known = chosen(logits) - normalizer, None, None
+            if entropy:
+                mean = _psum((jnp.exp(logits - normalizer[..., None]) * logits).sum(-1), cut)
+                h_entropy = normalizer - mean
+            if reference is not None:
+                ref_logits = _logits(_all_gather(xs[1], cut), ref_words, temperature, entries)
+                ref_normalizer = _normalizer(ref_logits, cut)
+                log_p, log_q = logits - normalizer[..., None], ref_logits - ref_normalizer[..., None]
+                reverse, forward = (
+                    _psum((jnp.exp(of) * (of - to)).sum(-1), cut) for of, to in ((log_p, log_q), (log_q, log_p))
+                )
+                known = chosen(ref_logits) - ref_normalizer, reverse, forward, ref_normalizer
+            return None, jax.tree.map(lambda x: _shard(x, cut), (logprobs, normalizer, h_entropy, known))
+
+        both = jax.tree.map(lambda x: _split(x, chunks, -2), (hidden, ref_hidden))
+        _, outputs = _scan(chunk, None, (*both, _split(targets, chunks, -1)), used)
         return jax.tree.map(lambda x: _join(x, targets.shape), outputs)
 
-    specs = _specs(cut)
-    outputs = (specs[2], specs[2], specs[2] if entropy else None)
-    logprobs, normalizer, entropies = _on_mesh(local, cut, (*specs, _SCALAR), outputs)(hidden, head, targets, used)
-    return (logprobs, entropies), (hidden, head, targets, used, normalizer, entropies)
+    *inputs, spec = _specs(cut)
+    outputs = (spec, spec, spec if entropy else None, None if reference is None else (spec,) * 4)
+    specs = (*inputs, spec, _SCALAR, None if reference is None else tuple(inputs))
+    found = _on_mesh(local, cut, specs, outputs)(hidden, head, targets, used, reference)
+    logprobs, normalizer, entropies, known = found
+    numbers = logprobs, entropies, None if known is None else known[:3]
+    return numbers, (hidden, head, targets, used, reference, normalizer, entropies, known)
 
 
 def _backward(temperature, chunk_size, entropy, cut, residuals, cotangents):
-    hidden, head, targets, used, normalizer, entropies = residuals
+    hidden, head, targets, used, reference, normalizer, entropies, known = residuals
     accumulate = _accumulator(hidden, head)
 
-    def local(hidden, head, used, *per_token):
+    def local(hidden, head, used, reference, *per_token):
         words, first, entries = _vocab_shard(head, cut)
+        ref_hidden, ref_words = _reference_shard(reference, cut)
         chunks = max(1, -(-hidden.shape[-2] // chunk_size))
 
         def chunk(words_gradient, xs):
-            h, target, z, h_entropy, g_logprob, g_entropy = jax.tree.map(lambda x: _all_gather(x, cut), xs)
+            xs = jax.tree.map(lambda x: _all_gather(x, cut), xs)
+            h, ref_h, of_kl, target, z, h_entropy, g_logprob, g_entropy = xs
             logits = _logits(h, words, temperature, entries)
             probabilities = jnp.exp(logits - z[..., None])
             chosen = lax.broadcasted_iota(target.dtype, logits.shape, logits.ndim - 1) == target[..., None] - first
@@ -136,31 +223,45 @@ def _backward(temperature, chunk_size, entropy, cut, residuals, cotangents):
             if entropy:
                 surprise = logits - z[..., None] + h_entropy[..., None]
                 g_logits -= g_entropy[..., None] * probabilities * surprise
+            if of_kl is not None:
+                ref_z, reverse, g_reverse, g_forward = (x[..., None] for x in of_kl)
+                ref_logprobs = _logits(ref_h, ref_words, temperature, entries) - ref_z
+                log_ratio = logits - z[..., None] - ref_logprobs
+                g_logits += g_reverse * probabilities * (log_ratio - reverse)
+                g_logits += g_forward * (probabilities - jnp.exp(ref_logprobs))
             g_logits /= temperature
             g_hidden = jnp.einsum("...v,vd->...d", g_logits, words, preferred_element_type=accumulate)
             g_words = jnp.einsum("...v,...d->vd", g_logits, h, preferred_element_type=accumulate)
             return words_gradient + g_words, _reduce_scatter(g_hidden, cut).astype(hidden.dtype)
 
-        xs = (_split(hidden, chunks, -2), *jax.tree.map(lambda x: _split(x, chunks, -1), per_token))
+        both = jax.tree.map(lambda x: _split(x, chunks, -2), (hidden, ref_hidden))
+        xs = (*both, *jax.tree.map(lambda x: _split(x, chunks, -1), per_token))
         g_words, g_hidden = _scan(chunk, jnp.zeros(words.shape, accumulate), xs, used)
         g_words = _psum_tokens(g_words, cut).astype(head.dtype)
         # A barrier on both: without it, XLA:TPU keeps the head's sum in f32 until the gradients of all layers are done.
         g_hidden, g_words = lax.optimization_barrier((g_hidden, g_words))
         return _join(g_hidden, hidden.shape, axis=-2), _head_shard(g_words, head, cut)
 
-    g_logprobs, g_entropies = cotangents
-    per_token = (targets, normalizer, entropies, g_logprobs, g_entropies if entropy else None)
+    g_logprobs, g_entropies, g_known = cotangents
+    of_kl = None if known is None else (known[3], known[1], *g_known[1:])  # the reference's log-probs are constants
+    per_token = (of_kl, targets, normalizer, entropies, g_logprobs, g_entropies if entropy else None)
     *outputs, spec = _specs(cut)
-    inputs = (*outputs, _SCALAR, *jax.tree.map(lambda _: spec, per_token))
-    gradients = _on_mesh(local, cut, inputs, tuple(outputs))(hidden, head, used, *per_token)
-    return *gradients, None, None
+    of_reference = None if reference is None else tuple(outputs)
+    inputs = (*outputs, _SCALAR, of_reference, *jax.tree.map(lambda _: spec, per_token))
+    gradients = _on_mesh(local, cut, inputs, tuple(outputs))(hidden, head, used, reference, *per_token)
+    return *gradients, None, None, None
 
 
-_token_logprobs.defvjp(_forward, _backward)
+_token_numbers.defvjp(_forward, _backward)
 
 
 def _accumulator(hidden, head):
     return jnp.promote_types(jnp.promote_types(hidden.dtype, head.dtype), jnp.float32)
+
+
+def _normalizer(logits, cut):
+    peak = _pmax(logits.max(-1), cut)
+    return peak + jnp.log(_psum(jnp.exp(logits - peak[..., None]).sum(-1), cut))
 
 
 def _logits(hidden, words, temperature, entries):
@@ -220,6 +321,11 @@ def _vocab_shard(head, cut):
     own = _index(cut.width, cut) * each
     held = each if each * parts == entries else jnp.clip(entries - own, 0, each)
     return head, first + own, held
+
+
+def _reference_shard(reference, cut):
+    """The reference's hidden states and this device's entries of its head; a pair of None without a reference."""
+    return (None, None) if reference is None else (reference[0], _vocab_shard(reference[1], cut)[0])
 
 
 def _psum_tokens(gradient, cut):

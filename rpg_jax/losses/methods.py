@@ -135,6 +135,34 @@ COMPLETIONS = {
     ),
 }
 
+
+def distilled(source: str, **hyperparameters: float | str) -> Method:
+    """A row of on-policy distillation: the KL to a teacher, β = 1, without a clip; the rewards are beside it.
+
+    A run without rewards has `rewards.parts=exact:0`.
+    """
+    recipe: dict[str, Any] = {"divergence": "rkl", "estimator": "reinforce", "clip": "none", "kl_coef": 1.0}
+    completions = "level" in hyperparameters
+    return row(
+        rpg,
+        "leave_one_out" if completions else "group_mean",
+        source,
+        aggregate="sequence_mean_token_sum" if completions else "token_mean",
+        reference="teacher",
+        **recipe | hyperparameters,
+    )
+
+
+DISTILLATION = {
+    "OPD": distilled("on-policy distillation of single tokens, as public systems have it", divergence="urkl"),
+    "OPD-EXACT": distilled(
+        "the same, summed over the vocabulary: arXiv:2306.13649, arXiv:2504.10637", estimator="exact"
+    ),
+    "OPD-FKL": distilled("forward KL on the student's samples, arXiv:2306.13649", divergence="fkl", estimator="exact"),
+    "OPD-TO-GO": distilled("ours: the KL of completions by the chain rule", level="to_go"),
+    "OPD-SEQ": distilled("ours: the KL of completions", level="sequence"),
+}
+
 METHODS: Mapping[str, Method] = MappingProxyType(
     {
         "GRPO": row(
@@ -194,6 +222,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         ),
         "OPMD": row(opmd, "group_mean", "arXiv:2501.12599 section 2.3.2; it gives no β", kl_coef=0.1),
         **COMPLETIONS,
+        **DISTILLATION,
     }
 )
 

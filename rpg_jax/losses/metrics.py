@@ -30,6 +30,8 @@ def token_metrics(tokens: Tokens, events: dict[str, jax.Array]) -> Metrics:
       ratio is bounded at e²⁰ (`tokens.bounded_exp`).
     kl: w·k3 = w log r − w + ρ, whose mean under π_old is KL(π_θ‖π_ref) in nats per token at the prefixes that π_old
       wrote: unbiased, never negative, not clamped. Without `ref_logprobs` the reference is the behaviour policy.
+    kl_exact: KL(π_θ‖π_ref) of the next-token distributions, summed over the vocabulary; where `prefix_kl` is given. Its
+      expectation is that of `kl`, and the sampled tokens add no noise to it.
     kl_k1, kl_k2, kl_k3: k1, k2 and k3 averaged over tokens of π_old without the weight w; biased wherever π_θ is not
       π_old.
     behaviour_forward_kl_k1, behaviour_forward_kl_k3: −log w and w − 1 − log w, k1 and k3 at y = π_θ/π_old. The mean of
@@ -62,6 +64,8 @@ def token_metrics(tokens: Tokens, events: dict[str, jax.Array]) -> Metrics:
         "behaviour_forward_kl_k3": mean(k3(log_w)),
         **{f"{name}_fraction": mean(event) for name, event in events.items()},
     }
+    if tokens.prefix_kl is not None:
+        pairs["kl_exact"] = mean(jax.lax.stop_gradient(tokens.prefix_kl.reverse))
     if tokens.sampler_logprobs is not None:
         pairs |= {
             "sampler_ratio": mean(jnp.exp(log_u)),

@@ -25,7 +25,6 @@ from rpg_jax.losses.declaration import (
     ClipDual,
     ClipHigh,
     ClipLow,
-    Estimator,
     KLCoef,
     Range,
     TokenLoss,
@@ -38,6 +37,7 @@ from rpg_jax.losses.divergences import DIVERGENCES, Divergence, gradient_weight
 from rpg_jax.losses.tokens import Tokens, bounded_exp
 from rpg_jax.losses.verl import verl_form
 
+Estimator = Literal["differentiable", "reinforce", "exact"]
 Weight = Literal["token", "product", "capped", "none"]
 
 
@@ -52,8 +52,11 @@ def equation(
     **_: Any,
 ) -> str:
     """The loss of a token; without a clip C = w. For completions C is their importance weight, and r_x their ratio."""
-    x = {"differentiable": r"\pi_\theta / \mathrm{sg}(\pi_\theta)", "reinforce": r"\log\pi_\theta"}[estimator]
+    x = r"\pi_\theta / \mathrm{sg}(\pi_\theta)" if estimator == "differentiable" else r"\log\pi_\theta"
     loss, d = rf"-\mathrm{{sg}}(C A_\mathrm{{reg}}) {x}", DIVERGENCES[divergence]
+    if estimator == "exact":  # D(s) is the divergence at the prefix s, P the prefix's weight
+        prefix, ahead = (r"\mathrm{sg}(P)\, ", r" - \beta P F") if level == "to_go" else ("", "")
+        return rf"-\mathrm{{sg}}(C A{ahead}) \log\pi_\theta + \beta {prefix}{d.objective}(s)"
     if level == "token" and clip in ("none", "reward"):
         kl = rf"\beta ({d.value})" if estimator == "differentiable" else rf"\beta \mathrm{{sg}}({d.weight}) {x}"
         return rf"-\mathrm{{sg}}(C A) {x} + {kl}"
@@ -100,12 +103,16 @@ def rpg_tokens(
         estimator        clip="none"                   another clip
         differentiable   −wA + βd                      −SG(C A − κ) π_θ/SG(π_θ), see `clipped`
         reinforce        −SG(wA − βK) log π_θ          −SG(C A − κ) log π_θ
+        exact            −SG(wA) log π_θ + β D(s)      −SG(C A) log π_θ + β D(s)
 
-    Both estimators have one gradient per token and clip: ∇L = −(wA − βK) ∇log π_θ where nothing is clipped.
+    The first two have one gradient per token and clip: ∇L = −(wA − βK) ∇log π_θ where nothing is clipped. `exact` has
+    the mean of this gradient's KL term given the prefix s: D(s) is the divergence of the two next-token distributions,
+    summed over the vocabulary (`completions.prefix_divergence`). A clip bounds the term of the reward alone.
 
     Args:
       divergence: D, a name of `DIVERGENCES`, with its d and K. Without `ref_logprobs` the reference is π_old.
-      estimator: `differentiable` (Tables 1 and 4) or `reinforce` (Table 2, Appendix F).
+      estimator: `differentiable` (Tables 1 and 4), `reinforce` (Table 2, Appendix F), or `exact`, which needs
+        `prefix_kl` (arXiv:2504.10637).
       clip: `none`, `dual` (Algorithms 1 and 2), `truncate` (eq. 4.1) or `reward` (the reward term alone is clipped).
         `dual_through` is Algorithm 1 as printed: where nothing is clipped the loss is −wA + βK, and its gradient is the
         gradient of −w A_reg, through A_reg too.
@@ -113,7 +120,7 @@ def rpg_tokens(
       clip_low, clip_high, clip_dual: ε₁, ε₂ and c (None: no dual bound).
 
     Raises:
-      ValueError: `dual_through` with another estimator, or `group_ids`.
+      ValueError: `dual_through` with another estimator, `exact` without `prefix_kl`, or `group_ids`.
 
     Source: arXiv:2505.17508, sections 3 and 4; a reference other than π_old is ours.
     """
@@ -122,6 +129,9 @@ def rpg_tokens(
     if tokens.group_ids is not None:
         raise ValueError("group_ids need level='sequence': tokens have no baseline of the KL")
     bounds, d, unit = Bounds(clip_low, clip_high, clip_dual), DIVERGENCES[divergence], jnp.zeros_like(tokens.log_w)
+    if estimator == "exact":
+        of_reward = clipped(tokens, GradientWeights(tokens.w, unit, tokens.advantages), "reinforce", clip, bounds)
+        return of_reward.plus(kl_coef * completions.prefix_divergence(tokens, d))
     kl_weight = kl_coef * gradient_weight(d, tokens.log_w, tokens.log_rho)
     regularized = tokens.advantages - kl_coef * gradient_weight(d, unit, -tokens.log_r)
     weights = GradientWeights(tokens.w, kl_weight, regularized)
@@ -154,7 +164,9 @@ def rpg_completions(
 ) -> TokenLoss:
     """The losses of whole completions: `clipped` with the gradient weights of `completions`.
 
-    With `differentiable`, weight `product` and no clip, the loss is the surrogate −WA + βd of the completion.
+    With `differentiable`, weight `product` and no clip, the loss is the surrogate −WA + βd of the completion. With
+    `exact`, `to_go` sums a token's own KL over the vocabulary at the token's prefix. The term of the KL to come weighs
+    the sampled token, and a clip treats this term as a part of the advantage.
 
     Args:
       level: the completion counts by its regularized return (`sequence`) or by the chain rule (`to_go`). With
@@ -166,7 +178,8 @@ def rpg_completions(
       divergence, estimator, clip, kl_coef, clip_low, clip_high, clip_dual: as in `rpg_tokens`.
 
     Raises:
-      ValueError: `product` with a clip, or `behaviour` or `group_ids` with `to_go`.
+      ValueError: `product` with a clip, `behaviour` or `group_ids` with `to_go`, or `exact` with `sequence`, whose
+        return has the sample's own log-ratio: a sum over the vocabulary in its place has noise at the optimum too.
 
     Source: ours, see `completions`.
     """
@@ -176,11 +189,19 @@ def rpg_completions(
             "or another weight"
         )
     d, bounds = DIVERGENCES[divergence], Bounds(clip_low, clip_high, clip_dual)
-    options = completions.Options(kl_coef, weight, weight_cap, kl_ratio, trace_decay, trace_cap)
+    options = completions.Options(kl_coef, weight, weight_cap, kl_ratio, trace_decay, trace_cap, estimator == "exact")
     if level == "to_go":
         if kl_ratio != "present" or tokens.group_ids is not None:
             raise ValueError(f"kl_ratio={kl_ratio!r} and group_ids need level='sequence', not {level!r}")
-        return clipped(tokens, completions.to_go(tokens, d, options), estimator, clip, bounds)
+        of_samples = clipped(tokens, completions.to_go(tokens, d, options), estimator, clip, bounds)
+        if not options.exact:
+            return of_samples
+        return of_samples.plus(kl_coef * completions.prefix_divergence(tokens, d, options))
+    if options.exact:
+        raise ValueError(
+            "estimator='exact' sums the KL over the vocabulary, and level='sequence' has the log-ratio of the sampled "
+            "completion in its return: use level='to_go', whose gradient is that of completions too, or 'token'"
+        )
     if tokens.group_ids is not None:
         tokens = tokens.plus_advantages(completions.grouped_kl_baseline(tokens, d, kl_coef))
     if (estimator, clip, weight, kl_ratio) == ("differentiable", "none", "product", "present"):
@@ -232,8 +253,8 @@ def clipped(tokens: Tokens, weights: GradientWeights, estimator: str, clip: str,
         truncate   −SG(C A_reg) x       the gradient never vanishes
         reward     −SG(C A) x + SG(κ) x, no gradient of the first term where C is a bound
 
-    x is log π_θ (`reinforce`) or π_θ/SG(π_θ) (`differentiable`). C is the ratio, or a bound: 1 + ε₂, 1 − ε₁ or c. The
-    sign of the advantage decides which bound holds (Algorithm 2, lines 19–34, whose value is C A − κ too).
+    x is log π_θ (`reinforce`, `exact`) or π_θ/SG(π_θ) (`differentiable`). C is the ratio, or a bound: 1 + ε₂, 1 − ε₁
+    or c. The sign of the advantage decides which bound holds (Algorithm 2, lines 19–34, whose value is C A − κ too).
     """
     ratio, kl_weight, regularized = weights
     if clip in ("none", "reward"):

@@ -2,6 +2,7 @@
 
 import dataclasses
 from functools import cached_property
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +20,22 @@ def bounded_exp(log_ratio: jax.Array) -> jax.Array:
     return jnp.exp(log_ratio - stop_gradient(jnp.maximum(log_ratio - LARGEST_LOG_RATIO, 0)))
 
 
+class PrefixKL(NamedTuple):
+    """The KL of the next-token distributions at each token's prefix s, summed over the vocabulary; f[B, T], nats.
+
+    reverse: Σ_a π_θ(a|s) log(π_θ/π_ref)(a|s). forward: Σ_a π_ref(a|s) log(π_ref/π_θ)(a|s).
+    """
+
+    reverse: jax.Array
+    forward: jax.Array
+
+
 @dataclasses.dataclass(frozen=True)
 class Tokens:
     """Per-token inputs of a loss, from `checked`; masked entries are harmless.
 
-    Only `logprobs` carries a gradient. At masked entries log-probabilities and advantages are 0, so every ratio is 1.
+    `logprobs` and `prefix_kl` carry a gradient, the rest is constant. Only the estimator `exact` has `prefix_kl`. At
+    masked entries log-probabilities, KL and advantages are 0, so every ratio is 1.
     Log-probabilities are nats. Arrays are f32 (f64 where the inputs are), [B, T].
     """
 
@@ -35,6 +47,7 @@ class Tokens:
     mask: jax.Array
     completion_ids: jax.Array | None
     group_ids: jax.Array | None = None
+    prefix_kl: PrefixKL | None = None
 
     def plus_advantages(self, more: jax.Array) -> "Tokens":
         """The same tokens with advantages A + `more`."""
@@ -80,8 +93,9 @@ def checked(
     sampler_logprobs: jax.Array | None,
     completion_ids: jax.Array | None,
     group_ids: jax.Array | None = None,
+    prefix_kl: PrefixKL | None = None,
 ) -> Tokens:
-    """Makes `Tokens` from raw arrays: checks shapes, sets masked entries to 0, stops all gradients but of `logprobs`.
+    """Makes `Tokens` from raw arrays: checks shapes, sets masked entries to 0, stops the gradients of constants.
 
     Raises:
       ValueError: an array is not of the shape of `logprobs` [B, T] (`advantages` and `group_ids` may be [B]), or
@@ -101,7 +115,8 @@ def checked(
     if group_ids is not None and jnp.shape(group_ids) == logprobs.shape[:1]:
         group_ids = jnp.broadcast_to(jnp.asarray(group_ids)[:, None], logprobs.shape)
     ids = {"completion_ids": completion_ids, "group_ids": group_ids}
-    for name, array in {"logprobs": logprobs, **constants, "mask": mask, **ids}.items():
+    kl = {} if prefix_kl is None else {f"prefix_kl.{name}": x for name, x in prefix_kl._asdict().items()}
+    for name, array in {"logprobs": logprobs, **constants, "mask": mask, **ids, **kl}.items():
         if array is not None and jnp.shape(array) != logprobs.shape:
             per_row = " or [B]" if name in ("advantages", "group_ids") else ""
             raise ValueError(
@@ -127,4 +142,5 @@ def checked(
         mask=mask,
         completion_ids=None if completion_ids is None else jnp.asarray(completion_ids),
         group_ids=None if group_ids is None else jnp.asarray(group_ids),
+        prefix_kl=None if prefix_kl is None else PrefixKL(*map(clean, prefix_kl)),
     )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from rpg_jax.losses import clipping
 from rpg_jax.losses.clipping import Bounds, Region, weighted
-from rpg_jax.losses.declaration import ClipDual, ClipHigh, ClipLow, Estimator, KLCoef, TokenLoss, lookup
+from rpg_jax.losses.declaration import ClipDual, ClipHigh, ClipLow, KLCoef, TokenLoss, lookup
 from rpg_jax.losses.divergences import DIVERGENCES, forward_kl, gradient_weight, reverse_kl
 from rpg_jax.losses.tokens import Tokens
 
@@ -31,7 +31,7 @@ def verl_form(
     tokens: Tokens,
     *,
     divergence: Annotated[str, DIVERGENCES] = "urkl",
-    estimator: Estimator = "reinforce",
+    estimator: Literal["differentiable", "reinforce"] = "reinforce",
     clip: Literal["none", "dual", "truncate", "reward"] = "dual",
     kl_coef: KLCoef = 1e-4,
     clip_low: ClipLow = 0.2,

@@ -12,14 +12,16 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from rpg_jax import models, parallel
 from rpg_jax.data import RowShape
 from rpg_jax.models import DecoderConfig
 from rpg_jax.planning import efficiency, hlo
 from rpg_jax.planning.topologies import Chip
 from rpg_jax.rollout import DecodeEngine, Decoding, Weights, prefill_shape
+from rpg_jax.runs.layout import Layout
 from rpg_jax.runs.memory import placed
 from rpg_jax.training.state import TrainState
-from rpg_jax.training.step import Programs, Sums
+from rpg_jax.training.step import Anchor, Programs, Sums
 from rpg_jax.types import Batch, Rows
 
 
@@ -120,6 +122,21 @@ def batch_of(shape: RowShape, sharding: NamedSharding, *, critic: bool = False) 
     own = ("rewards", "values", "returns") if critic else ()
     columns = dict.fromkeys(("behaviour_logprobs", "ref_logprobs", "advantages", *own), column)
     return Batch(Rows(ids, ids, ids, targets, targets, targets, column), column, **columns)
+
+
+def with_anchor(programs: Programs, batch: Batch, layout: Layout) -> tuple[Programs, Batch]:
+    """The programs of updates that sum the KL over the vocabulary, and their micro-batch with the reference's states.
+
+    `layout` is that of the reference.
+    """
+    model, dtype = layout.model, jnp.dtype(layout.config.model.compute_dtype)
+    (rows, tokens), where = batch.rows.targets.shape, batch.rows.targets.sharding
+    hidden: Any = jax.ShapeDtypeStruct((rows, tokens, model.embed_dim), dtype, sharding=where)
+    words = jax.ShapeDtypeStruct((model.vocab_size, model.embed_dim), dtype)
+    axes = {"head": models.logical_axes(model)["embed"]}
+    head = placed({"head": words}, parallel.shardings(axes, {"head": words}, layout.mesh, layout.rules))["head"]
+    anchor = Anchor(lambda rows: hidden, cast(Any, head))
+    return programs.beside(anchor), dataclasses.replace(batch, ref_hidden=hidden)
 
 
 def training(

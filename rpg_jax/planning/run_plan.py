@@ -10,6 +10,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from rpg_jax.models import DecoderConfig, splash
+from rpg_jax.models.sizes import parameter_count
 from rpg_jax.planning import compiling, efficiency, step_time
 from rpg_jax.planning.compiling import Program, compile_program, token_flops
 from rpg_jax.planning.step_time import DecodeStep, Lengths, Work
@@ -29,6 +30,7 @@ from rpg_jax.runs.learner import (
 )
 from rpg_jax.runs.memory import make_decoding, resident, with_micro_batch
 from rpg_jax.runs.problems import Task
+from rpg_jax.runs.teacher import reference_layout
 
 
 def plan(
@@ -55,11 +57,10 @@ def plan(
     layout = layout_on(config, topology)
     learner, decoding = make_learner(layout), make_decoding(layout)
     held, programs = resident(layout, learner, decoding), {}
-    cuts = config.rollout.top_p < 1 or config.rollout.top_k or config.rollout.min_p
     for name, lowered, flops in lowered_programs(layout, learner, decoding):
         if not only or name in only:
             print(f"compiling {name} for {topology.name}", file=sys.stderr, flush=True)
-            plain = name == "decode" and not cuts  # the other branch cuts the distribution
+            plain = name == "decode"  # the other branch cuts the distribution, which training never does
             programs[name] = compile_program(name, lowered, model_flops=flops, resident=held[name], cheapest=plain)
     if only or any(program.refused for program in programs.values()):
         return programs, {}
@@ -79,6 +80,8 @@ def lowered_programs(layout: Layout, learner: Learner, decoding: Decoding) -> It
     frozen = layout.lora is not None
     programs = learner_programs(layout, learner, objective, layout.abstract_base)
     batch = compiling.batch_of(shape, layout.row_sharding, critic=learner.critic is not None)
+    if c.loss.estimator == "exact":
+        programs, batch = compiling.with_anchor(programs, batch, reference_layout(layout))
     sizes = {"micro_batches": rows_per_update(c) // shape.rows, "remat": c.model.remat, "frozen": frozen}
     with layout.activate():
         yield from compiling.training(programs, learner.like, batch, layout.model, **sizes)
@@ -139,13 +142,20 @@ def work_of(layout: Layout, decoding: Decoding, lengths: Lengths) -> Work:
         prefill_prompts=prompts_per_prefill(bucket, decoding.prefill_tokens),
         updates=c.train.updates_per_step,
         epochs=c.train.epochs,
-        passes=(not is_on_policy(layout)) + reference_differs(c),
+        passes=(not is_on_policy(layout)) + _reference_passes(layout),
         micro_batch=(shape.rows, shape.length),
         packed=shape.packed,
         remat=c.model.remat,
         frozen=layout.lora is not None,
         run=_run(layout.model, lengths, shape.length) if shape.packed else 1.0,
     )
+
+
+def _reference_passes(layout: Layout) -> float:
+    """Passes of the policy over the batch that cost what the reference's passes cost."""
+    c, parts = layout.config, [parameter_count(x.model) for x in (reference_layout(layout), layout)]
+    exact = c.train.epochs if c.loss.estimator == "exact" else 0
+    return (exact or reference_differs(c)) * parts[0] / parts[1]
 
 
 def _run(model: DecoderConfig, lengths: Lengths, length: int) -> float:

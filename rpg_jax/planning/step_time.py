@@ -41,7 +41,8 @@ class Work:
       prefill_prompts: prompts of mean length in a dispatch of prefill.
       updates: mini-batches.
       epochs: passes over the mini-batches.
-      passes: log-probability passes, of the behaviour policy and of a reference that differs from it.
+      passes: log-probability passes, of the behaviour policy and of a reference that differs from it. A pass of a
+        teacher counts by the sizes of the two models.
       micro_batch: (rows, tokens of a row).
       packed: whether completions share rows.
       remat: the activations that are computed again.
@@ -58,7 +59,7 @@ class Work:
     prefill_prompts: int
     updates: int
     epochs: int
-    passes: int
+    passes: float
     micro_batch: tuple[int, int]
     packed: bool
     remat: str

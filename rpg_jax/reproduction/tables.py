@@ -164,6 +164,7 @@ _REASONING = (
 )
 # At β = 1e-4, with the behaviour policy as the reference, these are PPO's clip on group-mean advantages to 2e-4 of the
 # gradient (tests/losses/test_methods.py).
+_ALONE = [name for name, method in METHODS.items() if method.reference != "teacher"]  # the others need a teacher
 _ONE_ALGORITHM = {"the eight RPG rows": [name for name in METHODS if name.startswith("RPG-") and "SEQ" not in name]}
 _TO_GO = {f"{name}, to-go": name for name in _REASONING if "-REINFORCE-" in name}
 # Of "starts": three warm starts by one recipe, and two methods with each other's advantage.
@@ -207,7 +208,7 @@ TABLES: Mapping[str, Table] = MappingProxyType(
     {
         "small": Table(
             "Every method on sums and differences",
-            {row: own for name in METHODS for row, own in (_PPO if name == "PPO" else {name: _method(name)}).items()},
+            {row: own for name in _ALONE for row, own in (_PPO if name == "PPO" else {name: _method(name)}).items()},
             baseline="DAPO",
             shown=("GRPO", "DAPO", "REINFORCE++", "RPG-RKL", "RPG-URKL", *_PPO),
             paper="In the paper: Table 8 (Qwen2.5-7B-Instruct); the rows below RPG's rows are ours",

@@ -310,6 +310,8 @@ def input_digests(experiment: Experiment) -> dict[str, str]:
     found = {"model.tokenizer": experiment.tokenizer.digest(), "model.path": model_digest(experiment.layout.model)}
     if path := weights_beside_adapters(experiment.config):
         found["model.path (weights)"] = weights_digest(models.local_folder(path))
+    if path := experiment.config.reference.path:
+        found["reference.path (weights)"] = weights_digest(models.local_folder(path))
     if task.train:
         found[train] = problems_digest(task.train)
     if task.demonstrated:

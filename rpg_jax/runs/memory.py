@@ -25,6 +25,7 @@ from rpg_jax.rollout import Decoding
 from rpg_jax.rollout.decode_state import DecodeState
 from rpg_jax.runs.layout import Layout, make_layout, packing_shape, row_shape, rows_per_update
 from rpg_jax.runs.learner import Learner, make_learner, offloaded, reference_differs
+from rpg_jax.runs.teacher import reference_layout
 from rpg_jax.training.collect import UNKNOWN_SHARE
 
 UNKNOWN_MEMORY_SLOTS = 128  # over all devices that decode together
@@ -110,12 +111,24 @@ def held_while_sampling(layout: Layout, learner: Learner, decoding: Decoding) ->
     the master weights if a copy of them decodes."""
     trained, own = bytes_on_a_device(layout.abstract_trained), has_copy(layout, decoding)
     state = bytes_on_a_device(learner.like)  # without what waits on the host
-    resident = layout.config.reference.resident and "reference" not in offloaded(layout.config)
     if layout.lora is not None:
         state += bytes_on_a_device(layout.abstract_base) if own else 0
     elif not own:
         state -= trained
-    return state + (trained if resident else 0)
+    return state + resident_reference(layout)
+
+
+def reference_bytes(layout: Layout) -> float:
+    """Bytes on a device of the reference's weights."""
+    own = reference_layout(layout)
+    return bytes_on_a_device(layout.abstract_trained if own is layout else own.abstract_params)
+
+
+def resident_reference(layout: Layout) -> float:
+    """Bytes on a device of a reference that stays there between steps."""
+    c = layout.config
+    stays = (c.reference.resident or c.reference.path) and "reference" not in offloaded(c)
+    return reference_bytes(layout) if stays else 0.0
 
 
 def has_copy(layout: Layout, decoding: Decoding) -> bool:
@@ -316,7 +329,7 @@ def resident(layout: Layout, learner: Learner, decoding: Decoding) -> dict[str, 
 
     The optimizer's state and frozen weights always stay. A copy of the weights for decoding stays while the trainer
     works. The cache stays while prompts are prefilled. During the log-probs of a reference that differs from the
-    policy, its weights are there too.
+    policy, and during updates that sum the KL over the vocabulary, its weights are there too.
     """
     c, shape = layout.config, row_shape(layout.config)
     weights = bytes_on_a_device(layout.abstract_trained)
@@ -327,16 +340,18 @@ def resident(layout: Layout, learner: Learner, decoding: Decoding) -> dict[str, 
     cache = cache_bytes(layout.model, decoding)
     row = 4 * (3 * shape.length + 8 * shape.completion_length)
     training = own + c.rollout.prompts_per_step * c.rollout.group_size * row / layout.mesh.size
-    stays = c.reference.resident and "reference" not in offloaded(c)
-    other = weights if stays or reference_differs(c) else 0
+    stays = resident_reference(layout)
+    read = reference_bytes(layout)
+    other = read if stays or reference_differs(c) else 0
+    anchor = read if c.loss.estimator == "exact" else stays if c.reference.path else 0
     sampling = held_while_sampling(layout, learner, decoding)
     return {
         "log-probs": training + slots + other,
         "baseline": training + slots,
-        "start": training + slots,
-        "add": training + slots,
+        "start": training + slots + anchor,
+        "add": training + slots + anchor,
         "apply": training + frozen,
-        "update": training,
+        "update": training + anchor,
         "prefill": sampling + cache,
         "decode": sampling,
     }

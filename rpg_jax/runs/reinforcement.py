@@ -26,7 +26,7 @@ from rpg_jax.runs.experiment import (
     make_scorer,
     note_start,
 )
-from rpg_jax.runs.layout import Layout, packing_shape
+from rpg_jax.runs.layout import packing_shape
 from rpg_jax.runs.learner import (
     Learner,
     first_adapters,
@@ -41,9 +41,10 @@ from rpg_jax.runs.learner import (
     reference_rule,
 )
 from rpg_jax.runs.logs import RunLog
-from rpg_jax.runs.resolve import loss_arguments, resolve, reward_arguments
+from rpg_jax.runs.resolve import check_sampling, loss_arguments, resolve, reward_arguments
 from rpg_jax.runs.rollout_files import RolloutFiles, token_numbers
 from rpg_jax.runs.session import CompilationCounter, OnStep, Session, host_metrics
+from rpg_jax.runs.teacher import open_teacher
 from rpg_jax.runs.warm_start import drawn_base, warm_started
 from rpg_jax.storage.checkpoints import Snapshots
 from rpg_jax.training.ahead import AheadCollector
@@ -72,6 +73,7 @@ def run(config: ConfigDict, functions: rewards.Functions = rewards.NO_FUNCTIONS,
         names in the config.
       on_step: receives the record of each step.
     """
+    check_sampling(config)
     with entered(config, handed=functions) as opened:
         if config.rewards.overlong_shaping:
             buffer, limit = config.rewards.overlong_buffer, config.rollout.max_tokens
@@ -218,11 +220,12 @@ def make_algorithm(
         else advantages_fn(c.loss.advantage, name, [*weights.values()], **credit, **hyperparameters),
         token_rewards=functools.partial(token_rewards, **credit),
         programs=programs,
-        reference=make_reference(layout, folder),
+        reference=make_reference(experiment, folder),
         decoupled=c.rollout.max_staleness > 0 and losses.carried_ratio(c.loss.sampler_correction) is not None,
         updates_per_step=c.train.updates_per_step,
         epochs=c.train.epochs,
         on_policy=objective.on_policy,
+        exact=c.loss.estimator == "exact",
         after_updates=None if files is None else files.after_updates,
         is_recorded=lambda step: files is not None and files.is_due(step),
         reward_parts=weights,
@@ -242,8 +245,7 @@ def make_routing(experiment: Experiment, own: rollout.Rollout) -> Routing | None
         return Routing(experts.count)
     sampling = experiment.sampling(c.rollout.temperature)
     replay = functools.partial(rollout.replay, own.engine, sampling=sampling)
-    cuts = sampling.top_p < 1 or sampling.top_k > 0 or sampling.min_p > 0
-    return Routing(experts.count, every, own.engine.decoding.slots, replay, cuts)
+    return Routing(experts.count, every, own.engine.decoding.slots, replay)
 
 
 def make_training_rollout(experiment: Experiment, params: Any, base: models.Base | None = None) -> rollout.Rollout:
@@ -265,11 +267,10 @@ def make_drift(experiment: Experiment, algorithm: Algorithm, folder: storage.Fol
       ValueError: evaluations do not sample from the distribution whose log-probabilities the trainer computes.
     """
     c = experiment.config
-    r, exact = c.rollout, (c.rollout.temperature, 1.0, 0, 0.0)
-    if (c.evaluation.temperature, r.top_p, r.top_k, r.min_p) != exact:
+    if c.evaluation.temperature != c.rollout.temperature:
         raise ValueError(
-            "evaluation.drift needs evaluation.temperature=rollout.temperature, rollout.top_p=1, top_k=0 and min_p=0: "
-            "otherwise completions are no samples of the policy that the log-probabilities are of"
+            "evaluation.drift needs evaluation.temperature=rollout.temperature: otherwise completions are no samples "
+            "of the policy that the log-probabilities are of"
         )
     snapshots, like = Snapshots(folder.home / "initial"), experiment.layout.abstract_trained
     return Drift(snapshots, like, algorithm.pack, algorithm.programs.logprobs, start)
@@ -313,10 +314,10 @@ def make_collector(
     )
 
 
-def make_reference(layout: Layout, folder: storage.Folder) -> Reference:
-    """The reference policy of the config. Its snapshots are in the run's folder."""
-    c, snapshots = layout.config, Snapshots(folder.home / "reference")
-    memory: Literal["disk", "device", "host"] = "device" if c.reference.resident else "disk"
-    if "reference" in offloaded(c):
-        memory = "host"
-    return Reference(reference_rule(c), snapshots=snapshots, like=layout.abstract_trained, memory=memory)
+def make_reference(experiment: Experiment, folder: storage.Folder) -> Reference:
+    """The config's reference policy: policies of the run, with their snapshots in its folder, or a teacher."""
+    c, layout, offload = experiment.config, experiment.layout, "reference" in offloaded(experiment.config)
+    memory: Literal["disk", "device", "host"] = "host" if offload else "device" if c.reference.resident else "disk"
+    how: dict[str, Any] = {"snapshots": Snapshots(folder.home / "reference"), "like": layout.abstract_trained}
+    how["teacher"] = open_teacher(layout, experiment.tokenizer, offload=offload)
+    return Reference(reference_rule(c), memory=memory, **how)

@@ -33,6 +33,7 @@ def resolve(config: ConfigDict) -> ConfigDict:
     _check_fields(resolved)
     _check_counts(resolved)
     _check_loss(resolved)
+    _check_reference(resolved)
     decided = {name: resolved.rewards[name] for name in ("accuracy", "right_above")}
     rewards.check(*reward_arguments(resolved), **decided)
     _check_environment(resolved)
@@ -56,7 +57,7 @@ def with_method(config: ConfigDict) -> ConfigDict:
         "loss.name": method.loss,
         "loss.advantage": method.advantage,
         "loss.aggregate": method.aggregate,
-        "reference.rule": method.reference,
+        "reference.rule": "teacher" if config.reference.path else method.reference,
         "dynamic_sampling.enabled": method.dynamic_sampling,
         "rewards.overlong_shaping": method.overlong_shaping,
         "optimizer.learning_rate": method.learning_rate,
@@ -86,7 +87,7 @@ def check_training(config: ConfigDict) -> None:
 
     Raises:
       ValueError: a published model lacks its weights, updates would not change the master weights, stale completions do
-        not fit the loss or the sampling distribution, or an optional package is not installed.
+        not fit the loss, or an optional package is not installed.
     """
     m = config.model
     if m.param_dtype != "float32":
@@ -109,16 +110,24 @@ def check_training(config: ConfigDict) -> None:
         logs.needed(name)
 
 
+def check_sampling(config: ConfigDict) -> None:
+    """Refuses a sampler that cuts the distribution in reinforcement learning.
+
+    Raises ValueError: top-p, top-k or min-p is on. Tokens that the cut leaves out are never sampled, so no weight of
+    the others makes the expected gradient that of the policy, whose log-probs the trainer has.
+    """
+    for name, off in {"top_p": 1.0, "top_k": 0, "min_p": 0.0}.items():
+        if config.rollout[name] != off:
+            raise ValueError(
+                f"rollout.{name}={config.rollout[name]:g} cuts the distribution that is sampled, and the trainer's "
+                f"log-probs are of the whole one: the gradient would be biased. Set rollout.{name}={off:g} to train; "
+                "rpg_jax.evaluate, sample and serve take cuts"
+            )
+
+
 def _check_staleness(config: ConfigDict) -> None:
     """Refuses settings with which a loss would misread the ratios of stale completions. Call `with_method` before."""
     r, loss = config.rollout, config.loss
-    for name, off in {"top_p": 1.0, "top_k": 0, "min_p": 0.0}.items():
-        if r[name] != off:
-            raise ValueError(
-                f"rollout.{name}={r[name]:g} with rollout.max_staleness={r.max_staleness}: the log-probs of stale "
-                "completions would be of the cut distribution, and those of fresh ones of the full softmax; set "
-                f"rollout.{name}={off:g}, or rollout.max_staleness=0"
-            )
     kind = loss.sampler_correction
     if loss.weight in ("product", "capped") and losses.carried_ratio(kind) == "token":
         raise ValueError(
@@ -199,11 +208,27 @@ def _check_loss(config: ConfigDict) -> None:
         if config.loss.credit == "turn":
             losses.turn_advantages(advantage, [[np.zeros(1, np.float32)]])
     name, hyperparameters = loss_arguments(config)
-    one = jax.ShapeDtypeStruct((1, 1), jnp.float32)
+    one: Any = jax.ShapeDtypeStruct((1, 1), jnp.float32)
     names = ("logprobs", "behaviour_logprobs", "advantages", "mask", "ref_logprobs", "sampler_logprobs")
+    given = dict.fromkeys(names, one) | {"prefix_kl": losses.PrefixKL(one, one)}
     with _named(f"loss.name={name}"):
-        jax.eval_shape(
-            lambda **arrays: losses.policy_loss(name, **arrays, **hyperparameters), **dict.fromkeys(names, one)
+        jax.eval_shape(lambda **arrays: losses.policy_loss(name, **arrays, **hyperparameters), **given)
+
+
+def _check_reference(config: ConfigDict) -> None:
+    rule, path = config.reference.rule, config.reference.path
+    if (rule == "teacher") != bool(path):
+        raise ValueError(
+            f"reference.rule={rule} with reference.path={path}: a teacher is another model, so method={config.method} "
+            "needs both: add --config.reference.path=FOLDER, the teacher's"
+            if rule == "teacher"
+            else f"reference.rule={rule} with reference.path={path}: a teacher never moves; leave out reference.rule, "
+            "or reference.path"
+        )
+    if config.loss.estimator == "exact" and rule == "behaviour":
+        raise ValueError(
+            "loss.estimator=exact reads the weights of the reference in every update, and reference.rule=behaviour "
+            "keeps none: set reference.rule=fixed, every or kl, or reference.path"
         )
 
 

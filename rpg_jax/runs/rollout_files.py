@@ -43,7 +43,8 @@ from rpg_jax.types import Batch, Completion, Rows
 
 FOLDER = "rollouts"  # of a run folder
 # `logprobs`, `entropy`, `kl` (k₃ estimate of KL(π_θ‖π_ref)) and `clip` are of the weights after the step's last update.
-# `clip` is the number of one of `CLIP_STATES`: what the loss would do to the token if it were trained again.
+# `clip` is the number of one of `CLIP_STATES`: what the loss would do to the token if it were trained again. For this
+# answer the k₃ estimate stands in for a KL that the loss sums over the vocabulary.
 COLUMNS = ("sampler_logprobs", "behaviour_logprobs", "logprobs", "ref_logprobs", "entropy", "kl", "advantages", "clip")
 CLIP_STATES = ("free", "clipped", "high", "low", "dual", "not trained", "observed")
 
@@ -60,6 +61,8 @@ def token_numbers(loss: str | losses.Loss, **hyperparameters: Any) -> Numbers:
     @jax.jit
     def numbers(logprobs: jax.Array, entropy: jax.Array, batch: Batch) -> jax.Array:
         tokens = checked(logprobs=logprobs, **batch.loss_inputs)
+        kl = k3(-tokens.log_r)
+        tokens = dataclasses.replace(tokens, prefix_kl=losses.PrefixKL(kl, kl))
         events = losses.token_loss(loss, tokens, **hyperparameters).events
         clip = jnp.zeros_like(logprobs)
         for name in ("clip", "clip_high", "clip_low", "clip_dual"):
@@ -67,7 +70,7 @@ def token_numbers(loss: str | losses.Loss, **hyperparameters: Any) -> Numbers:
                 state = "clipped" if name == "clip" else name.removeprefix("clip_")
                 clip = jnp.where(events[name], CLIP_STATES.index(state), clip)
         clip = jnp.where(tokens.mask, clip, CLIP_STATES.index("not trained"))
-        known = {"logprobs": logprobs, "entropy": entropy, "kl": k3(-tokens.log_r), "clip": clip}
+        known = {"logprobs": logprobs, "entropy": entropy, "kl": kl, "clip": clip}
         return jnp.stack([known[c] if c in known else getattr(batch, c) for c in COLUMNS], -1)
 
     return numbers

@@ -37,7 +37,6 @@ def make_served(experiment: Experiment, params: Any, base: models.Base | None = 
     config, layout, tokenizer = experiment.config, experiment.layout, experiment.tokenizer
     c, m, kind = config.servers, config.model, KINDS[config.servers.kind]
     _check(config)
-    kind.check(experiment.sampling(config.rollout.temperature), c.kind)
     client = Client(
         key=_key(),
         certificate=pem_file(c.certificate, CERTIFICATE),

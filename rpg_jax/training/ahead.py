@@ -12,8 +12,7 @@ the rollout's weights:
 Groups carry the log-probability with which every token was drawn. With "between", the trainer recomputes this number
 for completions of its present weights, as without this module. For completions of earlier weights, and for all
 completions with "midway", the rollout's number serves: entries of earlier weights stay in the KV cache, so no forward
-pass of one policy gives the same number. The rollout's number is of the sampled distribution, the trainer's of the
-full softmax. So sampling must not be cut by top-p, top-k or min-p (`runs.resolve.check_training`).
+pass of one policy gives the same number.
 
 On several devices the rollout has devices of its own. Two threads that launch programs on the same devices may launch
 them in another order on each device, and programs that exchange data across devices then wait for ever. So this

@@ -18,7 +18,7 @@ from rpg_jax.training.objective import Advantages
 from rpg_jax.training.reference import Reference
 from rpg_jax.training.routing import Routing, as_metrics, expert_load, load_metrics
 from rpg_jax.training.state import TrainState
-from rpg_jax.training.step import Programs
+from rpg_jax.training.step import Anchor, Programs
 from rpg_jax.types import Batch
 
 Packed = RolloutBatch[Group]
@@ -40,6 +40,8 @@ class Algorithm:
       decoupled: π_old is the policy at the beginning of the step, π_prox, for stale completions too. So w = π_θ/π_prox
         is clipped, and π_prox/π_s is left to the loss's sampler correction, which must carry it
         (`losses.carried_ratio`; decoupled PPO: AReaL, arXiv:2505.24298). Otherwise π_old is the policy that sampled.
+      exact: the loss sums the KL over the vocabulary. Then an update reads the reference's hidden states and computes
+        log π_ref too, without a pass before it.
       token_rewards: returns the reward of each token of groups; only a critic needs these rewards.
       reward_parts: the weight of each part of the reward, in the order of `Group.parts`.
       routing: measures the routers of a mixture of experts; None without experts.
@@ -58,6 +60,7 @@ class Algorithm:
     epochs: int = 1
     on_policy: bool = False
     decoupled: bool = False
+    exact: bool = False
     token_rewards: Callable[[Sequence[Group]], list[list[np.ndarray]]] | None = None
     after_updates: Callable[[int, Packed, TrainState], None] | None = None
     is_recorded: Callable[[int], bool] = lambda step: True
@@ -102,9 +105,9 @@ def take_step(a: Algorithm, state: TrainState, number: int) -> Step:
     records = a.after_updates is not None and a.is_recorded(number)
     measured: Metrics = {}
     if a.on_policy and not records:
-        batch = add_reference(a, batch, state)
+        batch = batch if a.exact else add_reference(a, batch, state)
     else:
-        batch, measured = add_logprobs(a, batch, state, number)
+        batch, measured = add_logprobs(a, batch, state, number, reference=records or not a.exact)
     batch = add_advantages(a, batch, state)
     trained, measured = (for_the_update(a, batch), {}) if a.on_policy else (batch, measured)
     a.collector.carry(with_behaviour_logprobs(a, sampled.to_carry, state))
@@ -129,8 +132,7 @@ def add_reference(a: Algorithm, batch: Packed, state: TrainState) -> Packed:
     """Adds log π_ref by a pass, unless the reference is the behaviour policy in every step."""
     if not a.reference.differs(a.updates_per_step):
         return batch
-    params = state.params if a.reference.coincides() else a.reference.params()
-    return batch.add(ref_logprobs=tuple(a.logprobs(params, b)[0] for b in batch.batches))
+    return batch.add(ref_logprobs=_reference_pass(a, batch, state))
 
 
 def for_the_update(a: Algorithm, batch: Packed) -> Packed:
@@ -143,8 +145,10 @@ def for_the_update(a: Algorithm, batch: Packed) -> Packed:
     return dataclasses.replace(batch, batches=own)
 
 
-def add_logprobs(a: Algorithm, batch: Packed, state: TrainState, step: int) -> tuple[Packed, Metrics]:
-    """Adds log π_old and log π_ref by the trainer's own pass.
+def add_logprobs(
+    a: Algorithm, batch: Packed, state: TrainState, step: int, *, reference: bool = True
+) -> tuple[Packed, Metrics]:
+    """Adds log π_old, and with `reference` log π_ref, by the trainer's own pass.
 
     Also returns metrics: `entropy`, the routers' metrics, and `sampler_gap` and `sampler_gap_max`, the mean and the
     maximum of |log π_s − log π| over the tokens for which the trainer has computed log π under the weights that sampled
@@ -158,18 +162,26 @@ def add_logprobs(a: Algorithm, batch: Packed, state: TrainState, step: int) -> t
         if a.collector.lags:  # what is stored are the rollout's own numbers
             compared = tuple(m * jnp.isnan(s) for m, s in zip(compared, stored, strict=True))
     behaviour = present if a.decoupled else drawn
-    if a.reference.is_behaviour:
-        ref = behaviour
-    elif a.reference.coincides():
-        ref = present
-    else:
-        params = a.reference.params()
-        ref = tuple(a.logprobs(params, b)[0] for b in batch.batches)
+    columns = {"behaviour_logprobs": behaviour}
+    if reference:
+        columns["ref_logprobs"] = behaviour if a.reference.is_behaviour else _reference_pass(a, batch, state, present)
     gaps = [
         sampler_gap(logprobs, b.sampler_logprobs, chosen)
         for b, logprobs, chosen in zip(batch.batches, drawn, compared, strict=True)
     ]
-    return batch.add(behaviour_logprobs=behaviour, ref_logprobs=ref), measured | losses.merge(gaps)
+    return batch.add(**columns), measured | losses.merge(gaps)
+
+
+def _reference_pass(
+    a: Algorithm, batch: Packed, state: TrainState, present: tuple[jax.Array, ...] | None = None
+) -> tuple[jax.Array, ...]:
+    """log π_ref of all micro-batches. `present` are the log-probs of the present policy, where they are known."""
+    coincides = a.reference.coincides()
+    if coincides and present is not None:
+        return present
+    params = state.params if coincides else a.reference.params()
+    of = a if a.reference.programs is None else dataclasses.replace(a, programs=a.reference.programs)
+    return tuple(of.logprobs(params, b)[0] for b in batch.batches)
 
 
 def _present_pass(a: Algorithm, batch: Packed, state: TrainState, step: int) -> tuple[tuple[jax.Array, ...], Metrics]:
@@ -210,12 +222,19 @@ def with_behaviour_logprobs(a: Algorithm, groups: Sequence[Group], state: TrainS
     return [dataclasses.replace(g, behaviour_logprobs=x) for g, x in zip(groups, known, strict=True)]
 
 
+def anchor_of(a: Algorithm, state: TrainState) -> Anchor:
+    """The reference of a step's updates. It is a copy where it is the present policy, whose arrays updates donate."""
+    coincides, programs = a.reference.coincides(), a.reference.programs or a.programs
+    return programs.anchor(jax.tree.map(jnp.copy, state.params) if coincides else a.reference.params())
+
+
 def update(a: Algorithm, batch: Packed, state: TrainState, step: int) -> tuple[TrainState, Metrics, list]:
     """Makes one update a mini-batch, `epochs` times. Returns the state, summed metrics, and each update's metrics."""
     minibatches, running, summed = batch.minibatches * a.epochs, [], []
+    anchor = anchor_of(a, state) if a.exact else None
     a.reference.before_updates(state.params, step, len(minibatches))
     for micro_batches in minibatches:
-        state, metrics = a.programs.update(state, micro_batches)
+        state, metrics = a.programs.update(state, micro_batches, anchor)
         a.reference.after_update(state.params)
         running.append(metrics)
     for metrics in running:

@@ -21,9 +21,12 @@ LossFn = Callable[[jax.Array, Batch], tuple[jax.Array, jax.Array, Metrics]]
 
 @functools.lru_cache(maxsize=128, typed=True)
 def policy_loss_fn(name: str | losses.Loss, **hyperparameters: Any) -> LossFn:
-    """Returns `losses.policy_loss` as a `LossFn`, with the metric of `kl_share`. Equal arguments give one function."""
+    """Returns `losses.policy_loss` as a `LossFn`, with the metric of `kl_share`. Equal arguments give one function.
+
+    A KL that is summed over the vocabulary has no share: its gradient is not one of the sampled tokens.
+    """
     kl_coef = hyperparameters.get("kl_coef", 1.0) if "kl_coef" in losses.find_loss(name).hyperparameters else 0.0
-    regularized = isinstance(kl_coef, jax.Array) or kl_coef > 0
+    regularized = (isinstance(kl_coef, jax.Array) or kl_coef > 0) and hyperparameters.get("estimator") != "exact"
 
     def loss(logprobs: jax.Array, batch: Batch):
         total, weight, metrics = losses.policy_loss(name, logprobs=logprobs, **batch.loss_inputs, **hyperparameters)

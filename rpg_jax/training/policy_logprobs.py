@@ -51,7 +51,15 @@ def _predictors(hidden: jax.Array, rows: Rows) -> jax.Array:
 def token_logprobs(
     model: Any, hidden: jax.Array, rows: Rows, temperature: float, entropy: bool
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The log-probs and the entropy (or None) of `policy_logprobs`, from the hidden states of `completion_hidden`.
+    """The log-probs and the entropy (or None) of `policy_logprobs`, from the hidden states of `completion_hidden`."""
+    inputs, how = head_arguments(model, hidden, rows)
+    return losses.token_logprobs(*inputs, temperature=temperature, entropy=entropy, **how)
+
+
+def head_arguments(
+    model: Any, hidden: jax.Array, rows: Rows
+) -> tuple[tuple[jax.Array, jax.Array, jax.Array], dict[str, Any]]:
+    """The arguments of `losses.token_logprobs` and `token_divergences`: arrays of the policy, and how they are cut.
 
     The head skips the columns after the last completion of the fullest row: shared prompts leave a row fewer completion
     tokens than its length. On TPUs the head takes all columns, so that the compiler knows the cost of its loop.
@@ -65,8 +73,7 @@ def token_logprobs(
         hidden = constrain(hidden, "batch", None, None)
         local_rows //= math.prod(cut.mesh.shape[axis] for axis in cut.rows)
     chunk = max(1, max(tokens, _LOGITS // head.shape[0]) // local_rows)
-    options: dict[str, Any] = {"temperature": temperature, "entropy": entropy, "cut": cut, "used": used}
-    return losses.token_logprobs(hidden, head, rows.targets, **options, chunk_size=chunk)
+    return (hidden, head, rows.targets), {"cut": cut, "used": used, "chunk_size": chunk}
 
 
 def _cut(rows: int, positions: int) -> losses.Cut | None:

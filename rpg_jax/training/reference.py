@@ -9,7 +9,7 @@ step moves the reference again. Every step moves the reference if K is one step 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 
@@ -105,8 +105,15 @@ class Threshold(Rule):
         return kl_average > self.kl_threshold
 
 
+class OfTeacher(Rule):
+    meaning = "a teacher: another model, which is read from reference.path and never trained"
+
+    def anchor(self) -> str | None:
+        return "teacher"
+
+
 RULES: Mapping[str, type[Rule]] = MappingProxyType(
-    {"behaviour": Behaviour, "fixed": Rule, "every": EveryK, "kl": Threshold}
+    {"behaviour": Behaviour, "fixed": Rule, "every": EveryK, "kl": Threshold, "teacher": OfTeacher}
 )
 
 
@@ -118,27 +125,44 @@ def make_rule(rule: str, **numbers: Any) -> Rule:
     return lookup(RULES, "reference rule", rule)(**numbers)
 
 
+class Taught(NamedTuple):
+    """A teacher: weights on devices or in host memory, and the `step.Programs` that read them."""
+
+    params: Any
+    programs: Any
+
+
 class Reference:
     """Decides when the reference moves and brings its weights back.
 
     Args:
       like: shapes, dtypes and shardings of the weights, as a tree of `ShapeDtypeStruct`.
       memory: the place of restored weights between steps: "disk" keeps no copy, "device" and "host" keep a copy.
+      teacher: the reference, if it is another model; no run stores its weights.
 
     Attributes:
+      programs: the programs that read a teacher's weights; None without a teacher.
       number: the number of updates that made the reference's weights.
       updates: the number of updates that made the policy's weights.
       kl_average: moving average of the token KL since the reference moved, not bias-corrected.
     """
 
     def __init__(
-        self, rule: Rule, *, snapshots: Snapshots, like: Any, memory: Literal["disk", "device", "host"] = "disk"
+        self,
+        rule: Rule,
+        *,
+        snapshots: Snapshots,
+        like: Any,
+        memory: Literal["disk", "device", "host"] = "disk",
+        teacher: Taught | None = None,
     ):
         self._rule, self._snapshots, self._like, self._memory = rule, snapshots, like, memory
+        self._teacher, self.programs = teacher, teacher and teacher.programs
+        self._stores = not rule.is_behaviour and teacher is None
         self._restored: tuple[int, Any] | None = None
         self.number, self.updates = 0, 0
         self._step_end, self._next_move = 0, 0  # the values of `updates` at this step's end and its last move (or 0)
-        self._unwritten = not rule.is_behaviour  # the reference is the present policy and has no snapshot
+        self._unwritten = self._stores  # the reference is the present policy and has no snapshot
         self.kl_average, self._kl_count = 0.0, 0
 
     @property
@@ -152,7 +176,7 @@ class Reference:
 
     def coincides(self) -> bool:
         """Whether the present policy, the next behaviour policy, is the reference itself."""
-        return self._rule.is_behaviour or self.number == self.updates
+        return self._rule.is_behaviour or (self._teacher is None and self.number == self.updates)
 
     def before_updates(self, params: Any, step: int, count: int) -> None:
         """Writes a snapshot of `params`, which a step's `count` updates are about to change, if it will be read."""
@@ -180,7 +204,9 @@ class Reference:
             self._move()
 
     def params(self) -> Any:
-        """The reference's weights, restored from the snapshot."""
+        """The reference's weights, a teacher's or restored from the snapshot."""
+        if self._teacher is not None:
+            return in_device_memory(self._teacher.params)
         if self._restored and self._restored[0] == self.number:
             return in_device_memory(self._restored[1])
         return self._read(self.number)
@@ -214,7 +240,7 @@ class Reference:
 
     def check(self, state: Mapping[str, Any]) -> None:
         """Raises ValueError if the weights that a state of `commit` needs are missing or damaged."""
-        if not self._rule.is_behaviour and not state["unwritten"]:
+        if self._stores and not state["unwritten"]:
             self._read(int(state["number"]))
 
     def begin_at(self, updates: int) -> None:
@@ -238,5 +264,5 @@ class Reference:
 
     def prune(self, numbers: Iterable[int]) -> None:
         """Deletes all snapshots but the reference's own and `numbers`, the snapshots that checkpoints need."""
-        if not self._rule.is_behaviour:
+        if self._stores:
             self._snapshots.keep_only({self.number, *numbers})

@@ -82,14 +82,12 @@ class Routing:
       every: a replay runs in step 1 and in every `every`-th step; 0 runs no replay.
       completions: a replay reads at most this many completions, all of the first micro-batch.
       replay: decodes completions again, and returns the experts that the sampler chooses; None runs no replay.
-      cuts: the sampler cuts the distribution by top-p, top-k or min-p.
     """
 
     experts: int
     every: int = 0
     completions: int = 0
     replay: Replay | None = None
-    cuts: bool = False
 
     def replayed(self, step: int, batch: RolloutBatch[Group]) -> list[tuple[int, int, ReplayResult]]:
         """Replays some completions if a replay is due; returns (group index, completion index, result) of each.
@@ -122,8 +120,7 @@ class Routing:
         """The metrics of `agreement` between the experts of sampler and trainer, and `routing/replay_gap`.
 
         replay_gap: mean |log-prob of the replay - log-prob that the sampler reported|, in nats. A gap far from 0 means
-        that the replay did not repeat the sampler's computation. If top-p, top-k or min-p cut the distribution that
-        was sampled (`cuts`), the metric is absent: the replay reports log-probs of the full softmax.
+        that the replay did not repeat the sampler's computation.
 
         Args:
           replayed: (group, completion, result) of each completion that a sampler's program has computed once more.
@@ -143,7 +140,7 @@ class Routing:
             gaps.append(np.abs(reported - old[row, own]))
             again.append(np.abs(reported - found.logprobs))
         values = agreement(*map(np.concatenate, (sampler, trainer, gaps)))
-        return values if self.cuts else {**values, "routing/replay_gap": float(np.concatenate(again).mean())}
+        return {**values, "routing/replay_gap": float(np.concatenate(again).mean())}
 
 
 def _first_turn(group: Group, index: int) -> np.ndarray:

@@ -4,9 +4,11 @@ An update reads any number of micro-batches of one shape, so nothing is compiled
 and divided once, so the result does not depend on the split, the packing or the number of devices.
 """
 
+from __future__ import annotations
+
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import flax.nnx as nnx
@@ -18,14 +20,15 @@ import optax
 from rpg_jax import losses
 from rpg_jax.losses import Metrics
 from rpg_jax.models import Base, policy_params
+from rpg_jax.models.logical import constrain
 from rpg_jax.training.critic import Critic, CriticState
 from rpg_jax.training.heartbeat import beat
 from rpg_jax.training.measures import sampler_gap, sum_and_weight
 from rpg_jax.training.objective import Objective
 from rpg_jax.training.optimizer import Optimizer, apply_by_layer
-from rpg_jax.training.policy_logprobs import completion_hidden, policy_logprobs, token_logprobs
+from rpg_jax.training.policy_logprobs import completion_hidden, head_arguments, policy_logprobs
 from rpg_jax.training.state import TrainState, in_device_memory
-from rpg_jax.types import Batch
+from rpg_jax.types import Batch, Rows
 
 
 @flax.struct.dataclass
@@ -41,21 +44,45 @@ class Sums:
     metrics: Any
 
 
+class Frozen(NamedTuple):
+    """The arrays that a program reads and no update changes.
+
+    Attributes:
+      base: the frozen weights beside adapters; None without adapters.
+      ref_head: the head of the `Anchor` of an update; None without an anchor.
+    """
+
+    base: Base | None
+    ref_head: jax.Array | None = None
+
+
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A jitted program with its first argument bound: the frozen base weights of adapters, or None without adapters."""
+    """A jitted program with its first argument bound: the arrays that no update changes."""
 
     jitted: jax.stages.Wrapped
-    base: Base | None
+    frozen: Frozen
 
     def __call__(self, *inputs: Any) -> Any:
-        return self.jitted(self.base, *inputs)
+        return self.jitted(self.frozen, *inputs)
 
     def lower(self, *inputs: Any) -> jax.stages.Lowered:
-        return self.jitted.lower(self.base, *inputs)
+        return self.jitted.lower(self.frozen, *inputs)
 
     def trace(self, *inputs: Any) -> jax.stages.Traced:
-        return self.jitted.trace(self.base, *inputs)
+        return self.jitted.trace(self.frozen, *inputs)
+
+
+class Anchor(NamedTuple):
+    """A reference whose distributions over the vocabulary an update reads.
+
+    Attributes:
+      hidden: rows -> its hidden states [B, C, E], see `Batch.ref_hidden`.
+      head: [V, E], its output embedding.
+    """
+
+    hidden: Callable[[Rows], jax.Array]
+    head: jax.Array
 
 
 class Programs(NamedTuple):
@@ -64,6 +91,8 @@ class Programs(NamedTuple):
     Attributes:
       logprobs: (params, rows) -> (log-probs f32[B, C], entropy f32[B, C], experts [B, C, L, k] or None), as of
         `policy_logprobs`.
+      hidden: (params, rows) -> `completion_hidden` [B, C, E].
+      head: params -> the output embedding [V, E].
       fused: (state, batch) -> (state, metrics): an update from one micro-batch; `state` is donated.
       start: (weights, batch) -> Sums of the first micro-batch.
       add: (weights, sums, batch) -> Sums with one more micro-batch; `sums` is donated.
@@ -73,20 +102,44 @@ class Programs(NamedTuple):
     """
 
     logprobs: Program
+    hidden: Program
+    head: Program
     fused: Program
     start: Program
     add: Program
     apply: Program
     baseline: Program | None = None
 
-    def update(self, state: TrainState, micro_batches: Sequence[Batch]) -> tuple[TrainState, Metrics]:
-        """One optimizer update from all rows of `micro_batches`; `state` is donated. Each launch is a heartbeat."""
-        if len(micro_batches) == 1:
-            return self.fused(state, micro_batches[0])
-        sums = self.start(state.weights, micro_batches[0])
-        for batch in micro_batches[1:]:
+    def anchor(self, params: Any) -> Anchor:
+        """The policy with these weights as the reference of updates."""
+        return Anchor(functools.partial(self.hidden, params), self.head(params))
+
+    def beside(self, anchor: Anchor) -> Programs:
+        """The same programs, with the head of `anchor` in those of an update."""
+        updates = {name: getattr(self, name) for name in ("fused", "start", "add")}
+        bound = {n: dataclasses.replace(p, frozen=p.frozen._replace(ref_head=anchor.head)) for n, p in updates.items()}
+        return self._replace(**bound)
+
+    def update(
+        self, state: TrainState, micro_batches: Sequence[Batch], anchor: Anchor | None = None
+    ) -> tuple[TrainState, Metrics]:
+        """One optimizer update from all rows of `micro_batches`; `state` is donated. Each launch is a heartbeat.
+
+        The hidden states of an `anchor` are computed for one micro-batch after another.
+        """
+
+        own = self if anchor is None else self.beside(anchor)
+
+        def known(batch: Batch) -> Batch:
+            return batch if anchor is None else dataclasses.replace(batch, ref_hidden=anchor.hidden(batch.rows))
+
+        first, *others = micro_batches
+        if not others:
+            return own.fused(state, known(first))
+        sums = own.start(state.weights, known(first))
+        for batch in others:
             beat()
-            sums = self.add(state.weights, sums, batch)
+            sums = own.add(state.weights, sums, known(batch))
         beat()
         return self.apply(state, sums)
 
@@ -116,7 +169,7 @@ def make_programs(
     leaves, treedef = jax.tree.flatten(state_sharding)
     recipe = _Recipe(graphdef, optimizer, objective, temperature, tuple(leaves), treedef, batch_sharding)
     jitted = _jitted(recipe)._asdict()
-    return Programs(**{name: program and Program(program, base) for name, program in jitted.items()})
+    return Programs(**{name: program and Program(program, Frozen(base)) for name, program in jitted.items()})
 
 
 class _Recipe(NamedTuple):
@@ -133,7 +186,7 @@ class _Recipe(NamedTuple):
 
 @functools.lru_cache(maxsize=64)
 def _jitted(recipe: _Recipe) -> Programs:
-    """The jitted functions of the programs; each function takes the base weights as its first argument."""
+    """The jitted functions of the programs; each function takes `Frozen` arrays as its first argument."""
     graphdef, optimizer, objective = recipe.graphdef, recipe.optimizer, recipe.objective
     temperature, batch_sharding = recipe.temperature, recipe.batch_sharding
     state_sharding = recipe.state_tree.unflatten(recipe.state_leaves)
@@ -141,31 +194,39 @@ def _jitted(recipe: _Recipe) -> Programs:
     sums_sharding = Sums(grads=state_sharding.weights, metrics=replicated)
     weights = state_sharding.weights
 
-    def logprobs(base, params, rows):
-        params = policy_params(base, params)
+    def logprobs(frozen, params, rows):
+        params = policy_params(frozen.base, params)
         return policy_logprobs(graphdef, params, rows, temperature=temperature, entropy=True)
 
-    def gradients(base, weights, batch):
-        return _gradients(graphdef, objective, temperature, base, weights, batch)
+    def hidden(frozen, params, rows):
+        model = nnx.merge(graphdef, policy_params(frozen.base, params))
+        with model.full_precision():
+            return completion_hidden(model, rows)
 
-    def baseline(base, weights, batch):
-        del base  # a critic needs all weights
+    def head(frozen, params):
+        return constrain(nnx.merge(graphdef, policy_params(frozen.base, params)).head(), "vocab", "embed")
+
+    def gradients(frozen, weights, batch):
+        return _gradients(graphdef, objective, temperature, frozen, weights, batch)
+
+    def baseline(frozen, weights, batch):
+        del frozen  # a critic needs all weights
         return _baseline(graphdef, objective.critic, weights, batch)
 
-    def start(base, weights, batch):
-        first = gradients(base, weights, batch)
+    def start(frozen, weights, batch):
+        first = gradients(frozen, weights, batch)
         return Sums(optax.tree.cast(first.grads, jnp.float32), first.metrics)
 
-    def add(base, weights, sums, batch):
-        more = gradients(base, weights, batch)
+    def add(frozen, weights, sums, batch):
+        more = gradients(frozen, weights, batch)
         return Sums(jax.tree.map(jnp.add, sums.grads, more.grads), losses.merge([sums.metrics, more.metrics]))
 
-    def apply(base, state, sums):
-        del base
+    def apply(frozen, state, sums):
+        del frozen
         return apply_gradients(optimizer, state, sums, objective.critic)
 
-    def fused(base, state, batch):
-        return apply(base, state, gradients(base, state.weights, batch))
+    def fused(frozen, state, batch):
+        return apply(frozen, state, gradients(frozen, state.weights, batch))
 
     def jitted(program, inputs, outputs, *, donated=()):
         return jax.jit(program, in_shardings=(None, *inputs), out_shardings=outputs, donate_argnums=donated)
@@ -173,6 +234,8 @@ def _jitted(recipe: _Recipe) -> Programs:
     stepped = (state_sharding, replicated)
     return Programs(
         logprobs=jitted(logprobs, (state_sharding.params, batch_sharding), batch_sharding),
+        hidden=jitted(hidden, (state_sharding.params, batch_sharding), batch_sharding),
+        head=jitted(head, (state_sharding.params,), None),
         fused=jitted(fused, (state_sharding, batch_sharding), stepped, donated=1),
         start=jitted(start, (weights, batch_sharding), sums_sharding),
         add=jitted(add, (weights, sums_sharding, batch_sharding), sums_sharding, donated=2),
@@ -182,19 +245,32 @@ def _jitted(recipe: _Recipe) -> Programs:
 
 
 def _gradients(
-    graphdef: Any, objective: Objective, temperature: float, base: Base | None, weights: Any, batch: Batch
+    graphdef: Any,
+    objective: Objective,
+    temperature: float,
+    frozen: Frozen,
+    weights: Any,
+    batch: Batch,
 ) -> Sums:
     """Gradient and metrics of Σ objective over a micro-batch."""
+    base, ref_head = frozen
 
     def total_loss(weights):
         params, critic_params = weights
         model = nnx.merge(graphdef, policy_params(base, params))
         hidden = completion_hidden(model, batch.rows)
         measures = objective.on_policy or objective.entropy_coef > 0
-        logprobs, entropy = token_logprobs(model, hidden, batch.rows, temperature, measures)
         own, measured = batch, {}
+        inputs, how = head_arguments(model, hidden, batch.rows)
+        how |= {"temperature": temperature, "entropy": measures}
+        if ref_head is None:
+            logprobs, entropy = losses.token_logprobs(*inputs, **how)
+        else:
+            found = losses.token_divergences(*inputs, batch.known("ref_hidden"), ref_head, **how)
+            logprobs, entropy = found.logprobs, found.entropy
+            own = dataclasses.replace(batch, ref_hidden=None, ref_logprobs=found.ref_logprobs, prefix_kl=found.kl)
         if objective.on_policy:
-            own = dataclasses.replace(batch, behaviour_logprobs=jax.lax.stop_gradient(logprobs))
+            own = dataclasses.replace(own, behaviour_logprobs=jax.lax.stop_gradient(logprobs))
             measured = {
                 "entropy": sum_and_weight(jax.lax.stop_gradient(entropy), batch.mask),
                 **sampler_gap(own.known("behaviour_logprobs"), batch.sampler_logprobs, batch.mask),

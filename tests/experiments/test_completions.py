@@ -15,6 +15,7 @@ from experiments.completions import __main__ as program
 from experiments.completions import exact, results, staleness
 from experiments.completions.estimators import (
     ESTIMATORS,
+    VOCABULARY,
     exact_gradient,
     expected_advantages,
     moments,
@@ -26,7 +27,7 @@ from experiments.completions.trees import Tree, make_prompts
 from rpg_jax import losses
 
 PAGE = Path(__file__).parents[2] / "docs" / "estimators.md"
-ROWS = {e.key: e for e in ESTIMATORS}
+ROWS = {e.key: e for e in (*ESTIMATORS, *VOCABULARY)}
 TOKEN, SEQUENCE, EXACT_TO_GO = (ROWS[f"{name}: URKL"] for name in ("per token", "sequence, weight W", "to-go, exact"))
 TREE = Tree(actions=2, length=3)
 # Sums of a few float64 terms of order one.
@@ -89,18 +90,19 @@ def test_the_mean_gradient_is_that_of_groups_with_their_baseline(estimator):
     np.testing.assert_allclose(got.mean, jax.jit(jax.grad(expected))(x.policy), **ROUNDING)
 
 
-def test_the_variance_is_that_of_each_completions_gradient():
+@pytest.mark.parametrize("estimator", (TOKEN, ROWS["to-go, exact, KL over the vocabulary: RKL"]), ids=lambda e: e.key)
+def test_the_variance_is_that_of_each_completions_gradient(estimator):
     x = prompt()
-    advantages = expected_advantages(TOKEN, TREE, x, 0.7, 1.0)
+    advantages = expected_advantages(estimator, TREE, x, 0.7, 1.0)
 
     def each(logits):
         now = dataclasses.replace(x, policy=jax.nn.log_softmax(logits))
-        return jnp.sum(TOKEN.losses(tokens_of(TREE, now, advantages), 0.7), axis=1)
+        return jnp.sum(estimator.losses(tokens_of(TREE, now, advantages), 0.7), axis=1)
 
     gradients, sampled = jax.jit(jax.jacrev(each))(x.policy), jnp.exp(TREE.completions(x.behaviour))
     mean = jnp.tensordot(sampled, gradients, 1)
     by_hand = sampled @ jnp.sum((gradients - mean) ** 2, axis=(1, 2))
-    np.testing.assert_allclose(jax.jit(lambda: moments(TOKEN, TREE, x, 0.7).variance)(), by_hand, **ROUNDING)
+    np.testing.assert_allclose(jax.jit(lambda: moments(estimator, TREE, x, 0.7).variance)(), by_hand, **ROUNDING)
 
 
 def test_the_completions_gradient_needs_the_sequence_level_or_the_exact_chain_rule():
@@ -131,6 +133,30 @@ def test_the_sequence_level_ends_at_the_optimum_and_the_token_level_does_not(ref
     sequence, token = jax.jit(lambda: (regret(SEQUENCE), regret(TOKEN)))()
     assert 0 <= sequence < 1e-6
     assert token > 3e-3
+
+
+def test_a_sum_over_the_vocabulary_has_the_mean_of_samples_and_less_noise_but_not_at_the_optimum():
+    """At the optimum the regularized return is one number: there `sequence` alone has no noise."""
+
+    @jax.jit
+    def found(x, rewarded):
+        return {
+            key: moments(e, TREE, x, 0.3, rewarded=rewarded) for key, e in ROWS.items() if e.term in ("RKL", "URKL")
+        }
+
+    here = found(prompt(), 0.0)
+    for name in ("per token", "to-go, exact"):
+        whole = here[f"{name}, KL over the vocabulary: RKL"]
+        for term in ("RKL", "URKL"):
+            np.testing.assert_allclose(here[f"{name}: {term}"].mean, whole.mean, **ROUNDING)
+            assert whole.variance < 0.8 * here[f"{name}: {term}"].variance
+    baseline = here["per token, baseline of the prefix (vOPD): URKL"]
+    np.testing.assert_allclose(baseline.mean, here["per token: URKL"].mean, **ROUNDING)
+    assert here["per token, KL over the vocabulary: RKL"].variance < baseline.variance
+    optimum = TREE.policy(prompt().optimum(TREE, 0.3, "reverse"))
+    there = found(dataclasses.replace(prompt(), policy=optimum, behaviour=optimum), 1.0)
+    assert there["sequence, weight W: URKL"].variance < 1e-20
+    assert there["to-go, exact, KL over the vocabulary: RKL"].variance > 1e-3
 
 
 def test_the_optimum_has_no_regret_and_no_gradient():

@@ -66,9 +66,9 @@ def test_rpg_is_the_formula_of_the_paper(x64):
 def test_each_function_has_the_hyperparameters_of_its_own_loss():
     def own(function):
         names = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
-        of_all = ("ref_logprobs", "completion_ids", "group_ids", "aggregate", "constant_length")
-        assert tuple(names[:5]) == of_all
-        return set(names[5:])
+        of_all = ("ref_logprobs", "completion_ids", "group_ids", "prefix_kl", "aggregate", "constant_length")
+        assert tuple(names[:6]) == of_all
+        return set(names[6:])
 
     assert own(losses.rpg) == own(losses.verl_form) == set(RPG)
     completions = {"level", "weight", "weight_cap", "kl_ratio", "trace_decay", "trace_cap"}

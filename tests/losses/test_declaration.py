@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from rpg_jax.losses import LOSSES, policy_loss
+from rpg_jax.losses import LOSSES, PrefixKL, policy_loss
 from rpg_jax.losses.declaration import Loss
 
 PPO = dict(clip_low=0.2, clip_high=0.2, clip_dual=10.0)  # arXiv:1707.06347 Table 1
@@ -33,7 +33,7 @@ DEFAULTS = {  # name: aggregate and hyperparameters; sources as in test_methods
 }
 CHOICES = {
     "divergence": {"fkl", "ufkl", "rkl", "urkl", "js", "ujs"},
-    "estimator": {"differentiable", "reinforce"},
+    "estimator": {"differentiable", "reinforce", "exact"},
     "clip": {"none", "dual", "dual_through", "truncate", "reward"},
     "form": {"paper", "verl"},
     "level": {"token", "sequence", "to_go"},
@@ -73,6 +73,7 @@ def evaluate(name, **hyperparameters):
     """Checks and shapes only: nothing is computed."""
     arrays = ("logprobs", "behaviour_logprobs", "ref_logprobs", "sampler_logprobs", "advantages", "mask")
     one = dict.fromkeys(arrays, jax.ShapeDtypeStruct((2, 3), jnp.float32))
+    one["prefix_kl"] = PrefixKL(one["mask"], one["mask"])
     return jax.eval_shape(lambda **arrays: policy_loss(name, **arrays, **hyperparameters), **one)
 
 

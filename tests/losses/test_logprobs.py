@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from rpg_jax.losses import Cut, token_logprobs
+from rpg_jax.losses import Cut, token_divergences, token_logprobs
 
 V, D = 37, 8
 
@@ -122,6 +122,74 @@ def test_sharded_inputs_give_the_same_numbers(spec):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5), found, step(hidden, head))
 
 
+def both_inputs(dtype=jnp.float32, words=V, rows=2):
+    """`inputs` of a policy, and hidden states and a head of another width of a reference."""
+    rng = np.random.default_rng(3)
+    shapes = (rows, 6, D), (words, D), (rows, 6, 2 * D), (words, 2 * D)
+    hidden, head, ref_hidden, ref_head = (jnp.asarray(rng.normal(0, 0.7, s), dtype) for s in shapes)
+    return hidden, head, jnp.asarray(rng.integers(0, words, (rows, 6)), jnp.int32), ref_hidden, ref_head
+
+
+def plain_divergences(hidden, head, targets, ref_hidden, ref_head, temperature):
+    def whole(hidden, head):
+        return jax.nn.log_softmax(jnp.einsum("...d,vd->...v", hidden, head) / temperature)
+
+    p, q = whole(hidden, head), whole(ref_hidden, ref_head)
+    logprobs, entropy = plain(hidden, head, targets, temperature)
+    kl = [jnp.sum(jnp.exp(of) * (of - to), -1) for of, to in ((p, q), (q, p))]
+    return logprobs, entropy, jnp.take_along_axis(q, targets[..., None], axis=-1)[..., 0], kl
+
+
+def divergences(function, targets, **options):
+    """The gradient of a loss that weighs the log-probs, the entropy and both KLs of every token differently."""
+
+    def loss(hidden, head, ref_hidden, ref_head):
+        logprobs, entropy, ref_logprobs, kl = function(hidden, head, targets, ref_hidden, ref_head, **options)
+        weights = jnp.cos(jnp.arange(targets.size)).reshape(targets.shape)
+        parts = zip((logprobs, entropy, *kl), (1, weights, weights**2, 1 - weights), strict=True)
+        return sum(jnp.sum(weights * w * x) for x, w in parts), (logprobs, entropy, ref_logprobs, *kl)
+
+    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True))
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("chunk_size", [1, 4, 100])
+def test_the_kl_over_the_vocabulary_and_its_gradient_are_those_of_whole_logits(chunk_size):
+    hidden, head, targets, *reference = both_inputs(jnp.float64)
+    options = dict(temperature=0.7, chunk_size=chunk_size, entropy=True)
+    found = divergences(token_divergences, targets, **options)(hidden, head, *reference)
+    expected = divergences(plain_divergences, targets, temperature=0.7)(hidden, head, *reference)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12), found, expected)
+    (_, (*_, reverse, forward)), _ = found
+    assert np.min(reverse) > 0.1 and np.min(forward) > 0.1 and np.max(np.abs(reverse - forward)) > 0.1
+
+
+def test_the_kl_to_the_policy_itself_is_zero_with_a_gradient_of_zero():
+    hidden, head, targets, *_ = both_inputs()
+
+    def total(hidden, head):
+        kl = token_divergences(hidden, head, targets, *map(jax.lax.stop_gradient, (hidden, head)), chunk_size=4).kl
+        return jnp.sum(kl.reverse) + jnp.sum(kl.forward)
+
+    value, gradients = jax.value_and_grad(total, argnums=(0, 1))(hidden, head)
+    assert abs(value) < 1e-5  # f32: twelve sums of 37 terms
+    assert max(float(jnp.max(jnp.abs(x))) for x in gradients) < 1e-5
+
+
+def test_the_reference_gets_no_gradient_and_no_array_holds_the_logits_of_more_than_a_chunk():
+    hidden, head, targets, *reference = both_inputs(rows=4)
+
+    def loss(hidden, head, *reference):
+        found = token_divergences(hidden, head, targets, *reference, chunk_size=2, entropy=True)
+        return sum(jnp.sum(x) for x in jax.tree.leaves(found))
+
+    gradients = jax.grad(loss, argnums=(2, 3))(hidden, head, *reference)
+    assert not any(np.any(x) for x in gradients)
+    text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(hidden, head, *reference).as_text()
+    shapes = {tuple(map(int, dims[:-1].split("x"))) for dims in re.findall(r"tensor<((?:\d+x)+)", text)}
+    assert (4, 2, V) in shapes and not {x for x in shapes if V in x and math.prod(x) > max(4 * 2 * V, 2 * D * V)}
+
+
 CUTS = {
     "rows hold a part of the width": dict(rows=("x", "y"), width=("x", "y")),
     "a copy of the head on some rows": dict(rows=("x", "y"), width=("y",)),
@@ -150,6 +218,17 @@ def test_a_cut_gives_the_numbers_of_one_device(axes):
     options = dict(temperature=0.7, chunk_size=2, entropy=True)
     found = scalar(token_logprobs, targets, True, cut=cut, **options)(hidden, head)
     expected = scalar(token_logprobs, targets, True, **options)(hidden, head)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12), found, expected)
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("name", IN_EVERY_RUN)
+def test_a_cut_gives_the_divergences_of_one_device(name):
+    cut = Cut(Mesh(np.array(jax.devices()[:8]).reshape(4, 2), ("x", "y")), **CUTS[name])
+    hidden, head, targets, *reference = both_inputs(jnp.float64, words=38, rows=8)
+    options = dict(temperature=0.7, chunk_size=2, entropy=True)
+    found = divergences(token_divergences, targets, cut=cut, **options)(hidden, head, *reference)
+    expected = divergences(token_divergences, targets, **options)(hidden, head, *reference)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-12), found, expected)
 
 
@@ -205,5 +284,15 @@ def test_a_cut_never_gathers_the_head_nor_exchanges_its_gradient_twice():
 def test_what_cannot_be_computed_is_refused(change, message):
     hidden, head, targets = inputs()
     arguments = dict(hidden=hidden, head=head, targets=targets) | change
+    reference = dict(ref_hidden=hidden, ref_head=head)
     with pytest.raises(ValueError, match=message):
         token_logprobs(**arguments)
+    with pytest.raises(ValueError, match=message):
+        token_divergences(**arguments, **reference)
+
+
+@pytest.mark.parametrize("change", [dict(ref_head=jnp.ones((V + 1, D))), dict(ref_hidden=jnp.ones((2, 6, D)))])
+def test_a_reference_of_another_vocabulary_or_of_other_tokens_is_refused(change):
+    hidden, head, targets = inputs()
+    with pytest.raises(ValueError, match="ref_hidden .* do not match"):
+        token_divergences(hidden, head, targets, **dict(ref_hidden=hidden, ref_head=head) | change)

@@ -13,7 +13,16 @@ import jax
 import numpy as np
 import pytest
 
-from rpg_jax.losses import ADVANTAGES, AGGREGATES, LEARNED_ADVANTAGES, METHODS, advantages, get_method, policy_loss
+from rpg_jax.losses import (
+    ADVANTAGES,
+    AGGREGATES,
+    LEARNED_ADVANTAGES,
+    METHODS,
+    PrefixKL,
+    advantages,
+    get_method,
+    policy_loss,
+)
 
 RPG_RECIPE = dict(  # arXiv:2505.17508 section 5: DAPO's batches; section 4: a reference refreshed every K updates
     loss="rpg",
@@ -247,8 +256,28 @@ ROWS = {
 }
 
 
+# Ours; the KL is all of the loss where the rewards have the weight 0.
+DISTILLED = {
+    "OPD": dict(divergence="urkl", estimator="reinforce"),
+    "OPD-EXACT": dict(divergence="rkl", estimator="exact"),
+    "OPD-FKL": dict(divergence="fkl", estimator="exact"),
+    "OPD-TO-GO": dict(divergence="rkl", estimator="reinforce", level="to_go"),
+    "OPD-SEQ": dict(divergence="rkl", estimator="reinforce", level="sequence"),
+}
+
+
 def test_there_are_the_rows_of_the_papers_tables_and_the_later_baselines():
-    assert len(ROWS) == 29 and set(ROWS) <= set(METHODS)
+    assert len(ROWS) == 29 and set(ROWS) | set(DISTILLED) <= set(METHODS)
+
+
+@pytest.mark.parametrize("name", DISTILLED)
+def test_a_row_of_distillation_has_the_kl_to_a_teacher_alone(name):
+    row, completions = METHODS[name], "level" in DISTILLED[name]
+    assert dict(row.hyperparameters) == dict(clip="none", kl_coef=1.0) | DISTILLED[name]
+    assert (row.loss, row.reference, row.dynamic_sampling, row.overlong_shaping) == ("rpg", "teacher", False, False)
+    assert (row.advantage, row.aggregate) == (
+        ("leave_one_out", "sequence_mean_token_sum") if completions else ("group_mean", "token_mean")
+    )
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -289,6 +318,7 @@ def test_a_row_is_a_loss_that_can_be_computed(name, batch):
         rewards = batch["advantages"][:, 0].reshape(2, 2)
         lengths = batch["mask"].sum(axis=1).reshape(2, 2)
         batch["advantages"] = advantages(method.advantage, rewards, lengths=lengths).reshape(4)
+    batch["prefix_kl"] = PrefixKL(*np.ones((2, *batch["mask"].shape)))
     total, weight, _ = policy_loss(
         method.loss, **batch, aggregate=method.aggregate, constant_length=6, **method.hyperparameters
     )

@@ -20,9 +20,9 @@ from rpg_jax.runs import config_files, resolve, run_folder
 from tests.end_to_end.whole_runs import environment
 
 
-def test_the_small_table_has_every_method():
+def test_the_small_table_has_every_method_that_needs_no_teacher():
     named = [row.removesuffix(", untuned critic") for row in TABLES["small"].rows]
-    assert named == list(losses.METHODS)
+    assert named == [name for name in losses.METHODS if not name.startswith("OPD")]
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -9,7 +9,8 @@ import pytest
 
 from configs import qwen3_4b_2k, tiny
 from rpg_jax import losses
-from rpg_jax.runs.resolve import check_training, loss_arguments, resolve
+from rpg_jax.runs import reinforcement
+from rpg_jax.runs.resolve import check_sampling, check_training, loss_arguments, resolve
 
 
 def resolved(**changes):
@@ -163,17 +164,13 @@ def test_master_weights_in_which_updates_round_away_are_refused():
 
 
 @pytest.mark.parametrize(("name", "value", "off"), [("top_p", 0.9, 1), ("top_k", 5, 0), ("min_p", 0.1, 0)])
-def test_sampling_ahead_from_a_cut_distribution_is_refused_by_name(name, value, off):
-    """Stale completions would bring log-probs of the cut distribution, fresh ones get those of the full softmax."""
+def test_training_from_a_cut_distribution_is_refused_by_name(name, value, off):
+    """What the bias is: tests/losses/test_sampler_correction.py."""
     config = tiny.get_config()
+    check_sampling(config)
     config.rollout[name] = value
-    check_training(config)
-    config.rollout.max_staleness = 1
-    fix = f"set rollout.{name}={off}, or rollout.max_staleness=0"
-    with pytest.raises(ValueError, match=f"rollout.{name}={value} with rollout.max_staleness=1: .*{fix}"):
-        check_training(config)
-    config.rollout[name] = type(value)(off)
-    check_training(config)
+    with pytest.raises(ValueError, match=f"rollout.{name}={value} cuts .* Set rollout.{name}={off} to train"):
+        reinforcement.run(resolve(config))
 
 
 def test_a_correction_of_tokens_is_refused_for_stale_completions_that_are_weighed_as_a_whole():

@@ -192,7 +192,8 @@ def with_logprobs(groups, present, ref=None, *, swap="between", decoupled=False)
     def logprobs(logits, _):
         return jnp.tile(along(logits), (len(trained), 1)), jnp.zeros(sampler.shape), None
 
-    reference = SimpleNamespace(is_behaviour=ref is None, coincides=lambda: False, params=lambda: ref)
+    anchor = {"coincides": lambda: False, "params": lambda: ref, "programs": None}
+    reference = SimpleNamespace(is_behaviour=ref is None, **anchor)
     parts = {"collector": ahead, "reference": reference, "decoupled": decoupled, "routing": None}
     algorithm = SimpleNamespace(logprobs=logprobs, **parts)
     return add_logprobs(algorithm, batch, SimpleNamespace(params=present), 1)

@@ -147,9 +147,9 @@ class Recorder:
     def __init__(self, programs):
         self.programs, self.logprobs, self.baseline, self.seen = programs, programs.logprobs, programs.baseline, []
 
-    def update(self, state, micro_batches):
+    def update(self, state, micro_batches, anchor=None):
         self.seen += micro_batches
-        return self.programs.update(state, micro_batches)
+        return self.programs.update(state, micro_batches, anchor)
 
 
 @pytest.mark.slow

@@ -195,5 +195,11 @@ def test_a_reference_is_taken_over_with_its_weights_or_begins_at_the_present_pol
 def test_a_rule_names_its_anchor():
     numbers = dict(kl_threshold=0.1, kl_decay=0.5)
     anchors = {name: make_rule(name, every=Count(4, "updates"), **numbers).anchor() for name in RULES}
-    assert anchors == {"behaviour": None, "fixed": "initial", "every": "every 4 updates", "kl": "κ = 0.1"}
+    assert anchors == {
+        "behaviour": None,
+        "fixed": "initial",
+        "every": "every 4 updates",
+        "kl": "κ = 0.1",
+        "teacher": "teacher",
+    }
     assert make_rule("every", every=Count(1, "steps"), **numbers).anchor() == "every 1 step"

@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rpg_jax.rollout.servers.client import Caller, Unavailable
-from rpg_jax.types import Sampling
 
 Call = tuple[str, Mapping[str, Any]]
 """A path, and the JSON object that is posted there."""
@@ -26,7 +25,6 @@ class Kind:
         calls end the completions under way, and empty the server's cache of prefixes.
       prefetch: to the call that makes the server read the weights while it samples with others; None if it cannot.
       needs: what must serve, and how it must be started for `loads`, as a sentence.
-      cut: the program can return log-probabilities after top-p, top-k and min-p.
       counters: the program is this project's own: it draws this project's random numbers, and every answer has the
         checksum of the weights. Servers of other programs are probed after each load.
       refuses: the text in an answer 500 to a load which means that the next load would fail in the same way.
@@ -39,21 +37,10 @@ class Kind:
     loads: Callable[[str, str], list[Call]]
     needs: str
     prefetch: Callable[[str, str], Call] | None = None
-    cut: bool = True
     counters: bool = False
     refuses: str | None = None
     health: str = "/health"
     head: bool = False
-
-    def check(self, sampling: Sampling, name: str) -> None:
-        """Raises ValueError if the server cannot return the log-probabilities of what it samples."""
-        cuts = {"top_p": (sampling.top_p, 1.0), "top_k": (sampling.top_k, 0), "min_p": (sampling.min_p, 0.0)}
-        on = [f"rollout.{field}={value:g}" for field, (value, off) in cuts.items() if value != off]
-        if on and not self.cut:
-            raise ValueError(
-                f"servers.kind={name} returns log-probs from before {' and '.join(on)}, and training needs those of "
-                "what is sampled: switch it off, or choose another kind"
-            )
 
 
 def _vllm(folder: str, label: str) -> list[Call]:
@@ -86,7 +73,6 @@ KINDS = {
     "sglang": Kind(
         _sglang,
         "servers.kind=sglang needs SGLang with a model of the trainer's shapes, which sees the folder servers.weights",
-        cut=False,
     ),
     "rpg_jax": Kind(
         _from_disk,
