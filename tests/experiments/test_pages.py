@@ -33,6 +33,7 @@ ONE_TOKEN, EXACT, STALENESS = laboratory.Settings(), exact.CompletionSettings(),
 @functools.cache
 def numbers(file: str) -> dict:
     settings = {"estimators/estimators": ONE_TOKEN, "completions/exact": EXACT, "completions/staleness": STALENESS}
+    settings["completions/vocabulary"] = EXACT
     settings = settings[file]
     return kept.read(ROOT / "experiments" / f"{file}.json.gz", settings)
 
@@ -85,6 +86,7 @@ def test_every_table_of_the_page_is_that_of_the_data(name):
         "estimators": lambda: (
             estimator_results.tables(numbers("estimators/estimators"), ONE_TOKEN)
             | completion_results.exact_tables(numbers("completions/exact"), EXACT)
+            | completion_results.vocabulary_table(numbers("completions/vocabulary"), EXACT)
             | staleness.tables(numbers("completions/staleness"), STALENESS)
         ),
         "objective": lambda: objective_results.tables(runs()),
@@ -172,6 +174,19 @@ def test_the_sentences_on_staleness_have_the_settings_and_the_numbers_of_the_dat
     assert capped["bias"][-1][at["0.03"]] < 0.5 * found["sequence, weight w: URKL"]["bias"][-1][at["0.03"]]
     assert all(min(errors, key=lambda key, j=j: errors[key][j]) == "sequence, weight min(W, 2): URKL" for j in stale)
     assert [a > b for a, b in zip(k3, none, strict=True)] == [j >= at["0.03"] for j in range(len(s.drifts))]
+
+
+def test_the_sentences_on_the_vocabulary_have_the_numbers_of_the_data():
+    def noise(key: str) -> str:
+        return f"{numbers('completions/vocabulary')['errors'][key]['noise'][0]:.2g}"
+
+    token, chain, whole = "per token", "to-go, exact", "KL over the vocabulary: RKL"
+    claims = [
+        f"the sum has a noise of {noise(f'{token}, {whole}')} where URKL per token has {noise(f'{token}: URKL')}, and "
+        f"{noise(f'{chain}, {whole}')} where the exact chain rule has {noise(f'{chain}: URKL')}.",
+        f"The baseline of the prefix has {noise(f'{token}, baseline of the prefix (vOPD): URKL')}, more than URKL",
+    ]
+    assert absent("docs/estimators.md", claims) == []
 
 
 def test_the_sentences_on_the_objective_have_the_settings_and_the_numbers_of_the_runs():
