@@ -47,6 +47,7 @@ _MAY_CHANGE = (
     *("train.steps", "warm_start.dir", "rollout.max_sampler_gap"),
 )
 START_FROM = "run.start_from"  # of the section `run` this field alone decides numbers
+_AS_BEFORE = (START_FROM, "reference.path")  # without a value, a run is what the versions without the field made
 _PACKAGES = (
     *("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "google-jetstream", "numpy"),
     *("ml-collections", "libtpu", "tensorstore"),
@@ -258,7 +259,7 @@ def read_config(path: Path) -> ConfigDict:
     config = _moved(read_if_there(file))
     for name, field in config_files.fields().items():
         section, last = _of_section(config, name)
-        if name.startswith(_AROUND):
+        if name.startswith(_AROUND) or name in _AS_BEFORE:
             section.setdefault(last, None if isinstance(field.default, Unset) else field.default)
     known = flat(config)
     if missing := [name for name in config_files.fields() if name not in known]:
@@ -309,7 +310,7 @@ def as_json(config: ConfigDict) -> dict[str, Any]:
 def identity(config: ConfigDict) -> dict[str, Any]:
     """The fields that decide the numbers of a run. A resumed run has the values of its checkpoints."""
     found = {name: value for name, value in flat_fields(config).items() if not _may_change(name)}
-    return {name: value for name, value in found.items() if name != START_FROM or value}  # older runs lack it
+    return {name: value for name, value in found.items() if name not in _AS_BEFORE or value}
 
 
 def renewed(identity: Mapping[str, Any]) -> dict[str, Any]:

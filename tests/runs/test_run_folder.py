@@ -21,10 +21,20 @@ def test_a_run_older_than_a_field_says_which_and_what_to_do(tmp_path):
     config = json.loads(resolve(tiny.get_config()).to_json_best_effort())
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     assert run_folder.read_config(tmp_path).mesh.fsdp == -1
+    del config["reference"]["path"]  # no run of before had a teacher
+    (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    assert run_folder.read_config(tmp_path).reference.path is None
     del config["mesh"]
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     with pytest.raises(ValueError, match=r"older version, .* mesh\.replica, mesh\.fsdp.*versions\.json"):
         run_folder.read_config(tmp_path)
+
+
+def test_a_field_that_earlier_versions_lacked_decides_nothing_until_it_has_a_value(tmp_path):
+    config = made(tmp_path, "r")
+    assert not {"reference.path", "run.start_from"} & run_folder.identity(config).keys()
+    config.reference.path = "sums"
+    assert run_folder.identity(config)["reference.path"] == "sums"
 
 
 def of_version_0_1(config):
