@@ -39,6 +39,7 @@ from rpg_jax.models import parameter_count
 from rpg_jax.planning import count
 from rpg_jax.runs import cli, memory
 from rpg_jax.runs.memory import bytes_on_a_device, make_decoding
+from rpg_jax.training.step import Frozen
 
 
 def arguments(parser: cli.Parser) -> None:
@@ -69,7 +70,7 @@ class Contender:
             self.batch = one.batch()
             with ThreadPoolExecutor(1) as pool:
                 compiling = pool.submit(one.programs.fused.lower(one.learner.like, self.batch).compile)
-                self.base, self.state = one.base(), one.state()
+                self.frozen, self.state = Frozen(one.base()), one.state()
                 self.compiled = compiling.result()
         self.update()
         self.first = subject.since_start() if first_of_process else time.perf_counter() - began
@@ -79,7 +80,7 @@ class Contender:
         """Makes an update; notes its seconds, and the seconds of CPU time that this process used for the update."""
         began, used = time.perf_counter(), time.process_time()
         with self.one.layout.activate():
-            self.state, self.metrics = jax.block_until_ready(self.compiled(self.base, self.state, self.batch))
+            self.state, self.metrics = jax.block_until_ready(self.compiled(self.frozen, self.state, self.batch))
         self.times.append((time.perf_counter() - began, time.process_time() - used))
 
     def result(self, of: float | None = None) -> dict[str, Any]:

@@ -223,5 +223,6 @@ def test_the_program_leaves_numbers_and_tables(tmp_path, monkeypatch):
         line[3:] for line in (tmp_path / "tables.md").read_text(encoding="utf-8").splitlines() if line.startswith("## ")
     ]
     assert titles == ["The KL term", "The whole loss", "Completions of several tokens: where does it end?",
+                      "The KL summed over the vocabulary",
                       "Staleness and length: bias or noise?",
                       *(f"Least error of an update of {n:,} completions" for n in stale.completions)]  # fmt: skip
