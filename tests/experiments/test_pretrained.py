@@ -41,7 +41,7 @@ def test_a_table_has_the_cells_in_order_and_the_interval_of_several_seeds():
 
 def test_the_command_makes_tables_and_figure_of_the_kept_runs(tmp_path):
     assert program.main(["--from-data", f"--out={tmp_path}"]) == 0
-    assert "| no KL | – | 1 |" in (tmp_path / "tables.md").read_text(encoding="utf-8")
+    assert "| no KL | – | 3 |" in (tmp_path / "tables.md").read_text(encoding="utf-8")
     assert (tmp_path / "pretrained.png").read_bytes().startswith(b"\x89PNG")
 
 
