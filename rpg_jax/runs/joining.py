@@ -16,7 +16,6 @@ import types
 from typing import Any
 
 import jax
-from jax._src import compiler
 
 from rpg_jax.parallel import hosts
 
@@ -57,8 +56,10 @@ def _keep_every_program() -> None:
     """Makes every process write its programs to the compilation cache. JAX lets process 0 alone write.
 
     A program's key holds the devices that run it, so the processes of a run share no keys, and all but process 0 would
-    compile everything at each start. The function of JAX that writes gets process number 0 in place of its own.
+    compile everything at each start. The function of JAX that writes gets process number 0 in place of its own. The
+    function is private to JAX: where a version has none of the name, process 0 alone writes.
     """
+    compiler: Any = sys.modules.get("jax._src.compiler")
     first = types.SimpleNamespace(global_state=types.SimpleNamespace(process_id=0))
     if write := getattr(compiler, "_cache_write", None):
         compiler._cache_write = types.FunctionType(write.__code__, {**vars(compiler), "distributed": first})

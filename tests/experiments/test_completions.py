@@ -190,9 +190,7 @@ def test_an_update_of_many_completions_has_the_error_of_its_bias_and_few_that_of
 
 def test_a_distance_that_no_policy_has_is_refused():
     with pytest.raises(ValueError, match="ask for less"):
-        StalenessSettings(lengths=(2,), drifts=(5.0,), prompts=1) and staleness.prompts_at(
-            StalenessSettings(lengths=(2,), drifts=(5.0,), prompts=1), 2
-        )
+        staleness.prompts_at(StalenessSettings(lengths=(2,), drifts=(5.0,), prompts=1), 2)
 
 
 def test_the_committed_page_gives_the_verdicts_of_completions_that_the_code_computes():

@@ -170,6 +170,13 @@ def test_the_sentences_on_staleness_have_the_settings_and_the_numbers_of_the_dat
     assert absent("docs/estimators.md", claims) == []
     assert all(min(every, key=lambda key, j=j: every[key][j]) == "per token: URKL" for j in range(at["0.01"] + 1))
     assert max(every["no KL term: none"][: at["0.01"] + 1] - every["per token: URKL"][: at["0.01"] + 1]) < 0.05
+    fresh = {key: row["noise"][-1][: at["0.01"] + 1] for key, row in found.items() if key != "no KL term: none"}
+    assert all(min(fresh, key=lambda key, j=j: fresh[key][j]) == "per token: URKL" for j in range(at["0.01"] + 1))
+    many = {key: staleness.error(row, s.completions[-1]) for key, row in found.items()}
+    least = sum((many["to-go, exact: URKL"] <= np.minimum.reduce(list(many.values()))).ravel())
+    assert (
+        absent("docs/estimators.md", [f"the least error in {least} of the {many['per token: URKL'].size} cells"]) == []
+    )
     assert min(noises, key=noises.get) == "sequence, weight min(W, 2): URKL"
     assert capped["bias"][-1][at["0.03"]] < 0.5 * found["sequence, weight w: URKL"]["bias"][-1][at["0.03"]]
     assert all(min(errors, key=lambda key, j=j: errors[key][j]) == "sequence, weight min(W, 2): URKL" for j in stale)

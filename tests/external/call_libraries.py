@@ -66,16 +66,17 @@ Case = dict[str, Any]
 CASES: list[Case] = []
 
 
+def origin(library: str, function: Callable) -> Case:
+    """The library and the name of a function, and the file and the line of its definition."""
+    defined = inspect.unwrap(function)
+    file = Path(inspect.getsourcefile(defined)).as_posix().partition("site-packages/")[2]
+    line = inspect.getsourcelines(defined)[1]
+    return {"library": library, "function": function.__qualname__, "where": f"{file}:{line}"}
+
+
 def add(library: str, function: Callable, ours: Case, value: float | None, gradient: Any, **more: Any) -> None:
-    lines = inspect.getsourcelines(inspect.unwrap(function))
-    where = Path(inspect.getsourcefile(inspect.unwrap(function))).as_posix().partition("site-packages/")[2]
-    name = getattr(function, "__qualname__", type(function).__name__)
     gradient = np.asarray(gradient, np.float64).round(12).tolist()
-    CASES.append(
-        {"library": library, "function": name, "where": f"{where}:{lines[1]}", "ours": ours, "value": value}
-        | {"gradient": gradient}
-        | more
-    )
+    CASES.append({**origin(library, function), "ours": ours, "value": value, "gradient": gradient, **more})
 
 
 def torch_gradient(loss: Callable[[torch.Tensor], torch.Tensor]) -> tuple[float, np.ndarray]:
@@ -278,11 +279,8 @@ def advantages() -> list[Case]:
     found: list[Case] = []
 
     def note(library, function, ours, values):
-        line = inspect.getsourcelines(inspect.unwrap(function))[1]
-        where = Path(inspect.getsourcefile(inspect.unwrap(function))).as_posix().partition("site-packages/")[2]
         values = np.asarray(values, np.float64).reshape(2, 4).round(12).tolist()
-        found.append({"library": library, "function": function.__name__, "where": f"{where}:{line}", "ours": ours})
-        found[-1]["values"] = values
+        found.append({**origin(library, function), "ours": ours, "values": values})
 
     mask = tensor("mask")
     scores = torch.zeros_like(mask)
