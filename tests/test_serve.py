@@ -243,7 +243,7 @@ def test_errors_of_servers_are_one_line_each_in_a_trainer(tmp_path):
             heard = []
             while "step 1/" not in "".join(heard):
                 heard.append(dies.stderr.readline())
-                assert heard[-1], heard
+                assert heard[-1], (heard, server.poll() is not None and server.stderr.read())
             server.kill()
             gone = last_words(dies)
             assert gone.startswith("error: no server has answered for 20 s (servers.patience_seconds)")

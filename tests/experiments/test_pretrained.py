@@ -45,7 +45,7 @@ def test_the_command_makes_tables_and_figure_of_the_kept_runs(tmp_path):
     assert (tmp_path / "pretrained.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.soak  # on eight virtual devices its update can wait for itself for ever: XLA has eight threads for them
+@pytest.mark.slow  # trains and judges a model
 def test_a_cell_is_trained_and_judged_once(tmp_path, monkeypatch):
     pytest.importorskip("gguf", reason="needs the package gguf, of requirements-dev.txt")
     monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "models"))
