@@ -12,7 +12,7 @@ from rpg_jax.runs import config_files
 
 ROOT = Path(__file__).parents[1]
 GENERATED = {"configuration.md", "methods.md"}
-"""Pages that `python -m rpg_jax.docs` writes; the tables of runs and docs/api are generated too."""
+"""Pages that `python -m docs.generate` writes; the tables of runs and docs/api are generated too."""
 
 
 def sources(*folders: str) -> list[Path]:

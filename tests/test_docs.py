@@ -9,20 +9,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from rpg_jax import docs
+from docs import generate
 from rpg_jax.losses.divergences import DIVERGENCES, gradient_weight
 from rpg_jax.runs import config_files
 
 
-@pytest.mark.parametrize("name", docs.FILES)
+@pytest.mark.parametrize("name", generate.FILES)
 def test_the_committed_file_is_what_the_code_says(name):
     committed = (config_files.ROOT / name).read_text(encoding="utf-8")
-    assert committed == docs.FILES[name](), "run python -m rpg_jax.docs"
+    assert committed == generate.FILES[name](), "run python -m docs.generate"
 
 
 def test_the_pages_are_written_into_a_folder_that_is_new(tmp_path):
-    assert docs.main([f"--out={tmp_path / 'a' / 'b'}"]) == 0
-    assert all((tmp_path / "a" / "b" / name).exists() for name in docs.FILES)
+    assert generate.main([f"--out={tmp_path / 'a' / 'b'}"]) == 0
+    assert all((tmp_path / "a" / "b" / name).exists() for name in generate.FILES)
 
 
 def value(latex: str, **symbols: np.ndarray) -> np.ndarray:
@@ -57,7 +57,7 @@ def test_every_field_has_a_meaning():
 
 
 def test_the_page_shows_default_unit_and_meaning_of_every_field():
-    page = docs.configuration_page()
+    page = generate.configuration_page()
     for name, field in config_files.fields().items():
         row = next(line for line in page.splitlines() if line.startswith(f"| `{name}` |"))
         default, unit, meaning = (cell.strip() for cell in re.split(r"(?<!\\)\|", row)[2:5])

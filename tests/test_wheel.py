@@ -85,7 +85,6 @@ def test_every_command_is_a_module_and_every_module_with_a_config_or_a_run_a_com
         ):
             module = ".".join(file.relative_to(ROOT).with_suffix("").parts)
             there[f"rpg-{module.removesuffix('.__main__').rpartition('.')[2]}"] = f"{module}:main"
-    there.pop("rpg-docs")  # writes the pages of a checkout
     there["rpg-train"] = "rpg_jax.runs.train_command:main"  # in Python `rpg_jax.train` is a function
     assert PROJECT["scripts"] == there
 

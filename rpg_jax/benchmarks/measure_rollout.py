@@ -29,7 +29,6 @@ from rpg_jax.types import Sampling
 def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--preset", choices=PRESETS, default="w1")
     parser.add_argument("--repeats", type=int, default=5, help="timed rollouts per driver (default 5)")
-    parser.add_argument("--steps-per-dispatch", type=int, default=16)
     parser.add_argument("--threads", type=int, default=1, help="that decode (default 1)")
 
 
@@ -37,8 +36,7 @@ def run(arguments: argparse.Namespace, peers: Mapping[str, Peer] = MappingProxyT
     """Returns the measurement. `peers`, by name, generate as many completions, in turn with the drivers."""
     if arguments.repeats < 1:
         raise ValueError(f"--repeats must be >= 1, got {arguments.repeats}")
-    decoding: dict[str, Any] = {"steps_per_dispatch": arguments.steps_per_dispatch, "threads": arguments.threads}
-    yield bench_rollout(arguments.preset, arguments.repeats, decoding, peers)
+    yield bench_rollout(arguments.preset, arguments.repeats, {"threads": arguments.threads}, peers)
 
 
 def bench_rollout(

@@ -76,7 +76,6 @@ _small = functools.partial(DecoderConfig, vocab_size=4096, num_layers=4, num_kv_
 PRESETS = {
     # docs/performance.md has Tunix and Hugging Face on the same work.
     "w1": Work(_small(embed_dim=256, hidden_dim=768), 4, 8, 64, 128, 32),
-    "w1-wide": Work(_small(embed_dim=512, hidden_dim=1536), 8, 8, 64, 128, 64),
     "tiny": Work(_small(vocab_size=64, num_layers=3, embed_dim=128, head_dim=32, hidden_dim=320), 64, 8, 12, 5, 128),
 }
 

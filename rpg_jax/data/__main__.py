@@ -62,8 +62,8 @@ def prepare(options: argparse.Namespace, console: Console) -> None:
     console.print(f"{len(report.bad)} bad rows skipped")
     if options.against:
         evaluation, _ = load(options.against)
-        problems, removed = decontaminate(problems, evaluation, ngram=options.ngram)
-        console.print(f"{len(removed)} removed: they share {options.ngram} words in a row with an evaluation problem")
+        problems, removed = decontaminate(problems, evaluation)
+        console.print(f"{len(removed)} removed: they share 13 words in a row with an evaluation problem")
     write_parquet(problems, options.output)
     console.print(f"{len(problems)} problems written to {options.output}")
 
@@ -225,7 +225,6 @@ def _parser() -> argparse.ArgumentParser:
     prepare_ = commands.add_parser("prepare", parents=[shared], help="convert, deduplicate, decontaminate, write")
     prepare_.add_argument("--output", required=True, help="parquet file to write")
     prepare_.add_argument("--against", nargs="*", default=[], help="evaluation sets to keep out")
-    prepare_.add_argument("--ngram", type=int, default=13, help="words in a row that count as the same (default 13)")
     prepare_.add_argument("--bad_rows", choices=["fatal", "skip"], default="fatal", help="default %(default)s")
 
     pretrained_ = commands.add_parser("pretrained", help="fetch a small published model, with a checksum")

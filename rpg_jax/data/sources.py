@@ -295,24 +295,17 @@ SCHEMA = pyarrow.schema(
 )
 
 
-def decontaminate(
-    problems: Iterable[Problem], evaluation: Iterable[Problem], *, ngram: int = 13
-) -> tuple[list[Problem], list[Problem]]:
+def decontaminate(problems: Iterable[Problem], evaluation: Iterable[Problem]) -> tuple[list[Problem], list[Problem]]:
     """Returns (problems to keep, problems to remove).
 
-    A removed problem shares `ngram` words in a row with an evaluation question. Questions are compared without prompt
-    templates, as lower-case words and numbers. A question shorter than `ngram` words must be equal as a whole.
-
-    Raises:
-      ValueError: `ngram` is below 1.
+    A removed problem shares 13 words in a row with an evaluation question. Questions are compared without prompt
+    templates, as lower-case words and numbers. A question shorter than 13 words must be equal as a whole.
     """
-    if ngram < 1:
-        raise ValueError(f"ngram must be >= 1 word, got {ngram}")
-    known = {gram for problem in evaluation for gram in _grams(problem.question, ngram)}
+    known = {gram for problem in evaluation for gram in _grams(problem.question)}
     kept: list[Problem] = []
     removed: list[Problem] = []
     for problem in problems:
-        (kept if known.isdisjoint(_grams(problem.question, ngram)) else removed).append(problem)
+        (kept if known.isdisjoint(_grams(problem.question)) else removed).append(problem)
     return kept, removed
 
 
@@ -333,7 +326,7 @@ def write_parquet(problems: Sequence[Problem], path: str | os.PathLike[str]) -> 
     storage.write_atomically(path, lambda file: pyarrow.parquet.write_table(table, file))
 
 
-def _grams(question: str, n: int) -> Iterator[tuple[str, ...]]:
+def _grams(question: str, n: int = 13) -> Iterator[tuple[str, ...]]:
     words = re.findall(r"\w+", question.lower())
     if len(words) < n:
         yield tuple(words)

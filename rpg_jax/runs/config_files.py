@@ -260,7 +260,7 @@ class Field:
 
 @functools.cache
 def table_names() -> dict[str, list[str]]:
-    """The names in each table of choices, as `python -m rpg_jax.docs` has written them: --help need not import JAX."""
+    """The names in each table of choices, as `python -m docs.generate` has written them: --help need not import JAX."""
     return json.loads((FOLDER / "choices.json").read_text(encoding="utf-8"))
 
 

@@ -22,7 +22,6 @@ def test_thirteen_shared_words_are_contamination_whatever_the_template_case_and_
     dirty = [problem(f"So: {', '.join(WORDS[1:14]).upper()}?"), problem("how MANY")]
     clean = [problem(" ".join(WORDS[:12])), problem(" ".join(reversed(WORDS))), problem("How many are there?")]
     assert decontaminate([*dirty, *clean], evaluation) == (clean, dirty)
-    assert decontaminate(clean, evaluation, ngram=12)[1] == clean[:1]
 
 
 def test_what_is_written_loads_as_the_same_problems(tmp_path):

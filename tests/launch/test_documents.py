@@ -51,7 +51,7 @@ EXECUTED = {
     "python -m rpg_jax.report": "tests/report/test_report.py",
     "python -m rpg_jax.data pretrained": "tests/models/test_pretrained.py",
     "python -m rpg_jax.data": "tests/data/test_prepare.py",
-    "python -m rpg_jax.docs": "tests/test_docs.py",
+    "python -m docs.generate": "tests/test_docs.py",
     "python -m experiments.estimators": "tests/experiments/test_estimators.py",
     "python -m experiments.completions": "tests/experiments/test_completions.py",
     "python -m experiments.objective": "tests/experiments/test_objective.py",

@@ -130,7 +130,7 @@ TRAINED = [source for source in CODE if "configs/qwen3" in source]
 def test_published_weights_are_trained_on_an_accelerator_only_by_a_config_that_resolves(source, platform, kind, capsys):
     given: list[list[str]] = []
     follow = types.SimpleNamespace(follow=lambda command, folder, every: given.append(command))
-    names = {"PLATFORM": platform, "MEMORY": 16, "KIND": kind, "RUNS": "runs", "sys": sys, "notebook": follow}
+    names = {"PLATFORM": platform, "MEMORY": 16, "KIND": kind, "RUNS": "runs", "sys": sys, "live": follow}
     names["T4"] = ["--config.model.compute_dtype=float32"] if "T4" in kind else []  # as the first of these cells has it
     exec(compile(python_of(source), "cell", "exec"), names)
     if platform == "cpu":
@@ -154,6 +154,7 @@ def test_it_runs_from_top_to_bottom(tmp_path, monkeypatch):
         "experiments",
         "examples",
         "configs",
+        "launch/colab",
     ):  # a copy, so that its runs stay out of the repository
         shutil.copytree(ROOT / name, tmp_path / name)
     monkeypatch.syspath_prepend(str(ROOT / "tests" / "models"))

@@ -1,6 +1,6 @@
 """Writes what is made from the code: docs/configuration.md, the tables of docs/methods.md, configs/choices.json.
 
-python -m rpg_jax.docs
+python -m docs.generate
 """
 
 import argparse
@@ -21,7 +21,7 @@ from rpg_jax.training.reference import RULES
 _FOLDER = config_files.ROOT / "docs"
 _CONFIGURATION = """# Configuration
 
-<!-- written by python -m rpg_jax.docs from configs/base.py; change it there -->
+<!-- written by python -m docs.generate from configs/base.py; change it there -->
 
 Set a field with `--config.NAME=VALUE` on any command that takes `--config`. An experiment's file in `configs/` states
 only its differences from these defaults. *method*: the row of [methods.md](methods.md) that `config.method` names sets
@@ -39,6 +39,7 @@ _MORE = ("overlong shaping", "learning rate", "source")
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = cli.parser("docs", __doc__)
+    parser.prog = "python -m docs.generate"
     parser.add_argument("--out", type=Path, default=config_files.ROOT, help="folder to write (default: the checkout)")
     return cli.run(write, parser, argv)
 
