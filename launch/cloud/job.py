@@ -11,7 +11,7 @@ from cloud.accelerators import Slice
 from cloud.errors import LaunchError
 
 ROOT = Path(__file__).resolve().parents[2]
-CAPACITIES = ("on-demand", "spot", "reserved")
+CAPACITIES = ("on-demand", "spot", "reserved", "flex-start")
 PORT = 8000  # of servers
 CERTIFICATE_NAME = "rpg-servers"  # the name in their certificate, as docs/servers.md makes it
 SERVERS_SECRETS = ("RPG_JAX_API_KEY", "RPG_JAX_CERTIFICATE", "RPG_JAX_PRIVATE_KEY")
@@ -80,6 +80,7 @@ class Job:
       secrets: (environment variable, name in Secret Manager) pairs.
       keep: whether a TPU stays, and costs, once its run has ended.
       max_hours: after so many hours the run is saved and the TPU deleted; None sets no limit.
+      budget: dollars, which are a limit of hours too; None sets no limit.
       serves_for: name of the run for which every slice of this job is a server; None for a job that trains.
     """
 
@@ -90,6 +91,7 @@ class Job:
     secrets: tuple[tuple[str, str], ...] = ()
     keep: bool = False
     max_hours: float | None = None
+    budget: float | None = None
     serves_for: str | None = None
 
     @property
@@ -98,8 +100,14 @@ class Job:
         return (self.name,) if self.tpu.slices == 1 else tuple(f"{self.name}-{i}" for i in range(self.tpu.slices))
 
     def deadline(self) -> int:
-        """When `max_hours` from now are over, in seconds since 1970; 0 without a limit."""
-        return int(time.time() + 3600 * self.max_hours) if self.max_hours else 0
+        """When the `hours` from now are over, in seconds since 1970; 0 without a limit."""
+        return int(time.time() + 3600 * self.hours) if self.hours else 0
+
+    @property
+    def hours(self) -> float | None:
+        """The limit that `max_hours` or the `budget` sets, whichever comes first; hours in a queue count too."""
+        limits = [self.max_hours, self.budget and self.budget / self.tpu.cost()[0]]
+        return min((limit for limit in limits if limit), default=None)
 
     @property
     def files(self) -> str:

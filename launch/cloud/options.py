@@ -48,6 +48,7 @@ def parser(program: str, description: str, commands: dict[str, str]) -> argparse
     how.add_argument("--timeout", type=float, default=30 * 24 * 3600.0, help="seconds to wait (default: a month)")
     how.add_argument("--keep", action="store_true", default=None, help="keep what costs when the run has ended")
     how.add_argument("--max-hours", type=float, help="save, end and free everything so many hours from now")
+    how.add_argument("--budget", type=float, metavar="USD", help="the hours that so many dollars pay, as --max-hours")
     return made
 
 

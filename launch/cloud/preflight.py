@@ -13,6 +13,7 @@ from cloud.job import CAPACITIES, ROOT, SERVERS_SECRETS, Job
 from cloud.shell import Shell
 
 PYTHON = ROOT / ".venv" / "bin" / "python"
+FLEX_START_HOURS = 7 * 24
 MULTI_REGIONS = {"US": "us-", "EU": "europe-", "ASIA": "asia-"}
 
 
@@ -52,6 +53,11 @@ def type_and_zone(job: Job) -> Iterator[str]:
 def capacity_is_one(job: Job) -> Iterator[str]:
     if job.tpu.capacity not in CAPACITIES:
         raise LaunchError(f"--capacity={job.tpu.capacity!r}", f"use one of {', '.join(CAPACITIES)}")
+    if job.tpu.capacity == "flex-start" and not 0 < (job.hours or 0) <= FLEX_START_HOURS:
+        raise LaunchError(
+            f"--capacity=flex-start needs a limit of at most {FLEX_START_HOURS} hours, when Google takes it back",
+            "pass --max-hours or --budget",
+        )
     yield f"capacity {job.tpu.capacity}"
 
 
@@ -262,11 +268,11 @@ def quota_and_cost(job: Job) -> Iterator[str]:
     """Tells the quota and the cost of the request. v4 and v5p quotas count TensorCores, others count chips."""
     tpu, generation = job.tpu, job.tpu.slice.generation
     unit = "TensorCores" if generation.cores_per_chip == 2 else "chips"
-    kind = {"on-demand": "on-demand", "spot": "preemptible", "reserved": "reserved"}[tpu.capacity]
+    kind = {"spot": "preemptible", "flex-start": "preemptible"}.get(tpu.capacity, tpu.capacity)
     need = tpu.slice.chips * tpu.slices * generation.cores_per_chip
     yield f"needs quota: {need} {kind} {generation.name} {unit} in {tpu.zone}"
     yield f"costs {tpu.rate}: {tpu.cost()[1]}"
-    if job.max_hours:
-        yield f"at most ${tpu.cost()[0] * job.max_hours:,.0f}: --max-hours={job.max_hours:g} ends it"
+    if job.hours:
+        yield f"at most ${tpu.cost()[0] * job.hours:,.0f}: saved, ended and freed {job.hours:.4g} hours from now"
     else:
-        yield "no limit: --max-hours=N saves, ends and frees it N hours from now"
+        yield "no limit: --max-hours=N or --budget=USD saves, ends and frees it"

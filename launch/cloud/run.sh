@@ -63,7 +63,7 @@ while :; do
   if [ -n "$stopped" ]; then exit "$status"; fi
 done
 case "$status" in
-  124) reason='--max-hours is over; the run is saved' ;;
+  124) reason='the hours of --max-hours or --budget are over; the run is saved' ;;
   *) reason="worker $worker ended with exit code $status after $failures failures" ;;
 esac
 gcloud storage cp "${LOG_FILE:-/var/log/rpg.log}" "$FILES/logs/worker-$worker.log"

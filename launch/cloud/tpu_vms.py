@@ -28,12 +28,14 @@ class TpuVms:
 
     def create_command(self, startup: Path) -> list[str]:
         name, tpu, runtime = self.job.name, self.tpu, self.tpu.slice.generation.runtime
-        command = [*QUEUED_RESOURCES, "create", name, *tpu.place, f"--runtime-version={runtime}"]
+        alpha = ["alpha"] if tpu.capacity == "flex-start" else []
+        command = ["gcloud", *alpha, *QUEUED_RESOURCES[1:], "create", name, *tpu.place, f"--runtime-version={runtime}"]
         command += [f"--node-id={name}"] if tpu.slices == 1 else [f"--node-count={tpu.slices}"]
         command += [f"--node-prefix={name}"] if tpu.slices > 1 else []
         command += [f"--valid-until-duration={tpu.valid_for}"]
         command += [f"--accelerator-type={tpu.type}", f"--metadata-from-file=startup-script={startup}"]
-        command += {"spot": ["--spot"], "reserved": ["--reserved"], "on-demand": []}[tpu.capacity]
+        flex = ["--provisioning-model=flex-start", f"--max-run-duration={3600 * (self.job.hours or 0):.0f}s"]
+        command += {"spot": ["--spot"], "reserved": ["--reserved"], "flex-start": flex}.get(tpu.capacity, [])
         command += [f"--service-account={tpu.service_account}"] if tpu.service_account else []
         command += [f"--network={tpu.network}"] if tpu.network else []
         command += ["--internal-ips"] if tpu.internal_ips else []

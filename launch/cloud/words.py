@@ -1,5 +1,6 @@
-"""Checks the form of names and addresses: commands paste them into scripts and into remote command lines."""
+"""Checks the form of names, addresses and limits: commands paste them into scripts and into remote command lines."""
 
+import math
 import re
 from collections.abc import Iterator
 
@@ -71,4 +72,18 @@ def no_secret_values(job: Job) -> Iterator[str]:
     yield from ()
 
 
-FORMS = (name_is_a_label, bucket_is_an_address, place_is_plain, no_secret_values)
+def limits_agree(job: Job) -> Iterator[str]:
+    """Checks that hours and dollars are positive, and that --max-hours costs no more than --budget allows."""
+    for option, value in (("--max-hours", job.max_hours), ("--budget", job.budget)):
+        if value is not None and not 0 < value < math.inf:
+            raise LaunchError(f"{option}={value:g}", "use a positive number")
+    if job.max_hours and job.hours and job.max_hours > job.hours:
+        dollars = job.max_hours * job.tpu.cost()[0]
+        raise LaunchError(
+            f"--max-hours={job.max_hours:g} costs about ${dollars:,.0f}, more than --budget={job.budget:g}",
+            f"it pays --max-hours={job.hours:.1f}",
+        )
+    yield from ()
+
+
+FORMS = (name_is_a_label, bucket_is_an_address, place_is_plain, no_secret_values, limits_agree)

@@ -213,6 +213,8 @@ def _capacity(launch: Launch) -> str:
         if not launch.options.reservation:
             raise LaunchError("--capacity=reserved needs the reservation's name", "pass --reservation=NAME")
         return f"--reservation={launch.options.reservation}"
+    if launch.job.tpu.capacity == "flex-start":
+        raise LaunchError("--capacity=flex-start is a queued resource, which a cluster does not have", "use launch/tpu")
     return f"--{launch.job.tpu.capacity}"
 
 

@@ -44,7 +44,7 @@ while kill -0 "$trainer" 2>/dev/null; do
 done
 case "$status" in
   0 | 2 | 3) ;; # the end: no restart changes it
-  124) echo '--max-hours is over; the run is saved' && status=3 ;;
+  124) echo 'the hours of --max-hours or --budget are over; the run is saved' && status=3 ;;
   *) # the JobSet starts all pods again at once: what fails within minutes waits a minute
     if [ -z "$stopped" ] && [ "$SECONDS" -lt 600 ]; then sleep "${PAUSE:-60}"; fi
     ;;

@@ -31,6 +31,9 @@ FLAGS = {
     "gcloud compute tpus accelerator-types list": {"--zone"},
     "gcloud compute tpus queued-resources create": CREATE
     | {"--runtime-version", "--node-id", "--node-count", "--node-prefix", "--valid-until-duration"},
+    "gcloud alpha compute tpus queued-resources create": CREATE
+    | {"--runtime-version", "--node-id", "--node-count", "--node-prefix", "--valid-until-duration"}
+    | {"--provisioning-model", "--max-run-duration"},
     "gcloud compute tpus queued-resources describe": {"--zone"},
     "gcloud compute tpus queued-resources delete": {"--zone", "--force", "--async"},
     "gcloud compute tpus tpu-vm describe": {"--zone"},

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from cloud import job
 
 GOLDEN = Path(__file__).parent / "golden"
 REPOSITORY = str(Path(__file__).parents[2])
@@ -28,6 +31,11 @@ RECIPES = {
         f"create --dry-run {V5P} --capacity=reserved --service-account=a@b --network=n {TINY}",
     ),
     "tpu-create-internal": ("tpu", f"create --dry-run {V5P} --internal-ips --keep {TINY}"),
+    "tpu-up-flex-start": (
+        "tpu",
+        f"up --dry-run --type=v6e-8 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b --capacity=flex-start "
+        f"--budget=500 {TINY}",
+    ),
     "tpu-stop": ("tpu", f"stop --dry-run {V5P}"),
     "tpu-delete": ("tpu", f"delete --dry-run {V6E}"),
     "tpu-logs": ("tpu", f"logs --dry-run {V6E} --slice=1 --worker=3"),
@@ -50,7 +58,8 @@ RECIPES = {
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_dry_run_prints_what_would_run(cloud, name):
+def test_dry_run_prints_what_would_run(cloud, name, monkeypatch):
+    monkeypatch.setattr(job, "time", SimpleNamespace(time=lambda: 1.8e9))  # limits count from now
     program, line = RECIPES[name]
     assert cloud.run(line, program) == 0
     assert cloud.calls == [], "a dry run ran something"

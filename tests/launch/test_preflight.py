@@ -38,6 +38,15 @@ def replaced(option, value):
         (replaced("--zone", "us-east5"), "--zone='us-east5' is not a zone"),
         (replaced("--bucket", "mine"), "--bucket='mine' is not a bucket; use gs://NAME"),
         (f"{TPU} --slices=0", "--slices=0; use 1 or more"),
+        (f"{TPU} --budget=0", "--budget=0; use a positive number"),
+        (f"{TPU} --max-hours=-3", "--max-hours=-3; use a positive number"),
+        (
+            f"{TPU} --max-hours=48 --budget=1000",
+            "--max-hours=48 costs about $1,613, more than --budget=1000; it pays --max-hours=29.8",
+        ),
+        (f"{TPU} --capacity=flex-start", "--capacity=flex-start needs a limit of at most 168 hours"),
+        (f"{TPU} --capacity=flex-start --max-hours=169", "needs a limit of at most 168 hours, when Google"),
+        (f"{TPU} --capacity=flex-start --budget=9000", "--capacity=flex-start needs a limit"),
         (f"{TPU} --secret=wandb=x", "--secret=wandb=…; write --secret=VARIABLE=name-in-secret-manager"),
     ],
 )

@@ -103,7 +103,26 @@ def test_a_limit_of_hours_is_a_time_on_the_workers_and_has_its_price(cloud):
     assert cloud.run(f"create {TPU} --max-hours=10 {TRAINER}") == 0
     run = (cloud.home / "staging" / "run.sh").read_text(encoding="utf-8")
     (deadline,) = re.findall(r"^DEADLINE=(\d+)$", run, re.MULTILINE)
-    assert 35_900 < int(deadline) - time.time() <= 36_000 and "at most $336: --max-hours=10" in cloud.err
+    assert 35_900 < int(deadline) - time.time() <= 36_000
+    assert "at most $336: saved, ended and freed 10 hours from now" in cloud.err
+
+
+@pytest.mark.parametrize(("limits", "hours"), [("--budget=336", 10), ("--budget=336 --max-hours=2", 2)])
+def test_a_budget_is_the_hours_that_it_pays_for_unless_fewer_are_asked_for(cloud, limits, hours):
+    assert cloud.run(f"create {TPU} {limits} {TRAINER}") == 0
+    run = (cloud.home / "staging" / "run.sh").read_text(encoding="utf-8")
+    (deadline,) = re.findall(r"^DEADLINE=(\d+)$", run, re.MULTILINE)
+    assert 3600 * hours - 100 < int(deadline) - time.time() <= 3600 * hours
+    assert f"at most ${33.6 * hours:,.0f}: saved, ended and freed {hours} hours from now" in cloud.err
+
+
+def test_google_ends_a_flex_start_at_the_limit_too(cloud):
+    cloud.script(absent())
+    assert cloud.run(f"create {TPU} --capacity=flex-start --budget=336 {TRAINER}") == 0, cloud.err
+    (command,) = cloud.called("queued-resources create")
+    assert command.startswith("gcloud alpha compute tpus")
+    assert "--provisioning-model=flex-start --max-run-duration=36000s" in command
+    assert "preemptible v5p TensorCores" in cloud.err
 
 
 def test_a_run_that_was_stopped_or_deleted_elsewhere_is_not_brought_back(cloud):

@@ -233,7 +233,8 @@ def test_a_run_past_its_hours_is_saved_and_freed(worker):
     script.write_text(limited, encoding="utf-8")
     run = train(worker, HANG=str(worker.home / "started"))
     assert "saved" in run.communicate(timeout=60)[0] and run.returncode == 124 and freed(worker) == 1
-    assert (worker.bucket / "failed").read_text(encoding="utf-8") == "--max-hours is over; the run is saved\n"
+    note = (worker.bucket / "failed").read_text(encoding="utf-8")
+    assert note == "the hours of --max-hours or --budget are over; the run is saved\n"
 
 
 def test_a_stop_waits_for_the_trainer_to_save(worker):

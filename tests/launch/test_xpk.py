@@ -125,6 +125,8 @@ def test_the_base_of_an_image_is_named_by_its_digest():
             "roles/",
         ),
         ("create --capacity=reserved", {"match": "none"}, "pass --reservation=NAME"),
+        ("run --budget=0", {"match": "none"}, "--budget=0; use a positive number"),
+        ("create --capacity=flex-start --max-hours=1", {"match": "none"}, "use launch/tpu"),
         ("delete --yes", {"match": "cluster delete", "stderr": "PERMISSION_DENIED: no"}, "permission denied"),
     ],
 )
