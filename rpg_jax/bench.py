@@ -8,14 +8,15 @@ as one line. Progress goes to stderr. `python -m rpg_jax.bench COMMAND --help` s
 
 import argparse
 import importlib
-import json
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rpg_jax.runs import cli
+from rpg_jax.storage import json_files
 
 COMMANDS = {
+    "kernels": "every kernel against plain XLA: their difference, the seconds of both",
     "step": "the update, also under several settings beside each other: seconds, FLOP/s, memory",
     "rollout": "tokens per second of every rollout driver",
 }
@@ -42,7 +43,7 @@ def bench(options: argparse.Namespace) -> None:
     """Prints every result of a command as soon as the result is there. A list of results is printed side by side."""
     for found in options.measure(options):
         results = found if isinstance(found, list) else [found]
-        print("\n".join(map(json.dumps, results)) if options.json else _table(results), flush=True)
+        print("\n".join(map(json_files.dumps, results)) if options.json else _table(results), flush=True)
 
 
 def _table(results: Sequence[Mapping[str, Any]]) -> str:
@@ -57,6 +58,8 @@ def _table(results: Sequence[Mapping[str, Any]]) -> str:
 
 def _cell(value: Any) -> str:
     if isinstance(value, float):
+        if 0 < abs(value) < 0.001:
+            return f"{value:.2e}"
         return f"{value:,.4f}" if abs(value) < 1000 else f"{value:,.0f}"
     return f"{value:,}" if type(value) is int else str(value)
 

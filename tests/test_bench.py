@@ -2,9 +2,12 @@ from __future__ import annotations
 
 import json
 
+import jax.numpy as jnp
 import pytest
 
 from rpg_jax import bench
+from rpg_jax.benchmarks import measure_kernels
+from rpg_jax.benchmarks.measure_kernels import Case
 
 
 @pytest.mark.slow  # a benchmark
@@ -65,3 +68,46 @@ def test_bench_refuses_what_it_does_not_know(capsys):
         assert bench.main(wrong) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.slow  # eleven kernels, interpreted
+def test_bench_kernels_compares_every_kernel_of_a_tpu_on_a_cpu(capsys):
+    assert bench.main(["kernels", "--repeats=1", "--json"]) == 0
+    results = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {result["kernel"] for result in results} == {"splash", "ragged", "megablox"} and len(results) == 11
+    assert all(result["passed"] and result["interpreted"] and result["xla_seconds"] > 0 for result in results)
+    assert {result["difference"] for result in results if result["name"] == "ragged append"} == {0.0}
+
+
+def test_a_kernel_that_differs_or_does_not_compile_ends_with_three_after_the_others(monkeypatch, capsys):
+    def start(implementation, ours):
+        if ours == "none":
+            raise NotImplementedError("heads of 16")
+        row = jnp.ones((4, 8)).at[2].add(ours if implementation == "k" else 0)
+        return lambda: {"out": row}
+
+    def case(name, ours):
+        return Case(name, "k", "m", "float32", lambda implementation, dtype: start(implementation, ours), {}, 1e-4)
+
+    made = [case("refused", "none"), case("wrong", 0.1), case("nan", float("nan")), case("rounded", 1e-6)]
+    monkeypatch.setattr(measure_kernels, "cases", lambda platform: iter(made))
+    assert bench.main(["kernels", "--repeats=1", "--json"]) == 3
+    out, error = capsys.readouterr()
+    refused, wrong, nan, rounded = map(json.loads, out.splitlines())
+    assert refused["error"] == "NotImplementedError: heads of 16" and not refused["passed"]
+    assert wrong["difference"] == pytest.approx(0.1, rel=1e-3) and not wrong["passed"], "one vector of four"
+    assert nan["difference"] == "inf" and not nan["passed"]
+    assert rounded["difference"] < 1e-5 and rounded["passed"]
+    assert error.splitlines()[-1].endswith(", ".join(f"{name} in float32 of m" for name in ("refused", "wrong", "nan")))
+
+
+@pytest.mark.parametrize(("chosen", "kernels"), [("cudnn", ["cudnn", "cudnn"]), ("xla", [])])
+def test_a_gpu_has_the_kernel_that_its_runs_take(monkeypatch, chosen, kernels):
+    monkeypatch.setattr(measure_kernels, "chosen", lambda dtype: chosen)
+    assert [case.kernel for case in measure_kernels.cases("gpu")] == kernels
+
+
+def test_a_tpu_has_every_kernel_at_heads_of_64_and_128():
+    shapes = [(case.name, case.model, [*case.sizes.values()]) for case in measure_kernels.cases("tpu")]
+    assert ("splash attention", "Qwen2.5-0.5B", [2, 4096, 14, 2, 64]) in shapes
+    assert ("ragged attention", "Qwen3-8B", [64, 2048, 32, 8, 128]) in shapes and len(shapes) == 11

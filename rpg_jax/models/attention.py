@@ -50,7 +50,7 @@ def attention(
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"unknown attention implementation {implementation!r}; known: {', '.join(IMPLEMENTATIONS)}")
     if implementation == "auto":
-        implementation = _chosen(q.dtype)
+        implementation = chosen(q.dtype)
     if implementation == "splash":
         return splash_attention(q, k, v, segment_ids, axes)
     k, v = (constrain(x, axes[0], None, "kv_heads", None) for x in (k, v))
@@ -68,7 +68,7 @@ def attends(queries: jax.Array, keys: jax.Array) -> jax.Array:
     return (queries == keys) | (queries % BRANCH == keys)
 
 
-def _chosen(dtype: jnp.dtype) -> str:
+def chosen(dtype: jnp.dtype) -> str:
     """The meaning of "auto". cuDNN needs compute capability 8.0; a T4 has 7.5; AMD's capabilities are not numbers."""
     if platform() == "gpu" and dtype in (jnp.bfloat16, jnp.float16):
         major = jax.local_devices(backend="gpu")[0].compute_capability.partition(".")[0]

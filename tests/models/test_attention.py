@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from rpg_jax import parallel
-from rpg_jax.models.attention import _chosen, attention
+from rpg_jax.models.attention import attention, chosen
 from rpg_jax.models.logical import constrain
 from rpg_jax.models.splash import needed_blocks
 
@@ -122,7 +122,7 @@ def test_attention_over_a_sharded_row_equals_one_device(implementation, mesh_sha
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "chosen"),
+    ("capability", "dtype", "expected"),
     [
         ("9.0", "bfloat16", "cudnn"),
         ("8.0", "float16", "cudnn"),
@@ -132,11 +132,11 @@ def test_attention_over_a_sharded_row_equals_one_device(implementation, mesh_sha
         ("9.0", "float32", "xla"),
     ],
 )
-def test_a_gpu_takes_cudnn_where_it_has_the_kernel(monkeypatch, capability, dtype, chosen):
+def test_a_gpu_takes_cudnn_where_it_has_the_kernel(monkeypatch, capability, dtype, expected):
     gpu = types.SimpleNamespace(compute_capability=capability)
     monkeypatch.setattr("rpg_jax.models.attention.platform", lambda: "gpu")
     monkeypatch.setattr(jax, "local_devices", lambda backend: [gpu])
-    assert _chosen(jnp.dtype(dtype)) == chosen
+    assert chosen(jnp.dtype(dtype)) == expected
 
 
 def test_unknown_implementations_and_axes_are_refused():
