@@ -103,7 +103,7 @@ def test_a_kernel_that_differs_or_does_not_compile_ends_with_three_after_the_oth
 
 @pytest.mark.parametrize(("chosen", "kernels"), [("cudnn", ["cudnn", "cudnn"]), ("xla", [])])
 def test_a_gpu_has_the_kernel_that_its_runs_take(monkeypatch, chosen, kernels):
-    monkeypatch.setattr(measure_kernels, "chosen", lambda dtype: chosen)
+    monkeypatch.setattr(measure_kernels, "chosen", lambda *_: chosen)
     assert [case.kernel for case in measure_kernels.cases("gpu")] == kernels
 
 

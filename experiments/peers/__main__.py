@@ -74,7 +74,7 @@ def _torch_step(python: str, one: Subject) -> Opponent:
 def _generator(peer: str, python: str, work: Work) -> Opponent:
     if work.model.experts or work.model.qkv_bias or not work.model.qk_norm:
         raise ValueError("--against and --against-tunix know dense Qwen3 models only")
-    sizes = {name: getattr(work, name) for name in ("prompts", "group_size", "prompt_tokens", "new_tokens")}
+    sizes = {name: getattr(work, name) for name in ("prompts", "group_size", "prompt_tokens", "new_tokens", "dtype")}
     return Opponent(python, GENERATORS[peer], {"model": dataclasses.asdict(work.model), **sizes})
 
 

@@ -1,8 +1,8 @@
 """Generates the same completions by Hugging Face's `generate`, in an interpreter that has torch and transformers.
 
 The first line of stdin is one JSON object with the sizes. For every further line this program generates once and prints
-one JSON object: `seconds` and `tokens`. Weights are random, in f32. The key-value cache is on. Sampling has temperature
-1, without top-k or top-p.
+one JSON object: `seconds` and `tokens`. Weights are random, on a GPU where torch finds one. The key-value cache is on.
+Sampling has temperature 1, without top-k or top-p.
 """
 
 import json
@@ -32,8 +32,9 @@ def main():
         eos_token_id=None,
         pad_token_id=0,
     )
-    model = Qwen3ForCausalLM(config).train(False)
-    prompts = torch.randint(1, m["vocab_size"], (asked["prompts"], asked["prompt_tokens"]))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = Qwen3ForCausalLM(config).train(False).to(device, getattr(torch, asked["dtype"]))
+    prompts = torch.randint(1, m["vocab_size"], (asked["prompts"], asked["prompt_tokens"]), device=device)
     rows = prompts.repeat_interleave(asked["group_size"], 0)
     new = asked["new_tokens"]
     for _ in sys.stdin:

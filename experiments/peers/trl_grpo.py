@@ -3,8 +3,8 @@
     PYTHON experiments/peers/trl_grpo.py FOLDER --steps=8
 
 FOLDER is the model in Hugging Face layout; PYTHON has trl, torch, transformers and datasets. A step has 8 prompts of 8
-completions of at most 20 new tokens and one update: float32, AdamW at 3e-5, no KL. The program prints one JSON object a
-step and one at the end.
+completions of at most 20 new tokens and one update: float32, AdamW at 3e-5, no KL. --bf16 computes in bfloat16, with
+weights in float32. The program takes a GPU where torch finds one. It prints one JSON object a step and one at the end.
 The problems, their order and the held-out set are those of `examples/sums.py`, which this program does not import.
 """
 
@@ -61,7 +61,7 @@ def accuracy(model, tokenizer, rows: list[dict]) -> float:
     """The share of problems that one sampled completion each solves."""
     tokenizer.padding_side = "left"
     text = [tokenizer.apply_chat_template(r["prompt"], tokenize=False, add_generation_prompt=True) for r in rows]
-    inputs = tokenizer(text, return_tensors="pt", padding=True, add_special_tokens=False)
+    inputs = tokenizer(text, return_tensors="pt", padding=True, add_special_tokens=False).to(model.device)
     with torch.no_grad():
         out = model.generate(**inputs, max_new_tokens=20, do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
     texts = tokenizer.batch_decode(out[:, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
@@ -72,24 +72,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder")
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--bf16", action="store_true")
     options = parser.parse_args()
     torch.manual_seed(0)
     tokenizer = AutoTokenizer.from_pretrained(options.folder)
     model = AutoModelForCausalLM.from_pretrained(options.folder, dtype=torch.float32)
+    model.to("cuda" if torch.cuda.is_available() else "cpu")
     train, held_out = problems()
     before = accuracy(model, tokenizer, held_out)
     config = GRPOConfig(
         output_dir=tempfile.mkdtemp(), max_steps=options.steps, per_device_train_batch_size=64, num_generations=8,
         max_completion_length=20, temperature=1.0, top_k=0, learning_rate=3e-5, lr_scheduler_type="constant",
-        beta=0.0, num_iterations=1, bf16=False, use_cpu=True, save_strategy="no", report_to=[], logging_steps=1,
+        beta=0.0, num_iterations=1, bf16=options.bf16, use_cpu=not torch.cuda.is_available(),
+        save_strategy="no", report_to=[], logging_steps=1,
         gradient_checkpointing=False, weight_decay=0.0, max_grad_norm=1.0, disable_tqdm=True, seed=0,
     )  # fmt: skip
     trainer = GRPOTrainer(model, reward, config, Dataset.from_list(train), processing_class=tokenizer)
     trainer.add_callback(Clock())
     trainer.train()
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    on_gpu = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
     after = accuracy(model.eval(), tokenizer, held_out)
-    print(json.dumps({"held_out_before": before, "held_out_after": after, "peak_gib": round(peak, 2)}))
+    peaks = {"peak_gib": round(peak, 2), "gpu_peak_gib": on_gpu and round(on_gpu, 2)}
+    print(json.dumps({"held_out_before": before, "held_out_after": after} | peaks))
 
 
 if __name__ == "__main__":

@@ -108,7 +108,7 @@ def measured(case: Case, repeats: int) -> dict[str, Any]:
 
 def cases(platform: str) -> Iterator[Case]:
     """Every kernel of a platform: cpu, gpu or tpu."""
-    if platform == "gpu" and chosen(jnp.dtype("bfloat16")) != "cudnn":
+    if platform == "gpu" and chosen(jnp.dtype("bfloat16"), 512, 64) != "cudnn":
         return
     small, dtype = platform == "cpu", "float32" if platform == "cpu" else "bfloat16"
     limit, name = LIMITS[dtype], "cudnn" if platform == "gpu" else "splash"

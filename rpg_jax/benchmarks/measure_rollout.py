@@ -87,7 +87,7 @@ def bench_rollout(
 
 def _drivers(work: Work, decoding: Mapping[str, Any]) -> tuple[dict[str, Any], int]:
     """Makes every installed driver on one set of random weights; returns them by name, and the number of weights."""
-    graphdef, params = models.init(work.model)
+    graphdef, params = models.init(work.model, param_dtype=work.dtype, compute_dtype=work.dtype)
     capacity = rollout.capacity(work.prompt_tokens, work.new_tokens)
     how = rollout.Decoding(slots=work.slots, capacity=capacity, **decoding)
     there = [name for name in rollout.LOCAL_DRIVERS if rollout.find_driver(name) is rollout.DRIVERS[name]]

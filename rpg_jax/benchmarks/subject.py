@@ -58,7 +58,10 @@ class Peer(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """`prompts` x `group_size` completions of `new_tokens` after prompts of `prompt_tokens`, `slots` at a time."""
+    """`prompts` x `group_size` completions of `new_tokens` after prompts of `prompt_tokens`, `slots` at a time.
+
+    Activations, and the weights of a rollout, have the dtype `dtype`.
+    """
 
     model: DecoderConfig
     prompts: int
@@ -66,6 +69,7 @@ class Work:
     prompt_tokens: int
     new_tokens: int
     slots: int
+    dtype: str = "float32"
 
     @property
     def tokens(self) -> int:
@@ -77,6 +81,7 @@ PRESETS = {
     # docs/performance.md has Tunix and Hugging Face on the same work.
     "w1": Work(_small(embed_dim=256, hidden_dim=768), 4, 8, 64, 128, 32),
     "tiny": Work(_small(vocab_size=64, num_layers=3, embed_dim=128, head_dim=32, hidden_dim=320), 64, 8, 12, 5, 128),
+    "qwen3-0.6b": Work(models.size("qwen3-0.6b"), 8, 32, 128, 512, 256, "bfloat16"),  # for accelerators
 }
 
 
@@ -183,7 +188,7 @@ def _fields(preset: str) -> Mapping[str, Any]:
     work, model = PRESETS[preset], PRESETS[preset].model
     return {
         **{f"model.{name}": getattr(model, name) for name in ("num_layers", *DIMENSIONS)},
-        "model.compute_dtype": "float32",
+        "model.compute_dtype": work.dtype,
         "model.remat": "dots",
         "task.max_prompt_tokens": work.prompt_tokens,
         "rollout.max_tokens": work.new_tokens,

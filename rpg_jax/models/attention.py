@@ -41,8 +41,7 @@ def attention(
         "splash" takes no segments that share a prompt.
       axes: logical names of the first two dimensions.
       implementation: "xla"; "cudnn" (GPU, bf16 or f16; it holds a segment mask [B, 1, T, T] in memory); "splash" (TPU);
-        or "auto", which follows the `logical.platform` that the program is compiled for. On a GPU it takes "cudnn" if q
-        is bf16 or f16 and the GPU's generation has the kernel.
+        or "auto", which follows the `logical.platform` that the program is compiled for; see `chosen`.
 
     Returns:
       [B, T, N, H] in q's dtype; rows of padding hold finite numbers without a meaning.
@@ -50,7 +49,7 @@ def attention(
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"unknown attention implementation {implementation!r}; known: {', '.join(IMPLEMENTATIONS)}")
     if implementation == "auto":
-        implementation = chosen(q.dtype)
+        implementation = chosen(q.dtype, q.shape[1], q.shape[3])
     if implementation == "splash":
         return splash_attention(q, k, v, segment_ids, axes)
     k, v = (constrain(x, axes[0], None, "kv_heads", None) for x in (k, v))
@@ -68,9 +67,14 @@ def attends(queries: jax.Array, keys: jax.Array) -> jax.Array:
     return (queries == keys) | (queries % BRANCH == keys)
 
 
-def chosen(dtype: jnp.dtype) -> str:
-    """The meaning of "auto". cuDNN needs compute capability 8.0; a T4 has 7.5; AMD's capabilities are not numbers."""
-    if platform() == "gpu" and dtype in (jnp.bfloat16, jnp.float16):
+def chosen(dtype: jnp.dtype, length: int, head: int) -> str:
+    """The meaning of "auto" for rows of `length` tokens and heads of `head` numbers.
+
+    cuDNN has bf16 and f16, heads of a multiple of 8 up to 128, and with a mask the gradient of rows of even length. It
+    needs compute capability 8.0: a T4 has 7.5, and AMD's capabilities are not numbers.
+    """
+    has_kernel = dtype in (jnp.bfloat16, jnp.float16) and length % 2 == 0 and head % 8 == 0 and head <= 128
+    if platform() == "gpu" and has_kernel:
         major = jax.local_devices(backend="gpu")[0].compute_capability.partition(".")[0]
         return "cudnn" if major.isdecimal() and int(major) >= 8 else "xla"
     return "splash" if platform() == "tpu" else "xla"

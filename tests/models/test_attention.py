@@ -122,21 +122,24 @@ def test_attention_over_a_sharded_row_equals_one_device(implementation, mesh_sha
 
 
 @pytest.mark.parametrize(
-    ("capability", "dtype", "expected"),
+    ("capability", "dtype", "length", "head", "expected"),
     [
-        ("9.0", "bfloat16", "cudnn"),
-        ("8.0", "float16", "cudnn"),
-        ("10.0", "bfloat16", "cudnn"),
-        ("7.5", "bfloat16", "xla"),  # a T4
-        ("gfx90a", "bfloat16", "xla"),
-        ("9.0", "float32", "xla"),
+        ("9.0", "bfloat16", 12, 64, "cudnn"),
+        ("8.0", "float16", 12, 128, "cudnn"),
+        ("10.0", "bfloat16", 12, 64, "cudnn"),
+        ("7.5", "bfloat16", 12, 64, "xla"),  # a T4
+        ("gfx90a", "bfloat16", 12, 64, "xla"),
+        ("9.0", "float32", 12, 64, "xla"),
+        ("9.0", "bfloat16", 11, 64, "xla"),
+        ("9.0", "bfloat16", 12, 20, "xla"),
+        ("9.0", "bfloat16", 12, 256, "xla"),
     ],
 )
-def test_a_gpu_takes_cudnn_where_it_has_the_kernel(monkeypatch, capability, dtype, expected):
+def test_a_gpu_takes_cudnn_where_it_has_the_kernel(monkeypatch, capability, dtype, length, head, expected):
     gpu = types.SimpleNamespace(compute_capability=capability)
     monkeypatch.setattr("rpg_jax.models.attention.platform", lambda: "gpu")
     monkeypatch.setattr(jax, "local_devices", lambda backend: [gpu])
-    assert chosen(jnp.dtype(dtype)) == expected
+    assert chosen(jnp.dtype(dtype), length, head) == expected
 
 
 def test_unknown_implementations_and_axes_are_refused():
@@ -153,8 +156,9 @@ def test_unknown_implementations_and_axes_are_refused():
 
 
 @pytest.mark.gpu
-def test_cudnn_equals_xla():
-    inputs = random_inputs(T=512, H=64, dtype=jnp.bfloat16)
+@pytest.mark.parametrize("T", [510, 512])
+def test_cudnn_equals_xla(T):
+    inputs = random_inputs(T=T, H=64, dtype=jnp.bfloat16)
     expected = value_and_gradient("xla", inputs)
     # bf16 keeps 8 bits, and the kernels round scores at different points
     got = value_and_gradient("cudnn", inputs)
