@@ -22,6 +22,7 @@ VENV = ROOT / ".venv"
 STAMP = VENV / ".installed"
 BASE = "requirements.txt"  # the other requirements files include it
 JETSTREAM = "requirements-jetstream.lock"
+TRACKERS = "requirements-trackers.lock"  # a lockfile is for workers, which have the trackers too
 UV = "launch/uv.lock"
 FREE_GB = 2.5  # 1.1 GB installed, and about as much while wheels are unpacked
 
@@ -38,8 +39,14 @@ class InstallError(Exception):
 
 def digest(requirements: str) -> str:
     """A digest that changes whenever the environment must be installed again."""
-    asked_for = [requirements.encode(), *((ROOT / name).read_bytes() for name in (BASE, requirements, JETSTREAM))]
+    names = (BASE, *together(requirements), JETSTREAM)
+    asked_for = [requirements.encode(), *((ROOT / name).read_bytes() for name in names)]
     return hashlib.sha256(b"\0".join(asked_for)).hexdigest()
+
+
+def together(requirements: str) -> list[str]:
+    """The files that pip resolves in one command."""
+    return [requirements, TRACKERS] if requirements.endswith(".lock") else [requirements]
 
 
 def state() -> str:
@@ -145,7 +152,7 @@ def install(requirements: str) -> None:
     if state() == "installing" or not works():
         make_venv(suitable_python(requirements))
     STAMP.write_text("installing", encoding="utf-8")
-    pip_install(f"--requirement={requirements}")
+    pip_install(*(f"--requirement={file}" for file in together(requirements)))
     pip_install("--no-deps", "--require-hashes", f"--requirement={JETSTREAM}")
     STAMP.write_text(digest(requirements), encoding="utf-8")
     show("")

@@ -1,7 +1,6 @@
 """TPU generations of Google Cloud, their slices and prices.
 
-Sources: cloud.google.com/tpu/docs on v4, v5e, v5p, v6e (chips, HBM, topologies), runtime versions, regions and zones;
-XPK 1.16 for the names on GKE. All as of November 2026.
+Sources: cloud.google.com/tpu/docs on v4, v5e, v5p, v6e (chips, HBM, topologies), runtime versions. As of November 2026.
 """
 
 import dataclasses
@@ -29,9 +28,7 @@ class Generation:
     hbm_gb: int
     one_host: int
     runtime: str
-    zones: tuple[str, ...]
     topologies: tuple[str, ...]
-    gke_accelerator: str
     list_price: float
 
 
@@ -39,24 +36,11 @@ _TORUS_2D = ("2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16")
 _TORUS_3D = ("2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16")
 
 GENERATIONS = (
-    Generation(
-        "v4", "v4", 2, 32, 4, "tpu-ubuntu2204-base", ("us-central2-b",), _TORUS_3D, "tpu-v4-podslice", 3.22
-    ),
-    Generation(
-        "v5e", "v5litepod", 1, 16, 8, "v2-alpha-tpuv5-lite",
-        ("us-central1-a", "us-south1-a", "us-west1-c", "us-west4-a", "europe-west4-b"),
-        ("1x1", *_TORUS_2D), "tpu-v5-lite-podslice", 1.20,
-    ),
-    Generation(
-        "v5p", "v5p", 2, 95, 4, "v2-alpha-tpuv5", ("us-central1-a", "us-east5-a", "europe-west4-b"),
-        _TORUS_3D, "tpu-v5p-slice", 4.20,
-    ),
-    Generation(
-        "v6e", "v6e", 1, 32, 8, "v2-alpha-tpuv6e",
-        ("us-central1-b", "us-east1-d", "us-east5-a", "us-east5-b", "europe-west4-a", "asia-northeast1-b"),
-        ("1x1", *_TORUS_2D), "tpu-v6e-slice", 2.70,
-    ),
-)  # fmt: skip
+    Generation("v4", "v4", 2, 32, 4, "tpu-ubuntu2204-base", _TORUS_3D, 3.22),
+    Generation("v5e", "v5litepod", 1, 16, 8, "v2-alpha-tpuv5-lite", ("1x1", *_TORUS_2D), 1.20),
+    Generation("v5p", "v5p", 2, 95, 4, "v2-alpha-tpuv5", _TORUS_3D, 4.20),
+    Generation("v6e", "v6e", 1, 32, 8, "v2-alpha-tpuv6e", ("1x1", *_TORUS_2D), 2.70),
+)
 
 
 @dataclasses.dataclass(frozen=True)

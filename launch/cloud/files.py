@@ -20,32 +20,16 @@ def startup_script(job: Job) -> str:
 
 
 def run_script(job: Job) -> str:
-    """The script that every worker runs as its service: the trainer or a server, with secrets fetched by name."""
-    command = [".venv/bin/python", "-m", *job.command]
-    command += [f"--announce={job.addresses}"] if job.serves_for else []
-    if job.secrets:
-        secrets = [f"--project={job.tpu.project}", *(f"{variable}={name}" for variable, name in job.secrets)]
-        command = [".venv/bin/python", "launch/cloud/with_secrets.py", *secrets, "--", *command]
+    """The script that every worker runs as its service: `supervise.py`, which runs the trainer or a server."""
     free = ["gcloud", "compute", "tpus", "queued-resources", "delete", job.name, *job.tpu.place, "--quiet", "--async"]
     kept = job.keep or (job.serves_for and job.tpu.slices > 1)  # a server that ends leaves those of other slices alone
-    head = {
-        "FILES": shlex.quote(job.files),
-        "BUCKET": shlex.quote(job.bucket),
-        "COMMIT": shlex.quote(commit()),
-        "CONFIG": f"({shlex.join(job.trainer)})",
-        "COMMAND": f"({shlex.join(command)})",
-        "FREE": "()" if kept else f"({shlex.join([*free, '--force'])})",
-        "DEADLINE": str(job.deadline()),
-    }
-    lines = "\n".join(f"{name}={value}" for name, value in head.items())
-    text = (Path(__file__).parent / "run.sh").read_text(encoding="utf-8")
-    return f"#!/bin/bash\n# {_purpose(job)}\n{lines}\n\n{text}"
-
-
-def _purpose(job: Job) -> str:
+    vm = [f"--files={job.files}", *([] if kept else [f"--free={shlex.join([*free, '--force'])}"])]
+    purpose = f"Trains {job.name}; the same name resumes from its last checkpoint."
     if job.serves_for:
-        return f"Serves for {job.serves_for}, until nobody asks any more."
-    return f"Trains {job.name}; the same name resumes from its last checkpoint."
+        purpose = f"Serves for {job.serves_for}, until nobody asks any more."
+    command = ["exec", "env", f"RPG_COMMIT={commit()}", "python3", "launch/cloud/supervise.py", *vm, *job.supervised]
+    command += [f"--announce={job.addresses}"] if job.serves_for else []
+    return f"#!/bin/bash\n# {purpose}\n{shlex.join(command)}\n"
 
 
 def commit() -> str:

@@ -8,7 +8,6 @@ from typing import Any
 
 from cloud import accelerators
 from cloud.accelerators import Slice
-from cloud.errors import LaunchError
 
 ROOT = Path(__file__).resolve().parents[2]
 CAPACITIES = ("on-demand", "spot", "reserved", "flex-start")
@@ -28,7 +27,7 @@ class TpuRequest:
       service_account: of the workers; None is the project's default.
       network: VPC network; None is `default`.
       internal_ips: whether workers have no external addresses.
-      valid_for: how long the request may queue.
+      give_up_after: how long the request may queue.
       chip_price: dollars per chip and hour; None takes the price list.
     """
 
@@ -40,7 +39,7 @@ class TpuRequest:
     service_account: str | None = None
     network: str | None = None
     internal_ips: bool = False
-    valid_for: str = "30d"
+    give_up_after: str = "30d"
     chip_price: float | None = None
 
     @property
@@ -126,6 +125,13 @@ class Job:
         return ("rpg_jax.train", *self.trainer, f"--config.run.dir={self.runs}", f"--config.run.name={self.name}")
 
     @property
+    def supervised(self) -> list[str]:
+        """Arguments of launch/cloud/supervise.py."""
+        secrets = [f"--secret={variable}={name}" for variable, name in self.secrets]
+        where = [f"--bucket={self.bucket}", f"--project={self.tpu.project}", f"--deadline={self.deadline()}"]
+        return [*where, *secrets, "--", *self.command]
+
+    @property
     def config(self) -> tuple[str, ...]:
         """The user's arguments that are --config and its overrides; a server may have others too."""
         kept, found = False, []
@@ -182,12 +188,8 @@ def load(path: Path) -> dict[str, Any]:
     """Fields of a saved job; {} if nothing was launched under this name from here."""
     if not path.exists():
         return {}
-    fields = json.loads(path.read_text(encoding="utf-8"))
-    if fields.pop("works_for", None):
-        raise LaunchError(
-            f"{path} is of a rollout worker, and servers sample now", "delete it, and pass --serves-for=RUN"
-        )
-    fields.pop("direct", None)  # of older launches
+    found = json.loads(path.read_text(encoding="utf-8"))
+    fields = {name: value for name, value in found.items() if name in field_names()}  # older launches had others
     fields["trainer"] = tuple(fields["trainer"])
     fields["secrets"] = tuple(tuple(pair) for pair in fields["secrets"])
     return fields

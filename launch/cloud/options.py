@@ -45,7 +45,6 @@ def parser(program: str, description: str, commands: dict[str, str]) -> argparse
     how.add_argument("--staging", type=Path, help="folder for the written files (default: runs/launch/NAME)")
     how.add_argument("--no-plan", action="store_true", help="do not ask rpg_jax.plan whether the config fits")
     how.add_argument("--chip-price", type=float, help="dollars per chip and hour, in place of the price list")
-    how.add_argument("--timeout", type=float, default=30 * 24 * 3600.0, help="seconds to wait (default: a month)")
     how.add_argument("--keep", action="store_true", default=None, help="keep what costs when the run has ended")
     how.add_argument("--max-hours", type=float, help="save, end and free everything so many hours from now")
     how.add_argument("--budget", type=float, metavar="USD", help="the hours that so many dollars pay, as --max-hours")
@@ -96,7 +95,7 @@ def run(made: argparse.ArgumentParser, argv: list[str], shell: Shell | None, com
     try:
         launch = parse(made, argv, shell)
         if launch.options.command not in CHECKED:
-            words.are_plain(launch.job)
+            words.passes(launch.job, words.FORMS)
         command(launch)
     except LaunchError as error:
         for line in str(error).splitlines():

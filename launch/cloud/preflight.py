@@ -7,13 +7,14 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from cloud import extras, reach, words
+from cloud import reach, words
 from cloud.errors import CommandError, Kind, LaunchError
-from cloud.job import CAPACITIES, ROOT, SERVERS_SECRETS, Job
+from cloud.job import ROOT, SERVERS_SECRETS, Job
 from cloud.shell import Shell
 
 PYTHON = ROOT / ".venv" / "bin" / "python"
 FLEX_START_HOURS = 7 * 24
+TRACKERS = ("wandb", "tensorboard")  # in requirements-trackers.lock
 MULTI_REGIONS = {"US": "us-", "EU": "europe-", "ASIA": "asia-"}
 
 
@@ -25,34 +26,22 @@ def check(job: Job, shell: Shell, *, plan: bool = True, trainer: bool = True) ->
     Raises:
       LaunchError: a check failed; the message has one line for each mistake.
     """
-    notes, problems = [], []
-    offline = [*words.FORMS, type_and_zone, capacity_is_one, servers_are_whole]
+    offline = [*words.FORMS, type_and_slices, capacity_has_its_limit, servers_are_whole]
     fits = [config_fits, plan_says_it_fits][: 1 + (plan and not job.serves_for)] if trainer else []
-    for checker in [*offline, *fits]:
-        try:
-            notes += checker(job)
-        except LaunchError as error:
-            problems.append(str(error))
-    if problems:
-        raise LaunchError("\n".join(dict.fromkeys(problems)))
+    notes = words.passes(job, [*offline, *fits])
     for cloud_checker in (type_is_offered, bucket_is_near, secrets_exist):
         notes += cloud_checker(job, shell)
     return [*notes, *quota_and_cost(job)]
 
 
-def type_and_zone(job: Job) -> Iterator[str]:
+def type_and_slices(job: Job) -> Iterator[str]:
     tpu = job.tpu
-    zones = tpu.slice.generation.zones
-    if tpu.zone not in zones:
-        yield f"no {tpu.slice.generation.name} known here in zone {tpu.zone}: asking the cloud"
     if tpu.slices < 1:
         raise LaunchError(f"--slices={tpu.slices}", "use 1 or more")
     yield f"{tpu.slices} × {tpu.slice}" if tpu.slices > 1 else str(tpu.slice)
 
 
-def capacity_is_one(job: Job) -> Iterator[str]:
-    if job.tpu.capacity not in CAPACITIES:
-        raise LaunchError(f"--capacity={job.tpu.capacity!r}", f"use one of {', '.join(CAPACITIES)}")
+def capacity_has_its_limit(job: Job) -> Iterator[str]:
     if job.tpu.capacity == "flex-start" and not 0 < (job.hours or 0) <= FLEX_START_HOURS:
         raise LaunchError(
             f"--capacity=flex-start needs a limit of at most {FLEX_START_HOURS} hours, when Google takes it back",
@@ -123,13 +112,12 @@ def config_fits(job: Job) -> Iterator[str]:
 
 def trackers_work(job: Job, log: dict) -> Iterator[str]:
     """Checks that workers can log as the config asks: the packages are locked, and W&B has its key."""
-    asked = extras.asked_for(log)
-    if unknown := [name for name in asked if name not in extras.MODULES]:
-        locked = " or ".join(extras.MODULES)
-        raise LaunchError(f"log.tracker={unknown[0]}: workers install locked packages alone", f"take {locked}")
-    if asked:
-        yield f"workers install {' and '.join(asked)} as well"
-    if asked and job.tpu.internal_ips:
+    asked = [name.strip() for name in (log.get("tracker") or "").split(",") if name.strip()]
+    if unknown := [name for name in asked if name not in TRACKERS]:
+        raise LaunchError(
+            f"log.tracker={unknown[0]}: workers have locked packages alone", f"take {' or '.join(TRACKERS)}"
+        )
+    if job.tpu.internal_ips:
         yield "workers without external addresses reach the package index only through Cloud NAT or a mirror"
     if "wandb" in asked and "WANDB_API_KEY" not in dict(job.secrets):
         raise LaunchError(
@@ -147,13 +135,7 @@ def resolve(trainer: tuple[str, ...], chips: int, slices: int) -> subprocess.Com
 def batches_divide(config: dict, shards: int) -> str:
     """Checks that the rows of a batch divide over the shards that the sharding rules make."""
     rollout, train = config["rollout"], config["train"]
-    prompts, updates = rollout["prompts_per_step"], train["updates_per_step"]
-    if prompts % updates:
-        raise LaunchError(
-            f"rollout.prompts_per_step={prompts} does not split into train.updates_per_step={updates}",
-            "make it a multiple",
-        )
-    rows = train["microbatch_size"] or prompts // updates * rollout["group_size"]
+    rows = train["microbatch_size"] or rollout["prompts_per_step"] // train["updates_per_step"] * rollout["group_size"]
     if rows % shards:
         field = "train.microbatch_size" if train["microbatch_size"] else "rows of an update"
         raise LaunchError(
@@ -218,10 +200,9 @@ def type_is_offered(job: Job, shell: Shell) -> Iterator[str]:
     command = ["gcloud", "compute", "tpus", "accelerator-types", "list", *tpu.place]
     found = shell.ask([*command, f"--filter=type={tpu.type}", "--format=value(type)"], dry_answer=tpu.type)
     if tpu.type not in found.split():
-        zones = ", ".join(tpu.slice.generation.zones)
         raise LaunchError(
             f"{tpu.type} is not offered to project {tpu.project} in {tpu.zone}",
-            f"list what is: gcloud compute tpus accelerator-types list --zone={tpu.zone}; other zones: {zones}",
+            "list zones and their types: gcloud compute tpus locations list, accelerator-types list --zone=ZONE",
         )
     yield f"project {tpu.project}, zone {tpu.zone}"
 

@@ -28,7 +28,9 @@ def resolved(argv: list[str]) -> dict[str, Any]:
     if loaded is None:
         raise ValueError("--config=configs/... is missing")
     from rpg_jax import parallel  # loads JAX: wrong flags need not wait for it
+    from rpg_jax.runs import resolve
 
+    resolve.resolve(loaded.config)
     fields = json.loads(loaded.config.to_json_best_effort())
     mesh = parallel.mesh_sizes(fields["mesh"], options.chips - fields["rollout"]["devices"], options.slices)
     row_shards = parallel.shards("batch", mesh, parallel.parse_rules(fields["sharding"]))

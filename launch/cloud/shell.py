@@ -42,9 +42,9 @@ class Shell:
         """Runs a command that changes nothing and returns its output; in a dry run returns `dry_answer`."""
         return self._run(command, dry_answer, announce=False)
 
-    def do(self, command: list[str]) -> str:
+    def do(self, command: list[str], tries: int | None = None) -> str:
         """Runs a command that changes something and returns its output; always prints it first."""
-        return self._run(command, "", announce=True)
+        return self._run(command, "", announce=True, tries=tries)
 
     def follow(self, command: list[str]) -> int:
         """Hands the terminal to a command (ssh, logs) and returns its exit code."""
@@ -71,20 +71,21 @@ class Shell:
         if self.dry_run:
             print(f"# writes {path}")
 
-    def _run(self, command: list[str], dry_answer: str, announce: bool) -> str:
+    def _run(self, command: list[str], dry_answer: str, announce: bool, tries: int | None = None) -> str:
+        tries = tries or self.tries
         if self.dry_run or announce:
             self._print(command)
         if self.dry_run:
             return dry_answer
-        for attempt in range(1, self.tries + 1):
+        for attempt in range(1, tries + 1):
             code, stdout, stderr = self.attempt(command)
             if code == 0:
                 return stdout
             error = CommandError(command, stderr)
-            if error.kind is not Kind.TRANSIENT or attempt == self.tries:
+            if error.kind is not Kind.TRANSIENT or attempt == tries:
                 break
             wait = min(2.0**attempt, 60.0) * random.uniform(0.8, 1.2)
-            self.say(f"{error}; trying again in {wait:.0f} s ({attempt}/{self.tries - 1})")
+            self.say(f"{error}; trying again in {wait:.0f} s ({attempt}/{tries - 1})")
             self.sleep(wait)
         raise CommandError(command, stderr, FIXES.get(error.kind, ""))
 

@@ -3,7 +3,7 @@
 import shlex
 
 from cloud import accelerators, files, options
-from cloud.errors import CommandError, Kind, LaunchError, ignored
+from cloud.errors import Kind, LaunchError, ignored
 from cloud.options import Launch, confirm
 from cloud.shell import Shell
 from cloud.tpu_vms import ABSENT, UP, WAITING, TpuVms
@@ -13,10 +13,8 @@ DESCRIPTION = """Runs a config on Cloud TPU VMs.
   launch/tpu up --type=v5p-16 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b -- --config=configs/x.py
 """
 COMMANDS = {
-    "up": "create, wait, run; then brings a preempted TPU back until the run has ended, and deletes it",
-    "create": "checks everything, uploads the code and requests the TPU",
-    "wait": "waits until the TPU is up",
-    "run": "installs and trains on all workers, in the background; a run of this name continues where it was",
+    "up": "request, run; then brings a preempted TPU back until the run has ended, and deletes it",
+    "create": "checks everything, uploads the code and requests the TPU, which then runs nothing",
     "logs": "follows the log of one worker (--worker, --slice)",
     "status": "shows the TPU, each worker, and the cost",
     "ssh": "opens a shell on one worker, or runs the command after --",
@@ -30,11 +28,11 @@ WATCH_SECONDS = 60.0
 def main(argv: list[str], shell: Shell | None = None) -> int:
     """Runs one command and returns its exit code."""
     parser = options.parser("launch/tpu", DESCRIPTION, COMMANDS)
-    parser.add_argument("--valid-for", help="how long a request may queue (default: 30d)")
+    parser.add_argument("--give-up-after", help="how long a request may queue, e.g. 12h (default: 30d)")
     parser.add_argument("--worker", default="0", help="for logs and ssh: the worker's number in its slice, or all")
     parser.add_argument("--slice", type=int, default=0, dest="slice_number", help="for logs and ssh: its number")
-    parser.add_argument("--no-watch", action="store_true", help="up: return once the run has started")
-    parser.add_argument("--max-recreations", type=int, default=50, help="up: how often a lost TPU is requested again")
+    parser.add_argument("--no-watch", action="store_true", help="up: return once the TPU is requested")
+    parser.add_argument("--max-recreations", type=int, default=50, help="up: requests in a row for a TPU that is lost")
     if argv[:1] == ["types"]:
         print(accelerators.table())
         return 0
@@ -49,21 +47,14 @@ def create(launch: Launch, vms: TpuVms) -> None:
     vms.create(launch.staging / "startup.sh")
 
 
-def wait(launch: Launch, vms: TpuVms) -> None:
-    vms.wait(launch.options.timeout)
-
-
-def run(launch: Launch, vms: TpuVms) -> None:
-    _check(launch)
-    _send(launch, training=True)
-    _start(launch, vms)
-
-
 def up(launch: Launch, vms: TpuVms) -> None:
-    _check(launch)
+    """Requests the TPU, whose workers train as soon as they boot, or has the workers train that have booted already."""
+    options.check(launch, trainer=True)
+    options.tell_how_they_are_found(launch, f"file:{launch.job.addresses}")
     _send(launch, training=True)
-    _bring_up(launch, vms)
-    _start(launch, vms)
+    if vms.create(launch.staging / "startup.sh") in UP:
+        _start(launch, vms)
+    launch.shell.report(f"follow it: launch/tpu logs --name={launch.job.name}")
     if launch.options.no_watch:
         launch.shell.say("nobody watches: a lost TPU stays lost until launch/tpu up runs again")
     else:
@@ -84,7 +75,7 @@ def status(launch: Launch, vms: TpuVms) -> None:
     state, reason = vms.state()
     print(f"{job.name}: {state}{f' ({reason})' if reason else ''}, {job.tpu.slice}, {job.tpu.capacity}")
     if launch.shell.dry_run or state in UP:
-        print(vms.on_all_workers(_on_worker(launch, "status"), tries=1), end="")
+        print(vms.on_all_workers(_on_worker(launch, "status")), end="")
         print(f"costs {job.tpu.rate}: {job.tpu.cost()[1]}")
     elif state in WAITING:
         print("costs nothing while it queues")
@@ -99,16 +90,11 @@ def stop(launch: Launch, vms: TpuVms) -> None:
 
 def delete(launch: Launch, vms: TpuVms) -> None:
     job = launch.job
-    confirm(
-        f"delete {job.name} ({job.tpu.slice}, {job.tpu.capacity}, {job.tpu.rate})? Runs stay in {job.bucket}.", launch
-    )
-    try:
-        _remove(launch, "run.sh")  # else an `up` that watches elsewhere would bring it back
-        vms.delete()
-        left = vms.state()[0] if not launch.shell.dry_run else ABSENT
-    except CommandError as error:
-        raise LaunchError(f"{error}\n{job.name} is still there and costs {job.tpu.rate}") from None
-    if left != ABSENT:
+    what = f"{job.name} ({job.tpu.slice}, {job.tpu.capacity}, {job.tpu.rate})"
+    confirm(f"delete {what}? Runs stay in {job.bucket}.", launch)
+    _remove(launch, "run.sh")  # else an `up` that watches elsewhere would bring it back
+    vms.delete()
+    if not launch.shell.dry_run and (left := vms.state()[0]) != ABSENT:
         launch.shell.say(f"{job.name} is still {left}; look again with launch/tpu status")
     launch.shell.report(
         f"deleted; the run stays. Storage still costs: {job.runs}/{job.name} and {job.files} "
@@ -116,89 +102,73 @@ def delete(launch: Launch, vms: TpuVms) -> None:
     )
 
 
-def _check(launch: Launch) -> None:
-    options.check(launch, trainer=True)
-    options.tell_how_they_are_found(launch, f"file:{launch.job.addresses}")
-
-
 def _send(launch: Launch, training: bool) -> None:
     """Uploads the code and the scripts. With run.sh in the bucket, every boot trains."""
     written = files.write(launch.shell, launch.job, launch.staging)
     chosen = written if training else [path for path in written if path.name != "run.sh"]
-    launch.shell.do(["gcloud", "storage", "cp", "--quiet", *map(str, chosen), f"{launch.job.files}/"])
     for name in ("finished", "failed") if training else ():
         _remove(launch, name)
-
-
-def _bring_up(launch: Launch, vms: TpuVms) -> None:
-    """Requests the TPU and waits until it is up.
-
-    After a preemption or a stockout it asks again, with growing pauses, up to --max-recreations times.
-    """
-    for recreation in range(launch.options.max_recreations + 1):
-        try:
-            vms.create(launch.staging / "startup.sh")
-            return vms.wait(launch.options.timeout)
-        except LaunchError as error:
-            if error.kind not in (Kind.LOST, Kind.STOCKOUT) or recreation == launch.options.max_recreations:
-                raise
-            pause = min(30.0 * 2**recreation, 900.0)
-            launch.shell.say(f"{error}; asking again in {pause:.0f} s")
-            launch.shell.sleep(pause)
-            _check_wanted(launch)
+    launch.shell.do(["gcloud", "storage", "cp", "--quiet", *map(str, chosen), f"{launch.job.files}/"])
 
 
 def _start(launch: Launch, vms: TpuVms) -> None:
-    """Starts all workers or none: if some do not start, the others wait for them for ever."""
+    """Starts all workers or none: if some do not start, the others wait for them."""
     try:
         vms.on_all_workers(_on_worker(launch, "run"))
     except LaunchError as error:
         launch.shell.say("not all workers started: stopping the others")
         try:
-            vms.on_all_workers(_on_worker(launch, "stop"), tries=1)
+            vms.on_all_workers(_on_worker(launch, "stop"))
         except LaunchError as second:
             launch.shell.say(str(second))
         raise error
-    launch.shell.report(f"running; follow it: launch/tpu logs --name={launch.job.name}")
 
 
 def _watch(launch: Launch, vms: TpuVms) -> None:
     """Waits until the run has finished. A lost TPU is requested anew; its startup script resumes the run.
 
+    After a preemption or a stockout it asks again, with growing pauses, up to --max-recreations times in a row.
+
     Raises:
-      LaunchError: the run was stopped or deleted elsewhere, or a worker has given it up.
+      LaunchError: the run was stopped or deleted elsewhere, a worker has given it up, or there is no TPU for it.
     """
-    launch.shell.say(
+    job, shell = launch.job, launch.shell
+    shell.say(
         "watching: this command must stay alive, for it alone brings a lost TPU back. On a pod prefer launch/xpk: GKE "
         "restarts and recreates by itself"
     )
-    if launch.shell.dry_run:
+    if shell.dry_run:
         print(f"# then every {WATCH_SECONDS:.0f} s, until the first succeeds:")
+    recreations, shown = 0, ""
     while not _is_there(launch, "finished"):
         _check_not_failed(launch)
         _check_wanted(launch)
         state, reason = vms.state()
-        if launch.shell.dry_run:
+        if shell.dry_run:
             print("# and once it has:")
-            return _free(launch, vms)
-        if state not in UP:
-            launch.shell.say(f"{launch.job.name} is {state}{f' ({reason})' if reason else ''}")
-            _bring_up(launch, vms)
-        launch.shell.sleep(WATCH_SECONDS)
-    launch.shell.say(f"finished: {launch.job.runs}/{launch.job.name}")
-    _free(launch, vms)
-
-
-def _free(launch: Launch, vms: TpuVms) -> None:
-    """Deletes the TPU of a finished run, unless --keep was given. The first worker tries so too, if nobody watches."""
-    if launch.job.keep:
-        launch.shell.say(f"kept: the TPU still costs {launch.job.tpu.rate} until launch/tpu delete")
+            break
+        if state != shown:
+            shell.say(f"{job.name}: {state}")
+        shown, pause = state, WATCH_SECONDS
+        if state in UP:
+            recreations = 0
+        elif state not in WAITING:
+            error = vms.failure(state, reason)
+            if error.kind not in (Kind.LOST, Kind.STOCKOUT) or recreations == launch.options.max_recreations:
+                raise error
+            pause = min(30.0 * 2**recreations, 900.0)
+            recreations += 1
+            shell.say(f"{error}; asking again in {pause:.0f} s")
+            shell.sleep(pause)
+            _check_wanted(launch)
+            vms.create(launch.staging / "startup.sh")
+        shell.sleep(WATCH_SECONDS)
+    shell.report(f"finished: {job.runs}/{job.name}")
+    if job.keep:
+        shell.say(f"kept: the TPU still costs {job.tpu.rate} until launch/tpu delete")
         return
-    try:
-        vms.delete()
-    except CommandError as error:
-        raise LaunchError(f"{error}\n{launch.job.name} is still there and costs {launch.job.tpu.rate}") from None
-    launch.shell.report("deleted the TPU (--keep would have kept it); the run stays in the bucket")
+    vms.delete()  # the first worker tries so too, if nobody watches
+    shell.report("deleted the TPU (--keep would have kept it); the run stays in the bucket")
 
 
 def _check_not_failed(launch: Launch) -> None:
@@ -246,4 +216,4 @@ def _vm(launch: Launch) -> str:
     return vms[launch.options.slice_number]
 
 
-HANDLERS = {f.__name__: f for f in (up, create, wait, run, logs, status, ssh, stop, delete)}
+HANDLERS = {f.__name__: f for f in (up, create, logs, status, ssh, stop, delete)}

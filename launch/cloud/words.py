@@ -2,48 +2,45 @@
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable
 
 from cloud.errors import LaunchError
 from cloud.job import Job
 
+Check = Callable[[Job], Iterable[str] | None]
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,37}[a-z0-9])?")
 ZONE = re.compile(r"[a-z]+-[a-z]+\d+-(ai\d+)?[a-z]")
 SECRETIVE = re.compile(r"(?i)(token|secret|password|api_?key)[\w.]*=.")
 
 
-def are_plain(job: Job) -> None:
-    """Checks what commands paste into scripts and remote command lines: names, addresses, zone and accounts.
-
-    `preflight.check` does so before anything is created. Commands that act on what exists need no more than this.
-    """
-    problems = []
-    for checker in FORMS:
+def passes(job: Job, checkers: Iterable[Check]) -> list[str]:
+    """Runs all checkers and returns their notes. Raises LaunchError with one line for each mistake."""
+    notes, problems = [], []
+    for checker in checkers:
         try:
-            list(checker(job))
+            notes += checker(job) or ()
         except LaunchError as error:
             problems.append(str(error))
     if problems:
-        raise LaunchError("\n".join(problems))
+        raise LaunchError("\n".join(dict.fromkeys(problems)))
+    return notes
 
 
-def name_is_a_label(job: Job) -> Iterator[str]:
+def name_is_a_label(job: Job) -> None:
     if not NAME.fullmatch(job.name):
         raise LaunchError(
             f"--name={job.name!r} is not a DNS label", "use up to 39 of a-z, 0-9 and -, a letter first, no - at the end"
         )
-    yield f"name {job.name}"
 
 
-def bucket_is_an_address(job: Job) -> Iterator[str]:
+def bucket_is_an_address(job: Job) -> None:
     if not re.fullmatch(r"gs://[a-z0-9][-_.a-z0-9]{1,61}[a-z0-9](/[-_.A-Za-z0-9]+)*", job.bucket):
         raise LaunchError(
             f"--bucket={job.bucket!r} is not a bucket", "use gs://NAME or gs://NAME/folder, without / at the end"
         )
-    yield from ()
 
 
-def place_is_plain(job: Job) -> Iterator[str]:
+def place_is_plain(job: Job) -> None:
     """Checks the forms of zone, project, network, service account and the run that is served."""
     tpu = job.tpu
     if not ZONE.fullmatch(tpu.zone):
@@ -56,10 +53,9 @@ def place_is_plain(job: Job) -> Iterator[str]:
     ):
         if value is not None and not re.fullmatch(pattern, value, re.IGNORECASE):
             raise LaunchError(f"{option}={value!r} is no such name", "write it as the cloud's console shows it")
-    yield from ()
 
 
-def no_secret_values(job: Job) -> Iterator[str]:
+def no_secret_values(job: Job) -> None:
     for argument in job.trainer:
         if SECRETIVE.search(argument):
             raise LaunchError(
@@ -69,10 +65,9 @@ def no_secret_values(job: Job) -> Iterator[str]:
     for variable, name in job.secrets:
         if not re.fullmatch(r"[A-Z][A-Z0-9_]*", variable) or not re.fullmatch(r"[-\w]{1,255}", name):
             raise LaunchError(f"--secret={variable}=…", "write --secret=VARIABLE=name-in-secret-manager, never a value")
-    yield from ()
 
 
-def limits_agree(job: Job) -> Iterator[str]:
+def limits_agree(job: Job) -> None:
     """Checks that hours and dollars are positive, and that --max-hours costs no more than --budget allows."""
     for option, value in (("--max-hours", job.max_hours), ("--budget", job.budget)):
         if value is not None and not 0 < value < math.inf:
@@ -83,7 +78,6 @@ def limits_agree(job: Job) -> Iterator[str]:
             f"--max-hours={job.max_hours:g} costs about ${dollars:,.0f}, more than --budget={job.budget:g}",
             f"it pays --max-hours={job.hours:.1f}",
         )
-    yield from ()
 
 
 FORMS = (name_is_a_label, bucket_is_an_address, place_is_plain, no_secret_values, limits_agree)

@@ -3,7 +3,7 @@
 import json
 import shlex
 
-from cloud import files, jobset, options
+from cloud import files, options
 from cloud.errors import CommandError, Kind, LaunchError, ignored
 from cloud.job import PORT
 from cloud.options import Launch, confirm
@@ -14,17 +14,19 @@ DESCRIPTION = """Runs a config on Cloud TPU under GKE, through XPK.
   launch/xpk up --cluster=mine --type=v5p-16 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b -- --config=configs/x.py
 """
 COMMANDS = {
-    "up": "create, setup, run, wait; deletes the cluster that it made, and keeps one that was there",
+    "up": "create, run, wait; deletes the cluster that it made, and keeps one that was there",
     "create": "checks everything and makes the cluster, unless it is there",
-    "setup": "builds the image and pushes it",
-    "run": "submits the workload; after a failure it restarts and continues the run of this name",
-    "wait": "waits until the workload has ended",
+    "run": "builds and pushes the image, and submits the workload; the run of this name continues",
     "logs": "follows the logs of all pods",
     "status": "shows the workload and the cost of the cluster",
     "ssh": "opens a shell in the first pod, or runs the command after --",
     "stop": "saves and removes the workload; the cluster stays up and costs",
     "delete": "deletes the cluster after asking; runs and checkpoints stay in the bucket",
 }
+GRACE_SECONDS = 60
+RESTART_ON = (1, 75)
+"""An exception (a lost peer is one) and a stall, as in rpg_jax/runs/processes.py; XPK adds signals, 127 to 255."""
+MONTH = 30 * 24 * 3600
 
 
 def main(argv: list[str], shell: Shell | None = None) -> int:
@@ -34,21 +36,22 @@ def main(argv: list[str], shell: Shell | None = None) -> int:
     parser.add_argument("--image", help="default: an image of this commit in the region's Artifact Registry")
     parser.add_argument("--reservation", help="the reservation's name, for --capacity=reserved")
     parser.add_argument("--max-restarts", type=int, default=20, help="of the workload, after failures or preemptions")
-    parser.add_argument("--kubectl", action="store_true", help="run: apply the JobSet manifest, without xpk")
     return options.run(parser, argv, shell, lambda launch: HANDLERS[launch.options.command](launch))
 
 
 def up(launch: Launch) -> None:
     is_new = create(launch)
-    setup(launch)
     run(launch)
+    until = [f"--wait-for-job-completion={launch.job.name}", f"--timeout={MONTH}"]
     failure = None
     try:
-        wait(launch)
+        launch.shell.do(["xpk", "workload", "list", *_cluster(launch), *until])
     except CommandError as error:  # the workload has failed, or the command that waits has
         failure = error
     if is_new and not launch.job.keep and not _exists(launch):
         _delete(launch)
+    else:
+        launch.shell.report(f"the cluster still costs {launch.job.tpu.rate} until launch/xpk delete")
     if failure is not None:
         raise failure
 
@@ -93,17 +96,33 @@ def _is_of(pool: dict, topology: str) -> bool:
     return machine.startswith("ct") and placed in (None, topology)
 
 
-def setup(launch: Launch) -> None:
-    tpu, shell, image = launch.job.tpu, launch.shell, _image(launch)
+def run(launch: Launch) -> None:
+    """`xpk workload create`. XPK replaces the image's entry point by its own, so the command names ours."""
+    job, shell = launch.job, launch.shell
+    _capacity(launch)
+    options.tell_how_they_are_found(launch, f"dns+https://{job.name}:{PORT}")  # the headless service of a JobSet
+    if _exists(launch):
+        shell.report(f"{job.name} is submitted already (launch/xpk stop removes it)")
+        return
     if not launch.options.image:
-        registry = ["rpg", f"--location={tpu.region}", f"--project={tpu.project}"]
-        try:
-            shell.ask(["gcloud", "artifacts", "repositories", "describe", *registry, "--format=value(name)"])
-        except CommandError as error:
-            if error.kind is not Kind.NOT_FOUND:
-                raise
-            create_registry = ["gcloud", "artifacts", "repositories", "create", *registry]
-            shell.do([*create_registry, "--repository-format=docker", "--quiet"])
+        _build(launch)
+    command = ["exec", "/rpg/.venv/bin/python", "/rpg/launch/cloud/supervise.py", *job.supervised]
+    create = ["xpk", "workload", "create", *_cluster(launch), f"--workload={job.name}", f"--tpu-type={job.tpu.type}"]
+    create += [f"--num-slices={job.tpu.slices}", f"--docker-image={_image(launch)}", f"--command={shlex.join(command)}"]
+    create += [f"--max-restarts={launch.options.max_restarts}", f"--termination-grace-period-seconds={GRACE_SECONDS}"]
+    create += [f"--restart-on-exit-codes={','.join(map(str, RESTART_ON))}"]
+    launch.staging.mkdir(parents=True, exist_ok=True)
+    shell.do([*create, f"--output-manifest-file={launch.staging / 'jobset.yaml'}"])
+    shell.report(f"submitted; follow it: launch/xpk logs --name={job.name}")
+
+
+def _build(launch: Launch) -> None:
+    """Builds the image and pushes it into the region's registry, which it makes where there is none."""
+    tpu, shell, image = launch.job.tpu, launch.shell, _image(launch)
+    registry = ["rpg", f"--location={tpu.region}", f"--project={tpu.project}"]
+    with ignored(Kind.EXISTS):
+        create = ["gcloud", "artifacts", "repositories", "create", *registry]
+        shell.do([*create, "--repository-format=docker", "--quiet"])
     shell.do(["gcloud", "auth", "configure-docker", image.partition("/")[0], "--quiet"])
     context = files.image_context(shell, launch.staging)  # not the folder itself, where keys may lie
     build = ["docker", "build", f"--file={context / 'launch' / 'gke' / 'Dockerfile'}", "--platform=linux/amd64"]
@@ -111,45 +130,9 @@ def setup(launch: Launch) -> None:
     shell.do(["docker", "push", image])
 
 
-def run(launch: Launch) -> None:
-    job, shell, image = launch.job, launch.shell, _image(launch)
-    _capacity(launch)
-    options.tell_how_they_are_found(launch, f"dns+https://{job.name}:{PORT}")  # the headless service of a JobSet
-    manifest = launch.staging / "jobset.yaml"
-    shell.write(manifest, jobset.manifest(job, image, launch.options.max_restarts, launch.options.reservation))
-    if _exists(launch):
-        shell.report(f"{job.name} is submitted already (launch/xpk stop removes it)")
-        return
-    if launch.options.kubectl:
-        _credentials(launch)
-        shell.do(["kubectl", "apply", f"--filename={manifest}"])
-    else:
-        shell.do(workload_command(launch))
-    shell.report(f"submitted; follow it: launch/xpk logs --name={job.name}")
-
-
-def workload_command(launch: Launch) -> list[str]:
-    """`xpk workload create`. XPK replaces the image's entry point by its own, so the command names ours."""
-    job = launch.job
-    command = shlex.join(["bash", "/rpg/launch/gke/entrypoint.sh", *jobset.entrypoint(job)])
-    restart_on = ",".join(str(code) for code in jobset.RESTART_ON if code < 127)  # XPK adds 127 to 255 itself
-    create = ["xpk", "workload", "create", *_cluster(launch), f"--workload={job.name}", f"--tpu-type={job.tpu.type}"]
-    create += [f"--num-slices={job.tpu.slices}", f"--docker-image={_image(launch)}", f"--command={command}"]
-    create += [f"--max-restarts={launch.options.max_restarts}", f"--restart-on-exit-codes={restart_on}"]
-    create += [f"--termination-grace-period-seconds={jobset.GRACE_SECONDS}"]
-    return [*create, f"--env=GOOGLE_CLOUD_PROJECT={job.tpu.project}"]
-
-
-def wait(launch: Launch) -> None:
-    until = [f"--wait-for-job-completion={launch.job.name}", f"--timeout={launch.options.timeout:.0f}"]
-    launch.shell.do(["xpk", "workload", "list", *_cluster(launch), *until])
-    launch.shell.report(f"ended; the cluster still costs {launch.job.tpu.rate} until launch/xpk delete")
-
-
 def logs(launch: Launch) -> None:
     _credentials(launch)
-    count = jobset.pods_per_slice(launch.job) * launch.job.tpu.slices
-    pods = [f"--selector=jobset.sigs.k8s.io/jobset-name={launch.job.name}", f"--max-log-requests={max(count, 5)}"]
+    pods = [f"--selector=jobset.sigs.k8s.io/jobset-name={launch.job.name}", "--max-log-requests=1000"]
     launch.shell.follow(["kubectl", "logs", "--follow", "--prefix", "--tail=200", *pods])
 
 
@@ -215,6 +198,8 @@ def _capacity(launch: Launch) -> str:
         return f"--reservation={launch.options.reservation}"
     if launch.job.tpu.capacity == "flex-start":
         raise LaunchError("--capacity=flex-start is a queued resource, which a cluster does not have", "use launch/tpu")
+    if launch.job.tpu.service_account:
+        raise LaunchError("--service-account: xpk gives pods the account of the cluster", "leave it out")
     return f"--{launch.job.tpu.capacity}"
 
 
@@ -231,4 +216,4 @@ def _image(launch: Launch) -> str:
     return launch.options.image or f"{tpu.region}-docker.pkg.dev/{tpu.project}/rpg/rpg:{tag}"
 
 
-HANDLERS = {f.__name__: f for f in (up, create, setup, run, wait, logs, status, ssh, stop, delete)}
+HANDLERS = {f.__name__: f for f in (up, create, run, logs, status, ssh, stop, delete)}

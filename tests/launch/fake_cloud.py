@@ -24,7 +24,6 @@ FLAGS = {
     "gcloud storage cat": set(),
     "gcloud storage ls": set(),
     "gcloud storage rm": {"--recursive"},
-    "gcloud artifacts repositories describe": {"--location"},
     "gcloud artifacts repositories create": {"--location", "--repository-format"},
     "gcloud container node-pools list": {"--cluster", "--region"},
     "gcloud container clusters get-credentials": {"--region", "--zone"},
@@ -44,7 +43,7 @@ FLAGS = {
     "xpk cluster delete": XPK | {"--force"},
     "xpk workload create": XPK
     | {"--workload", "--tpu-type", "--num-slices", "--docker-image", "--command", "--max-restarts", "--env"}
-    | {"--restart-on-exit-codes", "--termination-grace-period-seconds"},
+    | {"--restart-on-exit-codes", "--termination-grace-period-seconds", "--output-manifest-file"},
     "xpk workload list": XPK | {"--filter-by-job", "--wait-for-job-completion", "--timeout"},
     "xpk workload delete": XPK | {"--workload", "--force"},
     "kubectl": {"--follow", "--prefix", "--tail", "--selector", "--max-log-requests", "--filename", "--output"},

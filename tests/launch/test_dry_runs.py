@@ -41,7 +41,7 @@ RECIPES = {
     "tpu-logs": ("tpu", f"logs --dry-run {V6E} --slice=1 --worker=3"),
     "tpu-status": ("tpu", f"status --dry-run {V5P}"),
     "xpk-up": ("xpk", f"up --dry-run {V5P} --cluster=c --capacity=spot {TINY}"),
-    "xpk-run-kubectl": ("xpk", f"run --dry-run {V6E} --cluster=c --kubectl --image=i:1 --secret=KEY=my-key {TINY}"),
+    "xpk-run": ("xpk", f"run --dry-run {V6E} --cluster=c --image=i:1 --secret=KEY=my-key {TINY}"),
     "xpk-run-reserved": ("xpk", f"run --dry-run {V5P} --image=i:1 --capacity=reserved --reservation=r {TINY}"),
     "tpu-up-servers": (
         "tpu",
@@ -51,7 +51,7 @@ RECIPES = {
     "xpk-run-servers": (
         "xpk",
         "run --dry-run --type=v5p-8 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b-w --slices=8 --capacity=spot "
-        f"--cluster=c --kubectl --image=i:1 --serves-for=rpg-4b {SECRETS} {TINY} --weights_from=/mnt/weights",
+        f"--cluster=c --image=i:1 --serves-for=rpg-4b {SECRETS} {TINY} --weights_from=/mnt/weights",
     ),
     "xpk-delete": ("xpk", f"delete --dry-run {V5P} --cluster=c"),
 }
@@ -64,10 +64,9 @@ def test_dry_run_prints_what_would_run(cloud, name, monkeypatch):
     assert cloud.run(line, program) == 0
     assert cloud.calls == [], "a dry run ran something"
     text = cloud.out
-    for written in ("run.sh", "jobset.yaml"):
-        path = cloud.home / "staging" / written
-        if path.exists():
-            text += f"\n=== {written}\n{path.read_text(encoding='utf-8')}"
+    path = cloud.home / "staging" / "run.sh"
+    if path.exists():
+        text += f"\n=== run.sh\n{path.read_text(encoding='utf-8')}"
     text = text.replace(str(cloud.home / "staging"), "STAGING").replace(REPOSITORY, "REPOSITORY")
     golden = GOLDEN / f"{name}.txt"
     if os.environ.get("REGENERATE"):
@@ -83,5 +82,5 @@ def test_every_dry_run_command_is_one_the_real_programs_take(cloud):
     assert cloud.run(f"up {V5P} --cluster=c {TINY}", "xpk") == 0
     for command in ("status", "stop", "delete --yes"):
         assert cloud.run(f"{command} --name=rpg-4b") == 0, cloud.err
-    for command in ("run --kubectl", "status", "stop", "delete --yes"):
+    for command in ("run", "status", "stop", "delete --yes"):
         assert cloud.run(f"{command} --name=rpg-4b", "xpk") == 0, cloud.err

@@ -62,6 +62,18 @@ def fails(module, capsys):
     return lines[0]
 
 
+def test_workers_have_the_trackers_and_others_do_not(install, monkeypatch):
+    for name in ("requirements-tpu.lock", "requirements-trackers.lock"):
+        (install.ROOT / name).write_text("d\n", encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["install.py", "--requirements=requirements-tpu.lock"])
+    monkeypatch.setattr(install, "suitable_python", lambda requirements: sys.executable)
+    assert install.main() == 0
+    both = "--requirement=requirements-tpu.lock --requirement=requirements-trackers.lock"
+    assert calls(install)[0].endswith(both) and install.state() == install.digest("requirements-tpu.lock")
+    (install.ROOT / "requirements-trackers.lock").write_text("e\n", encoding="utf-8")
+    assert install.state() != install.digest("requirements-tpu.lock")
+
+
 def test_jetstream_comes_without_its_requirements(install):
     assert install.main() == 0
     ours, jetstream = calls(install)

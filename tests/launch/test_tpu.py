@@ -33,19 +33,19 @@ def absent():
     return {"match": DESCRIBE, **NOT_FOUND}
 
 
-def test_a_new_request_is_created_awaited_and_run(cloud):
-    cloud.script(absent(), queue("WAITING_FOR_RESOURCES", 2), queue("PROVISIONING"))
+def test_a_new_request_is_created_and_trains_as_soon_as_it_boots(cloud):
+    cloud.script(absent())
     assert cloud.run(UP) == 0
-    assert len(cloud.called("queued-resources create")) == 1
-    assert len(cloud.waits) == 3
-    ran = [call.rpartition(" ")[2] for call in cloud.called("tpu-vm ssh")]
-    assert ran == ["run"]
-    assert all("--worker=all" in call for call in cloud.called("tpu-vm ssh"))
+    assert len(cloud.called("queued-resources create")) == 1 and not cloud.called("tpu-vm ssh")
+    order = [call.split()[1] for call in cloud.calls if "storage cp" in call or "queued-resources create" in call]
+    assert order == ["storage", "compute"], "every boot finds run.sh in the bucket"
 
 
 def test_what_is_up_already_is_not_requested_again(cloud):
     assert cloud.run(UP) == 0
     assert not cloud.called("queued-resources create")
+    (call,) = cloud.called("tpu-vm ssh")
+    assert "--worker=all" in call and call.endswith(" run"), "it has booted: its workers are told"
 
 
 def test_another_type_under_the_same_name_is_refused(cloud):
@@ -88,8 +88,8 @@ def test_a_tpu_that_is_to_be_kept_is_kept_and_costs(cloud):
 def test_workers_delete_their_own_tpu_when_the_run_has_ended(cloud):
     assert cloud.run(f"create {TPU} {TRAINER}") == 0
     run = (cloud.home / "staging" / "run.sh").read_text(encoding="utf-8")
-    assert "FREE=(gcloud compute tpus queued-resources delete rpg-4b --zone=us-east5-a" in run and "--force)" in run
-    assert "\nDEADLINE=0\n" in run and "no limit: --max-hours=N" in cloud.err
+    assert "--free=gcloud compute tpus queued-resources delete rpg-4b --zone=us-east5-a" in run
+    assert " --deadline=0 " in run and "no limit: --max-hours=N" in cloud.err
 
 
 @pytest.mark.parametrize(("slices", "frees"), [(1, True), (2, False)])
@@ -102,7 +102,7 @@ def test_a_server_that_ends_does_not_delete_the_servers_of_other_slices(slices, 
 def test_a_limit_of_hours_is_a_time_on_the_workers_and_has_its_price(cloud):
     assert cloud.run(f"create {TPU} --max-hours=10 {TRAINER}") == 0
     run = (cloud.home / "staging" / "run.sh").read_text(encoding="utf-8")
-    (deadline,) = re.findall(r"^DEADLINE=(\d+)$", run, re.MULTILINE)
+    (deadline,) = re.findall(r" --deadline=(\d+) ", run)
     assert 35_900 < int(deadline) - time.time() <= 36_000
     assert "at most $336: saved, ended and freed 10 hours from now" in cloud.err
 
@@ -111,7 +111,7 @@ def test_a_limit_of_hours_is_a_time_on_the_workers_and_has_its_price(cloud):
 def test_a_budget_is_the_hours_that_it_pays_for_unless_fewer_are_asked_for(cloud, limits, hours):
     assert cloud.run(f"create {TPU} {limits} {TRAINER}") == 0
     run = (cloud.home / "staging" / "run.sh").read_text(encoding="utf-8")
-    (deadline,) = re.findall(r"^DEADLINE=(\d+)$", run, re.MULTILINE)
+    (deadline,) = re.findall(r" --deadline=(\d+) ", run)
     assert 3600 * hours - 100 < int(deadline) - time.time() <= 3600 * hours
     assert f"at most ${33.6 * hours:,.0f}: saved, ended and freed {hours} hours from now" in cloud.err
 
@@ -168,8 +168,9 @@ def test_ctrl_c_ends_a_command_on_workers_that_do_not_answer(cloud, monkeypatch)
 
 
 def test_a_vm_that_was_preempted_under_an_active_request_counts_as_lost(cloud):
-    cloud.script({"match": "tpu-vm describe", "code": 0, "stdout": '{"state": "PREEMPTED"}'})
-    assert cloud.run(f"wait {TPU}") == 1
+    ready = {"match": "tpu-vm describe", "code": 0, "stdout": '{"state": "READY"}'}
+    cloud.script(ready, {"match": "tpu-vm describe", "code": 0, "stdout": '{"state": "PREEMPTED"}'})
+    assert cloud.run(f"up {TPU} --max-recreations=0 {TRAINER}") == 1
     assert "PREEMPTED" in cloud.errors()[0] and "resumes" in cloud.errors()[0]
 
 
@@ -178,8 +179,15 @@ def test_no_capacity_is_asked_for_again_with_growing_pauses_up_to_the_cap(cloud)
     cloud.script(absent(), *[out_of_stock] * 9)
     assert cloud.run(f"up {TPU} --max-recreations=2 {TRAINER}") == 1
     assert len(cloud.called("queued-resources create")) == 3
-    assert cloud.waits == [30.0, 60.0]
+    assert cloud.waits == [30.0, 60.0, 60.0, 60.0]
     assert "no more capacity" in cloud.errors()[0] and "another zone" in cloud.errors()[0]
+
+
+def test_a_tpu_that_was_up_has_all_its_recreations_again(cloud):
+    up = [queue("ACTIVE"), {"match": "tpu-vm describe", "code": 0, "stdout": '{"state": "READY"}'}]
+    cloud.script(absent(), queue("SUSPENDED", 2), *up, queue("SUSPENDED", 3))
+    assert cloud.run(f"up {TPU} --max-recreations=1 {TRAINER}") == 1
+    assert len(cloud.called("queued-resources create")) == 3
 
 
 @pytest.mark.parametrize(
@@ -201,7 +209,7 @@ def test_what_does_not_go_away_is_asked_once_and_explained(cloud, stderr, said, 
 
 def test_quota_that_the_queue_reports_later_is_not_asked_for_again(cloud):
     cloud.script(absent(), failed("Quota limit 'TPUV5P' has been exceeded"))
-    assert cloud.run(UP) == 1
+    assert cloud.run(f"up {TPU} {TRAINER}") == 1
     assert len(cloud.called("queued-resources create")) == 1
     assert "iam-admin/quotas" in cloud.errors()[0]
 
@@ -222,35 +230,28 @@ def test_a_second_start_of_the_same_command_is_no_error(cloud):
     assert cloud.run(UP) == 0
 
 
-def test_workers_that_do_not_answer_are_tried_again_by_number(cloud):
-    cloud.script({"match": "worker=all.*stop", "stdout": "worker 0 done", "stderr": "ssh: connect: Connection refused"})
-    assert cloud.run(f"stop {TPU}") == 0
-    assert ["--worker=1" in call for call in cloud.called("tpu-vm ssh")] == [False, True]
-
-
-def test_workers_that_stay_silent_are_named_and_the_others_stopped(cloud):
-    cloud.script(
-        {"match": "worker=all.* run$", "stdout": "worker 0 done", "stderr": "Connection timed out"},
-        {"match": "worker=1.* run$", "times": 9, "stderr": "ssh: Connection timed out"},
-    )
+@pytest.mark.parametrize(
+    ("answer", "line"),
+    [
+        ({"code": 255, "stderr": "##### Command execution on worker 1 failed with exit status 255."}, "on worker 1"),
+        ({"code": 0, "stdout": "worker 0 done"}, "rpg-4b: no answer from worker 1 of 2; look: launch/tpu ssh"),
+    ],
+)
+def test_workers_that_stay_silent_are_named_and_the_others_stopped(cloud, answer, line):
+    cloud.script({"match": "worker=all.* run$", **answer})
     assert cloud.run(UP) == 1
-    assert "worker 1 of 2 failed 3 times: ssh: Connection timed out" in cloud.errors()[0]
-    assert cloud.called("tpu-vm ssh")[-1].endswith("stop")
+    assert line in cloud.errors()[0]
+    assert cloud.called("tpu-vm ssh")[-1].endswith("stop"), "gcloud has tried each worker ten times"
 
 
-def test_a_request_that_stays_in_the_queue_too_long_is_left_there(cloud):
-    cloud.script(queue("WAITING_FOR_RESOURCES", 99))
-    assert cloud.run(f"wait {TPU} --timeout=-1") == 1
-    assert "still WAITING_FOR_RESOURCES" in cloud.errors()[0] and not cloud.called("delete")
+def test_a_request_that_the_cloud_gives_up_in_time_is_not_asked_for_again(cloud):
+    cloud.script(absent(), failed("The request has expired"))
+    assert cloud.run(f"up {TPU} --give-up-after=12h {TRAINER}") == 1
+    assert "--valid-until-duration=12h" in cloud.called("queued-resources create")[0]
+    assert "is FAILED: The request has expired" in cloud.errors()[0]
 
 
-def test_waiting_for_what_was_never_requested_says_so(cloud):
-    cloud.script(absent())
-    assert cloud.run(f"wait {TPU}") == 1
-    assert "does not exist in us-east5-a; create it" in cloud.errors()[0]
-
-
-@pytest.mark.parametrize("command", ["stop", "status", "logs", "ssh", "wait", "delete --yes"])
+@pytest.mark.parametrize("command", ["stop", "status", "logs", "ssh", "delete --yes"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -308,7 +309,7 @@ def test_later_commands_remember_what_was_launched(cloud):
     cloud.run(UP)
     assert cloud.run("status --name=rpg-4b") == 0
     assert "--zone=us-east5-a" in cloud.called("queued-resources describe")[-1]
-    assert cloud.run("run --name=rpg-4b") == 0
+    assert cloud.run("up --no-watch --name=rpg-4b") == 0
     assert "--config.mesh.fsdp=-1" in (cloud.home / "staging" / "run.sh").read_text(encoding="utf-8")
 
 

@@ -1,4 +1,4 @@
-"""What runs on the machines: the startup script, the run script, the pod's entry point and the secrets, with fakes."""
+"""What runs on the machines: the startup script, and what supervises the trainer on TPU VMs and in pods, with fakes."""
 
 from __future__ import annotations
 
@@ -37,15 +37,7 @@ case "$*" in
   "storage ls "*) ls "$FAKE_BUCKET/$(basename "$last")" ;;
 esac
 """
-CURL = """\
-#!/bin/sh
-for last; do :; done
-case "$last" in
-  */agent-worker-number) echo "${WORKER:-0}" ;;
-  */worker-network-endpoints) echo "unknown:unknown:10.0.0.5,unknown:unknown:10.0.0.6" ;;
-  */tpu-env) printf '%b' "$TPU_ENV" ;;
-esac
-"""
+CURL = '#!/bin/sh\necho "${WORKER:-0}"\n'
 SYSTEMCTL = """\
 #!/bin/sh
 echo "systemctl $*" >> "$LOG"
@@ -55,7 +47,6 @@ case "$1" in
 esac
 """
 SYSTEMD_RUN = '#!/bin/sh\necho "systemd-run $*" >> "$LOG"; touch "$ACTIVE"\n'
-PYTHON = '#!/bin/sh\ncase "$1" in -c) exit 0 ;; *) echo "python3 $*" >> "$LOG" ;; esac\n'
 
 
 class Worker:
@@ -66,11 +57,11 @@ class Worker:
         (home / "bin").mkdir()
         self.bucket.mkdir()
         for name, text in {
-            "gcloud": GCLOUD, "curl": CURL, "systemctl": SYSTEMCTL, "systemd-run": SYSTEMD_RUN, "python3": PYTHON
+            "gcloud": GCLOUD, "curl": CURL, "systemctl": SYSTEMCTL, "systemd-run": SYSTEMD_RUN
         }.items():  # fmt: skip
             (home / "bin" / name).write_text(text, encoding="utf-8")
             (home / "bin" / name).chmod(0o755)
-        self.upload("one")
+        self.upload("# one")
         (self.bucket / "run.sh").write_text(files.run_script(JOB), encoding="utf-8")
         script = files.startup_script(JOB).replace("/opt/rpg", str(home / "opt")).replace("/var/log", str(home))
         (home / "startup.sh").write_text(script, encoding="utf-8")
@@ -79,6 +70,7 @@ class Worker:
         (self.home / "file").write_text(content, encoding="utf-8")
         with tarfile.open(self.bucket / "source.tar.gz", "w:gz") as archive:
             archive.add(self.home / "file", "launch/install.py")
+            archive.add(LAUNCH / "cloud" / "supervise.py", "launch/cloud/supervise.py")
 
     def boot(self, *arguments, **environment):
         """What was called while the startup script ran, and what it printed."""
@@ -97,10 +89,9 @@ def worker(tmp_path):
     return Worker(tmp_path)
 
 
-def test_a_fresh_machine_installs_and_starts_by_itself(worker):
+def test_a_fresh_machine_starts_by_itself(worker):
     log, said = worker.boot()
-    assert "install.py --requirements=requirements-tpu.lock" in log
-    assert "systemd-run" in log and "Restart=" not in log, "run.sh starts the trainer again"
+    assert "systemd-run" in log and "Restart=" not in log, "supervise.py starts the trainer again"
     assert said == "started\nworker 0 done\n"
 
 
@@ -114,19 +105,19 @@ def test_another_command_or_other_code_replaces_what_runs(worker):
     worker.boot()
     for change in (
         lambda: (worker.bucket / "run.sh").write_text("# other", encoding="utf-8"),
-        lambda: worker.upload("two"),
+        lambda: worker.upload("# two"),
     ):
         change()
         log, _ = worker.boot("run")
-        assert log.index("systemctl stop rpg") < log.index("install.py") < log.index("systemd-run")
-    assert (worker.home / "opt" / "repository" / "launch" / "install.py").read_text(encoding="utf-8") == "two"
+        assert log.index("systemctl stop rpg") < log.index("systemd-run")
+    assert (worker.home / "opt" / "repository" / "launch" / "install.py").read_text(encoding="utf-8") == "# two"
 
 
 def test_new_code_keeps_the_environment(worker):
     worker.boot()
     venv = worker.home / "opt" / "repository" / ".venv"
     venv.mkdir()
-    worker.upload("two")
+    worker.upload("# two")
     worker.boot("stop")
     worker.boot("run")
     assert venv.exists()
@@ -153,8 +144,7 @@ def test_stop_and_status(worker):
 
 TRAINER = """\
 #!/bin/sh
-[ "$1" != launch/cloud/extras.py ] || exit 0
-echo "$JAX_COORDINATOR_ADDRESS $JAX_COMPILATION_CACHE_DIR $*"
+echo "$JAX_COORDINATOR_ADDRESS $JAX_COMPILATION_CACHE_DIR $MEGASCALE_NUM_SLICES$KEY$*"
 [ -z "$ONCE" ] || { rm "$ONCE" && exit 1; } 2>/dev/null
 trap 'sleep 0.2; echo saved; exit 143' TERM
 [ -z "$HANG" ] || { touch "$HANG"; while :; do sleep 0.05; done; }
@@ -162,34 +152,71 @@ exit "${STATUS:-0}"
 """
 
 
-def train(worker, **environment):
-    """Starts the run script in a repository whose Python is a fake trainer."""
-    worker.boot()
-    python = worker.home / "opt" / "repository" / ".venv" / "bin" / "python"
-    python.parent.mkdir(parents=True)
-    python.write_text(TRAINER, encoding="utf-8")
-    python.chmod(0o755)
-    command = ["bash", str(worker.bucket / "run.sh")]
-    (worker.home / "rpg.log").write_text("a traceback\n", encoding="utf-8")
-    own = {"TPU_ENV": "", "PAUSE": "0", "LOG_FILE": str(worker.home / "rpg.log"), "DOWN": "", "ONCE": ""}
-    environment = {**worker.environment, **own, **environment}
-    where = worker.home / "opt" / "repository"
-    return subprocess.Popen(
-        command, cwd=where, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+@pytest.fixture
+def google():
+    """Metadata server and Secret Manager in one, holding the secret wandb-key; `google.attributes` may be changed."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            if self.path.endswith("/token") and self.headers["Metadata-Flavor"] == "Google":
+                return self.reply(b'{"access_token": "t0ken"}')
+            if (found := server.attributes.get(self.path.rpartition("/attributes/")[2])) is not None:
+                return self.reply(found.encode())
+            known = self.headers["Authorization"] == "Bearer t0ken"
+            if known and "/secrets/wandb-key/versions/latest:access" in self.path:
+                return self.reply(json.dumps({"payload": {"data": base64.b64encode(b"s3cr3t\n").decode()}}).encode())
+            self.send_error(403)
+
+        def reply(self, body):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.attributes = {"agent-worker-number": "0", "tpu-env": ""}
+    server.attributes["worker-network-endpoints"] = "unknown:unknown:10.0.0.5,unknown:unknown:10.0.0.6"
+    server.url = f"http://127.0.0.1:{server.server_port}"
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    yield server
+    server.shutdown()
 
 
-def test_the_trainer_gets_coordinator_cache_and_the_name_that_resumes(worker):
-    said = train(worker).communicate()[0].split()
+@pytest.fixture
+def train(worker, google):
+    """Starts the run script in a repository whose Python is a fake trainer; `number` is that of the worker."""
+
+    def start(number="0", **environment):
+        worker.boot()
+        python = worker.home / "opt" / "repository" / ".venv" / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.write_text(TRAINER, encoding="utf-8")
+        python.chmod(0o755)
+        (worker.home / "rpg.log").write_text("a traceback\n", encoding="utf-8")
+        google.attributes["agent-worker-number"] = number
+        environment = {"GCE_METADATA_URL": google.url, "PAUSE": "0", "DOWN": ""} | environment
+        environment = {**worker.environment, "LOG_FILE": str(worker.home / "rpg.log"), **environment}
+        return subprocess.Popen(
+            ["bash", str(worker.bucket / "run.sh")], cwd=worker.home / "opt" / "repository", env=environment,
+            stdout=subprocess.PIPE, text=True, start_new_session=True,
+        )  # fmt: skip
+
+    return start
+
+
+def test_the_trainer_gets_coordinator_cache_and_the_name_that_resumes(train):
+    said = train().communicate()[0].split()
     assert said[:2] == ["10.0.0.5:8476", "gs://mine/jax-cache"]
     assert said[2:] == [
         "-m", "rpg_jax.train", "--config=x.py", "--config.run.dir=gs://mine/runs", "--config.run.name=rpg-4b"
     ]  # fmt: skip
 
 
-def test_several_slices_meet_at_slice_zero(worker):
-    env = "MEGASCALE_COORDINATOR_ADDRESS: '10.9.9.9:8080'\\nMEGASCALE_NUM_SLICES: '2'\\n"
-    assert train(worker, TPU_ENV=env).communicate()[0].startswith("10.9.9.9:8476 ")
+def test_several_slices_meet_at_slice_zero(train, google):
+    google.attributes["tpu-env"] = "A: 'b'\nMEGASCALE_COORDINATOR_ADDRESS: '10.9.9.9:8080'\nMEGASCALE_NUM_SLICES: '2'\n"
+    assert train().communicate()[0].startswith("10.9.9.9:8476 ")
 
 
 def freed(worker):
@@ -197,49 +224,49 @@ def freed(worker):
 
 
 @pytest.mark.parametrize("number", ["0", "1"])
-def test_only_the_first_worker_of_a_successful_run_marks_it_finished_and_frees_the_tpu(worker, number):
-    run = train(worker, WORKER=number)
+def test_only_the_first_worker_of_a_successful_run_marks_it_finished_and_frees_the_tpu(worker, train, number):
+    run = train(number)
     run.communicate()
     assert run.returncode == 0 and not (worker.bucket / "failed").exists()
     assert (worker.bucket / "finished").exists() == bool(freed(worker)) == (number == "0")
 
 
-def test_a_bucket_that_does_not_answer_at_the_end_is_asked_again(worker):
+def test_a_bucket_that_does_not_answer_at_the_end_is_asked_again(worker, train):
     (down := worker.home / "down").touch()
-    assert train(worker, DOWN=str(down)).wait() == 0
+    assert train(DOWN=str(down)).wait() == 0
     assert (worker.bucket / "finished").exists() and not down.exists()
 
 
 @pytest.mark.parametrize("status, starts", [("1", 6), ("134", 6), ("2", 1), ("3", 1)])
-def test_a_run_that_fails_is_given_up_with_its_log_and_frees_the_tpu(worker, status, starts):
-    run = train(worker, STATUS=status, WORKER="1")
+def test_a_run_that_fails_is_given_up_with_its_log_and_frees_the_tpu(worker, train, status, starts):
+    run = train("1", STATUS=status)
     said = run.communicate()[0]
     assert run.returncode == int(status) and said.count("rpg_jax.train") == starts
     note = (worker.bucket / "failed").read_text(encoding="utf-8")
-    assert note == f"worker 1 ended with exit code {status} after {6 if starts > 1 else 0} failures\n"
+    assert note == f"worker 1 ended with exit code {status} at attempt {starts}\n"
     assert (worker.bucket / "worker-1.log").read_text(encoding="utf-8") == "a traceback\n" and freed(worker) == 1
     assert not (worker.bucket / "finished").exists()
 
 
-def test_a_run_that_fails_once_goes_on(worker):
+def test_a_run_that_fails_once_goes_on(worker, train):
     (once := worker.home / "once").touch()
-    run = train(worker, ONCE=str(once))
+    run = train(ONCE=str(once))
     assert run.communicate()[0].count("rpg_jax.train") == 2 and (worker.bucket / "finished").exists()
 
 
-def test_a_run_past_its_hours_is_saved_and_freed(worker):
+def test_a_run_past_its_hours_is_saved_and_freed(worker, train):
     script = worker.bucket / "run.sh"
-    limited = script.read_text(encoding="utf-8").replace("DEADLINE=0", f"DEADLINE={int(time.time()) + 4}")
+    limited = script.read_text(encoding="utf-8").replace("deadline=0", f"deadline={int(time.time()) + 4}")
     script.write_text(limited, encoding="utf-8")
-    run = train(worker, HANG=str(worker.home / "started"))
+    run = train(HANG=str(worker.home / "started"))
     assert "saved" in run.communicate(timeout=60)[0] and run.returncode == 124 and freed(worker) == 1
     note = (worker.bucket / "failed").read_text(encoding="utf-8")
     assert note == "the hours of --max-hours or --budget are over; the run is saved\n"
 
 
-def test_a_stop_waits_for_the_trainer_to_save(worker):
+def test_a_stop_waits_for_the_trainer_to_save(worker, train):
     started = worker.home / "started"
-    run = train(worker, HANG=str(started))
+    run = train(HANG=str(started))
     while not started.exists() and run.poll() is None:
         pass
     os.killpg(run.pid, 15)  # as systemd does: to every process of the service
@@ -248,99 +275,59 @@ def test_a_stop_waits_for_the_trainer_to_save(worker):
     assert not (worker.bucket / "finished").exists() and not freed(worker)
 
 
-def test_pods_meet_at_the_first_host_of_the_first_slice(tmp_path):
-    python = tmp_path / "python"
-    extras = '[ "$1" != launch/cloud/extras.py ] || exit 0'
-    python.write_text(
-        f'#!/bin/sh\n{extras}\necho "$JAX_COORDINATOR_ADDRESS $JAX_COMPILATION_CACHE_DIR $*"\n', encoding="utf-8"
-    )
-    python.chmod(0o755)
-    command = [
-        "bash",
-        str(LAUNCH / "gke" / "entrypoint.sh"),
-        "gs://b",
-        "0",
-        "K=name",
-        "--",
-        "rpg_jax.train",
-        "--config=x.py",
-    ]
-    pod = {"PATH": os.environ["PATH"], "PYTHON": str(python), "TPU_WORKER_HOSTNAMES": "host-0,host-1"}
-    pod |= {"GOOGLE_CLOUD_PROJECT": "p"}
+def test_an_installation_that_fails_is_tried_again_and_then_given_up(worker, train):
+    worker.upload("raise SystemExit(1)")
+    run = train("1")
+    assert "rpg_jax.train" not in run.communicate()[0] and run.returncode == 1 and freed(worker) == 1
+    assert "exit code 1 at attempt 6" in (worker.bucket / "failed").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def pod(tmp_path, google):
+    """Runs what a pod runs, with a fake trainer; returns its exit code, and what it and the trainer said."""
+
+    def run(*arguments, trainer=TRAINER, **environment):
+        (tmp_path / "python").write_text(trainer, encoding="utf-8")
+        (tmp_path / "python").chmod(0o755)
+        command = [sys.executable, str(LAUNCH / "cloud" / "supervise.py"), "--bucket=gs://b", "--project=p", *arguments]
+        pod = {"PATH": os.environ["PATH"], "PYTHON": str(tmp_path / "python"), "TPU_WORKER_HOSTNAMES": "host-0,host-1"}
+        pod |= {"GCE_METADATA_URL": google.url, "SECRET_MANAGER_URL": google.url, "PAUSE": "0"}
+        return subprocess.run(command, env=pod | environment, capture_output=True, text=True)
+
+    return run
+
+
+def test_pods_meet_at_the_first_host_of_the_first_slice(pod):
     for more, meets in (({}, "host-0:8476"), ({"MEGASCALE_COORDINATOR_ADDRESS": "slice-0:8080"}, "slice-0:8476")):
-        said = subprocess.run(command, env=pod | more, capture_output=True, text=True).stdout
-        secrets = f"launch/cloud/with_secrets.py --project=p K=name -- {python}"
-        assert said == f"{meets} gs://b/jax-cache {secrets} -m rpg_jax.train --config=x.py\n"
+        said = pod("--", "rpg_jax.train", "--config=x.py", **more).stdout
+        assert said == f"{meets} gs://b/jax-cache -m rpg_jax.train --config=x.py\n"
 
 
-def test_a_pod_that_serves_is_no_slice_of_a_job(tmp_path):
-    python = tmp_path / "python"
-    python.write_text(
-        '#!/bin/sh\n[ "$1" != launch/cloud/extras.py ] || exit 0\necho "$MEGASCALE_NUM_SLICES $*"\n', encoding="utf-8"
-    )
-    python.chmod(0o755)
-    pod = {"PATH": os.environ["PATH"], "PYTHON": str(python), "MEGASCALE_COORDINATOR_ADDRESS": "slice-0:8080"}
-    pod |= {"MEGASCALE_NUM_SLICES": "4"}
-    command = ["bash", str(LAUNCH / "gke" / "entrypoint.sh"), "gs://b", "0", "--", "rpg_jax.serve", "--config=x.py"]
-    said = subprocess.run(command, env=pod, capture_output=True, text=True).stdout
-    assert said == " -m rpg_jax.serve --config=x.py\n"
+@pytest.mark.parametrize(("module", "slices"), [("rpg_jax.serve", ""), ("rpg_jax.train", "4")])
+def test_a_pod_that_serves_is_no_slice_of_a_job(pod, module, slices):
+    said = pod("--", module, "--config=x.py", MEGASCALE_COORDINATOR_ADDRESS="slice-0:8080", MEGASCALE_NUM_SLICES="4")
+    assert said.stdout.endswith(f" {slices}-m {module} --config=x.py\n")
 
 
 @pytest.mark.parametrize(
     ("does", "ends", "pauses"),
     [("exit 0", 0, False), ("exit 2", 2, False), ("exit 1", 1, True), ("sleep 30 & wait $!", 3, False)],
 )
-def test_a_pod_that_fails_soon_pauses_before_all_start_again_and_one_past_its_hours_ends(tmp_path, does, ends, pauses):
-    python = tmp_path / "python"
-    start = f"trap 'exit 143' TERM\n{does}\n"
-    python.write_text(f'#!/bin/sh\n[ "$1" != launch/cloud/extras.py ] || exit 0\n{start}', encoding="utf-8")
-    python.chmod(0o755)
-    deadline = str(int(time.time()) + 2) if ends == 3 else "0"
-    command = ["bash", str(LAUNCH / "gke" / "entrypoint.sh"), "gs://b", deadline, "--", "rpg_jax.train"]
-    pod = {"PATH": os.environ["PATH"], "PYTHON": str(python), "TPU_WORKER_HOSTNAMES": "host-0", "PAUSE": "3"}
+def test_a_pod_that_fails_soon_pauses_before_all_start_again_and_one_past_its_hours_ends(pod, does, ends, pauses):
+    limit = [f"--deadline={int(time.time()) + 2}"] if ends == 3 else []
     began = time.monotonic()
-    assert subprocess.run(command, env=pod, capture_output=True).returncode == ends
+    trainer = f"#!/bin/sh\ntrap 'kill $!; exit 143' TERM\n{does}\n"
+    done = pod(*limit, "--", "rpg_jax.train", trainer=trainer, PAUSE="0.75")
+    assert done.returncode == ends
     assert (time.monotonic() - began > 3) == pauses or ends == 3
 
 
-@pytest.fixture
-def google():
-    """Metadata server and Secret Manager in one, holding the secret wandb-key."""
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_GET(self):
-            if self.path.endswith("/token") and self.headers["Metadata-Flavor"] == "Google":
-                return self.reply({"access_token": "t0ken"})
-            if (
-                "/secrets/wandb-key/versions/latest:access" in self.path
-                and self.headers["Authorization"] == "Bearer t0ken"
-            ):
-                return self.reply({"payload": {"data": base64.b64encode(b"s3cr3t\n").decode()}})
-            self.send_error(403)
-
-        def reply(self, body):
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(json.dumps(body).encode())
-
-        def log_message(self, *_):
-            pass
-
-    server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-
-
 @pytest.mark.parametrize("name, status", [("wandb-key", 0), ("other-key", 1)])
-def test_secrets_go_from_their_name_into_the_environment_alone(google, name, status):
-    show = [sys.executable, "-c", "import os, sys; print(os.environ['KEY'], sys.argv)", "argument"]
-    command = [sys.executable, str(LAUNCH / "cloud" / "with_secrets.py"), "--project=p", f"KEY={name}", "--", *show]
-    urls = {"GCE_METADATA_URL": google, "SECRET_MANAGER_URL": google}
-    done = subprocess.run(command, env={"PATH": os.environ["PATH"], **urls}, capture_output=True, text=True)
+def test_secrets_go_from_their_name_into_the_environment_alone(pod, name, status):
+    done = pod(f"--secret=KEY={name}", "--", "rpg_jax.train", "argument")
     assert done.returncode == status
     if status == 0:
-        assert done.stdout == "s3cr3t ['-c', 'argument']\n"
+        assert done.stdout.endswith(" s3cr3t-m rpg_jax.train argument\n")
     else:
         assert "'other-key'" in done.stderr and "secretAccessor" in done.stderr and len(done.stderr.splitlines()) == 1
 
