@@ -108,9 +108,10 @@ def run(made: argparse.ArgumentParser, argv: list[str], shell: Shell | None, com
     return 0
 
 
-def check(launch: Launch, *, trainer: bool) -> None:
+def check(launch: Launch, *, trainer: bool, vms: bool) -> None:
     """Runs the checks of `preflight`, shows their notes and remembers the job."""
-    for note in preflight.check(launch.job, launch.shell, plan=not launch.options.no_plan, trainer=trainer):
+    plan = not launch.options.no_plan
+    for note in preflight.check(launch.job, launch.shell, plan=plan, trainer=trainer, vms=vms):
         launch.shell.say(f"  {note}")
     if not launch.shell.dry_run:
         launch.job.save(launch.staging / "job.json")

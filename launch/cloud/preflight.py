@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from cloud import reach, words
+from cloud import account, reach, words
 from cloud.errors import CommandError, Kind, LaunchError
 from cloud.job import ROOT, SERVERS_SECRETS, Job
 from cloud.shell import Shell
@@ -18,7 +18,7 @@ TRACKERS = ("wandb", "tensorboard")  # in requirements-trackers.lock
 MULTI_REGIONS = {"US": "us-", "EU": "europe-", "ASIA": "asia-"}
 
 
-def check(job: Job, shell: Shell, *, plan: bool = True, trainer: bool = True) -> list[str]:
+def check(job: Job, shell: Shell, *, plan: bool = True, trainer: bool = True, vms: bool = True) -> list[str]:
     """Runs all checks and returns their notes for the user.
 
     Checks that need no cloud run first, and all of them run: one start shows every mistake.
@@ -29,7 +29,7 @@ def check(job: Job, shell: Shell, *, plan: bool = True, trainer: bool = True) ->
     offline = [*words.FORMS, type_and_slices, capacity_has_its_limit, servers_are_whole]
     fits = [config_fits, plan_says_it_fits][: 1 + (plan and not job.serves_for)] if trainer else []
     notes = words.passes(job, [*offline, *fits])
-    for cloud_checker in (type_is_offered, bucket_is_near, secrets_exist):
+    for cloud_checker in (type_is_offered, bucket_is_near, secrets_exist, *([account.may] if vms else [])):
         notes += cloud_checker(job, shell)
     return [*notes, *quota_and_cost(job)]
 

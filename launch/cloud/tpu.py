@@ -42,14 +42,14 @@ def main(argv: list[str], shell: Shell | None = None) -> int:
 
 
 def create(launch: Launch, vms: TpuVms) -> None:
-    options.check(launch, trainer=bool(launch.job.trainer))
+    options.check(launch, trainer=bool(launch.job.trainer), vms=True)
     _send(launch, training=False)
     vms.create(launch.staging / "startup.sh")
 
 
 def up(launch: Launch, vms: TpuVms) -> None:
     """Requests the TPU, whose workers train as soon as they boot, or has the workers train that have booted already."""
-    options.check(launch, trainer=True)
+    options.check(launch, trainer=True, vms=True)
     options.tell_how_they_are_found(launch, f"file:{launch.job.addresses}")
     _send(launch, training=True)
     if vms.create(launch.staging / "startup.sh") in UP:

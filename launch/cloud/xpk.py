@@ -62,7 +62,7 @@ def create(launch: Launch) -> bool:
     XPK adds node pools to a cluster that exists, and deletes those of another type; with --quiet it does not ask.
     """
     tpu, capacity = launch.job.tpu, _capacity(launch)
-    options.check(launch, trainer=bool(launch.job.trainer))
+    options.check(launch, trainer=bool(launch.job.trainer), vms=False)
     command = ["xpk", "cluster", "create", *_cluster(launch), f"--tpu-type={tpu.type}", f"--num-slices={tpu.slices}"]
     command += [capacity, "--enable-workload-identity"]
     command += [f"--custom-cluster-arguments=--network={tpu.network}"] if tpu.network else []

@@ -15,7 +15,7 @@ import pytest
 LAUNCH = Path(__file__).parents[2] / "launch"
 sys.path.insert(0, str(LAUNCH))
 
-from cloud import files, preflight, resolve, tpu, xpk  # noqa: E402
+from cloud import account, files, preflight, resolve, tpu, xpk  # noqa: E402
 from cloud.shell import Shell  # noqa: E402
 
 
@@ -81,5 +81,6 @@ def cloud(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(files, "commit", lambda: "0123456789abcdef")
     monkeypatch.setattr(preflight, "PYTHON", Path(sys.executable))
     monkeypatch.setattr(preflight, "resolve", _resolve)
+    monkeypatch.setattr(account, "granted", lambda token, url, permissions: permissions)
     monkeypatch.setattr(preflight, "tpu_compiler_is_installed", lambda: False)  # a plan takes minutes
     return Cloud(tmp_path, capsys)

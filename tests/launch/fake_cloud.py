@@ -19,6 +19,8 @@ FLAGS = {
     "gcloud config get-value": set(),
     "gcloud auth configure-docker": set(),
     "gcloud secrets describe": set(),
+    "gcloud projects describe": set(),
+    "gcloud auth print-access-token": {"--impersonate-service-account"},
     "gcloud storage buckets describe": set(),
     "gcloud storage cp": set(),
     "gcloud storage cat": set(),
@@ -64,6 +66,10 @@ def answer(line: str, argv: list[str], home: Path) -> int:
     flags = dict(word.partition("=")[::2] for word in argv if word.startswith("--"))
     if "get-value project" in line:
         print("my-project")
+    elif "projects describe" in line:
+        print("123")
+    elif "print-access-token" in line:
+        print("t0ken")
     elif "accelerator-types list" in line:
         print(flags["--filter"].partition("=")[2])
     elif "buckets describe" in line:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cloud import accelerators, files, preflight, reach
+from cloud import accelerators, account, files, preflight, reach
 from cloud.errors import LaunchError
 from cloud.job import SERVERS_SECRETS, make_job
 from rpg_jax import planning, serve
@@ -221,6 +222,45 @@ def test_a_bucket_that_keeps_what_is_deleted_is_named_with_its_cost(cloud):
     assert "gcloud storage buckets update gs://mine --clear-soft-delete" in cloud.err
     cloud.script({"match": "buckets describe", "stderr": "ERROR: NOT_FOUND: no such bucket"})
     assert cloud.run(f"create {TPU} {TRAINER}") == 1 and "--soft-delete-duration=0" in cloud.errors()[0]
+
+
+@pytest.mark.parametrize(
+    ("denied", "code", "line"),
+    [
+        ("", 0, "workers are 123-compute@developer.gserviceaccount.com, which may use bucket and secrets"),
+        ("tpu.nodes.delete", 0, "which may not delete their TPU (roles/tpu.admin): it costs until you do"),
+        ("storage.objects.create", 1, "which lacks roles/storage.objectAdmin; give it each: gcloud projects add-iam"),
+        ("secretmanager.versions.access", 1, "which lacks roles/secretmanager.secretAccessor on hf-token; give it"),
+    ],
+)
+def test_the_account_of_the_workers_is_tested(cloud, monkeypatch, denied, code, line):
+    monkeypatch.setattr(account, "granted", lambda token, url, wanted: [name for name in wanted if name != denied])
+    assert cloud.run(f"create {TPU} --secret=HF_TOKEN=hf-token {TRAINER}") == code
+    assert line in cloud.err and "t0ken" not in cloud.err
+    assert code == 0 or not cloud.called("storage cp")
+
+
+def test_an_account_that_cannot_be_impersonated_is_named_with_its_roles(cloud):
+    denied = "ERROR: PERMISSION_DENIED: Permission 'iam.serviceAccounts.getAccessToken' denied"
+    cloud.script({"match": "print-access-token", "stderr": denied})
+    assert cloud.run(f"create {TPU} --service-account=w@p.iam.gserviceaccount.com {TRAINER}") == 0
+    assert (
+        "not tested" in cloud.err and "workers are w@p.iam.gserviceaccount.com, which needs roles/storage" in cloud.err
+    )
+
+
+def test_permissions_are_asked_for_in_the_two_forms_that_google_has(monkeypatch):
+    asked = []
+
+    def answer(request, timeout):
+        asked.append((request.full_url, request.data))
+        return io.BytesIO(b'{"permissions": ["a.b"]}')
+
+    monkeypatch.setattr(account.urllib.request, "urlopen", answer)
+    for url in ("https://storage/storage/v1/b/mine/iam/testPermissions", "https://x/v1/projects/p:testIamPermissions"):
+        assert account.granted("t", url, ["a.b", "c.d"]) == ["a.b"]
+    assert asked[0] == ("https://storage/storage/v1/b/mine/iam/testPermissions?permissions=a.b&permissions=c.d", None)
+    assert asked[1][1] == b'{"permissions": ["a.b", "c.d"]}'
 
 
 def test_a_run_that_would_start_over_at_every_restart_is_refused(cloud):
