@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct learns the shortest problems of reasoning-gym's chain_sum: one digit plus or minus another.
 
 Needs:     pip install reasoning-gym
-Weights:   python -m rpg_jax.data pretrained smollm2-135m
+Weights:   python -m launch.pretrained smollm2-135m
 Command:   python -m rpg_jax.train --config=configs/smollm2_135m_chain_sum.py --config.model.path=smollm2-135m
 Hardware:  two CPU cores
 Expect:    0.33 held out before, 0.60 after eight steps, in three minutes on cores with other work beside

@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct that has learnt sums teaches the one that has not, on the student's own completions.
 
-Weights:   python -m rpg_jax.data pretrained smollm2-135m
+Weights:   python -m launch.pretrained smollm2-135m
 Teacher:   python -m rpg_jax.train --config=configs/smollm2_135m_sums.py --config.model.path=smollm2-135m
              --config.run.name=sums
            python -m rpg_jax.export --run=runs/sums --out=sums

@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct learns to write the equation of a short story with two numbers.
 
-Weights:   python -m rpg_jax.data pretrained smollm2-135m
+Weights:   python -m launch.pretrained smollm2-135m
 Command:   python -m rpg_jax.train --config=configs/smollm2_135m_stories.py --config.model.path=smollm2-135m
 Hardware:  two CPU cores
 Expect:    0.27 held out before, 0.59 after eight steps, in four and a half minutes on cores with other work beside

@@ -1,6 +1,6 @@
 """SmolLM2-135M-Instruct learns "What is a + b?" by RPG on two CPU cores.
 
-Weights:   python -m rpg_jax.data pretrained smollm2-135m
+Weights:   python -m launch.pretrained smollm2-135m
 Command:   python -m rpg_jax.train --config=configs/smollm2_135m_sums.py --config.model.path=smollm2-135m
 Hardware:  two CPU cores, 7 GB of memory
 Expect:    0.06 held out before, 0.6 to 0.8 after eight steps, in four minutes

@@ -21,7 +21,7 @@ LAYERS = (
     {"planning", "reproduction"},
     {"benchmarks"},
 )
-COMMANDS = {"bench", "evaluate", "export", "plan", "reproduce", "sample", "serve", "sft", "train"}
+COMMANDS = {"bench", "evaluate", "export", "first_hour", "plan", "reproduce", "sample", "serve", "sft", "train"}
 ENTRY_POINTS = len(LAYERS)  # every other module directly under rpg_jax/
 LAYER = {name: number for number, names in enumerate(LAYERS) for name in names}
 
@@ -117,7 +117,7 @@ def test_config_ends_in_runs():
     assert not importers("configs") & below
 
 
-def test_at_the_top_are_nine_commands_and_what_every_room_reads():
+def test_at_the_top_are_ten_commands_and_what_every_room_reads():
     top = {path.stem for path in FILES if len(path.parts) == 2}
     assert top == COMMANDS | {"__init__", "types", "masking"}
 

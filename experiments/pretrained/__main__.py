@@ -1,6 +1,6 @@
 """SmolLM2-135M learns sums under KL terms of several kinds and strengths: what each run gains, and what it loses.
 
-python -m rpg_jax.data pretrained smollm2-135m
+python -m launch.pretrained smollm2-135m
 python -m experiments.pretrained --model=smollm2-135m      (the same command continues)
 python -m experiments.pretrained --from-data               (tables and figure of the runs that come with the code)
 """

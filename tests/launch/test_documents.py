@@ -27,7 +27,7 @@ FENCE = re.compile(r"^```(?:sh)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BLOCK = re.compile(r"^```[^\n]*\n.*?^```$", re.MULTILINE | re.DOTALL)  # of any language
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 PATH = re.compile(r"(?<![\w./-])(?:rpg_jax|experiments|configs|launch|tests|docs)/[\w./-]*[\w/]")
-INLINE = re.compile(r"`((?:\.venv/bin/)?python -m (?:rpg_jax|experiments)\.\w+[^`]*)`")
+INLINE = re.compile(r"`((?:\.venv/bin/)?python -m (?:rpg_jax|experiments|launch)\.\w+[^`]*)`")
 MAKERS = ("extending.md", "own_data.md")  # pages that make files
 PROGRAMS = ("python", ".venv/bin/python", "bash", "launch/tpu", "launch/xpk")
 
@@ -49,7 +49,7 @@ EXECUTED = {
     "python -m rpg_jax.serve": "tests/test_serve.py",
     "python -m rpg_jax.sample": "tests/test_sample.py",
     "python -m rpg_jax.report": "tests/report/test_report.py",
-    "python -m rpg_jax.data pretrained": "tests/models/test_pretrained.py",
+    "python -m launch.pretrained": "tests/launch/test_pretrained.py",
     "python -m rpg_jax.data": "tests/data/test_prepare.py",
     "python -m docs.generate": "tests/test_docs.py",
     "python -m experiments.estimators": "tests/experiments/test_estimators.py",
@@ -59,6 +59,7 @@ EXECUTED = {
     "python -m experiments.peers": "tests/experiments/test_peers.py",
     "python -m rpg_jax.reproduce": "tests/reproduction/test_run_tables.py",
     "python -m rpg_jax.bench": "tests/test_bench.py",
+    "python -m rpg_jax.first_hour": "tests/test_first_hour.py",
     "python -m rpg_jax.plan --config=configs/qwen3_1p7b_gsm8k_lora": "tests/planning/test_estimates.py",  # --beside
     "python -m rpg_jax.plan --config=configs/qwen3_4b_2k_lora": "tests/planning/test_estimates.py",
     "python -m rpg_jax.plan --config=configs/qwen": "not run: compiles for minutes; docs/plan.md has what it printed",
@@ -161,7 +162,7 @@ def test_a_documented_command_is_executed_by_a_test_or_says_why_not(page, line):
     if page == "extending.md" and f"\n{line}\n" in (ROOT / "docs" / page).read_text(encoding="utf-8"):
         return  # tests/test_extending.py runs its blocks, whatever they are
     assert how.startswith("not run: ") or (ROOT / how).exists()
-    if (found := re.search(r"-m (?:rpg_jax|experiments)\.(\w+)", line)) and not how.startswith("not run: "):
+    if (found := re.search(r"-m (?:rpg_jax|experiments|launch)\.(\w+)", line)) and not how.startswith("not run: "):
         assert found[1] in (ROOT / how).read_text(encoding="utf-8"), f"{how} does not run {found[1]}"
 
 

@@ -172,7 +172,7 @@ def test_smollm2_as_published_answers(tmp_path):
     """The real weights: RPG_JAX_SMOLLM2 names the folder that `python -m rpg_jax.data pretrained` has written."""
     folder = os.environ.get("RPG_JAX_SMOLLM2")
     if not folder:
-        pytest.skip("RPG_JAX_SMOLLM2 names no folder: python -m rpg_jax.data pretrained smollm2-135m")
+        pytest.skip("RPG_JAX_SMOLLM2 names no folder: python -m launch.pretrained smollm2-135m")
     tokenizer, config = data.load_tokenizer(folder), models.read_config(folder)
     assert config == models.size("smollm2-135m")
     text = tokenizer.chat([{"role": "user", "content": "What is the capital of France?"}])

