@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
 from rpg_jax import first_hour
 from rpg_jax.first_hour import FAILED, NOT_RUN, PASSED, Step, judged, steps
+from tests.fake_gcs import FakeGcs
 
 VERSIONS = {"platform": "cpu", "devices": "1 x cpu", "packages": {"jax": "1"}, "python": "3", "commit": "c"}
 
@@ -155,3 +159,21 @@ def test_an_interrupt_ends_the_step_and_the_command_continues(hour, tmp_path, mo
     monkeypatch.undo()
     assert not (tmp_path / "out" / "report.json").exists()
     assert hour(step())[0] == 0
+
+
+@pytest.mark.slow  # imports google.cloud.storage
+def test_a_report_in_a_bucket_is_continued_by_another_machine(tmp_path):
+    pytest.importorskip("gcsfs")
+    program = (
+        "from rpg_jax import first_hour as f; import sys\n"
+        "one = f.Step('one', '', ('-c', ''), lambda _: (True, 'fine'))\n"
+        "f.steps = lambda *_: iter([one]); sys.exit(f.main(['--platform=cpu', '--out=gs://bucket/hour']))"
+    )
+    with FakeGcs("bucket") as gcs:
+        env = os.environ | gcs.environment
+        first, second = (
+            subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True) for _ in range(2)
+        )
+        assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+        assert "one: has passed" in second.stdout and "gs://bucket/hour/report.md: 2 passed" in second.stdout
+        assert {"hour/report.md", "hour/report.json", "hour/logs/one.txt"} <= set(gcs.objects)

@@ -25,6 +25,8 @@ def run_script(job: Job) -> str:
     kept = job.keep or (job.serves_for and job.tpu.slices > 1)  # a server that ends leaves those of other slices alone
     vm = [f"--files={job.files}", *([] if kept else [f"--free={shlex.join([*free, '--force'])}"])]
     purpose = f"Trains {job.name}; the same name resumes from its last checkpoint."
+    if job.is_first_hour:
+        purpose = f"Makes the first hour of {job.name}; the same name continues it."
     if job.serves_for:
         purpose = f"Serves for {job.serves_for}, until nobody asks any more."
     command = ["exec", "env", f"RPG_COMMIT={commit()}", "python3", "launch/cloud/supervise.py", *vm, *job.supervised]

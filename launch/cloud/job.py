@@ -75,7 +75,8 @@ class Job:
     Attributes:
       name: of the run, the queued resource and the TPU VM; a DNS label.
       bucket: gs:// address for runs, launch files and the compilation cache.
-      trainer: arguments for `python -m rpg_jax.train`, or for `rpg_jax.serve` with `serves_for`.
+      trainer: arguments for `python -m rpg_jax.train`, or for `rpg_jax.serve` with `serves_for`; or "first-hour" and
+        arguments for `rpg_jax.first_hour`.
       secrets: (environment variable, name in Secret Manager) pairs.
       keep: whether a TPU stays, and costs, once its run has ended.
       max_hours: after so many hours the run is saved and the TPU deleted; None sets no limit.
@@ -122,7 +123,14 @@ class Job:
         if self.serves_for:
             # The user's own --idle comes later, and counts.
             return ("rpg_jax.serve", "--idle=3600", *self.trainer, "--host=0.0.0.0", f"--http_port={PORT}")
+        if self.is_first_hour:
+            return ("rpg_jax.first_hour", "--platform=tpu", *self.trainer[1:], f"--out={self.runs}/{self.name}")
         return ("rpg_jax.train", *self.trainer, f"--config.run.dir={self.runs}", f"--config.run.name={self.name}")
+
+    @property
+    def is_first_hour(self) -> bool:
+        """Whether the job checks a TPU (docs/first_hour.md): `-- first-hour` stands in place of a trainer's config."""
+        return self.trainer[:1] == ("first-hour",)
 
     @property
     def supervised(self) -> list[str]:

@@ -20,7 +20,7 @@ def parser(program: str, description: str, commands: dict[str, str]) -> argparse
     made = argparse.ArgumentParser(
         program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
         epilog="Everything after -- goes to `python -m rpg_jax.train` on all workers, or with --serves-for to\n"
-        "`python -m rpg_jax.serve`. The same --name resumes.\n\n"
+        "`python -m rpg_jax.serve`; first-hour there checks one host (docs/first_hour.md). The same --name resumes.\n\n"
         "commands:\n" + "\n".join(f"  {name:<8} {meaning}" for name, meaning in commands.items()),
     )  # fmt: skip
     made.add_argument("command", choices=list(commands), metavar="COMMAND", help="one of the commands below")

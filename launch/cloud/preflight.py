@@ -26,8 +26,9 @@ def check(job: Job, shell: Shell, *, plan: bool = True, trainer: bool = True, vm
     Raises:
       LaunchError: a check failed; the message has one line for each mistake.
     """
-    offline = [*words.FORMS, type_and_slices, capacity_has_its_limit, servers_are_whole]
-    fits = [config_fits, plan_says_it_fits][: 1 + (plan and not job.serves_for)] if trainer else []
+    offline = [*words.FORMS, type_and_slices, capacity_has_its_limit, servers_are_whole, first_hour_has_one_host]
+    fits = [config_fits, plan_says_it_fits][: 1 + (plan and not job.serves_for)]
+    fits = fits if trainer and not job.is_first_hour else []
     notes = words.passes(job, [*offline, *fits])
     for cloud_checker in (type_is_offered, bucket_is_near, secrets_exist, *([account.may] if vms else [])):
         notes += cloud_checker(job, shell)
@@ -67,6 +68,17 @@ def servers_are_whole(job: Job) -> Iterator[str]:
             "-- --weights_from=/FOLDER, one that the trainer and all servers have mounted",
         )
     yield f"serves for {job.serves_for}, with weights from {job.weights}"
+
+
+def first_hour_has_one_host(job: Job) -> Iterator[str]:
+    """Checks that the first hour runs on one host: its steps are commands of one process."""
+    if not job.is_first_hour:
+        return
+    if job.serves_for:
+        raise LaunchError("first-hour with --serves-for", "leave out one of them")
+    if job.tpu.slices > 1 or job.tpu.slice.hosts > 1:
+        raise LaunchError(f"first-hour on {job.tpu.slices} × {job.tpu.type}, several hosts", "take --type=v6e-1")
+    yield f"the first hour; its report will be in {job.runs}/{job.name}"
 
 
 def config_fits(job: Job) -> Iterator[str]:

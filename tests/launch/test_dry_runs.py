@@ -36,6 +36,11 @@ RECIPES = {
         f"up --dry-run --type=v6e-8 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b --capacity=flex-start "
         f"--budget=500 {TINY}",
     ),
+    "tpu-up-first-hour": (
+        "tpu",
+        "up --dry-run --type=v6e-1 --zone=us-east5-b --bucket=gs://mine --name=hour --max-hours=3 "
+        "-- first-hour --quick",
+    ),
     "tpu-stop": ("tpu", f"stop --dry-run {V5P}"),
     "tpu-delete": ("tpu", f"delete --dry-run {V6E}"),
     "tpu-logs": ("tpu", f"logs --dry-run {V6E} --slice=1 --worker=3"),

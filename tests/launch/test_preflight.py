@@ -55,6 +55,20 @@ def test_mistakes_in_the_options(cloud, options, line):
     assert not cloud.called("create") and not cloud.called("storage")
 
 
+@pytest.mark.parametrize(
+    "options, line",
+    [
+        (TPU, "first-hour on 1 × v5p-16, several hosts; take --type=v6e-1"),
+        (f"{replaced('--type', 'v6e-1')} --slices=2", "first-hour on 2 × v6e-1, several hosts"),
+        (f"{replaced('--type', 'v6e-1')} --serves-for=rpg-4b", "first-hour with --serves-for; leave out one of them"),
+    ],
+)
+def test_the_first_hour_is_refused_on_several_hosts_and_for_servers(cloud, options, line):
+    assert cloud.run(f"up {options} -- first-hour --quick") == 1
+    assert line in "\n".join(cloud.errors())
+    assert not cloud.called("create") and not cloud.called("storage")
+
+
 SERVERS = "--type=v5p-8 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b-w0 --serves-for=rpg-4b"
 SECRETS = " ".join(f"--secret={name}=x" for name in SERVERS_SECRETS)
 
