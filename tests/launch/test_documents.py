@@ -40,7 +40,6 @@ EXECUTED = {
     "python rows.py": "tests/end_to_end/test_sft.py",
     "python -m rpg_jax.sft": "tests/end_to_end/test_sft.py",
     "python -c ": "not run: says what the machine has",
-    "python -m pytest -n0": "not run: tests of an accelerator; CI has those that a CPU can run",
     "python -m pytest": "tests/test_extending.py",
     "python -m rpg_jax.train": "tests/end_to_end/test_train.py",
     "python -m rpg_jax.evaluate --folder": "not run: needs published weights",
@@ -136,10 +135,6 @@ def test_what_a_documented_command_names_exists(page, line):
         return
     if words[1] == "-c":
         compile(words[2], page, "exec")
-        return
-    if words[1:4] == ["-m", "pytest", "-n0"]:
-        files = [word for word in words if word.startswith("tests/")]
-        assert files and all((ROOT / file).exists() for file in files)
         return
     if words[1:3] == ["-m", "pytest"] or words[1] != "-m":
         assert page in MAKERS, "only these pages make files"
