@@ -48,7 +48,7 @@ def bench(options: argparse.Namespace) -> None:
 
 def _table(results: Sequence[Mapping[str, Any]]) -> str:
     """A line for each field, and a column for each result."""
-    columns = [[_cell(value) for value in result.values()] for result in results]
+    columns = [[cell(value) for value in result.values()] for result in results]
     widths = [max(16, *map(len, column)) for column in columns]
     return "\n".join(
         f"{name:<34}" + "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True))
@@ -56,7 +56,8 @@ def _table(results: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _cell(value: Any) -> str:
+def cell(value: Any) -> str:
+    """A value as the tables show it."""
     if isinstance(value, float):
         if 0 < abs(value) < 0.001:
             return f"{value:.2e}"

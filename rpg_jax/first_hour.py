@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from rpg_jax import storage
+from rpg_jax.bench import cell
 from rpg_jax.report.run_files import read_metrics
 from rpg_jax.report.tables import markdown_table
 from rpg_jax.runs import cli
@@ -120,7 +121,6 @@ class Report:
         return self.steps[step.name]
 
     def summary(self) -> str:
-        """For example "8 passed, 1 failed"."""
         counts = collections.Counter(step["result"] for step in self.steps.values())
         return ", ".join(f"{number} {result}" for result, number in counts.items())
 
@@ -135,7 +135,7 @@ class Report:
         for name, step in self.steps.items():
             parts += [f"## {name.capitalize()}", f"`{step['command']}`"]
             fields = list(dict.fromkeys(field for one in step["measured"] for field in one))
-            lines = [(field, *(one.get(field, "") for one in step["measured"])) for field in fields]
+            lines = [(field, *(cell(one.get(field, "")) for one in step["measured"])) for field in fields]
             parts += [markdown_table(("field", *[""] * len(step["measured"])), lines)] * bool(lines)
             if step["result"] == FAILED:
                 end = (self._files / step["log"]).read_text(encoding="utf-8", errors="replace").splitlines()[-30:]
@@ -163,7 +163,7 @@ def judged(step: Step, log: Path, platform: str) -> tuple[str, str, list[Json]]:
                 return FAILED, f"no end after {LIMIT_SECONDS:.0f} s", []
             raise
     text = log.read_text(encoding="utf-8", errors="replace")
-    measured = [json.loads(line) for line in text.splitlines() if line.startswith('{"')]
+    measured = [json.loads(line) for line in text.splitlines() if re.fullmatch(r'\{".*\}', line)]
     if offline := _OFFLINE.search(text):
         return NOT_RUN, offline[1], measured
     if code and not measured:

@@ -36,8 +36,7 @@ from rpg_jax.runs import cli
 
 LIMITS = {"float32": 1e-4, "bfloat16": 3e-2}
 """The differences that rounding explains. bfloat16 has 8 bits, and kernels round scores and weights at other places."""
-DENSE = ("Qwen2.5-0.5B", "Qwen3-8B")
-"""Heads of size 64 and 128."""
+DENSE = ("Qwen2.5-0.5B", "Qwen3-8B")  # heads of size 64 and 128
 EXPERTS = "Qwen3-30B-A3B"
 CALLS = 10  # within one measured time: a call takes less than its start
 
