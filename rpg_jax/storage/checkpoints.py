@@ -189,8 +189,7 @@ class Checkpoints:
         Raises:
           StorageFailure: the checkpoint could not be written.
         """
-        last, self._last = self._last, None
-        where = self._directory / str(last[0] if last else "")
+        where, last, self._last = self._newest(), self._last, None
         try:
             errors.written(self._manager.wait_until_finished, where, alone=False)
         except StorageFailure as error:
@@ -202,7 +201,11 @@ class Checkpoints:
 
     def close(self) -> None:
         """Finishes the last save and releases the background threads. Raises OSError if the save failed."""
-        errors.written(self._manager.close, self._directory, alone=False)
+        errors.written(self._manager.close, self._newest(), alone=False)
+
+    def _newest(self) -> Path:
+        """The folder of the last save, or of all if there is none."""
+        return self._directory / str(self._last[0] if self._last else "")
 
     def _clean_up(self) -> None:
         """Deletes each half-written checkpoint, once a checkpoint of the same step or of a later step is complete."""

@@ -26,6 +26,7 @@ def environment(shared, *, optimised=False, devices=1):
     return env | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": " ".join([*flags, f"--xla_force_host_platform_device_count={devices}"]),
+        "NPROC": str(3 * devices) if devices > 1 else "",  # as in tests/conftest.py
         "JAX_COMPILATION_CACHE_DIR": str(shared / "cache"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "PYTHONPATH": str(ROOT),
