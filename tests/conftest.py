@@ -18,12 +18,10 @@ os.environ["XLA_FLAGS"] = " ".join(
         "--xla_force_host_platform_device_count=8",
         "--xla_cpu_parallel_codegen_split_count=1",  # gradients compile in two thirds of the time
         # Small programs compile in half to a quarter of the time; jaxlib 0.12 ends at an option that it does not know.
-        "--xla_cpu_use_fusion_emitters=false"
-        if metadata.version("jaxlib").startswith("0.10.")
-        else "",
+        "--xla_cpu_use_fusion_emitters=false" if metadata.version("jaxlib").startswith("0.10.") else "",
     )
 )
-# XLA's CPU client has as many threads as devices. Two collectives that wait for each other need more: docs/log, 2026-11-26.
+# XLA has as many threads as CPU devices. Two collectives that wait for each other need more: docs/log, 2026-11-26.
 os.environ.setdefault("NPROC", "24")
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")  # names of source lines take a quarter of lowering

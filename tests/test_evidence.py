@@ -16,6 +16,7 @@ from experiments.objective.runs import Runs
 from rpg_jax.report.seeds import Mean, mean, over_starts, paired_difference, pooled
 from rpg_jax.reproduction import results, tables
 from rpg_jax.runs.config_files import ROOT
+from tests.report.test_seeds import detectable
 
 DATA = ROOT / "docs" / "tables" / "data"
 EVIDENCE, README = "docs/evidence.md", "README.md"
@@ -210,10 +211,10 @@ def claims() -> dict[str, tuple]:
         "per token has {} less reward than completions": (size(beyond(TOKEN, "reward", "iterative"), 4),),
         # No KL term.
         "k₁ minus no KL term is {} in regret": (signed(beyond(K1, than=NO_KL.key), 3),),
-        "a difference of {} would have been seen": (f"{beyond(K1, than=NO_KL.key).detectable:.3f}",),
+        "a difference of {} would have been seen": (f"{detectable(beyond(K1, than=NO_KL.key)):.3f}",),
         # Weights and kinds.
         "W, min(W, C) and 1 against w: {}": (", ".join(signed(m, 3) for m in weights),),
-        "differences of {} would have been seen": (", ".join(f"{m.detectable:.3f}" for m in weights),),
+        "differences of {} would have been seen": (", ".join(f"{detectable(m):.3f}" for m in weights),),
         "RKL minus URKL is {}": (", ".join(signed(m, 3) for m in kinds),),
         # Stale.
         "with 32 updates a batch it loses {}": (size(beyond(STALE, experiment="updates", updates_a_batch=32)),),
@@ -234,8 +235,8 @@ def claims() -> dict[str, tuple]:
             negative("reasoning", rows) + negative("reasoning-low-start", rows),
             excluded("reasoning", rows) + excluded("reasoning-low-start", rows), 2 * len(rows)),
         "Held out it is not resolved ({}, and a difference of {} would have been seen)": (
-            signed(eight("reasoning", "held out")), f"{eight('reasoning', 'held out').detectable:.1f}"),
-        "on short sums neither ({}, {})": (signed(eight("small")), f"{eight('small').detectable:.1f}"),
+            signed(eight("reasoning", "held out")), f"{detectable(eight('reasoning', 'held out')):.1f}"),
+        "on short sums neither ({}, {})": (signed(eight("small")), f"{detectable(eight('small')):.1f}"),
         # Three starts.
         "RPG-REINFORCE-URKL with DAPO's advantage is {} points from the same row with its own": (
             signed(starts(STANDARDISED, OWN)),),

@@ -33,14 +33,6 @@ class Mean:
         the runs. An interval that merely contains 0 does not show that the difference is small."""
         return abs(self.value) + self.half <= bound
 
-    @property
-    def detectable(self) -> float:
-        """The smallest true difference that so many runs find with power 0.8: (t_0.975 + t_0.8) standard errors."""
-        from scipy import stats
-
-        t = stats.t(self.seeds - 1).ppf([0.975, 0.8])
-        return float(self.half * t.sum() / t[0])
-
     def times(self, factor: float) -> Mean:
         return Mean(factor * self.value, factor * self.half, self.seeds)
 
