@@ -213,7 +213,7 @@ FIELDS = Section(
         int8_kv=Field(False, "Keep keys and values in 8 bits while decoding. The same advice applies."),
         max_sampler_gap=Field(optional(float), "The run stops above this mean |log pi_s - log pi|, pi being the "
             "weights that sampled in the trainer's numerics. Unset: 1e-4 if all is computed in float32; otherwise "
-            "0.05, with a warning above 0.02. With max_staleness the trainer has them in the first step only, with "
+            "0.08, with a warning above 0.04. With max_staleness the trainer has them in the first step only, with "
             "swap=midway in none.", "nats", range="(0, inf]"),
     ),
     servers=Section(

@@ -15,8 +15,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 def main():
     asked = json.loads(sys.stdin.readline())
-    if asked["threads"]:
-        torch.set_num_threads(asked["threads"])
+    torch.set_num_threads(asked["threads"] or torch.get_num_threads())
     torch.manual_seed(0)
     m = asked["model"]
     config = Qwen3Config(
@@ -32,11 +31,11 @@ def main():
         eos_token_id=None,
         pad_token_id=0,
     )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = Qwen3ForCausalLM(config).train(False).to(device, getattr(torch, asked["dtype"]))
-    prompts = torch.randint(1, m["vocab_size"], (asked["prompts"], asked["prompt_tokens"]), device=device)
+    where = ("cuda" if torch.cuda.is_available() else "cpu", getattr(torch, asked["dtype"]))
+    model = Qwen3ForCausalLM(config).train(False).to(*where)
+    prompts = torch.randint(1, m["vocab_size"], (asked["prompts"], asked["prompt_tokens"]), device=model.device)
     rows = prompts.repeat_interleave(asked["group_size"], 0)
-    new = asked["new_tokens"]
+    exactly = dict.fromkeys(("min_new_tokens", "max_new_tokens"), asked["new_tokens"])
     for _ in sys.stdin:
         began = time.perf_counter()
         with torch.inference_mode():
@@ -47,8 +46,7 @@ def main():
                 temperature=1.0,
                 top_k=0,
                 top_p=1.0,
-                min_new_tokens=new,
-                max_new_tokens=new,
+                **exactly,
             )
         seconds, tokens = time.perf_counter() - began, (out.shape[1] - rows.shape[1]) * rows.shape[0]
         print(json.dumps({"seconds": seconds, "tokens": tokens}), flush=True)

@@ -87,8 +87,7 @@ def main():
     asked = json.loads(sys.stdin.readline())
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
-    if asked["threads"]:
-        torch.set_num_threads(asked["threads"])
+    torch.set_num_threads(asked["threads"] or torch.get_num_threads())
     model = Model(asked["model"]).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=asked["learning_rate"], weight_decay=0.1, fused=True)
     rows, length, completion = asked["rows"], asked["length"], asked["completion"]

@@ -36,6 +36,9 @@ from rpg_jax.runs import cli
 
 LIMITS = {"float32": 1e-4, "bfloat16": 3e-2}
 """The differences that rounding explains. bfloat16 has 8 bits, and kernels round scores and weights at other places."""
+# The same for attention with its gradients in bfloat16. The gradient of a segment's second query almost cancels, and a
+# kernel takes it from the output that it has rounded: cuDNN on an H100 has 0.13. A wrong mask makes 1 and more.
+GRADIENTS = 0.25
 DENSE = ("Qwen2.5-0.5B", "Qwen3-8B")  # heads of size 64 and 128
 EXPERTS = "Qwen3-30B-A3B"
 CALLS = 10  # within one measured time: a call takes less than its start
@@ -115,7 +118,7 @@ def cases(platform: str) -> Iterator[Case]:
         config = models.size(model)
         K = 1 if small else config.num_kv_heads
         heads = {"N": config.num_heads // config.num_kv_heads * K, "K": K, "H": config.head_dim}
-        yield Case(f"{name} attention", name, model, dtype, _train, rows | heads, limit)
+        yield Case(f"{name} attention", name, model, dtype, _train, rows | heads, limit if small else GRADIENTS)
         for kind in () if platform == "gpu" else (dtype, "int8"):
             yield Case("ragged attention", "ragged", model, kind, _decode, slots | heads, limit)
             yield Case("ragged append", "ragged", model, kind, _append, slots | heads, 0.0)

@@ -140,8 +140,11 @@ def conversation_metrics(played: Sequence[Turns], judged: Sequence[Turns]) -> di
     }
 
 
-SAMPLER_GAPS: Mapping[str, tuple[float, float]] = {"float32": (1e-4, 1e-4), "bfloat16": (0.02, 0.05)}
-"""By the coarser dtype of sampler and trainer: the gap (nats) that causes a warning, and the gap that stops a run."""
+SAMPLER_GAPS: Mapping[str, tuple[float, float]] = {"float32": (1e-4, 1e-4), "bfloat16": (0.04, 0.08)}
+"""By the coarser dtype of sampler and trainer: the gap (nats) that causes a warning, and the gap that stops a run.
+
+SmolLM2-135M has 0.032 in bfloat16, on two CPU cores and on an H100; 0.005 to 0.02 are usual.
+"""
 
 
 @dataclasses.dataclass

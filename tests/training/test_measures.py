@@ -24,12 +24,11 @@ def test_a_gap_above_the_limit_or_no_number_is_a_fault(gap):
 def test_a_gap_above_what_rounding_makes_is_said_once_and_stops_nothing():
     usual, most = SAMPLER_GAPS["bfloat16"]
     guard = Guard(most, usual)
-    gaps = [0.009, 0.03, 0.03, float("nan")]
+    gaps = [0.009, 0.05, 0.05, float("nan")]
     told = [[*guard.warnings(step, {"sampler_gap": gap})] for step, gap in enumerate(gaps)]
     assert told[0] == [] and told[2:] == [[], []]
-    assert (
-        told[1][0].startswith("warning: step 1: sampler and trainer disagree by 3.00e-02 nats") and "0.05" in told[1][0]
-    )
+    assert told[1][0].startswith("warning: step 1: sampler and trainer disagree by 5.00e-02 nats")
+    assert "rollout.max_sampler_gap=0.08" in told[1][0]
     assert [bool(guard.fault(1, {"sampler_gap": gap}, [FINE])) for gap in gaps] == [False, False, False, True]
 
 
