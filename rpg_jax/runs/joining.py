@@ -28,6 +28,7 @@ _failing = threading.Event()
 
 def initialize(arguments: dict[str, Any]) -> None:
     """Joins the other processes. From then on, this process ends if another one publishes that it has failed."""
+    jax.config.update("jax_enable_preemption_service", False)  # it would take SIGTERM and let the process go on
     jax.distributed.initialize(**arguments)
     _keep_every_program()
     over = threading.Event()

@@ -4,7 +4,7 @@ A signal ends a run within seconds; a second signal ends it at once. The run fin
 the step in progress if that ends in time. It leaves an evaluation that is due after the step to the run that continues.
 No step is saved halfway. A step that does not end within `run.stop_seconds` is lost: the process ends at that deadline,
 and the next run repeats every step since the last complete checkpoint, to the same bits. A watchdog ends a run that has
-stalled.
+stalled. While a run loads weights or trains its warm start, nothing is to save, and SIGTERM ends it at once.
 """
 
 from __future__ import annotations

@@ -1,5 +1,11 @@
 """How processes find each other, and that one process fails alone. tests/end_to_end/test_processes.py has several."""
 
+import os
+import signal
+import socket
+import subprocess
+import sys
+
 import pytest
 
 from rpg_jax.runs import joining
@@ -53,3 +59,27 @@ def test_one_process_that_fails_has_nobody_to_tell(monkeypatch):
     joining.fail("no weights", 2)
     of_several(monkeypatch, NUM_PROCESSES="2")  # and no coordinator
     joining.fail("no weights", 2)
+
+
+SETS_UP = """
+import time
+from rpg_jax.runs import joining
+joining.initialize(joining.settings())
+print("joined", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.slow  # a process that starts JAX
+def test_sigterm_ends_a_process_that_has_joined_and_not_begun(popen):
+    """JAX's own service for preemptions would take the signal, and a warm start would go on."""
+    with socket.socket() as reserved:  # while it is open, only a socket that shares ports may listen there
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        reserved.bind(("127.0.0.1", 0))
+        place = {"JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{reserved.getsockname()[1]}"}
+        one = {"JAX_NUM_PROCESSES": "1", "JAX_PROCESS_ID": "0", "JAX_PLATFORMS": "cpu"}
+        command, env = [sys.executable, "-c", SETS_UP], os.environ | place | one
+        process = popen(command, env=env, stdout=subprocess.PIPE, text=True, pass_fds=[reserved.fileno()])
+        assert process.stdout.readline() == "joined\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=10) == -signal.SIGTERM
