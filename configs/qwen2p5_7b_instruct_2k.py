@@ -3,7 +3,7 @@
 Command:   python -m rpg_jax.train --config=configs/qwen2p5_7b_instruct_2k.py \
              --config.model.path=Qwen/Qwen2.5-7B-Instruct --config.method=RPG-REINFORCE-URKL
            Add --config.optimizer.name=schedule_free_adamw for the paper's second table.
-Hardware:  v5e:8x8, 1.6 days expected for 400 steps; v5p:4x4x4 0.64; docs/plan.md has memory and seconds
+Hardware:  v5e:8x8, 1.6 days expected for 400 steps; v5p:4x4x4 0.67; docs/plan.md has memory and seconds
 Plan:      python -m rpg_jax.plan --config=configs/qwen2p5_7b_instruct_2k.py --topology=v5e:8x8
 """
 

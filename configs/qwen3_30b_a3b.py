@@ -2,7 +2,7 @@
 
 Command:   python -m rpg_jax.train --config=configs/qwen3_30b_a3b.py --config.model.path=Qwen/Qwen3-30B-A3B \
              --config.method=RPG-REINFORCE-URKL
-Hardware:  v5p:4x4x4, 4 days expected for 400 steps, 1.6 at the hardware's bound; docs/plan.md has memory and seconds
+Hardware:  v5p:4x4x4, 4.1 days expected for 400 steps, 1.9 at the hardware's peaks; docs/plan.md has memory and seconds
 """
 
 from configs import base, qwen3_4b_8k

@@ -5,7 +5,7 @@ Command:   python -m rpg_jax.train --config=configs/qwen3_4b_2k.py --config.mode
              --config.method=RPG-REINFORCE-URKL
            The method brings the learning rate: 5e-7 for the REINFORCE estimators, 1e-6 for all others.
            model.size is there for `plan`, which then needs no weights.
-Hardware:  v5p:4x4x4, 0.6 days expected for 400 steps; v5p:2x2x2 3.8 days, v6e:4x4 2.7.
+Hardware:  v5p:4x4x4, 0.6 days expected for 400 steps; v5p:2x2x2 3.8 days, v6e:4x4 2.8.
            docs/plan.md says what this rests on.
 Plan:      python -m rpg_jax.plan --config=configs/qwen3_4b_2k.py --topology=v5p:2x2x2
 """

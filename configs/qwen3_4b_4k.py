@@ -3,7 +3,7 @@ else is as in configs/qwen3_4b_2k.py.
 
 Command:   python -m rpg_jax.train --config=configs/qwen3_4b_4k.py --config.model.path=Qwen/Qwen3-4B \
              --config.method=RPG-REINFORCE-URKL
-Hardware:  v5p:4x4x4, 1.3 days expected for 400 steps; v5p:2x2x2 9.7 days, v6e:4x4 7.9.
+Hardware:  v5p:4x4x4, 1.4 days expected for 400 steps; v5p:2x2x2 10.7 days, v6e:4x4 8.9.
            docs/plan.md says what this rests on.
 Plan:      python -m rpg_jax.plan --config=configs/qwen3_4b_4k.py --topology=v6e:4x4
 """

@@ -5,14 +5,14 @@
   python -m rpg_jax.plan --config=configs/qwen3_1p7b_gsm8k_lora.py --topology=v5e:1x1 --beside=model.lora.rank=0
 
 Compiles the run's own programs with the compiler for TPUs, on any CPU machine (after --get_compiler, which leaves the
-environment of the other commands as it is), and prints what each needs on a chip. The bound of a step is what
-the hardware allows at its peaks: no run with completions of such lengths is faster. What is expected has the
-efficiencies and latencies of rpg_jax/planning/efficiency.py, which are assumptions.
+environment of the other commands as it is), and prints what each needs on a chip. A step is planned at the peaks of
+the hardware, and as it is expected: with the efficiencies and latencies of rpg_jax/planning/efficiency.py, which are
+assumptions.
 
-If a program does not fit, the exit code is 1, and the command lists settings that fit by arithmetic, or else a larger
-slice. --search ranks layouts, slots, the cache's dtype, micro-batches and rematerialisation by arithmetic first, and
-compiles the fastest that fits. --beside puts the config and other settings beside each other by arithmetic, and
-compiles nothing.
+If a program does not fit, the exit code is 1, and the command lists settings that fit by arithmetic. --search ranks
+copies of the decoding weights, the cache's dtype and rematerialisation by arithmetic first, with the slots and the
+micro-batch that fit, and compiles the fastest. --beside puts the config and other settings beside each other by
+arithmetic, and compiles nothing.
 """
 
 import argparse
@@ -20,6 +20,7 @@ import functools
 import json
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from rpg_jax.runs import cli, config_files
 
@@ -60,35 +61,36 @@ def plan(options: argparse.Namespace) -> int:
     from rpg_jax.planning import estimates, printing, run_plan
     from rpg_jax.runs.resolve import resolve
 
-    topology, configs = planning.parse(options.topology), {name: resolve(config) for name, config in loaded.items()}
+    topology = planning.parse(options.topology)
+    configs = {name: run_plan.with_known_shapes(resolve(config)) for name, config in loaded.items()}
     lengths = functools.partial(run_plan.lengths_of, mean=options.mean_tokens, prompt=options.prompt_tokens)
+    found: dict[str, estimates.Estimate] = {}
+    programs: printing.Programs = {}
+    step, config = dict[str, Any](), configs["as given"]
     if options.beside:
         found = {name: estimates.estimate(one, topology, lengths(one)) for name, one in configs.items()}
-        if options.json:
-            print(json.dumps(printing.as_json(topology, {}, {}, found)))
-        else:
-            printing.show_settings(topology, found)
-        return 0 if next(iter(found.values())).fits(topology) else 1
-    (config,) = configs.values()
-    found = {}
-    if options.search:
-        found = estimates.search(config, topology, lengths(config))
-        if not found:
-            raise ValueError(f"no settings that fit {topology.name} by arithmetic; take a larger slice")
-        config = next(iter(found.values())).config
-        if not options.json:
-            printing.show_settings(topology, found)
-    programs, step = run_plan.plan(config, topology, options.programs, lengths=lengths(config))
-    fits = all(program.fits(topology.chip) for program in programs.values())
-    if not fits and not options.search:
-        found = estimates.search(config, topology, lengths(config))
-    larger = None if fits or found else estimates.smallest_slice(config, topology, lengths(config))
-    if options.json:
-        print(json.dumps(printing.as_json(topology, programs, step, found, larger)))
+        fits = found["as given"].fits(topology)
     else:
+        if options.search:
+            found = estimates.search(config, topology, lengths(config))
+            if not found:
+                raise ValueError(f"no settings that fit {topology.name} by arithmetic; take a larger slice")
+            config = next(iter(found.values())).config
+            if not options.json:
+                printing.show_settings(topology, found)
+        programs, step = run_plan.plan(config, topology, options.programs, lengths=lengths(config))
+        fits = all(program.fits(topology.chip) for program in programs.values())
+        if not fits and not options.search:
+            found = estimates.search(config, topology, lengths(config))
+    if options.json:
+        print(json.dumps(printing.as_json(topology, programs, step, found)))
+        return 0 if fits else 1
+    if programs:
         printing.show(topology, programs, step)
-        if not fits:
-            printing.show_fitting(topology, found, larger)
+    if found and not options.search:
+        printing.show_settings(topology, found)
+    if not (fits or found):
+        print("no settings that fit by arithmetic were found; take a larger slice")
     return 0 if fits else 1
 
 

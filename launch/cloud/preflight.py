@@ -173,7 +173,7 @@ def plan_says_it_fits(job: Job) -> Iterator[str]:
     found = json.loads(answer)
     if not found["fits"]:
         misfits = ", ".join(name for name, program in found["programs"].items() if not program["fits"])
-        change = next(iter(found["settings"]), None) or found["larger"]
+        change = next(iter(found["settings"]), None)
         fix = f"{change} would fit by arithmetic" if change else "take a larger --type or smaller batches"
         raise LaunchError(f"plan: {misfits} would not fit {topology}", f"{fix}; --no-plan skips this")
     least, days = (found["step"][side]["days"] for side in ("bound", "expected"))

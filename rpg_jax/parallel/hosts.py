@@ -25,7 +25,7 @@ Tree = Any
 T = TypeVar("T")
 _PATIENCE_MS = 7 * 24 * 3600 * 1000  # a lost process ends the wait sooner, by its heartbeats; a stall by the watchdog
 _SMALL = 1 << 20  # bytes of a value that go through the service; its messages may have four times as many
-_PIECE = 1 << 26  # bytes of each process that a device holds at once of a larger value
+PIECE = 1 << 26  # bytes of each process that a device holds at once of a larger value
 _FAILURE = "rpg_jax/failure"  # the key of the first failure
 _calls = itertools.count()  # equal in all processes, as they call collectives in the same order
 
@@ -181,11 +181,11 @@ def _read(client: Any, prefix: str) -> bytes:
 
 
 def _over_devices(value: bytes, sizes: Sequence[int]) -> list[bytes]:
-    """The `value` of every process, whose lengths are `sizes`. A device collective takes `_PIECE` bytes a process."""
+    """The `value` of every process, whose lengths are `sizes`. A device collective takes `PIECE` bytes a process."""
     pieces: list[list[bytes]] = [[] for _ in sizes]
-    for start in range(0, max(sizes), _PIECE):
-        mine = np.frombuffer(value[start : start + _PIECE], np.uint8)
-        width = min(_PIECE, max(sizes) - start)
+    for start in range(0, max(sizes), PIECE):
+        mine = np.frombuffer(value[start : start + PIECE], np.uint8)
+        width = min(PIECE, max(sizes) - start)
         padded = np.zeros(1 << max(width - 1, 0).bit_length(), np.uint8)  # few shapes, few compilations
         padded[: len(mine)] = mine
         rows = multihost_utils.process_allgather(padded)

@@ -4,7 +4,6 @@ from rpg_jax.planning.compiling import Program as Program
 from rpg_jax.planning.compiling import compile_program as compile_program
 from rpg_jax.planning.compiling import forward_flops as forward_flops
 from rpg_jax.planning.compiling import token_flops as token_flops
-from rpg_jax.planning.compiling import token_training_flops as token_training_flops
 from rpg_jax.planning.compiling import training_flops as training_flops
 from rpg_jax.planning.hlo import Costs as Costs
 from rpg_jax.planning.hlo import count as count

@@ -15,7 +15,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rpg_jax import models, parallel
 from rpg_jax.data import RowShape
 from rpg_jax.models import DecoderConfig
-from rpg_jax.planning import efficiency, hlo
+from rpg_jax.planning import hlo
+from rpg_jax.planning.efficiency import Rates
 from rpg_jax.planning.topologies import Chip
 from rpg_jax.rollout import DecodeEngine, Decoding, Weights, prefill_shape
 from rpg_jax.runs.layout import Layout
@@ -77,11 +78,11 @@ class Program:
         name = max(limits, key=limits.__getitem__)
         return name, limits[name]
 
-    def expected(self, chip: Chip) -> float:
-        """Seconds at the efficiencies of `efficiency`, with the latency of every collective."""
-        rates = {"compute": efficiency.FLOPS, "HBM": efficiency.HBM, "ICI": efficiency.ICI}
-        slowest = max(seconds / rates[name] for name, seconds in self.limits(chip).items())
-        return slowest + self.costs.launches * efficiency.COLLECTIVE_SECONDS
+    def expected(self, chip: Chip, rates: Rates) -> float:
+        """Seconds at `rates`, with the latency of every collective."""
+        shares = {"compute": rates.flops, "HBM": rates.hbm, "ICI": rates.ici}
+        slowest = max(seconds / shares[name] for name, seconds in self.limits(chip).items())
+        return slowest + self.costs.launches * rates.collective_seconds
 
 
 def compile_program(
@@ -211,35 +212,23 @@ def forward_flops(config: DecoderConfig, *, rows: int, length: int, predicted: i
 def training_flops(
     config: DecoderConfig, *, rows: int, length: int, predicted: int, remat: str = "none", frozen: bool = False
 ) -> float:
-    """Operations of a forward and a backward pass over sequences as in `forward_flops`."""
-    sizes = {"tokens": rows * length, "attended": length / 2, "predicted": rows * predicted}
-    return token_training_flops(config, **sizes, remat=remat, frozen=frozen)
-
-
-def token_training_flops(
-    config: DecoderConfig,
-    *,
-    tokens: float,
-    attended: float,
-    predicted: float,
-    remat: str = "none",
-    frozen: bool = False,
-) -> float:
-    """Operations of a forward and a backward pass: three forward passes, and recomputation.
+    """Operations of a forward and a backward pass over sequences as in `forward_flops`: three forward passes, and
+    recomputation.
 
     The logits of every chunk are computed again. A remat policy that keeps layer inputs only (`full`, `offload`) also
     computes the layers again, except the last product of each: no gradient needs its result. Attention's own backward
     pass then computes the scores once more. `frozen` weights have no gradient, which saves a third of their products.
     The products of adapters beside frozen weights are few and not counted.
     """
-    forward = token_flops(config, tokens=tokens, attended=attended, predicted=predicted)
+    tokens, attended, logits = rows * length, length / 2, rows * predicted
+    forward = token_flops(config, tokens=tokens, attended=attended, predicted=logits)
     layers = token_flops(config, tokens=tokens, attended=attended, predicted=0)
     again = 0.0
     if remat in ("full", "offload"):
         last = 2 * _hidden_units(config) * config.embed_dim
         scores = 2 * config.num_heads * config.head_dim * attended
         again = layers + tokens * config.num_layers * (scores - last)
-    saved = token_flops(config, tokens=tokens, attended=0, predicted=predicted) if frozen else 0.0
+    saved = token_flops(config, tokens=tokens, attended=0, predicted=logits) if frozen else 0.0
     return 3 * forward + (forward - layers) + again - saved
 
 

@@ -4,6 +4,9 @@ Each stands beside the public figures that it was set by. `docs/plan.md` compare
 runs.
 """
 
+import math
+from typing import NamedTuple
+
 HBM = 0.5
 """Share of HBM's bandwidth while decoding, and in other programs. Published engines reach 0.38 to 0.51 of it in whole
 decode steps: sglang-jax with Qwen3-8B on v6e-4 (docs/plan.md has its rows), and tpu-inference about 0.49 with Qwen3-32B
@@ -44,3 +47,26 @@ PROMPT_TOKENS = 300
 
 SPREAD = 0.6
 """Coefficient of variation of the lengths of completions."""
+
+HOST = 1e9
+"""Bytes per second that a host takes from other hosts or from a folder of weights, and copies or writes. It is assumed:
+the network of a host with four or eight chips is faster, and what Python does with the bytes was not measured."""
+
+EXCHANGED_BYTES = 16
+"""Bytes of a sampled token between hosts: its number, the version of its weights, its log-probability, and its text."""
+
+
+class Rates(NamedTuple):
+    """Shares of a chip's peaks, bytes per second of a host, and seconds of latency, at which a step is planned."""
+
+    hbm: float = HBM
+    int8: float = INT8
+    flops: float = FLOPS
+    ici: float = ICI
+    host: float = HOST
+    collective_seconds: float = COLLECTIVE_SECONDS
+    dispatch_seconds: float = DISPATCH_SECONDS
+
+
+EXPECTED = Rates()
+PEAKS = Rates(1.0, 1.0, 1.0, 1.0, math.inf, 0.0, 0.0)

@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import itertools
-from collections.abc import Iterable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import jax
 from ml_collections import ConfigDict
 
-from rpg_jax import parallel
 from rpg_jax.models.sizes import parameter_count
 from rpg_jax.planning import run_plan
 from rpg_jax.planning.compiling import Program, forward_flops, token_flops, training_flops
 from rpg_jax.planning.hlo import Costs
-from rpg_jax.planning.run_plan import layout_on, with_known_shapes
+from rpg_jax.planning.run_plan import layout_on
 from rpg_jax.planning.step_time import Lengths
 from rpg_jax.planning.topologies import Topology
 from rpg_jax.rollout import Decoding, prefill_shape
 from rpg_jax.runs import config_files, memory
-from rpg_jax.runs.layout import Layout, row_shape, rows_per_update
+from rpg_jax.runs.layout import Layout, row_shape
 from rpg_jax.runs.learner import make_learner
 from rpg_jax.runs.memory import TRUSTED, bytes_of_a_number, bytes_on_a_device, make_decoding, own_peaks, resident
-
-Change = Mapping[str, Any]
 
 
 def estimated_programs(layout: Layout, decoding: Decoding, resident: dict[str, float]) -> dict[str, Program]:
@@ -90,7 +86,7 @@ def _sampling(layout: Layout, decoding: Decoding) -> dict[str, tuple[Costs, floa
     return {"prefill": (first, weights), "decode": (decode, weights + cache + 3 * logits)}
 
 
-SAMPLING = frozenset({"prefill", "decode"})
+SAMPLING = frozenset({"prefill", "decode", "exchange"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,19 +95,14 @@ class Estimate:
 
     Attributes:
       config: the resolved config.
-      trained: numbers that an update changes: weights, or adapters.
-      base: bytes of weights that are frozen.
-      state: bytes of the trained numbers and of the optimizer's state.
-      synced: bytes that a weight sync brings to the rollout.
+      sizes: "trained", the numbers that an update changes, weights or adapters; and bytes: "base_bytes" of frozen
+        weights, "state_bytes" of what is trained and of the optimizer's state, "sync_bytes" of a weight sync.
       programs: see `estimated_programs`.
       step: see `run_plan.step_figures`.
     """
 
     config: ConfigDict
-    trained: int
-    base: float
-    state: float
-    synced: float
+    sizes: dict[str, float]
     programs: dict[str, Program]
     step: dict[str, Any]
 
@@ -132,10 +123,7 @@ class Estimate:
     def as_dict(self, topology: Topology) -> dict[str, Any]:
         return {
             "fits": self.fits(topology),
-            "trained": self.trained,
-            "base_bytes": self.base,
-            "state_bytes": self.state,
-            "sync_bytes": self.synced,
+            **self.sizes,
             "training_peak_bytes": self.peak(sampling=False),
             "sampling_peak_bytes": self.peak(sampling=True),
             "step": self.step,
@@ -148,71 +136,45 @@ def estimate(config: ConfigDict, topology: Topology, lengths: Lengths | None = N
     Raises:
       ValueError: libtpu, which describes the devices of a slice, is not installed, or sizes in the config conflict.
     """
-    config = with_known_shapes(config)
     layout = layout_on(config, topology)
     decoding, learner = make_decoding(layout), make_learner(layout)
-    programs = estimated_programs(layout, decoding, resident(layout, learner, decoding))
+    held, lengths = resident(layout, learner, decoding), lengths or run_plan.lengths_of(config)
+    programs = estimated_programs(layout, decoding, held)
+    programs |= run_plan.exchange(layout, decoding, held, topology, lengths)
     return Estimate(
         config=config,
-        trained=sum(x.size for x in jax.tree.leaves(layout.trained_shapes)),
-        base=0.0 if layout.abstract_base is None else bytes_on_a_device(layout.abstract_base),
-        state=bytes_on_a_device(learner.like),
-        synced=bytes_on_a_device(memory.synced_params(layout, decoding)),
+        sizes={
+            "trained": sum(x.size for x in jax.tree.leaves(layout.trained_shapes)),
+            "base_bytes": 0.0 if layout.abstract_base is None else bytes_on_a_device(layout.abstract_base),
+            "state_bytes": bytes_on_a_device(learner.like),
+            "sync_bytes": bytes_on_a_device(memory.synced_params(layout, decoding)),
+        },
         programs=programs,
-        step=run_plan.step_figures(layout, decoding, programs, topology, lengths or run_plan.lengths_of(config)),
+        step=run_plan.step_figures(layout, decoding, programs, topology, lengths),
     )
 
 
 def search(config: ConfigDict, topology: Topology, lengths: Lengths | None = None) -> dict[str, Estimate]:
     """The settings that fit by arithmetic, the fastest first, as "FIELD=VALUE,FIELD=VALUE".
 
-    Rows are spread over two or four chips, with `mesh.context`, only if no setting fits without this spread.
-    """
-    config = with_known_shapes(config)
-    for spread in ({}, {"mesh.context": 2}, {"mesh.context": 4}):
-        found = {}
-        try:
-            tried = list(choices(config, topology, spread))
-        except ValueError:  # so spread, the mesh does not cover the chips
-            continue
-        for choice in tried:
-            try:
-                estimated = estimate(config_files.changed(config, choice), topology, lengths)
-            except ValueError:  # heads or rows that do not divide
-                continue
-            if estimated.fits(topology):
-                found[",".join(f"{name}={value}" for name, value in choice.items() if value is not None)] = estimated
-        if found:
-            return dict(sorted(found.items(), key=lambda item: item[1].seconds))
-    return {}
-
-
-def choices(config: ConfigDict, topology: Topology, spread: Change = MappingProxyType({})) -> Iterable[Change]:
-    """Yields all combinations of the settings that a search tries, each with the fields `spread`.
-
     A search tries: 1 to 8 chips for a copy of the decoding weights, within one host; a cache in bf16 or in int8, with
-    the slots that fill the memory; micro-batches of one, two or four rows for each shard of rows, if these divide an
-    update; and three remat policies.
+    the slots that fill the memory; and three remat policies, each with the largest micro-batch that fits. Rows are
+    spread over two or four chips, with `mesh.context`, only if no setting fits without this spread.
     """
-    mesh = parallel.mesh_sizes(config_files.changed(config, spread).mesh.to_dict(), topology.chips, topology.slices)
-    shards = parallel.shards("batch", mesh, parallel.parse_rules(config.sharding))
-    rows = [rows for rows in (shards, 2 * shards, 4 * shards) if rows_per_update(config) % rows == 0]
     tried = {
         "rollout.tensor": [n for n in (1, 2, 4, 8) if topology.host.chips % n == 0],
         "rollout.int8_kv": (False, True),
-        "train.microbatch_size": rows,
         "model.remat": ("full", "offload", "none"),
     }
-    for values in itertools.product(*tried.values()):
-        yield {**spread, "rollout.slots": None, **dict(zip(tried, values, strict=True))}
-
-
-def smallest_slice(config: ConfigDict, topology: Topology, lengths: Lengths | None = None) -> Topology | None:
-    """The next larger slice that the unchanged config fits, by arithmetic; None if no slice is large enough."""
-    larger = topology.larger()
-    while larger is not None:
-        with contextlib.suppress(ValueError):  # a mesh or a batch that does not divide
-            if estimate(config, larger, lengths).fits(larger):
-                return larger
-        larger = larger.larger()
-    return None
+    unset, found = {"rollout.slots": None, "train.microbatch_size": None}, dict[str, Estimate]()
+    for spread in ({}, {"mesh.context": 2}, {"mesh.context": 4}):
+        for values in itertools.product(*tried.values()):
+            choice = {**spread, **dict(zip(tried, values, strict=True))}
+            # Heads, rows or a mesh may not divide. Every choice of a micro-batch would be printed.
+            with contextlib.suppress(ValueError), contextlib.redirect_stderr(io.StringIO()):
+                one = estimate(config_files.changed(config, {**unset, **choice}), topology, lengths)
+                if one.fits(topology):
+                    found[",".join(f"{name}={value}" for name, value in choice.items())] = one
+        if found:
+            break
+    return dict(sorted(found.items(), key=lambda item: item[1].seconds))

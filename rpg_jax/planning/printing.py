@@ -32,7 +32,7 @@ def show(topology: Topology, programs: Programs, figures: Mapping[str, Any], con
     if not misfits:
         console.print(f"[green]fits[/green] {topology.name}", markup=True)
         if figures:
-            console.print(*_closing(figures), sep="\n", markup=False, soft_wrap=True)
+            console.print(f"binds: {figures['binds']}", markup=False, soft_wrap=True)
         return
     console.print(f"[red]does not fit[/red] {topology.name}: {', '.join(misfits)}", markup=True)
     for name in misfits:
@@ -47,10 +47,11 @@ def show_settings(
     console, shown = console or screen.console(), list(found.items())[:rows]
     table = []
     for number, (_, one) in enumerate(shown, 1):
-        memory = (one.base, one.state, one.synced, one.peak(sampling=False), one.peak(sampling=True))
+        memory = [*one.sizes.values(), one.peak(sampling=False), one.peak(sampling=True)][1:]
+        trained = one.sizes["trained"]
         step = (f"{one.step['slots_of_a_chip']:g}", _figure(one.seconds)) if one.fits(topology) else ("", "no room")
-        trained = f"{one.trained / 1e6:,.1f} M" if one.trained < 1e9 else f"{one.trained / 1e9:,.2f} B"
-        table.append((str(number), trained, *(f"{size / _GIB:.2f}" for size in memory), *step))
+        millions = f"{trained / 1e6:,.1f} M" if trained < 1e9 else f"{trained / 1e9:,.2f} B"
+        table.append((str(number), millions, *(f"{size / _GIB:.2f}" for size in memory), *step))
     title = f"{topology.name}, by arithmetic: GiB on a chip, of {topology.chip.hbm / _GIB:.2f}"
     head = ("", "trained", "frozen", "state", "sync", "training", "rollout", "slots", "s a step")
     console.print(_table(title, head, table))
@@ -59,27 +60,13 @@ def show_settings(
     console.print(*names, sep="\n", markup=False, soft_wrap=True)
 
 
-def show_fitting(topology: Topology, found: Mapping[str, Estimate], larger: Topology | None) -> None:
-    """Prints what would fit by arithmetic in place of a config that does not: settings, or else a larger slice."""
-    if found:
-        show_settings(topology, found)
-    elif larger is not None:
-        print(f"the config fits {larger.name}, by arithmetic; no settings that fit {topology.name} were found")
-    else:
-        print("no settings and no larger slice that fit were found")
-
-
 def as_json(
     topology: Topology,
     programs: Programs,
     figures: Mapping[str, Any],
     settings: Mapping[str, Estimate],
-    larger: Topology | None = None,
 ) -> dict[str, Any]:
-    """The plan as one JSON object. Bytes and seconds are those of one chip.
-
-    `settings` are compared by arithmetic, and `larger` is a slice that fits by arithmetic.
-    """
+    """The plan as one JSON object; `settings` are compared by arithmetic. Bytes and seconds are those of one chip."""
     chip = topology.chip
     return {
         "topology": topology.name,
@@ -99,7 +86,6 @@ def as_json(
         },
         "step": dict(figures),
         "settings": {name: one.as_dict(topology) for name, one in settings.items()},
-        "larger": larger and larger.name,
     }
 
 
@@ -127,26 +113,20 @@ def _speed(topology: Topology, programs: Programs) -> Table:
 
 
 def _step(topology: Topology, figures: Mapping[str, Any]) -> Table:
-    """A table with the columns bound, expected and slowest. A cell is empty if its column does not have the phase."""
-    table = Table(title=f"an RL step on {topology.chips} chips, and the run", show_header=True)
-    for column in ("", "bound", "expected", "slowest"):
-        table.add_column(column, justify="left" if column == "" else "right")
-    sides = [figures[side] for side in ("bound", "expected", "slowest")]
-    for name in dict.fromkeys(name for side in sides for name in side["phases"]):
-        table.add_row(
-            f"{name}, s", *(_figure(side["phases"][name]) if name in side["phases"] else "" for side in sides)
-        )
-    table.add_section()
-    steps = f"{figures['steps']:,.0f} steps"
+    """A row for each phase of a step, and rows for the step and the run."""
+    steps, names = f"{figures['steps']:,.0f} steps", ("bound", "fastest", "expected", "slowest")
+    sides = [figures[name] for name in names]
+    rows = [(f"{name}, s", *(_figure(side["phases"][name]) for side in sides)) for name in sides[0]["phases"]]
     for title, key in (
         ("a step, s", "seconds"),
         ("beside servers of as many chips, s", "seconds_beside_servers"),
         (f"{steps}, days", "days"),
-        (f"{steps}, chip-hours", "chip_hours"),
         ("a step, dollars (list price)", "step_dollars"),
         (f"{steps}, dollars (list price)", "dollars"),
     ):
-        table.add_row(title, *("?" if side[key] is None else _figure(side[key]) for side in sides))
+        rows.append((title, *("?" if side[key] is None else _figure(side[key]) for side in sides)))
+    title = f"an RL step on {topology.chips} chips, and the run"
+    table = _table(title, ("phase", "at the peaks", *names[1:]), rows)
     table.caption = _assumed(figures)
     return table
 
@@ -157,27 +137,15 @@ def _assumed(figures: Mapping[str, Any]) -> str:
         f"{figures['prompts']:,.0f} prompts of {figures['prompt_tokens']:,.0f} tokens; {figures['completions']:,.0f} "
         f"completions of {figures['mean_tokens']:,.0f} in {figures['slots']:,.0f} slots "
         f"({figures['slots_of_a_chip']:,.1f} a chip); {figures['micro_batches']:,.0f} micro-batches; "
-        f"without evaluations and compilation; decoding at {efficiency.HBM:g} of HBM's bandwidth, slowest "
-        f"{efficiency.HBM_BAND[0]:g}"
+        f"{figures['evaluations']:,.0f} evaluations of {figures['evaluated']:,.0f} completions; without compilation; "
+        f"HBM at {efficiency.HBM:g} of its bandwidth ({efficiency.HBM_BAND[1]:g}, {efficiency.HBM_BAND[0]:g})"
     )
-
-
-def _closing(figures: Mapping[str, Any]) -> list[str]:
-    """The last lines of a plan that fits: what binds, days and dollars."""
-
-    def cost(side: Mapping[str, Any]) -> str:
-        dollars = "" if side["dollars"] is None else f", ${side['dollars']:,.0f}"
-        return f"{_figure(side['days'])} days{dollars}"
-
-    ends = " to ".join(cost(figures[side]) for side in ("fastest", "slowest"))
-    costs = f"{cost(figures['expected'])} expected ({ends}); {cost(figures['bound'])} at the bound"
-    return [f"binds: {figures['binds']}", f"{figures['steps']:,.0f} steps: {costs}"]
 
 
 def _table(title: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
     table = Table(title=title)
     for column in head:
-        table.add_column(column, justify="left" if column in ("program", "limit") else "right")
+        table.add_column(column, justify="left" if column in ("program", "limit", "phase") else "right")
     for row in rows:
         table.add_row(*row)
     return table

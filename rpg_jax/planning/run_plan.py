@@ -11,7 +11,8 @@ from ml_collections import ConfigDict
 
 from rpg_jax.models import DecoderConfig, splash
 from rpg_jax.models.sizes import parameter_count
-from rpg_jax.planning import compiling, efficiency, step_time
+from rpg_jax.parallel import hosts
+from rpg_jax.planning import compiling, efficiency, hlo, step_time
 from rpg_jax.planning.compiling import Program, compile_program, token_flops
 from rpg_jax.planning.step_time import DecodeStep, Lengths, Work
 from rpg_jax.planning.topologies import Topology
@@ -28,8 +29,8 @@ from rpg_jax.runs.learner import (
     policy_objective,
     reference_differs,
 )
-from rpg_jax.runs.memory import make_decoding, resident, with_micro_batch
-from rpg_jax.runs.problems import Task
+from rpg_jax.runs.memory import bytes_of_a_number, make_decoding, resident, with_micro_batch
+from rpg_jax.runs.problems import Task, listed
 from rpg_jax.runs.teacher import reference_layout
 
 
@@ -53,7 +54,6 @@ def plan(
             "each part as a slice: --programs=prefill,decode for the part that samples, --programs=log-probs,update "
             "(or log-probs,start,add,apply) for the one that trains"
         )
-    config = with_known_shapes(config)
     layout = layout_on(config, topology)
     learner, decoding = make_learner(layout), make_decoding(layout)
     held, programs = resident(layout, learner, decoding), {}
@@ -64,7 +64,9 @@ def plan(
             programs[name] = compile_program(name, lowered, model_flops=flops, resident=held[name], cheapest=plain)
     if only or any(program.refused for program in programs.values()):
         return programs, {}
-    return programs, step_figures(layout, decoding, programs, topology, lengths or lengths_of(config))
+    lengths = lengths or lengths_of(config)
+    programs |= exchange(layout, decoding, held, topology, lengths)
+    return programs, step_figures(layout, decoding, programs, topology, lengths)
 
 
 def layout_on(config: ConfigDict, topology: Topology) -> Layout:
@@ -128,14 +130,43 @@ def lengths_of(config: ConfigDict, *, mean: float = 0, prompt: float = 0) -> Len
     )
 
 
-def work_of(layout: Layout, decoding: Decoding, lengths: Lengths) -> Work:
-    """The work of a step of the config."""
+def exchange(
+    layout: Layout, decoding: Decoding, held: Mapping[str, float], on: Topology, lengths: Lengths
+) -> dict[str, Program]:
+    """The exchange of a step's groups between hosts as a program; {} with one host.
+
+    A chip holds a piece of every host and its own, beside the weights that decode.
+    """
+    if not (size := work_of(layout, decoding, lengths, on).exchanged):
+        return {}
+    costs = hlo.Costs(0.0, 0.0, {"all-gather": size}, launches=math.ceil(size / (on.hosts - 1) / hosts.PIECE))
+    pieces = (on.hosts + 1) * min(hosts.PIECE, size / (on.hosts - 1))
+    stays = held["decode"] + memory.bytes_on_a_device(memory.decoding_params(layout, decoding))
+    return {"exchange": Program("exchange", 0, pieces, 0, 0, stays, costs, 0.0, 0.0)}
+
+
+HELD_OUT = {"aime-2024": 30, "aime25": 30, "amc-23": 40, "minerva": 272, "olympiadbench": 674, "gsm8k-test": 1319}
+"""Problems of published sets. A plan reads none."""
+
+
+def held_out_problems(config: ConfigDict) -> int:
+    """Problems of an evaluation; of a set that is not in `HELD_OUT`, as many as `evaluation.problems` allows."""
+    sources = [entry.partition("=")[2] for entry in listed(config.task.held_out_sets or "held out")]
+    most = config.evaluation.problems
+    return sum(min(most, HELD_OUT.get(source, most)) for source in sources)
+
+
+def work_of(layout: Layout, decoding: Decoding, lengths: Lengths, on: Topology) -> Work:
+    """The work of a step of the config on a slice, and of its evaluations."""
     c, shape = layout.config, row_shape(layout.config)
     bucket = prompt_bucket(math.ceil(lengths.prompt), decoding.capacity)
+    needed: float = rows_per_update(c)
+    if shape.packed:
+        needed *= (lengths.prompt + lengths.mean) / shape.length / efficiency.PACKING
+    sampled = memory.prompts_of_a_step(c) * c.rollout.group_size * lengths.mean * efficiency.EXCHANGED_BYTES
     return Work(
         steps=c.train.steps,
         prompts=memory.prompts_of_a_step(c),
-        trained=c.rollout.prompts_per_step,
         group_size=c.rollout.group_size,
         lengths=lengths,
         meshes=layout.decoding_hosts,
@@ -143,11 +174,12 @@ def work_of(layout: Layout, decoding: Decoding, lengths: Lengths) -> Work:
         updates=c.train.updates_per_step,
         epochs=c.train.epochs,
         passes=(not is_on_policy(layout)) + _reference_passes(layout),
-        micro_batch=(shape.rows, shape.length),
-        packed=shape.packed,
-        remat=c.model.remat,
-        frozen=layout.lora is not None,
+        micro_batches=math.ceil(needed / shape.rows),
         run=_run(layout.model, lengths, shape.length) if shape.packed else 1.0,
+        evaluations=1 + math.ceil(c.train.steps / c.evaluation.every),  # before the first step, and after the last
+        evaluated=(held_out_problems(c), c.evaluation.k),
+        exchanged=sampled * (on.hosts - 1) / on.hosts,
+        synced=bytes_of_a_number(layout) * parameter_count(layout.model),
     )
 
 
@@ -183,7 +215,7 @@ def decode_step_of(layout: Layout, decoding: Decoding, program: Program) -> Deco
         network=sum(program.costs.collectives.values()),
         collectives=program.costs.launches,
         steps_per_dispatch=decoding.steps_per_dispatch,
-        reading=efficiency.INT8 if decoding.int8_kv else 1.0,
+        int8=decoding.int8_kv,
     )
 
 
@@ -194,15 +226,15 @@ def step_figures(
     on: Topology,
     lengths: Lengths,
 ) -> dict[str, Any]:
-    """Bound and expected time of a step and of the run without evaluations, and the phase that binds.
+    """Time of a step, with its share of the run's evaluations, and of the run; and the phase that binds.
 
-    `fastest` and `slowest` are expected at the ends of `efficiency.HBM_BAND`. Prompts include dynamic sampling's
-    oversampling.
+    `bound` is at the peaks of the chip; `fastest` and `slowest` are expected at the ends of `efficiency.HBM_BAND`.
+    Prompts include dynamic sampling's oversampling.
     """
-    work, step = work_of(layout, decoding, lengths), decode_step_of(layout, decoding, programs["decode"])
-    best = step_time.bound(work, step, programs, layout.model, on)
-    likely = step_time.expected(work, step, programs, on)
-    slowest, fastest = (step_time.expected(work, step, programs, on, hbm) for hbm in efficiency.HBM_BAND)
+    work, step = work_of(layout, decoding, lengths, on), decode_step_of(layout, decoding, programs["decode"])
+    slowest, fastest = (efficiency.EXPECTED._replace(hbm=hbm) for hbm in efficiency.HBM_BAND)
+    sides = {"bound": efficiency.PEAKS, "expected": efficiency.EXPECTED, "fastest": fastest, "slowest": slowest}
+    found = {side: step_time.phases(work, step, programs, on, rates) for side, rates in sides.items()}
     return {
         "prompts": work.prompts,
         "completions": work.prompts * work.group_size,
@@ -212,9 +244,8 @@ def step_figures(
         "slots_of_a_chip": decoding.slots * layout.decoding_hosts / on.chips,
         "micro_batches": work.micro_batches * work.updates,
         "steps": work.steps,
-        "bound": best.as_dict(),
-        "expected": likely.as_dict(),
-        "fastest": fastest.as_dict(),
-        "slowest": slowest.as_dict(),
-        "binds": step_time.binding(likely),
+        "evaluations": work.evaluations,
+        "evaluated": math.prod(work.evaluated),
+        **{side: one.as_dict() for side, one in found.items()},
+        "binds": found["expected"].binds,
     }

@@ -1,4 +1,4 @@
-"""Seconds, days and dollars of a step: the bound of the hardware, the expected time, and the phase that binds.
+"""Seconds, days and dollars of a step: at the hardware's peaks, the expected time, and the phase that binds.
 
 The rollout, worked by hand for Qwen3-4B with completions of 8,192 tokens on v5p:4x4x4. There
 are 1,536 prompts of 300 tokens and 24,576 completions of 4,096 tokens in the mean with a coefficient of variation of
@@ -8,10 +8,10 @@ are 1,536 prompts of 300 tokens and 24,576 completions of 4,096 tokens in the me
   attended in the mean         300 + (4096 × 1.36 - 1) / 2                       = 3,085 tokens
   cache that is read           24,576 × 4,096 × 3,085 × 147,456 bytes            = 4.58e16 bytes
     over 64 chips              / (64 × 2.765e12 bytes/s)                         = 259 s
-  steps                        24,576 × 4,096 / 2,560                            = 39,322
-  weights that are read        39,322 × 8.04e9 bytes / 4 chips / 2.765e12        = 29 s
+  steps                        4,096 × (24,576 - 2,560) / 2,560 + 8,192          = 43,418
+  weights that are read        43,418 × 8.04e9 bytes / 4 chips / 2.765e12        = 32 s
 
-With 128 slots the same weights are read 786,432 times, which takes 572 s.
+With 128 slots the same weights are read 790,528 times, which takes 575 s.
 """
 
 from __future__ import annotations
@@ -21,20 +21,18 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from rpg_jax.models import DecoderConfig
-from rpg_jax.planning import efficiency
-from rpg_jax.planning.compiling import Program, token_flops, token_training_flops
+from rpg_jax.planning.compiling import Program
+from rpg_jax.planning.efficiency import EXPECTED, Rates
 from rpg_jax.planning.topologies import Chip, Topology
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The work of one step of a run.
+    """The work of one step of a run, and of the run's evaluations.
 
     Attributes:
       steps: steps of the run.
       prompts: groups that are sampled, dynamic sampling's oversampling included.
-      trained: groups that the updates train on.
       group_size: completions of a prompt.
       lengths: lengths of prompts and completions.
       meshes: decoding meshes, which take prompts from one list.
@@ -43,16 +41,16 @@ class Work:
       epochs: passes over the mini-batches.
       passes: log-probability passes, of the behaviour policy and of a reference that differs from it. A pass of a
         teacher counts by the sizes of the two models.
-      micro_batch: (rows, tokens of a row).
-      packed: whether completions share rows.
-      remat: the activations that are computed again.
-      frozen: whether updates train adapters alone.
+      micro_batches: whole micro-batches of an update.
       run: share of a micro-batch's operations that are run: attention skips blocks between completions of one row.
+      evaluations: evaluations of the run.
+      evaluated: (problems, completions of each problem) of an evaluation.
+      exchanged: bytes of the groups of a step that every host receives from the others; 0 with one host.
+      synced: bytes of the weights that servers load.
     """
 
     steps: int
     prompts: float
-    trained: float
     group_size: int
     lengths: Lengths
     meshes: int
@@ -60,79 +58,43 @@ class Work:
     updates: int
     epochs: int
     passes: float
-    micro_batch: tuple[int, int]
-    packed: bool
-    remat: str
-    frozen: bool = False
+    micro_batches: int
     run: float = 1.0
-
-    @property
-    def tokens(self) -> float:
-        """Prompt and completion tokens of the groups that the updates train on."""
-        return self.trained * self.group_size * (self.lengths.prompt + self.lengths.mean)
-
-    @property
-    def micro_batches(self) -> int:
-        """Whole micro-batches of an update."""
-        rows, length = self.micro_batch
-        needed = self.trained * self.group_size / self.updates
-        if self.packed:
-            needed = self.tokens / self.updates / length / efficiency.PACKING
-        return math.ceil(needed / rows)
+    evaluations: int = 0
+    evaluated: tuple[int, int] = (0, 0)
+    exchanged: float = 0.0
+    synced: float = 0.0
 
 
-def bound(work: Work, step: DecodeStep, programs: Mapping[str, Program], model: DecoderConfig, on: Topology) -> Phases:
-    """Seconds of the phases at the hardware's peaks: tokens fill every row, attention stays within completions, each
-    phase takes as long as its slowest resource."""
-    chip, own = on.chip, work.prompts / work.meshes
-    prompts = own / work.prefill_prompts
-    rows = work.tokens / work.micro_batch[1] / work.micro_batch[0]  # in micro-batches
-    sizes = {
-        "tokens": work.tokens,
-        "attended": work.lengths.attended_in_training,
-        "predicted": work.trained * work.group_size * work.lengths.mean,
-    }
-    forward = token_flops(model, **sizes) / on.chips / chip.flops
-    update = token_training_flops(model, **sizes, remat=work.remat, frozen=work.frozen) / on.chips / chip.flops
-    network = {name: programs[name].limits(chip)["ICI"] for name in programs}
-    once = "update" if "update" in programs else "start"
-    phases = {
-        "prefill": prompts * programs["prefill"].bound(chip)[1],
-        "decode": max(decode_bound(step, own * work.group_size, work.lengths, chip).values()),
-        "log-probs": work.passes * max(forward, rows * network["log-probs"]),
-        "update": work.epochs * max(update, rows * network[once]),
-    }
-    if "baseline" in programs:
-        phases["baseline"] = max(forward, rows * network["baseline"])
-    return Phases(phases, work, on)
-
-
-def expected(
-    work: Work, step: DecodeStep, programs: Mapping[str, Program], on: Topology, hbm: float = efficiency.HBM
+def phases(
+    work: Work, step: DecodeStep, programs: Mapping[str, Program], on: Topology, rates: Rates = EXPECTED
 ) -> Phases:
-    """Seconds of the phases at the efficiencies of `efficiency`: whole micro-batches and dispatches, a latency for each
-    collective, and slots that empty in the end. The wait for the slowest host is left out: 1 to 4 %.
+    """Seconds of the phases at `rates`: whole micro-batches and dispatches, a latency for each collective, and slots
+    that empty in the end. The wait for the slowest host is left out: 1 to 4 %. An evaluation has completions of the
+    same lengths; a step has its share of the run's evaluations."""
+    seconds = {name: _run(program, work).expected(on.chip, rates) for name, program in programs.items()}
 
-    `hbm` is the share of HBM's bandwidth while decoding.
-    """
-    chip, own = on.chip, work.prompts / work.meshes
-    seconds = {name: _run(program, work).expected(chip) for name, program in programs.items()}
-    decode = decode_expected(step, own * work.group_size, work.lengths, chip, hbm)
+    def sampled(prompts: float, completions: float) -> dict[str, float]:
+        own = prompts / work.meshes
+        parts = decode(step, own * completions, work.lengths, on.chip, rates)
+        prefill = math.ceil(own / work.prefill_prompts) * seconds["prefill"]
+        return {"prefill": prefill, **{f"decode: {part}": value for part, value in parts.items()}}
+
     batches = work.micro_batches * work.updates
     if "update" in seconds:
         update = batches * seconds["update"]
     else:
         later = (batches - work.updates) * seconds["add"]
         update = work.updates * (seconds["start"] + seconds["apply"]) + later
-    phases = {
-        "prefill": math.ceil(own / work.prefill_prompts) * seconds["prefill"],
-        **{f"decode: {part}": value for part, value in decode.items()},
-        "log-probs": work.passes * batches * seconds["log-probs"],
-        "update": work.epochs * update,
-    }
+    found = sampled(work.prompts, work.group_size)
+    if work.exchanged:
+        found["exchange"] = work.exchanged / rates.host + seconds.get("exchange", 0.0)
+    found |= {"log-probs": work.passes * batches * seconds["log-probs"], "update": work.epochs * update}
     if "baseline" in seconds:
-        phases["baseline"] = batches * seconds["baseline"]
-    return Phases(phases, work, on)
+        found["baseline"] = batches * seconds["baseline"]
+    if work.evaluations:
+        found["evaluations"] = work.evaluations / work.steps * sum(sampled(*work.evaluated).values())
+    return Phases(found, work, on, rates)
 
 
 def _run(program: Program, work: Work) -> Program:
@@ -150,43 +112,41 @@ class Phases:
     seconds: Mapping[str, float]
     work: Work
     on: Topology
+    rates: Rates = EXPECTED
 
     @property
     def total(self) -> float:
         return sum(self.seconds.values())
 
     @property
-    def rollout(self) -> float:
-        return sum(s for name, s in self.seconds.items() if name.startswith(("prefill", "decode")))
-
-    @property
-    def training(self) -> float:
-        return self.total - self.rollout
-
-    @property
     def beside_servers(self) -> float:
-        """Seconds of a step if these chips only train, and as many other chips sample one step ahead. The time of a
-        weight sync is left out."""
-        return max(self.rollout, self.training)
+        """Seconds of a step if these chips only train, and as many other chips sample one step ahead.
+
+        Training stands still while a host copies its part of the weights to its memory. Meanwhile servers sample, the
+        part is written, and then every server reads all weights: a step takes at least as long as both. Servers
+        sample the evaluations too.
+        """
+        rollout = sum(s for name, s in self.seconds.items() if name.startswith(("prefill", "decode", "exchange")))
+        evaluations, part = self.seconds.get("evaluations", 0.0), self.work.synced / self.on.hosts / self.rates.host
+        training = self.total - rollout - evaluations + part
+        return max(rollout, training, part + self.work.synced / self.rates.host) + evaluations
+
+    @property
+    def binds(self) -> str:
+        """The longest phase, in words."""
+        name = max(self.seconds, key=self.seconds.__getitem__)
+        return f"{name}, {self.seconds[name] / self.total:.0%} of the expected step"
 
     def as_dict(self) -> dict[str, Any]:
-        run = self.work.steps * self.total
-        hours = run / 3600
+        hours, hourly = self.work.steps * self.total / 3600, self.on.hourly
         return {
             "phases": dict(self.seconds),
             "seconds": self.total,
             "seconds_beside_servers": self.beside_servers,
-            "days": run / 86_400,
-            "chip_hours": hours * self.on.chips / self.on.chip.cores,
-            "dollars": None if self.on.hourly is None else hours * self.on.hourly,
-            "step_dollars": None if self.on.hourly is None else self.total / 3600 * self.on.hourly,
+            "days": hours / 24,
+            "dollars": None if hourly is None else hours * hourly,
+            "step_dollars": None if hourly is None else self.total / 3600 * hourly,
         }
-
-
-def binding(phases: Phases) -> str:
-    """A sentence that names the longest of the expected phases."""
-    name = max(phases.seconds, key=phases.seconds.__getitem__)
-    return f"{name}, {phases.seconds[name] / phases.total:.0%} of the expected step"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,7 +162,7 @@ class DecodeStep:
       network: bytes that collectives bring.
       collectives: number of collectives.
       steps_per_dispatch: steps between two looks by the host.
-      reading: factor of the expected share of HBM's bandwidth while attention reads the cache.
+      int8: whether the cache is in int8.
     """
 
     slots: float
@@ -213,41 +173,27 @@ class DecodeStep:
     network: float = 0.0
     collectives: float = 0.0
     steps_per_dispatch: int = 16
-    reading: float = 1.0
+    int8: bool = False
 
 
-def decode_bound(step: DecodeStep, completions: float, lengths: Lengths, chip: Chip) -> dict[str, float]:
-    """Seconds that each resource takes at its peak to decode `completions` on the mesh. No run can be faster.
-
-    All slots are busy until the end, or one completion has the longest length. Only filled parts of the cache are read.
-    """
-    tokens = completions * lengths.mean
-    steps, positions = max(tokens / step.slots, lengths.longest), tokens / step.slots * lengths.attended
-    return {
-        "compute": (tokens / step.slots * step.products + positions * step.scores) / chip.flops,
-        "HBM": (steps * step.fixed + positions * step.cached) / chip.hbm_bandwidth,
-        "ICI": steps * step.network / chip.ici_bandwidth,
-    }
-
-
-def decode_expected(
-    step: DecodeStep, completions: float, lengths: Lengths, chip: Chip, hbm: float = efficiency.HBM
+def decode(
+    step: DecodeStep, completions: float, lengths: Lengths, chip: Chip, rates: Rates = EXPECTED
 ) -> dict[str, float]:
-    """Expected seconds of each part of decoding, by the efficiencies of `efficiency`. The parts follow each other.
+    """Seconds of each part of decoding. The parts follow each other.
 
-    weights: every step reads the weights and multiplies all slots, also idle slots. cache: attention. latency:
-    collectives. host: the time between dispatches. At the end the slots become idle one by one. `hbm` is the share of
-    HBM's bandwidth.
+    weights: every step reads the weights and multiplies all slots, also idle slots. cache: attention reads the filled
+    part. latency: collectives. host: the time between dispatches. At the end the slots become idle one by one.
     """
     tokens = completions * lengths.mean
     steps, positions = decode_steps(completions, lengths, step.slots), tokens / step.slots * lengths.attended
-    bandwidth, flops = hbm * chip.hbm_bandwidth, efficiency.FLOPS * chip.flops
-    network = step.network / (efficiency.ICI * chip.ici_bandwidth)
+    bandwidth, flops = rates.hbm * chip.hbm_bandwidth, rates.flops * chip.flops
+    reading = bandwidth * (rates.int8 if step.int8 else 1.0)
+    network = step.network / (rates.ici * chip.ici_bandwidth)
     return {
         "weights": steps * max(step.fixed / bandwidth, step.products / flops),
-        "cache": positions * max(step.cached / (step.reading * bandwidth), step.scores / flops),
-        "latency": steps * (network + step.collectives * efficiency.COLLECTIVE_SECONDS),
-        "host": steps / step.steps_per_dispatch * efficiency.DISPATCH_SECONDS,
+        "cache": positions * max(step.cached / reading, step.scores / flops),
+        "latency": steps * (network + step.collectives * rates.collective_seconds),
+        "host": steps / step.steps_per_dispatch * rates.dispatch_seconds,
     }
 
 

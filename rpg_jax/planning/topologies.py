@@ -27,7 +27,6 @@ class Chip:
       hbm_bandwidth: bytes per second.
       ici_bandwidth: bytes per second into a chip, over all its links to other chips of the slice.
       dimensions: dimensions of the torus.
-      pod: chips of the largest slice.
       one_host: chips of the largest slice on one host; larger slices have four chips per host.
       price: US dollars per chip and hour on demand, list price of 2025 for orientation; None if not known.
       cores: devices of a chip.
@@ -38,7 +37,6 @@ class Chip:
     hbm_bandwidth: float
     ici_bandwidth: float
     dimensions: int
-    pod: int
     one_host: int
     price: float | None = None
     cores: int = 1
@@ -48,13 +46,13 @@ CHIPS: Mapping[str, Chip] = MappingProxyType(
     {
         # Peaks: cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e. ICI: jax-ml.github.io/scaling-book/tpus has bytes per
         # second of one link, one way; a 3D torus has 6 links per chip, a 2D torus 4.
-        "v4": Chip(32 * _GIB, 275e12, 1.228e12, 6 * 45e9, 3, 4096, 4, 3.22),
-        "v5e": Chip(15.75 * _GIB, 197e12, 0.819e12, 4 * 45e9, 2, 256, 8, 1.20),
-        "v5p": Chip(95.74 * _GIB, 459e12, 2.765e12, 6 * 90e9, 3, 8960, 4, 4.20),
-        "v6e": Chip(31.25 * _GIB, 918e12, 1.640e12, 4 * 90e9, 2, 256, 8, 2.70),
+        "v4": Chip(32 * _GIB, 275e12, 1.228e12, 6 * 45e9, 3, 4, 3.22),
+        "v5e": Chip(15.75 * _GIB, 197e12, 0.819e12, 4 * 45e9, 2, 8, 1.20),
+        "v5p": Chip(95.74 * _GIB, 459e12, 2.765e12, 6 * 90e9, 3, 4, 4.20),
+        "v6e": Chip(31.25 * _GIB, 918e12, 1.640e12, 4 * 90e9, 2, 8, 2.70),
         # Halves of the chip in docs.cloud.google.com/tpu/docs/tpu7x; HBM's bandwidth as in JAX's tpu_info.py. Its links
         # are taken to be those of v5p. No price was found.
-        "v7x": Chip(94.75 * _GIB, 2307e12 / 2, 7.40e12 / 2, 6 * 90e9 / 2, 3, 9216, 4, None, 2),
+        "v7x": Chip(94.75 * _GIB, 2307e12 / 2, 7.40e12 / 2, 6 * 90e9 / 2, 3, 4, None, 2),
     }
 )
 
@@ -99,11 +97,6 @@ class Topology:
         """The part of this slice that is on one host, as a slice of its own. A small slice is whole on one host."""
         shape = self.shape if math.prod(self.shape) <= self.chip.one_host else (2, 2, 1)[: self.chip.dimensions]
         return Topology(self.kind, shape)
-
-    def larger(self) -> Topology | None:
-        """The next larger slice of the same kind and the same number of slices; None if there is none."""
-        slices = [dataclasses.replace(parse(name), slices=self.slices) for name in known(self.kind)]
-        return next((t for t in slices if t.chips > self.chips), None)
 
     def devices(self) -> list[jax.Device]:
         """Devices to compile for, without a TPU.

@@ -2,7 +2,7 @@
 
 import io
 import json
-import re
+import math
 import subprocess
 import sys
 
@@ -12,9 +12,9 @@ from rich.console import Console
 
 from configs import qwen3_0p6b_gsm8k, qwen3_4b_2k, qwen3_4b_8k, tiny
 from rpg_jax import planning
-from rpg_jax.planning import printing, run_plan, tpu_compiler
+from rpg_jax.planning import efficiency, printing, run_plan, tpu_compiler
 from rpg_jax.runs import memory
-from rpg_jax.runs.layout import make_layout
+from rpg_jax.runs.layout import make_layout, rows_per_update
 from rpg_jax.runs.learner import make_learner
 from rpg_jax.runs.memory import make_decoding
 from rpg_jax.runs.resolve import resolve
@@ -139,13 +139,13 @@ def test_the_figures_of_a_step_come_from_config_and_programs():
     printing.show(V5E, programs, found, console)
     text = console.export_text()
     assert "400 steps, days" in text
-    _, binds, costs = text[text.index("fits v5e") :].splitlines()  # the last lines
-    assert binds.startswith("binds: ") and re.match(
-        r"400 steps: [\d.]+ days, \$[\d,]+ expected \([\d.]+ days, \$[\d,]+ to [\d.]+ days, \$[\d,]+\); [\d.]+ days",
-        costs,
-    )
+    _, binds = text[text.index("fits v5e") :].splitlines()  # the last lines
+    assert binds.startswith("binds: ") and "41 evaluations of 3,200 completions" in " ".join(text.split())
     assert found["bound"]["seconds"] < found["fastest"]["seconds"] < found["expected"]["seconds"]
     assert found["expected"]["seconds"] < found["slowest"]["seconds"]
+    rows = 512 * 16 * 1300 / 8192 / efficiency.PACKING  # of all 16 updates
+    micro_batch = layout.config.train.microbatch_size or rows_per_update(layout.config)
+    assert found["micro_batches"] == 16 * math.ceil(rows / 16 / micro_batch)
 
 
 def test_each_program_is_announced_before_it_is_compiled(monkeypatch, capsys):
@@ -175,8 +175,8 @@ def test_tables_and_json_say_the_same():
     printing.show(V5E, programs, {}, console)
     text = console.export_text()
     assert "does not fit v5e:2x4: decode" in text and "decode: Used 17.50G of 15.75G hbm" in text
-    found = json.loads(json.dumps(printing.as_json(V5E, programs, {}, {}, planning.parse("v5e:4x4"))))
-    assert (found["fits"], found["programs"]["update"]["fits"], found["larger"]) == (False, True, "v5e:4x4")
+    found = json.loads(json.dumps(printing.as_json(V5E, programs, {}, {})))
+    assert (found["fits"], found["programs"]["update"]["fits"]) == (False, True)
     assert found["programs"]["update"]["costs"]["collectives"] == {"all-gather": 1.8e9}
 
 

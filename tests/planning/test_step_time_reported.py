@@ -10,7 +10,7 @@ import pytest
 
 from rpg_jax import models, planning
 from rpg_jax.planning import efficiency
-from rpg_jax.planning.step_time import DecodeStep, Lengths, decode_expected
+from rpg_jax.planning.step_time import DecodeStep, Lengths, decode
 
 ROOT = Path(__file__).parents[2]
 MODEL = models.size("Qwen3-8B")
@@ -25,7 +25,8 @@ def expected(kind, chips, slots, prompt, tokens, hbm=efficiency.HBM):
     scores = planning.token_flops(MODEL, tokens=slots, attended=1, predicted=slots) - products
     sizes = {"fixed": 2 * read, "cached": slots * TOKEN, "products": products, "scores": scores}
     step = DecodeStep(slots, **{name: size / chips for name, size in sizes.items()}, collectives=2 * 36 + 2)
-    parts = decode_expected(step, slots, Lengths(prompt, tokens, 0, tokens), chip, hbm)
+    rates = efficiency.EXPECTED._replace(hbm=hbm)
+    parts = decode(step, slots, Lengths(prompt, tokens, 0, tokens), chip, rates)
     flops = planning.forward_flops(MODEL, rows=slots, length=prompt, predicted=0) / chips
     return flops / chip.flops / efficiency.FLOPS, parts
 

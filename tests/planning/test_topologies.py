@@ -10,7 +10,7 @@ from rpg_jax.planning import topologies
 def test_every_known_slice_parses_to_its_name(name):
     topology = planning.parse(name)
     assert topology.name == name
-    assert 1 <= topology.chips / topology.chip.cores <= topology.chip.pod
+    assert topology.chips >= topology.chip.cores
 
 
 def test_every_kind_goes_from_one_chip_to_hundreds():
@@ -43,12 +43,6 @@ def test_several_slices_have_the_chips_and_hosts_of_all():
     three = planning.parse("v5p:2x2x2*3")
     assert (three.name, three.chips, three.hosts, three.host.name) == ("v5p:2x2x2*3", 24, 6, "v5p:2x2x1")
     assert planning.parse("v5e:2x4*2").hosts == 2
-
-
-def test_the_next_larger_slice():
-    assert planning.parse("v5p:2x2x2").larger().name == "v5p:2x2x4"
-    assert planning.parse("v5p:2x2x2*3").larger().name == "v5p:2x2x4*3"
-    assert planning.parse("v6e:16x16").larger() is None
 
 
 def test_without_the_compiler_one_line_says_how_to_install_it(monkeypatch):
