@@ -101,7 +101,7 @@ class _Module:
         return max(bounds) if len(compares) == 1 and bounds else 1
 
     def _bytes(self, i: Instruction, types: dict[str, str]) -> float:
-        if i.op in _FREE or i.op.endswith("-done") or 'custom_call_target="AllocateBuffer"' in i.attributes:
+        if i.op in _FREE or i.op.endswith(("-done", "-update")) or 'target="AllocateBuffer"' in i.attributes:
             return 0
         sizes = [bytes_of(types.get(o, "")) for o in i.operands]
         if i.op == "custom-call" and i.name.startswith("ragged_"):
@@ -325,9 +325,19 @@ def bytes_of(kind: str, everywhere: bool = False) -> float:
 
 
 def replica_group_size(attributes: str) -> int:
-    """Devices in a replica group; 2 if the text does not say."""
+    """Devices in a replica group; 2 if the text does not say.
+
+    Raises:
+      ValueError: the groups are written in a form that is not known.
+    """
     if iota := captured(r"replica_groups=\[\d+,(\d+)\]<=", attributes):
         return int(iota[0])
     if listed := captured(r"replica_groups=\{\{([\d,]*)\}", attributes):
         return listed[0].count(",") + 1
+    if mesh := captured(r"replica_groups=mesh\[(.*?)\].*?\{(.*?)\}", attributes):  # as jaxlib 0.12 writes them
+        sizes = dict(re.findall(r"'(.*?)'=(\d+)", mesh[0]))
+        axes = re.findall(r"'(.*?)'(?::\(\d+\)(\d+))?", mesh[1])  # a part of an axis has its size
+        return math.prod(int(part or sizes[axis]) for axis, part in axes)
+    if unknown := captured(r"replica_groups=(?!\{\})(.{,80})", attributes):
+        raise ValueError(f"replica groups of this form cannot be read: {unknown[0]}")
     return 2

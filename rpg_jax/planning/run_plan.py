@@ -35,11 +35,7 @@ from rpg_jax.runs.teacher import reference_layout
 
 
 def plan(
-    config: ConfigDict,
-    topology: Topology,
-    only: Sequence[str] | None = None,
-    *,
-    lengths: Lengths | None = None,
+    config: ConfigDict, topology: Topology, only: Sequence[str] | None = None, *, lengths: Lengths | None = None
 ) -> tuple[dict[str, Program], dict[str, Any]]:
     """Compiles every program of the run for `topology`, or the programs named in `only`.
 
@@ -220,11 +216,7 @@ def decode_step_of(layout: Layout, decoding: Decoding, program: Program) -> Deco
 
 
 def step_figures(
-    layout: Layout,
-    decoding: Decoding,
-    programs: Mapping[str, Program],
-    on: Topology,
-    lengths: Lengths,
+    layout: Layout, decoding: Decoding, programs: Mapping[str, Program], on: Topology, lengths: Lengths
 ) -> dict[str, Any]:
     """Time of a step, with its share of the run's evaluations, and of the run; and the phase that binds.
 

@@ -79,11 +79,39 @@ def computation(lines):
         ("all-to-all(%x), replica_groups=[1,8]<=[8], dimensions={0}", "all-to-all", 4000 * 7 / 8),
         ("collective-permute-start(%x), source_target_pairs={{0,1},{1,0}}", "collective-permute", 4000),
         ("all-gather-start(%x), replica_groups=[4,2]<=[8]", "all-gather", 4000),
+        ("all-gather(%x), replica_groups=mesh['fsdp'=4,'tensor'=2] {'fsdp'}, dimensions={0}", "all-gather", 4000 * 3),
+        ("all-reduce(%x), replica_groups=mesh['a'=2,'b'=4] {'a','b':(1)2}", "all-reduce", 2 * 4000 * 3 / 4),
     ],
 )
 def test_bytes_received_follow_from_kind_and_group(line, kind, received):
     costs = planning.count(computation(f"%x = f32[1000] parameter(0)\n%y = f32[1000] {line}"))
     assert dict(costs.collectives) == {kind: received}
+
+
+def test_replica_groups_of_an_unknown_form_are_refused():
+    assert hlo.replica_group_size("replica_groups={}, use_global_device_ids=true") == 2
+    with pytest.raises(ValueError, match=r"cannot be read: <8>, metadata"):
+        hlo.replica_group_size("channel_id=1, replica_groups=<8>, metadata={}")
+
+
+def test_a_gather_on_the_sparse_cores_counts_once():
+    # libtpu 0.0.50 gives gathers to the SparseCores of v5p, in three steps; as one fusion the bytes were the same
+    program = """
+    %gathered (p: bf16[64,32], n: s32[128]) -> bf16[128,32] {
+      %p = bf16[64,32] parameter(0)
+      %n = s32[128] parameter(1)
+      ROOT %rows = bf16[128,32] gather(%p, %n), offset_dims={1}
+    }
+
+    ENTRY %main (x: bf16[64,32], i: s32[128]) -> bf16[128,32] {
+      %x = bf16[64,32] parameter(0)
+      %i = s32[128] parameter(1)
+      %start = ((), (), (s32[1])) call-start(), async_execution_thread="sparsecore", to_apply=%gathered
+      %update = ((bf16[64,32], s32[128]), bf16[128,32]) call-update(%start, %x, %i)
+      ROOT %done = bf16[128,32] call-done(%update)
+    }
+    """
+    assert planning.count(textwrap.dedent(program)).bytes == 2 * 128 * 32 * 2
 
 
 def test_a_convolution_counts_what_meets_the_input():
