@@ -40,11 +40,9 @@ def show(topology: Topology, programs: Programs, figures: Mapping[str, Any], con
             console.print(f"  {name}: {programs[name].refused}", markup=False)
 
 
-def show_settings(
-    topology: Topology, found: Mapping[str, Estimate], console: Console | None = None, rows: int = 8
-) -> None:
-    """Prints a row for each of at most `rows` settings: trained numbers, bytes on a chip, and the expected step."""
-    console, shown = console or screen.console(), list(found.items())[:rows]
+def show_settings(topology: Topology, found: Mapping[str, Estimate]) -> None:
+    """Prints a row for each of at most eight settings: trained numbers, bytes on a chip, and the expected step."""
+    console, shown = screen.console(), list(found.items())[:8]
     table = []
     for number, (_, one) in enumerate(shown, 1):
         memory = [*one.sizes.values(), one.peak(sampling=False), one.peak(sampling=True)][1:]
