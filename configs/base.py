@@ -249,7 +249,8 @@ FIELDS = Section(
             choices="rpg_jax.losses:LOSSES"),
         arguments=Field(from_method(str), 'Hyperparameters of the loss that have no field here, as JSON: '
             '{"tau": 0.5}. Of the shipped losses: weight_cap of rpg, mask_divergence and mask_threshold of dppo, '
-            "tau_positive and tau_negative of sapo, penalty_level of opmd; docs/methods.md."),
+            "width_low, width_high and width_dual of ctpo, trust_region of drpo, tau_positive, tau_negative of sapo, "
+            "penalty_level of opmd; docs/methods.md."),
         divergence=Field(from_method(str), "rpg: the divergence.", choices="rpg_jax.losses:DIVERGENCES"),
         estimator=Field(from_method(str), "rpg: the gradient's estimator. exact: the KL at a token's prefix is summed "
             "over the vocabulary, which takes the reference's weights to every update; for level token and to_go.",

@@ -112,6 +112,7 @@ COMPARATORS = (
         library("dppo", mask_divergence="kl", mask_threshold=0.05),
         None,
     ),
+    Estimator("DRPO", "−wA + |A|/(2δ) π_old (w − 1)²", library("drpo"), None),
     Estimator("SAPO", "−(4/τ)σ(τ(w − 1))A", library("sapo"), None),
     Estimator("GMPO", "−A times the mean of clipped ratios", library("gmpo"), None),
     Estimator("CISPO, ε₁ 0.2", "−SG(clip(w, 1 − ε₁, 1 + ε₂))A log π_θ", library("cispo", clip_low=0.2), None),

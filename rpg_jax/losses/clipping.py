@@ -23,20 +23,20 @@ TIE_ULPS = 16
 class Bounds:
     """The clip range [1 − low, 1 + high] of the importance ratio, and the dual bound c (None: no dual clip)."""
 
-    low: float
-    high: float
-    dual: float | None
+    low: float | jax.Array
+    high: float | jax.Array
+    dual: float | jax.Array | None
 
     @property
-    def lower(self) -> float:
+    def lower(self) -> float | jax.Array:
         return 1 - self.low
 
     @property
-    def upper(self) -> float:
+    def upper(self) -> float | jax.Array:
         return 1 + self.high
 
     @property
-    def dual_upper(self) -> float:
+    def dual_upper(self) -> float | jax.Array:
         return math.inf if self.dual is None else self.dual
 
 
@@ -108,7 +108,7 @@ def reward_term(
     return weighted(bound * tokens.advantages, tokens, estimator, region.clipped), region.events()
 
 
-def clamp(x: jax.Array, low: float, high: float) -> jax.Array:
+def clamp(x: jax.Array, low: ArrayLike, high: ArrayLike) -> jax.Array:
     """x clipped to [low, high]; gradient 1 inside, bounds included, and 0 outside."""
     return jnp.where((x >= low) & (x <= high), x, stop_gradient(jnp.clip(x, low, high)))
 

@@ -1,4 +1,4 @@
-"""Losses of 2025 and 2026 that bound the policy's step in another way than PPO: DPPO, SAPO, GMPO and OPMD.
+"""Losses of 2025 and 2026 that bound the policy's step in another way than PPO: CTPO, DPPO, DRPO, SAPO, GMPO, OPMD.
 
 Each takes `Tokens` and returns f[B, T] to be minimised. Gradients reach `logprobs` only, and stop through every mask.
 CISPO and GSPO are in `baselines`; the corrections of the sampler's gap are in `sampler_correction`.
@@ -12,10 +12,11 @@ import jax.numpy as jnp
 
 from rpg_jax import masking
 from rpg_jax.losses.baselines import OVERFLOW
-from rpg_jax.losses.clipping import Bounds, Region, weighted
+from rpg_jax.losses.clipping import Bounds, Region, ppo_dual_clip, weighted
 from rpg_jax.losses.declaration import LOSSES, ClipHigh, ClipLow, KLCoef, Range, TokenLoss
 from rpg_jax.losses.tokens import Tokens, bounded_exp
 
+Width = Annotated[float, Range("(0, inf]")]
 Temperature = Annotated[float, Range("(0, inf)")]
 
 # ε₁ and ε₂ of GMPO, whose paper clips a token's ratio to [e^−0.4, e^0.4].
@@ -62,6 +63,46 @@ def dppo(
     region = Region(high=high, low=low, dual=jnp.zeros_like(high))
     weight = jnp.where(region.clipped, 0, tokens.w * tokens.advantages)
     return TokenLoss(weighted(weight, tokens, "differentiable"), region.events())
+
+
+@LOSSES.declare(
+    r"\max(-W_t A,\ -\mathrm{clip}(W_t, e^{-a\sqrt t}, e^{b\sqrt t}) A), \quad W_t = \textstyle\prod_{s \le t} w_s"
+)
+def ctpo(tokens: Tokens, *, width_low: Width = 0.025, width_high: Width = 0.05, width_dual: Width = 0.05) -> TokenLoss:
+    """PPO's clip of the prefix's ratio W_t = Π_{s≤t} w_s, in a window that grows with √t (CTPO, arXiv:2605.07331).
+
+    The weight W_t makes a mean over prefixes of π_old one over prefixes of π_θ. Only the token itself has a gradient,
+    W_t A ∇log π_t.
+
+    Args:
+      width_low, width_high: a and b: token t, counted from 1, is clipped outside [e^(−a√t), e^(b√t)].
+      width_dual: c: where A < 0 the loss is at most −A e^(c√t).
+
+    Source: the public code, horizon-llm/CTPO at acc4021, `cum-token-cumprod-la`, which also bounds log W_t to 10.
+    """
+    ones = jnp.ones_like(tokens.log_w)
+    prefix, place = (masking.completion_scan(x, tokens.mask, tokens.completion_ids) for x in (tokens.log_w, ones))
+    log_w = tokens.log_w + jax.lax.stop_gradient(prefix - tokens.log_w)
+    root = jnp.sqrt(place)
+    bounds = Bounds(-jnp.expm1(-width_low * root), jnp.expm1(width_high * root), jnp.exp(width_dual * root))
+    values, region = ppo_dual_clip(bounded_exp(log_w), tokens.advantages, bounds)
+    return TokenLoss(values, region.events())
+
+
+@LOSSES.declare(r"-w A + \tfrac{\lvert A\rvert}{2\delta} \pi_\mathrm{old} (w-1)^2")
+def drpo(tokens: Tokens, *, trust_region: Width = 0.15) -> TokenLoss:
+    """−w A + |A|/(2δ) π_old (w − 1)²: DPPO's region in probability, left smoothly (DRPO, arXiv:2606.09821).
+
+    The gradient is −w A (1 − sign(A) (π_θ − π_old)/δ) ∇log π_θ. It fades as the token's probability moves by δ as the
+    advantage asks, and beyond δ pulls the probability back, where DPPO has no gradient.
+
+    Args:
+      trust_region: δ, in probability. The default is DPPO's threshold; the paper's value has not been read.
+
+    Source: the objective and its gradient weight as two independent reviews of the paper print them.
+    """
+    moved = jnp.exp(tokens.behaviour_logprobs) * (tokens.w - 1) ** 2 / (2 * trust_region)
+    return TokenLoss(-tokens.w * tokens.advantages + abs(tokens.advantages) * moved)
 
 
 def _binary_kl(tokens: Tokens) -> jax.Array:

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from rpg_jax.losses.baselines import cispo, grpo, gspo, ppo, reinforce_pp
-from rpg_jax.losses.comparators import GMPO_HIGH, GMPO_LOW, dppo, gmpo, opmd, sapo
+from rpg_jax.losses.comparators import GMPO_HIGH, GMPO_LOW, ctpo, dppo, drpo, gmpo, opmd, sapo
 from rpg_jax.losses.declaration import LOSSES, TokenLoss, lookup
 from rpg_jax.losses.regularized_pg import rpg
 
@@ -194,6 +194,14 @@ METHODS: Mapping[str, Method] = MappingProxyType(
         "CISPO": row(
             cispo, "group_standardised", "arXiv:2506.13585, which gives no ε₂; that of Trinity-RFT", clip_high=0.28
         ),
+        "CTPO": row(
+            ctpo,
+            "group_standardised",
+            "arXiv:2605.07331 and its code",
+            width_low=0.025,
+            width_high=0.05,
+            width_dual=0.05,
+        ),
         "DPPO-TV": row(
             dppo,
             "group_mean",
@@ -210,6 +218,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             mask_threshold=0.05,
             **DPPO,
         ),
+        "DRPO": row(drpo, "group_mean", "arXiv:2606.09821; its δ was not read: DPPO's", trust_region=0.15, **DPPO),
         "SAPO": row(sapo, "group_standardised", "arXiv:2511.20347", tau_positive=1.0, tau_negative=1.05),
         "GMPO": row(gmpo, "group_standardised", "arXiv:2507.20673", clip_low=GMPO_LOW, clip_high=GMPO_HIGH),
         "MaxRL": row(ppo, "maxrl", "arXiv:2602.02710, with PPO's clip since batches are reused", **SYMMETRIC_CLIP),

@@ -56,8 +56,10 @@ def test_the_arguments_have_the_hyperparameters_of_a_row_that_have_no_field():
         if with_method(config).loss.arguments is not None:
             filled[method] = json.loads(with_method(config).loss.arguments)
     assert filled == {
+        "CTPO": {"width_low": 0.025, "width_high": 0.05, "width_dual": 0.05},
         "DPPO-TV": {"mask_divergence": "tv", "mask_threshold": 0.15},
         "DPPO-KL": {"mask_divergence": "kl", "mask_threshold": 0.05},
+        "DRPO": {"trust_region": 0.15},
         "SAPO": {"tau_positive": 1.0, "tau_negative": 1.05},
     }
     one = resolved(**{"method": "SAPO", "loss.arguments": '{"tau_positive": 2.0}'})

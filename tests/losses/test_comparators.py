@@ -1,4 +1,4 @@
-"""DPPO, SAPO, GMPO and OPMD against their equations, by hand in float64: numpy per token, sums over all sequences."""
+"""The losses of 2025 and 2026 against their equations, by hand in float64: numpy per token, sums over all sequences."""
 
 from __future__ import annotations
 
@@ -43,6 +43,45 @@ def gradient(name, tokens, **hyperparameters):
 def numbers(tokens):
     p, q = np.exp(tokens["logprobs"]), np.exp(tokens["behaviour_logprobs"])
     return p, q, p / q, np.broadcast_to(tokens["advantages"][:, None], p.shape)
+
+
+@pytest.mark.parametrize("drift", [1.0, 0.1])
+def test_ctpo_clips_the_ratio_of_the_prefix_in_a_window_that_grows(tokens, drift):
+    tokens["logprobs"] = tokens["behaviour_logprobs"] + drift * (tokens["logprobs"] - tokens["behaviour_logprobs"])
+    *_, w, a = numbers(tokens)
+    prefix, root = np.cumprod(w, axis=1), np.sqrt(np.arange(1, 6))
+    low, high = np.exp(-0.025 * root), np.exp(0.05 * root)
+    kept = np.where(a > 0, prefix <= high, (prefix >= low) & (prefix <= high)) * tokens["mask"]
+    assert 0 < kept.sum() < tokens["mask"].sum()
+    np.testing.assert_allclose(gradient("ctpo", tokens, aggregate="token_mean"), -prefix * a * kept, **EXACT)
+    packed = {name: np.concatenate([tokens[name][:3], tokens[name][3:]], axis=1) for name in ("logprobs", "mask")}
+    packed |= {"behaviour_logprobs": np.concatenate(np.split(tokens["behaviour_logprobs"], 2), axis=1)}
+    packed["advantages"] = np.concatenate(np.split(a, 2), axis=1)
+    packed["completion_ids"] = np.where(packed["mask"], np.repeat([[1, 2]], 5, axis=1).repeat(3, axis=0), 0)
+    expected = np.concatenate(np.split(-prefix * a * kept, 2), axis=1)
+    np.testing.assert_allclose(gradient("ctpo", packed, aggregate="token_mean"), expected, **EXACT)
+
+
+def test_ctpo_has_the_gradient_of_its_public_code(tokens):
+    """horizon-llm/CTPO at acc4021, `cum-token-cumprod-la` with its defaults, called on these tokens in torch 2.11."""
+    tokens["logprobs"] = tokens["behaviour_logprobs"] + 0.1 * (tokens["logprobs"] - tokens["behaviour_logprobs"])
+    expected = np.zeros((6, 5))
+    expected[0, 3:] = -1.097962128575, -1.114178693801
+    expected[1, :4] = 0.691534872983, 0.720376440769, 0.69232226137, 0.69698475638
+    expected[2, :2], expected[5, 0] = (-0.411016153476, -0.414245743144), 0.200433427975
+    np.testing.assert_allclose(gradient("ctpo", tokens, aggregate="token_mean"), expected, rtol=1e-10, atol=1e-12)
+    assert policy_loss("ctpo", **tokens, aggregate="token_mean")[0] == pytest.approx(3.5056437749036764, rel=1e-10)
+
+
+@pytest.mark.parametrize("region", [0.05, 0.15, np.inf])
+def test_drpo_fades_until_a_probability_has_moved_by_its_region_and_pulls_it_back_beyond(tokens, region):
+    p, q, w, a = numbers(tokens)
+    weight = a * (1 - np.sign(a) * (p - q) / region)
+    found = gradient("drpo", tokens, aggregate="token_mean", trust_region=region)
+    np.testing.assert_allclose(found, -w * weight * tokens["mask"], **EXACT)
+    back = (weight * a < 0) & (tokens["mask"] > 0)
+    np.testing.assert_array_equal(back, (np.sign(a) * (p - q) > region) & (a != 0) & (tokens["mask"] > 0))
+    assert back.any() == np.isfinite(region)
 
 
 @pytest.mark.parametrize(("divergence", "threshold"), [("tv", 0.15), ("kl", 0.05)])

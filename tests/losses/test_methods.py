@@ -202,6 +202,26 @@ ROWS = {
         )
         for divergence, delta in (("tv", 0.15), ("kl", 0.05))
     },
+    # horizon-llm/CTPO at acc4021, ctpo.sh: GRPO's advantage, no KL, `la_clip_low`, `la_clip_high`, `la_clip_c`.
+    "CTPO": dict(
+        loss="ctpo",
+        advantage="group_standardised",
+        aggregate="token_mean",
+        reference="behaviour",
+        **PLAIN_BATCHES,
+        hyperparameters=dict(width_low=0.025, width_high=0.05, width_dual=0.05),
+        source="arXiv:2605.07331 and its code",
+    ),
+    # arXiv:2606.09821, in DPPO's recipe.
+    "DRPO": dict(
+        loss="drpo",
+        advantage="group_mean",
+        aggregate="constant",
+        reference="behaviour",
+        **PLAIN_BATCHES,
+        hyperparameters=dict(trust_region=0.15, sampler_correction="anchor"),
+        source="arXiv:2606.09821; its δ was not read: DPPO's",
+    ),
     # arXiv:2511.20347 eq. 5 and 6: the mean over completions, τ by the sign of the advantage; its values as in TRL at
     # f2cd577.
     "SAPO": dict(
@@ -267,7 +287,7 @@ DISTILLED = {
 
 
 def test_there_are_the_rows_of_the_papers_tables_and_the_later_baselines():
-    assert len(ROWS) == 29 and set(ROWS) | set(DISTILLED) <= set(METHODS)
+    assert len(ROWS) == 31 and set(ROWS) | set(DISTILLED) <= set(METHODS)
 
 
 @pytest.mark.parametrize("name", DISTILLED)
