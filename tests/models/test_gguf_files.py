@@ -169,7 +169,7 @@ def test_digits_and_blanks_are_split_as_each_family_does(pre):
 
 @pytest.mark.slow
 def test_smollm2_as_published_answers(tmp_path):
-    """The real weights: RPG_JAX_SMOLLM2 names the folder that `python -m rpg_jax.data pretrained` has written."""
+    """The real weights: RPG_JAX_SMOLLM2 names the folder that `python -m launch.pretrained` has written."""
     folder = os.environ.get("RPG_JAX_SMOLLM2")
     if not folder:
         pytest.skip("RPG_JAX_SMOLLM2 names no folder: python -m launch.pretrained smollm2-135m")
