@@ -104,14 +104,10 @@ CLIPS = (
     Estimator("GSPO", "PPO clip of the sequence ratio", library("gspo"), None),
 )
 
+DPPO_KL = library("dppo", mask_divergence="kl", mask_threshold=0.05)
 COMPARATORS = (
     Estimator("DPPO-TV", "−wA where |π_θ − π_old| ≤ 0.15", library("dppo"), None),
-    Estimator(
-        "DPPO-KL",
-        "−wA where the binary KL is at most 0.05",
-        library("dppo", mask_divergence="kl", mask_threshold=0.05),
-        None,
-    ),
+    Estimator("DPPO-KL", "−wA where the binary KL is at most 0.05", DPPO_KL, None),
     Estimator("DRPO", "−wA + |A|/(2δ) π_old (w − 1)²", library("drpo"), None),
     Estimator("SAPO", "−(4/τ)σ(τ(w − 1))A", library("sapo"), None),
     Estimator("GMPO", "−A times the mean of clipped ratios", library("gmpo"), None),
