@@ -77,6 +77,9 @@ def find(accelerator_type: str) -> Slice:
     if accelerator_type in SLICES:
         return SLICES[accelerator_type]
     prefix = accelerator_type.rpartition("-")[0]
+    if prefix.startswith(("v7", "tpu7")):
+        served = "Google serves TPU7x by GKE and Compute Engine, not as TPU VMs, and launch/xpk does not know its types"
+        raise LaunchError(f"--type={accelerator_type}: {served}", "take v6e or v5p (docs/cloud.md)")
     prefix = "v5litepod" if prefix == "v5e" else prefix
     known = [name for name in SLICES if name.rpartition("-")[0] == prefix] or list(SLICES)
     raise LaunchError(f"no accelerator type {accelerator_type!r}", f"use --type={'|'.join(known)}")

@@ -2,8 +2,6 @@
 
 import json
 import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from cloud.shell import Shell
 PYTHON = ROOT / ".venv" / "bin" / "python"
 FLEX_START_HOURS = 7 * 24
 TRACKERS = ("wandb", "tensorboard")  # in requirements-trackers.lock
+ROOM_GB = 80  # of a worker's boot disk of 100 GiB; its image, packages and logs are assumed to take the rest
 MULTI_REGIONS = {"US": "us-", "EU": "europe-", "ASIA": "asia-"}
 
 
@@ -115,11 +114,21 @@ def config_fits(job: Job) -> Iterator[str]:
             "pass --config.model.path=OWNER/NAME, as on the Hugging Face hub, or gs://BUCKET/FOLDER",
         )
     reach.all_is_there(config)
+    weights_fit_the_disk(config["model"]["path"] or "", resolved["weights"])
     yield "mesh " + (" × ".join(f"{axis} {n}" for axis, n in resolved["mesh"].items() if n > 1) or "of one chip")
     if job.serves_for:
         return
     yield batches_divide(config, resolved["row_shards"])
     yield from trackers_work(job, config["log"])
+
+
+def weights_fit_the_disk(path: str, weights: float) -> None:
+    """Checks that a worker has room for the copy of the weights that it makes; checkpoints go to the bucket alone."""
+    if weights > 1e9 * ROOM_GB and not path.startswith("/"):
+        raise LaunchError(
+            f"{path} has {weights / 1e9:.0f} GB of weights, and a worker's disk has room for about {ROOM_GB}",
+            "pass --config.model.path=/FOLDER, one that all workers have mounted",
+        )
 
 
 def trackers_work(job: Job, log: dict) -> Iterator[str]:
@@ -167,10 +176,10 @@ def plan_says_it_fits(job: Job) -> Iterator[str]:
     topology = f"{job.tpu.slice.generation.name}:{job.tpu.slice.topology}"
     topology += f"*{job.tpu.slices}" if job.tpu.slices > 1 else ""
     command = [str(PYTHON), "-m", "rpg_jax.plan", *job.trainer, "--json", f"--topology={topology}"]
-    answer, said = _answer(command)
-    if not answer.startswith("{"):
-        raise LaunchError(f"plan: {(said or ['no message'])[-1]}", "--no-plan skips this")
-    found = json.loads(answer)
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)  # takes minutes, and says what it does
+    if not done.stdout.startswith("{"):
+        raise LaunchError("plan: it ended with the error above", "--no-plan skips this")
+    found = json.loads(done.stdout)
     if not found["fits"]:
         misfits = ", ".join(name for name, program in found["programs"].items() if not program["fits"])
         change = next(iter(found["settings"]), None)
@@ -180,23 +189,8 @@ def plan_says_it_fits(job: Job) -> Iterator[str]:
     dollars = 24 * days * job.tpu.cost()[0]
     yield (
         f"plan: fits {topology}; its {found['step']['steps']} steps are expected to take {days:.1f} days, about "
-        f"${dollars:,.0f}; the hardware allows {least:.1f}"
+        f"${dollars:,.0f}; {least:.1f} at the chips' peaks"
     )
-
-
-def _answer(command: list[str]) -> tuple[str, list[str]]:
-    """What a command prints, and the lines that it says meanwhile, which are shown at once: a plan takes minutes."""
-    said = []
-    with tempfile.TemporaryFile("w+", encoding="utf-8") as out:
-        with subprocess.Popen(
-            command, cwd=ROOT, stdout=out, stderr=subprocess.PIPE, text=True, errors="replace"
-        ) as process:
-            for line in process.stderr or ():
-                said.append(line.strip())
-                if line.startswith("compiling"):
-                    print(line, end="", file=sys.stderr, flush=True)
-        out.seek(0)
-        return out.read(), [line for line in said if line]
 
 
 def tpu_compiler_is_installed() -> bool:

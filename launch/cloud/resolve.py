@@ -14,7 +14,7 @@ from rpg_jax.runs import cli
 
 
 def resolved(argv: list[str]) -> dict[str, Any]:
-    """The config, the sizes of the training mesh's axes, and the number of shards over which the rules spread rows.
+    """The config, the sizes of the training mesh's axes, the shards of rows, and bytes of weights by model.size (bf16).
 
     Raises:
       ValueError: an argument that the trainer does not take, or a mesh that the chips cannot form.
@@ -28,13 +28,16 @@ def resolved(argv: list[str]) -> dict[str, Any]:
     if loaded is None:
         raise ValueError("--config=configs/... is missing")
     from rpg_jax import parallel  # loads JAX: wrong flags need not wait for it
+    from rpg_jax.models import sizes
     from rpg_jax.runs import resolve
 
     resolve.resolve(loaded.config)
     fields = json.loads(loaded.config.to_json_best_effort())
     mesh = parallel.mesh_sizes(fields["mesh"], options.chips - fields["rollout"]["devices"], options.slices)
     row_shards = parallel.shards("batch", mesh, parallel.parse_rules(fields["sharding"]))
-    return {"config": fields, "mesh": mesh, "row_shards": row_shards}
+    known = fields["model"]["size"]
+    weights = 2 * sizes.parameter_count(sizes.size(known)) if known else 0
+    return {"config": fields, "mesh": mesh, "row_shards": row_shards, "weights": weights}
 
 
 if __name__ == "__main__":
