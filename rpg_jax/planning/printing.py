@@ -90,10 +90,8 @@ def as_json(
 def _memory(topology: Topology, programs: Programs) -> Table:
     rows = []
     for name, p in programs.items():
-        parts = (f"{part / _GIB:.2f}" for part in (p.arguments, p.temporaries, p.outputs, p.alias, p.resident))
-        style = "green" if p.fits(topology.chip) else "red"
-        peak, host = f"[{style}]{p.hbm / _GIB:.2f}[/{style}]", f"{p.host / _GIB:.2f}"
-        rows.append((name, *parts, peak, host, f"{p.compile_seconds:.0f} s"))
+        parts = (p.arguments, p.temporaries, p.outputs, p.alias, p.resident, p.hbm, p.host)
+        rows.append((name, *(f"{part / _GIB:.2f}" for part in parts), f"{p.compile_seconds:.0f} s"))
     title = f"{topology.name}: GiB on each of {topology.chips} chips, of {topology.chip.hbm / _GIB:.2f}"
     return _table(title, ("program", "args", "temp", "out", "alias", "others", "peak", "host", "compile"), rows)
 

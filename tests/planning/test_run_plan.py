@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 import subprocess
 import sys
 
@@ -174,6 +175,7 @@ def test_tables_and_json_say_the_same():
     console = Console(record=True, width=100, file=io.StringIO())
     printing.show(V5E, programs, {}, console)
     text = console.export_text()
+    assert re.search(r"update +│ +1.00 │ .* │ +1.00 │ +0.00 │ +1 s", text), "the peak is a number"
     assert "does not fit v5e:2x4: decode" in text and "decode: Used 17.50G of 15.75G hbm" in text
     found = json.loads(json.dumps(printing.as_json(V5E, programs, {}, {})))
     assert (found["fits"], found["programs"]["update"]["fits"]) == (False, True)
