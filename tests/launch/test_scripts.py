@@ -110,6 +110,12 @@ def test_wrong_types_fail_the_test_command_though_the_tests_pass(repository):
 
 @pytest.mark.parametrize("status", [0, 1, 5])
 def test_ci_ends_as_pytest_ends(repository, status):
-    result = run(repository, ".ci/run", PYTEST_STATUS=str(status))
+    result = run(repository, ".ci/run", PYTEST_STATUS=str(status), HOME=str(repository))
     assert result.returncode == status
     assert "<-m><pytest>" in result.stdout
+
+
+def test_without_the_python_of_pods_ci_says_so_in_one_line(repository):
+    result = run(repository, ".ci/pods", pythons={"python3.12": SHIM, "python3.11": WORKING}, HOME=str(repository))
+    assert (result.returncode, result.stdout) == (0, "")
+    assert result.stderr == "not tested: the versions that pods run, since no Python 3.12 was found\n"
