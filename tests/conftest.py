@@ -79,6 +79,18 @@ def compiled_once(shared):
     compilation_cache.reset_cache()  # modules may have compiled something
 
 
+@pytest.fixture(autouse=True)
+def compiled_anew(request):
+    """Programs for slices are not kept: jax 0.12 warns that it cannot load them where there is no TPU."""
+    least = "jax_persistent_cache_min_compile_time_secs"
+    slices = request.node.get_closest_marker("tpu_compile") is not None
+    if slices:
+        jax.config.update(least, float("inf"))
+    yield
+    if slices:
+        jax.config.update(least, 0)
+
+
 @pytest.fixture(scope="session")
 def warm(shared):
     """The same folder, with a warm start of tests/end_to_end/micro.py in `warm_starts`."""
