@@ -106,8 +106,11 @@ class _Module:
         sizes = [bytes_of(types.get(o, "")) for o in i.operands]
         if i.op == "custom-call" and i.name.startswith("ragged_"):
             return _ragged_bytes(i, types)
-        if i.op in ("dynamic-slice", "gather"):
+        if i.op in ("slice", "dynamic-slice", "gather"):
             return 2 * bytes_of(i.type)
+        if i.op == "slice-start":  # its type: the operand, the slice and a counter
+            *_, part, _ = (found.group() for found in _ARRAY.finditer(i.type))
+            return bytes_of(part, everywhere=True) + bytes_of(part)
         if i.op in ("dynamic-update-slice", "scatter"):
             return 2 * sum(sizes[1:2])
         if i.op.endswith("-start"):  # the type of a start repeats the operands

@@ -114,6 +114,17 @@ def test_a_gather_on_the_sparse_cores_counts_once():
     assert planning.count(textwrap.dedent(program)).bytes == 2 * 128 * 32 * 2
 
 
+def test_a_slice_that_is_fetched_ahead_counts_without_the_rest():
+    # XLA:TPU brings weights into the memory of the chip, S(1), in pieces: twenty counted as twenty times the whole
+    lines = """
+    %w = s8[80]{0} parameter(0)
+    %start = ((s8[80]{0}), s8[4]{0:S(1)}, s32[]{:S(2)}) slice-start(%w), slice={[4:8]}
+    %done = s8[4]{0:S(1)} slice-done(%start)
+    %there = ((s8[80]{0}), s8[4]{0}, s32[]{:S(2)}) slice-start(%w), slice={[8:12]}
+    """
+    assert planning.count(computation(lines)).bytes == 4 + 2 * 4
+
+
 def test_a_convolution_counts_what_meets_the_input():
     # a batched product in XLA:TPU's writing: 8 heads as a window of 8 over one position, padded by 7 on both sides
     costs = planning.count(
