@@ -82,13 +82,14 @@ def compiled_once(shared):
 @pytest.fixture(autouse=True)
 def compiled_anew(request):
     """Programs for slices are not kept: jax 0.12 warns that it cannot load them where there is no TPU."""
-    least = "jax_persistent_cache_min_compile_time_secs"
-    slices = request.node.get_closest_marker("tpu_compile") is not None
-    if slices:
-        jax.config.update(least, float("inf"))
-    yield
-    if slices:
-        jax.config.update(least, 0)
+    if request.node.get_closest_marker("tpu_compile") is None:
+        yield
+        return
+    for kept in (False, True):
+        jax.config.update("jax_enable_compilation_cache", kept)
+        compilation_cache.reset_cache()
+        if not kept:
+            yield
 
 
 @pytest.fixture(scope="session")
