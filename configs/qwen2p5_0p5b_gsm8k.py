@@ -3,8 +3,8 @@
 Command:   python -m rpg_jax.train --config=configs/qwen2p5_0p5b_gsm8k.py \
              --config.model.path=Qwen/Qwen2.5-0.5B-Instruct --config.method=RPG-REINFORCE-URKL
            and the same with --config.method=GRPO
-Hardware:  v5e:1x1, one chip. Planned: 12.9 of 15.75 GiB; 49 s a step expected, so 100 steps take 1.4 hours and $1.60.
-           Evaluations and compilation are not counted, nor are the groups that RPG's dynamic sampling drops
+Hardware:  v5e:1x1, one chip. Planned: 12.9 of 15.75 GiB; 51 s a step expected, so 100 steps take 1.4 hours and $1.71.
+           Compilation is not counted, nor are the groups that RPG's dynamic sampling drops
 Plan:      python -m rpg_jax.plan --config=configs/qwen2p5_0p5b_gsm8k.py --topology=v5e:1x1
 
 Everything else is as in configs/qwen3_0p6b_gsm8k.py. Evaluation, prompt and verifier are verl's: all 1,319 test

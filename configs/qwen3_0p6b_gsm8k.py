@@ -3,8 +3,8 @@
 Command:   python -m rpg_jax.train --config=configs/qwen3_0p6b_gsm8k.py --config.model.path=Qwen/Qwen3-0.6B \
              --config.method=RPG-REINFORCE-URKL
            and the same with --config.method=GRPO
-Hardware:  v5e:1x1, one chip. Planned: 14.2 of 15.75 GiB; 194 s a step expected, so 100 steps take 5.4 hours and $6.50.
-           Evaluations and compilation are not counted, nor are the groups that RPG's dynamic sampling drops
+Hardware:  v5e:1x1, one chip. Planned: 14.2 of 15.75 GiB; 238 s a step expected, so 100 steps take 6.6 hours and $7.94.
+           Compilation is not counted, nor are the groups that RPG's dynamic sampling drops
 Plan:      python -m rpg_jax.plan --config=configs/qwen3_0p6b_gsm8k.py --topology=v5e:1x1
 
 Without thinking. A score is Mean@1 of all 1,319 test problems, greedy; its standard error is 1.4 points. No public
