@@ -34,7 +34,7 @@ from rpg_jax.storage import json_files
 
 PASSED, FAILED, NOT_RUN = "passed", "failed", "could not be run"
 LIMIT_SECONDS = 3600.0  # a step that takes longer hangs
-_OFFLINE = re.compile(r"^error: (cannot download .*|No module named .*)", re.MULTILINE)
+_OFFLINE = re.compile(r"^error: (cannot download .*)", re.MULTILINE)
 _VERSIONS = "import json; from rpg_jax.runs import run_folder; print(json.dumps(run_folder.made_with()))"
 
 Json = dict[str, Any]

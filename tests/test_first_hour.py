@@ -90,14 +90,14 @@ def test_without_the_asked_devices_nothing_else_is_done(hour):
     ("made", "result", "seen"),
     [
         (step("error: cannot download openai/gsm8k: ConnectError", code=2), NOT_RUN, "cannot download"),
-        (step("error: No module named 'grpc'; pip …", code=2), NOT_RUN, "No module named"),
+        (step("error: No module named 'grpc'; pip …", code=2), FAILED, "exit code 2: error: No module named"),
         (step(code=3), FAILED, "exit code 3: "),
         (step({"passed": False}, code=3), FAILED, "fine"),
         (step(check=lambda rows: (rows[0], "")), FAILED, "no result: IndexError"),
         (step(check=lambda rows: (False, "too slow")), FAILED, "too slow"),
     ],
 )
-def test_a_command_that_cannot_work_here_has_not_failed(made, result, seen, tmp_path):
+def test_only_what_a_missing_network_ends_could_not_be_run(made, result, seen, tmp_path):
     found = judged(made, tmp_path / "log.txt", "cpu")
     assert found[0] == result and found[1].startswith(seen), found
 

@@ -81,7 +81,7 @@ PRESETS = {
     # docs/performance.md has Tunix and Hugging Face on the same work.
     "w1": Work(_small(embed_dim=256, hidden_dim=768), 4, 8, 64, 128, 32),
     "tiny": Work(_small(vocab_size=64, num_layers=3, embed_dim=128, head_dim=32, hidden_dim=320), 64, 8, 12, 5, 128),
-    "qwen3-0.6b": Work(models.size("qwen3-0.6b"), 8, 32, 128, 512, 256, "bfloat16"),  # for accelerators
+    "qwen3-0.6b": Work(models.size("qwen3-0.6b"), 8, 8, 128, 512, 64, "bfloat16"),  # 16 GB hold both drivers
 }
 
 
