@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.text import Text
 
 from rpg_jax.data.prompts import TEMPLATES, Problem, encode_prompt, rendered
-from rpg_jax.data.sources import HUB, Report, decontaminate, load, write_parquet
+from rpg_jax.data.sources import HUB, SHARED_WORDS, Report, decontaminate, load, write_parquet
 from rpg_jax.report import screen
 from rpg_jax.runs import cli
 
@@ -41,7 +41,7 @@ def prepare(options: argparse.Namespace, console: Console) -> None:
     if options.against:
         evaluation, _ = load(options.against)
         problems, removed = decontaminate(problems, evaluation)
-        console.print(f"{len(removed)} removed: they share 13 words in a row with an evaluation problem")
+        console.print(f"{len(removed)} removed: they share {SHARED_WORDS} words in a row with an evaluation problem")
     write_parquet(problems, options.output)
     console.print(f"{len(problems)} problems written to {options.output}")
 

@@ -295,11 +295,15 @@ SCHEMA = pyarrow.schema(
 )
 
 
+SHARED_WORDS = 13
+"""Words in a row that a training question and an evaluation question may not share."""
+
+
 def decontaminate(problems: Iterable[Problem], evaluation: Iterable[Problem]) -> tuple[list[Problem], list[Problem]]:
     """Returns (problems to keep, problems to remove).
 
-    A removed problem shares 13 words in a row with an evaluation question. Questions are compared without prompt
-    templates, as lower-case words and numbers. A question shorter than 13 words must be equal as a whole.
+    A removed problem shares `SHARED_WORDS` words in a row with an evaluation question. Questions are compared without
+    prompt templates, as lower-case words and numbers. A shorter question must be equal as a whole.
     """
     known = {gram for problem in evaluation for gram in _grams(problem.question)}
     kept: list[Problem] = []
@@ -326,7 +330,7 @@ def write_parquet(problems: Sequence[Problem], path: str | os.PathLike[str]) -> 
     storage.write_atomically(path, lambda file: pyarrow.parquet.write_table(table, file))
 
 
-def _grams(question: str, n: int = 13) -> Iterator[tuple[str, ...]]:
+def _grams(question: str, n: int = SHARED_WORDS) -> Iterator[tuple[str, ...]]:
     words = re.findall(r"\w+", question.lower())
     if len(words) < n:
         yield tuple(words)

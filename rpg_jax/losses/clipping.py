@@ -21,7 +21,10 @@ TIE_ULPS = 16
 
 @dataclasses.dataclass(frozen=True)
 class Bounds:
-    """The clip range [1 − low, 1 + high] of the importance ratio, and the dual bound c (None: no dual clip)."""
+    """The clip range [1 − low, 1 + high] of the importance ratio, and the dual bound c (None: no dual clip).
+
+    Each is one number, or f[B, T] with a number for each token.
+    """
 
     low: float | jax.Array
     high: float | jax.Array

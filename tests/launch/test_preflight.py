@@ -24,6 +24,13 @@ CONFIG = {
 }
 
 
+def refused(cloud, command, line):
+    """The command ends with `line`, before anything is asked for or copied."""
+    assert cloud.run(command) == 1
+    assert line in "\n".join(cloud.errors())
+    assert not cloud.called("create") and not cloud.called("storage")
+
+
 def replaced(option, value):
     return " ".join(f"{option}={value}" if word.startswith(option) else word for word in TPU.split())
 
@@ -51,9 +58,7 @@ def replaced(option, value):
     ],
 )
 def test_mistakes_in_the_options(cloud, options, line):
-    assert cloud.run(f"create {options} {TRAINER}") == 1
-    assert line in "\n".join(cloud.errors())
-    assert not cloud.called("create") and not cloud.called("storage")
+    refused(cloud, f"create {options} {TRAINER}", line)
 
 
 @pytest.mark.parametrize(
@@ -65,9 +70,7 @@ def test_mistakes_in_the_options(cloud, options, line):
     ],
 )
 def test_the_first_hour_is_refused_on_several_hosts_and_for_servers(cloud, options, line):
-    assert cloud.run(f"up {options} -- first-hour --quick") == 1
-    assert line in "\n".join(cloud.errors())
-    assert not cloud.called("create") and not cloud.called("storage")
+    refused(cloud, f"up {options} -- first-hour --quick", line)
 
 
 SERVERS = "--type=v5p-8 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b-w0 --serves-for=rpg-4b"
