@@ -73,10 +73,10 @@ def published_failure() -> Failure | None:
         raise
 
 
-def barrier(name: str) -> None:
-    """Returns after every process has called `barrier`; `name` is for messages."""
+def barrier(name: str, patience_ms: int = _PATIENCE_MS) -> None:
+    """Returns after every process has called `barrier`; `name` is for messages. JaxRuntimeError if one does not."""
     if jax.process_count() > 1:
-        _service().wait_at_barrier(f"rpg_jax/{next(_calls)}/{name}", _PATIENCE_MS)
+        _service().wait_at_barrier(f"rpg_jax/{next(_calls)}/{name}", patience_ms)
 
 
 @contextlib.contextmanager

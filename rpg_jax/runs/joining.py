@@ -45,9 +45,11 @@ def initialize(arguments: dict[str, Any]) -> None:
                 _leave(failure.code)
 
     def finish() -> None:
-        jax.distributed.shutdown()  # waits for the other processes, which may still fail
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            hosts.barrier("end", patience_ms=300_000)  # as JAX waits; another process may still fail
         over.set()
-        watching.join()  # a thread in C code would abort the process where the interpreter ends
+        watching.join()  # nobody may ask the service while JAX takes it down
+        jax.distributed.shutdown()
 
     (watching := threading.Thread(target=watch, name="failures", daemon=True)).start()
     atexit.register(finish)

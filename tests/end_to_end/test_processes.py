@@ -215,7 +215,7 @@ joining.initialize(joining.settings())
 for devices in (jax.devices(), jax.local_devices()):  # a program of the run, and one of this process
     sharding = NamedSharding(Mesh(np.array(devices), "x"), PartitionSpec("x"))
     x = jax.make_array_from_callback((8,), sharding, lambda index: np.arange(8.0)[index])
-    jax.jit(lambda x: (x * len(devices)).sum())(x)
+    jax.jit(lambda x: (x * len(devices)).sum())(x).block_until_ready()  # a process must not leave in the middle
 print(f"hits {seen['cache_hits']} misses {seen['cache_misses']}")
 """
 
