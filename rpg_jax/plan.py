@@ -57,11 +57,10 @@ def plan(options: argparse.Namespace) -> int:
         return 0
     settings, given = cli.settings(options.beside), options.overrides
     loaded = {name: config_files.load(options.config, [*given, *own]).config for name, own in settings.items()}
-    from rpg_jax import planning  # loads JAX: wrong flags need not wait for it
-    from rpg_jax.planning import estimates, printing, run_plan
+    from rpg_jax.planning import estimates, printing, run_plan, topologies  # load JAX: wrong flags need not wait
     from rpg_jax.runs.resolve import resolve
 
-    topology = planning.parse(options.topology)
+    topology = topologies.parse(options.topology)
     configs = {name: run_plan.with_known_shapes(resolve(config)) for name, config in loaded.items()}
     lengths = functools.partial(run_plan.lengths_of, mean=options.mean_tokens, prompt=options.prompt_tokens)
     found: dict[str, estimates.Estimate] = {}

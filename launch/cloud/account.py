@@ -28,7 +28,7 @@ def may(job: Job, shell: Shell) -> Iterator[str]:
 
     Where it may not, a note names the account and its roles. Raises LaunchError if the account lacks what a run needs.
     """
-    project, account = job.tpu.project, job.tpu.service_account
+    project, account = job.project, job.service_account
     bucket = f"https://storage.googleapis.com/storage/v1/b/{job.bucket.split('/')[2]}/iam/testPermissions"
     whole = f"https://cloudresourcemanager.googleapis.com/v1/projects/{project}:testIamPermissions"
     needs = {"roles/storage.objectAdmin": (bucket, STORAGE), FREES: (whole, ["tpu.nodes.delete"])}

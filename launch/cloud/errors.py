@@ -1,4 +1,4 @@
-"""Errors of cloud commands by their reasons."""
+"""Errors of cloud commands, by the reasons that a launcher answers by itself; the programs explain the others."""
 
 from __future__ import annotations
 
@@ -12,56 +12,49 @@ class LaunchError(Exception):
     """One line for the user: what is wrong, and the fix."""
 
     def __init__(self, problem: str, fix: str = "", kind: Kind | None = None):
-        self.kind = kind or Kind.UNKNOWN
+        self.kind = kind or Kind.OTHER
         super().__init__(f"{problem}; {fix}" if fix else problem)
 
 
 class Kind(enum.Enum):
-    """The reason why a cloud command failed."""
+    """The reason why a cloud command failed, or why there is no TPU."""
 
     NOT_FOUND = "not found"
     EXISTS = "already exists"
-    LOGIN = "not logged in"
-    PERMISSION = "permission denied"
-    QUOTA = "quota exceeded"
     STOCKOUT = "no capacity"
-    DISABLED = "API not enabled"
     TRANSIENT = "temporary failure"
     LOST = "preempted"
-    UNKNOWN = "failed"
+    OTHER = "failed"
 
 
-# The first pattern that matches decides. A stockout and a quota error are both RESOURCE_EXHAUSTED; a missing API is a
-# PERMISSION_DENIED with more text.
+# The first pattern that matches decides. A stockout and a quota error are both RESOURCE_EXHAUSTED.
 _PATTERNS = (
-    (Kind.LOGIN, r"active account|UNAUTHENTICATED|Reauthentication|auth login|invalid_grant"),
-    (Kind.DISABLED, r"SERVICE_DISABLED|has not been used in project|API has not been enabled|is not enabled"),
     (Kind.STOCKOUT, r"no more capacity|not enough (resources|capacity)|RESOURCE_POOL_EXHAUSTED|does not have enough"),
-    (Kind.QUOTA, r"[Qq]uota (limit|exceeded|.*has been exceeded)|QUOTA_EXCEEDED"),
-    (Kind.PERMISSION, r"PERMISSION_DENIED|does not have [\w.]+ (access|permission)|HTTPError 403|Permission .* denied"),
+    (Kind.OTHER, r"[Qq]uota (limit|exceeded|.*has been exceeded)|QUOTA_EXCEEDED|PERMISSION_DENIED|UNAUTHENTICATED"),
     (Kind.EXISTS, r"ALREADY_EXISTS|already exists"),
     (Kind.NOT_FOUND, r"NOT_FOUND|was not found|HTTPError 404|not found: 404|matched no objects|Cannot find"),
     (
         Kind.TRANSIENT,
         r"UNAVAILABLE|DEADLINE_EXCEEDED|INTERNAL|HTTPError (429|500|502|503|504)|[Tt]oo many requests|"
-        r"[Cc]onnection (reset|refused|closed|timed out)|timed out|Temporary failure|network is unreachable",
+        r"[Cc]onnection (reset|refused|closed|timed out)|timed out|Temporary failure|network is unreachable|"
+        r"Unable to find the server|name resolution",
     ),
-)  # fmt: skip
+)
 
 
 def classify(stderr: str) -> Kind:
     """The reason why a gcloud, kubectl or xpk command failed, from its stderr."""
-    return next((kind for kind, pattern in _PATTERNS if re.search(pattern, stderr)), Kind.UNKNOWN)
+    return next((kind for kind, pattern in _PATTERNS if re.search(pattern, stderr)), Kind.OTHER)
 
 
 class CommandError(LaunchError):
-    """A cloud command failed for good."""
+    """A cloud command failed for good. The message is what the command said, advice included, in one line."""
 
-    def __init__(self, command: list[str], stderr: str, fix: str = ""):
-        kind = classify(stderr)
+    def __init__(self, command: list[str], stderr: str):
         lines = [line.strip() for line in stderr.splitlines() if line.strip()]
-        said = next((line for line in lines if line.startswith("ERROR")), lines[-1] if lines else "no message")
-        super().__init__(f"{' '.join(command[:5])}: {kind.value}: {said.removeprefix('ERROR:').strip()}", fix, kind)
+        first = next((n for n, line in enumerate(lines) if line.startswith("ERROR")), len(lines) - 1)
+        said = " ".join(lines[first:]).removeprefix("ERROR:").strip() or "no message"
+        super().__init__(f"{' '.join(command[:5])}: {said[:800]}", kind=classify(stderr))
 
 
 @contextlib.contextmanager

@@ -8,19 +8,21 @@ from typing import Any
 
 from cloud import accelerators
 from cloud.accelerators import Slice
+from rpg_jax.planning.chips import PRICES_AS_OF
 
 ROOT = Path(__file__).resolve().parents[2]
 CAPACITIES = ("on-demand", "spot", "reserved", "flex-start")
 PORT = 8000  # of servers
-CERTIFICATE_NAME = "rpg-servers"  # the name in their certificate, as docs/servers.md makes it
 SERVERS_SECRETS = ("RPG_JAX_API_KEY", "RPG_JAX_CERTIFICATE", "RPG_JAX_PRIVATE_KEY")
 
 
 @dataclasses.dataclass(frozen=True)
-class TpuRequest:
-    """The TPU slices that a job asks Google Cloud for.
+class Job:
+    """One launch, and the TPU slices that it asks Google Cloud for.
 
     Attributes:
+      name: of the run, the queued resource and the TPU VM; a DNS label.
+      bucket: gs:// address for runs, launch files and the compilation cache.
       type: accelerator type of one slice.
       slices: number of slices, which talk over the data centre's network.
       capacity: one of `CAPACITIES`.
@@ -29,8 +31,17 @@ class TpuRequest:
       internal_ips: whether workers have no external addresses.
       give_up_after: how long the request may queue.
       chip_price: dollars per chip and hour; None takes the price list.
+      trainer: arguments for `python -m rpg_jax.train`, or for `rpg_jax.serve` with `serves_for`; or "first-hour" and
+        arguments for `rpg_jax.first_hour`.
+      secrets: (environment variable, name in Secret Manager) pairs.
+      keep: whether a TPU stays, and costs, once its run has ended.
+      max_hours: after so many hours the run is saved and the TPU deleted; None sets no limit.
+      budget: dollars, which are a limit of hours too; None sets no limit.
+      serves_for: name of the run for which every slice of this job is a server; None for a job that trains.
     """
 
+    name: str
+    bucket: str
     type: str
     zone: str
     project: str
@@ -41,6 +52,12 @@ class TpuRequest:
     internal_ips: bool = False
     give_up_after: str = "30d"
     chip_price: float | None = None
+    trainer: tuple[str, ...] = ()
+    secrets: tuple[tuple[str, str], ...] = ()
+    keep: bool = False
+    max_hours: float | None = None
+    budget: float | None = None
+    serves_for: str | None = None
 
     @property
     def slice(self) -> Slice:
@@ -58,7 +75,7 @@ class TpuRequest:
         """Dollars per hour while the slices are up, and how they add up."""
         chips, price, source = self.slice.chips * self.slices, self.chip_price, "--chip-price"
         if price is None:
-            price, source = self.slice.generation.list_price, f"{accelerators.PRICES_AS_OF}, on demand"
+            price, source = self.slice.chip.price or 0.0, f"{PRICES_AS_OF}, on demand"
             if self.capacity != "on-demand":
                 source += f"; {self.capacity} is billed otherwise, name yours with --chip-price"
         return chips * price, f"{chips} chips × ${price:.2f} ({source})"
@@ -67,37 +84,10 @@ class TpuRequest:
     def rate(self) -> str:
         return f"about ${self.cost()[0]:.2f} an hour"
 
-
-@dataclasses.dataclass(frozen=True)
-class Job:
-    """One launch.
-
-    Attributes:
-      name: of the run, the queued resource and the TPU VM; a DNS label.
-      bucket: gs:// address for runs, launch files and the compilation cache.
-      trainer: arguments for `python -m rpg_jax.train`, or for `rpg_jax.serve` with `serves_for`; or "first-hour" and
-        arguments for `rpg_jax.first_hour`.
-      secrets: (environment variable, name in Secret Manager) pairs.
-      keep: whether a TPU stays, and costs, once its run has ended.
-      max_hours: after so many hours the run is saved and the TPU deleted; None sets no limit.
-      budget: dollars, which are a limit of hours too; None sets no limit.
-      serves_for: name of the run for which every slice of this job is a server; None for a job that trains.
-    """
-
-    name: str
-    bucket: str
-    tpu: TpuRequest
-    trainer: tuple[str, ...] = ()
-    secrets: tuple[tuple[str, str], ...] = ()
-    keep: bool = False
-    max_hours: float | None = None
-    budget: float | None = None
-    serves_for: str | None = None
-
     @property
     def vms(self) -> tuple[str, ...]:
         """Names of the TPU VMs, one for each slice, as queued resources number them."""
-        return (self.name,) if self.tpu.slices == 1 else tuple(f"{self.name}-{i}" for i in range(self.tpu.slices))
+        return (self.name,) if self.slices == 1 else tuple(f"{self.name}-{i}" for i in range(self.slices))
 
     def deadline(self) -> int:
         """When the `hours` from now are over, in seconds since 1970; 0 without a limit."""
@@ -106,7 +96,7 @@ class Job:
     @property
     def hours(self) -> float | None:
         """The limit that `max_hours` or the `budget` sets, whichever comes first; hours in a queue count too."""
-        limits = [self.max_hours, self.budget and self.budget / self.tpu.cost()[0]]
+        limits = [self.max_hours, self.budget and self.budget / self.cost()[0]]
         return min((limit for limit in limits if limit), default=None)
 
     @property
@@ -136,7 +126,7 @@ class Job:
     def supervised(self) -> list[str]:
         """Arguments of launch/cloud/supervise.py."""
         secrets = [f"--secret={variable}={name}" for variable, name in self.secrets]
-        where = [f"--bucket={self.bucket}", f"--project={self.tpu.project}", f"--deadline={self.deadline()}"]
+        where = [f"--bucket={self.bucket}", f"--project={self.project}", f"--deadline={self.deadline()}"]
         return [*where, *secrets, "--", *self.command]
 
     @property
@@ -149,47 +139,16 @@ class Job:
         return tuple(found)
 
     @property
-    def weights(self) -> str:
-        """The folder through which servers get weights, the user's --weights_from; "" if there is none."""
-        flag = "--weights_from="
-        own = [argument.removeprefix(flag) for argument in self.trainer if argument.startswith(flag)]
-        return ["", *own][-1]
-
-    @property
     def addresses(self) -> str:
         """The folder in which servers on TPU VMs write where they are."""
         return f"{self.bucket}/servers/{self.serves_for}"
 
-    def found_by(self, urls: str) -> str:
-        """What the command line of the run must have that these servers sample, where `urls` is how it finds them."""
-        secrets = dict(self.secrets)
-        wanted = {"RPG_JAX_SERVERS_KEY": "RPG_JAX_API_KEY", "RPG_JAX_CERTIFICATE": "RPG_JAX_CERTIFICATE"}
-        fields = {"kind": "rpg_jax", "urls": urls, "weights": self.weights}
-        fields["certificate_name"] = CERTIFICATE_NAME
-        return " ".join(
-            [
-                *(f"--secret={variable}={secrets[own]}" for variable, own in wanted.items()),
-                "-- --config.rollout.driver=servers",
-                *(f"--config.servers.{name}={value}" for name, value in fields.items()),
-            ]
-        )
-
     def save(self, path: Path) -> None:
-        fields = dataclasses.asdict(self)
-        fields |= fields.pop("tpu")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
+        path.write_text(json.dumps(dataclasses.asdict(self), indent=2) + "\n", encoding="utf-8")
 
 
-def make_job(**fields: Any) -> Job:
-    """A job from the fields of `Job` and of its `TpuRequest`."""
-    tpu = {f.name: fields.pop(f.name) for f in dataclasses.fields(TpuRequest) if f.name in fields}
-    return Job(tpu=TpuRequest(**tpu), **fields)
-
-
-def field_names() -> list[str]:
-    """The names that `make_job` takes."""
-    return [f.name for kind in (Job, TpuRequest) for f in dataclasses.fields(kind) if f.name != "tpu"]
+FIELDS = tuple(field.name for field in dataclasses.fields(Job))
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -197,7 +156,7 @@ def load(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     found = json.loads(path.read_text(encoding="utf-8"))
-    fields = {name: value for name, value in found.items() if name in field_names()}  # older launches had others
+    fields = {name: value for name, value in found.items() if name in FIELDS}  # older launches had others
     fields["trainer"] = tuple(fields["trainer"])
     fields["secrets"] = tuple(tuple(pair) for pair in fields["secrets"])
     return fields

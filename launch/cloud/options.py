@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cloud import preflight, words
 from cloud.errors import LaunchError
-from cloud.job import CAPACITIES, ROOT, Job, field_names, load, make_job
+from cloud.job import CAPACITIES, FIELDS, ROOT, Job, load
 from cloud.shell import Shell
 
 CHECKED = ("up", "create")  # they run all checks of preflight, and show every mistake at once
@@ -26,7 +26,7 @@ def parser(program: str, description: str, commands: dict[str, str]) -> argparse
     made.add_argument("command", choices=list(commands), metavar="COMMAND", help="one of the commands below")
     what = made.add_argument_group("what")
     what.add_argument("--name", help="name of the run and of the TPU: a DNS label; the same name resumes")
-    what.add_argument("--type", help="accelerator type of one slice, e.g. v5p-16 (launch/tpu types lists all)")
+    what.add_argument("--type", help="accelerator type of one slice, e.g. v5p-16 (a wrong one lists all)")
     what.add_argument("--slices", type=int, help="number of slices (default: 1)")
     what.add_argument("--capacity", choices=CAPACITIES, help="default: on-demand")
     what.add_argument("--secret", action="append", metavar="VARIABLE=NAME", dest="secrets",
@@ -69,15 +69,14 @@ def parse(made: argparse.ArgumentParser, argv: list[str], shell: Shell | None = 
     """
     separator = argv.index("--") if "--" in argv else len(argv)
     options, after = made.parse_args(argv[:separator]), tuple(argv[separator + 1 :])
-    options.after = after
     if not options.name:
         raise LaunchError("--name is missing", "name the run, e.g. --name=rpg-4b")
     if "/" in options.name or options.name.startswith("."):  # it names a folder of this machine too
         raise LaunchError(f"--name={options.name!r} is not a DNS label", "e.g. --name=rpg-4b")
     shell = shell or Shell(options.dry_run)
     staging = options.staging or ROOT / "runs" / "launch" / options.name
-    given = {name: getattr(options, name, None) for name in field_names()}
-    given |= {"trainer": (after or None) if options.command != "ssh" else None, "secrets": _pairs(options.secrets)}
+    given = {name: getattr(options, name, None) for name in FIELDS}
+    given |= {"trainer": after or None, "secrets": _pairs(options.secrets)}
     fields = load(staging / "job.json") | {name: value for name, value in given.items() if value is not None}
     missing = [f"--{name}" for name in ("type", "zone", "bucket") if not fields.get(name)]
     if missing:
@@ -87,7 +86,7 @@ def parse(made: argparse.ArgumentParser, argv: list[str], shell: Shell | None = 
         )  # fmt: skip
     fields["project"] = fields.get("project") or _default_project(shell)
     fields["bucket"] = fields["bucket"].rstrip("/")
-    return Launch(options, make_job(**fields), staging, shell)
+    return Launch(options, Job(**fields), staging, shell)
 
 
 def run(made: argparse.ArgumentParser, argv: list[str], shell: Shell | None, command: Callable[[Launch], None]) -> int:
@@ -115,13 +114,6 @@ def check(launch: Launch, *, trainer: bool, vms: bool) -> None:
         launch.shell.say(f"  {note}")
     if not launch.shell.dry_run:
         launch.job.save(launch.staging / "job.json")
-
-
-def tell_how_they_are_found(launch: Launch, urls: str) -> None:
-    """Says what the command of the run must have that these servers sample."""
-    if launch.job.serves_for:
-        line = f"the command of {launch.job.serves_for} needs: {launch.job.found_by(urls)}"
-        print(f"# {line}") if launch.shell.dry_run else launch.shell.say(line)
 
 
 def confirm(question: str, launch: Launch) -> None:

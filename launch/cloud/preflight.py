@@ -31,23 +31,22 @@ def check(job: Job, shell: Shell, *, plan: bool = True, trainer: bool = True, vm
     notes = words.passes(job, [*offline, *fits])
     for cloud_checker in (type_is_offered, bucket_is_near, secrets_exist, *([account.may] if vms else [])):
         notes += cloud_checker(job, shell)
-    return [*notes, *quota_and_cost(job)]
+    return [*notes, *cost(job)]
 
 
 def type_and_slices(job: Job) -> Iterator[str]:
-    tpu = job.tpu
-    if tpu.slices < 1:
-        raise LaunchError(f"--slices={tpu.slices}", "use 1 or more")
-    yield f"{tpu.slices} × {tpu.slice}" if tpu.slices > 1 else str(tpu.slice)
+    if job.slices < 1:
+        raise LaunchError(f"--slices={job.slices}", "use 1 or more")
+    yield f"{job.slices} × {job.slice}" if job.slices > 1 else str(job.slice)
 
 
 def capacity_has_its_limit(job: Job) -> Iterator[str]:
-    if job.tpu.capacity == "flex-start" and not 0 < (job.hours or 0) <= FLEX_START_HOURS:
+    if job.capacity == "flex-start" and not 0 < (job.hours or 0) <= FLEX_START_HOURS:
         raise LaunchError(
             f"--capacity=flex-start needs a limit of at most {FLEX_START_HOURS} hours, when Google takes it back",
             "pass --max-hours or --budget",
         )
-    yield f"capacity {job.tpu.capacity}"
+    yield f"capacity {job.capacity}"
 
 
 def servers_are_whole(job: Job) -> Iterator[str]:
@@ -56,17 +55,17 @@ def servers_are_whole(job: Job) -> Iterator[str]:
         return
     if job.serves_for == job.name:
         raise LaunchError(f"--serves-for={job.serves_for} is this job itself", f"--name={job.name}-servers")
-    if job.tpu.slice.hosts > 1:
-        raise LaunchError(f"--type={job.tpu.type} with --serves-for has several hosts", "take a slice of one host")
+    if job.slice.hosts > 1:
+        raise LaunchError(f"--type={job.type} with --serves-for has several hosts", "take a slice of one host")
     if missing := [name for name in SERVERS_SECRETS if name not in dict(job.secrets)]:
         flags = " ".join(f"--secret={name}=name-in-secret-manager" for name in missing)
         raise LaunchError("--serves-for: other machines ask these servers", f"{flags} (docs/servers.md makes them)")
-    if not job.weights.startswith("/"):
+    if not any(argument.startswith("--weights_from=/") for argument in job.trainer):
         raise LaunchError(
-            f"--serves-for: weights do not go through a bucket, and --weights_from={job.weights} is no local folder",
+            "--serves-for: weights do not go through a bucket",
             "-- --weights_from=/FOLDER, one that the trainer and all servers have mounted",
         )
-    yield f"serves for {job.serves_for}, with weights from {job.weights}"
+    yield f"serves for {job.serves_for}, whose command needs servers.* and secrets as docs/servers.md has them"
 
 
 def first_hour_has_one_host(job: Job) -> Iterator[str]:
@@ -75,8 +74,8 @@ def first_hour_has_one_host(job: Job) -> Iterator[str]:
         return
     if job.serves_for:
         raise LaunchError("first-hour with --serves-for", "leave out one of them")
-    if job.tpu.slices > 1 or job.tpu.slice.hosts > 1:
-        raise LaunchError(f"first-hour on {job.tpu.slices} × {job.tpu.type}, several hosts", "take --type=v6e-1")
+    if job.slices > 1 or job.slice.hosts > 1:
+        raise LaunchError(f"first-hour on {job.slices} × {job.type}, several hosts", "take --type=v6e-1")
     yield f"the first hour; its report will be in {job.runs}/{job.name}"
 
 
@@ -97,13 +96,13 @@ def config_fits(job: Job) -> Iterator[str]:
     if not reach.is_sent(paths[-1]):
         problem = f"git does not track {paths[-1]}, and workers get only what it tracks"
         raise LaunchError(problem, f"git add {paths[-1]}")
-    if job.tpu.slices < 1:
+    if job.slices < 1:
         return
     if not PYTHON.exists():
         yield "config not checked: there is no .venv here (bash launch/test.sh makes one)"
         return
-    slices = 1 if job.serves_for else job.tpu.slices  # each is a server by itself
-    done = resolve(job.config, job.tpu.slice.chips * slices, slices)
+    slices = 1 if job.serves_for else job.slices  # each is a server by itself
+    done = resolve(job.config, job.slice.chips * slices, slices)
     if done.returncode:
         raise LaunchError(f"the config does not resolve: {done.stderr.strip().splitlines()[-1]}")
     resolved = json.loads(done.stdout)
@@ -119,7 +118,7 @@ def config_fits(job: Job) -> Iterator[str]:
     if job.serves_for:
         return
     yield batches_divide(config, resolved["row_shards"])
-    yield from trackers_work(job, config["log"])
+    trackers_work(job, config["log"])
 
 
 def weights_fit_the_disk(path: str, weights: float) -> None:
@@ -131,15 +130,13 @@ def weights_fit_the_disk(path: str, weights: float) -> None:
         )
 
 
-def trackers_work(job: Job, log: dict) -> Iterator[str]:
+def trackers_work(job: Job, log: dict) -> None:
     """Checks that workers can log as the config asks: the packages are locked, and W&B has its key."""
     asked = [name.strip() for name in (log.get("tracker") or "").split(",") if name.strip()]
     if unknown := [name for name in asked if name not in TRACKERS]:
         raise LaunchError(
             f"log.tracker={unknown[0]}: workers have locked packages alone", f"take {' or '.join(TRACKERS)}"
         )
-    if job.tpu.internal_ips:
-        yield "workers without external addresses reach the package index only through Cloud NAT or a mirror"
     if "wandb" in asked and "WANDB_API_KEY" not in dict(job.secrets):
         raise LaunchError(
             "log.tracker=wandb needs a key on the workers", "pass --secret=WANDB_API_KEY=name-in-secret-manager"
@@ -173,8 +170,8 @@ def plan_says_it_fits(job: Job) -> Iterator[str]:
     if not tpu_compiler_is_installed():
         yield "plan: not asked; it needs .venv/bin/python -m rpg_jax.plan --get_compiler"
         return
-    topology = f"{job.tpu.slice.generation.name}:{job.tpu.slice.topology}"
-    topology += f"*{job.tpu.slices}" if job.tpu.slices > 1 else ""
+    topology = f"{job.slice.generation}:{job.slice.topology}"
+    topology += f"*{job.slices}" if job.slices > 1 else ""
     command = [str(PYTHON), "-m", "rpg_jax.plan", *job.trainer, "--json", f"--topology={topology}"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)  # takes minutes, and says what it does
     if not done.stdout.startswith("{"):
@@ -186,7 +183,7 @@ def plan_says_it_fits(job: Job) -> Iterator[str]:
         fix = f"{change} would fit by arithmetic" if change else "take a larger --type or smaller batches"
         raise LaunchError(f"plan: {misfits} would not fit {topology}", f"{fix}; --no-plan skips this")
     least, days = (found["step"][side]["days"] for side in ("bound", "expected"))
-    dollars = 24 * days * job.tpu.cost()[0]
+    dollars = 24 * days * job.cost()[0]
     yield (
         f"plan: fits {topology}; its {found['step']['steps']} steps are expected to take {days:.1f} days, about "
         f"${dollars:,.0f}; {least:.1f} at the chips' peaks"
@@ -194,41 +191,39 @@ def plan_says_it_fits(job: Job) -> Iterator[str]:
 
 
 def tpu_compiler_is_installed() -> bool:
-    """Whether .venv can compile for TPUs. The one file that knows is run alone: its package would load JAX."""
-    probe = "import runpy, sys; sys.exit(runpy.run_path(sys.argv[1])['library']() is None)"
-    command = [str(PYTHON), "-c", probe, str(ROOT / "rpg_jax" / "planning" / "tpu_compiler.py")]
-    return subprocess.run(command, capture_output=True).returncode == 0
+    """Whether .venv can compile for TPUs."""
+    probe = "import sys; from rpg_jax.planning import tpu_compiler; sys.exit(tpu_compiler.library() is None)"
+    return subprocess.run([str(PYTHON), "-c", probe], cwd=ROOT, capture_output=True).returncode == 0
 
 
 def type_is_offered(job: Job, shell: Shell) -> Iterator[str]:
     """Checks login, project, API, zone and type with one harmless question."""
-    tpu = job.tpu
-    command = ["gcloud", "compute", "tpus", "accelerator-types", "list", *tpu.place]
-    found = shell.ask([*command, f"--filter=type={tpu.type}", "--format=value(type)"], dry_answer=tpu.type)
-    if tpu.type not in found.split():
+    command = ["gcloud", "compute", "tpus", "accelerator-types", "list", *job.place]
+    found = shell.ask([*command, f"--filter=type={job.type}", "--format=value(type)"], dry_answer=job.type)
+    if job.type not in found.split():
         raise LaunchError(
-            f"{tpu.type} is not offered to project {tpu.project} in {tpu.zone}",
+            f"{job.type} is not offered to project {job.project} in {job.zone}",
             "list zones and their types: gcloud compute tpus locations list, accelerator-types list --zone=ZONE",
         )
-    yield f"project {tpu.project}, zone {tpu.zone}"
+    yield f"project {job.project}, zone {job.zone}"
 
 
 def bucket_is_near(job: Job, shell: Shell) -> Iterator[str]:
     root = "/".join(job.bucket.split("/")[:3])
     command = ["gcloud", "storage", "buckets", "describe", root, "--format=json(location,soft_delete_policy)"]
     try:
-        answer = json.loads(shell.ask(command, dry_answer=json.dumps({"location": job.tpu.region.upper()})))
+        answer = json.loads(shell.ask(command, dry_answer=json.dumps({"location": job.region.upper()})))
         location = answer["location"]
     except CommandError as error:
         if error.kind is Kind.NOT_FOUND:
-            fix = f"gcloud storage buckets create {root} --location={job.tpu.region} --project={job.tpu.project} "
+            fix = f"gcloud storage buckets create {root} --location={job.region} --project={job.project} "
             fix += "--soft-delete-duration=0"
             raise LaunchError(f"bucket {root} does not exist", f"make it: {fix}") from None
         raise
-    if location.lower() != job.tpu.region and not job.tpu.region.startswith(MULTI_REGIONS.get(location, "none")):
+    if location.lower() != job.region and not job.region.startswith(MULTI_REGIONS.get(location, "none")):
         raise LaunchError(
-            f"bucket {root} is in {location.lower()}, the TPU in {job.tpu.region}: slow checkpoints, paid traffic",
-            f"use a bucket in {job.tpu.region}",
+            f"bucket {root} is in {location.lower()}, the TPU in {job.region}: slow checkpoints, paid traffic",
+            f"use a bucket in {job.region}",
         )
     yield f"bucket {job.bucket} in {location.lower()}"
     if days := int(answer.get("soft_delete_policy", {}).get("retentionDurationSeconds", 0)) / 86400:
@@ -240,26 +235,20 @@ def bucket_is_near(job: Job, shell: Shell) -> Iterator[str]:
 
 def secrets_exist(job: Job, shell: Shell) -> Iterator[str]:
     for _, name in job.secrets:
-        command = ["gcloud", "secrets", "describe", name, f"--project={job.tpu.project}", "--format=value(name)"]
+        command = ["gcloud", "secrets", "describe", name, f"--project={job.project}", "--format=value(name)"]
         try:
             shell.ask(command)
         except CommandError as error:
             if error.kind is Kind.NOT_FOUND:
-                fix = f'printf %s "$VALUE" | gcloud secrets create {name} --data-file=- --project={job.tpu.project}'
-                raise LaunchError(f"no secret {name!r} in project {job.tpu.project}", f"store it: {fix}") from None
+                fix = f'printf %s "$VALUE" | gcloud secrets create {name} --data-file=- --project={job.project}'
+                raise LaunchError(f"no secret {name!r} in project {job.project}", f"store it: {fix}") from None
             raise
         yield f"secret {name}"
 
 
-def quota_and_cost(job: Job) -> Iterator[str]:
-    """Tells the quota and the cost of the request. v4 and v5p quotas count TensorCores, others count chips."""
-    tpu, generation = job.tpu, job.tpu.slice.generation
-    unit = "TensorCores" if generation.cores_per_chip == 2 else "chips"
-    kind = {"spot": "preemptible", "flex-start": "preemptible"}.get(tpu.capacity, tpu.capacity)
-    need = tpu.slice.chips * tpu.slices * generation.cores_per_chip
-    yield f"needs quota: {need} {kind} {generation.name} {unit} in {tpu.zone}"
-    yield f"costs {tpu.rate}: {tpu.cost()[1]}"
+def cost(job: Job) -> Iterator[str]:
+    yield f"costs {job.rate}: {job.cost()[1]}"
     if job.hours:
-        yield f"at most ${tpu.cost()[0] * job.hours:,.0f}: saved, ended and freed {job.hours:.4g} hours from now"
+        yield f"at most ${job.cost()[0] * job.hours:,.0f}: saved, ended and freed {job.hours:.4g} hours from now"
     else:
         yield "no limit: --max-hours=N or --budget=USD saves, ends and frees it"

@@ -1,14 +1,15 @@
-"""Finds files that a config names and that workers would lack: workers get the files that git tracks, and no others."""
+"""Finds what a config names here and workers would lack: they get the files that git tracks, and no others."""
 
+import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from cloud import files
 from cloud.errors import LaunchError
 from cloud.job import ROOT
 
-_DATA = (".parquet", ".jsonl", ".json")
+_MADE = ("run.dir", "warm_start.dir")  # folders that a run makes
+_MODULE = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")
 
 
 def is_sent(path: str) -> bool:
@@ -20,56 +21,33 @@ def is_sent(path: str) -> bool:
 
 
 def all_is_there(config: dict) -> None:
-    """Raises LaunchError with one line for each folder, data file, reward function and environment that is not sent."""
-    problems = [*_weights(config["model"]), *_data(config["task"]), *_own_code(config)]
+    """Raises LaunchError with one line for each file, folder and module here that a field names and is not sent.
+
+    A field may hold several names with commas between them, each behind a name of its own (`AIME24=file.jsonl`).
+    """
+    problems = [
+        f"{field}={text}: {path} is on this machine alone, and workers get only what git tracks; git add {path}, or "
+        "name what is on the hub or in a bucket (docs/cloud.md)"
+        for field, text in _texts(config)
+        for path in _paths(text)
+        if field not in _MADE and os.path.exists(ROOT / path) and not is_sent(path)
+    ]
     if problems:
         raise LaunchError("\n".join(problems))
 
 
-def _stays_here(path: str) -> bool:
-    """Whether workers lack a path. An absolute path that does not exist here may exist on the workers."""
-    return not is_sent(path) and (not Path(path).is_absolute() or Path(path).exists())
+def _texts(config: dict, group: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in config.items():
+        if isinstance(value, dict):
+            yield from _texts(value, f"{group}{name}.")
+        elif isinstance(value, str):
+            yield f"{group}{name}", value
 
 
-def _weights(model: dict) -> Iterator[str]:
-    for field in ("path", "tokenizer"):
-        name = model[field] or ""
-        elsewhere = name.startswith("gs://") or (re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not _local(name))
-        if name and not elsewhere and _stays_here(name):
-            yield (
-                f"model.{field}={name} is a folder of this machine, which workers do not get; "
-                f"give its name on the hub, owner/name, or copy it: gcloud storage cp --recursive {name} gs://BUCKET/"
-            )
-
-
-def _data(task: dict) -> Iterator[str]:
-    named = [(f"task.train={name}", name) for name in _listed(task["train"])]
-    for entry in _listed(task["held_out_sets"]):
-        named.append((f"task.held_out_sets={entry}", entry.partition("=")[2]))
-    for field, name in named:
-        if (_local(name) or name.endswith(_DATA)) and _stays_here(name):
-            yield (
-                f"{field} is a file of this machine, and workers get only what git tracks; "
-                "put it into the repository and git add it, or onto the hub: hf:owner/name/config/split"
-            )
-
-
-def _own_code(config: dict) -> Iterator[str]:
-    """Checks that workers get the module of each `module:name`; a reward's weight may follow it."""
-    named = {"rewards.parts": config["rewards"]["parts"], "environment.name": config["environment"]["name"]}
-    for field, text in named.items():
-        for module in re.findall(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*", text or ""):
-            path = module.replace(".", "/")
-            if not is_sent(f"{path}.py") and not is_sent(f"{path}/__init__.py"):
-                yield (
-                    f"{field}={text}: workers get only what git tracks, and {module} is not in git; "
-                    f"make it {path}.py at the repository's root and git add {path}.py"
-                )
-
-
-def _local(name: str) -> bool:
-    return bool(name) and (ROOT / name).exists()
-
-
-def _listed(text: str | None) -> list[str]:
-    return [part.strip() for part in (text or "").split(",") if part.strip()]
+def _paths(text: str) -> Iterator[str]:
+    """The paths that a text may name: each part itself, and the module of `module:name`."""
+    for part in filter(None, (part.rpartition("=")[2].strip() for part in text.split(","))):
+        yield part
+        if module := _MODULE.match(part):
+            path = module[1].replace(".", "/")
+            yield from (path, f"{path}.py")

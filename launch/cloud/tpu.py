@@ -2,8 +2,8 @@
 
 import shlex
 
-from cloud import accelerators, files, options
-from cloud.errors import Kind, LaunchError, ignored
+from cloud import files, options
+from cloud.errors import CommandError, Kind, LaunchError, ignored
 from cloud.options import Launch, confirm
 from cloud.shell import Shell
 from cloud.tpu_vms import ABSENT, UP, WAITING, TpuVms
@@ -17,25 +17,20 @@ COMMANDS = {
     "create": "checks everything, uploads the code and requests the TPU, which then runs nothing",
     "logs": "follows the log of one worker (--worker, --slice)",
     "status": "shows the TPU, each worker, and the cost",
-    "ssh": "opens a shell on one worker, or runs the command after --",
     "stop": "saves and stops the training; the TPU stays up and costs",
     "delete": "deletes the TPU after asking; runs and checkpoints stay in the bucket",
-    "types": "lists the accelerator types",
 }
 WATCH_SECONDS = 60.0
+MAX_RECREATIONS = 50
 
 
 def main(argv: list[str], shell: Shell | None = None) -> int:
     """Runs one command and returns its exit code."""
     parser = options.parser("launch/tpu", DESCRIPTION, COMMANDS)
     parser.add_argument("--give-up-after", help="how long a request may queue, e.g. 12h (default: 30d)")
-    parser.add_argument("--worker", default="0", help="for logs and ssh: the worker's number in its slice, or all")
-    parser.add_argument("--slice", type=int, default=0, dest="slice_number", help="for logs and ssh: its number")
+    parser.add_argument("--worker", default="0", help="for logs: the worker's number in its slice, or all")
+    parser.add_argument("--slice", type=int, default=0, dest="slice_number", help="for logs: its number")
     parser.add_argument("--no-watch", action="store_true", help="up: return once the TPU is requested")
-    parser.add_argument("--max-recreations", type=int, default=50, help="up: requests in a row for a TPU that is lost")
-    if argv[:1] == ["types"]:
-        print(accelerators.table())
-        return 0
     return options.run(
         parser, argv, shell, lambda launch: HANDLERS[launch.options.command](launch, TpuVms(launch.job, launch.shell))
     )
@@ -50,7 +45,6 @@ def create(launch: Launch, vms: TpuVms) -> None:
 def up(launch: Launch, vms: TpuVms) -> None:
     """Requests the TPU, whose workers train as soon as they boot, or has the workers train that have booted already."""
     options.check(launch, trainer=True, vms=True)
-    options.tell_how_they_are_found(launch, f"file:{launch.job.addresses}")
     _send(launch, training=True)
     if vms.create(launch.staging / "startup.sh") in UP:
         _start(launch, vms)
@@ -65,18 +59,13 @@ def logs(launch: Launch, vms: TpuVms) -> None:
     launch.shell.follow(vms.ssh_command(_vm(launch), launch.options.worker, "sudo tail -n 200 -F /var/log/rpg.log"))
 
 
-def ssh(launch: Launch, vms: TpuVms) -> None:
-    command = " ".join(launch.options.after) or None
-    launch.shell.follow(vms.ssh_command(_vm(launch), launch.options.worker, command))
-
-
 def status(launch: Launch, vms: TpuVms) -> None:
     job = launch.job
     state, reason = vms.state()
-    print(f"{job.name}: {state}{f' ({reason})' if reason else ''}, {job.tpu.slice}, {job.tpu.capacity}")
+    print(f"{job.name}: {state}{f' ({reason})' if reason else ''}, {job.slice}, {job.capacity}")
     if launch.shell.dry_run or state in UP:
         print(vms.on_all_workers(_on_worker(launch, "status")), end="")
-        print(f"costs {job.tpu.rate}: {job.tpu.cost()[1]}")
+        print(f"costs {job.rate}: {job.cost()[1]}")
     elif state in WAITING:
         print("costs nothing while it queues")
     print(f"run folder: {job.runs}/{job.name}{' (finished)' if _is_there(launch, 'finished') else ''}")
@@ -85,12 +74,12 @@ def status(launch: Launch, vms: TpuVms) -> None:
 def stop(launch: Launch, vms: TpuVms) -> None:
     _remove(launch, "run.sh")  # else the next boot would start it again
     vms.on_all_workers(_on_worker(launch, "stop"))
-    launch.shell.report(f"stopped; the TPU is still up and costs {launch.job.tpu.rate} until launch/tpu delete")
+    launch.shell.report(f"stopped; the TPU is still up and costs {launch.job.rate} until launch/tpu delete")
 
 
 def delete(launch: Launch, vms: TpuVms) -> None:
     job = launch.job
-    what = f"{job.name} ({job.tpu.slice}, {job.tpu.capacity}, {job.tpu.rate})"
+    what = f"{job.name} ({job.slice}, {job.capacity}, {job.rate})"
     confirm(f"delete {what}? Runs stay in {job.bucket}.", launch)
     _remove(launch, "run.sh")  # else an `up` that watches elsewhere would bring it back
     vms.delete()
@@ -127,7 +116,8 @@ def _start(launch: Launch, vms: TpuVms) -> None:
 def _watch(launch: Launch, vms: TpuVms) -> None:
     """Waits until the run has finished. A lost TPU is requested anew; its startup script resumes the run.
 
-    After a preemption or a stockout it asks again, with growing pauses, up to --max-recreations times in a row.
+    After a preemption or a stockout it asks again, with growing pauses, up to MAX_RECREATIONS times in a row. A
+    cloud that does not answer for a moment is asked again.
 
     Raises:
       LaunchError: the run was stopped or deleted elsewhere, a worker has given it up, or there is no TPU for it.
@@ -140,32 +130,39 @@ def _watch(launch: Launch, vms: TpuVms) -> None:
     if shell.dry_run:
         print(f"# then every {WATCH_SECONDS:.0f} s, until the first succeeds:")
     recreations, shown = 0, ""
-    while not _is_there(launch, "finished"):
-        _check_not_failed(launch)
-        _check_wanted(launch)
-        state, reason = vms.state()
-        if shell.dry_run:
-            print("# and once it has:")
-            break
-        if state != shown:
-            shell.say(f"{job.name}: {state}")
-        shown, pause = state, WATCH_SECONDS
-        if state in UP:
-            recreations = 0
-        elif state not in WAITING:
-            error = vms.failure(state, reason)
-            if error.kind not in (Kind.LOST, Kind.STOCKOUT) or recreations == launch.options.max_recreations:
-                raise error
-            pause = min(30.0 * 2**recreations, 900.0)
-            recreations += 1
-            shell.say(f"{error}; asking again in {pause:.0f} s")
-            shell.sleep(pause)
+    while True:
+        try:
+            if _is_there(launch, "finished"):
+                break
+            _check_not_failed(launch)
             _check_wanted(launch)
-            vms.create(launch.staging / "startup.sh")
+            state, reason = vms.state()
+            if shell.dry_run:
+                print("# and once it has:")
+                break
+            if state != shown:
+                shell.say(f"{job.name}: {state}")
+            shown = state
+            if state in UP:
+                recreations = 0
+            elif state not in WAITING:
+                error = vms.failure(state, reason)
+                if error.kind not in (Kind.LOST, Kind.STOCKOUT) or recreations == MAX_RECREATIONS:
+                    raise error
+                pause = min(30.0 * 2**recreations, 900.0)
+                recreations += 1
+                shell.say(f"{error}; asking again in {pause:.0f} s")
+                shell.sleep(pause)
+                _check_wanted(launch)
+                vms.create(launch.staging / "startup.sh")
+        except CommandError as error:
+            if error.kind is not Kind.TRANSIENT:
+                raise
+            shell.say(f"{error}; looking again in {WATCH_SECONDS:.0f} s")
         shell.sleep(WATCH_SECONDS)
     shell.report(f"finished: {job.runs}/{job.name}")
     if job.keep:
-        shell.say(f"kept: the TPU still costs {job.tpu.rate} until launch/tpu delete")
+        shell.say(f"kept: the TPU still costs {job.rate} until launch/tpu delete")
         return
     vms.delete()  # the first worker tries so too, if nobody watches
     shell.report("deleted the TPU (--keep would have kept it); the run stays in the bucket")
@@ -175,7 +172,7 @@ def _check_not_failed(launch: Launch) -> None:
     """Raises LaunchError if a worker has given up the run; it has deleted the TPU, unless --keep was given."""
     if _is_there(launch, "failed"):
         reason = launch.shell.ask(["gcloud", "storage", "cat", f"{launch.job.files}/failed"]).strip()
-        kept = f"; the TPU costs {launch.job.tpu.rate} until launch/tpu delete" if launch.job.keep else ""
+        kept = f"; the TPU costs {launch.job.rate} until launch/tpu delete" if launch.job.keep else ""
         raise LaunchError(
             f"the run has failed: {reason}{kept}", f"read {launch.job.files}/logs; launch/tpu up continues the run"
         )
@@ -216,4 +213,4 @@ def _vm(launch: Launch) -> str:
     return vms[launch.options.slice_number]
 
 
-HANDLERS = {f.__name__: f for f in (up, create, logs, status, ssh, stop, delete)}
+HANDLERS = {f.__name__: f for f in (up, create, logs, status, stop, delete)}

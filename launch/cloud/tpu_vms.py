@@ -2,11 +2,13 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
+from cloud.accelerators import RUNTIMES
 from cloud.errors import Kind, LaunchError, classify, ignored
 from cloud.job import Job
-from cloud.shell import FIXES, Shell
+from cloud.shell import Shell
 
 TPUS = ["compute", "tpus"]
 WAITING = {"ACCEPTED", "CREATING", "WAITING_FOR_RESOURCES", "PROVISIONING", "STARTING", "REPAIRING", "RESTARTING"}
@@ -19,24 +21,24 @@ class TpuVms:
     """The TPU VMs of one job, one for each slice; they need not exist. A worker is one host of a TPU VM."""
 
     def __init__(self, job: Job, shell: Shell):
-        self.job, self.tpu, self.shell = job, job.tpu, shell
+        self.job, self.shell = job, shell
 
     def create_command(self, startup: Path) -> list[str]:
-        name, tpu, alpha = self.job.name, self.tpu, []
-        capacity = {"spot": ["--spot"], "reserved": ["--reserved"]}.get(tpu.capacity, [])
-        if tpu.capacity == "flex-start":
-            alpha, limit = ["alpha"], 3600 * (self.job.hours or 0)
+        job, alpha = self.job, []
+        capacity = {"spot": ["--spot"], "reserved": ["--reserved"]}.get(job.capacity, [])
+        if job.capacity == "flex-start":
+            alpha, limit = ["alpha"], 3600 * (job.hours or 0)
             capacity = ["--provisioning-model=flex-start", f"--max-run-duration={limit:.0f}s"]
-        nodes = [f"--node-id={name}"]
-        if tpu.slices > 1:
-            nodes = [f"--node-count={tpu.slices}", f"--node-prefix={name}"]
-        command = ["gcloud", *alpha, *TPUS, "queued-resources", "create", name, *tpu.place, *nodes, *capacity]
-        command += [f"--runtime-version={tpu.slice.generation.runtime}", f"--accelerator-type={tpu.type}"]
-        command += [f"--valid-until-duration={tpu.give_up_after}", f"--metadata-from-file=startup-script={startup}"]
-        command += [f"--service-account={tpu.service_account}"] if tpu.service_account else []
-        command += [f"--network={tpu.network}"] if tpu.network else []
-        command += ["--internal-ips"] if tpu.internal_ips else []
-        return [*command, "--async", f"--labels=rpg-run={name}", "--quiet"]
+        nodes = [f"--node-id={job.name}"]
+        if job.slices > 1:
+            nodes = [f"--node-count={job.slices}", f"--node-prefix={job.name}"]
+        command = ["gcloud", *alpha, *TPUS, "queued-resources", "create", job.name, *job.place, *nodes, *capacity]
+        command += [f"--runtime-version={RUNTIMES[job.slice.prefix]}", f"--accelerator-type={job.type}"]
+        command += [f"--valid-until-duration={job.give_up_after}", f"--metadata-from-file=startup-script={startup}"]
+        command += [f"--service-account={job.service_account}"] if job.service_account else []
+        command += [f"--network={job.network}"] if job.network else []
+        command += ["--internal-ips"] if job.internal_ips else []
+        return [*command, "--async", f"--labels=rpg-run={job.name}", "--quiet"]
 
     def state(self) -> tuple[str, str]:
         """(state, reason) of the queued resource, or of a TPU VM in it that is not up; ABSENT if there is none.
@@ -48,8 +50,8 @@ class TpuVms:
             return ABSENT, ""
         nodes = [spec.get("node", {}) for spec in described.get("tpu", {}).get("nodeSpec", [])]
         for found in (node["acceleratorType"].rpartition("/")[2] for node in nodes if node.get("acceleratorType")):
-            if found != self.tpu.type:
-                problem = f"{self.job.name} exists as {found}, not {self.tpu.type}"
+            if found != self.job.type:
+                problem = f"{self.job.name} exists as {found}, not {self.job.type}"
                 raise LaunchError(problem, "delete it first or take another --name")
         state = described.get("state", {}).get("state", "UNKNOWN")
         if state != "ACTIVE":
@@ -74,21 +76,19 @@ class TpuVms:
         return state
 
     def delete(self) -> None:
-        """Deletes the TPU; it may be gone already.
-
-        Raises LaunchError, which names what it costs, if it could not be deleted.
-        """
-        command = ["gcloud", *TPUS, "queued-resources", "delete", self.job.name, *self.tpu.place, "--force", "--quiet"]
+        """Deletes the TPU; it may be gone already. Says what it costs if it cannot be deleted."""
+        command = ["gcloud", *TPUS, "queued-resources", "delete", self.job.name, *self.job.place, "--force", "--quiet"]
         try:
             with ignored(Kind.NOT_FOUND):
                 self.shell.do(command)
-        except LaunchError as error:
-            raise LaunchError(f"{error}\n{self.job.name} is still there and costs {self.tpu.rate}") from None
+        except LaunchError:
+            self.shell.say(f"{self.job.name} is still there and costs {self.job.rate}")
+            raise
 
-    def ssh_command(self, vm: str, worker: str, command: str | None = None) -> list[str]:
-        ssh = ["gcloud", *TPUS, "tpu-vm", "ssh", vm, *self.tpu.place, f"--worker={worker}", "--quiet"]
-        ssh += ["--internal-ip"] if self.tpu.internal_ips else []
-        return ssh if command is None else [*ssh, f"--command={command}"]
+    def ssh_command(self, vm: str, worker: str, command: str) -> list[str]:
+        ssh = ["gcloud", *TPUS, "tpu-vm", "ssh", vm, *self.job.place, f"--worker={worker}", "--quiet"]
+        ssh += ["--internal-ip"] if self.job.internal_ips else []
+        return [*ssh, f"--command={command}"]
 
     def on_all_workers(self, command: str) -> str:
         """Runs a command on every worker of every slice and returns what they printed.
@@ -100,12 +100,12 @@ class TpuVms:
         """
         said = ""
         for vm in self.job.vms:
-            answer = self.shell.do(self.ssh_command(vm, "all", command), tries=1)
+            answer = self.shell.do(self.ssh_command(vm, "all", command))
             reached = set(re.findall(r"^worker (\d+)(?: done|:)", answer, re.MULTILINE))
-            silent = [str(n) for n in range(self.tpu.slice.hosts) if str(n) not in reached]
+            silent = [str(n) for n in range(self.job.slice.hosts) if str(n) not in reached]
             if silent and not self.shell.dry_run:
-                look = f"look: launch/tpu ssh --name={self.job.name} --worker={silent[0]} -- sudo tail /var/log/syslog"
-                raise LaunchError(f"{vm}: no answer from worker {', '.join(silent)} of {self.tpu.slice.hosts}", look)
+                look = f"look: {shlex.join(self.ssh_command(vm, silent[0], 'sudo tail /var/log/syslog'))}"
+                raise LaunchError(f"{vm}: no answer from worker {', '.join(silent)} of {self.job.slice.hosts}", look)
             said += answer
         return said
 
@@ -115,10 +115,11 @@ class TpuVms:
         if state in LOST:
             return LaunchError(said, "launch/tpu up requests it anew and the run resumes", Kind.LOST)
         kind = classify(reason)
-        return LaunchError(said, FIXES.get(kind, "delete it and create it again"), kind)
+        fix = "try --capacity=spot or another zone" if kind is Kind.STOCKOUT else "delete it and create it again"
+        return LaunchError(said, fix, kind)
 
     def _describe(self, family: str, name: str) -> dict | None:
         with ignored(Kind.NOT_FOUND):
-            command = ["gcloud", *TPUS, family, "describe", name, *self.tpu.place, "--format=json"]
+            command = ["gcloud", *TPUS, family, "describe", name, *self.job.place, "--format=json"]
             return json.loads(self.shell.ask(command, dry_answer="{}") or "{}")
         return None

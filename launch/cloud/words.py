@@ -8,8 +8,8 @@ from cloud.errors import LaunchError
 from cloud.job import Job
 
 Check = Callable[[Job], Iterable[str] | None]
-NAME = re.compile(r"[a-z]([-a-z0-9]{0,37}[a-z0-9])?")
-ZONE = re.compile(r"[a-z]+-[a-z]+\d+-(ai\d+)?[a-z]")
+NAME = r"[a-z]([-a-z0-9]{0,37}[a-z0-9])?"
+BUCKET = r"gs://[a-z0-9][-_.a-z0-9]{1,61}[a-z0-9](/[-_.A-Za-z0-9]+)*"
 SECRETIVE = re.compile(r"(?i)(token|secret|password|api_?key)[\w.]*=.")
 
 
@@ -26,33 +26,23 @@ def passes(job: Job, checkers: Iterable[Check]) -> list[str]:
     return notes
 
 
-def name_is_a_label(job: Job) -> None:
-    if not NAME.fullmatch(job.name):
-        raise LaunchError(
-            f"--name={job.name!r} is not a DNS label", "use up to 39 of a-z, 0-9 and -, a letter first, no - at the end"
+def words_are_plain(job: Job) -> None:
+    """Checks the forms of all names; every wrong one has its line."""
+    wrong = [
+        f"{option}={value!r} is not {what}"
+        for option, value, pattern, what in (
+            ("--name", job.name, NAME, "a DNS label; use up to 39 of a-z, 0-9 and -, a letter first, no - at the end"),
+            ("--bucket", job.bucket, BUCKET, "a bucket; use gs://NAME or gs://NAME/folder, without / at the end"),
+            ("--zone", job.zone, r"[a-z]+-[a-z]+\d+-(ai\d+)?[a-z]", "a zone; e.g. us-east5-a"),
+            ("--project", job.project, r"[A-Za-z0-9.:-]{1,63}", "the ID of a project"),
+            ("--network", job.network, r"[-A-Za-z0-9/_.]+", "the name of a network"),
+            ("--service-account", job.service_account, r"[-a-z0-9._]+(@[-a-z0-9.]+)?", "the address of an account"),
+            ("--serves-for", job.serves_for, NAME, "the name of a run"),
         )
-
-
-def bucket_is_an_address(job: Job) -> None:
-    if not re.fullmatch(r"gs://[a-z0-9][-_.a-z0-9]{1,61}[a-z0-9](/[-_.A-Za-z0-9]+)*", job.bucket):
-        raise LaunchError(
-            f"--bucket={job.bucket!r} is not a bucket", "use gs://NAME or gs://NAME/folder, without / at the end"
-        )
-
-
-def place_is_plain(job: Job) -> None:
-    """Checks the forms of zone, project, network, service account and the run that is served."""
-    tpu = job.tpu
-    if not ZONE.fullmatch(tpu.zone):
-        raise LaunchError(f"--zone={tpu.zone!r} is not a zone", "e.g. --zone=us-east5-a")
-    for option, value, pattern in (
-        ("--project", tpu.project, r"[a-z0-9.:-]{1,63}"),
-        ("--network", tpu.network, r"[-a-z0-9/_.]+"),
-        ("--service-account", tpu.service_account, r"[-a-z0-9._]+(@[-a-z0-9.]+)?"),
-        ("--serves-for", job.serves_for, NAME.pattern),
-    ):
-        if value is not None and not re.fullmatch(pattern, value, re.IGNORECASE):
-            raise LaunchError(f"{option}={value!r} is no such name", "write it as the cloud's console shows it")
+        if value is not None and not re.fullmatch(pattern, value)
+    ]
+    if wrong:
+        raise LaunchError("\n".join(wrong))
 
 
 def no_secret_values(job: Job) -> None:
@@ -73,11 +63,11 @@ def limits_agree(job: Job) -> None:
         if value is not None and not 0 < value < math.inf:
             raise LaunchError(f"{option}={value:g}", "use a positive number")
     if job.max_hours and job.hours and job.max_hours > job.hours:
-        dollars = job.max_hours * job.tpu.cost()[0]
+        dollars = job.max_hours * job.cost()[0]
         raise LaunchError(
             f"--max-hours={job.max_hours:g} costs about ${dollars:,.0f}, more than --budget={job.budget:g}",
             f"it pays --max-hours={job.hours:.1f}",
         )
 
 
-FORMS = (name_is_a_label, bucket_is_an_address, place_is_plain, no_secret_values, limits_agree)
+FORMS = (words_are_plain, no_secret_values, limits_agree)

@@ -5,7 +5,6 @@ import shlex
 
 from cloud import files, options
 from cloud.errors import CommandError, Kind, LaunchError, ignored
-from cloud.job import PORT
 from cloud.options import Launch, confirm
 from cloud.shell import Shell
 
@@ -19,7 +18,6 @@ COMMANDS = {
     "run": "builds and pushes the image, and submits the workload; the run of this name continues",
     "logs": "follows the logs of all pods",
     "status": "shows the workload and the cost of the cluster",
-    "ssh": "opens a shell in the first pod, or runs the command after --",
     "stop": "saves and removes the workload; the cluster stays up and costs",
     "delete": "deletes the cluster after asking; runs and checkpoints stay in the bucket",
 }
@@ -51,7 +49,7 @@ def up(launch: Launch) -> None:
     if is_new and not launch.job.keep and not _exists(launch):
         _delete(launch)
     else:
-        launch.shell.report(f"the cluster still costs {launch.job.tpu.rate} until launch/xpk delete")
+        launch.shell.report(f"the cluster still costs {launch.job.rate} until launch/xpk delete")
     if failure is not None:
         raise failure
 
@@ -61,19 +59,19 @@ def create(launch: Launch) -> bool:
 
     XPK adds node pools to a cluster that exists, and deletes those of another type; with --quiet it does not ask.
     """
-    tpu, capacity = launch.job.tpu, _capacity(launch)
+    job, capacity = launch.job, _capacity(launch)
     options.check(launch, trainer=bool(launch.job.trainer), vms=False)
-    command = ["xpk", "cluster", "create", *_cluster(launch), f"--tpu-type={tpu.type}", f"--num-slices={tpu.slices}"]
+    command = ["xpk", "cluster", "create", *_cluster(launch), f"--tpu-type={job.type}", f"--num-slices={job.slices}"]
     command += [capacity, "--enable-workload-identity"]
-    command += [f"--custom-cluster-arguments=--network={tpu.network}"] if tpu.network else []
+    command += [f"--custom-cluster-arguments=--network={job.network}"] if job.network else []
     pools = _node_pools(launch)
     if pools is None:
         launch.shell.do([*command, "--quiet"])
         return True
-    has = [pool["name"] for pool in pools if _is_of(pool, tpu.slice.topology)]
-    if len(has) < tpu.slices:
+    has = [pool["name"] for pool in pools if _is_of(pool, job.slice.topology)]
+    if len(has) < job.slices:
         raise LaunchError(
-            f"cluster {_name(launch)} exists and has {len(has)} node pools of {tpu.type}, not {tpu.slices}",
+            f"cluster {_name(launch)} exists and has {len(has)} node pools of {job.type}, not {job.slices}",
             f"take a --cluster of your own, or run what asks before it deletes node pools: {shlex.join(command)}",
         )
     launch.shell.say(f"cluster {_name(launch)} exists, with {', '.join(has)}: left as it is")
@@ -82,7 +80,7 @@ def create(launch: Launch) -> bool:
 
 def _node_pools(launch: Launch) -> list[dict] | None:
     """The node pools of the cluster; None if there is no cluster."""
-    region = [f"--region={launch.job.tpu.region}", f"--project={launch.job.tpu.project}"]
+    region = [f"--region={launch.job.region}", f"--project={launch.job.project}"]
     command = ["gcloud", "container", "node-pools", "list", f"--cluster={_name(launch)}", *region, "--format=json"]
     with ignored(Kind.NOT_FOUND):
         answer = launch.shell.ask(command)
@@ -100,15 +98,14 @@ def run(launch: Launch) -> None:
     """`xpk workload create`. XPK replaces the image's entry point by its own, so the command names ours."""
     job, shell = launch.job, launch.shell
     _capacity(launch)
-    options.tell_how_they_are_found(launch, f"dns+https://{job.name}:{PORT}")  # the headless service of a JobSet
     if _exists(launch):
         shell.report(f"{job.name} is submitted already (launch/xpk stop removes it)")
         return
     if not launch.options.image:
         _build(launch)
     command = ["exec", "/rpg/.venv/bin/python", "/rpg/launch/cloud/supervise.py", *job.supervised]
-    create = ["xpk", "workload", "create", *_cluster(launch), f"--workload={job.name}", f"--tpu-type={job.tpu.type}"]
-    create += [f"--num-slices={job.tpu.slices}", f"--docker-image={_image(launch)}", f"--command={shlex.join(command)}"]
+    create = ["xpk", "workload", "create", *_cluster(launch), f"--workload={job.name}", f"--tpu-type={job.type}"]
+    create += [f"--num-slices={job.slices}", f"--docker-image={_image(launch)}", f"--command={shlex.join(command)}"]
     create += [f"--max-restarts={launch.options.max_restarts}", f"--termination-grace-period-seconds={GRACE_SECONDS}"]
     create += [f"--restart-on-exit-codes={','.join(map(str, RESTART_ON))}"]
     launch.staging.mkdir(parents=True, exist_ok=True)
@@ -118,8 +115,8 @@ def run(launch: Launch) -> None:
 
 def _build(launch: Launch) -> None:
     """Builds the image and pushes it into the region's registry, which it makes where there is none."""
-    tpu, shell, image = launch.job.tpu, launch.shell, _image(launch)
-    registry = ["rpg", f"--location={tpu.region}", f"--project={tpu.project}"]
+    job, shell, image = launch.job, launch.shell, _image(launch)
+    registry = ["rpg", f"--location={job.region}", f"--project={job.project}"]
     with ignored(Kind.EXISTS):
         create = ["gcloud", "artifacts", "repositories", "create", *registry]
         shell.do([*create, "--repository-format=docker", "--quiet"])
@@ -139,34 +136,29 @@ def logs(launch: Launch) -> None:
 def status(launch: Launch) -> None:
     workload = ["xpk", "workload", "list", *_cluster(launch), f"--filter-by-job={launch.job.name}"]
     print(launch.shell.ask(workload), end="")
-    print(f"while its nodes are up the cluster costs {launch.job.tpu.rate}: {launch.job.tpu.cost()[1]}")
+    print(f"while its nodes are up the cluster costs {launch.job.rate}: {launch.job.cost()[1]}")
     print(f"run folder: {launch.job.runs}/{launch.job.name}")
-
-
-def ssh(launch: Launch) -> None:
-    _credentials(launch)
-    target = f"job/{launch.job.name}-slice-job-0"
-    launch.shell.follow(["kubectl", "exec", "--stdin", "--tty", target, "--", *(launch.options.after or ("bash",))])
 
 
 def stop(launch: Launch) -> None:
     launch.shell.do(["xpk", "workload", "delete", *_cluster(launch), f"--workload={launch.job.name}", "--force"])
-    launch.shell.report(f"stopped; the cluster is still up and costs {launch.job.tpu.rate} until launch/xpk delete")
+    launch.shell.report(f"stopped; the cluster is still up and costs {launch.job.rate} until launch/xpk delete")
 
 
 def delete(launch: Launch) -> None:
-    tpu = launch.job.tpu
-    confirm(f"delete cluster {_name(launch)}: {tpu.slices} × {tpu.slice}, {tpu.rate}?", launch)
+    job = launch.job
+    confirm(f"delete cluster {_name(launch)}: {job.slices} × {job.slice}, {job.rate}?", launch)
     _delete(launch)
 
 
 def _delete(launch: Launch) -> None:
-    job, tpu = launch.job, launch.job.tpu
+    job = launch.job
     try:
-        launch.shell.do(["xpk", "cluster", "delete", *_cluster(launch), "--force"])
-    except CommandError as error:
-        if error.kind is not Kind.NOT_FOUND:
-            raise LaunchError(f"{error}\nthe cluster is still there and costs {tpu.rate}") from None
+        with ignored(Kind.NOT_FOUND):
+            launch.shell.do(["xpk", "cluster", "delete", *_cluster(launch), "--force"])
+    except LaunchError:
+        launch.shell.say(f"the cluster is still there and costs {job.rate}")
+        raise
     launch.shell.report(
         f"deleted; the run stays. Storage still costs: {job.runs}/{job.name} (gcloud storage rm --recursive ADDRESS), "
         f"{job.bucket}/jax-cache, and the image {_image(launch)}"
@@ -187,20 +179,20 @@ def _exists(launch: Launch) -> bool:
 
 
 def _credentials(launch: Launch) -> None:
-    region = [f"--region={launch.job.tpu.region}", f"--project={launch.job.tpu.project}"]
+    region = [f"--region={launch.job.region}", f"--project={launch.job.project}"]
     launch.shell.ask(["gcloud", "container", "clusters", "get-credentials", _name(launch), *region])
 
 
 def _capacity(launch: Launch) -> str:
-    if launch.job.tpu.capacity == "reserved":
+    if launch.job.capacity == "reserved":
         if not launch.options.reservation:
             raise LaunchError("--capacity=reserved needs the reservation's name", "pass --reservation=NAME")
         return f"--reservation={launch.options.reservation}"
-    if launch.job.tpu.capacity == "flex-start":
+    if launch.job.capacity == "flex-start":
         raise LaunchError("--capacity=flex-start is a queued resource, which a cluster does not have", "use launch/tpu")
-    if launch.job.tpu.service_account:
+    if launch.job.service_account:
         raise LaunchError("--service-account: xpk gives pods the account of the cluster", "leave it out")
-    return f"--{launch.job.tpu.capacity}"
+    return f"--{launch.job.capacity}"
 
 
 def _name(launch: Launch) -> str:
@@ -208,12 +200,12 @@ def _name(launch: Launch) -> str:
 
 
 def _cluster(launch: Launch) -> list[str]:
-    return [f"--cluster={_name(launch)}", *launch.job.tpu.place]
+    return [f"--cluster={_name(launch)}", *launch.job.place]
 
 
 def _image(launch: Launch) -> str:
-    tpu, tag = launch.job.tpu, files.commit()[:12]
-    return launch.options.image or f"{tpu.region}-docker.pkg.dev/{tpu.project}/rpg/rpg:{tag}"
+    job, tag = launch.job, files.commit()[:12]
+    return launch.options.image or f"{job.region}-docker.pkg.dev/{job.project}/rpg/rpg:{tag}"
 
 
-HANDLERS = {f.__name__: f for f in (up, create, run, logs, status, ssh, stop, delete)}
+HANDLERS = {f.__name__: f for f in (up, create, run, logs, status, stop, delete)}

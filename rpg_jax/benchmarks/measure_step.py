@@ -36,7 +36,7 @@ import jax
 from rpg_jax.benchmarks import subject
 from rpg_jax.benchmarks.subject import Peer, Subject, progress
 from rpg_jax.models import parameter_count
-from rpg_jax.planning import count
+from rpg_jax.planning.hlo import count
 from rpg_jax.runs import cli, memory
 from rpg_jax.runs.memory import bytes_on_a_device, make_decoding
 from rpg_jax.training.step import Frozen

@@ -18,7 +18,8 @@ import numpy as np
 from rpg_jax import models
 from rpg_jax.data import RowShape
 from rpg_jax.models import DecoderConfig
-from rpg_jax.planning import CHIPS, training_flops
+from rpg_jax.planning.chips import CHIPS
+from rpg_jax.planning.compiling import training_flops
 from rpg_jax.runs import cli, config_files
 from rpg_jax.runs.layout import Layout, make_layout, row_shape
 from rpg_jax.runs.learner import (

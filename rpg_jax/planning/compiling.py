@@ -16,8 +16,8 @@ from rpg_jax import models, parallel
 from rpg_jax.data import RowShape
 from rpg_jax.models import DecoderConfig
 from rpg_jax.planning import hlo
+from rpg_jax.planning.chips import Chip
 from rpg_jax.planning.efficiency import Rates
-from rpg_jax.planning.topologies import Chip
 from rpg_jax.rollout import DecodeEngine, Decoding, Weights, prefill_shape
 from rpg_jax.runs.layout import Layout
 from rpg_jax.runs.memory import placed

@@ -21,9 +21,10 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from rpg_jax.planning.chips import Chip
 from rpg_jax.planning.compiling import Program
 from rpg_jax.planning.efficiency import EXPECTED, Rates
-from rpg_jax.planning.topologies import Chip, Topology
+from rpg_jax.planning.topologies import Topology
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""TPU slices by name, the peaks of their chips, and devices to compile for without a TPU."""
+"""TPU slices by name, and devices to compile for without a TPU."""
 
 from __future__ import annotations
 
@@ -6,60 +6,12 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Mapping
-from types import MappingProxyType
 
 import jax
 from jax.experimental import topologies
 
 from rpg_jax.planning import tpu_compiler
-
-_GIB = 2**30
-
-
-@dataclasses.dataclass(frozen=True)
-class Chip:
-    """Peaks of what JAX shows as one device: a chip, or on v7x one of the two TensorCores of a chip.
-
-    Attributes:
-      hbm: bytes of memory that programs can use, as the compiler reports it.
-      flops: bf16 operations per second.
-      hbm_bandwidth: bytes per second.
-      ici_bandwidth: bytes per second into a chip, over all its links to other chips of the slice.
-      dimensions: dimensions of the torus.
-      one_host: chips of the largest slice on one host; larger slices have four chips per host.
-      price: US dollars per chip and hour on demand, list price of 2025 for orientation; None if not known.
-      cores: devices of a chip.
-    """
-
-    hbm: float
-    flops: float
-    hbm_bandwidth: float
-    ici_bandwidth: float
-    dimensions: int
-    one_host: int
-    price: float | None = None
-    cores: int = 1
-
-
-CHIPS: Mapping[str, Chip] = MappingProxyType(
-    {
-        # Peaks: cloud.google.com/tpu/docs/v4, /v5e, /v5p, /v6e. ICI: jax-ml.github.io/scaling-book/tpus has bytes per
-        # second of one link, one way; a 3D torus has 6 links per chip, a 2D torus 4.
-        "v4": Chip(32 * _GIB, 275e12, 1.228e12, 6 * 45e9, 3, 4, 3.22),
-        "v5e": Chip(15.75 * _GIB, 197e12, 0.819e12, 4 * 45e9, 2, 8, 1.20),
-        "v5p": Chip(95.74 * _GIB, 459e12, 2.765e12, 6 * 90e9, 3, 4, 4.20),
-        "v6e": Chip(31.25 * _GIB, 918e12, 1.640e12, 4 * 90e9, 2, 8, 2.70),
-        # Halves of the chip in docs.cloud.google.com/tpu/docs/tpu7x; HBM's bandwidth as in JAX's tpu_info.py. Its links
-        # are taken to be those of v5p. No price was found.
-        "v7x": Chip(94.75 * _GIB, 2307e12 / 2, 7.40e12 / 2, 6 * 90e9 / 2, 3, 4, None, 2),
-    }
-)
-
-_SHAPES = {
-    2: ("1x1", "2x2", "2x4", "4x4", "4x8", "8x8", "8x16", "16x16"),
-    3: ("1x1x1", "2x2x1", "2x2x2", "2x2x4", "2x4x4", "4x4x4", "4x4x8", "4x8x8", "8x8x8", "8x8x16", "8x16x16"),
-}
+from rpg_jax.planning.chips import CHIPS, Chip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,7 +85,7 @@ _QUIET = {
 def known(kind: str | None = None) -> list[str]:
     """Names of all slices, or of the slices of one kind, by size."""
     kinds = CHIPS if kind is None else [kind]
-    return [f"{k}:{shape}" for k in kinds for shape in _SHAPES[CHIPS[k].dimensions]]
+    return [f"{k}:{shape}" for k in kinds for shape in CHIPS[k].shapes]
 
 
 def parse(name: str) -> Topology:
@@ -144,7 +96,7 @@ def parse(name: str) -> Topology:
     """
     match = re.fullmatch(r"([^*]+)(?:\*([1-9]\d*))?", name)
     if not match or match[1] not in known():
-        listed = "; ".join(f"{kind}: {' '.join(_SHAPES[chip.dimensions])}" for kind, chip in CHIPS.items())
+        listed = "; ".join(f"{kind}: {' '.join(chip.shapes)}" for kind, chip in CHIPS.items())
         raise ValueError(f"unknown topology {name!r}, expected KIND:SHAPE or KIND:SHAPE*SLICES. Known: {listed}")
     kind, shape = match[1].split(":")
     return Topology(kind, tuple(map(int, shape.split("x"))), int(match[2] or 1))

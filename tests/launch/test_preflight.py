@@ -12,8 +12,8 @@ import pytest
 
 from cloud import accelerators, account, files, preflight, reach
 from cloud.errors import LaunchError
-from cloud.job import SERVERS_SECRETS, make_job
-from rpg_jax import planning, serve
+from cloud.job import SERVERS_SECRETS, Job
+from rpg_jax import serve
 from rpg_jax.planning import tpu_compiler
 
 TPU = "--type=v5p-16 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b"
@@ -88,16 +88,16 @@ SECRETS = " ".join(f"--secret={name}=x" for name in SERVERS_SECRETS)
             f"{SERVERS} --serves-for=rpg-4b-w0 {SECRETS}",
             "--serves-for=rpg-4b-w0 is this job itself; --name=rpg-4b-w0-s",
         ),
-        (f"{SERVERS} --serves-for=Rpg/4b {SECRETS}", "--serves-for='Rpg/4b' is no such name"),
+        (f"{SERVERS} --serves-for=Rpg/4b {SECRETS}", "--serves-for='Rpg/4b' is not the name of a run"),
         (
             f"{SERVERS} --secret=RPG_JAX_API_KEY=x",
             "ask these servers; --secret=RPG_JAX_CERTIFICATE=name-in-secret-manager --secret=RPG_JAX_PRIVATE_KEY=name",
         ),
         (
             f"{SERVERS} {SECRETS}",
-            "--weights_from= is no local folder; -- --weights_from=/FOLDER, one that the trainer and",
+            "weights do not go through a bucket; -- --weights_from=/FOLDER, one that the trainer and",
         ),
-        (f"{SERVERS} {SECRETS} -- --weights_from=gs://mine/w", "and --weights_from=gs://mine/w is no local folder"),
+        (f"{SERVERS} {SECRETS} -- --weights_from=gs://mine/w", "weights do not go through a bucket"),
     ],
 )
 def test_mistakes_in_the_options_of_servers(cloud, options, line):
@@ -118,10 +118,10 @@ def test_servers_need_a_config_that_fits_one_slice_whatever_rows_an_update_has(c
 
 @pytest.mark.parametrize("idle", [3600.0, 60.0])
 def test_a_server_takes_the_flags_that_the_launcher_sets_and_the_users_own(monkeypatch, idle):
-    weights, mine = "/mnt/w", ["--idle=60"] if idle == 60 else []
+    mine = ["--idle=60"] if idle == 60 else []
     own = ("--config=configs/tiny.py", "--config.seed=3", "--weights_from=/mnt/w", *mine)
     place = {"type": "v5p-8", "zone": "us-east5-a", "project": "p", "bucket": "gs://mine"}
-    job = make_job(
+    job = Job(
         name="w0", trainer=own, serves_for="rpg-4b", secrets=tuple((name, "x") for name in SERVERS_SECRETS), **place
     )
     taken = []
@@ -130,7 +130,7 @@ def test_a_server_takes_the_flags_that_the_launcher_sets_and_the_users_own(monke
     assert (module, serve.main(flags)) == ("rpg_jax.serve", 0)
     found = taken[0]
     assert (found.idle, found.host, found.http_port) == (idle, "0.0.0.0", 8000)
-    assert f"--config.servers.weights={weights} " in job.found_by("u") and found.weights_from == weights
+    assert found.weights_from == "/mnt/w"
     assert found.overrides == ["--config.seed=3"]
 
 
@@ -193,7 +193,7 @@ def test_all_mistakes_are_shown_at_once(cloud):
         ),
         (
             {"match": "storage cp", "stderr": "ERROR: HTTPError 403: no storage.objects.create"},
-            "roles/storage.objectAdmin",
+            "no storage.objects.create",
         ),
         ({"match": "secrets describe", "stderr": "ERROR: NOT_FOUND: Secret"}, "no secret 'wandb-key'"),
         ({"match": "get-value", "code": 0, "stdout": "(unset)"}, "no project; pass --project=ID"),
@@ -216,8 +216,7 @@ def test_wandb_needs_its_key(cloud):
     wandb = f"{TRAINER} --config.log.tracker=wandb"
     assert cloud.run(f"create {TPU} {wandb}") == 1
     assert "log.tracker=wandb needs a key on the workers; pass --secret=WANDB_API_KEY=" in cloud.errors()[0]
-    assert cloud.run(f"create {TPU} --secret=WANDB_API_KEY=k --internal-ips {wandb},tensorboard") == 0
-    assert "Cloud NAT" in cloud.err
+    assert cloud.run(f"create {TPU} --secret=WANDB_API_KEY=k {wandb},tensorboard") == 0
 
 
 def test_a_tracker_without_hashes_is_refused_and_the_locked_ones_have_the_packages_of_the_workers(cloud):
@@ -347,22 +346,20 @@ def test_what_workers_have_passes(repository, fields):
 
 
 @pytest.mark.parametrize(
-    ("fields", "line"),
+    ("fields", "named_path"),
     [
-        ({"model_path": "Qwen3-4B"}, "model.path=Qwen3-4B is a folder of this machine.* gcloud storage cp"),
-        ({"model_path": "{here}/Qwen3-4B"}, "is a folder of this machine"),
-        ({"model_tokenizer": "~/Qwen3-4B"}, "model.tokenizer=~/Qwen3-4B is a folder of this machine"),
-        ({"task_train": "in_git.jsonl,made.jsonl"}, "task.train=made.jsonl is a file of this machine.* git add it"),
-        ({"task_held_out_sets": "own={here}/made.jsonl"}, "task.held_out_sets=own=.*made.jsonl is a file"),
-        ({"task_train": "elsewhere.parquet"}, "task.train=elsewhere.parquet is a file of this machine"),
-        ({"rewards_parts": "mine:score"}, "mine is not in git; make it mine.py .* and git add mine.py"),
-        ({"environment_name": "mine:Game"}, "environment.name=mine:Game: .* git add mine.py"),
-        ({"rewards_parts": "some.package:score:1,format:0.1"}, "some.package is not in git; make it some/package.py"),
+        ({"model_path": "Qwen3-4B"}, "Qwen3-4B"),
+        ({"model_path": "{here}/Qwen3-4B"}, "{here}/Qwen3-4B"),
+        ({"task_train": "in_git.jsonl,made.jsonl"}, "made.jsonl"),
+        ({"task_held_out_sets": "own={here}/made.jsonl"}, "{here}/made.jsonl"),
+        ({"rewards_parts": "mine:score"}, "mine.py"),
+        ({"environment_name": "mine:Game"}, "mine.py"),
+        ({"model_lora": {"start": "Qwen3-4B"}}, "Qwen3-4B"),
     ],
 )
-def test_what_stays_here_is_named_with_its_fix(repository, fields, line):
-    here = {name: value.format(here=repository) for name, value in fields.items()}
-    with pytest.raises(LaunchError, match=line):
+def test_what_stays_here_is_named_with_its_fix(repository, fields, named_path):
+    here = {name: value.format(here=repository) if isinstance(value, str) else value for name, value in fields.items()}
+    with pytest.raises(LaunchError, match=f": {named_path.format(here=repository)} is on this machine .* git add"):
         reach.all_is_there(named(**here))
 
 
@@ -377,7 +374,7 @@ def test_the_plan_is_asked_and_its_answer_shown(monkeypatch, tmp_path):
     monkeypatch.setattr(preflight, "ROOT", tmp_path)
     monkeypatch.setattr(preflight, "tpu_compiler_is_installed", lambda: True)
     tpu = {"type": "v5p-16", "zone": "z", "project": "p", "slices": 2, "chip_price": 2.0}
-    job = make_job(name="n", bucket="gs://b", trainer=("--config=x",), **tpu)
+    job = Job(name="n", bucket="gs://b", trainer=("--config=x",), **tpu)
 
     def planned(program):
         (tmp_path / "rpg_jax" / "plan.py").write_text(f"import sys; asked = sys.argv[1:]; {program}", encoding="utf-8")
@@ -439,12 +436,6 @@ def test_types_count_cores_or_chips_as_google_does():
         "v4-8": (4, 1), "v5p-16": (8, 2), "v5p-128": (64, 16), "v5litepod-8": (8, 1), "v5litepod-16": (16, 4),
         "v6e-1": (1, 1), "v6e-8": (8, 1), "v6e-256": (256, 64),
     }  # fmt: skip
-
-
-def test_launcher_and_planner_know_the_same_prices_and_hosts():
-    for generation in accelerators.GENERATIONS:
-        chip = planning.CHIPS[generation.name]
-        assert (chip.price, chip.one_host) == (generation.list_price, generation.one_host)
 
 
 def test_own_prices_replace_the_table(cloud):

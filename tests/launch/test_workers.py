@@ -16,12 +16,10 @@ import time
 import pytest
 
 from cloud import files
-from cloud.job import make_job
+from cloud.job import Job
 
 LAUNCH = files.ROOT / "launch"
-JOB = make_job(
-    name="rpg-4b", type="v5p-16", zone="us-east5-a", project="p", bucket="gs://mine", trainer=("--config=x.py",)
-)
+JOB = Job(name="rpg-4b", type="v5p-16", zone="us-east5-a", project="p", bucket="gs://mine", trainer=("--config=x.py",))
 
 GCLOUD = """\
 #!/bin/sh

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from rpg_jax import planning
 from rpg_jax.parallel import MESH_AXES, make_mesh
-from rpg_jax.planning import tpu_compiler
+from rpg_jax.planning import topologies, tpu_compiler
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +118,7 @@ def test_without_a_torus_devices_keep_their_order():
 def test_meshes_on_described_slices(name, shape):
     if tpu_compiler.library() is None:
         pytest.skip(f"needs the compiler for TPUs: {tpu_compiler.GET}")
-    topology = planning.parse(name)
+    topology = topologies.parse(name)
     mesh = make_mesh(shape, topology.devices())
     assert mesh.size == topology.chips
     if topology.slices > 1:

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 
-from rpg_jax import losses, models, planning
+from rpg_jax import losses, models
 from rpg_jax.models.lora import adapter_shapes
+from rpg_jax.planning import compiling
 
 DENSE = models.DecoderConfig(
     vocab_size=40, num_layers=3, embed_dim=16, num_heads=4, num_kv_heads=2, head_dim=6, hidden_dim=20
@@ -48,12 +49,12 @@ def test_model_flops_are_those_of_its_matrix_products(remat):
     # the plain attention of this backend computes all scores where the count takes the causal half
     half = ROWS * LENGTH * DENSE.num_layers * 2 * 2 * DENSE.num_heads * DENSE.head_dim * LENGTH / 2
     forward = products(jax.make_jaxpr(functools.partial(loss, graphdef))(params, tokens).jaxpr)
-    assert planning.forward_flops(DENSE, **sizes) + half == forward
+    assert compiling.forward_flops(DENSE, **sizes) + half == forward
     both = products(jax.make_jaxpr(jax.grad(functools.partial(loss, graphdef)))(params, tokens).jaxpr)
     # plain attention computes the other half of the scores too, in every pass; of a backward pass it keeps them, where
     # the kernel that is counted multiplies queries and keys again, a half of what a pass does
     passes = 4 - 0.5 if remat == "full" else 3
-    assert both == planning.training_flops(DENSE, **sizes, remat=remat) + passes * half
+    assert both == compiling.training_flops(DENSE, **sizes, remat=remat) + passes * half
 
 
 def test_frozen_weights_beside_adapters_have_no_gradient():
@@ -68,12 +69,12 @@ def test_frozen_weights_beside_adapters_have_no_gradient():
     both = products(jax.make_jaxpr(jax.grad(total))(shapes, params, tokens).jaxpr)
     sizes = {"rows": ROWS, "length": LENGTH, "predicted": PREDICTED}
     head = 2 * ROWS * PREDICTED * DENSE.embed_dim * DENSE.vocab_size  # its gradient, which nobody reads
-    assert both == planning.training_flops(DENSE, **sizes, frozen=True) + 3 * half + own + head
+    assert both == compiling.training_flops(DENSE, **sizes, frozen=True) + 3 * half + own + head
 
 
 def test_a_mixture_counts_the_experts_that_a_token_sees():
     moe = models.size("Qwen3-30B-A3B")
-    per_token = planning.forward_flops(moe, rows=1, length=1, predicted=1)
+    per_token = compiling.forward_flops(moe, rows=1, length=1, predicted=1)
     attention = moe.num_layers * 2 * moe.num_heads * moe.head_dim
     embedding, norms = moe.vocab_size * moe.embed_dim, moe.embed_dim * (2 * moe.num_layers + 1)
     norms += moe.num_layers * 2 * moe.head_dim
@@ -82,5 +83,5 @@ def test_a_mixture_counts_the_experts_that_a_token_sees():
 
 
 def test_decoding_reads_the_whole_cache_for_every_slot():
-    few, many = (planning.token_flops(DENSE, tokens=3, attended=n, predicted=3) for n in (0, 10))
+    few, many = (compiling.token_flops(DENSE, tokens=3, attended=n, predicted=3) for n in (0, 10))
     assert many - few == 3 * DENSE.num_layers * 2 * 2 * DENSE.num_heads * DENSE.head_dim * 10

@@ -6,15 +6,15 @@ import jax
 import pytest
 
 from configs import qwen3_0p6b_gsm8k, qwen3_4b_8k
-from rpg_jax import plan, planning
-from rpg_jax.planning import estimates, run_plan
+from rpg_jax import plan
+from rpg_jax.planning import compiling, estimates, hlo, run_plan, topologies
 from rpg_jax.runs import memory
 from rpg_jax.runs.layout import make_layout
 from rpg_jax.runs.learner import make_learner
 from rpg_jax.runs.memory import make_decoding
 from rpg_jax.runs.resolve import resolve
 
-SLICE = planning.parse("v5p:2x2x2")
+SLICE = topologies.parse("v5p:2x2x2")
 GIB = 2**30
 
 
@@ -81,7 +81,7 @@ def test_rows_are_spread_over_chips_if_nothing_else_fits(monkeypatch):
 
 def test_what_does_not_fit_ends_with_settings_that_fit_by_arithmetic(monkeypatch, capsys):
     monkeypatch.setattr(run_plan, "lowered_programs", lambda *parts: iter([("decode", None, 1.0)]))
-    refused = planning.Program("decode", 0, 0, 0, 0, 0, planning.Costs(), 0, 0, "no room")
+    refused = compiling.Program("decode", 0, 0, 0, 0, 0, hlo.Costs(), 0, 0, "no room")
     monkeypatch.setattr(run_plan, "compile_program", lambda *a, **k: refused)
     command = ["--config=configs/qwen3_4b_8k.py", "--topology=v5e:2x2", "--programs=decode"]
     monkeypatch.setattr(estimates.Estimate, "fits", lambda one, topology: one.config.rollout.int8_kv)
@@ -102,7 +102,7 @@ def test_hosts_exchange_groups_and_a_chip_holds_a_piece_of_each():
     assert exchange.costs.launches == 12
     assert exchange.resident < found.programs["prefill"].hbm < SLICE.chip.hbm
     assert found.step["expected"]["phases"]["exchange"] == pytest.approx(12_288 * 4096 * 16 / 1e9, rel=0.01)
-    alone = estimates.estimate(resolve(qwen3_0p6b_gsm8k.get_config()), planning.parse("v5e:1x1"))
+    alone = estimates.estimate(resolve(qwen3_0p6b_gsm8k.get_config()), topologies.parse("v5e:1x1"))
     assert "exchange" not in alone.programs and "exchange" not in alone.step["expected"]["phases"]
 
 

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from rpg_jax import planning
 from rpg_jax.planning import hlo
 
 PROGRAM = """
@@ -52,7 +51,7 @@ ENTRY %main (a: (s32[], bf16[16,64], bf16[36,64,32])) -> (s32[], bf16[16,64], bf
 
 
 def test_a_loop_counts_as_often_as_its_condition_says():
-    costs = planning.count(PROGRAM)
+    costs = hlo.count(PROGRAM)
     assert costs.flops == 36 * 2 * 16 * 64 * 256
     assert costs.collectives["all-gather"] == 36 * 7 * 64 * 32 * 2
     assert costs.collectives["reduce-scatter"] == 36 * 16 * 64 * 4 * 7 / 8
@@ -65,7 +64,7 @@ def test_traffic_counts_slices_of_a_stack_and_nothing_outside_hbm():
     body = (
         2 * slice_ + index + slice_ + (h + y) + (y + part) + (part + r)
     )  # the gathered weight is in S(1), on the chip
-    assert planning.count(PROGRAM).bytes == 36 * body
+    assert hlo.count(PROGRAM).bytes == 36 * body
 
 
 def computation(lines):
@@ -84,7 +83,7 @@ def computation(lines):
     ],
 )
 def test_bytes_received_follow_from_kind_and_group(line, kind, received):
-    costs = planning.count(computation(f"%x = f32[1000] parameter(0)\n%y = f32[1000] {line}"))
+    costs = hlo.count(computation(f"%x = f32[1000] parameter(0)\n%y = f32[1000] {line}"))
     assert dict(costs.collectives) == {kind: received}
 
 
@@ -111,7 +110,7 @@ def test_a_gather_on_the_sparse_cores_counts_once():
       ROOT %done = bf16[128,32] call-done(%update)
     }
     """
-    assert planning.count(textwrap.dedent(program)).bytes == 2 * 128 * 32 * 2
+    assert hlo.count(textwrap.dedent(program)).bytes == 2 * 128 * 32 * 2
 
 
 def test_a_slice_that_is_fetched_ahead_counts_without_the_rest():
@@ -122,12 +121,12 @@ def test_a_slice_that_is_fetched_ahead_counts_without_the_rest():
     %done = s8[4]{0:S(1)} slice-done(%start)
     %there = ((s8[80]{0}), s8[4]{0}, s32[]{:S(2)}) slice-start(%w), slice={[8:12]}
     """
-    assert planning.count(computation(lines)).bytes == 4 + 2 * 4
+    assert hlo.count(computation(lines)).bytes == 4 + 2 * 4
 
 
 def test_a_convolution_counts_what_meets_the_input():
     # a batched product in XLA:TPU's writing: 8 heads as a window of 8 over one position, padded by 7 on both sides
-    costs = planning.count(
+    costs = hlo.count(
         computation("""
         %x = bf16[512,1,64] parameter(0)
         %w = bf16[8,128,64] parameter(1)
@@ -140,8 +139,8 @@ def test_a_convolution_counts_what_meets_the_input():
 def test_attention_kernels_count_half_of_the_scores():
     q, k = "%q = bf16[32,1024,128] parameter(0)", "%k = bf16[8,1024,128] parameter(1)"
     call = 'bf16[32,1024,128] custom-call(%q, %k, %k), custom_call_target="tpu_custom_call"'
-    forward = planning.count(computation(f"{q}\n{k}\n%splash_mha_fwd_residuals.2 = {call}"))
-    dkv = planning.count(computation(f"{q}\n{k}\n%splash_mha_dkv_no_residuals = {call}"))
+    forward = hlo.count(computation(f"{q}\n{k}\n%splash_mha_fwd_residuals.2 = {call}"))
+    dkv = hlo.count(computation(f"{q}\n{k}\n%splash_mha_dkv_no_residuals = {call}"))
     assert forward.flops == 2 * 2 * 32 * 1024 * 1024 * 128 / 2
     assert dkv.flops == 2 * forward.flops
 
@@ -151,8 +150,8 @@ def test_grouped_products_count_every_row_once():
     given += "\n%y = bf16[80,40] parameter(3)"
     product = '%gmm.3 = bf16[80,40] custom-call(%n, %x, %w), custom_call_target="tpu_custom_call"'
     gradient = '%tgmm.1 = bf16[8,24,40] custom-call(%n, %x, %y), custom_call_target="tpu_custom_call"'
-    assert planning.count(computation(f"{given}\n{product}")).flops == 2 * 80 * 24 * 40
-    assert planning.count(computation(f"{given}\n{gradient}")).flops == 2 * 80 * 24 * 40
+    assert hlo.count(computation(f"{given}\n{product}")).flops == 2 * 80 * 24 * 40
+    assert hlo.count(computation(f"{given}\n{gradient}")).flops == 2 * 80 * 24 * 40
 
 
 def test_decode_kernels_read_one_layer_of_the_cache_and_write_tiles():
@@ -160,13 +159,13 @@ def test_decode_kernels_read_one_layer_of_the_cache_and_write_tiles():
     attend = '%ragged_attention.1 = bf16[64,2,4,128] custom-call(%q, %c, %c), custom_call_target="tpu_custom_call"'
     append = '%ragged_append.1 = bf16[36,64,2,128,4096] custom-call(%q, %c), custom_call_target="tpu_custom_call"'
     layer, token = 64 * 2 * 128 * 4096 * 2, 64 * 2 * 4 * 128 * 2
-    assert planning.count(computation(f"{cache}\n{attend}")).bytes == 2 * layer + 2 * token
-    assert planning.count(computation(f"{cache}\n{append}")).bytes == token
+    assert hlo.count(computation(f"{cache}\n{attend}")).bytes == 2 * layer + 2 * token
+    assert hlo.count(computation(f"{cache}\n{append}")).bytes == token
 
 
 def test_a_loop_without_a_constant_bound_counts_once():
     text = PROGRAM.replace("constant(36)", "get-tuple-element(%state.1), index=0")
-    assert planning.count(text).flops == 2 * 16 * 64 * 256
+    assert hlo.count(text).flops == 2 * 16 * 64 * 256
 
 
 def test_what_this_machine_compiles_is_counted_exactly():

@@ -12,23 +12,22 @@ import pytest
 from rich.console import Console
 
 from configs import qwen3_0p6b_gsm8k, qwen3_4b_2k, qwen3_4b_8k, tiny
-from rpg_jax import planning
-from rpg_jax.planning import efficiency, printing, run_plan, tpu_compiler
+from rpg_jax.planning import compiling, efficiency, hlo, printing, run_plan, topologies, tpu_compiler
 from rpg_jax.runs import memory
 from rpg_jax.runs.layout import make_layout, rows_per_update
 from rpg_jax.runs.learner import make_learner
 from rpg_jax.runs.memory import make_decoding
 from rpg_jax.runs.resolve import resolve
 
-V5E = planning.parse("v5e:2x4")
+V5E = topologies.parse("v5e:2x4")
 GIB = 2**30
 needs_compiler = pytest.mark.skipif(tpu_compiler.library() is None, reason=f"needs {tpu_compiler.GET}")
 
 
 def program(name="update", hbm=1 * GIB, flops=1e12, refused=""):
-    costs = planning.Costs(flops=flops, bytes=8.19e9)
+    costs = hlo.Costs(flops=flops, bytes=8.19e9)
     costs.collectives["all-gather"] = 1.8e9
-    return planning.Program(name, hbm, 0.0, 0.0, 0.0, 0.0, costs, flops, 1.0, refused)
+    return compiling.Program(name, hbm, 0.0, 0.0, 0.0, 0.0, costs, flops, 1.0, refused)
 
 
 def parts_of(config, vocab_size=None, **arguments):
@@ -45,7 +44,7 @@ def test_the_slowest_resource_limits_a_program():
 
 
 def test_bytes_given_back_in_place_count_once():
-    given_back = planning.Program("apply", 3.0, 1.0, 2.0, 2.0, 5.0, planning.Costs(), 0.0, 1.0)
+    given_back = compiling.Program("apply", 3.0, 1.0, 2.0, 2.0, 5.0, hlo.Costs(), 0.0, 1.0)
     assert given_back.hbm == 3 + 1 + 2 - 2 + 5
 
 
@@ -207,7 +206,7 @@ def test_without_the_compiler_a_plan_says_how_to_get_it():
 @needs_compiler
 @pytest.mark.tpu_compile
 def test_a_plan_for_a_slice_that_is_not_there():
-    topology = planning.parse("v5e:2x2")
+    topology = topologies.parse("v5e:2x2")
     config = resolve(tiny.get_config())
     programs, step = run_plan.plan(config, topology)
     assert 0 < step["bound"]["seconds"] < step["expected"]["seconds"]
@@ -223,7 +222,7 @@ def test_a_plan_for_a_slice_that_is_not_there():
 @pytest.mark.tpu_compile
 def test_two_slices_are_planned_with_a_copy_of_the_weights_in_each():
     one, two = (
-        run_plan.plan(resolve(tiny.get_config()), planning.parse(name), only=["update"])[0]["update"]
+        run_plan.plan(resolve(tiny.get_config()), topologies.parse(name), only=["update"])[0]["update"]
         for name in ("v5e:2x2", "v5e:2x2*2")
     )
     assert two.model_flops == pytest.approx(one.model_flops / 2)
@@ -233,7 +232,7 @@ def test_two_slices_are_planned_with_a_copy_of_the_weights_in_each():
 @needs_compiler
 @pytest.mark.tpu_compile
 def test_the_decode_program_of_one_of_several_hosts_compiles():
-    config, topology = resolve(tiny.get_config()), planning.parse("v5e:4x4")
+    config, topology = resolve(tiny.get_config()), topologies.parse("v5e:4x4")
     decode = run_plan.plan(config, topology, only=["decode"])[0]["decode"]
     assert topology.hosts == 4 and decode.fits(topology.chip)
 
@@ -242,7 +241,7 @@ def test_the_decode_program_of_one_of_several_hosts_compiles():
 @needs_compiler
 @pytest.mark.tpu_compile
 def test_qwen3_4b_at_8k_fits_the_slice_that_its_config_names():
-    topology = planning.parse("v5p:2x2x2")
+    topology = topologies.parse("v5p:2x2x2")
     programs, _ = run_plan.plan(resolve(qwen3_4b_8k.get_config()), topology)
     assert {name: p.refused for name, p in programs.items() if not p.fits(topology.chip)} == {}
     start = programs["start"]

@@ -5,12 +5,12 @@ import math
 
 import pytest
 
-from rpg_jax import models, planning
-from rpg_jax.planning import efficiency, step_time
+from rpg_jax import models
+from rpg_jax.planning import compiling, efficiency, hlo, step_time, topologies
 from rpg_jax.planning.step_time import DecodeStep, Lengths, decode
 
 MODEL = models.size("Qwen3-4B")
-SLICE = planning.parse("v5p:4x4x4")
+SLICE = topologies.parse("v5p:4x4x4")
 CHIP = SLICE.chip
 LENGTHS = Lengths(prompt=300, mean=4096, spread=0.6, limit=8192)
 TOKEN = 36 * 2 * 8 * 128 * 2  # bytes of keys and values
@@ -19,8 +19,8 @@ WEIGHTS = 2 * models.parameter_count(MODEL) / 4  # on each of the four chips of 
 
 def step(slots, **changes):
     """A decode step of a host with that many slots."""
-    products = planning.token_flops(MODEL, tokens=slots, attended=0, predicted=slots)
-    scores = planning.token_flops(MODEL, tokens=slots, attended=1, predicted=slots) - products
+    products = compiling.token_flops(MODEL, tokens=slots, attended=0, predicted=slots)
+    scores = compiling.token_flops(MODEL, tokens=slots, attended=1, predicted=slots) - products
     sizes = dict(fixed=WEIGHTS, cached=slots * TOKEN / 4, products=products / 4, scores=scores / 4)
     return dataclasses.replace(DecodeStep(slots, **sizes), **changes)
 
@@ -43,17 +43,17 @@ def programs(**launches):
     """Programs of the step's own operations; "add" has the collectives of `launches`."""
 
     def program(name, flops):
-        costs = planning.Costs(flops, 1e9, {}, launches.get(name, 0))
-        return planning.Program(name, 0, 0, 0, 0, 0, costs, flops, 0)
+        costs = hlo.Costs(flops, 1e9, {}, launches.get(name, 0))
+        return compiling.Program(name, 0, 0, 0, 0, 0, costs, flops, 0)
 
     sizes = {"rows": 64, "length": 10_240, "predicted": 10_240}
-    update = planning.training_flops(MODEL, **sizes, remat="full") / 64
+    update = compiling.training_flops(MODEL, **sizes, remat="full") / 64
     flops = {
-        "log-probs": planning.forward_flops(MODEL, **sizes) / 64,
+        "log-probs": compiling.forward_flops(MODEL, **sizes) / 64,
         "start": update,
         "add": update,
         "apply": 0.0,
-        "prefill": planning.forward_flops(MODEL, rows=1, length=2048, predicted=0) / 4,
+        "prefill": compiling.forward_flops(MODEL, rows=1, length=2048, predicted=0) / 4,
         "decode": 0.0,
     }
     return {name: program(name, of) for name, of in flops.items()}
@@ -127,7 +127,7 @@ def test_a_step_has_its_share_of_the_runs_evaluations():
 def test_hosts_exchange_groups_at_the_rate_of_a_host_beside_the_collective():
     work = dataclasses.replace(WORK, exchanged=1.5e9)
     known = programs() | {
-        "exchange": planning.Program("exchange", 0, 0, 0, 0, 0, planning.Costs(0, 0, {"all-gather": 1.5e9}), 0, 0)
+        "exchange": compiling.Program("exchange", 0, 0, 0, 0, 0, hlo.Costs(0, 0, {"all-gather": 1.5e9}), 0, 0)
     }
     found = step_time.phases(work, step(160), known, SLICE)
     assert found.seconds["exchange"] == pytest.approx(1.5 + 1.5e9 / 540e9 / efficiency.ICI)

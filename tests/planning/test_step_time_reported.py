@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from rpg_jax import models, planning
-from rpg_jax.planning import efficiency
+from rpg_jax import models
+from rpg_jax.planning import compiling, efficiency
+from rpg_jax.planning.chips import CHIPS
 from rpg_jax.planning.step_time import DecodeStep, Lengths, decode
 
 ROOT = Path(__file__).parents[2]
@@ -19,15 +20,15 @@ TOKEN = 36 * 2 * 8 * 128 * 2  # bytes of keys and values
 
 def expected(kind, chips, slots, prompt, tokens, hbm=efficiency.HBM):
     """Seconds of prefill and decode of one wave of completions of equal length; a host step for each decode step."""
-    chip = planning.CHIPS[kind]
+    chip = CHIPS[kind]
     read = models.parameter_count(MODEL) - MODEL.vocab_size * MODEL.embed_dim  # of the embeddings only some rows
-    products = planning.token_flops(MODEL, tokens=slots, attended=0, predicted=slots)
-    scores = planning.token_flops(MODEL, tokens=slots, attended=1, predicted=slots) - products
+    products = compiling.token_flops(MODEL, tokens=slots, attended=0, predicted=slots)
+    scores = compiling.token_flops(MODEL, tokens=slots, attended=1, predicted=slots) - products
     sizes = {"fixed": 2 * read, "cached": slots * TOKEN, "products": products, "scores": scores}
     step = DecodeStep(slots, **{name: size / chips for name, size in sizes.items()}, collectives=2 * 36 + 2)
     rates = efficiency.EXPECTED._replace(hbm=hbm)
     parts = decode(step, slots, Lengths(prompt, tokens, 0, tokens), chip, rates)
-    flops = planning.forward_flops(MODEL, rows=slots, length=prompt, predicted=0) / chips
+    flops = compiling.forward_flops(MODEL, rows=slots, length=prompt, predicted=0) / chips
     return flops / chip.flops / efficiency.FLOPS, parts
 
 

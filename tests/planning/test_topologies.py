@@ -2,51 +2,50 @@
 
 import pytest
 
-from rpg_jax import planning
-from rpg_jax.planning import topologies
+from rpg_jax.planning import chips, topologies
 
 
-@pytest.mark.parametrize("name", planning.known())
+@pytest.mark.parametrize("name", topologies.known())
 def test_every_known_slice_parses_to_its_name(name):
-    topology = planning.parse(name)
+    topology = topologies.parse(name)
     assert topology.name == name
     assert topology.chips >= topology.chip.cores
 
 
 def test_every_kind_goes_from_one_chip_to_hundreds():
-    for kind in planning.CHIPS:
-        chips = [planning.parse(name).chips for name in planning.known(kind)]
-        assert chips[0] == planning.CHIPS[kind].cores
-        assert chips[-1] >= 256
-        assert chips == sorted(chips)
+    for kind in chips.CHIPS:
+        sizes = [topologies.parse(name).chips for name in topologies.known(kind)]
+        assert sizes[0] == chips.CHIPS[kind].cores
+        assert sizes[-1] >= 256
+        assert sizes == sorted(sizes)
 
 
 @pytest.mark.parametrize("name", ["v5p", "v5p:3x3x3", "v7:2x2", "v6e:2x2x2", "v5p:2x2", "v5e:2x2*0", "v5e:2x2*", ""])
 def test_a_wrong_name_lists_the_known(name):
     with pytest.raises(ValueError, match=r"unknown topology.*v5e: 1x1 2x2 .*v5p: 1x1x1 2x2x1"):
-        planning.parse(name)
+        topologies.parse(name)
 
 
 def test_hosts_have_four_chips_unless_one_has_them_all():
-    hosts = {name: planning.parse(name).hosts for name in ("v5e:1x1", "v5e:2x4", "v6e:4x4", "v5p:2x2x1", "v5p:2x2x2")}
+    hosts = {name: topologies.parse(name).hosts for name in ("v5e:1x1", "v5e:2x4", "v6e:4x4", "v5p:2x2x1", "v5p:2x2x2")}
     assert hosts == {"v5e:1x1": 1, "v5e:2x4": 1, "v6e:4x4": 4, "v5p:2x2x1": 1, "v5p:2x2x2": 2}
 
 
 def test_a_v7x_chip_is_two_devices_of_one_price():
-    slice_ = planning.parse("v7x:2x2x2")
+    slice_ = topologies.parse("v7x:2x2x2")
     assert (slice_.chips, slice_.hosts, slice_.host.name, slice_.host.chips) == (16, 2, "v7x:2x2x1", 8)
     assert slice_.hourly is None
-    assert planning.parse("v5p:2x2x2*2").hourly == 16 * 4.20
+    assert topologies.parse("v5p:2x2x2*2").hourly == 16 * 4.20
 
 
 def test_several_slices_have_the_chips_and_hosts_of_all():
-    three = planning.parse("v5p:2x2x2*3")
+    three = topologies.parse("v5p:2x2x2*3")
     assert (three.name, three.chips, three.hosts, three.host.name) == ("v5p:2x2x2*3", 24, 6, "v5p:2x2x1")
-    assert planning.parse("v5e:2x4*2").hosts == 2
+    assert topologies.parse("v5e:2x4*2").hosts == 2
 
 
 def test_without_the_compiler_one_line_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(topologies.tpu_compiler, "library", lambda: None)
     with pytest.raises(ValueError, match="the compiler for TPUs .*python -m rpg_jax.plan --get_compiler") as error:
-        planning.parse("v5e:2x2").devices()
+        topologies.parse("v5e:2x2").devices()
     assert "\n" not in str(error.value)
