@@ -12,8 +12,6 @@ from cloud.errors import LaunchError
 from cloud.job import CAPACITIES, FIELDS, ROOT, Job, load
 from cloud.shell import Shell
 
-CHECKED = ("up", "create")  # they run all checks of preflight, and show every mistake at once
-
 
 def parser(program: str, description: str, commands: dict[str, str]) -> argparse.ArgumentParser:
     """Makes a parser of `program COMMAND [options] [-- trainer arguments]`."""
@@ -43,6 +41,7 @@ def parser(program: str, description: str, commands: dict[str, str]) -> argparse
     how.add_argument("--dry-run", action="store_true", help="print every command, write every file, run nothing")
     how.add_argument("--yes", action="store_true", help="delete without asking")
     how.add_argument("--staging", type=Path, help="folder for the written files (default: runs/launch/NAME)")
+    how.add_argument("--no-watch", action="store_true", help="up: return once all is asked for")
     how.add_argument("--no-plan", action="store_true", help="do not ask rpg_jax.plan whether the config fits")
     how.add_argument("--chip-price", type=float, help="dollars per chip and hour, in place of the price list")
     how.add_argument("--keep", action="store_true", default=None, help="keep what costs when the run has ended")
@@ -93,7 +92,7 @@ def run(made: argparse.ArgumentParser, argv: list[str], shell: Shell | None, com
     """Runs a command line and returns its exit code; each error of the user is one line."""
     try:
         launch = parse(made, argv, shell)
-        if launch.options.command not in CHECKED:
+        if launch.options.command != "up":  # it runs all checks of preflight, and shows every mistake at once
             words.passes(launch.job, words.FORMS)
         command(launch)
     except LaunchError as error:
@@ -107,10 +106,9 @@ def run(made: argparse.ArgumentParser, argv: list[str], shell: Shell | None, com
     return 0
 
 
-def check(launch: Launch, *, trainer: bool, vms: bool) -> None:
+def check(launch: Launch, *, vms: bool) -> None:
     """Runs the checks of `preflight`, shows their notes and remembers the job."""
-    plan = not launch.options.no_plan
-    for note in preflight.check(launch.job, launch.shell, plan=plan, trainer=trainer, vms=vms):
+    for note in preflight.check(launch.job, launch.shell, plan=not launch.options.no_plan, vms=vms):
         launch.shell.say(f"  {note}")
     if not launch.shell.dry_run:
         launch.job.save(launch.staging / "job.json")

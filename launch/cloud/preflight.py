@@ -17,7 +17,7 @@ ROOM_GB = 80  # of a worker's boot disk of 100 GiB; its image, packages and logs
 MULTI_REGIONS = {"US": "us-", "EU": "europe-", "ASIA": "asia-"}
 
 
-def check(job: Job, shell: Shell, *, plan: bool = True, trainer: bool = True, vms: bool = True) -> list[str]:
+def check(job: Job, shell: Shell, *, plan: bool, vms: bool) -> list[str]:
     """Runs all checks and returns their notes for the user.
 
     Checks that need no cloud run first, and all of them run: one start shows every mistake.
@@ -27,8 +27,7 @@ def check(job: Job, shell: Shell, *, plan: bool = True, trainer: bool = True, vm
     """
     offline = [*words.FORMS, type_and_slices, capacity_has_its_limit, servers_are_whole, first_hour_has_one_host]
     fits = [config_fits, plan_says_it_fits][: 1 + (plan and not job.serves_for)]
-    fits = fits if trainer and not job.is_first_hour else []
-    notes = words.passes(job, [*offline, *fits])
+    notes = words.passes(job, [*offline, *([] if job.is_first_hour else fits)])
     for cloud_checker in (type_is_offered, bucket_is_near, secrets_exist, *([account.may] if vms else [])):
         notes += cloud_checker(job, shell)
     return [*notes, *cost(job)]
@@ -165,7 +164,7 @@ def batches_divide(config: dict, shards: int) -> str:
 
 def plan_says_it_fits(job: Job) -> Iterator[str]:
     """Has `python -m rpg_jax.plan` compile the programs for these slices: do they fit, and how long is the run?"""
-    if not PYTHON.exists() or not (ROOT / "rpg_jax" / "plan.py").exists():
+    if not PYTHON.exists():
         return
     if not tpu_compiler_is_installed():
         yield "plan: not asked; it needs .venv/bin/python -m rpg_jax.plan --get_compiler"

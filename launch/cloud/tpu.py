@@ -13,8 +13,7 @@ DESCRIPTION = """Runs a config on Cloud TPU VMs.
   launch/tpu up --type=v5p-16 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b -- --config=configs/x.py
 """
 COMMANDS = {
-    "up": "request, run; then brings a preempted TPU back until the run has ended, and deletes it",
-    "create": "checks everything, uploads the code and requests the TPU, which then runs nothing",
+    "up": "checks, requests, runs; then brings a preempted TPU back until the run has ended, and deletes it",
     "logs": "follows the log of one worker (--worker, --slice)",
     "status": "shows the TPU, each worker, and the cost",
     "stop": "saves and stops the training; the TPU stays up and costs",
@@ -30,22 +29,15 @@ def main(argv: list[str], shell: Shell | None = None) -> int:
     parser.add_argument("--give-up-after", help="how long a request may queue, e.g. 12h (default: 30d)")
     parser.add_argument("--worker", default="0", help="for logs: the worker's number in its slice, or all")
     parser.add_argument("--slice", type=int, default=0, dest="slice_number", help="for logs: its number")
-    parser.add_argument("--no-watch", action="store_true", help="up: return once the TPU is requested")
     return options.run(
         parser, argv, shell, lambda launch: HANDLERS[launch.options.command](launch, TpuVms(launch.job, launch.shell))
     )
 
 
-def create(launch: Launch, vms: TpuVms) -> None:
-    options.check(launch, trainer=bool(launch.job.trainer), vms=True)
-    _send(launch, training=False)
-    vms.create(launch.staging / "startup.sh")
-
-
 def up(launch: Launch, vms: TpuVms) -> None:
     """Requests the TPU, whose workers train as soon as they boot, or has the workers train that have booted already."""
-    options.check(launch, trainer=True, vms=True)
-    _send(launch, training=True)
+    options.check(launch, vms=True)
+    _send(launch)
     if vms.create(launch.staging / "startup.sh") in UP:
         _start(launch, vms)
     launch.shell.report(f"follow it: launch/tpu logs --name={launch.job.name}")
@@ -91,13 +83,12 @@ def delete(launch: Launch, vms: TpuVms) -> None:
     )
 
 
-def _send(launch: Launch, training: bool) -> None:
+def _send(launch: Launch) -> None:
     """Uploads the code and the scripts. With run.sh in the bucket, every boot trains."""
     written = files.write(launch.shell, launch.job, launch.staging)
-    chosen = written if training else [path for path in written if path.name != "run.sh"]
-    for name in ("finished", "failed") if training else ():
+    for name in ("finished", "failed"):
         _remove(launch, name)
-    launch.shell.do(["gcloud", "storage", "cp", "--quiet", *map(str, chosen), f"{launch.job.files}/"])
+    launch.shell.do(["gcloud", "storage", "cp", "--quiet", *map(str, written), f"{launch.job.files}/"])
 
 
 def _start(launch: Launch, vms: TpuVms) -> None:
@@ -213,4 +204,4 @@ def _vm(launch: Launch) -> str:
     return vms[launch.options.slice_number]
 
 
-HANDLERS = {f.__name__: f for f in (up, create, logs, status, stop, delete)}
+HANDLERS = {f.__name__: f for f in (up, logs, status, stop, delete)}

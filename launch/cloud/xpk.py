@@ -4,7 +4,7 @@ import json
 import shlex
 
 from cloud import files, options
-from cloud.errors import CommandError, Kind, LaunchError, ignored
+from cloud.errors import Kind, LaunchError, ignored
 from cloud.options import Launch, confirm
 from cloud.shell import Shell
 
@@ -13,9 +13,8 @@ DESCRIPTION = """Runs a config on Cloud TPU under GKE, through XPK.
   launch/xpk up --cluster=mine --type=v5p-16 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b -- --config=configs/x.py
 """
 COMMANDS = {
-    "up": "create, run, wait; deletes the cluster that it made, and keeps one that was there",
-    "create": "checks everything and makes the cluster, unless it is there",
-    "run": "builds and pushes the image, and submits the workload; the run of this name continues",
+    "up": "checks, makes the cluster unless it is there, builds and pushes the image, submits the workload and waits;\n"
+    "           then deletes the cluster that it made, and keeps one that was there",
     "logs": "follows the logs of all pods",
     "status": "shows the workload and the cost of the cluster",
     "stop": "saves and removes the workload; the cluster stays up and costs",
@@ -38,15 +37,17 @@ def main(argv: list[str], shell: Shell | None = None) -> int:
 
 
 def up(launch: Launch) -> None:
-    is_new = create(launch)
-    run(launch)
-    until = [f"--wait-for-job-completion={launch.job.name}", f"--timeout={MONTH}"]
-    failure = None
+    capacity = _capacity(launch)
+    options.check(launch, vms=False)
+    is_new, failure = _make_cluster(launch, capacity), None
     try:
-        launch.shell.do(["xpk", "workload", "list", *_cluster(launch), *until])
-    except CommandError as error:  # the workload has failed, or the command that waits has
+        _submit(launch)
+        if not launch.options.no_watch:
+            until = [f"--wait-for-job-completion={launch.job.name}", f"--timeout={MONTH}"]
+            launch.shell.do(["xpk", "workload", "list", *_cluster(launch), *until])
+    except LaunchError as error:  # nothing was submitted, the workload has failed, or the command that waits has
         failure = error
-    if is_new and not launch.job.keep and not _exists(launch):
+    if is_new and not launch.job.keep and not launch.options.no_watch and not _exists(launch):
         _delete(launch)
     else:
         launch.shell.report(f"the cluster still costs {launch.job.rate} until launch/xpk delete")
@@ -54,50 +55,27 @@ def up(launch: Launch) -> None:
         raise failure
 
 
-def create(launch: Launch) -> bool:
-    """Makes the cluster; returns whether it is new. The node pools of a cluster that exists are left as they are.
+def _make_cluster(launch: Launch, capacity: str) -> bool:
+    """Makes the cluster; returns whether it is new. A cluster that exists is left as it is: it may be shared.
 
     XPK adds node pools to a cluster that exists, and deletes those of another type; with --quiet it does not ask.
     """
-    job, capacity = launch.job, _capacity(launch)
-    options.check(launch, trainer=bool(launch.job.trainer), vms=False)
+    job = launch.job
+    command = ["gcloud", "container", "clusters", "describe", _name(launch), *_region(launch), "--format=value(name)"]
+    with ignored(Kind.NOT_FOUND):
+        if launch.shell.ask(command):
+            launch.shell.say(f"cluster {_name(launch)} exists: left as it is; XPK says whether the workload fits it")
+            return False
     command = ["xpk", "cluster", "create", *_cluster(launch), f"--tpu-type={job.type}", f"--num-slices={job.slices}"]
     command += [capacity, "--enable-workload-identity"]
     command += [f"--custom-cluster-arguments=--network={job.network}"] if job.network else []
-    pools = _node_pools(launch)
-    if pools is None:
-        launch.shell.do([*command, "--quiet"])
-        return True
-    has = [pool["name"] for pool in pools if _is_of(pool, job.slice.topology)]
-    if len(has) < job.slices:
-        raise LaunchError(
-            f"cluster {_name(launch)} exists and has {len(has)} node pools of {job.type}, not {job.slices}",
-            f"take a --cluster of your own, or run what asks before it deletes node pools: {shlex.join(command)}",
-        )
-    launch.shell.say(f"cluster {_name(launch)} exists, with {', '.join(has)}: left as it is")
-    return False
+    launch.shell.do([*command, "--quiet"])
+    return True
 
 
-def _node_pools(launch: Launch) -> list[dict] | None:
-    """The node pools of the cluster; None if there is no cluster."""
-    region = [f"--region={launch.job.region}", f"--project={launch.job.project}"]
-    command = ["gcloud", "container", "node-pools", "list", f"--cluster={_name(launch)}", *region, "--format=json"]
-    with ignored(Kind.NOT_FOUND):
-        answer = launch.shell.ask(command)
-        return None if launch.shell.dry_run else json.loads(answer or "[]")
-    return None
-
-
-def _is_of(pool: dict, topology: str) -> bool:
-    """Whether a node pool is of TPUs in this topology; slices of one host do not always name theirs."""
-    machine, placed = pool.get("config", {}).get("machineType", ""), pool.get("placementPolicy", {}).get("tpuTopology")
-    return machine.startswith("ct") and placed in (None, topology)
-
-
-def run(launch: Launch) -> None:
+def _submit(launch: Launch) -> None:
     """`xpk workload create`. XPK replaces the image's entry point by its own, so the command names ours."""
     job, shell = launch.job, launch.shell
-    _capacity(launch)
     if _exists(launch):
         shell.report(f"{job.name} is submitted already (launch/xpk stop removes it)")
         return
@@ -179,8 +157,7 @@ def _exists(launch: Launch) -> bool:
 
 
 def _credentials(launch: Launch) -> None:
-    region = [f"--region={launch.job.region}", f"--project={launch.job.project}"]
-    launch.shell.ask(["gcloud", "container", "clusters", "get-credentials", _name(launch), *region])
+    launch.shell.ask(["gcloud", "container", "clusters", "get-credentials", _name(launch), *_region(launch)])
 
 
 def _capacity(launch: Launch) -> str:
@@ -203,9 +180,13 @@ def _cluster(launch: Launch) -> list[str]:
     return [f"--cluster={_name(launch)}", *launch.job.place]
 
 
+def _region(launch: Launch) -> list[str]:
+    return [f"--region={launch.job.region}", f"--project={launch.job.project}"]
+
+
 def _image(launch: Launch) -> str:
     job, tag = launch.job, files.commit()[:12]
     return launch.options.image or f"{job.region}-docker.pkg.dev/{job.project}/rpg/rpg:{tag}"
 
 
-HANDLERS = {f.__name__: f for f in (up, create, run, logs, status, stop, delete)}
+HANDLERS = {f.__name__: f for f in (up, logs, status, stop, delete)}

@@ -27,7 +27,7 @@ FLAGS = {
     "gcloud storage ls": set(),
     "gcloud storage rm": {"--recursive"},
     "gcloud artifacts repositories create": {"--location", "--repository-format"},
-    "gcloud container node-pools list": {"--cluster", "--region"},
+    "gcloud container clusters describe": {"--region"},
     "gcloud container clusters get-credentials": {"--region", "--zone"},
     "gcloud compute tpus accelerator-types list": {"--zone"},
     "gcloud compute tpus queued-resources create": CREATE
@@ -74,8 +74,8 @@ def answer(line: str, argv: list[str], home: Path) -> int:
         print(flags["--filter"].partition("=")[2])
     elif "buckets describe" in line:
         print(json.dumps({"location": "US-EAST5", "soft_delete_policy": {"retentionDurationSeconds": "0"}}))
-    elif "node-pools list" in line:
-        print("ERROR: (gcloud.container.node-pools.list) NOT_FOUND: Not found: cluster.", file=sys.stderr)
+    elif "clusters describe" in line:
+        print("ERROR: (gcloud.container.clusters.describe) NOT_FOUND: Not found: cluster.", file=sys.stderr)
         return 1
     elif "queued-resources describe" in line:
         print(json.dumps({"state": {"state": "ACTIVE"}}))

@@ -26,11 +26,11 @@ SECRETS = (
 RECIPES = {
     "tpu-up": ("tpu", f"up --dry-run {V5P} {TINY}"),
     "tpu-up-spot-multislice": ("tpu", f"up --dry-run {V6E} --capacity=spot --secret=WANDB_API_KEY=wandb-key {TINY}"),
-    "tpu-create-reserved": (
+    "tpu-up-reserved": (
         "tpu",
-        f"create --dry-run {V5P} --capacity=reserved --service-account=a@b --network=n {TINY}",
+        f"up --no-watch --dry-run {V5P} --capacity=reserved --service-account=a@b --network=n {TINY}",
     ),
-    "tpu-create-internal": ("tpu", f"create --dry-run {V5P} --internal-ips --keep {TINY}"),
+    "tpu-up-internal": ("tpu", f"up --no-watch --dry-run {V5P} --internal-ips --keep {TINY}"),
     "tpu-up-flex-start": (
         "tpu",
         f"up --dry-run --type=v6e-8 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b --capacity=flex-start "
@@ -46,17 +46,20 @@ RECIPES = {
     "tpu-logs": ("tpu", f"logs --dry-run {V6E} --slice=1 --worker=3"),
     "tpu-status": ("tpu", f"status --dry-run {V5P}"),
     "xpk-up": ("xpk", f"up --dry-run {V5P} --cluster=c --capacity=spot {TINY}"),
-    "xpk-run": ("xpk", f"run --dry-run {V6E} --cluster=c --image=i:1 --secret=KEY=my-key {TINY}"),
-    "xpk-run-reserved": ("xpk", f"run --dry-run {V5P} --image=i:1 --capacity=reserved --reservation=r {TINY}"),
+    "xpk-up-no-watch": ("xpk", f"up --no-watch --dry-run {V6E} --cluster=c --image=i:1 --secret=KEY=my-key {TINY}"),
+    "xpk-up-no-watch-reserved": (
+        "xpk",
+        f"up --no-watch --dry-run {V5P} --image=i:1 --capacity=reserved --reservation=r {TINY}",
+    ),
     "tpu-up-servers": (
         "tpu",
         "up --dry-run --type=v5p-8 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b-w0 --capacity=spot "
         f"--serves-for=rpg-4b {SECRETS} {TINY} --idle=600 --weights_from=/mnt/weights",
     ),
-    "xpk-run-servers": (
+    "xpk-up-no-watch-servers": (
         "xpk",
-        "run --dry-run --type=v5p-8 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b-w --slices=8 --capacity=spot "
-        f"--cluster=c --image=i:1 --serves-for=rpg-4b {SECRETS} {TINY} --weights_from=/mnt/weights",
+        "up --no-watch --dry-run --type=v5p-8 --zone=us-east5-a --bucket=gs://mine --name=rpg-4b-w --slices=8 "
+        f"--capacity=spot --cluster=c --image=i:1 --serves-for=rpg-4b {SECRETS} {TINY} --weights_from=/mnt/weights",
     ),
     "xpk-delete": ("xpk", f"delete --dry-run {V5P} --cluster=c"),
 }
@@ -87,5 +90,5 @@ def test_every_dry_run_command_is_one_the_real_programs_take(cloud):
     assert cloud.run(f"up {V5P} --cluster=c {TINY}", "xpk") == 0
     for command in ("status", "stop", "delete --yes"):
         assert cloud.run(f"{command} --name=rpg-4b") == 0, cloud.err
-    for command in ("run", "status", "stop", "delete --yes"):
+    for command in ("up --no-watch", "status", "stop", "delete --yes"):
         assert cloud.run(f"{command} --name=rpg-4b", "xpk") == 0, cloud.err

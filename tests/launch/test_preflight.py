@@ -58,7 +58,7 @@ def replaced(option, value):
     ],
 )
 def test_mistakes_in_the_options(cloud, options, line):
-    refused(cloud, f"create {options} {TRAINER}", line)
+    refused(cloud, f"up --no-watch {options} {TRAINER}", line)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +102,7 @@ SECRETS = " ".join(f"--secret={name}=x" for name in SERVERS_SECRETS)
 )
 def test_mistakes_in_the_options_of_servers(cloud, options, line):
     trainer = TRAINER if " -- " not in options else TRAINER.replace("-- ", "")
-    assert cloud.run(f"create {options} {trainer}") == 1
+    assert cloud.run(f"up --no-watch {options} {trainer}") == 1
     assert line in "\n".join(cloud.errors())
     assert not cloud.called("create") and not cloud.called("storage")
 
@@ -110,9 +110,11 @@ def test_mistakes_in_the_options_of_servers(cloud, options, line):
 def test_servers_need_a_config_that_fits_one_slice_whatever_rows_an_update_has(cloud):
     four = "--config=configs/tiny.py --config.rollout.prompts_per_step=2 --config.rollout.group_size=2"
     own = "--weights_from=/mnt/w --idle=60"
-    assert cloud.run(f"create --dry-run {SERVERS} --slices=8 {SECRETS} -- {four} --config.mesh.fsdp 4 {own}") == 0
-    assert cloud.run(f"create {SERVERS} {SECRETS} -- {own}") == 1 and "no --config" in cloud.errors()[0]
-    assert cloud.run(f"create {SERVERS} {SECRETS} -- {four} --config.mesh.fsdp=3 {own}") == 1
+    assert (
+        cloud.run(f"up --no-watch --dry-run {SERVERS} --slices=8 {SECRETS} -- {four} --config.mesh.fsdp 4 {own}") == 0
+    )
+    assert cloud.run(f"up --no-watch {SERVERS} {SECRETS} -- {own}") == 1 and "no --config" in cloud.errors()[0]
+    assert cloud.run(f"up --no-watch {SERVERS} {SECRETS} -- {four} --config.mesh.fsdp=3 {own}") == 1
     assert "fsdp 3 x expert 1 x context 1 x tensor 1 does not cover 4" in cloud.errors()[0]
 
 
@@ -135,12 +137,12 @@ def test_a_server_takes_the_flags_that_the_launcher_sets_and_the_users_own(monke
 
 
 def test_what_an_earlier_version_remembered_of_a_trainer_is_read(cloud):
-    assert cloud.run(f"create {TPU} {TRAINER}") == 0, cloud.err
+    assert cloud.run(f"up --no-watch {TPU} {TRAINER}") == 0, cloud.err
     file = cloud.home / "staging" / "job.json"
     fields = json.loads(file.read_text(encoding="utf-8"))
     del fields["serves_for"]
     file.write_text(json.dumps(fields | {"works_for": None}), encoding="utf-8")
-    assert cloud.run("create --name=rpg-4b") == 0, cloud.err
+    assert cloud.run("up --no-watch --name=rpg-4b") == 0, cloud.err
 
 
 @pytest.mark.parametrize(
@@ -166,13 +168,13 @@ def test_what_an_earlier_version_remembered_of_a_trainer_is_read(cloud):
     ],
 )
 def test_mistakes_in_the_trainers_arguments(cloud, trainer, line):
-    assert cloud.run(f"create {TPU} -- {trainer}") == 1
+    assert cloud.run(f"up --no-watch {TPU} -- {trainer}") == 1
     assert line in "\n".join(cloud.errors())
     assert "abc" not in cloud.err and not cloud.called("storage")
 
 
 def test_all_mistakes_are_shown_at_once(cloud):
-    assert cloud.run(f"create {replaced('--name', 'X')} --slices=0 -- --config=none.py") == 1
+    assert cloud.run(f"up --no-watch {replaced('--name', 'X')} --slices=0 -- --config=none.py") == 1
     assert len(cloud.errors()) == 3
 
 
@@ -201,26 +203,26 @@ def test_all_mistakes_are_shown_at_once(cloud):
 )
 def test_mistakes_that_the_cloud_knows(cloud, rule, line):
     cloud.script(rule)
-    assert cloud.run(f"create {TPU} --secret=WANDB_API_KEY=wandb-key {TRAINER}") == 1
+    assert cloud.run(f"up --no-watch {TPU} --secret=WANDB_API_KEY=wandb-key {TRAINER}") == 1
     assert line in cloud.errors()[0]
     assert not cloud.called("queued-resources create")
 
 
 def test_a_zone_that_no_table_knows_is_asked_of_the_cloud(cloud):
     cloud.script({"match": "buckets describe", "code": 0, "stdout": '{"location": "ASIA-SOUTH9"}'})
-    assert cloud.run(f"create {replaced('--zone', 'asia-south9-c')} {TRAINER}") == 0, cloud.err
+    assert cloud.run(f"up --no-watch {replaced('--zone', 'asia-south9-c')} {TRAINER}") == 0, cloud.err
     assert "--zone=asia-south9-c" in cloud.called("accelerator-types")[0]
 
 
 def test_wandb_needs_its_key(cloud):
     wandb = f"{TRAINER} --config.log.tracker=wandb"
-    assert cloud.run(f"create {TPU} {wandb}") == 1
+    assert cloud.run(f"up --no-watch {TPU} {wandb}") == 1
     assert "log.tracker=wandb needs a key on the workers; pass --secret=WANDB_API_KEY=" in cloud.errors()[0]
-    assert cloud.run(f"create {TPU} --secret=WANDB_API_KEY=k {wandb},tensorboard") == 0
+    assert cloud.run(f"up --no-watch {TPU} --secret=WANDB_API_KEY=k {wandb},tensorboard") == 0
 
 
 def test_a_tracker_without_hashes_is_refused_and_the_locked_ones_have_the_packages_of_the_workers(cloud):
-    assert cloud.run(f"create {TPU} {TRAINER} --config.log.tracker=mlflow") == 1
+    assert cloud.run(f"up --no-watch {TPU} {TRAINER} --config.log.tracker=mlflow") == 1
     assert "log.tracker=mlflow: workers have locked packages alone; take wandb or tensorboard" in cloud.errors()[0]
     packages, trackers = (
         dict(re.findall(r"^([\w.-]+)==(\S+) \\$", (files.ROOT / name).read_text(encoding="utf-8"), re.MULTILINE))
@@ -234,11 +236,11 @@ def test_a_tracker_without_hashes_is_refused_and_the_locked_ones_have_the_packag
 def test_a_bucket_that_keeps_what_is_deleted_is_named_with_its_cost(cloud):
     kept = {"location": "US-EAST5", "soft_delete_policy": {"retentionDurationSeconds": "604800"}}
     cloud.script({"match": "buckets describe", "code": 0, "stdout": json.dumps(kept)})
-    assert cloud.run(f"create {TPU} {TRAINER}") == 0
+    assert cloud.run(f"up --no-watch {TPU} {TRAINER}") == 0
     assert "keeps every replaced checkpoint for 7 days more" in cloud.err
     assert "gcloud storage buckets update gs://mine --clear-soft-delete" in cloud.err
     cloud.script({"match": "buckets describe", "stderr": "ERROR: NOT_FOUND: no such bucket"})
-    assert cloud.run(f"create {TPU} {TRAINER}") == 1 and "--soft-delete-duration=0" in cloud.errors()[0]
+    assert cloud.run(f"up --no-watch {TPU} {TRAINER}") == 1 and "--soft-delete-duration=0" in cloud.errors()[0]
 
 
 @pytest.mark.parametrize(
@@ -252,7 +254,7 @@ def test_a_bucket_that_keeps_what_is_deleted_is_named_with_its_cost(cloud):
 )
 def test_the_account_of_the_workers_is_tested(cloud, monkeypatch, denied, code, line):
     monkeypatch.setattr(account, "granted", lambda token, url, wanted: [name for name in wanted if name != denied])
-    assert cloud.run(f"create {TPU} --secret=HF_TOKEN=hf-token {TRAINER}") == code
+    assert cloud.run(f"up --no-watch {TPU} --secret=HF_TOKEN=hf-token {TRAINER}") == code
     assert line in cloud.err and "t0ken" not in cloud.err
     assert code == 0 or not cloud.called("storage cp")
 
@@ -260,7 +262,7 @@ def test_the_account_of_the_workers_is_tested(cloud, monkeypatch, denied, code, 
 def test_an_account_that_cannot_be_impersonated_is_named_with_its_roles(cloud):
     denied = "ERROR: PERMISSION_DENIED: Permission 'iam.serviceAccounts.getAccessToken' denied"
     cloud.script({"match": "print-access-token", "stderr": denied})
-    assert cloud.run(f"create {TPU} --service-account=w@p.iam.gserviceaccount.com {TRAINER}") == 0
+    assert cloud.run(f"up --no-watch {TPU} --service-account=w@p.iam.gserviceaccount.com {TRAINER}") == 0
     assert (
         "not tested" in cloud.err and "workers are w@p.iam.gserviceaccount.com, which needs roles/storage" in cloud.err
     )
@@ -281,26 +283,26 @@ def test_permissions_are_asked_for_in_the_two_forms_that_google_has(monkeypatch)
 
 
 def test_a_run_that_would_start_over_at_every_restart_is_refused(cloud):
-    assert cloud.run(f"create {TPU} {TRAINER} --config.run.overwrite=True") == 1
+    assert cloud.run(f"up --no-watch {TPU} {TRAINER} --config.run.overwrite=True") == 1
     assert "every restart would start over; take another --name, or gcloud storage mv" in cloud.errors()[0]
     assert not cloud.called("create")
 
 
 def test_a_multi_region_that_holds_the_zone_is_near_enough(cloud):
     cloud.script({"match": "buckets describe", "code": 0, "stdout": '{"location": "US"}'})
-    assert cloud.run(f"create {TPU} {TRAINER}") == 0
+    assert cloud.run(f"up --no-watch {TPU} {TRAINER}") == 0
 
 
 def test_a_config_that_git_does_not_track_stays_here(cloud, monkeypatch):
     monkeypatch.setattr(files, "sent", lambda: [Path("configs/base.py")])
-    assert cloud.run(f"create {TPU} {TRAINER}") == 1
+    assert cloud.run(f"up --no-watch {TPU} {TRAINER}") == 1
     assert "git does not track configs/tiny.py, and workers get only what it tracks; git add configs" in cloud.err
     assert not cloud.called("storage")
 
 
 def test_a_config_may_have_a_variant(cloud):
     fields = "--config.mesh.fsdp=-1 --config.train.microbatch_size=8"
-    assert cloud.run(f"create {TPU} -- --config=configs/qwen3_4b_2k.py:tiny {fields}") == 0, cloud.err
+    assert cloud.run(f"up --no-watch {TPU} -- --config=configs/qwen3_4b_2k.py:tiny {fields}") == 0, cloud.err
 
 
 @pytest.fixture
@@ -439,5 +441,5 @@ def test_types_count_cores_or_chips_as_google_does():
 
 
 def test_own_prices_replace_the_table(cloud):
-    cloud.run(f"create {TPU} --chip-price=2 {TRAINER}")
+    cloud.run(f"up --no-watch {TPU} --chip-price=2 {TRAINER}")
     assert "costs about $16.00 an hour: 8 chips × $2.00 (--chip-price)" in cloud.err

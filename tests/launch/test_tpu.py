@@ -86,7 +86,7 @@ def test_a_tpu_that_is_to_be_kept_is_kept_and_costs(cloud):
 
 
 def test_workers_delete_their_own_tpu_when_the_run_has_ended(cloud):
-    assert cloud.run(f"create {TPU} {TRAINER}") == 0
+    assert cloud.run(f"up --no-watch {TPU} {TRAINER}") == 0
     run = (cloud.home / "staging" / "run.sh").read_text(encoding="utf-8")
     assert "--free=gcloud compute tpus queued-resources delete rpg-4b --zone=us-east5-a" in run
     assert " --deadline=0 " in run and "no limit: --max-hours=N" in cloud.err
@@ -100,7 +100,7 @@ def test_a_server_that_ends_does_not_delete_the_servers_of_other_slices(slices, 
 
 
 def test_a_limit_of_hours_is_a_time_on_the_workers_and_has_its_price(cloud):
-    assert cloud.run(f"create {TPU} --max-hours=10 {TRAINER}") == 0
+    assert cloud.run(f"up --no-watch {TPU} --max-hours=10 {TRAINER}") == 0
     run = (cloud.home / "staging" / "run.sh").read_text(encoding="utf-8")
     (deadline,) = re.findall(r" --deadline=(\d+) ", run)
     assert 35_900 < int(deadline) - time.time() <= 36_000
@@ -109,7 +109,7 @@ def test_a_limit_of_hours_is_a_time_on_the_workers_and_has_its_price(cloud):
 
 @pytest.mark.parametrize(("limits", "hours"), [("--budget=336", 10), ("--budget=336 --max-hours=2", 2)])
 def test_a_budget_is_the_hours_that_it_pays_for_unless_fewer_are_asked_for(cloud, limits, hours):
-    assert cloud.run(f"create {TPU} {limits} {TRAINER}") == 0
+    assert cloud.run(f"up --no-watch {TPU} {limits} {TRAINER}") == 0
     run = (cloud.home / "staging" / "run.sh").read_text(encoding="utf-8")
     (deadline,) = re.findall(r" --deadline=(\d+) ", run)
     assert 3600 * hours - 100 < int(deadline) - time.time() <= 3600 * hours
@@ -118,7 +118,7 @@ def test_a_budget_is_the_hours_that_it_pays_for_unless_fewer_are_asked_for(cloud
 
 def test_google_ends_a_flex_start_at_the_limit_too(cloud):
     cloud.script(absent())
-    assert cloud.run(f"create {TPU} --capacity=flex-start --budget=336 {TRAINER}") == 0, cloud.err
+    assert cloud.run(f"up --no-watch {TPU} --capacity=flex-start --budget=336 {TRAINER}") == 0, cloud.err
     (command,) = cloud.called("queued-resources create")
     assert command.startswith("gcloud alpha compute tpus")
     assert "--provisioning-model=flex-start --max-run-duration=36000s" in command

@@ -28,14 +28,14 @@ def jobsets(*conditions):
 
 def test_what_is_submitted_already_is_not_submitted_again(cloud):
     cloud.script(jobsets())
-    assert cloud.run(f"run {TPU} {TRAINER}", "xpk") == 0
+    assert cloud.run(f"up --no-watch {TPU} {TRAINER}", "xpk") == 0
     assert not cloud.called("workload create") and "submitted already" in cloud.err
 
 
 @pytest.mark.parametrize("ended", ["Completed", "Failed"])
 def test_a_run_that_ended_is_submitted_anew_and_resumes(cloud, ended):
     cloud.script(jobsets(ended))
-    assert cloud.run(f"run {TPU} {TRAINER}", "xpk") == 0
+    assert cloud.run(f"up --no-watch {TPU} {TRAINER}", "xpk") == 0
     (call,) = cloud.called("workload create")
     assert "--config.run.name=rpg-4b" in call and "--max-restarts=20" in call
 
@@ -43,7 +43,7 @@ def test_a_run_that_ended_is_submitted_anew_and_resumes(cloud, ended):
 @pytest.mark.parametrize("there", [False, True])
 def test_the_registry_is_made_where_it_is_missing(cloud, there):
     cloud.script(*[{"match": "repositories create", "stderr": "ERROR: ALREADY_EXISTS: the repository"}] * there)
-    assert cloud.run(f"run {TPU} {TRAINER}", "xpk") == 0
+    assert cloud.run(f"up --no-watch {TPU} {TRAINER}", "xpk") == 0
     order = [call.split()[:2] for call in cloud.calls if call.startswith("docker") or "workload create" in call]
     assert order == [["docker", "build"], ["docker", "push"], ["xpk", "workload"]]
 
@@ -69,25 +69,16 @@ def test_an_image_has_no_key_that_lies_in_the_folder(cloud, monkeypatch, tmp_pat
         assert any(fnmatch.fnmatch(f"x/{name}", line) for line in ignored.splitlines()), name
 
 
-def pool(name, topology, machine="ct5p-hightpu-4t"):
-    return {"name": name, "config": {"machineType": machine}, "placementPolicy": {"tpuTopology": topology}}
-
-
-OTHERS = [pool("theirs", "4x4x4"), pool("default-pool", None, "e2-standard-4")]
-
-
-def test_the_node_pools_of_a_cluster_that_exists_are_never_changed(cloud):
-    for pools in ([], OTHERS):
-        cloud.script({"match": "node-pools list", "code": 0, "times": 9, "stdout": json.dumps(pools)})
-        assert cloud.run(f"up {TPU} {TRAINER}", "xpk") == 1
-        assert "cluster c exists and has 0 node pools of v5p-16, not 1" in cloud.errors()[0]
-        assert "asks before it deletes node pools: xpk cluster create" in cloud.errors()[0]
-        assert "--quiet" not in cloud.errors()[0] and not cloud.called("cluster create")
-    fits = json.dumps([*OTHERS, pool("ours", "2x2x2")])
-    cloud.script({"match": "node-pools list", "code": 0, "times": 9, "stdout": fits})
+def test_a_cluster_that_exists_is_never_changed_or_deleted(cloud):
+    """It may be shared. XPK itself refuses a workload for which it has no nodes, and then nothing runs."""
+    cloud.script({"match": "clusters describe", "code": 0, "times": 9, "stdout": "c"})
     assert cloud.run(f"up {TPU} {TRAINER}", "xpk") == 0
-    assert cloud.called("workload create") and not cloud.called("cluster ")
-    assert "cluster c exists, with ours: left as it is" in cloud.err
+    assert cloud.called("workload create") and not cloud.called("cluster create") and not cloud.called("cluster delete")
+    assert "cluster c exists: left as it is" in cloud.err and "the cluster still costs about $33.60" in cloud.err
+    refused = {"match": "workload create", "stderr": "[XPK] rpg-4b is requesting v5p-16 but cluster only contains v6e"}
+    cloud.script({"match": "clusters describe", "code": 0, "times": 9, "stdout": "c"}, refused)
+    assert cloud.run(f"up {TPU} {TRAINER}", "xpk") == 1
+    assert "but cluster only contains v6e" in cloud.errors()[0] and not cloud.called("cluster delete")
 
 
 @pytest.mark.parametrize(
@@ -106,6 +97,12 @@ def test_a_cluster_that_up_has_made_is_deleted_once_its_workload_has_ended(cloud
     assert bool(cloud.called("cluster delete")) == deleted
 
 
+def test_a_cluster_that_up_has_made_is_deleted_if_nothing_could_be_submitted(cloud):
+    cloud.script({"match": "docker push", "stderr": "denied: x"}, {"match": "get jobsets", "code": 0, "stdout": "{}"})
+    assert cloud.run(f"up {TPU} {TRAINER}", "xpk") == 1
+    assert cloud.called("cluster create") and cloud.called("cluster delete") and "denied: x" in cloud.errors()[0]
+
+
 def test_the_base_of_an_image_is_named_by_its_digest():
     bases = re.findall(
         "^FROM (.*)$", (ROOT / "launch" / "gke" / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE
@@ -117,25 +114,25 @@ def test_the_base_of_an_image_is_named_by_its_digest():
     "command, rule, line",
     [
         (
-            "create",
+            "up --no-watch",
             {"match": "cluster create", "stderr": "ERROR: Quota exceeded for TPU_V5P"},
             "Quota exceeded for TPU_V5P",
         ),
         (
-            "create",
+            "up --no-watch",
             {"match": "cluster create", "stderr": "PERMISSION_DENIED: container.clusters.create"},
             "clusters.create",
         ),
-        ("create", {"match": "cluster create", "stderr": "ZONE_RESOURCE_POOL_EXHAUSTED"}, "POOL_EXHAUSTED"),
+        ("up --no-watch", {"match": "cluster create", "stderr": "ZONE_RESOURCE_POOL_EXHAUSTED"}, "POOL_EXHAUSTED"),
         (
-            "run",
+            "up --no-watch",
             {"match": "docker push", "stderr": "denied: Permission 'upload' denied on x"},
             "denied: Permission 'upload' denied on x",
         ),
-        ("create --capacity=reserved", {"match": "none"}, "pass --reservation=NAME"),
-        ("create --service-account=a@b", {"match": "none"}, "xpk gives pods the account of the cluster"),
-        ("run --budget=0", {"match": "none"}, "--budget=0; use a positive number"),
-        ("create --capacity=flex-start --max-hours=1", {"match": "none"}, "use launch/tpu"),
+        ("up --no-watch --capacity=reserved", {"match": "none"}, "pass --reservation=NAME"),
+        ("up --no-watch --service-account=a@b", {"match": "none"}, "xpk gives pods the account of the cluster"),
+        ("up --no-watch --budget=0", {"match": "none"}, "--budget=0; use a positive number"),
+        ("up --no-watch --capacity=flex-start --max-hours=1", {"match": "none"}, "use launch/tpu"),
         ("delete --yes", {"match": "cluster delete", "stderr": "PERMISSION_DENIED: no"}, "PERMISSION_DENIED: no"),
     ],
 )
@@ -162,7 +159,7 @@ def test_every_exit_code_of_the_trainer_is_restarted_or_not(cloud):
     signals = (signal.SIGINT, signal.SIGTERM, signal.SIGABRT, signal.SIGKILL, signal.SIGSEGV)  # some after saving
     crashed = 1  # an exception, a lost peer, a stall in which no Python thread runs
     restarted = {crashed, processes.STALLED, *(128 + number for number in signals)}
-    assert cloud.run(f"run {TPU} {TRAINER}", "xpk") == 0
+    assert cloud.run(f"up --no-watch {TPU} {TRAINER}", "xpk") == 0
     (command,) = cloud.called("workload create")
     for code in ended | restarted:
         assert outcome_on_xpk(command, code) == ("ended" if code in ended else "restarted"), code
