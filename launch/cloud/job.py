@@ -96,7 +96,8 @@ class Job:
     @property
     def hours(self) -> float | None:
         """The limit that `max_hours` or the `budget` sets, whichever comes first; hours in a queue count too."""
-        limits = [self.max_hours, self.budget and self.budget / self.cost()[0]]
+        price = self.cost()[0]
+        limits = [self.max_hours, self.budget / price if self.budget and price > 0 else None]
         return min((limit for limit in limits if limit), default=None)
 
     @property

@@ -12,6 +12,7 @@ from cloud.shell import Shell
 
 PYTHON = ROOT / ".venv" / "bin" / "python"
 FLEX_START_HOURS = 7 * 24
+STOPPED_SECONDS = 60  # of supervise.py and of a pod's grace; Google gives a preempted TPU VM 30
 TRACKERS = ("wandb", "tensorboard")  # in requirements-trackers.lock
 ROOM_GB = 80  # of a worker's boot disk of 100 GiB; its image, packages and logs are assumed to take the rest
 MULTI_REGIONS = {"US": "us-", "EU": "europe-", "ASIA": "asia-"}
@@ -110,6 +111,12 @@ def config_fits(job: Job) -> Iterator[str]:
         raise LaunchError(
             f"model.size={config['model']['size']} says only shapes, and training starts from weights",
             "pass --config.model.path=OWNER/NAME, as on the Hugging Face hub, or gs://BUCKET/FOLDER",
+        )
+    if config["run"]["stop_seconds"] >= STOPPED_SECONDS and not job.serves_for:
+        raise LaunchError(
+            f"run.stop_seconds={config['run']['stop_seconds']:g}: a worker ends {STOPPED_SECONDS} seconds after it is "
+            "asked to, saved or not",
+            "leave it at 25, and set --config.checkpoint.every=1 where updates take minutes",
         )
     reach.all_is_there(config)
     weights_fit_the_disk(config["model"]["path"] or "", resolved["weights"])

@@ -38,6 +38,7 @@ def words_are_plain(job: Job) -> None:
             ("--network", job.network, r"[-A-Za-z0-9/_.]+", "the name of a network"),
             ("--service-account", job.service_account, r"[-a-z0-9._]+(@[-a-z0-9.]+)?", "the address of an account"),
             ("--serves-for", job.serves_for, NAME, "the name of a run"),
+            ("--give-up-after", job.give_up_after, r"[1-9]\d*[smhd]", "a length of time; e.g. 12h"),
         )
         if value is not None and not re.fullmatch(pattern, value)
     ]
@@ -59,7 +60,8 @@ def no_secret_values(job: Job) -> None:
 
 def limits_agree(job: Job) -> None:
     """Checks that hours and dollars are positive, and that --max-hours costs no more than --budget allows."""
-    for option, value in (("--max-hours", job.max_hours), ("--budget", job.budget)):
+    for option in ("--chip-price", "--max-hours", "--budget"):
+        value = getattr(job, option[2:].replace("-", "_"))
         if value is not None and not 0 < value < math.inf:
             raise LaunchError(f"{option}={value:g}", "use a positive number")
     if job.max_hours and job.hours and job.max_hours > job.hours:

@@ -54,6 +54,13 @@ def replaced(option, value):
         (f"{TPU} --capacity=flex-start", "--capacity=flex-start needs a limit of at most 168 hours"),
         (f"{TPU} --capacity=flex-start --max-hours=169", "needs a limit of at most 168 hours, when Google"),
         (f"{TPU} --capacity=flex-start --budget=9000", "--capacity=flex-start needs a limit"),
+        (f"{TPU} --give-up-after=banana", "--give-up-after='banana' is not a length of time; e.g. 12h"),
+        (f"{TPU} --give-up-after=", "--give-up-after='' is not a length of time"),
+        *(
+            (f"{TPU} --chip-price={price} --budget=5 {capacity}", f"--chip-price={price}; use a positive number")
+            for price in ("0", "-1", "nan", "inf")
+            for capacity in ("", "--capacity=flex-start")
+        ),
         (f"{TPU} --secret=wandb=x", "--secret=wandb=…; write --secret=VARIABLE=name-in-secret-manager"),
     ],
 )
@@ -212,6 +219,11 @@ def test_a_zone_that_no_table_knows_is_asked_of_the_cloud(cloud):
     cloud.script({"match": "buckets describe", "code": 0, "stdout": '{"location": "ASIA-SOUTH9"}'})
     assert cloud.run(f"up --no-watch {replaced('--zone', 'asia-south9-c')} {TRAINER}") == 0, cloud.err
     assert "--zone=asia-south9-c" in cloud.called("accelerator-types")[0]
+
+
+def test_a_run_that_would_be_killed_before_it_has_saved_is_refused(cloud):
+    assert cloud.run(f"create {TPU} {TRAINER} --config.run.stop_seconds=500") == 1
+    assert "run.stop_seconds=500: a worker ends 60 seconds after it is asked to, saved or not" in cloud.errors()[0]
 
 
 def test_wandb_needs_its_key(cloud):
