@@ -82,21 +82,14 @@ _QUIET = {
 }
 
 
-def known(kind: str | None = None) -> list[str]:
-    """Names of all slices, or of the slices of one kind, by size."""
-    kinds = CHIPS if kind is None else [kind]
-    return [f"{k}:{shape}" for k in kinds for shape in CHIPS[k].shapes]
-
-
 def parse(name: str) -> Topology:
     """Parses the name of a slice or of several slices.
 
     Raises:
       ValueError: an unknown slice; the message lists the known slices.
     """
-    match = re.fullmatch(r"([^*]+)(?:\*([1-9]\d*))?", name)
-    if not match or match[1] not in known():
+    match = re.fullmatch(r"(\w+):([\dx]+)(?:\*([1-9]\d*))?", name)
+    if not match or match[1] not in CHIPS or match[2] not in CHIPS[match[1]].shapes:
         listed = "; ".join(f"{kind}: {' '.join(chip.shapes)}" for kind, chip in CHIPS.items())
         raise ValueError(f"unknown topology {name!r}, expected KIND:SHAPE or KIND:SHAPE*SLICES. Known: {listed}")
-    kind, shape = match[1].split(":")
-    return Topology(kind, tuple(map(int, shape.split("x"))), int(match[2] or 1))
+    return Topology(match[1], tuple(map(int, match[2].split("x"))), int(match[3] or 1))
