@@ -232,7 +232,8 @@ def _shared_rows(groups: Sequence[Packable], chosen: Sequence[int], shape: RowSh
             raise ValueError(f"prompt {p} is empty: nothing predicts the first token of its completions")
         if size > shape.length:
             raise ValueError(
-                f"prompt {p} and its completion {g} make {size} tokens, above the row length {shape.length}"
+                f"prompt {p} and its completion {g} make {size} tokens, above the row length {shape.length}: "
+                "raise train.packed_length, or leave it unset"
             )
     if not shape.packed:
         return [[member] for member in members]

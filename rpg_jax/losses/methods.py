@@ -173,12 +173,7 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             kl_clamp=10.0,
             **GRPO,
         ),
-        "GRPO-DeepSeekMath": row(
-            grpo,
-            "group_standardised",
-            "arXiv:2402.03300 eq. 3 and 4; ε and β of GRPO",
-            **GRPO,
-        ),
+        "GRPO-DeepSeekMath": row(grpo, "group_standardised", "arXiv:2402.03300 eq. 3 and 4; ε and β of GRPO", **GRPO),
         "DAPO": row(ppo, "group_standardised", "arXiv:2503.14476", dapo_batches=True, **CLIP_HIGHER),
         "REINFORCE++": row(reinforce_pp, "whitened_returns", **REINFORCE_PP),
         "REINFORCE++-Baseline": row(reinforce_pp, "whitened_group_mean", **REINFORCE_PP),
@@ -202,22 +197,17 @@ METHODS: Mapping[str, Method] = MappingProxyType(
             width_high=0.05,
             width_dual=0.05,
         ),
-        "DPPO-TV": row(
-            dppo,
-            "group_mean",
-            "arXiv:2602.04879; δ of verl, not its cap of w",
-            mask_divergence="tv",
-            mask_threshold=0.15,
-            **DPPO,
-        ),
-        "DPPO-KL": row(
-            dppo,
-            "group_mean",
-            "arXiv:2602.04879; δ of verl, not its cap of w",
-            mask_divergence="kl",
-            mask_threshold=0.05,
-            **DPPO,
-        ),
+        **{
+            f"DPPO-{divergence.upper()}": row(
+                dppo,
+                "group_mean",
+                "arXiv:2602.04879; δ of verl, not its cap of w",
+                mask_divergence=divergence,
+                mask_threshold=threshold,
+                **DPPO,
+            )
+            for divergence, threshold in (("tv", 0.15), ("kl", 0.05))
+        },
         "DRPO": row(drpo, "group_mean", "arXiv:2606.09821; its δ was not read: DPPO's", trust_region=0.15, **DPPO),
         "SAPO": row(sapo, "group_standardised", "arXiv:2511.20347", tau_positive=1.0, tau_negative=1.05),
         "GMPO": row(gmpo, "group_standardised", "arXiv:2507.20673", clip_low=GMPO_LOW, clip_high=GMPO_HIGH),

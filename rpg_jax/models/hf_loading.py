@@ -102,13 +102,18 @@ def load(
     `shardings` is a tree like the params; None puts everything on the default device.
 
     Raises:
-      ValueError: tensors are missing from the folder, or extra, or of another shape; the message names them.
+      ValueError: tensors are missing from the folder, or extra, of another shape or not finite; the message names them.
     """
     stored, default = layout(config), jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     where = flatten_dict(shardings) if shardings is not None else {entry.path: default for entry in stored}
     with Folder(folder) as files:
         check_tensors(files, stored, head_is_tied=config.tie_embeddings)
         placed = {e.path: place(e, where[e.path], jnp.dtype(param_dtype), files) for e in stored}
+    finite = jax.jit(lambda x: jnp.all(jnp.isfinite(x)))
+    if wrong := [".".join(path) for path, x in placed.items() if not finite(x)]:
+        raise ValueError(
+            f"{folder} has weights that are not finite, in {_some(wrong)}. Copy it again from where it came"
+        )
     return unflatten_dict(placed)
 
 

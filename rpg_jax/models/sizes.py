@@ -132,11 +132,12 @@ def size(name: str) -> DecoderConfig:
 
 
 def hub_address(name: str) -> str:
-    """The repository OWNER/NAME of a published size on the Hugging Face hub. Raises ValueError as `size` does."""
+    """The repository OWNER/NAME of a published size on the Hugging Face hub; of SmolLM2 the one that follows
+    instructions, which the configs train. Raises ValueError as `size` does."""
     size(name)
     name = next(known for known in SIZES if known.lower() == name.lower())
-    owners = {"SmolLM2": "HuggingFaceTB", "Llama": "meta-llama"}
-    return f"{owners.get(name.partition('-')[0], 'Qwen')}/{name}"
+    places = {"SmolLM2": f"HuggingFaceTB/{name}-Instruct", "Llama": f"meta-llama/{name}"}
+    return places.get(name.partition("-")[0], f"Qwen/{name}")
 
 
 def parameter_count(config: DecoderConfig, *, active: bool = False) -> int:

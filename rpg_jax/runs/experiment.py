@@ -310,8 +310,6 @@ def input_digests(experiment: Experiment) -> dict[str, str]:
     found = {"model.tokenizer": experiment.tokenizer.digest(), "model.path": model_digest(experiment.layout.model)}
     if path := weights_beside_adapters(experiment.config):
         found["model.path (weights)"] = weights_digest(models.local_folder(path))
-    if path := experiment.config.reference.path:
-        found["reference.path (weights)"] = weights_digest(models.local_folder(path))
     if task.train:
         found[train] = problems_digest(task.train)
     if task.demonstrated:
@@ -364,11 +362,13 @@ def check_inputs(experiment: Experiment, folder: Path, *, begins: bool) -> dict[
 
     Raises:
       ValueError: an input has changed without `run.accept_changes`, or hosts read different inputs. The message has the
-        input. Inputs that are not loaded are not compared, nor is code without problems to train on.
+        input. Inputs that are not loaded are not compared, nor are code and teacher without problems to train on.
     """
     found, task = input_digests(experiment), experiment.task
     if task.train or task.demonstrated:
         found |= code_digests(experiment.config, experiment.handed)
+    if task.train and (path := experiment.config.reference.path):
+        found["reference.path (weights)"] = weights_digest(models.local_folder(path))
     known = json_files.read_if_there(folder / INPUTS) if hosts.is_first() and not begins else {}
     known = json.loads(hosts.all_gather_bytes(json.dumps(known or found).encode())[0])
     if changed := [name for name, digest in found.items() if known.get(name, digest) != digest]:

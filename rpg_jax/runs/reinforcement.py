@@ -182,7 +182,7 @@ def make_guard(config: ConfigDict) -> Guard:
     usual, most = SAMPLER_GAPS["bfloat16" if r.int8 or r.int8_kv else config.model.compute_dtype]
     if r.max_sampler_gap is not None:
         usual, most = math.inf, r.max_sampler_gap
-    return Guard(most, usual, limit=r.max_tokens)
+    return Guard(most, usual, limit=r.max_tokens, needs_rewards=not config.reference.path)
 
 
 def make_algorithm(

@@ -127,11 +127,11 @@ def check_sampling(config: ConfigDict) -> None:
 
 def _check_staleness(config: ConfigDict) -> None:
     """Refuses settings with which a loss would misread the ratios of stale completions. Call `with_method` before."""
-    r, loss = config.rollout, config.loss
-    kind = loss.sampler_correction
-    if loss.weight in ("product", "capped") and losses.carried_ratio(kind) == "token":
+    r, loss, kind = config.rollout, config.loss, config.loss.sampler_correction
+    field = "name" if loss.name == "ctpo" else "weight"
+    if loss[field] in ("ctpo", "product", "capped") and losses.carried_ratio(kind) == "token":
         raise ValueError(
-            f"loss.weight={loss.weight} weighs whole completions, and loss.sampler_correction={kind} "
+            f"loss.{field}={loss[field]} weighs completions or their prefixes, and loss.sampler_correction={kind} "
             f"makes up for the staleness of single tokens (rollout.max_staleness={r.max_staleness}); set "
             "loss.sampler_correction=sequence, or leave it unset"
         )
@@ -153,10 +153,9 @@ def _check_fields(config: ConfigDict) -> None:
 
 
 def _check_counts(config: ConfigDict) -> None:
-    for section, name in (("optimizer", "warmup"), ("reference", "every")):
-        Count.parse(config[section][name], f"{section}.{name}")
-    if config.optimizer.decay_until is not None:
-        Count.parse(config.optimizer.decay_until, "optimizer.decay_until")
+    for name in ("optimizer.warmup", "optimizer.decay_until", "reference.every"):
+        if (count := _value(config, name)) is not None:
+            Count.parse(count, name)
     prompts, updates = config.rollout.prompts_per_step, config.train.updates_per_step
     if prompts % updates:
         raise ValueError(f"rollout.prompts_per_step={prompts} must be a multiple of train.updates_per_step={updates}")
@@ -196,7 +195,9 @@ def _check_level(config: ConfigDict) -> None:
 
 def _check_loss(config: ConfigDict) -> None:
     _check_level(config)
-    advantage = config.loss.advantage
+    advantage, aggregate = config.loss.advantage, config.loss.aggregate
+    if config.loss.constant_length is not None and aggregate != "constant":
+        raise ValueError(f"loss.constant_length is read by loss.aggregate=constant, not by {aggregate}: leave one out")
     if advantage not in losses.LEARNED_ADVANTAGES:
         with _named(f"loss.advantage={advantage}"):
             losses.advantages(advantage, np.zeros((2, 2)), lengths=np.ones((2, 2), np.int32))
@@ -224,6 +225,12 @@ def _check_reference(config: ConfigDict) -> None:
             if rule == "teacher"
             else f"reference.rule={rule} with reference.path={path}: a teacher never moves; leave out reference.rule, "
             "or reference.path"
+        )
+    loss = config.loss.name
+    if path and ":" not in loss and "kl_coef" not in losses.LOSSES[loss].hyperparameters:
+        raise ValueError(
+            f"loss.name={loss} has no KL term, so nothing would be learned from reference.path={path}: leave the "
+            "teacher out, or take a method whose loss has a KL, as OPD or RPG-REINFORCE-URKL"
         )
     if config.loss.estimator == "exact" and rule == "behaviour":
         raise ValueError(

@@ -30,7 +30,8 @@ def reference_layout(layout: Layout) -> Layout:
     """
     if not (path := layout.config.reference.path):
         return layout
-    config, own = layout.config.copy_and_resolve_references(), read_teacher(path)
+    config = layout.config.copy_and_resolve_references()
+    own = models.read_config(models.local_folder(path, weights=False))
     config.model.lora.rank, config.model.param_dtype = 0, config.model.compute_dtype
     wanted, given = layout.model.vocab_size, own.vocab_size
     if given < wanted:
@@ -55,11 +56,6 @@ def _frozen(layout: Layout, model: models.DecoderConfig) -> Layout:
     return dataclasses.replace(layout, **changed, adapter_shapes=None, adapter_shardings=None)
 
 
-def read_teacher(path: str) -> models.DecoderConfig:
-    """The description of a teacher's model."""
-    return models.read_config(models.local_folder(path, weights=False))
-
-
 def open_teacher(layout: Layout, tokenizer: data.Tokenizer, *, offload: bool) -> Taught | None:
     """The teacher of a run, with its weights on devices, or with `offload` in the memory of their hosts; or None.
 
@@ -71,7 +67,7 @@ def open_teacher(layout: Layout, tokenizer: data.Tokenizer, *, offload: bool) ->
     path, own = layout.config.reference.path, reference_layout(layout)
     folder = models.local_folder(path)
     check_tokenizer(path, data.load_tokenizer(folder), tokenizer)
-    whole, dtype = _frozen(own, read_teacher(path)), jnp.dtype(own.config.model.param_dtype)
+    whole, dtype = _frozen(own, models.read_config(folder)), jnp.dtype(own.config.model.param_dtype)
     params = models.load(folder, whole.model, param_dtype=dtype, shardings=whole.param_shardings)
     if whole.model != own.model:
         params = jax.jit(_cut, out_shardings=own.param_shardings, static_argnums=1)(params, own.model.vocab_size)

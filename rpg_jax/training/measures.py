@@ -158,6 +158,7 @@ class Guard:
       remedy: what to do about updates that are not finite.
       limit: `rollout.max_tokens`, for the warning that most completions reach it; None if the run samples nothing.
       max_nonfinite_updates: skipped updates in a row that stop the run.
+      needs_rewards: whether the run learns from rewards alone; a teacher teaches where they are equal too.
     """
 
     max_sampler_gap: float
@@ -166,6 +167,7 @@ class Guard:
     remedy: str = "lower optimizer.learning_rate or look at the last lines of samples.jsonl"
     max_nonfinite_updates: int = 10
     limit: int | None = None
+    needs_rewards: bool = True
 
     def warnings(self, step: int, values: Mapping[str, float]) -> Iterator[str]:
         """Yields a warning at the first gap above the usual gap, and warnings after step 1 of what hinders learning.
@@ -186,8 +188,7 @@ class Guard:
                 f"unfinished texts are rewarded. Set rollout.max_tokens={4 * self.limit}, ask for short answers in the "
                 "prompt, or leave such completions out by rewards.overlong_masking=True"
             )
-
-        if step == 1 and values.get("equal_rewards", 0.0) == 1:
+        if self.needs_rewards and step == 1 and values.get("equal_rewards", 0.0) == 1:
             yield (
                 f"warning: step 1: the completions of each prompt have equal rewards (mean {values['reward']:.3g}). "
                 "Nothing is learned from equal rewards. Look at samples.jsonl: give easier problems, let the reward "

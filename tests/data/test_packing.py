@@ -214,7 +214,7 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="prompt 0 is empty"):
         pack([group([], [1])], RowShape(1, 4, 4))
     for packed in (False, True):
-        with pytest.raises(ValueError, match="prompt 0 and its completion 0 make 6 tokens, above the row length 4"):
+        with pytest.raises(ValueError, match="completion 0 make 6 tokens, above the row length 4: raise train.packed"):
             pack([group([1] * 5, [1])], RowShape(1, 4, 4, packed))
     with pytest.raises(ValueError, match="completion 0 of prompt 0 ends at token 3 of a row, above 2"):
         pack([group([1], [1, 2, 3])], RowShape(1, 8, 2))

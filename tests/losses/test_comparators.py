@@ -182,6 +182,32 @@ def of_sequences(logits, prefixes, every):
     return jax.nn.log_softmax(logits)[prefixes, every]
 
 
+@pytest.mark.parametrize(("correction", "exact"), [("sequence", True), ("truncate", False), ("mask", False)])
+def test_ctpo_on_stale_completions_needs_a_correction_of_completions(correction, exact):
+    (theta, old, stale), prefixes, every, rewards = sequences(0)
+
+    def gradient(sampled, **options):
+        """The expectation over the completions of `sampled`, without a clip and without bounds."""
+        log_old, log_sampled = (of_sequences(x, prefixes, every) for x in (old, sampled))
+        widths = dict.fromkeys(("width_low", "width_high", "width_dual"), np.inf)
+
+        def one(log_pi, log_old, log_sampled, a):
+            row = dict(logprobs=log_pi, behaviour_logprobs=log_old, sampler_logprobs=log_sampled)
+            row = {name: x[None] for name, x in (row | {"mask": jnp.ones_like(log_pi)}).items()}
+            return policy_loss("ctpo", **row, advantages=a[None], **widths, **options)[0]
+
+        def expected(theta):
+            log_pi = of_sequences(theta, prefixes, every)
+            return jnp.exp(log_sampled.sum(1)) @ jax.vmap(one)(log_pi, log_old, log_sampled, rewards)
+
+        return jax.grad(expected)(theta)
+
+    unbounded = {"sampler_high": np.inf} | ({} if correction == "truncate" else {"sampler_low": 0.0})
+    fresh, corrected = gradient(old), gradient(stale, sampler_correction=correction, **unbounded)
+    distance = float(jnp.linalg.norm(corrected - fresh) / jnp.linalg.norm(fresh))
+    assert distance < 1e-12 if exact else distance > 0.1
+
+
 @pytest.mark.parametrize("penalty_level", ["completion", "token"])
 def test_opmd_descends_the_squared_error_over_all_completions_of_the_behaviour_policy(penalty_level):
     (theta, old, ref), prefixes, every, rewards = sequences(0)

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from rpg_jax import models
 from rpg_jax.models.hf_config import read_config
-from rpg_jax.models.hf_loading import Folder
+from rpg_jax.models.hf_loading import Folder, load
 
 CONFIG = {
     "model_type": "qwen3",
@@ -76,3 +77,12 @@ def test_an_index_that_names_no_files_of_its_folder_is_refused(tmp_path, index):
     (tmp_path / "model.safetensors.index.json").write_text(index, encoding="utf-8")
     with pytest.raises(ValueError, match=r"model\.safetensors\.index\.json is damaged: "):
         Folder(tmp_path)
+
+
+def test_weights_that_are_not_finite_are_named(tmp_path):
+    config = models.DecoderConfig(32, 1, 8, 2, 1, 4, 16)
+    params = models.init(config, seed=1)[1]
+    params["embed"] = params["embed"].at[3, 2].set(np.nan)
+    models.save(tmp_path, config, params)
+    with pytest.raises(ValueError, match="has weights that are not finite, in embed. Copy it again from where it came"):
+        load(tmp_path, config)

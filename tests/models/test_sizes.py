@@ -55,7 +55,7 @@ def test_active_parameters_of_a_mixture():
 
 def test_a_size_has_its_address_on_the_hub():
     assert models.hub_address("qwen3-4b") == "Qwen/Qwen3-4B"
-    assert models.hub_address("smollm2-135m") == "HuggingFaceTB/SmolLM2-135M"
+    assert models.hub_address("smollm2-135m") == "HuggingFaceTB/SmolLM2-135M-Instruct"  # as the configs say
     assert models.hub_address("llama-3.2-1b") == "meta-llama/Llama-3.2-1B"
 
 

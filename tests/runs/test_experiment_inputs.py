@@ -54,6 +54,17 @@ def test_changed_data_is_named(experiment, tmp_path, change):
     check_inputs(experiment, tmp_path, begins=True)  # without a step, the run begins with the new data
 
 
+def test_a_student_needs_its_teacher_to_train_and_not_to_be_sampled(experiment, tmp_path):
+    experiment.config.reference.path = str(tmp_path)  # the teacher
+    (tmp_path / "model.safetensors").write_bytes(b"1")
+    check_inputs(experiment, tmp_path, begins=True)
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"^reference\.path \(weights\) has changed since this run began"):
+        check_inputs(experiment, tmp_path, begins=False)
+    experiment.task = dataclasses.replace(experiment.task, train=[], held_out={})
+    check_inputs(experiment, tmp_path, begins=False)
+
+
 def test_two_swapped_pieces_of_the_tokenizer_are_noticed(experiment, tmp_path):
     check_inputs(experiment, tmp_path, begins=True)
     file = tmp_path / "tokenizer.model"

@@ -50,6 +50,12 @@ def resolved(**changes):
         ),
         ({"rollout.driver": "simple"}, "rollout.driver=simple is retired .*write --config.rollout.driver=lockstep"),
         ({"servers.kind": "vlm"}, "servers.kind='vlm': did you mean 'vllm'"),
+        ({"method": "CTPO", "reference.path": "T"}, "loss.name=ctpo has no KL term, so nothing would be learned from"),
+        (
+            {"method": "DAPO", "reference.path": "T"},
+            "loss.name=ppo has no KL term, .* leave the teacher out, or take a",
+        ),
+        ({"loss.constant_length": 5}, "loss.constant_length is read by loss.aggregate=constant, not by"),
         ({"loss.sampler_high": 2.0}, "sampler_high bounds a sampler_correction: name one"),
     ],
 )
@@ -179,13 +185,25 @@ def test_a_correction_of_tokens_is_refused_for_stale_completions_that_are_weighe
     config.loss.level, config.loss.weight = "sequence", "product"
     for kind in ("truncate", "mask"):
         config.loss.sampler_correction = kind
-        message = f"loss.weight=product weighs whole completions, and loss.sampler_correction={kind} .*=sequence, or"
+        message = f"loss.weight=product weighs completions .*, and loss.sampler_correction={kind} .*=sequence, or"
         with pytest.raises(ValueError, match=message):
             check_training(config)
     config.loss.sampler_correction = "sequence"
     check_training(config)
     config.loss.sampler_correction, config.rollout.max_staleness = "truncate", 0
     check_training(config)
+
+
+def test_a_correction_of_tokens_is_refused_for_stale_completions_whose_prefixes_are_weighed():
+    config = tiny.get_config()
+    config.method, config.rollout.max_staleness = "CTPO", 1
+    for kind in ("truncate", "mask"):
+        config.loss.sampler_correction = kind
+        with pytest.raises(ValueError, match=f"loss.name=ctpo weighs completions or .*correction={kind} .*=sequence"):
+            check_training(config)
+    for kind in ("sequence", "anchor", None):
+        config.loss.sampler_correction = kind
+        check_training(config)
 
 
 @pytest.mark.parametrize("field, package", [("wandb", "wandb"), ("tensorboard", "tensorboardX")])

@@ -45,6 +45,7 @@ def test_a_first_step_from_which_nothing_can_be_learned_is_said_with_what_helps(
     assert "equal rewards (mean 0)" in line and "let the reward grade" in line
     assert not [*Guard(1.0).warnings(1, {"equal_rewards": 0.9, "reward": 0.0})]
     assert not [*Guard(1.0).warnings(2, {"equal_rewards": 1.0, "reward": 0.0})]
+    assert not [*Guard(1.0, needs_rewards=False).warnings(1, {"equal_rewards": 1.0, "reward": 0.0})]
 
 
 def test_skipped_updates_count_across_steps_until_one_is_applied():
