@@ -222,7 +222,7 @@ def test_a_zone_that_no_table_knows_is_asked_of_the_cloud(cloud):
 
 
 def test_a_run_that_would_be_killed_before_it_has_saved_is_refused(cloud):
-    assert cloud.run(f"create {TPU} {TRAINER} --config.run.stop_seconds=500") == 1
+    assert cloud.run(f"up --no-watch {TPU} {TRAINER} --config.run.stop_seconds=500") == 1
     assert "run.stop_seconds=500: a worker ends 60 seconds after it is asked to, saved or not" in cloud.errors()[0]
 
 
