@@ -64,8 +64,16 @@ def test_one_prompt_has_a_list_of_its_own_messages_are_a_prompt_and_chat_gives_t
     rollouts = dict(policy._rollouts)
     policy.sample("5+6=")
     assert rollouts == policy._rollouts and min(rollouts)[0] <= jax.device_count()  # nothing is compiled again
-    with pytest.raises(ValueError, match='a message is {"role": "user", "content": "…"}, got {.content'):
+    with pytest.raises(ValueError, match='messages {"role": "user", "content": "…"}, got {.content'):
         policy.sample([{"content": "1+2="}])
+    for stranger in (12, None, b"1+2="):
+        with pytest.raises(ValueError, match="a prompt is a text, or messages"):
+            policy.sample([stranger])
+    with pytest.raises(ValueError, match="temperature must be >= 0 and finite .* got nan"):
+        policy.sample("1+2=", temperature=float("nan"))
+    for stranger in ([1.5, 2.5], [None]):
+        with pytest.raises(ValueError, match="completion 0 is a text, a Sample or token ids, got"):
+            policy.logprobs(["1+2="], [stranger])
 
 
 def test_a_model_is_asked_on_the_command_line_without_a_run(run, tmp_path, capsys):

@@ -235,14 +235,18 @@ class Policy:
         scored: list[data.Example] = []
         for i, (prompt, given) in enumerate(zip(self.encode(prompts), completions, strict=True)):
             ids = tokenizer.encode(given) if isinstance(given, str) else given
-            tokens = np.asarray(ids.tokens if isinstance(ids, Sample) else ids, np.int32)
+            tokens = np.asarray(ids.tokens if isinstance(ids, Sample) else ids)
             if tokens.ndim != 1 or not len(tokens):
                 raise ValueError(f"completion {i} has no token; its shape is {tokens.shape}")
+            if tokens.dtype.kind not in "iu":
+                raise ValueError(f"completion {i} is a text, a Sample or token ids, got {str(given)[:100]}")
             if tokens.min() < 0 or tokens.max() >= layout.model.vocab_size:
                 raise ValueError(f"completion {i} has a token outside 0..{layout.model.vocab_size - 1}")
             if not scored or prompts[i] != prompts[i - 1]:
                 scored.append(data.Example(prompt, []))
-            scored[-1].completions.append(Completion(tokens, np.zeros(len(tokens), np.float32), "stop", 0))
+            scored[-1].completions.append(
+                Completion(tokens.astype(np.int32), np.zeros(len(tokens), np.float32), "stop", 0)
+            )
         if not scored:
             return []
         packed = data.pack(scored, _shape(scored, layout), pad_id=tokenizer.pad_id, sharding=layout.row_sharding)
@@ -301,9 +305,11 @@ def _asked(number: int, prompt: str | Messages) -> data.Problem:
     """A prompt as a problem. Raises ValueError for messages without a role or a text."""
     if isinstance(prompt, str):
         return data.Problem(number, prompt, answer="", source="prompt")
-    for message in prompt:
+    for message in prompt if isinstance(prompt, Sequence) else [prompt]:
         if not isinstance(message, Mapping) or any(not isinstance(message.get(k), str) for k in ("role", "content")):
-            raise ValueError(f'a message is {{"role": "user", "content": "…"}}, got {str(message)[:100]}')
+            raise ValueError(
+                f'a prompt is a text, or messages {{"role": "user", "content": "…"}}, got {str(message)[:100]}'
+            )
     return data.Problem(number, "", answer="", source="prompt", messages=tuple(prompt))
 
 
