@@ -89,7 +89,7 @@ def table_and_options(
         extra,
         command,
         options.scan and not options.quick,
-        _kept(options.with_data, name),
+        run_tables.DATA / f"{name}.json.gz" if options.with_data == Path() else options.with_data,
     )
     return name, table, how
 
@@ -109,11 +109,6 @@ def data_file(options: argparse.Namespace, extra: Sequence[str]) -> Path:
     if not options.table:
         raise ValueError("--from-data needs --table, or a file as --from-data=NAME.json.gz")
     return run_tables.DATA / f"{options.table}.json.gz"
-
-
-def _kept(given: Path | None, name: str) -> Path | None:
-    """The file that `--with-data` names. Without a name: the table's file that comes with the code."""
-    return run_tables.DATA / f"{name}.json.gz" if given == Path() else given
 
 
 def seeds(text: str | None) -> list[int]:

@@ -7,6 +7,7 @@ heads whose weights it has. A dimension without a name is whole on every device.
 """
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,16 +68,22 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     return x if spec is None else jax.lax.with_sharding_constraint(x, spec)
 
 
+def _device() -> Any:
+    """A device of the mesh in force, real or only described; without a mesh of the default backend."""
+    return jax.sharding.get_abstract_mesh().abstract_device or jax.devices()[0]
+
+
 def platform() -> str:
-    """cpu, gpu or tpu: the platform of the mesh in force, real or only described, else of the default backend."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    name = device.platform if device is not None else jax.default_backend()
+    """cpu, gpu or tpu."""
+    name = _device().platform
     return "gpu" if name in ("cuda", "rocm") else name
 
 
 def tensor_cores() -> int:
     """TensorCores that share the kernels of one device of the mesh in force: 2 on v4 and v5p, elsewhere 1."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    if device is not None:
-        return device.num_cores or 1
-    return getattr(jax.devices()[0], "num_cores", 1)
+    return getattr(_device(), "num_cores", None) or 1
+
+
+def multiplies_int8() -> bool:
+    """Whether the matrix unit of a TPU takes int8; v4's does not."""
+    return "v4" not in _device().device_kind

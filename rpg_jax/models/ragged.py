@@ -14,11 +14,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import PartitionSpec
 
-from rpg_jax.models.logical import mesh_axes, partition_spec, platform, shards, tensor_cores
+from rpg_jax.models.logical import mesh_axes, multiplies_int8, partition_spec, platform, shards, tensor_cores
 
 _MASKED = -1e30
 _LANES = 128
-_BLOCK_BYTES = 2**18  # least keys of a block: it then takes about as long to arrive as a grid step to start
+_BLOCK_BYTES = 2**17  # of a block's keys: it then takes about as long to arrive as its instructions
+_FLIGHT_BYTES = 2**21  # of blocks on their way to a core: more than HBM brings in the time that the first needs
 _WRITTEN_BYTES = 2**19  # most keys that one grid step of a write moves, of several layers
 
 _CACHE = (None, "slots", "kv_heads", None, None)
@@ -101,13 +102,15 @@ def ragged_append(
 
 
 def _block(numbers: int, width: int, capacity: int) -> int:
-    """Positions of a block, whose keys have `numbers` of `width` bytes each: a power of two, or the whole capacity.
+    """Positions of a block, whose keys have `numbers` of `width` bytes each: a divisor of the capacity.
 
-    A slot reads half a block too much in the mean, and every block costs a grid step. `docs/performance.md` has the
-    cycles of both by the compiler's listing. int8 takes longer to expand than to arrive, so its blocks have more.
+    A slot reads half a block too much in the mean, and every block costs instructions. `docs/performance.md` has the
+    cycles of both by the compiler's listing. int8 arrives twice as fast, so its blocks have more.
     """
-    fitting = max(512 // width, _BLOCK_BYTES // (numbers * width))
-    return min(1 << fitting.bit_length() - 1, capacity)
+    least = _BLOCK_BYTES if width > 1 else 2 * _BLOCK_BYTES
+    fitting = max(512 // width, least // (numbers * width))
+    fitting = min(1 << fitting.bit_length() - 1, capacity)
+    return next((n for n in range(fitting, 0, -_LANES) if capacity % n == 0), capacity)
 
 
 def _walk(lengths: jax.Array, capacity: int, block: int, cores: int) -> tuple[jax.Array, ...]:
@@ -128,94 +131,129 @@ def _walk(lengths: jax.Array, capacity: int, block: int, cores: int) -> tuple[ja
 
 
 def _attend(q, k, v, cache, layer, first, walk, heads: int, block: int) -> jax.Array:
-    S, N, H = q.shape
-    queries = (q * H**-0.5).reshape(S, heads, N // heads, H)
-    bounds = walk[0]
-
-    def of_slot(core, index, layer, first, bounds, slots, blocks, lengths):
-        return slots[_step(core, index, bounds)], 0, 0, 0
-
-    def of_keys(core, index, layer, first, bounds, slots, blocks, lengths):
-        step = _step(core, index, bounds)
-        return layer[0], slots[step], first[0], 0, blocks[step]
-
-    def of_values(core, index, layer, first, bounds, slots, blocks, lengths):
-        step = _step(core, index, bounds)
-        return layer[0], slots[step], first[0], blocks[step], 0
-
-    token = pl.BlockSpec((None, heads, 1, H), of_slot)
-    whole = pl.BlockSpec((None, heads, N // heads, H), of_slot)
+    (S, N, H), (bounds, slots, *_) = q.shape, walk
+    cores, groups = len(bounds) - 1, N // heads
+    shapes = [(heads, H, block), (heads, block, H), *[(heads, 1, block)] * (len(cache) - 2)]
+    held = sum(math.prod(shape) * x.dtype.itemsize for shape, x in zip(shapes, cache, strict=True))
+    depth = min(16, max(2, 1 + _FLIGHT_BYTES // held))
+    rows, kind = (2 * groups, jnp.int8 if multiplies_int8() else jnp.bfloat16) if len(cache) > 2 else (groups, q.dtype)
+    tokens = pl.BlockSpec(memory_space=pltpu.VMEM)
     out = pl.pallas_call(
         _attend_kernel,
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=6,
-            grid=(len(bounds) - 1, jnp.diff(bounds).max()),
-            in_specs=[
-                whole,
-                token,
-                token,
-                pl.BlockSpec((None, None, heads, H, block), of_keys),
-                pl.BlockSpec((None, None, heads, block, H), of_values),
-                *[pl.BlockSpec((None, None, heads, 1, block), of_keys)] * (len(cache) - 2),
+            grid=(cores,),
+            in_specs=[tokens] * 3 + [(pl.BlockSpec(memory_space=pltpu.HBM),) * len(cache)],
+            out_specs=pl.BlockSpec((None, S, N, H), lambda core, *_: (core, 0, 0, 0)),
+            scratch_shapes=[
+                [pltpu.VMEM((depth, *shape), x.dtype) for shape, x in zip(shapes, cache, strict=True)],
+                pltpu.SemaphoreType.DMA((len(cache), depth)),
+                *[pltpu.VMEM((heads, groups, width), jnp.float32) for width in (1, 1, H, 1)],
+                pltpu.VMEM((heads, rows, H), kind),
             ],
-            out_specs=whole,
-            scratch_shapes=[pltpu.VMEM((heads, N // heads, width), jnp.float32) for width in (1, 1, H)],
         ),
-        out_shape=jax.ShapeDtypeStruct(queries.shape, q.dtype),
-        compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
+        out_shape=jax.ShapeDtypeStruct((cores, S, N, H), q.dtype),
+        compiler_params=pltpu.CompilerParams(
+            dimension_semantics=("parallel",),
+            vmem_limit_bytes=depth * held + 8 * S * (N + N // groups) * max(H, _LANES) * q.dtype.itemsize + 2**23,
+        ),
         interpret=platform() != "tpu",
         name="ragged_attention",
-    )(layer, first, *walk, queries, k[:, :, None], v[:, :, None], *cache)
-    return out.reshape(S, N, H)
+    )(layer, first, *walk, q * H**-0.5, k, v, cache)
+    return out[0] if cores == 1 else jnp.where((jnp.arange(S) < slots[bounds[1]])[:, None, None], out[0], out[1])
 
 
-def _step(core, index, bounds):
-    """The step of a core at `index`. Past the last step of the core it is the last step, so nothing is fetched."""
-    return jnp.minimum(bounds[core] + index, bounds[core + 1] - 1)
+def _attend_kernel(layer, head, bounds, slots, blocks, lengths, q, k, v, cache, out, buffers, arrived, *sums):
+    """Takes the steps of one core. The blocks of later steps, of other slots too, are on their way meanwhile."""
+    depth, heads, _, width = buffers[0].shape
+    begin, end = (bounds[pl.program_id(0) + i] for i in (0, 1))
+
+    def copies(step):
+        here = pl.ds(pl.multiple_of(blocks[step] * width, width), width)
+        of_slot = layer[0], slots[step], pl.ds(head[0], heads)
+        buffer = jax.lax.rem(step - begin, depth)
+        for i, (held, into) in enumerate(zip(cache, buffers, strict=True)):
+            there = (here, slice(None)) if i == 1 else (slice(None), here)
+            yield pltpu.make_async_copy(held.at[(*of_slot, *there)], into.at[buffer], arrived.at[i, buffer])
+
+    def fetch(step):
+        @pl.when(step < end)
+        def _():
+            for copy in copies(step):
+                copy.start()
+
+    @pl.loop(begin, begin + depth - 1)
+    def _(step):
+        fetch(step)
+
+    @pl.loop(begin, end)
+    def _(step):
+        fetch(step + depth - 1)
+        for copy in copies(step):
+            copy.wait()
+        slot, buffer = slots[step], jax.lax.rem(step - begin, depth)
+        token, block = [x.at[slot] for x in (q, k, v)], [x.at[buffer] for x in buffers]
+        _add_block(blocks[step], lengths[slot], *token, block, out.at[slot], *sums)
 
 
-def _attend_kernel(layer, first, bounds, slots, blocks, lengths, *refs):
-    core, index = pl.program_id(0), pl.program_id(1)
-    step = _step(core, index, bounds)
-    block = blocks[step]
+def _add_block(index, length, q, k, v, block, out, peak, total, mixed, unit, queries):
+    """Adds one block of one slot to a running softmax, which starts from the new token itself.
 
-    @pl.when(bounds[core] + index == step)
+    A block in int8 is multiplied as it is, with queries and weights in int8 too.
+    """
+    keys, values, *scales = block
+    heads, _, width = keys.shape
+    filled, kind = length - index * width, jnp.int32 if queries.dtype == jnp.int8 else jnp.float32
+
+    @pl.when(index == 0)
     def _():
-        _add_block(block, lengths[slots[step]], *refs)
-
-
-def _add_block(block, length, q, k, v, keys, values, *rest):
-    """Adds one block of one slot to a running softmax, which starts from the new token itself."""
-    *scales, out, peak, total, mixed = rest
-    width = keys.shape[-1]
-    filled = length - block * width
-
-    @pl.when(block == 0)
-    def _():
-        peak[...] = jnp.sum(q[...].astype(jnp.float32) * k[...].astype(jnp.float32), -1, keepdims=True)
+        own = q[...].astype(jnp.float32).reshape(heads, -1, q.shape[-1])
+        peak[...] = jnp.sum(own * k[...].astype(jnp.float32)[:, None], -1, keepdims=True)
         total[...] = jnp.ones_like(total)
-        mixed[...] = jnp.broadcast_to(v[...].astype(jnp.float32), mixed.shape)
+        mixed[...] = jnp.broadcast_to(v[...].astype(jnp.float32)[:, None], mixed.shape)
+        if scales:
+            queries[...], unit[...] = _halves(own, queries.dtype)
+        else:
+            queries[...] = own.astype(queries.dtype)
 
-    scores = jnp.einsum("kgh,khc->kgc", q[...], keys[...].astype(q.dtype), preferred_element_type=jnp.float32)
-    scores = scores * scales[0][...] if scales else scores
+    scores = jnp.einsum("kgh,khc->kgc", queries[...], keys[...].astype(queries.dtype), preferred_element_type=kind)
+    scores = _joined(scores, unit[...]) * scales[0][...] if scales else scores
     scores = jnp.where(jax.lax.broadcasted_iota(jnp.int32, scores.shape, 2) < filled, scores, _MASKED)
     higher = jnp.maximum(peak[...], scores.max(-1, keepdims=True))
     weights, decay = jnp.exp(scores - higher), jnp.exp(peak[...] - higher)
-    seen = values[...].astype(v.dtype)
-    if not scales:  # past the end a float may be NaN, and an int8 is finite: its weight of 0 suffices
-        seen = jnp.where(jax.lax.broadcasted_iota(jnp.int32, values.shape, 1) < filled, seen, 0)
     peak[...] = higher
     total[...] = total[...] * decay + weights.sum(-1, keepdims=True)
-    if scales:
+    if scales:  # past the end a scale may be NaN, and an int8 is finite
         known = jax.lax.broadcasted_iota(jnp.int32, scales[1].shape, 2) < filled
-        weights = weights * jnp.where(known, scales[1][...], 0)
-    mixed[...] = mixed[...] * decay + jnp.einsum(
-        "kgc,kch->kgh", weights.astype(v.dtype), seen, preferred_element_type=jnp.float32
-    )
+        halves, of_weights = _halves(weights * jnp.where(known, scales[1][...], 0), queries.dtype)
+        products = jnp.einsum("kgc,kch->kgh", halves, values[...].astype(halves.dtype), preferred_element_type=kind)
+        seen = _joined(products, of_weights)
+    else:
+        known = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1) < filled
+        own = jnp.where(known, values[...], 0)
+        seen = jnp.einsum("kgc,kch->kgh", weights.astype(v.dtype), own, preferred_element_type=kind)
+    mixed[...] = mixed[...] * decay + seen
 
     @pl.when(filled <= width)
     def _():
-        out[...] = (mixed[...] / total[...]).astype(out.dtype)
+        out[...] = (mixed[...] / total[...]).reshape(out.shape).astype(out.dtype)
+
+
+def _halves(x: jax.Array, dtype: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """8-bit numbers [K, 2 G, N] and unit f32[K, G, 1] of f32[K, G, N], which is unit · (first G + last G / 254).
+
+    The error is at most a 64,000th of a row's largest number. bf16 rounds to a 512th of each number.
+    """
+    unit = jnp.maximum(jnp.abs(x).max(-1, keepdims=True), 1e-30) / 127
+    x = x * (1 / unit)
+    first = jnp.round(x)
+    return jnp.concatenate([first, jnp.round((x - first) * 254)], 1).astype(dtype), unit
+
+
+def _joined(product: jax.Array, unit: jax.Array) -> jax.Array:
+    """f32[K, G, N] of a product i32[K, 2 G, N] of `_halves`."""
+    groups, product = unit.shape[1], product.astype(jnp.float32)
+    return unit * (product[:, :groups] + product[:, groups:] * (1 / 254))
 
 
 def _append(cache, lengths, token) -> tuple[jax.Array, ...]:

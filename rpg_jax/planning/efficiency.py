@@ -16,11 +16,6 @@ HBM_BAND = (0.35, 0.6)
 """The least and the most that a plan considers. 0.35 is somewhat below the slowest published row with a large batch.
 The kernel of ragged paged attention alone reaches up to 0.86 on TPU7x (arXiv:2604.15464), a whole step less."""
 
-INT8 = 2 / 3
-"""Factor of this share while attention reads a cache in int8, whose numbers a core expands. By the compiler's listing
-for v5p and 3,085 attended positions, whole blocks take 1.5 (eight heads a chip) to 2.1 times (two heads) the cycles of
-the bytes at full bandwidth; in bf16 1.04 and 1.1."""
-
 FLOPS = 0.5
 """Share of peak FLOP/s in matrix products, recomputation counted as work. MaxText reports 0.44 to 0.50 of dense models
 on v6e, and on v5p 0.53 of Mixtral 8x7B and 0.65 of Llama 2 70B, without recomputation (maxtext.readthedocs.io, models
@@ -60,7 +55,6 @@ class Rates(NamedTuple):
     """Shares of a chip's peaks, bytes per second of a host, and seconds of latency, at which a step is planned."""
 
     hbm: float = HBM
-    int8: float = INT8
     flops: float = FLOPS
     ici: float = ICI
     host: float = HOST
@@ -69,4 +63,4 @@ class Rates(NamedTuple):
 
 
 EXPECTED = Rates()
-PEAKS = Rates(1.0, 1.0, 1.0, 1.0, math.inf, 0.0, 0.0)
+PEAKS = Rates(1.0, 1.0, 1.0, math.inf, 0.0, 0.0)

@@ -211,7 +211,6 @@ def decode_step_of(layout: Layout, decoding: Decoding, program: Program) -> Deco
         network=sum(program.costs.collectives.values()),
         collectives=program.costs.launches,
         steps_per_dispatch=decoding.steps_per_dispatch,
-        int8=decoding.int8_kv,
     )
 
 

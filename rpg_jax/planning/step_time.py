@@ -163,7 +163,6 @@ class DecodeStep:
       network: bytes that collectives bring.
       collectives: number of collectives.
       steps_per_dispatch: steps between two looks by the host.
-      int8: whether the cache is in int8.
     """
 
     slots: float
@@ -174,7 +173,6 @@ class DecodeStep:
     network: float = 0.0
     collectives: float = 0.0
     steps_per_dispatch: int = 16
-    int8: bool = False
 
 
 def decode(
@@ -188,11 +186,10 @@ def decode(
     tokens = completions * lengths.mean
     steps, positions = decode_steps(completions, lengths, step.slots), tokens / step.slots * lengths.attended
     bandwidth, flops = rates.hbm * chip.hbm_bandwidth, rates.flops * chip.flops
-    reading = bandwidth * (rates.int8 if step.int8 else 1.0)
     network = step.network / (rates.ici * chip.ici_bandwidth)
     return {
         "weights": steps * max(step.fixed / bandwidth, step.products / flops),
-        "cache": positions * max(step.cached / reading, step.scores / flops),
+        "cache": positions * max(step.cached / bandwidth, step.scores / flops),
         "latency": steps * (network + step.collectives * rates.collective_seconds),
         "host": steps / step.steps_per_dispatch * rates.dispatch_seconds,
     }

@@ -61,9 +61,11 @@ def results_table(
         for name in sets:
             cells += [_score(row.scores.get((name, q)), row.ranks.get((name, q))) for q in QUANTITIES]
             cells += [_difference(row.differences.get(name)) if i else element("small", "baseline") for _ in delta]
-        cells += [_kl(row.kl, letters.get(anchor(config), "")), row.seeds, _steps(row.steps)]
+        at = "–".join(str(s) for s in sorted({row.steps[0], row.steps[-1]})) if row.steps else ""
+        cells += [_kl(row.kl, letters.get(anchor(config), "")), row.seeds, f"step {at}" if at else "–"]
         cells += [_cost(axis, row.spent[axis]) for axis in costs]
-        lines.append(_line((_key(i), config.label), cells))
+        key = element("i", class_=f"key hue-{i % 6} dash-{i // 6 % 3}", aria_hidden="true")  # for the colour-blind too
+        lines.append(_line((key, config.label), cells))
     top = [element("th", name, scope="colgroup", colspan=len(QUANTITIES) + len(delta)) for name in sets]
     top = [element("td"), *top, element("td", colspan=3 + len(costs))]
     sentence = f"Every run is shown at its last evaluation within {budget.text}: all that {budget.run} has spent."
@@ -162,10 +164,6 @@ def _bar(seconds: Sequence[float], longest: float, names: Sequence[str], kinds: 
     return element("svg", *pieces, width="100%", height=14)
 
 
-def _steps(steps: Sequence[int]) -> str:
-    return "step " + "–".join(str(s) for s in sorted({steps[0], steps[-1]})) if steps else "–"
-
-
 def _cost(axis: str, amount: float) -> str:
     return duration(amount) if axis == "seconds" else f"{amount:,.0f}{' steps' * (axis == 'steps')}"
 
@@ -209,8 +207,3 @@ def _line(name: Iterable[object], cells: Iterable[object]) -> Markup:
 
 def _wide(table: Markup, label: str) -> Markup:
     return element("div", table, class_="wide", tabindex=0, role="region", aria_label=label)
-
-
-def _key(i: int) -> Markup:
-    """The key of a config: one of six colours that colour-blind people can tell apart, round from the 7th config on."""
-    return element("i", class_=f"key hue-{i % 6} dash-{i // 6 % 3}", aria_hidden="true")

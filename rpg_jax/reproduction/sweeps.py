@@ -91,7 +91,8 @@ def best_values(sweep: Results) -> dict[str, Values]:
 
 def section(sweep: Results) -> list[str]:
     """Paragraphs and a table: the accuracy of every row with every value. The chosen value has a ✓."""
-    chosen, combinations = best(sweep), _combinations(sweep)
+    chosen = best(sweep)
+    combinations = list(dict.fromkeys(run_names.label(values) for _, values in sweep.table.swept.values()))
     lines = []
     for group, by_row in late_accuracy(sweep).items():
         row = {run_names.label(sweep.table.swept[name][1]): name for name in by_row}
@@ -108,10 +109,6 @@ def section(sweep: Results) -> list[str]:
         *_ends(sweep),
         *([f"No value of {', '.join(none)} could be chosen: a run of each failed."] if none else []),
     ]
-
-
-def _combinations(sweep: Results) -> list[str]:
-    return list(dict.fromkeys(run_names.label(values) for _, values in sweep.table.swept.values()))
 
 
 def _cell(by_seed: Mapping[int, float], chosen: bool) -> str:

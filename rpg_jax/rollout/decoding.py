@@ -8,7 +8,6 @@ import jax
 from rpg_jax import parallel
 
 PREFILL_TOKENS = 2048
-_CAPACITY_MULTIPLE = 16
 _SMALLEST_BUCKET = 16
 _SMALLEST_ATTENTION = 128
 
@@ -70,8 +69,10 @@ class Decoding:
 
 
 def capacity(max_prompt_tokens: int, max_tokens: int) -> int:
-    """The tokens of a slot for the longest prompt and completion, rounded up to a multiple of 16."""
-    return -(-(max_prompt_tokens + max_tokens) // _CAPACITY_MULTIPLE) * _CAPACITY_MULTIPLE
+    """The tokens of a slot for the longest prompt and completion, rounded up to a multiple of 16, above 128 of 128."""
+    longest = max_prompt_tokens + max_tokens
+    multiple = 16 if longest <= 128 else 128
+    return -(-longest // multiple) * multiple
 
 
 def prompt_bucket(length: int, capacity: int) -> int:

@@ -222,8 +222,8 @@ class GroupJournal:
             **self._settings,
         }
         return [
-            common | {"prompt_id": int(prompt_id), "prompt": _digest(prompt)}
-            for prompt_id, prompt in zip(request.prompt_ids, request.prompts, strict=True)
+            common | {"prompt_id": int(i), "prompt": hashlib.sha256(prompt.astype("<i4").tobytes()).hexdigest()[:16]}
+            for i, prompt in zip(request.prompt_ids, request.prompts, strict=True)
         ]
 
 
@@ -256,10 +256,6 @@ def _is_sound(group: list[Completion], version: int) -> bool:
         and (c.turns is None or c.turns.error not in CHANCE)
         for c in group
     )
-
-
-def _digest(prompt: np.ndarray) -> str:
-    return hashlib.sha256(np.asarray(prompt, "<i4").tobytes()).hexdigest()[:16]
 
 
 def sample_from_shared_list(rollout: Feedable, request: Request) -> Groups:

@@ -102,7 +102,8 @@ class RunLog:
         if not hosts.is_first():
             return
         self._metrics.append({"step": step.number, **step.metrics})
-        numbers = dataclasses.replace(step, metrics=_numbers(step.metrics))
+        finite = {k: float(v) for k, v in plain(step.metrics).items() if isinstance(v, int | float)}
+        numbers = dataclasses.replace(step, metrics=finite)
         for tracker in self.trackers:
             self._try(tracker, f"step {step.number}", lambda own: own.append(numbers))
 
@@ -162,11 +163,6 @@ def plain(value: Any) -> Any:
     if hasattr(value, "item"):
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _numbers(values: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers among `values`."""
-    return {k: float(v) for k, v in plain(values).items() if isinstance(v, int | float)}
 
 
 class Tracker(Protocol):

@@ -69,17 +69,13 @@ def open_teacher(layout: Layout, tokenizer: data.Tokenizer, *, offload: bool) ->
     check_tokenizer(path, data.load_tokenizer(folder), tokenizer)
     whole, dtype = _frozen(own, models.read_config(folder)), jnp.dtype(own.config.model.param_dtype)
     params = models.load(folder, whole.model, param_dtype=dtype, shardings=whole.param_shardings)
-    if whole.model != own.model:
-        params = jax.jit(_cut, out_shardings=own.param_shardings, static_argnums=1)(params, own.model.vocab_size)
+    if whole.model != own.model:  # the first entries of the vocabulary
+        cut = {name: x[: own.model.vocab_size] for name, x in params.items() if name in ("embed", "lm_head")}
+        params = jax.device_put(params | cut, own.param_shardings)
     if offload:
         params = jax.device_put(params, jax.tree.map(in_host_memory, own.param_shardings))
     programs = learner_programs(own, make_learner(own, supervised=True), policy_objective(own.config))
     return Taught(params, programs)
-
-
-def _cut(params: Any, entries: int) -> Any:
-    """The weights with the first `entries` of the vocabulary."""
-    return {name: x[:entries] if name in ("embed", "lm_head") else x for name, x in params.items()}
 
 
 def check_tokenizer(path: str, found: data.Tokenizer, own: data.Tokenizer) -> None:

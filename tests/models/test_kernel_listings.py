@@ -1,6 +1,5 @@
 """What the compiler's listings say of the decode kernels, beside JAX's own kernel of ragged paged attention."""
 
-import collections
 import os
 import re
 import subprocess
@@ -83,8 +82,8 @@ def listed(folder, kernel, stage):
 
 def cycles(folder, kernel):
     """Instruction words of the longest loop, each once, without loops in it: cycles of one pass without waiting."""
-    depths = re.findall(r": (>+) ", listed(folder, kernel, "final_bundles"))
-    return max(collections.Counter(depths).values())
+    loops = [re.findall(r": (>+) ", text) for text in listed(folder, kernel, "final_bundles").split(" LB")[1:]]
+    return max(words.count(words[0]) for words in loops if words)
 
 
 # Cycles of a core in which HBM brings it a byte at full bandwidth. The clock follows from peak FLOP/s: 459e12 = 2 cores
@@ -94,7 +93,7 @@ ARRIVAL = {"v5p:2x2x1": 1.75e9 / (2765e9 / 2), "v5e:2x2": 1.5e9 / 819e9}
 
 @pytest.mark.parametrize(
     ("topology", "cache", "most"),
-    [("v5p:2x2x1", "bf16", 1.2), ("v5e:2x2", "bf16", 0.6), ("v5p:2x2x1", "int8", 2.1), ("v5e:2x2", "int8", 1.1)],
+    [("v5p:2x2x1", "bf16", 1.0), ("v5e:2x2", "bf16", 0.7), ("v5p:2x2x1", "int8", 1.05), ("v5e:2x2", "int8", 0.75)],
 )
 def test_the_cores_share_the_kernels_and_a_block_takes_no_longer_than_planned(tmp_path, topology, cache, most):
     """Where cores wait for each other, how often the loop of one runs, and the cycles of a block beside its arrival."""
@@ -104,7 +103,8 @@ def test_the_cores_share_the_kernels_and_a_block_takes_no_longer_than_planned(tm
     assert ("BarrierMegacore" in attend) == ("BarrierMegacore" in append) == shared
     limits = [int(x) for x in re.findall(r"loop: start=0, step=1, limit=(\d+)", append)]
     assert max(limits) == 7 * SLOTS // (1 + shared) + 2  # two more fill and drain the pipeline
-    assert re.search(r"= sadd.s32 %s0, 2\n +// While loop", attend)  # the grid's second size alone: steps of one core
+    assert "vmatpush.s8" in (bundles := listed(tmp_path, "ragged_attention", "final_bundles")) or cache == "bf16"
+    assert "vmatpush.s8" not in bundles or cache == "int8"
     width = 1 if cache == "int8" else 2
     block = _block(HEADS * HEAD, width, CAPACITY)
     arrival = block * 2 * HEADS * (HEAD * width + 4 * (width == 1)) * ARRIVAL[topology]

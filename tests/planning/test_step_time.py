@@ -83,8 +83,6 @@ def test_the_parts_of_expected_decoding_add_up_by_hand():
     assert parts["host"] == pytest.approx(steps / 16 * 3e-3)
     read = decode(own, 1536, LENGTHS, CHIP, efficiency.PEAKS)["cache"]
     assert parts["cache"] == pytest.approx(read / efficiency.HBM)
-    slower = decode(dataclasses.replace(own, int8=True), 1536, LENGTHS, CHIP)
-    assert slower["cache"] == pytest.approx(parts["cache"] / efficiency.INT8)
 
 
 def test_many_slots_are_limited_by_their_products():
