@@ -72,7 +72,9 @@ def attend(implementation, token, cache):
 
 @pytest.fixture
 def blocks_of_32(monkeypatch):
+    """Few of them are on their way at a time, so that buffers are used again."""
     monkeypatch.setattr("rpg_jax.models.ragged._block", lambda numbers, width, capacity: 32)
+    monkeypatch.setattr("rpg_jax.models.ragged._FLIGHT_BYTES", 20_000)
 
 
 @pytest.mark.parametrize(
