@@ -34,8 +34,8 @@ from rpg_jax.models.logical import platform
 from rpg_jax.models.moe import grouped_product
 from rpg_jax.runs import cli
 
-LIMITS = {"float32": 1e-4, "bfloat16": 3e-2}
-"""The differences that rounding explains. bfloat16 has 8 bits, and kernels round scores and weights at other places."""
+LIMITS = {"float32": 1e-4, "bfloat16": 3e-2, "int8": 1e-3}
+"""What rounding explains. bfloat16 has 8 bits, rounded at other places; with an int8 cache a kernel's sums have 15."""
 # The same for attention with its gradients in bfloat16. The gradient of a segment's second query almost cancels, and a
 # kernel takes it from the output that it has rounded: cuDNN on an H100 has 0.13. A wrong mask makes 1 and more.
 GRADIENTS = 0.25
@@ -120,7 +120,7 @@ def cases(platform: str) -> Iterator[Case]:
         heads = {"N": config.num_heads // config.num_kv_heads * K, "K": K, "H": config.head_dim}
         yield Case(f"{name} attention", name, model, dtype, _train, rows | heads, limit if small else GRADIENTS)
         for kind in () if platform == "gpu" else (dtype, "int8"):
-            yield Case("ragged attention", "ragged", model, kind, _decode, slots | heads, limit)
+            yield Case("ragged attention", "ragged", model, kind, _decode, slots | heads, max(limit, LIMITS[kind]))
             yield Case("ragged append", "ragged", model, kind, _append, slots | heads, 0.0)
     config = models.size(EXPERTS)
     if platform != "gpu" and config.experts:
