@@ -20,7 +20,6 @@ from rpg_jax.models import Base
 from rpg_jax.models.lora import attached, merged, scaled
 from rpg_jax.models.weights import quantized, quantized_shardings
 from rpg_jax.parallel import hosts
-from rpg_jax.storage import integrity
 
 Params = Any
 
@@ -102,7 +101,7 @@ class Weights:
         """A copy of `params` for a later sync. All work that must run on the devices of `params` is done here."""
         converted = self._converted(snapshot(params))
         with _on_mesh_of(converted):
-            return Staged(converted, integrity.checksum_of_tree(converted))
+            return Staged(converted, hosts.checksum_of_tree(converted))
 
     def sync(self, params: Params | Staged, version: int) -> None:
         """Replaces the rollout's weights, from the next dispatch on."""
@@ -162,7 +161,7 @@ def weights_checksum(params: Params) -> int:
     """64-bit checksum of the bit patterns, places and names of all weights; the same under every sharding (see
     `parallel.checksums`)."""
     with _on_mesh_of(params):
-        return _number(integrity.checksum_of_tree(params))
+        return _number(hosts.checksum_of_tree(params))
 
 
 def _number(checksum: jax.Array) -> int:

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import zlib
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -35,45 +34,9 @@ class Damaged(Refused):
     """A file or folder whose bytes differ from the bytes that were written; an older file may be used instead."""
 
 
-@jax.jit
-def checksum_of_tree(tree: Tree) -> jax.Array:
-    """A checksum u32[2] of 64 bits over the bit patterns, places and names of all leaves.
-
-    A change of one element always changes the checksum. A change of several elements goes unnoticed with a probability
-    of about 2^-64.
-    """
-    return checksums_of_leaves(tree).sum(axis=0, dtype=jnp.uint32)
-
-
-@jax.jit
-def checksums_of_leaves(tree: Tree) -> jax.Array:
-    """The checksum of each of the L leaves, u32[L, 2], in the order of `jax.tree.leaves`."""
-    tree = jax.device_put(tree, jax.memory.Space.Device)  # some leaves may wait in host memory
-    leaves = jax.tree_util.tree_flatten_with_path(tree)[0]
-    return jnp.stack([_folded(x, zlib.crc32(jax.tree_util.keystr(path).encode())) for path, x in leaves])
-
-
-def _folded(x: jax.Array, salt: int) -> jax.Array:
-    """Two sums modulo 2^32 over the elements, each mixed with its place; their order does not change the sums."""
-    words = jax.lax.bitcast_convert_type(x, {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32, 8: jnp.uint32}[x.itemsize])
-    place, stride = jnp.uint32(salt), 1
-    for axis in reversed(range(words.ndim)):
-        place += jax.lax.broadcasted_iota(jnp.uint32, words.shape, axis) * jnp.uint32(stride % 2**32)
-        stride *= words.shape[axis]
-    mixed = _mix(words.astype(jnp.uint32) ^ _mix(place))
-    return jnp.stack([mixed.sum(dtype=jnp.uint32), _mix(mixed + jnp.uint32(0x9E3779B9)).sum(dtype=jnp.uint32)])
-
-
-def _mix(h: jax.Array) -> jax.Array:
-    """The finaliser of MurmurHash3, a bijection of u32."""
-    h = (h ^ h >> 16) * jnp.uint32(0x85EBCA6B)
-    h = (h ^ h >> 13) * jnp.uint32(0xC2B2AE35)
-    return h ^ h >> 16
-
-
 def signed(tree: Tree) -> dict[str, Tree]:
     """`tree`, and u32[L, 2] `checksums` of its leaves, each computed on the devices that hold the leaf."""
-    return {"tree": tree, "checksums": checksums_of_leaves(tree)}
+    return {"tree": tree, "checksums": hosts.checksums_of_leaves(tree)}
 
 
 def signed_like(like: Tree) -> dict[str, Tree]:
@@ -115,7 +78,7 @@ def differing(restored: Mapping[str, Tree]) -> list[str]:
     tree = restored["tree"]
     read = np.array([leaf is not LEFT_OUT for leaf in jax.tree.leaves(tree)])
     present = jax.tree.map(lambda leaf: None if leaf is LEFT_OUT else leaf, tree)
-    expected, found = jax.device_get((restored["checksums"], checksums_of_leaves(present)))
+    expected, found = jax.device_get((restored["checksums"], hosts.checksums_of_leaves(present)))
     names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(present)]
     return [name for name, differs in zip(names, np.any(expected[read] != found, axis=1), strict=True) if differs]
 

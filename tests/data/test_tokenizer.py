@@ -62,6 +62,7 @@ def test_the_chat_template_renders_with_and_without_thinking(qwen_like):
     assert qwen_like.chat(messages, thinking=False) == prompt + "<think>\n\n</think>\n\n"
 
 
+@pytest.mark.filterwarnings("ignore:Do not use the `random` module")  # threads of earlier tests use it
 @given(st.data())
 @settings(max_examples=150, deadline=None, derandomize=True)
 def test_incremental_decoding_equals_decoding_at_once(characters, qwen_like, data):
