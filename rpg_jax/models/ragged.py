@@ -19,7 +19,7 @@ from rpg_jax.models.logical import mesh_axes, multiplies_int8, partition_spec, p
 _MASKED = -1e30
 _LANES = 128
 _BLOCK_BYTES = 2**17  # of a block's keys: it then takes about as long to arrive as its instructions
-_FLIGHT_BYTES = 2**21  # of blocks on their way to a core: more than HBM brings in the time that the first needs
+_FLIGHT_BYTES = 2**21  # of blocks on their way to a core; assumed to hide HBM's latency, not measured
 _WRITTEN_BYTES = 2**19  # most keys that one grid step of a write moves, of several layers
 
 _CACHE = (None, "slots", "kv_heads", None, None)

@@ -76,7 +76,7 @@ def published_failure() -> Failure | None:
 
 
 def barrier(name: str, patience_ms: int = _PATIENCE_MS) -> None:
-    """Returns after every process has called `barrier`; `name` is for messages. JaxRuntimeError if one does not."""
+    """Returns after every process has called `barrier`; `name` is for messages. JaxRuntimeError after `patience_ms`."""
     if jax.process_count() > 1:
         _service().wait_at_barrier(f"rpg_jax/{next(_calls)}/{name}", patience_ms)
 

@@ -64,7 +64,7 @@ def results_table(
         at = "–".join(str(s) for s in sorted({row.steps[0], row.steps[-1]})) if row.steps else ""
         cells += [_kl(row.kl, letters.get(anchor(config), "")), row.seeds, f"step {at}" if at else "–"]
         cells += [_cost(axis, row.spent[axis]) for axis in costs]
-        key = element("i", class_=f"key hue-{i % 6} dash-{i // 6 % 3}", aria_hidden="true")  # for the colour-blind too
+        key = element("i", class_=f"key hue-{i % 6} dash-{i // 6 % 3}", aria_hidden="true")  # six hues, then dashes
         lines.append(_line((key, config.label), cells))
     top = [element("th", name, scope="colgroup", colspan=len(QUANTITIES) + len(delta)) for name in sets]
     top = [element("td"), *top, element("td", colspan=3 + len(costs))]
