@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from experiments import kept
-from experiments.objective import results, runs
+from experiments.objective import runs
 from experiments.objective.design import BASELINE, Experiment, ObjectiveSettings, count_units
 from experiments.objective.paths import PathSettings
 from rpg_jax.reproduction.run_tables import progress_bars

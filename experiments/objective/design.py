@@ -1,6 +1,6 @@
-"""Experiments that measure which objective a loss ascends: real models, sampled gradients, exact end points.
+"""The rows and the experiments: which KL term, how strong, how stale, how long; and the bound of equality.
 
-A unit is a compiled program: an estimator, a schedule and a length; it makes the runs of all its β and seeds.
+A unit is a row of an experiment at one schedule: the runs of all its β, rates and seeds.
 """
 
 import dataclasses
@@ -8,50 +8,74 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from experiments.completions.estimators import (
     ESTIMATORS,
-    LOG_VARIANCE,
+    EXACT_TO_GO,
     NO_CLIP,
-    ONE,
     STALE,
     TO_GO,
+    WHOLE,
     Estimator,
-    each,
+    Scalar,
     library,
+    rpg,
 )
-from experiments.objective.paths import PathSettings, Schedule
+from experiments.objective.paths import PathSettings
+from rpg_jax.losses.tokens import Tokens, bounded_exp
 
+# Two rows are called equal where the whole 95 % interval of their difference lies within ± BOUND, and different where
+# it excludes 0. Rewards lie between 0 and 1. Chosen before the runs.
+BOUND = 0.01
+
+
+def prefix_weighted(tokens: Tokens, kl_coef: Scalar) -> jax.Array:
+    """URKL per token, weighted by the product of the earlier ratios, W_{<t}: with its own ratio W_{≤t} (CTPO)."""
+    earlier = jnp.cumsum(tokens.log_w, axis=1) - tokens.log_w
+    weight = jax.lax.stop_gradient(bounded_exp(earlier))
+    return weight * library("rpg", divergence="urkl", clip="none")(tokens, kl_coef)
+
+
+EXACT = "exact gradient of J"
 NO_KL = Estimator("no KL (PPO)", "–", library("ppo", **NO_CLIP), "reverse")
 ROWS: Mapping[str, Estimator] = MappingProxyType(
     {
         e.key: e
         for e in (
-            *each("sequence, weight w", level="sequence"),
-            *each("sequence, weight W", level="sequence", weight="product"),
-            *each("sequence, weight min(W, C)", level="sequence", weight="capped"),
-            *each("sequence, weight 1", **ONE),
-            *each(TO_GO, level="to_go"),
-            *each("per token"),
-            *(e for e in ESTIMATORS if e.name in (LOG_VARIANCE, f"{STALE}, weight w")),
-            *(e for e in ESTIMATORS if e.term in ("k₃", "w·k₃", "k₂", "k₁")),
             NO_KL,
+            *(e for e in ESTIMATORS if e.term in ("k₁", "k₂", "k₃", "w·k₃")),
+            rpg("per token", "urkl"),
+            rpg(f"per token, {WHOLE}", "rkl", estimator="exact"),
+            Estimator("per token, weight W of the prefix (CTPO)", "URKL", prefix_weighted, "reverse"),
+            rpg(f"{STALE}, weight w", "urkl", level="sequence", kl_ratio="behaviour"),
+            rpg("sequence, weight w", "urkl", level="sequence"),
+            rpg("sequence, weight min(W, 2)", "urkl", level="sequence", weight="capped", weight_cap=2.0),
+            rpg("sequence, weight W", "urkl", level="sequence", weight="product"),
+            rpg(f"{TO_GO}, λ = 0.9", "urkl", level="to_go", trace_decay=0.9),
+            rpg(TO_GO, "urkl", level="to_go"),
+            rpg("to-go, exact", "urkl", **EXACT_TO_GO),
+            rpg(f"to-go, exact, {WHOLE}", "rkl", estimator="exact", **EXACT_TO_GO),
+            rpg("per token", "ufkl"),
+            rpg("sequence, weight w", "ufkl", level="sequence"),
         )
     }
 )
 BASELINE = "sequence, weight w: URKL"
-_SEQUENCE = ("sequence, weight w: UFKL", "sequence, weight W: URKL", "sequence, weight 1: URKL")
-_LIBRARIES = (
-    "per token (GRPO): k₃",
-    "per token (corrected GRPO): w·k₃",
-    "per token: k₂",
-    "per token (Tunix): k₁",
-)
-_IN_REWARD = f"{STALE}, weight w: URKL"
-MAIN = (
-    *(BASELINE, *_SEQUENCE, f"{LOG_VARIANCE}: URKL", _IN_REWARD, f"{TO_GO}: URKL"),
-    *("per token: URKL", "per token: UFKL", *_LIBRARIES, NO_KL.key),
-)
-FEW = (BASELINE, "sequence, weight W: URKL", _IN_REWARD, f"{TO_GO}: URKL", "per token: URKL", _LIBRARIES[0], NO_KL.key)
+TOKEN, GRPO, K1 = "per token: URKL", "per token (GRPO): k₃", "per token (Tunix): k₁"
+IN_REWARD = f"{STALE}, weight w: URKL"
+ALL = (EXACT, *ROWS)
+FEW = (EXACT, BASELINE, "sequence, weight W: URKL", IN_REWARD, f"{TO_GO}: URKL", "to-go, exact: URKL", TOKEN, GRPO)
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How a run uses its samples; see `training.Lane`."""
+
+    updates_a_batch: int = 8
+    reference_batches: int = 0
+    token_mean: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,35 +83,34 @@ class Experiment:
     """Runs of every row with every β and schedule.
 
     Attributes:
-      rows: keys of `ROWS`.
+      rows: `EXACT`, or keys of `ROWS`.
       kl_coefs: β.
-      schedules: how often π_old and π_ref move.
-      lengths: of completions.
-      wrong: the verifier pays for a shortcut as well.
-      updates: of a run; 0 takes those of the task. Other updates have a scan of learning rates of their own.
+      schedules: how samples are used.
+      changes: settings of the task that differ.
+      wrong: the verifier pays for END at once as well.
     """
 
-    rows: Sequence[str] = MAIN
+    rows: Sequence[str] = ALL
     kl_coefs: Sequence[float] = (0.1,)
     schedules: Sequence[Schedule] = (Schedule(),)
-    lengths: Sequence[int] = (5,)
+    changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     wrong: bool = False
-    updates: int = 0
 
 
-KL_COEFS = (0.02, 0.05, 0.1, 0.2, 0.5)
+KL_COEFS, THREE = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0), (0.02, 0.1, 0.5)
+STALENESS = (1, 8, 64)
 EXPERIMENTS: Mapping[str, Experiment] = MappingProxyType(
     {
-        "strengths": Experiment(kl_coefs=KL_COEFS),
-        "updates": Experiment(schedules=(Schedule(1), Schedule(32))),
-        "wrong verifier": Experiment(FEW, KL_COEFS, wrong=True),
-        "iterative": Experiment(schedules=(Schedule(8, 2),)),
-        "lengths": Experiment(FEW, lengths=(12, 30)),
-        "others": Experiment([row for row in ROWS if row not in MAIN]),
-        "longer": Experiment((BASELINE, _IN_REWARD, f"{TO_GO}: URKL"), updates=6_400),
-        "longer, per token": Experiment(("per token: URKL", _LIBRARIES[0]), KL_COEFS, updates=6_400),
+        "staleness": Experiment(kl_coefs=KL_COEFS, schedules=[Schedule(n) for n in STALENESS]),
+        "wrong verifier": Experiment(kl_coefs=THREE, wrong=True),
+        "short": Experiment(FEW, changes={"ends": 1 / 4}),
+        "long": Experiment(FEW, changes={"ends": 1 / 16, "longest": 60}),
+        "token mean": Experiment(tuple(ROWS), schedules=[Schedule(n, token_mean=True) for n in STALENESS]),
+        "iterative": Experiment(schedules=(Schedule(8, reference_batches=2),)),
+        "longer": Experiment(FEW, changes={"updates": 6_400}),
     }
 )
+RATES = (3e-3, 1e-2, 3e-2)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,83 +118,72 @@ class ObjectiveSettings:
     """Settings of the experiments.
 
     Attributes:
-      task: its length is that of the experiments that name no other.
-      seeds: runs that are reported; a seed draws the weights, the graphs and the samples.
-      rates: of Adam; each row takes the one with the least regret in the mean of `scan_seeds`.
+      task: of experiments that change nothing.
+      seeds: runs that are reported; a seed draws the reference, the graphs, the weights and the samples.
+      rates: of Adam; a row takes, for each staleness, the one with the least regret in the mean of `scan_seeds`, at
+        β = 0.1 in the task of most experiments.
       scan_seeds: seeds of that scan, which are not reported.
       experiments: by name.
     """
 
     task: PathSettings = PathSettings()
-    seeds: Sequence[int] = (0, 1, 2, 3, 4)
-    rates: Sequence[float] = (5e-4, 1e-3, 2e-3)
-    scan_seeds: Sequence[int] = (100, 101)
+    seeds: Sequence[int] = tuple(range(20))
+    rates: Sequence[float] = RATES
+    scan_seeds: Sequence[int] = tuple(range(100, 108))
     experiments: Mapping[str, Experiment] = dataclasses.field(default_factory=lambda: dict(EXPERIMENTS))
 
 
 SCAN = "learning rates"
-Record = dict[str, Any]  # a run: row, experiment, schedule, length, rate, seed, β, and what `judge` found
 
 
 @dataclasses.dataclass(frozen=True)
 class Unit:
-    """One compiled program and all its runs.
+    """Runs that one task of the pool makes: every seed with every pair of a β and a rate.
 
     Attributes:
       experiment: its name, or `SCAN`.
-      row: key of `ROWS`.
-      rates: of Adam; every run is made with each.
-      updates: of a run; 0 takes those of the task.
+      row: `EXACT`, or a key of `ROWS`.
+      task: the settings of the task.
     """
 
     experiment: str
     row: str
-    length: int
     schedule: Schedule
+    task: PathSettings
     kl_coefs: Sequence[float]
     rates: Sequence[float]
     seeds: Sequence[int]
     wrong: bool = False
-    updates: int = 0
 
     @property
     def name(self) -> str:
-        schedule = f"{self.schedule.updates_a_batch} updates a batch"
-        moves = f", reference every {self.schedule.reference_batches} batches" * bool(self.schedule.reference_batches)
-        many = f", {self.updates:,} updates" * bool(self.updates)
-        return f"{self.experiment} | {self.row} | {self.length} tokens, {schedule}{moves}{many}"
+        s = self.schedule
+        moves = f", reference every {s.reference_batches} batches" * bool(s.reference_batches)
+        return f"{self.experiment} | {self.row} | {s.updates_a_batch} updates a batch, {self.task.updates:,}{moves}"
 
 
-def scan_name(updates: int) -> str:
-    """The name of the scan that chooses the learning rates of runs of so many updates; 0: those of the task."""
-    return f"{SCAN}, {updates:,} updates" if updates else SCAN
+def scan_units(s: ObjectiveSettings) -> list[Unit]:
+    """The runs that choose the learning rates: each row at each staleness that is used."""
+    wanted = {
+        (row, schedule.updates_a_batch): None for e in s.experiments.values() for row, schedule in rows_and_schedules(e)
+    }
+    return [Unit(SCAN, row, Schedule(n), s.task, (0.1,), s.rates, s.scan_seeds) for row, n in wanted]
 
 
-def scan_units(s: ObjectiveSettings, name: str) -> list[Unit]:
-    """The runs that choose the learning rates of an experiment's rows."""
-    updates = s.experiments[name].updates
-    each = (0.1,), s.rates, s.scan_seeds, False, updates
-    return [Unit(scan_name(updates), row, s.task.length, Schedule(), *each) for row in s.experiments[name].rows]
-
-
-def units(s: ObjectiveSettings, name: str, rates: Mapping[str, float]) -> list[Unit]:
-    """The reported runs of an experiment, each row with its learning rate."""
-    experiment = s.experiments[name]
+def units(s: ObjectiveSettings, name: str, rates: Mapping[tuple[str, int], float]) -> list[Unit]:
+    """The reported runs of an experiment; `rates` has the rate of (row, updates a batch)."""
+    e = s.experiments[name]
+    task = dataclasses.replace(s.task, **e.changes)
     return [
-        Unit(
-            *(name, row, length, schedule, experiment.kl_coefs),
-            (rates[row],),
-            s.seeds,
-            experiment.wrong,
-            experiment.updates,
-        )
-        for length in experiment.lengths
-        for schedule in experiment.schedules
-        for row in experiment.rows
+        Unit(name, row, schedule, task, e.kl_coefs, (rates[row, schedule.updates_a_batch],), s.seeds, e.wrong)
+        for row, schedule in rows_and_schedules(e)
     ]
 
 
+def rows_and_schedules(e: Experiment) -> list[tuple[str, Schedule]]:
+    """`EXACT` has no samples, so it is trained with 8 updates a batch alone."""
+    return [(row, x) for x in e.schedules for row in e.rows if row != EXACT or x.updates_a_batch == 8]
+
+
 def count_units(s: ObjectiveSettings) -> int:
-    scans = {unit.name for name in s.experiments for unit in scan_units(s, name)}
-    reported = (units(s, name, dict.fromkeys(e.rows, 0.0)) for name, e in s.experiments.items())
-    return len(scans) + sum(map(len, reported))
+    return len(scan_units(s)) + sum(len(rows_and_schedules(e)) for e in s.experiments.values())

@@ -1,249 +1,227 @@
-"""Runs of a small transformer that draws paths: samples train it, exact sums or independent samples judge it.
+"""The task: paths that a policy ends itself, with exact sums over all paths, however long they are.
 
-A prompt is a symbol, which chooses a graph. A completion is a path of `length` symbols; it is right where the graph
-forbids none of its steps. So many completions are right, and a step that costs nothing now can cost KL later.
+A prompt is a symbol. A completion is a path of symbols that begins beside the prompt's symbol and ends with the action
+END, after at most `longest` tokens. Each prompt has a graph that forbids some steps. A completion is right if it has
+at least `shortest` tokens and the graph allows all its steps, the last one to END included.
+
+A policy sees the prompt, the last symbol, whether the path is still allowed, and how many tokens there are, up to
+`shortest`. So there are few states, and J, KL and the best possible J are sums over states by dynamic programming.
 """
 
 import dataclasses
-import itertools
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import flax.nnx as nnx
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-
-from experiments.completions.estimators import Estimator
-from experiments.completions.trees import Tree
-from rpg_jax.losses import advantages
-from rpg_jax.losses.tokens import checked
-from rpg_jax.models import decoder
-from rpg_jax.models.config import DecoderConfig
-from rpg_jax.training.policy_logprobs import policy_logprobs
-from rpg_jax.types import Rows
-
-MASS_SAMPLES = 2_048  # completions of a prompt that decide how many steps its graph forbids
 
 
 @dataclasses.dataclass(frozen=True)
 class PathSettings:
-    """Settings of these runs.
+    """Settings of the task and of a run.
 
     Attributes:
-      symbols: V, the vocabulary of prompts and completions; each symbol is a prompt.
-      length: T, tokens of a completion.
+      symbols: V; END is action V.
+      prompts: the first symbols.
+      shortest, longest: tokens of a right completion, END included; after `longest` tokens a completion is cut.
+      ends: the reference's probability of END at each step.
       mass: the reference's probability of right completions comes as close to it as the graphs allow.
-      layers, width: of the model.
+      width: of the hidden layer of the policy.
       groups: groups of an update, each of a random prompt.
       group: completions of a group.
       updates: of a run; no two updates share a completion.
     """
 
-    symbols: int = 6
-    length: int = 5
+    symbols: int = 5
+    prompts: int = 4
+    shortest: int = 3
+    longest: int = 30
+    ends: float = 1 / 8
     mass: float = 0.1
-    layers: int = 2
     width: int = 32
-    groups: int = 8
+    groups: int = 4
     group: int = 8
     updates: int = 1_600
 
     @property
-    def tree(self) -> Tree:
-        return Tree(self.symbols, self.length)
+    def shape(self) -> tuple[int, int, int, int]:
+        """States of a policy: prompt, tokens so far, last symbol, whether the path is allowed."""
+        return self.prompts, self.shortest, self.symbols, 2
 
-    @property
-    def prompts(self) -> np.ndarray:
-        """i32[P, 1]."""
-        return np.arange(self.symbols, dtype=np.int32)[:, None]
-
-    @property
-    def model(self) -> DecoderConfig:
-        return DecoderConfig(
-            vocab_size=self.symbols,
-            num_layers=self.layers,
-            embed_dim=self.width,
-            num_heads=2,
-            num_kv_heads=2,
-            head_dim=self.width // 2,
-            hidden_dim=2 * self.width,
-        )
+    def tokens_seen(self, step: int | jax.Array) -> jax.Array:
+        return jnp.minimum(step, self.shortest - 1)
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
-class Verifier:
-    """Says which completions are right, and which completions are paid.
+class Task:
+    """The graphs and the reference of a seed.
 
     Attributes:
-      allowed: bool[P, V, V], the steps from symbol to symbol that each prompt's graph allows.
-      wrong: bool[], the verifier pays as well for a completion that begins with the prompt's symbol twice.
+      allowed: bool[P, V, V + 1], the steps from symbol to symbol or END that each prompt's graph allows.
+      reference: f32[P, shortest, V, 2, V + 1], log π_ref.
+      wrong: f32[], 1 if the verifier pays for a completion of one token, END, as well.
     """
 
     allowed: jax.Array
+    reference: jax.Array
     wrong: jax.Array
 
-    def right(self, prompts: jax.Array, completions: jax.Array) -> jax.Array:
-        """f32[N], 1 for right completions i32[N, T] of prompts i32[N, 1]."""
-        steps = self.allowed[prompts, completions[:, :-1], completions[:, 1:]]
-        return jnp.all(steps, axis=1).astype(jnp.float32)
 
-    def rewards(self, prompts: jax.Array, completions: jax.Array) -> jax.Array:
-        """f32[N], what the verifier pays."""
-        shortcut = jnp.all(completions[:, :2] == prompts, axis=1) & self.wrong
-        return jnp.maximum(self.right(prompts, completions), shortcut)
-
-
-def make_verifier(s: PathSettings, graphdef: Any, reference: Any, seed: int, *, wrong: bool = False) -> Verifier:
-    """Draws the graphs: all steps but one are forbidden from some symbols, and few or none from others.
-
-    Every prompt has a random order of its steps. The graph forbids the first of them: so many that the probability of
-    right completions is closest to `s.mass` in its logarithm, by `MASS_SAMPLES` completions of the reference.
-    """
-    rng, V = np.random.default_rng(seed), s.symbols
-    place = np.full((V, V, V), V * V)  # the place of a step in its prompt's order; one step from each symbol has none
-    for prompt in range(V):
-        for i, symbol in enumerate(rng.permutation(V)):
-            place[prompt, symbol, rng.permutation(V)[: V - 1]] = i * (V - 1) + np.arange(V - 1)
-    prompts = np.repeat(s.prompts, MASS_SAMPLES, axis=0)
-    drawn = jax.jit(draw, static_argnums=(0, 3))(graphdef, reference, prompts, s.length, jax.random.key(seed))[0]
-    completions = np.asarray(drawn)
-    first = place[prompts, completions[:, :-1], completions[:, 1:]].min(axis=1).reshape(V, -1)
-    masses = [[np.mean(of_prompt >= n) for n in range(V * (V - 1) + 1)] for of_prompt in first]
-    forbidden = [min(range(len(x)), key=lambda n: abs(np.log(max(x[n], 1e-9) / s.mass))) for x in masses]
-    allowed = place >= np.asarray(forbidden)[:, None, None]
-    return Verifier(jnp.asarray(allowed), jnp.asarray(wrong))
-
-
-def draw(graphdef: Any, params: Any, prompts: jax.Array, length: int, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Completions i32[N, T] of prompts i32[N, 1], and the log-probability f32[N, T] of each token."""
-    model, count = nnx.merge(graphdef, params), prompts.shape[0]
-    hidden, cache = model.prefill(prompts, jnp.ones(count, jnp.int32))
-    room = (0, length - 1)
-    cache = cache.replace(
-        keys=jnp.pad(cache.keys, ((0, 0),) * 4 + (room,)), values=jnp.pad(cache.values, ((0, 0),) * 3 + (room, (0, 0)))
-    )
-
-    def choose(hidden: jax.Array, key: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logprobs = jax.nn.log_softmax(model.logits(hidden))
-        tokens = jax.random.categorical(key, logprobs).astype(jnp.int32)
-        return tokens, jnp.take_along_axis(logprobs, tokens[:, None], axis=1)[:, 0]
-
-    def step(carry: tuple[jax.Array, Any], key: jax.Array) -> tuple[tuple[jax.Array, Any], tuple[jax.Array, jax.Array]]:
-        tokens, logprobs = choose(carry[0], key)
-        return model.decode(tokens, carry[1])[:2], (tokens, logprobs)
-
-    keys = jax.random.split(key, length)
-    (hidden, _), drawn = jax.lax.scan(step, (hidden, cache), keys[:-1])
-    last = choose(hidden, keys[-1])
-    tokens, logprobs = (jnp.vstack([x, y[None]]).T for x, y in zip(drawn, last, strict=True))
-    return tokens, logprobs
-
-
-def rows_of(prompts: jax.Array, completions: jax.Array) -> Rows:
-    tokens, ones = jnp.hstack([prompts, completions[:, :-1]]), jnp.ones_like(completions)
-    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    return Rows(
-        tokens=tokens,
-        positions=positions,
-        segment_ids=ones,
-        predictors=positions,
-        targets=completions,
-        completion_ids=ones,
-        mask=ones.astype(jnp.float32),
-    )
-
-
-def logprobs_of(graphdef: Any, params: Any, rows: Rows) -> jax.Array:
-    return policy_logprobs(graphdef, params, rows, temperature=1.0)[0]
-
-
-@dataclasses.dataclass(frozen=True)
-class Schedule:
-    """How often a run looks back.
+class Drawn(NamedTuple):
+    """Completions of N prompts, [N, T]; entries after END are masked.
 
     Attributes:
-      updates_a_batch: updates before π_old becomes π_θ.
-      reference_batches: batches after which π_ref becomes π_old; 0 keeps the first one.
+      states: i32, the index of the state before each token; actions: i32; mask: f32.
+      right, paid: f32[N], whether the completion is right, and its reward.
     """
 
-    updates_a_batch: int = 8
-    reference_batches: int = 0
+    states: jax.Array
+    actions: jax.Array
+    mask: jax.Array
+    right: jax.Array
+    paid: jax.Array
 
 
-def train(
-    estimator: Estimator,
-    s: PathSettings,
-    schedule: Schedule,
-    graphdef: Any,
-    start: Any,
-    verifier: Verifier,
-    kl_coef: jax.Array,
-    learning_rate: jax.Array,
-    key: jax.Array,
-) -> Any:
-    """The parameters at the end of a run from `start`, the first reference: Adam, cosine decay to 0, no clip."""
-    optimizer, size = optax.adam(optax.cosine_decay_schedule(1.0, s.updates)), s.groups * s.group
-    groups = jnp.repeat(jnp.arange(s.groups), s.group) if estimator.baseline else None
-    each = schedule.updates_a_batch
+class Network(nnx.Module):
+    """A hidden layer over one-hot states, added to the reference's logits; the last layer begins with zeros."""
 
-    def loss(params: Any, rows: Rows, columns: dict[str, Any]) -> jax.Array:
-        logprobs = logprobs_of(graphdef, params, rows)
-        tokens = checked(
-            logprobs=logprobs,
-            **columns,
-            mask=rows.mask,
-            sampler_logprobs=None,
-            completion_ids=None,
-            group_ids=groups,
-        )
-        return jnp.sum(estimator.losses(tokens, kl_coef)) / size
+    def __init__(self, s: PathSettings, rngs: nnx.Rngs):
+        self.hidden = nnx.Linear(sum(s.shape), s.width, rngs=rngs)
+        self.last = nnx.Linear(s.width, s.symbols + 1, kernel_init=nnx.initializers.zeros, rngs=rngs)
 
-    def update(carry: tuple[Any, Any], part: tuple[Rows, dict[str, jax.Array]]) -> tuple[tuple[Any, Any], None]:
-        params, state = carry
-        updates, state = optimizer.update(jax.grad(loss)(params, *part), state)
-        return (jax.tree.map(lambda x, u: x + learning_rate * u, params, updates), state), None
-
-    def batch(carry: tuple[Any, Any, Any], given: tuple[jax.Array, jax.Array]) -> tuple[tuple[Any, Any, Any], None]:
-        (params, state, reference), (index, key) = carry, given
-        if schedule.reference_batches:
-            moves = index % schedule.reference_batches == 0
-            reference = jax.tree.map(lambda x, y: jnp.where(moves, x, y), params, reference)
-        which, how = jax.random.split(key)
-        chosen = jax.random.choice(which, jnp.asarray(s.prompts), (each * s.groups,))
-        prompts = jnp.repeat(chosen, s.group, axis=0)
-        completions, behaviour = draw(graphdef, params, prompts, s.length, how)
-        rows = rows_of(prompts, completions)
-        rewards = verifier.rewards(prompts, completions).reshape(-1, s.group)
-        columns = {
-            "behaviour_logprobs": behaviour,
-            "ref_logprobs": logprobs_of(graphdef, reference, rows),
-            "advantages": advantages("leave_one_out", rewards).ravel(),
-        }
-        parts = jax.tree.map(lambda x: x.reshape(each, size, *x.shape[1:]), (rows, columns))
-        (params, state), _ = jax.lax.scan(update, (params, state), parts)
-        return (params, state, reference), None
-
-    batches = s.updates // each
-    given = (jnp.arange(batches), jax.random.split(key, batches))
-    return jax.lax.scan(batch, (start, optimizer.init(start), start), given)[0][0]
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.last(jnp.tanh(self.hidden(x)))
 
 
-def policies(graphdef: Any, params: Any, s: PathSettings) -> jax.Array:
-    """The policy of every prompt as a table f32[P, S, V] of `Tree`."""
-    contexts = np.asarray(list(itertools.product(range(s.symbols), repeat=s.length - 1)), np.int32)
-    model = nnx.merge(graphdef, params)
-
-    def of_one(prompt: jax.Array) -> jax.Array:
-        tokens = jnp.hstack([jnp.tile(prompt, (len(contexts), 1)), contexts])
-        positions = jnp.broadcast_to(jnp.arange(s.length), tokens.shape)
-        logprobs = jax.nn.log_softmax(model.logits(model(tokens, positions, jnp.ones_like(tokens))))
-        return jnp.concatenate([logprobs[:: s.symbols ** (s.length - 1 - t), t] for t in range(s.length)])
-
-    return jax.lax.map(of_one, jnp.asarray(s.prompts))
+def features(s: PathSettings) -> jax.Array:
+    """The one-hot parts of every state, f32[P, shortest, V, 2, ...]."""
+    parts = [jax.nn.one_hot(index, n) for index, n in zip(np.indices(s.shape), s.shape, strict=True)]
+    return jnp.concatenate(parts, axis=-1)
 
 
-def start_of(s: PathSettings, seed: int) -> tuple[Any, Any]:
-    """(graphdef, params) of a seed: random weights, the reference and the start."""
-    return decoder.init(s.model, seed=seed)
+def policy_of(s: PathSettings, graphdef: Any, params: Any, reference: jax.Array) -> jax.Array:
+    """log π_θ of every state, shaped as `Task.reference`."""
+    return jax.nn.log_softmax(reference + nnx.merge(graphdef, params)(features(s)))
+
+
+def start_of(s: PathSettings, seed: jax.Array) -> Any:
+    """(graphdef, params): a policy that equals the reference."""
+    return nnx.split(Network(s, nnx.Rngs(jax.random.key(seed))))
+
+
+def make_task(s: PathSettings, seed: int, *, wrong: bool = False) -> Task:
+    """Draws a reference and the graphs: most steps are forbidden from some symbols, and few or none from others.
+
+    Every prompt has a random order of its steps. Its graph forbids the first of them: so many that the reference's
+    probability of right completions is closest to `s.mass` in its logarithm. One step from each symbol is never
+    forbidden.
+    """
+    rng, P, V = np.random.default_rng(seed), s.prompts, s.symbols
+    logits = rng.normal(size=(P, V, V + 1))
+    logits[..., V] = np.log(np.exp(logits[..., :V]).sum(-1)) + np.log(s.ends / (1 - s.ends))
+    logits = jax.nn.log_softmax(jnp.asarray(logits, jnp.float32))
+    reference = jnp.broadcast_to(logits[:, None, :, None], (*s.shape, V + 1))
+    place = np.full((P, V, V + 1), V * V)
+    for prompt in range(P):
+        for i, symbol in enumerate(rng.permutation(V)):
+            place[prompt, symbol, rng.permutation(V + 1)[:V]] = i * V + np.arange(V)
+    task = Task(jnp.asarray(place), reference, jnp.float32(wrong))
+    counts = np.arange(V * V + 1)
+    masses = _masses(dataclasses.replace(s, ends=0.5, mass=0.5), task, place >= counts[:, None, None, None])
+    forbidden = counts[np.argmin(np.abs(np.log(np.maximum(masses, 1e-9) / s.mass)), axis=0)]
+    return dataclasses.replace(task, allowed=jnp.asarray(place >= forbidden[:, None, None]))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _masses(s: PathSettings, task: Task, graphs: jax.Array) -> jax.Array:
+    """The reference's probability of right completions in each of bool[n, P, V, V + 1]; f32[n, P]."""
+    return jax.vmap(lambda allowed: visits(s, dataclasses.replace(task, allowed=allowed), task.reference).right)(graphs)
+
+
+class Visits(NamedTuple):
+    """Exact sums of a policy, for each prompt: f32[P] but `states`.
+
+    Attributes:
+      states: f32[P, shortest, V, 2], how often a completion passes each state, in the mean.
+      right, paid: the probability of a right completion, and the expected reward.
+      length: expected tokens.
+    """
+
+    states: jax.Array
+    right: jax.Array
+    paid: jax.Array
+    length: jax.Array
+
+
+def visits(s: PathSettings, task: Task, policy: jax.Array) -> Visits:
+    """Sums over all paths, a step at a time."""
+    P, V = s.prompts, s.symbols
+    probabilities, allowed = jnp.exp(policy), jnp.asarray(task.allowed)
+    begin = jnp.zeros((P, V, 2)).at[jnp.arange(P), jnp.arange(P), 1].set(1.0)
+
+    def step(here: jax.Array, t: jax.Array) -> tuple[jax.Array, Any]:
+        flow = here[..., None] * probabilities[:, s.tokens_seen(t)]  # f32[P, V, 2, V + 1]
+        still = flow[:, :, 1] * allowed
+        right = jnp.sum(still[..., V], axis=1) * (t >= s.shortest - 1)
+        paid = jnp.where(t == 0, jnp.maximum(right, task.wrong * jnp.sum(flow[..., V], axis=(1, 2))), right)
+        ok = jnp.sum(still[..., :V], axis=1)
+        every = jnp.sum(flow[..., :V], axis=(1, 2))
+        return jnp.stack([every - ok, ok], axis=-1), (here, right, paid)
+
+    _, (passed, right, paid) = jax.lax.scan(step, begin, jnp.arange(s.longest))
+    early, late = passed[: s.shortest - 1], jnp.sum(passed[s.shortest - 1 :], axis=0, keepdims=True)
+    states = jnp.moveaxis(jnp.concatenate([early, late]), 0, 1)
+    return Visits(states, jnp.sum(right, axis=0), jnp.sum(paid, axis=0), jnp.sum(states, axis=(1, 2, 3)))
+
+
+def divergence(visited: Visits, policy: jax.Array, reference: jax.Array) -> jax.Array:
+    """KL of completions f32[P], nats: the sum over the states that `policy` visits; the chain rule."""
+    return jnp.sum(visited.states * jnp.sum(jnp.exp(policy) * (policy - reference), axis=-1), axis=(1, 2, 3))
+
+
+def objective(s: PathSettings, task: Task, policy: jax.Array, kl_coef: jax.Array) -> jax.Array:
+    """J = E[R] − β KL(π_θ‖π_ref), the mean over prompts."""
+    visited = visits(s, task, policy)
+    return jnp.mean(visited.paid - kl_coef * divergence(visited, policy, task.reference))
+
+
+def best_reverse(share: jax.Array, kl_coef: jax.Array) -> jax.Array:
+    """J* of KL(π_θ‖π_ref), which the best of all policies reaches, also one with memory: β log E_ref[exp(R/β)].
+
+    `share` is the reference's probability of completions with reward 1; the others have reward 0.
+    """
+    return kl_coef * jnp.logaddexp(jnp.log1p(-share), jnp.log(share) + 1 / kl_coef)
+
+
+def best_forward(share: jax.Array, kl_coef: jax.Array) -> jax.Array:
+    """J* of KL(π_ref‖π_θ): the best probability a of reward solves β (a − share) = a (1 − a)."""
+    a = (1 - kl_coef + jnp.sqrt((1 - kl_coef) ** 2 + 4 * kl_coef * share)) / 2
+    return a - kl_coef * (share * jnp.log(share / a) + (1 - share) * jnp.log((1 - share) / (1 - a)))
+
+
+def draw(s: PathSettings, task: Task, policy: jax.Array, prompts: jax.Array, key: jax.Array) -> Drawn:
+    """Completions of prompts i32[N]."""
+    V, N = s.symbols, len(prompts)
+    edges = jnp.cumsum(jnp.exp(policy), axis=-1).reshape(-1, V + 1)[:, :V]
+    allowed = task.allowed.reshape(-1)
+
+    def step(carry: Any, given: tuple[jax.Array, jax.Array]) -> tuple[Any, Any]:
+        (last, ok, going, right, paid), (t, uniform) = carry, given
+        state = ((prompts * s.shortest + s.tokens_seen(t)) * V + last) * 2 + ok
+        action = jnp.sum(uniform[:, None] > edges[state], axis=1, dtype=jnp.int32)
+        ok = ok * allowed[(prompts * V + last) * (V + 1) + action]
+        ends = (action == V) & going
+        is_right = ends & (ok == 1) & (t >= s.shortest - 1)
+        shortcut = ends & (t == 0) & (task.wrong > 0)
+        now = jnp.where(action == V, last, action), ok, going & ~ends, right | is_right, paid | is_right | shortcut
+        return now, (state, action, going)
+
+    none = jnp.zeros(N, bool)
+    carry = prompts, jnp.ones(N, jnp.int32), ~none, none, none
+    given = jnp.arange(s.longest), jax.random.uniform(key, (s.longest, N))
+    (*_, right, paid), columns = jax.lax.scan(step, carry, given)
+    states, actions, mask = (x.T for x in columns)
+    return Drawn(states, actions, mask.astype(jnp.float32), right.astype(jnp.float32), paid.astype(jnp.float32))

@@ -1,68 +1,79 @@
 """The runs of the experiments on the objective: several processes make them, a file keeps them, tables look them up."""
 
 import dataclasses
+import functools
 import json
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from experiments import kept
-from experiments.objective.design import (
-    NO_KL,
-    ROWS,
-    SCAN,
-    ObjectiveSettings,
-    Record,
-    Schedule,
-    Unit,
-    scan_name,
-    scan_units,
-    units,
-)
-from experiments.objective.judge import judge
-from experiments.objective.paths import PathSettings, make_verifier, start_of, train
+from experiments.objective.design import EXACT, NO_KL, ROWS, SCAN, ObjectiveSettings, Schedule, Unit, scan_units, units
+from experiments.objective.paths import PathSettings, make_task
+from experiments.objective.paths import Task as Paths
+from experiments.objective.training import Lane, Outcome, judge, train
 from rpg_jax.reproduction.run_tables import locked
 from rpg_jax.reproduction.workers import Task, run_tasks
+from rpg_jax.runs import run_folder
 from rpg_jax.storage import write_atomically
 
 MIDDLE = 0.1  # β where an experiment has one
-Seeds = dict[int, Record]  # {seed: run}
+LANES = 24  # runs that a program makes at once
+Record = dict[str, Any]  # a unit and `values`, {quantity: [seed][β][rate]}
+Rates = dict[tuple[str, int], float]  # {(row, updates a batch): rate}
 
 
-def run_in_worker(argument: Mapping[str, Any]) -> list[Record]:
-    """`run_unit` of settings and a unit that went through JSON."""
+def run_in_worker(argument: Mapping[str, Any]) -> Record:
+    """`run_unit` of a unit that went through JSON; units with the same program compile it once."""
+    run_folder.use_compilation_cache(argument["compiled"])
     unit = argument["unit"]
-    return run_unit(PathSettings(**argument["settings"]), Unit(**unit | {"schedule": Schedule(**unit["schedule"])}))
+    parts = {"schedule": Schedule(**unit["schedule"]), "task": PathSettings(**unit["task"])}
+    return run_unit(Unit(**unit | parts))
 
 
-def run_unit(s: PathSettings, unit: Unit) -> list[Record]:
-    """Trains and judges every run of a unit. A loss without β is trained once, and judged with every β."""
-    began, estimator = time.process_time(), ROWS[unit.row]
-    s = dataclasses.replace(s, length=unit.length, updates=unit.updates or s.updates)
-    run, found = jax.jit(train, static_argnums=(0, 1, 2, 3)), jax.jit(judge, static_argnums=(0, 1))
-    records = []
-    for seed in unit.seeds:
-        graphdef, start = start_of(s, seed)
-        verifier = make_verifier(s, graphdef, start, seed, wrong=unit.wrong)
-        for rate in unit.rates:
-            end = None
-            for kl_coef in map(jnp.float32, unit.kl_coefs):
-                if end is None or estimator is not NO_KL:
-                    key = jax.random.key(seed)
-                    end = run(estimator, s, unit.schedule, graphdef, start, verifier, kl_coef, jnp.float32(rate), key)
-                values = found(s, graphdef, start, end, verifier, kl_coef, jax.random.key(1_000 + seed))
-                numbers = {name: round(float(value), 5) for name, value in values.items()}
-                which = {"rate": rate, "seed": seed, "kl_coef": round(float(kl_coef), 6)}
-                records.append({"unit": unit.name, "experiment": unit.experiment, "row": unit.row, **which, **numbers})
-    seconds = round((time.process_time() - began) / len(records), 2)
-    shape = {"length": unit.length, **dataclasses.asdict(unit.schedule)}
-    return [record | shape | {"cpu_seconds": seconds} for record in records]
+def run_unit(unit: Unit) -> Record:
+    """Trains and judges every run of a unit, `LANES` at once. A loss without β is trained once."""
+    began, estimator, schedule = time.process_time(), ROWS.get(unit.row), unit.schedule
+    tasks = [make_task(unit.task, seed, wrong=unit.wrong) for seed in unit.seeds]
+    trained = unit.kl_coefs[:1] if estimator is NO_KL else unit.kl_coefs
+    lanes = [
+        Lane(task, np.int32(seed), *map(np.float32, (beta, rate)), schedule.token_mean, schedule.reference_batches)
+        for task, seed in zip(tasks, unit.seeds, strict=True)
+        for beta in trained
+        for rate in unit.rates
+    ]
+    shapes = dataclasses.replace(unit.task, ends=0.5, mass=0.5)  # which the program does not have
+    ends = np.concatenate([_train(unit.row, shapes, schedule.updates_a_batch, part) for part in _chunks(lanes)])
+    ends = ends[: len(lanes)].reshape(len(tasks), len(trained), len(unit.rates), *ends.shape[1:])
+    ends = np.broadcast_to(ends, (len(tasks), len(unit.kl_coefs), *ends.shape[2:]))
+    found = _judge(shapes, jax.tree.map(lambda *x: np.stack(x), *tasks), ends, np.float32(unit.kl_coefs))
+    values = {name: np.round(np.asarray(x, np.float64), 5).tolist() for name, x in found.items()}
+    seconds = round(time.process_time() - began, 1)
+    return {"unit": unit.name, **dataclasses.asdict(unit), "values": values, "cpu_seconds": seconds}
+
+
+def _chunks(lanes: Sequence[Lane]) -> Iterator[Lane]:
+    """Stacks of `LANES` runs; the last one repeats its last run."""
+    for first in range(0, len(lanes), LANES):
+        part = [*lanes[first : first + LANES]]
+        part += part[-1:] * (LANES - len(part))
+        yield jax.tree.map(lambda *x: np.stack(x), *part)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def _train(row: str, s: PathSettings, updates_a_batch: int, lanes: Lane) -> jax.Array:
+    return jax.vmap(functools.partial(train, ROWS.get(row), s, updates_a_batch))(lanes)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _judge(s: PathSettings, tasks: Paths, ends: jax.Array, kl_coefs: jax.Array) -> Outcome:
+    """Of ends [seed, β, rate, ...]."""
+    of_rates = jax.vmap(functools.partial(judge, s), (None, 0, None))
+    return jax.vmap(jax.vmap(of_rates, (None, 0, 0)), (0, 0, None))(tasks, ends, kl_coefs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,12 +82,12 @@ class Kept:
 
     Attributes:
       settings: as JSON.
-      runs: of all finished units.
+      records: all finished units.
       code: the versions of code, packages and machine that made them, without repetitions.
     """
 
     settings: dict[str, Any]
-    runs: list[Record]
+    records: list[Record]
     code: list[dict[str, Any]]
 
 
@@ -91,7 +102,7 @@ def read(text: str) -> Kept:
     code: list[dict[str, Any]] = []
     for line in lines:
         code += [line["made_with"]] if line["made_with"] not in code else []
-    return Kept(head["settings"], [record for line in lines for record in line["runs"]], code)
+    return Kept(head["settings"], [line["record"] for line in lines], code)
 
 
 def run_objective(
@@ -122,73 +133,93 @@ def _continue(
     if read(text).settings != settings:
         raise ValueError(f"the runs in {path} have other settings: choose another --out, or delete that file")
     write_atomically(path, text[: text.rfind("\n") + 1])
-    made_with, runs, log = kept.made_with(), read(text).runs, path.with_name("output.log")
+    made_with, records, log = kept.made_with(), read(text).records, path.with_name("output.log")
 
     def make(wanted: Sequence[Unit]) -> None:
-        done = {record["unit"] for record in runs}
+        done = {record["unit"] for record in records}
         tasks = [
             Task(unit.name, f"{__name__}:{run_in_worker.__name__}", argument, log)
             for unit in wanted
             if unit.name not in done
-            for argument in [{"settings": dataclasses.asdict(s.task), "unit": dataclasses.asdict(unit)}]
+            for argument in [{"unit": dataclasses.asdict(unit), "compiled": str(path.with_name("compiled"))}]
         ]
         for ended in run_tasks(tasks, jobs=jobs, inherited=lock):
             if ended.code:
                 raise ValueError(f"{ended.task.name} failed: see {log}; the same command continues")
+            line = {"record": ended.result, "made_with": made_with}
             with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"runs": ended.result, "made_with": made_with}, ensure_ascii=False) + "\n")
-            runs.extend(ended.result)
-            on_unit(ended.task.name, len({record["unit"] for record in runs}))
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+            records.append(ended.result)
+            on_unit(ended.task.name, len(records))
 
-    for name, experiment in s.experiments.items():
-        make(scan_units(s, name))
-        make(units(s, name, best_rates(runs, scan_name(experiment.updates))))
+    make(scan_units(s))
+    for name in s.experiments:
+        make(units(s, name, best_rates(records)))
     return read(path.read_text(encoding="utf-8"))
 
 
 class Runs:
-    """Looks up runs; a row without β stands in every column of β."""
+    """Looks up the reported runs: a value for each seed."""
 
     def __init__(self, records: Sequence[Record]):
-        self._records = records
+        self.all = records
 
-    def has(self, experiment: str) -> bool:
-        return any(r["experiment"] == experiment for r in self._records)
-
-    def get(self, experiment: str, row: str, kl_coef: float = MIDDLE, **wanted: object) -> Seeds:
-        wanted |= {"experiment": experiment, "row": row}
-        chosen = (r for r in self._records if all(r[name] == value for name, value in wanted.items()))
-        return {r["seed"]: r for r in chosen if math.isclose(r["kl_coef"], kl_coef)}
+    def of(
+        self,
+        experiment: str,
+        row: str,
+        quantity: str,
+        kl_coef: float = MIDDLE,
+        updates_a_batch: int = 8,
+    ) -> dict[int, float]:
+        """{seed: value}; the quantity `own_regret` is the regret of the divergence that the row is meant for."""
+        name = regret_of(row) if quantity == "own_regret" else quantity
+        updates_a_batch = 8 if row == EXACT else updates_a_batch
+        for record in self.all:
+            of = record["experiment"], record["row"], record["schedule"]["updates_a_batch"]
+            if of == (experiment, row, updates_a_batch) and kl_coef in record["kl_coefs"]:
+                of_seeds = np.asarray(record["values"][name])[:, record["kl_coefs"].index(kl_coef), 0]
+                return dict(zip(record["seeds"], of_seeds.tolist(), strict=True))
+        raise KeyError(f"no runs of {row} in {experiment} with β = {kl_coef}, {updates_a_batch} updates a batch")
 
     def rows(self, experiment: str) -> list[str]:
-        return self._values(experiment, "row")
+        return list(dict.fromkeys(r["row"] for r in self.all if r["experiment"] == experiment))
 
     def kl_coefs(self, experiment: str) -> list[float]:
-        return sorted(self._values(experiment, "kl_coef"))
+        return next((r["kl_coefs"] for r in self.all if r["experiment"] == experiment), [])
 
-    def lengths(self, experiment: str) -> list[int]:
-        return sorted(self._values(experiment, "length"))
+    def staleness(self, experiment: str) -> list[int]:
+        return sorted({r["schedule"]["updates_a_batch"] for r in self.all if r["experiment"] == experiment})
 
-    def _values(self, experiment: str, name: str) -> list:
-        """The values of the runs of an experiment under a name; rows in the order of `ROWS`."""
-        found = {r[name] for r in self._records if r["experiment"] == experiment}
-        return [row for row in ROWS if row in found] if name == "row" else list(found)
+    def at_kl(self, row: str, kl: float, updates_a_batch: int, experiment: str = "staleness") -> dict[int, float]:
+        """The reward of a row at a distance from the reference, on the line through its β; {seed: reward}.
 
-    @property
-    def all(self) -> Sequence[Record]:
-        return self._records
+        Seeds whose line does not reach so far are left out.
+        """
+        each = [
+            [self.of(experiment, row, quantity, beta, updates_a_batch) for beta in self.kl_coefs(experiment)]
+            for quantity in ("kl", "reward")
+        ]
+        found = {}
+        for seed in each[0][0]:
+            x, y = (np.asarray([of_beta[seed] for of_beta in quantity]) for quantity in each)
+            order = np.argsort(x)
+            if x[order[0]] <= kl <= x[order[-1]]:
+                found[seed] = float(np.interp(kl, x[order], y[order]))
+        return found
 
 
-def best_rates(records: Sequence[Record], scan: str = SCAN) -> dict[str, float]:
-    """The learning rate of every row of a scan: least mean regret; the smaller one of equals."""
-    scanned: dict[str, dict[float, list[float]]] = {}
-    for record in records:
-        if record["experiment"] == scan:
-            scanned.setdefault(record["row"], {}).setdefault(record["rate"], []).append(own_regret(record))
-    return {row: min(sorted(by), key=lambda rate: float(np.mean(by[rate]))) for row, by in scanned.items()}
+def regret_of(row: str) -> str:
+    return "regret_forward" if row in ROWS and ROWS[row].meant == "forward" else "regret"
 
 
-def own_regret(record: Record) -> float:
-    """J* − J with the divergence that the row is meant for; samples know KL(π_θ‖π_ref) alone."""
-    forward = ROWS[record["row"]].meant == "forward" and "regret_forward" in record
-    return record["regret_forward" if forward else "regret"]
+def best_rates(records: Sequence[Record]) -> Rates:
+    """The learning rates of the scan: least mean regret, and the smaller one of equals."""
+    rates = {}
+    for r in records:
+        if r["experiment"] == SCAN:
+            regrets = np.mean(np.asarray(r["values"][regret_of(r["row"])])[:, 0], axis=0)
+            rates[r["row"], r["schedule"]["updates_a_batch"]] = r["rates"][
+                int(np.argmin(np.nan_to_num(regrets, nan=np.inf)))
+            ]
+    return rates

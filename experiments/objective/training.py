@@ -1,0 +1,134 @@
+"""The training of a run: samples and a loss of `rpg_jax.losses`, or the exact gradient of J; and its exact judge."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from experiments.completions.estimators import Estimator, Scalar, prefix_kl
+from experiments.objective.paths import (
+    Drawn,
+    PathSettings,
+    Task,
+    best_forward,
+    best_reverse,
+    divergence,
+    draw,
+    objective,
+    policy_of,
+    start_of,
+    visits,
+)
+from rpg_jax.losses import PrefixKL, advantages
+from rpg_jax.losses.tokens import checked
+
+Outcome = dict[str, jax.Array]
+
+
+class Lane(NamedTuple):
+    """One run; a program makes several at once, stacked.
+
+    Attributes:
+      task: the graphs and the reference.
+      seed: of the weights and the samples.
+      kl_coef: β.
+      rate: the peak of Adam's learning rate.
+      token_mean: an update's loss is the mean over all its tokens; otherwise the sum over a completion's tokens, the
+        mean over completions.
+      reference_batches: batches after which π_ref becomes π_old; 0 keeps the first one.
+    """
+
+    task: Task
+    seed: Scalar
+    kl_coef: Scalar
+    rate: Scalar
+    token_mean: Scalar
+    reference_batches: Scalar
+
+
+def train(estimator: Estimator | None, s: PathSettings, updates_a_batch: int, lane: Lane) -> jax.Array:
+    """log π_θ at the end of a run that starts at π_ref: Adam, cosine decay to 0, no clip.
+
+    π_old becomes π_θ after `updates_a_batch` updates. Without an estimator each update has the exact gradient of J.
+    """
+    task = lane.task
+    graphdef, start = start_of(s, lane.seed)
+    optimizer, size = optax.adam(optax.cosine_decay_schedule(1.0, s.updates)), s.groups * s.group
+    grouped = estimator is not None and estimator.baseline
+    groups, each = (jnp.repeat(jnp.arange(s.groups), s.group) if grouped else None), updates_a_batch
+
+    def policy(params: Any) -> jax.Array:
+        return policy_of(s, graphdef, params, task.reference)
+
+    def loss(params: Any, reference: jax.Array, drawn: Drawn, columns: Any) -> jax.Array:
+        now = policy(params)
+        if estimator is None:
+            return -objective(s, dataclasses.replace(task, reference=reference), now, lane.kl_coef)
+        of_states = prefix_kl(now, reference)
+        tokens = checked(
+            logprobs=chosen(now, drawn),
+            mask=drawn.mask,
+            sampler_logprobs=None,
+            completion_ids=None,
+            group_ids=groups,
+            prefix_kl=PrefixKL(*(jnp.take(x.reshape(-1), drawn.states) for x in of_states)),
+            **columns,
+        )
+        total = jnp.where(lane.token_mean, jnp.sum(drawn.mask), size)
+        return jnp.sum(estimator.losses(tokens, lane.kl_coef)) / total
+
+    def batch(carry: tuple[Any, Any, jax.Array], given: tuple[jax.Array, jax.Array]) -> tuple[Any, None]:
+        (params, state, reference), (index, key) = carry, given
+        which, how = jax.random.split(key)
+        prompts = jnp.repeat(jax.random.randint(which, (each * s.groups,), 0, s.prompts), s.group)
+        behaviour = policy(params)
+        every = lane.reference_batches
+        reference = jnp.where((every > 0) & (index % jnp.maximum(every, 1) == 0), behaviour, reference)
+        drawn = draw(s, task, behaviour, prompts, how)
+        columns = {
+            "behaviour_logprobs": chosen(behaviour, drawn),
+            "ref_logprobs": chosen(reference, drawn),
+            "advantages": advantages("leave_one_out", drawn.paid.reshape(-1, s.group)).ravel(),
+        }
+
+        def update(carry: tuple[Any, Any], part: Any) -> tuple[tuple[Any, Any], None]:
+            params, state = carry
+            updates, state = optimizer.update(jax.grad(loss)(params, reference, *part), state)
+            return (jax.tree.map(lambda x, u: x + lane.rate * u, params, updates), state), None
+
+        parts = jax.tree.map(lambda x: x.reshape(each, size, *x.shape[1:]), (drawn, columns))
+        (params, state), _ = jax.lax.scan(update, (params, state), parts)
+        return (params, state, reference), None
+
+    batches = s.updates // each
+    given = jnp.arange(batches), jax.random.split(jax.random.key(lane.seed), batches)
+    return policy(jax.lax.scan(batch, (start, optimizer.init(start), task.reference), given)[0][0])
+
+
+def chosen(policy: jax.Array, drawn: Drawn) -> jax.Array:
+    """The log-probability of each token under a policy, f32[N, T]."""
+    return jnp.take(policy.reshape(-1), drawn.states * policy.shape[-1] + drawn.actions)
+
+
+def judge(s: PathSettings, task: Task, policy: jax.Array, kl_coef: jax.Array) -> Outcome:
+    """Exact means over prompts: `reward` (what is paid), `right`, `length` in tokens, `kl` = KL(π_θ‖π_ref) and
+    `kl_from_ref` = KL(π_ref‖π_θ) in nats a completion, `regret` and `regret_forward` = J* − J with either divergence,
+    `best` = J* of the first, and `best_kl` of the policy that reaches it.
+    """
+    visited, at_start = visits(s, task, policy), visits(s, task, task.reference)
+    reward, kl = jnp.mean(visited.paid), jnp.mean(divergence(visited, policy, task.reference))
+    kl_from_ref = jnp.mean(divergence(at_start, task.reference, policy))
+    best, slope = jax.value_and_grad(lambda beta: jnp.mean(best_reverse(at_start.paid, beta)))(kl_coef)
+    return {
+        "reward": reward,
+        "right": jnp.mean(visited.right),
+        "length": jnp.mean(visited.length),
+        "kl": kl,
+        "kl_from_ref": kl_from_ref,
+        "regret": best - reward + kl_coef * kl,
+        "regret_forward": jnp.mean(best_forward(at_start.paid, kl_coef)) - reward + kl_coef * kl_from_ref,
+        "best": best,
+        "best_kl": -slope,  # J* falls with β by the KL of its policy
+    }
