@@ -1,4 +1,4 @@
-"""Trains a small Qwen on paths by every loss and measures which objective each reaches; its runs can be continued.
+"""Trains a small policy on paths by every KL term and measures which objective each reaches, by exact sums.
 
   python -m experiments.objective --out=runs/objective
   python -m experiments.objective --from-data      (tables and figure of the runs that come with the code)
@@ -13,8 +13,17 @@ import sys
 from pathlib import Path
 
 from experiments import kept
-from experiments.objective import runs
-from experiments.objective.design import BASELINE, Experiment, ObjectiveSettings, count_units
+from experiments.objective import results, runs
+from experiments.objective.design import (
+    BASELINE,
+    EXACT,
+    GRPO,
+    TOKEN,
+    Experiment,
+    ObjectiveSettings,
+    Schedule,
+    count_units,
+)
 from experiments.objective.paths import PathSettings
 from rpg_jax.reproduction.run_tables import progress_bars
 from rpg_jax.reproduction.workers import cores
@@ -23,12 +32,12 @@ from rpg_jax.storage import write_atomically
 
 DATA = Path(__file__).with_name("objective.jsonl.gz")
 QUICK = ObjectiveSettings(
-    task=PathSettings(symbols=4, length=4, width=16, updates=160),
+    task=PathSettings(updates=160),
     seeds=(0, 1),
-    rates=(2e-3,),
+    rates=(1e-2,),
     scan_seeds=(100,),
     experiments={
-        "strengths": Experiment([BASELINE, "per token: URKL", "per token (GRPO): k₃"], (0.1, 0.5), lengths=(4,)),
+        "staleness": Experiment((EXACT, BASELINE, TOKEN, GRPO), (0.1, 0.5), schedules=[Schedule(8), Schedule(32)])
     },
 )
 
@@ -37,8 +46,8 @@ def measure(options: argparse.Namespace) -> int:
     """Makes the runs that `--out` lacks, or reads those of `--from-data`; writes tables and figure."""
     options.out.mkdir(parents=True, exist_ok=True)
     data = options.from_data or make_runs(options.out, QUICK if options.quick else ObjectiveSettings(), options.jobs)
-    found = runs.Runs(read(data).runs)
-    write_atomically(options.out / "objective.png", results.draw_frontier(found))
+    found = runs.Runs(read(data).records)
+    write_atomically(options.out / "objective.png", results.draw(found))
     kept.write_tables(options.out / "tables.md", results.tables(found))
     print(options.out / "tables.md")
     return 0
@@ -53,7 +62,7 @@ def make_runs(out: Path, settings: ObjectiveSettings, jobs: int) -> Path:
         def on_unit(name: str, done: int) -> None:
             progress.update(bar, completed=done, description=name)
             if not progress.console.is_terminal:
-                print(f"{done} of {total} programs: {name}", file=sys.stderr)
+                print(f"{done} of {total}: {name}", file=sys.stderr)
 
         runs.run_objective(settings, out / "objective.jsonl", jobs=jobs, on_unit=on_unit)
     data = out / "objective.jsonl.gz"

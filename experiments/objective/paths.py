@@ -50,6 +50,11 @@ class PathSettings:
         """States of a policy: prompt, tokens so far, last symbol, whether the path is allowed."""
         return self.prompts, self.shortest, self.symbols, 2
 
+    @property
+    def tokens(self) -> float:
+        """The mean length of the reference's completions: that of a geometric distribution, cut at `longest`."""
+        return (1 - (1 - self.ends) ** self.longest) / self.ends
+
     def tokens_seen(self, step: int | jax.Array) -> jax.Array:
         return jnp.minimum(step, self.shortest - 1)
 
@@ -122,8 +127,8 @@ def make_task(s: PathSettings, seed: int, *, wrong: bool = False) -> Task:
     rng, P, V = np.random.default_rng(seed), s.prompts, s.symbols
     logits = rng.normal(size=(P, V, V + 1))
     logits[..., V] = np.log(np.exp(logits[..., :V]).sum(-1)) + np.log(s.ends / (1 - s.ends))
-    logits = jax.nn.log_softmax(jnp.asarray(logits, jnp.float32))
-    reference = jnp.broadcast_to(logits[:, None, :, None], (*s.shape, V + 1))
+    logprobs = jax.nn.log_softmax(jnp.asarray(logits, jnp.float32))
+    reference = jnp.broadcast_to(logprobs[:, None, :, None], (*s.shape, V + 1))
     place = np.full((P, V, V + 1), V * V)
     for prompt in range(P):
         for i, symbol in enumerate(rng.permutation(V)):

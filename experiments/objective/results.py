@@ -1,13 +1,13 @@
-"""The results of the experiments on the objective: tables, and the figure of the frontier."""
+"""The results of the experiments on the objective: tables, and the figure by distance, staleness and length."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from experiments.objective.design import BASELINE, NO_KL, ROWS, SCAN, Record
-from experiments.objective.runs import MIDDLE, Runs, Seeds, best_rates, own_regret
+from experiments.objective.design import BASELINE, BOUND, EXACT, GRPO, IN_REWARD, NO_KL, ROWS, SCAN, TOKEN
+from experiments.objective.runs import MIDDLE, Runs, best_rates, regret_of
 from rpg_jax.report import plots
 from rpg_jax.report.seeds import Mean, mean, paired_difference
 from rpg_jax.report.tables import markdown_table
@@ -16,209 +16,239 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SHOWN = {  # row: its words in the figure
+    EXACT: "exact gradient, no samples",
     BASELINE: "KL of whole completions",
-    "to-go, weight w: URKL": "the same, each token with the KL to come",
-    "per token: URKL": "KL of each token alone",
-    "per token (GRPO): k₃": "GRPO's KL term (k₃)",
-    "per token (Tunix): k₁": "Tunix's default (k₁ in the loss)",
+    "to-go, exact: URKL": "the same by the chain rule, exact off-policy",
+    IN_REWARD: "KL in the reward",
+    TOKEN: "KL of each token alone",
+    GRPO: "GRPO's KL term (k₃)",
 }
-_PANELS = (  # title, experiment, quantity, (KL from, to), (quantity from, to)
-    ("Reward reached at a distance from the start", "strengths", "reward", (0, 5.2), (0.25, 1.02)),
-    ("Truly right answers, where the verifier can be fooled", "wrong verifier", "right", (0, 5.2), (0, 1.02)),
-)
+DISTANCES = (1.0, 2.0)  # nats a completion, at which rewards are compared
+LENGTHS = ("short", "staleness", "long")  # experiments whose completions have different lengths
 
 
 def tables(found: Runs) -> dict[str, str]:
     """The tables of docs/objective.md, by the title of their section; they depend on the runs alone."""
-    sections = {
-        "The strength of the KL term": ("strengths", _strengths),
-        "Updates from one behaviour policy": ("updates", _updates),
-        "A reference that moves": ("iterative", _iterative),
-        "Longer completions": ("lengths", _lengths),
+    sections: dict[str, tuple[str, Callable[[Runs], str]]] = {
+        "By staleness": ("staleness", _staleness),
+        "At equal distance": ("staleness", _distances),
+        "The strength of the KL term": ("staleness", _strengths),
+        "Shorter and longer completions": ("long", _lengths),
+        "The mean over tokens": ("token mean", _token_mean),
         "A verifier that is wrong": ("wrong verifier", _wrong),
-        "All divergences and weights": ("others", _others),
+        "A reference that moves": ("iterative", _iterative),
         "Longer runs": ("longer", _longer),
         "Learning rates": (SCAN, _rates),
     }
-    return {title: table(found) for title, (name, table) in sections.items() if found.has(name)}
+    return {title: table(found) for title, (name, table) in sections.items() if found.rows(name)}
 
 
-def draw_frontier(found: Runs) -> bytes:
-    """PNG: a line through the β of each row, means over seeds, with a point for every run and the best possible."""
-    panels = [panel for panel in _PANELS if found.has(panel[1])]
-    figure = plots.empty_figure(6.4 * len(panels), 5.4)
-    for ax, (title, experiment, quantity, xs, ys) in zip(
-        [*figure.subplots(1, len(panels), squeeze=False).flat], panels, strict=True
-    ):
-        _draw(ax, found, experiment, quantity)
-        plots.tidy(ax, title)
-        ax.set_xlim(*xs)
-        ax.set_ylim(*ys)
-        ax.set_xlabel("distance from the start: KL(π_θ‖π_ref), nats a completion", color=plots.MUTED)
-    handles, labels = figure.axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+def verdict(difference: Mean) -> str:
+    """`equal`, `different` or nothing, by `BOUND` and the interval; one seed has no interval."""
+    if math.isnan(difference.half):
+        return ""
+    return "equal" if difference.within(BOUND) else "different" if difference.excludes_zero else ""
+
+
+def against(found: Runs, row: str, experiment: str, updates_a_batch: int = 8) -> Mean:
+    """The paired difference of a row's own regret to that of the first row."""
+    ours, first = (
+        found.of(experiment, name, "own_regret", updates_a_batch=updates_a_batch) for name in (row, BASELINE)
+    )
+    return paired_difference(ours, first)
+
+
+def at_distance(found: Runs, row: str, kl: float, updates_a_batch: int) -> Mean | None:
+    """The paired difference of rewards at a distance from the reference; None if no seed of both rows reaches it."""
+    ours, first = (found.at_kl(name, kl, updates_a_batch) for name in (row, BASELINE))
+    return paired_difference(ours, first) if set(ours) & set(first) else None
+
+
+def draw(found: Runs) -> bytes:
+    """PNG: reward by distance from the reference, and regret by staleness and by length."""
+    figure = plots.empty_figure(16, 5.4, w_pad=0.1)
+    frontier, staleness, lengths = figure.subplots(1, 3)
+    middle = 8 if 8 in found.staleness("staleness") else found.staleness("staleness")[0]
+    _draw_frontier(frontier, found, middle)
+    plots.tidy(frontier, f"Reward by distance from the start, {middle} updates a batch")
+    frontier.set_xlabel("KL(π_θ‖π_ref), nats a completion", color=plots.MUTED)
+    frontier.set_ylim(0.1, 1.02)
+    frontier.set_xlim(0, 5)
+    stale = found.staleness("staleness")
+    _draw_regrets(staleness, found, [("staleness", n, str(n)) for n in stale])
+    plots.tidy(staleness, f"Regret by staleness, β = {MIDDLE:g}")
+    staleness.set_xlabel("updates from one batch of completions", color=plots.MUTED)
+    reached = [name for name in LENGTHS if found.rows(name)]
+    _draw_regrets(lengths, found, [(name, middle, f"{found.tokens(name):.1f}") for name in reached], EXACT)
+    plots.tidy(lengths, f"Regret beyond the exact gradient's, β = {MIDDLE:g}, {middle} updates a batch")
+    lengths.set_xlabel("tokens of the reference's completions, mean", color=plots.MUTED)
+    handles, labels = frontier.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False)
     return plots.png(figure)
 
 
-def _draw(ax: Axes, found: Runs, experiment: str, quantity: str) -> None:
-    kl_coefs = found.kl_coefs(experiment)
-    if quantity == "reward":
-        best = [found.get(experiment, BASELINE, kl_coef).values() for kl_coef in kl_coefs]
-        line = [tuple(mean([run[f"best_{q}"] for run in runs]).value for q in ("kl", "reward")) for runs in best]
-        ax.plot(
-            *zip(*line, strict=True), color=plots.INK, linewidth=1.4, marker="|", label="best possible at this distance"
+def _draw_frontier(ax: Axes, found: Runs, updates_a_batch: int) -> None:
+    kl_coefs = found.kl_coefs("staleness")
+
+    def means(row: str, quantity: str) -> list[float]:
+        values = (found.of("staleness", row, quantity, beta, updates_a_batch) for beta in kl_coefs)
+        return [mean([*of_beta.values()]).value for of_beta in values]
+
+    best_kl = means(BASELINE, "best_kl")
+    best = [j + beta * kl for j, beta, kl in zip(means(BASELINE, "best"), kl_coefs, best_kl, strict=True)]
+    ax.plot(best_kl, best, color=plots.INK, linewidth=1.4, marker="|", label="best possible at this distance")
+    for row, colour, words in _shown(found)[1:]:
+        ax.plot(means(row, "kl"), means(row, "reward"), "o-", color=colour, markersize=4, linewidth=1.4, label=words)
+    if NO_KL.key in found.rows("staleness"):
+        ax.plot(means(NO_KL.key, "kl")[:1], means(NO_KL.key, "reward")[:1], "x", color=plots.MUTED, label="no KL term")
+    ax.plot([], [], "--", color=plots.INK, label=SHOWN[EXACT])
+
+
+def _draw_regrets(ax: Axes, found: Runs, columns: Sequence[tuple[str, int, str]], than: str | None = None) -> None:
+    for i, (row, colour, _) in enumerate(_shown(found)):
+        each = []
+        for experiment, updates_a_batch, _ in columns:
+            values = found.of(experiment, row, "regret", updates_a_batch=updates_a_batch)
+            base = found.of(experiment, than, "regret") if than else dict.fromkeys(values, 0.0)
+            each.append(paired_difference(values, base))
+        style = {"linestyle": "--", "marker": ""} if row == EXACT else {"marker": "o", "markersize": 4, "capsize": 2}
+        places = [x + 0.03 * i for x in range(len(columns))]
+        ax.errorbar(
+            places, [m.value for m in each], [0 if math.isnan(m.half) else m.half for m in each], color=colour, **style
         )
-    for colour, (row, words) in zip(plots.COLOURS, SHOWN.items(), strict=False):
-        line = []
-        for kl_coef in kl_coefs:
-            if runs := found.get(experiment, row, kl_coef).values():
-                points = [run["kl"] for run in runs], [run[quantity] for run in runs]
-                ax.plot(*points, "o", color=colour, alpha=0.25, markersize=3.5, markeredgewidth=0)
-                line.append(tuple(mean(values).value for values in points))
-        if line:
-            ax.plot(*zip(*line, strict=True), "o-", color=colour, markersize=5, linewidth=1.4, label=words)
-    if runs := found.get(experiment, NO_KL.key).values():
-        points = [run["kl"] for run in runs], [run[quantity] for run in runs]
-        ax.plot(*points, "x", color=plots.MUTED, label="no KL term (PPO)")
+    ax.set_xticks(range(len(columns)), [words for *_, words in columns])
+    ax.set_ylim(bottom=0)
 
 
-def _of(runs: Seeds, quantity: str | Callable[[Record], float]) -> dict[int, float]:
-    value = quantity if callable(quantity) else lambda record: record[quantity]
-    return {seed: value(record) for seed, record in runs.items()}
+def _shown(found: Runs) -> list[tuple[str, str, str]]:
+    there = [row for row in SHOWN if row in found.rows("staleness")]
+    colours = [plots.INK, *plots.COLOURS]
+    return [(row, colour, SHOWN[row]) for row, colour in zip(there, colours, strict=False)]
 
 
-def _text(values: Mapping[int, float], digits: int = 3) -> str:
-    return _mean_text(mean(list(values.values())), digits) if values else ""
+def _text(values: dict[int, float], digits: int = 3) -> str:
+    return _mean_text(mean([*values.values()]), digits)
 
 
 def _mean_text(m: Mean, digits: int = 3, sign: str = "") -> str:
     return f"{m.value:{sign}.{digits}f}" + ("" if math.isnan(m.half) else f" ± {m.half:.{digits}f}")
 
 
-def _against(runs: Seeds, others: Seeds) -> str:
-    """The paired difference of regrets; nothing for the row itself, and for rows of another J."""
-    row = next(iter(runs.values()))["row"] if runs else BASELINE
-    if row == BASELINE or ROWS[row].meant == "forward" or not others:
+def _difference(m: Mean | None, row: str = "") -> str:
+    """The difference to the first row with its verdict; nothing for the row itself, and for rows of another J."""
+    if m is None or row == BASELINE or regret_of(row) != "regret":
         return ""
-    return _mean_text(paired_difference(_of(runs, own_regret), _of(others, own_regret)), sign="+")
+    return f"{_mean_text(m, sign='+')} {verdict(m)}".strip()
 
 
 def _names(row: str) -> list[str]:
-    return [ROWS[row].name, ROWS[row].term]
+    return [row, "reverse"] if row == EXACT else [ROWS[row].name, ROWS[row].term]
+
+
+def _table(found: Runs, experiment: str, head: Sequence[str], cells: Callable[[str], Sequence[str]]) -> str:
+    rows = [[*_names(row), *cells(row)] for row in found.rows(experiment)]
+    return markdown_table(["loss", "KL term", *head], rows, numbers=range(2, 2 + len(head)))
+
+
+def _heads(first: str, values: Sequence[object]) -> list[str]:
+    return [f"{first}{value}" if i == 0 else str(value) for i, value in enumerate(values)]
+
+
+def _staleness(found: Runs) -> str:
+    stale = found.staleness("staleness")
+
+    def cells(row: str) -> list[str]:
+        regrets = [_text(found.of("staleness", row, "own_regret", updates_a_batch=n)) for n in stale]
+        changes = [_difference(against(found, row, "staleness", n), row) for n in stale]
+        return [*regrets, *changes]
+
+    head = [*_heads("regret, updates a batch: ", stale), *_heads("against the first row: ", stale)]
+    return _table(found, "staleness", head, cells)
+
+
+def _distances(found: Runs) -> str:
+    stale = found.staleness("staleness")
+
+    def cells(row: str) -> list[str]:
+        return [_difference(at_distance(found, row, kl, n), row) for kl in DISTANCES for n in stale]
+
+    head = [h for kl in DISTANCES for h in _heads(f"reward at {kl:g} nats, updates a batch: ", stale)]
+    return _table(found, "staleness", head, cells)
 
 
 def _strengths(found: Runs) -> str:
-    betas = found.kl_coefs("strengths")
-    head = ["loss", "KL term", *(f"{'regret, β = ' if i == 0 else ''}{b:g}" for i, b in enumerate(betas))]
-    head += [f"against the first row, β = {MIDDLE:g}", f"reward, β = {MIDDLE:g}", f"KL, β = {MIDDLE:g}"]
-    rows = []
-    for row in found.rows("strengths"):
-        middle = found.get("strengths", row)
-        regrets = [_text(_of(found.get("strengths", row, b), own_regret)) for b in betas]
-        shown = [_text(_of(middle, quantity)) for quantity in ("reward", "kl")]
-        rows.append([*_names(row), *regrets, _against(middle, found.get("strengths", BASELINE)), *shown])
-    return markdown_table(head, rows, numbers=range(2, len(head)))
+    betas = found.kl_coefs("staleness")
 
+    def cells(row: str) -> list[str]:
+        regrets = [_text(found.of("staleness", row, "own_regret", beta)) for beta in betas]
+        return [*regrets, *(_text(found.of("staleness", row, q), 2) for q in ("reward", "kl", "length"))]
 
-def _updates(found: Runs) -> str:
-    def of(row: str, updates: int) -> Seeds:
-        return found.get("strengths" if updates == 8 else "updates", row, updates_a_batch=updates)
-
-    head = ["loss", "KL term", "regret, updates a batch: 1", "8", "32", "32 against 1", "32 against the first row"]
-    rows = []
-    for row in found.rows("updates"):
-        few, many = _of(of(row, 1), own_regret), _of(of(row, 32), own_regret)
-        change = _mean_text(paired_difference(many, few), sign="+") if many and few else ""
-        regrets = [_text(_of(of(row, updates), own_regret)) for updates in (1, 8, 32)]
-        rows.append([*_names(row), *regrets, change, _against(of(row, 32), of(BASELINE, 32))])
-    return markdown_table(head, rows, numbers=range(2, len(head)))
-
-
-def _iterative(found: Runs) -> str:
-    head = ["loss", "KL term", "reward", "KL(π_θ‖first reference)", "with the fixed reference: reward", "KL"]
-    shown = [(name, quantity) for name in ("iterative", "strengths") for quantity in ("reward", "kl")]
-    rows = [
-        [*_names(row), *(_text(_of(found.get(name, row), quantity)) for name, quantity in shown)]
-        for row in found.rows("iterative")
-    ]
-    return markdown_table(head, rows, numbers=range(2, len(head)))
+    head = [*_heads("regret, β = ", [f"{beta:g}" for beta in betas]), *_heads(f"β = {MIDDLE:g}: ", ("reward", "KL"))]
+    return _table(found, "staleness", [*head, "tokens"], cells)
 
 
 def _lengths(found: Runs) -> str:
-    first = found.lengths("strengths")[0]
-    lengths = [first, *found.lengths("lengths")]
+    def cells(row: str) -> list[str]:
+        regrets = [_text(found.of(name, row, "own_regret")) for name in LENGTHS]
+        return [*regrets, *(_difference(against(found, row, name), row) for name in LENGTHS)]
 
-    def of(row: str, length: int) -> Seeds:
-        return found.get("strengths" if length == first else "lengths", row, length=length)
+    tokens = [f"{found.tokens(name):.1f}" for name in LENGTHS]
+    head = [*_heads("regret, tokens: ", tokens), *_heads("against the first row: ", tokens)]
+    return _table(found, "long", head, cells)
 
-    head = ["loss", "KL term", *(f"{'regret, tokens: ' if i == 0 else ''}{n}" for i, n in enumerate(lengths))]
-    head += [f"{'against the first row: ' if i == 0 else ''}{n}" for i, n in enumerate(lengths)]
-    head += [f"KL, {lengths[-1]} tokens", f"reward, {lengths[-1]} tokens"]
-    rows = []
-    for row in found.rows("lengths"):
-        regrets = [_text(_of(of(row, n), "regret")) for n in lengths]
-        differences = [_against(of(row, n), of(BASELINE, n)) for n in lengths]
-        rows.append(
-            [*_names(row), *regrets, *differences, *(_text(_of(of(row, lengths[-1]), q)) for q in ("kl", "reward"))]
-        )
-    return markdown_table(head, rows, numbers=range(2, len(head)))
+
+def _token_mean(found: Runs) -> str:
+    stale = found.staleness("token mean")
+
+    def cells(row: str) -> list[str]:
+        made = []
+        for n in stale:
+            ours, summed = (
+                found.of(name, row, "own_regret", updates_a_batch=n) for name in ("token mean", "staleness")
+            )
+            change = paired_difference(ours, summed)
+            made += [_text(ours), f"{_mean_text(change, sign='+')} {verdict(change)}".strip()]
+        return made
+
+    head = [h for n in stale for h in (f"regret, {n} updates a batch", "against the sum")]
+    return _table(found, "token mean", head, cells)
 
 
 def _wrong(found: Runs) -> str:
     betas = found.kl_coefs("wrong verifier")
-    head = ["loss", "KL term", *(f"{'right, β = ' if i == 0 else ''}{b:g}" for i, b in enumerate(betas))]
-    head += [f"{q}, β = {MIDDLE:g}" for q in ("paid", "KL")]
-    rows = [
-        [*_names(row), *(_text(_of(found.get("wrong verifier", row, b), "right")) for b in betas)]
-        + [_text(_of(found.get("wrong verifier", row), q)) for q in ("reward", "kl")]
-        for row in found.rows("wrong verifier")
-    ]
-    return markdown_table(head, rows, numbers=range(2, len(head)))
+
+    def cells(row: str) -> list[str]:
+        right = [_text(found.of("wrong verifier", row, "right", beta)) for beta in betas]
+        return [*right, *(_text(found.of("wrong verifier", row, "reward", beta)) for beta in betas)]
+
+    head = [*_heads("right, β = ", betas), *_heads("paid, β = ", betas)]
+    return _table(found, "wrong verifier", head, cells)
 
 
-def _others(found: Runs) -> str:
-    head = ["loss", "KL term", "regret", "against the first row", "reward", "KL(π_θ‖π_ref)", "KL(π_ref‖π_θ)"]
-    base, rows = found.get("strengths", BASELINE), []
-    for row in ROWS:
-        runs = found.get("others", row) or found.get("strengths", row)
-        if runs:
-            shown = [_text(_of(runs, q)) for q in ("reward", "kl", "kl_from_ref")]
-            rows.append([*_names(row), _text(_of(runs, own_regret)), _against(runs, base), *shown])
-    return markdown_table(head, rows, numbers=range(2, len(head)))
+def _iterative(found: Runs) -> str:
+    def cells(row: str) -> list[str]:
+        return [_text(found.of(name, row, q)) for name in ("iterative", "staleness") for q in ("reward", "kl")]
+
+    head = ["reward", "KL(π_θ‖first reference)", "with the fixed reference: reward", "KL"]
+    return _table(found, "iterative", head, cells)
 
 
 def _longer(found: Runs) -> str:
-    """Runs of more updates: regrets, and J at the middle β of the rows that were trained with other β too."""
-    head = ["loss", "KL term", "regret, 1,600 updates", "6,400", "6,400 against the first row"]
-    head += [f"J at β = {MIDDLE:g} against the first row, trained with β = {b:g}" for b in found.kl_coefs("strengths")]
-    base, rows = found.get("longer", BASELINE), []
-    for name in ("longer", "longer, per token"):
-        for row in found.rows(name):
-            runs = found.get(name, row)
-            cells = [_text(_of(found.get("strengths", row), own_regret)), _text(_of(runs, own_regret))]
-            for beta in found.kl_coefs("strengths"):
-                trained = found.get(name, row, beta)
-                shown = trained and row != BASELINE
-                change = paired_difference(_of(trained, _middle_j), _of(base, _middle_j)) if shown else None
-                cells.append(_mean_text(change, sign="+") if change else "")
-            rows.append([*_names(row), *cells[:2], _against(runs, base), *cells[2:]])
-    return markdown_table(head, rows, numbers=range(2, len(head)))
+    def cells(row: str) -> list[str]:
+        names = ("staleness", "longer")
+        regrets = [_text(found.of(name, row, "own_regret")) for name in names]
+        return [*regrets, *(_difference(against(found, row, name), row) for name in names)]
 
-
-def _middle_j(record: Record) -> float:
-    """J at β = `MIDDLE` of a run that was trained with any β."""
-    return record["reward"] - MIDDLE * record["kl"]
+    return _table(found, "longer", ["regret, 1,600 updates", "6,400", "against the first row: 1,600", "6,400"], cells)
 
 
 def _rates(found: Runs) -> str:
-    chosen, rows = best_rates(found.all), []
-    scan = [r for r in found.all if r["experiment"] == SCAN]
-    rates = sorted({r["rate"] for r in scan})
-    for row, best in chosen.items():
-        cells = []
-        for rate in rates:
-            values = [own_regret(r) for r in scan if (r["row"], r["rate"]) == (row, rate)]
-            cells.append(f"{mean(values).value:.3f}" + " ←" * (rate == best))
-        rows.append([*_names(row), *cells])
-    head = ["loss", "KL term", *(f"{rate:g}" for rate in rates)]
-    return markdown_table(head, rows, numbers=range(2, len(head)))
+    chosen, stale = best_rates(found.all), found.staleness(SCAN)
+    rates = sorted({rate for r in found.all if r["experiment"] == SCAN for rate in r["rates"]})
+
+    def cells(row: str) -> list[str]:
+        return [f"{chosen[row, n]:g}" if (row, n) in chosen else "" for n in stale]
+
+    return _table(
+        found, SCAN, _heads(f"rate, of {', '.join(f'{r:g}' for r in rates)}; updates a batch: ", stale), cells
+    )

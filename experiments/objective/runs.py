@@ -41,7 +41,7 @@ def run_unit(unit: Unit) -> Record:
     tasks = [make_task(unit.task, seed, wrong=unit.wrong) for seed in unit.seeds]
     trained = unit.kl_coefs[:1] if estimator is NO_KL else unit.kl_coefs
     lanes = [
-        Lane(task, np.int32(seed), *map(np.float32, (beta, rate)), schedule.token_mean, schedule.reference_batches)
+        Lane(task, seed, beta, rate, schedule.token_mean, schedule.reference_batches)
         for task, seed in zip(tasks, unit.seeds, strict=True)
         for beta in trained
         for rate in unit.rates
@@ -50,7 +50,7 @@ def run_unit(unit: Unit) -> Record:
     ends = np.concatenate([_train(unit.row, shapes, schedule.updates_a_batch, part) for part in _chunks(lanes)])
     ends = ends[: len(lanes)].reshape(len(tasks), len(trained), len(unit.rates), *ends.shape[1:])
     ends = np.broadcast_to(ends, (len(tasks), len(unit.kl_coefs), *ends.shape[2:]))
-    found = _judge(shapes, jax.tree.map(lambda *x: np.stack(x), *tasks), ends, np.float32(unit.kl_coefs))
+    found = _judge(shapes, jax.tree.map(lambda *x: np.stack(x), *tasks), ends, np.asarray(unit.kl_coefs, np.float32))
     values = {name: np.round(np.asarray(x, np.float64), 5).tolist() for name, x in found.items()}
     seconds = round(time.process_time() - began, 1)
     return {"unit": unit.name, **dataclasses.asdict(unit), "values": values, "cpu_seconds": seconds}
@@ -187,6 +187,10 @@ class Runs:
 
     def kl_coefs(self, experiment: str) -> list[float]:
         return next((r["kl_coefs"] for r in self.all if r["experiment"] == experiment), [])
+
+    def tokens(self, experiment: str) -> float:
+        """The mean length of the reference's completions."""
+        return next(PathSettings(**r["task"]).tokens for r in self.all if r["experiment"] == experiment)
 
     def staleness(self, experiment: str) -> list[int]:
         return sorted({r["schedule"]["updates_a_batch"] for r in self.all if r["experiment"] == experiment})

@@ -54,7 +54,7 @@ def train(estimator: Estimator | None, s: PathSettings, updates_a_batch: int, la
     π_old becomes π_θ after `updates_a_batch` updates. Without an estimator each update has the exact gradient of J.
     """
     task = lane.task
-    graphdef, start = start_of(s, lane.seed)
+    graphdef, start = start_of(s, jnp.asarray(lane.seed))
     optimizer, size = optax.adam(optax.cosine_decay_schedule(1.0, s.updates)), s.groups * s.group
     grouped = estimator is not None and estimator.baseline
     groups, each = (jnp.repeat(jnp.arange(s.groups), s.group) if grouped else None), updates_a_batch
@@ -65,7 +65,7 @@ def train(estimator: Estimator | None, s: PathSettings, updates_a_batch: int, la
     def loss(params: Any, reference: jax.Array, drawn: Drawn, columns: Any) -> jax.Array:
         now = policy(params)
         if estimator is None:
-            return -objective(s, dataclasses.replace(task, reference=reference), now, lane.kl_coef)
+            return -objective(s, dataclasses.replace(task, reference=reference), now, jnp.asarray(lane.kl_coef))
         of_states = prefix_kl(now, reference)
         tokens = checked(
             logprobs=chosen(now, drawn),

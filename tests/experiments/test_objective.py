@@ -1,4 +1,4 @@
-"""The experiments on the objective: their task, their judge against enumeration, their kept runs and their page."""
+"""The experiments on the objective: their task and judge against enumeration, their training, their kept runs."""
 
 import dataclasses
 import itertools
@@ -10,113 +10,197 @@ import numpy as np
 import pytest
 
 from experiments import kept as files
-from experiments.estimators.scenes import reverse_kl_optimum
+from experiments.estimators.scenes import forward_kl_optimum, kl, reverse_kl_optimum
 from experiments.objective import __main__ as program
-from experiments.objective import judge, paths, results, runs
-from experiments.objective.design import BASELINE, EXPERIMENTS, ROWS, SCAN, ObjectiveSettings, count_units
-from experiments.objective.paths import PathSettings, Schedule, Verifier
+from experiments.objective import paths, results, runs
+from experiments.objective.design import (
+    BASELINE,
+    EXACT,
+    EXPERIMENTS,
+    GRPO,
+    NO_KL,
+    ROWS,
+    SCAN,
+    TOKEN,
+    Experiment,
+    ObjectiveSettings,
+    Schedule,
+    count_units,
+    units,
+)
+from experiments.objective.paths import PathSettings, Task
 from experiments.objective.runs import Runs, best_rates
+from experiments.objective.training import Lane, chosen, judge, train
+from rpg_jax.report.seeds import Mean
 
-SMALL = PathSettings(symbols=3, length=3, layers=1, width=8, groups=2, group=4, updates=16)
-TOKEN, GRPO = "per token: URKL", "per token (GRPO): k₃"
+SMALL = PathSettings(symbols=2, prompts=2, shortest=2, longest=4, width=8, groups=2, group=4, updates=16)
 CODE = {"commit": "0123456789", "uncommitted_changes": False, "packages": {"jax": "0.10"}, "platform": "cpu"}
 
 
-def verifier(*, wrong: bool = False) -> Verifier:
-    """Prompt 0 forbids the step 0 → 1; the other prompts forbid every step but 2 → 2."""
-    allowed = np.zeros((3, 3, 3), bool)
-    allowed[0], allowed[1:, 2, 2] = True, True
-    allowed[0, 0, 1] = False
-    return Verifier(jnp.asarray(allowed), jnp.asarray(wrong))
+def task(*, wrong: bool = False, seed: int = 0) -> Task:
+    """Prompt 0 forbids the step 0 → 1; prompt 1 forbids to end after 1."""
+    allowed = np.ones((2, 2, 3), bool)
+    allowed[0, 0, 1] = allowed[1, 1, 2] = False
+    drawn = paths.make_task(SMALL, seed, wrong=wrong)
+    return dataclasses.replace(drawn, allowed=jnp.asarray(allowed))
 
 
-def test_a_path_is_right_where_its_prompt_allows_every_step():
-    completions = jnp.asarray([[0, 2, 1], [2, 0, 1], [0, 0, 0], [2, 2, 2], [1, 1, 0]])
-    assert verifier().right(jnp.zeros((5, 1), int), completions).tolist() == [1, 0, 1, 1, 1]
-    assert verifier().right(jnp.ones((5, 1), int), completions).tolist() == [0, 0, 0, 1, 0]
-    assert verifier(wrong=True).rewards(jnp.ones((5, 1), int), completions).tolist() == [0, 0, 0, 1, 1]
+def policy(seed: int) -> jax.Array:
+    """Another distribution for every state."""
+    return jax.nn.log_softmax(jnp.asarray(np.random.default_rng(seed).normal(size=(*SMALL.shape, 3))))
+
+
+def completions() -> list[tuple[int, ...]]:
+    """All of them: paths that end with END = 2, and paths that are cut after four tokens."""
+    ended = [(*x, 2) for n in range(4) for x in itertools.product(range(2), repeat=n)]
+    return ended + list(itertools.product(range(2), repeat=4))
+
+
+def along(table: np.ndarray, graph: np.ndarray, prompt: int, completion: tuple[int, ...]) -> tuple[float, bool]:
+    """The log-probability of a completion, and whether it is right; written without the program's steps."""
+    total, last, ok = 0.0, prompt, True
+    for t, action in enumerate(completion):
+        total += table[prompt, min(t, 1), last, int(ok), action]
+        ok = ok and bool(graph[prompt, last, action])
+        last = action
+    return total, ok and completion[-1] == 2 and len(completion) >= 2
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_sums_over_states_are_sums_over_all_completions(wrong):
+    with jax.enable_x64(True):
+        of, ours, theirs = task(wrong=wrong), policy(1), policy(2)
+        found = paths.visits(SMALL, of, ours)
+        distance = paths.divergence(found, ours, theirs)
+        for prompt in range(2):
+            each = [(x, *along(np.asarray(ours), np.asarray(of.allowed), prompt, x)) for x in completions()]
+            p = np.exp([logprob for _, logprob, _ in each])
+            right = np.asarray([r for *_, r in each], float)
+            paid = np.maximum(right, [wrong * (x == (2,)) for x, *_ in each])
+            others = [along(np.asarray(theirs), np.asarray(of.allowed), prompt, x)[0] for x, *_ in each]
+            expected = p @ right, p @ paid, p @ [len(x) for x, *_ in each], p @ (np.log(p) - others)
+            got = found.right[prompt], found.paid[prompt], found.length[prompt], distance[prompt]
+            assert p.sum() == pytest.approx(1, abs=1e-12)
+            np.testing.assert_allclose(got, expected, rtol=1e-9)
 
 
 @pytest.mark.parametrize("kl_coef", [0.02, 0.1, 0.5])
-def test_the_best_reward_and_kl_are_those_of_the_tilted_reference(kl_coef):
+def test_the_best_objective_is_that_of_the_best_distribution_of_completions(kl_coef):
     with jax.enable_x64(True):
-        reference = jnp.log(jnp.asarray([0.6, 0.25, 0.1, 0.05]))
-        rewards = jnp.asarray([0.0, 1.0, 0.0, 1.0])
+        reference, rewards = jnp.log(jnp.asarray([0.6, 0.25, 0.1, 0.05])), jnp.asarray([0.0, 1.0, 0.0, 1.0])
         best = reverse_kl_optimum(reference, rewards, kl_coef)
-        found = judge.optimum(jnp.exp(reference) @ rewards, jnp.asarray(kl_coef))
-        expected = (jnp.exp(best) @ rewards, jnp.exp(best) @ (best - reference))
-        np.testing.assert_allclose((found["best_reward"], found["best_kl"]), expected, rtol=1e-9)
+        value = jnp.exp(best) @ rewards - kl_coef * kl(best, reference)
+        np.testing.assert_allclose(paths.best_reverse(jnp.asarray(0.3), jnp.asarray(kl_coef)), value, rtol=1e-9)
+        slope = jax.grad(paths.best_reverse, argnums=1)(jnp.asarray(0.3), jnp.asarray(kl_coef))
+        np.testing.assert_allclose(-slope, kl(best, reference), rtol=1e-7)
+        best = forward_kl_optimum(reference, rewards, kl_coef)
+        value = jnp.exp(best) @ rewards - kl_coef * kl(reference, best)
+        np.testing.assert_allclose(paths.best_forward(jnp.asarray(0.3), jnp.asarray(kl_coef)), value, rtol=1e-6)
+
+
+def test_samples_have_the_probabilities_of_the_sums_and_their_log_probabilities():
+    of, ours = task(wrong=True), policy(1).astype(jnp.float32)
+    prompts = np.repeat(np.arange(2), 4_096)
+    drawn = jax.jit(paths.draw, static_argnums=0)(SMALL, of, ours, prompts, jax.random.key(0))
+    found = paths.visits(SMALL, of, ours)
+    for sampled, exact in ((drawn.right, found.right), (drawn.paid, found.paid), (drawn.mask.sum(1), found.length)):
+        each = np.asarray(sampled).reshape(2, -1)
+        assert np.all(np.abs(each.mean(1) - exact) < 4 * each.std(1) / 64)
+    logprobs = np.sum(np.asarray(chosen(ours, drawn) * drawn.mask), axis=1)
+    for i in range(0, len(prompts), 97):
+        completion = tuple(np.asarray(drawn.actions)[i][np.asarray(drawn.mask)[i] == 1].tolist())
+        expected, right = along(np.asarray(ours), np.asarray(of.allowed), int(prompts[i]), completion)
+        assert logprobs[i] == pytest.approx(expected, abs=1e-5) and drawn.right[i] == right
+
+
+def test_graphs_have_about_the_wanted_share_of_right_completions():
+    s = PathSettings()
+    for seed in range(3):
+        of = paths.make_task(s, seed)
+        found = paths.visits(s, of, of.reference)
+        assert 0.3 * s.mass < np.mean(found.right) < 2 * s.mass
+        np.testing.assert_allclose(found.length, s.tokens, rtol=1e-5)
+
+
+def end(row: str, s: PathSettings, kl_coef: float = 0.3, n: int = 8, reference_batches: int = 0, mean: bool = False):
+    lane = Lane(task(), 0, kl_coef, 0.03, mean, reference_batches)
+    trained = jax.jit(lambda lane: train(ROWS.get(row), s, n, lane))(lane)
+    return judge(s, lane.task, trained, jnp.float32(kl_coef))
 
 
 @pytest.mark.slow
-def test_samples_judge_like_exact_sums_and_log_probs_are_those_of_training():
-    graphdef, reference = paths.start_of(SMALL, 0)
-    _, policy = paths.start_of(SMALL, 1)
-    prompts, key = np.repeat(SMALL.prompts, 64, axis=0), jax.random.key(0)
-    completions, logprobs = paths.draw(graphdef, policy, prompts, SMALL.length, key)
-    trained = paths.logprobs_of(graphdef, policy, paths.rows_of(prompts, completions))
-    np.testing.assert_allclose(logprobs, trained, atol=1e-5)
-    table = paths.policies(graphdef, policy, SMALL)
-    everything = list(itertools.product(range(3), repeat=3))
-    place = [everything.index(tuple(x)) for x in np.asarray(completions).tolist()]
-    np.testing.assert_allclose(jax.vmap(SMALL.tree.along)(table)[prompts[:, 0], place], trained, atol=1e-5)
-    given = (SMALL, graphdef, reference, policy, verifier(wrong=True), jnp.float32(0.3))
-    exact, sampled = judge._exact(*given), judge._sampled(*given, key)
-    errors = {"reward": sampled["reward_error"], "kl": sampled["kl_error"], "regret": sampled["regret_error"]}
-    for name, error in errors.items():
-        assert 0 < error < 0.05 and abs(exact[name] - sampled[name]) < 4 * error, name
-    assert exact["reward"] > exact["right"]
+def test_large_batches_end_where_the_exact_gradient_ends_and_tokens_elsewhere():
+    s = dataclasses.replace(SMALL, groups=256, group=8, updates=160)
+    exact = end(EXACT, s)
+    for row in (
+        BASELINE,
+        "sequence, weight W: URKL",
+        "to-go, exact: URKL",
+        "to-go, exact, KL over the vocabulary: RKL",
+    ):
+        found = end(row, s)
+        assert abs(found["reward"] - exact["reward"]) < 0.005 and abs(found["kl"] - exact["kl"]) < 0.02, row
+    assert exact["regret"] < 0.03
+    assert end(TOKEN, s)["regret"] > exact["regret"] + 0.005
+    assert end(NO_KL.key, s)["kl"] > exact["kl"] + 0.3
+    assert end(BASELINE, s, reference_batches=1)["kl"] > exact["kl"] + 0.1
+    assert 1e-4 < abs(end(BASELINE, s, mean=True)["kl"] - end(BASELINE, s)["kl"]) < 0.05
 
 
-@pytest.mark.slow
-def test_a_run_climbs_and_a_moving_reference_lets_it_go_further():
-    s = dataclasses.replace(SMALL, updates=96)
-    graphdef, start = paths.start_of(s, 0)
-    judged = jax.jit(judge.judge, static_argnums=(0, 1))
-    ends = {}
-    for batches in (0, 1):
-        run = jax.jit(paths.train, static_argnums=(0, 1, 2, 3))
-        given = (verifier(), jnp.float32(0.3), jnp.float32(1e-2), jax.random.key(0))
-        end = run(ROWS[BASELINE], s, Schedule(4, batches), graphdef, start, *given)
-        ends[batches] = judged(s, graphdef, start, end, verifier(), jnp.float32(0.3), jax.random.key(1))
-    before = judged(s, graphdef, start, start, verifier(), jnp.float32(0.3), jax.random.key(1))
-    assert ends[0]["regret"] < before["regret"] - 0.02
-    assert ends[1]["kl"] > ends[0]["kl"] + 0.05
+def record(experiment: str, row: str, values: dict[str, list], **other: object) -> dict:
+    """A unit of three seeds; `values` are [seed][β]."""
+    shape = {"schedule": dataclasses.asdict(Schedule()), "task": dataclasses.asdict(PathSettings())}
+    made = {"experiment": experiment, "row": row, "unit": f"{experiment} {row}", "kl_coefs": [0.1], "seeds": [0, 1, 2]}
+    numbers = {name: [[[x] for x in betas] for betas in of_seeds] for name, of_seeds in values.items()}
+    return made | shape | {"rates": [0.01], "values": numbers, "cpu_seconds": 4.0} | other
 
 
-def record(experiment: str, row: str, seed: int, regret: float, rate: float = 1e-3, **other: object) -> dict:
-    numbers = {"reward": 0.9, "right": 0.8, "kl": 2.0, "kl_from_ref": 1.0, "mass": 0.1, "regret_forward": 2 * regret}
-    best = {"best_reward": 0.99, "best_kl": 1.9, "cpu_seconds": 4.0, "unit": f"{experiment} {row}"}
-    which = {"experiment": experiment, "row": row, "seed": seed, "rate": rate, "kl_coef": 0.1, "length": 5}
-    return numbers | best | which | {"regret": regret, "updates_a_batch": 8, "reference_batches": 0} | other
+def strengths(row: str, regrets: list[float], reward: float, kl: float) -> dict:
+    each = {"regret": regrets, "reward": [reward] * 3, "kl": [kl] * 3, "length": [5.0] * 3, "best": [0.8] * 3}
+    each["best_kl"] = [2.0] * 3
+    return record("staleness", row, {name: [[x] for x in of_seeds] for name, of_seeds in each.items()})
 
 
 RECORDS = [
-    *(record(SCAN, row, 100, x, rate) for row in (BASELINE, TOKEN, GRPO) for rate, x in ((5e-4, 0.2), (1e-3, 0.1))),
-    *(record("strengths", BASELINE, seed, 0.1 + seed / 100) for seed in range(3)),
-    *(record("strengths", TOKEN, seed, 0.15 + seed / 100) for seed in range(3)),
-    *(record("strengths", GRPO, seed, 0.2 - seed / 100) for seed in range(3)),
+    strengths(EXACT, [0.01] * 3, 0.99, 2.0),
+    strengths(BASELINE, [0.10, 0.11, 0.12], 0.9, 2.0),
+    strengths(TOKEN, [0.15, 0.16, 0.17], 0.85, 2.5),
+    strengths(GRPO, [0.20, 0.19, 0.18], 0.8, 1.5),
 ]
 
 
-def kept(folder, records=RECORDS, settings=None):
+def kept(folder, settings=None):
     head = {"settings": settings or json.loads(json.dumps(dataclasses.asdict(ObjectiveSettings())))}
-    lines = [json.dumps(head), json.dumps({"runs": records, "made_with": CODE}), '{"runs": [{"torn']
+    lines = [json.dumps(head), *(json.dumps({"record": r, "made_with": CODE}) for r in RECORDS), '{"record": {"torn']
     path = folder / "objective.jsonl"
     path.write_text("\n".join(lines), encoding="utf-8")
     return path
 
 
-def test_each_row_takes_the_rate_of_the_least_regret_of_its_own_objective():
-    forward = "per token: UFKL"
-    scan = [record(SCAN, forward, 100, 0.1, 5e-4), record(SCAN, forward, 100, 0.2, 1e-3, regret_forward=0.1)]
-    assert best_rates([*RECORDS, *scan]) == {BASELINE: 1e-3, TOKEN: 1e-3, GRPO: 1e-3, forward: 1e-3}
-    assert best_rates(scan[:1]) == {forward: 5e-4}
+def test_each_row_takes_the_rate_of_the_least_regret_of_its_own_objective_at_its_staleness():
+    forward, shape = "per token: UFKL", {"rates": [0.003, 0.01], "kl_coefs": [0.1], "seeds": [100]}
+    numbers = {"regret": [[[0.1, 0.2]]], "regret_forward": [[[0.2, 0.1]]]}
+    scan = [record(SCAN, row, {}, **shape) | {"values": numbers} for row in (TOKEN, forward)]
+    stale = record(SCAN, TOKEN, {}, **shape) | {"values": {"regret": [[[float("nan"), 0.9]]]}}
+    stale["schedule"] = {"updates_a_batch": 64}
+    assert best_rates([*scan, stale]) == {(TOKEN, 8): 0.003, (forward, 8): 0.01, (TOKEN, 64): 0.01}
+
+
+def test_rewards_are_compared_at_equal_distance_on_the_line_through_the_strengths():
+    values = {"kl": [[3.0, 1.0], [4.0, 2.5], [2.0, 1.0]], "reward": [[0.9, 0.5], [1.0, 0.7], [0.8, 0.4]]}
+    found = Runs([record("staleness", TOKEN, values, kl_coefs=[0.1, 0.5])])
+    assert found.at_kl(TOKEN, 1.5, 8) == pytest.approx({0: 0.6, 2: 0.6})
+
+
+def test_a_verdict_needs_the_whole_interval():
+    assert results.verdict(Mean(0.004, 0.005, 20)) == "equal"
+    assert results.verdict(Mean(0.02, 0.005, 20)) == "different"
+    assert results.verdict(Mean(0.02, 0.03, 20)) == ""
 
 
 def test_a_torn_line_is_dropped_and_other_settings_are_refused(tmp_path):
     path = kept(tmp_path)
-    assert len(runs.read(path.read_text(encoding="utf-8")).runs) == len(RECORDS)
+    assert len(runs.read(path.read_text(encoding="utf-8")).records) == len(RECORDS)
     with pytest.raises(ValueError, match="other settings: choose another --out"):
         runs.run_objective(ObjectiveSettings(seeds=(0,)), path, jobs=1)
 
@@ -127,16 +211,36 @@ def test_the_tables_have_paired_differences_and_come_from_the_kept_runs_alone(tm
     data.write_bytes(files.packed(path.read_bytes()))
     assert program.main([f"--from-data={data}", f"--out={out}"]) == 0
     text = (out / "tables.md").read_text(encoding="utf-8")
-    assert "| per token | URKL | 0.160 ± 0.025 | +0.050 ± 0.000 |" in text
-    assert "| per token (GRPO) | k₃ | 0.190 ± 0.025 | +0.080 ± 0.050 |" in text
-    assert "0.100 ←" in text and (out / "objective.png").stat().st_size > 10_000
-    assert list(results.tables(Runs(RECORDS))) == ["The strength of the KL term", "Learning rates"]
+    assert "| per token | URKL | 0.160 ± 0.025 | +0.050 ± 0.000 different |" in text
+    assert "| per token (GRPO) | k₃ | 0.190 ± 0.025 | +0.080 ± 0.050 different |" in text
+    assert (out / "objective.png").stat().st_size > 10_000
+    assert list(results.tables(Runs(RECORDS))) == ["By staleness", "At equal distance", "The strength of the KL term"]
     assert program.main([f"--from-data={path}", f"--out={out}"]) == 2
 
 
 def test_every_experiment_names_rows_and_compares_with_the_first():
+    s = ObjectiveSettings()
     for name, experiment in EXPERIMENTS.items():
-        assert set(experiment.rows) <= set(ROWS)
-        assert BASELINE in experiment.rows or name in ("others", "longer, per token")
-    assert count_units(ObjectiveSettings()) == 31 + 14 + 28 + 7 + 14 + 14 + 17 + 2 * 5
-    assert Runs(RECORDS).rows("strengths") == [BASELINE, TOKEN, GRPO]
+        assert {*experiment.rows} <= {EXACT, *ROWS} and BASELINE in experiment.rows
+        rates = dict.fromkeys(itertools.product([EXACT, *ROWS], (1, 8, 64)), 0.01)
+        names = [unit.name for unit in units(s, name, rates)]
+        assert len({*names}) == len(names)
+    assert count_units(s) == 55 + 55 + 19 + 2 * 8 + 3 * 18 + 19 + 8
+
+
+@pytest.mark.slow
+def test_runs_are_made_continued_and_equal_alone_and_together(tmp_path):
+    s = ObjectiveSettings(
+        task=SMALL,
+        seeds=(0, 1),
+        rates=(0.01,),
+        scan_seeds=(100,),
+        experiments={"staleness": Experiment((EXACT, BASELINE), (0.1, 0.5))},
+    )
+    made = runs.run_objective(s, tmp_path / "objective.jsonl", jobs=1)
+    again = runs.run_objective(s, tmp_path / "objective.jsonl", jobs=1)
+    assert made == again and len(made.records) == 4
+    _, unit = units(s, "staleness", {(EXACT, 8): 0.01, (BASELINE, 8): 0.01})
+    alone = runs.run_unit(dataclasses.replace(unit, seeds=(1,)))
+    both = next(r for r in made.records if (r["experiment"], r["row"]) == ("staleness", BASELINE))
+    np.testing.assert_allclose(alone["values"]["regret"][0], both["values"]["regret"][1], atol=2e-5)
