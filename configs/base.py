@@ -416,9 +416,8 @@ FIELDS = Section(
             range="[0, 1e6]"),
         rollouts_every=Field(10, "The steps between two records in rollouts/: groups with the numbers of every token, "
             "for the report's browser. The first step is recorded too. A record has 8 groups "
-            "and costs one more pass of log-probabilities over their mini-batches; a token takes up to 25 bytes. For a "
-            "mixture of experts that samples and trains in one process, these steps also compare the experts that "
-            "sampler and trainer choose. 0 is off.", "steps", range="[0, 1e12]"),
+            "and costs one more pass of log-probabilities over their mini-batches; a token takes up to 25 bytes. "
+            "0 is off.", "steps", range="[0, 1e12]"),
         tracker=Field("", "Where metrics go too: tensorboard, wandb, mlflow or trackio, or several, separated by "
             "commas. Each needs its package: pip install tensorboardX, wandb, mlflow or trackio."),
         project=Field("rpg_jax", "The project (wandb, trackio) or experiment (mlflow) of the run."),
@@ -460,7 +459,7 @@ _GONE = {
     "dynamic_sampling.on_shortage": "too few groups make a smaller batch",
     "log.rollouts_groups": "a record has 8 groups",
     "log.wandb_mode": "set the variable WANDB_MODE to offline or disabled",
-    "log.routing_every": "log.rollouts_every chooses these steps too",
+    "log.routing_every": "the experts of sampler and trainer are not compared; sampler_gap has what they cost",
     "log.max_nonfinite_updates": "a run stops after 10 non-finite updates in a row",
     "warm_start.max_updates": "a warm start gives up after 20,000 updates",
 }

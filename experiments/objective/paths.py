@@ -132,7 +132,7 @@ def draw(graphdef: Any, params: Any, prompts: jax.Array, length: int, key: jax.A
 
     def step(carry: tuple[jax.Array, Any], key: jax.Array) -> tuple[tuple[jax.Array, Any], tuple[jax.Array, jax.Array]]:
         tokens, logprobs = choose(carry[0], key)
-        return model.decode(tokens, carry[1])[:2], (tokens, logprobs)
+        return model.decode(tokens, carry[1]), (tokens, logprobs)
 
     keys = jax.random.split(key, length)
     (hidden, _), drawn = jax.lax.scan(step, (hidden, cache), keys[:-1])

@@ -194,9 +194,9 @@ def with_logprobs(groups, present, ref=None, *, swap="between", decoupled=False)
 
     anchor = {"coincides": lambda: False, "params": lambda: ref, "programs": None}
     reference = SimpleNamespace(is_behaviour=ref is None, **anchor)
-    parts = {"collector": ahead, "reference": reference, "decoupled": decoupled, "routing": None}
+    parts = {"collector": ahead, "reference": reference, "decoupled": decoupled}
     algorithm = SimpleNamespace(logprobs=logprobs, **parts)
-    return add_logprobs(algorithm, batch, SimpleNamespace(params=present), 1)
+    return add_logprobs(algorithm, batch, SimpleNamespace(params=present))
 
 
 def mean_gradient(kind, policies, swap, **bounds):
