@@ -36,7 +36,6 @@ from rpg_jax.runs.learner import (
     no_params,
     offloaded,
     open_base,
-    policy_objective,
     reference_rule,
 )
 from rpg_jax.runs.logs import RunLog
@@ -194,8 +193,7 @@ def make_algorithm(
 ) -> Algorithm:
     """The parts of the training step. If the run trains adapters, `base` are the frozen weights."""
     c, layout = experiment.config, experiment.layout
-    objective = policy_objective(c, learner.critic, on_policy=is_on_policy(layout))
-    programs = learner_programs(layout, learner, objective, base)
+    programs = learner_programs(layout, learner, base=base)
     pack = functools.partial(
         data.pack,
         shape=packing_shape(layout),
@@ -222,7 +220,7 @@ def make_algorithm(
         decoupled=c.rollout.max_staleness > 0 and losses.carried_ratio(c.loss.sampler_correction) is not None,
         updates_per_step=c.train.updates_per_step,
         epochs=c.train.epochs,
-        on_policy=objective.on_policy,
+        on_policy=is_on_policy(layout),
         exact=c.loss.estimator == "exact",
         after_updates=None if files is None else files.after_updates,
         is_recorded=lambda step: files is not None and files.is_due(step),

@@ -12,7 +12,7 @@ from jax.experimental import topologies
 
 from rpg_jax import models, parallel
 from rpg_jax.planning import compiling, hlo, tpu_compiler
-from rpg_jax.rollout import Decoding
+from rpg_jax.rollout import DecodeEngine, Decoding, Weights
 
 pytestmark = pytest.mark.tpu_compile
 
@@ -162,8 +162,7 @@ def test_qwen3_4b_decodes_64_slots_of_4096_within_a_gibibyte_of_temporaries(topo
     graphdef, shapes = models.abstract(config, jnp.bfloat16, compute_dtype=jnp.bfloat16)
     params = compiling.placed(shapes, parallel.shardings(models.logical_axes(config), shapes, mesh))
     decoding = Decoding(slots=64, capacity=4096, mesh=mesh)
-    _, (_, decode, _) = compiling.sampling(config, graphdef, params, decoding, max_prompt_tokens=256)
-    compiled = decode.compile()
+    compiled = DecodeEngine(config, graphdef, Weights(params), decoding).lower(8, 256)["decode"].compile()
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < 2**30 < memory.alias_size_in_bytes / 8
     assert not moving(compiled.as_text(), {memory.alias_size_in_bytes // 2**20 * 2**19})
