@@ -283,23 +283,6 @@ def draw_dynamics(rows: Mapping[str, Sequence[Run]], sets: Sequence[str]) -> byt
     return png(figure)
 
 
-def draw_pass_at_k(rows: Mapping[str, Sequence[Run]], sets: Sequence[str]) -> bytes | None:
-    """PNG: pass@k of the last evaluation by k, one panel for each set. None if a row has no pass@k."""
-    figure = empty_figure(4.2 * len(sets) + 1.5, 3.6)
-    for axes, name in zip(np.atleast_1d(figure.subplots(1, len(sets), sharey=True)), sets, strict=True):
-        for colour, (row, runs) in zip(COLOURS, rows.items(), strict=False):
-            last = [run.evaluations[name][-1] for run in runs if name in run.evaluations]
-            curves = ({int(key[5:]): v for key, v in own.items() if key.startswith("pass@")} for own in last)
-            ks = draw_band(axes, curves, 100, colour, row)
-            if not ks:
-                return None
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ks, ks)
-        name_axes(axes, name, "k; pass@k in % after the last step")
-    legend_below(figure)
-    return png(figure)
-
-
 def draw_values(
     field: str, accuracy: Mapping[str, Mapping[float, Sequence[float]]], chosen: Mapping[str, float], shown: Any = str
 ) -> bytes:

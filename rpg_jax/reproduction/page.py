@@ -52,7 +52,6 @@ def write_page(results: Results, folder: Path) -> Path:
     sets = held_out_sets(scores)
     compared = {row: table.compared_with(row) for row in scores}
     parts += _figure("Last by row", folder / f"{name}.png", plots.draw_scores(scores, compared))
-    parts += _figure("pass@k", folder / f"{name}-pass.png", plots.draw_pass_at_k(shown, sets))
     parts += _figure("Training dynamics", folder / f"{name}-dynamics.png", plots.draw_dynamics(shown, sets))
     parts += _figure("What changes beside accuracy", folder / f"{name}-drift.png", plots.draw_drift(shown, sets))
     if sweep := results if table.swept else results.scan:  # the runs that values are chosen from
