@@ -301,15 +301,10 @@ FIELDS = Section(
     ),
     critic=Section(
         "The learned baseline of loss.advantage=gae.",
-        trunk=Field("separate", "The critic's network: a decoder of its own (separate), or a head on the policy's last "
-            "hidden states, whose gradient stops there (frozen) or trains the policy's trunk too (shared).",
-            choices=("separate", "frozen", "shared")),
         gamma=Field(1.0, "The discount per token.", range="[0, 1]"),
         gae_lambda=Field(1.0, "The lambda of GAE. 1: returns minus values; 0: one-step errors.", range="[0, 1]"),
         clip=Field(0.2, "The value loss clips a value to within this distance of the old value. 0 is off.",
             range="[0, inf)"),
-        coef=Field(0.5, "The weight of the value loss. With Adam it matters only where the trunk is shared.",
-            range="[0, 1e6]"),
         learning_rate=Field(1e-5, "The learning rate of the critic's own weights. The rest is as in optimizer.",
             range="[0, 100]"),
     ),
@@ -500,6 +495,8 @@ RETIRED = (
         "a step waits for all its groups; with rollout.max_staleness training fills the wait",
         fixed=0.0,
     ),
+    Retired("critic.trunk", "2026-11-26", "the critic has a decoder of its own", fixed="separate"),
+    Retired("critic.coef", "2026-11-26", "the value loss has the weight 0.5", fixed=0.5),
     Retired("task.chain_of_thought", "2026-11-25", "task.name=chains has working to write", fixed=False),
     *(
         Retired(

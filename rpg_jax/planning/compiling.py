@@ -135,7 +135,7 @@ def operations(layout: Layout, decoding: Decoding, critic: Critic | None = None)
     forward = forward_flops(model, **sizes, predicted=shape.completion_length)
     how: dict[str, Any] = {"remat": c.model.remat, "frozen": layout.lora is not None}
     update = training_flops(model, **sizes, predicted=shape.completion_length, **how)
-    if critic is not None and critic.trunk == "separate":
+    if critic is not None:
         update += training_flops(model, **sizes, predicted=0, **how)
     values = forward_flops(model, **sizes, predicted=0)
     found = {"log-probs": forward, "baseline": values, "update": update, "start": update, "add": update, "apply": 0.0}

@@ -79,11 +79,10 @@ def make_critic(layout: Layout) -> Critic | None:
         )
     trunk = dataclasses.replace(layout.model, tie_embeddings=True)  # no output embedding
     return Critic(
-        trunk=c.trunk,
         graphdef=abstract_model(config, trunk)[0],
         optimizer=make_optimizer(**{**optimizer_arguments(config), "learning_rate": c.learning_rate}),
         clip=c.clip or None,
-        **{name: c[name] for name in ("gamma", "gae_lambda", "coef")},
+        **{name: c[name] for name in ("gamma", "gae_lambda")},
     )
 
 
