@@ -148,23 +148,20 @@ class Usage:
 
     Attributes:
       decode_s: seconds between a dispatch and its result on the host.
-      dispatches, steps: number of dispatches, and of the decode steps they took.
+      steps: number of decode steps.
       tokens: tokens that were drawn.
       queued_steps, queued_tokens: steps and tokens of the dispatches that began while rows waited for a slot.
       extended_tokens: tokens of observations that were appended to the cache of a slot.
       again_tokens: tokens that were prefilled twice, because the slot was lent while the environment replied.
-      waited_s: seconds in which every row waited for a reply.
     """
 
     decode_s: float = 0.0
-    dispatches: int = 0
     steps: int = 0
     tokens: int = 0
     queued_steps: int = 0
     queued_tokens: int = 0
     extended_tokens: int = 0
     again_tokens: int = 0
-    waited_s: float = 0.0
 
 
 class _PendingReply(NamedTuple):
@@ -275,7 +272,6 @@ class Schedule:
             row.transcript.extend(drawn.tokens[slot, :count].copy(), drawn.logprobs[slot, :count].copy(), version)
         steps, tokens, usage = int(drawn.counts.max()), int(drawn.counts.sum()), self._usage
         usage.decode_s += time.perf_counter() - began
-        usage.dispatches += 1
         usage.steps += steps
         usage.tokens += tokens
         usage.queued_steps += steps * queued
@@ -319,11 +315,9 @@ class Schedule:
 
     def wait(self, timeout: float = 0.1) -> None:
         """Waits for the next reply, but at most `timeout` seconds. Returns at once if no row waits for a reply."""
-        began = time.perf_counter()
         replies = [asked.reply for asked in (*self._asked.values(), *self._without_slot)]
         if replies:
             concurrent.futures.wait(replies, timeout, concurrent.futures.FIRST_COMPLETED)
-            self._usage.waited_s += time.perf_counter() - began
 
     def shown(self, drawn: DecodeResult | None = None) -> DecodeResult:
         """The result of a dispatch in which slots that wait for a reply look active.
