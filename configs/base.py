@@ -207,14 +207,12 @@ FIELDS = Section(
         max_staleness=Field(0, "The steps that sampling may run ahead of training, on one device, on rollout.devices "
             "or on servers. 0: they alternate.", "steps",
             range="[0, 1000]"),
-        swap=Field("between", "When sampling runs ahead, new weights take over between batches (reproducible) or "
-            "midway in completions.", choices="rpg_jax.training.ahead:SWAPS"),
         int8=Field(False, "Decode with 8-bit matrices; set loss.sampler_correction, raise max_sampler_gap."),
         int8_kv=Field(False, "Keep keys and values in 8 bits while decoding. The same advice applies."),
         max_sampler_gap=Field(optional(float), "The run stops above this mean |log pi_s - log pi|, pi being the "
             "weights that sampled in the trainer's numerics. Unset: 1e-4 if all is computed in float32; otherwise "
-            "0.08, with a warning above 0.04. With max_staleness the trainer has them in the first step only, with "
-            "swap=midway in none.", "nats", range="(0, inf]"),
+            "0.08, with a warning above 0.04. With max_staleness the trainer has them in the first step only.",
+            "nats", range="(0, inf]"),
     ),
     servers=Section(
         "rollout.driver=servers: who samples, and how the weights get there; docs/servers.md.",
@@ -495,6 +493,7 @@ RETIRED = (
         "a step waits for all its groups; with rollout.max_staleness training fills the wait",
         fixed=0.0,
     ),
+    Retired("rollout.swap", "2026-11-26", "new weights take over between two batches", fixed="between"),
     Retired("critic.trunk", "2026-11-26", "the critic has a decoder of its own", fixed="separate"),
     Retired("critic.coef", "2026-11-26", "the value loss has the weight 0.5", fixed=0.5),
     Retired("task.chain_of_thought", "2026-11-25", "task.name=chains has working to write", fixed=False),

@@ -5,7 +5,6 @@ hosts hold the values on which every decision depends. So the same schedule runs
 larger than one host. No other thread takes part, which makes it the fastest driver.
 """
 
-import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -39,8 +38,8 @@ class LockstepRollout(Rollout):
         self._busy = threading.Lock()
 
     def sync_weights(self, params: Params | Staged, version: int) -> None:
-        """Waits until no rollout runs, unless completions may mix weights (`mixed`, on one process only)."""
-        with contextlib.nullcontext() if self.engine.decoding.mixed else self._busy:
+        """Waits until no rollout runs."""
+        with self._busy:
             super().sync_weights(params, version)
 
     def sample(self, request: Request) -> list[list[Completion]]:
@@ -55,7 +54,7 @@ class LockstepRollout(Rollout):
             except Exception as fault:
                 failed = f"the rollout of step {request.step} failed: {type(fault).__name__}: {fault}"
                 raise RolloutError(failed) from fault
-        return completions_of(request, groups, version, mixed=self.engine.decoding.mixed)
+        return completions_of(request, groups, version)
 
     def stream(self, request: Request) -> Iterator[np.ndarray]:
         """Yields the tokens i32[n] of the request's only completion, dispatch by dispatch."""

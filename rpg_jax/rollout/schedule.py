@@ -101,21 +101,16 @@ def _chunks(decoding: Decoding, request: Request, groups: Sequence[Sequence[Row]
     return [chunk for chunk in chunks if chunk.rows]
 
 
-def completions_of(
-    request: Request, groups: Sequence[Sequence[Row]], version: int, *, mixed: bool
-) -> list[list[Completion]]:
+def completions_of(request: Request, groups: Sequence[Sequence[Row]], version: int) -> list[list[Completion]]:
     """The completions of rows that have ended. The rows began under weights of `version`.
 
     The completions of a group that was complete before are [].
-
-    Args:
-      mixed: whether a completion may have tokens of other weights; see `Decoding`.
 
     Raises:
       RolloutError: log-probabilities that are not finite, or tokens of other weights.
     """
     others = {v for group in groups for row in group for v, _ in row.transcript.spans} - {version}
-    if others and not mixed:
+    if others:
         raise RolloutError(
             f"weights changed from version {version} to {max(others)} during the rollout of step {request.step}: "
             "its completions mix two policies; sync weights between rollouts"

@@ -211,7 +211,6 @@ def make_decoding(layout: Layout) -> rollout.Decoding:
     decoding = rollout.Decoding(
         slots=mesh.size,
         capacity=rollout.capacity(c.task.max_prompt_tokens, c.rollout.max_tokens),
-        mixed=c.rollout.max_staleness > 0 and c.rollout.swap == "midway",
         dtype=None if m.compute_dtype == m.param_dtype else jnp.dtype(m.compute_dtype),
         int8=c.rollout.int8,
         int8_kv=c.rollout.int8_kv,

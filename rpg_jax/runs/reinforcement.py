@@ -287,12 +287,7 @@ def make_collector(
     parts = collected, generator.take_errors, own, stream
     if not c.rollout.max_staleness:
         return Collector(*parts)
-    return AheadCollector(
-        *parts,
-        max_staleness=c.rollout.max_staleness,
-        steps=c.train.steps,
-        swap=c.rollout.swap,
-    )
+    return AheadCollector(*parts, max_staleness=c.rollout.max_staleness, steps=c.train.steps)
 
 
 def make_reference(experiment: Experiment, folder: storage.Folder) -> Reference:

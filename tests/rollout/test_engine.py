@@ -321,51 +321,6 @@ def test_slots_stay_busy_until_nothing_waits(build, work, driver):
     assert tokens >= 0.9 * 32 * steps > 0
 
 
-@pytest.mark.parametrize("driver", ["orchestrator", pytest.param("lockstep", marks=pytest.mark.slow)])
-def test_across_a_swap_of_weights_every_token_has_the_logprob_and_version_that_drew_it(
-    make, model, work, monkeypatch, driver
-):
-    """Replayed token by token: the cache that each version left, the head of the version that drew."""
-    graphdef, params = model
-    moved = jax.tree.map(lambda x: x * 1.3, params)
-    made = make(driver, *model, slots=8, steps_per_dispatch=5, mixed=True)
-    original, calls = made.engine.generate, []
-
-    def swapping(*args, **kwargs):
-        result = original(*args, **kwargs)
-        calls.append(None)
-        if len(calls) % 2 == 0:
-            made.sync_weights([params, moved][len(calls) // 2 % 2], len(calls) // 2)
-        return result
-
-    monkeypatch.setattr(made.engine, "generate", swapping)
-    groups = made.generate(replace(work, prompts=work.prompts[:3], prompt_ids=[1, 2, 3]))
-    made.close()
-    completions = [(p, c) for p, g in zip(work.prompts, groups, strict=False) for c in g]
-    # For rows that begin later, one version may have prefilled the prompt and another may have drawn the first token.
-    mixed = [(p, c) for p, c in completions if c.token_versions is not None and c.weight_version == 0]
-    assert len(mixed) > 2 and max(len(set(c.versions.tolist())) for _, c in mixed) > 2
-
-    @jax.jit
-    def begin(params, tokens, length):
-        return nnx.merge(graphdef, params).prefill(tokens, length)
-
-    @jax.jit
-    def follow(params, hidden, cache, token):
-        module = nnx.merge(graphdef, params)
-        logprobs = jax.nn.log_softmax(module.logits(hidden) / work.sampling.temperature)
-        return logprobs[0, token[0]], *module.decode(token, cache)
-
-    for prompt, c in mixed[:4]:
-        weights = [[params, moved][version % 2] for version in c.versions]
-        padded = np.zeros((1, 48), np.int32)
-        padded[0, : len(prompt)] = prompt
-        hidden, cache = begin(params, padded, np.array([len(prompt)]))
-        for token, logprob, under in zip(c.tokens, c.logprobs, weights, strict=True):
-            expected, hidden, cache = follow(under, hidden, cache, np.array([token], np.int32))
-            np.testing.assert_allclose(logprob, expected, atol=1e-5)  # f32 sums in another order
-
-
 @pytest.mark.slow
 def test_decoding_in_eight_bits_is_decoding_of_the_rounded_weights(make, model, work, is_same):
     graphdef, params = model
