@@ -66,10 +66,8 @@ class Decoding:
 
 
 def capacity(max_prompt_tokens: int, max_tokens: int) -> int:
-    """The tokens of a slot for the longest prompt and completion, rounded up to a multiple of 16, above 128 of 128."""
-    longest = max_prompt_tokens + max_tokens
-    multiple = 16 if longest <= 128 else 128
-    return -(-longest // multiple) * multiple
+    """The tokens of a slot for the longest prompt and completion, rounded up to a multiple of 16."""
+    return -(-(max_prompt_tokens + max_tokens) // 16) * 16
 
 
 def prompt_bucket(length: int, capacity: int) -> int:

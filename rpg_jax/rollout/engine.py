@@ -65,9 +65,9 @@ class DecodeEngine:
         with weights.pinned() as params, self._scope():
             module = nnx.merge(graphdef, params)
             dtype, self._ragged = module.compute_dtype, module.decode_attention == "ragged"
-        rules, int8 = tuple(decoding.rules.items()), decoding.int8_kv
-        sizes = decoding.slots // decoding.threads, decoding.capacity, decoding.steps_per_dispatch
-        self._programs = _make_programs(config, graphdef, *sizes, dtype, int8, decoding.mesh, rules)
+            rules, int8 = tuple(decoding.rules.items()), decoding.int8_kv
+            sizes = decoding.slots // decoding.threads, decoding.capacity, decoding.steps_per_dispatch
+            self._programs = _make_programs(config, graphdef, *sizes, dtype, int8, decoding.mesh, rules)
         self._threads = [ThreadPoolExecutor(1, f"rpg-decode-{i}") for i in range(decoding.threads)]
 
     def init_decode_state(self) -> State:

@@ -74,7 +74,8 @@ def cache_bytes(model: DecoderConfig, decoding: Decoding) -> float:
     """Bytes of the decode state on a device."""
     assert decoding.mesh is not None, "a layout decodes on a mesh"
     size, int8 = (decoding.slots, decoding.capacity, decoding.dtype or jnp.float32), {"int8_kv": decoding.int8_kv}
-    shapes = jax.eval_shape(functools.partial(DecodeState.empty, model, *size, **int8))
+    with parallel.activate(decoding.mesh, decoding.rules):
+        shapes = jax.eval_shape(functools.partial(DecodeState.empty, model, *size, **int8))
     where = parallel.shardings(DecodeState.logical_axes(**int8), shapes, decoding.mesh, decoding.rules)
     return bytes_on_a_device(placed(shapes, where))
 
