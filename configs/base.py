@@ -207,14 +207,12 @@ FIELDS = Section(
         max_staleness=Field(0, "The steps that sampling may run ahead of training, on one device, on rollout.devices "
             "or on servers. 0: they alternate.", "steps",
             range="[0, 1000]"),
-        swap=Field("between", "When sampling runs ahead, new weights take over between batches (reproducible) or "
-            "midway in completions.", choices="rpg_jax.training.ahead:SWAPS"),
         int8=Field(False, "Decode with 8-bit matrices; set loss.sampler_correction, raise max_sampler_gap."),
         int8_kv=Field(False, "Keep keys and values in 8 bits while decoding. The same advice applies."),
         max_sampler_gap=Field(optional(float), "The run stops above this mean |log pi_s - log pi|, pi being the "
             "weights that sampled in the trainer's numerics. Unset: 1e-4 if all is computed in float32; otherwise "
-            "0.08, with a warning above 0.04. With max_staleness the trainer has them in the first step only, with "
-            "swap=midway in none.", "nats", range="(0, inf]"),
+            "0.08, with a warning above 0.04. With max_staleness the trainer has them in the first step only.",
+            "nats", range="(0, inf]"),
     ),
     servers=Section(
         "rollout.driver=servers: who samples, and how the weights get there; docs/servers.md.",
@@ -301,15 +299,10 @@ FIELDS = Section(
     ),
     critic=Section(
         "The learned baseline of loss.advantage=gae.",
-        trunk=Field("separate", "The critic's network: a decoder of its own (separate), or a head on the policy's last "
-            "hidden states, whose gradient stops there (frozen) or trains the policy's trunk too (shared).",
-            choices=("separate", "frozen", "shared")),
         gamma=Field(1.0, "The discount per token.", range="[0, 1]"),
         gae_lambda=Field(1.0, "The lambda of GAE. 1: returns minus values; 0: one-step errors.", range="[0, 1]"),
         clip=Field(0.2, "The value loss clips a value to within this distance of the old value. 0 is off.",
             range="[0, inf)"),
-        coef=Field(0.5, "The weight of the value loss. With Adam it matters only where the trunk is shared.",
-            range="[0, 1e6]"),
         learning_rate=Field(1e-5, "The learning rate of the critic's own weights. The rest is as in optimizer.",
             range="[0, 100]"),
     ),
@@ -416,9 +409,8 @@ FIELDS = Section(
             range="[0, 1e6]"),
         rollouts_every=Field(10, "The steps between two records in rollouts/: groups with the numbers of every token, "
             "for the report's browser. The first step is recorded too. A record has 8 groups "
-            "and costs one more pass of log-probabilities over their mini-batches; a token takes up to 25 bytes. For a "
-            "mixture of experts that samples and trains in one process, these steps also compare the experts that "
-            "sampler and trainer choose. 0 is off.", "steps", range="[0, 1e12]"),
+            "and costs one more pass of log-probabilities over their mini-batches; a token takes up to 25 bytes. "
+            "0 is off.", "steps", range="[0, 1e12]"),
         tracker=Field("", "Where metrics go too: tensorboard, wandb, mlflow or trackio, or several, separated by "
             "commas. Each needs its package: pip install tensorboardX, wandb, mlflow or trackio."),
         project=Field("rpg_jax", "The project (wandb, trackio) or experiment (mlflow) of the run."),
@@ -460,7 +452,7 @@ _GONE = {
     "dynamic_sampling.on_shortage": "too few groups make a smaller batch",
     "log.rollouts_groups": "a record has 8 groups",
     "log.wandb_mode": "set the variable WANDB_MODE to offline or disabled",
-    "log.routing_every": "log.rollouts_every chooses these steps too",
+    "log.routing_every": "the experts of sampler and trainer are not compared; sampler_gap has what they cost",
     "log.max_nonfinite_updates": "a run stops after 10 non-finite updates in a row",
     "warm_start.max_updates": "a warm start gives up after 20,000 updates",
 }
@@ -501,6 +493,9 @@ RETIRED = (
         "a step waits for all its groups; with rollout.max_staleness training fills the wait",
         fixed=0.0,
     ),
+    Retired("rollout.swap", "2026-11-26", "new weights take over between two batches", fixed="between"),
+    Retired("critic.trunk", "2026-11-26", "the critic has a decoder of its own", fixed="separate"),
+    Retired("critic.coef", "2026-11-26", "the value loss has the weight 0.5", fixed=0.5),
     Retired("task.chain_of_thought", "2026-11-25", "task.name=chains has working to write", fixed=False),
     *(
         Retired(

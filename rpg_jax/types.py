@@ -130,8 +130,7 @@ class Completion:
       finish_reason: "stop" where the policy or its environment ended it; the last token is a stop token. "length" where
         the limit of tokens cut it off, or left no room for an observation. "turns" where the limit of turns ended a
         conversation that its environment would have continued.
-      weight_version: version of the weights that sampled the first token.
-      token_versions: i32[n], the version that sampled each token; None if the same weights sampled all tokens.
+      weight_version: version of the weights that sampled the completion.
       turns: the turns of a conversation with an environment; None without an environment.
     """
 
@@ -139,7 +138,6 @@ class Completion:
     logprobs: np.ndarray
     finish_reason: FinishReason
     weight_version: int
-    token_versions: np.ndarray | None = None
     turns: Turns | None = None
 
     @property
@@ -156,13 +154,6 @@ class Completion:
     def turn_numbers(self) -> np.ndarray:
         """i32[n], the number of each token's turn, see `Turns.numbers`. All 0 for a completion of one turn."""
         return np.zeros(len(self.tokens), np.int32) if self.turns is None else self.turns.numbers
-
-    @property
-    def versions(self) -> np.ndarray:
-        """i32[n], the version of the weights that sampled each token."""
-        if self.token_versions is not None:
-            return self.token_versions
-        return np.full(len(self.tokens), self.weight_version, np.int32)
 
 
 @flax.struct.dataclass

@@ -71,6 +71,14 @@ def test_one_prompt_has_a_list_of_its_own_messages_are_a_prompt_and_chat_gives_t
             policy.sample([stranger])
     with pytest.raises(ValueError, match="temperature must be >= 0 and finite .* got nan"):
         policy.sample("1+2=", temperature=float("nan"))
+    for half in ("1+\ud800=", [{"role": "user", "content": "1+\ud800="}]):
+        with pytest.raises(ValueError, match="prompt 0 has half of a character at 2"):
+            policy.sample([half])
+    with pytest.raises(ValueError, match="completion 0 has half of a character at 0"):
+        policy.logprobs(["1+2="], ["\ud800"])
+    for count in (1.5, 0, None):
+        with pytest.raises(ValueError, match=f"k={count}: give a whole number of completions"):
+            policy.sample("1+2=", k=count)
     for stranger in ([1.5, 2.5], [None]):
         with pytest.raises(ValueError, match="completion 0 is a text, a Sample or token ids, got"):
             policy.logprobs(["1+2="], [stranger])

@@ -3,9 +3,11 @@
 import argparse
 import dataclasses
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from cloud import preflight, words
 from cloud.errors import LaunchError
@@ -13,9 +15,16 @@ from cloud.job import CAPACITIES, FIELDS, ROOT, Job, load
 from cloud.shell import Shell
 
 
-def parser(program: str, description: str, commands: dict[str, str]) -> argparse.ArgumentParser:
+class Parser(argparse.ArgumentParser):
+    """Parses a command line; a wrong one is one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise LaunchError(message, "--help lists all options")
+
+
+def parser(program: str, description: str, commands: dict[str, str]) -> Parser:
     """Makes a parser of `program COMMAND [options] [-- trainer arguments]`."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         program, description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
         epilog="Everything after -- goes to `python -m rpg_jax.train` on all workers, or with --serves-for to\n"
         "`python -m rpg_jax.serve`; first-hour there checks one host (docs/first_hour.md). The same --name resumes.\n\n"
@@ -60,12 +69,14 @@ class Launch:
     shell: Shell
 
 
-def parse(made: argparse.ArgumentParser, argv: list[str], shell: Shell | None = None) -> Launch:
+def parse(made: Parser, argv: list[str], shell: Shell | None = None) -> Launch:
     """Parses a command line; its options win over the options remembered for the name.
 
     Raises:
       LaunchError: an option is missing.
     """
+    if broken := [argument for argument in argv if re.search("[\ud800-\udfff]", argument)]:
+        raise LaunchError(f"{broken[0]!r} is no text in UTF-8")
     separator = argv.index("--") if "--" in argv else len(argv)
     options, after = made.parse_args(argv[:separator]), tuple(argv[separator + 1 :])
     if not options.name:
@@ -88,12 +99,12 @@ def parse(made: argparse.ArgumentParser, argv: list[str], shell: Shell | None = 
     return Launch(options, Job(**fields), staging, shell)
 
 
-def run(made: argparse.ArgumentParser, argv: list[str], shell: Shell | None, command: Callable[[Launch], None]) -> int:
+def run(made: Parser, argv: list[str], shell: Shell | None, command: Callable[[Launch], None]) -> int:
     """Runs a command line and returns its exit code; each error of the user is one line."""
     try:
         launch = parse(made, argv, shell)
-        if launch.options.command != "up":  # it runs all checks of preflight, and shows every mistake at once
-            words.passes(launch.job, words.FORMS)
+        if launch.options.command != "up":  # it runs all checks, and shows every mistake at once
+            words.words_are_plain(launch.job)  # no limit keeps `delete` from what an earlier version has launched
         command(launch)
     except LaunchError as error:
         for line in str(error).splitlines():

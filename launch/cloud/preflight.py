@@ -119,7 +119,7 @@ def config_fits(job: Job) -> Iterator[str]:
             "leave it at 25, and set --config.checkpoint.every=1 where updates take minutes",
         )
     reach.all_is_there(config)
-    weights_fit_the_disk(config["model"]["path"] or "", resolved["weights"])
+    weights_fit_the_disk(resolved["weights"])
     yield "mesh " + (" × ".join(f"{axis} {n}" for axis, n in resolved["mesh"].items() if n > 1) or "of one chip")
     if job.serves_for:
         return
@@ -127,12 +127,12 @@ def config_fits(job: Job) -> Iterator[str]:
     trackers_work(job, config["log"])
 
 
-def weights_fit_the_disk(path: str, weights: float) -> None:
-    """Checks that a worker has room for the copy of the weights that it makes; checkpoints go to the bucket alone."""
-    if weights > 1e9 * ROOM_GB and not path.startswith("/"):
+def weights_fit_the_disk(copied: dict[str, float]) -> None:
+    """Checks that a worker has room for the weights that it copies, by address; checkpoints go to the bucket alone."""
+    if (total := sum(copied.values()) / 1e9) > ROOM_GB:
         raise LaunchError(
-            f"{path} has {weights / 1e9:.0f} GB of weights, and a worker's disk has room for about {ROOM_GB}",
-            "pass --config.model.path=/FOLDER, one that all workers have mounted",
+            f"{' and '.join(copied)}: {total:.0f} GB of weights, and a worker's disk has room for about {ROOM_GB}",
+            "pass --config.model.path=/FOLDER, and a teacher's --config.reference.path, that all workers have mounted",
         )
 
 

@@ -3,6 +3,7 @@
 Usage: .venv/bin/python launch/cloud/resolve.py --chips=16 --slices=2 --config=configs/x.py --config.field=value ...
 """
 
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from rpg_jax.runs import cli
 
 
 def resolved(argv: list[str]) -> dict[str, Any]:
-    """The config, the sizes of the training mesh's axes, the shards of rows, and bytes of weights by model.size (bf16).
+    """The config, the sizes of the training mesh's axes, the shards of rows, and `copied`.
 
     Raises:
       ValueError: an argument that the trainer does not take, or a mesh that the chips cannot form.
@@ -28,16 +29,30 @@ def resolved(argv: list[str]) -> dict[str, Any]:
     if loaded is None:
         raise ValueError("--config=configs/... is missing")
     from rpg_jax import parallel  # loads JAX: wrong flags need not wait for it
-    from rpg_jax.models import sizes
     from rpg_jax.runs import resolve
 
     resolve.resolve(loaded.config)
     fields = json.loads(loaded.config.to_json_best_effort())
     mesh = parallel.mesh_sizes(fields["mesh"], options.chips - fields["rollout"]["devices"], options.slices)
     row_shards = parallel.shards("batch", mesh, parallel.parse_rules(fields["sharding"]))
-    known = fields["model"]["size"]
-    weights = 2 * sizes.parameter_count(sizes.size(known)) if known else 0
-    return {"config": fields, "mesh": mesh, "row_shards": row_shards, "weights": weights}
+    return {"config": fields, "mesh": mesh, "row_shards": row_shards, "weights": copied(fields)}
+
+
+def copied(fields: dict[str, Any]) -> dict[str, int]:
+    """Bytes in bf16 of the weights that a worker copies to its disk, by their address: the policy's and the teacher's.
+
+    A model whose size is not set, and whose config cannot be read here, is left out.
+    """
+    from rpg_jax import models
+    from rpg_jax.models import sizes
+
+    found = {}
+    for path, size in ((fields["model"]["path"], fields["model"]["size"]), (fields["reference"]["path"], None)):
+        if (path or size) and not (path or "").startswith("/"):
+            with contextlib.suppress(ValueError, OSError):
+                model = sizes.size(size) if size else models.read_config(models.local_folder(path, weights=False))
+                found[path or size] = 2 * sizes.parameter_count(model)
+    return found
 
 
 if __name__ == "__main__":

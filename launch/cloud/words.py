@@ -10,6 +10,7 @@ from cloud.job import Job
 Check = Callable[[Job], Iterable[str] | None]
 NAME = r"[a-z]([-a-z0-9]{0,37}[a-z0-9])?"
 BUCKET = r"gs://[a-z0-9][-_.a-z0-9]{1,61}[a-z0-9](/[-_.A-Za-z0-9]+)*"
+HOURS = (0.1, 24 * 365)  # a boot takes minutes
 SECRETIVE = re.compile(r"(?i)(token|secret|password|api_?key)[\w.]*=.")
 
 
@@ -59,11 +60,15 @@ def no_secret_values(job: Job) -> None:
 
 
 def limits_agree(job: Job) -> None:
-    """Checks that hours and dollars are positive, and that --max-hours costs no more than --budget allows."""
-    for option in ("--chip-price", "--max-hours", "--budget"):
-        value = getattr(job, option[2:].replace("-", "_"))
+    """Checks that hours and dollars are a limit, and that --max-hours costs no more than --budget allows."""
+    for option, value in (("--chip-price", job.chip_price), ("--budget", job.budget)):
         if value is not None and not 0 < value < math.inf:
             raise LaunchError(f"{option}={value:g}", "use a positive number")
+    least, most = HOURS
+    if job.max_hours is not None and not least <= job.max_hours <= most:
+        raise LaunchError(f"--max-hours={job.max_hours:g}", f"use {least:g} to {most:g}")
+    if job.hours and not least <= job.hours <= most:
+        raise LaunchError(f"--budget={job.budget:g} pays {job.hours:g} hours", f"use what pays {least:g} to {most:g}")
     if job.max_hours and job.hours and job.max_hours > job.hours:
         dollars = job.max_hours * job.cost()[0]
         raise LaunchError(

@@ -22,15 +22,7 @@ from rpg_jax.planning.chips import CHIPS
 from rpg_jax.planning.compiling import training_flops
 from rpg_jax.runs import cli, config_files
 from rpg_jax.runs.layout import Layout, make_layout, row_shape
-from rpg_jax.runs.learner import (
-    Learner,
-    first_adapters,
-    is_on_policy,
-    learner_programs,
-    make_learner,
-    new_base,
-    policy_objective,
-)
+from rpg_jax.runs.learner import Learner, first_adapters, learner_programs, make_learner, new_base
 from rpg_jax.runs.memory import with_micro_batch
 from rpg_jax.runs.resolve import resolve
 from rpg_jax.training.state import TrainState
@@ -98,8 +90,7 @@ class Subject:
     @classmethod
     def of(cls, name: str, layout: Layout) -> Subject:
         learner = make_learner(layout, supervised=True)  # without a learned baseline
-        objective = policy_objective(layout.config, on_policy=is_on_policy(layout))
-        return cls(name, layout, learner, learner_programs(layout, learner, objective, layout.abstract_base))
+        return cls(name, layout, learner, learner_programs(layout, learner, base=layout.abstract_base))
 
     @property
     def shape(self) -> RowShape:

@@ -118,7 +118,7 @@ def groups_to_bytes(groups: Sequence[Group]) -> bytes:
         "prompt_lengths": np.array([len(g.prompt) for g in groups]),
         "prompts": np.concatenate([g.prompt for g in groups]),
         "tokens": np.concatenate([c.tokens for c in completions]),
-        "versions": np.concatenate([c.versions for c in completions]),
+        "versions": np.concatenate([np.full(len(c.tokens), c.weight_version, np.int32) for c in completions]),
         "sampler_logprobs": np.concatenate([c.logprobs for c in completions]),
         "behaviour_logprobs": np.concatenate(
             [np.zeros(0, np.float32), *(x for g in groups for x in g.behaviour_logprobs or ())]
@@ -150,7 +150,6 @@ def groups_from_bytes(packed: bytes) -> list[Group]:
             logprobs,
             reason,
             int(versions[0]),
-            versions if (versions != versions[0]).any() else None,
             turns and Turns.of(**turns, length=len(tokens)),
         )
         for tokens, logprobs, reason, versions, turns in zip(

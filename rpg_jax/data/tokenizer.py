@@ -42,6 +42,14 @@ class Codec(Protocol):
     def decode(self, ids: Sequence[int]) -> str: ...
 
 
+def check_unicode(text: str, what: str) -> None:
+    """Raises ValueError if `text`, named `what`, has half of a character: no tokenizer and no file takes it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{what} has half of a character at {error.start} (a lone surrogate): give Unicode") from None
+
+
 class Tokenizer(Codec, Protocol):
     """The interface of a tokenizer.
 

@@ -91,7 +91,9 @@ class Decoder(nnx.Module):
         """The hidden states of `__call__`, and the experts of every token in every layer, [B, T, L, k] of the smallest
         unsigned integers that number them; None without experts."""
         hidden, _, experts = self._forward(tokens, positions, segment_ids, axes, keep_experts=True)
-        return hidden, None if experts is None else self._numbered(jnp.moveaxis(experts, 0, 2))
+        if experts is None or self.config.experts is None:
+            return hidden, None
+        return hidden, jnp.moveaxis(experts, 0, 2).astype(np.min_scalar_type(self.config.experts.count - 1))
 
     def prefill(self, tokens: jax.Array, lengths: jax.Array) -> tuple[jax.Array, KVCache]:
         """Hidden states [B, D] at the last token of right-padded prompts i32[B, T], and their cache (S = B, C = T)."""
@@ -135,11 +137,10 @@ class Decoder(nnx.Module):
         attend_length: int | None = None,
         active: jax.Array | None = None,
         layers: Sequence[Params] | None = None,
-    ) -> tuple[jax.Array, KVCache, jax.Array | None]:
-        """One new token per slot, i32[S]: its hidden states [S, D], the cache that holds it, its experts [S, L, k].
+    ) -> tuple[jax.Array, KVCache]:
+        """One new token per slot, i32[S]: its hidden states [S, D], and the cache that holds it.
 
         Token s is written at cache.lengths[s] and attends to itself and to all tokens before it. Slots are independent.
-        Experts are numbered as in `routed`, and are None in a dense model.
 
         Args:
           attend_length: a promise that no length is larger (static); only so many tokens of a slot are read.
@@ -151,8 +152,7 @@ class Decoder(nnx.Module):
         if not 0 < limit <= cache.capacity:
             raise ValueError(f"attend_length {limit} must be in 1..{cache.capacity}, the cache's capacity")
         if layers is not None:
-            x, cache, experts = self._decode_unrolled(tokens, layers, cache, limit, active)
-            return x, cache, self._numbered(jnp.concatenate(experts, 1)) if self.config.experts else None
+            return self._decode_unrolled(tokens, layers, cache, limit, active)
         axes = ("slots", None)
         table = rope_tables(self.config, cache.lengths[:, None])
         graphdef, weights = nnx.split(self.layers)
@@ -165,22 +165,21 @@ class Decoder(nnx.Module):
             def attend(q, k, v):
                 return over_cache(q[:, 0], k[:, 0], v[:, 0], index)[:, None]
 
-            x, k, v, experts = nnx.merge(graphdef, weights)(x, table, attend, axes)
-            return x, (k[:, 0], v[:, 0], experts)
+            x, k, v, _ = nnx.merge(graphdef, weights)(x, table, attend, axes)
+            return x, (k[:, 0], v[:, 0])
 
         # The cache is only read inside the scan; carrying it would copy it at every layer.
         inputs = (weights, jnp.arange(self.config.num_layers))
-        x, (k, v, experts) = jax.lax.scan(layer, self._embed(tokens[:, None], axes), inputs)
-        cache = cache.append(k, v, active=active, implementation=implementation)
-        return self._final(x)[:, 0], cache, None if experts is None else self._numbered(experts[:, :, 0].swapaxes(0, 1))
+        x, (k, v) = jax.lax.scan(layer, self._embed(tokens[:, None], axes), inputs)
+        return self._final(x)[:, 0], cache.append(k, v, active=active, implementation=implementation)
 
     def _decode_unrolled(
         self, tokens: jax.Array, layers: Sequence[Params], cache: KVCache, limit: int, active: jax.Array | None
-    ) -> tuple[jax.Array, KVCache, list[Any]]:
-        """`decode` with an unstacked cache, and each layer's experts [S, 1, k]. Each layer's cache is written before it
-        is read: XLA would copy it otherwise."""
+    ) -> tuple[jax.Array, KVCache]:
+        """`decode` with an unstacked cache. Each layer's cache is written before it is read: XLA would copy it
+        otherwise."""
         axes, table = ("slots", None), rope_tables(self.config, cache.lengths[:, None])
-        graphdef, held, chosen = nnx.graphdef(self.layers), [], []
+        graphdef, held = nnx.graphdef(self.layers), []
         x = self._embed(tokens[:, None], axes)
         for i, weights in enumerate(layers):
 
@@ -189,10 +188,9 @@ class Decoder(nnx.Module):
                 held.append((keys, values))
                 return layer_attention(q[:, 0], keys[..., :limit], values[..., :limit, :], cache.lengths + 1)[:, None]
 
-            x, *_, experts = nnx.merge(graphdef, weights)(x, table, attend, axes)
-            chosen.append(experts)
+            x, *_ = nnx.merge(graphdef, weights)(x, table, attend, axes)
         keys, values = zip(*held, strict=True)
-        return self._final(x)[:, 0], replace(cache, keys=keys, values=values, lengths=cache.lengths + 1), chosen
+        return self._final(x)[:, 0], replace(cache, keys=keys, values=values, lengths=cache.lengths + 1)
 
     def decodes_unrolled(self, cache: KVCache) -> bool:
         """Whether a loop over tokens is faster with `unstacked_layers`: on CPUs, for few layers and no int8 cache."""
@@ -232,11 +230,6 @@ class Decoder(nnx.Module):
 
     def _final(self, x: jax.Array) -> jax.Array:
         return rms_norm(x, self.final_norm[...], self.config.rms_norm_eps)
-
-    def _numbered(self, experts: jax.Array) -> jax.Array:
-        """Numbers of experts in the smallest unsigned integers that have them."""
-        assert self.config.experts is not None
-        return experts.astype(np.min_scalar_type(self.config.experts.count - 1))
 
     def _forward(self, tokens, positions, segment_ids, axes, *, keep_kv: bool = False, keep_experts: bool = False):
         """Hidden states [B, T, D], and where they are kept k and v [L, B, T, K, H] and experts i32[L, B, T, k]."""

@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec
 
 from rpg_jax.models.config import DecoderConfig
 from rpg_jax.models.logical import in_own_shard, partition_spec, platform
-from rpg_jax.models.ragged import ragged_append
+from rpg_jax.models.ragged import LANES, ragged_append
 
 DECODE_IMPLEMENTATIONS = ("auto", "xla", "ragged")
 
@@ -54,7 +54,9 @@ class KVCache:
     def empty(
         cls, config: DecoderConfig, slots: int, capacity: int, dtype=jnp.float32, *, int8: bool = False
     ) -> KVCache:
-        """A cache of empty slots, in `dtype` or in int8."""
+        """A cache of empty slots, in `dtype` or in int8; on a TPU of whole tiles, which its kernels copy."""
+        if platform() == "tpu":
+            capacity = -(-capacity // LANES) * LANES
         lead = (config.num_layers, slots, config.num_kv_heads)
         dtype = jnp.int8 if int8 else dtype
         return cls(

@@ -146,14 +146,11 @@ def attached(weights: Params, adapters: Params) -> Params:
     return unflatten_dict(found)
 
 
-def merged(params: Params, dtype=None) -> Params:
-    """`params` with W + A B, rounded once, in place of every `Adapted`. All weights are cast to `dtype`, if given."""
+def merged(params: Params) -> Params:
+    """`params` with W + A B, rounded once, in place of every `Adapted`, and with every `Int8` as an array."""
 
     def leaf(x: Any) -> Any:
-        if isinstance(x, Adapted):
-            return x.merged(dtype)
-        x = x[...]
-        return x if dtype is None else x.astype(dtype)
+        return x.merged() if isinstance(x, Adapted) else x[...]
 
     return jax.tree.map(leaf, params, is_leaf=lambda x: isinstance(x, Adapted | Int8))
 

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from rpg_jax.models.logical import mesh_axes, multiplies_int8, partition_spec, platform, shards, tensor_cores
 
 _MASKED = -1e30
-_LANES = 128
+LANES = 128
 _BLOCK_BYTES = 2**17  # of a block's keys: it then takes about as long to arrive as its instructions
 _FLIGHT_BYTES = 2**21  # of blocks on their way to a core; assumed to hide HBM's latency, not measured
 _WRITTEN_BYTES = 2**19  # most keys that one grid step of a write moves, of several layers
@@ -110,7 +110,7 @@ def _block(numbers: int, width: int, capacity: int) -> int:
     least = _BLOCK_BYTES if width > 1 else 2 * _BLOCK_BYTES
     fitting = max(512 // width, least // (numbers * width))
     fitting = min(1 << fitting.bit_length() - 1, capacity)
-    return next((n for n in range(fitting, 0, -_LANES) if capacity % n == 0), capacity)
+    return next((n for n in range(fitting, 0, -LANES) if capacity % n == 0), capacity)
 
 
 def _walk(lengths: jax.Array, capacity: int, block: int, cores: int) -> tuple[jax.Array, ...]:
@@ -155,7 +155,7 @@ def _attend(q, k, v, cache, layer, first, walk, heads: int, block: int) -> jax.A
         out_shape=jax.ShapeDtypeStruct((cores, S, N, H), q.dtype),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel",),
-            vmem_limit_bytes=depth * held + 8 * S * (N + N // groups) * max(H, _LANES) * q.dtype.itemsize + 2**23,
+            vmem_limit_bytes=depth * held + 8 * S * (N + N // groups) * max(H, LANES) * q.dtype.itemsize + 2**23,
         ),
         interpret=platform() != "tpu",
         name="ragged_attention",
@@ -204,6 +204,8 @@ def _add_block(index, length, q, k, v, block, out, peak, total, mixed, unit, que
     keys, values, *scales = block
     heads, _, width = keys.shape
     filled, kind = length - index * width, jnp.int32 if queries.dtype == jnp.int8 else jnp.float32
+    # 8-bit numbers are exact as they are: Mosaic refuses the precision that a model in float32 asks for.
+    how = {"precision": jax.lax.Precision.DEFAULT if scales else None, "preferred_element_type": kind}
 
     @pl.when(index == 0)
     def _():
@@ -216,7 +218,7 @@ def _add_block(index, length, q, k, v, block, out, peak, total, mixed, unit, que
         else:
             queries[...] = own.astype(queries.dtype)
 
-    scores = jnp.einsum("kgh,khc->kgc", queries[...], keys[...].astype(queries.dtype), preferred_element_type=kind)
+    scores = jnp.einsum("kgh,khc->kgc", queries[...], keys[...].astype(queries.dtype), **how)
     scores = _joined(scores, unit[...]) * scales[0][...] if scales else scores
     scores = jnp.where(jax.lax.broadcasted_iota(jnp.int32, scores.shape, 2) < filled, scores, _MASKED)
     higher = jnp.maximum(peak[...], scores.max(-1, keepdims=True))
@@ -226,12 +228,12 @@ def _add_block(index, length, q, k, v, block, out, peak, total, mixed, unit, que
     if scales:  # past the end a scale may be NaN, and an int8 is finite
         known = jax.lax.broadcasted_iota(jnp.int32, scales[1].shape, 2) < filled
         halves, of_weights = _halves(weights * jnp.where(known, scales[1][...], 0), queries.dtype)
-        products = jnp.einsum("kgc,kch->kgh", halves, values[...].astype(halves.dtype), preferred_element_type=kind)
+        products = jnp.einsum("kgc,kch->kgh", halves, values[...].astype(halves.dtype), **how)
         seen = _joined(products, of_weights)
     else:
         known = jax.lax.broadcasted_iota(jnp.int32, values.shape, 1) < filled
         own = jnp.where(known, values[...], 0)
-        seen = jnp.einsum("kgc,kch->kgh", weights.astype(v.dtype), own, preferred_element_type=kind)
+        seen = jnp.einsum("kgc,kch->kgh", weights.astype(v.dtype), own, **how)
     mixed[...] = mixed[...] * decay + seen
 
     @pl.when(filled <= width)
@@ -259,7 +261,7 @@ def _joined(product: jax.Array, unit: jax.Array) -> jax.Array:
 def _append(cache, lengths, token) -> tuple[jax.Array, ...]:
     (keys, values), (k, v) = cache[:2], token[:2]
     L, S, K, H, capacity = keys.shape
-    lanes, rows = min(_LANES, capacity), min(32 // values.dtype.itemsize, capacity)
+    lanes, rows = min(LANES, capacity), min(32 // values.dtype.itemsize, capacity)
     fitting = max(1, _WRITTEN_BYTES // (K * H * lanes * keys.dtype.itemsize))
     layers = math.gcd(L, 1 << fitting.bit_length() - 1)
 

@@ -46,15 +46,15 @@ class Adapted:
     def astype(self, dtype) -> "Adapted":
         return Adapted(self.base.astype(dtype), self.a.astype(dtype), self.b.astype(dtype))
 
-    def merged(self, dtype=None) -> jax.Array:
-        """W + A B, summed in float32 and rounded once to `dtype`. The default is the dtype of W."""
+    def merged(self) -> jax.Array:
+        """W + A B, summed in float32 and rounded once to the dtype of W."""
         base = self.base[...]
         stack = self.a.ndim + self.b.ndim - 2 - base.ndim
         rank, lead, exact = self.a.shape[-1], base.shape[:stack], jax.lax.Precision.HIGHEST
         wide = jnp.promote_types(base.dtype, jnp.float32)
         a, b = (x.astype(wide).reshape(*lead, *ends) for x, ends in ((self.a, (-1, rank)), (self.b, (rank, -1))))
         product = jnp.matmul(a, b, precision=exact).reshape(base.shape)
-        return (base.astype(wide) + product).astype(dtype or base.dtype)
+        return (base.astype(wide) + product).astype(base.dtype)
 
 
 def _recomputed(x: jax.Array, b: jax.Array) -> jax.Array:

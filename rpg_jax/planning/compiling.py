@@ -19,9 +19,12 @@ from rpg_jax.planning import hlo
 from rpg_jax.planning.chips import Chip
 from rpg_jax.planning.efficiency import Rates
 from rpg_jax.rollout import DecodeEngine, Decoding, Weights, prefill_shape
-from rpg_jax.runs.layout import Layout
+from rpg_jax.runs import memory
+from rpg_jax.runs.layout import Layout, row_shape, rows_per_update
+from rpg_jax.runs.learner import Learner, learner_programs
 from rpg_jax.runs.memory import placed
-from rpg_jax.training.state import TrainState
+from rpg_jax.runs.teacher import reference_layout
+from rpg_jax.training.critic import Critic
 from rpg_jax.training.step import Anchor, Programs, Sums
 from rpg_jax.types import Batch, Rows
 
@@ -108,8 +111,39 @@ def compile_program(
     return Program(name, *sizes, resident, costs, model_flops, seconds, peak=m.peak_memory_in_bytes, host=host)
 
 
-Lowered = tuple[str, jax.stages.Lowered, float]
-"""(name, lowered program, operations of the model's mathematics on one chip)."""
+def lowered_programs(
+    layout: Layout, learner: Learner, decoding: Decoding
+) -> Iterator[tuple[str, jax.stages.Lowered, float]]:
+    """The programs of a training step and of its rollout, one at a time: name, program, `operations`."""
+    flops = operations(layout, decoding, learner.critic)
+    with layout.activate():
+        for name, lowered in training(layout, learner):
+            yield name, lowered, flops[name]
+    params = memory.decoding_params(layout, decoding)
+    engine = DecodeEngine(layout.model, layout.graphdef, Weights(params), decoding)
+    shape = prefill_shape(layout.config.task.max_prompt_tokens, decoding.capacity)
+    for name, lowered in engine.lower(*shape).items():
+        yield name, lowered, flops[name]
+
+
+def operations(layout: Layout, decoding: Decoding, critic: Critic | None = None) -> dict[str, float]:
+    """Operations of the mathematics in each program, on one chip: of a micro-batch, of the largest prefill, and of a
+    decode step of all slots over a full cache."""
+    assert decoding.mesh is not None, "a plan decodes on a mesh"
+    c, model, shape, chips = layout.config, layout.model, row_shape(layout.config), layout.mesh.size
+    sizes: dict[str, Any] = {"rows": shape.rows, "length": shape.length}
+    forward = forward_flops(model, **sizes, predicted=shape.completion_length)
+    how: dict[str, Any] = {"remat": c.model.remat, "frozen": layout.lora is not None}
+    update = training_flops(model, **sizes, predicted=shape.completion_length, **how)
+    if critic is not None:
+        update += training_flops(model, **sizes, predicted=0, **how)
+    values = forward_flops(model, **sizes, predicted=0)
+    found = {"log-probs": forward, "baseline": values, "update": update, "start": update, "add": update, "apply": 0.0}
+    rows, length = prefill_shape(c.task.max_prompt_tokens, decoding.capacity)
+    prefill = forward_flops(model, rows=rows, length=length, predicted=0)
+    step = token_flops(model, tokens=decoding.slots, attended=decoding.capacity, predicted=decoding.slots)
+    sampling = {"prefill": prefill / decoding.mesh.size, "decode": step / decoding.mesh.size}
+    return {name: flops / chips for name, flops in found.items()} | sampling
 
 
 def batch_of(shape: RowShape, sharding: NamedSharding, *, critic: bool = False) -> Batch:
@@ -140,54 +174,26 @@ def with_anchor(programs: Programs, batch: Batch, layout: Layout) -> tuple[Progr
     return programs.beside(anchor), dataclasses.replace(batch, ref_hidden=hidden)
 
 
-def training(
-    programs: Programs,
-    state: TrainState,
-    batch: Batch,
-    model: DecoderConfig,
-    *,
-    micro_batches: int,
-    remat: str,
-    frozen: bool = False,
-) -> Iterator[Lowered]:
-    """The log-prob pass, a critic's values, then the update: in one program, or in three for several micro-batches.
-
-    `frozen`: the programs train adapters beside frozen weights.
-    """
-    rows, length = batch.rows.tokens.shape
-    mesh = cast(NamedSharding, batch.rows.tokens.sharding).mesh
-    sizes: dict[str, Any] = {"rows": rows, "length": length, "predicted": batch.rows.targets.shape[1]}
-    step = training_flops(model, **sizes, remat=remat, frozen=frozen) / mesh.size
-    if state.critic is not None and "layers" in state.critic.params:  # a trunk of its own
-        step += training_flops(model, **{**sizes, "predicted": 0}, remat=remat) / mesh.size
-    yield "log-probs", programs.logprobs.lower(state.params, batch.rows), forward_flops(model, **sizes) / mesh.size
+def training(layout: Layout, learner: Learner) -> Iterator[tuple[str, jax.stages.Lowered]]:
+    """The log-prob pass, a critic's values, then the update: in one program, or in three for several micro-batches."""
+    c, shape, state = layout.config, row_shape(layout.config), learner.like
+    programs = learner_programs(layout, learner, base=layout.abstract_base)
+    batch = batch_of(shape, layout.row_sharding, critic=learner.critic is not None)
+    if c.loss.estimator == "exact":
+        programs, batch = with_anchor(programs, batch, reference_layout(layout))
+    yield "log-probs", programs.logprobs.lower(state.params, batch.rows)
     if programs.baseline is not None:
-        values = forward_flops(model, **{**sizes, "predicted": 0}) / mesh.size
         known = dataclasses.replace(batch, advantages=None, values=None, returns=None)
-        yield "baseline", programs.baseline.lower(state.weights, known), values
-    if micro_batches == 1:
-        yield "update", programs.fused.lower(state, batch), step
+        yield "baseline", programs.baseline.lower(state.weights, known)
+    if rows_per_update(c) == shape.rows:
+        yield "update", programs.fused.lower(state, batch)
         return
     shapes = programs.start.trace(state.weights, batch).out_info
     where = jax.tree.map(lambda p: p.sharding, state.weights)
-    sums = Sums(placed(shapes.grads, where), placed(shapes.metrics, NamedSharding(mesh, PartitionSpec())))
-    yield "start", programs.start.lower(state.weights, batch), step
-    yield "add", programs.add.lower(state.weights, sums, batch), step
-    yield "apply", programs.apply.lower(state, sums), 0.0
-
-
-def sampling(
-    model: DecoderConfig, graphdef: Any, params: Any, decoding: Decoding, *, max_prompt_tokens: int
-) -> Iterator[Lowered]:
-    """Yields a prefill of the largest shape, and a decode step of all slots over a full cache."""
-    assert decoding.mesh is not None, "a plan decodes on a mesh"
-    engine, chips = DecodeEngine(model, graphdef, Weights(params), decoding), decoding.mesh.size
-    rows, length = prefill_shape(max_prompt_tokens, decoding.capacity)
-    lowered = engine.lower(rows, length)
-    yield "prefill", lowered["prefill"], forward_flops(model, rows=rows, length=length, predicted=0) / chips
-    slots = decoding.slots
-    step = token_flops(model, tokens=slots, attended=decoding.capacity, predicted=slots)
-    yield "decode", lowered["decode"], step / chips
+    sums = Sums(placed(shapes.grads, where), placed(shapes.metrics, NamedSharding(layout.mesh, PartitionSpec())))
+    yield "start", programs.start.lower(state.weights, batch)
+    yield "add", programs.add.lower(state.weights, sums, batch)
+    yield "apply", programs.apply.lower(state, sums)
 
 
 def token_flops(config: DecoderConfig, *, tokens: float, attended: float, predicted: float) -> float:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import io
 import itertools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from ml_collections import ConfigDict
 
 from rpg_jax.models.sizes import parameter_count
 from rpg_jax.planning import run_plan
-from rpg_jax.planning.compiling import Program, forward_flops, token_flops, training_flops
+from rpg_jax.planning.compiling import Program, operations
 from rpg_jax.planning.hlo import Costs
 from rpg_jax.planning.run_plan import layout_on
 from rpg_jax.planning.step_time import Lengths
@@ -32,37 +33,41 @@ def estimated_programs(layout: Layout, decoding: Decoding, resident: dict[str, f
     memory. The time also leaves out the traffic of remat=offload to the host and back. `own_peaks` gives the peaks of
     the training programs.
     """
+    flops = operations(layout, decoding)
     return {
         name: Program(name, 0, 0, 0, 0, resident[name], costs, costs.flops, 0.0, peak=peak)
-        for name, (costs, peak) in {**_training(layout), **_sampling(layout, decoding)}.items()
+        for name, (costs, peak) in {**_training(layout, flops), **_sampling(layout, decoding, flops)}.items()
     }
 
 
-def _training(layout: Layout) -> dict[str, tuple[Costs, float]]:
+def _training(layout: Layout, flops: Mapping[str, float]) -> dict[str, tuple[Costs, float]]:
     """Weights are gathered for every pass and gradients are summed once; a collective for each layer and pass."""
-    c, model, shape, chips = layout.config, layout.model, row_shape(layout.config), layout.mesh.size
-    sizes = {"rows": shape.rows, "length": shape.length, "predicted": shape.completion_length}
+    model, shape = layout.model, row_shape(layout.config)
     weights, held = parameter_count(model), memory.bytes_on_a_device(layout.abstract_trained)
     summed = sum(4 * x.size for x in jax.tree.leaves(layout.trained_shapes))
     width, layers = bytes_of_a_number(layout), model.num_layers
     split = layout.mesh.shape["fsdp"] > 1
     gathered = split * width * weights / layout.mesh.shape["tensor"]
-    rows = shape.rows * shape.length / chips  # tokens of a chip
+    rows = shape.rows * shape.length / layout.mesh.size  # tokens of a chip
 
-    def costs(flops: float, passes: int, *, gradients: bool = False) -> Costs:
+    def costs(name: str, passes: int, *, gradients: bool = False) -> Costs:
         network = {"all-gather": passes * gathered, "reduce-scatter": gradients * split * summed}
         launches = (passes + gradients) * layers * split
         traffic = passes * width * weights + 2 * passes * rows * layers * 16 * model.embed_dim * width
-        return Costs(flops / chips, traffic, network, launches)
+        return Costs(flops[name], traffic, network, launches)
 
-    frozen = layout.lora is not None
-    update = costs(training_flops(model, **sizes, remat=c.model.remat, frozen=frozen), 3, gradients=True)
-    forward = costs(forward_flops(model, **sizes), 1)
-    found = {"log-probs": forward, "update": update, "start": update, "add": update, "apply": Costs(0.0, 7 * held)}
+    update = costs("update", 3, gradients=True)
+    found = {
+        "log-probs": costs("log-probs", 1),
+        "update": update,
+        "start": update,
+        "add": update,
+        "apply": Costs(0.0, 7 * held),
+    }
     return {name: (found[name], peak) for name, peak in own_peaks(layout).items()}
 
 
-def _sampling(layout: Layout, decoding: Decoding) -> dict[str, tuple[Costs, float]]:
+def _sampling(layout: Layout, decoding: Decoding, flops: Mapping[str, float]) -> dict[str, tuple[Costs, float]]:
     """A decode step reads the weights of a chip and the whole cache. Each layer has two sums over a copy's chips."""
     assert decoding.mesh is not None, "a plan decodes on a mesh"
     model, slots, mesh = layout.model, decoding.slots, decoding.mesh
@@ -77,12 +82,10 @@ def _sampling(layout: Layout, decoding: Decoding) -> dict[str, tuple[Costs, floa
     gathered = mesh.shape["fsdp"] > 1
     network = {"all-reduce": (2 * layers + 1) * summed * split, "all-gather": logits * share * split}
     network["all-gather"] += gathered * weights * (mesh.shape["fsdp"] - 1)
-    step = token_flops(model, tokens=slots, attended=decoding.capacity, predicted=slots) / mesh.size
-    decode = Costs(step, weights + cache + 3 * logits, network, (2 * layers + 2) * split + gathered * layers)
+    decode = Costs(flops["decode"], weights + cache + 3 * logits, network, (2 * layers + 2) * split + gathered * layers)
     rows, length = prefill_shape(layout.config.task.max_prompt_tokens, decoding.capacity)
-    prefill = forward_flops(model, rows=rows, length=length, predicted=0) / (tensor * mesh.shape["expert"])
     sums = {"all-reduce": (2 * layers + 1) * 2 * rows * length * model.embed_dim * 2 * share * split}
-    first = Costs(prefill, weights, sums, (2 * layers + 1) * split)
+    first = Costs(flops["prefill"] * copies, weights, sums, (2 * layers + 1) * split)
     return {"prefill": (first, weights), "decode": (decode, weights + cache + 3 * logits)}
 
 

@@ -3,7 +3,7 @@
 import math
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +12,8 @@ from ml_collections import ConfigDict
 from rpg_jax.models import DecoderConfig, splash
 from rpg_jax.models.sizes import parameter_count
 from rpg_jax.parallel import hosts
-from rpg_jax.planning import compiling, efficiency, hlo, step_time
-from rpg_jax.planning.compiling import Program, compile_program, token_flops
+from rpg_jax.planning import efficiency, hlo, step_time
+from rpg_jax.planning.compiling import Program, compile_program, lowered_programs, token_flops
 from rpg_jax.planning.step_time import DecodeStep, Lengths, Work
 from rpg_jax.planning.topologies import Topology
 from rpg_jax.rollout import Decoding
@@ -21,14 +21,7 @@ from rpg_jax.rollout.decoding import prompt_bucket, prompts_per_prefill
 from rpg_jax.runs import memory
 from rpg_jax.runs.experiment import make_stage, open_tokenizer
 from rpg_jax.runs.layout import Layout, make_layout, model_config, row_shape, rows_per_update
-from rpg_jax.runs.learner import (
-    Learner,
-    is_on_policy,
-    learner_programs,
-    make_learner,
-    policy_objective,
-    reference_differs,
-)
+from rpg_jax.runs.learner import is_on_policy, make_learner, reference_differs
 from rpg_jax.runs.memory import bytes_of_a_number, make_decoding, resident, with_micro_batch
 from rpg_jax.runs.problems import Task, listed
 from rpg_jax.runs.teacher import reference_layout
@@ -69,23 +62,6 @@ def layout_on(config: ConfigDict, topology: Topology) -> Layout:
     """The layout of a config on a slice, with the micro-batch that a run would take there."""
     place = topology.devices(), topology.host.devices(), topology.chip.hbm
     return with_micro_batch(make_layout(config, vocabulary(config), *place))
-
-
-def lowered_programs(layout: Layout, learner: Learner, decoding: Decoding) -> Iterator[compiling.Lowered]:
-    """The programs of a training step and of its rollout, one at a time."""
-    c, shape = layout.config, row_shape(layout.config)
-    objective = policy_objective(c, learner.critic, on_policy=is_on_policy(layout))
-    frozen = layout.lora is not None
-    programs = learner_programs(layout, learner, objective, layout.abstract_base)
-    batch = compiling.batch_of(shape, layout.row_sharding, critic=learner.critic is not None)
-    if c.loss.estimator == "exact":
-        programs, batch = compiling.with_anchor(programs, batch, reference_layout(layout))
-    sizes = {"micro_batches": rows_per_update(c) // shape.rows, "remat": c.model.remat, "frozen": frozen}
-    with layout.activate():
-        yield from compiling.training(programs, learner.like, batch, layout.model, **sizes)
-    params = memory.decoding_params(layout, decoding)
-    prompts = c.task.max_prompt_tokens
-    yield from compiling.sampling(layout.model, layout.graphdef, params, decoding, max_prompt_tokens=prompts)
 
 
 def with_known_shapes(config: ConfigDict) -> ConfigDict:

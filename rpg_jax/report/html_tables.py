@@ -108,26 +108,16 @@ def notes(configs: Sequence[Config], rows: Sequence[Row]) -> Markup:
 
 
 def timing_table(configs: Sequence[Config], timing: Json) -> Markup:
-    """Bars and a table: the mean seconds of each part of a step."""
-    known = [(c.label, row) for c, row in zip(configs, timing["rows"], strict=True) if row]
-    names = [*timing["parts"], "other"]
-    kinds = [*(f"part-{i % 7}" for i in range(len(names) - 1)), "part-other"]
-    longest = max((row["total"] for _, row in known), default=0) or 1
-    keys = [element("span", element("i", class_=f"key {kind}"), n) for n, kind in zip(names, kinds, strict=True)]
-    bars, lines = [], []
-    for label, row in known:
-        seconds = [*row["seconds"], max(row["total"] - sum(row["seconds"]), 0)]
-        said = ", ".join(f"{name} {number(s)} s" for name, s in zip(names, seconds, strict=True))
-        bar = element("div", _bar(seconds, longest, names, kinds), class_="bar", role="img", aria_label=said)
-        bars.append(element("div", element("span", label, class_="name"), bar, class_="bar-row"))
-        total = row["total"] or 1
+    """The mean seconds of each part of a step, and its share of the step."""
+    lines = []
+    for config, row in ((c, row) for c, row in zip(configs, timing["rows"], strict=True) if row):
+        seconds, total = [*row["seconds"], max(row["total"] - sum(row["seconds"]), 0)], row["total"] or 1
         shares = [Markup(escape(number(s)) + _small(f"{100 * s / total:.0f} %")) for s in seconds]
         cells = [*shares, *(number(row[name]) for name in ("total", "tokens_per_second", "compiling"))]
-        lines.append(_line([label], cells))
-    head = element("tr", *(_head(n) for n in ["", *names, "step, s", "tokens/s", "compiling, s per run"]))
-    shown = element("div", element("div", *keys, class_="keys"), *bars, id="timing-bars")
-    table = element("table", element("thead", head), element("tbody", *lines), id="timing-table")
-    return Markup(shown + _wide(table, "Table of times"))
+        lines.append(_line([config.label], cells))
+    names = ["", *timing["parts"], "other", "step, s", "tokens/s", "compiling, s per run"]
+    head = element("thead", element("tr", *map(_head, names)))
+    return _wide(element("table", head, element("tbody", *lines), id="timing-table"), "Table of times")
 
 
 def configs_table(configs: Sequence[Config], differences: Sequence[Json]) -> Markup:
@@ -153,15 +143,6 @@ def number(x: float) -> str:
     if size < 1e-3:
         return _minus(f"{x:.1e}".replace("e-0", "e-"))
     return _minus(f"{x:,.{min(max(2 - math.floor(math.log10(size)), 0), 4)}f}")
-
-
-def _bar(seconds: Sequence[float], longest: float, names: Sequence[str], kinds: Sequence[str]) -> Markup:
-    pieces, at = [], 0.0
-    for s, name, kind in zip(seconds, names, kinds, strict=True):
-        title = element("title", f"{name}: {number(s)} s")
-        pieces.append(element("rect", title, x=f"{at:.2f}%", width=f"{100 * s / longest:.2f}%", height=14, class_=kind))
-        at += 100 * s / longest
-    return element("svg", *pieces, width="100%", height=14)
 
 
 def _cost(axis: str, amount: float) -> str:

@@ -95,7 +95,6 @@ def page_data(configs: Sequence[Config], *, rollout_steps: int) -> tuple[dict[st
         for run in config.runs:
             assert run.folder is not None
             read = [*rollouts.read_all(rollouts.files(run.folder, steps=rollout_steps))]
-            worst = sorted((g for r in read for g in r.worst_gaps()), key=lambda g: -abs(g["gap"]))[: rollouts.WORST]
             first = len(chunks)
             chunks += [r.packed() for r in read]
             numbers += [r.numbers for r in read]
@@ -103,7 +102,7 @@ def page_data(configs: Sequence[Config], *, rollout_steps: int) -> tuple[dict[st
             steps = run.records[-1]["step"]
             backwards = run.config.get("task.name") == "arithmetic" and run.config.get("task.reverse", False)
             about = {"name": run.name, "config": c, "seed": run.seed, "steps": steps, "backwards": backwards}
-            shown.append({**about, "kept": kept, "worst": worst})
+            shown.append({**about, "kept": kept})
     data = {
         "configs": [c.label for c in configs],
         "runs": shown,

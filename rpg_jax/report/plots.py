@@ -283,55 +283,6 @@ def draw_dynamics(rows: Mapping[str, Sequence[Run]], sets: Sequence[str]) -> byt
     return png(figure)
 
 
-def draw_pass_at_k(rows: Mapping[str, Sequence[Run]], sets: Sequence[str]) -> bytes | None:
-    """PNG: pass@k of the last evaluation by k, one panel for each set. None if a row has no pass@k."""
-    figure = empty_figure(4.2 * len(sets) + 1.5, 3.6)
-    for axes, name in zip(np.atleast_1d(figure.subplots(1, len(sets), sharey=True)), sets, strict=True):
-        for colour, (row, runs) in zip(COLOURS, rows.items(), strict=False):
-            last = [run.evaluations[name][-1] for run in runs if name in run.evaluations]
-            curves = ({int(key[5:]): v for key, v in own.items() if key.startswith("pass@")} for own in last)
-            ks = draw_band(axes, curves, 100, colour, row)
-            if not ks:
-                return None
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(ks, ks)
-        name_axes(axes, name, "k; pass@k in % after the last step")
-    legend_below(figure)
-    return png(figure)
-
-
-def draw_values(
-    field: str, accuracy: Mapping[str, Mapping[float, Sequence[float]]], chosen: Mapping[str, float], shown: Any = str
-) -> bytes:
-    """PNG: accuracy by the value of a config field. A row is a line: the mean over seeds, with their range.
-
-    Args:
-      accuracy: {row: {value: accuracy of each run in %}}.
-      chosen: {row: the value whose point is filled}.
-      shown: formats a value as text.
-    """
-    numbers = sorted({value for by_value in accuracy.values() for value in by_value})
-    figure = empty_figure(7, 4.2)
-    axes = figure.subplots()
-    for (row, by_value), colour in zip(accuracy.items(), COLOURS, strict=False):
-        means = {value: sum(own) / len(own) for value, own in by_value.items() if own}
-        for value in means:
-            axes.vlines(value, min(by_value[value]), max(by_value[value]), color=colour, linewidth=1, alpha=0.4)
-        axes.plot(list(means), list(means.values()), "-", color=colour, linewidth=1.2, label=row)
-        for value, m in means.items():
-            filled = {"markersize": 7} if value == chosen.get(row) else {"markersize": 3.5, "markerfacecolor": "white"}
-            axes.plot(value, m, "o", color=colour, **filled)
-    if min(numbers) > 0 and max(numbers) > 2 * min(numbers):
-        axes.set_xscale("log")
-        axes.set_xticks(numbers, [shown(value) for value in numbers])
-        axes.set_xticks([], minor=True)
-    name_axes(axes, "Training accuracy over the last third, % (filled: chosen)", field)
-    handles, labels = axes.get_legend_handles_labels()
-    if len(labels) > 1:
-        figure.legend(handles, labels, loc="outside right upper", frameon=False, fontsize=8)
-    return png(figure)
-
-
 def draw_drift(rows: Mapping[str, Sequence[Run]], sets: Sequence[str]) -> bytes | None:
     """PNG: `DRIFT_PANELS` of each set by step. None if no run measured its drift (`evaluation.drift`).
 

@@ -22,9 +22,7 @@ import numpy as np
 # `reference` log π_θ − log π_ref.
 NUMBERS = ("behaviour", "gap", "ratio", "reference", "kl", "entropy", "advantage")
 STEP = re.compile("[0-9]{1,15}")  # the name of a rollout file; others in the folder are a person's own
-WORST = 24  # sampler–trainer gaps listed for each run
 MOST_BYTES = 2**28  # of a file in memory: 6 million tokens
-AROUND = 12  # tokens shown on each side of such a gap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +82,7 @@ class Rollouts:
             }
             clip, versions = column["clip"].astype(np.uint8), a["weight_versions"]
             read = cls(text, a["group_sizes"], a["lengths"], a["rewards"], a["pieces"], versions, numbers, clip)
-            read.packed(), read.worst_gaps()
+            read.packed()
             return read
         except Exception as error:  # its bytes may be anybody's: zlib, zipfile, NumPy and JSON each raise their own
             raise ValueError(f"{file} is not a whole rollout file ({error}); remove it") from error
@@ -125,22 +123,6 @@ class Rollouts:
             return None
         rewards = [float(f"{r:.4g}") for r in np.nan_to_num(turns["rewards"])]
         return {"spans": turns["spans"], "rewards": rewards, "error": turns["error"]}
-
-    def worst_gaps(self) -> list[dict[str, Any]]:
-        """The `WORST` tokens with the largest |log π_old − log π_s|: dicts with place, gap and text around."""
-        gap = np.nan_to_num(self.numbers["gap"])
-        found = []
-        for token in np.argsort(-np.abs(gap), kind="stable")[:WORST].tolist():
-            completion = int(np.searchsorted(self.starts, token, side="right")) - 1
-            first = int(self.starts[completion])
-            last = first + int(self.lengths[completion])
-            before = max(first, token - AROUND)
-            text = [self.text["pieces"][p] for p in self.pieces[before : min(last, token + AROUND + 1)]]
-            middle = token - before
-            around = ["".join(text[:middle]), text[middle], "".join(text[middle + 1 :])]
-            own = {"step": self.step, "completion": completion, "token": token - first}
-            found.append({**own, "gap": float(f"{gap[token]:.4g}"), "around": around})
-        return found
 
 
 def _check_size(file: Path) -> None:

@@ -51,31 +51,26 @@ def pass_at_k(correct: Sequence[ArrayLike], k: int) -> np.ndarray:
     return np.array(estimates)
 
 
-def maj_at_k(answers: Sequence[Sequence[Hashable]], correct: Sequence[ArrayLike], k: int | None = None) -> np.ndarray:
-    """Accuracy of the most frequent answer among k completions, f64[P].
+def maj_at_k(answers: Sequence[Sequence[Hashable]], correct: Sequence[ArrayLike]) -> np.ndarray:
+    """Accuracy of the most frequent answer among the completions of each problem, f64[P].
 
     A tie counts as a uniformly random choice: its score is the fraction of the tied answers that is correct. None means
-    that no answer was found, and does not vote. Without any vote the score is 0. If k is below n_p, completions
-    vote in disjoint groups of k, in the order sampled; the score is the average over groups, and the remainder is not
-    used.
+    that no answer was found, and does not vote. Without any vote the score is 0.
 
     Args:
       answers: P sequences of n_p answers or None. Normalise the answers first: only equal texts count as one answer.
       correct: P sequences of n_p verdicts. If equal answers have different verdicts, their mean counts.
-      k: completions that vote; None means all completions of a problem.
 
     Raises:
-      ValueError: shapes that differ, or k below 1 or above the completions of some problem.
+      ValueError: shapes that differ.
     """
     if len(answers) != len(correct):
         raise ValueError(f"got answers for {len(answers)} problems but verdicts for {len(correct)}")
     estimates = []
     for p, (given, verdicts) in enumerate(zip(answers, _checked(correct), strict=True)):
-        size = len(verdicts) if k is None else k
-        if len(given) != len(verdicts) or not 1 <= size <= len(verdicts):
-            raise ValueError(f"problem {p}: {len(given)} answers, {len(verdicts)} verdicts, k={size}")
-        starts = range(0, len(given) - size + 1, size)
-        estimates.append(np.mean([_majority(given[i : i + size], verdicts[i : i + size]) for i in starts]))
+        if len(given) != len(verdicts):
+            raise ValueError(f"problem {p}: {len(given)} answers, {len(verdicts)} verdicts")
+        estimates.append(_majority(given, verdicts))
     return np.array(estimates)
 
 

@@ -52,13 +52,10 @@ def write_page(results: Results, folder: Path) -> Path:
     sets = held_out_sets(scores)
     compared = {row: table.compared_with(row) for row in scores}
     parts += _figure("Last by row", folder / f"{name}.png", plots.draw_scores(scores, compared))
-    parts += _figure("pass@k", folder / f"{name}-pass.png", plots.draw_pass_at_k(shown, sets))
     parts += _figure("Training dynamics", folder / f"{name}-dynamics.png", plots.draw_dynamics(shown, sets))
     parts += _figure("What changes beside accuracy", folder / f"{name}-drift.png", plots.draw_drift(shown, sets))
     if sweep := results if table.swept else results.scan:  # the runs that values are chosen from
         parts += ["## Learning rates" if results.scan else "## Best value of each method", *sweeps.section(sweep)]
-        values = _draw_values(sweep, table.shown)
-        parts += _figure("Training accuracy by value", folder / f"{name}-values.png", values)
     parts += _code_of_rows(results)
     parts += ["## The paper's own numbers"] if table.published else []
     parts += [part for published in table.published for part in paper_table(published)]
@@ -92,28 +89,6 @@ def _rows_to_show(table: Table, scores: ScoresOfRows) -> list[str]:
     published = json.loads(PAPER.read_text(encoding="utf-8"))["table3_qwen3_4b_8k"]
     chosen = [row for row in table.shown or published if row in rows]
     return (chosen or rows)[:SHOWN]
-
-
-def _draw_values(sweep: Results, shown: Sequence[str]) -> bytes | None:
-    """The figure of a sweep that changes one number; None for other sweeps.
-
-    The figure has a line for each row. If there are more rows than colours, only the rows `shown` have a line.
-    """
-    fields = {field for _, values in sweep.table.swept.values() for field in values}
-    if len(fields) != 1:
-        return None
-    (field,) = fields
-    value_of = {row: values[field] for row, (_, values) in sweep.table.swept.items()}
-    numbers = [v for v in value_of.values() if isinstance(v, int | float) and not isinstance(v, bool)]
-    if len(numbers) < len(value_of) or len(set(numbers)) < 2:
-        return None
-    groups = sweeps.late_accuracy(sweep)
-    names = [group for group in groups if len(groups) <= len(plots.COLOURS) or group in shown] or list(groups)
-    accuracy = {
-        group: {value_of[row]: list(by_seed.values()) for row, by_seed in groups[group].items()} for group in names
-    }
-    chosen = {group: value_of[row] for group, row in sweeps.best(sweep).items()}
-    return plots.draw_values(field, accuracy, chosen, run_names.shown)
 
 
 def _explanation(table: Table, results: Results, scores: ScoresOfRows, *, unequal: bool) -> str:

@@ -89,14 +89,9 @@ class Table:
                 raise ValueError(f"no row {row!r} in this table; there are {', '.join(self.rows)}")
         return dataclasses.replace(self, rows={row: self.rows[row] for row in rows})
 
-    def planned_runs(self, seeds: Sequence[int], rows: Sequence[str] | None = None) -> list[PlannedRun]:
-        """Every run of the table, seed by seed. So an interrupted table has about equally many seeds of every row.
-
-        Raises:
-          ValueError: an unknown row; the message lists the known ones.
-        """
-        chosen = self if rows is None else self.only(rows)
-        return [PlannedRun(row, seed, self.config, tuple(chosen.rows[row])) for seed in seeds for row in chosen.rows]
+    def planned_runs(self, seeds: Sequence[int]) -> list[PlannedRun]:
+        """Every run of the table, seed by seed. So an interrupted table has about equally many seeds of every row."""
+        return [PlannedRun(row, seed, self.config, tuple(self.rows[row])) for seed in seeds for row in self.rows]
 
     def with_settings(self, values: Mapping[str, Mapping[str, Any]]) -> "Table":
         """The same table with the values {row: {field: value}} in its rows, and without rows that have no values."""

@@ -1,8 +1,7 @@
 """Describes the training of a table's runs: dynamics, completions generated, the critic; rows at equal costs."""
 
 import math
-from collections.abc import Callable, Collection, Mapping
-from types import MappingProxyType
+from collections.abc import Mapping
 
 from rpg_jax.report.plots import TABLE_PANELS
 from rpg_jax.report.run_files import Run
@@ -127,44 +126,31 @@ def significant(m: Mean) -> str:
     return f"{m.value:.{decimals}f} ± {m.half:.{decimals}f}"
 
 
-COSTS = MappingProxyType(  # {axis of `Run.costs`: a note on it}
-    {
-        "updates": "",
-        "completions": "",
-        "seconds": "Seconds are the wall time of training steps, without evaluations and checkpoints; a step that "
-        "compiled counts as the run's median step. They hold for this machine and this program: runs and other work "
-        "that share the machine slow each other, so a difference of some percent between rows need not be theirs.",
-    }
-)
+AXES = ("updates", "completions", "seconds")  # of `Run.costs`
 
 
 def equal_cost(table: Table, rows: Rows) -> list[str]:
-    """An overview of the differences in training accuracy, then paragraphs and a table for each cost that differs.
+    """Paragraphs, and a table of the differences in training accuracy at equal updates, completions and seconds.
 
     Runs that have not ended are left out. Empty if the rows have equal costs.
     """
-    ended = _only(lambda run: run.ended, rows)
-    totals = {axis: total for axis in COSTS if (total := _totals(axis, ended))}
-    unequal = [axis for axis, (least, most) in totals.items() if most > (1 + UNEQUAL) * least]
-    if not unequal:
+    ended = {row: own for row, by_seed in rows.items() if (own := {s: run for s, run in by_seed.items() if run.ended})}
+    totals = {axis: total for axis in AXES if (total := _totals(axis, ended))}
+    if all(most <= (1 + UNEQUAL) * least for least, most in totals.values()):
         return []
-    parts = [
-        "The cheapest row sets the budget of its cost: what it spends in its whole run. Each row is shown at the last "
-        "step within that budget; a row that spends more for an update has had fewer updates by then.",
-        "Accuracy while training is the mean over the last third of the steps up to that step; other scores are Mean@k "
-        "of the last evaluation up to that step. All are in %.\n"
-        "Differences (Δ) are paired by seed, in points; one in *italics* has a 95 % interval that excludes 0. "
-        "None of these comparisons is the fair one: each answers a question of its own.",
+    spent = (f"{'–'.join(dict.fromkeys(f'{x:,.0f}' for x in total))} {axis}" for axis, total in totals.items())
+    return [
+        f"Rows spend {', '.join(spent)}. The cheapest row sets the budget of its cost: what it spends in its whole "
+        "run. Each row is shown at the last step within that budget; a row that spends more for an update has had "
+        "fewer updates by then.",
+        "Accuracy while training is the mean over the last third of the steps up to that step. Differences (Δ) are "
+        "paired by seed, in points; one in *italics* has a 95 % interval that excludes 0. None of these comparisons is "
+        "the fair one: each answers a question of its own.",
+        "Seconds are the wall time of training steps, without evaluations and checkpoints; a step that compiled counts "
+        "as the run's median step. They hold for this machine and this program: runs and other work that share the "
+        "machine slow each other, so a difference of some percent between rows need not be theirs.",
         _overview(table, ended, {axis: least for axis, (least, _) in totals.items()}),
     ]
-    for axis in unequal:
-        least, most = totals[axis]
-        parts += [
-            f"### At equal {axis}",
-            f"The cheapest row spends {least:,.0f} {axis}, the dearest {most:,.0f} {axis}. {COSTS[axis]}".strip(),
-            _equal_table(table, ended, axis, least),
-        ]
-    return parts
 
 
 def _totals(axis: str, rows: Rows) -> tuple[float, float] | None:
@@ -175,54 +161,23 @@ def _totals(axis: str, rows: Rows) -> tuple[float, float] | None:
     return min(totals), max(totals)
 
 
-def _within(rows: Rows, axis: str, budget: float) -> tuple[Rows, dict[tuple[str, int], int]]:
-    """The runs that take a step within a budget, and {(row, seed): the last step of the run within it}."""
-    rows = _only(lambda run: run.last_step_within(axis, budget) > 0, rows)
-    steps = {(row, s): run.last_step_within(axis, budget) for row, own in rows.items() for s, run in own.items()}
-    return rows, steps
+def _accuracy_within(rows: Rows, axis: str, budget: float) -> dict[str, dict[int, float]]:
+    """{row: {seed: training accuracy in %}} over the last third of the steps within a budget.
 
-
-def _accuracy(rows: Rows, steps: Mapping[tuple[str, int], int]) -> dict[str, dict[int, float]]:
-    """{row: {seed: training accuracy in %}} over the last third of the steps up to `steps`."""
-    return {row: {s: 100 * run.late("accuracy", steps[row, s]) for s, run in own.items()} for row, own in rows.items()}
+    Runs whose first step costs more are left out.
+    """
+    found: dict[str, dict[int, float]] = {}
+    for row, by_seed in rows.items():
+        for seed, run in by_seed.items():
+            if last := run.last_step_within(axis, budget):
+                found.setdefault(row, {})[seed] = 100 * run.late("accuracy", last)
+    return found
 
 
 def _overview(table: Table, rows: Rows, budgets: Mapping[str, float]) -> str:
     """Differences in training accuracy at each cost."""
-    by_axis = [_accuracy(*_within(rows, axis, budget)) for axis, budget in budgets.items()]
+    by_axis = [_accuracy_within(rows, axis, budget) for axis, budget in budgets.items()]
     cells = {row: [difference(table, row, accuracy)[0] for accuracy in by_axis] for row in rows}
     lines = [[row, *own, table.compared_with(row)] for row, own in cells.items() if any(cell != "–" for cell in own)]
     heads = [f"Δ at {budget:,.0f} {axis}" for axis, budget in budgets.items()]
     return markdown_table(["training accuracy", *heads, "compared with"], lines, numbers=range(1, 1 + len(heads)))
-
-
-def _only(keep: Callable[[Run], bool], rows: Rows) -> Rows:
-    kept = {row: {seed: run for seed, run in by_seed.items() if keep(run)} for row, by_seed in rows.items()}
-    return {row: by_seed for row, by_seed in kept.items() if by_seed}
-
-
-def _equal_table(table: Table, all_rows: Rows, axis: str, budget: float) -> str:
-    rows, steps = _within(all_rows, axis, budget)
-    columns = {"while training": _accuracy(rows, steps)}  # {column: {row: {seed: %}}}
-    evaluated: dict[str, set[int]] = {}
-    for row, by_seed in rows.items():
-        for seed, run in by_seed.items():
-            for name, scores in run.scores(steps[row, seed]).items():
-                columns.setdefault(name, {}).setdefault(row, {})[seed] = 100 * scores["last"]
-                evaluated.setdefault(row, set()).add(int(scores["step"]))
-    lines = []
-    for row, by_seed in rows.items():
-        at, scored = _span({steps[row, seed] for seed in by_seed}), _span(evaluated.get(row, set()))
-        updates = {int(run.spent("updates", steps[row, seed])) for seed, run in by_seed.items()}
-        means = [mean(list(by_row[row].values())) if row in by_row else None for by_row in columns.values()]
-        values = [f"{m.value:.1f}{m.margin}" if m else "–" for m in means]
-        differences, others = zip(*(difference(table, row, by_row) for by_row in columns.values()), strict=True)
-        at = at if scored == at else f"{at}, evaluated at {scored}"
-        lines.append([row, at, _span(updates), *values, *differences, others[0]])
-    heads = ["step", "updates", *columns, *(f"Δ {name}" for name in columns)]
-    return markdown_table(["", *heads, "compared with"], lines, numbers=range(1, 1 + len(heads)))
-
-
-def _span(numbers: Collection[int]) -> str:
-    """The least and the largest number, as "29–31". A single number if both are equal; "–" without numbers."""
-    return "–".join(str(n) for n in sorted({min(numbers), max(numbers)})) if numbers else "–"

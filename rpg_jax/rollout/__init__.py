@@ -7,7 +7,6 @@ from rpg_jax.rollout.drivers import DRIVERS as DRIVERS
 from rpg_jax.rollout.drivers import LOCAL_DRIVERS as LOCAL_DRIVERS
 from rpg_jax.rollout.drivers import find_driver as find_driver
 from rpg_jax.rollout.drivers import make_rollout as make_rollout
-from rpg_jax.rollout.drivers import replay as replay
 from rpg_jax.rollout.engine import DecodeEngine as DecodeEngine
 from rpg_jax.rollout.request import Request as Request
 from rpg_jax.rollout.rollout import Feedable as Feedable

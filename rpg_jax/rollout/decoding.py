@@ -26,8 +26,6 @@ class Decoding:
       refill: a dispatch ends early once this fraction of the slots is idle while completions wait.
       patience_s: seconds that a completion keeps its slot while its environment replies and others wait for a slot.
         After that it gives the slot away, and is prefilled again.
-      mixed: weights may be synced while completions are decoded, and each token carries its version. Without `mixed`,
-        a sync during a rollout makes the rollout fail.
       dtype: the dtype of the decoding weights; None for the trainer's dtype.
       int8: round the matrices of the decoding weights' layers to eight bits; see `models.weights.quantized`.
       int8_kv: keep keys and values in eight bits, with one scale per token and head.
@@ -48,7 +46,6 @@ class Decoding:
     prefill_tokens: int = PREFILL_TOKENS
     refill: float = 1 / 16
     patience_s: float = 0.25
-    mixed: bool = False
     dtype: Any = None
     int8: bool = False
     int8_kv: bool = False
@@ -69,10 +66,8 @@ class Decoding:
 
 
 def capacity(max_prompt_tokens: int, max_tokens: int) -> int:
-    """The tokens of a slot for the longest prompt and completion, rounded up to a multiple of 16, above 128 of 128."""
-    longest = max_prompt_tokens + max_tokens
-    multiple = 16 if longest <= 128 else 128
-    return -(-longest // multiple) * multiple
+    """The tokens of a slot for the longest prompt and completion, rounded up to a multiple of 16."""
+    return -(-(max_prompt_tokens + max_tokens) // 16) * 16
 
 
 def prompt_bucket(length: int, capacity: int) -> int:

@@ -1,11 +1,10 @@
-"""The drivers of a rollout, each declared once; the lockstep driver; and a replay: completions decoded a second time.
+"""The drivers of a rollout, each declared once; and the lockstep driver.
 
 The lockstep driver works in the caller's thread: it prefills, fills free slots, dispatches, reads, and repeats. All
 hosts hold the values on which every decision depends. So the same schedule runs on a mesh that spans hosts, for models
 larger than one host. No other thread takes part, which makes it the fastest driver.
 """
 
-import contextlib
 import dataclasses
 import functools
 import importlib.util
@@ -21,12 +20,12 @@ from flax import nnx
 
 from rpg_jax.models import Base, DecoderConfig
 from rpg_jax.rollout.decoding import Decoding
-from rpg_jax.rollout.engine import DecodeEngine, ReplayResult
+from rpg_jax.rollout.engine import DecodeEngine
 from rpg_jax.rollout.request import Request, Row
 from rpg_jax.rollout.rollout import Rollout, Split
 from rpg_jax.rollout.schedule import Chunk, Finish, Schedule, Usage, completions_of, plan
 from rpg_jax.rollout.weights import Params, RolloutError, Staged, Weights
-from rpg_jax.types import Completion, Sampling
+from rpg_jax.types import Completion
 
 
 class LockstepRollout(Rollout):
@@ -39,8 +38,8 @@ class LockstepRollout(Rollout):
         self._busy = threading.Lock()
 
     def sync_weights(self, params: Params | Staged, version: int) -> None:
-        """Waits until no rollout runs, unless completions may mix weights (`mixed`, on one process only)."""
-        with contextlib.nullcontext() if self.engine.decoding.mixed else self._busy:
+        """Waits until no rollout runs."""
+        with self._busy:
             super().sync_weights(params, version)
 
     def sample(self, request: Request) -> list[list[Completion]]:
@@ -55,7 +54,7 @@ class LockstepRollout(Rollout):
             except Exception as fault:
                 failed = f"the rollout of step {request.step} failed: {type(fault).__name__}: {fault}"
                 raise RolloutError(failed) from fault
-        return completions_of(request, groups, version, mixed=self.engine.decoding.mixed)
+        return completions_of(request, groups, version)
 
     def stream(self, request: Request) -> Iterator[np.ndarray]:
         """Yields the tokens i32[n] of the request's only completion, dispatch by dispatch."""
@@ -170,49 +169,3 @@ def make_rollout(
     how = {"dtype": decoding.dtype, "shardings": decoding.shardings, "int8": decoding.int8}
     weights = Weights(params, **how, base=base, merge=merge)
     return make(config, graphdef, weights, decoding)
-
-
-def replay(
-    engine: DecodeEngine, prompts: Sequence[np.ndarray], completions: Sequence[np.ndarray], sampling: Sampling
-) -> list[ReplayResult]:
-    """The engine's results at the tokens i32[n] of completions: entry t is about token t + 1, t = 0 … n - 2.
-
-    Prompts are prefilled, and then one token of every completion is decoded a step, in slots of the engine's number and
-    by its programs. The first token is left out: a prefill predicts it. Memory is that of a rollout.
-
-    Args:
-      prompts: one a completion, i32[m] each.
-      sampling: of the completions; its temperature is that of the log-probs.
-
-    Raises:
-      ValueError: there are more completions than slots, or one does not fit.
-    """
-    slots, K = engine.decoding.slots, engine.decoding.steps_per_dispatch
-    if not 0 < len(completions) <= slots:
-        raise ValueError(f"a replay takes 1 to {slots} completions, one a slot, got {len(completions)}")
-    request = Request(prompts, range(len(prompts)), 1, sampling, seed=0, step=0)
-    state = engine.init_decode_state()
-    for chunk in plan(engine, request)[1]:
-        prefix = engine.prefill(tokens=chunk.tokens, lengths=chunk.lengths)
-        rows = [(row.group, row.prompt_row, 0, row.counters, row.sampling) for row in chunk.rows]
-        state = engine.insert(prefix, state, rows)
-    read = np.zeros(slots, np.int32)
-    read[: len(completions)] = [len(tokens) - 1 for tokens in completions]
-    steps = -(-int(read.max()) // K) * K
-    given = np.zeros((slots, steps + 1), np.int32)
-    for row, tokens in zip(given, completions, strict=False):  # the other slots are idle
-        row[: len(tokens)] = tokens
-    longest, parts = max(map(len, prompts)), []
-    for first in range(0, steps, K):
-        block, counts = given[:, first : first + K + 1], np.clip(read - first, 0, K)
-        attend = min(longest + first + K, engine.decoding.capacity)
-        state, replayed = engine.replay(state, block, counts, attend)
-        parts.append(engine.fetch_replayed(replayed))
-    if not parts:
-        raise ValueError("a replay needs a completion of at least two tokens")
-    logprobs = np.concatenate([part.logprobs for part in parts], 1)
-    experts = None if parts[0].experts is None else np.concatenate([part.experts for part in parts], 1)
-    return [
-        ReplayResult(logprobs[s, :n], None if experts is None else experts[s, :n])
-        for s, n in enumerate(read[: len(completions)])
-    ]

@@ -49,18 +49,6 @@ class Scores(NamedTuple):
     top_ids: Any
 
 
-class ReplayResult(NamedTuple):
-    """The results of a model that reads tokens which were sampled earlier.
-
-    Attributes:
-      logprobs: f32[S, K], of each token that was sampled, at the slot's temperature and without cuts.
-      experts: [S, K, L, k], the experts of each token in each layer; None without experts.
-    """
-
-    logprobs: Any
-    experts: Any
-
-
 class DecodeEngine:
     """A model, its weights, and the compiled programs that decode with them.
 
@@ -77,9 +65,9 @@ class DecodeEngine:
         with weights.pinned() as params, self._scope():
             module = nnx.merge(graphdef, params)
             dtype, self._ragged = module.compute_dtype, module.decode_attention == "ragged"
-        rules, int8 = tuple(decoding.rules.items()), decoding.int8_kv
-        sizes = decoding.slots // decoding.threads, decoding.capacity, decoding.steps_per_dispatch
-        self._programs = _make_programs(config, graphdef, *sizes, dtype, int8, decoding.mesh, rules)
+            rules, int8 = tuple(decoding.rules.items()), decoding.int8_kv
+            sizes = decoding.slots // decoding.threads, decoding.capacity, decoding.steps_per_dispatch
+            self._programs = _make_programs(config, graphdef, *sizes, dtype, int8, decoding.mesh, rules)
         self._threads = [ThreadPoolExecutor(1, f"rpg-decode-{i}") for i in range(decoding.threads)]
 
     def init_decode_state(self) -> State:
@@ -137,21 +125,6 @@ class DecodeEngine:
                 results = [future.result() for future in running]
         return tuple(state for state, _ in results), [drawn for _, drawn in results]
 
-    def replay(
-        self, state: State, tokens: np.ndarray, counts: np.ndarray, attend_length: int
-    ) -> tuple[State, Sequence[ReplayResult]]:
-        """Feeds tokens i32[S, K + 1] that were drawn earlier to the slots, by the same computation as `generate`.
-
-        `counts` is i32[S]. Slot s reads its first counts[s] tokens, and each predicts the token after it.
-        `fetch_replayed` reads the result. The state is donated.
-        """
-        attend, n = self._attended(attend_length), len(state)
-        with self.weights.pinned() as params, self._scope():
-            results = [
-                self._programs.replay(params, one, tokens[i::n], counts[i::n], attend) for i, one in enumerate(state)
-            ]
-        return tuple(state for state, _ in results), [replayed for _, replayed in results]
-
     def release(self, state: State, slots: Sequence[int]) -> State:
         """Ends the completions in `slots`, because their caller has cancelled them. The state is donated."""
         mask = np.zeros(self.decoding.slots, bool)
@@ -161,13 +134,10 @@ class DecodeEngine:
 
     def fetch(self, drawn: Sequence[DecodeResult]) -> DecodeResult:
         """The result on the host, without the columns of steps that no thread took."""
-        merged = _of_all_slots(drawn)
+        parts = jax.device_get(drawn)  # [S / n, …] of each thread
+        merged = jax.tree.map(lambda *arrays: np.stack(arrays, 1).reshape(-1, *arrays[0].shape[1:]), *parts)
         taken = int(merged.counts.max())
         return replace(merged, tokens=merged.tokens[:, :taken], logprobs=merged.logprobs[:, :taken])
-
-    def fetch_replayed(self, replayed: Sequence[ReplayResult]) -> ReplayResult:
-        """The result on the host."""
-        return _of_all_slots(replayed)
 
     def score(self, tokens: np.ndarray) -> Scores:
         """The scores of the tokens i32[T] of a text, on the host, with K = `TOP_TOKENS` or the vocabulary's size."""
@@ -226,7 +196,6 @@ class _Programs(NamedTuple):
     extend: jax.stages.Wrapped
     stop: jax.stages.Wrapped
     generate: jax.stages.Wrapped
-    replay: jax.stages.Wrapped
     state_shapes: DecodeState
 
 
@@ -258,12 +227,6 @@ def _make_programs(
         extend=jax.jit(functools.partial(_extend_slots, graphdef), donate_argnums=1, out_shardings=state),
         stop=jax.jit(DecodeState.stop, donate_argnums=0, out_shardings=state),
         generate=jax.jit(generate, donate_argnums=1, static_argnums=3, out_shardings=(state, drawn)),
-        replay=jax.jit(
-            functools.partial(_replay_steps, graphdef),
-            donate_argnums=1,
-            static_argnums=4,
-            out_shardings=(state, drawn),
-        ),
         state_shapes=shapes,
     )
 
@@ -309,9 +272,8 @@ def _decode_steps(
         i, state, tokens, logprobs, counts = carry
         drawn, logprob = state.sampling.draw(module.logits(state.hidden), token_keys(state.keys, state.emitted))
         emitted = state.emitted + state.active
-        hidden, cache, _ = module.decode(
-            drawn, state.cache, attend_length=attend_length, active=state.active, layers=layers
-        )
+        how = {"attend_length": attend_length, "active": state.active, "layers": layers}
+        hidden, cache = module.decode(drawn, state.cache, **how)
         following = replace(state, cache=cache, hidden=hidden, emitted=emitted)
         following = following.stop(state.sampling.ends(drawn, emitted))
         tokens, logprobs = tokens.at[:, i].set(drawn), logprobs.at[:, i].set(-jnp.abs(logprob))
@@ -328,34 +290,3 @@ def _decode_steps(
     if layers:
         state = replace(state, cache=state.cache.stacked())
     return state, DecodeResult(tokens, logprobs, counts, state.active, state.emitted)
-
-
-def _replay_steps(
-    graphdef: nnx.GraphDef, params: Any, state: DecodeState, tokens: jax.Array, counts: jax.Array, attend_length: int
-) -> tuple[DecodeState, ReplayResult]:
-    """Runs the decode steps of `_decode_steps` on given tokens i32[S, K + 1]; slot s reads counts[s] of its tokens."""
-    module = nnx.merge(graphdef, params)
-    layers = module.unstacked_layers() if module.decodes_unrolled(state.cache) else None
-    cache = state.cache.unstacked() if layers else state.cache
-
-    def step(carry, inputs):
-        cache, last = carry
-        i, token, following = inputs
-        active = i < counts
-        cache = replace(cache, lengths=jnp.where(active, cache.lengths, 0))  # as `DecodeState.stop` does
-        hidden, cache, experts = module.decode(token, cache, attend_length=attend_length, active=active, layers=layers)
-        logprobs = jax.nn.log_softmax(module.logits(hidden) / state.sampling.temperature[:, None])
-        chosen = jnp.take_along_axis(logprobs, following[:, None], axis=1)[:, 0]
-        return (cache, jnp.where(active[:, None], hidden, last)), ReplayResult(chosen, experts)
-
-    inputs = jnp.arange(tokens.shape[1] - 1), tokens[:, :-1].T, tokens[:, 1:].T
-    with module.full_precision():
-        (cache, hidden), found = jax.lax.scan(step, (cache, state.hidden), inputs)
-    state = replace(state, cache=cache.stacked() if layers else cache, hidden=hidden)
-    return state, jax.tree.map(lambda x: x.swapaxes(0, 1), found)
-
-
-def _of_all_slots(parts: Sequence[Any]) -> Any:
-    """Joins the threads' results [S / n, …] into one result on the host, in the order of the slots."""
-    parts = jax.device_get(parts)
-    return jax.tree.map(lambda *arrays: np.stack(arrays, 1).reshape(-1, *arrays[0].shape[1:]), *parts)

@@ -247,12 +247,10 @@ class Row:
         if self.made is None:
             transcript = self.transcript
             tokens, logprobs = np.concatenate(transcript.tokens), np.concatenate(transcript.logprobs)
-            version, mixed, turns = transcript.spans[0][0], None, None
-            if any(other != version for other, _ in transcript.spans):
-                mixed = np.repeat(*np.array(transcript.spans, np.int32).T)
+            version, turns = transcript.spans[0][0], None
             if self.environment is not None:
                 turns = Turns.of(transcript.observations, transcript.rewards, transcript.error, length=transcript.count)
-            self.made = Completion(tokens, logprobs, transcript.cut or self._reason(tokens), version, mixed, turns)
+            self.made = Completion(tokens, logprobs, transcript.cut or self._reason(tokens), version, turns)
         return self.made
 
     def _reason(self, tokens: np.ndarray) -> FinishReason:

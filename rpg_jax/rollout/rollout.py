@@ -246,12 +246,11 @@ def _divided(found: dict[int, list[Completion]]) -> tuple[dict[int, list[Complet
 def _is_sound(group: list[Completion], version: int) -> bool:
     """Whether a group is a function of its key. The next process must not find another group.
 
-    Mixed weights and log-probabilities that are not finite stop the run. An environment's failure by chance, as a
-    timeout, does not: the next process asks the environment again.
+    Log-probabilities that are not finite stop the run. An environment's failure by chance, as a timeout, does not: the
+    next process asks the environment again.
     """
     return all(
-        c.token_versions is None
-        and c.weight_version == version
+        c.weight_version == version
         and np.isfinite(c.logprobs).all()
         and (c.turns is None or c.turns.error not in CHANCE)
         for c in group

@@ -101,21 +101,16 @@ def _chunks(decoding: Decoding, request: Request, groups: Sequence[Sequence[Row]
     return [chunk for chunk in chunks if chunk.rows]
 
 
-def completions_of(
-    request: Request, groups: Sequence[Sequence[Row]], version: int, *, mixed: bool
-) -> list[list[Completion]]:
+def completions_of(request: Request, groups: Sequence[Sequence[Row]], version: int) -> list[list[Completion]]:
     """The completions of rows that have ended. The rows began under weights of `version`.
 
     The completions of a group that was complete before are [].
-
-    Args:
-      mixed: whether a completion may have tokens of other weights; see `Decoding`.
 
     Raises:
       RolloutError: log-probabilities that are not finite, or tokens of other weights.
     """
     others = {v for group in groups for row in group for v, _ in row.transcript.spans} - {version}
-    if others and not mixed:
+    if others:
         raise RolloutError(
             f"weights changed from version {version} to {max(others)} during the rollout of step {request.step}: "
             "its completions mix two policies; sync weights between rollouts"
@@ -148,23 +143,20 @@ class Usage:
 
     Attributes:
       decode_s: seconds between a dispatch and its result on the host.
-      dispatches, steps: number of dispatches, and of the decode steps they took.
+      steps: number of decode steps.
       tokens: tokens that were drawn.
       queued_steps, queued_tokens: steps and tokens of the dispatches that began while rows waited for a slot.
       extended_tokens: tokens of observations that were appended to the cache of a slot.
       again_tokens: tokens that were prefilled twice, because the slot was lent while the environment replied.
-      waited_s: seconds in which every row waited for a reply.
     """
 
     decode_s: float = 0.0
-    dispatches: int = 0
     steps: int = 0
     tokens: int = 0
     queued_steps: int = 0
     queued_tokens: int = 0
     extended_tokens: int = 0
     again_tokens: int = 0
-    waited_s: float = 0.0
 
 
 class _PendingReply(NamedTuple):
@@ -275,7 +267,6 @@ class Schedule:
             row.transcript.extend(drawn.tokens[slot, :count].copy(), drawn.logprobs[slot, :count].copy(), version)
         steps, tokens, usage = int(drawn.counts.max()), int(drawn.counts.sum()), self._usage
         usage.decode_s += time.perf_counter() - began
-        usage.dispatches += 1
         usage.steps += steps
         usage.tokens += tokens
         usage.queued_steps += steps * queued
@@ -319,11 +310,9 @@ class Schedule:
 
     def wait(self, timeout: float = 0.1) -> None:
         """Waits for the next reply, but at most `timeout` seconds. Returns at once if no row waits for a reply."""
-        began = time.perf_counter()
         replies = [asked.reply for asked in (*self._asked.values(), *self._without_slot)]
         if replies:
             concurrent.futures.wait(replies, timeout, concurrent.futures.FIRST_COMPLETED)
-            self._usage.waited_s += time.perf_counter() - began
 
     def shown(self, drawn: DecodeResult | None = None) -> DecodeResult:
         """The result of a dispatch in which slots that wait for a reply look active.

@@ -79,7 +79,7 @@ class Parent:
         own = run_folder.flat_fields(config)
         needed = [*_SAME, *(_OF_ADAPTERS if own["model.lora.rank"] else ())]
         if any(fields["loss.advantage"] in losses.LEARNED_ADVANTAGES for fields in (own, self.config)):
-            needed += ["loss.advantage", "critic.trunk"]
+            needed.append("loss.advantage")
         for name in needed:
             if own[name] != self.config[name]:
                 raise ValueError(self._refused(f"{name} is {self.config[name]!r} there and {own[name]!r} here"))

@@ -10,7 +10,6 @@ from rpg_jax import storage
 from rpg_jax.rollout import GroupJournal
 from rpg_jax.runs import branching, cli, run_folder
 from rpg_jax.runs.layout import Layout
-from rpg_jax.runs.memory import make_decoding
 from rpg_jax.storage.checkpoints import Checkpoints
 from rpg_jax.storage.integrity import Refused
 from rpg_jax.storage.journal import Journal
@@ -86,9 +85,9 @@ class Checkpointing:
         self.seconds = time.perf_counter() - started
 
     def group_journal(self, layout: Layout) -> GroupJournal | None:
-        """The journal of the training rollout; None if there is no journal, or if weights may change within a group."""
+        """The journal of the training rollout; None if there is no journal."""
         c = layout.config
-        if self.journal is None or make_decoding(layout).mixed:
+        if self.journal is None:
             return None
         settings = {"driver": c.rollout.driver, "int8_kv": c.rollout.int8_kv, "compute_dtype": c.model.compute_dtype}
         if c.environment.name is not None:

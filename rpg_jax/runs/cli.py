@@ -83,6 +83,8 @@ class Parser(argparse.ArgumentParser):
         Raises:
           ValueError: an argument that the command does not take; the message has the nearest flag.
         """
+        if broken := [argument for argument in argv if any("\ud800" <= c <= "\udfff" for c in argument)]:
+            raise ValueError(f"{broken[0]!r} is no text in UTF-8")
         options, rest = self.parse_known_args(argv)
         for place, argument in enumerate(rest):
             if "config" in options and config_files.OVERRIDE.match(argument):

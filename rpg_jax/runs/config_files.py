@@ -158,7 +158,7 @@ def _explained(error: Exception, overrides: Sequence[str]) -> str:
         reason = trace.strip().splitlines()[-1].partition(": ")[2]
         none = "get_config() takes 0 positional arguments" in reason
         return f"{file}: " + (f"it has no variants, leave out ':{variant}'" if none else reason)
-    return " ".join(str(error).split())
+    return " ".join(str(error).split()).replace("invalid literal for int() with base 10", "no whole number")
 
 
 @dataclasses.dataclass(frozen=True)

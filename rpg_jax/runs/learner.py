@@ -79,11 +79,10 @@ def make_critic(layout: Layout) -> Critic | None:
         )
     trunk = dataclasses.replace(layout.model, tie_embeddings=True)  # no output embedding
     return Critic(
-        trunk=c.trunk,
         graphdef=abstract_model(config, trunk)[0],
         optimizer=make_optimizer(**{**optimizer_arguments(config), "learning_rate": c.learning_rate}),
         clip=c.clip or None,
-        **{name: c[name] for name in ("gamma", "gae_lambda", "coef")},
+        **{name: c[name] for name in ("gamma", "gae_lambda")},
     )
 
 
@@ -115,12 +114,16 @@ def is_on_policy(layout: Layout) -> bool:
 def learner_programs(
     layout: Layout,
     learner: Learner,
-    objective: Objective,
-    base: models.Base | None = None,
+    objective: Objective | None = None,
     *,
+    base: models.Base | None = None,
     temperature: float | None = None,
 ) -> Programs:
-    """The jitted programs of an objective, at the sampling temperature by default; `base` as in `make_programs`."""
+    """The jitted programs of an objective: by default the config's, at the sampling temperature.
+
+    `base` is as in `make_programs`.
+    """
+    objective = objective or policy_objective(layout.config, learner.critic, on_policy=is_on_policy(layout))
     return make_programs(
         layout.graphdef,
         learner.optimizer,

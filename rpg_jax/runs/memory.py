@@ -74,7 +74,8 @@ def cache_bytes(model: DecoderConfig, decoding: Decoding) -> float:
     """Bytes of the decode state on a device."""
     assert decoding.mesh is not None, "a layout decodes on a mesh"
     size, int8 = (decoding.slots, decoding.capacity, decoding.dtype or jnp.float32), {"int8_kv": decoding.int8_kv}
-    shapes = jax.eval_shape(functools.partial(DecodeState.empty, model, *size, **int8))
+    with parallel.activate(decoding.mesh, decoding.rules):
+        shapes = jax.eval_shape(functools.partial(DecodeState.empty, model, *size, **int8))
     where = parallel.shardings(DecodeState.logical_axes(**int8), shapes, decoding.mesh, decoding.rules)
     return bytes_on_a_device(placed(shapes, where))
 
@@ -211,7 +212,6 @@ def make_decoding(layout: Layout) -> rollout.Decoding:
     decoding = rollout.Decoding(
         slots=mesh.size,
         capacity=rollout.capacity(c.task.max_prompt_tokens, c.rollout.max_tokens),
-        mixed=c.rollout.max_staleness > 0 and c.rollout.swap == "midway",
         dtype=None if m.compute_dtype == m.param_dtype else jnp.dtype(m.compute_dtype),
         int8=c.rollout.int8,
         int8_kv=c.rollout.int8_kv,

@@ -16,7 +16,7 @@ import numpy as np
 from ml_collections import ConfigDict
 
 from rpg_jax import data, models, storage
-from rpg_jax.data.tokenizer import IncrementalDecoder
+from rpg_jax.data.tokenizer import IncrementalDecoder, check_unicode
 from rpg_jax.models import lora
 from rpg_jax.rollout import Request
 from rpg_jax.rollout.decoding import capacity, power_of_two
@@ -33,7 +33,6 @@ from rpg_jax.runs.learner import (
     merged_layout,
     new_base,
     open_base,
-    policy_objective,
 )
 from rpg_jax.runs.memory import cache_bytes, make_decoding
 from rpg_jax.runs.resolve import check_trusted, resolve
@@ -155,6 +154,8 @@ class Policy:
         """
         single = isinstance(prompts, str) or bool(prompts and isinstance(prompts[0], Mapping))
         asked: Sequence[Any] = [prompts] if single else prompts
+        if not isinstance(k, int | np.integer) or k < 1:
+            raise ValueError(f"k={k!r}: give a whole number of completions, 1 or more")
         tokens, tokenizer = self.encode(asked), self.experiment.tokenizer
         for line in self._surprises(asked):
             print(line, file=sys.stderr)
@@ -234,6 +235,8 @@ class Policy:
         layout, tokenizer = self.experiment.layout, self.experiment.tokenizer
         scored: list[data.Example] = []
         for i, (prompt, given) in enumerate(zip(self.encode(prompts), completions, strict=True)):
+            if isinstance(given, str):
+                check_unicode(given, f"completion {i}")
             ids = tokenizer.encode(given) if isinstance(given, str) else given
             tokens = np.asarray(ids.tokens if isinstance(ids, Sample) else ids)
             if tokens.ndim != 1 or not len(tokens):
@@ -251,8 +254,7 @@ class Policy:
             return []
         packed = data.pack(scored, _shape(scored, layout), pad_id=tokenizer.pad_id, sharding=layout.row_sharding)
         with layout.activate():
-            learner, objective = make_learner(layout, supervised=True), policy_objective(layout.config)
-            programs = learner_programs(layout, learner, objective, temperature=temperature)
+            programs = learner_programs(layout, make_learner(layout, supervised=True), temperature=temperature)
             found = [programs.logprobs(self.params, batch.rows)[0] for batch in packed.batches]
         return [own for group in packed.packing.gather(found) for own in group]
 
@@ -304,12 +306,14 @@ class Policy:
 def _asked(number: int, prompt: str | Messages) -> data.Problem:
     """A prompt as a problem. Raises ValueError for messages without a role or a text."""
     if isinstance(prompt, str):
+        check_unicode(prompt, f"prompt {number}")
         return data.Problem(number, prompt, answer="", source="prompt")
     for message in prompt if isinstance(prompt, Sequence) else [prompt]:
         if not isinstance(message, Mapping) or any(not isinstance(message.get(k), str) for k in ("role", "content")):
             raise ValueError(
                 f'a prompt is a text, or messages {{"role": "user", "content": "…"}}, got {str(message)[:100]}'
             )
+        check_unicode(message["content"], f"prompt {number}")
     return data.Problem(number, "", answer="", source="prompt", messages=tuple(prompt))
 
 

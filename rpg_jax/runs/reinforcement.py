@@ -9,7 +9,6 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-import jax
 from ml_collections import ConfigDict
 
 from rpg_jax import data, losses, models, rewards, rollout, storage
@@ -37,7 +36,6 @@ from rpg_jax.runs.learner import (
     no_params,
     offloaded,
     open_base,
-    policy_objective,
     reference_rule,
 )
 from rpg_jax.runs.logs import RunLog
@@ -53,7 +51,6 @@ from rpg_jax.training.loop import Algorithm, Step, take_step
 from rpg_jax.training.measures import SAMPLER_GAPS, Guard
 from rpg_jax.training.objective import advantages_fn, token_rewards
 from rpg_jax.training.reference import Reference
-from rpg_jax.training.routing import Routing
 from rpg_jax.training.state import TrainState
 
 
@@ -196,8 +193,7 @@ def make_algorithm(
 ) -> Algorithm:
     """The parts of the training step. If the run trains adapters, `base` are the frozen weights."""
     c, layout = experiment.config, experiment.layout
-    objective = policy_objective(c, learner.critic, on_policy=is_on_policy(layout))
-    programs = learner_programs(layout, learner, objective, base)
+    programs = learner_programs(layout, learner, base=base)
     pack = functools.partial(
         data.pack,
         shape=packing_shape(layout),
@@ -224,28 +220,13 @@ def make_algorithm(
         decoupled=c.rollout.max_staleness > 0 and losses.carried_ratio(c.loss.sampler_correction) is not None,
         updates_per_step=c.train.updates_per_step,
         epochs=c.train.epochs,
-        on_policy=objective.on_policy,
+        on_policy=is_on_policy(layout),
         exact=c.loss.estimator == "exact",
         after_updates=None if files is None else files.after_updates,
         is_recorded=lambda step: files is not None and files.is_due(step),
         reward_parts=weights,
-        routing=make_routing(experiment, own),
+        experts=0 if layout.model.experts is None else layout.model.experts.count,
     )
-
-
-def make_routing(experiment: Experiment, own: rollout.Rollout) -> Routing | None:
-    """The comparison of the experts that sampler and trainer choose; None for a model without experts.
-
-    It runs at the steps of `log.rollouts_every`, if a single process both samples, by its own engine, and trains.
-    """
-    c, experts, every = experiment.config, experiment.layout.model.experts, experiment.config.log.rollouts_every
-    if experts is None:
-        return None
-    if own.engine is None or c.rollout.max_staleness or jax.process_count() > 1 or not every:
-        return Routing(experts.count)
-    sampling = experiment.sampling(c.rollout.temperature)
-    replay = functools.partial(rollout.replay, own.engine, sampling=sampling)
-    return Routing(experts.count, every, own.engine.decoding.slots, replay)
 
 
 def make_training_rollout(experiment: Experiment, params: Any, base: models.Base | None = None) -> rollout.Rollout:
@@ -306,12 +287,7 @@ def make_collector(
     parts = collected, generator.take_errors, own, stream
     if not c.rollout.max_staleness:
         return Collector(*parts)
-    return AheadCollector(
-        *parts,
-        max_staleness=c.rollout.max_staleness,
-        steps=c.train.steps,
-        swap=c.rollout.swap,
-    )
+    return AheadCollector(*parts, max_staleness=c.rollout.max_staleness, steps=c.train.steps)
 
 
 def make_reference(experiment: Experiment, folder: storage.Folder) -> Reference:

@@ -85,8 +85,8 @@ def _probe(experiment: Experiment) -> Callable[[Any], Probe]:
 
 def _check(config: ConfigDict) -> None:
     r = config.rollout
-    if r.devices or r.swap == "midway":
-        raise ValueError("rollout.driver=servers needs rollout.devices=0 and rollout.swap=between: servers sample")
+    if r.devices:
+        raise ValueError("rollout.driver=servers needs rollout.devices=0: servers sample")
     if r.int8 or r.int8_kv:
         raise ValueError("rollout.driver=servers: rollout.int8 and int8_kv are the servers' own choice; leave them out")
 

@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from rpg_jax import data, losses, masking, storage
 from rpg_jax.environments import Message
 from rpg_jax.environments.player import Observations
 from rpg_jax.losses import Metrics
+from rpg_jax.parallel import hosts
 from rpg_jax.runs import cli
 from rpg_jax.runs.checkpointing import Checkpointing
 from rpg_jax.runs.evaluation import set_scores, with_mean
@@ -76,6 +78,7 @@ def make_trainer(
     closing: contextlib.ExitStack,
 ) -> tuple[SupervisedTrainer, Any]:
     """The trainer of a run and its first weights: random or loaded weights, or zeros for a run that resumes."""
+    tell_cuts(experiment)
     guard = Guard(math.inf, remedy="lower warm_start.learning_rate")
     batches = Demonstrations(experiment, experiment.config.warm_start.epochs)
     last = Demonstrations(experiment, experiment.config.warm_start.epochs).count()
@@ -193,6 +196,18 @@ def supervised_learner(e: Experiment, updates: int | None = None) -> tuple[Learn
     return learner, learner_programs(e.layout, learner, Objective(supervised_loss), temperature=1.0)
 
 
+def tell_cuts(e: Experiment) -> None:
+    """Says on stderr how many demonstrations lose their end, because they are longer than the limit."""
+    limit, observations = e.config.rollout.max_tokens, Observations(e.tokenizer, thinking=e.config.task.thinking)
+    lengths = [
+        len(imitated(shown, e.tokenizer, observations).tokens) for _, shown in e.task.examples(e.task.to_imitate)
+    ]
+    longer = sum(length > limit for length in lengths)
+    if longer and hosts.is_first():
+        cut = f"{longer} of {len(lengths)} demonstrations are cut to {limit} tokens, the longest has {max(lengths)}"
+        print(f"{cut}: raise warm_start.max_tokens", file=sys.stderr)
+
+
 def examples_of(e: Experiment, problems: Sequence[data.Problem]) -> list[data.Example]:
     """The demonstrations of problems as tokens: the prompt as the policy sees it, and the completion to imitate."""
     c, found = e.config, []
@@ -204,9 +219,9 @@ def examples_of(e: Experiment, problems: Sequence[data.Problem]) -> list[data.Ex
 
 
 def imitated(
-    shown: Demonstration, tokenizer: data.Tokenizer, observations: Observations, max_tokens: int
+    shown: Demonstration, tokenizer: data.Tokenizer, observations: Observations, max_tokens: int | None = None
 ) -> Completion:
-    """Turns a demonstration into a completion of at most `max_tokens` tokens.
+    """Turns a demonstration into a completion, cut to `max_tokens` tokens.
 
     Each turn of the policy ends with a stop token, so that the policy learns to stop. The policy reads the messages of
     an environment, and the loss leaves them out.

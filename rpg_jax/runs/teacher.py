@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from rpg_jax import data, models, parallel
 from rpg_jax.runs.layout import Layout, abstract_model
-from rpg_jax.runs.learner import learner_programs, make_learner, policy_objective
+from rpg_jax.runs.learner import learner_programs, make_learner
 from rpg_jax.training.reference import Taught
 from rpg_jax.training.state import in_host_memory
 
@@ -74,7 +74,7 @@ def open_teacher(layout: Layout, tokenizer: data.Tokenizer, *, offload: bool) ->
         params = jax.device_put(params | cut, own.param_shardings)
     if offload:
         params = jax.device_put(params, jax.tree.map(in_host_memory, own.param_shardings))
-    programs = learner_programs(own, make_learner(own, supervised=True), policy_objective(own.config))
+    programs = learner_programs(own, make_learner(own, supervised=True))
     return Taught(params, programs)
 
 

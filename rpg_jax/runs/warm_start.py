@@ -36,7 +36,7 @@ from rpg_jax.runs.experiment import (
 )
 from rpg_jax.runs.layout import Layout
 from rpg_jax.runs.learner import init_params
-from rpg_jax.runs.supervised import Demonstrations, several, supervised_config, supervised_learner
+from rpg_jax.runs.supervised import Demonstrations, several, supervised_config, supervised_learner, tell_cuts
 from rpg_jax.storage.checkpoints import Snapshots
 from rpg_jax.storage.integrity import Refused
 from rpg_jax.training.state import TrainState
@@ -94,6 +94,7 @@ def drawn_base(experiment: Experiment, scorer: Scorer, run_dir: Path, layout: La
 
 def _train(e: Experiment, batches: Demonstrations, params: Any, rollout: Rollout, scorer: Scorer) -> Any:
     """Supervised training of `params`: some passes, or up to an accuracy on the first held-out set (`CHECKED`)."""
+    tell_cuts(e)
     c = e.config.warm_start
     total = None if c.epochs is None else Demonstrations(e, c.epochs).count()
     learner, programs = supervised_learner(e, total)

@@ -1,28 +1,22 @@
 """Rollouts for later steps in a thread of their own while the trainer trains, with bounded staleness.
 
 The batch of step s begins when s − max_staleness steps are trained, not earlier. So no token comes from older
-weights. (A group that dynamic sampling carries over is one step older.) `swap` decides when trained weights replace
-the rollout's weights:
+weights. (A group that dynamic sampling carries over is one step older.) Trained weights replace the rollout's weights
+between two batches: a batch comes from the weights after exactly max(0, s − max_staleness) steps. Runs are reproducible
+bit for bit, whatever the threads do.
 
-- "between": between two batches. A batch comes from the weights after exactly max(0, s − max_staleness) steps. Runs
-  are reproducible bit for bit, whatever the threads do.
-- "midway": at once, also in the middle of completions. Tokens are fresher. Which weights sample a token depends on
-  timing, so such a run is not reproducible.
-
-Groups carry the log-probability with which every token was drawn. With "between", the trainer recomputes this number
-for completions of its present weights, as without this module. For completions of earlier weights, and for all
-completions with "midway", the rollout's number serves: entries of earlier weights stay in the KV cache, so no forward
-pass of one policy gives the same number.
+Groups carry the log-probability with which every token was drawn. The trainer recomputes this number for completions of
+its present weights, as without this module. For completions of earlier weights the rollout's number serves.
 
 On several devices the rollout has devices of its own. Two threads that launch programs on the same devices may launch
 them in another order on each device, and programs that exchange data across devices then wait for ever. So this
 module's thread launches nothing across the trainer's devices. The trainer's thread launches nothing across the
-rollout's devices, except when the rollout is idle (an evaluation) or under the rollout's lock (the checksum of a swap
-"midway"). Staged weights pass from the trainer to the rollout by a transfer; completions pass on the host.
+rollout's devices, except when the rollout is idle (an evaluation). Staged weights pass from the trainer to the rollout
+by a transfer; completions pass on the host.
 
-A checkpoint waits for the batches under way and stores them with the groups carried over. A resumed run trains them;
-with "between" it is the same run. A run that is made longer later differs from a run that was long from the start:
-nothing is sampled beyond the last step, so its first new batches come from newer weights.
+A checkpoint waits for the batches under way and stores them with the groups carried over. A resumed run trains them,
+and is the same run. A run that is made longer later differs from a run that was long from the start: nothing is sampled
+beyond the last step, so its first new batches come from newer weights.
 """
 
 import contextlib
@@ -40,8 +34,6 @@ from rpg_jax.data.groups import decode_groups, encode_groups
 from rpg_jax.rollout import Rollout, RolloutError, Staged
 from rpg_jax.training.collect import Collected, Collector, Sampled
 
-SWAPS = ("between", "midway")
-
 Found = tuple[Collected, Mapping[str, int]]  # the groups of a step, and failed verdicts by kind
 _LISTS = ("generated", "pending", "trained", "carried", "dropped")
 
@@ -51,8 +43,7 @@ class AheadCollector(Collector):
 
     Args:
       collect, take_errors, stream: see `Collector`; one thread at a time calls them.
-      rollout: on one device, or on other devices than the trainer's. If `swap` is "midway", it must accept weights
-        while it decodes.
+      rollout: on one device, or on other devices than the trainer's.
       max_staleness: steps, at least 1.
       steps: the number of steps of the run; nothing is sampled for later steps.
 
@@ -72,19 +63,15 @@ class AheadCollector(Collector):
         *,
         max_staleness: int,
         steps: int,
-        swap: str = "between",
     ):
-        if max_staleness < 1 or swap not in SWAPS:
-            raise ValueError(
-                f"sampling ahead needs max_staleness >= 1 and swap in {SWAPS}, got {max_staleness} and {swap!r}"
-            )
+        if max_staleness < 1:
+            raise ValueError(f"sampling ahead needs max_staleness >= 1, got {max_staleness}")
         if jax.process_count() > 1 and not rollout.apart:
             raise ValueError(
                 f"rollout.max_staleness={max_staleness} on {jax.process_count()} processes needs rollout.driver="
                 "servers: threads of several hosts launch programs that span them in different orders. Or set it to 0"
             )
         super().__init__(collect, take_errors, rollout, stream)
-        self._midway = swap == "midway"
         self._max_staleness, self._steps = max_staleness, steps
         self._jobs: dict[int, Future[Found]] = {}
         self._versions: dict[int, int] = {}
@@ -100,21 +87,19 @@ class AheadCollector(Collector):
         self._versions = {s: v for s, v in self._versions.items() if s >= step - self._max_staleness - 1}
         self._versions[step] = version
         due = [s for s in range(step, min(step + self._max_staleness + 1, self._steps)) if s not in self._jobs]
-        policy = self._rollout.stage_weights(params) if due and not self._midway else None
-        for s in due:
-            self._jobs[s] = self._thread.submit(self._sample, s, policy, version)
+        if due:
+            policy = self._rollout.stage_weights(params)
+            self._jobs |= {s: self._thread.submit(self._sample, s, policy, version) for s in due}
         collected, errors = self._jobs.pop(step).result()
         trained = collected.trained
         self._check(step, collected)
-        known = trained if self._midway else without_present(trained, version)
-        return Sampled(collected, errors, known, staleness=staleness(trained, version))
+        return Sampled(collected, errors, without_present(trained, version), staleness=staleness(trained, version))
 
     def carry(self, carried: list[Group]) -> None:
         """Does nothing: this collector's thread carries groups over itself, with the rollout's log-probs."""
 
     def publish(self, params: Any, version: int) -> None:
-        if self._midway:
-            self.sync(params, version)
+        """Does nothing: the next batch brings its weights."""
 
     def sync(self, params: Any, version: int) -> None:
         """As `Collector.sync`, with a copy of `params`: the next step donates `params` while the rollout samples."""
@@ -154,11 +139,10 @@ class AheadCollector(Collector):
         """Begins no more batches. The batch that is being sampled ends with its rollout."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def _sample(self, step: int, policy: Staged | None, version: int) -> Found:
+    def _sample(self, step: int, policy: Staged, version: int) -> Found:
         with self._turn:
-            if policy is not None:
-                self._rollout.sync_weights(policy, version)
-                self._rollout.verify_weights(policy)
+            self._rollout.sync_weights(policy, version)
+            self._rollout.verify_weights(policy)
             collected = _marked(self._next(step))
             self._carried = collected.carried
             return collected, dict(self._take_errors())
@@ -168,7 +152,7 @@ class AheadCollector(Collector):
         for group in collected.trained:
             first = step - self._max_staleness - (id(group) in carried)
             allowed = min(version for s, version in self._versions.items() if s >= first)
-            oldest = min(int(c.versions[c.sampled].min()) for c in group.completions)
+            oldest = min(c.weight_version for c in group.completions)
             if oldest < allowed:
                 raise RolloutError(
                     f"step {step} would train on tokens of weights version {oldest}, but rollout.max_staleness="
@@ -180,15 +164,15 @@ def without_present(groups: Sequence[Group], version: int) -> list[Group]:
     """The groups with the rollout's log-probs. Completions of weights `version` get NaN: the trainer computes these."""
 
     def known(completion):
-        present = (completion.versions[completion.sampled] == version).all()
-        return np.where(present, np.float32(np.nan), completion.logprobs)
+        return np.where(completion.weight_version == version, np.float32(np.nan), completion.logprobs)
 
     return [dataclasses.replace(g, behaviour_logprobs=[known(c) for c in g.completions]) for g in groups]
 
 
 def staleness(groups: Sequence[Group], version: int) -> dict[str, float]:
     """Updates between the weights that drew a token and the trainer's weights: the mean and the maximum over tokens."""
-    ages = version - np.concatenate([c.versions[c.sampled] for g in groups for c in g.completions])
+    completions = [c for g in groups for c in g.completions]
+    ages = np.repeat([version - c.weight_version for c in completions], [c.sampled.sum() for c in completions])
     return {"staleness_updates": float(ages.mean()), "staleness_updates_max": int(ages.max())}
 
 

@@ -1,4 +1,4 @@
-"""The learned baseline V_φ: a head on the hidden states of its own trunk or of the policy's trunk."""
+"""The learned baseline V_φ: a head on the hidden states of a decoder of its own."""
 
 import dataclasses
 from typing import Any
@@ -14,8 +14,8 @@ from rpg_jax.training.optimizer import Optimizer
 from rpg_jax.training.policy_logprobs import completion_hidden
 from rpg_jax.types import Batch, Rows
 
-TRUNKS = ("separate", "frozen", "shared")
 _HEAD, _OUTPUT = "value", "lm_head"  # entries of parameter trees: a critic has the first, a policy the second
+_WEIGHT = 0.5  # of the value loss; with Adam it changes only when the gradient is clipped
 
 
 @flax.struct.dataclass
@@ -31,54 +31,39 @@ class Critic:
     """How values are computed and trained.
 
     Attributes:
-      trunk: "separate": a decoder of its own that starts from the policy's weights; "frozen": the policy's last hidden
-        states, with no gradient to the policy; "shared": these states, and the value loss also trains the policy.
-      graphdef: of the separate trunk, a decoder without output embedding.
+      graphdef: of the critic's trunk, a decoder without output embedding, which starts from the policy's weights.
       optimizer: of the critic's own parameters.
       gamma, gae_lambda: the arguments of `losses.gae`.
       clip: the argument of `losses.value_loss`; None switches the clip off.
-      coef: weight of the value loss; with Adam it matters for a shared trunk only.
     """
 
-    trunk: str
     graphdef: Any
     optimizer: Optimizer
     gamma: float = 1.0
     gae_lambda: float = 1.0
     clip: float | None = 0.2
-    coef: float = 0.5
 
     def __post_init__(self):
-        if self.trunk not in TRUNKS:
-            raise ValueError(f"unknown critic.trunk {self.trunk!r}; known: {', '.join(TRUNKS)}")
-        if not (0 <= self.gamma <= 1 and 0 <= self.gae_lambda <= 1) or self.coef <= 0 or (self.clip or 1) <= 0:
+        if not (0 <= self.gamma <= 1 and 0 <= self.gae_lambda <= 1) or (self.clip or 1) <= 0:
             raise ValueError(
-                "a critic needs gamma and gae_lambda in [0, 1], coef > 0 and a clip above 0, got "
-                f"{self.gamma=}, {self.gae_lambda=}, {self.coef=}, {self.clip=}"
+                "a critic needs gamma and gae_lambda in [0, 1] and a clip above 0, got "
+                f"{self.gamma=}, {self.gae_lambda=}, {self.clip=}"
             )
 
     def init(self, policy: Any) -> Any:
-        """Parameters of a critic whose every value is 0. A separate trunk is a copy of the policy's trunk."""
+        """Parameters of a critic whose every value is 0. Its trunk is a copy of the policy's trunk."""
         trunk = {k: jax.tree.map(jnp.copy, v) for k, v in policy.items() if k != _OUTPUT}
         head = {"weight": jnp.zeros(policy["final_norm"].shape, jnp.float32), "bias": jnp.zeros((), jnp.float32)}
-        return {**(trunk if self.trunk == "separate" else {}), _HEAD: head}
+        return {**trunk, _HEAD: head}
 
     def like(self, policy: Any, head: Any) -> Any:
         """The tree of `init` with `policy`'s leaves (shapes or shardings) for the trunk and `head` for the rest."""
-        trunk = {k: v for k, v in policy.items() if k != _OUTPUT} if self.trunk == "separate" else {}
+        trunk = {k: v for k, v in policy.items() if k != _OUTPUT}
         return {**trunk, _HEAD: {"weight": head, "bias": head}}
 
-    def values(self, params: Any, policy_hidden: jax.Array | None, rows: Rows) -> jax.Array:
-        """V f32[B, C] of the states before the completion tokens, from the critic's parameters.
-
-        `policy_hidden` f[B, C, D] are the policy's hidden states at `rows.predictors`; a separate trunk ignores them.
-        """
-        if self.trunk == "separate":
-            model = nnx.merge(self.graphdef, {k: v for k, v in params.items() if k != _HEAD})
-            hidden = completion_hidden(model, rows)
-        else:
-            assert policy_hidden is not None, "a head on the policy's trunk reads its hidden states"
-            hidden = jax.lax.stop_gradient(policy_hidden) if self.trunk == "frozen" else policy_hidden
+    def values(self, params: Any, rows: Rows) -> jax.Array:
+        """V f32[B, C] of the states before the completion tokens, from the critic's parameters."""
+        hidden = completion_hidden(nnx.merge(self.graphdef, {k: v for k, v in params.items() if k != _HEAD}), rows)
         head = params[_HEAD]
         return jnp.einsum("bcd,d->bc", hidden.astype(jnp.float32), head["weight"]) + head["bias"]
 
@@ -88,7 +73,7 @@ class Critic:
         return losses.gae(batch.known("rewards"), values, batch.mask, batch.completion_ids, **decays)
 
     def loss(self, values: jax.Array, batch: Batch, mean: losses.Mean) -> tuple[jax.Array, Metrics]:
-        """Σ of the value loss times `coef`, aggregated by `mean` like the policy's loss, and its metrics."""
+        """Half of Σ of the value loss, aggregated by `mean` like the policy's loss, and its metrics."""
         old_values, returns = batch.known("values"), batch.known("returns")
         token_loss = losses.value_loss(values, old_values, returns, clip=self.clip)
         total, weight = mean(token_loss.values, batch)
@@ -96,4 +81,4 @@ class Critic:
         tokens = jnp.sum(batch.mask != 0, dtype=jnp.float32)
         for name, event in token_loss.events.items():
             metrics[f"{name}_fraction"] = masking.masked_sum(event.astype(jnp.float32), batch.mask), tokens
-        return self.coef * total, metrics | losses.value_metrics(old_values, returns, batch.mask)
+        return _WEIGHT * total, metrics | losses.value_metrics(old_values, returns, batch.mask)

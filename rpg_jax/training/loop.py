@@ -13,10 +13,9 @@ from rpg_jax.data import Group, RolloutBatch
 from rpg_jax.losses import Metrics
 from rpg_jax.training.collect import Collector
 from rpg_jax.training.heartbeat import beat
-from rpg_jax.training.measures import Clock, sampler_gap, step_metrics, sum_and_weight
+from rpg_jax.training.measures import Clock, expert_load, load_metrics, sampler_gap, step_metrics, sum_and_weight
 from rpg_jax.training.objective import Advantages
 from rpg_jax.training.reference import Reference
-from rpg_jax.training.routing import Routing, as_metrics, expert_load, load_metrics
 from rpg_jax.training.state import TrainState
 from rpg_jax.training.step import Anchor, Programs
 from rpg_jax.types import Batch
@@ -44,7 +43,7 @@ class Algorithm:
         log π_ref too, without a pass before it.
       token_rewards: returns the reward of each token of groups; only a critic needs these rewards.
       reward_parts: the weight of each part of the reward, in the order of `Group.parts`.
-      routing: measures the routers of a mixture of experts; None without experts.
+      experts: the number of experts of a layer; 0 in a dense model.
       after_updates: called with the step's number, batch and state while the batch exists; None for no call.
       is_recorded: whether `after_updates` reads the batch of a step.
       fault: (number, metrics, metrics of each update) -> the reason to stop the run after this step, or None; see
@@ -65,7 +64,7 @@ class Algorithm:
     after_updates: Callable[[int, Packed, TrainState], None] | None = None
     is_recorded: Callable[[int], bool] = lambda step: True
     reward_parts: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    routing: Routing | None = None
+    experts: int = 0
     fault: Callable[[int, Mapping[str, float], Sequence[Mapping[str, float]]], str | None] = lambda *_: None
 
     def logprobs(self, params: Any, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array | None]:
@@ -107,7 +106,7 @@ def take_step(a: Algorithm, state: TrainState, number: int) -> Step:
     if a.on_policy and not records:
         batch = batch if a.exact else add_reference(a, batch, state)
     else:
-        batch, measured = add_logprobs(a, batch, state, number, reference=records or not a.exact)
+        batch, measured = add_logprobs(a, batch, state, reference=records or not a.exact)
     batch = add_advantages(a, batch, state)
     trained, measured = (for_the_update(a, batch), {}) if a.on_policy else (batch, measured)
     a.collector.carry(with_behaviour_logprobs(a, sampled.to_carry, state))
@@ -145,16 +144,14 @@ def for_the_update(a: Algorithm, batch: Packed) -> Packed:
     return dataclasses.replace(batch, batches=own)
 
 
-def add_logprobs(
-    a: Algorithm, batch: Packed, state: TrainState, step: int, *, reference: bool = True
-) -> tuple[Packed, Metrics]:
+def add_logprobs(a: Algorithm, batch: Packed, state: TrainState, *, reference: bool = True) -> tuple[Packed, Metrics]:
     """Adds log π_old, and with `reference` log π_ref, by the trainer's own pass.
 
     Also returns metrics: `entropy`, the routers' metrics, and `sampler_gap` and `sampler_gap_max`, the mean and the
     maximum of |log π_s − log π| over the tokens for which the trainer has computed log π under the weights that sampled
     them. The distance to other weights is no fault of the sampler.
     """
-    present, measured = _present_pass(a, batch, state, step)
+    present, measured = _present_pass(a, batch, state)
     drawn, compared = present, tuple(b.mask for b in batch.batches)
     if any(g.behaviour_logprobs for g in batch.groups):  # earlier weights sampled these tokens
         stored = batch.packing.scatter([g.stored_logprobs for g in batch.groups])
@@ -184,22 +181,17 @@ def _reference_pass(
     return tuple(of.logprobs(params, b)[0] for b in batch.batches)
 
 
-def _present_pass(a: Algorithm, batch: Packed, state: TrainState, step: int) -> tuple[tuple[jax.Array, ...], Metrics]:
+def _present_pass(a: Algorithm, batch: Packed, state: TrainState) -> tuple[tuple[jax.Array, ...], Metrics]:
     """Log-probs of all micro-batches under the present weights, and the metrics of this pass."""
-    replayed = a.routing.replayed(step, batch) if a.routing else []
-    present, sums, load, first = [], [], [], None
+    present, sums, load = [], [], []
     for b in batch.batches:
         logprobs, entropy, experts = a.logprobs(state.params, b)
         present.append(logprobs)
         sums.append({"entropy": sum_and_weight(entropy, b.mask)})
-        if a.routing and experts is not None:
-            load.append(expert_load(experts, b.mask, count=a.routing.experts))
-            first = experts if first is None else first  # those of all micro-batches would be large
-    metrics = losses.merge(sums)
-    if a.routing and first is not None:
-        values = load_metrics(np.sum(jax.device_get(load), 0)) | a.routing.metrics(batch, replayed, present[0], first)
-        metrics |= as_metrics(values)
-    return tuple(present), metrics
+        if experts is not None:
+            load.append(expert_load(experts, b.mask, count=a.experts))
+    of_experts = load_metrics(np.sum(jax.device_get(load), 0)) if load else {}
+    return tuple(present), losses.merge(sums) | of_experts
 
 
 def add_advantages(a: Algorithm, batch: Packed, state: TrainState) -> Packed:

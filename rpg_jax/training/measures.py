@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -53,6 +54,31 @@ def sampler_gap(logprobs: jax.Array, sampler_logprobs: jax.Array, mask: jax.Arra
         "sampler_gap": (masking.masked_sum(gap, mask), tokens),
         "sampler_gap_max": (masking.masked_max(gap, mask), tokens),
     }
+
+
+@functools.partial(jax.jit, static_argnames="count")
+def expert_load(experts: jax.Array, mask: jax.Array, *, count: int) -> jax.Array:
+    """Counts the tokens that each layer's router sends to each expert, i32[L, count].
+
+    `experts` [B, C, L, k] has the k experts of each token in each layer. Tokens with `mask` [B, C] 0 do not count.
+    """
+    layers = jnp.arange(experts.shape[2])[:, None]
+    tokens = jnp.broadcast_to(mask[..., None, None] != 0, experts.shape)
+    return jnp.zeros((experts.shape[2], count), jnp.int32).at[layers, experts].add(tokens.astype(jnp.int32))
+
+
+def load_metrics(load: np.ndarray) -> Metrics:
+    """Metrics of the imbalance of the experts, from the number of tokens of each expert [L, E].
+
+    max_violation: max_e load_e / mean load - 1 (MaxVio of arXiv:2408.15664), mean over layers; max_violation_worst: of
+    the worst layer. cv: the coefficient of variation std(load) / mean load (arXiv:1701.06538), mean over layers. Every
+    metric is 0 for an even load, and NaN if a layer has no token.
+    """
+    mean = load.mean(1, keepdims=True)
+    relative = np.divide(load, mean, out=np.full(load.shape, np.nan), where=mean > 0)
+    violation = relative.max(1) - 1
+    found = {"max_violation": violation.mean(), "max_violation_worst": violation.max(), "cv": relative.std(1).mean()}
+    return {f"expert_load/{name}": (jnp.float32(value), jnp.float32(1)) for name, value in found.items()}
 
 
 def step_metrics(

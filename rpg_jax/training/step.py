@@ -280,7 +280,7 @@ def _gradients(
             total -= objective.entropy_coef * objective.mean(entropy, batch)[0]
         metrics = {**metrics, **measured, "loss": (total, weight)}
         if (critic := objective.critic) is not None:
-            values = critic.values(critic_params, hidden, batch.rows)
+            values = critic.values(critic_params, batch.rows)
             value_total, value_metrics = critic.loss(values, batch, objective.mean)
             total, metrics = total + value_total, metrics | value_metrics
         return total, metrics
@@ -293,11 +293,8 @@ def _gradients(
 def _baseline(graphdef: Any, critic: Critic, weights: Any, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Advantages, returns and values of a learned baseline."""
     params, critic_params = weights
-    model, hidden = nnx.merge(graphdef, params), None
-    with model.full_precision():
-        if critic.trunk != "separate":
-            hidden = completion_hidden(model, batch.rows)
-        values = critic.values(critic_params, hidden, batch.rows)
+    with nnx.merge(graphdef, params).full_precision():
+        values = critic.values(critic_params, batch.rows)
     return *critic.advantages(values, batch), values
 
 

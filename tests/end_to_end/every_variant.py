@@ -30,7 +30,6 @@ VARIANTS = {
     "every": {"reference.rule": "every", "reference.every": "3 updates"},
     "kl": {"reference.rule": "kl", "reference.kl_threshold": 1e-5},
     "ppo": {"method": "PPO", **CARRY, **PACKED},
-    "ppo_shared": {"method": "PPO", "critic.trunk": "shared", "critic.gae_lambda": 0.9},
     "lora": {"model.lora.rank": 2, "optimizer.learning_rate": 3e-3, "train.microbatch_size": 4},
     "entropy": {"loss.entropy_coef": 0.01, **PACKED},
     "turns": {**TALK, **PACKED, "method": "RPG-SEQ-RKL"},

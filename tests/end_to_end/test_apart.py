@@ -93,11 +93,3 @@ def test_two_meshes_at_once_resume_to_the_same_bits(tmp_path):
     straight = finished(tmp_path, "straight", *arguments)
     assert resumed(tmp_path, "straight", *arguments) == straight
     assert straight[1][-1]["grad_norm"] > 0
-
-
-@pytest.mark.slow
-def test_weights_reach_the_other_mesh_in_the_middle_of_completions(tmp_path):
-    changes = {**FOUR, "rollout.max_staleness": 1, "rollout.swap": "midway"}
-    records = finished(tmp_path, "midway", jax.devices(), changes)[1][1:]
-    assert records[0]["staleness_updates_max"] == 0 and max(r["staleness_updates_max"] for r in records) <= 2
-    assert not any("sampler_gap" in r for r in records)  # no forward pass has the numbers of mixed weights

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import sys
 from pathlib import Path
 
 import pytest
 
-from cloud import accelerators, account, files, preflight, reach
+from cloud import accelerators, account, files, preflight, reach, resolve
 from cloud.errors import LaunchError
 from cloud.job import SERVERS_SECRETS, Job
 from rpg_jax import serve
@@ -46,7 +47,13 @@ def replaced(option, value):
         (replaced("--bucket", "mine"), "--bucket='mine' is not a bucket; use gs://NAME"),
         (f"{TPU} --slices=0", "--slices=0; use 1 or more"),
         (f"{TPU} --budget=0", "--budget=0; use a positive number"),
-        (f"{TPU} --max-hours=-3", "--max-hours=-3; use a positive number"),
+        (f"{TPU} --max-hours=-3", "--max-hours=-3; use 0.1 to 8760"),
+        (f"{TPU} --max-hours=1e-9", "--max-hours=1e-09; use 0.1 to 8760"),
+        (f"{TPU} --max-hours=1e300", "--max-hours=1e+300; use 0.1 to 8760"),
+        (f"{TPU} --budget=1", "--budget=1 pays 0.0297619 hours; use what pays 0.1 to 8760"),
+        (f"{TPU} --budget=1e300", "use what pays 0.1 to 8760"),
+        (f"{TPU} --slices=1.5", "argument --slices: invalid int value: '1.5'; --help lists all options"),
+        (f"{TPU} --bucket=gs://a\udcff", r"'--bucket=gs://a\udcff' is no text in UTF-8"),
         (
             f"{TPU} --max-hours=48 --budget=1000",
             "--max-hours=48 costs about $1,613, more than --budget=1000; it pays --max-hours=29.8",
@@ -427,7 +434,7 @@ def test_mesh_and_rows_are_those_that_the_trainer_makes_of_the_chips(monkeypatch
     done = preflight.resolve(("--config=configs/tiny.py", *fields), 128, 2)
     found = json.loads(done.stdout)
     assert found["mesh"] == {"replica": 2, "fsdp": 8, "expert": 8, "context": 1, "tensor": 1}
-    assert found["row_shards"] == 128 and found["weights"] == 0
+    assert found["row_shards"] == 128 and found["weights"] == {}
     assert found["config"]["mesh"]["replica"] == 1
 
 
@@ -435,11 +442,25 @@ def test_weights_are_on_a_disk_that_has_room_for_them(monkeypatch):
     monkeypatch.setattr(preflight, "PYTHON", Path(sys.executable))
     done = preflight.resolve(("--config=configs/qwen3_30b_a3b.py", "--config.mesh.fsdp=-1"), 64, 1)
     weights = json.loads(done.stdout)["weights"]
-    assert weights == pytest.approx(61e9, rel=0.01)
-    preflight.weights_fit_the_disk("Qwen/Qwen3-30B-A3B", weights)
-    preflight.weights_fit_the_disk("/mnt/weights", 140e9)
-    with pytest.raises(LaunchError, match=r"^mine/70B has 140 GB of weights, and a worker's disk .* about 80; "):
-        preflight.weights_fit_the_disk("mine/70B", 140e9)
+    assert weights == {"qwen3-30b-a3b": pytest.approx(61e9, rel=0.01)}
+    preflight.weights_fit_the_disk(weights)
+    with pytest.raises(LaunchError, match=r"^mine/70B: 140 GB of weights, and a worker's disk .* about 80; "):
+        preflight.weights_fit_the_disk({"mine/70B": 140e9})
+
+
+def test_a_teacher_takes_room_on_the_disk_too(tmp_path):
+    text = {"architectures": ["Qwen3ForCausalLM"], "vocab_size": 1000, "hidden_size": 64, "intermediate_size": 128}
+    text |= {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    text |= {"rms_norm_eps": 1e-6, "rope_theta": 1e4, "max_position_embeddings": 64, "model_type": "qwen3"}
+    (tmp_path / "config.json").write_text(json.dumps(text), encoding="utf-8")
+    teacher = os.path.relpath(tmp_path)
+    fields = {"model": {"path": "Qwen/Qwen3-30B-A3B", "size": "qwen3-30b-a3b"}, "reference": {"path": teacher}}
+    found = resolve.copied(fields)
+    assert list(found) == ["Qwen/Qwen3-30B-A3B", teacher] and found[teacher] > 2 * 1000 * 64
+    mounted = {"model": {"path": "/mnt/a", "size": "qwen3-30b-a3b"}, "reference": {"path": "/mnt/b"}}
+    assert resolve.copied(mounted) == {}
+    with pytest.raises(LaunchError, match="Qwen/Qwen3-30B-A3B and teacher: 100 GB of weights"):
+        preflight.weights_fit_the_disk({"Qwen/Qwen3-30B-A3B": 61e9, "teacher": 39e9})
 
 
 def test_types_count_cores_or_chips_as_google_does():

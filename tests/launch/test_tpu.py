@@ -298,6 +298,16 @@ def test_delete_without_a_terminal_needs_yes(cloud, monkeypatch):
     assert "--yes" in cloud.errors()[0]
 
 
+def test_a_remembered_limit_that_is_refused_today_keeps_nothing_from_being_deleted(cloud):
+    cloud.run(UP)
+    file = cloud.home / "staging" / "job.json"
+    file.write_text(
+        file.read_text(encoding="utf-8").replace('"max_hours": null', '"max_hours": 1e-9'), encoding="utf-8"
+    )
+    assert cloud.run("delete --yes --name=rpg-4b") == 0 and cloud.called("queued-resources delete")
+    assert cloud.run("up --no-watch --name=rpg-4b") == 1 and "--max-hours=1e-09; use 0.1" in cloud.errors()[0]
+
+
 def test_deleting_what_is_gone_is_fine_and_what_cannot_be_deleted_still_costs(cloud):
     cloud.script({"match": "queued-resources delete", **NOT_FOUND}, absent())
     assert cloud.run(f"delete {TPU} --yes") == 0

@@ -56,7 +56,7 @@ def test_logits_and_greedy_continuations_are_those_of_transformers(loaded, name)
     @jax.jit
     def following(params, token, cache):
         module = nnx.merge(graphdef, params)
-        hidden, cache, _ = module.decode(token, cache)
+        hidden, cache = module.decode(token, cache)
         return module.logits(hidden).argmax(-1), cache
 
     token, cache = first(params, tokens[:, :5])

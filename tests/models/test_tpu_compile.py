@@ -12,7 +12,7 @@ from jax.experimental import topologies
 
 from rpg_jax import models, parallel
 from rpg_jax.planning import compiling, hlo, tpu_compiler
-from rpg_jax.rollout import Decoding
+from rpg_jax.rollout import DecodeEngine, Decoding, Weights
 
 pytestmark = pytest.mark.tpu_compile
 
@@ -100,7 +100,7 @@ def compile_decode(config, mesh, slots, capacity, int8_kv=False):
     def steps(params, cache, tokens):
         def step(_, carry):
             cache, tokens = carry
-            hidden, cache, _ = nnx.merge(graphdef, params).decode(tokens, cache)
+            hidden, cache = nnx.merge(graphdef, params).decode(tokens, cache)
             return cache, tokens + jnp.sum(hidden, -1).astype(jnp.int32)
 
         return jax.lax.fori_loop(0, 16, step, (cache, tokens))
@@ -162,8 +162,20 @@ def test_qwen3_4b_decodes_64_slots_of_4096_within_a_gibibyte_of_temporaries(topo
     graphdef, shapes = models.abstract(config, jnp.bfloat16, compute_dtype=jnp.bfloat16)
     params = compiling.placed(shapes, parallel.shardings(models.logical_axes(config), shapes, mesh))
     decoding = Decoding(slots=64, capacity=4096, mesh=mesh)
-    _, (_, decode, _) = compiling.sampling(config, graphdef, params, decoding, max_prompt_tokens=256)
-    compiled = decode.compile()
+    compiled = DecodeEngine(config, graphdef, Weights(params), decoding).lower(8, 256)["decode"].compile()
     memory = compiled.memory_analysis()
     assert memory.temp_size_in_bytes < 2**30 < memory.alias_size_in_bytes / 8
     assert not moving(compiled.as_text(), {memory.alias_size_in_bytes // 2**20 * 2**19})
+
+
+@pytest.mark.parametrize("int8_kv", [False, True], ids=["float32", "int8"])
+@pytest.mark.parametrize(("capacity", "head_dim"), [(32, 16), (96, 64), (208, 64)], ids=str)
+def test_a_small_model_in_float32_decodes_at_any_capacity(topology, capacity, head_dim, int8_kv):
+    """As configs/tiny.py and configs/smollm2_135m_sums.py, whose slots are no whole tiles of 128."""
+    config = dataclasses.replace(models.size("Qwen2.5-0.5B"), num_layers=2, head_dim=head_dim, vocab_size=256)
+    mesh = parallel.make_mesh({"replica": 4}, topology("v5p:2x2x1").devices)
+    graphdef, shapes = models.abstract(config, jnp.float32, compute_dtype=jnp.float32)
+    params = compiling.placed(shapes, parallel.shardings(models.logical_axes(config), shapes, mesh))
+    decoding = Decoding(slots=8, capacity=capacity, mesh=mesh, int8_kv=int8_kv)
+    text = DecodeEngine(config, graphdef, Weights(params), decoding).lower(1, 16)["decode"].compile().as_text()
+    assert "ragged_attention" in text and "ragged_append" in text

@@ -97,7 +97,7 @@ def test_decoding_in_eight_bits_is_planned_in_eight_bits(monkeypatch):
     shared = memory.resident(*parts_of(config, 32))["update"]  # without a copy for the sampler
     config.rollout.int8 = True
     parts = parts_of(config, 32)
-    monkeypatch.setattr(run_plan.compiling, "training", lambda *args, **kwargs: iter(()))
+    monkeypatch.setattr(compiling, "training", lambda *args, **kwargs: iter(()))
     (weights,) = (low.in_avals[0][0] for name, low, _ in run_plan.lowered_programs(*parts) if name == "decode")
     matrices = sum(x.size for x in jax.tree.leaves(weights) if x.dtype == "int8")
     assert matrices == 2 * (64 * 16 * (4 + 2 + 2 + 4) + 3 * 64 * 128)

@@ -15,14 +15,14 @@ def absent(monkeypatch, tmp_path):
     monkeypatch.setattr(tpu_compiler.importlib.util, "find_spec", lambda name: None)
 
 
-def fake_pip(monkeypatch, code=0, stderr=""):
+def fake_pip(monkeypatch, code=0):
     def run(command, **_):
         target = next(a for a in command if a.startswith("--target=")).removeprefix("--target=")
         library = tpu_compiler.Path(target) / "libtpu" / "libtpu.so"
         library.parent.mkdir(parents=True)
         library.touch()
         assert command[-1].startswith("libtpu==") and "--no-deps" in command
-        return subprocess.CompletedProcess(command, code, stderr=stderr)
+        return subprocess.CompletedProcess(command, code)
 
     monkeypatch.setattr(tpu_compiler.subprocess, "run", run)
 
@@ -39,12 +39,10 @@ def test_it_comes_into_a_folder_that_python_does_not_import_from(absent, monkeyp
 
 
 def test_a_failed_download_is_one_line_and_leaves_no_compiler(absent, monkeypatch):
-    fake_pip(monkeypatch, 1, "WARNING: slow\nERROR: No matching distribution found for libtpu\n")
-    with pytest.raises(
-        ValueError, match=r"^libtpu==\S+ cannot be installed into .*: No matching distribution"
-    ) as error:
+    fake_pip(monkeypatch, 1)
+    with pytest.raises(ValueError, match=r"^libtpu==\S+ cannot be installed into .*: pip says why above$"):
         tpu_compiler.get()
-    assert "\n" not in str(error.value) and tpu_compiler.library() is None
+    assert tpu_compiler.library() is None
 
 
 def test_the_machine_of_a_tpu_compiles_with_pythons_own(monkeypatch):

@@ -53,12 +53,6 @@ def test_ties_count_as_a_random_choice_and_missing_answers_do_not_vote():
     assert maj_at_k([[None, None]], [[0, 0]]).tolist() == [0]
 
 
-def test_majority_of_fewer_completions_averages_disjoint_groups():
-    answers, correct = ["1", "1", "2", "2", "1", "2", "1"], [1, 1, 0, 0, 1, 0, 1]
-    assert maj_at_k([answers], [correct], 1)[0] == pytest.approx(np.mean(correct), rel=1e-15)
-    assert maj_at_k([answers], [correct], 3).tolist() == [0.5]  # 1 1 2 | 2 1 2; the seventh is left over
-
-
 def test_the_standard_error_is_clustered_by_problem():
     # 2 problems, always right or always wrong: 64 completions know no more than two.
     by_problem = mean_at_k([[1] * 32, [0] * 32])

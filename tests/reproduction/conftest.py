@@ -59,5 +59,5 @@ def leave_a_run() -> Callable[..., None]:
 @pytest.fixture
 def without_figures(monkeypatch) -> None:
     """Pages are written without their figures, which take seconds."""
-    for name in ("scores", "pass_at_k", "dynamics", "values"):
+    for name in ("scores", "dynamics"):
         monkeypatch.setattr(plots, f"draw_{name}", lambda *_: None)

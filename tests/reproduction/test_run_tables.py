@@ -151,7 +151,7 @@ def test_ranks_share_ties():
 
 
 def test_the_page_marks_best_and_second_and_flags_the_impossible(tmp_path, leave_a_run, without_figures):
-    cells = TABLES["small"].planned_runs(range(3), ["DAPO", "GRPO", "RPG-URKL", "RLOO"])
+    cells = TABLES["small"].only(["DAPO", "GRPO", "RPG-URKL", "RLOO"]).planned_runs(range(3))
     for cell, accuracy in zip(cells, (0.5, 0.4, 0.7, 0.1, 0.6, 0.5, 0.8, 0.1, 0.55, 0.45, 0.75, 0.1), strict=True):
         leave_a_run(tmp_path / "runs" / cell.name, accuracy)
     text = write_page("small", cells, tmp_path).read_text(encoding="utf-8")
@@ -169,7 +169,7 @@ def test_each_row_is_compared_with_its_own_and_a_row_without_is_named(tmp_path, 
     rpg = "RPG-REINFORCE-URKL"
     table = TABLES["starts"]
     rows = ["DAPO, start 0", f"{rpg}, start 0", "DAPO, start 1", f"{rpg}, start 1"]
-    cells = table.planned_runs(range(2), rows)
+    cells = table.only(rows).planned_runs(range(2))
     for cell in cells:
         leave_a_run(tmp_path / "runs" / cell.name, {rows[0]: 0.5, rows[1]: 0.4}.get(cell.row, 0.7))
     text = write_page("starts", cells, tmp_path).read_text(encoding="utf-8")
@@ -201,7 +201,7 @@ def test_failed_cells_are_reported_and_ended_ones_not_run_again(tmp_path, monkey
     monkeypatch.setattr(run_tables, "arguments", lambda cell, out, extra: [str(out / "runs" / cell.name)])
     monkeypatch.setattr(workers, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(run_tables, "check_config", lambda *_: None)  # the worker of this test writes none
-    cells = TABLES["small"].planned_runs([0], ["DAPO", "GRPO", "CISPO"])
+    cells = TABLES["small"].only(["DAPO", "GRPO", "CISPO"]).planned_runs([0])
     heard = []
     for _ in range(2):
         failed = run_tables.train_runs(cells, tmp_path, jobs=2, on_progress=lambda *progress: heard.append(progress))
@@ -225,7 +225,7 @@ from rpg_jax.reproduction import workers
 from rpg_jax.reproduction.run_tables import train_runs
 from rpg_jax.reproduction.tables import TABLES
 workers.WORKER = (sys.executable, "-c", sys.argv[2])
-train_runs(TABLES["small"].planned_runs([0], ["DAPO"]), pathlib.Path(sys.argv[1]), jobs=1)
+train_runs(TABLES["small"].only(["DAPO"]).planned_runs([0]), pathlib.Path(sys.argv[1]), jobs=1)
 """
 
 

@@ -65,7 +65,7 @@ def _complete(graphdef, int8_kv, params, tokens, lengths, counters, sampling, *,
     def body(carry):
         i, hidden, cache, drawn, logprobs, counts, active = carry
         token, logprob = sampling.draw(module.logits(hidden), token_keys(keys, jnp.full(rows, i)))
-        hidden, cache, _ = module.decode(token, cache)
+        hidden, cache = module.decode(token, cache)
         drawn, logprobs = drawn.at[:, i].set(token), logprobs.at[:, i].set(logprob)
         return i + 1, hidden, cache, drawn, logprobs, counts + active, active & ~sampling.ends(token, i + 1)
 

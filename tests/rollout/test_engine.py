@@ -14,7 +14,7 @@ from flax import nnx
 from configs import tiny
 from rpg_jax import losses, models, parallel
 from rpg_jax.models.weights import Int8, quantized
-from rpg_jax.rollout import LOCAL_DRIVERS, Decoding, GroupJournal, RolloutError, replay
+from rpg_jax.rollout import LOCAL_DRIVERS, Decoding, GroupJournal, RolloutError
 from rpg_jax.rollout.drivers import LockstepRollout
 from rpg_jax.runs.layout import make_layout
 from rpg_jax.runs.memory import make_decoding
@@ -43,21 +43,6 @@ def test_threads_that_decode_their_share_of_the_slots_give_the_same_completions(
     before = dataclasses.replace(sampler.usage)
     assert is_same(sampler.generate(work), expected)
     assert sampler.usage.tokens - before.tokens == sum(len(c.tokens) for group in expected for c in group)
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_replay_computes_the_log_probs_that_sampling_reported(build, work, expected, threads):
-    """Of completions that end in the first dispatch and in the second, from prompts of two lengths of prefill."""
-    engine = build("lockstep", threads=threads).engine
-    chosen = [(work.prompts[p], expected[p][g]) for p in (1, 4, 0, 7) for g in (0, 1)]
-    assert {len(c.tokens) > engine.decoding.steps_per_dispatch + 1 for _, c in chosen} == {True, False}
-    prompts, completions = zip(*chosen, strict=True)
-    replayed = replay(engine, prompts, [c.tokens for c in completions], work.sampling)
-    for found, completion in zip(replayed, completions, strict=True):
-        assert found.experts is None
-        np.testing.assert_allclose(found.logprobs, completion.logprobs[1:], atol=1e-5)  # f32 sums, as `same` has it
-    with pytest.raises(ValueError, match="a replay takes 1 to 8 completions, one a slot, got 9"):
-        replay(engine, [work.prompts[0]] * 9, [np.ones(2, np.int32)] * 9, work.sampling)
 
 
 def test_a_released_slot_is_that_of_its_own_thread(build, work):
@@ -334,51 +319,6 @@ def test_slots_stay_busy_until_nothing_waits(build, work, driver):
     steps = sampler.usage.queued_steps - before.queued_steps
     tokens = sampler.usage.queued_tokens - before.queued_tokens
     assert tokens >= 0.9 * 32 * steps > 0
-
-
-@pytest.mark.parametrize("driver", ["orchestrator", pytest.param("lockstep", marks=pytest.mark.slow)])
-def test_across_a_swap_of_weights_every_token_has_the_logprob_and_version_that_drew_it(
-    make, model, work, monkeypatch, driver
-):
-    """Replayed token by token: the cache that each version left, the head of the version that drew."""
-    graphdef, params = model
-    moved = jax.tree.map(lambda x: x * 1.3, params)
-    made = make(driver, *model, slots=8, steps_per_dispatch=5, mixed=True)
-    original, calls = made.engine.generate, []
-
-    def swapping(*args, **kwargs):
-        result = original(*args, **kwargs)
-        calls.append(None)
-        if len(calls) % 2 == 0:
-            made.sync_weights([params, moved][len(calls) // 2 % 2], len(calls) // 2)
-        return result
-
-    monkeypatch.setattr(made.engine, "generate", swapping)
-    groups = made.generate(replace(work, prompts=work.prompts[:3], prompt_ids=[1, 2, 3]))
-    made.close()
-    completions = [(p, c) for p, g in zip(work.prompts, groups, strict=False) for c in g]
-    # For rows that begin later, one version may have prefilled the prompt and another may have drawn the first token.
-    mixed = [(p, c) for p, c in completions if c.token_versions is not None and c.weight_version == 0]
-    assert len(mixed) > 2 and max(len(set(c.versions.tolist())) for _, c in mixed) > 2
-
-    @jax.jit
-    def begin(params, tokens, length):
-        return nnx.merge(graphdef, params).prefill(tokens, length)
-
-    @jax.jit
-    def follow(params, hidden, cache, token):
-        module = nnx.merge(graphdef, params)
-        logprobs = jax.nn.log_softmax(module.logits(hidden) / work.sampling.temperature)
-        return logprobs[0, token[0]], *module.decode(token, cache)[:2]
-
-    for prompt, c in mixed[:4]:
-        weights = [[params, moved][version % 2] for version in c.versions]
-        padded = np.zeros((1, 48), np.int32)
-        padded[0, : len(prompt)] = prompt
-        hidden, cache = begin(params, padded, np.array([len(prompt)]))
-        for token, logprob, under in zip(c.tokens, c.logprobs, weights, strict=True):
-            expected, hidden, cache = follow(under, hidden, cache, np.array([token], np.int32))
-            np.testing.assert_allclose(logprob, expected, atol=1e-5)  # f32 sums in another order
 
 
 @pytest.mark.slow

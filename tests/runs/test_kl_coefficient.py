@@ -107,7 +107,7 @@ def expected_gradient(config, stale):
         if config.dynamic_sampling.enabled and not group.informative:
             continue
         orders = math.factorial(SIZE) / math.prod(map(math.factorial, counts))
-        batch, _ = add_logprobs(algorithm, algorithm.pack([group]), state, 1)
+        batch, _ = add_logprobs(algorithm, algorithm.pack([group]), state)
         (batch,) = add_advantages(algorithm, batch, state).batches
         sums = programs.start(state.weights, batch)
         gradient = ravel_pytree(sums.grads[0])[0] / sums.metrics["loss"][1]

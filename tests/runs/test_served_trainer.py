@@ -21,7 +21,7 @@ URLS = {"servers.urls": "http://127.0.0.1:1"}
         (URLS, "needs servers.weights, a folder that the servers see too"),
         (URLS | {"servers.weights": "gs://b/w"}, "'gs://b/w' is no local folder"),
         (URLS | {"rollout.int8": True}, "int8 and int8_kv are the servers' own choice"),
-        (URLS | {"rollout.swap": "midway"}, "needs rollout.devices=0 and rollout.swap=between"),
+        (URLS | {"rollout.devices": 1}, "needs rollout.devices=0"),
         (URLS | {"KEY": "k"}, "the variable RPG_JAX_SERVERS_KEY: an API key has at least 16"),
         (
             URLS | {"servers.certificate": "/none.pem", "servers.urls": "https://h"},

@@ -15,7 +15,7 @@ from rpg_jax.runs.experiment import make_scorer, open_experiment
 from rpg_jax.runs.learner import init_params
 from rpg_jax.runs.problems import Task
 from rpg_jax.runs.resolve import resolve
-from rpg_jax.runs.supervised import Demonstrations, examples_of, packed, supervised_config
+from rpg_jax.runs.supervised import Demonstrations, examples_of, packed, supervised_config, tell_cuts
 from rpg_jax.runs.warm_start import cache_key, warm_started
 from tests.end_to_end import micro
 
@@ -75,6 +75,18 @@ def test_a_demonstration_of_several_turns_trains_the_policys_tokens_and_reads_th
     e.config.rollout.max_tokens = 3
     [cut] = examples_of(e, [problem])[0].completions
     assert cut.tokens.tolist() == completion.tokens[:3].tolist() and len(cut.turns.rewards) == 1
+
+
+def test_demonstrations_that_lose_their_end_are_counted_in_one_line(capsys):
+    shown = ("1", "12", "12345")  # and a stop token each; two fit
+    e = experiment_of([Problem(i, f"{i:03d}:", "", "test", demonstrations=(own,)) for i, own in enumerate(shown)])
+    e.config.rollout.max_tokens = 2
+    tell_cuts(e)
+    longer = "2 of 3 demonstrations are cut to 2 tokens, the longest has 6: raise warm_start.max_tokens\n"
+    assert capsys.readouterr().err == longer
+    e.config.rollout.max_tokens = 6
+    tell_cuts(e)
+    assert not capsys.readouterr().err
 
 
 def test_the_name_has_the_environment_where_there_is_one():

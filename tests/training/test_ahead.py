@@ -23,12 +23,9 @@ from rpg_jax.types import Completion, Turns
 PROBLEM = data.Problem(0, "p", "a", "t")
 
 
-def group(*versions, logprob=-2.0):
-    """One group of one completion whose tokens are of these versions."""
-    versions = np.array(versions, np.int32)
-    logprobs = np.full(len(versions), logprob, np.float32)
-    mixed = versions if (versions != versions[0]).any() else None
-    completion = Completion(np.arange(len(versions)), logprobs, "stop", int(versions[0]), mixed)
+def group(version, tokens=1, logprob=-2.0):
+    """One group of one completion of weights of this version."""
+    completion = Completion(np.arange(tokens), np.full(tokens, logprob, np.float32), "stop", version)
     return Group(PROBLEM, np.array([1]), [completion], ["x"], np.zeros(1, np.float32), np.zeros(1, np.float32))
 
 
@@ -103,7 +100,7 @@ def test_a_token_older_than_the_bound_is_an_error():
     weights = Weights()
 
     def collect(step, pending, share):
-        made = [group(weights.version, weights.version - 5 * (step == 2))]
+        made = [group(weights.version - 5 * (step == 2))]
         return Collected(made, [], made)
 
     ahead = AheadCollector(collect, dict, weights, Stream(), max_staleness=1, steps=100)
@@ -128,18 +125,16 @@ def test_a_fault_in_sampling_is_raised_at_the_step_that_needs_the_batch():
 
 
 def test_stale_completions_keep_the_rollouts_logprobs_and_fresh_ones_are_left_to_the_trainer():
-    stale, mixed, fresh = without_present([group(3, 3), group(3, 4), group(4, 4)], version=4)
+    stale, fresh = without_present([group(3, 2), group(4, 2)], version=4)
     np.testing.assert_array_equal(stale.behaviour_logprobs[0], [-2, -2])
-    np.testing.assert_array_equal(mixed.behaviour_logprobs[0], [-2, -2])
     np.testing.assert_array_equal(fresh.behaviour_logprobs[0], [np.nan, np.nan])
 
 
 def test_the_age_of_a_token_that_an_environment_wrote_does_not_count():
-    turns = Turns(np.array([False, True, False]), np.zeros(2, np.float32))
-    heard = group(4, 0, 4)
+    turns = Turns(np.array([False, True, True]), np.zeros(2, np.float32))
+    heard = group(0, 3)
     heard = dataclasses.replace(heard, completions=[dataclasses.replace(heard.completions[0], turns=turns)])
-    assert np.isnan(without_present([heard], version=4)[0].behaviour_logprobs[0]).all()
-    assert staleness([heard], version=4) == {"staleness_updates": 0, "staleness_updates_max": 0}
+    assert staleness([heard, group(3, 1)], version=4) == {"staleness_updates": 2.5, "staleness_updates_max": 4}
 
 
 SIZE, LENGTH, BETA = 3, 3, 0.1
@@ -163,21 +158,21 @@ def along(logits):
     return jax.nn.log_softmax(jnp.asarray(logits))[PREFIX, EVERY]
 
 
-def drawn(logits, *versions):
-    """A group of every completion, with the log-probs under `logits`; each token is of its version."""
+def drawn(logits, version):
+    """A group of every completion, with the log-probs under `logits`, of weights of this version."""
     logprobs = np.asarray(along(logits))
-    every = [Completion(a, x, "length", versions[0], np.array(versions)) for a, x in zip(EVERY, logprobs, strict=True)]
+    every = [Completion(a, x, "length", version) for a, x in zip(EVERY, logprobs, strict=True)]
     zeros = np.zeros(len(EVERY))
     return Group(PROBLEM, np.array([1]), every, [""] * len(EVERY), zeros, zeros)
 
 
-def with_logprobs(groups, present, ref=None, *, swap="between", decoupled=False):
+def with_logprobs(groups, present, ref=None, *, decoupled=False):
     """What the loop makes of `groups`, which weights `present` of version 1 train: its columns, and its metrics."""
 
     def collect(step, pending, share):
         return Collected(groups, [], groups)
 
-    ahead = AheadCollector(collect, dict, Weights(), Stream(), max_staleness=1, steps=2, swap=swap)
+    ahead = AheadCollector(collect, dict, Weights(), Stream(), max_staleness=1, steps=2)
     ahead.publish(present, 0)
     ahead.take(0, present, 0)
     trained = ahead.take(1, present, 1).trained
@@ -194,18 +189,15 @@ def with_logprobs(groups, present, ref=None, *, swap="between", decoupled=False)
 
     anchor = {"coincides": lambda: False, "params": lambda: ref, "programs": None}
     reference = SimpleNamespace(is_behaviour=ref is None, **anchor)
-    parts = {"collector": ahead, "reference": reference, "decoupled": decoupled, "routing": None}
+    parts = {"collector": ahead, "reference": reference, "decoupled": decoupled}
     algorithm = SimpleNamespace(logprobs=logprobs, **parts)
-    return add_logprobs(algorithm, batch, SimpleNamespace(params=present), 1)
+    return add_logprobs(algorithm, batch, SimpleNamespace(params=present))
 
 
-def mean_gradient(kind, policies, swap, **bounds):
+def mean_gradient(kind, policies, **bounds):
     """E_{π_s}[Σ_t ∇loss] in the logits of θ for stale completions, by the collector, the loop and the loss."""
     sampler, present, theta, ref, advantages = policies
-    versions = (0, 0, 0) if swap == "between" else (0, 0, 1)
-    columns, _ = with_logprobs(
-        [drawn(sampler, *versions)], present, ref, swap=swap, decoupled=carried_ratio(kind) is not None
-    )
+    columns, _ = with_logprobs([drawn(sampler, 0)], present, ref, decoupled=carried_ratio(kind) is not None)
     probability = jnp.exp(along(sampler).sum(1))
 
     def expected(theta):
@@ -270,12 +262,11 @@ STATED = {
 }
 
 
-@pytest.mark.parametrize("swap", ["between", "midway"])
 @pytest.mark.parametrize("kind", [None, *SAMPLER_CORRECTIONS])
-def test_the_mean_gradient_of_stale_completions_is_exact_where_a_correction_has_no_bounds(policies, kind, swap):
+def test_the_mean_gradient_of_stale_completions_is_exact_where_a_correction_has_no_bounds(policies, kind):
     bounds, weigh = EXACT[kind]
     expected = by_hand(weigh, policies)
-    np.testing.assert_allclose(mean_gradient(kind, policies, swap, **bounds), expected, rtol=0, atol=1e-14)  # f64
+    np.testing.assert_allclose(mean_gradient(kind, policies, **bounds), expected, rtol=0, atol=1e-14)  # f64
     dropped = by_hand(lambda s, prox, theta, a: np.exp(theta - prox), policies)  # π_prox as π_old, u left out
     assert np.linalg.norm(dropped - expected) > 0.1 * np.linalg.norm(expected)
 
@@ -286,7 +277,7 @@ def test_an_objective_of_whole_completions_is_exact_without_a_correction_and_wit
 ):
     """The token's own ratio leaves out the other tokens' staleness, so the two are refused together."""
     bounds, _ = EXACT[kind]
-    found = mean_gradient(kind, policies, "between", level="sequence", weight="product", **bounds)
+    found = mean_gradient(kind, policies, level="sequence", weight="product", **bounds)
     sampler, present, theta, ref, advantages = policies
 
     def objective(theta):
@@ -302,7 +293,7 @@ def test_an_objective_of_whole_completions_is_exact_without_a_correction_and_wit
 def test_the_mean_gradient_of_stale_completions_is_the_stated_one_where_bounds_cut(policies, kind):
     bounds, weigh = STATED[kind]
     expected = by_hand(weigh, policies)
-    np.testing.assert_allclose(mean_gradient(kind, policies, "between", **bounds), expected, rtol=0, atol=1e-14)  # f64
+    np.testing.assert_allclose(mean_gradient(kind, policies, **bounds), expected, rtol=0, atol=1e-14)  # f64
     assert np.abs(expected - by_hand(EXACT[kind][1], policies)).max() > 1e-3, "the bounds cut something"
 
 
@@ -324,21 +315,19 @@ def test_a_ratio_is_carried_by_the_corrections_whose_weight_has_it_as_a_factor()
 def test_the_gap_compares_the_sampler_with_the_weights_that_sampled_and_with_no_others(policies, decoupled):
     sampler, present, *_ = policies
     rounding = present + 1e-3 * np.random.default_rng(1).normal(size=present.shape)
-    fresh, stale, mixed = drawn(rounding, 1, 1, 1), drawn(sampler, 0, 0, 0), drawn(sampler, 0, 1, 1)
-    columns, metrics = with_logprobs([stale, fresh, mixed], present, decoupled=decoupled)
+    fresh, stale = drawn(rounding, 1), drawn(sampler, 0)
+    columns, metrics = with_logprobs([stale, fresh], present, decoupled=decoupled)
     gap = np.abs(along(rounding) - along(present))
     found = divided(metrics)
     assert found["sampler_gap"] == pytest.approx(gap.mean()) and found["sampler_gap_max"] == pytest.approx(gap.max())
     own = [along(present) if decoupled else along(sampler), along(present)]
-    np.testing.assert_array_equal(columns["behaviour_logprobs"], np.concatenate([own[0], own[1], own[0]]))
-    for groups, swap in (([stale, mixed], "between"), ([stale, fresh], "midway")):
-        metrics = with_logprobs(groups, present, swap=swap, decoupled=decoupled)[1]
-        assert metrics["sampler_gap"][1] == 0  # no token to compare
+    np.testing.assert_array_equal(columns["behaviour_logprobs"], np.concatenate(own))
+    assert with_logprobs([stale], present, decoupled=decoupled)[1]["sampler_gap"][1] == 0  # no token to compare
 
 
 def test_a_record_holds_the_batches_to_come_and_what_is_carried():
     def collect(step, pending, share):
-        made = [group(step, step + 1, logprob=-1 / (1 + step)), group(step)]
+        made = [group(step, 2, logprob=-1 / (1 + step)), group(step)]
         return Collected(made, list(pending), [*pending, made[0]], [made[1]])
 
     def make():
@@ -357,12 +346,11 @@ def test_a_record_holds_the_batches_to_come_and_what_is_carried():
             left, right = getattr(a.collected, name), getattr(b.collected, name)
             assert len(left) == len(right) > 0
             for x, y in zip(left, right, strict=True):
-                np.testing.assert_array_equal(x.completions[0].versions, y.completions[0].versions)
+                assert x.completions[0].weight_version == y.completions[0].weight_version
                 np.testing.assert_array_equal(x.behaviour_logprobs[0], y.behaviour_logprobs[0])
         assert b.collected.trained[-1] is b.collected.generated[0]
 
 
-@pytest.mark.parametrize("options", [{"max_staleness": 0}, {"swap": "sometimes"}])
-def test_a_bound_of_nothing_and_unknown_swaps_are_refused(options):
-    with pytest.raises(ValueError, match="max_staleness >= 1 and swap in"):
-        ahead_of(Weights(), [], **options)
+def test_a_bound_of_nothing_is_refused():
+    with pytest.raises(ValueError, match="max_staleness >= 1, got 0"):
+        ahead_of(Weights(), [], max_staleness=0)

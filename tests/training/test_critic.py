@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from rpg_jax import data, losses, models, parallel
-from rpg_jax.training.critic import TRUNKS, Critic
+from rpg_jax.training.critic import Critic
 from rpg_jax.training.objective import Objective, policy_loss_fn
 from rpg_jax.training.optimizer import make_optimizer
 from rpg_jax.training.state import create_state, state_shardings
@@ -29,14 +29,14 @@ def mean(values, batch):
     return losses.aggregate(values, batch, "token_mean")
 
 
-def make(trunk, *, critic=True, entropy_coef=0.0, learning_rate=1e-2, loss=None, devices=1):
+def make(*, critic=True, entropy_coef=0.0, learning_rate=1e-2, loss=None, devices=1):
     """Programs and state of a critic whose head is not zero, so that values depend on the trunk."""
     mesh = parallel.make_mesh({"fsdp": devices}, jax.devices()[:devices])
     graphdef, shapes = models.abstract(MODEL)
     where = parallel.shardings(models.logical_axes(MODEL), shapes, mesh)
     optimizer = make_optimizer("adamw", learning_rate=learning_rate, **ADAM)
     own = models.abstract(dataclasses.replace(MODEL, tie_embeddings=True))[0]
-    made = Critic(trunk, own, optimizer, gae_lambda=0.9, clip=None) if critic else None
+    made = Critic(own, optimizer, gae_lambda=0.9, clip=None) if critic else None
     state_where = state_shardings(shapes, where, optimizer, NamedSharding(mesh, PartitionSpec()), made)
     programs = make_programs(
         graphdef,
@@ -105,29 +105,27 @@ def moved(before, after):
     return any(jax.tree.leaves(jax.tree.map(lambda a, b: bool(np.any(a != b)), before, after)))
 
 
-@pytest.mark.parametrize("trunk", [pytest.param(t, marks=() if t == "shared" else pytest.mark.slow) for t in TRUNKS])
-def test_the_value_loss_touches_the_policy_only_where_its_trunk_is_shared_and_trained(trunk):
+def test_the_value_loss_does_not_touch_the_policy():
     """The policy's own loss is switched off."""
 
     def nothing(logprobs, batch):
         weight = jnp.sum(batch.mask)
         return 0.0 * jnp.sum(logprobs), weight, {}
 
-    programs, state = make(trunk, loss=nothing)
+    programs, state = make(loss=nothing)
     before, batch = jax.device_get(state), make_batch()
     batch = with_baseline(programs, state, batch)
     state, metrics = programs.update(state, [batch])
-    assert moved(before.params, state.params) == (trunk == "shared")
+    assert not moved(before.params, state.params)
     assert moved(before.critic.params, state.critic.params) and metrics["nonfinite_updates"][0] == 0
-    assert ("layers" in state.critic.params) == (trunk == "separate") and "lm_head" not in state.critic.params
+    assert "layers" in state.critic.params and "lm_head" not in state.critic.params
 
 
 @pytest.mark.slow  # compilations
-@pytest.mark.parametrize("trunk", TRUNKS)
-def test_micro_batches_packing_and_devices_change_nothing(trunk):
+def test_micro_batches_packing_and_devices_change_nothing():
     results = []
     for packed, rows, devices in ((False, 8, 1), (False, 3, 1), (True, 2, 1), (False, 8, 8)):
-        programs, state = make(trunk, devices=devices)
+        programs, state = make(devices=devices)
         batches = [with_baseline(programs, state, b) for b in make_batches(packed, rows)]
         state, metrics = programs.update(state, batches)
         results.append((jax.device_get(state.weights), jax.device_get(metrics)))
@@ -139,10 +137,11 @@ def test_micro_batches_packing_and_devices_change_nothing(trunk):
 
 
 def test_values_belong_to_the_state_before_each_token():
-    programs, state = make("frozen")
+    programs, state = make()
     batch = make_batch()
     _, returns, values = programs.baseline(state.weights, batch)
-    model = nnx.merge(models.abstract(MODEL)[0], state.params)
+    trunk = {name: weights for name, weights in state.critic.params.items() if name != "value"}
+    model = nnx.merge(models.abstract(dataclasses.replace(MODEL, tie_embeddings=True))[0], trunk)
     hidden = model(batch.rows.tokens, batch.rows.positions, batch.rows.segment_ids)
     head = state.critic.params["value"]
     for row, column in zip(*np.nonzero(batch.mask), strict=True):
@@ -157,7 +156,7 @@ def test_clipped_values_are_counted_as_a_fraction_of_the_tokens_whatever_the_agg
     old, trained = jnp.zeros_like(batch.mask), batch.mask != 0
     batch = dataclasses.replace(batch, values=old, returns=old + 100)
     new = jnp.where(trained, jnp.arange(8.0)[:, None], jnp.nan)  # in all rows but the first beyond the clip
-    critic = Critic("frozen", None, None, clip=0.5)
+    critic = Critic(None, None, clip=0.5)
     _, metrics = critic.loss(new, batch, lambda x, b: losses.aggregate(x, b, *aggregate))
     assert metrics["value_clip_fraction"] == (trained[1:].sum(), trained.sum())
 
@@ -170,7 +169,7 @@ def test_a_critic_learns_the_value_function_of_a_task_whose_tokens_decide_the_re
     completions = [[Completion(np.array(p, np.int32), np.zeros(2, np.float32), "length", 0)] for p in pairs]
     rewards = np.array([[(a - 4) + 2.0 * (b - 4)] for a, b in pairs])
     batch = with_rewards(prompts, completions, rewards, data.RowShape(4, 4, 2))[0]
-    programs, state = make("separate", learning_rate=3e-3)
+    programs, state = make(learning_rate=3e-3)
     for _ in range(300):
         state, _ = programs.update(state, [with_baseline(programs, state, batch)])
     values = np.asarray(programs.baseline(state.weights, batch)[2])
@@ -180,7 +179,7 @@ def test_a_critic_learns_the_value_function_of_a_task_whose_tokens_decide_the_re
 
 
 def test_no_array_of_the_baseline_has_the_size_of_the_vocabulary():
-    programs, state = make("separate")
+    programs, state = make()
     text = str(jax.make_jaxpr(programs.baseline)(state.weights, make_batch()))
     assert "f32[8,10,16]" in text and "f32[8,10,23]" not in text and "f32[8,5,23]" not in text
 
@@ -188,8 +187,8 @@ def test_no_array_of_the_baseline_has_the_size_of_the_vocabulary():
 @pytest.mark.slow  # compilations
 def test_the_entropy_bonus_has_the_gradient_of_plain_autodiff():
     coef, batch = 0.3, make_batch()
-    programs, state = make("separate", critic=False, entropy_coef=coef)
-    plain, _ = make("separate", critic=False)
+    programs, state = make(critic=False, entropy_coef=coef)
+    plain, _ = make(critic=False)
     batch = dataclasses.replace(batch, behaviour_logprobs=programs.logprobs(state.params, batch.rows)[0])
 
     def bonus(params):
@@ -210,14 +209,12 @@ def test_the_entropy_bonus_has_the_gradient_of_plain_autodiff():
 def test_no_entropy_is_computed_for_a_bonus_of_zero():
     operations = []
     for coef in (0.0, 0.1):
-        programs, state = make("separate", critic=False, entropy_coef=coef)
+        programs, state = make(critic=False, entropy_coef=coef)
         operations.append(programs.start.lower(state.weights, make_batch()).cost_analysis()["flops"])
-    plain, state = make("separate", critic=False)
+    plain, state = make(critic=False)
     assert operations[0] == plain.start.lower(state.weights, make_batch()).cost_analysis()["flops"] < operations[1]
 
 
 def test_what_is_added_to_a_loss_needs_to_know_how_it_is_aggregated():
     with pytest.raises(ValueError, match="entropy_coef=0.1.*give mean"):
         Objective(policy_loss_fn("ppo"), entropy_coef=0.1)
-    with pytest.raises(ValueError, match="unknown critic.trunk 'own'"):
-        Critic("own", None, None)

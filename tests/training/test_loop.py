@@ -195,7 +195,7 @@ def test_carried_groups_are_trained_with_the_logprobs_of_the_weights_that_sample
 )
 def test_a_resumed_loop_is_the_same_loop_in_the_middle_of_an_epoch(parts, tmp_path, surplus, max_staleness):
     """Seven problems in batches of three: no step ends where an epoch does, and groups are carried over."""
-    ahead = {"max_staleness": max_staleness, "steps": 6, "swap": "between"} if max_staleness else None
+    ahead = {"max_staleness": max_staleness, "steps": 6} if max_staleness else None
 
     def make(folder):
         # batches of three are the stream's; "needed" asks for as many as the share seen last calls for

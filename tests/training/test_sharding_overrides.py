@@ -1,6 +1,6 @@
 """Overrides of the sharding rules: one that is accepted gives the numbers of one device, any other is refused by name.
 
-The numbers are log-probabilities, entropies and values of a critic on the policy's trunk, and the gradient through all
+The numbers are log-probabilities, entropies and values of a head on the hidden states, and the gradient through all
 three. Training, supervised training, `Policy.logprobs` and critics compute nothing else on a mesh.
 """
 
@@ -17,7 +17,6 @@ from jax.sharding import NamedSharding, PartitionSpec
 from rpg_jax import models, parallel
 from rpg_jax.models.lora import adapter_axes, init_adapters
 from rpg_jax.models.projections import lookup
-from rpg_jax.training.critic import Critic
 from rpg_jax.training.policy_logprobs import completion_hidden, token_logprobs
 from rpg_jax.types import Rows
 
@@ -64,13 +63,13 @@ def model_of(name, lora=False):
 
 def program(graphdef, base, trained, rows):
     """Log-probs, entropies and values f32[B, C], and the gradient of a function of all three."""
-    critic = Critic("shared", None, None)
 
     def loss(trained):
         params, head = trained
         model = nnx.merge(graphdef, models.policy_params(base, params))
         hidden = completion_hidden(model, rows)
-        found = *token_logprobs(model, hidden, rows, 0.8, True), critic.values(head, hidden, rows)
+        values = jnp.einsum("bcd,d->bc", hidden.astype(jnp.float32), head["value"]["weight"]) + head["value"]["bias"]
+        found = *token_logprobs(model, hidden, rows, 0.8, True), values
         return sum(jnp.sum(jnp.sin(x + i)) for i, x in enumerate(found)), found
 
     gradient, found = jax.grad(loss, has_aux=True)(trained)

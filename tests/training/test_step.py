@@ -280,10 +280,9 @@ def test_schedule_free_has_ratio_one_at_the_first_update_of_a_batch():
         logprobs=lambda params, batch: programs.logprobs(params, batch.rows),
         reference=SimpleNamespace(is_behaviour=True),
         decoupled=False,
-        routing=None,
     )
     batch = dataclasses.replace(make_rollout_batch(4), groups=[])  # none was sampled by earlier weights
-    [old] = add_logprobs(algorithm, batch, state, 1)[0].batches
+    [old] = add_logprobs(algorithm, batch, state)[0].batches
     averaged = programs.logprobs(optimizer.evaluation_params(state.opt_state, state.params), old.rows)[0]
     assert np.max(np.abs(averaged - old.behaviour_logprobs)[old.mask > 0]) > 1e-4
     _, metrics = programs.update(state, [old])

@@ -55,7 +55,6 @@ async function chooseRun(run) {
   const {kept, backwards} = DATA.runs[run];
   byId("backwards").hidden = !backwards;
   fill("step", [...kept.map((k) => [k.step, `${k.step}`]), ...(kept.length > 1 ? [["every", "every step kept"]] : [])]);
-  worst();
   const same = kept.some((k) => String(k.step) === state.step) || (state.step === "every" && kept.length > 1);
   await chooseStep(same ? state.step : String(kept.at(-1).step));
 }
@@ -236,26 +235,6 @@ function clear() {
   state.filters.clear();
   for (const button of document.querySelectorAll("[data-filter]")) button.setAttribute("aria-pressed", "false");
   refresh();
-}
-
-function worst() {
-  const {worst} = DATA.runs[state.run];
-  byId("worst").replaceChildren(...worst.map((w) => {
-    const [before, token, after] = w.around;
-    const button = el("button", {type: "button", class: "jump"}, el("span", {class: "number"}, number(w.gap)),
-      el("span", {class: "muted"}, `step ${w.step}`),
-      el("span", {class: "around"}, shorten(before, 40), el("mark", {}, token || "end"), shorten(after, 40)));
-    button.addEventListener("click", () => jump(w));
-    return el("li", {}, button);
-  }));
-}
-
-async function jump({step, completion, token}) {
-  if (state.step !== "every") await chooseStep(step);
-  state.colour = byId("colour").value = "gap";
-  legend(state.colour);
-  find(state.all.find((c) => c.step === step && c.number === completion), token);
-  byId("detail").scrollIntoView({block: "nearest"});
 }
 
 function keys(event) {

@@ -274,7 +274,7 @@ class JetStreamRollout(Feedable):
         def completions() -> list[list[Completion]]:
             if chunks:
                 ticket.wait(driver)
-            return completions_of(request, groups, version, mixed=self.engine.decoding.mixed)
+            return completions_of(request, groups, version)
 
         try:
             if chunks:

@@ -13,7 +13,7 @@ import grpc
 import numpy as np
 import prometheus_client
 
-from rpg_jax.data.tokenizer import Codec, IncrementalDecoder
+from rpg_jax.data.tokenizer import Codec, IncrementalDecoder, check_unicode
 from rpg_jax.rollout.decoding import prompt_bucket
 from rpg_jax.rollout.engine import Scores
 from rpg_jax.rollout.jetstream.orchestrator import JetStreamRollout
@@ -285,11 +285,7 @@ class Admission:
 
         A long text does not delay other requests. Raises ValueError for a lone surrogate.
         """
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            found = f"character {error.start} of the text, {text[error.start]!r}, is a lone surrogate"
-            raise ValueError(f"{found}: send valid Unicode") from None
+        check_unicode(text, "the text")
         return await asyncio.to_thread(self.codec.encode, text)
 
     def checked(self, ids: Sequence[int], sampling: Sampling) -> np.ndarray:
