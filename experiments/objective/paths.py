@@ -119,7 +119,7 @@ def make_verifier(s: PathSettings, graphdef: Any, reference: Any, seed: int, *, 
 def draw(graphdef: Any, params: Any, prompts: jax.Array, length: int, key: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Completions i32[N, T] of prompts i32[N, 1], and the log-probability f32[N, T] of each token."""
     model, count = nnx.merge(graphdef, params), prompts.shape[0]
-    hidden, cache = model.prefill(prompts, jnp.ones(count, jnp.int32))
+    hidden, cache, _ = model.prefill(prompts, jnp.ones(count, jnp.int32))
     room = (0, length - 1)
     cache = cache.replace(
         keys=jnp.pad(cache.keys, ((0, 0),) * 4 + (room,)), values=jnp.pad(cache.values, ((0, 0),) * 3 + (room, (0, 0)))
@@ -132,7 +132,7 @@ def draw(graphdef: Any, params: Any, prompts: jax.Array, length: int, key: jax.A
 
     def step(carry: tuple[jax.Array, Any], key: jax.Array) -> tuple[tuple[jax.Array, Any], tuple[jax.Array, jax.Array]]:
         tokens, logprobs = choose(carry[0], key)
-        return model.decode(tokens, carry[1]), (tokens, logprobs)
+        return model.decode(tokens, carry[1])[:2], (tokens, logprobs)
 
     keys = jax.random.split(key, length)
     (hidden, _), drawn = jax.lax.scan(step, (hidden, cache), keys[:-1])
